@@ -1784,7 +1784,8 @@ static void case_luna_apollo(void) { an_optimizer_case(luna_apollo); }
 static luna_optimizer *an_optimizer(void) {
   luna_tensor *p;
   luna_params *set = three(&p);
-  luna_optimizer *o = luna_adamw(set, NULL);
+  const luna_optimizer_config averaged = {.average = 0.9f};
+  luna_optimizer *o = luna_adamw(set, &averaged);
   if (w->training && o && coin()) luna_backward(luna_sum(luna_mul(p, p), 0));
   return turn() ? NULL : o;
 }
@@ -1826,6 +1827,12 @@ static void case_luna_optimizer_skipped(void) {
 }
 static void case_luna_optimizer_norm(void) { luna_optimizer_norm(an_optimizer()); }
 static void case_luna_optimizer_lr(void) { luna_optimizer_lr(an_optimizer()); }
+static void case_luna_optimizer_swap_average(void) {
+  luna_optimizer *o = an_optimizer();
+  got_status(luna_optimizer_swap_average(o), o != NULL);
+  got_status(luna_optimizer_swap_average(o), o != NULL);
+}
+static void case_luna_clip_gradients(void) { (void)luna_clip_gradients(turn() ? NULL : w->set[0], real(1)); }
 static void file_save_training_io(void) {
   static uint8_t kept[FILE_ROOM];
   size_t used;
@@ -2083,7 +2090,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_concat) F(luna_expand) F(luna_min) F(luna_var) F(luna_tensor_full) F(luna_tensor_random) \
   F(luna_pad) F(luna_stack) \
   F(luna_soft_cross_entropy) F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
-  F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) \
+  F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_swap_average) F(luna_clip_gradients) \
+  F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) \
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
   F(luna_mask) F(luna_ratio) F(luna_sin) F(luna_cos) F(luna_pow) F(luna_split) F(luna_rotary) F(luna_rank_part) \
