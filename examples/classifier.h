@@ -202,10 +202,11 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
          (long long)s->held, (long long)luna_params_element_count(params));
   fflush(stdout);
 
+  best_model *const keeps = s->held >= LEAST_CALIBRATED ? &best : NULL; /* of fewer chance would choose */
   bar.last = 1 + (double)s->held / QUICK;
   progress_start(&bar, 0);
   while (bar.step < set.steps && !interrupted && best_awaited(&best)) {
-    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK, &best) < 0) return failed(ctx);
+    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK, keeps) < 0) return failed(ctx);
     batch b = batch_random(s, bar.step);
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels, NULL);
@@ -214,7 +215,7 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
     progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
   }
   const bool last = bar.step > 0 && best_awaited(&best);
-  if (last && validate(ctx, &model, s, &bar, QUICK, &best) < 0) return failed(ctx);
+  if (last && validate(ctx, &model, s, &bar, QUICK, keeps) < 0) return failed(ctx);
   return finish_training(ctx, &model, s, &bar, &best);
 }
 

@@ -139,6 +139,10 @@ check "all steps are made" grep -q '^c.safetensors: 300 steps' out
 check "what is saved is as good as any validation of these lines was" awk '
   match($0, /validation [0-9.]*/) { v = substr($0, RSTART + 11, RLENGTH - 11) + 0; if (v > most) most = v }
   /^c.safetensors/ { sub(/.*learnt from: /, ""); good = $1 + 0 > most - 0.06 } END { exit !good }' out
+awk 'NR <= 100' coins >few_coins
+run train few_coins --steps 300 $small --patience 1 --out c.safetensors
+check "of few samples chance would choose: the last model is kept" \
+  sh -c "grep -q '^c.safetensors: 300 steps' out && ! grep -q 'is the best' out"
 rm -f c.safetensors
 check "bytes as tokens" run train reviews --tokens bytes --longest 60 --steps 3 $small --out b.safetensors
 check "the model knows it" run eval b.safetensors reviews
