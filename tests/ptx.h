@@ -81,7 +81,7 @@ struct kernel {
   bool read = false;
   std::vector<instruction> code;
   std::vector<char> constants;
-  u64 launches = 0, threads = 0;
+  u64 launches = 0, touched = 0;           /* touched: sectors, each once a launch for loads and once for stores */
 };
 struct shadow { u32 written = 0, seen = 0; int writer = -1, reader = -1; }; /* epochs; reader -2: several warps */
 struct stored { u64 at, old; const instruction *by; };
@@ -100,7 +100,10 @@ struct machine {
   const instruction *at = nullptr;
   unsigned block[3] = {}, threads = 0;
   bool failed = false;
+  u32 number = 0;                          /* of the launch */
+  u32 *touched[2] = {};                    /* loads, stores: the launch that last did, of each sector modulo SECTORS */
 };
+inline constexpr u64 SECTORS = (u64)1 << 27;
 inline machine m;
 
 inline void error(const warp *w, int lane, const char *format, ...) {
@@ -442,8 +445,15 @@ inline void count_sectors(const u64 at[LANES], u32 lanes, unsigned bytes, instru
   u64 sector[LANES], address[LANES];
   int n = 0;
   for (u32 rest = lanes; rest; rest &= rest - 1, n++) sector[n] = at[first(rest)] / 32, address[n] = at[first(rest)];
-  i.units += (u64)distinct(sector, n);
   i.ideal += ((u64)distinct(address, n) * bytes + 31) / 32;
+  n = distinct(sector, n);
+  i.units += (u64)n;
+  u32 *&touched = m.touched[i.store];
+  if (!touched) touched = (u32 *)calloc(SECTORS, sizeof *touched);
+  for (int k = 0; k < n && touched; k++) {
+    m.now->touched += touched[sector[k] % SECTORS] != m.number;
+    touched[sector[k] % SECTORS] = m.number;
+  }
 }
 
 /* Where a lane's bytes are; null after a finding. */
@@ -1060,7 +1070,7 @@ inline bool launch(const std::string &name, const unsigned grid[3], const unsign
     w.number = (int)n;
   }
   k->launches++;
-  k->threads += (u64)m.threads * grid[0] * grid[1] * grid[2];
+  m.number++;
   for (m.block[2] = 0; m.block[2] < grid[2]; m.block[2]++)
     for (m.block[1] = 0; m.block[1] < grid[1]; m.block[1]++)
       for (m.block[0] = 0; m.block[0] < grid[0] && !m.failed; m.block[0]++) run_block(warps, grid, size);

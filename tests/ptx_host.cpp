@@ -180,27 +180,41 @@ void print_ratio(const requests &r) {
   if (r.ideal) printf(" %6.2f", r.units / r.ideal);
   else printf("      -");
 }
-bool print_row(const ptx::kernel &k, double elements) { /* false: it does too little to matter */
+/* an H100: multiprocessors, cycles a second, bytes a second of memory and of the cache that they share */
+constexpr double PROCESSORS = 132, CLOCK = 1.755e9, MEMORY = 3.35e12, CACHE = 5.5e12;
+/* Seconds that it takes at least: four instructions a cycle, of which two of whole numbers; a wavefront a cycle; each
+   sector once from memory, each request from the cache. */
+double seconds(const double by[ptx::WORKS], double all, double touched, double sectors, double wavefronts) {
+  const double cycles = std::max({all / 4, (by[ptx::INT] + by[ptx::LONG]) / 2, wavefronts}) / PROCESSORS;
+  return std::max({cycles / CLOCK, 32 * touched / MEMORY, 32 * sectors / CACHE});
+}
+/* false: it does too little to matter; total: seconds */
+bool print_row(const ptx::kernel &k, double elements, double &total) {
   double by[ptx::WORKS] = {}, all = 0;
   requests loads, stores, shared;
   for (const ptx::instruction &i : k.code) {
-    const double n = (double)i.executed * i.weight * ptx::LANES / elements;
-    by[i.work] += i.work == ptx::FREE ? 0 : n;
-    all += i.work == ptx::FREE ? 0 : n;
+    const double n = i.work == ptx::FREE ? 0 : (double)i.executed * i.weight;
+    by[i.work] += n;
+    all += n;
     if (i.work != ptx::GLOBALS && i.work != ptx::SHAREDS) continue;
     requests &r = i.work == ptx::SHAREDS ? shared : i.store ? stores : loads;
     r.units += (double)i.units;
     r.ideal += (double)i.ideal;
   }
-  if (all < 0.5) return false;
+  const double each = ptx::LANES / elements, touched = (double)k.touched,
+               time = seconds(by, all, touched, loads.units + stores.units, shared.units);
+  total += time;
+  if (all * each < 0.5) return false;
   const resources &own = resources_of[k.name];
-  printf("  %-46.46s %4llu %8.2f %3.0f%%", shown(k.name).c_str(), (unsigned long long)k.launches, all,
+  printf("  %-46.46s %4llu %8.2f %3.0f%%", shown(k.name).c_str(), (unsigned long long)k.launches,
+         all * each,
          100 * by[ptx::FMA] / std::max(all, 1e-9));
-  for (int w = 0; w < ptx::FREE; w++) printf(" %7.2f", by[w]);
+  for (int w = 0; w < ptx::FREE; w++) printf(" %7.2f", by[w] * each);
   print_ratio(loads);
   print_ratio(stores);
   print_ratio(shared);
-  printf(" %5d %5d\n", own.registers, own.spills);
+  printf(" %5d %5d %3.0f%% %3.0f%%\n", own.registers, own.spills, 100 * 32 * touched / MEMORY / time,
+         100 * by[ptx::FMA] / 4 / PROCESSORS / CLOCK / time);
   return true;
 }
 void print_hot_spots(const ptx::kernel &k) {
@@ -227,23 +241,25 @@ extern "C" bool ptx_opened(void) { return !ptx::m.kernels.empty(); }
 extern "C" void ptx_alone(bool alone) { cudahost::run_launch = alone ? run_alone : run_both; }
 extern "C" void ptx_forget(void) {
   for (auto &k : ptx::m.kernels) {
-    k.second.launches = k.second.threads = 0;
+    k.second.launches = k.second.touched = 0;
     for (ptx::instruction &i : k.second.code) i.reached = i.reached || i.executed, i.executed = i.units = i.ideal = 0;
   }
 }
 extern "C" void ptx_table_head(void) {
   printf("  %-46s %4s %8s %4s", "kernel", "runs", "all", "fma");
   for (int w = 0; w < ptx::FREE; w++) printf(" %7s", ptx::work_name[w]);
-  printf(" %6s %6s %6s %5s %5s\n", "loads", "stores", "waves", "regs", "spill");
+  printf(" %6s %6s %6s %5s %5s %4s %4s\n", "loads", "stores", "waves", "regs", "spill", "hbm", "fp32");
 }
 extern "C" void ptx_table(const char *title, double elements, bool whole) {
   const bool is_first = common.empty();
+  double total = 0;
   printf("%s (%.0f elements)\n", title, elements);
   for (auto &k : ptx::m.kernels) {
     if (!k.second.launches || (common.count(k.first) && !whole && !is_first)) continue;
     if (is_first) common.insert(k.first);
-    if (print_row(k.second, elements) && getenv("PTX_VERBOSE")) print_hot_spots(k.second);
+    if (print_row(k.second, elements, total) && getenv("PTX_VERBOSE")) print_hot_spots(k.second);
   }
+  if (whole) printf("  at least %.1f us without the products by cuBLAS\n", 1e6 * total);
   fflush(stdout);
 }
 extern "C" bool ptx_break(const char *kernel, ptx_fault what, int n) {
