@@ -178,16 +178,16 @@ static int quantize(luna_ctx *ctx, const char *from, const char *to) {
 }
 
 int main(int count, char **given) {
-  const char *command = count > 1 ? given[1] : "";
-  const bool quantizes = strcmp(command, "--quantize") == 0;
+  const char *first = count > 1 ? given[1] : "";
+  const bool quantizes = strcmp(first, "--quantize") == 0;
   program = "summary";
-  if (strcmp(command, "--help") == 0)
+  if (strcmp(first, "--help") == 0)
     return puts("summary FILE               what is in a safetensors file\n"
                 "summary --quantize IN OUT  a model's copy whose matrices are in 8 bits"), 0;
   if (count != (quantizes ? 4 : 2))
     return fail(quantizes ? "summary --quantize IN OUT: two files are wanted" : "summary FILE: one file is wanted");
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
-  int status = !ctx ? fail("out of memory") : quantizes ? quantize(ctx, given[2], given[3]) : summary(ctx, command);
+  int status = !ctx ? fail("out of memory") : quantizes ? quantize(ctx, given[2], given[3]) : summary(ctx, first);
   luna_close(ctx);
   return status;
 }
