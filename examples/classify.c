@@ -9,8 +9,8 @@
      classify predict M <TEXTS [--top 3]                       a label and its probability for each line, or more
 
    Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate: by them the
-   best model is kept, training ends early (--patience), and the model's logits are divided by a temperature, so that its
-   probabilities are what they say. Labels and the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the
+   best model is kept, training ends early (--patience), and the model's logits are divided by a temperature, so that
+   its probabilities are what they say. Labels and the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the
    training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
