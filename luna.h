@@ -133,6 +133,13 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   EIGHT BITS
+     options.weights = LUNA_DTYPE_I8 (a context's inferences, and its streams), or a stream config's `weights`: products
+     by matrices of 16 columns or more are of integers of 8 bits, each row with its scale, with exact sums, the same on
+     every machine; norms, attention itself, biases and convolutions stay float. Training stays as it is, to the bit.
+     luna_save_int8 stores a model so. Use it where weights are read from memory for few rows (streams), or where the
+     processor has AVX-512 VNNI; examples/measurements.md says what is gained and what is lost.
+
    SEVERAL RANKS
      options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
      number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
@@ -179,6 +186,7 @@
        luna.attempts, luna.updates, luna.skipped, luna.skipped_in_row   steps tried, made, skipped as not finite
        luna.lr                    the float's bits: the learning rate before its schedule
        luna.step, luna.seed       of the context's dropout
+     luna_save_int8 stores a matrix NAME [out,in] of products as I8, and NAME.scale, F32 [out], beside it.
      Sinusoidal positions are not stored. With w_i = 10000^(-i / (d/2 - 1)), position t has sin(t w_i) at i < d/2 and
      cos(t w_i) at d/2 + i, as in fairseq. X enters as s E[token] + sinusoid, s = sqrt(d) or 1
      (config.embedding_scale), and P as s P + sinusoid.
@@ -189,7 +197,8 @@
      LUNA_NO_STDIO *        no luna_path; luna_bytes, luna_buffer and luna_callbacks remain
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
-     LUNA_NO_INT8           no products in 8 bits; I8 files load as float
+     LUNA_NO_INT8           no products in 8 bits and no luna_save_int8; I8 files load as float (LUNA_ONLY_STREAM
+                            implies it, and reads none)
      LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_ASSERT(c)         checks internal invariants; default: nothing
@@ -3388,7 +3397,7 @@ LUNAI_FN void lunai_int8_sum(lunai_int8 *w) {
     for (int64_t i = 0; i < w->columns; i++) sums[r] += w->at[r * w->columns + i];
   }
 }
-/* false: a value is not finite */
+/* false: a value is not finite; the scale of its row is NaN */
 LUNAI_FN bool lunai_int8_fill(lunai_int8 *w, const float *values) {
   float *scale = (float *)(uintptr_t)w->scale;
   int8_t *at = (int8_t *)(uintptr_t)w->at;
@@ -15975,7 +15984,7 @@ LUNAI_FN bool lunai_int8_ready(lunai_build *s, int i) {
   if (w->int8->from == w->data && w->int8->writes == writes) return true;
   w->int8->from = w->data;
   w->int8->writes = writes;
-  if (lunai_computes(ctx)) (void)lunai_int8_fill(w->int8, w->data); /* of a row that is not finite the scale is NaN */
+  if (lunai_computes(ctx)) (void)lunai_int8_fill(w->int8, w->data);
   return true;
 }
 #endif

@@ -5,7 +5,9 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#ifndef __wasm__
 #include "kernels.h"
+#endif
 
 #ifndef LUNA_NO_INT8
 /* the loops that this machine can run; offset: what is added to q */
@@ -106,8 +108,9 @@ static void int8_check_sums(void) {
         int8_multiply(sets[s / 2].loops, &t, s % 2, y);
         int64_t at = 0;
         while (at < t.m * t.n && y[at] == want[at]) at++;
-        CHECK(at == t.m * t.n, "%s, %s, %lld x %lld x %lld%s: row %lld, column %lld is %.9g, not %.9g", sets[s / 2].name,
-              int8_fill_name[fill], (long long)t.m, (long long)t.n, (long long)t.k, s % 2 ? ", panels" : "",
+        CHECK(at == t.m * t.n, "%s, %s, %lld x %lld x %lld%s: row %lld, column %lld is %.9g, not %.9g",
+              sets[s / 2].name, int8_fill_name[fill], (long long)t.m, (long long)t.n, (long long)t.k,
+              s % 2 ? ", panels" : "",
               (long long)(at / t.n), (long long)(at % t.n), (double)y[at], (double)want[at]);
       }
       free(y), free(want), int8_close(&t);
@@ -159,6 +162,7 @@ static void int8_check_rows(void) {
 }
 
 /* ---- the whole product ---- */
+#ifndef __wasm__                     /* it has no threads */
 static void int8_check_products(void) {
   static const int64_t sizes[][3] = {{1, 40, 64}, {7, 100, 33}, {16, 33, 48}, {17, 70, 256}, {90, 50, 31}, {33, 1, 20}};
   int at = 0;
@@ -166,7 +170,8 @@ static void int8_check_products(void) {
     for (size_t z = 0; z < sizeof sizes / sizeof *sizes; z++)
       for (int mode = 0; mode < 8; mode++) {
         const int64_t m = sizes[z][0], n = sizes[z][1], k = sizes[z][2], c_row = n + 3, first = 2;
-        float *x = common_random(m * k, 1, 2), *w = common_random((n + first) * k, 2, 1), *bias = common_random(n, 3, 1),
+        float *x = common_random(m * k, 1, 2), *w = common_random((n + first) * k, 2, 1),
+            *bias = common_random(n, 3, 1),
             *residual = common_random(m * c_row, 4, 1), *want = common_random(m * c_row, 5, 1);
         float *y = common_floats(m * c_row);
         void *memory = common_alloc(lunai_int8_bytes(n + first, k));
@@ -192,7 +197,8 @@ static void int8_check_products(void) {
           lunai_parallel parallel = kernels_parallel(kernels_threads[way / 2]);
           kernels_scratch panels = kernels_scratch_open(way % 2 ? kernels->panels_bytes(&g) : 0);
           g.b_panels = NULL;
-          if (way % 2) kernels->make_panels(&g, &parallel, panels.at), g.b_panels = (const float *)(const void *)panels.at;
+          if (way % 2) kernels->make_panels(&g, &parallel, panels.at);
+          if (way % 2) g.b_panels = (const float *)(const void *)panels.at;
           kernels_scratch scratch = kernels_scratch_open(kernels->gemm_scratch(&g, parallel.threads));
           common_fill(y, m * c_row, 5, 1);
           g.c = y;
@@ -206,12 +212,15 @@ static void int8_check_products(void) {
       }
 }
 #endif
+#endif
 
 int main(void) {
 #ifndef LUNA_NO_INT8
   int8_check_sums();
   int8_check_rows();
+#ifndef __wasm__
   int8_check_products();
+#endif
 #endif
   return test_report("int8");
 }

@@ -104,14 +104,15 @@ static void check_streams(int kind) {
   CHECK(error > 1e-5 && error < 5e-2, "kind %d: 8 bits differ by %g from float", kind, error);
   size_t size, size8;
   uint8_t *bytes = file_of(&m, false, &size), *bytes8 = file_of(&m, true, &size8);
-  float *same = run_bytes(bytes, size, kind, LUNA_DTYPE_I8);
-  CHECK(memcmp(same, rounded, count * sizeof(float)) == 0, "kind %d: of a file other bits than of its model", kind);
-  free(same);
-  same = run_bytes(bytes, size, kind, LUNA_DTYPE_F32);
-  CHECK(memcmp(same, exact, count * sizeof(float)) == 0, "kind %d: float from a file has other bits", kind);
-  free(same);
+  float *same;
+  for (int i = 0; i < 2 && common_little_endian(); i++) { /* a file is read in place there alone */
+    same = run_bytes(bytes, size, kind, i ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32);
+    CHECK(memcmp(same, i ? rounded : exact, count * sizeof(float)) == 0,
+          "kind %d: of a file other bits than of its model", kind);
+    free(same);
+  }
   /* of a file of 8 bits embeddings and folded scores are made of rounded weights, all other integers are the same */
-  for (int way = 0; way < 2; way++) {
+  for (int way = 0; way < 2 && common_little_endian(); way++) {
     same = run_bytes(bytes8, size8, kind, way ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32);
     test_close("a stored one", same, exact, count, 5e-2);
     luna_ctx *ctx = luna_open(NULL);
@@ -130,7 +131,8 @@ static void check_streams(int kind) {
 /* chunks have the same integers as steps, batches as single sequences */
 static void check_prefill(void) {
   lm m = lm_open(0, nothing);
-  const luna_stream_config one = {.weights = LUNA_DTYPE_I8}, three = {.weights = LUNA_DTYPE_I8, .batch = 3, .chunk = 20};
+  const luna_stream_config one = {.weights = LUNA_DTYPE_I8},
+      three = {.weights = LUNA_DTYPE_I8, .batch = 3, .chunk = 20};
   luna_stream *s = luna_stream_open(&m.model, &one), *b = luna_stream_open(&m.model, &three);
   float *steps = run(s, 0, "steps");
   int32_t tokens[3 * N];
@@ -219,8 +221,8 @@ static void check_long(void) {
     config.encoder.layer.dim = 32, config.encoder.layer.heads = 2, config.encoder.layer.ffn = 48;
     config.encoder.layers = 2, config.encoder.max_length = ROWS, config.per_step = true;
     CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
-    CHECK(luna_linear_layer_init(&output, params, "out", 32, CLASSES, (luna_init){LUNA_INIT_XAVIER, 1}) == LUNA_OK, "%s",
-          luna_error(ctx));
+    CHECK(luna_linear_layer_init(&output, params, "out", 32, CLASSES, (luna_init){LUNA_INIT_XAVIER, 1}) == LUNA_OK,
+          "%s", luna_error(ctx));
     common_params(params, 7);
     luna_begin_inference(ctx);
     y[way] = common_floats(ROWS * 5);
@@ -294,7 +296,7 @@ static void check_file(int kind) {
     }
     luna_close(empty.ctx);
   }
-  CHECK(luna_load_borrowed(into.params, bytes8, size8) == LUNA_BAD_FILE || *luna_error(into.ctx), "8 bits are borrowed");
+  CHECK(luna_load_borrowed(into.params, bytes8, size8) != LUNA_OK && *luna_error(into.ctx), "8 bits are borrowed");
   free(bytes), free(bytes8);
   luna_close(m.ctx), luna_close(into.ctx);
 }
@@ -476,8 +478,8 @@ static void check_memory(void) {
   const double added = ((double)state[1] - (double)state[0]) / weights;
   /* the file is read in place; the stream's memory beside it, over a float stream's */
   const double stored = ((double)size8 + (double)file[1] - (double)file[0]) / weights;
-  printf("of a float model's bytes: quantised at opening adds %.3f, an I8 file and its stream's part take %.3f\n", added,
-         stored);
+  printf("of a float model's bytes: quantised at opening adds %.3f, an I8 file and its stream's part take %.3f\n",
+         added, stored);
   CHECK(added > 0.15 && added < 0.28, "8 bits add %.3f of the weights", added);
   CHECK(stored > 0.15 && stored < 0.3, "an I8 file's stream takes %.3f of the weights", stored);
   free(bytes), luna_close(ctx);
