@@ -2462,16 +2462,15 @@ template <int W, int TAPS> __global__ void lunacu_convolution_kernel(lunacu_conv
     lunacu_convolve_strip<W, TAPS>(a, item * a.n * a.d + c, (strip - item * strips) * LUNACU_STRIP, c);
   }
 }
-/* sums over all rows of dy_t x_(t - width + 1 + i) for four taps i from `base` on, and of dy; back: floats to the row
-   of a tap, or -1 for none */
+/* sums over a sequence's rows of dy_t x_(t - width + 1 + i) for four taps i from `base` on, and of dy; lag: the rows to
+   that of a tap, or more than there are; back: the floats */
 struct lunacu_taps {
   const float *x, *dy;
-  int64_t n, lag, back[4];           /* lag: the first tap's */
+  int64_t lag[4], back[4];
   __device__ void add(int64_t i, int64_t r, float (&sum)[5]) const {
-    const int64_t row = (uint64_t)(r | n) >> 32 ? r % n : (uint32_t)r % (uint32_t)n;
     const float g = dy[i], *here = x + i;
     LUNACU_UNROLL for (int q = 0; q < 4; q++)
-      if (back[q] >= 0 && lag - q <= row) sum[q] += g * here[-back[q]];
+      if (lag[q] <= r) sum[q] += g * here[-back[q]];
     sum[4] += g;
   }
 };
@@ -2499,11 +2498,12 @@ __global__ void lunacu_history_kernel(lunacu_convolution a, float *history) {
     }
   }
 }
-static lunacu_sums lunacu_taps_sums(const luna_op *op) {
-  return lunacu_sums_of(1, op->in[0]->shape[0] * op->in[0]->shape[1], op->in[0]->shape[2], true);
+static lunacu_sums lunacu_taps_sums(const luna_op *op) { /* of each sequence: the parts are added by sums_end */
+  return lunacu_sums_of(op->in[0]->shape[0], op->in[0]->shape[1], op->in[0]->shape[2], true);
 }
 static void lunacu_short_convolution_query(luna_op *op) {
-  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_taps_sums(op), 5) * sizeof(float);
+  const lunacu_sums s = lunacu_taps_sums(op);
+  op->backward_workspace_size = (size_t)(s.splits * s.outer * 5 * s.n) * sizeof(float);
 }
 static void lunacu_convolve(const luna_op *op, const float *x, const float *bias, float *y, bool back, bool add) {
   const luna_tensor *in = op->in[0];
@@ -2525,16 +2525,24 @@ static luna_status lunacu_short_convolution_forward(luna_op *op) {
   return lunacu_row_done(op);
 }
 static luna_status lunacu_short_convolution_backward(luna_op *op) {
-  const int64_t width = lunacu_last(op->in[1]), n = op->in[0]->shape[1], d = op->in[0]->shape[2];
+  const int64_t width = lunacu_last(op->in[1]), d = op->in[0]->shape[2];
+  const lunacu_sums s = lunacu_taps_sums(op);
+  float *partial = (float *)op->workspace;
   float *dweight = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2);
   if (op->in[0]->grad) lunacu_convolve(op, op->out[0]->grad, NULL, op->in[0]->grad, true, !lunacu_sets(op, 0));
-  for (int64_t base = 0; base < (dweight ? width : dbias ? 1 : 0); base += 4) {
-    lunacu_taps f = {op->in[0]->data, op->out[0]->grad, n, width - 1 - base, {}};
+  for (int64_t base = 0; base < (dweight ? width : dbias ? 1 : 0) && luna_count(op->in[0]) > 0; base += 4) {
+    lunacu_taps f = {op->in[0]->data, op->out[0]->grad, {}, {}};
     lunacu_sums_to to = {{NULL, NULL, NULL, NULL, base == 0 ? dbias : NULL}, {width, width, width, width, 1}, d, 5,
                          1.0f, true};
-    for (int q = 0; q < 4; q++) f.back[q] = f.lag < q ? -1 : (f.lag - q) * d;
+    for (int q = 0; q < 4; q++) {
+      const int64_t lag = width - 1 - base - q;
+      f.lag[q] = lag < 0 ? INT64_MAX : lag;
+      f.back[q] = lag * d;
+    }
     for (int q = 0; q < 4 && dweight && base + q < width; q++) to.to[q] = dweight + base + q;
-    lunacu_sums_run<5>(op, lunacu_taps_sums(op), f, to, (float *)op->workspace);
+    LUNACU_LAUNCH((lunacu_sums_kernel<5, lunacu_taps>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to,
+                  partial);
+    lunacu_sums_end(op, s.splits * s.outer, 5 * d, partial, to);
   }
   return lunacu_row_done(op);
 }
