@@ -197,7 +197,7 @@
      LUNA_NO_STDIO *        no luna_path; luna_bytes, luna_buffer and luna_callbacks remain
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
-     LUNA_NO_INT8           no products in 8 bits and no luna_save_int8; I8 files load as float (LUNA_ONLY_STREAM
+     LUNA_NO_INT8 *         no products in 8 bits and no luna_save_int8; I8 files load as float (LUNA_ONLY_STREAM
                             implies it, and reads none)
      LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
