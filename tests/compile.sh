@@ -63,7 +63,8 @@ for c; do
   add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
   switches="LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD"
   few "$c: $switches" "$c -std=c99 $c_strict -D$switches -fsyntax-only implementation.c"
-  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD LUNA_NO_INT8 "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
+  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD LUNA_NO_INT8 \
+    "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
     add "$c: $switch" "$c -std=c99 $c_strict -D$switch -fsyntax-only implementation.c"
   done
   few "$c: LUNA_ONLY_STREAM" "$c -std=c99 -O1 $c_strict -DLUNA_ONLY_STREAM -c implementation.c -o $id-stream.o"

@@ -338,6 +338,36 @@ static void check_damaged(void) {
   luna_close(m.ctx);
 }
 
+/* bytes of the header become other ones: what still opens can be used, the rest is refused with a sentence */
+static void check_mutated(void) {
+  static const char alphabet[] = "0123456789,:[]{}\"IF83U.scale";
+  size_t size, size8;
+  lm m = lm_open(0, nothing), into = lm_open(0, nothing);
+  uint8_t *bytes = file_of(&m, true, &size8), *mutant = (uint8_t *)common_alloc(size8);
+  size_t header = 0;
+  for (int i = 7; i >= 0; i--) header = header << 8 | bytes[i];
+  int opened = 0;
+  for (uint64_t round = 0; round < 400; round++) {
+    size = round % 20 ? size8 : 8 + header + common_hash(round, 1) % (size8 - 8 - header);
+    memcpy(mutant, bytes, size);
+    for (uint64_t i = 0; i <= round % 3; i++)
+      mutant[8 + common_hash(round, 2 * i + 2) % header] =
+          (uint8_t)alphabet[common_hash(round, 2 * i + 3) % (sizeof alphabet - 1)];
+    const char *error = "";
+    const size_t need = luna_stream_size(mutant, size, NULL, &error);
+    char *memory = need ? (char *)common_alloc(need) : NULL;
+    luna_stream *s = need ? luna_stream_open_bytes(mutant, size, NULL, memory, need, &error) : NULL;
+    CHECK(s || *error, "round %d: a stream is refused without a sentence", (int)round);
+    for (int t = 0; s && t < 3; t++) (void)luna_stream_step(s, some_tokens() + t);
+    const luna_status status = luna_load(into.params, luna_bytes(mutant, size));
+    CHECK(status == LUNA_OK || *luna_error(into.ctx), "round %d: a file is refused without a sentence", (int)round);
+    opened += s != NULL;
+    free(memory);
+  }
+  CHECK(opened < 400, "every file of 400 damaged ones opens");
+  free(bytes), free(mutant), luna_close(m.ctx), luna_close(into.ctx);
+}
+
 /* ---- what a trained model loses, on data that it has not seen ---- */
 enum { TEXT_ROWS = 128, TEXT_BATCH = 4, TEXT_STEPS = 150, HELD = 40 };
 static int32_t text_at(const uint8_t *text, size_t size, size_t i) { return text[i % size]; }
@@ -508,6 +538,7 @@ int main(void) {
   check_long();
   check_block();
   check_damaged();
+  check_mutated();
   check_memory();
   check_refused();
   check_text();
