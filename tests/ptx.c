@@ -190,6 +190,7 @@ static void check_faults(void) {
 int main(int argc, char **argv) {
   const char *message = "";
   if (!ptx_opened()) return printf("ptx: the environment names no PTX\n"), 2;
+  CHECK(ptx_read_all() > 100, "%d kernels", ptx_read_all());
   ptx_table_head();
   for (int i = 0; i < CASES; i++) {
     if (i > 0 && argc > 1 && strcmp(argv[1], cases[i].name) != 0) continue;

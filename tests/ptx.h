@@ -78,7 +78,7 @@ struct kernel {
   std::vector<parameter> parameters;
   size_t parameter_bytes = 0, shared = 0, local = 0, registers = 0;
   unsigned most_threads = 0;
-  bool read = false;
+  bool read = false, entry = false;        /* entry: a kernel, not a function that kernels call */
   std::vector<instruction> code;
   std::vector<char> constants;
   u64 launches = 0, touched = 0;           /* touched: sectors, each once a launch for loads and once for stores */
@@ -223,6 +223,15 @@ inline float flushed(float a) { return fabsf(a) < 1.17549435e-38f ? copysignf(0,
 inline float exp2_flushed(float a) { return flushed(exp2f(flushed(a))); }
 inline float exp2_of(float a) { return exp2f(a); }
 inline float log2_of(float a) { return log2f(a); }
+inline double inverse_high(double a) {      /* its high word, as the double that an approximation is */
+  const double x = 1 / a;
+  u64 bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits &= ~0xffffffffull;
+  double high;
+  memcpy(&high, &bits, sizeof high);
+  return high;
+}
 inline float inverse_flushed(float a) { return flushed(1 / flushed(a)); }
 inline float inverse_root(float a) { return (float)(1 / sqrt((double)a)); }
 inline float absolute_f32(float a) { return fabsf(a); }
@@ -251,6 +260,7 @@ template <double (*f)(double)> s32 whole(double a) {
   return r != r ? 0 : r >= 2147483647.0 ? 2147483647 : r <= -2147483648.0 ? (s32)0x80000000u : (s32)r;
 }
 template <float (*f)(float)> float whole_float(float a) { return f(a); }
+inline double whole_double(double a) { return trunc(a); }
 template <double (*f)(double)> s32 whole_f32(float a) { return whole<f>(a); }
 
 /* the carry goes from lane's bit to lane's bit of w.carry: 'a'dd, 's'ubtract, 'l'ow or 'h'igh half of a product */
@@ -381,7 +391,8 @@ inline void floats(entries &t) {
             {"abs.f64", op<absolute_f64>(DOUBLE)}, {"cvt.f64.f32", op<cast<double, float>>(DOUBLE)},
             {"cvt.rn.f32.f64", op<cast<float, double>>(DOUBLE)}, {"cvt.rn.f64.s64", op<cast<double, s64>>(DOUBLE)},
             {"cvt.rn.f64.u64", op<cast<double, u64>>(DOUBLE)}, {"cvt.rn.f64.s32", op<cast<double, s32>>(DOUBLE)},
-            {"cvt.rn.f64.u32", op<cast<double, u32>>(DOUBLE)}, {"cvt.rni.s32.f64", op<whole<rint>>(DOUBLE)}});
+            {"cvt.rn.f64.u32", op<cast<double, u32>>(DOUBLE)}, {"cvt.rni.s32.f64", op<whole<rint>>(DOUBLE)},
+            {"cvt.rzi.f64.f64", op<whole_double>(DOUBLE)}, {"rcp.approx.ftz.f64", op<inverse_high>(DOUBLE)}});
   t.insert({PTX_COMPARE_FLOATS("equ", equ), PTX_COMPARE_FLOATS("neu", neu), PTX_COMPARE_FLOATS("ltu", ltu),
             PTX_COMPARE_FLOATS("leu", leu), PTX_COMPARE_FLOATS("gtu", gtu), PTX_COMPARE_FLOATS("geu", geu),
             PTX_COMPARE_FLOATS("num", num), PTX_COMPARE_FLOATS("nan", nan)});
@@ -875,6 +886,7 @@ inline size_t read_function(const std::string &text, size_t p, bool entry) { /* 
   const size_t list = text.find('(', name), list_end = text.find(')', list), most = text.find(".maxntid", list);
   kernel k;
   k.name = trimmed(text.substr(name, list - name));
+  k.entry = entry;
   for (const std::string &s : split(text.substr(list + 1, list_end - list - 1))) {
     const variable v = read_variable(s);
     k.parameter_bytes = up(k.parameter_bytes, v.align);

@@ -16,6 +16,7 @@
 extern "C" {
 #endif
 bool ptx_opened(void);
+int ptx_read_all(void);                    /* every kernel, or the program ends with a sentence; how many there are */
 void ptx_alone(bool alone);                /* as the environment's PTX_ALONE */
 void ptx_forget(void);                     /* counts start again */
 void ptx_table_head(void);
