@@ -125,7 +125,7 @@ $(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/test
 $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%.c)
 # these take longer to compile than to run
-$(addprefix $(BUILD)/tests/,gradients only_stream fuzz_safetensors cuda.o cuda_device.o): CFLAGS += -O1
+$(addprefix $(BUILD)/tests/,gradients only_stream cuda.o cuda_device.o): CFLAGS += -O1
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	$(call build,$(CC) $(CFLAGS) $(WARN) -I. $<,$(LIBS))

@@ -356,15 +356,19 @@ int main(void) {
   for (int at = 0; kernels_next(&at);) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(&shapes[i]);
     for (int64_t threads = 1; threads < 8; threads += 3) check_ragged(false, threads), check_ragged(true, threads);
-    for (int dropout = 0; dropout < 2; dropout++)
-      check_prefix(5, dropout), check_prefix(50, dropout), check_prefix(513, dropout),
-      check_prefix(1100, dropout);
+    /* the reference goes row by row, whatever their number */
+    const bool rows_alone = common_isas[at - 1] == LUNA_ISA_REFERENCE && !test_full();
+    for (int dropout = 0; dropout < 2; dropout++) {
+      check_prefix(5, dropout), check_prefix(50, dropout);
+      if (!rows_alone) check_prefix(513, dropout), check_prefix(1100, dropout);
+    }
     for (int i = 0; i < 4; i++)
-      for (int64_t threads = 1; threads < 8; threads += 3)
-        check_causality(3, 1, odd[i], threads), check_causality(90, 10, odd[i], threads),
-            check_causality(200, 64, odd[i], threads),
-          check_causality(600, 511, odd[i], threads),
-          check_causality(600, 515, odd[i], threads);
+      for (int64_t threads = 1; threads < 8; threads += 3) {
+        if (!test_full() && (at + i + threads / 3) % 3) continue;
+        check_causality(3, 1, odd[i], threads), check_causality(90, 10, odd[i], threads);
+        check_causality(200, 64, odd[i], threads), check_causality(600, 511, odd[i], threads);
+        check_causality(600, 515, odd[i], threads);
+      }
     check_unpack(1, 1, 1, 1, 1, 0), check_unpack(2, 70, 12, 3, 5, 0), check_unpack(1, 1200, 40, 4, 16, 0),
         check_unpack(1, 0, 4, 2, 3, 0),
       check_unpack(1, 5, 4, 2, 0, 0);

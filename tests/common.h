@@ -20,6 +20,23 @@ TEST_UNUSED static uint64_t common_hash(uint64_t seed, uint64_t index) {
   return x ^ (x >> 32);
 }
 
+/* bytes that grow */
+typedef struct common_bytes {
+  uint8_t *at;
+  size_t size, room;
+} common_bytes;
+TEST_UNUSED static bool common_write(void *user, const void *bytes, size_t size) {
+  common_bytes *b = (common_bytes *)user;
+  if (b->size + size > b->room) {
+    b->room = 2 * (b->size + size);
+    b->at = (uint8_t *)realloc(b->at, b->room);
+    if (!b->at) exit(2);
+  }
+  if (size) memcpy(b->at + b->size, bytes, size);
+  b->size += size;
+  return true;
+}
+
 /* can F32 be read in place from a checkpoint? Its numbers are little-endian */
 TEST_UNUSED static bool common_little_endian(void) {
   const uint16_t one = 1;

@@ -74,7 +74,7 @@ refuses "missing.safetensors" run missing.safetensors
 refuses "[a-z]" run cut.safetensors
 refuses "same number of lines" eval a.safetensors en short.de
 check "the old model is as it was" same a.safetensors before
-check "Ctrl-C ends a training well" interrupted '^step .* loss' train en de --steps 100000 --out stopped.safetensors \
+check "Ctrl-C ends a training well" interrupted '^step .* loss' train en de --steps 4000 --out stopped.safetensors \
   $small
 check "it says so" grep -q 'stopped early' out
 check "the model is saved" run eval stopped.safetensors short.en short.de
@@ -127,7 +127,7 @@ printf 'tiny' >tiny
 refuses "has 4 bytes" pretrain tiny --out m.safetensors
 check "a short text is read in shorter windows" run pretrain short.en --out d.safetensors --steps 2 --window 4096 \
   --batch 4 $small
-check "Ctrl-C ends a training well" interrupted '^step' pretrain text --steps 100000 --out stopped.safetensors $window \
+check "Ctrl-C ends a training well" interrupted '^step' pretrain text --steps 4000 --out stopped.safetensors $window \
   $small
 check "and it is saved" run tune stopped.safetensors rows.tsv --out d.safetensors --steps 2 $window
 

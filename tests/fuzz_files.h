@@ -3,26 +3,11 @@
 #ifndef FUZZ_FILES_H
 #define FUZZ_FILES_H
 
-/* ---- bytes that grow ---- */
-typedef struct buffer {
-  uint8_t *at;
-  size_t size, room;
-} buffer;
-static bool buffer_write(void *user, const void *bytes, size_t size) {
-  buffer *b = (buffer *)user;
-  if (b->size + size > b->room) {
-    b->room = 2 * (b->size + size);
-    b->at = (uint8_t *)realloc(b->at, b->room);
-    if (!b->at) exit(2);
-  }
-  if (size) memcpy(b->at + b->size, bytes, size);
-  b->size += size;
-  return true;
-}
+/* ---- bytes ---- */
 /* a header, as safetensors files begin */
-static void buffer_header(buffer *b, const char *json, size_t size, uint64_t claim) {
-  for (int i = 0; i < 8; i++) buffer_write(b, &(uint8_t){(uint8_t)(claim >> 8 * i)}, 1);
-  buffer_write(b, json, size);
+static void buffer_header(common_bytes *b, const char *json, size_t size, uint64_t claim) {
+  for (int i = 0; i < 8; i++) common_write(b, &(uint8_t){(uint8_t)(claim >> 8 * i)}, 1);
+  common_write(b, json, size);
 }
 
 /* ---- a file as a structure; one that does not fit is left as it is ---- */
@@ -89,12 +74,12 @@ static bool file_parse(structure *f, const uint8_t *bytes, size_t size) {
   return true;
 }
 /* false when it would be longer than `max` */
-static bool file_write(const structure *f, size_t max, buffer *out) {
-  buffer header = {NULL, 0, 0};
+static bool file_write(const structure *f, size_t max, common_bytes *out) {
+  common_bytes header = {NULL, 0, 0};
   lunai_st_writer w = {0};
   char text[80];
   size_t total = 0, at = 0;
-  w.write = buffer_write, w.user = &header;
+  w.write = common_write, w.user = &header;
   for (int i = 0; i < f->tensor_count; i++) total += f->tensors[i].bytes;
   lunai_st_write_text(&w, "{\"__metadata__\":{");
   for (int i = 0; i < f->pair_count; i++) {
@@ -125,7 +110,7 @@ static bool file_write(const structure *f, size_t max, buffer *out) {
   if (fits) buffer_header(out, (const char *)header.at, header.size, header.size);
   for (int i = 0; i < f->tensor_count && fits; i++) {
     const file_tensor *t = &f->tensors[f->backward ? f->tensor_count - 1 - i : i];
-    buffer_write(out, t->data, t->bytes);
+    common_write(out, t->data, t->bytes);
   }
   free(header.at);
   return fits;
@@ -252,7 +237,7 @@ static void refit_release(void *user, void *pointer, size_t bytes) {
 }
 /* The parameters of the model that the metadata describe, with the file's values where those fit; one time in four with
    the moments of an optimiser. False where there is no such model, or it is large. */
-static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, buffer *out) {
+static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, common_bytes *out) {
   static const char *const kinds[] = {"causal_lm", "classifier", "masked_lm", "seq2seq"};
   lunai_st st;
   lunai_st_text kind;
@@ -277,7 +262,7 @@ static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, buffer *o
   model.kind = (luna_model_kind)(LUNA_MODEL_LM + k);
   bool good = params && lunai_model_init(&model, params, &m) == LUNA_OK;
   if (good) {
-    const luna_io io = {NULL, buffer_write, out, 0};
+    const luna_io io = {NULL, common_write, out, 0};
     luna_load_matching(params, luna_bytes(bytes, size), &report);
     if (random_below(r, 4)) good = luna_save(params, luna_callbacks(&io)) == LUNA_OK;
     else good = luna_save_training(random_below(r, 2) ? luna_adamw(params, NULL) : luna_sgd(params, NULL),
@@ -291,7 +276,7 @@ static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, buffer *o
 /* One change of the metadata, and in three of four the model of it; one that there is no model of is undone. */
 static void mutate_config(structure *f, uint64_t *r) {
   static structure changed;
-  buffer whole = {NULL, 0, 0}, fitted = {NULL, 0, 0};
+  common_bytes whole = {NULL, 0, 0}, fitted = {NULL, 0, 0};
   const bool fits = random_below(r, 4) != 0;
   if (!fits) mutate_pair(f, r);
   else if (file_write(f, REFIT_BYTES, &whole) && file_parse(&changed, whole.at, whole.size)) {
@@ -308,7 +293,7 @@ static void mutate_config(structure *f, uint64_t *r) {
 /* A file of which some mutations have been made; false: it is no file of the format, or it would become too long.
    `from`: another file, some of whose tensors it gets, or null */
 static bool file_mutated(const uint8_t *bytes, size_t size, size_t max, const structure *from, uint64_t seed,
-                         buffer *out) {
+                         common_bytes *out) {
   static structure f;
   uint64_t r = seed;
   if (!file_parse(&f, bytes, size)) return false;

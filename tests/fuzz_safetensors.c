@@ -92,19 +92,21 @@ static void ctx_close(luna_ctx *ctx, const heap *h) {
 }
 
 /* ---- files in memory ---- */
-static buffer saved(const luna_params *params, const luna_optimizer *optimizer) {
-  buffer b = {NULL, 0, 0};
-  const luna_io io = {NULL, buffer_write, &b, 0};
+static common_bytes saved(const luna_params *params, const luna_optimizer *optimizer) {
+  common_bytes b = {NULL, 0, 0};
+  const luna_io io = {NULL, common_write, &b, 0};
   const luna_status status = optimizer ? luna_save_training(optimizer, luna_callbacks(&io)) : luna_save(params,
       luna_callbacks(&io));
   HOLDS(status == LUNA_OK, "what is loaded cannot be saved: %s", luna_status_text(status));
   return b;
 }
-static bool same(const buffer *a, const buffer *b) { return a->size == b->size && memcmp(a->at, b->at, a->size) == 0; }
+static bool same_bytes(const common_bytes *a, const common_bytes *b) {
+  return a->size == b->size && memcmp(a->at, b->at, a->size) == 0;
+}
 /* what was saved, loaded and saved again */
-static bool round_trip(const buffer *a, const buffer *b) {
-  if (same(a, b)) reached(SAVED);
-  return same(a, b);
+static bool round_trip(const common_bytes *a, const common_bytes *b) {
+  if (same_bytes(a, b)) reached(SAVED);
+  return same_bytes(a, b);
 }
 
 /* after a call that failed: a sentence, and as much memory as before */
@@ -115,11 +117,11 @@ static void refused(luna_ctx *ctx, const heap *h, int64_t live, const char *what
 }
 
 /* ---- a small set ---- */
-static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
+static const int64_t square[2] = {2, 3}, short_row[1] = {4};
 static luna_params *set_open(luna_ctx *ctx) {
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   luna_params *params = luna_params_open(ctx);
-  if (!luna_param(params, "first", 2, matrix, normal) || !luna_param(params, "second", 1, vector, normal)) exit(2);
+  if (!luna_param(params, "first", 2, square, normal) || !luna_param(params, "second", 1, short_row, normal)) exit(2);
   return params;
 }
 static void set_read(const luna_params *params, float out[10]) {
@@ -166,7 +168,7 @@ static void try_set(const uint8_t *bytes, size_t size) {
       set_unchanged(params, before, names[way]);
       refused(ctx, &h, live, names[way]);
     } else {
-      buffer file = saved(params, NULL), again;
+      common_bytes file = saved(params, NULL), again;
       luna_params *other = set_open(ctx);
       if (way == MATCHING)
         HOLDS(match.loaded > 0 && match.loaded + match.missing == 2, "%s: loaded %d, missing %d", names[way],
@@ -188,7 +190,7 @@ static void try_set(const uint8_t *bytes, size_t size) {
   luna_params *params = luna_params_open(ctx);
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   if (luna_load_borrowed(params, bytes, size) == LUNA_OK) {
-    luna_tensor *first = luna_param(params, "first", 2, matrix, normal);
+    luna_tensor *first = luna_param(params, "first", 2, square, normal);
     float copy[6];
     HOLDS(first ? luna_read(first, copy) == LUNA_OK : luna_error(ctx)[0] != 0,
           "borrowed: no parameter and no sentence");
@@ -240,14 +242,14 @@ static bool same_floats(const float *a, const float *b, int64_t n) { /* NaN is N
   return true;
 }
 /* both give the same logits, or none with a sentence */
-static void same_logits(const luna_stream *a, const luna_stream *b, const float *of_a, const float *of_b) {
+static void logits_agree(const luna_stream *a, const luna_stream *b, const float *of_a, const float *of_b) {
   HOLDS((of_a || luna_stream_error(a)[0]) && (of_b || luna_stream_error(b)[0]), "no logits, and no sentence");
   HOLDS(!of_a == !of_b && luna_stream_position(a) == luna_stream_position(b),
         "one of two streams fails: \"%s\" and \"%s\"", luna_stream_error(a), luna_stream_error(b));
   if (of_a && of_b) HOLDS(same_floats(of_a, of_b, a->batch * lunai_lm_outputs(&a->sizes)), "two streams differ");
 }
 /* a stream of the model and one of its file: the same bits, and the state of one is the other's */
-static void use_streams(luna_ctx *ctx, const luna_lm *model, const buffer *file) {
+static void use_streams(luna_ctx *ctx, const luna_lm *model, const common_bytes *file) {
   const luna_stream_config config = {2, 1 + (int64_t)(chosen.random >> 8 & 1), chosen.isa,
       (int64_t)(chosen.random >> 10 & 3), chosen.random >> 12 & 1 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32};
   const char *wrong = NULL;
@@ -267,7 +269,7 @@ static void use_streams(luna_ctx *ctx, const luna_lm *model, const buffer *file)
   example_open(&e, model->config.vocab, model->config.features, 2);
   luna_input input = e.input;
   input.lengths = NULL;
-  same_logits(s, other, luna_stream_prefill(s, &input), luna_stream_prefill(other, &input));
+  logits_agree(s, other, luna_stream_prefill(s, &input), luna_stream_prefill(other, &input));
   const size_t size = luna_stream_state_size(s);
   uint8_t *state = (uint8_t *)malloc(size);
   luna_stream_state_save(s, state, size);
@@ -276,9 +278,9 @@ static void use_streams(luna_ctx *ctx, const luna_lm *model, const buffer *file)
     HOLDS(luna_stream_copy(other, s) == LUNA_OK, "a stream cannot be copied: %s", luna_stream_error(other));
   else HOLDS(luna_stream_state_load(other, state, size) == LUNA_OK, "a state that was saved cannot be loaded: %s",
         luna_stream_error(other));
-  if (e.features) same_logits(s, other, luna_stream_step_features(s, e.features),
+  if (e.features) logits_agree(s, other, luna_stream_step_features(s, e.features),
                               luna_stream_step_features(other, e.features));
-  else same_logits(s, other, luna_stream_step(s, e.tokens), luna_stream_step(other, e.tokens));
+  else logits_agree(s, other, luna_stream_step(s, e.tokens), luna_stream_step(other, e.tokens));
   luna_lm_state *carried = luna_lm_state_open(model, 2); /* the same state, by its other name */
   HOLDS(carried || luna_error(ctx)[0], "no state, and no sentence");
   if (carried) {
@@ -376,11 +378,11 @@ static void learn(luna_ctx *ctx, const luna_model *model, luna_params *params, c
   HOLDS(stepped || luna_error(ctx)[0], "no step, and no sentence");
   if (stepped) reached(STEPPED);
   luna_begin_inference(ctx);
-  buffer file = saved(params, optimizer);
+  common_bytes file = saved(params, optimizer);
   HOLDS(luna_load_training(optimizer, luna_bytes(file.at, file.size)) == LUNA_OK,
         "a training that was saved is refused: %s",
         luna_error(ctx));
-  buffer again = saved(params, optimizer);
+  common_bytes again = saved(params, optimizer);
   HOLDS(round_trip(&file, &again), "a training that was saved and loaded is another");
   free(file.at), free(again.at);
 }
@@ -409,14 +411,14 @@ static bool try_model(const uint8_t *bytes, size_t size, bool any) {
           "%s: refused, and %d parameters stay", what, (int)luna_params_tensor_count(params));
     refused(ctx, &h, live, what);
   } else {
-    buffer file = saved(params, NULL);
+    common_bytes file = saved(params, NULL);
     reached(LOADED);
     if (any) use_model(ctx, &model);
     else luna_begin_inference(ctx), use_streams(ctx, &model.lm, &file);
     HOLDS((any ? luna_load_model(&other, twice, luna_bytes(file.at, file.size)) :
            luna_load_model_of(LUNA_MODEL_LM, &other.lm, twice, luna_bytes(file.at, file.size))) == LUNA_OK,
           "%s: what was loaded and saved cannot be loaded: %s", what, luna_error(ctx));
-    buffer again = saved(twice, NULL);
+    common_bytes again = saved(twice, NULL);
     HOLDS(round_trip(&file, &again), "%s: what was loaded and saved comes back as something else", what);
     if (any) learn(ctx, &model, params, bytes, size);
     free(file.at), free(again.at);
@@ -434,13 +436,13 @@ static bool reader_read(void *user, void *to, size_t size) {
   r->bytes += size, r->left -= size;
   return true;
 }
-static buffer lm_file(int which);
-static buffer model_file(int which);
+static common_bytes lm_file(int which);
+static common_bytes model_file(int which);
 static void try_into_model(const uint8_t *bytes, size_t size) {
-  static buffer kinds[4];            /* a file of a model of each kind: of model_file() numbers 2, 4, 6 */
+  static common_bytes kinds[4];            /* a file of a model of each kind: of model_file() numbers 2, 4, 6 */
   const int kind = (int)(chosen.random >> 40 & 3);
   if (!kinds[kind].at) kinds[kind] = kind == 0 ? lm_file(0) : model_file(2 * kind);
-  const buffer seed = kinds[kind];
+  const common_bytes seed = kinds[kind];
   heap h;
   luna_model model;
   luna_ctx *ctx = ctx_open(&h, size + seed.size);
@@ -452,8 +454,8 @@ static void try_into_model(const uint8_t *bytes, size_t size) {
   const bool whole = r.left == size, good = luna_load(params, luna_callbacks(&io)) == LUNA_OK;
   HOLDS(whole || !good, "luna_load: loaded from half a file");
   if (!good) refused(ctx, &h, live, "luna_load");
-  buffer now = saved(params, NULL);
-  HOLDS(good || same(&now, &seed), "luna_load: refused, and the model has changed");
+  common_bytes now = saved(params, NULL);
+  HOLDS(good || same_bytes(&now, &seed), "luna_load: refused, and the model has changed");
   use_model(ctx, &model);
   free(now.at);
   ctx_close(ctx, &h);
@@ -495,7 +497,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
 }
 
 /* a state as the stream of a model with learned positions, and of one without, takes it */
-typedef struct fixed { buffer file; void *memory; luna_stream *stream; } fixed;
+typedef struct fixed { common_bytes file; void *memory; luna_stream *stream; } fixed;
 static fixed *fixed_stream(int which) {
   static fixed streams[2];
   fixed *f = &streams[which];
@@ -546,13 +548,13 @@ static void try_training(const uint8_t *bytes, size_t size) {
     luna_params *params = set_open(ctx);
     luna_optimizer *optimizer = optimizer_open(params, adam);
     train(ctx, params, optimizer);
-    buffer before = saved(params, optimizer);
+    common_bytes before = saved(params, optimizer);
     luna_begin_inference(ctx);
     const int64_t live = h.live;
     const luna_status status = luna_load_training(optimizer, luna_bytes(bytes, size));
     if (status != LUNA_OK) refused(ctx, &h, live, "luna_load_training");
-    buffer after = saved(params, optimizer), again;
-    if (status != LUNA_OK) HOLDS(same(&before, &after), "luna_load_training: refused, and something has changed");
+    common_bytes after = saved(params, optimizer), again;
+    if (status != LUNA_OK) HOLDS(same_bytes(&before, &after), "luna_load_training: refused, and something has changed");
     else {
       HOLDS(luna_load_training(optimizer, luna_bytes(after.at, after.size)) == LUNA_OK,
             "training that was loaded and saved cannot be loaded: %s", luna_error(ctx));
@@ -591,7 +593,7 @@ static luna_layer_config tiny_layer(void) {
   return layer;
 }
 enum { LM_LEARNED, LM_PLAIN, LM_SOFTMAX, LM_FEATURES, LM_FORGETS, LMS };
-static buffer lm_file(int which) {
+static common_bytes lm_file(int which) {
   luna_options options = {0};
   luna_lm model;
   luna_lm_config config;
@@ -610,14 +612,14 @@ static buffer lm_file(int which) {
   if (which == LM_FEATURES) config.vocab = 0, config.features = 3, config.outputs = 2, config.layer.convolution = 2;
   if (luna_lm_init(&model, params, &config) != LUNA_OK) exit(2);
   luna_params_set(params, "who", "a \"seed\"\n");
-  buffer file = saved(params, NULL);
+  common_bytes file = saved(params, NULL);
   luna_close(ctx);
   return file;
 }
 enum {
   CLASSIFIER, CLASSIFIER_LINFORMER, CLASSIFIER_STEPS, CLASSIFIER_PAIR, MASKED_LM, SEQ2SEQ, SEQ2SEQ_SHARED, MODELS
 };
-static buffer model_file(int which) {
+static common_bytes model_file(int which) {
   luna_options options = {0};
   luna_encoder_config encoder;
   luna_classifier_config classifier;
@@ -653,25 +655,25 @@ static buffer model_file(int which) {
     printf("seed %d: %s\n", which, luna_error(ctx));
     exit(2);
   }
-  buffer file = saved(params, NULL);
+  common_bytes file = saved(params, NULL);
   luna_close(ctx);
   return file;
 }
-static buffer training_file(int adam) {
+static common_bytes training_file(int adam) {
   heap h;
   luna_ctx *ctx = ctx_open(&h, 0);
   luna_params *params = set_open(ctx);
   luna_optimizer *optimizer = optimizer_open(params, adam);
   train(ctx, params, optimizer), train(ctx, params, optimizer);
   luna_params_set(params, "data", "batch 2");
-  buffer file = saved(params, optimizer);
+  common_bytes file = saved(params, optimizer);
   ctx_close(ctx, &h);
   return file;
 }
-static buffer carried_file(void) { /* a training of a language model whose state is carried */
+static common_bytes carried_file(void) { /* a training of a language model whose state is carried */
   heap h;
   luna_model model;
-  buffer file = lm_file(LM_FORGETS);
+  common_bytes file = lm_file(LM_FORGETS);
   luna_ctx *ctx = ctx_open(&h, file.size);
   luna_params *params = luna_params_open(ctx);
   if (luna_load_model(&model, params, luna_bytes(file.at, file.size)) != LUNA_OK) exit(2);
@@ -686,10 +688,10 @@ static buffer carried_file(void) { /* a training of a language model whose state
   ctx_close(ctx, &h);
   return file;
 }
-static buffer state_file(int which) {
+static common_bytes state_file(int which) {
   const int32_t tokens[2] = {0, 1};
   luna_stream *stream = fixed_stream(which)->stream;
-  buffer b = {NULL, 0, 0};
+  common_bytes b = {NULL, 0, 0};
   luna_stream_reset(stream);
   luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 2, NULL });
   b.size = b.room = luna_stream_state_size(stream);
@@ -698,29 +700,29 @@ static buffer state_file(int which) {
   return b;
 }
 /* a state that says it has seen so many tokens */
-static buffer late_state(int which, int64_t position) {
-  buffer b = state_file(which);
+static common_bytes late_state(int which, int64_t position) {
+  common_bytes b = state_file(which);
   memcpy(b.at + offsetof(lunai_stream_head, position), &position, sizeof position);
   return b;
 }
 /* a file of this header, which says it has `claim` bytes (0: as many as it has), and of data_size bytes of data */
-static buffer forged(const char *json, uint64_t claim, size_t data_size) {
-  buffer b = {NULL, 0, 0};
+static common_bytes forged(const char *json, uint64_t claim, size_t data_size) {
+  common_bytes b = {NULL, 0, 0};
   const size_t text = strlen(json), size = (text + 7) / 8 * 8;
   if (claim == 0) claim = size;
   buffer_header(&b, json, text, claim);
-  for (size_t i = text; i < size; i++) buffer_write(&b, " ", 1);
-  for (size_t i = 0; i < data_size; i++) buffer_write(&b, &(uint8_t){(uint8_t)(i % 4 == 3 ? 0x3F : i)}, 1);
+  for (size_t i = text; i < size; i++) common_write(&b, " ", 1);
+  for (size_t i = 0; i < data_size; i++) common_write(&b, &(uint8_t){(uint8_t)(i % 4 == 3 ? 0x3F : i)}, 1);
   return b;
 }
 /* The file with data_offsets that fit its dtypes and shapes, in their order, and as much data; false when there would
    be too much or the header is not written as luna.h writes it. */
-static bool repaired(const uint8_t *file, size_t size, size_t max, buffer *out) {
+static bool repaired(const uint8_t *file, size_t size, size_t max, common_bytes *out) {
   static const char *const with[2] =
       {"{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[%159[0-9,]],\"data_offsets\":[%*[0-9,]]}%n",
                                       "{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[],\"data_offsets\":[%*[0-9,]]}%n"};
   const size_t header = size < 8 ? 0 : (size_t)(file[0] | file[1] << 8 | file[2] << 16);
-  buffer text = {NULL, 0, 0};
+  common_bytes text = {NULL, 0, 0};
   double total = 0; /* exact, as far as it may go */
   if (size < 8 || header > size - 8) return false;
   char *copy = (char *)common_alloc(header + 1), *at = copy;
@@ -730,7 +732,7 @@ static bool repaired(const uint8_t *file, size_t size, size_t max, buffer *out) 
     int used = 0, format = 0;
     if (*at == '{' && sscanf(at, with[0], dtype, shape, &used) < 2 && sscanf(at, with[1], dtype, &used) < 1) used = 0;
     if (used == 0) {
-      buffer_write(&text, at++, 1);
+      common_write(&text, at++, 1);
       continue;
     }
     while (format < LUNAI_ST_DTYPES && strcmp(lunai_st_formats[format].name, dtype) != 0) format++;
@@ -739,7 +741,7 @@ static bool repaired(const uint8_t *file, size_t size, size_t max, buffer *out) 
       count *= strtod(number, NULL);
     snprintf(offsets, sizeof offsets, "{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%.0f,%.0f]}", dtype, shape,
              total, total + count);
-    buffer_write(&text, offsets, strlen(offsets));
+    common_write(&text, offsets, strlen(offsets));
     total = total + count <= (double)max ? total + count : -1;
     at += used;
   }
@@ -747,15 +749,15 @@ static bool repaired(const uint8_t *file, size_t size, size_t max, buffer *out) 
   const bool fits = total >= 0 && 8 + (double)text.size + total <= (double)max;
   if (fits) buffer_header(out, (const char *)text.at, text.size, text.size);
   for (size_t i = 0; fits && i < (size_t)total; i++)
-    buffer_write(out, i < size - 8 - header ? file + 8 + header + i : (const uint8_t *)"", 1);
+    common_write(out, i < size - 8 - header ? file + 8 + header + i : (const uint8_t *)"", 1);
   free(text.at);
   return fits;
 }
 /* the file with texts of its header replaced, "from", "to", ..., null, and repaired */
-static buffer edited(buffer file, const char *const *edits) {
-  buffer whole = {NULL, 0, 0};
+static common_bytes edited(common_bytes file, const char *const *edits) {
+  common_bytes whole = {NULL, 0, 0};
   for (; *edits; edits += 2) {
-    buffer b = {NULL, 0, 0};
+    common_bytes b = {NULL, 0, 0};
     const size_t header = (size_t)(file.at[0] | file.at[1] << 8), nf = strlen(edits[0]), nt = strlen(edits[1]),
         size = header - nf + nt;
     size_t at = 8;
@@ -764,10 +766,10 @@ static buffer edited(buffer file, const char *const *edits) {
       printf("the seed has no %s\n", edits[0]);
       exit(2);
     }
-    for (int i = 0; i < 8; i++) buffer_write(&b, &(uint8_t){(uint8_t)((uint64_t)size >> 8 * i)}, 1);
-    buffer_write(&b, file.at + 8, at - 8);
-    buffer_write(&b, edits[1], nt);
-    buffer_write(&b, file.at + at + nf, file.size - at - nf);
+    for (int i = 0; i < 8; i++) common_write(&b, &(uint8_t){(uint8_t)((uint64_t)size >> 8 * i)}, 1);
+    common_write(&b, file.at + 8, at - 8);
+    common_write(&b, edits[1], nt);
+    common_write(&b, file.at + at + nf, file.size - at - nf);
     free(file.at);
     file = b;
   }
@@ -775,20 +777,20 @@ static buffer edited(buffer file, const char *const *edits) {
   free(file.at);
   return whole;
 }
-static buffer deep_file(void) { /* a header that nests 500 deep */
+static common_bytes deep_file(void) { /* a header that nests 500 deep */
   char json[1100] = "{\"a\":";
   memset(json + strlen(json), '[', 500), memset(json + strlen(json), ']', 500);
   return forged(strcat(json, "}"), 0, 0);
 }
-static buffer cut_file(buffer file, size_t left_out) {
+static common_bytes cut_file(common_bytes file, size_t left_out) {
   file.size -= left_out;
   return file;
 }
 
-static buffer set_file(void) {
+static common_bytes set_file(void) {
   heap h;
   luna_ctx *ctx = ctx_open(&h, 0);
-  buffer file = saved(set_open(ctx), NULL);
+  common_bytes file = saved(set_open(ctx), NULL);
   ctx_close(ctx, &h);
   return file;
 }
@@ -800,7 +802,7 @@ static buffer set_file(void) {
 #define SHAPE(name, dtype, shape) name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "]"
 #define EDIT(...) ((const char *const[]){__VA_ARGS__, NULL})
 /* seed number i = 0, 1, ... and its name; false when there are no more */
-TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
+TEST_UNUSED static bool seed(int i, const char **name, common_bytes *out) {
 #define SEED(text, ...) \
   if (i-- == 0) { \
     *name = text, *out = __VA_ARGS__; \
@@ -878,8 +880,8 @@ TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
 /* ---- mutations of the seeds that are models, sets and trainings; half are of language models, which most doors take
    ---- */
 enum { SEEDS = 19, MUTATED_MOST = 16384 };
-static buffer kept_seeds[SEEDS];
-static const buffer *kept_seed(uint64_t *r) {
+static common_bytes kept_seeds[SEEDS];
+static const common_bytes *kept_seed(uint64_t *r) {
   const int i = random_below(r, random_below(r, 2) ? LMS : SEEDS);
   const char *name;
   if (!kept_seeds[i].at && !seed(i, &name, &kept_seeds[i])) exit(2);
@@ -915,7 +917,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
 
 static size_t mutated(const uint8_t *bytes, size_t size, uint8_t *out, size_t max, const structure *from,
                       uint64_t random) {
-  buffer whole = {NULL, 0, 0};
+  common_bytes whole = {NULL, 0, 0};
   const bool good = file_mutated(bytes, size, max, from, random, &whole);
   if (good) memcpy(out, whole.at, whole.size);
   free(whole.at);
@@ -923,7 +925,7 @@ static size_t mutated(const uint8_t *bytes, size_t size, uint8_t *out, size_t ma
 }
 static size_t from_seed(uint8_t *bytes, size_t size, size_t max, uint64_t random) {
   static structure from;
-  const buffer *one = kept_seed(&random);
+  const common_bytes *one = kept_seed(&random);
   const bool two = random_below(&random, 4) == 0 && file_parse(&from, bytes, size);
   const size_t now = mutated(one->at, one->size, bytes, max, two ? &from : NULL, random);
   if (two) file_free(&from);
@@ -932,7 +934,7 @@ static size_t from_seed(uint8_t *bytes, size_t size, size_t max, uint64_t random
 size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t max, unsigned int number) {
   const uint64_t random = common_hash(number, size);
   const size_t header = size < 8 ? 0 : (size_t)(bytes[0] | bytes[1] << 8 | bytes[2] << 16);
-  buffer whole = {NULL, 0, 0};
+  common_bytes whole = {NULL, 0, 0};
   const size_t structured = random % 8 < 2 ? 0 :
       random % 8 < 4 ? mutated(bytes, size, bytes, max, NULL, random) : from_seed(bytes, size, max, random);
   if (structured) return structured;
@@ -1013,7 +1015,7 @@ static void replay(const char *path) {
 static void write_seeds(const char *folder) {
   char path[600];
   const char *name;
-  buffer b;
+  common_bytes b;
   for (int i = 0; seed(i, &name, &b); i++) {
     snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *file = fopen(path, "wb");
@@ -1025,7 +1027,7 @@ static void write_seeds(const char *folder) {
 /* the corpus may be older than luna.h: the seeds as they would be made now */
 static void try_seeds(void) {
   const char *name;
-  buffer b;
+  common_bytes b;
   for (int i = 0; seed(i, &name, &b); i++) {
     uint8_t *bytes = (uint8_t *)malloc(b.size);
     memcpy(bytes, b.at, b.size);
@@ -1037,13 +1039,13 @@ static void try_seeds(void) {
 /* what libFuzzer would make of the seeds that are models, sets and trainings, without it: most of the models load */
 static void try_mutations(int count, int first) {
   static structure from;
-  buffer b = {NULL, 0, 0};
+  common_bytes b = {NULL, 0, 0};
   char text[40];
   int made = 0;
   memset(came_to, 0, sizeof came_to), one_door = true;
   for (int i = first; i < first + count; i++, b.size = 0) {
     uint64_t r = common_hash(7, (uint64_t)i);
-    const buffer *one = kept_seed(&r), *other = kept_seed(&r);
+    const common_bytes *one = kept_seed(&r), *other = kept_seed(&r);
     const bool two = random_below(&r, 4) == 0 && file_parse(&from, other->at, other->size);
     snprintf(text, sizeof text, "--mutations 1 %d", i);
     current = text;

@@ -26,11 +26,20 @@
 #include "stream.c"
 #undef main
 
+#define main fuzz_safetensors_main
+#include "fuzz_safetensors.c"
+#undef main
+static int fuzz_main(void) {
+  char *arguments[2] = {NULL, NULL};
+  return fuzz_safetensors_main(1, arguments);
+}
+
 int main(int argc, char **argv) {
   static const struct { const char *name; int (*run)(void); } chapters[] = {
     {"vectors", vectors_main}, {"attention", attention_main}, {"causal", causal_main},
     {"elementwise", elementwise_main}, {"gemm", gemm_main},
-    {"int8", int8_main}, {"safetensors", safetensors_main}, {"stream", stream_main}
+    {"int8", int8_main}, {"safetensors", safetensors_main}, {"stream", stream_main},
+    {"fuzz_safetensors", fuzz_main}
   };
   int passed = 0, failed = 0;
   for (size_t i = 0; i < sizeof chapters / sizeof chapters[0]; i++) {

@@ -231,26 +231,11 @@ static void check_state(int kind) {
 }
 
 /* ---- a stream from a checkpoint's bytes ---- */
-typedef struct buffer {
-  uint8_t *bytes;
-  size_t size, room;
-} buffer;
-static bool buffer_write(void *user, const void *bytes, size_t size) {
-  buffer *b = (buffer *)user;
-  if (b->size + size > b->room) {
-    b->room = 2 * (b->size + size);
-    b->bytes = (uint8_t *)realloc(b->bytes, b->room);
-  }
-  memcpy(b->bytes + b->size, bytes, size);
-  b->size += size;
-  return true;
-}
-
 static void check_bytes(int kind) {
   enum { N = 100 };
   lm m;
-  buffer file = {NULL, 0, 0};
-  luna_io io = {NULL, buffer_write, NULL, 0};
+  common_bytes file = {NULL, 0, 0};
+  luna_io io = {NULL, common_write, NULL, 0};
   luna_stream_config config = {0};
   const char *error = "";
   io.user = &file;
@@ -262,10 +247,10 @@ static void check_bytes(int kind) {
   }
   int32_t *tokens = common_tokens(2 * N, 73, VOCAB);
   config.batch = 2;
-  const size_t size = luna_stream_size(file.bytes, file.size, &config, &error);
+  const size_t size = luna_stream_size(file.at, file.size, &config, &error);
   CHECK(size > 0, "luna_stream_size: %s", error);
   char *memory = (char *)common_alloc(size + 64);
-  luna_stream *a = luna_stream_open_bytes(file.bytes, file.size, &config, memory, size, &error),
+  luna_stream *a = luna_stream_open_bytes(file.at, file.size, &config, memory, size, &error),
       *b = stream_open(&m, 2, 0, LUNA_ISA_BEST);
   if (!common_little_endian())
     CHECK(!a && strstr(error, "little-endian"), "read in place on a big-endian machine: %s", error);
@@ -282,21 +267,21 @@ static void check_bytes(int kind) {
     luna_stream_close(a);
   }
   error = "";
-  CHECK(!luna_stream_open_bytes(file.bytes, file.size, &config, memory, size - 64, &error) && error[0],
+  CHECK(!luna_stream_open_bytes(file.at, file.size, &config, memory, size - 64, &error) && error[0],
         "64 bytes too few are enough");
-  CHECK(luna_stream_open_bytes(file.bytes, file.size, &config, memory + 8, size, &error) || !common_little_endian(),
+  CHECK(luna_stream_open_bytes(file.at, file.size, &config, memory + 8, size, &error) || !common_little_endian(),
         "memory at an odd place: %s", error);
   error = "";
-  CHECK(!luna_stream_open_bytes(file.bytes, file.size, &config, NULL, size, &error) && error[0], "no memory is enough");
+  CHECK(!luna_stream_open_bytes(file.at, file.size, &config, NULL, size, &error) && error[0], "no memory is enough");
   config.batch = -1;
   error = "";
-  CHECK(luna_stream_size(file.bytes, file.size, &config, &error) == 0 && error[0], "a batch of -1 has a size");
+  CHECK(luna_stream_size(file.at, file.size, &config, &error) == 0 && error[0], "a batch of -1 has a size");
   config.batch = 2;
   /* a file cut anywhere, and one with a byte of its header changed */
   for (size_t cut = 0; cut < file.size; cut += cut >= 3000 ? 97 : TEST_QUICK ? 11 : 1) {
     uint8_t *piece = (uint8_t *)common_alloc(cut), *changed = (uint8_t *)common_alloc(file.size);
-    memcpy(piece, file.bytes, cut);
-    memcpy(changed, file.bytes, file.size);
+    memcpy(piece, file.at, cut);
+    memcpy(changed, file.at, file.size);
     changed[cut] ^= 0x10;
     error = "";
     if (luna_stream_open_bytes(piece, cut, &config, memory, size, &error) || !error[0])
@@ -311,7 +296,7 @@ static void check_bytes(int kind) {
   luna_options defaults = {0};
   loaded.ctx = luna_open(&defaults);
   loaded.params = luna_params_open(loaded.ctx);
-  if (CHECK(luna_load_model_of(LUNA_MODEL_LM, &loaded.model, loaded.params, luna_bytes(file.bytes,
+  if (CHECK(luna_load_model_of(LUNA_MODEL_LM, &loaded.model, loaded.params, luna_bytes(file.at,
                                                                                        file.size)) == LUNA_OK,
             "luna_load_model_of: %s",
             luna_error(loaded.ctx))) {
@@ -325,7 +310,7 @@ static void check_bytes(int kind) {
     }
   }
   luna_close(loaded.ctx);
-  free(tokens), free(memory), free(file.bytes);
+  free(tokens), free(memory), free(file.at);
   luna_close(m.ctx);
 }
 
@@ -345,8 +330,8 @@ static void check_memory(void) {
   /* dim, layers, slots, vocabulary, bytes at most */
   static const int64_t sizes[2][5] = {{64, 2, 16, 256, 132031}, {32, 1, 8, 64, 54975}};
   for (int i = 0; i < 2; i++) {
-    buffer file = {NULL, 0, 0};
-    luna_io io = {NULL, buffer_write, NULL, 0};
+    common_bytes file = {NULL, 0, 0};
+    luna_io io = {NULL, common_write, NULL, 0};
     luna_stream_config one = {0};
     luna_options options = {0};
     luna_lm_config config = {0};
@@ -368,7 +353,7 @@ static void check_memory(void) {
               "%s",
               luna_error(ctx))) {
       one.chunk = 1;
-      const size_t bytes = luna_stream_size(file.bytes, file.size, &one, &error);
+      const size_t bytes = luna_stream_size(file.at, file.size, &one, &error);
       CHECK(bytes > 0 && bytes <= (size_t)sizes[i][4], "a stream of %d dimensions takes %zu bytes %s", (int)sizes[i][0],
             bytes, error);
       luna_stream *s = luna_stream_open(&model, NULL);
@@ -379,7 +364,7 @@ static void check_memory(void) {
       CHECK(allocations == before, "steps of a stream have made %lld allocations", (long long)(allocations - before));
       luna_stream_close(s);
     }
-    free(file.bytes);
+    free(file.at);
     luna_close(ctx);
   }
 }
