@@ -54,9 +54,9 @@
         Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, for intervals
         luna_quantile_loss or, for several questions with yes and no, luna_binary_cross_entropy. NaN targets are
         ignored.
-        Sequences of numbers: with .features = k in its config a model reads input.features [batch,n,k] in place of
-        tokens, standardised by "input_norm.mean" and "input_norm.scale" (call luna_input_layer_fit on training data
-        first; they are saved, never trained) and projected by "input_proj". NaN is a missing number and counts as its
+        Sequences of numbers: with .features = k in its config, or its encoder's, a model reads input.features [batch,n,k]
+        in place of tokens, standardised by "input_norm.mean" and "input_norm.scale" (call luna_input_layer_fit on
+        training data first; they are saved, never trained) and projected by "input_proj". NaN is a missing number and counts as its
         mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. Values of any unit
         are learnt as well as those of size 1 with .output_norm: call luna_lm_fit_outputs on their training targets. A
         classifier with .per_step has classes at each step, found from the whole sequence.
@@ -1110,9 +1110,9 @@ typedef struct luna_lm_config {
   int64_t outputs;                   /* a step, by a matrix of their own; 0 = the next token's logits, or of features as
                                         many as features */
   int64_t layers;                    /* 0 = 2 */
-  int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16 */
-  luna_layer_config layer;           /* everything else of the layers; attention: Luna, softmax, linear, or a hook */
+  luna_layer_config layer;           /* of every layer: dim, heads, ffn, ...; attention: Luna, softmax, linear, or a
+                                        hook */
   luna_positions positions;          /* 0 = none */
   int64_t max_length;                /* learned positions: the longest sequence; 0 = 512 */
   bool output_norm;                  /* with outputs that are values: they are what the matrix gives times a deviation,
@@ -1152,7 +1152,6 @@ typedef enum luna_embedding_scale {
 typedef struct luna_encoder_config {
   int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
   int64_t layers;                    /* 0 = 2 */
-  int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16. A batch of shorter sequences uses the first min(l, longest) slots */
   luna_positions positions;          /* 0 = sinusoidal */
   int64_t max_length;                /* learned positions, Linformer: the longest sequence; 0 = 512 */
@@ -1160,11 +1159,10 @@ typedef struct luna_encoder_config {
   luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; features are not scaled, P is */
   bool norm_embedding;               /* layer norm on both embeddings */
   bool tied_layers;                  /* one layer, applied `layers` times */
-  bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
   bool keep_padding;                 /* keep the outputs at padded places (the authors' translation model); default:
                                         zeros */
-  luna_layer_config layer;           /* everything else of the layers; own_memory and linformer.max_length come from
-                                        above */
+  luna_layer_config layer;           /* of every layer: dim, heads, ffn, ...; its memory and linformer.max_length come
+                                        from above */
 } luna_encoder_config;
 typedef struct luna_encoder {
   luna_encoder_config config;
@@ -1196,7 +1194,6 @@ typedef enum luna_pooling {
 } luna_pooling;
 typedef struct luna_classifier_config {
   int64_t vocab;                     /* 0 = 256, bytes */
-  int64_t features;                  /* or encoder.features; 0 = tokens */
   int64_t classes;                   /* 0 = 2 */
   luna_pooling pooling;
   int64_t pre_logits;                /* width of a GELU layer before the logits; 0 = none */
@@ -1227,7 +1224,6 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
 /* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
 typedef struct luna_masked_lm_config {
   int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask; of features: the classes that are found */
-  int64_t features;                  /* or encoder.features; 0 = tokens */
   luna_encoder_config encoder;
 } luna_masked_lm_config;
 typedef struct luna_masked_lm {
@@ -1260,7 +1256,6 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
 /* Encoder-decoder */
 typedef struct luna_seq2seq_config {
   int64_t vocab;                     /* of the source; 0 = 256, bytes */
-  int64_t features;                  /* of the source, or encoder.features; 0 = tokens. The target is of tokens */
   int64_t target_vocab;              /* 0 = vocab */
   bool share_embeddings;             /* one embedding for source, target and output; vocab = target_vocab */
   bool separate_output;              /* logits by a matrix of their own; default: tied to the target's embedding */
@@ -9804,8 +9799,8 @@ LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
 
 LUNAI_FN float lunai_st_float(const uint8_t *at) {
   const uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
-  float x;
-  memcpy(&x, &bits, sizeof x);
+  float x = 0;
+  memcpy(&x, &bits, sizeof bits);
   return x;
 }
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64, and not I8 with scales */
@@ -13026,7 +13021,7 @@ LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
   if (lunai_step(ctx, (size_t)(w.bytes * threads), false, &memory)) {
     memset(memory, 0, (size_t)(w.bytes * threads));
     w.memory = (char *)memory;
-    for (int i = 0; i < 30; i++) {
+    for (int i = 0; i < 10; i++) {
       const double start = lunai_clock();
       lunai_run(&ctx->parallel, lunai_peak_task, &w);
       const double seconds = lunai_clock() - start;
@@ -17686,9 +17681,6 @@ LUNAI_FN bool lunai_same(luna_ctx *ctx, const char *name, int64_t *value, const 
   return *inner == *value ||
          lunai_fail_status(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, inner_name, *inner, name, *value) == LUNA_OK;
 }
-/* of c and its layers' config; `where`, "" or "encoder.", goes before both names */
-#define LUNAI_SAME(ctx, c, where, field) \
-  lunai_same(ctx, where #field, &(c)->field, where "layer." #field, &(c)->layer.field)
 /* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
 LUNAI_FN bool lunai_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
   return value == 0 || lunai_fail_status(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why) == LUNA_OK;
@@ -18253,7 +18245,7 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
   LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
   LUNAI_F(embedding_scale, encoder.embedding_scale, 0, 2) LUNAI_F(norm_embedding, encoder.norm_embedding, 0, 1)
-  LUNAI_F(tied_layers, encoder.tied_layers, 0, 1) LUNAI_F(own_memory, encoder.own_memory, 0, 1)
+  LUNAI_F(tied_layers, encoder.tied_layers, 0, 1) LUNAI_F(own_memory, encoder.layer.own_memory, 0, 1)
   LUNAI_F(keep_padding, encoder.keep_padding, 0, 1) LUNAI_F(linformer_k, encoder.layer.linformer.k, 0, 1 << 26)
   LUNAI_F(linformer_k_last_layer, encoder.layer.linformer.k_last_layer, 0, 1 << 26)
   LUNAI_F(linformer_k_last_head, encoder.layer.linformer.k_last_head, 0, 1 << 26)
@@ -18296,13 +18288,8 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
-  if (!LUNAI_SAME(ctx, c, "", dim) || !LUNAI_SAME(ctx, c, "", heads) || !LUNAI_SAME(ctx, c, "", ffn) ||
-      !lunai_layer_defaults(ctx, &c->layer, LUNAI_CAUSAL_LAYER) || !lunai_is_omega(ctx, c->layer.omega) ||
-      (c->outputs == 0 && !lunai_is_unused(ctx, "output_norm", c->output_norm, "without outputs"))) return false;
-  c->dim = c->layer.dim;
-  c->heads = c->layer.heads;
-  c->ffn = c->layer.ffn;
-  return true;
+  return lunai_layer_defaults(ctx, &c->layer, LUNAI_CAUSAL_LAYER) && lunai_is_omega(ctx, c->layer.omega) &&
+         (c->outputs > 0 || lunai_is_unused(ctx, "output_norm", c->output_norm, "without outputs"));
 }
 LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   const luna_lm_config *c = &model->config;
@@ -18423,8 +18410,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 
 /* --- encoder --- */
 /* c: of m's model, which has vocab and features too */
-LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, lunai_model_config *m, luna_encoder_config *c, int64_t vocab,
-                                     int64_t *features) {
+LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, lunai_model_config *m, luna_encoder_config *c, int64_t vocab) {
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -18432,21 +18418,14 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, lunai_model_config *m, luna_
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
         LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  if (!lunai_same(ctx, "features", features, "encoder.features", &c->features) ||
-      !LUNAI_SAME(ctx, c, "encoder.", dim) || !LUNAI_SAME(ctx, c, "encoder.", heads) ||
-      !LUNAI_SAME(ctx, c, "encoder.", ffn) ||
-      !(c->own_memory && lunai_is_luna(&c->layer) ?
-        lunai_same(ctx, "encoder.memory", &c->memory, "encoder.layer.memory", &c->layer.memory) :
-        lunai_is_unused(ctx, "encoder.layer.own_memory", c->layer.own_memory, "without encoder.own_memory")) ||
+  if (!lunai_is_luna(&c->layer)) c->layer.own_memory = false;
+  if ((c->layer.own_memory &&
+       !lunai_same(ctx, "encoder.memory", &c->memory, "encoder.layer.memory", &c->layer.memory)) ||
       !lunai_same(ctx, "encoder.max_length", &c->max_length, "encoder.layer.linformer.max_length",
                   &c->layer.linformer.max_length) ||
       !lunai_layer_defaults(ctx, &c->layer, LUNAI_ENCODER_LAYER) ||
       (c->layer.attention == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(ctx, &c->layer.linformer)))
     return false;
-  c->layer.own_memory = c->own_memory && lunai_is_luna(&c->layer);
-  c->dim = c->layer.dim;
-  c->heads = c->layer.heads;
-  c->ffn = c->layer.ffn;
   m->vocab = vocab;
   m->encoder = *c;
   return true;
@@ -18475,16 +18454,17 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
 }
 LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
   const luna_encoder_config *c = &e->config;
-  const bool is_luna = lunai_is_luna(&c->layer), memory = is_luna && !c->own_memory;
+  const bool is_luna = lunai_is_luna(&c->layer), memory = is_luna && !c->layer.own_memory;
   const bool learned = c->positions == LUNA_POSITIONS_LEARNED, normed = c->norm_embedding;
-  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
+  const luna_init init = lunai_embedding_init(c->layer.dim, c->layer.bert_init);
   const luna_init projection = lunai_projection_init(c->layer.bert_init, true);
   lunai_part inputs[LUNAI_MAX_PARTS] = {
-    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->dim, init } };
-  const int count = 1 + lunai_input_parts(&e->input, c->features, c->dim, projection, inputs + 1);
+    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->layer.dim, init } };
+  const int count = 1 + lunai_input_parts(&e->input, c->features, c->layer.dim, projection, inputs + 1);
   const lunai_part parts[] = {
-    { !c->features, LUNAI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->dim, init },
-    { learned, LUNAI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, c->dim, init },
+    { !c->features, LUNAI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->layer.dim, init },
+    { learned, LUNAI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, c->layer.dim,
+      init },
     lunai_norm_part(normed, &e->embedding_norm, "emb_layer_norm.weight", &c->layer),
     lunai_norm_part(normed && memory, &e->memory_embedding_norm, "proj_emb_layer_norm.weight", &c->layer),
     lunai_norm_part(c->layer.pre_norm, &e->norm, "layer_norm.weight", &c->layer),
@@ -18500,7 +18480,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   memset(&m, 0, sizeof m);
   if (config) m.encoder = *config;
   const bool good = lunai_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e) &&
-                    lunai_encoder_defaults(params->ctx, &m, &m.encoder, vocab ? vocab : 256, &m.encoder.features) &&
+                    lunai_encoder_defaults(params->ctx, &m, &m.encoder, vocab ? vocab : 256) &&
                     lunai_fields_good(params->ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m) &&
                     lunai_setup_config(&s, &m.encoder, sizeof m.encoder) &&
                     lunai_encoder_init(e, params, prefix, m.vocab);
@@ -18508,7 +18488,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 }
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
-  return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f;
+  return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->layer.dim) : 1.0f;
 }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder *e, const luna_input *input, const luna_input *own,
@@ -18558,7 +18538,8 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   if (e->memory && !memory) {
     memory = luna_slice(e->memory, 0, 0, slots);
     if (factor != 1) memory = luna_scale(memory, factor);
-    if (c->positions == LUNA_POSITIONS_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
+    if (c->positions == LUNA_POSITIONS_SINUSOIDAL)
+      memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->layer.dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
     memory = luna_expand(memory, input->batch);
     if (part && !part->rows) memory = lunai_cut_of(memory, part);
@@ -18585,7 +18566,7 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
   f.x = luna_encoder_embed(e, &own, &f.p);
   for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
-    f.wants_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    f.wants_p = hands_p && (i < c->layers - 1 ? !c->layer.own_memory : last_p != NULL);
     if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, &f)) return false;
     (void)lunai_results_so_far(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
   }
@@ -18615,11 +18596,11 @@ LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
   if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
   return (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
-         lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab, &c->features);
+         lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab);
 }
 LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params) {
   const luna_classifier_config *c = &model->config;
-  const int64_t pooled = c->encoder.dim * (c->pair ? 4 : 1), features = c->pre_logits ? c->pre_logits : pooled;
+  const int64_t pooled = c->encoder.layer.dim * (c->pair ? 4 : 1), features = c->pre_logits ? c->pre_logits : pooled;
   const luna_init init = lunai_projection_init(c->encoder.layer.bert_init, true);
   const lunai_part parts[] = {
     { c->pre_logits != 0, LUNAI_BOTH(model->pre_logits), "pre_logits.0.weight", c->pre_logits, pooled, init },
@@ -18655,7 +18636,8 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   luna_tensor *rows = memory ? p : x;
   if (!lunai_layer_made(rows ? rows : x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
   if (!rows) return lunai_fail_null(x->ctx, "luna_classifier_pool", "p");
-  if (!lunai_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], model->config.encoder.dim))
+  const int64_t dim = model->config.encoder.layer.dim;
+  if (!lunai_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], dim))
     return NULL;
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS: return lunai_first_row(x);
@@ -18708,7 +18690,7 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
 LUNAI_FN bool lunai_masked_lm_defaults(luna_ctx *ctx, lunai_model_config *m) {
   luna_masked_lm_config *c = &m->masked_lm;
   if (c->vocab == 0) c->vocab = 257;
-  return lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab, &c->features);
+  return lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab);
 }
 LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   const luna_masked_lm_config *c = &model->config;
@@ -18719,7 +18701,7 @@ LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
     { true, LUNAI_BOTH(model->dense), "lm_head.dense.weight", layer->dim, layer->dim, projection },
     lunai_norm_part(true, &model->norm, "lm_head.layer_norm.weight", layer),
     { true, LUNAI_ALONE(model->bias), "lm_head.bias", c->vocab, LUNAI_VECTOR, lunai_init(LUNA_INIT_ZEROS, 0) },
-    { c->features != 0, LUNAI_ALONE(model->output), "lm_head.weight", c->vocab, layer->dim, embedding } };
+    { c->encoder.features != 0, LUNAI_ALONE(model->output), "lm_head.weight", c->vocab, layer->dim, embedding } };
   model->params = params;
   if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
   model->output = model->encoder.embedding;
@@ -18755,7 +18737,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
       chosen[count++] = labels[i];
     }
   /* the rows at those places */
-  x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count);
+  x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.layer.dim, 1, 1), places, 1, count);
   return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->output, model->bias, chosen, NULL);
 }
 
@@ -18795,11 +18777,13 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) return lunai_is_luna_only(ctx, "an encoder-decoder");
+  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.layer.own_memory)
+    return lunai_is_luna_only(ctx, "an encoder-decoder");
   if (c->share_embeddings && c->vocab != c->target_vocab)
     return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
-  if (!lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab, &c->features) ||
-      (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
+  if (!lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab) ||
+      (c->encoder.features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features")))
+    return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
   return true;
@@ -21419,7 +21403,7 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   if (!lunai_is_luna(c) || lunai_on_device(ctx) || ctx->options.isa == LUNA_ISA_REFERENCE ||
       (c->attention_dropout > 0 && !c->forget))
     return lunai_fail_status(ctx, LUNA_ERROR_STATE_MODEL, name), (luna_lm_state *)NULL;
-  if (!lunai_in(ctx, name, "batch", batch, 1, LUNAI_MAX_COUNT / lunai_max(1, model->config.dim))) return NULL;
+  if (!lunai_in(ctx, name, "batch", batch, 1, LUNAI_MAX_COUNT / lunai_max(1, model->config.layer.dim))) return NULL;
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
   first.params = model->params;
@@ -21665,7 +21649,7 @@ LUNAI_FN luna_stream *lunai_seq2seq_stream(const luna_seq2seq *model, const luna
   config.batch = source->batch * beam;
   config.chunk = 1;
   sizes.layer = e->layer;
-  sizes.layer.dim = e->dim; sizes.layer.heads = e->heads; sizes.layer.ffn = e->ffn;
+  sizes.layer.dim = e->layer.dim, sizes.layer.heads = e->layer.heads, sizes.layer.ffn = e->layer.ffn;
   sizes.vocab = sizes.outputs = c->target_vocab;
   sizes.layers = c->decoder_layers;
   sizes.memory = p->shape[1];

@@ -393,9 +393,9 @@ static int ablation(const variant *v, const contents *text) {
   const int64_t steps = 100 * set.steps;
   double loss = 0, right = 0, begun;
   luna_classifier_config c = { .pooling = v->pooling, .encoder =
-                              { .layers = set.layers, .memory = v->memory, .own_memory = v->own_memory,
-    .layer = { .dim = set.dim / 4, .heads = set.heads, .ffn = set.ffn / 4, .sharing = v->sharing,
-              .pre_norm = true } } };
+                              { .layers = set.layers, .memory = v->memory,
+    .layer = { .dim = set.dim / 4, .heads = set.heads, .ffn = set.ffn / 4, .sharing = v->sharing, .pre_norm = true,
+              .own_memory = v->own_memory } } };
   if (luna_classifier_init(&model, params, &c) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 1e-3f });
   if (!adam) return failed(ctx);

@@ -274,7 +274,7 @@ static int write_picture(const map *maps, int shown, int64_t slots, int64_t laye
 
 static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   const luna_layer_config *layer = &e->config.layer;
-  const int64_t heads = e->config.heads, pack_heads = layer->pack_heads ? layer->pack_heads : heads,
+  const int64_t heads = e->config.layer.heads, pack_heads = layer->pack_heads ? layer->pack_heads : heads,
       min_heads = pack_heads < heads ? pack_heads : heads;
   luna_tensor *pack, *unpack;
   if (layer->attention != LUNA_ATTENTION_LUNA)

@@ -264,8 +264,9 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
   luna_lm_config config = {
-    .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-    .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout,
+    .layers = set.layers, .memory = set.memory,
+    .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
+               .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU,
                .recompute = (luna_recompute_kind)set.recompute,
                .forget = (luna_forget)set.forget, .output_gate = set.output_gate != 0 }
   };

@@ -139,12 +139,13 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
   const bool authors = own.settings == AUTHORS, lra = own.settings == LRA, bert = authors && task <= TEXT;
   const luna_init init = { bert ? LUNA_INIT_NORMAL : LUNA_INIT_XAVIER, bert ? 0.02f : 1.0f };
   const luna_layer_config layer = {
+    .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
     .activation = LUNA_ACTIVATION_GELU, .pre_norm = !authors, .sharing = LUNA_SHARING_FULL, .bert_init = bert,
     .dropout = (float)set.dropout, .attention_dropout = (float)own.attention_dropout, .attention = a->kind,
     .recompute = (luna_recompute_kind)set.recompute, .linformer.k = lra ? 16 : own.longest < 256 ? own.longest : 256
   };
   luna_encoder_config c = {
-    .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory, .layer = layer,
+    .layers = set.layers, .memory = set.memory, .layer = layer,
     .positions = own.positions == LEARNED ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL,
     .max_length = own.longest, .norm_embedding = authors
   };

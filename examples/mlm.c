@@ -85,9 +85,10 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   luna_params *params = luna_params_open(ctx);
   luna_masked_lm model;
   luna_masked_lm_config config = {
-    .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-                 .layer = { .attention = (luna_attention_kind)set.attention, .activation = LUNA_ACTIVATION_GELU,
-                            .dropout = (float)set.dropout, .pre_norm = true } }
+    .encoder = { .layers = set.layers, .memory = set.memory,
+                 .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
+                            .attention = (luna_attention_kind)set.attention, .activation = LUNA_ACTIVATION_GELU,
+                            .pre_norm = true } }
   };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = optimizer(params);

@@ -90,22 +90,21 @@ static luna_tensor *run(const luna_input *input) {
       luna_classifier_forward(&model.classifier, input);
 }
 static luna_status make_model(luna_params *params) {
-  const luna_layer_config layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
+                                   .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
                                    .attention = (luna_attention_kind)set.attention,
                                    .recompute = (luna_recompute_kind)set.recompute,
                                    .output_gate = set.output_gate != 0 };
-  const luna_encoder_config encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
-                                       .memory = set.memory,
-    .positions = (luna_positions)set.positions, .max_length = 4096, .layer = layer };
-  luna_lm_config lm = { .features = data.k, .outputs = outputs(), .layers = set.layers,
-                       .dim = set.dim, .heads = set.heads,
-    .ffn = set.ffn, .memory = set.memory, .layer = layer };
+  const luna_encoder_config encoder = { .features = data.k, .layers = set.layers, .memory = set.memory, .layer = layer,
+                                       .positions = (luna_positions)set.positions, .max_length = 4096 };
+  luna_lm_config lm = { .features = data.k, .outputs = outputs(), .layers = set.layers, .memory = set.memory,
+                       .layer = layer };
   lm.layer.convolution = 4;
   lm.layer.forget = (luna_forget)set.forget;
   model.kind = own.causal ? LUNA_MODEL_LM : LUNA_MODEL_CLASSIFIER;
   return own.causal ? luna_lm_init(&model.lm, params, &lm)
                     : luna_classifier_init(&model.classifier, params,
-                                           &(luna_classifier_config){ .features = data.k, .classes = label_count,
+                                           &(luna_classifier_config){ .classes = label_count,
                         .per_step = steps_have_labels(), .pooling = (luna_pooling)set.pooling, .encoder = encoder });
 }
 
@@ -483,7 +482,7 @@ static int load(luna_ctx *ctx, const char *path) {
   luna_params *params = luna_params_open(ctx);
   if (luna_load_model(&model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
   const bool lm = model.kind == LUNA_MODEL_LM, classifier = model.kind == LUNA_MODEL_CLASSIFIER;
-  const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.features : 0;
+  const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.encoder.features : 0;
   bool fine = k > 0 && recall(params) && lm == own.causal && (lm || !model.classifier.config.pair);
   fine = fine && recall_columns(params, k);
   data.k = k;

@@ -277,8 +277,9 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
   luna_seq2seq model;
   luna_seq2seq_config config = {
     .vocab = d->v.end + 1, .share_embeddings = true,
-    .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-                 .layer = { .dropout = (float)set.dropout, .attention_dropout = (float)set.dropout } }
+    .encoder = { .layers = set.layers, .memory = set.memory,
+                 .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
+                            .attention_dropout = (float)set.dropout } }
   };
   if (luna_seq2seq_init(&model, params, &config) != LUNA_OK || keep_vocab(params, &d->v) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){

@@ -139,9 +139,9 @@ static bool file_write(void *user, const void *bytes, size_t n) {
 static luna_encoder_config small_encoder(void) {
   luna_encoder_config c = {0};
   c.layers = 1;
-  c.dim = DIM;
-  c.heads = HEADS;
-  c.ffn = 12;
+  c.layer.dim = DIM;
+  c.layer.heads = HEADS;
+  c.layer.ffn = 12;
   c.memory = SLOTS;
   return c;
 }
@@ -1449,7 +1449,8 @@ static void case_luna_input_layer_fit(void) {
 static void case_luna_lm_fit_outputs(void) {
   luna_lm model;
   luna_lm_config c = {0};
-  c.features = 2, c.outputs = 3, c.dim = 8, c.heads = 2, c.ffn = 8, c.layers = 1, c.output_norm = !turn();
+  c.features = 2, c.outputs = 3, c.layers = 1, c.output_norm = !turn();
+  c.layer.dim = 8, c.layer.heads = 2, c.layer.ffn = 8;
   const int64_t rows = small();
   const bool made = luna_lm_init(&model, luna_params_open(w->ctx), &c) == LUNA_OK;
   luna_lm *m = made && !turn() ? &model : NULL;
@@ -1570,11 +1571,7 @@ static void case_luna_causal_layer_forward(void) {
 static luna_encoder_config encoder_config(bool other) {
   luna_encoder_config c = {0};
   c.layer = layer_config(false, other);
-  if (!turn()) c.layer.dim = c.layer.heads = c.layer.ffn = 0; /* what is above them counts */
   c.layers = size(1 + pick(2));
-  c.dim = size(coin() ? DIM : 12);
-  c.heads = size(2);
-  c.ffn = size(coin() ? 0 : 5);
   c.memory = size(SLOTS);
   c.positions = ENUM(luna_positions, 4);
   c.max_length = size(16);
@@ -1582,7 +1579,7 @@ static luna_encoder_config encoder_config(bool other) {
   c.embedding_scale = ENUM(luna_embedding_scale, 3);
   c.norm_embedding = coin();
   c.tied_layers = coin();
-  c.own_memory = other && coin();
+  c.layer.own_memory = other && coin();
   c.keep_padding = coin();
   return c;
 }
@@ -1609,7 +1606,7 @@ static void case_luna_lm_init(void) {
 static void case_luna_lm_forward(void) { lm_forward(&w->lm); }
 static void encoder_forward(const luna_encoder *e, bool embed) {
   const int64_t batch = small(), n = small();
-  luna_tensor *p = pick(4) == 0 ? rows(batch, SLOTS, e->config.dim) : NULL;
+  luna_tensor *p = pick(4) == 0 ? rows(batch, SLOTS, e->config.layer.dim) : NULL;
   const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n);
   if (e->embedding->shape[0] < VOCAB) return;
   got_tensor((embed ? luna_encoder_embed : luna_encoder_forward)(e, input_of(t, lengths, batch, n), coin() ? &p : NULL),
@@ -1916,7 +1913,7 @@ static void case_luna_stream_step(void) {
 static void case_luna_stream_step_features(void) {
   luna_lm model;
   luna_lm_config c = {0};
-  c.features = FEATURES, c.dim = DIM, c.heads = HEADS, c.memory = SLOTS;
+  c.features = FEATURES, c.layer.dim = DIM, c.layer.heads = HEADS, c.memory = SLOTS;
   if (luna_lm_init(&model, luna_params_open(w->ctx), &c) != LUNA_OK) return;
   luna_stream *own = luna_stream_open(&model, NULL), *s = turn() ? (coin() ? w->stream : NULL) : own;
   got_stream(luna_stream_step_features(s, turn() ? NULL : numbers) != NULL || !own, s);
@@ -2291,7 +2288,7 @@ static void known_slots_unpack(void) {
 static void known_batch(void) {       /* training on a batch of no sequences, with one head */
   luna_lm model;
   luna_lm_config c = w->lm.config;
-  c.heads = c.layer.heads = c.layer.pack_heads = 1;
+  c.layer.heads = c.layer.pack_heads = 1;
   expect(luna_lm_init(&model, new_set(), &c) == LUNA_OK, luna_error(w->ctx));
   trains(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 0, 3, NULL }));
 }
@@ -2422,7 +2419,8 @@ static void null_inits(void) {
   now(&p);
   attention_c.kind = LUNA_ATTENTION_SOFTMAX;
   nested_c.dim = causal_c.dim = attention_c.dim = DIM;
-  nested_c.heads = causal_c.heads = attention_c.heads = layer_c.heads = encoder_c.heads = 3; /* 8 is no multiple */
+  nested_c.heads = causal_c.heads = attention_c.heads = layer_c.heads = 3; /* 8 is no multiple */
+  encoder_c.layer.heads = 3;
   lm_c.layer = layer_c;
   classifier_c.encoder = masked_c.encoder = seq2seq_c.encoder = encoder_c;
   FAILS(luna_linear_layer, luna_linear_layer_init(none, new_set(), "a", 3, 4, odd),

@@ -257,14 +257,15 @@ static double train(const char *name, bool causal, luna_options *options, luna_r
     tokens[i] = (causal ? i : i + i / 48) * 7 % 11 % 5, labels[i] = causal ? (i + 1) * 7 % 11 % 5 : i % 2;
   luna_input input = {.tokens = tokens, .batch = 2, .n = 48};
   if (!CHECK(attentions_open(&choice, name), "%s: %s", name, choice.error)) return 0;
+  layer.dim = DIM, layer.heads = HEADS;
   layer.hook = &choice.hook, layer.recompute = recompute, layer.pre_norm = true;
   if (causal) {
     luna_lm_config c = {0};
-    c.vocab = 5, c.dim = DIM, c.heads = HEADS, c.layer = layer, c.positions = LUNA_POSITIONS_SINUSOIDAL;
+    c.vocab = 5, c.layer = layer, c.positions = LUNA_POSITIONS_SINUSOIDAL;
     CHECK(luna_lm_init(&lm, params, &c) == LUNA_OK, "%s: %s", name, luna_error(ctx));
   } else {
     luna_classifier_config c = {0};
-    c.vocab = 5, c.classes = 2, c.encoder.dim = DIM, c.encoder.heads = HEADS, c.encoder.layer = layer;
+    c.vocab = 5, c.classes = 2, c.encoder.layer = layer;
     CHECK(luna_classifier_init(&classifier, params, &c) == LUNA_OK, "%s: %s", name, luna_error(ctx));
   }
   const luna_optimizer_config config = {0};
@@ -414,7 +415,7 @@ static void check_growth(void) {
   for (int i = 0; i < 40; i++) tokens[i] = i % 5, labels[i] = (i + 1) % 5;
   luna_input input = {.tokens = tokens, .batch = 2, .n = 20};
   attentions_open(&choice, "compressive memory=30 compressed=8 rate=4");
-  c.vocab = 5, c.dim = DIM, c.heads = HEADS, c.layer.hook = &choice.hook, c.layer.pre_norm = true;
+  c.vocab = 5, c.layer.dim = DIM, c.layer.heads = HEADS, c.layer.hook = &choice.hook, c.layer.pre_norm = true;
   CHECK(luna_lm_init(&lm, params, &c) == LUNA_OK, "%s", luna_error(ctx));
   for (int segment = 0; segment < 5; segment++) {
     /* 10 rows leave in segment 1, then 20 */
@@ -582,7 +583,7 @@ static void check_workspace_layers(void) {
   for (int i = 0; i < 2 * ROWS; i++) tokens[i] = i % 7;
   luna_input input = {.tokens = tokens, .batch = 2, .n = ROWS};
   attentions_open(&choice, "workspace slots=4");
-  c.dim = DIM, c.heads = HEADS, c.layers = 3, c.layer.hook = &choice.hook;
+  c.layer.dim = DIM, c.layer.heads = HEADS, c.layers = 3, c.layer.hook = &choice.hook;
   CHECK(luna_encoder_init(&encoder, params, "", 7, &c) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_step(ctx);
   luna_tensor *x = luna_encoder_forward(&encoder, &input, &p);

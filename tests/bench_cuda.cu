@@ -382,9 +382,9 @@ static void classifier_row() {
   config.classes = 2;
   config.pooling = LUNA_POOLING_MEAN;
   config.encoder.layers = 4;
-  config.encoder.dim = CLASSIFIER_DIM;
-  config.encoder.heads = 4;
-  config.encoder.ffn = CLASSIFIER_FFN;
+  config.encoder.layer.dim = CLASSIFIER_DIM;
+  config.encoder.layer.heads = 4;
+  config.encoder.layer.ffn = CLASSIFIER_FFN;
   config.encoder.memory = 16;
   if (luna_classifier_init(&b.model, b.params, &config) != LUNA_OK) fail("luna_classifier_init", luna_error(b.ctx));
   adam.lr = 1e-4f;

@@ -38,9 +38,9 @@ extern "C" peer *peer_open(int64_t batch, int64_t n, int64_t dim, int64_t heads,
   config.classes = 2;
   config.pooling = LUNA_POOLING_MEAN;
   config.encoder.layers = 4;
-  config.encoder.dim = dim;
-  config.encoder.heads = heads;
-  config.encoder.ffn = ffn;
+  config.encoder.layer.dim = dim;
+  config.encoder.layer.heads = heads;
+  config.encoder.layer.ffn = ffn;
   config.encoder.memory = 16;
   adam.lr = 1e-4f;
   b->ctx = luna_open(&options);

@@ -191,7 +191,8 @@ static void classifier_open(classifier_bench *b, int threads, int64_t batch, int
                             luna_pooling pooling) {
   luna_options options = {.threads = threads, .isa = bench_isa()};
   luna_classifier_config config = {.classes = 2, .pooling = pooling,
-                                   .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+                                   .encoder = {.layers = 4, .memory = 16,
+                                               .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.vocab = 256;

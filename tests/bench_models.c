@@ -174,7 +174,8 @@ static void model_open_in(model_bench *b, luna_dtype weights, int threads, int64
                           luna_attention_kind attention, luna_pooling pooling, bool training) {
   luna_options options = {.threads = threads, .isa = bench_isa(), .weights = weights};
   luna_classifier_config config = {.classes = 2, .pooling = pooling,
-                                   .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+                                   .encoder = {.layers = layers, .memory = 16,
+                                               .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.encoder.layer.attention = attention;

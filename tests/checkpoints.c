@@ -1253,7 +1253,7 @@ static void check_dropout(void) {
     luna_io io = {0};
     uint8_t *at = bytes;
     io.write = memory_write, io.user = &at;
-    config.vocab = 5, config.encoder.layers = 1, config.encoder.dim = 8, config.encoder.heads = 2;
+    config.vocab = 5, config.encoder.layers = 1, config.encoder.layer.dim = 8, config.encoder.layer.heads = 2;
     config.encoder.layer.dropout = values[i], config.encoder.layer.attention_dropout = values[(i + 1) % 4],
         config.encoder.layer.activation_dropout = values[(i + 2) % 4];
     CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK && luna_save(params, luna_callbacks(&io)) == LUNA_OK,

@@ -164,9 +164,9 @@ static void check_classifier_refusals(void) {
   config.pooling = LUNA_POOLING_DEFAULT;
   config.classes = -1;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "-1 classes");
-  config.classes = 2, config.encoder.heads = 5;
+  config.classes = 2, config.encoder.layer.heads = 5;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, HEADS, "5 heads of 12");
-  config.encoder.heads = 2, config.encoder.layers = 100000;
+  config.encoder.layer.heads = 2, config.encoder.layers = 100000;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "100000 layers");
   refused(ctx, luna_classifier_init(NULL, params, &config) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT, "no place for a model");
   CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"),

@@ -113,9 +113,11 @@ static luna_status model_init(model *m, luna_params *params, const run *r) {
   luna_lm_config lm = r->lm;
   masked.vocab = seq2seq.vocab = classifier.vocab = VOCAB;
   lm.vocab = seq2seq.target_vocab = r->vocab ? r->vocab : VOCAB;
-  lm.features = classifier.features = masked.features = seq2seq.features = r->features ? FEATURES : 0;
+  lm.features = r->features ? FEATURES : 0;
   lm.outputs = r->features ? VOCAB : 0;
-  classifier.encoder = masked.encoder = seq2seq.encoder = r->encoder;
+  classifier.encoder = r->encoder;
+  classifier.encoder.features = lm.features;
+  masked.encoder = seq2seq.encoder = classifier.encoder;
   classifier.classes = r->value ? 1 : CLASSES;
   classifier.pooling = r->pooling;
   classifier.per_step = r->kind == PER_STEP, classifier.pair = r->kind == PAIR;
@@ -304,8 +306,9 @@ static void check_long(run *r, int ranks, const int64_t *parts) {
 static run run_of(const char *name, kind k) {
   run r = {0};
   r.name = name, r.kind = k, r.length = LENGTH, r.batch = BATCH;
-  r.lm = (luna_lm_config){ .layers = 2, .dim = 16, .heads = 2, .ffn = 24, .memory = SLOTS };
-  r.encoder = (luna_encoder_config){ .layers = 2, .dim = 16, .heads = 2, .ffn = 24, .memory = SLOTS, .max_length = 64 };
+  r.lm = (luna_lm_config){ .layers = 2, .layer = { .dim = 16, .heads = 2, .ffn = 24 }, .memory = SLOTS };
+  r.encoder = (luna_encoder_config){ .layers = 2, .memory = SLOTS, .max_length = 64,
+                                    .layer = { .dim = 16, .heads = 2, .ffn = 24 } };
   return r;
 }
 static void set_dropout(luna_layer_config *c) {
@@ -336,7 +339,7 @@ static void data_parallel(void) {
   check(&r, LUNA_PARALLEL_DATA);
   r = run_of("data, masked lm", MASKED);
   r.with_lengths = true;
-  r.encoder.own_memory = true;
+  r.encoder.layer.own_memory = true;
   set_dropout(&r.encoder.layer);
   check(&r, LUNA_PARALLEL_DATA);
   r.accumulated = 2;
@@ -373,7 +376,7 @@ static void sequence_parallel(void) {
   check(&r, LUNA_PARALLEL_SEQUENCE);
   r.name = "rows, classifier, mean, own memory, dropout";
   r.pooling = LUNA_POOLING_MEAN;
-  r.encoder.own_memory = true;
+  r.encoder.layer.own_memory = true;
   set_dropout(&r.encoder.layer);
   check(&r, LUNA_PARALLEL_SEQUENCE);
   r = run_of("rows, pairs, shared query and key projections, more pack heads", PAIR);
@@ -539,7 +542,7 @@ static void trial_main(void *user, const luna_collective *collective) {
   if (what == FORM) options.form = LUNA_FORM_FOLDED;
   if (what == MODE) own.mode = rows ? LUNA_PARALLEL_DATA : LUNA_PARALLEL_SEQUENCE;
   if (what == SIZE) config.memory++;
-  if (what == HEADS) config.heads = 4;
+  if (what == HEADS) config.layer.heads = 4;
   if (what == DROPOUT) config.layer.dropout = 0.1f;
   if (what == ISA) options.isa = LUNA_ISA_REFERENCE;
   if (what >= VERSION) own.all_gather = other_gather;

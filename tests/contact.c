@@ -25,7 +25,8 @@ static void check_stale(luna_options options) {
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
   float values[64];
-  CHECK(luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 }) == LUNA_OK, "%s",
+  CHECK(luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB,
+                                                        .layer = { .dim = 16, .heads = 2 } }) == LUNA_OK, "%s",
         luna_error(ctx));
   for (int way = 0; way < 8; way++) {
     luna_begin_step(ctx);
@@ -174,7 +175,7 @@ static void check_hook_init(luna_options options) {
   luna_close(ctx);
   ctx = luna_open(&options);
   params = luna_params_open(ctx);
-  luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 });
+  luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .layer = { .dim = 16, .heads = 2 } });
   luna_begin_step(ctx);
   const int64_t shape[1] = {3};
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
@@ -190,7 +191,7 @@ static void check_order(void) {
   luna_ctx *ctx = luna_open(NULL);
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
-  luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 });
+  luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .layer = { .dim = 16, .heads = 2 } });
   luna_optimizer *adam = luna_adamw(params, NULL);
   luna_tensor *loss = loss_of(&model, 20);
   CHECK(luna_backward(loss) != LUNA_OK, "luna_backward without luna_begin_step");
@@ -230,10 +231,10 @@ static void save_to(buffer *b, const luna_params *params) {
 }
 static luna_classifier_config classifier_config(int change) {
   luna_classifier_config c = { .vocab = VOCAB, .classes = 3, .pooling = LUNA_POOLING_MEAN,
-                               .encoder = { .layers = 1, .dim = 8, .heads = 2, .memory = 4,
-                                           .layer = { .dropout = 0.1f } } };
+                               .encoder = { .layers = 1, .memory = 4,
+                                           .layer = { .dim = 8, .heads = 2, .dropout = 0.1f } } };
   switch (change) {
-    case 1: c.encoder.heads = 4; break;
+    case 1: c.encoder.layer.heads = 4; break;
     case 2: c.pooling = LUNA_POOLING_CLS; break;
     case 3: c.encoder.positions = LUNA_POSITIONS_NONE; break;
     case 4: c.encoder.layer.activation = LUNA_ACTIVATION_GELU; break;
@@ -314,13 +315,14 @@ static luna_tensor *kind_logits(int kind, const luna_model *m) {
 static void check_kinds(void) {
   static const char *const names[] = {"", "causal_lm", "classifier", "masked_lm", "seq2seq"};
   static buffer file;
-  const luna_encoder_config e = { .layers = 1, .dim = 8, .heads = 2, .memory = 4 };
+  const luna_encoder_config e = { .layers = 1, .layer = { .dim = 8, .heads = 2 }, .memory = 4 };
   for (int kind = 1; kind <= 4; kind++) {
     luna_ctx *ctx = luna_open(NULL);
     luna_params *params = luna_params_open(ctx);
     luna_model m = {0}, loaded;
     float want[6 * 256], got[6 * 256];
-    if (kind == LUNA_MODEL_LM) luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+    if (kind == LUNA_MODEL_LM)
+      luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .layer = { .dim = 8, .heads = 2 } });
     if (kind == LUNA_MODEL_CLASSIFIER)
       luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
     if (kind == LUNA_MODEL_MASKED_LM)
@@ -360,14 +362,15 @@ static void check_inputs(void) {
   luna_classifier classifier;
   luna_seq2seq seq2seq;
   luna_lm detector;
-  const luna_encoder_config e = { .layers = 1, .dim = 8, .heads = 2, .memory = 4, .positions = LUNA_POSITIONS_LEARNED,
+  const luna_encoder_config e = { .layers = 1, .layer = { .dim = 8, .heads = 2 }, .memory = 4,
+                                  .positions = LUNA_POSITIONS_LEARNED,
                                  .max_length = N };
   static const int32_t good[2 * N] = {0}, labels[2 * N] = {0}, bad[2 * N] = {0, 1, 2, VOCAB}, lengths[2] = {N, N + 1},
       four[2 * N] = {0, 0, 0, 0, 0, VOCAB};
   float x[2 * N * 3] = {0};
-  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
-  luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8,
-                                                                   .heads = 2 });
+  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .layer = { .dim = 8, .heads = 2 } });
+  luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2,
+                                                                    .layer = { .dim = 8, .heads = 2 } });
   luna_classifier_init(&classifier, luna_params_open(ctx), &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
   CHECK(luna_seq2seq_init(&seq2seq, luna_params_open(ctx), &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }) ==
         LUNA_OK, "%s", luna_error(ctx));
@@ -419,9 +422,9 @@ static void check_stream(void) {
   luna_ctx *ctx = luna_open(NULL);
   luna_lm lm, detector;
   const int32_t token = 1;
-  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
-  CHECK(luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8,
-      .heads = 2 }) == LUNA_OK, "%s",
+  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .layer = { .dim = 8, .heads = 2 } });
+  CHECK(luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2,
+                     .layer = { .dim = 8, .heads = 2 } }) == LUNA_OK, "%s",
         luna_error(ctx));
   const float scale[3] = {1, 100, 1};
   luna_write(detector.input.scale, scale);
@@ -488,8 +491,9 @@ static void check_misfits(luna_isa isa, luna_forget forget, int64_t convolution)
   enum { F = 3 };
   luna_ctx *ctx = luna_open(NULL);
   luna_lm m;
-  CHECK(luna_lm_init(&m, luna_params_open(ctx), &(luna_lm_config){ .features = F, .outputs = 2, .dim = 8, .heads = 2,
-      .layer = { .forget = forget, .convolution = convolution } }) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_lm_init(&m, luna_params_open(ctx), &(luna_lm_config){ .features = F, .outputs = 2,
+      .layer = { .dim = 8, .heads = 2, .forget = forget, .convolution = convolution } }) == LUNA_OK, "%s",
+        luna_error(ctx));
   const luna_stream_config two = { .batch = 2, .isa = isa }, one = { .isa = isa };
   luna_stream *s = luna_stream_open(&m, &two), *spare = luna_stream_open(&m, &two), *alone = luna_stream_open(&m, &one);
   size_t size;
@@ -520,8 +524,8 @@ static void check_misfits(luna_isa isa, luna_forget forget, int64_t convolution)
 static void check_overflow(luna_isa isa, luna_forget forget) {
   luna_ctx *ctx = luna_open(NULL);
   luna_lm m;
-  CHECK(luna_lm_init(&m, luna_params_open(ctx), &(luna_lm_config){ .vocab = 4, .dim = 8, .heads = 2, .outputs = 2,
-      .layer = { .forget = forget } }) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_lm_init(&m, luna_params_open(ctx), &(luna_lm_config){ .vocab = 4, .outputs = 2,
+      .layer = { .dim = 8, .heads = 2, .forget = forget } }) == LUNA_OK, "%s", luna_error(ctx));
   float rows[4 * 8];
   CHECK(luna_read(m.embedding, rows) == LUNA_OK, "%s", luna_error(ctx));
   rows[3 * 8] = INFINITY;
@@ -550,7 +554,7 @@ static void check_small_memory(void) {
   const char *error = "";
   char want[100];
   size_t size;
-  luna_lm_init(&lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+  luna_lm_init(&lm, params, &(luna_lm_config){ .vocab = VOCAB, .layer = { .dim = 8, .heads = 2 } });
   luna_save(params, luna_buffer(NULL, 0, &size));
   char *bytes = malloc(size);
   CHECK(luna_save(params, luna_buffer(bytes, size, &size)) == LUNA_OK, "%s", luna_error(ctx));

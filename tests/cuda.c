@@ -258,7 +258,7 @@ static void check_memory(void) {
   const size_t opened = cuda.backend->opened;
   luna_classifier model;
   luna_classifier_config config = {.vocab = VOCAB, .classes = 3,
-                                   .encoder = {.layers = 2, .dim = 48, .heads = 2, .ffn = 192}};
+                                   .encoder = {.layers = 2, .layer = { .dim = 48, .heads = 2, .ffn = 192 }}};
   int32_t *tokens = common_tokens(N * BATCH, 3, VOCAB);
   const int32_t labels[BATCH] = {1, 2};
   const luna_input input = {tokens, NULL, BATCH, N, NULL};
@@ -601,7 +601,7 @@ static void check_stream_failures(void) {
   luna_seq2seq_config config = {0};
   if (!cuda_emulated()) return;
   config.vocab = 17;
-  config.encoder.dim = 16;
+  config.encoder.layer.dim = 16;
   config.encoder.memory = 3;
   for (int decodes = 0; decodes < 2; decodes++) {
     bool failed = true;

@@ -669,7 +669,7 @@ static void device_misfits(const device *d, luna_forget forget) {
   luna_params *params[2];
   luna_lm lm[2];
   luna_stream *s[2];
-  config.features = 2, config.outputs = 3, config.dim = 16, config.heads = 2, config.layers = 2;
+  config.features = 2, config.outputs = 3, config.layer.dim = 16, config.layer.heads = 2, config.layers = 2;
   config.layer.forget = forget, config.layer.convolution = 3;
   for (int i = 0; i < 2; i++) {
     ctx[i] = device_open(i ? d : NULL, 3);
@@ -782,14 +782,14 @@ static void device_decoder(const device *d, int kind) {
   float score[2][3];
   bool good = true;
   config.vocab = 17;
-  config.encoder.dim = 16;
-  config.encoder.heads = 4;
+  config.encoder.layer.dim = 16;
+  config.encoder.layer.heads = 4;
   config.encoder.layers = 2;
   config.encoder.memory = 4;
-  config.encoder.ffn = 24;
+  config.encoder.layer.ffn = 24;
   /* 24 scores from 8 and 3: not folded */
-  if (kind == 4) config.encoder.heads = 8, config.encoder.memory = 3, config.encoder.dim = 8;
-  if (kind == 1) config.encoder.heads = 8; /* 32 from 16 and 4: nor here */
+  if (kind == 4) config.encoder.layer.heads = 8, config.encoder.memory = 3, config.encoder.layer.dim = 8;
+  if (kind == 1) config.encoder.layer.heads = 8; /* 32 from 16 and 4: nor here */
   config.encoder.positions = kind % 3 == 1 ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   config.encoder.layer.pre_norm = kind / 2 % 2 == 1;
   config.encoder.layer.sharing = kind % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;

@@ -306,22 +306,23 @@ static void check_models(luna_form form) {
     luna_seq2seq_config sc = {0};
     luna_encoder_config ec = {0};
     luna_layer_config layer = {0};
+    layer.dim = 8, layer.heads = 2, layer.ffn = 12;
     layer.pre_norm = variant & 1, layer.dropout = variant == 5 ? 0.1f : 0;
     layer.attention = variant < 12 ? LUNA_ATTENTION_LUNA : (luna_attention_kind)(variant % 4);
     lc.layer = ec.layer = layer;
     lc.layer.convolution = variant % 4;
     if (lc.layer.attention == LUNA_ATTENTION_LINFORMER) lc.layer.attention = LUNA_ATTENTION_LUNA;
-    lc.dim = ec.dim = 8, lc.heads = ec.heads = 2, lc.ffn = ec.ffn = 12, lc.memory = ec.memory = 4;
+    lc.memory = ec.memory = 4;
     lc.features = features ? 3 : 0, lc.vocab = features ? 0 : variant == 4 ? 1200 : 11;
     ec.features = lc.features;
     lc.positions = ec.positions = (luna_positions)(variant % 3);
     lc.max_length = ec.max_length = 8;
-    ec.own_memory = variant % 5 == 4 && layer.attention == LUNA_ATTENTION_LUNA, ec.tied_layers = variant % 7 == 3,
+    ec.layer.own_memory = variant % 5 == 4 && layer.attention == LUNA_ATTENTION_LUNA, ec.tied_layers = variant % 7 == 3,
         ec.norm_embedding = variant % 6 == 1;
     ec.keep_padding = variant % 4 == 3;
     lc.outputs = variant % 4 == 1 ? 2 : 0;
     kc.encoder = mc.encoder = sc.encoder = ec;
-    sc.encoder.layer.attention = LUNA_ATTENTION_LUNA, sc.encoder.own_memory = false;
+    sc.encoder.layer.attention = LUNA_ATTENTION_LUNA, sc.encoder.layer.own_memory = false;
     kc.vocab = features ? 0 : 11, mc.vocab = features ? 5 : 11, sc.vocab = features ? 0 : 11, sc.target_vocab = 11;
     kc.classes = 3, kc.per_step = variant % 6 == 5, kc.pair = variant % 4 == 2 && !kc.per_step;
     kc.pooling = kc.per_step ? LUNA_POOLING_DEFAULT : (luna_pooling)(variant % 5);

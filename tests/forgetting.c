@@ -847,7 +847,7 @@ static void check_model_causality(const char *name, luna_isa isa) {
   static const int64_t rows[3] = {0, 64, N - 1};
   net m;
   if (net_open(&m, name, isa, LUNA_FORM_CHEAPEST, false)) {
-    const int64_t vocab = m.lm.config.vocab, dim = m.lm.config.dim, size = N * vocab;
+    const int64_t vocab = m.lm.config.vocab, dim = m.lm.config.layer.dim, size = N * vocab;
     int32_t *tokens = common_tokens(2 * N, 5, (int32_t)vocab - 1);
     float *before = common_floats(2 * size), *after = common_floats(2 * size);
     int wrong = 0, lost = 0;

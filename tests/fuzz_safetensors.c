@@ -308,13 +308,13 @@ static luna_tensor *classes_of(const luna_classifier *model, const luna_input *i
 }
 static void use_classifier(luna_ctx *ctx, const luna_classifier *model) {
   example e;
-  example_open(&e, model->config.vocab, model->config.features, 2);
+  example_open(&e, model->config.vocab, model->config.encoder.features, 2);
   ran(ctx, classes_of(model, &e.input), model->config.per_step ? 2 * e.input.n : 2, model->config.classes);
   free(e.features);
 }
 static void use_masked_lm(luna_ctx *ctx, const luna_masked_lm *model) {
   example e;
-  example_open(&e, model->config.vocab, model->config.features, 2);
+  example_open(&e, model->config.vocab, model->config.encoder.features, 2);
   ran(ctx, luna_masked_lm_forward(model, &e.input), 2 * e.input.n, model->config.vocab);
   free(e.features);
 }
@@ -324,7 +324,7 @@ static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
   float scores[2];
   example source, target;
   search.beam = 2, search.max_length = TOKENS, search.end = model->config.target_vocab > 1;
-  example_open(&source, model->config.vocab, model->config.features, 2);
+  example_open(&source, model->config.vocab, model->config.encoder.features, 2);
   example_open(&target, model->config.target_vocab, 0, 2);
   target.input.lengths = NULL;
   ran(ctx, luna_seq2seq_forward(model, &source.input, &target.input), 2 * target.input.n, model->config.target_vocab);
@@ -344,13 +344,13 @@ static luna_tensor *loss_of(const luna_model *model) {
     example_open(&e, model->lm.config.vocab, model->lm.config.features, 1);
     loss = luna_lm_loss(&model->lm, &e.input, labels);
   } else if (model->kind == LUNA_MODEL_CLASSIFIER) {
-    example_open(&e, classifier->vocab, classifier->features, 1);
+    example_open(&e, classifier->vocab, classifier->encoder.features, 1);
     loss = luna_cross_entropy(classes_of(&model->classifier, &e.input), labels, NULL);
   } else if (model->kind == LUNA_MODEL_MASKED_LM) {
-    example_open(&e, model->masked_lm.config.vocab, model->masked_lm.config.features, 1);
+    example_open(&e, model->masked_lm.config.vocab, model->masked_lm.config.encoder.features, 1);
     loss = luna_masked_lm_loss(&model->masked_lm, &e.input, labels);
   } else {
-    example_open(&e, seq2seq->vocab, seq2seq->features, 1);
+    example_open(&e, seq2seq->vocab, seq2seq->encoder.features, 1);
     example_open(&target, seq2seq->target_vocab, 0, 1);
     loss = luna_cross_entropy(luna_seq2seq_forward(&model->seq2seq, &e.input, &target.input), labels, NULL);
   }
@@ -632,20 +632,20 @@ static common_bytes model_file(int which) {
   luna_params *params = luna_params_open(ctx);
   memset(&encoder, 0, sizeof encoder), memset(&classifier, 0, sizeof classifier),
       memset(&masked_lm, 0, sizeof masked_lm), memset(&seq2seq, 0, sizeof seq2seq);
-  encoder.layers = 1, encoder.dim = 2, encoder.heads = 1, encoder.ffn = 2, encoder.memory = 2, encoder.max_length = 5,
-      encoder.layer = tiny_layer(), encoder.layer.heads = 1;
+  encoder.layers = 1, encoder.memory = 2, encoder.max_length = 5;
+  encoder.layer = tiny_layer(), encoder.layer.heads = 1;
   if (which == CLASSIFIER_LINFORMER)
     encoder.layer.attention = LUNA_ATTENTION_LINFORMER, encoder.layer.linformer.k = 2, encoder.layers = 2,
         encoder.tied_layers = true;
   if (which == CLASSIFIER_PAIR)
-    encoder.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true,
+    encoder.layer.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true,
         encoder.layer.sharing = LUNA_SHARING_FULL;
   if (which == MASKED_LM || which == SEQ2SEQ)
     encoder.positions = LUNA_POSITIONS_LEARNED, encoder.first_position = 1, encoder.layer.pre_norm = true;
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = 3, classifier.classes = 2;
   if (which == CLASSIFIER_PAIR) classifier.pair = true, classifier.pre_logits = 2;
-  if (which == CLASSIFIER_STEPS) classifier.vocab = 0, classifier.features = 3, classifier.per_step = true;
+  if (which == CLASSIFIER_STEPS) classifier.vocab = 0, classifier.encoder.features = 3, classifier.per_step = true;
   if (which == SEQ2SEQ) seq2seq.target_vocab = 4, seq2seq.separate_output = true;
   if (which == SEQ2SEQ_SHARED) seq2seq.share_embeddings = true;
   if (which <= CLASSIFIER_PAIR) status = luna_classifier_init(&model.classifier, params, &classifier);

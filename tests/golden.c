@@ -323,7 +323,7 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
 static luna_encoder_config golden_encoder(const golden *g) {
   luna_encoder_config c = {0};
   st_item t;
-  c.layers = golden_number(g, "layers"), c.dim = g->dim, c.heads = g->heads, c.ffn = g->ffn,
+  c.layers = golden_number(g, "layers"), c.layer.dim = g->dim, c.layer.heads = g->heads, c.layer.ffn = g->ffn,
       c.memory = golden_number(g, "memory");
   c.positions = golden_is(g, "learned_positions", "true") ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   c.first_position = golden_number(g, "padding_idx") + 1;

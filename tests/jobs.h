@@ -89,8 +89,8 @@ static luna_status job_init(job_run *r) {
   luna_masked_lm_config masked_lm = {0};
   luna_seq2seq_config seq2seq = {0};
   luna_encoder_config encoder = {0};
-  encoder.layers = j->layers, encoder.dim = DIM, encoder.heads = 2, encoder.ffn = 24, encoder.memory = 5,
-      encoder.max_length = j->n;
+  encoder.layers = j->layers, encoder.memory = 5, encoder.max_length = j->n;
+  encoder.layer.dim = DIM, encoder.layer.heads = 2, encoder.layer.ffn = 24;
   encoder.norm_embedding = true;
   encoder.positions = j->model == JOB_MASKED_LM ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   encoder.layer.dropout = j->dropout;

@@ -180,7 +180,7 @@ static void check_first_step(bool training) {
   for (int measure = 0; measure < 2; measure++) {
     touch_block *blocks = NULL;
     luna_options options = {.measure = measure == 1, .threads = 2};
-    luna_classifier_config config = {.encoder = {.layers = 4, .dim = 64}};
+    luna_classifier_config config = {.encoder = {.layers = 4, .layer = { .dim = 64 }}};
     luna_classifier model;
     options.allocator = (luna_allocator){touch_allocate, touch_release, &blocks};
     luna_ctx *ctx = luna_open(&options);
@@ -280,8 +280,8 @@ static size_t classifier_bytes(int64_t batch, luna_recompute_kind recompute, lun
   options.measure = true;
   config.pooling = pooling;
   config.encoder.layers = 4;
-  config.encoder.dim = 256;
-  config.encoder.ffn = 1024;
+  config.encoder.layer.dim = 256;
+  config.encoder.layer.ffn = 1024;
   config.encoder.layer.recompute = recompute;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);

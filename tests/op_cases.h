@@ -766,15 +766,15 @@ static void op_attention_layer(trial *t, int v) {
 static luna_encoder_config op_encoder_config(trial *t, int v) {
   luna_encoder_config config = {0};
   config.layers = 2;
-  config.dim = SIZE(4, 48);
-  config.heads = 2;
-  config.ffn = SIZE(6, 50);
+  config.layer.dim = SIZE(4, 48);
+  config.layer.heads = 2;
+  config.layer.ffn = SIZE(6, 50);
   config.memory = SIZE(3, 9);
   config.positions = (luna_positions)(1 + v % 3);
   config.max_length = 9;
   config.norm_embedding = v % 2 != 0;
   config.tied_layers = v == 4;
-  config.own_memory = v == 5;
+  config.layer.own_memory = v == 5;
   config.layer.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
   config.layer.pre_norm = v == 3 || v == 2;
   config.layer.norm = v == 2 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;

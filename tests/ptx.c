@@ -95,11 +95,12 @@ static luna_tensor *model_step(bool lm) {
     tokens[i] = (int32_t)(random_state >> 24);
     labels[i] = (int32_t)(random_state >> 16 & 255);
   }
-  luna_lm_config c = {.vocab = 256, .layers = 1, .dim = DIM, .heads = HEADS, .ffn = 4 * DIM, .memory = MEMORY};
+  luna_lm_config c = {.vocab = 256, .layers = 1, .memory = MEMORY};
+  c.layer.dim = DIM, c.layer.heads = HEADS, c.layer.ffn = 4 * DIM;
   c.layer.dropout = 0.1f;
   c.layer.convolution = 4;
-  luna_classifier_config d = {.vocab = 256, .classes = 2, .encoder = {.layers = 1, .dim = DIM, .heads = HEADS,
-                                                                      .ffn = 4 * DIM, .memory = MEMORY}};
+  luna_classifier_config d = {.vocab = 256, .classes = 2, .encoder = {.layers = 1, .memory = MEMORY}};
+  d.encoder.layer.dim = DIM, d.encoder.layer.heads = HEADS, d.encoder.layer.ffn = 4 * DIM;
   d.encoder.layer.dropout = 0.1f;
   if ((lm ? luna_lm_init(&model, params, &c) : luna_classifier_init(&classifier, params, &d)) != LUNA_OK) return NULL;
   ptx_forget();                            /* the step alone is counted */

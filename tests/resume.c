@@ -127,9 +127,9 @@ static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threa
   if (classifies) {
     luna_classifier_config config;
     memset(&config, 0, sizeof config);
-    config.vocab = VOCAB, config.classes = 3, config.encoder.layers = 2, config.encoder.dim = 8,
-        config.encoder.heads = 2;
-    config.encoder.ffn = 12, config.encoder.memory = 4, config.encoder.layer = layer;
+    layer.dim = 8, layer.heads = 2, layer.ffn = 12;
+    config.vocab = VOCAB, config.classes = 3, config.encoder.layers = 2, config.encoder.memory = 4;
+    config.encoder.layer = layer;
     CHECK(luna_classifier_init(&r->classifier, r->params, &config) == LUNA_OK, "%s", luna_error(r->ctx));
   } else {
     luna_lm_config config;

@@ -459,8 +459,8 @@ static void check_replay_decoder(int kind) {
   luna_seq2seq_config config = {0};
   luna_seq2seq model;
   config.vocab = config.target_vocab = 17;
-  config.encoder.dim = DIM;
-  config.encoder.heads = 4;
+  config.encoder.layer.dim = DIM;
+  config.encoder.layer.heads = 4;
   config.encoder.layers = config.decoder_layers = 2;
   config.encoder.memory = kind == 2 ? 40 : 5; /* folded, and not */
   config.encoder.layer.pre_norm = kind == 1;

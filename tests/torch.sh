@@ -61,39 +61,44 @@ static int run(luna_ctx *ctx, const luna_model *m, const char *path) { /* writes
 static int make(luna_ctx *ctx, int number, const char *path) {
   luna_params *params = luna_params_open(ctx);
   luna_model m = { 0 };
-  luna_encoder_config e = { .layers = 2, .dim = 24, .heads = 4, .ffn = 40, .memory = 6, .max_length = 64 };
+  luna_encoder_config e = { .layers = 2, .memory = 6, .max_length = 64,
+                            .layer = { .dim = 24, .heads = 4, .ffn = 40 } };
   switch (number) {
-    case 0: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 6,
-              .layer = { .convolution = 4, .activation = LUNA_ACTIVATION_GELU } }); break;
-    case 1: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .layers = 3, .dim = 30, .heads = 3,
+    case 0: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .memory = 6,
+              .layer = { .dim = 24, .convolution = 4, .activation = LUNA_ACTIVATION_GELU } }); break;
+    case 1: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .layers = 3,
               .positions = LUNA_POSITIONS_LEARNED,
-              .layer = { .sharing = LUNA_SHARING_FULL, .pre_norm = true, .omega = LUNA_ACTIVATION_ELU1 } }); break;
-    case 2: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 25, .heads = 5,
+              .layer = { .dim = 30, .heads = 3, .sharing = LUNA_SHARING_FULL, .pre_norm = true,
+                         .omega = LUNA_ACTIVATION_ELU1 } }); break;
+    case 2: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB,
               .positions = LUNA_POSITIONS_SINUSOIDAL,
-              .layer = { .omega = LUNA_ACTIVATION_SOFTPLUS, .pre_norm = true, .norm = LUNA_NORM_RMS, .gated = true,
-                         .activation = LUNA_ACTIVATION_SILU } }); break;
-    case 10: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 6,
-               .layer = { .convolution = 4, .forget = LUNA_FORGET_GATED, .output_gate = true } }); break;
-    case 11: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 1,
-               .layer = { .forget = LUNA_FORGET_CONSTANT, .sharing = LUNA_SHARING_FULL, .pre_norm = true } }); break;
-    case 12: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24,
-               .layer = { .horizon = 7 } }); break;
-    case 14: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES, .outputs = 7, .dim = 24,
+              .layer = { .dim = 25, .heads = 5, .omega = LUNA_ACTIVATION_SOFTPLUS, .pre_norm = true,
+                         .norm = LUNA_NORM_RMS, .gated = true, .activation = LUNA_ACTIVATION_SILU } }); break;
+    case 10: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .memory = 6,
+               .layer = { .dim = 24, .convolution = 4, .forget = LUNA_FORGET_GATED, .output_gate = true } }); break;
+    case 11: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .memory = 1,
+               .layer = { .dim = 24, .forget = LUNA_FORGET_CONSTANT, .sharing = LUNA_SHARING_FULL,
+                          .pre_norm = true } }); break;
+    case 12: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB,
+               .layer = { .dim = 24, .horizon = 7 } }); break;
+    case 14: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES, .outputs = 7,
                .output_norm = true,
-               .layer = { .convolution = 3, .forget = LUNA_FORGET_GATED, .pre_norm = true } }); break;
-    case 15: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES, .dim = 24, .memory = 6,
-               .positions = LUNA_POSITIONS_SINUSOIDAL }); break;
-    case 16: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .outputs = 4, .dim = 24 }); break;
+               .layer = { .dim = 24, .convolution = 3, .forget = LUNA_FORGET_GATED, .pre_norm = true } }); break;
+    case 15: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES, .memory = 6,
+               .positions = LUNA_POSITIONS_SINUSOIDAL, .layer = { .dim = 24 } }); break;
+    case 16: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .outputs = 4,
+               .layer = { .dim = 24 } }); break;
     case 17: case 18: case 19:
       e.positions = number == 17 ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_NONE, e.keep_padding = number == 19;
-      luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .features = FEATURES, .classes = 7,
+      e.features = FEATURES;
+      luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .classes = 7,
               .encoder = e, .per_step = number == 18, .pooling = LUNA_POOLING_MEAN }); break;
     case 13: e.layer.forget = LUNA_FORGET_GATED, e.layer.output_gate = true;
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }); break;
     case 3: e.layer.pre_norm = true, e.layer.activation = LUNA_ACTIVATION_GELU; goto classifier;
     case 4: e.positions = LUNA_POSITIONS_LEARNED, e.norm_embedding = true, e.first_position = 2;
             e.layer.sharing = LUNA_SHARING_FULL; goto classifier;
-    case 5: e.own_memory = true, e.layer.sharing = LUNA_SHARING_QK, e.layer.pack_heads = 2;
+    case 5: e.layer.own_memory = true, e.layer.sharing = LUNA_SHARING_QK, e.layer.pack_heads = 2;
             e.embedding_scale = LUNA_EMBEDDING_SCALE_ONE; goto classifier;
     case 6: e.tied_layers = true, e.layer.sharing = LUNA_SHARING_NO_KEY, e.keep_padding = true; goto classifier;
     classifier: luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .classes = 7,

@@ -502,8 +502,8 @@ static luna_tensor *frozen_loss(int kind, luna_params *params, void *model, bool
   luna_seq2seq_config seq2seq = {0};
   luna_lm_config lm = {0};
   lm.vocab = classifier.vocab = seq2seq.vocab = 11;
-  lm.dim = classifier.encoder.dim = seq2seq.encoder.dim = 16;
-  lm.heads = classifier.encoder.heads = seq2seq.encoder.heads = 2;
+  lm.layer.dim = classifier.encoder.layer.dim = seq2seq.encoder.layer.dim = 16;
+  lm.layer.heads = classifier.encoder.layer.heads = seq2seq.encoder.layer.heads = 2;
   lm.memory = classifier.encoder.memory = seq2seq.encoder.memory = 4;
   lm.layer.convolution = 3;
   classifier.classes = 3;

@@ -46,7 +46,7 @@ static bool is_unread(const char *name, const luna_encoder_config *c) {
   snprintf(last, sizeof last, "encoder.layers.%d.", (int)(c->tied_layers ? 0 : c->layers - 1));
   if (strncmp(name, "encoder.layer_norm.", 19) == 0) return true;
   if (strncmp(name, last, strlen(last)) != 0) /* a memory of its own: nothing reads P' of the layer before */
-    return c->own_memory && !c->layer.pre_norm && strstr(name, "self_atten_proj_layer_norm.");
+    return c->layer.own_memory && !c->layer.pre_norm && strstr(name, "self_atten_proj_layer_norm.");
   if (c->tied_layers && c->layers > 1) return false;
   name += strlen(last);
   if (!c->layer.pre_norm && strncmp(name, "self_attn_layer_norm.", 21) == 0) return true;

@@ -113,8 +113,8 @@ static luna_status start_calm(const luna_lm *model) {
 /* A new model by the settings, in place of the one that was. */
 int EXPORT(page_open)(void) {
   training t;
-  const luna_lm_config config = { .layers = chosen.layers, .dim = chosen.dim, .heads = chosen.heads,
-    .memory = chosen.memory, .layer = { .convolution = 4, .activation = LUNA_ACTIVATION_GELU,
+  const luna_lm_config config = { .layers = chosen.layers, .memory = chosen.memory, .layer = {
+      .dim = chosen.dim, .heads = chosen.heads, .convolution = 4, .activation = LUNA_ACTIVATION_GELU,
       .attention = chosen.softmax ? LUNA_ATTENTION_SOFTMAX : LUNA_ATTENTION_LUNA,
       .forget = chosen.softmax ? LUNA_FORGET_NONE : LUNA_FORGET_GATED } };
   if (begin_training(&t) && (luna_lm_init(&t.model, t.params, &config) != LUNA_OK || start_calm(&t.model) != LUNA_OK ||
@@ -342,7 +342,7 @@ int EXPORT(page_load)(const void *bytes, int32_t size) {
   set->window = kept(&t, "page.window", 1, chosen.window), set->batch = kept(&t, "page.batch", 1, chosen.batch);
   set->seed = kept(&t, "page.seed", 0, chosen.seed), t.step = kept(&t, "page.step", 0, 0);
   if (set->window > 65536 || set->batch > 1024) set->window = chosen.window, set->batch = chosen.batch;
-  set->layers = (int32_t)c->layers, set->dim = (int32_t)c->dim, set->heads = (int32_t)c->heads;
+  set->layers = (int32_t)c->layers, set->dim = (int32_t)c->layer.dim, set->heads = (int32_t)c->layer.heads;
   set->memory = (int32_t)c->memory, set->softmax = c->layer.attention == LUNA_ATTENTION_SOFTMAX;
   free(t.tokens);
   t.tokens = (int32_t *)malloc(2 * sizeof(int32_t) * (size_t)set->window * (size_t)set->batch);
@@ -446,8 +446,8 @@ int EXPORT(page_detector_open)(const float *signal, int32_t n) {
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .isa = PAGE_ISA, .seed = 1 });
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
-  const luna_lm_config config = { .features = 1, .outputs = 2, .dim = 24, .ffn = 48, .memory = 8,
-                                  .layer = { .convolution = 16, .pre_norm = true } };
+  const luna_lm_config config = { .features = 1, .outputs = 2, .memory = 8,
+                                  .layer = { .dim = 24, .ffn = 48, .convolution = 16, .pre_norm = true } };
   float *changes = (float *)malloc((size_t)n * sizeof(float));
   const luna_input all = { .features = changes, .batch = 1, .n = n - 1 };
   for (int32_t i = 1; changes && i < n; i++) changes[i - 1] = signal[i] - signal[i - 1];
