@@ -9234,8 +9234,8 @@ LUNAI_FN luna_status lunai_causal_nested_of(const luna_causal_nested_args *args,
   a->lengths = args->lengths;
   a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
   a->activation = (int)(args->omega ? args->omega : LUNA_ACTIVATION_SOFTPLUS2);
-  a->horizon = args->horizon;
   a->forgets = args->forget != NULL;
+  a->horizon = a->forgets ? 0 : args->horizon;
   a->grad_out = args->grad_out;
   a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
   a->grad_s = args->grad_s; a->grad_gates = a->forgets ? args->grad_forget : NULL;
@@ -16699,7 +16699,7 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna
     return lunai_causal_composed(in, c, scale);
   build.op.lengths = lunai_integers(&build, c->lengths, q->shape[0], 0, INT32_MAX, "lengths");
   build.op.arg.causal.heads = heads;
-  build.op.arg.causal.horizon = c->horizon > 0 ? c->horizon : 0;
+  build.op.arg.causal.horizon = c->horizon > 0 && !c->forget ? c->horizon : 0;
   build.op.arg.causal.scale = scale;
   build.op.activation = c->omega;
   if (c->forget) build.op.dropout = c->dropout;

@@ -914,6 +914,8 @@ static void check_long_stream(const char *name, int64_t n) {
     const int64_t vocab = m.lm.config.vocab, shape[3] = {1, n, vocab}, last = n / 2 * vocab;
     int32_t *tokens = common_tokens(n, 8, (int32_t)vocab);
     float *whole = common_floats(n * vocab), *steps = common_floats(n * vocab), *prefills = common_floats(n * vocab);
+    luna_begin_step(m.ctx);              /* longer sequences than those of training follow */
+    CHECK(net_forward(&m, tokens, 1, 70) != NULL, "%s: %s", name, luna_error(m.ctx));
     luna_stream *s = luna_stream_open(&m.lm, NULL);
     luna_begin_inference(m.ctx);
     luna_read(net_forward(&m, tokens, 1, n), whole);
