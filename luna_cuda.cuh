@@ -2563,6 +2563,18 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
 #define LUNACU_DEPTH 16              /* of a sum, what is in shared memory at a time */
 #define LUNACU_WORKSPACE ((int64_t)8 << 20)  /* floats of workspace for P, for dS and for parts of results, each */
 
+/* Weights are powers of 2, which the hardware has: of a score times scale log2 e, less the row's largest or its
+   log-sum-exp, in base 2 too. Below 2^-126 they are 0. */
+#define LUNACU_LOG2_E 1.44269504f
+__device__ __forceinline__ float lunacu_exp2(float x) {
+#ifdef LUNA_CUDA_HOST
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
 /* The factors of four elements from `element` on */
 __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t element, float (&factor)[4]) {
   const int at = (int)(element % 8), first = at / 2;
@@ -2579,18 +2591,40 @@ __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t el
   factor[3] = high >> 16 < d.threshold ? 0.0f : d.keep;
 }
 
+/* Where shared memory has them so that tensor cores' fragments are read without bank conflicts: steps of a sum, sixteen
+   as a 4 x 4 transposed; rows that are read two or four apart, of which neighbours change places */
+__device__ __forceinline__ int lunacu_step_place(int k) { return (k & ~15) | (k & 3) << 2 | (k >> 2 & 3); }
+__device__ __forceinline__ int lunacu_line_place(int i) { return i ^ (i >> 1 & 1) ^ (i >> 2 & 1); }
+
 /* --- products by tiles: C [TALL, WIDE] = A B, of which a thread has rows x columns, fours of neighbours --- */
 template <int TALL, int WIDE> struct lunacu_tile {
   static constexpr int tall = TALL, wide = WIDE, rows = TALL <= 32 ? 4 : 8,
       columns = TALL * WIDE / LUNACU_TILE_THREADS / rows, across = WIDE / columns;
   static_assert(TALL / rows * across == LUNACU_TILE_THREADS && columns % 4 == 0, "all threads of a block share a tile");
-  static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, room = LUNACU_DEPTH * (a_pitch + b_pitch); /* floats */
+  static constexpr bool tensor = false;
+  static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * a_pitch, /* floats */
+      room = a_room + LUNACU_DEPTH * b_pitch;
   static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4),
       wide_log = WIDE == 32 ? 5 : WIDE == 64 ? 6 : WIDE == 128 ? 7 : 8;
   static __device__ __forceinline__ int lane() { return threadIdx.x % across; }
   static __device__ __forceinline__ int first_row() { return threadIdx.x / across * 4; }
   static __device__ __forceinline__ int row(int i) { return i / 4 * row_step + first_row() + i % 4; }
   static __device__ __forceinline__ int column(int j) { return j / 4 * column_step + lane() * 4 + j % 4; }
+  /* where P has the weights of key k */
+  static __device__ __forceinline__ int at(int k) { return k * a_pitch; }
+};
+/* The same by tensor cores: a warp has TALL / 4 rows and all columns, a thread rows that are neighbours and four of
+   every 16 columns. ALONG: the room is for factors of which the sum goes along rows alone */
+template <int TALL, int WIDE, bool ALONG> struct lunacu_tensor_tile {
+  static constexpr bool tensor = true;
+  static constexpr int tall = TALL, wide = WIDE, rows = TALL / 32, columns = WIDE / 4, across = 4;
+  static constexpr int a_pitch = TALL + 8, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * (ALONG ? TALL : a_pitch),
+      room = a_room + LUNACU_DEPTH * (ALONG ? WIDE : b_pitch), wide_log = WIDE == 64 ? 6 : 7;
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 4; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / 4 * rows; }
+  static __device__ __forceinline__ int row(int i) { return first_row() + i; }
+  static __device__ __forceinline__ int column(int j) { return j / 4 * 16 + lane() * 4 + j % 4; }
+  static __device__ __forceinline__ int at(int k) { return lunacu_step_place(k) * a_pitch; }
 };
 
 __device__ __forceinline__ float4 lunacu_add4(float4 a, float4 b) {
@@ -2645,19 +2679,22 @@ template <bool WHOLE, int TURNS>
 __device__ __forceinline__ void lunacu_fetch(float4 (&x)[TURNS], const lunacu_side &s, int row, int column,
                                              const lunacu_fours &own) {
   const float *from = s.at + (row + own.row) * s.row + column + own.column;
+  const int64_t step = own.step * s.row;
   LUNACU_UNROLL
-  for (int t = 0; t < TURNS; t++)
-    x[t] = WHOLE ? *(const float4 *)(from + t * own.step * s.row)
-                 : lunacu_load4(s, row + own.row + t * own.step, column + own.column);
+  for (int t = 0; t < TURNS; t++, from += step)
+    x[t] = WHOLE ? *(const float4 *)from : lunacu_load4(s, row + own.row + t * own.step, column + own.column);
 }
-/* TURNED: shared memory gets the transpose; its rows are `pitch` apart */
-template <bool TURNED, int TURNS>
+/* How shared memory gets a tile, whose rows are `pitch` apart there: as it is, transposed, or with its rows in the
+   places of steps or lines */
+enum lunacu_order { LUNACU_PLAIN, LUNACU_TURNED, LUNACU_STEPS, LUNACU_LINES };
+template <lunacu_order ORDER, int TURNS>
 __device__ __forceinline__ void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own,
                                              const float4 (&x)[TURNS]) {
   LUNACU_UNROLL
   for (int t = 0; t < TURNS; t++) {
-    const int i = own.row + t * own.step, c = own.column;
-    if (TURNED) {
+    const int row = own.row + t * own.step, c = own.column,
+        i = ORDER == LUNACU_STEPS ? lunacu_step_place(row) : ORDER == LUNACU_LINES ? lunacu_line_place(row) : row;
+    if (ORDER == LUNACU_TURNED) {
       to[c * pitch + i] = x[t].x;
       to[(c + 1) * pitch + i] = x[t].y;
       to[(c + 2) * pitch + i] = x[t].z;
@@ -2666,19 +2703,19 @@ __device__ __forceinline__ void lunacu_store(lunacu_shared<float> to, int pitch,
   }
 }
 /* Both. A tile that is not whole takes a turn at a time: fewer registers */
-template <bool TURNED, int TURNS>
+template <lunacu_order ORDER, int TURNS>
 __device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to, int pitch, const lunacu_side &s, int row,
                                              int column, lunacu_fours own, bool whole) {
   if (whole) {
     float4 x[TURNS];
     lunacu_fetch<true>(x, s, row, column, own);
-    lunacu_store<TURNED>(to, pitch, own, x);
+    lunacu_store<ORDER>(to, pitch, own, x);
   } else {
     LUNACU_ROLLED
     for (; own.row < TURNS * own.step; own.row += own.step) {
       float4 x[1];
       lunacu_fetch<false>(x, s, row, column, own);
-      lunacu_store<TURNED>(to, pitch, own, x);
+      lunacu_store<ORDER>(to, pitch, own, x);
     }
   }
 }
@@ -2705,32 +2742,155 @@ __device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu
     for (int j = 0; j < COLUMNS; j++) sum[i][j] += x[i] * y[j];
   }
 }
-/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on: to[step * pitch + place]. ALONG:
-   the sum goes along rows of the memory */
-template <bool ALONG, int SIZE>
+/* --- tensor cores: sum += A B over 16 steps of a lunacu_tensor_tile, the factors rounded to TF32 or BF16. ALONG: a row
+   of A, in its line's place, or a column of B lies in a row of shared memory; otherwise a step does, in its place --- */
+#ifdef LUNA_CUDA_HOST
+inline float lunacu_rounded(float x, bool bf16) { /* TF32: halves away from zero; BF16: to even; NaN, Inf stay */
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (!(fabsf(x) < INFINITY)) return x;
+  bits = bf16 ? (bits + 0x7fffu + (bits >> 16 & 1)) & ~0xffffu : (bits + 0x1000u) & ~0x1fffu;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, int ROWS, int COLUMNS>
+inline void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a,
+                                lunacu_shared<const float> b, bool bf16) {
+  for (int k = 0; k < 16; k++) {
+    const int place = lunacu_step_place(k);
+    float x[ROWS];
+    for (int i = 0; i < ROWS; i++) {
+      const int row = (int)threadIdx.x / 4 * ROWS + i;
+      x[i] = lunacu_rounded(A_ALONG ? a[lunacu_line_place(row) * A_PITCH + k] : a[place * A_PITCH + row], bf16);
+    }
+    for (int j = 0; j < COLUMNS; j++) {
+      const int column = j / 4 * 16 + (int)threadIdx.x % 4 * 4 + j % 4;
+      const float y = lunacu_rounded(B_ALONG ? b[column * B_PITCH + k] : b[place * B_PITCH + column], bf16);
+      for (int i = 0; i < ROWS; i++) sum[i][j] += x[i] * y;
+    }
+  }
+}
+#else
+/* C += A B of 16 rows and 8 columns: of A two rows, of B one column, of each four steps of the 16. The rows are those
+   of this thread's part of C; the column of B is another's. */
+__device__ __forceinline__ void lunacu_tensor_product(float &c0, float &c1, float &c2, float &c3,
+                                                      const uint32_t (&x)[4], const uint32_t (&y)[4],
+                                                      const uint32_t (&b)[4], bool bf16) {
+  if (bf16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};" : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(x[0]), "r"(y[0]), "r"(x[1]), "r"(y[1]),
+        "r"(b[0]), "r"(b[1]));
+  else {
+    LUNACU_UNROLL
+    for (int h = 0; h < 4; h += 2)
+      asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};" : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(x[h]), "r"(y[h]), "r"(x[h + 1]),
+          "r"(y[h + 1]), "r"(b[h]), "r"(b[h + 1]));
+  }
+}
+/* four steps: two pairs of BF16, the lower first, or four of TF32 */
+__device__ __forceinline__ void lunacu_tensor_round(uint32_t (&to)[4], float a, float b, float c, float d, bool bf16) {
+  if (bf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to[0]) : "f"(b), "f"(a));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to[1]) : "f"(d), "f"(c));
+  } else {
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[0]) : "f"(a));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[1]) : "f"(b));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[2]) : "f"(c));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[3]) : "f"(d));
+  }
+}
+/* N neighbours in each of four steps' rows, of which the first is at `p` */
+template <int N, int PITCH>
+__device__ __forceinline__ void lunacu_tensor_turn(uint32_t (&to)[N][4], const float *p, bool bf16) {
+  float x[4][N];
+  LUNACU_UNROLL
+  for (int k = 0; k < 4; k++) {
+    if constexpr (N == 4) {
+      const float4 v = *(const float4 *)(p + 4 * k * PITCH);
+      x[k][0] = v.x; x[k][1] = v.y; x[k][2] = v.z; x[k][3] = v.w;
+    } else {
+      const float2 v = *(const float2 *)(p + 4 * k * PITCH);
+      x[k][0] = v.x; x[k][1] = v.y;
+    }
+  }
+  LUNACU_UNROLL
+  for (int i = 0; i < N; i++) lunacu_tensor_round(to[i], x[0][i], x[1][i], x[2][i], x[3][i], bf16);
+}
+template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, bool BF16, int ROWS, int COLUMNS>
+__device__ __forceinline__ void lunacu_tensor_steps_in(float (&sum)[ROWS][COLUMNS], const float *a, const float *b) {
+  constexpr int near = B_ALONG ? 4 : 8;
+  const int group = (int)threadIdx.x % 32 / 4, lane = (int)threadIdx.x % 4, row = (int)threadIdx.x / 4 * ROWS;
+  uint32_t x[ROWS][4], y[near / 2][4];
+  if constexpr (A_ALONG) {
+    LUNACU_UNROLL
+    for (int i = 0; i < ROWS; i++) {
+      const float4 v = *(const float4 *)(a + lunacu_line_place(row + i) * A_PITCH + 4 * lane);
+      lunacu_tensor_round(x[i], v.x, v.y, v.z, v.w, BF16);
+    }
+  } else lunacu_tensor_turn<ROWS, A_PITCH>(x, a + lane * A_PITCH + row, BF16);
+  LUNACU_UNROLL
+  for (int j = 0; j < COLUMNS; j += near) {
+    if constexpr (B_ALONG) {
+      LUNACU_UNROLL
+      for (int q = 0; q < 2; q++) {
+        const float4 v = *(const float4 *)(b + (4 * j + group / 2 * 4 + 2 * q + group % 2) * B_PITCH + 4 * lane);
+        lunacu_tensor_round(y[q], v.x, v.y, v.z, v.w, BF16);
+      }
+    } else lunacu_tensor_turn<4, B_PITCH>(y, b + lane * B_PITCH + 4 * j + group / 2 * 4 + group % 2 * 16, BF16);
+    LUNACU_UNROLL
+    for (int q = 0; q < near / 2; q++) {
+      const int first = B_ALONG ? j + 2 * q : j + q, second = B_ALONG ? first + 1 : first + 4;
+      LUNACU_UNROLL
+      for (int i = 0; i < ROWS; i += 2)
+        lunacu_tensor_product(sum[i][first], sum[i][second], sum[i + 1][first], sum[i + 1][second], x[i], x[i + 1],
+                              y[q], BF16);
+    }
+  }
+}
+template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], const float *a, const float *b,
+                                                    bool bf16) {
+  if (bf16) lunacu_tensor_steps_in<A_ALONG, B_ALONG, A_PITCH, B_PITCH, true>(sum, a, b);
+  else lunacu_tensor_steps_in<A_ALONG, B_ALONG, A_PITCH, B_PITCH, false>(sum, a, b);
+}
+#endif
+
+/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on. ALONG: the sum goes along rows
+   of the memory */
+template <bool ALONG, int SIZE, lunacu_order ORDER>
 __device__ __forceinline__ void lunacu_stage_steps(lunacu_shared<float> to, int pitch, const lunacu_side &s, int first,
                                                    int k) {
   constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
       tall = ALONG ? SIZE : LUNACU_DEPTH, wide = ALONG ? LUNACU_DEPTH : SIZE;
   const int row = ALONG ? first : k, column = ALONG ? k : first;
   if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
-  lunacu_stage<ALONG, turns>(to, pitch, s, row, column, lunacu_fours_of(wide / 4), s.has(row + tall, column + wide));
+  lunacu_stage<ORDER, turns>(to, pitch, s, row, column, lunacu_fours_of(wide / 4), s.has(row + tall, column + wide));
 }
-/* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column) */
+/* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column); bf16: of tensor cores' */
 template <class T, bool A_ALONG, bool B_ALONG>
 __device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room,
                                                 const lunacu_side &a, int row, const lunacu_side &b, int column,
-                                                int from, int end) {
-  const lunacu_shared<float> a_room = room, b_room = room + LUNACU_DEPTH * T::a_pitch;
+                                                int from, int end, bool bf16) {
+  constexpr bool tensor = T::tensor;
+  constexpr lunacu_order a_order = A_ALONG ? tensor ? LUNACU_LINES : LUNACU_TURNED : tensor ? LUNACU_STEPS :
+      LUNACU_PLAIN, b_order = B_ALONG ? tensor ? LUNACU_PLAIN : LUNACU_TURNED : tensor ? LUNACU_STEPS : LUNACU_PLAIN;
+  constexpr int a_pitch = tensor && A_ALONG ? LUNACU_DEPTH : T::a_pitch,
+      b_pitch = tensor && B_ALONG ? LUNACU_DEPTH : T::b_pitch;
+  const lunacu_shared<float> a_room = room, b_room = room + T::a_room;
   for (int k = from; k < end; k += LUNACU_DEPTH) {
     __syncthreads();
-    lunacu_stage_steps<A_ALONG, T::tall>(a_room, T::a_pitch, a, row, k);
-    lunacu_stage_steps<B_ALONG, T::wide>(b_room, T::b_pitch, b, column, k);
+    lunacu_stage_steps<A_ALONG, T::tall, a_order>(a_room, a_pitch, a, row, k);
+    lunacu_stage_steps<B_ALONG, T::wide, b_order>(b_room, b_pitch, b, column, k);
     __syncthreads();
-    LUNACU_UNROLL
-    for (int i = 0; i < LUNACU_DEPTH; i++)
-      lunacu_outer(sum, a_room + i * T::a_pitch + T::first_row(), T::row_step, b_room + i * T::b_pitch + T::lane() * 4,
-                   T::column_step);
+    if constexpr (tensor)
+      lunacu_tensor_steps<A_ALONG, B_ALONG, a_pitch, b_pitch>(sum, a_room, b_room, bf16);
+    else {
+      LUNACU_UNROLL
+      for (int i = 0; i < LUNACU_DEPTH; i++)
+        lunacu_outer(sum, a_room + i * a_pitch + T::first_row(), T::row_step, b_room + i * b_pitch + T::lane() * 4,
+                     T::column_step);
+    }
   }
 }
 
@@ -2745,6 +2905,7 @@ struct lunacu_attention {            /* as lunai_attention: strides in floats, a
   const int32_t *lengths, *query_offsets, *key_offsets;
   /* _vector: rows, and those of its gradient, may be read by four */
   bool causal, q_vector, k_vector, v_vector, out_vector;
+  bool tensor, bf16;                 /* products of large tiles by tensor cores; of BF16, or of TF32 */
   lunacu_dropout dropout;            /* element ((b heads + head) queries + i) keys + j */
 };
 struct lunacu_head {
@@ -2785,6 +2946,7 @@ __device__ __forceinline__ int64_t lunacu_element_at(const lunacu_attention &a, 
 /* --- forward. Block: pair (batch row, head), tile of queries, run of keys --- */
 struct lunacu_runs {
   int tall, wide;                    /* the tile */
+  bool tensor;                       /* on tensor cores */
   int64_t units;                     /* pairs * tiles * splits: the blocks */
   /* of queries; runs of keys, and how many keys a run has: a multiple of the tile's */
   int tiles, splits, keys;
@@ -2792,40 +2954,48 @@ struct lunacu_runs {
   /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
   float *partial;
 };
-/* The scores become exp(s - the maximum so far), in p[key][query]. stats of each row: the maximum, the sum, the factor
-   of earlier sums */
+/* The scores become exp(s - the maximum so far), in p[T::at(key) + query]. stats of each row: the maximum, the sum, the
+   factor of earlier sums */
 template <class T>
 __device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int keys, int ahead,
                                                          float (&s)[T::rows][T::columns], lunacu_shared<float> p,
                                                          lunacu_shared<float> stats) {
+  const bool hides = keys < T::wide || (a.causal && ahead + T::wide > 1); /* some key from some query */
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
     const int row = T::row(i), seen = a.causal ? min(keys, row + 1 - ahead) : keys;
     const float before = stats[row];
     float top = before, total = 0;
     LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) {
-      s[i][j] = T::column(j) < seen ? s[i][j] * a.scale : -INFINITY;
-      top = fmaxf(top, s[i][j]);
+    for (int j = 0; j < T::columns; j++) s[i][j] *= a.scale * LUNACU_LOG2_E;
+    if (hides) {
+      LUNACU_UNROLL
+      for (int j = 0; j < T::columns; j++) s[i][j] = T::column(j) < seen ? s[i][j] : -INFINITY;
     }
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j++) top = fmaxf(top, s[i][j]);
     top = lunacu_over_lanes<lunacu_maximum>(top, T::across);
+    const float base = top == -INFINITY ? 0 : top;
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
-      s[i][j] = expf(T::column(j) < seen ? s[i][j] - top : -INFINITY);
+      s[i][j] = lunacu_exp2(s[i][j] - base);
       total += s[i][j];
     }
     total = lunacu_over_lanes<lunacu_sum>(total, T::across);
     __syncwarp();                    /* a row belongs to lanes of one warp */
     if (T::lane() == 0) {
-      const float fade = top == before ? 1 : expf(before - top);
+      const float fade = top == before ? 1 : lunacu_exp2(before - top);
       stats[row] = top;
       stats[T::tall + row] = stats[T::tall + row] * fade + total;
       stats[2 * T::tall + row] = fade;
     }
-    if (i % 4 < 3) continue;
+    if (T::rows % 4 == 0 && i % 4 < 3) continue;
     LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++)
-      lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i - 3), s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]);
+    for (int j = 0; j < T::columns; j++) {
+      if constexpr (T::rows % 4 == 0)
+        lunacu_write4(p + T::at(T::column(j)) + T::row(i - 3), s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]);
+      else p[T::at(T::column(j)) + T::row(i)] = s[i][j];
+    }
   }
 }
 /* Drops weights of row thread % tall, by fours, and returns their sum: the threads of a row have every so manieth
@@ -2834,13 +3004,13 @@ template <class T> __device__ __forceinline__ float lunacu_attention_drop(const 
     int keys, lunacu_shared<float> p) {
   float sum = 0;
   for (int k = threadIdx.x / T::tall * 4; k < keys; k += LUNACU_TILE_THREADS / T::tall * 4) {
-    const lunacu_shared<float> at = p + k * T::a_pitch + threadIdx.x % T::tall;
+    const lunacu_shared<float> at = p + threadIdx.x % T::tall;
     float factor[4];
     lunacu_drop4(d, element + k, factor);
     LUNACU_UNROLL
     for (int c = 0; c < 4; c++) {
-      const float x = at[c * T::a_pitch] * factor[c];
-      at[c * T::a_pitch] = x;
+      const float x = at[T::at(k + c)] * factor[c];
+      at[T::at(k + c)] = x;
       sum += x;
     }
   }
@@ -2864,29 +3034,42 @@ template <class T>
 __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v,
                                                             int ahead, int from, lunacu_shared<const float> p,
                                                             lunacu_shared<float> room,
-                                                            float (&sum)[T::rows][T::columns]) {
+                                                            float (&sum)[T::rows][T::columns], bool bf16) {
   constexpr int turns = T::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
+  constexpr lunacu_order order = T::tensor ? LUNACU_STEPS : LUNACU_PLAIN;
   const int keys_staged = LUNACU_DEPTH * own.groups, chunk = 1 << own.chunk_log;
   const lunacu_fours fours = lunacu_fours_of(1u << (own.chunk_log - 2));
   for (int k = 0; k < v.rows; k += keys_staged) {
     __syncthreads();
-    lunacu_stage<false, turns>(room, chunk, v, k, from, fours, v.has(k + keys_staged, from + chunk));
+    lunacu_stage<order, turns>(room, T::tensor ? T::b_pitch : chunk, v, k, from, fours,
+                               v.has(k + keys_staged, from + chunk));
     __syncthreads();
-    LUNACU_UNROLL
-    for (int i = 0; i < LUNACU_DEPTH; i++) {
-      const int at = i * own.groups + own.group;
-      lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step,
-                   room + (at << own.chunk_log) + own.lane, own.step);
+    if constexpr (T::tensor)
+      lunacu_tensor_steps<false, false, T::a_pitch, T::b_pitch>(sum, p + k * T::a_pitch, room, bf16);
+    else {
+      LUNACU_UNROLL
+      for (int i = 0; i < LUNACU_DEPTH; i++) {
+        const int at = i * own.groups + own.group;
+        lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step,
+                     room + (at << own.chunk_log) + own.lane, own.step);
+      }
     }
   }
+  if (v.clean >= v.rows) return;
   /* what was kept out, where it is seen */
+  bool any = false;
+  for (int k = v.clean + fours.row; k < v.rows; k += fours.step) {
+    const float4 x = lunacu_get4(v.at + k * v.row, from + fours.column, v.width, v.vector);
+    any = any || !(fabsf(x.x) < INFINITY && fabsf(x.y) < INFINITY && fabsf(x.z) < INFINITY && fabsf(x.w) < INFINITY);
+  }
+  if (!__syncthreads_or(any)) return;
   for (int k = v.clean / own.groups * own.groups + own.group; k < v.rows; k += own.groups) {
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
       const float x = k >= v.clean && from + own.column(j) < v.width ? v.at[k * v.row + from + own.column(j)] : 0;
       if (fabsf(x) < INFINITY) continue;
       LUNACU_UNROLL
-      for (int i = 0; i < T::rows; i++) if (T::row(i) >= k + ahead) sum[i][j] += p[k * T::a_pitch + T::row(i)] * x;
+      for (int i = 0; i < T::rows; i++) if (T::row(i) >= k + ahead) sum[i][j] += p[T::at(k) + T::row(i)] * x;
     }
   }
 }
@@ -2936,7 +3119,7 @@ __device__ __forceinline__ void lunacu_attention_join(const lunacu_result &out, 
 }
 /* WHOLE: O stays in registers; otherwise the values go by chunks of columns, and O is in memory between tiles of
    keys */
-template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
+template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 2 : 3)
 lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
   LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch]; at the end O by groups */
   const lunacu_shared<float> room = p + T::wide * T::a_pitch, stats = room + T::room;
@@ -2964,7 +3147,7 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
     {
       const lunacu_side k = {a.k + lunacu_k_at(a, head, key), a.k_row, keys, a.head_dim, INT32_MAX, a.k_vector};
       float s[T::rows][T::columns] = {};
-      lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.head_dim);
+      lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.head_dim, a.bf16);
       lunacu_attention_weights<T>(a, keys, key - first, s, p, stats);
     }
     __syncthreads();
@@ -2982,7 +3165,7 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
         LUNACU_UNROLL
         for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
       }
-      lunacu_attention_add_values<T>(own, v, key - first, from, p, room, sum);
+      lunacu_attention_add_values<T>(own, v, key - first, from, p, room, sum, a.bf16);
       if (!WHOLE)
         lunacu_attention_fold<T>(out, own, from, sum, stats, key == begin, key + T::wide >= end && !r.partial);
     }
@@ -3010,7 +3193,7 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
       to[2 * T::tall] = left;
       continue;
     }
-    if (a.lse) a.lse[at] = begin >= end ? 0 : maximum + logf(total);
+    if (a.lse) a.lse[at] = begin >= end ? 0 : maximum + log2f(total);
     if (a.sums) a.sums[at] = begin >= end ? 0 : a.dropout.threshold ? left / total : 1;
   }
 }
@@ -3033,14 +3216,14 @@ __global__ void lunacu_attention_merge_kernel(lunacu_attention a, lunacu_runs r,
   for (int s = 0; s < splits; s++) top = fmaxf(top, stats[(int64_t)s * 3 * tall]);
   for (int s = 0; s < splits; s++) {
     const float *at = stats + (int64_t)s * 3 * tall;
-    const double factor = (double)expf(at[0] - top);
+    const double factor = (double)lunacu_exp2(at[0] - top);
     sum += factor * (double)at[tall];
     if (drops) kept += factor * (double)at[2 * tall];
     value += factor * (double)values[(int64_t)s * tall * a.value_dim];
   }
   a.out[lunacu_out_at(a, head, (int)query) + column] = splits ? (float)(value / sum) : 0;
   if (column != 0) return;
-  if (a.lse) a.lse[lunacu_line_at(a, head, (int)query)] = splits ? top + logf((float)sum) : 0;
+  if (a.lse) a.lse[lunacu_line_at(a, head, (int)query)] = splits ? top + log2f((float)sum) : 0;
   if (a.sums) a.sums[lunacu_line_at(a, head, (int)query)] = splits == 0 ? 0 : drops ? (float)(kept / sum) : 1;
 }
 
@@ -3063,7 +3246,7 @@ struct lunacu_wave {
   const float *delta;
 };
 /* P, dropped, and dS. Block: tile of keys, tile of queries, pair */
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 2 : 3)
 lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   LUNACU_DYNAMIC_SHARED(float, room);
   const int64_t wide = (w.keys + T::wide - 1) / T::wide, tall = (w.queries + T::tall - 1) / T::tall,
@@ -3080,9 +3263,10 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   float s[T::rows][T::columns] = {}, g[T::rows][T::columns] = {};
   if (first >= queries || key >= keys) return;
   if (!a.causal || ahead < T::tall) { /* otherwise no query of the tile sees a key of it */
-    lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.head_dim);
-    lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.value_dim);
+    lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.head_dim, a.bf16);
+    lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.value_dim, a.bf16);
   }
+  const bool hides = keys - key < T::wide || (a.causal && ahead + T::wide > 1);
   const lunacu_head again = lunacu_head_at(a, w.pair + pair); /* so that the products had its registers */
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
@@ -3099,10 +3283,10 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
         lunacu_drop4(a.dropout, lunacu_element_at(a, again, w.query + row) + w.key + key + T::column(j), factor);
       LUNACU_UNROLL
       for (int c = 0; c < 4; c++) {
-        const bool sees = T::column(j) + c < seen;
-        p[c] = sees ? expf(s[i][j + c] * a.scale - lse) : 0;
-        ds[c] = sees ? p[c] * ((g[i][j + c] + add) * factor[c] - delta) : 0;
+        p[c] = lunacu_exp2(s[i][j + c] * (a.scale * LUNACU_LOG2_E) - lse);
+        ds[c] = p[c] * ((g[i][j + c] + add) * factor[c] - delta);
         p[c] *= factor[c];
+        if (hides && T::column(j) + c >= seen) p[c] = ds[c] = 0;
       }
       lunacu_store4(w.p + at + T::column(j), make_float4(p[0], p[1], p[2], p[3]));
       lunacu_store4(w.ds + at + T::column(j), make_float4(ds[0], ds[1], ds[2], ds[3]));
@@ -3131,7 +3315,7 @@ __device__ __forceinline__ int64_t lunacu_gradient_row(const lunacu_attention &a
   return g.which == LUNACU_GRAD_Q ? a.q_row : g.which == LUNACU_GRAD_K ? a.k_row : a.v_row;
 }
 /* Block: tile of the result, part of the sum, pair */
-template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 3 : 4)
 lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
   LUNACU_DYNAMIC_SHARED(float, room);
   const unsigned tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits),
@@ -3158,7 +3342,7 @@ lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradi
     end = min(end, w.query + row + T::tall - w.key);
   }
   with.rows = min(with.rows, end);
-  lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end);
+  lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end, a.bf16);
   const float factor = g.partial || g.which == LUNACU_GRAD_V ? 1 : a.scale;
   /* the head is found again, so that the sum had its registers */
   float *to = g.partial ? g.partial + ((int64_t)pair * g.splits + split) * g.rows * g.width :
@@ -3218,6 +3402,8 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.lengths = op->lengths; a.query_offsets = op->query_offsets; a.key_offsets = op->key_offsets;
   a.scale = op->arg.attention.scale;
   a.causal = op->arg.attention.causal;
+  a.tensor = lunacu_math_of(op->ctx) != LUNA_CUDA_F32;
+  a.bf16 = lunacu_math_of(op->ctx) == LUNA_CUDA_BF16;
   a.dropout = lunacu_op_dropout(op);
   a.grad_out = op->out[0]->grad;
   a.grad_sums = op->out[1] ? op->out[1]->grad : NULL;
@@ -3241,7 +3427,8 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   const int64_t pairs = a.batch * a.heads, keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
   *r = {};
   r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
-  r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
+  r->tensor = a.tensor && r->tall > 16 && keys > 32;
+  r->wide = r->tall == 16 ? 256 : r->tensor ? 64 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
   const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
   const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, lunacu_max(r->wide, 128),
                                        pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
@@ -3249,7 +3436,7 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
   r->splits = (int)lunacu_max(1, lunacu_divide_up(keys, lunacu_max(r->keys, 1)));
   r->units = pairs * tiles * r->splits;
-  for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
+  for (r->chunk_log = r->tensor ? 6 : 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
 }
 /* whether all batch rows have one and the same input, and so a gradient that is a sum over them */
@@ -3341,7 +3528,9 @@ static luna_status lunacu_attention_forward(luna_op *op) {
   lunacu_runs r;
   if (lunacu_attention_plan(a, &r) > 0) r.partial = (float *)op->workspace;
   if (r.units == 0) return LUNA_OK;
-  if (r.tall == 16) lunacu_attention_launch<lunacu_tile<16, 256>>(stream, a, r);
+  if (r.tensor && r.tall == 64) lunacu_attention_launch<lunacu_tensor_tile<64, 64, true>>(stream, a, r);
+  else if (r.tensor) lunacu_attention_launch<lunacu_tensor_tile<128, 64, true>>(stream, a, r);
+  else if (r.tall == 16) lunacu_attention_launch<lunacu_tile<16, 256>>(stream, a, r);
   else if (r.tall == 64) lunacu_attention_launch<lunacu_tile<64, 128>>(stream, a, r);
   else if (r.wide == 64) lunacu_attention_launch<lunacu_tile<128, 64>>(stream, a, r);
   else lunacu_attention_launch<lunacu_tile<128, 32>>(stream, a, r);
@@ -3371,6 +3560,7 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
                                   const lunacu_wave &w, float *partial) {
   if (w.queries <= 16) lunacu_scores_launch<lunacu_tile<16, 256>>(stream, a, w);
   else if (w.keys <= 16) lunacu_scores_launch<lunacu_tile<256, 16>>(stream, a, w);
+  else if (a.tensor && w.keys > 32) lunacu_scores_launch<lunacu_tensor_tile<64, 128, true>>(stream, a, w);
   else if (w.keys <= 64) lunacu_scores_launch<lunacu_tile<128, 64>>(stream, a, w);
   else lunacu_scores_launch<lunacu_tile<64, 128>>(stream, a, w);
   for (int which = 0; which < 3; which++) {
@@ -3381,6 +3571,8 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
         a.k_vector : a.v_vector;
     if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);
     else if (g.tall == 16) lunacu_gradient_launch<lunacu_tile<16, 256>>(stream, a, w, g);
+    else if (a.tensor && g.tall == 128) lunacu_gradient_launch<lunacu_tensor_tile<128, 64, false>>(stream, a, w, g);
+    else if (a.tensor) lunacu_gradient_launch<lunacu_tensor_tile<64, 128, false>>(stream, a, w, g);
     else if (g.tall == 128) lunacu_gradient_launch<lunacu_tile<128, 64>>(stream, a, w, g);
     else lunacu_gradient_launch<lunacu_tile<64, 128>>(stream, a, w, g);
   }
@@ -3554,7 +3746,7 @@ lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   const lunacu_values<T> own(T::wide_log);
   {
     float s[T::rows][T::columns] = {};
-    lunacu_multiply<T, true, true>(s, room, x, 0, k, 0, 0, d);
+    lunacu_multiply<T, true, true>(s, room, x, 0, k, 0, 0, d, false);
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
       LUNACU_UNROLL
@@ -3571,7 +3763,7 @@ lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   __syncthreads();
   for (int from = 0; from < d; from += T::wide) {
     float sum[T::rows][T::columns] = {};
-    lunacu_attention_add_values<T>(own, v, 0, from, p, room, sum);
+    lunacu_attention_add_values<T>(own, v, 0, from, p, room, sum, false);
     LUNACU_UNROLL
     for (int i = 0; i < T::rows; i++) {
       LUNACU_UNROLL
@@ -3832,7 +4024,7 @@ __device__ __forceinline__ void lunacu_causal_store(lunacu_shared<float> to, int
   const lunacu_fours own = lunacu_fours_of(WIDE / 4);
   LUNACU_UNROLL
   for (int t = 0; t < TURNS; t++) x[t] = lunacu_scale4(x[t], m.divided ? over[own.row + t * own.step] : 1.0f);
-  lunacu_store<false>(to, pitch, own, x);
+  lunacu_store<LUNACU_PLAIN>(to, pitch, own, x);
 }
 __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
                                                    const lunacu_causal_chunk &c) {
@@ -4147,8 +4339,8 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
     __syncthreads();
     lunacu_causal_store<deep>(xs, pitch, x, p.x, over);
     lunacu_causal_store<deep>(ys, pitch, y, p.y, over);
-    if (!c.begins && p.turned) lunacu_store<true>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
-    else if (!c.begins) lunacu_store<false>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
+    if (!c.begins && p.turned) lunacu_store<LUNACU_TURNED>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
+    else if (!c.begins) lunacu_store<LUNACU_PLAIN>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
     __syncthreads();
     if (c.begins) lunacu_causal_multiply<N, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
     else lunacu_causal_multiply<N, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));

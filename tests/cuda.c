@@ -514,6 +514,27 @@ static void check_math(void) {
   free(x), free(w), free(exact), free(got);
 }
 
+/* attention and the causal products by tensor cores, op by op; the golden files */
+static void check_rounded(void) {
+  static const double limit[3] = {0, 1e-3, 1e-2};
+  static const char *const names[] = {"softmax_attention", "pack", "causal_product", "causal_nested"};
+  for (int math = 1; math < 3; math++) {
+    device d = cuda;
+    d.backend = golden_backend = cuda_backend(0, (cuda_math)math);
+    d.output_limit = d.gradient_limit = limit[math];
+    d.seed = NULL;
+    for (int i = 0; i < OP_CASES; i++)
+      for (int n = 0; n < 4; n++) {
+        if (!strstr(op_cases[i].name, names[n])) continue;
+        for (int v = 0; v < (CUDA_SMALL ? 1 : op_cases[i].variants); v++) device_case(&d, &op_cases[i], v, true);
+        for (int v = 0; v < (CUDA_SMALL ? 0 : op_cases[i].variants); v++) device_case(&d, &op_cases[i], v, false);
+      }
+    golden_rounded = limit[math];
+    if (!CUDA_SMALL) golden_folder("tests/data");
+  }
+  golden_rounded = 0;
+}
+
 /* ---- failures: a sentence in the context, nothing left behind, and contexts on the CPU go on ---- */
 static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
   CHECK((!ctx || luna_error_status(ctx) != LUNA_OK) && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what,
@@ -681,6 +702,7 @@ static void check_small(void) {
   check_optimizers();
   check_clip();
   check_foreign_errors();
+  check_rounded();
   check_findings();
 }
 
@@ -710,6 +732,7 @@ int main(int argc, char **argv) {
     check_foreign_errors();
     check_strict();
     check_math();
+    check_rounded();
     golden_backend = cuda.backend;
     golden_folder("tests/data");
     features_files(cuda.backend);

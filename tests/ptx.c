@@ -5,9 +5,10 @@
      all     machine instructions an element, about                       take, over the least that would do
      fma     the share of them that are multiply-adds     waves           the same of shared memory, in wavefronts
      ...     by kind of work                              regs, spill     registers of a thread, bytes spilled
-     hbm, fp32   an estimate: the shares of an H100's memory speed and of its multiply-adds if nothing were waited for,
-             a multiprocessor started 4 instructions a cycle, 2 of whole numbers, and 1 wavefront, each sector came once
-             from memory (3.35 TB/s) and each request from the cache that all share (5.5 TB/s)
+     hbm, fp32, mma   an estimate: the shares of an H100's memory speed, of its multiply-adds and of what tensor cores
+             give such instructions (62% of their peak) if nothing were waited for, a multiprocessor started 4
+             instructions a cycle, 2 of whole numbers, and 1 wavefront, each sector came once from memory (3.35 TB/s) and
+             each request from the cache that all share (5.5 TB/s)
 
    An element is a number of a map's or norm's input, a query with a key of one head, a token's channel of a model. At
    last kernels are broken in their text, one at a time, and each must be found. */
@@ -114,35 +115,40 @@ typedef struct ptx_case {
   const char *name;
   luna_tensor *(*op)(void);                /* null: a model's step */
   double elements;
+  cuda_math math;
 } ptx_case;
 #define SAME ((double)ROWS * DIM)
 static const ptx_case cases[] = {
-  {"sum of squares", squares, SAME},
-  {"add a row", add, SAME},
-  {"dropout", dropout, SAME},
-  {"GELU", gelu, SAME},
-  {"layer norm", norm, SAME},
-  {"linear", linear, SAME},
-  {"short convolution", convolution, SAME},
-  {"cross-entropy", cross_entropy, (double)DIM * WIDE},
-  {"attention", attention, (double)HEADS * LONG * LONG},
-  {"causal attention", causal_attention, (double)HEADS * LONG * LONG / 2},
-  {"attention, few keys", few_keys, (double)2 * HEADS * LONG * MEMORY},
-  {"attention, few queries", few_queries, (double)2 * HEADS * MEMORY * 2 * LONG},
-  {"attention, shared queries", shared_queries, (double)4 * HEADS * MEMORY * LONG},
-  {"pack", pack, (double)2 * HEADS * MEMORY * 2 * LONG},
-  {"unpack", unpack, (double)2 * HEADS * LONG * MEMORY},
-  {"causal product", causal_product, (double)2 * LONG * DIM},
-  {"causal nested attention", causal_nested, (double)2 * LONG * DIM},
-  {"a classifier's step", NULL, (double)BATCH * TOKENS * DIM},
-  {"a language model's step", NULL, (double)BATCH * TOKENS * DIM},
+  {"sum of squares", squares, SAME, CUDA_F32},
+  {"add a row", add, SAME, CUDA_F32},
+  {"dropout", dropout, SAME, CUDA_F32},
+  {"GELU", gelu, SAME, CUDA_F32},
+  {"layer norm", norm, SAME, CUDA_F32},
+  {"linear", linear, SAME, CUDA_F32},
+  {"short convolution", convolution, SAME, CUDA_F32},
+  {"cross-entropy", cross_entropy, (double)DIM * WIDE, CUDA_F32},
+  {"attention", attention, (double)HEADS * LONG * LONG, CUDA_F32},
+  {"causal attention", causal_attention, (double)HEADS * LONG * LONG / 2, CUDA_F32},
+  {"attention, TF32", attention, (double)HEADS * LONG * LONG, CUDA_TF32},
+  {"attention, BF16", attention, (double)HEADS * LONG * LONG, CUDA_BF16},
+  {"causal attention, TF32", causal_attention, (double)HEADS * LONG * LONG / 2, CUDA_TF32},
+  {"attention, few keys", few_keys, (double)2 * HEADS * LONG * MEMORY, CUDA_F32},
+  {"attention, few queries", few_queries, (double)2 * HEADS * MEMORY * 2 * LONG, CUDA_F32},
+  {"attention, shared queries", shared_queries, (double)4 * HEADS * MEMORY * LONG, CUDA_F32},
+  {"pack", pack, (double)2 * HEADS * MEMORY * 2 * LONG, CUDA_F32},
+  {"pack, TF32", pack, (double)2 * HEADS * MEMORY * 2 * LONG, CUDA_TF32},
+  {"unpack", unpack, (double)2 * HEADS * LONG * MEMORY, CUDA_F32},
+  {"causal product", causal_product, (double)2 * LONG * DIM, CUDA_F32},
+  {"causal nested attention", causal_nested, (double)2 * LONG * DIM, CUDA_F32},
+  {"a classifier's step", NULL, (double)BATCH * TOKENS * DIM, CUDA_F32},
+  {"a language model's step", NULL, (double)BATCH * TOKENS * DIM, CUDA_F32},
 };
 enum { CASES = sizeof cases / sizeof cases[0] };
 
 /* Runs it on a context of its own and counts it alone. The loss, or a NaN. */
 static double run(const ptx_case *c) {
   luna_options options = {0};
-  options.backend = cuda_backend(0, CUDA_F32);
+  options.backend = cuda_backend(0, c->math);
   random_state = 12345;
   ctx = luna_open(&options);
   ptx_forget();
