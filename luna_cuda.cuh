@@ -2686,7 +2686,7 @@ __device__ __forceinline__ void lunacu_fetch(float4 (&x)[TURNS], const lunacu_si
 }
 /* How shared memory gets a tile, whose rows are `pitch` apart there: as it is, transposed, or with its rows in the
    places of steps or lines */
-enum lunacu_order { LUNACU_PLAIN, LUNACU_TURNED, LUNACU_STEPS, LUNACU_LINES };
+enum lunacu_order { LUNACU_PLAIN, LUNACU_TURNED, LUNACU_STEPS, LUNACU_LINES, LUNACU_TURNED_STEPS };
 template <lunacu_order ORDER, int TURNS>
 __device__ __forceinline__ void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own,
                                              const float4 (&x)[TURNS]) {
@@ -2694,11 +2694,12 @@ __device__ __forceinline__ void lunacu_store(lunacu_shared<float> to, int pitch,
   for (int t = 0; t < TURNS; t++) {
     const int row = own.row + t * own.step, c = own.column,
         i = ORDER == LUNACU_STEPS ? lunacu_step_place(row) : ORDER == LUNACU_LINES ? lunacu_line_place(row) : row;
-    if (ORDER == LUNACU_TURNED) {
-      to[c * pitch + i] = x[t].x;
-      to[(c + 1) * pitch + i] = x[t].y;
-      to[(c + 2) * pitch + i] = x[t].z;
-      to[(c + 3) * pitch + i] = x[t].w;
+    if (ORDER == LUNACU_TURNED || ORDER == LUNACU_TURNED_STEPS) {
+      const int first = ORDER == LUNACU_TURNED ? c : lunacu_step_place(c), step = ORDER == LUNACU_TURNED ? 1 : 4;
+      to[first * pitch + i] = x[t].x;
+      to[(first + step) * pitch + i] = x[t].y;
+      to[(first + 2 * step) * pitch + i] = x[t].z;
+      to[(first + 3 * step) * pitch + i] = x[t].w;
     } else lunacu_write4(to + i * pitch + c, x[t].x, x[t].y, x[t].z, x[t].w);
   }
 }
@@ -2819,7 +2820,7 @@ __device__ __forceinline__ void lunacu_tensor_turn(uint32_t (&to)[N][4], const f
 }
 template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, bool BF16, int ROWS, int COLUMNS>
 __device__ __forceinline__ void lunacu_tensor_steps_in(float (&sum)[ROWS][COLUMNS], const float *a, const float *b) {
-  constexpr int near = B_ALONG ? 4 : 8;
+  constexpr int near = B_ALONG || COLUMNS % 8 ? 4 : 8;
   const int group = (int)threadIdx.x % 32 / 4, lane = (int)threadIdx.x % 4, row = (int)threadIdx.x / 4 * ROWS;
   uint32_t x[ROWS][4], y[near / 2][4];
   if constexpr (A_ALONG) {
@@ -2837,10 +2838,16 @@ __device__ __forceinline__ void lunacu_tensor_steps_in(float (&sum)[ROWS][COLUMN
         const float4 v = *(const float4 *)(b + (4 * j + group / 2 * 4 + 2 * q + group % 2) * B_PITCH + 4 * lane);
         lunacu_tensor_round(y[q], v.x, v.y, v.z, v.w, BF16);
       }
+    } else if constexpr (near == 4) {  /* 16 columns alone */
+      LUNACU_UNROLL
+      for (int q = 0; q < 2; q++) {
+        const float *p = b + lane * B_PITCH + 4 * j + group / 2 * 4 + 2 * q + group % 2;
+        lunacu_tensor_round(y[q], p[0], p[4 * B_PITCH], p[8 * B_PITCH], p[12 * B_PITCH], BF16);
+      }
     } else lunacu_tensor_turn<4, B_PITCH>(y, b + lane * B_PITCH + 4 * j + group / 2 * 4 + group % 2 * 16, BF16);
     LUNACU_UNROLL
     for (int q = 0; q < near / 2; q++) {
-      const int first = B_ALONG ? j + 2 * q : j + q, second = B_ALONG ? first + 1 : first + 4;
+      const int first = near == 4 ? j + 2 * q : j + q, second = near == 4 ? first + 1 : first + 4;
       LUNACU_UNROLL
       for (int i = 0; i < ROWS; i += 2)
         lunacu_tensor_product(sum[i][first], sum[i][second], sum[i + 1][first], sum[i + 1][second], x[i], x[i + 1],
@@ -3964,6 +3971,7 @@ struct lunacu_causal_span {
   int64_t begins, ends;              /* nothing is before the first chunk; nothing comes after the last */
   int64_t lead;                      /* rows that the first chunk lacks: in reverse it may be the short one */
   int64_t slots;                     /* > 0: sums fade by the last 2 slots floats of a state, pairs that are added */
+  int64_t bf16;                      /* of products on tensor cores */
   int64_t horizon;                   /* 0: no row is beyond it */
   double fade;                       /* 1 - 1 / horizon */
 };
@@ -4018,13 +4026,13 @@ __device__ __forceinline__ void lunacu_causal_fetch(float4 (&x)[TURNS], const lu
   lunacu_fetch<false>(x, s, 0, 0, lunacu_fours_of(WIDE / 4));
 }
 /* over: 1/t of the chunk's rows from `first` on */
-template <int WIDE, int TURNS>
+template <int WIDE, lunacu_order ORDER, int TURNS>
 __device__ __forceinline__ void lunacu_causal_store(lunacu_shared<float> to, int pitch, float4 (&x)[TURNS],
                                                     const lunacu_causal_rows &m, lunacu_shared<const float> over) {
   const lunacu_fours own = lunacu_fours_of(WIDE / 4);
   LUNACU_UNROLL
   for (int t = 0; t < TURNS; t++) x[t] = lunacu_scale4(x[t], m.divided ? over[own.row + t * own.step] : 1.0f);
-  lunacu_store<LUNACU_PLAIN>(to, pitch, own, x);
+  lunacu_store<ORDER>(to, pitch, own, x);
 }
 __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
                                                    const lunacu_causal_chunk &c) {
@@ -4033,13 +4041,33 @@ __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, co
 }
 
 /* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the
-   same for all, and N columns, by four where there are so many */
+   same for all, and N columns, by four where there are so many; of the scores 64 x 64, columns 16 apart on and below the
+   diagonal */
 __device__ __forceinline__ int lunacu_causal_row() { return (int)(threadIdx.x / 16); }
-template <int N> __device__ __forceinline__ int lunacu_causal_column(int n) {
-  return (int)(threadIdx.x % 16) * (N < 4 ? N : 4) + n / 4 * 64 + n % 4;
-}
-/* The products of a chunk. Tensor cores may take their place.
-   score [8][4] += X Y^T on and below the diagonal, in columns 16 apart, and, where there is a state, sum += X S, over
+template <int N> struct lunacu_causal_tile {
+  static constexpr bool tensor = false;
+  static constexpr int n = N, wide = 16 * N, rows = 8, scores = 4, columns = N;
+  static constexpr lunacu_order lines = LUNACU_PLAIN, steps = LUNACU_PLAIN, turned = LUNACU_TURNED;
+  static __device__ __forceinline__ int row(int i) { return lunacu_causal_row() + 8 * i; }
+  static __device__ __forceinline__ int sum_row(int i) { return 8 * lunacu_causal_row() + i; } /* of a state */
+  static __device__ __forceinline__ int column(int j) {
+    return (int)(threadIdx.x % 16) * (N < 4 ? N : 4) + j / 4 * 64 + j % 4;
+  }
+  static __device__ __forceinline__ int key(int k) { return (int)(threadIdx.x % 16) + 16 * k; }
+  static __device__ __forceinline__ bool has(int i, int k) { return k <= i / 2; }
+};
+/* by tensor cores: as lunacu_tensor_tile */
+template <int N> struct lunacu_causal_tensor_tile {
+  static constexpr bool tensor = true;
+  static constexpr int n = N, wide = 16 * N, rows = 2, scores = 16, columns = 4 * N;
+  static constexpr lunacu_order lines = LUNACU_LINES, steps = LUNACU_STEPS, turned = LUNACU_TURNED_STEPS;
+  static __device__ __forceinline__ int row(int i) { return (int)(threadIdx.x / 4) * 2 + i; }
+  static __device__ __forceinline__ int sum_row(int i) { return row(i); }
+  static __device__ __forceinline__ int column(int j) { return j / 4 * 16 + (int)(threadIdx.x % 4) * 4 + j % 4; }
+  static __device__ __forceinline__ int key(int k) { return column(k); }
+  static __device__ __forceinline__ bool has(int, int) { return true; }
+};
+/* The products of a chunk: score [8][4] += X Y^T on and below the diagonal, in columns 16 apart, and, where there is a state, sum += X S, over
    `depth` columns of x, y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
 template <int N, int PITCH, int S_PITCH, bool STATE>
 __device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N],
@@ -4056,7 +4084,7 @@ __device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], flo
     LUNACU_UNROLL
     for (int e = 0; e < 4 && STATE; e++) {
       LUNACU_UNROLL
-      for (int n = 0; n < N; n++) sk[e][n] = s[(k + e) * S_PITCH + lunacu_causal_column<N>(n)];
+      for (int n = 0; n < N; n++) sk[e][n] = s[(k + e) * S_PITCH + lunacu_causal_tile<N>::column(n)];
     }
     LUNACU_UNROLL
     for (int i = 0; i < 8; i++) {
@@ -4085,7 +4113,7 @@ __device__ __forceinline__ void lunacu_causal_apply(float (&sum)[8][N], lunacu_s
       LUNACU_UNROLL
       for (int e = 0; e < 4; e++) {
         LUNACU_UNROLL
-        for (int n = 0; n < N; n++) zj[e][n] = z[(8 * b - FIRST + j + e) * Z_PITCH + lunacu_causal_column<N>(n)];
+        for (int n = 0; n < N; n++) zj[e][n] = z[(8 * b - FIRST + j + e) * Z_PITCH + lunacu_causal_tile<N>::column(n)];
       }
       LUNACU_UNROLL
       for (int i = b; i < 8; i++) {
@@ -4113,7 +4141,7 @@ __device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_s
       LUNACU_UNROLL
       for (int i = 0; i < 8; i++) yk[i] = y[(k + e) * LUNACU_CAUSAL_PITCH + 8 * lunacu_causal_row() + i];
       LUNACU_UNROLL
-      for (int n = 0; n < N; n++) zk[n] = z[(k + e) * Z_PITCH + lunacu_causal_column<N>(n)];
+      for (int n = 0; n < N; n++) zk[n] = z[(k + e) * Z_PITCH + lunacu_causal_tile<N>::column(n)];
       LUNACU_UNROLL
       for (int i = 0; i < 8; i++) {
         LUNACU_UNROLL
@@ -4123,12 +4151,12 @@ __device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_s
   }
 }
 /* a thread's columns of a row: to (+)= factor sum, and 0 from `width` to `end` where nothing is added to */
-template <int N>
+template <class T, int N>
 __device__ __forceinline__ void lunacu_causal_write(float *to, const float (&sum)[N], float factor, int width, int end,
                                                     bool add, bool vector) {
   LUNACU_UNROLL
   for (int n = 0; n < N; n += 4) {
-    const int at = lunacu_causal_column<N>(n);
+    const int at = T::column(n);
     if (N >= 4 && vector && at + 3 < width) {
       float4 four = add ? *(const float4 *)(to + at) : float4{0, 0, 0, 0};
       four.x += factor * sum[n];
@@ -4151,9 +4179,9 @@ struct lunacu_causal_pairs {
   lunacu_causal_rows y[2], z[2];
   int64_t dim, value_dim, pairs, masked; /* masked: z's columns are slots */
 };
-template <int N> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
 lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
-  constexpr int wide = 16 * N, pitch = wide + 4;
+  constexpr int wide = T::wide, pitch = wide + 4;
   LUNACU_SHARED(float, ys, 32 * LUNACU_CAUSAL_PITCH);
   LUNACU_SHARED(float, zs, 32 * pitch);
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
@@ -4165,7 +4193,7 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
       pair = (int)(c.tile / across) / down;
   const int end = p.masked ? lunacu_causal_slots(s, c.batch, value_dim) : value_dim;
   lunacu_causal_rows of_z = p.z[pair];
-  float sum[8][N] = {};
+  float sum[T::rows][T::columns] = {};
   if (c.last || column >= end) return; /* never read */
   lunacu_causal_over(over, s, c);
   if (s.horizon) {
@@ -4181,17 +4209,22 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
     lunacu_causal_fetch<64>(y, c, p.y[pair], i, row, dim);
     lunacu_causal_fetch<wide>(z, c, of_z, i, column, end);
     __syncthreads();
-    lunacu_causal_store<64>(ys, LUNACU_CAUSAL_PITCH, y, p.y[pair], over + i);
-    lunacu_causal_store<wide>(zs, pitch, z, of_z, over_z + i);
+    lunacu_causal_store<64, T::steps>(ys, LUNACU_CAUSAL_PITCH, y, p.y[pair], over + i);
+    lunacu_causal_store<wide, T::steps>(zs, pitch, z, of_z, over_z + i);
     __syncthreads();
-    lunacu_causal_outer<N, pitch>(sum, ys, zs);
+    if constexpr (T::tensor) {
+      LUNACU_UNROLL
+      for (int k = 0; k < 32; k += 16)
+        lunacu_tensor_steps<false, false, LUNACU_CAUSAL_PITCH, pitch>(sum, ys + k * LUNACU_CAUSAL_PITCH,
+                                                                      zs + k * pitch, s.bf16 != 0);
+    } else lunacu_causal_outer<T::n, pitch>(sum, ys, zs);
   }
   float *to = s.states + c.state * s.size + pair * p.dim * p.value_dim + column;
   LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
-    const int at = row + 8 * lunacu_causal_row() + i;
+  for (int i = 0; i < T::rows; i++) {
+    const int at = row + T::sum_row(i);
     if (at < dim)
-      lunacu_causal_write<N>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
+      lunacu_causal_write<T>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
   }
 }
 
@@ -4263,53 +4296,100 @@ struct lunacu_causal_product {
   int64_t depth = 0, width = 0, masked = 0; /* masked: 1, depth is slots, 2, width is */
   int64_t state = 0, turned = 0;     /* place of S [depth, width] in a state; turned: of S^T */
 };
+/* On tensor cores an unseen row's weight is 0, so that what is not finite of it must be kept out: it becomes 0 in x, and
+   true is the result for some thread */
+template <int TURNS> __device__ __forceinline__ bool lunacu_causal_clean(float4 (&x)[TURNS]) {
+  bool any = false;
+  LUNACU_UNROLL
+  for (int t = 0; t < TURNS; t++) {
+    const float4 v = x[t];
+    x[t] = make_float4(lunacu_finite(v.x), lunacu_finite(v.y), lunacu_finite(v.z), lunacu_finite(v.w));
+    any = any || x[t].x != v.x || x[t].y != v.y || x[t].z != v.z || x[t].w != v.w;
+  }
+  return any;
+}
+/* and is added where it is seen: rows FIRST to FIRST + LUNACU_CAUSAL_DEEP of z */
+template <class T, int FIRST>
+__device__ __forceinline__ void lunacu_causal_add_unclean(float (&sum)[T::rows][T::columns],
+                                                          lunacu_shared<const float> scores,
+                                                          lunacu_shared<const float> over,
+                                                          const lunacu_causal_chunk &c, const lunacu_causal_rows &z,
+                                                          int width) {
+  for (int k = FIRST; k < min(c.rows, FIRST + LUNACU_CAUSAL_DEEP); k++) {
+    const float *from = z.at + c.batch * z.batch + c.head * z.head + (c.first + k) * z.row;
+    LUNACU_UNROLL
+    for (int n = 0; n < T::columns; n++) {
+      const float x = T::column(n) < width ? from[T::column(n)] : 0;
+      if (fabsf(x) < INFINITY) continue;
+      LUNACU_UNROLL
+      for (int i = 0; i < T::rows; i++)
+        if (T::row(i) >= k)
+          sum[i][n] += scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + k] * x * (z.divided ? over[k] : 1.0f);
+    }
+  }
+}
 /* sum += (scores o L) Z, from the chunk's row FIRST on; the scores take their place in shared memory with the first
    rows of Z */
-template <int N, int FIRST>
-__device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], const float (&score)[8][4],
+template <class T, int FIRST>
+__device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[T::rows][T::columns],
+                                                         const float (&score)[T::rows][T::scores],
                                                          lunacu_shared<float> scores, lunacu_shared<float> zs,
                                                          lunacu_shared<const float> over, const lunacu_causal_chunk &c,
-                                                             const lunacu_causal_rows &z, int column,
-                                                         int width) {
-  constexpr int wide = 16 * N, pitch = wide + 4;
+                                                         lunacu_causal_rows z, int width, bool bf16) {
+  constexpr int wide = T::wide, pitch = wide + 4;
   if constexpr (FIRST < LUNACU_CHUNK) {
     float4 v[LUNACU_CAUSAL_TURNS(LUNACU_CAUSAL_DEEP, wide)];
+    bool unclean = false;
     if (FIRST >= c.rows) return;
-    lunacu_causal_fetch<wide>(v, c, z, FIRST, column, width);
+    lunacu_causal_fetch<wide>(v, c, z, FIRST, 0, width);
+    if (T::tensor) unclean = lunacu_causal_clean(v);
     __syncthreads();
     LUNACU_UNROLL
-    for (int i = 0; i < 8 && FIRST == 0; i++) {
+    for (int i = 0; i < T::rows && FIRST == 0; i++) {
       LUNACU_UNROLL
-      for (int k = 0; k <= i / 2; k++)
-        scores[(lunacu_causal_row() + 8 * i) * LUNACU_CAUSAL_PITCH + (int)(threadIdx.x % 16) + 16 * k] = score[i][k];
+      for (int k = 0; k < T::scores; k++)
+        if (T::tensor)
+          scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + T::key(k)] = T::key(k) <= T::row(i) ? score[i][k]
+                                                                                                       : 0.0f;
+        else if (T::has(i, k)) scores[T::row(i) * LUNACU_CAUSAL_PITCH + T::key(k)] = score[i][k];
     }
-    lunacu_causal_store<wide>(zs, pitch, v, z, over + FIRST);
-    __syncthreads();
-    lunacu_causal_apply<N, pitch, FIRST, LUNACU_CAUSAL_DEEP>(sum, scores, zs);
-    lunacu_causal_apply_from<N, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, column, width);
+    lunacu_causal_store<wide, T::steps>(zs, pitch, v, z, over + FIRST);
+    if constexpr (T::tensor) {
+      unclean = __syncthreads_or(unclean);
+      LUNACU_UNROLL
+      for (int k = 0; k < LUNACU_CAUSAL_DEEP; k += 16)
+        if (FIRST + k <= (int)(threadIdx.x / LUNACU_WARP) * 16) /* the warp's rows see some of these */
+          lunacu_tensor_steps<true, false, LUNACU_CAUSAL_PITCH, pitch>(sum, scores + FIRST + k, zs + k * pitch, bf16);
+      if (unclean) lunacu_causal_add_unclean<T, FIRST>(sum, scores, over, c, z, width);
+    } else {
+      __syncthreads();
+      lunacu_causal_apply<T::n, pitch, FIRST, LUNACU_CAUSAL_DEEP>(sum, scores, zs);
+    }
+    lunacu_causal_apply_from<T, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, width, bf16);
   }
 }
 /* what rows beyond a horizon leave of the sums before the chunk, and of the rows before them */
-template <int N>
-__device__ __forceinline__ void lunacu_causal_fade(float (&score)[8][4], float (&sum)[8][N], lunacu_shared<float> left,
+template <class T>
+__device__ __forceinline__ void lunacu_causal_fade(float (&score)[T::rows][T::scores],
+                                                   float (&sum)[T::rows][T::columns], lunacu_shared<float> left,
                                                    const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
   if (threadIdx.x <= LUNACU_CHUNK) left[threadIdx.x] = (float)lunacu_causal_left(s, (int)threadIdx.x);
   __syncthreads();
   LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
-    const int row = lunacu_causal_row() + 8 * i, beyond = lunacu_causal_beyond(s, c.first, row);
+  for (int i = 0; i < T::rows; i++) {
+    const int row = T::row(i), beyond = lunacu_causal_beyond(s, c.first, row);
     LUNACU_UNROLL
-    for (int n = 0; n < N; n++) sum[i][n] *= left[beyond];
+    for (int n = 0; n < T::columns; n++) sum[i][n] *= left[beyond];
     LUNACU_UNROLL
-    for (int k = 0; k <= i / 2; k++) {
-      const int column = (int)(threadIdx.x % 16) + 16 * k;
-      if (column < row) score[i][k] *= left[beyond - lunacu_causal_beyond(s, c.first, column)];
+    for (int k = 0; k < T::scores; k++) {
+      const int column = T::key(k);
+      if (T::has(i, k) && column < row) score[i][k] *= left[beyond - lunacu_causal_beyond(s, c.first, column)];
     }
   }
 }
-template <int N> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 3 : 4)
 lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
-  constexpr int wide = 16 * N, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
+  constexpr int wide = T::wide, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
   LUNACU_SHARED(float, xs, 2 * LUNACU_CHUNK * pitch); /* x and y, then the scores */
   LUNACU_SHARED(float, zs, deep * z_pitch);           /* the state, then z */
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
@@ -4320,7 +4400,7 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
   const int depth = p.masked == 1 ? lunacu_causal_slots(s, c.batch, all_deep) : all_deep;
   const int width = p.masked == 2 ? lunacu_causal_slots(s, c.batch, all_wide) : all_wide;
   const float *state = s.states + c.state * s.size + p.state;
-  float sum[8][N] = {}, score[8][4] = {};
+  float sum[T::rows][T::columns] = {}, score[T::rows][T::scores] = {};
   lunacu_causal_over(over, s, c);
   for (int k = 0; k < depth; k += deep) {
     float4 x[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)], y[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)],
@@ -4337,23 +4417,31 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
       lunacu_fetch<false>(z, side, 0, 0, lunacu_fours_of(wide / 4));
     }
     __syncthreads();
-    lunacu_causal_store<deep>(xs, pitch, x, p.x, over);
-    lunacu_causal_store<deep>(ys, pitch, y, p.y, over);
-    if (!c.begins && p.turned) lunacu_store<LUNACU_TURNED>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
-    else if (!c.begins) lunacu_store<LUNACU_PLAIN>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
+    lunacu_causal_store<deep, T::lines>(xs, pitch, x, p.x, over);
+    lunacu_causal_store<deep, LUNACU_PLAIN>(ys, pitch, y, p.y, over);
+    if (!c.begins && p.turned) lunacu_store<T::turned>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
+    else if (!c.begins) lunacu_store<T::steps>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
     __syncthreads();
-    if (c.begins) lunacu_causal_multiply<N, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
-    else lunacu_causal_multiply<N, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
+    if constexpr (T::tensor)
+      for (int e = 0; e < min(depth - k, deep); e += 16) {
+        lunacu_tensor_steps<true, true, pitch, pitch>(score, xs + e, ys + e, s.bf16 != 0);
+        if (!c.begins) lunacu_tensor_steps<true, false, pitch, z_pitch>(sum, xs + e, zs + e * z_pitch, s.bf16 != 0);
+      }
+    else if (c.begins)
+      lunacu_causal_multiply<T::n, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
+    else lunacu_causal_multiply<T::n, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
   }
-  if (s.horizon) lunacu_causal_fade<N>(score, sum, left, s, c);
-  lunacu_causal_apply_from<N, 0>(sum, score, xs, zs, over, c, p.z, column, width);
+  if (s.horizon) lunacu_causal_fade<T>(score, sum, left, s, c);
+  lunacu_causal_rows z = p.z;
+  z.at += column;
+  lunacu_causal_apply_from<T, 0>(sum, score, xs, zs, over, c, z, width - column, s.bf16 != 0);
   float *to = p.out.at + c.batch * p.out.batch + c.head * p.out.head + c.first * p.out.row + column;
   LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
-    const int row = lunacu_causal_row() + 8 * i;
+  for (int i = 0; i < T::rows; i++) {
+    const int row = T::row(i);
     const float factor = p.out.divided ? (float)p.factor * over[row] : (float)p.factor;
     if (row < c.rows)
-      lunacu_causal_write<N>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add,
+      lunacu_causal_write<T>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add,
                              p.out.vector);
   }
 }
@@ -4435,6 +4523,7 @@ struct lunacu_causal_sweep {
   int64_t rows, chunks, window, first; /* of a sequence; chunks of a window; chunk that it begins with, */
   int64_t start;                     /* and row */
   bool reverse, same;                /* same: chunks in reverse are the forward ones, whose last may be short */
+  bool tensor;                       /* products by tensor cores */
 };
 /* [batch, rows, heads, width], and [batch, heads, rows, width] */
 static lunacu_causal_rows lunacu_causal_strided(float *at, int64_t batch, int64_t head, int64_t row, int64_t width) {
@@ -4474,6 +4563,8 @@ static lunacu_causal_sweep lunacu_causal_sweep_of(const luna_tensor *x, int64_t 
   s.span.heads = heads;
   s.span.lengths = lengths;
   s.span.size = size;
+  s.tensor = lunacu_math_of(x->ctx) != LUNA_CUDA_F32;
+  s.span.bf16 = lunacu_math_of(x->ctx) == LUNA_CUDA_BF16;
   return s;
 }
 static void lunacu_causal_limit(lunacu_causal_sweep *s, int64_t horizon) {
@@ -4505,10 +4596,14 @@ static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse
   return true;
 }
 
-template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
-  const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, 16 * N);
-  LUNACU_LAUNCH((lunacu_causal_sum_kernel<N>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS,
+template <class T> static void lunacu_causal_sum_of(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
+  const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, T::wide);
+  LUNACU_LAUNCH((lunacu_causal_sum_kernel<T>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS,
                 0, s.stream, s.span, p);
+}
+template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
+  if (s.tensor) lunacu_causal_sum_of<lunacu_causal_tensor_tile<N>>(s, p);
+  else lunacu_causal_sum_of<lunacu_causal_tile<N>>(s, p);
 }
 template <int FADES> static void lunacu_causal_scan(const lunacu_causal_sweep &s, const lunacu_causal_span &span) {
   const int64_t runs = lunacu_divide_up(span.chunks, LUNACU_CAUSAL_SCAN),
@@ -4526,9 +4621,13 @@ static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_caus
   else if (s.span.horizon) lunacu_causal_scan<LUNACU_FADES_BEYOND>(s, s.span);
   else lunacu_causal_scan<LUNACU_FADES_NOT>(s, s.span);
 }
+template <class T> static void lunacu_causal_run_of(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
+  const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, T::wide);
+  LUNACU_LAUNCH((lunacu_causal_product_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
+}
 template <int N> static void lunacu_causal_run_as(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
-  const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, 16 * N);
-  LUNACU_LAUNCH((lunacu_causal_product_kernel<N>), (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
+  if (s.tensor) lunacu_causal_run_of<lunacu_causal_tensor_tile<N>>(s, p);
+  else lunacu_causal_run_of<lunacu_causal_tile<N>>(s, p);
 }
 static void lunacu_causal_run(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
   if (p.width <= 16) lunacu_causal_run_as<1>(s, p);

@@ -514,6 +514,29 @@ static void check_math(void) {
   free(x), free(w), free(exact), free(got);
 }
 
+/* On tensor cores too a row that is not finite reaches no row before it, and all after it. */
+static void check_rounded_rows(const device *d, bool product) {
+  enum { N = 150, HEADS = 2, WIDTH = 40, BAD = 90 };
+  const int64_t shape[3] = {1, N, HEADS * WIDTH}, n = shape[1] * shape[2];
+  const luna_attention_config config = {.heads = HEADS, .causal = true};
+  float *x = common_random(n, 1, 1), *y = common_random(n, 2, 1), *z = common_random(n, 3, 1),
+        *got[2] = {common_floats(n), common_floats(n)};
+  for (int bad = 0; bad < 2; bad++) {
+    luna_ctx *ctx = device_open(d, 1);
+    luna_begin_inference(ctx);
+    if (bad) z[BAD * shape[2] + 3] = NAN;
+    luna_tensor *a = luna_tensor_new(ctx, x, 3, shape), *b = luna_tensor_new(ctx, y, 3, shape),
+                *c = luna_tensor_new(ctx, z, 3, shape);
+    CHECK(luna_read(product ? luna_causal_product(a, b, c, HEADS) : luna_softmax_attention(a, b, c, &config),
+                    got[bad]) == LUNA_OK, "%s", luna_error(ctx));
+    luna_close(ctx);
+  }
+  CHECK(memcmp(got[0], got[1], sizeof(float) * BAD * (size_t)shape[2]) == 0, "product %d: a NaN goes back", product);
+  for (int i = BAD; i < N; i++)
+    CHECK(isnan(got[1][i * shape[2] + 3]) && !isnan(got[1][i * shape[2] + 4]), "product %d: row %d has %g, %g", product,
+          i, (double)got[1][i * shape[2] + 3], (double)got[1][i * shape[2] + 4]);
+  free(x), free(y), free(z), free(got[0]), free(got[1]);
+}
 /* attention and the causal products by tensor cores, op by op; the golden files */
 static void check_rounded(void) {
   static const double limit[3] = {0, 1e-3, 1e-2};
@@ -529,6 +552,8 @@ static void check_rounded(void) {
         for (int v = 0; v < (CUDA_SMALL ? 1 : op_cases[i].variants); v++) device_case(&d, &op_cases[i], v, true);
         for (int v = 0; v < (CUDA_SMALL ? 0 : op_cases[i].variants); v++) device_case(&d, &op_cases[i], v, false);
       }
+    check_rounded_rows(&d, false);
+    check_rounded_rows(&d, true);
     golden_rounded = limit[math];
     if (!CUDA_SMALL) golden_folder("tests/data");
   }

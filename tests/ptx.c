@@ -139,7 +139,9 @@ static const ptx_case cases[] = {
   {"pack, TF32", pack, (double)2 * HEADS * MEMORY * 2 * LONG, CUDA_TF32},
   {"unpack", unpack, (double)2 * HEADS * LONG * MEMORY, CUDA_F32},
   {"causal product", causal_product, (double)2 * LONG * DIM, CUDA_F32},
+  {"causal product, TF32", causal_product, (double)2 * LONG * DIM, CUDA_TF32},
   {"causal nested attention", causal_nested, (double)2 * LONG * DIM, CUDA_F32},
+  {"causal nested attention, BF16", causal_nested, (double)2 * LONG * DIM, CUDA_BF16},
   {"a classifier's step", NULL, (double)BATCH * TOKENS * DIM, CUDA_F32},
   {"a language model's step", NULL, (double)BATCH * TOKENS * DIM, CUDA_F32},
 };
@@ -167,7 +169,7 @@ static const struct { const char *kernel; ptx_fault what; int n; const char *at;
   {"lunacu_columnE", PTX_BARRIER_REMOVED, 0, "add a row"},
   {"lunacu_attention_kernelI11lunacu_tileILi128ELi32E", PTX_BARRIER_REMOVED, 1, "attention, few keys"},
   {"lunacu_attention_kernelI11lunacu_tileILi128ELi32E", PTX_BARRIER_REMOVED, 4, "attention, few keys"},
-  {"lunacu_causal_sum_kernelILi4", PTX_BARRIER_REMOVED, 0, "causal product"},
+  {"lunacu_causal_sum_kernelI18lunacu_causal_tileILi4", PTX_BARRIER_REMOVED, 0, "causal product"},
   {"lunacu_dropsE", PTX_STORE_MOVED, 0, "dropout"},
   {"lunacu_layer_norm_kernel", PTX_STORE_MOVED, 0, "layer norm"},
   {"lunacu_update_kernel", PTX_STORE_MOVED, 0, "a classifier's step"},
@@ -175,7 +177,7 @@ static const struct { const char *kernel; ptx_fault what; int n; const char *at;
   {"lunacu_cross_entropy_kernelILi4", PTX_STORE_REMOVED, 0, "cross-entropy"},
   {"lunacu_attention_kernelI11lunacu_tileILi128ELi32E", PTX_FMA_MADE_MUL, 200, "attention, few keys"},
   {"lunacu_convolution_kernel", PTX_FMA_MADE_MUL, 20, "short convolution"},
-  {"lunacu_causal_product_kernelILi4", PTX_FMA_MADE_MUL, 20, "causal product"},
+  {"lunacu_causal_product_kernelI18lunacu_causal_tileILi4", PTX_FMA_MADE_MUL, 20, "causal product"},
 };
 static void check_faults(void) {
   for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
