@@ -2743,8 +2743,8 @@ __device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu
     for (int j = 0; j < COLUMNS; j++) sum[i][j] += x[i] * y[j];
   }
 }
-/* --- tensor cores: sum += A B over 16 steps of a lunacu_tensor_tile, the factors rounded to TF32 or BF16. ALONG: a row
-   of A, in its line's place, or a column of B lies in a row of shared memory; otherwise a step does, in its place --- */
+/* --- tensor cores: sum += A B over 16 steps of a lunacu_tensor_tile, the factors rounded to TF32 or BF16. ALONG: a
+   row of A, in its line's place, or a column of B lies in a row of shared memory; otherwise a step, in its place --- */
 #ifdef LUNA_CUDA_HOST
 inline float lunacu_rounded(float x, bool bf16) { /* TF32: halves away from zero; BF16: to even; NaN, Inf stay */
   uint32_t bits;
@@ -4041,8 +4041,8 @@ __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, co
 }
 
 /* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the
-   same for all, and N columns, by four where there are so many; of the scores 64 x 64, columns 16 apart on and below the
-   diagonal */
+   same for all, and N columns, by four where there are so many; of the scores 64 x 64, columns 16 apart on and below
+   the diagonal */
 __device__ __forceinline__ int lunacu_causal_row() { return (int)(threadIdx.x / 16); }
 template <int N> struct lunacu_causal_tile {
   static constexpr bool tensor = false;
@@ -4067,8 +4067,8 @@ template <int N> struct lunacu_causal_tensor_tile {
   static __device__ __forceinline__ int key(int k) { return column(k); }
   static __device__ __forceinline__ bool has(int, int) { return true; }
 };
-/* The products of a chunk: score [8][4] += X Y^T on and below the diagonal, in columns 16 apart, and, where there is a state, sum += X S, over
-   `depth` columns of x, y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
+/* score [8][4] += X Y^T on and below the diagonal and, where there is a state, sum += X S, over `depth` columns of x and
+   y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
 template <int N, int PITCH, int S_PITCH, bool STATE>
 __device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N],
                                                        lunacu_shared<const float> x, lunacu_shared<const float> y,
@@ -4296,8 +4296,8 @@ struct lunacu_causal_product {
   int64_t depth = 0, width = 0, masked = 0; /* masked: 1, depth is slots, 2, width is */
   int64_t state = 0, turned = 0;     /* place of S [depth, width] in a state; turned: of S^T */
 };
-/* On tensor cores an unseen row's weight is 0, so that what is not finite of it must be kept out: it becomes 0 in x, and
-   true is the result for some thread */
+/* On tensor cores an unseen row's weight is 0, so that what is not finite of it must be kept out: it becomes 0 in x,
+   and true is the result for some thread */
 template <int TURNS> __device__ __forceinline__ bool lunacu_causal_clean(float4 (&x)[TURNS]) {
   bool any = false;
   LUNACU_UNROLL
@@ -4324,7 +4324,8 @@ __device__ __forceinline__ void lunacu_causal_add_unclean(float (&sum)[T::rows][
       LUNACU_UNROLL
       for (int i = 0; i < T::rows; i++)
         if (T::row(i) >= k)
-          sum[i][n] += scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + k] * x * (z.divided ? over[k] : 1.0f);
+          sum[i][n] += scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + k] * x *
+                       (z.divided ? over[k] : 1.0f);
     }
   }
 }

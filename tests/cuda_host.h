@@ -108,6 +108,7 @@ struct cuda_host_state {
   /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
   long fault = 0;
   int no_image = 0;                        /* the error of a device for which no kernel was compiled */
+  double multiplied = 0;                   /* multiply-adds of cuBLAS */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0, copies = 0;
   size_t allocated = 0, max_allocated = 0; /* device bytes now; the maximum since it was set */
   long errors = 0;
@@ -1798,6 +1799,7 @@ struct product {
         for (int64_t j = 0; j < n; j++)
           for (int64_t i = 0; i < m; i++) out[j * ldc + i] = beta == 0 ? 0 : beta * out[j * ldc + i];
       if (!multiplies) continue;
+      cuda_host.multiplied += (double)m * (double)n * (double)k;
       luna_gemm_args args = {};
       args.a = keep(b + s * stride_b, b_rows, b_columns, ldb, kept_b);     /* row-major C^T = op(B)^T op(A)^T */
       args.b = keep(a + s * stride_a, a_rows, a_columns, lda, kept_a);

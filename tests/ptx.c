@@ -81,6 +81,19 @@ static luna_tensor *causal_nested(void) {
                                       tensor(3, 1, 2 * LONG, HEADS * MEMORY, 0), &config);
 }
 
+/* an encoder layer, forward and backward */
+enum { ROWS_OF_LAYER = 2048 };
+static luna_tensor *layer(void) {
+  luna_params *params = luna_params_open(ctx);
+  luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = 4 * DIM};
+  luna_encoder_layer layer;
+  if (luna_encoder_layer_init(&layer, params, "", &config) != LUNA_OK) return NULL;
+  ptx_forget();
+  luna_begin_step(ctx);
+  luna_tensor *p = tensor(3, 1, MEMORY, DIM, 0),
+              *y = luna_encoder_layer_forward(&layer, rows(1, ROWS_OF_LAYER), &p, NULL);
+  return luna_add(luna_sum_all(luna_mul(y, rows(1, ROWS_OF_LAYER))), luna_sum_all(p));
+}
 /* a training step of a small model; `lm` or a classifier */
 enum { BATCH = 2, TOKENS = 512 };
 static luna_tensor *model_step(bool lm) {
@@ -142,6 +155,7 @@ static const ptx_case cases[] = {
   {"causal product, TF32", causal_product, (double)2 * LONG * DIM, CUDA_TF32},
   {"causal nested attention", causal_nested, (double)2 * LONG * DIM, CUDA_F32},
   {"causal nested attention, BF16", causal_nested, (double)2 * LONG * DIM, CUDA_BF16},
+  {"a layer's step", layer, (double)ROWS_OF_LAYER * DIM, CUDA_F32},
   {"a classifier's step", NULL, (double)BATCH * TOKENS * DIM, CUDA_F32},
   {"a language model's step", NULL, (double)BATCH * TOKENS * DIM, CUDA_F32},
 };
@@ -205,7 +219,7 @@ int main(int argc, char **argv) {
     if (i > 0 && argc > 1 && strcmp(argv[1], cases[i].name) != 0) continue;
     const double loss = run(&cases[i]);
     CHECK(loss == loss && cuda_errors(&message) == 0, "%s: %s", cases[i].name, message);
-    ptx_table(cases[i].name, cases[i].elements, !cases[i].op);
+    ptx_table(cases[i].name, cases[i].elements, !cases[i].op || cases[i].op == layer);
     if (argc > 1 || cases[i].op) continue;
     ptx_alone(true);
     const double alone = run(&cases[i]);

@@ -194,8 +194,11 @@ double seconds(const double by[ptx::WORKS], double all, double touched, double s
                                   by[ptx::TENSOR] * MATRICES}) / PROCESSORS;
   return std::max({cycles / CLOCK, 32 * touched / MEMORY, 32 * sectors / CACHE});
 }
-/* false: it does too little to matter; total: seconds */
-bool print_row(const ptx::kernel &k, double elements, double &total) {
+/* and cuBLAS, of the multiply-adds of float32 */
+constexpr double CUBLAS = 0.8;
+struct cost { double seconds = 0, multiplied = 0; }; /* of all kernels; multiply-adds that are not overhead */
+/* false: it does too little to matter */
+bool print_row(const ptx::kernel &k, double elements, cost &total) {
   double by[ptx::WORKS] = {}, all = 0;
   requests loads, stores, shared;
   for (const ptx::instruction &i : k.code) {
@@ -209,7 +212,8 @@ bool print_row(const ptx::kernel &k, double elements, double &total) {
   }
   const double each = ptx::LANES / elements, touched = (double)k.touched,
                time = seconds(by, all, touched, loads.units + stores.units, shared.units);
-  total += time;
+  total.seconds += time;
+  total.multiplied += by[ptx::FMA] * ptx::LANES;
   if (all * each < 0.5) return false;
   const resources &own = resources_of[k.name];
   printf("  %-46.46s %4llu %8.2f %3.0f%%", shown(k.name).c_str(), (unsigned long long)k.launches,
@@ -253,6 +257,7 @@ extern "C" int ptx_read_all(void) {
 }
 extern "C" void ptx_alone(bool alone) { cudahost::run_launch = alone ? run_alone : run_both; }
 extern "C" void ptx_forget(void) {
+  cuda_host.multiplied = 0;
   for (auto &k : ptx::m.kernels) {
     k.second.launches = k.second.touched = 0;
     for (ptx::instruction &i : k.second.code) i.reached = i.reached || i.executed, i.executed = i.units = i.ideal = 0;
@@ -265,14 +270,18 @@ extern "C" void ptx_table_head(void) {
 }
 extern "C" void ptx_table(const char *title, double elements, bool whole) {
   const bool is_first = common.empty();
-  double total = 0;
+  cost total;
   printf("%s (%.0f elements)\n", title, elements);
   for (auto &k : ptx::m.kernels) {
     if (!k.second.launches || (common.count(k.first) && !whole && !is_first)) continue;
     if (is_first) common.insert(k.first);
     if (print_row(k.second, elements, total) && getenv("PTX_VERBOSE")) print_hot_spots(k.second);
   }
-  if (whole) printf("  at least %.1f us without the products by cuBLAS\n", 1e6 * total);
+  const double rate = PROCESSORS * 4 * ptx::LANES * CLOCK, products = cuda_host.multiplied / rate / CUBLAS;
+  if (whole)
+    printf("  at least %.1f us, and %.1f us for cuBLAS's products at %.0f%% of FP32: %.0f%% of FP32 in all\n",
+           1e6 * total.seconds, 1e6 * products, 100 * CUBLAS,
+           100 * (total.multiplied + cuda_host.multiplied) / rate / (total.seconds + products));
   fflush(stdout);
 }
 extern "C" bool ptx_break(const char *kernel, ptx_fault what, int n) {
