@@ -111,6 +111,7 @@ __device__ __forceinline__ void lunacu_store4(float *p, float4 x) { __stwb((floa
 
 #define LUNACU_FULL 0xFFFFFFFFu
 #define LUNACU_WARP 32
+#define LUNACU_STAGING_PARTS 4
 #define LUNACU_BLOCK 256             /* threads of a block, where nothing speaks for another number */
 
 /* What one context needs of its device */
@@ -122,8 +123,11 @@ struct lunacu {
   cublasHandle_t blas;
   void *blas_workspace;
   double *partials;                  /* of sums that end in one number */
-  char *staging;                     /* pinned, on its way to the device */
-  size_t staged;                     /* bytes of it handed out since it was last known to be empty */
+  /* pinned, on its way to the device, in parts: the one in use and its bytes handed out; the others' last copies */
+  char *staging;
+  int part;
+  size_t staged;
+  cudaEvent_t sent[LUNACU_STAGING_PARTS];
 };
 static inline lunacu *lunacu_self(const luna_ctx *ctx) { return (lunacu *)luna_backend_self(ctx); }
 /* the stream of a context's work */
@@ -394,7 +398,7 @@ __device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float
 /* ---------------------------------------------------------------------------------------------------------------------
    >>context: one device, its memory, copies
    ------------------------------------------------------------------------------------------------------------------ */
-#define LUNACU_STAGING ((size_t)4 << 20)
+#define LUNACU_STAGING ((size_t)1 << 20) /* bytes of a part */
 #define LUNACU_BLAS_WORKSPACE ((size_t)32 << 20)
 #define LUNACU_PARTIALS_SIZE (1 << 17)
 #define LUNACU_DEVICES 16
@@ -408,6 +412,7 @@ static void lunacu_close(void *user) {
   if (self->partials) (void)lunacu_own(cudaFree(self->partials));
   if (self->staging) (void)lunacu_own(cudaFreeHost(self->staging));
   if (self->event) (void)lunacu_own(cudaEventDestroy(self->event));
+  for (cudaEvent_t sent : self->sent) if (sent) (void)lunacu_own(cudaEventDestroy(sent));
   if (self->stream) (void)lunacu_own(cudaStreamDestroy(self->stream));
   free(self);
 }
@@ -451,7 +456,10 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   self->math = lunacu_math_of(ctx);
   cudaError_t error = cudaStreamCreateWithFlags(&self->stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&self->event, cudaEventDisableTiming);
-  if (error == cudaSuccess) error = cudaHostAlloc((void **)&self->staging, LUNACU_STAGING, cudaHostAllocDefault);
+  for (cudaEvent_t &sent : self->sent)
+    if (error == cudaSuccess) error = cudaEventCreateWithFlags(&sent, cudaEventDisableTiming);
+  if (error == cudaSuccess)
+    error = cudaHostAlloc((void **)&self->staging, LUNACU_STAGING_PARTS * LUNACU_STAGING, cudaHostAllocDefault);
   if (error == cudaSuccess) error = cudaMalloc(&self->blas_workspace, LUNACU_BLAS_WORKSPACE);
   if (error == cudaSuccess) error = cudaMalloc((void **)&self->partials, LUNACU_PARTIALS_SIZE * sizeof(double));
   if (lunacu_own(error) != cudaSuccess) lunacu_sentence(sentence, sizeof sentence, "luna_open", device, error);
@@ -506,13 +514,16 @@ static luna_status lunacu_to_device(luna_ctx *ctx, void *to, const void *from, s
   if (bytes % 4 == 0 && bytes <= sizeof(lunacu_carried)) return lunacu_carry(ctx, to, from, bytes);
   while (bytes > 0 && error == cudaSuccess) {
     const size_t part = bytes < LUNACU_STAGING ? bytes : LUNACU_STAGING;
-    if (self->staged + part > LUNACU_STAGING) {
-      error = cudaStreamSynchronize(self->stream);
+    if (self->staged + part > LUNACU_STAGING) { /* what the next part sent is long there, in a loop that computes */
+      error = cudaEventRecord(self->sent[self->part], self->stream);
+      self->part = (self->part + 1) % LUNACU_STAGING_PARTS;
+      if (error == cudaSuccess) error = cudaEventSynchronize(self->sent[self->part]);
       if (error != cudaSuccess) break;
       self->staged = 0;
     }
-    memcpy(self->staging + self->staged, from, part);
-    error = cudaMemcpyAsync(to, self->staging + self->staged, part, cudaMemcpyHostToDevice, self->stream);
+    char *const at = self->staging + (size_t)self->part * LUNACU_STAGING + self->staged;
+    memcpy(at, from, part);
+    error = cudaMemcpyAsync(to, at, part, cudaMemcpyHostToDevice, self->stream);
     self->staged += (part + 255) / 256 * 256;
     to = (char *)to + part;
     from = (const char *)from + part;
@@ -529,7 +540,6 @@ static luna_status lunacu_copy(luna_ctx *ctx, void *to, const void *from, size_t
   if (direction == 1) return lunacu_to_device(ctx, to, from, bytes);
   cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, self->stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(self->stream);
-  if (error == cudaSuccess) self->staged = 0;
   return lunacu_check(ctx, error, "copy to the host");
 }
 static luna_status lunacu_zero(luna_ctx *ctx, void *at, size_t bytes) {

@@ -560,6 +560,32 @@ static void check_rounded(void) {
   golden_rounded = 0;
 }
 
+/* ---- a loop that copies to the device and reads nothing leaves it work ---- */
+static void check_staging(void) {
+  enum { COPIES = 24, COUNT = 150001 };
+  const int64_t n = COUNT;
+  float *x = common_random(n, 1, 1), *got = common_floats(n);
+  luna_tensor *y[COPIES];
+  luna_ctx *ctx = device_open(&cuda, 1);
+  luna_begin_inference(ctx);
+  (void)luna_tensor_new(ctx, NULL, 1, &n);
+  cuda_counted();
+  for (int i = 0; i < COPIES; i++) {
+    x[7] = (float)i;
+    luna_tensor *copied = luna_tensor_new(ctx, x, 1, &n);
+    for (int k = 0; k < 3; k++) y[i] = luna_scale(k ? y[i] : copied, 0.5f);
+  }
+  const cuda_counts is = cuda_counted();
+  CHECK(!cuda_emulated() || is.drains == 0, "%ld of %ld waits left the device idle", is.drains, is.synchronisations);
+  for (int i = 0; i < COPIES; i++) {
+    CHECK(luna_read(y[i], got) == LUNA_OK, "%s", luna_error(ctx));
+    CHECK(got[7] == 0.125f * (float)i && got[COUNT - 1] == 0.125f * x[COUNT - 1], "copy %d has %g, %g", i,
+          (double)got[7], (double)got[COUNT - 1]);
+  }
+  luna_close(ctx);
+  free(x), free(got);
+}
+
 /* ---- failures: a sentence in the context, nothing left behind, and contexts on the CPU go on ---- */
 static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
   CHECK((!ctx || luna_error_status(ctx) != LUNA_OK) && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what,
@@ -727,6 +753,7 @@ static void check_small(void) {
   check_optimizers();
   check_clip();
   check_foreign_errors();
+  check_staging();
   check_rounded();
   check_findings();
 }
@@ -758,6 +785,7 @@ int main(int argc, char **argv) {
     check_strict();
     check_math();
     check_rounded();
+    check_staging();
     golden_backend = cuda.backend;
     golden_folder("tests/data");
     features_files(cuda.backend);

@@ -155,7 +155,8 @@ extern "C" void cuda_quiet(bool quiet) { cuda_host.quiet = quiet; }
 extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
 extern "C" cuda_counts cuda_counted(void) {
   const cuda_counts now = {cuda_host.launches + cuda_host.products, cuda_host.replays, cuda_host.copies,
-                           cuda_host.synchronisations, cuda_host.max_allocated};
+                           cuda_host.synchronisations, cuda_host.drains, cuda_host.max_allocated};
+  cuda_host.drains = 0;
   cuda_host.launches = cuda_host.products = cuda_host.replays = cuda_host.copies = cuda_host.synchronisations = 0;
   cuda_host.max_allocated = cuda_host.allocated;
   return now;

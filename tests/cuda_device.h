@@ -35,7 +35,8 @@ const luna_backend *cuda_strict_backend(bool exact);
 void cuda_quiet(bool quiet);               /* findings are counted, not printed */
 size_t cuda_allocated(void);               /* bytes on the device */
 typedef struct cuda_counts {               /* since they were last read */
-  long launches, replays, copies, synchronisations; /* launches: kernels and products; not those of replayed graphs */
+  /* launches: kernels and products; not those of replayed graphs; drains: waits that left the device without work */
+  long launches, replays, copies, synchronisations, drains;
   size_t max_allocated;
 } cuda_counts;
 cuda_counts cuda_counted(void);

@@ -109,6 +109,7 @@ struct cuda_host_state {
   long fault = 0;
   int no_image = 0;                        /* the error of a device for which no kernel was compiled */
   double multiplied = 0;                   /* multiply-adds of cuBLAS */
+  long drains = 0;                         /* synchronisations after which no stream had anything to do */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0, copies = 0;
   size_t allocated = 0, max_allocated = 0; /* device bytes now; the maximum since it was set */
   long errors = 0;
@@ -1178,6 +1179,9 @@ inline cudaError_t wait_for(const std::shared_ptr<work> &w) {
   opened here;
   run_until(w);
   cuda_host.synchronisations++;
+  bool idle = true;
+  for (auto &s : m.streams) idle = idle && s.second->queue.empty();
+  cuda_host.drains += idle;
   check_guards();
   return m.sticky;
 }
