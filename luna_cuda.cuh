@@ -19,7 +19,8 @@
                the error and cudaGetLastError's is reset.
    Devices     Each call of a context makes its device the thread's current one, and leaves it so: call cudaSetDevice
                before work of your own on another.
-   Shared      sets (luna_params_share): the sharing context's stream waits for the owner's.
+   Shared      sets (luna_params_share), also by contexts with other products (luna_cuda_math): the sharing context's
+               stream waits for the owner's.
    Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large
                products (10 and 7 bits of mantissa). The same program gives the same bits on the same device: no kernel
                adds floats in an order that can change.
@@ -5581,6 +5582,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->size = sizeof *b;
         b->device = device + 1;
         b->opened = LUNACU_BLAS_WORKSPACE + LUNACU_PARTIALS_SIZE * sizeof(double);
+        b->product_cost = math == LUNA_CUDA_BF16 ? 0.25f : math == LUNA_CUDA_TF32 ? 0.5f : 1.0f; /* by their counts */
         b->open = lunacu_open;
         b->close = lunacu_close;
         b->allocate = lunacu_allocate;

@@ -537,8 +537,31 @@ static void check_rounded_rows(const device *d, bool product) {
           i, (double)got[1][i * shape[2] + 3], (double)got[1][i * shape[2] + 4]);
   free(x), free(y), free(z), free(got[0]), free(got[1]);
 }
+/* A context whose products round may read a set of one whose products do not. */
+static void check_rounded_set(void) {
+  enum { N = 40, DIM = 32 };
+  const int64_t shape[2] = {N, DIM};
+  float *x = common_random(N * DIM, 1, 1), *got[2] = {common_floats(N * DIM), common_floats(N * DIM)};
+  device rounded = cuda;
+  rounded.backend = cuda_backend(0, CUDA_TF32);
+  luna_ctx *ctx[2] = {device_open(&cuda, 1), device_open(&rounded, 1)};
+  luna_params *params = luna_params_open(ctx[0]), *shared = luna_params_share(ctx[1], params);
+  for (int i = 0; i < 2; i++) {
+    luna_linear_layer layer;
+    CHECK(luna_linear_layer_init(&layer, i ? shared : params, "fc", DIM, DIM, (luna_init){LUNA_INIT_XAVIER, 0}) ==
+          LUNA_OK, "%s", luna_error(ctx[i]));
+    luna_begin_inference(ctx[i]);
+    CHECK(luna_read(luna_linear_layer_forward(&layer, luna_tensor_new(ctx[i], x, 2, shape)), got[i]) == LUNA_OK, "%s",
+          luna_error(ctx[i]));
+  }
+  const double error = common_error(got[1], got[0], N * DIM, 1e-6);
+  CHECK(error <= 1e-3 && error > 0, "a shared set's products in TF32 are off by %g", error);
+  luna_close(ctx[1]), luna_close(ctx[0]);
+  free(x), free(got[0]), free(got[1]);
+}
 /* attention and the causal products by tensor cores, op by op; the golden files */
 static void check_rounded(void) {
+  check_rounded_set();
   static const double limit[3] = {0, 1e-3, 1e-2};
   static const char *const names[] = {"softmax_attention", "pack", "causal_product", "causal_nested"};
   for (int math = 1; math < 3; math++) {
