@@ -5,7 +5,7 @@
    in the program:       luna_options options = {0};
                          options.backend = luna_cuda_backend(0);
                          luna_ctx *ctx = luna_open(&options);
-   and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas. luna.h's
+   and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas -lcublasLt. luna.h's
    implementation may stand in the same .cu file or, faster on the CPU, in a .c file of its own.
 
    Memory      Tensors' data, gradients and moments lie on the device; luna_read and luna_item bring values back.
@@ -40,6 +40,7 @@
 #define LUNA_CUDA_CUH
 #include "luna.h"
 #ifndef LUNA_CUDA_HOST
+#include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 #endif
@@ -1373,10 +1374,64 @@ struct lunacu_product {
   int64_t m, n, k;
   bool accumulate;
   int64_t batch = 1, a_batch = 0, b_batch = 0, c_batch = 0;
+  /* an ending, where there is a bias [n]: C = A B + bias (+ residual). cuBLASLt has ReLU too, and does not say whether a
+     NaN stays one */
+  const float *bias = NULL, *residual = NULL;
 };
+static uint32_t lunacu_alignment(const void *p) {
+  const uintptr_t at = (uintptr_t)p | 256;
+  return (uint32_t)(at & (~at + 1));
+}
+/* The same with its ending, by cuBLASLt, C^T = B^T A^T as below. No success: nothing is computed */
+static cublasStatus_t lunacu_gemm_ended(lunacu *self, const lunacu_product &p, cublasComputeType_t type,
+                                        cublasOperation_t op_b, int64_t ldb, cublasOperation_t op_a, int64_t lda) {
+  const float one = 1, beta = p.residual ? 1.0f : 0.0f;
+  const float *const from = p.residual ? p.residual : p.c;
+  const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+  const cublasLtHandle_t handle = (cublasLtHandle_t)self->blas; /* which every cuBLAS handle is */
+  const size_t room = LUNACU_BLAS_WORKSPACE;
+  cublasLtMatmulDesc_t what = NULL;
+  cublasLtMatrixLayout_t a = NULL, b = NULL, c = NULL;
+  cublasLtMatmulPreference_t wish = NULL;
+  cublasLtMatmulHeuristicResult_t way = {};
+  int ways = 0;
+  cublasStatus_t status = cublasLtMatmulDescCreate(&what, type, CUDA_R_32F);
+  const auto next = [&status](cublasStatus_t s) { if (status == CUBLAS_STATUS_SUCCESS) status = s; };
+  const auto describe = [&](cublasLtMatmulDescAttributes_t name, const auto &value) {
+    if (status == CUBLAS_STATUS_SUCCESS) next(cublasLtMatmulDescSetAttribute(what, name, &value, sizeof value));
+  };
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, const auto &value) {
+    if (status == CUBLAS_STATUS_SUCCESS) next(cublasLtMatmulPreferenceSetAttribute(wish, name, &value, sizeof value));
+  };
+  describe(CUBLASLT_MATMUL_DESC_TRANSA, op_b);
+  describe(CUBLASLT_MATMUL_DESC_TRANSB, op_a);
+  describe(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+  describe(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  next(cublasLtMatrixLayoutCreate(&b, CUDA_R_32F, (uint64_t)(op_b == CUBLAS_OP_N ? p.n : p.k),
+                                  (uint64_t)(op_b == CUBLAS_OP_N ? p.k : p.n), ldb));
+  next(cublasLtMatrixLayoutCreate(&a, CUDA_R_32F, (uint64_t)(op_a == CUBLAS_OP_N ? p.k : p.m),
+                                  (uint64_t)(op_a == CUBLAS_OP_N ? p.m : p.k), lda));
+  next(cublasLtMatrixLayoutCreate(&c, CUDA_R_32F, (uint64_t)p.n, (uint64_t)p.m, p.n));
+  next(cublasLtMatmulPreferenceCreate(&wish));
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, room);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, lunacu_alignment(p.b.at));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, lunacu_alignment(p.a.at));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, lunacu_alignment(from));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, lunacu_alignment(p.c));
+  if (status == CUBLAS_STATUS_SUCCESS)
+    status = cublasLtMatmulAlgoGetHeuristic(handle, what, b, a, c, c, wish, 1, &way, &ways);
+  if (status == CUBLAS_STATUS_SUCCESS && ways < 1) status = CUBLAS_STATUS_NOT_SUPPORTED;
+  if (status == CUBLAS_STATUS_SUCCESS)
+    status = cublasLtMatmul(handle, what, &one, p.b.at, b, p.a.at, a, &beta, from, c, p.c, c, &way.algo,
+                            self->blas_workspace, room, self->stream);
+  if (wish) (void)cublasLtMatmulPreferenceDestroy(wish);
+  for (cublasLtMatrixLayout_t layout : {a, b, c}) if (layout) (void)cublasLtMatrixLayoutDestroy(layout);
+  if (what) (void)cublasLtMatmulDescDestroy(what);
+  return status;
+}
 /* cuBLAS counts by columns: C^T = B^T A^T. It takes 32-bit sizes, and a leading dimension of at least 1 even where
    there is but one row. */
-static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
+static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p, bool *ended = NULL) {
   lunacu *self = lunacu_self(ctx);
   const float one = 1, beta = p.accumulate ? 1.0f : 0.0f;
   /* by rows; else by columns */
@@ -1396,10 +1451,15 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
       p.batch > INT32_MAX)
     return luna_backend_fail(ctx, LUNA_UNSUPPORTED,
                              "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
+  const cublasOperation_t op_b = b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, op_a = a_flat ? CUBLAS_OP_N : CUBLAS_OP_T;
+  if (p.bias && lunacu_gemm_ended(self, p, type, op_b, ldb, op_a, lda) == CUBLAS_STATUS_SUCCESS) {
+    *ended = true;
+    return LUNA_OK;
+  }
   const cublasStatus_t status = cublasGemmStridedBatchedEx(
-      self->blas, b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, a_flat ? CUBLAS_OP_N : CUBLAS_OP_T, (int)p.n, (int)p.m, (int)p.k,
-      &one, p.b.at, CUDA_R_32F, (int)ldb, p.b_batch, p.a.at, CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F,
-      (int)p.n, p.c_batch, (int)p.batch, type, CUBLAS_GEMM_DEFAULT);
+      self->blas, op_b, op_a, (int)p.n, (int)p.m, (int)p.k, &one, p.b.at, CUDA_R_32F, (int)ldb, p.b_batch, p.a.at,
+      CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F, (int)p.n, p.c_batch, (int)p.batch, type,
+      CUBLAS_GEMM_DEFAULT);
   if (status == CUBLAS_STATUS_SUCCESS) return LUNA_OK;
   snprintf(sentence, sizeof sentence, "a product [%lld, %lld] x [%lld, %lld]: cuBLAS on CUDA device %d: %s",
            (long long)p.m, (long long)p.k, (long long)p.k, (long long)p.n,
@@ -1422,7 +1482,7 @@ static void lunacu_column_sums(const luna_op *op, const lunacu_columns &c, float
                        {{to}, {1}, c.width, 1, 1.0f, true}, scratch);
 }
 
-/* --- epilogues of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
+/* --- endings of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
 struct lunacu_ending {
   const float *x, *bias, *residual;
   float *pre;
@@ -1548,10 +1608,12 @@ static void lunacu_linear_query(luna_op *op) {
 static luna_status lunacu_linear_forward(luna_op *op) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   const int64_t rows = lunacu_rows(x), in = lunacu_last(x), out = lunacu_last(y);
-  const luna_status status = lunacu_gemm(op->ctx, {{x->data, in, 1}, {op->in[1]->data, 1, in}, y->data, rows, out, in,
-                                                   false});
+  bool ended = false;
+  lunacu_product p = {{x->data, in, 1}, {op->in[1]->data, 1, in}, y->data, rows, out, in, false};
+  if (!lunacu_linear_changes(op)) p.bias = lunacu_data(op, 2), p.residual = lunacu_data(op, 3);
+  const luna_status status = lunacu_gemm(op->ctx, p, &ended);
   if (status != LUNA_OK) return status;
-  if (op->in[2] || op->in[3] || lunacu_linear_changes(op))
+  if (!ended && (op->in[2] || op->in[3] || lunacu_linear_changes(op)))
     lunacu_end(op, luna_count(y), y->data, {y->data, lunacu_data(op, 2), lunacu_data(op, 3),
         op->kept_size ? (float *)op->kept : NULL, out, 0, (int)op->activation, false, lunacu_last_dropout(op)});
   return lunacu_row_done(op);
@@ -1646,14 +1708,15 @@ static luna_status lunacu_feed_forward_forward(luna_op *op) {
   for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
     const lunacu_ffn_rows r = lunacu_ffn_rows_of(op, f, first);
     float *to = op->out[0]->data + first * f.out;
+    const float *residual = op->in[5] ? op->in[5]->data + first * f.out : NULL;
+    lunacu_product p = {{r.a, f.hidden, 1}, {op->in[3]->data, 1, f.hidden}, to, r.rows, f.out, f.hidden, false};
+    bool ended = false;
+    if (op->last_dropout <= 0) p.bias = lunacu_data(op, 4), p.residual = residual;
     status = lunacu_ffn_hidden(op, f, r, false);
-    if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, {{r.a, f.hidden, 1}, {op->in[3]->data, 1, f.hidden}, to, r.rows, f.out, f.hidden,
-                                     false});
-    if (status == LUNA_OK && (op->in[4] || op->in[5] || op->last_dropout > 0))
-      lunacu_end(op, r.rows * f.out, to,
-                 {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL, NULL, f.out,
-                  first * f.out, LUNA_ACTIVATION_DEFAULT, false, lunacu_last_dropout(op)});
+    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, p, &ended);
+    if (status == LUNA_OK && !ended && (op->in[4] || op->in[5] || op->last_dropout > 0))
+      lunacu_end(op, r.rows * f.out, to, {to, lunacu_data(op, 4), residual, NULL, f.out, first * f.out,
+                                          LUNA_ACTIVATION_DEFAULT, false, lunacu_last_dropout(op)});
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }

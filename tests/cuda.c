@@ -485,6 +485,33 @@ static void check_overrun(void) { /* that it is found */
   cuda_quiet(false);
 }
 
+/* ---- cuBLASLt adds biases and residuals; where it refuses, a kernel does ---- */
+static void check_endings(void) {
+  enum { ROWS = 37, DIM = 24 };
+  const int64_t shape[2] = {ROWS, DIM}, square[2] = {DIM, DIM}, width = DIM;
+  float *x = common_random(ROWS * DIM, 1, 1);
+  for (int refused = 0; refused < 2 && cuda_emulated(); refused++) {
+    device d = cuda;
+    luna_ctx *ctx = device_open(&d, 1);
+    luna_feed_forward_config config = {0};
+    if (refused) cuda_fail(CUDA_NO_ENDINGS, 1);
+    luna_begin_inference(ctx);
+    luna_tensor *w = luna_tensor_new(ctx, x, 2, square), *b = luna_tensor_new(ctx, x, 1, &width);
+    config.residual = luna_tensor_new(ctx, x, 2, shape);
+    cuda_counted();
+    luna_tensor *y = luna_feed_forward(config.residual, w, b, w, b, &config);
+    const long launches = cuda_counted().launches;
+    CHECK(y && launches == 3 + refused, "a feed-forward is %ld launches: %s", launches, luna_error(ctx));
+    luna_close(ctx);
+    d.seed = NULL;
+    d.big = true;
+    device_cases(&d, "linear");
+    device_cases(&d, "feed_forward");
+    cuda_mend();
+  }
+  free(x);
+}
+
 /* ---- TF32 and BF16 round products, and nothing else ---- */
 static void check_math(void) {
   static const double limit[3] = {1e-6, 2e-3, 2e-2}, min[3] = {0, 1e-6, 1e-5};
@@ -777,6 +804,7 @@ static void check_small(void) {
   check_clip();
   check_foreign_errors();
   check_staging();
+  check_endings();
   check_rounded();
   check_findings();
 }
@@ -809,6 +837,7 @@ int main(int argc, char **argv) {
     check_math();
     check_rounded();
     check_staging();
+    check_endings();
     golden_backend = cuda.backend;
     golden_folder("tests/data");
     features_files(cuda.backend);

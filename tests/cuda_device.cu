@@ -143,12 +143,14 @@ extern "C" void cuda_fail(cuda_failure what, int at) {
   if (what == CUDA_NO_LAUNCH) cuda_host.fail_launch = at;
   if (what == CUDA_FAULT) cuda_host.fault = at;
   if (what == CUDA_NO_KERNELS) cuda_host.no_image = at;
+  if (what == CUDA_NO_ENDINGS) cuda_host.no_endings = true;
 }
 extern "C" void cuda_mend(void) {
   cuda_host_reset();
   cuda_host.devices = 1;
   cuda_host.major = 9;
   cuda_host.no_image = 0;
+  cuda_host.no_endings = false;
   cuda_host.memory = cuda_host_state().memory;
 }
 extern "C" void cuda_quiet(bool quiet) { cuda_host.quiet = quiet; }
