@@ -222,14 +222,14 @@ $(BUILD)/cuda/luna_cuda.o: luna_cuda.cuh luna.h
 	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/luna_cuda.cu -o $@
 
 $(BUILD)/cuda/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/cuda/cuda_device.o
-	$(NVCC) $^ -o $@ -lcublas $(LIBS)
+	$(NVCC) $^ -o $@ -lcublas -lcublasLt $(LIBS)
 
 $(BUILD)/cuda/tests/cuda_forgetting: $(BUILD)/tests/cuda_forgetting.o $(BUILD)/luna.o $(BUILD)/cuda/cuda_device.o
-	$(NVCC) $^ -o $@ -lcublas $(LIBS)
+	$(NVCC) $^ -o $@ -lcublas -lcublasLt $(LIBS)
 
 $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wildcard examples/*.h)
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/cuda/lm.o
-	$(NVCC) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ -lcublas $(LIBS)
+	$(NVCC) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ -lcublas -lcublasLt $(LIBS)
 
 # the hook of examples/nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
 NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/cuda/nccl.o)
@@ -277,7 +277,7 @@ ptx:
 	  else echo "nvcc is not here: its PTX is not run"; fi
 
 $(BUILD)/cuda/bench: $(BUILD)/cuda/bench_cuda.o $(BUILD)/luna.o
-	$(NVCC) $^ -o $@ -lcublas $(LIBS)
+	$(NVCC) $^ -o $@ -lcublas -lcublasLt $(LIBS)
 
 cuda-bench:
 	@if command -v $(NVCC) >/dev/null 2>&1; \

@@ -2063,6 +2063,8 @@ typedef struct luna_update {
   V(uint32_t, size)                  /* sizeof(luna_backend) */ \
   V(int, device) \
   V(size_t, opened)                  /* bytes that `open` takes of the device, for luna_memory */ \
+  V(float, product_cost)             /* of a flop of products by parameters, in units of one within attention: luna_form \
+                                        goes by it; 0 = 1 */ \
   /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail says why) the context exists
      and every call in it fails with that sentence */ \
   F(luna_status, open, (luna_ctx *ctx, int device, void **self)) \
@@ -14763,6 +14765,11 @@ LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
   return hash;
 }
 
+/* tables of one device may differ in their rows */
+LUNAI_FN bool lunai_same_device(const luna_ctx *a, const luna_ctx *b) {
+  const luna_backend *x = luna_backend_of(a), *y = luna_backend_of(b);
+  return x == y || (x->device != 0 && x->device == y->device && x->allocate == y->allocate && x->wait == y->wait);
+}
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
   luna_params *params = from ? luna_params_open(ctx) : NULL;
   const luna_params *root = from;
@@ -14772,8 +14779,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->borrowing = true;
   params->shared = from;
   while (root->shared) root = root->shared;
-  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) ||
-      !lunai_queues(root->ctx))
+  if (root->ctx == ctx || !lunai_same_device(ctx, root->ctx) || !lunai_queues(ctx) || !lunai_queues(root->ctx))
     return params;
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
@@ -14942,7 +14948,7 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_st_tensor t;
   memset(&t, 0, sizeof t);
   *wrong = LUNA_ERROR_NONE;
-  if (from && luna_backend_of(from->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  if (from && !lunai_same_device(from->ctx, params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
   else if (!from && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   else if (from ? !other : !lunai_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
   else if (from ? !lunai_is_like(&other->tensor, like) : !lunai_st_like(&t, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
@@ -16762,6 +16768,7 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
 #define LUNAI_CPU_size sizeof(luna_backend)
 #define LUNAI_CPU_device 0
 #define LUNAI_CPU_opened 0
+#define LUNAI_CPU_product_cost 0
 #define LUNAI_CPU_open NULL
 #define LUNAI_CPU_close NULL
 #define LUNAI_CPU_allocate NULL
@@ -17272,12 +17279,13 @@ LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *lay
   return lunai_unpack_with(in, lengths, layer->config.dropout, dropout);
 }
 
-/* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of
-   the long side and 4 l d */
+/* Whether the folded form costs less: 4 h l d flops a row and 4 l d d of products a sequence, against 2 d d of products
+   for each projection of the long side and 4 l d */
 LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int64_t projections) {
-  const double d = (double)dim, l = (double)slots, n = (double)rows;
+  const double d = (double)dim, l = (double)slots, n = (double)rows, cost = (double)ctx->backend->product_cost,
+               products = (cost > 0 ? cost : 1) * d * d;
   if (ctx->options.form != LUNA_FORM_CHEAPEST) return ctx->options.form == LUNA_FORM_FOLDED;
-  return n * 4 * (double)heads * l * d + 4 * l * d * d < n * (2 * (double)projections * d * d + 4 * l * d);
+  return n * 4 * (double)heads * l * d + 4 * l * products < n * (2 * (double)projections * products + 4 * l * d);
 }
 
 /* the first half: Y_P */

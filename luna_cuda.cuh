@@ -5,7 +5,7 @@
    in the program:       luna_options options = {0};
                          options.backend = luna_cuda_backend(0);
                          luna_ctx *ctx = luna_open(&options);
-   and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas. luna.h's
+   and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas -lcublasLt. luna.h's
    implementation may stand in the same .cu file or, faster on the CPU, in a .c file of its own.
 
    Memory      Tensors' data, gradients and moments lie on the device; luna_read and luna_item bring values back.
@@ -19,7 +19,8 @@
                the error and cudaGetLastError's is reset.
    Devices     Each call of a context makes its device the thread's current one, and leaves it so: call cudaSetDevice
                before work of your own on another.
-   Shared      sets (luna_params_share): the sharing context's stream waits for the owner's.
+   Shared      sets (luna_params_share), also by contexts with other products (luna_cuda_math): the sharing context's
+               stream waits for the owner's.
    Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large
                products (10 and 7 bits of mantissa). The same program gives the same bits on the same device: no kernel
                adds floats in an order that can change.
@@ -39,6 +40,7 @@
 #define LUNA_CUDA_CUH
 #include "luna.h"
 #ifndef LUNA_CUDA_HOST
+#include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 #endif
@@ -111,6 +113,7 @@ __device__ __forceinline__ void lunacu_store4(float *p, float4 x) { __stwb((floa
 
 #define LUNACU_FULL 0xFFFFFFFFu
 #define LUNACU_WARP 32
+#define LUNACU_STAGING_PARTS 4
 #define LUNACU_BLOCK 256             /* threads of a block, where nothing speaks for another number */
 
 /* What one context needs of its device */
@@ -122,8 +125,11 @@ struct lunacu {
   cublasHandle_t blas;
   void *blas_workspace;
   double *partials;                  /* of sums that end in one number */
-  char *staging;                     /* pinned, on its way to the device */
-  size_t staged;                     /* bytes of it handed out since it was last known to be empty */
+  /* pinned, on its way to the device, in parts: the one in use and its bytes handed out; the others' last copies */
+  char *staging;
+  int part;
+  size_t staged;
+  cudaEvent_t sent[LUNACU_STAGING_PARTS];
 };
 static inline lunacu *lunacu_self(const luna_ctx *ctx) { return (lunacu *)luna_backend_self(ctx); }
 /* the stream of a context's work */
@@ -394,7 +400,7 @@ __device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float
 /* ---------------------------------------------------------------------------------------------------------------------
    >>context: one device, its memory, copies
    ------------------------------------------------------------------------------------------------------------------ */
-#define LUNACU_STAGING ((size_t)4 << 20)
+#define LUNACU_STAGING ((size_t)1 << 20) /* bytes of a part */
 #define LUNACU_BLAS_WORKSPACE ((size_t)32 << 20)
 #define LUNACU_PARTIALS_SIZE (1 << 17)
 #define LUNACU_DEVICES 16
@@ -408,6 +414,7 @@ static void lunacu_close(void *user) {
   if (self->partials) (void)lunacu_own(cudaFree(self->partials));
   if (self->staging) (void)lunacu_own(cudaFreeHost(self->staging));
   if (self->event) (void)lunacu_own(cudaEventDestroy(self->event));
+  for (cudaEvent_t sent : self->sent) if (sent) (void)lunacu_own(cudaEventDestroy(sent));
   if (self->stream) (void)lunacu_own(cudaStreamDestroy(self->stream));
   free(self);
 }
@@ -451,7 +458,10 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   self->math = lunacu_math_of(ctx);
   cudaError_t error = cudaStreamCreateWithFlags(&self->stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&self->event, cudaEventDisableTiming);
-  if (error == cudaSuccess) error = cudaHostAlloc((void **)&self->staging, LUNACU_STAGING, cudaHostAllocDefault);
+  for (cudaEvent_t &sent : self->sent)
+    if (error == cudaSuccess) error = cudaEventCreateWithFlags(&sent, cudaEventDisableTiming);
+  if (error == cudaSuccess)
+    error = cudaHostAlloc((void **)&self->staging, LUNACU_STAGING_PARTS * LUNACU_STAGING, cudaHostAllocDefault);
   if (error == cudaSuccess) error = cudaMalloc(&self->blas_workspace, LUNACU_BLAS_WORKSPACE);
   if (error == cudaSuccess) error = cudaMalloc((void **)&self->partials, LUNACU_PARTIALS_SIZE * sizeof(double));
   if (lunacu_own(error) != cudaSuccess) lunacu_sentence(sentence, sizeof sentence, "luna_open", device, error);
@@ -506,13 +516,16 @@ static luna_status lunacu_to_device(luna_ctx *ctx, void *to, const void *from, s
   if (bytes % 4 == 0 && bytes <= sizeof(lunacu_carried)) return lunacu_carry(ctx, to, from, bytes);
   while (bytes > 0 && error == cudaSuccess) {
     const size_t part = bytes < LUNACU_STAGING ? bytes : LUNACU_STAGING;
-    if (self->staged + part > LUNACU_STAGING) {
-      error = cudaStreamSynchronize(self->stream);
+    if (self->staged + part > LUNACU_STAGING) { /* what the next part sent is long there, in a loop that computes */
+      error = cudaEventRecord(self->sent[self->part], self->stream);
+      self->part = (self->part + 1) % LUNACU_STAGING_PARTS;
+      if (error == cudaSuccess) error = cudaEventSynchronize(self->sent[self->part]);
       if (error != cudaSuccess) break;
       self->staged = 0;
     }
-    memcpy(self->staging + self->staged, from, part);
-    error = cudaMemcpyAsync(to, self->staging + self->staged, part, cudaMemcpyHostToDevice, self->stream);
+    char *const at = self->staging + (size_t)self->part * LUNACU_STAGING + self->staged;
+    memcpy(at, from, part);
+    error = cudaMemcpyAsync(to, at, part, cudaMemcpyHostToDevice, self->stream);
     self->staged += (part + 255) / 256 * 256;
     to = (char *)to + part;
     from = (const char *)from + part;
@@ -529,7 +542,6 @@ static luna_status lunacu_copy(luna_ctx *ctx, void *to, const void *from, size_t
   if (direction == 1) return lunacu_to_device(ctx, to, from, bytes);
   cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, self->stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(self->stream);
-  if (error == cudaSuccess) self->staged = 0;
   return lunacu_check(ctx, error, "copy to the host");
 }
 static luna_status lunacu_zero(luna_ctx *ctx, void *at, size_t bytes) {
@@ -1362,10 +1374,64 @@ struct lunacu_product {
   int64_t m, n, k;
   bool accumulate;
   int64_t batch = 1, a_batch = 0, b_batch = 0, c_batch = 0;
+  /* an ending, where there is a bias [n]: C = A B + bias (+ residual). cuBLASLt has ReLU too, and does not say whether a
+     NaN stays one */
+  const float *bias = NULL, *residual = NULL;
 };
+static uint32_t lunacu_alignment(const void *p) {
+  const uintptr_t at = (uintptr_t)p | 256;
+  return (uint32_t)(at & (~at + 1));
+}
+/* The same with its ending, by cuBLASLt, C^T = B^T A^T as below. No success: nothing is computed */
+static cublasStatus_t lunacu_gemm_ended(lunacu *self, const lunacu_product &p, cublasComputeType_t type,
+                                        cublasOperation_t op_b, int64_t ldb, cublasOperation_t op_a, int64_t lda) {
+  const float one = 1, beta = p.residual ? 1.0f : 0.0f;
+  const float *const from = p.residual ? p.residual : p.c;
+  const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+  const cublasLtHandle_t handle = (cublasLtHandle_t)self->blas; /* which every cuBLAS handle is */
+  const size_t room = LUNACU_BLAS_WORKSPACE;
+  cublasLtMatmulDesc_t what = NULL;
+  cublasLtMatrixLayout_t a = NULL, b = NULL, c = NULL;
+  cublasLtMatmulPreference_t wish = NULL;
+  cublasLtMatmulHeuristicResult_t way = {};
+  int ways = 0;
+  cublasStatus_t status = cublasLtMatmulDescCreate(&what, type, CUDA_R_32F);
+  const auto next = [&status](cublasStatus_t s) { if (status == CUBLAS_STATUS_SUCCESS) status = s; };
+  const auto describe = [&](cublasLtMatmulDescAttributes_t name, const auto &value) {
+    if (status == CUBLAS_STATUS_SUCCESS) next(cublasLtMatmulDescSetAttribute(what, name, &value, sizeof value));
+  };
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, const auto &value) {
+    if (status == CUBLAS_STATUS_SUCCESS) next(cublasLtMatmulPreferenceSetAttribute(wish, name, &value, sizeof value));
+  };
+  describe(CUBLASLT_MATMUL_DESC_TRANSA, op_b);
+  describe(CUBLASLT_MATMUL_DESC_TRANSB, op_a);
+  describe(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+  describe(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  next(cublasLtMatrixLayoutCreate(&b, CUDA_R_32F, (uint64_t)(op_b == CUBLAS_OP_N ? p.n : p.k),
+                                  (uint64_t)(op_b == CUBLAS_OP_N ? p.k : p.n), ldb));
+  next(cublasLtMatrixLayoutCreate(&a, CUDA_R_32F, (uint64_t)(op_a == CUBLAS_OP_N ? p.k : p.m),
+                                  (uint64_t)(op_a == CUBLAS_OP_N ? p.m : p.k), lda));
+  next(cublasLtMatrixLayoutCreate(&c, CUDA_R_32F, (uint64_t)p.n, (uint64_t)p.m, p.n));
+  next(cublasLtMatmulPreferenceCreate(&wish));
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, room);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, lunacu_alignment(p.b.at));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, lunacu_alignment(p.a.at));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, lunacu_alignment(from));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, lunacu_alignment(p.c));
+  if (status == CUBLAS_STATUS_SUCCESS)
+    status = cublasLtMatmulAlgoGetHeuristic(handle, what, b, a, c, c, wish, 1, &way, &ways);
+  if (status == CUBLAS_STATUS_SUCCESS && ways < 1) status = CUBLAS_STATUS_NOT_SUPPORTED;
+  if (status == CUBLAS_STATUS_SUCCESS)
+    status = cublasLtMatmul(handle, what, &one, p.b.at, b, p.a.at, a, &beta, from, c, p.c, c, &way.algo,
+                            self->blas_workspace, room, self->stream);
+  if (wish) (void)cublasLtMatmulPreferenceDestroy(wish);
+  for (cublasLtMatrixLayout_t layout : {a, b, c}) if (layout) (void)cublasLtMatrixLayoutDestroy(layout);
+  if (what) (void)cublasLtMatmulDescDestroy(what);
+  return status;
+}
 /* cuBLAS counts by columns: C^T = B^T A^T. It takes 32-bit sizes, and a leading dimension of at least 1 even where
    there is but one row. */
-static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
+static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p, bool *ended = NULL) {
   lunacu *self = lunacu_self(ctx);
   const float one = 1, beta = p.accumulate ? 1.0f : 0.0f;
   /* by rows; else by columns */
@@ -1385,10 +1451,15 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
       p.batch > INT32_MAX)
     return luna_backend_fail(ctx, LUNA_UNSUPPORTED,
                              "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
+  const cublasOperation_t op_b = b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, op_a = a_flat ? CUBLAS_OP_N : CUBLAS_OP_T;
+  if (p.bias && lunacu_gemm_ended(self, p, type, op_b, ldb, op_a, lda) == CUBLAS_STATUS_SUCCESS) {
+    *ended = true;
+    return LUNA_OK;
+  }
   const cublasStatus_t status = cublasGemmStridedBatchedEx(
-      self->blas, b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, a_flat ? CUBLAS_OP_N : CUBLAS_OP_T, (int)p.n, (int)p.m, (int)p.k,
-      &one, p.b.at, CUDA_R_32F, (int)ldb, p.b_batch, p.a.at, CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F,
-      (int)p.n, p.c_batch, (int)p.batch, type, CUBLAS_GEMM_DEFAULT);
+      self->blas, op_b, op_a, (int)p.n, (int)p.m, (int)p.k, &one, p.b.at, CUDA_R_32F, (int)ldb, p.b_batch, p.a.at,
+      CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F, (int)p.n, p.c_batch, (int)p.batch, type,
+      CUBLAS_GEMM_DEFAULT);
   if (status == CUBLAS_STATUS_SUCCESS) return LUNA_OK;
   snprintf(sentence, sizeof sentence, "a product [%lld, %lld] x [%lld, %lld]: cuBLAS on CUDA device %d: %s",
            (long long)p.m, (long long)p.k, (long long)p.k, (long long)p.n,
@@ -1411,7 +1482,7 @@ static void lunacu_column_sums(const luna_op *op, const lunacu_columns &c, float
                        {{to}, {1}, c.width, 1, 1.0f, true}, scratch);
 }
 
-/* --- epilogues of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
+/* --- endings of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
 struct lunacu_ending {
   const float *x, *bias, *residual;
   float *pre;
@@ -1537,10 +1608,12 @@ static void lunacu_linear_query(luna_op *op) {
 static luna_status lunacu_linear_forward(luna_op *op) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   const int64_t rows = lunacu_rows(x), in = lunacu_last(x), out = lunacu_last(y);
-  const luna_status status = lunacu_gemm(op->ctx, {{x->data, in, 1}, {op->in[1]->data, 1, in}, y->data, rows, out, in,
-                                                   false});
+  bool ended = false;
+  lunacu_product p = {{x->data, in, 1}, {op->in[1]->data, 1, in}, y->data, rows, out, in, false};
+  if (!lunacu_linear_changes(op)) p.bias = lunacu_data(op, 2), p.residual = lunacu_data(op, 3);
+  const luna_status status = lunacu_gemm(op->ctx, p, &ended);
   if (status != LUNA_OK) return status;
-  if (op->in[2] || op->in[3] || lunacu_linear_changes(op))
+  if (!ended && (op->in[2] || op->in[3] || lunacu_linear_changes(op)))
     lunacu_end(op, luna_count(y), y->data, {y->data, lunacu_data(op, 2), lunacu_data(op, 3),
         op->kept_size ? (float *)op->kept : NULL, out, 0, (int)op->activation, false, lunacu_last_dropout(op)});
   return lunacu_row_done(op);
@@ -1635,14 +1708,15 @@ static luna_status lunacu_feed_forward_forward(luna_op *op) {
   for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
     const lunacu_ffn_rows r = lunacu_ffn_rows_of(op, f, first);
     float *to = op->out[0]->data + first * f.out;
+    const float *residual = op->in[5] ? op->in[5]->data + first * f.out : NULL;
+    lunacu_product p = {{r.a, f.hidden, 1}, {op->in[3]->data, 1, f.hidden}, to, r.rows, f.out, f.hidden, false};
+    bool ended = false;
+    if (op->last_dropout <= 0) p.bias = lunacu_data(op, 4), p.residual = residual;
     status = lunacu_ffn_hidden(op, f, r, false);
-    if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, {{r.a, f.hidden, 1}, {op->in[3]->data, 1, f.hidden}, to, r.rows, f.out, f.hidden,
-                                     false});
-    if (status == LUNA_OK && (op->in[4] || op->in[5] || op->last_dropout > 0))
-      lunacu_end(op, r.rows * f.out, to,
-                 {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL, NULL, f.out,
-                  first * f.out, LUNA_ACTIVATION_DEFAULT, false, lunacu_last_dropout(op)});
+    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, p, &ended);
+    if (status == LUNA_OK && !ended && (op->in[4] || op->in[5] || op->last_dropout > 0))
+      lunacu_end(op, r.rows * f.out, to, {to, lunacu_data(op, 4), residual, NULL, f.out, first * f.out,
+                                          LUNA_ACTIVATION_DEFAULT, false, lunacu_last_dropout(op)});
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
@@ -2563,6 +2637,18 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
 #define LUNACU_DEPTH 16              /* of a sum, what is in shared memory at a time */
 #define LUNACU_WORKSPACE ((int64_t)8 << 20)  /* floats of workspace for P, for dS and for parts of results, each */
 
+/* Weights are powers of 2, which the hardware has: of a score times scale log2 e, less the row's largest or its
+   log-sum-exp, in base 2 too. Below 2^-126 they are 0. */
+#define LUNACU_LOG2_E 1.44269504f
+__device__ __forceinline__ float lunacu_exp2(float x) {
+#ifdef LUNA_CUDA_HOST
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
 /* The factors of four elements from `element` on */
 __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t element, float (&factor)[4]) {
   const int at = (int)(element % 8), first = at / 2;
@@ -2579,18 +2665,40 @@ __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t el
   factor[3] = high >> 16 < d.threshold ? 0.0f : d.keep;
 }
 
+/* Where shared memory has them so that tensor cores' fragments are read without bank conflicts: steps of a sum, sixteen
+   as a 4 x 4 transposed; rows that are read two or four apart, of which neighbours change places */
+__device__ __forceinline__ int lunacu_step_place(int k) { return (k & ~15) | (k & 3) << 2 | (k >> 2 & 3); }
+__device__ __forceinline__ int lunacu_line_place(int i) { return i ^ (i >> 1 & 1) ^ (i >> 2 & 1); }
+
 /* --- products by tiles: C [TALL, WIDE] = A B, of which a thread has rows x columns, fours of neighbours --- */
 template <int TALL, int WIDE> struct lunacu_tile {
   static constexpr int tall = TALL, wide = WIDE, rows = TALL <= 32 ? 4 : 8,
       columns = TALL * WIDE / LUNACU_TILE_THREADS / rows, across = WIDE / columns;
   static_assert(TALL / rows * across == LUNACU_TILE_THREADS && columns % 4 == 0, "all threads of a block share a tile");
-  static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, room = LUNACU_DEPTH * (a_pitch + b_pitch); /* floats */
+  static constexpr bool tensor = false;
+  static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * a_pitch, /* floats */
+      room = a_room + LUNACU_DEPTH * b_pitch;
   static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4),
       wide_log = WIDE == 32 ? 5 : WIDE == 64 ? 6 : WIDE == 128 ? 7 : 8;
   static __device__ __forceinline__ int lane() { return threadIdx.x % across; }
   static __device__ __forceinline__ int first_row() { return threadIdx.x / across * 4; }
   static __device__ __forceinline__ int row(int i) { return i / 4 * row_step + first_row() + i % 4; }
   static __device__ __forceinline__ int column(int j) { return j / 4 * column_step + lane() * 4 + j % 4; }
+  /* where P has the weights of key k */
+  static __device__ __forceinline__ int at(int k) { return k * a_pitch; }
+};
+/* The same by tensor cores: a warp has TALL / 4 rows and all columns, a thread rows that are neighbours and four of
+   every 16 columns. ALONG: the room is for factors of which the sum goes along rows alone */
+template <int TALL, int WIDE, bool ALONG> struct lunacu_tensor_tile {
+  static constexpr bool tensor = true;
+  static constexpr int tall = TALL, wide = WIDE, rows = TALL / 32, columns = WIDE / 4, across = 4;
+  static constexpr int a_pitch = TALL + 8, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * (ALONG ? TALL : a_pitch),
+      room = a_room + LUNACU_DEPTH * (ALONG ? WIDE : b_pitch), wide_log = WIDE == 64 ? 6 : 7;
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 4; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / 4 * rows; }
+  static __device__ __forceinline__ int row(int i) { return first_row() + i; }
+  static __device__ __forceinline__ int column(int j) { return j / 4 * 16 + lane() * 4 + j % 4; }
+  static __device__ __forceinline__ int at(int k) { return lunacu_step_place(k) * a_pitch; }
 };
 
 __device__ __forceinline__ float4 lunacu_add4(float4 a, float4 b) {
@@ -2645,40 +2753,44 @@ template <bool WHOLE, int TURNS>
 __device__ __forceinline__ void lunacu_fetch(float4 (&x)[TURNS], const lunacu_side &s, int row, int column,
                                              const lunacu_fours &own) {
   const float *from = s.at + (row + own.row) * s.row + column + own.column;
+  const int64_t step = own.step * s.row;
   LUNACU_UNROLL
-  for (int t = 0; t < TURNS; t++)
-    x[t] = WHOLE ? *(const float4 *)(from + t * own.step * s.row)
-                 : lunacu_load4(s, row + own.row + t * own.step, column + own.column);
+  for (int t = 0; t < TURNS; t++, from += step)
+    x[t] = WHOLE ? *(const float4 *)from : lunacu_load4(s, row + own.row + t * own.step, column + own.column);
 }
-/* TURNED: shared memory gets the transpose; its rows are `pitch` apart */
-template <bool TURNED, int TURNS>
+/* How shared memory gets a tile, whose rows are `pitch` apart there: as it is, transposed, or with its rows in the
+   places of steps or lines */
+enum lunacu_order { LUNACU_PLAIN, LUNACU_TURNED, LUNACU_STEPS, LUNACU_LINES, LUNACU_TURNED_STEPS };
+template <lunacu_order ORDER, int TURNS>
 __device__ __forceinline__ void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own,
                                              const float4 (&x)[TURNS]) {
   LUNACU_UNROLL
   for (int t = 0; t < TURNS; t++) {
-    const int i = own.row + t * own.step, c = own.column;
-    if (TURNED) {
-      to[c * pitch + i] = x[t].x;
-      to[(c + 1) * pitch + i] = x[t].y;
-      to[(c + 2) * pitch + i] = x[t].z;
-      to[(c + 3) * pitch + i] = x[t].w;
+    const int row = own.row + t * own.step, c = own.column,
+        i = ORDER == LUNACU_STEPS ? lunacu_step_place(row) : ORDER == LUNACU_LINES ? lunacu_line_place(row) : row;
+    if (ORDER == LUNACU_TURNED || ORDER == LUNACU_TURNED_STEPS) {
+      const int first = ORDER == LUNACU_TURNED ? c : lunacu_step_place(c), step = ORDER == LUNACU_TURNED ? 1 : 4;
+      to[first * pitch + i] = x[t].x;
+      to[(first + step) * pitch + i] = x[t].y;
+      to[(first + 2 * step) * pitch + i] = x[t].z;
+      to[(first + 3 * step) * pitch + i] = x[t].w;
     } else lunacu_write4(to + i * pitch + c, x[t].x, x[t].y, x[t].z, x[t].w);
   }
 }
 /* Both. A tile that is not whole takes a turn at a time: fewer registers */
-template <bool TURNED, int TURNS>
+template <lunacu_order ORDER, int TURNS>
 __device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to, int pitch, const lunacu_side &s, int row,
                                              int column, lunacu_fours own, bool whole) {
   if (whole) {
     float4 x[TURNS];
     lunacu_fetch<true>(x, s, row, column, own);
-    lunacu_store<TURNED>(to, pitch, own, x);
+    lunacu_store<ORDER>(to, pitch, own, x);
   } else {
     LUNACU_ROLLED
     for (; own.row < TURNS * own.step; own.row += own.step) {
       float4 x[1];
       lunacu_fetch<false>(x, s, row, column, own);
-      lunacu_store<TURNED>(to, pitch, own, x);
+      lunacu_store<ORDER>(to, pitch, own, x);
     }
   }
 }
@@ -2705,32 +2817,161 @@ __device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu
     for (int j = 0; j < COLUMNS; j++) sum[i][j] += x[i] * y[j];
   }
 }
-/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on: to[step * pitch + place]. ALONG:
-   the sum goes along rows of the memory */
-template <bool ALONG, int SIZE>
+/* --- tensor cores: sum += A B over 16 steps of a lunacu_tensor_tile, the factors rounded to TF32 or BF16. ALONG: a
+   row of A, in its line's place, or a column of B lies in a row of shared memory; otherwise a step, in its place --- */
+#ifdef LUNA_CUDA_HOST
+inline float lunacu_rounded(float x, bool bf16) { /* TF32: halves away from zero; BF16: to even; NaN, Inf stay */
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (!(fabsf(x) < INFINITY)) return x;
+  bits = bf16 ? (bits + 0x7fffu + (bits >> 16 & 1)) & ~0xffffu : (bits + 0x1000u) & ~0x1fffu;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, int ROWS, int COLUMNS>
+inline void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a,
+                                lunacu_shared<const float> b, bool bf16) {
+  for (int k = 0; k < 16; k++) {
+    const int place = lunacu_step_place(k);
+    float x[ROWS];
+    for (int i = 0; i < ROWS; i++) {
+      const int row = (int)threadIdx.x / 4 * ROWS + i;
+      x[i] = lunacu_rounded(A_ALONG ? a[lunacu_line_place(row) * A_PITCH + k] : a[place * A_PITCH + row], bf16);
+    }
+    for (int j = 0; j < COLUMNS; j++) {
+      const int column = j / 4 * 16 + (int)threadIdx.x % 4 * 4 + j % 4;
+      const float y = lunacu_rounded(B_ALONG ? b[column * B_PITCH + k] : b[place * B_PITCH + column], bf16);
+      for (int i = 0; i < ROWS; i++) sum[i][j] += x[i] * y;
+    }
+  }
+}
+#else
+/* C += A B of 16 rows and 8 columns: of A two rows, of B one column, of each four steps of the 16. The rows are those
+   of this thread's part of C; the column of B is another's. */
+__device__ __forceinline__ void lunacu_tensor_product(float &c0, float &c1, float &c2, float &c3,
+                                                      const uint32_t (&x)[4], const uint32_t (&y)[4],
+                                                      const uint32_t (&b)[4], bool bf16) {
+  if (bf16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};" : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(x[0]), "r"(y[0]), "r"(x[1]), "r"(y[1]),
+        "r"(b[0]), "r"(b[1]));
+  else {
+    LUNACU_UNROLL
+    for (int h = 0; h < 4; h += 2)
+      asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};" : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(x[h]), "r"(y[h]), "r"(x[h + 1]),
+          "r"(y[h + 1]), "r"(b[h]), "r"(b[h + 1]));
+  }
+}
+/* four steps: two pairs of BF16, the lower first, or four of TF32 */
+__device__ __forceinline__ void lunacu_tensor_round(uint32_t (&to)[4], float a, float b, float c, float d, bool bf16) {
+  if (bf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to[0]) : "f"(b), "f"(a));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to[1]) : "f"(d), "f"(c));
+  } else {
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[0]) : "f"(a));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[1]) : "f"(b));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[2]) : "f"(c));
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[3]) : "f"(d));
+  }
+}
+/* N neighbours in each of four steps' rows, of which the first is at `p` */
+template <int N, int PITCH>
+__device__ __forceinline__ void lunacu_tensor_turn(uint32_t (&to)[N][4], const float *p, bool bf16) {
+  float x[4][N];
+  LUNACU_UNROLL
+  for (int k = 0; k < 4; k++) {
+    if constexpr (N == 4) {
+      const float4 v = *(const float4 *)(p + 4 * k * PITCH);
+      x[k][0] = v.x; x[k][1] = v.y; x[k][2] = v.z; x[k][3] = v.w;
+    } else {
+      const float2 v = *(const float2 *)(p + 4 * k * PITCH);
+      x[k][0] = v.x; x[k][1] = v.y;
+    }
+  }
+  LUNACU_UNROLL
+  for (int i = 0; i < N; i++) lunacu_tensor_round(to[i], x[0][i], x[1][i], x[2][i], x[3][i], bf16);
+}
+template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, bool BF16, int ROWS, int COLUMNS>
+__device__ __forceinline__ void lunacu_tensor_steps_in(float (&sum)[ROWS][COLUMNS], const float *a, const float *b) {
+  constexpr int near = B_ALONG || COLUMNS % 8 ? 4 : 8;
+  const int group = (int)threadIdx.x % 32 / 4, lane = (int)threadIdx.x % 4, row = (int)threadIdx.x / 4 * ROWS;
+  uint32_t x[ROWS][4], y[near / 2][4];
+  if constexpr (A_ALONG) {
+    LUNACU_UNROLL
+    for (int i = 0; i < ROWS; i++) {
+      const float4 v = *(const float4 *)(a + lunacu_line_place(row + i) * A_PITCH + 4 * lane);
+      lunacu_tensor_round(x[i], v.x, v.y, v.z, v.w, BF16);
+    }
+  } else lunacu_tensor_turn<ROWS, A_PITCH>(x, a + lane * A_PITCH + row, BF16);
+  LUNACU_UNROLL
+  for (int j = 0; j < COLUMNS; j += near) {
+    if constexpr (B_ALONG) {
+      LUNACU_UNROLL
+      for (int q = 0; q < 2; q++) {
+        const float4 v = *(const float4 *)(b + (4 * j + group / 2 * 4 + 2 * q + group % 2) * B_PITCH + 4 * lane);
+        lunacu_tensor_round(y[q], v.x, v.y, v.z, v.w, BF16);
+      }
+    } else if constexpr (near == 4) {  /* 16 columns alone */
+      LUNACU_UNROLL
+      for (int q = 0; q < 2; q++) {
+        const float *p = b + lane * B_PITCH + 4 * j + group / 2 * 4 + 2 * q + group % 2;
+        lunacu_tensor_round(y[q], p[0], p[4 * B_PITCH], p[8 * B_PITCH], p[12 * B_PITCH], BF16);
+      }
+    } else lunacu_tensor_turn<4, B_PITCH>(y, b + lane * B_PITCH + 4 * j + group / 2 * 4 + group % 2 * 16, BF16);
+    LUNACU_UNROLL
+    for (int q = 0; q < near / 2; q++) {
+      const int first = near == 4 ? j + 2 * q : j + q, second = near == 4 ? first + 1 : first + 4;
+      LUNACU_UNROLL
+      for (int i = 0; i < ROWS; i += 2)
+        lunacu_tensor_product(sum[i][first], sum[i][second], sum[i + 1][first], sum[i + 1][second], x[i], x[i + 1],
+                              y[q], BF16);
+    }
+  }
+}
+template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], const float *a, const float *b,
+                                                    bool bf16) {
+  if (bf16) lunacu_tensor_steps_in<A_ALONG, B_ALONG, A_PITCH, B_PITCH, true>(sum, a, b);
+  else lunacu_tensor_steps_in<A_ALONG, B_ALONG, A_PITCH, B_PITCH, false>(sum, a, b);
+}
+#endif
+
+/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on. ALONG: the sum goes along rows
+   of the memory */
+template <bool ALONG, int SIZE, lunacu_order ORDER>
 __device__ __forceinline__ void lunacu_stage_steps(lunacu_shared<float> to, int pitch, const lunacu_side &s, int first,
                                                    int k) {
   constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
       tall = ALONG ? SIZE : LUNACU_DEPTH, wide = ALONG ? LUNACU_DEPTH : SIZE;
   const int row = ALONG ? first : k, column = ALONG ? k : first;
   if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
-  lunacu_stage<ALONG, turns>(to, pitch, s, row, column, lunacu_fours_of(wide / 4), s.has(row + tall, column + wide));
+  lunacu_stage<ORDER, turns>(to, pitch, s, row, column, lunacu_fours_of(wide / 4), s.has(row + tall, column + wide));
 }
-/* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column) */
+/* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column); bf16: of tensor cores' */
 template <class T, bool A_ALONG, bool B_ALONG>
 __device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room,
                                                 const lunacu_side &a, int row, const lunacu_side &b, int column,
-                                                int from, int end) {
-  const lunacu_shared<float> a_room = room, b_room = room + LUNACU_DEPTH * T::a_pitch;
+                                                int from, int end, bool bf16) {
+  constexpr bool tensor = T::tensor;
+  constexpr lunacu_order a_order = A_ALONG ? tensor ? LUNACU_LINES : LUNACU_TURNED : tensor ? LUNACU_STEPS :
+      LUNACU_PLAIN, b_order = B_ALONG ? tensor ? LUNACU_PLAIN : LUNACU_TURNED : tensor ? LUNACU_STEPS : LUNACU_PLAIN;
+  constexpr int a_pitch = tensor && A_ALONG ? LUNACU_DEPTH : T::a_pitch,
+      b_pitch = tensor && B_ALONG ? LUNACU_DEPTH : T::b_pitch;
+  const lunacu_shared<float> a_room = room, b_room = room + T::a_room;
   for (int k = from; k < end; k += LUNACU_DEPTH) {
     __syncthreads();
-    lunacu_stage_steps<A_ALONG, T::tall>(a_room, T::a_pitch, a, row, k);
-    lunacu_stage_steps<B_ALONG, T::wide>(b_room, T::b_pitch, b, column, k);
+    lunacu_stage_steps<A_ALONG, T::tall, a_order>(a_room, a_pitch, a, row, k);
+    lunacu_stage_steps<B_ALONG, T::wide, b_order>(b_room, b_pitch, b, column, k);
     __syncthreads();
-    LUNACU_UNROLL
-    for (int i = 0; i < LUNACU_DEPTH; i++)
-      lunacu_outer(sum, a_room + i * T::a_pitch + T::first_row(), T::row_step, b_room + i * T::b_pitch + T::lane() * 4,
-                   T::column_step);
+    if constexpr (tensor)
+      lunacu_tensor_steps<A_ALONG, B_ALONG, a_pitch, b_pitch>(sum, a_room, b_room, bf16);
+    else {
+      LUNACU_UNROLL
+      for (int i = 0; i < LUNACU_DEPTH; i++)
+        lunacu_outer(sum, a_room + i * a_pitch + T::first_row(), T::row_step, b_room + i * b_pitch + T::lane() * 4,
+                     T::column_step);
+    }
   }
 }
 
@@ -2745,6 +2986,7 @@ struct lunacu_attention {            /* as lunai_attention: strides in floats, a
   const int32_t *lengths, *query_offsets, *key_offsets;
   /* _vector: rows, and those of its gradient, may be read by four */
   bool causal, q_vector, k_vector, v_vector, out_vector;
+  bool tensor, bf16;                 /* products of large tiles by tensor cores; of BF16, or of TF32 */
   lunacu_dropout dropout;            /* element ((b heads + head) queries + i) keys + j */
 };
 struct lunacu_head {
@@ -2785,6 +3027,7 @@ __device__ __forceinline__ int64_t lunacu_element_at(const lunacu_attention &a, 
 /* --- forward. Block: pair (batch row, head), tile of queries, run of keys --- */
 struct lunacu_runs {
   int tall, wide;                    /* the tile */
+  bool tensor;                       /* on tensor cores */
   int64_t units;                     /* pairs * tiles * splits: the blocks */
   /* of queries; runs of keys, and how many keys a run has: a multiple of the tile's */
   int tiles, splits, keys;
@@ -2792,40 +3035,48 @@ struct lunacu_runs {
   /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
   float *partial;
 };
-/* The scores become exp(s - the maximum so far), in p[key][query]. stats of each row: the maximum, the sum, the factor
-   of earlier sums */
+/* The scores become exp(s - the maximum so far), in p[T::at(key) + query]. stats of each row: the maximum, the sum, the
+   factor of earlier sums */
 template <class T>
 __device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int keys, int ahead,
                                                          float (&s)[T::rows][T::columns], lunacu_shared<float> p,
                                                          lunacu_shared<float> stats) {
+  const bool hides = keys < T::wide || (a.causal && ahead + T::wide > 1); /* some key from some query */
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
     const int row = T::row(i), seen = a.causal ? min(keys, row + 1 - ahead) : keys;
     const float before = stats[row];
     float top = before, total = 0;
     LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) {
-      s[i][j] = T::column(j) < seen ? s[i][j] * a.scale : -INFINITY;
-      top = fmaxf(top, s[i][j]);
+    for (int j = 0; j < T::columns; j++) s[i][j] *= a.scale * LUNACU_LOG2_E;
+    if (hides) {
+      LUNACU_UNROLL
+      for (int j = 0; j < T::columns; j++) s[i][j] = T::column(j) < seen ? s[i][j] : -INFINITY;
     }
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j++) top = fmaxf(top, s[i][j]);
     top = lunacu_over_lanes<lunacu_maximum>(top, T::across);
+    const float base = top == -INFINITY ? 0 : top;
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
-      s[i][j] = expf(T::column(j) < seen ? s[i][j] - top : -INFINITY);
+      s[i][j] = lunacu_exp2(s[i][j] - base);
       total += s[i][j];
     }
     total = lunacu_over_lanes<lunacu_sum>(total, T::across);
     __syncwarp();                    /* a row belongs to lanes of one warp */
     if (T::lane() == 0) {
-      const float fade = top == before ? 1 : expf(before - top);
+      const float fade = top == before ? 1 : lunacu_exp2(before - top);
       stats[row] = top;
       stats[T::tall + row] = stats[T::tall + row] * fade + total;
       stats[2 * T::tall + row] = fade;
     }
-    if (i % 4 < 3) continue;
+    if (T::rows % 4 == 0 && i % 4 < 3) continue;
     LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++)
-      lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i - 3), s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]);
+    for (int j = 0; j < T::columns; j++) {
+      if constexpr (T::rows % 4 == 0)
+        lunacu_write4(p + T::at(T::column(j)) + T::row(i - 3), s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]);
+      else p[T::at(T::column(j)) + T::row(i)] = s[i][j];
+    }
   }
 }
 /* Drops weights of row thread % tall, by fours, and returns their sum: the threads of a row have every so manieth
@@ -2834,13 +3085,13 @@ template <class T> __device__ __forceinline__ float lunacu_attention_drop(const 
     int keys, lunacu_shared<float> p) {
   float sum = 0;
   for (int k = threadIdx.x / T::tall * 4; k < keys; k += LUNACU_TILE_THREADS / T::tall * 4) {
-    const lunacu_shared<float> at = p + k * T::a_pitch + threadIdx.x % T::tall;
+    const lunacu_shared<float> at = p + threadIdx.x % T::tall;
     float factor[4];
     lunacu_drop4(d, element + k, factor);
     LUNACU_UNROLL
     for (int c = 0; c < 4; c++) {
-      const float x = at[c * T::a_pitch] * factor[c];
-      at[c * T::a_pitch] = x;
+      const float x = at[T::at(k + c)] * factor[c];
+      at[T::at(k + c)] = x;
       sum += x;
     }
   }
@@ -2864,29 +3115,42 @@ template <class T>
 __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v,
                                                             int ahead, int from, lunacu_shared<const float> p,
                                                             lunacu_shared<float> room,
-                                                            float (&sum)[T::rows][T::columns]) {
+                                                            float (&sum)[T::rows][T::columns], bool bf16) {
   constexpr int turns = T::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
+  constexpr lunacu_order order = T::tensor ? LUNACU_STEPS : LUNACU_PLAIN;
   const int keys_staged = LUNACU_DEPTH * own.groups, chunk = 1 << own.chunk_log;
   const lunacu_fours fours = lunacu_fours_of(1u << (own.chunk_log - 2));
   for (int k = 0; k < v.rows; k += keys_staged) {
     __syncthreads();
-    lunacu_stage<false, turns>(room, chunk, v, k, from, fours, v.has(k + keys_staged, from + chunk));
+    lunacu_stage<order, turns>(room, T::tensor ? T::b_pitch : chunk, v, k, from, fours,
+                               v.has(k + keys_staged, from + chunk));
     __syncthreads();
-    LUNACU_UNROLL
-    for (int i = 0; i < LUNACU_DEPTH; i++) {
-      const int at = i * own.groups + own.group;
-      lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step,
-                   room + (at << own.chunk_log) + own.lane, own.step);
+    if constexpr (T::tensor)
+      lunacu_tensor_steps<false, false, T::a_pitch, T::b_pitch>(sum, p + k * T::a_pitch, room, bf16);
+    else {
+      LUNACU_UNROLL
+      for (int i = 0; i < LUNACU_DEPTH; i++) {
+        const int at = i * own.groups + own.group;
+        lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step,
+                     room + (at << own.chunk_log) + own.lane, own.step);
+      }
     }
   }
+  if (v.clean >= v.rows) return;
   /* what was kept out, where it is seen */
+  bool any = false;
+  for (int k = v.clean + fours.row; k < v.rows; k += fours.step) {
+    const float4 x = lunacu_get4(v.at + k * v.row, from + fours.column, v.width, v.vector);
+    any = any || !(fabsf(x.x) < INFINITY && fabsf(x.y) < INFINITY && fabsf(x.z) < INFINITY && fabsf(x.w) < INFINITY);
+  }
+  if (!__syncthreads_or(any)) return;
   for (int k = v.clean / own.groups * own.groups + own.group; k < v.rows; k += own.groups) {
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
       const float x = k >= v.clean && from + own.column(j) < v.width ? v.at[k * v.row + from + own.column(j)] : 0;
       if (fabsf(x) < INFINITY) continue;
       LUNACU_UNROLL
-      for (int i = 0; i < T::rows; i++) if (T::row(i) >= k + ahead) sum[i][j] += p[k * T::a_pitch + T::row(i)] * x;
+      for (int i = 0; i < T::rows; i++) if (T::row(i) >= k + ahead) sum[i][j] += p[T::at(k) + T::row(i)] * x;
     }
   }
 }
@@ -2936,7 +3200,7 @@ __device__ __forceinline__ void lunacu_attention_join(const lunacu_result &out, 
 }
 /* WHOLE: O stays in registers; otherwise the values go by chunks of columns, and O is in memory between tiles of
    keys */
-template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
+template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 2 : 3)
 lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
   LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch]; at the end O by groups */
   const lunacu_shared<float> room = p + T::wide * T::a_pitch, stats = room + T::room;
@@ -2964,7 +3228,7 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
     {
       const lunacu_side k = {a.k + lunacu_k_at(a, head, key), a.k_row, keys, a.head_dim, INT32_MAX, a.k_vector};
       float s[T::rows][T::columns] = {};
-      lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.head_dim);
+      lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.head_dim, a.bf16);
       lunacu_attention_weights<T>(a, keys, key - first, s, p, stats);
     }
     __syncthreads();
@@ -2982,7 +3246,7 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
         LUNACU_UNROLL
         for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
       }
-      lunacu_attention_add_values<T>(own, v, key - first, from, p, room, sum);
+      lunacu_attention_add_values<T>(own, v, key - first, from, p, room, sum, a.bf16);
       if (!WHOLE)
         lunacu_attention_fold<T>(out, own, from, sum, stats, key == begin, key + T::wide >= end && !r.partial);
     }
@@ -3010,7 +3274,7 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
       to[2 * T::tall] = left;
       continue;
     }
-    if (a.lse) a.lse[at] = begin >= end ? 0 : maximum + logf(total);
+    if (a.lse) a.lse[at] = begin >= end ? 0 : maximum + log2f(total);
     if (a.sums) a.sums[at] = begin >= end ? 0 : a.dropout.threshold ? left / total : 1;
   }
 }
@@ -3033,14 +3297,14 @@ __global__ void lunacu_attention_merge_kernel(lunacu_attention a, lunacu_runs r,
   for (int s = 0; s < splits; s++) top = fmaxf(top, stats[(int64_t)s * 3 * tall]);
   for (int s = 0; s < splits; s++) {
     const float *at = stats + (int64_t)s * 3 * tall;
-    const double factor = (double)expf(at[0] - top);
+    const double factor = (double)lunacu_exp2(at[0] - top);
     sum += factor * (double)at[tall];
     if (drops) kept += factor * (double)at[2 * tall];
     value += factor * (double)values[(int64_t)s * tall * a.value_dim];
   }
   a.out[lunacu_out_at(a, head, (int)query) + column] = splits ? (float)(value / sum) : 0;
   if (column != 0) return;
-  if (a.lse) a.lse[lunacu_line_at(a, head, (int)query)] = splits ? top + logf((float)sum) : 0;
+  if (a.lse) a.lse[lunacu_line_at(a, head, (int)query)] = splits ? top + log2f((float)sum) : 0;
   if (a.sums) a.sums[lunacu_line_at(a, head, (int)query)] = splits == 0 ? 0 : drops ? (float)(kept / sum) : 1;
 }
 
@@ -3063,7 +3327,7 @@ struct lunacu_wave {
   const float *delta;
 };
 /* P, dropped, and dS. Block: tile of keys, tile of queries, pair */
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 2 : 3)
 lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   LUNACU_DYNAMIC_SHARED(float, room);
   const int64_t wide = (w.keys + T::wide - 1) / T::wide, tall = (w.queries + T::tall - 1) / T::tall,
@@ -3080,9 +3344,10 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   float s[T::rows][T::columns] = {}, g[T::rows][T::columns] = {};
   if (first >= queries || key >= keys) return;
   if (!a.causal || ahead < T::tall) { /* otherwise no query of the tile sees a key of it */
-    lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.head_dim);
-    lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.value_dim);
+    lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.head_dim, a.bf16);
+    lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.value_dim, a.bf16);
   }
+  const bool hides = keys - key < T::wide || (a.causal && ahead + T::wide > 1);
   const lunacu_head again = lunacu_head_at(a, w.pair + pair); /* so that the products had its registers */
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
@@ -3099,10 +3364,10 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
         lunacu_drop4(a.dropout, lunacu_element_at(a, again, w.query + row) + w.key + key + T::column(j), factor);
       LUNACU_UNROLL
       for (int c = 0; c < 4; c++) {
-        const bool sees = T::column(j) + c < seen;
-        p[c] = sees ? expf(s[i][j + c] * a.scale - lse) : 0;
-        ds[c] = sees ? p[c] * ((g[i][j + c] + add) * factor[c] - delta) : 0;
+        p[c] = lunacu_exp2(s[i][j + c] * (a.scale * LUNACU_LOG2_E) - lse);
+        ds[c] = p[c] * ((g[i][j + c] + add) * factor[c] - delta);
         p[c] *= factor[c];
+        if (hides && T::column(j) + c >= seen) p[c] = ds[c] = 0;
       }
       lunacu_store4(w.p + at + T::column(j), make_float4(p[0], p[1], p[2], p[3]));
       lunacu_store4(w.ds + at + T::column(j), make_float4(ds[0], ds[1], ds[2], ds[3]));
@@ -3131,7 +3396,7 @@ __device__ __forceinline__ int64_t lunacu_gradient_row(const lunacu_attention &a
   return g.which == LUNACU_GRAD_Q ? a.q_row : g.which == LUNACU_GRAD_K ? a.k_row : a.v_row;
 }
 /* Block: tile of the result, part of the sum, pair */
-template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 3 : 4)
 lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
   LUNACU_DYNAMIC_SHARED(float, room);
   const unsigned tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits),
@@ -3158,7 +3423,7 @@ lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradi
     end = min(end, w.query + row + T::tall - w.key);
   }
   with.rows = min(with.rows, end);
-  lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end);
+  lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end, a.bf16);
   const float factor = g.partial || g.which == LUNACU_GRAD_V ? 1 : a.scale;
   /* the head is found again, so that the sum had its registers */
   float *to = g.partial ? g.partial + ((int64_t)pair * g.splits + split) * g.rows * g.width :
@@ -3218,6 +3483,8 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.lengths = op->lengths; a.query_offsets = op->query_offsets; a.key_offsets = op->key_offsets;
   a.scale = op->arg.attention.scale;
   a.causal = op->arg.attention.causal;
+  a.tensor = lunacu_math_of(op->ctx) != LUNA_CUDA_F32;
+  a.bf16 = lunacu_math_of(op->ctx) == LUNA_CUDA_BF16;
   a.dropout = lunacu_op_dropout(op);
   a.grad_out = op->out[0]->grad;
   a.grad_sums = op->out[1] ? op->out[1]->grad : NULL;
@@ -3241,7 +3508,8 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   const int64_t pairs = a.batch * a.heads, keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
   *r = {};
   r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
-  r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
+  r->tensor = a.tensor && r->tall > 16 && keys > 32;
+  r->wide = r->tall == 16 ? 256 : r->tensor ? 64 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
   const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
   const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, lunacu_max(r->wide, 128),
                                        pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
@@ -3249,7 +3517,7 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
   r->splits = (int)lunacu_max(1, lunacu_divide_up(keys, lunacu_max(r->keys, 1)));
   r->units = pairs * tiles * r->splits;
-  for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
+  for (r->chunk_log = r->tensor ? 6 : 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
 }
 /* whether all batch rows have one and the same input, and so a gradient that is a sum over them */
@@ -3341,7 +3609,9 @@ static luna_status lunacu_attention_forward(luna_op *op) {
   lunacu_runs r;
   if (lunacu_attention_plan(a, &r) > 0) r.partial = (float *)op->workspace;
   if (r.units == 0) return LUNA_OK;
-  if (r.tall == 16) lunacu_attention_launch<lunacu_tile<16, 256>>(stream, a, r);
+  if (r.tensor && r.tall == 64) lunacu_attention_launch<lunacu_tensor_tile<64, 64, true>>(stream, a, r);
+  else if (r.tensor) lunacu_attention_launch<lunacu_tensor_tile<128, 64, true>>(stream, a, r);
+  else if (r.tall == 16) lunacu_attention_launch<lunacu_tile<16, 256>>(stream, a, r);
   else if (r.tall == 64) lunacu_attention_launch<lunacu_tile<64, 128>>(stream, a, r);
   else if (r.wide == 64) lunacu_attention_launch<lunacu_tile<128, 64>>(stream, a, r);
   else lunacu_attention_launch<lunacu_tile<128, 32>>(stream, a, r);
@@ -3371,6 +3641,7 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
                                   const lunacu_wave &w, float *partial) {
   if (w.queries <= 16) lunacu_scores_launch<lunacu_tile<16, 256>>(stream, a, w);
   else if (w.keys <= 16) lunacu_scores_launch<lunacu_tile<256, 16>>(stream, a, w);
+  else if (a.tensor && w.keys > 32) lunacu_scores_launch<lunacu_tensor_tile<64, 128, true>>(stream, a, w);
   else if (w.keys <= 64) lunacu_scores_launch<lunacu_tile<128, 64>>(stream, a, w);
   else lunacu_scores_launch<lunacu_tile<64, 128>>(stream, a, w);
   for (int which = 0; which < 3; which++) {
@@ -3381,6 +3652,8 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
         a.k_vector : a.v_vector;
     if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);
     else if (g.tall == 16) lunacu_gradient_launch<lunacu_tile<16, 256>>(stream, a, w, g);
+    else if (a.tensor && g.tall == 128) lunacu_gradient_launch<lunacu_tensor_tile<128, 64, false>>(stream, a, w, g);
+    else if (a.tensor) lunacu_gradient_launch<lunacu_tensor_tile<64, 128, false>>(stream, a, w, g);
     else if (g.tall == 128) lunacu_gradient_launch<lunacu_tile<128, 64>>(stream, a, w, g);
     else lunacu_gradient_launch<lunacu_tile<64, 128>>(stream, a, w, g);
   }
@@ -3554,7 +3827,7 @@ lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   const lunacu_values<T> own(T::wide_log);
   {
     float s[T::rows][T::columns] = {};
-    lunacu_multiply<T, true, true>(s, room, x, 0, k, 0, 0, d);
+    lunacu_multiply<T, true, true>(s, room, x, 0, k, 0, 0, d, false);
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
       LUNACU_UNROLL
@@ -3571,7 +3844,7 @@ lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   __syncthreads();
   for (int from = 0; from < d; from += T::wide) {
     float sum[T::rows][T::columns] = {};
-    lunacu_attention_add_values<T>(own, v, 0, from, p, room, sum);
+    lunacu_attention_add_values<T>(own, v, 0, from, p, room, sum, false);
     LUNACU_UNROLL
     for (int i = 0; i < T::rows; i++) {
       LUNACU_UNROLL
@@ -3772,6 +4045,7 @@ struct lunacu_causal_span {
   int64_t begins, ends;              /* nothing is before the first chunk; nothing comes after the last */
   int64_t lead;                      /* rows that the first chunk lacks: in reverse it may be the short one */
   int64_t slots;                     /* > 0: sums fade by the last 2 slots floats of a state, pairs that are added */
+  int64_t bf16;                      /* of products on tensor cores */
   int64_t horizon;                   /* 0: no row is beyond it */
   double fade;                       /* 1 - 1 / horizon */
 };
@@ -3826,13 +4100,13 @@ __device__ __forceinline__ void lunacu_causal_fetch(float4 (&x)[TURNS], const lu
   lunacu_fetch<false>(x, s, 0, 0, lunacu_fours_of(WIDE / 4));
 }
 /* over: 1/t of the chunk's rows from `first` on */
-template <int WIDE, int TURNS>
+template <int WIDE, lunacu_order ORDER, int TURNS>
 __device__ __forceinline__ void lunacu_causal_store(lunacu_shared<float> to, int pitch, float4 (&x)[TURNS],
                                                     const lunacu_causal_rows &m, lunacu_shared<const float> over) {
   const lunacu_fours own = lunacu_fours_of(WIDE / 4);
   LUNACU_UNROLL
   for (int t = 0; t < TURNS; t++) x[t] = lunacu_scale4(x[t], m.divided ? over[own.row + t * own.step] : 1.0f);
-  lunacu_store<false>(to, pitch, own, x);
+  lunacu_store<ORDER>(to, pitch, own, x);
 }
 __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
                                                    const lunacu_causal_chunk &c) {
@@ -3841,14 +4115,34 @@ __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, co
 }
 
 /* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the
-   same for all, and N columns, by four where there are so many */
+   same for all, and N columns, by four where there are so many; of the scores 64 x 64, columns 16 apart on and below
+   the diagonal */
 __device__ __forceinline__ int lunacu_causal_row() { return (int)(threadIdx.x / 16); }
-template <int N> __device__ __forceinline__ int lunacu_causal_column(int n) {
-  return (int)(threadIdx.x % 16) * (N < 4 ? N : 4) + n / 4 * 64 + n % 4;
-}
-/* The products of a chunk. Tensor cores may take their place.
-   score [8][4] += X Y^T on and below the diagonal, in columns 16 apart, and, where there is a state, sum += X S, over
-   `depth` columns of x, y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
+template <int N> struct lunacu_causal_tile {
+  static constexpr bool tensor = false;
+  static constexpr int n = N, wide = 16 * N, rows = 8, scores = 4, columns = N;
+  static constexpr lunacu_order lines = LUNACU_PLAIN, steps = LUNACU_PLAIN, turned = LUNACU_TURNED;
+  static __device__ __forceinline__ int row(int i) { return lunacu_causal_row() + 8 * i; }
+  static __device__ __forceinline__ int sum_row(int i) { return 8 * lunacu_causal_row() + i; } /* of a state */
+  static __device__ __forceinline__ int column(int j) {
+    return (int)(threadIdx.x % 16) * (N < 4 ? N : 4) + j / 4 * 64 + j % 4;
+  }
+  static __device__ __forceinline__ int key(int k) { return (int)(threadIdx.x % 16) + 16 * k; }
+  static __device__ __forceinline__ bool has(int i, int k) { return k <= i / 2; }
+};
+/* by tensor cores: as lunacu_tensor_tile */
+template <int N> struct lunacu_causal_tensor_tile {
+  static constexpr bool tensor = true;
+  static constexpr int n = N, wide = 16 * N, rows = 2, scores = 16, columns = 4 * N;
+  static constexpr lunacu_order lines = LUNACU_LINES, steps = LUNACU_STEPS, turned = LUNACU_TURNED_STEPS;
+  static __device__ __forceinline__ int row(int i) { return (int)(threadIdx.x / 4) * 2 + i; }
+  static __device__ __forceinline__ int sum_row(int i) { return row(i); }
+  static __device__ __forceinline__ int column(int j) { return j / 4 * 16 + (int)(threadIdx.x % 4) * 4 + j % 4; }
+  static __device__ __forceinline__ int key(int k) { return column(k); }
+  static __device__ __forceinline__ bool has(int, int) { return true; }
+};
+/* score [8][4] += X Y^T on and below the diagonal and, where there is a state, sum += X S, over `depth` columns of x and
+   y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
 template <int N, int PITCH, int S_PITCH, bool STATE>
 __device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N],
                                                        lunacu_shared<const float> x, lunacu_shared<const float> y,
@@ -3864,7 +4158,7 @@ __device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], flo
     LUNACU_UNROLL
     for (int e = 0; e < 4 && STATE; e++) {
       LUNACU_UNROLL
-      for (int n = 0; n < N; n++) sk[e][n] = s[(k + e) * S_PITCH + lunacu_causal_column<N>(n)];
+      for (int n = 0; n < N; n++) sk[e][n] = s[(k + e) * S_PITCH + lunacu_causal_tile<N>::column(n)];
     }
     LUNACU_UNROLL
     for (int i = 0; i < 8; i++) {
@@ -3893,7 +4187,7 @@ __device__ __forceinline__ void lunacu_causal_apply(float (&sum)[8][N], lunacu_s
       LUNACU_UNROLL
       for (int e = 0; e < 4; e++) {
         LUNACU_UNROLL
-        for (int n = 0; n < N; n++) zj[e][n] = z[(8 * b - FIRST + j + e) * Z_PITCH + lunacu_causal_column<N>(n)];
+        for (int n = 0; n < N; n++) zj[e][n] = z[(8 * b - FIRST + j + e) * Z_PITCH + lunacu_causal_tile<N>::column(n)];
       }
       LUNACU_UNROLL
       for (int i = b; i < 8; i++) {
@@ -3921,7 +4215,7 @@ __device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_s
       LUNACU_UNROLL
       for (int i = 0; i < 8; i++) yk[i] = y[(k + e) * LUNACU_CAUSAL_PITCH + 8 * lunacu_causal_row() + i];
       LUNACU_UNROLL
-      for (int n = 0; n < N; n++) zk[n] = z[(k + e) * Z_PITCH + lunacu_causal_column<N>(n)];
+      for (int n = 0; n < N; n++) zk[n] = z[(k + e) * Z_PITCH + lunacu_causal_tile<N>::column(n)];
       LUNACU_UNROLL
       for (int i = 0; i < 8; i++) {
         LUNACU_UNROLL
@@ -3931,12 +4225,12 @@ __device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_s
   }
 }
 /* a thread's columns of a row: to (+)= factor sum, and 0 from `width` to `end` where nothing is added to */
-template <int N>
+template <class T, int N>
 __device__ __forceinline__ void lunacu_causal_write(float *to, const float (&sum)[N], float factor, int width, int end,
                                                     bool add, bool vector) {
   LUNACU_UNROLL
   for (int n = 0; n < N; n += 4) {
-    const int at = lunacu_causal_column<N>(n);
+    const int at = T::column(n);
     if (N >= 4 && vector && at + 3 < width) {
       float4 four = add ? *(const float4 *)(to + at) : float4{0, 0, 0, 0};
       four.x += factor * sum[n];
@@ -3959,9 +4253,9 @@ struct lunacu_causal_pairs {
   lunacu_causal_rows y[2], z[2];
   int64_t dim, value_dim, pairs, masked; /* masked: z's columns are slots */
 };
-template <int N> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
 lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
-  constexpr int wide = 16 * N, pitch = wide + 4;
+  constexpr int wide = T::wide, pitch = wide + 4;
   LUNACU_SHARED(float, ys, 32 * LUNACU_CAUSAL_PITCH);
   LUNACU_SHARED(float, zs, 32 * pitch);
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
@@ -3973,7 +4267,7 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
       pair = (int)(c.tile / across) / down;
   const int end = p.masked ? lunacu_causal_slots(s, c.batch, value_dim) : value_dim;
   lunacu_causal_rows of_z = p.z[pair];
-  float sum[8][N] = {};
+  float sum[T::rows][T::columns] = {};
   if (c.last || column >= end) return; /* never read */
   lunacu_causal_over(over, s, c);
   if (s.horizon) {
@@ -3989,17 +4283,22 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
     lunacu_causal_fetch<64>(y, c, p.y[pair], i, row, dim);
     lunacu_causal_fetch<wide>(z, c, of_z, i, column, end);
     __syncthreads();
-    lunacu_causal_store<64>(ys, LUNACU_CAUSAL_PITCH, y, p.y[pair], over + i);
-    lunacu_causal_store<wide>(zs, pitch, z, of_z, over_z + i);
+    lunacu_causal_store<64, T::steps>(ys, LUNACU_CAUSAL_PITCH, y, p.y[pair], over + i);
+    lunacu_causal_store<wide, T::steps>(zs, pitch, z, of_z, over_z + i);
     __syncthreads();
-    lunacu_causal_outer<N, pitch>(sum, ys, zs);
+    if constexpr (T::tensor) {
+      LUNACU_UNROLL
+      for (int k = 0; k < 32; k += 16)
+        lunacu_tensor_steps<false, false, LUNACU_CAUSAL_PITCH, pitch>(sum, ys + k * LUNACU_CAUSAL_PITCH,
+                                                                      zs + k * pitch, s.bf16 != 0);
+    } else lunacu_causal_outer<T::n, pitch>(sum, ys, zs);
   }
   float *to = s.states + c.state * s.size + pair * p.dim * p.value_dim + column;
   LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
-    const int at = row + 8 * lunacu_causal_row() + i;
+  for (int i = 0; i < T::rows; i++) {
+    const int at = row + T::sum_row(i);
     if (at < dim)
-      lunacu_causal_write<N>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
+      lunacu_causal_write<T>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
   }
 }
 
@@ -4071,53 +4370,101 @@ struct lunacu_causal_product {
   int64_t depth = 0, width = 0, masked = 0; /* masked: 1, depth is slots, 2, width is */
   int64_t state = 0, turned = 0;     /* place of S [depth, width] in a state; turned: of S^T */
 };
+/* On tensor cores an unseen row's weight is 0, so that what is not finite of it must be kept out: it becomes 0 in x,
+   and true is the result for some thread */
+template <int TURNS> __device__ __forceinline__ bool lunacu_causal_clean(float4 (&x)[TURNS]) {
+  bool any = false;
+  LUNACU_UNROLL
+  for (int t = 0; t < TURNS; t++) {
+    const float4 v = x[t];
+    x[t] = make_float4(lunacu_finite(v.x), lunacu_finite(v.y), lunacu_finite(v.z), lunacu_finite(v.w));
+    any = any || x[t].x != v.x || x[t].y != v.y || x[t].z != v.z || x[t].w != v.w;
+  }
+  return any;
+}
+/* and is added where it is seen: rows FIRST to FIRST + LUNACU_CAUSAL_DEEP of z */
+template <class T, int FIRST>
+__device__ __forceinline__ void lunacu_causal_add_unclean(float (&sum)[T::rows][T::columns],
+                                                          lunacu_shared<const float> scores,
+                                                          lunacu_shared<const float> over,
+                                                          const lunacu_causal_chunk &c, const lunacu_causal_rows &z,
+                                                          int width) {
+  for (int k = FIRST; k < min(c.rows, FIRST + LUNACU_CAUSAL_DEEP); k++) {
+    const float *from = z.at + c.batch * z.batch + c.head * z.head + (c.first + k) * z.row;
+    LUNACU_UNROLL
+    for (int n = 0; n < T::columns; n++) {
+      const float x = T::column(n) < width ? from[T::column(n)] : 0;
+      if (fabsf(x) < INFINITY) continue;
+      LUNACU_UNROLL
+      for (int i = 0; i < T::rows; i++)
+        if (T::row(i) >= k)
+          sum[i][n] += scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + k] * x *
+                       (z.divided ? over[k] : 1.0f);
+    }
+  }
+}
 /* sum += (scores o L) Z, from the chunk's row FIRST on; the scores take their place in shared memory with the first
    rows of Z */
-template <int N, int FIRST>
-__device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], const float (&score)[8][4],
+template <class T, int FIRST>
+__device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[T::rows][T::columns],
+                                                         const float (&score)[T::rows][T::scores],
                                                          lunacu_shared<float> scores, lunacu_shared<float> zs,
                                                          lunacu_shared<const float> over, const lunacu_causal_chunk &c,
-                                                             const lunacu_causal_rows &z, int column,
-                                                         int width) {
-  constexpr int wide = 16 * N, pitch = wide + 4;
+                                                         lunacu_causal_rows z, int width, bool bf16) {
+  constexpr int wide = T::wide, pitch = wide + 4;
   if constexpr (FIRST < LUNACU_CHUNK) {
     float4 v[LUNACU_CAUSAL_TURNS(LUNACU_CAUSAL_DEEP, wide)];
+    bool unclean = false;
     if (FIRST >= c.rows) return;
-    lunacu_causal_fetch<wide>(v, c, z, FIRST, column, width);
+    lunacu_causal_fetch<wide>(v, c, z, FIRST, 0, width);
+    if (T::tensor) unclean = lunacu_causal_clean(v);
     __syncthreads();
     LUNACU_UNROLL
-    for (int i = 0; i < 8 && FIRST == 0; i++) {
+    for (int i = 0; i < T::rows && FIRST == 0; i++) {
       LUNACU_UNROLL
-      for (int k = 0; k <= i / 2; k++)
-        scores[(lunacu_causal_row() + 8 * i) * LUNACU_CAUSAL_PITCH + (int)(threadIdx.x % 16) + 16 * k] = score[i][k];
+      for (int k = 0; k < T::scores; k++)
+        if (T::tensor)
+          scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + T::key(k)] = T::key(k) <= T::row(i) ? score[i][k]
+                                                                                                       : 0.0f;
+        else if (T::has(i, k)) scores[T::row(i) * LUNACU_CAUSAL_PITCH + T::key(k)] = score[i][k];
     }
-    lunacu_causal_store<wide>(zs, pitch, v, z, over + FIRST);
-    __syncthreads();
-    lunacu_causal_apply<N, pitch, FIRST, LUNACU_CAUSAL_DEEP>(sum, scores, zs);
-    lunacu_causal_apply_from<N, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, column, width);
+    lunacu_causal_store<wide, T::steps>(zs, pitch, v, z, over + FIRST);
+    if constexpr (T::tensor) {
+      unclean = __syncthreads_or(unclean);
+      LUNACU_UNROLL
+      for (int k = 0; k < LUNACU_CAUSAL_DEEP; k += 16)
+        if (FIRST + k <= (int)(threadIdx.x / LUNACU_WARP) * 16) /* the warp's rows see some of these */
+          lunacu_tensor_steps<true, false, LUNACU_CAUSAL_PITCH, pitch>(sum, scores + FIRST + k, zs + k * pitch, bf16);
+      if (unclean) lunacu_causal_add_unclean<T, FIRST>(sum, scores, over, c, z, width);
+    } else {
+      __syncthreads();
+      lunacu_causal_apply<T::n, pitch, FIRST, LUNACU_CAUSAL_DEEP>(sum, scores, zs);
+    }
+    lunacu_causal_apply_from<T, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, width, bf16);
   }
 }
 /* what rows beyond a horizon leave of the sums before the chunk, and of the rows before them */
-template <int N>
-__device__ __forceinline__ void lunacu_causal_fade(float (&score)[8][4], float (&sum)[8][N], lunacu_shared<float> left,
+template <class T>
+__device__ __forceinline__ void lunacu_causal_fade(float (&score)[T::rows][T::scores],
+                                                   float (&sum)[T::rows][T::columns], lunacu_shared<float> left,
                                                    const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
   if (threadIdx.x <= LUNACU_CHUNK) left[threadIdx.x] = (float)lunacu_causal_left(s, (int)threadIdx.x);
   __syncthreads();
   LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
-    const int row = lunacu_causal_row() + 8 * i, beyond = lunacu_causal_beyond(s, c.first, row);
+  for (int i = 0; i < T::rows; i++) {
+    const int row = T::row(i), beyond = lunacu_causal_beyond(s, c.first, row);
     LUNACU_UNROLL
-    for (int n = 0; n < N; n++) sum[i][n] *= left[beyond];
+    for (int n = 0; n < T::columns; n++) sum[i][n] *= left[beyond];
     LUNACU_UNROLL
-    for (int k = 0; k <= i / 2; k++) {
-      const int column = (int)(threadIdx.x % 16) + 16 * k;
-      if (column < row) score[i][k] *= left[beyond - lunacu_causal_beyond(s, c.first, column)];
+    for (int k = 0; k < T::scores; k++) {
+      const int column = T::key(k);
+      if (T::has(i, k) && column < row) score[i][k] *= left[beyond - lunacu_causal_beyond(s, c.first, column)];
     }
   }
 }
-template <int N> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 3 : 4)
 lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
-  constexpr int wide = 16 * N, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
+  constexpr int wide = T::wide, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
   LUNACU_SHARED(float, xs, 2 * LUNACU_CHUNK * pitch); /* x and y, then the scores */
   LUNACU_SHARED(float, zs, deep * z_pitch);           /* the state, then z */
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
@@ -4128,7 +4475,7 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
   const int depth = p.masked == 1 ? lunacu_causal_slots(s, c.batch, all_deep) : all_deep;
   const int width = p.masked == 2 ? lunacu_causal_slots(s, c.batch, all_wide) : all_wide;
   const float *state = s.states + c.state * s.size + p.state;
-  float sum[8][N] = {}, score[8][4] = {};
+  float sum[T::rows][T::columns] = {}, score[T::rows][T::scores] = {};
   lunacu_causal_over(over, s, c);
   for (int k = 0; k < depth; k += deep) {
     float4 x[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)], y[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)],
@@ -4145,23 +4492,31 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
       lunacu_fetch<false>(z, side, 0, 0, lunacu_fours_of(wide / 4));
     }
     __syncthreads();
-    lunacu_causal_store<deep>(xs, pitch, x, p.x, over);
-    lunacu_causal_store<deep>(ys, pitch, y, p.y, over);
-    if (!c.begins && p.turned) lunacu_store<true>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
-    else if (!c.begins) lunacu_store<false>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
+    lunacu_causal_store<deep, T::lines>(xs, pitch, x, p.x, over);
+    lunacu_causal_store<deep, LUNACU_PLAIN>(ys, pitch, y, p.y, over);
+    if (!c.begins && p.turned) lunacu_store<T::turned>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
+    else if (!c.begins) lunacu_store<T::steps>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
     __syncthreads();
-    if (c.begins) lunacu_causal_multiply<N, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
-    else lunacu_causal_multiply<N, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
+    if constexpr (T::tensor)
+      for (int e = 0; e < min(depth - k, deep); e += 16) {
+        lunacu_tensor_steps<true, true, pitch, pitch>(score, xs + e, ys + e, s.bf16 != 0);
+        if (!c.begins) lunacu_tensor_steps<true, false, pitch, z_pitch>(sum, xs + e, zs + e * z_pitch, s.bf16 != 0);
+      }
+    else if (c.begins)
+      lunacu_causal_multiply<T::n, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
+    else lunacu_causal_multiply<T::n, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
   }
-  if (s.horizon) lunacu_causal_fade<N>(score, sum, left, s, c);
-  lunacu_causal_apply_from<N, 0>(sum, score, xs, zs, over, c, p.z, column, width);
+  if (s.horizon) lunacu_causal_fade<T>(score, sum, left, s, c);
+  lunacu_causal_rows z = p.z;
+  z.at += column;
+  lunacu_causal_apply_from<T, 0>(sum, score, xs, zs, over, c, z, width - column, s.bf16 != 0);
   float *to = p.out.at + c.batch * p.out.batch + c.head * p.out.head + c.first * p.out.row + column;
   LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
-    const int row = lunacu_causal_row() + 8 * i;
+  for (int i = 0; i < T::rows; i++) {
+    const int row = T::row(i);
     const float factor = p.out.divided ? (float)p.factor * over[row] : (float)p.factor;
     if (row < c.rows)
-      lunacu_causal_write<N>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add,
+      lunacu_causal_write<T>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add,
                              p.out.vector);
   }
 }
@@ -4243,6 +4598,7 @@ struct lunacu_causal_sweep {
   int64_t rows, chunks, window, first; /* of a sequence; chunks of a window; chunk that it begins with, */
   int64_t start;                     /* and row */
   bool reverse, same;                /* same: chunks in reverse are the forward ones, whose last may be short */
+  bool tensor;                       /* products by tensor cores */
 };
 /* [batch, rows, heads, width], and [batch, heads, rows, width] */
 static lunacu_causal_rows lunacu_causal_strided(float *at, int64_t batch, int64_t head, int64_t row, int64_t width) {
@@ -4282,6 +4638,8 @@ static lunacu_causal_sweep lunacu_causal_sweep_of(const luna_tensor *x, int64_t 
   s.span.heads = heads;
   s.span.lengths = lengths;
   s.span.size = size;
+  s.tensor = lunacu_math_of(x->ctx) != LUNA_CUDA_F32;
+  s.span.bf16 = lunacu_math_of(x->ctx) == LUNA_CUDA_BF16;
   return s;
 }
 static void lunacu_causal_limit(lunacu_causal_sweep *s, int64_t horizon) {
@@ -4313,10 +4671,14 @@ static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse
   return true;
 }
 
-template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
-  const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, 16 * N);
-  LUNACU_LAUNCH((lunacu_causal_sum_kernel<N>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS,
+template <class T> static void lunacu_causal_sum_of(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
+  const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, T::wide);
+  LUNACU_LAUNCH((lunacu_causal_sum_kernel<T>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS,
                 0, s.stream, s.span, p);
+}
+template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
+  if (s.tensor) lunacu_causal_sum_of<lunacu_causal_tensor_tile<N>>(s, p);
+  else lunacu_causal_sum_of<lunacu_causal_tile<N>>(s, p);
 }
 template <int FADES> static void lunacu_causal_scan(const lunacu_causal_sweep &s, const lunacu_causal_span &span) {
   const int64_t runs = lunacu_divide_up(span.chunks, LUNACU_CAUSAL_SCAN),
@@ -4334,9 +4696,13 @@ static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_caus
   else if (s.span.horizon) lunacu_causal_scan<LUNACU_FADES_BEYOND>(s, s.span);
   else lunacu_causal_scan<LUNACU_FADES_NOT>(s, s.span);
 }
+template <class T> static void lunacu_causal_run_of(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
+  const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, T::wide);
+  LUNACU_LAUNCH((lunacu_causal_product_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
+}
 template <int N> static void lunacu_causal_run_as(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
-  const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, 16 * N);
-  LUNACU_LAUNCH((lunacu_causal_product_kernel<N>), (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
+  if (s.tensor) lunacu_causal_run_of<lunacu_causal_tensor_tile<N>>(s, p);
+  else lunacu_causal_run_of<lunacu_causal_tile<N>>(s, p);
 }
 static void lunacu_causal_run(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
   if (p.width <= 16) lunacu_causal_run_as<1>(s, p);
@@ -5279,6 +5645,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->size = sizeof *b;
         b->device = device + 1;
         b->opened = LUNACU_BLAS_WORKSPACE + LUNACU_PARTIALS_SIZE * sizeof(double);
+        b->product_cost = math == LUNA_CUDA_BF16 ? 0.25f : math == LUNA_CUDA_TF32 ? 0.5f : 1.0f; /* by their counts */
         b->open = lunacu_open;
         b->close = lunacu_close;
         b->allocate = lunacu_allocate;

@@ -485,6 +485,33 @@ static void check_overrun(void) { /* that it is found */
   cuda_quiet(false);
 }
 
+/* ---- cuBLASLt adds biases and residuals; where it refuses, a kernel does ---- */
+static void check_endings(void) {
+  enum { ROWS = 37, DIM = 24 };
+  const int64_t shape[2] = {ROWS, DIM}, square[2] = {DIM, DIM}, width = DIM;
+  float *x = common_random(ROWS * DIM, 1, 1);
+  for (int refused = 0; refused < 2 && cuda_emulated(); refused++) {
+    device d = cuda;
+    luna_ctx *ctx = device_open(&d, 1);
+    luna_feed_forward_config config = {0};
+    if (refused) cuda_fail(CUDA_NO_ENDINGS, 1);
+    luna_begin_inference(ctx);
+    luna_tensor *w = luna_tensor_new(ctx, x, 2, square), *b = luna_tensor_new(ctx, x, 1, &width);
+    config.residual = luna_tensor_new(ctx, x, 2, shape);
+    cuda_counted();
+    luna_tensor *y = luna_feed_forward(config.residual, w, b, w, b, &config);
+    const long launches = cuda_counted().launches;
+    CHECK(y && launches == 3 + refused, "a feed-forward is %ld launches: %s", launches, luna_error(ctx));
+    luna_close(ctx);
+    d.seed = NULL;
+    d.big = true;
+    device_cases(&d, "linear");
+    device_cases(&d, "feed_forward");
+    cuda_mend();
+  }
+  free(x);
+}
+
 /* ---- TF32 and BF16 round products, and nothing else ---- */
 static void check_math(void) {
   static const double limit[3] = {1e-6, 2e-3, 2e-2}, min[3] = {0, 1e-6, 1e-5};
@@ -512,6 +539,101 @@ static void check_math(void) {
   CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3),
         "an invalid backend exists");
   free(x), free(w), free(exact), free(got);
+}
+
+/* On tensor cores too a row that is not finite reaches no row before it, and all after it. */
+static void check_rounded_rows(const device *d, bool product) {
+  enum { N = 150, HEADS = 2, WIDTH = 40, BAD = 90 };
+  const int64_t shape[3] = {1, N, HEADS * WIDTH}, n = shape[1] * shape[2];
+  const luna_attention_config config = {.heads = HEADS, .causal = true};
+  float *x = common_random(n, 1, 1), *y = common_random(n, 2, 1), *z = common_random(n, 3, 1),
+        *got[2] = {common_floats(n), common_floats(n)};
+  for (int bad = 0; bad < 2; bad++) {
+    luna_ctx *ctx = device_open(d, 1);
+    luna_begin_inference(ctx);
+    if (bad) z[BAD * shape[2] + 3] = NAN;
+    luna_tensor *a = luna_tensor_new(ctx, x, 3, shape), *b = luna_tensor_new(ctx, y, 3, shape),
+                *c = luna_tensor_new(ctx, z, 3, shape);
+    CHECK(luna_read(product ? luna_causal_product(a, b, c, HEADS) : luna_softmax_attention(a, b, c, &config),
+                    got[bad]) == LUNA_OK, "%s", luna_error(ctx));
+    luna_close(ctx);
+  }
+  CHECK(memcmp(got[0], got[1], sizeof(float) * BAD * (size_t)shape[2]) == 0, "product %d: a NaN goes back", product);
+  for (int i = BAD; i < N; i++)
+    CHECK(isnan(got[1][i * shape[2] + 3]) && !isnan(got[1][i * shape[2] + 4]), "product %d: row %d has %g, %g", product,
+          i, (double)got[1][i * shape[2] + 3], (double)got[1][i * shape[2] + 4]);
+  free(x), free(y), free(z), free(got[0]), free(got[1]);
+}
+/* A context whose products round may read a set of one whose products do not. */
+static void check_rounded_set(void) {
+  enum { N = 40, DIM = 32 };
+  const int64_t shape[2] = {N, DIM};
+  float *x = common_random(N * DIM, 1, 1), *got[2] = {common_floats(N * DIM), common_floats(N * DIM)};
+  device rounded = cuda;
+  rounded.backend = cuda_backend(0, CUDA_TF32);
+  luna_ctx *ctx[2] = {device_open(&cuda, 1), device_open(&rounded, 1)};
+  luna_params *params = luna_params_open(ctx[0]), *shared = luna_params_share(ctx[1], params);
+  for (int i = 0; i < 2; i++) {
+    luna_linear_layer layer;
+    CHECK(luna_linear_layer_init(&layer, i ? shared : params, "fc", DIM, DIM, (luna_init){LUNA_INIT_XAVIER, 0}) ==
+          LUNA_OK, "%s", luna_error(ctx[i]));
+    luna_begin_inference(ctx[i]);
+    CHECK(luna_read(luna_linear_layer_forward(&layer, luna_tensor_new(ctx[i], x, 2, shape)), got[i]) == LUNA_OK, "%s",
+          luna_error(ctx[i]));
+  }
+  const double error = common_error(got[1], got[0], N * DIM, 1e-6);
+  CHECK(error <= 1e-3 && error > 0, "a shared set's products in TF32 are off by %g", error);
+  luna_close(ctx[1]), luna_close(ctx[0]);
+  free(x), free(got[0]), free(got[1]);
+}
+/* attention and the causal products by tensor cores, op by op; the golden files */
+static void check_rounded(void) {
+  check_rounded_set();
+  static const double limit[3] = {0, 1e-3, 1e-2};
+  static const char *const names[] = {"softmax_attention", "pack", "causal_product", "causal_nested"};
+  for (int math = 1; math < 3; math++) {
+    device d = cuda;
+    d.backend = golden_backend = cuda_backend(0, (cuda_math)math);
+    d.output_limit = d.gradient_limit = limit[math];
+    d.seed = NULL;
+    for (int i = 0; i < OP_CASES; i++)
+      for (int n = 0; n < 4; n++) {
+        if (!strstr(op_cases[i].name, names[n])) continue;
+        for (int v = 0; v < (CUDA_SMALL ? 1 : op_cases[i].variants); v++) device_case(&d, &op_cases[i], v, true);
+        for (int v = 0; v < (CUDA_SMALL ? 0 : op_cases[i].variants); v++) device_case(&d, &op_cases[i], v, false);
+      }
+    check_rounded_rows(&d, false);
+    check_rounded_rows(&d, true);
+    golden_rounded = limit[math];
+    if (!CUDA_SMALL) golden_folder("tests/data");
+  }
+  golden_rounded = 0;
+}
+
+/* ---- a loop that copies to the device and reads nothing leaves it work ---- */
+static void check_staging(void) {
+  enum { COPIES = 24, COUNT = 150001 };
+  const int64_t n = COUNT;
+  float *x = common_random(n, 1, 1), *got = common_floats(n);
+  luna_tensor *y[COPIES];
+  luna_ctx *ctx = device_open(&cuda, 1);
+  luna_begin_inference(ctx);
+  (void)luna_tensor_new(ctx, NULL, 1, &n);
+  cuda_counted();
+  for (int i = 0; i < COPIES; i++) {
+    x[7] = (float)i;
+    luna_tensor *copied = luna_tensor_new(ctx, x, 1, &n);
+    for (int k = 0; k < 3; k++) y[i] = luna_scale(k ? y[i] : copied, 0.5f);
+  }
+  const cuda_counts is = cuda_counted();
+  CHECK(!cuda_emulated() || is.drains == 0, "%ld of %ld waits left the device idle", is.drains, is.synchronisations);
+  for (int i = 0; i < COPIES; i++) {
+    CHECK(luna_read(y[i], got) == LUNA_OK, "%s", luna_error(ctx));
+    CHECK(got[7] == 0.125f * (float)i && got[COUNT - 1] == 0.125f * x[COUNT - 1], "copy %d has %g, %g", i,
+          (double)got[7], (double)got[COUNT - 1]);
+  }
+  luna_close(ctx);
+  free(x), free(got);
 }
 
 /* ---- failures: a sentence in the context, nothing left behind, and contexts on the CPU go on ---- */
@@ -681,6 +803,9 @@ static void check_small(void) {
   check_optimizers();
   check_clip();
   check_foreign_errors();
+  check_staging();
+  check_endings();
+  check_rounded();
   check_findings();
 }
 
@@ -710,6 +835,9 @@ int main(int argc, char **argv) {
     check_foreign_errors();
     check_strict();
     check_math();
+    check_rounded();
+    check_staging();
+    check_endings();
     golden_backend = cuda.backend;
     golden_folder("tests/data");
     features_files(cuda.backend);

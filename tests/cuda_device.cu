@@ -143,19 +143,22 @@ extern "C" void cuda_fail(cuda_failure what, int at) {
   if (what == CUDA_NO_LAUNCH) cuda_host.fail_launch = at;
   if (what == CUDA_FAULT) cuda_host.fault = at;
   if (what == CUDA_NO_KERNELS) cuda_host.no_image = at;
+  if (what == CUDA_NO_ENDINGS) cuda_host.no_endings = true;
 }
 extern "C" void cuda_mend(void) {
   cuda_host_reset();
   cuda_host.devices = 1;
   cuda_host.major = 9;
   cuda_host.no_image = 0;
+  cuda_host.no_endings = false;
   cuda_host.memory = cuda_host_state().memory;
 }
 extern "C" void cuda_quiet(bool quiet) { cuda_host.quiet = quiet; }
 extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
 extern "C" cuda_counts cuda_counted(void) {
   const cuda_counts now = {cuda_host.launches + cuda_host.products, cuda_host.replays, cuda_host.copies,
-                           cuda_host.synchronisations, cuda_host.max_allocated};
+                           cuda_host.synchronisations, cuda_host.drains, cuda_host.max_allocated};
+  cuda_host.drains = 0;
   cuda_host.launches = cuda_host.products = cuda_host.replays = cuda_host.copies = cuda_host.synchronisations = 0;
   cuda_host.max_allocated = cuda_host.allocated;
   return now;

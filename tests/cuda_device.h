@@ -22,11 +22,13 @@ const char *cuda_left_error(void);                     /* its name, and it is re
 
 /* the emulator's; on a GPU cuda_emulated is false and the rest does nothing */
 typedef enum cuda_failure {
-  CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_MEMORY, CUDA_FULL, CUDA_NO_LAUNCH, CUDA_FAULT, CUDA_NO_KERNELS
+  CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_MEMORY, CUDA_FULL, CUDA_NO_LAUNCH, CUDA_FAULT, CUDA_NO_KERNELS,
+  CUDA_NO_ENDINGS
 } cuda_failure;
 bool cuda_emulated(void);
 void cuda_seed(unsigned seed);
-/* the at-th allocation, launch or kernel from now on; FULL: all that need more than at bytes; NO_KERNELS: error `at` */
+/* the at-th allocation, launch or kernel from now on; FULL: all that need more than at bytes; NO_KERNELS: error `at`;
+   NO_ENDINGS: cuBLASLt refuses every product */
 void cuda_fail(cuda_failure what, int at);
 void cuda_mend(void);
 /* Device 1 of two: a copy of the table, before whose entries the other device becomes the current one. `exact`:
@@ -35,7 +37,8 @@ const luna_backend *cuda_strict_backend(bool exact);
 void cuda_quiet(bool quiet);               /* findings are counted, not printed */
 size_t cuda_allocated(void);               /* bytes on the device */
 typedef struct cuda_counts {               /* since they were last read */
-  long launches, replays, copies, synchronisations; /* launches: kernels and products; not those of replayed graphs */
+  /* launches: kernels and products; not those of replayed graphs; drains: waits that left the device without work */
+  long launches, replays, copies, synchronisations, drains;
   size_t max_allocated;
 } cuda_counts;
 cuda_counts cuda_counted(void);

@@ -20,7 +20,7 @@
      Meeting      __syncthreads, __syncthreads_or _and _count, __syncwarp, __shfl_sync, __shfl_xor_sync, __shfl_up_sync,
                   __shfl_down_sync, __ballot_sync, __any_sync, __all_sync
      Runtime      memory, streams, events, capture and graphs, attributes; cuBLAS: single products and strided batches
-                  of float32
+                  of float32; cuBLASLt: single ones with a bias
      cuda_host    what a test turns (devices, seed, failures) and reads (counters, errors, the first message);
                   cuda_host_reset() after a fault
 
@@ -107,7 +107,10 @@ struct cuda_host_state {
   long fail_launch = 0;
   /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
   long fault = 0;
+  bool no_endings = false;                 /* cuBLASLt knows no way for any product */
   int no_image = 0;                        /* the error of a device for which no kernel was compiled */
+  double multiplied = 0;                   /* multiply-adds of cuBLAS */
+  long drains = 0;                         /* synchronisations after which no stream had anything to do */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0, copies = 0;
   size_t allocated = 0, max_allocated = 0; /* device bytes now; the maximum since it was set */
   long errors = 0;
@@ -1177,6 +1180,9 @@ inline cudaError_t wait_for(const std::shared_ptr<work> &w) {
   opened here;
   run_until(w);
   cuda_host.synchronisations++;
+  bool idle = true;
+  for (auto &s : m.streams) idle = idle && s.second->queue.empty();
+  cuda_host.drains += idle;
   check_guards();
   return m.sticky;
 }
@@ -1770,6 +1776,7 @@ struct product {
   int bits;                                  /* of mantissa that the inputs keep */
   void *workspace;
   size_t workspace_size;
+  const float *start = nullptr, *bias = nullptr; /* cuBLASLt's C, [m] */
 
   /* All matrices [rows, columns] of the batch lie in device memory. */
   static bool fits(const float *p, int64_t rows, int64_t columns, int64_t ld, int64_t stride, int64_t count) {
@@ -1782,7 +1789,8 @@ struct product {
   void run() const {
     const int64_t a_rows = op_a ? k : m, a_columns = op_a ? m : k, b_rows = op_b ? n : k, b_columns = op_b ? k : n;
     const bool multiplies = k > 0 && alpha != 0;
-    if (!fits(c, m, n, ldc, stride_c, batch) || (multiplies &&
+    if (!fits(c, m, n, ldc, stride_c, batch) || (start && !fits(start, m, n, ldc, 0, 1)) ||
+        (bias && !fits(bias, m, 1, m, 0, 1)) || (multiplies &&
         (!fits(a, a_rows, a_columns, lda, stride_a, batch) || !fits(b, b_rows, b_columns, ldb, stride_b, batch))) ||
         (workspace && !lies_in(m_device(), workspace, workspace_size))) {
       report(-1, nullptr, 0, "a cuBLAS product [%lld, %lld, %lld] x %lld goes outside its allocations", (long long)m,
@@ -1797,7 +1805,10 @@ struct product {
       if (beta != 1 || !multiplies)
         for (int64_t j = 0; j < n; j++)
           for (int64_t i = 0; i < m; i++) out[j * ldc + i] = beta == 0 ? 0 : beta * out[j * ldc + i];
+      else if (start && start != out)
+        for (int64_t j = 0; j < n; j++) memcpy(out + j * ldc, start + j * ldc, (size_t)m * sizeof(float));
       if (!multiplies) continue;
+      cuda_host.multiplied += (double)m * (double)n * (double)k;
       luna_gemm_args args = {};
       args.a = keep(b + s * stride_b, b_rows, b_columns, ldb, kept_b);     /* row-major C^T = op(B)^T op(A)^T */
       args.b = keep(a + s * stride_a, a_rows, a_columns, lda, kept_a);
@@ -1810,6 +1821,8 @@ struct product {
       scratch.resize(luna_gemm_scratch(&args));
       args.run.scratch = scratch.data(); args.run.scratch_size = scratch.size();
       if (luna_gemm_f32(&args) != LUNA_OK) report(-1, nullptr, 0, "luna_gemm_f32 refused a product");
+      for (int64_t j = 0; j < n && bias; j++)
+        for (int64_t i = 0; i < m; i++) out[j * ldc + i] += bias[i];
     }
   }
   const float *keep(const float *p, int64_t rows, int64_t columns, int64_t ld, std::vector<float> &copy) const {
@@ -1878,6 +1891,112 @@ inline cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t op_a, cub
         cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
   return cublasGemmStridedBatchedEx(h, op_a, op_b, m, n, k, alpha, a, type_a, lda, 0, b, type_b, ldb, 0, beta, c,
                                     type_c, ldc, 0, 1, compute, algorithm);
+}
+
+/* cuBLASLt: alpha and beta 1, or beta 0; a way of computing is for the alignments that were stated, and no others */
+enum cublasLtEpilogue_t { CUBLASLT_EPILOGUE_DEFAULT = 1, CUBLASLT_EPILOGUE_BIAS = 4 };
+enum cublasLtMatmulDescAttributes_t {
+  CUBLASLT_MATMUL_DESC_TRANSA = 3, CUBLASLT_MATMUL_DESC_TRANSB = 4, CUBLASLT_MATMUL_DESC_EPILOGUE = 7,
+  CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8
+};
+enum cublasLtMatmulPreferenceAttributes_t {
+  CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES = 1, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES = 5,
+  CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+  CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES
+};
+struct cuda_host_product {
+  cublasComputeType_t compute; int32_t op[2] = {0, 0}; int32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  const float *bias = nullptr;
+};
+struct cuda_host_layout { uint64_t rows, columns; int64_t ld; };
+struct cuda_host_wish { uint64_t room = 0; uint32_t alignment[4] = {256, 256, 256, 256}; };
+struct cublasLtMatmulAlgo_t { uint64_t data[8]; };
+struct cublasLtMatmulHeuristicResult_t {
+  cublasLtMatmulAlgo_t algo; size_t workspaceSize; cublasStatus_t state; float wavesCount; int reserved[4];
+};
+typedef cublasContext *cublasLtHandle_t;
+typedef cuda_host_product *cublasLtMatmulDesc_t;
+typedef cuda_host_layout *cublasLtMatrixLayout_t;
+typedef cuda_host_wish *cublasLtMatmulPreference_t;
+inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *what, cublasComputeType_t compute,
+                                               cudaDataType_t type) {
+  if (type != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
+  *what = new cuda_host_product{compute};
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t what) {
+  delete what;
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t what, cublasLtMatmulDescAttributes_t name,
+                                                     const void *value, size_t size) {
+  void *const to = name == CUBLASLT_MATMUL_DESC_TRANSA ? (void *)&what->op[0] : name == CUBLASLT_MATMUL_DESC_TRANSB ?
+      (void *)&what->op[1] : name == CUBLASLT_MATMUL_DESC_EPILOGUE ? (void *)&what->epilogue : (void *)&what->bias;
+  if (size != (name == CUBLASLT_MATMUL_DESC_BIAS_POINTER ? sizeof(void *) : 4)) return CUBLAS_STATUS_INVALID_VALUE;
+  memcpy(to, value, size);
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType_t type, uint64_t rows,
+                                                 uint64_t columns, int64_t ld) {
+  if (type != CUDA_R_32F || ld < (int64_t)rows) return CUBLAS_STATUS_INVALID_VALUE;
+  *layout = new cuda_host_layout{rows, columns, ld};
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
+  delete layout;
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *wish) {
+  *wish = new cuda_host_wish;
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t wish) {
+  delete wish;
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t wish,
+                                                           cublasLtMatmulPreferenceAttributes_t name,
+                                                           const void *value, size_t size) {
+  const bool room = name == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+  if (size != (room ? 8 : 4)) return CUBLAS_STATUS_INVALID_VALUE;
+  memcpy(room ? (void *)&wish->room : (void *)&wish->alignment[name - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES],
+         value, size);
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t h, cublasLtMatmulDesc_t what,
+                                                     cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                                     cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                                     cublasLtMatmulPreference_t wish, int wanted,
+                                                     cublasLtMatmulHeuristicResult_t *way, int *ways) {
+  const uint64_t *const inner[2] = {what->op[0] ? &a->rows : &a->columns, what->op[1] ? &b->columns : &b->rows};
+  *ways = 0;
+  if (!h || wanted < 1 || *inner[0] != *inner[1] || c->rows != d->rows || c->columns != d->columns ||
+      d->rows != (what->op[0] ? a->columns : a->rows) || d->columns != (what->op[1] ? b->rows : b->columns))
+    return CUBLAS_STATUS_INVALID_VALUE;
+  if (cuda_host.no_endings) return CUBLAS_STATUS_NOT_SUPPORTED;
+  for (int i = 0; i < 4; i++) way->algo.data[i] = wish->alignment[i];
+  way->algo.data[4] = wish->room;
+  way->state = CUBLAS_STATUS_SUCCESS;
+  *ways = 1;
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t h, cublasLtMatmulDesc_t what, const void *alpha, const void *a,
+                                     cublasLtMatrixLayout_t of_a, const void *b, cublasLtMatrixLayout_t of_b,
+                                     const void *beta, const void *c, cublasLtMatrixLayout_t of_c, void *d,
+                                     cublasLtMatrixLayout_t, const cublasLtMatmulAlgo_t *algo, void *workspace,
+                                     size_t size, cudaStream_t stream) {
+  const void *const at[4] = {a, b, c, d};
+  for (int i = 0; i < 4; i++)
+    if (!algo || !algo->data[i] || (uintptr_t)at[i] % algo->data[i]) return CUBLAS_STATUS_INVALID_VALUE;
+  if (size < algo->data[4] || (*(const float *)beta != 0 && *(const float *)beta != 1) ||
+      what->epilogue != CUBLASLT_EPILOGUE_BIAS) return CUBLAS_STATUS_INVALID_VALUE;
+  cublasContext own = *h;
+  own.stream = stream; own.workspace = workspace; own.workspace_size = size;
+  cudahost::product p = {(cublasOperation_t)what->op[0], (cublasOperation_t)what->op[1], (int64_t)of_c->rows,
+                         (int64_t)of_c->columns, (int64_t)(what->op[0] ? of_a->rows : of_a->columns), 1, of_a->ld,
+                         of_b->ld, of_c->ld, 0, 0, 0, 0, 0, (const float *)a, (const float *)b, (float *)d, 23, nullptr,
+                         0, (const float *)c, what->bias};
+  return cudahost::multiply(&own, p, (const float *)alpha, (const float *)beta, what->compute);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------

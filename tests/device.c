@@ -117,6 +117,37 @@ static luna_status fake_backward(luna_op *op) {
   return status;
 }
 
+/* ---- products that cost little are not folded away ---- */
+static int packs;
+static luna_status pack_counted(luna_op *op) {
+  packs++;
+  return luna_cpu_backend()->op[LUNA_OP_PACK].forward(op);
+}
+static void check_product_cost(void) {
+  enum { ROWS = 200, SLOTS = 16, DIM = 64 };
+  const int64_t rows[3] = {1, ROWS, DIM}, slots[3] = {1, SLOTS, DIM};
+  const luna_nested_attention_layer_config config = {.dim = DIM, .heads = 2};
+  float *values = common_random(ROWS * DIM, 1, 1);
+  for (int cheap = 0; cheap < 2; cheap++) {
+    luna_backend priced = *luna_cpu_backend();
+    luna_options options = {0};
+    luna_nested_attention_layer layer;
+    priced.op[LUNA_OP_PACK].forward = pack_counted;
+    priced.product_cost = cheap ? 0.25f : 0;
+    options.backend = &priced;
+    luna_ctx *ctx = luna_open(&options);
+    luna_nested_attention_layer_init(&layer, luna_params_open(ctx), "", &config);
+    luna_begin_inference(ctx);
+    packs = 0;
+    CHECK(luna_nested_attention_layer_forward(&layer, luna_tensor_new(ctx, values, 3, rows),
+                                              luna_tensor_new(ctx, values, 3, slots), NULL, NULL, NULL), "%s",
+          luna_error(ctx));
+    CHECK(packs == !cheap, "where products cost %g, %d packs are folded", (double)priced.product_cost, packs);
+    luna_close(ctx);
+  }
+  free(values);
+}
+
 int main(int argc, char **argv) {
   luna_backend fake = *luna_cpu_backend();
   fake_memory = (char *)mmap(NULL, FAR_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -141,6 +172,7 @@ int main(int argc, char **argv) {
   CHECK(argc > 1 || fake_waits == 2 * (1 + 3) + 1, "contexts waited %d times for the owner of what they share",
         fake_waits); /* sharing, begins, a stream */
 
+  check_product_cost();
   luna_backend without = fake; /* a backend need not have that op, but then it has no streams */
   const device lacking = {&without, 0, 0, false, NULL, NULL};
   device_models m;

@@ -7,7 +7,8 @@
    sectors of its requests to global memory and the wavefronts of those to shared memory, and the least they could be.
 
    Nothing here has a clock, caches, or what ptxas does afterwards; functions that PTX calls approximate are the host's.
-   Textures, atomics, votes and matrix instructions are not known: reading them ends the program with a sentence.
+   Matrix instructions are those of TF32 and BF16 that add to float32; each product's sum is rounded. Textures, atomics
+   and votes are not known: reading them ends the program with a sentence.
 
    Chapters: >>types >>arithmetic >>table >>memory >>reading >>running */
 #ifndef PTX_H
@@ -38,9 +39,9 @@ typedef int64_t s64;
 enum space_of { GENERIC, GLOBAL, SHARED, LOCAL, PARAM };
 enum kind_of { STRAIGHT, BRANCH, RETURN, BARRIER, WARP_BARRIER, SHUFFLE };
 /* of instructions: FREE are those that ptxas leaves no trace of */
-enum work_of { FMA, FLOAT, DOUBLE, SPECIAL, INT, LONG, GLOBALS, SHAREDS, LOCALS, JUMP, MEET, FREE, WORKS };
-inline constexpr const char *work_name[WORKS] = {"fma",    "float",  "double", "special", "int",  "long",
-                                                 "global", "shared", "local",  "jump",    "meet", "free"};
+enum work_of { FMA, TENSOR, FLOAT, DOUBLE, SPECIAL, INT, LONG, GLOBALS, SHAREDS, LOCALS, JUMP, MEET, FREE, WORKS };
+inline constexpr const char *work_name[WORKS] = {"fma",    "mma",    "float", "double", "special", "int", "long",
+                                                 "global", "shared", "local", "jump",   "meet",    "free"};
 /* generic addresses of local and shared memory have these bits */
 inline constexpr u64 IN_LOCAL = 2ull << 60, IN_SHARED = 3ull << 60, WINDOW = 15ull << 60;
 inline constexpr int LANES = 32;
@@ -62,7 +63,7 @@ struct instruction {
   space_of space = GENERIC;
   work_of work = FREE;
   double weight = 1;                       /* machine instructions that it stands for, about */
-  operand guard, to[4], from[5];
+  operand guard, to[4], from[10];
   bool negated = false, store = false, is_float = false, is_signed = false;
   int target = -1, line = 0, outer = 0;    /* outer: the line that the innermost function was inlined into */
   unsigned width = 0, count = 1;           /* of memory: bytes of an element, elements */
@@ -234,6 +235,23 @@ inline double inverse_high(double a) {      /* its high word, as the double that
 }
 inline float inverse_flushed(float a) { return flushed(1 / flushed(a)); }
 inline float inverse_root(float a) { return (float)(1 / sqrt((double)a)); }
+/* as floats whose low bits are 0: halves away from zero; to even */
+inline u32 bits_of_float(float a) {
+  u32 bits;
+  memcpy(&bits, &a, sizeof bits);
+  return bits;
+}
+inline float float_of_bits(u32 bits) {
+  float a;
+  memcpy(&a, &bits, sizeof a);
+  return a;
+}
+inline u32 tf32(float a) { return fabsf(a) < INFINITY ? (bits_of_float(a) + 0x1000) & ~0x1fffu : bits_of_float(a); }
+inline u32 bf16(float a) {
+  const u32 bits = bits_of_float(a);
+  return a != a ? 0x7fff : fabsf(a) < INFINITY ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16;
+}
+inline u32 bf16_pair(float high, float low) { return bf16(high) << 16 | bf16(low); }
 inline float absolute_f32(float a) { return fabsf(a); }
 inline double absolute_f64(double a) { return fabs(a); }
 inline float signed_as(float sign, float a) { return copysignf(a, sign); }
@@ -293,6 +311,28 @@ inline void unpack(warp &w, instruction &i, u32 lanes) {
     ((u32 *)w.of(i.to[0]))[l] = (u32)x;
     ((u32 *)w.of(i.to[1]))[l] = (u32)(x >> 32);
   }
+}
+/* C [16, 8] += A [16, K] B [K, 8], K = 8 of TF32 or 16 of BF16, two in a register. Lane 4 g + t has of C rows g and
+   g + 8, columns 2 t and 2 t + 1; of A such rows, of B column g, of both t's and t + 4's share of the steps. */
+template <bool halves> void multiply_matrices(warp &w, instruction &i, u32 lanes) {
+  constexpr int each = halves ? 2 : 1, steps = 8 * each;
+  float a[16][steps], b[steps][8];
+  if (lanes != ~0u) return error(&w, first(lanes), "is in a matrix product that lanes %08x pass by", ~lanes);
+  for (int l = 0; l < LANES; l++)
+    for (int r = 0; r < 6; r++)
+      for (int e = 0; e < each; e++) {
+        const u32 x = lane_of<u32>(w.of(i.from[r]), l);
+        const int k = (r < 4 ? r / 2 : r - 4) * 4 * each + l % 4 * each + e;
+        const float value = float_of_bits(halves ? x >> 16 * e << 16 : x & ~0x1fffu);
+        if (r < 4) a[l / 4 + r % 2 * 8][k] = value;
+        else b[k][l / 4] = value;
+      }
+  for (int r = 0; r < 4; r++)
+    for (int l = 0; l < LANES; l++) {
+      float sum = lane_of<float>(w.of(i.from[6 + r]), l);
+      for (int k = 0; k < steps; k++) sum += a[l / 4 + r / 2 * 8][k] * b[k][l % 4 * 2 + r % 2];
+      ((float *)w.of(i.to[r]))[l] = sum;
+    }
 }
 inline u64 local_address(u64 a) { return a | IN_LOCAL; }
 inline u64 shared_address(u64 a) { return a | IN_SHARED; }
@@ -378,6 +418,7 @@ inline void floats(entries &t) {
             {"rcp.rn.f32", op<inverse_of<float>>(SPECIAL, 8)}, {"rcp.approx.ftz.f32", op<inverse_flushed>(SPECIAL)},
             {"ex2.approx.ftz.f32", op<exp2_flushed>(SPECIAL)}, {"ex2.approx.f32", op<exp2_of>(SPECIAL, 2)},
             {"lg2.approx.f32", op<log2_of>(SPECIAL, 2)}, {"rsqrt.approx.f32", op<inverse_root>(SPECIAL, 2)},
+            {"cvt.rna.tf32.f32", op<tf32>(SPECIAL)}, {"cvt.rn.bf16x2.f32", op<bf16_pair>(SPECIAL)},
             {"cvt.sat.f32.f32", op<saturated>(FLOAT)}, {"cvt.rpi.f32.f32", op<whole_float<ceilf>>(FLOAT)},
             {"cvt.rmi.f32.f32", op<whole_float<floorf>>(FLOAT)}, {"cvt.rni.f32.f32", op<whole_float<rintf>>(FLOAT)},
             {"cvt.rn.f32.s32", op<cast<float, s32>>(SPECIAL)}, {"cvt.rn.f32.u32", op<cast<float, u32>>(SPECIAL)},
@@ -741,6 +782,7 @@ struct reader {
     else if (verb == "call") read_call(arguments);
     else if (verb == "bar" || verb == "barrier" || verb == "shfl") read_meeting(i, part, arguments);
     else if (verb == "ld" || verb == "st") read_memory(i, part, arguments);
+    else if (verb == "mma") read_matrices(i, arguments);
     else read_arithmetic(i, part, arguments);
   }
   void read_jump(instruction &i, const std::vector<std::string> &arguments) {
@@ -799,6 +841,18 @@ struct reader {
       if (i.store) i.from[n + 1] = source(list[n], i.width == 8 ? 64 : 32);
       else i.to[n] = result(list[n]);
     i.work = i.space == SHARED ? SHAREDS : i.space == LOCAL ? LOCALS : i.space == PARAM ? FREE : GLOBALS;
+    push(i);
+  }
+  void read_matrices(instruction &i, const std::vector<std::string> &a) {
+    const bool halves = i.op == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32";
+    if (!halves && i.op != "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32") bad(i.op);
+    i.run = halves ? multiply_matrices<true> : multiply_matrices<false>;
+    i.work = TENSOR;
+    size_t n = 0;
+    for (const std::string &s : split(inside(a[0]))) i.to[n++] = result(s);
+    n = 0;
+    for (size_t matrix = 1; matrix < 4; matrix++)
+      for (const std::string &s : split(inside(a[matrix]))) i.from[n++] = source(s, 32);
     push(i);
   }
   void read_arithmetic(instruction &i, const std::vector<std::string> &part, const std::vector<std::string> &a) {
