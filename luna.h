@@ -140,6 +140,14 @@
      luna_save_int8 stores a model so. Use it where weights are read from memory for few rows (streams), or where the
      processor has AVX-512 VNNI; examples/measurements.md says what is gained and what is lost.
 
+   SIXTEEN BITS
+     options.products = LUNA_DTYPE_BF16: linear layers, feed-forward layers, luna_linear_cross_entropy and the folded
+     unpack, forward and backward, round both operands of their products to bfloat16 (to nearest, ties to even) and sum
+     in float32. Weights, gradients, optimisers, norms, softmax, scores of unfolded attention, causal sums, luna_matmul
+     and streams stay float32. With AVX-512 BF16 (Zen 4, Cooper Lake, Sapphire Rapids) a training step takes about 0.6
+     of the time; elsewhere it is the same function in float32's time, with the last bits of another order of sums.
+     Use it to train where it is fast and a relative error of 2^-9 an operand is small beside a batch's noise.
+
    SEVERAL RANKS
      options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
      number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
@@ -186,6 +194,7 @@
        luna.attempts, luna.updates, luna.skipped, luna.skipped_in_row   steps tried, made, skipped as not finite
        luna.lr                    the float's bits: the learning rate before its schedule
        luna.step, luna.seed       of the context's dropout
+       luna.products              bf16 where options.products was; else absent
      luna_save_int8 stores a matrix NAME [out,in] of products as I8, and NAME.scale, F32 [out], beside it.
      Sinusoidal positions are not stored. With w_i = 10000^(-i / (d/2 - 1)), position t has sin(t w_i) at i < d/2 and
      cos(t w_i) at d/2 + i, as in fairseq. X enters as s E[token] + sinusoid, s = sqrt(d) or 1
@@ -199,6 +208,7 @@
      LUNA_NO_SIMD           scalar kernels only
      LUNA_NO_INT8 *         no products in 8 bits and no luna_save_int8; I8 files load as float (LUNA_ONLY_STREAM
                             implies it, and reads none)
+     LUNA_NO_BF16           no products in 16 bits (LUNA_ONLY_STREAM implies it)
      LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_ASSERT(c)         checks internal invariants; default: nothing
@@ -2393,8 +2403,9 @@ LUNAI_INLINE lunai_out lunai_into(float *at, int64_t row, bool add) {
   const lunai_out c = { at, row, add };
   return c;
 }
-/* n columns of B in panels of nr: row p of panel j is at[j * step + p * row] */
-typedef struct lunai_panels { const float *at; int64_t n, step, row; } lunai_panels;
+/* n columns of B in panels of nr: row p of panel j is at[j * step + p * row]. With `words`, room for a tile of A's,
+   operands are rounded to bfloat16, and a row may be two of k */
+typedef struct lunai_panels { const float *at; int64_t n, step, row; float *words; } lunai_panels;
 /* The running mean M [rows, columns] of y^T z over t tokens */
 typedef struct lunai_mean { double *at; int64_t rows, columns, row; double t; } lunai_mean;
 
@@ -2513,6 +2524,7 @@ typedef struct lunai_unpack {
   float *lse;                        /* [batch, rows, heads]; forward writes it unless null, backward reads it */
   int64_t batch, rows, dim, heads, slots;
   const int32_t *lengths;            /* [batch] real slots; null: all */
+  bool bf16;                         /* the products' operands are rounded to bfloat16 */
   lunai_dropout dropout;             /* element ((b heads + head) rows + i) slots + j */
   lunai_dropout last;                /* of the sum, before the residual is added: element of out */
   const float *grad_out;
@@ -2525,6 +2537,7 @@ typedef struct lunai_unpack_space {
   int64_t slots, n;                     /* real slots; heads of them */
   float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
+  float *words;                         /* lunai_panels' */
 } lunai_unpack_space;
 
 /* Of sequences whose other rows are on other ranks: the states [batch heads, state] that their rows add to a causal
@@ -4010,6 +4023,7 @@ LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const flo
 }
 #ifdef LUNA_NO_BF16
 #define LUNAI_BF16(g) false
+#define lunai_bf16_of(x) (x)
 #else
 #define LUNAI_BF16(g) ((g)->bf16)
 /* to nearest, ties to even; a denormal is 0 of its sign and NaN stays NaN, as of vcvtneps2bf16 */
@@ -4022,26 +4036,24 @@ LUNAI_FN float lunai_bf16_of(float x) {
   memcpy(&x, &bits, sizeof bits);
   return x;
 }
-LUNAI_FN double lunai_inner_bf16(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
+#endif
+LUNAI_FN double lunai_inner_by(bool bf16, int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
+  if (!bf16) return lunai_inner(n, a, a_step, b, b_step);
   for (int64_t i = 0; i < n; i++) sum += (double)lunai_bf16_of(a[i * a_step]) * (double)lunai_bf16_of(b[i * b_step]);
   return sum;
 }
-#endif
 LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
-  double (*inner)(int64_t, const float *, int64_t, const float *, int64_t) = lunai_inner;
   (void)parallel, (void)scratch;
   LUNAI_BY_INT8(g, lunai_int8_reference(g); return);
-#ifndef LUNA_NO_BF16
-  if (g->bf16) inner = lunai_inner_bf16;
-#endif
   for (int64_t item = 0; item < g->batch[0] * g->batch[1]; item++) {
     const int64_t x = item / g->batch[1], y = item % g->batch[1], first = x * g->c_batch[0] + y * g->c_batch[1];
     const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
     for (int64_t i = 0; i < g->m; i++)
       for (int64_t j = 0; j < g->n; j++) {
         const int64_t at = first + i * g->c_row + j;
-        double sum = (double)g->alpha * inner(g->k, a + i * g->a_row, g->a_column, b + j * g->b_column, g->b_row);
+        double sum = (double)g->alpha * lunai_inner_by(g->bf16, g->k, a + i * g->a_row, g->a_column,
+                                                       b + j * g->b_column, g->b_row);
         sum += (g->bias ? (double)g->bias[j] : 0) + (g->residual ? (double)g->residual[at] : 0);
         if (g->pre) g->pre[at] = (float)sum;
         g->c[at] = lunai_activation_scalar(g->activation, (float)sum) + (g->accumulate ? g->c[at] : 0);
@@ -4455,17 +4467,38 @@ LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int6
   return lunai_divide_up(n, kernels->nr) * kernels->nr * k;
 }
 
-LUNAI_FN lunai_panels lunai_panels_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k) {
-  const lunai_panels b = { at, n, kernels->nr * k, kernels->nr };
+#ifdef LUNA_NO_BF16
+LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16) {
+  const lunai_products p = { 1, kernels->fill_panels, kernels->panels };
+  return (void)bf16, p;
+}
+#else
+LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16);
+#endif
+/* floats of room for a tile's words */
+LUNAI_FN int64_t lunai_words_size(const lunai_kernels *kernels, bool column_major) {
+  return kernels->mr * LUNAI_KA * (column_major ? LUNAI_TILES_ABREAST : 1);
+}
+LUNAI_FN lunai_panels lunai_words_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k,
+                                     float *words) {
+  const int64_t rows = words ? lunai_divide_up(k, lunai_products_of(kernels, true).pair) : k;
+  const lunai_panels b = { at, n, kernels->nr * rows, kernels->nr, words };
   return b;
 }
+LUNAI_FN lunai_panels lunai_words_of(const lunai_kernels *kernels, lunai_matrix b, float *room, float *words) {
+  lunai_products_of(kernels, words != NULL).fill_panels(b.columns, b.rows, b.at, b.row, b.column, room);
+  return lunai_words_in(kernels, room, b.columns, b.rows, words);
+}
+LUNAI_FN lunai_panels lunai_panels_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k) {
+  return lunai_words_in(kernels, at, n, k, NULL);
+}
 LUNAI_FN lunai_panels lunai_panels_of(const lunai_kernels *kernels, lunai_matrix b, float *room) {
-  kernels->fill_panels(b.columns, b.rows, b.at, b.row, b.column, room);
-  return lunai_panels_in(kernels, room, b.columns, b.rows);
+  return lunai_words_of(kernels, b, room, NULL);
 }
 /* C = alpha A B (+ C) */
 LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_panels b,
                                   lunai_out c) {
+  const lunai_products products = lunai_products_of(kernels, b.words != NULL);
   lunai_target t;
   int64_t p = 0;
   memset(&t, 0, sizeof t);
@@ -4473,9 +4506,10 @@ LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, float alpha, lun
   t.sum_row = t.from_row = c.row;
   t.alpha = alpha;
   t.from = c.add ? c.at : NULL;
+  t.bf16 = b.words != NULL;
   do {
-    kernels->panels(a.rows, b.n, lunai_min(a.columns - p, LUNAI_KC), a.at + p * a.column, a.row, a.column, NULL,
-                    b.at + p * b.row, b.step, b.row, &t);
+    products.panels(a.rows, b.n, lunai_min(a.columns - p, LUNAI_KC), a.at + p * a.column, a.row, a.column, b.words,
+                    b.at + p / products.pair * b.row, b.step, b.row, &t);
     t.from = c.at;
     p += LUNAI_KC;
   } while (p < a.columns);
@@ -4486,21 +4520,19 @@ LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, float alpha, lunai_matr
   const int64_t nr = kernels->nr;
   /* copying pays when a panel is read more than twice; else B's own columns, as far as they are whole panels */
   const int64_t whole = b.column == 1 && a.rows <= 2 * kernels->mr ? b.columns / nr * nr : 0;
-  const lunai_panels own = { b.at, whole, nr, b.row };
+  const lunai_panels own = { b.at, whole, nr, b.row, NULL };
   if (whole) lunai_matmul_panels(kernels, alpha, a, own, c);
   if (whole == b.columns) return;
   c.at += whole;
   lunai_matmul_panels(kernels, alpha, a, lunai_panels_of(kernels, lunai_columns(b, whole, b.columns), panels), c);
 }
-
-#ifdef LUNA_NO_BF16
-LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16) {
-  const lunai_products p = { 1, kernels->fill_panels, kernels->panels };
-  return (void)bf16, p;
+/* the same, of rounded operands with `words` */
+LUNAI_FN void lunai_matmul_words(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_matrix b, lunai_out c,
+                                 float *panels, float *words) {
+  if (words) lunai_matmul_panels(kernels, alpha, a, lunai_words_of(kernels, b, panels, words), c);
+  else lunai_matmul(kernels, alpha, a, b, c, panels);
 }
-#else
-LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16);
-#endif
+
 /* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that
    threads never wait for each other; and the scratch of a thread. `late`: C is added after the activation, so
    partial sums need their own place. */
@@ -4540,7 +4572,8 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
   p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
   p.b_size = g->b_panels ? 0 : p.columns * lunai_divide_up(block_k, p.products.pair);
-  if (LUNAI_BF16(g) || (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense))
+  if (LUNAI_BF16(g)) p.a_size = lunai_words_size(kernels, g->a_row == 1 && g->a_column != 1);
+  else if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? 2 * LUNAI_TILES_ABREAST : 1);
   /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
   if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LUNAI_KC && g->n <= LUNAI_NC)))
@@ -5624,6 +5657,10 @@ LUNAI_FN void lunai_dense_row(const lunai_attention *a, const lunai_head *r, int
 /* y += factor x */
 LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *y) {
   for (int64_t i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
+}
+LUNAI_FN void lunai_add_scaled_by(bool bf16, int64_t n, double factor, const float *x, float *y) {
+  if (!bf16) lunai_add_scaled(n, factor, x, y);
+  else for (int64_t i = 0; y && i < n; i++) y[i] += lunai_bf16_of((float)factor) * lunai_bf16_of(x[i]);
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_dense_row_backward(const lunai_attention *a, const lunai_head *r, int64_t i) {
@@ -6876,7 +6913,8 @@ LUNAI_FN void lunai_unpack_row(const lunai_unpack *u, int64_t b, int64_t i, bool
     double sum = 0;
     for (int64_t l = 0; l < slots; l++) {
       float *s = p + h * u->slots + l;
-      *s = (float)(lunai_inner(u->dim, u->x + row * u->dim, 1, u->k + (at + l) * u->dim, 1) + (double)u->bias[at + l]);
+      *s = (float)(lunai_inner_by(u->bf16, u->dim, u->x + row * u->dim, 1, u->k + (at + l) * u->dim, 1) +
+                   (double)u->bias[at + l]);
       if (!(*s <= max)) max = *s;
     }
     for (int64_t l = 0; l < slots; l++) sum += (double)lunai_exp1_scalar(p[h * u->slots + l] - max);
@@ -6900,7 +6938,8 @@ LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel
       for (int64_t e = 0; e < u->dim; e++) {
         double sum = u->out_bias ? (double)u->out_bias[e] : 0;
         for (int64_t h = 0; h < u->heads; h++)
-          sum += lunai_inner(slots, p + h * u->slots, 1, u->v + (b * u->heads + h) * u->slots * u->dim + e, u->dim);
+          sum += lunai_inner_by(u->bf16, slots, p + h * u->slots, 1,
+                                u->v + (b * u->heads + h) * u->slots * u->dim + e, u->dim);
         u->out[row + e] = (u->residual ? u->residual[row + e] : 0) + (float)sum * lunai_dropout_at(&u->last, row + e);
       }
     }
@@ -6920,15 +6959,16 @@ LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, const lunai
         double mean = 0;
         for (int64_t l = 0; l < slots; l++)
           mean += (double)p[h * u->slots + l] * (double)lunai_unpack_mask_at(u, b, h, i, l) *
-                  lunai_inner(u->dim, g, 1, u->v + (at + l) * u->dim, 1);
+                  lunai_inner_by(u->bf16, u->dim, g, 1, u->v + (at + l) * u->dim, 1);
         for (int64_t l = 0; l < slots; l++) {
           const int64_t slot = (at + l) * u->dim;
           const double prob = (double)p[h * u->slots + l], mask = (double)lunai_unpack_mask_at(u, b, h, i, l);
-          const double ds = prob * (mask * lunai_inner(u->dim, g, 1, u->v + slot, 1) - mean);
+          const double ds = prob * (mask * lunai_inner_by(u->bf16, u->dim, g, 1, u->v + slot, 1) - mean);
           if (u->grad_bias) u->grad_bias[at + l] += (float)ds;
-          if (u->grad_k) lunai_add_scaled(u->dim, ds, u->x + row, u->grad_k + slot);
-          if (u->grad_v) lunai_add_scaled(u->dim, prob * mask, g, u->grad_v + slot);
-          if (u->grad_x) lunai_add_scaled(u->dim, ds, u->k + slot, u->grad_x + row); /* may be grad_out: g is a copy */
+          if (u->grad_k) lunai_add_scaled_by(u->bf16, u->dim, ds, u->x + row, u->grad_k + slot);
+          if (u->grad_v) lunai_add_scaled_by(u->bf16, u->dim, prob * mask, g, u->grad_v + slot);
+          /* it may be grad_out: g is a copy */
+          if (u->grad_x) lunai_add_scaled_by(u->bf16, u->dim, ds, u->k + slot, u->grad_x + row);
         }
       }
     }
@@ -7026,6 +7066,7 @@ LUNAI_FN char *lunai_unpack_layout(const lunai_kernels *kernels, const lunai_unp
   m->mask = lunai_take(&scratch, u->dropout.threshold ? LUNAI_TILE * n : 0);
   m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, u->dim, LUNAI_TILE));
   m->grad = lunai_take(&scratch, u->last.threshold ? back * LUNAI_TILE * u->dim : 0);
+  m->words = LUNAI_BF16(u) ? lunai_take(&scratch, lunai_words_size(kernels, backward)) : NULL;
   return scratch;
 }
 
@@ -7063,11 +7104,11 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
     memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
   }
   if (m->slots < u->slots) k = m->k, v = m->v;
-  lunai_panels_of(kernels, lunai_transposed(lunai_dense(k, m->n, d)), m->score_panels);
-  if (!backward) lunai_panels_of(kernels, lunai_dense(v, m->n, d), m->out_panels);
+  lunai_words_of(kernels, lunai_transposed(lunai_dense(k, m->n, d)), m->score_panels, m->words);
+  if (!backward) lunai_words_of(kernels, lunai_dense(v, m->n, d), m->out_panels, m->words);
   else {
-    lunai_panels_of(kernels, lunai_dense(k, m->n, d), m->dx_panels);
-    lunai_panels_of(kernels, lunai_transposed(lunai_dense(v, m->n, d)), m->slope_panels);
+    lunai_words_of(kernels, lunai_dense(k, m->n, d), m->dx_panels, m->words);
+    lunai_words_of(kernels, lunai_transposed(lunai_dense(v, m->n, d)), m->slope_panels, m->words);
   }
 }
 
@@ -7086,7 +7127,7 @@ LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpac
   const bool starts = u->out_bias || (u->residual && !u->last.threshold); /* out has a value before the product */
   float *out = u->out + row * d;
   lunai_matmul_panels(kernels, 1, lunai_dense(u->x + row * d, rows, d),
-                      lunai_panels_in(kernels, m->score_panels, n, d), lunai_into(m->scores, n, false));
+                      lunai_words_in(kernels, m->score_panels, n, d, m->words), lunai_into(m->scores, n, false));
   kernels->unpack_softmax(u, m, row, rows);
   if (u->dropout.threshold) {
     lunai_unpack_mask(kernels, u, m, b, first, rows);
@@ -7097,8 +7138,8 @@ LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpac
     if (residual && u->out_bias) kernels->add(d, residual, u->out_bias, out + i * d);
     else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
   }
-  lunai_matmul_panels(kernels, 1, lunai_dense(m->scores, rows, n), lunai_panels_in(kernels, m->out_panels, d, n),
-                      lunai_into(out, d, starts));
+  lunai_matmul_panels(kernels, 1, lunai_dense(m->scores, rows, n),
+                      lunai_words_in(kernels, m->out_panels, d, n, m->words), lunai_into(out, d, starts));
   if (!u->last.threshold) return;
   kernels->dropout(&u->last, row * d, rows * d, out, out, false);
   if (u->residual) kernels->add(rows * d, u->residual + row * d, out, out);
@@ -7143,18 +7184,22 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_unpack_work *w, const luna
     kernels->dropout(&u->last, row * d, rows * d, g.at, m->grad, false);
     g.at = m->grad;
   }
-  lunai_matmul_panels(kernels, 1, x, lunai_panels_in(kernels, m->score_panels, n, d), lunai_into(m->scores, n, false));
-  lunai_matmul_panels(kernels, 1, g, lunai_panels_in(kernels, m->slope_panels, n, d), lunai_into(m->slopes, n, false));
+  lunai_matmul_panels(kernels, 1, x, lunai_words_in(kernels, m->score_panels, n, d, m->words),
+                      lunai_into(m->scores, n, false));
+  lunai_matmul_panels(kernels, 1, g, lunai_words_in(kernels, m->slope_panels, n, d, m->words),
+                      lunai_into(m->slopes, n, false));
   if (u->dropout.threshold) lunai_unpack_mask(kernels, u, m, b, first, rows);
   kernels->unpack_slopes(u, m, row, rows);
   for (int64_t i = 0; i < rows; i++) {
     kernels->add(n, bias, m->slopes + i * n, bias);
     kernels->add(d, bias + n, g.at + i * d, bias + n);
   }
-  if (u->grad_k) lunai_matmul(kernels, 1, lunai_transposed(ds), x, lunai_into(part, d, true), m->product);
-  if (u->grad_v) lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(part + n * d, d, true), m->product);
+  if (u->grad_k)
+    lunai_matmul_words(kernels, 1, lunai_transposed(ds), x, lunai_into(part, d, true), m->product, m->words);
+  if (u->grad_v)
+    lunai_matmul_words(kernels, 1, lunai_transposed(p), g, lunai_into(part + n * d, d, true), m->product, m->words);
   if (!u->grad_x) return;            /* last: it may be grad_out */
-  lunai_matmul_panels(kernels, 1, ds, lunai_panels_in(kernels, m->dx_panels, d, n),
+  lunai_matmul_panels(kernels, 1, ds, lunai_words_in(kernels, m->dx_panels, d, n, m->words),
                       lunai_into(u->grad_x + row * d, d, true));
 }
 
@@ -12844,6 +12889,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->lse = (float *)op->kept;
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
   u->lengths = op->lengths;
+  u->bf16 = lunai_op_bf16(op);
   u->dropout = lunai_op_dropout(op, lunai_times(u->batch * u->heads * u->rows, u->slots), u->slots);
   u->last = lunai_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
@@ -20113,6 +20159,7 @@ static const char *const lunai_training_keys[] = { "luna.optimizer", "luna.attem
 enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUNAI_TRAINING_SKIPPED, LUNAI_TRAINING_LR,
        LUNAI_TRAINING_STEP, LUNAI_TRAINING_SEED, LUNAI_TRAINING_ROW, LUNAI_TRAINING_KEYS };
 #define LUNAI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
+#define LUNAI_PRODUCTS "luna.products" /* "bf16", or float32's */
 
 LUNAI_FN void lunai_hex(uint64_t value, char out[17]) {
   for (int i = 0; i < 16; i++) out[i] = lunai_hex_digits[value >> (60 - 4 * i) & 15];
@@ -20170,6 +20217,7 @@ LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
     lunai_hex(value[k], text);
     lunai_st_put_pair(w, lunai_training_keys[k], text);
   }
+  if (ctx->options.products == LUNA_DTYPE_BF16) lunai_st_put_pair(w, LUNAI_PRODUCTS, "bf16");
   lunai_put_set(w, o->params);
   for (const lunai_trained *t = o->trained; t < o->trained + o->size; t++)
     for (int k = 0; k < o->kept; k++) {
@@ -20236,6 +20284,18 @@ LUNAI_FN luna_status lunai_state_find(const luna_params *params, const lunai_st 
       bytes->bytes == (size_t)bytes->count * sizeof(float) && lunai_state_places(params->state, bytes)) return LUNA_OK;
   return lunai_fail_status(params->ctx, LUNA_ERROR_STATE_MISSING, params->ctx->call, lunai_file_name(params->ctx));
 }
+/* tells options.log when a run goes on with other products */
+LUNAI_FN void lunai_training_products(const luna_ctx *ctx, const lunai_st *st) {
+  static const char *const names[2] = { "float32", "bf16" };
+  const int own = ctx->options.products == LUNA_DTYPE_BF16;
+  lunai_st_text text;
+  char sentence[sizeof ctx->error];
+  const int before = lunai_st_meta(st, LUNAI_PRODUCTS, &text) && lunai_st_equal(text, "bf16");
+  if (before == own || !ctx->options.log) return;
+  lunai_print(sentence, sizeof sentence, "%s: the run in %s had products in %s, and goes on in %s (options.products)",
+              ctx->call, lunai_file_name(ctx), names[before], names[own]);
+  ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
+}
 LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st) {
   luna_optimizer *o = (luna_optimizer *)into;
   lunai_st_tensor state_bytes;
@@ -20267,6 +20327,7 @@ LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st
   state = lunai_state_of(ctx, ctx->state);
   state.step = value[LUNAI_TRAINING_STEP];
   state.seed = value[LUNAI_TRAINING_SEED];
+  if (status == LUNA_OK) lunai_training_products(ctx, st);
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
 #endif /* !LUNA_NO_TRAIN */
