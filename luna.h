@@ -8894,8 +8894,8 @@ LUNAI_TARGET_END
 #endif
 #endif
 
-#if !defined(LUNA_NO_BF16) && ((defined(__clang__) && __clang_major__ >= 9) || \
-                               (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 10))
+#if !defined(LUNA_NO_BF16) && !defined(LUNAI_MSVC) && \
+    ((defined(__clang__) && __clang_major__ >= 9) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 10))
 #define LUNAI_AVX512BF16
 LUNAI_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LUNAI_PASS _bf16

@@ -5,9 +5,11 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#ifndef __wasm__
 #include "kernels.h"
+#endif
 
-#ifndef LUNA_NO_BF16
+#if !defined(LUNA_NO_BF16) && !defined(__wasm__)
 /* the next of the machine's instruction sets, then AVX-512 as where it has no vdpbf16ps */
 static lunai_kernels bf16_without;
 static bool bf16_next(int *at) {
