@@ -145,7 +145,7 @@
      unpack, forward and backward, round both operands of their products to bfloat16 (to nearest, ties to even) and sum
      in float32. Weights, gradients, optimisers, norms, softmax, scores of unfolded attention, causal sums, luna_matmul
      and streams stay float32. With AVX-512 BF16 (Zen 4, Cooper Lake, Sapphire Rapids) a training step takes about 0.6
-     of the time; elsewhere it is the same function in float32's time, with the last bits of another order of sums.
+     of the time; elsewhere it is the same function in a tenth more, with the last bits of another order of sums.
      Use it to train where it is fast and a relative error of 2^-9 an operand is small beside a batch's noise.
 
    SEVERAL RANKS
@@ -439,7 +439,7 @@ typedef struct luna_options {
   luna_dtype weights;
   /* LUNA_DTYPE_BF16: products by parameters (luna_linear, luna_feed_forward, luna_linear_cross_entropy, folded
      attention and what is made of them), forward and backward, round their operands to bfloat16 and sum in float:
-     training in less time where the processor has AVX-512 BF16, the same function in float32's time elsewhere.
+     training in less time where the processor has AVX-512 BF16, the same function without gain elsewhere.
      Everything else stays float32, streams too. On the CPU alone. 0 = F32 */
   luna_dtype products;
 } luna_options;

@@ -146,6 +146,7 @@ static void check_resume(int kind) {
 }
 
 /* ---- what the option says, and what stays float32: luna_matmul, and streams ---- */
+static void *no_memory(void *user, size_t bytes) { return (void)user, (void)bytes, (void *)NULL; }
 static void check_option(void) {
   static const int64_t shape[2] = {8, 32};
   static int32_t token = 7;
@@ -155,6 +156,10 @@ static void check_option(void) {
   CHECK(luna_open(&o) == NULL && strstr(error, "options.products"), "products I8: \"%s\"", error);
   o.products = LUNA_DTYPE_F32, o.weights = LUNA_DTYPE_BF16;
   CHECK(luna_open(&o) == NULL && strstr(error, "options.weights"), "weights BF16: \"%s\"", error);
+  luna_backend device = *luna_cpu_backend();
+  device.allocate = no_memory;
+  o.products = LUNA_DTYPE_BF16, o.weights = LUNA_DTYPE_F32, o.backend = &device;
+  CHECK(luna_open(&o) == NULL && strstr(error, "a device has float products alone"), "on a device: \"%s\"", error);
   float product[2][64], logits[2][VOCAB];
   for (int bf16 = 0; bf16 < 2; bf16++) {
     model m = model_open(0, options_of(bf16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, 1));
