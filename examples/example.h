@@ -72,7 +72,7 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
-      device, validations, patience, parallel, recompute, forget, output_gate, weights;
+      device, validations, patience, parallel, recompute, forget, output_gate, weights, products;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -214,6 +214,9 @@ typedef struct flag {
   { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
 #define FLAG_WEIGHTS(commands) /* names in the order of luna_dtype */ \
   { "--weights", commands, CHOICE(set.weights, "f32 i8"), "i8: products in 8 bits, faster and within about 1%" }
+#define FLAG_PRODUCTS \
+  { "--products", "t", CHOICE(set.products, "f32 bf16"), \
+   "bf16: products of numbers rounded to 16 bits, faster with AVX-512 BF16" }
 #define FLAG_PARALLEL \
   { "--parallel", "t", CHOICE(set.parallel, "no data sequence"), \
    "what the ranks of mpirun share, of a program that make mpi built" }
@@ -429,7 +432,8 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
     if (asks_help(given[i])) return usage(stdout, commands, flags, c), 0;
   if (parse(c, flags, count - 2, given + 2, words)) return 2;
   luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed,
-                           .weights = (luna_dtype)set.weights };
+                           .weights = (luna_dtype)set.weights,
+                           .products = set.products ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32 };
 #ifdef EXAMPLE_CUDA
   if (set.device) options.backend = luna_cuda_backend(0);
 #else

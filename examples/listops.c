@@ -48,6 +48,7 @@ static const flag flags[] = {
   FLAG_SEED("tew"),
   FLAG_THREADS("te"),
   FLAG_WEIGHTS("e"),
+  FLAG_PRODUCTS,
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }

@@ -38,10 +38,11 @@ static void layer_run(void *arg) {
   }
 }
 
-enum { FORWARD, TRAINING, FORWARD_INT8 };
+enum { FORWARD, TRAINING, FORWARD_INT8, TRAINING_BF16 };
 static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, layer_kind kind, int work) {
   luna_options options = {.threads = threads, .isa = bench_isa(),
-                          .weights = work == FORWARD_INT8 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32};
+                          .weights = work == FORWARD_INT8 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32,
+                          .products = work == TRAINING_BF16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32};
   luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN,
                               .forget = kind == FORGETTING ? LUNA_FORGET_GATED : LUNA_FORGET_NONE};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
@@ -53,7 +54,7 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, l
   b->x = luna_param(b->inputs, "x", 3, x, normal);
   b->p = luna_param(b->inputs, "p", 3, p, normal);
   b->kind = kind;
-  b->training = work == TRAINING;
+  b->training = work == TRAINING || work == TRAINING_BF16;
   if (kind != ENCODER) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
   else luna_encoder_layer_init(&b->encoder, b->params, "", &config);
   b->adam = luna_adam(b->params, &(luna_optimizer_config){.lr = 1e-4f});
@@ -79,30 +80,31 @@ static double layer_flops(layer_kind kind, double n, double l) {
 
 static void layer_rows(const char *name, int64_t n, int64_t memory, layer_kind kind, int threads, double forward,
                        double training) {
-  layer_bench b[4];
-  bench_case c[4];
-  const double trip = threads > 1 ? bench_round_trip() : 0;
-  int i, count = 0;
+  static const int works[] = {FORWARD, TRAINING, TRAINING_BF16};
+  static const char *const names[] = {"forward", "training step", "training step, bf16"};
+  const double trip = threads > 1 ? bench_round_trip() : 0, least[] = {forward, training, 0};
+  const int each = threads > 1 ? 2 : 1;
+  layer_bench b[6];
+  bench_case c[6];
   memset(c, 0, sizeof c);
-  for (i = 0; i < 4; i++) {
-    const int t = i % 2 ? threads : 1;
-    if (i % 2 && threads == 1) continue;
-    layer_open(&b[i], t, n, memory, kind, i / 2);
-    snprintf(c[count].name, sizeof c[count].name, "%s, %s", name, i / 2 ? "training step" : "forward");
-    c[count].threads = t;
-    c[count].flops = (i / 2 ? 3 : 1) * layer_flops(kind, (double)n, (double)memory);
-    c[count].run = layer_run;
-    c[count].arg = &b[i];
-    c[count].ctx = b[i].ctx;
-    c[count].min = i / 2 ? training : forward;
-    count++;
+  for (int i = 0; i < 3 * each; i++) {
+    const int what = i / each;
+    c[i].threads = i % each ? threads : 1;
+    layer_open(&b[i], c[i].threads, n, memory, kind, works[what]);
+    snprintf(c[i].name, sizeof c[i].name, "%s, %s", name, names[what]);
+    c[i].flops = (what ? 3 : 1) * layer_flops(kind, (double)n, (double)memory);
+    c[i].run = layer_run;
+    c[i].arg = &b[i];
+    c[i].ctx = b[i].ctx;
+    c[i].min = least[what];
   }
-  bench_cases(c, count);
+  bench_cases(c, 3 * each);
+  if (c[0].seconds > 0)
+    printf("    bf16 trains %.2f times as fast as float\n", c[each].seconds / c[2 * each].seconds);
   if (threads > 1 && c[1].seconds > 0)
     printf("    the second thread: forward %.2f, training %.2f times one; a word there and back took %.0f ns before, "
            "%.0f after\n", c[0].seconds / c[1].seconds, c[2].seconds / c[3].seconds, trip, bench_round_trip());
-  for (i = 0; i < 4; i++)
-    if (i % 2 == 0 || threads > 1) luna_close(b[i].ctx);
+  for (int i = 0; i < 3 * each; i++) luna_close(b[i].ctx);
 }
 
 /* Time a token at a great length. The first two steps touch new memory (the second's is in one piece), 2.7 GB of it at
@@ -188,8 +190,8 @@ static void classifier_run(void *arg) {
   }
 }
 static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute,
-                            luna_pooling pooling) {
-  luna_options options = {.threads = threads, .isa = bench_isa()};
+                            luna_pooling pooling, luna_dtype products) {
+  luna_options options = {.threads = threads, .isa = bench_isa(), .products = products};
   luna_classifier_config config = {.classes = 2, .pooling = pooling,
                                    .encoder = {.layers = 4, .memory = 16,
                                                .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}}};
@@ -208,18 +210,19 @@ static void classifier_open(classifier_bench *b, int threads, int64_t batch, int
   for (int64_t i = 0; i < batch; i++) b->labels[i] = (int32_t)(i % 2), b->lengths[i] = (int32_t)n;
 }
 static void classifier_rows(int64_t batch, int threads, luna_pooling pooling) {
-  static const luna_recompute_kind kinds[] = {LUNA_RECOMPUTE_NONE, LUNA_RECOMPUTE_FFN};
+  static const luna_recompute_kind kinds[] = {LUNA_RECOMPUTE_NONE, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_NONE};
+  static const char *const names[] = {"", ", feed-forward recomputed", ", bf16"};
   const bool memory = pooling == LUNA_POOLING_MEMORY;
-  classifier_bench b[4];
-  bench_case c[4];
+  classifier_bench b[6];
+  bench_case c[6];
   int count = 0, i;
   memset(c, 0, sizeof c);
-  for (i = 0; i < 4; i++) {
+  for (i = 0; i < 6; i++) {
     const int t = i % 2 ? threads : 1;
     if (i % 2 && threads == 1) continue;
-    classifier_open(&b[count], t, batch, 4096, kinds[i / 2], pooling);
+    classifier_open(&b[count], t, batch, 4096, kinds[i / 2], pooling, i / 2 == 2 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32);
     snprintf(c[count].name, sizeof c[count].name, "batch %d, %s pooled%s", (int)batch, memory ? "memory" : "mean",
-             i / 2 ? ", feed-forward recomputed" : "");
+             names[i / 2]);
     c[count].threads = t;
     c[count].flops = memory ? 0 : 3 * 4 * folded_flops((double)(batch * 4096), 16);
     c[count].run = classifier_run;
@@ -228,6 +231,8 @@ static void classifier_rows(int64_t batch, int threads, luna_pooling pooling) {
     count++;
   }
   bench_cases(c, count);
+  if (c[0].seconds > 0)
+    printf("    bf16 trains %.2f times as fast as float\n", c[0].seconds / c[count / 3 * 2].seconds);
   for (i = 0; i < count; i++) {
     free(b[i].tokens);
     luna_close(b[i].ctx);
@@ -245,9 +250,10 @@ void peer_layer_close(void *b) {
   luna_close(((layer_bench *)b)->ctx);
   free(b);
 }
-void *peer_classifier(int threads, int64_t batch, int64_t n, int recompute) {
+void *peer_classifier(int threads, int64_t batch, int64_t n, int recompute, int products) {
   classifier_bench *b = (classifier_bench *)malloc(sizeof *b);
-  classifier_open(b, threads, batch, n, recompute ? LUNA_RECOMPUTE_FFN : LUNA_RECOMPUTE_NONE, LUNA_POOLING_MEAN);
+  classifier_open(b, threads, batch, n, recompute ? LUNA_RECOMPUTE_FFN : LUNA_RECOMPUTE_NONE, LUNA_POOLING_MEAN,
+                  (luna_dtype)products);
   return b;
 }
 void peer_classifier_run(void *b) { classifier_run(b); }

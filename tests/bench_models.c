@@ -111,12 +111,13 @@ static void gpt_run(void *arg) {
 }
 static void gpt_rows(int threads) {
   enum { VOCAB = 50257, T = 1024, B = 4 };
-  enum { LOGITS, LM_LOSS, THREADED, CASES };
+  enum { LOGITS, LM_LOSS, BF16, THREADED, CASES };
   gpt_bench b[CASES];
   bench_case c[CASES];
   memset(c, 0, sizeof c);
   for (int i = 0; i < CASES; i++) {
-    luna_options options = {.threads = i == THREADED ? threads : 1, .isa = bench_isa()};
+    luna_options options = {.threads = i == THREADED ? threads : 1, .isa = bench_isa(),
+                            .products = i == BF16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32};
     luna_lm_config config = {.vocab = VOCAB, .layers = LAYERS, .positions = LUNA_POSITIONS_LEARNED, .max_length = T};
     luna_params *params;
     config.layer = (luna_layer_config){
@@ -133,7 +134,7 @@ static void gpt_rows(int threads) {
     b[i].tokens = (int32_t *)malloc((B * T + 1) * sizeof(int32_t));
     for (int64_t t = 0; t <= B * T; t++) b[i].tokens[t] = (int32_t)(t * 7919 % VOCAB);
     snprintf(c[i].name, sizeof c[i].name, "4 layers, d 256, vocabulary 50257, 4 x 1024 tokens%s",
-             b[i].lm_loss ? ", luna_lm_loss" : "");
+             b[i].lm_loss ? ", luna_lm_loss" : i == BF16 ? ", bf16" : "");
     c[i].threads = options.threads;
     c[i].flops = 3.0 * B * T * (LAYERS * (24.0 * DIM * DIM + 2.0 * T * DIM) + 2.0 * VOCAB * DIM);
     c[i].run = gpt_run;
@@ -141,7 +142,8 @@ static void gpt_rows(int threads) {
     c[i].ctx = b[i].ctx;
   }
   bench_cases(c, threads > 1 ? CASES : THREADED);
-  printf("    %.2f thousand tokens/s on one thread, %.2f on %d\n", B * T / c[LOGITS].seconds * 1e-3,
+  printf("    %.2f thousand tokens/s on one thread, %.2f in bf16 (%.2f times), %.2f on %d threads\n",
+         B * T / c[LOGITS].seconds * 1e-3, B * T / c[BF16].seconds * 1e-3, c[LOGITS].seconds / c[BF16].seconds,
          B * T / c[THREADED].seconds * 1e-3, threads);
   for (int i = 0; i < CASES; i++) {
     free(b[i].tokens);

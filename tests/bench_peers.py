@@ -12,9 +12,8 @@ processors here (by a preloaded answer to its question): otherwise PyTorch's pro
 for instance).
 PyTorch runs each layer in each of its forms: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h
 folds, and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes,
-and build/peers keeps what it made). Rows in 8 bits are
-beside its dynamic quantisation. JAX runs the encoder layer compiled by jit; where it cannot be imported its rows
-are left out. A pair is measured for --seconds, but three times at least, and a side that does not answer within
+and build/peers keeps what it made). Rows in 8 bits are beside its dynamic quantisation, rows in bf16 beside
+torch.autocast. JAX runs the encoder layer compiled by jit; where it cannot be imported its rows are left out. A pair is measured for --seconds, but three times at least, and a side that does not answer within
 --limit seconds, or ends, is a row that says so. --isa names the instruction sets that both sides are held to in turn.
 The last lines are luna.h beside the best of all forms, and the rows where that takes less than 1.1 times luna.h's
 time."""
@@ -23,9 +22,11 @@ import argparse, ctypes, itertools, os, signal, statistics, subprocess, sys, thr
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, "build", "peers")
 D, H, FFN, N = 256, 4, 1024, 4096
+BF16_DTYPE = 2                       # LUNA_DTYPE_BF16
 FORMS = ["torch plain", "torch folded", "torch compiled plain", "torch compiled folded"]
 JAX = ["jax plain", "jax folded"]
 INT8 = ["torch int8 plain", "torch int8 folded"]
+BF16 = [form.replace("torch", "torch bf16") for form in FORMS]
 # what holds each side to an instruction set; "best": nothing
 ISA = {"SSE2": ("default", "SSE4_2", "SSE41"), "AVX2": ("avx2", "AVX2", "AVX2"),
        "AVX-512": ("avx512", "AVX512", "AVX512_CORE")}
@@ -45,7 +46,11 @@ def cases():
     rows += [(f"classifier, batch {b}, training", FORMS) for b in (1, 4)]
     rows += [("streaming step, 4 causal layers, l = 16", ["torch folded"]),
              ("encoder layer, l = 16, forward in 8 bits", INT8),
-             ("streaming step, 4 causal layers, l = 16, in 8 bits", ["torch int8 folded"])]
+             ("streaming step, 4 causal layers, l = 16, in 8 bits", ["torch int8 folded"]),
+             ("encoder layer, l = 16, training in bf16", BF16),
+             ("encoder layer, l = 128, training in bf16", BF16[::2]),
+             ("causal layer, l = 16, training in bf16", ["torch bf16 chunked", "torch bf16 compiled chunked"]),
+             ("classifier, batch 1, training in bf16", BF16)]
     return rows
 
 
@@ -62,14 +67,14 @@ def luna_open(name, threads):
         return lambda: lib.peer_gemm(i64(m), i64(n), i64(k), a, b, c, scratch, i64(16 << 20))
     if name.startswith("classifier"):
         batch = int(name.split("batch ")[1].split(",")[0])
-        handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(batch), i64(N), 0))
+        handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(batch), i64(N), 0, BF16_DTYPE if "bf16" in name else 0))
         return lambda: lib.peer_classifier_run(handle)
     if name.startswith("streaming"):
         handle = ctypes.c_void_p(lib.peer_stream(i64(D), int("8 bits" in name)))
         return lambda: lib.peer_stream_run(handle)
     l = int(name.split("l = ")[1].split(",")[0])
     kind = ("causal" in name) + ("forgets" in name)
-    work = 2 if "8 bits" in name else int("training" in name)
+    work = 2 if "8 bits" in name else 3 if "bf16" in name else int("training" in name)
     handle = ctypes.c_void_p(lib.peer_layer(threads, i64(N), i64(l), kind, work))
     return lambda: lib.peer_layer_run(handle)
 
@@ -108,6 +113,7 @@ def torch_open(name, threads, form):
     # PyTorch before 2.0 has none of its own
     compiled, form = "compiled" in form, form.replace("compiled ", "")
     int8, form = "int8" in form, form.replace("int8 ", "")
+    bf16, form = "bf16" in form, form.replace("bf16 ", "")
 
     def rounded(module):             # its Linear modules: weights in 8 bits, inputs too, by a scale found in each call
         if not int8:
@@ -292,7 +298,9 @@ def torch_open(name, threads, form):
         adam = torch.optim.Adam(weights, lr=1e-4, foreach=True)
 
     def run():
-        loss().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            value = loss()
+        value.backward()
         adam.step()
         adam.zero_grad(set_to_none=True)
         if not name.startswith("classifier"):

@@ -80,6 +80,14 @@ check "--name=value is --name value" same out first
 check "a value may have an equals sign" lm generate a.safetensors --bytes=5 --prompt=a=b
 check "all of it" grep -q '^a=b' out
 
+# ---- products in 16 bits
+check "lm train --products bf16 succeeds" lm train text --out h.safetensors --steps 20 --save-every 10 $small \
+  --products bf16
+check "it learns" \
+  sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/' | awk '{ exit !(\$2 < \$1) }'"
+lm train text --out i.safetensors --steps 20 --save-every 9 $small --products bf16
+refuses "training with --products bf16" train text --out j.safetensors --resume i.safetensors
+
 # ---- texts that are short
 printf 'a text shorter than any window, but not too short' >short
 check "a short text is trained on in shorter windows" lm train short --out short.safetensors --steps 2 $small \

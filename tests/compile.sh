@@ -63,7 +63,7 @@ for c; do
   add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
   switches="LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD"
   few "$c: $switches" "$c -std=c99 $c_strict -D$switches -fsyntax-only implementation.c"
-  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD LUNA_NO_INT8 \
+  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD LUNA_NO_INT8 LUNA_NO_BF16 \
     "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
     add "$c: $switch" "$c -std=c99 $c_strict -D$switch -fsyntax-only implementation.c"
   done

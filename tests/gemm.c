@@ -1,6 +1,6 @@
 /* gemm against a triple loop in double and against the reference: odd sizes, any strides, batches, epilogues; the same
    bits for any number of threads, for a row alone, for a column alone, and from the product that attention and causal
-   kernels use. */
+   kernels use; all of it with operands rounded to bfloat16, too. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -38,7 +38,12 @@ static float *operand(int64_t rows, int64_t columns, int64_t b0, int64_t b1, int
   return x;
 }
 
-enum { ALPHA = 1, BIAS = 2, ACCUMULATE = 4, ACTIVATION = 8, PRE = 16, DOTS = 32 };
+enum { ALPHA = 1, BIAS = 2, ACCUMULATE = 4, ACTIVATION = 8, PRE = 16, DOTS = 32, ROUNDED = 64, MODES = 128 };
+#ifdef LUNA_NO_BF16
+#define rounded(x, by) (x)
+#else
+#define rounded(x, by) ((by) ? lunai_bf16_of(x) : (x))
+#endif
 
 static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int mode) {
   trial t;
@@ -58,7 +63,10 @@ static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1,
   g->bias = mode & BIAS ? t.bias : NULL;
   g->alpha = mode & ALPHA ? 0.37f : 1;
   g->accumulate = (mode & ACCUMULATE) != 0;
-  g->dots = (mode & DOTS) != 0;
+#ifndef LUNA_NO_BF16
+  g->bf16 = (mode & ROUNDED) != 0;
+#endif
+  g->dots = (mode & DOTS) != 0 && !g->bf16;
   g->activation = mode & ACTIVATION ? (int)pick(LUNA_ACTIVATION_SOFTPLUS2 + 1) : LUNA_ACTIVATION_DEFAULT;
   t.want = doubles(t.c_size), t.want_pre = doubles(t.c_size), t.scale = doubles(t.c_size);
   return t;
@@ -83,7 +91,8 @@ static void gemm_reference(trial *t) {
           const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + i * g->c_row + j;
           double sum = 0, size = 0;
           for (int64_t p = 0; p < g->k; p++) {
-            const double term = (double)a[p * g->a_column] * (double)b[p * g->b_row];
+            const double term = (double)rounded(a[p * g->a_column], g->bf16) *
+                (double)rounded(b[p * g->b_row], g->bf16);
             sum += term, size += fabs(term);
           }
           t->want_pre[at] = (double)g->alpha * sum + (g->bias ? (double)g->bias[j] : 0);
@@ -175,7 +184,7 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
   if (m > 0 && n > 0 && b0 > 0 && b1 > 0) {
     check_alone(&t, first, false);
     check_alone(&t, first, true);
-    if (kernels->panels && !(mode & (BIAS | ACTIVATION | PRE | DOTS))) check_trial(&t, first);
+    if (kernels->panels && !(mode & (BIAS | ACTIVATION | PRE | DOTS | ROUNDED))) check_trial(&t, first);
   }
   release(c), release(pre), release(first), trial_close(&t);
 }
@@ -215,7 +224,7 @@ static void check_random(int times, range m, range n, range k, range batch, int 
   while (times-- > 0) {
     const int64_t rows = m.min + pick(m.count), columns = n.min + pick(n.count), depth = k.min + pick(k.count);
     const int64_t b0 = 1 + pick(batch.min), b1 = 1 + pick(batch.count);
-    check(rows, columns, depth, b0, b1, modes < 0 ? (int)pick(64) : modes);
+    check(rows, columns, depth, b0, b1, modes < 0 ? (int)pick(MODES) : modes);
   }
 }
 
@@ -231,6 +240,7 @@ int main(void) {
     /* no epilogue */
     for (int mode = 0; mode < 8; mode++) check(3 + 30 * mode, 70 - 9 * mode, 130 * (mode % 3), 2, 1, mode & 5);
     for (int mode = 0; mode < 4; mode++) check_random(1, tall, high, next, one, ACCUMULATE | ACTIVATION | mode);
+    for (int mode = 0; mode < 4; mode++) check_random(1, tall, high, next, one, ACCUMULATE | ROUNDED | 8 * mode);
     check(0, 5, 5, 1, 1, 0), check(5, 0, 5, 1, 1, 0), check(5, 7, 0, 2, 2, ALPHA | BIAS | ACTIVATION),
         check(5, 7, 0, 1, 1, ACCUMULATE),
       check(5, 5, 5, 0, 1, 0), check(1, 1, 1, 1, 1, 0);

@@ -18,6 +18,9 @@
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
 #define INT8_LIMIT 2e-2
+#define BF16_LIMIT 2e-2
+#define BF16_GRADIENT 5e-2
+#define BF16_FEW 1e-1 /* of the encoder's few rows, some of which cross ReLU's zero: 8% with exact sums, too */
 /* of the file's largest gradient, both by their root mean squares. A gradient below BORDER of it is limited by the
    cancellation of larger ones: it is held to GRADIENT_LIMIT * BORDER = 1e-7 of the largest. Below TRUE_ZERO the
    reference counts as zero */
@@ -49,6 +52,7 @@ static luna_dtype golden_weights;          /* of inferences */
    falls to the other side of 0, and held to ROUNDED_LIMIT */
 static double golden_rounded;
 #define ROUNDED_LIMIT 0.1
+static luna_dtype golden_products;
 
 static int64_t golden_number(const golden *g, const char *key) {
   st_item pair;
@@ -300,6 +304,7 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   options.form = form;
   options.backend = golden_backend;
   options.weights = golden_weights;
+  options.products = golden_products;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   if (!CHECK(golden_init(g, &layer, params) == LUNA_OK, "%s: %s", g->name, luna_error(ctx))) {
@@ -384,6 +389,7 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   options.form = form;
   options.backend = golden_backend;
   options.weights = golden_weights;
+  options.products = golden_products;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   if (CHECK(golden_model_init(g, &model, params) == LUNA_OK, "%s: %s", g->name, luna_error(ctx))) {
@@ -562,6 +568,23 @@ static void golden_int8(golden *g, void (*run)(golden *g, luna_isa isa, luna_for
   g->output = exact;
 }
 
+/* with products of bfloat16, outputs to 2e-2, gradients to 5e-2 */
+static void golden_bf16(golden *g, void (*run)(golden *g, luna_isa isa, luna_form form, bool training)) {
+  const golden exact = *g;
+  const double limit = strncmp(g->name, "encoder_layer_post", 18) == 0 ? BF16_FEW : BF16_GRADIENT;
+  memset(&g->output, 0, sizeof g->output);
+  memset(&g->gradient, 0, sizeof g->gradient);
+  golden_products = LUNA_DTYPE_BF16;
+  for (int form = 0; form < 2; form++) run(g, LUNA_ISA_BEST, form ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, true);
+  golden_products = LUNA_DTYPE_F32;
+  printf("golden: %s: outputs in bf16 %.2g (%s), gradients %.2g of their own norm, %.2g of the largest (%s)\n", g->name,
+         g->output.error, g->output.where, g->gradient.own, g->gradient.share, g->gradient.where);
+  CHECK(g->output.error <= BF16_LIMIT, "%s: an output in bf16 is off by %.3g", g->name, g->output.error);
+  CHECK(g->gradient.error <= limit, "%s: a gradient in bf16 is off by %.3g", g->name, g->gradient.error);
+  CHECK(g->output.error > 1e-5, "%s: in bf16 outputs are float's", g->name);
+  *g = exact;
+}
+
 static int golden_file(golden *g) { /* 1 when it was compared */
   static const char *const kinds[6] = {"attention", "causal", "encoder_layer", "decoder_layer", "classifier",
                                        "seq2seq"};
@@ -592,6 +615,9 @@ static int golden_file(golden *g) { /* 1 when it was compared */
         g->zero.error);
 #ifndef LUNA_NO_INT8
   if (!g->system && !golden_backend) golden_int8(g, known < 4 ? golden_run : golden_run_model);
+#endif
+#ifndef LUNA_NO_BF16
+  if (!g->system && !golden_backend) golden_bf16(g, known < 4 ? golden_run : golden_run_model);
 #endif
   return 1;
 }

@@ -10,6 +10,9 @@
 #define main causal_main
 #include "causal.c"
 #undef main
+#define main bf16_main
+#include "bf16.c"
+#undef main
 #define main elementwise_main
 #include "elementwise.c"
 #undef main
@@ -37,7 +40,7 @@ static int fuzz_main(void) {
 int main(int argc, char **argv) {
   static const struct { const char *name; int (*run)(void); } chapters[] = {
     {"vectors", vectors_main}, {"attention", attention_main}, {"causal", causal_main},
-    {"elementwise", elementwise_main}, {"gemm", gemm_main},
+    {"bf16", bf16_main}, {"elementwise", elementwise_main}, {"gemm", gemm_main},
     {"int8", int8_main}, {"safetensors", safetensors_main}, {"stream", stream_main},
     {"fuzz_safetensors", fuzz_main}
   };

@@ -1,0 +1,195 @@
+/* Training with products of bfloat16: every kind of model, the same bits for any number of threads and when resumed,
+   close to float32's, finite; what the option changes and what not; what a checkpoint and its loading say of it. */
+#include "test.h"
+#include "luna.h"
+#include "common.h"
+
+enum { VOCAB = 50, N = 70, BATCH = 2, STEPS = 3, KINDS = 5, MAX_FILE = 1 << 20, SENTENCE = 300 };
+
+#ifndef LUNA_NO_BF16
+static luna_status logged_status;
+static char logged[SENTENCE];
+static void remember(void *user, luna_status status, const char *sentence) {
+  (void)user;
+  logged_status = status;
+  snprintf(logged, sizeof logged, "%s", sentence);
+}
+
+/* ---- causal and softmax language models with either loss, encoders with the memory or the mean pooled ---- */
+typedef struct model {
+  int kind;
+  luna_ctx *ctx;
+  luna_params *params;
+  luna_optimizer *adam;
+  union { luna_lm lm; luna_classifier classifier; } as;
+} model;
+static const char *const kind_names[KINDS] = {"causal", "causal, scores not folded", "softmax", "folded", "gated"};
+static model model_open(int kind, luna_options options) {
+  model m;
+  luna_layer_config layer = {0};
+  luna_status status;
+  memset(&m, 0, sizeof m);
+  m.kind = kind;
+  layer.dim = 48, layer.heads = 4, layer.ffn = 100, layer.dropout = 0.1f;
+  layer.activation = kind % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_RELU;
+  layer.pre_norm = kind == 2, layer.gated = kind == 4;
+  if (kind == 2) layer.attention = LUNA_ATTENTION_SOFTMAX;
+  if (kind == 1) layer.recompute = LUNA_RECOMPUTE_FFN;
+  options.seed = 3;
+  m.ctx = luna_open(&options);
+  m.params = luna_params_open(m.ctx);
+  if (kind < 3) {
+    luna_lm_config config = {0};
+    config.vocab = VOCAB, config.layers = 2, config.memory = kind == 1 ? 24 : 5, config.layer = layer;
+    status = luna_lm_init(&m.as.lm, m.params, &config);
+  } else {
+    luna_classifier_config config = {0};
+    config.vocab = VOCAB, config.classes = 3, config.pooling = kind == 3 ? LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY;
+    config.encoder.layers = 2, config.encoder.layer.dim = 48, config.encoder.layer.heads = 4, config.encoder.layer.ffn = 100;
+    config.encoder.memory = kind == 3 ? 2 : 20, config.encoder.layer = layer;
+    status = luna_classifier_init(&m.as.classifier, m.params, &config);
+  }
+  CHECK(status == LUNA_OK, "%s: %s", kind_names[kind], luna_error(m.ctx));
+  luna_optimizer_config adam = {0};
+  adam.lr = 1e-3f;
+  m.adam = luna_adam(m.params, &adam);
+  return m;
+}
+static float model_step(model *m) {
+  static int32_t tokens[BATCH * N], next[BATCH * N], labels[BATCH] = {0, 2};
+  luna_input input = {0};
+  for (int i = 0; i < BATCH * N; i++) {
+    tokens[i] = (int32_t)(common_hash(3, (uint64_t)i) % VOCAB);
+    next[i] = (int32_t)(common_hash(3, (uint64_t)i + 1) % VOCAB);
+  }
+  input.tokens = tokens, input.batch = BATCH, input.n = N;
+  luna_begin_step(m->ctx);
+  luna_tensor *loss = m->kind == 2 ? luna_cross_entropy(luna_lm_forward(&m->as.lm, &input), next, NULL) :
+      m->kind < 3 ? luna_lm_loss(&m->as.lm, &input, next) :
+      luna_cross_entropy(luna_classifier_forward(&m->as.classifier, &input), labels, NULL);
+  const float value = luna_item(loss);
+  luna_backward(loss);
+  CHECK(luna_optimizer_step(m->adam) == LUNA_OK, "%s: %s", kind_names[m->kind], luna_error(m->ctx));
+  return value;
+}
+/* all parameters, to be freed */
+static uint8_t *model_file(const model *m, size_t *size) {
+  uint8_t *bytes = (uint8_t *)common_alloc(MAX_FILE);
+  CHECK(luna_save_training(m->adam, luna_buffer(bytes, MAX_FILE, size)) == LUNA_OK, "%s", luna_error(m->ctx));
+  return bytes;
+}
+static luna_options options_of(luna_dtype products, int threads) {
+  luna_options o = {0};
+  o.products = products, o.threads = threads, o.log = remember;
+  return o;
+}
+
+static void check_training(int kind) {
+  float loss[4];
+  uint8_t *file[4];
+  size_t size[4];
+  for (int run = 0; run < 4; run++) { /* float32, then bf16 with 1, 2, 3 threads */
+    model m = model_open(kind, options_of(run ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, run ? run : 1));
+    for (int s = 0; s < STEPS; s++) loss[run] = model_step(&m);
+    CHECK(isfinite(loss[run]) && luna_optimizer_skipped(m.adam) == 0, "%s: the loss is %g", kind_names[kind],
+          (double)loss[run]);
+    file[run] = model_file(&m, &size[run]);
+    luna_close(m.ctx);
+    if (run > 1)
+      CHECK(size[run] == size[1] && memcmp(file[run], file[1], size[1]) == 0, "%s: other bits with %d threads",
+            kind_names[kind], run);
+  }
+  CHECK(loss[0] != loss[1] && fabs((double)loss[1] / (double)loss[0] - 1) < 2e-2, "%s: the loss is %.7g, %.7g in bf16",
+        kind_names[kind], (double)loss[0], (double)loss[1]);
+  for (int run = 0; run < 4; run++) free(file[run]);
+}
+
+/* ---- a run goes on to the bit; with other products it goes on, and the log says so ---- */
+typedef struct found { char products[16]; } found;
+static void found_pair(void *user, const char *key, const char *value) {
+  if (strcmp(key, "luna.products") == 0) snprintf(((found *)user)->products, 16, "%s", value);
+}
+static void check_resume(int kind) {
+  for (int bf16 = 0; bf16 < 2; bf16++) {
+    const luna_options options = options_of(bf16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, 1);
+    model whole = model_open(kind, options);
+    size_t size, sizes[2];
+    for (int s = 0; s < STEPS; s++) (void)model_step(&whole);
+    uint8_t *middle = model_file(&whole, &size), *end[2];
+    found f = {""};
+    luna_inspection inspection = {0};
+    inspection.pair = found_pair, inspection.user = &f;
+    CHECK(luna_inspect(whole.ctx, luna_bytes(middle, size), &inspection) == LUNA_OK, "%s", luna_error(whole.ctx));
+    CHECK(strcmp(f.products, bf16 ? "bf16" : "") == 0, "the checkpoint has luna.products \"%s\"", f.products);
+    (void)model_step(&whole);
+    end[0] = model_file(&whole, &sizes[0]);
+    for (int other = 0; other < 2; other++) {
+      model m = model_open(kind, options_of(bf16 != other ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, 1));
+      logged[0] = 0;
+      CHECK(luna_load_training(m.adam, luna_bytes(middle, size)) == LUNA_OK, "%s", luna_error(m.ctx));
+      if (other)
+        CHECK(logged_status == LUNA_OK && strstr(logged, bf16 ? "products in bf16, and goes on in float32" :
+                                                 "products in float32, and goes on in bf16"),
+              "the log has \"%s\"", logged);
+      else CHECK(!logged[0], "the log has \"%s\"", logged);
+      (void)model_step(&m);
+      end[1] = model_file(&m, &sizes[1]);
+      const bool same = sizes[0] == sizes[1] && memcmp(end[0], end[1], sizes[0]) == 0;
+      CHECK(same == !other, "%s: resumed in %s: %s bits", kind_names[kind], other ? "the other" : "the same",
+            same ? "the same" : "other");
+      free(end[1]);
+      luna_close(m.ctx);
+    }
+    free(middle), free(end[0]);
+    luna_close(whole.ctx);
+  }
+}
+
+/* ---- what the option says, and what stays float32: luna_matmul, and streams ---- */
+static void *no_memory(void *user, size_t bytes) { return (void)user, (void)bytes, (void *)NULL; }
+static void check_option(void) {
+  static const int64_t shape[2] = {8, 32};
+  static int32_t token = 7;
+  const char *error = "";
+  luna_options o = options_of(LUNA_DTYPE_I8, 1);
+  o.error = &error;
+  CHECK(luna_open(&o) == NULL && strstr(error, "options.products"), "products I8: \"%s\"", error);
+  o.products = LUNA_DTYPE_F32, o.weights = LUNA_DTYPE_BF16;
+  CHECK(luna_open(&o) == NULL && strstr(error, "options.weights"), "weights BF16: \"%s\"", error);
+  luna_backend device = *luna_cpu_backend();
+  device.allocate = no_memory;
+  o.products = LUNA_DTYPE_BF16, o.weights = LUNA_DTYPE_F32, o.backend = &device;
+  CHECK(luna_open(&o) == NULL && strstr(error, "a device has float products alone"), "on a device: \"%s\"", error);
+  float product[2][64], logits[2][VOCAB];
+  for (int bf16 = 0; bf16 < 2; bf16++) {
+    model m = model_open(0, options_of(bf16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, 1));
+    float values[256];
+    common_fill(values, 256, 2, 1);
+    luna_begin_inference(m.ctx);
+    luna_tensor *x = luna_tensor_new(m.ctx, values, 2, shape);
+    CHECK(luna_read(luna_matmul(x, x, false, true), product[bf16]) == LUNA_OK, "%s", luna_error(m.ctx));
+    luna_stream *s = luna_stream_open(&m.as.lm, NULL);
+    const float *y = luna_stream_step(s, &token);
+    if (y) memcpy(logits[bf16], y, sizeof logits[0]);
+    luna_stream_close(s);
+    luna_close(m.ctx);
+  }
+  CHECK(memcmp(product[0], product[1], sizeof product[0]) == 0, "luna_matmul is rounded");
+  CHECK(memcmp(logits[0], logits[1], sizeof logits[0]) == 0, "a stream is rounded");
+}
+
+int main(void) {
+  for (int kind = 0; kind < KINDS; kind++) check_training(kind);
+  check_resume(0), check_resume(3);
+  check_option();
+  return test_report("bf16_models");
+}
+#else
+int main(void) {
+  const char *error = "";
+  luna_options o = {0};
+  o.products = LUNA_DTYPE_BF16, o.error = &error;
+  CHECK(luna_open(&o) == NULL && strstr(error, "LUNA_NO_BF16"), "products in bf16: \"%s\"", error);
+  return test_report("bf16_models");
+}
+#endif
