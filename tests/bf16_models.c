@@ -45,8 +45,7 @@ static model model_open(int kind, luna_options options) {
   } else {
     luna_classifier_config config = {0};
     config.vocab = VOCAB, config.classes = 3, config.pooling = kind == 3 ? LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY;
-    config.encoder.layers = 2, config.encoder.layer.dim = 48, config.encoder.layer.heads = 4, config.encoder.layer.ffn = 100;
-    config.encoder.memory = kind == 3 ? 2 : 20, config.encoder.layer = layer;
+    config.encoder.layers = 2, config.encoder.memory = kind == 3 ? 2 : 20, config.encoder.layer = layer;
     status = luna_classifier_init(&m.as.classifier, m.params, &config);
   }
   CHECK(status == LUNA_OK, "%s: %s", kind_names[kind], luna_error(m.ctx));
