@@ -10681,6 +10681,9 @@ LUNAI_INLINE void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, lun
 }
 LUNAI_INLINE void lunai_print(char *out, size_t room, const char *format, ...) { (void)room; (void)format; *out = 0; }
 #endif
+/* A check that fails says why and is false: in calls that give tensors, and in those that give a status. */
+#define lunai_refuse(...) ((void)lunai_fail(__VA_ARGS__), false)
+#define lunai_refuse_call(...) ((void)lunai_fail_status(__VA_ARGS__), false)
 LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *name, size_t bytes) {
   return lunai_fail_status(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
 }
@@ -10695,22 +10698,22 @@ LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const cha
 /* --- what configs may hold: true, or false with a sentence --- */
 LUNAI_FN bool lunai_in(luna_ctx *ctx, const char *name, const char *field, int64_t value, int64_t min, int64_t max) {
   return (value >= min && value <= max) ||
-         lunai_fail_status(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max) == LUNA_OK;
+         lunai_refuse_call(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max);
 }
 LUNAI_FN bool lunai_is_given(luna_ctx *ctx, const char *name, const char *what, bool given) {
-  return given || lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what) == LUNA_OK;
+  return given || lunai_refuse_call(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
 }
 LUNAI_FN bool lunai_is_probability(luna_ctx *ctx, const char *name, const char *field, float value) {
   return (value >= 0 && value < 1) ||
-         lunai_fail_status(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value) == LUNA_OK;
+         lunai_refuse_call(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value);
 }
 LUNAI_FN bool lunai_is_number(luna_ctx *ctx, const char *name, const char *field, float value) {
   return lunai_is_finite(value) ||
-         lunai_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, field, (double)value) == LUNA_OK;
+         lunai_refuse_call(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, field, (double)value);
 }
 LUNAI_FN bool lunai_is_rate(luna_ctx *ctx, const char *name, const char *field, float value) {
   return (value >= 0 && value < (float)INFINITY) ||
-         lunai_fail_status(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value) == LUNA_OK;
+         lunai_refuse_call(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value);
 }
 
 /* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for lunai_leave. */
@@ -11315,8 +11318,8 @@ LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t 
   for (int r = 0; r < ranks; r++)
     for (int i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
-        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
-                          (*all)[i]) != NULL;
+        return lunai_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
+                          (*all)[i]);
   return true;
 }
 /* the labels that all ranks count */
@@ -11326,8 +11329,8 @@ LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted
   if (!lunai_computes(ctx)) all *= lunai_ranks(ctx)->ranks;
   if (!lunai_rank_reduce(ctx, name, &all, 1, LUNA_REDUCTION_SUM_F64)) return false;
   if (!(all >= (double)*counted && all <= (double)INT64_MAX / 2))
-    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a count of labels below", *counted,
-                      (int64_t)ctx->collective.rank) != NULL;
+    return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a count of labels below", *counted,
+                      (int64_t)ctx->collective.rank);
   *counted = (int64_t)all;
   return true;
 }
@@ -11352,7 +11355,7 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   bool good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
   for (int64_t r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
     if (all[r * LUNAI_LENGTH(what)] != r)
-      good = lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r) != NULL;
+      good = lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r);
   lunai_step_rewind(ctx, mark);
   if (status == LUNA_OK) return good;
   ctx->status = status;
@@ -14050,7 +14053,7 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, l
     s->op.in[i] = in[i];
     if (!LUNAI_BUMPS(ctx) && in[i] && in[i]->ctx != ctx) { /* both say it: either's step may be looked at */
       lunai_fail(in[i]->ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
-      return lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i) != NULL;
+      return lunai_refuse(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
     }
     if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
     if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
@@ -14193,7 +14196,7 @@ LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *
   luna_ctx *ctx = s->op.ctx;
   if (s->failed) return false;
   if (!ctx->backend->op[s->op.kind].forward)
-    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind)) != NULL;
+    return lunai_refuse(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind));
   for (int i = 0; i < s->op.inputs; i++) if (lunai_is_released(s->op.in[i], s->name)) return false;
   return lunai_shape_count(rank, shape) >= 0 || lunai_fail_shape(ctx, s->name, rank, shape) != NULL;
 }
@@ -15593,7 +15596,7 @@ LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
       lunai_pattern_name(pattern, wrong[0], first, sizeof first);
       lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
                   size != p.wrong ? "its %s is %d, that of %s is %d" : "%s is at least 1", wrong, p.wrong, first, size);
-      return lunai_fail(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why) != NULL;
+      return lunai_refuse(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why);
     }
     while (*at != ']') at++;
     at += 1 + (at[1] == ' ');
@@ -15602,14 +15605,14 @@ LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
 }
 LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
   if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
-  return lunai_fail(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max) != NULL;
+  return lunai_refuse(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max);
 }
 /* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
 LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
   for (int i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
     const int64_t dim = lunai_last(s->op.in[i]);
     if (heads < 1 || dim % heads != 0)
-      return lunai_fail(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads) != NULL;
+      return lunai_refuse(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads);
     if (!lunai_product_fits(s, 1, dim / heads, LUNAI_MAX_SCRATCH)) return false;
   }
   return true;
@@ -15727,9 +15730,9 @@ LUNA_API bool luna_split(luna_tensor *x, int axis, luna_tensor **parts, int coun
   bool good = x != NULL;
   for (int i = 0; i < count; i++) parts[i] = NULL;
   if (good && (axis < 0 || axis >= x->rank))
-    return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis) != NULL;
+    return lunai_refuse(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis);
   if (good && (count < 1 || x->shape[axis] % count != 0))
-    return lunai_fail(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count) != NULL;
+    return lunai_refuse(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count);
   for (int i = 0; i < count && good; i++) {
     const int64_t rows = x->shape[axis] / count;
     good = (parts[i] = luna_slice(x, axis, i * rows, rows)) != NULL;
@@ -15898,21 +15901,21 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   for (int64_t r = 0; r < c->ranks; r++) {
     const int64_t own = parts[r] = all[3 * r + 1];
     if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
-      return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r) != NULL;
+      return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r);
     if (r < c->rank) made->first += own;
     made->whole += own;
     if (rows || own == 0) continue;
     if (made->other >= 0 && made->other != all[3 * r])
-      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
-                        made->other) != NULL;
+      return lunai_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
+                        made->other);
     made->other = all[3 * r];
     from = r;
     made->longest = lunai_max(made->longest, all[3 * r + 2]);
   }
   made->own = mine[1];
   if (parts[c->rank] != made->own)
-    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
-                      (int64_t)c->rank) != NULL;
+    return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
+                      (int64_t)c->rank);
   *part = made;
   return true;
 }
@@ -16491,14 +16494,14 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   if (config) c = *config;
   if (!labels && rows > 0) return lunai_fail_null(ctx, s->name, "labels") != NULL;
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
-    return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
+    return lunai_refuse(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing);
   int32_t *kept = (int32_t *)lunai_step_host(ctx, s->name, true, (size_t)rows * sizeof *kept);
   if (!kept) return false;
   for (int64_t i = 0; i < rows; i++) {
     const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
     kept[i] = ignored ? -1 : labels[i];
     if (kept[i] >= classes)
-      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)kept[i], classes) != NULL;
+      return lunai_refuse(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)kept[i], classes);
     counted += !ignored;
   }
   if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
@@ -16719,7 +16722,7 @@ LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *
   for (int i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
     const int64_t own = s->op.in[i]->shape[0];
     if (batch != 1 && own != 1 && own != batch)
-      return lunai_fail(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own) != NULL;
+      return lunai_refuse(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own);
     if (own != 1) batch = own;
   }
   s->op.arg.attention.batch = ragged ? c->sequences : batch;
@@ -16844,7 +16847,7 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size, i
   const lunai_cut *part = x->own->part;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
   if (lunai_on_device(ctx))
-    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+    return lunai_refuse(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks");
   const size_t head = lunai_round(sizeof(lunai_outside)), states = (size_t)(x->shape[0] * size + 1) * sizeof(double);
   lunai_outside *o = (lunai_outside *)lunai_step_host(ctx, s->name, true, head + states);
   if (!o) return false;
@@ -17396,7 +17399,7 @@ LUNAI_FN bool lunai_features_fit_in(const luna_input_layer *layer, const luna_in
   for (int64_t i = 0; i < input->batch * input->n * k; i++) {
     const float x = input->features[i];
     if (x != x || lunai_feature_fits((x - mean[i % k]) * scale[i % k]) || !lunai_is_real(input, i / k)) continue;
-    return lunai_fail(ctx, LUNA_ERROR_FEATURE_LARGE, "luna_input_layer_forward", i, (double)x) != NULL;
+    return lunai_refuse(ctx, LUNA_ERROR_FEATURE_LARGE, "luna_input_layer_forward", i, (double)x);
   }
   return true;
 }
@@ -17420,7 +17423,7 @@ LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN bool lunai_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
   if (heads >= 1 && dim % heads == 0) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_HEADS, ctx->call, dim, field, heads) == LUNA_OK;
+  return lunai_refuse_call(ctx, LUNA_ERROR_HEADS, ctx->call, dim, field, heads);
 }
 /* what all attentions' configs have */
 LUNAI_FN bool lunai_attention_good(luna_ctx *ctx, int64_t dim, int64_t heads, float dropout) {
@@ -17430,7 +17433,7 @@ LUNAI_FN bool lunai_attention_good(luna_ctx *ctx, int64_t dim, int64_t heads, fl
 /* whether t is [batch, n, dim] */
 LUNAI_FN bool lunai_is_sequence(const char *name, const char *what, const luna_tensor *t, int64_t batch, int64_t dim) {
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
-  return lunai_fail(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim) != NULL;
+  return lunai_refuse(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim);
 }
 LUNAI_FN luna_attention_config lunai_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
   const luna_attention_config a = { heads, lengths, NULL, NULL, 0, false, 0, dropout, NULL, NULL, 0, NULL };
@@ -17665,7 +17668,7 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 /* --- causal Luna attention, section 3.3 --- */
 LUNAI_FN bool lunai_is_omega(luna_ctx *ctx, luna_activation a) {
   return a == LUNA_ACTIVATION_SOFTPLUS2 || a == LUNA_ACTIVATION_SOFTPLUS || a == LUNA_ACTIVATION_ELU1 ||
-         lunai_fail_status(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a) == LUNA_OK;
+         lunai_refuse_call(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a);
 }
 LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lunai_part *parts) {
   const luna_causal_attention_layer_config *c = &layer->config;
@@ -17856,9 +17859,9 @@ LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, luna_attention_layer_confi
       !lunai_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINFORMER))
     return false;
   if (c->rotary && c->kind == LUNA_ATTENTION_SOFTMAX && c->dim / c->heads % 2 != 0)
-    return lunai_fail_status(ctx, LUNA_ERROR_ROTARY_ODD, ctx->call, c->dim / c->heads) == LUNA_OK;
+    return lunai_refuse_call(ctx, LUNA_ERROR_ROTARY_ODD, ctx->call, c->dim / c->heads);
   if (c->kind != LUNA_ATTENTION_LINFORMER) return true;
-  if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
+  if (c->causal) return lunai_refuse_call(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call);
   return lunai_linformer_config(ctx, &c->linformer);
 }
 LUNAI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config,
@@ -17982,11 +17985,11 @@ LUNAI_FN bool lunai_same(luna_ctx *ctx, const char *name, int64_t *value, const 
   if (*value == 0) *value = *inner;
   if (*inner == 0) *inner = *value;
   return *inner == *value ||
-         lunai_fail_status(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, inner_name, *inner, name, *value) == LUNA_OK;
+         lunai_refuse_call(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, inner_name, *inner, name, *value);
 }
 /* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
 LUNAI_FN bool lunai_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
-  return value == 0 || lunai_fail_status(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why) == LUNA_OK;
+  return value == 0 || lunai_refuse_call(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why);
 }
 /* Rejects what this kind of layer does not have. Fields of the attentions not chosen are ignored, so that changing
    `attention` alone compares them. */
@@ -18184,7 +18187,7 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
 }
 
 LUNAI_FN bool lunai_is_luna_only(luna_ctx *ctx, const char *what) {
-  return lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, what) == LUNA_OK;
+  return lunai_refuse_call(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, what);
 }
 LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
@@ -18897,7 +18900,7 @@ LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (c->vocab == 0) c->vocab = 256;
   if (c->classes == 0) c->classes = 2;
   if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
+  if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_refuse_call(ctx, LUNA_ERROR_POOLING_MEMORY);
   return (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
          lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab);
 }
@@ -18972,7 +18975,7 @@ LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, cons
 }
 LUNAI_FN bool lunai_is_one_batch(luna_ctx *ctx, const luna_input *first, const luna_input *second, const char *name) {
   return first->batch == second->batch ||
-         lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, first->batch, second->batch) != NULL;
+         lunai_refuse(ctx, LUNA_ERROR_BATCHES_DIFFER, name, first->batch, second->batch);
 }
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second) {
@@ -19083,7 +19086,7 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (!lunai_is_luna(&c->encoder.layer) || c->encoder.layer.own_memory)
     return lunai_is_luna_only(ctx, "an encoder-decoder");
   if (c->share_embeddings && c->vocab != c->target_vocab)
-    return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
+    return lunai_refuse_call(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
   if (!lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab) ||
       (c->encoder.features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features")))
     return false;
@@ -19253,13 +19256,13 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
   if (!lunai_is_rate(ctx, name, "lr", c->lr) || !lunai_is_rate(ctx, name, "weight_decay", c->weight_decay) ||
       !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_probability(ctx, name, "momentum", c->momentum) ||
       !(c->clip >= 0 || lunai_is_rate(ctx, name, "clip", c->clip))) return false;
-  if (c->nesterov && c->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
+  if (c->nesterov && c->momentum == 0) return lunai_refuse_call(ctx, LUNA_ERROR_NESTEROV, name);
   return lunai_is_probability(ctx, name, "beta1", c->beta1) && lunai_is_probability(ctx, name, "beta2", c->beta2) &&
          lunai_is_probability(ctx, name, "average", c->average) &&
          lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
          lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
          lunai_in(ctx, name, "schedule.decay", (int64_t)s->decay, 0, LUNA_DECAY_MILESTONES) &&
-         (!total || s->total > 0 || lunai_fail_status(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total) == LUNA_OK);
+         (!total || s->total > 0 || lunai_refuse_call(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total));
 }
 
 /* O(name, KIND, tensors beside each parameter (SGD: with momentum), lr, beta1, beta2, epsilon), by kind */
@@ -21703,13 +21706,13 @@ LUNAI_FN bool lunai_state_take(const luna_lm *model, const luna_input *input, co
   luna_ctx *ctx = model->params->ctx;
   luna_lm_state *s = *state = ctx->carried && ctx->carried->params == model->params ? ctx->carried : NULL;
   if (!s) return true;
-  if (part && part->rows) return lunai_fail(ctx, LUNA_ERROR_STATE_MODEL, name) != NULL;
-  if (s->written) return lunai_fail(ctx, LUNA_ERROR_STATE_TWICE) != NULL;
+  if (part && part->rows) return lunai_refuse(ctx, LUNA_ERROR_STATE_MODEL, name);
+  if (s->written) return lunai_refuse(ctx, LUNA_ERROR_STATE_TWICE);
   if (input->batch != s->batch || input->lengths)
-    return lunai_fail(ctx, LUNA_ERROR_STATE_INPUT, name, s->batch, input->batch,
-                      input->lengths ? "lengths" : "no lengths") != NULL;
+    return lunai_refuse(ctx, LUNA_ERROR_STATE_INPUT, name, s->batch, input->batch,
+                      input->lengths ? "lengths" : "no lengths");
   return model->config.positions == LUNA_POSITIONS_NONE || lunai_state_even(s, s->position[s->now]) ||
-         lunai_fail(ctx, LUNA_ERROR_STATE_POSITIONS, name, "an embedding of positions") != NULL;
+         lunai_refuse(ctx, LUNA_ERROR_STATE_POSITIONS, name, "an embedding of positions");
 }
 
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) {
