@@ -2078,8 +2078,8 @@ typedef struct luna_update {
   V(uint32_t, size)                  /* sizeof(luna_backend) */ \
   V(int, device) \
   V(size_t, opened)                  /* bytes that `open` takes of the device, for luna_memory */ \
-  V(float, product_cost)             /* of a flop of products by parameters, in units of one within attention: luna_form \
-                                        goes by it; 0 = 1 */ \
+  V(float, product_cost)             /* of a flop of products by parameters, in those of attention, for luna_form; \
+                                        0 = 1 */ \
   /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail says why) the context exists
      and every call in it fails with that sentence */ \
   F(luna_status, open, (luna_ctx *ctx, int device, void **self)) \

@@ -21,9 +21,10 @@
                before work of your own on another.
    Shared      sets (luna_params_share), also by contexts with other products (luna_cuda_math): the sharing context's
                stream waits for the owner's.
-   Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large
-               products (10 and 7 bits of mantissa). The same program gives the same bits on the same device: no kernel
-               adds floats in an order that can change.
+   Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of products
+               (10 and 7 bits of mantissa), those within the causal products and attention, of more than 16 queries and
+               32 keys, too. The same program gives the same bits on the same device: no kernel adds floats in an order
+               that can change.
    Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
    Streams     (luna_stream, luna_seq2seq_generate's decoder) lie and run on the device; a step takes tokens there and
                waits for its logits. They are used by the thread of their context.
@@ -1374,8 +1375,8 @@ struct lunacu_product {
   int64_t m, n, k;
   bool accumulate;
   int64_t batch = 1, a_batch = 0, b_batch = 0, c_batch = 0;
-  /* an ending, where there is a bias [n]: C = A B + bias (+ residual). cuBLASLt has ReLU too, and does not say whether a
-     NaN stays one */
+  /* an ending, where there is a bias [n]: C = A B + bias (+ residual). cuBLASLt has ReLU too, and does not say whether
+     a NaN stays one */
   const float *bias = NULL, *residual = NULL;
 };
 static uint32_t lunacu_alignment(const void *p) {
@@ -2624,8 +2625,9 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
 /* ---------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
    Forward: a block has a tile of queries and a run of keys, and goes over these a tile at a time: S = Q K^T in
-   registers, P = exp(S - the largest so far) in shared memory, O = O exp(the largest before - now) + P V. Where queries
-   are few, several blocks share the keys; what each of them found (largest, sum, O) is merged in the order of the keys.
+   registers, P = exp(S - the largest so far) in shared memory, O = O exp(the largest before - now) + P V; under TF32
+   and BF16 by tensor cores, as the backward's products (lunacu_tensor_tile). Where queries are few, several blocks
+   share the keys; what each of them found (largest, sum, O) is merged in the order of the keys.
    Values wider than a tile go by chunks of columns, with O in memory between. Backward: waves of scores. One kernel
    makes P and dS = P (dP - delta) of as many scores as the workspace holds, with P from each row's log-sum-exp and
    delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as matrix products. A wave is large enough to fill a GPU
@@ -4141,8 +4143,8 @@ template <int N> struct lunacu_causal_tensor_tile {
   static __device__ __forceinline__ int key(int k) { return column(k); }
   static __device__ __forceinline__ bool has(int, int) { return true; }
 };
-/* score [8][4] += X Y^T on and below the diagonal and, where there is a state, sum += X S, over `depth` columns of x and
-   y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
+/* score [8][4] += X Y^T on and below the diagonal and, where there is a state, sum += X S, over `depth` columns of x
+   and y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
 template <int N, int PITCH, int S_PITCH, bool STATE>
 __device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N],
                                                        lunacu_shared<const float> x, lunacu_shared<const float> y,

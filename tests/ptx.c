@@ -7,8 +7,8 @@
      ...     by kind of work                              regs, spill     registers of a thread, bytes spilled
      hbm, fp32, mma   an estimate: the shares of an H100's memory speed, of its multiply-adds and of what tensor cores
              give such instructions (62% of their peak) if nothing were waited for, a multiprocessor started 4
-             instructions a cycle, 2 of whole numbers, and 1 wavefront, each sector came once from memory (3.35 TB/s) and
-             each request from the cache that all share (5.5 TB/s)
+             instructions a cycle, 2 of whole numbers, and 1 wavefront, each sector came once from memory (3.35 TB/s)
+             and each request from the cache that all share (5.5 TB/s)
 
    An element is a number of a map's or norm's input, a query with a key of one head, a token's channel of a model. At
    last kernels are broken in their text, one at a time, and each must be found. */
