@@ -1379,13 +1379,25 @@ struct lunacu_product {
      a NaN stays one */
   const float *bias = NULL, *residual = NULL;
 };
+/* how cuBLAS, which counts by columns, C^T = B^T A^T, has the factors: a leading dimension is at least 1 even where
+   there is but one row */
+struct lunacu_layout {
+  cublasOperation_t a, b;
+  int64_t lda, ldb;
+};
+static lunacu_layout lunacu_layout_of(const lunacu_product &p) {
+  /* by rows; else by columns */
+  const bool a_flat = p.a.column == 1 && p.a.row >= p.k, b_flat = p.b.column == 1 && p.b.row >= p.n;
+  return {a_flat ? CUBLAS_OP_N : CUBLAS_OP_T, b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, a_flat ? p.a.row : p.a.column,
+          b_flat ? p.b.row : p.b.column};
+}
 static uint32_t lunacu_alignment(const void *p) {
   const uintptr_t at = (uintptr_t)p | 256;
   return (uint32_t)(at & (~at + 1));
 }
-/* The same with its ending, by cuBLASLt, C^T = B^T A^T as below. No success: nothing is computed */
-static cublasStatus_t lunacu_gemm_ended(lunacu *self, const lunacu_product &p, cublasComputeType_t type,
-                                        cublasOperation_t op_b, int64_t ldb, cublasOperation_t op_a, int64_t lda) {
+/* A product with its ending, by cuBLASLt. No success: nothing is computed */
+static cublasStatus_t lunacu_gemm_ended(lunacu *self, const lunacu_product &p, const lunacu_layout &l,
+                                        cublasComputeType_t type) {
   const float one = 1, beta = p.residual ? 1.0f : 0.0f;
   const float *const from = p.residual ? p.residual : p.c;
   const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
@@ -1404,14 +1416,14 @@ static cublasStatus_t lunacu_gemm_ended(lunacu *self, const lunacu_product &p, c
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, const auto &value) {
     if (status == CUBLAS_STATUS_SUCCESS) next(cublasLtMatmulPreferenceSetAttribute(wish, name, &value, sizeof value));
   };
-  describe(CUBLASLT_MATMUL_DESC_TRANSA, op_b);
-  describe(CUBLASLT_MATMUL_DESC_TRANSB, op_a);
+  describe(CUBLASLT_MATMUL_DESC_TRANSA, l.b);
+  describe(CUBLASLT_MATMUL_DESC_TRANSB, l.a);
   describe(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
   describe(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-  next(cublasLtMatrixLayoutCreate(&b, CUDA_R_32F, (uint64_t)(op_b == CUBLAS_OP_N ? p.n : p.k),
-                                  (uint64_t)(op_b == CUBLAS_OP_N ? p.k : p.n), ldb));
-  next(cublasLtMatrixLayoutCreate(&a, CUDA_R_32F, (uint64_t)(op_a == CUBLAS_OP_N ? p.k : p.m),
-                                  (uint64_t)(op_a == CUBLAS_OP_N ? p.m : p.k), lda));
+  next(cublasLtMatrixLayoutCreate(&b, CUDA_R_32F, (uint64_t)(l.b == CUBLAS_OP_N ? p.n : p.k),
+                                  (uint64_t)(l.b == CUBLAS_OP_N ? p.k : p.n), l.ldb));
+  next(cublasLtMatrixLayoutCreate(&a, CUDA_R_32F, (uint64_t)(l.a == CUBLAS_OP_N ? p.k : p.m),
+                                  (uint64_t)(l.a == CUBLAS_OP_N ? p.m : p.k), l.lda));
   next(cublasLtMatrixLayoutCreate(&c, CUDA_R_32F, (uint64_t)p.n, (uint64_t)p.m, p.n));
   next(cublasLtMatmulPreferenceCreate(&wish));
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, room);
@@ -1430,14 +1442,11 @@ static cublasStatus_t lunacu_gemm_ended(lunacu *self, const lunacu_product &p, c
   if (what) (void)cublasLtMatmulDescDestroy(what);
   return status;
 }
-/* cuBLAS counts by columns: C^T = B^T A^T. It takes 32-bit sizes, and a leading dimension of at least 1 even where
-   there is but one row. */
+/* cuBLAS takes 32-bit sizes. ended: where p has a bias, whether it and the residual were added */
 static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p, bool *ended = NULL) {
   lunacu *self = lunacu_self(ctx);
   const float one = 1, beta = p.accumulate ? 1.0f : 0.0f;
-  /* by rows; else by columns */
-  const bool a_flat = p.a.column == 1 && p.a.row >= p.k, b_flat = p.b.column == 1 && p.b.row >= p.n;
-  const int64_t lda = a_flat ? p.a.row : p.a.column, ldb = b_flat ? p.b.row : p.b.column;
+  const lunacu_layout l = lunacu_layout_of(p);
   const cublasComputeType_t type = self->math == LUNA_CUDA_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 :
       self->math == LUNA_CUDA_BF16 ? CUBLAS_COMPUTE_32F_FAST_16BF : CUBLAS_COMPUTE_32F;
   char sentence[256];
@@ -1448,19 +1457,17 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p, bool *end
       status = lunacu_zero(ctx, p.c + i * p.c_batch, (size_t)(p.m * p.n) * sizeof(float));
     return status;
   }
-  if (p.m > INT32_MAX || p.n > INT32_MAX || p.k > INT32_MAX || lda > INT32_MAX || ldb > INT32_MAX ||
+  if (p.m > INT32_MAX || p.n > INT32_MAX || p.k > INT32_MAX || l.lda > INT32_MAX || l.ldb > INT32_MAX ||
       p.batch > INT32_MAX)
     return luna_backend_fail(ctx, LUNA_UNSUPPORTED,
                              "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
-  const cublasOperation_t op_b = b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, op_a = a_flat ? CUBLAS_OP_N : CUBLAS_OP_T;
-  if (p.bias && lunacu_gemm_ended(self, p, type, op_b, ldb, op_a, lda) == CUBLAS_STATUS_SUCCESS) {
-    *ended = true;
-    return LUNA_OK;
-  }
-  const cublasStatus_t status = cublasGemmStridedBatchedEx(
-      self->blas, op_b, op_a, (int)p.n, (int)p.m, (int)p.k, &one, p.b.at, CUDA_R_32F, (int)ldb, p.b_batch, p.a.at,
-      CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F, (int)p.n, p.c_batch, (int)p.batch, type,
-      CUBLAS_GEMM_DEFAULT);
+  cublasStatus_t status = p.bias ? lunacu_gemm_ended(self, p, l, type) : CUBLAS_STATUS_NOT_SUPPORTED;
+  if (status == CUBLAS_STATUS_SUCCESS) *ended = true;
+  else if (status != CUBLAS_STATUS_EXECUTION_FAILED)
+    status = cublasGemmStridedBatchedEx(
+        self->blas, l.b, l.a, (int)p.n, (int)p.m, (int)p.k, &one, p.b.at, CUDA_R_32F, (int)l.ldb, p.b_batch, p.a.at,
+        CUDA_R_32F, (int)l.lda, p.a_batch, &beta, p.c, CUDA_R_32F, (int)p.n, p.c_batch, (int)p.batch, type,
+        CUBLAS_GEMM_DEFAULT);
   if (status == CUBLAS_STATUS_SUCCESS) return LUNA_OK;
   snprintf(sentence, sizeof sentence, "a product [%lld, %lld] x [%lld, %lld]: cuBLAS on CUDA device %d: %s",
            (long long)p.m, (long long)p.k, (long long)p.k, (long long)p.n,

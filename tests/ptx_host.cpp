@@ -184,8 +184,8 @@ void print_ratio(const requests &r) {
 }
 /* an H100: multiprocessors, cycles a second, bytes a second of memory and of the cache that they share */
 constexpr double PROCESSORS = 132, CLOCK = 1.755e9, MEMORY = 3.35e12, CACHE = 5.5e12;
-/* cycles of a product of matrices, 1024 multiply-adds of TF32 or 2048 of BF16, at 62% of the tensor cores' peak, which
-   needs Hopper's own instructions */
+/* cycles of a product of matrices, 1024 multiply-adds of TF32 or 2048 of BF16, at an assumed 62% of the tensor cores'
+   peak, which needs Hopper's own instructions */
 constexpr double MATRICES = 1 / 0.62;
 /* Seconds that it takes at least: four instructions a cycle, of which two of whole numbers; a wavefront a cycle; each
    sector once from memory, each request from the cache. */
@@ -285,7 +285,8 @@ extern "C" void ptx_table(const char *title, double elements, bool whole) {
   fflush(stdout);
 }
 extern "C" bool ptx_break(const char *kernel, ptx_fault what, int n) {
-  const char *const verb = what == PTX_BARRIER_REMOVED ? "bar.sync" : what == PTX_FMA_MADE_MUL ? "fma.rn.f32" : "st.";
+  const char *const verb = what == PTX_BARRIER_REMOVED ? "bar.sync" : what == PTX_FMA_MADE_MUL ? "fma.rn.f32" :
+      what == PTX_TF32_REMOVED ? "mma.sync.aligned.m16n8k8" : "st.";
   for (auto &k : ptx::m.kernels)
     for (ptx::instruction &i : k.second.code) {
       if (k.first.find(kernel) == std::string::npos || i.op.compare(0, strlen(verb), verb) ||
@@ -294,7 +295,7 @@ extern "C" bool ptx_break(const char *kernel, ptx_fault what, int n) {
       broken = &i;
       if (what == PTX_STORE_MOVED) i.offset += 4;
       if (what == PTX_FMA_MADE_MUL) i.run = ptx::table().at("mul.rn.f32").run;
-      if (what == PTX_BARRIER_REMOVED || what == PTX_STORE_REMOVED) {
+      if (what == PTX_BARRIER_REMOVED || what == PTX_STORE_REMOVED || what == PTX_TF32_REMOVED) {
         i.kind = ptx::STRAIGHT;
         i.run = [](ptx::warp &, ptx::instruction &, uint32_t) {};
       }
