@@ -4523,11 +4523,11 @@ LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, float alpha, lunai_matr
   c.at += whole;
   lunai_matmul_panels(kernels, alpha, a, lunai_panels_of(kernels, lunai_columns(b, whole, b.columns), panels), c);
 }
-/* the same, of rounded operands with `words` */
-LUNAI_FN void lunai_matmul_words(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_matrix b, lunai_out c,
+/* C = A B (+ C), of rounded operands with `words` */
+LUNAI_FN void lunai_matmul_words(const lunai_kernels *kernels, lunai_matrix a, lunai_matrix b, lunai_out c,
                                  float *panels, float *words) {
-  if (words) lunai_matmul_panels(kernels, alpha, a, lunai_words_of(kernels, b, panels, words), c);
-  else lunai_matmul(kernels, alpha, a, b, c, panels);
+  if (words) lunai_matmul_panels(kernels, 1, a, lunai_words_of(kernels, b, panels, words), c);
+  else lunai_matmul(kernels, 1, a, b, c, panels);
 }
 
 /* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that
@@ -7192,9 +7192,9 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_unpack_work *w, const luna
     kernels->add(d, bias + n, g.at + i * d, bias + n);
   }
   if (u->grad_k)
-    lunai_matmul_words(kernels, 1, lunai_transposed(ds), x, lunai_into(part, d, true), m->product, m->words);
+    lunai_matmul_words(kernels, lunai_transposed(ds), x, lunai_into(part, d, true), m->product, m->words);
   if (u->grad_v)
-    lunai_matmul_words(kernels, 1, lunai_transposed(p), g, lunai_into(part + n * d, d, true), m->product, m->words);
+    lunai_matmul_words(kernels, lunai_transposed(p), g, lunai_into(part + n * d, d, true), m->product, m->words);
   if (!u->grad_x) return;            /* last: it may be grad_out */
   lunai_matmul_panels(kernels, 1, ds, lunai_words_in(kernels, m->dx_panels, d, n, m->words),
                       lunai_into(u->grad_x + row * d, d, true));
