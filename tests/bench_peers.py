@@ -13,8 +13,9 @@ for instance).
 PyTorch runs each layer in each of its forms: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h
 folds, and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes,
 and build/peers keeps what it made). Rows in 8 bits are beside its dynamic quantisation, rows in bf16 beside
-torch.autocast. JAX runs the encoder layer compiled by jit; where it cannot be imported its rows are left out. A pair is measured for --seconds, but three times at least, and a side that does not answer within
---limit seconds, or ends, is a row that says so. --isa names the instruction sets that both sides are held to in turn.
+torch.autocast. JAX runs the encoder layer compiled by jit; where it cannot be imported its rows are left out. A pair
+is measured for --seconds, but three times at least, and a side that does not answer within --limit seconds, or ends,
+is a row that says so. --isa names the instruction sets that both sides are held to in turn.
 The last lines are luna.h beside the best of all forms, and the rows where that takes less than 1.1 times luna.h's
 time."""
 import argparse, ctypes, itertools, os, signal, statistics, subprocess, sys, threading, time
@@ -67,7 +68,8 @@ def luna_open(name, threads):
         return lambda: lib.peer_gemm(i64(m), i64(n), i64(k), a, b, c, scratch, i64(16 << 20))
     if name.startswith("classifier"):
         batch = int(name.split("batch ")[1].split(",")[0])
-        handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(batch), i64(N), 0, BF16_DTYPE if "bf16" in name else 0))
+        products = BF16_DTYPE if "bf16" in name else 0
+        handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(batch), i64(N), 0, products))
         return lambda: lib.peer_classifier_run(handle)
     if name.startswith("streaming"):
         handle = ctypes.c_void_p(lib.peer_stream(i64(D), int("8 bits" in name)))
