@@ -144,6 +144,62 @@ static void check_resume(int kind) {
   }
 }
 
+/* ---- each op's result and gradients are float32's, but for rounding ---- */
+enum { OPS = 4, PARTS = 7, ROWS = 30, WIDTH = 40 };
+static const char *const op_names[OPS] = {"linear", "feed-forward", "linear cross-entropy", "unpack"};
+/* the result, then the gradients of up to six inputs: their sizes; 0: there is none */
+static void op_run(int op, luna_dtype products, float *out[PARTS], int64_t size[PARTS]) {
+  static const int64_t shapes[OPS][6][4] = {
+    {{ROWS, WIDTH}, {60, WIDTH}, {60}}, {{ROWS, WIDTH}, {60, WIDTH}, {60}, {33, 60}, {33}},
+    {{ROWS, WIDTH}, {60, WIDTH}, {60}}, {{1, ROWS, WIDTH}, {1, 2, 5, WIDTH}, {1, 2, 5}, {1, 2, 5, WIDTH}}
+  };
+  const luna_options options = options_of(products, 2);
+  const luna_init normal = {LUNA_INIT_NORMAL, 0.3f};
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *in[6] = {NULL}, *y = NULL;
+  int32_t labels[ROWS];
+  memset(size, 0, PARTS * sizeof *size);
+  for (int i = 0; i < ROWS; i++) labels[i] = i * 7 % 60;
+  for (int i = 0; i < 6 && shapes[op][i][0]; i++) {
+    const char name[2] = {(char)('a' + i), 0};
+    int rank = 1;
+    while (rank < 4 && shapes[op][i][rank]) rank++;
+    in[i] = luna_param(params, name, rank, shapes[op][i], normal);
+    size[i + 1] = luna_count(in[i]);
+  }
+  luna_begin_step(ctx);
+  if (op == 0) y = luna_linear(in[0], in[1], in[2]);
+  if (op == 1) y = luna_feed_forward(in[0], in[1], in[2], in[3], in[4], NULL);
+  if (op == 2) y = luna_linear_cross_entropy(in[0], in[1], in[2], labels, NULL);
+  if (op == 3) y = luna_unpack(in[0], in[1], in[2], in[3], NULL);
+  size[0] = luna_count(y);
+  /* by a fixed gradient, so that what differs is the op's own */
+  luna_tensor *by = luna_tensor_random(ctx, normal, 9, y->rank, y->shape);
+  CHECK(luna_backward(luna_sum_all(luna_mul(y, by))) == LUNA_OK, "%s: %s", op_names[op], luna_error(ctx));
+  for (int i = 0; i < PARTS; i++) {
+    out[i] = common_floats(size[i]);
+    if (size[i] && i) luna_read_grad(in[i - 1], out[i]);
+    if (size[i] && !i) luna_read(y, out[i]);
+  }
+  luna_close(ctx);
+}
+static void check_ops(void) {
+  for (int op = 0; op < OPS; op++) {
+    float *as_float[PARTS], *got[PARTS];
+    int64_t size[PARTS];
+    op_run(op, LUNA_DTYPE_F32, as_float, size);
+    op_run(op, LUNA_DTYPE_BF16, got, size);
+    for (int i = 0; i < PARTS; i++) {
+      const double error = size[i] ? test_error(got[i], as_float[i], (size_t)size[i]) : 1e-3;
+      const bool sum = (op == 0 && i == 3) || (op == 1 && i == 5); /* a bias's gradient: no product */
+      CHECK((sum || error > 1e-5) && error < 5e-2, "%s: %s %d is off by %.3g", op_names[op], i ? "the gradient of input" :
+            "result", i, error);
+      free(as_float[i]), free(got[i]);
+    }
+  }
+}
+
 /* ---- what the option says, and what stays float32: luna_matmul, and streams ---- */
 static void *no_memory(void *user, size_t bytes) { return (void)user, (void)bytes, (void *)NULL; }
 static void check_option(void) {
@@ -180,6 +236,7 @@ static void check_option(void) {
 int main(void) {
   for (int kind = 0; kind < KINDS; kind++) check_training(kind);
   check_resume(0), check_resume(3);
+  check_ops();
   check_option();
   return test_report("bf16_models");
 }
