@@ -427,7 +427,8 @@ typedef struct luna_options {
   void *block;                       /* all memory, once and for all: then no allocator is ever called */
   size_t block_size;
   bool measure;                      /* compute nothing; luna_memory().peak is the block_size the same calls need */
-  void (*log)(void *user, luna_status status, const char *sentence); /* each failure as it happens */
+  /* each failure as it happens; with LUNA_OK what is none: a training that goes on with other products */
+  void (*log)(void *user, luna_status status, const char *sentence);
   void *log_user;
   luna_form form;                    /* 0 = by cost */
   const luna_backend *backend;       /* 0 = this CPU */

@@ -406,6 +406,11 @@ TOOL bool flag_given(const void *place) {                  /* whether the comman
   return false;
 }
 
+/* of luna_options.log: what is no failure; failures are said where calls end */
+TOOL void say_note(void *user, luna_status status, const char *sentence) {
+  (void)user;
+  if (status == LUNA_OK && ranks.rank == 0) printf("%s\n", sentence);
+}
 TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); }
 TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
   const size_t size = strlen(set.profile);
@@ -433,7 +438,7 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   if (parse(c, flags, count - 2, given + 2, words)) return 2;
   luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed,
                            .weights = (luna_dtype)set.weights,
-                           .products = set.products ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32 };
+                           .products = set.products ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, .log = say_note };
 #ifdef EXAMPLE_CUDA
   if (set.device) options.backend = luna_cuda_backend(0);
 #else

@@ -249,10 +249,11 @@ TOOL int plot(const progress *p, const char *title) {
 
 /* ---- training that goes on from its checkpoint ------------------------------------------------------------------- */
 
-/* Flags that say how a training goes: all numbers of `train` but those that change no bit of the result. */
+/* Flags that say how a training goes: all numbers of `train` but those that change no bit of the result, and
+   --products, with which luna_load_training goes on in either way. */
 TOOL bool shapes_training(const flag *f) {
   return !f->text && strchr(f->commands, 't') && f->whole != &set.threads && f->whole != &set.parallel &&
-      f->whole != &set.recompute && f->whole != &set.save_every;
+      f->whole != &set.recompute && f->whole != &set.save_every && f->whole != &set.products;
 }
 
 /* Puts these flags and `step` in the set's text pairs, so that luna_save_training() writes them too. */
@@ -302,12 +303,10 @@ TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char 
 /* Sets the flags as the checkpoint --resume says, and *step, which is set.steps after a training that has ended. */
 TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
   char key[80];
-  const int64_t device = set.device, products = set.products; /* the context is open with them */
+  const int64_t device = set.device;                       /* the context is open on it */
   const luna_params *pairs = kept_pairs(ctx, set.resume);
   if (!pairs || set_kept_flags(pairs, flags, set.resume)) return 2;
   if (set.device != device) return fail("%s is a training on a GPU; say --device cuda again", set.resume);
-  if (set.products != products)
-    return fail("%s is a training with --products %s; say that again", set.resume, set.products ? "bf16" : "f32");
   snprintf(key, sizeof key, "%s.step", program);
   const char *value = luna_params_get(pairs, key);
   *step = value ? atoll(value) : 0;
