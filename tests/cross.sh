@@ -44,7 +44,7 @@ run_row() {                                              # NAME; the last line: 
     [ ! -e "$target.exe" ] || target=$target.exe
     built="$built $target"
   done
-  JOBS=2 BUILD=$build/$1 RUNNER="timeout $limit $runner" sh tests/run.sh $built
+  JOBS=1 BUILD=$build/$1 RUNNER="timeout $limit $runner" sh tests/run.sh $built
 }
 
 # ---- as many rows at a time as there are cores
