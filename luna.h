@@ -57,9 +57,10 @@
         Sequences of numbers: with .features = k in its config, or its encoder's, a model reads input.features
         [batch,n,k] in place of tokens, standardised by "input_norm.mean" and "input_norm.scale" (call
         luna_input_layer_fit on training data first; they are saved, never trained) and projected by "input_proj". NaN
-        is a missing number and counts as its mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. Values of any unit
-        are learnt as well as those of size 1 with .output_norm: call luna_lm_fit_outputs on their training targets. A
-        classifier with .per_step has classes at each step, found from the whole sequence.
+        is a missing number and counts as its mean. A luna_lm of features has .outputs a step, classes or values: a
+        detector, a forecaster. Values of any unit are learnt as well as those of size 1 with .output_norm: call
+        luna_lm_fit_outputs on their training targets. A classifier with .per_step has classes at each step, found from
+        the whole sequence.
      4. Save it, use it.
             if (luna_save(params, luna_path("model.safetensors")) != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls

@@ -20,13 +20,11 @@ TEST_UNUSED static uint64_t common_hash(uint64_t seed, uint64_t index) {
   return x ^ (x >> 32);
 }
 
-/* bytes that grow */
-typedef struct common_bytes {
-  uint8_t *at;
-  size_t size, room;
-} common_bytes;
+/* bytes that grow; limit: the byte at which writing fails, 0 = never */
+typedef struct common_bytes { uint8_t *at; size_t size, room, limit; } common_bytes;
 TEST_UNUSED static bool common_write(void *user, const void *bytes, size_t size) {
   common_bytes *b = (common_bytes *)user;
+  if (b->limit && b->size + size > b->limit) return false;
   if (b->size + size > b->room) {
     b->room = 2 * (b->size + size);
     b->at = (uint8_t *)realloc(b->at, b->room);

@@ -75,7 +75,7 @@ static bool file_parse(structure *f, const uint8_t *bytes, size_t size) {
 }
 /* false when it would be longer than `max` */
 static bool file_write(const structure *f, size_t max, common_bytes *out) {
-  common_bytes header = {NULL, 0, 0};
+  common_bytes header = {NULL, 0, 0, 0};
   lunai_st_writer w = {0};
   char text[80];
   size_t total = 0, at = 0;
@@ -276,7 +276,7 @@ static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, common_by
 /* One change of the metadata, and in three of four the model of it; one that there is no model of is undone. */
 static void mutate_config(structure *f, uint64_t *r) {
   static structure changed;
-  common_bytes whole = {NULL, 0, 0}, fitted = {NULL, 0, 0};
+  common_bytes whole = {NULL, 0, 0, 0}, fitted = {NULL, 0, 0, 0};
   const bool fits = random_below(r, 4) != 0;
   if (!fits) mutate_pair(f, r);
   else if (file_write(f, REFIT_BYTES, &whole) && file_parse(&changed, whole.at, whole.size)) {

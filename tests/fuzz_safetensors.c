@@ -93,7 +93,7 @@ static void ctx_close(luna_ctx *ctx, const heap *h) {
 
 /* ---- files in memory ---- */
 static common_bytes saved(const luna_params *params, const luna_optimizer *optimizer) {
-  common_bytes b = {NULL, 0, 0};
+  common_bytes b = {NULL, 0, 0, 0};
   const luna_io io = {NULL, common_write, &b, 0};
   const luna_status status = optimizer ? luna_save_training(optimizer, luna_callbacks(&io)) : luna_save(params,
       luna_callbacks(&io));
@@ -691,7 +691,7 @@ static common_bytes carried_file(void) { /* a training of a language model whose
 static common_bytes state_file(int which) {
   const int32_t tokens[2] = {0, 1};
   luna_stream *stream = fixed_stream(which)->stream;
-  common_bytes b = {NULL, 0, 0};
+  common_bytes b = {NULL, 0, 0, 0};
   luna_stream_reset(stream);
   luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 2, NULL });
   b.size = b.room = luna_stream_state_size(stream);
@@ -707,7 +707,7 @@ static common_bytes late_state(int which, int64_t position) {
 }
 /* a file of this header, which says it has `claim` bytes (0: as many as it has), and of data_size bytes of data */
 static common_bytes forged(const char *json, uint64_t claim, size_t data_size) {
-  common_bytes b = {NULL, 0, 0};
+  common_bytes b = {NULL, 0, 0, 0};
   const size_t text = strlen(json), size = (text + 7) / 8 * 8;
   if (claim == 0) claim = size;
   buffer_header(&b, json, text, claim);
@@ -722,7 +722,7 @@ static bool repaired(const uint8_t *file, size_t size, size_t max, common_bytes 
       {"{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[%159[0-9,]],\"data_offsets\":[%*[0-9,]]}%n",
                                       "{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[],\"data_offsets\":[%*[0-9,]]}%n"};
   const size_t header = size < 8 ? 0 : (size_t)(file[0] | file[1] << 8 | file[2] << 16);
-  common_bytes text = {NULL, 0, 0};
+  common_bytes text = {NULL, 0, 0, 0};
   double total = 0; /* exact, as far as it may go */
   if (size < 8 || header > size - 8) return false;
   char *copy = (char *)common_alloc(header + 1), *at = copy;
@@ -755,9 +755,9 @@ static bool repaired(const uint8_t *file, size_t size, size_t max, common_bytes 
 }
 /* the file with texts of its header replaced, "from", "to", ..., null, and repaired */
 static common_bytes edited(common_bytes file, const char *const *edits) {
-  common_bytes whole = {NULL, 0, 0};
+  common_bytes whole = {NULL, 0, 0, 0};
   for (; *edits; edits += 2) {
-    common_bytes b = {NULL, 0, 0};
+    common_bytes b = {NULL, 0, 0, 0};
     const size_t header = (size_t)(file.at[0] | file.at[1] << 8), nf = strlen(edits[0]), nt = strlen(edits[1]),
         size = header - nf + nt;
     size_t at = 8;
@@ -917,7 +917,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
 
 static size_t mutated(const uint8_t *bytes, size_t size, uint8_t *out, size_t max, const structure *from,
                       uint64_t random) {
-  common_bytes whole = {NULL, 0, 0};
+  common_bytes whole = {NULL, 0, 0, 0};
   const bool good = file_mutated(bytes, size, max, from, random, &whole);
   if (good) memcpy(out, whole.at, whole.size);
   free(whole.at);
@@ -934,7 +934,7 @@ static size_t from_seed(uint8_t *bytes, size_t size, size_t max, uint64_t random
 size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t max, unsigned int number) {
   const uint64_t random = common_hash(number, size);
   const size_t header = size < 8 ? 0 : (size_t)(bytes[0] | bytes[1] << 8 | bytes[2] << 16);
-  common_bytes whole = {NULL, 0, 0};
+  common_bytes whole = {NULL, 0, 0, 0};
   const size_t structured = random % 8 < 2 ? 0 :
       random % 8 < 4 ? mutated(bytes, size, bytes, max, NULL, random) : from_seed(bytes, size, max, random);
   if (structured) return structured;
@@ -1039,7 +1039,7 @@ static void try_seeds(void) {
 /* what libFuzzer would make of the seeds that are models, sets and trainings, without it: most of the models load */
 static void try_mutations(int count, int first) {
   static structure from;
-  common_bytes b = {NULL, 0, 0};
+  common_bytes b = {NULL, 0, 0, 0};
   char text[40];
   int made = 0;
   memset(came_to, 0, sizeof came_to), one_door = true;

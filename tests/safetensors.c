@@ -7,24 +7,11 @@
 #include "common.h"
 #include <time.h>
 
-/* ---- a file being written; limit: the byte at which writing fails, 0 = never ---- */
-typedef struct output_file { uint8_t *at; size_t size, room, limit; } output_file;
-static bool put(void *user, const void *bytes, size_t size) {
-  output_file *b = (output_file *)user;
-  if (b->limit && b->size + size > b->limit) return false;
-  if (b->size + size > b->room) {
-    b->room = 2 * (b->size + size);
-    b->at = (uint8_t *)realloc(b->at, b->room);
-    if (!b->at) exit(2);
-  }
-  if (size) memcpy(b->at + b->size, bytes, size);
-  b->size += size;
-  return true;
-}
-static lunai_st_writer writer_to(output_file *b) {
+/* ---- a file being written ---- */
+static lunai_st_writer writer_to(common_bytes *b) {
   lunai_st_writer w;
   memset(&w, 0, sizeof w);
-  w.write = put, w.user = b;
+  w.write = common_write, w.user = b;
   return w;
 }
 
@@ -319,7 +306,7 @@ static const source sources[SOURCES] = {
   {"scalar", 0, NULL, scalar_data}};
 static const contents all = {pairs, sources, PAIRS, SOURCES};
 
-static void check_round_trip(output_file *b) {
+static void check_round_trip(common_bytes *b) {
   lunai_st_writer w = writer_to(b);
   lunai_st st;
   lunai_st_tensor t;
@@ -347,7 +334,7 @@ static void check_round_trip(output_file *b) {
 }
 static void check_failing_writer(size_t size) {
   for (size_t limit = 1; limit < size; limit++) {
-    output_file b = {NULL, 0, 0, limit};
+    common_bytes b = {NULL, 0, 0, limit};
     lunai_st_writer w = writer_to(&b);
     CHECK(!lunai_st_write(&w, put_contents, &all) && w.failed && b.size <= limit && w.written == b.size,
           "a writer that fails at byte %d: %d written", (int)limit, (int)b.size);
@@ -357,7 +344,7 @@ static void check_failing_writer(size_t size) {
 /* nothing is written when the header cannot be */
 static void check_unwritable(void) {
   for (int i = 0; i < 6; i++) {
-    output_file b = {NULL, 0, 0, 0};
+    common_bytes b = {NULL, 0, 0, 0};
     lunai_st_writer w = writer_to(&b);
     source tensor = sources[0];
     metadata text = pairs[0];
@@ -372,7 +359,7 @@ static void check_unwritable(void) {
           (int)b.size);
     free(b.at);
   }
-  output_file b = {NULL, 0, 0, 0};
+  common_bytes b = {NULL, 0, 0, 0};
   lunai_st_writer w = writer_to(&b);
   const contents nothing = {NULL, NULL, 0, 0};
   CHECK(lunai_st_write(&w, put_contents, &nothing) && b.size == 64 && !open_copy(b.at, b.size),
@@ -382,7 +369,7 @@ static void check_unwritable(void) {
 
 /* ---- hostile files: whatever they say, nothing outside them is read. How many open is counted only to show that some
    do. ---- */
-static void check_mutations(const output_file *b) {
+static void check_mutations(const common_bytes *b) {
   uint8_t *copy = (uint8_t *)common_alloc(b->size);
   long opened = 0, refused = 0, sound = 0;
   for (size_t i = 0; i < b->size; i++) CHECK(open_copy(b->at, i) != NULL, "cut at byte %d, it opens", (int)i);
@@ -513,7 +500,7 @@ static void check_sentences(void) {
 
 int main(void) {
   check_sentences();
-  output_file b = {NULL, 0, 0, 0};
+  common_bytes b = {NULL, 0, 0, 0};
   check_headers();
   check_short();
   check_text();

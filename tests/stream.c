@@ -234,7 +234,7 @@ static void check_state(int kind) {
 static void check_bytes(int kind) {
   enum { N = 100 };
   lm m;
-  common_bytes file = {NULL, 0, 0};
+  common_bytes file = {NULL, 0, 0, 0};
   luna_io io = {NULL, common_write, NULL, 0};
   luna_stream_config config = {0};
   const char *error = "";
@@ -330,7 +330,7 @@ static void check_memory(void) {
   /* dim, layers, slots, vocabulary, bytes at most */
   static const int64_t sizes[2][5] = {{64, 2, 16, 256, 132031}, {32, 1, 8, 64, 54975}};
   for (int i = 0; i < 2; i++) {
-    common_bytes file = {NULL, 0, 0};
+    common_bytes file = {NULL, 0, 0, 0};
     luna_io io = {NULL, common_write, NULL, 0};
     luna_stream_config one = {0};
     luna_options options = {0};
