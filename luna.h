@@ -357,7 +357,8 @@ typedef enum luna_activation {
   LUNA_ACTIVATION_COUNT
 } luna_activation;
 
-/* How numbers are stored. Of weights: I8 is 8 bits with a scale for each row. */
+/* Numbers of tensors are F32. I8, 8 bits with a scale for each row, is for weights of inferences (options.weights,
+   luna_stream_config.weights); BF16 for the operands of products (options.products). */
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_I8, LUNA_DTYPE_BF16 } luna_dtype;
 
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
@@ -1660,11 +1661,8 @@ typedef struct luna_attention_args {
   const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
   const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not beside sums or ragged offsets */
-  /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
-     dropout_run 0: e + dropout_first, which of a pattern with key_order is that of the pairs before: a pair counts for
-     queries * keys in it */
-  int64_t dropout_first, dropout_run, dropout_skip;
   luna_run run;
+  const struct lunai_dropout *own;   /* null; luna.h's */
 } luna_attention_args;
 #ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
@@ -1684,8 +1682,8 @@ typedef struct luna_causal_args {
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
   int64_t horizon;                   /* rows t > horizon: exponential means, shares 1 / horizon; 0 = none */
-  struct lunai_outside *outside;     /* null; luna.h's own */
   luna_run run;
+  struct lunai_outside *own;         /* null; luna.h's */
 } luna_causal_args;
 #ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
@@ -2498,11 +2496,7 @@ typedef struct lunai_convolution {
 typedef luna_attention_args lunai_attention;
 typedef luna_causal_args lunai_causal;
 LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
-  lunai_dropout d = lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
-  d.first = (uint64_t)a->dropout_first;
-  d.run = a->dropout_run;
-  d.skip = (uint64_t)a->dropout_skip;
-  return d;
+  return a->own ? *a->own : lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
 }
 LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
@@ -6294,8 +6288,10 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   s.blocks = lunai_max(s.p->blocks, 1);
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
   s.head.element = pair * a->queries * s.numbers;
-  if (a->dropout_first > 0 && a->dropout_run == 0 && a->keys > 0) /* of pairs before, as many as this one has */
-    s.head.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
+  if (a->own && a->own->run == 0 && a->keys > 0) { /* of the pairs before, each of queries * keys in own->first */
+    const int64_t first = (int64_t)a->own->first;
+    s.head.element += first / (a->queries * a->keys) * a->queries * s.numbers - first;
+  }
   return s;
 }
 /* its first query's number; of s->blocks: the end */
@@ -8206,7 +8202,7 @@ LUNAI_FN void lunai_causal_out_yz(const void *args, const lunai_causal_chunk *c)
 }
 
 LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal *a, bool reverse) {
-  lunai_sweep_clear(s, kernels, a, a->outside, reverse);
+  lunai_sweep_clear(s, kernels, a, a->own, reverse);
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -8239,7 +8235,7 @@ LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const luna
     lunai_causal_sweep(&s, kernels, a, false);
     lunai_sweep_run(&s, lunai_causal_sum_yz, lunai_causal_out_x, parallel, scratch);
   }
-  if (a->grad_y || a->grad_z || a->outside) {
+  if (a->grad_y || a->grad_z || a->own) {
     lunai_causal_sweep(&s, kernels, a, true);
     lunai_sweep_run(&s, lunai_causal_sum_xg, lunai_causal_out_yz, parallel, scratch);
   }
@@ -9404,6 +9400,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
   const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
   *a = *args;
+  a->own = NULL;
   a->value_dim = dv;
   if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
   if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
@@ -9420,7 +9417,6 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   for (int64_t b = 0; a->lengths && b < a->batch; b++)
     if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (a->dropout_run < 0) return LUNA_BAD_ARGUMENT;
   if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
   for (int64_t b = 0; b < a->pattern_count; b++)
@@ -9470,7 +9466,7 @@ LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal 
   const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
   const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
   *c = *args;
-  c->outside = NULL;
+  c->own = NULL;
   return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && lunai_causal_fits(c->dim, c->value_dim) &&
          lunai_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
          lunai_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
@@ -10434,6 +10430,7 @@ typedef struct lunai_op_state {
   uint8_t depth;                     /* of the cheap ops that compute its result again: lunai_op_depth */
   int readers;                       /* of its result, among the ops that are now computed again */
   int scope;                         /* of a profile */
+  lunai_dropout dropout;             /* of attention, which may be a rank's part of a whole */
 } lunai_op_state;
 /* What they know of a tensor */
 typedef struct lunai_tensor_state {
@@ -11496,8 +11493,8 @@ LUNAI_FN int64_t lunai_rows(const luna_tensor *t) { /* of the last axis, which m
 LUNAI_INLINE const luna_tensor *lunai_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
 LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
-/* input i in 8 bits, for a product of an inference */
 LUNAI_INLINE bool lunai_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
+/* input i in 8 bits, for a product of an inference */
 LUNAI_INLINE const lunai_int8 *lunai_op_int8(const luna_op *op, int i) {
 #ifdef LUNA_NO_INT8
   return (void)op, (void)i, (const lunai_int8 *)NULL;
@@ -12860,11 +12857,9 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
   /* of keys that are cut over ranks a row is a key, of queries all its keys */
-  lunai_dropout part = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys),
-                                        op->out[0]->own->part ? a->keys : 1);
-  a->dropout_first = (int64_t)part.first;
-  a->dropout_run = part.run;
-  a->dropout_skip = (int64_t)part.skip;
+  op->own->dropout = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys),
+                                      op->out[0]->own->part ? a->keys : 1);
+  a->own = &op->own->dropout;
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
@@ -12920,7 +12915,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
   c->horizon = op->arg.causal.horizon;
-  c->outside = lunai_outside_now(op);
+  c->own = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
 #define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
@@ -18717,7 +18712,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 }
 
 /* --- encoder --- */
-/* c: of m's model, which has vocab and features too */
+/* c: of m's model, which has vocab too */
 LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, lunai_model_config *m, luna_encoder_config *c, int64_t vocab) {
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
@@ -20998,7 +20993,7 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (s->scale == 0) s->scale = 1;
   lunai_lm_from_sizes(z, &s->model.config);
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
-  if (config && (unsigned)config->weights > LUNA_DTYPE_I8) return "config.weights is no luna_dtype";
+  if (config && (unsigned)config->weights > LUNA_DTYPE_I8) return "config.weights is neither F32 nor I8";
 #ifndef LUNA_NO_INT8
   if (config && config->weights == LUNA_DTYPE_I8) s->int8 = true;
   if (s->int8 && lunai_stream_on_device(s)) return "a device has float products alone; config.weights must be 0";

@@ -681,53 +681,6 @@ static void options(void) {
   luna_close(ctx);
 }
 
-/* attention's dropout of a part of the keys, by itself: that of the whole */
-static void attention_part(void) {
-  enum { N = 40, D = 8, FIRST = 13, OWN = 20 };
-  float *q = common_random(D, 1, 1), *k = common_random(N * D, 2, 1), *v = common_random(N * D, 3, 1);
-  float whole[D], part[D], lse[2], sums[2];
-  const int32_t shown = FIRST + OWN;
-  luna_attention_args a = { .q = q, .k = k, .v = v, .out = whole, .batch = 1, .heads = 1, .queries = 1, .keys = N,
-                            .head_dim = D, .lengths = &shown, .dropout = 0.5f, .seed = 9, .log_sum_exp = lse,
-                            .sums = sums };
-  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention");
-  memset(v, 0, FIRST * D * sizeof *v); /* their share of the result goes */
-  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention without the first values");
-  a.k = k + FIRST * D, a.v = v + FIRST * D, a.out = part, a.keys = OWN, a.lengths = NULL;
-  a.log_sum_exp = lse + 1, a.sums = sums + 1;
-  a.dropout_first = FIRST, a.dropout_run = OWN, a.dropout_skip = N - OWN;
-  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention of a part");
-  for (int i = 0; i < D; i++) part[i] *= expf(lse[1] - lse[0]);
-  test_close("attention of a part", part, whole, D, 2e-6);
-  a.dropout_run = -1;
-  CHECK(luna_softmax_attention_f32(&a) == LUNA_BAD_ARGUMENT, "a run of -1");
-  free(q), free(k), free(v);
-}
-/* the same of sequences whose patterns have orders of keys, of other sizes than theirs */
-static void ordered_part(void) {
-  enum { N = 6, D = 8, BATCHES = 3, HEADS = 2, PAIRS = BATCHES * HEADS, KEYS = N + 2, SIZE = N * HEADS * D };
-  static const int32_t order[KEYS] = { 4, 2, 0, 5, 1, 3, 0, 2 }, offsets[2] = { 0, 1 }, queries[2] = { 0, N };
-  static const luna_key_run runs[1] = { { 0, KEYS, false } };
-  luna_attention_pattern patterns[PAIRS] = { 0 };
-  float *q = common_random(BATCHES * SIZE, 4, 1), *k = common_random(BATCHES * SIZE, 5, 1);
-  float whole[BATCHES * SIZE], part[SIZE];
-  for (int i = 0; i < PAIRS; i++) {
-    patterns[i].blocks = 1, patterns[i].queries = queries, patterns[i].offsets = offsets, patterns[i].runs = runs;
-    patterns[i].key_order = order, patterns[i].key_count = KEYS;
-  }
-  luna_attention_args a = { .q = q, .k = k, .v = k, .out = whole, .batch = BATCHES, .heads = HEADS, .queries = N,
-                            .keys = N, .head_dim = D, .dropout = 0.5f, .seed = 9, .patterns = patterns,
-                            .pattern_count = PAIRS };
-  a.run.scratch_size = luna_softmax_attention_scratch(&a);
-  a.run.scratch = common_alloc(a.run.scratch_size);
-  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention by patterns");
-  a.batch = 1, a.pattern_count = HEADS, a.dropout_first = 2 * HEADS * N * N;
-  a.q = q + 2 * SIZE, a.k = a.v = k + 2 * SIZE, a.out = part;
-  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention of the last sequence");
-  test_close("attention of the last sequence", part, whole + 2 * SIZE, SIZE, 1e-7);
-  free(q), free(k), free(a.run.scratch);
-}
-
 /* ---- models' own tensors, inference, checkpoints, memory ---- */
 typedef struct part_test {
   float *logits[HUB_RANKS], *sums[HUB_RANKS];
@@ -942,8 +895,6 @@ static void measured(void) {
 
 int main(void) {
   options();
-  attention_part();
-  ordered_part();
   differ();
   cannot_cut();
   hooks_fail();

@@ -336,12 +336,12 @@ static void check_one_tensor(void) {
   test_close("one tensor's gradient", grad[0], grad[2], COUNT, 2e-6);
   for (int i = 0; i < 3; i++) free(grad[i]);
 }
-/* no keys: zeros, wherever the dropout begins */
+/* no keys: zeros */
 static void check_no_keys(void) {
   const luna_attention_pattern window = {.window = true, .left = 1, .right = 1};
   float q[8] = {1, 2, 3, 4, 5, 6, 7, 8}, out[8];
   luna_attention_args a = {.q = q, .k = q, .v = q, .out = out, .batch = 1, .heads = 1, .queries = 4, .head_dim = 2,
-                           .patterns = &window, .pattern_count = 1, .dropout = 0.5f, .dropout_first = 3};
+                           .patterns = &window, .pattern_count = 1, .dropout = 0.5f};
   for (int i = 0; i < 8; i++) out[i] = 9;
   CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention over no keys fails");
   for (int i = 0; i < 8; i++) CHECK(out[i] == 0, "attention over no keys: %g", (double)out[i]);
