@@ -1547,8 +1547,8 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 #ifndef LUNA_ONLY_STREAM
 /* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
    then continue one another, as chunks of one sequence do. What is carried in is constant: no gradient goes into the
-   past. The state belongs to the model's context; luna_save_training saves the newest one of a set, and
-   luna_load_training restores it. Null: the context says why. */
+   past. The state belongs to the model's context; luna_save_training saves the one of a set
+   that training has continued last, or else the first opened, and luna_load_training restores it. Null: the context says why. */
 typedef struct luna_lm_state luna_lm_state;
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
 /* After a begin: the step's forward pass of the state's model, of `batch` sequences, goes on from the state, and leaves
@@ -21739,7 +21739,8 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
     s->half[i] = at + (size_t)i * s->size;
     s->position[i] = (int64_t *)(void *)(s->half[i] + s->layer_size * (size_t)model->config.layers);
   }
-  return model->params->state = s;
+  if (!model->params->state) model->params->state = s;
+  return s;
 }
 LUNAI_FN void lunai_state_turn(luna_lm_state *s) {
   if (s->written) s->now = !s->now;
@@ -21750,6 +21751,7 @@ LUNA_API luna_status luna_lm_state_continue(luna_lm_state *s) {
   luna_ctx *ctx = s->params->ctx;
   if (ctx->carried) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE);
   lunai_state_turn(s);
+  if (ctx->training) s->params->state = s;
   ctx->carried = s;
   return LUNA_OK;
 }

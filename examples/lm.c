@@ -90,23 +90,29 @@ static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const in
                       mine.at ? mine.at + rows * cut.count : NULL);
 }
 
-/* The same of the whole text as one sequence. */
-static double mean_carried_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window) {
-  luna_lm_state *state = luna_lm_state_open(model, 1);
+/* Mean loss, nats a byte, of the text's first `max` windows as one sequence, which every rank reads whole; NaN on
+   failure. */
+static double mean_carried_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t max) {
+  static luna_lm_state *state;         /* a program measures one model */
+  const int64_t all = (t.size - 1) / window < max ? t.size - 1 : max * window;
   double sum = 0;
-  for (int64_t at = 0, n; state && at < t.size - 1; at += n) {
-    n = window < t.size - 1 - at ? window : t.size - 1 - at;
+  if (!state && !(state = luna_lm_state_open(model, 1))) return (double)NAN;
+  for (int64_t at = 0, n; at < all; at += n) {
+    n = window < all - at ? window : all - at;
     luna_begin_inference(ctx);
+    if (at == 0) luna_lm_state_restart(state, NULL, 0);
     luna_lm_state_continue(state);
-    const double loss = (double)luna_item(loss_of(model, t.bytes + at, t.bytes + at + 1, 1, n));
+    const luna_input input = { t.bytes + at, NULL, 1, n, NULL };
+    const double loss = (double)luna_item(luna_lm_loss(model, &input, t.bytes + at + 1));
     if (!(loss >= 0)) return (double)NAN;                  /* the next begin would clear the context's sentence */
     sum += loss * (double)n;
   }
-  return state ? sum / (double)(t.size - 1) : (double)NAN;
+  return sum / (double)all;
 }
-/* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `max` are enough. NaN on
-   failure. */
+/* The same over a text cut into windows, of which only every so many are taken when `max` are enough; with --carry as
+   above. */
 static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t max) {
+  if (own.carry) return mean_carried_loss(ctx, model, t, window, max);
   int64_t skip = t.size / window / max * 16 * window;
   double sum = 0, count = 0;
   for (int64_t at = 0; at < t.size - 1; at += skip) {
@@ -349,8 +355,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   luna_lm model;
   text t = { 0 };
   if (load(ctx, &model, words[0]) || read_text(words[1], &t)) return 2;
-  double loss = t.size < 2 ? 0 : own.carry ? mean_carried_loss(ctx, &model, t, own.window) :
-                mean_loss(ctx, &model, t, own.window, INT64_MAX);
+  double loss = t.size < 2 ? 0 : mean_loss(ctx, &model, t, own.window, INT64_MAX);
   free(t.bytes);
   if (t.size < 2) return fail("%s has one byte: there is nothing to foretell", words[1]);
   if (!(loss >= 0)) return failed(ctx);

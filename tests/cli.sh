@@ -64,6 +64,13 @@ check "about as well" \
 check "it writes in 8 bits" lm generate a.safetensors --bytes 20 --prompt "the moon" --weights i8
 lm eval a.safetensors text --threads 1
 check "the same for any number of threads" same out first
+tail -c $((size / 10)) text >tail.text
+lm train text --out b.safetensors --steps 60 --carry $small && cp out first
+lm eval b.safetensors tail.text --carry
+check "a memory that is carried is validated so, as one sequence" [ \
+  "$(tail -n 1 first | sed 's/.* -> \([0-9.]*\) nats.*/\1/')" = \
+  "$(sed 's/.* \([0-9.]*\) nats.*/\1/' out | awk '{ printf "%.3f", $1 }')" ]
+rm b.safetensors
 printf 'ab' >two
 check "two bytes can be measured" lm eval a.safetensors two
 check "lm --help succeeds" lm --help

@@ -171,6 +171,12 @@ static void training(int variant) {
   CHECK(luna_load_training(adams[2], luna_path(path)) == LUNA_MISMATCH && strstr(luna_error(c.ctx), "state"),
         "a training without a state loads: %s", luna_error(c.ctx));
   train(&none, NULL, adams[3], 0, 1);
+  luna_lm_state *measuring = luna_lm_state_open(&a.model, 1); /* is not what training carries */
+  luna_input short_input = window(&a, 0, 5);
+  short_input.batch = 1;
+  luna_begin_inference(a.ctx);
+  luna_lm_state_continue(measuring);
+  CHECK(luna_lm_forward(&a.model, &short_input), "%s", luna_error(a.ctx));
   CHECK(luna_save_training(adams[0], luna_path(path)) == LUNA_OK, "%s", luna_error(a.ctx));
   CHECK(luna_load_training(adams[2], luna_path(path)) == LUNA_OK, "%s", luna_error(c.ctx));
   train(&a, states[0], adams[0], 7, 4);
