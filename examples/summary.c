@@ -81,8 +81,9 @@ static void print_norm(luna_ctx *ctx, const char *path, const totals *sum, int f
     if (from == MEAN) luna_inspect(ctx, luna_path(path), &(luna_inspection){ .pair = find_column, .user = &c });
     if (!*c.name) snprintf(c.name, sizeof c.name, "%lld", (long long)i + 1);
     printf("  ");
+    const double scale = (double)sum->norms[from + 1][i];  /* features are multiplied by it, outputs made of it */
     printf("%*s %10.4g %10.4g\n", 32 - print_text(c.name, 32), "", (double)sum->norms[from][i],
-           1 / (double)sum->norms[from + 1][i]);
+           from == MEAN ? 1 / scale : scale);
   }
 }
 

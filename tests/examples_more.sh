@@ -149,6 +149,25 @@ check "it has no vocabulary" sh -c '! grep -q "[ ,] vocab" out'
 check "a line for each of its features: the column, its mean, its deviation" awk '
   $1 == "speed" && NF == 3 && $2 > 17 && $2 < 23 && $3 > 3 && $3 < 4 { n++ }
   $1 == "heat" && NF == 3 && $2 > 290 && $2 < 310 && $3 > 6 && $3 < 8 { n++ } END { exit n != 2 }' out
+cat >outputs.c <<'END'
+#include "luna.h"
+int main(void) {
+  static const float targets[6] = {1, 100, 3, 104, 5, 108};
+  luna_lm_config config = {.features = 1, .outputs = 2, .layers = 1, .output_norm = true};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  config.layer.dim = 16;
+  return luna_lm_init(&model, params, &config) != LUNA_OK || luna_lm_fit_outputs(&model, targets, 3) != LUNA_OK ||
+         luna_save(params, luna_path("o.safetensors")) != LUNA_OK;
+}
+END
+check "a model whose outputs have units is made" sh -c \
+  "${CC:-cc} -O0 -I'$root' outputs.c '$build/luna.o' -o outputs -lm -lpthread && ./outputs"
+run o.safetensors
+check "a line for each output: its mean and its deviation" awk '
+  $1 == "output" { on = 1 } on && $1 == 1 && $2 == 3 && $3 == 1.633 { n++ }
+  on && $1 == 2 && $2 == 104 && $3 == 3.266 { n++ } END { exit n != 2 }' out
 check "any safetensors file will do" run "$root/tests/data/causal_tied.safetensors"
 check "with its pairs" grep -q '^  pack_activation softplus2' out
 refuses "one file"
