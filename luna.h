@@ -1547,8 +1547,8 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 #ifndef LUNA_ONLY_STREAM
 /* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
    then continue one another, as chunks of one sequence do. What is carried in is constant: no gradient goes into the
-   past. The state belongs to the model's context; luna_save_training saves the one of a set
-   that training has continued last, or else the first opened, and luna_load_training restores it. Null: the context says why. */
+   past. The state belongs to the model's context; luna_save_training saves the one of a set that training has continued
+   last, or else the first opened, and luna_load_training restores it. Null: the context says why. */
 typedef struct luna_lm_state luna_lm_state;
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
 /* After a begin: the step's forward pass of the state's model, of `batch` sequences, goes on from the state, and leaves
@@ -2185,10 +2185,8 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
 #ifdef LUNA_ONLY_STREAM
-#define LUNAI_ONCE LUNAI_CALL        /* small: one copy */
 #define LUNAI_REST(function) NULL
 #else
-#define LUNAI_ONCE LUNAI_INLINE
 #define LUNAI_REST(function) function
 #endif
 
@@ -3252,7 +3250,7 @@ LUNAI_INLINE vf LUNAI_K(tanh)(vf x) { return tanh(x); }
 LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
 /* e^r 2^n for |r| <= ln(2)/2: 1 + r + r^2 P(r) */
-LUNAI_ONCE vf LUNAI_K(exp_of)(vf r, vf n) {
+LUNAI_INLINE vf LUNAI_K(exp_of)(vf r, vf n) {
   vf p = vf_fma(vf_set(1.381422187e-03f), r, vf_set(8.368898669e-03f));
   p = vf_fma(p, r, vf_set(4.166840572e-02f));
   p = vf_fma(p, r, vf_set(1.666651913e-01f));
@@ -3260,7 +3258,7 @@ LUNAI_ONCE vf LUNAI_K(exp_of)(vf r, vf n) {
   p = vf_fma(p, vf_mul(r, r), r);
   return LUNAI_K(scale2)(vf_add(p, vf_set(1.0f)), n);
 }
-LUNAI_ONCE vf vf_exp(vf x) {
+LUNAI_INLINE vf vf_exp(vf x) {
   const vf n = LUNAI_K(nearest)(vf_mul(x, vf_set(1.44269504f)));
   const vf r = vf_fnma(n, vf_set(-2.12194440e-4f), vf_fnma(n, vf_set(0.693359375f), x));
   const vf y = vf_select(vf_lt(x, vf_set(-87.3365402f)), vf_zero(), LUNAI_K(exp_of)(r, n));
@@ -3273,7 +3271,7 @@ LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
   return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set((float)INFINITY)));
 }
 /* ln x for normal x: m 2^e, f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */
-LUNAI_ONCE vf LUNAI_K(log_of)(vf x) {
+LUNAI_INLINE vf LUNAI_K(log_of)(vf x) {
   vf e;
   const vf f = vf_sub(LUNAI_K(split)(x, &e), vf_set(1.0f)), square = vf_mul(f, f);
   vf p = vf_fma(vf_set(-7.634496512e-02f), f, vf_set(1.276157704e-01f));
@@ -3350,14 +3348,10 @@ LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of
 #define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
     return slope; }
 /* of a layer: what a product's epilogue applies */
-LUNAI_ONCE vf LUNAI_K(activation1)(int kind, vf x) {
+LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
   switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; }
 }
-#ifdef LUNA_ONLY_STREAM              /* small: of these alone */
-LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { return LUNAI_K(activation1)(kind, x); }
-#else
 LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { switch (kind) { LUNA_MAPS(LUNAI_VALUE) default: return x; } }
-#endif
 LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) {
   switch (kind) { LUNA_MAPS(LUNAI_SLOPE) default: return vf_of(1); }
 }
@@ -11620,9 +11614,6 @@ LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
   op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
   return true;
 }
-#ifdef LUNA_ONLY_STREAM              /* nothing else */
-#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
-#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
@@ -11654,7 +11645,6 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
-#endif
 LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 /* elements [first, last) of the result or, where arg names an input, of its gradient before it is summed */
 LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
@@ -15504,14 +15494,6 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* ---------------------------------------------------------------------------------------------------------------------
    >>ops: shape checks, then a call of the backend
    ------------------------------------------------------------------------------------------------------------------ */
-/* of a stream or its layer: memories, and whether each is of a source, as in a decoder */
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_SOURCES(s) ((int64_t)1)
-#define LUNAI_CROSS(s) false
-#else
-#define LUNAI_SOURCES(s) ((s)->sources)
-#define LUNAI_CROSS(s) ((s)->cross)
-#endif
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
@@ -17723,7 +17705,7 @@ LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *lay
 /* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key
    bias stays, for omega is no softmax. */
 LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
-  const int64_t h = layer->config.heads, n = LUNAI_SOURCES(past), rows = x->shape[0] * x->shape[1];
+  const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
   const bool split = n > 1 || x->shape[0] > 1;
   luna_tensor *s = split ? lunai_reshape(x, 3, n, rows / n, x->shape[2], 1) : x;
@@ -18346,12 +18328,8 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
 #define LUNAI_QUOTE(x) #x
 #define LUNAI_QUOTED(x) LUNAI_QUOTE(x)
 #define LUNAI_NEWER "its luna.format is newer than that of luna.h " LUNA_VERSION ", " LUNAI_QUOTED(LUNAI_FORMAT)
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_NO_KIND "it has no luna.kind, as no model with an attention hook has"
-#else
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
-#endif
 #define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 typedef struct lunai_lm_sizes {
@@ -20727,7 +20705,7 @@ LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) {
 #ifndef LUNA_NO_INT8
 /* whether folded scores are a product in 8 bits */
 LUNAI_FN bool lunai_stream_rounds_scores(const luna_stream *s) {
-  return s->int8 && LUNAI_SOURCES(s) == 1 && lunai_stream_folds(&s->sizes) && lunai_int8_fits(s->sizes.dim);
+  return s->int8 && s->sources == 1 && lunai_stream_folds(&s->sizes) && lunai_int8_fits(s->sizes.dim);
 }
 #endif
 /* floats of all layers' scores, one after the other */
@@ -20735,7 +20713,7 @@ LUNAI_FN int64_t lunai_stream_scores_size(const luna_stream *s) {
 #ifndef LUNA_NO_INT8
   if (lunai_stream_rounds_scores(s)) return 0;
 #endif
-  return LUNAI_SOURCES(s) * lunai_stream_fold_size(&s->sizes);
+  return s->sources * lunai_stream_fold_size(&s->sizes);
 }
 /* of a memory that forgets, the weights of a sequence's means */
 LUNAI_FN int64_t lunai_stream_weights(const lunai_lm_sizes *s) { return s->forget ? s->heads * s->memory : 0; }
@@ -20943,11 +20921,11 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
   bool good = true;
-  for (int64_t i = 0; i < LUNAI_SOURCES(s) && good; i++) {
+  for (int64_t i = 0; i < s->sources && good; i++) {
     float *p = lunai_offset((float *)(uintptr_t)memory, i * z->memory * z->dim),
         *out_bias = lunai_offset(layer->past.scores_bias.data, i * z->heads * z->memory);
     lunai_bump_begin(&s->bump, false);
-    luna_causal_attention_layer attention = LUNAI_CROSS(s) ? layer->of.decoder.self_attention :
+    luna_causal_attention_layer attention = s->cross ? layer->of.decoder.self_attention :
         layer->of.causal.attention;
     attention.pq.weight = lunai_stream_floats(s, attention.pq.weight);
     attention.pc.weight = lunai_stream_floats(s, attention.pc.weight);
@@ -21153,7 +21131,7 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
 }
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *layers, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
-  const int64_t n = LUNAI_SOURCES(s), h = z->heads, l = z->memory, d = z->dim;
+  const int64_t n = s->sources, h = z->heads, l = z->memory, d = z->dim;
   const int64_t folded[3] = { n, h * l, d }, bias[3] = { n, 1, h * l }, queries[4] = { n, h, l, d / h },
       memory[3] = { n, l, d };
   const bool folds = lunai_stream_folds(z);
@@ -21162,7 +21140,7 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   past->scores = lunai_stream_tensor(s, past->scores.data, (folds ? 2 : 3) + axis, (folds ? folded : queries) + !axis);
   if (folds)
     past->scores_bias = lunai_stream_tensor(s, past->scores_bias.data, axis ? 3 : 1, bias + (axis ? 0 : 2));
-  if (LUNAI_CROSS(s)) {
+  if (s->cross) {
     past->keys = lunai_stream_tensor(s, past->keys.data, 3, memory);
     past->values = lunai_stream_tensor(s, past->values.data, 3, memory);
   }
@@ -21193,7 +21171,7 @@ LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_
   if (good && outputs)
     good = lunai_stream_move(s, s->output_norm, s->model.output_mean->data, (size_t)outputs * sizeof(float), 2) &&
         lunai_stream_move(s, s->output_norm + outputs, s->model.output_scale->data, (size_t)outputs * sizeof(float), 2);
-  for (int64_t i = 0; i < s->sizes.layers && good && !LUNAI_CROSS(s); i++)
+  for (int64_t i = 0; i < s->sizes.layers && good && !s->cross; i++)
     good = lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
   return good;
 }
@@ -21278,7 +21256,7 @@ LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s);
-  const int64_t n = LUNAI_SOURCES(s), cross = LUNAI_CROSS(s) ? 1 : 0, means = s->batch * z->dim * z->memory;
+  const int64_t n = s->sources, cross = s->cross ? 1 : 0, means = s->batch * z->dim * z->memory;
   const int64_t inputs = (int64_t)lunai_stream_inputs_size(s, s->chunk);
   size_t used = lunai_round(sizeof(luna_stream));
   lunai_stream_layer none;
