@@ -105,7 +105,7 @@ static bool file_write(const structure *f, size_t max, common_bytes *out) {
     at += t->bytes;
   }
   lunai_st_write_text(&w, "}");
-  while (header.size % 8) lunai_st_write_text(&w, " ");
+  while (!w.failed && header.size % 8) lunai_st_write_text(&w, " ");
   const bool fits = !w.failed && header.size + 8 + total <= max;
   if (fits) buffer_header(out, (const char *)header.at, header.size, header.size);
   for (int i = 0; i < f->tensor_count && fits; i++) {
