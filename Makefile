@@ -167,7 +167,7 @@ test:
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
-	@BUILD=$(BUILD)/asan JOBS=$(JOBS) sh tests/run.sh $(HOST:%=$(BUILD)/asan/tests/%) $(NAMES:%=$(BUILD)/asan/tests/%) \
+	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(HOST:%=$(BUILD)/asan/tests/%) $(NAMES:%=$(BUILD)/asan/tests/%) \
 	  $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models

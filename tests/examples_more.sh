@@ -163,7 +163,7 @@ int main(void) {
 }
 END
 check "a model whose outputs have units is made" sh -c \
-  "${CC:-cc} -O0 -I'$root' outputs.c '$build/luna.o' -o outputs -lm -lpthread && ./outputs"
+  "${CC:-cc} ${CFLAGS:-} -I'$root' outputs.c '$build/luna.o' -o outputs -lm -lpthread && ./outputs"
 run o.safetensors
 check "a line for each output: its mean and its deviation" awk '
   $1 == "output" { on = 1 } on && $1 == 1 && $2 == 3 && $3 == 1.633 { n++ }
