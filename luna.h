@@ -14964,16 +14964,20 @@ LUNA_API const char *luna_graph_reason(const luna_graph *g) {
 #define LUNAI_MAX_PARAM_NAME 1024       /* with its end */
 typedef struct lunai_param {
   struct lunai_param *next;          /* in the set */
-  struct lunai_param *previous, *jump; /* the one before, and one further back: any is log n jumps from the last */
-  struct lunai_param *child[4];      /* later ones, by the next two bits of their hash: a tree to look names up in */
-  int64_t index;
   const char *name;
-  uint64_t hash;
+  uint64_t key;                      /* the name's */
   luna_tensor tensor;
   lunai_tensor_state state;          /* the tensor's */
   float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen */
   bool had_grad;
 } lunai_param;
+/* Where a set finds parameters, by index and by name. A map that is full becomes another one of twice the size; the old
+   one stays as it was, for an init that is undone. */
+typedef struct lunai_names {
+  lunai_param **at;                  /* [room], in the set's order */
+  lunai_param **slots;               /* [2 room], from the key's place on; null: free */
+  int64_t room;                      /* 0 or a power of two */
+} lunai_names;
 typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } lunai_meta;
 
 struct luna_params {
@@ -14983,7 +14987,7 @@ struct luna_params {
   lunai_param *first, *last;
   lunai_meta *metas, *last_meta;
   lunai_meta *replaced;              /* earlier values of pairs, newest first */
-  lunai_param *root;                 /* of the tree of names */
+  lunai_names names;
   int64_t size;
   /* of causal models: the longest sequence that they were trained on, or what a config says; 0: none */
   int64_t horizon;
@@ -15041,7 +15045,7 @@ LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
   uint64_t hash = 0;
   for (const luna_params *set = ctx->newest; set; set = set->older) {
     for (const lunai_param *p = set->first; p; p = p->next) {
-      hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
+      hash = lunai_hash_bytes(hash ^ lunai_hash(p->name), (const char *)p->tensor.shape, sizeof p->tensor.shape);
       hash += p->tensor.needs_grad;
     }
     for (const lunai_meta *m = set->metas; m; m = m->next) /* the configs, as files have them */
@@ -15072,16 +15076,44 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   return lunai_backend_result(ctx, "luna_params_share", lunai_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
 }
 
-/* where in the tree a parameter of this name is or belongs; of those before index `before` */
-LUNAI_FN lunai_param **lunai_param_place(luna_params *params, const char *name, uint64_t hash, int64_t before) {
-  lunai_param **at = &params->root;
-  uint64_t bits = hash;
-  for (; *at && (*at)->index < before && ((*at)->hash != hash || strcmp((*at)->name, name) != 0); bits >>= 2)
-    at = &(*at)->child[bits & 3];
-  return at;
+/* A name's place in the set's map: Philox of 16 bytes at a time. It starts from the set's address, so that nobody who
+   chooses names knows which of them collide. */
+LUNAI_FN uint64_t lunai_param_key(const luna_params *params, const char *name) {
+  uint64_t key = (uintptr_t)params;
+  for (size_t left = strlen(name), n; left > 0; name += n, left -= n) {
+    uint32_t counter[4] = { 0 }, word[4];
+    memcpy(counter, name, n = left < sizeof counter ? left : sizeof counter);
+    lunai_philox(counter, key, word);
+    key = (uint64_t)word[1] << 32 | word[0];
+  }
+  return key;
+}
+/* the slot where a name is or belongs; one is free */
+LUNAI_FN lunai_param **lunai_names_slot(const lunai_names *names, const char *name, uint64_t key) {
+  for (uint64_t i = key;; i++) {
+    lunai_param **slot = &names->slots[i & (uint64_t)(2 * names->room - 1)];
+    if (!*slot || ((*slot)->key == key && strcmp((*slot)->name, name) == 0)) return slot;
+  }
+}
+LUNAI_FN void lunai_names_put(lunai_names *names, int64_t index, lunai_param *p) {
+  names->at[index] = *lunai_names_slot(names, p->name, p->key) = p;
+}
+/* Makes room for one more than `size` parameters. False: there is no memory, and nothing has changed. */
+LUNAI_FN bool lunai_names_grow(luna_ctx *ctx, lunai_names *names, int64_t size) {
+  lunai_names grown;
+  void *memory;
+  if (size < names->room) return true;
+  grown.room = lunai_max(16, 2 * names->room);
+  if (!lunai_persist(ctx, 3 * (size_t)grown.room * sizeof(lunai_param *), false, &memory)) return false;
+  grown.at = (lunai_param **)memory;
+  grown.slots = grown.at + grown.room;
+  for (int64_t i = 0; i < size; i++) lunai_names_put(&grown, i, names->at[i]);
+  *names = grown;
+  return true;
 }
 LUNAI_FN lunai_param *lunai_param_find(const luna_params *params, const char *name) {
-  return params ? *lunai_param_place((luna_params *)(uintptr_t)params, name, lunai_hash(name), INT64_MAX) : NULL;
+  if (!params || params->size == 0) return NULL;
+  return *lunai_names_slot(&params->names, name, lunai_param_key(params, name));
 }
 LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name) {
   lunai_param *p = name ? lunai_param_find(params, name) : NULL;
@@ -15090,8 +15122,7 @@ LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *na
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params) { return params ? params->ctx : NULL; }
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return params ? params->size : 0; }
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
-  lunai_param *p = params && index >= 0 && index < params->size ? params->last : NULL;
-  while (p && p->index > index) p = p->jump->index >= index ? p->jump : p->previous;
+  lunai_param *p = params && index >= 0 && index < params->size ? params->names.at[index] : NULL;
   if (p && name) *name = p->name;
   return p ? &p->tensor : NULL;
 }
@@ -15203,7 +15234,7 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   f.init = init;
   f.bound = init.scale == 0 ? 1.0f : init.scale;
   f.width = lunai_last(&p->tensor);
-  f.hash = p->hash;
+  f.hash = lunai_hash(p->name);
   f.seed = ctx->options.seed;
   if (init.kind == LUNA_INIT_XAVIER) {
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
@@ -15278,18 +15309,6 @@ LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, i
   return false;
 }
 
-LUNAI_FN void lunai_param_join(luna_params *params, lunai_param *p) {
-  lunai_param *last = params->last, *jump = last ? last->jump : p;
-  p->index = params->size++;
-  p->previous = last;
-  /* skew-binary (Myers 1983): two jumps of one length become one of twice that */
-  p->jump = !last ? p : last->index - jump->index == jump->index - jump->jump->index ? jump->jump : last;
-  if (last) last->next = p;
-  else params->first = p;
-  params->last = p;
-  *lunai_param_place(params, p->name, p->hash, INT64_MAX) = p;
-}
-
 /* whether a parameter may be made by that name */
 LUNAI_FN bool lunai_param_named(const luna_params *params, const char *name) {
   luna_ctx *ctx = params->ctx;
@@ -15327,14 +15346,16 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   }
   if (params->filling && !lunai_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
+  lunai_names names = params->names;
   lunai_param *p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
   if (p) p->name = lunai_persist_text(ctx, name);
-  if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
+  if (!p || !p->name || !lunai_names_grow(ctx, &names, params->size) ||
+      (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
     lunai_fail_memory(ctx, "luna_param", (size_t)count * sizeof(float));
     return NULL;
   }
-  p->hash = lunai_hash(name);
+  p->key = lunai_param_key(params, name);
   lunai_tensor_set(&p->tensor, ctx, rank, shape);
   p->tensor.own = &p->state;
   p->tensor.parameter = true;
@@ -15348,7 +15369,11 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
     lunai_persistent_rewind(ctx, mark);
     return NULL;
   }
-  lunai_param_join(params, p);
+  params->names = names;
+  lunai_names_put(&params->names, params->size++, p);
+  if (params->last) params->last->next = p;
+  else params->first = p;
+  params->last = p;
   return &p->tensor;
 }
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape,
@@ -15401,8 +15426,9 @@ LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   lunai_close_hooked(params->ctx, s->hooked);
   for (; params->replaced != before->replaced; params->replaced = params->replaced->next)
     lunai_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  for (lunai_param *p = before->last ? before->last->next : params->first; p; p = p->next)
-    *lunai_param_place(params, p->name, p->hash, before->size) = NULL;
+  if (before->size > 0) /* the newest first: its slot was free when it came */
+    for (int64_t i = params->size - 1; i >= before->size; i--)
+      *lunai_names_slot(&before->names, params->names.at[i]->name, params->names.at[i]->key) = NULL;
   *params = *before;
   if (params->last) params->last->next = NULL;
   if (params->last_meta) params->last_meta->next = NULL;
@@ -19197,9 +19223,9 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
               lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
               (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
-  for (lunai_param *p = o->params->first; p && good; p = p->next) {
-    if (p->index < o->size) continue;
-    lunai_trained *t = (lunai_trained *)trained + p->index;
+  for (int64_t k = o->size; k < size && good; k++) {
+    lunai_param *p = o->params->names.at[k];
+    lunai_trained *t = (lunai_trained *)trained + k;
     t->tensor = &p->tensor;
     t->name = p->name;
     t->lr = 1;
