@@ -22,7 +22,7 @@
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in
 #                            build/arena.md and .svg; about 10 minutes
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision)
-#                            and now: tests/compare.sh
+#                            and now: tests/compare.sh. While it, bench or arena times, /tmp/luna.timing.lock is there
 #   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines:
 #                            build/mpi/lm
 #   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
@@ -199,12 +199,12 @@ size:
 
 # each benchmark leaves a line of JSON a row; build/bench.json holds them all
 bench: $(BENCHES)
-	@for bench in $(BENCHES); do $$bench $$bench.json || exit 1; done
+	@. tests/timing.sh; for bench in $(BENCHES); do $$bench $$bench.json || exit 1; done
 	@{ echo '['; cat $(BENCHES:%=%.json) | sed '$$!s/$$/,/'; echo ']'; } >$(BUILD)/bench.json
 	@echo "every row is in $(BUILD)/bench.json"
 
 arena: $(BUILD)/arena
-	$(BUILD)/arena table $(TEXT) --svg $(BUILD)/arena.svg >$(BUILD)/arena.md
+	. tests/timing.sh; $(BUILD)/arena table $(TEXT) --svg $(BUILD)/arena.svg >$(BUILD)/arena.md
 	@cat $(BUILD)/arena.md
 
 REF ?= HEAD

@@ -37,6 +37,7 @@ for side in before after; do
   done
 done
 
+. tests/timing.sh
 for bench in $benches; do
   printf '%-40s\r' "$bench" >&2
   if [ -e "$out/before/own_$bench" ]; then # knows nothing of turns
