@@ -14,7 +14,9 @@ if [ "$1" = --one ]; then
     *) $RUNNER "./$2" ;;
   esac >"$log" 2>&1 </dev/null
   echo "$?" >"$log.status"
-  { echo "== $2"; cat "$log"; }
+  times >"$log.times"                                    # of this shell, then of what it ran
+  seconds=$(awk 'NR == 2 { split($0, t, /[ms ]+/); printf "%.1f", 60 * (t[1] + t[3]) + t[2] + t[4] }' "$log.times")
+  { echo "== $2, $seconds s of processor time"; cat "$log"; }
   exit 0
 fi
 
