@@ -84,36 +84,6 @@ static const char *const each_name[] = {
   LUNA_ELEMENTWISE(NAME)
 #undef NAME
 };
-static double each_exact(int kind, double a, double b, double c) {
-  switch (kind) {
-    case LUNA_OP_ADD: return a + b;
-    case LUNA_OP_SUB: return a - b;
-    case LUNA_OP_MUL: return a * b;
-    case LUNA_OP_DIV: return a / b;
-    case LUNA_OP_MINIMUM: return a != a || b != b ? NAN : fmin(a, b);
-    case LUNA_OP_MAXIMUM: return a != a || b != b ? NAN : fmax(a, b);
-    case LUNA_OP_LESS: return a < b;
-    case LUNA_OP_LESS_EQUAL: return a <= b;
-    case LUNA_OP_EQUAL: return a == b;
-    case LUNA_OP_NOT_EQUAL: return a != b;
-    case LUNA_OP_WHERE: return a != 0 ? b : c;
-    case LUNA_OP_CLAMP: return a < b ? b : a > c ? c : a;
-    default: return NAN;
-  }
-}
-/* the gradient of input `input`, times g */
-static double each_slope(int kind, int input, double a, double b, double c, double g) {
-  switch (kind) {
-    case LUNA_OP_SUB: return input ? -g : g;
-    case LUNA_OP_MUL: return input ? g * a : g * b;
-    case LUNA_OP_DIV: return input ? -g * a / (b * b) : g / b;
-    case LUNA_OP_MINIMUM: return input == (b < a) ? g : 0;
-    case LUNA_OP_MAXIMUM: return input == (a < b) ? g : 0;
-    case LUNA_OP_WHERE: return (input == 1) == (a != 0) ? g : 0;
-    case LUNA_OP_CLAMP: return a < b || a > c ? 0 : g;
-    default: return g;
-  }
-}
 /* every op, with each input a vector or a single number; some numbers are 0, equal, not finite */
 static void check_elementwise(int64_t n) {
   const float odd[6] = {0, -0.0f, 1, (float)INFINITY, -(float)INFINITY, (float)NAN};
@@ -136,7 +106,7 @@ static void check_elementwise(int64_t n) {
       int wrong = 0;
       kernels->elementwise(&e, y);
       for (int64_t i = 0; i < n; i++) {
-        const float want = (float)each_exact(kind, (double)x[0][i * step[0]], (double)x[1][i * step[1]],
+        const float want = (float)naive_each(kind, (double)x[0][i * step[0]], (double)x[1][i * step[1]],
                                              (double)x[2][i * step[2]]);
         wrong += !(y[i] == want || (y[i] != y[i] && want != want));
       }
@@ -148,7 +118,7 @@ static void check_elementwise(int64_t n) {
         memcpy(other, before, (size_t)n * sizeof *other);
         kernels->elementwise_slope(&e, input, dy, other, true);
         for (int64_t i = 0; i < n; i++) {
-          const double want = each_slope(kind, input, (double)x[0][i * step[0]], (double)x[1][i * step[1]],
+          const double want = naive_each_slope(kind, input, (double)x[0][i * step[0]], (double)x[1][i * step[1]],
                                          (double)x[2][i * step[2]], (double)dy[i]);
           if (fabs(want) < 1e30 && fabs((double)y[i] - want) / (1 + fabs(want)) > worst)
             worst = fabs((double)y[i] - want) / (1 + fabs(want));

@@ -1,5 +1,5 @@
-/* Attention and its parts by their equations: naive loops in double, for every test that needs one. Include it after
-   test.h, luna.h and common.h. */
+/* Functions of single numbers, attention and its parts by their equations: naive loops in double, for every test that
+   needs one. Include it after test.h, luna.h and common.h. */
 #ifndef NAIVE_H
 #define NAIVE_H
 #include <math.h>
@@ -42,6 +42,36 @@ TEST_UNUSED static double naive_slope(int kind, double x) {
     default: return 1;
   }
 }
+/* an op of LUNA_ELEMENTWISE, and the gradient of input `input` where g is the result's */
+TEST_UNUSED static double naive_each(int kind, double a, double b, double c) {
+  switch (kind) {
+    case LUNA_OP_ADD: return a + b;
+    case LUNA_OP_SUB: return a - b;
+    case LUNA_OP_MUL: return a * b;
+    case LUNA_OP_DIV: return a / b;
+    case LUNA_OP_MINIMUM: return a != a || b != b ? NAN : fmin(a, b);
+    case LUNA_OP_MAXIMUM: return a != a || b != b ? NAN : fmax(a, b);
+    case LUNA_OP_LESS: return a < b;
+    case LUNA_OP_LESS_EQUAL: return a <= b;
+    case LUNA_OP_EQUAL: return a == b;
+    case LUNA_OP_NOT_EQUAL: return a != b;
+    case LUNA_OP_WHERE: return a != 0 ? b : c;
+    case LUNA_OP_CLAMP: return a < b ? b : a > c ? c : a;
+    default: return NAN;
+  }
+}
+TEST_UNUSED static double naive_each_slope(int kind, int input, double a, double b, double c, double g) {
+  switch (kind) {
+    case LUNA_OP_SUB: return input ? -g : g;
+    case LUNA_OP_MUL: return input ? g * a : g * b;
+    case LUNA_OP_DIV: return input ? -g * a / (b * b) : g / b;
+    case LUNA_OP_MINIMUM: return input == (b < a) ? g : 0;
+    case LUNA_OP_MAXIMUM: return input == (a < b) ? g : 0;
+    case LUNA_OP_WHERE: return (input == 1) == (a != 0) ? g : 0;
+    case LUNA_OP_CLAMP: return a < b || a > c ? 0 : g;
+    default: return g;
+  }
+}
 /* The rule of luna_dropout: of element e half-word e mod 8 of counter (e / 8, op number, step), key = seed, which drops
    it when below round(65536 p). */
 TEST_UNUSED static uint32_t naive_half_word(uint64_t seed, uint32_t op, uint32_t step, uint64_t e) {
@@ -65,6 +95,38 @@ TEST_UNUSED static double naive_softmax(double *p, int64_t n) {
   for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - max);
   for (int64_t j = 0; j < n; j++) p[j] /= sum;
   return n > 0 ? max + log(sum) : 0;
+}
+
+/* rows of the longest of n sequences */
+TEST_UNUSED static int64_t naive_longest(const int32_t *offsets, int64_t n) {
+  int64_t most = 0;
+  for (int64_t b = 0; b < n; b++) most = offsets[b + 1] - offsets[b] > most ? offsets[b + 1] - offsets[b] : most;
+  return most;
+}
+/* The rows of the keys that query i sees, and their numbers in the dropout's rule; returns how many. length: how many
+   keys are real, with a pattern also how many queries, or null; the pattern may be null. */
+TEST_UNUSED static int64_t naive_seen(const luna_attention_pattern *pattern, bool causal, int64_t keys,
+                                      const int32_t *length, int64_t i, int64_t *row, int64_t *number) {
+  const luna_attention_pattern all = {0}, *p = pattern ? pattern : &all;
+  int64_t count = 0;
+  if (pattern && length && i >= *length) return 0;
+  for (int64_t block = 0; block < (p->blocks ? p->blocks : 1); block++) {
+    bool mine = !p->blocks;
+    for (int64_t at = mine ? 0 : p->queries[block]; !mine && at < p->queries[block + 1]; at++)
+      mine = (p->query_order ? p->query_order[at] : at) == i;
+    if (!mine) continue;
+    for (int64_t r = p->blocks ? p->offsets[block] : 0; r < (p->blocks ? p->offsets[block + 1] : 1); r++)
+      for (int64_t f = p->blocks ? p->runs[r].first : 0;
+           f < (p->blocks ? p->runs[r].first + p->runs[r].count : keys); f++) {
+        const int64_t j = p->key_order ? p->key_order[f] : f, far = j - i;
+        bool sees = !p->window || (far >= -p->left && far <= p->right);
+        if ((p->not_self && far == 0) || (causal && far > 0)) sees = false;
+        if (p->blocks && p->runs[r].whole) sees = true;
+        if (!sees || (length && j >= *length)) continue;
+        row[count] = j, number[count++] = f;
+      }
+  }
+  return count;
 }
 
 typedef struct naive {

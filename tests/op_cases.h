@@ -4,10 +4,12 @@
 
    A case asks for its inputs with in1..in4, calls the op, and hands its results to give(). The trial keeps the values
    of the inputs (random the first time, the caller may change them between runs), the outputs and, after backward, the
-   gradients. */
+   gradients. EXPECT hands a result on after it was compared with an oracle: naive_NAME beside the case, which finds one
+   element of the result from the inputs by the equation, in double. */
 #ifndef OP_CASES_H
 #define OP_CASES_H
 #include "common.h"
+#include "naive.h"
 
 #define TRIAL_MOST 160
 typedef struct trial_array {
@@ -17,6 +19,9 @@ typedef struct trial_array {
 typedef struct trial {
   luna_options options;
   bool big;    /* sizes for comparing instruction sets, not for finite differences */
+  bool oracles; /* results are compared with their oracles */
+  double off;  /* their largest error; NaN where there is one */
+  void (*compared)(void); /* called after a result was compared, or null */
   bool broken; /* something returned null */
   luna_ctx *ctx;
   luna_params *params;
@@ -102,6 +107,85 @@ static void give(trial *t, luna_tensor *y) {
   t->outputs++;
 }
 
+/* ---- oracles ---- */
+/* What an oracle knows: the inputs and the result with their shapes, the inputs' values, and which element is asked
+   for: number i, which is at[] on each axis */
+typedef struct oracle {
+  const trial *t;
+  luna_tensor *const *in;
+  const luna_tensor *out;
+  float *x[LUNA_MAX_INPUTS];
+  const void *arg; /* what else the op was given */
+  int64_t i, at[LUNA_MAX_RANK];
+} oracle;
+typedef double oracle_of(const oracle *o);
+/* elements after one step on the axis */
+static int64_t inner_of(const luna_tensor *t, int axis) {
+  int64_t n = 1;
+  for (int a = axis + 1; a < LUNA_MAX_RANK; a++) n *= t->shape[a];
+  return n;
+}
+static int64_t last_of(const luna_tensor *t) { return t->shape[t->rank - 1]; }
+static void oracle_go(oracle *o, int64_t i) {
+  o->i = i;
+  for (int a = 0; a < LUNA_MAX_RANK; a++) o->at[a] = i / inner_of(o->out, a) % o->out->shape[a];
+}
+/* the result's element's place in input k, but for another place on the axis */
+static double oracle_beside(const oracle *o, int k, int axis, int64_t place) {
+  int64_t at = 0;
+  for (int a = 0; a < LUNA_MAX_RANK; a++) at = at * o->in[k]->shape[a] + (a == axis ? place : o->at[a]);
+  return (double)o->x[k][at];
+}
+/* input k, broadcast to the result */
+static double oracle_spread(const oracle *o, int k) {
+  const luna_tensor *x = o->in[k];
+  int64_t at = 0;
+  for (int a = 0; a < x->rank; a++)
+    at = at * x->shape[a] + (x->shape[a] == 1 ? 0 : o->at[a + o->out->rank - x->rank]);
+  return (double)o->x[k][at];
+}
+/* place j on an axis of input 0 that the result does not have */
+static double oracle_along(const oracle *o, int axis, int64_t j) {
+  const int64_t inner = inner_of(o->in[0], axis);
+  return (double)o->x[0][(o->i / inner * o->in[0]->shape[axis] + j) * inner + o->i % inner];
+}
+/* the factor of element e of the step's dropout number `op`: 0 or 1 / (1 - p) */
+static double oracle_kept(const oracle *o, uint32_t op, int64_t e, float p) {
+  if (!(p > 0)) return 1;
+  return naive_dropped(o->t->options.seed, op, 1, (uint64_t)e, (double)p) ? 0 : 1 / (1 - (double)p);
+}
+/* y, compared with its oracle: some hundred elements of it, the last one with them */
+#define EXPECT(t, y, naive, arg, ...) \
+  expect(t, y, naive, arg, (luna_tensor *const[]){__VA_ARGS__}, \
+         (int)(sizeof((luna_tensor *const[]){__VA_ARGS__}) / sizeof(luna_tensor *)))
+static luna_tensor *expect(trial *t, luna_tensor *y, oracle_of *naive, const void *arg, luna_tensor *const *in,
+                           int inputs) {
+  enum { MOST = 300 };
+  const int64_t count = luna_count(y), some = count < MOST ? count : MOST;
+  oracle o = {t, in, y, {NULL}, arg, 0, {0}};
+  double difference = 0, size = 1e-6 * (double)some;
+  if (!t->oracles || !y) return y;
+  float *values = common_floats(count);
+  bool read = luna_read(y, values) == LUNA_OK;
+  for (int k = 0; k < inputs; k++) {
+    if (in[k]) o.x[k] = common_floats(luna_count(in[k]));
+    read = read && (!in[k] || luna_read(in[k], o.x[k]) == LUNA_OK);
+  }
+  for (int64_t e = 0; e < some; e++) {
+    oracle_go(&o, count == some ? e : e == 0 ? count - 1 : (int64_t)(common_hash(5, (uint64_t)e) % (uint64_t)count));
+    const double want = naive(&o), got = (double)values[o.i];
+    if (got == want) continue; /* also of infinite ones */
+    difference += (got - want) * (got - want);
+    size += want * want;
+  }
+  difference = read ? sqrt(difference / size) : NAN;
+  if (t->off == t->off && !(difference <= t->off)) t->off = difference; /* NaN stays */
+  for (int k = 0; k < inputs; k++) free(o.x[k]);
+  free(values);
+  if (t->compared) t->compared();
+  return y;
+}
+
 typedef struct op_case {
   const char *name;
   void (*run)(trial *t, int variant);
@@ -115,7 +199,7 @@ static bool trial_run(trial *t, const op_case *c, int variant, bool backward) {
   t->ctx = NULL, t->params = NULL, t->loss = NULL;
   t->inputs = t->outputs = 0;
   t->broken = false;
-  t->value = 0;
+  t->value = t->off = 0;
   c->run(t, variant);
   fine = t->ctx && !t->broken && t->loss;
   if (fine && backward) {
@@ -137,38 +221,63 @@ static void trial_free(trial *t) {
 #define SIZE(small, large) (t->big ? (large) : (small))
 
 /* ---- shapes ---- */
+static double naive_same(const oracle *o) { return (double)o->x[0][o->i]; }
 static void op_reshape(trial *t, int v) {
   luna_tensor *x = in3(t, 2, 3, 4);
   const int64_t shapes[3][3] = {{6, 4, 1}, {4, -1, 1}, {3, 2, 4}};
   const int ranks[3] = {2, 2, 3};
-  give(t, luna_reshape(x, ranks[v], shapes[v]));
+  give(t, EXPECT(t, luna_reshape(x, ranks[v], shapes[v]), naive_same, NULL, x));
+}
+static double naive_slice(const oracle *o) {
+  const int64_t *part = (const int64_t *)o->arg;
+  return oracle_beside(o, 0, (int)part[0], part[1] + o->at[part[0]]);
 }
 static void op_slice(trial *t, int v) {
   luna_tensor *x = in3(t, 4, 5, 6);
   const int64_t part[4][3] = {{0, 1, 2}, {1, 2, 3}, {2, 3, 3}, {2, 0, 1}};
-  give(t, luna_slice(x, (int)part[v][0], part[v][1], part[v][2]));
+  give(t, EXPECT(t, luna_slice(x, (int)part[v][0], part[v][1], part[v][2]), naive_slice, part[v], x));
 }
+static double naive_views(const oracle *o) { return (double)o->x[0][o->i] * (double)o->x[0][o->i + 6]; }
 static void op_views(trial *t, int v) { /* views of views, overlapping; the gradient meets in the owner */
   luna_tensor *x = in3(t, 4, 3, 2);
   const int64_t flat[2] = {6, 2};
   luna_tensor *upper = luna_reshape(luna_slice(x, 0, 0, 2), 2, flat),
       *lower = luna_reshape(luna_slice(x, 0, 1, 2), 2, flat);
-  give(t, v == 0 ? luna_mul(upper, lower) : luna_slice(luna_gelu(luna_add(upper, luna_slice(lower, 0, 0, 6))), 0, 2,
-                                                       3));
+  give(t, v == 0 ? EXPECT(t, luna_mul(upper, lower), naive_views, NULL, x) :
+       luna_slice(luna_gelu(luna_add(upper, luna_slice(lower, 0, 0, 6))), 0, 2, 3));
+}
+static double naive_permute(const oracle *o) {
+  int64_t at[LUNA_MAX_RANK] = {0}, i = 0;
+  for (int a = 0; a < o->out->rank; a++) at[((const int *)o->arg)[a]] = o->at[a];
+  for (int a = 0; a < LUNA_MAX_RANK; a++) i = i * o->in[0]->shape[a] + at[a];
+  return (double)o->x[0][i];
 }
 static void op_permute(trial *t, int v) {
   static const int axes[9][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {1, 2, 0, 3}, {2, 0, 1, 3},
                                  {2, 1, 0, 3}, {0, 2, 1, 3}, {3, 1, 0, 2}, {1, 0, 3, 2}};
-  give(t, luna_permute(v < 6 ? in3(t, SIZE(2, 170), 3, SIZE(4, 19)) : in4(t, 2, 3, SIZE(4, 300), 5), axes[v]));
+  luna_tensor *x = v < 6 ? in3(t, SIZE(2, 170), 3, SIZE(4, 19)) : in4(t, 2, 3, SIZE(4, 300), 5);
+  give(t, EXPECT(t, luna_permute(x, axes[v]), naive_permute, axes[v], x));
+}
+static double naive_concat(const oracle *o) {
+  const int axis = *(const int *)o->arg;
+  int64_t place = o->at[axis];
+  int k = 0;
+  while (place >= o->in[k]->shape[axis]) place -= o->in[k++]->shape[axis];
+  return oracle_beside(o, k, axis, place);
 }
 static void op_concat(trial *t, int v) {
   luna_tensor *x[3];
   const int64_t sizes[3] = {2, 1, 3};
   for (int i = 0; i < 3; i++) x[i] = in3(t, v == 0 ? sizes[i] : 2, v == 1 ? sizes[i] : 3, v == 2 ? sizes[i] : 4);
-  give(t, luna_concat(x, v == 3 ? 1 : 3, v == 3 ? 0 : v));
-  if (v == 3) give(t, luna_concat(x + 1, 2, 2));
+  const int axis = v == 3 ? 0 : v, last = 2;
+  give(t, EXPECT(t, luna_concat(x, v == 3 ? 1 : 3, axis), naive_concat, &axis, x[0], x[1], x[2]));
+  if (v == 3) give(t, EXPECT(t, luna_concat(x + 1, 2, 2), naive_concat, &last, x[1], x[2]));
 }
-static void op_repeat(trial *t, int v) { give(t, luna_expand(v ? in3(t, 2, 3, 4) : in1(t, 5), 3)); }
+static double naive_expand(const oracle *o) { return (double)o->x[0][o->i % luna_count(o->in[0])]; }
+static void op_repeat(trial *t, int v) {
+  luna_tensor *x = v ? in3(t, 2, 3, 4) : in1(t, 5);
+  give(t, EXPECT(t, luna_expand(x, 3), naive_expand, NULL, x));
+}
 
 /* ---- arithmetic ---- */
 /* pairs of shapes that broadcast, and one tensor twice */
@@ -188,24 +297,44 @@ static op_binary_op *const op_binaries[] = {
   luna_greater, luna_greater_equal
 };
 #define OP_BINARIES ((int)(sizeof op_binaries / sizeof op_binaries[0]))
+static double naive_binary(const oracle *o) {
+  const int op = *(const int *)o->arg, kind = LUNA_OP_ADD + op;
+  const double a = oracle_spread(o, 0), b = oracle_spread(o, 1);
+  if (op < OP_BINARIES - 2) return naive_each(kind, a, b, 0);
+  return naive_each(op == OP_BINARIES - 2 ? LUNA_OP_LESS : LUNA_OP_LESS_EQUAL, b, a, 0);
+}
 static void op_binary(trial *t, int v) {
+  const int op = v / OP_PAIRS;
   luna_tensor *x, *y, *z;
   op_pair(t, v % OP_PAIRS, &x, &y);
-  if (op_binaries[v / OP_PAIRS] == luna_div) y = luna_add_scalar(luna_mul(y, y), 1);
-  z = op_binaries[v / OP_PAIRS](x, y);
+  if (op_binaries[op] == luna_div) y = luna_add_scalar(luna_mul(y, y), 1);
+  z = EXPECT(t, op_binaries[op](x, y), naive_binary, &op, x, y);
   give(t, z && z->needs_grad ? z : luna_mul(luna_add(x, y), z)); /* comparisons */
+}
+static double naive_where(const oracle *o) {
+  return naive_each(LUNA_OP_WHERE, oracle_spread(o, 0), oracle_spread(o, 1), oracle_spread(o, 2));
 }
 static void op_where(trial *t, int v) {
   const int64_t a = SIZE(2, 7), b = SIZE(3, 33), c = SIZE(4, 37);
   luna_tensor *x = in3(t, a, v == 1 ? 1 : b, c), *y = v == 2 ? in1(t, 1) : in2(t, b, v == 3 ? 1 : c);
   luna_tensor *condition = v == 3 ? luna_less(luna_slice(x, 2, 0, 1), luna_slice(y, 1, 0, 1)) : luna_less(x, y);
-  give(t, luna_where(condition, x, v == 4 ? luna_add_scalar(x, 2) : y));
+  if (v == 4) y = luna_add_scalar(x, 2);
+  give(t, EXPECT(t, luna_where(condition, x, y), naive_where, NULL, condition, x, y));
+}
+static double naive_clamp(const oracle *o) {
+  const float *ends = (const float *)o->arg;
+  return naive_each(LUNA_OP_CLAMP, (double)o->x[0][o->i], (double)ends[0], (double)ends[1]);
 }
 static void op_clamp(trial *t, int v) {
-  give(t, luna_clamp(in2(t, 3, SIZE(5, 101)), v ? -(float)INFINITY : (float)-0.3, (float)0.4));
+  const float ends[2] = {v ? -(float)INFINITY : (float)-0.3, (float)0.4};
+  luna_tensor *x = in2(t, 3, SIZE(5, 101));
+  give(t, EXPECT(t, luna_clamp(x, ends[0], ends[1]), naive_clamp, ends, x));
 }
+static double naive_add_scalar(const oracle *o) { return (double)o->x[0][o->i] + (double)*(const float *)o->arg; }
 static void op_add_scalar(trial *t, int v) {
-  give(t, luna_gelu(luna_add_scalar(luna_scale(in2(t, 3, SIZE(5, 101)), 2), (float)v - (float)0.5)));
+  const float number = (float)v - (float)0.5;
+  luna_tensor *x = luna_scale(in2(t, 3, SIZE(5, 101)), 2);
+  give(t, luna_gelu(EXPECT(t, luna_add_scalar(x, number), naive_add_scalar, &number, x)));
 }
 /* One result of an op as two inputs of another: its gradient has two parts; its data, computed again, two readers */
 static void op_one_tensor_twice(trial *t, int v) {
@@ -223,40 +352,127 @@ static void op_one_tensor_twice(trial *t, int v) {
   y = luna_gelu(y);
   give(t, luna_scope_end(scope, &y, 1));
 }
-static void op_scale(trial *t, int v) { give(t, luna_scale(in2(t, 3, SIZE(5, 101)), v ? 0 : (float)-1.7)); }
+static double naive_scale(const oracle *o) { return (double)*(const float *)o->arg * (double)o->x[0][o->i]; }
+static void op_scale(trial *t, int v) {
+  const float factor = v ? 0 : (float)-1.7;
+  luna_tensor *x = in2(t, 3, SIZE(5, 101));
+  give(t, EXPECT(t, luna_scale(x, factor), naive_scale, &factor, x));
+}
+static double naive_sum(const oracle *o) {
+  const int axis = *(const int *)o->arg;
+  double sum = 0;
+  for (int64_t j = 0; j < o->in[0]->shape[axis]; j++) sum += oracle_along(o, axis, j);
+  return sum;
+}
 static void op_sum(trial *t, int v) {
-  give(t, luna_sum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
+  const int axis = v < 3 ? v : 1;
+  luna_tensor *x = v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7);
+  give(t, EXPECT(t, luna_sum(x, axis), naive_sum, &axis, x));
 }
+static double naive_mean(const oracle *o) { return naive_sum(o) / (double)o->in[0]->shape[*(const int *)o->arg]; }
 static void op_mean(trial *t, int v) {
-  give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
+  const int axis = v < 3 ? v : 1;
+  luna_tensor *x = v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7);
+  give(t, EXPECT(t, luna_mean(x, axis), naive_mean, &axis, x));
 }
-static void op_min(trial *t, int v) { give(t, luna_min(in3(t, 3, SIZE(4, 33), 5), v)); }
-static void op_var(trial *t, int v) { give(t, luna_var(in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)), v)); }
+static double naive_min(const oracle *o) {
+  const int axis = *(const int *)o->arg;
+  double min = INFINITY;
+  for (int64_t j = 0; j < o->in[0]->shape[axis]; j++) min = fmin(min, oracle_along(o, axis, j));
+  return min;
+}
+static void op_min(trial *t, int v) {
+  luna_tensor *x = in3(t, 3, SIZE(4, 33), 5);
+  give(t, EXPECT(t, luna_min(x, v), naive_min, &v, x));
+}
+static double naive_var(const oracle *o) {
+  const int axis = *(const int *)o->arg;
+  const double mean = naive_mean(o), n = (double)o->in[0]->shape[axis];
+  double sum = 0;
+  for (int64_t j = 0; j < o->in[0]->shape[axis]; j++) sum += pow(oracle_along(o, axis, j) - mean, 2);
+  return sum / n;
+}
+static void op_var(trial *t, int v) {
+  luna_tensor *x = in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67));
+  give(t, EXPECT(t, luna_var(x, v), naive_var, &v, x));
+}
+static double naive_stack(const oracle *o) {
+  const int axis = *(const int *)o->arg;
+  const int64_t inner = inner_of(o->out, axis);
+  return (double)o->x[o->at[axis]][o->i / (inner * o->out->shape[axis]) * inner + o->i % inner];
+}
 static void op_stack(trial *t, int v) {
   luna_tensor *const x[3] = {in2(t, 3, SIZE(4, 67)), in2(t, 3, SIZE(4, 67)), in2(t, 3, SIZE(4, 67))};
-  give(t, luna_stack(x, 3, v));
+  give(t, EXPECT(t, luna_stack(x, 3, v), naive_stack, &v, x[0], x[1], x[2]));
+}
+static double naive_pad(const oracle *o) { /* as many before as the axis's number */
+  const int axis = *(const int *)o->arg;
+  const int64_t place = o->at[axis] - axis;
+  return place >= 0 && place < o->in[0]->shape[axis] ? oracle_beside(o, 0, axis, place) : 0.5;
 }
 static void op_pad(trial *t, int v) {
-  give(t, luna_gelu(luna_pad(in3(t, 2, 3, SIZE(4, 67)), v, v, 2, (float)0.5)));
+  luna_tensor *x = in3(t, 2, 3, SIZE(4, 67));
+  give(t, luna_gelu(EXPECT(t, luna_pad(x, v, v, 2, (float)0.5), naive_pad, &v, x)));
+}
+static double naive_log_softmax(const oracle *o) {
+  const int64_t n = last_of(o->in[0]);
+  const float *row = o->x[0] + o->i / n * n;
+  double sum = 0;
+  for (int64_t j = 0; j < n; j++) sum += exp((double)row[j]);
+  return (double)o->x[0][o->i] - log(sum);
+}
+static double naive_soft_cross_entropy(const oracle *o) {
+  const int64_t count = luna_count(o->in[0]);
+  oracle one = *o;
+  double sum = 0;
+  for (one.i = 0; one.i < count; one.i++) sum -= (double)o->x[1][one.i] * naive_log_softmax(&one);
+  return sum / (double)(count / last_of(o->in[0]));
 }
 static void op_soft_cross_entropy(trial *t, int v) {
   luna_tensor *x = in3(t, 2, 3, SIZE(5, 67)), *teacher; /* which learns too, or is even */
   if (v) teacher = x ? luna_tensor_full(x->ctx, 1 / (float)SIZE(5, 67), 3, x->shape) : NULL;
   else teacher = luna_softmax(in3(t, 2, 3, SIZE(5, 67)), NULL);
-  give(t, luna_soft_cross_entropy(x, teacher));
+  give(t, EXPECT(t, luna_soft_cross_entropy(x, teacher), naive_soft_cross_entropy, NULL, x, teacher));
 }
+static double naive_sum_all(const oracle *o) {
+  double sum = 0;
+  for (int64_t j = 0; j < luna_count(o->in[0]); j++) sum += (double)o->x[0][j];
+  return sum;
+}
+static double naive_mean_all(const oracle *o) { return naive_sum_all(o) / (double)luna_count(o->in[0]); }
+static double naive_neg(const oracle *o) { return -(double)o->x[0][o->i]; }
 #define UNARY_CASE(name) \
   static void op_##name(trial *t, int v) { \
-    give(t, luna_##name(v == 0 ? in3(t, SIZE(2, 9), 3, SIZE(4, 67)) : \
-                        in2(t, SIZE(3, 70), v == 1 ? SIZE(7, 1031) : 1))); \
+    luna_tensor *x = v == 0 ? in3(t, SIZE(2, 9), 3, SIZE(4, 67)) : in2(t, SIZE(3, 70), v == 1 ? SIZE(7, 1031) : 1); \
+    give(t, EXPECT(t, luna_##name(x), naive_##name, NULL, x)); \
   }
 COMMON_UNARY(UNARY_CASE)
 #undef UNARY_CASE
+static double naive_cumsum(const oracle *o) {
+  const int axis = *(const int *)o->arg;
+  double sum = 0;
+  for (int64_t j = 0; j <= o->at[axis]; j++) sum += oracle_beside(o, 0, axis, j);
+  return sum;
+}
 static void op_cumsum(trial *t, int v) {
-  give(t, luna_cumsum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 530), SIZE(4, 67)) : in1(t, SIZE(7, 1200)), v % 3));
+  const int axis = v % 3;
+  luna_tensor *x = v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 530), SIZE(4, 67)) : in1(t, SIZE(7, 1200));
+  give(t, EXPECT(t, luna_cumsum(x, axis), naive_cumsum, &axis, x));
 }
 static void op_transpose(trial *t, int v) {
-  give(t, luna_transpose(in3(t, SIZE(2, 17), 3, SIZE(4, 19)), v, v < 2 ? 2 : 0));
+  static const int axes[3][3] = {{2, 1, 0}, {0, 2, 1}, {2, 1, 0}};
+  luna_tensor *x = in3(t, SIZE(2, 17), 3, SIZE(4, 19));
+  give(t, EXPECT(t, luna_transpose(x, v, v < 2 ? 2 : 0), naive_permute, axes[v], x));
+}
+static double naive_matmul(const oracle *o) {
+  const bool *transposed = (const bool *)o->arg;
+  const int64_t n = last_of(o->out), m = o->out->shape[o->out->rank - 2], batch = o->i / (m * n);
+  const int64_t k = o->in[0]->shape[o->in[0]->rank - (transposed[0] ? 2 : 1)], i = o->i / n % m, j = o->i % n;
+  const float *a = o->x[0] + batch * m * k, *b = o->x[1] + batch % (luna_count(o->in[1]) / (k * n)) * k * n;
+  double sum = 0;
+  for (int64_t p = 0; p < k; p++)
+    sum += (double)a[transposed[0] ? p * m + i : i * k + p] * (double)b[transposed[1] ? j * k + p : p * n + j];
+  return sum;
 }
 /* four transpositions, times the batch shapes; 16..: long sums and single rows */
 static void op_matmul(trial *t, int v) {
@@ -267,16 +483,28 @@ static void op_matmul(trial *t, int v) {
   const int64_t a0 = ta ? k : m, a1 = ta ? m : k, b0 = tb ? n : k, b1 = tb ? k : n;
   luna_tensor *a = form == 0 || form == 4 ? in2(t, a0, a1) : in4(t, 2, 3, a0, a1);
   luna_tensor *b = form == 2 ? in3(t, 3, b0, b1) : form == 3 ? in4(t, 2, 3, b0, b1) : in2(t, b0, b1);
-  give(t, luna_matmul(a, b, ta, tb));
+  give(t, EXPECT(t, luna_matmul(a, b, ta, tb), naive_matmul, ((const bool[2]){ta, tb}), a, b));
+}
+/* row `row` of x times row `out` of the weight, plus the bias: of inputs x, weight, bias from k on */
+static double oracle_linear(const oracle *o, int k, int64_t row, int64_t out) {
+  const int64_t n = last_of(o->in[0]);
+  return naive_dot(o->x[0] + row * n, o->x[k] + out * n, n) + (o->x[k + 1] ? (double)o->x[k + 1][out] : 0);
+}
+static double naive_linear(const oracle *o) {
+  const int64_t n = last_of(o->out);
+  return oracle_linear(o, 1, o->i / n, o->i % n);
 }
 static void op_linear(trial *t, int v) {
   const int64_t in = SIZE(3, 67), out = SIZE(4, 45);
   luna_tensor *x = v < 2 ? in2(t, SIZE(5, 131), in) : v < 4 ? in3(t, 2, SIZE(3, 19), in) : in1(t, in);
-  luna_tensor *weight = in2(t, out, in);
-  give(t, luna_linear(x, weight, v % 2 ? in1(t, out) : NULL));
+  luna_tensor *weight = in2(t, out, in), *bias = v % 2 ? in1(t, out) : NULL;
+  give(t, EXPECT(t, luna_linear(x, weight, bias), naive_linear, NULL, x, weight, bias));
 }
 
 /* ---- maps and rows ---- */
+static double naive_activate(const oracle *o) {
+  return naive_activation(*(const luna_activation *)o->arg, (double)o->x[0][o->i]);
+}
 static void op_activate(trial *t, int v) { /* by number, then by name */
   typedef luna_tensor *op_map(luna_tensor *x);
   static op_map *const maps[] = {
@@ -292,27 +520,71 @@ static void op_activate(trial *t, int v) { /* by number, then by name */
   luna_tensor *x = trial_input(t, 4, 2, 3, SIZE(8, 133), 1, 1);
   if (kind == LUNA_ACTIVATION_LOG || kind == LUNA_ACTIVATION_SQRT || kind == LUNA_ACTIVATION_RSQRT)
     x = luna_add_scalar(luna_mul(x, x), 1);
-  give(t, by_name ? maps[v - LUNA_ACTIVATION_COUNT](x) : luna_activate(x, kind));
+  luna_tensor *y = by_name ? maps[v - LUNA_ACTIVATION_COUNT](x) : luna_activate(x, kind);
+  give(t, EXPECT(t, y, naive_activate, &kind, x));
+}
+static double naive_masked_softmax(const oracle *o) {
+  const int32_t *lengths = (const int32_t *)o->arg;
+  const int64_t n = last_of(o->out), length = lengths ? lengths[o->at[0]] : n, real = length < n ? length : n;
+  double sum = 0;
+  for (int64_t j = 0; j < real; j++) sum += exp((double)o->x[0][o->i / n * n + j]);
+  return o->i % n < real ? exp((double)o->x[0][o->i]) / sum : 0;
 }
 static void op_softmax(trial *t, int v) {
   const int32_t lengths[3] = {2, 5, 1}, some[3] = {1, 0, 3};
   luna_tensor *x = v < 2 ? in2(t, 3, SIZE(5, 133)) : trial_input(t, 3, 3, 3, 2, SIZE(5, 67), 1);
-  give(t, luna_softmax(x, v == 0 || v == 2 ? NULL : v == 4 ? some : lengths));
+  const int32_t *real = v == 0 || v == 2 ? NULL : v == 4 ? some : lengths;
+  give(t, EXPECT(t, luna_softmax(x, real), naive_masked_softmax, real, x));
+}
+static double naive_dropout(const oracle *o) {
+  return (double)o->x[0][o->i] * oracle_kept(o, 0, o->i, *(const float *)o->arg);
 }
 static void op_dropout(trial *t, int v) {
-  give(t, luna_gelu(luna_dropout(in2(t, 3, SIZE(7, 131)), (float)(v ? 0.75 : 0.3))));
+  const float p = (float)(v ? 0.75 : 0.3);
+  luna_tensor *x = in2(t, 3, SIZE(7, 131));
+  give(t, luna_gelu(EXPECT(t, luna_dropout(x, p), naive_dropout, &p, x)));
+}
+/* of inputs x, weight, bias; arg: whether it is of the root mean square, and epsilon */
+typedef struct norm_arg { bool rms; double epsilon; } norm_arg;
+static double naive_norm(const oracle *o) {
+  const norm_arg *arg = (const norm_arg *)o->arg;
+  const int64_t n = last_of(o->out), i = o->i % n;
+  const float *x = o->x[0] + o->i / n * n;
+  double mean = 0, square = 0;
+  for (int64_t j = 0; j < n && !arg->rms; j++) mean += (double)x[j] / (double)n;
+  for (int64_t j = 0; j < n; j++) square += ((double)x[j] - mean) * ((double)x[j] - mean) / (double)n;
+  const double y = ((double)x[i] - mean) / sqrt(square + (arg->epsilon > 0 ? arg->epsilon : 1e-5));
+  return y * (o->x[1] ? (double)o->x[1][i] : 1) + (o->x[2] ? (double)o->x[2][i] : 0);
 }
 static void op_layer_norm(trial *t, int v) {
   luna_tensor *x = v < 4 ? in3(t, 2, SIZE(3, 17), SIZE(5, 67)) : in2(t, SIZE(2, 5), v == 4 ? 1 : SIZE(6, 1031));
   const int64_t d = x ? x->shape[x->rank - 1] : 1;
-  luna_tensor *weight = v == 0 || v == 1 || v >= 4 ? in1(t, d) : NULL;
-  give(t, luna_layer_norm(x, weight, v == 0 || v == 2 || v >= 4 ? in1(t, d) : NULL, v == 1 ? 0.3f : 0));
+  luna_tensor *weight = v == 0 || v == 1 || v >= 4 ? in1(t, d) : NULL,
+      *bias = v == 0 || v == 2 || v >= 4 ? in1(t, d) : NULL;
+  const norm_arg arg = {false, v == 1 ? 0.3 : 0};
+  give(t, EXPECT(t, luna_layer_norm(x, weight, bias, (float)arg.epsilon), naive_norm, &arg, x, weight, bias));
 }
 static void op_rms_norm(trial *t, int v) {
   const int64_t d = v == 2 ? SIZE(6, 1031) : SIZE(5, 67);
-  luna_tensor *x = in3(t, 2, SIZE(3, 17), d);
-  give(t, luna_rms_norm(v == 1 ? luna_scale(x, 2) : x, v ? in1(t, d) : NULL, 0));
+  const norm_arg arg = {true, 0};
+  luna_tensor *x = in3(t, 2, SIZE(3, 17), d), *weight = v ? in1(t, d) : NULL;
+  if (v == 1) x = luna_scale(x, 2);
+  give(t, EXPECT(t, luna_rms_norm(x, weight, 0), naive_norm, &arg, x, weight, NULL));
 }
+/* of inputs x, w1, b1, w2, b2, residual, gate, gate_bias */
+static double naive_feed_forward(const oracle *o) {
+  const luna_feed_forward_config *c = (const luna_feed_forward_config *)o->arg;
+  const int64_t n = last_of(o->out), f = o->in[1]->shape[0], row = o->i / n, out = o->i % n;
+  const int kind = c->activation ? (int)c->activation : LUNA_ACTIVATION_RELU;
+  double sum = o->x[4] ? (double)o->x[4][out] : 0;
+  for (int64_t j = 0; j < f; j++)
+    sum += naive_activation(kind, oracle_linear(o, 1, row, j)) * (o->x[6] ? oracle_linear(o, 6, row, j) : 1) *
+           oracle_kept(o, 0, row * f + j, c->activation_dropout) * (double)o->x[3][out * f + j];
+  return sum * oracle_kept(o, 1, o->i, c->dropout) + (o->x[5] ? (double)o->x[5][o->i] : 0);
+}
+#define EXPECT_FEED_FORWARD(t, c, x, w1, b1, w2, b2) \
+  EXPECT(t, luna_feed_forward(x, w1, b1, w2, b2, &c), naive_feed_forward, &c, x, w1, b1, w2, b2, c.residual, c.gate, \
+         c.gate_bias)
 static void op_gated(trial *t, int v) { /* GLU, SwiGLU; with dropout, a residual, recomputed */
   const int64_t in = SIZE(3, 33), hidden = SIZE(4, 45);
   luna_feed_forward_config c = {0};
@@ -324,23 +596,60 @@ static void op_gated(trial *t, int v) { /* GLU, SwiGLU; with dropout, a residual
   c.activation_dropout = c.dropout = v >= 2 ? (float)0.3 : 0;
   c.residual = v >= 2 ? x : NULL;
   c.recompute = v == 3;
-  give(t, luna_feed_forward(x, w1, b1, w2, v ? in1(t, in) : NULL, &c));
+  luna_tensor *b2 = v ? in1(t, in) : NULL;
+  give(t, EXPECT_FEED_FORWARD(t, c, x, w1, b1, w2, b2));
+}
+static double naive_rows(const oracle *o) { /* row i is row index[i] */
+  const int64_t n = luna_count(o->in[0]) / o->in[0]->shape[0];
+  return (double)o->x[0][((const int32_t *)o->arg)[o->i / n] * n + o->i % n];
 }
 static void op_embedding(trial *t, int v) {
   const int32_t tokens[6] = {4, 0, 4, 2, 4, 1};
-  give(t, luna_embedding(in2(t, 5, SIZE(3, 67)), tokens, v ? 1 : 2, v ? 6 : 3));
+  luna_tensor *x = in2(t, 5, SIZE(3, 67));
+  give(t, EXPECT(t, luna_embedding(x, tokens, v ? 1 : 2, v ? 6 : 3), naive_rows, tokens, x));
 }
 static void op_gather_rows(trial *t, int v) {
   const int32_t indices[6] = {4, 0, 4, 2, 4, 1};
   luna_tensor *x = v == 0 ? in3(t, 5, SIZE(3, 11), 2) : v == 1 ? in1(t, 5) : in2(t, 5, SIZE(3, 67));
-  give(t, luna_gelu(luna_gather_rows(v ? luna_scale(x, 2) : x, indices, 6)));
+  if (v) x = luna_scale(x, 2);
+  give(t, luna_gelu(EXPECT(t, luna_gather_rows(x, indices, 6), naive_rows, indices, x)));
+}
+static double naive_scatter(const oracle *o) {
+  const int64_t n = luna_count(o->in[0]) / o->in[0]->shape[0];
+  double sum = (double)o->x[0][o->i];
+  for (int64_t r = 0; r < o->in[1]->shape[0]; r++)
+    if (((const int32_t *)o->arg)[r] == o->i / n) sum += (double)o->x[1][r * n + o->i % n];
+  return sum;
 }
 static void op_scatter_add_rows(trial *t, int v) {
   static const int32_t indices[6] = {4, 0, 4, 2, 4, 1};
   const int64_t d = SIZE(3, 67);
   luna_tensor *x = v == 0 ? in3(t, 5, d, 2) : v == 1 ? in1(t, 5) : in2(t, 5, d);
   luna_tensor *rows = v == 0 ? in3(t, 6, d, 2) : v == 1 ? in1(t, 6) : in2(t, 6, d);
-  give(t, luna_scatter_add_rows(v == 2 ? luna_scale(x, 2) : x, indices, v == 2 ? luna_scale(rows, 2) : rows));
+  if (v == 2) x = luna_scale(x, 2), rows = luna_scale(rows, 2);
+  give(t, EXPECT(t, luna_scatter_add_rows(x, indices, rows), naive_scatter, indices, x, rows));
+}
+/* of logits, or of x, weight and bias that make them */
+typedef struct loss_arg { const int32_t *labels; luna_cross_entropy_config c; } loss_arg;
+static double naive_cross_entropy(const oracle *o) {
+  const loss_arg *arg = (const loss_arg *)o->arg;
+  const bool linear = o->in[1] != NULL;
+  const int64_t classes = linear ? o->in[1]->shape[0] : last_of(o->in[0]);
+  const int64_t rows = luna_count(o->in[0]) / last_of(o->in[0]);
+  double sum = 0, counted = 0, *logit = (double *)common_alloc((size_t)classes * sizeof(double));
+  for (int64_t r = 0; r < rows; r++) {
+    const int32_t label = arg->labels[r];
+    double all = 0, mean = 0;
+    if (label < 0 || (arg->c.ignore && label == arg->c.ignore_index)) continue;
+    for (int64_t j = 0; j < classes; j++) {
+      logit[j] = linear ? oracle_linear(o, 1, r, j) : (double)o->x[0][r * classes + j];
+      all += exp(logit[j]), mean += logit[j] / (double)classes;
+    }
+    sum += log(all) - (1 - (double)arg->c.smoothing) * logit[label] - (double)arg->c.smoothing * mean;
+    counted++;
+  }
+  free(logit);
+  return arg->c.sum || counted == 0 ? sum : sum / counted;
 }
 static void op_cross_entropy(trial *t, int v) {
   const int32_t labels[6] = {4, 0, -1, 2, 4, 1};
@@ -350,7 +659,8 @@ static void op_cross_entropy(trial *t, int v) {
   config.ignore = v >= 3;
   config.ignore_index = 4;
   config.sum = v >= 4;
-  give(t, v < 2 ? luna_cross_entropy(x, labels, NULL) : luna_cross_entropy(x, labels, &config));
+  const loss_arg arg = {labels, config};
+  give(t, EXPECT(t, luna_cross_entropy(x, labels, v < 2 ? NULL : &config), naive_cross_entropy, &arg, x, NULL));
 }
 /* fused above 1024 classes, by panels of so many */
 static void op_linear_cross_entropy(trial *t, int v) {
@@ -364,7 +674,9 @@ static void op_linear_cross_entropy(trial *t, int v) {
   config.sum = v >= 4;
   if (v == 6) x = luna_scale(x, 2); /* whose gradient is set */
   luna_tensor *bias = v > 1 ? in1(t, classes) : NULL;
-  give(t, luna_linear_cross_entropy(x, weight, bias, v == 1 || v == 5 ? none : labels, v < 2 ? NULL : &config));
+  const loss_arg arg = {v == 1 || v == 5 ? none : labels, config};
+  give(t, EXPECT(t, luna_linear_cross_entropy(x, weight, bias, arg.labels, v < 2 ? NULL : &config),
+                 naive_cross_entropy, &arg, x, weight, bias));
 }
 /* logits whose gradient the linear op makes by panels, and (from 3 on) logits that something else reads, before the
    loss or after */
@@ -391,6 +703,65 @@ static void op_logits(trial *t, int v) {
 }
 
 /* ---- attention ---- */
+/* Of inputs q, k, values and a luna_attention_config with heads and scale set: the weights of query `row`, head h, kept
+   by the dropout, of the keys that it sees, and their rows */
+typedef struct weights_of { double *weight, log_sum_exp, sum; int64_t *key, count; } weights_of;
+static weights_of oracle_weights(const oracle *o, int64_t row, int64_t h) {
+  const luna_attention_config *c = (const luna_attention_config *)o->arg;
+  const luna_tensor *q = o->in[0], *k = o->in[1];
+  const int32_t *ragged = c->query_offsets;
+  const int64_t width = last_of(q) / c->heads, queries = ragged ? naive_longest(ragged, c->sequences) : q->shape[1];
+  const int64_t batch = o->out->shape[0];
+  weights_of w = {NULL, 0, 0, NULL, 0};
+  int64_t b = 0;
+  while (ragged ? ragged[b + 1] <= row : (b + 1) * queries <= row) b++;
+  const int64_t i = row - (ragged ? ragged[b] : b * queries);
+  const int64_t first = ragged ? c->key_offsets[b] : k->shape[0] == batch ? b * k->shape[1] : 0;
+  const int64_t keys = ragged ? c->key_offsets[b + 1] - first : k->shape[1], room = 8 * keys + 200;
+  const luna_attention_pattern *p = !c->patterns ? NULL :
+      &c->patterns[c->pattern_count == 1 ? 0 : c->pattern_count == c->heads ? h : b * c->heads + h];
+  const int64_t longest = ragged ? naive_longest(c->key_offsets, c->sequences) : keys;
+  const int64_t numbers = p && p->key_order ? p->key_count : longest;
+  w.weight = (double *)common_alloc((size_t)room * 3 * sizeof(double));
+  w.key = (int64_t *)(void *)(w.weight + room);
+  int64_t *number = w.key + room;
+  w.count = naive_seen(p, c->causal, keys, c->lengths ? &c->lengths[b] : NULL, i, w.key, number);
+  const float *at = o->x[0] + ((q->shape[0] == batch ? row : i) * c->heads + h) * width;
+  for (int64_t j = 0; j < w.count; j++) {
+    w.key[j] += first;
+    w.weight[j] = (double)c->scale * naive_dot(at, o->x[1] + (w.key[j] * c->heads + h) * width, width);
+  }
+  w.log_sum_exp = w.count ? naive_softmax(w.weight, w.count) : -INFINITY;
+  for (int64_t j = 0; j < w.count; j++)
+    w.sum += w.weight[j] *= oracle_kept(o, 0, ((b * c->heads + h) * queries + i) * numbers + number[j], c->dropout);
+  return w;
+}
+static double naive_attention_out(const oracle *o) {
+  const luna_attention_config *c = (const luna_attention_config *)o->arg;
+  const int64_t n = last_of(o->out), width = n / c->heads, h = o->i % n / width;
+  const weights_of w = oracle_weights(o, o->i / n, h);
+  double sum = 0;
+  for (int64_t j = 0; j < w.count; j++) sum += w.weight[j] * (double)o->x[2][w.key[j] * n + o->i % n];
+  free(w.weight);
+  return sum;
+}
+static double naive_attention_line(const oracle *o, bool sums) { /* of the results [batch, queries, heads] */
+  const int64_t heads = ((const luna_attention_config *)o->arg)->heads;
+  const weights_of w = oracle_weights(o, o->i / heads, o->i % heads);
+  free(w.weight);
+  return sums ? w.sum : w.log_sum_exp;
+}
+static double naive_attention_sums(const oracle *o) { return naive_attention_line(o, true); }
+static double naive_attention_scores(const oracle *o) { return naive_attention_line(o, false); }
+/* The result of the call, its row sums and its log-sum-exp, where they are asked for */
+static void give_attention(trial *t, luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_attention_config c) {
+  luna_tensor *y = luna_softmax_attention(q, k, v, &c);
+  if (c.heads == 0) c.heads = 1;
+  if (c.scale == 0) c.scale = (float)(1 / sqrt(q ? (double)(last_of(q) / c.heads) : 1));
+  give(t, EXPECT(t, y, naive_attention_out, &c, q, k, v));
+  if (c.sums) give(t, EXPECT(t, *c.sums, naive_attention_sums, &c, q, k, v));
+  if (c.log_sum_exp) give(t, EXPECT(t, *c.log_sum_exp, naive_attention_scores, &c, q, k, v));
+}
 static void op_attention(trial *t, int v) {
   static const int32_t lengths[2] = {3, 5}, empty[2] = {0, 4};
   luna_attention_config c = {0};
@@ -407,8 +778,7 @@ static void op_attention(trial *t, int v) {
   /* 1: shared by the batch */
   luna_tensor *q = in3(t, v == 12 ? 1 : 2, n, 2 * dk), *k = in3(t, v == 13 ? 1 : 2, m, 2 * dk);
   luna_tensor *values = v == 11 ? k : in3(t, v == 13 ? 1 : 2, m, 2 * dv);
-  give(t, luna_softmax_attention(q, k, values, &c));
-  if (c.sums) give(t, sums);
+  give_attention(t, q, k, values, c);
 }
 static void op_attention_ragged(trial *t, int v) {
   static const int32_t queries[4] = {0, 3, 4, 9}, keys[4] = {0, 2, 2, 8}, same[4] = {0, 3, 3, 9};
@@ -424,8 +794,7 @@ static void op_attention_ragged(trial *t, int v) {
   c.dropout = v == 1 || v == 3 ? (float)0.3 : 0;
   c.sums = v == 1 ? &sums : NULL;
   luna_tensor *q = in2(t, 9, 2 * d), *k = in2(t, self ? 9 : 8, 2 * d);
-  give(t, luna_softmax_attention(q, k, in2(t, self ? 9 : 8, 2 * d), &c));
-  if (c.sums) give(t, sums);
+  give_attention(t, q, k, in2(t, self ? 9 : 8, 2 * d), c);
 }
 static void op_sparse_attention(trial *t, int v) {
   static const int32_t lengths[2] = {5, 3}, queries[4] = {0, 3, 5, 7}, offsets[4] = {0, 2, 3, 5},
@@ -453,28 +822,66 @@ static void op_sparse_attention(trial *t, int v) {
   c.log_sum_exp = v == 0 || v == 2 || v >= 5 ? &log_sum_exp : NULL;
   if (v == 6) c.patterns = NULL, c.pattern_count = 0; /* dense, for its log-sum-exp */
   luna_tensor *q = in3(t, 2, n, 2 * d), *k = in3(t, 2, n, 2 * d);
-  give(t, luna_softmax_attention(q, k, in3(t, 2, n, 2 * d), &c));
-  if (log_sum_exp) give(t, log_sum_exp);
+  give_attention(t, q, k, in3(t, 2, n, 2 * d), c);
+}
+/* (1/t) of the sum of (x_t . y_j) z_j, j <= t [eq. 7] */
+static double naive_causal_product(const oracle *o) {
+  const int64_t heads = *(const int64_t *)o->arg, e = last_of(o->out), d = last_of(o->in[0]), width = d / heads;
+  const int64_t row = o->i / e, h = o->i % e / (e / heads);
+  double sum = 0;
+  for (int64_t j = row - o->at[1]; j <= row; j++)
+    sum += naive_dot(o->x[0] + row * d + h * width, o->x[1] + j * d + h * width, width) *
+           (double)o->x[2][j * e + o->i % e];
+  return sum / (double)(o->at[1] + 1);
 }
 static void op_causal_product(trial *t, int v) {
   const int64_t rows[4] = {5, 67, 130, 1}, n = rows[v], h = v == 1 ? 1 : 2, d1 = SIZE(2, 23), d2 = SIZE(3, 25);
-  luna_tensor *x = in3(t, 2, n, h * d1), *y = in3(t, 2, n, h * d1);
-  give(t, luna_causal_product(x, y, in3(t, 2, n, h * d2), h));
+  luna_tensor *x = in3(t, 2, n, h * d1), *y = in3(t, 2, n, h * d1), *z = in3(t, 2, n, h * d2);
+  give(t, EXPECT(t, luna_causal_product(x, y, z, h), naive_causal_product, &h, x, y, z));
+}
+static double naive_convolution(const oracle *o) { /* the weight's last column is the present */
+  const int64_t width = last_of(o->in[1]), e = o->at[2];
+  double sum = o->x[2] ? (double)o->x[2][e] : 0;
+  for (int64_t j = 0; j < width && j <= o->at[1]; j++)
+    sum += (double)o->x[1][e * width + width - 1 - j] * oracle_beside(o, 0, 1, o->at[1] - j);
+  return sum;
 }
 static void op_short_convolution(trial *t, int v) {
   const int64_t widths[4] = {4, 4, 1, 7}, n = v == 1 ? 2 : SIZE(6, 70), d = SIZE(3, 37);
-  luna_tensor *x = in3(t, 2, n, d), *weight = in2(t, d, widths[v]);
-  give(t, luna_short_convolution(x, weight, v == 2 ? NULL : in1(t, d)));
+  luna_tensor *x = in3(t, 2, n, d), *weight = in2(t, d, widths[v]), *bias = v == 2 ? NULL : in1(t, d);
+  give(t, EXPECT(t, luna_short_convolution(x, weight, bias), naive_convolution, NULL, x, weight, bias));
 }
-static void op_pack(trial *t, int v) {
+static void op_pack(trial *t, int v) { /* attention of one head whose keys are the values */
   static const int32_t lengths[2] = {4, 7}, empty[2] = {0, 4};
   luna_tensor *sums = NULL;
   const int64_t m = v == 4 ? SIZE(515, 1100) : SIZE(7, 131), d = SIZE(3, 37);
-  luna_tensor *weights = in3(t, 2, SIZE(4, 21), d);
-  give(t, luna_pack(weights, in3(t, 2, m, d),
-                    v == 1 || v == 3 ? lengths : v == 5 ? empty : NULL,
-                    v == 2 || v == 3 ? (float)0.3 : 0, v == 0 ? NULL : &sums));
-  if (v) give(t, sums);
+  luna_tensor *weights = in3(t, 2, SIZE(4, 21), d), *context = in3(t, 2, m, d);
+  luna_attention_config c = {0};
+  c.heads = 1, c.scale = 1;
+  c.lengths = v == 1 || v == 3 ? lengths : v == 5 ? empty : NULL;
+  c.dropout = v == 2 || v == 3 ? (float)0.3 : 0;
+  luna_tensor *y = luna_pack(weights, context, c.lengths, c.dropout, v == 0 ? NULL : &sums);
+  give(t, EXPECT(t, y, naive_attention_out, &c, weights, context, context));
+  if (v) give(t, EXPECT(t, sums, naive_attention_sums, &c, weights, context, context));
+}
+/* of inputs x, k, bias, values, out_bias */
+static double naive_unpack(const oracle *o) {
+  const luna_unpack_config *c = (const luna_unpack_config *)o->arg;
+  const luna_tensor *k = o->in[1];
+  const int64_t d = last_of(o->out), n = o->out->shape[1], slots = k->shape[2], b = o->at[0];
+  const int64_t real = c->lengths && c->lengths[b] < slots ? c->lengths[b] : slots;
+  double sum = o->x[4] ? (double)o->x[4][o->at[2]] : 0, p[64];
+  for (int64_t h = 0; h < k->shape[1]; h++) {
+    const int64_t first = (b * k->shape[1] + h) * slots;
+    for (int64_t j = 0; j < real; j++)
+      p[j] = naive_dot(o->x[0] + o->i / d * d, o->x[1] + (first + j) * d, d) + (double)o->x[2][first + j];
+    naive_softmax(p, real);
+    for (int64_t j = 0; j < real; j++) {
+      const int64_t element = ((b * k->shape[1] + h) * n + o->at[1]) * slots + j;
+      sum += p[j] * oracle_kept(o, 0, element, c->dropout) * (double)o->x[3][(first + j) * d + o->at[2]];
+    }
+  }
+  return sum;
 }
 static void op_unpack(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3}, empty[2] = {0, 9};
@@ -485,7 +892,7 @@ static void op_unpack(trial *t, int v) {
   c.out_bias = v % 2 ? in1(t, d) : NULL;
   c.lengths = v == 1 || v == 3 ? lengths : v == 4 ? empty : NULL;
   c.dropout = v >= 2 ? (float)0.3 : 0;
-  give(t, luna_unpack(x, k, bias, values, v ? &c : NULL));
+  give(t, EXPECT(t, luna_unpack(x, k, bias, values, v ? &c : NULL), naive_unpack, &c, x, k, bias, values, c.out_bias));
 }
 /* the residual: none, of its own, x itself, and x itself as an op's result, whose gradient is then made in place */
 static void op_feed_forward(trial *t, int v) {
@@ -502,8 +909,38 @@ static void op_feed_forward(trial *t, int v) {
   if (v % 4 == 1) c.residual = in3(t, 2, n, d);
   if (v % 4 == 3) x = luna_scale(x, 2);
   if (v % 4 > 1) c.residual = x;
-  x = luna_feed_forward(x, w1, b1, w2, b2, &c);
+  x = EXPECT_FEED_FORWARD(t, c, x, w1, b1, w2, b2);
   give(t, v == 7 ? luna_require_grad(x) : x); /* whose gradient stays its own */
+}
+/* Of inputs q, k, v, s, gates. A slot's key and value are means over the rows so far. Row j has the weight
+   omega(s_j) / c_j, of which each later row r leaves 1 - 1 / c_r, where c is the number of rows or the horizon. With
+   gates row j has the weight e^s_j, of which each later row leaves its gate, divided by the sum of all [section 3.3]. */
+static double naive_causal_nested(const oracle *o) {
+  const luna_causal_nested_config *c = (const luna_causal_nested_config *)o->arg;
+  const int64_t n = last_of(o->out), slots = last_of(o->in[3]) / c->heads, d = n / c->heads, e = o->at[2], h = e / d;
+  const int64_t real = c->lengths && c->lengths[o->at[0]] < slots ? c->lengths[o->at[0]] : slots, row = o->i / n;
+  const int omega = c->omega ? (int)c->omega : LUNA_ACTIVATION_SOFTPLUS2;
+  double score[32], value[32], y = 0;
+  for (int64_t i = 0; i < real; i++) {
+    double left = 1, all = 0;
+    score[i] = value[i] = 0;
+    for (int64_t j = row; j >= row - o->at[1]; j--) {
+      const int64_t at = (j * c->heads + h) * slots + i, before = j - (row - o->at[1]);
+      const double count = (double)(c->horizon > 0 && before >= c->horizon ? c->horizon : before + 1);
+      const double s = (double)o->x[3][at];
+      const double weight = left * (o->x[4] ? exp(fmin(fmax(s, -15), 15)) : naive_activation(omega, s) / count);
+      score[i] += weight * naive_dot(o->x[0] + row * n + h * d, o->x[1] + j * n + h * d, d) / sqrt((double)d);
+      value[i] += weight * (double)o->x[2][j * n + e];
+      all += weight;
+      left *= o->x[4] ? exp(fmax(-naive_activation(LUNA_ACTIVATION_SOFTPLUS, -(double)o->x[4][at]) / 16, -1)) :
+              1 - 1 / count;
+    }
+    if (o->x[4]) score[i] /= all, value[i] /= all;
+  }
+  naive_softmax(score, real);
+  for (int64_t i = 0; i < real; i++)
+    y += score[i] * oracle_kept(o, 0, (row * c->heads + h) * slots + i, c->dropout) * value[i];
+  return y;
 }
 static void op_causal_nested(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
@@ -516,7 +953,8 @@ static void op_causal_nested(trial *t, int v) {
                                 NULL, 0};
   c.dropout = v >= 4 && v < 7 ? (float)0.3 : 0;
   c.horizon = v == 8 ? 3 : v == 9 ? SIZE(1, 100) : v == 10 ? 2 : 0;
-  give(t, luna_causal_nested_attention(q, k, values, s, &c));
+  luna_tensor *y = luna_causal_nested_attention(q, k, values, s, &c);
+  give(t, EXPECT(t, y, naive_causal_nested, &c, q, k, values, s, NULL));
 }
 static void op_horizon(trial *t, int v) { op_causal_nested(t, 8 + v); }
 /* gates below and above the limit of -1, none, keys that are the values, lengths, dropout, more rows than a chunk */
@@ -528,7 +966,8 @@ static void op_forgetting(trial *t, int v) {
       *s = luna_scale(in3(t, 2, n, h * l), v == 3 ? 8 : 2), *gates = in3(t, 2, n, h * l);
   luna_causal_nested_config c = {h, LUNA_ACTIVATION_DEFAULT, v == 2 ? lengths : NULL, v == 3 ? (float)0.3 : 0, NULL, 0};
   c.forget = v == 0 ? gates : luna_add_scalar(luna_scale(gates, 8), v == 1 ? -16 : v == 2 ? 20 : 0);
-  give(t, luna_causal_nested_attention(q, k, values, s, &c));
+  give(t, EXPECT(t, luna_causal_nested_attention(q, k, values, s, &c), naive_causal_nested, &c, q, k, values, s,
+                 c.forget));
 }
 
 /* y = factor a b^2, with the factor in the op's state */
@@ -549,6 +988,10 @@ static luna_status op_custom_backward(luna_tensor *const *in, int count, const l
   }
   return LUNA_OK;
 }
+static double naive_custom(const oracle *o) {
+  const double b = (double)o->x[1][o->i];
+  return 1.25 * (double)o->x[0][o->i] * b * b;
+}
 static void op_custom(trial *t, int v) {
   float factor = (float)1.25;
   luna_custom custom = {op_custom_forward, op_custom_backward, NULL, sizeof factor, 0, false};
@@ -560,33 +1003,70 @@ static void op_custom(trial *t, int v) {
   custom.state = &factor;
   luna_tensor *y = luna_custom_op(in, 2, 2, shape, &custom);
   factor = 77; /* the state was copied */
-  give(t, y);
+  give(t, EXPECT(t, y, naive_custom, NULL, in[0], in[1]));
 }
 
 /* max over an axis of distinct values; mask; ratio */
-static void op_max(trial *t, int v) { give(t, luna_max(in3(t, SIZE(2, 5), SIZE(4, 33), SIZE(3, 17)), v)); }
+static double naive_max(const oracle *o) {
+  const int axis = *(const int *)o->arg;
+  double max = -INFINITY;
+  for (int64_t j = 0; j < o->in[0]->shape[axis]; j++) max = fmax(max, oracle_along(o, axis, j));
+  return max;
+}
+static void op_max(trial *t, int v) {
+  luna_tensor *x = in3(t, SIZE(2, 5), SIZE(4, 33), SIZE(3, 17));
+  give(t, EXPECT(t, luna_max(x, v), naive_max, &v, x));
+}
+static double naive_mask(const oracle *o) {
+  return o->at[1] < ((const int32_t *)o->arg)[o->at[0]] ? (double)o->x[0][o->i] : 0;
+}
 static void op_mask(trial *t, int v) {
   static const int32_t lengths[3] = {2, 0, 4};
   luna_tensor *x = v ? in4(t, 3, SIZE(4, 40), 2, SIZE(3, 9)) : in3(t, 3, SIZE(4, 40), SIZE(3, 33));
-  give(t, luna_mask(x, lengths));
+  give(t, EXPECT(t, luna_mask(x, lengths), naive_mask, lengths, x));
+}
+static double naive_ratio(const oracle *o) {
+  const int64_t n = last_of(o->out);
+  const float *row = o->x[0] + o->i / n * (n + 1);
+  return (double)row[o->i % n] / (double)row[n];
 }
 static void op_ratio(trial *t, int v) {
   luna_tensor *x = v ? in2(t, SIZE(4, 60), SIZE(5, 33)) : in4(t, 2, 2, SIZE(3, 30), SIZE(4, 18));
-  give(t, luna_ratio(luna_activate(x, LUNA_ACTIVATION_SOFTPLUS))); /* away from division by 0 */
+  x = luna_activate(x, LUNA_ACTIVATION_SOFTPLUS); /* away from division by 0 */
+  give(t, EXPECT(t, luna_ratio(x), naive_ratio, NULL, x));
+}
+static double naive_function(const oracle *o) {
+  const int v = *(const int *)o->arg;
+  const double x = (double)o->x[0][o->i];
+  return v == 0 ? sin(x) : v == 1 ? cos(x) : pow(x, v == 2 ? 3 : -1.5);
 }
 static void op_function(trial *t, int v) {
   luna_tensor *x = in2(t, SIZE(3, 60), SIZE(4, 33));
-  give(t, v == 0 ? luna_sin(luna_scale(x, 3)) : v == 1 ? luna_cos(luna_scale(x, 3)) : v == 2 ? luna_pow(x, 3) :
-          luna_pow(luna_add_scalar(luna_abs(x), 1), -1.5f));
+  x = v < 2 ? luna_scale(x, 3) : v == 3 ? luna_add_scalar(luna_abs(x), 1) : x;
+  luna_tensor *y = v == 0 ? luna_sin(x) : v == 1 ? luna_cos(x) : luna_pow(x, v == 2 ? 3 : -1.5f);
+  give(t, EXPECT(t, y, naive_function, &v, x));
 }
 static void op_split(trial *t, int v) {
   luna_tensor *x = in3(t, SIZE(2, 6), SIZE(4, 34), SIZE(6, 18)), *parts[2];
   luna_split(x, v, parts, 2);
-  give(t, luna_mul(parts[0], parts[1]));
+  const int64_t first[2] = {v, 0}, second[2] = {v, x ? x->shape[v] / 2 : 0};
+  give(t, luna_mul(EXPECT(t, parts[0], naive_slice, first, x), EXPECT(t, parts[1], naive_slice, second, x)));
+}
+/* pair p of a head is turned by the angle of its position times base^(-2p / d_h); frequencies are floats */
+typedef struct rotary_arg { int64_t heads, first; double base; } rotary_arg;
+static double naive_rotary(const oracle *o) {
+  const rotary_arg *arg = (const rotary_arg *)o->arg;
+  const int64_t d = last_of(o->out) / arg->heads, half = d / 2, p = o->i % d % half, first = o->i - o->i % d + p;
+  const double frequency = (double)(float)pow(arg->base, -2 * (double)p / (double)d);
+  const double angle = (double)(arg->first + o->at[1]) * frequency;
+  const double a = (double)o->x[0][first], b = (double)o->x[0][first + half];
+  return o->i % d < half ? a * cos(angle) - b * sin(angle) : b * cos(angle) + a * sin(angle);
 }
 static void op_rotary(trial *t, int v) {
   luna_tensor *x = in3(t, 2, SIZE(4, 70), v ? SIZE(4, 36) : SIZE(6, 96));
-  give(t, luna_rotary(x, v ? 1 : x ? x->shape[2] / (SIZE(2, 32)) : 1, v ? 61 : 0, v ? 300 : 0));
+  const rotary_arg arg = {v ? 1 : x ? x->shape[2] / (SIZE(2, 32)) : 1, v ? 61 : 0, v ? 300 : 10000};
+  luna_tensor *y = luna_rotary(x, arg.heads, arg.first, v ? 300 : 0);
+  give(t, EXPECT(t, y, naive_rotary, &arg, x));
 }
 static void op_recompute(trial *t, int v) { /* dropout or not; one result, two, a view; a scope inside */
   luna_tensor *in[3] = {in3(t, 2, SIZE(3, 20), SIZE(4, 33)), in2(t, SIZE(5, 40), SIZE(4, 33)),

@@ -5,7 +5,6 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "op_cases.h"
-#include "naive.h"
 
 static luna_ctx *open_plain(luna_isa isa) {
   luna_options options = {0};
@@ -52,6 +51,40 @@ static void check_isas(const op_case *c, int variant, bool big) {
     trial_free(&other);
   }
   trial_free(&reference);
+}
+
+/* ---- every op against its oracle: on the reference and on the best instruction set, sizes small and big ---- */
+static luna_op_kind oracle_last;           /* the op that ran last */
+static bool oracle_met[LUNA_OP_COUNT];     /* whose results were compared */
+static luna_status oracle_forward(luna_op *op) {
+  oracle_last = op->kind;
+  return luna_cpu_backend()->op[op->kind].forward(op);
+}
+static void oracle_compared(void) { oracle_met[oracle_last] = true; }
+static void check_oracle(const op_case *c, int variant, const luna_backend *table) {
+  for (int mode = 0; mode < 4; mode++) {
+    trial t;
+    memset(&t, 0, sizeof t);
+    t.big = mode & 1;
+    t.oracles = true;
+    t.compared = oracle_compared;
+    t.options.backend = table;
+    t.options.isa = mode & 2 ? LUNA_ISA_BEST : LUNA_ISA_REFERENCE;
+    t.options.threads = 2;
+    if (CHECK(trial_run(&t, c, variant, false), "%s, variant %d: %s", c->name, variant, t.error))
+      CHECK(t.off < 2e-6, "%s, variant %d, %s%s: %.3g off its oracle", c->name, variant, t.big ? "big, " : "",
+            luna_isa_name(t.options.isa), t.off);
+    trial_free(&t);
+  }
+}
+static void check_oracles(void) {
+  luna_backend table = *luna_cpu_backend();
+  for (int kind = 0; kind < LUNA_OP_COUNT; kind++) table.op[kind].forward = oracle_forward;
+  for (int i = 0; i < OP_CASES; i++)
+    for (int v = 0; v < op_cases[i].variants; v++) check_oracle(&op_cases[i], v, &table);
+  oracle_met[LUNA_OP_SINUSOIDS] = true;    /* in tests/positions.c: it is part of a layer alone */
+  for (int kind = 0; kind < LUNA_OP_COUNT; kind++)
+    CHECK(oracle_met[kind], "%s has no oracle beside its case", luna_op_name((luna_op_kind)kind));
 }
 
 /* ---- fused ops against their compositions: the same cases on a backend without tier 2 ---- */
@@ -133,19 +166,9 @@ static void naive_causal(int64_t batch, int64_t n, int64_t heads, int64_t d1, in
     }
   free(s);
 }
-static void naive_matmul(int64_t m, int64_t n, int64_t k, const float *a, bool ta, const float *b, bool tb, double *c) {
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < n; j++) {
-      double sum = 0;
-      for (int64_t p = 0; p < k; p++)
-        sum += (double)a[ta ? p * m + i : i * k + p] * (double)b[tb ? j * k + p : p * n + j];
-      c[i * n + j] = sum;
-    }
-}
-
 static const char *values_isa = ""; /* what check_values runs on */
 /* a tensor's values against what is expected, within 2e-6 */
-static void expect(luna_ctx *ctx, const char *what, const luna_tensor *t, const float *expected, int64_t n) {
+static void expect_values(luna_ctx *ctx, const char *what, const luna_tensor *t, const float *expected, int64_t n) {
   char name[96];
   snprintf(name, sizeof name, "%s (%s)", what, values_isa);
   if (CHECK(t && luna_count(t) == n, "%s: %lld elements, not %lld: %s", name, (long long)luna_count(t), (long long)n,
@@ -169,7 +192,7 @@ static void check_values_maps(luna_ctx *ctx) {
       if (off / (fabs(expected) + 1e-6) > worst) worst = off / (fabs(expected) + 1e-6);
       y[i] = (float)expected;
     }
-    expect(ctx, "activation", a, y, n);
+    expect_values(ctx, "activation", a, y, n);
     CHECK(worst < 2e-5 || kinds[k] == LUNA_ACTIVATION_GELU, "activation %d (%s) is off by %.3g relative", (int)kinds[k],
           values_isa, worst);
   }
@@ -177,45 +200,8 @@ static void check_values_maps(luna_ctx *ctx) {
   free(y);
 }
 
-/* ops made of others, beside loops; of a variance along the middle axis, and so of a minimum */
-static void check_values_composed(luna_ctx *ctx) {
-  enum { A = 3, B = 5, C = 4 };
-  const int64_t shape[3] = {A, B, C}, row[2] = {A, B};
-  float *x = common_random(A * B * C, 51, 1), *var = common_floats(A * C), *min = common_floats(A * C),
-      *pad = common_floats(A * (B + 3) * C), *stack = common_floats(2 * A * B * C), sum = 0;
-  luna_begin_inference(ctx);
-  luna_tensor *t = luna_tensor_new(ctx, x, 3, shape), *both[2];
-  for (int i = 0; i < A * C; i++) {
-    double mean = 0, square = 0;
-    min[i] = INFINITY;
-    for (int j = 0; j < B; j++) {
-      const float at = x[(i / C * B + j) * C + i % C];
-      mean += (double)at / B, square += (double)at * (double)at / B, min[i] = at < min[i] ? at : min[i];
-    }
-    var[i] = (float)(square - mean * mean);
-  }
-  for (int i = 0; i < A * (B + 3) * C; i++) {
-    const int j = i / C % (B + 3) - 1;
-    pad[i] = j >= 0 && j < B ? x[(i / C / (B + 3) * B + j) * C + i % C] : 7;
-  }
-  for (int i = 0; i < 2 * A * B * C; i++) {
-    const int from = (i / (2 * B * C) * B + i % (B * C) / C) * C + i % C;
-    stack[i] = i / (B * C) % 2 ? -x[from] : x[from];
-  }
-  expect(ctx, "the variance", luna_var(t, 1), var, A * C);
-  expect(ctx, "the minimum", luna_min(t, 1), min, A * C);
-  expect(ctx, "with more rows", luna_pad(t, 1, 1, 2, 7), pad, A * (B + 3) * C);
-  both[0] = t, both[1] = luna_neg(t);
-  expect(ctx, "stacked", luna_stack(both, 2, 1), stack, 2 * A * B * C);
-  for (int i = 0; i < A; i++) { /* of logits x and the teacher's of -x, both [A,B] */
-    double total = 0, teacher = 0;
-    for (int j = 0; j < B; j++) total += exp((double)x[i * B + j]), teacher += exp(-(double)x[i * B + j]);
-    for (int j = 0; j < B; j++)
-      sum += (float)(exp(-(double)x[i * B + j]) / teacher * (log(total) - (double)x[i * B + j]) / A);
-  }
-  luna_tensor *logits = luna_tensor_new(ctx, x, 2, row);
-  expect(ctx, "a teacher's cross-entropy", luna_soft_cross_entropy(logits, luna_softmax(luna_neg(logits), NULL)), &sum,
-         1);
+static void check_values_made(luna_ctx *ctx) {
+  const float three[2] = {3, 3};
   const int64_t many = 4000;
   const luna_init normal = {LUNA_INIT_NORMAL, 2}, uniform = {LUNA_INIT_UNIFORM, 3};
   float *drawn = common_floats(many), *again = common_floats(many);
@@ -231,9 +217,7 @@ static void check_values_composed(luna_ctx *ctx) {
     CHECK(memcmp(drawn, again, 8 * sizeof(float)) != 0, "two seeds give one tensor");
   }
   free(drawn), free(again);
-  min[0] = min[1] = 3;
-  expect(ctx, "one number", luna_tensor_full(ctx, 3, 1, (const int64_t[1]){2}), min, 2);
-  free(x), free(var), free(min), free(pad), free(stack);
+  expect_values(ctx, "one number", luna_tensor_full(ctx, 3, 1, (const int64_t[1]){2}), three, 2);
 }
 
 /* LUNA_ACTIVATION_NONE is none also where the default is another */
@@ -246,9 +230,9 @@ static void check_values_no_activation(luna_ctx *ctx) {
   const luna_feed_forward_config none = {.activation = LUNA_ACTIVATION_NONE},
       relu = {.activation = LUNA_ACTIVATION_RELU};
   luna_read(luna_linear(luna_linear(tx, tw, NULL), tw, NULL), y);
-  expect(ctx, "a feed-forward without activation", luna_feed_forward(tx, tw, NULL, tw, NULL, &none), y, M * M);
+  expect_values(ctx, "a feed-forward without activation", luna_feed_forward(tx, tw, NULL, tw, NULL, &none), y, M * M);
   luna_read(luna_feed_forward(tx, tw, NULL, tw, NULL, &relu), y);
-  expect(ctx, "a feed-forward by default", luna_feed_forward(tx, tw, NULL, tw, NULL, NULL), y, M * M);
+  expect_values(ctx, "a feed-forward by default", luna_feed_forward(tx, tw, NULL, tw, NULL, NULL), y, M * M);
   luna_gemm_args g = {.a = x, .b = w, .c = y, .m = M, .n = M, .k = M};
   luna_gemm_f32(&g);
   g.activation = LUNA_ACTIVATION_NONE, g.c = again;
@@ -277,8 +261,8 @@ static void check_values_broadcast(luna_ctx *ctx) {
     }
     luna_tensor *tx = luna_tensor_new(ctx, x, 4, a), *ty = luna_tensor_new(ctx, y, 4, b),
         *seven = luna_add_scalar(luna_scale(ty, 0), 7);
-    expect(ctx, "broadcast sub", luna_sub(tx, ty), want, 120);
-    expect(ctx, "broadcast where", luna_where(luna_greater(ty, tx), tx, seven), picked, 120);
+    expect_values(ctx, "broadcast sub", luna_sub(tx, ty), want, 120);
+    expect_values(ctx, "broadcast where", luna_where(luna_greater(ty, tx), tx, seven), picked, 120);
     free(x), free(y), free(want), free(picked);
   }
   const int64_t none[2] = {0, 3}, three = 3;
@@ -337,209 +321,6 @@ static void check_host_results(luna_ctx *ctx) {
                                     " [0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]]\n");
 }
 
-static void check_values_rows(luna_ctx *ctx) {
-  const int64_t rows = 7, n = 37;
-  const int32_t labels[7] = {3, 36, -1, 0, 5, 5, 11}, lengths[7] = {37, 1, 5, 36, 0, 17, 2};
-  float *x = common_random(rows * n, 2, 3), *w = common_random(n, 3, 1), *b = common_random(n, 4, 1);
-  float *soft = common_floats(rows * n), *norm = common_floats(rows * n), loss[3];
-  double unsmoothed = 0, smooth = 0, ignored = 0;
-  for (int64_t r = 0; r < rows; r++) {
-    double sum = 0, all = 0, mean = 0, variance = 0, mass = 0;
-    for (int64_t i = 0; i < n; i++) all += exp((double)x[r * n + i]), mean += (double)x[r * n + i] / (double)n;
-    for (int64_t i = 0; i < lengths[r]; i++) sum += exp((double)x[r * n + i]);
-    for (int64_t i = 0; i < n; i++) {
-      const double d = (double)x[r * n + i] - mean;
-      variance += d * d / (double)n;
-      mass += (log(all) - (double)x[r * n + i]) / (double)n;
-      soft[r * n + i] = i < lengths[r] ? (float)(exp((double)x[r * n + i]) / sum) : 0;
-    }
-    for (int64_t i = 0; i < n; i++)
-      norm[r * n + i] = (float)(((double)x[r * n + i] - mean) / sqrt(variance + 1e-5) * (double)w[i] + (double)b[i]);
-    if (labels[r] < 0) continue;
-    const double nll = log(all) - (double)x[r * n + labels[r]];
-    unsmoothed += nll / 6;
-    smooth += 0.9 * nll + 0.1 * mass;
-    if (labels[r] != 5) ignored += nll / 4;
-  }
-  luna_begin_inference(ctx);
-  const int64_t shape[2] = {7, 37};
-  luna_cross_entropy_config smoothing = {0}, ignore = {0};
-  smoothing.smoothing = 0.1f;
-  smoothing.sum = true;
-  ignore.ignore = true;
-  ignore.ignore_index = 5;
-  luna_tensor *t = luna_tensor_new(ctx, x, 2, shape);
-  expect(ctx, "softmax with lengths", luna_softmax(t, lengths), soft, rows * n);
-  expect(ctx, "layer norm", luna_layer_norm(t, luna_tensor_new(ctx, w, 1, &n), luna_tensor_new(ctx, b, 1, &n), 0), norm,
-         rows * n);
-  loss[0] = (float)unsmoothed;
-  loss[1] = (float)smooth;
-  loss[2] = (float)ignored;
-  expect(ctx, "cross-entropy", luna_cross_entropy(t, labels, NULL), loss, 1);
-  expect(ctx, "cross-entropy, smoothed sum", luna_cross_entropy(t, labels, &smoothing), loss + 1, 1);
-  expect(ctx, "cross-entropy, ignoring 5", luna_cross_entropy(t, labels, &ignore), loss + 2, 1);
-  const int32_t none[7] = {-1, -1, -1, -1, -1, -1, -1};
-  luna_tensor *zero = luna_cross_entropy(t, none, NULL);
-  CHECK(zero && luna_item(zero) == 0, "cross-entropy without a label that counts is %g", (double)luna_item(zero));
-  free(x), free(w), free(b), free(soft), free(norm);
-}
-
-static void check_values_products(luna_ctx *ctx) {
-  const int64_t m = 19, n = 23, k = 300;
-  float *a = common_random(m * k, 5, 1), *b = common_random(n * k, 6, 1), *bias = common_random(n, 7, 1),
-      *out = common_floats(m * n);
-  double *c = (double *)common_alloc((size_t)(m * n) * sizeof(double));
-  luna_begin_inference(ctx);
-  for (int v = 0; v < 4; v++) {
-    const int64_t sa[2] = {v & 1 ? k : m, v & 1 ? m : k}, sb[2] = {v & 2 ? n : k, v & 2 ? k : n};
-    naive_matmul(m, n, k, a, (v & 1) != 0, b, (v & 2) != 0, c);
-    for (int64_t i = 0; i < m * n; i++) out[i] = (float)c[i];
-    expect(ctx, "matmul", luna_matmul(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), (v & 1) != 0,
-                                      (v & 2) != 0), out,
-           m * n);
-    if (v != 2) continue;
-    for (int64_t i = 0; i < m * n; i++) out[i] = (float)(c[i] + (double)bias[i % n]);
-    expect(ctx, "linear", luna_linear(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb),
-                                      luna_tensor_new(ctx, bias, 1, &n)),
-           out, m * n);
-  }
-  free(a), free(b), free(bias), free(out), free(c);
-}
-
-static void check_values_attention(luna_ctx *ctx) {
-  static const int32_t lengths[2] = {5, 700};
-  naive a = {2, 3, 45, 700, 8, 8, NULL, NULL, NULL, 1 / sqrt(8.0), 0, false, 0, 0, 0};
-  const int64_t qs[3] = {2, 45, 24}, ks[3] = {2, 700, 24}, qn = 2 * 45 * 24, kn = 2 * 700 * 24;
-  float *q = common_random(qn, 8, 2), *k = common_random(kn, 9, 2), *v = common_random(kn, 10, 1),
-      *out = common_floats(qn);
-  luna_begin_inference(ctx);
-  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, ks),
-      *tv = luna_tensor_new(ctx, v, 3, ks);
-  for (int mode = 0; mode < 4; mode++) {
-    luna_attention_config config = {0};
-    config.heads = 3;
-    config.lengths = a.lengths = mode == 1 ? lengths : NULL;
-    config.causal = a.causal = mode == 2;
-    config.scale = mode == 3 ? 0.5f : 0;
-    a.scale = mode == 3 ? 0.5 : 1 / sqrt(8.0);
-    naive_attention(&a, q, k, v, out, NULL, NULL);
-    expect(ctx, "softmax attention", luna_softmax_attention(tq, tk, tv, &config), out, qn);
-  }
-  a.causal = false;
-  a.lengths = lengths;
-  a.heads = 1;
-  a.dim = a.value_dim = 24;
-  a.scale = 1;
-  naive_attention(&a, q, k, k, out, NULL, NULL);
-  expect(ctx, "pack", luna_pack(tq, tk, lengths, 0, NULL), out, qn);
-  free(q), free(k), free(v), free(out);
-}
-
-/* softmax over each head's slots of (x k^T + bias), times v, summed over heads */
-static void check_values_unpack(luna_ctx *ctx) {
-  enum { B = 2, N = 33, D = 20, H = 3, L = 7 };
-  static const int32_t lengths[B] = {4, 90};
-  const int64_t xs[3] = {B, N, D}, ks[4] = {B, H, L, D}, bs[3] = {B, H, L}, d = D;
-  float *x = common_random(B * N * D, 11, 1), *k = common_random(B * H * L * D, 12, 1),
-      *v = common_random(B * H * L * D, 13, 1);
-  float *bias = common_random(B * H * L, 14, 1), *last = common_random(D, 15, 1), *out = common_floats(B * N * D);
-  for (int64_t row = 0; row < B * N; row++)
-    for (int64_t h = 0; h < H; h++) {
-      const int64_t b = row / N, slots = lengths[b] < L ? lengths[b] : L;
-      double p[L], sum = 0;
-      for (int64_t j = 0; j < slots; j++) {
-        const int64_t at = (b * H + h) * L + j;
-        p[j] = (double)bias[at];
-        for (int64_t e = 0; e < D; e++) p[j] += (double)x[row * D + e] * (double)k[at * D + e];
-        sum += p[j] = exp(p[j]);
-      }
-      for (int64_t e = 0; e < D; e++) {
-        double y = h == 0 ? (double)last[e] : (double)out[row * D + e];
-        for (int64_t j = 0; j < slots; j++) y += p[j] / sum * (double)v[((b * H + h) * L + j) * D + e];
-        out[row * D + e] = (float)y;
-      }
-    }
-  luna_begin_inference(ctx);
-  const luna_unpack_config config = {luna_tensor_new(ctx, last, 1, &d), lengths, 0};
-  expect(ctx, "unpack",
-         luna_unpack(luna_tensor_new(ctx, x, 3, xs), luna_tensor_new(ctx, k, 4, ks), luna_tensor_new(ctx, bias, 3, bs),
-                     luna_tensor_new(ctx, v, 4, ks), &config),
-         out, B * N * D);
-  free(x), free(k), free(v), free(bias), free(last), free(out);
-}
-
-static void check_values_causal(luna_ctx *ctx) {
-  enum { B = 2, N = 150, H = 2, D = 9, L = 5, W = 4 };
-  const int64_t qs[3] = {B, N, H * D}, ss[3] = {B, N, H * L}, ws[2] = {H * D, W}, d = H * D;
-  const int64_t qn = B * N * H * D, sn = B * N * H * L;
-  float *q = common_random(qn, 16, 1), *k = common_random(qn, 17, 1), *v = common_random(qn, 18, 1),
-      *s = common_random(sn, 19, 2);
-  float *a = common_floats(sn), *u = common_floats(sn), *out = common_floats(qn), *w = common_random(H * D * W, 20, 1),
-        *bias = common_random(H * D, 21, 1);
-  luna_begin_inference(ctx);
-  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, qs),
-      *tv = luna_tensor_new(ctx, v, 3, qs),
-              *ts = luna_tensor_new(ctx, s, 3, ss);
-  naive_causal(B, N, H, D, L, q, k, s, u);
-  expect(ctx, "causal product", luna_causal_product(tq, tk, ts, H), u, sn);
-  static const luna_activation omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
-  static const int32_t lengths[B] = {3, 50};
-  for (int o = 0; o < 3; o++) {
-    for (int64_t i = 0; i < sn; i++) a[i] = (float)naive_activation(omegas[o], (double)s[i]);
-    naive_causal(B, N, H, D, L, q, k, a, u);
-    for (int64_t r = 0; r < B * N * H; r++) {
-      const int64_t slots = o == 2 && lengths[r / (N * H)] < L ? lengths[r / (N * H)] : L;
-      double sum = 0;
-      for (int64_t j = 0; j < slots; j++) sum += exp((double)u[r * L + j] / 3); /* 1/sqrt(d_h) */
-      for (int64_t j = 0; j < L; j++) u[r * L + j] = j < slots ? (float)(exp((double)u[r * L + j] / 3) / sum) : 0;
-    }
-    naive_causal(B, N, H, L, D, u, a, v, out);
-    const luna_causal_nested_config config = {H, omegas[o], o == 2 ? lengths : NULL, 0, NULL, 0};
-    expect(ctx, "causal nested attention", luna_causal_nested_attention(tq, tk, tv, ts, &config), out, qn);
-  }
-  for (int64_t i = 0; i < qn; i++) {
-    const int64_t c = i % (H * D), t = i / (H * D) % N;
-    double y = (double)bias[c];
-    for (int64_t j = 0; j < W; j++)
-      if (t - (W - 1) + j >= 0) y += (double)w[c * W + j] * (double)q[i + (j - (W - 1)) * H * D];
-    out[i] = (float)y;
-  }
-  expect(ctx, "short convolution", luna_short_convolution(tq, luna_tensor_new(ctx, w, 2, ws),
-                                                          luna_tensor_new(ctx, bias, 1, &d)), out, qn);
-  free(q), free(k), free(v), free(s), free(a), free(u), free(out), free(w), free(bias);
-}
-
-static void check_values_shapes(luna_ctx *ctx) {
-  const int64_t shape[3] = {2, 3, 4};
-  const int axes[3] = {2, 0, 1};
-  float x[24], y[72];
-  for (int i = 0; i < 24; i++) x[i] = (float)i;
-  luna_begin_inference(ctx);
-  luna_tensor *t = luna_tensor_new(ctx, x, 3, shape), *pair[2];
-  for (int i = 0; i < 24; i++) y[i] = x[i % 6 / 3 * 12 + i % 3 * 4 + i / 6];
-  expect(ctx, "permute", luna_permute(t, axes), y, 24);
-  for (int i = 0; i < 12; i++) y[i] = x[i / 2 * 4 + 1 + i % 2];
-  expect(ctx, "slice of the last axis", luna_slice(t, 2, 1, 2), y, 12);
-  for (int i = 0; i < 48; i++) y[i] = x[i / 24 * 12 + i % 12];
-  pair[0] = pair[1] = t;
-  expect(ctx, "concat", luna_concat(pair, 2, 1), y, 48);
-  for (int i = 0; i < 72; i++) y[i] = x[i % 24];
-  expect(ctx, "repeat", luna_expand(t, 3), y, 72);
-  for (int i = 0; i < 8; i++) y[i] = x[i / 4 * 12 + i % 4] + x[i / 4 * 12 + 4 + i % 4] + x[i / 4 * 12 + 8 + i % 4];
-  expect(ctx, "sum", luna_sum(t, 1), y, 8);
-  for (int i = 0; i < 8; i++) y[i] /= 3;
-  expect(ctx, "mean", luna_mean(t, 1), y, 8);
-  for (int i = 0; i < 24; i++) y[i] = x[i] * x[i % 4] + x[12 + i % 12];
-  expect(ctx, "mul and add, broadcast",
-         luna_add(luna_mul(t, luna_reshape(luna_slice(luna_reshape(t, 2, (const int64_t[2]){6, 4}), 0, 0, 1), 1,
-                                           (const int64_t[1]){4})),
-                  luna_reshape(luna_slice(t, 0, 1, 1), 2, (const int64_t[2]){3, 4})),
-         y, 24);
-  const int32_t tokens[4] = {1, 0, 1, 1};
-  for (int i = 0; i < 48; i++) y[i] = x[tokens[i / 12] * 12 + i % 12];
-  expect(ctx, "embedding", luna_embedding(luna_reshape(t, 2, (const int64_t[2]){2, 12}), tokens, 2, 2), y, 48);
-}
-
 /* beside libm's, NaN and Inf too; pow's gradient at 0; parts of an axis */
 static void check_functions(luna_ctx *ctx) {
   static const float values[] = {0, -0.0f, 0.5f, -3, 100, -12345.678f, 3e8f, 2e9f, 1e38f, INFINITY, -INFINITY, NAN};
@@ -564,7 +345,7 @@ static void check_functions(luna_ctx *ctx) {
   luna_begin_inference(ctx);
 }
 
-/* by the equation, in double; and a sequence in two pieces has the bits of the whole */
+/* a sequence in two pieces has the bits of the whole */
 static void check_rotary(luna_ctx *ctx) {
   enum { B = 2, N = 150, H = 3, D = 6, WIDTH = H * D, FIRST = 90 };
   const int64_t shape[3] = {B, N, WIDTH};
@@ -574,14 +355,6 @@ static void check_rotary(luna_ctx *ctx) {
   luna_tensor *parts[2] = {luna_rotary(luna_slice(x, 1, 0, 47), H, FIRST, 500),
                            luna_rotary(luna_slice(x, 1, 47, N - 47), H, FIRST + 47, 500)};
   luna_tensor *whole = luna_concat(parts, 2, 1);
-  double worst = 0;
-  for (int i = 0; y && i < B * N * WIDTH; i++) {
-    const int pair = i % D % (D / 2), t = FIRST + i / WIDTH % N, first = i - i % D + pair;
-    const double angle = t * pow(500, -2.0 * pair / D), re = values[first], im = values[first + D / 2];
-    const double want = i % D < D / 2 ? re * cos(angle) - im * sin(angle) : re * sin(angle) + im * cos(angle);
-    worst = fmax(worst, fabs(y->data[i] - want));
-  }
-  CHECK(y && worst < 2e-5, "rotary positions: %g off: %s", worst, luna_error(ctx)); /* frequencies are floats */
   CHECK(y && whole && memcmp(y->data, whole->data, B * N * WIDTH * sizeof(float)) == 0, "rotary positions in pieces");
   free(values);
 }
@@ -591,17 +364,11 @@ static void check_values(luna_isa isa) {
   values_isa = luna_isa_name(isa);
   check_values_maps(ctx);
   check_values_no_activation(ctx);
-  check_values_composed(ctx);
+  check_values_made(ctx);
   check_values_broadcast(ctx);
   check_rotary(ctx);
   check_functions(ctx);
   check_host_results(ctx);
-  check_values_rows(ctx);
-  check_values_products(ctx);
-  check_values_attention(ctx);
-  check_values_unpack(ctx);
-  check_values_causal(ctx);
-  check_values_shapes(ctx);
   luna_close(ctx);
 }
 
@@ -1453,7 +1220,11 @@ static void check_calls(luna_isa isa) {
   check_causal_call(isa, 300);
 }
 
-int main(void) {
+/* with an argument: the oracles alone, for tests/faults.py */
+int main(int count, char **arguments) {
+  (void)arguments;
+  check_oracles();
+  if (count > 1) return test_report("oracles");
   for (int i = 0; i < OP_CASES; i++)
     for (int v = 0; v < op_cases[i].variants; v++) {
       check_isas(&op_cases[i], v, false);

@@ -121,26 +121,8 @@ static void seen_of(const call *c, int64_t b, int64_t h, int64_t i, seen *s) {
   const luna_attention_args *a = &c->a;
   const luna_attention_pattern *p = &a->patterns[a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h :
                                                  b * a->heads + h];
-  const int64_t real_keys = a->lengths ? a->lengths[b] : a->keys;
-  s->count = 0;
   s->numbers = p->key_order ? p->key_count : a->keys;
-  if (a->lengths && i >= a->lengths[b]) return;
-  for (int64_t block = 0; block < (p->blocks ? p->blocks : 1); block++) {
-    bool mine = !p->blocks;
-    for (int64_t at = mine ? 0 : p->queries[block]; !mine && at < p->queries[block + 1]; at++)
-      mine = (p->query_order ? p->query_order[at] : at) == i;
-    if (!mine) continue;
-    for (int64_t r = p->blocks ? p->offsets[block] : 0; r < (p->blocks ? p->offsets[block + 1] : 1); r++)
-      for (int64_t f = p->blocks ? p->runs[r].first : 0;
-           f < (p->blocks ? p->runs[r].first + p->runs[r].count : a->keys); f++) {
-        const int64_t j = p->key_order ? p->key_order[f] : f, far = j - i;
-        bool sees = !p->window || (far >= -p->left && far <= p->right);
-        if ((p->not_self && far == 0) || (a->causal && far > 0)) sees = false;
-        if (p->blocks && p->runs[r].whole) sees = true;
-        if (!sees || j >= real_keys) continue;
-        s->row[s->count] = j, s->number[s->count++] = f;
-      }
-  }
+  s->count = naive_seen(p, a->causal, a->keys, a->lengths ? &a->lengths[b] : NULL, i, s->row, s->number);
 }
 static double dropout_of(const luna_attention_args *a, int64_t element) {
   if (!(a->dropout > 0)) return 1;
