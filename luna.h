@@ -1930,7 +1930,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   R(FORGETTING_LUNA, 1, \
     LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3) | LUNA_READS_IN(4), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
+  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(1), false) \
   R(SPARSE_ATTENTION, 2, \
     LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
 typedef enum luna_op_kind {
@@ -1998,9 +1998,6 @@ typedef struct luna_op {
   bool training;                     /* keep what backward needs: this op is on the tape */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
-  /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
-     is asked again; or null */
-  struct luna_op *loss;
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and
      updates; else null */
   /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
@@ -2028,7 +2025,6 @@ typedef struct luna_op {
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
-#define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
 #define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
 typedef struct luna_op_functions {
@@ -10419,6 +10415,7 @@ typedef struct lunai_op_state {
   luna_op *previous, *next;          /* the tape */
   int64_t number;                    /* on the tape */
   luna_op *recompute_from;           /* of the newest op of a recomputed scope: its oldest */
+  luna_op *waiting;                  /* backward: the op that is one with this one: lunai_op_waits */
   struct lunai_piece *kept_piece;    /* where kept lies */
   bool kept_again;                   /* kept was taken while luna_backward only counted memory */
   uint8_t depth;                     /* of the cheap ops that compute its result again: lunai_op_depth */
@@ -12023,10 +12020,6 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *y,
   g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
   g->dots = op->dots;
 }
-/* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
-#define LUNAI_LOGIT_COLUMNS 1024
-LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward);
-LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss);
 LUNAI_FN bool lunai_drops_last(const luna_op *op) { return LUNAI_TRAINS && op->last_dropout > 0; }
 /* whether something comes between the product and y */
 LUNAI_FN bool lunai_linear_changes(const luna_op *op) {
@@ -12036,10 +12029,6 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
   if (op->dots && !lunai_op_int8(op, 1)) return; /* they need no scratch */
-  if (LUNAI_TRAINS && op->loss) {
-    op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
-    return;
-  }
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LUNAI_NO_ACTIVATION) op->kept_size = slope;
   for (int which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
@@ -12093,7 +12082,6 @@ LUNAI_FN void lunai_added_backward(luna_op *op) {
 LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
   lunai_gemm g;
-  if (op->loss) return lunai_logits_backward(op, op->loss);
   if (lunai_linear_changes(op)) {
     lunai_split(op, luna_count(op->out[0]), 1, lunai_linear_slope);
     (void)lunai_take(&scratch, luna_count(op->out[0]));
@@ -12107,8 +12095,7 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   return LUNA_OK;
 }
 #define LUNAI_CPU_LINEAR \
-  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, \
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
+  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
@@ -12594,7 +12581,7 @@ LUNAI_FN luna_status lunai_rotary_backward(luna_op *op) {
 #define LUNAI_CPU_ROTARY LUNAI_CPU_REST(rotary_query, rotary_forward, rotary_backward, 0)
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
-/* of logits [rows, classes], by the op that has the labels */
+/* of logits [rows, classes] */
 LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes,
                                                     const float *logits) {
   lunai_cross_entropy a;
@@ -12643,9 +12630,11 @@ LUNAI_SPLIT_ALL(cross_entropy_backward, cross_entropy_back, lunai_rows(op->in[0]
 #define LUNAI_CPU_CROSS_ENTROPY \
   LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
-/* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel
-   to panel and no logits kept, and backward, where also LINEAR makes the gradient of logits that a cross-entropy alone
-   reads, to the bits of the whole products. --- */
+/* --- linear cross-entropy: in x, W, b; index, arguments and kept as of the cross-entropy of logits = x W^T + b, which
+   it makes by panels of columns, forward with sums from panel to panel. Backward: logits that are stored, as out[1],
+   are not made again; to the bits of the whole products --- */
+/* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
+#define LUNAI_LOGIT_COLUMNS 1024
 typedef struct lunai_logits {
   luna_op *op;                       /* with x, W and b */
   lunai_cross_entropy part;          /* of the panel */
@@ -12670,13 +12659,13 @@ LUNAI_FN bool lunai_logits_next(lunai_logits *w, int64_t first) {
   return w->part.columns > 0;
 }
 /* The sizes, and where the parts lie in the workspace; the bytes of them without the products' scratch */
-LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, const luna_op *loss, bool backward, void *workspace) {
+LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* without one only distances count */
   const int64_t rows = lunai_rows(op->in[0]);
   lunai_gemm g;
   memset(w, 0, sizeof *w);
   w->op = op;
-  w->part = lunai_cross_entropy_of(loss, rows, op->in[1]->shape[0], NULL);
+  w->part = lunai_cross_entropy_of(op, rows, op->in[1]->shape[0], NULL);
   /* no power of two, or rows would share cache sets */
   w->part.grad_row = w->part.logits_row = LUNAI_LOGIT_COLUMNS + 16;
   lunai_logits_next(w, 0);
@@ -12695,9 +12684,9 @@ LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, const luna_op *
   w->scratch = at;
   return (size_t)(at - start);
 }
-LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward) {
+LUNAI_FN size_t lunai_logits_workspace(luna_op *op, bool backward) {
   lunai_logits w;
-  size_t bytes = lunai_logits_start(&w, op, loss, backward, NULL), gemm = 0;
+  size_t bytes = lunai_logits_start(&w, op, backward, NULL), gemm = 0;
   for (int which = 0; which < (backward ? 3 : 1); which++) {
     lunai_gemm g;
     lunai_logits_product(&w, which, &g);
@@ -12721,12 +12710,27 @@ LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
   lunai_k(w->op)->sum_rows(lunai_columns(dy, first, lunai_share(n, thread + 1, threads)), 1.0f,
                            w->op->in[2]->grad + w->part.first + first);
 }
-LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
-  const lunai_parallel *parallel = &op->ctx->parallel;
-  const float *logits = loss == op ? NULL : loss->in[0]->data;
+LUNAI_FN void lunai_linear_cross_entropy_query(luna_op *op) {
+  if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * sizeof(float);
+  op->workspace_size = lunai_logits_workspace(op, false);
+  op->backward_workspace_size = lunai_logits_workspace(op, true);
+}
+LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   lunai_logits w;
-  lunai_logits_start(&w, op, loss, true, op->workspace);
-  w.part.factor = lunai_cross_entropy_factor(loss);
+  lunai_logits_start(&w, op, false, op->workspace);
+  for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
+    lunai_logits_multiply(&w, 0);
+    lunai_run(&op->ctx->parallel, lunai_logits_panel, &w);
+  }
+  op->out[0]->data[0] = (float)(lunai_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) {
+  const lunai_parallel *parallel = &op->ctx->parallel;
+  const float *logits = op->outputs > 1 ? op->out[1]->data : NULL;
+  lunai_logits w;
+  lunai_logits_start(&w, op, true, op->workspace);
+  w.part.factor = lunai_cross_entropy_factor(op);
   if (logits) w.part.logits_row = w.part.classes;
   for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
     if (logits) w.part.logits = logits + first;
@@ -12738,23 +12742,6 @@ LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
   }
   return LUNA_OK;
 }
-/* in x, W, b; index, arguments and kept as of cross-entropy */
-LUNAI_FN void lunai_linear_cross_entropy_query(luna_op *op) {
-  if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * sizeof(float);
-  op->workspace_size = lunai_logits_workspace(op, op, false);
-  op->backward_workspace_size = lunai_logits_workspace(op, op, true);
-}
-LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
-  lunai_logits w;
-  lunai_logits_start(&w, op, op, false, op->workspace);
-  for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
-    lunai_logits_multiply(&w, 0);
-    lunai_run(&op->ctx->parallel, lunai_logits_panel, &w);
-  }
-  op->out[0]->data[0] = (float)(lunai_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
 #define LUNAI_CPU_LINEAR_CROSS_ENTROPY \
   LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
                  LUNA_SETS_GRAD(0))
@@ -14406,24 +14393,19 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
   }
 }
 
-/* Leaves the gradient of a cross-entropy's logits to the LINEAR op that made them, which stores only parts of it at a
-   time. False where that op cannot, or where the gradient is kept or has other parts: something has reached it, or an
-   op between the two reads the logits and still may. */
-LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
-  const luna_tensor *logits = lunai_owner(loss->in[0]);
-  luna_op *maker = logits->own->maker;
-  const luna_op *op;
-  if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR) return false;
-  if (!(lunai_op_can(maker) & LUNA_TAKES_LOSS) || lunai_linear_changes(maker) || maker->in[3]) return false;
-  if (lunai_last(logits) <= LUNAI_LOGIT_COLUMNS) return false;
-  if (!lunai_is_new(logits) || loss->in[0]->own->keep_grad || logits->own->released) return false;
-  if (luna_count(loss->in[0]) != luna_count(logits) || lunai_last(loss->in[0]) != lunai_last(logits)) return false;
-  for (op = loss->own->previous; op && op != maker; op = op->own->previous)
-    for (int i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
-  if (!op) return false;
-  maker->loss = loss;
-  maker->ctx->backend->op[maker->kind].query(maker);
-  return true;
+LUNAI_FN bool lunai_joint(const luna_op *reader, const luna_op *maker, luna_op *both);
+/* Whether the backward of an op waits for the op that made its first input, to be one with its backward (lunai_joint):
+   that input's gradient is not stored then. So nothing else has given it a part, or still may, and nobody keeps it. */
+LUNAI_FN bool lunai_op_waits(luna_op *op) {
+  const luna_tensor *x = op->inputs > 0 ? lunai_owner(op->in[0]) : NULL;
+  luna_op *maker = x ? x->own->maker : NULL, *other = op->own->previous, both;
+  if (!maker || !lunai_joint(op, maker, &both)) return false;
+  if (!lunai_is_new(x) || op->in[0]->own->keep_grad || x->own->released) return false;
+  if (luna_count(op->in[0]) != luna_count(x) || lunai_last(op->in[0]) != lunai_last(x)) return false;
+  for (; other && other != maker; other = other->own->previous)
+    for (int i = 0; i < other->inputs; i++) if (lunai_owner(other->in[i]) == x) return false;
+  if (other) maker->own->waiting = op;
+  return other != NULL;
 }
 
 /* whether the gradient of an op's result becomes that of its input in place */
@@ -14434,23 +14416,9 @@ LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
-LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
-  luna_ctx *ctx = op->ctx;
+/* Backward, with memory for the gradients that it gives, in place of the result's where it may be */
+LUNAI_FN bool lunai_op_give(luna_op *op, luna_status *status) {
   const int can = lunai_op_can(op);
-  bool reached = op->loss != NULL;
-  *status = LUNA_OK;
-  for (int i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
-  if (!reached) {
-    lunai_op_done(op);
-    return true;
-  }
-  if (lunai_leave_gradient(op)) return true;
-  for (int i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
-  for (int i = 0; i < op->outputs; i++)
-    if (!(lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
-  for (int i = 0; i < op->inputs; i++)
-    if (op->in[i] && (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) && !lunai_recompute_data(op->in[i], status))
-      return false;
   op->sets = (can & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->own->grad_piece && lunai_is_new(op->in[0]) &&
              lunai_is_single(op, 0);
   for (int i = 0; i < op->inputs; i++)
@@ -14463,12 +14431,31 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (int i = 0; i < op->inputs; i++) {
     const bool set = (can & LUNA_SETS_GRAD(i)) && op->in[i] && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
     if (set) op->sets |= 1 << i;
-    if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], set)) return false;
+    if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(op->ctx, op->in[i], set)) return false;
   }
-  if (!lunai_op_run_in_step(op, true, status)) return false;
+  return lunai_op_run_in_step(op, true, status);
+}
+LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
+  const int reads = lunai_ops[op->kind].reads;
+  luna_op *waiting = op->own->waiting, both;
+  bool reached = waiting != NULL;
+  *status = LUNA_OK;
+  for (int i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
+  if (reached && lunai_op_waits(op)) return true;
+  for (int i = 0; i < op->outputs && reached && !waiting; i++) {
+    if (!lunai_grad_take(op->ctx, op->out[i], false)) return false;
+    if (!(reads & LUNA_READS_OUT(i))) lunai_result_done(op->out[i]);
+  }
+  for (int i = 0; i < op->inputs && reached; i++)
+    if (op->in[i] && (reads & LUNA_READS_IN(i)) && !lunai_recompute_data(op->in[i], status)) return false;
+  if (waiting) {
+    lunai_joint(waiting, op, &both);
+    op->ctx->backend->op[both.kind].query(&both);
+  }
+  if (reached && !lunai_op_give(waiting ? &both : op, status)) return false;
   lunai_op_done(op);
-  if (op->loss) lunai_op_done(op->loss);
-  op->loss = NULL;
+  if (waiting) lunai_op_done(waiting);
+  op->own->waiting = NULL;
   return *status == LUNA_OK;
 }
 
@@ -14550,6 +14537,7 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
     for (int i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
     for (int i = 0; i < op->outputs; i++) lunai_unwalk(op->out[i]);
     op->own->readers = 0;
+    op->own->waiting = NULL;
     if (!op->own->kept_again) continue;
     op->kept = NULL;
     op->own->kept_piece = NULL;
@@ -14733,8 +14721,8 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   lunai_graph_mix(g, &op->arg, sizeof op->arg);
   if (op->kind == LUNA_OP_CUSTOM) lunai_graph_mix(g, op->arg.custom.state, op->arg.custom.state_size);
 }
-/* a copy of an op, with its tensors from `next` on; what is left of them */
-LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
+/* a copy of an op, with its tensors from `next` on */
+LUNAI_FN void lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
   const int tensors = op->inputs + op->outputs;
   int j;
   *to = *op;
@@ -14749,26 +14737,20 @@ LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *ne
       *at = next++;
     }
   }
-  return next;
 }
 LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
   luna_graph *g = op->ctx->graph;
   const lunai_call call = lunai_call_of(kind);
   const luna_op_functions *device = &g->device->op[op->kind];
-  const luna_op *loss = op->loss;
-  const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
   if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
     lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
   if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
-  lunai_call *c = lunai_note(g, &call, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  lunai_call *c = lunai_note(g, &call, sizeof *op + (size_t)(op->inputs + op->outputs) * sizeof(luna_tensor));
   if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
   g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
   luna_op *to = (luna_op *)(void *)(c + 1);
   lunai_graph_mix(g, &kind, sizeof kind);
-  luna_tensor *next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
-  if (!loss) return LUNA_OK;
-  to->loss = to + 1;
-  lunai_note_one(g, to + 1, next, loss);
+  lunai_note_one(g, to, (luna_tensor *)(void *)(to + 1), op);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
@@ -16528,6 +16510,26 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
 LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
   return t->ctx->backend->op[kind].forward != NULL;
 }
+#ifndef LUNA_NO_TRAIN
+/* Whether backward of two ops is that of one, which is made: of a cross-entropy and the linear op that made its many
+   logits, which are out[1] then. Their gradient is made and read by parts. */
+LUNAI_FN bool lunai_joint(const luna_op *reader, const luna_op *maker, luna_op *both) {
+  if (reader->kind != LUNA_OP_CROSS_ENTROPY || maker->kind != LUNA_OP_LINEAR) return false;
+  if (lunai_linear_changes(maker) || maker->in[3] || lunai_is_empty(maker)) return false;
+  if (lunai_last(maker->out[0]) <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(maker->in[0], LUNA_OP_LINEAR_CROSS_ENTROPY))
+    return false;
+  *both = *maker;
+  both->kind = LUNA_OP_LINEAR_CROSS_ENTROPY;
+  both->inputs = 3;
+  both->outputs = 2;
+  both->out[0] = reader->out[0];
+  both->out[1] = maker->out[0];
+  both->index = reader->index;
+  both->arg = reader->arg;
+  both->kept = reader->kept;
+  return true;
+}
+#endif
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
   const int64_t one = 1;

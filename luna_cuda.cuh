@@ -1599,14 +1599,8 @@ static luna_status lunacu_matmul_backward(luna_op *op) {
 static bool lunacu_linear_changes(const luna_op *op) {
   return op->activation != LUNA_ACTIVATION_DEFAULT || op->last_dropout > 0;
 }
-static size_t lunacu_logits_bytes(int64_t rows, int64_t classes);
-static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits);
 static void lunacu_linear_query(luna_op *op) {
   char *at = NULL;
-  if (op->loss) {
-    op->backward_workspace_size = lunacu_logits_bytes(lunacu_rows(op->in[0]), lunacu_last(op->out[0]));
-    return;
-  }
   if (op->training && op->activation != LUNA_ACTIVATION_DEFAULT)
     op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
   if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
@@ -1632,7 +1626,6 @@ static luna_status lunacu_linear_backward(luna_op *op) {
   char *at = (char *)op->workspace;
   float *dy = y->grad;
   luna_status status;
-  if (op->loss) return lunacu_logits_backward(op, op->loss, y->data);
   if (lunacu_linear_changes(op)) {
     dy = lunacu_take(&at, luna_count(y));
     lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_DEFAULT ?
@@ -2431,18 +2424,11 @@ static luna_status lunacu_cross_entropy_backward(luna_op *op) {
 }
 
 /* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
-   gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise
-   the same --- */
+   gradients are stored alone. Kept: as above. Backward: logits that are stored, as out[1], are not made again --- */
 /* rows of a block: each reads and writes all of dW, so that they are many; of few rows a part, for the memory's sake */
 static int64_t lunacu_logit_rows(int64_t rows) { return lunacu_min(rows, lunacu_max(512, lunacu_min(rows / 4, 2048))); }
 static float *lunacu_logits_take(char **at, int64_t rows, int64_t classes) {
   return lunacu_take(at, lunacu_logit_rows(rows) * classes);
-}
-static size_t lunacu_logits_bytes(int64_t rows, int64_t classes) {
-  char *at = NULL;
-  (void)lunacu_logits_take(&at, rows, classes);
-  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_logit_rows(rows), classes));
-  return (size_t)(uintptr_t)at;
 }
 static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t rows, float *logits) {
   const int64_t in = lunacu_last(op->in[0]), classes = op->in[1]->shape[0];
@@ -2454,30 +2440,6 @@ static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t ro
                 lunacu_dropout_of(op, 0, 0)});
   return status;
 }
-static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits) {
-  const luna_tensor *x = op->in[0], *w = op->in[1];
-  const int64_t all = lunacu_rows(x), most = lunacu_logit_rows(all), in = lunacu_last(x), classes = w->shape[0];
-  char *at = (char *)op->workspace;
-  float *block = lunacu_logits_take(&at, all, classes);
-  luna_status status = LUNA_OK;
-  for (int64_t first = 0; first < all && status == LUNA_OK; first += most) {
-    const int64_t rows = lunacu_min(all - first, most);
-    const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)loss->kept + first,
-                               loss->out[0]->grad, loss->index + first, classes, rows,
-                               loss->arg.cross_entropy.smoothing, loss->arg.cross_entropy.factor};
-    if (!logits) status = lunacu_logits_of(op, first, rows, block);
-    if (status != LUNA_OK) break;
-    lunacu_map(op, rows * classes, block, false, lunacu_wide(0, f.logits), f);
-    if (x->grad)
-      status = lunacu_gemm(op->ctx, {{block, classes, 1}, {w->data, in, 1}, x->grad + first * in, rows, in, classes,
-                                     !lunacu_sets(op, 0)});
-    if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, {{block, 1, classes}, {x->data + first * in, in, 1}, w->grad, classes, in, rows,
-                                     true});
-    lunacu_column_sums(op, {block, 1, rows, classes}, lunacu_grad(op, 2), (float *)at);
-  }
-  return status == LUNA_OK ? lunacu_row_done(op) : status;
-}
 static void lunacu_linear_cross_entropy_query(luna_op *op) {
   const int64_t rows = lunacu_rows(op->in[0]), classes = op->in[1]->shape[0];
   char *at = NULL;
@@ -2485,7 +2447,10 @@ static void lunacu_linear_cross_entropy_query(luna_op *op) {
   (void)lunacu_take(&at, rows);
   (void)lunacu_take(&at, lunacu_sums_floats(lunacu_sums_of(1, rows, 1, true), 1));
   op->workspace_size = (size_t)(uintptr_t)at;
-  op->backward_workspace_size = lunacu_logits_bytes(rows, classes);
+  at = NULL;
+  (void)lunacu_logits_take(&at, rows, classes);
+  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_logit_rows(rows), classes));
+  op->backward_workspace_size = (size_t)(uintptr_t)at;
   if (op->training) op->kept_size = (size_t)rows * sizeof(float);
 }
 static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
@@ -2501,7 +2466,31 @@ static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
   lunacu_cross_entropy_sum(op, all, loss, (float *)at);
   return lunacu_row_done(op);
 }
-static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) { return lunacu_logits_backward(op, op, NULL); }
+static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) {
+  const luna_tensor *x = op->in[0], *w = op->in[1];
+  const int64_t all = lunacu_rows(x), most = lunacu_logit_rows(all), in = lunacu_last(x), classes = w->shape[0];
+  const float *logits = op->outputs > 1 ? op->out[1]->data : NULL;
+  char *at = (char *)op->workspace;
+  float *block = lunacu_logits_take(&at, all, classes);
+  luna_status status = LUNA_OK;
+  for (int64_t first = 0; first < all && status == LUNA_OK; first += most) {
+    const int64_t rows = lunacu_min(all - first, most);
+    const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)op->kept + first,
+                               op->out[0]->grad, op->index + first, classes, rows,
+                               op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
+    if (!logits) status = lunacu_logits_of(op, first, rows, block);
+    if (status != LUNA_OK) break;
+    lunacu_map(op, rows * classes, block, false, lunacu_wide(0, f.logits), f);
+    if (x->grad)
+      status = lunacu_gemm(op->ctx, {{block, classes, 1}, {w->data, in, 1}, x->grad + first * in, rows, in, classes,
+                                     !lunacu_sets(op, 0)});
+    if (status == LUNA_OK)
+      status = lunacu_gemm(op->ctx, {{block, 1, classes}, {x->data + first * in, in, 1}, w->grad, classes, in, rows,
+                                     true});
+    lunacu_column_sums(op, {block, 1, rows, classes}, lunacu_grad(op, 2), (float *)at);
+  }
+  return status == LUNA_OK ? lunacu_row_done(op) : status;
+}
 
 /* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias +
    sum_i weight_i x_(t - width + 1 + i). A thread has four rows of a channel, or of four. Backward: dx_t (+)= sum_i
@@ -5686,7 +5675,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(MAX, max, max, 0)
         LUNACU_OP(CUMSUM, nothing, cumsum, 0)
         LUNACU_OP(MATMUL, nothing, matmul, 0)
-        LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
+        LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
         LUNACU_OP(ACTIVATION, nothing, activation, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX, nothing, softmax, LUNA_SETS_GRAD(0))
         LUNACU_OP(MASK, nothing, mask, LUNA_SETS_GRAD(0))

@@ -107,7 +107,6 @@ static luna_status can_backward(luna_op *op) {
   can_state before, alone, now;
   int single = 0, whole = 0;
   if (op->kind == LUNA_OP_CUSTOM) return can_table->op[op->kind].backward(op);
-  if (op->loss) can_met[op->kind] |= LUNA_TAKES_LOSS;
   can_save(&before, op);
   for (int i = 0; i < op->inputs; i++) {
     if (op->in[i]) can_inputs[op->kind] |= 1 << i;
@@ -149,7 +148,7 @@ static luna_status can_backward(luna_op *op) {
     can_met[op->kind] |= LUNA_SETS_IN_PLACE;
     can_free(&now);
   }
-  for (int i = 0; i < op->inputs && !op->loss && op->out[0]->grad; i++) {
+  for (int i = 0; i < op->inputs && op->out[0]->grad; i++) {
     const int same = can_same(op, i) & ~(1 << i);
     if (!(whole >> i & 1)) continue;
     if (!same) {
@@ -199,7 +198,7 @@ static void can_check(const luna_backend *table, const char *skip) {
   memset(can_not, 0, sizeof can_not);
   memset(can_inputs, 0, sizeof can_inputs);
   for (int kind = 0; kind < LUNA_OP_COUNT; kind++) {
-    can_probe.op[kind].can &= LUNA_TAKES_LOSS;
+    can_probe.op[kind].can = 0;
     if (table->op[kind].forward) can_probe.op[kind].forward = can_forward, can_probe.op[kind].backward = can_backward;
   }
   for (int i = 0; i < OP_CASES; i++)

@@ -33,7 +33,6 @@ static luna_status poisoned_backward(luna_op *op) {
   for (int bit = 0; bit < OUT + op->outputs; bit++) {
     luna_tensor *t = bit >= OUT ? op->out[bit - OUT] : bit < op->inputs ? op->in[bit] : NULL;
     const bool read = table_reads[op->kind] >> bit & 1;
-    if (bit >= OUT && op->loss) continue; /* these are a cross-entropy's input, which it reads */
     if (!t || !t->data || luna_count(t) == 0 || (poison_kind < 0 ? read : op->kind != (luna_op_kind)poison_kind ||
                                                  bit != poison_bit)) continue;
     bool twice = false;              /* one tensor as two inputs, of which backward reads one */
