@@ -2018,14 +2018,13 @@ typedef struct luna_op {
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
 #define LUNA_SETS_GRAD(i) (1 << (i))         /* backward sets in[i]'s gradient where luna_op.sets has bit i */
-/* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
+/* backward makes in[i]'s gradient of out[0]'s where both lie in one place: of what is only added, by leaving it there */
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))
 /* in[i] may be that input too: its part is added there, and not read again */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
-#define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
@@ -12390,7 +12389,7 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
     float *sums = (float *)op->workspace + first * 2 * a.n;
     a.dy = op->out[0]->grad + row * a.n;
     a.dx = lunai_offset(op->in[0]->grad, row * a.n);
-    a.add = !(op->sets & 1);
+    a.add = !(op->sets & 1) && a.dx != a.dy;
     if (lunai_grad(op, 1)) a.dweight = sums;
     if (lunai_grad(op, 2)) a.dbias = sums + a.n;
     if (a.dweight || a.dbias) {
@@ -12415,7 +12414,7 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   return LUNA_OK;
 }
 #define LUNAI_CPU_LAYER_NORM \
-  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE)
+  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(0))
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
@@ -14419,10 +14418,9 @@ LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
 /* Backward, with memory for the gradients that it gives, in place of the result's where it may be */
 LUNAI_FN bool lunai_op_give(luna_op *op, luna_status *status) {
   const int can = lunai_op_can(op);
-  op->sets = (can & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->own->grad_piece && lunai_is_new(op->in[0]) &&
-             lunai_is_single(op, 0);
+  op->sets = 0;
   for (int i = 0; i < op->inputs; i++)
-    if (op->sets >> i || lunai_grad_in_place(op, i)) {
+    if (lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
       op->in[i]->own->grad_piece = op->out[0]->own->grad_piece;
       op->in[i]->has_grad = true;

@@ -135,19 +135,6 @@ static luna_status can_backward(luna_op *op) {
     if (single >> i & 1) (equal ? can_met : can_not)[op->kind] |= LUNA_SETS_GRAD(i);
   }
   can_free(&now);
-  if ((can & LUNA_SETS_IN_PLACE) && (single & whole & 1) && op->out[0]->grad) {
-    float *grad = op->in[0]->grad;
-    can_restore(&before, op);
-    can_fill(&before, op, 255 & ~1, 0);
-    op->in[0]->grad = op->out[0]->grad;
-    can_run(op, 1, &now);
-    op->in[0]->grad = grad;
-    for (int i = 0; i < op->inputs; i++)
-      CHECK(!now.in[i] || can_equal(now.in[i], alone.in[i], NULL, 0, luna_count(can_owner(op->in[i])), 0),
-            "%s: backward does not set its first input's gradient in place of the result's", luna_op_name(op->kind));
-    can_met[op->kind] |= LUNA_SETS_IN_PLACE;
-    can_free(&now);
-  }
   for (int i = 0; i < op->inputs && op->out[0]->grad; i++) {
     const int same = can_same(op, i) & ~(1 << i);
     if (!(whole >> i & 1)) continue;

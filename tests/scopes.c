@@ -327,7 +327,7 @@ int main(void) {
   check_in_place(LUNA_OP_SCALE, LUNA_FORWARD_IN_PLACE);
   check_in_place(LUNA_OP_DROPOUT, LUNA_FORWARD_IN_PLACE);
   check_in_place(LUNA_OP_FEED_FORWARD, LUNA_ADDS_IN_PLACE(0));
-  check_in_place(LUNA_OP_LAYER_NORM, LUNA_SETS_IN_PLACE);
+  check_in_place(LUNA_OP_LAYER_NORM, LUNA_GRAD_IN_PLACE(0));
   check_models();
   return test_report("scopes");
 }
