@@ -237,11 +237,14 @@
 #define LUNA_VERSION "0.2"
 #define LUNA_VERSION_NUMBER 200      /* 10000 major + 100 minor + patch */
 
+#if defined(__GNUC__) || defined(__clang__)
+#define LUNAI_FN static __attribute__((unused))
+#else
+#define LUNAI_FN static
+#endif
 #ifndef LUNA_API
-#if defined(LUNA_STATIC) && (defined(__GNUC__) || defined(__clang__))
-#define LUNA_API static __attribute__((unused))
-#elif defined(LUNA_STATIC)
-#define LUNA_API static
+#if defined(LUNA_STATIC)
+#define LUNA_API LUNAI_FN
 #elif defined(__cplusplus)
 #define LUNA_API extern "C"
 #else
@@ -249,19 +252,17 @@
 #endif
 #endif
 
-/* streams run the layers: what these are made of is private, and what streams do not use is left out */
 #ifdef LUNA_ONLY_STREAM
-#if defined(__GNUC__) || defined(__clang__)
-#define LUNAI_PRIVATE static __attribute__((unused))
-#else
-#define LUNAI_PRIVATE static
-#endif
 #undef LUNA_NO_TRAIN
 #define LUNA_NO_TRAIN
 #undef LUNA_NO_STDIO
 #define LUNA_NO_STDIO
 #undef LUNA_NO_THREADS
 #define LUNA_NO_THREADS
+#undef LUNA_NO_INT8
+#define LUNA_NO_INT8
+#undef LUNA_NO_BF16
+#define LUNA_NO_BF16
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -384,11 +385,7 @@ typedef struct luna_input {
 #ifdef LUNA_ONLY_STREAM
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
-#define LUNA_API LUNAI_PRIVATE
-#include <float.h>
-#include <math.h>
-#include <stdarg.h>
-#include <string.h>
+#define LUNA_API LUNAI_FN
 #endif
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
@@ -470,9 +467,7 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    to have no effect, use a context of its own and close it. */
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
-#ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx);
-#endif
 LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
@@ -528,15 +523,10 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
 typedef struct luna_scope { luna_ctx *ctx; uint64_t own[6]; } luna_scope; /* own: luna.h's */
 /* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
 LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute);
-#ifdef LUNA_ONLY_STREAM
-#define luna_scope_begin(ctx) luna_scope_begin_as(ctx, NULL, false)
-#define luna_scope_recompute(ctx) luna_scope_begin_as(ctx, NULL, true)
-#else
 #define luna_scope_begin(ctx) luna_scope_begin_as(ctx, __func__, false)
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
 #define luna_scope_recompute(ctx) luna_scope_begin_as(ctx, __func__, true)
-#endif
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
 /* t, whose data stay until the next begin: call it before the scope ends */
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);
@@ -1603,7 +1593,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #ifdef LUNA_ONLY_STREAM
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
-#define LUNA_API LUNAI_PRIVATE
+#define LUNA_API LUNAI_FN
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
@@ -1761,7 +1751,6 @@ struct luna_collective {
   bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
   void *user;
 };
-#ifndef LUNA_ONLY_STREAM
 /* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
    [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
    this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
@@ -1770,7 +1759,6 @@ struct luna_collective {
    rank's loss is a part of one loss, which is their sum. */
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
 LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>graphs: a step on a device in one launch. Work between begin and end runs at the end; where it is the same as in
@@ -2029,10 +2017,8 @@ typedef struct luna_op {
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
-#ifndef LUNA_ONLY_STREAM
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
   int can;                           /* 0, or bits of the above */
-#endif
 } luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
@@ -2154,6 +2140,10 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #include <math.h>
 #include <string.h>
 
+#pragma push_macro("LUNA_API")
+#undef LUNA_API
+#define LUNA_API                     /* a function is defined as it was declared */
+
 /* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for
    Windows with gcc and this macro (tests/cross.sh), never yet by that compiler. */
 #if defined(_MSC_VER) && !defined(__clang__) && !defined(LUNAI_MSVC)
@@ -2162,12 +2152,10 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
-#if defined(LUNA_ONLY_STREAM) && defined(LUNA_NO_SIMD) && defined(__OPTIMIZE_SIZE__)
-#define LUNAI_INLINE static inline __attribute__((unused)) /* where that is smaller */
-#elif defined(__OPTIMIZE__)
+#if defined(__OPTIMIZE__) && !(defined(__OPTIMIZE_SIZE__) && defined(LUNA_NO_SIMD))
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
-#define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
+#define LUNAI_INLINE static inline __attribute__((unused)) /* calls: smaller, or a third of the time to compile */
 #endif
 #else
 #define LUNAI_UNUSED
@@ -2178,20 +2166,22 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_INLINE static inline
 #endif
 #endif
-#define LUNAI_FN static LUNAI_UNUSED
+/* whether this build has more than streams; a function that streams do not use, in a table */
 #ifdef LUNA_ONLY_STREAM
+#define LUNAI_WHOLE false
 #define LUNAI_REST(function) NULL
 #else
+#define LUNAI_WHOLE true
 #define LUNAI_REST(function) function
 #endif
 
 #ifndef LUNA_ASSERT
 #define LUNA_ASSERT(condition) ((void)0)
 #endif
-#if (defined(LUNA_ONLY_STREAM) || defined(LUNAI_DOUBLE)) && !defined(LUNA_NO_INT8)
-#define LUNA_NO_INT8                 /* small; and float rounds as a double there */
-#endif
-#if (defined(LUNA_ONLY_STREAM) || defined(LUNAI_DOUBLE)) && !defined(LUNA_NO_BF16)
+#ifdef LUNAI_DOUBLE                  /* float rounds as a double there */
+#undef LUNA_NO_INT8
+#define LUNA_NO_INT8
+#undef LUNA_NO_BF16
 #define LUNA_NO_BF16
 #endif
 
@@ -2288,12 +2278,7 @@ LUNAI_FN void lunai_parallel_one(void *call, int64_t index) {
   c->task(c->work, index, c->threads);
 }
 LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
-#ifdef LUNA_ONLY_STREAM
-  (void)parallel;
-  return 1;
-#else
-  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
-#endif
+  return LUNAI_WHOLE && parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
 LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
   lunai_parallel_call call = { task, work, lunai_threads(parallel) };
@@ -4058,12 +4043,8 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #elif LUNAI_IS(neon)
 #define LUNAI_MR 8
 #define LUNAI_NV 3
-/* small: single rows, which are neither gathered nor prefetched */
-#elif defined(LUNA_ONLY_STREAM) && LUNAI_IS(scalar)
-#define LUNAI_MR 1
-#define LUNAI_NV 4
 #elif LUNAI_IS(scalar)
-#define LUNAI_MR 4
+#define LUNAI_MR (LUNAI_WHOLE ? 4 : 1) /* of streams alone single rows, which are neither gathered nor prefetched */
 #define LUNAI_NV 4
 #else
 #define LUNAI_MR 4
@@ -8962,9 +8943,7 @@ LUNA_API luna_isa luna_isa_best(void) { return (luna_isa)(lunai_isa_known() & 25
 LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
   const luna_isa best = luna_isa_best();
   if (isa == LUNA_ISA_BEST) isa = best;
-#ifndef LUNA_ONLY_STREAM
-  if (isa == LUNA_ISA_REFERENCE) return &lunai_kernels_reference;
-#endif
+  if (LUNAI_WHOLE && isa == LUNA_ISA_REFERENCE) return &lunai_kernels_reference;
   if ((int)isa == LUNAI_ISA(LUNAI_BASELINE)) return &LUNAI_JOIN(lunai_kernels, LUNAI_BASELINE);
 #ifdef LUNAI_X86
   if (isa > best) return NULL;
@@ -9062,7 +9041,7 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
 }
 
 /* In sentences %s is text (the first is the function), %d and %f are numbers, %t is a tensor's shape. Those of streams
-   are fixed. */
+   are fixed; LUNAI_SENTENCES has the others. */
 #define LUNAI_STREAM_SENTENCES(X) \
   X(NO_STREAM, "the stream is null: opening it failed") \
   X(STREAM_NO_TOKENS, "luna_stream_step or luna_stream_prefill: there are no tokens, which the " \
@@ -9084,7 +9063,6 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   X(STREAM_STATE_SIZE, "luna_stream_state_load: bytes is null or size is not luna_stream_state_size") \
   X(STREAM_STATE, "luna_stream_state_load: the state is of another model size or batch, or damaged")
 #define LUNAI_SENTENCES(X) \
-  LUNAI_STREAM_SENTENCES(X) \
   X(STREAM_DEVICES, "luna_stream_copy: the streams are on devices of two contexts; use " \
     "luna_stream_state_save and luna_stream_state_load") \
   X(STATE_MODEL, "%s: a state can be carried of a model with Luna attention, on the CPU, not with " \
@@ -9266,9 +9244,8 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
 LUNAI_FN const char *lunai_sentence_of(luna_error_id id) {
   switch ((int)id) {
 #define LUNAI_ERROR(id, sentence) case LUNA_ERROR_##id: return sentence;
-#ifdef LUNA_ONLY_STREAM
     LUNAI_STREAM_SENTENCES(LUNAI_ERROR)
-#else
+#ifndef LUNA_ONLY_STREAM
     LUNAI_SENTENCES(LUNAI_ERROR)
 #endif
 #undef LUNAI_ERROR
@@ -9912,9 +9889,6 @@ LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tenso
   return false;
 }
 
-#ifdef LUNA_ONLY_STREAM
-#define lunai_st_value lunai_st_find
-#else
 /* the same, and where a matrix is I8 its scales: the tensor NAME.scale, F32 [rows] */
 LUNAI_FN bool lunai_st_value(const lunai_st *st, const char *name, lunai_st_tensor *out) {
   static const char end[] = ".scale";
@@ -9929,7 +9903,6 @@ LUNAI_FN bool lunai_st_value(const lunai_st *st, const char *name, lunai_st_tens
       scale.shape[0] == out->shape[0]) out->scale = scale.data;
   return true;
 }
-#endif
 
 LUNAI_FN bool lunai_st_meta_next(const lunai_st *st, size_t *cursor, lunai_st_text *key, lunai_st_text *value) {
   lunai_st_json j = lunai_st_json_at(st, *cursor ? *cursor : st->meta);
@@ -10081,13 +10054,11 @@ LUNAI_FN float lunai_st_float(const uint8_t *at) {
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64, and not I8 with scales */
 LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   const int size = lunai_st_formats[t->dtype].size, exponent = lunai_st_formats[t->dtype].exponent;
-#ifndef LUNA_ONLY_STREAM
   for (int64_t i = 0; t->scale && i < t->count; i++) {
     const int value = t->data[i] < 128 ? t->data[i] : t->data[i] - 256;
     out[i] = (float)value * lunai_st_float(t->scale + 4 * ((t->first + i) / t->shape[1]));
   }
   if (t->scale) return true;
-#endif
   if (t->dtype == LUNAI_ST_F32 && lunai_st_little()) {
     lunai_copy(out, t->data, t->bytes);
     return true;
@@ -10106,11 +10077,6 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   return exponent > 0;
 }
 
-#ifdef LUNA_ONLY_STREAM
-#pragma push_macro("LUNA_API")
-#undef LUNA_API
-#define LUNA_API LUNAI_PRIVATE
-#endif
 /* ---------------------------------------------------------------------------------------------------------------------
    >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
    wait for one. Guarded by tests/threads.c.
@@ -10377,13 +10343,8 @@ typedef struct lunai_bump {
   size_t count, room;
   size_t floor, kept;                /* bytes of small things that stay: of the stream, and of what is recorded */
 } lunai_bump;
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_REPLAYS false          /* memory is short there */
-#define LUNAI_BUMPS(ctx) ((void)(ctx), true)
-#else
-#define LUNAI_REPLAYS true
-#define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
-#endif
+#define LUNAI_BUMPS(ctx) (!LUNAI_WHOLE || (ctx)->bump)
+#define LUNAI_REPLAYS LUNAI_WHOLE    /* memory is short where there are streams alone */
 #define LUNAI_RECORDS(b) (LUNAI_REPLAYS && (b)->records)
 LUNAI_FN void lunai_bump_begin(lunai_bump *b, bool single) {
   b->part[0].used = b->kept;
@@ -10724,11 +10685,9 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
 }
 
 /* values are in memory that the host cannot read */
-#ifdef LUNA_ONLY_STREAM
-#define lunai_on_device(ctx) ((void)(ctx), false)
-#else
-LUNAI_FN bool lunai_on_device(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
-#endif
+LUNAI_FN bool lunai_on_device(const luna_ctx *ctx) {
+  return LUNAI_WHOLE && ctx->backend->allocate && !ctx->options.measure;
+}
 /* false: data pointers may be null, only sizes are used */
 LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
@@ -11263,13 +11222,12 @@ typedef struct lunai_cut {
   int64_t longest;                   /* of the batch's sequences */
   const int64_t *parts;              /* [ranks] those of each rank */
 } lunai_cut;
-#ifdef LUNA_ONLY_STREAM
-#define lunai_ranks(ctx) ((void)(ctx), (const luna_collective *)NULL)
-#define lunai_rows_cut(t) ((void)(t), false)
-#else
-LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
-LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) { return t && t->own->part && t->own->part->rows; }
-#endif
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) {
+  return LUNAI_WHOLE ? ctx->options.collective : NULL;
+}
+LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) {
+  return LUNAI_WHOLE && t && t->own->part && t->own->part->rows;
+}
 /* the rows of t's whole sequences, [batch,n,...] */
 LUNAI_FN int64_t lunai_whole_rows(const luna_tensor *t) {
   return lunai_rows_cut(t) ? t->own->part->whole : t->shape[1];
@@ -11388,11 +11346,9 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, tr
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
-#ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx) {
   return ctx ? ctx->error : lunai_sentence_of(LUNA_ERROR_NO_CONTEXT);
 }
-#endif
 LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
@@ -11425,12 +11381,11 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
 }
 
 /* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
-#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL }
-#else
 #define LUNAI_CPU_OP(query, forward, backward, can) \
   { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL, NULL, 0 }
+#else
 #define LUNAI_CPU_REST LUNAI_CPU_OP
 #endif
 
@@ -11737,7 +11692,6 @@ LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, ui
                                         int64_t width) {
   const luna_step_state *state = op->ctx->state;
   lunai_dropout d = lunai_dropout_of(probability, state->seed, number, (uint32_t)state->step);
-#ifndef LUNA_ONLY_STREAM
   const lunai_cut *part = op->out[0]->own->part;
   if (!part && op->inputs > 1 && op->in[1]) part = op->in[1]->own->part;
   if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(part->rows ? width : count / part->own);
@@ -11745,9 +11699,6 @@ LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, ui
     d.run = part->own * width;
     d.skip = (uint64_t)(part->whole - part->own) * (uint64_t)width;
   }
-#else
-  (void)count, (void)width;
-#endif
   return d;
 }
 LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op, int64_t count, int64_t width) {
@@ -12919,9 +12870,8 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   if (c->forgets) {
     c->gates = op->in[4]->data;
     c->weights = op->weights;
-#ifndef LUNA_ONLY_STREAM
-    if (op->dropout > 0) c->dropout = lunai_op_dropout(op, luna_count(op->in[3]), lunai_last(op->in[3]));
-#endif
+    if (LUNAI_WHOLE && op->dropout > 0)
+      c->dropout = lunai_op_dropout(op, luna_count(op->in[3]), lunai_last(op->in[3]));
   }
   if (LUNAI_TRAINS) {
     c->grad_out = op->out[0]->grad;
@@ -14583,8 +14533,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    ------------------------------------------------------------------------------------------------------------------ */
 #ifdef LUNA_ONLY_STREAM
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) { (void)ctx; (void)reason; }
-LUNA_API luna_status luna_graph_begin(luna_graph *g) { (void)g; return LUNA_OK; }
-LUNA_API luna_status luna_graph_end(luna_graph *g) { (void)g; return LUNA_OK; }
+LUNAI_FN luna_status luna_graph_begin(luna_graph *g) { (void)g; return LUNA_OK; }
+LUNAI_FN luna_status luna_graph_end(luna_graph *g) { (void)g; return LUNA_OK; }
 LUNA_API void luna_graph_close(luna_graph *g) { (void)g; }
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
 #else
@@ -16898,7 +16848,6 @@ LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weigh
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   return lunai_short_convolution(x, weight, bias, NULL);
 }
-#ifndef LUNA_ONLY_STREAM
 /* the same after the rows that a carried state has, where those that it will have are written */
 LUNAI_FN luna_tensor *lunai_carried_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const lunai_past *past) {
@@ -16912,7 +16861,6 @@ LUNAI_FN luna_tensor *lunai_carried_convolution(luna_tensor *x, luna_tensor *wei
   all = lunai_short_convolution(all, weight, bias, NULL);
   return all ? luna_slice(all, 1, rows, n) : NULL;
 }
-#endif
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums) {
@@ -17170,9 +17118,6 @@ LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
   const luna_init init = { kind, scale };
   return init;
 }
-#ifdef LUNA_ONLY_STREAM              /* which makes no parameters */
-#define lunai_init(kind, scale) lunai_init(LUNA_INIT_ZEROS, 0)
-#endif
 /* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
    ".weight", and beside it is ".bias" [rows], zeros. */
 #define LUNAI_VECTOR INT32_MIN          /* columns of a vector */
@@ -17980,11 +17925,9 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
-#ifdef LUNA_ONLY_STREAM
-#define lunai_is_luna(config) ((void)(config), true)
-#else
-LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
-#endif
+LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) {
+  return !LUNAI_WHOLE || (c->attention == LUNA_ATTENTION_LUNA && !c->hook);
+}
 /* A number that a model's config and the config inside it both have: where one is 0 the other counts */
 LUNAI_FN bool lunai_same(luna_ctx *ctx, const char *name, int64_t *value, const char *inner_name, int64_t *inner) {
   if (*value == 0) *value = *inner;
@@ -18290,12 +18233,9 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
   f.past = past;
   f.horizon = horizon;
   luna_tensor *y = lunai_normed(c, x, &layer->attention_norm);
-#ifndef LUNA_ONLY_STREAM
-  if (layer->kernel && past && past->positions && y)
+  if (LUNAI_WHOLE && layer->kernel && past && past->positions && y)
     y = lunai_carried_convolution(y, layer->kernel, layer->kernel_bias, past);
-  else
-#endif
-  if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
+  else if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
     y = lunai_causal_attention(&layer->attention, y, x, c->dropout, &f);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
@@ -18308,9 +18248,6 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   return lunai_causal_layer(layer, x, NULL, layer ? layer->config.horizon : 0);
 }
-#ifdef LUNA_ONLY_STREAM
-#pragma pop_macro("LUNA_API")
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
@@ -20841,15 +20778,12 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
     x = luna_add(x, lunai_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, rows, d, 1, 1));
   for (int64_t i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
-#ifndef LUNA_ONLY_STREAM
-    if (s->cross) {
+    if (LUNAI_WHOLE && s->cross) {
       lunai_flow f = lunai_flow_of(x, NULL, NULL);
       f.past = &layer->past;
       f.horizon = s->horizon;
       x = lunai_decoder_layer(&layer->of.decoder, &f);
-    } else
-#endif
-      x = lunai_causal_layer(&layer->of.causal, x, &layer->past, s->horizon);
+    } else x = lunai_causal_layer(&layer->of.causal, x, &layer->past, s->horizon);
     x = lunai_result_so_far(scope, x);
   }
   if (LUNAI_RECORDS(&s->bump)) s->body = s->bump.count;
@@ -21114,7 +21048,6 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
     }
   return true;
 }
-#ifndef LUNA_ONLY_STREAM
 /* what a step needs of a decoder layer; of cross-attention the rest is in `past` */
 LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
   int count = lunai_causal_attention_parts(&layer->self_attention, parts);
@@ -21129,19 +21062,16 @@ LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
   parts[count++] = lunai_norm_part(true, &layer->cross_norm, "", &layer->config);
   return count + lunai_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
-#endif
 /* layer `index`: as that of a model's `layers` is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *layers, const lunai_st *st) {
   luna_causal_layer *causal = &s->layers[index].of.causal;
   lunai_part parts[LUNAI_MAX_PARTS];
   char prefix[48];
   lunai_text text = { prefix, prefix + sizeof prefix - 1 };
-#ifndef LUNA_ONLY_STREAM
-  if (s->cross) {
+  if (LUNAI_WHOLE && s->cross) {
     s->layers[index].of.decoder = ((const luna_decoder_layer *)layers)[index];
     return lunai_stream_own(s, parts, lunai_decoder_parts(&s->layers[index].of.decoder, parts), "", NULL);
   }
-#endif
   if (layers) *causal = ((const luna_causal_layer *)layers)[index];
   causal->config = s->model.config.layer;
   causal->config.memory = s->sizes.memory;
@@ -21474,15 +21404,11 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 #endif
 
 LUNA_API void luna_stream_close(luna_stream *s) {
-#ifdef LUNA_ONLY_STREAM
-  (void)s;
-#else
-  if (!s || !s->memory_size) return;
+  if (!LUNAI_WHOLE || !s || !s->memory_size) return;
   const luna_allocator allocator = s->ctx.options.allocator;
   while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
   if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
   lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
-#endif
 }
 
 /* --- running --- */
@@ -21560,9 +21486,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
 }
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {
-#ifndef LUNA_ONLY_STREAM
   if (s && s->error == LUNA_ERROR_BACKEND) return s->ctx.error;
-#endif
   return lunai_sentence_of(luna_stream_error_id(s));
 }
 LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
@@ -21602,20 +21526,16 @@ LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
   if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_fail(to, LUNA_ERROR_STREAM_COPY);
   luna_status status = from->ctx.status;
-#ifndef LUNA_ONLY_STREAM
   if (lunai_stream_on_device(to) && lunai_stream_on_device(from) && to->model_ctx != from->model_ctx)
     return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
-#endif
   if (status == LUNA_OK && to != from && lunai_stream_on_device(to))
     (void)lunai_stream_move(to, to->state, from->state, to->state_size, lunai_stream_on_device(from) ? 0 : 1);
   else if (to != from) status = lunai_stream_read(from, to->state);
-#ifndef LUNA_ONLY_STREAM
-  if (status != LUNA_OK) {
+  if (LUNAI_WHOLE && status != LUNA_OK) {
     lunai_print(to->ctx.error, sizeof to->ctx.error, lunai_sentence_of(LUNA_ERROR_BACKEND), "luna_stream_copy",
                 luna_status_text(status));
     return lunai_stream_fail(to, LUNA_ERROR_BACKEND), status;
   }
-#endif
   to->position = from->position;
   return lunai_stream_status(to);
 }
@@ -22159,6 +22079,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 }
 #endif /* !LUNA_ONLY_STREAM */
 
+#pragma pop_macro("LUNA_API")
 #if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC diagnostic pop
 #endif

@@ -181,9 +181,9 @@ for object in *-stream.o; do
   foreign=$(wanted "$object" | grep -E "^($memory|pthread_.*|$stdio|abort|exit|__assert.*)\$")
   if [ -z "$foreign" ]; then good; else bad "$object calls" $foreign; fi
 done
-if [ -e arm-size.o ]; then                             # no more than 54 KB
+if [ -e arm-size.o ]; then                             # no more than 56 KB
   bytes=$(arm-none-eabi-size arm-size.o | awk 'NR == 2 { print $1 + $2 }')
-  if [ "$bytes" -le 55296 ]; then good; else bad "LUNA_ONLY_STREAM takes $bytes bytes of a Cortex-M4"; fi
+  if [ "$bytes" -le 57344 ]; then good; else bad "LUNA_ONLY_STREAM takes $bytes bytes of a Cortex-M4"; fi
 fi
 # no state outside contexts, but the word that keeps which instruction sets there are
 for object in *-c99.o; do
