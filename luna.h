@@ -13945,12 +13945,14 @@ typedef struct lunai_build {
   lunai_mark mark;
   const char *name;
   bool failed;                       /* integers did not fit, which is reported: lunai_finish gives null */
+  int uncut;                         /* bits of the inputs that may be parts of a whole while the result is none */
 } lunai_build;
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
   s->name = LUNAI_NAME(name);
   s->failed = false;
+  s->uncut = 0;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
     s->mark.bytes[0] = ctx->bump->part[0].used;
     s->mark.bytes[1] = ctx->bump->part[1].used;
@@ -14103,14 +14105,11 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
 LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
   return lunai_ranks(ctx) && lunai_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
 }
-/* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
-LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
-  const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
-                       op->kind == LUNA_OP_SPARSE_ATTENTION;
-  if (op->kind == LUNA_OP_EMBEDDING) return NULL; /* rows in any order */
-  for (int i = 0; i < op->inputs; i++) {
-    const luna_tensor *in = op->in[i];
-    if (in && in->own->part && !(i > 0 && attends && lunai_rows_cut(in))) return in->own->part;
+/* what its result is a part of */
+LUNAI_FN const struct lunai_cut *lunai_cut_made(const lunai_build *s) {
+  for (int i = 0; i < s->op.inputs; i++) {
+    const luna_tensor *in = s->op.in[i];
+    if (in && in->own->part && !(s->uncut >> i & 1)) return in->own->part;
   }
   return NULL;
 }
@@ -14161,7 +14160,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (op->out[0] && extra) op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape);
   if (!op->out[op->outputs - 1])
     return lunai_op_no_memory(s, (size_t)lunai_shape_count(rank, shape) * sizeof(float));
-  for (int i = 0; i < op->outputs; i++) op->out[i]->own->part = lunai_cut_made(op);
+  for (int i = 0; i < op->outputs; i++) op->out[i]->own->part = lunai_cut_made(s);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
     lunai_piece_give(ctx, &op->own->kept_piece);
@@ -16405,6 +16404,7 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
+  s.uncut = 1;                       /* rows in any order */
   return lunai_indexed(&s, x, indices, count, count);
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
@@ -16747,6 +16747,7 @@ LUNAI_FN luna_tensor *lunai_finish_attention(lunai_build *s, const luna_attentio
   s->op.arg.attention.causal = c->causal;
   s->op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / heads))) : c->scale;
   s->op.dropout = c->dropout;
+  if (lunai_rows_cut(k)) s->uncut = ~1; /* of whole queries */
   const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
   const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
   luna_tensor **extra = sparse ? c->log_sum_exp : c->sums;
