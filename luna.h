@@ -2006,7 +2006,7 @@ typedef struct luna_op {
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
 #define LUNA_SETS_GRAD(i) (1 << (i))         /* backward sets in[i]'s gradient where luna_op.sets has bit i */
-/* backward makes in[i]'s gradient of out[0]'s where both lie in one place: of what is only added, by leaving it there */
+/* backward makes in[i]'s gradient of out[0]'s where both lie in one place; of what is only added it is the same */
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))
 /* in[i] may be that input too: its part is added there, and not read again */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
@@ -4726,6 +4726,8 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* ---- the reference ---- */
+/* lunai_activate_reference, lunai_activate_backward_reference, lunai_activate_slope_reference, lunai_add_reference,
+   lunai_mul_reference, lunai_scale_reference, lunai_scale_add_reference */
 #define LUNAI_MAP_REFERENCE(name, arguments, y, value) \
   LUNAI_FN void lunai_##name##_reference arguments { \
     int64_t i; \
@@ -8726,28 +8728,28 @@ static const lunai_kernels LUNAI_K(kernels) = {
 #undef LUNAI_FIELD_TRAIN
 };
 
-#define LUNAI_DRIVER(name, type) \
+#define LUNAI_DRIVER(name, type, run) \
   LUNAI_FN void LUNAI_K(name)(const type *a, const lunai_parallel *parallel, void *scratch) { \
-    lunai_run_##name(&LUNAI_K(kernels), a, parallel, scratch); \
+    run(&LUNAI_K(kernels), a, parallel, scratch); \
   }
-#define LUNAI_DRIVER_SCRATCH(name, type) \
+#define LUNAI_DRIVER_SCRATCH(name, type, bytes) \
   LUNAI_FN size_t LUNAI_K(name)(const type *a, int64_t threads, bool backward) { \
-    return lunai_##name(&LUNAI_K(kernels), a, threads, backward); \
+    return bytes(&LUNAI_K(kernels), a, threads, backward); \
   }
-LUNAI_DRIVER(gemm, lunai_gemm)
-LUNAI_DRIVER(make_panels, lunai_gemm)
-LUNAI_DRIVER(attention, lunai_attention)
-LUNAI_DRIVER(attention_backward, lunai_attention)
-LUNAI_DRIVER(unpack, lunai_unpack)
-LUNAI_DRIVER(unpack_backward, lunai_unpack)
-LUNAI_DRIVER(causal, lunai_causal)
-LUNAI_DRIVER(causal_backward, lunai_causal)
-LUNAI_DRIVER(causal_luna, lunai_causal_luna)
-LUNAI_DRIVER(causal_luna_backward, lunai_causal_luna)
-LUNAI_DRIVER_SCRATCH(attention_scratch, lunai_attention)
-LUNAI_DRIVER_SCRATCH(unpack_scratch, lunai_unpack)
-LUNAI_DRIVER_SCRATCH(causal_scratch, lunai_causal)
-LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
+LUNAI_DRIVER(gemm, lunai_gemm, lunai_run_gemm)
+LUNAI_DRIVER(make_panels, lunai_gemm, lunai_run_make_panels)
+LUNAI_DRIVER(attention, lunai_attention, lunai_run_attention)
+LUNAI_DRIVER(attention_backward, lunai_attention, lunai_run_attention_backward)
+LUNAI_DRIVER(unpack, lunai_unpack, lunai_run_unpack)
+LUNAI_DRIVER(unpack_backward, lunai_unpack, lunai_run_unpack_backward)
+LUNAI_DRIVER(causal, lunai_causal, lunai_run_causal)
+LUNAI_DRIVER(causal_backward, lunai_causal, lunai_run_causal_backward)
+LUNAI_DRIVER(causal_luna, lunai_causal_luna, lunai_run_causal_luna)
+LUNAI_DRIVER(causal_luna_backward, lunai_causal_luna, lunai_run_causal_luna_backward)
+LUNAI_DRIVER_SCRATCH(attention_scratch, lunai_attention, lunai_attention_scratch)
+LUNAI_DRIVER_SCRATCH(unpack_scratch, lunai_unpack, lunai_unpack_scratch)
+LUNAI_DRIVER_SCRATCH(causal_scratch, lunai_causal, lunai_causal_scratch)
+LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna, lunai_causal_luna_scratch)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
@@ -11382,7 +11384,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
 
 /* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
 #define LUNAI_CPU_OP(query, forward, backward, can) \
-  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+  { query, forward, LUNAI_TRAIN(backward), can }
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL, NULL, 0 }
 #else
@@ -11407,13 +11409,13 @@ LUNAI_FN luna_status lunai_split(luna_op *op, int64_t count, int64_t width, luna
   else if (count > 0) body(op, 0, count);
   return LUNA_OK;
 }
-/* lunai_<name>: all of `body` */
-#define LUNAI_SPLIT_ALL(name, body, count, width) \
-  LUNAI_FN luna_status lunai_##name(luna_op *op) { return lunai_split(op, count, width, lunai_##body); }
-/* an op's forward and backward, by lunai_<name>_body and lunai_<name>_back */
+/* What these four macros define has its whole name in the op's LUNAI_CPU_<NAME> below. `function`: all of `body` */
+#define LUNAI_SPLIT_ALL(function, body, count, width) \
+  LUNAI_FN luna_status function(luna_op *op) { return lunai_split(op, count, width, body); }
+/* lunai_<name>_forward and lunai_<name>_backward, by lunai_<name>_body and lunai_<name>_back */
 #define LUNAI_SPLIT_OP(name, count, width) \
-  LUNAI_SPLIT_ALL(name##_forward, name##_body, count, width) \
-  LUNAI_SPLIT_ALL(name##_backward, name##_back, count, width)
+  LUNAI_SPLIT_ALL(lunai_##name##_forward, lunai_##name##_body, count, width) \
+  LUNAI_SPLIT_ALL(lunai_##name##_backward, lunai_##name##_back, count, width)
 /* where both are lunai_<name>_part(op, back, first, last) */
 #define LUNAI_PART_OP(name, count, width) \
   LUNAI_FN void lunai_##name##_body(luna_op *op, int64_t first, int64_t last) { \
@@ -11474,7 +11476,7 @@ LUNAI_FN luna_status lunai_permute_run(luna_op *op, bool back) {
   return LUNA_OK;
 }
 LUNAI_RUN_OP(permute)
-#define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
+#define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(lunai_query_nothing, lunai_permute_forward, lunai_permute_backward, 0)
 
 /* Copies the part of an axis that begins at `start` out of the whole, of a slice, or into it; back: adds the gradient
    the other way. */
@@ -11498,7 +11500,7 @@ LUNAI_FN luna_status lunai_slice_run(luna_op *op, bool back) {
   return LUNA_OK;
 }
 LUNAI_RUN_OP(slice)
-#define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
+#define LUNAI_CPU_SLICE LUNAI_CPU_OP(lunai_query_nothing, lunai_slice_forward, lunai_slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   const int64_t axis = op->arg.concat.axis;
   int64_t start = 0;
@@ -11507,7 +11509,7 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   return LUNA_OK;
 }
 LUNAI_RUN_OP(concat)
-#define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
+#define LUNAI_CPU_CONCAT LUNAI_CPU_REST(lunai_query_nothing, lunai_concat_forward, lunai_concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
@@ -11520,7 +11522,7 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   lunai_k(op)->sum_rows(dy, 1.0f, op->in[0]->grad);
   return LUNA_OK;
 }
-#define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
+#define LUNAI_CPU_EXPAND LUNAI_CPU_REST(lunai_query_nothing, lunai_expand_forward, lunai_expand_backward, 0)
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
 typedef struct lunai_sum_work {
@@ -11682,8 +11684,9 @@ LUNAI_FN void lunai_same_back(luna_op *op, int64_t first, int64_t last) {
   else lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, dy, dx);
 }
 LUNAI_SPLIT_OP(same, luna_count(op->out[0]), 1)
-#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, same_backward, LUNA_FORWARD_IN_PLACE)
-#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, same_backward, 0)
+#define LUNAI_CPU_SCALE \
+  LUNAI_CPU_OP(lunai_query_nothing, lunai_same_forward, lunai_same_backward, LUNA_FORWARD_IN_PLACE)
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(lunai_query_nothing, lunai_same_forward, lunai_same_backward, 0)
 
 /* a b modulo 2^64: a context that measures meets more elements than there are numbers */
 LUNAI_INLINE int64_t lunai_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
@@ -11715,7 +11718,8 @@ LUNAI_FN void lunai_dropout_part(luna_op *op, bool back, int64_t first, int64_t 
   lunai_k(op)->dropout(&d, first, last - first, from + first, to + first, back);
 }
 LUNAI_PART_OP(dropout, luna_count(op->in[0]), 1)
-#define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
+#define LUNAI_CPU_DROPOUT \
+  LUNAI_CPU_REST(lunai_query_nothing, lunai_dropout_forward, lunai_dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
@@ -11742,8 +11746,10 @@ LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
     else lunai_k(op)->add(n, dx + r, same, dx + r);
   }
 }
-LUNAI_SPLIT_ALL(reduce_backward, reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
-#define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
+LUNAI_SPLIT_ALL(lunai_reduce_backward, lunai_reduce_back, op->arg.reduce.outer * op->arg.reduce.axis,
+                op->arg.reduce.inner)
+#define LUNAI_CPU_REDUCE \
+  LUNAI_CPU_REST(lunai_query_nothing, lunai_reduce_forward, lunai_reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
@@ -11766,7 +11772,7 @@ LUNAI_FN luna_status lunai_max_run(luna_op *op, bool back) {
   return LUNA_OK;
 }
 LUNAI_RUN_OP(max)
-#define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
+#define LUNAI_CPU_MAX LUNAI_CPU_REST(lunai_query_nothing, lunai_max_forward, lunai_max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
@@ -11789,7 +11795,7 @@ LUNAI_FN void lunai_cumsum_part(luna_op *op, bool back, int64_t first, int64_t l
 }
 LUNAI_PART_OP(cumsum, op->arg.reduce.outer * lunai_divide_up(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS),
               op->arg.reduce.axis * lunai_min(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS))
-#define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
+#define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(lunai_query_nothing, lunai_cumsum_forward, lunai_cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN void lunai_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
@@ -11804,7 +11810,7 @@ LUNAI_FN void lunai_mask_part(luna_op *op, bool back, int64_t first, int64_t las
   }
 }
 LUNAI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
-#define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
+#define LUNAI_CPU_MASK LUNAI_CPU_REST(lunai_query_nothing, lunai_mask_forward, lunai_mask_backward, 0)
 
 /* --- sine, cosine, power: in double, one by one --- */
 /* the function or, when `slope`, its derivative */
@@ -11829,7 +11835,7 @@ LUNAI_FN void lunai_function_back(luna_op *op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; i++) dx[i] += dy[i] * lunai_function_at(op, x[i], true);
 }
 LUNAI_SPLIT_OP(function, luna_count(op->out[0]), 16)
-#define LUNAI_CPU_FUNCTION LUNAI_CPU_REST(query_nothing, function_forward, function_backward, 0)
+#define LUNAI_CPU_FUNCTION LUNAI_CPU_REST(lunai_query_nothing, lunai_function_forward, lunai_function_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 /* of a divisor that is 0, or so small that 1 / x is Inf, the numbers are divided one by one */
@@ -11855,7 +11861,7 @@ LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
   }
 }
 LUNAI_SPLIT_OP(ratio, lunai_rows(op->in[0]), lunai_last(op->in[0]))
-#define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
+#define LUNAI_CPU_RATIO LUNAI_CPU_REST(lunai_query_nothing, lunai_ratio_forward, lunai_ratio_backward, 0)
 
 /* --- matmul --- */
 /* C = A B, dense */
@@ -11939,7 +11945,7 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
-#define LUNAI_CPU_MATMUL LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0)
+#define LUNAI_CPU_MATMUL LUNAI_CPU_OP(lunai_matmul_query, lunai_matmul_forward, lunai_matmul_backward, 0)
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
@@ -12045,7 +12051,8 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   return LUNA_OK;
 }
 #define LUNAI_CPU_LINEAR \
-  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
+  LUNAI_CPU_OP(lunai_linear_query, lunai_linear_forward, lunai_linear_backward, \
+               LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
@@ -12274,7 +12281,7 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
 }
 #endif
 #define LUNAI_CPU_FEED_FORWARD \
-  LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward, \
+  LUNAI_CPU_REST(lunai_feed_forward_query, lunai_feed_forward_forward, lunai_feed_forward_backward, \
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
@@ -12298,7 +12305,7 @@ LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
                                   op->in[0]->grad + r * n);
 }
 LUNAI_SPLIT_OP(softmax, lunai_rows(op->in[0]), lunai_last(op->in[0]))
-#define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
+#define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(lunai_query_nothing, lunai_softmax_forward, lunai_softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
@@ -12357,7 +12364,7 @@ LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last)
     if (lunai_grad(op, 1 + i))
       lunai_k(op)->sum_rows(lunai_columns(sums, i * n + first, i * n + last), 1.0f, lunai_grad(op, 1 + i) + first);
 }
-LUNAI_SPLIT_ALL(layer_norm_forward, layer_norm_body, lunai_rows(op->in[0]), lunai_last(op->in[0]))
+LUNAI_SPLIT_ALL(lunai_layer_norm_forward, lunai_layer_norm_body, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
   lunai_split(op, blocks, LUNAI_NORM_ROWS * n, lunai_layer_norm_back);
@@ -12365,7 +12372,8 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   return LUNA_OK;
 }
 #define LUNAI_CPU_LAYER_NORM \
-  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(0))
+  LUNAI_CPU_OP(lunai_layer_norm_query, lunai_layer_norm_forward, lunai_layer_norm_backward, \
+               LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(0))
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
@@ -12392,9 +12400,9 @@ LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
   lunai_scatter_rows(op, lunai_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
-LUNAI_SPLIT_ALL(embedding_forward, embedding_body, lunai_rows(op->out[0]), lunai_last(op->in[0]))
-LUNAI_SPLIT_ALL(embedding_backward, embedding_back, lunai_last(op->in[0]), lunai_rows(op->out[0]))
-#define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
+LUNAI_SPLIT_ALL(lunai_embedding_forward, lunai_embedding_body, lunai_rows(op->out[0]), lunai_last(op->in[0]))
+LUNAI_SPLIT_ALL(lunai_embedding_backward, lunai_embedding_back, lunai_last(op->in[0]), lunai_rows(op->out[0]))
+#define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(lunai_query_nothing, lunai_embedding_forward, lunai_embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
@@ -12415,7 +12423,7 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
   return LUNA_OK;
 }
 #define LUNAI_CPU_SCATTER_ADD \
-  LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
+  LUNAI_CPU_REST(lunai_query_nothing, lunai_scatter_add_forward, lunai_scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
 /* --- angles of positions: sinusoidal positions [n, d], of no inputs; rotary positions, which turn pairs of x --- */
 /* Of rows first, first + 1, .. the sines, then the cosines, in rows of d. By blocks of positions: an angle is the sum
@@ -12486,7 +12494,7 @@ LUNAI_FN void lunai_sinusoids_query(luna_op *op) {
 }
 LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) { return lunai_angles_make(op); }
 LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
-#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(lunai_sinusoids_query, lunai_sinusoids_forward, lunai_sinusoids_backward, 0)
 
 /* in x [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, in backward back */
 LUNAI_FN void lunai_rotary_query(luna_op *op) {
@@ -12528,7 +12536,7 @@ LUNAI_FN luna_status lunai_rotary_backward(luna_op *op) {
   lunai_angles_make(op);
   return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_rotary_back);
 }
-#define LUNAI_CPU_ROTARY LUNAI_CPU_REST(rotary_query, rotary_forward, rotary_backward, 0)
+#define LUNAI_CPU_ROTARY LUNAI_CPU_REST(lunai_rotary_query, lunai_rotary_forward, lunai_rotary_backward, 0)
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes] */
@@ -12576,9 +12584,10 @@ LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
                                 (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
-LUNAI_SPLIT_ALL(cross_entropy_backward, cross_entropy_back, lunai_rows(op->in[0]), lunai_last(op->in[0]))
+LUNAI_SPLIT_ALL(lunai_cross_entropy_backward, lunai_cross_entropy_back, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_CROSS_ENTROPY \
-  LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
+  LUNAI_CPU_REST(lunai_cross_entropy_query, lunai_cross_entropy_forward, lunai_cross_entropy_backward, \
+                 LUNA_SETS_GRAD(0))
 
 /* --- linear cross-entropy: in x, W, b; index, arguments and kept as of the cross-entropy of logits = x W^T + b, which
    it makes by panels of columns, forward with sums from panel to panel. Backward: logits that are stored, as out[1],
@@ -12693,8 +12702,8 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) {
   return LUNA_OK;
 }
 #define LUNAI_CPU_LINEAR_CROSS_ENTROPY \
-  LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
-                 LUNA_SETS_GRAD(0))
+  LUNAI_CPU_REST(lunai_linear_cross_entropy_query, lunai_linear_cross_entropy_forward, \
+                 lunai_linear_cross_entropy_backward, LUNA_SETS_GRAD(0))
 
 /* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
 LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
@@ -12799,7 +12808,8 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
-#define LUNAI_CPU_SOFTMAX_ATTENTION LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
+#define LUNAI_CPU_SOFTMAX_ATTENTION \
+  LUNAI_CPU_REST(lunai_attention_query, lunai_attention_forward, lunai_attention_backward, 0)
 #define LUNAI_CPU_SPARSE_ATTENTION LUNAI_CPU_SOFTMAX_ATTENTION
 #define LUNAI_CPU_PACK LUNAI_CPU_SOFTMAX_ATTENTION
 
@@ -12826,7 +12836,8 @@ LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   return lunai_unpack_backward(op);
 }
 #define LUNAI_CPU_UNPACK \
-  LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
+  LUNAI_CPU_REST(lunai_unpack_query, lunai_unpack_forward, lunai_unpack_residual_backward, \
+                 LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -12845,7 +12856,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->own = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
-#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(lunai_causal_query, lunai_causal_forward, lunai_causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
    stream: mean_ka, mean_av, weights, position. kept: W, or U and sums of weights --- */
@@ -12881,7 +12892,8 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
-#define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
+#define LUNAI_CPU_CAUSAL_LUNA \
+  LUNAI_CPU_OP(lunai_causal_luna_query, lunai_causal_luna_forward, lunai_causal_luna_backward, 0)
 #define LUNAI_CPU_FORGETTING_LUNA LUNAI_CPU_CAUSAL_LUNA
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
@@ -12922,7 +12934,8 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
     lunai_split(op, lunai_last(x), x->shape[0] * x->shape[1], lunai_convolution_columns);
   return LUNA_OK;
 }
-#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_rows_forward, convolution_backward, 0)
+#define LUNAI_CPU_SHORT_CONVOLUTION \
+  LUNAI_CPU_OP(lunai_query_nothing, lunai_convolution_rows_forward, lunai_convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
@@ -12938,7 +12951,7 @@ LUNAI_FN luna_status lunai_custom_run(luna_op *op, bool back) {
   return status;
 }
 LUNAI_RUN_OP(custom)
-#define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
+#define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(lunai_custom_query, lunai_custom_forward, lunai_custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx, (void)direction;
@@ -15741,7 +15754,7 @@ LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_ten
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
     return lunai_binary(LUNA_OP_##NAME, "luna_" #name, (inputs) ? a : luna_detach(a), (inputs) ? b : luna_detach(b)); \
   }
-LUNA_BINARIES(LUNAI_BINARY)
+LUNA_BINARIES(LUNAI_BINARY) /* luna_add, luna_sub, luna_mul, luna_div, luna_minimum, luna_maximum, luna_less, ... */
 #undef LUNAI_BINARY
 LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) {
   return lunai_binary(LUNA_OP_LESS, "luna_greater", luna_detach(b), luna_detach(a));
@@ -15788,7 +15801,7 @@ LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, cons
 }
 #define LUNAI_MAP(NAME, name, value, slope) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *x) { return lunai_map(x, LUNA_ACTIVATION_##NAME, "luna_" #name); }
-LUNA_MAPS(LUNAI_MAP)
+LUNA_MAPS(LUNAI_MAP) /* luna_relu, luna_gelu, luna_exp, luna_log, luna_sqrt, ... */
 #undef LUNAI_MAP
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
   if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT)
@@ -16532,7 +16545,8 @@ LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
   }
 }
 LUNAI_SPLIT_OP(log_softmax, lunai_rows(op->in[0]), lunai_last(op->in[0]))
-#define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
+#define LUNAI_CPU_LOG_SOFTMAX \
+  LUNAI_CPU_REST(lunai_query_nothing, lunai_log_softmax_forward, lunai_log_softmax_backward, 0)
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
@@ -17045,7 +17059,8 @@ static const luna_backend lunai_cpu = {
   {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
-    LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+    LUNAI_CPU_OP(lunai_elementwise_query, lunai_elementwise_forward, lunai_elementwise_backward, \
+                 (inputs) | LUNA_EACH_IN_PLACE(cheap)),
     LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
@@ -18506,8 +18521,8 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(rotary, encoder.layer.rotary, 0, 1)
 #undef LUNAI_F
 };
-/* A model's public init. `name`: its kind in metadata, `layer`: its layers' config, `described`: whose `fields` are
-   checked and become metadata, all of the config m */
+/* A model's public init, by lunai_<kind>_defaults and lunai_<kind>_init. `name`: its kind in metadata, `layer`: its
+   layers' config, `described`: whose `fields` are checked and become metadata, all of the config m */
 #define LUNAI_MODEL_INIT(kind, name, layer, described, fields) \
   LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
                                           const luna_##kind##_config *config) { \
@@ -18551,6 +18566,7 @@ LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   }
   return lunai_parts_init(params, "", parts + LUNAI_LM_BEFORE, count - LUNAI_LM_BEFORE);
 }
+/* luna_lm_init: lunai_lm_defaults, lunai_lm_init */
 LUNAI_MODEL_INIT(lm, LUNAI_LM_KIND, m.lm.layer, m.lm, lunai_lm_fields)
 
 /* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
@@ -18854,7 +18870,7 @@ LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params)
   return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
          lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNAI_ENCODER_MODEL_INIT(classifier)
+LUNAI_ENCODER_MODEL_INIT(classifier) /* luna_classifier_init: lunai_classifier_defaults, lunai_classifier_init */
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
 LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
@@ -18952,7 +18968,7 @@ LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   model->output = model->encoder.embedding;
   return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNAI_ENCODER_MODEL_INIT(masked_lm)
+LUNAI_ENCODER_MODEL_INIT(masked_lm) /* luna_masked_lm_init: lunai_masked_lm_defaults, lunai_masked_lm_init */
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   x = lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
@@ -19061,7 +19077,7 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   }
   return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
-LUNAI_ENCODER_MODEL_INIT(seq2seq)
+LUNAI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init: lunai_seq2seq_defaults, lunai_seq2seq_init */
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
@@ -19267,7 +19283,7 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimize
   LUNA_API luna_optimizer *luna_##name(luna_params *params, const luna_optimizer_config *config) { \
     return lunai_optimizer_open(params, LUNA_OPTIMIZER_##kind, config); \
   }
-LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_OPEN)
+LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_OPEN) /* luna_sgd, luna_adam, luna_adamw, luna_apollo */
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
 LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group) {
