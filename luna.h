@@ -131,8 +131,8 @@
 
    DEVICES
      options.backend puts values elsewhere: luna_cuda.cuh on an NVIDIA GPU. The host then reads and writes them by
-     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
-     training step one launch.
+     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_cuda.cuh's
+     luna_graph makes a training step one launch.
 
    EIGHT BITS
      options.weights = LUNA_DTYPE_I8 (a context's inferences, and its streams), or a stream config's `weights`: products
@@ -218,11 +218,10 @@
 
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
-                          >>stream >>functions >>parallel >>graphs >>profile >>backend
+                          >>stream >>functions >>parallel >>profile >>backend
      2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>causal >>table
                           >>dispatch >>functions >>safetensors >>threads >>context >>backend >>profile >>tensors
-                          >>graphs >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling
-                          >>beam */
+                          >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -294,7 +293,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_DEVICES, BAD_ARGUMENT) X(STATE_MODEL, UNSUPPORTED) X(STATE_INPUT, BAD_ARGUMENT) \
   X(STATE_TWICE, BAD_ARGUMENT) X(STATE_OTHER, BAD_ARGUMENT) X(STATE_MISSING, MISMATCH) \
   X(STATE_POSITIONS, BAD_ARGUMENT) X(NO_CONTEXT, BAD_ARGUMENT) X(BACKEND, DEVICE_FAILED) X(NO_OP, UNSUPPORTED) \
-  X(GRAPH_ORDER, BAD_ARGUMENT) X(RELEASED, BAD_ARGUMENT) X(OTHER_CONTEXT, BAD_ARGUMENT) X(NO_MEMORY, OUT_OF_MEMORY) \
+  X(RELEASED, BAD_ARGUMENT) X(OTHER_CONTEXT, BAD_ARGUMENT) X(NO_MEMORY, OUT_OF_MEMORY) \
   X(STREAM_BLOCK, OUT_OF_MEMORY) X(COLLECTIVE, DEVICE_FAILED) X(RANKS_DIFFER, MISMATCH) X(RANK_VALUE, DEVICE_FAILED) \
   X(RANK_CUT, UNSUPPORTED) X(NULL_ARGUMENT, BAD_ARGUMENT) X(VALUE_RANGE, BAD_ARGUMENT) X(ELEMENT_RANGE, BAD_ARGUMENT) \
   X(FEATURE, BAD_ARGUMENT) X(FEATURE_SCALE, BAD_ARGUMENT) X(FEATURE_LARGE, BAD_ARGUMENT) X(NO_FEATURES, BAD_ARGUMENT) \
@@ -790,8 +789,8 @@ typedef struct luna_custom {
   const void *state;
   size_t state_size;
   size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
-  bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which
-                                        luna_graph may keep a recording; they read nothing back and never wait */
+  bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which a
+                                        graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom);
@@ -1761,36 +1760,6 @@ LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
 LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>graphs: a step on a device in one launch. Work between begin and end runs at the end; where it is the same as in
-   the step before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded
-   there, and from then on launched as a whole. Anything else runs as it would without a graph, and so do the first
-   steps, until their memory lies still: with luna_graph_reason's sentence, and never with other bits.
-
-       luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
-       for (...) {
-         luna_graph_begin(graph);
-         luna_begin_step(ctx);
-         loss = luna_lm_loss(&model, &input, labels);
-         luna_backward(loss);
-         luna_optimizer_step(adam);
-         if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
-         ... luna_item(loss) ...                           reading inside has the work before it run at once
-       }
-   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op
-   that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
-   tokens are such steps without a call; its steps have no place between begin and end.
-   ------------------------------------------------------------------------------------------------------------------ */
-typedef struct luna_graph luna_graph;
-LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
-#ifndef LUNA_ONLY_STREAM
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
-LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
-LUNA_API luna_status luna_graph_end(luna_graph *graph);
-/* why the last one was not one launch; "": it was */
-LUNA_API const char *luna_graph_reason(const luna_graph *graph);
-#endif
-
-/* ---------------------------------------------------------------------------------------------------------------------
    >>profile: where time goes: every op that runs between begin and end is timed.
 
        luna_profile_begin(ctx);
@@ -1803,9 +1772,8 @@ LUNA_API const char *luna_graph_reason(const luna_graph *graph);
    what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
    computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
    on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
-   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; after its end it may be
-   resumed, which leaves out what ran between. What it needs (40 KB) stays until luna_close. Off, it costs one
-   comparison an op.
+   of a luna_graph is never one launch. Begun again, it counts anew; after its end it may be resumed, which leaves out
+   what ran between. What it needs (40 KB) stays until luna_close. Off, it costs one comparison an op.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
 typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
@@ -2074,7 +2042,7 @@ typedef struct luna_update {
   /* of one device: what ctx queues from now on runs after what `other` has queued; null: work is done when a call
      returns */ \
   F(luna_status, wait, (luna_ctx *ctx, const luna_ctx *other)) \
-  /* counts a training step; `stepped`: clears nonfinite */ \
+  /* counts a training step; `stepped`: clears nonfinite. What the last step has in host memory is still there. */ \
   F(luna_status, begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped)) \
   /* sets nonfinite when the loss is */ \
   F(luna_status, check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state)) \
@@ -2083,12 +2051,11 @@ typedef struct luna_update {
                         int64_t count)) \
   F(luna_status, update, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
                           int64_t count)) \
-  /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
-     update, zero, and copies within the device. run queues what was kept. Null: a device without. */ \
-  F(luna_status, record, (luna_ctx *ctx)) \
-  F(luna_status, recorded, (luna_ctx *ctx, void **graph)) /* null: what was kept is forgotten */ \
-  F(luna_status, run, (luna_ctx *ctx, void *graph)) \
-  F(void, forget, (void *self, void *graph))
+  /* A stream's step of single tokens begins, or ends: the calls between are those of the step before, in the same
+     memory, and may run at the end. What the device keeps of them is in *kept, at first null, until forget. Null: they
+     run one by one. */ \
+  F(void, token, (luna_ctx *ctx, void **kept, bool ends)) \
+  F(void, forget, (void *self, void *kept))
 struct luna_backend {
 #define LUNAI_ENTRY(type, name) type name;
 #define LUNAI_ENTRY_CALL(result, name, parameters) result (*name) parameters;
@@ -9079,8 +9046,6 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, "%s: the backend failed: %s") \
   X(NO_OP, "%s: this backend has no op %s") \
-  X(GRAPH_ORDER, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time " \
-    "in a context") \
   X(RELEASED, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
@@ -10490,7 +10455,6 @@ struct luna_ctx {
   uint64_t writes;                   /* calls that changed parameters */
   struct luna_optimizer *optimizers; /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
-  luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
   luna_collective collective;        /* what options.collective points to, with more than one rank */
   const luna_params *newest;         /* of its parameter sets */
   lunai_hooked *hooked;
@@ -10498,7 +10462,6 @@ struct luna_ctx {
   lunai_profile *profile, *profiled; /* under way, or null; the last */
 #endif
 };
-LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
@@ -10779,7 +10742,6 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   const lunai_arena *was = mark.arena;
   if (ctx->slabs_end > was[0].persistent_bytes) return; /* an init ran ops: their tensors stay, and all before them */
-  lunai_graph_flush(ctx, "memory of its work was given back");
   for (int i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != was[i].persistent) lunai_chunk_close(ctx, &ctx->arena[i].persistent);
     ctx->arena[i].persistent_bytes = was[i].persistent_bytes;
@@ -11069,7 +11031,6 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   for (int i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
-    lunai_graph_flush(ctx, "memory of its work was given back");
     while (arena->steps) lunai_chunk_close(ctx, &arena->steps);
     if (!(i == 1 && LUNAI_SEPARATE)) arena->steps = lunai_chunk_open(ctx, i == 1, arena->step_peak);
     ctx->step.chunk[i] = arena->steps;
@@ -11093,7 +11054,6 @@ LUNAI_FN void lunai_close_hooked(luna_ctx *ctx, const lunai_hooked *last) {
 LUNA_API void luna_close(luna_ctx *ctx) {
   if (!ctx) return;
   lunai_close_hooked(ctx, NULL);
-  while (ctx->graphs) luna_graph_close(ctx->graphs);
 #ifndef LUNAI_NO_POOL
   if (ctx->parallel.run == lunai_pool_run) lunai_pool_close((lunai_pool *)ctx->parallel.user);
 #endif
@@ -11320,7 +11280,6 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (ctx->open_status != LUNA_OK) return ctx->open_status;
   /* keeps its number: the same dropout */
   const bool repeated = ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
-  lunai_step_clear(ctx);
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
@@ -11332,6 +11291,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   luna_status status = lunai_wait_for_owners(ctx);
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
+  lunai_step_clear(ctx);
   ctx->stepped = false;
   status = lunai_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
@@ -11352,6 +11312,7 @@ LUNA_API const char *luna_error(const luna_ctx *ctx) {
   return ctx ? ctx->error : lunai_sentence_of(LUNA_ERROR_NO_CONTEXT);
 }
 LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
@@ -14536,371 +14497,6 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>graphs
-   Between begin and end the context's backend is a graph's own table, which notes calls: each is a record of a copy of
-   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At
-   the end the records are run: as they are; or while the device records them, with those copies made from one place
-   there; or not at all, where a recording with their hash exists: then that place alone is written. Guarded by
-   tests/cuda.c.
-   ------------------------------------------------------------------------------------------------------------------ */
-#ifdef LUNA_ONLY_STREAM
-LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) { (void)ctx; (void)reason; }
-LUNAI_FN luna_status luna_graph_begin(luna_graph *g) { (void)g; return LUNA_OK; }
-LUNAI_FN luna_status luna_graph_end(luna_graph *g) { (void)g; return LUNA_OK; }
-LUNA_API void luna_graph_close(luna_graph *g) { (void)g; }
-LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
-#else
-typedef enum lunai_call_kind {
-  LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
-  LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
-} lunai_call_kind;
-typedef struct lunai_call {
-  lunai_call_kind kind;
-  size_t size;                       /* bytes, with the op and the tensors that follow */
-  void *to;                          /* copy, zero */
-  const void *from;                  /* null: the value at `value` */
-  size_t bytes, value;
-  int direction;
-  luna_step_state *state;            /* begin, check */
-  bool training, stepped;
-  luna_rule rule;                    /* norm, update */
-  const luna_update *parts, *table;
-  int64_t count;
-} lunai_call;
-typedef struct lunai_bytes { char *at; size_t used, room, needed; } lunai_bytes; /* needed: had there been room */
-struct luna_graph {
-  luna_ctx *ctx;
-  luna_graph *next;
-  const luna_backend *device;        /* the real table */
-  luna_backend table;
-  lunai_bytes calls, values;
-  char *inputs;                      /* on the device: the values of a step */
-  size_t inputs_size;
-  void *recording;
-  uint64_t hash, last, recorded;     /* of this step, the one before, the recording */
-  bool through;                      /* in this step calls run at once */
-  bool customs;                      /* it has noted a custom op, whose state ends with the next begin */
-  luna_status status;                /* of what ran before the end */
-  const char *reason;
-};
-LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
-  return !ctx ? NULL : ctx->graph ? ctx->graph->device : ctx->backend;
-}
-
-LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
-  for (size_t at = 0; at < size; at += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
-    g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
-    g->hash ^= g->hash >> 29;
-  }
-}
-LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording) {
-  const luna_backend *b = g->device;
-  luna_op *op = (luna_op *)(void *)(c + 1);
-  switch (c->kind) {
-    case LUNAI_CALL_FORWARD: return b->op[op->kind].forward(op);
-    case LUNAI_CALL_BACKWARD: return b->op[op->kind].backward(op);
-    case LUNAI_CALL_COPY:
-      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, c->direction);
-      return recording ? b->copy(g->ctx, c->to, g->inputs + c->value, c->bytes, 0)
-                       : b->copy(g->ctx, c->to, g->values.at + c->value, c->bytes, 1);
-    case LUNAI_CALL_ZERO: return b->zero(g->ctx, c->to, c->bytes);
-    case LUNAI_CALL_BEGIN: return b->begin(g->ctx, c->state, c->training, c->stepped);
-    case LUNAI_CALL_CHECK: return b->check(g->ctx, (const luna_tensor *)(const void *)(c + 1), c->state);
-    case LUNAI_CALL_NORM: return b->norm(g->ctx, &c->rule, c->parts, c->table, c->count);
-    default: return b->update(g->ctx, &c->rule, c->parts, c->table, c->count);
-  }
-}
-LUNAI_FN luna_status lunai_calls_run(luna_graph *g, bool recording) {
-  luna_status status = LUNA_OK;
-  for (size_t at = 0; at < g->calls.used && status == LUNA_OK;) {
-    lunai_call *c = (lunai_call *)(void *)(g->calls.at + at);
-    status = lunai_call_run(g, c, recording);
-    at += c->size;
-  }
-  return status;
-}
-/* What has been noted runs now, and what follows at once. */
-LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) {
-  luna_graph *g = ctx->graph;
-  if (!g || g->through) return;
-  g->through = true;
-  g->reason = reason;
-  g->status = lunai_calls_run(g, false);
-}
-
-/* room for `size` bytes more; null: what needs them is to run at once */
-LUNAI_FN char *lunai_bytes_take(luna_graph *g, lunai_bytes *bytes, size_t size) {
-  char *at = bytes->at + bytes->used;
-  size = (size + 15) / 16 * 16;
-  bytes->needed += size;
-  if (bytes->room - bytes->used < size)
-    lunai_graph_flush(g->ctx, "its first steps run by themselves, until their memory lies still");
-  if (g->through) return NULL;
-  bytes->used += size;
-  return at;
-}
-LUNAI_FN lunai_call lunai_call_of(lunai_call_kind kind) {
-  lunai_call call;
-  memset(&call, 0, sizeof call);
-  call.kind = kind;
-  return call;
-}
-/* a record of a call, with `more` bytes after it, or null */
-LUNAI_FN lunai_call *lunai_note(luna_graph *g, const lunai_call *call, size_t more) {
-  const size_t size = (sizeof *call + more + 15) / 16 * 16;
-  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(g, &g->calls, size);
-  if (!c) return NULL;
-  memcpy(c, call, sizeof *c);
-  c->size = size;
-  return c;
-}
-/* the record of a call that is followed by nothing; or it runs at once */
-LUNAI_FN luna_status lunai_note_call(luna_ctx *ctx, lunai_call *call) {
-  lunai_graph_mix(ctx->graph, call, sizeof *call);
-  return lunai_note(ctx->graph, call, 0) ? LUNA_OK : lunai_call_run(ctx->graph, call, false);
-}
-LUNAI_FN void lunai_note_tensor(luna_graph *g, luna_tensor *to, const luna_tensor *t) {
-  const void *pointers[] = { t->data, t->grad };
-  *to = *t;
-  lunai_graph_mix(g, pointers, sizeof pointers);
-  lunai_graph_mix(g, t->shape, sizeof t->shape);
-  lunai_graph_mix(g, &t->rank, sizeof t->rank);
-}
-LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
-  const uint32_t words[] = { (uint32_t)op->kind, (uint32_t)op->inputs, (uint32_t)op->outputs, op->dropout_op,
-                             op->last_dropout_op, (uint32_t)op->activation, (uint32_t)op->training, (uint32_t)op->sets,
-                             (uint32_t)op->dots };
-  const float drops[] = { op->dropout, op->last_dropout };
-  const void *pointers[] = { op->index, op->lengths, op->query_offsets, op->key_offsets, op->mean_ka, op->mean_av,
-                             op->weights, op->position, op->history, op->kept, op->workspace };
-  lunai_graph_mix(g, words, sizeof words);
-  lunai_graph_mix(g, drops, sizeof drops);
-  lunai_graph_mix(g, pointers, sizeof pointers);
-  lunai_graph_mix(g, &op->arg, sizeof op->arg);
-  if (op->kind == LUNA_OP_CUSTOM) lunai_graph_mix(g, op->arg.custom.state, op->arg.custom.state_size);
-}
-/* a copy of an op, with its tensors from `next` on */
-LUNAI_FN void lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
-  const int tensors = op->inputs + op->outputs;
-  int j;
-  *to = *op;
-  lunai_note_arguments(g, op);
-  for (int i = 0; i < tensors; i++) {
-    luna_tensor **at = i < op->inputs ? &to->in[i] : &to->out[i - op->inputs];
-    if (!*at) continue;
-    for (j = 0; j < i && j < op->inputs && op->in[j] != *at; j++);
-    if (j < i && j < op->inputs) *at = to->in[j]; /* one tensor stays one */
-    else {
-      lunai_note_tensor(g, next, *at);
-      *at = next++;
-    }
-  }
-}
-LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
-  luna_graph *g = op->ctx->graph;
-  const lunai_call call = lunai_call_of(kind);
-  const luna_op_functions *device = &g->device->op[op->kind];
-  if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
-    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
-  if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
-  lunai_call *c = lunai_note(g, &call, sizeof *op + (size_t)(op->inputs + op->outputs) * sizeof(luna_tensor));
-  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
-  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
-  luna_op *to = (luna_op *)(void *)(c + 1);
-  lunai_graph_mix(g, &kind, sizeof kind);
-  lunai_note_one(g, to, (luna_tensor *)(void *)(to + 1), op);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
-LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_BACKWARD); }
-LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
-  luna_graph *g = ctx->graph;
-  lunai_call call = lunai_call_of(LUNAI_CALL_COPY);
-  if (bytes == 0) return LUNA_OK;
-  if (direction == 2) {
-    lunai_graph_flush(ctx, "something was read before luna_graph_end");
-    return g->device->copy(ctx, to, from, bytes, direction);
-  }
-  char *value = direction == 1 ? lunai_bytes_take(g, &g->values, bytes) : NULL;
-  if (value) memcpy(value, from, bytes);
-  call.to = to;
-  call.from = value ? NULL : from;
-  call.bytes = bytes;
-  call.value = value ? (size_t)(value - g->values.at) : 0;
-  call.direction = direction;
-  return lunai_note_call(ctx, &call);
-}
-LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
-  lunai_call call = lunai_call_of(LUNAI_CALL_ZERO);
-  call.to = at;
-  call.bytes = bytes;
-  return lunai_note_call(ctx, &call);
-}
-LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
-  lunai_call call = lunai_call_of(LUNAI_CALL_BEGIN);
-  if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
-  call.state = state;
-  call.training = training;
-  call.stepped = stepped;
-  return lunai_note_call(ctx, &call);
-}
-LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
-  luna_graph *g = ctx->graph;
-  lunai_call call = lunai_call_of(LUNAI_CALL_CHECK);
-  call.state = state;
-  lunai_call *c = lunai_note(g, &call, sizeof *loss);
-  if (!c) return g->device->check(ctx, loss, state);
-  lunai_graph_mix(g, &call, sizeof call);
-  lunai_note_tensor(g, (luna_tensor *)(void *)(c + 1), loss);
-  return LUNA_OK;
-}
-/* the parts stay as they are, the optimiser's, until it makes another step */
-LUNAI_FN luna_status lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule,
-                                      const luna_update *parts, const luna_update *table, int64_t count) {
-  lunai_call call = lunai_call_of(kind);
-  memcpy(&call.rule, rule, sizeof *rule);
-  call.parts = parts;
-  call.table = table;
-  call.count = count;
-  lunai_graph_mix(ctx->graph, parts, (size_t)count * sizeof *parts);
-  return lunai_note_call(ctx, &call);
-}
-LUNAI_FN luna_status lunai_note_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
-                                     const luna_update *table, int64_t count) {
-  return lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count);
-}
-LUNAI_FN luna_status lunai_note_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
-                                       const luna_update *table, int64_t count) {
-  return lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count);
-}
-
-LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
-  return ctx && ctx->open_status == LUNA_OK && lunai_on_device(ctx) && luna_backend_of(ctx)->record;
-}
-/* null: no memory */
-LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
-  luna_graph *g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
-  if (!g) return NULL;
-  memset(g, 0, sizeof *g);
-  g->ctx = ctx;
-  g->device = luna_backend_of(ctx);
-  g->table = *g->device;
-  g->table.copy = lunai_note_copy;
-  g->table.zero = lunai_note_zero;
-  g->table.begin = lunai_note_begin;
-  g->table.check = lunai_note_check;
-  g->table.norm = lunai_note_norm;
-  g->table.update = lunai_note_update;
-  for (int i = 0; i < LUNA_OP_COUNT; i++) {
-    if (g->table.op[i].forward) g->table.op[i].forward = lunai_note_forward;
-    if (g->table.op[i].backward) g->table.op[i].backward = lunai_note_backward;
-  }
-  g->reason = "no step has ended";
-  g->next = ctx->graphs;
-  return ctx->graphs = g;
-}
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx) {
-  luna_graph *g = lunai_has_graphs(ctx) ? lunai_graph_make(ctx) : NULL;
-  if (!g && lunai_has_graphs(ctx)) lunai_fail_memory(ctx, "luna_graph_open", sizeof *g);
-  return g;
-}
-LUNAI_FN void lunai_bytes_free(const luna_graph *g, lunai_bytes *bytes) {
-  if (bytes->at) lunai_raw_release(&g->ctx->options.allocator, bytes->at, bytes->room);
-  memset(bytes, 0, sizeof *bytes);
-}
-LUNA_API void luna_graph_close(luna_graph *g) {
-  luna_graph **at;
-  if (!g) return;
-  luna_ctx *ctx = g->ctx;
-  if (ctx->graph == g) {
-    ctx->graph = NULL;
-    ctx->backend = g->device;
-  }
-  for (at = &ctx->graphs; *at != g; at = &(*at)->next);
-  *at = g->next;
-  if (g->recording) g->device->forget(ctx->self, g->recording);
-  if (g->inputs) g->device->release(ctx->self, g->inputs, g->inputs_size);
-  lunai_bytes_free(g, &g->calls);
-  lunai_bytes_free(g, &g->values);
-  lunai_raw_release(&ctx->options.allocator, g, sizeof *g);
-}
-
-LUNA_API luna_status luna_graph_begin(luna_graph *g) {
-  luna_ctx *ctx = g ? g->ctx : NULL;
-  if (!g) return LUNA_OK;
-  if (ctx->graph) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_begin");
-  g->calls.used = g->calls.needed = g->values.used = g->values.needed = 0;
-  g->hash = 0;
-  g->through = g->customs = false;
-  g->status = LUNA_OK;
-  ctx->graph = g;
-  ctx->backend = &g->table;
-  return LUNA_OK;
-}
-/* as large as a step needs; nothing is lost where memory ends */
-LUNAI_FN void lunai_bytes_grow(const luna_graph *g, lunai_bytes *bytes) {
-  const size_t needed = bytes->needed;
-  if (needed <= bytes->room) return;
-  lunai_bytes_free(g, bytes);
-  bytes->at = (char *)lunai_raw_allocate(&g->ctx->options.allocator, needed);
-  if (bytes->at) bytes->room = needed;
-}
-/* Has the device record what was noted; false: it could not, and has run nothing */
-LUNAI_FN bool lunai_graph_record(luna_graph *g) {
-  luna_ctx *ctx = g->ctx;
-  const luna_backend *b = g->device;
-  const luna_status before = ctx->status;
-  const luna_error_id error_id = ctx->error_id;
-  char error[sizeof ctx->error];
-  memcpy(error, ctx->error, sizeof error);
-  if (g->recording) b->forget(ctx->self, g->recording);
-  g->recording = NULL;
-  if (g->values.used > g->inputs_size) {
-    if (g->inputs) b->release(ctx->self, g->inputs, g->inputs_size);
-    g->inputs = (char *)b->allocate(ctx->self, g->values.used);
-    g->inputs_size = g->inputs ? g->values.used : 0;
-    if (!g->inputs) return false;
-  }
-  if (b->record(ctx) == LUNA_OK) {
-    const luna_status status = lunai_calls_run(g, true);
-    const bool good = b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) == LUNA_OK && g->recording;
-    if (good) return g->recorded = g->hash, true;
-  }
-  ctx->status = before;              /* the calls run without a recording: its failure is none of theirs */
-  ctx->error_id = error_id;
-  memcpy(ctx->error, error, sizeof error);
-  return false;
-}
-LUNA_API luna_status luna_graph_end(luna_graph *g) {
-  luna_ctx *ctx = g ? g->ctx : NULL;
-  if (!g) return LUNA_OK;
-  if (ctx->graph != g) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_end");
-  ctx->graph = NULL;
-  ctx->backend = g->device;
-  luna_status status = g->status;
-  if (!g->through && ctx->status == LUNA_OK && ((g->recording && g->hash == g->recorded) ||
-                                                (g->hash == g->last && lunai_graph_record(g)))) {
-    g->reason = "";
-    if (g->values.used) status = g->device->copy(ctx, g->inputs, g->values.at, g->values.used, 1);
-    if (status == LUNA_OK) status = g->device->run(ctx, g->recording);
-  } else if (!g->through) {
-    g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
-    status = lunai_calls_run(g, false);
-  }
-  g->last = g->through ? 0 : g->hash;
-  lunai_bytes_grow(g, &g->calls);
-  lunai_bytes_grow(g, &g->values);
-  if (status == LUNA_OK && ctx->status != LUNA_OK) return ctx->status;
-  return lunai_backend_result(ctx, "luna_graph_end", status);
-}
-LUNA_API const char *luna_graph_reason(const luna_graph *g) {
-  return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
-}
-#endif
-
-/* ---------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_MAX_PARAM_NAME 1024       /* with its end */
@@ -14998,7 +14594,7 @@ LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
 
 /* tables of one device may differ in their rows */
 LUNAI_FN bool lunai_same_device(const luna_ctx *a, const luna_ctx *b) {
-  const luna_backend *x = luna_backend_of(a), *y = luna_backend_of(b);
+  const luna_backend *x = a->backend, *y = b->backend;
   return x == y || (x->device != 0 && x->device == y->device && x->allocate == y->allocate && x->wait == y->wait);
 }
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
@@ -17046,9 +16642,7 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
 #define LUNAI_CPU_check LUNAI_TRAIN(lunai_cpu_check)
 #define LUNAI_CPU_norm LUNAI_TRAIN(lunai_cpu_norm)
 #define LUNAI_CPU_update LUNAI_TRAIN(lunai_cpu_update)
-#define LUNAI_CPU_record NULL
-#define LUNAI_CPU_recorded NULL
-#define LUNAI_CPU_run NULL
+#define LUNAI_CPU_token NULL
 #define LUNAI_CPU_forget NULL
 static const luna_backend lunai_cpu = {
 #define LUNAI_ENTRY(type, name) LUNAI_CPU_##name,
@@ -20676,6 +20270,7 @@ struct luna_stream {
   size_t memory_size;
   char *device_memory;               /* in the device's memory */
   size_t device_size;
+  void *kept;                        /* by the device, of steps of single tokens */
 };
 
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
@@ -21353,8 +20948,6 @@ LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, co
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, const char *name) {
   if (!s) return NULL;
-  /* of a single token; without memory for it there is none */
-  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx);
   if (good) return s;
   (void)lunai_stream_report(ctx, s, name);
   luna_stream_close(s);
@@ -21369,9 +20962,8 @@ LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   if (own.weights == LUNA_DTYPE_F32) own.weights = ctx->options.weights;
-  lunai_graph_flush(ctx, "a stream was opened");
   first->model_ctx = ctx;
-  first->ctx.backend = luna_backend_of(ctx);
+  first->ctx.backend = ctx->backend;
   first->ctx.self = ctx->self;
   first->ctx.state = ctx->state;
   first->ctx.options.allocator = ctx->options.allocator;
@@ -21423,7 +21015,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 LUNA_API void luna_stream_close(luna_stream *s) {
   if (!LUNAI_WHOLE || !s || !s->memory_size) return;
   const luna_allocator allocator = s->ctx.options.allocator;
-  while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
+  if (s->kept) s->ctx.backend->forget(s->ctx.self, s->kept);
   if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
   lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
 }
@@ -21464,11 +21056,11 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
     return NULL;
   }
   for (int64_t at = 0, rows; at < n; at += rows) {
-    luna_graph *graph = n == 1 ? s->ctx.graphs : NULL; /* a single token's calls: on a device one launch */
+    const bool single = n == 1 && s->ctx.backend->token;
     rows = lunai_min(s->chunk, n - at);
-    (void)luna_graph_begin(graph);
+    if (single) s->ctx.backend->token(&s->ctx, &s->kept, false);
     y = lunai_stream_send(s, input, at, rows) ? lunai_stream_rows(s, rows, at + rows == n) : NULL;
-    (void)luna_graph_end(graph);
+    if (single) s->ctx.backend->token(&s->ctx, &s->kept, true);
     s->position += rows;
     if (y && at + rows < n && !lunai_stream_on_device(s)) finite = finite && lunai_are_finite(luna_count(y), y->data);
   }

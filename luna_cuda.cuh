@@ -6,7 +6,8 @@
                          options.backend = luna_cuda_backend(0);
                          luna_ctx *ctx = luna_open(&options);
    and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas -lcublasLt. luna.h's
-   implementation may stand in the same .cu file or, faster on the CPU, in a .c file of its own.
+   implementation may stand in the same .cu file or, faster on the CPU, in a .c file of its own. Other compilers see
+   declarations alone: a program in C includes this file, too.
 
    Memory      Tensors' data, gradients and moments lie on the device; luna_read and luna_item bring values back.
                Pointers of host memory never go into an op but through the calls that take host arrays (tokens,
@@ -31,16 +32,17 @@
    Graphs      luna_graph makes a training step one cudaGraphLaunch, and a copy of what changes: tokens, labels, the
                learning rate. Streams use one by themselves for single tokens. A custom op is recorded only if its
                luna_custom says that it may be: then its launches into luna_cuda_stream are captured, and it must not
-               allocate or wait.
+               allocate or wait. In a table with rows of your own, those of this file are recorded; luna_cuda_stream,
+               which yours ask for, has the work before them queued at once.
 
-   Chapters: >>base >>context >>maps >>gemm >>rows >>attention >>unpack >>causal >>optimisers >>backend
+   Chapters: >>base >>context >>maps >>gemm >>rows >>attention >>unpack >>causal >>optimisers >>graphs >>backend
 
    The kernels are plain CUDA C++ over a small vocabulary (LUNACU_LAUNCH, LUNACU_SHARED, lunacu_shared), so that
    tests/cuda_host.h can compile and run them on a machine without a GPU. */
 #ifndef LUNA_CUDA_CUH
 #define LUNA_CUDA_CUH
 #include "luna.h"
-#ifndef LUNA_CUDA_HOST
+#if defined(__CUDACC__) && !defined(LUNA_CUDA_HOST)
 #include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
@@ -55,16 +57,45 @@ typedef enum luna_cuda_math { LUNA_CUDA_F32 = 0, LUNA_CUDA_TF32, LUNA_CUDA_BF16 
 const luna_backend *luna_cuda_backend(int device);
 /* null for other modes too */
 const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math);
-cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this backend; lives as long as the context */
+/* The cudaStream_t of a context with this backend, which lives as long as the context; what has been called before lies
+   in it. */
+struct CUstream_st *luna_cuda_stream(const luna_ctx *ctx);
+
+/* --- graphs: a step in one launch. Work between begin and end runs at the end; where it is the same as in the step
+   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there,
+   and from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps,
+   until their memory lies still: with luna_graph_reason's sentence, and never with other bits.
+
+       luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
+       for (...) {
+         luna_graph_begin(graph);
+         luna_begin_step(ctx);
+         loss = luna_lm_loss(&model, &input, labels);
+         luna_backward(loss);
+         luna_optimizer_step(adam);
+         if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
+         ... luna_item(loss) ...                           reading inside has the work before it run at once
+       }
+   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op
+   that is not recordable make a step run by itself, and so does a stream's step between begin and end. One graph at a
+   time in a context; freed with it. --- */
+typedef struct luna_graph luna_graph;
+luna_graph *luna_graph_open(luna_ctx *ctx);
+luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
+luna_status luna_graph_end(luna_graph *graph);
+const char *luna_graph_reason(const luna_graph *graph);    /* why the last one was not one launch; "": it was */
+void luna_graph_close(luna_graph *graph);                  /* null is fine */
 #ifdef __cplusplus
 }
 #endif
 
+#if defined(__CUDACC__) || defined(LUNA_CUDA_HOST)
 /* ---------------------------------------------------------------------------------------------------------------------
    >>base: shared by every chapter below
    ------------------------------------------------------------------------------------------------------------------ */
 #include <math.h>
 #include <mutex>
+#include <new>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -131,6 +162,8 @@ struct lunacu {
   int part;
   size_t staged;
   cudaEvent_t sent[LUNACU_STAGING_PARTS];
+  luna_graph *graphs, *graph;        /* newest first; the one that has begun */
+  bool capturing;                    /* what fails now runs by itself: it is no failure of the context */
 };
 static inline lunacu *lunacu_self(const luna_ctx *ctx) { return (lunacu *)luna_backend_self(ctx); }
 /* the stream of a context's work */
@@ -181,12 +214,16 @@ static luna_status lunacu_status(cudaError_t error) {
   if (error == cudaErrorMemoryAllocation) return LUNA_OUT_OF_MEMORY;
   return lunacu_lacks_kernels(error) ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED;
 }
+static luna_status lunacu_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
+  const lunacu *self = lunacu_self(ctx);
+  return self && self->capturing ? status : luna_backend_fail(ctx, status, sentence);
+}
 /* LUNA_OK, or the failure of a CUDA call */
 static luna_status lunacu_check(luna_ctx *ctx, cudaError_t error, const char *what) {
   char sentence[320];
   if (lunacu_own(error) == cudaSuccess) return LUNA_OK;
   lunacu_sentence(sentence, sizeof sentence, what, lunacu_self(ctx) ? lunacu_self(ctx)->device : 0, error);
-  return luna_backend_fail(ctx, lunacu_status(error), sentence);
+  return lunacu_fail(ctx, lunacu_status(error), sentence);
 }
 /* after the launches of a row or of a table entry */
 static luna_status lunacu_done(luna_ctx *ctx, const char *what) {
@@ -406,8 +443,11 @@ __device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float
 #define LUNACU_PARTIALS_SIZE (1 << 17)
 #define LUNACU_DEVICES 16
 
+static void lunacu_graph_flush(luna_graph *graph, const char *reason);
+
 static void lunacu_close(void *user) {
   lunacu *self = (lunacu *)user;
+  while (self->graphs) luna_graph_close(self->graphs);
   (void)lunacu_enter(self);
   if (self->stream) (void)lunacu_own(cudaStreamSynchronize(self->stream));
   if (self->blas) (void)cublasDestroy(self->blas);
@@ -493,6 +533,7 @@ static void *lunacu_allocate(void *user, size_t bytes) {
 }
 static void lunacu_release(void *user, void *memory, size_t bytes) {
   (void)bytes;
+  lunacu_graph_flush(((lunacu *)user)->graph, "memory of its work was given back");
   (void)lunacu_enter((lunacu *)user);
   (void)lunacu_own(cudaFree(memory));
 }
@@ -561,34 +602,6 @@ static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
   lunacu_captures().unlock();
   if (error == cudaSuccess) error = cudaStreamWaitEvent(self->stream, self->event, 0);
   return lunacu_check(ctx, error, "waiting for the context of a shared set");
-}
-
-/* --- graphs: what is queued between the first two is captured; no call that luna.h makes there allocates
-   or waits --- */
-static luna_status lunacu_record(luna_ctx *ctx) {
-  lunacu_captures().lock();
-  const cudaError_t error = cudaStreamBeginCapture(lunacu_self(ctx)->stream, cudaStreamCaptureModeThreadLocal);
-  if (error != cudaSuccess) lunacu_captures().unlock();
-  return lunacu_check(ctx, error, "luna_graph");
-}
-static luna_status lunacu_recorded(luna_ctx *ctx, void **out) {
-  cudaGraph_t graph = NULL;
-  cudaGraphExec_t launch = NULL;
-  cudaError_t error = cudaStreamEndCapture(lunacu_self(ctx)->stream, &graph);
-  lunacu_captures().unlock();
-  if (error == cudaSuccess && out) error = cudaGraphInstantiate(&launch, graph, 0);
-  if (graph) (void)lunacu_own(cudaGraphDestroy(graph));
-  if (out) *out = error == cudaSuccess ? launch : NULL;
-  return lunacu_check(ctx, error, "luna_graph");
-}
-static luna_status lunacu_run(luna_ctx *ctx, void *graph) {
-  return lunacu_check(ctx, cudaGraphLaunch((cudaGraphExec_t)graph, lunacu_self(ctx)->stream), "luna_graph");
-}
-static void lunacu_forget(void *user, void *graph) {
-  lunacu *self = (lunacu *)user;
-  (void)lunacu_enter(self);
-  (void)lunacu_own(cudaStreamSynchronize(self->stream)); /* it may be running */
-  (void)lunacu_own(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1459,8 +1472,8 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p, bool *end
   }
   if (p.m > INT32_MAX || p.n > INT32_MAX || p.k > INT32_MAX || l.lda > INT32_MAX || l.ldb > INT32_MAX ||
       p.batch > INT32_MAX)
-    return luna_backend_fail(ctx, LUNA_UNSUPPORTED,
-                             "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
+    return lunacu_fail(ctx, LUNA_UNSUPPORTED,
+                       "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
   cublasStatus_t status = p.bias ? lunacu_gemm_ended(self, p, l, type) : CUBLAS_STATUS_NOT_SUPPORTED;
   if (status == CUBLAS_STATUS_SUCCESS) *ended = true;
   else if (status != CUBLAS_STATUS_EXECUTION_FAILED)
@@ -1472,7 +1485,7 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p, bool *end
   snprintf(sentence, sizeof sentence, "a product [%lld, %lld] x [%lld, %lld]: cuBLAS on CUDA device %d: %s",
            (long long)p.m, (long long)p.k, (long long)p.k, (long long)p.n,
            self->device, cublasGetStatusString(status));
-  return luna_backend_fail(ctx, LUNA_DEVICE_FAILED, sentence);
+  return lunacu_fail(ctx, LUNA_DEVICE_FAILED, sentence);
 }
 
 /* --- column sums, for the gradients of biases: to[items, width] += those of x [items, rows, width]; scratch:
@@ -5630,6 +5643,332 @@ static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const lun
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
+   >>graphs
+   While a graph has begun, the table's entries note their calls: each note has a copy of its call's arguments, tensors
+   and all, which go into a hash, the values that are copied to the device excepted. At the end the notes are run: as
+   they are; or while the stream is captured, with those copies made from one place on the device; or not at all, where
+   a launch with their hash exists: then that place alone is written. Guarded by tests/cuda.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+struct lunacu_note {                 /* followed by the call's arguments */
+  luna_status (*run)(luna_graph *g, lunacu_note *note);
+  size_t size;                       /* with them */
+};
+struct lunacu_bytes { char *at; size_t used, room, needed; }; /* needed: had there been room */
+struct luna_graph {
+  luna_ctx *ctx;
+  lunacu *self;
+  luna_graph *next;
+  lunacu_bytes notes, values;
+  char *inputs;                      /* on the device: the values of a step */
+  size_t inputs_size;
+  cudaGraphExec_t launch;
+  uint64_t hash, last, recorded;     /* of this step, the one before, the launch */
+  bool through;                      /* in this step calls run at once */
+  bool customs;                      /* it has noted a custom op, whose state ends with the next begin */
+  luna_status status;                /* of what ran before the end */
+  const char *reason;
+};
+
+static luna_status lunacu_graph_enter(luna_graph *g) {
+  return lunacu_check(g->ctx, lunacu_enter(g->self), "cudaSetDevice");
+}
+static luna_status lunacu_notes_run(luna_graph *g) {
+  luna_status status = LUNA_OK;
+  for (size_t at = 0; at < g->notes.used && status == LUNA_OK;) {
+    lunacu_note *note = (lunacu_note *)(void *)(g->notes.at + at);
+    status = lunacu_graph_enter(g);
+    if (status == LUNA_OK) status = note->run(g, note);
+    at += note->size;
+  }
+  return status;
+}
+/* What has been noted runs now, and what follows at once. */
+static void lunacu_graph_flush(luna_graph *g, const char *reason) {
+  if (!g || g->through) return;
+  g->through = true;
+  g->reason = reason;
+  g->status = lunacu_notes_run(g);
+}
+/* the graph that notes a context's calls or, where they run at once, counts them; or null. A stream's device is that of
+   its model's context. */
+static luna_graph *lunacu_noting(const luna_ctx *ctx) {
+  luna_graph *g = lunacu_self(ctx) ? lunacu_self(ctx)->graph : NULL;
+  if (!g || g->ctx == ctx) return g;
+  lunacu_graph_flush(g, "a stream worked before luna_graph_end");
+  return NULL;
+}
+
+/* room for `size` bytes more; null: what needs them is to run at once */
+static char *lunacu_bytes_take(luna_graph *g, lunacu_bytes *bytes, size_t size) {
+  char *at = bytes->at + bytes->used;
+  size = (size + 15) / 16 * 16;
+  bytes->needed += size;
+  if (bytes->room - bytes->used < size)
+    lunacu_graph_flush(g, "its first steps run by themselves, until their memory lies still");
+  if (g->through) return NULL;
+  bytes->used += size;
+  return at;
+}
+/* a note with `size` bytes of arguments, or null */
+static lunacu_note *lunacu_note_take(luna_graph *g, luna_status (*run)(luna_graph *, lunacu_note *), size_t size) {
+  lunacu_note *note = (lunacu_note *)(void *)lunacu_bytes_take(g, &g->notes, sizeof *note + size);
+  if (!note) return NULL;
+  note->run = run;
+  note->size = (sizeof *note + size + 15) / 16 * 16;
+  return note;
+}
+static void lunacu_mix_bytes(luna_graph *g, const void *bytes, size_t size) {
+  for (size_t at = 0; at < size; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
+    g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
+    g->hash ^= g->hash >> 29;
+  }
+}
+template <class... A> static void lunacu_mix(luna_graph *g, const A &...a) { (lunacu_mix_bytes(g, &a, sizeof a), ...); }
+static void lunacu_mix_tensor(luna_graph *g, const luna_tensor &t) { lunacu_mix(g, t.data, t.grad, t.shape, t.rank); }
+/* notes call(g), all of whose arguments are in it and have been mixed into the hash; or runs it */
+template <class F> static luna_status lunacu_note_call(luna_graph *g, const F &call) {
+  luna_status (*const run)(luna_graph *, lunacu_note *) = [](luna_graph *of, lunacu_note *note) {
+    return (*(const F *)(const void *)(note + 1))(of);
+  };
+  lunacu_mix(g, run);
+  lunacu_note *note = lunacu_note_take(g, run, sizeof call);
+  if (note) {
+    new (note + 1) F(call);
+    return LUNA_OK;
+  }
+  const luna_status status = lunacu_graph_enter(g);
+  return status == LUNA_OK ? call(g) : status;
+}
+
+/* the copy of an op, which its tensors follow */
+static void lunacu_note_tensors(luna_graph *g, luna_op *to, const luna_op *op) {
+  const int tensors = op->inputs + op->outputs;
+  luna_tensor *next = (luna_tensor *)(void *)(to + 1);
+  int j;
+  *to = *op;
+  lunacu_mix(g, op->kind, op->inputs, op->outputs, op->dropout_op, op->last_dropout_op, op->activation, op->training,
+             op->sets, op->dots, op->dropout, op->last_dropout, op->index, op->lengths, op->query_offsets,
+             op->key_offsets, op->mean_ka, op->mean_av, op->weights, op->position, op->history, op->kept,
+             op->workspace, op->arg);
+  if (op->kind == LUNA_OP_CUSTOM) lunacu_mix_bytes(g, op->arg.custom.state, op->arg.custom.state_size);
+  for (int i = 0; i < tensors; i++) {
+    luna_tensor **at = i < op->inputs ? &to->in[i] : &to->out[i - op->inputs];
+    if (!*at) continue;
+    for (j = 0; j < i && j < op->inputs && op->in[j] != *at; j++);
+    if (j < i && j < op->inputs) *at = to->in[j]; /* one tensor stays one */
+    else {
+      lunacu_mix_tensor(g, **at);
+      *next = **at;
+      *at = next++;
+    }
+  }
+}
+/* notes an op with its tensors; false: it is to run now */
+static bool lunacu_note_op(luna_graph *g, luna_status (*run)(luna_graph *, lunacu_note *), const luna_op *op) {
+  const int tensors = op->inputs + op->outputs;
+  if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
+    lunacu_graph_flush(g, "a custom op is not recordable (luna_custom)");
+  lunacu_note *note = lunacu_note_take(g, run, sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  if (!note) return false;
+  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
+  lunacu_mix(g, run);
+  lunacu_note_tensors(g, (luna_op *)(void *)(note + 1), op);
+  return true;
+}
+
+/* the table's function for `entry`, whose calls a graph may note */
+template <auto entry> struct lunacu_noted;
+template <luna_status (*entry)(luna_op *)> struct lunacu_noted<entry> {
+  static luna_status run(luna_graph *, lunacu_note *note) { return entry((luna_op *)(void *)(note + 1)); }
+  static luna_status call(luna_op *op) {
+    luna_graph *g = lunacu_noting(op->ctx);
+    return g && lunacu_note_op(g, run, op) ? LUNA_OK : lunacu_entered<entry>::call(op);
+  }
+};
+template <class... A, luna_status (*entry)(luna_ctx *, A...)> struct lunacu_noted<entry> {
+  static luna_status call(luna_ctx *ctx, A... a) {
+    luna_graph *g = lunacu_noting(ctx);
+    if (!g) return lunacu_entered<entry>::call(ctx, a...);
+    lunacu_mix(g, a...);
+    return lunacu_note_call(g, [=](luna_graph *) { return entry(ctx, a...); });
+  }
+};
+static luna_status lunacu_begin_noted(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  luna_graph *g = lunacu_noting(ctx);
+  if (g && g->customs) lunacu_graph_flush(g, "a step with a custom op was not its last");
+  return lunacu_noted<lunacu_begin>::call(ctx, state, training, stepped);
+}
+static luna_status lunacu_copy_noted(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  luna_graph *g = lunacu_noting(ctx);
+  if (bytes == 0) return LUNA_OK;
+  if (g && direction == 2) lunacu_graph_flush(g, "something was read before luna_graph_end");
+  char *value = g && direction == 1 ? lunacu_bytes_take(g, &g->values, bytes) : NULL;
+  if (!value) return lunacu_noted<lunacu_copy>::call(ctx, to, from, bytes, direction);
+  const size_t at = (size_t)(value - g->values.at);
+  memcpy(value, from, bytes);
+  lunacu_mix(g, to, bytes, at);
+  return lunacu_note_call(g, [=](luna_graph *of) {
+    return lunacu_self(ctx)->capturing ? lunacu_copy(ctx, to, of->inputs + at, bytes, 0)
+                                       : lunacu_copy(ctx, to, of->values.at + at, bytes, 1);
+  });
+}
+static luna_status lunacu_check_noted(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
+  luna_graph *g = lunacu_noting(ctx);
+  if (!g) return lunacu_entered<lunacu_loss_check>::call(ctx, loss, state);
+  lunacu_mix_tensor(g, *loss);
+  lunacu_mix(g, state);
+  const luna_tensor kept = *loss;
+  return lunacu_note_call(g, [=](luna_graph *) { return lunacu_loss_check(ctx, &kept, state); });
+}
+/* The parts stay as they are, the optimiser's, until it makes another step. */
+template <auto entry> static luna_status lunacu_parts_noted(luna_ctx *ctx, const luna_rule *rule,
+                                                            const luna_update *parts, const luna_update *table,
+                                                            int64_t count) {
+  luna_graph *g = lunacu_noting(ctx);
+  if (!g) return lunacu_entered<entry>::call(ctx, rule, parts, table, count);
+  lunacu_mix_bytes(g, parts, (size_t)count * sizeof *parts);
+  lunacu_mix(g, *rule, parts, table, count);
+  const luna_rule kept = *rule;
+  return lunacu_note_call(g, [=](luna_graph *) { return entry(ctx, &kept, parts, table, count); });
+}
+
+/* --- begin and end --- */
+static luna_graph *lunacu_graph_make(luna_ctx *ctx) {
+  luna_graph *g = (luna_graph *)calloc(1, sizeof *g);
+  if (!g) return NULL;
+  g->ctx = ctx;
+  g->reason = "no step has ended";
+  g->self = lunacu_self(ctx);
+  g->next = g->self->graphs;
+  return g->self->graphs = g;
+}
+extern "C" luna_graph *luna_graph_open(luna_ctx *ctx) {
+  if (!lunacu_self(ctx) || luna_backend_of(ctx)->open != lunacu_open) return NULL;
+  luna_graph *g = lunacu_graph_make(ctx);
+  if (!g) luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_graph_open: out of memory");
+  return g;
+}
+static luna_status lunacu_graph_order(luna_graph *g, const char *name) {
+  char sentence[160];
+  snprintf(sentence, sizeof sentence, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a "
+           "time in a context", name);
+  return luna_backend_fail(g->ctx, LUNA_BAD_ARGUMENT, sentence);
+}
+extern "C" luna_status luna_graph_begin(luna_graph *g) {
+  if (!g) return LUNA_OK;
+  if (g->self->graph) return lunacu_graph_order(g, "luna_graph_begin");
+  g->notes.used = g->notes.needed = g->values.used = g->values.needed = 0;
+  g->hash = 0;
+  g->through = g->customs = false;
+  g->status = LUNA_OK;
+  g->self->graph = g;
+  return LUNA_OK;
+}
+/* as large as a step needs; nothing is lost where memory ends */
+static void lunacu_bytes_grow(lunacu_bytes *bytes) {
+  if (bytes->needed <= bytes->room) return;
+  free(bytes->at);
+  bytes->at = (char *)malloc(bytes->needed);
+  bytes->room = bytes->at ? bytes->needed : 0;
+}
+/* has room on the device for a step's values */
+static bool lunacu_inputs_grow(luna_graph *g) {
+  if (g->values.used <= g->inputs_size) return true;
+  (void)lunacu_own(cudaFree(g->inputs));
+  g->inputs = NULL;
+  g->inputs_size = lunacu_own(cudaMalloc((void **)&g->inputs, g->values.used)) == cudaSuccess ? g->values.used : 0;
+  return g->inputs_size > 0;
+}
+static void lunacu_launch_forget(luna_graph *g) {
+  if (!g->launch) return;
+  (void)lunacu_own(cudaStreamSynchronize(g->self->stream)); /* it may be running */
+  (void)lunacu_own(cudaGraphExecDestroy(g->launch));
+  g->launch = NULL;
+}
+/* Captures what was noted; no call that luna.h makes there allocates or waits. False: it was not possible, and nothing
+   has run. */
+static bool lunacu_graph_record(luna_graph *g) {
+  lunacu *self = g->self;
+  cudaGraph_t graph = NULL;
+  (void)lunacu_enter(self);
+  lunacu_launch_forget(g);
+  if (!lunacu_inputs_grow(g)) return false;
+  lunacu_captures().lock();
+  self->capturing = true;
+  cudaError_t error = cudaStreamBeginCapture(self->stream, cudaStreamCaptureModeThreadLocal);
+  if (error == cudaSuccess) {
+    const luna_status status = lunacu_notes_run(g);
+    error = cudaStreamEndCapture(self->stream, &graph);
+    if (error == cudaSuccess && status == LUNA_OK) error = cudaGraphInstantiate(&g->launch, graph, 0);
+  }
+  self->capturing = false;
+  lunacu_captures().unlock();
+  if (lunacu_own(error) != cudaSuccess) g->launch = NULL;
+  if (graph) (void)lunacu_own(cudaGraphDestroy(graph));
+  g->recorded = g->hash;
+  return g->launch != NULL;
+}
+static luna_status lunacu_graph_launch(luna_graph *g) {
+  cudaStream_t stream = g->self->stream;
+  luna_status status = lunacu_graph_enter(g);
+  if (status == LUNA_OK && g->values.used) status = lunacu_to_device(g->ctx, g->inputs, g->values.at, g->values.used);
+  return status == LUNA_OK ? lunacu_check(g->ctx, cudaGraphLaunch(g->launch, stream), "luna_graph_end") : status;
+}
+extern "C" luna_status luna_graph_end(luna_graph *g) {
+  char sentence[160];
+  if (!g) return LUNA_OK;
+  if (g->self->graph != g) return lunacu_graph_order(g, "luna_graph_end");
+  g->self->graph = NULL;
+  luna_status status = g->status;
+  if (!g->through && luna_error_status(g->ctx) == LUNA_OK &&
+      ((g->launch && g->hash == g->recorded) || (g->hash == g->last && lunacu_graph_record(g)))) {
+    g->reason = "";
+    status = lunacu_graph_launch(g);
+  } else if (!g->through) {
+    g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
+    status = lunacu_notes_run(g);
+  }
+  g->last = g->through ? 0 : g->hash;
+  lunacu_bytes_grow(&g->notes);
+  lunacu_bytes_grow(&g->values);
+  if (luna_error_status(g->ctx) != LUNA_OK || status == LUNA_OK) return luna_error_status(g->ctx);
+  snprintf(sentence, sizeof sentence, "luna_graph_end: the backend failed: %s", luna_status_text(status));
+  return luna_backend_fail(g->ctx, status, sentence);
+}
+extern "C" const char *luna_graph_reason(const luna_graph *g) {
+  return g ? g->reason : "there is no graph: on the CPU calls run one by one";
+}
+extern "C" void luna_graph_close(luna_graph *g) {
+  if (!g) return;
+  lunacu *self = g->self;
+  luna_graph **at = &self->graphs;
+  (void)lunacu_enter(self);
+  if (self->graph == g) self->graph = NULL;
+  while (*at != g) at = &(*at)->next;
+  *at = g->next;
+  lunacu_launch_forget(g);
+  (void)lunacu_own(cudaFree(g->inputs));
+  free(g->notes.at);
+  free(g->values.at);
+  free(g);
+}
+
+/* a stream's single token; without memory for a graph, and within another one, its calls run at once */
+static void lunacu_token(luna_ctx *ctx, void **kept, bool ends) {
+  luna_graph *g = (luna_graph *)*kept, *begun = lunacu_self(ctx)->graph;
+  if (ends && g && begun == g) (void)luna_graph_end(g);
+  if (ends || begun) return;
+  if (!g) *kept = g = lunacu_graph_make(ctx);
+  (void)luna_graph_begin(g);
+}
+static void lunacu_forget(void *self, void *kept) {
+  (void)self;
+  luna_graph_close((luna_graph *)kept);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the table
    ------------------------------------------------------------------------------------------------------------------ */
 struct lunacu_tables {               /* one a device and mode; luna.h tells them apart by their address */
@@ -5648,20 +5987,18 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->close = lunacu_close;
         b->allocate = lunacu_allocate;
         b->release = lunacu_release;
-        b->copy = lunacu_entered<lunacu_copy>::call;
-        b->zero = lunacu_entered<lunacu_zero>::call;
+        b->copy = lunacu_copy_noted;
+        b->zero = lunacu_noted<lunacu_zero>::call;
         b->wait = lunacu_entered<lunacu_wait>::call;
-        b->begin = lunacu_entered<lunacu_begin>::call;
-        b->check = lunacu_entered<lunacu_loss_check>::call;
-        b->norm = lunacu_entered<lunacu_norm>::call;
-        b->update = lunacu_entered<lunacu_update>::call;
-        b->record = lunacu_entered<lunacu_record>::call;
-        b->recorded = lunacu_entered<lunacu_recorded>::call;
-        b->run = lunacu_entered<lunacu_run>::call;
+        b->begin = lunacu_begin_noted;
+        b->check = lunacu_check_noted;
+        b->norm = lunacu_parts_noted<lunacu_norm>;
+        b->update = lunacu_parts_noted<lunacu_update>;
+        b->token = lunacu_token;
         b->forget = lunacu_forget;
 #define LUNACU_OP(NAME, query, name, can) \
-  b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_entered<lunacu_##name##_forward>::call, \
-                             lunacu_entered<lunacu_##name##_backward>::call, can};
+  b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_noted<lunacu_##name##_forward>::call, \
+                             lunacu_noted<lunacu_##name##_backward>::call, can};
         LUNACU_OP(PERMUTE, nothing, permute, LUNA_SETS_GRAD(0))
         LUNACU_OP(SLICE, nothing, slice, 0)
         LUNACU_OP(CONCAT, nothing, concat, LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1) /* of all inputs */
@@ -5721,7 +6058,10 @@ extern "C" const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math
 }
 extern "C" const luna_backend *luna_cuda_backend(int device) { return luna_cuda_backend_with(device, LUNA_CUDA_F32); }
 extern "C" cudaStream_t luna_cuda_stream(const luna_ctx *ctx) {
-  return lunacu_self(ctx) ? lunacu_self(ctx)->stream : NULL;
+  if (!lunacu_self(ctx)) return NULL;
+  lunacu_graph_flush(lunacu_self(ctx)->graph, "luna_cuda_stream was asked for");
+  return lunacu_self(ctx)->stream;
 }
+#endif /* __CUDACC__ or LUNA_CUDA_HOST */
 
 #endif /* LUNA_CUDA_CUH */

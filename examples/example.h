@@ -66,7 +66,7 @@ TOOL bool is_special(const char *path) { /* a device, a pipe: no place for a fil
 /* ---- settings, sentences, random numbers ------------------------------------------------------------------------- */
 
 #ifdef EXAMPLE_CUDA
-const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a file that nvcc compiles */
+#include "luna_cuda.cuh"
 #endif
 
 static struct settings {             /* the settings that many examples have */

@@ -211,6 +211,12 @@ static double validate(luna_ctx *ctx, const luna_lm *model, text held, int64_t m
   return loss;
 }
 
+#ifndef EXAMPLE_CUDA                 /* the CPU has no graphs */
+typedef struct luna_graph luna_graph;
+static luna_graph *luna_graph_open(luna_ctx *ctx) { return (void)ctx, (luna_graph *)NULL; }
+static luna_status luna_graph_begin(luna_graph *graph) { return (void)graph, LUNA_OK; }
+static luna_status luna_graph_end(luna_graph *graph) { return (void)graph, LUNA_OK; }
+#endif
 /* False on failure. After Ctrl-C fewer steps than asked have been made. */
 static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, text t, text held, int32_t *bytes,
                   int32_t *next) {

@@ -687,11 +687,6 @@ static void case_luna_error_status(void) {
 static void case_luna_error(void) {
   expect((*luna_error(turn() ? NULL : w->ctx) == 0) == (hostile == 0), "the sentence");
 }
-static void case_luna_graph_open(void) { expect(!luna_graph_open(turn() ? NULL : w->ctx), "the CPU has a graph"); }
-static void case_luna_graph_close(void) { luna_graph_close(NULL); }
-static void case_luna_graph_begin(void) { expect(luna_graph_begin(NULL) == LUNA_OK, "no graph is an error"); }
-static void case_luna_graph_end(void) { expect(luna_graph_end(NULL) == LUNA_OK, "no graph is an error"); }
-static void case_luna_graph_reason(void) { expect(*luna_graph_reason(NULL) != 0, "no reason"); }
 static void case_luna_memory(void) {
   expect((luna_memory(turn() ? NULL : w->ctx).peak > 0) == (hostile == 0), "the memory in use");
 }
@@ -2119,8 +2114,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) \
   F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) \
-  F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) F(luna_graph_open) F(luna_graph_close) \
-  F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) F(luna_error_id_of) F(luna_stream_error_id) \
+  F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
+  F(luna_error_id_of) F(luna_stream_error_id) \
   F(luna_scope_end) F(luna_keep) F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) \
   F(luna_quantile_loss) F(luna_binary_cross_entropy) \
   F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_lm_fit_outputs) \

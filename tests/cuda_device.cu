@@ -100,10 +100,8 @@ static luna_status strict_update(luna_ctx *ctx, const luna_rule *rule, const lun
                                  const luna_update *table, int64_t count) {
   return strictly()->update(ctx, rule, parts, table, count);
 }
-static luna_status strict_record(luna_ctx *ctx) { return strictly()->record(ctx); }
-static luna_status strict_recorded(luna_ctx *ctx, void **graph) { return strictly()->recorded(ctx, graph); }
-static luna_status strict_run(luna_ctx *ctx, void *graph) { return strictly()->run(ctx, graph); }
-static void strict_forget(void *self, void *graph) { strictly()->forget(self, graph); }
+static void strict_token(luna_ctx *ctx, void **kept, bool ends) { strictly()->token(ctx, kept, ends); }
+static void strict_forget(void *self, void *kept) { strictly()->forget(self, kept); }
 static luna_status strict_forward(luna_op *op) { return strictly()->op[op->kind].forward(op); }
 static luna_status strict_backward(luna_op *op) { return strictly()->op[op->kind].backward(op); }
 static void *exact_allocate(void *, size_t bytes) {
@@ -125,9 +123,7 @@ extern "C" const luna_backend *cuda_strict_backend(bool exact) {
   strict.check = strict_check;
   strict.norm = strict_norm;
   strict.update = strict_update;
-  strict.record = strict_record;
-  strict.recorded = strict_recorded;
-  strict.run = strict_run;
+  strict.token = strict_token;
   strict.forget = strict_forget;
   for (luna_op_functions &row : strict.op)
     if (row.forward) row.forward = strict_forward, row.backward = strict_backward;

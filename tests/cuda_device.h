@@ -2,7 +2,7 @@
    the device can be made to fail. */
 #ifndef CUDA_DEVICE_H
 #define CUDA_DEVICE_H
-#include "luna.h"
+#include "luna_cuda.cuh"
 #ifdef __cplusplus
 extern "C" {
 #endif
