@@ -42,7 +42,7 @@ static const flag flags[] = {
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
   FLAG_WEIGHTS("ep"),
-  FLAG_PRODUCTS,
+  FLAG_PRODUCTS("t"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }

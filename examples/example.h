@@ -214,8 +214,8 @@ typedef struct flag {
   { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
 #define FLAG_WEIGHTS(commands) /* names in the order of luna_dtype */ \
   { "--weights", commands, CHOICE(set.weights, "f32 i8"), "i8: products in 8 bits, faster and within about 1%" }
-#define FLAG_PRODUCTS \
-  { "--products", "t", CHOICE(set.products, "f32 bf16"), \
+#define FLAG_PRODUCTS(commands) \
+  { "--products", commands, CHOICE(set.products, "f32 bf16"), \
    "bf16: products of numbers rounded to 16 bits, faster with AVX-512 BF16" }
 #define FLAG_PARALLEL \
   { "--parallel", "t", CHOICE(set.parallel, "no data sequence"), \

@@ -48,7 +48,7 @@ static const flag flags[] = {
   FLAG_SEED("tew"),
   FLAG_THREADS("te"),
   FLAG_WEIGHTS("e"),
-  FLAG_PRODUCTS,
+  FLAG_PRODUCTS("t"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }

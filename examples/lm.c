@@ -52,7 +52,7 @@ static const flag flags[] = {
   FLAG_SEED("tg"),
   FLAG_THREADS("tge"),
   FLAG_WEIGHTS("ge"),
-  FLAG_PRODUCTS,
+  FLAG_PRODUCTS("t"),
   FLAG_DEVICE("te"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,

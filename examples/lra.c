@@ -50,7 +50,7 @@ static const flag flags[] = {
   { "--warmup", "t", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
   { "--decay", "t", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
   { "--weight-decay", "t", REAL(own.weight_decay, 0, 10), "decoupled" },
-  { "--growing", "t", REAL(own.growing, 0, 1), "listops: in this part of the steps lists grow from 24 tokens" },
+  { "--growing", "t", REAL(own.growing, 0, 1), "listops, pathfinder: simple samples first, in this part of the steps" },
   { "--layers", "t", WHOLE(set.layers, 1, 1000), "layers" },
   { "--dim", "t", WHOLE(set.dim, 1, 65536), "width of the model, d" },
   { "--heads", "t", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
@@ -67,6 +67,7 @@ static const flag flags[] = {
   { "--svg", "Ts", WRITES(own.svg), "file to draw in" },
   FLAG_SEED("t"),
   FLAG_THREADS("te"),
+  FLAG_PRODUCTS("t"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }
@@ -105,7 +106,8 @@ static path describe(void) {
     const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
     const bool elsewhere = w == &set.seed || w == &set.validations ||
                            (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
-                           (f->real == &own.growing && data.task != &tasks[LISTOPS]);
+                           (f->real == &own.growing && data.task != &tasks[LISTOPS] &&
+                            data.task != &tasks[PATHFINDER]);
     char value[40];
     if (!shapes_training(f) || system || elsewhere || size + 80 > sizeof out.text) continue;
     flag_text(f, value, sizeof value);
@@ -133,6 +135,21 @@ static luna_status scale_values(luna_tensor *t, float factor) {
   if (status == LUNA_OK) status = luna_write(t, values);
   return free(values), status;
 }
+/* Positions [longest,d] begin as sines and cosines of a picture's row, and of its column, of periods from 2 sides down
+   to 4 pixels, as large as `init` makes them; CLS, the first, as zeros. Near pixels are alike so, in both directions. */
+static luna_status write_grid(luna_tensor *positions, float size) {
+  const int64_t longest = positions->shape[0], dim = positions->shape[1], quarter = dim / 4;
+  float *values = (float *)grow(NULL, longest * dim, sizeof(float));
+  for (int64_t i = 0; i < longest * dim; i++) {
+    const int64_t pixel = i / dim - 1, column = i % dim, k = column % quarter;
+    const int64_t at = column < 2 * quarter ? pixel / SIDE : pixel % SIDE;
+    const double angle = (double)at * PI / SIDE * pow(SIDE / 2, (double)k / (double)(quarter > 1 ? quarter - 1 : 1));
+    const bool sine = column / quarter % 2 == 0, none = pixel < 0 || column >= 4 * quarter;
+    values[i] = none ? 0 : size * (float)(sine ? sin(angle) : cos(angle));
+  }
+  luna_status status = luna_write(positions, values);
+  return free(values), status;
+}
 static int model_open(luna_ctx *ctx, luna_params *params) {
   const attention_kind *a = &attention_kinds[set.attention];
   const int64_t task = data.task - tasks, width = data.task->parts * set.dim;
@@ -146,7 +163,7 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
   };
   luna_encoder_config c = {
     .layers = set.layers, .memory = set.memory, .layer = layer,
-    .positions = own.positions == LEARNED ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL,
+    .positions = own.positions == SINUSOIDAL ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_LEARNED,
     .max_length = own.longest, .norm_embedding = authors
   };
   char line[160];
@@ -158,6 +175,8 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
     status = scale_values(model.encoder.memory, (float)(1 / (0.02 * sqrt((double)set.dim))));
   if (status == LUNA_OK && own.hidden)
     status = luna_linear_layer_init(&model.hidden, params, "hidden", width, own.hidden, init);
+  if (status == LUNA_OK && own.positions == GRID)
+    status = write_grid(model.encoder.positions, (float)sqrt(2.0 / (double)set.dim));
   const int64_t last = own.hidden ? own.hidden : width;
   if (status == LUNA_OK) status = luna_linear_layer_init(&model.out, params, "out", last, data.task->classes, init);
   return status == LUNA_OK ? 0 : failed(ctx);

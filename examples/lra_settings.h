@@ -9,8 +9,8 @@ enum { LUNA, TRANSFORMER, LOCAL, SPARSE, LONGFORMER, LINFORMER, REFORMER, SINKHO
 
 enum { AUTHORS, LRA, SMALL };
 #define SETTINGS_NAMES "authors lra quick"
-enum { SINUSOIDAL, LEARNED };
-#define POSITION_NAMES "sinusoidal learned"
+enum { SINUSOIDAL, LEARNED, GRID };   /* GRID: learned, from sinusoids of a picture's row and column */
+#define POSITION_NAMES "sinusoidal learned grid"
 enum { CLS, MEAN };                  /* X of CLS, the mean of X */
 #define POOLING_NAMES "cls mean"
 #define DECAY_NAMES "inverse-sqrt cosine"

@@ -29,7 +29,7 @@ static struct {
   uint64_t seed;                     /* of what is generated */
   int64_t difficulty;                /* of Pathfinder */
   int64_t first, made;               /* the first sample that is generated, and how many are; the others are items */
-  int64_t growing;                   /* so many of these, the first, are of the sizes lists_grown(.., grown) */
+  int64_t growing;                   /* so many of these, the first, are as simple as `grown` says, 0 to 1 */
   double grown;
   item *items;
   int64_t count;
@@ -141,11 +141,12 @@ static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *lengths) {
   uint32_t counter[4] = { (uint32_t)(data.first + index), 0, task, (uint32_t)data.difficulty }, random[4];
   luna_philox(counter, data.seed, random);
   const uint64_t seed = (uint64_t)random[0] << 32 | random[1];
+  const double grown = index < data.growing ? data.grown : 1;
   int32_t label, size = PIXELS;
   if (data.task == &tasks[LISTOPS])
-    label = list_make(lists_grown(arena_lists, index < data.growing ? data.grown : 1), seed, INT64_MAX, list, &size);
+    label = list_make(lists_grown(arena_lists, grown), seed, INT64_MAX, list, &size);
   else {
-    draw_picture(&p, pathfinder_levels[data.difficulty], seed);
+    draw_picture(&p, pathfinder_grown(pathfinder_levels[data.difficulty], grown), seed);
     label = p.label;
     for (int i = 0; i < PIXELS; i++) list[i] = p.pixels[i];
   }

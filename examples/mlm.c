@@ -33,6 +33,7 @@ static const flag flags[] = {
   { "--attention", "p", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" },
   FLAG_SEED("pt"),
   FLAG_THREADS("pt"),
+  FLAG_PRODUCTS("pt"),
   { 0 }
 };
 

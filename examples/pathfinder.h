@@ -246,6 +246,14 @@ TOOL bool draw_distractor(picture *p, pathfinder_level level) {
   return fine;
 }
 
+/* Simple pictures first, for training: contours go from one paddle to level.contour, and distractors from none to all,
+   while `grown` goes from 0 to 1. */
+TOOL pathfinder_level pathfinder_grown(pathfinder_level level, double grown) {
+  level.contour = 1 + (int)((level.contour - 1) * grown + 0.5);
+  level.distractors = (int)(level.distractors * grown + 0.5);
+  return level;
+}
+
 /* The picture that a random number stands for. */
 TOOL void draw_picture(picture *p, pathfinder_level level, uint64_t random) {
   p->random = random;

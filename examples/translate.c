@@ -36,6 +36,7 @@ static const flag flags[] = {
   { "--length", "er", REAL(own.length, 0.01, 10), "more is longer: scores are divided by the tokens to this power" },
   FLAG_SEED("t"),
   FLAG_THREADS("ter"),
+  FLAG_PRODUCTS("t"),
   { 0 }
 };
 

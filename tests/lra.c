@@ -181,6 +181,38 @@ static void check_pictures(int level, int count) {
   CHECK(memcmp(p.pixels, again.pixels, sizeof p.pixels) != 0, "level %d: another number draws another one", level);
 }
 
+/* Simple pictures come first: what is learnt from grows, what is held does not. */
+static int lit(const samples *s, int64_t index) {
+  static int32_t tokens[1025];
+  int32_t length;
+  int bright = 0;
+  s->fetch(index, tokens, &length);
+  for (int k = 1; k < length; k++) bright += tokens[k] > 0;
+  return bright;
+}
+static void check_growing(void) {
+  samples s;
+  int simple[2] = { 0, 0 }, whole[2] = { 0, 0 };
+  for (int level = 0; level < 3; level++) {
+    const pathfinder_level l = pathfinder_levels[level], least = pathfinder_grown(l, 0), all = pathfinder_grown(l, 1);
+    CHECK(least.contour == 1 && least.distractors == 0, "level %d begins with %d paddles and %d distractors", level,
+          least.contour, least.distractors);
+    CHECK(memcmp(&l, &all, sizeof l) == 0, "level %d is whole in the end", level);
+    const pathfinder_level half = pathfinder_grown(l, 0.5);
+    CHECK(half.contour > 1 && half.contour < l.contour && half.distractors > 0 && half.distractors < l.distractors,
+          "level %d has %d paddles and %d distractors on the way", level, half.contour, half.distractors);
+  }
+  data.task = &tasks[PATHFINDER], data.longest = 1025, data.seed = 1, data.difficulty = 2;
+  CHECK(task_open(&s, NULL, NULL, false) == 0, "pictures are generated");
+  for (int i = 0; i < 10; i++) whole[0] += lit(&s, i), whole[1] += lit(&s, s.training + i);
+  data.grown = 0;
+  for (int i = 0; i < 10; i++) simple[0] += lit(&s, i), simple[1] += lit(&s, s.training + i);
+  CHECK(2 * simple[0] < whole[0], "of simple pictures %d pixels are not black, of whole ones %d", simple[0], whole[0]);
+  CHECK(simple[1] == whole[1], "what is held stays as it is");
+  data.grown = 1;
+  task_close();
+}
+
 /* ---- samples ----------------------------------------------------------------------------------------------------- */
 
 static uint64_t sample_hash(const samples *s, int64_t index) {
@@ -365,6 +397,27 @@ static void check_first_values(luna_ctx *ctx) {
     }
 }
 
+/* Positions of a grid tell rows from columns, and are the more alike the nearer two pixels are. */
+static void check_grid(luna_ctx *ctx) {
+  enum { DIM = 16, LONGEST = 1025 };
+  static float p[LONGEST * DIM];
+  const int64_t shape[2] = { LONGEST, DIM };
+  luna_tensor *table = luna_param(luna_params_open(ctx), "positions", 2, shape, (luna_init){ LUNA_INIT_ONES, 1 });
+  CHECK(table && write_grid(table, 0.5f) == LUNA_OK && luna_read(table, p) == LUNA_OK, "positions are written");
+  const float *at = p + (1 + 10 * SIDE + 12) * DIM;        /* of row 10, column 12 */
+  double alike[3] = { 0 };
+  int wrong = 0;
+  for (int k = 0; k < DIM; k++) {
+    wrong += p[k] != 0;
+    wrong += at[k] != p[(1 + (k < DIM / 2 ? 10 * SIDE + 3 : 3 * SIDE + 12)) * DIM + k];
+    for (int i = 0; i < 3; i++) alike[i] += at[k] * p[(1 + (10 + i * (i % 2)) * SIDE + 12 + i * (1 - i % 2)) * DIM + k];
+  }
+  CHECK(wrong == 0, "%d numbers are not CLS's zeros, a row's or a column's", wrong);
+  CHECK(fabs(alike[0] - DIM / 2 * 0.25) < 1e-5, "the square of a position is %g", alike[0]);
+  CHECK(alike[0] > alike[1] + 0.1 && alike[1] > alike[2] + 0.1, "a pixel, one below, one two to the right: %g, %g, %g",
+        alike[0], alike[1], alike[2]);
+}
+
 static double features_sum(luna_params *params, int64_t step) {
   CHECK(redraw(step) == 0, "features are drawn");
   return deviation(params, "encoder.layers.0.self_attn.features");
@@ -413,9 +466,10 @@ int main(void) {
   for (int level = 0; level < 3; level++) check_drawing(level, drawings[level]);
   for (int level = 0; level < 3; level++) check_pictures(level, TEST_QUICK ? 10 : 100);
   check_measured(LISTOPS), check_measured(PATHFINDER);
+  check_growing();
   check_recipes();
   for (int i = 0; i < ATTENTIONS; i++) check_attention(&expected_attentions[i]);
-  if (CHECK(ctx, "a context")) check_first_values(ctx), check_redrawn(ctx), check_eval(ctx);
+  if (CHECK(ctx, "a context")) check_first_values(ctx), check_redrawn(ctx), check_grid(ctx), check_eval(ctx);
   luna_close(ctx);
   return test_report("lra");
 }

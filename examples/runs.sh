@@ -1,0 +1,82 @@
+#!/bin/sh
+# The longer trainings of examples/measurements.md and examples/guide.md. Each line of `runs` is a name and the command
+# that gives its figures.
+#
+#   examples/runs.sh DATA FOLDER [PATTERN ...]     runs what matches a pattern ("text-luna16-*"), or everything
+#
+# DATA has imdb.tsv (a label, a tab and a review a line), cifar.bin (gray), shakespeare.txt, train.en, train.de, val.en,
+# val.de and the archives' .ts files. Each run takes one thread at the lowest priority and leaves FOLDER/NAME.log, whose
+# last line says "ended 0". Runs that have ended are left out, and those that keep checkpoints go on from their last
+# one, so that the script may be stopped and called again, or called twice for two cores. While `make bench` or
+# `make compare` measures, which /tmp/luna.timing.lock (in TMPDIR) says, the runs stand still.
+build=${BUILD:-build} data=$1 out=$2 lock=${TMPDIR:-/tmp}/luna.timing.lock
+[ $# -ge 2 ] && [ -d "$data" ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
+shift 2
+mkdir -p "$out"
+
+runs() {
+  for seed in 1 2; do
+    for system in "luna16 luna" "luna128 luna --memory 128" "linear linear" "transformer transformer"; do
+      echo "text-${system%% *}-$seed lra train text --quick --data $data/imdb.tsv --attention ${system#* } --steps 8000" \
+        "--warmup 400 --products bf16 --seed $seed --save-every 200"
+    done
+  done
+  for system in "luna16 luna" "transformer transformer"; do
+    echo "image-${system%% *}-1 lra train image --quick --data $data/cifar.bin --attention ${system#* } --steps 12000" \
+      "--warmup 600 --products bf16 --seed 1 --save-every 200"
+  done
+  awk 'NR % 10 != 0' "$data/imdb.tsv" | cut -f 2 >"$out/reviews.txt"   # mlm tune measures on every tenth line
+  for seed in 1 2; do
+    echo "mlm-$seed mlm pretrain $out/reviews.txt --window 512 --batch 8 --steps 8000 --products bf16 --seed $seed"
+    for rows in 100 1000 10000; do
+      echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $data/imdb.tsv --rows $rows --steps $((rows / 5 + 400))" \
+        "--window 512 --products bf16 --seed $seed"
+    done
+  done
+  for fold in 1 2 3 4 5; do
+    for forget in no gated; do
+      for set in JapaneseVowels PickupGestureWiimoteZ; do
+        echo "steps-$set-$forget-$fold series train $data/$set.train.ts --per-step yes --causal yes --held $fold" \
+          "--forget $forget"
+      done
+    done
+  done
+  for seed in 1 2 3; do
+    for window in "64 16" "256 4" "1024 1"; do
+      for carry in no yes; do
+        echo "carry-${window% *}-$carry-$seed lm train $data/shakespeare.txt --window ${window% *}" \
+          "--batch ${window#* } --carry $carry --seed $seed"
+      done
+    done
+  done
+}
+
+# run NAME PROGRAM FLAG ...: in a process group of its own, which stands still while something is timed
+run() {
+  name=$1 program=$2 begin=
+  shift 2
+  tail -n 1 "$out/$name.log" 2>/dev/null | grep -q '^ended 0$' && return
+  mkdir "$out/$name.running" 2>/dev/null || return
+  case $program in
+    lra) file=$out/$name; [ -s "$file.training" ] && begin="--resume $file.training" ;;
+    *) file=$out/$name.safetensors ;;
+  esac
+  setsid nice -n 19 "$build/$program" "$@" --threads 1 --out "$file" $begin >>"$out/$name.log" 2>&1 </dev/null &
+  child=$!
+  trap 'kill -CONT -- -$child; kill -INT -- -$child; rmdir "$out/$name.running"; exit 1' INT TERM
+  while kill -0 "$child" 2>/dev/null; do
+    if [ -e "$lock" ]; then kill -STOP -- -"$child"; else kill -CONT -- -"$child"; fi 2>/dev/null
+    sleep 1
+  done
+  wait "$child"
+  echo "ended $?" >>"$out/$name.log"
+  rmdir "$out/$name.running"
+}
+
+runs >"$out/runs.$$"
+while read -r name command; do
+  for pattern in "${@:-*}"; do
+    case $name in $pattern) run "$name" $command; break ;; esac
+  done
+done <"$out/runs.$$"
+rm -f "$out/runs.$$"
