@@ -607,8 +607,8 @@ LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b);
 /* [...,in] W^T + b; weight [out,in], bias [out] or null */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
-/* act(x W1^T + b1) W2^T + b2 by blocks of rows, what a Transformer's half-layer does: w1 [hidden,in], w2 [out,hidden],
-   b1 and b2 or null */
+/* act(x W1^T + b1) W2^T + b2 by blocks of rows, the second half of a Transformer layer, eq. 2: w1 [hidden,in],
+   w2 [out,hidden], b1 and b2 or null */
 typedef struct luna_feed_forward_config {
   luna_activation activation;        /* 0 = ReLU */
   float activation_dropout, dropout; /* of the hidden layer; of the result */
