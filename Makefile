@@ -16,6 +16,7 @@
 #                            last ones: make fuzz FUZZ_SECONDS=0 FUZZ_FLAGS='-runs=1000000'
 #   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
 #   make mcu                 exports a model and runs it on microcontrollers in qemu: examples/mcu; STEPS=10000
+#   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
 #                            build/bench.json
@@ -90,6 +91,11 @@ run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
 
 examples: $(EXAMPLES)
+
+docs: $(BUILD)/luna_reference.html
+$(BUILD)/luna_reference.html: luna.h README.md tests/docs.py
+	@mkdir -p $(@D)
+	python3 tests/docs.py luna.h README.md $@
 
 # A program that links libluna.a only includes luna.h: it does not define LUNA_IMPLEMENTATION.
 install: $(BUILD)/luna.o
@@ -319,5 +325,5 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test test-all mcu sanitize cross golden headers fuzz fuzz-coverage size bench \
-  arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test clean
+.PHONY: run examples docs install programs test test-all mcu sanitize cross golden headers fuzz fuzz-coverage size \
+  bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test clean

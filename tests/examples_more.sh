@@ -235,5 +235,20 @@ refuses "no text" draw m.safetensors --text '' --out h.svg
 refuses "overwrite the model" draw m.safetensors --text x --out m.safetensors
 refuses "cannot write" draw m.safetensors --text x --out nowhere/h.svg
 refuses "[a-z]" draw text --text x --out h.svg
+# ---- make docs: each public function has a place on the page, each equation somebody
+docs() { python3 "$root/tests/docs.py" "$1" "$root/README.md" docs.html >out; }
+has() { grep -q "$1" docs.html; }
+if command -v python3 >/dev/null 2>&1; then
+  check "the page of reference is whole" docs "$root/luna.h"
+  check "it has chapters" has 'id="trainer"'
+  check "and entries" has '<section class="entry" id="luna_adamw"'
+  check "and equations" has 'id="equation7".*luna_causal_product'
+  check "and programs" has 'luna_lm_init.*&amp;model, params'
+  sed 's/eq\. 7/equation seven/' "$root/luna.h" >other.h
+  docs other.h
+  check "and says what it lacks" grep -q 'equation 7 is nobody' out
+else
+  echo "python3 is not here: the page of reference is not made"
+fi
 check "no other file appeared" [ "$(echo *.probe *.tmp* nowhere h.svg)" = "*.probe *.tmp* nowhere h.svg" ]
 finish
