@@ -10347,7 +10347,7 @@ typedef struct lunai_op_state {
   bool kept_again;                   /* kept was taken while luna_backward only counted memory */
   uint8_t depth;                     /* of the cheap ops that compute its result again: lunai_op_depth */
   int readers;                       /* of its result, among the ops that are now computed again */
-  int scope;                         /* of a profile */
+  int scope;                         /* its row in a profile */
   lunai_dropout dropout;             /* of attention, which may be a rank's part of a whole */
 } lunai_op_state;
 /* What they know of a tensor */
@@ -10388,25 +10388,26 @@ typedef struct lunai_mark {          /* how far a step has come */
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
 #ifndef LUNA_ONLY_STREAM
-#define LUNAI_PROFILE_ROWS 224
-#define LUNAI_PROFILE_SCOPES 64
-typedef struct lunai_profile_op {    /* compared by its bytes */
-  int64_t shape[2][LUNA_MAX_RANK];   /* of its first input and result */
+#define LUNAI_PROFILE_ROWS 288
+enum { LUNAI_PROFILE_SCOPE = 0, LUNAI_PROFILE_FORWARD, LUNAI_PROFILE_BACKWARD };
+typedef struct lunai_profile_key {   /* compared by its bytes */
+  int64_t shape[2][LUNA_MAX_RANK];   /* of an op's first input and result */
+  int rank[2], outer, pass;          /* outer: the row of the scope around it */
+} lunai_profile_key;
+typedef struct lunai_profile_row {   /* sums of an op's calls, or of all in a scope */
+  lunai_profile_key key;
   const char *name;
-  int rank[2], scope, backward;
-} lunai_profile_op;
-typedef struct lunai_profile_row {   /* sums of its calls */
-  lunai_profile_op op;
   int64_t calls;
   double seconds, bytes, flops;
 } lunai_profile_row;
 typedef struct lunai_profile {
-  const char *scope_name[LUNAI_PROFILE_SCOPES]; /* 0: outside all */
-  int scope_outer[LUNAI_PROFILE_SCOPES];
-  int scopes, scope, rows;           /* scope: the one under way */
+  int rows, scope;                   /* scope: the row of the one under way */
   int64_t steps;                     /* begins */
   double start, seconds, peak;       /* peak: flops a second; 0: unknown */
-  lunai_profile_row row[LUNAI_PROFILE_ROWS];
+  void (*write)(void *user, const char *text); /* of luna_profile_write */
+  void *user;
+  bool json;
+  lunai_profile_row row[LUNAI_PROFILE_ROWS]; /* 0: all */
 } lunai_profile;
 #endif
 
@@ -13056,15 +13057,17 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
 
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>profile: sums of time, bytes and flops by scope, op and shapes; while none is under way ctx->profile is null.
-   Guarded by tests/profile.c.
+   >>profile: sums of time, bytes and flops, a row for each scope and for each op of other shapes in it; while none is
+   under way ctx->profile is null. Guarded by tests/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
 #endif
-/* seconds; 0 where there is no clock */
-LUNAI_FN double lunai_clock(void) {
+/* seconds, once the device is done; 0 where there is no clock */
+LUNAI_FN double lunai_profile_clock(luna_ctx *ctx) {
+  uint64_t step;
+  if (lunai_on_device(ctx)) (void)ctx->backend->copy(ctx, &step, &ctx->state->step, sizeof step, 2);
 #if defined(_WIN32)
   LARGE_INTEGER now, second;
   QueryPerformanceFrequency(&second);
@@ -13078,61 +13081,51 @@ LUNAI_FN double lunai_clock(void) {
   return 0;
 #endif
 }
-/* the same once the device is done */
-LUNAI_FN double lunai_profile_clock(luna_ctx *ctx) {
-  uint64_t step;
-  if (lunai_on_device(ctx)) (void)ctx->backend->copy(ctx, &step, &ctx->state->step, sizeof step, 2);
-  return lunai_clock();
-}
 
-/* the scope under way */
+LUNAI_FN int lunai_profile_known(const lunai_profile *p, int scope) {
+  return scope < p->rows && p->row[scope].key.pass == LUNAI_PROFILE_SCOPE ? scope : 0;
+}
+/* the row of the scope under way */
 LUNAI_FN int lunai_profile_scope(const luna_ctx *ctx) { return ctx->profile ? ctx->profile->scope : 0; }
+/* The row of an op or a scope, or that of the scope around it when there is no place. A scope that began before the
+   profile began anew is none of it. */
+LUNAI_FN int lunai_profile_find(lunai_profile *p, const char *name, int outer, int pass, const luna_tensor *in,
+                                const luna_tensor *out) {
+  const luna_tensor *const of[2] = { in, out };
+  lunai_profile_row row;
+  memset(&row, 0, sizeof row);
+  row.name = name;
+  row.key.outer = lunai_profile_known(p, outer);
+  row.key.pass = pass;
+  for (int i = 0; i < 2 && of[i]; i++) {
+    memcpy(row.key.shape[i], of[i]->shape, sizeof row.key.shape[i]);
+    row.key.rank[i] = of[i]->rank;
+  }
+  for (int i = 1; i < p->rows; i++)
+    if (memcmp(&p->row[i].key, &row.key, sizeof row.key) == 0 && strcmp(p->row[i].name, name) == 0) return i;
+  if (p->rows == LUNAI_PROFILE_ROWS) return row.key.outer;
+  memcpy(&p->row[p->rows], &row, sizeof row);
+  return p->rows++;
+}
 /* one begins inside it */
 LUNAI_FN void lunai_profile_enter(luna_ctx *ctx, const char *name) {
   lunai_profile *p = ctx->profile;
-  int i = 1;
-  if (!p) return;
-  while (i < p->scopes && (p->scope_outer[i] != p->scope || strcmp(p->scope_name[i], name) != 0)) i++;
-  if (i == LUNAI_PROFILE_SCOPES) return; /* no place: counted there */
-  if (i == p->scopes) {
-    p->scope_name[i] = name;
-    p->scope_outer[i] = p->scope;
-    p->scopes++;
-  }
-  p->scope = i;
+  if (p) p->scope = lunai_profile_find(p, name, p->scope, LUNAI_PROFILE_SCOPE, NULL, NULL);
 }
-/* back into a scope; one that was opened before the profile began anew is none of it */
 LUNAI_FN void lunai_profile_return(luna_ctx *ctx, int scope) {
-  if (ctx->profile) ctx->profile->scope = scope < ctx->profile->scopes ? scope : 0;
+  if (ctx->profile) ctx->profile->scope = lunai_profile_known(ctx->profile, scope);
 }
-
-/* the row of an op's kind, shapes, scope and direction; the last one, when there is no place, is of all others */
-LUNAI_FN lunai_profile_row *lunai_profile_find(lunai_profile *p, const char *name, int scope, bool backward,
-                                               const luna_tensor *in, const luna_tensor *out) {
-  const luna_tensor *const of[2] = { in, out };
-  lunai_profile_row row, *r = p->row;
-  memset(&row, 0, sizeof row);
-  row.op.name = name;
-  row.op.scope = scope < p->scopes ? scope : 0;
-  row.op.backward = backward;
-  for (int i = 0; i < 2 && of[i]; i++) {
-    memcpy(row.op.shape[i], of[i]->shape, sizeof row.op.shape[i]);
-    row.op.rank[i] = of[i]->rank;
-  }
-  for (; r < p->row + p->rows; r++) if (memcmp(&r->op, &row.op, sizeof row.op) == 0) return r;
-  if (p->rows == LUNAI_PROFILE_ROWS) return r - 1;
-  if (++p->rows == LUNAI_PROFILE_ROWS) {
-    memset(&row, 0, sizeof row);
-    row.op.name = "others";
-  }
-  memcpy(r, &row, sizeof row);
-  return r;
-}
-LUNAI_FN void lunai_profile_add(lunai_profile_row *r, double seconds, double bytes, double flops) {
-  r->calls++;
-  r->seconds += seconds > 0 ? seconds : 0; /* a clock may be set back */
-  r->bytes += bytes;
-  r->flops += flops;
+/* to a row and those of the scopes around it */
+LUNAI_FN void lunai_profile_add(lunai_profile *p, int row, double seconds, double bytes, double flops) {
+  lunai_profile_row *r;
+  do {
+    r = &p->row[row];
+    r->calls++;
+    r->seconds += seconds > 0 ? seconds : 0; /* a clock may be set back */
+    r->bytes += bytes;
+    r->flops += flops;
+    row = r->key.outer;
+  } while (r != p->row);
 }
 
 /* of an op's products, forward */
@@ -13181,66 +13174,54 @@ LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
   luna_status (*const call)(luna_op *op) = backward ? functions->backward : functions->forward;
   if (!ctx->profile) return call(op);
-  lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->own->scope, backward, op->in[0],
-                                              op->out[0]);
+  const int row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->own->scope,
+                                     backward ? LUNAI_PROFILE_BACKWARD : LUNAI_PROFILE_FORWARD, op->in[0], op->out[0]);
   const double start = lunai_profile_clock(ctx);
   const luna_status status = call(op);
-  lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
+  lunai_profile_add(ctx->profile, row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
                     lunai_op_flops(op) * (backward ? 2 : 1));
   return status;
 }
 
 /* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
-enum { LUNAI_PEAK_K = 128, LUNAI_PEAK_TILES = 200 };
-typedef struct lunai_peak { const lunai_kernels *kernels; char *memory; int64_t bytes; } lunai_peak; /* of a thread */
+enum { LUNAI_PEAK_K = 128, LUNAI_PEAK_ROWS = 16, LUNAI_PEAK_COLUMNS = 32, LUNAI_PEAK_TILES = 200 };
 LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_peak *w = (const lunai_peak *)work;
-  const lunai_kernels *k = w->kernels;
-  char *memory = w->memory + thread * w->bytes;
-  float *a = lunai_take(&memory, k->mr * LUNAI_PEAK_K), *b = lunai_take(&memory, k->nr * LUNAI_PEAK_K);
-  float *c = lunai_take(&memory, k->mr * k->nr);
-  (void)threads;
+  const lunai_kernels *k = ((const luna_ctx *)work)->kernels;
+  float memory[(LUNAI_PEAK_ROWS + LUNAI_PEAK_COLUMNS) * LUNAI_PEAK_K + LUNAI_PEAK_ROWS * LUNAI_PEAK_COLUMNS +
+               LUNAI_ALIGN / sizeof(float)] = { 0 };
+  float *a = memory + (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN / sizeof(float);
+  float *b = a + LUNAI_PEAK_ROWS * LUNAI_PEAK_K, *c = b + LUNAI_PEAK_COLUMNS * LUNAI_PEAK_K;
+  LUNA_ASSERT(k->mr <= LUNAI_PEAK_ROWS && k->nr <= LUNAI_PEAK_COLUMNS);
+  (void)thread; (void)threads;
   for (int i = 0; i < LUNAI_PEAK_TILES; i++)
     lunai_matmul_panels(k, 1.0f, lunai_dense(a, k->mr, LUNAI_PEAK_K), lunai_panels_in(k, b, k->nr, LUNAI_PEAK_K),
                         lunai_into(c, k->nr, false));
 }
-/* flops a second of all threads, in memory of the step that is given back */
+/* flops a second of all threads */
 LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
   const lunai_kernels *k = ctx->kernels;
-  const int64_t threads = lunai_threads(&ctx->parallel);
-  const lunai_mark mark = lunai_step_mark(ctx);
+  const double flops = 2.0 * LUNAI_PEAK_TILES * LUNAI_PEAK_K * (double)(k->mr * k->nr * lunai_threads(&ctx->parallel));
   double best = 0;
-  lunai_peak w;
-  void *memory;
-  w.kernels = k;
-  w.bytes = lunai_floats(k->mr * LUNAI_PEAK_K) + lunai_floats(k->nr * LUNAI_PEAK_K) + lunai_floats(k->mr * k->nr);
   if (!k->panels || lunai_on_device(ctx) || ctx->options.measure) return 0;
-  if (lunai_step(ctx, (size_t)(w.bytes * threads), false, &memory)) {
-    memset(memory, 0, (size_t)(w.bytes * threads));
-    w.memory = (char *)memory;
-    for (int i = 0; i < 10; i++) {
-      const double start = lunai_clock();
-      lunai_run(&ctx->parallel, lunai_peak_task, &w);
-      const double seconds = lunai_clock() - start;
-      if (seconds > 0 && (best == 0 || seconds < best)) best = seconds;
-    }
+  for (int i = 0; i < 10; i++) {
+    const double start = lunai_profile_clock(ctx);
+    lunai_run(&ctx->parallel, lunai_peak_task, ctx);
+    const double seconds = lunai_profile_clock(ctx) - start;
+    if (seconds > 0 && flops / seconds > best) best = flops / seconds;
   }
-  lunai_step_rewind(ctx, mark);
-  return best > 0 ? 2.0 * LUNAI_PEAK_TILES * LUNAI_PEAK_K * (double)(k->mr * k->nr * threads) / best : 0;
+  return best;
 }
 
 LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!ctx->profiled)
     ctx->profiled = (lunai_profile *)lunai_persist_host(ctx, "luna_profile_begin", sizeof(lunai_profile));
-  lunai_profile *p = ctx->profiled;
-  if (!p) return ctx->last_status;
-  memset(p, 0, sizeof *p);
-  p->scopes = 1;
-  p->peak = lunai_profile_peak(ctx);
-  p->start = lunai_profile_clock(ctx);
-  ctx->profile = p;
-  return LUNA_OK;
+  if (!ctx->profiled) return ctx->last_status;
+  memset(ctx->profiled, 0, sizeof *ctx->profiled);
+  ctx->profiled->rows = 1;
+  ctx->profiled->peak = lunai_profile_peak(ctx);
+  ctx->profile = NULL;
+  return luna_profile_resume(ctx);
 }
 LUNA_API luna_status luna_profile_end(luna_ctx *ctx) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -13249,7 +13230,6 @@ LUNA_API luna_status luna_profile_end(luna_ctx *ctx) {
   ctx->profile = NULL;
   return LUNA_OK;
 }
-
 LUNA_API luna_status luna_profile_resume(luna_ctx *ctx) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!ctx->profiled || ctx->profile)
@@ -13260,144 +13240,119 @@ LUNA_API luna_status luna_profile_resume(luna_ctx *ctx) {
 }
 
 /* --- what is written --- */
-typedef struct lunai_profile_text {
-  const lunai_profile *p;
-  void (*write)(void *user, const char *text);
-  void *user;
-  bool json;
-} lunai_profile_text;
-LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format, ...) {
+LUNAI_FN void lunai_profile_put(const lunai_profile *p, const char *format, ...) {
   char line[400];
   va_list values;
   va_start(values, format);
   lunai_format(line, sizeof line, format, values);
   va_end(values);
-  w->write(w->user, line);
-}
-/* right-aligned in `width`, to one decimal; nothing for a negative number */
-LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
-  const int64_t tenths = (int64_t)(value * 10 + 0.5);
-  char digits[40] = "";
-  if (value >= 0) lunai_print(digits, sizeof digits, "%d.%d", tenths / 10, tenths % 10);
-  for (int64_t n = (int64_t)strlen(digits); n < width; n++) w->write(w->user, " ");
-  w->write(w->user, digits);
+  p->write(p->user, line);
 }
 /* a scope's name without the prefix of luna.h's functions */
 LUNAI_FN const char *lunai_profile_name(const char *name) {
   return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "lunai_", 6) == 0 ? name + 6 : name;
 }
 /* in JSON: '"', '\\' and control characters, of which scopes are named by users, become '?' */
-LUNAI_FN void lunai_profile_path(const lunai_profile_text *w, int scope) {
+LUNAI_FN void lunai_profile_path(const lunai_profile *p, int scope) {
+  const lunai_profile_row *r = &p->row[scope];
   char one[2] = "/";
   if (scope == 0) return;
-  lunai_profile_path(w, w->p->scope_outer[scope]);
-  if (w->p->scope_outer[scope]) w->write(w->user, one);
-  for (const char *c = lunai_profile_name(w->p->scope_name[scope]); (*one = *c) != 0; c++) {
+  lunai_profile_path(p, r->key.outer);
+  if (r->key.outer) p->write(p->user, one);
+  for (const char *c = lunai_profile_name(r->name); (*one = *c) != 0; c++) {
     if ((unsigned char)*c < 32 || *c == '"' || *c == '\\') *one = '?';
-    w->write(w->user, one);
+    p->write(p->user, one);
   }
 }
-/* sums of a scope's rows and of those inside it */
-LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
-  lunai_profile_row sum;
-  memset(&sum, 0, sizeof sum);
-  for (const lunai_profile_row *r = p->row; r < p->row + p->rows; r++) {
-    int inside = r->op.scope;
-    while (inside > 0 && inside != scope) inside = p->scope_outer[inside];
-    if (inside != scope) continue;
-    lunai_profile_add(&sum, r->seconds, r->bytes, r->flops);
-    sum.calls += r->calls - 1;
-  }
-  return sum;
-}
+LUNAI_FN double lunai_profile_ratio(double part, double whole) { return whole > 0 ? part / whole : 0; }
 
-/* calls, ms, share of all time, MB, GFLOP/s and share of the peak; a step's */
-LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_profile_row *r) {
-  const lunai_profile *p = w->p;
-  const double steps = (double)lunai_max(p->steps, 1), rate = r->seconds > 0 ? r->flops / r->seconds : 0;
-  lunai_profile_number(w, 8, (double)r->calls / steps);
-  lunai_profile_number(w, 10, 1e3 * r->seconds / steps);
-  lunai_profile_number(w, 7, p->seconds > 0 ? 100 * r->seconds / p->seconds : -1);
-  lunai_profile_number(w, 10, r->bytes > 0 ? 1e-6 * r->bytes / steps : -1);
-  lunai_profile_number(w, 9, rate > 0 ? 1e-9 * rate : -1);
-  lunai_profile_number(w, 7, rate > 0 && p->peak > 0 ? 100 * rate / p->peak : -1);
-  w->write(w->user, "  ");
+/* calls, ms, share of all time, MB, GFLOP/s and share of the peak, a step's, to one decimal and right-aligned; of the
+   last three nothing where they are 0 */
+LUNAI_FN void lunai_profile_numbers(const lunai_profile *p, const lunai_profile_row *r) {
+  static const int width[] = { 8, 10, 7, 10, 9, 7 };
+  const double steps = (double)lunai_max(p->steps, 1), rate = lunai_profile_ratio(r->flops, r->seconds);
+  const double value[] = { (double)r->calls / steps, 1e3 * r->seconds / steps,
+                           lunai_profile_ratio(100 * r->seconds, p->seconds), 1e-6 * r->bytes / steps, 1e-9 * rate,
+                           lunai_profile_ratio(100 * rate, p->peak) };
+  for (int i = 0; i < 6; i++) {
+    const int64_t tenths = (int64_t)(value[i] * 10 + 0.5);
+    char digits[40] = "";
+    if (i < 3 || value[i] > 0) lunai_print(digits, sizeof digits, "%d.%d", tenths / 10, tenths % 10);
+    for (int n = (int)strlen(digits); n < width[i]; n++) p->write(p->user, " ");
+    p->write(p->user, digits);
+  }
+  p->write(p->user, "  ");
 }
-LUNAI_FN void lunai_profile_put_op(const lunai_profile_text *w, const lunai_profile_op *op) {
+LUNAI_FN void lunai_profile_put_op(const lunai_profile *p, const lunai_profile_row *r) {
+  const bool backward = r->key.pass == LUNAI_PROFILE_BACKWARD;
   luna_tensor t[2];                  /* shapes alone */
   for (int i = 0; i < 2; i++) {
-    t[i].rank = op->rank[i];
-    memcpy(t[i].shape, op->shape[i], sizeof t[i].shape);
+    t[i].rank = r->key.rank[i];
+    memcpy(t[i].shape, r->key.shape[i], sizeof t[i].shape);
   }
-  if (w->json)
-    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %t, \"out\": %t, ", op->name,
-                      op->backward ? "backward" : "forward", &t[0], &t[1]);
-  else if (op->rank[1])
-    lunai_profile_put(w, "%s %t -> %t%s", op->name, &t[0], &t[1], op->backward ? ", backward" : "");
-  else w->write(w->user, op->name);
+  if (p->json)
+    lunai_profile_put(p, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %t, \"out\": %t, ", r->name,
+                      backward ? "backward" : "forward", &t[0], &t[1]);
+  else if (t[1].rank) lunai_profile_put(p, "%s %t -> %t%s\n", r->name, &t[0], &t[1], backward ? ", backward" : "");
+  else lunai_profile_put(p, "%s\n", r->name);
 }
-LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
-  const lunai_profile *p = w->p;
-  const lunai_profile_row sum = lunai_profile_sum(p, scope);
-  if (scope > 0) {
-    lunai_profile_numbers(w, &sum);
-    for (int k = 1; k < depth; k++) w->write(w->user, "  ");
-    lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
-  }
-  for (const lunai_profile_row *r = p->row; r < p->row + p->rows; r++) {
-    if (r->op.scope != scope) continue;
-    lunai_profile_numbers(w, r);
-    for (int k = 0; k < depth; k++) w->write(w->user, "  ");
-    lunai_profile_put_op(w, &r->op);
-    w->write(w->user, "\n");
-  }
-  for (int i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
+/* a scope's ops, then the scopes inside it, each with its own */
+LUNAI_FN void lunai_profile_table(const lunai_profile *p, int outer, int depth) {
+  for (int scopes = 0; scopes < 2; scopes++)
+    for (int i = 1; i < p->rows; i++) {
+      const lunai_profile_row *r = &p->row[i];
+      if (r->key.outer != outer || (r->key.pass == LUNAI_PROFILE_SCOPE) != scopes) continue;
+      lunai_profile_numbers(p, r);
+      for (int k = 0; k < depth; k++) p->write(p->user, "  ");
+      if (!scopes) lunai_profile_put_op(p, r);
+      else lunai_profile_put(p, "%s:\n", lunai_profile_name(r->name));
+      if (scopes) lunai_profile_table(p, i, depth + 1);
+    }
 }
-LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
-  const lunai_profile *p = w->p;
-  for (int i = 0; i < p->rows; i++) {
+LUNAI_FN void lunai_profile_json(const lunai_profile *p) {
+  const char *before = "\n  {\"scope\": \"";
+  for (int i = 1; i < p->rows; i++) {
     const lunai_profile_row *r = &p->row[i];
-    const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
-    w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
-    lunai_profile_path(w, r->op.scope);
-    w->write(w->user, "\", ");
-    lunai_profile_put_op(w, &r->op);
-    lunai_profile_put(w, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
+    if (r->key.pass == LUNAI_PROFILE_SCOPE) continue;
+    p->write(p->user, before);
+    lunai_profile_path(p, r->key.outer);
+    p->write(p->user, "\", ");
+    lunai_profile_put_op(p, r);
+    lunai_profile_put(p, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
                       1e3 * r->seconds, 1e-6 * r->bytes, 1e-9 * r->flops);
-    lunai_profile_put(w, "\"share\": %f, \"share_of_peak\": %f}", p->seconds > 0 ? r->seconds / p->seconds : 0,
-                      p->peak > 0 ? rate / p->peak : 0);
+    lunai_profile_put(p, "\"share\": %f, \"share_of_peak\": %f}", lunai_profile_ratio(r->seconds, p->seconds),
+                      lunai_profile_ratio(lunai_profile_ratio(r->flops, r->seconds), p->peak));
+    before = ",\n  {\"scope\": \"";
   }
 }
 LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
                                         void (*write)(void *user, const char *text), void *user) {
-  lunai_profile_text w;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
   if (!lunai_in(ctx, "luna_profile_write", "format", (int64_t)format, 0, LUNA_PROFILE_JSON)) return ctx->last_status;
   if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
-  w.p = ctx->profiled;
-  w.write = write;
-  w.user = user;
-  w.json = format == LUNA_PROFILE_JSON;
+  lunai_profile *p = ctx->profiled;
+  p->write = write;
+  p->user = user;
+  p->json = format == LUNA_PROFILE_JSON;
   const char *isa = luna_isa_name(lunai_isa_of(ctx));
-  lunai_profile_row rest = lunai_profile_sum(w.p, 0);
-  rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
-  if (w.json) {
-    lunai_profile_put(&w, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
-                      w.p->steps, 1e3 * w.p->seconds, 1e3 * rest.seconds, lunai_threads(&ctx->parallel), isa);
-    lunai_profile_put(&w, "\"peak_gflops\": %f, \"ops\": [", 1e-9 * w.p->peak);
-    lunai_profile_json(&w);
-    w.write(user, "\n]}\n");
+  lunai_profile_row rest;
+  memset(&rest, 0, sizeof rest);
+  if (p->seconds > p->row[0].seconds) rest.seconds = p->seconds - p->row[0].seconds;
+  if (p->json) {
+    lunai_profile_put(p, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
+                      p->steps, 1e3 * p->seconds, 1e3 * rest.seconds, lunai_threads(&ctx->parallel), isa);
+    lunai_profile_put(p, "\"peak_gflops\": %f, \"ops\": [", 1e-9 * p->peak);
+    lunai_profile_json(p);
+    write(user, "\n]}\n");
     return LUNA_OK;
   }
-  lunai_profile_put(&w, "%d steps in %f ms; %s, %d threads, peak %f GFLOP/s; a step's:\n", w.p->steps,
-                    1e3 * w.p->seconds, isa, lunai_threads(&ctx->parallel), 1e-9 * w.p->peak);
-  w.write(user, "   calls        ms  share        MB    GF/s   peak\n");
-  lunai_profile_table(&w, 0, 0);
-  rest.calls = 0;
-  rest.bytes = rest.flops = 0;
-  lunai_profile_numbers(&w, &rest);
-  w.write(user, "between ops\n");
+  lunai_profile_put(p, "%d steps in %f ms; %s, %d threads, peak %f GFLOP/s; a step's:\n", p->steps, 1e3 * p->seconds,
+                    isa, lunai_threads(&ctx->parallel), 1e-9 * p->peak);
+  write(user, "   calls        ms  share        MB    GF/s   peak\n");
+  lunai_profile_table(p, 0, 0);
+  lunai_profile_numbers(p, &rest);
+  write(user, "between ops\n");
   return LUNA_OK;
 }
 #else
@@ -13562,7 +13517,7 @@ typedef struct lunai_scope {
   luna_op *tape;
   size_t used[2];                    /* of a stream's memory */
   uint32_t begins;
-  int outer, self;                   /* of a profile */
+  int outer, self;                   /* rows in a profile */
   bool recompute;
 } lunai_scope;
 typedef char lunai_scope_size[sizeof(lunai_scope) <= sizeof(luna_scope) ? 1 : -1];
@@ -19072,8 +19027,9 @@ LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *ru
     passes += update && o->parts[i].average ? 3 : 0;
     floats += (double)o->parts[i].count * passes;
   }
-  lunai_profile_add(lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0, false, NULL,
-                                       NULL), lunai_profile_clock(ctx) - start, floats * (double)sizeof(float), 0);
+  const int row = lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0,
+                                     LUNAI_PROFILE_FORWARD, NULL, NULL);
+  lunai_profile_add(ctx->profile, row, lunai_profile_clock(ctx) - start, floats * (double)sizeof(float), 0);
   return status;
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {

@@ -138,6 +138,19 @@ int main(void) {
   luna_profile_end(m.ctx);
   json(m.ctx, &second);
   CHECK(entry(second.at, "a ?name? ??", "ACTIVATION", "forward") != NULL, "begun within scopes: %s", second.at);
+  luna_profile_begin(m.ctx);         /* ops of more shapes than there are rows count in their scope */
+  luna_begin_inference(m.ctx);
+  outer = luna_scope_begin_as(m.ctx, "many", false);
+  for (int64_t n = 1; n <= 400; n++) x = luna_relu(luna_tensor_new(m.ctx, NULL, 1, &n));
+  luna_scope_end(outer, &x, 1);
+  luna_profile_end(m.ctx);
+  json(m.ctx, &second);
+  int rows = 0;
+  for (const char *at = strstr(second.at, "\"many\""); at; at = strstr(at + 1, "\"many\"")) rows++;
+  CHECK(rows > 200 && rows < 400, "%d rows", rows);
+  second.size = 0;
+  luna_profile_write(m.ctx, LUNA_PROFILE_TABLE, collect, &second);
+  CHECK(strstr(second.at, "peak\n   400.0") != NULL, "not 400 calls in a scope: %.300s", second.at);
   luna_close(m.ctx), luna_close(off.ctx);
   return test_report("profile");
 }
