@@ -5433,7 +5433,9 @@ struct lunacu_pieces {               /* from `first` to before `last` */
 static int64_t lunacu_pieces_of(const luna_update *parts, int64_t count) {
   return count ? parts[count - 1].first + lunacu_divide_up(parts[count - 1].count, LUNA_UPDATE_PIECE) : 0;
 }
-static unsigned lunacu_piece_blocks(int64_t pieces) { return pieces < 1 ? 1 : pieces > 4096 ? 4096 : (unsigned)pieces; }
+static unsigned lunacu_piece_blocks(int64_t pieces, unsigned most) {
+  return pieces < 1 ? 1 : pieces > most ? most : (unsigned)pieces;
+}
 /* the part in which a piece lies: the last whose first piece is not beyond it */
 __device__ __forceinline__ int64_t lunacu_part_of(const luna_update *table, int64_t count, int64_t piece) {
   int64_t low = 0, high = count;
@@ -5471,10 +5473,10 @@ __global__ void lunacu_norm_kernel(const luna_update *table, int64_t count, int6
   }
   lunacu_slots_put(total, partials, false);
 }
-__global__ void lunacu_norm_end_kernel(const double *partials, luna_rule rule, luna_step_state *context) {
+__global__ void lunacu_norm_end_kernel(const double *partials, int count, luna_rule rule, luna_step_state *context) {
   luna_step_state *state = rule.state;
   double sum[1];
-  lunacu_partials_sum(partials, LUNACU_PARTIALS, sum);
+  lunacu_partials_sum(partials, count, sum);
   if (threadIdx.x > 0) return;
   const double size = sqrt(sum[0]);
   const float norm = (float)size, clip = rule.clip;
@@ -5493,9 +5495,11 @@ static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_
                                int64_t count) {
   const cudaStream_t stream = lunacu_stream_of(ctx);
   double *partials = lunacu_self(ctx)->partials;
-  LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_PARTIALS, LUNACU_BLOCK, 0, stream, table, count,
-                lunacu_pieces_of(parts, count), partials);
-  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, *rule, luna_backend_state(ctx));
+  const int64_t pieces = lunacu_pieces_of(parts, count);
+  const unsigned blocks = lunacu_piece_blocks(pieces, LUNACU_PARTIALS);
+  LUNACU_LAUNCH(lunacu_norm_kernel, blocks, LUNACU_BLOCK, 0, stream, table, count, pieces, partials);
+  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, (int)blocks, *rule,
+                luna_backend_state(ctx));
   return lunacu_done(ctx, "the gradient's norm");
 }
 
@@ -5587,7 +5591,11 @@ __global__ void lunacu_apollo_kernel(luna_rule rule, const luna_update *table, d
   LUNACU_SHARED(double, scratch, LUNACU_WARP);
   const luna_update u = table[blockIdx.x];
   const int64_t stride = (int64_t)LUNACU_SHARES * LUNACU_BLOCK;
-  double total[3] = {0, 0, 0};
+  double *partial = partials + ((int64_t)blockIdx.x * LUNACU_SHARES + blockIdx.y) * 3, total[3] = {0, 0, 0};
+  if ((int64_t)blockIdx.y * LUNACU_BLOCK >= u.count) { /* a small part has less than its shares */
+    if (threadIdx.x < 3) partial[threadIdx.x] = 0;
+    return;
+  }
   for (int64_t i = (int64_t)blockIdx.y * LUNACU_BLOCK + threadIdx.x; i < u.count;) {
     float sum[3] = {0, 0, 0};
     LUNACU_UNROLL for (const int64_t stop = min(u.count, i + 16 * stride); i < stop; i += stride) {
@@ -5600,7 +5608,7 @@ __global__ void lunacu_apollo_kernel(luna_rule rule, const luna_update *table, d
   }
   LUNACU_UNROLL for (int q = 0; q < 3; q++) {
     const double all = lunacu_over_block<lunacu_sum>(total[q], scratch);
-    if (threadIdx.x == 0) partials[((int64_t)blockIdx.x * LUNACU_SHARES + blockIdx.y) * 3 + q] = all;
+    if (threadIdx.x == 0) partial[q] = all;
   }
 }
 __global__ void lunacu_apollo_end_kernel(luna_rule rule, int count, const double *partials, double *apollo) {
@@ -5618,8 +5626,8 @@ template <luna_optimizer_kind kind>
 static void lunacu_update_run(cudaStream_t stream, const luna_rule &rule, const lunacu_pieces &p,
                               const double *apollo) {
   if (p.last > p.first)
-    LUNACU_LAUNCH((lunacu_update_kernel<kind>), lunacu_piece_blocks(p.last - p.first), LUNACU_BLOCK, 0, stream, rule, p,
-                  apollo);
+    LUNACU_LAUNCH((lunacu_update_kernel<kind>), lunacu_piece_blocks(p.last - p.first, 4096), LUNACU_BLOCK, 0, stream,
+                  rule, p, apollo);
 }
 /* One launch for all parameters; Apollo: three for as many as there is room for the sums of */
 static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
