@@ -30,7 +30,7 @@ check() {                                                # a sentence, then a co
 
 # ---- one interpreter, which knows torch, runs each script in a child of its own
 cat >"$work/server.py" <<'END'
-import os, runpy, sys
+import os, runpy, sys, traceback
 import numpy, torch
 
 for line in iter(sys.stdin.readline, ""):
@@ -39,9 +39,18 @@ for line in iter(sys.stdin.readline, ""):
         sys.argv = line.rstrip("\n").split("\t")
         for number, name in enumerate(("out", "err"), 1):
             os.dup2(os.open(os.environ["WORK"] + "/script." + name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        sys.exit(0)
+        status = 0
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        os._exit(status)  # to take torch's modules down takes half a second
     print(os.WEXITSTATUS(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
 END
 mkfifo "$work/requests" "$work/answers"
 WORK=$work "$python" "$work/server.py" <"$work/requests" >"$work/answers" &
