@@ -107,7 +107,8 @@ install: $(BUILD)/luna.o
 	  "Version: $$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h)" 'Cflags: -I$${prefix}/include' \
 	  'Libs: -L$${prefix}/lib -lluna $(LIBS)' >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
 
-programs: $(EXAMPLES) $(PROGRAMS) $(BUILD)/mcu/models
+# those that take longest to compile first, so that all cores have work to the end
+programs: $(filter %/private,$(PROGRAMS)) $(filter $(BUILD)/%,$(ONCE)) $(EXAMPLES) $(PROGRAMS) $(BUILD)/mcu/models
 
 # Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that
 # they have it.
@@ -123,8 +124,11 @@ $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
 $(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
+# most tests take longer to compile than to run; a benchmark's loops are as a user's
+TEST_OPT = -O1
+$(BENCHES): TEST_OPT =
 $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 $(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions $(BUILD)/tests/lra: \
   $(wildcard examples/attentions/*.h)
@@ -165,13 +169,13 @@ test-all:
 
 export TEST_FULL
 test:
-	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
+	-@$(MAKE) -k -j$(JOBS) programs
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
 	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(ONCE) $(BUILD)/tests/private tests/convert.sh $(SCRIPTS) \
 	  tests/torch.sh tests/install.sh $(filter-out %/private,$(PROGRAMS))
 
 sanitize:
-	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
+	-@$(MAKE) -k -j$(JOBS) programs BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
 	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(HOST:%=$(BUILD)/asan/tests/%) $(NAMES:%=$(BUILD)/asan/tests/%) \
 	  $(BUILD)/tsan/tests/threads $(SCRIPTS)
