@@ -219,9 +219,10 @@
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
                           >>stream >>functions >>parallel >>profile >>backend
-     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>causal >>table
-                          >>dispatch >>functions >>safetensors >>threads >>context >>backend >>profile >>tensors
-                          >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
+     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>sparse >>unpack
+                          >>causal >>table >>dispatch >>status >>functions >>safetensors >>threads >>context >>ranks
+                          >>backend >>profile >>tensors >>params >>past >>ops >>metadata >>layers >>models >>trainer
+                          >>checkpoints >>stream >>sampling >>beam */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -5512,7 +5513,7 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 4), forward and backward
+   >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
    result (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later
    where the blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each
@@ -6194,10 +6195,40 @@ LUNAI_FN void lunai_run_dense_backward(const lunai_kernels *kernels, const lunai
 }
 #endif
 
-/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries
-   at a time by those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by
-   tests/sparse.c. ---- */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>sparse: attention to some keys. Runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile
+   of queries at a time by those keys of the part that it may see. Rows that do not follow one another are copied.
+   Guarded by tests/sparse.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
+/* whether patterns are valid for these sizes */
+LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t queries, int64_t keys) {
+  const int64_t numbered = p->key_order ? p->key_count : keys;
+  if (p->blocks == 0) return !p->query_order && !p->key_order;
+  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 ||
+      p->key_count > INT32_MAX) return false;
+  if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
+  for (int64_t i = 0; i < p->blocks; i++)
+    if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
+  if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
+  for (int64_t i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
+    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
+      return false;
+  for (int64_t i = 0; p->query_order && i < p->queries[p->blocks]; i++)
+    if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
+  for (int64_t i = 0; p->key_order && i < p->key_count; i++)
+    if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
+  return true;
+}
+LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch,
+                                      int64_t heads, int64_t queries, int64_t keys) {
+  if (!patterns) return count == 0;
+  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX)
+    return false;
+  for (int64_t i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
+  return true;
+}
+
 #define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
 
 typedef struct lunai_sparse {
@@ -6835,7 +6866,10 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
 }
 #endif
 
-/* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>unpack: the folded unpack (eq. 4), forward and backward: row panels of 64 against all heads' slots at once. Guarded
+   by tests/attention.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* The reference. A row's probabilities p [heads, slots] before dropout, from its log-sum-exps once these are known [eq.
    4] */
@@ -8967,6 +9001,9 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
   return (unsigned)isa < LUNAI_LENGTH(name) ? name[isa] : "unknown";
 }
 
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>status: version, statuses, and the sentences of errors. Guarded by tests/contact.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
   static const char *const text[] = { /* in luna_status's order */
@@ -8974,39 +9011,6 @@ LUNA_API const char *luna_status_text(luna_status status) {
     "unsupported", "the device failed", "not finite"
   };
   return (unsigned)status < LUNAI_LENGTH(text) ? text[status] : "unknown status";
-}
-
-LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
-  return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
-}
-
-/* --- sparse attention: which keys a query sees --- */
-/* whether patterns are valid for these sizes */
-LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t queries, int64_t keys) {
-  const int64_t numbered = p->key_order ? p->key_count : keys;
-  if (p->blocks == 0) return !p->query_order && !p->key_order;
-  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 ||
-      p->key_count > INT32_MAX) return false;
-  if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
-  for (int64_t i = 0; i < p->blocks; i++)
-    if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
-  if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
-  for (int64_t i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
-    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
-      return false;
-  for (int64_t i = 0; p->query_order && i < p->queries[p->blocks]; i++)
-    if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
-  for (int64_t i = 0; p->key_order && i < p->key_count; i++)
-    if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
-  return true;
-}
-LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch,
-                                      int64_t heads, int64_t queries, int64_t keys) {
-  if (!patterns) return count == 0;
-  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX)
-    return false;
-  for (int64_t i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
-  return true;
 }
 
 /* In sentences %s is text (the first is the function), %d and %f are numbers, %t is a tensor's shape. Those of streams
@@ -9395,6 +9399,9 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 
 /* --- causal product --- */
+LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
+  return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
+}
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
   const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
   const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
@@ -11176,105 +11183,13 @@ LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
   return status;
 }
 
-/* --- ranks --- */
-/* What a rank has of a whole: sequences of a batch, or rows of every sequence */
-typedef struct lunai_cut {
-  bool rows;                         /* rows, not sequences */
-  int64_t first, own, whole;         /* of them: those of the ranks before, this one's, all ranks' */
-  int64_t other;                     /* sequences, or the rows of each */
-  int64_t longest;                   /* of the batch's sequences */
-  const int64_t *parts;              /* [ranks] those of each rank */
-} lunai_cut;
-LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) {
-  return LUNAI_WHOLE ? ctx->options.collective : NULL;
-}
-LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) {
-  return LUNAI_WHOLE && t && t->own->part && t->own->part->rows;
-}
-/* the rows of t's whole sequences, [batch,n,...] */
-LUNAI_FN int64_t lunai_whole_rows(const luna_tensor *t) {
-  return lunai_rows_cut(t) ? t->own->part->whole : t->shape[1];
-}
-
-/* Calls of the collective: false with a sentence. Where nothing is computed all ranks count as like this one. */
-LUNAI_FN bool lunai_rank_called(luna_ctx *ctx, const char *name, const char *what, bool good) {
-  if (!good) lunai_fail(ctx, LUNA_ERROR_COLLECTIVE, name, what, (int64_t)ctx->collective.rank,
-                        (int64_t)ctx->collective.ranks);
-  return good;
-}
-LUNAI_FN bool lunai_rank_gather(luna_ctx *ctx, const char *name, const void *mine, void *all, size_t bytes) {
-  const luna_collective *c = lunai_ranks(ctx);
-  if (ctx->status != LUNA_OK) return false;
-  for (int r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
-  return !lunai_computes(ctx) || bytes == 0 ||
-         lunai_rank_called(ctx, name, "all_gather", c->all_gather(c->user, mine, all, bytes));
-}
-LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, int64_t count, luna_reduction what) {
-  const luna_collective *c = lunai_ranks(ctx);
-  if (ctx->status != LUNA_OK) return false;
-  return !lunai_computes(ctx) || count == 0 ||
-         lunai_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
-}
 LUNAI_FN luna_isa lunai_isa_of(const luna_ctx *ctx) {
   return ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
 }
-/* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
-LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
-                                 int count, int64_t **all) {
-  const int ranks = lunai_ranks(ctx)->ranks;
-  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
-  *all = (int64_t *)lunai_step_host(ctx, name, true, bytes);
-  if (!*all || !lunai_rank_gather(ctx, name, mine, *all, (size_t)count * sizeof(int64_t))) return false;
-  for (int r = 0; r < ranks; r++)
-    for (int i = 0; i < count; i++)
-      if (what[i] && (*all)[r * count + i] != (*all)[i])
-        return lunai_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
-                          (*all)[i]);
-  return true;
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) {
+  return LUNAI_WHOLE ? ctx->options.collective : NULL;
 }
-/* the labels that all ranks count */
-LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted) {
-  double all = (double)*counted;
-  if (!lunai_ranks(ctx)) return true;
-  if (!lunai_computes(ctx)) all *= lunai_ranks(ctx)->ranks;
-  if (!lunai_rank_reduce(ctx, name, &all, 1, LUNA_REDUCTION_SUM_F64)) return false;
-  if (!(all >= (double)*counted && all <= (double)INT64_MAX / 2))
-    return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a count of labels below", *counted,
-                      (int64_t)ctx->collective.rank);
-  *counted = (int64_t)all;
-  return true;
-}
-#ifndef LUNA_ONLY_STREAM
-LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* all parameters' names and shapes, all models' configs */
-LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state);
-/* at each begin */
-LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
-  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
-                                      "instruction set", "options.form", "options.seed", "call to begin a step",
-                                      "number of steps", "outcome of its inits",
-                                      "set of parameters' names and shapes, or config" };
-  const luna_step_state state = lunai_state_of(ctx, ctx->state);
-  const lunai_mark mark = lunai_step_mark(ctx);
-  const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
-  const int64_t mine[LUNAI_LENGTH(what)] = {
-    ctx->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *)),
-    ctx->collective.ranks, ctx->collective.mode, lunai_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
-    ctx->training, (int64_t)state.step, ctx->failure.status, (int64_t)lunai_models_hash(ctx) };
-  int64_t *all;
-  ctx->status = LUNA_OK;
-  bool good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
-  for (int64_t r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
-    if (all[r * LUNAI_LENGTH(what)] != r)
-      good = lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r);
-  lunai_step_rewind(ctx, mark);
-  if (status == LUNA_OK) return good;
-  ctx->status = status;
-  ctx->error_id = ctx->failure.id;
-  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
-  return false;
-}
-#endif
-
+LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name);
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -11327,6 +11242,388 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
   memset(&now, 0, sizeof now);
   if (state && !ctx->options.measure) ctx->backend->copy(ctx, &now, state, sizeof now, 2);
   return now;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>ranks: several contexts, one model. What a rank has of a whole, what it tells the others, and the ops that do.
+   Guarded by tests/collective.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+/* What a rank has of a whole: sequences of a batch, or rows of every sequence */
+typedef struct lunai_cut {
+  bool rows;                         /* rows, not sequences */
+  int64_t first, own, whole;         /* of them: those of the ranks before, this one's, all ranks' */
+  int64_t other;                     /* sequences, or the rows of each */
+  int64_t longest;                   /* of the batch's sequences */
+  const int64_t *parts;              /* [ranks] those of each rank */
+} lunai_cut;
+LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) {
+  return LUNAI_WHOLE && t && t->own->part && t->own->part->rows;
+}
+/* the rows of t's whole sequences, [batch,n,...] */
+LUNAI_FN int64_t lunai_whole_rows(const luna_tensor *t) {
+  return lunai_rows_cut(t) ? t->own->part->whole : t->shape[1];
+}
+
+/* Calls of the collective: false with a sentence. Where nothing is computed all ranks count as like this one. */
+LUNAI_FN bool lunai_rank_called(luna_ctx *ctx, const char *name, const char *what, bool good) {
+  if (!good) lunai_fail(ctx, LUNA_ERROR_COLLECTIVE, name, what, (int64_t)ctx->collective.rank,
+                        (int64_t)ctx->collective.ranks);
+  return good;
+}
+LUNAI_FN bool lunai_rank_gather(luna_ctx *ctx, const char *name, const void *mine, void *all, size_t bytes) {
+  const luna_collective *c = lunai_ranks(ctx);
+  if (ctx->status != LUNA_OK) return false;
+  for (int r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
+  return !lunai_computes(ctx) || bytes == 0 ||
+         lunai_rank_called(ctx, name, "all_gather", c->all_gather(c->user, mine, all, bytes));
+}
+LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, int64_t count, luna_reduction what) {
+  const luna_collective *c = lunai_ranks(ctx);
+  if (ctx->status != LUNA_OK) return false;
+  return !lunai_computes(ctx) || count == 0 ||
+         lunai_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
+}
+/* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
+LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
+                                 int count, int64_t **all) {
+  const int ranks = lunai_ranks(ctx)->ranks;
+  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
+  *all = (int64_t *)lunai_step_host(ctx, name, true, bytes);
+  if (!*all || !lunai_rank_gather(ctx, name, mine, *all, (size_t)count * sizeof(int64_t))) return false;
+  for (int r = 0; r < ranks; r++)
+    for (int i = 0; i < count; i++)
+      if (what[i] && (*all)[r * count + i] != (*all)[i])
+        return lunai_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
+                          (*all)[i]);
+  return true;
+}
+/* the labels that all ranks count */
+LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted) {
+  double all = (double)*counted;
+  if (!lunai_ranks(ctx)) return true;
+  if (!lunai_computes(ctx)) all *= lunai_ranks(ctx)->ranks;
+  if (!lunai_rank_reduce(ctx, name, &all, 1, LUNA_REDUCTION_SUM_F64)) return false;
+  if (!(all >= (double)*counted && all <= (double)INT64_MAX / 2))
+    return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a count of labels below", *counted,
+                      (int64_t)ctx->collective.rank);
+  *counted = (int64_t)all;
+  return true;
+}
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* all parameters' names and shapes, all models' configs */
+/* at each begin */
+LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
+  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
+                                      "instruction set", "options.form", "options.seed", "call to begin a step",
+                                      "number of steps", "outcome of its inits",
+                                      "set of parameters' names and shapes, or config" };
+  const luna_step_state state = lunai_state_of(ctx, ctx->state);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
+  const int64_t mine[LUNAI_LENGTH(what)] = {
+    ctx->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *)),
+    ctx->collective.ranks, ctx->collective.mode, lunai_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
+    ctx->training, (int64_t)state.step, ctx->failure.status, (int64_t)lunai_models_hash(ctx) };
+  int64_t *all;
+  ctx->status = LUNA_OK;
+  bool good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
+  for (int64_t r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
+    if (all[r * LUNAI_LENGTH(what)] != r)
+      good = lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r);
+  lunai_step_rewind(ctx, mark);
+  if (status == LUNA_OK) return good;
+  ctx->status = status;
+  ctx->error_id = ctx->failure.id;
+  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
+  return false;
+}
+
+LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name);
+LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape);
+/* --- custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
+/* which part of all ranks' an input is, into the step; *part stays null without a collective */
+LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
+                             const lunai_cut **part) {
+  static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
+  const luna_collective *c = lunai_ranks(ctx);
+  const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
+  int64_t *all, *parts, from = 0;
+  if (!c) return true;
+  /* the longest; of rows a hash of the lengths */
+  int64_t mine[3] = { rows ? batch : n, rows ? n : batch, lengths ? 1 : n };
+  for (int64_t b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  if (rows) mine[2] = 0;
+  if (rows && lengths && batch > 0)
+    mine[2] = (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
+  lunai_cut *made = (lunai_cut *)lunai_step_host(ctx, name, true, sizeof *made + (size_t)c->ranks * sizeof *parts);
+  if (!made || !lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
+  memset(made, 0, sizeof *made);
+  made->parts = parts = (int64_t *)(void *)(made + 1);
+  made->rows = rows;
+  made->other = rows ? batch : -1;
+  for (int64_t r = 0; r < c->ranks; r++) {
+    const int64_t own = parts[r] = all[3 * r + 1];
+    if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
+      return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r);
+    if (r < c->rank) made->first += own;
+    made->whole += own;
+    if (rows || own == 0) continue;
+    if (made->other >= 0 && made->other != all[3 * r])
+      return lunai_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
+                        made->other);
+    made->other = all[3 * r];
+    from = r;
+    made->longest = lunai_max(made->longest, all[3 * r + 2]);
+  }
+  made->own = mine[1];
+  if (parts[c->rank] != made->own)
+    return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
+                      (int64_t)c->rank);
+  *part = made;
+  return true;
+}
+/* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
+LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
+                                          const char *name, bool *failed) {
+  if (!lengths || !part || !part->rows) return lengths;
+  int32_t *own = (int32_t *)lunai_step_host(ctx, name, true, (size_t)part->other * sizeof *own);
+  *failed = !own;
+  for (int64_t b = 0; b < part->other && !*failed; b++) {
+    *failed = lengths[b] < 0 || lengths[b] > part->whole;
+    if (*failed)
+      lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0, part->whole);
+    own[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
+  }
+  return *failed ? NULL : own;
+}
+/* What a model's input is a part of, and the input with its lengths as those of its own rows */
+LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
+                              const lunai_cut **part) {
+  bool failed = false;
+  *own = *input;
+  *part = NULL;
+  if (!lunai_cut_take(ctx, name, (int64_t)input->batch, (int64_t)input->n, input->lengths, part)) return false;
+  own->lengths = lunai_cut_lengths(ctx, *part, input->lengths, name, &failed);
+  return !failed;
+}
+/* x as a part */
+LUNAI_FN luna_tensor *lunai_cut_of(luna_tensor *x, const lunai_cut *part) {
+  x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
+  if (x && part) x->own->part = part;
+  return x;
+}
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
+  const lunai_cut *part = NULL;
+  if (!x || lunai_is_released(x, "luna_rank_part")) return NULL;
+  if (!lunai_ranks(x->ctx)) return x;
+  if (x->rank < 2) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_rank_part", x, (int64_t)1);
+  if (!lunai_cut_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
+  return lunai_cut_of(x, part);
+}
+
+typedef struct lunai_rank_op {
+  luna_custom custom;
+  luna_ctx *ctx;
+  const char *name;
+  bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
+  float *result, *kept;              /* [luna_count(out)]; what else backward needs */
+  int64_t kept_size;                 /* floats */
+  const lunai_cut *part;
+  const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
+  int64_t heads;
+} lunai_rank_op;
+LUNAI_FN luna_status lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, bytes);
+  if (!op->received) lunai_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  op->received = true;
+  lunai_copy(op->result, out->data, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  (void)count;
+  if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+  return LUNA_OK;
+}
+/* One of these ops, on the CPU. Its result is whole. */
+LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, int rank,
+                                       const int64_t *shape) {
+  luna_ctx *ctx = in[0]->ctx;
+  const int64_t floats = lunai_shape_count(rank, shape);
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
+  op->ctx = ctx;
+  op->result = (float *)lunai_step_host(ctx, op->name, true, (size_t)(floats + op->kept_size) * sizeof(float));
+  if (!op->result) return NULL;
+  op->kept = op->result + floats;
+  op->custom.state = op;
+  op->custom.state_size = sizeof *op;
+  luna_tensor *y = luna_custom_op(in, count, rank, shape, &op->custom);
+  if (!y || ctx->status != LUNA_OK) return NULL;
+  y->own->part = NULL;
+  return y;
+}
+LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alone) {
+  lunai_rank_op op;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  memset(&op, 0, sizeof op);
+  op.name = name;
+  op.alone = alone;
+  op.custom.forward = lunai_rank_sum_forward;
+  op.custom.backward = lunai_rank_sum_backward;
+  return lunai_rank_op_of(&op, &x, 1, x->rank, x->shape);
+}
+
+/* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
+   w_r = exp(lse_r - log sum_s exp lse_s) of each head, out = sum_r w_r y_r, in rank order. kept: this rank's w */
+LUNAI_FN luna_status lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const int ranks = op->ctx->collective.ranks;
+  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
+  const int64_t slots = out->shape[1];
+  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + size, *lse = mine + wide;
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, (size_t)wide * sizeof(float));
+  if (op->received) return LUNA_OK;
+  op->received = true;
+  lunai_copy(mine, in[0]->data, (size_t)wide * sizeof(float));
+  for (int64_t i = 0; i < lines; i++)
+    lse[i] = (op->lengths ? op->lengths[i / (slots * op->heads)] : op->part->own) > 0 ? in[1]->data[i] : -INFINITY;
+  if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float)))
+    return op->ctx->status;
+  for (int64_t i = 0; i < lines; i++) {
+    float max = -INFINITY;
+    double sum = 0;
+    for (int r = 0; r < ranks; r++) if (!(all[r * size + wide + i] <= max)) max = all[r * size + wide + i];
+    for (int64_t e = 0; e < n; e++) op->result[i * n + e] = 0;
+    for (int r = 0; r < ranks && max > -INFINITY; r++) sum += (double)lunai_exp1_scalar(all[r * size + wide + i] - max);
+    op->kept[i] = 0;
+    for (int r = 0; r < ranks; r++) {
+      if (all[r * size + wide + i] == -INFINITY) continue;
+      const double weight = (double)lunai_exp1_scalar(all[r * size + wide + i] - max) / sum;
+      if (r == op->ctx->collective.rank) op->kept[i] = (float)weight;
+      for (int64_t e = 0; e < n; e++) op->result[i * n + e] += (float)(weight * (double)all[r * size + i * n + e]);
+    }
+  }
+  lunai_copy(out->data, op->result, (size_t)wide * sizeof(float));
+  return LUNA_OK;
+}
+/* dy_r = w_r dy and dlse_r = w_r dy . (y_r - y), of the ranks' summed dy */
+LUNAI_FN luna_status lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
+  (void)count;
+  if (!lunai_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return LUNA_OK;
+  for (int64_t i = 0; i < lines; i++) {
+    const float *g = out->grad + i * n;
+    double dot = 0;
+    if (op->kept[i] == 0) continue;
+    for (int64_t e = i * n; e < i * n + n; e++)
+      dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
+    for (int64_t e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
+    if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_cut *part, const int32_t *lengths,
+                                       int64_t heads) {
+  lunai_rank_op op;
+  if (!y || !lse) return NULL;
+  memset(&op, 0, sizeof op);
+  op.name = "attention over rows that are cut";
+  op.part = part;
+  op.lengths = lengths;
+  op.heads = heads;
+  op.custom.forward = lunai_rank_merge_forward;
+  op.custom.backward = lunai_rank_merge_backward;
+  op.custom.workspace_size = (size_t)((luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1)) *
+                             sizeof(float);
+  op.kept_size = luna_count(lse);
+  luna_tensor *const in[] = { y, lse };
+  return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
+}
+/* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
+   width - 1 rows before its first, zeros where there are none. kept: nothing. Of `rows` rows before a rank's first, a
+   rank before that has its last min(its own, its end - (first - rows)). */
+LUNAI_FN luna_status lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int64_t start = op->part->first - rows;
+  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
+  int64_t end = 0;
+  (void)count;
+  if (!op->received) {
+    memset(mine, 0, (size_t)(batch * size) * sizeof(float));
+    memset(op->result, 0, (size_t)(batch * size) * sizeof(float));
+    for (int64_t b = 0; b < batch; b++)
+      lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
+    if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float)))
+      return op->ctx->status;
+    for (int r = 0; r < op->ctx->collective.rank; r++) {
+      end += op->part->parts[r];
+      const int64_t n = lunai_min(op->part->parts[r], end - start);
+      for (int64_t b = 0; b < batch && n > 0; b++)
+        memcpy(op->result + b * size + (end - n - start) * d, all + (r * batch + b) * size + (rows - n) * d,
+               (size_t)(n * d) * sizeof(float));
+    }
+    op->received = true;
+  }
+  lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const luna_collective *c = lunai_ranks(op->ctx);
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int64_t end = op->part->first + op->part->own;
+  float *all = (float *)luna_custom_run(out).scratch;
+  int64_t start = end - rows;        /* of the rows that rank r got */
+  (void)count;
+  if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float)))
+    return op->ctx->status;
+  for (int r = c->rank + 1; r < c->ranks && in[0]->grad; start += op->part->parts[r++]) {
+    const int64_t n = lunai_min(op->part->own, end - start);
+    for (int64_t b = 0; b < batch && n > 0; b++)
+      for (int64_t i = 0; i < n * d; i++)
+        in[0]->grad[(b * own + own - n) * d + i] += all[(r * batch + b) * size + (end - n - start) * d + i];
+  }
+  return LUNA_OK;
+}
+/* x with the `rows` rows before its first one, which is whole */
+LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
+  const int64_t own = lunai_min(rows, x->shape[1]);
+  lunai_rank_op op;
+  memset(&op, 0, sizeof op);
+  op.name = "luna_short_convolution";
+  op.part = x->own->part;
+  op.custom.forward = lunai_rank_border_forward;
+  op.custom.backward = lunai_rank_border_backward;
+  const int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
+  op.custom.workspace_size = (size_t)(shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) * sizeof(float);
+  luna_tensor *last = luna_slice(x, 1, x->shape[1] - own, own);
+  luna_tensor *const with[] = { last ? lunai_rank_op_of(&op, &last, 1, 3, shape) : NULL, x };
+  x = luna_concat(with, 2, 1);
+  if (x) x->own->part = NULL;
+  return x;
+}
+LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const char *what) {
+  return lunai_fail(x->ctx, LUNA_ERROR_RANK_CUT, name, what, (int64_t)x->ctx->collective.ranks);
+}
+
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) {
+  return lunai_is_released(x, "luna_rank_sum") ? NULL : lunai_rank_sum(x, "luna_rank_sum", false);
+}
+/* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
+LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) {
+  float value;
+  if (!loss || !lunai_ranks(loss->ctx) || !lunai_on_device(loss->ctx)) return lunai_rank_sum(loss, "the loss", true);
+  luna_status status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
+  if (status == LUNA_OK && !lunai_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
+  if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
+  return status == LUNA_OK ? loss : lunai_fail_backend(loss->ctx, false, "the loss", status);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -15011,10 +15308,9 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>ops: shape checks, then a call of the backend
+   >>past: what a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that
+   look back read and update, and what its parameters and its sources alone make, which is computed once.
    ------------------------------------------------------------------------------------------------------------------ */
-/* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
-   read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
   /* of a state that training carries, as in luna_op; then there are only means, weights and histories */
   const int64_t *positions;
@@ -15032,6 +15328,9 @@ typedef struct lunai_past {
   const int32_t *slots, *source_slots; /* a decoder's real memory slots: [batch], [sources] */
 } lunai_past;
 
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>ops: shape checks, then a call of the backend
+   ------------------------------------------------------------------------------------------------------------------ */
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
@@ -15373,293 +15672,6 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
   return lunai_finish_like(&s, x);
-}
-
-/* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
-/* which part of all ranks' an input is, into the step; *part stays null without a collective */
-LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
-                             const lunai_cut **part) {
-  static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
-  const luna_collective *c = lunai_ranks(ctx);
-  const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t *all, *parts, from = 0;
-  if (!c) return true;
-  /* the longest; of rows a hash of the lengths */
-  int64_t mine[3] = { rows ? batch : n, rows ? n : batch, lengths ? 1 : n };
-  for (int64_t b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
-  if (rows) mine[2] = 0;
-  if (rows && lengths && batch > 0)
-    mine[2] = (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
-  lunai_cut *made = (lunai_cut *)lunai_step_host(ctx, name, true, sizeof *made + (size_t)c->ranks * sizeof *parts);
-  if (!made || !lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
-  memset(made, 0, sizeof *made);
-  made->parts = parts = (int64_t *)(void *)(made + 1);
-  made->rows = rows;
-  made->other = rows ? batch : -1;
-  for (int64_t r = 0; r < c->ranks; r++) {
-    const int64_t own = parts[r] = all[3 * r + 1];
-    if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
-      return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r);
-    if (r < c->rank) made->first += own;
-    made->whole += own;
-    if (rows || own == 0) continue;
-    if (made->other >= 0 && made->other != all[3 * r])
-      return lunai_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
-                        made->other);
-    made->other = all[3 * r];
-    from = r;
-    made->longest = lunai_max(made->longest, all[3 * r + 2]);
-  }
-  made->own = mine[1];
-  if (parts[c->rank] != made->own)
-    return lunai_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
-                      (int64_t)c->rank);
-  *part = made;
-  return true;
-}
-/* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
-LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
-                                          const char *name, bool *failed) {
-  if (!lengths || !part || !part->rows) return lengths;
-  int32_t *own = (int32_t *)lunai_step_host(ctx, name, true, (size_t)part->other * sizeof *own);
-  *failed = !own;
-  for (int64_t b = 0; b < part->other && !*failed; b++) {
-    *failed = lengths[b] < 0 || lengths[b] > part->whole;
-    if (*failed)
-      lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0, part->whole);
-    own[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
-  }
-  return *failed ? NULL : own;
-}
-/* What a model's input is a part of, and the input with its lengths as those of its own rows */
-LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
-                              const lunai_cut **part) {
-  bool failed = false;
-  *own = *input;
-  *part = NULL;
-  if (!lunai_cut_take(ctx, name, (int64_t)input->batch, (int64_t)input->n, input->lengths, part)) return false;
-  own->lengths = lunai_cut_lengths(ctx, *part, input->lengths, name, &failed);
-  return !failed;
-}
-/* x as a part */
-LUNAI_FN luna_tensor *lunai_cut_of(luna_tensor *x, const lunai_cut *part) {
-  x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
-  if (x && part) x->own->part = part;
-  return x;
-}
-LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
-  const lunai_cut *part = NULL;
-  if (!x || lunai_is_released(x, "luna_rank_part")) return NULL;
-  if (!lunai_ranks(x->ctx)) return x;
-  if (x->rank < 2) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_rank_part", x, (int64_t)1);
-  if (!lunai_cut_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
-  return lunai_cut_of(x, part);
-}
-
-typedef struct lunai_rank_op {
-  luna_custom custom;
-  luna_ctx *ctx;
-  const char *name;
-  bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
-  float *result, *kept;              /* [luna_count(out)]; what else backward needs */
-  int64_t kept_size;                 /* floats */
-  const lunai_cut *part;
-  const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
-  int64_t heads;
-} lunai_rank_op;
-LUNAI_FN luna_status lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
-  lunai_rank_op *op = (lunai_rank_op *)state;
-  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
-  (void)count;
-  lunai_copy(out->data, op->received ? op->result : in[0]->data, bytes);
-  if (!op->received) lunai_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
-  op->received = true;
-  lunai_copy(op->result, out->data, bytes);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
-  const lunai_rank_op *op = (const lunai_rank_op *)state;
-  (void)count;
-  if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
-  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
-  return LUNA_OK;
-}
-/* One of these ops, on the CPU. Its result is whole. */
-LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, int rank,
-                                       const int64_t *shape) {
-  luna_ctx *ctx = in[0]->ctx;
-  const int64_t floats = lunai_shape_count(rank, shape);
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
-  op->ctx = ctx;
-  op->result = (float *)lunai_step_host(ctx, op->name, true, (size_t)(floats + op->kept_size) * sizeof(float));
-  if (!op->result) return NULL;
-  op->kept = op->result + floats;
-  op->custom.state = op;
-  op->custom.state_size = sizeof *op;
-  luna_tensor *y = luna_custom_op(in, count, rank, shape, &op->custom);
-  if (!y || ctx->status != LUNA_OK) return NULL;
-  y->own->part = NULL;
-  return y;
-}
-LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alone) {
-  lunai_rank_op op;
-  if (!x || !lunai_ranks(x->ctx)) return x;
-  memset(&op, 0, sizeof op);
-  op.name = name;
-  op.alone = alone;
-  op.custom.forward = lunai_rank_sum_forward;
-  op.custom.backward = lunai_rank_sum_backward;
-  return lunai_rank_op_of(&op, &x, 1, x->rank, x->shape);
-}
-
-/* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
-   w_r = exp(lse_r - log sum_s exp lse_s) of each head, out = sum_r w_r y_r, in rank order. kept: this rank's w */
-LUNAI_FN luna_status lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
-  lunai_rank_op *op = (lunai_rank_op *)state;
-  const int ranks = op->ctx->collective.ranks;
-  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
-  const int64_t slots = out->shape[1];
-  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + size, *lse = mine + wide;
-  (void)count;
-  lunai_copy(out->data, op->received ? op->result : in[0]->data, (size_t)wide * sizeof(float));
-  if (op->received) return LUNA_OK;
-  op->received = true;
-  lunai_copy(mine, in[0]->data, (size_t)wide * sizeof(float));
-  for (int64_t i = 0; i < lines; i++)
-    lse[i] = (op->lengths ? op->lengths[i / (slots * op->heads)] : op->part->own) > 0 ? in[1]->data[i] : -INFINITY;
-  if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float)))
-    return op->ctx->status;
-  for (int64_t i = 0; i < lines; i++) {
-    float max = -INFINITY;
-    double sum = 0;
-    for (int r = 0; r < ranks; r++) if (!(all[r * size + wide + i] <= max)) max = all[r * size + wide + i];
-    for (int64_t e = 0; e < n; e++) op->result[i * n + e] = 0;
-    for (int r = 0; r < ranks && max > -INFINITY; r++) sum += (double)lunai_exp1_scalar(all[r * size + wide + i] - max);
-    op->kept[i] = 0;
-    for (int r = 0; r < ranks; r++) {
-      if (all[r * size + wide + i] == -INFINITY) continue;
-      const double weight = (double)lunai_exp1_scalar(all[r * size + wide + i] - max) / sum;
-      if (r == op->ctx->collective.rank) op->kept[i] = (float)weight;
-      for (int64_t e = 0; e < n; e++) op->result[i * n + e] += (float)(weight * (double)all[r * size + i * n + e]);
-    }
-  }
-  lunai_copy(out->data, op->result, (size_t)wide * sizeof(float));
-  return LUNA_OK;
-}
-/* dy_r = w_r dy and dlse_r = w_r dy . (y_r - y), of the ranks' summed dy */
-LUNAI_FN luna_status lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
-  const lunai_rank_op *op = (const lunai_rank_op *)state;
-  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
-  (void)count;
-  if (!lunai_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return LUNA_OK;
-  for (int64_t i = 0; i < lines; i++) {
-    const float *g = out->grad + i * n;
-    double dot = 0;
-    if (op->kept[i] == 0) continue;
-    for (int64_t e = i * n; e < i * n + n; e++)
-      dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
-    for (int64_t e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
-    if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
-  }
-  return LUNA_OK;
-}
-LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_cut *part, const int32_t *lengths,
-                                       int64_t heads) {
-  lunai_rank_op op;
-  if (!y || !lse) return NULL;
-  memset(&op, 0, sizeof op);
-  op.name = "attention over rows that are cut";
-  op.part = part;
-  op.lengths = lengths;
-  op.heads = heads;
-  op.custom.forward = lunai_rank_merge_forward;
-  op.custom.backward = lunai_rank_merge_backward;
-  op.custom.workspace_size = (size_t)((luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1)) *
-                             sizeof(float);
-  op.kept_size = luna_count(lse);
-  luna_tensor *const in[] = { y, lse };
-  return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
-}
-/* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
-   width - 1 rows before its first, zeros where there are none. kept: nothing. Of `rows` rows before a rank's first, a
-   rank before that has its last min(its own, its end - (first - rows)). */
-LUNAI_FN luna_status lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
-  lunai_rank_op *op = (lunai_rank_op *)state;
-  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
-  const int64_t start = op->part->first - rows;
-  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t end = 0;
-  (void)count;
-  if (!op->received) {
-    memset(mine, 0, (size_t)(batch * size) * sizeof(float));
-    memset(op->result, 0, (size_t)(batch * size) * sizeof(float));
-    for (int64_t b = 0; b < batch; b++)
-      lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
-    if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float)))
-      return op->ctx->status;
-    for (int r = 0; r < op->ctx->collective.rank; r++) {
-      end += op->part->parts[r];
-      const int64_t n = lunai_min(op->part->parts[r], end - start);
-      for (int64_t b = 0; b < batch && n > 0; b++)
-        memcpy(op->result + b * size + (end - n - start) * d, all + (r * batch + b) * size + (rows - n) * d,
-               (size_t)(n * d) * sizeof(float));
-    }
-    op->received = true;
-  }
-  lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out,
-                                                void *state) {
-  const lunai_rank_op *op = (const lunai_rank_op *)state;
-  const luna_collective *c = lunai_ranks(op->ctx);
-  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
-  const int64_t end = op->part->first + op->part->own;
-  float *all = (float *)luna_custom_run(out).scratch;
-  int64_t start = end - rows;        /* of the rows that rank r got */
-  (void)count;
-  if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float)))
-    return op->ctx->status;
-  for (int r = c->rank + 1; r < c->ranks && in[0]->grad; start += op->part->parts[r++]) {
-    const int64_t n = lunai_min(op->part->own, end - start);
-    for (int64_t b = 0; b < batch && n > 0; b++)
-      for (int64_t i = 0; i < n * d; i++)
-        in[0]->grad[(b * own + own - n) * d + i] += all[(r * batch + b) * size + (end - n - start) * d + i];
-  }
-  return LUNA_OK;
-}
-/* x with the `rows` rows before its first one, which is whole */
-LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
-  const int64_t own = lunai_min(rows, x->shape[1]);
-  lunai_rank_op op;
-  memset(&op, 0, sizeof op);
-  op.name = "luna_short_convolution";
-  op.part = x->own->part;
-  op.custom.forward = lunai_rank_border_forward;
-  op.custom.backward = lunai_rank_border_backward;
-  const int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
-  op.custom.workspace_size = (size_t)(shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) * sizeof(float);
-  luna_tensor *last = luna_slice(x, 1, x->shape[1] - own, own);
-  luna_tensor *const with[] = { last ? lunai_rank_op_of(&op, &last, 1, 3, shape) : NULL, x };
-  x = luna_concat(with, 2, 1);
-  if (x) x->own->part = NULL;
-  return x;
-}
-LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const char *what) {
-  return lunai_fail(x->ctx, LUNA_ERROR_RANK_CUT, name, what, (int64_t)x->ctx->collective.ranks);
-}
-
-LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) {
-  return lunai_is_released(x, "luna_rank_sum") ? NULL : lunai_rank_sum(x, "luna_rank_sum", false);
-}
-/* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
-LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) {
-  float value;
-  if (!loss || !lunai_ranks(loss->ctx) || !lunai_on_device(loss->ctx)) return lunai_rank_sum(loss, "the loss", true);
-  luna_status status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
-  if (status == LUNA_OK && !lunai_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
-  if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
-  return status == LUNA_OK ? loss : lunai_fail_backend(loss->ctx, false, "the loss", status);
 }
 
 /* --- reductions --- */
@@ -16624,11 +16636,11 @@ LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 #pragma GCC optimize("Os")
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
+   >>metadata: configs by tables of their fields, which check them, and write and read a model's in a checkpoint's
+   metadata as luna.NAME. There a field whose min is 0 may be absent. A fraction is a float from 0 to below 1, and there
+   in units of 10^-9, which give the same float again. Guarded by tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* A field of a config, and what it may hold; a fraction is a float from 0 to below 1. Tables of them check configs, and
-   write and read a model's in a checkpoint's metadata as luna.NAME: there a field whose min is 0 may be absent, and a
-   fraction is in units of 10^-9, which give the same float again. */
+/* a field of a config, and what it may hold */
 typedef struct lunai_field { const char *key; uint16_t at; uint8_t size; bool fraction; int32_t min, max; } lunai_field;
 #define LUNAI_FIELD_OF(config, name, field, min, max) \
   { "luna." #name, (uint16_t)offsetof(config, field), (uint8_t)sizeof(((config *)NULL)->field), false, min, max },
@@ -16663,7 +16675,56 @@ LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int co
   }
   return true;
 }
+LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
+  char text[24];
+  for (const lunai_field *f = fields; f < fields + count; f++) {
+    lunai_print(text, sizeof text, "%d", lunai_field_get(f, config));
+    if (lunai_params_put(params, f->key, text) != LUNA_OK) return false;
+  }
+  return true;
+}
 
+/* luna.format of a file whose model luna.h 0.1 did not know; what is new after it will have larger numbers. */
+#define LUNAI_FORMAT 2
+#define LUNAI_QUOTE(x) #x
+#define LUNAI_QUOTED(x) LUNAI_QUOTE(x)
+#define LUNAI_NEWER "its luna.format is newer than that of luna.h " LUNA_VERSION ", " LUNAI_QUOTED(LUNAI_FORMAT)
+/* a decimal number of at most nine digits, or -1 */
+LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
+  int64_t value = 0;
+  if (text.size == 0 || text.size > 9) return -1;
+  for (size_t i = 0; i < text.size; i++) {
+    if (text.at[i] < '0' || text.at[i] > '9') return -1;
+    value = value * 10 + (text.at[i] - '0');
+  }
+  return value;
+}
+LUNAI_FN bool lunai_st_is_newer(const lunai_st *st) {
+  lunai_st_text text;
+  if (!lunai_st_meta(st, "luna.format", &text)) return false;
+  const int64_t format = lunai_st_number(text);
+  return format < 0 || format > LUNAI_FORMAT;
+}
+/* the horizon of a file's model; 0: none */
+LUNAI_FN int64_t lunai_st_horizon(const lunai_st *st) {
+  lunai_st_text text;
+  return lunai_st_meta(st, "luna.horizon", &text) ? lunai_max(0, lunai_st_number(text)) : 0;
+}
+/* returns the first field that a file's metadata lacks or has out of range, or null */
+LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
+  lunai_st_text text;
+  for (const lunai_field *f = fields; f < fields + count; f++) {
+    const bool found = lunai_st_meta(st, f->key, &text);
+    const int64_t value = found ? lunai_st_number(text) : 0;
+    if (value < f->min || value > f->max) return f->key;
+    lunai_field_set(f, config, value);
+  }
+  return NULL;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_MAX_NAME 192
 /* prefix + name as one parameter name, with one dot between "fc1." and ".weight"; false when too long */
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
@@ -17851,11 +17912,6 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
   memcpy(parts + inputs, all, sizeof all);
   return inputs + LUNAI_LENGTH(all);
 }
-/* luna.format of a file whose model luna.h 0.1 did not know; what is new after it will have larger numbers. */
-#define LUNAI_FORMAT 2
-#define LUNAI_QUOTE(x) #x
-#define LUNAI_QUOTED(x) LUNAI_QUOTE(x)
-#define LUNAI_NEWER "its luna.format is newer than that of luna.h " LUNA_VERSION ", " LUNAI_QUOTED(LUNAI_FORMAT)
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
 #define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
@@ -17881,38 +17937,6 @@ LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
     lunai_field_set(&lunai_lm_fields[f], c, ((const int64_t *)(const void *)s)[f]);
 }
 
-/* a decimal number of at most nine digits, or -1 */
-LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
-  int64_t value = 0;
-  if (text.size == 0 || text.size > 9) return -1;
-  for (size_t i = 0; i < text.size; i++) {
-    if (text.at[i] < '0' || text.at[i] > '9') return -1;
-    value = value * 10 + (text.at[i] - '0');
-  }
-  return value;
-}
-LUNAI_FN bool lunai_st_is_newer(const lunai_st *st) {
-  lunai_st_text text;
-  if (!lunai_st_meta(st, "luna.format", &text)) return false;
-  const int64_t format = lunai_st_number(text);
-  return format < 0 || format > LUNAI_FORMAT;
-}
-/* the horizon of a file's model; 0: none */
-LUNAI_FN int64_t lunai_st_horizon(const lunai_st *st) {
-  lunai_st_text text;
-  return lunai_st_meta(st, "luna.horizon", &text) ? lunai_max(0, lunai_st_number(text)) : 0;
-}
-/* returns the first field that a file's metadata lacks or has out of range, or null */
-LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
-  lunai_st_text text;
-  for (const lunai_field *f = fields; f < fields + count; f++) {
-    const bool found = lunai_st_meta(st, f->key, &text);
-    const int64_t value = found ? lunai_st_number(text) : 0;
-    if (value < f->min || value > f->max) return f->key;
-    lunai_field_set(f, config, value);
-  }
-  return NULL;
-}
 /* not the model's: an optimiser's moments */
 LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
@@ -18008,14 +18032,6 @@ LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positio
 
 /* --- what all models' inits have in common --- */
 
-LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
-  char text[24];
-  for (const lunai_field *f = fields; f < fields + count; f++) {
-    lunai_print(text, sizeof text, "%d", lunai_field_get(f, config));
-    if (lunai_params_put(params, f->key, text) != LUNA_OK) return false;
-  }
-  return true;
-}
 /* the model's pairs: its kind, its sizes, its dropouts; none with a hook, which cannot be stored */
 LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
                                     const lunai_field *fields, int count, const void *config) {
