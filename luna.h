@@ -48,8 +48,10 @@
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
-        labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and
-        to the last place where nothing follows. A begin, here and below, is luna_begin_step or luna_begin_inference.
+        labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and to
+        the last place where nothing follows. A loss of which nothing counts (no rows, all labels ignored, all targets
+        NaN) is 0, without a gradient, and options.log has a sentence. A begin, here and below, is luna_begin_step or
+        luna_begin_inference.
         Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
         Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, for intervals
         luna_quantile_loss or, for several questions with yes and no, luna_binary_cross_entropy. NaN targets are
@@ -287,6 +289,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    (LUNAI_SENTENCES). The numbers of ids may change with the version. */
 #define LUNA_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT) X(STREAM_NO_TOKENS, BAD_ARGUMENT) X(STREAM_NO_FEATURES, BAD_ARGUMENT) \
+  X(STREAM_NO_STEPS, BAD_ARGUMENT) \
   X(STREAM_FEATURE, BAD_ARGUMENT) X(STREAM_NOT_FINITE, NOT_FINITE) X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT) \
   X(STREAM_TOKEN, BAD_ARGUMENT) X(STREAM_POSITIONS, BAD_ARGUMENT) X(STREAM_INPUT, BAD_ARGUMENT) \
   X(STREAM_ORDER, BAD_ARGUMENT) X(STREAM_COPY, BAD_ARGUMENT) X(STREAM_STATE_SIZE, BAD_ARGUMENT) \
@@ -298,6 +301,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_BLOCK, OUT_OF_MEMORY) X(COLLECTIVE, DEVICE_FAILED) X(RANKS_DIFFER, MISMATCH) X(RANK_VALUE, DEVICE_FAILED) \
   X(RANK_CUT, UNSUPPORTED) X(NULL_ARGUMENT, BAD_ARGUMENT) X(VALUE_RANGE, BAD_ARGUMENT) X(ELEMENT_RANGE, BAD_ARGUMENT) \
   X(FEATURE, BAD_ARGUMENT) X(FEATURE_SCALE, BAD_ARGUMENT) X(FEATURE_LARGE, BAD_ARGUMENT) X(NO_FEATURES, BAD_ARGUMENT) \
+  X(FIT_NOTHING, BAD_ARGUMENT) X(OUTPUTS_NOT_FITTED, BAD_ARGUMENT) \
   X(PROBABILITY, BAD_ARGUMENT) X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT) X(NEGATIVE, BAD_ARGUMENT) X(SHAPE, BAD_ARGUMENT) \
   X(TOO_LARGE, BAD_ARGUMENT) X(NOT_UTF8, BAD_ARGUMENT) X(NO_GRAD, BAD_ARGUMENT) X(WRITE_BORROWED, BAD_ARGUMENT) \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT) X(NO_TAPE, BAD_ARGUMENT) X(SECOND_BACKWARD, BAD_ARGUMENT) \
@@ -326,7 +330,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NOT_SAFETENSORS, BAD_FILE) X(NOT_A_MODEL, BAD_FILE) X(FILE_KIND, BAD_FILE) X(FILE_FIELD, BAD_FILE) \
   X(FILE_COUNTERS, BAD_FILE) X(FILE_CONFIG, MISMATCH) X(FILE_TENSOR_MISSING, MISMATCH) X(FILE_TENSOR_EXTRA, MISMATCH) \
   X(FILE_TENSOR_SHAPE, MISMATCH) X(FILE_TENSOR_COUNT, MISMATCH) X(NOTHING_MATCHES, MISMATCH) \
-  X(SET_NOT_EMPTY, BAD_ARGUMENT) X(OPTIMIZER_KIND, MISMATCH) X(MOMENT_COUNT, MISMATCH) X(MOMENT, MISMATCH)
+  X(SET_NOT_EMPTY, BAD_ARGUMENT) X(NOT_TRAINING, BAD_FILE) X(OPTIMIZER_KIND, MISMATCH) X(MOMENT_COUNT, MISMATCH) \
+  X(MOMENT, MISMATCH)
 typedef enum luna_error_id {
   LUNA_ERROR_NONE = 0,
 #define LUNAI_ERROR(id, status) LUNA_ERROR_##id,
@@ -676,7 +681,8 @@ typedef struct luna_cross_entropy_config {
   float smoothing;                   /* label smoothing, 0..1 */
   bool ignore;                       /* ignore labels equal to ignore_index; negative labels are ignored anyway */
   int32_t ignore_index;
-  bool sum;                          /* default: mean over labels that count (0 when none does) */
+  bool sum;                          /* default: mean over labels that count (0 when none does, and options.log has
+                                        a sentence) */
 } luna_cross_entropy_config;
 /* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
    -Inf gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay
@@ -782,8 +788,10 @@ typedef struct luna_causal_nested_config {
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config);
 
-/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad.
-   state is copied. Another status than LUNA_OK fails the step with it; luna_backend_fail before it says why. */
+/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad, and
+   may read the data of all of them; both must be there, also for inference. Each op has a copy of `state` of its own:
+   what forward writes into it backward finds. Another status than LUNA_OK fails the step with it;
+   luna_backend_fail(out->ctx, status, "why") before says why. An example is in examples/guide.md. */
 typedef struct luna_custom {
   luna_status (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
   luna_status (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
@@ -872,8 +880,8 @@ typedef struct luna_input_layer {
 } luna_input_layer;
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init);
-/* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A
-   feature that never changes gets scale 1. */
+/* From training data, all in one input: means and deviations over the real steps, what is not finite left out, and
+   nothing else is an error. A feature that never changes gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
 /* -> [batch,n,dim] */
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
@@ -1108,7 +1116,8 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do.
+   >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do. model.config has the
+   defaults in place of zeros.
    ------------------------------------------------------------------------------------------------------------------ */
 /* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
    it finds classes or values at each step: a detector, a forecaster. */
@@ -1140,16 +1149,19 @@ typedef struct luna_lm {
 } luna_lm;
 #ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-/* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths have no effect: leave them null
-   (with features they say what is padding, which then counts as missing). */
+/* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths change nothing before a
+   sequence's end: they may be null. Given, they say what is padding: features there count as missing, and luna_lm_loss
+   ignores the labels. Fails in training where output_norm's means and deviations were never set (luna_lm_fit_outputs,
+   luna_write or a load). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
 /* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts) or, with
-   .outputs, its class; negative labels are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but
-   of a large vocabulary no logits are stored (luna_linear_cross_entropy). */
+   .outputs, its class; labels that are negative or stand beyond input.lengths are ignored. As luna_cross_entropy finds
+   it, which knows no lengths, up to rounding, but of a large vocabulary no logits are stored
+   (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
-/* Sets the mean and the deviation of each output, of a model with output_norm, from training targets [rows,outputs];
-   NaN and Inf are left out. An output that never changes gets scale 1. */
+/* Sets the mean and the deviation of each output, of a model with output_norm, from training targets [rows,outputs],
+   all at once; NaN and Inf are left out, and nothing else is an error. An output that never changes gets scale 1. */
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows);
 
 /* Encoder: embeddings and encoder layers; part of the models below */
@@ -1218,8 +1230,8 @@ typedef struct luna_classifier {
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config);
-/* -> logits [batch,classes], or of every step [batch,n,classes]; they do not depend on the batch (but by
-   LUNA_POOLING_MEMORY_BATCH) */
+/* -> logits [batch,classes], or of every step [batch,n,classes], where luna_cross_entropy needs -1 as the label of
+   padding; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
 /* of one batch */
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
@@ -1247,8 +1259,8 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
                                          const luna_masked_lm_config *config);
 /* logits [batch,n,vocab] */
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input);
-/* Mean loss over the places whose label is not negative; logits are made for those alone */
-/* labels [batch,n] */
+/* labels [batch,n]. The mean loss over the places whose label is neither negative nor beyond input.lengths, at least
+   one; logits are made for those alone */
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
@@ -1284,7 +1296,8 @@ typedef struct luna_seq2seq {
   luna_tensor *output;               /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
 } luna_seq2seq;
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config);
-/* source [batch,n], and the target so far [batch,m] (padding gets a zero embedding) -> logits [batch,m,target_vocab] */
+/* source [batch,n], and the target so far [batch,m] (padding gets a zero embedding; its labels are -1) -> logits
+   [batch,m,target_vocab] */
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target);
 
@@ -9017,10 +9030,12 @@ LUNA_API const char *luna_status_text(luna_status status) {
    are fixed; LUNAI_SENTENCES has the others. */
 #define LUNAI_STREAM_SENTENCES(X) \
   X(NO_STREAM, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, "luna_stream_step or luna_stream_prefill: there are no tokens, which the " \
-    "model reads") \
-  X(STREAM_NO_FEATURES, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
-    "which the model reads in place of tokens") \
+  X(STREAM_NO_TOKENS, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: this model " \
+    "reads tokens, and there are none: call luna_stream_step, or give luna_stream_prefill input.tokens") \
+  X(STREAM_NO_FEATURES, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: this model " \
+    "reads features in place of tokens, and there are none: call luna_stream_step_features, or give " \
+    "luna_stream_prefill input.features") \
+  X(STREAM_NO_STEPS, "luna_stream_prefill: n is below 1: there is nothing to read") \
   X(STREAM_FEATURE, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or more than " \
     "1e9 deviations from its mean. Sequences whose logits are NaN have not read it, and their state is as before; " \
     "without logits none has. Clamp it, or give NaN where a number is missing") \
@@ -9048,7 +9063,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
   X(STATE_POSITIONS, "%s: the sequences stand at different positions, which %s cannot tell apart") \
   X(NO_CONTEXT, "there is no context: luna_open failed; options.error and options.log say why") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
-  X(BACKEND, "%s: the backend failed: %s") \
+  X(BACKEND, "%s: the backend, or a function of your own, failed: %s (luna_backend_fail gives a reason)") \
   X(NO_OP, "%s: this backend has no op %s") \
   X(RELEASED, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
@@ -9073,6 +9088,9 @@ LUNA_API const char *luna_status_text(luna_status status) {
   X(FEATURE_LARGE, "%s: features[%d] is %f, more than 1e9 deviations (1 / input_norm.scale) from its " \
     "mean: clamp it, or give NaN where a number is missing") \
   X(NO_FEATURES, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
+  X(FIT_NOTHING, "%s: there is no finite number in %d rows of %d: nothing is fitted. Was the data read?") \
+  X(OUTPUTS_NOT_FITTED, "%s: the outputs' means and deviations were never set: call luna_lm_fit_outputs on " \
+    "training targets before the first step, or init without .output_norm") \
   X(PROBABILITY, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, "%s: %s is %f; it must be finite") \
   X(NEGATIVE, "%s: %s is %f; it must be finite and not negative") \
@@ -9157,7 +9175,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
     "luna_classifier_forward_pair") \
   X(CLASSIFIER_SINGLE, "luna_classifier_forward_pair: this model reads one sequence; call " \
     "luna_classifier_forward") \
-  X(NO_LABELS, "luna_masked_lm_loss: none of the %d labels is 0 or more") \
+  X(NO_LABELS, "luna_masked_lm_loss: none of the %d labels within the lengths is 0 or more") \
   X(SHARED_VOCAB, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
   X(LOGITS_NOT_FINITE, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
   X(STREAM_CONFIG, "%s: %s") \
@@ -9209,8 +9227,10 @@ LUNA_API const char *luna_status_text(luna_status status) {
   X(FILE_TENSOR_COUNT, "%s: %s has %d tensors, the model %d") \
   X(NOTHING_MATCHES, "%s: none of the %d parameters is in %s in its shape") \
   X(SET_NOT_EMPTY, "%s: the set has %d parameters already; load into a new one") \
-  X(OPTIMIZER_KIND, "%s: %s is of another kind of optimiser (luna.optimizer %d, not %d)") \
-  X(MOMENT_COUNT, "%s: %s has %d moments and averages, the optimiser %d") \
+  X(NOT_TRAINING, "%s: %s has no luna.optimizer: it was written by luna_save. Load it by luna_load, or " \
+    "luna_load_model, and train on with new moments") \
+  X(OPTIMIZER_KIND, "%s: the training in %s is of %s, the optimiser %s") \
+  X(MOMENT_COUNT, "%s: %s has %d moments and averages, the optimiser %d: %s") \
   X(MOMENT, "%s: moment %d of '%s' is missing from %s, of another shape, or not F32")
 LUNAI_FN const char *lunai_sentence_of(luna_error_id id) {
   switch ((int)id) {
@@ -9806,7 +9826,8 @@ LUNAI_FN bool lunai_st_entry(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   t->count = lunai_st_count(t->rank, t->shape);
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
-  if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
+  if ((uint64_t)offsets[1] > st->data_size)
+    return lunai_st_fail(j, "a tensor lies beyond the end of the file: it was cut short, copy it again");
   if ((size_t)(offsets[1] - offsets[0]) != (size_t)t->count * (size_t)lunai_st_formats[t->dtype].size)
     return lunai_st_fail(j, "a tensor's data_offsets do not fit its dtype and shape");
   t->data = st->data + (size_t)offsets[0];
@@ -10368,6 +10389,7 @@ typedef struct lunai_tensor_state {
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
   bool ended;                        /* its step is over: it is released, and points to nothing */
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
+  bool given;                        /* of a parameter: its values are no longer its init's */
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   luna_tensor *reserved;
   const struct lunai_cut *part;      /* of which whole it is this rank's part; null: it is whole */
@@ -14146,6 +14168,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   if (!t) return LUNA_BAD_ARGUMENT;
   if (t->borrowed) return lunai_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
   if (!values && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_write", "values");
+  t->own->given = true;
   if (!lunai_computes(t->ctx)) return LUNA_OK;
   if (lunai_owner(t)->own->released || (!t->data && bytes))
     return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_write", t);
@@ -15066,7 +15089,7 @@ LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
   p->tensor.grad = p->frozen_grad = NULL; /* of an earlier training: optimisers go by it */
   p->tensor.has_grad = p->had_grad = p->tensor.needs_grad = false;
-  p->tensor.borrowed = true;
+  p->tensor.borrowed = p->state.given = true;
 }
 
 /* a tensor of a file into a parameter or a moment */
@@ -15087,6 +15110,10 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
     status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
   }
   return lunai_backend_result(ctx, "a parameter's values", status);
+}
+LUNAI_FN luna_status lunai_param_load(lunai_param *p, const lunai_st_tensor *t) {
+  p->state.given = true;
+  return lunai_fill(p->tensor.ctx, p->tensor.data, t);
 }
 
 /* whether the file has a tensor of that name and shape, in numbers that can be read */
@@ -15153,7 +15180,7 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   p->tensor.data = (float *)data;
   if (params->borrowing) lunai_borrow(p, lunai_borrowed(params, name, &p->tensor, &params->source, &wrong));
   else if (!params->filling) status = lunai_backend_result(ctx, "luna_param", lunai_param_fill(ctx, p, init));
-  else if (!ctx->options.measure) status = lunai_fill(ctx, p->tensor.data, &stored);
+  else if (!ctx->options.measure) status = lunai_param_load(p, &stored);
   if (wrong) status = lunai_fail_status(ctx, (int)wrong, "luna_param", p->name, &p->tensor);
   if (status != LUNA_OK) {
     lunai_persistent_rewind(ctx, mark);
@@ -15995,6 +16022,13 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
   return lunai_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
 }
 
+/* tells options.log of a loss that is 0 because all is ignored: it looks like a perfect one */
+LUNAI_FN void lunai_log_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
+  char sentence[200];
+  if (!ctx->options.log || !lunai_computes(ctx)) return;
+  lunai_print(sentence, sizeof sentence, "%s: the loss is 0, as none of %d %s counts", name, count, what);
+  ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
+}
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */
 LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const int32_t *labels,
                            const luna_cross_entropy_config *config) {
@@ -16016,6 +16050,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     counted += !ignored;
   }
   if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
+  if (counted == 0) lunai_log_ignored(ctx, s->name, "labels", rows);
   s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
@@ -16138,6 +16173,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   if (!given) return false;
   for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
   if (!lunai_rank_count(values->ctx, name, &counted)) return false;
+  if (counted == 0) lunai_log_ignored(values->ctx, name, "targets", count);
   t->given = given;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
@@ -16910,6 +16946,13 @@ LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_i
 /* Of an input's features their means, or 1 / deviation, [k]; or [batch, n, k] they themselves with 0 for what is
    missing, or 1 where one is there and 0 where not */
 typedef struct lunai_features { const luna_input *input; int64_t k; bool second; } lunai_features;
+/* whether there is a number to fit at all; false with a sentence */
+LUNAI_FN bool lunai_features_given(luna_ctx *ctx, const lunai_features *w, const char *name) {
+  const int64_t rows = w->input->batch * w->input->n;
+  for (int64_t i = 0; i < rows * w->k && lunai_computes(ctx); i++)
+    if (lunai_is_real(w->input, i / w->k) && lunai_is_finite(w->input->features[i])) return true;
+  return w->k == 0 || !lunai_computes(ctx) || lunai_refuse_call(ctx, LUNA_ERROR_FIT_NOTHING, name, rows, w->k);
+}
 LUNAI_FN float lunai_feature_fit(const lunai_features *w, int64_t f) {
   const luna_input *input = w->input;
   double sum = 0, squares = 0;
@@ -16948,6 +16991,7 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!lunai_layer_input_fits(layer, input, false, name)) return ctx->last_status;
   lunai_features w = { input, layer->mean->shape[0], true };
+  if (!lunai_features_given(ctx, &w, name)) return ctx->last_status;
   for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
     if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
   w.second = false;
@@ -17913,7 +17957,8 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
   return inputs + LUNAI_LENGTH(all);
 }
 #define LUNAI_NO_KIND \
-  "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+  "it has no luna.kind, as no model with an attention hook or of layers of your own has: init it as it was, then " \
+  "luna_load"
 #define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 typedef struct lunai_lm_sizes {
@@ -18149,17 +18194,33 @@ LUNAI_FN luna_ctx *lunai_lm_ctx(const luna_lm *m, const luna_input *input, const
   if (!m) return NULL;
   return lunai_model_ctx(lunai_reader_of(m->params, m->embedding, &m->input, m->positions, 0), input, name, "input");
 }
-/* how many of `all` labels are not ignored; -1 with a sentence */
-LUNAI_FN int64_t lunai_labels_count(luna_ctx *ctx, const char *name, const int32_t *labels, int64_t all,
-                                    int64_t classes) {
+/* the rows of x's sequences that other ranks have before this one's */
+LUNAI_FN int64_t lunai_rows_before(const luna_tensor *x) { return lunai_rows_cut(x) ? x->own->part->first : 0; }
+/* the label of step i of an input, before whose rows are others; -1 in padding */
+LUNAI_FN int32_t lunai_label(const luna_input *input, int64_t before, const int32_t *labels, int64_t i) {
+  return !input->lengths || before + i % input->n < input->lengths[i / input->n] ? labels[i] : -1;
+}
+/* how many of an input's labels are not ignored; -1 with a sentence */
+LUNAI_FN int64_t lunai_labels_count(luna_ctx *ctx, const char *name, const luna_input *input, int64_t before,
+                                    const int32_t *labels, int64_t classes) {
+  const int64_t all = input->batch * input->n;
   int64_t count = 0;
   if (!labels && all > 0) return lunai_fail_null(ctx, name, "labels"), -1;
   for (int64_t i = 0; i < all; i++) {
-    if (labels[i] >= classes)
-      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, name, i, (int64_t)labels[i], classes), -1;
-    count += labels[i] >= 0;
+    const int32_t label = lunai_label(input, before, labels, i);
+    if (label >= classes) return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, name, i, (int64_t)label, classes), -1;
+    count += label >= 0;
   }
   return count;
+}
+/* an input's labels for a loss of x, in the step where padding has some; null: no memory */
+LUNAI_FN const int32_t *lunai_real_labels(const luna_tensor *x, const luna_input *input, const int32_t *labels,
+                                          const char *name) {
+  const int64_t all = input->batch * input->n;
+  if (!x || !input->lengths) return labels;
+  int32_t *real = (int32_t *)lunai_step_host(x->ctx, name, true, (size_t)all * sizeof *real);
+  for (int64_t i = 0; i < all && real; i++) real[i] = lunai_label(input, lunai_rows_before(x), labels, i);
+  return real;
 }
 /* real rows of the longest sequence of an input, at least 1; over ranks of all of theirs */
 LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
@@ -18201,12 +18262,14 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   luna_ctx *ctx = model ? lunai_ctx_of(model->params) : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!model->output_scale || (!targets && rows > 0))
-    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, targets ? "the model's output_scale" : "targets");
+    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, model->output_scale ? "targets" :
+                             "the model's output_scale, which an init with .output_norm = true makes,");
   if (!lunai_in(ctx, name, "rows", rows, 0, LUNAI_MAX_COUNT / luna_count(model->output_mean))) return ctx->last_status;
   luna_input input;
   memset(&input, 0, sizeof input);
   input.features = targets, input.batch = 1, input.n = rows;
   lunai_features w = { &input, luna_count(model->output_mean), true };
+  if (!lunai_features_given(ctx, &w, name)) return ctx->last_status;
   for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
     if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
   const luna_status status = lunai_write_made(model->output_scale, name, false, lunai_outputs_fit, &w);
@@ -18217,21 +18280,27 @@ LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of t
   return model->output.weight ? model->output.weight : model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_lm_ctx(model, input, "luna_lm_forward");
+  static const char name[] = "luna_lm_forward";
+  luna_ctx *ctx = lunai_lm_ctx(model, input, name);
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
+  const luna_tensor *scale = model->output_scale;
+  if (scale && ctx->training && !scale->own->given && lunai_computes(ctx))
+    return lunai_fail(ctx, LUNA_ERROR_OUTPUTS_NOT_FITTED, name);
   luna_tensor *y = luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias);
-  if (model->output_scale) y = luna_add(luna_mul(y, luna_detach(model->output_scale)), luna_detach(model->output_mean));
+  if (scale) y = luna_add(luna_mul(y, luna_detach(model->output_scale)), luna_detach(model->output_mean));
   return lunai_result(scope, y);
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_lm_ctx(model, input, "luna_lm_loss");
+  static const char name[] = "luna_lm_loss";
+  luna_ctx *ctx = lunai_lm_ctx(model, input, name);
   const luna_scope scope = luna_scope_begin(ctx);
-  if (!ctx || lunai_labels_count(ctx, "luna_lm_loss", labels, input->batch * input->n,
-                                 lunai_lm_output(model)->shape[0]) < 0) return NULL;
-  if (model->output_scale) return lunai_result(scope, luna_cross_entropy(luna_lm_forward(model, input), labels, NULL));
-  luna_tensor *x = lunai_lm_features(model, input);
-  return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
+  if (!ctx || lunai_labels_count(ctx, name, input, 0, labels, lunai_lm_output(model)->shape[0]) < 0) return NULL;
+  luna_tensor *x = model->output_scale ? luna_lm_forward(model, input) : lunai_lm_features(model, input);
+  const int32_t *real = lunai_real_labels(x, input, labels, name);
+  if (!x || (!real && labels)) return NULL;
+  return lunai_result(scope, model->output_scale ? luna_cross_entropy(x, real, NULL) :
+                      luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, real, NULL));
 }
 
 /* --- encoder --- */
@@ -18550,7 +18619,8 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   if (!x) return NULL;
   const int64_t all = input->batch * input->n;
-  int64_t count = lunai_labels_count(ctx, name, labels, all, model->config.vocab), counted = count;
+  const int64_t before = lunai_rows_before(x);
+  int64_t count = lunai_labels_count(ctx, name, input, before, labels, model->config.vocab), counted = count;
   if (count < 0 || !lunai_rank_count(ctx, name, &counted)) return NULL;
   if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
   int32_t *places = (int32_t *)lunai_step_host(ctx, name, true, (size_t)(2 * count) * sizeof(int32_t));
@@ -18558,7 +18628,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   int32_t *chosen = places + count;
   count = 0;
   for (int64_t i = 0; i < all; i++)
-    if (labels[i] >= 0) {
+    if (lunai_label(input, before, labels, i) >= 0) {
       places[count] = (int32_t)i;
       chosen[count++] = labels[i];
     }
@@ -19465,7 +19535,7 @@ LUNAI_FN luna_status lunai_load(luna_ctx *ctx, void *set, lunai_st *st) {
   if (status == LUNA_OK) lunai_load_horizon(params, st);
   lunai_st_tensor t;
   for (lunai_param *p = params->first; p && status == LUNA_OK && !ctx->options.measure; p = p->next)
-    if (lunai_st_value(st, p->name, &t)) status = lunai_fill(ctx, p->tensor.data, &t);
+    if (lunai_st_value(st, p->name, &t)) status = lunai_param_load(p, &t);
   return status;
 }
 
@@ -19590,7 +19660,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st
     const char *why = !lunai_st_value(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
         "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
-    if (!why && !ctx->options.measure) status = lunai_fill(ctx, p->tensor.data, &t);
+    if (!why && !ctx->options.measure) status = lunai_param_load(p, &t);
     if (why) m->missing++;
     if (why && m->report) m->report(m->user, p->name, why);
   }
@@ -19759,6 +19829,10 @@ LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int 
   lunai_moment_name(name, moment, t->name);
   return lunai_st_find(st, name, out) && lunai_st_like(out, t->tensor) && out->dtype == LUNAI_ST_F32;
 }
+LUNAI_FN const char *lunai_optimizer_name(uint64_t kind) {
+  static const char *const names[] = { "SGD", "Adam", "AdamW", "Apollo" };
+  return kind < (uint64_t)LUNAI_LENGTH(names) ? names[kind] : "an unknown kind";
+}
 LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st, uint64_t value[LUNAI_TRAINING_KEYS]) {
   luna_ctx *ctx = o->params->ctx;
   const char *file = lunai_file_name(ctx);
@@ -19766,13 +19840,15 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   lunai_st_text text;
   size_t cursor = 0;
   int64_t count = 0;
+  if (!lunai_st_meta(st, lunai_training_keys[LUNAI_TRAINING_KIND], &text))
+    return lunai_fail_status(ctx, LUNA_ERROR_NOT_TRAINING, ctx->call, file);
   for (int k = 0; k < LUNAI_TRAINING_KEYS; k++)
     if (!lunai_unhex(st, lunai_training_keys[k], &value[k]) &&
         (k != LUNAI_TRAINING_ROW || lunai_st_meta(st, lunai_training_keys[k], &text))) /* which older files lack */
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[k], file);
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind)
-    return lunai_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, file, (int64_t)value[LUNAI_TRAINING_KIND],
-                             (int64_t)o->kind);
+    return lunai_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, file,
+                             lunai_optimizer_name(value[LUNAI_TRAINING_KIND]), lunai_optimizer_name((uint64_t)o->kind));
   const float lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
   if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY))
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[LUNAI_TRAINING_LR], file);
@@ -19784,7 +19860,11 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
                              (int64_t)value[LUNAI_TRAINING_ROW]);
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name) && !lunai_st_equal(t.name, LUNAI_STATE);
   if (count != o->size * o->kept)
-    return lunai_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->kept);
+    return lunai_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->kept,
+                             o->size == 0 ? "init the model before" :
+                             count == o->size * (o->kept + 1) && o->kept == o->moments ? "set .average in its config" :
+                             count == o->size * o->moments ? "leave .average 0 in its config" :
+                             "make model and optimiser with the configs of that training");
   for (int64_t i = 0; i < o->size; i++)
     for (int k = 0; k < o->kept; k++)
       if (!lunai_moment_find(st, &o->trained[i], k < o->moments ? k : -1, &t))
@@ -21004,13 +21084,18 @@ LUNAI_FN int64_t lunai_stream_misfits(const luna_stream *s, const luna_input *in
   }
   return misfits;
 }
-LUNAI_FN luna_error_id lunai_stream_wrong(const luna_stream *s, const luna_input *input) {
+LUNAI_FN luna_error_id lunai_stream_wrong(luna_stream *s, const luna_input *input) {
   const int64_t n = lunai_size(input->n), k = s->sizes.features;
-  if (input->n < 1 || (k ? !input->features : !input->tokens))
+  if (input->n < 1) return LUNA_ERROR_STREAM_NO_STEPS;
+  if (k ? !input->features : !input->tokens)
     return k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
   if (lunai_checked(lunai_checked(n, s->batch), k + 1) < 0) return LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (int64_t i = 0; k == 0 && i < n * s->batch; i++)
-    if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) return LUNA_ERROR_STREAM_TOKEN;
+    if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) {
+      lunai_print(s->ctx.error, sizeof s->ctx.error, "%s: tokens[%d] is %d, vocab is %d",
+                  lunai_sentence_of(LUNA_ERROR_STREAM_TOKEN), i, (int64_t)input->tokens[i], s->sizes.vocab);
+      return LUNA_ERROR_STREAM_TOKEN;
+    }
   if (s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     return LUNA_ERROR_STREAM_POSITIONS;
   return LUNA_ERROR_NONE;
@@ -21067,7 +21152,8 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
 }
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {
-  if (s && s->error == LUNA_ERROR_BACKEND) return s->ctx.error;
+  if (s && (s->error == LUNA_ERROR_BACKEND || (LUNAI_WHOLE && s->error == LUNA_ERROR_STREAM_TOKEN)))
+    return s->ctx.error;
   return lunai_sentence_of(luna_stream_error_id(s));
 }
 LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }

@@ -73,9 +73,9 @@ static data data_of(const run *r, int step, int64_t first, int64_t batch, int64_
     d.lengths[b] = length_of(first + b, r->length);
     d.row_labels[b] = token(step + 500, first + b, 0, CLASSES);
     for (int64_t i = 0; i < n; i++) {
-      const bool real = !r->with_lengths || row + i < d.lengths[b];
+      const bool real = !r->with_lengths || row + i < d.lengths[b]; /* luna_lm_loss and luna_masked_lm_loss know */
       d.tokens[b * n + i] = token(step, first + b, row + i, VOCAB);
-      d.labels[b * n + i] = !real || token(step + 100, first + b, row + i, 7) == 0 ? -1 :
+      d.labels[b * n + i] = (!real && r->kind == PER_STEP) || token(step + 100, first + b, row + i, 7) == 0 ? -1 :
                             token(step, first + b, row + i + 1, r->kind == PER_STEP ? CLASSES : VOCAB);
       d.values[b * n + i] = (float)common_number(70, (uint64_t)((first + b) * 10000 + row + i));
       for (uint64_t f = 0, at = (uint64_t)((first + b) * 10000 + row + i) * 8; f < FEATURES; f++)

@@ -451,8 +451,16 @@ static void check_stream(void) {
   CHECK(!luna_stream_step(a, &token) && strstr(luna_stream_error(a), "luna_stream_step_features") &&
         strstr(luna_stream_error(a), "features"),
         "a token in a stream of features: %s", luna_stream_error(a));
-  CHECK(!luna_stream_step_features(of_tokens, scale) && strstr(luna_stream_error(of_tokens), "luna_stream_step or"),
+  CHECK(!luna_stream_step_features(of_tokens, scale) &&
+        strstr(luna_stream_error(of_tokens), "luna_stream_step_features") &&
+        strstr(luna_stream_error(of_tokens), "reads tokens"),
         "features in a stream of tokens: %s", luna_stream_error(of_tokens));
+  const int32_t beyond = VOCAB;
+  CHECK(!luna_stream_step(of_tokens, &beyond) && strstr(luna_stream_error(of_tokens), "tokens[0] is 11, vocab is 11"),
+        "a token beyond the vocabulary: %s", luna_stream_error(of_tokens));
+  CHECK(!luna_stream_prefill(of_tokens, &(luna_input){ .tokens = &token }) &&
+        strstr(luna_stream_error(of_tokens), "luna_stream_prefill: n is below 1"), "a prefill of nothing: %s",
+        luna_stream_error(of_tokens));
   /* weights that are too large: the logits are given, and the sentence says what they are */
   luna_tensor *last = luna_params_at(detector.params, luna_params_tensor_count(detector.params) - 1, NULL);
   float *weights = common_floats(luna_count(last));
@@ -566,6 +574,193 @@ static void check_small_memory(void) {
   luna_close(ctx);
 }
 
+/* ---- what fails in silence elsewhere ---- */
+static int notes;                                                  /* of options.log, with LUNA_OK */
+static char note[400];
+static void take_note(void *user, luna_status status, const char *sentence) {
+  (void)user;
+  if (status != LUNA_OK) return;
+  notes++;
+  snprintf(note, sizeof note, "%s", sentence);
+}
+/* Labels of the padding are ignored where lengths say what it is: the loss and its gradients have the bits of labels
+   that are -1 there, whatever else stands there. */
+static void check_padding(int kind) {
+  enum { K = 3, BIG = 1100 };
+  static const int32_t lengths[BATCH] = {N - 5, N};
+  static const int64_t classes[4] = {2, VOCAB, BIG, VOCAB};        /* features; tokens, few and many; a masked model */
+  int32_t tokens[BATCH * N], labels[BATCH * N];
+  float x[BATCH * N * K], loss[3];
+  float *grad[3] = {NULL, NULL, NULL};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm lm;
+  luna_masked_lm masked;
+  const luna_layer_config layer = { .dim = 8, .heads = 2 };
+  if (kind == 3) luna_masked_lm_init(&masked, params, &(luna_masked_lm_config){ .vocab = VOCAB,
+                                                        .encoder = { .layers = 1, .layer = layer } });
+  else luna_lm_init(&lm, params, &(luna_lm_config){ .features = kind ? 0 : K, .vocab = classes[kind],
+                                                    .outputs = kind ? 0 : 2, .layers = 1, .layer = layer });
+  luna_tensor *first = luna_params_at(params, 0, NULL);
+  for (int i = 0; i < BATCH * N * K; i++) x[i] = (float)(i * i % 7);
+  for (int way = 0; way < 3; way++) {                              /* -1, valid ones, anything */
+    for (int i = 0; i < BATCH * N; i++) {
+      const bool real = i % N < lengths[i / N];
+      tokens[i] = i % VOCAB;
+      labels[i] = real || way == 1 ? (int32_t)(i % classes[kind]) : way ? INT32_MAX : -1;
+    }
+    const luna_input input = { .tokens = kind ? tokens : NULL, .features = kind ? NULL : x, .lengths = lengths,
+                               .batch = BATCH, .n = N };
+    luna_params_zero_grad(params);
+    luna_begin_step(ctx);
+    luna_tensor *y = kind == 3 ? luna_masked_lm_loss(&masked, &input, labels) : luna_lm_loss(&lm, &input, labels);
+    CHECK(luna_backward(y) == LUNA_OK, "kind %d, way %d: %s", kind, way, luna_error(ctx));
+    loss[way] = luna_item(y);
+    grad[way] = common_floats(luna_count(first));
+    luna_read_grad(first, grad[way]);
+    CHECK(loss[way] > 0 && memcmp(&loss[way], loss, sizeof *loss) == 0 &&
+          memcmp(grad[way], grad[0], (size_t)luna_count(first) * sizeof(float)) == 0,
+          "kind %d: labels of the padding change the loss, %g and %g", kind, (double)loss[0], (double)loss[way]);
+  }
+  for (int way = 0; way < 3; way++) free(grad[way]);
+  luna_close(ctx);
+}
+/* A loss of which nothing counts is 0, which looks like a perfect one: options.log has it. */
+static void check_nothing_counts(void) {
+  static const int32_t tokens[N] = {0}, none[N] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+  luna_ctx *ctx = luna_open(&(luna_options){ .log = take_note });
+  luna_lm lm;
+  float missing[4] = {NAN, NAN, NAN, NAN};
+  const float level = 0.5f;
+  const int64_t shape[2] = {4, 1};
+  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .layer = { .dim = 8, .heads = 2 } });
+  for (int way = 0; way < 8; way++) {
+    luna_begin_inference(ctx);
+    notes = 0;
+    luna_tensor *x = luna_tensor_new(ctx, NULL, 2, shape), *y = NULL;
+    if (way == 0) y = luna_lm_loss(&lm, &(luna_input){ .tokens = tokens, .batch = 1, .n = N }, none);
+    if (way == 1) y = luna_lm_loss(&lm, &(luna_input){ .batch = 1 }, none);
+    if (way == 2) y = luna_lm_loss(&lm, &(luna_input){ .n = N }, none);
+    if (way == 3) y = luna_mse(x, missing);
+    if (way == 4) y = luna_huber(x, missing, 0);
+    if (way == 5) y = luna_binary_cross_entropy(x, missing);
+    if (way == 6) y = luna_quantile_loss(x, missing, &level, 1);
+    if (way == 7) y = luna_cross_entropy(x, (const int32_t[]){-1, -1, -1, 0}, NULL), CHECK(notes == 0, "%s", note);
+    CHECK(y && luna_item(y) == 0, "way %d: %s", way, luna_error(ctx));
+    CHECK(way == 7 || (notes == 1 && strstr(note, "loss is 0") && strstr(note, way < 3 ? "labels" : "targets")),
+          "way %d: %d notes, %s", way, notes, note);
+  }
+  luna_close(ctx);
+}
+/* fits to nothing, and a model whose outputs' units are never fitted */
+static void check_fits(void) {
+  enum { K = 2 };
+  float x[N * K], none[N * K];
+  const int32_t zero = 0;
+  luna_ctx *ctx = luna_open(NULL);
+  luna_lm m, plain;
+  luna_lm_config c = { .features = K, .layers = 1, .output_norm = true, .layer = { .dim = 8, .heads = 2 } };
+  luna_params *params = luna_params_open(ctx), *other = luna_params_open(ctx);
+  CHECK(luna_lm_init(&m, params, &c) == LUNA_OK, "%s", luna_error(ctx));
+  c.output_norm = false;
+  CHECK(luna_lm_init(&plain, other, &c) == LUNA_OK, "%s", luna_error(ctx));
+  for (int i = 0; i < N * K; i++) x[i] = (float)(100 + i), none[i] = i % 2 ? NAN : INFINITY;
+  const luna_input input = { .features = x, .batch = 1, .n = N }, empty = { .features = none, .batch = 1, .n = N },
+                   padding = { .features = x, .lengths = &zero, .batch = 1, .n = N };
+  CHECK(luna_input_layer_fit(&m.input, &empty) == LUNA_BAD_ARGUMENT, "means of no finite number");
+  SAYS(ctx, "luna_input_layer_fit: ", "no finite number in 12 rows of 2");
+  CHECK(luna_input_layer_fit(&m.input, &padding) == LUNA_BAD_ARGUMENT, "means of padding");
+  CHECK(luna_input_layer_fit(&m.input, &(luna_input){ .features = x, .batch = 1 }) == LUNA_BAD_ARGUMENT,
+        "means of no steps");
+  SAYS(ctx, "luna_input_layer_fit: ", "no finite number in 0 rows of 2");
+  CHECK(luna_lm_fit_outputs(&plain, x, N) == LUNA_BAD_ARGUMENT, "a model without output_norm is fitted");
+  SAYS(ctx, "luna_lm_fit_outputs: ", ".output_norm = true");
+  for (int way = 0; way < 2; way++) {                              /* not fitted, or to nothing */
+    luna_optimizer *adam = luna_adamw(params, NULL);
+    luna_begin_step(ctx);
+    luna_backward(luna_mse(luna_lm_forward(&m, &input), x));
+    CHECK(luna_optimizer_step(adam) == LUNA_BAD_ARGUMENT &&
+          luna_error_id_of(ctx) == LUNA_ERROR_OUTPUTS_NOT_FITTED, "outputs in no unit are trained");
+    SAYS(ctx, "luna_lm_forward: ", "luna_lm_fit_outputs", ".output_norm");
+    luna_begin_inference(ctx);
+    CHECK(luna_lm_forward(&m, &input), "a model that was not trained cannot be asked: %s", luna_error(ctx));
+    CHECK(luna_lm_fit_outputs(&m, way ? x : none, way ? 0 : N) == LUNA_BAD_ARGUMENT, "outputs of nothing are fitted");
+    SAYS(ctx, "luna_lm_fit_outputs: ", way ? "no finite number in 0 rows of 2" : "no finite number in 12 rows of 2");
+  }
+  for (int way = 0; way < 3; way++) {                              /* fitted, written, loaded */
+    static buffer file;
+    luna_lm made;
+    luna_params *set = luna_params_open(ctx);
+    const float ones[K] = {1, 1};
+    c.output_norm = true;
+    CHECK(luna_lm_init(&made, set, &c) == LUNA_OK, "%s", luna_error(ctx));
+    if (way == 0) CHECK(luna_lm_fit_outputs(&made, (const float[K]){0, 0}, 1) == LUNA_OK, "%s", luna_error(ctx));
+    if (way == 1) CHECK(luna_write(made.output_scale, ones) == LUNA_OK, "%s", luna_error(ctx));
+    if (way == 2) CHECK(luna_load(set, luna_bytes(file.at, file.size)) == LUNA_OK, "%s", luna_error(ctx));
+    luna_begin_step(ctx);
+    CHECK(luna_backward(luna_mse(luna_lm_forward(&made, &input), x)) == LUNA_OK, "way %d: %s", way, luna_error(ctx));
+    save_to(&file, set);
+  }
+  luna_close(ctx);
+}
+
+/* ---- files of a training ---- */
+static void save_training_to(buffer *b, const luna_optimizer *optimizer) {
+  luna_io io = {0};
+  io.write = put, io.user = b, b->size = 0;
+  CHECK(luna_save_training(optimizer, luna_callbacks(&io)) == LUNA_OK, "a training's file cannot be made");
+}
+static void check_training_files(void) {
+  static buffer weights, training[2];                              /* without averages and with them */
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx), *none = luna_params_open(ctx);
+  luna_lm lm;
+  luna_lm_init(&lm, params, &(luna_lm_config){ .vocab = VOCAB, .layers = 1, .layer = { .dim = 8, .heads = 2 } });
+  luna_optimizer *plain = luna_adamw(params, NULL), *average = luna_adamw(params,
+                                                                        &(luna_optimizer_config){ .average = 0.9f });
+  save_to(&weights, params), save_training_to(&training[0], plain), save_training_to(&training[1], average);
+#define REFUSED(optimizer, file, error, ...) \
+  (CHECK(luna_load_training(optimizer, luna_bytes((file).at, (file).size)) != LUNA_OK && \
+         luna_error_id_of(ctx) == LUNA_ERROR_##error, "%s", luna_error(ctx)), \
+   SAYS(ctx, "luna_load_training: ", __VA_ARGS__))
+  REFUSED(plain, weights, NOT_TRAINING, "written by luna_save", "luna_load,", "new moments");
+  REFUSED(luna_sgd(params, NULL), training[0], OPTIMIZER_KIND, "is of AdamW", "optimiser SGD");
+  REFUSED(plain, training[1], MOMENT_COUNT, "set .average");
+  REFUSED(average, training[0], MOMENT_COUNT, "leave .average");
+  REFUSED(luna_adamw(none, NULL), training[0], MOMENT_COUNT, "init the model before");
+#undef REFUSED
+  weights.size -= 100;
+  CHECK(luna_load(params, luna_bytes(weights.at, weights.size)) == LUNA_BAD_FILE, "a file that was cut short");
+  SAYS(ctx, "luna_load: ", "cut short, copy it again");
+  const int64_t one = 1;
+  CHECK(luna_param(none, "own", 1, &one, (luna_init){LUNA_INIT_ONES, 0}), "%s", luna_error(ctx));
+  save_to(&weights, none);
+  luna_model any;
+  CHECK(luna_load_model(&any, luna_params_open(ctx), luna_bytes(weights.at, weights.size)) == LUNA_BAD_FILE,
+        "layers of one's own are a model");
+  SAYS(ctx, "luna_load_model: ", "no luna.kind", "layers of your own", "luna_load");
+  luna_close(ctx);
+}
+
+/* an op of one's own that fails without a word */
+static luna_status own_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  (void)in, (void)count, (void)out, (void)state;
+  return LUNA_BAD_ARGUMENT;
+}
+static luna_status own_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  (void)in, (void)count, (void)out, (void)state;
+  return LUNA_OK;
+}
+static void check_own_op(void) {
+  const int64_t one = 1;
+  luna_ctx *ctx = luna_open(NULL);
+  luna_tensor *x = luna_tensor_new(ctx, NULL, 1, &one);
+  CHECK(!luna_custom_op(&x, 1, 1, &one, &(luna_custom){ .forward = own_forward, .backward = own_backward }),
+        "an op that fails");
+  SAYS(ctx, "luna_custom_op: ", "of your own", "luna_backend_fail");
+  luna_close(ctx);
+}
+
 int main(void) {
   static double block[1 << 20];
   luna_options options = {0};
@@ -585,6 +780,11 @@ int main(void) {
   check_inputs();
   check_stream();
   check_small_memory();
+  for (int kind = 0; kind < 4; kind++) check_padding(kind);
+  check_nothing_counts();
+  check_fits();
+  check_training_files();
+  check_own_op();
   for (int i = 0; i < 12; i++) {
     const luna_isa isa = i % 2 ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST;
     check_misfits(isa, (luna_forget)(i / 2 % 3), i / 6 ? 3 : 0);

@@ -335,7 +335,7 @@ static const struct {
     {"\"luna.optimizer\":\"" "0000000000000002", "\"luna.optimizer\":\"2", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
     {"\"luna.optimizer\":\"" "0000000000000002", "\"luna.optimizer\":\"00000000000000002", LUNA_BAD_FILE,
         LUNA_ERROR_FILE_FIELD},
-    {"luna.optimizer", "luna.optimiser", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
+    {"luna.optimizer", "luna.optimiser", LUNA_BAD_FILE, LUNA_ERROR_NOT_TRAINING},
     {"luna.attempts", "luna.attempt", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
     {"luna.updates", "luna.update", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
     {"luna.skipped", "luna.skip", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
@@ -382,7 +382,8 @@ static void check_refusals(void) {
     small_open(&to, kind, 0.9f, 8);
     if (kind != LUNA_OPTIMIZER_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, LUNA_ERROR_OPTIMIZER_KIND,
         "another kind of optimiser");
-    small_refuses(&to, weights.at, weights.size, LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD, "a checkpoint of a model alone");
+    small_refuses(&to, weights.at, weights.size, LUNA_BAD_FILE, LUNA_ERROR_NOT_TRAINING,
+                  "a checkpoint of a model alone");
     small_refuses(&to, "", 0, LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, "an empty file");
     small_refuses(&to, NULL, 0, LUNA_BAD_ARGUMENT, LUNA_ERROR_NULL_ARGUMENT, "no file");
     luna_close(to.ctx);

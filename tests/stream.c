@@ -198,7 +198,7 @@ static void check_state(int kind) {
         luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
       "prefill of a token out of range");
   CHECK(!luna_stream_prefill(a, &(luna_input){ tokens, NULL, 0, -1, NULL }) &&
-      luna_stream_error_id(a) == LUNA_ERROR_STREAM_NO_TOKENS, "prefill of -1 tokens");
+      luna_stream_error_id(a) == LUNA_ERROR_STREAM_NO_STEPS, "prefill of -1 tokens");
   CHECK(!luna_stream_step(a, NULL) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_NO_TOKENS, "step of null");
   CHECK(luna_stream_reorder(a, outside) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_ORDER,
       "reorder from sequence 3 of 3");
