@@ -27,7 +27,7 @@ pre { overflow-x: auto; margin: 6px 0; padding: 10px 12px; font: 12.5px/1.45 ui-
 pre.text { background: none; padding: 0; font-size: 12px; }
 section.entry { padding: 8px 0; border-bottom: 1px solid var(--line); }
 section.entry p { margin: 4px 0; max-width: 76ch; }
-section.entry:target { background: var(--side); }
+section.entry:has(:target) { background: var(--side); }
 table { border-collapse: collapse; } td, th { padding: 4px 14px 4px 0; text-align: left; vertical-align: top; }
 .hidden { display: none; } #count { color: var(--dim); min-height: 1.5em; }
 @media (max-width: 760px) { nav { position: static; width: auto; } nav a { display: inline-block; margin-right: 12px; }
@@ -116,7 +116,7 @@ def make_linker(places):
         def one(match):
             name = match.group(0)
             known = name in places and name not in own
-            return f'<a href="#{places[name]}">{name}</a>' if known else name
+            return f'<a href="#{name}">{name}</a>' if known else name
         text = re.sub(r"\b(?:luna|LUNA)_\w+", one, html.escape(text, quote=False))
         text = CITED.sub(lambda m: f'<a href="#equation{m.group(1)}">{m.group(0)}</a>', text)
         return re.sub(r"&gt;&gt;(\w+)", r'<a href="#\1">&gt;&gt;\1</a>', text)
@@ -140,11 +140,8 @@ def main(header, readme, target):
     public = source[source.index("#define LUNA_H\n"):source.index("   2. Implementation\n   ====")]
     version = re.search(r'LUNA_VERSION "(.*?)"', source).group(1)
     chapters = read_chapters(public[:public.rindex("/*")])
-    places, cited, entries = {}, {n: [] for n in EQUATIONS}, 0
-    for _, _, _, items in chapters:
-        for comment, code in items:
-            for name in declared(code):
-                places.setdefault(name, declared(code)[0])
+    cited, entries = {n: [] for n in EQUATIONS}, 0
+    places = {name for _, _, _, items in chapters for _, code in items for name in declared(code)}
     link = make_linker(places)
     body = []
     for tag, title, text, items in chapters:
@@ -157,8 +154,9 @@ def main(header, readme, target):
                 for n in range(first, last + 1) if match.group(2) == "-" else (first, last):
                     cited[n] += [x for x in own if x.startswith("luna_") and x not in cited[n]]
             entries += 1
-            body.append(f'<section class="entry"{f" id={chr(34)}{own[0]}{chr(34)}" if own else ""}>'
-                        f"{prose(comment, link, own) if comment else ''}<pre>{link(code, own)}</pre></section>")
+            marks = "".join(f'<a id="{name}"></a>' for name in own)
+            body.append(f'<section class="entry">{marks}{prose(comment, link, own) if comment else ""}'
+                        f"<pre>{link(code, own)}</pre></section>")
         body.append("</div>")
     rows = "".join(f'<tr id="equation{n}"><td>({n})</td><td>{EQUATIONS[n]}</td><td>'
                    f"{', '.join(link(x) for x in cited[n])}</td></tr>" for n in EQUATIONS)
@@ -177,7 +175,7 @@ def main(header, readme, target):
 {''.join(body)}<h2 id="programs">programs</h2>{examples}</main><script>{SCRIPT}</script></html>
 """
     open(target, "w", encoding="utf-8").write(page)
-    missing = sorted(set(re.findall(r"^LUNA_API [^;=]*?\b(luna_\w+)\(", public, re.M)) - set(places))
+    missing = sorted(set(re.findall(r"^LUNA_API [^;=]*?\b(luna_\w+)\(", public, re.M)) - places)
     empty = [n for n in EQUATIONS if not cited[n]]
     for problem in [f"{name} has no entry" for name in missing] + [f"equation {n} is nobody's" for n in empty]:
         print(f"docs: {problem}")

@@ -241,7 +241,7 @@ has() { grep -q "$1" docs.html; }
 if command -v python3 >/dev/null 2>&1; then
   check "the page of reference is whole" docs "$root/luna.h"
   check "it has chapters" has 'id="trainer"'
-  check "and entries" has '<section class="entry" id="luna_adamw"'
+  check "and entries" has '<a id="luna_adamw"></a>'
   check "and equations" has 'id="equation7".*luna_causal_product'
   check "and programs" has 'luna_lm_init.*&amp;model, params'
   sed 's/eq\. 7/equation seven/' "$root/luna.h" >other.h
