@@ -282,8 +282,10 @@ typedef enum luna_status {
   LUNA_DEVICE_FAILED,                /* a call of a device or between ranks failed, or work queued on a device did */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
+/* A status in a few words, which stay valid. */
 LUNA_API const char *luna_status_text(luna_status status);
-LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementation */
+/* LUNA_VERSION_NUMBER of the implementation that the program is linked with. */
+LUNA_API int luna_version(void);
 
 /* X(ID, STATUS): each LUNA_ERROR_ID with its LUNA_STATUS, first those of streams. What it says is in the implementation
    (LUNAI_SENTENCES). The numbers of ids may change with the version. */
@@ -347,6 +349,7 @@ typedef enum luna_isa {
   LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM,
   LUNA_ISA_REFERENCE
 } luna_isa;
+/* The best that this build and this machine have; whether they have one; its name, which stays valid. */
 LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
@@ -470,12 +473,16 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the same call
    succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose failure is
    to have no effect, use a context of its own and close it. */
-LUNA_API luna_status luna_error_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
-/* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
+/* The status of the first failure since the last begin; LUNA_OK without one. */
+LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
+/* The sentence of that failure, or of the newest failed call since that is not an op; "" without one. It stays until
+   the next failure or begin. A null context says that luna_open failed. */
 LUNA_API const char *luna_error(const luna_ctx *ctx);
-LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
+/* The id of that sentence; LUNA_ERROR_NONE without one. */
+LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx);
 
-typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
+/* Bytes that a context uses now, and the most that it has used, on its device too. Zeros for null. */
+typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage;
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -506,11 +513,12 @@ typedef struct luna_tensor {
   struct lunai_tensor_state *own;    /* luna.h's */
 } luna_tensor;
 
-LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
-/* A copy of values, zeros when null. As an op's result it ends with the next begin: make it anew in each step. */
+/* The number of elements; 0 for null. */
+LUNA_API int64_t luna_count(const luna_tensor *t);
+/* A tensor with a copy of `values`, one a element in row-major order, or with zeros where that is null. Like an op's
+   result it ends with the next begin: make it anew in each step. */
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape);
-
-/* The same of one number. */
+/* The same with one number in all places. */
 LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, const int64_t *shape);
 
 /* Scopes: memory that lasts as long as it is needed. Every forward of a layer or model is one; a function of your own
@@ -533,25 +541,28 @@ LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool re
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
 #define luna_scope_recompute(ctx) luna_scope_begin_as(ctx, __func__, true)
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
-/* t, whose data stay until the next begin: call it before the scope ends */
+/* Keeps the data of t, which it returns, until the next begin: call it before the scope ends. Null when they were
+   released already. */
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
-/* marks a tensor as one whose gradient is wanted, and stays until the next begin */
+/* Asks luna_backward for the gradient of t, which it returns, and keeps that until the next begin. */
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
 #ifndef LUNA_ONLY_STREAM
-/* the value of a one-element tensor, before the next begin; NaN on failure */
+/* The value of a tensor of one element, before the next begin; NaN on failure. */
 LUNA_API float luna_item(const luna_tensor *t);
-/* copies luna_count(t) values; fails when they were released: luna_keep */
+/* Copy luna_count(t) values, or the gradient, to the host. They fail when a scope or a begin has released them
+   (luna_keep), and where there is no gradient. */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
-/* Of each row of x [...,n], for the host: its k largest in falling order, of equals the first first, NaN before all:
-   indices [...,k], and values [...,k] or null. luna_argmax: indices [...] of the largest. */
+/* Find, for the host, the k largest of each row of x [...,n], in falling order; of equals the first comes first, and
+   NaN before all numbers. indices is [...,k], values [...,k] or null. luna_argmax finds the largest alone: indices is
+   [...]. */
 LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
-/* The values as text, in NumPy's way: of more than 1000 the first and last 3 of each axis longer than 6 */
+/* Writes the values as text, in NumPy's way: of more than 1000 the first and last 3 of each axis longer than 6. */
 LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user);
 #endif
-/* sets luna_count(t) values; not of a tensor that is borrowed */
+/* Sets luna_count(t) values. It fails for a tensor whose values are borrowed. */
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 
 #ifndef LUNA_NO_TRAIN
@@ -561,21 +572,28 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
 
-/* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
-LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);       /* view; one axis may be -1 */
-/* axis 0: view; others: copy */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>ops: functions of tensors, which luna_backward differentiates
+   Comments give the shapes of tensors; "..." stands for any leading axes. The source is in brackets. What a call is
+   given, arrays and configs too, it copies or reads before it returns.
+   ------------------------------------------------------------------------------------------------------------------ */
+/* x in another shape of as many elements: a view. One size may be -1 and is then what the others leave. */
+LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);
+/* The places start .. start + count - 1 of an axis: of axis 0 a view, of another a copy. */
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count);
-/* out axis i is x's axes[i]; copy */
+/* A copy whose axis i is x's axis axes[i]. */
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
-LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);                /* swaps two axes; copy */
-LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
-/* up to 8 tensors of one shape, along a new axis */
+/* A copy in which two axes have changed places. */
+LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);
+/* Up to 8 tensors one after another along an axis; they differ in no other. */
+LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);
+/* Up to 8 tensors of one shape, along a new axis. */
 LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis);
-/* x in `count` equal parts along the axis, which go to parts; false, and null in each, when that fails */
+/* Writes x in `count` equal parts along the axis to parts [count]. On failure it returns false, and each is null. */
 LUNA_API bool luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count);
-/* `before` and `after` more places along the axis, that hold `value` */
+/* x with `before` and `after` more places along the axis, which hold `value`. */
 LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value);
-/* [...] -> [count, ...], copies along a new axis 0 */
+/* `count` copies of x along a new axis 0: [...] -> [count,...]. */
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);
 /* These broadcast as in NumPy: aligned at the last axis, sizes are equal or one of them is 1 or missing, and repeats;
    so do all inputs of luna_where. A comparison's result is 1 or 0, without gradient. Of equal numbers minimum and
@@ -592,29 +610,34 @@ LUNA_API luna_tensor *luna_equal(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_not_equal(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b);
-/* a where condition is not 0 (NaN is not), b elsewhere */
+/* a where condition is not 0 (NaN is not), b elsewhere. */
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b);
-/* low and high may be infinite; NaN stays; gradient from low to high, both included */
+/* x held to low .. high, which may be infinite. NaN stays NaN. The gradient passes from low to high, both included. */
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high);
+/* x + number, factor x and -x. */
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number);
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
 LUNA_API luna_tensor *luna_neg(luna_tensor *x);
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis; [n] -> [1] */
-LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise */
-LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);                 /* of all elements -> [1] */
-LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);                /* likewise */
-LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis);        /* y_i = x_0 + ... + x_i along the axis */
-/* the mean square of the differences from the mean along the axis, which it removes */
+/* Sum, mean, and mean square of the differences from the mean, along an axis, which the result lacks; [n] -> [1]. */
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis);
-/* the gradient goes to the first of equals; NaN wins */
+/* Sum and mean of all elements -> [1]. */
+LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);
+LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);
+/* y_i = x_0 + ... + x_i along the axis. */
+LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis);
+/* The largest and the smallest along an axis, which the result lacks. The gradient goes to the first of equals; where
+   there is a NaN, it is the result. */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis);
-/* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
+/* Products of matrices: a [...,m,k], or [...,k,m] with transpose_a, by b [...,k,n], or [...,n,k] with transpose_b ->
+   [...,m,n]. b's leading axes are a's last leading axes: it is the same along those that a has before them. */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b);
-/* [...,in] W^T + b; weight [out,in], bias [out] or null */
+/* x W^T + bias: x [...,in], weight W [out,in], bias [out] or null -> [...,out]. */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
-/* act(x W1^T + b1) W2^T + b2 by blocks of rows, the second half of a Transformer layer, eq. 2: w1 [hidden,in],
-   w2 [out,hidden], b1 and b2 or null */
+/* act(x W1^T + b1) W2^T + b2 by blocks of rows, the second half of a Transformer layer [eq. 2]: x [...,in],
+   w1 [hidden,in], b1 [hidden] or null, w2 [out,hidden], b2 [out] or null -> [...,out]. The config may be null. */
 typedef struct luna_feed_forward_config {
   luna_activation activation;        /* 0 = ReLU */
   float activation_dropout, dropout; /* of the hidden layer; of the result */
@@ -644,37 +667,39 @@ LUNA_API luna_tensor *luna_rsqrt(luna_tensor *x);
 LUNA_API luna_tensor *luna_abs(luna_tensor *x);
 LUNA_API luna_tensor *luna_sin(luna_tensor *x);
 LUNA_API luna_tensor *luna_cos(luna_tensor *x);
-/* x^exponent; NaN of a negative x where the exponent is no integer */
+/* x^exponent; NaN of a negative x where the exponent is no integer. */
 LUNA_API luna_tensor *luna_pow(luna_tensor *x, float exponent);
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
-/* over the last axis; lengths [axis 0] of real entries or null */
+/* Softmax over the last axis. With lengths, one for each place of axis 0, the entries from lengths[b] on are left out
+   and become 0; x has two axes or more then. Null: all count. */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
-/* x - ln sum e^x over the last axis: exact where a softmax is 0 */
+/* x - ln sum e^x over the last axis: exact where a softmax is 0. */
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
-LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
-                                                                               lengths[b] on, NaN included; x itself
-                                                                               for null */
-/* [...,d+1] -> [...,d]: divided by the last element; 0 where that is 0 */
+/* x [batch,n,...] with zeros in the rows from lengths[b] on, whatever they hold, NaN included; x itself for null. */
+LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);
+/* [...,d + 1] -> [...,d]: each row divided by its last element; 0 where that is 0. */
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x);
-LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient
-                                                                       flows */
-/* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word
-   e mod 8 of Philox counter (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that
-   two have other masks: check gradients by differences without dropout. */
+/* The same values, through which no gradient flows. */
+LUNA_API luna_tensor *luna_detach(luna_tensor *x);
+/* Sets elements to 0 with this probability p, below 1, and divides the others by 1 - p; x itself outside training.
+   Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
+   (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that two have other masks: check
+   gradients by differences without dropout. */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
-/* x / sqrt(mean of x^2 + epsilon) over the last axis, times weight [last] or null; epsilon 0 is 1e-5 */
+/* x / sqrt(mean of x^2 + epsilon) over the last axis, times weight [last] or null. An epsilon of 0 is 1e-5. */
 LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float epsilon);
-/* over the last axis; weight, bias [last] or null; epsilon, of the variance, 0 is 1e-5 */
+/* (x - mean) / sqrt(variance + epsilon) over the last axis, times weight [last] or null, plus bias [last] or null. An
+   epsilon of 0 is 1e-5. */
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, float epsilon);
 /* Rotary positions [arXiv 2104.09864], for queries and keys: x [batch,n,heads d_h] -> the same shape. Row t has
    position first + t, and in each head the pair (x_i, x_(i + d_h/2)) is turned by the angle position base^(-2i / d_h).
    d_h is even; base 0 is 10000. A sequence in pieces, each with its `first`, gives the bits of the whole. */
 LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, float base);
-/* table [V,d] -> [batch,n,d] */
+/* Rows of table [V,d] by tokens [batch,n], each in 0..V - 1 -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n);
-/* x [n,...] -> [count,...], row i is x[indices[i]]; each in 0..n - 1, and each as often as wanted */
+/* x [n,...] -> [count,...], whose row i is x[indices[i]]; indices are in 0..n - 1, each as often as wanted. */
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count);
-/* x [n,...] with rows[i] of [count,...] added to x[indices[i]], in the order of i -> [n,...] */
+/* x [n,...] with rows[i] of [count,...] added to x[indices[i]], in the order of i -> [n,...]. */
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows);
 
 typedef struct luna_cross_entropy_config {
@@ -749,14 +774,15 @@ typedef struct luna_attention_config {
   int64_t pattern_count;             /* 1, heads, or batch * heads */
   luna_tensor **log_sum_exp;         /* where to put the scores' [batch, queries, heads], or null; it has a gradient */
 } luna_attention_config;
-/* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq.
-   1] */
+/* softmax(scale Q K^T) V of each head [eq. 1]: q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] ->
+   [batch,n,h d_v]; heads are slices of the last axis. Of a ragged batch without the batch's axis: [rows,h d]. */
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
                                              const luna_attention_config *config);
-/* [batch,n,h d1] x2, [batch,n,h d2] [eq. 7] */
+/* out_t = (1/t) x_t sum_{j<=t} y_j^T z_j of each head [eq. 7]: x and y [batch,n,h d1], z [batch,n,h d2] ->
+   [batch,n,h d2]. */
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads);
-/* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv
-   2212.14052] */
+/* A convolution over the last `width` steps, of each channel by itself [arXiv 2212.14052]: x [batch,n,d],
+   weight [d,width], whose last column is for the present, bias [d] or null -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
 /* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
@@ -807,7 +833,6 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
    scratch. parallel_for is null where there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
-
 /* ---------------------------------------------------------------------------------------------------------------------
    >>params: named parameters, what optimisers and checkpoints go by
    ------------------------------------------------------------------------------------------------------------------ */
@@ -826,29 +851,36 @@ typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
    seed and the place in the tensor alone: give another seed each time. */
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape);
 
-LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
-LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);       /* its context; null for null */
+/* An empty set, which luna_close frees with its context. Null: the context says why. */
+LUNA_API luna_params *luna_params_open(luna_ctx *ctx);
+/* The set's context; null for null. */
+LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);
 /* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread,
    run one model. `from` must outlive it and not be trained meanwhile. On a device, where work is queued,
    luna_params_share, each begin and luna_stream_open order what this context then does after what `from`'s context has
    queued until then; before `from` is trained again, wait for what reads it (luna_read, luna_item). */
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
-/* A new parameter; its first values depend on the context's seed and its name alone. A name twice is an error. */
+/* A new parameter, whose first values depend on the context's seed and its name alone. The name is copied. Null, and
+   the context says why, where the set has that name, or there is no memory. */
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
-/* null when there is none; luna_read and luna_read_grad give its values and gradient */
+/* The parameter of that name, or null; luna_read and luna_read_grad give its values and gradient. */
 LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name);
-LUNA_API int64_t luna_params_tensor_count(const luna_params *params);        /* number of tensors */
+/* The parameter of an index from 0 on, in the order in which they were made, or null; *name, where name is not null,
+   becomes its name, which is the set's. */
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name);
-LUNA_API int64_t luna_params_element_count(const luna_params *params);       /* number of floats */
+/* How many parameters there are, and how many floats they have together. */
+LUNA_API int64_t luna_params_tensor_count(const luna_params *params);
+LUNA_API int64_t luna_params_element_count(const luna_params *params);
+/* Sets all gradients of the set to 0. */
 LUNA_API luna_status luna_params_zero_grad(luna_params *params);
 /* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
    optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
 /* Text pairs, saved in and loaded from the checkpoint's __metadata__ (but by luna_load_borrowed: luna_inspect);
    keys, and names of parameters, that start with "luna." belong to luna.h. Text from luna_params_get is the set's:
-   luna_params_set of its key may change it in place. */
+   luna_params_set of its key may change it in place. It is null where there is no such key. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
-LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
+LUNA_API const char *luna_params_get(const luna_params *params, const char *key);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
@@ -856,14 +888,15 @@ LUNA_API const char *luna_params_get(const luna_params *params, const char *key)
    with a sentence in the context of its input, a model's without one, as no context is known. Where a config has a
    number in two places, one is 0 or equals the other; fields of an attention that is not chosen have no effect.
    ------------------------------------------------------------------------------------------------------------------ */
-/* "PREFIX.weight" [out,in], by init; "PREFIX.bias" [out], zeros; prefix with or without the dot */
+/* luna_linear with parameters: "PREFIX.weight" [out,in], by init, and "PREFIX.bias" [out], zeros; the prefix may end in
+   the dot or not. x [...,in] -> [...,out]. */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix,
                                             int64_t in, int64_t out, luna_init init);
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
-/* likewise: weight [dim], ones; bias [dim], zeros */
-/* RMS: x / rms(x) weight, without mean and bias [arXiv 1910.07467] */
+/* Likewise a norm over the last axis, of size dim: weight [dim], ones, and bias [dim], zeros, of a layer norm; an RMS
+   norm [arXiv 1910.07467] has no mean and no bias. */
 typedef enum luna_norm_kind { LUNA_NORM_LAYER = 0, LUNA_NORM_RMS } luna_norm_kind;
 typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer; /* bias null: RMS norm */
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
@@ -1164,8 +1197,8 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
    all at once; NaN and Inf are left out, and nothing else is an error. An output that never changes gets scale 1. */
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows);
 
-/* Encoder: embeddings and encoder layers; part of the models below */
-/* default: sqrt(dim), but one with learned positions */
+/* Encoder: embeddings and encoder layers; part of the models below. The default scale of embeddings is sqrt(dim), with
+   learned positions 1. */
 typedef enum luna_embedding_scale {
   LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM
 } luna_embedding_scale;
@@ -1257,10 +1290,10 @@ typedef struct luna_masked_lm {
 } luna_masked_lm;
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config);
-/* logits [batch,n,vocab] */
+/* -> logits [batch,n,vocab] */
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input);
-/* labels [batch,n]. The mean loss over the places whose label is neither negative nor beyond input.lengths, at least
-   one; logits are made for those alone */
+/* The mean loss over the places whose label, of labels [batch,n], is neither negative nor beyond input.lengths, at least
+   one; logits are made for those alone. */
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
@@ -1318,7 +1351,8 @@ typedef struct luna_schedule {
   int64_t milestone[4];              /* steps after each of which the factor is multiplied by gamma; 0 = no more */
   float gamma;                       /* 0 = 0.1 */
 } luna_schedule;
-LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step); /* null: constant, 1 */
+/* The factor at a step, from 1 on; of a null schedule 1. */
+LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
 
 typedef struct luna_optimizer luna_optimizer;
 /* Of every optimiser: 0 = its default, and what it does not have has no effect. */
@@ -1353,7 +1387,7 @@ typedef struct luna_param_group {
   float lr_factor;                   /* on the learning rate; 0 = 1, negative = 0 */
   float decay_factor;                /* on the weight decay; 0 = 1, negative = 0 */
 } luna_param_group;
-/* the last that fits a parameter counts */
+/* Adds a group, which is copied; of those that fit a parameter the last counts. LUNA_MISMATCH where none fits it. */
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
 
 /* Exchanges the parameters with their averages, by .average of the config, a: after update t an average moves to its
@@ -1377,12 +1411,14 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 /* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
+/* Sets the learning rate that the schedule multiplies. */
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
-/* the rate now, by the schedule at the last step; before any, at the first */
+/* The rate now, by the schedule at the last step; before any, at the first. */
 LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
-LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
-LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
-/* global gradient norm of the last step, before clipping; Inf above FLT_MAX */
+/* Updates that were made, and those that were skipped as not finite, which do not count as made. */
+LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
+LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
+/* The global norm of the last step's gradients, before clipping; Inf above FLT_MAX. */
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer);
 #endif
 
@@ -1416,6 +1452,7 @@ LUNA_API luna_file luna_bytes(const void *bytes, size_t size);
 LUNA_API luna_file luna_buffer(void *buffer, size_t capacity, size_t *written);
 LUNA_API luna_file luna_callbacks(const luna_io *io);
 
+/* Saves the set's parameters as F32, and its text pairs. */
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
 #ifndef LUNA_NO_INT8
 /* The same in about a quarter of the bytes: matrices of products and embeddings as I8, rounded, with their rows' scales
@@ -1454,7 +1491,7 @@ typedef struct luna_inspection {
   void *user;
 } luna_inspection;
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_inspection *inspection);
-/* the values, [count]; false when they are not F32, F16, BF16 or F64 */
+/* Writes the tensor's values as floats to out [count]; false when they are not F32, F16, BF16 or F64. */
 LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
@@ -1471,7 +1508,7 @@ typedef struct luna_model {
   luna_seq2seq seq2seq;
 } luna_model;
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file);
-/* of one kind, into a luna_lm, luna_classifier, luna_masked_lm or luna_seq2seq */
+/* The same of one kind, into a luna_lm, luna_classifier, luna_masked_lm or luna_seq2seq. */
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file);
 
 #ifndef LUNA_NO_TRAIN
