@@ -64,8 +64,8 @@ ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-
 CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
 HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && \
   echo cuda_forgetting $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
-# the longest tests, which need not run again with a second compiler: compile.sh itself takes all that are here
-ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%)
+# what need not run again with a second compiler: compile.sh itself takes all that are here
+ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%) tests/convert.sh $(SCRIPTS) tests/torch.sh tests/install.sh
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
 NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
@@ -171,8 +171,8 @@ export TEST_FULL
 test:
 	-@$(MAKE) -k -j$(JOBS) programs
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(ONCE) $(BUILD)/tests/private tests/convert.sh $(SCRIPTS) \
-	  tests/torch.sh tests/install.sh $(filter-out %/private,$(PROGRAMS))
+	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/tests/private $(ONCE) \
+	  $(filter-out %/private,$(PROGRAMS))
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
