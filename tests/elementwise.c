@@ -97,7 +97,7 @@ static void check_elementwise(int64_t n) {
   for (int k = 0; k < 3; k++) x[k] = random_floats(n + 1, 2);
   for (int64_t i = 3; i < n; i += 5) x[0][i] = odd[i % 6], x[i / 5 % 2 ? 1 : 2][i] = odd[i / 5 % 6];
   x[1][0] = -0.5f, x[2][0] = 0.75f;    /* a single low and high */
-  for (int kind = LUNA_OP_ADD; kind <= LUNA_OP_CLAMP; kind++)
+  for (int kind = LUNA_OP_ADD; kind < LUNA_OP_ADD + (int)(sizeof each_name / sizeof each_name[0]); kind++)
     for (int form = 0; form < 8; form++) {
       const lunai_each e = {kind, n, {x[0], x[1], x[2]}, {form & 1 ? 0 : 1, form & 2 ? 0 : 1, form & 4 ? 0 : 1}};
       const int64_t *step = e.step;
