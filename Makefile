@@ -14,6 +14,8 @@
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang), FUZZ_FLAGS: of libFuzzer; make
 #                            test replays it and a few hundred mutations. A million executions, which go on from the
 #                            last ones: make fuzz FUZZ_SECONDS=0 FUZZ_FLAGS='-runs=1000000'
+#   make faults              plants a wrong sign, a wrong index and a wrong order in every op's forward pass, one after
+#                            the other, and tells which no check notices; OPS="cumsum rotary": in these (python3)
 #   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
 #   make mcu                 exports a model and runs it on microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
@@ -204,6 +206,9 @@ fuzz: $(BUILD)/fuzz/fuzz_safetensors
 fuzz-coverage:
 	@BUILD=$(BUILD) sh tests/fuzz_coverage.sh $(if $(wildcard $(BUILD)/fuzz/corpus),$(BUILD)/fuzz/corpus,tests/data/fuzz)
 
+faults:
+	@BUILD=$(BUILD) CC='$(CC)' python3 tests/faults.py $(OPS)
+
 size:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
 
@@ -329,5 +334,5 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples docs install programs test test-all mcu sanitize cross golden headers fuzz fuzz-coverage size \
-  bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test clean
+.PHONY: run examples docs install programs test test-all mcu sanitize cross golden headers fuzz fuzz-coverage faults \
+  size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test clean

@@ -172,13 +172,21 @@
        window.window = true, window.left = 255;
        config.patterns = &window, config.pattern_count = 1;
      Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, with its name in luna_activation, an op of
-     two or three tensors that broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE, each with a declaration: from the
-     row come the function, its gradient, the kernels of all instruction sets and of the device, and its tests, but for
-     a map's value and slope in tests/naive.h. Any other op takes four places: a row of LUNA_OPS; the declaration; in
-     >>ops, together, its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the function that checks
-     the shapes by a pattern and builds it; and a case in tests/op_cases.h (of one tensor and nothing else: a name in
-     COMMON_UNARY of tests/common.h). With tier 2 in its row the function also composes it from other ops, where a
-     backend does not have it.
+     two tensors that broadcast as one of LUNA_BINARIES, each with a declaration: from the row come the function, its
+     gradient, the kernels of all instruction sets and of the device, and its tests, but for values and slopes in
+     tests/naive.h. A map with parameters and an op of three tensors are rows of LUNA_ELEMENTWISE: there the function is
+     written too, as luna_clamp is, in which numbers (arg.elementwise.scalar) stand for inputs.
+     Any other op takes a row of LUNA_OPS; what it is given, in luna_op.arg; the declaration; and in >>ops, together,
+     its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the function that checks the shapes by a
+     pattern and builds it. With tier 2 in its row that function also composes it from other ops, where a backend does
+     not have it; one of tier 1 also takes its LUNACU_OP in luna_cuda.cuh.
+     Its tests are a case with an oracle in tests/op_cases.h, calls in tests/arguments.c, and wrong lines in
+     tests/faults.py; each of the three says what is missing. Where the function takes one tensor and nothing else, the
+     first two are naive_<name> there and a name in COMMON_UNARY of tests/common.h.
+     Rows may be cut over ranks: a result counts as cut like its first input. An op that looks at other rows gets those
+     before by lunai_rank_border, as the short convolution does, or refuses, as cumsum does; one that counts rows adds
+     part->first, as rotary does. A layer's op in streams has LUNAI_CPU_OP, not LUNAI_CPU_REST, and what it keeps of
+     earlier rows in lunai_past, as the convolution its history.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
