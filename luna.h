@@ -30,7 +30,7 @@
             #define LUNA_IMPLEMENTATION
             #include "luna.h"
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
-        about 7 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
+        8 to 20 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
         configure: it holds SSE2, AVX2 and AVX-512 kernels (NEON or WASM SIMD128 where the target has them, else scalar
         ones) and picks the best at run time.
      1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
@@ -2128,7 +2128,8 @@ LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
-/* for an entry's or a hook's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
+/* for an entry's, a hook's or a custom op's `return`: the context's error, if it is the first; its id is
+   LUNA_ERROR_BACKEND */
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")

@@ -168,8 +168,9 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   const int status = share < 0 ? failed(ctx) : set_temperature(ctx, model, &all);
   calibration_close(&all);
   if (status) return status;
-  printf("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n",
-         set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held, 100 * share,
+  printf("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from%s: %.2f%% (loss %.3f)\n",
+         set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held,
+         s->held < LEAST_CALIBRATED ? "" : ", which chose the model and its temperature", 100 * share,
          bar->validation.y[bar->validation.count - 1]);
   return plot(bar, s->title);
 }

@@ -6,7 +6,7 @@
      zcat imdb_train.tsv.gz | cut -f 1,3 >imdb.tsv             25,000 reviews
      classify train imdb.tsv [--plot loss.svg] ...             about a minute; writes classify.safetensors
      classify eval M FILE                                      how often M gives a file's labels
-     classify predict M <TEXTS [--top 3]                       a label and its probability for each line, or more
+     classify predict M [TEXTS] [--top 3]                      a label and its probability for each line, or more
 
    Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate: by them the
    best model is kept, training ends early (--patience), and the model's logits are divided by a temperature, so that
@@ -118,6 +118,7 @@ static int read_lines(const char *path, bool training, int64_t *held) {
 static luna_status remember(luna_params *params) {
   char key[40], value[40];
   luna_status status = luna_params_set(params, "classify.tokens", own.tokens ? "bytes" : "words");
+  if (status == LUNA_OK) status = keep_mark(params, file.text);
   snprintf(value, sizeof value, "%lld", (long long)own.longest);
   if (status == LUNA_OK) status = luna_params_set(params, "classify.longest", value);
   for (int32_t i = 0; i < label_count && status == LUNA_OK; i++) {
@@ -186,6 +187,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!status) status = read_lines(words[1], false, &held);
   if (!status && file.count == 0) status = fail("%s has no lines", words[1]);
   samples s = the_samples(words[1], 0);
+  if (!status) say_learnt(model.classifier.params, file.text, words[1]);
   if (!status) status = eval_classifier(ctx, &model.classifier, &s);
   free(file.lines), free(file.text.data);
   return status;
@@ -205,6 +207,7 @@ static int predict(luna_ctx *ctx, const char **words) {
   static unsigned char typed[65536];                       /* of longer lines the beginning is read */
   luna_model model;
   if (load(ctx, words[0], &model)) return 2;
+  if (words[1] && !freopen(words[1], "rb", stdin)) return fail("cannot open %s: %s", words[1], strerror(errno));
   int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t)), length;
   float *shares = (float *)malloc((size_t)label_count * sizeof(float));
   int status = tokens && shares ? 0 : fail("out of memory");
@@ -231,7 +234,8 @@ static int predict(luna_ctx *ctx, const char **words) {
 static const command commands[] = {
   { "train", { TEXT_FILE }, "learns labels of texts, and writes a model", train },
   { "eval", { MODEL_FILE, TEXT_FILE }, "the share of a file's labels that a model finds", eval },
-  { "predict", { MODEL_FILE }, "labels the lines that come in", predict },
+  { "predict", { MODEL_FILE, "?texts: a text a line, without labels; left out: what is typed or piped in" },
+    "labels the lines of texts", predict },
   { 0 }
 };
 

@@ -300,13 +300,14 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
     char value[40];
     if (one && !takes(one, f)) continue;
     flag_text(f, value, sizeof value);
-    int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : f->real ? "X" : f->kind ? "NAME" :
-                        "N");
+    const bool yes = !f->text && f->kind && strcmp(f->kind, NO_YES) == 0;
+    int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : yes ? "[yes|no]" : f->real ? "X" :
+                        f->kind ? "NAME" : "N");
     fprintf(to, "%*s", width < 21 ? 21 - width : 1, "");
     if (!one) fprintf(to, "%-*s  ", wide, takers(f, commands).text);
     fprintf(to, "%s", f->help);
     if (f->text && *f->text) fprintf(to, " (%s)", **f->text == '\n' ? "a line break" : *f->text);
-    if (!f->text) fprintf(to, f->kind ? ": %s (%s)" : "%s (%s)", f->kind ? f->kind : "", value);
+    if (!f->text) fprintf(to, f->kind && !yes ? ": %s (%s)" : "%s (%s)", f->kind && !yes ? f->kind : "", value);
     fprintf(to, "\n");
   }
   if (!one && commands[1].name)
@@ -511,6 +512,23 @@ TOOL int read_file(const char *path, contents *file) {
   free(file->data);
   file->data = NULL;
   return why ? fail("cannot read %s: %s", path, strerror(why)) : fail("%s is empty", path);
+}
+
+/* A model keeps a mark of the file that it learnt from, so that eval can say so of figures that are too good. */
+TOOL phrase mark_of(contents file) {                       /* FNV-1a of its bytes */
+  uint64_t hash = 0xcbf29ce484222325u;
+  phrase out;
+  for (int64_t i = 0; i < file.size; i++) hash = (hash ^ file.data[i]) * 0x100000001b3u;
+  snprintf(out.text, sizeof out.text, "%016llx", (unsigned long long)hash);
+  return out;
+}
+TOOL luna_status keep_mark(luna_params *params, contents file) {
+  return luna_params_set(params, "learnt_from", mark_of(file).text);
+}
+TOOL void say_learnt(const luna_params *params, contents file, const char *path) {
+  const char *mark = luna_params_get(params, "learnt_from");
+  if (mark && strcmp(mark, mark_of(file).text) == 0)
+    printf("%s is what the model learnt from, but for a part: train has measured on that part alone\n", path);
 }
 
 /* The line at *at, which moves to the next one: its first byte, and its length without its end; null after the last. */

@@ -53,7 +53,7 @@ static const flag flags[] = {
   { "--columns", "t", STRING(own.columns), "CSV: the columns to read, \"a,b,7\", by names or numbers from 1" },
   { "--drop", "t", STRING(own.drop), "CSV: columns to leave out, likewise" },
   { "--held", "t", WHOLE(own.held, 0, 5),
-   "1 to 5: that fifth of the data is not learnt from but measured on; 0: none (CSV: the last)" },
+   "1 to 5: that fifth of the data is not learnt from but measured on; 0: none of .ts, of CSV the fifth" },
   { "--validate", "t", REAL(own.validate, 0, 0.5), "share of the rest to find the best model by, if it is 20 cases" },
   FLAG_PATIENCE,
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
@@ -432,6 +432,7 @@ static luna_status remember(luna_params *params) {
   snprintf(text, sizeof text, "%d %d %d %lld %d %d", (int)own.per_step, (int)own.causal, (int)own.forecast,
            (long long)own.window, (int)own.carry, (int)own.interval);
   luna_status status = keep(params, "task", 0, text, (int64_t)strlen(text));
+  if (status == LUNA_OK) status = keep_mark(params, data.text);
   if (status == LUNA_OK && own.forecast) status = keep(params, "ahead", 0, own.ahead, (int64_t)strlen(own.ahead));
   if (status == LUNA_OK && own.label) status = keep(params, "label", 0, own.label, (int64_t)strlen(own.label));
   for (int32_t i = 0; i < label_count && status == LUNA_OK; i++)
@@ -648,9 +649,11 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (remember(params) != LUNA_OK) return failed(ctx);
   if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
-  printf("%s: %lld series, %lld steps of %lld numbers, %d classes; %lld parameters\n", words[0], (long long)data.count,
-         (long long)data.size,
-         (long long)data.k, (int)label_count, (long long)luna_params_element_count(params));
+  printf("%s: %lld %s, %lld steps of %lld numbers", words[0], (long long)data.count,
+         data.csv ? "parts of one recording (to learn from, to choose the model by, to measure on)" : "series",
+         (long long)data.size, (long long)data.k);
+  if (!own.forecast) printf(", %d classes", (int)label_count);
+  printf("; %lld parameters\n", (long long)luna_params_element_count(params));
   fflush(stdout);
   join_unlearnt();
   if (learn(ctx, params)) return 2;
@@ -671,6 +674,7 @@ static int train(luna_ctx *ctx, const char **words) {
 static int eval(luna_ctx *ctx, const char **words) {
   if (load_both(ctx, words)) return 2;
   if (own.per_step && !data.csv) join(0, data.count);
+  say_learnt(input_layer()->params, data.text, words[1]);
   return print_score(ctx, 0, data.count, "");
 }
 

@@ -293,8 +293,10 @@ TOOL int next_row(const char *path, int64_t *at, int64_t *number, word *parts) {
   while ((line = next_line(data.text, at, &length)) != NULL) {
     ++*number;
     if (length == 0) continue;
-    if (cut(line, length, csv.by, parts) == csv.count) return 1;
-    return fail("%s: row %lld has not %lld columns", path, (long long)*number, (long long)csv.count), -1;
+    const int64_t count = cut(line, length, csv.by, parts);
+    if (count == csv.count) return 1;
+    return fail("%s: row %lld has %lld column%s, the first row %lld", path, (long long)*number, (long long)count,
+                count == 1 ? "" : "s", (long long)csv.count), -1;
   }
   return 0;
 }
@@ -368,6 +370,7 @@ TOOL int read_csv(const char *path, bool learns) {
   if (read_names(path)) return 2;
   if (own.label && csv.label < 0 && learns) return fail("%s has no column '%s'", path, own.label);
   const int64_t rows = survey(path, parts);
+  if (rows == 0) return fail("%s has no rows%s", path, csv.begin ? " below its header" : "");
   if (rows < 0 || (learns && choose_columns(path))) return 2;
   if (column_count == 0) return fail("%s has no column of numbers that change", path);
   for (int64_t i = 0; i < column_count; i++) {

@@ -43,7 +43,7 @@ typedef struct progress {
   double validating, last;
   int64_t validations;
   bool live, bits;                   /* bits: the loss is reported in bits per byte too */
-  char note[40];                     /* shown after the loss: "validation 87.0%" */
+  char note[40];                     /* shown after the loss: "validation 87.0%"; in lines, once */
   curve training, validation;
 } progress;
 
@@ -115,6 +115,7 @@ TOOL void progress_step(progress *p, double loss, double tokens) {
   const char *gap = *p->note ? " " : "";
   if (!p->live) {
     printf("%s %s%s%s %.1fk tokens/s %s left\n", done_of, loss_text, gap, p->note, speed, time_left(p, now).text);
+    *p->note = 0;
   } else {                                                 /* one line, rewritten: what the terminal has room for */
     const int size = snprintf(line, sizeof line, "%s left %s%s%s %.1fk tokens/s", time_left(p, now).text, loss_text,
                               gap, p->note, speed);

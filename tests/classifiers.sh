@@ -13,6 +13,7 @@ trains() {                                               # the minimum accuracy,
   check "$* succeeds" run "$@" --out a.safetensors --plot a.svg
   check "plain lines when the output is no terminal" [ "$(grep -c '^step .* loss .* tokens/s .* left$' out)" -ge 10 ]
   check "they tell how well it does" grep -q '^step .* validation [0-9.]*% ' out
+  check "each validation once" [ "$(grep -c '^step .* validation ' out)" -le 10 ]
   check "the accuracy is beyond $minimum%" beyond "$minimum"
   check "the loss is drawn" drawn a.svg
   check "and nothing else is left" [ "$(echo a.*)" = "a.safetensors a.svg" ]
@@ -112,11 +113,16 @@ awk 'BEGIN {
 trains 80 train reviews --steps 120 $small
 check "classify eval succeeds" run eval a.safetensors reviews
 check "it gives the accuracy" beyond 80
+check "and says what the model has seen" grep -q '^reviews is what the model learnt from, but for a part' out
+head -n 100 reviews >other_reviews
+run eval a.safetensors other_reviews
+check "of another file it does not" sh -c "! grep -q 'learnt from' out"
 printf '%s\n\n%s\n%s' 'the moon and the splendid! earth goes round' 'a dreadful day and the dreadful night' \
   'sun and fair moon goes round a day' >lines
 check "classify predict succeeds" "$build/classify" predict a.safetensors <lines
 "$build/classify" predict a.safetensors <lines >out 2>err
 check "a label and a probability for each line" [ "$(grep -c '^\(good\|bad\|so so\)	[01]\.[0-9]*$' out)" = 4 ]
+check "from a file, too" sh -c "'$build/classify' predict a.safetensors lines | cmp - out"
 check "they are right" [ "$(sed -n '1p;3p;4p' out | cut -f 1 | tr '\n' ,)" = "good,bad,so so," ]
 "$build/classify" predict a.safetensors --top 2 <lines >top 2>err
 check "and the next likeliest, together no more than 1" awk -F '\t' 'NF != 4 || $2 + $4 > 1.002 || $2 < $4 { bad = 1 }
@@ -138,7 +144,7 @@ check "with --patience 0 it does not end" run train coins --steps 300 $small --p
 check "all steps are made" grep -q '^c.safetensors: 300 steps' out
 check "what is saved is as good as any validation of these lines was" awk '
   match($0, /validation [0-9.]*/) { v = substr($0, RSTART + 11, RLENGTH - 11) + 0; if (v > most) most = v }
-  /^c.safetensors/ { sub(/.*learnt from: /, ""); good = $1 + 0 > most - 0.06 } END { exit !good }' out
+  /^c.safetensors/ { sub(/.*learnt from[^:]*: /, ""); good = $1 + 0 > most - 0.06 } END { exit !good }' out
 awk 'NR <= 100' coins >few_coins
 run train few_coins --steps 300 $small --patience 1 --out c.safetensors
 check "of few samples chance would choose: the last model is kept" \

@@ -95,6 +95,7 @@ for causal in no yes; do
   check "the end is measured on" over 69
   check "it is measured on a file" run eval w.safetensors waves.csv
   check "and does well there" over 69
+  check "which it has learnt from" grep -q '^waves.csv is what the model learnt from, but for a part' out
   check "it predicts each row" run predict w.safetensors waves.csv --svg steps.svg
   check "a line each" [ "$(grep -c '^\(fast\|slow\)	[01]\.[0-9]*$' out)" = 600 ]
   check "the states are drawn, true and found" shows steps.svg wave other "true class" found slow fast
@@ -276,7 +277,8 @@ wrong "time stamps" '@timestamps true\n@data\n(1,2):a\n'
 wrong "UTF-8" '@data\n1,2:\377\n1,3:b\n'
 awk 'BEGIN { printf "@data\n"; for (i = 0; i < 4097; i++) printf "1:"; print "a" }' >wrong.ts
 refuses "more than 4096 dimensions" train wrong.ts --out a.safetensors
-wrong "row 3 has not 2 columns" 'a,b\n1,2\n1,2,3\n'
+wrong "has no rows below its header" 'a,b\n'
+wrong "row 3 has 3 columns, the first row 2" 'a,b\n1,2\n1,2,3\n'
 wrong "no column of numbers" 'a,b\nx,y\nz,w\n'
 refuses "no column of numbers" train wrong.ts --forecast --out a.safetensors
 wrong "line 3 has no class" '@data\n1,2:a\n1,2:?\n'
