@@ -14690,11 +14690,9 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   }
   for (int i = 0; i < op->inputs && reached; i++)
     if (op->in[i] && (reads & LUNA_READS_IN(i)) && !lunai_recompute_data(op->in[i], status)) return false;
-  if (waiting) {
-    lunai_joint(waiting, op, &both);
-    op->ctx->backend->op[both.kind].query(&both);
-  }
-  if (reached && !lunai_op_give(waiting ? &both : op, status)) return false;
+  const bool joint = waiting && lunai_joint(waiting, op, &both);
+  if (joint) op->ctx->backend->op[both.kind].query(&both);
+  if (reached && !lunai_op_give(joint ? &both : op, status)) return false;
   lunai_op_done(op);
   if (waiting) lunai_op_done(waiting);
   op->own->waiting = NULL;

@@ -63,7 +63,7 @@ run() {
   esac
   setsid nice -n 19 "$build/$program" "$@" --threads 1 --out "$file" $begin >>"$out/$name.log" 2>&1 </dev/null &
   child=$!
-  { echo 19 >"/proc/$child/autogroup"; } 2>/dev/null    # Linux: of a session's processes together, where nice counts within
+  { echo 19 >"/proc/$child/autogroup"; } 2>/dev/null       # Linux shares time among sessions first, by this number
   trap 'kill -CONT -- -$child; kill -INT -- -$child; rmdir "$out/$name.running"; exit 1' INT TERM
   while kill -0 "$child" 2>/dev/null; do
     if [ -e "$lock" ]; then kill -STOP -- -"$child"; else kill -CONT -- -"$child"; fi 2>/dev/null
