@@ -1300,8 +1300,8 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
                                          const luna_masked_lm_config *config);
 /* -> logits [batch,n,vocab] */
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input);
-/* The mean loss over the places whose label, of labels [batch,n], is neither negative nor beyond input.lengths, at least
-   one; logits are made for those alone. */
+/* The mean loss over the places whose label, of labels [batch,n], is neither negative nor beyond input.lengths; there
+   is one at least. Logits are made for those places alone. */
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
@@ -10672,9 +10672,11 @@ LUNAI_INLINE void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, lun
 }
 LUNAI_INLINE void lunai_print(char *out, size_t room, const char *format, ...) { (void)room; (void)format; *out = 0; }
 #endif
-/* A check that fails says why and is false: in calls that give tensors, and in those that give a status. */
-#define lunai_refuse(...) ((void)lunai_fail(__VA_ARGS__), false)
-#define lunai_refuse_call(...) ((void)lunai_fail_status(__VA_ARGS__), false)
+/* A check that fails says why and is false: in calls that give tensors, and in those that give a status. refused: after
+   a function that says it. */
+#define lunai_refused(said) ((void)(said), false)
+#define lunai_refuse(...) lunai_refused(lunai_fail(__VA_ARGS__))
+#define lunai_refuse_call(...) lunai_refused(lunai_fail_status(__VA_ARGS__))
 LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *name, size_t bytes) {
   return lunai_fail_status(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
 }
@@ -13565,7 +13567,7 @@ LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
 /* flops a second of all threads */
 LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
   const lunai_kernels *k = ctx->kernels;
-  const double flops = 2.0 * LUNAI_PEAK_TILES * LUNAI_PEAK_K * (double)(k->mr * k->nr * lunai_threads(&ctx->parallel));
+  const double flops = (double)(2 * LUNAI_PEAK_TILES * LUNAI_PEAK_K * k->mr * k->nr * lunai_threads(&ctx->parallel));
   double best = 0;
   if (!k->panels || lunai_on_device(ctx) || ctx->options.measure) return 0;
   for (int i = 0; i < 10; i++) {
@@ -14276,7 +14278,7 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, l
       return lunai_refuse(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
     }
     if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
-    if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
+    if (i < required && !in[i]) return lunai_refused(lunai_fail_null(ctx, name, numbers[i]));
   }
   return true;
 }
@@ -14415,7 +14417,7 @@ LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *
   if (!ctx->backend->op[s->op.kind].forward)
     return lunai_refuse(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind));
   for (int i = 0; i < s->op.inputs; i++) if (lunai_is_released(s->op.in[i], s->name)) return false;
-  return lunai_shape_count(rank, shape) >= 0 || lunai_fail_shape(ctx, s->name, rank, shape) != NULL;
+  return lunai_shape_count(rank, shape) >= 0 || lunai_refused(lunai_fail_shape(ctx, s->name, rank, shape));
 }
 /* the newest op of the tape */
 LUNAI_FN void lunai_tape(luna_op *op) {
@@ -15458,7 +15460,7 @@ LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
     name[length] = 0;
     const bool optional = *at == '?';
     while (*at != '[') at++;
-    if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
+    if (!t && !optional) return lunai_refused(lunai_fail_null(s->op.ctx, s->name, name));
     if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
       const int64_t size = p.sizes[wrong[0] & 127];
       lunai_pattern_name(pattern, wrong[0], first, sizeof first);
@@ -15858,7 +15860,7 @@ LUNAI_FN bool lunai_int8_ready(lunai_build *s, int i) {
   const size_t bytes = lunai_int8_bytes(w->shape[0], w->shape[1]);
   const uint64_t writes = lunai_writes(ctx);
   if (!w->int8) {
-    if (!lunai_persist(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
+    if (!lunai_persist(ctx, bytes, false, &memory)) return lunai_refused(lunai_op_no_memory(s, bytes));
     w->int8 = lunai_int8_place(memory, w->shape[0], w->shape[1]);
   }
   if (w->int8->from == w->data && w->int8->writes == writes) return true;
@@ -15898,7 +15900,7 @@ LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_feed_forward_co
   if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
   if (lunai_is_checked(ctx)) return true;
   if (!lunai_is_activation(c->activation))
-    return lunai_fail_activation(ctx, s->name, c->activation, LUNA_ACTIVATION_NONE) != NULL;
+    return lunai_refused(lunai_fail_activation(ctx, s->name, c->activation, LUNA_ACTIVATION_NONE));
   return lunai_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
          lunai_product_fits(s, lunai_rows(s->op.in[0]), s->op.in[1]->shape[0], LUNAI_MAX_COUNT);
 }
@@ -16081,7 +16083,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   int64_t counted = 0;
   memset(&c, 0, sizeof c);
   if (config) c = *config;
-  if (!labels && rows > 0) return lunai_fail_null(ctx, s->name, "labels") != NULL;
+  if (!labels && rows > 0) return lunai_refused(lunai_fail_null(ctx, s->name, "labels"));
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
     return lunai_refuse(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing);
   int32_t *kept = (int32_t *)lunai_step_host(ctx, s->name, true, (size_t)rows * sizeof *kept);
@@ -16212,7 +16214,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   int64_t counted = 0;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
-  if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
+  if (!targets && count > 0) return lunai_refused(lunai_fail_null(values->ctx, name, "targets"));
   int32_t *given = (int32_t *)lunai_step_host(values->ctx, name, true, (size_t)count * sizeof *given);
   if (!given) return false;
   for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
@@ -16458,7 +16460,7 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size, i
   const int64_t horizon = s->op.arg.causal.horizon;
   luna_ctx *ctx = x->ctx;
   const lunai_cut *part = x->own->part;
-  if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
+  if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_refused(lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE"));
   if (lunai_on_device(ctx))
     return lunai_refuse(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks");
   const size_t head = lunai_round(sizeof(lunai_outside)), states = (size_t)(x->shape[0] * size + 1) * sizeof(double);
@@ -17309,7 +17311,7 @@ LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, l
   static const char name[] = "luna_nested_attention_layer_forward";
   luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
-  if (!f->p) return lunai_fail_null(x->ctx, name, "p") != NULL;
+  if (!f->p) return lunai_refused(lunai_fail_null(x->ctx, name, "p"));
   const int64_t batch = x->shape[0], d = layer->config.dim;
   if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
@@ -17820,7 +17822,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
     return false;
   const luna_layer_config *c = &layer->config;
   if (lunai_is_luna(c) && !p && !layer->memory)
-    return lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p") != NULL;
+    return lunai_refused(lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p"));
   const luna_scope scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
   if (!lunai_is_luna(c)) {
     luna_tensor *y = lunai_normed(c, f->x, &layer->attention_norm);
