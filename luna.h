@@ -1568,7 +1568,8 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
    takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 #endif
-LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
+/* Null is fine. A stream on the CPU may be closed after its model's context, too. */
+LUNA_API void luna_stream_close(luna_stream *stream);
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 /* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call.
@@ -1579,15 +1580,19 @@ LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float
 /* batch: the stream's, or 0; lengths must be null -> logits after the last; null for a feature that luna_input does not
    allow, with no row read */
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
-LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
-LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream); /* the id of that sentence; LUNA_ERROR_NONE */
-LUNA_API int64_t luna_stream_position(const luna_stream *stream);    /* tokens so far */
+/* What was wrong in the last call, and the id of that sentence; "" and LUNA_ERROR_NONE when it was fine. */
+LUNA_API const char *luna_stream_error(const luna_stream *stream);
+LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream);
+/* The number of tokens that each sequence has read. */
+LUNA_API int64_t luna_stream_position(const luna_stream *stream);
+/* Starts all sequences anew. */
 LUNA_API void luna_stream_reset(luna_stream *stream);
-/* sequence b continues from[b] (beam search) */
+/* Each sequence b goes on from where from[b], of from [batch], is (beam search). */
 LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from);
-/* the state; same model sizes and batch, not between two devices' contexts */
+/* Copies the state of a stream of the same model sizes and batch; not between the devices of two contexts. */
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);
-/* bytes of a saved state: this machine's byte order */
+/* The size of a saved state in bytes; writes one of that size; reads one, of the same model sizes and batch. Its bytes
+   are in this machine's order. A state that does not fit changes nothing. */
 LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
@@ -2123,13 +2128,16 @@ struct luna_backend {
 #undef LUNAI_ENTRY_CALL
   luna_op_functions op[LUNA_OP_COUNT];
 };
+/* The table of this CPU's functions. */
 LUNA_API const luna_backend *luna_cpu_backend(void);
+/* A kind's name as in LUNA_OPS, which stays valid. */
 LUNA_API const char *luna_op_name(luna_op_kind kind);
+/* A context's table, what its `open` made, and its state: seed, step, nonfinite. */
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
-LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
-LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
-/* for an entry's, a hook's or a custom op's `return`: the context's error, if it is the first; its id is
-   LUNA_ERROR_BACKEND */
+LUNA_API void *luna_backend_self(const luna_ctx *ctx);
+LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
+/* For an entry's, a hook's or a custom op's `return`: the sentence becomes the context's error, if it is the first, with
+   the id LUNA_ERROR_BACKEND. It returns the status. */
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
