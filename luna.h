@@ -2228,7 +2228,8 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_KA (LUNAI_KC + 16)   /* between gathered rows of A: no power of two, or they would share cache sets */
 #define LUNAI_FLOAT_ROWS 64        /* rows summed in float before double takes over */
 #define LUNAI_NC 1024              /* columns of B in panels at a time */
-#define LUNAI_TILES_ABREAST 4      /* tiles of a column-major A gathered at a time */
+#define LUNAI_TILES_ABREAST 8      /* tiles of a column-major A gathered at a time, */
+#define LUNAI_WORDS_ABREAST 4      /* and rounded to bfloat16 */
 #define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LUNAI_MAX_THREADS 256
 #define LUNAI_MAX_RANKS (1 << 20)
@@ -2861,7 +2862,6 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PREFETCH(p) __builtin_prefetch(p)
-#define LUNAI_PREFETCH_L2(p) __builtin_prefetch(p, 0, 2)
 #ifdef __clang__
 #define LUNAI_UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -2870,7 +2870,6 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #else
 #define LUNAI_UNROLL
 #define LUNAI_PREFETCH(p) ((void)0)
-#define LUNAI_PREFETCH_L2(p) ((void)0)
 #endif
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
@@ -4086,7 +4085,6 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
-#define LUNAI_AHEAD LUNAI_IS(avx2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
 /* LUNAI_PAIR: values of k in a word. vf_terms: sum and the products of the words' numbers. words: of VF PAIR numbers at
    p; line: VF words of a number of x each and, in a pair, one of `next` */
 #undef LUNAI_G
@@ -4146,11 +4144,14 @@ LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int6
     for (int64_t p = 0; p < k; p++)
       for (int64_t i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
-/* Copies whole tiles of a column-major A, reading each cache line once. */
+/* Copies whole tiles of a column-major A, whose cache lines are far apart: each is read once, and asked for before. */
 LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, int64_t a_column, float *to) {
-  for (int64_t p = 0; p < k; p++, a += a_column)
+  for (int64_t p = 0; p < k; p++, a += a_column) {
+    const float *coming = a + lunai_min(k - 1 - p, 24) * a_column;
+    for (int64_t i = 0; i < tiles * LUNAI_MR; i += 16) LUNAI_PREFETCH(coming + i);
     for (int64_t t = 0; t < tiles; t++)
       memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + t * LUNAI_MR, LUNAI_MR * sizeof(float));
+  }
 }
 #endif
 
@@ -4216,7 +4217,7 @@ LUNAI_FN void LUNAI_K(bf16_panels)(int64_t n, int64_t k, const float *b, int64_t
 /* tile_a of words */
 LUNAI_INLINE const float *LUNAI_K(bf16_a)(int64_t m, int64_t k, int64_t row, int64_t rows, const float *a, float *to,
                                           int64_t *a_row, int64_t *a_column) {
-  const int64_t tile = row / LUNAI_MR, place = tile % LUNAI_TILES_ABREAST;
+  const int64_t tile = row / LUNAI_MR, place = tile % LUNAI_WORDS_ABREAST;
   a += row * *a_row;
   if (*a_column == 1 || *a_row != 1) {
     for (int64_t i = 0; i < rows; i++) LUNAI_K(bf16_run)(k, a + i * *a_row, *a_column, to + i * LUNAI_KA);
@@ -4226,7 +4227,7 @@ LUNAI_INLINE const float *LUNAI_K(bf16_a)(int64_t m, int64_t k, int64_t row, int
   }
   if (rows < LUNAI_MR) LUNAI_K(bf16_lines)(1, rows, k, a, *a_column, to, LUNAI_MR, 0);
   else if (place == 0)
-    LUNAI_K(bf16_lines)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), LUNAI_MR, k, a, *a_column, to, LUNAI_MR,
+    LUNAI_K(bf16_lines)(lunai_min((m - row) / LUNAI_MR, LUNAI_WORDS_ABREAST), LUNAI_MR, k, a, *a_column, to, LUNAI_MR,
                         LUNAI_MR * LUNAI_KA);
   *a_column = LUNAI_MR;
   return to + (rows < LUNAI_MR ? 0 : place * LUNAI_MR * LUNAI_KA);
@@ -4332,38 +4333,21 @@ LUNAI_INLINE lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t 
 }
 
 #ifdef LUNAI_PASS_LOOPS
-/* A tile's rows of A, from row `row` on; a_gathered: where they are copied to, or null. Whole tiles
-   of a column-major A are gathered by LUNAI_TILES_ABREAST; with LUNAI_AHEAD in two places by turns, all but the first
-   by gather_ahead. */
+/* The rows of A of the tile at row `row`. They are copied to a_gathered unless that is null: whole tiles of a
+   column-major A go by LUNAI_TILES_ABREAST. */
 LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t row, int64_t rows, const float *a,
                                           float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
-  const int64_t tile = row / LUNAI_MR, places = LUNAI_TILES_ABREAST * (LUNAI_AHEAD ? 2 : 1);
+  const int64_t place = row / LUNAI_MR % LUNAI_TILES_ABREAST;
   if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
-    if (LUNAI_AHEAD ? tile == 0 : tile % LUNAI_TILES_ABREAST == 0)
+    if (place == 0)
       LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
-    a_gathered += tile % places * LUNAI_MR * LUNAI_KA;
+    a_gathered += place * LUNAI_MR * LUNAI_KA;
   } else LUNAI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
   *a_row = *a_column == 1 ? LUNAI_KA : 1;
   *a_column = *a_column == 1 ? 1 : LUNAI_MR;
   return a_gathered;
-}
-/* After tile number `tile` was multiplied by one of `panels` panels: gathers a part of the tiles that follow its group,
-   and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while
-   they come. */
-LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t tile, int64_t panel, int64_t panels,
-                                    const float *a, int64_t a_column, float *a_gathered) {
-  const int64_t part = tile % LUNAI_TILES_ABREAST * panels + panel, parts = LUNAI_TILES_ABREAST * panels;
-  const int64_t next = (tile / LUNAI_TILES_ABREAST + 1) * LUNAI_TILES_ABREAST, row = next * LUNAI_MR;
-  const int64_t tiles = lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST);
-  const int64_t p = lunai_share(k, part, parts), end = lunai_share(k, part + 1, parts);
-  const int64_t coming = lunai_share(k, lunai_min(part + 2, parts), parts);
-  if (m - row < LUNAI_MR) return;
-  for (int64_t i = end; i < coming; i++)
-    for (int64_t x = 0; x < tiles * LUNAI_MR; x += 16) LUNAI_PREFETCH_L2(a + row + i * a_column + x);
-  LUNAI_K(gather_columns)(tiles, end - p, a + row + p * a_column, a_column,
-                          a_gathered + next % (2 * LUNAI_TILES_ABREAST) * LUNAI_MR * LUNAI_KA + p * LUNAI_MR);
 }
 #endif
 
@@ -4384,7 +4368,6 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
   const bool words = LUNAI_IS(bf16) || LUNAI_BF16(t), half = n <= VF && LUNAI_NV == 2 && !words;
   const int64_t all = lunai_divide_up(n, LUNAI_NR), lines = lunai_divide_up(k, LUNAI_PAIR);
-  const bool ahead = LUNAI_AHEAD && !words && a_gathered && !half && a_column != 1 && a_row == 1;
   float edge[2 * LUNAI_MR * LUNAI_NR];
   if (half) a_gathered = NULL;         /* which has room for MR rows */
   for (int64_t row = 0, rows; row < m; row += rows) {
@@ -4402,8 +4385,6 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
       lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == width ? NULL : edge);
       LUNAI_K(tile)(rows, lines, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_G(finish_tile)(t, row, j, rows, columns, edge);
-      if (ahead && rows == LUNAI_MR && j < 8 * LUNAI_NR)
-        LUNAI_G(gather_ahead)(m, k, row / LUNAI_MR, j / LUNAI_NR, lunai_min(all, 8), a, a_column, a_gathered);
     }
   }
 }
@@ -4475,7 +4456,7 @@ LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf1
 #endif
 /* floats of room for a tile's words */
 LUNAI_FN int64_t lunai_words_size(const lunai_kernels *kernels, bool column_major) {
-  return kernels->mr * LUNAI_KA * (column_major ? LUNAI_TILES_ABREAST : 1);
+  return kernels->mr * LUNAI_KA * (column_major ? LUNAI_WORDS_ABREAST : 1);
 }
 LUNAI_FN lunai_panels lunai_words_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k,
                                      float *words) {
@@ -4572,7 +4553,7 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.b_size = g->b_panels ? 0 : p.columns * lunai_divide_up(block_k, p.products.pair);
   if (LUNAI_BF16(g)) p.a_size = lunai_words_size(kernels, g->a_row == 1 && g->a_column != 1);
   else if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
-    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? 2 * LUNAI_TILES_ABREAST : 1);
+    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
   if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LUNAI_KC && g->n <= LUNAI_NC)))
     p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
