@@ -2819,10 +2819,14 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 /* .....................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
    a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
-   vf_max(a, b) is a > b ? a : b, so b when either is NaN. What all passes define alike is not undefined between them.
+   vf_max(a, b) is a > b ? a : b, so b when either is NaN. Macros that are the same in every pass are defined once.
    Guarded by tests/vectors.c.
    .................................................................................................................. */
 #undef LUNAI_MM
+#undef LUNAI_MZ
+#undef LUNAI_SI
+#undef LUNAI_PS
+#undef vi
 #undef VF
 #undef vf
 #undef vm
@@ -2875,20 +2879,20 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    upper: x that is not NaN to its upper 16 bits, to nearest, ties to even
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
-   > 0. On x86 four(max, v): a vector's parts of four lanes as one, by their sum or largest */
-/* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
+   > 0. On x86 four(max, v): a vector's parts of four lanes as one, by their sum or largest; vi: a vector's bits;
+   LUNAI_MM, LUNAI_SI: the intrinsic of that name; LUNAI_MZ: its maskz form in AVX-512, where gcc 12 warns of the
+   undefined operand inside the other */
 #if LUNAI_IS(avx512) || LUNAI_IS(vnni) || LUNAI_IS(bf16)
 #define VF 16
 #define vf __m512
 #define vm __mmask16
+#define vi __m512i
 #define LUNAI_MM(name) _mm512_##name
-#define vf_first(v) _mm512_cvtss_f32(v)
+#define LUNAI_MZ(mask, name, ...) _mm512_maskz_##name(mask, __VA_ARGS__)
+#define LUNAI_SI(name) _mm512_##name##_si512
+#define LUNAI_PS(bits) _mm512_castsi512_ps(bits)
 #define vf_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define vf_fnma(a, b, c) _mm512_fnmadd_ps(a, b, c)
-#define vf_max(a, b) _mm512_maskz_max_ps(0xFFFF, a, b)
-#define vf_min(a, b) _mm512_maskz_min_ps(0xFFFF, a, b)
-#define vf_sqrt(a) _mm512_maskz_sqrt_ps(0xFFFF, a)
-#define vf_abs(a) _mm512_abs_ps(a)
 #define vf_lt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)
 #define vf_le(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ)
 #define vf_select(m, a, b) _mm512_mask_blend_ps(m, b, a)
@@ -2903,32 +2907,19 @@ LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) {
                _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtps_epi32(0xFFFF, x)); }
-LUNAI_INLINE vf LUNAI_K(upper)(vf x) {
-  const __m512i bits = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_maskz_srli_epi32(0xFFFF, bits, 16), _mm512_set1_epi32(1));
-  const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7FFF));
-  return _mm512_castsi512_ps(_mm512_and_si512(sum, _mm512_set1_epi32(-65536)));
-}
 LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) { return _mm512_maskz_scalef_ps(0xFFFF, x, n); }
-LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
-  const __m512i bits = _mm512_castps_si512(x), from = _mm512_sub_epi32(bits, _mm512_set1_epi32(0x3F3504F3));
-  const __m512i n = _mm512_maskz_srai_epi32(0xFFFF, from, 23);
-  *e = _mm512_maskz_cvtepi32_ps(0xFFFF, n);
-  return _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_maskz_slli_epi32(0xFFFF, n, 23)));
-}
 
 #elif LUNAI_IS(avx2) || LUNAI_IS(avxvnni)
 #define VF 8
 #define vf __m256
 #define vm __m256
+#define vi __m256i
 #define LUNAI_MM(name) _mm256_##name
-#define vf_first(v) _mm256_cvtss_f32(v)
+#define LUNAI_MZ(mask, name, ...) _mm256_##name(__VA_ARGS__)
+#define LUNAI_SI(name) _mm256_##name##_si256
+#define LUNAI_PS(bits) _mm256_castsi256_ps(bits)
 #define vf_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define vf_fnma(a, b, c) _mm256_fnmadd_ps(a, b, c)
-#define vf_max(a, b) _mm256_max_ps(a, b)
-#define vf_min(a, b) _mm256_min_ps(a, b)
-#define vf_sqrt(a) _mm256_sqrt_ps(a)
-#define vf_abs(a) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a)
 #define vf_lt(a, b) _mm256_cmp_ps(a, b, _CMP_LT_OQ)
 #define vf_le(a, b) _mm256_cmp_ps(a, b, _CMP_LE_OQ)
 #define vf_select(m, a, b) _mm256_blendv_ps(b, a, m)
@@ -2942,34 +2933,18 @@ LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) {
                _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-LUNAI_INLINE vf LUNAI_K(upper)(vf x) {
-  const __m256i bits = _mm256_castps_si256(x);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7FFF));
-  return _mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32(-65536)));
-}
-LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
-}
-LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
-  const __m256i bits = _mm256_castps_si256(x), n = _mm256_srai_epi32(_mm256_sub_epi32(bits,
-      _mm256_set1_epi32(0x3F3504F3)), 23);
-  *e = _mm256_cvtepi32_ps(n);
-  return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
-}
 
 #elif LUNAI_IS(sse2)
 #define VF 4
 #define vf __m128
 #define vm __m128
+#define vi __m128i
 #define LUNAI_MM(name) _mm_##name
-#define vf_first(v) _mm_cvtss_f32(v)
+#define LUNAI_MZ(mask, name, ...) _mm_##name(__VA_ARGS__)
+#define LUNAI_SI(name) _mm_##name##_si128
+#define LUNAI_PS(bits) _mm_castsi128_ps(bits)
 #define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
 #define vf_fnma(a, b, c) _mm_sub_ps(c, _mm_mul_ps(a, b))
-#define vf_max(a, b) _mm_max_ps(a, b)
-#define vf_min(a, b) _mm_min_ps(a, b)
-#define vf_sqrt(a) _mm_sqrt_ps(a)
-#define vf_abs(a) _mm_andnot_ps(_mm_set1_ps(-0.0f), a)
 #define vf_lt(a, b) _mm_cmplt_ps(a, b)
 #define vf_le(a, b) _mm_cmple_ps(a, b)
 #define vf_select(m, a, b) LUNAI_K(select)(m, a, b)
@@ -2993,19 +2968,6 @@ LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
 }
 LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) { return (void)max, v; }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }
-LUNAI_INLINE vf LUNAI_K(upper)(vf x) {
-  const __m128i bits = _mm_castps_si128(x), odd = _mm_and_si128(_mm_srli_epi32(bits, 16), _mm_set1_epi32(1));
-  const __m128i sum = _mm_add_epi32(_mm_add_epi32(bits, odd), _mm_set1_epi32(0x7FFF));
-  return _mm_castsi128_ps(_mm_and_si128(sum, _mm_set1_epi32(-65536)));
-}
-LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
-  return _mm_castsi128_ps(_mm_add_epi32(_mm_castps_si128(x), _mm_slli_epi32(_mm_cvtps_epi32(n), 23)));
-}
-LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
-  const __m128i bits = _mm_castps_si128(x), n = _mm_srai_epi32(_mm_sub_epi32(bits, _mm_set1_epi32(0x3F3504F3)), 23);
-  *e = _mm_cvtepi32_ps(n);
-  return _mm_castsi128_ps(_mm_sub_epi32(bits, _mm_slli_epi32(n, 23)));
-}
 
 #elif LUNAI_IS(neon)
 #define VF 4
@@ -3164,10 +3126,33 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define vf_set(x) LUNAI_MM(set1_ps)(x)
 #define vf_load(p) LUNAI_MM(loadu_ps)(p)
 #define vf_store(p, v) LUNAI_MM(storeu_ps)(p, v)
+#define vf_first(v) LUNAI_MM(cvtss_f32)(v)
 #define vf_add(a, b) LUNAI_MM(add_ps)(a, b)
 #define vf_sub(a, b) LUNAI_MM(sub_ps)(a, b)
 #define vf_mul(a, b) LUNAI_MM(mul_ps)(a, b)
 #define vf_div(a, b) LUNAI_MM(div_ps)(a, b)
+#define vf_max(a, b) LUNAI_MZ(0xFFFF, max_ps, a, b)
+#define vf_min(a, b) LUNAI_MZ(0xFFFF, min_ps, a, b)
+#define vf_sqrt(a) LUNAI_MZ(0xFFFF, sqrt_ps, a)
+#define vf_abs(a) LUNAI_MM(andnot_ps)(vf_set(-0.0f), a)
+LUNAI_INLINE vf LUNAI_K(upper)(vf x) {
+  const vi bits = LUNAI_SI(castps)(x);
+  const vi odd = LUNAI_SI(and)(LUNAI_MZ(0xFFFF, srli_epi32, bits, 16), LUNAI_MM(set1_epi32)(1));
+  const vi sum = LUNAI_MM(add_epi32)(LUNAI_MM(add_epi32)(bits, odd), LUNAI_MM(set1_epi32)(0x7FFF));
+  return LUNAI_PS(LUNAI_SI(and)(sum, LUNAI_MM(set1_epi32)(-65536)));
+}
+#if VF < 16
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
+  const vi exponent = LUNAI_MM(slli_epi32)(LUNAI_MM(cvtps_epi32)(n), 23);
+  return LUNAI_PS(LUNAI_MM(add_epi32)(LUNAI_SI(castps)(x), exponent));
+}
+#endif
+LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
+  const vi bits = LUNAI_SI(castps)(x), from = LUNAI_MM(sub_epi32)(bits, LUNAI_MM(set1_epi32)(0x3F3504F3));
+  const vi n = LUNAI_MZ(0xFFFF, srai_epi32, from, 23);
+  *e = LUNAI_MZ(0xFFFF, cvtepi32_ps, n);
+  return LUNAI_PS(LUNAI_MM(sub_epi32)(bits, LUNAI_MZ(0xFFFF, slli_epi32, n, 23)));
+}
 LUNAI_INLINE float vf_hmax(vf v) {
   const __m128 b = LUNAI_K(four)(true, v), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
@@ -3522,8 +3507,7 @@ typedef struct lunai_int8_loops {
 #ifdef LUNAI_PASS_INT8
 /* vi: VF int32. LUNAI_QX: elements that vi_dot takes of a row-major row of W; LUNAI_QM, LUNAI_QV: rows and vectors of
    a tile. vi_multiply(sum, x, w): each lane adds LUNAI_QK products, of x the same in all lanes, vi_each(p). vpdpbusd
-   wants x unsigned: q + 128, and 128 times the sum of W's row is subtracted at the end. */
-#undef vi
+   wants x unsigned: q + 128, and vi_floats subtracts 128 times the sum of W's row. */
 #undef vi_zero
 #undef vi_store
 #undef vi_panel
@@ -3531,8 +3515,8 @@ typedef struct lunai_int8_loops {
 #undef vi_multiply
 #undef vi_dot
 #undef vi_add
+#undef vi_floats
 #undef LUNAI_INT8_SUM
-#undef LUNAI_INT8_FLOATS
 #undef LUNAI_QB
 #undef LUNAI_QK
 #undef LUNAI_QX
@@ -3550,18 +3534,7 @@ LUNAI_INLINE int32_t LUNAI_K(int8_word)(const void *p) {
 #define LUNAI_QX 64
 #define LUNAI_QM 14
 #define LUNAI_QV 2
-#define vi __m512i
-#define vi_zero() _mm512_setzero_si512()
-#define vi_store(p, v) _mm512_storeu_si512(p, v)
-#define vi_panel(p) _mm512_loadu_si512(p)
-#define vi_each(p) _mm512_set1_epi32(LUNAI_K(int8_word)(p))
 #define vi_multiply(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
-#define vi_dot(sum, x, w) _mm512_dpbusd_epi32(sum, _mm512_loadu_si512(x), _mm512_loadu_si512(w))
-LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p, const int32_t *sums, int64_t left) {
-  const __m512i s = _mm512_maskz_loadu_epi32((__mmask16)(left < 16 ? (1u << left) - 1u : 0xFFFFu), sums);
-  const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(p), _mm512_maskz_slli_epi32(0xFFFF, s, 7));
-  return _mm512_maskz_cvtepi32_ps(0xFFFF, sum);
-}
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const __m512i n = _mm512_add_epi32(_mm512_maskz_cvtps_epi32(0xFFFF, x), _mm512_set1_epi32(128));
   _mm_storeu_si128((__m128i *)(void *)q, _mm512_maskz_cvtepi32_epi8(0xFFFF, n));
@@ -3572,17 +3545,7 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
 #define LUNAI_QX 32
 #define LUNAI_QM 6
 #define LUNAI_QV 2
-#define vi __m256i
-#define vi_zero() _mm256_setzero_si256()
-#define vi_store(p, v) _mm256_storeu_si256((__m256i *)(void *)(p), v)
-#define vi_panel(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
-#define vi_each(p) _mm256_set1_epi32(LUNAI_K(int8_word)(p))
 #define vi_multiply(sum, x, w) _mm256_dpbusd_avx_epi32(sum, x, w)
-#define vi_dot(sum, x, w) _mm256_dpbusd_avx_epi32(sum, vi_panel(x), vi_panel(w))
-LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p, const int32_t *sums, int64_t left) {
-  const __m256i s = left < VF ? _mm256_maskload_epi32(sums, LUNAI_K(first_lanes)(left)) : vi_panel(sums);
-  return _mm256_cvtepi32_ps(_mm256_sub_epi32(vi_panel(p), _mm256_slli_epi32(s, 7)));
-}
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const __m256i n = _mm256_cvtps_epi32(x);
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
@@ -3594,17 +3557,9 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
 #define LUNAI_QX 32
 #define LUNAI_QM 12
 #define LUNAI_QV 2
-#define vi __m512i
-#define vi_zero() _mm512_setzero_si512()
-#define vi_store(p, v) _mm512_storeu_si512(p, v)
-#define vi_panel(p) _mm512_loadu_si512(p)
-#define vi_each(p) _mm512_set1_epi32(LUNAI_K(int8_word)(p))
-#define vi_multiply(sum, x, w) _mm512_add_epi32(sum, _mm512_madd_epi16(x, w))
-#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), LUNAI_K(int8_wide)(w))
 LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) {
   return _mm512_maskz_cvtepi8_epi16(0xFFFFFFFF, _mm256_loadu_si256((const __m256i *)w));
 }
-LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm512_maskz_cvtepi32_ps(0xFFFF, vi_panel(p)); }
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const __m512i n = _mm512_maskz_cvtps_epi32(0xFFFF, x);
   _mm256_storeu_si256((__m256i *)(void *)q, _mm512_maskz_cvtepi32_epi16(0xFFFF, n));
@@ -3615,15 +3570,7 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
 #define LUNAI_QX 16
 #define LUNAI_QM 5                 /* of 6 one sum would be stored in each turn */
 #define LUNAI_QV 2
-#define vi __m256i
-#define vi_zero() _mm256_setzero_si256()
-#define vi_store(p, v) _mm256_storeu_si256((__m256i *)(void *)(p), v)
-#define vi_panel(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
-#define vi_each(p) _mm256_set1_epi32(LUNAI_K(int8_word)(p))
-#define vi_multiply(sum, x, w) _mm256_add_epi32(sum, _mm256_madd_epi16(x, w))
-#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), \
-                                      _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)(w))))
-LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm256_cvtepi32_ps(vi_panel(p)); }
+LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w)); }
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const __m256i n = _mm256_cvtps_epi32(x);
   _mm_storeu_si128((__m128i *)(void *)q, _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1)));
@@ -3634,18 +3581,10 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
 #define LUNAI_QX 8
 #define LUNAI_QM 4
 #define LUNAI_QV 2
-#define vi __m128i
-#define vi_zero() _mm_setzero_si128()
-#define vi_store(p, v) _mm_storeu_si128((__m128i *)(void *)(p), v)
-#define vi_panel(p) _mm_loadu_si128((const __m128i *)(const void *)(p))
-#define vi_each(p) _mm_set1_epi32(LUNAI_K(int8_word)(p))
-#define vi_multiply(sum, x, w) _mm_add_epi32(sum, _mm_madd_epi16(x, w))
-#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), LUNAI_K(int8_wide)(w))
 LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) {
   const vi bytes = _mm_loadl_epi64((const __m128i *)w);
   return _mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8);
 }
-LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm_cvtepi32_ps(vi_panel(p)); }
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const vi n = _mm_cvtps_epi32(x);
   _mm_storel_epi64((__m128i *)(void *)q, _mm_packs_epi32(n, n));
@@ -3684,7 +3623,7 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   vst1_s16((int16_t *)(void *)q, vmovn_s32(vcvtnq_s32_f32(x)));
 }
 #endif
-LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
+#define vi_floats(p, sums, left) vcvtq_f32_s32(vld1q_s32(p))
 #elif LUNAI_IS(wasm)
 #define LUNAI_QB 2
 #define LUNAI_QK 2
@@ -3698,7 +3637,7 @@ LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return vcvtq_f32_s32(vl
 #define vi_each(p) wasm_v128_load32_splat(p)
 #define vi_multiply(sum, x, w) wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(x, w))
 #define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), wasm_i16x8_load8x8(w))
-LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return wasm_f32x4_convert_i32x4(vi_panel(p)); }
+#define vi_floats(p, sums, left) wasm_f32x4_convert_i32x4(vi_panel(p))
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const v128_t n = wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_nearest(x));
   wasm_v128_store64_lane(q, wasm_i16x8_narrow_i32x4(n, n), 0);
@@ -3716,30 +3655,41 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
 #define vi_each(p) vi_panel(p)
 #define vi_multiply(sum, x, w) ((sum) + (x) * (w))
 #define vi_dot(sum, x, w) ((sum) + vi_panel(x) * *(w))
-LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return (float)*p; }
+#define vi_floats(p, sums, left) ((float)*(p))
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) { *(int16_t *)(void *)q = lunai_int8_of(x, 1); }
 #endif
-#if !LUNAI_IS(vnni) && !LUNAI_IS(avxvnni)
-#define LUNAI_INT8_FLOATS(p, sums, left) LUNAI_K(int8_floats)(p)
+#ifdef LUNAI_MM
+#define vi_zero() LUNAI_SI(setzero)()
+#define vi_store(p, v) LUNAI_SI(storeu)((vi *)(void *)(p), v)
+#define vi_panel(p) LUNAI_SI(loadu)((const vi *)(const void *)(p))
+#define vi_each(p) LUNAI_MM(set1_epi32)(LUNAI_K(int8_word)(p))
+#define vi_add(a, b) LUNAI_MM(add_epi32)(a, b)
+#ifdef vi_multiply                   /* vpdpbusd */
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), vi_panel(w))
+#define vi_floats(p, sums, left) LUNAI_K(int8_floats)(p, (const float *)(const void *)(sums), left)
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p, const float *sums, int64_t left) {
+  const vi w = LUNAI_SI(castps)(LUNAI_K(get)(sums, left)), times128 = LUNAI_MZ(0xFFFF, slli_epi32, w, 7);
+  return LUNAI_MZ(0xFFFF, cvtepi32_ps, LUNAI_MM(sub_epi32)(vi_panel(p), times128));
+}
 #else
-#define LUNAI_INT8_FLOATS(p, sums, left) LUNAI_K(int8_floats)(p, sums, left)
+#define vi_multiply(sum, x, w) vi_add(sum, LUNAI_MM(madd_epi16)(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), LUNAI_K(int8_wide)(w))
+#define vi_floats(p, sums, left) LUNAI_MZ(0xFFFF, cvtepi32_ps, vi_panel(p))
+#endif
 #endif
 
 /* the sums of four vectors' lanes */
 #if LUNAI_IS(vnni) || LUNAI_IS(avx512)
-#define vi_add(a, b) _mm512_add_epi32(a, b)
 LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) {
   const __m256i a = _mm256_add_epi32(_mm512_maskz_extracti32x8_epi32(0xFF, v, 0),
                                      _mm512_maskz_extracti32x8_epi32(0xFF, v, 1));
   return _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
 }
 #elif LUNAI_IS(avxvnni) || LUNAI_IS(avx2)
-#define vi_add(a, b) _mm256_add_epi32(a, b)
 LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) {
   return _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
 }
 #elif LUNAI_IS(sse2)
-#define vi_add(a, b) _mm_add_epi32(a, b)
 LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) { return v; }
 #elif LUNAI_IS(neon)
 #define vi_add(a, b) vaddq_s32(a, b)
@@ -3812,7 +3762,7 @@ LUNAI_INLINE void LUNAI_K(int8_finish)(const lunai_int8_block *b, const int32_t 
   float *c = b->c + row * b->c_row + j;
   for (int64_t l = 0; l < columns; l += VF) {
     const int64_t left = columns - l;
-    vf y = LUNAI_INT8_FLOATS(sum + l, b->sums + j + l, left);
+    vf y = vi_floats(sum + l, b->sums + j + l, left);
     y = vf_mul(y, vf_mul(LUNAI_K(get)(b->scale + j + l, left), scale));
     if (b->bias) y = vf_add(y, LUNAI_K(get)(b->bias + j + l, left));
     LUNAI_K(put)(c + l, y, left);
@@ -5372,52 +5322,37 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int
 /* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b
    side by side. VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd
    ones', lie in order */
-#undef VU
 #undef VU_ORDER
-#undef vu
 #undef vu_set
-#undef LUNAI_OP
-#undef LUNAI_SI
 #if LUNAI_IS(sse2)
-#define VU 2
 #define VU_ORDER {0, 1}
-#define vu __m128i
 #define vu_set(x) _mm_set1_epi64x((long long)(x))
-#define LUNAI_OP(name, a, b) _mm_##name(a, b)
-#define LUNAI_SI(name) _mm_##name##_si128
 #elif LUNAI_IS(avx2)
-#define VU 4
 #define VU_ORDER {0, 2, 1, 3}
-#define vu __m256i
 #define vu_set(x) _mm256_set1_epi64x((long long)(x))
-#define LUNAI_OP(name, a, b) _mm256_##name(a, b)
-#define LUNAI_SI(name) _mm256_##name##_si256
 #else
-#define VU 8
 #define VU_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
-#define vu __m512i
 #define vu_set(x) _mm512_set1_epi64((long long)(x))
-#define LUNAI_OP(name, a, b) _mm512_maskz_##name(0xFF, a, b) /* the unmasked forms make g++ 12 warn */
-#define LUNAI_SI(name) _mm512_##name##_si512
 #endif
-#define vu_load(p) LUNAI_SI(loadu)((const vu *)(const void *)(p))
-#define vu_store(p, v) LUNAI_SI(storeu)((vu *)(void *)(p), v)
-#define vu_add(a, b) LUNAI_OP(add_epi64, a, b)
+#define VU (VF / 2)
+#define vu_load(p) LUNAI_SI(loadu)((const vi *)(const void *)(p))
+#define vu_store(p, v) LUNAI_SI(storeu)((vi *)(void *)(p), v)
+#define vu_add(a, b) LUNAI_MZ(0xFF, add_epi64, a, b)
 #define vu_xor(a, b) LUNAI_SI(xor)(a, b)
-#define vu_mul(a, b) LUNAI_OP(mul_epu32, a, b)
-#define vu_high(a) LUNAI_OP(srli_epi64, a, 32)
-#define vu_up(a) LUNAI_OP(slli_epi64, a, 32)
-#define vu_even(a, b) LUNAI_OP(unpacklo_epi64, a, b)
-#define vu_odd(a, b) LUNAI_OP(unpackhi_epi64, a, b)
+#define vu_mul(a, b) LUNAI_MZ(0xFF, mul_epu32, a, b)
+#define vu_high(a) LUNAI_MZ(0xFF, srli_epi64, a, 32)
+#define vu_up(a) LUNAI_MZ(0xFF, slli_epi64, a, 32)
+#define vu_even(a, b) LUNAI_MZ(0xFF, unpacklo_epi64, a, b)
+#define vu_odd(a, b) LUNAI_MZ(0xFF, unpackhi_epi64, a, b)
 #define vu_join(a, b) vu_xor(vu_high(vu_up(a)), vu_up(b))
 LUNAI_FN void LUNAI_K(dropout_words)(const lunai_dropout *d, uint64_t at, uint16_t *half) {
   static const uint64_t order[VU] = VU_ORDER;
   for (int i = 0; i < 8; i += VU) {
-    vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op),
+    vi c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op),
         c3 = vu_set(d->step);
-    vu k0 = vu_set(d->seed), k1 = vu_set(d->seed >> 32);
+    vi k0 = vu_set(d->seed), k1 = vu_set(d->seed >> 32);
     for (int round = 0; round < 10; round++) {
-      const vu p = vu_mul(c0, vu_set(0xD2511F53u)), r = vu_mul(c2, vu_set(0xCD9E8D57u));
+      const vi p = vu_mul(c0, vu_set(0xD2511F53u)), r = vu_mul(c2, vu_set(0xCD9E8D57u));
       c0 = vu_xor(vu_xor(vu_high(r), c1), k0);
       c1 = r;
       c2 = vu_xor(vu_xor(vu_high(p), c3), k1);
