@@ -2417,8 +2417,9 @@ LUNAI_INLINE lunai_out lunai_into(float *at, int64_t row, bool add) {
 /* n columns of B in panels of nr: row p of panel j is at[j * step + p * row]. With `words`, room for a tile of A's,
    operands are rounded to bfloat16, and a row may be two of k */
 typedef struct lunai_panels { const float *at; int64_t n, step, row; float *words; } lunai_panels;
-/* The running mean M [rows, columns] of y^T z over t tokens */
+/* The running mean M [rows, columns] of y^T z over t tokens, or the keys or values of the memory that forgets */
 typedef struct lunai_mean { double *at; int64_t rows, columns, row; double t; } lunai_mean;
+typedef enum lunai_mean_kind { LUNAI_STEP_MEAN, LUNAI_STEP_KEYS, LUNAI_STEP_VALUES } lunai_mean_kind;
 
 /* A weight [rows, columns] in 8 bits, row-major: element i of row r is at[r * columns + i] * scale[r] */
 typedef struct lunai_int8 {
@@ -2734,14 +2735,14 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   K(bool, all_finite, (lunai_matrix x)) \
   K(void, copy_rows, (lunai_matrix x, float *y, int64_t y_row)) \
   K(void, scale_rows, (lunai_matrix x, const float *factors, float *y, int64_t y_row)) \
-  K(void, step_mean, (lunai_mean m, const float *y, const float *z, const float *x, double *result)) \
   K(void, forget_weights, (lunai_matrix s, lunai_matrix gates, float *w, float *sums)) \
   K(void, forget_totals, (lunai_matrix w, const float *before, float *z)) \
   K(void, forget_divide, (int64_t n, float factor, const float *x, const float *z, float *y)) \
   T(void, forget_slopes, (const lunai_forget *f, int64_t n)) \
   T(void, forget_scores, (lunai_matrix s, const float *w, const float *dz, const float *after, float *dw, float *ds)) \
   T(void, forget_gates, (lunai_matrix gates, const float *dw, float *after, float *dgates)) \
-  K(void, step_forget, (lunai_mean m, bool keys, const double *share, const float *y, const float *x, double *result))
+  K(void, step_mean, (lunai_mean_kind kind, lunai_mean m, const double *share, const float *y, const float *z, \
+                      const float *x, double *result))
 
 typedef struct lunai_kernels {
   int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
@@ -5936,50 +5937,90 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   }
 }
 
-/* queries from `first` on of a pair, a run of them, against all key blocks, into out; or, where split, against `block`
-   into the partial result */
-LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_attention_space *m, int64_t pair,
-                                   int64_t first, int64_t block) {
+/* A block of keys as queries [first, last) of a head meet it. `values` are the rows that probabilities multiply, V's,
+   or backward those that slopes multiply, K's. */
+typedef struct lunai_attention_block {
+  int64_t first, last;               /* the queries */
+  int64_t key, depth;                /* its first key, and how many of its keys the last query sees */
+  lunai_matrix k, v, values;
+  bool edge;                         /* some query does not see some key: what is not finite in values is 0 there */
+  bool nonfinite;                    /* something was not finite */
+  bool copied;                       /* several tiles read values: they lie in panels */
+} lunai_attention_block;
+/* false: the queries see none of it */
+LUNAI_FN bool lunai_attention_meet(const lunai_attention_work *w, const lunai_attention_space *m,
+                                   const lunai_head *head, int64_t first, int64_t last, int64_t block,
+                                   lunai_attention_block *b) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const lunai_head head = lunai_head_at(a, pair);
-  const int64_t d = a->head_dim, dv = a->value_dim, last = lunai_min(first + w->run, head.queries);
-  const int64_t panels_step = head.across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
-  const int64_t end = w->split ? block + 1 : w->blocks;
-  float *partial = w->split ? w->partial + (pair * w->blocks + block) * w->unit : NULL;
-  const lunai_matrix all = lunai_strided(a->q + head.q, head.queries, d, a->q_row);
-  float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
-  int64_t query, depth;
-  for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
-    lunai_panels_of(kernels, lunai_transposed(lunai_lines(all, query, lunai_min(query + LUNAI_TILE, last))), panels);
-  for (; block < end && (depth = lunai_depth(a, &head, block, last)) > 0; block++) {
-    const int64_t key = block * LUNAI_KEY_BLOCK;
-    const lunai_matrix k = lunai_strided(a->k + head.k + key * a->k_row, depth, d, a->k_row);
-    const lunai_matrix v = lunai_strided(a->v + head.v + key * a->v_row, depth, dv, a->v_row);
-    const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
-    const bool nonfinite = edge && kernels->finite_copy(v, m->clean);
-    if (!once) lunai_panels_of(kernels, v, m->values);
-    if (head.across) lunai_panels_of(kernels, lunai_transposed(k), m->score_panels);
-    for (query = first, panels = m->score_panels; query < last; query += LUNAI_TILE, panels += panels_step) {
-      const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
-      const lunai_matrix q = lunai_lines(all, query, query + t.width), s = lunai_scores(&t, m->scores);
-      const bool merge = !partial && block > 0;
-      float *out = a->out + head.out + query * a->out_row, *state = m->state + 3 * (query - first);
-      float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
-      float *part = partial ? partial + query * dv : merge ? m->part : out;
-      const lunai_out to = lunai_into(part, part == out ? a->out_row : dv, false);
-      lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(k, 0, t.depth), panels, m->scores);
-      if (edge) lunai_tile_hide(&t, m->scores, -INFINITY);
-      if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
-      kernels->tile_softmax(&t, m->scores, mask, stats);
-      if (!once) lunai_matmul_panels(kernels, 1, s, lunai_panels_in(kernels, m->values, dv, depth), to);
-      else lunai_matmul(kernels, 1, s, edge ? lunai_dense(m->clean, t.depth, dv) : v, to, m->values);
-      if (nonfinite) lunai_add_infinite(s, v, query - key, to);
-      if (merge) kernels->attention_merge(lunai_dense(part, t.width, dv), stats, state, out, a->out_row);
-    }
+  b->first = first;
+  b->last = last;
+  b->key = block * LUNAI_KEY_BLOCK;
+  b->depth = lunai_depth(a, head, block, last);
+  if (first >= last || b->depth <= 0) return false;
+  b->k = lunai_strided(a->k + head->k + b->key * a->k_row, b->depth, a->head_dim, a->k_row);
+  b->v = lunai_strided(a->v + head->v + b->key * a->v_row, b->depth, a->value_dim, a->v_row);
+  b->values = w->backward ? b->k : b->v;
+  b->edge = a->causal && b->key + b->depth > first + 1;
+  b->nonfinite = b->edge && kernels->finite_copy(b->values, m->clean);
+  if (b->edge) b->values = lunai_dense(m->clean, b->depth, b->values.columns);
+  b->copied = !b->edge && last - first > LUNAI_TILE;
+  if (b->copied) lunai_panels_of(kernels, b->values, m->values);
+  if (head->across) {
+    lunai_panels_of(kernels, lunai_transposed(b->k), m->score_panels);
+    if (w->backward) lunai_panels_of(kernels, lunai_transposed(b->v), m->slope_panels);
   }
-  for (query = first; !partial && query < last; query += LUNAI_TILE)
-    lunai_attention_finish(kernels, a, &head, query, m->state + 3 * (query - first));
+  return true;
+}
+/* to = factor S values, of a tile's probabilities or slopes S */
+LUNAI_FN void lunai_attention_values(const lunai_kernels *kernels, const lunai_attention_space *m,
+                                     const lunai_attention_block *b, float factor, lunai_matrix s, lunai_out to) {
+  if (!b->copied) lunai_matmul(kernels, factor, s, lunai_lines(b->values, 0, s.columns), to, m->values);
+  else lunai_matmul_panels(kernels, factor, s, lunai_panels_in(kernels, m->values, b->values.columns, b->depth), to);
+}
+/* The tile of queries from `query` on against a block: into out, where it is merged with the blocks before; or, where
+   split, into the block's partial result. panels: of the tile's queries, or of the block's keys */
+LUNAI_FN void lunai_attention_tile(const lunai_attention_work *w, const lunai_attention_space *m,
+                                   const lunai_head *head, const lunai_attention_block *b, int64_t query,
+                                   const float *panels, float *partial) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t dv = a->value_dim;
+  const bool merge = !partial && b->key > 0;
+  const lunai_tile t = lunai_tile_at(a, head, query, b->last, b->key, b->depth);
+  const lunai_matrix q = lunai_strided(a->q + head->q + query * a->q_row, t.width, a->head_dim, a->q_row);
+  const lunai_matrix s = lunai_scores(&t, m->scores);
+  float *mask = lunai_drops(a) ? m->mask : NULL, *out = a->out + head->out + query * a->out_row;
+  float *state = m->state + 3 * (query - b->first), *part = partial ? partial + query * dv : merge ? m->part : out;
+  float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
+  const lunai_out to = lunai_into(part, part == out ? a->out_row : dv, false);
+  lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(b->k, 0, t.depth), panels, m->scores);
+  if (b->edge) lunai_tile_hide(&t, m->scores, -INFINITY);
+  if (mask) lunai_tile_mask(kernels, a, head, &t, m->mask_row, mask);
+  kernels->tile_softmax(&t, m->scores, mask, stats);
+  lunai_attention_values(kernels, m, b, 1, s, to);
+  if (b->nonfinite) lunai_add_infinite(s, b->v, query - b->key, to);
+  if (merge) kernels->attention_merge(lunai_dense(part, t.width, dv), stats, state, out, a->out_row);
+}
+/* A run of a pair's queries, from `first` on, against all key blocks; or, where split, against `block` */
+LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_attention_space *m, int64_t pair,
+                                   int64_t first, int64_t block) {
+  const lunai_attention *a = w->a;
+  const lunai_head head = lunai_head_at(a, pair);
+  const int64_t last = lunai_min(first + w->run, head.queries), end = w->split ? block + 1 : w->blocks;
+  const int64_t step = head.across ? 0 : lunai_panels_size(w->kernels, LUNAI_TILE, a->head_dim);
+  const lunai_matrix q = lunai_strided(a->q + head.q, head.queries, a->head_dim, a->q_row);
+  float *partial = w->split ? w->partial + (pair * w->blocks + block) * w->unit : NULL, *panels = m->score_panels;
+  lunai_attention_block b;
+  for (int64_t query = first; step && query < last; query += LUNAI_TILE, panels += step)
+    lunai_panels_of(w->kernels, lunai_transposed(lunai_lines(q, query, lunai_min(query + LUNAI_TILE, last))), panels);
+  for (; block < end && lunai_attention_meet(w, m, &head, first, last, block, &b); block++) {
+    panels = m->score_panels;
+    for (int64_t query = first; query < last; query += LUNAI_TILE, panels += step)
+      lunai_attention_tile(w, m, &head, &b, query, panels, partial);
+  }
+  for (int64_t query = first; !partial && query < last; query += LUNAI_TILE)
+    lunai_attention_finish(w->kernels, a, &head, query, m->state + 3 * (query - first));
 }
 
 /* items (pair, run of queries), or (pair, run of queries, key block) */
@@ -6060,26 +6101,18 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, unit / w->blocks);
-  const int64_t d = a->head_dim, dv = a->value_dim, block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
-  const int64_t first = query_block * LUNAI_KEY_BLOCK, last = lunai_min(first + LUNAI_KEY_BLOCK, head.queries);
-  const int64_t depth = lunai_depth(a, &head, block, last);
-  const lunai_matrix k = lunai_strided(a->k + head.k + key * a->k_row, depth, d, a->k_row);
-  const lunai_matrix v = lunai_strided(a->v + head.v + key * a->v_row, depth, dv, a->v_row);
-  const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
+  const int64_t d = a->head_dim, dv = a->value_dim, first = query_block * LUNAI_KEY_BLOCK,
+      last = lunai_min(first + LUNAI_KEY_BLOCK, head.queries);
+  lunai_attention_block b;
+  if (!lunai_attention_meet(w, m, &head, first, last, unit % w->blocks, &b)) return;
+  const int64_t key = b.key, depth = b.depth;
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
   float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
-  if (first >= last || depth <= 0) return;
   if (a->causal) {
     memset(dk, 0, (size_t)(depth * d) * sizeof(float));
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
-  }
-  if (edge) kernels->finite_copy(k, m->clean);
-  if (!once) lunai_panels_of(kernels, k, m->values);
-  if (head.across) {
-    lunai_panels_of(kernels, lunai_transposed(k), m->score_panels);
-    lunai_panels_of(kernels, lunai_transposed(v), m->slope_panels);
   }
   for (int64_t query = first; query < last; query += LUNAI_TILE) {
     const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
@@ -6087,23 +6120,20 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
     const lunai_matrix q = lunai_strided(a->q + head.q + query * a->q_row, t.width, d, a->q_row);
     const lunai_matrix g = lunai_strided(a->grad_out + head.out + query * a->out_row, t.width, dv, a->out_row);
     const lunai_matrix p = lunai_scores(&t, m->scores), ds = lunai_scores(&t, m->slopes);
-    const lunai_out to = lunai_into(dq + query * d, d, false);
     if (!head.across) {
       lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
       lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
     }
-    lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(k, 0, t.depth), m->score_panels, m->scores);
-    lunai_tile_product(kernels, &t, 1, t.across ? g : lunai_lines(v, 0, t.depth), m->slope_panels, m->slopes);
+    lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(b.k, 0, t.depth), m->score_panels, m->scores);
+    lunai_tile_product(kernels, &t, 1, t.across ? g : lunai_lines(b.v, 0, t.depth), m->slope_panels, m->slopes);
     lunai_attention_rows(kernels, a, &head, &t, NULL, stats);
     if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
     kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
-    if (edge) lunai_tile_hide(&t, m->scores, 0);
-    if (edge) lunai_tile_hide(&t, m->slopes, 0);
+    if (b.edge) lunai_tile_hide(&t, m->scores, 0);
+    if (b.edge) lunai_tile_hide(&t, m->slopes, 0);
     if (a->grad_v) lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(dvalue, dv, more), m->product);
     if (a->grad_k) lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(dk, d, more), m->product);
-    if (!a->grad_q) continue;
-    if (!once) lunai_matmul_panels(kernels, a->scale, ds, lunai_panels_in(kernels, m->values, d, depth), to);
-    else lunai_matmul(kernels, a->scale, ds, edge ? lunai_dense(m->clean, t.depth, d) : k, to, m->values);
+    if (a->grad_q) lunai_attention_values(kernels, m, &b, a->scale, ds, lunai_into(dq + query * d, d, false));
   }
   if (a->grad_k && k_direct) lunai_add_rows(kernels, depth, d, dk, a->grad_k + head.k + key * a->k_row, a->k_row);
   if (a->grad_v && v_direct) lunai_add_rows(kernels, depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
@@ -7569,24 +7599,36 @@ LUNAI_FN void LUNAI_K(scale_rows)(lunai_matrix x, const float *factors, float *y
   }
 }
 
-/* n columns of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1 */
-LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, const lunai_mean *m, const float *y, const float *z, const float *x,
+/* Columns [first, first + n) of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1. In the memory that forgets M
+   <- M + share (new - M): of keys [head_dim, slots] the new is y, a number a row, and a share a column's; of values
+   [slots, head_dim] the new is z, a number a column, and a share a row's. */
+LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, lunai_mean_kind kind, const lunai_mean *m, int64_t first,
+                                      const double *share, const float *y, const float *z, const float *x,
                                       double *result) {
-  const double share = 1 / m->t;
-  double wide[8], sum[8], *mean = m->at;
+  const double part = 1 / m->t;
+  double wide[8], sum[8], *mean = m->at + first;
   for (int64_t j = 0; j < n; j++) sum[j] = 0;
-  for (int64_t j = 0; j < n; j++) wide[j] = (double)z[j];
+  for (int64_t j = 0; j < n; j++) wide[j] = kind == LUNAI_STEP_KEYS ? share[first + j] : (double)z[first + j];
   for (int64_t i = 0; i < m->rows; i++, mean += m->row) {
-    const double yi = (double)y[i], xi = (double)x[i];
-    for (int64_t j = 0; j < n; j++) mean[j] += (yi * wide[j] - mean[j]) * share;
+    const double row = kind == LUNAI_STEP_VALUES ? share[i] : (double)y[i], xi = (double)x[i];
+    for (int64_t j = 0; j < n; j++)
+      mean[j] += kind == LUNAI_STEP_MEAN ? (row * wide[j] - mean[j]) * part :
+                 kind == LUNAI_STEP_KEYS ? wide[j] * (row - mean[j]) : row * (wide[j] - mean[j]);
     for (int64_t j = 0; j < n; j++) sum[j] += xi * mean[j];
   }
-  for (int64_t j = 0; j < n; j++) result[j] = sum[j];
+  for (int64_t j = 0; j < n; j++) result[first + j] = sum[j];
 }
-LUNAI_FN void LUNAI_K(step_mean)(lunai_mean m, const float *y, const float *z, const float *x, double *result) {
-  int64_t j;
-  for (j = 0; j + 8 <= m.columns; j += 8, m.at += 8) LUNAI_K(step_block)(8, &m, y, z + j, x, result + j);
-  for (; j < m.columns; j++, m.at++) LUNAI_K(step_block)(1, &m, y, z + j, x, result + j);
+LUNAI_INLINE void LUNAI_K(step_columns)(lunai_mean_kind kind, const lunai_mean *m, const double *share, const float *y,
+                                        const float *z, const float *x, double *result) {
+  int64_t j = 0;
+  for (; j + 8 <= m->columns; j += 8) LUNAI_K(step_block)(8, kind, m, j, share, y, z, x, result);
+  for (; j < m->columns; j++) LUNAI_K(step_block)(1, kind, m, j, share, y, z, x, result);
+}
+LUNAI_FN void LUNAI_K(step_mean)(lunai_mean_kind kind, lunai_mean m, const double *share, const float *y,
+                                 const float *z, const float *x, double *result) {
+  if (kind == LUNAI_STEP_MEAN) LUNAI_K(step_columns)(LUNAI_STEP_MEAN, &m, share, y, z, x, result);
+  else if (kind == LUNAI_STEP_KEYS) LUNAI_K(step_columns)(LUNAI_STEP_KEYS, &m, share, y, z, x, result);
+  else LUNAI_K(step_columns)(LUNAI_STEP_VALUES, &m, share, y, z, x, result);
 }
 
 /* ---- the memory that forgets: [rows, slots] each; s and gates may have rows apart ---- */
@@ -7680,33 +7722,6 @@ LUNAI_FN void LUNAI_K(forget_gates)(lunai_matrix gates, const float *dw, float *
   }
 }
 
-/* n columns of M <- M + share (y - M), then result = x M: of keys [head_dim, slots] y is a column and a share a
-   column's, of values [slots, head_dim] y is a row and a share a row's */
-LUNAI_INLINE void LUNAI_K(forget_block)(int64_t n, bool keys, const lunai_mean *m, const double *share, const float *y,
-                                        const float *x, double *result) {
-  double wide[8], sum[8], *mean = m->at;
-  for (int64_t j = 0; j < n; j++) sum[j] = 0;
-  for (int64_t j = 0; j < n; j++) wide[j] = keys ? share[j] : (double)y[j];
-  for (int64_t i = 0; i < m->rows; i++, mean += m->row) {
-    const double row = keys ? (double)y[i] : share[i], xi = (double)x[i];
-    for (int64_t j = 0; j < n; j++) mean[j] += keys ? wide[j] * (row - mean[j]) : row * (wide[j] - mean[j]);
-    for (int64_t j = 0; j < n; j++) sum[j] += xi * mean[j];
-  }
-  for (int64_t j = 0; j < n; j++) result[j] = sum[j];
-}
-LUNAI_FN void LUNAI_K(step_forget)(lunai_mean m, bool keys, const double *share, const float *y, const float *x,
-                                   double *result) {
-  for (int64_t j = 0; j < m.columns; ) {
-    const int64_t n = m.columns - j < 8 ? 1 : 8;
-    if (keys && n == 8) LUNAI_K(forget_block)(8, true, &m, share + j, y, x, result + j);
-    else if (keys) LUNAI_K(forget_block)(1, true, &m, share + j, y, x, result + j);
-    else if (n == 8) LUNAI_K(forget_block)(8, false, &m, share, y + j, x, result + j);
-    else LUNAI_K(forget_block)(1, false, &m, share, y + j, x, result + j);
-    j += n;
-    m.at += n;
-  }
-}
-
 #elif !defined(LUNAI_PASS)
 
 /* one chunk of one (batch, head), and its buffers */
@@ -7726,6 +7741,8 @@ typedef struct lunai_causal_chunk {
   float *logs;                       /* the memory that forgets: in kept, what forget_weights says of the chunk */
 } lunai_causal_chunk;
 typedef void (*lunai_chunk_step)(const void *args, const lunai_causal_chunk *c);
+/* A sweep: what becomes of a chunk before the states are scanned, and after it. */
+typedef struct lunai_chunk_steps { bool reverse; lunai_chunk_step sum, output; } lunai_chunk_steps;
 
 typedef struct lunai_sweep {
   const lunai_kernels *kernels;
@@ -7965,10 +7982,10 @@ LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *paralle
   }
   s->position = o->position;
 }
-LUNAI_FN void lunai_sweep_run(lunai_sweep *s, lunai_chunk_step sum, lunai_chunk_step output,
-                              const lunai_parallel *parallel, void *scratch) {
-  s->sum = sum;
-  s->output = output;
+LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_chunk_steps *steps, const lunai_parallel *parallel,
+                              void *scratch) {
+  s->sum = steps->sum;
+  s->output = steps->output;
   if (s->outside) lunai_sweep_exchange(s, parallel, scratch);
   lunai_sweep_pass(s, parallel, scratch);
 }
@@ -8157,7 +8174,7 @@ LUNAI_FN void lunai_causal_out_yz(const void *args, const lunai_causal_chunk *c)
                          lunai_into(a->grad_z + lunai_causal_z(a, c->item, c->first), a->z_row, true));
 }
 
-LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal *a, bool reverse) {
+LUNAI_FN void lunai_causal_start(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal *a, bool reverse) {
   lunai_sweep_clear(s, kernels, a, a->own, reverse);
   s->items = a->batch * a->heads;
   s->heads = a->heads;
@@ -8173,28 +8190,28 @@ LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, c
 LUNAI_FN size_t lunai_causal_scratch(const lunai_kernels *kernels, const lunai_causal *a, int64_t threads,
                                      bool backward) {
   lunai_sweep s;
-  lunai_causal_sweep(&s, kernels, a, backward); /* the reverse sweep needs more */
+  lunai_causal_start(&s, kernels, a, backward); /* the reverse sweep needs more */
   return lunai_sweep_plan(&s, lunai_max(1, threads), NULL);
 }
 
+/* the sweeps of eq. 7: for its result, for the gradient of x, and in reverse for those of y and z */
+static LUNAI_UNUSED const lunai_chunk_steps lunai_sweep_result = { false, lunai_causal_sum_yz, lunai_causal_out };
+static LUNAI_UNUSED const lunai_chunk_steps lunai_sweep_grad_x = { false, lunai_causal_sum_yz, lunai_causal_out_x };
+static LUNAI_UNUSED const lunai_chunk_steps lunai_sweep_grad_yz = { true, lunai_causal_sum_xg, lunai_causal_out_yz };
+LUNAI_FN void lunai_causal_sweep(const lunai_kernels *kernels, const lunai_causal *a, const lunai_chunk_steps *steps,
+                                 const lunai_parallel *parallel, void *scratch) {
+  lunai_sweep s;
+  lunai_causal_start(&s, kernels, a, steps->reverse);
+  lunai_sweep_run(&s, steps, parallel, scratch);
+}
 LUNAI_FN void lunai_run_causal(const lunai_kernels *kernels, const lunai_causal *a, const lunai_parallel *parallel,
                                void *scratch) {
-  lunai_sweep s;
-  lunai_causal_sweep(&s, kernels, a, false);
-  lunai_sweep_run(&s, lunai_causal_sum_yz, lunai_causal_out, parallel, scratch);
+  lunai_causal_sweep(kernels, a, &lunai_sweep_result, parallel, scratch);
 }
-
 LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const lunai_causal *a,
                                         const lunai_parallel *parallel, void *scratch) {
-  lunai_sweep s;
-  if (a->grad_x) {
-    lunai_causal_sweep(&s, kernels, a, false);
-    lunai_sweep_run(&s, lunai_causal_sum_yz, lunai_causal_out_x, parallel, scratch);
-  }
-  if (a->grad_y || a->grad_z || a->own) {
-    lunai_causal_sweep(&s, kernels, a, true);
-    lunai_sweep_run(&s, lunai_causal_sum_xg, lunai_causal_out_yz, parallel, scratch);
-  }
+  if (a->grad_x) lunai_causal_sweep(kernels, a, &lunai_sweep_grad_x, parallel, scratch);
+  if (a->grad_y || a->grad_z || a->own) lunai_causal_sweep(kernels, a, &lunai_sweep_grad_yz, parallel, scratch);
 }
 
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
@@ -8268,13 +8285,10 @@ LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
          (int64_t)lunai_round((size_t)(a->slots + lunai_max(a->slots, a->head_dim)) * sizeof(double));
 }
 /* The memory that forgets, one row of one item: weights <- (weights + W) e^gate, with a share W / (weights + W) of the
-   new row in the means. w: [4, slots]; sum: room for [slots] and for [slots] or [head_dim]. */
-LUNAI_FN void lunai_forget_step(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t item, float *w,
-                                double *sum) {
-  const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), wide = item * d, narrow = item * a->slots;
-  const lunai_mean keys = lunai_mean_of(a->mean_ka + wide * a->slots, d, l, a->slots, 1);
-  const lunai_mean values = lunai_mean_of(a->mean_av + wide * a->slots, l, d, d, 1);
-  double *share = sum, *result = sum + a->slots;
+   new row in the means. w: [4, slots] */
+LUNAI_FN void lunai_forget_shares(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t item, float *w,
+                                  double *share) {
+  const int64_t l = lunai_luna_slots(a, item), narrow = item * a->slots;
   kernels->forget_weights(lunai_dense(a->s + narrow, 1, l), lunai_dense(a->gates + narrow, 1, l), w, w + l);
   for (int64_t i = 0; i < l; i++) {
     double *weight = a->weights + narrow + i;
@@ -8282,25 +8296,22 @@ LUNAI_FN void lunai_forget_step(const lunai_kernels *kernels, const lunai_causal
     share[i] = (double)w[i] / total;
     *weight = total * gate;
   }
-  kernels->step_forget(keys, true, share, a->k + wide, a->q + wide, result);
-  for (int64_t i = 0; i < l; i++) w[i] = (float)(result[i] * (double)a->scale);
-  kernels->softmax(1, l, w, w);
-  kernels->step_forget(values, false, share, a->v + wide, w, result);
-  for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)result[i];
 }
 
 /* one row: no chunk; of the sweep kernels, args and threads_at are set */
 LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
+  const lunai_kernels *kernels = s->kernels;
   const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
   const int64_t now = lunai_within(a->position + 1, a->horizon);
+  const lunai_mean_kind k_step = a->forgets ? LUNAI_STEP_KEYS : LUNAI_STEP_MEAN,
+      v_step = a->forgets ? LUNAI_STEP_VALUES : LUNAI_STEP_MEAN;
   char *scratch = s->threads_at + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, (a->forgets ? 4 : 1) * a->slots), *w = lunai_take(&scratch, a->slots);
-  double *sum = (double *)(void *)scratch;
+  double *share = (double *)(void *)scratch, *sum = share + a->slots;
   for (int64_t item = lunai_share(items, thread, threads); item < end; item++) {
-    const int64_t l = lunai_luna_slots(a, item);
-    const int64_t wide = item * d, narrow = item * a->slots;
+    const int64_t l = lunai_luna_slots(a, item), wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
       for (int64_t i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
@@ -8308,17 +8319,14 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
       if (a->forgets) memset(a->weights + narrow, 0, (size_t)l * sizeof(double));
     }
     if (lunai_luna_skips(a, item, 0, false)) continue;
-    if (a->forgets) {
-      lunai_forget_step(s->kernels, a, item, omega, sum);
-      continue;
-    }
-    s->kernels->activate(a->activation, l, a->s + narrow, omega);
-    s->kernels->step_mean(lunai_mean_of(ka, d, l, a->slots, now), a->k + wide, omega, a->q + wide, sum);
+    if (a->forgets) lunai_forget_shares(kernels, a, item, omega, share);
+    else kernels->activate(a->activation, l, a->s + narrow, omega);
+    kernels->step_mean(k_step, lunai_mean_of(ka, d, l, a->slots, now), share, a->k + wide, omega, a->q + wide, sum);
     for (int64_t i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
-    s->kernels->softmax(1, l, w, w);
-    s->kernels->step_mean(lunai_mean_of(av, l, d, d, now), omega, a->v + wide, w, sum);
+    kernels->softmax(1, l, w, w);
+    kernels->step_mean(v_step, lunai_mean_of(av, l, d, d, now), share, omega, a->v + wide, w, sum);
     for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
-    for (int64_t i = 0; LUNAI_TRAINS && a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
+    for (int64_t i = 0; LUNAI_TRAINS && a->w && !a->forgets && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
   }
 }
 
@@ -8601,6 +8609,15 @@ LUNAI_FN void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
   }
 }
 
+/* the sweeps of causal Luna: for its result; backward forward in time (H, and the gradient of q), and in reverse */
+static LUNAI_UNUSED const lunai_chunk_steps lunai_luna_result = { false, lunai_luna_sum, lunai_luna_out };
+static LUNAI_UNUSED const lunai_chunk_steps lunai_luna_grad_up = { false, lunai_luna_sum, lunai_luna_out_up };
+static LUNAI_UNUSED const lunai_chunk_steps lunai_luna_grad_down = { true, lunai_luna_sum_down, lunai_luna_out_down };
+static LUNAI_UNUSED const lunai_chunk_steps lunai_forget_result = { false, lunai_forget_sum, lunai_forget_out };
+static LUNAI_UNUSED const lunai_chunk_steps lunai_forget_grad_up = { false, lunai_forget_sum, lunai_forget_out_up };
+static LUNAI_UNUSED const lunai_chunk_steps lunai_forget_grad_down = {
+  true, lunai_forget_sum_down, lunai_forget_out_down
+};
 LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal_luna *a, bool reverse) {
   lunai_sweep_clear(s, kernels, a, a->outside, reverse);
   s->items = a->batch * a->heads;
@@ -8641,8 +8658,7 @@ LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_ca
   }
   lunai_luna_sweep(&s, kernels, a, false);
   if (a->mean_ka && a->rows > 0) s.exchange = a->forgets ? lunai_forget_exchange : lunai_luna_exchange;
-  if (a->forgets) lunai_sweep_run(&s, lunai_forget_sum, lunai_forget_out, parallel, scratch);
-  else lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out, parallel, scratch);
+  lunai_sweep_run(&s, a->forgets ? &lunai_forget_result : &lunai_luna_result, parallel, scratch);
 }
 
 LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const lunai_causal_luna *a,
@@ -8657,14 +8673,12 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
   s.sums = sums;
   s.reads = true;
   if (a->mean_ka) s.exchange = forgets ? lunai_forget_exchange : lunai_luna_exchange;
-  lunai_sweep_run(&s, forgets ? lunai_forget_sum : lunai_luna_sum, forgets ? lunai_forget_out_up : lunai_luna_out_up,
-                  parallel, rest);
+  lunai_sweep_run(&s, forgets ? &lunai_forget_grad_up : &lunai_luna_grad_up, parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
   s.h = h;
   s.sums = sums;
-  lunai_sweep_run(&s, forgets ? lunai_forget_sum_down : lunai_luna_sum_down,
-                  forgets ? lunai_forget_out_down : lunai_luna_out_down, parallel, rest);
+  lunai_sweep_run(&s, forgets ? &lunai_forget_grad_down : &lunai_luna_grad_down, parallel, rest);
   if (forgets && s.outside) lunai_forget_later(&s);
   if (a->grad_gates) lunai_run(lunai_worth(parallel, s.items * s.rows * s.dim * s.value_dim), lunai_forget_gates, &s);
 }
