@@ -2668,8 +2668,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(size_t, panels_bytes, (const lunai_gemm *g)) \
   R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, void *panels)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
-  T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
-  T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
+  T(void, activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
   R(void, elementwise, (const lunai_each *e, float *y)) \
@@ -4397,14 +4396,7 @@ LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int6
   return lunai_divide_up(n, kernels->nr) * kernels->nr * k;
 }
 
-#ifdef LUNA_NO_BF16
-LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16) {
-  const lunai_products p = { 1, kernels->fill_panels, kernels->panels };
-  return (void)bf16, p;
-}
-#else
 LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16);
-#endif
 /* floats of room for a tile's words */
 LUNAI_FN int64_t lunai_words_size(const lunai_kernels *kernels, bool column_major) {
   return kernels->mr * LUNAI_KA * (column_major ? LUNAI_WORDS_ABREAST : 1);
@@ -4701,10 +4693,8 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
     for (i = 0; i < n; i++) (y)[i] = (value); \
   }
 LUNAI_MAP_REFERENCE(activate, (int kind, int64_t n, const float *x, float *y), y, lunai_activation_scalar(kind, x[i]))
-LUNAI_MAP_REFERENCE(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
-                    dx[i] + dy[i] * lunai_slope_scalar(kind, x[i]))
-LUNAI_MAP_REFERENCE(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
-                    dy[i] * lunai_slope_scalar(kind, x[i]))
+LUNAI_MAP_REFERENCE(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
+                    dy[i] * lunai_slope_scalar(kind, x[i]) + (add ? dx[i] : 0))
 LUNAI_MAP_REFERENCE(add, (int64_t n, const float *a, const float *b, float *y), y, a[i] + b[i])
 LUNAI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), y, a[i] * b[i])
 LUNAI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
@@ -4963,12 +4953,6 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(map1)(kind, LUNAI_GET(x)))
 LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
           vf_fma(LUNAI_GET(dy), LUNAI_K(map1_slope)(kind, LUNAI_GET(x)), add ? LUNAI_GET(dx) : vf_zero()))
-LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, const float *dy, float *dx) {
-  LUNAI_K(activate_grad)(kind, n, x, dy, true, dx);
-}
-LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const float *dy, float *y) {
-  LUNAI_K(activate_grad)(kind, n, x, dy, false, y);
-}
 LUNAI_SHORT_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_SHORT_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_SHORT_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
@@ -5535,40 +5519,143 @@ LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
   return r;
 }
 
-/* The reference. How many keys query i sees, and its score of the j-th */
-LUNAI_FN int64_t lunai_attention_keys(const lunai_attention *a, const lunai_head *r, int64_t i) {
-  return a->causal ? lunai_min(r->keys, i + 1) : r->keys;
-}
-LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_head *r, int64_t i, int64_t j) {
-  return (double)a->scale *
-         lunai_inner(a->head_dim, a->q + r->q + i * a->q_row, 1, a->k + r->k + j * a->k_row, 1);
+/* ---- which keys a query sees: those of its block, in its window, or all ---- */
+typedef struct lunai_sparse {
+  const lunai_attention *a;
+  const luna_attention_pattern *p;
+  lunai_head head;                      /* its real queries and keys; element: of dropout, queries `numbers` apart */
+  int64_t left, right, blocks, numbers;
+} lunai_sparse;
+typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
+/* Those of a block's keys that a query in [low, high] may see; the next: at `at` of that run */
+typedef struct lunai_key_cursor { int64_t block, low, high, run, at; } lunai_key_cursor;
+LUNAI_FN lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
+  const lunai_key_cursor c = { block, low, high, 0, 0 };
+  return c;
 }
 
+LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
+  static const luna_attention_pattern none = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
+  const int64_t unlimited = LUNAI_MAX_COUNT;
+  lunai_sparse s;
+  s.a = a;
+  s.p = a->patterns ? a->patterns + pair % a->pattern_count : &none; /* one for all, one a head, or one a pair */
+  s.head = lunai_head_at(a, pair);
+  if (a->patterns) s.head.queries = lunai_real_slots(a->lengths, pair / a->heads, a->queries);
+  s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
+  s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
+  if (a->causal) s.right = lunai_min(s.right, 0);
+  s.blocks = lunai_max(s.p->blocks, 1);
+  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
+  s.head.element = pair * a->queries * s.numbers;
+  if (a->patterns && a->own && a->own->run == 0 && a->keys > 0) {
+    /* own->first counts the pairs before, each of queries * keys */
+    const int64_t first = (int64_t)a->own->first;
+    s.head.element += first / (a->queries * a->keys) * a->queries * s.numbers - first;
+  }
+  return s;
+}
+/* its first query's number; of s->blocks: the end */
+LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
+  return s->p->blocks ? s->p->queries[block] : block * s->head.queries;
+}
+/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
+LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
+  const int64_t end = lunai_sparse_first(s, block + 1);
+  int64_t n = 0;
+  for (; *at < end && n < limit; ++*at) {
+    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
+    if (row < s->head.queries) rows[n++] = (int32_t)row;
+  }
+  return n;
+}
+/* Up to `limit` of a cursor's keys, which moves; how many. keys may be null: counts them. */
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const luna_key_run all = { 0, (int32_t)s->head.keys, false }, *runs = s->p->blocks ? s->p->runs : &all;
+  const int64_t begin = s->p->blocks ? s->p->offsets[at->block] : 0;
+  const int64_t end = s->p->blocks ? s->p->offsets[at->block + 1] : 1;
+  int64_t n = 0;
+  for (at->run = lunai_max(at->run, begin); at->run < end; at->run++, at->at = 0) {
+    const int64_t first = runs[at->run].first, last = first + runs[at->run].count;
+    const bool whole = runs[at->run].whole;
+    const int64_t from = whole ? 0 : at->low - s->left, to = whole ? INT32_MAX : at->high + s->right;
+    int64_t f = first + at->at, stop = last;
+    if (!s->p->key_order) {
+      f = lunai_max(f, from);
+      stop = lunai_min(last, lunai_min(s->head.keys, to + 1));
+      if (!keys && stop > f) n += stop - f, f = stop;
+    }
+    for (; f < stop; f++) {
+      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
+      if (row >= s->head.keys || row < from || row > to) continue;
+      if (n == limit) {
+        at->at = f - first;
+        return n;
+      }
+      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
+      n++;
+    }
+  }
+  return n;
+}
+LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const int64_t distance = key->row - query;
+  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
+}
+
+/* what queries get that no block has */
+LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
+  const lunai_sparse s = lunai_sparse_at(a, pair);
+  int64_t i = s.p->blocks ? 0 : s.head.queries;
+  for (; i < a->queries; i++) {
+    memset(a->out + s.head.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->log_sum_exp) a->log_sum_exp[s.head.row + i * a->heads] = -INFINITY;
+  }
+}
+
+/* ---- the reference: one query at a time ---- */
+/* its next key after those before the cursor; false: there is none */
+LUNAI_FN bool lunai_sparse_next(const lunai_sparse *s, lunai_key_cursor *at, lunai_key *key) {
+  while (lunai_sparse_keys(s, at, 1, key)) if (lunai_sparse_sees(s, at->low, key)) return true;
+  return false;
+}
+LUNAI_FN double lunai_attention_score(const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const lunai_attention *a = s->a;
+  return (double)a->scale * lunai_inner(a->head_dim, a->q + s->head.q + query * a->q_row, 1,
+                                        a->k + s->head.k + key->row * a->k_row, 1);
+}
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
-LUNAI_FN void lunai_dense_row(const lunai_attention *a, const lunai_head *r, int64_t i) {
+LUNAI_FN void lunai_attention_row(const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  const int64_t keys = lunai_attention_keys(a, r, i), stat = r->row + i * a->heads;
+  const int64_t stat = s->head.row + query * a->heads;
+  float *out = a->out + s->head.out + query * a->out_row;
   double max = -(double)INFINITY, total = 0, kept = 0;
-  for (int64_t j = 0; j < keys; j++) {
-    const double score = lunai_attention_score(a, r, i, j);
+  lunai_key_cursor cursor = lunai_keys_from(block, query, query);
+  bool some = false;
+  lunai_key key;
+  for (; lunai_sparse_next(s, &cursor, &key); some = true) {
+    const double score = lunai_attention_score(s, query, &key);
     if (!(score <= max)) max = score;
   }
   for (int64_t first = 0; first == 0 || first < a->value_dim; first += 64) {
     const int64_t n = lunai_min(64, a->value_dim - first);
     double sum[64] = {0};
     total = kept = 0;
-    for (int64_t j = 0; j < keys; j++) {
-      const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, i, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + i * a->keys + j);
+    cursor = lunai_keys_from(block, query, query);
+    while (lunai_sparse_next(s, &cursor, &key)) {
+      const int64_t element = s->head.element + query * s->numbers + key.number;
+      const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(s, query, &key) - max));
+      const double masked = p * (double)lunai_dropout_at(&dropout, element);
       total += p;
       kept += masked;
-      for (int64_t e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
+      for (int64_t e = 0; e < n; e++) sum[e] += masked * (double)a->v[s->head.v + key.row * a->v_row + first + e];
     }
-    for (int64_t e = 0; e < n; e++)
-      a->out[r->out + i * a->out_row + first + e] = keys > 0 ? (float)(sum[e] / total) : 0;
+    for (int64_t e = 0; e < n; e++) out[first + e] = some ? (float)(sum[e] / total) : 0;
   }
-  if (a->log_sum_exp) a->log_sum_exp[stat] = keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
-  if (a->sums) a->sums[stat] = keys > 0 ? (float)(kept / total) : 0;
+  if (a->log_sum_exp)
+    a->log_sum_exp[stat] = some ? (float)(max + (double)lunai_log1_scalar((float)total)) : a->patterns ? -INFINITY : 0;
+  if (a->sums) a->sums[stat] = some ? (float)(kept / total) : 0;
 }
 
 /* y += factor x */
@@ -5580,19 +5667,24 @@ LUNAI_FN void lunai_add_scaled_by(bool bf16, int64_t n, double factor, const flo
   else for (int64_t i = 0; y && i < n; i++) y[i] += lunai_bf16_of((float)factor) * lunai_bf16_of(x[i]);
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
-LUNAI_FN void lunai_dense_row_backward(const lunai_attention *a, const lunai_head *r, int64_t i) {
+LUNAI_FN void lunai_attention_row_backward(const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  const lunai_head *head = &s->head;
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  const int64_t q = r->q + i * a->q_row, out = r->out + i * a->out_row, stat = r->row + i * a->heads;
+  const int64_t q = head->q + query * a->q_row, out = head->out + query * a->out_row,
+      stat = head->row + query * a->heads;
   const float *g = a->grad_out + out;
   const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[stat] : 0;
   const double mean = lunai_inner(a->value_dim, g, 1, a->out + out, 1) +
                       (extra != 0 ? extra * (double)a->sums[stat] : 0) -
                       (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[stat] : 0);
-  for (int64_t j = 0; j < lunai_attention_keys(a, r, i); j++) {
-    const int64_t k = r->k + j * a->k_row, v = r->v + j * a->v_row;
-    const double score = lunai_attention_score(a, r, i, j) - (double)a->log_sum_exp[stat];
+  lunai_key_cursor cursor = lunai_keys_from(block, query, query);
+  lunai_key key;
+  while (lunai_sparse_next(s, &cursor, &key)) {
+    const int64_t k = head->k + key.row * a->k_row, v = head->v + key.row * a->v_row;
+    const double score = lunai_attention_score(s, query, &key) - (double)a->log_sum_exp[stat];
     const double p = (double)lunai_exp1_scalar((float)score);
-    const double mask = (double)lunai_dropout_at(&dropout, r->element + i * a->keys + j);
+    const double mask = (double)lunai_dropout_at(&dropout, head->element + query * s->numbers + key.number);
     const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
     const double ds = (double)a->scale * p * (dp - mean);
     lunai_add_scaled(a->head_dim, ds, a->k + k, lunai_offset(a->grad_q, q));
@@ -5600,11 +5692,26 @@ LUNAI_FN void lunai_dense_row_backward(const lunai_attention *a, const lunai_hea
     lunai_add_scaled(a->value_dim, p * mask, g, lunai_offset(a->grad_v, v));
   }
 }
-LUNAI_FN void lunai_dense_rows(const lunai_attention *a, bool backward) {
+LUNAI_FN void lunai_attention_each(const lunai_attention *a, bool backward) {
   for (int64_t pair = 0; pair < a->batch * a->heads; pair++) {
-    const lunai_head head = lunai_head_at(a, pair);
-    for (int64_t i = 0; i < head.queries; i++) (backward ? lunai_dense_row_backward : lunai_dense_row)(a, &head, i);
+    const lunai_sparse s = lunai_sparse_at(a, pair);
+    if (a->patterns && !backward) lunai_sparse_clear(a, pair);
+    for (int64_t block = 0; block < s.blocks; block++) {
+      int64_t at = lunai_sparse_first(&s, block);
+      int32_t query;
+      while (lunai_sparse_queries(&s, block, &at, 1, &query))
+        (backward ? lunai_attention_row_backward : lunai_attention_row)(&s, block, query);
+    }
   }
+}
+LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  (void)parallel, (void)scratch;
+  lunai_attention_each(a, false);
+}
+LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
+                                                 void *scratch) {
+  (void)parallel, (void)scratch;
+  lunai_attention_each(a, true);
 }
 #endif
 
@@ -6244,173 +6351,6 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
 
 #define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
 
-typedef struct lunai_sparse {
-  const lunai_attention *a;
-  const luna_attention_pattern *p;
-  lunai_head head;                      /* its real queries and keys; element: of dropout, queries `numbers` apart */
-  int64_t left, right, blocks, numbers;
-} lunai_sparse;
-typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
-/* Those of a block's keys that a query in [low, high] may see; the next: at `at` of that run */
-typedef struct lunai_key_cursor { int64_t block, low, high, run, at; } lunai_key_cursor;
-LUNAI_FN lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
-  const lunai_key_cursor c = { block, low, high, 0, 0 };
-  return c;
-}
-
-LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
-  const int64_t unlimited = LUNAI_MAX_COUNT;
-  lunai_sparse s;
-  s.a = a;
-  s.p = a->patterns + pair % a->pattern_count; /* one for all, one a head, or one a pair */
-  s.head = lunai_head_at(a, pair);
-  s.head.queries = lunai_real_slots(a->lengths, pair / a->heads, a->queries);
-  s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
-  s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
-  if (a->causal) s.right = lunai_min(s.right, 0);
-  s.blocks = lunai_max(s.p->blocks, 1);
-  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
-  s.head.element = pair * a->queries * s.numbers;
-  if (a->own && a->own->run == 0 && a->keys > 0) { /* of the pairs before, each of queries * keys in own->first */
-    const int64_t first = (int64_t)a->own->first;
-    s.head.element += first / (a->queries * a->keys) * a->queries * s.numbers - first;
-  }
-  return s;
-}
-/* its first query's number; of s->blocks: the end */
-LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
-  return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
-}
-/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
-LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
-  const int64_t end = lunai_sparse_first(s, block + 1);
-  int64_t n = 0;
-  for (; *at < end && n < limit; ++*at) {
-    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
-    if (row < s->head.queries) rows[n++] = (int32_t)row;
-  }
-  return n;
-}
-/* Up to `limit` of a cursor's keys, which moves; how many. keys may be null: counts them. */
-LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
-  const luna_key_run all = { 0, (int32_t)s->head.keys, false }, *runs = s->p->blocks ? s->p->runs : &all;
-  const int64_t begin = s->p->blocks ? s->p->offsets[at->block] : 0;
-  const int64_t end = s->p->blocks ? s->p->offsets[at->block + 1] : 1;
-  int64_t n = 0;
-  for (at->run = lunai_max(at->run, begin); at->run < end; at->run++, at->at = 0) {
-    const int64_t first = runs[at->run].first, last = first + runs[at->run].count;
-    const bool whole = runs[at->run].whole;
-    const int64_t from = whole ? 0 : at->low - s->left, to = whole ? INT32_MAX : at->high + s->right;
-    int64_t f = first + at->at, stop = last;
-    if (!s->p->key_order) {
-      f = lunai_max(f, from);
-      stop = lunai_min(last, lunai_min(s->head.keys, to + 1));
-      if (!keys && stop > f) n += stop - f, f = stop;
-    }
-    for (; f < stop; f++) {
-      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
-      if (row >= s->head.keys || row < from || row > to) continue;
-      if (n == limit) {
-        at->at = f - first;
-        return n;
-      }
-      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
-      n++;
-    }
-  }
-  return n;
-}
-LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
-  const int64_t distance = key->row - query;
-  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
-}
-
-/* what queries get that no block has */
-LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
-  const lunai_sparse s = lunai_sparse_at(a, pair);
-  int64_t i = s.p->blocks ? 0 : s.head.queries;
-  for (; i < a->queries; i++) {
-    memset(a->out + s.head.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->log_sum_exp) a->log_sum_exp[s.head.row + i * a->heads] = -INFINITY;
-  }
-}
-
-/* The reference: one query at a time. Its next key after those before the cursor; false: there is none */
-LUNAI_FN bool lunai_sparse_next(const lunai_sparse *s, lunai_key_cursor *at, lunai_key *key) {
-  while (lunai_sparse_keys(s, at, 1, key)) if (lunai_sparse_sees(s, at->low, key)) return true;
-  return false;
-}
-LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query, const lunai_key *key) {
-  const lunai_attention *a = s->a;
-  return a->scale * lunai_dot_reference(a->head_dim, a->q + s->head.q + query * a->q_row,
-                                        a->k + s->head.k + key->row * a->k_row);
-}
-LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
-  const lunai_attention *a = s->a;
-  const lunai_dropout dropout = lunai_attention_dropout(a);
-  float *out = a->out + s->head.out + query * a->out_row, max = -INFINITY, total = 0;
-  lunai_key_cursor cursor = lunai_keys_from(block, query, query);
-  lunai_key key;
-  memset(out, 0, (size_t)a->value_dim * sizeof(float));
-  while (lunai_sparse_next(s, &cursor, &key)) {
-    const float score = lunai_sparse_score(s, query, &key);
-    if (!(score <= max)) max = score;
-  }
-  cursor = lunai_keys_from(block, query, query);
-  while (lunai_sparse_next(s, &cursor, &key)) {
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, &key) - max);
-    total += p;
-    lunai_scale_add_reference(a->value_dim,
-                              p * lunai_dropout_at(&dropout, s->head.element + query * s->numbers + key.number),
-                              a->v + s->head.v + key.row * a->v_row, out);
-  }
-  if (a->log_sum_exp) /* -Inf without a key */
-    a->log_sum_exp[s->head.row + query * a->heads] = max + lunai_log1_scalar(total);
-  if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
-}
-LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block, int64_t query) {
-  const lunai_attention *a = s->a;
-  const lunai_head *head = &s->head;
-  const lunai_dropout dropout = lunai_attention_dropout(a);
-  const int64_t at = head->row + query * a->heads, out = head->out + query * a->out_row;
-  const int64_t q = head->q + query * a->q_row;
-  const float *g = a->grad_out + out;
-  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
-                     (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
-  lunai_key_cursor cursor = lunai_keys_from(block, query, query);
-  lunai_key key;
-  while (lunai_sparse_next(s, &cursor, &key)) {
-    const int64_t k = head->k + key.row * a->k_row, v = head->v + key.row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, &key) - a->log_sum_exp[at]);
-    const float mask = lunai_dropout_at(&dropout, head->element + query * s->numbers + key.number);
-    const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
-    if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
-    if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
-    if (a->grad_v) lunai_scale_add_reference(a->value_dim, p * mask, g, a->grad_v + v);
-  }
-}
-LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
-  for (int64_t pair = 0; pair < a->batch * a->heads; pair++) {
-    const lunai_sparse s = lunai_sparse_at(a, pair);
-    if (!backward) lunai_sparse_clear(a, pair);
-    for (int64_t block = 0; block < s.blocks; block++) {
-      int64_t at = lunai_sparse_first(&s, block);
-      int32_t query;
-      while (lunai_sparse_queries(&s, block, &at, 1, &query))
-        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(&s, block, query);
-    }
-  }
-}
-LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
-  (void)parallel, (void)scratch;
-  (lunai_is_sparse(a) ? lunai_sparse_rows : lunai_dense_rows)(a, false);
-}
-LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
-                                                 void *scratch) {
-  (void)parallel, (void)scratch;
-  (lunai_is_sparse(a) ? lunai_sparse_rows : lunai_dense_rows)(a, true);
-}
-
 /* up to LUNAI_RUN queries of a block */
 typedef struct lunai_sparse_run {
   int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
@@ -6719,7 +6659,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_a
     if (i % w->tile == 0 && had)
       kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, out.at + i * out.row, out.row);
     const bool none = !had || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
-    if (none) lunai_sparse_row(s, r->block, r->row[i]); /* zeros and -Inf, or scores below LUNAI_HIDDEN */
+    if (none) lunai_attention_row(s, r->block, r->row[i]); /* zeros and -Inf, or scores below LUNAI_HIDDEN */
     else if (!together) memcpy(row, out.at + i * dv, (size_t)dv * sizeof(float));
     if (a->log_sum_exp && !none) a->log_sum_exp[s->head.row + r->row[i] * a->heads] = state[i % w->tile];
   }
@@ -7533,8 +7473,8 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
       lunai_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
     for (int64_t t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega);
     for (int64_t t = 0; a->grad_s && t < a->rows; t++)
-      lunai_activate_backward_reference(a->activation, real, s + t * step, domega + t * a->slots,
-                                        a->grad_s + first * a->slots + t * step);
+      lunai_activate_grad_reference(a->activation, real, s + t * step, domega + t * a->slots, true,
+                                    a->grad_s + first * a->slots + t * step);
   }
 }
 /* whether it is a stream's single row */
@@ -8374,7 +8314,7 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
     lunai_causal_grad_yz(c, g, v, lunai_transposed(r2), w, lunai_into(domega, l, true));
     c->kernels->copy_rows(lunai_luna_narrow(a, c, a->s), s, l);
     c->kernels->copy_rows(lunai_luna_narrow(a, c, a->grad_s), ds, l);
-    c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
+    c->kernels->activate_grad(a->activation, c->rows * l, s, domega, true, ds);
     c->kernels->copy_rows(lunai_dense(ds, c->rows, l), a->grad_s + lunai_luna_row(a, c->item, c->first) * a->slots,
                           a->heads * a->slots);
   }
@@ -8886,35 +8826,27 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
   return low;
 }
 #endif
-/* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
-   context switch */
-LUNAI_FN int lunai_isa_supported(void) {
-  uint32_t r[4];
-  lunai_cpuid(0, 0, r);
-  if (r[0] < 7) return LUNAI_ISA(LUNAI_BASELINE);
-  lunai_cpuid(1, 0, r);
-  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_ISA(LUNAI_BASELINE); /* OSXSAVE, FMA */
-  const uint32_t low = lunai_xgetbv(), avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
-  lunai_cpuid(7, 0, r);
-  if ((low & 6) != 6 || (r[1] & avx2) == 0) return LUNAI_ISA(LUNAI_BASELINE);
-  if ((low & 0xE0) == 0xE0 && (r[1] & avx512) == avx512) return LUNA_ISA_AVX512;
-  return LUNAI_ISA(LUNAI_BASELINE) > LUNAI_ISA_avx2 ? LUNAI_ISA(LUNAI_BASELINE) : LUNAI_ISA_avx2;
-}
 #define LUNAI_HAS_VNNI 256           /* beside the instruction set: its int8 products */
 #define LUNAI_HAS_AVXVNNI 512
 #define LUNAI_HAS_BF16 1024          /* and its products of bfloat16 */
+/* what the processor has and the system saves: xgetbv tells whether wide registers survive a context switch */
 LUNAI_FN int lunai_isa_detect(void) {
-  const int isa = lunai_isa_supported();
-  uint32_t r[4], known = 0;
-  if (isa >= LUNAI_ISA_avx2) {
-    lunai_cpuid(7, 0, r);
-    if (isa == LUNAI_ISA_avx512 && (r[2] & (1u << 11))) known |= LUNAI_HAS_VNNI;
-    const bool more = r[0] >= 1;
-    lunai_cpuid(7, 1, r);
-    if (more && (r[0] & (1u << 4))) known |= LUNAI_HAS_AVXVNNI;
-    if (more && isa == LUNAI_ISA_avx512 && (r[0] & (1u << 5))) known |= LUNAI_HAS_BF16;
-  }
-  return isa | (int)known;
+  const int least = LUNAI_ISA(LUNAI_BASELINE);
+  const uint32_t avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+  uint32_t r[4], more[4] = { 0, 0, 0, 0 };
+  lunai_cpuid(0, 0, r);
+  if (r[0] < 7) return least;
+  lunai_cpuid(1, 0, r);
+  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return least; /* OSXSAVE, FMA */
+  const uint32_t saved = lunai_xgetbv();
+  lunai_cpuid(7, 0, r);
+  if ((saved & 6) != 6 || (r[1] & avx2) == 0) return least;
+  if (r[0] >= 1) lunai_cpuid(7, 1, more);
+  const int avxvnni = more[0] & (1u << 4) ? LUNAI_HAS_AVXVNNI : 0;
+  if ((saved & 0xE0) != 0xE0 || (r[1] & avx512) != avx512)
+    return (least > LUNAI_ISA_avx2 ? least : LUNAI_ISA_avx2) | avxvnni;
+  return LUNAI_ISA_avx512 | avxvnni | (r[2] & (1u << 11) ? LUNAI_HAS_VNNI : 0) |
+         (more[0] & (1u << 5) ? LUNAI_HAS_BF16 : 0);
 }
 #endif /* LUNAI_X86 */
 
@@ -8980,16 +8912,17 @@ LUNAI_FN const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernel
 }
 #endif
 
-#ifndef LUNA_NO_BF16
 LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16) {
   lunai_products p = { 1, kernels->fill_panels, kernels->panels };
-  if (bf16) p.fill_panels = kernels->bf16_panels;
+  if (!bf16) return p;
+#ifndef LUNA_NO_BF16
+  p.fill_panels = kernels->bf16_panels;
+#endif
 #ifdef LUNAI_AVX512BF16
-  if (bf16 && kernels == &lunai_kernels_avx512 && (lunai_isa_known() & LUNAI_HAS_BF16)) p = lunai_products_bf16;
+  if (kernels == &lunai_kernels_avx512 && (lunai_isa_known() & LUNAI_HAS_BF16)) return lunai_products_bf16;
 #endif
   return p;
 }
-#endif
 
 LUNA_API const char *luna_isa_name(luna_isa isa) {
   static const char *const name[] = { /* in luna_isa's order */
@@ -11948,7 +11881,7 @@ LUNAI_FN void lunai_same_back(luna_op *op, int64_t first, int64_t last) {
   const float *dy = op->out[0]->grad + first;
   float *dx = op->in[0]->grad + first;
   if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale_add(last - first, op->arg.scale.factor, dy, dx);
-  else lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, dy, dx);
+  else lunai_k(op)->activate_grad((int)op->activation, last - first, op->in[0]->data + first, dy, true, dx);
 }
 LUNAI_SPLIT_OP(same, luna_count(op->out[0]), 1)
 #define LUNAI_CPU_SCALE \
@@ -12281,7 +12214,7 @@ LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
   const float *dy = op->out[0]->grad + first;
   float *to = (float *)op->workspace + first;
   if (op->last_dropout > 0) lunai_k(op)->dropout(&d, first, last - first, dy, to, false);
-  else lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first, dy, to);
+  else lunai_k(op)->activate_grad((int)op->activation, last - first, (const float *)op->kept + first, dy, false, to);
 }
 LUNAI_FN const float *lunai_linear_dy(const luna_op *op) {
   return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
@@ -12520,7 +12453,7 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
     const int64_t at = row * f, n = rows * f;
     float *dh = w->dh + at;
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
-    lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
+    lunai_k(op)->activate_grad((int)op->activation, n, w->given + at, dh, false, dh);
     memset(sums, 0, (size_t)(f + out) * sizeof(float));
     if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_dense(dh, rows, f), 1.0f, sums);
     if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(lunai_dense(w->dy + row * out, rows, out), 1.0f, sums + f);

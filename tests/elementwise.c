@@ -34,12 +34,12 @@ static void check_activations(int64_t n) {
     kernels->activate(kind, n, in_place, in_place);
     equal("activate in place", n, y, in_place, n);
     for (int64_t i = 0; i < n; i++) want[i] = (double)before[i] + (double)dy[i] * naive_slope(kind, (double)x[i]);
-    kernels->activate_backward(kind, n, x, dy, dx);
-    near("activate_backward", n, n, dx, want, 5e-7);
+    kernels->activate_grad(kind, n, x, dy, true, dx);
+    near("activate_grad, added", n, n, dx, want, 5e-7);
     memcpy(dx, dy, (size_t)n * sizeof *dx);
-    kernels->activate_slope(kind, n, x, dx, dx);
+    kernels->activate_grad(kind, n, x, dx, false, dx);
     for (int64_t i = 0; i < n; i++) want[i] = (double)dy[i] * naive_slope(kind, (double)x[i]);
-    near("activate_slope in place", n, n, dx, want, 5e-7);
+    near("activate_grad in place", n, n, dx, want, 5e-7);
     release(y), release(in_place), release(dx);
   }
   release(x), release(dy), release(before), free(want);

@@ -110,7 +110,7 @@ static double claim_exact(const claim *c, double x) {
 static void claim_run(const claim *c, int64_t n, const float *x, const float *ones, float *y) {
   fill(y, n, 0);
   if (c->function >= 0) pass->map(c->function, n, x, x, y);
-  else if (c->slope) kernels->activate_backward(c->activation, n, x, ones, y);
+  else if (c->slope) kernels->activate_grad(c->activation, n, x, ones, true, y);
   else kernels->activate(c->activation, n, x, y);
 }
 
@@ -196,7 +196,7 @@ static void check_map_edges(void) {
   for (int kind = LUNA_ACTIVATION_DEFAULT; kind < LUNA_ACTIVATION_COUNT; kind++) {
     float y[6], slope[6] = {0, 0, 0, 0, 0, 0};
     kernels->activate(kind, 6, x, y);
-    kernels->activate_backward(kind, 6, x, one, slope);
+    kernels->activate_grad(kind, 6, x, one, true, slope);
     CHECK(y[0] != y[0] && (kind == LUNA_ACTIVATION_DEFAULT || kind == LUNA_ACTIVATION_NONE || slope[0] != slope[0]),
           "%s: map %d of NaN is %g, its slope %g", kernels_name,
           kind, (double)y[0], (double)slope[0]);
