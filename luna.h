@@ -4128,7 +4128,8 @@ LUNAI_FN void LUNAI_K(bf16_run)(int64_t n, const float *x, int64_t step, float *
   for (int64_t left = n; left > 0; left -= LUNAI_PAIR * VF, x += LUNAI_PAIR * VF * step, to += VF) {
     const bool some = left < LUNAI_PAIR * VF;
     if (some) memset(part, 0, sizeof part);
-    if (some || step != 1) for (int64_t i = 0; i < LUNAI_PAIR * VF && i < left; i++) part[i] = x[i * step];
+    if (some || step != 1)
+      for (int64_t i = 0; i < lunai_min(left, LUNAI_PAIR * VF); i++) part[i] = x[i * step];
     vf_store(to, LUNAI_K(bf16_words)(some || step != 1 ? part : x));
   }
 }
@@ -4526,7 +4527,8 @@ LUNAI_FN void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
   const int64_t column = lunai_part_at(g->n, w->kernels->nr, thread, threads);
   const int64_t n = lunai_part_at(g->n, w->kernels->nr, thread + 1, threads) - column;
   const lunai_products products = lunai_products_of(w->kernels, LUNAI_BF16(g));
-  for (int64_t p = 0; n > 0 && p < g->k; p += LUNAI_KC)
+  if (n <= 0) return;
+  for (int64_t p = 0; p < g->k; p += LUNAI_KC)
     products.fill_panels(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
                          g->b_column, w->panels + lunai_panels_at(w->kernels, g, products.pair, column, p));
 }
@@ -4638,8 +4640,9 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
   t.activation = g->activation;
   t.late = g->accumulate && (g->activation != LUNAI_NO_ACTIVATION || g->pre);
   t.finish = g->bias || g->pre || g->activation != LUNAI_NO_ACTIVATION;
+  if (column >= end) return;
   for (int64_t x = 0; x < g->batch[0]; x++)
-    for (int64_t y = 0; y < g->batch[1] && column < end; y++) {
+    for (int64_t y = 0; y < g->batch[1]; y++) {
       const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + column;
       t.c = t.sum = g->c + at;
       t.pre = g->pre ? g->pre + at : NULL;
@@ -4747,7 +4750,8 @@ LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
     const float *x = a->x + row * a->n;
     const double n = (double)a->n, center = a->rms ? 0 : lunai_sum_reference(a->n, x) / n;
     double variance = a->rms ? lunai_sum_squares_reference(a->n, x) / n : 0;
-    for (int64_t i = 0; i < a->n && !a->rms; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
+    if (!a->rms)
+      for (int64_t i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
     const double r = 1 / sqrt(variance + (double)a->epsilon);
     for (int64_t i = 0; i < a->n; i++) {
       double y = ((double)x[i] - center) * r * (a->weight ? (double)a->weight[i] : 1);
@@ -5089,16 +5093,18 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
     const double variance = squares / (double)n - off * off;
     const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
     const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
-    for (int64_t i = 0; rms && i < n; i += VF) {
-      const vf v = vf_mul(LUNAI_GET(x), vr);
-      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
-    }
-    for (int64_t i = 0; !rms && i < n; i += VF) {
-      vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
-      if (weight) v = vf_mul(v, LUNAI_GET(weight));
-      if (bias) v = vf_add(v, LUNAI_GET(bias));
-      LUNAI_PUT(y, v);
-    }
+    if (rms)
+      for (int64_t i = 0; i < n; i += VF) {
+        const vf v = vf_mul(LUNAI_GET(x), vr);
+        LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
+      }
+    else
+      for (int64_t i = 0; i < n; i += VF) {
+        vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
+        if (weight) v = vf_mul(v, LUNAI_GET(weight));
+        if (bias) v = vf_add(v, LUNAI_GET(bias));
+        LUNAI_PUT(y, v);
+      }
     if (LUNAI_TRAINS && a->mean) a->mean[row] = (float)((double)center + off);
     if (LUNAI_TRAINS && a->rstd) a->rstd[row] = r;
   }
@@ -5660,11 +5666,11 @@ LUNAI_FN void lunai_attention_row(const lunai_sparse *s, int64_t block, int64_t 
 
 /* y += factor x */
 LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *y) {
-  for (int64_t i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
+  if (y) for (int64_t i = 0; i < n; i++) y[i] += (float)(factor * (double)x[i]);
 }
 LUNAI_FN void lunai_add_scaled_by(bool bf16, int64_t n, double factor, const float *x, float *y) {
   if (!bf16) lunai_add_scaled(n, factor, x, y);
-  else for (int64_t i = 0; y && i < n; i++) y[i] += lunai_bf16_of((float)factor) * lunai_bf16_of(x[i]);
+  else if (y) for (int64_t i = 0; i < n; i++) y[i] += lunai_bf16_of((float)factor) * lunai_bf16_of(x[i]);
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_attention_row_backward(const lunai_sparse *s, int64_t block, int64_t query) {
@@ -5898,7 +5904,8 @@ LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *he
 }
 
 LUNAI_FN void lunai_tile_pad(const lunai_tile *t, float *x, float value) {
-  for (int64_t i = 0; t->length % 16 != 0 && i < t->lines; i++)
+  if (t->length % 16 == 0) return;
+  for (int64_t i = 0; i < t->lines; i++)
     for (int64_t j = t->length; j % 16 != 0; j++) x[i * t->step + j] = value;
 }
 
@@ -5951,10 +5958,11 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
   w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
   w->queries = a->query_offsets ? 0 : a->queries;
   w->keys = a->key_offsets ? 0 : a->keys;
-  for (int64_t b = 0; a->query_offsets && b < a->batch; b++) {
-    w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
-    w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
-  }
+  if (a->query_offsets)
+    for (int64_t b = 0; b < a->batch; b++) {
+      w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
+      w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
+    }
   if (a->causal) w->keys = lunai_min(w->keys, w->queries);
   w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
   const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE);
@@ -6015,7 +6023,7 @@ LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attentio
   for (int64_t i = 0; i < t->width; i++) {
     float *to = t->across ? mask + i * t->q_step : row;
     kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
-    for (int64_t j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
+    if (!t->across) for (int64_t j = 0; j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
 }
@@ -6025,7 +6033,8 @@ LUNAI_FN void lunai_add_infinite(lunai_matrix s, lunai_matrix v, int64_t seen, l
   for (int64_t j = 0; j < s.columns; j++)
     for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
-      for (int64_t i = lunai_max(j - seen, 0); !lunai_is_finite(x) && i < s.rows; i++)
+      if (lunai_is_finite(x)) continue;
+      for (int64_t i = lunai_max(j - seen, 0); i < s.rows; i++)
         out.at[i * out.row + c] += s.at[i * s.row + j * s.column] * x;
     }
 }
@@ -6119,14 +6128,16 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   const lunai_matrix q = lunai_strided(a->q + head.q, head.queries, a->head_dim, a->q_row);
   float *partial = w->split ? w->partial + (pair * w->blocks + block) * w->unit : NULL, *panels = m->score_panels;
   lunai_attention_block b;
-  for (int64_t query = first; step && query < last; query += LUNAI_TILE, panels += step)
-    lunai_panels_of(w->kernels, lunai_transposed(lunai_lines(q, query, lunai_min(query + LUNAI_TILE, last))), panels);
+  if (!head.across)
+    for (int64_t query = first; query < last; query += LUNAI_TILE, panels += step)
+      lunai_panels_of(w->kernels, lunai_transposed(lunai_lines(q, query, lunai_min(query + LUNAI_TILE, last))), panels);
   for (; block < end && lunai_attention_meet(w, m, &head, first, last, block, &b); block++) {
     panels = m->score_panels;
     for (int64_t query = first; query < last; query += LUNAI_TILE, panels += step)
       lunai_attention_tile(w, m, &head, &b, query, panels, partial);
   }
-  for (int64_t query = first; !partial && query < last; query += LUNAI_TILE)
+  if (partial) return;
+  for (int64_t query = first; query < last; query += LUNAI_TILE)
     lunai_attention_finish(w->kernels, a, &head, query, m->state + 3 * (query - first));
 }
 
@@ -6163,8 +6174,9 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
       if (block > 0)
         kernels->attention_merge(lunai_dense(part, width, dv), lunai_stats_of(w, partial, query), state, out,
                                  a->out_row);
-      for (int64_t i = 0; block == 0 && i < width; i++)
-        memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
+      else
+        for (int64_t i = 0; i < width; i++)
+          memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
     }
     lunai_attention_finish(kernels, a, &head, query, state);
   }
@@ -6567,7 +6579,7 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *sco
   for (int64_t j = 0; j < q->t.depth; j++)
     for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
-      if (fabs((double)x) < (double)INFINITY) continue;
+      if (lunai_is_finite(x)) continue;
       for (int64_t i = 0; i < q->t.width; i++)
         if (lunai_sparse_sees(q->s, q->row[i], &q->keys.key[j]))
           part.at[i * part.row + c] += scores[i + j * q->t.k_step] * x;
@@ -6753,7 +6765,8 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
       lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(part->v + key * dv, dv, true), m->product);
     if (a->grad_k)
       lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(part->k + key * d, d, true), m->product);
-    for (int64_t i = 0; a->grad_q && i < t->width; i += w->tile) {
+    if (!a->grad_q) continue;
+    for (int64_t i = 0; i < t->width; i += w->tile) {
       const lunai_sparse_tile c = lunai_sparse_narrower(&tile, i, w->tile);
       lunai_matmul_panels(kernels, a->scale, lunai_scores(&c.t, m->slopes + c.key * t->k_step + i),
                           lunai_panels_from(values, key + c.key),
@@ -6770,7 +6783,8 @@ LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t thr
 /* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
 LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, lunai_list list,
                                lunai_matrix from, lunai_out to) {
-  for (int64_t i = 0; to.at && i < list.n; i++) {
+  if (!to.at) return;
+  for (int64_t i = 0; i < list.n; i++) {
     const int64_t at = list.row[i * list.apart];
     float *row = to.at + at * to.row;
     if (at / 16 % threads == thread) w->kernels->add(from.columns, row, from.at + i * from.row, row);
@@ -7310,7 +7324,7 @@ LUNAI_FN void lunai_forget_reference(const lunai_causal_luna *a, double *means) 
     double *k = a->mean_ka ? a->mean_ka + item * state : means, *v = a->mean_ka ? a->mean_av + item * state : k + state;
     double *weight = a->mean_ka ? a->weights + item * l : means + 2 * state;
     bool skips = false;
-    for (int64_t i = 0; a->position == 0 && i < l; i++) weight[i] = 0;
+    if (a->position == 0) for (int64_t i = 0; i < l; i++) weight[i] = 0;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * l;
       if ((skips = lunai_luna_skips(a, item, t, skips))) continue;
@@ -7353,7 +7367,7 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     double *ka = a->mean_ka ? a->mean_ka + item * state : means;
     double *av = a->mean_ka ? a->mean_av + item * state : means + state;
     bool skips = false;
-    for (int64_t l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
+    if (a->position == 0) for (int64_t l = 0; l < state; l++) ka[l] = av[l] = 0;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
       const int64_t now = lunai_within(a->position + t + 1, a->horizon);
@@ -7362,7 +7376,7 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
       lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       lunai_softmax_reference(1, real, w, w);
       lunai_mean_step(lunai_mean_of(av, real, d, d, now), omega, a->v + wide, w, 1, a->out + wide);
-      for (int64_t l = 0; a->w && l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
+      if (a->w) for (int64_t l = 0; l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
     }
   }
 }
@@ -7472,7 +7486,8 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
     for (int64_t t = 0; t < a->rows; t++)
       lunai_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
     for (int64_t t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega);
-    for (int64_t t = 0; a->grad_s && t < a->rows; t++)
+    if (!a->grad_s) continue;
+    for (int64_t t = 0; t < a->rows; t++)
       lunai_activate_grad_reference(a->activation, real, s + t * step, domega + t * a->slots, true,
                                     a->grad_s + first * a->slots + t * step);
   }
@@ -7823,10 +7838,9 @@ LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c
   const double t = c->before + (double)c->within, left = lunai_chunk_faded(c, 0, c->rows);
   const double joins = s->reverse ? 1 : 1 / t;
   const double leaves = left < 1 ? 1 - left * (s->reverse ? 1 : c->before / t) : s->reverse ? 0 : (double)c->rows / t;
-  int64_t i;
-  for (i = first; c->last && i < end; i++) c->state[i] = (float)carried[i];
-  if (s->forgets) lunai_sweep_fade(s, c, carried, i, end);
-  else if (i < end) s->kernels->scan(end - i, joins, leaves, c->state + i, carried + i);
+  if (c->last) for (int64_t i = first; i < end; i++) c->state[i] = (float)carried[i];
+  else if (s->forgets) lunai_sweep_fade(s, c, carried, first, end);
+  else if (first < end) s->kernels->scan(end - first, joins, leaves, c->state + first, carried + first);
 }
 
 LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
@@ -7913,11 +7927,11 @@ LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *paralle
     memset(state, 0, (size_t)o->count * sizeof(double));
     lunai_sweep_pass(s, parallel, scratch);
     s->summing = false;
-    for (int64_t i = 0; means && i < o->count; i++) state[i] *= all;
+    if (means) for (int64_t i = 0; i < o->count; i++) state[i] *= all;
     if (o->unit > o->count) state[o->count] = lunai_horizon_fade(s->horizon, lunai_beyond(end, s->horizon) -
                                                      lunai_beyond(o->position, s->horizon));
     o->scan(o->op, state, s->reverse);
-    for (int64_t i = 0; means && before > 0 && i < o->count; i++) state[i] /= (double)before;
+    if (means && before > 0) for (int64_t i = 0; i < o->count; i++) state[i] /= (double)before;
     o->received = true;
   }
   s->position = o->position;
@@ -7954,7 +7968,8 @@ LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lu
     for (int64_t t = first; t < b.n; t++, scores += LUNAI_CHUNK)
       memset(scores + t + 1, 0, (size_t)(b.n - t - 1) * sizeof(float));
   }
-  for (int64_t j = 0; j < c->rows && c->within < c->rows; j++) { /* each row beyond the horizon leaves less of row j */
+  if (c->within == c->rows) return;
+  for (int64_t j = 0; j < c->rows; j++) { /* each row beyond the horizon leaves less of row j */
     double left = 1;
     for (int64_t t = lunai_max(c->within, j + 1); t < c->rows; t++)
       c->scores[t * LUNAI_CHUNK + j] *= (float)(left *= c->fade);
@@ -8193,9 +8208,11 @@ LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   lunai_chunk_scores(c, q, lunai_luna_wide(a, c, a->k));
   lunai_causal_mix(c, a->scale, q, c->state, omega, lunai_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
-  if (LUNAI_TRAINS && a->w) c->kernels->copy_rows(w, a->w + narrow, a->heads * a->slots);
-  for (int64_t t = 0; LUNAI_TRAINS && a->w && l < a->slots && t < c->rows; t++)
-    memset(a->w + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
+  if (LUNAI_TRAINS && a->w) {
+    c->kernels->copy_rows(w, a->w + narrow, a->heads * a->slots);
+    for (int64_t t = 0; t < c->rows; t++)
+      memset(a->w + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
+  }
   lunai_chunk_scores(c, w, omega);
   lunai_causal_mix(c, 1, w, c->state + a->head_dim * l, lunai_luna_wide(a, c, a->v),
                    lunai_luna_into(a, c, a->out, false));
@@ -8203,7 +8220,8 @@ LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
 
 /* a stream's state is left as it was where the new one is not finite */
 LUNAI_FN bool lunai_luna_stores(const lunai_causal_luna *a, int64_t n, const double *state) {
-  for (int64_t i = 0; i < n && !a->positions; i++)
+  if (a->positions) return true;
+  for (int64_t i = 0; i < n; i++)
     if (state[i] - state[i] != 0) return false;
   return true;
 }
@@ -8266,7 +8284,8 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
     kernels->softmax(1, l, w, w);
     kernels->step_mean(v_step, lunai_mean_of(av, l, d, d, now), share, omega, a->v + wide, w, sum);
     for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
-    for (int64_t i = 0; LUNAI_TRAINS && a->w && !a->forgets && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
+    if (LUNAI_TRAINS && a->w && !a->forgets)
+      for (int64_t i = 0; i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
   }
 }
 
@@ -8373,7 +8392,8 @@ LUNAI_FN const float *lunai_forget_before(const lunai_causal_chunk *c, lunai_for
 /* dropout of the chunk's rows of W */
 LUNAI_FN void lunai_forget_drop(const lunai_causal_luna *a, const lunai_causal_chunk *c, float *w) {
   const int64_t l = lunai_luna_slots(a, c->item);
-  for (int64_t t = 0; LUNAI_DROPS(a) && t < c->rows; t++, w += l)
+  if (!LUNAI_DROPS(a)) return;
+  for (int64_t t = 0; t < c->rows; t++, w += l)
     c->kernels->dropout(&a->dropout, lunai_luna_row(a, c->item, c->first + t) * a->slots, l, w, w, false);
 }
 /* floats of U, Z, H, ... over all rows; a chunk's are dense, at its first row */
@@ -8455,16 +8475,20 @@ LUNAI_FN void lunai_forget_out_up(const void *args, const lunai_causal_chunk *c)
   for (int64_t slot = 0; slot < l; slot++)
     c->sums[slot * state.unit + state.unit - 1] = (float)lunai_chunk_fade(c, l, slot);
 }
+LUNAI_FN void lunai_two_floats(double x, float *sum, float *rest) {
+  *sum = (float)x;
+  *rest = (float)(x - (double)*sum);
+}
 /* The sum of W dW after the chunk out of the states' gradient, as the sum of two floats, in place of the next chunk's
    first sums, which nothing else reads then */
 LUNAI_FN void lunai_forget_anchor(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
   const int64_t l = lunai_luna_slots(a, c->item), unit = lunai_forget_unit(a);
   float *next = c->sums + a->slots * unit;
-  for (int64_t slot = 0; slot < l && c->first + c->rows < a->rows; slot++, next += unit) {
+  if (c->first + c->rows >= a->rows) return;
+  for (int64_t slot = 0; slot < l; slot++, next += unit) {
     double sum = 0;
     for (int64_t i = 0; i < unit - 1; i++) sum -= (double)c->state[slot * unit + i] * (double)next[i];
-    next[0] = (float)sum;
-    next[1] = (float)(sum - (double)next[0]);
+    lunai_two_floats(sum, &next[0], &next[1]);
   }
 }
 
@@ -8492,10 +8516,11 @@ LUNAI_FN void lunai_forget_out_down(const void *args, const lunai_causal_chunk *
   const lunai_matrix g = lunai_luna_wide(a, c, a->grad_out);
   float *dw = c->buffer[0];
   lunai_forget_anchor(a, c);
-  for (int64_t slot = 0; !c->begins && slot < l; slot++) {
-    const float fade = (float)lunai_chunk_fade(c, l, slot);
-    c->kernels->scale(state.unit, fade, c->state + slot * state.unit, c->state + slot * state.unit);
-  }
+  if (!c->begins)
+    for (int64_t slot = 0; slot < l; slot++) {
+      const float fade = (float)lunai_chunk_fade(c, l, slot);
+      c->kernels->scale(state.unit, fade, c->state + slot * state.unit, c->state + slot * state.unit);
+    }
   if (a->grad_k) lunai_causal_grad_yz(c, h, w, state.k, q, lunai_luna_into(a, c, a->grad_k, true));
   if (a->grad_v) lunai_causal_grad_yz(c, r, w, state.v, g, lunai_luna_into(a, c, a->grad_v, true));
   if (!a->grad_s && !a->grad_gates) return;
@@ -8530,20 +8555,19 @@ LUNAI_FN void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
   const int64_t end = lunai_share(s->items, thread + 1, threads);
   for (int64_t item = lunai_share(s->items, thread, threads); item < end; item++) {
     memset(after, 0, (size_t)(2 * a->slots) * sizeof(float));
-    for (int64_t i = 0, l = lunai_luna_slots(a, item); s->outside && i < l; i++) {
-      const double later = s->outside->after[item * a->slots + i];
-      after[i] = (float)later;
-      after[l + i] = (float)(later - (double)after[i]);
-    }
+    if (s->outside)
+      for (int64_t i = 0, l = lunai_luna_slots(a, item); i < l; i++)
+        lunai_two_floats(s->outside->after[item * a->slots + i], &after[i], &after[l + i]);
     for (int64_t k = 0; k < s->chunks; k++) {
       const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, 0, thread);
       const lunai_matrix gates = lunai_luna_narrow(a, &c, a->gates);
       const float *next = c.sums + a->slots * s->unit;
-      for (int64_t i = 0; k > 0 && i < gates.columns; i++, next += s->unit) {
-        if (next[s->unit - 1] >= 0.5f) continue; /* the next chunk forgets less than half of it */
-        after[i] = next[0];
-        after[gates.columns + i] = next[1];
-      }
+      if (k > 0)
+        for (int64_t i = 0; i < gates.columns; i++, next += s->unit) {
+          if (next[s->unit - 1] >= 0.5f) continue; /* the next chunk forgets less than half of it */
+          after[i] = next[0];
+          after[gates.columns + i] = next[1];
+        }
       s->kernels->forget_gates(gates, c.h, after, a->grad_gates + (gates.at - a->gates));
     }
   }
