@@ -2876,12 +2876,11 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define LUNAI_PREFETCH(p) ((void)0)
 #endif
 
-/* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
-   upper: x that is not NaN to its upper 16 bits, to nearest, ties to even
-   scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
-   > 0. On x86 four(max, v): a vector's parts of four lanes as one, by their sum or largest; vi: a vector's bits;
-   LUNAI_MM, LUNAI_SI: the intrinsic of that name; LUNAI_MZ: its maskz form in AVX-512, where gcc 12 warns of the
-   undefined operand inside the other */
+/* nearest(x) is the nearest whole number, for |x| < 2^20 (of anything else a whole number, or not finite). upper(x) is
+   x, unless NaN, rounded to its upper 16 bits, ties to even. scale2(x, n) is x 2^n by an addition to the exponent, and
+   split(x, e) gives m and e of x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0. On x86 four(max, v) makes a
+   vector's parts of four lanes one, by their sum or largest; a vi is a vector's bits; LUNAI_MM and LUNAI_SI make an
+   intrinsic's name, and LUNAI_MZ its maskz form in AVX-512, as gcc 12 warns of an undefined operand in the other. */
 #if LUNAI_IS(avx512) || LUNAI_IS(vnni) || LUNAI_IS(bf16)
 #define VF 16
 #define vf __m512
@@ -4035,8 +4034,8 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
-/* LUNAI_PAIR: values of k in a word. vf_terms: sum and the products of the words' numbers. words: of VF PAIR numbers at
-   p; line: VF words of a number of x each and, in a pair, one of `next` */
+/* A word holds LUNAI_PAIR values of k, and vf_terms adds the products of two words' numbers to a sum. bf16_words makes
+   words of VF PAIR numbers in a row, bf16_line of VF numbers of x and, in a pair, those of `next` beside them. */
 #undef LUNAI_G
 #if LUNAI_IS(bf16)
 #define LUNAI_G(name) lunai_##name##_avx512 /* what is the same there */
@@ -4049,7 +4048,7 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #endif
 
 #ifdef LUNAI_PASS_LOOPS
-/* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
+/* fills one panel, of which `columns` exist; from its first on B has `ahead` in memory, which may be prefetched */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
                                   int64_t b_column, float *to) {
   int64_t j = 0, p;
@@ -4185,8 +4184,8 @@ LUNAI_INLINE const float *LUNAI_K(bf16_a)(int64_t m, int64_t k, int64_t row, int
 }
 #endif
 
-/* A tile: rows by `vectors` vectors, both constants in every call below. gcc keeps an array in registers only when
-   every index is a constant, so all its loops are unrolled. Rows of A are addressed from every third one: an x86
+/* A tile is rows by `vectors` vectors, both constants in every call below. gcc keeps an array in registers only when
+   every index is a constant, so all its loops are unrolled. Rows of A are addressed from every third one, as an x86
    address holds a base plus one or two strides at no cost. */
 LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                                      const float *b, int64_t b_row, const lunai_epilogue *e) {
@@ -4225,8 +4224,8 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const flo
     }
   }
 }
-/* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
-   Below four rows a tile waits for its own sums. Where no more than half a panel exists, twice MR, by one vector. */
+/* The next tile has MR of the `left` rows unless that would leave 1 or 2; then it has 8, 4, 3, 2 or 1. Below four rows
+   a tile waits for its own sums. Where no more than half a panel exists, it has twice MR, by one vector. */
 LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left, bool half) {
   if (half && left >= 2 * LUNAI_MR) return 2 * LUNAI_MR;
   if (left == LUNAI_MR || left > LUNAI_MR + 2 || LUNAI_MR == 1) return LUNAI_MR;
@@ -4245,7 +4244,7 @@ LUNAI_INLINE void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t
 }
 
 #ifdef LUNAI_PASS_LOOPS
-/* epilogues that a tile cannot do: edges, activations other than ReLU, two results; `tile` is [rows, NR] */
+/* does what a tile's epilogue cannot: edges, activations other than ReLU, two results; `tile` is [rows, NR] */
 LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, int64_t rows, int64_t columns,
                                    float *tile) {
   const int64_t sum_at = i * t->sum_row + j, from_at = i * t->from_row + j, c_at = i * t->c_row + j;
@@ -4346,8 +4345,8 @@ static const lunai_products LUNAI_K(products) = { LUNAI_PAIR, LUNAI_K(bf16_panel
 
 #ifdef LUNAI_PASS_LOOPS
 
-/* Few rows by the transpose of a row-major matrix, as a linear layer's weight in decoding: each element is a dot
-   product by lanes, so that the matrix is read once and in order, at memory bandwidth. */
+/* Few rows are multiplied by the transpose of a row-major matrix, as a linear layer's weight in decoding: each element
+   is a dot product by lanes, so that the matrix is read once and in order, at memory bandwidth. */
 LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const float *b) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   int64_t p = 0;
@@ -4456,8 +4455,8 @@ LUNAI_FN void lunai_matmul_words(const lunai_kernels *kernels, lunai_matrix a, l
   else lunai_matmul(kernels, 1, a, b, c, panels);
 }
 
-/* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that
-   threads never wait for each other; and the scratch of a thread. `late`: C is added after the activation, so
+/* How a gemm is shared out, and what scratch a thread needs. Each batch item has row_parts x column_parts, each part
+   with panels of its own, so that threads never wait for each other. `late` means that C is added after the activation:
    partial sums need their own place. */
 typedef struct lunai_gemm_plan {
   const lunai_kernels *kernels;
@@ -4682,9 +4681,9 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
-   All arrays dense, of any size and alignment; a map may be computed in place.
-   Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its
-   bits do not depend on which columns are computed with it. Guarded by tests/elementwise.c
+   All arrays are dense, of any size and alignment; a map may be computed in place. Long sums are short float sums,
+   added up in double in a fixed order. Column sums treat each column alone, so that its bits do not depend on which
+   columns are computed with it. Guarded by tests/elementwise.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* ---- the reference ---- */
@@ -4993,7 +4992,7 @@ LUNAI_FN void LUNAI_K(elementwise_slope)(const lunai_each *e, int input, const f
 #define LUNAI_MOMENTS 3            /* d and d^2, where d = a - shift */
 #define LUNAI_NORM 4               /* g and g (a - shift) factor, where g = b c, or b when c is null */
 
-/* p += and q += the terms of the vector at i, of which `left` floats exist; the others add 0 */
+/* adds to p and q the terms of the vector at i, of which `left` floats exist; the others add 0 */
 LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c,
                                 vf shift, vf factor,
                                 vf *p, vf *q) {
@@ -5014,8 +5013,8 @@ LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *
   }
 }
 
-/* returns the first sum; *second gets the other of a kind that has two. Four chains of sixteen float terms, then
-   double */
+/* Returns the first sum; *second gets the other of a kind that has two. Sixteen float terms at a time are summed in
+   each of four chains, then these in double. */
 LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift,
                                     float factor,
                                     double *second) {
@@ -5053,8 +5052,8 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return 
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
-/* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here:
-   the sum of exp is NaN then */
+/* Returns what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked
+   here, as the sum of exp is NaN then. */
 LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   for (int64_t i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
@@ -5154,8 +5153,8 @@ LUNAI_INLINE void LUNAI_K(column_part)(int vectors, lunai_matrix a, const float 
   vf_store(part + 3 * VF, sum3);
 }
 
-/* y[j y_column] += factor * sum over rows of a (b - mean) rstd, mean and rstd those of `norm`, or 0 and 1 where it is
-   null; null b: of a. b has a's strides. */
+/* y[j y_column] += factor * sum over rows of a (b - mean) rstd, where mean and rstd are those of `norm`, or 0 and 1
+   where it is null; where b is null the sum is that of a. b has a's strides. */
 LUNAI_FN void LUNAI_K(column_sums)(lunai_matrix a, const float *b, const lunai_layer_norm *norm, float factor,
                                    float *y, int64_t y_column) {
   float part[LUNAI_SUM_COLUMNS];
@@ -5310,9 +5309,9 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int
 /* ---- dropout ---- */
 
 #ifdef LUNAI_MM
-/* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b
-   side by side. VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd
-   ones', lie in order */
+/* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b) puts words a and b
+   side by side. VU_ORDER says which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd
+   ones', lie in order. */
 #undef VU_ORDER
 #undef vu_set
 #if LUNAI_IS(sse2)
@@ -5502,8 +5501,8 @@ LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t
 }
 
 /* One head of one batch row: its real sizes, and where it starts in each tensor, in log_sum_exp and sums (row), and
-   among dropout's elements. `across`: the scores of a query are contiguous, the keys are in panels and the queries read
-   in place; otherwise the scores of a key, and the converse. Same bits. */
+   among dropout's elements. With `across` the scores of a query are contiguous, the keys are in panels and the queries
+   are read in place; otherwise the scores of a key are, and so on conversely. The bits are the same. */
 typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
@@ -5533,7 +5532,7 @@ typedef struct lunai_sparse {
   int64_t left, right, blocks, numbers;
 } lunai_sparse;
 typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
-/* Those of a block's keys that a query in [low, high] may see; the next: at `at` of that run */
+/* Goes through those of a block's keys that a query in [low, high] may see; the next is at `at` of run `run`. */
 typedef struct lunai_key_cursor { int64_t block, low, high, run, at; } lunai_key_cursor;
 LUNAI_FN lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
   const lunai_key_cursor c = { block, low, high, 0, 0 };
@@ -5565,7 +5564,7 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
 LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
   return s->p->blocks ? s->p->queries[block] : block * s->head.queries;
 }
-/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
+/* Takes the rows of up to `limit` of a block's queries from number *at on, which moves, and returns how many. */
 LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
   const int64_t end = lunai_sparse_first(s, block + 1);
   int64_t n = 0;
@@ -5575,7 +5574,7 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   }
   return n;
 }
-/* Up to `limit` of a cursor's keys, which moves; how many. keys may be null: counts them. */
+/* Takes up to `limit` of a cursor's keys, which moves, and returns how many; keys null: it only counts them. */
 LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
   const luna_key_run all = { 0, (int32_t)s->head.keys, false }, *runs = s->p->blocks ? s->p->runs : &all;
   const int64_t begin = s->p->blocks ? s->p->offsets[at->block] : 0;
@@ -5740,8 +5739,9 @@ LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, flo
   vf_store(x, p);
 }
 
-/* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it.
-   The sums go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
+/* The scores become exp(s - maximum), times the mask; stats gets each query's maximum, sum before the mask and sum
+   after it. The sums go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same
+   bits. */
 LUNAI_INLINE void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const float *mask, float *stats) {
   const int64_t lines = t->lines, length = t->length, step = t->step;
   for (int64_t i = 0; i < lines; i++, s += step) {
@@ -5835,8 +5835,8 @@ LUNAI_FN void LUNAI_K(attention_finish)(int64_t width, int64_t dim, float *state
   }
 }
 
-/* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale. stats: each query's log-sum-exp,
-   delta, and what is added to dP before the mask. */
+/* The scores s become P m, and the slopes dP become dS = P (dP m - delta), without the scale. stats has each query's
+   log-sum-exp, delta, and what is added to dP before the mask. */
 LUNAI_FN void LUNAI_K(tile_slopes)(const lunai_tile *t, float *s, float *slopes, const float *mask,
                                    const float *stats) {
   const int64_t lines = t->lines, length = t->length, step = t->step;
@@ -5942,8 +5942,8 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   return scratch;
 }
 
-/* The largest sizes, and how to share the work among `threads`, which never changes a bit; returns the bytes of
-   scratch */
+/* Finds the largest sizes and how to share the work among `threads`, which never changes a bit; returns the bytes of
+   scratch. */
 LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kernels *kernels, const lunai_attention *a,
                                       int64_t threads, bool backward, void *scratch) {
   lunai_attention_space space;
@@ -6190,8 +6190,9 @@ LUNAI_FN void lunai_run_dense(const lunai_kernels *kernels, const lunai_attentio
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
 }
 
-/* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that
-   vary), and that gradient. list: the queries' rows; null: t->query and those after it */
+/* stats gets of each query of a tile its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout
+   makes that vary), and that gradient. `list` has the queries' rows; where it is null they are t->query and those after
+   it. */
 LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                                    const lunai_tile *t, const int32_t *list, float *stats) {
   float *lse = stats, *delta = stats + LUNAI_TILE, *add = stats + 2 * LUNAI_TILE;
@@ -6328,8 +6329,8 @@ LUNAI_FN void lunai_run_dense_backward(const lunai_kernels *kernels, const lunai
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>sparse: attention to some keys. Runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile
-   of queries at a time by those keys of the part that it may see. Rows that do not follow one another are copied.
+   >>sparse: attention to some keys. Runs of a block's queries meet parts of at most LUNAI_KEY_BLOCK of their keys, a
+   tile of queries at a time those keys of the part that it may see. Rows that do not follow one another are copied.
    Guarded by tests/sparse.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
@@ -6384,8 +6385,8 @@ typedef struct lunai_sparse_tile {
   lunai_tile t;
 } lunai_sparse_tile;
 
-/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
-   value_dim]; direct: dQ goes to its place, where nothing else is added */
+/* Backward has a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
+   value_dim]. With `direct` dQ goes to its place, where nothing else is added. */
 typedef struct lunai_sparse_part {
   lunai_sparse s;
   lunai_sparse_run run;
@@ -6436,7 +6437,7 @@ LUNAI_FN int64_t lunai_sparse_count(const lunai_sparse *s, const lunai_sparse_ru
   lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
   return lunai_sparse_keys(s, &cursor, INT64_MAX, NULL);
 }
-/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
+/* Returns how many of a run's keys to take at a time, so that parts are about equal; 0 when there are none. */
 LUNAI_FN int64_t lunai_sparse_limit(int64_t keys) {
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
@@ -6599,15 +6600,15 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
   lunai_tile_pad(&q->t, mask, 0);
 }
 
-/* Of a tile those queries from i on, `width` of them, and the keys that one of them may see; its scores lie in the
-   tile's, `key` rows on and i columns. */
+/* A narrower tile has `width` of a tile's queries, from i on, and the keys that one of them may see; its scores lie in
+   the tile's, `key` rows and i columns on. */
 LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse_tile *q, int64_t i, int64_t width) {
   lunai_sparse_tile x = lunai_sparse_tile_of(q->s, q->run, q->keys, q->first + i, lunai_min(width, q->t.width - i));
   x.t.step = x.t.k_step = q->t.step;
   return x;
 }
-/* to = factor X Y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. Y: the
-   tile's keys; panels: X, from the tile's first query on */
+/* to = factor X Y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. Y has the
+   tile's keys, and `panels` X from the tile's first query on. */
 LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse_tile *q, float factor, lunai_matrix y,
                                    const float *panels, float *to) {
   const int64_t width = lunai_max(w->tile, w->kernels->nr);
@@ -7209,8 +7210,8 @@ LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *c, int64_t item, int64_t
   return item / c->heads * c->z_batch + item % c->heads * c->z_head + row * c->z_row;
 }
 
-/* With a horizon T the mean over rows 1 to t becomes an exponential one from T on: M += (y z - M) / min(t, T). t and j
-   are counted from 1. */
+/* With a horizon T the mean over rows 1 to t becomes an exponential one from T on: M += (y z - M) / min(t, T). Rows t
+   and j are counted from 1. */
 LUNAI_INLINE int64_t lunai_within(int64_t t, int64_t horizon) {
   return horizon > 0 && t > horizon ? horizon : t;
 }
@@ -7295,7 +7296,7 @@ LUNAI_FN double lunai_decay(double x) {
   return y;
 }
 /* A stream's row t that is not finite would stay in the means for ever: from it on rows have no result, and are not
-   remembered. skipping: there was one before. */
+   remembered. `skipping` says that there was one before. */
 LUNAI_FN bool lunai_luna_skips(const lunai_causal_luna *a, int64_t item, int64_t t, bool skipping) {
   const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), row = lunai_luna_row(a, item, t);
   const int64_t wide = row * d, narrow = row * a->slots;
@@ -7599,8 +7600,8 @@ LUNAI_INLINE vf LUNAI_K(gate_log)(vf x) {
   const vf rest = vf_log1p(vf_exp(vf_neg(vf_abs(x))));
   return vf_mul(vf_sub(vf_min(vf_zero(), x), rest), vf_of(1.0 / 16));
 }
-/* W_t = e^{s_t - c_t} LUNA_FORGET_SCALE, c_t the sum of the gates' logs up to t. sums: c after the last row as the sum
-   of two, and the sum of W */
+/* W_t = e^{s_t - c_t} LUNA_FORGET_SCALE, where c_t is the sum of the gates' logs up to t. sums gets c after the last
+   row as the sum of two floats, and the sum of W. */
 LUNAI_FN void LUNAI_K(forget_weights)(lunai_matrix s, lunai_matrix gates, float *w, float *sums) {
   const int64_t n = s.columns;
   for (int64_t i = 0; i < n; i += VF) {
@@ -7642,8 +7643,8 @@ LUNAI_FN void LUNAI_K(forget_slopes)(const lunai_forget *f, int64_t n) {
     LUNAI_PUT(f->h, vf_div(vf_mul(vf_set(f->scale), du), z));
   }
 }
-/* dW += after + the sum of dZ from t on; it becomes W dW, which ds gets where the score is within its bounds (ds may be
-   null, and has s's rows) */
+/* dW += after + the sum of dZ from t on; it becomes W dW, which ds, unless null, gets where the score is within its
+   bounds. ds has s's rows. */
 LUNAI_FN void LUNAI_K(forget_scores)(lunai_matrix s, const float *w, const float *dz, const float *after, float *dw,
                                      float *ds) {
   const int64_t n = s.columns;
@@ -7659,8 +7660,8 @@ LUNAI_FN void LUNAI_K(forget_scores)(lunai_matrix s, const float *w, const float
     }
   }
 }
-/* The gradient of a gate's log is minus the sum of W dW from its row on. dw: W dW; after: that of later rows as the sum
-   of two, [2, slots], to which these rows are added */
+/* The gradient of a gate's log is minus the sum of W dW (in dw) from its row on. `after` has that of later rows as the
+   sum of two floats, [2, slots]; these rows are added to it. */
 LUNAI_FN void LUNAI_K(forget_gates)(lunai_matrix gates, const float *dw, float *after, float *dgates) {
   const int64_t n = gates.columns;
   for (int64_t i = 0; i < n; i += VF) {
@@ -7874,8 +7875,8 @@ LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
   }
 }
 
-/* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their
-   outputs */
+/* Or the threads share a window of chunks: their sums, then the scan, where each thread has elements of every state,
+   and their outputs. */
 LUNAI_FN void lunai_sweep_window(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
   const int64_t window = lunai_min(s->window, s->chunks - s->start);
@@ -7957,8 +7958,8 @@ LUNAI_FN void lunai_sweep_clear(lunai_sweep *s, const lunai_kernels *kernels, co
 /* the triangle is computed as two triangles of half a chunk and the square below them */
 #define LUNAI_HALF (LUNAI_CHUNK / 2)
 
-/* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written
-   nor read */
+/* scores = (X Y^T) o L. Above its diagonal a triangle gets 0, whatever was there; the square above both is neither
+   written nor read. */
 LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lunai_matrix y) {
   lunai_panels b = lunai_panels_of(c->kernels, lunai_transposed(y), c->panels);
   for (int64_t first = 0; first < c->rows; first = b.n) {
@@ -8479,8 +8480,8 @@ LUNAI_FN void lunai_two_floats(double x, float *sum, float *rest) {
   *sum = (float)x;
   *rest = (float)(x - (double)*sum);
 }
-/* The sum of W dW after the chunk out of the states' gradient, as the sum of two floats, in place of the next chunk's
-   first sums, which nothing else reads then */
+/* Computes the sum of W dW after the chunk out of the states' gradient. It is left as the sum of two floats in place of
+   the next chunk's first sums, which nothing else reads then. */
 LUNAI_FN void lunai_forget_anchor(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
   const int64_t l = lunai_luna_slots(a, c->item), unit = lunai_forget_unit(a);
   float *next = c->sums + a->slots * unit;
@@ -8744,8 +8745,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(const lunai_gemm *g) { return lunai_panels
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
 
-/* LUNAI_BASELINE: the best that the compiler promises. Passes below it are left out; on x86 those above it follow, each
-   with its target switched on. */
+/* LUNAI_BASELINE is the best that the compiler promises. Passes below it are left out; on x86 those above it follow,
+   each with its target switched on. */
 #if defined(LUNA_NO_SIMD) || defined(LUNAI_DOUBLE) || defined(__CUDACC__)
 #define LUNAI_BASELINE _scalar
 #elif (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
