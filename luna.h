@@ -2830,7 +2830,6 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef VF
 #undef vf
 #undef vm
-#undef vf_zero
 #undef vf_set
 #undef vf_load
 #undef vf_store
@@ -2849,6 +2848,7 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef vf_le
 #undef vf_select
 #define vf_of(number) vf_set((float)(number))
+#define vf_zero() vf_set((float)0)
 #define vf_neg(x) vf_sub(vf_zero(), x)
 #define vf_exp2(x) LUNAI_K(exp2)(x)
 #define vf_log1p(x) LUNAI_K(log1p)(x)
@@ -2972,7 +2972,6 @@ LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(
 #define VF 4
 #define vf float32x4_t
 #define vm uint32x4_t
-#define vf_zero() vdupq_n_f32(0.0f)
 #define vf_set(x) vdupq_n_f32(x)
 #define vf_load(p) vld1q_f32(p)
 #define vf_store(p, v) vst1q_f32(p, v)
@@ -3016,7 +3015,6 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define VF 4
 #define vf v128_t
 #define vm v128_t
-#define vf_zero() wasm_f32x4_splat(0.0f)
 #define vf_set(x) wasm_f32x4_splat(x)
 #define vf_load(p) wasm_v128_load(p)
 #define vf_store(p, v) wasm_v128_store(p, v)
@@ -3060,7 +3058,6 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define VF 1
 #define vf float
 #define vm bool
-#define vf_zero() ((float)0)
 #define vf_set(x) (x)
 #define vf_load(p) (*(p))
 #define vf_store(p, v) ((void)(*(p) = (v)))
@@ -3121,7 +3118,6 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 
 /* the largest and the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
 #ifdef LUNAI_MM
-#define vf_zero() LUNAI_MM(setzero_ps)()
 #define vf_set(x) LUNAI_MM(set1_ps)(x)
 #define vf_load(p) LUNAI_MM(loadu_ps)(p)
 #define vf_store(p, v) LUNAI_MM(storeu_ps)(p, v)
@@ -3247,13 +3243,14 @@ LUNAI_INLINE vf LUNAI_K(log1p)(vf x) { return log1p(x); }
 LUNAI_INLINE vf LUNAI_K(tanh)(vf x) { return tanh(x); }
 LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
+/* three steps of Horner's scheme */
+LUNAI_INLINE vf LUNAI_K(horner)(vf p, vf x, float a, float b, float c) {
+  return vf_fma(vf_fma(vf_fma(p, x, vf_set(a)), x, vf_set(b)), x, vf_set(c));
+}
 /* e^r 2^n for |r| <= ln(2)/2: 1 + r + r^2 P(r) */
 LUNAI_INLINE vf LUNAI_K(exp_of)(vf r, vf n) {
-  vf p = vf_fma(vf_set(1.381422187e-03f), r, vf_set(8.368898669e-03f));
-  p = vf_fma(p, r, vf_set(4.166840572e-02f));
-  p = vf_fma(p, r, vf_set(1.666651913e-01f));
-  p = vf_fma(p, r, vf_set(4.999999335e-01f));
-  p = vf_fma(p, vf_mul(r, r), r);
+  vf p = LUNAI_K(horner)(vf_set(1.381422187e-03f), r, 8.368898669e-03f, 4.166840572e-02f, 1.666651913e-01f);
+  p = vf_fma(vf_fma(p, r, vf_set(4.999999335e-01f)), vf_mul(r, r), r);
   return LUNAI_K(scale2)(vf_add(p, vf_set(1.0f)), n);
 }
 LUNAI_INLINE vf vf_exp(vf x) {
@@ -3272,12 +3269,8 @@ LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
 LUNAI_INLINE vf LUNAI_K(log_of)(vf x) {
   vf e;
   const vf f = vf_sub(LUNAI_K(split)(x, &e), vf_set(1.0f)), square = vf_mul(f, f);
-  vf p = vf_fma(vf_set(-7.634496512e-02f), f, vf_set(1.276157704e-01f));
-  p = vf_fma(p, f, vf_set(-1.316018240e-01f));
-  p = vf_fma(p, f, vf_set(1.420175800e-01f));
-  p = vf_fma(p, f, vf_set(-1.662335734e-01f));
-  p = vf_fma(p, f, vf_set(2.000122688e-01f));
-  p = vf_fma(p, f, vf_set(-2.500082103e-01f));
+  vf p = LUNAI_K(horner)(vf_set(-7.634496512e-02f), f, 1.276157704e-01f, -1.316018240e-01f, 1.420175800e-01f);
+  p = LUNAI_K(horner)(p, f, -1.662335734e-01f, 2.000122688e-01f, -2.500082103e-01f);
   p = vf_fma(p, f, vf_set(3.333333171e-01f));
   p = vf_fma(e, vf_set(-2.12194440e-4f), vf_mul(vf_mul(p, f), square));
   p = vf_fnma(vf_set(0.5f), square, p);
@@ -3298,36 +3291,24 @@ LUNAI_INLINE vf LUNAI_K(log1p)(vf x) {
 /* erfc(a) for a >= 0 with e = exp(-a^2): e times a polynomial in t = 1/(1 + 0.4 a) */
 LUNAI_INLINE vf LUNAI_K(erfc_of)(vf a, vf e) {
   const vf t = vf_div(vf_set(1.0f), vf_fma(a, vf_set(0.4f), vf_set(1.0f)));
-  vf p = vf_fma(vf_set(4.125306336e-02f), t, vf_set(-1.403193500e-01f));
-  p = vf_fma(p, t, vf_set(8.398751562e-02f));
-  p = vf_fma(p, t, vf_set(8.796408696e-02f));
-  p = vf_fma(p, t, vf_set(7.975665838e-02f));
-  p = vf_fma(p, t, vf_set(1.933931405e-01f));
-  p = vf_fma(p, t, vf_set(2.018876065e-01f));
-  p = vf_fma(p, t, vf_set(2.264431092e-01f));
-  p = vf_fma(p, t, vf_set(2.256342313e-01f));
+  vf p = LUNAI_K(horner)(vf_set(4.125306336e-02f), t, -1.403193500e-01f, 8.398751562e-02f, 8.796408696e-02f);
+  p = LUNAI_K(horner)(p, t, 7.975665838e-02f, 1.933931405e-01f, 2.018876065e-01f);
+  p = vf_fma(vf_fma(p, t, vf_set(2.264431092e-01f)), t, vf_set(2.256342313e-01f));
   return vf_mul(vf_mul(p, t), e);
 }
 LUNAI_INLINE vf vf_erf(vf x) {
   const vf a = vf_abs(x), square = vf_mul(x, x);
   const vf c = LUNAI_K(erfc_of)(a, vf_exp(vf_sub(vf_zero(), square))), large = vf_sub(vf_set(1.0f), c);
-  vf p = vf_fma(vf_set(7.853882574e-05f), square, vf_set(-8.010200583e-04f));
-  p = vf_fma(p, square, vf_set(5.188328565e-03f));
-  p = vf_fma(p, square, vf_set(-2.685381247e-02f));
-  p = vf_fma(p, square, vf_set(1.128358516e-01f));
-  p = vf_fma(p, square, vf_set(-3.761262583e-01f));
-  p = vf_mul(vf_fma(p, square, vf_set(1.128379166e+00f)), x);
+  vf p = LUNAI_K(horner)(vf_set(7.853882574e-05f), square, -8.010200583e-04f, 5.188328565e-03f, -2.685381247e-02f);
+  p = vf_mul(LUNAI_K(horner)(p, square, 1.128358516e-01f, -3.761262583e-01f, 1.128379166e+00f), x);
   return vf_select(vf_lt(a, vf_set(1.0f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
 /* x + x^3 P(x^2) to 0.625 (Cephes' tanhf), then 1 - 2 / (e^(2 x) + 1) */
 LUNAI_INLINE vf LUNAI_K(tanh)(vf x) {
   const vf a = vf_abs(x), square = vf_mul(x, x), one = vf_set(1.0f);
   const vf large = vf_sub(one, vf_div(vf_set(2.0f), vf_add(vf_exp(vf_add(a, a)), one)));
-  vf p = vf_fma(vf_set(-5.70498872745e-3f), square, vf_set(2.06390887954e-2f));
-  p = vf_fma(p, square, vf_set(-5.37397155531e-2f));
-  p = vf_fma(p, square, vf_set(1.33314422036e-1f));
-  p = vf_fma(p, square, vf_set(-3.33332819422e-1f));
-  p = vf_mul(vf_fma(p, square, one), x);
+  vf p = LUNAI_K(horner)(vf_set(-5.70498872745e-3f), square, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f);
+  p = vf_mul(vf_fma(vf_fma(p, square, vf_set(-3.33332819422e-1f)), square, one), x);
   return vf_select(vf_lt(a, vf_set(0.625f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
 /* P(X <= x) of a standard normal X with e = exp(-x^2/2): the smaller tail is computed, so that neither loses digits */
@@ -3504,9 +3485,9 @@ typedef struct lunai_int8_loops {
 #endif
 
 #ifdef LUNAI_PASS_INT8
-/* vi: VF int32. LUNAI_QX: elements that vi_dot takes of a row-major row of W; LUNAI_QM, LUNAI_QV: rows and vectors of
-   a tile. vi_multiply(sum, x, w): each lane adds LUNAI_QK products, of x the same in all lanes, vi_each(p). vpdpbusd
-   wants x unsigned: q + 128, and vi_floats subtracts 128 times the sum of W's row. */
+/* A vi is VF int32; q's integers are LUNAI_QT. vi_dot takes LUNAI_QX elements of a row-major row of W; a tile has
+   LUNAI_QM rows and LUNAI_QV vectors. In vi_multiply(sum, x, w) each lane adds LUNAI_QK products, of x the same in all
+   lanes, vi_each(p). vpdpbusd wants x unsigned: q is 128 more, and vi_floats subtracts 128 times the sum of W's row. */
 #undef vi_zero
 #undef vi_store
 #undef vi_panel
@@ -3516,34 +3497,31 @@ typedef struct lunai_int8_loops {
 #undef vi_add
 #undef vi_floats
 #undef LUNAI_INT8_SUM
-#undef LUNAI_QB
+#undef LUNAI_QT
 #undef LUNAI_QK
-#undef LUNAI_QX
 #undef LUNAI_QM
-#undef LUNAI_QV
+#define LUNAI_QB ((int64_t)sizeof(LUNAI_QT))
+#define LUNAI_QV (VF > 1 ? 2 : 4)
 #define LUNAI_QN (LUNAI_QV * VF)
+#define LUNAI_QX (VF > 1 ? 4 * VF / (int)LUNAI_QB : 1)
 LUNAI_INLINE int32_t LUNAI_K(int8_word)(const void *p) {
   int32_t x;
   memcpy(&x, p, sizeof x);
   return x;
 }
 #if LUNAI_IS(vnni)
-#define LUNAI_QB 1
+#define LUNAI_QT int8_t
 #define LUNAI_QK 4
-#define LUNAI_QX 64
 #define LUNAI_QM 14
-#define LUNAI_QV 2
 #define vi_multiply(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const __m512i n = _mm512_add_epi32(_mm512_maskz_cvtps_epi32(0xFFFF, x), _mm512_set1_epi32(128));
   _mm_storeu_si128((__m128i *)(void *)q, _mm512_maskz_cvtepi32_epi8(0xFFFF, n));
 }
 #elif LUNAI_IS(avxvnni)
-#define LUNAI_QB 1
+#define LUNAI_QT int8_t
 #define LUNAI_QK 4
-#define LUNAI_QX 32
 #define LUNAI_QM 6
-#define LUNAI_QV 2
 #define vi_multiply(sum, x, w) _mm256_dpbusd_avx_epi32(sum, x, w)
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const __m256i n = _mm256_cvtps_epi32(x);
@@ -3551,11 +3529,9 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   _mm_storel_epi64((__m128i *)(void *)q, _mm_add_epi8(_mm_packs_epi16(words, words), _mm_set1_epi8(-128)));
 }
 #elif LUNAI_IS(avx512)
-#define LUNAI_QB 2
+#define LUNAI_QT int16_t
 #define LUNAI_QK 2
-#define LUNAI_QX 32
 #define LUNAI_QM 12
-#define LUNAI_QV 2
 LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) {
   return _mm512_maskz_cvtepi8_epi16(0xFFFFFFFF, _mm256_loadu_si256((const __m256i *)w));
 }
@@ -3564,22 +3540,18 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   _mm256_storeu_si256((__m256i *)(void *)q, _mm512_maskz_cvtepi32_epi16(0xFFFF, n));
 }
 #elif LUNAI_IS(avx2)
-#define LUNAI_QB 2
+#define LUNAI_QT int16_t
 #define LUNAI_QK 2
-#define LUNAI_QX 16
 #define LUNAI_QM 5                 /* of 6 one sum would be stored in each turn */
-#define LUNAI_QV 2
 LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w)); }
 LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   const __m256i n = _mm256_cvtps_epi32(x);
   _mm_storeu_si128((__m128i *)(void *)q, _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1)));
 }
 #elif LUNAI_IS(sse2)
-#define LUNAI_QB 2
+#define LUNAI_QT int16_t
 #define LUNAI_QK 2
-#define LUNAI_QX 8
 #define LUNAI_QM 4
-#define LUNAI_QV 2
 LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) {
   const vi bytes = _mm_loadl_epi64((const __m128i *)w);
   return _mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8);
@@ -3593,11 +3565,9 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
 #define vi_zero() vdupq_n_s32(0)
 #define vi_store(p, v) vst1q_s32(p, v)
 #define LUNAI_QM 8
-#define LUNAI_QV 2
 #ifdef __ARM_FEATURE_DOTPROD
-#define LUNAI_QB 1
+#define LUNAI_QT int8_t
 #define LUNAI_QK 4
-#define LUNAI_QX 16
 #define vi_panel(p) vld1q_s8((const int8_t *)(p))
 #define vi_each(p) vreinterpretq_s8_s32(vdupq_n_s32(LUNAI_K(int8_word)(p)))
 #define vi_multiply(sum, x, w) vdotq_s32(sum, w, x)
@@ -3607,9 +3577,8 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   vst1_lane_s32((int32_t *)(void *)q, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(n, n))), 0);
 }
 #else
-#define LUNAI_QB 2
+#define LUNAI_QT int16_t
 #define LUNAI_QK 1
-#define LUNAI_QX 8
 #define vi_panel(p) vld1_s16((const int16_t *)(const void *)(p))
 #define vi_each(p) vld1_dup_s16((const int16_t *)(const void *)(p))
 #define vi_multiply(sum, x, w) vmlal_s16(sum, x, w)
@@ -3624,11 +3593,9 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
 #endif
 #define vi_floats(p, sums, left) vcvtq_f32_s32(vld1q_s32(p))
 #elif LUNAI_IS(wasm)
-#define LUNAI_QB 2
+#define LUNAI_QT int16_t
 #define LUNAI_QK 2
-#define LUNAI_QX 8
 #define LUNAI_QM 4
-#define LUNAI_QV 2
 #define vi v128_t
 #define vi_zero() wasm_i32x4_splat(0)
 #define vi_store(p, v) wasm_v128_store(p, v)
@@ -3642,11 +3609,9 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
   wasm_v128_store64_lane(q, wasm_i16x8_narrow_i32x4(n, n), 0);
 }
 #else
-#define LUNAI_QB 2
+#define LUNAI_QT int16_t
 #define LUNAI_QK 1
-#define LUNAI_QX 1
 #define LUNAI_QM 4
-#define LUNAI_QV 4
 #define vi int32_t
 #define vi_zero() 0
 #define vi_store(p, v) ((void)(*(p) = (v)))
@@ -3729,12 +3694,6 @@ LUNAI_FN float LUNAI_K(int8_quantize)(int64_t k, const float *x, char *q) {
     LUNAI_K(int8_put)(q + i * LUNAI_QB, some ? vf_div(LUNAI_K(get)(x + i, k - i), divisor) : vf_zero());
   return scale;
 }
-#undef LUNAI_INT8
-#if LUNAI_QB == 1
-#define LUNAI_INT8 int8_t
-#else
-#define LUNAI_INT8 int16_t
-#endif
 /* n columns of W^T, the last panel filled up with zeros */
 LUNAI_FN void LUNAI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels) {
   const int64_t lines = lunai_divide_up(k, LUNAI_QK), whole = k / LUNAI_QK;
@@ -3744,7 +3703,7 @@ LUNAI_FN void LUNAI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *
     for (int64_t i = 0; i < columns; i++, w += k) {
       char *to = panels + i * LUNAI_QK * LUNAI_QB;
       for (int64_t line = 0; line < lines; line++, to += LUNAI_QN * LUNAI_QK * LUNAI_QB) {
-        LUNAI_INT8 word[LUNAI_QK] = { 0 };
+        LUNAI_QT word[LUNAI_QK] = { 0 };
         if (line == whole) for (int64_t p = 0; p < k - whole * LUNAI_QK; p++) word[p] = w[whole * LUNAI_QK + p];
         else if (LUNAI_QB == 1) memcpy(word, w + line * LUNAI_QK, sizeof word);
         else for (int p = 0; p < LUNAI_QK; p++) word[p] = w[line * LUNAI_QK + p];
@@ -3851,11 +3810,12 @@ typedef struct lunai_int8_work {
   char *q, *panels;                  /* x's integers; panels of each thread's own, `columns` columns */
   float *scales;                     /* of x */
   int64_t q_row, panel, columns;     /* panel: bytes of one */
+  size_t bytes;                      /* of scratch */
   bool dots;
 } lunai_int8_work;
-/* the layout in scratch, null: only counts; *bytes: of it */
+/* lays the work out in scratch, or where that is null only counts */
 LUNAI_FN lunai_int8_work lunai_int8_start(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads,
-                                          void *scratch, size_t *bytes) {
+                                          void *scratch) {
   lunai_int8_work w;
   char *at = scratch ? (char *)scratch : (char *)&w, *const start = at;
   memset(&w, 0, sizeof w);
@@ -3871,33 +3831,24 @@ LUNAI_FN lunai_int8_work lunai_int8_start(const lunai_kernels *kernels, const lu
   at += g->m * w.q_row;
   w.panels = at;
   if (!w.dots && !g->b_panels) at += threads * (w.columns / w.loops->qn * w.panel);
-  *bytes = (size_t)(at - start);
+  w.bytes = (size_t)(at - start);
   return w;
 }
-LUNAI_FN size_t lunai_int8_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
-  size_t bytes;
-  (void)lunai_int8_start(kernels, g, threads, NULL, &bytes);
-  return bytes;
-}
 LUNAI_FN size_t lunai_int8_panels_bytes(const lunai_kernels *kernels, const lunai_gemm *g) {
-  size_t bytes;
-  const lunai_int8_work w = lunai_int8_start(kernels, g, 1, NULL, &bytes);
+  const lunai_int8_work w = lunai_int8_start(kernels, g, 1, NULL);
   return (size_t)(lunai_divide_up(g->n, w.loops->qn) * w.panel);
 }
 LUNAI_FN void lunai_int8_panels_task(void *work, int64_t thread, int64_t threads) {
   const lunai_int8_work *w = (const lunai_int8_work *)work;
   const lunai_gemm *g = w->g;
-  const int64_t n = lunai_divide_up(g->n, w->loops->qn), first = lunai_share(n, thread, threads);
-  const int64_t column = first * w->loops->qn,
-      end = lunai_min(g->n, lunai_share(n, thread + 1, threads) * w->loops->qn);
-  if (column < end)
-    w->loops->int8_panels(end - column, g->k, g->b_int8->at + (g->b_first + column) * g->k,
-                          w->panels + first * w->panel);
+  const int64_t qn = w->loops->qn, column = lunai_part_at(g->n, qn, thread, threads);
+  const int64_t n = lunai_part_at(g->n, qn, thread + 1, threads) - column;
+  if (n > 0)
+    w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + column) * g->k, w->panels + column / qn * w->panel);
 }
 LUNAI_FN void lunai_int8_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                                      void *panels) {
-  size_t bytes;
-  lunai_int8_work w = lunai_int8_start(kernels, g, 1, NULL, &bytes);
+  lunai_int8_work w = lunai_int8_start(kernels, g, 1, NULL);
   w.panels = (char *)panels;
   lunai_run(parallel, lunai_int8_panels_task, &w);
 }
@@ -3949,8 +3900,7 @@ LUNAI_FN void lunai_int8_task(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN void lunai_int8_run(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                              void *scratch) {
-  size_t bytes;
-  lunai_int8_work w = lunai_int8_start(kernels, g, lunai_threads(parallel), scratch, &bytes);
+  lunai_int8_work w = lunai_int8_start(kernels, g, lunai_threads(parallel), scratch);
   lunai_run(g->m > 1 ? parallel : NULL, lunai_int8_quantize_task, &w);
   lunai_run(parallel, lunai_int8_task, &w);
 }
@@ -4652,7 +4602,7 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t count = lunai_max(threads, 1);
-  LUNAI_BY_INT8(g, return lunai_int8_scratch(kernels, g, count));
+  LUNAI_BY_INT8(g, return lunai_int8_start(kernels, g, count, NULL).bytes);
   if (lunai_gemm_dots(g)) return 0;
   lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, count);
   return (size_t)(lunai_gemm_plan_bytes(&p) * count);
@@ -6182,14 +6132,6 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
   }
 }
 
-LUNAI_FN void lunai_run_dense(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
-                              void *scratch) {
-  lunai_attention_work w;
-  lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
-  lunai_run(parallel, lunai_attention_task, &w);
-  if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
-}
-
 /* stats gets of each query of a tile its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout
    makes that vary), and that gradient. `list` has the queries' rows; where it is null they are t->query and those after
    it. */
@@ -6315,17 +6257,6 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
   }
 }
 
-LUNAI_FN void lunai_run_dense_backward(const lunai_kernels *kernels, const lunai_attention *a,
-                                       const lunai_parallel *parallel, void *scratch) {
-  lunai_attention_work w;
-  lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
-  for (; w.first < w.pairs * w.blocks; w.first = w.last) {
-    w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
-    memset(&w.shares, 0, sizeof w.shares);
-    lunai_run(parallel, lunai_attention_backward_task, &w);
-    lunai_run(parallel, lunai_attention_gather_task, &w);
-  }
-}
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -6826,11 +6757,29 @@ LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const luna
 }
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
-  (lunai_is_sparse(a) ? lunai_run_sparse : lunai_run_dense)(kernels, a, parallel, scratch);
+  lunai_attention_work w;
+  if (lunai_is_sparse(a)) {
+    lunai_run_sparse(kernels, a, parallel, scratch);
+    return;
+  }
+  lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
+  lunai_run(parallel, lunai_attention_task, &w);
+  if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
 }
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
-  (lunai_is_sparse(a) ? lunai_run_sparse_backward : lunai_run_dense_backward)(kernels, a, parallel, scratch);
+  lunai_attention_work w;
+  if (lunai_is_sparse(a)) {
+    lunai_run_sparse_backward(kernels, a, parallel, scratch);
+    return;
+  }
+  lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
+  for (; w.first < w.pairs * w.blocks; w.first = w.last) {
+    w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
+    memset(&w.shares, 0, sizeof w.shares);
+    lunai_run(parallel, lunai_attention_backward_task, &w);
+    lunai_run(parallel, lunai_attention_gather_task, &w);
+  }
 }
 #endif
 
