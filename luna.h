@@ -2240,6 +2240,21 @@ LUNAI_INLINE int64_t lunai_max(int64_t a, int64_t b) { return a > b ? a : b; }
 LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
 
+LUNAI_INLINE uint32_t lunai_bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+LUNAI_INLINE float lunai_float_of(uint32_t bits) {
+  float x = 0;
+  memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+/* x, unless NaN, rounded to its upper 16 bits, to nearest, ties to even */
+LUNAI_INLINE float lunai_upper(float x) {
+  const uint32_t bits = lunai_bits_of(x);
+  return lunai_float_of((bits + (bits >> 16 & 1) + 0x7FFF) & 0xFFFF0000u);
+}
 LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
 LUNAI_FN bool lunai_are_finite(int64_t n, const float *x) {
   float sum[4] = { 0, 0, 0, 0 };     /* of zeros, or NaN */
@@ -2996,6 +3011,8 @@ LUNAI_INLINE float vf_sum(vf v) {
   return vget_lane_f32(a, 0) + vget_lane_f32(a, 1);
 }
 LUNAI_INLINE float vf_hmax(vf v) { return vmaxvq_f32(v); }
+#define v4_low(a, b) vzip1q_f32(a, b)
+#define v4_high(a, b) vzip2q_f32(a, b)
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return vrndnq_f32(x); }
 LUNAI_INLINE vf LUNAI_K(upper)(vf x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -3040,6 +3057,8 @@ LUNAI_INLINE float vf_hmax(vf v) {
   const vf a = vf_max(v, wasm_i32x4_shuffle(v, v, 2, 3, 0, 1));
   return wasm_f32x4_extract_lane(vf_max(a, wasm_i32x4_shuffle(a, a, 1, 0, 3, 2)), 0);
 }
+#define v4_low(a, b) wasm_i32x4_shuffle(a, b, 0, 4, 1, 5)
+#define v4_high(a, b) wasm_i32x4_shuffle(a, b, 2, 6, 3, 7)
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return wasm_f32x4_nearest(x); }
 LUNAI_INLINE vf LUNAI_K(upper)(vf x) {
   const v128_t odd = wasm_v128_and(wasm_u32x4_shr(x, 16), wasm_i32x4_splat(1));
@@ -3087,31 +3106,15 @@ LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { if (n > 0) *p = v; 
 LUNAI_INLINE float vf_sum(vf v) { return v; }
 LUNAI_INLINE float vf_hmax(vf v) { return v; }
 #ifndef LUNAI_DOUBLE
-LUNAI_INLINE vf LUNAI_K(upper)(vf x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  bits = (bits + (bits >> 16 & 1) + 0x7FFF) & 0xFFFF0000u;
-  memcpy(&x, &bits, sizeof bits);
-  return x;
-}
+LUNAI_INLINE vf LUNAI_K(upper)(vf x) { return lunai_upper(x); }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) {
   return x > -1e6f && x < 1e6f ? (float)(int32_t)(x + (x < 0 ? -0.5f : 0.5f)) : 0.0f;
 }
-LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  bits += (uint32_t)(int32_t)n << 23;
-  memcpy(&x, &bits, sizeof bits);
-  return x;
-}
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) { return lunai_float_of(lunai_bits_of(x) + ((uint32_t)(int32_t)n << 23)); }
 LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  const int32_t n = (int32_t)((bits - 0x3F3504F3u + (127u << 23)) >> 23) - 127;
+  const int32_t n = (int32_t)((lunai_bits_of(x) - 0x3F3504F3u + (127u << 23)) >> 23) - 127;
   *e = (float)n;
-  bits -= (uint32_t)n << 23;
-  memcpy(&x, &bits, sizeof bits);
-  return x;
+  return lunai_float_of(lunai_bits_of(x) - ((uint32_t)n << 23));
 }
 #endif
 #endif
@@ -3148,6 +3151,11 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   *e = LUNAI_MZ(0xFFFF, cvtepi32_ps, n);
   return LUNAI_PS(LUNAI_MM(sub_epi32)(bits, LUNAI_MZ(0xFFFF, slli_epi32, n, 23)));
 }
+#define v4 __m128
+#define v4_load(p) _mm_loadu_ps(p)
+#define v4_store(p, v) _mm_storeu_ps(p, v)
+#define v4_low(a, b) _mm_unpacklo_ps(a, b)
+#define v4_high(a, b) _mm_unpackhi_ps(a, b)
 LUNAI_INLINE float vf_hmax(vf v) {
   const __m128 b = LUNAI_K(four)(true, v), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
@@ -3170,17 +3178,18 @@ LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
 #endif
 
 #if LUNAI_IS(neon) || LUNAI_IS(wasm)
+#define v4 vf
+#define v4_load(p) vf_load(p)
+#define v4_store(p, v) vf_store(p, v)
 LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   float lanes[VF] = {0, 0, 0, 0};
-  int64_t i;
-  for (i = 0; i < n; i++) lanes[i] = p[i];
+  for (int64_t i = 0; i < n; i++) lanes[i] = p[i];
   return vf_load(lanes);
 }
 LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   float lanes[VF];
-  int64_t i;
   vf_store(lanes, v);
-  for (i = 0; i < n; i++) p[i] = lanes[i];
+  for (int64_t i = 0; i < n; i++) p[i] = lanes[i];
 }
 #endif
 
@@ -3200,37 +3209,15 @@ LUNAI_INLINE void LUNAI_K(put)(float *p, vf v, int64_t left) {
 /* to[p * step + i] = row i [p] for i, p < 4: a transposition in registers */
 LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to,
                                  int64_t step) {
-#if LUNAI_IS(scalar)
-  int i;
-  for (i = 0; i < 4; i++, to += step) {
-    to[0] = row0[i];
-    to[1] = row1[i];
-    to[2] = row2[i];
-    to[3] = row3[i];
-  }
-#elif LUNAI_IS(neon)
-  const vf a = vld1q_f32(row0), b = vld1q_f32(row1), c = vld1q_f32(row2), d = vld1q_f32(row3);
-  const vf ac = vzip1q_f32(a, c), bd = vzip1q_f32(b, d), ac2 = vzip2q_f32(a, c), bd2 = vzip2q_f32(b, d);
-  vst1q_f32(to, vzip1q_f32(ac, bd));
-  vst1q_f32(to + step, vzip2q_f32(ac, bd));
-  vst1q_f32(to + 2 * step, vzip1q_f32(ac2, bd2));
-  vst1q_f32(to + 3 * step, vzip2q_f32(ac2, bd2));
-#elif LUNAI_IS(wasm)
-  const vf a = wasm_v128_load(row0), b = wasm_v128_load(row1), c = wasm_v128_load(row2), d = wasm_v128_load(row3);
-  const vf ac = wasm_i32x4_shuffle(a, c, 0, 4, 1, 5), bd = wasm_i32x4_shuffle(b, d, 0, 4, 1, 5);
-  const vf ac2 = wasm_i32x4_shuffle(a, c, 2, 6, 3, 7), bd2 = wasm_i32x4_shuffle(b, d, 2, 6, 3, 7);
-  wasm_v128_store(to, wasm_i32x4_shuffle(ac, bd, 0, 4, 1, 5));
-  wasm_v128_store(to + step, wasm_i32x4_shuffle(ac, bd, 2, 6, 3, 7));
-  wasm_v128_store(to + 2 * step, wasm_i32x4_shuffle(ac2, bd2, 0, 4, 1, 5));
-  wasm_v128_store(to + 3 * step, wasm_i32x4_shuffle(ac2, bd2, 2, 6, 3, 7));
+#ifdef v4
+  const v4 a = v4_load(row0), b = v4_load(row1), c = v4_load(row2), d = v4_load(row3);
+  const v4 ac = v4_low(a, c), bd = v4_low(b, d), ac2 = v4_high(a, c), bd2 = v4_high(b, d);
+  v4_store(to, v4_low(ac, bd));
+  v4_store(to + step, v4_high(ac, bd));
+  v4_store(to + 2 * step, v4_low(ac2, bd2));
+  v4_store(to + 3 * step, v4_high(ac2, bd2));
 #else
-  const __m128 a = _mm_loadu_ps(row0), b = _mm_loadu_ps(row1), c = _mm_loadu_ps(row2), d = _mm_loadu_ps(row3);
-  const __m128 ac = _mm_unpacklo_ps(a, c), bd = _mm_unpacklo_ps(b, d), ac2 = _mm_unpackhi_ps(a, c),
-      bd2 = _mm_unpackhi_ps(b, d);
-  _mm_storeu_ps(to, _mm_unpacklo_ps(ac, bd));
-  _mm_storeu_ps(to + step, _mm_unpackhi_ps(ac, bd));
-  _mm_storeu_ps(to + 2 * step, _mm_unpacklo_ps(ac2, bd2));
-  _mm_storeu_ps(to + 3 * step, _mm_unpackhi_ps(ac2, bd2));
+  for (int i = 0; i < 4; i++, to += step) to[0] = row0[i], to[1] = row1[i], to[2] = row2[i], to[3] = row3[i];
 #endif
 }
 
@@ -3379,10 +3366,7 @@ LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float 
 LUNAI_FN float lunai_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
 /* |x| <= 127 scale, or scale is 0: adding 1.5 2^23 rounds, and leaves the integer in the low bits */
 LUNAI_INLINE int8_t lunai_int8_of(float x, float scale) {
-  const float y = (scale > 0 ? x / scale : 0) + 12582912.0f;
-  uint32_t bits;
-  memcpy(&bits, &y, sizeof bits);
-  return (int8_t)(uint8_t)(bits & 255);
+  return (int8_t)(uint8_t)(lunai_bits_of((scale > 0 ? x / scale : 0) + 12582912.0f) & 255);
 }
 LUNAI_FN float lunai_int8_row_scale(int64_t k, const float *x) {
   float largest = 0;
@@ -3927,15 +3911,7 @@ LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const flo
 #else
 #define LUNAI_BF16(g) ((g)->bf16)
 /* to nearest, ties to even; a denormal is 0 of its sign and NaN stays NaN, as of vcvtneps2bf16 */
-LUNAI_FN float lunai_bf16_of(float x) {
-  uint32_t bits;
-  if (!(x == x)) return x;
-  memcpy(&bits, &x, sizeof bits);
-  if ((bits & 0x7F800000u) == 0) bits &= 0x80000000u;
-  bits = (bits + (bits >> 16 & 1) + 0x7FFF) & 0xFFFF0000u;
-  memcpy(&x, &bits, sizeof bits);
-  return x;
-}
+LUNAI_FN float lunai_bf16_of(float x) { return x != x ? x : fabsf(x) < FLT_MIN ? x * 0 : lunai_upper(x); }
 #endif
 LUNAI_FN double lunai_inner_by(bool bf16, int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
@@ -4641,8 +4617,7 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
    lunai_mul_reference, lunai_scale_reference, lunai_scale_add_reference */
 #define LUNAI_MAP_REFERENCE(name, arguments, y, value) \
   LUNAI_FN void lunai_##name##_reference arguments { \
-    int64_t i; \
-    for (i = 0; i < n; i++) (y)[i] = (value); \
+    for (int64_t i = 0; i < n; i++) (y)[i] = (value); \
   }
 LUNAI_MAP_REFERENCE(activate, (int kind, int64_t n, const float *x, float *y), y, lunai_activation_scalar(kind, x[i]))
 LUNAI_MAP_REFERENCE(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
@@ -4894,8 +4869,7 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
 /* ---- maps: LUNAI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
 #define LUNAI_MAP(name, arguments, y, value) \
   LUNAI_FN void LUNAI_K(name) arguments { \
-    int64_t i; \
-    for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
+    for (int64_t i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
   }
 #define LUNAI_SHORT_MAP(name, arguments, y, value) \
   LUNAI_FN void LUNAI_K(name) arguments { \
@@ -8709,17 +8683,16 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(const lunai_gemm *g) { return lunai_panels
 #else
 #define LUNAI_BASELINE _sse2
 #endif
+#define LUNAI_PRAGMA(text) _Pragma(#text)
 #if defined(LUNAI_MSVC)
 #include <intrin.h>
 #define LUNAI_TARGET(features)
 #define LUNAI_TARGET_END
 #elif defined(__clang__)
-#define LUNAI_PRAGMA(text) _Pragma(#text)
 #define LUNAI_TARGET(features) \
   LUNAI_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
 #define LUNAI_TARGET_END _Pragma("clang attribute pop")
 #else
-#define LUNAI_PRAGMA(text) _Pragma(#text)
 #define LUNAI_TARGET(features) _Pragma("GCC push_options") LUNAI_PRAGMA(GCC target(features))
 #define LUNAI_TARGET_END _Pragma("GCC pop_options")
 #endif
@@ -9933,9 +9906,7 @@ LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
 
 LUNAI_FN float lunai_st_float(const uint8_t *at) {
   const uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
-  float x = 0;
-  memcpy(&x, &bits, sizeof bits);
-  return x;
+  return lunai_float_of(bits);
 }
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64, and not I8 with scales */
 LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
@@ -19305,9 +19276,7 @@ LUNAI_FN void lunai_put_int8(lunai_st_writer *w, const lunai_param *p, bool scal
   if (lunai_st_put_entry(w, name, scales ? "F32" : "I8", scales ? &like : t, scales ? 4 : 1)) return;
   for (int64_t r = 0; r < t->shape[0] && !w->failed; r++) {
     const float *row = t->data + r * t->shape[1], scale = lunai_put_row(w, row, t->shape[1], NULL);
-    uint32_t bits;
-    memcpy(&bits, &scale, sizeof bits);
-    if (scales) lunai_st_write_little(w, bits, 4);
+    if (scales) lunai_st_write_little(w, lunai_bits_of(scale), 4);
     else (void)lunai_put_row(w, row, t->shape[1], &scale);
   }
 }
@@ -19653,13 +19622,6 @@ LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
   }
   return true;
 }
-/* a float of its bits as a number, the same on machines of either byte order */
-LUNAI_FN float lunai_bits_float(uint64_t value) {
-  float x;
-  uint32_t bits = (uint32_t)(value & UINT32_MAX);
-  memcpy(&x, &bits, sizeof bits);
-  return x;
-}
 LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) { /* -1: its average */
   memcpy(out, moment < 0 ? "luna.average." : "luna.moment1.", LUNAI_MOMENT_NAME - 1);
   if (moment >= 0) out[11] = (char)('1' + moment);
@@ -19740,7 +19702,7 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind)
     return lunai_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, file,
                              lunai_optimizer_name(value[LUNAI_TRAINING_KIND]), lunai_optimizer_name((uint64_t)o->kind));
-  const float lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
+  const float lr = lunai_float_of((uint32_t)(value[LUNAI_TRAINING_LR] & UINT32_MAX));
   if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY))
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[LUNAI_TRAINING_LR], file);
   /* attempts are luna_optimizer_advance's, the others luna_optimizer_apply's, which need not be called as often */
@@ -19809,7 +19771,7 @@ LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
   state.skipped_in_row = o->skipped_in_row = value[LUNAI_TRAINING_ROW];
   o->attempts = (int64_t)value[LUNAI_TRAINING_ATTEMPTS];
-  o->config.lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
+  o->config.lr = lunai_float_of((uint32_t)(value[LUNAI_TRAINING_LR] & UINT32_MAX));
   status = ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
   state = lunai_state_of(ctx, ctx->state);
   state.step = value[LUNAI_TRAINING_STEP];
