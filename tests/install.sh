@@ -1,6 +1,6 @@
 #!/bin/sh
-# install.sh: what the README says of installing: make install and pkg-config, its CMake and its Meson lines. What is
-# not here is named and left out. CMAKE, MESON, PKG_CONFIG: the programs.
+# install.sh: what the README says of installing: make install and pkg-config, its CMake and its Meson lines; and the
+# programs of the guide, linked so. What is not here is named and left out. CMAKE, MESON, PKG_CONFIG: the programs.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 build=${BUILD:-build}
@@ -45,6 +45,36 @@ else
 fi
 check "a program links the library" $cc "$work/project/main.c" $flags -o "$work/main"
 check "and runs" "$work/main"
+
+# ---- the programs of the guide and, with TEST_FULL, of README run, in their order: some read what others wrote
+mkdir "$work/run"
+awk '/^```c$/ { inside = 1; text = ""; next }
+     /^```/ {
+       if (inside && text ~ /int main\(/) printf "%s", text > (folder "/program" 10 + count++ ".c")
+       inside = 0; next
+     }
+     inside && !/^#define LUNA_IMPLEMENTATION/ { text = text $0 "\n" }' folder="$work/run" \
+  ${TEST_FULL:+"$root/README.md"} "$root/examples/guide.md"
+awk 'BEGIN {
+  split("the moon and sun goes round a day , with night", w); split("good bad", label); split("splendid dreadful", own)
+  for (i = 0; i < 400; i++) {
+    line = label[i % 2 + 1] "\t"
+    for (k = 0; k < 6 + i * 7 % 20; k++) {
+      r = (r * 5 + i + k) % 997; line = line (k == i % 6 ? own[i % 2 + 1] : w[r % 10 + 1]) " "
+    }
+    print line
+  }
+}' >"$work/run/mine.tsv"
+cd "$work/run" || exit 1
+for program in program*.c; do
+  check "$program is compiled" $cc -std=c99 -Wall -Wextra -Werror "$program" $flags -o "${program%.c}"
+  check "$program runs" "./${program%.c}"
+done
+ask=$(grep -l '"what a film"' program*.c)
+asked() { "./${ask%.c}" "a splendid day" | grep -q '^good: [5-9][0-9]\.\|^good: 100'; }
+check "it has learnt from a file" asked
+[ ! -x "$build/classify" ] || check "build/classify reads its model" "$build/classify" eval mine.safetensors mine.tsv
+cd "$root" || exit 1
 
 # ---- CMake and Meson
 if have "${CMAKE:-cmake}"; then
