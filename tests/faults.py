@@ -85,10 +85,10 @@ after("EXPAND", "lunai_expand_forward", f"memcpy({Y} + i * n, op->in[0]->data, (
       f"{Y} + i * n", "n", when="i > 0")
 
 # ---- elementwise
-elementwise = re.findall(r"^  E\(([A-Z0-9_]+), ", header, re.M)
-for op in elementwise:
+elementwise = dict(re.findall(r"^  E\(([A-Z0-9_]+), \d, .*, \w+, \w+, (\d), ", header, re.M))
+for op, inputs in elementwise.items():
     kind = f"op->kind == LUNA_OP_{op} && !back"
-    if op == "CLAMP":                # of one tensor, whose axes are all joined
+    if inputs == "1":                # one tensor, whose axes are all joined
         after(op, "lunai_elementwise_body", "lunai_k(op)->elementwise(&e, y + at)", "y + at", "e.n", when=kind)
         continue
     plants(op, "lunai_elementwise_body", "row / shape[2] % shape[1] * stride[1]", when=kind, index="0")
@@ -286,7 +286,7 @@ def planted(text, numbers):
 
 
 def main():
-    for op in elementwise + re.findall(r"^  R\(([A-Z0-9_]+), ", header, re.M):
+    for op in [*elementwise] + re.findall(r"^  R\(([A-Z0-9_]+), ", header, re.M):
         lacks = [fault for fault in ("sign", "index", "order")
                  if not any(name[0].split()[0] == op and name[1] == fault for name in faults)]
         if lacks:
