@@ -2136,8 +2136,8 @@ LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
-/* For an entry's, a hook's or a custom op's `return`: the sentence becomes the context's error, if it is the first, with
-   the id LUNA_ERROR_BACKEND. It returns the status. */
+/* For the `return` of an entry, a hook or a custom op: it gives the status back. The sentence becomes the context's
+   error, if it is the first, with the id LUNA_ERROR_BACKEND. */
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
