@@ -20135,10 +20135,10 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
 /* ---------------------------------------------------------------------------------------------------------------------
    >>stream: the layers in step form: a few rows of each sequence, and of the tokens before them what lunai_past has.
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
-   and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
-   the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in
-   a block of their own. Guarded by tests/stream.c, a decoder by tests/translation.c, on a device by tests/device.c and
-   tests/cuda.c.
+   and a bump arena that holds a step. Measuring finds what that takes by a step that computes nothing; recording keeps
+   the ops of the first single row, which stepping runs again. What the parameters and a decoder's sources alone make is
+   computed once. For a model on a device all values are there, in a block of their own. Guarded by tests/stream.c, a
+   decoder by tests/translation.c, on a device by tests/device.c and tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 typedef struct lunai_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
@@ -20159,11 +20159,9 @@ struct luna_stream {
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
-#ifndef LUNA_NO_INT8
   bool int8;                         /* weights are in 8 bits: */
   size_t int8_size, int8_used;       /* bytes of what they take beside a file, */
   char *int8_at;                     /* where they are */
-#endif
   char *state;                       /* all layers' means and histories */
   size_t state_size;
   char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
@@ -20182,31 +20180,50 @@ LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s-
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) {
   return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim;
 }
-#ifndef LUNA_NO_INT8
 /* whether folded scores are a product in 8 bits */
 LUNAI_FN bool lunai_stream_rounds_scores(const luna_stream *s) {
+#ifdef LUNA_NO_INT8
+  return (void)s, false;
+#else
   return s->int8 && s->sources == 1 && lunai_stream_folds(&s->sizes) && lunai_int8_fits(s->sizes.dim);
-}
 #endif
-/* floats of all layers' scores, one after the other */
-LUNAI_FN int64_t lunai_stream_scores_size(const luna_stream *s) {
-#ifndef LUNA_NO_INT8
-  if (lunai_stream_rounds_scores(s)) return 0;
-#endif
-  return s->sources * lunai_stream_fold_size(&s->sizes);
 }
-/* of a memory that forgets, the weights of a sequence's means */
-LUNAI_FN int64_t lunai_stream_weights(const lunai_lm_sizes *s) { return s->forget ? s->heads * s->memory : 0; }
+/* The parts of a layer's state and a sequence's bytes in each: two means, where the memory forgets their weights, and
+   the convolution's history */
+#define LUNAI_STATE_PARTS 4
+typedef struct lunai_state_part { void *at; size_t bytes; } lunai_state_part;
+LUNAI_FN lunai_state_part lunai_state_part_of(const lunai_past *past, const lunai_lm_sizes *z, int part) {
+  const int64_t weights = z->forget ? z->heads * z->memory : 0, history = lunai_max(0, z->convolution - 1) * z->dim;
+  const lunai_state_part mean = { part == 0 ? past->mean_ka : past->mean_av, (size_t)(z->dim * z->memory) * 8 },
+      weight = { past->weights, (size_t)weights * 8 }, last = { past->history, (size_t)history * sizeof(float) };
+  return part < 2 ? mean : part == 2 ? weight : last;
+}
+LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  const size_t bytes = lunai_round((size_t)count * size);
+  char *at = base ? base + *used : NULL;
+  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large to be had */
+  return at;
+}
+/* Says where they are, from base on; null only counts them. */
+LUNAI_FN void lunai_past_take(lunai_past *past, const lunai_lm_sizes *z, int64_t batch, char *base, size_t *used) {
+  void *at[LUNAI_STATE_PARTS];
+  for (int k = 0; k < LUNAI_STATE_PARTS; k++)
+    at[k] = lunai_stream_take(base, used, batch, lunai_state_part_of(past, z, k).bytes);
+  past->mean_ka = (double *)at[0];
+  past->mean_av = (double *)at[1];
+  past->weights = (double *)at[2];
+  past->history = (float *)at[3];
+}
 LUNAI_FN bool lunai_stream_on_device(const luna_stream *s) { return lunai_on_device(&s->ctx); }
 
-/* copies bytes of the stream, or only counts; false: the device has failed, now or before */
+/* Copies bytes of the stream, or only counts them. It is false when the device has failed, now or before. */
 LUNAI_FN bool lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
   luna_ctx *ctx = &s->ctx;
   if (ctx->status == LUNA_OK && lunai_computes(ctx))
     (void)lunai_backend_result(ctx, "luna_stream", ctx->backend->copy(ctx, to, from, bytes, direction));
   return ctx->status == LUNA_OK;
 }
-/* a tensor's values, null where the ops before failed, to memory of the stream that stays */
+/* Copies a tensor's values to memory of the stream that stays. The tensor is null where the ops before failed. */
 LUNAI_FN bool lunai_stream_store(luna_stream *s, void *to, const luna_tensor *t) {
   return t && lunai_stream_move(s, to, t->data, (size_t)luna_count(t) * sizeof(float), 0);
 }
@@ -20219,12 +20236,32 @@ LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, 
   return t;
 }
 /* the same in the bump arena */
+LUNAI_FN luna_tensor *lunai_stream_put(luna_stream *s, luna_tensor t) {
+  void *memory;
+  if (!lunai_bump_take(&s->bump, false, sizeof t, &memory)) return NULL;
+  return (luna_tensor *)memcpy(memory, &t, sizeof t);
+}
 LUNAI_FN luna_tensor *lunai_stream_view(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c) {
   const int64_t shape[3] = { a, b, c };
-  void *memory;
-  if (!lunai_bump_take(&s->bump, false, sizeof(luna_tensor), &memory)) return NULL;
-  *(luna_tensor *)memory = lunai_stream_tensor(s, data, rank, shape);
-  return (luna_tensor *)memory;
+  return lunai_stream_put(s, lunai_stream_tensor(s, data, rank, shape));
+}
+
+/* Places the tensors of a layer that are computed once, from `base` on; null only counts them. Scores have an axis of
+   sources where there are several; a decoder has keys and values, too. */
+LUNAI_FN void lunai_stream_take_once(luna_stream *s, lunai_past *past, char *base, size_t *used) {
+  const lunai_lm_sizes *z = &s->sizes;
+  const int64_t n = s->sources, h = z->heads, l = z->memory, d = z->dim;
+  const int64_t folded[3] = { n, h * l, d }, bias[3] = { n, 1, h * l }, queries[4] = { n, h, l, d / h },
+      memory[3] = { n, l, d };
+  const bool folds = lunai_stream_folds(z);
+  const int one = n == 1;
+  luna_tensor *const each[4] = { &past->scores, &past->scores_bias, &past->keys, &past->values };
+  past->scores = lunai_stream_tensor(s, NULL, (folds ? 3 : 4) - one, (folds ? folded : queries) + one);
+  if (folds) past->scores_bias = lunai_stream_tensor(s, NULL, one ? 1 : 3, bias + 2 * one);
+  if (s->cross) past->keys = past->values = lunai_stream_tensor(s, NULL, 3, memory);
+  for (int k = 0; k < 4; k++)
+    each[k]->data = (float *)lunai_stream_take(base, used, k == 0 && lunai_stream_rounds_scores(s) ? 0 :
+                                               luna_count(each[k]), sizeof(float));
 }
 
 /* What changes from step to step, in one place, which a device is sent before the step. */
@@ -20255,8 +20292,8 @@ LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_
 LUNAI_FN float lunai_stream_feature(const luna_stream *s, float x, int64_t f) {
   return x == x ? (x - s->standard[f]) * s->standard[s->sizes.features + f] : 0;
 }
-/* The inputs of the next `rows` from row `at` on of each sequence of n. NaN for a feature that does not fit: no layer
-   remembers such a row, so its sequence is as it was before. */
+/* Sends the inputs of the next `rows` rows of each sequence of n, from row `at` on. A feature that does not fit becomes
+   NaN: no layer remembers such a row, so its sequence is as it was before. */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
   const int64_t first = s->first_position + s->position;
@@ -20280,7 +20317,7 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
 }
 
 /* --- a step: the layers' forward --- */
-/* `rows` rows of each sequence; `last`: logits after the last of them, [batch, 1, vocab] */
+/* Runs `rows` rows of each sequence; with `last` it returns the logits after the last of them, [batch, 1, vocab]. */
 LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
   const int64_t positions = s->sizes.positions, d = s->sizes.dim, k = s->sizes.features;
@@ -20310,45 +20347,45 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
   return luna_linear_layer_forward(&s->model.output, x);
 }
-/* the same, of single rows by the ops that the first of them has recorded */
-LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last) {
-  lunai_bump *b = &s->bump;
-  if (!LUNAI_REPLAYS || rows > 1) return lunai_stream_forward(s, rows, last);
-  if (b->count == 0) {
-    b->records = true;
-    luna_tensor *y = lunai_stream_forward(s, rows, true);
-    b->records = false;
-    b->kept = b->part[0].used;
-    if (!y) lunai_bump_forget(b);
-    return y;
+/* Runs a step of single rows, whose ops stay, with their tensors. */
+LUNAI_FN luna_tensor *lunai_stream_record(luna_stream *s) {
+  s->bump.records = true;
+  luna_tensor *y = lunai_stream_forward(s, 1, true);
+  s->bump.records = false;
+  s->bump.kept = s->bump.part[0].used;
+  if (!y) lunai_bump_forget(&s->bump);
+  return y;
+}
+/* Runs these ops again, as all later steps of single rows do. */
+LUNAI_FN luna_tensor *lunai_stream_replay(luna_stream *s, bool last) {
+  const size_t count = last ? s->bump.count : s->body;
+  for (luna_op *op = s->bump.ops; op < s->bump.ops + count; op++) {
+    const luna_status status = s->ctx.backend->op[op->kind].forward(op);
+    if (status != LUNA_OK) return lunai_fail_backend(&s->ctx, false, "luna_stream", status);
   }
-  luna_status status = LUNA_OK;
-  for (size_t i = 0; i < (last ? b->count : s->body) && status == LUNA_OK; i++)
-    status = s->ctx.backend->op[b->ops[i].kind].forward(&b->ops[i]);
-  if (status == LUNA_OK) return b->ops[b->count - 1].out[0];
-  return lunai_fail_backend(&s->ctx, false, "luna_stream", status);
+  return s->bump.ops[count - 1].out[0];
+}
+LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last) {
+  if (!LUNAI_REPLAYS || rows > 1) return lunai_stream_forward(s, rows, last);
+  return s->bump.count > 0 ? lunai_stream_replay(s, last) : lunai_stream_record(s);
 }
 
-/* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
-LUNAI_FN bool lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t width) {
-  lunai_bump_begin(&s->bump, false);
-  return lunai_stream_store(s, state, luna_embedding(lunai_stream_view(s, (float *)state, 2, s->batch, width, 1),
-                                                     lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1));
-}
+/* Row b of each part of the state, [batch, width] floats, becomes row from[b], which is in the inputs. */
 LUNAI_FN bool lunai_stream_reorder_all(luna_stream *s) {
-  const int64_t means = s->sizes.dim * s->sizes.memory * (int64_t)(sizeof(double) / sizeof(float)),
-      weights = lunai_stream_weights(&s->sizes) * (int64_t)(sizeof(double) / sizeof(float)),
-      history = (s->sizes.convolution - 1) * s->sizes.dim;
-  bool good = true;
-  for (int64_t i = 0; i < s->sizes.layers && s->batch > 1 && good; i++)
-    good = lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means) &&
-           lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means) &&
-           (weights <= 0 || lunai_stream_reorder_rows(s, s->layers[i].past.weights, weights)) &&
-           (history <= 0 || lunai_stream_reorder_rows(s, s->layers[i].past.history, history));
-  return good;
+  const int32_t *from = lunai_stream_inputs(s, s->inputs, 1).tokens;
+  for (int64_t i = 0; i < (s->batch > 1 ? s->sizes.layers : 0); i++)
+    for (int k = 0; k < LUNAI_STATE_PARTS; k++) {
+      const lunai_state_part part = lunai_state_part_of(&s->layers[i].past, &s->sizes, k);
+      const int64_t width = (int64_t)(part.bytes / sizeof(float));
+      if (width == 0) continue;
+      lunai_bump_begin(&s->bump, false);
+      luna_tensor *rows = lunai_stream_view(s, (float *)part.at, 2, s->batch, width, 1);
+      if (!lunai_stream_store(s, part.at, luna_embedding(rows, from, s->batch, 1))) return false;
+    }
+  return true;
 }
 
-/* the bias of folded scores; queries [heads slots, head_dim]; with the bits that its sum in order has */
+/* Computes the bias of folded scores of queries [heads slots, head_dim]; its sum in order has bits of its own. */
 LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, float *out) {
   const int64_t l = z->memory, d = z->dim / z->heads;
   for (int64_t i = 0, j; i < z->heads * l; i++)
@@ -20356,69 +20393,63 @@ LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queri
 }
 #ifdef LUNA_NO_INT8
 #define lunai_stream_floats(s, w) (w)
+#define lunai_stream_int8(s, w, values) ((void)(s), (void)(w), (void)(values), (lunai_int8 *)NULL)
 #else
 /* While a stream is measured, a weight's copy in 8 bits: nothing reads it. */
 static const lunai_int8 lunai_int8_placeholder = { NULL, NULL, NULL, 0, 0, NULL, 0 };
-/* A weight as float, in the step's memory where a file may have it in 8 bits */
+/* Returns a weight as float; it is in the step's memory where a file may have it in 8 bits. */
 LUNAI_FN luna_tensor *lunai_stream_floats(luna_stream *s, luna_tensor *w) {
-  luna_tensor *own;
   void *memory = NULL;
   if (!w || !s->int8) return w;
-  if (!s->model_ctx && !lunai_bump_take(&s->bump, true, (size_t)luna_count(w) * sizeof(float), &memory)) return NULL;
-  own = lunai_stream_view(s, s->model_ctx ? w->data : (float *)memory, 2, w->shape[0], w->shape[1], 1);
-  if (own && memory && lunai_computes(&s->ctx)) {
+  if (s->model_ctx) return lunai_stream_view(s, w->data, 2, w->shape[0], w->shape[1], 1);
+  if (!lunai_bump_take(&s->bump, true, (size_t)luna_count(w) * sizeof(float), &memory)) return NULL;
+  if (memory && lunai_computes(&s->ctx)) {
     if (w->data) memcpy(memory, w->data, (size_t)luna_count(w) * sizeof(float));
     else lunai_int8_floats(w->int8, 0, w->shape[0], (float *)memory);
   }
-  return own;
+  return lunai_stream_view(s, (float *)memory, 2, w->shape[0], w->shape[1], 1);
 }
-/* a copy of values in 8 bits, in the stream's memory */
-LUNAI_FN lunai_int8 *lunai_stream_int8(luna_stream *s, int64_t rows, int64_t columns, const float *values) {
-  const size_t bytes = lunai_int8_bytes(rows, columns);
-  lunai_int8 *w;
+/* Makes a copy in 8 bits of w's values in the stream's memory or, while that is measured, counts its bytes. */
+LUNAI_FN lunai_int8 *lunai_stream_int8(luna_stream *s, const luna_tensor *w, const float *values) {
+  const size_t bytes = lunai_int8_bytes(w->shape[0], w->shape[1]);
   if (s->ctx.reserving) s->int8_size += bytes;
   if (s->ctx.reserving) return (lunai_int8 *)(uintptr_t)&lunai_int8_placeholder;
   if (bytes > s->int8_size - s->int8_used) return NULL;
-  w = lunai_int8_place(s->int8_at + s->int8_used, rows, columns);
+  lunai_int8 *copy = lunai_int8_place(s->int8_at + s->int8_used, w->shape[0], w->shape[1]);
   s->int8_used += bytes;
-  (void)lunai_int8_fill(w, values);
-  return w;
+  (void)lunai_int8_fill(copy, values);
+  return copy;
 }
 #endif
-/* those of source i where they stay */
-LUNAI_FN bool lunai_stream_store_scores(luna_stream *s, luna_tensor *to, int64_t i, const luna_tensor *scores) {
-#ifndef LUNA_NO_INT8
-  if (lunai_stream_rounds_scores(s))
-    return scores && (to->int8 = lunai_stream_int8(s, to->shape[0], to->shape[1], scores->data)) != NULL;
-#endif
-  return lunai_stream_store(s, lunai_offset(to->data, i * lunai_stream_fold_size(&s->sizes)), scores);
-}
-/* what the scores need of a layer's memory [sources, slots, dim], once */
+/* Computes what the scores need of a layer's memory [sources, slots, dim]. */
 LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
-  bool good = true;
-  for (int64_t i = 0; i < s->sources && good; i++) {
+  for (int64_t i = 0; i < s->sources; i++) {
     float *p = lunai_offset((float *)(uintptr_t)memory, i * z->memory * z->dim),
-        *out_bias = lunai_offset(layer->past.scores_bias.data, i * z->heads * z->memory);
-    lunai_bump_begin(&s->bump, false);
+        *to = lunai_offset(layer->past.scores.data, i * lunai_stream_fold_size(z)),
+        *to_bias = lunai_offset(layer->past.scores_bias.data, i * z->heads * z->memory);
     luna_causal_attention_layer attention = s->cross ? layer->of.decoder.self_attention :
         layer->of.causal.attention;
+    lunai_bump_begin(&s->bump, false);
     attention.pq.weight = lunai_stream_floats(s, attention.pq.weight);
     attention.pc.weight = lunai_stream_floats(s, attention.pc.weight);
     if (!attention.pq.weight || !attention.pc.weight) return false;
     luna_tensor *queries = lunai_causal_queries(&attention, lunai_stream_view(s, p, 2, z->memory, z->dim, 1)),
         *bias = NULL, *scores = folds ? lunai_causal_folded(&attention, queries, device ? &bias : NULL) : queries;
-    good = lunai_stream_store_scores(s, &layer->past.scores, i, scores) &&
-           (!(folds && device) || lunai_stream_store(s, out_bias, bias));
-    if (folds && !device && good && lunai_computes(&s->ctx))
-      lunai_stream_fold_bias(z, queries->data, attention.pc.bias->data, out_bias);
+    if (lunai_stream_rounds_scores(s)) {
+      luna_tensor *kept = &layer->past.scores;
+      if (!scores || !(kept->int8 = lunai_stream_int8(s, kept, scores->data))) return false;
+    } else if (!lunai_stream_store(s, to, scores)) return false;
+    if (folds && device && !lunai_stream_store(s, to_bias, bias)) return false;
+    if (folds && !device && lunai_computes(&s->ctx))
+      lunai_stream_fold_bias(z, queries->data, attention.pc.bias->data, to_bias);
   }
-  return good;
+  return true;
 }
 
 /* --- opening --- */
-/* whether the stream can go on: not after its device has failed */
+/* The stream can go on unless its device has failed. */
 LUNAI_FN bool lunai_stream_ready(luna_stream *s) {
   s->error = s->ctx.status == LUNA_OK ? LUNA_ERROR_NONE : LUNA_ERROR_BACKEND;
   return s->ctx.status == LUNA_OK;
@@ -20462,33 +20493,31 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   return NULL;
 }
 
-/* while a stream is measured: a tensor of this shape, which all parameters of that shape share */
-LUNAI_FN luna_tensor *lunai_stream_placeholder(luna_stream *s, int rank, const int64_t *shape, lunai_int8 *int8) {
-  const size_t each = lunai_bump_size(false, sizeof(luna_tensor));
+/* A parameter's tensor stays. While the stream is measured, all of one shape are one. */
+LUNAI_FN luna_tensor *lunai_stream_keep(luna_stream *s, luna_tensor t) {
+  const size_t each = lunai_bump_size(false, sizeof t), made = s->ctx.reserving ? s->bump.part[0].used : 0;
   s->measured++;
-  for (size_t at = 0; at < s->bump.part[0].used; at += each) {
-    luna_tensor *t = (luna_tensor *)(void *)(s->bump.part[0].start + at);
-    if (t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]) && t->int8 == int8)
-      return t;
+  for (size_t at = 0; at < made; at += each) {
+    luna_tensor *other = (luna_tensor *)(void *)(s->bump.part[0].start + at);
+    if (other->rank == t.rank && memcmp(other->shape, t.shape, sizeof t.shape) == 0 && other->int8 == t.int8)
+      return other;
   }
-  luna_tensor *t = lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
-  if (t) t->int8 = int8;
-  return t;
+  return lunai_stream_put(s, t);
 }
-/* A parameter's copy in 8 bits, or null where it has none: made of `values` or, while the stream is measured, counted
+/* A parameter's copy in 8 bits, or null where it has none: made of its values or, while the stream is measured, counted
    (of a file, lunai_stream_int8_file has) */
-LUNAI_FN lunai_int8 *lunai_stream_int8_of(luna_stream *s, const char *name, int rank, const int64_t *shape,
-                                          const float *values) {
+LUNAI_FN lunai_int8 *lunai_stream_int8_of(luna_stream *s, const char *name, const luna_tensor *t) {
 #ifndef LUNA_NO_INT8
-  if (!s->int8 || !lunai_int8_part(*name ? name : ".weight", rank, shape)) return NULL; /* a decoder's have no names */
+  if (!s->int8 || !lunai_int8_part(*name ? name : ".weight", t->rank, t->shape)) return NULL; /* a decoder's are "" */
   if (s->ctx.reserving && !s->model_ctx) return (lunai_int8 *)(uintptr_t)&lunai_int8_placeholder;
-  return lunai_stream_int8(s, shape[0], shape[1], values);
+  return lunai_stream_int8(s, t, t->data);
 #else
-  return (void)s, (void)name, (void)rank, (void)shape, (void)values, (lunai_int8 *)NULL;
+  return (void)s, (void)name, (void)t, (lunai_int8 *)NULL;
 #endif
 }
 #ifndef LUNA_NO_INT8
-/* a file's I8 tensor in place, but for its sums; null: it or its scales are not aligned, or not used in 8 bits */
+/* Uses a file's I8 tensor in place, and makes its sums. It returns null where the tensor or its scales are not aligned,
+   or not used in 8 bits. */
 LUNAI_FN lunai_int8 *lunai_stream_int8_in(luna_stream *s, const char *name, const lunai_st_tensor *t) {
   const size_t head = lunai_round(sizeof(lunai_int8)), bytes = head + lunai_round((size_t)t->shape[0] * 4);
   if (!t->scale || (uintptr_t)t->scale % sizeof(float) != 0 || !lunai_st_little() ||
@@ -20504,13 +20533,14 @@ LUNAI_FN lunai_int8 *lunai_stream_int8_in(luna_stream *s, const char *name, cons
   lunai_int8_sum(w);
   return w;
 }
-/* What a file's weights will take: of those in I8 the sums, of others, where the stream is in 8 bits, copies. It is in
-   8 bits where one of the file's is. */
+/* Counts what a file's weights will take: sums of those in I8 and, where the stream is in 8 bits, copies of others. It
+   is in 8 bits where one of the file's is. */
 LUNAI_FN void lunai_stream_int8_file(luna_stream *s, const lunai_st *st) {
   lunai_st_tensor t;
   char name[LUNAI_ST_NAME];
   for (size_t cursor = 0; lunai_st_next(st, &cursor, &t);) s->int8 = s->int8 || t.dtype == LUNAI_ST_I8;
-  for (size_t cursor = 0; s->int8 && lunai_st_next(st, &cursor, &t);) {
+  if (!s->int8) return;
+  for (size_t cursor = 0; lunai_st_next(st, &cursor, &t);) {
     if (lunai_st_decode(t.name, name, sizeof name) >= sizeof name || lunai_st_ours(t.name) ||
         !lunai_int8_part(name, t.rank, t.shape)) continue;
     s->int8_size += t.dtype == LUNAI_ST_I8 ? lunai_round(sizeof(lunai_int8)) + lunai_round((size_t)t.shape[0] * 4) :
@@ -20518,54 +20548,50 @@ LUNAI_FN void lunai_stream_int8_file(luna_stream *s, const lunai_st *st) {
   }
 }
 #endif
-/* The stream's own tensors of parts, which then point to them: of a model those that they pointed to, else the file's
-   by their names; without a file their shapes alone. False: s->ctx.error says what is wrong. */
+/* Finds the values of a part, or of its bias, in the file. When it is false, s->ctx.error says what is wrong. */
+LUNAI_FN bool lunai_stream_read_part(luna_stream *s, const lunai_part *p, bool bias, const char *prefix,
+                                     const lunai_st *st, luna_tensor *own) {
+  lunai_st_tensor found;
+  lunai_text name = { s->ctx.error, s->ctx.error + sizeof s->ctx.error - 1 };
+  lunai_put(&name, prefix);
+  lunai_put(&name, p->name);
+  if (bias) name.at -= sizeof "weight" - 1;
+  if (bias) lunai_put(&name, "bias");
+  *name.at = 0;
+  if (lunai_st_value(st, s->ctx.error, &found) && found.rank == own->rank && found.shape[0] == own->shape[0] &&
+      (own->rank == 1 || found.shape[1] == own->shape[1])) {
+    own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+    if (own->data && !bias) own->int8 = lunai_stream_int8_of(s, p->name, own);
+#ifndef LUNA_NO_INT8
+    if (!own->data) own->int8 = lunai_stream_int8_in(s, p->name, &found);
+#endif
+  }
+  if (own->data || own->int8) return true;
+  lunai_put(&name, " is missing, of another shape, not F32 (nor I8 with scales), not aligned to 4 bytes, "
+                   "or this machine is not little-endian");
+  *name.at = 0;
+  return false;
+}
+/* Makes the stream's own tensors of parts, which then point to them. They are copies of those that a model's point to,
+   or have the values that a file has by their names; without a file they have a shape alone. */
 LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int count, const char *prefix,
                                const lunai_st *st) {
   for (const lunai_part *p = parts; p < parts + count; p++)
     for (int i = 0; i < 2; i++) {
-      luna_tensor **at = i ? p->bias : p->weight, *own;
-      const int rank = i || p->columns == LUNAI_VECTOR ? 1 : 2;
-      const int64_t shape[2] = { p->rows, rank == 1 ? 1 : p->columns };
+      luna_tensor **at = i ? p->bias : p->weight;
+      const int64_t shape[2] = { p->rows, p->columns };
       if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
-      const int own_rank = s->model_ctx ? (*at)->rank : rank; /* a decoder's parts do not say it */
-      const int64_t *own_shape = s->model_ctx ? (*at)->shape : shape;
-      lunai_int8 *int8 = i || st ? NULL :
-          lunai_stream_int8_of(s, p->name, own_rank, own_shape, s->model_ctx ? (*at)->data : NULL);
-      if (s->ctx.reserving) own = lunai_stream_placeholder(s, own_rank, own_shape, int8);
-      else own = lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
-      if (!own) return false;
-      if (s->model_ctx && !s->ctx.reserving) *own = **at;
-      own->ctx = &s->ctx;
-      own->own = &s->ctx.none;
-      own->int8 = int8;
-      *at = own;
-      if (!st) continue;
-      lunai_st_tensor found;
-      lunai_text name = { s->ctx.error, s->ctx.error + sizeof s->ctx.error - 1 };
-      lunai_put(&name, prefix);
-      lunai_put(&name, p->name);
-      if (i) name.at -= sizeof "weight" - 1;
-      if (i) lunai_put(&name, "bias");
-      *name.at = 0;
-      if (lunai_st_value(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
-          (rank == 1 || found.shape[1] == p->columns)) {
-        own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-        if (own->data && !i) own->int8 = lunai_stream_int8_of(s, p->name, rank, shape, own->data);
-#ifndef LUNA_NO_INT8
-        if (!own->data) own->int8 = lunai_stream_int8_in(s, p->name, &found);
-        if (own->int8) continue;
-#endif
-      }
-      if (own->data) continue;
-      lunai_put(&name, " is missing, of another shape, not F32 (nor I8 with scales), not aligned to 4 bytes, "
-                       "or this machine is not little-endian");
-      *name.at = 0;
-      return false;
+      luna_tensor own = lunai_stream_tensor(s, NULL, i || p->columns == LUNAI_VECTOR ? 1 : 2, shape);
+      if (s->model_ctx) own = **at;  /* a decoder's parts do not say its shape */
+      own.ctx = &s->ctx;
+      own.own = &s->ctx.none;
+      own.int8 = i || st ? NULL : lunai_stream_int8_of(s, p->name, &own);
+      if (st && !lunai_stream_read_part(s, p, i == 1, prefix, st, &own)) return false;
+      if ((*at = lunai_stream_keep(s, own)) == NULL) return false;
     }
   return true;
 }
-/* what a step needs of a decoder layer; of cross-attention the rest is in `past` */
+/* Lists what a step needs of a decoder layer; of cross-attention the rest is in `past`. */
 LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
   int count = lunai_causal_attention_parts(&layer->self_attention, parts);
   const lunai_part q = { true, LUNAI_BOTH(layer->cross_attention.q), "", 1, 1, parts[0].init };
@@ -20579,7 +20605,7 @@ LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
   parts[count++] = lunai_norm_part(true, &layer->cross_norm, "", &layer->config);
   return count + lunai_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
-/* layer `index`: as that of a model's `layers` is, or as the file and the sizes say */
+/* Makes layer `index` as that of a model's `layers` is, or as the file and the sizes say. */
 LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *layers, const lunai_st *st) {
   luna_causal_layer *causal = &s->layers[index].of.causal;
   lunai_part parts[LUNAI_MAX_PARTS];
@@ -20603,22 +20629,9 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   return lunai_stream_own(s, parts, lunai_causal_attention_parts(&causal->attention, parts), prefix, st);
 }
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *layers, const lunai_st *st) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t n = s->sources, h = z->heads, l = z->memory, d = z->dim;
-  const int64_t folded[3] = { n, h * l, d }, bias[3] = { n, 1, h * l }, queries[4] = { n, h, l, d / h },
-      memory[3] = { n, l, d };
-  const bool folds = lunai_stream_folds(z);
-  const int axis = n > 1;            /* the sources', where there are several */
   lunai_past *past = &s->layers[index].past;
-  past->scores = lunai_stream_tensor(s, past->scores.data, (folds ? 2 : 3) + axis, (folds ? folded : queries) + !axis);
-  if (folds)
-    past->scores_bias = lunai_stream_tensor(s, past->scores_bias.data, axis ? 3 : 1, bias + (axis ? 0 : 2));
-  if (s->cross) {
-    past->keys = lunai_stream_tensor(s, past->keys.data, 3, memory);
-    past->values = lunai_stream_tensor(s, past->values.data, 3, memory);
-  }
   past->position = lunai_stream_inputs(s, s->inputs, 1).position;
-  past->sources = n;
+  past->sources = s->sources;
   past->slots = s->slots;
   past->source_slots = s->source_slots;
   return lunai_stream_layer_own(s, index, layers, st);
@@ -20630,109 +20643,109 @@ LUNAI_FN bool lunai_stream_model_open(luna_stream *s, const lunai_st *st) {
   if (!s->sizes.outputs) s->model.output.weight = s->model.embedding;
   return true;
 }
-/* All tensors, of a model with `layers` or of the file, and what is computed once. What depends on a decoder's sources
-   is still to come. */
+/* Copies the mean and the scale of numbers to the host, one after the other. */
+LUNAI_FN bool lunai_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, const luna_tensor *scale) {
+  const size_t bytes = (size_t)luna_count(mean) * sizeof(float);
+  return lunai_stream_move(s, to, mean->data, bytes, 2) &&
+         lunai_stream_move(s, lunai_offset(to, luna_count(mean)), scale->data, bytes, 2);
+}
+/* Makes all tensors, of a model with `layers` or of the file, and computes what is computed once, but for what depends
+   on a decoder's sources. */
 LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_st *st) {
-  const int64_t k = s->sizes.features;
-  bool good = lunai_stream_model_open(s, st);
-  for (int64_t i = 0; i < s->sizes.layers && good; i++)
-    good = lunai_stream_layer_open(s, i, layers, st);
+  const luna_lm *m = &s->model;
+  if (!lunai_stream_model_open(s, st)) return false;
+  for (int64_t i = 0; i < s->sizes.layers; i++) if (!lunai_stream_layer_open(s, i, layers, st)) return false;
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
-  if (good && k) good = lunai_stream_move(s, s->standard, s->model.input.mean->data, (size_t)k * sizeof(float), 2) &&
-      lunai_stream_move(s, s->standard + k, s->model.input.scale->data, (size_t)k * sizeof(float), 2);
-  const int64_t outputs = s->sizes.output_norm ? s->sizes.outputs : 0;
-  if (good && outputs)
-    good = lunai_stream_move(s, s->output_norm, s->model.output_mean->data, (size_t)outputs * sizeof(float), 2) &&
-        lunai_stream_move(s, s->output_norm + outputs, s->model.output_scale->data, (size_t)outputs * sizeof(float), 2);
-  for (int64_t i = 0; i < s->sizes.layers && good && !s->cross; i++)
-    good = lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
-  return good;
+  if (s->sizes.features && !lunai_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
+  if (s->sizes.output_norm && !lunai_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
+  for (int64_t i = 0; i < (s->cross ? 0 : s->sizes.layers); i++)
+    if (!lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data)) return false;
+  return true;
 }
 
-/* the most tensors that measuring has at once, of parameters' shapes and of a layer's results; all that are recorded */
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_MEASURED 29
-#else
-#define LUNAI_MEASURED 48
-#endif
-/* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
-   without computing. On the host more rows take more. */
-LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
-  const size_t layers = (size_t)s->sizes.layers;
+/* --- measuring: what a stream takes is found by opening it, and by running its steps, without computing --- */
+/* So many tensors there are at most at once: of parameters' shapes, and of a layer's results all that are recorded. */
+#define LUNAI_MEASURED (LUNAI_WHOLE ? 48 : 29)
+typedef struct lunai_stream_needs {  /* of a model of so many layers */
+  size_t tensors, kept;              /* bytes of parameters' tensors, and of those that are recorded, */
+  size_t ops, int8;                  /* with these ops; bytes of weights in 8 bits */
+} lunai_stream_needs;
+/* Finds what opening and recording leave with no layer or with one (from: a model's first, or null), beside the bytes
+   in 8 bits that `needs` has. The arena's peak is then what opening takes beside it. */
+LUNAI_FN bool lunai_stream_measure_open(luna_stream *s, const void *from, int64_t layers, lunai_stream_needs *needs) {
   lunai_bump *b = &s->bump;
-#ifndef LUNA_ONLY_STREAM
+  s->sizes.layers = layers;
+  s->int8_size = needs->int8;
+  s->measured = b->part[0].used = b->part[0].peak = 0;
+  if (!lunai_stream_fill(s, from, NULL)) return false;
+  if (s->cross && layers > 0 && !lunai_stream_fold(s, s->layers, NULL)) return false;
+  needs->tensors = s->measured * lunai_bump_size(false, sizeof(luna_tensor));
+  needs->int8 = s->int8_size;
+  const size_t peak = b->part[0].peak;
+  if (LUNAI_REPLAYS && !lunai_stream_record(s)) return false;
+  needs->ops = b->count;
+  needs->kept = b->kept - b->floor;
+  lunai_bump_forget(b);
+  b->part[0].peak = peak - b->floor;
+  return true;
+}
+/* Finds the peak of what steps take beside what stays, but for a recorded one. On the host more rows take more. */
+LUNAI_FN bool lunai_stream_measure_steps(luna_stream *s) {
+  s->bump.part[0].peak = s->bump.floor;
+  for (int64_t rows = s->chunk; rows > LUNAI_REPLAYS; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
+    if (!lunai_stream_forward(s, rows, true)) return false;
+  const bool good = lunai_stream_reorder_all(s);
+  s->bump.part[0].peak -= s->bump.floor;
+  return good;
+}
+/* Finds all of it: each layer takes as much more as one takes than none. */
+LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   const luna_lm model = s->model;
-#endif
+  const size_t more = (size_t)s->sizes.layers - 1;
+  lunai_bump *b = &s->bump;
   luna_tensor small[LUNAI_MEASURED];
   lunai_stream_layer layer;
+  size_t used = 0;
+  lunai_stream_needs none = { 0, 0, 0, s->int8_size }, one = none;
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = b;
   s->layers = &layer;
   s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
   layer.past.mean_ka = layer.past.mean_av = layer.past.weights = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
+  lunai_stream_take_once(s, &layer.past, NULL, &used);
   b->part[0].start = (char *)small;
   b->part[0].size = sizeof small;
   b->part[1].size = SIZE_MAX / 2;
   b->room = LUNAI_REPLAYS ? SIZE_MAX : 0;
   s->ctx.reserving = true;
-  bool good = lunai_stream_model_open(s, NULL);
-  const size_t beside = s->measured, bytes = lunai_bump_size(false, sizeof(luna_tensor));
-#ifndef LUNA_NO_INT8
-  const size_t beside8 = s->int8_size;
-#endif
-  good = good && lunai_stream_layer_open(s, 0, from, NULL);
-  size_t each = (s->measured - beside) * bytes, stays = b->floor = b->kept = b->part[0].used;
-  const size_t shared = s->measured * bytes - stays; /* by placeholders, and by nothing later */
-  s->sizes.layers = 1;
-  good = good && lunai_stream_fold(s, &layer, NULL);
-#ifndef LUNA_NO_INT8
-  s->int8_size = beside8 + (s->int8_size - beside8) * layers;
-#endif
-  const size_t folding = b->part[0].peak; /* before anything is recorded */
-  if (LUNAI_REPLAYS) {               /* recorded of more layers: as much more as of one than of none */
-    good = good && lunai_stream_rows(s, 1, true) != NULL;
-    const size_t ops = b->count;
-    stays = b->kept;
-    lunai_bump_forget(b);
-    s->sizes.layers = 0;
-    good = good && lunai_stream_rows(s, 1, true) != NULL;
-    b->room = b->count + (ops - b->count) * layers;
-    each += stays - b->kept;
-    lunai_bump_forget(b);
-    s->sizes.layers = 1;
-    b->part[0].peak = b->floor;      /* the rest is beside what is recorded */
-  }
-  for (int64_t rows = s->chunk; good && rows > LUNAI_REPLAYS; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
-    good = lunai_stream_forward(s, rows, true) != NULL;
-  good = good && lunai_stream_reorder_all(s);
-  b->part[0].peak += stays - b->floor;
-  b->part[0].peak = (folding > b->part[0].peak ? folding : b->part[0].peak) + shared + each * (layers - 1);
+  bool good = lunai_stream_measure_open(s, from, 0, &none);
+  s->model = model;
+  good = good && lunai_stream_measure_open(s, from, 1, &one);
+  const size_t opening = b->part[0].peak;
+  good = good && lunai_stream_measure_steps(s);
+  const size_t steps = one.kept + b->part[0].peak;
+  b->part[0].peak = one.tensors + (one.tensors + one.kept - none.tensors - none.kept) * more +
+                    (opening > steps ? opening : steps);
   b->part[0].used = 0;
+  b->room = one.ops + (one.ops - none.ops) * more;
+  s->int8_size = one.int8 + (one.int8 - none.int8) * more;
   s->ctx.reserving = false;
-  s->sizes.layers = (int64_t)layers;
+  s->sizes.layers = (int64_t)more + 1;
   s->inputs = NULL;
-#ifndef LUNA_ONLY_STREAM
   s->model = model;                  /* without the placeholders */
-#endif
   return good;
 }
 
-LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
-  const size_t bytes = lunai_round((size_t)count * size);
-  char *at = base ? base + *used : NULL;
-  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large to be had */
-  return at;
-}
 /* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
    s->device_memory (null: only counts), device_size bytes. */
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s);
-  const int64_t n = s->sources, cross = s->cross ? 1 : 0, means = s->batch * z->dim * z->memory;
   const int64_t inputs = (int64_t)lunai_stream_inputs_size(s, s->chunk);
   size_t used = lunai_round(sizeof(luna_stream));
-  lunai_stream_layer none;
+  lunai_past none;
+  memset(&none, 0, sizeof none);
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
   s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
@@ -20741,33 +20754,20 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
   s->output_norm = (float *)lunai_stream_take(base, &used, z->output_norm ? 2 * z->outputs : 0, sizeof(float));
-#ifndef LUNA_NO_INT8
   s->int8_at = (char *)lunai_stream_take(base, &used, (int64_t)s->int8_size, 1);
-#endif
   const size_t host_size = used;
   if (device) { base = s->device_memory; used = 0; }
   const size_t state = used;
   s->state = base ? base + used : NULL;
   for (int64_t i = 0; i < 2 * z->layers; i++) {
-    lunai_past *past = base ? &s->layers[i % z->layers].past : &none.past;
+    lunai_past *past = base ? &s->layers[i % z->layers].past : &none;
     if (i == z->layers) s->state_size = used - state;
-    if (i < z->layers) {
-      past->mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
-      past->mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
-      past->weights = (double *)lunai_stream_take(base, &used, s->batch * lunai_stream_weights(z), sizeof(double));
-      past->history = (float *)lunai_stream_take(base, &used, s->batch * z->dim * lunai_max(0, z->convolution - 1),
-                                                 sizeof(float));
-    } else {
-      past->scores.data = (float *)lunai_stream_take(base, &used, lunai_stream_scores_size(s), sizeof(float));
-      past->scores_bias.data = (float *)lunai_stream_take(base, &used,
-          lunai_stream_folds(z) ? n * z->heads * z->memory : 0, sizeof(float));
-      past->keys.data = (float *)lunai_stream_take(base, &used, cross * n * z->memory * z->dim, sizeof(float));
-      past->values.data = (float *)lunai_stream_take(base, &used, cross * n * z->memory * z->dim, sizeof(float));
-    }
+    if (i < z->layers) lunai_past_take(past, z, s->batch, base, &used);
+    else lunai_stream_take_once(s, past, base, &used);
   }
   s->slots = s->source_slots = NULL;
-  if (cross) s->slots = (int32_t *)lunai_stream_take(base, &used, s->batch, sizeof(int32_t));
-  if (cross) s->source_slots = (int32_t *)lunai_stream_take(base, &used, n, sizeof(int32_t));
+  if (s->cross) s->slots = (int32_t *)lunai_stream_take(base, &used, s->batch, sizeof(int32_t));
+  if (s->cross) s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->sources, sizeof(int32_t));
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
   for (int i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
@@ -20775,7 +20775,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->device_size = used;
   return device ? host_size : used;
 }
-/* `first` where it is to stay, `size` bytes from lunai_stream_lay_out */
+/* Copies `first` to where it is to stay, of `size` bytes from lunai_stream_lay_out. */
 LUNAI_FN luna_stream *lunai_stream_place(const luna_stream *first, void *memory, size_t size) {
   luna_stream *s = (luna_stream *)memory;
   memset(s, 0, size);
@@ -20785,37 +20785,38 @@ LUNAI_FN luna_stream *lunai_stream_place(const luna_stream *first, void *memory,
 }
 
 /* --- opening from a checkpoint's bytes --- */
-/* -> bytes needed. While the stream is opened the index of the file's names is where a step's values will be. */
-LUNAI_FN size_t lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size,
-                                      const luna_stream_config *config, const char **wrong) {
+/* Finds the bytes needed, or returns what is wrong. While a stream is opened, its index of the file's names is where
+   steps have values. */
+LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size,
+                                           const luna_stream_config *config, size_t *need) {
   memset(s, 0, sizeof *s);
   s->ctx.backend = luna_cpu_backend();
-  *wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
-  if (!*wrong && (uintptr_t)st->data % sizeof(float) != 0) *wrong = "the values in bytes are not aligned to 4 bytes";
-  if (!*wrong) *wrong = lunai_lm_read(st, &s->sizes);
-  if (!*wrong) s->horizon = lunai_st_horizon(st);
+  const char *wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
+  if (wrong) return wrong;
+  if ((uintptr_t)st->data % sizeof(float) != 0) return "the values in bytes are not aligned to 4 bytes";
+  if ((wrong = lunai_lm_read(st, &s->sizes)) != NULL) return wrong;
+  s->horizon = lunai_st_horizon(st);
+  if ((wrong = lunai_stream_config(s, config)) != NULL) return wrong;
 #ifndef LUNA_NO_INT8
-  if (!*wrong && config && config->weights == LUNA_DTYPE_I8) s->int8 = true;
-  if (!*wrong) lunai_stream_int8_file(s, st);
+  lunai_stream_int8_file(s, st);
 #endif
-  if (!*wrong) *wrong = lunai_stream_config(s, config);
-  if (!*wrong && !lunai_stream_measure(s, NULL)) *wrong = LUNAI_STREAM_TOO_LARGE;
-  if (*wrong) return 0;
+  if (!lunai_stream_measure(s, NULL)) return LUNAI_STREAM_TOO_LARGE;
   const size_t all = lunai_stream_lay_out(s, NULL);
   const size_t index = lunai_round(all - lunai_round(s->bump.part[1].size) + st->tensors * sizeof(uint64_t));
-  return all > index ? all : index;
+  *need = all > index ? all : index;
+  return NULL;
 }
 
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error) {
   luna_stream s;
   lunai_st st;
-  const char *wrong;
-  const size_t need = lunai_stream_describe(&s, &st, bytes, size, config, &wrong);
+  size_t need;
+  const char *wrong = lunai_stream_describe(&s, &st, bytes, size, config, &need);
   if (error) *error = wrong ? wrong : "";
   return wrong ? 0 : need + (LUNAI_ALIGN - 1);
 }
 
-/* the sentence, in the memory itself where that holds it */
+/* Writes the sentence into the memory itself where that holds it. */
 LUNAI_FN const char *lunai_stream_too_small(char *memory, size_t size, size_t need) {
   if (!memory || size < 100) return "memory_size is less than luna_stream_size";
   lunai_text text = { memory, memory + 99 };
@@ -20830,9 +20831,9 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
                                              void *memory, size_t memory_size, const char **error) {
   luna_stream first, *s = NULL;
   lunai_st st;
-  const char *wrong;
-  const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN,
-      need = lunai_stream_describe(&first, &st, bytes, size, config, &wrong);
+  const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN;
+  size_t need;
+  const char *wrong = lunai_stream_describe(&first, &st, bytes, size, config, &need);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
     wrong = lunai_stream_too_small((char *)memory, memory_size, need);
   if (!wrong) {
@@ -20850,7 +20851,7 @@ LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, co
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_backend_fail(ctx, s->ctx.status, s->ctx.error);
   return lunai_backend_result(ctx, name, s->ctx.status);
 }
-/* ends opening; null when it has failed, which is reported to the context */
+/* Ends opening; it is null when that has failed, which the context is told. */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, const char *name) {
   if (!s) return NULL;
   if (good) return s;
@@ -20858,8 +20859,8 @@ LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool go
   luna_stream_close(s);
   return NULL;
 }
-/* A stream of the sizes and the model in `first` and a model's layers, in memory from the context's allocator, of a
-   model on a device from there; null: the context says why */
+/* Makes a stream of the sizes and the model in `first` and of a model's layers, in memory from the context's allocator
+   and, of a model on a device, from there. When it is null, the context says why. */
 LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config,
                                         const void *layers, const char *name) {
   luna_stream_config own;
@@ -20883,10 +20884,10 @@ LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const
   if (!lunai_stream_measure(first, layers)) return lunai_stream_report(ctx, first, name), (luna_stream *)NULL;
   const size_t size = lunai_stream_lay_out(first, NULL);
   first->memory_size = size + LUNAI_ALIGN;
-  char *raw = ctx->options.block ? NULL : (char *)lunai_raw_allocate(&ctx->options.allocator, first->memory_size);
-  if (!raw && ctx->options.block) lunai_fail_status(ctx, LUNA_ERROR_STREAM_BLOCK, name, (int64_t)first->memory_size);
-  if (!raw && !ctx->options.block) lunai_fail_memory(ctx, name, first->memory_size);
-  if (!raw) return NULL;
+  if (ctx->options.block)
+    return lunai_fail_status(ctx, LUNA_ERROR_STREAM_BLOCK, name, (int64_t)first->memory_size), (luna_stream *)NULL;
+  char *raw = (char *)lunai_raw_allocate(&ctx->options.allocator, first->memory_size);
+  if (!raw) return lunai_fail_memory(ctx, name, first->memory_size), (luna_stream *)NULL;
   luna_stream *s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
   bool good = true;
@@ -20926,11 +20927,11 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 }
 
 /* --- running --- */
-/* how many sequences have a row of features that do not fit */
+/* Counts the sequences that have a row of features that do not fit. */
 LUNAI_FN int64_t lunai_stream_misfits(const luna_stream *s, const luna_input *input) {
   const int64_t k = s->sizes.features, row = lunai_size(input->n) * k;
   int64_t misfits = 0;
-  for (int64_t b = 0, i; b < s->batch && k; b++) {
+  for (int64_t b = 0, i; b < s->batch; b++) {
     for (i = 0; i < row; i++)
       if (!lunai_feature_fits(lunai_stream_feature(s, input->features[b * row + i], i % k))) break;
     misfits += i < row;
@@ -20943,7 +20944,7 @@ LUNAI_FN luna_error_id lunai_stream_wrong(luna_stream *s, const luna_input *inpu
   if (k ? !input->features : !input->tokens)
     return k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
   if (lunai_checked(lunai_checked(n, s->batch), k + 1) < 0) return LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
-  for (int64_t i = 0; k == 0 && i < n * s->batch; i++)
+  for (int64_t i = 0; i < (k ? 0 : n * s->batch); i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) {
       lunai_print(s->ctx.error, sizeof s->ctx.error, "%s: tokens[%d] is %d, vocab is %d",
                   lunai_sentence_of(LUNA_ERROR_STREAM_TOKEN), i, (int64_t)input->tokens[i], s->sizes.vocab);
@@ -20976,7 +20977,7 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
   if (!lunai_stream_ready(s) || !y) return NULL;
-  for (int64_t i = 0, k = s->sizes.outputs; i < luna_count(y) && s->sizes.output_norm; i++)
+  for (int64_t i = 0, k = s->sizes.outputs; i < (s->sizes.output_norm ? luna_count(y) : 0); i++)
     s->logits[i] = s->logits[i] * s->output_norm[k + i % k] + s->output_norm[i % k];
   s->error = misfit;
   finite = finite && lunai_are_finite(luna_count(y), s->logits);
@@ -21112,14 +21113,9 @@ struct luna_lm_state {
   bool written;                      /* the other one is newer */
 };
 LUNAI_FN lunai_past lunai_state_at(const luna_lm_state *s, char *base, size_t *used) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t means = s->batch * z->dim * z->memory, history = s->batch * z->dim * lunai_max(0, z->convolution - 1);
   lunai_past past;
   memset(&past, 0, sizeof past);
-  past.mean_ka = (double *)(void *)lunai_stream_take(base, used, means, sizeof(double));
-  past.mean_av = (double *)(void *)lunai_stream_take(base, used, means, sizeof(double));
-  past.weights = (double *)(void *)lunai_stream_take(base, used, s->batch * lunai_stream_weights(z), sizeof(double));
-  past.history = (float *)(void *)lunai_stream_take(base, used, history, sizeof(float));
+  lunai_past_take(&past, &s->sizes, s->batch, base, used);
   return past;
 }
 LUNAI_FN lunai_past lunai_state_layer(luna_lm_state *s, int64_t layer) {
@@ -21137,8 +21133,9 @@ LUNAI_FN bool lunai_state_even(const luna_lm_state *s, const int64_t *position) 
   return true;
 }
 LUNAI_FN luna_tensor *lunai_state_written(luna_lm_state *s, luna_tensor *x, int64_t rows) {
-  for (int64_t b = 0; s && x && b < s->batch; b++) s->position[!s->now][b] = s->position[s->now][b] + rows;
-  if (s && x) s->written = true;
+  if (!s || !x) return x;
+  for (int64_t b = 0; b < s->batch; b++) s->position[!s->now][b] = s->position[s->now][b] + rows;
+  s->written = true;
   return x;
 }
 LUNAI_FN bool lunai_state_take(const luna_lm *model, const luna_input *input, const lunai_cut *part,
@@ -21204,23 +21201,21 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   if (ctx->carried == s) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE);
-  for (int64_t i = 0; sequences && i < count; i++)
+  for (int64_t i = 0; i < (sequences ? count : 0); i++)
     if (sequences[i] < 0 || sequences[i] >= s->batch)
       return lunai_fail_status(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "sequences", i, (int64_t)sequences[i], (int64_t)0,
                                s->batch - 1);
   lunai_state_turn(s);
   for (int64_t i = 0; i < (sequences ? count : s->batch); i++) {
     const int64_t b = sequences ? sequences[i] : i;
-    const int64_t means = s->sizes.dim * s->sizes.memory, weights = lunai_stream_weights(&s->sizes);
-    const int64_t history = s->sizes.dim * lunai_max(0, s->sizes.convolution - 1);
     s->position[s->now][b] = 0;
     for (int64_t layer = 0; layer < s->sizes.layers; layer++) {
       size_t used = 0;
       const lunai_past past = lunai_state_at(s, s->half[s->now] + (size_t)layer * s->layer_size, &used);
-      memset(past.mean_ka + b * means, 0, (size_t)means * sizeof(double));
-      memset(past.mean_av + b * means, 0, (size_t)means * sizeof(double));
-      memset(past.weights + b * weights, 0, (size_t)weights * sizeof(double));
-      memset(past.history + b * history, 0, (size_t)history * sizeof(float));
+      for (int k = 0; k < LUNAI_STATE_PARTS; k++) {
+        const lunai_state_part part = lunai_state_part_of(&past, &s->sizes, k);
+        memset((char *)part.at + (size_t)b * part.bytes, 0, part.bytes);
+      }
     }
   }
   return LUNA_OK;
