@@ -17,6 +17,7 @@
      Shared       LUNACU_SHARED(type, name, count), LUNACU_DYNAMIC_SHARED(type, name), lunacu_shared<type> for a
                   pointer. Elements are of 4 or 8 bytes; before several are moved as one: cuda_host_wide(pointer,
                   bytes). Never `auto x = p[i]`: p[i] is a reference that reads when its value is used.
+                  cuda_host_send(pointer, from, bytes) is cp.async, cuda_host_arrive() its wait for all of a thread's
      Meeting      __syncthreads, __syncthreads_or _and _count, __syncwarp, __shfl_sync, __shfl_xor_sync, __shfl_up_sync,
                   __shfl_down_sync, __ballot_sync, __any_sync, __all_sync
      Runtime      memory, streams, events, capture and graphs, attributes; cuBLAS: single products and strided batches
@@ -33,6 +34,8 @@
                   cuda_host.debug every word remembers who wrote and read it: reading what nobody wrote, and two threads
                   of which one writes with no barrier between, are errors. Barriers are __syncthreads and, within a
                   warp, a full __syncwarp. Shuffles and votes order no memory, as CUDA's manual says.
+     Sent         What cuda_host_send sends is not there before its thread's cuda_host_arrive, and until then nobody may
+                  read or write the place (with cuda_host.debug); a thread that returns before is an error.
      Copies       Of device memory to itself, they must not overlap.
      Global       Device memory is a separate region, closed while host code runs: touching it there ends the program.
                   New memory and freed memory is NaN bits. 256 bytes before and after each allocation are watched; with
@@ -284,7 +287,8 @@ struct thread {
 /* bits per lane; named: waited for by somebody */
 struct warp { uint32_t lanes, returned, at_block, waiting, named, epoch; };
 /* epochs, threads */
-struct word { uint32_t wrote, wrote_warp, read, read_warp; int16_t writer, reader, other; bool several, warps; };
+struct word { uint32_t wrote, wrote_warp, read, read_warp; int16_t writer, reader, other; bool several, warps, sent; };
+struct sending { int64_t at, begin; const void *from; int bytes; }; /* under way into the arena */
 /* a shared array; bytes in the arena */
 struct array { uint64_t launch; int64_t begin, end; const char *name, *file; int line, size; };
 /* opted in; bytes of static shared memory seen so far */
@@ -324,6 +328,7 @@ struct machine {
   std::vector<int> ready, next;
   thread thread_of[MAX_THREADS];
   uint3 index_of[MAX_THREADS];
+  std::vector<sending> sent_by[MAX_THREADS];
   warp warp_of[MAX_THREADS / 32];
   std::vector<std::unique_ptr<fiber>> fibers;
   std::vector<fiber *> pool;                 /* those with no thread */
@@ -568,6 +573,8 @@ inline void abandon() {                      /* never comes back: the scheduler 
 inline void thread_returns() {
   const int t = m.current;
   warp &w = m.warp_of[t >> 5];
+  if (!m.sent_by[t].empty())
+    CUDA_HOST_FAIL(m.thread_of[t].file, m.thread_of[t].line, "returned while what it sent is under way");
   m.thread_of[t].state = RETURNED;
   m.thread_of[t].on = nullptr;
   m.returned++;
@@ -658,6 +665,9 @@ inline void run_block() {
     m.thread_of[t].state = FRESH;
     m.thread_of[t].on = nullptr;
     m.thread_of[t].file = nullptr;
+    for (const sending &s : m.sent_by[t])    /* of a block that was abandoned */
+      for (int64_t i = s.at / 4; i < (s.at + s.bytes) / 4; i++) m.words[i].sent = false;
+    m.sent_by[t].clear();
   }
   for (int w = 0; w < (m.threads + 31) / 32; w++) {
     const int lanes = std::min(32, m.threads - 32 * w);
@@ -917,9 +927,16 @@ inline void hazard(int64_t begin, int64_t word_index, const char *does, int othe
                  (long long)((word_index * 4 - begin) / a->size), name_of(other).s, did, me.file ? me.line : 0);
 }
 
+inline void not_sent(int64_t begin, int64_t i, const char *does) {
+  const array *a = array_at(begin);
+  if (m.words[i].sent)
+    CUDA_HOST_FAIL(a->file, a->line, "%s %s[%lld], to which a copy is under way", does, a->name,
+                   (long long)((i * 4 - begin) / a->size));
+}
 inline void note_read(int64_t begin, int64_t i) {
   const int t = m.current;
   word &w = m.words[i];
+  not_sent(begin, i, "reads");
   const uint32_t warp_now = m.warp_of[t >> 5].epoch;
   if (w.wrote < m.block_epoch) {
     const array *a = array_at(begin);
@@ -939,6 +956,7 @@ inline void note_read(int64_t begin, int64_t i) {
 inline void note_write(int64_t begin, int64_t i) {
   const int t = m.current;
   word &w = m.words[i];
+  not_sent(begin, i, "writes");
   if (w.wrote == m.epoch && w.writer != t && !ordered_in_warp(w.writer, t, w.wrote_warp))
     hazard(begin, i, "writes", w.writer, "wrote");
   if (w.read == m.epoch && (w.several || w.reader != t) && (w.warps || !ordered_in_warp(w.reader, t, w.read_warp)))
@@ -1029,6 +1047,30 @@ template <class T> struct cuda_host_element {
 /* Where `bytes` bytes are read or written as one (float4: 16): there, and a multiple of so many. */
 template <class T> void cuda_host_wide(lunacu_shared<T> p, int bytes) {
   cudahost::check_place(p.at, p.begin, p.end, bytes);
+}
+
+/* An asynchronous copy of 4, 8 or 16 bytes of device memory, and the wait for all of the thread's. It is written when
+   it is sent, as to hazards, and when it arrives, which is no sooner than its thread waits. */
+template <class T> void cuda_host_send(lunacu_shared<T> p, const T *from, int bytes) {
+  cudahost::check_place(p.at, p.begin, p.end, bytes);
+  if ((uintptr_t)from % (uintptr_t)bytes)
+    CUDA_HOST_FAIL(nullptr, 0, "sends %d bytes from %p, which is no place for them", bytes, (const void *)from);
+  for (int64_t i = p.at / 4; i < (p.at + bytes) / 4 && cuda_host.debug; i++) {
+    cudahost::note_write(p.begin, i);
+    cudahost::m.words[i].sent = true;
+  }
+  cudahost::m.sent_by[cudahost::m.current].push_back({p.at, p.begin, from, bytes});
+}
+inline void cuda_host_arrive() {
+  std::vector<cudahost::sending> &sent = cudahost::m.sent_by[cudahost::m.current];
+  for (const cudahost::sending &s : sent) {
+    for (int64_t i = s.at / 4; i < (s.at + s.bytes) / 4 && cuda_host.debug; i++) {
+      cudahost::m.words[i].sent = false;
+      cudahost::note_write(s.begin, i);
+    }
+    memcpy(cudahost::m.arena + s.at, s.from, (size_t)s.bytes);
+  }
+  sent.clear();
 }
 
 namespace cudahost {

@@ -361,6 +361,19 @@ static __global__ void four_at(int at) {
   before[0] = s[0] = 1;
   cuda_host_wide(s + at, 16);
 }
+static __global__ void sends(int kind, const float *x, float *y) { /* each thread four floats; its neighbour's come out */
+  LUNACU_SHARED(float, s, 4 * 64);
+  const int t = threadIdx.x;
+  for (int k = 0; k < 4; k++) s[4 * t + k] = 0;
+  __syncthreads();
+  cuda_host_send(s + 4 * t + (kind == 5), x + 4 * t, 16);
+  if (kind == 1) y[t] = s[4 * t];
+  if (kind == 2) s[4 * t + 3] = 1;
+  if (kind == 3) return;
+  cuda_host_arrive();
+  if (kind != 4) __syncthreads();
+  LUNACU_UNROLL for (int k = 0; k < 4; k++) y[4 * t + k] = s[4 * (t ^ 33) + k];
+}
 static __global__ void misaligned() { LUNACU_DYNAMIC_SHARED(float, s); *seen_as<double>(s + 1) = 1; }
 static __global__ void unwritten(float *y) {
   LUNACU_SHARED(float, s, 8); if (threadIdx.x) s[threadIdx.x] = 1; y[threadIdx.x] = s[threadIdx.x];
@@ -415,6 +428,19 @@ static void wrong_kernels() {
                            "writes s[0], which thread"};
   for (int kind = 1; kind <= 5; kind++)
     finds("hazard", hazards[kind], [&] { LUNACU_LAUNCH(no_barrier, 2, 128, 0, 0, y, kind); });
+  const char *sendings[] = {"", "reads s[", "writes s[", "returned while what it sent is under way", "no barrier",
+                            "no place for 16 bytes"};
+  float *x = device<float>(256), four[8] = {};
+  for (int kind = 1; kind <= 5; kind++)
+    finds("sent", sendings[kind], [&] { LUNACU_LAUNCH(sends, 1, 64, 0, 0, kind, (const float *)x, y); });
+  for (int i = 0; i < 8; i++) four[i] = (float)i;
+  cudaMemcpy(x + 128, four, sizeof four, cudaMemcpyHostToDevice); /* of threads 32 and 33, for 1 and 0 */
+  LUNACU_LAUNCH(sends, 1, 64, 0, 0, 0, (const float *)x, y);
+  memset(four, 0, sizeof four);
+  cudaMemcpy(four, y, sizeof four, cudaMemcpyDeviceToHost);
+  CHECK(cuda_host.errors == 0 && four[0] == 4 && four[3] == 7 && four[4] == 0 && four[7] == 3,
+        "sent: %g %g %g %g, %s", four[0], four[3], four[4], four[7], cuda_host.message);
+  cudaFree(x);
   cuda_host.debug = false;
   LUNACU_LAUNCH(no_barrier, 1, 128, 0, 0, y, 2);
   cudaDeviceSynchronize();

@@ -3,7 +3,8 @@
    A warp's 32 lanes are executed as one; lanes that part at a branch meet again because those behind go first. What a
    GPU would leave to luck is an error: an address outside the device's allocations or the block's shared memory, or not
    aligned; shared memory read before it is written, or used by two warps, of which one writes, with no barrier between;
-   lanes that are missing at a barrier or a shuffle. Each instruction counts how often warps execute it, the 32-byte
+   shared memory used before what cp.async brings there is waited for, which is when it arrives; lanes that are missing
+   at a barrier or a shuffle. Each instruction counts how often warps execute it, the 32-byte
    sectors of its requests to global memory and the wavefronts of those to shared memory, and the least they could be.
 
    Nothing here has a clock, caches, or what ptxas does afterwards; functions that PTX calls approximate are the host's.
@@ -46,6 +47,8 @@ inline constexpr const char *work_name[WORKS] = {"fma",    "mma",    "float", "d
 inline constexpr u64 IN_LOCAL = 2ull << 60, IN_SHARED = 3ull << 60, WINDOW = 15ull << 60;
 inline constexpr int LANES = 32;
 
+struct instruction;
+struct sending { instruction *by; u32 lanes; u64 at[LANES]; u32 value[4][LANES]; }; /* under way to shared memory */
 struct operand { u32 at = 0; uint8_t constant = 0, bits = 0; }; /* a byte offset; bits: 1, 32 or 64, or 0 for none */
 struct warp {
   char *bank[2];                           /* registers, constants */
@@ -53,9 +56,9 @@ struct warp {
   u32 exist, done, waiting, blocked, carry, vote; /* bits per lane */
   u32 pc[LANES];
   int number;
+  std::vector<sending> sent;
   char *of(const operand &o) const { return bank[o.constant] + o.at; }
 };
-struct instruction;
 typedef void (*runner)(warp &, instruction &, u32 lanes);
 struct instruction {
   runner run = nullptr;
@@ -84,7 +87,8 @@ struct kernel {
   std::vector<char> constants;
   u64 launches = 0, touched = 0;           /* touched: sectors, each once a launch for loads and once for stores */
 };
-struct shadow { u32 written = 0, seen = 0; int writer = -1, reader = -1; }; /* epochs; reader -2: several warps */
+/* epochs; reader -2: several warps; sent: something is under way to it */
+struct shadow { u32 written = 0, seen = 0; int writer = -1, reader = -1; bool sent = false; };
 struct stored { u64 at, old; const instruction *by; };
 
 struct machine {
@@ -455,6 +459,7 @@ inline bool shared_in_order(warp &w, int lane, u64 at, unsigned bytes, bool stor
   for (u64 k = at / 4; k <= (at + bytes - 1) / 4; k++) {
     shadow &s = m.shadows[k];
     const char *what = store ? "writes" : "reads";
+    if (s.sent) return error(&w, lane, "%s shared word %d, to which a copy is under way", what, (int)k), false;
     if (!store && s.written < m.block_epoch) return error(&w, lane, "reads shared word %d, not written", (int)k), false;
     if (s.written == m.epoch && s.writer != w.number)
       return error(&w, lane, "%s shared word %d, which warp %d wrote since the barrier", what, (int)k, s.writer), false;
@@ -547,13 +552,16 @@ inline void store(warp &w, int lane, const instruction &i, char *p, bool logged)
     memcpy(p, &x, i.width);
   }
 }
+inline u64 address(const warp &w, const instruction &i, int lane) {
+  const char *p = w.of(i.from[0]);
+  return (u64)i.offset + (i.from[0].bits == 64 ? lane_of<u64>(p, lane) : i.from[0].bits ? lane_of<u32>(p, lane) : 0);
+}
 inline void memory(warp &w, instruction &i, u32 lanes) {
   u64 at[LANES];
   space_of space = i.space;
   for (u32 rest = lanes; rest; rest &= rest - 1) {
     const int l = first(rest);
-    const char *p = w.of(i.from[0]);
-    at[l] = (u64)i.offset + (i.from[0].bits == 64 ? lane_of<u64>(p, l) : i.from[0].bits ? lane_of<u32>(p, l) : 0);
+    at[l] = address(w, i, l);
     if (i.space == GENERIC) {
       const u64 window = at[l] & WINDOW;
       const space_of here = window == IN_LOCAL ? LOCAL : window == IN_SHARED ? SHARED : GLOBAL;
@@ -571,6 +579,35 @@ inline void memory(warp &w, instruction &i, u32 lanes) {
   }
   if (space == SHARED) count_wavefronts(at, lanes, i.width * i.count, i);
   if (space == GLOBAL) count_sectors(at, lanes, i.width * i.count, i);
+}
+
+/* The second half of cp.async: what its first half loaded is under way to shared memory, and arrives when its lanes
+   wait. It writes then, and now. */
+inline void send(warp &w, instruction &i, u32 lanes) {
+  sending s = {&i, lanes, {}, {}};
+  for (u32 rest = lanes; rest; rest &= rest - 1) {
+    const int l = first(rest);
+    s.at[l] = address(w, i, l);
+    if (!place(w, l, SHARED, s.at[l], i)) return;
+    for (unsigned k = 0; k < i.count; k++) {
+      s.value[k][l] = lane_of<u32>(w.of(i.from[k + 1]), l);
+      m.shadows[s.at[l] / 4 + k].sent = true;
+    }
+  }
+  count_wavefronts(s.at, lanes, i.width * i.count, i);
+  w.sent.push_back(s);
+}
+inline void arrive(warp &w, instruction &, u32 lanes) {
+  for (sending &s : w.sent) {
+    for (u32 rest = s.lanes & lanes; rest; rest &= rest - 1) {
+      const int l = first(rest);
+      for (unsigned k = 0; k < s.by->count; k++) m.shadows[s.at[l] / 4 + k].sent = false;
+      char *p = place(w, l, SHARED, s.at[l], *s.by);
+      for (unsigned k = 0; p && k < s.by->count; k++) memcpy(p + 4 * k, &s.value[k][l], 4);
+    }
+    s.lanes &= ~lanes;
+  }
+  w.sent.erase(std::remove_if(w.sent.begin(), w.sent.end(), [](const sending &s) { return !s.lanes; }), w.sent.end());
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -782,6 +819,7 @@ struct reader {
     else if (verb == "call") read_call(arguments);
     else if (verb == "bar" || verb == "barrier" || verb == "shfl") read_meeting(i, part, arguments);
     else if (verb == "ld" || verb == "st") read_memory(i, part, arguments);
+    else if (verb == "cp") read_sending(i, arguments);
     else if (verb == "mma") read_matrices(i, arguments);
     else read_arithmetic(i, part, arguments);
   }
@@ -842,6 +880,25 @@ struct reader {
       else i.to[n] = result(list[n]);
     i.work = i.space == SHARED ? SHAREDS : i.space == LOCAL ? LOCALS : i.space == PARAM ? FREE : GLOBALS;
     push(i);
+  }
+  void read_sending(instruction &i, const std::vector<std::string> &a) {
+    if (i.op == "cp.async.wait_all") {
+      i.work = MEET;
+      i.run = arrive;
+      return push(i);
+    }
+    if (i.op != "cp.async.cg.shared.global" || a.size() != 3 || atoi(a[2].c_str()) != 16) bad(i.op);
+    instruction loads = i;
+    std::string values = "{";
+    for (int n = 0; n < 4; n++) {
+      const std::string name = "%sent" + std::to_string(n);
+      if (!scopes[0].names.count(name)) scopes[0].names[name] = new_register(32);
+      values += (n ? ", " : "") + name;
+    }
+    read_memory(loads, split("ld.global.v4.b32", '.'), {values + "}", a[1]});
+    read_memory(i, split("st.shared.v4.b32", '.'), {a[0], values + "}"});
+    k.code.back().run = send;
+    k.code.back().weight = 0;              /* is the load's */
   }
   void read_matrices(instruction &i, const std::vector<std::string> &a) {
     const bool halves = i.op == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32";
@@ -1087,12 +1144,15 @@ inline void run_block(std::vector<warp> &warps, const unsigned grid[3], const un
   m.block_epoch = ++m.epoch;
   for (warp &w : warps) {
     w.done = w.waiting = w.blocked = w.vote = 0;
+    w.sent.clear();
     memset(w.pc, 0, sizeof w.pc);
     set_place(w, grid, size);
   }
   do {                                     /* the last warp first every other time */
     for (size_t n = 0; n < warps.size() && !m.failed; n++) run_warp(warps[m.epoch & 1 ? warps.size() - 1 - n : n]);
   } while (!m.failed && pass_barrier(warps));
+  for (warp &w : warps)
+    if (!m.failed && !w.sent.empty()) error(&w, first(w.sent[0].lanes), "returned while what it sent is under way");
 }
 inline kernel *find_kernel(const std::string &name) {
   const auto found = m.kernels.find(name);

@@ -286,7 +286,7 @@ extern "C" void ptx_table(const char *title, double elements, bool whole) {
 }
 extern "C" bool ptx_break(const char *kernel, ptx_fault what, int n) {
   const char *const verb = what == PTX_BARRIER_REMOVED ? "bar.sync" : what == PTX_FMA_MADE_MUL ? "fma.rn.f32" :
-      what == PTX_TF32_REMOVED ? "mma.sync.aligned.m16n8k8" : "st.";
+      what == PTX_TF32_REMOVED ? "mma.sync.aligned.m16n8k8" : what == PTX_WAIT_REMOVED ? "cp.async.wait_all" : "st.";
   for (auto &k : ptx::m.kernels)
     for (ptx::instruction &i : k.second.code) {
       if (k.first.find(kernel) == std::string::npos || i.op.compare(0, strlen(verb), verb) ||
@@ -295,7 +295,7 @@ extern "C" bool ptx_break(const char *kernel, ptx_fault what, int n) {
       broken = &i;
       if (what == PTX_STORE_MOVED) i.offset += 4;
       if (what == PTX_FMA_MADE_MUL) i.run = ptx::table().at("mul.rn.f32").run;
-      if (what == PTX_BARRIER_REMOVED || what == PTX_STORE_REMOVED || what == PTX_TF32_REMOVED) {
+      if (what != PTX_STORE_MOVED && what != PTX_FMA_MADE_MUL) {
         i.kind = ptx::STRAIGHT;
         i.run = [](ptx::warp &, ptx::instruction &, uint32_t) {};
       }

@@ -27,7 +27,7 @@ void ptx_table(const char *title, double elements, bool whole);
 /* Breaks the PTX of a kernel whose name holds this: of such instructions that have run, the n-th. False when there is
    none. */
 typedef enum ptx_fault {
-  PTX_BARRIER_REMOVED, PTX_STORE_MOVED, PTX_STORE_REMOVED, PTX_TF32_REMOVED, PTX_FMA_MADE_MUL
+  PTX_BARRIER_REMOVED, PTX_STORE_MOVED, PTX_STORE_REMOVED, PTX_TF32_REMOVED, PTX_FMA_MADE_MUL, PTX_WAIT_REMOVED
 } ptx_fault;
 bool ptx_break(const char *kernel, ptx_fault what, int n);
 void ptx_mend(void);
