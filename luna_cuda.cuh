@@ -99,6 +99,7 @@ void luna_graph_close(luna_graph *graph);                  /* null is fine */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <type_traits>
 
 #ifndef LUNA_CUDA_HOST
 /* as kernel<<<grid, block, shared_bytes, stream>>>(arguments...), with the launch's own error as its value */
@@ -121,6 +122,7 @@ static cudaError_t lunacu_start(void (*kernel)(P...), dim3 grid, dim3 block, siz
 template <class T> using lunacu_shared = T *; /* a pointer into shared memory */
 #endif
 
+#define LUNACU_INLINE __device__ __forceinline__
 /* four neighbours in shared memory, at a multiple of 16 bytes */
 #ifdef LUNA_CUDA_HOST
 #define LUNACU_ROLLED
@@ -128,20 +130,21 @@ inline float4 lunacu_read4(lunacu_shared<const float> p) {
   cuda_host_wide(p, 16);
   return make_float4(p[0], p[1], p[2], p[3]);
 }
-inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, float w) {
+inline void lunacu_write4(lunacu_shared<float> p, float4 x) {
   cuda_host_wide(p, 16);
-  p[0] = x; p[1] = y; p[2] = z; p[3] = w;
+  p[0] = x.x; p[1] = x.y; p[2] = x.z; p[3] = x.w;
 }
 inline void lunacu_store4(float *p, float4 x) { *(float4 *)p = x; }
 #else
 #define LUNACU_ROLLED _Pragma("unroll 1")
-__device__ __forceinline__ float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
-__device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float z, float w) {
-  *(float4 *)p = make_float4(x, y, z, w);
-}
+LUNACU_INLINE float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
+LUNACU_INLINE void lunacu_write4(float *p, float4 x) { *(float4 *)p = x; }
 /* four neighbours in device memory; a plain store nvcc may split in four, each of which takes as many sectors */
-__device__ __forceinline__ void lunacu_store4(float *p, float4 x) { __stwb((float4 *)p, x); }
+LUNACU_INLINE void lunacu_store4(float *p, float4 x) { __stwb((float4 *)p, x); }
 #endif
+
+LUNACU_INLINE void lunacu_apart(float *x, float4 v) { x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w; }
+LUNACU_INLINE float4 lunacu_together(const float *x) { return make_float4(x[0], x[1], x[2], x[3]); }
 
 #define LUNACU_FULL 0xFFFFFFFFu
 #define LUNACU_WARP 32
@@ -181,6 +184,12 @@ static inline void lunacu_launched(cudaError_t error) {
   if (lunacu_own(error) != cudaSuccess && lunacu_launch_error == cudaSuccess) lunacu_launch_error = error;
 }
 #define LUNACU_LAUNCH(...) lunacu_launched(LUNACU_START(__VA_ARGS__))
+/* of blocks for `count` units of a row's work, of which a block does `unit`; if there are any */
+#define LUNACU_OVER(op, kernel, count, unit, ...) \
+  do { \
+    if ((count) > 0) \
+      LUNACU_LAUNCH(kernel, lunacu_blocks(count, unit), LUNACU_BLOCK, 0, lunacu_stream(op), __VA_ARGS__); \
+  } while (0)
 
 /* Every entry of the table starts here: launches, fills, allocations and cuBLAS go to the thread's current device. The
    earlier one is not set again: that would open a context there, memory and all, for a program that never uses it. */
@@ -246,7 +255,13 @@ template <luna_status (*entry)(luna_op *)> struct lunacu_entered<entry> {
     return error == cudaSuccess ? entry(op) : lunacu_check(op->ctx, error, "cudaSetDevice");
   }
 };
-static luna_status lunacu_row_done(const luna_op *op) { return lunacu_done(op->ctx, luna_op_name(op->kind)); }
+/* a row's: of `run`, which launches alone, or returns a status too; `back` where it serves both directions */
+template <auto run, auto... back> static luna_status lunacu_row(luna_op *op) {
+  luna_status status = LUNA_OK;
+  if constexpr (std::is_void<decltype(run(op, back...))>::value) run(op, back...);
+  else status = run(op, back...);
+  return status == LUNA_OK ? lunacu_done(op->ctx, luna_op_name(op->kind)) : status;
+}
 
 static inline int64_t lunacu_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t lunacu_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -261,6 +276,16 @@ static inline int64_t lunacu_rows(const luna_tensor *t) { return lunacu_last(t) 
 static inline float *lunacu_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 static inline float *lunacu_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 static inline bool lunacu_sets(const luna_op *op, int i) { return op->sets >> i & 1; }
+/* what a row whose backward is like it reads and writes: x and y, or dy and dx, to which it may add */
+struct lunacu_way {
+  const float *from;
+  float *to;
+  bool add;
+};
+static inline lunacu_way lunacu_way_of(const luna_op *op, bool back) {
+  if (back) return {op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0)};
+  return {op->in[0]->data, op->out[0]->data, false};
+}
 static inline void lunacu_nothing_query(luna_op *op) { (void)op; }
 /* `floats` floats from *at on, in multiples of 256 bytes; with *at starting at null, *at counts bytes */
 static inline float *lunacu_take(char **at, int64_t floats) {
@@ -269,23 +294,23 @@ static inline float *lunacu_take(char **at, int64_t floats) {
   return start;
 }
 
-__device__ __forceinline__ int64_t lunacu_index() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
-__device__ __forceinline__ int64_t lunacu_stride() { return (int64_t)gridDim.x * blockDim.x; }
+LUNACU_INLINE int64_t lunacu_index() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
+LUNACU_INLINE int64_t lunacu_stride() { return (int64_t)gridDim.x * blockDim.x; }
 
 /* --- sums and maxima over threads, the same in all of them, in an order that never changes --- */
 struct lunacu_sum {
-  template <class T> static __device__ __forceinline__ T of(T a, T b) { return a + b; }
+  template <class T> static LUNACU_INLINE T of(T a, T b) { return a + b; }
 };
 struct lunacu_maximum {
-  static __device__ __forceinline__ float of(float a, float b) { return fmaxf(a, b); }
+  static LUNACU_INLINE float of(float a, float b) { return fmaxf(a, b); }
 };
 /* over `lanes` neighbours of a warp, a power of two */
-template <class R, class T> __device__ __forceinline__ T lunacu_over_lanes(T x, int lanes = LUNACU_WARP) {
+template <class R, class T> LUNACU_INLINE T lunacu_over_lanes(T x, int lanes = LUNACU_WARP) {
   for (int i = lanes / 2; i > 0; i /= 2) x = R::of(x, __shfl_xor_sync(LUNACU_FULL, x, i));
   return x;
 }
 /* over a block of whole warps; `scratch` holds a word a warp (32 at most) and may be used again afterwards */
-template <class R, class T> __device__ __forceinline__ T lunacu_over_block(T x, lunacu_shared<T> scratch) {
+template <class R, class T> LUNACU_INLINE T lunacu_over_block(T x, lunacu_shared<T> scratch) {
   const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
   x = lunacu_over_lanes<R>(x);
   if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
@@ -296,7 +321,7 @@ template <class R, class T> __device__ __forceinline__ T lunacu_over_block(T x, 
   return x;
 }
 /* over a team: some lanes of a warp, or a whole block, all of whose threads must come */
-template <class R> __device__ __forceinline__ float lunacu_over_team(int team, float x, lunacu_shared<float> scratch) {
+template <class R> LUNACU_INLINE float lunacu_over_team(int team, float x, lunacu_shared<float> scratch) {
   return team > LUNACU_WARP ? lunacu_over_block<R>(x, scratch) : lunacu_over_lanes<R>(x, team);
 }
 
@@ -321,7 +346,7 @@ static inline lunacu_dropout lunacu_last_dropout(const luna_op *op) {
   return lunacu_dropout_of(op, op->last_dropout, op->last_dropout_op);
 }
 /* the four words that decide for elements 8 block to 8 block + 7: half-word i for the i-th */
-__device__ __forceinline__ void lunacu_philox(const lunacu_dropout &d, int64_t block, uint32_t word[4]) {
+LUNACU_INLINE void lunacu_philox(const lunacu_dropout &d, int64_t block, uint32_t word[4]) {
   uint32_t c0 = (uint32_t)block, c1 = (uint32_t)((uint64_t)block >> 32), c2 = d.op, c3 = (uint32_t)d.state->step;
   uint32_t k0 = (uint32_t)d.state->seed, k1 = (uint32_t)(d.state->seed >> 32);
   for (int round = 0; round < 10; round++) {
@@ -337,7 +362,7 @@ __device__ __forceinline__ void lunacu_philox(const lunacu_dropout &d, int64_t b
   word[0] = c0; word[1] = c1; word[2] = c2; word[3] = c3;
 }
 /* the factor of an element: 0, or 1/(1 - p) */
-__device__ __forceinline__ float lunacu_drop(const lunacu_dropout &d, int64_t element) {
+LUNACU_INLINE float lunacu_drop(const lunacu_dropout &d, int64_t element) {
   uint32_t word[4];
   if (d.threshold == 0) return 1.0f;
   lunacu_philox(d, element / 8, word);
@@ -346,7 +371,7 @@ __device__ __forceinline__ float lunacu_drop(const lunacu_dropout &d, int64_t el
 }
 /* the factors of elements i to i + 3 and i + 8 to i + 11, of two blocks: lanes side by side make one each, for i a
    multiple of 8 in the even lane and 4 more in the other, and give each other the halves that they need */
-__device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t i, float factor[8]) {
+LUNACU_INLINE void lunacu_drop8(const lunacu_dropout &d, int64_t i, float factor[8]) {
   const uint32_t pair = 3u << (threadIdx.x % LUNACU_WARP & ~1u);
   const bool odd = threadIdx.x % 2;
   uint32_t word[4], have[4];
@@ -361,7 +386,7 @@ __device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t i,
     factor[k] = (have[k / 2] >> (k % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
 }
 /* x times its factor, where a dropped NaN is 0 */
-__device__ __forceinline__ float lunacu_dropped(float x, float factor) { return factor > 0 ? x * factor : 0.0f; }
+LUNACU_INLINE float lunacu_dropped(float x, float factor) { return factor > 0 ? x * factor : 0.0f; }
 
 /* --- LUNA_MAPS and LUNA_ELEMENTWISE of single numbers, whose vectors these are --- */
 #undef vf_zero
@@ -413,10 +438,10 @@ __device__ __forceinline__ float lunacu_dropped(float x, float factor) { return 
 #define LUNACU_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
 #define LUNACU_SLOPE(NAME, name, value, slope) \
   case LUNA_ACTIVATION_##NAME: { const float y = value; (void)y; return slope; }
-__device__ __forceinline__ float lunacu_activation(int kind, float x) {
+LUNACU_INLINE float lunacu_activation(int kind, float x) {
   switch (kind) { LUNA_MAPS(LUNACU_VALUE) default: return x; }
 }
-__device__ __forceinline__ float lunacu_slope(int kind, float x) {
+LUNACU_INLINE float lunacu_slope(int kind, float x) {
   switch (kind) { LUNA_MAPS(LUNACU_SLOPE) default: return 1.0f; }
 }
 #undef LUNACU_VALUE
@@ -424,11 +449,11 @@ __device__ __forceinline__ float lunacu_slope(int kind, float x) {
 #define LUNACU_VALUE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return value;
 #define LUNACU_SLOPE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) \
   case LUNA_OP_##NAME: return input == 0 ? (da) : input == 1 ? (db) : (dc);
-__device__ __forceinline__ float lunacu_combine(int kind, float a, float b, float c) {
+LUNACU_INLINE float lunacu_combine(int kind, float a, float b, float c) {
   switch (kind) { LUNA_ELEMENTWISE(LUNACU_VALUE) default: return c; }
 }
 /* input's gradient, for g of the result */
-__device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float a, float b, float c, float g) {
+LUNACU_INLINE float lunacu_combine_slope(int kind, int input, float a, float b, float c, float g) {
   (void)c;
   switch (kind) { LUNA_ELEMENTWISE(LUNACU_SLOPE) default: return g; }
 }
@@ -615,28 +640,22 @@ template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) {
 }
 /* W floats at p, aligned to 16 bytes when W > 1. Of eight, the other four lie eight further: two lanes side by side
    have sixteen floats, and each of their requests is whole. */
-template <int W> __device__ __forceinline__ void lunacu_get(const float *p, float (&v)[W]) {
+template <int W> LUNACU_INLINE void lunacu_get(const float *p, float (&v)[W]) {
   if constexpr (W == 1) v[0] = *p;
   else
-    LUNACU_UNROLL for (int i = 0; i < W; i += 4) {
-      const float4 four = *(const float4 *)(p + 2 * i);
-      v[i] = four.x;
-      v[i + 1] = four.y;
-      v[i + 2] = four.z;
-      v[i + 3] = four.w;
-    }
+    LUNACU_UNROLL for (int i = 0; i < W; i += 4) lunacu_apart(v + i, *(const float4 *)(p + 2 * i));
+}
+template <int W> LUNACU_INLINE void lunacu_plus(float (&v)[W], const float *p) {
+  float more[W];
+  lunacu_get(p, more);
+  LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] += more[i];
 }
 /* p = v, or p += v */
-template <int W> __device__ __forceinline__ void lunacu_put(float *p, float (&v)[W], bool add) {
-  if (add) {
-    float old[W];
-    lunacu_get(p, old);
-    LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] += old[i];
-  }
+template <int W> LUNACU_INLINE void lunacu_put(float *p, float (&v)[W], bool add) {
+  if (add) lunacu_plus(v, p);
   if constexpr (W == 1) *p = v[0];
   else
-    LUNACU_UNROLL for (int i = 0; i < W; i += 4)
-      lunacu_store4(p + 2 * i, make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
+    LUNACU_UNROLL for (int i = 0; i < W; i += 4) lunacu_store4(p + 2 * i, lunacu_together(v + i));
 }
 
 /* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i on, as lunacu_get has them. y may be where f
@@ -659,13 +678,13 @@ template <int W, class F> __global__ void lunacu_map_kernel(int64_t count, float
 /* `wide`: f's pointers and rows allow vectors */
 template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t count, float *y, bool add, bool wide,
                                                      const F &f) {
-  const cudaStream_t stream = lunacu_stream(op);
-  if (count == 0) return;
   if (wide && lunacu_wide(0, y))
-    LUNACU_LAUNCH((lunacu_map_kernel<W, F>), lunacu_blocks(count, W * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, count, y,
-                  add, f);
-  else LUNACU_LAUNCH((lunacu_map_kernel<1, F>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, count, y,
-                     add, f);
+    LUNACU_OVER(op, (lunacu_map_kernel<W, F>), count, W * LUNACU_BLOCK, count, y, add, f);
+  else LUNACU_OVER(op, (lunacu_map_kernel<1, F>), count, LUNACU_BLOCK, count, y, add, f);
+}
+template <int W = 4, class F> static void lunacu_map_way(const luna_op *op, const lunacu_way &w, bool wide,
+                                                         const F &f) {
+  lunacu_map<W>(op, luna_count(op->out[0]), w.to, w.add, wide && lunacu_wide(0, w.from), f);
 }
 
 /* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once; f.add is given the number of the element,
@@ -681,7 +700,6 @@ struct lunacu_sums {
   __host__ __device__ int64_t units() const { return outer * splits * ((n + columns - 1) / columns); }
   /* units of a block */
   __host__ __device__ int at_once() const { return LUNACU_BLOCK / (columns * lanes); }
-  unsigned blocks() const { return lunacu_blocks(units(), at_once()); }
 };
 static lunacu_sums lunacu_sums_of(int64_t outer, int64_t rows, int64_t n, bool split) {
   lunacu_sums s = {outer, rows, n, 1, rows, 1, 1};
@@ -772,17 +790,23 @@ struct lunacu_column {               /* f: x[o, r, j] */
 static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, const float *partial,
                             const lunacu_sums_to &to) {
   const lunacu_sums s = lunacu_sums_of(1, splits, count, false);
-  const lunacu_column f = {partial};
-  LUNACU_LAUNCH((lunacu_sums_kernel<1, lunacu_column>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to,
-                (float *)NULL);
+  LUNACU_OVER(op, (lunacu_sums_kernel<1, lunacu_column>), s.units(), s.at_once(), lunacu_column{partial}, s, to,
+              (float *)NULL);
 }
-/* partial: lunacu_sums_floats */
+/* partial: lunacu_sums_floats of as many sums */
 template <int Q, class F> static void lunacu_sums_run(const luna_op *op, const lunacu_sums &s, const F &f,
                                                       const lunacu_sums_to &to, float *partial) {
-  if (s.outer * s.n == 0) return;
-  LUNACU_LAUNCH((lunacu_sums_kernel<Q, F>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to,
-                s.splits > 1 ? partial : (float *)NULL);
+  LUNACU_OVER(op, (lunacu_sums_kernel<Q, F>), s.units(), s.at_once(), f, s, to, s.splits > 1 ? partial : (float *)NULL);
   if (s.splits > 1) lunacu_sums_end(op, s.splits, s.outer * Q * s.n, partial, to);
+}
+/* to [outer, n] (+)= factor times the sums of x [outer, rows, n] over rows; scratch: lunacu_row_sums_floats */
+static int64_t lunacu_row_sums_floats(int64_t outer, int64_t rows, int64_t n) {
+  return lunacu_sums_floats(lunacu_sums_of(outer, rows, n, true), 1);
+}
+static void lunacu_row_sums(const luna_op *op, const float *x, int64_t outer, int64_t rows, int64_t n, float *to,
+                            float factor, bool add, float *scratch) {
+  lunacu_sums_run<1>(op, lunacu_sums_of(outer, rows, n, true), lunacu_column{x}, {{to}, {1}, n, 1, factor, add},
+                     scratch);
 }
 
 /* --- rows of a part: to[r, c] = (or +=) from[r, c] for c < width, rows to_row and from_row apart: slice, concat,
@@ -803,12 +827,10 @@ template <int W> __global__ void lunacu_part_kernel(lunacu_part p, bool add) {
   }
 }
 static void lunacu_part_run(const luna_op *op, const lunacu_part &p, bool add) {
-  const cudaStream_t stream = lunacu_stream(op);
   const int64_t count = p.rows * p.width;
-  if (count == 0) return;
   if (lunacu_wide(p.width | p.from_row | p.to_row, p.from, p.to))
-    LUNACU_LAUNCH((lunacu_part_kernel<4>), lunacu_blocks(count, 4 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, p, add);
-  else LUNACU_LAUNCH((lunacu_part_kernel<1>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, p, add);
+    LUNACU_OVER(op, lunacu_part_kernel<4>, count, 4 * LUNACU_BLOCK, p, add);
+  else LUNACU_OVER(op, lunacu_part_kernel<1>, count, LUNACU_BLOCK, p, add);
 }
 /* a part of an axis is rows of `width` floats, `stride` apart; whole: the tensor with the full axis; unit: floats of
    one of the axis */
@@ -823,21 +845,16 @@ static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *p
 }
 
 /* slice: arg axis, start */
-static luna_status lunacu_slice_forward(luna_op *op) {
+static void lunacu_slice(luna_op *op, bool back) {
   const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
-  const float *from = op->in[0]->data + op->arg.slice.start * a.unit;
-  lunacu_part_run(op, {a.rows, a.width, from, a.stride, op->out[0]->data, a.width}, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_slice_backward(luna_op *op) {
-  const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
-  float *to = op->in[0]->grad + op->arg.slice.start * a.unit;
-  lunacu_part_run(op, {a.rows, a.width, op->out[0]->grad, a.width, to, a.stride}, true);
-  return lunacu_row_done(op);
+  const lunacu_way w = lunacu_way_of(op, back);
+  const int64_t start = op->arg.slice.start * a.unit;
+  if (back) lunacu_part_run(op, {a.rows, a.width, w.from, a.width, w.to + start, a.stride}, true);
+  else lunacu_part_run(op, {a.rows, a.width, w.from + start, a.stride, w.to, a.width}, false);
 }
 
 /* concat: arg axis */
-static luna_status lunacu_concat_run(luna_op *op, bool back) {
+static void lunacu_concat(luna_op *op, bool back) {
   int64_t start = 0;
   for (int i = 0; i < op->inputs; i++) {
     const lunacu_axis a = lunacu_axis_of(op->out[0], op->in[i], op->arg.concat.axis);
@@ -848,27 +865,18 @@ static luna_status lunacu_concat_run(luna_op *op, bool back) {
                       !lunacu_sets(op, i));
     start += a.width;
   }
-  return lunacu_row_done(op);
 }
-static luna_status lunacu_concat_forward(luna_op *op) { return lunacu_concat_run(op, false); }
-static luna_status lunacu_concat_backward(luna_op *op) { return lunacu_concat_run(op, true); }
 
 /* expand: arg count */
 static void lunacu_expand_query(luna_op *op) {
-  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->arg.expand.count,
-      luna_count(op->in[0]), true), 1) * sizeof(float);
+  op->backward_workspace_size = (size_t)lunacu_row_sums_floats(1, op->arg.expand.count, luna_count(op->in[0])) *
+      sizeof(float);
 }
-static luna_status lunacu_expand_forward(luna_op *op) {
-  const int64_t n = luna_count(op->in[0]);
-  lunacu_part_run(op, {op->arg.expand.count, n, op->in[0]->data, 0, op->out[0]->data, n}, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_expand_backward(luna_op *op) {
-  const int64_t n = luna_count(op->in[0]);
-  const lunacu_column f = {op->out[0]->grad};
-  const lunacu_sums_to to = {{op->in[0]->grad}, {1}, n, 1, 1.0f, !lunacu_sets(op, 0)};
-  lunacu_sums_run<1>(op, lunacu_sums_of(1, op->arg.expand.count, n, true), f, to, (float *)op->workspace);
-  return lunacu_row_done(op);
+static void lunacu_expand(luna_op *op, bool back) {
+  const int64_t n = luna_count(op->in[0]), count = op->arg.expand.count;
+  const lunacu_way w = lunacu_way_of(op, back);
+  if (!back) lunacu_part_run(op, {count, n, w.from, 0, w.to, n}, false);
+  else lunacu_row_sums(op, w.from, 1, count, n, w.to, 1, w.add, (float *)op->workspace);
 }
 
 /* --- permute: `to` has axes of these sizes, one of which moves by `stride` in `from`. Where the last axis stays,
@@ -907,14 +915,15 @@ __global__ void lunacu_transpose_kernel(const float *from, lunacu_swapped s, flo
     __syncthreads();
   }
 }
-/* to's axis i is from's axes[i] */
-static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, const int64_t *axes, const float *from,
-                               float *to, bool add) {
+static void lunacu_permute(luna_op *op, bool back) {
+  const luna_tensor *shape = back ? op->out[0] : op->in[0];
+  const lunacu_way w = lunacu_way_of(op, back);
   const int rank = shape->rank, pad = 4 - rank;
-  const int64_t count = luna_count(shape);
-  lunacu_permuted f = {from, {1, 1, 1, 1}, {0, 0, 0, 0}};
+  lunacu_permuted f = {w.from, {1, 1, 1, 1}, {0, 0, 0, 0}};
   lunacu_swapped s = {};
+  int64_t axes[4];                   /* to's axis i is from's axes[i] */
   int last = 3, at = 2;
+  for (int i = 0; i < rank; i++) axes[back ? op->arg.permute.axes[i] : i] = back ? i : op->arg.permute.axes[i];
   for (int i = 0; i < rank; i++) {
     int64_t stride = 1;
     for (int inner = (int)axes[i] + 1; inner < rank; inner++) stride *= shape->shape[inner];
@@ -922,11 +931,8 @@ static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, cons
     f.stride[pad + i] = stride;
     if (axes[i] == rank - 1) last = pad + i;
   }
-  if (count == 0) return;
-  if (last == 3 || f.shape[3] < 8 || f.shape[last] < 8) {
-    lunacu_map(op, count, to, add, last == 3 && lunacu_wide(f.shape[3], from), f);
-    return;
-  }
+  if (last == 3 || f.shape[3] < 8 || f.shape[last] < 8)
+    return lunacu_map_way(op, w, last == 3 && f.shape[3] % 4 == 0, f);
   for (int64_t i = 3, stride = 1; i >= 0; stride *= f.shape[i--]) {
     const int k = i == 3 ? 0 : i == last ? 1 : at++;
     s.shape[k] = f.shape[i];
@@ -935,17 +941,7 @@ static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, cons
   }
   const int64_t tiles = lunacu_divide_up(s.shape[0], LUNACU_TILE) * lunacu_divide_up(s.shape[1], LUNACU_TILE) *
       s.shape[2] * s.shape[3];
-  LUNACU_LAUNCH(lunacu_transpose_kernel, lunacu_blocks(tiles, 1), LUNACU_BLOCK, 0, lunacu_stream(op), from, s, to, add);
-}
-static luna_status lunacu_permute_forward(luna_op *op) {
-  lunacu_permute_run(op, op->in[0], op->arg.permute.axes, op->in[0]->data, op->out[0]->data, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_permute_backward(luna_op *op) {
-  int64_t inverse[4] = {0, 0, 0, 0};
-  for (int i = 0; i < op->in[0]->rank; i++) inverse[op->arg.permute.axes[i]] = i;
-  lunacu_permute_run(op, op->out[0], inverse, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0));
-  return lunacu_row_done(op);
+  LUNACU_OVER(op, lunacu_transpose_kernel, tiles, 1, w.from, s, w.to, w.add);
 }
 
 /* --- LUNA_ELEMENTWISE: the result (input -1), or the gradient of an input for each element of it --- */
@@ -1022,9 +1018,10 @@ static size_t lunacu_unbroadcast(const luna_op *op, int k, char *workspace, bool
     const lunacu_sums s = lunacu_sums_of(outer, shape[a], inner, true);
     float *sums = left == 1 ? op->in[k]->grad : lunacu_take(&at, outer * inner),
         *partial = lunacu_take(&at, lunacu_sums_floats(s, 1));
-    const lunacu_sums_to to = {{sums}, {1}, inner, 1, 1.0f, left == 1 && !lunacu_sets(op, k)};
-    if (run && from) lunacu_sums_run<1>(op, s, lunacu_column{from}, to, partial);
-    else if (run) lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k)}, to, partial);
+    const bool add = left == 1 && !lunacu_sets(op, k);
+    if (run && from) lunacu_row_sums(op, from, outer, shape[a], inner, sums, 1, add, partial);
+    else if (run)
+      lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k)}, {{sums}, {1}, inner, 1, 1, add}, partial);
     shape[a] = 1;
     from = sums;
   }
@@ -1037,18 +1034,14 @@ static void lunacu_elementwise_query(luna_op *op) {
     if (bytes > op->backward_workspace_size) op->backward_workspace_size = bytes;
   }
 }
-static luna_status lunacu_elementwise_forward(luna_op *op) {
-  lunacu_each_run(op, -1, op->out[0]->data, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_elementwise_backward(luna_op *op) {
+static void lunacu_elementwise_forward(luna_op *op) { lunacu_each_run(op, -1, op->out[0]->data, false); }
+static void lunacu_elementwise_backward(luna_op *op) {
   for (int k = 0; k < op->inputs; k++) {
     float *grad = op->in[k]->grad;
     if (!grad || (k == 0 && grad == op->out[0]->grad)) continue; /* in place */
     if (lunacu_is_repeated(op, k)) lunacu_unbroadcast(op, k, (char *)op->workspace, true);
     else lunacu_each_run(op, k, grad, !lunacu_sets(op, k));
   }
-  return lunacu_row_done(op);
 }
 
 /* --- scale --- */
@@ -1060,17 +1053,11 @@ struct lunacu_scaled {
     LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= factor;
   }
 };
-static void lunacu_scaled_run(const luna_op *op, const float *x, float factor, float *y, bool add) {
-  const lunacu_scaled f = {x, factor};
-  lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
+static void lunacu_scaled_way(const luna_op *op, const lunacu_way &w, float factor) {
+  lunacu_map_way(op, w, true, lunacu_scaled{w.from, factor});
 }
-static luna_status lunacu_scale_forward(luna_op *op) {
-  lunacu_scaled_run(op, op->in[0]->data, op->arg.scale.factor, op->out[0]->data, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_scale_backward(luna_op *op) {
-  lunacu_scaled_run(op, op->out[0]->grad, op->arg.scale.factor, op->in[0]->grad, !lunacu_sets(op, 0));
-  return lunacu_row_done(op);
+static void lunacu_scale(luna_op *op, bool back) {
+  lunacu_scaled_way(op, lunacu_way_of(op, back), op->arg.scale.factor);
 }
 
 /* --- activation: y = act(x), dx = slope(x) dy --- */
@@ -1092,20 +1079,17 @@ struct lunacu_sloped {
     LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= lunacu_slope(kind, given[k]);
   }
 };
-static luna_status lunacu_activation_forward(luna_op *op) {
-  const lunacu_activated f = {op->in[0]->data, (int)op->activation};
-  lunacu_map(op, luna_count(op->in[0]), op->out[0]->data, false, lunacu_wide(0, f.x), f);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_activation_backward(luna_op *op) {
-  const lunacu_sloped f = {op->in[0]->data, op->out[0]->grad, (int)op->activation};
-  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_sets(op, 0), lunacu_wide(0, f.x, f.dy), f);
-  return lunacu_row_done(op);
+static void lunacu_activate(luna_op *op, bool back) {
+  const lunacu_way w = lunacu_way_of(op, back);
+  const float *x = op->in[0]->data;
+  const int kind = (int)op->activation;
+  if (back) lunacu_map_way(op, w, lunacu_wide(0, x), lunacu_sloped{x, w.from, kind});
+  else lunacu_map_way(op, w, true, lunacu_activated{x, kind});
 }
 
 /* --- dropout: eight elements a thread, as many as one Philox block decides; four where there is none --- */
 /* v = drop(v) for elements i on */
-template <int W> __device__ __forceinline__ void lunacu_drops_of(const lunacu_dropout &d, int64_t i, float (&v)[W]) {
+template <int W> LUNACU_INLINE void lunacu_drops_of(const lunacu_dropout &d, int64_t i, float (&v)[W]) {
   if constexpr (W != 4) {
     float factor[W];
     if (d.threshold == 0) return;
@@ -1122,16 +1106,9 @@ struct lunacu_drops {
     lunacu_drops_of(d, i, v);
   }
 };
-static luna_status lunacu_dropout_run(luna_op *op, const float *x, float *y, bool add) {
-  const lunacu_drops f = {x, lunacu_op_dropout(op)};
-  lunacu_map<8>(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_dropout_forward(luna_op *op) {
-  return lunacu_dropout_run(op, op->in[0]->data, op->out[0]->data, false);
-}
-static luna_status lunacu_dropout_backward(luna_op *op) {
-  return lunacu_dropout_run(op, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0));
+static void lunacu_drop_out(luna_op *op, bool back) {
+  const lunacu_way w = lunacu_way_of(op, back);
+  lunacu_map_way<8>(op, w, true, lunacu_drops{w.from, lunacu_op_dropout(op)});
 }
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
@@ -1147,16 +1124,11 @@ struct lunacu_masked {
       LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = fill;
   }
 };
-static luna_status lunacu_mask_run(luna_op *op, const float *x, float fill, float *y, bool add) {
-  const lunacu_masked f = {x, op->lengths, op->in[0]->shape[1], op->arg.mask.width, fill};
-  lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(f.width, x), f);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_mask_forward(luna_op *op) {
-  return lunacu_mask_run(op, op->in[0]->data, op->arg.mask.fill, op->out[0]->data, false);
-}
-static luna_status lunacu_mask_backward(luna_op *op) {
-  return lunacu_mask_run(op, op->out[0]->grad, 0, op->in[0]->grad, !lunacu_sets(op, 0));
+static void lunacu_mask(luna_op *op, bool back) {
+  const lunacu_way w = lunacu_way_of(op, back);
+  const int64_t width = op->arg.mask.width;
+  const lunacu_masked f = {w.from, op->lengths, op->in[0]->shape[1], width, back ? 0 : op->arg.mask.fill};
+  lunacu_map_way(op, w, width % 4 == 0, f);
 }
 
 /* --- reduce --- */
@@ -1170,26 +1142,21 @@ struct lunacu_spread {               /* every row of an axis gets the gradient o
   }
 };
 static void lunacu_reduce_query(luna_op *op) {
-  op->workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis,
-                                                                 op->arg.reduce.inner, true), 1) * sizeof(float);
+  op->workspace_size = (size_t)lunacu_row_sums_floats(op->arg.reduce.outer, op->arg.reduce.axis,
+                                                      op->arg.reduce.inner) * sizeof(float);
 }
-static luna_status lunacu_reduce_forward(luna_op *op) {
-  const lunacu_column f = {op->in[0]->data};
-  const lunacu_sums_to to = {{op->out[0]->data}, {1}, op->arg.reduce.inner, 1, op->arg.reduce.factor, false};
-  lunacu_sums_run<1>(op, lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), f, to,
-                     (float *)op->workspace);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_reduce_backward(luna_op *op) {
-  const lunacu_spread f = {op->out[0]->grad, op->arg.reduce.axis, op->arg.reduce.inner, op->arg.reduce.factor};
-  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_sets(op, 0),
-             lunacu_wide(f.inner > 1 ? f.inner : f.axis), f);
-  return lunacu_row_done(op);
+static void lunacu_reduce(luna_op *op, bool back) {
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const float factor = op->arg.reduce.factor;
+  const lunacu_way w = lunacu_way_of(op, back);
+  if (back) lunacu_map(op, luna_count(op->in[0]), w.to, w.add, lunacu_wide(inner > 1 ? inner : axis),
+                       lunacu_spread{w.from, axis, inner, factor});
+  else lunacu_row_sums(op, w.from, op->arg.reduce.outer, axis, inner, w.to, factor, false, (float *)op->workspace);
 }
 
 /* --- max. kept: the row of each maximum, the first of equals; a NaN is the greatest --- */
 #define LUNACU_NOWHERE 0xFFFFFFFFu
-__device__ __forceinline__ bool lunacu_beats(float a, uint32_t a_at, float b, uint32_t b_at) {
+LUNACU_INLINE bool lunacu_beats(float a, uint32_t a_at, float b, uint32_t b_at) {
   return a != a || b != b ? a != a && (b == b || a_at < b_at) : a > b || (a == b && a_at < b_at);
 }
 __global__ void lunacu_max_kernel(const float *x, lunacu_sums s, float *y, uint32_t *where) {
@@ -1233,20 +1200,15 @@ __global__ void lunacu_max_back_kernel(int64_t count, int64_t axis, int64_t inne
 static void lunacu_max_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(uint32_t);
 }
-static luna_status lunacu_max_forward(luna_op *op) {
+static void lunacu_max_forward(luna_op *op) {
   const lunacu_sums s = lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, false);
-  if (s.outer * s.n > 0)
-    LUNACU_LAUNCH(lunacu_max_kernel, s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), op->in[0]->data, s,
-                  op->out[0]->data, (uint32_t *)op->kept);
-  return lunacu_row_done(op);
+  LUNACU_OVER(op, lunacu_max_kernel, s.units(), s.at_once(), op->in[0]->data, s, op->out[0]->data,
+              (uint32_t *)op->kept);
 }
-static luna_status lunacu_max_backward(luna_op *op) {
+static void lunacu_max_backward(luna_op *op) {
   const int64_t count = op->arg.reduce.axis ? luna_count(op->out[0]) : 0;
-  if (count > 0)
-    LUNACU_LAUNCH(lunacu_max_back_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), count,
-                  op->arg.reduce.axis, op->arg.reduce.inner,
-                  (const uint32_t *)op->kept, op->out[0]->grad, op->in[0]->grad);
-  return lunacu_row_done(op);
+  LUNACU_OVER(op, lunacu_max_back_kernel, count, LUNACU_BLOCK, count, op->arg.reduce.axis, op->arg.reduce.inner,
+              (const uint32_t *)op->kept, op->out[0]->grad, op->in[0]->grad);
 }
 
 /* --- cumsum, in double: a block a line, by chunks of as many as it has threads, or a thread a line where there are
@@ -1287,19 +1249,11 @@ __global__ void lunacu_cumsum_kernel(lunacu_line l, const float *x, float *y) {
     }
   }
 }
-static luna_status lunacu_cumsum_run(const luna_op *op, const float *x, float *y, bool back) {
+static void lunacu_cumsum(luna_op *op, bool back) {
   const lunacu_line l = {op->arg.reduce.outer * op->arg.reduce.inner, op->arg.reduce.axis, op->arg.reduce.inner, back};
-  const cudaStream_t stream = lunacu_stream(op);
-  if (l.inner >= LUNACU_WARP)
-    LUNACU_LAUNCH(lunacu_cumsum_kernel, lunacu_blocks(l.lines, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, l, x, y);
-  else LUNACU_LAUNCH(lunacu_cumsum_block_kernel, lunacu_blocks(l.lines, 1), LUNACU_BLOCK, 0, stream, l, x, y);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_cumsum_forward(luna_op *op) {
-  return lunacu_cumsum_run(op, op->in[0]->data, op->out[0]->data, false);
-}
-static luna_status lunacu_cumsum_backward(luna_op *op) {
-  return lunacu_cumsum_run(op, op->out[0]->grad, op->in[0]->grad, true);
+  const lunacu_way w = lunacu_way_of(op, back);
+  if (l.inner >= LUNACU_WARP) LUNACU_OVER(op, lunacu_cumsum_kernel, l.lines, LUNACU_BLOCK, l, w.from, w.to);
+  else LUNACU_OVER(op, lunacu_cumsum_block_kernel, l.lines, 1, l, w.from, w.to);
 }
 
 /* --- sine, cosine, power: the function or, times dy, its derivative --- */
@@ -1317,19 +1271,14 @@ struct lunacu_curve {
     if (dy) v[0] *= dy[i];
   }
 };
-static luna_status lunacu_function_forward(luna_op *op) {
-  const lunacu_curve f = {op->in[0]->data, NULL, op->arg.function.which, op->arg.function.exponent};
-  lunacu_map<1>(op, luna_count(op->out[0]), op->out[0]->data, false, false, f);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_function_backward(luna_op *op) {
-  const lunacu_curve f = {op->in[0]->data, op->out[0]->grad, op->arg.function.which, op->arg.function.exponent};
-  lunacu_map<1>(op, luna_count(op->out[0]), op->in[0]->grad, !lunacu_sets(op, 0), false, f);
-  return lunacu_row_done(op);
+static void lunacu_function(luna_op *op, bool back) {
+  const lunacu_way w = lunacu_way_of(op, back);
+  lunacu_map_way<1>(op, w, false, lunacu_curve{op->in[0]->data, back ? w.from : NULL, op->arg.function.which,
+                                               op->arg.function.exponent});
 }
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
-__device__ __forceinline__ float lunacu_quotient(float x, float divisor) { /* as the CPU rounds it */
+LUNACU_INLINE float lunacu_quotient(float x, float divisor) { /* as the CPU rounds it */
   const float inverse = 1 / divisor;
   return inverse - inverse == 0 ? inverse * x : divisor == 0 ? 0 : x / divisor;
 }
@@ -1357,18 +1306,12 @@ __global__ void lunacu_ratio_back_kernel(int64_t rows, int64_t n, const float *x
     if (lane == 0) to[n] = (add ? to[n] : 0) - lunacu_quotient(dot, last);
   }
 }
-static luna_status lunacu_ratio_forward(luna_op *op) {
-  const lunacu_ratios f = {op->in[0]->data, lunacu_last(op->out[0])};
-  lunacu_map<1>(op, luna_count(op->out[0]), op->out[0]->data, false, false, f);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_ratio_backward(luna_op *op) {
+static void lunacu_ratio(luna_op *op, bool back) {
   const int64_t rows = lunacu_rows(op->in[0]), n = lunacu_last(op->out[0]);
-  if (rows > 0)
-    LUNACU_LAUNCH(lunacu_ratio_back_kernel, lunacu_blocks(rows, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0,
-                  lunacu_stream(op), rows, n, op->in[0]->data,
-                  op->out[0]->data, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0));
-  return lunacu_row_done(op);
+  const lunacu_way w = lunacu_way_of(op, back);
+  if (!back) lunacu_map_way<1>(op, w, false, lunacu_ratios{w.from, n});
+  else LUNACU_OVER(op, lunacu_ratio_back_kernel, rows, LUNACU_BLOCK / LUNACU_WARP, rows, n, op->in[0]->data,
+                   op->out[0]->data, w.from, w.to, w.add);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1488,19 +1431,11 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p, bool *end
   return lunacu_fail(ctx, LUNA_DEVICE_FAILED, sentence);
 }
 
-/* --- column sums, for the gradients of biases: to[items, width] += those of x [items, rows, width]; scratch:
-   lunacu_columns_floats --- */
-struct lunacu_columns {
-  const float *x;
-  int64_t items, rows, width;
-};
-static int64_t lunacu_columns_floats(int64_t rows, int64_t width) {
-  return lunacu_sums_floats(lunacu_sums_of(1, rows, width, true), 1);
-}
-static void lunacu_column_sums(const luna_op *op, const lunacu_columns &c, float *to, float *scratch) {
-  if (to && c.rows > 0)
-    lunacu_sums_run<1>(op, lunacu_sums_of(c.items, c.rows, c.width, true), lunacu_column{c.x},
-                       {{to}, {1}, c.width, 1, 1.0f, true}, scratch);
+/* --- column sums, for the gradients of biases, where there are any: to[items, width] += those of x [items, rows,
+   width] --- */
+static void lunacu_column_sums(const luna_op *op, const float *x, int64_t items, int64_t rows, int64_t width, float *to,
+                               float *scratch) {
+  if (to && rows > 0) lunacu_row_sums(op, x, items, rows, width, to, 1, true, scratch);
 }
 
 /* --- endings of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
@@ -1513,20 +1448,13 @@ struct lunacu_ending {
   bool active_pre;                   /* pre is kept after the activation */
   lunacu_dropout dropout;
   template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
-    float other[W];
     lunacu_get(x + i, v);
-    if (bias) {
-      lunacu_get(bias + i % width, other);
-      LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] += other[k];
-    }
+    if (bias) lunacu_plus(v, bias + i % width);
     if (pre && !active_pre) lunacu_put(pre + i, v, false);
     LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_activation(activation, v[k]);
     if (pre && active_pre) lunacu_put(pre + i, v, false);
     lunacu_drops_of(dropout, first + i, v);
-    if (residual) {
-      lunacu_get(residual + i, other);
-      LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] += other[k];
-    }
+    if (residual) lunacu_plus(v, residual + i);
   }
 };
 static void lunacu_end(const luna_op *op, int64_t count, float *y, const lunacu_ending &e) {
@@ -1558,7 +1486,31 @@ static void lunacu_begin_back(const luna_op *op, int64_t count, float *y, const 
 static void lunacu_residual_backward(const luna_op *op, int at) {
   const float *dy = op->out[0]->grad;
   if (at >= op->inputs || !lunacu_grad(op, at) || op->in[at]->grad == dy) return;
-  lunacu_map(op, luna_count(op->out[0]), op->in[at]->grad, true, lunacu_wide(0, dy), lunacu_scaled{dy, 1.0f});
+  lunacu_scaled_way(op, {dy, op->in[at]->grad, true}, 1);
+}
+/* y is the product's ending e, where e.x is the product: by cuBLASLt, if it knows how */
+static luna_status lunacu_gemm_end(const luna_op *op, lunacu_product p, float *y, const lunacu_ending &e) {
+  const bool adds = y == p.c && !e.pre && e.activation == LUNA_ACTIVATION_DEFAULT && !e.dropout.threshold;
+  bool ended = false;
+  if (adds) p.bias = e.bias, p.residual = e.residual;
+  const luna_status status = lunacu_gemm(op->ctx, p, &ended);
+  if (status == LUNA_OK && !ended && (e.bias || e.residual || !adds)) lunacu_end(op, p.m * p.n, y, e);
+  return status;
+}
+/* what y = x W^T + b gives back, for dy [rows, out]: dW += dy^T x, db += dy's column sums, dx (+)= dy W, at last, so
+   that it may lie where something was that the others read */
+struct lunacu_linear_grads {
+  const float *dy, *x, *w;
+  float *dx, *dw, *db;               /* or null */
+  int64_t rows, in, out;
+  bool add;
+  float *scratch;                    /* of column sums */
+};
+static luna_status lunacu_linear_back(const luna_op *op, const lunacu_linear_grads &g) {
+  const luna_status status = lunacu_gemm(op->ctx, {{g.dy, 1, g.out}, {g.x, g.in, 1}, g.dw, g.out, g.in, g.rows, true});
+  if (status != LUNA_OK) return status;
+  lunacu_column_sums(op, g.dy, 1, g.rows, g.out, g.db, g.scratch);
+  return lunacu_gemm(op->ctx, {{g.dy, g.out, 1}, {g.w, g.in, 1}, g.dx, g.rows, g.in, g.out, g.add});
 }
 
 /* --- matmul --- */
@@ -1586,25 +1538,21 @@ static luna_status lunacu_matmul_product(luna_op *op, int which) {
   }
   /* a launch for each of the fewer, unless the sum over `outer` wants its order */
   const bool along_outer = which != 2 && outer > inner;
-  const int64_t launches = along_outer ? inner : outer;
+  const int64_t a_step[] = {a_size, a_shared ? 0 : a_size * inner}, b_step[] = {b_size, b_shared ? 0 : b_size * inner},
+      c_step[] = {c_size, c_shared ? 0 : c_size * inner}; /* along inner, outer */
   p.batch = along_outer ? outer : inner;
-  p.a_batch = along_outer ? (a_shared ? 0 : a_size * inner) : a_size;
-  p.b_batch = along_outer ? (b_shared ? 0 : b_size * inner) : b_size;
-  p.c_batch = along_outer ? (c_shared ? 0 : c_size * inner) : c_size;
-  for (int64_t i = 0; i < launches; i++) {
+  p.a_batch = a_step[along_outer], p.b_batch = b_step[along_outer], p.c_batch = c_step[along_outer];
+  for (int64_t i = 0; i < (along_outer ? inner : outer); i++) {
     lunacu_product part = p;
-    part.a.at += along_outer ? i * a_size : a_shared ? 0 : i * a_size * inner;
-    part.b.at += along_outer ? i * b_size : b_shared ? 0 : i * b_size * inner;
-    part.c += along_outer ? i * c_size : c_shared ? 0 : i * c_size * inner;
+    part.a.at += i * a_step[!along_outer], part.b.at += i * b_step[!along_outer], part.c += i * c_step[!along_outer];
     const luna_status status = lunacu_gemm(op->ctx, part);
     if (status != LUNA_OK) return status;
   }
   return LUNA_OK;
 }
-static luna_status lunacu_matmul_forward(luna_op *op) { return lunacu_matmul_product(op, 0); }
-static luna_status lunacu_matmul_backward(luna_op *op) {
-  const luna_status status = lunacu_matmul_product(op, 1);
-  return status == LUNA_OK ? lunacu_matmul_product(op, 2) : status;
+static luna_status lunacu_matmul(luna_op *op, bool back) {
+  const luna_status status = lunacu_matmul_product(op, back);
+  return back && status == LUNA_OK ? lunacu_matmul_product(op, 2) : status;
 }
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept:
@@ -1617,39 +1565,31 @@ static void lunacu_linear_query(luna_op *op) {
   if (op->training && op->activation != LUNA_ACTIVATION_DEFAULT)
     op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
   if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
-  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_rows(op->in[0]), lunacu_last(op->out[0])));
+  (void)lunacu_take(&at, lunacu_row_sums_floats(1, lunacu_rows(op->in[0]), lunacu_last(op->out[0])));
   op->backward_workspace_size = (size_t)(uintptr_t)at;
 }
 static luna_status lunacu_linear_forward(luna_op *op) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
-  const int64_t rows = lunacu_rows(x), in = lunacu_last(x), out = lunacu_last(y);
-  bool ended = false;
-  lunacu_product p = {{x->data, in, 1}, {op->in[1]->data, 1, in}, y->data, rows, out, in, false};
-  if (!lunacu_linear_changes(op)) p.bias = lunacu_data(op, 2), p.residual = lunacu_data(op, 3);
-  const luna_status status = lunacu_gemm(op->ctx, p, &ended);
-  if (status != LUNA_OK) return status;
-  if (!ended && (op->in[2] || op->in[3] || lunacu_linear_changes(op)))
-    lunacu_end(op, luna_count(y), y->data, {y->data, lunacu_data(op, 2), lunacu_data(op, 3),
-        op->kept_size ? (float *)op->kept : NULL, out, 0, (int)op->activation, false, lunacu_last_dropout(op)});
-  return lunacu_row_done(op);
+  const int64_t in = lunacu_last(x), out = lunacu_last(y);
+  return lunacu_gemm_end(op, {{x->data, in, 1}, {op->in[1]->data, 1, in}, y->data, lunacu_rows(x), out, in, false},
+                         y->data, {y->data, lunacu_data(op, 2), lunacu_data(op, 3),
+                                   op->kept_size ? (float *)op->kept : NULL, out, 0, (int)op->activation, false,
+                                   lunacu_last_dropout(op)});
 }
 static luna_status lunacu_linear_backward(luna_op *op) {
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t rows = lunacu_rows(x), in = lunacu_last(x), out = lunacu_last(y);
   char *at = (char *)op->workspace;
   float *dy = y->grad;
-  luna_status status;
   if (lunacu_linear_changes(op)) {
     dy = lunacu_take(&at, luna_count(y));
     lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_DEFAULT ?
         (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
   }
-  status = lunacu_gemm(op->ctx, {{dy, out, 1}, {w->data, in, 1}, x->grad, rows, in, out, !lunacu_sets(op, 0)});
-  if (status == LUNA_OK) status = lunacu_gemm(op->ctx, {{dy, 1, out}, {x->data, in, 1}, w->grad, out, in, rows, true});
-  if (status != LUNA_OK) return status;
-  lunacu_column_sums(op, {dy, 1, rows, out}, lunacu_grad(op, 2), (float *)at);
+  const luna_status status = lunacu_linear_back(op, {dy, x->data, w->data, x->grad, w->grad, lunacu_grad(op, 2),
+                                                     lunacu_rows(x), lunacu_last(x), lunacu_last(y),
+                                                     !lunacu_sets(op, 0), (float *)at});
   lunacu_residual_backward(op, 3);
-  return lunacu_row_done(op);
+  return status;
 }
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks
@@ -1675,8 +1615,8 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
   if (backward) f->dh = lunacu_take(&at, f->block * f->hidden);
   if (backward && op->last_dropout > 0) f->dy = lunacu_take(&at, f->block * f->out);
   for (int i = 0; backward && i < 4; i++) { /* of a whole block and of the last */
-    const int64_t floats = lunacu_columns_floats(i < 2 ? f->block : f->block ? f->rows % f->block : 0,
-                                                 i % 2 ? f->hidden : f->out);
+    const int64_t floats = lunacu_row_sums_floats(1, i < 2 ? f->block : f->block ? f->rows % f->block : 0,
+                                                  i % 2 ? f->hidden : f->out);
     if (floats > maximum) maximum = floats;
   }
   if (backward) f->scratch = lunacu_take(&at, maximum);
@@ -1693,24 +1633,21 @@ static void lunacu_feed_forward_query(luna_op *op) {
 struct lunacu_ffn_rows {
   int64_t first, rows;
   float *given, *a;
+  lunacu_ffn_rows(const luna_op *op, const lunacu_ffn &f, int64_t first_) : first(first_),
+      rows(lunacu_min(f.block, f.rows - first_)),
+      given(op->kept_size ? (float *)op->kept + first_ * f.hidden : f.given), a(f.a ? f.a : given) {}
 };
-static lunacu_ffn_rows lunacu_ffn_rows_of(const luna_op *op, const lunacu_ffn &f, int64_t first) {
-  float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given;
-  return {first, lunacu_min(f.block, f.rows - first), given, f.a ? f.a : given};
-}
 /* the hidden layer; `again`: given is there already */
 static luna_status lunacu_ffn_hidden(luna_op *op, const lunacu_ffn &f, const lunacu_ffn_rows &r, bool again) {
   const int64_t count = r.rows * f.hidden, at = r.first * f.hidden;
   const int activation = (int)op->activation;
   const bool relu = op->activation == LUNA_ACTIVATION_RELU;
   const lunacu_dropout drop = lunacu_op_dropout(op);
-  if (!again) {
-    const luna_status status = lunacu_gemm(op->ctx,
-                                           {{op->in[0]->data + r.first * f.in, f.in, 1}, {op->in[1]->data, 1, f.in},
-                                            r.given, r.rows, f.hidden, f.in, false});
-    if (status != LUNA_OK) return status;
-    lunacu_end(op, count, r.a, {r.given, lunacu_data(op, 2), NULL, r.given, f.hidden, at, activation, relu, drop});
-  } else if (r.a != r.given)
+  if (!again)
+    return lunacu_gemm_end(op, {{op->in[0]->data + r.first * f.in, f.in, 1}, {op->in[1]->data, 1, f.in}, r.given,
+                                r.rows, f.hidden, f.in, false},
+                           r.a, {r.given, lunacu_data(op, 2), NULL, r.given, f.hidden, at, activation, relu, drop});
+  if (r.a != r.given)
     lunacu_end(op, count, r.a, {r.given, NULL, NULL, NULL, f.hidden, at, relu ? LUNA_ACTIVATION_DEFAULT : activation,
                                 false, drop});
   return LUNA_OK;
@@ -1720,19 +1657,17 @@ static luna_status lunacu_feed_forward_forward(luna_op *op) {
   luna_status status = LUNA_OK;
   lunacu_ffn_start(op, &f, false, op->workspace);
   for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
-    const lunacu_ffn_rows r = lunacu_ffn_rows_of(op, f, first);
+    const lunacu_ffn_rows r(op, f, first);
     float *to = op->out[0]->data + first * f.out;
     const float *residual = op->in[5] ? op->in[5]->data + first * f.out : NULL;
-    lunacu_product p = {{r.a, f.hidden, 1}, {op->in[3]->data, 1, f.hidden}, to, r.rows, f.out, f.hidden, false};
-    bool ended = false;
-    if (op->last_dropout <= 0) p.bias = lunacu_data(op, 4), p.residual = residual;
     status = lunacu_ffn_hidden(op, f, r, false);
-    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, p, &ended);
-    if (status == LUNA_OK && !ended && (op->in[4] || op->in[5] || op->last_dropout > 0))
-      lunacu_end(op, r.rows * f.out, to, {to, lunacu_data(op, 4), residual, NULL, f.out, first * f.out,
-                                          LUNA_ACTIVATION_DEFAULT, false, lunacu_last_dropout(op)});
+    if (status == LUNA_OK)
+      status = lunacu_gemm_end(op, {{r.a, f.hidden, 1}, {op->in[3]->data, 1, f.hidden}, to, r.rows, f.out, f.hidden,
+                                    false},
+                               to, {to, lunacu_data(op, 4), residual, NULL, f.out, first * f.out,
+                                    LUNA_ACTIVATION_DEFAULT, false, lunacu_last_dropout(op)});
   }
-  return status == LUNA_OK ? lunacu_row_done(op) : status;
+  return status;
 }
 /* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
 static luna_status lunacu_feed_forward_backward(luna_op *op) {
@@ -1743,7 +1678,7 @@ static luna_status lunacu_feed_forward_backward(luna_op *op) {
   lunacu_ffn_start(op, &f, true, op->workspace);
   lunacu_residual_backward(op, 5);
   for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
-    const lunacu_ffn_rows r = lunacu_ffn_rows_of(op, f, first);
+    const lunacu_ffn_rows r(op, f, first);
     const float *x = op->in[0]->data + first * f.in;
     float *dy = op->out[0]->grad + first * f.out;
     status = lunacu_ffn_hidden(op, f, r, op->kept_size > 0);
@@ -1752,46 +1687,29 @@ static luna_status lunacu_feed_forward_backward(luna_op *op) {
                                                    lunacu_last_dropout(op)});
       dy = f.dy;
     }
-    if (status == LUNA_OK)             /* dW2 = dy^T a */
-      status = lunacu_gemm(op->ctx, {{dy, 1, f.out}, {r.a, f.hidden, 1}, lunacu_grad(op, 3), f.out, f.hidden, r.rows,
-                                     true});
-    if (status == LUNA_OK)             /* da = dy W2 */
-      status = lunacu_gemm(op->ctx, {{dy, f.out, 1}, {w2, f.hidden, 1}, f.dh, r.rows, f.hidden, f.out, false});
+    if (status == LUNA_OK)
+      status = lunacu_linear_back(op, {dy, r.a, w2, f.dh, lunacu_grad(op, 3), lunacu_grad(op, 4), r.rows, f.hidden,
+                                       f.out, false, f.scratch});
     if (status != LUNA_OK) break;
-    lunacu_column_sums(op, {dy, 1, r.rows, f.out}, lunacu_grad(op, 4), f.scratch);
     lunacu_begin_back(op, r.rows * f.hidden, f.dh, {f.dh, r.given, first * f.hidden, (int)op->activation,
                                                     lunacu_op_dropout(op)});
-    lunacu_column_sums(op, {f.dh, 1, r.rows, f.hidden}, lunacu_grad(op, 2), f.scratch);
-    /* dW1 = dh^T x */
-    status = lunacu_gemm(op->ctx, {{f.dh, 1, f.hidden}, {x, f.in, 1}, lunacu_grad(op, 1), f.hidden, f.in, r.rows,
-                                   true});
-    if (status == LUNA_OK)             /* dx = dh W1 */
-      status = lunacu_gemm(op->ctx, {{f.dh, f.hidden, 1}, {w1, f.in, 1}, dx ? dx + first * f.in : NULL, r.rows, f.in,
-                                     f.hidden, !lunacu_sets(op, 0)});
+    status = lunacu_linear_back(op, {f.dh, x, w1, dx ? dx + first * f.in : NULL, lunacu_grad(op, 1), lunacu_grad(op, 2),
+                                     r.rows, f.in, f.hidden, !lunacu_sets(op, 0), f.scratch});
   }
-  return status == LUNA_OK ? lunacu_row_done(op) : status;
+  return status;
 }
 
 /* --- custom: the user's functions get tensors on the device, and launch into luna_cuda_stream --- */
 /* They return no status: what they newly leave as the runtime's last error, other than not ready, is theirs. */
-static luna_status lunacu_custom_done(luna_op *op, cudaError_t before) {
+static luna_status lunacu_custom(luna_op *op, bool back) {
+  const luna_custom *custom = &op->arg.custom;
+  const cudaError_t before = cudaPeekAtLastError();
+  luna_status status = back ? custom->backward(op->in, op->inputs, op->out[0], (void *)custom->state) :
+      custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)custom->state);
   const cudaError_t after = cudaPeekAtLastError();
-  const luna_status status = lunacu_row_done(op);
+  if (status == LUNA_OK) status = lunacu_done(op->ctx, luna_op_name(op->kind));
   if (status != LUNA_OK || after == before || after == cudaErrorNotReady) return status;
   return lunacu_check(op->ctx, after, luna_op_name(op->kind));
-}
-static luna_status lunacu_custom_forward(luna_op *op) {
-  const luna_custom *custom = &op->arg.custom;
-  const cudaError_t before = cudaPeekAtLastError();
-  const luna_status status = custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0],
-                                             (void *)custom->state);
-  return status != LUNA_OK ? status : lunacu_custom_done(op, before);
-}
-static luna_status lunacu_custom_backward(luna_op *op) {
-  const luna_custom *custom = &op->arg.custom;
-  const cudaError_t before = cudaPeekAtLastError();
-  const luna_status status = custom->backward(op->in, op->inputs, op->out[0], (void *)custom->state);
-  return status != LUNA_OK ? status : lunacu_custom_done(op, before);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1817,24 +1735,21 @@ static lunacu_teams lunacu_teams_of(int64_t rows, int64_t n) {
 /* kernel<W, K>: a lane holds K vectors of four; or none (K = 0) of a row that is too long or not `wide`, and reads its
    floats each time */
 #define LUNACU_TEAMS(kernel, op, t, blocks, wide, ...) \
-  do { \
-    if ((wide) && (t).held()) \
-      LUNACU_LAUNCH((kernel<4, LUNACU_HELD / 4>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
-    else LUNACU_LAUNCH((kernel<1, 0>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
-  } while (0)
+  LUNACU_LAUNCH(((wide) && (t).held() ? kernel<4, LUNACU_HELD / 4> : kernel<1, 0>), blocks, (t).block(), 0, \
+                lunacu_stream(op), t, __VA_ARGS__)
 /* a lane's part of a row; zeros where there is none */
 template <int W, int K> struct lunacu_held {
   const float *row;
   int64_t n;
   float v[K ? K : 1][W];
-  __device__ __forceinline__ void read(int64_t c, float (&to)[W]) const {
+  LUNACU_INLINE void read(int64_t c, float (&to)[W]) const {
     LUNACU_UNROLL for (int i = 0; i < W; i++) to[i] = 0;
     if (c < n) lunacu_get(row + c, to);
   }
-  __device__ __forceinline__ lunacu_held(const float *row_, int64_t n_, int lane, int team) : row(row_), n(n_) {
+  LUNACU_INLINE lunacu_held(const float *row_, int64_t n_, int lane, int team) : row(row_), n(n_) {
     LUNACU_UNROLL for (int k = 0; k < K; k++) read((lane + k * team) * (int64_t)W, v[k]);
   }
-  __device__ __forceinline__ void get(int k, int64_t c, float (&to)[W]) const {
+  LUNACU_INLINE void get(int k, int64_t c, float (&to)[W]) const {
     if constexpr (K == 0) read(c, to);
     else
       LUNACU_UNROLL for (int i = 0; i < W; i++) to[i] = v[k][i];
@@ -1848,8 +1763,7 @@ template <int W, int K> struct lunacu_held {
   LUNACU_UNROLL for (int64_t k = 0, c = lane * W; K ? k < K : c < (t).n; k++, c += (t).team * W)
 
 /* --- softmax over the last axis; lengths mask it by axis 0, which has `group` rows a sequence --- */
-__device__ __forceinline__ int64_t lunacu_softmax_width(const lunacu_teams &t, int64_t row, const int32_t *lengths,
-                                                        int64_t group) {
+LUNACU_INLINE int64_t lunacu_softmax_width(const lunacu_teams &t, int64_t row, const int32_t *lengths, int64_t group) {
   return row >= t.rows ? 0 : lengths ? min(t.n, (int64_t)lengths[row / group]) : t.n;
 }
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
@@ -1908,27 +1822,16 @@ lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, cons
     }
   }
 }
-static int64_t lunacu_softmax_group(const luna_op *op) {
-  return op->in[0]->shape[0] ? lunacu_rows(op->in[0]) / op->in[0]->shape[0] : 1;
-}
-static luna_status lunacu_softmax_forward(luna_op *op) {
+static void lunacu_softmax(luna_op *op, bool back) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
-  const float *x = op->in[0]->data;
-  float *y = op->out[0]->data;
-  if (t.rows > 0)
-    LUNACU_TEAMS(lunacu_softmax_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, y), x, op->lengths,
-                 lunacu_softmax_group(op), y);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_softmax_backward(luna_op *op) {
-  const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
-  const float *y = op->out[0]->data, *dy = op->out[0]->grad;
-  float *dx = op->in[0]->grad;
-  const bool wide = lunacu_wide(t.n, y, dy, dx);
-  if (t.rows > 0)
-    LUNACU_TEAMS(lunacu_softmax_back_kernel, op, t, t.blocks(), wide, y, dy, op->lengths, lunacu_softmax_group(op), dx,
-                 !lunacu_sets(op, 0));
-  return lunacu_row_done(op);
+  const lunacu_way w = lunacu_way_of(op, back);
+  const float *y = op->out[0]->data;
+  const bool wide = lunacu_wide(t.n, y, w.from, w.to);
+  if (t.rows == 0) return;
+  const int64_t group = t.rows / op->in[0]->shape[0];
+  if (back)
+    LUNACU_TEAMS(lunacu_softmax_back_kernel, op, t, t.blocks(), wide, y, w.from, op->lengths, group, w.to, w.add);
+  else LUNACU_TEAMS(lunacu_softmax_kernel, op, t, t.blocks(), wide, w.from, op->lengths, group, w.to);
 }
 
 /* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of
@@ -2020,8 +1923,8 @@ lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const fl
       const lunacu_shared<float> room = both + 2 * width * (team % half);
       if (team >= half && team < 2 * half)
         LUNACU_EACH_VECTOR(t, k, c) {
-          lunacu_write4(room + c, dweight[k][0], dweight[k][1], dweight[k][2], dweight[k][3]);
-          lunacu_write4(room + width + c, dbias[k][0], dbias[k][1], dbias[k][2], dbias[k][3]);
+          lunacu_write4(room + c, lunacu_together(dweight[k]));
+          lunacu_write4(room + width + c, lunacu_together(dbias[k]));
         }
       __syncthreads();
       if (team < half)
@@ -2063,16 +1966,15 @@ static void lunacu_layer_norm_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)t.rows * 2 * sizeof(float);
   if (op->in[1] || op->in[2]) op->backward_workspace_size = (size_t)(held > sums ? held : sums) * sizeof(float);
 }
-static luna_status lunacu_layer_norm_forward(luna_op *op) {
+static void lunacu_layer_norm_forward(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
   const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *bias = lunacu_data(op, 2);
   float *y = op->out[0]->data;
   if (t.rows > 0)
     LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), op->arg.norm.rms,
                  op->arg.norm.epsilon, x, weight, bias, y, (float *)op->kept);
-  return lunacu_row_done(op);
 }
-static luna_status lunacu_layer_norm_backward(luna_op *op) {
+static void lunacu_layer_norm_backward(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
   const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *dy = op->out[0]->grad,
       *kept = (const float *)op->kept;
@@ -2081,13 +1983,12 @@ static luna_status lunacu_layer_norm_backward(luna_op *op) {
   const bool sums = dweight || dbias, held = lunacu_wide(t.n, x, weight, dy, dx) && t.held();
   const lunacu_sums_to to = {{dweight, dbias}, {1, 1}, t.n, 2, 1.0f, true};
   const int64_t blocks = lunacu_layer_norm_blocks(t);
-  if (t.rows == 0) return LUNA_OK;
+  if (t.rows == 0) return;
   LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, op->arg.norm.rms, x, weight, kept, dy, dx,
                !lunacu_sets(op, 0), sums ? partial : NULL);
   if (sums && held) lunacu_sums_end(op, blocks, 2 * t.n, partial, to);
   else if (sums)
     lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows}, to, partial);
-  return lunacu_row_done(op);
 }
 
 /* --- embedding: in table [V, d]; index: tokens [count] --- */
@@ -2099,10 +2000,9 @@ struct lunacu_embedded {
     lunacu_get(table + tokens[i / d] * d + i % d, v);
   }
 };
-static luna_status lunacu_embedding_forward(luna_op *op) {
+static void lunacu_embedding_forward(luna_op *op) {
   const lunacu_embedded f = {op->in[0]->data, op->index, lunacu_last(op->in[0])};
-  lunacu_map(op, luna_count(op->out[0]), op->out[0]->data, false, lunacu_wide(f.d, f.table), f);
-  return lunacu_row_done(op);
+  lunacu_map_way(op, lunacu_way_of(op, false), f.d % 4 == 0, f);
 }
 /* The gradient: the tokens are sorted with their positions, each token's rows then added in the order of their
    positions. A key is token 2^32 + position, so that no two are equal. First within chunks of a block, by counting the
@@ -2210,27 +2110,23 @@ static size_t lunacu_add_rows(const luna_op *op, int64_t count, int64_t d, const
   lunacu_level l = {count, NULL, NULL, rows, NULL, NULL};
   const bool wide = run && lunacu_wide(d, rows, table);
   int team = 8;
-  if (run)
-    LUNACU_LAUNCH(lunacu_sort_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), op->index,
-                  count, keys);
+  if (run) LUNACU_OVER(op, lunacu_sort_kernel, count, LUNACU_BLOCK, op->index, count, keys);
   for (int64_t length = LUNACU_BLOCK; length < count && run; length *= 4) {
-    LUNACU_LAUNCH(lunacu_merge_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), keys,
-                  count, length, other);
     uint64_t *merged = other;
+    LUNACU_OVER(op, lunacu_merge_kernel, count, LUNACU_BLOCK, keys, count, length, merged);
     other = keys;
     keys = merged;
   }
   l.keys = keys;
   while (team < LUNACU_BLOCK && team * (wide ? 4 : 1) < d) team *= 2;
   for (bool more = count > 0; more;) {
-    const int64_t tiles = lunacu_divide_up(l.count, LUNACU_ENTRIES);
-    const unsigned blocks = lunacu_blocks(tiles * lunacu_divide_up(d, team * (wide ? 4 : 1)), LUNACU_BLOCK / team);
+    const int64_t tiles = lunacu_divide_up(l.count, LUNACU_ENTRIES),
+        units = tiles * lunacu_divide_up(d, team * (wide ? 4 : 1));
     more = tiles > 1;
     l.next_rows = more ? lunacu_take(&at, 2 * tiles * d) : NULL;
     l.next_tokens = more ? (int32_t *)lunacu_take(&at, 2 * tiles) : NULL;
-    if (wide) LUNACU_LAUNCH((lunacu_level_kernel<4>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
-    else if (run)
-      LUNACU_LAUNCH((lunacu_level_kernel<1>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
+    if (wide) LUNACU_OVER(op, lunacu_level_kernel<4>, units, LUNACU_BLOCK / team, l, d, team, table);
+    else if (run) LUNACU_OVER(op, lunacu_level_kernel<1>, units, LUNACU_BLOCK / team, l, d, team, table);
     l = {2 * tiles, NULL, l.next_tokens, l.next_rows, NULL, NULL};
   }
   return (size_t)(at - (char *)workspace);
@@ -2238,29 +2134,26 @@ static size_t lunacu_add_rows(const luna_op *op, int64_t count, int64_t d, const
 static void lunacu_embedding_query(luna_op *op) {
   op->backward_workspace_size = lunacu_add_rows(op, lunacu_rows(op->out[0]), lunacu_last(op->in[0]), NULL, NULL, NULL);
 }
-static luna_status lunacu_embedding_backward(luna_op *op) {
+static void lunacu_embedding_backward(luna_op *op) {
   const int64_t count = lunacu_rows(op->out[0]), d = lunacu_last(op->in[0]);
   if (count > 0) lunacu_add_rows(op, count, d, op->out[0]->grad, op->in[0]->grad, op->workspace);
-  return lunacu_row_done(op);
 }
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 static void lunacu_scatter_add_query(luna_op *op) {
   op->workspace_size = lunacu_add_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], NULL, NULL, NULL);
 }
-static luna_status lunacu_scatter_add_forward(luna_op *op) {
+static void lunacu_scatter_add_forward(luna_op *op) {
   const luna_tensor *rows = op->in[1];
-  lunacu_scaled_run(op, op->in[0]->data, 1, op->out[0]->data, false);
+  lunacu_scaled_way(op, lunacu_way_of(op, false), 1);
   if (luna_count(rows) > 0)
     lunacu_add_rows(op, rows->shape[0], rows->shape[1], rows->data, op->out[0]->data, op->workspace);
-  return lunacu_row_done(op);
 }
-static luna_status lunacu_scatter_add_backward(luna_op *op) {
+static void lunacu_scatter_add_backward(luna_op *op) {
   const lunacu_embedded f = {op->out[0]->grad, op->index, op->in[1]->shape[1]};
   float *dx = op->in[0]->grad, *drows = op->in[1]->grad;
   if (drows) lunacu_map(op, luna_count(op->in[1]), drows, !lunacu_sets(op, 1), lunacu_wide(f.d, f.table), f);
-  if (dx && dx != op->out[0]->grad) lunacu_scaled_run(op, op->out[0]->grad, 1, dx, !lunacu_sets(op, 0));
-  return lunacu_row_done(op);
+  if (dx && dx != op->out[0]->grad) lunacu_scaled_way(op, lunacu_way_of(op, true), 1);
 }
 
 /* --- angles of positions: a thread turns one angle over some rows, from a multiple of them on --- */
@@ -2283,19 +2176,15 @@ __global__ void lunacu_angles_kernel(int64_t first, int64_t n, int64_t d, double
   }
 }
 static void lunacu_angles(luna_op *op, int64_t first, int64_t n, int64_t d, double rate, float *y) {
-  const int64_t tiles = lunacu_divide_up(first % LUNACU_TURNS + n, LUNACU_TURNS);
-  if (n > 0)
-    LUNACU_LAUNCH(lunacu_angles_kernel, lunacu_blocks(tiles * (d / 2 + d % 2), LUNACU_BLOCK), LUNACU_BLOCK, 0,
-                  lunacu_stream(op), first, n, d, rate, y);
+  const int64_t tiles = n > 0 ? lunacu_divide_up(first % LUNACU_TURNS + n, LUNACU_TURNS) : 0;
+  LUNACU_OVER(op, lunacu_angles_kernel, tiles * (d / 2 + d % 2), LUNACU_BLOCK, first, n, d, rate, y);
 }
 /* sinusoidal positions, of no inputs */
-static luna_status lunacu_sinusoids_forward(luna_op *op) {
-  const int64_t n = op->out[0]->shape[0], d = lunacu_last(op->out[0]), half = d / 2;
-  lunacu_angles(op, op->arg.sinusoids.first, n, d, half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0,
-                op->out[0]->data);
-  return lunacu_row_done(op);
+static void lunacu_sinusoids(luna_op *op, bool back) {
+  const int64_t d = lunacu_last(op->out[0]), half = d / 2;
+  const double rate = half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0;
+  if (!back) lunacu_angles(op, op->arg.sinusoids.first, op->out[0]->shape[0], d, rate, op->out[0]->data);
 }
-static luna_status lunacu_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; }
 /* rotary positions: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, or back; workspace: the angles */
 struct lunacu_turned {
   const float *x, *angles;           /* [b, rows, heads d]; [rows, d]: sines, cosines */
@@ -2312,20 +2201,12 @@ static void lunacu_rotary_query(luna_op *op) {
   op->workspace_size = (size_t)(y->shape[1] * (lunacu_last(y) / op->arg.rotary.heads)) * sizeof(float);
   op->backward_workspace_size = op->workspace_size;
 }
-static void lunacu_rotary(luna_op *op, const float *x, float way, float *y, bool add) {
+static void lunacu_rotary(luna_op *op, bool back) {
   const int64_t heads = op->arg.rotary.heads, n = op->out[0]->shape[1], d = lunacu_last(op->out[0]) / heads;
-  const lunacu_turned f = {x, (const float *)op->workspace, n, heads, d, way};
-  lunacu_angles(op, op->arg.rotary.first, n, d, log((double)op->arg.rotary.base) / (double)(d / 2),
-                (float *)op->workspace);
-  lunacu_map<1>(op, luna_count(op->out[0]), y, add, false, f);
-}
-static luna_status lunacu_rotary_forward(luna_op *op) {
-  lunacu_rotary(op, op->in[0]->data, 1, op->out[0]->data, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_rotary_backward(luna_op *op) {
-  lunacu_rotary(op, op->out[0]->grad, -1, op->in[0]->grad, !lunacu_sets(op, 0));
-  return lunacu_row_done(op);
+  const lunacu_way w = lunacu_way_of(op, back);
+  float *angles = (float *)op->workspace;
+  lunacu_angles(op, op->arg.rotary.first, n, d, log((double)op->arg.rotary.base) / (double)(d / 2), angles);
+  lunacu_map_way<1>(op, w, false, lunacu_turned{w.from, angles, n, heads, d, back ? -1.0f : 1.0f});
 }
 
 /* --- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n;
@@ -2396,80 +2277,67 @@ struct lunacu_unlikely {
     }
   }
 };
-static void lunacu_cross_entropy_query(luna_op *op) {
-  const int64_t rows = lunacu_rows(op->in[0]);
-  char *at = NULL;
-  (void)lunacu_take(&at, rows);
-  (void)lunacu_take(&at, lunacu_sums_floats(lunacu_sums_of(1, rows, 1, true), 1));
-  op->workspace_size = (size_t)(uintptr_t)at;
-  if (op->training) op->kept_size = (size_t)rows * sizeof(float);
-}
 /* of rows from `first` on: their losses, and kept */
 static void lunacu_cross_entropy_rows(const luna_op *op, int64_t first, int64_t rows, int64_t classes,
                                       const float *logits, float *loss) {
   const lunacu_teams t = lunacu_teams_of(rows, classes);
   float *kept = op->kept ? (float *)op->kept + first : NULL;
-  if (rows > 0 && lunacu_wide(classes, logits))
-    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<4>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits,
-                  op->index + first, op->arg.cross_entropy.smoothing, loss + first, kept);
-  else if (rows > 0)
-    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<1>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits,
-                  op->index + first, op->arg.cross_entropy.smoothing, loss + first, kept);
+  if (rows > 0)
+    LUNACU_LAUNCH(lunacu_wide(classes, logits) ? lunacu_cross_entropy_kernel<4> : lunacu_cross_entropy_kernel<1>,
+                  t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index + first,
+                  op->arg.cross_entropy.smoothing, loss + first, kept);
 }
 static void lunacu_cross_entropy_sum(const luna_op *op, int64_t rows, const float *loss, float *scratch) {
-  const lunacu_sums_to to = {{op->out[0]->data}, {1}, 1, 1, op->arg.cross_entropy.factor, false};
-  lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, 1, true), lunacu_column{loss}, to, scratch);
+  lunacu_row_sums(op, loss, 1, rows, 1, op->out[0]->data, op->arg.cross_entropy.factor, false, scratch);
 }
-static luna_status lunacu_cross_entropy_forward(luna_op *op) {
+static void lunacu_cross_entropy_forward(luna_op *op) {
   const int64_t rows = lunacu_rows(op->in[0]);
   char *at = (char *)op->workspace;
   float *loss = lunacu_take(&at, rows);
   lunacu_cross_entropy_rows(op, 0, rows, lunacu_last(op->in[0]), op->in[0]->data, loss);
   lunacu_cross_entropy_sum(op, rows, loss, (float *)at);
-  return lunacu_row_done(op);
 }
-static luna_status lunacu_cross_entropy_backward(luna_op *op) {
+/* dlogits (+)= those of rows from `first` on */
+static void lunacu_logits_slopes(const luna_op *op, int64_t first, int64_t rows, int64_t classes, const float *logits,
+                                 float *dlogits, bool add) {
+  const lunacu_unlikely f = {logits, (const float *)op->kept + first, op->out[0]->grad, op->index + first, classes, rows,
+                             op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
+  lunacu_map(op, rows * classes, dlogits, add, lunacu_wide(0, logits), f);
+}
+static void lunacu_cross_entropy_backward(luna_op *op) {
   const luna_tensor *x = op->in[0];
-  const lunacu_unlikely f = {x->data, (const float *)op->kept, op->out[0]->grad, op->index, lunacu_last(x),
-                             lunacu_rows(x), op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
-  lunacu_map(op, luna_count(x), x->grad, !lunacu_sets(op, 0), lunacu_wide(0, f.logits), f);
-  return lunacu_row_done(op);
+  lunacu_logits_slopes(op, 0, lunacu_rows(x), lunacu_last(x), x->data, x->grad, !lunacu_sets(op, 0));
 }
 
 /* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
    gradients are stored alone. Kept: as above. Backward: logits that are stored, as out[1], are not made again --- */
 /* rows of a block: each reads and writes all of dW, so that they are many; of few rows a part, for the memory's sake */
 static int64_t lunacu_logit_rows(int64_t rows) { return lunacu_min(rows, lunacu_max(512, lunacu_min(rows / 4, 2048))); }
-static float *lunacu_logits_take(char **at, int64_t rows, int64_t classes) {
-  return lunacu_take(at, lunacu_logit_rows(rows) * classes);
-}
 static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t rows, float *logits) {
   const int64_t in = lunacu_last(op->in[0]), classes = op->in[1]->shape[0];
-  const luna_status status = lunacu_gemm(op->ctx, {{op->in[0]->data + first * in, in, 1}, {op->in[1]->data, 1, in},
-                                                   logits, rows, classes, in, false});
-  if (status == LUNA_OK && op->in[2])
-    lunacu_end(op, rows * classes, logits,
-               {logits, lunacu_data(op, 2), NULL, NULL, classes, 0, LUNA_ACTIVATION_DEFAULT, false,
-                lunacu_dropout_of(op, 0, 0)});
-  return status;
+  return lunacu_gemm_end(op, {{op->in[0]->data + first * in, in, 1}, {op->in[1]->data, 1, in}, logits, rows, classes,
+                              in, false},
+                         logits, {logits, lunacu_data(op, 2), NULL, NULL, classes, 0, LUNA_ACTIVATION_DEFAULT, false,
+                                  lunacu_dropout_of(op, 0, 0)});
 }
-static void lunacu_linear_cross_entropy_query(luna_op *op) {
-  const int64_t rows = lunacu_rows(op->in[0]), classes = op->in[1]->shape[0];
+static void lunacu_cross_entropy_query(luna_op *op) { /* of both */
+  const bool linear = op->kind == LUNA_OP_LINEAR_CROSS_ENTROPY;
+  const int64_t rows = lunacu_rows(op->in[0]), classes = linear ? op->in[1]->shape[0] : 0;
   char *at = NULL;
-  (void)lunacu_logits_take(&at, rows, classes);
+  (void)lunacu_take(&at, lunacu_logit_rows(rows) * classes);
   (void)lunacu_take(&at, rows);
-  (void)lunacu_take(&at, lunacu_sums_floats(lunacu_sums_of(1, rows, 1, true), 1));
+  (void)lunacu_take(&at, lunacu_row_sums_floats(1, rows, 1));
   op->workspace_size = (size_t)(uintptr_t)at;
   at = NULL;
-  (void)lunacu_logits_take(&at, rows, classes);
-  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_logit_rows(rows), classes));
+  (void)lunacu_take(&at, lunacu_logit_rows(rows) * classes);
+  (void)lunacu_take(&at, linear ? lunacu_row_sums_floats(1, lunacu_logit_rows(rows), classes) : 0);
   op->backward_workspace_size = (size_t)(uintptr_t)at;
   if (op->training) op->kept_size = (size_t)rows * sizeof(float);
 }
 static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
   const int64_t all = lunacu_rows(op->in[0]), most = lunacu_logit_rows(all), classes = op->in[1]->shape[0];
   char *at = (char *)op->workspace;
-  float *block = lunacu_logits_take(&at, all, classes), *loss = lunacu_take(&at, all);
+  float *block = lunacu_take(&at, most * classes), *loss = lunacu_take(&at, all);
   for (int64_t first = 0; first < all; first += most) {
     const int64_t rows = lunacu_min(all - first, most);
     const luna_status status = lunacu_logits_of(op, first, rows, block);
@@ -2477,32 +2345,24 @@ static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
     lunacu_cross_entropy_rows(op, first, rows, classes, block, loss);
   }
   lunacu_cross_entropy_sum(op, all, loss, (float *)at);
-  return lunacu_row_done(op);
+  return LUNA_OK;
 }
 static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) {
   const luna_tensor *x = op->in[0], *w = op->in[1];
   const int64_t all = lunacu_rows(x), most = lunacu_logit_rows(all), in = lunacu_last(x), classes = w->shape[0];
   const float *logits = op->outputs > 1 ? op->out[1]->data : NULL;
   char *at = (char *)op->workspace;
-  float *block = lunacu_logits_take(&at, all, classes);
+  float *block = lunacu_take(&at, most * classes);
   luna_status status = LUNA_OK;
   for (int64_t first = 0; first < all && status == LUNA_OK; first += most) {
     const int64_t rows = lunacu_min(all - first, most);
-    const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)op->kept + first,
-                               op->out[0]->grad, op->index + first, classes, rows,
-                               op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
     if (!logits) status = lunacu_logits_of(op, first, rows, block);
     if (status != LUNA_OK) break;
-    lunacu_map(op, rows * classes, block, false, lunacu_wide(0, f.logits), f);
-    if (x->grad)
-      status = lunacu_gemm(op->ctx, {{block, classes, 1}, {w->data, in, 1}, x->grad + first * in, rows, in, classes,
-                                     !lunacu_sets(op, 0)});
-    if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, {{block, 1, classes}, {x->data + first * in, in, 1}, w->grad, classes, in, rows,
-                                     true});
-    lunacu_column_sums(op, {block, 1, rows, classes}, lunacu_grad(op, 2), (float *)at);
+    lunacu_logits_slopes(op, first, rows, classes, logits ? logits + first * classes : block, block, false);
+    status = lunacu_linear_back(op, {block, x->data + first * in, w->data, x->grad ? x->grad + first * in : NULL,
+                                     w->grad, lunacu_grad(op, 2), rows, in, classes, !lunacu_sets(op, 0), (float *)at});
   }
-  return status == LUNA_OK ? lunacu_row_done(op) : status;
+  return status;
 }
 
 /* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias +
@@ -2518,8 +2378,7 @@ struct lunacu_convolution {
 /* a strip of W channels from c on, rows from t on, of a sequence that starts at `start`; TAPS: the width, whose weights
    are held, or 0 for any */
 template <int W, int TAPS>
-__device__ __forceinline__ void lunacu_convolve_strip(const lunacu_convolution &a, int64_t start, int64_t t,
-                                                      int64_t c) {
+LUNACU_INLINE void lunacu_convolve_strip(const lunacu_convolution &a, int64_t start, int64_t t, int64_t c) {
   const int taps = TAPS ? TAPS : (int)a.width;
   const float *weight = a.weight + c * taps;
   float held[TAPS ? TAPS : 1][W], sum[LUNACU_STRIP][W] = {}, v[W]; /* as they lie in memory */
@@ -2599,16 +2458,13 @@ static void lunacu_convolve(const luna_op *op, const float *x, const float *bias
   if (wide && a.width == 2) kernel = lunacu_convolution_kernel<4, 2>;
   if (wide && a.width == 3) kernel = lunacu_convolution_kernel<4, 3>;
   if (wide && a.width == 4) kernel = lunacu_convolution_kernel<4, 4>;
-  if (count > 0 && op->history)
-    LUNACU_LAUNCH(lunacu_history_kernel, lunacu_blocks(a.batch * a.d, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op),
-                  a, op->history);
-  else if (count > 0) LUNACU_LAUNCH(kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  if (op->history) LUNACU_OVER(op, lunacu_history_kernel, a.batch * a.d, LUNACU_BLOCK, a, op->history);
+  else LUNACU_OVER(op, kernel, count, LUNACU_BLOCK, a);
 }
-static luna_status lunacu_short_convolution_forward(luna_op *op) {
+static void lunacu_short_convolution_forward(luna_op *op) {
   lunacu_convolve(op, op->in[0]->data, lunacu_data(op, 2), op->out[0]->data, false, false);
-  return lunacu_row_done(op);
 }
-static luna_status lunacu_short_convolution_backward(luna_op *op) {
+static void lunacu_short_convolution_backward(luna_op *op) {
   const int64_t width = lunacu_last(op->in[1]), d = op->in[0]->shape[2];
   const lunacu_sums s = lunacu_taps_sums(op);
   float *partial = (float *)op->workspace;
@@ -2624,11 +2480,9 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
       f.back[q] = lag * d;
     }
     for (int q = 0; q < 4 && dweight && base + q < width; q++) to.to[q] = dweight + base + q;
-    LUNACU_LAUNCH((lunacu_sums_kernel<5, lunacu_taps>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to,
-                  partial);
+    LUNACU_OVER(op, (lunacu_sums_kernel<5, lunacu_taps>), s.units(), s.at_once(), f, s, to, partial);
     lunacu_sums_end(op, s.splits * s.outer, 5 * d, partial, to);
   }
-  return lunacu_row_done(op);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -2651,7 +2505,7 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
 /* Weights are powers of 2, which the hardware has: of a score times scale log2 e, less the row's largest or its
    log-sum-exp, in base 2 too. Below 2^-126 they are 0. */
 #define LUNACU_LOG2_E 1.44269504f
-__device__ __forceinline__ float lunacu_exp2(float x) {
+LUNACU_INLINE float lunacu_exp2(float x) {
 #ifdef LUNA_CUDA_HOST
   return exp2f(x);
 #else
@@ -2660,8 +2514,15 @@ __device__ __forceinline__ float lunacu_exp2(float x) {
   return y;
 #endif
 }
+/* x, of which the compiler then knows nothing: of a stride, it makes no pointer for each of its multiples */
+LUNACU_INLINE int64_t lunacu_anew(int64_t x) {
+#ifndef LUNA_CUDA_HOST
+  asm volatile("" : "+l"(x));
+#endif
+  return x;
+}
 /* The factors of four elements from `element` on */
-__device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t element, float (&factor)[4]) {
+LUNACU_INLINE void lunacu_drop4(const lunacu_dropout &d, int64_t element, float (&factor)[4]) {
   const int at = (int)(element % 8), first = at / 2;
   uint32_t w[4], more[4] = {0, 0, 0, 0};
   lunacu_philox(d, element / 8, w);
@@ -2670,16 +2531,14 @@ __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t el
       b = first == 0 ? w[1] : first == 1 ? w[2] : first == 2 ? w[3] : more[0];
   const uint32_t c = first == 0 ? w[2] : first == 1 ? w[3] : first == 2 ? more[0] : more[1],
       low = at % 2 ? a >> 16 | b << 16 : a, high = at % 2 ? b >> 16 | c << 16 : b;
-  factor[0] = (low & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
-  factor[1] = low >> 16 < d.threshold ? 0.0f : d.keep;
-  factor[2] = (high & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
-  factor[3] = high >> 16 < d.threshold ? 0.0f : d.keep;
+  const uint32_t half[4] = {low & 0xFFFFu, low >> 16, high & 0xFFFFu, high >> 16};
+  LUNACU_UNROLL for (int i = 0; i < 4; i++) factor[i] = half[i] < d.threshold ? 0.0f : d.keep;
 }
 
 /* Where shared memory has them so that tensor cores' fragments are read without bank conflicts: steps of a sum, sixteen
    as a 4 x 4 transposed; rows that are read two or four apart, of which neighbours change places */
-__device__ __forceinline__ int lunacu_step_place(int k) { return (k & ~15) | (k & 3) << 2 | (k >> 2 & 3); }
-__device__ __forceinline__ int lunacu_line_place(int i) { return i ^ (i >> 1 & 1) ^ (i >> 2 & 1); }
+LUNACU_INLINE int lunacu_step_place(int k) { return (k & ~15) | (k & 3) << 2 | (k >> 2 & 3); }
+LUNACU_INLINE int lunacu_line_place(int i) { return i ^ (i >> 1 & 1) ^ (i >> 2 & 1); }
 
 /* --- products by tiles: C [TALL, WIDE] = A B, of which a thread has rows x columns, fours of neighbours --- */
 template <int TALL, int WIDE> struct lunacu_tile {
@@ -2691,12 +2550,12 @@ template <int TALL, int WIDE> struct lunacu_tile {
       room = a_room + LUNACU_DEPTH * b_pitch;
   static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4),
       wide_log = WIDE == 32 ? 5 : WIDE == 64 ? 6 : WIDE == 128 ? 7 : 8;
-  static __device__ __forceinline__ int lane() { return threadIdx.x % across; }
-  static __device__ __forceinline__ int first_row() { return threadIdx.x / across * 4; }
-  static __device__ __forceinline__ int row(int i) { return i / 4 * row_step + first_row() + i % 4; }
-  static __device__ __forceinline__ int column(int j) { return j / 4 * column_step + lane() * 4 + j % 4; }
+  static LUNACU_INLINE int lane() { return threadIdx.x % across; }
+  static LUNACU_INLINE int first_row() { return threadIdx.x / across * 4; }
+  static LUNACU_INLINE int row(int i) { return i / 4 * row_step + first_row() + i % 4; }
+  static LUNACU_INLINE int column(int j) { return j / 4 * column_step + lane() * 4 + j % 4; }
   /* where P has the weights of key k */
-  static __device__ __forceinline__ int at(int k) { return k * a_pitch; }
+  static LUNACU_INLINE int at(int k) { return k * a_pitch; }
 };
 /* The same by tensor cores: a warp has TALL / 4 rows and all columns, a thread rows that are neighbours and four of
    every 16 columns. ALONG: the room is for factors of which the sum goes along rows alone */
@@ -2705,26 +2564,26 @@ template <int TALL, int WIDE, bool ALONG> struct lunacu_tensor_tile {
   static constexpr int tall = TALL, wide = WIDE, rows = TALL / 32, columns = WIDE / 4, across = 4;
   static constexpr int a_pitch = TALL + 8, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * (ALONG ? TALL : a_pitch),
       room = a_room + LUNACU_DEPTH * (ALONG ? WIDE : b_pitch), wide_log = WIDE == 64 ? 6 : 7;
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 4; }
-  static __device__ __forceinline__ int first_row() { return threadIdx.x / 4 * rows; }
-  static __device__ __forceinline__ int row(int i) { return first_row() + i; }
-  static __device__ __forceinline__ int column(int j) { return j / 4 * 16 + lane() * 4 + j % 4; }
-  static __device__ __forceinline__ int at(int k) { return lunacu_step_place(k) * a_pitch; }
+  static LUNACU_INLINE int lane() { return threadIdx.x % 4; }
+  static LUNACU_INLINE int first_row() { return threadIdx.x / 4 * rows; }
+  static LUNACU_INLINE int row(int i) { return first_row() + i; }
+  static LUNACU_INLINE int column(int j) { return j / 4 * 16 + lane() * 4 + j % 4; }
+  static LUNACU_INLINE int at(int k) { return lunacu_step_place(k) * a_pitch; }
 };
 
-__device__ __forceinline__ float4 lunacu_add4(float4 a, float4 b) {
+LUNACU_INLINE float4 lunacu_add4(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
-__device__ __forceinline__ float4 lunacu_scale4(float4 a, float factor) {
+LUNACU_INLINE float4 lunacu_scale4(float4 a, float factor) {
   return make_float4(a.x * factor, a.y * factor, a.z * factor, a.w * factor);
 }
 /* four neighbours of a row of memory that has `width` floats: the one at `c` and what follows */
-__device__ __forceinline__ float4 lunacu_get4(const float *row, int c, int width, bool vector) {
+LUNACU_INLINE float4 lunacu_get4(const float *row, int c, int width, bool vector) {
   if (vector && c + 4 <= width) return *(const float4 *)(row + c);
   return make_float4(c < width ? row[c] : 0, c + 1 < width ? row[c + 1] : 0, c + 2 < width ? row[c + 2] : 0,
                      c + 3 < width ? row[c + 3] : 0);
 }
-__device__ __forceinline__ void lunacu_set4(float *row, int c, int width, bool vector, float4 x) {
+LUNACU_INLINE void lunacu_set4(float *row, int c, int width, bool vector, float4 x) {
   if (vector && c + 4 <= width) lunacu_store4(row + c, x);
   else {
     if (c < width) row[c] = x.x;
@@ -2743,40 +2602,39 @@ struct lunacu_side {
   int rows, width, clean;
   bool vector;                       /* may be read by four */
   /* whether its rows up to `end` and columns up to `side` are all there, and as they are in memory */
-  __device__ __forceinline__ bool has(int end, int side) const {
+  LUNACU_INLINE bool has(int end, int side) const {
     return vector && end <= rows && end <= clean && side <= width;
   }
 };
-__device__ __forceinline__ float lunacu_finite(float x) { return fabsf(x) < INFINITY ? x : 0; }
-__device__ __forceinline__ float4 lunacu_load4(const lunacu_side &s, int i, int c) {
+LUNACU_INLINE float lunacu_finite(float x) { return fabsf(x) < INFINITY ? x : 0; }
+LUNACU_INLINE float4 lunacu_finite4(float4 x) {
+  return make_float4(lunacu_finite(x.x), lunacu_finite(x.y), lunacu_finite(x.z), lunacu_finite(x.w));
+}
+LUNACU_INLINE float4 lunacu_load4(const lunacu_side &s, int i, int c) {
   if (i >= s.rows) return make_float4(0, 0, 0, 0);
   const float4 x = lunacu_get4(s.at + i * s.row, c, s.width, s.vector);
-  return i < s.clean ? x : make_float4(lunacu_finite(x.x), lunacu_finite(x.y), lunacu_finite(x.z), lunacu_finite(x.w));
+  return i < s.clean ? x : lunacu_finite4(x);
 }
 /* A thread's fours of a tile: one at (row, column), the next `step` rows below. `line`: fours of a row, a power of
    two */
 struct lunacu_fours { int row, column, step; };
-__device__ __forceinline__ lunacu_fours lunacu_fours_of(unsigned line) {
+LUNACU_INLINE lunacu_fours lunacu_fours_of(unsigned line) {
   return {(int)(threadIdx.x / line), (int)(threadIdx.x % line * 4), (int)(LUNACU_TILE_THREADS / line)};
 }
 /* of the tile at (row, column) of the matrix; WHOLE: the matrix has all of it */
-template <bool WHOLE, int TURNS>
-__device__ __forceinline__ void lunacu_fetch(float4 (&x)[TURNS], const lunacu_side &s, int row, int column,
-                                             const lunacu_fours &own) {
+template <bool WHOLE, int TURNS> LUNACU_INLINE void lunacu_fetch(float4 (&x)[TURNS], const lunacu_side &s, int row,
+                                                                 int column, const lunacu_fours &own) {
   const float *from = s.at + (row + own.row) * s.row + column + own.column;
   const int64_t step = own.step * s.row;
-  LUNACU_UNROLL
-  for (int t = 0; t < TURNS; t++, from += step)
+  LUNACU_UNROLL for (int t = 0; t < TURNS; t++, from += step)
     x[t] = WHOLE ? *(const float4 *)from : lunacu_load4(s, row + own.row + t * own.step, column + own.column);
 }
 /* How shared memory gets a tile, whose rows are `pitch` apart there: as it is, transposed, or with its rows in the
    places of steps or lines */
 enum lunacu_order { LUNACU_PLAIN, LUNACU_TURNED, LUNACU_STEPS, LUNACU_LINES, LUNACU_TURNED_STEPS };
 template <lunacu_order ORDER, int TURNS>
-__device__ __forceinline__ void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own,
-                                             const float4 (&x)[TURNS]) {
-  LUNACU_UNROLL
-  for (int t = 0; t < TURNS; t++) {
+LUNACU_INLINE void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own, const float4 (&x)[TURNS]) {
+  LUNACU_UNROLL for (int t = 0; t < TURNS; t++) {
     const int row = own.row + t * own.step, c = own.column,
         i = ORDER == LUNACU_STEPS ? lunacu_step_place(row) : ORDER == LUNACU_LINES ? lunacu_line_place(row) : row;
     if (ORDER == LUNACU_TURNED || ORDER == LUNACU_TURNED_STEPS) {
@@ -2785,13 +2643,13 @@ __device__ __forceinline__ void lunacu_store(lunacu_shared<float> to, int pitch,
       to[(first + step) * pitch + i] = x[t].y;
       to[(first + 2 * step) * pitch + i] = x[t].z;
       to[(first + 3 * step) * pitch + i] = x[t].w;
-    } else lunacu_write4(to + i * pitch + c, x[t].x, x[t].y, x[t].z, x[t].w);
+    } else lunacu_write4(to + i * pitch + c, x[t]);
   }
 }
 /* Both. A tile that is not whole takes a turn at a time: fewer registers */
 template <lunacu_order ORDER, int TURNS>
-__device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to, int pitch, const lunacu_side &s, int row,
-                                             int column, lunacu_fours own, bool whole) {
+LUNACU_INLINE void lunacu_stage(lunacu_shared<float> to, int pitch, const lunacu_side &s, int row, int column,
+                                lunacu_fours own, bool whole) {
   if (whole) {
     float4 x[TURNS];
     lunacu_fetch<true>(x, s, row, column, own);
@@ -2809,24 +2667,16 @@ __device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to, int pitch,
 /* --- products of tiles --- */
 /* one step of the sum: a and b are a thread's first four of it, the next are a_step and b_step on */
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a, int a_step,
-                                             lunacu_shared<const float> b, int b_step) {
+LUNACU_INLINE void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a, int a_step,
+                                lunacu_shared<const float> b, int b_step) {
   float x[ROWS], y[COLUMNS];
-  LUNACU_UNROLL
-  for (int i = 0; i < ROWS; i += 4) {
-    const float4 v = lunacu_read4(a + i / 4 * a_step);
-    x[i] = v.x; x[i + 1] = v.y; x[i + 2] = v.z; x[i + 3] = v.w;
-  }
-  LUNACU_UNROLL
-  for (int j = 0; j < COLUMNS; j += 4) {
-    const float4 v = lunacu_read4(b + j / 4 * b_step);
-    y[j] = v.x; y[j + 1] = v.y; y[j + 2] = v.z; y[j + 3] = v.w;
-  }
-  LUNACU_UNROLL
-  for (int i = 0; i < ROWS; i++) {
-    LUNACU_UNROLL
-    for (int j = 0; j < COLUMNS; j++) sum[i][j] += x[i] * y[j];
-  }
+  LUNACU_UNROLL for (int i = 0; i < ROWS; i += 4) lunacu_apart(x + i, lunacu_read4(a + i / 4 * a_step));
+  LUNACU_UNROLL for (int j = 0; j < COLUMNS; j += 4)
+    if constexpr (COLUMNS % 4 == 0) lunacu_apart(y + j, lunacu_read4(b + j / 4 * b_step));
+    else
+      LUNACU_UNROLL for (int e = 0; e < COLUMNS; e++) y[e] = b[e];
+  LUNACU_UNROLL for (int i = 0; i < ROWS; i++)
+    LUNACU_UNROLL for (int j = 0; j < COLUMNS; j++) sum[i][j] += x[i] * y[j];
 }
 /* --- tensor cores: sum += A B over 16 steps of a lunacu_tensor_tile, the factors rounded to TF32 or BF16. ALONG: a
    row of A, in its line's place, or a column of B lies in a row of shared memory; otherwise a step, in its place --- */
@@ -2859,23 +2709,21 @@ inline void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], lunacu_shared<const
 #else
 /* C += A B of 16 rows and 8 columns: of A two rows, of B one column, of each four steps of the 16. The rows are those
    of this thread's part of C; the column of B is another's. */
-__device__ __forceinline__ void lunacu_tensor_product(float &c0, float &c1, float &c2, float &c3,
-                                                      const uint32_t (&x)[4], const uint32_t (&y)[4],
-                                                      const uint32_t (&b)[4], bool bf16) {
+LUNACU_INLINE void lunacu_tensor_product(float &c0, float &c1, float &c2, float &c3, const uint32_t (&x)[4],
+                                         const uint32_t (&y)[4], const uint32_t (&b)[4], bool bf16) {
   if (bf16)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};" : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(x[0]), "r"(y[0]), "r"(x[1]), "r"(y[1]),
         "r"(b[0]), "r"(b[1]));
   else {
-    LUNACU_UNROLL
-    for (int h = 0; h < 4; h += 2)
+    LUNACU_UNROLL for (int h = 0; h < 4; h += 2)
       asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
           "{%0, %1, %2, %3};" : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(x[h]), "r"(y[h]), "r"(x[h + 1]),
           "r"(y[h + 1]), "r"(b[h]), "r"(b[h + 1]));
   }
 }
 /* four steps: two pairs of BF16, the lower first, or four of TF32 */
-__device__ __forceinline__ void lunacu_tensor_round(uint32_t (&to)[4], float a, float b, float c, float d, bool bf16) {
+LUNACU_INLINE void lunacu_tensor_round(uint32_t (&to)[4], float a, float b, float c, float d, bool bf16) {
   if (bf16) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to[0]) : "f"(b), "f"(a));
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to[1]) : "f"(d), "f"(c));
@@ -2887,62 +2735,50 @@ __device__ __forceinline__ void lunacu_tensor_round(uint32_t (&to)[4], float a, 
   }
 }
 /* N neighbours in each of four steps' rows, of which the first is at `p` */
-template <int N, int PITCH>
-__device__ __forceinline__ void lunacu_tensor_turn(uint32_t (&to)[N][4], const float *p, bool bf16) {
+template <int N, int PITCH> LUNACU_INLINE void lunacu_tensor_turn(uint32_t (&to)[N][4], const float *p, bool bf16) {
   float x[4][N];
-  LUNACU_UNROLL
-  for (int k = 0; k < 4; k++) {
-    if constexpr (N == 4) {
-      const float4 v = *(const float4 *)(p + 4 * k * PITCH);
-      x[k][0] = v.x; x[k][1] = v.y; x[k][2] = v.z; x[k][3] = v.w;
-    } else {
+  LUNACU_UNROLL for (int k = 0; k < 4; k++) {
+    if constexpr (N == 4) lunacu_apart(x[k], *(const float4 *)(p + 4 * k * PITCH));
+    else {
       const float2 v = *(const float2 *)(p + 4 * k * PITCH);
       x[k][0] = v.x; x[k][1] = v.y;
     }
   }
-  LUNACU_UNROLL
-  for (int i = 0; i < N; i++) lunacu_tensor_round(to[i], x[0][i], x[1][i], x[2][i], x[3][i], bf16);
+  LUNACU_UNROLL for (int i = 0; i < N; i++) lunacu_tensor_round(to[i], x[0][i], x[1][i], x[2][i], x[3][i], bf16);
 }
 template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, bool BF16, int ROWS, int COLUMNS>
-__device__ __forceinline__ void lunacu_tensor_steps_in(float (&sum)[ROWS][COLUMNS], const float *a, const float *b) {
+LUNACU_INLINE void lunacu_tensor_steps_in(float (&sum)[ROWS][COLUMNS], const float *a, const float *b) {
   constexpr int near = B_ALONG || COLUMNS % 8 ? 4 : 8;
   const int group = (int)threadIdx.x % 32 / 4, lane = (int)threadIdx.x % 4, row = (int)threadIdx.x / 4 * ROWS;
   uint32_t x[ROWS][4], y[near / 2][4];
   if constexpr (A_ALONG) {
-    LUNACU_UNROLL
-    for (int i = 0; i < ROWS; i++) {
+    LUNACU_UNROLL for (int i = 0; i < ROWS; i++) {
       const float4 v = *(const float4 *)(a + lunacu_line_place(row + i) * A_PITCH + 4 * lane);
       lunacu_tensor_round(x[i], v.x, v.y, v.z, v.w, BF16);
     }
   } else lunacu_tensor_turn<ROWS, A_PITCH>(x, a + lane * A_PITCH + row, BF16);
-  LUNACU_UNROLL
-  for (int j = 0; j < COLUMNS; j += near) {
+  LUNACU_UNROLL for (int j = 0; j < COLUMNS; j += near) {
     if constexpr (B_ALONG) {
-      LUNACU_UNROLL
-      for (int q = 0; q < 2; q++) {
+      LUNACU_UNROLL for (int q = 0; q < 2; q++) {
         const float4 v = *(const float4 *)(b + (4 * j + group / 2 * 4 + 2 * q + group % 2) * B_PITCH + 4 * lane);
         lunacu_tensor_round(y[q], v.x, v.y, v.z, v.w, BF16);
       }
     } else if constexpr (near == 4) {  /* 16 columns alone */
-      LUNACU_UNROLL
-      for (int q = 0; q < 2; q++) {
+      LUNACU_UNROLL for (int q = 0; q < 2; q++) {
         const float *p = b + lane * B_PITCH + 4 * j + group / 2 * 4 + 2 * q + group % 2;
         lunacu_tensor_round(y[q], p[0], p[4 * B_PITCH], p[8 * B_PITCH], p[12 * B_PITCH], BF16);
       }
     } else lunacu_tensor_turn<4, B_PITCH>(y, b + lane * B_PITCH + 4 * j + group / 2 * 4 + group % 2 * 16, BF16);
-    LUNACU_UNROLL
-    for (int q = 0; q < near / 2; q++) {
+    LUNACU_UNROLL for (int q = 0; q < near / 2; q++) {
       const int first = near == 4 ? j + 2 * q : j + q, second = near == 4 ? first + 1 : first + 4;
-      LUNACU_UNROLL
-      for (int i = 0; i < ROWS; i += 2)
+      LUNACU_UNROLL for (int i = 0; i < ROWS; i += 2)
         lunacu_tensor_product(sum[i][first], sum[i][second], sum[i + 1][first], sum[i + 1][second], x[i], x[i + 1],
                               y[q], BF16);
     }
   }
 }
 template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, int ROWS, int COLUMNS>
-__device__ __forceinline__ void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], const float *a, const float *b,
-                                                    bool bf16) {
+LUNACU_INLINE void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], const float *a, const float *b, bool bf16) {
   if (bf16) lunacu_tensor_steps_in<A_ALONG, B_ALONG, A_PITCH, B_PITCH, true>(sum, a, b);
   else lunacu_tensor_steps_in<A_ALONG, B_ALONG, A_PITCH, B_PITCH, false>(sum, a, b);
 }
@@ -2951,8 +2787,7 @@ __device__ __forceinline__ void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS],
 /* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on. ALONG: the sum goes along rows
    of the memory */
 template <bool ALONG, int SIZE, lunacu_order ORDER>
-__device__ __forceinline__ void lunacu_stage_steps(lunacu_shared<float> to, int pitch, const lunacu_side &s, int first,
-                                                   int k) {
+LUNACU_INLINE void lunacu_stage_steps(lunacu_shared<float> to, int pitch, const lunacu_side &s, int first, int k) {
   constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
       tall = ALONG ? SIZE : LUNACU_DEPTH, wide = ALONG ? LUNACU_DEPTH : SIZE;
   const int row = ALONG ? first : k, column = ALONG ? k : first;
@@ -2961,9 +2796,8 @@ __device__ __forceinline__ void lunacu_stage_steps(lunacu_shared<float> to, int 
 }
 /* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column); bf16: of tensor cores' */
 template <class T, bool A_ALONG, bool B_ALONG>
-__device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room,
-                                                const lunacu_side &a, int row, const lunacu_side &b, int column,
-                                                int from, int end, bool bf16) {
+LUNACU_INLINE void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room, const lunacu_side &a,
+                                   int row, const lunacu_side &b, int column, int from, int end, bool bf16) {
   constexpr bool tensor = T::tensor;
   constexpr lunacu_order a_order = A_ALONG ? tensor ? LUNACU_LINES : LUNACU_TURNED : tensor ? LUNACU_STEPS :
       LUNACU_PLAIN, b_order = B_ALONG ? tensor ? LUNACU_PLAIN : LUNACU_TURNED : tensor ? LUNACU_STEPS : LUNACU_PLAIN;
@@ -2978,8 +2812,7 @@ __device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns
     if constexpr (tensor)
       lunacu_tensor_steps<A_ALONG, B_ALONG, a_pitch, b_pitch>(sum, a_room, b_room, bf16);
     else {
-      LUNACU_UNROLL
-      for (int i = 0; i < LUNACU_DEPTH; i++)
+      LUNACU_UNROLL for (int i = 0; i < LUNACU_DEPTH; i++)
         lunacu_outer(sum, a_room + i * a_pitch + T::first_row(), T::row_step, b_room + i * b_pitch + T::lane() * 4,
                      T::column_step);
     }
@@ -2987,23 +2820,28 @@ __device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns
 }
 
 /* --- one head of one batch row --- */
-struct lunacu_attention {            /* as lunai_attention: strides in floats, a batch stride 0 shares */
-  const float *q, *k, *v, *grad_out, *grad_sums;
-  float *out, *lse, *sums, *grad_q, *grad_k, *grad_v;
-  int64_t batch, queries, keys, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch,
-      out_row, out_head;
-  int heads, head_dim, value_dim;
+struct lunacu_operand {              /* a tensor and its gradient: strides in floats, a batch stride 0 shares */
+  float *at, *grad;
+  int64_t batch, row, head;
+  int width;                         /* of a head */
+  bool vector;                       /* both may be read by four */
+};
+struct lunacu_attention {
+  lunacu_operand q, k, v, out;
+  const float *grad_sums;
+  float *lse, *sums;
+  int64_t batch, queries, keys;
+  int heads;
   float scale;
   const int32_t *lengths, *query_offsets, *key_offsets;
-  /* _vector: rows, and those of its gradient, may be read by four */
-  bool causal, q_vector, k_vector, v_vector, out_vector;
+  bool causal;
   bool tensor, bf16;                 /* products of large tiles by tensor cores; of BF16, or of TF32 */
   lunacu_dropout dropout;            /* element ((b heads + head) queries + i) keys + j */
 };
 struct lunacu_head {
   int b, h, queries, keys, query, key; /* how many are real; where a ragged sequence begins */
 };
-__device__ __forceinline__ lunacu_head lunacu_head_at(const lunacu_attention &a, int64_t pair) {
+LUNACU_INLINE lunacu_head lunacu_head_at(const lunacu_attention &a, int64_t pair) {
   lunacu_head r;
   r.b = (int)(pair / a.heads);
   r.h = (int)(pair % a.heads);
@@ -3015,23 +2853,19 @@ __device__ __forceinline__ lunacu_head lunacu_head_at(const lunacu_attention &a,
   if (a.causal) r.keys = min(r.keys, r.queries);
   return r;
 }
-/* where its row i lies in each: q, k, v, out; in lse and sums; the number of its first weight for dropout */
-__device__ __forceinline__ int64_t lunacu_q_at(const lunacu_attention &a, const lunacu_head &r, int i) {
-  return r.b * a.q_batch + r.h * a.q_head + ((int64_t)r.query + i) * a.q_row;
+/* where its row i, of those that begin at r.query or r.key, lies; such rows; where row i lies in lse and sums; the
+   number of its first weight for dropout */
+LUNACU_INLINE int64_t lunacu_row_at(const lunacu_operand &m, const lunacu_head &r, int begin, int i) {
+  return r.b * m.batch + r.h * m.head + ((int64_t)begin + i) * m.row;
 }
-__device__ __forceinline__ int64_t lunacu_k_at(const lunacu_attention &a, const lunacu_head &r, int i) {
-  return r.b * a.k_batch + r.h * a.k_head + ((int64_t)r.key + i) * a.k_row;
+LUNACU_INLINE lunacu_side lunacu_side_at(const lunacu_operand &m, const float *of, const lunacu_head &r, int begin,
+                                         int i, int rows, int width, int clean = INT32_MAX) {
+  return {of + lunacu_row_at(m, r, begin, i), m.row, rows, width, clean, m.vector};
 }
-__device__ __forceinline__ int64_t lunacu_v_at(const lunacu_attention &a, const lunacu_head &r, int i) {
-  return r.b * a.v_batch + r.h * a.v_head + ((int64_t)r.key + i) * a.v_row;
-}
-__device__ __forceinline__ int64_t lunacu_out_at(const lunacu_attention &a, const lunacu_head &r, int i) {
-  return r.b * a.out_batch + r.h * a.out_head + ((int64_t)r.query + i) * a.out_row;
-}
-__device__ __forceinline__ int64_t lunacu_line_at(const lunacu_attention &a, const lunacu_head &r, int i) {
+LUNACU_INLINE int64_t lunacu_line_at(const lunacu_attention &a, const lunacu_head &r, int i) {
   return ((a.query_offsets ? r.query : r.b * a.queries) + i) * a.heads + r.h;
 }
-__device__ __forceinline__ int64_t lunacu_element_at(const lunacu_attention &a, const lunacu_head &r, int i) {
+LUNACU_INLINE int64_t lunacu_element_at(const lunacu_attention &a, const lunacu_head &r, int i) {
   return (((int64_t)r.b * a.heads + r.h) * a.queries + i) * a.keys;
 }
 
@@ -3048,28 +2882,22 @@ struct lunacu_runs {
 };
 /* The scores become exp(s - the maximum so far), in p[T::at(key) + query]. stats of each row: the maximum, the sum, the
    factor of earlier sums */
-template <class T>
-__device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int keys, int ahead,
-                                                         float (&s)[T::rows][T::columns], lunacu_shared<float> p,
-                                                         lunacu_shared<float> stats) {
+template <class T> LUNACU_INLINE void lunacu_attention_weights(const lunacu_attention &a, int keys, int ahead,
+                                                               float (&s)[T::rows][T::columns],
+                                                               lunacu_shared<float> p, lunacu_shared<float> stats) {
   const bool hides = keys < T::wide || (a.causal && ahead + T::wide > 1); /* some key from some query */
-  LUNACU_UNROLL
-  for (int i = 0; i < T::rows; i++) {
+  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
     const int row = T::row(i), seen = a.causal ? min(keys, row + 1 - ahead) : keys;
     const float before = stats[row];
     float top = before, total = 0;
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) s[i][j] *= a.scale * LUNACU_LOG2_E;
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) s[i][j] *= a.scale * LUNACU_LOG2_E;
     if (hides) {
-      LUNACU_UNROLL
-      for (int j = 0; j < T::columns; j++) s[i][j] = T::column(j) < seen ? s[i][j] : -INFINITY;
+      LUNACU_UNROLL for (int j = 0; j < T::columns; j++) s[i][j] = T::column(j) < seen ? s[i][j] : -INFINITY;
     }
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) top = fmaxf(top, s[i][j]);
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) top = fmaxf(top, s[i][j]);
     top = lunacu_over_lanes<lunacu_maximum>(top, T::across);
     const float base = top == -INFINITY ? 0 : top;
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) {
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) {
       s[i][j] = lunacu_exp2(s[i][j] - base);
       total += s[i][j];
     }
@@ -3082,25 +2910,24 @@ __device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention 
       stats[2 * T::tall + row] = fade;
     }
     if (T::rows % 4 == 0 && i % 4 < 3) continue;
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) {
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) {
       if constexpr (T::rows % 4 == 0)
-        lunacu_write4(p + T::at(T::column(j)) + T::row(i - 3), s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]);
+        lunacu_write4(p + T::at(T::column(j)) + T::row(i - 3),
+                      make_float4(s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]));
       else p[T::at(T::column(j)) + T::row(i)] = s[i][j];
     }
   }
 }
 /* Drops weights of row thread % tall, by fours, and returns their sum: the threads of a row have every so manieth
    four */
-template <class T> __device__ __forceinline__ float lunacu_attention_drop(const lunacu_dropout &d, int64_t element,
-    int keys, lunacu_shared<float> p) {
+template <class T>
+LUNACU_INLINE float lunacu_attention_drop(const lunacu_dropout &d, int64_t element, int keys, lunacu_shared<float> p) {
   float sum = 0;
   for (int k = threadIdx.x / T::tall * 4; k < keys; k += LUNACU_TILE_THREADS / T::tall * 4) {
     const lunacu_shared<float> at = p + threadIdx.x % T::tall;
     float factor[4];
     lunacu_drop4(d, element + k, factor);
-    LUNACU_UNROLL
-    for (int c = 0; c < 4; c++) {
+    LUNACU_UNROLL for (int c = 0; c < 4; c++) {
       const float x = at[T::at(k + c)] * factor[c];
       at[T::at(k + c)] = x;
       sum += x;
@@ -3112,21 +2939,20 @@ template <class T> __device__ __forceinline__ float lunacu_attention_drop(const 
    groups of lanes, of which each has every so manieth key. A thread's column j is column(j) of the chunk */
 template <class T> struct lunacu_values {
   int chunk_log, groups, group, lane, step;
-  __device__ __forceinline__ explicit lunacu_values(int log) : chunk_log(log) {
+  LUNACU_INLINE explicit lunacu_values(int log) : chunk_log(log) {
     const int across = (1 << log) / T::columns;
     groups = T::across / across;
     group = T::lane() / across;
     lane = T::lane() % across * 4;
     step = (1 << log) / (T::columns / 4);
   }
-  __device__ __forceinline__ int column(int j) const { return j / 4 * step + lane + j % 4; }
+  LUNACU_INLINE int column(int j) const { return j / 4 * step + lane + j % 4; }
 };
 /* sum += P V for the chunk from column `from` on. ahead: the first key's number less the first query's */
 template <class T>
-__device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v,
-                                                            int ahead, int from, lunacu_shared<const float> p,
-                                                            lunacu_shared<float> room,
-                                                            float (&sum)[T::rows][T::columns], bool bf16) {
+LUNACU_INLINE void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v, int ahead, int from,
+                                               lunacu_shared<const float> p, lunacu_shared<float> room,
+                                               float (&sum)[T::rows][T::columns], bool bf16) {
   constexpr int turns = T::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
   constexpr lunacu_order order = T::tensor ? LUNACU_STEPS : LUNACU_PLAIN;
   const int keys_staged = LUNACU_DEPTH * own.groups, chunk = 1 << own.chunk_log;
@@ -3139,8 +2965,7 @@ __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<
     if constexpr (T::tensor)
       lunacu_tensor_steps<false, false, T::a_pitch, T::b_pitch>(sum, p + k * T::a_pitch, room, bf16);
     else {
-      LUNACU_UNROLL
-      for (int i = 0; i < LUNACU_DEPTH; i++) {
+      LUNACU_UNROLL for (int i = 0; i < LUNACU_DEPTH; i++) {
         const int at = i * own.groups + own.group;
         lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step,
                      room + (at << own.chunk_log) + own.lane, own.step);
@@ -3156,8 +2981,7 @@ __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<
   }
   if (!__syncthreads_or(any)) return;
   for (int k = v.clean / own.groups * own.groups + own.group; k < v.rows; k += own.groups) {
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) {
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) {
       const float x = k >= v.clean && from + own.column(j) < v.width ? v.at[k * v.row + from + own.column(j)] : 0;
       if (fabsf(x) < INFINITY) continue;
       LUNACU_UNROLL
@@ -3173,32 +2997,27 @@ struct lunacu_result {
   bool vector;                       /* may be written by four */
 };
 /* O = O exp(the largest before - now) + sum for the chunk from column `from` on; `first`, `last`: tile of keys */
-template <class T>
-__device__ __forceinline__ void lunacu_attention_fold(const lunacu_result &out, const lunacu_values<T> &own, int from,
-                                                      const float (&sum)[T::rows][T::columns],
-                                                      lunacu_shared<const float> stats, bool first, bool last) {
-  LUNACU_UNROLL
-  for (int i = 0; i < T::rows; i++) {
+template <class T> LUNACU_INLINE void lunacu_attention_fold(const lunacu_result &out, const lunacu_values<T> &own,
+                                                            int from, const float (&sum)[T::rows][T::columns],
+                                                            lunacu_shared<const float> stats, bool first, bool last) {
+  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
     const int row = T::row(i);
     const float fade = stats[2 * T::tall + row], factor = last ? 1 / stats[T::tall + row] : 1;
     if (row >= out.rows) continue;
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j += 4) {
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4) {
       float *to = out.at + row * out.row;
       const int c = from + own.column(j);
       const float4 x = first ? make_float4(0, 0, 0, 0) : lunacu_get4(to, c, out.width, out.vector);
-      lunacu_set4(to, c, out.width, out.vector, make_float4((x.x * fade + sum[i][j]) * factor,
-                  (x.y * fade + sum[i][j + 1]) * factor, (x.z * fade + sum[i][j + 2]) * factor,
-                  (x.w * fade + sum[i][j + 3]) * factor));
+      lunacu_set4(to, c, out.width, out.vector,
+                  lunacu_scale4(lunacu_add4(lunacu_scale4(x, fade), lunacu_together(sum[i] + j)), factor));
     }
   }
 }
 /* O = the sum of the groups' O, which lie one after another in p, over the sum of weights where `divided`; groups 0:
    zeros */
 template <class T>
-__device__ __forceinline__ void lunacu_attention_join(const lunacu_result &out, const lunacu_values<T> &own,
-                                                      int groups, lunacu_shared<const float> p,
-                                                      lunacu_shared<const float> stats, bool divided) {
+LUNACU_INLINE void lunacu_attention_join(const lunacu_result &out, const lunacu_values<T> &own, int groups,
+                                         lunacu_shared<const float> p, lunacu_shared<const float> stats, bool divided) {
   for (int row = threadIdx.x / LUNACU_WARP; row < out.rows; row += LUNACU_TILE_THREADS / LUNACU_WARP)
     for (int c = threadIdx.x % LUNACU_WARP * 4; c < out.width; c += LUNACU_WARP * 4) {
       const float factor = divided ? 1 / stats[T::tall + row] : 1;
@@ -3223,8 +3042,8 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
   const int rows = min(T::tall, head.queries - first), begin = (int)(unit % r.splits) * r.keys;
   const int end = min(min(head.keys, begin + r.keys), a.causal ? first + rows : head.keys);
   const lunacu_result out = {
-    r.partial ? r.partial + unit * T::tall * a.value_dim : a.out + lunacu_out_at(a, head, first),
-    r.partial ? a.value_dim : a.out_row, rows, a.value_dim, r.partial ? a.value_dim % 4 == 0 : a.out_vector
+    r.partial ? r.partial + unit * T::tall * a.v.width : a.out.at + lunacu_row_at(a.out, head, head.query, first),
+    r.partial ? a.v.width : a.out.row, rows, a.v.width, r.partial ? a.v.width % 4 == 0 : a.out.vector
   };
   float sum[T::rows][T::columns] = {}, left = 0;
   if (rows <= 0 || (r.partial && begin >= end)) return;
@@ -3233,13 +3052,13 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
     stats[T::tall + i] = 0;
   }
   __syncthreads();
-  const lunacu_side q = {a.q + lunacu_q_at(a, head, first), a.q_row, rows, a.head_dim, INT32_MAX, a.q_vector};
+  const lunacu_side q = lunacu_side_at(a.q, a.q.at, head, head.query, first, rows, a.q.width);
   for (int key = begin; key < end; key += T::wide) {
     const int keys = min(T::wide, end - key);
     {
-      const lunacu_side k = {a.k + lunacu_k_at(a, head, key), a.k_row, keys, a.head_dim, INT32_MAX, a.k_vector};
+      const lunacu_side k = lunacu_side_at(a.k, a.k.at, head, head.key, key, keys, a.q.width);
       float s[T::rows][T::columns] = {};
-      lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.head_dim, a.bf16);
+      lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.q.width, a.bf16);
       lunacu_attention_weights<T>(a, keys, key - first, s, p, stats);
     }
     __syncthreads();
@@ -3248,14 +3067,12 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
       left = left * stats[2 * T::tall + row] + lunacu_attention_drop<T>(a.dropout,
           lunacu_element_at(a, head, first + row) + key, keys, p);
     }
-    const lunacu_side v = {a.v + lunacu_v_at(a, head, key), a.v_row, keys, a.value_dim,
-                           a.causal ? max(first + 1 - key, 0) : INT32_MAX, a.v_vector};
-    for (int from = 0; from < (WHOLE ? 1 : a.value_dim); from += T::wide) {
-      LUNACU_UNROLL
-      for (int i = 0; i < T::rows; i++) {
+    const lunacu_side v = lunacu_side_at(a.v, a.v.at, head, head.key, key, keys, a.v.width,
+                                         a.causal ? max(first + 1 - key, 0) : INT32_MAX);
+    for (int from = 0; from < (WHOLE ? 1 : a.v.width); from += T::wide) {
+      LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
         const float fade = WHOLE ? stats[2 * T::tall + T::row(i)] : 0.0f;
-        LUNACU_UNROLL
-        for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
+        LUNACU_UNROLL for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
       }
       lunacu_attention_add_values<T>(own, v, key - first, from, p, room, sum, a.bf16);
       if (!WHOLE)
@@ -3264,13 +3081,10 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
   }
   __syncthreads();
   room[threadIdx.x] = left;
-  LUNACU_UNROLL
-  for (int i = 0; i < T::rows && WHOLE; i++) {
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j += 4)
-      lunacu_write4(p + ((own.group * T::tall + T::row(i)) << own.chunk_log) + own.column(j), sum[i][j], sum[i][j + 1],
-                    sum[i][j + 2], sum[i][j + 3]);
-  }
+  LUNACU_UNROLL for (int i = 0; i < T::rows && WHOLE; i++)
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4)
+      lunacu_write4(p + ((own.group * T::tall + T::row(i)) << own.chunk_log) + own.column(j),
+                    lunacu_together(sum[i] + j));
   __syncthreads();
   if (WHOLE || begin >= end) lunacu_attention_join<T>(out, own, begin < end ? own.groups : 0, p, stats, !r.partial);
   for (int i = threadIdx.x; i < rows; i += LUNACU_TILE_THREADS) {
@@ -3279,7 +3093,7 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
     left = 0;
     for (int t = i; t < LUNACU_TILE_THREADS; t += T::tall) left += room[t];
     if (r.partial) {
-      float *to = r.partial + r.units * T::tall * a.value_dim + unit * 3 * T::tall + i;
+      float *to = r.partial + r.units * T::tall * a.v.width + unit * 3 * T::tall + i;
       to[0] = maximum;
       to[T::tall] = total;
       to[2 * T::tall] = left;
@@ -3291,16 +3105,16 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
 }
 /* Merges the runs of keys: each element of `out` from those that its tile had */
 __global__ void lunacu_attention_merge_kernel(lunacu_attention a, lunacu_runs r, int tall) {
-  const int64_t element = lunacu_index(), column = element % a.value_dim, query = element / a.value_dim % a.queries,
-      pair = element / a.value_dim / a.queries;
+  const int64_t element = lunacu_index(), column = element % a.v.width, query = element / a.v.width % a.queries,
+      pair = element / a.v.width / a.queries;
   if (pair >= a.batch * a.heads) return;
   const lunacu_head head = lunacu_head_at(a, pair);
   const int tile = (int)(query / tall), row = (int)(query % tall),
       keys = a.causal ? min(head.keys, min((tile + 1) * tall, head.queries)) : head.keys;
   const int splits = (keys + r.keys - 1) / r.keys;
   const int64_t unit = (pair * r.tiles + (a.causal ? r.tiles - 1 - tile : tile)) * r.splits;
-  const float *values = r.partial + (unit * tall + row) * a.value_dim + column,
-      *stats = r.partial + r.units * tall * a.value_dim + unit * 3 * tall + row;
+  const float *values = r.partial + (unit * tall + row) * a.v.width + column,
+      *stats = r.partial + r.units * tall * a.v.width + unit * 3 * tall + row;
   const bool drops = a.dropout.threshold != 0;
   float top = -INFINITY;
   double sum = 0, kept = 0, value = 0;
@@ -3311,9 +3125,9 @@ __global__ void lunacu_attention_merge_kernel(lunacu_attention a, lunacu_runs r,
     const double factor = (double)lunacu_exp2(at[0] - top);
     sum += factor * (double)at[tall];
     if (drops) kept += factor * (double)at[2 * tall];
-    value += factor * (double)values[(int64_t)s * tall * a.value_dim];
+    value += factor * (double)values[(int64_t)s * tall * a.v.width];
   }
-  a.out[lunacu_out_at(a, head, (int)query) + column] = splits ? (float)(value / sum) : 0;
+  a.out.at[lunacu_row_at(a.out, head, head.query, (int)query) + column] = splits ? (float)(value / sum) : 0;
   if (column != 0) return;
   if (a.lse) a.lse[lunacu_line_at(a, head, (int)query)] = splits ? top + log2f((float)sum) : 0;
   if (a.sums) a.sums[lunacu_line_at(a, head, (int)query)] = splits == 0 ? 0 : drops ? (float)(kept / sum) : 1;
@@ -3322,10 +3136,10 @@ __global__ void lunacu_attention_merge_kernel(lunacu_attention a, lunacu_runs r,
 /* --- backward --- */
 /* delta = dO . O, and the gradient of the row's sum times that sum where dropout makes it vary. Warp: row and head */
 __global__ void lunacu_attention_delta_kernel(lunacu_attention a, int64_t lines, float *__restrict__ delta) {
-  const int64_t line = lunacu_index() / LUNACU_WARP, at = line / a.heads * a.out_row + line % a.heads * a.out_head;
+  const int64_t line = lunacu_index() / LUNACU_WARP, at = line / a.heads * a.out.row + line % a.heads * a.out.head;
   float sum = 0;
   if (line >= lines) return;         /* whole warps */
-  for (int c = threadIdx.x % LUNACU_WARP; c < a.value_dim; c += LUNACU_WARP) sum += a.grad_out[at + c] * a.out[at + c];
+  for (int c = threadIdx.x % LUNACU_WARP; c < a.v.width; c += LUNACU_WARP) sum += a.out.grad[at + c] * a.out.at[at + c];
   sum = lunacu_over_lanes<lunacu_sum>(sum);
   if (threadIdx.x % LUNACU_WARP == 0)
     delta[line] = a.grad_sums && a.dropout.threshold ? sum + a.grad_sums[line] * a.sums[line] : sum;
@@ -3347,41 +3161,37 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   const lunacu_head head = lunacu_head_at(a, w.pair + pair);
   const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key),
       ahead = w.key + key - w.query - first;
-  const lunacu_side q = {a.q + lunacu_q_at(a, head, w.query), a.q_row, queries, a.head_dim, INT32_MAX, a.q_vector};
-  const lunacu_side k = {a.k + lunacu_k_at(a, head, w.key), a.k_row, keys, a.head_dim, INT32_MAX, a.k_vector};
-  const lunacu_side out = {a.grad_out + lunacu_out_at(a, head, w.query), a.out_row, queries, a.value_dim, INT32_MAX,
-                           a.out_vector};
-  const lunacu_side v = {a.v + lunacu_v_at(a, head, w.key), a.v_row, keys, a.value_dim, INT32_MAX, a.v_vector};
+  const lunacu_side q = lunacu_side_at(a.q, a.q.at, head, head.query, w.query, queries, a.q.width),
+      k = lunacu_side_at(a.k, a.k.at, head, head.key, w.key, keys, a.q.width),
+      out = lunacu_side_at(a.out, a.out.grad, head, head.query, w.query, queries, a.v.width),
+      v = lunacu_side_at(a.v, a.v.at, head, head.key, w.key, keys, a.v.width);
   float s[T::rows][T::columns] = {}, g[T::rows][T::columns] = {};
   if (first >= queries || key >= keys) return;
   if (!a.causal || ahead < T::tall) { /* otherwise no query of the tile sees a key of it */
-    lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.head_dim, a.bf16);
-    lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.value_dim, a.bf16);
+    lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.q.width, a.bf16);
+    lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.v.width, a.bf16);
   }
   const bool hides = keys - key < T::wide || (a.causal && ahead + T::wide > 1);
   const lunacu_head again = lunacu_head_at(a, w.pair + pair); /* so that the products had its registers */
-  LUNACU_UNROLL
-  for (int i = 0; i < T::rows; i++) {
+  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
     const int row = first + T::row(i), seen = a.causal ? min(keys - key, T::row(i) + 1 - ahead) : keys - key;
     const int64_t line = lunacu_line_at(a, again, w.query + row), at = (pair * w.queries + row) * w.row + key;
     if (row >= queries) continue;
     const float lse = a.lse[line], delta = w.delta[line],
         add = a.grad_sums && a.dropout.threshold ? a.grad_sums[line] : 0;
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j += 4) {
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4) {
       float factor[4] = {1, 1, 1, 1}, p[4], ds[4];
       if (key + T::column(j) >= w.row) continue;
       if (a.dropout.threshold)
         lunacu_drop4(a.dropout, lunacu_element_at(a, again, w.query + row) + w.key + key + T::column(j), factor);
-      LUNACU_UNROLL
-      for (int c = 0; c < 4; c++) {
+      LUNACU_UNROLL for (int c = 0; c < 4; c++) {
         p[c] = lunacu_exp2(s[i][j + c] * (a.scale * LUNACU_LOG2_E) - lse);
         ds[c] = p[c] * ((g[i][j + c] + add) * factor[c] - delta);
         p[c] *= factor[c];
         if (hides && T::column(j) + c >= seen) p[c] = ds[c] = 0;
       }
-      lunacu_store4(w.p + at + T::column(j), make_float4(p[0], p[1], p[2], p[3]));
-      lunacu_store4(w.ds + at + T::column(j), make_float4(ds[0], ds[1], ds[2], ds[3]));
+      lunacu_store4(w.p + at + T::column(j), lunacu_together(p));
+      lunacu_store4(w.ds + at + T::column(j), lunacu_together(ds));
     }
   }
 }
@@ -3389,22 +3199,20 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
    dS K, K: dK += scale dS^T Q, V: dV += P^T dO */
 enum { LUNACU_GRAD_Q, LUNACU_GRAD_K, LUNACU_GRAD_V };
 struct lunacu_gradient {
+  lunacu_operand to, with;           /* to.grad: the result; with.at: the other factor */
+  const float *scores;               /* P or dS */
+  float factor, *partial;            /* [pairs, splits, rows, width]; null: neither split nor shared */
   int tall, wide;                    /* the tile */
-  int which, rows, width;            /* of the result */
+  int rows;                          /* of the result */
   int tiles_down, tiles_across;
   int splits, depth;                 /* parts of the sum, and how long a part is */
-  /* the result may be written by four; all batch rows have the same, and the wave several of them */
-  bool vector, shared;
-  float *partial;                    /* [pairs, splits, rows, width]; null: neither split nor shared */
+  /* its rows are those of keys; it may be written by four; all batch rows have the same, and the wave several */
+  bool keys, vector, shared;
 };
-/* the result, and the stride of its rows */
-__device__ __forceinline__ float *lunacu_gradient_at(const lunacu_attention &a, const lunacu_wave &w,
-                                                     const lunacu_gradient &g, const lunacu_head &head) {
-  return g.which == LUNACU_GRAD_Q ? a.grad_q + lunacu_q_at(a, head, w.query) : g.which == LUNACU_GRAD_K ?
-      a.grad_k + lunacu_k_at(a, head, w.key) : a.grad_v + lunacu_v_at(a, head, w.key);
-}
-__device__ __forceinline__ int64_t lunacu_gradient_row(const lunacu_attention &a, const lunacu_gradient &g) {
-  return g.which == LUNACU_GRAD_Q ? a.q_row : g.which == LUNACU_GRAD_K ? a.k_row : a.v_row;
+/* its first row */
+LUNACU_INLINE float *lunacu_gradient_at(const lunacu_wave &w, const lunacu_gradient &g, const lunacu_head &head,
+                                        bool keys) {
+  return g.to.grad + lunacu_row_at(g.to, head, keys ? head.key : head.query, keys ? w.key : w.query);
 }
 /* Block: tile of the result, part of the sum, pair */
 template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 3 : 4)
@@ -3416,17 +3224,13 @@ lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradi
       column = (int)(blockIdx.x % g.tiles_across) * T::wide;
   const lunacu_head head = lunacu_head_at(a, w.pair + pair);
   const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key);
-  const lunacu_side scores = {(g.which == LUNACU_GRAD_V ? w.p : w.ds) + (int64_t)pair * w.queries * w.row, w.row,
-                              queries, keys, INT32_MAX, true};
+  const lunacu_side scores = {g.scores + (int64_t)pair * w.queries * w.row, w.row, queries, keys, INT32_MAX, true};
   const int rows = KEYS ? keys : queries;
   int from = (int)split * g.depth, end = min(from + g.depth, KEYS ? queries : keys);
   float sum[T::rows][T::columns] = {};
-  lunacu_side with;
-  if (g.which == LUNACU_GRAD_Q)
-    with = {a.k + lunacu_k_at(a, head, w.key), a.k_row, keys, g.width, INT32_MAX, a.k_vector};
-  else if (g.which == LUNACU_GRAD_K)
-    with = {a.q + lunacu_q_at(a, head, w.query), a.q_row, queries, g.width, INT32_MAX, a.q_vector};
-  else with = {a.grad_out + lunacu_out_at(a, head, w.query), a.out_row, queries, g.width, INT32_MAX, a.out_vector};
+  lunacu_side with = KEYS ? lunacu_side_at(g.with, g.with.at, head, head.query, w.query, queries, g.to.width) :
+      lunacu_side_at(g.with, g.with.at, head, head.key, w.key, keys, g.to.width);
+  with.row = lunacu_anew(with.row);
   if (row >= rows) return;
   if (a.causal && KEYS) from = max(from, w.key + row - w.query); /* queries before see none of the tile's keys */
   if (a.causal && !KEYS) {
@@ -3435,75 +3239,66 @@ lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradi
   }
   with.rows = min(with.rows, end);
   lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end, a.bf16);
-  const float factor = g.partial || g.which == LUNACU_GRAD_V ? 1 : a.scale;
+  const int width = g.to.width;
+  const float factor = g.partial ? 1 : g.factor;
   /* the head is found again, so that the sum had its registers */
-  float *to = g.partial ? g.partial + ((int64_t)pair * g.splits + split) * g.rows * g.width :
-      lunacu_gradient_at(a, w, g, lunacu_head_at(a, w.pair + pair));
-  const int64_t to_row = g.partial ? g.width : lunacu_gradient_row(a, g);
-  LUNACU_UNROLL
-  for (int i = 0; i < T::rows; i++) {
+  float *to = g.partial ? g.partial + ((int64_t)pair * g.splits + split) * g.rows * width :
+      lunacu_gradient_at(w, g, lunacu_head_at(a, w.pair + pair), KEYS);
+  const int64_t to_row = g.partial ? width : g.to.row;
+  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
     const int r = row + T::row(i);
     if (r >= rows) continue;
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j += 4) {
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4) {
       const int c = column + T::column(j);
-      const float4 x = g.partial ? make_float4(0, 0, 0, 0) : lunacu_get4(to + r * to_row, c, g.width, g.vector);
-      lunacu_set4(to + r * to_row, c, g.width, g.vector,
-                  make_float4(x.x + sum[i][j] * factor, x.y + sum[i][j + 1] * factor, x.z + sum[i][j + 2] * factor,
-                              x.w + sum[i][j + 3] * factor));
+      const float4 x = g.partial ? make_float4(0, 0, 0, 0) : lunacu_get4(to + r * to_row, c, width, g.vector);
+      lunacu_set4(to + r * to_row, c, width, g.vector,
+                  lunacu_add4(x, lunacu_scale4(lunacu_together(sum[i] + j), factor)));
     }
   }
 }
 __global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
-  const int64_t size = (int64_t)g.rows * g.width, pairs = g.shared ? a.heads : w.pairs, first = lunacu_index() / size,
-      element = lunacu_index() % size, row = element / g.width, column = element % g.width;
+  const int64_t size = (int64_t)g.rows * g.to.width, pairs = g.shared ? a.heads : w.pairs,
+      first = lunacu_index() / size, element = lunacu_index() % size, row = element / g.to.width,
+      column = element % g.to.width;
   double sum = 0;
   bool any = false;
   if (first >= pairs) return;
   for (int64_t pair = first; pair < w.pairs; pair += pairs) {
     const lunacu_head head = lunacu_head_at(a, w.pair + pair);
     const float *from = g.partial + pair * g.splits * size + element;
-    if (row >= (g.which == LUNACU_GRAD_Q ? min(w.queries, head.queries - w.query) : min(w.keys, head.keys - w.key)))
-      continue;
+    if (row >= (g.keys ? min(w.keys, head.keys - w.key) : min(w.queries, head.queries - w.query))) continue;
     any = true;
     for (int s = 0; s < g.splits; s++) sum += (double)from[s * size];
   }
-  if (any)
-    lunacu_gradient_at(a, w, g, lunacu_head_at(a, w.pair + first))[row * lunacu_gradient_row(a, g) + column] +=
-        (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
+  float *to = lunacu_gradient_at(w, g, lunacu_head_at(a, w.pair + first), g.keys);
+  if (any) to[row * g.to.row + column] += (float)sum * g.factor;
 }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
    log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
+/* [batch, rows, heads of what is a head's], of which all batch rows may have the same, or ragged rows of the batch */
+static lunacu_operand lunacu_operand_of(const luna_tensor *t, int64_t batch, int64_t rows, int64_t heads, bool ragged) {
+  const int64_t row = lunacu_last(t), head = row / heads, step = ragged || t->shape[0] != batch ? 0 : rows * row;
+  return {t->data, t->grad, step, row, head, (int)head, lunacu_wide(row | head | step, t->data, t->grad)};
+}
 static lunacu_attention lunacu_attention_of(const luna_op *op) {
   const bool ragged = op->query_offsets != NULL;
-  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->kind == LUNA_OP_PACK ? 1 : 2];
   lunacu_attention a = {};
-  a.q = q->data; a.k = k->data; a.v = v->data; a.out = op->out[0]->data;
   a.lse = op->kept_size ? (float *)op->kept : NULL;
   a.sums = op->out[1] ? op->out[1]->data : NULL;
   a.heads = (int)op->arg.attention.heads; a.batch = op->arg.attention.batch; a.queries = op->arg.attention.queries;
   a.keys = op->arg.attention.keys;
-  a.q_row = lunacu_last(q); a.k_row = lunacu_last(k); a.v_row = a.out_row = lunacu_last(v);
-  a.q_head = a.k_head = a.head_dim = (int)(a.q_row / a.heads);
-  a.v_head = a.out_head = a.value_dim = (int)(a.v_row / a.heads);
-  a.q_batch = ragged || q->shape[0] != a.batch ? 0 : a.queries * a.q_row;
-  a.k_batch = ragged || k->shape[0] != a.batch ? 0 : a.keys * a.k_row;
-  a.v_batch = ragged || v->shape[0] != a.batch ? 0 : a.keys * a.v_row;
-  a.out_batch = ragged ? 0 : a.queries * a.out_row;
+  a.q = lunacu_operand_of(op->in[0], a.batch, a.queries, a.heads, ragged);
+  a.k = lunacu_operand_of(op->in[1], a.batch, a.keys, a.heads, ragged);
+  a.v = lunacu_operand_of(op->in[op->kind == LUNA_OP_PACK ? 1 : 2], a.batch, a.keys, a.heads, ragged);
+  a.out = lunacu_operand_of(op->out[0], a.batch, a.queries, a.heads, ragged);
   a.lengths = op->lengths; a.query_offsets = op->query_offsets; a.key_offsets = op->key_offsets;
   a.scale = op->arg.attention.scale;
   a.causal = op->arg.attention.causal;
   a.tensor = lunacu_math_of(op->ctx) != LUNA_CUDA_F32;
   a.bf16 = lunacu_math_of(op->ctx) == LUNA_CUDA_BF16;
   a.dropout = lunacu_op_dropout(op);
-  a.grad_out = op->out[0]->grad;
   a.grad_sums = op->out[1] ? op->out[1]->grad : NULL;
-  a.grad_q = q->grad; a.grad_k = k->grad; a.grad_v = v->grad;
-  a.q_vector = lunacu_wide(a.q_row | a.q_head | a.q_batch, a.q, a.grad_q);
-  a.k_vector = lunacu_wide(a.k_row | a.k_head | a.k_batch, a.k, a.grad_k);
-  a.v_vector = lunacu_wide(a.v_row | a.v_head | a.v_batch, a.v, a.grad_v);
-  a.out_vector = lunacu_wide(a.out_row | a.out_head | a.out_batch, a.out, a.grad_out);
   return a;
 }
 /* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least
@@ -3518,39 +3313,45 @@ static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64
 static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) {
   const int64_t pairs = a.batch * a.heads, keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
   *r = {};
-  r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
+  r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.v.width > 64 && keys > 64) ? 64 : 128;
   r->tensor = a.tensor && r->tall > 16 && keys > 32;
   r->wide = r->tall == 16 ? 256 : r->tensor ? 64 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
   const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
   const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, lunacu_max(r->wide, 128),
-                                       pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
+                                       pairs * tiles * r->tall * (a.v.width + 3), 2 * LUNACU_WORKSPACE);
   r->tiles = (int)tiles;
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
   r->splits = (int)lunacu_max(1, lunacu_divide_up(keys, lunacu_max(r->keys, 1)));
   r->units = pairs * tiles * r->splits;
-  for (r->chunk_log = r->tensor ? 6 : 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
-  return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
+  for (r->chunk_log = r->tensor ? 6 : 4; 1 << r->chunk_log < lunacu_min(a.v.width, r->wide); r->chunk_log++);
+  return r->splits > 1 ? r->units * r->tall * (a.v.width + 3) : 0;
+}
+static const lunacu_operand &lunacu_gradient_to(const lunacu_attention &a, int which) {
+  return which == LUNACU_GRAD_Q ? a.q : which == LUNACU_GRAD_K ? a.k : a.v;
 }
 /* whether all batch rows have one and the same input, and so a gradient that is a sum over them */
 static bool lunacu_gradient_shared(const lunacu_attention &a, int which) {
-  return !a.query_offsets && a.batch > 1 &&
-         (which == LUNACU_GRAD_Q ? a.q_batch : which == LUNACU_GRAD_K ? a.k_batch : a.v_batch) == 0;
+  return !a.query_offsets && a.batch > 1 && lunacu_gradient_to(a, which).batch == 0;
 }
 /* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
 static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w,
                                             int which) {
-  const bool q = which == LUNACU_GRAD_Q;
+  const bool q = which == LUNACU_GRAD_Q, v = which == LUNACU_GRAD_V;
   const int64_t rows = q ? maximum.queries : maximum.keys, count = q ? maximum.keys : maximum.queries;
   lunacu_gradient g = {};
-  g.which = which;
+  g.to = lunacu_gradient_to(a, which);
+  g.with = q ? a.k : v ? a.out : a.q;
+  if (v) g.with.at = a.out.grad;
+  g.scores = v ? w.p : w.ds;
+  g.factor = v ? 1 : a.scale;
+  g.keys = !q;
   g.rows = q ? w.queries : w.keys;
-  g.width = which == LUNACU_GRAD_V ? a.value_dim : a.head_dim;
-  g.tall = rows <= 32 && g.width <= 64 ? 32 : rows <= 16 ? 16 : g.width <= 64 ? 128 : 64;
+  g.tall = rows <= 32 && g.to.width <= 64 ? 32 : rows <= 16 ? 16 : g.to.width <= 64 ? 128 : 64;
   g.wide = g.tall == 16 ? 256 : g.tall == 64 ? 128 : 64;
-  const int64_t units = maximum.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.width, g.wide);
-  const int64_t splits = lunacu_splits(units, 1024, count, 128, maximum.pairs * rows * g.width, LUNACU_WORKSPACE);
+  const int64_t units = maximum.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.to.width, g.wide);
+  const int64_t splits = lunacu_splits(units, 1024, count, 128, maximum.pairs * rows * g.to.width, LUNACU_WORKSPACE);
   g.tiles_down = (int)lunacu_divide_up(g.rows, g.tall);
-  g.tiles_across = (int)lunacu_divide_up(g.width, g.wide);
+  g.tiles_across = (int)lunacu_divide_up(g.to.width, g.wide);
   g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
   g.splits = (int)lunacu_divide_up(q ? w.keys : w.queries, g.depth);
   g.shared = maximum.pairs > a.heads && lunacu_gradient_shared(a, which);
@@ -3565,8 +3366,7 @@ static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, ch
   lunacu_wave w = {};
   w.pairs = lunacu_max(1, lunacu_min(LUNACU_WORKSPACE / (queries * row), a.batch * a.heads));
   for (int which = 0; which < 3; which++) {
-    const int64_t width = which == LUNACU_GRAD_V ? a.value_dim : a.head_dim,
-        size = (which == LUNACU_GRAD_Q ? queries : keys) * width;
+    const int64_t size = (which == LUNACU_GRAD_Q ? queries : keys) * lunacu_gradient_to(a, which).width;
     if (!lunacu_gradient_shared(a, which)) continue;
     const int64_t batch = lunacu_min(w.pairs, LUNACU_WORKSPACE / lunacu_max(size, 1)) / a.heads;
     w.pairs = lunacu_min(w.pairs, lunacu_max(batch, 1) * a.heads);
@@ -3583,7 +3383,7 @@ static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, ch
   w.row = (w.keys + 3) / 4 * 4;
   for (int which = 0; which < 3; which++) {
     const lunacu_gradient g = lunacu_gradient_plan(a, w, w, which);
-    if (g.splits > 1 || g.shared) parts = lunacu_max(parts, w.pairs * g.splits * g.rows * g.width);
+    if (g.splits > 1 || g.shared) parts = lunacu_max(parts, w.pairs * g.splits * g.rows * g.to.width);
   }
   w.p = lunacu_take(at, w.pairs * w.queries * w.row);
   w.ds = lunacu_take(at, w.pairs * w.queries * w.row);
@@ -3607,26 +3407,25 @@ static void lunacu_attention_query(luna_op *op) {
 template <class T> static void lunacu_attention_launch(cudaStream_t stream, const lunacu_attention &a,
                                                        const lunacu_runs &r) {
   const size_t shared = (size_t)(T::wide * T::a_pitch + T::room + 3 * T::tall) * sizeof(float);
-  if (a.value_dim <= 1 << r.chunk_log)
-    LUNACU_LAUNCH((lunacu_attention_kernel<T, true>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
-  else LUNACU_LAUNCH((lunacu_attention_kernel<T, false>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
+  const bool whole = a.v.width <= 1 << r.chunk_log;
+  LUNACU_LAUNCH((whole ? lunacu_attention_kernel<T, true> : lunacu_attention_kernel<T, false>), (unsigned)r.units,
+                LUNACU_TILE_THREADS, shared, stream, a, r);
   if (r.partial)
-    LUNACU_LAUNCH(lunacu_attention_merge_kernel, (unsigned)lunacu_divide_up(a.batch * a.heads * a.queries * a.value_dim,
+    LUNACU_LAUNCH(lunacu_attention_merge_kernel, (unsigned)lunacu_divide_up(a.batch * a.heads * a.queries * a.v.width,
         LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, r, T::tall);
 }
-static luna_status lunacu_attention_forward(luna_op *op) {
+static void lunacu_attention_forward(luna_op *op) {
   const lunacu_attention a = lunacu_attention_of(op);
   const cudaStream_t stream = lunacu_stream(op);
   lunacu_runs r;
   if (lunacu_attention_plan(a, &r) > 0) r.partial = (float *)op->workspace;
-  if (r.units == 0) return LUNA_OK;
+  if (r.units == 0) return;
   if (r.tensor && r.tall == 64) lunacu_attention_launch<lunacu_tensor_tile<64, 64, true>>(stream, a, r);
   else if (r.tensor) lunacu_attention_launch<lunacu_tensor_tile<128, 64, true>>(stream, a, r);
   else if (r.tall == 16) lunacu_attention_launch<lunacu_tile<16, 256>>(stream, a, r);
   else if (r.tall == 64) lunacu_attention_launch<lunacu_tile<64, 128>>(stream, a, r);
   else if (r.wide == 64) lunacu_attention_launch<lunacu_tile<128, 64>>(stream, a, r);
   else lunacu_attention_launch<lunacu_tile<128, 32>>(stream, a, r);
-  return lunacu_row_done(op);
 }
 
 template <class T> static void lunacu_scores_launch(cudaStream_t stream, const lunacu_attention &a,
@@ -3638,13 +3437,11 @@ template <class T> static void lunacu_scores_launch(cudaStream_t stream, const l
 template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const lunacu_attention &a,
                                                       const lunacu_wave &w, const lunacu_gradient &g) {
   const unsigned blocks = (unsigned)(w.pairs * g.splits * g.tiles_down * g.tiles_across);
-  const size_t shared = T::room * sizeof(float);
-  if (g.which == LUNACU_GRAD_Q)
-    LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, false>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
-  else LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, true>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
+  LUNACU_LAUNCH((g.keys ? lunacu_attention_gradient_kernel<T, true> : lunacu_attention_gradient_kernel<T, false>),
+                blocks, LUNACU_TILE_THREADS, T::room * sizeof(float), stream, a, w, g);
   if (g.partial)
     LUNACU_LAUNCH(lunacu_attention_gather_kernel,
-                  (unsigned)lunacu_divide_up((g.shared ? a.heads : w.pairs) * g.rows * g.width, LUNACU_BLOCK),
+                  (unsigned)lunacu_divide_up((g.shared ? a.heads : w.pairs) * g.rows * g.to.width, LUNACU_BLOCK),
                   LUNACU_BLOCK, 0, stream, a, w, g);
 }
 /* one wave. Gradients of inputs that are one tensor add to the same place: one launch after another */
@@ -3656,11 +3453,10 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
   else if (w.keys <= 64) lunacu_scores_launch<lunacu_tile<128, 64>>(stream, a, w);
   else lunacu_scores_launch<lunacu_tile<64, 128>>(stream, a, w);
   for (int which = 0; which < 3; which++) {
-    if (!(which == LUNACU_GRAD_Q ? a.grad_q : which == LUNACU_GRAD_K ? a.grad_k : a.grad_v)) continue;
+    if (!lunacu_gradient_to(a, which).grad) continue;
     lunacu_gradient g = lunacu_gradient_plan(a, maximum, w, which);
     if (g.splits > 1 || g.shared) g.partial = partial;
-    g.vector = g.partial ? g.width % 4 == 0 : which == LUNACU_GRAD_Q ? a.q_vector : which == LUNACU_GRAD_K ?
-        a.k_vector : a.v_vector;
+    g.vector = g.partial ? g.to.width % 4 == 0 : g.to.vector;
     if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);
     else if (g.tall == 16) lunacu_gradient_launch<lunacu_tile<16, 256>>(stream, a, w, g);
     else if (a.tensor && g.tall == 128) lunacu_gradient_launch<lunacu_tensor_tile<128, 64, false>>(stream, a, w, g);
@@ -3669,7 +3465,7 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
     else lunacu_gradient_launch<lunacu_tile<64, 128>>(stream, a, w, g);
   }
 }
-static luna_status lunacu_attention_backward(luna_op *op) {
+static void lunacu_attention_backward(luna_op *op) {
   const lunacu_attention a = lunacu_attention_of(op);
   const cudaStream_t stream = lunacu_stream(op);
   const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads,
@@ -3677,7 +3473,7 @@ static luna_status lunacu_attention_backward(luna_op *op) {
   char *at = (char *)op->workspace;
   float *delta = lunacu_take(&at, lines), *partial;
   const lunacu_wave maximum = lunacu_wave_of(a, &partial, &at);
-  if (lines == 0 || keys == 0) return LUNA_OK;
+  if (lines == 0 || keys == 0) return;
   LUNACU_LAUNCH(lunacu_attention_delta_kernel, (unsigned)lunacu_divide_up(lines, LUNACU_BLOCK / LUNACU_WARP),
                 LUNACU_BLOCK, 0, stream, a, lines, delta);
   for (int64_t pair = 0; pair < pairs; pair += maximum.pairs)
@@ -3694,7 +3490,6 @@ static luna_status lunacu_attention_backward(luna_op *op) {
         w.delta = delta;
         if (!a.causal || key < query + w.queries) lunacu_attention_wave(stream, a, maximum, w, partial);
       }
-  return lunacu_row_done(op);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -3731,8 +3526,7 @@ struct lunacu_unpack_line {
   int lane, slots, real;
   bool vector;
 };
-__device__ __forceinline__ lunacu_unpack_line lunacu_unpack_line_of(const lunacu_unpack &u, const lunacu_unpack_wave &w,
-                                                                    int lanes) {
+LUNACU_INLINE lunacu_unpack_line lunacu_unpack_line_of(const lunacu_unpack &u, const lunacu_unpack_wave &w, int lanes) {
   const int64_t line = lunacu_index() / lanes, b = w.item + line / u.heads / w.rows,
       row = w.row + line / u.heads % w.rows, head = line % u.heads;
   const bool exists = line < w.items * w.rows * u.heads;
@@ -3742,35 +3536,27 @@ __device__ __forceinline__ lunacu_unpack_line lunacu_unpack_line_of(const lunacu
               u.slots % 4 == 0};
 }
 /* four scores and their biases, or four of anything; `beyond` where no slot is real */
-__device__ __forceinline__ void lunacu_unpack_get(const lunacu_unpack_line &l, const float *from, const float *bias,
-                                                  int j, float beyond, float (&x)[4]) {
-  const float4 v = lunacu_get4(from, j, l.slots, l.vector);
-  x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
-  LUNACU_UNROLL
-  for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? (bias ? x[c] + bias[j + c] : x[c]) : beyond;
-}
-/* the largest of a line's scores with their biases; the same for all its lanes */
-__device__ __forceinline__ float lunacu_unpack_top(const lunacu_unpack_line &l, const float *s, int lanes) {
-  float top = -INFINITY, x[4];
-  for (int j = l.lane; j < l.real; j += 4 * lanes) {
-    lunacu_unpack_get(l, s, l.bias, j, -INFINITY, x);
-    top = fmaxf(top, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
-  }
-  return lunacu_over_lanes<lunacu_maximum>(top, lanes);
+LUNACU_INLINE void lunacu_unpack_get(const lunacu_unpack_line &l, const float *from, const float *bias, int j,
+                                     float beyond, float (&x)[4]) {
+  lunacu_apart(x, lunacu_get4(from, j, l.slots, l.vector));
+  LUNACU_UNROLL for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? (bias ? x[c] + bias[j + c] : x[c]) : beyond;
 }
 /* P = softmax(S + bias), dropped; and where G is given dS = P (G, dropped - the sum of P times that), in its place */
 template <bool SLOPES> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
   const lunacu_unpack_line l = lunacu_unpack_line_of(u, w, lanes);
-  float *s = u.p + l.at, *g = u.g + l.at, sum = 0, mean = 0, p[4], slope[4];
-  const float top = lunacu_unpack_top(l, s, lanes);
+  float *s = u.p + l.at, *g = u.g + l.at, top = -INFINITY, sum = 0, mean = 0, p[4], slope[4];
+  for (int j = l.lane; j < l.real; j += 4 * lanes) {
+    lunacu_unpack_get(l, s, l.bias, j, -INFINITY, p);
+    top = fmaxf(top, fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3])));
+  }
+  top = lunacu_over_lanes<lunacu_maximum>(top, lanes);
   for (int pass = 0; pass < 2; pass++) {
     for (int j = l.lane; j < (pass ? l.slots : l.real); j += 4 * lanes) {
       float factor[4] = {1, 1, 1, 1};
       lunacu_unpack_get(l, s, l.bias, j, 0, p);
       if (SLOPES) lunacu_unpack_get(l, g, NULL, j, 0, slope);
       if (u.dropout.threshold && (SLOPES || pass)) lunacu_drop4(u.dropout, l.element + j, factor);
-      LUNACU_UNROLL
-      for (int c = 0; c < 4; c++) {
+      LUNACU_UNROLL for (int c = 0; c < 4; c++) {
         p[c] = j + c < l.real ? expf(p[c] - top) : 0;
         if (pass == 0) sum += p[c];
         if (SLOPES) slope[c] *= factor[c];
@@ -3780,8 +3566,8 @@ template <bool SLOPES> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpac
         p[c] *= factor[c];
       }
       if (pass == 0) continue;
-      lunacu_set4(s, j, l.slots, l.vector, make_float4(p[0], p[1], p[2], p[3]));
-      if (SLOPES) lunacu_set4(g, j, l.slots, l.vector, make_float4(slope[0], slope[1], slope[2], slope[3]));
+      lunacu_set4(s, j, l.slots, l.vector, lunacu_together(p));
+      if (SLOPES) lunacu_set4(g, j, l.slots, l.vector, lunacu_together(slope));
     }
     if (pass) break;
     sum = 1 / lunacu_over_lanes<lunacu_sum>(sum, lanes);
@@ -3797,9 +3583,8 @@ struct lunacu_unpack_ends {
   bool vector;                       /* rows of all may be read by four */
 };
 /* P of head `head` of row `row` of the tile, from scores s [slot][a_pitch]; element: dropout's */
-template <class T>
-__device__ __forceinline__ void lunacu_unpack_weights(const lunacu_unpack &u, lunacu_shared<float> s, const float *bias,
-                                                      int64_t element, int real) {
+template <class T> LUNACU_INLINE void lunacu_unpack_weights(const lunacu_unpack &u, lunacu_shared<float> s,
+                                                            const float *bias, int64_t element, int real) {
   const int slots = (int)u.slots;
   float top = -INFINITY, sum = 0;
   for (int j = 0; j < real; j++) top = fmaxf(top, s[j * T::a_pitch] += bias[j]);
@@ -3807,13 +3592,12 @@ __device__ __forceinline__ void lunacu_unpack_weights(const lunacu_unpack &u, lu
   for (int j = 0; j < slots; j += 4) {
     float factor[4] = {1, 1, 1, 1};
     if (u.dropout.threshold) lunacu_drop4(u.dropout, element + j, factor);
-    LUNACU_UNROLL
-    for (int c = 0; c < 4; c++)
+    LUNACU_UNROLL for (int c = 0; c < 4; c++)
       if (j + c < slots) s[(j + c) * T::a_pitch] = j + c < real ? s[(j + c) * T::a_pitch] / sum * factor[c] : 0.0f;
   }
 }
 /* out = drop(y + out_bias) + residual for four columns, from c on, of the row that begins at `at` */
-__device__ __forceinline__ void lunacu_unpack_end(const lunacu_unpack_ends &e, int64_t at, int c, int d, float4 y) {
+LUNACU_INLINE void lunacu_unpack_end(const lunacu_unpack_ends &e, int64_t at, int c, int d, float4 y) {
   if (e.out_bias) y = lunacu_add4(y, lunacu_get4(e.out_bias, c, d, e.vector));
   if (e.dropout.threshold) {
     float factor[4];
@@ -3839,12 +3623,10 @@ lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   {
     float s[T::rows][T::columns] = {};
     lunacu_multiply<T, true, true>(s, room, x, 0, k, 0, 0, d, false);
-    LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) {
-      LUNACU_UNROLL
-      for (int i = 0; i < T::rows; i += 4)
-        lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i), s[i][j], s[i + 1][j], s[i + 2][j], s[i + 3][j]);
-    }
+    LUNACU_UNROLL for (int j = 0; j < T::columns; j++)
+      LUNACU_UNROLL for (int i = 0; i < T::rows; i += 4)
+        lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i),
+                      make_float4(s[i][j], s[i + 1][j], s[i + 2][j], s[i + 3][j]));
   }
   __syncthreads();
   for (int line = threadIdx.x; line < T::tall * u.heads; line += LUNACU_TILE_THREADS) { /* one head of one row */
@@ -3856,14 +3638,10 @@ lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   for (int from = 0; from < d; from += T::wide) {
     float sum[T::rows][T::columns] = {};
     lunacu_attention_add_values<T>(own, v, 0, from, p, room, sum, false);
-    LUNACU_UNROLL
-    for (int i = 0; i < T::rows; i++) {
-      LUNACU_UNROLL
-      for (int j = 0; j < T::columns; j += 4)
+    LUNACU_UNROLL for (int i = 0; i < T::rows; i++)
+      LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4)
         if (T::row(i) < rows && from + own.column(j) < d)
-          lunacu_unpack_end(e, start + T::row(i) * d, from + own.column(j), d,
-                            make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
-    }
+          lunacu_unpack_end(e, start + T::row(i) * d, from + own.column(j), d, lunacu_together(sum[i] + j));
   }
 }
 
@@ -3914,24 +3692,20 @@ static luna_status lunacu_unpack_product(const luna_op *op, const lunacu_unpack_
 static void lunacu_unpack_clean(const luna_op *op, lunacu_unpack *u) {
   const int64_t weights = u->batch * u->heads * u->slots * u->dim;
   if (!u->lengths || weights == 0) return;
-  LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op),
-                *u, u->k, u->clean_k);
-  LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op),
-                *u, u->v, u->clean_v);
+  LUNACU_OVER(op, lunacu_unpack_clean_kernel, weights, LUNACU_BLOCK, *u, u->k, u->clean_k);
+  LUNACU_OVER(op, lunacu_unpack_clean_kernel, weights, LUNACU_BLOCK, *u, u->v, u->clean_v);
   u->k = u->clean_k;
   u->v = u->clean_v;
 }
-typedef luna_status lunacu_unpack_step(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w);
-static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, lunacu_unpack_step *step) {
+template <class F> static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, const F &step) {
   luna_status status = LUNA_OK;
   for (int64_t item = 0; item < u.batch; item += u.max_items)
     for (int64_t row = 0; row < u.rows && status == LUNA_OK; row += u.max_rows)
       status = step(op, u, {item, lunacu_min(u.max_items, u.batch - item), row, lunacu_min(u.max_rows, u.rows - row)});
-  return status == LUNA_OK ? lunacu_row_done(op) : status;
+  return status;
 }
-typedef void lunacu_unpack_lines(lunacu_unpack u, lunacu_unpack_wave w, int lanes);
 static void lunacu_unpack_each_line(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w,
-                                    lunacu_unpack_lines *kernel) {
+                                    void (*kernel)(lunacu_unpack, lunacu_unpack_wave, int)) {
   int lanes = 1;
   while (lanes < LUNACU_WARP && 4 * lanes < u.slots) lanes *= 2;
   if (u.heads > 0)
@@ -3972,13 +3746,13 @@ static luna_status lunacu_unpack_forward(luna_op *op) {
     if (n <= 32) lunacu_unpack_launch<lunacu_tile<128, 32>>(op, u, e);
     else if (n <= 64) lunacu_unpack_launch<lunacu_tile<128, 64>>(op, u, e);
     else lunacu_unpack_launch<lunacu_tile<64, 128>>(op, u, e);
-    return lunacu_row_done(op);
+    return LUNA_OK;
   }
   const luna_status status = lunacu_unpack_waves(op, u, lunacu_unpack_forward_wave);
   if (status != LUNA_OK || !(out_bias || residual || op->last_dropout > 0)) return status;
   lunacu_end(op, luna_count(op->out[0]), y, {y, out_bias, residual, NULL, u.dim, 0, LUNA_ACTIVATION_DEFAULT, false,
                                              lunacu_last_dropout(op)});
-  return lunacu_row_done(op);
+  return LUNA_OK;
 }
 /* x's gradient may be made in place of y's: it is written last */
 static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w) {
@@ -3995,8 +3769,8 @@ static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack 
   if (status == LUNA_OK) status = lunacu_unpack_scores(op, u, w, dy, u.v, u.g);
   if (status != LUNA_OK) return status;
   lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel<true>);
-  lunacu_column_sums(op, {dy, 1, w.items * w.rows, d}, lunacu_grad(op, 4), u.parts);
-  lunacu_column_sums(op, {u.g, w.items, w.rows, n}, dbias ? dbias + at : NULL, u.parts);
+  lunacu_column_sums(op, dy, 1, w.items * w.rows, d, lunacu_grad(op, 4), u.parts);
+  lunacu_column_sums(op, u.g, w.items, w.rows, n, dbias ? dbias + at : NULL, u.parts);
   if (dv) status = lunacu_unpack_product(op, w, {{u.p, 1, n}, {dy, d, 1}, dv + at * d, n, d, w.rows, true});
   if (dk && status == LUNA_OK)
     status = lunacu_unpack_product(op, w, {{u.g, 1, n}, {x, d, 1}, dk + at * d, n, d, w.rows, true});
@@ -4038,9 +3812,8 @@ static luna_status lunacu_unpack_backward(luna_op *op) {
 #endif
 #define LUNACU_CAUSAL_FLOATS ((int64_t)8 << 20) /* and floats that a window is cut to */
 
-/* Flags have 64 bits, so that no argument of a kernel has holes or looks like a pointer.
-   Rows of heads: row r of batch b's head h begins at at[b batch + h head + r row]. `divided`: by the place t of the row
-   in its sequence */
+/* Flags have 64 bits, so that no argument of a kernel has holes or looks like a pointer. Rows of heads: row r of batch
+   b's head h begins at at[b batch + h head + r row]. `divided`: by the place t of the row in its sequence */
 struct lunacu_causal_rows {
   float *at;
   int64_t batch, head, row;
@@ -4068,7 +3841,7 @@ struct lunacu_causal_chunk {
   bool begins, last;
 };
 
-__device__ __forceinline__ lunacu_causal_chunk lunacu_causal_chunk_of(const lunacu_causal_span &s, unsigned tiles) {
+LUNACU_INLINE lunacu_causal_chunk lunacu_causal_chunk_of(const lunacu_causal_span &s, unsigned tiles) {
   const unsigned chunks = (unsigned)s.chunks, heads = (unsigned)s.heads, item = blockIdx.x / tiles / chunks,
       chunk = blockIdx.x / tiles % chunks;
   const int end = ((int)chunk + 1) * LUNACU_CHUNK - (int)s.lead, first = max(0, end - LUNACU_CHUNK);
@@ -4077,50 +3850,50 @@ __device__ __forceinline__ lunacu_causal_chunk lunacu_causal_chunk_of(const luna
 }
 /* With a horizon T a mean counts T rows at most: each row t > T leaves 1 - 1/T of what is before it. Of a chunk whose
    first row is `first`: how many such rows it has, up to its row i in the sweep's order; and what those leave. */
-__device__ __forceinline__ int64_t lunacu_causal_within(const lunacu_causal_span &s, int64_t row) {
+LUNACU_INLINE int64_t lunacu_causal_within(const lunacu_causal_span &s, int64_t row) {
   const int64_t t = s.t + s.step * row;
   return s.horizon && t > s.horizon ? s.horizon : t;
 }
-__device__ __forceinline__ int lunacu_causal_beyond(const lunacu_causal_span &s, int first, int i) {
+LUNACU_INLINE int lunacu_causal_beyond(const lunacu_causal_span &s, int first, int i) {
   const int64_t passed = lunacu_causal_within(s, first + i) - lunacu_causal_within(s, first - 1) - s.step * (i + 1);
   return (int)(passed < 0 ? -passed : passed);
 }
-__device__ __forceinline__ double lunacu_causal_left(const lunacu_causal_span &s, int rows) {
+LUNACU_INLINE double lunacu_causal_left(const lunacu_causal_span &s, int rows) {
   double left = 1, power = s.fade;
   for (; rows > 0; rows /= 2, power *= power) if (rows % 2) left *= power;
   return left;
 }
-__device__ __forceinline__ int lunacu_causal_slots(const lunacu_causal_span &s, unsigned batch, int slots) {
+LUNACU_INLINE int lunacu_causal_slots(const lunacu_causal_span &s, unsigned batch, int slots) {
   return s.lengths ? max(0, min(s.lengths[batch], slots)) : slots;
 }
 
 /* A thread's fours of a tile TALL x WIDE: how many; and, where shared memory gets the transpose, which: a warp then has
    16 rows by 8 columns, against bank conflicts */
 #define LUNACU_CAUSAL_TURNS(TALL, WIDE) ((TALL) * (WIDE) / 4 / LUNACU_TILE_THREADS)
-template <int WIDE> __device__ __forceinline__ lunacu_fours lunacu_causal_turned() {
+template <int WIDE> LUNACU_INLINE lunacu_fours lunacu_causal_turned() {
   constexpr unsigned warps = WIDE / 8;
   return {(int)(threadIdx.x / 2 % 16 + threadIdx.x / 32 / warps * 16),
           (int)(4 * (threadIdx.x % 2) + 8 * (threadIdx.x / 32 % warps)), LUNACU_TILE_THREADS / 32 / (int)warps * 16};
 }
 /* a chunk's rows from `first` on and columns from `column` to `end` */
 template <int WIDE, int TURNS>
-__device__ __forceinline__ void lunacu_causal_fetch(float4 (&x)[TURNS], const lunacu_causal_chunk &c,
-                                                    const lunacu_causal_rows &m, int first, int column, int end) {
+LUNACU_INLINE void lunacu_causal_fetch(float4 (&x)[TURNS], const lunacu_causal_chunk &c, const lunacu_causal_rows &m,
+                                       int first, int column, int end) {
   const lunacu_side s = {m.at + c.batch * m.batch + c.head * m.head + (c.first + first) * m.row + column, m.row,
                          c.rows - first, end - column, INT32_MAX, m.vector != 0};
   lunacu_fetch<false>(x, s, 0, 0, lunacu_fours_of(WIDE / 4));
 }
 /* over: 1/t of the chunk's rows from `first` on */
 template <int WIDE, lunacu_order ORDER, int TURNS>
-__device__ __forceinline__ void lunacu_causal_store(lunacu_shared<float> to, int pitch, float4 (&x)[TURNS],
-                                                    const lunacu_causal_rows &m, lunacu_shared<const float> over) {
+LUNACU_INLINE void lunacu_causal_store(lunacu_shared<float> to, int pitch, float4 (&x)[TURNS],
+                                       const lunacu_causal_rows &m, lunacu_shared<const float> over) {
   const lunacu_fours own = lunacu_fours_of(WIDE / 4);
   LUNACU_UNROLL
   for (int t = 0; t < TURNS; t++) x[t] = lunacu_scale4(x[t], m.divided ? over[own.row + t * own.step] : 1.0f);
   lunacu_store<ORDER>(to, pitch, own, x);
 }
-__device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
-                                                   const lunacu_causal_chunk &c) {
+LUNACU_INLINE void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
+                                      const lunacu_causal_chunk &c) {
   const int i = threadIdx.x;
   if (i < LUNACU_CHUNK) over[i] = i < c.rows ? 1 / (float)lunacu_causal_within(s, c.first + i) : 0;
 }
@@ -4128,131 +3901,85 @@ __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, co
 /* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the
    same for all, and N columns, by four where there are so many; of the scores 64 x 64, columns 16 apart on and below
    the diagonal */
-__device__ __forceinline__ int lunacu_causal_row() { return (int)(threadIdx.x / 16); }
+LUNACU_INLINE int lunacu_causal_row() { return (int)(threadIdx.x / 16); }
 template <int N> struct lunacu_causal_tile {
   static constexpr bool tensor = false;
   static constexpr int n = N, wide = 16 * N, rows = 8, scores = 4, columns = N;
   static constexpr lunacu_order lines = LUNACU_PLAIN, steps = LUNACU_PLAIN, turned = LUNACU_TURNED;
-  static __device__ __forceinline__ int row(int i) { return lunacu_causal_row() + 8 * i; }
-  static __device__ __forceinline__ int sum_row(int i) { return 8 * lunacu_causal_row() + i; } /* of a state */
-  static __device__ __forceinline__ int column(int j) {
+  static LUNACU_INLINE int row(int i) { return lunacu_causal_row() + 8 * i; }
+  static LUNACU_INLINE int sum_row(int i) { return 8 * lunacu_causal_row() + i; } /* of a state */
+  static LUNACU_INLINE int column(int j) {
     return (int)(threadIdx.x % 16) * (N < 4 ? N : 4) + j / 4 * 64 + j % 4;
   }
-  static __device__ __forceinline__ int key(int k) { return (int)(threadIdx.x % 16) + 16 * k; }
-  static __device__ __forceinline__ bool has(int i, int k) { return k <= i / 2; }
+  static LUNACU_INLINE int key(int k) { return (int)(threadIdx.x % 16) + 16 * k; }
+  static LUNACU_INLINE bool has(int i, int k) { return k <= i / 2; }
 };
 /* by tensor cores: as lunacu_tensor_tile */
 template <int N> struct lunacu_causal_tensor_tile {
   static constexpr bool tensor = true;
   static constexpr int n = N, wide = 16 * N, rows = 2, scores = 16, columns = 4 * N;
   static constexpr lunacu_order lines = LUNACU_LINES, steps = LUNACU_STEPS, turned = LUNACU_TURNED_STEPS;
-  static __device__ __forceinline__ int row(int i) { return (int)(threadIdx.x / 4) * 2 + i; }
-  static __device__ __forceinline__ int sum_row(int i) { return row(i); }
-  static __device__ __forceinline__ int column(int j) { return j / 4 * 16 + (int)(threadIdx.x % 4) * 4 + j % 4; }
-  static __device__ __forceinline__ int key(int k) { return column(k); }
-  static __device__ __forceinline__ bool has(int, int) { return true; }
+  static LUNACU_INLINE int row(int i) { return (int)(threadIdx.x / 4) * 2 + i; }
+  static LUNACU_INLINE int sum_row(int i) { return row(i); }
+  static LUNACU_INLINE int column(int j) { return j / 4 * 16 + (int)(threadIdx.x % 4) * 4 + j % 4; }
+  static LUNACU_INLINE int key(int k) { return column(k); }
+  static LUNACU_INLINE bool has(int, int) { return true; }
 };
 /* score [8][4] += X Y^T on and below the diagonal and, where there is a state, sum += X S, over `depth` columns of x
    and y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
 template <int N, int PITCH, int S_PITCH, bool STATE>
-__device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N],
-                                                       lunacu_shared<const float> x, lunacu_shared<const float> y,
-                                                       lunacu_shared<const float> s, int depth) {
+LUNACU_INLINE void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N], lunacu_shared<const float> x,
+                                          lunacu_shared<const float> y, lunacu_shared<const float> s, int depth) {
   const int row = lunacu_causal_row(), column = (int)(threadIdx.x % 16);
   for (int k = 0; k < depth; k += 4) {
     float yk[4][4], sk[4][N];
-    LUNACU_UNROLL
-    for (int c = 0; c < 4; c++) {
-      LUNACU_UNROLL
-      for (int e = 0; e < 4; e++) yk[c][e] = y[(column + 16 * c) * PITCH + k + e];
-    }
-    LUNACU_UNROLL
-    for (int e = 0; e < 4 && STATE; e++) {
-      LUNACU_UNROLL
-      for (int n = 0; n < N; n++) sk[e][n] = s[(k + e) * S_PITCH + lunacu_causal_tile<N>::column(n)];
-    }
-    LUNACU_UNROLL
-    for (int i = 0; i < 8; i++) {
+    LUNACU_UNROLL for (int c = 0; c < 4; c++)
+      LUNACU_UNROLL for (int e = 0; e < 4; e++) yk[c][e] = y[(column + 16 * c) * PITCH + k + e];
+    LUNACU_UNROLL for (int e = 0; e < 4 && STATE; e++)
+      LUNACU_UNROLL for (int n = 0; n < N; n++) sk[e][n] = s[(k + e) * S_PITCH + lunacu_causal_tile<N>::column(n)];
+    LUNACU_UNROLL for (int i = 0; i < 8; i++) {
       float xk[4];
-      LUNACU_UNROLL
-      for (int e = 0; e < 4; e++) xk[e] = x[(row + 8 * i) * PITCH + k + e];
-      LUNACU_UNROLL
-      for (int e = 0; e < 4; e++) {
-        LUNACU_UNROLL
-        for (int c = 0; c <= i / 2; c++) score[i][c] += xk[e] * yk[c][e];
-        LUNACU_UNROLL
-        for (int n = 0; n < N && STATE; n++) sum[i][n] += xk[e] * sk[e][n];
+      LUNACU_UNROLL for (int e = 0; e < 4; e++) xk[e] = x[(row + 8 * i) * PITCH + k + e];
+      LUNACU_UNROLL for (int e = 0; e < 4; e++) {
+        LUNACU_UNROLL for (int c = 0; c <= i / 2; c++) score[i][c] += xk[e] * yk[c][e];
+        LUNACU_UNROLL for (int n = 0; n < N && STATE; n++) sum[i][n] += xk[e] * sk[e][n];
       }
     }
   }
 }
 /* sum += (scores o L) Z over the chunk's rows FIRST to FIRST + DEEP: z [DEEP, Z_PITCH] */
 template <int N, int Z_PITCH, int FIRST, int DEEP>
-__device__ __forceinline__ void lunacu_causal_apply(float (&sum)[8][N], lunacu_shared<const float> scores,
-                                                    lunacu_shared<const float> z) {
+LUNACU_INLINE void lunacu_causal_apply(float (&sum)[8][N], lunacu_shared<const float> scores,
+                                       lunacu_shared<const float> z) {
   const int row = lunacu_causal_row();
-  LUNACU_UNROLL
-  for (int b = FIRST / 8; b < (FIRST + DEEP) / 8; b++)
+  LUNACU_UNROLL for (int b = FIRST / 8; b < (FIRST + DEEP) / 8; b++)
     for (int j = 0; j < 8; j += 4) {
       float zj[4][N];
-      LUNACU_UNROLL
-      for (int e = 0; e < 4; e++) {
+      LUNACU_UNROLL for (int e = 0; e < 4; e++) {
         LUNACU_UNROLL
         for (int n = 0; n < N; n++) zj[e][n] = z[(8 * b - FIRST + j + e) * Z_PITCH + lunacu_causal_tile<N>::column(n)];
       }
-      LUNACU_UNROLL
-      for (int i = b; i < 8; i++) {
+      LUNACU_UNROLL for (int i = b; i < 8; i++) {
         float x[4];
-        LUNACU_UNROLL
-        for (int e = 0; e < 4; e++) x[e] = scores[(row + 8 * i) * LUNACU_CAUSAL_PITCH + 8 * b + j + e];
-        LUNACU_UNROLL
-        for (int e = 0; e < 4; e++) {
+        LUNACU_UNROLL for (int e = 0; e < 4; e++) x[e] = scores[(row + 8 * i) * LUNACU_CAUSAL_PITCH + 8 * b + j + e];
+        LUNACU_UNROLL for (int e = 0; e < 4; e++) {
           if (i == b && j + e > row) continue; /* above the diagonal */
-          LUNACU_UNROLL
-          for (int n = 0; n < N; n++) sum[i][n] += x[e] * zj[e][n];
+          LUNACU_UNROLL for (int n = 0; n < N; n++) sum[i][n] += x[e] * zj[e][n];
         }
       }
     }
 }
-/* sum += Y^T Z over 32 rows of y [32, LUNACU_CAUSAL_PITCH] and z [32, Z_PITCH]; here a thread's rows of the sum are 8
-   lunacu_causal_row() + i */
-template <int N, int Z_PITCH>
-__device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_shared<const float> y,
-                                                    lunacu_shared<const float> z) {
-  for (int k = 0; k < 32; k += 4) {
-    LUNACU_UNROLL
-    for (int e = 0; e < 4; e++) {
-      float yk[8], zk[N];
-      LUNACU_UNROLL
-      for (int i = 0; i < 8; i++) yk[i] = y[(k + e) * LUNACU_CAUSAL_PITCH + 8 * lunacu_causal_row() + i];
-      LUNACU_UNROLL
-      for (int n = 0; n < N; n++) zk[n] = z[(k + e) * Z_PITCH + lunacu_causal_tile<N>::column(n)];
-      LUNACU_UNROLL
-      for (int i = 0; i < 8; i++) {
-        LUNACU_UNROLL
-        for (int n = 0; n < N; n++) sum[i][n] += yk[i] * zk[n];
-      }
-    }
-  }
-}
 /* a thread's columns of a row: to (+)= factor sum, and 0 from `width` to `end` where nothing is added to */
-template <class T, int N>
-__device__ __forceinline__ void lunacu_causal_write(float *to, const float (&sum)[N], float factor, int width, int end,
-                                                    bool add, bool vector) {
-  LUNACU_UNROLL
-  for (int n = 0; n < N; n += 4) {
+template <class T, int N> LUNACU_INLINE void lunacu_causal_write(float *to, const float (&sum)[N], float factor,
+                                                                 int width, int end, bool add, bool vector) {
+  LUNACU_UNROLL for (int n = 0; n < N; n += 4) {
     const int at = T::column(n);
     if (N >= 4 && vector && at + 3 < width) {
-      float4 four = add ? *(const float4 *)(to + at) : float4{0, 0, 0, 0};
-      four.x += factor * sum[n];
-      four.y += factor * sum[n + 1 < N ? n + 1 : 0];
-      four.z += factor * sum[n + 2 < N ? n + 2 : 0];
-      four.w += factor * sum[n + 3 < N ? n + 3 : 0];
-      lunacu_store4(to + at, four);
+      const float4 old = add ? *(const float4 *)(to + at) : make_float4(0, 0, 0, 0);
+      lunacu_store4(to + at, lunacu_add4(old, lunacu_scale4(lunacu_together(sum + (N >= 4 ? n : 0)), factor)));
       continue;
     }
-    LUNACU_UNROLL
-    for (int e = 0; e < 4 && n + e < N; e++) {
+    LUNACU_UNROLL for (int e = 0; e < 4 && n + e < N; e++) {
       if (at + e < width) to[at + e] = (add ? to[at + e] : 0) + factor * sum[n + e];
       else if (at + e < end && !add) to[at + e] = 0;
     }
@@ -4298,15 +4025,17 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
     lunacu_causal_store<wide, T::steps>(zs, pitch, z, of_z, over_z + i);
     __syncthreads();
     if constexpr (T::tensor) {
-      LUNACU_UNROLL
-      for (int k = 0; k < 32; k += 16)
+      LUNACU_UNROLL for (int k = 0; k < 32; k += 16)
         lunacu_tensor_steps<false, false, LUNACU_CAUSAL_PITCH, pitch>(sum, ys + k * LUNACU_CAUSAL_PITCH,
                                                                       zs + k * pitch, s.bf16 != 0);
-    } else lunacu_causal_outer<T::n, pitch>(sum, ys, zs);
+    } else
+      for (int k = 0; k < 32; k += 4)  /* a thread's rows of the sum are neighbours */
+        LUNACU_UNROLL for (int e = 0; e < 4; e++)
+          lunacu_outer(sum, ys + (k + e) * LUNACU_CAUSAL_PITCH + T::sum_row(0), 4, zs + (k + e) * pitch + T::column(0),
+                       64);
   }
   float *to = s.states + c.state * s.size + pair * p.dim * p.value_dim + column;
-  LUNACU_UNROLL
-  for (int i = 0; i < T::rows; i++) {
+  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
     const int at = row + T::sum_row(i);
     if (at < dim)
       lunacu_causal_write<T>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
@@ -4347,10 +4076,8 @@ template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_
     return FADES == LUNACU_FADES_FORGET ? f * (sum + (double)own) : f * sum + (double)own;
   };
   double before = 0, sum = 0, all = 1;
-  LUNACU_UNROLL
-  for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, from += s.size) x[k] = k < summed ? *from : 0;
-  LUNACU_UNROLL
-  for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++) {
+  LUNACU_UNROLL for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, from += s.size) x[k] = k < summed ? *from : 0;
+  LUNACU_UNROLL for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++) {
     const double f = left(k);
     sum = FADES ? next(sum, x[k], f) : sum + (double)x[k];
     all *= f;
@@ -4363,8 +4090,7 @@ template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_
     if (FADES) before *= leaves[k * 32 + lane];
     before += sums[k * 32 + lane];
   }
-  LUNACU_UNROLL
-  for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, state += s.size) {
+  LUNACU_UNROLL for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, state += s.size) {
     const double f = left(k);
     if (k < chunks) *state = (float)(FADES == LUNACU_FADES_REVERSE ? f * before : before);
     before = FADES ? next(before, x[k], f) : before + (double)x[k];
@@ -4383,31 +4109,26 @@ struct lunacu_causal_product {
 };
 /* On tensor cores an unseen row's weight is 0, so that what is not finite of it must be kept out: it becomes 0 in x,
    and true is the result for some thread */
-template <int TURNS> __device__ __forceinline__ bool lunacu_causal_clean(float4 (&x)[TURNS]) {
+template <int TURNS> LUNACU_INLINE bool lunacu_causal_clean(float4 (&x)[TURNS]) {
   bool any = false;
-  LUNACU_UNROLL
-  for (int t = 0; t < TURNS; t++) {
+  LUNACU_UNROLL for (int t = 0; t < TURNS; t++) {
     const float4 v = x[t];
-    x[t] = make_float4(lunacu_finite(v.x), lunacu_finite(v.y), lunacu_finite(v.z), lunacu_finite(v.w));
+    x[t] = lunacu_finite4(v);
     any = any || x[t].x != v.x || x[t].y != v.y || x[t].z != v.z || x[t].w != v.w;
   }
   return any;
 }
 /* and is added where it is seen: rows FIRST to FIRST + LUNACU_CAUSAL_DEEP of z */
 template <class T, int FIRST>
-__device__ __forceinline__ void lunacu_causal_add_unclean(float (&sum)[T::rows][T::columns],
-                                                          lunacu_shared<const float> scores,
-                                                          lunacu_shared<const float> over,
-                                                          const lunacu_causal_chunk &c, const lunacu_causal_rows &z,
-                                                          int width) {
+LUNACU_INLINE void lunacu_causal_add_unclean(float (&sum)[T::rows][T::columns], lunacu_shared<const float> scores,
+                                             lunacu_shared<const float> over, const lunacu_causal_chunk &c,
+                                             const lunacu_causal_rows &z, int width) {
   for (int k = FIRST; k < min(c.rows, FIRST + LUNACU_CAUSAL_DEEP); k++) {
     const float *from = z.at + c.batch * z.batch + c.head * z.head + (c.first + k) * z.row;
-    LUNACU_UNROLL
-    for (int n = 0; n < T::columns; n++) {
+    LUNACU_UNROLL for (int n = 0; n < T::columns; n++) {
       const float x = T::column(n) < width ? from[T::column(n)] : 0;
       if (fabsf(x) < INFINITY) continue;
-      LUNACU_UNROLL
-      for (int i = 0; i < T::rows; i++)
+      LUNACU_UNROLL for (int i = 0; i < T::rows; i++)
         if (T::row(i) >= k)
           sum[i][n] += scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + k] * x *
                        (z.divided ? over[k] : 1.0f);
@@ -4417,11 +4138,10 @@ __device__ __forceinline__ void lunacu_causal_add_unclean(float (&sum)[T::rows][
 /* sum += (scores o L) Z, from the chunk's row FIRST on; the scores take their place in shared memory with the first
    rows of Z */
 template <class T, int FIRST>
-__device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[T::rows][T::columns],
-                                                         const float (&score)[T::rows][T::scores],
-                                                         lunacu_shared<float> scores, lunacu_shared<float> zs,
-                                                         lunacu_shared<const float> over, const lunacu_causal_chunk &c,
-                                                         lunacu_causal_rows z, int width, bool bf16) {
+LUNACU_INLINE void lunacu_causal_apply_from(float (&sum)[T::rows][T::columns],
+                                            const float (&score)[T::rows][T::scores], lunacu_shared<float> scores,
+                                            lunacu_shared<float> zs, lunacu_shared<const float> over,
+                                            const lunacu_causal_chunk &c, lunacu_causal_rows z, int width, bool bf16) {
   constexpr int wide = T::wide, pitch = wide + 4;
   if constexpr (FIRST < LUNACU_CHUNK) {
     float4 v[LUNACU_CAUSAL_TURNS(LUNACU_CAUSAL_DEEP, wide)];
@@ -4430,10 +4150,8 @@ __device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[T::rows][T
     lunacu_causal_fetch<wide>(v, c, z, FIRST, 0, width);
     if (T::tensor) unclean = lunacu_causal_clean(v);
     __syncthreads();
-    LUNACU_UNROLL
-    for (int i = 0; i < T::rows && FIRST == 0; i++) {
-      LUNACU_UNROLL
-      for (int k = 0; k < T::scores; k++)
+    LUNACU_UNROLL for (int i = 0; i < T::rows && FIRST == 0; i++) {
+      LUNACU_UNROLL for (int k = 0; k < T::scores; k++)
         if (T::tensor)
           scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + T::key(k)] = T::key(k) <= T::row(i) ? score[i][k]
                                                                                                        : 0.0f;
@@ -4442,8 +4160,7 @@ __device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[T::rows][T
     lunacu_causal_store<wide, T::steps>(zs, pitch, v, z, over + FIRST);
     if constexpr (T::tensor) {
       unclean = __syncthreads_or(unclean);
-      LUNACU_UNROLL
-      for (int k = 0; k < LUNACU_CAUSAL_DEEP; k += 16)
+      LUNACU_UNROLL for (int k = 0; k < LUNACU_CAUSAL_DEEP; k += 16)
         if (FIRST + k <= (int)(threadIdx.x / LUNACU_WARP) * 16) /* the warp's rows see some of these */
           lunacu_tensor_steps<true, false, LUNACU_CAUSAL_PITCH, pitch>(sum, scores + FIRST + k, zs + k * pitch, bf16);
       if (unclean) lunacu_causal_add_unclean<T, FIRST>(sum, scores, over, c, z, width);
@@ -4455,19 +4172,15 @@ __device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[T::rows][T
   }
 }
 /* what rows beyond a horizon leave of the sums before the chunk, and of the rows before them */
-template <class T>
-__device__ __forceinline__ void lunacu_causal_fade(float (&score)[T::rows][T::scores],
-                                                   float (&sum)[T::rows][T::columns], lunacu_shared<float> left,
-                                                   const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
+template <class T> LUNACU_INLINE void lunacu_causal_fade(float (&score)[T::rows][T::scores],
+                                                         float (&sum)[T::rows][T::columns], lunacu_shared<float> left,
+                                                         const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
   if (threadIdx.x <= LUNACU_CHUNK) left[threadIdx.x] = (float)lunacu_causal_left(s, (int)threadIdx.x);
   __syncthreads();
-  LUNACU_UNROLL
-  for (int i = 0; i < T::rows; i++) {
+  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
     const int row = T::row(i), beyond = lunacu_causal_beyond(s, c.first, row);
-    LUNACU_UNROLL
-    for (int n = 0; n < T::columns; n++) sum[i][n] *= left[beyond];
-    LUNACU_UNROLL
-    for (int k = 0; k < T::scores; k++) {
+    LUNACU_UNROLL for (int n = 0; n < T::columns; n++) sum[i][n] *= left[beyond];
+    LUNACU_UNROLL for (int k = 0; k < T::scores; k++) {
       const int column = T::key(k);
       if (T::has(i, k) && column < row) score[i][k] *= left[beyond - lunacu_causal_beyond(s, c.first, column)];
     }
@@ -4493,15 +4206,11 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
         z[LUNACU_CAUSAL_TURNS(deep, wide)];
     lunacu_causal_fetch<deep>(x, c, p.x, 0, k, depth);
     lunacu_causal_fetch<deep>(y, c, p.y, 0, k, depth);
-    if (!c.begins && p.turned) {
-      const lunacu_side side = {state + column * all_deep + k, all_deep, width - column, depth - k, INT32_MAX,
-                                (all_deep & 3) == 0};
-      lunacu_fetch<false>(z, side, 0, 0, lunacu_causal_turned<deep>());
-    } else if (!c.begins) {
-      const lunacu_side side = {state + k * all_wide + column, all_wide, depth - k, width - column, INT32_MAX,
-                                (all_wide & 3) == 0};
-      lunacu_fetch<false>(z, side, 0, 0, lunacu_fours_of(wide / 4));
-    }
+    const lunacu_side side = p.turned ?
+        lunacu_side{state + column * all_deep + k, all_deep, width - column, depth - k, INT32_MAX, all_deep % 4 == 0} :
+        lunacu_side{state + k * all_wide + column, all_wide, depth - k, width - column, INT32_MAX, all_wide % 4 == 0};
+    if (!c.begins)
+      lunacu_fetch<false>(z, side, 0, 0, p.turned ? lunacu_causal_turned<deep>() : lunacu_fours_of(wide / 4));
     __syncthreads();
     lunacu_causal_store<deep, T::lines>(xs, pitch, x, p.x, over);
     lunacu_causal_store<deep, LUNACU_PLAIN>(ys, pitch, y, p.y, over);
@@ -4522,8 +4231,7 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
   z.at += column;
   lunacu_causal_apply_from<T, 0>(sum, score, xs, zs, over, c, z, width - column, s.bf16 != 0);
   float *to = p.out.at + c.batch * p.out.batch + c.head * p.out.head + c.first * p.out.row + column;
-  LUNACU_UNROLL
-  for (int i = 0; i < T::rows; i++) {
+  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
     const int row = T::row(i);
     const float factor = p.out.divided ? (float)p.factor * over[row] : (float)p.factor;
     if (row < c.rows)
@@ -4540,23 +4248,20 @@ struct lunacu_causal_line {          /* a lane's row, and the slots that count: 
   int slots, lane;
   bool real;
 };
-__device__ __forceinline__ lunacu_causal_line lunacu_causal_line_of(const lunacu_causal_span &s, int slots) {
+LUNACU_INLINE lunacu_causal_line lunacu_causal_line_of(const lunacu_causal_span &s, int slots) {
   const unsigned lines = LUNACU_BLOCK / LUNACU_SLOT_LANES, blocks = (unsigned)((s.rows + lines - 1) / lines),
       heads = (unsigned)s.heads;
   const unsigned item = blockIdx.x / blocks, batch = item / heads;
   const int64_t row = (int64_t)(blockIdx.x % blocks) * lines + threadIdx.x / LUNACU_SLOT_LANES;
   const bool real = row < s.rows;
-  return {
-    batch, item % heads, row, lunacu_causal_within(s, row), real ? lunacu_causal_slots(s, batch, slots) : 0,
-        (int)threadIdx.x % LUNACU_SLOT_LANES, real
-  };
+  return {batch, item % heads, row, lunacu_causal_within(s, row), real ? lunacu_causal_slots(s, batch, slots) : 0,
+          (int)threadIdx.x % LUNACU_SLOT_LANES, real};
 }
-__device__ __forceinline__ float *lunacu_causal_line_in(const lunacu_causal_rows &m, const lunacu_causal_line &l) {
+LUNACU_INLINE float *lunacu_causal_line_in(const lunacu_causal_rows &m, const lunacu_causal_line &l) {
   return m.at + l.batch * m.batch + l.head * m.head + l.row * m.row;
 }
 /* softmax of n numbers in place, by the lanes of a team */
-__device__ __forceinline__ void lunacu_causal_softmax(float *at, int n, int lane, int team,
-                                                      lunacu_shared<float> scratch) {
+LUNACU_INLINE void lunacu_causal_softmax(float *at, int n, int lane, int team, lunacu_shared<float> scratch) {
   float maximum = -INFINITY, sum = 0;
   for (int j = lane; j < n; j += team) maximum = fmaxf(maximum, at[j]);
   maximum = lunacu_over_team<lunacu_maximum>(team, maximum, scratch);
@@ -4640,6 +4345,7 @@ static lunacu_causal_sweep lunacu_causal_sweep_of(const luna_tensor *x, int64_t 
   lunacu_causal_sweep s = {};
   const int64_t items = x->shape[0] * heads, fits = LUNACU_CAUSAL_FLOATS / (size + LUNACU_CHUNK * slots),
       busy = lunacu_divide_up(256, lunacu_divide_up(narrow, 64));
+  s.stream = lunacu_self(x->ctx) ? lunacu_stream_of(x->ctx) : NULL; /* sizes are asked of contexts without a device */
   s.rows = x->shape[1];
   s.chunks = lunacu_divide_up(s.rows, LUNACU_CHUNK);
   s.window = items ? lunacu_max(fits, busy) / items : 0;
@@ -4682,14 +4388,11 @@ static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse
   return true;
 }
 
-template <class T> static void lunacu_causal_sum_of(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
-  const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, T::wide);
-  LUNACU_LAUNCH((lunacu_causal_sum_kernel<T>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS,
-                0, s.stream, s.span, p);
-}
-template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
-  if (s.tensor) lunacu_causal_sum_of<lunacu_causal_tensor_tile<N>>(s, p);
-  else lunacu_causal_sum_of<lunacu_causal_tile<N>>(s, p);
+/* a launch of what a tile of so many columns wants: launch(tile) */
+template <class F> static void lunacu_causal_tiled(const lunacu_causal_sweep &s, int64_t columns, const F &launch) {
+  if (columns <= 16) s.tensor ? launch(lunacu_causal_tensor_tile<1>()) : launch(lunacu_causal_tile<1>());
+  else if (columns <= 32) s.tensor ? launch(lunacu_causal_tensor_tile<2>()) : launch(lunacu_causal_tile<2>());
+  else s.tensor ? launch(lunacu_causal_tensor_tile<4>()) : launch(lunacu_causal_tile<4>());
 }
 template <int FADES> static void lunacu_causal_scan(const lunacu_causal_sweep &s, const lunacu_causal_span &span) {
   const int64_t runs = lunacu_divide_up(span.chunks, LUNACU_CAUSAL_SCAN),
@@ -4699,32 +4402,24 @@ template <int FADES> static void lunacu_causal_scan(const lunacu_causal_sweep &s
 /* the states before the window's chunks, of one pair of factors or of two */
 static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
   if (s.chunks == 1) return;
-  if (p.value_dim <= 16) lunacu_causal_sum_as<1>(s, p);
-  else if (p.value_dim <= 32) lunacu_causal_sum_as<2>(s, p);
-  else lunacu_causal_sum_as<4>(s, p);
+  lunacu_causal_tiled(s, p.value_dim, [&](auto tile) {
+    typedef decltype(tile) T;
+    const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, T::wide);
+    LUNACU_LAUNCH(lunacu_causal_sum_kernel<T>, (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS, 0,
+                  s.stream, s.span, p);
+  });
   if (s.span.slots && s.reverse) lunacu_causal_scan<LUNACU_FADES_REVERSE>(s, s.span);
   else if (s.span.slots) lunacu_causal_scan<LUNACU_FADES_FORGET>(s, s.span);
   else if (s.span.horizon) lunacu_causal_scan<LUNACU_FADES_BEYOND>(s, s.span);
   else lunacu_causal_scan<LUNACU_FADES_NOT>(s, s.span);
 }
-template <class T> static void lunacu_causal_run_of(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
-  const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, T::wide);
-  LUNACU_LAUNCH((lunacu_causal_product_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
-}
-template <int N> static void lunacu_causal_run_as(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
-  if (s.tensor) lunacu_causal_run_of<lunacu_causal_tensor_tile<N>>(s, p);
-  else lunacu_causal_run_of<lunacu_causal_tile<N>>(s, p);
-}
 static void lunacu_causal_run(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
-  if (p.width <= 16) lunacu_causal_run_as<1>(s, p);
-  else if (p.width <= 32) lunacu_causal_run_as<2>(s, p);
-  else lunacu_causal_run_as<4>(s, p);
+  lunacu_causal_tiled(s, p.width, [&](auto tile) {
+    typedef decltype(tile) T;
+    const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, T::wide);
+    LUNACU_LAUNCH(lunacu_causal_product_kernel<T>, (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
+  });
 }
-/* blocks for all rows of slots in the window */
-static unsigned lunacu_causal_lines(const lunacu_causal_sweep &s) {
-  return (unsigned)(s.span.items * lunacu_divide_up(s.span.rows, LUNACU_BLOCK / LUNACU_SLOT_LANES));
-}
-
 /* --- causal product: in x, y, z; arg: heads. The state is y^T z, or its transpose where that is taller
    than wide --- */
 static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char **at) {
@@ -4740,7 +4435,7 @@ static void lunacu_causal_product_query(luna_op *op) {
   (void)lunacu_causal_product_sweep(op, &at);
   op->workspace_size = op->backward_workspace_size = (size_t)(uintptr_t)at;
 }
-static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
+static void lunacu_causal_product_run(luna_op *op, bool backward) {
   char *at = (char *)op->workspace;
   lunacu_causal_sweep s = lunacu_causal_product_sweep(op, &at);
   const int64_t heads = op->arg.causal.heads;
@@ -4752,7 +4447,6 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
       out = lunacu_causal_divided(wide(op->out[0]->data));
   const lunacu_causal_rows dx = deep(op->in[0]->grad), dy = deep(op->in[1]->grad), dz = wide(op->in[2]->grad);
   const lunacu_causal_rows g = lunacu_causal_divided(wide(op->out[0]->grad));
-  s.stream = lunacu_stream(op);
   typedef const lunacu_causal_rows &rows;
   const auto windowed = [&](rows m) { return lunacu_causal_windowed(s, m); };
   const auto states = [&](rows a, rows b) { /* a^T b [dim, value_dim] */
@@ -4774,22 +4468,34 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
     if (dy.at) product(z, g, x, dy, true, !lunacu_sets(op, 1));
     if (dz.at) product(y, x, g, dz, false, !lunacu_sets(op, 2));
   }
-  return lunacu_row_done(op);
 }
-static luna_status lunacu_causal_product_forward(luna_op *op) { return lunacu_causal_product_run(op, false); }
-static luna_status lunacu_causal_product_backward(luna_op *op) { return lunacu_causal_product_run(op, true); }
 
 /* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega. kept: W [batch, heads, rows, slots]. The
    state is k^T A and v^T A, in reverse q^T H and G^T W, each [dim, slots] --- */
 struct lunacu_causal_luna {
+  const luna_op *op;
   lunacu_causal_sweep sweep;
   int64_t heads;
   int dim, slots;
   lunacu_causal_rows a, w, h;        /* a: of the window; w: of the window where it is not kept */
+  /* the window's rows of `at`, which has t's shape, if it is there; of an input, its gradient, the result, its own */
+  lunacu_causal_rows of(const luna_tensor *t, float *at) const {
+    if (!at) return {};
+    return lunacu_causal_windowed(sweep, lunacu_causal_tensor(at, sweep.rows, heads, lunacu_last(t) / heads));
+  }
+  lunacu_causal_rows in(int i) const { return of(op->in[i], op->in[i]->data); }
+  lunacu_causal_rows grad(int i) const { return of(op->in[i], op->in[i]->grad); }
+  lunacu_causal_rows out() const { return of(op->out[0], op->out[0]->data); }
+  lunacu_causal_rows out_grad() const { return of(op->out[0], op->out[0]->grad); }
 };
+/* a launch for the window's rows of slots */
+#define LUNACU_SLOT_ROWS(c, kernel, ...) \
+  LUNACU_LAUNCH(kernel, (unsigned)((c).sweep.span.items * lunacu_divide_up((c).sweep.span.rows, LUNACU_BLOCK / \
+                LUNACU_SLOT_LANES)), LUNACU_BLOCK, 0, (c).sweep.stream, (c).sweep.span, __VA_ARGS__)
 static void lunacu_causal_luna_sizes(const luna_op *op, lunacu_causal_luna *c, int64_t more, int64_t kept) {
   const luna_tensor *q = op->in[0];
   const int64_t heads = op->arg.causal.heads, dim = lunacu_last(q) / heads, slots = lunacu_last(op->in[3]) / heads;
+  c->op = op;
   c->heads = heads;
   c->dim = (int)dim;
   c->slots = (int)slots;
@@ -4811,11 +4517,11 @@ static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c,
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
 /* of a memory that forgets: the log of a gate out of its logit, and a score within its bounds; a NaN stays one */
-__device__ __forceinline__ float lunacu_forget_gate(float x) {
+LUNACU_INLINE float lunacu_forget_gate(float x) {
   const float log = (fminf(x, 0) - log1pf(expf(-fabsf(x)))) * (1.0f / 16);
   return log < -1 ? -1 : log;
 }
-__device__ __forceinline__ float lunacu_forget_score(float s) {
+LUNACU_INLINE float lunacu_forget_score(float s) {
   return s < -LUNA_FORGET_SCORE ? -LUNA_FORGET_SCORE : s > LUNA_FORGET_SCORE ? LUNA_FORGET_SCORE : s;
 }
 /* Of a stream: row after row, with the means of all rows before in double, as the CPU has them. Block: a head of a
@@ -4835,9 +4541,8 @@ struct lunacu_causal_stream {
    (x mean)_j): a thread has a column of each tile, and of its rows every so many; what threads have of a column is
    added in their order */
 template <class Next, class Put>
-__device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, int depth, int width, bool first,
-                                                   const float *x, lunacu_shared<double> sums, const Next &next,
-                                                   const Put &put) {
+LUNACU_INLINE void lunacu_causal_mean(double *mean, int64_t row, int depth, int width, bool first, const float *x,
+                                      lunacu_shared<double> sums, const Next &next, const Put &put) {
   int columns = 1;
   while (columns < width && columns < LUNACU_BLOCK) columns *= 2;
   const int column = (int)threadIdx.x % columns, group = (int)threadIdx.x / columns, groups = LUNACU_BLOCK / columns;
@@ -4858,7 +4563,7 @@ __device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, in
 }
 /* Whether a row of k, v, s and gates is finite; else it has no result, and is not remembered: luna.h's
    lunai_luna_skips. All threads of the block ask. */
-__device__ __forceinline__ bool lunacu_causal_remembers(const lunacu_causal_stream &a, int64_t row, int slots) {
+LUNACU_INLINE bool lunacu_causal_remembers(const lunacu_causal_stream &a, int64_t row, int slots) {
   const int dim = (int)a.dim;
   bool finite = true;
   for (int j = threadIdx.x; j < dim; j += LUNACU_BLOCK)
@@ -4914,7 +4619,7 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
                        [&](int j, double y) { out[j] = (float)y; });
   }
 }
-static luna_status lunacu_causal_luna_stream(luna_op *op) {
+static void lunacu_causal_luna_stream(luna_op *op) {
   const luna_tensor *q = op->in[0];
   const int64_t heads = op->arg.causal.heads;
   const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data,
@@ -4922,35 +4627,20 @@ static luna_status lunacu_causal_luna_stream(luna_op *op) {
                                   op->mean_ka, op->mean_av, op->weights, op->lengths, q->shape[0], q->shape[1], heads,
                                   lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads, (int64_t)op->activation,
                                   op->position, (double)op->arg.causal.scale, op->arg.causal.horizon};
-  const unsigned blocks = (unsigned)(a.batch * a.heads);
-  if (blocks > 0 && a.rows > 0 && a.gates)
-    LUNACU_LAUNCH(lunacu_causal_stream_kernel<true>, blocks, LUNACU_BLOCK, 0, lunacu_stream(op), a);
-  else if (blocks > 0 && a.rows > 0)
-    LUNACU_LAUNCH(lunacu_causal_stream_kernel<false>, blocks, LUNACU_BLOCK, 0, lunacu_stream(op), a);
-  return lunacu_row_done(op);
+  if (a.batch * a.heads > 0 && a.rows > 0)
+    LUNACU_LAUNCH(a.gates ? lunacu_causal_stream_kernel<true> : lunacu_causal_stream_kernel<false>,
+                  (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
 }
-static size_t lunacu_causal_luna_room(const luna_op *op) {
-  return (size_t)(2 * op->in[3]->shape[0] * lunacu_last(op->in[3])) * sizeof(double);
+/* the states y^T a and z^T b */
+static void lunacu_causal_luna_states(const lunacu_causal_luna &c, const lunacu_causal_rows &y,
+                                      const lunacu_causal_rows &z, const lunacu_causal_rows &a,
+                                      const lunacu_causal_rows &b) {
+  lunacu_causal_states(c.sweep, {{y, z}, {a, b}, c.dim, c.slots, 2, true});
 }
-static void lunacu_causal_luna_query(luna_op *op) {
-  lunacu_causal_luna c;
-  if (op->mean_ka) {
-    op->workspace_size = lunacu_causal_luna_room(op);
-    return;
-  }
-  if (op->training) op->kept_size = (size_t)luna_count(op->in[3]) * sizeof(float);
-  op->workspace_size = lunacu_causal_luna_start(op, &c, false, NULL);
-  op->backward_workspace_size = lunacu_causal_luna_start(op, &c, true, NULL);
-}
-static lunacu_causal_rows lunacu_causal_heads(const lunacu_causal_luna &c, const luna_tensor *t, float *at) {
-  return lunacu_causal_windowed(c.sweep, lunacu_causal_tensor(at, c.sweep.rows, c.heads, lunacu_last(t) / c.heads));
-}
-static void lunacu_causal_luna_omega(const luna_op *op, const lunacu_causal_luna &c) {
-  LUNACU_LAUNCH(lunacu_causal_omega_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span,
-                lunacu_causal_heads(c, op->in[3], op->in[3]->data), c.a, c.slots, (int)op->activation);
-}
-/* p with rows of slots for x, y and of a head for z, or, `to_slots`, the other way round; `part` of the state */
+/* p with rows of slots for x, y and of a head for z, or, `to_slots`, the other way round; `part` of the state. Nothing
+   where there is no p.out */
 static void lunacu_causal_luna_run(const lunacu_causal_luna &c, lunacu_causal_product p, int part, bool to_slots) {
+  if (!p.out.at) return;
   p.depth = to_slots ? c.dim : c.slots;
   p.width = to_slots ? c.slots : c.dim;
   p.masked = to_slots ? 2 : 1;
@@ -4958,58 +4648,44 @@ static void lunacu_causal_luna_run(const lunacu_causal_luna &c, lunacu_causal_pr
   p.turned = !to_slots;
   lunacu_causal_run(c.sweep, p);
 }
-static luna_status lunacu_causal_luna_forward(luna_op *op) {
+static void lunacu_causal_luna_forward(luna_op *op) {
   lunacu_causal_luna c;
   if (op->mean_ka) return lunacu_causal_luna_stream(op);
   lunacu_causal_luna_start(op, &c, false, op->workspace);
-  c.sweep.stream = lunacu_stream(op);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
-    const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
-        k = lunacu_causal_heads(c, op->in[1], op->in[1]->data), v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
-        out = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->data)),
-        w = op->training ? lunacu_causal_windowed(c.sweep, c.w) : c.w;
-    lunacu_causal_luna_omega(op, c);
-    lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
-    lunacu_causal_luna_run(c, {q, k, c.a, lunacu_causal_divided(w), op->arg.causal.scale, false}, 0, true);
-    LUNACU_LAUNCH(lunacu_causal_softmax_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream,
-                  c.sweep.span, w, c.slots);
-    lunacu_causal_luna_run(c, {w, c.a, v, out, 1, false}, 1, false);
+    const lunacu_causal_rows k = c.in(1), v = c.in(2), w = op->training ? lunacu_causal_windowed(c.sweep, c.w) : c.w;
+    LUNACU_SLOT_ROWS(c, lunacu_causal_omega_kernel, c.in(3), c.a, c.slots, (int)op->activation);
+    lunacu_causal_luna_states(c, k, v, c.a, c.a);
+    lunacu_causal_luna_run(c, {c.in(0), k, c.a, lunacu_causal_divided(w), op->arg.causal.scale, false}, 0, true);
+    LUNACU_SLOT_ROWS(c, lunacu_causal_softmax_kernel, w, c.slots);
+    lunacu_causal_luna_run(c, {w, c.a, v, lunacu_causal_divided(c.out()), 1, false}, 1, false);
   }
-  return lunacu_row_done(op);
 }
-static luna_status lunacu_causal_luna_backward(luna_op *op) {
-  float *dq = op->in[0]->grad, *dk = op->in[1]->grad, *dv = op->in[2]->grad, *ds = op->in[3]->grad;
+static void lunacu_causal_luna_backward(luna_op *op) {
+  const bool scores = op->in[3]->grad, falls = op->in[1]->grad || op->in[2]->grad || scores;
   lunacu_causal_luna c;
   lunacu_causal_luna_start(op, &c, true, op->workspace);
-  c.sweep.stream = lunacu_stream(op);
-  for (int down = 0; down < (dk || dv || ds ? 2 : 1); down++)
+  for (int down = 0; down <= falls; down++)
     for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, down); first += c.sweep.window) {
-      const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
-          k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
-          v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
-          g = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->grad)),
+      const lunacu_causal_rows q = c.in(0), k = c.in(1), v = c.in(2), g = lunacu_causal_divided(c.out_grad()),
           w = lunacu_causal_windowed(c.sweep, c.w), h = lunacu_causal_windowed(c.sweep, c.h);
-      const auto grad = [&](int i, float *at) { return lunacu_causal_heads(c, op->in[i], at); };
-      lunacu_causal_luna_omega(op, c);
+      LUNACU_SLOT_ROWS(c, lunacu_causal_omega_kernel, c.in(3), c.a, c.slots, (int)op->activation);
       if (!down) {
-        lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
+        lunacu_causal_luna_states(c, k, v, c.a, c.a);
         lunacu_causal_luna_run(c, {g, v, c.a, h, 1, false}, 1, true);
-        LUNACU_LAUNCH(lunacu_causal_softmax_backward_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0,
-                      c.sweep.stream, c.sweep.span, w, h, c.slots, op->arg.causal.scale);
-        if (dq) lunacu_causal_luna_run(c, {h, c.a, k, grad(0, dq), 1, !lunacu_sets(op, 0)}, 0, false);
+        LUNACU_SLOT_ROWS(c, lunacu_causal_softmax_backward_kernel, w, h, c.slots, op->arg.causal.scale);
+        lunacu_causal_luna_run(c, {h, c.a, k, c.grad(0), 1, !lunacu_sets(op, 0)}, 0, false);
         continue;
       }
-      lunacu_causal_states(c.sweep, {{q, g}, {h, w}, c.dim, c.slots, 2, true});
-      if (dk) lunacu_causal_luna_run(c, {c.a, h, q, grad(1, dk), 1, !lunacu_sets(op, 1)}, 0, false);
-      if (dv) lunacu_causal_luna_run(c, {c.a, w, g, grad(2, dv), 1, !lunacu_sets(op, 2)}, 1, false);
-      if (!ds) continue;
+      lunacu_causal_luna_states(c, q, g, h, w);
+      lunacu_causal_luna_run(c, {c.a, h, q, c.grad(1), 1, !lunacu_sets(op, 1)}, 0, false);
+      lunacu_causal_luna_run(c, {c.a, w, g, c.grad(2), 1, !lunacu_sets(op, 2)}, 1, false);
+      if (!scores) continue;
       lunacu_causal_luna_run(c, {k, q, h, c.a, 1, false}, 0, true); /* A is done with: dA */
       lunacu_causal_luna_run(c, {v, g, w, c.a, 1, true}, 1, true);
-      LUNACU_LAUNCH(lunacu_causal_slope_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream,
-                    c.sweep.span, c.a, grad(3, op->in[3]->data), grad(3, ds), c.slots, (int)op->activation,
-                    !lunacu_sets(op, 3));
+      LUNACU_SLOT_ROWS(c, lunacu_causal_slope_kernel, c.a, c.in(3), c.grad(3), c.slots, (int)op->activation,
+                       !lunacu_sets(op, 3));
     }
-  return lunacu_row_done(op);
 }
 
 /* --- The memory that forgets: in q, k, v, s, gates, as luna.h's chapter causal has it. kept: U and Z, each
@@ -5035,16 +4711,16 @@ struct lunacu_forget_place {
   int column, lane;
   bool real;                         /* the slot is there, and not masked */
 };
-__device__ __forceinline__ lunacu_forget_place lunacu_forget_place_of(const lunacu_causal_span &s, int slots) {
+LUNACU_INLINE lunacu_forget_place lunacu_forget_place_of(const lunacu_causal_span &s, int slots) {
   const lunacu_causal_chunk chunk = lunacu_causal_chunk_of(s, (unsigned)((slots + 31) / 32));
   const int column = (int)chunk.tile * 32 + (int)threadIdx.x % 32;
   return {chunk, column, (int)threadIdx.x / 32, column < lunacu_causal_slots(s, chunk.batch, slots)};
 }
-__device__ __forceinline__ float *lunacu_forget_at(const lunacu_causal_rows &m, const lunacu_forget_place &p, int row) {
+LUNACU_INLINE float *lunacu_forget_at(const lunacu_causal_rows &m, const lunacu_forget_place &p, int row) {
   return m.at + p.chunk.batch * m.batch + p.chunk.head * m.head + (p.chunk.first + row) * m.row + p.column;
 }
 /* what the lanes before have of a slot, and what all have */
-__device__ __forceinline__ double lunacu_forget_before(double x, lunacu_shared<double> sums, double *all) {
+LUNACU_INLINE double lunacu_forget_before(double x, lunacu_shared<double> sums, double *all) {
   double before = 0;
   sums[threadIdx.x] = x;
   __syncthreads();
@@ -5067,15 +4743,13 @@ lunacu_forget_weights_kernel(lunacu_causal_span span, lunacu_causal_rows s, luna
   const int rows = p.real ? p.chunk.rows : 0;
   const auto place = [&](int i) { return reverse ? rows - 1 - (8 * p.lane + i) : 8 * p.lane + i; };
   double sum = 0, so_far[8], all;
-  LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
+  LUNACU_UNROLL for (int i = 0; i < 8; i++) {
     if (8 * p.lane + i < rows) sum += (double)lunacu_forget_gate(*lunacu_forget_at(gates, p, place(i)));
     so_far[i] = sum;
   }
   const double before = lunacu_forget_before(sum, shared, &all), fade = exp(all);
   sum = 0;
-  LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
+  LUNACU_UNROLL for (int i = 0; i < 8; i++) {
     const double c = before + so_far[i];
     const float high = (float)c, rest = (float)(c - (double)high);
     if (8 * p.lane + i < rows) {
@@ -5087,8 +4761,7 @@ lunacu_forget_weights_kernel(lunacu_causal_span span, lunacu_causal_rows s, luna
     so_far[i] = sum;
   }
   const double weights = lunacu_forget_before(sum, shared, &all);
-  LUNACU_UNROLL
-  for (int i = 0; i < 8; i++)
+  LUNACU_UNROLL for (int i = 0; i < 8; i++)
     if (8 * p.lane + i < rows && !reverse) *lunacu_forget_at(z, p, place(i)) = (float)(weights + so_far[i]);
   if (!span.states || !p.real || p.lane > 0) return;
   float *state = span.states + (p.chunk.state + 1) * span.size - 3 * slots + p.column;
@@ -5098,8 +4771,7 @@ lunacu_forget_weights_kernel(lunacu_causal_span span, lunacu_causal_rows s, luna
 }
 /* a row's place in dropout's order; rows of a sequence, and the window's first */
 struct lunacu_forget_drop { lunacu_dropout dropout; int64_t rows, first, heads, slots; };
-__device__ __forceinline__ float lunacu_forget_dropped(float x, const lunacu_forget_drop &d,
-                                                       const lunacu_causal_line &l, int j) {
+LUNACU_INLINE float lunacu_forget_dropped(float x, const lunacu_forget_drop &d, const lunacu_causal_line &l, int j) {
   if (d.dropout.threshold == 0) return x;
   const int64_t row = (l.batch * d.rows + d.first + l.row) * d.heads + l.head;
   return lunacu_dropped(x, lunacu_drop(d.dropout, row * d.slots + j));
@@ -5144,22 +4816,19 @@ __global__ void lunacu_forget_slopes_kernel(lunacu_causal_span span, lunacu_caus
   }
 }
 /* after + a thread's sums of x over rows that are later, or its own; they come first in reverse. *all: of the chunk */
-__device__ __forceinline__ void lunacu_forget_later(const lunacu_causal_rows &x, const lunacu_forget_place &p,
-                                                    double after, lunacu_shared<double> shared, double (&sums)[8],
-                                                    double *all) {
+LUNACU_INLINE void lunacu_forget_later(const lunacu_causal_rows &x, const lunacu_forget_place &p, double after,
+                                       lunacu_shared<double> shared, double (&sums)[8], double *all) {
   double sum = 0;
-  LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
+  LUNACU_UNROLL for (int i = 0; i < 8; i++) {
     if (p.real && 8 * p.lane + i < p.chunk.rows) sum += (double)*lunacu_forget_at(x, p, 8 * p.lane + i);
     sums[i] = sum;
   }
   after += lunacu_forget_before(sum, shared, all);
-  LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) sums[i] += after;
+  LUNACU_UNROLL for (int i = 0; i < 8; i++) sums[i] += after;
 }
 /* a gradient where it goes, if anywhere: 0 of masked slots, where nothing is added to */
-__device__ __forceinline__ void lunacu_forget_put(const lunacu_causal_rows &to, const lunacu_forget_place &p, int row,
-                                                  int slots, bool add, float x) {
+LUNACU_INLINE void lunacu_forget_put(const lunacu_causal_rows &to, const lunacu_forget_place &p, int row, int slots,
+                                     bool add, float x) {
   if (!to.at || p.column >= slots || row >= p.chunk.rows || (add && !p.real)) return;
   float *at = lunacu_forget_at(to, p, row);
   *at = (add ? *at : 0) + (p.real ? x : 0);
@@ -5173,8 +4842,7 @@ lunacu_forget_scores_kernel(lunacu_causal_span span, lunacu_causal_rows w, lunac
   double sums[8], all, after = 0;
   if (p.real && !p.chunk.begins) after = span.states[(p.chunk.state + 1) * span.size - 3 * slots + p.column];
   lunacu_forget_later(dz, p, after, shared, sums, &all);
-  LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
+  LUNACU_UNROLL for (int i = 0; i < 8; i++) {
     const int row = 8 * p.lane + i;
     float x = 0;
     if (p.real && row < p.chunk.rows) {
@@ -5225,8 +4893,7 @@ lunacu_forget_gates_kernel(lunacu_causal_span span, lunacu_causal_rows dw, const
   double sums[8], all, after = 0;
   if (p.real && !p.chunk.begins) after = totals[p.chunk.state * 3 * slots + p.column];
   lunacu_forget_later(dw, p, after, shared, sums, &all);
-  LUNACU_UNROLL
-  for (int i = 0; i < 8; i++) {
+  LUNACU_UNROLL for (int i = 0; i < 8; i++) {
     const int row = 8 * p.lane + i;
     const float x = p.real && row < p.chunk.rows ? *lunacu_forget_at(gates, p, row) : 0;
     const float slope = lunacu_forget_gate(x) > -1 ? -1.0f / 16 / (1 + expf(x)) : 0;
@@ -5265,49 +4932,44 @@ static size_t lunacu_forget_start(const luna_op *op, lunacu_forgetting *f, bool 
   }
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
-static void lunacu_forgetting_luna_query(luna_op *op) {
+static void lunacu_causal_luna_query(luna_op *op) { /* of both */
+  const bool forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
   lunacu_forgetting f;
-  if (op->mean_ka) {
-    op->workspace_size = lunacu_causal_luna_room(op);
+  if (op->mean_ka) {                 /* a stream's room */
+    op->workspace_size = (size_t)(2 * op->in[3]->shape[0] * lunacu_last(op->in[3])) * sizeof(double);
     return;
   }
-  if (op->training) op->kept_size = 2 * (size_t)luna_count(op->in[3]) * sizeof(float);
-  op->workspace_size = lunacu_forget_start(op, &f, false, NULL);
-  op->backward_workspace_size = lunacu_forget_start(op, &f, true, NULL);
+  if (op->training) op->kept_size = (forgets ? 2 : 1) * (size_t)luna_count(op->in[3]) * sizeof(float);
+  for (int back = 0; back < 2; back++)
+    (back ? op->backward_workspace_size : op->workspace_size) = forgets ? lunacu_forget_start(op, &f, back, NULL) :
+        lunacu_causal_luna_start(op, &f.luna, back, NULL);
 }
-/* blocks for all slots of the window's chunks */
-static unsigned lunacu_forget_blocks(const lunacu_causal_luna &c) {
-  return (unsigned)(c.sweep.span.items * c.sweep.span.chunks * lunacu_divide_up(c.slots, 32));
+/* a launch for all slots of the window's chunks */
+#define LUNACU_SLOT_CHUNKS(c, kernel, ...) \
+  do { \
+    const int64_t blocks = (c).sweep.span.items * (c).sweep.span.chunks * lunacu_divide_up((c).slots, 32); \
+    if (blocks > 0) LUNACU_LAUNCH(kernel, (unsigned)blocks, LUNACU_BLOCK, 0, (c).sweep.stream, __VA_ARGS__); \
+  } while (0)
+static void lunacu_forget_weights(const lunacu_causal_luna &c, const lunacu_causal_rows &z) {
+  LUNACU_SLOT_CHUNKS(c, lunacu_forget_weights_kernel, c.sweep.span, c.in(3), c.in(4), c.a, z, c.slots);
 }
-static void lunacu_forget_weights(const luna_op *op, const lunacu_causal_luna &c, const lunacu_causal_rows &z) {
-  if (c.slots > 0)
-    LUNACU_LAUNCH(lunacu_forget_weights_kernel, lunacu_forget_blocks(c), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span,
-                  lunacu_causal_heads(c, op->in[3], op->in[3]->data),
-                  lunacu_causal_heads(c, op->in[4], op->in[4]->data), c.a, z, c.slots);
+static lunacu_forget_drop lunacu_forget_drop_of(const lunacu_causal_luna &c) {
+  return {lunacu_op_dropout(c.op), c.sweep.rows, c.sweep.start, c.heads, c.slots};
 }
-static lunacu_forget_drop lunacu_forget_drop_of(const luna_op *op, const lunacu_causal_luna &c) {
-  return {lunacu_op_dropout(op), c.sweep.rows, c.sweep.start, c.heads, c.slots};
-}
-static luna_status lunacu_forgetting_luna_forward(luna_op *op) {
+static void lunacu_forgetting_luna_forward(luna_op *op) {
   lunacu_forgetting f;
   lunacu_causal_luna &c = f.luna;
   if (op->mean_ka) return lunacu_causal_luna_stream(op);
   lunacu_forget_start(op, &f, false, op->workspace);
-  c.sweep.stream = lunacu_stream(op);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
-    const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
-        k = lunacu_causal_heads(c, op->in[1], op->in[1]->data), v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
-        out = lunacu_causal_heads(c, op->out[0], op->out[0]->data),
-        u = op->training ? lunacu_causal_windowed(c.sweep, f.u) : f.u,
+    const lunacu_causal_rows k = c.in(1), v = c.in(2), u = op->training ? lunacu_causal_windowed(c.sweep, f.u) : f.u,
         z = op->training ? lunacu_causal_windowed(c.sweep, f.z) : f.z;
-    lunacu_forget_weights(op, c, z);
-    lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
-    lunacu_causal_luna_run(c, {q, k, c.a, u, op->arg.causal.scale, false}, 0, true);
-    LUNACU_LAUNCH(lunacu_forget_softmax_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream,
-                  c.sweep.span, u, z, c.w, lunacu_forget_drop_of(op, c));
-    lunacu_causal_luna_run(c, {c.w, c.a, v, out, 1, false}, 1, false);
+    lunacu_forget_weights(c, z);
+    lunacu_causal_luna_states(c, k, v, c.a, c.a);
+    lunacu_causal_luna_run(c, {c.in(0), k, c.a, u, op->arg.causal.scale, false}, 0, true);
+    LUNACU_SLOT_ROWS(c, lunacu_forget_softmax_kernel, u, z, c.w, lunacu_forget_drop_of(c));
+    lunacu_causal_luna_run(c, {c.w, c.a, v, c.out(), 1, false}, 1, false);
   }
-  return lunacu_row_done(op);
 }
 /* dR, and out of it H, R, dZ and dq; the states stay for the way back */
 static void lunacu_forget_up(luna_op *op, lunacu_forgetting *f) {
@@ -5317,19 +4979,14 @@ static void lunacu_forget_up(luna_op *op, lunacu_forgetting *f) {
   span->stride = c.sweep.chunks;
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
     const auto windowed = [&](const lunacu_causal_rows &m) { return lunacu_causal_windowed(c.sweep, m); };
-    const lunacu_causal_rows k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
-        v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
-        g = lunacu_causal_heads(c, op->out[0], op->out[0]->grad), h = windowed(c.h);
+    const lunacu_causal_rows k = c.in(1), v = c.in(2), h = windowed(c.h);
     if (f->sums) span->states = f->sums + first * span->size;
-    lunacu_forget_weights(op, c, f->dw); /* whose place takes sums that are not needed */
-    lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
-    lunacu_causal_luna_run(c, {g, v, c.a, h, 1, false}, 1, true);
-    LUNACU_LAUNCH(lunacu_forget_slopes_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, *span,
-                  windowed(f->u), windowed(f->z), windowed(c.w), h, windowed(f->dz), lunacu_forget_drop_of(op, c),
-                  op->arg.causal.scale);
-    if (op->in[0]->grad)
-      lunacu_causal_luna_run(c, {h, c.a, k, lunacu_causal_heads(c, op->in[0], op->in[0]->grad), 1,
-                                 !lunacu_sets(op, 0)}, 0, false);
+    lunacu_forget_weights(c, f->dw);   /* whose place takes sums that are not needed */
+    lunacu_causal_luna_states(c, k, v, c.a, c.a);
+    lunacu_causal_luna_run(c, {c.out_grad(), v, c.a, h, 1, false}, 1, true);
+    LUNACU_SLOT_ROWS(c, lunacu_forget_slopes_kernel, windowed(f->u), windowed(f->z), windowed(c.w), h,
+                     windowed(f->dz), lunacu_forget_drop_of(c), op->arg.causal.scale);
+    lunacu_causal_luna_run(c, {h, c.a, k, c.grad(0), 1, !lunacu_sets(op, 0)}, 0, false);
   }
   span->states = states;
   span->stride = c.sweep.window;
@@ -5338,11 +4995,8 @@ static void lunacu_forget_up(luna_op *op, lunacu_forgetting *f) {
 static void lunacu_forget_window(luna_op *op, const lunacu_forgetting &f) {
   const lunacu_causal_luna &c = f.luna;
   const lunacu_causal_span &span = c.sweep.span;
-  const unsigned blocks = lunacu_forget_blocks(c);
-  const auto grad = [&](int i, float *at) { return at ? lunacu_causal_heads(c, op->in[i], at) : lunacu_causal_rows(); };
-  const lunacu_causal_rows dz = lunacu_causal_windowed(c.sweep, f.dz);
-  LUNACU_LAUNCH(lunacu_forget_scores_kernel, blocks, LUNACU_BLOCK, 0, c.sweep.stream, span, c.a, dz, f.dw,
-                grad(3, op->in[3]->data), grad(3, op->in[3]->grad), c.slots, !lunacu_sets(op, 3));
+  LUNACU_SLOT_CHUNKS(c, lunacu_forget_scores_kernel, span, c.a, lunacu_causal_windowed(c.sweep, f.dz), f.dw, c.in(3),
+                     c.grad(3), c.slots, !lunacu_sets(op, 3));
   if (!op->in[4]->grad) return;
   if (f.totals) {
     const lunacu_forget_totals t = {f.sums, f.totals, f.carried, c.sweep.chunks, c.sweep.first};
@@ -5350,37 +5004,30 @@ static void lunacu_forget_window(luna_op *op, const lunacu_forgetting &f) {
     of_totals.states = f.totals;
     of_totals.carried = f.carried;
     of_totals.size = 3 * c.slots;
-    LUNACU_LAUNCH(lunacu_forget_totals_kernel, blocks, LUNACU_BLOCK, 0, c.sweep.stream, span, f.dw, t, c.slots);
+    LUNACU_SLOT_CHUNKS(c, lunacu_forget_totals_kernel, span, f.dw, t, c.slots);
     lunacu_causal_scan<LUNACU_FADES_SLOTS>(c.sweep, of_totals);
   }
-  LUNACU_LAUNCH(lunacu_forget_gates_kernel, blocks, LUNACU_BLOCK, 0, c.sweep.stream, span, f.dw, f.totals,
-                grad(4, op->in[4]->data), grad(4, op->in[4]->grad), c.slots, !lunacu_sets(op, 4));
+  LUNACU_SLOT_CHUNKS(c, lunacu_forget_gates_kernel, span, f.dw, f.totals, c.in(4), c.grad(4), c.slots,
+                     !lunacu_sets(op, 4));
 }
-static luna_status lunacu_forgetting_luna_backward(luna_op *op) {
-  float *dk = op->in[1]->grad, *dv = op->in[2]->grad;
-  const bool weights = op->in[3]->grad || op->in[4]->grad;
+static void lunacu_forgetting_luna_backward(luna_op *op) {
+  const bool weights = op->in[3]->grad || op->in[4]->grad, falls = op->in[1]->grad || op->in[2]->grad || weights;
   lunacu_forgetting f;
   lunacu_causal_luna &c = f.luna;
   lunacu_forget_start(op, &f, true, op->workspace);
-  c.sweep.stream = lunacu_stream(op);
   lunacu_forget_up(op, &f);
-  for (int64_t first = 0; (dk || dv || weights) && lunacu_causal_go(&c.sweep, first, true); first += c.sweep.window) {
-    const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
-        k = lunacu_causal_heads(c, op->in[1], op->in[1]->data), v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
-        g = lunacu_causal_heads(c, op->out[0], op->out[0]->grad), h = lunacu_causal_windowed(c.sweep, c.h),
+  for (int64_t first = 0; falls && lunacu_causal_go(&c.sweep, first, true); first += c.sweep.window) {
+    const lunacu_causal_rows q = c.in(0), g = c.out_grad(), h = lunacu_causal_windowed(c.sweep, c.h),
         r = lunacu_causal_windowed(c.sweep, c.w);
-    lunacu_forget_weights(op, c, lunacu_causal_windowed(c.sweep, f.dz));
-    lunacu_causal_states(c.sweep, {{q, g}, {h, r}, c.dim, c.slots, 2, true});
-    if (dk)
-      lunacu_causal_luna_run(c, {c.a, h, q, lunacu_causal_heads(c, op->in[1], dk), 1, !lunacu_sets(op, 1)}, 0, false);
-    if (dv)
-      lunacu_causal_luna_run(c, {c.a, r, g, lunacu_causal_heads(c, op->in[2], dv), 1, !lunacu_sets(op, 2)}, 1, false);
+    lunacu_forget_weights(c, lunacu_causal_windowed(c.sweep, f.dz));
+    lunacu_causal_luna_states(c, q, g, h, r);
+    lunacu_causal_luna_run(c, {c.a, h, q, c.grad(1), 1, !lunacu_sets(op, 1)}, 0, false);
+    lunacu_causal_luna_run(c, {c.a, r, g, c.grad(2), 1, !lunacu_sets(op, 2)}, 1, false);
     if (!weights) continue;
-    lunacu_causal_luna_run(c, {k, q, h, f.dw, 1, false}, 0, true);
-    lunacu_causal_luna_run(c, {v, g, r, f.dw, 1, true}, 1, true);
+    lunacu_causal_luna_run(c, {c.in(1), q, h, f.dw, 1, false}, 0, true);
+    lunacu_causal_luna_run(c, {c.in(2), g, r, f.dw, 1, true}, 1, true);
     lunacu_forget_window(op, f);
   }
-  return lunacu_row_done(op);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -5403,27 +5050,6 @@ static luna_status lunacu_loss_check(luna_ctx *ctx, const luna_tensor *loss, lun
   return lunacu_done(ctx, "the loss's check");
 }
 
-/* --- sums that end in one number, in double: a partial a block, and for each of Q sums; one more block adds the
-   partials in order --- */
-#define LUNACU_PARTIALS 1024
-template <int Q> __device__ __forceinline__ void lunacu_slots_put(const double (&sum)[Q], double *partials, bool add) {
-  LUNACU_SHARED(double, scratch, LUNACU_WARP);
-  LUNACU_UNROLL for (int q = 0; q < Q; q++) {
-    const double all = lunacu_over_block<lunacu_sum>(sum[q], scratch);
-    double *partial = partials + q * LUNACU_PARTIALS + blockIdx.x;
-    if (threadIdx.x == 0) *partial = (add ? *partial : 0) + all;
-  }
-}
-template <int Q> __device__ __forceinline__ void lunacu_partials_sum(const double *partials, int count,
-                                                                     double (&sum)[Q]) {
-  LUNACU_SHARED(double, scratch, LUNACU_WARP);
-  LUNACU_UNROLL for (int q = 0; q < Q; q++) {
-    sum[q] = 0;
-    for (int i = threadIdx.x; i < count; i += blockDim.x) sum[q] += partials[q * LUNACU_PARTIALS + i];
-    sum[q] = lunacu_over_block<lunacu_sum>(sum[q], scratch);
-  }
-}
-
 /* --- the parts of an optimiser's step lie in a table on the device, and are walked by pieces
    of LUNA_UPDATE_PIECE --- */
 struct lunacu_pieces {               /* from `first` to before `last` */
@@ -5433,11 +5059,8 @@ struct lunacu_pieces {               /* from `first` to before `last` */
 static int64_t lunacu_pieces_of(const luna_update *parts, int64_t count) {
   return count ? parts[count - 1].first + lunacu_divide_up(parts[count - 1].count, LUNA_UPDATE_PIECE) : 0;
 }
-static unsigned lunacu_piece_blocks(int64_t pieces, unsigned most) {
-  return pieces < 1 ? 1 : pieces > most ? most : (unsigned)pieces;
-}
 /* the part in which a piece lies: the last whose first piece is not beyond it */
-__device__ __forceinline__ int64_t lunacu_part_of(const luna_update *table, int64_t count, int64_t piece) {
+LUNACU_INLINE int64_t lunacu_part_of(const luna_update *table, int64_t count, int64_t piece) {
   int64_t low = 0, high = count;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
@@ -5447,9 +5070,11 @@ __device__ __forceinline__ int64_t lunacu_part_of(const luna_update *table, int6
   return low;
 }
 
-/* --- the norm --- */
+/* --- the norm, in double: a partial a block, then one more block adds the partials in order --- */
+#define LUNACU_PARTIALS 1024
 __global__ void lunacu_norm_kernel(const luna_update *table, int64_t count, int64_t pieces, double *partials) {
-  double total[1] = {0};
+  LUNACU_SHARED(double, scratch, LUNACU_WARP);
+  double total = 0;
   for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
     const luna_update *u = table + lunacu_part_of(table, count, piece);
     const int64_t first = (piece - u->first) * LUNA_UPDATE_PIECE;
@@ -5469,16 +5094,19 @@ __global__ void lunacu_norm_kernel(const luna_update *table, int64_t count, int6
         for (int k = 0; k < 4; k++) squares += (double)x[i + k] * (double)x[i + k];
       for (int i = 4 * fours + threadIdx.x; i < n; i += LUNACU_BLOCK) squares += (double)x[i] * (double)x[i];
     }
-    total[0] += squares;
+    total += squares;
   }
-  lunacu_slots_put(total, partials, false);
+  total = lunacu_over_block<lunacu_sum>(total, scratch);
+  if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 __global__ void lunacu_norm_end_kernel(const double *partials, int count, luna_rule rule, luna_step_state *context) {
+  LUNACU_SHARED(double, scratch, LUNACU_WARP);
   luna_step_state *state = rule.state;
-  double sum[1];
-  lunacu_partials_sum(partials, count, sum);
+  double sum = 0;
+  for (int i = threadIdx.x; i < count; i += LUNACU_BLOCK) sum += partials[i];
+  sum = lunacu_over_block<lunacu_sum>(sum, scratch);
   if (threadIdx.x > 0) return;
-  const double size = sqrt(sum[0]);
+  const double size = sqrt(sum);
   const float norm = (float)size, clip = rule.clip;
   const float factor = !(clip > 0 && norm > clip) ? 1.0f : norm < (float)INFINITY ? clip / norm
                                                          : (float)((double)clip / size);
@@ -5496,7 +5124,7 @@ static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_
   const cudaStream_t stream = lunacu_stream_of(ctx);
   double *partials = lunacu_self(ctx)->partials;
   const int64_t pieces = lunacu_pieces_of(parts, count);
-  const unsigned blocks = lunacu_piece_blocks(pieces, LUNACU_PARTIALS);
+  const unsigned blocks = (unsigned)lunacu_max(1, lunacu_min(pieces, LUNACU_PARTIALS));
   LUNACU_LAUNCH(lunacu_norm_kernel, blocks, LUNACU_BLOCK, 0, stream, table, count, pieces, partials);
   LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, (int)blocks, *rule,
                 luna_backend_state(ctx));
@@ -5506,7 +5134,7 @@ static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_
 /* --- updates: one pass, which reads the gradient and leaves zeros; in a step that is skipped it does
    nothing else --- */
 /* 1 - beta^t by squaring, off by no more than t 2^-53 */
-__device__ __forceinline__ float lunacu_correction(float beta, uint64_t t) {
+LUNACU_INLINE float lunacu_correction(float beta, uint64_t t) {
   double power = 1, square = (double)beta;
   for (; t > 0; t /= 2, square *= square) if (t % 2) power *= square;
   return (float)(1 - power);
@@ -5517,8 +5145,7 @@ struct lunacu_moving { float lr, factor, shared[2]; };
 
 /* W elements from i on, and as many of each moment there is */
 template <luna_optimizer_kind kind, int W>
-__device__ __forceinline__ void lunacu_move(const luna_rule &rule, const luna_update &u, const lunacu_moving &s,
-                                            int64_t i) {
+LUNACU_INLINE void lunacu_move(const luna_rule &rule, const luna_update &u, const lunacu_moving &s, int64_t i) {
   constexpr int moments = kind == LUNA_OPTIMIZER_SGD ? 1 : kind == LUNA_OPTIMIZER_ADAM ? 2 : 3;
   const bool moving = kind != LUNA_OPTIMIZER_SGD || rule.momentum != 0, coupled = rule.kind != LUNA_OPTIMIZER_ADAMW;
   float v[W], g[W], m[moments][W] = {}, zero[W] = {};
@@ -5622,13 +5249,6 @@ __global__ void lunacu_apollo_end_kernel(luna_rule rule, int count, const double
     apollo[2 * part + 1] = (-alpha * sum[1] - sum[2]) / (d * d * d * d);
   }
 }
-template <luna_optimizer_kind kind>
-static void lunacu_update_run(cudaStream_t stream, const luna_rule &rule, const lunacu_pieces &p,
-                              const double *apollo) {
-  if (p.last > p.first)
-    LUNACU_LAUNCH((lunacu_update_kernel<kind>), lunacu_piece_blocks(p.last - p.first, 4096), LUNACU_BLOCK, 0, stream,
-                  rule, p, apollo);
-}
 /* One launch for all parameters; Apollo: three for as many as there is room for the sums of */
 static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                  const luna_update *table, int64_t count) {
@@ -5636,16 +5256,19 @@ static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const lun
   const cudaStream_t stream = lunacu_stream_of(ctx);
   const int64_t pieces = lunacu_pieces_of(parts, count);
   double *partials = lunacu_self(ctx)->partials, *apollo = partials + room * 3 * LUNACU_SHARES;
-  if (rule->kind == LUNA_OPTIMIZER_SGD)
-    lunacu_update_run<LUNA_OPTIMIZER_SGD>(stream, *rule, {table, count, 0, pieces}, NULL);
+  const auto run = [&](auto kernel, const lunacu_pieces &p) {
+    if (p.last > p.first)
+      LUNACU_LAUNCH(kernel, (unsigned)lunacu_min(p.last - p.first, 4096), LUNACU_BLOCK, 0, stream, *rule, p, apollo);
+  };
+  if (rule->kind == LUNA_OPTIMIZER_SGD) run(lunacu_update_kernel<LUNA_OPTIMIZER_SGD>, {table, count, 0, pieces});
   else if (rule->kind != LUNA_OPTIMIZER_APOLLO)
-    lunacu_update_run<LUNA_OPTIMIZER_ADAM>(stream, *rule, {table, count, 0, pieces}, NULL);
+    run(lunacu_update_kernel<LUNA_OPTIMIZER_ADAM>, {table, count, 0, pieces});
   for (int64_t p = 0; p < count && rule->kind == LUNA_OPTIMIZER_APOLLO; p += room) {
     const int64_t n = lunacu_min(count - p, room), last = p + n < count ? parts[p + n].first : pieces;
     LUNACU_LAUNCH(lunacu_apollo_kernel, dim3((unsigned)n, LUNACU_SHARES), LUNACU_BLOCK, 0, stream, *rule, table + p,
                   partials);
     LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, *rule, (int)n, partials, apollo);
-    lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(stream, *rule, {table + p, n, parts[p].first, last}, apollo);
+    run(lunacu_update_kernel<LUNA_OPTIMIZER_APOLLO>, {table + p, n, parts[p].first, last});
   }
   return lunacu_done(ctx, "an optimiser's update");
 }
@@ -6005,49 +5628,50 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->token = lunacu_token;
         b->forget = lunacu_forget;
 #define LUNACU_OP(NAME, query, name, can) \
-  b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_noted<lunacu_##name##_forward>::call, \
-                             lunacu_noted<lunacu_##name##_backward>::call, can};
-        LUNACU_OP(PERMUTE, nothing, permute, LUNA_SETS_GRAD(0))
-        LUNACU_OP(SLICE, nothing, slice, 0)
-        LUNACU_OP(CONCAT, nothing, concat, LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1) /* of all inputs */
-        LUNACU_OP(EXPAND, expand, expand, LUNA_SETS_GRAD(0))
+  b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_noted<lunacu_row<lunacu_##name##_forward>>::call, \
+                           lunacu_noted<lunacu_row<lunacu_##name##_backward>>::call, can};
+#define LUNACU_BOTH(NAME, query, name, can) /* by one function */ \
+  b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_noted<lunacu_row<lunacu_##name, false>>::call, \
+                           lunacu_noted<lunacu_row<lunacu_##name, true>>::call, can};
+        LUNACU_BOTH(PERMUTE, nothing, permute, LUNA_SETS_GRAD(0))
+        LUNACU_BOTH(SLICE, nothing, slice, 0)
+        LUNACU_BOTH(CONCAT, nothing, concat, LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1) /* of all inputs */
+        LUNACU_BOTH(EXPAND, expand, expand, LUNA_SETS_GRAD(0))
 #define LUNACU_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) \
   LUNACU_OP(NAME, elementwise, elementwise, (inputs) | LUNA_EACH_IN_PLACE(cheap))
         LUNA_ELEMENTWISE(LUNACU_EACH)
 #undef LUNACU_EACH
-        LUNACU_OP(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
-        LUNACU_OP(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
+        LUNACU_BOTH(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
+        LUNACU_BOTH(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
         LUNACU_OP(MAX, max, max, 0)
-        LUNACU_OP(CUMSUM, nothing, cumsum, 0)
-        LUNACU_OP(MATMUL, nothing, matmul, 0)
+        LUNACU_BOTH(CUMSUM, nothing, cumsum, 0)
+        LUNACU_BOTH(MATMUL, nothing, matmul, 0)
         LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
-        LUNACU_OP(ACTIVATION, nothing, activation, LUNA_SETS_GRAD(0))
-        LUNACU_OP(SOFTMAX, nothing, softmax, LUNA_SETS_GRAD(0))
-        LUNACU_OP(MASK, nothing, mask, LUNA_SETS_GRAD(0))
-        LUNACU_OP(FUNCTION, nothing, function, LUNA_SETS_GRAD(0))
-        LUNACU_OP(RATIO, nothing, ratio, LUNA_SETS_GRAD(0))
-        LUNACU_OP(DROPOUT, nothing, dropout, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
+        LUNACU_BOTH(ACTIVATION, nothing, activate, LUNA_SETS_GRAD(0))
+        LUNACU_BOTH(SOFTMAX, nothing, softmax, LUNA_SETS_GRAD(0))
+        LUNACU_BOTH(MASK, nothing, mask, LUNA_SETS_GRAD(0))
+        LUNACU_BOTH(FUNCTION, nothing, function, LUNA_SETS_GRAD(0))
+        LUNACU_BOTH(RATIO, nothing, ratio, LUNA_SETS_GRAD(0))
+        LUNACU_BOTH(DROPOUT, nothing, drop_out, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(LAYER_NORM, layer_norm, layer_norm, LUNA_SETS_GRAD(0))
         LUNACU_OP(EMBEDDING, embedding, embedding, 0)
         LUNACU_OP(SCATTER_ADD, scatter_add, scatter_add, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0))
-        LUNACU_OP(SINUSOIDS, nothing, sinusoids, 0)
-        LUNACU_OP(ROTARY, rotary, rotary, LUNA_SETS_GRAD(0))
+        LUNACU_BOTH(SINUSOIDS, nothing, sinusoids, 0)
+        LUNACU_BOTH(ROTARY, rotary, rotary, LUNA_SETS_GRAD(0))
         LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX_ATTENTION, attention, attention, 0)
-        LUNACU_OP(CAUSAL_PRODUCT, causal_product, causal_product,
-                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2))
+        LUNACU_BOTH(CAUSAL_PRODUCT, causal_product, causal_product_run, LUNA_SETS_GRAD(3) - 1)
         LUNACU_OP(SHORT_CONVOLUTION, short_convolution, short_convolution, LUNA_SETS_GRAD(0))
-        LUNACU_OP(CUSTOM, nothing, custom, 0)
+        LUNACU_BOTH(CUSTOM, nothing, custom, 0)
         LUNACU_OP(PACK, attention, attention, 0)
         LUNACU_OP(UNPACK, unpack, unpack, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
-        LUNACU_OP(CAUSAL_LUNA, causal_luna, causal_luna,
-                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2) | LUNA_SETS_GRAD(3))
-        LUNACU_OP(FORGETTING_LUNA, forgetting_luna, forgetting_luna,
-                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2) | LUNA_SETS_GRAD(3) | LUNA_SETS_GRAD(4))
+        LUNACU_OP(CAUSAL_LUNA, causal_luna, causal_luna, LUNA_SETS_GRAD(4) - 1)
+        LUNACU_OP(FORGETTING_LUNA, causal_luna, forgetting_luna, LUNA_SETS_GRAD(5) - 1)
         LUNACU_OP(FEED_FORWARD, feed_forward, feed_forward,
                   LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
-        LUNACU_OP(LINEAR_CROSS_ENTROPY, linear_cross_entropy, linear_cross_entropy, LUNA_SETS_GRAD(0))
+        LUNACU_OP(LINEAR_CROSS_ENTROPY, cross_entropy, linear_cross_entropy, LUNA_SETS_GRAD(0))
 #undef LUNACU_OP
+#undef LUNACU_BOTH
       }
   }
 };
