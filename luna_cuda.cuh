@@ -135,12 +135,20 @@ inline void lunacu_write4(lunacu_shared<float> p, float4 x) {
   p[0] = x.x; p[1] = x.y; p[2] = x.z; p[3] = x.w;
 }
 inline void lunacu_store4(float *p, float4 x) { *(float4 *)p = x; }
+inline void lunacu_send4(lunacu_shared<float> to, const float *from) { cuda_host_send(to, from, 16); }
+inline void lunacu_arrive() { cuda_host_arrive(); }
 #else
 #define LUNACU_ROLLED _Pragma("unroll 1")
 LUNACU_INLINE float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
 LUNACU_INLINE void lunacu_write4(float *p, float4 x) { *(float4 *)p = x; }
 /* four neighbours in device memory; a plain store nvcc may split in four, each of which takes as many sectors */
 LUNACU_INLINE void lunacu_store4(float *p, float4 x) { __stwb((float4 *)p, x); }
+/* four from device memory to shared memory, there after lunacu_arrive, which waits for all that the thread has sent */
+LUNACU_INLINE void lunacu_send4(float *to, const float *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"((unsigned)__cvta_generic_to_shared(to)),
+               "l"(__cvta_generic_to_global(from)) : "memory");
+}
+LUNACU_INLINE void lunacu_arrive() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 #endif
 
 LUNACU_INLINE void lunacu_apart(float *x, float4 v) { x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w; }
@@ -2489,8 +2497,9 @@ static void lunacu_short_convolution_backward(luna_op *op) {
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
    Forward: a block has a tile of queries and a run of keys, and goes over these a tile at a time: S = Q K^T in
    registers, P = exp(S - the largest so far) in shared memory, O = O exp(the largest before - now) + P V; under TF32
-   and BF16 by tensor cores, as the backward's products (lunacu_tensor_tile). Where queries are few, several blocks
-   share the keys; what each of them found (largest, sum, O) is merged in the order of the keys.
+   and BF16 by tensor cores, as the backward's products (lunacu_tensor_tile), which have the next factors on their way
+   meanwhile (cp.async): of float32's, other blocks' work covers that wait. Where queries are few, several blocks share
+   the keys; what each of them found (largest, sum, O) is merged in the order of the keys.
    Values wider than a tile go by chunks of columns, with O in memory between. Backward: waves of scores. One kernel
    makes P and dS = P (dP - delta) of as many scores as the workspace holds, with P from each row's log-sum-exp and
    delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as matrix products. A wave is large enough to fill a GPU
@@ -2547,7 +2556,7 @@ template <int TALL, int WIDE> struct lunacu_tile {
   static_assert(TALL / rows * across == LUNACU_TILE_THREADS && columns % 4 == 0, "all threads of a block share a tile");
   static constexpr bool tensor = false;
   static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * a_pitch, /* floats */
-      room = a_room + LUNACU_DEPTH * b_pitch;
+      room = a_room + LUNACU_DEPTH * b_pitch, rooms = room;
   static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4),
       wide_log = WIDE == 32 ? 5 : WIDE == 64 ? 6 : WIDE == 128 ? 7 : 8;
   static LUNACU_INLINE int lane() { return threadIdx.x % across; }
@@ -2558,12 +2567,15 @@ template <int TALL, int WIDE> struct lunacu_tile {
   static LUNACU_INLINE int at(int k) { return k * a_pitch; }
 };
 /* The same by tensor cores: a warp has TALL / 4 rows and all columns, a thread rows that are neighbours and four of
-   every 16 columns. ALONG: the room is for factors of which the sum goes along rows alone */
+   every 16 columns. Steps take turns in two rooms. ALONG: a room is for factors of which the sum goes along rows alone,
+   and for two steps of values */
 template <int TALL, int WIDE, bool ALONG> struct lunacu_tensor_tile {
   static constexpr bool tensor = true;
   static constexpr int tall = TALL, wide = WIDE, rows = TALL / 32, columns = WIDE / 4, across = 4;
   static constexpr int a_pitch = TALL + 8, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * (ALONG ? TALL : a_pitch),
-      room = a_room + LUNACU_DEPTH * (ALONG ? WIDE : b_pitch), wide_log = WIDE == 64 ? 6 : 7;
+      product_room = a_room + LUNACU_DEPTH * (ALONG ? WIDE : b_pitch), values_room = 2 * LUNACU_DEPTH * b_pitch,
+      room = ALONG && product_room < values_room ? values_room : product_room, rooms = 2 * room,
+      wide_log = WIDE == 64 ? 6 : 7;
   static LUNACU_INLINE int lane() { return threadIdx.x % 4; }
   static LUNACU_INLINE int first_row() { return threadIdx.x / 4 * rows; }
   static LUNACU_INLINE int row(int i) { return first_row() + i; }
@@ -2632,11 +2644,13 @@ template <bool WHOLE, int TURNS> LUNACU_INLINE void lunacu_fetch(float4 (&x)[TUR
 /* How shared memory gets a tile, whose rows are `pitch` apart there: as it is, transposed, or with its rows in the
    places of steps or lines */
 enum lunacu_order { LUNACU_PLAIN, LUNACU_TURNED, LUNACU_STEPS, LUNACU_LINES, LUNACU_TURNED_STEPS };
+template <lunacu_order ORDER> LUNACU_INLINE int lunacu_row_place(int row) {
+  return ORDER == LUNACU_STEPS ? lunacu_step_place(row) : ORDER == LUNACU_LINES ? lunacu_line_place(row) : row;
+}
 template <lunacu_order ORDER, int TURNS>
 LUNACU_INLINE void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own, const float4 (&x)[TURNS]) {
   LUNACU_UNROLL for (int t = 0; t < TURNS; t++) {
-    const int row = own.row + t * own.step, c = own.column,
-        i = ORDER == LUNACU_STEPS ? lunacu_step_place(row) : ORDER == LUNACU_LINES ? lunacu_line_place(row) : row;
+    const int c = own.column, i = lunacu_row_place<ORDER>(own.row + t * own.step);
     if (ORDER == LUNACU_TURNED || ORDER == LUNACU_TURNED_STEPS) {
       const int first = ORDER == LUNACU_TURNED ? c : lunacu_step_place(c), step = ORDER == LUNACU_TURNED ? 1 : 4;
       to[first * pitch + i] = x[t].x;
@@ -2646,11 +2660,16 @@ LUNACU_INLINE void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu
     } else lunacu_write4(to + i * pitch + c, x[t]);
   }
 }
-/* Both. A tile that is not whole takes a turn at a time: fewer registers */
-template <lunacu_order ORDER, int TURNS>
+/* Both. A tile that is not whole takes a turn at a time: fewer registers. SENDS: it may be under way until
+   lunacu_arrive */
+template <lunacu_order ORDER, int TURNS, bool SENDS>
 LUNACU_INLINE void lunacu_stage(lunacu_shared<float> to, int pitch, const lunacu_side &s, int row, int column,
                                 lunacu_fours own, bool whole) {
-  if (whole) {
+  if (SENDS && whole) {
+    const float *from = s.at + (row + own.row) * s.row + column + own.column;
+    LUNACU_UNROLL for (int t = 0; t < TURNS; t++, from += own.step * s.row)
+      lunacu_send4(to + lunacu_row_place<ORDER>(own.row + t * own.step) * pitch + own.column, from);
+  } else if (whole) {
     float4 x[TURNS];
     lunacu_fetch<true>(x, s, row, column, own);
     lunacu_store<ORDER>(to, pitch, own, x);
@@ -2786,37 +2805,52 @@ LUNACU_INLINE void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], const float 
 
 /* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on. ALONG: the sum goes along rows
    of the memory */
-template <bool ALONG, int SIZE, lunacu_order ORDER>
+template <bool ALONG, int SIZE, lunacu_order ORDER, bool SENDS>
 LUNACU_INLINE void lunacu_stage_steps(lunacu_shared<float> to, int pitch, const lunacu_side &s, int first, int k) {
   constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
       tall = ALONG ? SIZE : LUNACU_DEPTH, wide = ALONG ? LUNACU_DEPTH : SIZE;
   const int row = ALONG ? first : k, column = ALONG ? k : first;
   if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
-  lunacu_stage<ORDER, turns>(to, pitch, s, row, column, lunacu_fours_of(wide / 4), s.has(row + tall, column + wide));
+  lunacu_stage<ORDER, turns, SENDS>(to, pitch, s, row, column, lunacu_fours_of(wide / 4),
+                                    s.has(row + tall, column + wide));
 }
-/* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column); bf16: of tensor cores' */
+/* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column); bf16: of tensor cores'. These have
+   the next steps on their way while they multiply, into `other` and `room` in turn, the last into `room` */
 template <class T, bool A_ALONG, bool B_ALONG>
-LUNACU_INLINE void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room, const lunacu_side &a,
-                                   int row, const lunacu_side &b, int column, int from, int end, bool bf16) {
+LUNACU_INLINE void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room,
+                                   lunacu_shared<float> other, const lunacu_side &a, int row, const lunacu_side &b,
+                                   int column, int from, int end, bool bf16) {
   constexpr bool tensor = T::tensor;
   constexpr lunacu_order a_order = A_ALONG ? tensor ? LUNACU_LINES : LUNACU_TURNED : tensor ? LUNACU_STEPS :
       LUNACU_PLAIN, b_order = B_ALONG ? tensor ? LUNACU_PLAIN : LUNACU_TURNED : tensor ? LUNACU_STEPS : LUNACU_PLAIN;
   constexpr int a_pitch = tensor && A_ALONG ? LUNACU_DEPTH : T::a_pitch,
       b_pitch = tensor && B_ALONG ? LUNACU_DEPTH : T::b_pitch;
-  const lunacu_shared<float> a_room = room, b_room = room + T::a_room;
-  for (int k = from; k < end; k += LUNACU_DEPTH) {
+  const auto stage = [&](lunacu_shared<float> to, int k) {
+    lunacu_stage_steps<A_ALONG, T::tall, a_order, tensor>(to, a_pitch, a, row, k);
+    lunacu_stage_steps<B_ALONG, T::wide, b_order, tensor>(to + T::a_room, b_pitch, b, column, k);
+  };
+  if constexpr (tensor) {
+    lunacu_shared<float> now = (end - from - 1) / LUNACU_DEPTH % 2 ? other : room, next = now == room ? other : room;
     __syncthreads();
-    lunacu_stage_steps<A_ALONG, T::tall, a_order>(a_room, a_pitch, a, row, k);
-    lunacu_stage_steps<B_ALONG, T::wide, b_order>(b_room, b_pitch, b, column, k);
-    __syncthreads();
-    if constexpr (tensor)
-      lunacu_tensor_steps<A_ALONG, B_ALONG, a_pitch, b_pitch>(sum, a_room, b_room, bf16);
-    else {
-      LUNACU_UNROLL for (int i = 0; i < LUNACU_DEPTH; i++)
-        lunacu_outer(sum, a_room + i * a_pitch + T::first_row(), T::row_step, b_room + i * b_pitch + T::lane() * 4,
-                     T::column_step);
+    if (from < end) stage(now, from);
+    for (int k = from; k < end; k += LUNACU_DEPTH) {
+      const lunacu_shared<float> here = now;
+      lunacu_arrive();
+      __syncthreads();
+      if (k + LUNACU_DEPTH < end) stage(next, k + LUNACU_DEPTH);
+      lunacu_tensor_steps<A_ALONG, B_ALONG, a_pitch, b_pitch>(sum, here, here + T::a_room, bf16);
+      now = next;
+      next = here;
     }
-  }
+  } else
+    for (int k = from; k < end; k += LUNACU_DEPTH) {
+      __syncthreads();
+      stage(room, k);
+      __syncthreads();
+      LUNACU_UNROLL for (int i = 0; i < LUNACU_DEPTH; i++)
+        lunacu_outer(sum, room + i * a_pitch + T::first_row(), T::row_step,
+                     room + T::a_room + i * b_pitch + T::lane() * 4, T::column_step);
+    }
 }
 
 /* --- one head of one batch row --- */
@@ -2957,21 +2991,34 @@ LUNACU_INLINE void lunacu_attention_add_values(const lunacu_values<T> &own, cons
   constexpr lunacu_order order = T::tensor ? LUNACU_STEPS : LUNACU_PLAIN;
   const int keys_staged = LUNACU_DEPTH * own.groups, chunk = 1 << own.chunk_log;
   const lunacu_fours fours = lunacu_fours_of(1u << (own.chunk_log - 2));
-  for (int k = 0; k < v.rows; k += keys_staged) {
+  const auto stage = [&](lunacu_shared<float> to, int k) {
+    lunacu_stage<order, turns, T::tensor>(to, T::tensor ? T::b_pitch : chunk, v, k, from, fours,
+                                          v.has(k + keys_staged, from + chunk));
+  };
+  if constexpr (T::tensor) {           /* as lunacu_multiply */
+    lunacu_shared<float> now = room, next = room + LUNACU_DEPTH * T::b_pitch;
     __syncthreads();
-    lunacu_stage<order, turns>(room, T::tensor ? T::b_pitch : chunk, v, k, from, fours,
-                               v.has(k + keys_staged, from + chunk));
-    __syncthreads();
-    if constexpr (T::tensor)
-      lunacu_tensor_steps<false, false, T::a_pitch, T::b_pitch>(sum, p + k * T::a_pitch, room, bf16);
-    else {
+    if (v.rows > 0) stage(now, 0);
+    for (int k = 0; k < v.rows; k += LUNACU_DEPTH) {
+      const lunacu_shared<float> here = now;
+      lunacu_arrive();
+      __syncthreads();
+      if (k + LUNACU_DEPTH < v.rows) stage(next, k + LUNACU_DEPTH);
+      lunacu_tensor_steps<false, false, T::a_pitch, T::b_pitch>(sum, p + k * T::a_pitch, here, bf16);
+      now = next;
+      next = here;
+    }
+  } else
+    for (int k = 0; k < v.rows; k += keys_staged) {
+      __syncthreads();
+      stage(room, k);
+      __syncthreads();
       LUNACU_UNROLL for (int i = 0; i < LUNACU_DEPTH; i++) {
         const int at = i * own.groups + own.group;
         lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step,
                      room + (at << own.chunk_log) + own.lane, own.step);
       }
     }
-  }
   if (v.clean >= v.rows) return;
   /* what was kept out, where it is seen */
   bool any = false;
@@ -3058,11 +3105,12 @@ lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
     {
       const lunacu_side k = lunacu_side_at(a.k, a.k.at, head, head.key, key, keys, a.q.width);
       float s[T::rows][T::columns] = {};
-      lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.q.width, a.bf16);
+      lunacu_multiply<T, true, true>(s, room, p, q, 0, k, 0, 0, a.q.width, a.bf16);
       lunacu_attention_weights<T>(a, keys, key - first, s, p, stats);
     }
-    __syncthreads();
-    if (a.dropout.threshold) {       /* values are read after another barrier */
+    __syncwarp();                    /* the weights are read after another barrier, a row's stats by its warp */
+    if (a.dropout.threshold) {
+      __syncthreads();
       const int row = threadIdx.x % T::tall;
       left = left * stats[2 * T::tall + row] + lunacu_attention_drop<T>(a.dropout,
           lunacu_element_at(a, head, first + row) + key, keys, p);
@@ -3168,8 +3216,8 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   float s[T::rows][T::columns] = {}, g[T::rows][T::columns] = {};
   if (first >= queries || key >= keys) return;
   if (!a.causal || ahead < T::tall) { /* otherwise no query of the tile sees a key of it */
-    lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.q.width, a.bf16);
-    lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.v.width, a.bf16);
+    lunacu_multiply<T, true, true>(s, room, room + T::room, q, first, k, key, 0, a.q.width, a.bf16);
+    lunacu_multiply<T, true, true>(g, room, room + T::room, out, first, v, key, 0, a.v.width, a.bf16);
   }
   const bool hides = keys - key < T::wide || (a.causal && ahead + T::wide > 1);
   const lunacu_head again = lunacu_head_at(a, w.pair + pair); /* so that the products had its registers */
@@ -3238,7 +3286,7 @@ lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradi
     end = min(end, w.query + row + T::tall - w.key);
   }
   with.rows = min(with.rows, end);
-  lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end, a.bf16);
+  lunacu_multiply<T, !KEYS, false>(sum, room, room + T::room, scores, row, with, column, from, end, a.bf16);
   const int width = g.to.width;
   const float factor = g.partial ? 1 : g.factor;
   /* the head is found again, so that the sum had its registers */
@@ -3431,14 +3479,14 @@ static void lunacu_attention_forward(luna_op *op) {
 template <class T> static void lunacu_scores_launch(cudaStream_t stream, const lunacu_attention &a,
                                                     const lunacu_wave &w) {
   const int64_t blocks = w.pairs * lunacu_divide_up(w.queries, T::tall) * lunacu_divide_up(w.keys, T::wide);
-  LUNACU_LAUNCH((lunacu_attention_scores_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, T::room * sizeof(float),
+  LUNACU_LAUNCH((lunacu_attention_scores_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, T::rooms * sizeof(float),
                 stream, a, w);
 }
 template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const lunacu_attention &a,
                                                       const lunacu_wave &w, const lunacu_gradient &g) {
   const unsigned blocks = (unsigned)(w.pairs * g.splits * g.tiles_down * g.tiles_across);
   LUNACU_LAUNCH((g.keys ? lunacu_attention_gradient_kernel<T, true> : lunacu_attention_gradient_kernel<T, false>),
-                blocks, LUNACU_TILE_THREADS, T::room * sizeof(float), stream, a, w, g);
+                blocks, LUNACU_TILE_THREADS, T::rooms * sizeof(float), stream, a, w, g);
   if (g.partial)
     LUNACU_LAUNCH(lunacu_attention_gather_kernel,
                   (unsigned)lunacu_divide_up((g.shared ? a.heads : w.pairs) * g.rows * g.to.width, LUNACU_BLOCK),
@@ -3622,7 +3670,7 @@ lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   const lunacu_values<T> own(T::wide_log);
   {
     float s[T::rows][T::columns] = {};
-    lunacu_multiply<T, true, true>(s, room, x, 0, k, 0, 0, d, false);
+    lunacu_multiply<T, true, true>(s, room, p, x, 0, k, 0, 0, d, false);
     LUNACU_UNROLL for (int j = 0; j < T::columns; j++)
       LUNACU_UNROLL for (int i = 0; i < T::rows; i += 4)
         lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i),

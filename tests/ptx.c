@@ -183,7 +183,7 @@ static const struct { const char *kernel; ptx_fault what; int n; const char *at;
   {"lunacu_columnE", PTX_BARRIER_REMOVED, 0, "add a row"},
   {"lunacu_attention_kernelI11lunacu_tileILi128ELi32E", PTX_BARRIER_REMOVED, 1, "attention, few keys"},
   {"lunacu_attention_kernelI11lunacu_tileILi128ELi32E", PTX_BARRIER_REMOVED, 4, "attention, few keys"},
-  {"lunacu_attention_kernelI18lunacu_tensor_tileILi128ELi64E", PTX_BARRIER_REMOVED, 1, "attention, TF32"},
+  {"lunacu_attention_kernelI18lunacu_tensor_tileILi128ELi64E", PTX_BARRIER_REMOVED, 2, "attention, TF32"},
   {"lunacu_attention_kernelI18lunacu_tensor_tileILi128ELi64E", PTX_TF32_REMOVED, 40, "attention, TF32"},
   {"lunacu_causal_product_kernelI25lunacu_causal_tensor_tileILi4", PTX_TF32_REMOVED, 20, "causal product, TF32"},
   {"lunacu_causal_sum_kernelI18lunacu_causal_tileILi4", PTX_BARRIER_REMOVED, 0, "causal product"},
@@ -195,6 +195,10 @@ static const struct { const char *kernel; ptx_fault what; int n; const char *at;
   {"lunacu_attention_kernelI11lunacu_tileILi128ELi32E", PTX_FMA_MADE_MUL, 200, "attention, few keys"},
   {"lunacu_convolution_kernel", PTX_FMA_MADE_MUL, 20, "short convolution"},
   {"lunacu_causal_product_kernelI18lunacu_causal_tileILi4", PTX_FMA_MADE_MUL, 20, "causal product"},
+  {"lunacu_attention_kernelI18lunacu_tensor_tileILi128ELi64E", PTX_WAIT_REMOVED, 0, "attention, TF32"},
+  {"lunacu_attention_kernelI18lunacu_tensor_tileILi128ELi64E", PTX_WAIT_REMOVED, 1, "attention, TF32"},
+  {"lunacu_attention_scores_kernelI18lunacu_tensor_tileILi64ELi128E", PTX_WAIT_REMOVED, 0, "attention, TF32"},
+  {"lunacu_attention_gradient_kernelI18lunacu_tensor_tileILi128ELi64E", PTX_WAIT_REMOVED, 0, "attention, TF32"},
 };
 static void check_faults(void) {
   for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
