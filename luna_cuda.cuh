@@ -2017,6 +2017,7 @@ static void lunacu_embedding_forward(luna_op *op) {
    keys that are less ... */
 __global__ void lunacu_sort_kernel(const int32_t *tokens, int64_t count, uint64_t *keys) {
   LUNACU_SHARED(int, chunk, LUNACU_BLOCK);
+  LUNACU_SHARED(uint64_t, sorted, LUNACU_BLOCK);
   for (int64_t start = (int64_t)blockIdx.x * LUNACU_BLOCK; start < count; start += (int64_t)gridDim.x * LUNACU_BLOCK) {
     const int n = (int)min((int64_t)LUNACU_BLOCK, count - start), me = threadIdx.x;
     const int mine = me < n ? tokens[start + me] : 0;
@@ -2024,8 +2025,9 @@ __global__ void lunacu_sort_kernel(const int32_t *tokens, int64_t count, uint64_
     chunk[me] = mine;
     __syncthreads();
     for (int i = 0; i < n; i++) rank += chunk[i] < mine + (i < me);
-    if (me < n) keys[start + rank] = (uint64_t)mine << 32 | (uint64_t)(start + me);
+    if (me < n) sorted[rank] = (uint64_t)mine << 32 | (uint64_t)(start + me);
     __syncthreads();
+    if (me < n) keys[start + me] = sorted[me];
   }
 }
 /* ... then four sorted runs become one: a key's place is its own in its run, and for each of the others the number of
@@ -2374,9 +2376,9 @@ static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) {
 }
 
 /* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias +
-   sum_i weight_i x_(t - width + 1 + i). A thread has four rows of a channel, or of four. Backward: dx_t (+)= sum_i
+   sum_i weight_i x_(t - width + 1 + i). A thread has eight rows of a channel, or of four. Backward: dx_t (+)= sum_i
    weight_i dy_(t + width - 1 - i). A row that does not exist has no term. --- */
-#define LUNACU_STRIP 4
+#define LUNACU_STRIP 8
 struct lunacu_convolution {
   const float *x, *weight, *bias;    /* x: dy in backward */
   float *y;
@@ -3551,6 +3553,7 @@ static void lunacu_attention_backward(luna_op *op) {
 struct lunacu_unpack {
   int64_t batch, rows, dim, heads, slots, max_items, max_rows; /* most_: of a wave */
   const float *k, *v, *bias;
+  bool vector;                       /* slots may be read by four */
   const int32_t *lengths;            /* [batch] real slots; null: all */
   lunacu_dropout dropout;            /* element ((b heads + head) rows + i) slots + j */
   /* workspace: [items, rows, heads, slots] twice, out's gradient before its dropout, sums, K' and V' with 0 */
@@ -3581,13 +3584,15 @@ LUNACU_INLINE lunacu_unpack_line lunacu_unpack_line_of(const lunacu_unpack &u, c
   const int slots = exists ? (int)u.slots : 0;
   return {line * u.slots, ((b * u.heads + head) * u.rows + row) * u.slots, u.bias + (b * u.heads + head) * u.slots,
           (int)(threadIdx.x % lanes) * 4, slots, exists && u.lengths ? max(0, min(u.lengths[b], slots)) : slots,
-              u.slots % 4 == 0};
+          u.vector};
 }
 /* four scores and their biases, or four of anything; `beyond` where no slot is real */
 LUNACU_INLINE void lunacu_unpack_get(const lunacu_unpack_line &l, const float *from, const float *bias, int j,
                                      float beyond, float (&x)[4]) {
-  lunacu_apart(x, lunacu_get4(from, j, l.slots, l.vector));
-  LUNACU_UNROLL for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? (bias ? x[c] + bias[j + c] : x[c]) : beyond;
+  float4 v = lunacu_get4(from, j, l.slots, l.vector);
+  if (bias) v = lunacu_add4(v, lunacu_get4(bias, j, l.slots, l.vector));
+  lunacu_apart(x, v);
+  LUNACU_UNROLL for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? x[c] : beyond;
 }
 /* P = softmax(S + bias), dropped; and where G is given dS = P (G, dropped - the sum of P times that), in its place */
 template <bool SLOPES> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
@@ -3703,6 +3708,7 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
   lunacu_unpack u = {};
   u.batch = x->shape[0]; u.rows = x->shape[1]; u.dim = x->shape[2]; u.heads = k->shape[1]; u.slots = k->shape[2];
   u.k = k->data; u.bias = op->in[2]->data; u.v = op->in[3]->data;
+  u.vector = lunacu_wide(u.slots, u.bias);
   u.lengths = op->lengths;
   u.dropout = lunacu_op_dropout(op);
   const int64_t n = u.heads * u.slots, weights = u.lengths ? u.batch * n * u.dim : 0;
