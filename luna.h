@@ -921,8 +921,8 @@ typedef struct luna_input_layer {
 } luna_input_layer;
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init);
-/* From training data, all in one input: means and deviations over the real steps, what is not finite left out, and
-   nothing else is an error. A feature that never changes gets scale 1. */
+/* From training data, all in one input: means and deviations over the real steps. What is not finite is left out; it is
+   an error where nothing is left. A feature that never changes gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
 /* -> [batch,n,dim] */
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
@@ -1202,7 +1202,8 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *in
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
 /* Sets the mean and the deviation of each output, of a model with output_norm, from training targets [rows,outputs],
-   all at once; NaN and Inf are left out, and nothing else is an error. An output that never changes gets scale 1. */
+   all at once. NaN and Inf are left out; it is an error where nothing is left. An output that never changes gets
+   scale 1. */
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows);
 
 /* Encoder: embeddings and encoder layers; part of the models below. The default scale of embeddings is sqrt(dim), with
