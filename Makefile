@@ -6,6 +6,7 @@
 #                            DESTDIR before it
 #   make test                what finds most, in five minutes on two cores; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
+#   make test-long           every case of five tests of which make test takes a part; the others' are in test-all
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
 #                            tests/cross.sh, these tests
@@ -169,6 +170,12 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
+LONG = $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh \
+  $(addprefix $(BUILD)/tests/,failures arguments causality)
+test-long:
+	-@$(MAKE) -k -j$(JOBS) programs
+	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG)
+
 export TEST_FULL
 test:
 	-@$(MAKE) -k -j$(JOBS) programs
@@ -179,7 +186,8 @@ test:
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
-	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(HOST:%=$(BUILD)/asan/tests/%) $(NAMES:%=$(BUILD)/asan/tests/%) \
+	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/asan/tests/private \
+	  $(HOST:%=$(BUILD)/asan/tests/%) $(filter-out %/private,$(NAMES:%=$(BUILD)/asan/tests/%)) \
 	  $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models
@@ -334,5 +342,5 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples docs install programs test test-all mcu sanitize cross golden headers fuzz fuzz-coverage faults \
-  size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test clean
+.PHONY: run examples docs install programs test test-all test-long mcu sanitize cross golden headers fuzz \
+  fuzz-coverage faults size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test clean
