@@ -1109,6 +1109,7 @@ typedef struct luna_feed_forward_layer {
   luna_norm_layer norm;
 } luna_feed_forward_layer;
 
+/* The encoder's layer, eq. 6, with Luna attention or, eq. 2, another one. */
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;

@@ -54,8 +54,13 @@ window.addEventListener('hashchange', () => { input.value = ''; search(); });
 document.addEventListener('keydown', e => {
   if (e.key === '/' && document.activeElement !== input) { e.preventDefault(); input.focus(); } });
 """
-EQUATIONS = {1: "attention", 2: "Transformer layer", 3: "pack", 4: "unpack", 5: "Luna attention", 6: "Luna layer",
-             7: "causal function"}
+EQUATIONS = {1: ("attention", "Attn(X, C) = softmax(X W_Q (C W_K)^T / sqrt(d)) C W_V"),
+             2: ("Transformer layer", "X_A = LayerNorm(Attn(X, C) + X), X' = LayerNorm(FFN(X_A) + X_A)"),
+             3: ("pack", "Y_P = Attn(P, C)"), 4: ("unpack", "Y_X = Attn(X, Y_P)"),
+             5: ("Luna attention", "Y_X, Y_P = LunaAttn(X, P, C): pack, then unpack"),
+             6: ("Luna layer", "X_A, P_A = LayerNorm(Y_X + X), LayerNorm(Y_P + P); X', P' = "
+                               "LayerNorm(FFN(X_A) + X_A), P_A"),
+             7: ("causal function", "f(X, Y, Z)_t = (1/t) X_t sum_{j<=t} Y_j^T Z_j")}
 PREPROCESSOR = r"#(if|ifdef|ifndef|else|elif|endif|undef|include|pragma|define (LUNAI_\w*|LUNA_API|LUNA_NO_\w*))\b"
 CITED = re.compile(r"\beqs?\. ([1-7])(?:(-|, | and )([1-7]))?")
 
@@ -111,7 +116,7 @@ def read_chapters(public):
     return chapters
 
 
-def make_linker(places):
+def make_linker(places, tags):
     def link(text, own=()):
         def one(match):
             name = match.group(0)
@@ -119,7 +124,7 @@ def make_linker(places):
             return f'<a href="#{name}">{name}</a>' if known else name
         text = re.sub(r"\b(?:luna|LUNA)_\w+", one, html.escape(text, quote=False))
         text = CITED.sub(lambda m: f'<a href="#equation{m.group(1)}">{m.group(0)}</a>', text)
-        return re.sub(r"&gt;&gt;(\w+)", r'<a href="#\1">&gt;&gt;\1</a>', text)
+        return re.sub(r"&gt;&gt;(\w+)", lambda m: f'<a href="#{m[1]}">{m[0]}</a>' if m[1] in tags else m[0], text)
     return link
 
 
@@ -142,8 +147,8 @@ def main(header, readme, target):
     chapters = read_chapters(public[:public.rindex("/*")])
     cited, entries = {n: [] for n in EQUATIONS}, 0
     places = {name for _, _, _, items in chapters for _, code in items for name in declared(code)}
-    link = make_linker(places)
-    body = []
+    link = make_linker(places, {tag for tag, *_ in chapters})
+    body, marked = [], set()
     for tag, title, text, items in chapters:
         body.append(f'<div class="chapter"><h2 id="{tag}">{html.escape(tag)}</h2>')
         body.append((f"<p><b>{link(title)}</b></p>" if title else "") + (prose(text, link) if text.strip() else ""))
@@ -151,28 +156,33 @@ def main(header, readme, target):
             own = declared(code)
             for match in CITED.finditer(comment + code):
                 first, last = int(match.group(1)), int(match.group(3) or match.group(1))
+                stems = tuple({x.removesuffix("_config") for x in own} & places)
+                kin = [x for x in sorted(places) if x.startswith("luna_") and (x in own or x.startswith(stems))]
                 for n in range(first, last + 1) if match.group(2) == "-" else (first, last):
-                    cited[n] += [x for x in own if x.startswith("luna_") and x not in cited[n]]
+                    cited[n] += [x for x in kin if x not in cited[n]]
             entries += 1
-            marks = "".join(f'<a id="{name}"></a>' for name in own)
+            marks = "".join(f'<a id="{name}"></a>' for name in own if name not in marked)
+            marked.update(own)
             body.append(f'<section class="entry">{marks}{prose(comment, link, own) if comment else ""}'
                         f"<pre>{link(code, own)}</pre></section>")
         body.append("</div>")
-    rows = "".join(f'<tr id="equation{n}"><td>({n})</td><td>{EQUATIONS[n]}</td><td>'
-                   f"{', '.join(link(x) for x in cited[n])}</td></tr>" for n in EQUATIONS)
+    rows = "".join(f'<tr id="equation{n}"><td>({n})</td><td>{name}<br><code>{html.escape(formula)}</code></td><td>'
+                   f"{', '.join(link(x) for x in cited[n])}</td></tr>" for n, (name, formula) in EQUATIONS.items())
+    sections = "".join(f'<section class="entry"><pre class="text">{link(text)}</pre></section>'
+                       for text in re.split(r"\n\n(?=[A-Z][A-Z ,:]+(?:\n|, ))", manual))
     programs = re.findall(r"((?:^[^\n`#|][^\n]*\n)+)\n```c\n(.*?)```", open(readme, encoding="utf-8").read(),
                           re.S | re.M)
-    examples = "".join(f"<p>{html.escape(' '.join(text.split()))}</p><pre>{link(code)}</pre>"
-                       for text, code in programs)
+    examples = "".join(f'<section class="entry"><p>{html.escape(" ".join(text.split()))}</p><pre>{link(code)}</pre>'
+                       "</section>" for text, code in programs)
     nav = "".join(f'<a href="#{tag}">{tag}</a>' for tag, *_ in chapters)
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>luna.h {version}: reference</title><style>{STYLE}</style>
 <nav><input type="search" placeholder="search ( / )" aria-label="search"><div id="count"></div>
 <a href="#manual">manual</a><a href="#equations">equations</a><a href="#programs">programs</a>{nav}</nav>
-<main><h1>luna.h {version}</h1><h2 id="manual">manual</h2><pre class="text">{link(manual)}</pre>
-<h2 id="equations">equations</h2><p>Of arXiv 2106.01540v2, and what computes them.</p>
-<table><tr><th></th><th>equation</th><th>declarations</th></tr>{rows}</table>
-{''.join(body)}<h2 id="programs">programs</h2>{examples}</main><script>{SCRIPT}</script></html>
+<main><h1>luna.h {version}</h1><div class="chapter"><h2 id="manual">manual</h2>{sections}</div>
+<div class="chapter"><h2 id="equations">equations</h2><section class="entry"><p>Of arXiv 2106.01540v2, and what computes
+them.</p><table><tr><th></th><th>equation</th><th>declarations</th></tr>{rows}</table></section></div>
+{''.join(body)}<div class="chapter"><h2 id="programs">programs</h2>{examples}</div></main><script>{SCRIPT}</script></html>
 """
     open(target, "w", encoding="utf-8").write(page)
     missing = sorted(set(re.findall(r"^LUNA_API [^;=]*?\b(luna_\w+)\(", public, re.M)) - places)
