@@ -182,7 +182,8 @@ def main(header, readme, target):
 <main><h1>luna.h {version}</h1><div class="chapter"><h2 id="manual">manual</h2>{sections}</div>
 <div class="chapter"><h2 id="equations">equations</h2><section class="entry"><p>Of arXiv 2106.01540v2, and what computes
 them.</p><table><tr><th></th><th>equation</th><th>declarations</th></tr>{rows}</table></section></div>
-{''.join(body)}<div class="chapter"><h2 id="programs">programs</h2>{examples}</div></main><script>{SCRIPT}</script></html>
+{''.join(body)}<div class="chapter"><h2 id="programs">programs</h2>{examples}</div></main>
+<script>{SCRIPT}</script></html>
 """
     open(target, "w", encoding="utf-8").write(page)
     missing = sorted(set(re.findall(r"^LUNA_API [^;=]*?\b(luna_\w+)\(", public, re.M)) - places)
