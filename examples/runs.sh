@@ -17,20 +17,24 @@ mkdir -p "$out"
 runs() {
   for seed in 1 2; do
     for system in "luna16 luna" "luna128 luna --memory 128" "linear linear" "transformer transformer"; do
-      echo "text-${system%% *}-$seed lra train text --quick --data $data/imdb.tsv --attention ${system#* } --steps 8000" \
-        "--warmup 400 --products bf16 --seed $seed --save-every 200"
+      echo "text-${system%% *}-$seed lra train text --quick --data $data/imdb.tsv --attention ${system#* }" \
+        "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
     done
   done
   for system in "luna16 luna" "transformer transformer"; do
     echo "image-${system%% *}-1 lra train image --quick --data $data/cifar.bin --attention ${system#* } --steps 12000" \
       "--warmup 600 --products bf16 --seed 1 --save-every 200"
   done
+  echo "pathfinder-easy-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8 --lr 2e-3" \
+    "--warmup 200 --batch 32 --steps 6000 --validations 10 --products bf16 --seed 1 --save-every 200"
+  echo "pathfinder-easy-long-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8" \
+    "--lr 2e-3 --warmup 200 --batch 32 --steps 24000 --products bf16 --seed 1 --save-every 200"
   awk 'NR % 10 != 0' "$data/imdb.tsv" | cut -f 2 >"$out/reviews.txt"   # mlm tune measures on every tenth line
   for seed in 1 2; do
     echo "mlm-$seed mlm pretrain $out/reviews.txt --window 512 --batch 8 --steps 8000 --products bf16 --seed $seed"
     for rows in 100 1000 10000; do
-      echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $data/imdb.tsv --rows $rows --steps $((rows / 5 + 400))" \
-        "--window 512 --products bf16 --seed $seed"
+      echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $data/imdb.tsv --rows $rows --window 512" \
+        "--steps $((rows / 5 + 400)) --products bf16 --seed $seed"
     done
   done
   for fold in 1 2 3 4 5; do
