@@ -6,13 +6,15 @@
    layer (6), causal function (7).
 
    WHAT P IS
-     P is a short sequence of l vectors, 16 by default, learned like a weight and rewritten by every layer:
+     P is a short sequence of l vectors, 16 by default, learned like a weight and rewritten by every encoder layer; a
+     causal layer has a learned P of its own.
        X   [n,d]   x x x x x x x x x x x x   the sequence
                     \ \ \ | | | | / / /      pack:   Y_P = Attn(P, X), l queries read n tokens
        P   [l,d]          p p p p            the memory, then the packed context Y_P
                     / / / | | | | \ \ \      unpack: Y_X = Attn(X, Y_P), n queries read l slots
-       Y_X [n,d]   y y y y y y y y y y y y   the next layer's X; Y_P is the next layer's P
-     Both take n l dot products instead of n n: time and memory are linear in n. After the last layer P summarises the
+       Y_X [n,d]   y y y y y y y y y y y y   the result; after residual and norm Y_P is the next layer's P,
+                                             and after a feed-forward too Y_X is its X
+     Each takes n l dot products instead of n n: time and memory are linear in n. After the last layer P summarises the
      sequence in a fixed size: classifiers pool it, decoders read it, and it can be carried into the next segment. The
      causal form replaces the pack by running means, and so streams one token at a time in memory that does not grow.
      A classifier that pools P (the default) does not use its last layer's unpack and feed-forward: they are not
@@ -793,9 +795,10 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
    weight [d,width], whose last column is for the present, bias [d] or null -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
-/* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
-   [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax over each head's slots of (x k^T +
-   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l]. */
+/* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d], which are queries
+   times the key projection, and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax
+   over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias
+   [batch,h,l]. */
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums);
 typedef struct luna_unpack_config {
@@ -928,7 +931,8 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
 /* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key
-   projection, keys with queries */
+   projection, keys with queries. Section 3.1 of version 2 names W_K and W_Q where
+   4.2 and its tables tie W_k with W_v, as the authors' code does: a slip. */
 typedef enum luna_sharing {
   LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK
 } luna_sharing;
@@ -968,7 +972,7 @@ typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORG
 typedef struct luna_causal_attention_layer_config {
   int64_t dim, heads;                /* 0 = 128, 4 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
-  luna_activation omega;             /* 0 = SOFTPLUS2, the authors'; or SOFTPLUS, ELU1 */
+  luna_activation omega;             /* 0 = SOFTPLUS2, of the authors' code; or SOFTPLUS, ELU1, of the paper's text */
   float dropout;                     /* on the unpack matrix */
   bool bert_init;
   bool output_gate;                  /* as of luna_layer_config */
@@ -5555,7 +5559,8 @@ LUNAI_FN double lunai_attention_score(const lunai_sparse *s, int64_t query, cons
   return (double)a->scale * lunai_inner(a->head_dim, a->q + s->head.q + query * a->q_row, 1,
                                         a->k + s->head.k + key->row * a->k_row, 1);
 }
-/* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
+/* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; without a pattern the cursor goes over all keys that
+   the query sees. Columns of V go by sixty-fours, whose sums are kept in double. */
 LUNAI_FN void lunai_attention_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
   const lunai_dropout dropout = lunai_attention_dropout(a);
@@ -7151,8 +7156,9 @@ LUNAI_FN double lunai_horizon_share(int64_t horizon, int64_t t, int64_t j) {
   const double fade = lunai_horizon_fade(horizon, lunai_beyond(t, horizon) - lunai_beyond(j, horizon));
   return fade / (double)lunai_within(t, horizon);
 }
-/* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in
-   double */
+/* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, which is eq. 7 with the products in another order: n^2 of
+   them, where lunai_mean_step carries y^T z along and is linear. Columns of z go by sixty-fours, whose sums are kept in
+   double. */
 LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
   for (int64_t item = 0; item < c->batch * c->heads; item++) {
@@ -17070,7 +17076,7 @@ LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads
   return n * 4 * (double)heads * l * d + 4 * l * products < n * (2 * (double)projections * products + 4 * l * d);
 }
 
-/* the first half: Y_P */
+/* the first half, eq. 3: Y_P, folded or by attention (1), whose reference is lunai_attention_row */
 LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context,
                                         const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
@@ -17094,7 +17100,7 @@ LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer
   q = lunai_gated(&layer->gate, x, luna_reshape(q, x->rank, x->shape));
   return lunai_linear_with(q, layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, 0);
 }
-/* the second half: Y_X + residual, or null, after a dropout */
+/* the second half, eq. 4: Y_X + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                           luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
