@@ -5,17 +5,28 @@
 
      cc -O2 -I. examples/lesson.c -o lesson -lm -lpthread && ./lesson
 
-   One sequence, no dropout. A matrix X [n,d] is an array x of n d floats, row by row: X_tc is x[t * d + c]. The same
-   steps in Python are examples/lesson.ipynb. */
+   One sequence, no dropout. A matrix X [n,d] is an array x of n d floats, row by row: X_tc is x[t * d + c]. Most of it
+   in Python is examples/lesson.ipynb. Words and slots may be changed, added and taken out: sizes follow. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
+/* A model learns vectors for words. These are made by hand, so that one can follow them: columns 0 to 3 say what kind
+   of word it is, columns 4 to 7 what it is about. */
+static const struct { const char *text, *columns; } words[] = {
+  /*              article noun verb joining, animal place feeling cause */
+  { "the", "1000 0000" }, { "cat", "0100 1000" }, { "sat", "0010 0100" }, { "on", "0001 0100" },
+  { "the", "1000 0000" }, { "mat", "0100 0100" }, { "because", "0001 0001" }, { "it", "0100 1000" },
+  { "was", "0010 0000" }, { "tired", "0010 1010" }, { "and", "0001 0000" }, { "warm", "0010 0010" }
+}, slots[] = { { "who", "0100 1000" }, { "where", "0001 0100" }, { "how", "0010 0010" }, { "why", "1000 0001" } };
+
 /* tokens, memory slots, width, width inside the feed-forward, the longest sequence, steps of training */
-enum { n = 12, l = 4, d = 8, ffn = 16, longest = 1200, steps = 4000 };
-typedef float matrix[n * d];                               /* of l rows too: the first l */
+enum { n = sizeof words / sizeof *words, l = sizeof slots / sizeof *slots, d = 8, ffn = 16, longest = 1200,
+       steps = 4000 };
+enum { rows_at_most = n > l ? n : l };
+typedef float matrix[rows_at_most * d];                    /* of n or l rows: the first ones */
 static int failures;
 
 /* ---- what all equations need ------------------------------------------------------------------------------------- */
@@ -78,29 +89,32 @@ static void attention(int heads, int queries, int keys, const float *q, const fl
 
 /* ---- a sentence -------------------------------------------------------------------------------------------------- */
 
-/* A model learns vectors for words. These are made by hand, so that one can follow them: columns 0 to 3 say what kind
-   of word it is, columns 4 to 7 what it is about. */
-static const struct { const char *text, *columns; } words[n] = {
-  /*              article noun verb joining, animal place feeling cause */
-  { "the", "1000 0000" }, { "cat", "0100 1000" }, { "sat", "0010 0100" }, { "on", "0001 0100" },
-  { "the", "1000 0000" }, { "mat", "0100 0100" }, { "because", "0001 0001" }, { "it", "0100 1000" },
-  { "was", "0010 0000" }, { "tired", "0010 1010" }, { "and", "0001 0000" }, { "warm", "0010 0010" }
-}, slots[l] = { { "who", "0100 1000" }, { "where", "0001 0100" }, { "how", "0010 0010" }, { "why", "1000 0001" } };
-
 static void read_columns(const char *text, float *x) {
   for (; *text; text++) if (*text != ' ') *x++ = *text == '1' ? 3 : 0;
 }
-/* Shares in percent, a row each; rows and columns are words or, if there are l of them, slots. */
-static void print_shares(int rows, int columns, const float *share) {
+/* Shares in percent, a row each; rows and columns are words or slots. */
+enum { of_words, of_slots };
+static void print_shares(int row_kind, int column_kind, const float *share) {
+  const int rows = row_kind == of_slots ? l : n, columns = column_kind == of_slots ? l : n;
   printf("%8s", "");
-  for (int j = 0; j < columns; j++) printf(" %5.5s", columns == l ? slots[j].text : words[j].text);
+  for (int j = 0; j < columns; j++) printf(" %5.5s", column_kind == of_slots ? slots[j].text : words[j].text);
   for (int i = 0; i < rows; i++) {
-    printf("\n%8s", rows == l ? slots[i].text : words[i].text);
+    printf("\n%8s", row_kind == of_slots ? slots[i].text : words[i].text);
     for (int j = 0; j < columns; j++)
       if (share[i * columns + j] < 0.005f) printf("     .");
       else printf(" %5.0f", 100 * (double)share[i * columns + j]);
   }
   printf("\n\n");
+}
+static int word(const char *text) {                        /* its place, or the last one's */
+  int t = 0;
+  while (t < n - 1 && strcmp(words[t].text, text) != 0) t++;
+  return t;
+}
+static void print_row(const float *share) {                /* on a line: what one word gets of each, in percent */
+  printf("  ");
+  for (int j = 0; j < n; j++) printf(" %.5s %.0f", words[j].text, 100 * (double)share[j]);
+  printf("\n");
 }
 static void multiply(int rows, int inner, int columns, const float *a, const float *b, float *c) { /* C = A B */
   for (int i = 0; i < rows * columns; i++) {
@@ -110,12 +124,14 @@ static void multiply(int rows, int inner, int columns, const float *a, const flo
 }
 
 static void count_products(void) {
-  static float x[longest * d], y[longest * d], p[16 * d];
+  static float x[longest * d], y[longest * d], p[longest * d];
+  const int slot_counts[3] = { 0, 4, 16 };
   printf("Products, counted while the loops run:\n\n%8s %22s %22s %22s\n", "tokens", "softmax: n n",
          "Luna, l = 4: 2 l n", "Luna, l = 16: 2 l n");
   for (int size = 12; size <= longest; size *= 10) {
     printf("%8d", size);
-    for (int rows = 0; rows <= 16; rows = rows ? 4 * rows : l) {
+    for (int i = 0; i < 3; i++) {
+      const int rows = slot_counts[i];
       products = 0;
       if (rows == 0) attention(1, size, size, x, x, x, y, NULL);
       else attention(1, rows, size, p, x, x, y, NULL), attention(1, size, rows, x, p, p, y, NULL);
@@ -127,39 +143,46 @@ static void count_products(void) {
          "sentence of 12 tokens Luna with 16 slots costs more: it is for long sequences.\n\n");
 }
 
-static void show_sentence(void) {
-  matrix x, p, y, y_p;
-  float all[n * n], heads[2 * n * n], pack[l * n], unpack[n * l];
-  for (int t = 0; t < n; t++) read_columns(words[t].columns, x + t * d);
+/* Luna's two steps, on the same words */
+static void show_nested(const float *x) {
+  matrix p, y, y_p;
+  float all[n * n], pack[l * n], unpack[n * l];
   for (int s = 0; s < l; s++) read_columns(slots[s].columns, p + s * d);
-  printf("1. Softmax attention (equation 1). Each row is a word, and says in percent where it looks: at words with\n"
-         "vectors like its own. In a layer Q, K and V are X times learned matrices; here all three are X.\n\n");
+  printf("\n3. Luna's pack (equation 3). Not words but l = %d slots of a memory P look at the words. Each slot has a\n"
+         "vector too; a model learns it. These ask who, where, how and why. The columns of \"why\" are cause and\n"
+         "article, so it finds \"because\" and each \"the\":\n\n", l);
+  products = 0;
+  attention(1, l, n, p, x, x, y_p, pack);
+  print_shares(of_slots, of_words, pack);
+  printf("4. Luna's unpack (equation 4). Each word looks at the slots, which hold what they have read:\n\n");
+  attention(1, n, l, x, y_p, y_p, y, unpack);
+  print_shares(of_words, of_slots, unpack);
+  printf("What a word so gets of each word is unpack times pack: a matrix of n n shares that nobody computes, of\n"
+         "rank l = %d at most. It is less sharp than the first one: what passes between words goes through the slots.\n"
+         "\"sat\" gets little of itself; what keeps a word is the residual of equation 6, X + Y_X.\n\n", l);
+  multiply(n, l, n, unpack, pack, all);
+  print_shares(of_words, of_words, all);
+  printf("%lld products.\n\n", products);
+}
+
+static void show_sentence(void) {
+  matrix x, y;
+  float all[n * n], heads[2 * n * n];
+  for (int t = 0; t < n; t++) read_columns(words[t].columns, x + t * d);
+  printf("1. Softmax attention (equation 1). Each row is a word, and says in percent where it looks: at words whose\n"
+         "vectors have a large dot product with its own, likeness times length: \"tired\" is \"warm\" and more, so\n"
+         "\"warm\" looks at both alike, \"tired\" at itself. In a layer Q, K and V are X times learned matrices; here\n"
+         "all three are X.\n\n");
   products = 0;
   attention(1, n, n, x, x, x, y, all);
-  print_shares(n, n, all);
+  print_shares(of_words, of_words, all);
   printf("%lld products. \"it\" looks at itself and at the cat.\n\n", products);
 
   printf("2. Two heads: the first compares columns 0 to 3, the kind of word, the second columns 4 to 7, what it is\n"
          "about. Where \"sat\" looks, by the first head and by the second:\n\n");
   attention(2, n, n, x, x, x, y, heads);
-  for (int h = 0; h < 2; h++) {
-    for (int j = 0; j < n; j++) printf(" %.5s %.0f", words[j].text, 100 * (double)heads[(h * n + 2) * n + j]);
-    printf("\n");
-  }
-  printf("\n3. Luna's pack (equation 3). Not words but l = 4 slots of a memory P look at the words. Each slot has a\n"
-         "vector too; a model learns it. These ask who, where, how and why:\n\n");
-  products = 0;
-  attention(1, l, n, p, x, x, y_p, pack);
-  print_shares(l, n, pack);
-  printf("4. Luna's unpack (equation 4). Each word looks at the four slots, which hold what they have read:\n\n");
-  attention(1, n, l, x, y_p, y_p, y, unpack);
-  print_shares(n, l, unpack);
-  printf("What a word so gets of each word is unpack times pack: a matrix of n n shares that nobody computes, of\n"
-         "rank 4 at most. It is less sharp than the first one: what passes between words goes through four slots.\n\n");
-  multiply(n, l, n, unpack, pack, all);
-  print_shares(n, n, all);
-  printf("%lld products. ", products);
-  count_products();
+  for (int h = 0; h < 2; h++) print_row(heads + (h * n + word("sat")) * n);
+  show_nested(x);
 }
 
 /* A causal memory takes in one word after another. Prints what a slot holds of each word after the last one: all gates
@@ -172,10 +195,11 @@ static void show_gates(void) {
     gates[2][t] = strcmp(words[t].text, "because") == 0 || strcmp(words[t].text, "it") == 0 ? 0.37f : 1;
   }
   printf("5. The past. A causal model has no pack: a word must not see later ones. Its memory is a sum over the\n"
-         "words so far (equation 7) divided by their number, a mean, in which the newest of t words weighs 1/t: of\n"
-         "12 words 8%%, of 1,200 0.08%%. Such a memory blurs, and in the end hardly moves. A gate (.forget, not in\n"
-         "the paper) multiplies what was before, by up to e^-1 = 0.37 a word. After the last word a slot holds, in\n"
-         "percent:\n\n%8s", "");
+         "words so far divided by their number (equation 7): of t words a slot holds each by softplus(score) / t,\n"
+         "which need not sum to 1, so that the newest counts less and less: of 12 words with equal scores 8%%, of\n"
+         "1,200 0.08%%. Such a memory blurs, and in the end hardly moves. A gate (.forget, not in the paper)\n"
+         "multiplies what was before, by e^-1 = 0.37 a word at least; with it a word weighs e^score, and the weights\n"
+         "are divided by their sum. If all scores are equal, a slot holds after the last word, in percent:\n\n%8s", "");
   for (int t = 0; t < n; t++) printf(" %5.5s", words[t].text);
   for (int g = 0; g < 3; g++) {
     float share[n], sum = 0;
@@ -187,8 +211,8 @@ static void show_gates(void) {
     printf("\n%8s", names[g]);
     for (int t = 0; t < n; t++) printf(" %5.0f", 100 * (double)(share[t] / sum));
   }
-  printf("\n\nThe constant gate forgets half in four words, at any length. The third one closes at \"because\" and\n"
-         "\"it\": the new clause is kept whole, the old one fades. A model learns when to close from the words.\n\n");
+  printf("\n\nThe constant gate forgets half in four words, at any length. The third one forgets at \"because\" and\n"
+         "\"it\": the old clause fades, the new one is kept whole. A model learns from the words when to forget.\n\n");
 }
 
 /* ---- the equations ----------------------------------------------------------------------------------------------- */
@@ -247,7 +271,7 @@ static void luna_layer(float *x, float *p, const luna_encoder_layer *layer) {
 /* (7) The causal function: F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j, X, Y [n,a], Z, F [n,b]. Row t sees nothing later, and
    the sum is carried along. */
 static void causal_function(int a, int b, const float *x, const float *y, const float *z, float *f) {
-  float sum[d][d] = { { 0 } };
+  float sum[l > d ? l : d][l > d ? l : d] = { { 0 } };
   for (int t = 0; t < n; t++)
     for (int j = 0; j < b; j++) {
       f[t * b + j] = 0;
@@ -258,8 +282,9 @@ static void causal_function(int a, int b, const float *x, const float *y, const 
     }
 }
 
-/* Section 3.3, causal Luna attention: A_pack = softplus2(X P^T), A_unpack = softmax(f(X, X, A_pack)),
-   Y = f(A_unpack, A_pack, X) */
+/* Section 3.3, causal Luna attention: A_pack = omega(X P^T / sqrt(d)), A_unpack = softmax(f(X, X, A_pack)), Y =
+   f(A_unpack, A_pack, X). The paper's omega is softplus; luna.h's is by default the softplus2 of the authors' code,
+   log2(1 + 2^x). The unpack's factor 1 / sqrt(d) is theirs too; the paper does not write it. */
 static void causal_luna_attention(const float *x, const float *p, const luna_causal_attention_layer *a, float *out) {
   matrix pq, pc, q, k, v, y;
   float pack[n * l], unpack[n * l];
@@ -320,7 +345,7 @@ static luna_status compare(luna_ctx *ctx, int64_t heads, luna_sharing sharing) {
          (long long)luna_params_element_count(params), (long long)luna_params_element_count(other));
 
   matrix x, p, x2, p2, y, y_p;
-  for (int t = 0; t < n; t++)
+  for (int t = 0; t < rows_at_most; t++)
     for (int c = 0; c < d; c++)
       x[t * d + c] = sinf(0.7f * (float)(d * t + c)), p[t * d + c] = cosf(1.3f * (float)(d * t + c));
   luna_tensor *X = luna_tensor_new(ctx, x, 3, (int64_t[]){ 1, n, d }), *Y_P;
@@ -353,7 +378,7 @@ static luna_status compare_causal(luna_ctx *ctx) {
   if (luna_begin_inference(ctx) != LUNA_OK) return luna_error_status(ctx);
 
   matrix x, p, y;
-  for (int i = 0; i < n * d; i++) x[i] = sinf(0.7f * (float)i), p[i] = cosf(1.3f * (float)i);
+  for (int i = 0; i < rows_at_most * d; i++) x[i] = sinf(0.7f * (float)i), p[i] = cosf(1.3f * (float)i);
   luna_tensor *X = luna_tensor_new(ctx, x, 3, (int64_t[]){ 1, n, d });
   luna_tensor *P = luna_tensor_new(ctx, p, 3, (int64_t[]){ 1, l, d });
   causal_function(d, d, x, x, x, y);
@@ -417,7 +442,7 @@ static luna_status train(luna_ctx *ctx, int64_t slot_count, bool frozen, bool sa
     luna_backward(loss);                                               /* 2. backwards: every parameter's gradient */
     for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {   /* 3. a step down: w = w - lr dloss/dw */
       luna_tensor *w = luna_params_at(params, i, NULL);
-      float value[n * d], gradient[n * d];                             /* the largest parameter */
+      float value[(rows_at_most + d) * d], gradient[(rows_at_most + d) * d];    /* no parameter is larger */
       if ((w == m->memory && frozen) || !w->has_grad) continue;
       if (luna_read(w, value) != LUNA_OK || luna_read_grad(w, gradient) != LUNA_OK) continue;
       for (int64_t k = 0; k < luna_count(w); k++) value[k] -= 0.2f * gradient[k];
@@ -457,13 +482,16 @@ static luna_status show_training(luna_ctx *ctx) {
   printf("\n7. Training: tell every token what the first token was.\n\n");
   if (train(ctx, l, false, true, &m) != LUNA_OK) return luna_error_status(ctx);
   const double loss = loss_on_new(ctx, &m);
+  const double blind = (double)variance * (n - 1) / n;
   printf("\nWhat the loss means: it is a mean squared error. A model that looks at no other token can only say the\n"
-         "mean, and has the variance of what is to be told: %.4f. 0 is perfect. When a slot has found the first\n"
-         "token, all tokens can read it there, and the loss falls. On 50 new sequences it is %.4f, %.1f%% of the\n"
-         "variance: a number is off by %.2f, the root of that. A loss says nothing without such a comparison. In one\n"
-         "of those sequences the slots look, in percent:\n\n",
-         (double)variance, loss, 100 * loss / (double)variance, sqrt(loss));
+         "mean, but at the first token itself, and has (n - 1)/n of the variance of what is to be told, %.4f: %.4f.\n"
+         "0 is perfect. When a slot has found the first token, all tokens can read it there, and the loss falls. On\n"
+         "50 new sequences it is %.4f, %.1f%% of that: a number is off by %.2f, the root of it. A loss says nothing\n"
+         "without such a comparison. In one of those sequences the slots look, in percent:\n\n",
+         (double)variance, blind, loss, 100 * loss / blind, sqrt(loss));
   print_pack(&m);
+  printf("\nA slot that looks everywhere alike has found nothing. Where others have the first token, the loss\n"
+         "is small without it.\n");
   return luna_error_status(ctx);
 }
 
@@ -476,35 +504,44 @@ static luna_status answer(luna_ctx *ctx) {
   if (train(ctx, 1, false, false, &one) != LUNA_OK || train(ctx, n, false, false, &many) != LUNA_OK ||
       train(ctx, l, true, false, &frozen) != LUNA_OK) return luna_error_status(ctx);
   for (int t = 0; t < n; t++) read_columns(words[t].columns, x + t * d);
-  printf("\n8. Exercises, and their answers.\n\n"
-         "a) l = 1. What do the words get? A softmax over one slot is 1: every word gets the same vector, a summary\n"
-         "   of the sentence; what words ask does not matter. For the task of 7 that is enough, as all ask for the\n"
-         "   first token: loss %.4f.\n"
-         "b) l = n, and P = X. Is Luna then softmax attention? No, it is softmax attention twice, and costs twice\n"
-         "   the products. What \"sat\" gets of each word, once and twice, in percent:\n", loss_on_new(ctx, &one));
+  printf("\n8. Exercises. Think first: the answers follow.\n\n"
+         "a) l = 1. What do the words get? Is it enough for the task of 7?\n"
+         "b) l = n, and P = X. Is Luna then softmax attention? What does it cost?\n"
+         "c) P is frozen: it stays as it began, random. Does the model still learn?\n"
+         "d) From how many tokens on does Luna make fewer products than softmax attention?\n"
+         "e) All gates are g, below 1. How much does a slot hold in all, before it is divided, after many words? And\n"
+         "   with equation 7's mean?\n\n"
+         "Answers.\n\n"
+         "a) A softmax over one slot is 1: every word gets the same vector, a summary of the sentence; what words ask\n"
+         "   does not matter. For the task of 7 that is enough, as all ask for the first token: loss %.4f. With more\n"
+         "   slots words have to learn as well which of them to read.\n"
+         "b) No, it is softmax attention twice, and costs twice the products. What \"sat\" gets of each word, once\n"
+         "   and twice, in percent:\n", loss_on_new(ctx, &one));
   attention(1, n, n, x, x, x, y, all);
   products = 0;
   attention(1, n, n, x, x, x, y_p, pack), attention(1, n, n, x, y_p, y_p, y, unpack);
-  for (int twice = 0; twice < 2; twice++) {
-    printf("  ");
-    for (int j = 0; j < n; j++) printf(" %.5s %.0f", words[j].text, 100 * (double)all[2 * n + j]);
-    printf("\n");
-    multiply(n, n, n, unpack, pack, all);
-  }
-  printf("   %lld products instead of %d. With %d slots the task of 7 ends at a loss of %.4f.\n"
-         "c) P is frozen: it stays as it began, random. Does the model still learn? Yes, %.4f: what a slot asks is P\n"
-         "   times a learned matrix (pq_proj), and of %d independent rows of d = 8 numbers a matrix makes any %d\n"
-         "   queries.\n",
-         products, n * n, n, loss_on_new(ctx, &many), loss_on_new(ctx, &frozen), l, l);
+  print_row(all + word("sat") * n);
+  multiply(n, n, n, unpack, pack, all);
+  print_row(all + word("sat") * n);
+  printf("   %lld products instead of %d. With %d slots of a learned P the task of 7 ends at a\n"
+         "   loss of %.4f.\n"
+         "c) Yes, %.4f: what a slot asks is P times a learned matrix (pq_proj), and of independent rows, %d of %d\n"
+         "   numbers here, a matrix makes any queries.\n"
+         "d) 2 l n < n n where n > 2 l: with 16 slots beyond 32 tokens. In time it takes more (README).\n"
+         "e) 1 + g + g g + ... = 1/(1 - g), with 0.84 about six words, however many came; of the mean's sum t words\n"
+         "   after t, so that each new one counts 1/t.\n",
+         products, n * n, n, loss_on_new(ctx, &many), loss_on_new(ctx, &frozen), l, d);
   return luna_error_status(ctx);
 }
 
 int main(void) {
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
   show_sentence();
+  count_products();
   show_gates();
   printf("6. The equations beside luna.h's calls, on the same numbers. Tied sharing, luna.h's default, makes key and\n"
-         "value by one projection, in the pack and in the unpack, and so saves two matrices.\n\n");
+         "value by one projection, in the pack and in the unpack, and so saves two matrices. So does section 4.2 of\n"
+         "the paper; that section 3.1 names W_K and W_Q is a slip.\n\n");
   if (compare(ctx, 1, LUNA_SHARING_FULL) != LUNA_OK || compare(ctx, 2, LUNA_SHARING_TIED) != LUNA_OK ||
       compare_causal(ctx) != LUNA_OK || show_training(ctx) != LUNA_OK || answer(ctx) != LUNA_OK)
     failures++, puts(luna_error(ctx));

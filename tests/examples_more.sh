@@ -91,6 +91,10 @@ check "and a slot looks at the first token" \
   awk '/^head [12], slot [1-4] / && $5 > 50 { found = 1 } END { exit !found }' out
 check "one slot, n of them, and a frozen P learn it too" \
   [ "$(sed -n '/^8\./,$p' out | grep -o '0\.0[01][0-9][0-9]' | wc -l)" = 3 ]
+sed -e '/define LUNA_IMPLEMENTATION/d' -e 's/{ "warm", [^}]*}/&, { "and", "0001 0000" }, { "dry", "0010 0001" }/' \
+  -e 's/{ "why", [^}]*}/&, { "what", "0100 0100" }, { "when", "0001 1000" }/' "$root/examples/lesson.c" >longer.c
+check "words and slots may be added" sh -c "${CC:-cc} ${CFLAGS:-} -I'$root' longer.c '$build/luna.o' -o longer -lm -lpthread &&
+  ./longer >longer.out && [ \$(grep -c ' agrees, ' longer.out) = 15 ] && grep -q ' dry' longer.out && grep -q ' when' longer.out"
 
 # ---- mlm
 program=mlm
