@@ -368,6 +368,7 @@ TOOL int check_files(const command *c, const flag *flags, const char **words) {
   return 0;
 }
 
+TOOL const char *gap_of(const command *c) { return *c->name ? " " : ""; } /* a program of one command names none */
 TOOL bool asks_help(const char *word) { return strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0; }
 
 /* "--name value" or "--name=value", given[*at]; *at moves to the last word of it. */
@@ -377,7 +378,7 @@ TOOL int parse_flag(const command *c, const flag *flags, int count, char **given
   const flag *f = flags;
   while (f->name && (strlen(f->name) != size || memcmp(f->name, word, size) != 0 || !takes(c, f))) f++;
   if (!f->name)
-    return fail("this command has no flag %.*s; see %s %s --help", (int)size, word, program, c->name);
+    return fail("this command has no flag %.*s; see %s%s%s --help", (int)size, word, program, gap_of(c), c->name);
   const char *next = *at + 1 < count ? given[*at + 1] : "";
   flags_given |= (uint64_t)1 << (f - flags);
   if (!word[size] && f->whole && f->kind && strcmp(f->kind, NO_YES) == 0 && strcmp(next, "yes") != 0 &&
@@ -393,11 +394,12 @@ TOOL int parse(const command *c, const flag *flags, int count, char **given, con
       if (parse_flag(c, flags, count, given, &i)) return 2;
       continue;
     }
-    if (!c->files[found]) return fail("'%s' is one word too many; see %s %s --help", given[i], program, c->name);
+    if (!c->files[found])
+      return fail("'%s' is one word too many; see %s%s%s --help", given[i], program, gap_of(c), c->name);
     words[found++] = given[i];
   }
   if (c->files[found] && *c->files[found] != '?')
-    return fail("the %s file is missing; see %s %s --help", file_name(c, found).text, program, c->name);
+    return fail("the %s file is missing; see %s%s%s --help", file_name(c, found).text, program, gap_of(c), c->name);
   return ranks.rank > 0 ? 0 : check_files(c, flags, words);
 }
 

@@ -200,14 +200,14 @@ static int model_parts(part *parts) {
 static void write_float(float x) {
   char text[32];
   snprintf(text, sizeof text, "%.9g", (double)x);
-  fprintf(out, "%s%sf,", text, strpbrk(text, ".e") ? "" : ".0");
+  fprintf(out, "%s%sf", text, strpbrk(text, ".e") ? "" : ".0");
 }
 static void open_array(const char *type, const char *owner, const char *part_name, const char *suffix, int64_t count) {
   fprintf(out, "static const %s %s%s%s[%lld] = {", type, owner, part_name, suffix, (long long)count);
 }
 static void write_floats(const char *owner, const char *part_name, const char *suffix, const float *x, int64_t count) {
   open_array("float", owner, part_name, suffix, count);
-  for (int64_t i = 0; i < count; i++) fputs(i % 8 ? " " : "\n  ", out), write_float(x[i]);
+  for (int64_t i = 0; i < count; i++) fputs(i % 8 ? " " : "\n  ", out), write_float(x[i]), fputc(',', out);
   fputs("\n};\n", out);
   flash += count * (int64_t)sizeof(float);
 }
@@ -364,6 +364,45 @@ static bool holds(const char *at) {
   }
   return all;
 }
+/* Of what series keeps, number i; null: it keeps no such text. */
+static const char *kept(const char *key, int64_t i) {
+  char of[40];
+  snprintf(of, sizeof of, "series.%s%lld", key, (long long)i);
+  return luna_params_get(params, of);
+}
+static bool forecasts(int *interval) {
+  const char *task = kept("task", 0);
+  int forecast;
+  return task && sscanf(task, "%*d %*d %d %*d %*d %d", &forecast, interval) == 2 && forecast;
+}
+static void write_define(const char *what) {
+  fputs("\n#define ", out);
+  for (const char *s = name; *s; s++) fputc(toupper((unsigned char)*s), out);
+  fprintf(out, "_%s", what);
+}
+/* The names of the columns as strings, for a program that reads a table. */
+static void write_columns(void) {
+  const char *text;
+  if (!kept("column", model.config.features - 1)) return;
+  write_define("COLUMNS");
+  for (int64_t i = 0; i < model.config.features && (text = kept("column", i)) != NULL; i++) {
+    fputs(i ? ", \\\n  \"" : " \\\n  \"", out);
+    for (; *text; text++)
+      fprintf(out, isalnum((unsigned char)*text) || *text == '_' ? "%c" : "\\%03o", (unsigned char)*text);
+    fputc('"', out);
+  }
+}
+/* The units of a forecast. */
+static void write_changes(void) {
+  const char *text;
+  int interval;
+  if (!kept("change", 0) || !forecasts(&interval)) return;
+  write_define("CHANGES");
+  for (int i = 0; (text = kept("change", i)) != NULL; i++) {
+    fputs(i ? ", \\\n  " : " \\\n  ", out);
+    write_float(isfinite(strtof(text, NULL)) ? strtof(text, NULL) : 0);
+  }
+}
 /* writes what $... stands for; returns what follows it */
 static const char *write_word(const char *at) {
   const number *n = numbers;
@@ -371,6 +410,7 @@ static const char *write_word(const char *at) {
     for (const char *s = name; *s; s++) fputc(toupper((unsigned char)*s), out);
     return at + 4;
   }
+  if (strncmp(at, "tables", 6) == 0) return write_columns(), write_changes(), at + 6;
   if (strncmp(at, "name", 4) == 0) return fputs(name, out), at + 4;
   while (n->name && strncmp(at, n->name, strlen(n->name)) != 0) n++;
   if (n->name) return fprintf(out, "%lld", (long long)n->is), at + strlen(n->name);
@@ -405,23 +445,44 @@ static void write_about(const char *suffix) {
           (long long)(c->features ? c->features : c->vocab), c->features ? "features" : "tokens", (long long)outputs(),
           (long long)c->layers, own.floats ? "float" : "8 bits");
 }
-/* What series knows of features and outputs: a line of names in a comment, of the characters that can do no harm. */
+/* A line of names in a comment, of the characters that can do no harm. */
 static void write_names(const char *what, const char *key) {
-  char of[40];
   const char *text;
-  snprintf(of, sizeof of, "series.%s0", key);
-  if (!luna_params_get(params, of)) return;
+  if (!kept(key, 0)) return;
   fprintf(out, "/* %s:", what);
-  for (int i = 0; (snprintf(of, sizeof of, "series.%s%d", key, i), text = luna_params_get(params, of)) != NULL; i++) {
+  for (int i = 0; (text = kept(key, i)) != NULL; i++) {
     fprintf(out, "%s%d is ", i ? ", " : " ", i);
     for (; *text; text++) fputc(isalnum((unsigned char)*text) || *text == '_' ? *text : '.', out);
   }
   fputs(" */\n", out);
 }
+/* What a model of classes gives: the weights have series' temperature already. */
+static void write_classes(void) {
+  if (!kept("class", 0)) return;
+  write_names("y[i], of which the largest is found", "class");
+  fputs("/* y are logits: class i has the probability e^y[i] / sum over j of e^y[j]; the temperature that\n"
+        "   series found is in the weights. Of two classes, p[1] > 0.8 where y[1] - y[0] > 1.386, ln(0.8 / 0.2). */\n", out);
+}
+/* What a forecast gives: changes from the last row, each in a unit of its own. */
+static void write_forecast(void) {
+  const char *ahead = kept("ahead", 0);
+  const long long k = model.config.features;
+  int interval;
+  if (!ahead || !forecasts(&interval)) return;
+  const int levels = interval ? 3 : 1;
+  fprintf(out, "/* y[(a * %lld + i) * %d + q]: how x[i] will have changed so many steps ahead: [", k, levels);
+  for (; *ahead; ahead++) if (strchr("0123456789,", *ahead)) fputc(*ahead, out);
+  if (interval) fprintf(out, "][a]; quantile [%g, 0.5, %g][q]", 0.5 - interval / 200.0, 0.5 + interval / 200.0);
+  else fputs("][a]; the median", out);
+  fprintf(out, ".\n   With change[] = { CHANGES } the forecast, in the data's unit, is\n"
+          "   x[i] + change[a * %lld + i] * y[(a * %lld + i) * %d + q]%s. */\n", k, k, levels,
+          interval ? "; the three may cross: sort them" : "");
+}
 static void write_h(void) {
   write_about(".h");
   write_names("x[i]", "column");
-  write_names("y[i], of which the largest is found", "class");
+  write_classes();
+  write_forecast();
   write_code(export_header);
 }
 static void write_c(void) {

@@ -10,7 +10,7 @@ static const char *const export_header[] = {
   "",
   "@features:#define $NAME_FEATURES $features",
   "@tokens:#define $NAME_VOCAB $vocab",
-  "#define $NAME_OUTPUTS $outputs",
+  "#define $NAME_OUTPUTS $outputs$tables",
   "",
   "/* All memory of a sequence but the stack. Zeroed, it stands at a sequence's beginning. */",
   "typedef struct $name_state {",

@@ -590,7 +590,7 @@ static int set_temperature(void) {
   model = trained;
   const double t = calibration_temperature(&c);
   if (!status && c.count >= LEAST_CALIBRATED) {
-    printf("temperature %.3f on %lld to validate: expected calibration error %.2f%%, was %.2f%%\n", t,
+    printf("temperature %.3f on %lld to validate: expected calibration error on the same %.2f%%, was %.2f%%\n", t,
            (long long)c.count, 100 * calibration_error(&c, t), 100 * calibration_error(&c, 1));
     luna_tensor *weight = own.causal ? model.lm.output.weight : model.classifier.projection;
     luna_status done = calibration_apply(weight, t);
@@ -629,7 +629,12 @@ static int read_task(const char *path) {
   if (own.carry && !(own.causal && (own.forecast || data.csv)))
     return fail("--carry is for a recording and --causal or --forecast");
   if (check_flags()) return 2;
-  if (!own.forecast && label_count < 2) return fail("%s has %d classes; it takes two", path, (int)label_count);
+  if (!own.forecast && label_count == 1)
+    return own.label ? fail("%s: column '%s' is '%.*s' in every row; it takes two classes", path, own.label,
+                            shown_size(classes[0]), (const char *)classes[0].at) :
+        fail("%s: '%.*s' is the class of every case; it takes two", path, shown_size(classes[0]),
+             (const char *)classes[0].at);
+  if (!own.forecast && label_count < 2) return fail("%s has no classes; it takes two", path);
   if (data.training == 0) return fail("%s has too few series to hold a fifth back", path);
   return 0;
 }

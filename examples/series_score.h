@@ -15,14 +15,15 @@ static struct {
   double loss;                       /* sum of -ln p of the true class, or of absolute errors in deviations */
   confidences sure;
   int64_t *pairs;                    /* [classes + 1, classes]: true class (the last: unknown), class found */
-  /* of each class [classes]: how often it begins, in how many of these it is found, after how many steps in all */
-  int64_t *runs, *found, *delay;
+  /* of each class [classes]: how often it begins, in how many of these it is found, after how many steps in all; how
+     often the model finds that it begins where it does not */
+  int64_t *runs, *found, *delay, *alarms;
   /* [ahead_count,k]: sums of absolute errors, and of repeating the last value; how many, and how many inside the
      interval */
   double *error, *last;
   int64_t *errors, *inside;
   /* the class that lasts, and where it began; whether the model has found it since */
-  struct { int32_t label; int64_t row; bool found; } run;
+  struct { int32_t label, best; int64_t row; bool found; } run; /* best: what the model found in the row before */
 } score;
 
 TOOL void score_close(void) {
@@ -34,8 +35,8 @@ TOOL void score_clear(void) {
   memset(&score, 0, sizeof score);
   score.pairs = (int64_t *)memset(grow(NULL, (c + 1) * c + 1, sizeof(int64_t)), 0,
                                   (size_t)((c + 1) * c) * sizeof(int64_t));
-  score.runs = (int64_t *)memset(grow(NULL, 3 * c + 1, sizeof(int64_t)), 0, (size_t)(3 * c) * sizeof(int64_t));
-  score.found = score.runs + c, score.delay = score.found + c;
+  score.runs = (int64_t *)memset(grow(NULL, 4 * c + 1, sizeof(int64_t)), 0, (size_t)(4 * c) * sizeof(int64_t));
+  score.found = score.runs + c, score.delay = score.found + c, score.alarms = score.delay + c;
   score.error = (double *)memset(grow(NULL, 2 * k, sizeof(double)), 0, (size_t)(2 * k) * sizeof(double));
   score.last = score.error + k;
   score.errors = (int64_t *)memset(grow(NULL, 2 * k, sizeof(int64_t)), 0, (size_t)(2 * k) * sizeof(int64_t));
@@ -55,6 +56,8 @@ TOOL void score_run(int64_t row, int32_t label, int32_t best) {
     score.run.label = label, score.run.row = row, score.run.found = row == 0;
     if (row > 0 && label >= 0) score.runs[label]++;
   }
+  if (row > 0 && best != score.run.best && label >= 0 && best != label) score.alarms[best]++;
+  score.run.best = best;
   if (score.run.found || label < 0 || best != label) return;
   score.run.found = true;
   score.found[label]++, score.delay[label] += row - score.run.row;
@@ -108,7 +111,7 @@ TOOL void matrix_of_classes(void) {
 TOOL void table_of_classes(void) {
   printf("%-*s %10s %10s %10s %10s", NAME_WIDTH, "class", own.per_step ? "steps" : "series", "recall", "precision",
          "F1");
-  if (own.per_step) printf(" %10s %10s %10s", "begins", "found", "delay");
+  if (own.per_step) printf(" %10s %10s %12s %12s", "begins", "found", "delay, steps", "false begins");
   for (int32_t c = 0; c < label_count; c++) {
     const int64_t is = pairs_of(c, true), found = pairs_of(c, false), right = score.pairs[c * label_count + c];
     printf("\n"), put_name(classes[c]);
@@ -116,10 +119,14 @@ TOOL void table_of_classes(void) {
     put_share(share(right, is)), put_share(share(right, found)), put_share(share(2 * right, is + found));
     if (!own.per_step) continue;
     printf(" %10lld %10lld", (long long)score.runs[c], (long long)score.found[c]);
-    if (score.found[c]) printf(" %10.1f", (double)score.delay[c] / (double)score.found[c]);
-    else printf(" %10s", "-");
+    if (score.found[c]) printf(" %12.1f", (double)score.delay[c] / (double)score.found[c]);
+    else printf(" %12s", "-");
+    printf(" %12lld", (long long)score.alarms[c]);
   }
   printf("\n");
+  if (own.per_step)
+    printf("a beginning is found if the class is, at any step before it ends; a false one: the model changes to "
+           "the class while another is true\n");
 }
 TOOL void table_of_columns(void) {
   printf("%-*s %8s %16s %16s %10s", NAME_WIDTH, "column", "ahead", "absolute error", "of last value", "ratio");
@@ -159,13 +166,20 @@ TOOL void forecast_line(const char *begin, int64_t a, const float *deviations) {
 /* Accuracy beside that of always saying the most frequent class, and the mean of the classes' recalls. */
 TOOL void class_line(const char *begin) {
   double recalls = 0;
-  int32_t there = 0, most = 0;
+  int32_t there = 0, most = 0, absent = 0;
   for (int32_t c = 0; c < label_count; c++) {
     const int64_t is = pairs_of(c, true);
-    if (is > 0) there++, recalls += share(score.pairs[c * label_count + c], is);
+    if (is == 0) absent = c;
+    else there++, recalls += share(score.pairs[c * label_count + c], is);
     if (is > pairs_of(most, true)) most = c;
   }
-  printf("%saccuracy %.2f%%, balanced %.2f%%; always '", begin, share(score.right, score.count), recalls / there);
+  printf("%saccuracy %.2f%%, balanced ", begin, share(score.right, score.count));
+  if (there == label_count) printf("%.2f%%", recalls / there);
+  else {
+    printf("is not defined, '"), put_shown(stdout, classes[absent].at, shown_size(classes[absent]));
+    printf("' is absent");
+  }
+  printf("; always '");
   put_shown(stdout, classes[most].at, shown_size(classes[most]));
   printf("': %.2f%%; expected calibration error %.2f%%\n", share(pairs_of(most, true), score.count),
          100 * confidences_error(&score.sure));

@@ -190,6 +190,77 @@ check "is exported" run named.safetensors --out named
 check "its header names its columns" grep -q '^/\* x\[i\]: 0 is speed, 1 is he..at \*/$' named.h
 check "and its classes" grep -q 'largest is found: 0 is slow, 1 is fast \*/$' named.h
 check "it compiles" $cc -std=c99 -c named.c -o named.o
+check "and what y is" grep -q 'p\[1\] > 0.8 where y\[1\] - y\[0\] > 1.386' named.h
+
+# --- main.c reads the columns of the model's names, wherever they are, and stops at what is no number
+# read_as LINES: main ends without an error on these lines, and its outputs are those of wanted.txt
+# stops WORDS LINES: it ends with an error, and says the words
+lines() { printf '%b' "$1" >table/series.csv; }
+read_as() { lines "$1"; (cd table && ./main >main.log) && same table/outputs.txt table/wanted.txt; }
+stops() { lines "$2"; (cd table && ! ./main >main.log) && grep -q "$1" table/main.log; }
+mkdir -p table
+cp named.safetensors table/model.safetensors
+lines '"speed",he*/at\n0.001,-13\n2,\n12300000000,4\n'
+check "a table's model" exported table
+check "is built" built table $cc -std=c99 -O1
+mv table/outputs.txt table/wanted.txt
+check "all lines are read" [ "$(sed -n 's/^steps //p' table/main.log)" = 3 ]
+check "columns are found by their names, among others" \
+  read_as 'time;he*/at;state;"speed"\r\n17:01;-1.3e1;slow;+1e-3\r\n\r\n17:02;n/a; fast ;2.0\r\n;4; ;1.23e10'
+check "a column that is missing is said" stops 'no column he\*/at' 'speed,heat\n1,2\n'
+check "so are names that are missing" stops 'no column speed' '1,2\n3,4\n'
+check "a word is no number" stops 'line 3, column 2: this is no number' 'speed,he*/at\n1,2\n1,x7\n'
+for cell in 1-3 --3 1.2.3 1e 1e- e3 . 0x10; do
+  check "$cell is no number" stops 'line 2, column 1: this is no number' "speed,he*/at\n$cell,2\n"
+done
+check "a line that is too short is said" stops 'line 2 has too few columns' 'speed,he*/at\n1\n'
+awk 'BEGIN { for (t = 0; t < 300; t++) print t % 7 ",5," t % 5 "," (t % 9 > 4 ? "up" : "down") }' >numbers.csv
+check "a detector of columns without names" "$build/series" train numbers.csv --label 4 --causal --steps 2 \
+  --out table/model.safetensors
+check "is exported" exported table
+lines '3,5,1,up\n'
+check "and built" built table $cc -std=c99 -O1
+mv table/outputs.txt table/wanted.txt
+check "their numbers are their names" read_as '3,,1\n'
+check "a place that is not there is said" stops 'line 1 has too few columns' '3,5\n'
+
+# --- what a forecast's outputs mean: by the header, on this computer, what series predict prints
+awk 'BEGIN { print "a,b"; for (t = 0; t < 200; t++) print sin(t / 5) * 40 "," cos(t / 9) + 7 }' >f.csv
+check "a forecast" "$build/series" train f.csv --forecast --ahead 1,4 --steps 20 --window 300 --out f.safetensors
+check "what it finds" sh -c "'$build/series' predict f.safetensors f.csv >found.csv"
+check "it is exported" run f.safetensors --out fc --float
+check "with what y is" grep -q 'y\[(a \* 2 + i) \* 3 + q\]' fc.h
+check "and how far ahead" grep -q '\[1,4\]\[a\]; quantile \[0.1, 0.5, 0.9\]\[q\]' fc.h
+cat >forecast.c <<'END'
+#include "fc.h"
+#include <math.h>
+#include <stdio.h>
+int main(void) {
+  static fc_state state;
+  static const float change[] = { FC_CHANGES };
+  float x[2], y[12], found[2];
+  double wrong = 0;
+  FILE *in = fopen("f.csv", "r"), *made = fopen("found.csv", "r");
+  if (!in || !made || fscanf(in, "%*[^\n]") || fscanf(made, "%*[^\n]")) return 2;
+  while (fscanf(in, "%f,%f", &x[0], &x[1]) == 2) fc_step(&state, x, y);
+  for (int a = 0; a < 2; a++)
+    for (int q = 0; q < 3; q++) {
+      if (fscanf(made, "%*d,%*d,%*f,%f,%f", &found[0], &found[1]) != 2) return 3;
+      for (int i = 0; i < 2; i++) {
+        float f[3];
+        for (int j = 0; j < 3; j++) f[j] = x[i] + change[a * 2 + i] * y[(a * 2 + i) * 3 + j];
+        for (int j = 0; j < 3; j++) {
+          const float t = f[j % 2];
+          if (t > f[j % 2 + 1]) f[j % 2] = f[j % 2 + 1], f[j % 2 + 1] = t;
+        }
+        wrong = fmax(wrong, fabs((double)f[q] - (double)found[i]) / (1 + fabs((double)found[i])));
+      }
+    }
+  printf("%g\n", wrong);
+  return wrong > 1e-4;
+}
+END
+check "which is what series predict prints" sh -c "$cc -std=c99 -I. forecast.c fc.c -o forecast -lm && ./forecast >out"
 
 # --- what is refused, without half a file
 check "a model with softmax attention" $models write softmax 0 features=2 attention=1
@@ -197,6 +268,7 @@ refuses "another attention" softmax.safetensors --out x
 echo text >text
 refuses "safetensors" text --out x
 refuses "missing" nothing.safetensors
+refuses "see export --help"
 refuses "nothing.safetensors" nothing.safetensors --out x
 refuses "is no name for C" float/model.safetensors --out 9x
 refuses "is no name for C" float/model.safetensors --out a-b

@@ -148,6 +148,22 @@ awk 'BEGIN { print "x,state"; for (t = 0; t < 600; t++) { s = int(t / 20) % 2
 check "a detector" run train late.csv --label state --causal --out late.safetensors --window 60 --steps 1 $small
 check "has a delay" grep -q '^class .* begins *found *delay' out
 check "and each class begins as often as it does" awk '/^(on|off) / { n += $6 } END { exit n != 5 }' out
+check "what is found, and what false, is said" grep -q '^a beginning is found if .*; a false one: ' out
+check "a detector that errs" run train late.csv --label state --causal --out late.safetensors --window 60 --steps 60 $small
+awk 'BEGIN { print "x,state"; for (t = 0; t < 600; t++) { s = int(t / 20) % 2
+  print (t % 20 > 7 && t % 20 < 12 ? 1 - s : s) "," (s ? "on" : "off") } }' >false.csv
+check "finds" sh -c "'$build/series' predict late.safetensors false.csv >found.txt"
+check "and is measured" run eval late.safetensors false.csv
+tail -n +2 false.csv | cut -d , -f 2 | paste - found.txt | awk '
+  NR > 1 && $2 != before && $2 != $1 { n[$2]++ } { before = $2 }
+  END { print "off", n["off"] + 0; print "on", n["on"] + 0 }' >alarms.txt
+check "false begins are counted" sh -c "awk '/^(on|off) / { print \$1, \$NF }' out | sort | diff - alarms.txt >&2"
+check "there are some" awk '{ n += $2 } END { exit n < 5 }' alarms.txt
+awk 'BEGIN { print "x,state"; for (t = 0; t < 300; t++) print t % 7 "," (t < 150 ? "slow" : "brisk") }' >late_class.csv
+check "what is not learnt from has one class" run train late_class.csv --label state --steps 2 $small --out c.safetensors
+check "which has no balance" grep -q "balanced is not defined, 'slow' is absent; always 'brisk': 100.00%" out
+awk 'BEGIN { print "x,is_anomaly"; for (t = 0; t < 300; t++) print t % 7 ",0" }' >one.csv
+refuses "column 'is_anomaly' is '0' in every row" train one.csv --label is_anomaly --out x
 
 # forecasts: errors count alike in each column, whatever its unit; columns can be chosen
 awk 'BEGIN { print "ms,big,wave,flat"; for (t = 0; t < 400; t++) printf "%d,%.4f,%.4f,3\n", 15 * t,
@@ -225,7 +241,7 @@ awk 'BEGIN { srand(6); print "@data"; for (i = 0; i < 2000; i++) { up = i % 2; l
   print line ":" (rand() < 0.3 ? 1 - up : up) } }' >doubt.ts
 check "labels that are often wrong" run train doubt.ts --held 1 --validate 0.25 --out d.safetensors --steps 200 \
   --lr 0.01 $small
-check "a temperature is found" grep -q '^temperature [0-9.]* on [0-9]* to validate: expected calibration error' out
+check "a temperature is found" grep -q '^temperature [0-9.]* on [0-9]* to validate: expected calibration error on the same ' out
 check "probabilities are off by little" awk '/on what/ { sub("%", "", $NF); exit !($NF + 0 < 12) }' out
 check "none is surer than can be" run predict d.safetensors doubt.ts
 check "on average" awk '{ s += $2 } END { exit !(s / NR > 0.55 && s / NR < 0.82) }' out
@@ -271,7 +287,7 @@ wrong "number 1 of dimension 1" '@data\n1e999:a\n1:b\n'
 wrong "number 1 of dimension 1" '@data\ninf:a\n1:b\n'
 wrong "number 1 of dimension 1" '@data\n0x10:a\n1:b\n'
 wrong "number 1 of dimension 1" '@data\n\000:a\n1:b\n'
-wrong "has 1 classes" '@data\n1,2:a\n'
+wrong "'a' is the class of every case" '@data\n1,2:a\n'
 wrong "time stamps" '@timeStamps true\n@data\n(1,2):a\n'
 wrong "time stamps" '@timestamps true\n@data\n(1,2):a\n'
 wrong "UTF-8" '@data\n1,2:\377\n1,3:b\n'

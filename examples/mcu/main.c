@@ -1,9 +1,11 @@
-/* main.c: runs an exported model, detector.c, on series.csv: a line a step, numbers with commas between them, of which
-   the first are the model's features ("", "?" or "NaN" where one is missing) or, of a model of tokens, the token. What
-   it finds goes to outputs.txt, a line a step: the bits of its floats in hexadecimal, so that machines can be compared.
-   A first line without numbers names the columns and is left out. With -DLEARN_STEPS=N -DLEARN_RATE=X, of a model that
-   was exported with --learn classes: the number after the features is the class; the first N steps are learnt from, and
-   of the others it is counted how many are found. */
+/* main.c: runs an exported model, detector.c, on series.csv: a line a step, cells with ',', ';' or tabs between them. A
+   first line without numbers names the columns. The model's features are read from the columns of the names that
+   detector.h has; where it has none, from the first columns, or, of a model of tokens, the token from the first one. A
+   cell is empty, or "?", "NaN" or the like, where a number is missing; one that is no number ends the program with a
+   sentence. What the model finds goes to outputs.txt, a line a step: the bits of its floats in hexadecimal, so that
+   machines can be compared. With -DLEARN_STEPS=N -DLEARN_RATE=X, of a model that was exported with --learn classes: the
+   number after the last feature is the class; the first N steps are learnt from, and of the others it is counted how
+   many are found. */
 #include "board.h"
 #include "detector.h"
 
@@ -12,9 +14,24 @@
 #else
 #define NUMBERS DETECTOR_FEATURES
 #endif
+#ifdef LEARN_STEPS
+#define CELLS (NUMBERS + 1)          /* of a line that are read: the class is the last */
+#else
+#define CELLS NUMBERS
+#endif
 
 static detector_state state;         /* zeroed: the beginning of a sequence */
-static float x[NUMBERS], y[DETECTOR_OUTPUTS], label; /* label: the number after x */
+static float x[CELLS], y[DETECTOR_OUTPUTS];
+static uint32_t lines;               /* read so far */
+
+static void print_number(const char *name, uint32_t number, const char *end) {
+  char text[16], *to = text + sizeof text;
+  *--to = 0;
+  do *--to = (char)('0' + number % 10); while ((number /= 10) > 0);
+  board_print(name);
+  board_print(to);
+  board_print(end);
+}
 
 /* ---- the series -------------------------------------------------------------------------------------------------- */
 
@@ -28,32 +45,128 @@ static int next_character(void) {    /* -1 at the end */
   return size > 0 ? (unsigned char)buffer[at++] : -1;
 }
 
-/* A number as integer / power of ten, which all machines read alike; returns what ended it. NaN: there is none. */
-static int read_number(float *number) {
-  int32_t digits = 0, scale = 1;
-  int c = next_character(), negative = 0, point = 0, any = 0;
-  for (; c != ',' && c != '\n' && c >= 0; c = next_character()) {
-    if (c == '-') negative = 1;
-    if (c == '.') point = 1;
-    if (c < '0' || c > '9' || digits > 99999999 || scale > 99999999) continue;
-    digits = digits * 10 + (c - '0');
-    if (point) scale *= 10;
-    any = 1;
+static char cell[256];
+static int by;                       /* between cells: the first such character */
+static int read_cell(void) {         /* without spaces and quotes around it; returns what ended it */
+  int c, count = 0, quoted = 0;
+  while ((c = next_character()) >= 0 && c != '\n') {
+    if (!by && !quoted && (c == ',' || c == ';' || c == '\t')) by = c;
+    if (c == by && !quoted) break;
+    if (c == '"') quoted = !quoted;
+    else if (c != '\r' && (count > 0 || c != ' ') && count < (int)sizeof cell - 1) cell[count++] = (char)c;
   }
-  *number = (float)(negative ? -digits : digits) / (float)scale;
-  if (!any) *number = (*number - *number) / (*number - *number);
+  while (count > 0 && cell[count - 1] == ' ') count--;
+  cell[count] = 0;
   return c;
 }
-static int read_step(void) {         /* 0 at the end of the series */
-  int c = 0;
-  for (int i = 0; i < NUMBERS; i++) {
-    if (c == '\n') return 0;
-    c = read_number(&x[i]);
-    if (c < 0) return 0;
+static int is_cell(const char *text, int bits) { /* bits 32: in capitals or small letters */
+  const char *c = cell;
+  while (*text && (*c | bits) == *text) c++, text++;
+  return *c == *text;
+}
+static int is_missing(void) {
+  static const char *const words[] = { "", "?", "-", "na", "n/a", "nan", "null", "none" };
+  for (unsigned i = 0; i < sizeof words / sizeof *words; i++) if (is_cell(words[i], 32)) return 1;
+  return 0;
+}
+static int is_digit(char c) { return c >= '0' && c <= '9'; }
+
+/* A number as nine digits and a power of ten, which all machines read alike; 0 where the text is none. */
+static int number_of(const char *text, float *number) {
+  const int negative = *text == '-';
+  int32_t digits = 0, exponent = 0, given = 0;
+  int point = 0, any = 0;
+  float power = 1;
+  for (text += negative || *text == '+'; is_digit(*text) || (*text == '.' && !point); text++) {
+    if (*text == '.') point = 1;
+    else if (any = 1, digits > 99999999) exponent += !point;
+    else digits = digits * 10 + (*text - '0'), exponent -= point;
   }
-  if (c != '\n' && c >= 0) c = read_number(&label);
-  while (c != '\n' && c >= 0) c = next_character();
+  if (any && (*text == 'e' || *text == 'E')) {
+    const int less = text[1] == '-';
+    text += 1 + (less || text[1] == '+');
+    for (any = is_digit(*text); is_digit(*text); text++) if (given < 100) given = given * 10 + (*text - '0');
+    exponent += less ? -given : given;
+  }
+  for (int i = exponent < 0 ? -exponent : exponent; i > 0 && digits > 0; i--) power *= 10.0f;
+  *number = (float)(negative ? -digits : digits);
+  *number = exponent < 0 ? *number / power : *number * power;
+  return any && !*text;
+}
+
+/* ---- its columns ------------------------------------------------------------------------------------------------- */
+
+#ifdef DETECTOR_COLUMNS
+static const char *const names[] = { DETECTOR_COLUMNS };
+#endif
+static int places[CELLS], named[CELLS]; /* of what is read: as numbered, as the first line says; -1: nowhere */
+
+static void number_places(void) {    /* a column without a name is called by its number, from 1 */
+  for (int i = 0; i < NUMBERS; i++) {
+#ifdef DETECTOR_COLUMNS
+    float number;
+    places[i] = number_of(names[i], &number) ? (int)number - 1 : -1;
+#else
+    places[i] = i;
+#endif
+    named[i] = -1;
+  }
+#ifdef LEARN_STEPS
+  places[NUMBERS] = places[NUMBERS - 1] + 1;
+#endif
+}
+static void look_for_names(int place) {
+#ifdef DETECTOR_COLUMNS
+  for (int i = 0; i < NUMBERS; i++) if (is_cell(names[i], 0)) named[i] = place;
+#endif
+  (void)place;
+}
+/* Whether all columns are there; the first line was one of names, or not. */
+static int find_places(int header) {
+#ifdef DETECTOR_COLUMNS
+  for (int i = 0; i < NUMBERS; i++) {
+    if (header) places[i] = named[i];
+    if (places[i] >= 0) continue;
+    board_print("series.csv has no column ");
+    board_print(names[i]);
+    board_print("\n");
+    return 0;
+  }
+#endif
+  (void)header;
+#ifdef LEARN_STEPS
+  places[NUMBERS] = places[NUMBERS - 1] + 1;
+#endif
   return 1;
+}
+
+static int is_first = 1, is_header = 1; /* line; it has no number */
+static int filled, bad;              /* of the line's cells that are read: how many; which is no number, from 1 */
+static void take_cell(int place) {
+  float number;
+  const int missing = is_missing(), fine = number_of(cell, &number) || missing;
+  if (is_first) look_for_names(place), is_header = is_header && (missing || !fine);
+  if (missing) number = 0, number = (number - number) / (number - number);
+  for (int i = 0; i < CELLS; i++) {
+    if (places[i] != place) continue;
+    x[i] = number, filled++;
+    if (!fine && !bad) bad = place + 1;
+  }
+}
+static int read_step(void) {         /* 1: there was one; 0: the series has ended; -1: after a sentence */
+  int c, place = 0;
+  do lines++, c = read_cell(); while (c == '\n' && !*cell);
+  if (c < 0 && !*cell) return 0;
+  for (filled = bad = 0; take_cell(place), c != '\n' && c >= 0; place++) c = read_cell();
+  if (is_first) {
+    is_first = 0;
+    if (!find_places(is_header)) return -1;
+    if (is_header) return read_step();
+  }
+  if (!bad && filled == CELLS) return 1;
+  print_number("series.csv, line ", lines, bad ? "" : " has too few columns\n");
+  if (bad) print_number(", column ", (uint32_t)bad, ": this is no number\n");
+  return -1;
 }
 
 /* ---- what is found ----------------------------------------------------------------------------------------------- */
@@ -69,25 +182,15 @@ static void write_outputs(void) {
   to[-1] = '\n';
   board_write(line, (int)sizeof line);
 }
-static void print_number(const char *name, uint32_t number) {
-  char text[16], *to = text + sizeof text;
-  *--to = 0;
-  *--to = '\n';
-  do *--to = (char)('0' + number % 10); while ((number /= 10) > 0);
-  board_print(name);
-  board_print(to);
-}
 
 int main(void) {
   uint32_t steps = 0, first, count = 0;
-  uint32_t lines = 0;
 #ifdef LEARN_STEPS
   uint32_t found = 0;
 #endif
-  while (read_step()) {
-    int words = lines++ == 0;        /* the columns' names */
-    for (int i = 0; i < NUMBERS; i++) words = words && x[i] != x[i];
-    if (words) continue;
+  int more;
+  number_places();
+  while ((more = read_step()) > 0) {
     first = board_count();
 #ifdef DETECTOR_VOCAB
     const int good = detector_step(&state, (int32_t)x[0], y);
@@ -100,17 +203,17 @@ int main(void) {
 #ifdef LEARN_STEPS
     int best = 0;
     for (int o = 1; o < DETECTOR_OUTPUTS; o++) if (y[o] > y[best]) best = o;
-    if (steps >= LEARN_STEPS) found += best == (int)label;
-    else detector_learn(&state, (int32_t)label, LEARN_RATE);
+    if (steps >= LEARN_STEPS) found += best == (int)x[NUMBERS];
+    else detector_learn(&state, (int32_t)x[NUMBERS], LEARN_RATE);
 #endif
     steps++;
   }
-  print_number("steps ", steps);
-  print_number("state ", (uint32_t)sizeof state);
-  print_number("instructions a step, with -icount: ", steps ? count / steps : 0);
-  print_number("stack ", board_stack());
+  print_number("steps ", steps, "\n");
+  print_number("state ", (uint32_t)sizeof state, "\n");
+  print_number("instructions a step, with -icount: ", steps ? count / steps : 0, "\n");
+  print_number("stack ", board_stack(), "\n");
 #ifdef LEARN_STEPS
-  print_number("found of 1000 ", steps > LEARN_STEPS ? found * 1000u / (steps - LEARN_STEPS) : 0);
+  print_number("found of 1000 ", steps > LEARN_STEPS ? found * 1000u / (steps - LEARN_STEPS) : 0, "\n");
 #endif
-  return steps == 0;
+  return more < 0 || steps == 0;
 }
