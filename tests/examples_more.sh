@@ -93,8 +93,10 @@ check "one slot, n of them, and a frozen P learn it too" \
   [ "$(sed -n '/^8\./,$p' out | grep -o '0\.0[01][0-9][0-9]' | wc -l)" = 3 ]
 sed -e '/define LUNA_IMPLEMENTATION/d' -e 's/{ "warm", [^}]*}/&, { "and", "0001 0000" }, { "dry", "0010 0001" }/' \
   -e 's/{ "why", [^}]*}/&, { "what", "0100 0100" }, { "when", "0001 1000" }/' "$root/examples/lesson.c" >longer.c
-check "words and slots may be added" sh -c "${CC:-cc} ${CFLAGS:-} -I'$root' longer.c '$build/luna.o' -o longer -lm -lpthread &&
-  ./longer >longer.out && [ \$(grep -c ' agrees, ' longer.out) = 15 ] && grep -q ' dry' longer.out && grep -q ' when' longer.out"
+longer="${CC:-cc} ${CFLAGS:-} -I'$root' longer.c '$build/luna.o' -o longer -lm -lpthread && ./longer >longer.out"
+check "words and slots may be added" sh -c "$longer"
+check "the equations agree with them too" [ "$(grep -c ' agrees, ' longer.out)" = 15 ]
+check "they are in the tables" sh -c "grep -q ' dry ' longer.out && grep -q ' when$' longer.out"
 
 # ---- mlm
 program=mlm
