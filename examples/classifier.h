@@ -133,8 +133,7 @@ TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples 
                      best_model *best) {
   double loss, since = progress_validates();
   const double share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count, &loss);
-  progress_validated(bar, since, loss);
-  snprintf(bar->note, sizeof bar->note, "validation %.1f%%", 100 * share);
+  progress_validated(bar, since, loss, "validation %.1f%%", 100 * share);
   if (best && share >= 0 && best_keep(best, model->params, bar->step, 1 - share, loss) != LUNA_OK) return -1;
   return share;
 }

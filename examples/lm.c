@@ -206,8 +206,7 @@ static bool save(const luna_optimizer *adam, luna_params *params) {
 /* The loss of the text kept back, in the progress line and the plot; NaN on failure. */
 static double validate(luna_ctx *ctx, const luna_lm *model, text held, int64_t max) {
   double since = progress_validates(), loss = mean_loss(ctx, model, held, own.cut, max);
-  progress_validated(&bar, since, loss);
-  snprintf(bar.note, sizeof bar.note, "validation %.3f", loss);
+  progress_validated(&bar, since, loss, "validation %.3f", loss);
   return loss;
 }
 

@@ -383,8 +383,7 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
   const int64_t held = s->held < QUICK ? s->held : QUICK;
   double loss, since = progress_validates(), share = accuracy(ctx, NULL, s, s->training, held, &loss);
   if (share < 0) return failed(ctx);
-  progress_validated(&bar, since, loss);
-  snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * share);
+  progress_validated(&bar, since, loss, "validation %.1f%%", 100 * share);
   if (share > run.best) {
     run.best = share, run.best_step = bar.step;
     if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params,

@@ -77,8 +77,7 @@ static double validate(luna_ctx *ctx, const luna_masked_lm *model, contents held
   double sum = 0, since = progress_validates();
   for (int64_t i = 0; i < 16 && sum >= 0; i++)             /* a begin would clear the context's sentence */
     luna_begin_inference(ctx), sum += (double)luna_item(loss_of(model, held, -1 - i)) / 16;
-  progress_validated(&bar, since, sum);
-  snprintf(bar.note, sizeof bar.note, "validation %.3f", sum);
+  progress_validated(&bar, since, sum, "validation %.3f", sum);
   return sum;
 }
 

@@ -536,9 +536,8 @@ static int validate(luna_params *params) {
   if (measure_alone(data.training, data.training + data.validation)) return 2;
   const double count = (double)(score.count ? score.count : 1), loss = score.loss / count;
   const double error = own.forecast ? loss : 1 - (double)score.right / count;
-  progress_validated(&bar, since, loss);
-  if (own.forecast) snprintf(bar.note, sizeof bar.note, "validation error %.4g", error);
-  else snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * (1 - error));
+  progress_validated(&bar, since, loss, own.forecast ? "validation error %.4g" : "validation %.1f%%",
+                     own.forecast ? error : 100 * (1 - error));
   return best_keep(&best, params, bar.step, error, loss) == LUNA_OK ? 0 : failed(luna_params_ctx(params));
 }
 static int learn(luna_ctx *ctx, luna_params *params) {

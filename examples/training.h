@@ -8,7 +8,7 @@
        if (progress_due(&bar)) {                      where there is something to validate on
          double since = progress_validates();
          ...
-         progress_validated(&bar, since, loss);
+         progress_validated(&bar, since, loss, "validation %.3f", loss);   in the line of this step
        }
        ...
        progress_step(&bar, luna_item(loss), tokens);
@@ -42,8 +42,9 @@ typedef struct progress {
   /* seconds of all validations; the last one takes so many times as long as others, 0 = 1 */
   double validating, last;
   int64_t validations;
-  bool live, bits;                   /* bits: the loss is reported in bits per byte too */
-  char note[40];                     /* shown after the loss: "validation 87.0%"; in lines, once */
+  bool live, bits, ended;            /* bits: the loss is reported in bits per byte too */
+  char note[40];                     /* shown after the loss: "validation 87.0%" */
+  char begin[130], end[480];         /* a step's line, before and after the note, till its validation is made */
   curve training, validation;
 } progress;
 
@@ -78,11 +79,27 @@ TOOL double progress_validates(void) {                     /* a validation begin
   if (profiled) luna_profile_end(profiled);
   return seconds();
 }
-TOOL void progress_validated(progress *p, double since, double loss) { /* it began at `since` */
+TOOL void progress_line(progress *p) { /* prints the line that waits, if there is one */
+  const char *gap = *p->note ? " " : "";
+  if (*p->begin) printf("%s%s%s%s\n", p->begin, gap, p->note, p->end);
+  *p->begin = *p->note = 0;
+  fflush(stdout);
+}
+/* A validation that began at `since` has ended: `format` and `shown` make the note, "" none. */
+TOOL void progress_validated(progress *p, double since, double loss, const char *format, double shown) {
   if (profiled) luna_profile_resume(profiled);
   p->validating += seconds() - since;
   p->validations++;
   curve_add(&p->validation, (double)p->step, loss);
+  if (!*format && *p->begin) progress_line(p);
+  if (p->ended || !*format) return;
+  snprintf(p->note, sizeof p->note, format, shown);
+  if (p->live) return;
+  if (!*p->begin) {
+    snprintf(p->begin, sizeof p->begin, "step %4lld/%lld", (long long)p->step, (long long)set.steps);
+    *p->end = 0;
+  }
+  progress_line(p);
 }
 
 /* "1:02:03": for the steps and validations that are still to come, as long as those so far took */
@@ -102,6 +119,7 @@ TOOL phrase time_left(const progress *p, double now) {
 TOOL void progress_step(progress *p, double loss, double tokens) {
   int64_t every = set.steps < 20 ? 1 : set.steps / 20, done = ++p->step - p->first;
   double now = seconds();
+  if (*p->begin) progress_line(p);
   curve_add(&p->training, (double)p->step, loss);
   p->mean += (loss - p->mean) / (done < 20 ? (double)done : 20);
   p->tokens += tokens;
@@ -112,11 +130,12 @@ TOOL void progress_step(progress *p, double loss, double tokens) {
   snprintf(loss_text, sizeof loss_text, p->bits ? "%.3f nats %.3f bits/byte" : "loss %.3f", p->mean,
            p->mean / 0.69314718055994530942);
   const double speed = p->tokens / (now - p->start - p->validating) / 1000;
-  const char *gap = *p->note ? " " : "";
   if (!p->live) {
-    printf("%s %s%s%s %.1fk tokens/s %s left\n", done_of, loss_text, gap, p->note, speed, time_left(p, now).text);
-    *p->note = 0;
+    snprintf(p->begin, sizeof p->begin, "%s %s", done_of, loss_text);
+    snprintf(p->end, sizeof p->end, " %.1fk tokens/s %s left", speed, time_left(p, now).text);
+    if (!progress_due(p) && p->step != set.steps) progress_line(p);
   } else {                                                 /* one line, rewritten: what the terminal has room for */
+    const char *gap = *p->note ? " " : "";
     const int size = snprintf(line, sizeof line, "%s left %s%s%s %.1fk tokens/s", time_left(p, now).text, loss_text,
                               gap, p->note, speed);
     int room = terminal_width() - printf("\r%s ", done_of), cells = room - size - 3;
@@ -132,7 +151,9 @@ TOOL void progress_step(progress *p, double loss, double tokens) {
   fflush(stdout);
 }
 
-TOOL void progress_end(const progress *p) {
+TOOL void progress_end(progress *p) {
+  if (*p->begin) progress_line(p);
+  p->ended = true;
   if (profiled) luna_profile_end(profiled);
   profiled = NULL;
   if (p->live) printf("\n");

@@ -241,7 +241,7 @@ static int validate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t h
     sum += (double)luna_item(loss_of(model, b, 0)) * b->tokens, tokens += b->tokens;
   }
   if (!(sum >= 0)) return failed(ctx);
-  progress_validated(&bar, since, sum / tokens);
+  progress_validated(&bar, since, sum / tokens, "", 0);
   if (bar.step == 0) return 0;
   printf("%sstep %lld: validation loss %.3f, perplexity %.2f\n", bar.live ? "\n" : "", (long long)bar.step,
          sum / tokens, exp(sum / tokens));

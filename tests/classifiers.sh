@@ -13,7 +13,8 @@ trains() {                                               # the minimum accuracy,
   check "$* succeeds" run "$@" --out a.safetensors --plot a.svg
   check "plain lines when the output is no terminal" [ "$(grep -c '^step .* loss .* tokens/s .* left$' out)" -ge 10 ]
   check "they tell how well it does" grep -q '^step .* validation [0-9.]*% ' out
-  check "each validation once" [ "$(grep -c '^step .* validation ' out)" -le 10 ]
+  check "each validation once, in the line of its step" awk '/^step .* validation / {
+  split($2, of, "/"); wrong += of[1] != n++ * of[2] / 10 } END { exit wrong || n != 11 }' out
   check "the accuracy is beyond $minimum%" beyond "$minimum"
   check "the loss is drawn" drawn a.svg
   check "and nothing else is left" [ "$(echo a.*)" = "a.safetensors a.svg" ]
@@ -139,6 +140,9 @@ awk 'BEGIN { for (i = 0; i < 400; i++) {
 check "of coins nothing can be learnt" run train coins --steps 2000 $small --patience 1 --out c.safetensors
 check "the training ends early, and the best model is kept" \
   grep -q '^training ends early: the model of step [0-9]* is the best by validation, and kept$' out
+check "in whose line no validation is better" awk '/^step/ && /validation/ { split($2, of, "/")
+  sub(".*validation ", ""); at[of[1]] = $1 + 0; if (at[of[1]] > most) most = at[of[1]] }
+  /^training ends early/ { exit !(at[$8] == most) }' out
 check "long before its steps" awk '/^c.safetensors:/ && $2 < 1900 { found = 1 } END { exit !found }' out
 check "with --patience 0 it does not end" run train coins --steps 300 $small --patience 0 --out c.safetensors
 check "all steps are made" grep -q '^c.safetensors: 300 steps' out
