@@ -200,6 +200,14 @@ static int64_t draw_labels(FILE *f, int64_t from, int64_t columns, int64_t y) {
 /* How strong a colour is: 0 for a weight of `even`, 1 and -1 for 8 times as much and as little. */
 static double strength(double value, double even) { return fmin(1, fmax(-1, log2(fmax(value, 1e-9) / even) / 3)); }
 
+static void draw_slot_numbers(FILE *f, int64_t slots, int64_t x, int64_t y) {
+  fprintf(f, "<g font-size=\"7\">\n");
+  for (int64_t s = 0; s < slots; s++)
+    fprintf(f, "<text x=\"%lld\" y=\"%lld\">%lld</text>\n", (long long)x, (long long)(y + s * SLOT + SLOT - 1),
+            (long long)s + 1);
+  fprintf(f, "</g>\n");
+}
+
 /* One head: tokens `from` and on, slots below each other; returns where it ends. */
 static int64_t draw_head(FILE *f, const map *m, int64_t head, int64_t slots, int64_t from, int64_t columns, int64_t y) {
   const float *value = m->value + head * slots * count;
@@ -216,6 +224,7 @@ static int64_t draw_head(FILE *f, const map *m, int64_t head, int64_t slots, int
   fprintf(f, "<rect x=\"40\" y=\"%lld\" width=\"%lld\" height=\"%lld\" fill=\"none\" stroke=\"#bbb\"/>\n", (long long)y,
           (long long)columns * CELL,
           (long long)slots * SLOT);
+  draw_slot_numbers(f, slots, 42 + columns * CELL, y);
   return y + slots * SLOT;
 }
 
@@ -238,12 +247,15 @@ static void draw_legend(FILE *f, int64_t y) {
   fprintf(f, "<text x=\"190\" y=\"%lld\">8 times as much as attention without a preference</text>\n", (long long)y);
 }
 
-/* maps[0] pack, maps[1] unpack, without the second where it is not trained */
-static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t layers) {
+static const char no_unpack[] = "no unpack: this model predicts from P, and its last unpack is not trained";
+
+/* maps[0] pack, maps[1] unpack, without the second where it is not trained; slots: `given` at most, a token each */
+static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t given, int64_t layers) {
   const int64_t heads = own.head ? shown : maps[0].heads + (shown > 1 ? maps[1].heads : 0),
       bands = 1 + (count - 1) / COLUMNS, across = (count + bands - 1) / bands; /* of even length */
   const int64_t width = 60 + (across < 50 ? 50 : across) * CELL;
-  const int64_t height = 60 + bands * (shown * (30 + label_height()) + heads * (slots * SLOT + 4) + 16);
+  const int64_t height = 60 + bands * (shown * (30 + label_height()) + heads * (slots * SLOT + 4) + 16) +
+                         (shown > 1 ? 0 : 14);
   int64_t y = 50;
   const long long w = width, h = height;
   fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %lld %lld\" width=\"%lld\" height=\"%lld\" "
@@ -251,6 +263,7 @@ static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t 
              "<rect width=\"%lld\" height=\"%lld\" fill=\"#fff\"/>\n"
              "<text x=\"40\" y=\"26\" font-size=\"15\">layer %lld of %lld, %lld slots, ",
           w, h, w, h, w, h, (long long)own.layer, (long long)layers, (long long)slots);
+  if (slots < given) fprintf(f, "as many as tokens (the model has %lld), ", (long long)given);
   fprintf(f, own.head ? "head %lld</text>\n" : "each head</text>\n", (long long)own.head);
   draw_legend(f, y);
   for (int64_t from = 0; from < count; from += across) {
@@ -261,13 +274,14 @@ static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t 
     }
     y += 16;
   }
+  if (shown == 1) fprintf(f, "<text x=\"40\" y=\"%lld\">%s</text>\n", (long long)y, no_unpack);
   fprintf(f, "</svg>\n");
 }
 
-static int write_picture(const map *maps, int shown, int64_t slots, int64_t layers) {
+static int write_picture(const map *maps, int shown, int64_t slots, int64_t given, int64_t layers) {
   FILE *f = fopen(set.out, "wb");
   if (!f) return fail("cannot write %s: %s", set.out, strerror(errno));
-  picture(f, maps, shown, slots, layers);
+  picture(f, maps, shown, slots, given, layers);
   const bool fine = !ferror(f);
   return fclose(f) == 0 && fine ? 0 : fail("cannot write %s: %s", set.out, strerror(errno));
 }
@@ -289,18 +303,20 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   float *values = (float *)malloc((size_t)((pack_heads + heads) * slots * count) * sizeof(float));
   if (!values) return fail("out of memory");
   const map maps[2] = {
-    { "pack: where each memory slot looks, a row a slot, by head", values, pack_heads, count, 1, 1 / (double)count },
-    { "unpack: which slots each token reads, by head", values + pack_heads * slots * count, heads, 1, slots,
-      1 / (double)slots }
+    { "pack: where each memory slot looks, by head: a row is a slot and sums to 1", values, pack_heads, count, 1,
+      1 / (double)count },
+    { "unpack: which slots each token reads, by head: a row is a slot, a column sums to 1",
+      values + pack_heads * slots * count, heads, 1, slots, 1 / (double)slots }
   };
   const bool trained = !pools_memory || own.layer < e->config.layers || e->config.tied_layers;
   const bool got = luna_read(pack, maps[0].value) == LUNA_OK && luna_read(unpack, maps[1].value) == LUNA_OK;
   int status = got ? 0 : failed(ctx);
-  if (!status) status = write_picture(maps, trained ? 2 : 1, slots, e->config.layers);
   if (!status)
-    printf("%s: layer %lld of %lld, %lld slots, %lld tokens%s\n", set.out, (long long)own.layer,
-           (long long)e->config.layers, (long long)slots, (long long)count,
-           trained ? "" : "; no unpack: this model predicts from P, and its last unpack is not trained");
+    status = write_picture(maps, trained ? 2 : 1, slots, e->config.memory, e->config.layers);
+  if (!status)
+    printf("%s: layer %lld of %lld, %lld slots, %lld tokens%s%s\n", set.out, (long long)own.layer,
+           (long long)e->config.layers, (long long)slots, (long long)count, trained ? "" : "; ",
+           trained ? "" : no_unpack);
   return free(values), status;
 }
 

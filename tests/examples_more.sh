@@ -199,6 +199,7 @@ check "a classifier's map" run draw c.safetensors --text 'in <10> days & "nights
 check "is a whole SVG" good c.svg
 check "its characters are escaped" sh -c "grep -q '&#60;' c.svg && grep -q '&#38;' c.svg && grep -q '>é<' c.svg"
 check "two maps" [ "$(grep -c '>pack: \|>unpack: ' c.svg)" = 2 ]
+check "slots have numbers" [ "$(grep -c '>8</text>' c.svg)" = 4 ]
 run draw c.safetensors --text 'in <10> days & "nights" the moon é' --out d.svg --head 2
 check "a head is another map" differ c.svg d.svg
 check "the text from the input" sh -c "'$build/attention_map' draw m.safetensors --out e.svg <text"
@@ -227,6 +228,7 @@ check "punctuation by itself" grep -q ' 5 tokens' out
 check "the last unpack of a model that pools the memory is not drawn" \
   [ "$(grep -c '>pack: ' w.svg) $(grep -c '>unpack: ' w.svg)" = "1 0" ]
 check "and it says why" grep -q 'not trained' out
+check "so does the picture" grep -q '>no unpack: .* not trained<' w.svg
 check "a list is cut into its symbols" run draw l.safetensors --text '[MAX 2 [MIN 4 7 ] 0 ]' --out l.svg
 check "brackets and operators are tokens" grep -q ' 8 tokens' out
 refuses "reads lists" draw l.safetensors --text 'MAX' --out l.svg
