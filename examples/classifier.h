@@ -143,7 +143,7 @@ TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples 
 TOOL int set_temperature(luna_ctx *ctx, const luna_classifier *model, const calibration *c) {
   const double t = calibration_temperature(c);
   if (c->count < LEAST_CALIBRATED) return 0;
-  printf("temperature %.3f on these samples: expected calibration error %.2f%%, was %.2f%%\n", t,
+  printf("temperature %.3f, by the loss on these samples: expected calibration error %.2f%%, was %.2f%%\n", t,
          100 * calibration_error(c, t), 100 * calibration_error(c, 1));
   if (calibration_apply(model->projection, t) != LUNA_OK || luna_save(model->params, luna_path(set.out)) != LUNA_OK)
     return failed(ctx);
