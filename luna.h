@@ -20802,6 +20802,12 @@ LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const v
   const char *wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (wrong) return wrong;
   if ((uintptr_t)st->data % sizeof(float) != 0) return "the values in bytes are not aligned to 4 bytes";
+#ifdef LUNA_NO_INT8
+  lunai_st_tensor t;
+  for (size_t cursor = 0; lunai_st_next(st, &cursor, &t);)
+    if (t.dtype == LUNAI_ST_I8)
+      return "the file has weights in 8 bits (luna_save_int8), which LUNA_ONLY_STREAM and LUNA_NO_INT8 do not read";
+#endif
   if ((wrong = lunai_lm_read(st, &s->sizes)) != NULL) return wrong;
   s->horizon = lunai_st_horizon(st);
   if ((wrong = lunai_stream_config(s, config)) != NULL) return wrong;

@@ -93,6 +93,19 @@ static void check_lacking(const char *name) {
         "%s without a bias: %s", name, error);
 }
 
+/* a file with weights in 8 bits: its size is refused already, in one sentence */
+static void check_int8(void) {
+  const char *error = "", from[] = "\"F32\", \"shape\": [8]", to[] = "\"I8\", \"shape\": [32]";
+  FILE *in = fopen("tests/data/features/forecast.safetensors", "rb");
+  const size_t size = in ? fread(file.at, 1, sizeof file.at - 1, in) : 0;
+  if (in) fclose(in);
+  char *at = strstr((char *)file.at + 8, from);
+  if (!CHECK(at != NULL, "forecast has no %s", from)) return;
+  memcpy(at, to, sizeof to - 1);
+  const size_t need = luna_stream_size(file.at, size, NULL, &error);
+  CHECK(need == 0 && strstr(error, "weights in 8 bits"), "8 bits: %lu bytes: %s", (unsigned long)need, error);
+}
+
 /* what a caller's sizes say beyond 32 bits counts, where a stream's own have no more */
 static void check_sample(void) {
   const float logits[4] = {0, 1, 3, 2};
@@ -107,6 +120,7 @@ int main(void) {
     check("step_classes", 2);
     check("forecast", 3);
     check_lacking("forecast");
+    check_int8();
     check("rms_steps", 2);
   } else CHECK(true, "never");
   check_sample();
