@@ -1563,8 +1563,8 @@ typedef struct luna_stream_config {
 /* From a safetensors checkpoint in memory, F32 or of luna_save_int8 (not with LUNA_ONLY_STREAM), 4-byte aligned,
    little-endian host, read in place: no context, no allocator. memory: luna_stream_size bytes. Null when something is
    wrong: *error then says what, perhaps in memory.
-   Of stack these two take about 13 KB on 64-bit machines, a step or a prefill 10 KB, and less with LUNA_NO_SIMD; on a
-   Cortex-M4 no function has more than 4 KB. */
+   Of stack these two take about 13 KB on 64-bit machines, a step or a prefill 10 KB, and less with LUNA_NO_SIMD; all
+   together on a Cortex-M4 10.6 KB (gcc -Os). */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error);
