@@ -255,6 +255,8 @@ if command -v python3 >/dev/null 2>&1; then
   sed 's/eq\. 7/equation seven/' "$root/luna.h" >other.h
   docs other.h
   check "and says what it lacks" grep -q 'equation 7 is nobody' out
+  plant() { (cd "$root" && BUILD=$work python3 tests/faults.py --plant) >out 2>&1; }
+  check "the faults of make faults are those of this luna.h" plant
 else
   echo "python3 is not here: the page of reference is not made"
 fi

@@ -6,6 +6,7 @@ op, the reference with it, so that instruction sets agree. An expression that is
 script: then the table below is to follow luna.h.
 
     python3 tests/faults.py [op ...]        in the folder of luna.h; BUILD and CC as of make
+    python3 tests/faults.py --plant         plants them and runs nothing: whether the table still follows luna.h
 """
 import os
 import re
@@ -300,6 +301,8 @@ def main():
     for name, text in write.items():
         with open(os.path.join(build, name), "w") as file:
             file.write(text)
+    if sys.argv[1:] == ["--plant"]:
+        return print(f"{len(numbers)} faults are planted in {build}")
     start = time.time()
     unit = [os.path.join(build, name) for name in ("luna.o", "faults.c")]
     subprocess.run([word for word in compiler if word != "-DLUNAI_IMPLEMENTED"] + [
