@@ -60,7 +60,8 @@ run() {
   name=$1 program=$2 begin=
   shift 2
   tail -n 1 "$out/$name.log" 2>/dev/null | grep -q '^ended 0$' && return
-  mkdir "$out/$name.running" 2>/dev/null || return
+  mkdir "$out/$name.running" 2>/dev/null || ! kill -0 "$(cat "$out/$name.running/process")" 2>/dev/null || return
+  echo $$ >"$out/$name.running/process"
   case $program in
     lra) file=$out/$name; [ -s "$file.training" ] && begin="--resume $file.training" ;;
     *) file=$out/$name.safetensors ;;
@@ -68,20 +69,20 @@ run() {
   setsid nice -n 19 "$build/$program" "$@" --threads 1 --out "$file" $begin >>"$out/$name.log" 2>&1 </dev/null &
   child=$!
   { echo 19 >"/proc/$child/autogroup"; } 2>/dev/null       # Linux shares time among sessions first, by this number
-  trap 'kill -CONT -- -$child; kill -INT -- -$child; rmdir "$out/$name.running"; exit 1' INT TERM
+  trap 'kill -s CONT -- "-$child"; kill -s TERM -- "-$child"; rm -r "$out/$name.running"; exit 1' INT TERM
   while kill -0 "$child" 2>/dev/null; do
-    if [ -e "$lock" ]; then kill -STOP -- -"$child"; else kill -CONT -- -"$child"; fi 2>/dev/null
+    if [ -e "$lock" ]; then kill -s STOP -- "-$child"; else kill -s CONT -- "-$child"; fi 2>/dev/null
     sleep 1
   done
   wait "$child"
   echo "ended $?" >>"$out/$name.log"
-  rmdir "$out/$name.running"
+  rm -r "$out/$name.running"
 }
 
 runs >"$out/runs.$$"
+trap 'rm -f "$out/runs.$$"' EXIT
 while read -r name command; do
   for pattern in "${@:-*}"; do
     case $name in $pattern) run "$name" $command; break ;; esac
   done
 done <"$out/runs.$$"
-rm -f "$out/runs.$$"

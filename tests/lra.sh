@@ -318,4 +318,29 @@ refuses "[0-9]" train text --data texts $small --dim 10 --heads 3 --out bad
 refuses "one of these" train text --attention lunar
 check "nothing else was written" [ "$(echo nowhere* *.probe)" = "nowhere* *.probe" ]
 
+# ---- examples/runs.sh: a run stands still while something is timed, ends with the script, and is not made twice
+mkdir -p programs runs_data
+printf '#!/bin/sh\nwhile [ ! -e stop ]; do echo >>ticks; sleep 0.1; done\n' >programs/lra
+chmod +x programs/lra
+: >runs_data/imdb.tsv
+long_runs="env TMPDIR=$work BUILD=$work/programs sh $root/examples/runs.sh runs_data long"
+ticks() { sleep "$1"; wc -l <ticks; }
+: >ticks
+$long_runs 'text-luna16-?' & pid=$!
+check "a long run begins" [ "$(ticks 1)" -ge 1 ]
+: >luna.timing.lock
+before=$(ticks 2)
+check "it stands still while luna.timing.lock is there" [ "$(ticks 1)" = "$before" ]
+rm luna.timing.lock
+check "and goes on after it" [ "$(ticks 2)" -gt "$before" ]
+kill "$pid"
+wait "$pid" 2>/dev/null
+before=$(ticks 1)
+check "it ends with the script" [ "$(ticks 1)" = "$before" ]
+: >stop
+$long_runs 'text-luna16-1'
+check "it is made once more, and says how it ended" [ "$(tail -n 1 long/text-luna16-1.log)" = "ended 0" ]
+$long_runs 'text-luna16-1'
+check "and then never again" [ "$(grep -c '^ended' long/text-luna16-1.log)" = 1 ]
+check "nothing is left of a run that has ended" [ "$(echo long/*.running long/runs.*)" = "long/*.running long/runs.*" ]
 finish
