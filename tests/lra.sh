@@ -3,6 +3,7 @@
 # few), a training that goes on, tables, bad files.
 # Needs $BUILD/lra.
 cd "$(dirname "$0")/.." || exit 1
+root=$PWD
 name=lra_sh program=lra
 . tests/cli_checks.sh
 small="--quick --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --validations 10 --threads 2"
