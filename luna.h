@@ -18846,15 +18846,19 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
 LUNAI_FN float lunai_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
   return o->config.lr * luna_schedule_at(&o->config.schedule, attempt + (o->kind != LUNA_OPTIMIZER_APOLLO));
 }
-/* with these no update of a gradient of at most luna_rule.largest makes a parameter or a moment Inf */
-LUNAI_FN luna_status lunai_rates_check(const luna_optimizer *o, float lr) {
+/* The first parameter whose rates are too large, or null. With others no update of a gradient of at most
+   luna_rule.largest makes a parameter or a moment Inf. */
+LUNAI_FN const lunai_trained *lunai_rates_too_large(const luna_optimizer *o, float lr) {
   for (int64_t i = 0; i < o->size; i++) {
     const lunai_trained *t = &o->trained[i];
-    const float rate = lr * t->lr;
-    if (!(rate <= 1e9f && t->decay <= 1e6f && rate * t->decay <= 2))
-      return lunai_fail_status(o->params->ctx, LUNA_ERROR_RATES, (double)rate, (double)t->decay, t->name);
+    if (!(lr * t->lr <= 1e9f && t->decay <= 1e6f && lr * t->lr * t->decay <= 2)) return t;
   }
-  return LUNA_OK;
+  return NULL;
+}
+LUNAI_FN luna_status lunai_rates_check(const luna_optimizer *o, float lr) {
+  const lunai_trained *t = lunai_rates_too_large(o, lr);
+  if (!t) return LUNA_OK;
+  return lunai_fail_status(o->params->ctx, LUNA_ERROR_RATES, (double)(lr * t->lr), (double)t->decay, t->name);
 }
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
@@ -19711,7 +19715,7 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
     return lunai_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, file,
                              lunai_optimizer_name(value[LUNAI_TRAINING_KIND]), lunai_optimizer_name((uint64_t)o->kind));
   const float lr = lunai_float_of((uint32_t)(value[LUNAI_TRAINING_LR] & UINT32_MAX));
-  if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY))
+  if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) || lunai_rates_too_large(o, lr))
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[LUNAI_TRAINING_LR], file);
   /* attempts are luna_optimizer_advance's, the others luna_optimizer_apply's, which need not be called as often */
   if ((value[LUNAI_TRAINING_ATTEMPTS] | value[LUNAI_TRAINING_UPDATES] | value[LUNAI_TRAINING_SKIPPED]) >> 62 ||
@@ -20865,7 +20869,7 @@ LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, co
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_backend_fail(ctx, s->ctx.status, s->ctx.error);
   return lunai_backend_result(ctx, name, s->ctx.status);
 }
-/* Ends opening; it is null when that has failed, which the context is told. */
+/* Ends opening: null where that has failed, which is then reported in the context. */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, const char *name) {
   if (!s) return NULL;
   if (good) return s;

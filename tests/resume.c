@@ -356,6 +356,8 @@ static const struct {
         /* NaN; the file's own lr is set to 0 for these */
     {"\"luna.lr\":\"" ZEROS, "\"luna.lr\":\"000000007f800000", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD}, /* Inf */
     {"\"luna.lr\":\"" ZEROS, "\"luna.lr\":\"00000000bf800000", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD}, /* -1 */
+    {"\"luna.lr\":\"" ZEROS, "\"luna.lr\":\"000000005a7fcb9e", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
+        /* 1.8e16, which no step takes */
     {"\"luna.lr\":\"" ZEROS, "\"luna.lr\":\"3c23d70a00000000", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
         /* 0.01 in the upper half, where a float does not lie */
     {"\"luna.lr\":\"" ZEROS, "\"luna.lr\":\"7fc0000000000000", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD}, /* a NaN there */
