@@ -2310,8 +2310,8 @@ static void lunacu_cross_entropy_forward(luna_op *op) {
 /* dlogits (+)= those of rows from `first` on */
 static void lunacu_logits_slopes(const luna_op *op, int64_t first, int64_t rows, int64_t classes, const float *logits,
                                  float *dlogits, bool add) {
-  const lunacu_unlikely f = {logits, (const float *)op->kept + first, op->out[0]->grad, op->index + first, classes, rows,
-                             op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
+  const lunacu_unlikely f = {logits, (const float *)op->kept + first, op->out[0]->grad, op->index + first, classes,
+                             rows, op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
   lunacu_map(op, rows * classes, dlogits, add, lunacu_wide(0, logits), f);
 }
 static void lunacu_cross_entropy_backward(luna_op *op) {

@@ -461,7 +461,8 @@ static void write_classes(void) {
   if (!kept("class", 0)) return;
   write_names("y[i], of which the largest is found", "class");
   fputs("/* y are logits: class i has the probability e^y[i] / sum over j of e^y[j]; the temperature that\n"
-        "   series found is in the weights. Of two classes, p[1] > 0.8 where y[1] - y[0] > 1.386, ln(0.8 / 0.2). */\n", out);
+        "   series found is in the weights. Of two classes, p[1] > 0.8 where y[1] - y[0] > 1.386, ln(0.8 / 0.2). */\n",
+        out);
 }
 /* What a forecast gives: changes from the last row, each in a unit of its own. */
 static void write_forecast(void) {

@@ -136,7 +136,7 @@ static luna_status scale_values(luna_tensor *t, float factor) {
   return free(values), status;
 }
 /* Positions [longest,d] begin as sines and cosines of a picture's row, and of its column, of periods from 2 sides down
-   to 4 pixels, as large as `init` makes them; CLS, the first, as zeros. Near pixels are alike so, in both directions. */
+   to 4 pixels, as large as `init` makes them; CLS, the first, as zeros. Near pixels are alike so. */
 static luna_status write_grid(luna_tensor *positions, float size) {
   const int64_t longest = positions->shape[0], dim = positions->shape[1], quarter = dim / 4;
   float *values = (float *)grow(NULL, longest * dim, sizeof(float));

@@ -193,8 +193,8 @@ static void check_ops(void) {
     for (int i = 0; i < PARTS; i++) {
       const double error = size[i] ? test_error(got[i], as_float[i], (size_t)size[i]) : 1e-3;
       const bool sum = (op == 0 && i == 3) || (op == 1 && i == 5); /* a bias's gradient: no product */
-      CHECK((sum || error > 1e-5) && error < 5e-2, "%s: %s %d is off by %.3g", op_names[op], i ? "the gradient of input" :
-            "result", i, error);
+      CHECK((sum || error > 1e-5) && error < 5e-2, "%s: %s %d is off by %.3g", op_names[op],
+            i ? "the gradient of input" : "result", i, error);
       free(as_float[i]), free(got[i]);
     }
   }

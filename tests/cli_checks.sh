@@ -67,7 +67,10 @@ interrupted() {
   shift
   "$build/$program" "$@" >out 2>err &
   pid=$!
-  while ! grep -q -- "$words" out && [ $tries -lt 1200 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
+  while ! grep -q -- "$words" out && [ $tries -lt 1200 ]; do
+    sleep 0.1 2>/dev/null || sleep 1
+    tries=$((tries + 1))
+  done
   sleep 0.2 2>/dev/null || sleep 1
   kill -INT $pid
   wait $pid

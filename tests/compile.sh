@@ -1,7 +1,7 @@
 #!/bin/sh
 # compile.sh: compiles luna.h strictly in every language, mode and build switch, looks at the symbols of the objects,
-# and compiles the programs of README and of the guide. Only $CC is needed; other compilers are used where they are there. Without
-# TEST_FULL it compiles the six cases that find most, by $CC and g++ alone.
+# and compiles the programs of README and of the guide. Only $CC is needed; other compilers are used where they are
+# there. Without TEST_FULL it compiles the six cases that find most, by $CC and g++ alone.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 work=${BUILD:-build}/compile

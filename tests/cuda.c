@@ -384,8 +384,8 @@ static void check_optimizers(void) {
         CHECK(luna_optimizer_step(o[i]) == LUNA_OK, "optimiser %d: %s", kind, luna_error(ctx[i]));
         const cuda_counts is = cuda_counted();
         /* averages begin with a copy each */
-        CHECK(is.launches <= 6 && is.copies <= 2 + (kind == 1 && step == 0 ? MANY : 0), "optimiser %d: %ld launches and %ld copies for %d parameters", kind,
-              is.launches, is.copies, MANY);
+        CHECK(is.launches <= 6 && is.copies <= 2 + (kind == 1 && step == 0 ? MANY : 0),
+              "optimiser %d: %ld launches and %ld copies for %d parameters", kind, is.launches, is.copies, MANY);
       }
     for (int i = 0; i < 2 && kind == 1; i++)
       CHECK(luna_optimizer_swap_average(o[i]) == LUNA_OK, "averages: %s", luna_error(ctx[i]));

@@ -361,7 +361,7 @@ static __global__ void four_at(int at) {
   before[0] = s[0] = 1;
   cuda_host_wide(s + at, 16);
 }
-static __global__ void sends(int kind, const float *x, float *y) { /* each thread four floats; its neighbour's come out */
+static __global__ void sends(int kind, const float *x, float *y) { /* of four floats the neighbour's come out */
   LUNACU_SHARED(float, s, 4 * 64);
   const int t = threadIdx.x;
   for (int k = 0; k < 4; k++) s[4 * t + k] = 0;

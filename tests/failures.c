@@ -1,5 +1,5 @@
-/* Memory that ends: every allocation of every job, without TEST_FULL one in four, is made to fail in turn. The call says
-   so and changes nothing; made again, it goes on with the bits of one that never failed. */
+/* Memory that ends: every allocation of every job, without TEST_FULL one in four, is made to fail in turn. The call
+   says so and changes nothing; made again, it goes on with the bits of one that never failed. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"

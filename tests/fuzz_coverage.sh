@@ -1,6 +1,6 @@
 #!/bin/sh
-# fuzz_coverage.sh FOLDER: the lines of luna.h's chapters that fuzz_safetensors runs on the files of a folder, the corpus
-# of make fuzz; those that it does not run are listed in $BUILD/fuzz/coverage/not_run. Needs gcc and gcov.
+# fuzz_coverage.sh FOLDER: the lines of luna.h's chapters that fuzz_safetensors runs on the files of a folder, the
+# corpus of make fuzz; those that it does not run are listed in $BUILD/fuzz/coverage/not_run. Needs gcc and gcov.
 cd "$(dirname "$0")/.." || exit 1
 work=${BUILD:-build}/fuzz/coverage root=$PWD
 corpus=$(cd "$1" && pwd) || exit 1

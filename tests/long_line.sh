@@ -30,7 +30,8 @@ repeat "x" >same
 { rows '%d	short text number %d'; printf '1\t'; cat text; echo; } >long.tsv
 { rows '%d	short text number %d'; cat text; printf '\ttext\n'; } >label.tsv
 { rows 'text %d number %d	the other text'; cat text; printf '\t'; cat same; echo; } >pairs.tsv
-{ echo @data; rows '0,1,%d:class %d' | sed 's/class.*[02468]$/even/; s/class.*/odd/'; repeat 1.5,; echo 1:odd; } >long.ts
+parity() { sed 's/class.*[02468]$/even/; s/class.*/odd/'; }
+{ echo @data; rows '0,1,%d:class %d' | parity; repeat 1.5,; echo 1:odd; } >long.ts
 { echo @data; rows '0,1,%d:%d'; printf '0,1:'; cat text; echo; } >class.ts
 { repeat 'x,'; echo; repeat '1,'; echo; } >wide.csv
 { echo a,b; rows '%d,%d'; printf '1,'; tr 'x' 7 <same; echo; } >digits.csv

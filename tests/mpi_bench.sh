@@ -1,7 +1,7 @@
 #!/bin/sh
 # mpi_bench.sh: the tables of examples/measurements.md, "On several machines": $BUILD/mpi/tests/mpi_bench on 1, 2 and
-# 4 ranks that share this machine, and from its seconds of computation, on paper, a step on 2 to 1024 machines. FORWARD, STEP: tokens, 0
-# for none. RANKS: others than 1, 2 and 4.
+# 4 ranks that share this machine, and from its seconds of computation, on paper, a step on 2 to 1024 machines. FORWARD,
+# STEP: tokens, 0 for none. RANKS: others than 1, 2 and 4.
 cd "$(dirname "$0")/.." || exit 1
 . tests/mpi_here.sh
 build=${BUILD:-build}

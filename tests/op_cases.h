@@ -915,8 +915,9 @@ static void op_feed_forward(trial *t, int v) {
   give(t, v == 7 ? luna_require_grad(x) : x); /* whose gradient stays its own */
 }
 /* Of inputs q, k, v, s, gates. A slot's key and value are means over the rows so far. Row j has the weight
-   omega(s_j) / c_j, of which each later row r leaves 1 - 1 / c_r, where c is the number of rows or the horizon. With
-   gates row j has the weight e^s_j, of which each later row leaves its gate, divided by the sum of all [section 3.3]. */
+   omega(s_j) / c_j, of which each later row r leaves 1 - 1 / c_r, where c is the number of rows or the horizon
+   [section 3.3]. With gates row j has the weight e^s_j, of which each later row leaves its gate, divided by the sum of
+   all. */
 static double naive_causal_nested(const oracle *o) {
   const luna_causal_nested_config *c = (const luna_causal_nested_config *)o->arg;
   const int64_t n = last_of(o->out), slots = last_of(o->in[3]) / c->heads, d = n / c->heads, e = o->at[2], h = e / d;

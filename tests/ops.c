@@ -350,7 +350,8 @@ static void check_functions(luna_ctx *ctx) {
   luna_begin_inference(ctx);
   CHECK(!luna_split(NULL, 0, none, 2) && !none[1], "parts of null");
   x = luna_tensor_new(ctx, values, 1, &shape[0]);
-  CHECK(!luna_split(x, 1, none, 1) && luna_error_id_of(ctx) == LUNA_ERROR_AXIS, "parts along an axis that is not there");
+  CHECK(!luna_split(x, 1, none, 1) && luna_error_id_of(ctx) == LUNA_ERROR_AXIS,
+        "parts along an axis that is not there");
   luna_begin_inference(ctx);
 }
 

@@ -97,7 +97,8 @@ static void expect(const char *json, size_t data, const char *want) {
 
 typedef struct header { const char *json; size_t data; const char *wrong; } header;
 static const header headers[] = {
-  {"{}", 0, NULL}, {"{ }   ", 0, NULL}, {META("{}"), 0, NULL}, {" {}", 0, "does not begin as"}, {"", 0, "does not begin as"},
+  {"{}", 0, NULL}, {"{ }   ", 0, NULL}, {META("{}"), 0, NULL},
+  {" {}", 0, "does not begin as"}, {"", 0, "does not begin as"},
   {"[]", 0, "does not begin as"},
   {"{}\n", 0, "other than spaces"}, {"{}}", 0, "other than spaces"}, {"{}", 1, "cover"},
   /* JSON */
@@ -494,7 +495,8 @@ static void check_sentences(void) {
   for (int i = 1; i < LUNA_ERROR_COUNT; i++) {
     const char *sentence = lunai_sentence_of((luna_error_id)i);
     CHECK(*sentence, "error %d has no sentence", i);
-    for (int j = 1; j < i; j++) CHECK(strcmp(sentence, lunai_sentence_of((luna_error_id)j)) != 0, "two say: %s", sentence);
+    for (int j = 1; j < i; j++)
+      CHECK(strcmp(sentence, lunai_sentence_of((luna_error_id)j)) != 0, "two say: %s", sentence);
   }
 }
 

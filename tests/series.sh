@@ -149,7 +149,8 @@ check "a detector" run train late.csv --label state --causal --out late.safetens
 check "has a delay" grep -q '^class .* begins *found *delay' out
 check "and each class begins as often as it does" awk '/^(on|off) / { n += $6 } END { exit n != 5 }' out
 check "what is found, and what false, is said" grep -q '^a beginning is found if .*; a false one: ' out
-check "a detector that errs" run train late.csv --label state --causal --out late.safetensors --window 60 --steps 60 $small
+check "a detector that errs" run train late.csv --label state --causal --out late.safetensors --window 60 --steps 60 \
+  $small
 awk 'BEGIN { print "x,state"; for (t = 0; t < 600; t++) { s = int(t / 20) % 2
   print (t % 20 > 7 && t % 20 < 12 ? 1 - s : s) "," (s ? "on" : "off") } }' >false.csv
 check "finds" sh -c "'$build/series' predict late.safetensors false.csv >found.txt"
@@ -160,7 +161,8 @@ tail -n +2 false.csv | cut -d , -f 2 | paste - found.txt | awk '
 check "false begins are counted" sh -c "awk '/^(on|off) / { print \$1, \$NF }' out | sort | diff - alarms.txt >&2"
 check "there are some false ones" awk '{ n += $2 } END { exit n < 5 }' alarms.txt
 awk 'BEGIN { print "x,state"; for (t = 0; t < 300; t++) print t % 7 "," (t < 150 ? "slow" : "brisk") }' >late_class.csv
-check "what is not learnt from has one class" run train late_class.csv --label state --steps 2 $small --out c.safetensors
+check "what is not learnt from has one class" run train late_class.csv --label state --steps 2 $small \
+  --out c.safetensors
 check "which has no balance" grep -q "balanced is not defined, 'slow' is absent; always 'brisk': 100.00%" out
 awk 'BEGIN { print "x,is_anomaly"; for (t = 0; t < 300; t++) print t % 7 ",0" }' >one.csv
 refuses "column 'is_anomaly' is '0' in every row" train one.csv --label is_anomaly --out x
@@ -190,7 +192,8 @@ check "are read as one sequence, whatever their length" run eval c.safetensors u
 run train units.csv --forecast --drop ms --carry --window 50 --out c.safetensors --steps 60 $small
 grep '^on what' out | sed 's/^[^:]*: //' >trained
 run eval c.safetensors tail.csv
-check "each recording from its beginning, in training as later" sh -c "[ -s trained ] && grep ' ahead: ' out | cmp - trained"
+check "each recording from its beginning, in training as later" \
+  sh -c "[ -s trained ] && grep ' ahead: ' out | cmp - trained"
 run train units.csv --forecast --drop ms --window 50 --out n.safetensors --steps 60 $small
 check "which is another model than one of windows by themselves" differ c.safetensors n.safetensors
 refuses "no column 'tide'" train units.csv --forecast --drop tide --out a.safetensors
@@ -207,7 +210,8 @@ check "has a line for each" [ "$(grep -c ' ahead: mean absolute error' out)" = 3
 check "far better than the last value at 6" awk '/ 6 ahead:/ { gsub("[,;]", ""); for (i = 1; i < NF; i++) {
   if ($i == "deviations") error = $(i + 1)
   if ($i == "value") last = $(i + 1) } } END { exit !(error < 0.6 * last) }' out
-check "an interval holds about what it says" awk '/ hold / { sub("%", "", $NF); n++; if ($NF + 0 < 60 || $NF + 0 > 95) bad = 1 }
+check "an interval holds about what it says" \
+  awk '/ hold / { sub("%", "", $NF); n++; if ($NF + 0 < 60 || $NF + 0 > 95) bad = 1 }
   END { exit bad || n != 3 }' out
 check "three forecasts" run predict h.safetensors sine.csv
 check "of three quantiles" [ "$(grep -c '^1,\(1\|6\|24\),0.[159],[0-9.]*$' out)" = 9 ]
@@ -241,7 +245,8 @@ awk 'BEGIN { srand(6); print "@data"; for (i = 0; i < 2000; i++) { up = i % 2; l
   print line ":" (rand() < 0.3 ? 1 - up : up) } }' >doubt.ts
 check "labels that are often wrong" run train doubt.ts --held 1 --validate 0.25 --out d.safetensors --steps 200 \
   --lr 0.01 $small
-check "a temperature is found" grep -q '^temperature [0-9.]* on [0-9]* to validate: expected calibration error on the same ' out
+check "a temperature is found" \
+  grep -q '^temperature [0-9.]* on [0-9]* to validate: expected calibration error on the same ' out
 check "probabilities are off by little" awk '/on what/ { sub("%", "", $NF); exit !($NF + 0 < 12) }' out
 check "none is surer than can be" run predict d.safetensors doubt.ts
 check "on average" awk '{ s += $2 } END { exit !(s / NR > 0.55 && s / NR < 0.82) }' out

@@ -284,8 +284,8 @@ static void horizon(int64_t asked, const char *wanted) {
   free(memory);
   luna_close(ctx), luna_close(again);
 }
-/* a decoder whose memory forgets, with output gates: its stream gives what the whole forward pass gives; sources shorter
-   than the memory too */
+/* a decoder whose memory forgets, with output gates: its stream gives what the whole forward pass gives; sources
+   shorter than the memory too */
 static void decoder(luna_forget forget) {
   enum { N = 9, M = 40 };
   static const int32_t lengths[BATCH] = {N, 3};

@@ -39,7 +39,7 @@ TEST_UNUSED static int test_full(void) {
   const char *full = getenv("TEST_FULL");
   return full && *full;
 }
-/* whether case n of many alike is due: each, or one in four, in no step with anything that goes by n modulo 2, 4 or 16 */
+/* whether case n of many alike is due: each, or one in four, in no step with what goes by n modulo 2, 4 or 16 */
 TEST_UNUSED static int test_due(int n) { return test_full() || (n + n / 4 + n / 16) % 4 == 0; }
 
 /* Counts one check; prints file:line and the sentence when it failed. Returns `passed`. */

@@ -1,6 +1,6 @@
-# timing.sh, read by `. tests/timing.sh`: holds the file luna.timing.lock in TMPDIR (else /tmp), with this shell's number
-# in it, until the shell ends. While it is there somebody times: long runs pause, others that time wait. The file of a
-# process that is gone is taken over; one without a number was made by hand, and stays.
+# timing.sh, read by `. tests/timing.sh`: holds the file luna.timing.lock in TMPDIR (else /tmp), with this shell's
+# number in it, until the shell ends. While it is there somebody times: long runs pause, others that time wait. The file
+# of a process that is gone is taken over; one without a number was made by hand, and stays.
 timing_lock=${TMPDIR:-/tmp}/luna.timing.lock
 timing_hold() {
   told=
