@@ -44,6 +44,8 @@ static const flag flags[] = {
   { "--carry", "te", SWITCH(own.carry), "windows continue one another: the memory goes on from one to the next" },
   FLAGS_MODEL,
   FLAGS_FORGET,
+  { "--attention", "t", CHOICE(set.attention, "luna softmax linear"),
+    "to compare with; softmax attention has rotary positions, and only luna generates" },
   { "--convolution", "t", WHOLE(own.convolution, 0, 64), "bytes that the short convolution sees, 0 for none" },
   { "--prompt", "g", STRING(own.prompt), "text to write on from" },
   { "--bytes", "g", WHOLE(own.bytes, 0, 1e18), "how much to write, 0 for no end" },
@@ -150,7 +152,7 @@ static int write_on(luna_ctx *ctx, const luna_lm *model, const text *prompt, lun
 
 static int show_sample(luna_ctx *ctx, const char *when, const luna_lm *model, const text *prompt) {
   unsigned char shown[PROMPT + SAMPLE];
-  if (ranks.rank > 0) return 0;
+  if (ranks.rank > 0 || set.attention != LUNA_ATTENTION_LUNA) return 0; /* a stream needs a memory */
   int64_t size = prompt->size + SAMPLE;
   for (int64_t i = 0; i < prompt->size; i++) shown[i] = (unsigned char)prompt->bytes[i];
   luna_sampling sampling = { .temperature = 0.8f, .seed = (uint64_t)set.seed };
@@ -280,6 +282,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
     .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
                .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU,
                .recompute = (luna_recompute_kind)set.recompute,
+               .attention = (luna_attention_kind)set.attention, .rotary = set.attention == LUNA_ATTENTION_SOFTMAX,
                .forget = (luna_forget)set.forget, .output_gate = set.output_gate != 0 }
   };
   if (luna_lm_init(&model, params, &config) != LUNA_OK || start_calm(&model) != LUNA_OK) return failed(ctx);

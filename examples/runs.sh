@@ -4,9 +4,9 @@
 #
 #   examples/runs.sh DATA FOLDER [PATTERN ...]     runs what matches a pattern ("text-luna16-*"), or everything
 #
-# DATA has imdb.tsv (a label, a tab and a review a line), cifar.bin (gray), shakespeare.txt, train.en, train.de, val.en,
-# val.de and the archives' .ts files. Each run takes one thread at the lowest priority and leaves FOLDER/NAME.log, whose
-# last line says "ended 0". Runs that have ended are left out, and those that keep checkpoints go on from their last
+# DATA has imdb.tsv (a label, a tab and a review a line), cifar.bin (gray), shakespeare.txt and the archives' .ts files,
+# as NAME.train.ts. Each run takes one thread at the lowest priority and leaves FOLDER/NAME.log, whose last line says
+# "ended 0". Runs that have ended are left out, and those that keep checkpoints go on from their last
 # one, so that the script may be stopped and called again, or called twice for two cores. While `make bench` or
 # `make compare` measures, which /tmp/luna.timing.lock (in TMPDIR) says, the runs stand still.
 build=${BUILD:-build} data=$1 out=$2 lock=${TMPDIR:-/tmp}/luna.timing.lock
@@ -29,7 +29,6 @@ runs() {
     "--warmup 200 --batch 32 --steps 6000 --validations 10 --products bf16 --seed 1 --save-every 200"
   echo "pathfinder-easy-long-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8" \
     "--lr 2e-3 --warmup 200 --batch 32 --steps 24000 --products bf16 --seed 1 --save-every 200"
-  awk 'NR % 10 != 0' "$data/imdb.tsv" | cut -f 2 >"$out/reviews.txt"   # mlm tune measures on every tenth line
   for seed in 1 2; do
     echo "mlm-$seed mlm pretrain $out/reviews.txt --window 512 --batch 8 --steps 8000 --products bf16 --seed $seed"
     for rows in 100 1000 10000; do
@@ -46,6 +45,12 @@ runs() {
     done
   done
   for seed in 1 2 3; do
+    for system in "gated" "published --forget no" "softmax --attention softmax" "linear --attention linear"; do
+      flags=${system#${system%% *}}
+      echo "memory-256-${system%% *}-$seed lm train $data/shakespeare.txt $flags --seed $seed"
+      echo "memory-1024-${system%% *}-$seed lm train $data/shakespeare.txt --window 1024 --batch 1 $flags --seed $seed"
+      echo "memory-reviews-${system%% *}-$seed lm train $out/excerpt.txt $flags --seed $seed"
+    done
     for window in "64 16" "256 4" "1024 1"; do
       for carry in no yes; do
         echo "carry-${window% *}-$carry-$seed lm train $data/shakespeare.txt --window ${window% *}" \
@@ -79,6 +84,9 @@ run() {
   rm -r "$out/$name.running"
 }
 
+# all reviews but those that mlm tune measures on, every tenth; 3 MB of all
+[ -s "$out/reviews.txt" ] || awk 'NR % 10 != 0' "$data/imdb.tsv" | cut -f 2 >"$out/reviews.txt"
+[ -s "$out/excerpt.txt" ] || cut -f 2 "$data/imdb.tsv" | head -c 3000000 >"$out/excerpt.txt"
 runs >"$out/runs.$$"
 trap 'rm -f "$out/runs.$$"' EXIT
 while read -r name command; do

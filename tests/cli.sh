@@ -41,6 +41,17 @@ lm train text --out c.safetensors --steps 10 $small
 check "the last tenth is not trained on" same b.safetensors c.safetensors
 rm -f b.safetensors c.safetensors
 
+# ---- other attentions, to compare with: they train, and do not generate
+for attention in softmax linear; do
+  check "$attention attention trains" lm train text --attention $attention --out o.safetensors --steps 60 $small
+  check "and learns" sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/' |
+    awk '{ exit !(\$2 < 0.8 * \$1) }'"
+  check "it has no samples" [ "$(grep -c '^---- ' out)" = 0 ]
+  check "and another model than Luna" differ a.safetensors o.safetensors
+  refuses "only Luna attention streams" generate o.safetensors
+done
+rm -f o.safetensors
+
 # ---- it writes, and measures
 check "lm generate succeeds" lm generate a.safetensors --bytes 200 --prompt "the moon"
 check "it begins with the prompt" grep -q '^the moon' out
@@ -165,7 +176,7 @@ if [ -e /dev/full ]; then
 fi
 
 # ---- Ctrl-C saves what has been learnt
-interrupted '^step' train text --out stopped.safetensors --steps 10000 $small # it has taken 500 steps then
+interrupted '^step.* left$' train text --out stopped.safetensors --steps 10000 $small # it has taken 500 steps then
 check "an interrupted training ends well" [ $? = 0 ]
 check "it says what it did" grep -q '^stopped at step .* stopped.safetensors' out
 check "the model is saved" lm eval stopped.safetensors text
