@@ -5,9 +5,9 @@
 
      mlm pretrain FILE [--out M] [--steps N] [--window W] ...
        learns to fill in the masked bytes of a text
-     mlm tune M FILE.tsv [--out C] [--rows N] ...
+     mlm tune M FILE.tsv [--out C] [--rows N] [--valid FILE.tsv] ...
        from lines "label TAB text", labels 0, 1, ...: a classifier with M's encoder, and beside it, to compare, the same
-       from scratch
+       from scratch; both are measured on --valid or, without it, on a tenth of the lines, chosen by chance
    Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -23,12 +23,13 @@ static struct settings set = {
   .layers = 3, .dim = 128, .heads = 4, .memory = 16, .ffn = 512, .dropout = 0.1,
   .seed = 1
 };
-static struct { int64_t window, rows; } own = { .window = 256 };
+static struct { int64_t window, rows; const char *valid; } own = { .window = 256 };
 
 static const flag flags[] = {
   FLAGS_TRAIN_OF("pt"),
   { "--window", "pt", WHOLE(own.window, 2, 65536), "bytes of a text that are read at once" },
-  { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most; 0 for all" },
+  { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most, chosen by chance; 0 for all" },
+  { "--valid", "t", READS(own.valid), "lines to measure on; without it a tenth of the others, chosen by chance" },
   FLAGS_MODEL_OF("p"),
   { "--attention", "p", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" },
   FLAG_SEED("pt"),
@@ -126,25 +127,47 @@ static int pretrain(luna_ctx *ctx, const char **words) {
 /* ---- tune -------------------------------------------------------------------------------------------------------- */
 
 typedef struct row { const unsigned char *text; int64_t size; int32_t label; } row;
-/* rows 9, 19, 29, ... are for the test */
-typedef struct data { contents file; row *rows; int64_t count, classes; } data;
+/* What is measured on lies behind what is learnt from. */
+typedef struct data { contents files[2]; row *rows; int64_t learnt, held, classes; } data;
 
-static int read_rows(data *d, const char *path) {
-  int64_t at = 0, size, lines = 1;
-  if (read_file(path, &d->file)) return 2;
-  for (int64_t i = 0; i < d->file.size; i++) lines += d->file.data[i] == '\n';
-  d->rows = (row *)grow(NULL, lines, sizeof(row));
-  for (const unsigned char *line; (line = next_line(d->file, &at, &size)) != NULL;) {
-    char *end = (char *)d->file.data;
+/* Appends a file's lines to rows. Returns 0, or 2 after a sentence. */
+static int read_rows(data *d, contents *file, const char *path) {
+  int64_t at = 0, size, lines = 1, number = 0;
+  if (read_file(path, file)) return 2;
+  for (int64_t i = 0; i < file->size; i++) lines += file->data[i] == '\n';
+  d->rows = (row *)grow(d->rows, d->learnt + lines, sizeof(row));
+  for (const unsigned char *line; (line = next_line(*file, &at, &size)) != NULL;) {
+    char *end = (char *)file->data;
     long label = size > 0 && *line >= '0' && *line <= '9' ? strtol((const char *)line, &end, 10) : MOST_CLASSES;
     row r = { (unsigned char *)end + 1, line + size - (unsigned char *)end - 1, (int32_t)label };
+    number++;
     if (label >= MOST_CLASSES || *end != '\t' || r.size < 1)
-      return fail("line %lld of %s is no label from 0 to %d, tab, text", (long long)d->count + 1, path,
-                  MOST_CLASSES - 1);
-    d->rows[d->count++] = r;
+      return fail("line %lld of %s is no label from 0 to %d, tab, text", (long long)number, path, MOST_CLASSES - 1);
+    d->rows[d->learnt++] = r;
     if (label >= d->classes) d->classes = label + 1;
   }
-  return d->count >= 10 ? 0 : fail("%s has %lld lines; to train and test takes 10", path, (long long)d->count);
+  return 0;
+}
+
+static void shuffle(row *rows, int64_t count, uint64_t seed) {
+  for (int64_t i = count - 1; i > 0; i--) {
+    int64_t k = (int64_t)(splitmix(&seed) % (uint64_t)(i + 1));
+    row r = rows[i];
+    rows[i] = rows[k], rows[k] = r;
+  }
+}
+
+static int read_data(data *d, const char *path) { /* 0, or 2 after a sentence */
+  if (read_rows(d, &d->files[0], path)) return 2;
+  int64_t lines = d->learnt;
+  if (lines < 10) return fail("%s has %lld lines; to train and test takes 10", path, (long long)lines);
+  if (!own.valid) shuffle(d->rows, lines, 0);              /* for files have an order; the same tenth for any --seed */
+  if (own.valid && read_rows(d, &d->files[1], own.valid)) return 2;
+  if (own.valid && d->learnt == lines) return fail("%s has no lines", own.valid);
+  d->held = own.valid ? d->learnt - lines : lines / 10;
+  d->learnt -= d->held;
+  shuffle(d->rows, d->learnt, (uint64_t)set.seed);
+  return 0;
 }
 
 static void put(const row *r, int64_t at, int32_t *lengths) { /* row `at` of the batch */
@@ -157,16 +180,16 @@ static void put(const row *r, int64_t at, int32_t *lengths) { /* row `at` of the
 static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *d, int32_t *lengths) {
   float logits[MOST_CLASSES];
   double right = 0;
-  for (int64_t i = 9; i < d->count; i += 10) {
+  for (const row *r = d->rows + d->learnt; r < d->rows + d->learnt + d->held; r++) {
     int32_t best = 0;
-    put(&d->rows[i], 0, lengths);
+    put(r, 0, lengths);
     luna_begin_inference(ctx);
     if (luna_read(luna_classifier_forward(model, &(luna_input){ tokens, lengths, 1, lengths[0], NULL }),
                   logits) != LUNA_OK) return -1;
     for (int32_t c = 1; c < d->classes; c++) if (logits[c] > logits[best]) best = c;
-    right += best == d->rows[i].label;
+    right += best == r->label;
   }
-  return right / (double)(d->count / 10);
+  return right / (double)d->held;
 }
 
 static void report(void *user, const char *name, const char *why) {
@@ -177,7 +200,7 @@ static void report(void *user, const char *name, const char *why) {
    sentence. */
 static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *encoder, const char *path,
                  const data *d, double *right) {
-  int64_t rows = d->count - d->count / 10, used = own.rows && own.rows < rows ? own.rows : rows;
+  int64_t used = own.rows && own.rows < d->learnt ? own.rows : d->learnt;
   luna_classifier model;
   luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOLING_MEAN,
                                    .encoder = *encoder };
@@ -193,10 +216,7 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
   int status = 0;
   progress_start(&bar, 0);
   while (bar.step < set.steps && !interrupted && !status) {
-    for (int64_t i = 0; i < set.batch; i++) {
-      int64_t k = (int64_t)(draw(0, bar.step, i) % (uint64_t)used) * rows / used;
-      put(&d->rows[k + k / 9], i, lengths);                /* k / 9 rows before it are for the test */
-    }
+    for (int64_t i = 0; i < set.batch; i++) put(&d->rows[draw(0, bar.step, i) % (uint64_t)used], i, lengths);
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model,
         &(luna_input){ tokens, lengths, set.batch, own.window, NULL }), labels, NULL);
@@ -220,7 +240,7 @@ static int tune_on(luna_ctx *ctx, const char *path, const data *d) {
     memset(&bar, 0, sizeof bar);
     if (train(ctx, params, &model.masked_lm.config.encoder, i ? NULL : path, d, &right[i])) return 2;
     if (i == 0 && (keep(ctx, params) || plot(&bar, "fine-tuning"))) return 2;
-    printf("accuracy on %lld lines: %.4f\n", (long long)(d->count / 10), right[i]);
+    printf("accuracy on %lld lines: %.4f\n", (long long)d->held, right[i]);
   }
   if (!interrupted)
     printf("accuracy after %lld steps: %.4f pre-trained, %.4f from scratch\n", (long long)bar.step, right[0], right[1]);
@@ -229,10 +249,10 @@ static int tune_on(luna_ctx *ctx, const char *path, const data *d) {
 
 static int tune(luna_ctx *ctx, const char **words) {
   data d = { 0 };
-  int status = read_rows(&d, words[1]);
+  int status = read_data(&d, words[1]);
   make_batch();
   if (!status) status = tune_on(ctx, words[0], &d);
-  return free(tokens), free(d.rows), free(d.file.data), status;
+  return free(tokens), free(d.rows), free(d.files[0].data), free(d.files[1].data), status;
 }
 
 static const command commands[] = {

@@ -32,8 +32,8 @@ runs() {
   for seed in 1 2; do
     echo "mlm-$seed mlm pretrain $out/reviews.txt --window 512 --batch 8 --steps 8000 --products bf16 --seed $seed"
     for rows in 100 1000 10000; do
-      echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $data/imdb.tsv --rows $rows --window 512" \
-        "--steps $((rows / 5 + 400)) --products bf16 --seed $seed"
+      echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $out/tune.tsv --valid $out/test.tsv --rows $rows" \
+        "--window 512 --steps $((rows / 5 + 400)) --products bf16 --seed $seed"
     done
   done
   for fold in 1 2 3 4 5; do
@@ -84,8 +84,10 @@ run() {
   rm -r "$out/$name.running"
 }
 
-# all reviews but those that mlm tune measures on, every tenth; 3 MB of all
-[ -s "$out/reviews.txt" ] || awk 'NR % 10 != 0' "$data/imdb.tsv" | cut -f 2 >"$out/reviews.txt"
+# every tenth pair of lines, since labels may take turns, is what mlm tune measures on; the others' texts; 3 MB of all
+[ -s "$out/test.tsv" ] || awk 'NR % 20 < 2' "$data/imdb.tsv" >"$out/test.tsv"
+[ -s "$out/tune.tsv" ] || awk 'NR % 20 >= 2' "$data/imdb.tsv" >"$out/tune.tsv"
+[ -s "$out/reviews.txt" ] || cut -f 2 "$out/tune.tsv" >"$out/reviews.txt"
 [ -s "$out/excerpt.txt" ] || cut -f 2 "$data/imdb.tsv" | head -c 3000000 >"$out/excerpt.txt"
 runs >"$out/runs.$$"
 trap 'rm -f "$out/runs.$$"' EXIT

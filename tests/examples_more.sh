@@ -122,6 +122,15 @@ check "the fine-tuning is drawn" drawn c.svg
 check "few rows to learn from" run tune m.safetensors rows.tsv --out d.safetensors --steps 3 --rows 20 $window
 printf '1\tone\nx\ttwo\n' >bad.tsv
 printf '0\tone\n1\ttwo\n' >two.tsv
+awk 'BEGIN { for (i = 0; i < 400; i++) print i % 2 "\t" (i % 2 ? "the moon goes" : "a sun stays") " round " i % 30 }' \
+  >turns.tsv
+check "labels that take turns are held in turn too" \
+  run tune m.safetensors turns.tsv --out d.safetensors --steps 1 --lr 1e-9 $window
+check "so that one class alone is not what is measured" awk '/^accuracy on 40/ { exit !($5 < 0.8 && $5 > 0.2) }' out
+check "lines to measure on may come from a file" \
+  run tune m.safetensors rows.tsv --valid turns.tsv --out d.safetensors --steps 1 $window
+check "all of them are" grep -q '^accuracy on 400 lines' out
+refuses "is empty" tune m.safetensors rows.tsv --valid empty --out d.safetensors
 refuses "no command dance" dance
 refuses "no flag --dim" tune m.safetensors rows.tsv --dim 8
 refuses "no label" tune m.safetensors bad.tsv --out d.safetensors
