@@ -137,6 +137,7 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 $(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions $(BUILD)/tests/lra: \
   $(wildcard examples/attentions/*.h)
 $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
+$(BUILD)/tests/model_files: tests/data/old/use.h
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%.c)
 # these take longer to compile than to run
 $(addprefix $(BUILD)/tests/,gradients only_stream cuda.o cuda_device.o): CFLAGS += -O1

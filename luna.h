@@ -201,6 +201,9 @@
        luna.format                2 where the model has luna.forget, luna.output_gate or luna.rotary, which luna.h 0.1
                                   does not know
        any other key              the caller's, by luna_params_set
+     A file of a later luna.h whose model this one cannot compute has a larger luna.format or another luna.kind, and is
+     refused with a sentence; what else is unknown and begins with "luna." changes no output and is left out. Only
+     luna_load_matching, which compares names and shapes alone, takes any file.
      luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square), luna.average.NAME
      of an optimiser with .average, luna.state where a luna_lm_state is carried, and, as 16 hexadecimal digits each,
        luna.optimizer             0 SGD, 1 Adam, 2 AdamW, 3 Apollo
@@ -1598,7 +1601,8 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *fro
 /* Copies the state of a stream of the same model sizes and batch; not between the devices of two contexts. */
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);
 /* The size of a saved state in bytes; writes one of that size; reads one, of the same model sizes and batch. Its bytes
-   are in this machine's order. A state that does not fit changes nothing. */
+   are in this machine's order, and another minor version of luna.h may refuse them: what is to be kept for years is a
+   checkpoint. A state that does not fit changes nothing. */
 LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
@@ -19326,12 +19330,16 @@ LUNAI_FN bool lunai_st_scales(const luna_params *params, const lunai_st *st, con
   name[size - 6] = 0;
   return lunai_param_find(params, name) && lunai_st_find(st, name, &of) && of.dtype == LUNAI_ST_I8;
 }
+LUNAI_FN luna_status lunai_not_a_model(luna_ctx *ctx, const char *why) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why);
+}
 /* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
    differ, and so may the longest sequence, which a learned table has as its shape. */
 LUNAI_FN luna_status lunai_load_config(const luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
   char in_file[40];
   lunai_st_text value;
+  if (lunai_st_is_newer(st)) return lunai_not_a_model(ctx, LUNAI_NEWER);
   for (const lunai_meta *m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
     if (!lunai_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
     if (!lunai_st_meta(st, m->key, &value) || lunai_st_equal(value, m->value)) continue;
@@ -19545,9 +19553,6 @@ LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st
   }
   if (m->loaded) return LUNA_OK;
   return lunai_fail_status(ctx, LUNA_ERROR_NOTHING_MATCHES, ctx->call, params->size, lunai_file_name(ctx));
-}
-LUNAI_FN luna_status lunai_not_a_model(luna_ctx *ctx, const char *why) {
-  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why);
 }
 /* a model's config from a file */
 LUNAI_FN luna_status lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count,

@@ -1,9 +1,10 @@
-/* Checkpoints of models that say what they are, and what of one model fits another. */
+/* Checkpoints of models that say what they are, of other versions too, and what of one model fits another. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
 #include "models.h"
+#include "data/old/use.h"
 
 /* ---- checkpoints that say what they are ---- */
 typedef struct bytes {
@@ -340,7 +341,112 @@ static void check_checkpoints(void) {
   heap_check("checkpoints");
 }
 
+/* ---- files of a later luna.h: it refuses what it cannot compute, and leaves out what it does not know ---- */
+static void check_newer(luna_model_kind kind) {
+  opened a, later, known;
+  opened_init(&a, kind, 0);
+  bytes file = saved(a.params);
+  bytes newer = edited(&file, "\"luna.kind\":", "\"luna.format\":\"3\",\"luna.kind\":");
+  bytes unknown = edited(&file, "\"luna.kind\":", "\"luna.later\":\"1\",\"luna.kind\":");
+  const luna_status status = open_bytes(&later, &newer);
+  CHECK(strstr(luna_error(later.ctx), LUNA_VERSION), "it does not name this version: %s", luna_error(later.ctx));
+  refused(later.ctx, status == LUNA_BAD_FILE, NOT_A_MODEL, "%s of a later format", model_names[kind]);
+  refused(a.ctx, luna_load(a.params, luna_bytes(newer.at, newer.size)) == LUNA_BAD_FILE, NOT_A_MODEL,
+          "%s of a later format, into a set", model_names[kind]);
+  CHECK(open_bytes(&known, &unknown) == LUNA_OK && comes_back(&a, &known), "%s with luna.later: %s",
+        model_names[kind], luna_error(known.ctx));
+  bytes again = saved(known.params);
+  CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "%s keeps luna.later", model_names[kind]);
+  free(file.at), free(newer.at), free(unknown.at), free(again.at);
+  luna_close(a.ctx), luna_close(later.ctx), luna_close(known.ctx);
+}
+
+/* ---- files that earlier versions wrote (tests/data/old), with what those made of them ---- */
+typedef struct old_version {
+  const char *folder, *version, *files[6];
+} old_version;
+static const old_version old_versions[] = {
+  {"tests/data/old/0.1", "0.1",
+   {"training.safetensors", "lm_features.safetensors", "classifier.safetensors", "masked_lm.safetensors",
+    "seq2seq.safetensors"}},
+  {"tests/data/old/0.2", "0.2", {"training.safetensors", "lm_features.safetensors", "int8.safetensors"}}};
+
+static path_text old_path(const old_version *v, const char *file) {
+  path_text path;
+  snprintf(path.text, sizeof path.text, "%s/%s", v->folder, file);
+  return path;
+}
+static void check_old_result(const old_version *v, const char *name, const float *values, int64_t count) {
+  luna_ctx *ctx = ctx_open();
+  luna_params *results = luna_params_open(ctx);
+  luna_tensor *expected = luna_param(results, name, 1, &count, (luna_init){LUNA_INIT_ZEROS, 0});
+  CHECK(luna_load_matching(results, luna_path(old_path(v, "results.safetensors").text), NULL) == LUNA_OK, "%s",
+        luna_error(ctx));
+  test_close(old_path(v, name).text, values, expected ? expected->data : NULL, (size_t)count, 1e-5);
+  luna_close(ctx);
+}
+static luna_ctx *old_open(const old_version *v, const char *file, luna_model *model, luna_params **params) {
+  const path_text path = old_path(v, file);
+  luna_ctx *ctx = ctx_open();
+  *params = luna_params_open(ctx);
+  CHECK(luna_load_model(model, *params, luna_path(path.text)) == LUNA_OK, "%s: %s", path.text, luna_error(ctx));
+  const char *note = luna_params_get(*params, "note");
+  CHECK(note && strstr(note, v->version), "%s: its text is \"%s\"", path.text, note ? note : "");
+  return ctx;
+}
+static void check_old_training(const old_version *v) {
+  luna_model model;
+  luna_params *params;
+  luna_ctx *ctx = old_open(v, "training.safetensors", &model, &params);
+  float losses[OLD_STEPS];
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){.lr = 0.01f, .weight_decay = 0.1f, .clip = 1});
+  CHECK(luna_load_training(adam, luna_path(old_path(v, "training.safetensors").text)) == LUNA_OK &&
+        old_train(ctx, &model.lm, adam, losses), "%s: %s", v->folder, luna_error(ctx));
+  check_old_result(v, "losses", losses, OLD_STEPS);
+  luna_close(ctx);
+}
+/* A state's bytes are in the order of the machine that wrote it, and luna.h 0.1 had another form of them. */
+static void check_old_state(const old_version *v, bool loads) {
+  uint8_t state[2000];
+  luna_model model;
+  luna_params *params;
+  luna_ctx *ctx = old_open(v, "training.safetensors", &model, &params);
+  luna_stream *stream = luna_stream_open(&model.lm, &(luna_stream_config){.batch = OLD_BATCH});
+  FILE *f = fopen(old_path(v, "stream.state").text, "rb");
+  const size_t size = f ? fread(state, 1, sizeof state, f) : 0;
+  if (f) fclose(f);
+  const luna_status status = luna_stream_state_load(stream, state, size);
+  CHECK(loads ? status == LUNA_OK : luna_stream_error_id(stream) == LUNA_ERROR_STREAM_STATE_SIZE,
+        "%s, %d bytes of state: %s", v->folder, (int)size, luna_stream_error(stream));
+  if (loads) check_old_result(v, "stream", old_stream(stream, 4, OLD_N), OLD_BATCH * OLD_VOCAB);
+  luna_stream_close(stream);
+  luna_close(ctx);
+}
+static void check_versions(void) {
+  for (luna_model_kind kind = LUNA_MODEL_LM; kind <= LUNA_MODEL_SEQ2SEQ; kind = (luna_model_kind)(kind + 1))
+    check_newer(kind);
+  old_fill();
+  for (size_t i = 0; i < sizeof old_versions / sizeof *old_versions; i++) {
+    const old_version *v = &old_versions[i];
+    for (int k = 0; v->files[k]; k++) {
+      luna_model model;
+      luna_params *params;
+      luna_ctx *ctx = old_open(v, v->files[k], &model, &params);
+      luna_begin_inference(ctx);
+      luna_tensor *logits = old_logits(&model);
+      float *values = values_of(ctx, logits, v->files[k]);
+      check_old_result(v, v->files[k], values, luna_count(logits));
+      free(values);
+      luna_close(ctx);
+    }
+    check_old_training(v);
+    if (common_little_endian()) check_old_state(v, i > 0);
+  }
+  heap_check("files of other versions");
+}
+
 int main(void) {
   check_checkpoints();
+  check_versions();
   return test_report("model_files");
 }
