@@ -205,10 +205,11 @@ typedef struct flag {
   { "--forget", "t", CHOICE(set.forget, "no constant gated"), \
    "whether a causal memory forgets, at a learned rate or as each step decides; no: as published" }, \
   { "--output-gate", "t", SWITCH(set.output_gate), "a gate on what attention gives" }
-#define FLAGS_RESUME \
-  { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), \
+#define FLAGS_RESUME FLAGS_RESUME_OF("t")
+#define FLAGS_RESUME_OF(commands) \
+  { "--save-every", commands, WHOLE(set.save_every, 0, 1e9), \
    "steps between checkpoints of the training in --out; 0 for none" }, \
-  { "--resume", "t", READS(set.resume), "such a checkpoint to go on from; its settings hold" }
+  { "--resume", commands, READS(set.resume), "such a checkpoint to go on from; its settings hold" }
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
 #define FLAG_THREADS(commands) \
   { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }

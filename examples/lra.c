@@ -6,6 +6,9 @@
      lra train TASK [--attention NAME] [--data FILE] [--valid FILE] [--out RUN] ...     one run
      lra train TASK --quick ...                    a model of minutes; --settings lra: LRA's own; else Luna's authors'
      lra train TASK --resume RUN.training ...      goes on, to the same bits; --save-every N writes it
+     lra pretrain TASK ...                         self-pretraining (arXiv 2310.02980): fills in what is masked in the
+                                                   task's own samples, without labels
+     lra train TASK --begin RUN.safetensors ...    begins with the encoder of such a run
      lra eval RUN.safetensors [--data FILE]        accuracy on a file, or on generated test samples
      lra table FOLDER [--svg FILE]                 Markdown of all runs in it, Table 1 of the paper beside
      lra show TASK [--data FILE] [--svg FILE]      a few samples; of lists also what they are like
@@ -28,46 +31,47 @@
 
 static struct settings set = { .memory = 16, .seed = 1, .validations = 20 };
 static struct {
-  const char *data, *valid, *svg;
+  const char *data, *valid, *svg, *begin;
   int64_t settings, quick, hidden, longest, positions, warmup, decay, difficulty, data_seed, count;
   double weight_decay, attention_dropout, growing;
 } own = { .difficulty = 2, .data_seed = 1, .count = 3 };
 
 static const flag flags[] = {
-  { "--data", "tes", READS(own.data), "file to learn from, or to measure" },
-  { "--valid", "t", READS(own.valid), "file to validate on; without it the last tenth of --data" },
-  { "--attention", "t", CHOICE(set.attention, ATTENTION_NAMES), "kind of attention" },
-  { "--memory", "t", WHOLE(set.memory, 1, 65536), "Luna's memory slots, l" },
-  { "--settings", "t", CHOICE(own.settings, SETTINGS_NAMES), "where flags that are 0 below get their values from" },
-  { "--quick", "t", SWITCH(own.quick), "the same as --settings quick" },
-  { "--out", "t", STRING(set.out), "begin of the names of a run's files; else TASK-ATTENTION-SEED or like it" },
-  { "--plot", "t", WRITES(set.plot), "file to draw the loss in, SVG" },
-  { "--validations", "t", WHOLE(set.validations, 1, 1e6), "of a run, at equal distances; the best model is kept" },
-  FLAGS_RESUME,
-  { "--steps", "t", WHOLE(set.steps, 1, 1e9), "optimiser steps" },
-  { "--batch", "t", WHOLE(set.batch, 1, 65536), "samples a step" },
-  { "--lr", "t", REAL(set.lr, 1e-9, 10), "peak learning rate, after warm-up" },
-  { "--warmup", "t", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
-  { "--decay", "t", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
-  { "--weight-decay", "t", REAL(own.weight_decay, 0, 10), "decoupled" },
-  { "--growing", "t", REAL(own.growing, 0, 1), "listops, pathfinder: simple samples first, in this part of the steps" },
-  { "--layers", "t", WHOLE(set.layers, 1, 1000), "layers" },
-  { "--dim", "t", WHOLE(set.dim, 1, 65536), "width of the model, d" },
-  { "--heads", "t", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
-  { "--ffn", "t", WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" },
+  { "--data", "tpes", READS(own.data), "file to learn from, or to measure" },
+  { "--valid", "tp", READS(own.valid), "file to validate on; without it the last tenth of --data" },
+  { "--begin", "t", READS(own.begin), "model to begin with, as far as its tensors have the same names and shapes" },
+  { "--attention", "tp", CHOICE(set.attention, ATTENTION_NAMES), "kind of attention" },
+  { "--memory", "tp", WHOLE(set.memory, 1, 65536), "Luna's memory slots, l" },
+  { "--settings", "tp", CHOICE(own.settings, SETTINGS_NAMES), "where flags that are 0 below get their values from" },
+  { "--quick", "tp", SWITCH(own.quick), "the same as --settings quick" },
+  { "--out", "tp", STRING(set.out), "begin of the names of a run's files; else TASK-ATTENTION-SEED or like it" },
+  { "--plot", "tp", WRITES(set.plot), "file to draw the loss in, SVG" },
+  { "--validations", "tp", WHOLE(set.validations, 1, 1e6), "of a run, at equal distances; the best model is kept" },
+  FLAGS_RESUME_OF("tp"),
+  { "--steps", "tp", WHOLE(set.steps, 1, 1e9), "optimiser steps" },
+  { "--batch", "tp", WHOLE(set.batch, 1, 65536), "samples a step" },
+  { "--lr", "tp", REAL(set.lr, 1e-9, 10), "peak learning rate, after warm-up" },
+  { "--warmup", "tp", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
+  { "--decay", "tp", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
+  { "--weight-decay", "tp", REAL(own.weight_decay, 0, 10), "decoupled" },
+  { "--growing", "tp", REAL(own.growing, 0, 1), "of the steps, with simple samples first: listops, pathfinder" },
+  { "--layers", "tp", WHOLE(set.layers, 1, 1000), "layers" },
+  { "--dim", "tp", WHOLE(set.dim, 1, 65536), "width of the model, d" },
+  { "--heads", "tp", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
+  { "--ffn", "tp", WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" },
   { "--hidden", "t", WHOLE(own.hidden, 0, 1e6), "width of the classifier's ReLU layer, 0 for none" },
-  { "--longest", "t", WHOLE(own.longest, 2, 1e6), "tokens of a sequence, with CLS; more are cut off" },
-  { "--positions", "t", CHOICE(own.positions, POSITION_NAMES), "how positions are encoded" },
-  { "--pooling", "t", CHOICE(set.pooling, POOLING_NAMES), "what the class is read from" },
-  { "--dropout", "t", REAL(set.dropout, 0, 0.95), "probability" },
-  { "--attention-dropout", "t", REAL(own.attention_dropout, 0, 0.95), "probability" },
-  { "--difficulty", "ts", CHOICE(own.difficulty, DIFFICULTY_NAMES), "of pathfinder: a contour of 6, 9 or 14 paddles" },
-  { "--data-seed", "ts", WHOLE(own.data_seed, 0, 9e15), "of what is generated" },
+  { "--longest", "tp", WHOLE(own.longest, 2, 1e6), "tokens of a sequence, with CLS; more are cut off" },
+  { "--positions", "tp", CHOICE(own.positions, POSITION_NAMES), "how positions are encoded" },
+  { "--pooling", "tp", CHOICE(set.pooling, POOLING_NAMES), "what the class is read from" },
+  { "--dropout", "tp", REAL(set.dropout, 0, 0.95), "probability" },
+  { "--attention-dropout", "tp", REAL(own.attention_dropout, 0, 0.95), "probability" },
+  { "--difficulty", "tps", CHOICE(own.difficulty, DIFFICULTY_NAMES), "of pathfinder: a contour of 6, 9 or 14 paddles" },
+  { "--data-seed", "tps", WHOLE(own.data_seed, 0, 9e15), "of what is generated" },
   { "--count", "s", WHOLE(own.count, 1, 1e6), "samples" },
   { "--svg", "Ts", WRITES(own.svg), "file to draw in" },
-  FLAG_SEED("t"),
-  FLAG_THREADS("te"),
-  FLAG_PRODUCTS("t"),
+  FLAG_SEED("tp"),
+  FLAG_THREADS("tpe"),
+  FLAG_PRODUCTS("tp"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }
@@ -122,6 +126,7 @@ static void use_data_flags(void) {
 
 /* ---- the model: an encoder, one of its X or their mean, a hidden layer, the classes ------------------------------ */
 
+static bool pretraining;             /* out gives the masked tokens, of all symbols and CLS, and there is no hidden */
 static struct {
   attentions choice;                 /* where the attention is none of luna.h's own */
   luna_encoder encoder;
@@ -173,12 +178,15 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
   luna_status status = luna_encoder_init(&model.encoder, params, "encoder.", data.task->symbols + 1, &c);
   if (status == LUNA_OK && bert && model.encoder.memory)   /* theirs is not drawn so, as all the others are */
     status = scale_values(model.encoder.memory, (float)(1 / (0.02 * sqrt((double)set.dim))));
-  if (status == LUNA_OK && own.hidden)
+  if (status == LUNA_OK && own.hidden && !pretraining)
     status = luna_linear_layer_init(&model.hidden, params, "hidden", width, own.hidden, init);
   if (status == LUNA_OK && own.positions == GRID)
     status = write_grid(model.encoder.positions, (float)sqrt(2.0 / (double)set.dim));
   const int64_t last = own.hidden ? own.hidden : width;
-  if (status == LUNA_OK) status = luna_linear_layer_init(&model.out, params, "out", last, data.task->classes, init);
+  if (status == LUNA_OK && pretraining)
+    status = luna_linear_layer_init(&model.out, params, "tokens", set.dim, data.task->symbols + 1, init);
+  else if (status == LUNA_OK)
+    status = luna_linear_layer_init(&model.out, params, "out", last, data.task->classes, init);
   return status == LUNA_OK ? 0 : failed(ctx);
 }
 /* Random features anew before a step: of the step and --seed alone, and saved with the parameters. */
@@ -220,6 +228,58 @@ static luna_tensor *logits(const luna_input *input) {
   return luna_linear_layer_forward(&model.out, luna_dropout(x, (float)set.dropout));
 }
 
+/* The pretext task [arXiv 1810.04805]: 15% of the tokens are hidden, most of them behind CLS, and told from the rest.
+   Returns the logits [chosen,symbols + 1] of the chosen places, and their tokens, to be freed. The same step takes the
+   same places; null after a failure. */
+static luna_tensor *masked_logits(const luna_input *input, int64_t step, int32_t **chosen, int64_t *count) {
+  const int64_t all = input->batch * input->n, flat[3] = { 1, all, set.dim };
+  int32_t *masked = (int32_t *)grow(NULL, 3 * all, sizeof(int32_t)), *labels = masked + all, *places = labels + all;
+  const luna_masking masking = { .mask = (int32_t)data.task->symbols, .seed = (uint64_t)set.seed,
+                                 .step = (uint64_t)step };
+  luna_input hidden = *input;
+  hidden.tokens = masked;
+  luna_mask_tokens(&masking, input, masked, labels);
+  *count = 0;
+  for (int64_t i = 0; i < all; i++)
+    if (labels[i] >= 0) places[*count] = (int32_t)i, labels[(*count)++] = labels[i];
+  if (*count == 0) places[0] = 0, labels[0] = input->tokens[0], *count = 1;
+  luna_tensor *x = luna_reshape(luna_encoder_forward(&model.encoder, &hidden, NULL), 3, flat);
+  x = luna_embedding(luna_reshape(x, 2, flat + 1), places, 1, *count);
+  x = luna_reshape(luna_linear_layer_forward(&model.out, x), 2, (int64_t[]){ *count, data.task->symbols + 1 });
+  *chosen = (int32_t *)memcpy(masked, labels, (size_t)*count * sizeof(int32_t));
+  return x;
+}
+static luna_tensor *masked_loss(const luna_input *input, int64_t step) {
+  int32_t *chosen;
+  int64_t count;
+  luna_tensor *x = masked_logits(input, step, &chosen, &count), *loss = luna_cross_entropy(x, chosen, NULL);
+  return free(chosen), loss;
+}
+/* The share of the masked tokens of `count` held samples that are found, and their mean loss; negative on failure. */
+static double masked_found(luna_ctx *ctx, const samples *s, int64_t count, double *loss) {
+  double right = 0, all = 0;
+  *loss = 0;
+  for (int64_t at = 0; at < count; at += set.batch) {
+    const batch b = batch_at(s, s->training, count, at);
+    int32_t *chosen;
+    int64_t places;
+    luna_begin_inference(ctx);
+    luna_tensor *x = masked_logits(&b.input, -1 - at, &chosen, &places);
+    int32_t *best = (int32_t *)grow(NULL, places + 1, sizeof(int32_t));
+    *loss += (double)places * (double)luna_item(luna_cross_entropy(x, chosen, NULL));
+    const bool good = luna_argmax(x, best) == LUNA_OK && isfinite(*loss);
+    for (int64_t i = 0; i < places; i++) right += best[i] == chosen[i];
+    all += (double)places;
+    free(chosen), free(best);
+    if (!good) return -1;
+  }
+  return all > 0 ? (*loss /= all, right / all) : -1;
+}
+/* How a model does on the first `count` held samples: the share of right answers, and the loss. */
+static double measure(luna_ctx *ctx, const samples *s, int64_t count, double *loss) {
+  return pretraining ? masked_found(ctx, s, count, loss) : accuracy(ctx, NULL, s, s->training, count, loss);
+}
+
 static luna_optimizer *optimizer_open(luna_params *params) {
   const bool quick = own.settings == SMALL;
   const luna_schedule schedule = { .decay = own.decay ? LUNA_DECAY_COSINE : LUNA_DECAY_INVERSE_SQRT,
@@ -238,7 +298,8 @@ static struct {
   double loss, before;               /* the sum of the losses since the curve's last row; seconds before it went on */
   int64_t losses;
   char data[80], data_before[80];    /* task_mark(): of these samples, and of those of the training that goes on */
-} run = { .best = -1 };
+  const char *begun;                 /* "yes": with --begin, or "" */
+} run = { .best = -1, .begun = "" };
 static progress bar;
 
 static path run_file(const char *ending) {
@@ -258,7 +319,7 @@ static phrase title(void) {
 /* The name of a run without --out: "listops-luna16-1", "pathfinder-easy-quick-performer-2". */
 static void default_name(void) {
   const flag *const parts[] = { flag_of(&own.difficulty), flag_of(&own.settings), flag_of(&set.attention) };
-  size_t size = (size_t)snprintf(run.name, sizeof run.name, "%s", data.task->name);
+  size_t size = (size_t)snprintf(run.name, sizeof run.name, "%s%s", data.task->name, pretraining ? "-pretrained" : "");
   for (int i = 0; i < 3; i++) {
     char value[40];
     flag_text(parts[i], value, sizeof value);
@@ -297,7 +358,7 @@ static int write_report(const luna_params *params, double accuracy, int64_t held
   const path to = run_file("txt"), beside = run_file("txt.probe");
   int length = 0;
   const char *settings = name_at(SETTINGS_NAMES, own.settings, &length);
-  if (ranks.rank > 0) return 0;
+  if (ranks.rank > 0 || pretraining) return 0;             /* a table is of what models answer */
   FILE *f = fopen(beside.text, "wb");
   if (!f) return cannot_write(beside);
   fprintf(f, "task %s\nsystem %s\nsettings %.*s\n", data.task->name, title().text, length, settings);
@@ -306,7 +367,8 @@ static int write_report(const luna_params *params, double accuracy, int64_t held
   fprintf(f, "held %lld\nfrom %s\n", (long long)held, from);
   fprintf(f, "parameters %lld\n", (long long)luna_params_element_count(params));
   fprintf(f, "seconds %.0f\nthreads %lld\n", run.before + seconds() - bar.start, (long long)set.threads);
-  fprintf(f, "instructions %s\nmodel %s\n", luna_isa_name(luna_isa_best()), describe().text);
+  fprintf(f, "instructions %s\nmodel %s%s\n", luna_isa_name(luna_isa_best()), describe().text,
+          *run.begun ? ", begun with another model" : "");
   const bool fine = !ferror(f);
   return fclose(f) == 0 && fine && move(beside.text, to.text) == 0 ? 0 : cannot_write(to);
 }
@@ -350,6 +412,8 @@ static int begin_curve(int64_t step) {
 static bool keep_run(luna_params *params, const char *going) {
   return luna_params_set(params, "lra.task", data.task->name) == LUNA_OK &&
          luna_params_set(params, "lra.data", run.data) == LUNA_OK &&
+         luna_params_set(params, "lra.pretraining", pretraining ? "yes" : "") == LUNA_OK &&
+         luna_params_set(params, "lra.begun", run.begun) == LUNA_OK &&
          luna_params_set(params, "lra.run", going) == LUNA_OK && keep_settings(params, flags, bar.step) == LUNA_OK;
 }
 
@@ -370,6 +434,11 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
   if (!task || !text || sscanf(text, format, &run.best, &best_step, &run.loss, &losses, &run.before) != 5)
     return fail("%s holds no training of lra to go on with; --save-every writes one", set.resume);
   if (strcmp(task, data.task->name) != 0) return fail("%s is a training of another task", set.resume);
+  const char *words = luna_params_get(pairs, "lra.pretraining"), *begun = luna_params_get(pairs, "lra.begun");
+  if ((words && *words) != pretraining)
+    return fail("%s is %s, which %s goes on with", set.resume, pretraining ? "a training by labels" : "a pre-training",
+                pretraining ? "train" : "pretrain");
+  run.begun = begun && *begun ? "yes" : "";
   run.best_step = best_step, run.losses = losses;
   const char *before = luna_params_get(pairs, "lra.data");
   snprintf(run.data_before, sizeof run.data_before, "%s", before ? before : "");
@@ -381,7 +450,7 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
 /* Measures the model and keeps it when it is the best so far. */
 static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
   const int64_t held = s->held < QUICK ? s->held : QUICK;
-  double loss, since = progress_validates(), share = accuracy(ctx, NULL, s, s->training, held, &loss);
+  double loss, since = progress_validates(), share = measure(ctx, s, held, &loss);
   if (share < 0) return failed(ctx);
   progress_validated(&bar, since, loss, "validation %.1f%%", 100 * share);
   if (share > run.best) {
@@ -401,7 +470,8 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
     batch b = batch_random(s, bar.step);
     if (redraw(bar.step)) return 2;
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(logits(&b.input), b.labels, NULL);
+    luna_tensor *loss = pretraining ? masked_loss(&b.input, bar.step) :
+                                      luna_cross_entropy(logits(&b.input), b.labels, NULL);
     if (model.choice.system) loss = attentions_loss(&model.choice, loss);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
@@ -441,19 +511,30 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   if (interrupted)
     printf("stopped at step %lld; goes on with --resume %s\n", (long long)bar.step, run_file("training").text);
   if (run.best_step == 0) return printf("stopped before the first validation: no model was written\n"), 0;
-  if (load_best(params, best.text)) share = accuracy(ctx, NULL, s, s->training, s->held, &loss);
+  if (load_best(params, best.text)) share = measure(ctx, s, s->held, &loss);
   if (share < 0) return failed(ctx);
   if (write_report(params, share, s->held)) return 2;
   printf("%s: %lld steps in %.0f s, ", best.text, (long long)bar.step, took);
-  printf("the best at step %lld, accuracy on %lld samples held: %.2f%% (loss %.3f)\n", (long long)run.best_step,
-         (long long)s->held, 100 * share, loss);
+  printf("the best at step %lld, %s %lld samples held: %.2f%% (loss %.3f)\n", (long long)run.best_step,
+         pretraining ? "masked tokens found of" : "accuracy on", (long long)s->held, 100 * share, loss);
   return plot(&bar, run.name);
+}
+
+static int begin_with(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentence */
+  luna_load_report taken = { 0 };
+  if (luna_load_matching(params, luna_path(own.begin), &taken) != LUNA_OK) return failed(ctx);
+  if (taken.loaded == 0) return fail("%s has no tensor that this model has", own.begin);
+  run.begun = "yes";
+  printf("%lld of %lld tensors taken from %s\n", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
+         own.begin);
+  return 0;
 }
 
 static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   luna_params *params = luna_params_open(ctx);
   const path best = run_file("safetensors");
   if (model_open(ctx, params)) return 2;
+  if (own.begin && !set.resume && begin_with(ctx, params)) return 2;
   luna_optimizer *adam = optimizer_open(params);
   if (!adam || (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK)) return failed(ctx);
   printf("%s, %s: %lld samples to learn from, %lld to validate on; ", data.task->title, title().text,
@@ -488,6 +569,11 @@ static int train(luna_ctx *ctx, const char **words) {
   return status;
 }
 
+static int pretrain(luna_ctx *ctx, const char **words) {
+  pretraining = true;
+  return train(ctx, words);
+}
+
 /* ---- eval, table ------------------------------------------------------------------------------------------------- */
 
 static int eval(luna_ctx *ctx, const char **words) {
@@ -498,6 +584,8 @@ static int eval(luna_ctx *ctx, const char **words) {
   double loss, share = -1;
   if (!pairs) return 2;
   if (!task) return fail("%s is not a model that lra made", words[0]);
+  const char *masked = luna_params_get(pairs, "lra.pretraining");
+  if (masked && *masked) return fail("%s has no classes yet: it is for lra train --begin", words[0]);
   if (task_find(task) || set_kept_flags(pairs, flags, words[0])) return 2;
   use_data_flags();
   int status = task_open(&s, own.data, NULL, true);
@@ -605,6 +693,7 @@ static int show(luna_ctx *ctx, const char **words) {
 #define TASK_WORD "task: listops, text, retrieval, image, pathfinder"
 static const command commands[] = {
   { "train", { TASK_WORD }, "learns a task, and writes a run", train },
+  { "pretrain", { TASK_WORD }, "learns what is masked in a task's samples, for train --begin", pretrain },
   { "eval", { "model: a file RUN.safetensors that train wrote" }, "accuracy on a file, or on generated samples", eval },
   { "table", { "folder: runs that train wrote" }, "Markdown of a folder's runs, Table 1 beside", table_command },
   { "show", { TASK_WORD }, "a few samples of a task", show },

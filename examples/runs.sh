@@ -71,9 +71,9 @@ run() {
     lra) file=$out/$name; [ -s "$file.training" ] && begin="--resume $file.training" ;;
     *) file=$out/$name.safetensors ;;
   esac
-  setsid nice -n 19 "$build/$program" "$@" --threads 1 --out "$file" $begin >>"$out/$name.log" 2>&1 </dev/null &
+  setsid sh -c '{ echo 19 >/proc/$$/autogroup; } 2>/dev/null; exec nice -n 19 "$@"' run "$build/$program" "$@" \
+    --threads 1 --out "$file" $begin >>"$out/$name.log" 2>&1 </dev/null &      # Linux shares time among sessions first
   child=$!
-  { echo 19 >"/proc/$child/autogroup"; } 2>/dev/null       # Linux shares time among sessions first, by this number
   trap 'kill -s CONT -- "-$child"; kill -s TERM -- "-$child"; rm -r "$out/$name.running"; exit 1' INT TERM
   while kill -0 "$child" 2>/dev/null; do
     if [ -e "$lock" ]; then kill -s STOP -- "-$child"; else kill -s CONT -- "-$child"; fi 2>/dev/null

@@ -77,6 +77,24 @@ refuses "of another task" train text --data texts --resume whole.training
 refuses "holds no training" train listops --data lists --resume whole.safetensors
 refuses "[a-z]" train listops --data lists --resume text
 
+# ---- self-pretraining
+learns="train text --data texts $small --steps 4 --validations 1 --lr 1e-9 --out t"
+check "lra pretrain succeeds" run pretrain text --data texts $small --steps 120 --lr 0.02 --save-every 60 --out words
+check "it tells what was found" grep -q '^words.safetensors: 120 steps .* masked tokens found of 6 samples held: ' out
+check "most of what is masked here can be told" awk -F '[: %]+' '/^words.safetensors/ { exit !($(NF - 3) > 60) }' out
+check "it is no row of a table" [ ! -e words.txt ]
+check "a training begins with it" run $learns --begin words.safetensors
+check "and says what it takes" grep -q '^3[0-9] of 3[0-9] tensors taken from words.safetensors' out
+check "its report says so too" grep -q '^model .*, begun with another model$' t.txt
+LC_ALL=C tail -c 20000 t.safetensors >begun
+run $learns
+check "it is another model then" sh -c "LC_ALL=C tail -c 20000 t.safetensors | cmp -s - begun; [ \$? = 1 ]"
+refuses "is a pre-training" train text --data texts --resume words.training
+refuses "a training by labels" pretrain listops --data lists --resume whole.training
+refuses "has no classes" eval words.safetensors --data texts
+refuses "is not there\|cannot be opened" $learns --begin nothing.safetensors
+rm -f t.* words.*
+
 # ---- interrupted before the first validation
 stopped() {
   "$build/$program" train listops --data lists $small --steps 1000000 --validations 1 --out stop >out 2>err & pid=$!
