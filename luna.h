@@ -72,8 +72,8 @@
      5. Resume. luna_save_training writes parameters, moments, counters, learning rate and seed; after
         luna_load_training into a model and an optimiser made with the same config (schedule, betas, decay, clip,
         average, groups), training goes on with the bits of a run that never stopped. The position in the data is
-        yours to keep: luna_params_set before, luna_params_get after. luna_load_model opens any saved model by what its
-        file says, except one with an attention hook: init that with its config and hook, then luna_load.
+        yours to keep: luna_params_set_text before, luna_params_get_text after. luna_load_model opens any saved model by
+        what its file says, except one with an attention hook: init that with its config and hook, then luna_load.
      6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token, or
         luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
         and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
@@ -200,7 +200,7 @@
        luna.fixed_horizon         there where it is the config's, which training does not change
        luna.format                2 where the model has luna.forget, luna.output_gate or luna.rotary, which luna.h 0.1
                                   does not know
-       any other key              the caller's, by luna_params_set
+       any other key              the caller's, by luna_params_set_text
      A file of a later luna.h whose model this one cannot compute has a larger luna.format or another luna.kind, and is
      refused with a sentence; what else is unknown and begins with "luna." changes no output and is left out. Only
      luna_load_matching, which compares names and shapes alone, takes any file.
@@ -493,6 +493,9 @@ LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
 LUNA_API const char *luna_error(const luna_ctx *ctx);
 /* The id of that sentence; LUNA_ERROR_NONE without one. */
 LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx);
+/* For the `return` of a custom op, an attention hook or a backend's entry: it gives the status back. The sentence
+   becomes the context's error, if it is the first, with the id LUNA_ERROR_BACKEND. */
+LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 
 /* Bytes that a context uses now, and the most that it has used, on its device too. Zeros for null. */
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage;
@@ -517,13 +520,10 @@ typedef struct luna_tensor {
   int device;                        /* the backend's number; 0 = CPU */
   bool needs_grad;
   bool parameter;                    /* its grad lives until close, not with the step */
-  bool borrowed;                     /* a parameter whose values are another's */
-  bool has_grad;                     /* backward has reached it (grad stays null in a context that measures) */
   luna_ctx *ctx;
   struct luna_tensor *base;          /* a view's owner, else null */
-  int64_t offset;                    /* a view's first element within base */
-  struct lunai_int8 *int8;           /* a weight in 8 bits, for inference: luna.h's; data may then be null */
-  struct lunai_tensor_state *own;    /* luna.h's */
+  struct lunai_int8 *int8;           /* luna.h's own: a weight in 8 bits, for inference, whose data may then be null; */
+  struct lunai_tensor_state *own;    /* and how the tensor was made */
 } luna_tensor;
 
 /* The number of elements; 0 for null. */
@@ -602,8 +602,8 @@ LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);
 /* Up to 8 tensors of one shape, along a new axis. */
 LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis);
-/* Writes x in `count` equal parts along the axis to parts [count]. On failure it returns false, and each is null. */
-LUNA_API bool luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count);
+/* Writes x in `count` equal parts along the axis to parts [count]. On failure each is null. */
+LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count);
 /* x with `before` and `after` more places along the axis, which hold `value`. */
 LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value);
 /* `count` copies of x along a new axis 0: [...] -> [count,...]. */
@@ -801,9 +801,13 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 /* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d], which are queries
    times the key projection, and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax
    over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias
-   [batch,h,l]. */
-LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
-                                luna_tensor **sums);
+   [batch,h,l]. Null configs: the defaults. */
+typedef struct luna_pack_config {
+  const int32_t *lengths;            /* [batch] real rows of the context, or null: all; 0 gives zeros */
+  float dropout;                     /* of the attention matrix */
+  luna_tensor **sums;                /* where to put its row sums [batch,r,1], or null */
+} luna_pack_config;
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config);
 typedef struct luna_unpack_config {
   luna_tensor *out_bias;             /* [d], or null */
   const int32_t *lengths;            /* [batch] real slots, or null: all */
@@ -831,7 +835,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
 /* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad, and
    may read the data of all of them; both must be there, also for inference. Each op has a copy of `state` of its own:
    what forward writes into it backward finds. Another status than LUNA_OK fails the step with it;
-   luna_backend_fail(out->ctx, status, "why") before says why. An example is in examples/guide.md. */
+   luna_fail(out->ctx, status, "why") before says why. An example is in examples/guide.md. */
 typedef struct luna_custom {
   luna_status (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
   luna_status (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
@@ -891,16 +895,16 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params);
    optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
 /* Text pairs, saved in and loaded from the checkpoint's __metadata__ (but by luna_load_borrowed: luna_inspect);
-   keys, and names of parameters, that start with "luna." belong to luna.h. Text from luna_params_get is the set's:
-   luna_params_set of its key may change it in place. It is null where there is no such key. */
-LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
-LUNA_API const char *luna_params_get(const luna_params *params, const char *key);
+   keys, and names of parameters, that start with "luna." belong to luna.h. Text from luna_params_get_text is the set's:
+   luna_params_set_text of its key may change it in place. It is null where there is no such key. */
+LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, const char *value);
+LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
    An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
-   with a sentence in the context of its input, a model's without one, as no context is known. Where a config has a
-   number in two places, one is 0 or equals the other; fields of an attention that is not chosen have no effect.
+   with a sentence in the context of its input, a model's without one, as no context is known. Fields of an attention
+   that is not chosen have no effect.
    ------------------------------------------------------------------------------------------------------------------ */
 /* luna_linear with parameters: "PREFIX.weight" [out,in], by init, and "PREFIX.bias" [out], zeros; the prefix may end in
    the dot or not. x [...,in] -> [...,out]. */
@@ -1044,7 +1048,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
    returns what forward and close will get as `layer` (later the layer's hook_state), null on failure.
    forward: call->x [batch,n,d] -> [batch,n,d]; dropout inside it is its own business (config has the probabilities).
-   Either says what failed by luna_backend_fail. Examples: examples/attentions. A hook is not saved: the file of such a
+   Either says what failed by luna_fail. Examples: examples/attentions. A hook is not saved: the file of such a
    model has no luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then
    luna_load. */
 typedef struct luna_layer_config luna_layer_config;
@@ -1100,8 +1104,9 @@ struct luna_layer_config {
                                         gets silu(x W_g + b_g) as call->gate, and applies it */
   bool rotary;                       /* softmax attention of x on itself: queries and keys go through luna_rotary */
   luna_forget forget;                /* causal Luna attention: whether its memory forgets */
-  int64_t memory;                    /* slots of an encoder layer's own P, the most of a decoder layer's with forget;
-                                        0 = 16; of others unused */
+  int64_t memory;                    /* l, the slots of P: an encoder's, a causal layer's, with own_memory an encoder
+                                        layer's, with forget the most of a decoder layer's; 0 = 16. An encoder uses the
+                                        first min(l, longest) of them for a batch of shorter sequences */
   /* T: the means of causal Luna attention that does not forget are exponential ones from token T on. The new token
      counts 1 / T, where the published form has 1 / t: it never counts less than in training. 0: of a model the longest
      sequence that its set of parameters was trained on, which is saved with it (none before training); of a layer by
@@ -1147,8 +1152,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths);
 
-/* Decoder-only layer: causal attention (Luna's with a learned memory of its own, of `memory` slots, 0 = 16),
-   feed-forward */
+/* Decoder-only layer: causal attention (Luna's with a learned memory of its own), feed-forward */
 typedef struct luna_causal_layer {
   luna_layer_config config;
   luna_tensor *memory;               /* "projected_embeddings" [l,d]; Luna only */
@@ -1161,7 +1165,7 @@ typedef struct luna_causal_layer {
   luna_feed_forward_layer feed_forward;
 } luna_causal_layer;
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
-                                            int64_t memory, const luna_layer_config *config);
+                                            const luna_layer_config *config);
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1176,9 +1180,8 @@ typedef struct luna_lm_config {
   int64_t outputs;                   /* a step, by a matrix of their own; 0 = the next token's logits, or of features as
                                         many as features */
   int64_t layers;                    /* 0 = 2 */
-  int64_t memory;                    /* l; 0 = 16 */
-  luna_layer_config layer;           /* of every layer: dim, heads, ffn, ...; attention: Luna, softmax, linear, or a
-                                        hook */
+  luna_layer_config layer;           /* of every layer: dim, heads, ffn, memory, ...; attention: Luna, softmax, linear,
+                                        or a hook */
   luna_positions positions;          /* 0 = none */
   int64_t max_length;                /* learned positions: the longest sequence; 0 = 512 */
   bool output_norm;                  /* with outputs that are values: they are what the matrix gives times a deviation,
@@ -1222,7 +1225,6 @@ typedef enum luna_embedding_scale {
 typedef struct luna_encoder_config {
   int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
   int64_t layers;                    /* 0 = 2 */
-  int64_t memory;                    /* l; 0 = 16. A batch of shorter sequences uses the first min(l, longest) slots */
   luna_positions positions;          /* 0 = sinusoidal */
   int64_t max_length;                /* learned positions, Linformer: the longest sequence; 0 = 512 */
   int64_t first_position;            /* of the first token; the authors' is padding index + 1 */
@@ -1231,7 +1233,7 @@ typedef struct luna_encoder_config {
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool keep_padding;                 /* keep the outputs at padded places (the authors' translation model); default:
                                         zeros */
-  luna_layer_config layer;           /* of every layer: dim, heads, ffn, ...; its memory and linformer.max_length come
+  luna_layer_config layer;           /* of every layer: dim, heads, ffn, memory, ...; its linformer.max_length comes
                                         from above */
 } luna_encoder_config;
 typedef struct luna_encoder {
@@ -1320,7 +1322,7 @@ typedef struct luna_masking {
 /* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1
    elsewhere [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the
    defaults. Returns how many were chosen, or -1: an array is null, a size negative, or probability outside 0..1. */
-LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
+LUNA_API int64_t luna_mask_tokens(const luna_input *input, const luna_masking *masking, int32_t *masked,
                                   int32_t *labels);
 
 /* Encoder-decoder */
@@ -1415,7 +1417,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *optimizer);
 /* For updates of your own: multiplies all gradients of the set by max_norm / norm where their global norm is larger (0:
    never), and returns the norm before. One that is not finite changes nothing; NaN after a failure. Optimisers have
    .clip, which on a device waits for nothing and counts the gradients of all ranks; here several ranks are an error. */
-LUNA_API float luna_clip_gradients(luna_params *params, float max_norm);
+LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm);
 
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
    decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
@@ -1436,7 +1438,7 @@ LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
 /* The global norm of the last step's gradients, before clipping; Inf above FLT_MAX. */
-LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer);
+LUNA_API float luna_optimizer_grad_norm(const luna_optimizer *optimizer);
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1508,8 +1510,8 @@ typedef struct luna_inspection {
   void *user;
 } luna_inspection;
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_inspection *inspection);
-/* Writes the tensor's values as floats to out [count]; false when they are not F32, F16, BF16 or F64. */
-LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);
+/* Writes the tensor's values as floats to out [count]; LUNA_UNSUPPORTED when they are not F32, F16, BF16 or F64. */
+LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
    checked against its tensors. Not for a model with an attention hook: init it with its config, then
@@ -1531,9 +1533,9 @@ LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_
 #ifndef LUNA_NO_TRAIN
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
    goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
-   caller's: luna_params_set before, luna_params_get after. Call it after luna_optimizer_step: gradients are not
-   saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as not
-   saved). */
+   caller's: luna_params_set_text before, luna_params_get_text after. Call it after luna_optimizer_step: gradients are
+   not saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as
+   not saved). */
 LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file);
 LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file file);
 #endif
@@ -1654,9 +1656,9 @@ typedef struct luna_beam_config {
 } luna_beam_config;
 /* Greedy or beam search. source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and end;
    scores [batch] or null */
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search,
-                                           const luna_input *source, int32_t *out,
-                                           int32_t *out_lengths, float *scores);
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
+                                           const luna_beam_config *config, int32_t *out, int32_t *out_lengths,
+                                           float *scores);
 
 #endif
 #endif /* LUNAI_STREAM_H */
@@ -2095,47 +2097,40 @@ typedef struct luna_update {
   float decay, lr;                   /* lr: factor on the state's */
 } luna_update;
 
-/* A backend's entries beside its ops, V(type, name) and F(result, name, parameters) */
-#define LUNA_BACKEND_ENTRIES(V, F) \
-  V(uint32_t, version)               /* 1 */ \
-  V(uint32_t, size)                  /* sizeof(luna_backend) */ \
-  V(int, device) \
-  V(size_t, opened)                  /* bytes that `open` takes of the device, for luna_memory */ \
-  V(float, product_cost)             /* of a flop of products by parameters, in those of attention, for luna_form; \
-                                        0 = 1 */ \
-  /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail says why) the context exists
-     and every call in it fails with that sentence */ \
-  F(luna_status, open, (luna_ctx *ctx, int device, void **self)) \
-  F(void, close, (void *self)) \
-  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */ \
-  F(void *, allocate, (void *self, size_t bytes)) \
-  F(void, release, (void *self, void *pointer, size_t bytes)) \
-  /* 0 within (never overlapping), 1 to the device, 2 to the host */ \
-  F(luna_status, copy, (luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction)) \
-  F(luna_status, zero, (luna_ctx *ctx, void *at, size_t bytes)) \
+struct luna_backend {
+  uint32_t version;                  /* 1 */
+  uint32_t size;                     /* sizeof(luna_backend) */
+  int device;
+  size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
+  float product_cost;                /* of a flop of products by parameters, in those of attention, for luna_form;
+                                        0 = 1 */
+  /* what one context needs of the device; null: nothing. When it fails (luna_fail says why) the context exists and
+     every call in it fails with that sentence */
+  luna_status (*open)(luna_ctx *ctx, int device, void **self);
+  void (*close)(void *self);
+  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
+  void *(*allocate)(void *self, size_t bytes);
+  void (*release)(void *self, void *pointer, size_t bytes);
+  /* 0 within (never overlapping), 1 to the device, 2 to the host */
+  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction);
+  luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
   /* of one device: what ctx queues from now on runs after what `other` has queued; null: work is done when a call
-     returns */ \
-  F(luna_status, wait, (luna_ctx *ctx, const luna_ctx *other)) \
-  /* counts a training step; `stepped`: clears nonfinite. What the last step has in host memory is still there. */ \
-  F(luna_status, begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped)) \
-  /* sets nonfinite when the loss is */ \
-  F(luna_status, check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state)) \
-  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */ \
-  F(luna_status, norm, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
-                        int64_t count)) \
-  F(luna_status, update, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
-                          int64_t count)) \
+     returns */
+  luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other);
+  /* counts a training step; `stepped`: clears nonfinite. What the last step has in host memory is still there. */
+  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped);
+  /* sets nonfinite when the loss is */
+  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state);
+  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
+  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                      int64_t count);
+  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                        int64_t count);
   /* A stream's step of single tokens begins, or ends: the calls between are those of the step before, in the same
      memory, and may run at the end. What the device keeps of them is in *kept, at first null, until forget. Null: they
-     run one by one. */ \
-  F(void, token, (luna_ctx *ctx, void **kept, bool ends)) \
-  F(void, forget, (void *self, void *kept))
-struct luna_backend {
-#define LUNAI_ENTRY(type, name) type name;
-#define LUNAI_ENTRY_CALL(result, name, parameters) result (*name) parameters;
-  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
-#undef LUNAI_ENTRY
-#undef LUNAI_ENTRY_CALL
+     run one by one. */
+  void (*token)(luna_ctx *ctx, void **kept, bool ends);
+  void (*forget)(void *self, void *kept);
   luna_op_functions op[LUNA_OP_COUNT];
 };
 /* The table of this CPU's functions. */
@@ -2146,9 +2141,6 @@ LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
-/* For the `return` of an entry, a hook or a custom op: it gives the status back. The sentence becomes the context's
-   error, if it is the first, with the id LUNA_ERROR_BACKEND. */
-LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
 #endif
@@ -8938,8 +8930,8 @@ LUNA_API const char *luna_status_text(luna_status status) {
   X(STATE_MISSING, "%s: the training in %s carried no state of this model and batch") \
   X(STATE_POSITIONS, "%s: the sequences stand at different positions, which %s cannot tell apart") \
   X(NO_CONTEXT, "there is no context: luna_open failed; options.error and options.log say why") \
-  /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
-  X(BACKEND, "%s: the backend, or a function of your own, failed: %s (luna_backend_fail gives a reason)") \
+  /* from a backend, the user's own too: the status and, by luna_fail, the sentence are what it gave */ \
+  X(BACKEND, "%s: the backend, or a function of your own, failed: %s (luna_fail gives a reason)") \
   X(NO_OP, "%s: this backend has no op %s") \
   X(RELEASED, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
@@ -9072,7 +9064,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
   X(AVERAGE_NONE, "luna_optimizer_swap_average: the optimiser's config has no .average") \
   X(AVERAGE_SWAPPED, "%s: parameters and averages have changed places; call luna_optimizer_swap_average " \
     "again before") \
-  X(RANK_GRADIENTS, "luna_clip_gradients: a rank has a part of the gradients; use the optimiser's .clip") \
+  X(RANK_GRADIENTS, "luna_params_clip_grad: a rank has a part of the gradients; use the optimiser's .clip") \
   X(RATES, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
     "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
   /* files */ \
@@ -10257,13 +10249,15 @@ typedef struct lunai_tensor_state {
   luna_op *maker;                    /* the op of the tape whose result this is */
   luna_op *last_reader;              /* the newest op of the tape that reads it */
   luna_tensor *older;                /* the tensor made before this one in the step */
+  int64_t offset;                    /* a view's first element within base */
   struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends */
   struct lunai_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free */
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
   bool ended;                        /* its step is over: it is released, and points to nothing */
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
-  bool given;                        /* of a parameter: its values are no longer its init's */
+  bool has_grad;                     /* backward has reached it (grad stays null in a context that measures) */
+  bool given, borrowed;              /* of a parameter: its values are no longer its init's; they are another's */
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   luna_tensor *reserved;
   const struct lunai_cut *part;      /* of which whole it is this rank's part; null: it is whole */
@@ -11068,7 +11062,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
     if (!o->measure) status = ctx->backend->copy(ctx, &ctx->state->seed, &o->seed, sizeof o->seed, 1);
   }
   if (status != LUNA_OK && ctx->status == LUNA_OK)
-    luna_backend_fail(ctx, status, "luna_open: the device could not be opened");
+    luna_fail(ctx, status, "luna_open: the device could not be opened");
   ctx->open_status = status;
   return ctx;
 }
@@ -11129,7 +11123,7 @@ LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx) { return ctx ? ctx-
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
-LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
+LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
   const bool newest = ctx && ctx->setups > 0; /* the sentence of the init under way */
   if (ctx) lunai_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
@@ -13654,7 +13648,7 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   return t;
 }
 
-LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return t && t->base ? t->base : t; }
+LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return (luna_tensor *)(uintptr_t)lunai_owner(t); }
 
 /* --- scopes --- */
 LUNAI_FN void lunai_release(luna_tensor *t) {
@@ -13921,7 +13915,8 @@ LUNAI_FN luna_status lunai_read_data(const luna_tensor *t, float *out, const cha
 }
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_data(t, out, "luna_read"); }
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
-  const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
+  const luna_tensor *owner = lunai_owner(t);
+  const float *grad = !owner || !owner->grad ? NULL : owner->grad + t->own->offset;
   return lunai_read_floats(t, grad, out, "luna_read_grad", true);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
@@ -14042,7 +14037,7 @@ LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, 
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
-  if (t->borrowed) return lunai_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
+  if (t->own->borrowed) return lunai_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
   if (!values && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_write", "values");
   t->own->given = true;
   if (!lunai_computes(t->ctx)) return LUNA_OK;
@@ -14319,22 +14314,22 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   luna_tensor *owner = lunai_base(t);
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
   void *memory = NULL;
-  if (!owner->has_grad) {
+  if (!owner->own->has_grad) {
     if (owner->own->maker && !owner->own->keep_grad && !t->own->keep_grad) {
       if ((owner->own->grad_piece = lunai_piece_take(ctx, bytes)) == NULL) return false;
       memory = lunai_piece_at(ctx, owner->own->grad_piece);
     } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) :
                  lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
-    owner->has_grad = true;
+    owner->own->has_grad = true;
     if (owner->parameter) {
       owner->own->reserved = ctx->reserved;
       ctx->reserved = owner;
     }
     if (memory && !set && !ctx->reserving && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
   }
-  t->has_grad = true;
-  if (t->base && owner->grad) t->grad = owner->grad + t->offset;
+  t->own->has_grad = true;
+  if (t->base && owner->grad) t->grad = owner->grad + t->own->offset;
   return true;
 }
 
@@ -14395,7 +14390,7 @@ LUNAI_FN bool lunai_recompute(luna_tensor *t, luna_status *status) {
     if (!lunai_outputs_take(op) || !lunai_op_run(op, status)) return false;
     for (int i = 0; i < op->inputs; i++) lunai_recompute_read(lunai_base(op->in[i]));
   }
-  if (t->base && owner->data) t->data = owner->data + t->offset;
+  if (t->base && owner->data) t->data = owner->data + t->own->offset;
   return true;
 }
 /* The data of an input, computed again by cheap ops, each once, when they were released; what those needed is released
@@ -14426,7 +14421,7 @@ LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
 LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
   const luna_op *first = op->own->recompute_from;
   for (; first; op = op->own->previous) {
-    for (int i = 0; i < op->outputs; i++) if (op->out[i]->has_grad) return true;
+    for (int i = 0; i < op->outputs; i++) if (op->out[i]->own->has_grad) return true;
     if (op == first) return false;
   }
   return false;
@@ -14434,7 +14429,7 @@ LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
 
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) {
-  return t->needs_grad && !t->has_grad && t->own->maker && !t->own->keep_grad;
+  return t->needs_grad && !t->own->has_grad && t->own->maker && !t->own->keep_grad;
 }
 
 /* Releases a result's data when all that read it have run their backward, unless somebody else may want them. The walk
@@ -14461,7 +14456,7 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
     if (out->own->maker == op && !out->own->keep_grad) {
       lunai_piece_give(ctx, &out->own->grad_piece);
       out->grad = NULL;
-      out->has_grad = false;
+      out->own->has_grad = false;
     }
   }
 }
@@ -14497,7 +14492,7 @@ LUNAI_FN bool lunai_op_give(luna_op *op, luna_status *status) {
     if (lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
       op->in[i]->own->grad_piece = op->out[0]->own->grad_piece;
-      op->in[i]->has_grad = true;
+      op->in[i]->own->has_grad = true;
       op->out[0]->own->grad_piece = NULL;
     }
   for (int i = 0; i < op->inputs; i++) {
@@ -14512,7 +14507,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_op *waiting = op->own->waiting, both;
   bool reached = waiting != NULL;
   *status = LUNA_OK;
-  for (int i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
+  for (int i = 0; i < op->outputs; i++) reached = reached || op->out[i]->own->has_grad;
   if (reached && lunai_op_waits(op)) return true;
   for (int i = 0; i < op->outputs && reached && !waiting; i++) {
     if (!lunai_grad_take(op->ctx, op->out[i], false)) return false;
@@ -14566,7 +14561,7 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   lunai_unwalk(t->base);
   t->grad = NULL;
   t->own->grad_piece = NULL;
-  t->has_grad = false;
+  t->own->has_grad = false;
   if (t->own->given_piece) t->own->data_piece = t->own->given_piece;
   t->own->given_piece = NULL;
   if (!t->own->recomputed) return;
@@ -14618,7 +14613,7 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   if (status == LUNA_OK) return LUNA_OK;
   for (; ctx->reserved; ctx->reserved = ctx->reserved->own->reserved) {
     ctx->reserved->grad = NULL;
-    ctx->reserved->has_grad = false;
+    ctx->reserved->own->has_grad = false;
   }
   lunai_persistent_rewind(ctx, persistent);
   return status;
@@ -14847,10 +14842,10 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     t->needs_grad = !frozen;
     if (frozen) {
       p->frozen_grad = t->grad;
-      p->had_grad = t->has_grad;
+      p->had_grad = t->own->has_grad;
     }
     t->grad = frozen ? NULL : p->frozen_grad;
-    t->has_grad = !frozen && p->had_grad;
+    t->own->has_grad = !frozen && p->had_grad;
   }
   return status == LUNA_OK && !matched ? lunai_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "") : status;
 }
@@ -14893,6 +14888,17 @@ LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first
     }
   }
 }
+/* into a tensor or parameter */
+LUNAI_FN luna_status lunai_first_write(const lunai_first *f, luna_tensor *t) {
+  float block[1024];
+  luna_status status = LUNA_OK;
+  for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK && !t->ctx->options.measure; at += 1024) {
+    const int64_t n = lunai_min(1024, luna_count(t) - at);
+    lunai_first_values(f, block, at, n);
+    status = t->ctx->backend->copy(t->ctx, t->data + at, block, (size_t)n * sizeof(float), 1);
+  }
+  return status;
+}
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape) {
   static const char name[] = "luna_tensor_random";
   const int64_t kind = (int64_t)init.kind, low = LUNA_INIT_NORMAL, high = LUNA_INIT_UNIFORM;
@@ -14901,38 +14907,18 @@ LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t
   if (ctx && !lunai_is_finite(init.scale))
     return lunai_fail(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "init.scale", (double)init.scale);
   luna_tensor *t = luna_tensor_new(ctx, NULL, rank, shape);
-  if (!t || !lunai_computes(ctx) || luna_count(t) == 0) return t;
+  if (!t) return NULL;
   const uint64_t use = 0x52616E64u;    /* distinct from other uses of the seed */
   const lunai_first f = { init, init.scale == 0 ? 1.0f : init.scale, 1, use, seed };
-  const lunai_mark mark = lunai_step_mark(ctx);
-  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
-  float *values = (float *)lunai_step_host(ctx, name, true, bytes);
-  if (!values) return NULL;
-  lunai_first_values(&f, values, 0, luna_count(t));
-  const luna_status status = ctx->backend->copy(ctx, t->data, values, bytes, 1);
-  lunai_step_rewind(ctx, mark);
+  const luna_status status = lunai_first_write(&f, t);
   return status == LUNA_OK ? t : lunai_fail_backend(ctx, false, name, status);
 }
 LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init init) {
-  const int64_t count = luna_count(&p->tensor);
-  float block[1024];
-  lunai_first f;
-  luna_status status = LUNA_OK;
-  f.init = init;
-  f.bound = init.scale == 0 ? 1.0f : init.scale;
-  f.width = lunai_last(&p->tensor);
-  f.hash = lunai_hash(p->name);
-  f.seed = ctx->options.seed;
-  if (init.kind == LUNA_INIT_XAVIER) {
-    const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
-    f.bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
-  }
-  for (int64_t at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
-    const int64_t n = lunai_min(1024, count - at);
-    lunai_first_values(&f, block, at, n);
-    status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
-  }
-  return status;
+  luna_tensor *t = &p->tensor;
+  const int64_t count = luna_count(t), in = t->rank > 1 ? count / lunai_max(1, t->shape[0]) : count, out = t->shape[0];
+  lunai_first f = { init, init.scale == 0 ? 1.0f : init.scale, lunai_last(t), lunai_hash(p->name), ctx->options.seed };
+  if (init.kind == LUNA_INIT_XAVIER) f.bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
+  return lunai_first_write(&f, t);
 }
 
 /* whether the shapes are the same */
@@ -14962,8 +14948,8 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
 LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
   p->tensor.grad = p->frozen_grad = NULL; /* of an earlier training: optimisers go by it */
-  p->tensor.has_grad = p->had_grad = p->tensor.needs_grad = false;
-  p->tensor.borrowed = p->state.given = true;
+  p->state.has_grad = p->had_grad = p->tensor.needs_grad = false;
+  p->state.borrowed = p->state.given = true;
 }
 
 /* a tensor of a file into a parameter or a moment */
@@ -15160,7 +15146,7 @@ LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key)
   for (lunai_meta *m = params ? params->metas : NULL; m; m = m->next) if (strcmp(m->key, key) == 0) return m;
   return NULL;
 }
-LUNA_API const char *luna_params_get(const luna_params *params, const char *key) {
+LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key) {
   lunai_meta *m = key ? lunai_meta_find(params, key) : NULL;
   return m ? m->value : NULL;
 }
@@ -15183,7 +15169,8 @@ LUNAI_FN void lunai_meta_put(luna_params *params, lunai_meta *pair) {
 LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, const char *value) {
   void *memory;
   if (!lunai_is_text(key) || !lunai_is_text(value))
-    return lunai_fail_status(params->ctx, LUNA_ERROR_NOT_UTF8, "luna_params_set", lunai_is_text(key) ? "value" : "key");
+    return lunai_fail_status(params->ctx, LUNA_ERROR_NOT_UTF8, "luna_params_set_text",
+                             lunai_is_text(key) ? "value" : "key");
   lunai_meta *same = params->ctx->setups ? NULL : lunai_meta_find(params, key); /* a setup may restore the old one */
   if (same && strlen(value) <= strlen(same->value)) {
     memmove((char *)(uintptr_t)same->value, value, strlen(value) + 1);
@@ -15195,16 +15182,16 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
   if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value);
   if (!pair || !pair->value) {
     lunai_persistent_rewind(params->ctx, mark);
-    return lunai_fail_memory(params->ctx, "luna_params_set", strlen(key) + strlen(value));
+    return lunai_fail_memory(params->ctx, "luna_params_set_text", strlen(key) + strlen(value));
   }
   lunai_meta_put(params, pair);
   return LUNA_OK;
 }
-LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
+LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, const char *value) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!key || !value)
-    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_set", key ? "value" : "key");
-  if (lunai_is_ours(key)) return lunai_fail_status(params->ctx, LUNA_ERROR_NAME_RESERVED, "luna_params_set", key);
+    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_set_text", key ? "value" : "key");
+  if (lunai_is_ours(key)) return lunai_fail_status(params->ctx, LUNA_ERROR_NAME_RESERVED, "luna_params_set_text", key);
   return lunai_params_put(params, key, value);
 }
 
@@ -15320,10 +15307,11 @@ LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   luna_tensor *t = lunai_tensor_take(x->ctx, rank, shape);
   if (!t) return lunai_op_no_memory(s, sizeof(luna_tensor));
-  t->base = x->base ? x->base : x;
-  t->offset = x->offset + offset;
   t->data = x->data ? x->data + offset : NULL;
   t->needs_grad = x->needs_grad;
+  t->base = lunai_base(x);
+  if (LUNAI_BUMPS(x->ctx)) return t; /* its tensors share one state */
+  t->own->offset = x->own->offset + offset;
   t->own->part = x->own->part;
   return t;
 }
@@ -15424,19 +15412,16 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   return lunai_finish(&s, x[0]->rank, shape);
 }
 
-LUNA_API bool luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count) {
-  bool good = x != NULL;
+LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count) {
   for (int i = 0; i < count; i++) parts[i] = NULL;
-  if (good && (axis < 0 || axis >= x->rank))
-    return lunai_refuse(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis);
-  if (good && (count < 1 || x->shape[axis] % count != 0))
-    return lunai_refuse(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count);
-  for (int i = 0; i < count && good; i++) {
-    const int64_t rows = x->shape[axis] / count;
-    good = (parts[i] = luna_slice(x, axis, i * rows, rows)) != NULL;
-  }
-  for (int i = 0; i < count && !good; i++) parts[i] = NULL;
-  return good;
+  if (!x) return LUNA_BAD_ARGUMENT;
+  if (axis < 0 || axis >= x->rank) return lunai_fail_status(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis);
+  if (count < 1 || x->shape[axis] % count != 0)
+    return lunai_fail_status(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count);
+  const int64_t rows = x->shape[axis] / count;
+  for (int i = 0; i < count; i++) parts[i] = luna_slice(x, axis, i * rows, rows);
+  for (int i = 0; i < count; i++) if (!parts[i]) return memset(parts, 0, (size_t)count * sizeof *parts), x->ctx->status;
+  return LUNA_OK;
 }
 LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
   luna_tensor *with[LUNA_MAX_INPUTS];
@@ -16350,18 +16335,18 @@ LUNAI_FN luna_tensor *lunai_carried_convolution(luna_tensor *x, luna_tensor *wei
   return all ? luna_slice(all, 1, rows, n) : NULL;
 }
 
-LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
-                                luna_tensor **sums) {
-  luna_attention_config c;
+LUNAI_FN luna_attention_config lunai_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
+  const luna_attention_config a = { heads, lengths, NULL, NULL, 0, false, 0, dropout, NULL, NULL, 0, NULL };
+  return a;
+}
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config) {
+  luna_attention_config c = lunai_attention_config(1, config ? config->dropout : 0, config ? config->lengths : NULL);
   luna_tensor *const in[] = { weights, context };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, c.dropout) ||
       !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
-  memset(&c, 0, sizeof c);
-  c.lengths = lengths;
   c.scale = 1;
-  c.dropout = dropout;
-  c.sums = sums;
+  c.sums = config ? config->sums : NULL;
   if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context))
     return luna_softmax_attention(weights, context, context, &c);
   s.op.arg.attention.heads = 1;
@@ -16502,31 +16487,13 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an entry without a LUNAI_CPU_<name> does not compile --- */
-#define LUNAI_CPU_version 1
-#define LUNAI_CPU_size sizeof(luna_backend)
-#define LUNAI_CPU_device 0
-#define LUNAI_CPU_opened 0
-#define LUNAI_CPU_product_cost 0
-#define LUNAI_CPU_open NULL
-#define LUNAI_CPU_close NULL
-#define LUNAI_CPU_allocate NULL
-#define LUNAI_CPU_release NULL
-#define LUNAI_CPU_copy lunai_cpu_copy
-#define LUNAI_CPU_zero lunai_cpu_zero
-#define LUNAI_CPU_wait NULL
-#define LUNAI_CPU_begin lunai_cpu_begin
-#define LUNAI_CPU_check LUNAI_TRAIN(lunai_cpu_check)
-#define LUNAI_CPU_norm LUNAI_TRAIN(lunai_cpu_norm)
-#define LUNAI_CPU_update LUNAI_TRAIN(lunai_cpu_update)
-#define LUNAI_CPU_token NULL
-#define LUNAI_CPU_forget NULL
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
 static const luna_backend lunai_cpu = {
-#define LUNAI_ENTRY(type, name) LUNAI_CPU_##name,
-#define LUNAI_ENTRY_CALL(result, name, parameters) LUNAI_CPU_##name,
-  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
-#undef LUNAI_ENTRY
-#undef LUNAI_ENTRY_CALL
+  1, sizeof(luna_backend), 0, 0, 0,
+  NULL, NULL, NULL, NULL,            /* it needs no open, and the allocator serves */
+  lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  NULL, NULL,                        /* single tokens run one by one */
   {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
@@ -16859,19 +16826,24 @@ LUNAI_FN void lunai_features_fill(float *to, const void *from) {
     }
   }
 }
+/* writes the input's means, and 1 / deviations by lunai_features_fit or deviations by lunai_outputs_fit */
+LUNAI_FN luna_status lunai_write_fit(const luna_input *input, luna_tensor *mean, luna_tensor *scale,
+                                     void (*fit)(float *to, const void *from), const char *name) {
+  luna_ctx *ctx = mean->ctx;
+  lunai_features w = { input, luna_count(mean), true };
+  if (!lunai_features_given(ctx, &w, name)) return ctx->last_status;
+  for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
+    if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
+  const luna_status status = lunai_write_made(scale, name, false, fit, &w);
+  w.second = false;
+  return status == LUNA_OK ? lunai_write_made(mean, name, false, lunai_features_fit, &w) : status;
+}
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
   static const char name[] = "luna_input_layer_fit";
   luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!lunai_layer_input_fits(layer, input, false, name)) return ctx->last_status;
-  lunai_features w = { input, layer->mean->shape[0], true };
-  if (!lunai_features_given(ctx, &w, name)) return ctx->last_status;
-  for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
-    if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
-  w.second = false;
-  const luna_status status = lunai_write_made(layer->mean, name, false, lunai_features_fit, &w);
-  w.second = true;
-  return status == LUNA_OK ? lunai_write_made(layer->scale, name, false, lunai_features_fit, &w) : status;
+  return lunai_write_fit(input, layer->mean, layer->scale, lunai_features_fit, name);
 }
 /* Both always, so that neither memory nor the ops of a step depend on the data. */
 LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
@@ -16929,16 +16901,10 @@ LUNAI_FN bool lunai_is_sequence(const char *name, const char *what, const luna_t
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
   return lunai_refuse(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim);
 }
-LUNAI_FN luna_attention_config lunai_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
-  const luna_attention_config a = { heads, lengths, NULL, NULL, 0, false, 0, dropout, NULL, NULL, 0, NULL };
-  return a;
-}
 LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
-  (void)dim, (void)bert;
   return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
 }
 LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
-  (void)output;
   if (bert) return lunai_init(LUNA_INIT_NORMAL, 0.02f);
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
@@ -17043,10 +17009,11 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
   if (!pq) return NULL;
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq->shape[0], l = pq->shape[1];
   luna_tensor *sums = NULL;
+  const luna_pack_config config = { lengths, layer->config.dropout, &sums };
   luna_tensor *g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
                                lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
   if (lunai_rows_cut(context)) return lunai_pack_folded_cut(layer, g, context, lengths);
-  luna_tensor *z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
+  luna_tensor *z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, &config);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
   luna_tensor *bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1),
                                   false, false);
@@ -17472,13 +17439,6 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) {
   return !LUNAI_WHOLE || (c->attention == LUNA_ATTENTION_LUNA && !c->hook);
 }
-/* A number that a model's config and the config inside it both have: where one is 0 the other counts */
-LUNAI_FN bool lunai_same(luna_ctx *ctx, const char *name, int64_t *value, const char *inner_name, int64_t *inner) {
-  if (*value == 0) *value = *inner;
-  if (*inner == 0) *inner = *value;
-  return *inner == *value ||
-         lunai_refuse_call(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, inner_name, *inner, name, *value);
-}
 /* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
 LUNAI_FN bool lunai_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
   return value == 0 || lunai_refuse_call(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why);
@@ -17503,7 +17463,7 @@ static const lunai_field lunai_layer_fields[] = {
   LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_NONE) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
   LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
   LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1)
-  LUNAI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LUNAI_LAYER_FIELD(memory, 0, 1 << 20)
+  LUNAI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LUNAI_LAYER_FIELD(memory, 1, 1 << 20)
   LUNAI_LAYER_FIELD(horizon, LUNA_HORIZON_NONE, INT32_MAX)
 #undef LUNAI_LAYER_FIELD
 };
@@ -17513,7 +17473,7 @@ LUNAI_FN bool lunai_layer_defaults(luna_ctx *ctx, luna_layer_config *c, lunai_la
   lunai_default_sizes(&c->dim, &c->heads);
   if (c->pack_heads == 0) c->pack_heads = c->heads;
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
-  if (c->own_memory && c->memory == 0) c->memory = 16;
+  if (c->memory == 0) c->memory = 16;
   if (c->activation == LUNA_ACTIVATION_DEFAULT) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
   return lunai_fields_good(ctx, lunai_layer_fields, LUNAI_LENGTH(lunai_layer_fields), c) &&
@@ -17729,43 +17689,30 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
 }
 
 /* its own parameters, in front of the attention's memory and kernel */
-LUNAI_FN int lunai_causal_layer_parts(luna_causal_layer *layer, int64_t memory, lunai_part *parts) {
+LUNAI_FN int lunai_causal_layer_parts(luna_causal_layer *layer, lunai_part *parts) {
   const luna_layer_config *c = &layer->config;
   const int64_t d = c->dim, width = c->convolution;
   const luna_init init = lunai_embedding_init(d, false), last = lunai_init(LUNA_INIT_IDENTITY, 0.1f);
   const lunai_part own[] = {
-    { lunai_is_luna(c), LUNAI_ALONE(layer->memory), "projected_embeddings", memory, d, init },
+    { lunai_is_luna(c), LUNAI_ALONE(layer->memory), "projected_embeddings", c->memory, d, init },
     { width != 0, &layer->kernel, &layer->kernel_bias, "conv.weight", d, width, last },
     lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c) };
   memcpy(parts, own, sizeof own);
   return LUNAI_LENGTH(own) + lunai_feed_forward_parts(&layer->feed_forward, c, parts + LUNAI_LENGTH(own));
 }
-LUNAI_FN bool lunai_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
-                                      int64_t memory) {
+LUNAI_FN bool lunai_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
   const luna_causal_attention_layer_config attention = lunai_causal_config(c);
   lunai_part parts[LUNAI_MAX_PARTS];
-  const int count = lunai_causal_layer_parts(layer, memory, parts);
+  const int count = lunai_causal_layer_parts(layer, parts);
   char name[LUNAI_MAX_NAME];
   return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 2) &&
          (lunai_is_luna(c) ? luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
                              lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, true)) &&
          lunai_parts_init(params, prefix, parts + 2, count - 2);
 }
-LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
-                                            int64_t memory, const luna_layer_config *config) {
-  lunai_setup s;
-  luna_layer_config c;
-  lunai_config_of(&c, config, sizeof c);
-  const int64_t slots = memory == 0 ? 16 : memory;
-  c.memory = slots;
-  const bool good = lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer) &&
-                    (!lunai_is_luna(&c) ||
-                     lunai_in(params->ctx, params->ctx->call, "memory", slots, 1, LUNAI_MAX_COUNT)) &&
-                    lunai_layer_defaults(params->ctx, &c, LUNAI_CAUSAL_LAYER) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_causal_layer_init(layer, params, prefix, slots);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_causal_layer, luna_layer_config, lunai_layer_defaults(params->ctx, &c, LUNAI_CAUSAL_LAYER),
+                 lunai_causal_layer_init)
 
 LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past,
                                          int64_t horizon) {
@@ -17799,7 +17746,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    ------------------------------------------------------------------------------------------------------------------ */
 /* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
-  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, memory, 1, 1 << 20) \
+  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, layer.memory, 1, 1 << 20) \
   F(dim, layer.dim, 1, 1 << 20) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, 1 << 22) \
   F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
   F(activation, layer.activation, 1, LUNA_ACTIVATION_NONE) F(gated, layer.gated, 0, 1) \
@@ -17891,10 +17838,9 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const luna_lm_config *c
   double numbers = 0, each = 0, found = 0;
   model.config = *c;
   layer.config = c->layer;
-  layer.config.memory = c->memory;
   layer.attention.config = lunai_causal_config(&layer.config);
   int64_t tensors = lunai_parts_tensors(parts, lunai_causal_attention_parts(&layer.attention, parts), &each);
-  tensors += lunai_parts_tensors(parts, lunai_causal_layer_parts(&layer, c->memory, parts), &each);
+  tensors += lunai_parts_tensors(parts, lunai_causal_layer_parts(&layer, parts), &each);
   tensors = c->layers * tensors + lunai_parts_tensors(parts, lunai_lm_parts(&model, parts), &numbers);
   if (lunai_st_tensors(st, &found) != tensors) return LUNAI_NO_LAYERS;
   if (found != numbers + (double)c->layers * each) return "its tensors are not of the sizes in its metadata";
@@ -17981,7 +17927,7 @@ static const lunai_field lunai_model_fields[] = {
 #define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
   LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.layer.dim, 1, 1 << 20)
   LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
-  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
+  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.layer.memory, 1, 1 << 20)
   LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
   LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_NONE)
   LUNAI_F(gated, encoder.layer.gated, 0, 1)
@@ -18029,7 +17975,6 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (c->vocab == 0) c->vocab = 256;
   if (c->outputs == 0) c->outputs = c->features;
   if (c->layers == 0) c->layers = 2;
-  if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
   return lunai_layer_defaults(ctx, &c->layer, LUNAI_CAUSAL_LAYER) && lunai_is_omega(ctx, c->layer.omega) &&
@@ -18046,7 +17991,7 @@ LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   if (!model->layers) return false;
   for (int64_t i = 0; i < c->layers; i++) {
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
-    if (luna_causal_layer_init(&model->layers[i], params, prefix, c->memory, &c->layer) != LUNA_OK) return false;
+    if (luna_causal_layer_init(&model->layers[i], params, prefix, &c->layer) != LUNA_OK) return false;
   }
   return lunai_parts_init(params, "", parts + LUNAI_LM_BEFORE, count - LUNAI_LM_BEFORE);
 }
@@ -18142,13 +18087,7 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   luna_input input;
   memset(&input, 0, sizeof input);
   input.features = targets, input.batch = 1, input.n = rows;
-  lunai_features w = { &input, luna_count(model->output_mean), true };
-  if (!lunai_features_given(ctx, &w, name)) return ctx->last_status;
-  for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
-    if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
-  const luna_status status = lunai_write_made(model->output_scale, name, false, lunai_outputs_fit, &w);
-  w.second = false;
-  return status == LUNA_OK ? lunai_write_made(model->output_mean, name, false, lunai_features_fit, &w) : status;
+  return lunai_write_fit(&input, model->output_mean, model->output_scale, lunai_outputs_fit, name);
 }
 LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
   return model->output.weight ? model->output.weight : model->embedding;
@@ -18180,19 +18119,19 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* --- encoder --- */
 /* c: of m's model, which has vocab too */
 LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, lunai_model_config *m, luna_encoder_config *c, int64_t vocab) {
+  int64_t *longest = &c->layer.linformer.max_length;
   if (c->layers == 0) c->layers = 2;
-  if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
   if (c->max_length == 0) c->max_length = 512;
+  if (*longest == 0) *longest = c->max_length;
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
         LUNA_EMBEDDING_SCALE_SQRT_DIM;
   if (!lunai_is_luna(&c->layer)) c->layer.own_memory = false;
-  if ((c->layer.own_memory &&
-       !lunai_same(ctx, "encoder.memory", &c->memory, "encoder.layer.memory", &c->layer.memory)) ||
-      !lunai_same(ctx, "encoder.max_length", &c->max_length, "encoder.layer.linformer.max_length",
-                  &c->layer.linformer.max_length) ||
-      !lunai_layer_defaults(ctx, &c->layer, LUNAI_ENCODER_LAYER) ||
+  if (*longest != c->max_length)
+    return lunai_refuse_call(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, "encoder.layer.linformer.max_length", *longest,
+                             "encoder.max_length", c->max_length);
+  if (!lunai_layer_defaults(ctx, &c->layer, LUNAI_ENCODER_LAYER) ||
       (c->layer.attention == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(ctx, &c->layer.linformer)))
     return false;
   m->vocab = vocab;
@@ -18228,7 +18167,7 @@ LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const cha
   const luna_init init = lunai_embedding_init(c->layer.dim, c->layer.bert_init);
   const luna_init projection = lunai_projection_init(c->layer.bert_init, true);
   lunai_part inputs[LUNAI_MAX_PARTS] = {
-    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->layer.dim, init } };
+    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->layer.memory, c->layer.dim, init } };
   const int count = 1 + lunai_input_parts(&e->input, c->features, c->layer.dim, projection, inputs + 1);
   const lunai_part parts[] = {
     { !c->features, LUNAI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->layer.dim, init },
@@ -18301,7 +18240,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   if (!ctx || !lunai_cut_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
   const luna_encoder_config *c = &e->config;
-  const int64_t slots = lunai_min(c->memory, lunai_longest(input, part));
+  const int64_t slots = lunai_min(c->layer.memory, lunai_longest(input, part));
   const float factor = lunai_embedding_factor(c);
   luna_tensor *memory = p ? *p : NULL;
   if (e->memory && !memory) {
@@ -18511,7 +18450,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->output, model->bias, chosen, NULL);
 }
 
-LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
+LUNA_API int64_t luna_mask_tokens(const luna_input *input, const luna_masking *masking, int32_t *masked,
                                   int32_t *labels) {
   luna_masking m;
   int64_t count = 0;
@@ -18570,9 +18509,7 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
     lunai_norm_part(layer->pre_norm, &model->norm, "layer_norm.weight", layer),
     lunai_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
     { c->separate_output, LUNAI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
-  luna_layer_config decoder = *layer;
   char prefix[48];
-  decoder.memory = c->encoder.memory;
   model->params = params;
   if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
   model->embedding = model->encoder.embedding;
@@ -18582,7 +18519,7 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   if (!model->layers) return false;
   for (int64_t i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
-    if (luna_decoder_layer_init(&model->layers[i], params, prefix, &decoder) != LUNA_OK) return false;
+    if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
   }
   return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
@@ -19071,8 +19008,8 @@ LUNAI_FN luna_status lunai_gradient_pieces(luna_tensor *t, float *piece, float f
   }
   return status;
 }
-LUNA_API float luna_clip_gradients(luna_params *params, float max_norm) {
-  static const char name[] = "luna_clip_gradients";
+LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm) {
+  static const char name[] = "luna_params_clip_grad";
   luna_ctx *ctx = lunai_ctx_of(params);
   double sum = 0;
   luna_status status = ctx ? ctx->open_status : LUNA_BAD_ARGUMENT;
@@ -19109,7 +19046,7 @@ LUNAI_FN luna_step_state lunai_optimizer_state(const luna_optimizer *o) {
 }
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *o) { return (int64_t)lunai_optimizer_state(o).updates; }
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *o) { return (int64_t)lunai_optimizer_state(o).skipped; }
-LUNA_API float luna_optimizer_norm(const luna_optimizer *o) { return lunai_optimizer_state(o).norm; }
+LUNA_API float luna_optimizer_grad_norm(const luna_optimizer *o) { return lunai_optimizer_state(o).norm; }
 #else
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void)skipped; }
 #endif /* !LUNA_NO_TRAIN */
@@ -19486,15 +19423,15 @@ LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, 
   return lunai_read_bytes(lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, params, bytes, size);
 }
 
-LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
+LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
   lunai_st_tensor t;
   memset(&t, 0, sizeof t);
-  if (!entry || !entry->dtype || !out) return false;
+  if (!entry || !entry->dtype || !out) return LUNA_BAD_ARGUMENT;
   while (t.dtype < LUNAI_ST_DTYPES && strcmp(lunai_st_formats[t.dtype].name, entry->dtype) != 0) t.dtype++;
   t.count = entry->count;
   t.data = (const uint8_t *)entry->data;
   t.bytes = entry->bytes;
-  return t.dtype < LUNAI_ST_DTYPES && lunai_st_floats(&t, out);
+  return t.dtype < LUNAI_ST_DTYPES && lunai_st_floats(&t, out) ? LUNA_OK : LUNA_UNSUPPORTED;
 }
 /* a JSON string of the file as text in the step; null when there is no memory */
 LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
@@ -20634,13 +20571,12 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   }
   if (layers) *causal = ((const luna_causal_layer *)layers)[index];
   causal->config = s->model.config.layer;
-  causal->config.memory = s->sizes.memory;
   causal->attention.config = lunai_causal_config(&causal->config);
   lunai_put(&text, "layers.");
   lunai_put_number(&text, index);
   lunai_put(&text, ".");
   *text.at = 0;
-  if (!lunai_stream_own(s, parts, lunai_causal_layer_parts(causal, s->sizes.memory, parts), prefix, st)) return false;
+  if (!lunai_stream_own(s, parts, lunai_causal_layer_parts(causal, parts), prefix, st)) return false;
   lunai_put(&text, "self_attn.");
   *text.at = 0;
   return lunai_stream_own(s, parts, lunai_causal_attention_parts(&causal->attention, parts), prefix, st);
@@ -20871,7 +20807,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
 #ifndef LUNA_ONLY_STREAM
 /* the stream's failure becomes its model's context's */
 LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, const char *name) {
-  if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_backend_fail(ctx, s->ctx.status, s->ctx.error);
+  if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_fail(ctx, s->ctx.status, s->ctx.error);
   return lunai_backend_result(ctx, name, s->ctx.status);
 }
 /* Ends opening: null where that has failed, which is then reported in the context. */
@@ -21431,10 +21367,9 @@ LUNAI_FN luna_stream *lunai_seq2seq_stream(const luna_seq2seq *model, const luna
   config.batch = source->batch * beam;
   config.chunk = 1;
   sizes.layer = e->layer;
-  sizes.layer.dim = e->layer.dim, sizes.layer.heads = e->layer.heads, sizes.layer.ffn = e->layer.ffn;
   sizes.vocab = sizes.outputs = c->target_vocab;
   sizes.layers = c->decoder_layers;
-  sizes.memory = p->shape[1];
+  sizes.layer.memory = p->shape[1];
   sizes.positions = e->positions;
   sizes.max_length = c->max_target_length;
   lunai_lm_to_sizes(&sizes, &first.sizes);
@@ -21559,9 +21494,9 @@ LUNAI_FN bool lunai_beam_good(luna_ctx *ctx, const lunai_beam *s, const luna_inp
     lunai_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "length_penalty", (double)c->length_penalty);
   return lunai_is_finite(c->length_penalty);
 }
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search,
-                                           const luna_input *source, int32_t *out,
-                                           int32_t *out_lengths, float *scores) {
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
+                                           const luna_beam_config *config, int32_t *out, int32_t *out_lengths,
+                                           float *scores) {
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   lunai_beam s;
   luna_status status = LUNA_OK;
@@ -21570,7 +21505,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   if (!source) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_seq2seq_generate", "source");
   const int64_t batch = source->batch;
   memset(&s, 0, sizeof s);
-  if (search) s.search = *search;
+  if (config) s.search = *config;
   if (s.search.beam == 0) s.search.beam = 1;
   if (s.search.max_length == 0) s.search.max_length = lunai_checked(2, source->n) + 10; /* negative n: an error below */
   s.stride = s.search.max_length;
@@ -21580,7 +21515,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   s.penalty = s.search.length_penalty == 0 ? 1 : s.search.length_penalty < 0 ? 0 : (double)s.search.length_penalty;
   s.out = out;
   s.out_lengths = out_lengths;
-  if (!lunai_is_given(ctx, "luna_seq2seq_generate", "search, out or out_lengths", search && out && out_lengths) ||
+  if (!lunai_is_given(ctx, "luna_seq2seq_generate", "config, out or out_lengths", config && out && out_lengths) ||
       !lunai_beam_good(ctx, &s, source)) return ctx->last_status;
   luna_stream *stream = lunai_seq2seq_stream(model, source, s.search.beam, "luna_seq2seq_generate");
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;

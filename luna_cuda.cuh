@@ -233,7 +233,7 @@ static luna_status lunacu_status(cudaError_t error) {
 }
 static luna_status lunacu_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
   const lunacu *self = lunacu_self(ctx);
-  return self && self->capturing ? status : luna_backend_fail(ctx, status, sentence);
+  return self && self->capturing ? status : luna_fail(ctx, status, sentence);
 }
 /* LUNA_OK, or the failure of a CUDA call */
 static luna_status lunacu_check(luna_ctx *ctx, cudaError_t error, const char *what) {
@@ -523,10 +523,10 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   char sentence[320];
   const int device = number - 1;     /* tensors say 0 for the CPU */
   const char *wrong = lunacu_device_error(device, sentence, sizeof sentence);
-  if (wrong) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, wrong);
+  if (wrong) return luna_fail(ctx, LUNA_UNSUPPORTED, wrong);
   lunacu *self = (lunacu *)calloc(1, sizeof *self);
   if (!self)
-    return luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY,
+    return luna_fail(ctx, LUNA_OUT_OF_MEMORY,
                              "luna_open: no memory for what a context keeps of its CUDA device");
   self->device = device;
   self->math = lunacu_math_of(ctx);
@@ -553,7 +553,7 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
              cublasGetStatusString(status));
   }
   lunacu_close(self);
-  return luna_backend_fail(ctx, lunacu_status(error), sentence);
+  return luna_fail(ctx, lunacu_status(error), sentence);
 }
 
 /* luna.h takes a steady step's memory once: what it releases goes back to the device, when work that uses it is
@@ -5532,14 +5532,14 @@ static luna_graph *lunacu_graph_make(luna_ctx *ctx) {
 extern "C" luna_graph *luna_graph_open(luna_ctx *ctx) {
   if (!lunacu_self(ctx) || luna_backend_of(ctx)->open != lunacu_open) return NULL;
   luna_graph *g = lunacu_graph_make(ctx);
-  if (!g) luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_graph_open: out of memory");
+  if (!g) luna_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_graph_open: out of memory");
   return g;
 }
 static luna_status lunacu_graph_order(luna_graph *g, const char *name) {
   char sentence[160];
   snprintf(sentence, sizeof sentence, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a "
            "time in a context", name);
-  return luna_backend_fail(g->ctx, LUNA_BAD_ARGUMENT, sentence);
+  return luna_fail(g->ctx, LUNA_BAD_ARGUMENT, sentence);
 }
 extern "C" luna_status luna_graph_begin(luna_graph *g) {
   if (!g) return LUNA_OK;
@@ -5620,7 +5620,7 @@ extern "C" luna_status luna_graph_end(luna_graph *g) {
   lunacu_bytes_grow(&g->values);
   if (luna_error_status(g->ctx) != LUNA_OK || status == LUNA_OK) return luna_error_status(g->ctx);
   snprintf(sentence, sizeof sentence, "luna_graph_end: the backend failed: %s", luna_status_text(status));
-  return luna_backend_fail(g->ctx, status, sentence);
+  return luna_fail(g->ctx, status, sentence);
 }
 extern "C" const char *luna_graph_reason(const luna_graph *g) {
   return g ? g->reason : "there is no graph: on the CPU calls run one by one";

@@ -115,18 +115,18 @@ static void options_at(const row *r, int64_t n, char *out, size_t size) {
   else snprintf(out, size, "%.*s%lld", (int)(at - r->system), r->system, (long long)(count + count % 2));
 }
 static bool contest_open(contest *c, const row *r, int64_t n, bool writer) {
-  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .attention = r->kind,
-                                   .pre_norm = true, .linformer.k = n < 256 ? n : 256 };
+  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .memory = r->memory, .ffn = set.ffn,
+                                   .attention = r->kind, .pre_norm = true, .linformer.k = n < 256 ? n : 256 };
   char name[160];
   *c = (contest){ 0 };
   c->ctx = luna_open(&(luna_options){ .threads = (int)set.threads, .seed = (uint64_t)set.seed });
   c->params = luna_params_open(c->ctx);
   options_at(r, n, name, sizeof name);
   if (r->system && !attentions_open(&c->choice, name)) return fail("%s", c->choice.error), false;
-  luna_lm_config lm = { .layers = set.layers, .memory = r->memory, .layer = layer,
+  luna_lm_config lm = { .layers = set.layers, .layer = layer,
                        .positions = LUNA_POSITIONS_SINUSOIDAL };
   luna_classifier_config classifier = { .pooling = LUNA_POOLING_MEAN,
-      .encoder = { .layers = set.layers, .memory = r->memory, .max_length = n, .layer = layer } };
+      .encoder = { .layers = set.layers, .max_length = n, .layer = layer } };
   if (r->system) lm.layer.hook = classifier.encoder.layer.hook = &c->choice.hook;
   if (writer ? luna_lm_init(&c->lm, c->params, &lm) : luna_classifier_init(&c->classifier, c->params, &classifier))
     return failed(c->ctx), false;
@@ -393,9 +393,9 @@ static int ablation(const variant *v, const contents *text) {
   const int64_t steps = 100 * set.steps;
   double loss = 0, right = 0, begun;
   luna_classifier_config c = { .pooling = v->pooling, .encoder =
-                              { .layers = set.layers, .memory = v->memory,
-    .layer = { .dim = set.dim / 4, .heads = set.heads, .ffn = set.ffn / 4, .sharing = v->sharing, .pre_norm = true,
-              .own_memory = v->own_memory } } };
+                              { .layers = set.layers,
+    .layer = { .dim = set.dim / 4, .heads = set.heads, .memory = v->memory, .ffn = set.ffn / 4,
+              .sharing = v->sharing, .pre_norm = true, .own_memory = v->own_memory } } };
   if (luna_classifier_init(&model, params, &c) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 1e-3f });
   if (!adam) return failed(ctx);

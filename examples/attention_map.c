@@ -102,11 +102,11 @@ static int cut(const luna_params *params, const char *path, span t, int64_t voca
   static const char *const keys[] = { "classify.tokens", "translate.tokens", "mlm.tokens", "listops.tokens",
                                      "mnist.tokens" };
   const char *as = own.as == BYTES ? "bytes" : NULL;
-  for (size_t i = 0; i < sizeof keys / sizeof keys[0] && !as; i++) as = luna_params_get(params, keys[i]);
+  for (size_t i = 0; i < sizeof keys / sizeof keys[0] && !as; i++) as = luna_params_get_text(params, keys[i]);
   if (own.as == NUMBERS) return cut_numbers(t);
   if (!as) return fail("%s does not say how its texts were cut into tokens; --as bytes or --as numbers does", path);
   if (strcmp(as, "words") == 0) return cut_as_words(t, vocab);
-  if (strcmp(as, "pairs") == 0) return cut_as_pairs(t, luna_params_get(params, "translate.pairs"));
+  if (strcmp(as, "pairs") == 0) return cut_as_pairs(t, luna_params_get_text(params, "translate.pairs"));
   if (strcmp(as, "symbols") == 0) return cut_as_symbols(t);
   if (strcmp(as, "bytes") != 0) return fail("%s reads %s, not a text; --as numbers takes them as numbers", path, as);
   for (int64_t i = 0; i < t.size; i++) add_token(t.at[i], (span){ t.at + i, 1 });
@@ -312,7 +312,7 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   const bool got = luna_read(pack, maps[0].value) == LUNA_OK && luna_read(unpack, maps[1].value) == LUNA_OK;
   int status = got ? 0 : failed(ctx);
   if (!status)
-    status = write_picture(maps, trained ? 2 : 1, slots, e->config.memory, e->config.layers);
+    status = write_picture(maps, trained ? 2 : 1, slots, e->config.layer.memory, e->config.layers);
   if (!status)
     printf("%s: layer %lld of %lld, %lld slots, %lld tokens%s%s\n", set.out, (long long)own.layer,
            (long long)e->config.layers, (long long)slots, (long long)count, trained ? "" : "; ",

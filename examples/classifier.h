@@ -183,10 +183,10 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
   luna_classifier_config config = {
     .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
     .encoder = {
-      .layers = set.layers, .memory = set.memory,
+      .layers = set.layers,
       .positions = (luna_positions)set.positions, .max_length = s->longest,
-      .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
-                 .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
+      .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
+                 .dropout = (float)set.dropout, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
                  .recompute = (luna_recompute_kind)set.recompute,
                  .attention = (luna_attention_kind)set.attention,
                  .linformer = { .k = s->longest < 64 ? s->longest : 64 } }

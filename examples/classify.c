@@ -117,16 +117,16 @@ static int read_lines(const char *path, bool training, int64_t *held) {
 
 static luna_status remember(luna_params *params) {
   char key[40], value[40];
-  luna_status status = luna_params_set(params, "classify.tokens", own.tokens ? "bytes" : "words");
+  luna_status status = luna_params_set_text(params, "classify.tokens", own.tokens ? "bytes" : "words");
   if (status == LUNA_OK) status = keep_mark(params, file.text);
   snprintf(value, sizeof value, "%lld", (long long)own.longest);
-  if (status == LUNA_OK) status = luna_params_set(params, "classify.longest", value);
+  if (status == LUNA_OK) status = luna_params_set_text(params, "classify.longest", value);
   for (int32_t i = 0; i < label_count && status == LUNA_OK; i++) {
     char *label = (char *)grow(NULL, labels[i].size + 1, 1);
     memcpy(label, labels[i].at, (size_t)labels[i].size);
     label[labels[i].size] = 0;
     snprintf(key, sizeof key, "classify.label%d", (int)i);
-    status = luna_params_set(params, key, label);
+    status = luna_params_set_text(params, key, label);
     free(label);
   }
   return status;
@@ -135,8 +135,8 @@ static luna_status remember(luna_params *params) {
 static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   luna_params *params = luna_params_open(ctx);
   if (luna_load_model(model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
-  const char *tokens = luna_params_get(params, "classify.tokens"),
-      *longest = luna_params_get(params, "classify.longest");
+  const char *tokens = luna_params_get_text(params, "classify.tokens"),
+      *longest = luna_params_get_text(params, "classify.longest");
   bool fine = model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair &&
       !model->classifier.config.per_step && model->classifier.config.classes <= LABELS && tokens && longest;
   own.tokens = tokens && strcmp(tokens, "bytes") == 0;
@@ -145,7 +145,7 @@ static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   for (; fine && label_count < model->classifier.config.classes; label_count++) {
     char key[40];
     snprintf(key, sizeof key, "classify.label%d", (int)label_count);
-    const char *label = luna_params_get(params, key);
+    const char *label = luna_params_get_text(params, key);
     if (!label) break;
     labels[label_count].at = (const unsigned char *)label, labels[label_count].size = (int64_t)strlen(label);
   }

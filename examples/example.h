@@ -526,10 +526,10 @@ TOOL phrase mark_of(contents file) {                       /* FNV-1a of its byte
   return out;
 }
 TOOL luna_status keep_mark(luna_params *params, contents file) {
-  return luna_params_set(params, "learnt_from", mark_of(file).text);
+  return luna_params_set_text(params, "learnt_from", mark_of(file).text);
 }
 TOOL void say_learnt(const luna_params *params, contents file, const char *path) {
-  const char *mark = luna_params_get(params, "learnt_from");
+  const char *mark = luna_params_get_text(params, "learnt_from");
   if (mark && strcmp(mark, mark_of(file).text) == 0)
     printf("%s is what the model learnt from, but for a part: train has measured on that part alone\n", path);
 }

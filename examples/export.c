@@ -67,7 +67,7 @@ static bool forgets(void) { return model.config.layer.forget != LUNA_FORGET_NONE
 /* whether the means keep what rounding takes from them */
 static bool is_compensated(void) { return !forgets() && (horizon == 0 || horizon > LONGEST_FLOAT_HORIZON); }
 static bool is_folded(void) { /* scores by one product, where that takes fewer multiply-adds */
-  return model.config.layer.heads * model.config.memory <= model.config.layer.dim + model.config.memory;
+  return model.config.layer.heads * model.config.layer.memory <= model.config.layer.dim + model.config.layer.memory;
 }
 static int64_t outputs(void) { return model.config.outputs ? model.config.outputs : model.config.vocab; }
 static int64_t kernel_width(void) { /* a history of at least one row: a kernel of one column gets a column of zeros */
@@ -105,7 +105,7 @@ static part query_of(const luna_linear_layer *q) {
 }
 /* pq = (P Wpq + bpq) / sqrt(d_h), [heads, slots, d_h] */
 static double *memory_queries(const luna_causal_layer *layer) {
-  const int64_t d = model.config.layer.dim, head = d / model.config.layer.heads, l = model.config.memory;
+  const int64_t d = model.config.layer.dim, head = d / model.config.layer.heads, l = model.config.layer.memory;
   const float *p = values(layer->memory), *w = values(layer->attention.pq.weight),
       *b = values(layer->attention.pq.bias);
   double *queries = (double *)grow(NULL, d * l, sizeof(double));
@@ -125,7 +125,7 @@ static float folded(const double *queries, const float *column, int64_t step, in
 }
 /* Scores k_p pq^T of all heads, k_p = x Wpc + bpc: folded, x (pq_h Wpc_h)^T + pq_h bpc_h, or by two parts. */
 static int score_parts(const luna_causal_layer *layer, part *parts) {
-  const int64_t d = model.config.layer.dim, l = model.config.memory, rows = model.config.layer.heads * l,
+  const int64_t d = model.config.layer.dim, l = model.config.layer.memory, rows = model.config.layer.heads * l,
       head = d / model.config.layer.heads;
   double *queries = memory_queries(layer);
   const part pack = matrix_of("pack", &layer->attention.pc);
@@ -153,7 +153,7 @@ static part kernel_of(const luna_causal_layer *layer) {
 }
 /* what slots keep, of a constant gate: e^max(ln(sigmoid(b)) / 16, -1) */
 static part decay_of(const luna_linear_layer *forget) {
-  const int64_t rows = model.config.layer.heads * model.config.memory;
+  const int64_t rows = model.config.layer.heads * model.config.layer.memory;
   const float *b = values(forget->bias);
   float *decay = floats(rows);
   for (int64_t i = 0; i < rows; i++) decay[i] = (float)exp(fmax(-log1p(exp(-(double)b[i])) / 16, -1));
@@ -344,7 +344,7 @@ static void find_facts(void) {
     { "mf", !eight_d || !eight_f || (k && !eight_i) }, { "head", c->outputs != 0 } };
   const number sizes[] = { /* heads before head, and so on: the first that fits counts */
     { "features", k }, { "vocab", c->vocab }, { "outputs", outputs() }, { "layers", c->layers },
-    { "heads", c->layer.heads }, { "head", d / c->layer.heads }, { "slots", c->memory }, { "dim", d },
+    { "heads", c->layer.heads }, { "head", d / c->layer.heads }, { "slots", c->layer.memory }, { "dim", d },
     { "ffn", c->layer.ffn }, { "width", kernel_width() }, { "means", is_tied() ? 1 : 2 },
     { "max_length", c->max_length }, { "horizon", horizon }, { "widest", eight_i && k > widest ? k : widest } };
   memcpy(facts, all, sizeof all);
@@ -368,7 +368,7 @@ static bool holds(const char *at) {
 static const char *kept(const char *key, int64_t i) {
   char of[40];
   snprintf(of, sizeof of, "series.%s%lld", key, (long long)i);
-  return luna_params_get(params, of);
+  return luna_params_get_text(params, of);
 }
 static bool forecasts(int *interval) {
   const char *task = kept("task", 0);
@@ -534,7 +534,7 @@ static int check_model(luna_ctx *ctx, const char *path) {
   if (*about.key) return fail("%s has an option that export does not know: %s", path, about.key);
   if (about.horizon) return fail("%s: luna.horizon is not a number of steps", path);
   const int64_t widest = c->layer.ffn > c->layer.dim ? c->layer.ffn : c->layer.dim;
-  const int64_t rows = outputs() > c->layer.heads * c->memory ? outputs() : c->layer.heads * c->memory;
+  const int64_t rows = outputs() > c->layer.heads * c->layer.memory ? outputs() : c->layer.heads * c->layer.memory;
   if (widest > LONGEST_ROW || c->features > LONGEST_ROW || rows > INT32_MAX / 4 / LONGEST_ROW * 1024 ||
       luna_params_element_count(params) > INT32_MAX / 8)
     return fail("%s is too large: rows of more than %d numbers, or more than a GB of weights", path, LONGEST_ROW);
@@ -591,8 +591,8 @@ static int write_file(paths *p, const char *suffix, void (*write)(void)) {
 static int64_t state_bytes(void) {
   const luna_lm_config *c = &model.config;
   const int64_t d = c->layer.dim;
-  return 4 * (1 + c->layers * (c->memory * d * (is_tied() ? 1 : 2) * (is_compensated() ? 2 : 1) +
-                               (forgets() ? c->layer.heads * c->memory : 0) +
+  return 4 * (1 + c->layers * (c->layer.memory * d * (is_tied() ? 1 : 2) * (is_compensated() ? 2 : 1) +
+                               (forgets() ? c->layer.heads * c->layer.memory : 0) +
                                (c->layer.convolution ? (kernel_width() - 1) * d : 0)) +
               (own.learn ? d + outputs() * (d + 1) : 0));
 }

@@ -443,7 +443,7 @@ static luna_status train(luna_ctx *ctx, int64_t slot_count, bool frozen, bool sa
     for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {   /* 3. a step down: w = w - lr dloss/dw */
       luna_tensor *w = luna_params_at(params, i, NULL);
       float value[(rows_at_most + d) * d], gradient[(rows_at_most + d) * d];    /* no parameter is larger */
-      if ((w == m->memory && frozen) || !w->has_grad) continue;
+      if ((w == m->memory && frozen) || !w->grad) continue;
       if (luna_read(w, value) != LUNA_OK || luna_read_grad(w, gradient) != LUNA_OK) continue;
       for (int64_t k = 0; k < luna_count(w); k++) value[k] -= 0.2f * gradient[k];
       luna_write(w, value);

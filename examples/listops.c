@@ -97,7 +97,7 @@ static int train(luna_ctx *ctx, const char **words) {
   samples s;
   int status = open_lists(&s);
   (void)words;
-  if (!status && luna_params_set(params, "listops.tokens", "symbols") != LUNA_OK) status = failed(ctx);
+  if (!status && luna_params_set_text(params, "listops.tokens", "symbols") != LUNA_OK) status = failed(ctx);
   if (!status && (status = batch_open(&s)) == 0) status = train_classifier(ctx, params, &s);
   batch_close();
   lists_close(&file);

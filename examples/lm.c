@@ -258,7 +258,7 @@ static text some_lines(text t) {
 /* As take_settings(), of a training that began with this text. */
 static int take_training(luna_ctx *ctx, const char *path, const char *mark, int64_t *begin) {
   const luna_params *pairs = kept_pairs(ctx, set.resume);
-  const char *before = pairs ? luna_params_get(pairs, "lm.text") : NULL;
+  const char *before = pairs ? luna_params_get_text(pairs, "lm.text") : NULL;
   if (!pairs) return 2;
   if (before && strcmp(before, mark) != 0) return fail("%s began with another text than %s", set.resume, path);
   return take_settings(ctx, flags, begin);
@@ -278,8 +278,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
   luna_lm_config config = {
-    .layers = set.layers, .memory = set.memory,
-    .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
+    .layers = set.layers,
+    .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn, .dropout = (float)set.dropout,
                .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU,
                .recompute = (luna_recompute_kind)set.recompute,
                .attention = (luna_attention_kind)set.attention, .rotary = set.attention == LUNA_ATTENTION_SOFTMAX,
@@ -297,7 +297,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if (own.carry && !(carried = luna_lm_state_open(&model, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
   if (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK) return failed(ctx);
-  if ((set.save_every || set.resume) && luna_params_set(params, "lm.text", mark.text) != LUNA_OK) return failed(ctx);
+  if ((set.save_every || set.resume) && luna_params_set_text(params, "lm.text", mark.text) != LUNA_OK)
+    return failed(ctx);
   if (set.resume) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
   double first = mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION);
   if (!(first >= 0)) return failed(ctx);

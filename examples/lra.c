@@ -161,13 +161,13 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
   const bool authors = own.settings == AUTHORS, lra = own.settings == LRA, bert = authors && task <= TEXT;
   const luna_init init = { bert ? LUNA_INIT_NORMAL : LUNA_INIT_XAVIER, bert ? 0.02f : 1.0f };
   const luna_layer_config layer = {
-    .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
+    .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
     .activation = LUNA_ACTIVATION_GELU, .pre_norm = !authors, .sharing = LUNA_SHARING_FULL, .bert_init = bert,
     .dropout = (float)set.dropout, .attention_dropout = (float)own.attention_dropout, .attention = a->kind,
     .recompute = (luna_recompute_kind)set.recompute, .linformer.k = lra ? 16 : own.longest < 256 ? own.longest : 256
   };
   luna_encoder_config c = {
-    .layers = set.layers, .memory = set.memory, .layer = layer,
+    .layers = set.layers, .layer = layer,
     .positions = own.positions == SINUSOIDAL ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_LEARNED,
     .max_length = own.longest, .norm_embedding = authors
   };
@@ -238,7 +238,7 @@ static luna_tensor *masked_logits(const luna_input *input, int64_t step, int32_t
                                  .step = (uint64_t)step };
   luna_input hidden = *input;
   hidden.tokens = masked;
-  luna_mask_tokens(&masking, input, masked, labels);
+  luna_mask_tokens(input, &masking, masked, labels);
   *count = 0;
   for (int64_t i = 0; i < all; i++)
     if (labels[i] >= 0) places[*count] = (int32_t)i, labels[(*count)++] = labels[i];
@@ -410,11 +410,11 @@ static int begin_curve(int64_t step) {
 
 /* What a model must know besides its weights; going: what a training must, "" in a model that is the best. */
 static bool keep_run(luna_params *params, const char *going) {
-  return luna_params_set(params, "lra.task", data.task->name) == LUNA_OK &&
-         luna_params_set(params, "lra.data", run.data) == LUNA_OK &&
-         luna_params_set(params, "lra.pretraining", pretraining ? "yes" : "") == LUNA_OK &&
-         luna_params_set(params, "lra.begun", run.begun) == LUNA_OK &&
-         luna_params_set(params, "lra.run", going) == LUNA_OK && keep_settings(params, flags, bar.step) == LUNA_OK;
+  return luna_params_set_text(params, "lra.task", data.task->name) == LUNA_OK &&
+         luna_params_set_text(params, "lra.data", run.data) == LUNA_OK &&
+         luna_params_set_text(params, "lra.pretraining", pretraining ? "yes" : "") == LUNA_OK &&
+         luna_params_set_text(params, "lra.begun", run.begun) == LUNA_OK &&
+         luna_params_set_text(params, "lra.run", going) == LUNA_OK && keep_settings(params, flags, bar.step) == LUNA_OK;
 }
 
 static int save_training(luna_ctx *ctx, const luna_optimizer *adam, luna_params *params) {
@@ -429,18 +429,18 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
   long long best_step, losses;
   const luna_params *pairs = kept_pairs(ctx, set.resume);
   if (!pairs) return 2;
-  const char *task = luna_params_get(pairs, "lra.task"), *text = luna_params_get(pairs, "lra.run");
+  const char *task = luna_params_get_text(pairs, "lra.task"), *text = luna_params_get_text(pairs, "lra.run");
   const char *format = "%lf %lld %lf %lld %lf";
   if (!task || !text || sscanf(text, format, &run.best, &best_step, &run.loss, &losses, &run.before) != 5)
     return fail("%s holds no training of lra to go on with; --save-every writes one", set.resume);
   if (strcmp(task, data.task->name) != 0) return fail("%s is a training of another task", set.resume);
-  const char *words = luna_params_get(pairs, "lra.pretraining"), *begun = luna_params_get(pairs, "lra.begun");
+  const char *words = luna_params_get_text(pairs, "lra.pretraining"), *begun = luna_params_get_text(pairs, "lra.begun");
   if ((words && *words) != pretraining)
     return fail("%s is %s, which %s goes on with", set.resume, pretraining ? "a training by labels" : "a pre-training",
                 pretraining ? "train" : "pretrain");
   run.begun = begun && *begun ? "yes" : "";
   run.best_step = best_step, run.losses = losses;
-  const char *before = luna_params_get(pairs, "lra.data");
+  const char *before = luna_params_get_text(pairs, "lra.data");
   snprintf(run.data_before, sizeof run.data_before, "%s", before ? before : "");
   return take_settings(ctx, flags, step);
 }
@@ -579,12 +579,12 @@ static int pretrain(luna_ctx *ctx, const char **words) {
 static int eval(luna_ctx *ctx, const char **words) {
   luna_params *params = luna_params_open(ctx);
   const luna_params *pairs = kept_pairs(ctx, words[0]);
-  const char *task = pairs ? luna_params_get(pairs, "lra.task") : NULL;
+  const char *task = pairs ? luna_params_get_text(pairs, "lra.task") : NULL;
   samples s;
   double loss, share = -1;
   if (!pairs) return 2;
   if (!task) return fail("%s is not a model that lra made", words[0]);
-  const char *masked = luna_params_get(pairs, "lra.pretraining");
+  const char *masked = luna_params_get_text(pairs, "lra.pretraining");
   if (masked && *masked) return fail("%s has no classes yet: it is for lra train --begin", words[0]);
   if (task_find(task) || set_kept_flags(pairs, flags, words[0])) return 2;
   use_data_flags();

@@ -54,7 +54,8 @@ static luna_optimizer *optimizer(luna_params *params) {
 static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentence */
   progress_end(&bar);
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
-  if (luna_params_set(params, "mlm.tokens", "bytes") != LUNA_OK || luna_save(params, luna_path(set.out)) != LUNA_OK)
+  if (luna_params_set_text(params, "mlm.tokens", "bytes") != LUNA_OK ||
+      luna_save(params, luna_path(set.out)) != LUNA_OK)
     return failed(ctx);
   printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start,
          interrupted ? ", stopped early" : "");
@@ -70,7 +71,7 @@ static luna_tensor *loss_of(const luna_masked_lm *model, contents text, int64_t 
     const unsigned char *from = text.data + draw(0, step, row) % (uint64_t)(text.size - own.window + 1);
     for (int64_t i = 0; i < own.window; i++) tokens[row * own.window + i] = from[i];
   }
-  luna_mask_tokens(&masking, &(luna_input){ tokens, NULL, set.batch, own.window, NULL }, tokens, labels);
+  luna_mask_tokens(&(luna_input){ tokens, NULL, set.batch, own.window, NULL }, &masking, tokens, labels);
   return luna_masked_lm_loss(model, &(luna_input){ tokens, NULL, set.batch, own.window, NULL }, labels);
 }
 
@@ -86,9 +87,10 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   luna_params *params = luna_params_open(ctx);
   luna_masked_lm model;
   luna_masked_lm_config config = {
-    .encoder = { .layers = set.layers, .memory = set.memory,
-                 .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
-                            .attention = (luna_attention_kind)set.attention, .activation = LUNA_ACTIVATION_GELU,
+    .encoder = { .layers = set.layers,
+                 .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
+                            .dropout = (float)set.dropout, .attention = (luna_attention_kind)set.attention,
+                            .activation = LUNA_ACTIVATION_GELU,
                             .pre_norm = true } }
   };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);

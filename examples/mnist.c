@@ -95,7 +95,7 @@ static int load(luna_ctx *ctx, luna_model *model, const char *path) {
 static int train(luna_ctx *ctx, const char **words) {
   luna_params *params = luna_params_open(ctx);
   int status = read_both(words);
-  if (!status && luna_params_set(params, "mnist.tokens", "pixels") != LUNA_OK) status = failed(ctx);
+  if (!status && luna_params_set_text(params, "mnist.tokens", "pixels") != LUNA_OK) status = failed(ctx);
   if (!status && images.size[0] < 6)
     status = fail("%s has %lld images; the minimum is 6", words[0], (long long)images.size[0]);
   if (!status) {

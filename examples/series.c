@@ -90,15 +90,14 @@ static luna_tensor *run(const luna_input *input) {
       luna_classifier_forward(&model.classifier, input);
 }
 static luna_status make_model(luna_params *params) {
-  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
-                                   .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
+  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
+                                   .dropout = (float)set.dropout, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
                                    .attention = (luna_attention_kind)set.attention,
                                    .recompute = (luna_recompute_kind)set.recompute,
                                    .output_gate = set.output_gate != 0 };
-  const luna_encoder_config encoder = { .features = data.k, .layers = set.layers, .memory = set.memory, .layer = layer,
+  const luna_encoder_config encoder = { .features = data.k, .layers = set.layers, .layer = layer,
                                        .positions = (luna_positions)set.positions, .max_length = 4096 };
-  luna_lm_config lm = { .features = data.k, .outputs = outputs(), .layers = set.layers, .memory = set.memory,
-                       .layer = layer };
+  luna_lm_config lm = { .features = data.k, .outputs = outputs(), .layers = set.layers, .layer = layer };
   lm.layer.convolution = 4;
   lm.layer.forget = (luna_forget)set.forget;
   model.kind = own.causal ? LUNA_MODEL_LM : LUNA_MODEL_CLASSIFIER;
@@ -423,7 +422,7 @@ static luna_status keep(luna_params *params, const char *what, int64_t index, co
   snprintf(key, sizeof key, "series.%s%lld", what, (long long)index);
   memcpy(value, text, (size_t)size);
   value[size] = 0;
-  luna_status status = luna_params_set(params, key, value);
+  luna_status status = luna_params_set_text(params, key, value);
   free(value);
   return status;
 }
@@ -448,7 +447,7 @@ static luna_status remember(luna_params *params) {
 static const char *kept(const luna_params *params, const char *what, int64_t index) {
   char key[40];
   snprintf(key, sizeof key, "series.%s%lld", what, (long long)index);
-  return luna_params_get(params, key);
+  return luna_params_get_text(params, key);
 }
 
 /* Reads what the model knows of its task; false where that cannot be. */

@@ -61,7 +61,7 @@ static void find_norm(void *user, const luna_file_tensor *t) {
     const char *own = strstr(t->name, norm_names[i]);
     if (!own || own[strlen(norm_names[i])] || sum->norms[i] || starts(t->name, "luna.")) continue;
     sum->norms[i] = (float *)grow(NULL, t->count + 1, sizeof(float));
-    if (luna_file_tensor_read(t, sum->norms[i])) sum->sizes[i] = t->count;
+    if (luna_file_tensor_read(t, sum->norms[i]) == LUNA_OK) sum->sizes[i] = t->count;
   }
 }
 typedef struct column { int64_t number; char name[32]; } column; /* whose name is to be found */
@@ -136,7 +136,7 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
   printf("%*s %-4s %16s ", ((const totals *)user)->width - print_text(t->name, INT32_MAX), "", t->dtype, shape);
   print_bytes((double)t->bytes);
   float *values = (float *)grow(NULL, t->count + 1, sizeof(float));
-  bool real = luna_file_tensor_read(t, values);
+  bool real = luna_file_tensor_read(t, values) == LUNA_OK;
   for (int64_t i = 0; real && i < t->count; i++) {
     double value = (double)values[i], off = value - mean;
     if (!isfinite(value)) continue;

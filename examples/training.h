@@ -286,15 +286,15 @@ TOOL luna_status keep_settings(luna_params *params, const flag *flags, int64_t s
     if (!shapes_training(flags)) continue;
     snprintf(key, sizeof key, "%s.%s", program, flags->name + 2);
     flag_text(flags, value, sizeof value);
-    status = luna_params_set(params, key, value);
+    status = luna_params_set_text(params, key, value);
   }
   snprintf(key, sizeof key, "%s.step", program);
   snprintf(value, sizeof value, "%lld", (long long)step);
-  return status == LUNA_OK ? luna_params_set(params, key, value) : status;
+  return status == LUNA_OK ? luna_params_set_text(params, key, value) : status;
 }
 
 TOOL void keep_pair(void *params, const char *key, const char *value) {
-  if (strncmp(key, program, strlen(program)) == 0) luna_params_set((luna_params *)params, key, value);
+  if (strncmp(key, program, strlen(program)) == 0) luna_params_set_text((luna_params *)params, key, value);
 }
 
 /* The text pairs that this program wrote in a checkpoint, in a set of their own; null after a sentence. */
@@ -311,7 +311,7 @@ TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char 
   for (int i = 0; flags[i].name; i++) {
     if (!shapes_training(&flags[i])) continue;
     snprintf(key, sizeof key, "%s.%s", program, flags[i].name + 2);
-    const char *value = luna_params_get(pairs, key);
+    const char *value = luna_params_get_text(pairs, key);
     if (!value) return fail("%s holds no training of %s to go on with; --save-every writes one", path, program);
     flag_text(&flags[i], before, sizeof before);
     if (set_flag(&flags[i], value)) return 2;
@@ -330,7 +330,7 @@ TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
   if (!pairs || set_kept_flags(pairs, flags, set.resume)) return 2;
   if (set.device != device) return fail("%s is a training on a GPU; say --device cuda again", set.resume);
   snprintf(key, sizeof key, "%s.step", program);
-  const char *value = luna_params_get(pairs, key);
+  const char *value = luna_params_get_text(pairs, key);
   *step = value ? atoll(value) : 0;
   if (*step >= 1 && *step <= set.steps) return 0;
   return fail("%s says that it is at step %s", set.resume, value ? value : "?");

@@ -208,7 +208,7 @@ static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t 
   int32_t *out = (int32_t *)grow(NULL, rows * (search.max_length + 1), sizeof(int32_t)),
       *lengths = out + rows * search.max_length;
   unsigned char *text = (unsigned char *)grow(NULL, search.max_length * UNIT + 1, 1);
-  int status = luna_seq2seq_generate(model, &search, &(luna_input){ b->source, b->lengths[0], rows, b->n, NULL }, out,
+  int status = luna_seq2seq_generate(model, &(luna_input){ b->source, b->lengths[0], rows, b->n, NULL }, &search, out,
                                      lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
   for (int64_t r = 0; r < rows && !status; r++)
     take(d->pairs + first + r, decode(&d->v, out + r * search.max_length, lengths[r], text));
@@ -268,8 +268,8 @@ static luna_status keep_vocab(luna_params *params, const byte_pairs *v) { /* in 
   char *text = (char *)grow(NULL, v->pairs.size + 1, 12), *at = text + sprintf(text, " ");
   for (int64_t i = 0; i < v->pairs.size; i++)
     at += sprintf(at, "%d %d ", (int)first_of(v->pairs.entries[i].key), (int)second_of(v->pairs.entries[i].key));
-  luna_status status = luna_params_set(params, "translate.pairs", text);
-  if (status == LUNA_OK) status = luna_params_set(params, "translate.tokens", "pairs");
+  luna_status status = luna_params_set_text(params, "translate.pairs", text);
+  if (status == LUNA_OK) status = luna_params_set_text(params, "translate.tokens", "pairs");
   return free(text), status;
 }
 
@@ -278,9 +278,9 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
   luna_seq2seq model;
   luna_seq2seq_config config = {
     .vocab = d->v.end + 1, .share_embeddings = true,
-    .encoder = { .layers = set.layers, .memory = set.memory,
-                 .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .dropout = (float)set.dropout,
-                            .attention_dropout = (float)set.dropout } }
+    .encoder = { .layers = set.layers,
+                 .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
+                            .dropout = (float)set.dropout, .attention_dropout = (float)set.dropout } }
   };
   if (luna_seq2seq_init(&model, params, &config) != LUNA_OK || keep_vocab(params, &d->v) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
@@ -322,7 +322,7 @@ static int train(luna_ctx *ctx, const char **words) {
 static int load(luna_ctx *ctx, luna_model *model, byte_pairs *v, const char *path) {
   luna_params *params = luna_params_open(ctx);
   if (luna_load_model(model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
-  const char *text = luna_params_get(params, "translate.pairs");
+  const char *text = luna_params_get_text(params, "translate.pairs");
   if (model->kind != LUNA_MODEL_SEQ2SEQ || !text) return fail("%s was not made by translate", path);
   bool fine = read_vocab(v, text);
   fine = fine && model->seq2seq.config.vocab == v->end + 1 && model->seq2seq.config.target_vocab == v->end + 1;

@@ -263,7 +263,7 @@ static void check_lm_trains(luna_attention_kind kind) {
   luna_optimizer_config adamw = {0};
   int32_t tokens[4 * 24], labels[4 * 24];
   double last = NAN;
-  config.vocab = 5, config.layers = 1, config.memory = 4;
+  config.vocab = 5, config.layers = 1, config.layer.memory = 4;
   config.layer.dim = DIM, config.layer.heads = 2, config.layer.ffn = 20, config.layer.convolution = 4,
       config.layer.attention = kind;
   adamw.lr = 1e-2f;

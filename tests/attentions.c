@@ -137,7 +137,7 @@ static float *results(const char *name, bool causal, int threads, float padding,
   luna_read_grad(in, all + INPUTS);
   for (int64_t i = 0; i < luna_params_tensor_count(o.params); i++) {
     const luna_tensor *p = luna_params_at(o.params, i, NULL);
-    if (p->has_grad) luna_read_grad(p, at);
+    if (p->grad) luna_read_grad(p, at);
     at += luna_count(p);
   }
   free(x);
@@ -232,7 +232,7 @@ static void check_derivatives(const char *name, bool causal) {
   for (int64_t i = 0; i < luna_params_tensor_count(o.params); i++) {
     const char *what;
     luna_tensor *p = luna_params_at(o.params, i, &what);
-    if (!p->has_grad) continue; /* an array */
+    if (!p->grad) continue; /* an array */
     float *at = common_floats(luna_count(p));
     grad = common_floats(luna_count(p));
     luna_read(p, at), luna_read_grad(p, grad);
@@ -382,7 +382,7 @@ static void check_normed_memory(void) {
   const int64_t half = ROWS / 2, size = half * DIM, whole[3] = {1, ROWS, DIM}, part[3] = {1, half, DIM};
   CHECK(attentions_open(&choice, "transformer_xl memory=75"), "%s", choice.error);
   config.dim = DIM, config.heads = HEADS, config.hook = &choice.hook, config.pre_norm = true;
-  CHECK(luna_causal_layer_init(&layer, params, "", 0, &config) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_causal_layer_init(&layer, params, "", &config) == LUNA_OK, "%s", luna_error(ctx));
   common_params(params, 9);
   attention *a = (attention *)layer.hook_state;
   luna_begin_inference(ctx);
@@ -590,7 +590,7 @@ static void check_workspace_layers(void) {
   CHECK(x && p && p->rank == 3 && p->shape[1] == 4, "the last layer's p is not handed out");
   CHECK(luna_backward(common_loss(p, 3)) == LUNA_OK, "%s", luna_error(ctx));
   for (int l = 0; l < 3; l++) /* through p alone: the last layer's p reaches the first layer's parameters */
-    CHECK(((workspace *)encoder.layers[l].hook_state)->gate_scale->has_grad, "layer %d has no gradient through p", l);
+    CHECK(((workspace *)encoder.layers[l].hook_state)->gate_scale->grad, "layer %d has no gradient through p", l);
   attentions_close(&choice);
   luna_close(ctx);
 }

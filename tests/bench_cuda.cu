@@ -385,7 +385,7 @@ static void classifier_row() {
   config.encoder.layer.dim = CLASSIFIER_DIM;
   config.encoder.layer.heads = 4;
   config.encoder.layer.ffn = CLASSIFIER_FFN;
-  config.encoder.memory = 16;
+  config.encoder.layer.memory = 16;
   if (luna_classifier_init(&b.model, b.params, &config) != LUNA_OK) fail("luna_classifier_init", luna_error(b.ctx));
   adam.lr = 1e-4f;
   b.adam = luna_adam(b.params, &adam);

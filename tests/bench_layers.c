@@ -43,7 +43,7 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, l
   luna_options options = {.threads = threads, .isa = bench_isa(),
                           .weights = work == FORWARD_INT8 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32,
                           .products = work == TRAINING_BF16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32};
-  luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN,
+  luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN, .memory = memory,
                               .forget = kind == FORGETTING ? LUNA_FORGET_GATED : LUNA_FORGET_NONE};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   const int64_t x[3] = {1, n, DIM}, p[3] = {1, memory, DIM};
@@ -55,7 +55,7 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, l
   b->p = luna_param(b->inputs, "p", 3, p, normal);
   b->kind = kind;
   b->training = work == TRAINING || work == TRAINING_BF16;
-  if (kind != ENCODER) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
+  if (kind != ENCODER) luna_causal_layer_init(&b->causal, b->params, "", &config);
   else luna_encoder_layer_init(&b->encoder, b->params, "", &config);
   b->adam = luna_adam(b->params, &(luna_optimizer_config){.lr = 1e-4f});
   if (!b->adam) {
@@ -193,8 +193,8 @@ static void classifier_open(classifier_bench *b, int threads, int64_t batch, int
                             luna_pooling pooling, luna_dtype products) {
   luna_options options = {.threads = threads, .isa = bench_isa(), .products = products};
   luna_classifier_config config = {.classes = 2, .pooling = pooling,
-                                   .encoder = {.layers = 4, .memory = 16,
-                                               .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}}};
+                                   .encoder = {.layers = 4,
+                                               .layer = {.dim = DIM, .heads = HEADS, .memory = 16, .ffn = FFN}}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.vocab = 256;

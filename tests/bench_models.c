@@ -25,8 +25,8 @@ static void stream_run(void *arg) {
 }
 static void stream_open(stream_bench *b, int64_t dim, luna_dtype weights) {
   luna_options options = {.threads = 1, .isa = bench_isa()};
-  luna_lm_config config = {.vocab = 256, .layers = LAYERS, .memory = 16,
-                           .layer = {.dim = dim, .heads = HEADS, .ffn = 4 * dim}};
+  luna_lm_config config = {.vocab = 256, .layers = LAYERS,
+                           .layer = {.dim = dim, .heads = HEADS, .memory = 16, .ffn = 4 * dim}};
   b->ctx = luna_open(&options);
   if (luna_lm_init(&b->model, luna_params_open(b->ctx), &config) != LUNA_OK ||
       (b->stream = luna_stream_open(&b->model, &(luna_stream_config){.weights = weights})) == NULL) exit(1);
@@ -70,8 +70,9 @@ static void detector_run(void *arg) {
 static void detector_row(void) {
   const int64_t d = DETECTOR_DIM, layer = 4 * 16 * d + 3 * d * d + 4 * d * d; /* multiplications, as above */
   luna_options options = {.threads = 1, .isa = bench_isa()};
-  luna_lm_config config = {.features = FEATURES, .outputs = 2, .layers = DETECTOR_LAYERS, .memory = 16,
-    .layer = {.dim = DETECTOR_DIM, .heads = 4, .ffn = 2 * DETECTOR_DIM, .convolution = 4, .pre_norm = true}};
+  luna_lm_config config = {.features = FEATURES, .outputs = 2, .layers = DETECTOR_LAYERS,
+    .layer = {.dim = DETECTOR_DIM, .heads = 4, .memory = 16, .ffn = 2 * DETECTOR_DIM, .convolution = 4,
+              .pre_norm = true}};
   stream_bench b;
   bench_case row;
   memset(&row, 0, sizeof row);
@@ -176,8 +177,8 @@ static void model_open_in(model_bench *b, luna_dtype weights, int threads, int64
                           luna_attention_kind attention, luna_pooling pooling, bool training) {
   luna_options options = {.threads = threads, .isa = bench_isa(), .weights = weights};
   luna_classifier_config config = {.classes = 2, .pooling = pooling,
-                                   .encoder = {.layers = layers, .memory = 16,
-                                               .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}}};
+                                   .encoder = {.layers = layers,
+                                               .layer = {.dim = DIM, .heads = HEADS, .memory = 16, .ffn = FFN}}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.encoder.layer.attention = attention;

@@ -40,12 +40,12 @@ static model model_open(int kind, luna_options options) {
   m.params = luna_params_open(m.ctx);
   if (kind < 3) {
     luna_lm_config config = {0};
-    config.vocab = VOCAB, config.layers = 2, config.memory = kind == 1 ? 24 : 5, config.layer = layer;
+    config.vocab = VOCAB, config.layers = 2, config.layer = layer, config.layer.memory = kind == 1 ? 24 : 5;
     status = luna_lm_init(&m.as.lm, m.params, &config);
   } else {
     luna_classifier_config config = {0};
     config.vocab = VOCAB, config.classes = 3, config.pooling = kind == 3 ? LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY;
-    config.encoder.layers = 2, config.encoder.memory = kind == 3 ? 2 : 20, config.encoder.layer = layer;
+    config.encoder.layers = 2, config.encoder.layer = layer, config.encoder.layer.memory = kind == 3 ? 2 : 20;
     status = luna_classifier_init(&m.as.classifier, m.params, &config);
   }
   CHECK(status == LUNA_OK, "%s: %s", kind_names[kind], luna_error(m.ctx));

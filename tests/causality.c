@@ -64,13 +64,14 @@ static bool net_open(net *m, luna_isa isa, luna_form form) {
   m->params = luna_params_open(m->ctx);
   attention.dim = layer.dim = DIM;
   attention.heads = layer.heads = HEADS;
+  layer.memory = SLOTS;
   layer.convolution = 4;
   layer.pre_norm = form == LUNA_FORM_FOLDED;
   layer.omega = form == LUNA_FORM_FOLDED ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_SOFTPLUS2;
   m->kernel = luna_param(m->params, "kernel", 2, kernel, init);
   m->memory = luna_param(m->params, "memory", 2, memory, init);
   return CHECK(luna_causal_attention_layer_init(&m->attention, m->params, "a.", &attention) == LUNA_OK &&
-                   luna_causal_layer_init(&m->layer, m->params, "b.", SLOTS, &layer) == LUNA_OK,
+                   luna_causal_layer_init(&m->layer, m->params, "b.", &layer) == LUNA_OK,
                "init: %s", luna_error(m->ctx));
 }
 
@@ -138,7 +139,7 @@ static void check_lm(luna_isa isa, bool pre_norm) {
   options.isa = isa;
   luna_ctx *ctx = luna_open(&options);
   config.vocab = VOCAB;
-  config.memory = SLOTS;
+  config.layer.memory = SLOTS;
   config.layer.dim = DIM;
   config.layer.heads = HEADS;
   config.layer.convolution = 4;
@@ -191,7 +192,7 @@ static void check_stream(luna_isa isa) {
   luna_params *params = luna_params_open(ctx);
   int32_t *tokens = common_tokens(2 * N, 6, VOCAB - 1);
   config.vocab = VOCAB;
-  config.memory = SLOTS;
+  config.layer.memory = SLOTS;
   config.layer.dim = DIM;
   config.layer.heads = HEADS;
   config.layer.convolution = 3;

@@ -147,9 +147,9 @@ static void check_round_trip(void) {
   st_file st;
   st_item pair;
   memcpy(luna_params_find(from, "first")->data, special, sizeof special);
-  luna_params_set(from, odd_pairs[0][0], "replaced");
+  luna_params_set_text(from, odd_pairs[0][0], "replaced");
   for (int i = 0; i < ODD_PAIRS; i++)
-    CHECK(luna_params_set(from, odd_pairs[i][0], odd_pairs[i][1]) == LUNA_OK, "%s", luna_error(a));
+    CHECK(luna_params_set_text(from, odd_pairs[i][0], odd_pairs[i][1]) == LUNA_OK, "%s", luna_error(a));
   float *values = values_of(from);
   buffer file = saved(from), again;
   for (int way = 0; way < 2; way++) {
@@ -159,9 +159,9 @@ static void check_round_trip(void) {
     CHECK(status == LUNA_OK && unchanged(to, values), "way %d: %s", way, luna_error(b));
   }
   for (int i = 0; i < ODD_PAIRS; i++) {
-    CHECK(strcmp(luna_params_get(from, odd_pairs[i][0]), odd_pairs[i][1]) == 0, "the pair %s is not kept",
+    CHECK(strcmp(luna_params_get_text(from, odd_pairs[i][0]), odd_pairs[i][1]) == 0, "the pair %s is not kept",
           odd_pairs[i][0]);
-    const char *loaded = luna_params_get(to, odd_pairs[i][0]);
+    const char *loaded = luna_params_get_text(to, odd_pairs[i][0]);
     CHECK(loaded && strcmp(loaded, odd_pairs[i][1]) == 0, "the pair %s was not loaded", odd_pairs[i][0]);
     CHECK(!st_open(&st, file.at, file.size) && st_meta(&st, odd_pairs[i][0], &pair) &&
           strcmp(pair.text, odd_pairs[i][1]) == 0,
@@ -169,7 +169,8 @@ static void check_round_trip(void) {
   }
   again = saved(to);
   CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "saved again, the file has other bytes");
-  CHECK(!luna_params_get(from, "none") && luna_params_set(from, "k", NULL) == LUNA_BAD_ARGUMENT, "pairs that are none");
+  CHECK(!luna_params_get_text(from, "none") && luna_params_set_text(from, "k", NULL) == LUNA_BAD_ARGUMENT,
+        "pairs that are none");
   free(file.at), free(again.at), free(values), ctx_close(a, &ha), ctx_close(b, &hb);
 }
 
@@ -285,7 +286,7 @@ static void check_cuts(void) {
   heap h;
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = set_open(ctx, ODD_NAME);
-  luna_params_set(params, odd_pairs[2][0], odd_pairs[2][1]);
+  luna_params_set_text(params, odd_pairs[2][0], odd_pairs[2][1]);
   buffer file = saved(params);
   common_params(params, 5);
   float *values = values_of(params);
@@ -367,7 +368,7 @@ static void check_many_pairs(void) {
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = luna_params_open(ctx);
   char *json = (char *)common_alloc(MANY * 40 + 100), *end = json;
-  luna_params_set(params, "own", "kept"), luna_params_set(params, "key7", "old");
+  luna_params_set_text(params, "own", "kept"), luna_params_set_text(params, "key7", "old");
   end += sprintf(end,
       "{\"__metadata__\":{\"zero\":\"one\",\"zero\\u0000\":\"two\",\"luna.step\":\"3\",\"\\u006cuna.kind\":\"4\"");
   for (int i = 0; i < MANY; i++) end += sprintf(end, ",\"key%d\":\"%d\"", i, i);
@@ -379,9 +380,10 @@ static void check_many_pairs(void) {
         luna_load(params, luna_bytes(file.at, file.size)) == LUNA_OK, "saved pairs do not load: %s", luna_error(ctx));
   second = saved(params);
   CHECK(first.size == second.size && memcmp(first.at, second.at, first.size) == 0, "loaded again, pairs are others");
-  CHECK(strcmp(luna_params_get(params, "own"), "kept") == 0 && strcmp(luna_params_get(params, "key7"), "7") == 0 &&
-        strcmp(luna_params_get(params, "zero"), "one") == 0 &&
-            !luna_params_get(params, "luna.step") && !luna_params_get(params, "luna.kind"),
+  CHECK(strcmp(luna_params_get_text(params, "own"), "kept") == 0 &&
+        strcmp(luna_params_get_text(params, "key7"), "7") == 0 &&
+        strcmp(luna_params_get_text(params, "zero"), "one") == 0 &&
+            !luna_params_get_text(params, "luna.step") && !luna_params_get_text(params, "luna.kind"),
         "pairs are not those of the file");
   free(json), free(file.at), free(first.at), free(second.at), ctx_close(ctx, &h);
   CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d pairs take %.0f s", MANY,
@@ -440,7 +442,7 @@ static void check_names(void) {
       luna_error(ctx));
   CHECK(!luna_param(params, "__metadata__", 1, vector, zeros) && luna_error_id_of(ctx) == LUNA_ERROR_NAME_RESERVED,
         "a parameter named __metadata__");
-  CHECK(luna_params_set(params, "key", "\xc0\x80") != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NOT_UTF8,
+  CHECK(luna_params_set_text(params, "key", "\xc0\x80") != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NOT_UTF8,
       "\"%s\"", luna_error(ctx));
   CHECK(luna_param(params, longest + 376, 1, vector, zeros) && luna_params_tensor_count(params) == 3,
         "1023 characters: \"%s\"", luna_error(ctx));
@@ -456,13 +458,15 @@ static void check_steady(void) {
   luna_params *params = luna_params_open(ctx);
   const int64_t large[1] = {1 << 20};
   char number[24];
-  for (int i = 100000; i < 100010; i++) snprintf(number, sizeof number, "%d", i), luna_params_set(params, "at", number);
+  for (int i = 100000; i < 100010; i++)
+    snprintf(number, sizeof number, "%d", i), luna_params_set_text(params, "at", number);
   int64_t live = h.live;
-  for (int i = 200000; i > 0; i--) snprintf(number, sizeof number, "%d", i), luna_params_set(params, "at", number);
-  CHECK(h.live == live && strcmp(luna_params_get(params, "at"), "1") == 0, "200,000 values of a pair take %d bytes",
+  for (int i = 200000; i > 0; i--) snprintf(number, sizeof number, "%d", i), luna_params_set_text(params, "at", number);
+  CHECK(h.live == live && strcmp(luna_params_get_text(params, "at"), "1") == 0,
+        "200,000 values of a pair take %d bytes",
         (int)(h.live - live));
-  CHECK(luna_params_set(params, "at", luna_params_get(params, "at")) == LUNA_OK &&
-        strcmp(luna_params_get(params, "at"), "1") == 0, "a pair set to its own value");
+  CHECK(luna_params_set_text(params, "at", luna_params_get_text(params, "at")) == LUNA_OK &&
+        strcmp(luna_params_get_text(params, "at"), "1") == 0, "a pair set to its own value");
   CHECK(luna_param(params, "large", 1, large, (luna_init){LUNA_INIT_ZEROS, 0}) && luna_save(params,
                                                                                             luna_path(path)) == LUNA_OK,
         "a large set: %s", luna_error(ctx));
@@ -737,7 +741,7 @@ static void check_between(void) {
 static luna_lm_config lm_config(void) {
   luna_lm_config c;
   memset(&c, 0, sizeof c);
-  c.vocab = 11, c.layers = 2, c.memory = 3;
+  c.vocab = 11, c.layers = 2, c.layer.memory = 3;
   c.layer.dim = 8, c.layer.heads = 2, c.layer.ffn = 12, c.layer.convolution = 3, c.layer.pre_norm = true,
       c.layer.sharing = LUNA_SHARING_FULL;
   c.layer.activation = LUNA_ACTIVATION_GELU, c.layer.omega = LUNA_ACTIVATION_ELU1;
@@ -763,7 +767,8 @@ static void lm_logits(const luna_lm *model, luna_ctx *ctx, float out[2 * 5 * 11]
   free(tokens);
 }
 static bool lm_same_config(const luna_lm_config *a, const luna_lm_config *b) {
-  return a->vocab == b->vocab && a->layers == b->layers && a->memory == b->memory && a->layer.dim == b->layer.dim &&
+  return a->vocab == b->vocab && a->layers == b->layers && a->layer.memory == b->layer.memory &&
+      a->layer.dim == b->layer.dim &&
          a->layer.heads == b->layer.heads && a->layer.ffn == b->layer.ffn &&
              a->layer.convolution == b->layer.convolution &&
          a->layer.pre_norm == b->layer.pre_norm && a->layer.sharing == b->layer.sharing &&
@@ -856,7 +861,7 @@ static void check_deep(void) {
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = luna_params_open(ctx);
   memset(&config, 0, sizeof config);
-  config.vocab = 3, config.layers = 1024, config.memory = 1, config.layer.dim = 2, config.layer.heads = 1,
+  config.vocab = 3, config.layers = 1024, config.layer.memory = 1, config.layer.dim = 2, config.layer.heads = 1,
       config.layer.ffn = 1, config.layer.convolution = 2;
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_params_tensor_count(params) > MANY, "%s",
         luna_error(ctx));
@@ -883,8 +888,8 @@ static void check_stream_bytes(void) {
   for (int i = 0; i < 2; i++) {
     heap h;
     luna_lm model;
-    const luna_lm_config config = {.vocab = row[i].vocab, .layers = row[i].layers, .memory = row[i].memory,
-      .layer = {.dim = row[i].dim, .heads = 4, .ffn = 4 * row[i].dim, .convolution = 4}};
+    const luna_lm_config config = {.vocab = row[i].vocab, .layers = row[i].layers,
+      .layer = {.dim = row[i].dim, .heads = 4, .memory = row[i].memory, .ffn = 4 * row[i].dim, .convolution = 4}};
     const char *error = "";
     luna_ctx *ctx = ctx_open(&h);
     luna_params *params = luna_params_open(ctx);
@@ -967,7 +972,7 @@ static void check_claims(void) {
     const luna_status status = luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(wrong.at, wrong.size));
     CHECK((status == LUNA_MISMATCH || status == LUNA_BAD_FILE) && luna_error(ctx)[0] &&
           luna_params_tensor_count(params) == 0 &&
-              !luna_params_get(params, "luna.kind"),
+              !luna_params_get_text(params, "luna.kind"),
           "%s: %s, \"%s\", %d parameters left", lm_claims[i][1], luna_status_text(status), luna_error(ctx),
               (int)luna_params_tensor_count(params));
     CHECK(h.live == before, "%s: %d bytes more than before stay in use", lm_claims[i][1], (int)(h.live - before));
@@ -1112,7 +1117,7 @@ static luna_status allocation_try(int way, luna_params *params, buffer *file) {
                              : way == SAVE_PATH ? luna_save(params, luna_path(path))
                              : way == LOAD_IO   ? luna_load(params, luna_callbacks(&reader))
                              : way == LOAD_PATH ? luna_load(params, luna_path(path))
-                                                : luna_params_set(params, "a new key", "a value");
+                                                : luna_params_set_text(params, "a new key", "a value");
   free(out.at);
   return status;
 }
@@ -1137,7 +1142,7 @@ static void check_allocations(void) {
       if (status != LUNA_OK) {
         h.fail_end = 0;
         refused(params, ctx, status, LUNA_OUT_OF_MEMORY, LUNA_ERROR_NO_MEMORY, values, "an allocation that fails");
-        CHECK(!luna_params_get(params, "a new key") && (way != SAVE_PATH || (!exists(path) && leftovers() == 0)),
+        CHECK(!luna_params_get_text(params, "a new key") && (way != SAVE_PATH || (!exists(path) && leftovers() == 0)),
               "a failed call leaves something behind");
       } else CHECK(unchanged(params, values) == (way != LOAD_IO && way != LOAD_PATH),
                    "what is loaded has no effect, or what is saved has");
@@ -1192,7 +1197,7 @@ static void see_tensor(void *user, const luna_file_tensor *entry) {
   seen *s = (seen *)user;
   float values[64];
   s->tensors++;
-  if (entry->count > 64 || !luna_file_tensor_read(entry, values)) return;
+  if (entry->count > 64 || luna_file_tensor_read(entry, values) != LUNA_OK) return;
   s->readable++;
   for (int64_t i = 0; i < entry->count; i++) s->sum += (double)values[i];
   if (s->tensors == 1)

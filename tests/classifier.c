@@ -169,7 +169,7 @@ static void check_classifier_refusals(void) {
   config.encoder.layer.heads = 2, config.encoder.layers = 100000;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "100000 layers");
   refused(ctx, luna_classifier_init(NULL, params, &config) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT, "no place for a model");
-  CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"),
+  CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get_text(params, "luna.kind"),
         "refused inits leave %d parameters",
         (int)luna_params_tensor_count(params));
   luna_close(ctx);

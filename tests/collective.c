@@ -177,7 +177,7 @@ static void rank_main(void *user, const luna_collective *collective) {
     float *at = r->ranks_gradient[rank];
     for (int64_t i = 0; step == 0 && i < luna_params_tensor_count(params); i++) {
       const luna_tensor *t = luna_params_at(params, i, NULL);
-      if (t->has_grad) luna_read_grad(t, at);
+      if (t->grad) luna_read_grad(t, at);
       at += luna_count(t);
     }
     r->ranks_loss[rank][step] = loss ? (double)luna_item(loss) : NAN;
@@ -306,9 +306,9 @@ static void check_long(run *r, int ranks, const int64_t *parts) {
 static run run_of(const char *name, kind k) {
   run r = {0};
   r.name = name, r.kind = k, r.length = LENGTH, r.batch = BATCH;
-  r.lm = (luna_lm_config){ .layers = 2, .layer = { .dim = 16, .heads = 2, .ffn = 24 }, .memory = SLOTS };
-  r.encoder = (luna_encoder_config){ .layers = 2, .memory = SLOTS, .max_length = 64,
-                                    .layer = { .dim = 16, .heads = 2, .ffn = 24 } };
+  r.lm = (luna_lm_config){ .layers = 2, .layer = { .dim = 16, .heads = 2, .memory = SLOTS, .ffn = 24 } };
+  r.encoder = (luna_encoder_config){ .layers = 2, .max_length = 64,
+                                    .layer = { .dim = 16, .heads = 2, .memory = SLOTS, .ffn = 24 } };
   return r;
 }
 static void set_dropout(luna_layer_config *c) {
@@ -541,7 +541,7 @@ static void trial_main(void *user, const luna_collective *collective) {
   model net = {0};
   if (what == FORM) options.form = LUNA_FORM_FOLDED;
   if (what == MODE) own.mode = rows ? LUNA_PARALLEL_DATA : LUNA_PARALLEL_SEQUENCE;
-  if (what == SIZE) config.memory++;
+  if (what == SIZE) config.layer.memory++;
   if (what == HEADS) config.layer.heads = 4;
   if (what == DROPOUT) config.layer.dropout = 0.1f;
   if (what == ISA) options.isa = LUNA_ISA_REFERENCE;
@@ -676,7 +676,7 @@ static void options(void) {
   CHECK(luna_open(&o) == NULL, "no function");
   c.all_reduce = hub_reduce;
   ctx = luna_open(&o);
-  CHECK(isnan(luna_clip_gradients(luna_params_open(ctx), 1)) && luna_error_id_of(ctx) == LUNA_ERROR_RANK_GRADIENTS,
+  CHECK(isnan(luna_params_clip_grad(luna_params_open(ctx), 1)) && luna_error_id_of(ctx) == LUNA_ERROR_RANK_GRADIENTS,
         "a part of the gradients is clipped: %s", luna_error(ctx));
   luna_close(ctx);
 }

@@ -168,7 +168,7 @@ static void check_hook_init(luna_options options) {
   luna_lm model;
   for (int i = 0; i < 3; i++) {
     if (i) luna_begin_step(ctx);
-    CHECK(luna_causal_layer_init(&layer, params, "a.", 0,
+    CHECK(luna_causal_layer_init(&layer, params, "a.",
         &(luna_layer_config){ .dim = 8, .heads = 1, .hook = &hook }) != LUNA_OK, "a null hook");
     CHECK(luna_params_tensor_count(params) == 0, "a failed init leaves parameters");
   }
@@ -180,7 +180,7 @@ static void check_hook_init(luna_options options) {
   const int64_t shape[1] = {3};
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
   const luna_attention_hook again = {hook_init, hook_forward, ctx, NULL};
-  CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1,
+  CHECK(luna_causal_layer_init(&layer, params, "a.", &(luna_layer_config){ .dim = 8, .heads = 1,
       .hook = &again }) != LUNA_OK, "a null hook");
   CHECK(x && luna_add_scalar(x, 1), "%s", luna_error(ctx));
   luna_close(ctx);
@@ -231,8 +231,8 @@ static void save_to(buffer *b, const luna_params *params) {
 }
 static luna_classifier_config classifier_config(int change) {
   luna_classifier_config c = { .vocab = VOCAB, .classes = 3, .pooling = LUNA_POOLING_MEAN,
-                               .encoder = { .layers = 1, .memory = 4,
-                                           .layer = { .dim = 8, .heads = 2, .dropout = 0.1f } } };
+                               .encoder = { .layers = 1,
+                                           .layer = { .dim = 8, .heads = 2, .memory = 4, .dropout = 0.1f } } };
   switch (change) {
     case 1: c.encoder.layer.heads = 4; break;
     case 2: c.pooling = LUNA_POOLING_CLS; break;
@@ -315,7 +315,7 @@ static luna_tensor *kind_logits(int kind, const luna_model *m) {
 static void check_kinds(void) {
   static const char *const names[] = {"", "causal_lm", "classifier", "masked_lm", "seq2seq"};
   static buffer file;
-  const luna_encoder_config e = { .layers = 1, .layer = { .dim = 8, .heads = 2 }, .memory = 4 };
+  const luna_encoder_config e = { .layers = 1, .layer = { .dim = 8, .heads = 2, .memory = 4 } };
   for (int kind = 1; kind <= 4; kind++) {
     luna_ctx *ctx = luna_open(NULL);
     luna_params *params = luna_params_open(ctx);
@@ -362,7 +362,7 @@ static void check_inputs(void) {
   luna_classifier classifier;
   luna_seq2seq seq2seq;
   luna_lm detector;
-  const luna_encoder_config e = { .layers = 1, .layer = { .dim = 8, .heads = 2 }, .memory = 4,
+  const luna_encoder_config e = { .layers = 1, .layer = { .dim = 8, .heads = 2, .memory = 4 },
                                   .positions = LUNA_POSITIONS_LEARNED,
                                  .max_length = N };
   static const int32_t good[2 * N] = {0}, labels[2 * N] = {0}, bad[2 * N] = {0, 1, 2, VOCAB}, lengths[2] = {N, N + 1},
@@ -757,7 +757,7 @@ static void check_own_op(void) {
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, &one);
   CHECK(!luna_custom_op(&x, 1, 1, &one, &(luna_custom){ .forward = own_forward, .backward = own_backward }),
         "an op that fails");
-  SAYS(ctx, "luna_custom_op: ", "of your own", "luna_backend_fail");
+  SAYS(ctx, "luna_custom_op: ", "of your own", "luna_fail");
   luna_close(ctx);
 }
 

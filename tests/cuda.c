@@ -419,7 +419,7 @@ static void check_clip(void) {
     g[i] = common_floats(size);
     luna_begin_step(ctx);
     CHECK(luna_backward(luna_sum(luna_mul(w, w), 0)) == LUNA_OK, "clipping: %s", luna_error(ctx));
-    for (int k = 0; k < 2; k++) norm[i][k] = luna_clip_gradients(params, 3);
+    for (int k = 0; k < 2; k++) norm[i][k] = luna_params_clip_grad(params, 3);
     CHECK(luna_read_grad(w, g[i]) == LUNA_OK && fabsf(norm[i][1] - 3) < 1e-4f, "clipped to a norm of %g: %s",
           (double)norm[i][1], luna_error(ctx));
     luna_close(ctx);
@@ -749,7 +749,7 @@ static void check_stream_failures(void) {
   if (!cuda_emulated()) return;
   config.vocab = 17;
   config.encoder.layer.dim = 16;
-  config.encoder.memory = 3;
+  config.encoder.layer.memory = 3;
   for (int decodes = 0; decodes < 2; decodes++) {
     bool failed = true;
     for (int at = 0; failed && CHECK(at < 1 << 20, "opening a stream fails for ever"); at += 1 << 14) {

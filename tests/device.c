@@ -22,7 +22,7 @@ static void fake_leave(void) {
   if (--fake_depth == 0 && fake_used) mprotect(fake_memory, fake_used, PROT_NONE);
 }
 static luna_status fake_open(luna_ctx *ctx, int number, void **self) {
-  if (fake_away) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, "luna_open: this device is away");
+  if (fake_away) return luna_fail(ctx, LUNA_UNSUPPORTED, "luna_open: this device is away");
   CHECK(number == 7, "open is given device %d", number);
   *self = &fake_opened;
   fake_opened++;

@@ -94,7 +94,7 @@ static bool device_run_open(device_run *r, const device *d, int kind, uint64_t s
   config.layers = 2;
   config.layer.dim = 16;
   config.layer.heads = 2;
-  config.memory = 4;
+  config.layer.memory = 4;
   config.layer.ffn = 24;
   config.layer.dropout = 0.1f;
   /* the memories: published, with a horizon, by gates, constant */
@@ -147,11 +147,11 @@ static void device_training(const device *d) {
               (double)b, (double)a);
       }
       float *a = common_parameters(on_host.params), *b = common_parameters(on_device.params);
-      const double error = common_error(b, a, count, 1e-3), norm = (double)luna_optimizer_norm(on_host.optimizer);
+      const double error = common_error(b, a, count, 1e-3), norm = (double)luna_optimizer_grad_norm(on_host.optimizer);
       CHECK(error <= 10 * d->gradient_limit, "%s: the parameters are off by %.3g", kinds[kind], error);
-      CHECK(fabs((double)luna_optimizer_norm(on_device.optimizer) - norm) <= 10 * d->gradient_limit * norm,
+      CHECK(fabs((double)luna_optimizer_grad_norm(on_device.optimizer) - norm) <= 10 * d->gradient_limit * norm,
             "%s: the norm is %g, on the CPU %g", kinds[kind],
-            (double)luna_optimizer_norm(on_device.optimizer), norm);
+            (double)luna_optimizer_grad_norm(on_device.optimizer), norm);
       CHECK(luna_optimizer_steps(on_device.optimizer) == DEVICE_STEPS &&
             luna_optimizer_skipped(on_device.optimizer) == 0, "%s: %lld steps, %lld skipped", kinds[kind],
             (long long)luna_optimizer_steps(on_device.optimizer),
@@ -274,8 +274,8 @@ static void device_large(const device *d) {
     for (int64_t i = 0; i < n; i++)
       off = fmax(off, fabs((double)got[i] + (double)gradient[i] / norm * fmin(norm, 100)));
     CHECK(off <= 1e-4, "gradients of %g are clipped to others, off by %g", (double)sizes[step], off);
-    CHECK(fabs((double)luna_optimizer_norm(sgd) - norm) <= 1e-6 * norm || (norm > 3.4e38 &&
-          isinf(luna_optimizer_norm(sgd))), "the norm is %g, not %g", (double)luna_optimizer_norm(sgd), norm);
+    CHECK(fabs((double)luna_optimizer_grad_norm(sgd) - norm) <= 1e-6 * norm || (norm > 3.4e38 &&
+          isinf(luna_optimizer_grad_norm(sgd))), "the norm is %g, not %g", (double)luna_optimizer_grad_norm(sgd), norm);
   }
   CHECK(luna_optimizer_skipped(sgd) == 0 && luna_optimizer_skipped(adam) == 2, "%lld steps skipped, %lld of Adam",
         (long long)luna_optimizer_skipped(sgd), (long long)luna_optimizer_skipped(adam));
@@ -510,7 +510,7 @@ static bool device_models_open(device_models *m, const device *d, int kind) {
   config.vocab = STREAM_VOCAB;
   config.layers = 2;
   config.max_length = 2 * STREAM_TOKENS;
-  config.memory = unfolded ? 13 : kind == 6 ? 20 : 5;
+  config.layer.memory = unfolded ? 13 : kind == 6 ? 20 : 5;
   config.layer.dim = kind == 3 ? 20 : kind == 6 ? 40 : 16;
   config.layer.heads = kind == 6 ? 1 : 4;
   config.layer.ffn = 24;
@@ -525,7 +525,7 @@ static bool device_models_open(device_models *m, const device *d, int kind) {
   if (kind == 5 || kind == 9) config.layer.forget = LUNA_FORGET_GATED;
   config.layer.output_gate = kind == 5;
   /* more than a block has threads */
-  if (kind >= 8) config.layers = 1, config.memory = 258, config.layer.dim = 260, config.layer.heads = 1;
+  if (kind >= 8) config.layers = 1, config.layer.memory = 258, config.layer.dim = 260, config.layer.heads = 1;
   memset(m, 0, sizeof *m);
   m->config.batch = kind < 2 || kind >= 8 ? 1 : 3;
   m->config.chunk = 5;
@@ -785,10 +785,10 @@ static void device_decoder(const device *d, int kind) {
   config.encoder.layer.dim = 16;
   config.encoder.layer.heads = 4;
   config.encoder.layers = 2;
-  config.encoder.memory = 4;
+  config.encoder.layer.memory = 4;
   config.encoder.layer.ffn = 24;
   /* 24 scores from 8 and 3: not folded */
-  if (kind == 4) config.encoder.layer.heads = 8, config.encoder.memory = 3, config.encoder.layer.dim = 8;
+  if (kind == 4) config.encoder.layer.heads = 8, config.encoder.layer.memory = 3, config.encoder.layer.dim = 8;
   if (kind == 1) config.encoder.layer.heads = 8; /* 32 from 16 and 4: nor here */
   config.encoder.positions = kind % 3 == 1 ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   config.encoder.layer.pre_norm = kind / 2 % 2 == 1;
@@ -829,7 +829,7 @@ static void device_decoder(const device *d, int kind) {
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
     for (int i = 0; i < 2; i++)
-      CHECK(luna_seq2seq_generate(&model[i], &search, &(luna_input){ source, lengths, sources, 5, NULL }, out[i],
+      CHECK(luna_seq2seq_generate(&model[i], &(luna_input){ source, lengths, sources, 5, NULL }, &search, out[i],
           out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU",
               luna_error(ctx[i]));
     CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 &&

@@ -177,8 +177,8 @@ static void check_ops(int64_t b, int64_t n, int64_t d) {
       r.sequences = 0, r.query_offsets = r.key_offsets = offsets;
       OP(luna_softmax_attention(axes(4, 0, d, -1, -1), axes(5, 0, d, -1, -1), axes(6, 0, d, -1, -1), &r));
     }
-    OP(luna_pack(x, rows(5, b, m, d), NULL, 0, NULL));
-    OP(luna_pack(x, rows(5, b, m, d), zeros, 0, NULL));
+    OP(luna_pack(x, rows(5, b, m, d), NULL));
+    OP(luna_pack(x, rows(5, b, m, d), &(luna_pack_config){ zeros, 0, NULL }));
     OP(luna_unpack(x, axes(5, b, 2, m, d), rows(6, b, 2, m), axes(7, b, 2, m, d), NULL));
     OP(luna_unpack(x, axes(5, b, 0, m, d), rows(6, b, 0, m), axes(7, b, 0, m, d), NULL));
     luna_unpack_config u = {0};
@@ -246,8 +246,8 @@ static void check_layers(luna_form form) {
     luna_layer_config cc = c;
     cc.own_memory = false;
     luna_layer_config conv = cc;
-    conv.convolution = variant % 4;
-    if (has_causal) good(luna_causal_layer_init(&causal, params, "c", 4, &conv));
+    conv.convolution = variant % 4, conv.memory = 4;
+    if (has_causal) good(luna_causal_layer_init(&causal, params, "c", &conv));
     if (luna) good(luna_decoder_layer_init(&decoder, params, "d", &cc));
     for (int way = 0; way < 2; way++)
       for (int k = 0; k < 16; k++) {
@@ -312,7 +312,7 @@ static void check_models(luna_form form) {
     lc.layer = ec.layer = layer;
     lc.layer.convolution = variant % 4;
     if (lc.layer.attention == LUNA_ATTENTION_LINFORMER) lc.layer.attention = LUNA_ATTENTION_LUNA;
-    lc.memory = ec.memory = 4;
+    lc.layer.memory = ec.layer.memory = 4;
     lc.features = features ? 3 : 0, lc.vocab = features ? 0 : variant == 4 ? 1200 : 11;
     ec.features = lc.features;
     lc.positions = ec.positions = (luna_positions)(variant % 3);
@@ -369,7 +369,7 @@ static void check_models(luna_form form) {
         LAYER(luna_masked_lm_loss(&masked, &in, minus), NULL);
         LAYER(luna_masked_lm_loss(&masked, &in, zeros), NULL);
         int32_t masked_tokens[64], labels[64];
-        if (!features) CHECK(luna_mask_tokens(NULL, &in, masked_tokens, labels) >= 0, "mask");
+        if (!features) CHECK(luna_mask_tokens(&in, NULL, masked_tokens, labels) >= 0, "mask");
         params = sp;
         NAME("seq2seq %d way %d [%d,%d] to %d lengths %d", variant, way, (int)b, (int)n, (int)m, lengths != NULL);
         LAYER(luna_seq2seq_forward(&seq2seq, &in, &target), NULL);
@@ -377,7 +377,7 @@ static void check_models(luna_form form) {
         search.end = 1, search.max_length = m, search.beam = variant % 3;
         int32_t out[256], out_lengths[4] = {0};
         float scores[4] = {0};
-        luna_status s = luna_seq2seq_generate(&seq2seq, &search, &in, out, out_lengths, scores);
+        luna_status s = luna_seq2seq_generate(&seq2seq, &in, &search, out, out_lengths, scores);
         CHECK(s == LUNA_OK || luna_error(ctx)[0], "%s: no sentence", what);
         for (int i = 0; i < b && s == LUNA_OK; i++) CHECK(isfinite(scores[i]) && out_lengths[i] >= 0,
             "%s: score %g length %d", what, (double)scores[i], (int)out_lengths[i]);

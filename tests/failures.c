@@ -55,7 +55,7 @@ static luna_status translations(job_run *r, uint64_t *bits) {
   luna_stream *stream = NULL;
   luna_status status;
   search.begin = 1, search.end = 2, search.beam = 3, search.max_length = 12;
-  JOB_TRY(status, luna_seq2seq_generate(&r->model.seq2seq, &search, &(luna_input){ r->tokens, NULL, 2, 9, NULL }, out,
+  JOB_TRY(status, luna_seq2seq_generate(&r->model.seq2seq, &(luna_input){ r->tokens, NULL, 2, 9, NULL }, &search, out,
                                         out_lengths, scores));
   *bits = job_hash(job_hash(*bits, scores, sizeof scores), out_lengths, sizeof out_lengths);
   if (status == LUNA_OK) JOB_TRY(status, open_decoder(r, &stream));
@@ -73,7 +73,7 @@ static luna_status files(job_run *r, uint64_t *bits) {
   luna_inspection inspection = {0};
   luna_load_report match = {0};
   luna_status status;
-  JOB_TRY(status, luna_params_set(r->params, "where", "page 7"));
+  JOB_TRY(status, luna_params_set_text(r->params, "where", "page 7"));
   if (status == LUNA_OK) JOB_TRY(status, luna_save(r->params, luna_path(path)));
   if (status == LUNA_OK) JOB_TRY(status, luna_load(r->params, luna_path(path)));
   if (status == LUNA_OK) JOB_TRY(status, luna_load_matching(r->params, luna_path(path), &match));

@@ -129,7 +129,7 @@ static void features_run(const char *name, const luna_options *options, bool tra
       for (int i = 0; i < f.grads; i++) {
         luna_tensor *p = luna_params_find(params, f.grad[i].name);
         float *grad = common_floats(f.grad[i].count);
-        if (p && p->has_grad) luna_read_grad(p, grad); /* zeros of what the loss does not reach */
+        if (p && p->grad) luna_read_grad(p, grad); /* zeros of what the loss does not reach */
         CHECK(p && luna_count(p) == f.grad[i].count && features_grad_error(&f, i, grad) <= 2e-5,
               "%s on %s: the gradient of %s is off by %.3g",
               name, luna_isa_name(options->isa), f.grad[i].name, features_grad_error(&f, i, grad));
@@ -139,7 +139,7 @@ static void features_run(const char *name, const luna_options *options, bool tra
     for (int i = 0; i < 2; i++) {
       const char *prefix = model.kind == LUNA_MODEL_LM ? "" : "encoder.";
       snprintf(path, sizeof path, "%sinput_norm.%s", prefix, i ? "scale" : "mean");
-      CHECK(luna_params_find(params, path) && !luna_params_find(params, path)->has_grad, "%s: %s has a gradient", name,
+      CHECK(luna_params_find(params, path) && !luna_params_find(params, path)->grad, "%s: %s has a gradient", name,
             path);
     }
     free(got);
@@ -325,7 +325,7 @@ static void check_quantiles(void) {
 enum { SINE = 300, WINDOW = 60 };
 static luna_status sine_model(luna_lm *m, luna_params *params, bool norm) {
   luna_lm_config c = {0};
-  c.features = 1, c.layer.dim = 16, c.layer.heads = 2, c.layer.ffn = 32, c.memory = 4, c.output_norm = norm;
+  c.features = 1, c.layer.dim = 16, c.layer.heads = 2, c.layer.ffn = 32, c.layer.memory = 4, c.output_norm = norm;
   c.layer.forget = LUNA_FORGET_GATED, c.layer.convolution = 4, c.layer.pre_norm = true;
   return luna_lm_init(m, params, &c);
 }
@@ -397,12 +397,12 @@ static const char *const model_names[MODELS] = {"a detector", "a classifier", "a
                                                 "an encoder-decoder"};
 static luna_status model_init(luna_model *m, luna_params *params, int which, float dropout) {
   luna_encoder_config e = {0};
-  e.layers = 2, e.layer.dim = 12, e.layer.heads = 2, e.layer.ffn = 20, e.memory = 4, e.layer.dropout = dropout,
+  e.layers = 2, e.layer.dim = 12, e.layer.heads = 2, e.layer.ffn = 20, e.layer.memory = 4, e.layer.dropout = dropout,
       e.layer.activation = LUNA_ACTIVATION_GELU;
   memset(m, 0, sizeof *m);
   if (which == 0) {
     luna_lm_config c = {0};
-    c.features = K, c.outputs = 2, c.memory = 4, c.layer = e.layer, c.layer.convolution = 3;
+    c.features = K, c.outputs = 2, c.layer = e.layer, c.layer.convolution = 3;
     m->kind = LUNA_MODEL_LM;
     return luna_lm_init(&m->lm, params, &c);
   }
@@ -715,7 +715,7 @@ static void check_streams(void) {
       float *x = series(30), *want;
       luna_input input = input_from(x);
       c.layer.dim = 12, c.layer.heads = 2, c.layer.ffn = 20;
-      c.features = K, c.outputs = v == 1 ? 0 : 4, c.memory = v == 2 ? 9 : 4,
+      c.features = K, c.outputs = v == 1 ? 0 : 4, c.layer.memory = v == 2 ? 9 : 4,
           c.layer.pre_norm = v > 0, c.layer.convolution = v == 1 ? 0 : 4;
       c.positions = v == 2 ? LUNA_POSITIONS_LEARNED : v == 1 ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_NONE;
       const int64_t outputs = v == 1 ? K : 4;

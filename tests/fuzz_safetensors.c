@@ -201,7 +201,8 @@ static void try_set(const uint8_t *bytes, size_t size) {
 static void see_pair(void *user, const char *key, const char *value) { *(size_t *)user += strlen(key) + strlen(value); }
 static void see_tensor(void *user, const luna_file_tensor *entry) {
   float *values = common_floats(entry->count);
-  if (luna_file_tensor_read(entry, values) && entry->count) *(size_t *)user += values[entry->count - 1] > 0;
+  if (luna_file_tensor_read(entry, values) == LUNA_OK && entry->count)
+    *(size_t *)user += values[entry->count - 1] > 0;
   *(size_t *)user += strlen(entry->name) + strlen(entry->dtype);
   free(values);
 }
@@ -328,7 +329,7 @@ static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
   example_open(&target, model->config.target_vocab, 0, 2);
   target.input.lengths = NULL;
   ran(ctx, luna_seq2seq_forward(model, &source.input, &target.input), 2 * target.input.n, model->config.target_vocab);
-  HOLDS(luna_seq2seq_generate(model, &search, &source.input, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0],
+  HOLDS(luna_seq2seq_generate(model, &source.input, &search, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0],
         "no translation, and no sentence");
   free(source.features);
 }
@@ -407,7 +408,7 @@ static bool try_model(const uint8_t *bytes, size_t size, bool any) {
       luna_load_model_of(LUNA_MODEL_LM, &model.lm, params, luna_bytes(bytes, size));
   const bool streams = status == LUNA_OK || strstr(luna_error(ctx), "dropout") || strstr(luna_error(ctx), "two keys");
   if (status != LUNA_OK) {
-    HOLDS(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"),
+    HOLDS(luna_params_tensor_count(params) == 0 && !luna_params_get_text(params, "luna.kind"),
           "%s: refused, and %d parameters stay", what, (int)luna_params_tensor_count(params));
     refused(ctx, &h, live, what);
   } else {
@@ -589,7 +590,7 @@ static void try_all(const uint8_t *bytes, size_t size) {
 static luna_layer_config tiny_layer(void) {
   luna_layer_config layer;
   memset(&layer, 0, sizeof layer);
-  layer.dim = 2, layer.heads = 2, layer.ffn = 2;
+  layer.dim = 2, layer.heads = 2, layer.ffn = 2, layer.memory = 2;
   return layer;
 }
 enum { LM_LEARNED, LM_PLAIN, LM_SOFTMAX, LM_FEATURES, LM_FORGETS, LMS };
@@ -601,7 +602,7 @@ static common_bytes lm_file(int which) {
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   memset(&config, 0, sizeof config);
-  config.vocab = 3, config.layers = 1, config.memory = 2, config.max_length = 8, config.layer = tiny_layer();
+  config.vocab = 3, config.layers = 1, config.max_length = 8, config.layer = tiny_layer();
   if (which == LM_LEARNED)
     config.positions = LUNA_POSITIONS_LEARNED, config.layer.convolution = 2, config.layer.pre_norm = true,
         config.layer.sharing = LUNA_SHARING_FULL;
@@ -611,7 +612,7 @@ static common_bytes lm_file(int which) {
       config.layer.horizon = 4;
   if (which == LM_FEATURES) config.vocab = 0, config.features = 3, config.outputs = 2, config.layer.convolution = 2;
   if (luna_lm_init(&model, params, &config) != LUNA_OK) exit(2);
-  luna_params_set(params, "who", "a \"seed\"\n");
+  luna_params_set_text(params, "who", "a \"seed\"\n");
   common_bytes file = saved(params, NULL);
   luna_close(ctx);
   return file;
@@ -632,7 +633,7 @@ static common_bytes model_file(int which) {
   luna_params *params = luna_params_open(ctx);
   memset(&encoder, 0, sizeof encoder), memset(&classifier, 0, sizeof classifier),
       memset(&masked_lm, 0, sizeof masked_lm), memset(&seq2seq, 0, sizeof seq2seq);
-  encoder.layers = 1, encoder.memory = 2, encoder.max_length = 5;
+  encoder.layers = 1, encoder.max_length = 5;
   encoder.layer = tiny_layer(), encoder.layer.heads = 1;
   if (which == CLASSIFIER_LINFORMER)
     encoder.layer.attention = LUNA_ATTENTION_LINFORMER, encoder.layer.linformer.k = 2, encoder.layers = 2,
@@ -665,7 +666,7 @@ static common_bytes training_file(int adam) {
   luna_params *params = set_open(ctx);
   luna_optimizer *optimizer = optimizer_open(params, adam);
   train(ctx, params, optimizer), train(ctx, params, optimizer);
-  luna_params_set(params, "data", "batch 2");
+  luna_params_set_text(params, "data", "batch 2");
   common_bytes file = saved(params, optimizer);
   ctx_close(ctx, &h);
   return file;

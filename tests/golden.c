@@ -270,7 +270,7 @@ static void golden_gradients(golden *g, const luna_params *params, int compared)
     const luna_tensor *parameter = luna_params_at(params, i, &name);
     snprintf(full, sizeof full, "grad.%s", name);
     /* an array that is not trained */
-    if (g->system && !parameter->has_grad && !st_find(&g->st, full, &t)) continue;
+    if (g->system && !parameter->grad && !st_find(&g->st, full, &t)) continue;
     compared += golden_gradient(g, name, parameter);
   }
   while (st_next(&g->st, &cursor, &t)) count += !t.is_pair && strncmp(t.name, "grad.", 5) == 0;
@@ -333,7 +333,7 @@ static luna_encoder_config golden_encoder(const golden *g) {
   luna_encoder_config c = {0};
   st_item t;
   c.layers = golden_number(g, "layers"), c.layer.dim = g->dim, c.layer.heads = g->heads, c.layer.ffn = g->ffn,
-      c.memory = golden_number(g, "memory");
+      c.layer.memory = golden_number(g, "memory");
   c.positions = golden_is(g, "learned_positions", "true") ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   c.first_position = golden_number(g, "padding_idx") + 1;
   if (st_find(&g->st, "encoder.embed_positions.weight", &t)) c.max_length = t.shape[0] - c.first_position;

@@ -106,7 +106,7 @@ static void carried(trial *t, int v) {
   static unsigned char *kept[4];
   luna_lm model;
   luna_lm_config config = {0};
-  config.vocab = 5, config.layers = 2, config.memory = 3;
+  config.vocab = 5, config.layers = 2, config.layer.memory = 3;
   config.layer.dim = 4, config.layer.heads = 2, config.layer.ffn = 6;
   config.layer.convolution = v % 2 ? 3 : 0;
   config.layer.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;

@@ -265,7 +265,7 @@ static void check_hook_refusals(void) {
         "a language model whose hook's init %d returns null", fail_at);
     CHECK(state.closed == fail_at, "of an init that fails %d layers are closed, not %d", state.closed, fail_at);
     CHECK(luna_params_tensor_count(params) == 1 && luna_params_element_count(params) == 3 &&
-          !luna_params_get(params, "luna.kind"),
+          !luna_params_get_text(params, "luna.kind"),
           "a hook that fails leaves %d parameters", (int)luna_params_tensor_count(params));
   }
   luna_layer_config config = {0};

@@ -15,7 +15,7 @@ typedef struct lm {
 } lm;
 static luna_lm_config lm_config(int kind) {
   luna_lm_config c = {0};
-  c.vocab = VOCAB, c.layers = 2, c.memory = kind == 1 ? 24 : 6;
+  c.vocab = VOCAB, c.layers = 2, c.layer.memory = kind == 1 ? 24 : 6;
   c.layer.dim = DIM, c.layer.heads = kind == 1 ? 4 : 2, c.layer.ffn = 96; /* kind 1: scores are not folded */
   c.layer.pre_norm = kind % 2 == 1, c.layer.gated = kind == 2, c.layer.output_gate = kind == 2;
   c.layer.convolution = kind == 2 ? 0 : 4;
@@ -446,7 +446,7 @@ static void check_classifier(void) {
   luna_params *params[2];
   luna_classifier_config config = {.vocab = 2, .classes = 2};
   config.encoder.layers = 2, config.encoder.layer.dim = 32, config.encoder.layer.heads = 2;
-  config.encoder.layer.ffn = 64, config.encoder.memory = 8;
+  config.encoder.layer.ffn = 64, config.encoder.layer.memory = 8;
   for (int i = 0; i < 2; i++) {
     ctx[i] = luna_open(&(luna_options){.seed = 3, .threads = 2, .weights = i ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32});
     params[i] = luna_params_open(ctx[i]);

@@ -89,7 +89,7 @@ static luna_status job_init(job_run *r) {
   luna_masked_lm_config masked_lm = {0};
   luna_seq2seq_config seq2seq = {0};
   luna_encoder_config encoder = {0};
-  encoder.layers = j->layers, encoder.memory = 5, encoder.max_length = j->n;
+  encoder.layers = j->layers, encoder.layer.memory = 5, encoder.max_length = j->n;
   encoder.layer.dim = DIM, encoder.layer.heads = 2, encoder.layer.ffn = 24;
   encoder.norm_embedding = true;
   encoder.positions = j->model == JOB_MASKED_LM ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
@@ -98,7 +98,7 @@ static luna_status job_init(job_run *r) {
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = lm.vocab = VOCAB;
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   if (j->model != JOB_LM) lm.vocab = LARGE_VOCAB;
-  lm.layers = j->layers, lm.memory = 4;
+  lm.layers = j->layers, lm.layer.memory = 4;
   lm.layer.dim = DIM, lm.layer.heads = 2, lm.layer.ffn = 24, lm.layer.convolution = 4;
   lm.layer.dropout = j->dropout;
   lm.layer.recompute = j->recompute;

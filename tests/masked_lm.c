@@ -16,7 +16,7 @@ static masked mask(const luna_masking *masking, const int32_t *tokens, const int
   masked m;
   m.input = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
   m.labels = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
-  m.count = luna_mask_tokens(masking, &(luna_input){ tokens, lengths, ROWS, COLUMNS, NULL }, m.input, m.labels);
+  m.count = luna_mask_tokens(&(luna_input){ tokens, lengths, ROWS, COLUMNS, NULL }, masking, m.input, m.labels);
   return m;
 }
 static void masked_free(masked *m) { free(m->input), free(m->labels); }
@@ -87,15 +87,15 @@ static void check_masking(void) {
   again = first;
   again.labels = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
   again.input = alias;
-  again.count = luna_mask_tokens(&masking, &(luna_input){ alias, lengths, ROWS, COLUMNS, NULL }, alias, again.labels);
+  again.count = luna_mask_tokens(&(luna_input){ alias, lengths, ROWS, COLUMNS, NULL }, &masking, alias, again.labels);
   CHECK(masked_same(&first, &again), "masking in place masks otherwise");
-  CHECK(luna_mask_tokens(&masking, NULL, alias, alias) == -1 &&
-            luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1, NULL }, alias, alias) == -1 &&
-            luna_mask_tokens(&masking, &(luna_input){ alias, NULL, -1, 1, NULL }, alias, alias) == -1 &&
-            luna_mask_tokens(&(luna_masking){ 1.5f, 0, 0, 0, 0 }, &(luna_input){ alias, NULL, 1, 1, NULL }, alias,
+  CHECK(luna_mask_tokens(NULL, &masking, alias, alias) == -1 &&
+            luna_mask_tokens(&(luna_input){ NULL, NULL, 1, 1, NULL }, &masking, alias, alias) == -1 &&
+            luna_mask_tokens(&(luna_input){ alias, NULL, -1, 1, NULL }, &masking, alias, alias) == -1 &&
+            luna_mask_tokens(&(luna_input){ alias, NULL, 1, 1, NULL }, &(luna_masking){ 1.5f, 0, 0, 0, 0 }, alias,
                              alias) == -1,
         "what cannot be masked is");
-  CHECK(luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 0, 7, NULL }, NULL, NULL) == 0, "no places are an error");
+  CHECK(luna_mask_tokens(&(luna_input){ NULL, NULL, 0, 7, NULL }, &masking, NULL, NULL) == 0, "no places are an error");
   other = (luna_masking){0, 256, 256, 0, 0}; /* what fits a luna_masked_lm of the default config */
   masked given = mask(&other, tokens, lengths), none = mask(NULL, tokens, lengths);
   CHECK(none.count > 0 && masked_same(&given, &none), "null masking is not the default");
@@ -117,7 +117,7 @@ static void check_masked_loss(int v, luna_form form) {
   config.vocab = VOCAB + 1, config.encoder = encoder_config(v);
   CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx));
   common_params(params, 62);
-  luna_mask_tokens(&masking, &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }, input, labels);
+  luna_mask_tokens(&(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }, &masking, input, labels);
   for (int i = 0; i < 2; i++) {
     luna_params_zero_grad(params);
     luna_begin_step(ctx);

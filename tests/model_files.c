@@ -97,12 +97,12 @@ static bool opened_init(opened *o, luna_model_kind kind, int v) {
 static void check_comes_back(luna_model_kind kind, int v) {
   opened a, b;
   if (!opened_init(&a, kind, v)) return;
-  luna_params_set(a.params, "note", "kept");
+  luna_params_set_text(a.params, "note", "kept");
   bytes file = saved(a.params);
   const luna_status status = open_bytes(&b, &file);
   CHECK(status == LUNA_OK && comes_back(&a, &b), "%s %d does not come back from its file: %s", model_names[kind], v,
         luna_error(b.ctx));
-  const char *note = luna_params_get(b.params, "note");
+  const char *note = luna_params_get_text(b.params, "note");
   CHECK(note && strcmp(note, "kept") == 0, "%s %d: a text pair is lost", model_names[kind], v);
   bytes again = saved(b.params);
   CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0,
@@ -120,7 +120,7 @@ static void check_comes_back(luna_model_kind kind, int v) {
 static void check_nothing_left(const opened *o, int64_t before, const char *what) {
   CHECK(luna_error(o->ctx)[0] && luna_params_tensor_count(o->params) == 0 &&
         luna_params_element_count(o->params) == 0 &&
-            !luna_params_get(o->params, "luna.kind"),
+            !luna_params_get_text(o->params, "luna.kind"),
         "%s: refused with \"%s\", %d parameters left", what, luna_error(o->ctx),
             (int)luna_params_tensor_count(o->params));
   CHECK(heap_live - before <= 0, "%s: %lld bytes more than before stay in use", what, (long long)(heap_live - before));
@@ -390,7 +390,7 @@ static luna_ctx *old_open(const old_version *v, const char *file, luna_model *mo
   luna_ctx *ctx = ctx_open();
   *params = luna_params_open(ctx);
   CHECK(luna_load_model(model, *params, luna_path(path.text)) == LUNA_OK, "%s: %s", path.text, luna_error(ctx));
-  const char *note = luna_params_get(*params, "note");
+  const char *note = luna_params_get_text(*params, "note");
   CHECK(note && strstr(note, v->version), "%s: its text is \"%s\"", path.text, note ? note : "");
   return ctx;
 }

@@ -117,7 +117,7 @@ TEST_UNUSED static bool has_memory(int v) { return v < 9; }
 TEST_UNUSED static luna_encoder_config encoder_config(int v) {
   luna_encoder_config c = {0};
   luna_linformer_config *l = &c.layer.linformer;
-  c.layers = v == 6 ? 3 : 2, c.memory = SLOTS, c.max_length = 2 * N;
+  c.layers = v == 6 ? 3 : 2, c.layer.memory = SLOTS, c.max_length = 2 * N;
   c.layer.dim = DIM, c.layer.heads = 2, c.layer.ffn = 20;
   c.layer.pre_norm = v == 1 || v == 4 || v == 8 || v == 10;
   c.layer.activation = v == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
@@ -187,9 +187,8 @@ TEST_UNUSED static luna_status model_init(luna_model *m, luna_params *params, lu
   lm.vocab = classifier.vocab = masked_lm.vocab = seq2seq.vocab = VOCAB;
   classifier.classes = 3;
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
-  lm.layers = encoder.layers, lm.memory = encoder.memory, lm.layer = encoder.layer, lm.positions = encoder.positions,
+  lm.layers = encoder.layers, lm.layer = encoder.layer, lm.positions = encoder.positions;
   lm.max_length = encoder.max_length;
-  lm.layer.dim = encoder.layer.dim, lm.layer.heads = encoder.layer.heads, lm.layer.ffn = encoder.layer.ffn;
   lm.layer.convolution = lm.layer.attention == LUNA_ATTENTION_LUNA ? 4 : 0;
   if (lm.layer.sharing > LUNA_SHARING_FULL) lm.layer.sharing = LUNA_SHARING_TIED;
   return kind == LUNA_MODEL_LM           ? luna_lm_init(&m->lm, params, &lm)
@@ -297,7 +296,7 @@ TEST_UNUSED static luna_seq2seq_config translator_config(int v) {
   c.decoder_layers = v % 5 == 4 ? 3 : 0;
   c.encoder.layers = 2, c.encoder.layer.dim = DIM, c.encoder.layer.heads = 3, c.encoder.layer.ffn = 20;
   /* of a layer 3 heads x 3 slots are folded into the scores, 3 x 8 > 12 + 8 are not */
-  c.encoder.memory = v & 8 ? 8 : 3;
+  c.encoder.layer.memory = v & 8 ? 8 : 3;
   c.encoder.layer.pre_norm = v & 1, c.encoder.layer.sharing = v & 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   c.encoder.layer.omega = v == 5 ? LUNA_ACTIVATION_ELU1 : v == 10 ? LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_DEFAULT;
   c.encoder.layer.activation = v == 3 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;

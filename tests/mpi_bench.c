@@ -64,12 +64,12 @@ static cost pass(const work *w, void *block, size_t *peak) {
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   if (w->causal)
-    luna_lm_init(&lm, params, &(luna_lm_config){ .layers = w->layers, .memory = SLOTS,
-      .layer = { .dim = w->dim, .heads = HEADS, .ffn = 4 * w->dim, .recompute = recompute } });
+    luna_lm_init(&lm, params, &(luna_lm_config){ .layers = w->layers,
+      .layer = { .dim = w->dim, .heads = HEADS, .memory = SLOTS, .ffn = 4 * w->dim, .recompute = recompute } });
   else
     luna_classifier_init(&classifier, params, &(luna_classifier_config){ .vocab = 256, .classes = 2,
-      .pooling = LUNA_POOLING_MEAN, .encoder = { .layers = w->layers, .memory = SLOTS,
-        .layer = { .dim = w->dim, .heads = HEADS, .ffn = 4 * w->dim, .recompute = recompute } } });
+      .pooling = LUNA_POOLING_MEAN, .encoder = { .layers = w->layers,
+        .layer = { .dim = w->dim, .heads = HEADS, .memory = SLOTS, .ffn = 4 * w->dim, .recompute = recompute } } });
   luna_optimizer *adam = w->training ? luna_adamw(params, NULL) : NULL;
   c.gradients = luna_params_element_count(params) * (int64_t)sizeof(float);
   mpi.bytes = mpi.calls = 0, inside = 0, c.cpu = cpu_seconds();

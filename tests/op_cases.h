@@ -862,7 +862,7 @@ static void op_pack(trial *t, int v) { /* attention of one head whose keys are t
   c.heads = 1, c.scale = 1;
   c.lengths = v == 1 || v == 3 ? lengths : v == 5 ? empty : NULL;
   c.dropout = v == 2 || v == 3 ? (float)0.3 : 0;
-  luna_tensor *y = luna_pack(weights, context, c.lengths, c.dropout, v == 0 ? NULL : &sums);
+  luna_tensor *y = luna_pack(weights, context, &(luna_pack_config){ c.lengths, c.dropout, v == 0 ? NULL : &sums });
   give(t, EXPECT(t, y, naive_attention_out, &c, weights, context, context));
   if (v) give(t, EXPECT(t, sums, naive_attention_sums, &c, weights, context, context));
 }
@@ -1204,9 +1204,10 @@ static void op_decoder_layer(trial *t, int v) {
 static void op_causal_layer(trial *t, int v) {
   luna_causal_layer layer;
   luna_layer_config config = op_layer_config(t, v);
+  config.memory = SIZE(3, 9);
   config.convolution = v % 3 ? 4 : 0;
   config.omega = v % 2 ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_DEFAULT;
-  if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", SIZE(3, 9), &config))
+  if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", &config))
     t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(6, 70), config.dim);
   in_params(t);
@@ -1215,10 +1216,11 @@ static void op_causal_layer(trial *t, int v) {
 static void op_forgetting_layer(trial *t, int v) {
   luna_causal_layer layer;
   luna_layer_config config = op_layer_config(t, v);
+  config.memory = SIZE(3, 9);
   config.convolution = 4;
   config.forget = v % 2 ? LUNA_FORGET_GATED : LUNA_FORGET_CONSTANT;
   config.recompute = v == 3 ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_NONE;
-  if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", SIZE(3, 9), &config))
+  if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", &config))
     t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(6, 70), config.dim);
   in_params(t);
@@ -1252,7 +1254,7 @@ static luna_encoder_config op_encoder_config(trial *t, int v) {
   config.layer.dim = SIZE(4, 48);
   config.layer.heads = 2;
   config.layer.ffn = SIZE(6, 50);
-  config.memory = SIZE(3, 9);
+  config.layer.memory = SIZE(3, 9);
   config.positions = (luna_positions)(1 + v % 3);
   config.max_length = 9;
   config.norm_embedding = v % 2 != 0;
@@ -1342,8 +1344,8 @@ static void op_lm(trial *t, int v) {
   luna_lm_config config = {0};
   config.vocab = 7;
   config.layers = 2;
-  config.memory = 3;
   config.layer = op_layer_config(t, v);
+  config.layer.memory = 3;
   config.layer.convolution = 3;
   if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1); /* begins the step; the language model has no input but its parameters */

@@ -13,7 +13,7 @@ static void check_sinusoids(int64_t dim, int64_t first, int64_t n) {
   luna_encoder_config config = {0};
   luna_tensor *p = NULL;
   const int64_t half = dim / 2;
-  config.layer.dim = dim, config.layer.heads = 1, config.layers = 1, config.layer.ffn = 1, config.memory = 5;
+  config.layer.dim = dim, config.layer.heads = 1, config.layers = 1, config.layer.ffn = 1, config.layer.memory = 5;
   config.first_position = first;
   if (CHECK(luna_encoder_init(&encoder, params, "", 2, &config) == LUNA_OK, "luna_encoder_init: %s", luna_error(ctx))) {
     int32_t *tokens = common_tokens(n, 1, 2);

@@ -62,7 +62,7 @@ static luna_tensor *causal_attention(void) { return attend(1, LONG, LONG, true);
 static luna_tensor *few_keys(void) { return attend(2, LONG, MEMORY, false); }
 static luna_tensor *few_queries(void) { return attend(2, MEMORY, 2 * LONG, false); }
 static luna_tensor *pack(void) {
-  return luna_pack(tensor(3, 2, HEADS * MEMORY, DIM, 0), rows(2, 2 * LONG), NULL, 0, NULL);
+  return luna_pack(tensor(3, 2, HEADS * MEMORY, DIM, 0), rows(2, 2 * LONG), NULL);
 }
 static luna_tensor *shared_queries(void) {
   luna_attention_config config = {.heads = HEADS};
@@ -109,12 +109,13 @@ static luna_tensor *model_step(bool lm) {
     tokens[i] = (int32_t)(random_state >> 24);
     labels[i] = (int32_t)(random_state >> 16 & 255);
   }
-  luna_lm_config c = {.vocab = 256, .layers = 1, .memory = MEMORY};
-  c.layer.dim = DIM, c.layer.heads = HEADS, c.layer.ffn = 4 * DIM;
+  luna_lm_config c = {.vocab = 256, .layers = 1};
+  c.layer.dim = DIM, c.layer.heads = HEADS, c.layer.memory = MEMORY, c.layer.ffn = 4 * DIM;
   c.layer.dropout = 0.1f;
   c.layer.convolution = 4;
-  luna_classifier_config d = {.vocab = 256, .classes = 2, .encoder = {.layers = 1, .memory = MEMORY}};
-  d.encoder.layer.dim = DIM, d.encoder.layer.heads = HEADS, d.encoder.layer.ffn = 4 * DIM;
+  luna_classifier_config d = {.vocab = 256, .classes = 2, .encoder = {.layers = 1}};
+  d.encoder.layer = c.layer;
+  d.encoder.layer.convolution = 0;
   d.encoder.layer.dropout = 0.1f;
   if ((lm ? luna_lm_init(&model, params, &c) : luna_classifier_init(&classifier, params, &d)) != LUNA_OK) return NULL;
   ptx_forget();                            /* the step alone is counted */

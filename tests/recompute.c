@@ -228,7 +228,8 @@ static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_r
   luna_classifier_config config = {0};
   luna_params *params = luna_params_open(ctx);
   int32_t *tokens = common_tokens(n, 77, 256), label = 1;
-  config.encoder.layers = 4, config.encoder.layer.dim = dim, config.encoder.layer.heads = 4, config.encoder.memory = 16;
+  config.encoder.layers = 4, config.encoder.layer.dim = dim, config.encoder.layer.heads = 4,
+      config.encoder.layer.memory = 16;
   config.encoder.layer.dropout = config.encoder.layer.attention_dropout = config.encoder.layer.activation_dropout =
       0.1f;
   config.encoder.layer.recompute = recompute;

@@ -127,15 +127,15 @@ static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threa
   if (classifies) {
     luna_classifier_config config;
     memset(&config, 0, sizeof config);
-    layer.dim = 8, layer.heads = 2, layer.ffn = 12;
-    config.vocab = VOCAB, config.classes = 3, config.encoder.layers = 2, config.encoder.memory = 4;
+    layer.dim = 8, layer.heads = 2, layer.memory = 4, layer.ffn = 12;
+    config.vocab = VOCAB, config.classes = 3, config.encoder.layers = 2;
     config.encoder.layer = layer;
     CHECK(luna_classifier_init(&r->classifier, r->params, &config) == LUNA_OK, "%s", luna_error(r->ctx));
   } else {
     luna_lm_config config;
     memset(&config, 0, sizeof config);
-    layer.dim = 8, layer.heads = 2, layer.ffn = 12, layer.convolution = 3;
-    config.vocab = VOCAB, config.memory = 3, config.layer = layer;
+    layer.dim = 8, layer.heads = 2, layer.memory = 3, layer.ffn = 12, layer.convolution = 3;
+    config.vocab = VOCAB, config.layer = layer;
     CHECK(luna_lm_init(&r->lm, r->params, &config) == LUNA_OK, "%s", luna_error(r->ctx));
   }
   r->optimizer = optimizer_open(r->params, kind, 0.9f);
@@ -160,7 +160,7 @@ static float run_step(run *r, int step) {
   luna_tensor *loss = luna_cross_entropy(run_logits(r, step), labels, NULL);
   if (step == BAD_STEP) loss = luna_scale(loss, INFINITY);
   CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r->optimizer) == LUNA_OK &&
-        luna_params_set(r->params, "data", text) == LUNA_OK, "%s", luna_error(r->ctx));
+        luna_params_set_text(r->params, "data", text) == LUNA_OK, "%s", luna_error(r->ctx));
   free(labels);
   return luna_item(loss);
 }
@@ -205,9 +205,9 @@ static void check_resume(bool classifies, int kind) {
                 luna_error(again.ctx));
     }
     snprintf(text, sizeof text, "batch %d", stop);
-    CHECK(luna_params_get(again.params, "data") && strcmp(luna_params_get(again.params, "data"), text) == 0,
+    CHECK(luna_params_get_text(again.params, "data") && strcmp(luna_params_get_text(again.params, "data"), text) == 0,
           "%s, %s: the pair says %s", what, kind_names[kind],
-          luna_params_get(again.params, "data"));
+          luna_params_get_text(again.params, "data"));
     CHECK(luna_optimizer_skipped(again.optimizer) == (stop >= BAD_STEP) &&
           luna_optimizer_steps(again.optimizer) == stop - (stop >= BAD_STEP),
           "%s, %s: after step %d there were %lld, %lld skipped", what, kind_names[kind], stop,
@@ -609,7 +609,7 @@ static void check_pitfalls(void) {
   luna_options options = {0};
   /* a pair with the name of one of luna.h's own: refused, or the file still loads */
   small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
-  luna_params_set(s.params, "luna.step", "7");
+  luna_params_set_text(s.params, "luna.step", "7");
   buffer file = saved(s.optimizer);
   CHECK(luna_load_training(s.optimizer, luna_bytes(file.at, file.size)) == LUNA_OK,
         "a pair luna.step makes a file that does not load: %s", luna_error(s.ctx));

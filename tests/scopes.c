@@ -269,8 +269,8 @@ static size_t inference(int64_t layers) {
   luna_options options = {.threads = 1, .measure = true};
   luna_ctx *ctx = luna_open(&options);
   luna_lm model;
-  luna_lm_config config = {.vocab = 64, .layers = layers, .memory = 8,
-                           .layer = {.dim = 32, .heads = 2, .convolution = 4}};
+  luna_lm_config config = {.vocab = 64, .layers = layers,
+                           .layer = {.dim = 32, .heads = 2, .memory = 8, .convolution = 4}};
   int32_t *tokens = common_tokens(512, 1, 64);
   size_t before;
   luna_lm_init(&model, luna_params_open(ctx), &config);

@@ -21,7 +21,7 @@ typedef struct setup {
 /* features or tokens, each memory, with a convolution or without */
 static setup open_model(int variant, int threads) {
   setup s;
-  luna_lm_config config = {.layers = 2, .layer = { .dim = 16, .heads = 2, .ffn = 24 }, .memory = 4};
+  luna_lm_config config = {.layers = 2, .layer = { .dim = 16, .heads = 2, .memory = 4, .ffn = 24 }};
   if (variant % 2) config.features = FEATURES, config.outputs = 5;
   else config.vocab = VOCAB;
   config.layer.forget = (luna_forget)(variant / 2 % 3);
@@ -246,7 +246,7 @@ static void horizon(int64_t asked, const char *wanted) {
   luna_ctx *ctx = luna_open(NULL), *again = luna_open(NULL);
   luna_params *params = luna_params_open(ctx), *loaded = luna_params_open(again);
   luna_lm model, other;
-  luna_lm_config config = {.vocab = VOCAB, .layers = 1, .memory = 3, .layer = {.dim = 8, .heads = 2, .horizon = asked}};
+  luna_lm_config config = {.vocab = VOCAB, .layers = 1, .layer = {.dim = 8, .heads = 2, .memory = 3, .horizon = asked}};
   float got[100 * VOCAB], first[VOCAB];
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_optimizer *adam = luna_adamw(params, NULL);
@@ -293,7 +293,7 @@ static void decoder(luna_forget forget) {
   luna_params *params = luna_params_open(ctx);
   luna_seq2seq model;
   luna_seq2seq_config config = {.vocab = VOCAB,
-      .encoder = {.layers = 2, .layer = { .dim = 16, .heads = 2, .ffn = 24 }, .memory = 5}};
+      .encoder = {.layers = 2, .layer = { .dim = 16, .heads = 2, .memory = 5, .ffn = 24 }}};
   float whole[BATCH * M * VOCAB];
   config.encoder.layer.forget = forget, config.encoder.layer.output_gate = true;
   CHECK(luna_seq2seq_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));

@@ -23,7 +23,7 @@ static bool lm_open(lm *m, int kind, luna_isa isa) {
   m->params = luna_params_open(m->ctx);
   config.vocab = VOCAB;
   config.layers = kind == 3 ? 1 : 3;
-  config.memory = SLOTS;
+  config.layer.memory = SLOTS;
   config.layer.dim = DIM;
   config.layer.heads = kind == 3 ? 1 : 2;
   config.layer.pre_norm = kind % 2 == 1;
@@ -345,7 +345,7 @@ static void check_memory(void) {
     luna_params *params = luna_params_open(ctx);
     config.layer.dim = sizes[i][0];
     config.layers = sizes[i][1];
-    config.memory = sizes[i][2];
+    config.layer.memory = sizes[i][2];
     config.vocab = sizes[i][3];
     config.layer.convolution = i == 0 ? 4 : 0;
     io.user = &file;
@@ -440,7 +440,7 @@ static void check_replay_features(int kind) {
   config.features = 3;
   config.outputs = 5;
   config.layers = 2;
-  config.memory = SLOTS;
+  config.layer.memory = SLOTS;
   config.layer.dim = DIM;
   config.layer.heads = 2;
   config.positions = kind ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
@@ -462,7 +462,7 @@ static void check_replay_decoder(int kind) {
   config.encoder.layer.dim = DIM;
   config.encoder.layer.heads = 4;
   config.encoder.layers = config.decoder_layers = 2;
-  config.encoder.memory = kind == 2 ? 40 : 5; /* folded, and not */
+  config.encoder.layer.memory = kind == 2 ? 40 : 5; /* folded, and not */
   config.encoder.layer.pre_norm = kind == 1;
   config.encoder.positions = kind == 1 ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   config.max_target_length = 1000;

@@ -123,7 +123,7 @@ static int make(luna_ctx *ctx, int number, const char *path) {
     for (int64_t k = 0; k < luna_count(t); k++) values[k] += 0.2f * sinf((float)(i + 3 * k));
     luna_write(t, values);
   }
-  luna_params_set(params, "note", "kept");
+  luna_params_set_text(params, "note", "kept");
   if (luna_save(params, luna_path(path)) != LUNA_OK) return puts(luna_error(ctx)), 1;
   char name[4096];
   snprintf(name, sizeof name, "%s.logits", path);

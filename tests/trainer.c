@@ -116,12 +116,13 @@ static void check_params(void) {
   luna_begin_step(ctx);
   CHECK(!luna_param(params, NULL, 1, other, init_of(LUNA_INIT_ONES, 0)), "a parameter without a name");
   luna_begin_step(ctx);
-  CHECK(luna_params_set(params, "author", "nobody") == LUNA_OK &&
-        luna_params_set(params, "author", "somebody \"else\"") == LUNA_OK,
+  CHECK(luna_params_set_text(params, "author", "nobody") == LUNA_OK &&
+        luna_params_set_text(params, "author", "somebody \"else\"") == LUNA_OK,
         "set: %s", luna_error(ctx));
-  CHECK(luna_params_get(params, "author") && strcmp(luna_params_get(params, "author"), "somebody \"else\"") == 0,
+  CHECK(luna_params_get_text(params, "author") && strcmp(luna_params_get_text(params, "author"),
+                                                         "somebody \"else\"") == 0,
         "get does not give what was set");
-  CHECK(!luna_params_get(params, "nothing"), "get gives what was not set");
+  CHECK(!luna_params_get_text(params, "nothing"), "get gives what was not set");
   luna_close(ctx);
 }
 
@@ -250,8 +251,9 @@ static void check_sgd(const char *what, const luna_optimizer_config *config) {
     CHECK(fit_step(&f) == LUNA_OK, "%s: %s", what, luna_error(f.ctx));
     const double factor = c.clip > 0 && f.norm > (double)c.clip ? (double)c.clip / f.norm : 1;
     const double rate = lr * (double)luna_schedule_at(&c.schedule, step);
-    CHECK(fabs((double)luna_optimizer_norm(f.optimizer) - f.norm) <= 1e-5 * f.norm, "%s: norm %g, expected %g", what,
-          (double)luna_optimizer_norm(f.optimizer), f.norm);
+    CHECK(fabs((double)luna_optimizer_grad_norm(f.optimizer) - f.norm) <= 1e-5 * f.norm, "%s: norm %g, expected %g",
+          what,
+          (double)luna_optimizer_grad_norm(f.optimizer), f.norm);
     for (int k = 0; k < PARTS; k++)
       for (int64_t i = 0; i < part_size[k]; i++) {
         const double g = factor * f.gradient[k][i] + (double)c.weight_decay * f.w[k][i];
@@ -504,7 +506,7 @@ static luna_tensor *frozen_loss(int kind, luna_params *params, void *model, bool
   lm.vocab = classifier.vocab = seq2seq.vocab = 11;
   lm.layer.dim = classifier.encoder.layer.dim = seq2seq.encoder.layer.dim = 16;
   lm.layer.heads = classifier.encoder.layer.heads = seq2seq.encoder.layer.heads = 2;
-  lm.memory = classifier.encoder.memory = seq2seq.encoder.memory = 4;
+  lm.layer.memory = classifier.encoder.layer.memory = seq2seq.encoder.layer.memory = 4;
   lm.layer.convolution = 3;
   classifier.classes = 3;
   if (init) {
@@ -541,7 +543,7 @@ static void check_frozen(int kind, luna_form form) {
     for (int64_t i = 0; i < count; i++) {
       luna_params_at(params, i, &name);
       luna_tensor *p = luna_params_find(params, name);
-      if (strstr(name, frozen_name)) CHECK(!p->grad && !p->has_grad, "%s is frozen and has a gradient", name);
+      if (strstr(name, frozen_name)) CHECK(!p->grad, "%s is frozen and has a gradient", name);
       else if (frozen < 0) {
         gradient[i] = common_floats(luna_count(p));
         if (p->grad) luna_read_grad(p, gradient[i]);
@@ -856,9 +858,9 @@ static void check_groups(void) {
       CHECK(p->grad && p->grad[0] == 0 && p->grad[luna_count(p) - 1] == 0, "case %d: the gradient of %s is left",
             (int)c, names[i]);
     }
-    CHECK(fabs((double)luna_optimizer_norm(sgd) - sqrt(norm)) <= 1e-6 * sqrt(norm),
+    CHECK(fabs((double)luna_optimizer_grad_norm(sgd) - sqrt(norm)) <= 1e-6 * sqrt(norm),
           "case %d: norm %g, of all %g", (int)c,
-          (double)luna_optimizer_norm(sgd), sqrt(norm));
+          (double)luna_optimizer_grad_norm(sgd), sqrt(norm));
     luna_close(ctx);
   }
 }
@@ -1037,9 +1039,10 @@ static void check_nonfinite_rest(void) {
   luna_backward(poison_loss(&f, 1, NAN, 0));
   CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0,
         "a NaN in a frozen parameter's gradient skips the step");
-  CHECK(read_weight(&f, 0, 0) != before && read_weight(&f, 1, 0) == still && isfinite(luna_optimizer_norm(f.optimizer)),
+  CHECK(read_weight(&f, 0, 0) != before && read_weight(&f, 1, 0) == still &&
+        isfinite(luna_optimizer_grad_norm(f.optimizer)),
         "frozen: %g, norm %g", read_weight(&f, 1, 0),
-        (double)luna_optimizer_norm(f.optimizer));
+        (double)luna_optimizer_grad_norm(f.optimizer));
   luna_close(f.ctx);
 }
 
@@ -1066,9 +1069,10 @@ static void check_large_gradients(luna_isa isa) {
     luna_begin_step(ctx);
     CHECK(backward_of(params, gradients) == LUNA_OK && luna_optimizer_step(sgd) == LUNA_OK, "%s", luna_error(ctx));
     CHECK(luna_optimizer_skipped(sgd) == 0, "%s: finite gradients of %g are skipped", luna_isa_name(isa), (double)size);
-    CHECK(fabs((double)luna_optimizer_norm(sgd) - norm) <= 1e-6 * norm ||
-          (norm > (double)FLT_MAX && isinf(luna_optimizer_norm(sgd))), "%s: the norm is %g, not %g", luna_isa_name(isa),
-          (double)luna_optimizer_norm(sgd), norm);
+    CHECK(fabs((double)luna_optimizer_grad_norm(sgd) - norm) <= 1e-6 * norm ||
+          (norm > (double)FLT_MAX && isinf(luna_optimizer_grad_norm(sgd))), "%s: the norm is %g, not %g",
+              luna_isa_name(isa),
+          (double)luna_optimizer_grad_norm(sgd), norm);
     for (int i = 0; i < SIZE; i++) {
       const double want = -0.5 * (double)gradient[i] * (norm > 2 ? 2 / norm : 1);
       off = fmax(off, fabs((double)w->data[i] - want));
@@ -1167,7 +1171,7 @@ static void check_accumulation(void) {
   luna_lm_config config;
   int32_t *tokens = common_tokens(BATCH * N, 1, 11), *labels = common_tokens(BATCH * N, 2, 11);
   memset(&config, 0, sizeof config);
-  config.vocab = 11, config.memory = 3, config.layer.dim = 8, config.layer.heads = 2, config.layer.ffn = 12;
+  config.vocab = 11, config.layer.memory = 3, config.layer.dim = 8, config.layer.heads = 2, config.layer.ffn = 12;
   for (int c = 0; c < 2; c++) {
     ctx[c] = open_seeded(3, LUNA_ISA_BEST), params[c] = luna_params_open(ctx[c]);
     CHECK(luna_lm_init(&model[c], params[c], &config) == LUNA_OK, "%s", luna_error(ctx[c]));
@@ -1329,7 +1333,7 @@ static void check_clip(void) {
         sum += was[k][j] * was[k][j];
       }
     const double norm = sqrt(sum), factor = max[i] > 0 && norm > (double)max[i] ? (double)max[i] / norm : 1;
-    const float is = luna_clip_gradients(f.params, max[i]);
+    const float is = luna_params_clip_grad(f.params, max[i]);
     CHECK(fabs((double)is - norm) <= 1e-6 * norm, "clipping to %g: norm %g, not %g", (double)max[i], (double)is, norm);
     for (int k = 0; k < PARTS; k++)
       for (int64_t j = 0; j < part_size[k]; j++) {
@@ -1341,11 +1345,11 @@ static void check_clip(void) {
   luna_tensor *p = luna_params_at(f.params, 0, NULL);
   p->grad[3] = INFINITY;
   const float other = p->grad[2];
-  CHECK(isinf(luna_clip_gradients(f.params, 1)) && p->grad[2] == other, "a gradient that is Inf changes others");
+  CHECK(isinf(luna_params_clip_grad(f.params, 1)) && p->grad[2] == other, "a gradient that is Inf changes others");
   p->grad[3] = NAN;
-  CHECK(isnan(luna_clip_gradients(f.params, 1)) && p->grad[2] == other, "a gradient that is NaN changes others");
-  CHECK(isnan(luna_clip_gradients(f.params, -1)) && luna_error_id_of(f.ctx) == LUNA_ERROR_NEGATIVE &&
-        isnan(luna_clip_gradients(NULL, 1)), "clipping to -1: \"%s\"", luna_error(f.ctx));
+  CHECK(isnan(luna_params_clip_grad(f.params, 1)) && p->grad[2] == other, "a gradient that is NaN changes others");
+  CHECK(isnan(luna_params_clip_grad(f.params, -1)) && luna_error_id_of(f.ctx) == LUNA_ERROR_NEGATIVE &&
+        isnan(luna_params_clip_grad(NULL, 1)), "clipping to -1: \"%s\"", luna_error(f.ctx));
   luna_close(f.ctx);
 }
 

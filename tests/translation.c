@@ -273,7 +273,7 @@ static void check_searches(int v, uint64_t seed) {
           memset(out, 0, sizeof out);
           snprintf(what, sizeof what, "model %d, beam %d, penalty %g%s", v, (int)beams[i], (double)penalties[j],
                    exhaustive ? ", exhaustive" : "");
-          CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+          CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length,
                                       &score) == LUNA_OK, "%s: %s", what,
                 luna_error(t.ctx));
           hypothesis expected = naive_search(&t, source, SOURCE, beams[i], MAX, penalty_of(penalties[j]), exhaustive);
@@ -304,7 +304,7 @@ static void check_greedy(int v) {
       }
       if (ended >= 0) h.length--;
       search.begin = BEGIN, search.end = END, search.max_length = MAX;
-      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+      CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length,
                                   NULL) == LUNA_OK, "%s", luna_error(t.ctx));
       CHECK(length == h.length && memcmp(out, h.tokens + 1, (size_t)length * sizeof(int32_t)) == 0,
             "model %d, source %d: greedy gives %d tokens, %d %d ..., and not %d, %d %d ...", v, (int)seed, (int)length,
@@ -360,7 +360,7 @@ static void check_exhaustive(uint64_t seed) {
         search.begin = BEGIN, search.end = END, search.beam = WIDE, search.max_length = SHORT,
             search.length_penalty = penalties[j],
         search.exhaustive = exhaustive;
-        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+        CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length,
                                     &score) == LUNA_OK, "%s", luna_error(t.ctx));
         snprintf(what, sizeof what, "of all sequences, seed %d, penalty %g%s", (int)seed, (double)penalties[j],
                  exhaustive ? ", exhaustive" : "");
@@ -384,11 +384,11 @@ static void check_batch_of_sources(int v, int64_t max) {
       search.begin = BEGIN, search.end = END, search.beam = beam, search.max_length = max;
       const int64_t room = max ? max : 2 * SOURCE + 10;
       for (int i = 0; i < COUNT * ROOM; i++) out[i] = -7;
-      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, lengths, COUNT, SOURCE, NULL }, out, length,
+      CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, lengths, COUNT, SOURCE, NULL }, &search, out, length,
                                   score) == LUNA_OK, "%s", luna_error(t.ctx));
       for (int i = 0; i < COUNT; i++) {
         search.max_length = room;
-        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i], NULL },
+        CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i], NULL }, &search,
                                     one, &one_length, &one_score) == LUNA_OK, "%s",
               luna_error(t.ctx));
         search.max_length = max;
@@ -421,41 +421,41 @@ static void check_search_refusals(void) {
         s[7].max_length = INT64_MAX,
     s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
     for (int i = 0; i < 10; i++)
-      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE, NULL }, out,
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &s[i], out,
                                            &length,
           &score) != LUNA_OK, VALUE_RANGE, "bad search %d", i);
-    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, NULL, out, &length,
         &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no search");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, NULL, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &good, NULL, &length,
         &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for the result");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, NULL,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &good, out, NULL,
         &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for the length");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE, NULL }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 0, SOURCE, NULL }, &good, out, &length,
         &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "no source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1, NULL }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, -1, NULL }, &good, out, &length,
         &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "a source of -1 tokens");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE, NULL }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ NULL, NULL, 1, SOURCE, NULL }, &good, out, &length,
         &score) != LUNA_OK, NULL_ARGUMENT, "null for a source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE, NULL }, out,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, lengths, 1, SOURCE, NULL }, &good, out,
                                          &length,
         &score) != LUNA_OK, ELEMENT_RANGE,
             "a length beyond the source");
     bad[4] = VOCAB;
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE, NULL }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ bad, NULL, 1, SOURCE, NULL }, &good, out, &length,
         &score) != LUNA_OK, ELEMENT_RANGE,
             "a source token beyond the vocabulary");
-    CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) ==
+    CHECK(luna_seq2seq_generate(NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &good, out, &length, &score) ==
           LUNA_BAD_ARGUMENT, "no model");
     const luna_input wrong[4] = {{NULL, NULL, 1, SOURCE, NULL}, {source, lengths, 1, SOURCE, NULL},
                                  {bad, NULL, 1, SOURCE, NULL}, {source, NULL, 0, SOURCE, NULL}};
     for (int i = 0; i < 8; i++) { /* the call that was made is named */
       const char *name = i < 4 ? "luna_seq2seq_generate: " : "luna_seq2seq_stream_open: ";
-      if (i < 4) (void)luna_seq2seq_generate(&t.model, &good, &wrong[i], out, &length, &score);
+      if (i < 4) (void)luna_seq2seq_generate(&t.model, &wrong[i], &good, out, &length, &score);
       else (void)luna_seq2seq_stream_open(&t.model, &wrong[i - 4], 1);
       CHECK(strncmp(luna_error(t.ctx), name, strlen(name)) == 0, "source %d: \"%s\"", i, luna_error(t.ctx));
     }
@@ -469,15 +469,15 @@ static void check_search_refusals(void) {
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, INT64_MAX),
         VALUE_RANGE, "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, 1), "a stream of no model");
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+    CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &good, out, &length,
                                 &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
     const int32_t nothing[1] = {0}; /* an empty source is one: nothing to attend to */
     float empty = NAN;
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, nothing, 1, SOURCE, NULL }, out, &length,
+    CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, nothing, 1, SOURCE, NULL }, &good, out, &length,
                                 &score) == LUNA_OK && isfinite(score),
           "a length of 0: %s", luna_error(t.ctx));
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, 0, NULL }, out, &length, &empty) ==
+    CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, 0, NULL }, &good, out, &length, &empty) ==
           LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
           "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score,
               luna_error(t.ctx));
@@ -507,8 +507,8 @@ static void check_search_refusals(void) {
       *at = odd[i % 3];
       luna_beam_config search = good;
       search.beam = 1 + i % 2;
-      const luna_status status = luna_seq2seq_generate(&t.model, &search,
-          &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score);
+      const luna_status status = luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL },
+          &search, out, &length, &score);
       if (status == LUNA_OK)
         CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g",
               (double)score);

@@ -142,9 +142,9 @@ static void check_unread_trained(int v, int kind) {
     norm = length_of(gradients, luna_params_element_count(u.params));
     free(gradients);
     CHECK(luna_optimizer_step(optimizer) == LUNA_OK, "%s", luna_error(u.ctx));
-    CHECK(fabs((double)luna_optimizer_norm(optimizer) - norm) <= 1e-5 * norm,
+    CHECK(fabs((double)luna_optimizer_grad_norm(optimizer) - norm) <= 1e-5 * norm,
           "%s: the norm is %.7g, of the gradients %.7g", encoder_names[v],
-          (double)luna_optimizer_norm(optimizer), norm);
+          (double)luna_optimizer_grad_norm(optimizer), norm);
   }
   for (int64_t i = 0; i < luna_params_tensor_count(u.params); at += luna_count(luna_params_at(u.params, i++, NULL))) {
     const char *name;

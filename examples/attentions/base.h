@@ -77,14 +77,14 @@ struct attention_system {
 ATTENTION_FN luna_tensor *attention_fail(luna_ctx *ctx, const attention *a, const char *what) {
   char sentence[200];
   snprintf(sentence, sizeof sentence, "attention %s: %s", a->system->name, what);
-  luna_backend_fail(ctx, LUNA_UNSUPPORTED, sentence);
+  luna_fail(ctx, LUNA_UNSUPPORTED, sentence);
   return NULL;
 }
 /* for init: a condition on options and sizes */
 ATTENTION_FN void attention_require(attention *a, bool condition, const char *what) {
   if (condition || !a->good) return;
   a->good = false;
-  luna_backend_fail(luna_params_ctx(a->params), LUNA_BAD_ARGUMENT, what);
+  luna_fail(luna_params_ctx(a->params), LUNA_BAD_ARGUMENT, what);
 }
 
 /* ---- parameters, by name after the layer's prefix; axes that are 0 are absent ---- */

@@ -39,7 +39,8 @@ static bool set_field(const char *word) {
   const int64_t number = value ? strtol(value + 1, NULL, 10) : 0;
   const struct { const char *name; int64_t *at; } sizes[] = {
     { "features", &config.features }, { "vocab", &config.vocab }, { "outputs", &config.outputs },
-    { "layers", &config.layers }, { "dim", &layer->dim }, { "heads", &layer->heads }, { "memory", &config.memory },
+    { "layers", &config.layers }, { "dim", &layer->dim }, { "heads", &layer->heads },
+        { "memory", &config.layer.memory },
     { "ffn", &layer->ffn }, { "convolution", &layer->convolution }, { "max_length", &config.max_length },
     { "missing", &missing }, { "horizon", &layer->horizon } };
   if (!value) return false;
@@ -144,8 +145,8 @@ static int write_subjects(const char *name, int32_t steps) {
   luna_lm model;
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .seed = 1 });
   luna_params *trained = luna_params_open(ctx);
-  config = (luna_lm_config){ .features = 3, .outputs = 2, .layers = 1, .memory = 4,
-    .layer = { .dim = 16, .heads = 2, .ffn = 32, .convolution = 4, .pre_norm = true } };
+  config = (luna_lm_config){ .features = 3, .outputs = 2, .layers = 1,
+    .layer = { .dim = 16, .heads = 2, .memory = 4, .ffn = 32, .convolution = 4, .pre_norm = true } };
   if (steps > OTHER || luna_lm_init(&model, trained, &config) != LUNA_OK) return fail("model:", luna_error(ctx));
   luna_optimizer *adam = luna_adamw(trained, &(luna_optimizer_config){ .lr = 5e-3f, .clip = 1 });
   for (int i = 0; i < SUBJECTS; i++) subjects[i] = random_subject(1 + 0.15f * uniform());

@@ -113,9 +113,9 @@ static luna_status start_calm(const luna_lm *model) {
 /* A new model by the settings, in place of the one that was. */
 int EXPORT(page_open)(void) {
   training t;
-  const luna_lm_config config = { .layers = chosen.layers, .memory = chosen.memory, .layer = {
-      .dim = chosen.dim, .heads = chosen.heads, .convolution = 4, .activation = LUNA_ACTIVATION_GELU,
-      .attention = chosen.softmax ? LUNA_ATTENTION_SOFTMAX : LUNA_ATTENTION_LUNA,
+  const luna_lm_config config = { .layers = chosen.layers, .layer = {
+      .dim = chosen.dim, .heads = chosen.heads, .memory = chosen.memory, .convolution = 4,
+      .activation = LUNA_ACTIVATION_GELU, .attention = chosen.softmax ? LUNA_ATTENTION_SOFTMAX : LUNA_ATTENTION_LUNA,
       .forget = chosen.softmax ? LUNA_FORGET_NONE : LUNA_FORGET_GATED } };
   if (begin_training(&t) && (luna_lm_init(&t.model, t.params, &config) != LUNA_OK || start_calm(&t.model) != LUNA_OK ||
                              (t.adam = optimizer(t.params)) == NULL)) failed(t.ctx);
@@ -315,14 +315,14 @@ int EXPORT(page_save)(void) {
   char number[12];
   luna_io io = { NULL, write_part, NULL, 0 };
   if (!lm.adam) return fail("There is no model yet.");
-  luna_params_set(lm.params, "page.step", decimal(lm.step, number));
-  luna_params_set(lm.params, "page.window", decimal(lm.set.window, number));
-  luna_params_set(lm.params, "page.batch", decimal(lm.set.batch, number));
-  luna_params_set(lm.params, "page.seed", decimal(lm.set.seed, number));
+  luna_params_set_text(lm.params, "page.step", decimal(lm.step, number));
+  luna_params_set_text(lm.params, "page.window", decimal(lm.set.window, number));
+  luna_params_set_text(lm.params, "page.batch", decimal(lm.set.batch, number));
+  luna_params_set_text(lm.params, "page.seed", decimal(lm.set.seed, number));
   return luna_save_training(lm.adam, luna_callbacks(&io)) == LUNA_OK || failed(lm.ctx);
 }
 static int32_t kept(const training *t, const char *key, int32_t least, int32_t instead) {
-  const char *value = luna_params_get(t->params, key);
+  const char *value = luna_params_get_text(t->params, key);
   const int32_t number = value ? (int32_t)strtol(value, NULL, 10) : instead;
   return number < least ? instead : number;
 }
@@ -343,7 +343,7 @@ int EXPORT(page_load)(const void *bytes, int32_t size) {
   set->seed = kept(&t, "page.seed", 0, chosen.seed), t.step = kept(&t, "page.step", 0, 0);
   if (set->window > 65536 || set->batch > 1024) set->window = chosen.window, set->batch = chosen.batch;
   set->layers = (int32_t)c->layers, set->dim = (int32_t)c->layer.dim, set->heads = (int32_t)c->layer.heads;
-  set->memory = (int32_t)c->memory, set->softmax = c->layer.attention == LUNA_ATTENTION_SOFTMAX;
+  set->memory = (int32_t)c->layer.memory, set->softmax = c->layer.attention == LUNA_ATTENTION_SOFTMAX;
   free(t.tokens);
   t.tokens = (int32_t *)malloc(2 * sizeof(int32_t) * (size_t)set->window * (size_t)set->batch);
   t.adam = t.tokens ? optimizer(t.params) : NULL;
@@ -446,8 +446,8 @@ int EXPORT(page_detector_open)(const float *signal, int32_t n) {
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .isa = PAGE_ISA, .seed = 1 });
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
-  const luna_lm_config config = { .features = 1, .outputs = 2, .memory = 8,
-                                  .layer = { .dim = 24, .ffn = 48, .convolution = 16, .pre_norm = true } };
+  const luna_lm_config config = { .features = 1, .outputs = 2,
+                                  .layer = { .dim = 24, .memory = 8, .ffn = 48, .convolution = 16, .pre_norm = true } };
   float *changes = (float *)malloc((size_t)n * sizeof(float));
   const luna_input all = { .features = changes, .batch = 1, .n = n - 1 };
   for (int32_t i = 1; changes && i < n; i++) changes[i - 1] = signal[i] - signal[i - 1];
