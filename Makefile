@@ -6,7 +6,8 @@
 #                            DESTDIR before it
 #   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
-#   make test-long           every case of five tests of which make test takes a part; the others' are in test-all
+#   make test-long           every case of five tests of which make test takes a part; the others' are in test-all;
+#                            and make soak in short
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
 #                            tests/cross.sh, these tests
@@ -20,6 +21,8 @@
 #   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
 #   make mcu                 exports a model and runs it on microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
+#   make soak                streams of 2^26 steps and a training of 10^7, of tiny models: tests/soak.c, ten minutes on
+#                            a quiet core; make test-long has a short form
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
 #                            build/bench.json
@@ -53,7 +56,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WARN = -Wall -Wextra
 # tests/private.c includes these: they are no programs of their own
 CHAPTERS = $(shell sed -n 's/^\#include "\(.*\)\.c".*/\1/p' tests/private.c)
-NAMES = $(filter-out bench_% cuda ptx mpi% $(CHAPTERS),$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+NAMES = $(filter-out bench_% cuda ptx mpi% soak $(CHAPTERS),$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
@@ -173,9 +176,9 @@ test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
 LONG = $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh \
-  $(addprefix $(BUILD)/tests/,failures arguments causality)
+  $(addprefix $(BUILD)/tests/,failures arguments causality soak)
 test-long:
-	-@$(MAKE) -k -j$(JOBS) programs
+	-@$(MAKE) -k -j$(JOBS) programs $(BUILD)/tests/soak
 	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG)
 
 export TEST_FULL
@@ -219,6 +222,9 @@ fuzz-coverage:
 
 faults:
 	@BUILD=$(BUILD) CC='$(CC)' python3 tests/faults.py $(OPS)
+
+soak: $(BUILD)/tests/soak
+	$< --full
 
 size:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
@@ -346,4 +352,5 @@ clean:
 	rm -rf build $(BUILD)
 
 .PHONY: run examples docs install programs test test-all test-long mcu sanitize cross golden headers fuzz \
-  fuzz-coverage faults size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test clean
+  fuzz-coverage faults soak size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test \
+  clean
