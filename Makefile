@@ -71,7 +71,8 @@ CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
 HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && \
   echo cuda_forgetting $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
 # what need not run again with a second compiler: compile.sh itself takes all that are here
-ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%) tests/convert.sh $(SCRIPTS) tests/torch.sh tests/install.sh
+ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%) tests/convert.sh $(SCRIPTS) tests/torch.sh tests/install.sh \
+  tests/promises.sh
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
 NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
@@ -180,6 +181,10 @@ LONG = $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh \
 test-long:
 	-@$(MAKE) -k -j$(JOBS) programs $(BUILD)/tests/soak
 	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG)
+
+# what make test runs, but for the chapters of private
+names:
+	@echo $(ONCE) $(PROGRAMS)
 
 export TEST_FULL
 test:
@@ -351,6 +356,6 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples docs install programs test test-all test-long mcu sanitize cross golden headers fuzz \
+.PHONY: run examples docs install programs names test test-all test-long mcu sanitize cross golden headers fuzz \
   fuzz-coverage faults soak size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test \
   clean
