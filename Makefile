@@ -2,8 +2,9 @@
 # are enough.
 #   make run                 trains a Luna language model on 0.4 MB of source text, about a minute
 #   make examples            builds examples/*.c
-#   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled) and luna.pc;
-#                            DESTDIR before it
+#   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled), luna.pc for
+#                            pkg-config and lunaConfig.cmake for CMake; DESTDIR before it
+#   make dist                build/luna-VERSION.tar.gz, the same bytes wherever it is made (GNU tar)
 #   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
 #   make test-long           every case of five tests of which make test takes a part; the others' are in test-all;
@@ -104,15 +105,35 @@ $(BUILD)/luna_reference.html: luna.h README.md tests/docs.py
 	@mkdir -p $(@D)
 	python3 tests/docs.py luna.h README.md $@
 
+VERSION = $(shell sed -n 's/^.define LUNA_VERSION "\(.*\)"/\1/p' luna.h)
 # A program that links libluna.a only includes luna.h: it does not define LUNA_IMPLEMENTATION.
 install: $(BUILD)/luna.o
-	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig $(DESTDIR)$(PREFIX)/lib/cmake/luna
 	cp luna.h luna_cuda.cuh $(DESTDIR)$(PREFIX)/include
 	rm -f $(DESTDIR)$(PREFIX)/lib/libluna.a
 	$(AR) rcs $(DESTDIR)$(PREFIX)/lib/libluna.a $(BUILD)/luna.o
-	printf '%s\n' prefix=$(PREFIX) 'Name: luna' 'Description: Luna attention' \
-	  "Version: $$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h)" 'Cflags: -I$${prefix}/include' \
-	  'Libs: -L$${prefix}/lib -lluna $(LIBS)' >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
+	printf '%s\n' prefix=$(PREFIX) 'Name: luna' 'Description: Luna attention' 'Version: $(VERSION)' \
+	  'Cflags: -I$${prefix}/include' 'Libs: -L$${prefix}/lib -lluna $(LIBS)' \
+	  >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
+	for file in lunaConfig lunaConfigVersion; do \
+	  sed 's/@PROJECT_VERSION@/$(VERSION)/; s/@LIBRARIES@/$(strip $(LIBS))/' examples/cmake/$$file.cmake.in \
+	    >$(DESTDIR)$(PREFIX)/lib/cmake/luna/$$file.cmake || exit 1; done
+
+# The tarball holds all that git knows but dot files, so that each command of README works in it: tests are most of its
+# 6 MB. In an unpacked one, where git knows nothing, all of these parts but what was built. Names are sorted, owners and
+# modes fixed; the time is the last commit's, which unpacked files have.
+DIST_PARTS = LICENSE Makefile README.md examples luna.h luna_cuda.cuh tests
+DIST = luna-$(VERSION)
+dist:
+	@mkdir -p $(BUILD)
+	@tar --version 2>/dev/null | grep -q GNU || { echo "make dist needs GNU tar"; exit 1; }
+	@files=$$(git ls-files -- $(DIST_PARTS) 2>/dev/null); time=$${files:+$$(git log -1 --format=%ct)}; \
+	files=$${files:-$$(find $(DIST_PARTS) -type f ! -path '*/__pycache__/*')}; \
+	time=$${time:-$$(date -r luna.h +%s)}; echo "$$files" | LC_ALL=C sort | \
+	  tar -c --format=ustar --no-recursion --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$time \
+	    --transform 's,^,$(DIST)/,' -T - -f $(BUILD)/$(DIST).tar
+	@gzip -n -9 -f $(BUILD)/$(DIST).tar
+	@echo "$(BUILD)/$(DIST).tar.gz: $$(wc -c <$(BUILD)/$(DIST).tar.gz) bytes"
 
 # those that take longest to compile first, so that all cores have work to the end
 programs: $(filter %/private,$(PROGRAMS)) $(filter $(BUILD)/%,$(ONCE)) $(EXAMPLES) $(filter-out $(SKIP),$(PROGRAMS)) \
@@ -356,6 +377,6 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples docs install programs names test test-all test-long mcu sanitize cross golden headers fuzz \
+.PHONY: run examples docs install dist programs names test test-all test-long mcu sanitize cross golden headers fuzz \
   fuzz-coverage faults soak size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test \
   clean

@@ -1,4 +1,4 @@
-/* luna.h - attention over long sequences, in one header. Version 0.2. MIT or public domain: see LICENSE.
+/* luna.h - attention over long sequences, in one header. Version 1.0. MIT or public domain: see LICENSE.
 
    Luna (Linear Unified Nested Attention, NeurIPS 2021) replaces softmax attention's quadratic cost by two nested
    attentions through a short memory P. Equation, section and table numbers in this file are those of version 2 of the
@@ -249,8 +249,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LUNA_VERSION "0.2"
-#define LUNA_VERSION_NUMBER 200      /* 10000 major + 100 minor + patch */
+/* What a version promises: a program that uses what is declared here compiles with each later one of the same major
+   number; each later version opens the checkpoints of this one; within a minor number results keep their bits on one
+   instruction set. Not promised: >>backend, what luna_cuda.cuh has beyond its declarations, names that start with
+   lunai_, the numbers of errors and ops, stream states in a file, speed. tests/api.txt lists what is declared. */
+#define LUNA_VERSION "1.0.0"
+#define LUNA_VERSION_NUMBER 10000    /* 10000 major + 100 minor + patch */
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_FN static __attribute__((unused))

@@ -132,6 +132,16 @@ for c in x86_64-w64-mingw32-gcc; do
       "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $example -o $(basename "$example").exe"
   done
 done
+# the public part is the one that tests/api.txt lists and README's Changes names, and a change to it is seen
+if have python3; then
+  few "the public part is that of tests/api.txt and of Changes" "CC='$cc' python3 $root/tests/api.py"
+  mkdir changed && cp "$root/luna_cuda.cuh" changed
+  sed 's/^LUNA_API int luna_version(void);/LUNA_API long luna_version(void);/' "$root/luna.h" >changed/luna.h
+  few "another prototype is noticed" \
+    "CC='$cc' python3 $root/tests/api.py changed | grep 'added: function long luna_version(void)'"
+else
+  echo "skipped: the public part is not compared: python3 is not here"
+fi
 for program in readme*.c readme*.cpp; do
   [ -e "$program" ] || continue
   case $program in

@@ -1,6 +1,7 @@
 #!/bin/sh
-# install.sh: what the README says of installing: make install and pkg-config, its CMake and its Meson lines; and the
-# programs of the guide, linked so. What is not here is named and left out. CMAKE, MESON, PKG_CONFIG: the programs.
+# install.sh: what the README says of installing: make install and pkg-config, its CMake and its Meson lines, make dist,
+# the Conan and the vcpkg recipe; and the programs of the guide, linked so. What is not here is named and left out.
+# CMAKE, MESON, PKG_CONFIG, CONAN: the programs.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 build=${BUILD:-build}
@@ -26,8 +27,6 @@ block() {
 
 # the README's first program, as one that only includes luna.h
 block c | grep -v '^#define LUNA_IMPLEMENTATION' >"$work/project/main.c"
-printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >"$work/project/luna.c"
-cp luna.h "$work/project"
 
 # ---- make install, into a staging folder as packagers do, and into a prefix
 check "make install" make -s install BUILD="$build" PREFIX="$work/prefix"
@@ -76,18 +75,116 @@ check "it has learnt from a file" asked
 [ ! -x "$build/classify" ] || check "build/classify reads its model" "$build/classify" eval mine.safetensors mine.tsv
 cd "$root" || exit 1
 
-# ---- CMake and Meson
-if have "${CMAKE:-cmake}"; then
-  block cmake >"$work/project/CMakeLists.txt"
-  check "cmake configures" env CC="$cc" "${CMAKE:-cmake}" -S "$work/project" -B "$work/cmake" -DCMAKE_BUILD_TYPE=Debug
-  check "cmake builds" "${CMAKE:-cmake}" --build "$work/cmake"
-  check "its program runs" "$work/cmake/main"
+# ---- make dist: the same bytes again, of what was unpacked and of a clone, and all that README points at
+tarball=luna-$version.tar.gz
+check "make dist" make -s dist BUILD="$work/dist"
+check "the tarball unpacks" tar -xzf "$work/dist/$tarball" -C "$work"
+again() { make -s -C "$1" dist BUILD="$work/again" && cmp "$work/dist/$tarball" "$work/again/$tarball"; }
+check "what was unpacked makes the same tarball" again "$work/luna-$version"
+if [ -n "$(git ls-files luna.h 2>/dev/null)" ] && [ -z "$(git status --porcelain)" ]; then
+  check "a clone" git clone -q . "$work/clone"
+  check "a clone makes the same tarball" again "$work/clone"
 fi
+points_at() {
+  for path in $(sed 's/](/\n](/g' README.md | sed -n 's/^](\([^):#]*\)[#)].*/\1/p'); do
+    [ -e "$work/luna-$version/$path" ] || { echo "$path is not in the tarball"; return 1; }
+  done
+}
+check "what README points at is in the tarball" points_at
+wrap=examples/meson/subprojects/luna.wrap
+check "luna.wrap names $version" [ "$(grep -c "luna-$version\(.tar.gz\)*\$" $wrap)" = 2 ]
+check "vcpkg.json names $version" grep -q "\"version\": \"$version\"" examples/vcpkg/luna/vcpkg.json
+check "README names $tarball" grep -q "/$tarball " README.md
+
+# ---- CMake: an installed one, which has been moved since; then README's lines with the tarball beside them
+mv "$work/prefix" "$work/moved"
+if have "${CMAKE:-cmake}"; then
+  cmake=${CMAKE:-cmake}
+  mkdir "$work/empty" "$work/versions"
+  cp "$work/project/main.c" "$work/empty"
+  block cmake >"$work/empty/CMakeLists.txt"
+  configure() { env CC="$cc" "$cmake" -S "$work/empty" -B "$work/$1" -DCMAKE_BUILD_TYPE=Debug "$2"; }
+  check "cmake configures" configure found -DCMAKE_PREFIX_PATH="$work/moved"
+  check "cmake finds what was installed" grep -q "^luna_DIR:PATH=$work/moved/lib/cmake/luna\$" "$work/found/CMakeCache.txt"
+  check "cmake builds" "$cmake" --build "$work/found"
+  check "its program runs" "$work/found/main"
+  cp "$work/dist/$tarball" "$work/empty"
+  check "cmake takes the tarball" configure fetched -DCMAKE_DISABLE_FIND_PACKAGE_luna=ON
+  check "cmake builds it" "$cmake" --build "$work/fetched"
+  check "its program runs" "$work/fetched/main"
+  rm "$work/empty/$tarball"
+  # of a version's requests those that Changes promises, and no others
+  asks() {
+    printf 'cmake_minimum_required(VERSION 3.13)\nproject(ask C)\nfind_package(luna %s CONFIG REQUIRED)\n' "$1" \
+      >"$work/versions/CMakeLists.txt"
+    rm -rf "$work/asked"
+    env CC="$cc" "$cmake" -S "$work/versions" -B "$work/asked" -DCMAKE_PREFIX_PATH="$work/moved"
+  }
+  refuses() { ! asks "$1"; }
+  for asked in "${version%%.*}.0" "$version EXACT"; do check "find_package(luna $asked)" asks "$asked"; done
+  for asked in 0.2 "${version%.*}.99"; do check "find_package(luna $asked) fails" refuses "$asked"; done
+
+  # vcpkg's port, with what vcpkg has for ports, as far as this one uses it
+  cat >"$work/port.cmake" <<EOF
+cmake_minimum_required(VERSION 3.18)
+macro(run)
+  execute_process(COMMAND \${ARGV} RESULT_VARIABLE status)
+  if(status)
+    message(FATAL_ERROR "\${ARGV}: \${status}")
+  endif()
+endmacro()
+function(vcpkg_cmake_configure)
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "SOURCE_PATH" "")
+  run($cmake -S \${arg_SOURCE_PATH} -B $work/port -DCMAKE_BUILD_TYPE=Debug -DCMAKE_INSTALL_PREFIX=$work/packages)
+endfunction()
+function(vcpkg_cmake_install)
+  run($cmake --build $work/port --target install)
+endfunction()
+function(vcpkg_cmake_config_fixup)
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "CONFIG_PATH" "")
+  file(RENAME $work/packages/\${arg_CONFIG_PATH} $work/packages/lib/cmake/fixed)
+endfunction()
+function(vcpkg_install_copyright)
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "" "FILE_LIST")
+  file(COPY \${arg_FILE_LIST} DESTINATION $work/packages)
+endfunction()
+set(CURRENT_PACKAGES_DIR $work/packages)
+include($root/examples/vcpkg/luna/portfile.cmake)
+EOF
+  check "vcpkg's port builds" env CC="$cc" "$cmake" -P "$work/port.cmake"
+  check "cmake configures with vcpkg's package" configure port-user -Dluna_DIR="$work/packages/lib/cmake/fixed"
+  check "cmake builds with vcpkg's package" "$cmake" --build "$work/port-user"
+  check "its program runs" "$work/port-user/main"
+  if have "${CONAN:-conan}"; then
+    conan=${CONAN:-conan}
+    export CONAN_HOME="$work/conan"
+    check "conan profile" env -u CC "$conan" profile detect
+    check "conan create" "$conan" create examples/conan -s build_type=Debug
+    check "conan install" "$conan" install --requires="luna/$version" -s build_type=Debug -g CMakeDeps -of "$work/deps"
+    check "cmake configures with Conan's package" configure conan-user -DCMAKE_PREFIX_PATH="$work/deps"
+    check "cmake builds with Conan's package" "$cmake" --build "$work/conan-user"
+    check "its program runs" "$work/conan-user/main"
+  fi
+fi
+
+# ---- Meson: an installed one, by pkg-config; then the wrap
 if have "${MESON:-meson}" && have ninja; then
-  block meson >"$work/project/meson.build"
-  check "meson configures" env CC="$cc" "${MESON:-meson}" setup --buildtype=debug "$work/meson" "$work/project"
-  check "meson builds" "${MESON:-meson}" compile -C "$work/meson"
-  check "its program runs" "$work/meson/main"
+  meson=${MESON:-meson}
+  mkdir "$work/mine"
+  cp "$work/project/main.c" "$work/mine"
+  block meson >"$work/mine/meson.build"
+  meson_runs() {
+    env CC="$cc" PKG_CONFIG_PATH="$work/pc" "$meson" setup --buildtype=debug "$work/$1" "$work/mine" $2 &&
+      "$meson" compile -C "$work/$1" && "$work/$1/main"
+  }
+  if have "${PKG_CONFIG:-pkg-config}"; then
+    mkdir "$work/pc"
+    sed "s,^prefix=.*,prefix=$work/moved," "$work/moved/lib/pkgconfig/luna.pc" >"$work/pc/luna.pc"
+    check "Meson takes what was installed" meson_runs meson-found
+  fi
+  cp -r examples/meson/subprojects "$work/mine"
+  cp "$work/dist/$tarball" "$work/mine/subprojects/packagefiles"
+  check "Meson takes the tarball" meson_runs meson-wrap --force-fallback-for=luna
 fi
 echo "install: $passed passed, $failed failed"
 [ "$failed" = 0 ]

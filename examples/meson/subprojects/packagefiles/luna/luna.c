@@ -1,0 +1,2 @@
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
