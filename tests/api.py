@@ -19,6 +19,11 @@ README = os.path.join(HERE, "..", "README.md")
 HEADER = re.compile(r'# \d+ "(?:.*/)?(luna\.h|luna_cuda\.cuh)"')
 
 
+def read(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
 def preprocessed(folder):
     """The lines that come from the headers themselves: declarations as one text, and the lines of macros."""
     command = shlex.split(os.environ.get("CC") or "cc") + ["-std=c99", "-E", "-dD", "-x", "c", "-"]
@@ -119,7 +124,7 @@ def digest(lines):
 
 
 def newest_entry():
-    changes = open(README, encoding="utf-8").read().partition("\n## Changes\n")[2].partition("\n## ")[0]
+    changes = read(README).partition("\n## Changes\n")[2].partition("\n## ")[0]
     entries = re.findall(r"^- \*\*(.*?)\*\*(.*?)(?=^- \*\*|\Z)", changes, re.M | re.S)
     return entries[0] if entries else ("", "")
 
@@ -128,23 +133,23 @@ def main():
     folders = [a for a in sys.argv[1:] if a != "--write"]
     folder = folders[0] if folders else os.path.join(HERE, "..")
     lines = public_part(folder)
-    version = re.search(r'#define LUNA_VERSION "(.*)"', open(os.path.join(folder, "luna.h"), encoding="utf-8").read())[1]
+    version = re.search(r'#define LUNA_VERSION "(.*)"', read(os.path.join(folder, "luna.h")))[1]
     head = [f"The public part of luna.h {version}, made by tests/api.py --write: {len(lines)} lines, {digest(lines)}"]
     if "--write" in sys.argv:
         with open(LIST, "w", encoding="utf-8") as out:
             out.write("\n".join(head + lines) + "\n")
         print(head[0])
-    known = open(LIST, encoding="utf-8").read().rstrip("\n").split("\n")
+    known = read(LIST).rstrip("\n").split("\n")
     wrong = [f"  removed: {line}" for line in known[1:] if line not in set(lines)]
     wrong += [f"  added: {line}" for line in lines if line not in set(known)]
     if known != head + lines:
-        print("The public part of luna.h differs from tests/api.txt:", *wrong or ["  the order of fields, or the version"],
+        print("The public part of luna.h differs from tests/api.txt:", *wrong or ["  fields' order, or the version"],
               "If it is meant: python3 tests/api.py --write, and an entry in README's Changes.", sep="\n")
         return 1
     entry = newest_entry()
     if entry[0] != version or digest(lines) not in entry[1]:
-        print(f"README's newest entry under \"Changes\" is \"{entry[0]}\"; {version} is wanted, with what has changed and "
-              f"the digest of tests/api.txt, {digest(lines)}")
+        print(f"README's newest entry under \"Changes\" is \"{entry[0]}\"; {version} is wanted, with what has changed "
+              f"and the digest of tests/api.txt, {digest(lines)}")
         return 1
     return 0
 

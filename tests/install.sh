@@ -105,7 +105,8 @@ if have "${CMAKE:-cmake}"; then
   block cmake >"$work/empty/CMakeLists.txt"
   configure() { env CC="$cc" "$cmake" -S "$work/empty" -B "$work/$1" -DCMAKE_BUILD_TYPE=Debug "$2"; }
   check "cmake configures" configure found -DCMAKE_PREFIX_PATH="$work/moved"
-  check "cmake finds what was installed" grep -q "^luna_DIR:PATH=$work/moved/lib/cmake/luna\$" "$work/found/CMakeCache.txt"
+  check "cmake finds what was installed" \
+    grep -q "^luna_DIR:PATH=$work/moved/lib/cmake/luna\$" "$work/found/CMakeCache.txt"
   check "cmake builds" "$cmake" --build "$work/found"
   check "its program runs" "$work/found/main"
   cp "$work/dist/$tarball" "$work/empty"
