@@ -93,6 +93,7 @@ def fields(name, body):
 def declarations(code):
     for text in statements(code):
         text = re.sub(r"^extern ", "", re.sub(r"\b_Bool\b", "bool", text))
+        text = re.sub(r"(?<=[)*]) (?=[(*])", "", text)   # macros leave spaces that no one has written
         body = re.match(r"(?:typedef )?(enum|struct|union) (\w+) ?\{(.*)\}", text)
         if "lunai_" in text.split("{")[0].split("(")[0] or text.startswith("static "):
             continue
