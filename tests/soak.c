@@ -31,7 +31,7 @@ typedef struct source { luna_ctx *ctx; luna_lm model; } source;
 /* Of the published memory one layer without convolution: what it averages is then a function of each token alone. */
 static source source_open(memory kind) {
   source s;
-  luna_lm_config config = {.vocab = VOCAB, .layers = 2, .memory = SLOTS};
+  luna_lm_config config = {.vocab = VOCAB, .layers = 2, .layer = { .memory = SLOTS }};
   config.layer.dim = DIM, config.layer.heads = 1, config.layer.ffn = DIM, config.layer.convolution = 4;
   config.layer.horizon = kind == HORIZON ? 64 : LUNA_HORIZON_NONE;
   if (kind == GATED) config.layer.forget = LUNA_FORGET_GATED;
@@ -156,7 +156,7 @@ typedef struct run {
   luna_schedule schedule;
 } run;
 static void run_open(run *r, uint64_t seed, int64_t total) {
-  luna_lm_config config = {.vocab = VOCAB, .layers = 1, .memory = SLOTS};
+  luna_lm_config config = {.vocab = VOCAB, .layers = 1, .layer = { .memory = SLOTS }};
   config.layer.dim = DIM, config.layer.heads = 1, config.layer.ffn = DIM, config.layer.dropout = 0.02f;
   r->schedule = (luna_schedule){.decay = LUNA_DECAY_COSINE, .warmup = 1000, .total = total, .floor = 0.01f};
   r->ctx = luna_open(&(luna_options){.threads = 1, .seed = seed});
