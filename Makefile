@@ -119,10 +119,10 @@ install: $(BUILD)/luna.o
 	  sed 's/@PROJECT_VERSION@/$(VERSION)/; s/@LIBRARIES@/$(strip $(LIBS))/' examples/cmake/$$file.cmake.in \
 	    >$(DESTDIR)$(PREFIX)/lib/cmake/luna/$$file.cmake || exit 1; done
 
-# The tarball holds all that git knows but dot files, so that each command of README works in it: tests are most of its
+# The tarball holds all that git knows but the gate, so that each command of README works in it: tests are most of its
 # 6 MB. In an unpacked one, where git knows nothing, all of these parts but what was built. Names are sorted, owners and
 # modes fixed; the time is the last commit's, which unpacked files have.
-DIST_PARTS = LICENSE Makefile README.md examples luna.h luna_cuda.cuh tests
+DIST_PARTS = .github LICENSE Makefile README.md examples luna.h luna_cuda.cuh tests
 DIST = luna-$(VERSION)
 dist:
 	@mkdir -p $(BUILD)

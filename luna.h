@@ -8682,8 +8682,12 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(const lunai_gemm *g) { return lunai_panels
 #define LUNAI_BASELINE _scalar
 #elif (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
   (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
-#define LUNAI_X86
 #include <immintrin.h>
+/* clang-cl's immintrin.h had until lately no more than the instruction sets that the compiler promises: then there are
+   no others. */
+#if !defined(_MSC_VER) || !defined(__clang__) || defined(__AVX512BF16INTRIN_H)
+#define LUNAI_X86
+#endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define LUNAI_BASELINE _avx512
 #elif defined(__AVX2__) && defined(__FMA__)

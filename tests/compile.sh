@@ -122,6 +122,27 @@ if have s390x-linux-gnu-gcc; then
 else
   skipped s390x-linux-gnu-gcc
 fi
+# Windows and macOS as clang sees them, without their libraries: what luna.h calls is declared here
+if have clang; then
+  mkdir libc
+  printf '#include <stddef.h>\nvoid *malloc(size_t);\nvoid free(void *);\n' >libc/stdlib.h
+  printf '%s\n' '#include <stddef.h>' 'void *memcpy(void *, const void *, size_t), *memset(void *, int, size_t);' \
+    'void *memmove(void *, const void *, size_t), *memchr(const void *, int, size_t);' \
+    'int memcmp(const void *, const void *, size_t), strcmp(const char *, const char *);' \
+    'int strncmp(const char *, const char *, size_t);' 'size_t strlen(const char *);' \
+    'char *strstr(const char *, const char *), *strchr(const char *, int), *strrchr(const char *, int);' >libc/string.h
+  printf '%s\n' '#define INFINITY __builtin_inff()' '#define NAN __builtin_nanf("")' \
+    '#define isnan(x) __builtin_isnan(x)' '#define isfinite(x) __builtin_isfinite(x)' \
+    'float sqrtf(float), fabsf(float);' \
+    'double sqrt(double), fabs(double), floor(double), exp(double), ldexp(double, int), log(double);' \
+    'double sin(double), cos(double), pow(double, double), ceil(double);' >libc/math.h
+  alone="-std=c99 -ffreestanding -nostdlibinc -Ilibc $c_strict -DLUNA_ONLY_STREAM -fsyntax-only implementation.c"
+  for target in x86_64-pc-windows-msvc aarch64-pc-windows-msvc arm64-apple-macos x86_64-apple-macos; do
+    add "clang for $target: LUNA_ONLY_STREAM" "clang --target=$target $alone"
+  done
+  add "clang for Windows with AVX-512: LUNA_ONLY_STREAM" \
+    "clang --target=x86_64-pc-windows-msvc -mavx512f -mavx512bw -mavx512dq -mavx512vl $alone"
+fi
 for c in x86_64-w64-mingw32-gcc; do
   have "$c" || { skipped "$c"; continue; }
   simd="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave"

@@ -85,12 +85,14 @@ if [ -n "$(git ls-files luna.h 2>/dev/null)" ] && [ -z "$(git status --porcelain
   check "a clone" git clone -q . "$work/clone"
   check "a clone makes the same tarball" again "$work/clone"
 fi
-points_at() {
-  for path in $(sed 's/](/\n](/g' README.md | sed -n 's/^](\([^):#]*\)[#)].*/\1/p'); do
-    [ -e "$work/luna-$version/$path" ] || { echo "$path is not in the tarball"; return 1; }
+points_at() {                                            # the pages' links to files, from where they stand
+  for page in README.md examples/guide.md examples/measurements.md; do
+    for path in $(sed 's/](/\n](/g' $page | sed -n 's/^](\([^):#]*\)[#)].*/\1/p'); do
+      [ -e "$work/luna-$version/$(dirname $page)/$path" ] || { echo "$page: $path is not in the tarball"; return 1; }
+    done
   done
 }
-check "what README points at is in the tarball" points_at
+check "what the pages point at is in the tarball" points_at
 wrap=examples/meson/subprojects/luna.wrap
 check "luna.wrap names $version" [ "$(grep -c "luna-$version\(.tar.gz\)*\$" $wrap)" = 2 ]
 check "vcpkg.json names $version" grep -q "\"version\": \"$version\"" examples/vcpkg/luna/vcpkg.json
