@@ -1,6 +1,6 @@
 #!/bin/sh
-# examples_more.sh: examples/translate.c, mlm.c, summary.c, attention_map.c and lesson.c from outside, on small tasks
-# made here. Needs the examples in $BUILD.
+# examples_more.sh: examples/translate.c, mlm.c, summary.c, attention_map.c, lesson.c and compress.c from outside, on
+# small tasks made here. Needs the examples in $BUILD.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 name=examples_more
@@ -254,6 +254,42 @@ refuses "no text" draw m.safetensors --text '' --out h.svg
 refuses "overwrite the model" draw m.safetensors --text x --out m.safetensors
 refuses "cannot write" draw m.safetensors --text x --out nowhere/h.svg
 refuses "[a-z]" draw text --text x --out h.svg
+
+# ---- compress
+program=compress
+head -c 1500 "$root/tests/data/excerpt.txt" >short.txt
+check "pack succeeds" run pack short.txt --out short.packed --threads 1
+check "it says what the network alone would take" grep -q '^the network alone would take [0-9]* bytes$' out
+check "it is shorter" [ "$(wc -c <short.packed)" -lt 1000 ]
+check "unpack gives the same bytes, with another number of threads" \
+  sh -c "'$build/compress' unpack short.packed --out back --threads 2 >out && cmp short.txt back"
+check "and is packed alike with it" sh -c \
+  "'$build/compress' pack short.txt --out again.packed --threads 2 >out && cmp short.packed again.packed"
+run pack short.txt --out network.packed --predict network
+check "the network alone takes more" [ "$(wc -c <network.packed)" -gt "$(wc -c <short.packed)" ]
+check "and gives the same bytes" sh -c "'$build/compress' unpack network.packed --out back >out && cmp short.txt back"
+{ cat m.safetensors rows.tsv m.safetensors rows.tsv; printf '\377\0'; } >many
+check "n-grams read several parts side by side" run pack many --predict ngrams --out many.packed
+check "what comes again takes little" [ "$(wc -c <many.packed)" -lt "$(($(wc -c <many) * 6 / 10))" ]
+check "and give the same bytes" sh -c "'$build/compress' unpack many.packed --out back >out && cmp many back"
+printf 'x' >one
+check "a byte comes back" sh -c \
+  "'$build/compress' pack one --out one.packed && '$build/compress' unpack one.packed --out back && cmp one back"
+printf 'old' >kept
+{ head -c 500 short.packed; printf '\125\252'; tail -c +503 short.packed; } >changed.packed
+head -c 400 short.packed >cut.packed
+head -c 20 short.packed >head.packed
+refuses "damaged or cut short" unpack changed.packed --out kept
+refuses "damaged or cut short" unpack cut.packed --out kept
+refuses "no packed file" unpack head.packed --out kept
+refuses "no packed file" unpack short.txt --out kept
+refuses "is empty" pack empty --out kept
+refuses "is empty" unpack empty --out kept
+refuses "cannot read missing" pack missing --out kept
+refuses "says which file" pack short.txt
+refuses "overwrite the file" pack short.txt --out short.txt
+check "and nothing is written" [ "$(cat kept)$(echo *.part)" = "old*.part" ]
+
 # ---- make docs: each public function has a place on the page, each equation somebody
 docs() { python3 "$root/tests/docs.py" "$1" "$root/README.md" docs.html >out; }
 has() { grep -q "$1" docs.html; }
