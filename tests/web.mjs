@@ -203,6 +203,16 @@ async function goesOn(browser, node) {
   return page;
 }
 
+async function takesEnglish(page) {
+  await page.run(`$('english').click()`);
+  check(await page.until(`$('take-says').textContent.includes('comes along')`, 20), 'a model of English comes along: ' +
+    await text(page, 'take-says'));
+  const sample = await text(page, 'sample'), words = sample.split(/[^a-z]+/i);
+  check(words.filter((word) => ['the', 'and', 'to', 'of', 'my', 'you', 'I', 'that', 'is'].includes(word)).length >= 5,
+    'which writes English: ' + sample.slice(0, 200));
+  check(await page.run('lm.step === 0 && lm.shape.dim === 40'), 'and is as untrained here as it says');
+}
+
 async function takesTexts(page) {
   const paste = (value) => page.run(`(() => { const data = new DataTransfer(); data.setData('text', ${value});
     const event = new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true });
@@ -252,6 +262,7 @@ async function inChromium(browser, node) {
   check(await page.until(`!lm.otherRunning && curves.other.length >= 200`, 120), 'a softmax model learns beside it');
   const later = await goesOn(browser, node);
   await takesTexts(later);
+  await takesEnglish(later);
   await later.close();
   await streams(page);
   await page.run(`lengths.length = 4; $('measure').click()`);

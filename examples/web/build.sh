@@ -1,6 +1,6 @@
 #!/bin/sh
-# build.sh PAGE.html: compiles page.c with clang for WASM SIMD and puts it, with page.js, engine.js, pieces of luna.h
-# and a text to learn, into page.html: one file that needs nothing else. Beside it is left web/page.wasm, for
+# build.sh PAGE.html: compiles page.c with clang for WASM SIMD and puts it, with page.js, engine.js, pieces of luna.h,
+# a text to learn and a model of English, into page.html: one file that needs nothing else. Beside it is left web/page.wasm, for
 # tests/web.mjs. Debian has what it takes: clang, lld, wasi-libc, libclang-rt-*-dev-wasm32.
 here=$(dirname "$0") out=$1 header=$(dirname "$0")/../../luna.h
 work=$(dirname "$out")/web
@@ -19,10 +19,11 @@ fi
 $clang $target -Os -Wall -Wextra -I "$here/../.." "$here/page.c" -o "$wasm" \
   -Wl,--gc-sections,--strip-all,--export=malloc,--export=free,--max-memory=2147483648 || exit 1
 gzip -9 -n -c "$wasm" | base64 | tr -d '\n' >"$work/page.base64" || exit 1
+gzip -9 -n -c "$here/../models/english.safetensors" | base64 | tr -d '\n' >"$work/english.base64" || exit 1
 
 # A line <!-- file NAME --> is replaced by that file, <!-- text --> by the beginning of luna.h, as much as is enough to
 # learn, and <!-- luna.h: BEGINNING --> by the definition in luna.h that begins so, up to its closing brace.
-awk -v here="$here" -v header="$header" -v wasm="$work/page.base64" '
+awk -v here="$here" -v header="$header" -v work="$work" '
   function escaped(s) { gsub(/&/, "\\&amp;", s); gsub(/</, "\\&lt;", s); return s }
   function cat(file,   line) { while ((getline line <file) > 0) print line; close(file) }
   function excerpt(start,   line, out, taking, found) {
@@ -38,13 +39,14 @@ awk -v here="$here" -v header="$header" -v wasm="$work/page.base64" '
     printf "<pre class=lines tabindex=0><code>%s</code></pre>\n", out
   }
   function text(   line, size) {
-    while (size < 90000 && (getline line <header) > 0) { print line; size += length(line) + 1 }
+    while (size < 56000 && (getline line <header) > 0) { print line; size += length(line) + 1 }
     close(header)
   }
   /^<!-- luna\.h: .* -->$/ { excerpt(substr($0, 14, length($0) - 17)); next }
   /^<!-- file .* -->$/ { cat(here "/" $3); next }
   /^<!-- text -->$/ { text(); next }
-  /^<!-- wasm -->$/ { cat(wasm); next }
+  /^<!-- wasm -->$/ { cat(work "/page.base64"); next }
+  /^<!-- english -->$/ { cat(work "/english.base64"); next }
   { print }
   END { exit bad }
 ' "$here/page.html" >"$out.part" && mv "$out.part" "$out" || exit 1

@@ -18,11 +18,10 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const simd = () => WebAssembly.validate(new Uint8Array([0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0,
   10, 8, 1, 6, 0, 65, 0, 253, 15, 11]));
 
-async function compile() {
-  const text = atob($('wasm').textContent.trim()), packed = new Uint8Array(text.length);
+async function unpacked(id) { /* the bytes of a file that the page has in it */
+  const text = atob($(id).textContent.trim()), packed = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) packed[i] = text.charCodeAt(i);
-  const bytes = new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream('gzip')));
-  return WebAssembly.compile(await bytes.arrayBuffer());
+  return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream('gzip'))).arrayBuffer();
 }
 
 class Helper {
@@ -608,6 +607,15 @@ async function load(file) {
     `${whole(got.step)}. Go on, in part 3, trains it further.`);
   say('train-says', `The model is that of ${file.name}.`);
 }
+/* The model that comes along, in 8 bits: examples/models/english.safetensors. */
+async function takeEnglish() {
+  await load(new File([await unpacked('english-file')], 'english.safetensors'));
+  const prompt = encode('The king'), wanted = { bytes: prompt, count: 400, temperature: 0.6 };
+  const { bytes } = await trainer.ask('sample', wanted);
+  $('sample').textContent = `${printable(prompt)}┃${printable(bytes)}`;
+  say('take-says', 'The model of English that comes along: 2 layers of 40, which have learnt Shakespeare\'s plays. ' +
+    'What it writes is in part 3, and part 4 looks inside it. Start, in part 3, teaches it your text.');
+}
 function dropZone(zone, take) {
   ['dragenter', 'dragover'].forEach((kind) => $(zone).addEventListener(kind, (event) => {
     event.preventDefault();
@@ -821,6 +829,7 @@ function listen() {
   $('layer').addEventListener('change', peek);
   $('maps').addEventListener('pointermove', readCell);
   $('save').addEventListener('click', guarded('take-says', save));
+  $('english').addEventListener('click', guarded('take-says', takeEnglish));
   dropZone('load-drop', guarded('take-says', load));
   $('learn').addEventListener('click', guarded('stream-says', learn));
   $('play').addEventListener('click', guarded('stream-says', play));
@@ -849,7 +858,7 @@ async function begin() {
     return say('state', 'This browser has no WebAssembly SIMD, which luna.h is compiled for here: any browser since ' +
       '2023 has it. The picture of part 1 works without it; nothing else does.', true);
   try {
-    compiled = await compile();
+    compiled = await WebAssembly.compile(await unpacked('wasm'));
     $('wasm').textContent = '';
     tools = new Helper(compiled, (data) => tools.hear && tools.hear(data));
     trainer = new Helper(compiled, (data) => heard(data, false));
@@ -860,7 +869,7 @@ async function begin() {
   $('measure').addEventListener('click', () => measure(compiled));
   follow();
   try { await anew(); } catch (error) { say('train-says', error.message, true); }
-  ['measure', 'go', 'save', 'learn', 'play'].forEach((id) => { $(id).disabled = false; });
+  ['measure', 'go', 'save', 'english', 'learn', 'play'].forEach((id) => { $(id).disabled = false; });
   say('state', 'Ready: luna.h runs in this page, on WebAssembly SIMD, one thread a model.');
 }
 begin();

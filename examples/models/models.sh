@@ -1,0 +1,33 @@
+#!/bin/sh
+# models.sh: the small models beside it, and the commands that made them.
+#
+#   examples/models/models.sh DATA FOLDER     makes them again, in FOLDER; some minutes
+#
+#   english.safetensors     bytes of English: build/lm generate; 2 layers of 40 dimensions, a memory that forgets
+#   motions.safetensors     standing, running, walking or badminton, at each tenth of a second, from a watch's
+#                           accelerometer and gyroscope: build/series predict, build/export
+#   sentiment.safetensors   negative or positive: build/classify predict
+#
+# DATA has shakespeare.txt, BasicMotions.train.ts and imdb.tsv, a line "0 or 1, a tab, a review"; examples/guide.md says
+# where they come from ("Your own data"). All are stored in 8 bits. On one instruction set the same commands give the
+# same bytes: those beside this script are of AVX-512. What each reaches on what it has not learnt from is in the guide.
+build=${BUILD:-build} data=$1 out=$2
+[ -d "$data" ] && [ -n "$out" ] || { sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2; }
+mkdir -p "$out" && set -e
+
+"$build/lm" train "$data/shakespeare.txt" --dim 40 --ffn 96 --memory 12 --batch 8 --steps 12000 \
+  --out "$out/english.float"
+
+"$build/series" train "$data/BasicMotions.train.ts" --per-step yes --causal yes --held 1 --dim 24 --ffn 48 \
+  --out "$out/motions.float"
+
+# every tenth pair of lines is kept to measure on, a pair since labels may take turns
+awk -F '\t' 'NR % 20 >= 2 { print ($1 ? "positive" : "negative") "\t" $2 }' "$data/imdb.tsv" >"$out/learnt.tsv"
+awk -F '\t' 'NR % 20 < 2 { print ($1 ? "positive" : "negative") "\t" $2 }' "$data/imdb.tsv" >"$out/kept.tsv"
+"$build/classify" train "$out/learnt.tsv" --vocab 2000 --dim 32 --ffn 64 --memory 8 --steps 3000 \
+  --out "$out/sentiment.float"
+
+for name in english motions sentiment; do
+  "$build/summary" --quantize "$out/$name.float" "$out/$name.safetensors"
+done
+"$build/classify" eval "$out/sentiment.safetensors" "$out/kept.tsv"
