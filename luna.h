@@ -1411,7 +1411,7 @@ typedef struct luna_param_group {
   float decay_factor;                /* on the weight decay; 0 = 1, negative = 0 */
 } luna_param_group;
 /* Adds a group, which is copied; of those that fit a parameter the last counts. LUNA_MISMATCH where none fits it. */
-LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
+LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *optimizer, const luna_param_group *group);
 
 /* Exchanges the parameters with their averages, by .average of the config, a: after update t an average moves to its
    parameter by (1 - a) / (1 - a^t) of the difference, so that first values leave no trace. Validate or save between
@@ -1691,7 +1691,7 @@ typedef struct luna_gemm_args {
   int64_t m, n, k, batch;            /* batch 0 = 1 */
   bool transpose_a, transpose_b;     /* A stored [k, m]; B stored [n, k] */
   int64_t a_row, b_row, c_row;       /* floats from one stored row to the next */
-  int64_t a_batch, b_batch, c_batch; /* from one product to the next; A and B: LUNA_SHARED, the same for all */
+  int64_t a_batch, b_batch, c_batch; /* from one product to the next; A and B: LUNA_BATCH_SHARED, the same for all */
   float scale;                       /* 0 = 1 */
   luna_activation activation;
   bool accumulate;                   /* add to C */
@@ -1701,7 +1701,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
 /* a batch stride of what is read: one for all; its gradient is the sum, in order */
-#define LUNA_SHARED (-1)
+#define LUNA_BATCH_SHARED (-1)
 
 #endif
 
@@ -9061,7 +9061,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
   X(SCHEDULE_TOTAL, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
     "number of steps") \
   X(NESTEROV, "%s: nesterov needs a momentum above 0") \
-  X(GROUP_EMPTY, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
+  X(GROUP_EMPTY, "luna_optimizer_add_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
     "any)") \
   X(FREEZE_EMPTY, "luna_params_freeze: no parameter's name has '%s' in it") \
   X(NO_BACKWARD, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
@@ -9152,7 +9152,7 @@ LUNAI_FN int64_t lunai_extent(int64_t extent, int64_t count, int64_t given, int6
 }
 /* the same for the batch of an input, which may share one part */
 LUNAI_FN int64_t lunai_extent_shared(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
-  if (given != LUNA_SHARED) return lunai_extent(extent, count, given, dense, stride);
+  if (given != LUNA_BATCH_SHARED) return lunai_extent(extent, count, given, dense, stride);
   *stride = 0;
   return lunai_checked(count, 1) < 0 ? -1 : extent;
 }
@@ -18764,19 +18764,19 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group)
   *at = kept;
   return true;
 }
-LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_group *group) {
+LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o ? o->params->ctx : NULL;
   int64_t matched = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_given(ctx, "luna_optimizer_group", "group", group != NULL) ||
-      !lunai_is_number(ctx, "luna_optimizer_group", "lr_factor", group->lr_factor) ||
-      !lunai_is_number(ctx, "luna_optimizer_group", "decay_factor", group->decay_factor)) return ctx->last_status;
-  const luna_status status = lunai_optimizer_join(o, "luna_optimizer_group");
+  if (!lunai_is_given(ctx, "luna_optimizer_add_group", "group", group != NULL) ||
+      !lunai_is_number(ctx, "luna_optimizer_add_group", "lr_factor", group->lr_factor) ||
+      !lunai_is_number(ctx, "luna_optimizer_add_group", "decay_factor", group->decay_factor)) return ctx->last_status;
+  const luna_status status = lunai_optimizer_join(o, "luna_optimizer_add_group");
   if (status != LUNA_OK) return status;
   for (int64_t i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
   if (!matched)
     return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
-  if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
+  if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_add_group", sizeof(lunai_group));
   for (int64_t i = 0; i < o->size; i++) lunai_group_set(o, group, &o->trained[i]);
   return LUNA_OK;
 }

@@ -407,7 +407,7 @@ static luna_run run_of(void) {
 }
 /* floats over which parts reach: as luna.h says, in double; negative: an invalid argument */
 static double reach(double extent, int64_t count, int64_t given, double dense, bool shared, double *stride) {
-  const bool one = shared && given == LUNA_SHARED;
+  const bool one = shared && given == LUNA_BATCH_SHARED;
   *stride = one ? 0 : given ? (double)given : dense;
   if (extent < 0 || count < 0 || *stride < 0 || dense < 0) return -1;
   return extent + (count > 1 ? (double)(count - 1) * *stride : 0);
@@ -425,8 +425,8 @@ static int gemm_args(luna_gemm_args *g) {
   g->m = small(), g->n = small(), g->k = small(), g->batch = size(pick(3));
   g->transpose_a = coin(), g->transpose_b = coin(), g->accumulate = coin();
   g->a_row = stride(), g->b_row = stride(), g->c_row = stride();
-  if (coin()) g->a_batch = size(LUNA_SHARED);
-  if (coin()) g->b_batch = size(LUNA_SHARED);
+  if (coin()) g->a_batch = size(LUNA_BATCH_SHARED);
+  if (coin()) g->b_batch = size(LUNA_BATCH_SHARED);
   if (coin()) g->c_batch = size(200);
   g->scale = real(coin() ? 0 : 0.5f);
   g->activation = ENUM(luna_activation, 6);
@@ -508,7 +508,7 @@ static int attention_args(luna_attention_args *a) {
   int64_t s[4][3] = {{0}};
   for (int i = 0; i < 4; i++)
     for (int j = 0; j < 3; j++) s[i][j] = size(0);
-  if (coin()) s[0][0] = s[1][0] = size(LUNA_SHARED);
+  if (coin()) s[0][0] = s[1][0] = size(LUNA_BATCH_SHARED);
   queries = a->queries, keys = a->keys;
   if (a->batch >= 0 && a->batch < 15 && pick(4) == 0) {
     for (int k = 0; k < 2; k++)
@@ -1788,14 +1788,14 @@ static luna_optimizer *an_optimizer(void) {
   if (w->training && o && coin()) luna_backward(luna_sum(luna_mul(p, p), 0));
   return turn() ? NULL : o;
 }
-static void case_luna_optimizer_group(void) {
+static void case_luna_optimizer_add_group(void) {
   luna_param_group g = {0};
   luna_optimizer *o = an_optimizer();
   g.name = turn() ? "nothing" : coin() ? NULL : "p";
   g.max_rank = number((int)pick(3));
   g.lr_factor = real(coin() ? 0 : -1);
   g.decay_factor = real(coin() ? 0 : -1);
-  got_status(luna_optimizer_group(o, turn() ? NULL : &g), o != NULL);
+  got_status(luna_optimizer_add_group(o, turn() ? NULL : &g), o != NULL);
 }
 /* without a gradient there may be nothing to step by, and a sentence that says so */
 static void stepped(luna_status status, bool reached) {
@@ -2113,7 +2113,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_classifier_forward) F(luna_classifier_forward_pair) F(luna_classifier_pool) F(luna_masked_lm_init) \
   F(luna_masked_lm_forward) F(luna_masked_lm_loss) F(luna_mask_tokens) F(luna_seq2seq_init) F(luna_seq2seq_forward) \
   F(luna_load_model) F(luna_load_model_of) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_apollo) \
-  F(luna_optimizer_group) \
+  F(luna_optimizer_add_group) \
   F(luna_optimizer_step) F(luna_optimizer_advance) F(luna_optimizer_apply) F(luna_optimizer_set_lr) \
   F(luna_optimizer_steps) F(luna_optimizer_skipped) F(luna_optimizer_grad_norm) \
   F(luna_save_training) F(luna_load_training) F(luna_stream_size) \

@@ -357,7 +357,7 @@ static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) 
                                                                                        .average = 0.9f})
                                   : luna_apollo(params, NULL);
   luna_params_freeze(params, "cold", true);
-  luna_optimizer_group(o, &(luna_param_group){.name = "p1", .lr_factor = 0.5f, .decay_factor = -1});
+  luna_optimizer_add_group(o, &(luna_param_group){.name = "p1", .lr_factor = 0.5f, .decay_factor = -1});
   return o;
 }
 static void many_step(luna_ctx *ctx, luna_tensor *p[MANY]) {

@@ -1051,7 +1051,7 @@ static void check_gemm(luna_isa isa) {
       float *a = common_random(2 * an + 1, 1, 1), *b = common_random(bn + 1, 2, 1), *bias = common_random(n, 3, 1),
             *c = common_random(2 * cn + 1, 4, 1), *first = common_random(2 * cn + 1, 4, 1);
       g.a = a, g.b = b, g.c = c;
-      g.b_batch = LUNA_SHARED;
+      g.b_batch = LUNA_BATCH_SHARED;
       g.scale = v >= 12 ? 0.5f : 0;
       g.bias = v & 4 ? bias : NULL;
       g.activation = v & 8 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
@@ -1155,7 +1155,7 @@ static void check_attention_strides(luna_isa isa) {
   d = a;
   a.q = q, a.k = k, a.v = v, a.out = out, a.log_sum_exp = lse, a.grad_out = g, a.grad_k = gk;
   a.q_row = a.k_row = a.v_row = ROW, a.q_head = a.k_head = a.v_head = HEAD;
-  a.k_batch = a.v_batch = LUNA_SHARED;
+  a.k_batch = a.v_batch = LUNA_BATCH_SHARED;
   a.run.isa = d.run.isa = isa;
   void *memory = run_set(&a.run, 1, luna_softmax_attention_scratch(&a));
   CHECK(luna_softmax_attention_f32(&a) == LUNA_OK && luna_softmax_attention_backward_f32(&a) == LUNA_OK,

@@ -139,7 +139,7 @@ static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threa
     CHECK(luna_lm_init(&r->lm, r->params, &config) == LUNA_OK, "%s", luna_error(r->ctx));
   }
   r->optimizer = optimizer_open(r->params, kind, 0.9f);
-  CHECK(r->optimizer && luna_optimizer_group(r->optimizer, &group) == LUNA_OK, "%s", luna_error(r->ctx));
+  CHECK(r->optimizer && luna_optimizer_add_group(r->optimizer, &group) == LUNA_OK, "%s", luna_error(r->ctx));
 }
 static luna_tensor *run_logits(const run *r, int step) {
   int32_t *tokens = common_tokens(BATCH * N, (uint64_t)step, VOCAB), lengths[BATCH];

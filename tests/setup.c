@@ -504,8 +504,10 @@ static void check_null_calls(void) {
         "optimisers of no set");
   CHECK(
       luna_optimizer_step(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_advance(NULL) == LUNA_BAD_ARGUMENT &&
-          luna_optimizer_apply(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_group(NULL, &group) == LUNA_BAD_ARGUMENT &&
-          luna_optimizer_group(sgd, NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_set_lr(NULL, 1) == LUNA_BAD_ARGUMENT &&
+          luna_optimizer_apply(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_add_group(NULL,
+                                                                                      &group) == LUNA_BAD_ARGUMENT &&
+          luna_optimizer_add_group(sgd, NULL) == LUNA_BAD_ARGUMENT &&
+              luna_optimizer_set_lr(NULL, 1) == LUNA_BAD_ARGUMENT &&
           luna_optimizer_steps(NULL) == 0 && luna_optimizer_skipped(NULL) == 0 && luna_optimizer_grad_norm(NULL) == 0,
       "no optimiser");
   CHECK(luna_save(NULL, luna_callbacks(&none)) == LUNA_BAD_ARGUMENT && luna_save(params,
@@ -995,9 +997,9 @@ static void check_late(int kind) {
   run early = run_open(ctx_open(), 3, kind, 0), late = run_open(ctx_open(), 1, kind, 0), again;
   bytes file = {NULL, 0};
   for (int i = 0; i < 2; i++)
-    CHECK(luna_optimizer_group(i ? late.optimizer : early.optimizer, &all) == LUNA_OK, "%s", luna_error(late.ctx));
-  CHECK(luna_optimizer_group(early.optimizer, &group) == LUNA_OK &&
-            luna_optimizer_group(late.optimizer, &group) == LUNA_MISMATCH,
+    CHECK(luna_optimizer_add_group(i ? late.optimizer : early.optimizer, &all) == LUNA_OK, "%s", luna_error(late.ctx));
+  CHECK(luna_optimizer_add_group(early.optimizer, &group) == LUNA_OK &&
+            luna_optimizer_add_group(late.optimizer, &group) == LUNA_MISMATCH,
         "groups: %s", luna_error(early.ctx));
   for (int step = 0; step < STEPS; step++) {
     const int params = step < JOIN ? 1 : 3;
@@ -1005,7 +1007,7 @@ static void check_late(int kind) {
       run_param(&late, 1);
       free(saved(&late).at); /* takes it in; the next only the step */
       run_param(&late, 2);
-      CHECK(luna_optimizer_group(late.optimizer, &group) == LUNA_OK, "a group of a late parameter: %s",
+      CHECK(luna_optimizer_add_group(late.optimizer, &group) == LUNA_OK, "a group of a late parameter: %s",
             luna_error(late.ctx));
     }
     CHECK(run_step(&early, params, step, 1) == LUNA_OK && run_step(&late, params, step, 1) == LUNA_OK, "%s %s",
@@ -1017,10 +1019,10 @@ static void check_late(int kind) {
   }
   /* into an optimiser whose parameters are late too */
   again = run_open(ctx_open(), 1, kind, 0);
-  CHECK(luna_optimizer_group(again.optimizer, &all) == LUNA_OK, "%s", luna_error(again.ctx));
+  CHECK(luna_optimizer_add_group(again.optimizer, &all) == LUNA_OK, "%s", luna_error(again.ctx));
   run_param(&again, 1), run_param(&again, 2);
   CHECK(luna_load_training(again.optimizer, luna_bytes(file.at, file.size)) == LUNA_OK &&
-            luna_optimizer_group(again.optimizer, &group) == LUNA_OK,
+            luna_optimizer_add_group(again.optimizer, &group) == LUNA_OK,
         "%s", luna_error(again.ctx));
   for (int step = JOIN + 2; step < STEPS; step++) run_step(&again, 3, step, 1);
   CHECK(same_bytes(saved(&early), saved(&again)), "optimiser %d: a run with late parameters resumes elsewhere", kind);

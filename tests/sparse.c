@@ -84,7 +84,7 @@ static call call_of(int flags, int64_t batch, int64_t heads, int64_t queries, in
   c.q_count = c.rows * dim, c.out_count = c.rows * value_dim;
   c.k_count = (flags & SHARED ? 1 : batch) * keys * heads * dim,
       c.v_count = (flags & SHARED ? 1 : batch) * keys * heads * value_dim;
-  if (flags & SHARED) a->k_batch = a->v_batch = LUNA_SHARED;
+  if (flags & SHARED) a->k_batch = a->v_batch = LUNA_BATCH_SHARED;
   const int64_t sizes[9] = {c.q_count, c.k_count, c.v_count, c.out_count, c.out_count, c.rows, c.q_count, c.k_count,
                              c.v_count};
   for (int i = 0; i < 9; i++)

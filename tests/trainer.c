@@ -840,7 +840,7 @@ static void check_groups(void) {
     for (int g = 0; g < 2; g++) {
       const luna_param_group *group = &cases[c].group[g];
       if (g == 0 || group->name || group->max_rank)
-        CHECK(luna_optimizer_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
+        CHECK(luna_optimizer_add_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
     }
     luna_begin_step(ctx);
     backward_of(params, gradients);
@@ -870,12 +870,12 @@ static void check_groups_refused(void) {
   fit f;
   fit_open(&f);
   f.optimizer = luna_sgd(f.params, NULL);
-  CHECK(luna_optimizer_group(f.optimizer, &nowhere) == LUNA_MISMATCH &&
+  CHECK(luna_optimizer_add_group(f.optimizer, &nowhere) == LUNA_MISMATCH &&
       luna_error_id_of(f.ctx) == LUNA_ERROR_GROUP_EMPTY, "a group of none: \"%s\"", luna_error(f.ctx));
-  CHECK(luna_optimizer_group(f.optimizer, &lr) == LUNA_BAD_ARGUMENT &&
-        luna_optimizer_group(f.optimizer, &decay) == LUNA_BAD_ARGUMENT &&
-            luna_optimizer_group(f.optimizer, NULL) == LUNA_BAD_ARGUMENT &&
-                luna_optimizer_group(NULL, &all) == LUNA_BAD_ARGUMENT,
+  CHECK(luna_optimizer_add_group(f.optimizer, &lr) == LUNA_BAD_ARGUMENT &&
+        luna_optimizer_add_group(f.optimizer, &decay) == LUNA_BAD_ARGUMENT &&
+            luna_optimizer_add_group(f.optimizer, NULL) == LUNA_BAD_ARGUMENT &&
+                luna_optimizer_add_group(NULL, &all) == LUNA_BAD_ARGUMENT,
         "an invalid group is accepted");
   luna_close(f.ctx);
 }

@@ -80,7 +80,7 @@ static luna_optimizer *unread_optimizer(luna_params *params, int kind) {
   const luna_param_group group = {.name = "layers.", .lr_factor = 2, .decay_factor = 2};
   luna_optimizer *o = kind == 0 ? luna_sgd(params, &sgd) : kind == 1 ? luna_adam(params, &adam) : kind == 2 ?
       luna_adamw(params, &adam) : luna_apollo(params, &apollo);
-  CHECK(luna_optimizer_group(o, &group) == LUNA_OK, "a group that decays what has no gradient");
+  CHECK(luna_optimizer_add_group(o, &group) == LUNA_OK, "a group that decays what has no gradient");
   return o;
 }
 /* the same bits as by hand, fewer ops and bytes; what has no gradient stays as it is */

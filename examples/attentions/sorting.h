@@ -163,7 +163,7 @@ static luna_gemm_args sinkhorn_product(const sinkhorn_state *s, int which, const
   g.a_row = which == SINKHORN_GRAD_P ? row : s->blocks, g.b_row = row,
       g.c_row = which == SINKHORN_GRAD_P ? s->blocks : row;
   g.batch = which == SINKHORN_GRAD_P ? 1 : slots;
-  if (which != SINKHORN_GRAD_P) g.a_batch = LUNA_SHARED, g.b_batch = g.c_batch = slot;
+  if (which != SINKHORN_GRAD_P) g.a_batch = LUNA_BATCH_SHARED, g.b_batch = g.c_batch = slot;
   return g;
 }
 static void sinkhorn_multiply(luna_gemm_args g, const luna_run *run, bool accumulate) {
