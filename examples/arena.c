@@ -123,8 +123,7 @@ static bool contest_open(contest *c, const row *r, int64_t n, bool writer) {
   c->params = luna_params_open(c->ctx);
   options_at(r, n, name, sizeof name);
   if (r->system && !attentions_open(&c->choice, name)) return fail("%s", c->choice.error), false;
-  luna_lm_config lm = { .layers = set.layers, .layer = layer,
-                       .positions = LUNA_POSITIONS_SINUSOIDAL };
+  luna_lm_config lm = { .layers = set.layers, .layer = layer, .positions = LUNA_POSITIONS_SINUSOIDAL };
   luna_classifier_config classifier = { .pooling = LUNA_POOLING_MEAN,
       .encoder = { .layers = set.layers, .max_length = n, .layer = layer } };
   if (r->system) lm.layer.hook = classifier.encoder.layer.hook = &c->choice.hook;
@@ -245,8 +244,7 @@ static void print_tables(const row *rows, const results *all, int count) {
   printf("\nThe Transformer:");
   for (int l = 0; l < LENGTHS; l++)
     printf(" %s: %.2f steps per second, %.0f MB, and %.0f MB of scores%s", length_name(l).text, all[0].at[l].rate,
-           all[0].at[l].bytes / 1e6,
-           scores(length(l)) / 1e6, l < LENGTHS - 1 ? ";" : ".\n");
+           all[0].at[l].bytes / 1e6, scores(length(l)) / 1e6, l < LENGTHS - 1 ? ";" : ".\n");
 }
 /* tokens of `count` rows; each takes its share of the time that is left */
 static double tokens_of(const row *rows, int count) {
@@ -264,8 +262,7 @@ static int run_rows(const row *rows, int count, const contents *text, bool write
       if (measure(&rows[i], text, length(l), writer, allowed, r)) return fail("%s at %.0f tokens", rows[i].title, n);
       *tokens -= n;
       fprintf(stderr, "%s%s, %.0f tokens: %.2f steps per second, %.0f MB, loss %.3f; at most %.0f s left\n",
-              rows[i].title,
-              writer ? " (causal)" : "", n, r->rate, r->bytes / 1e6, r->loss, end - seconds());
+              rows[i].title, writer ? " (causal)" : "", n, r->rate, r->bytes / 1e6, r->loss, end - seconds());
     }
   return 0;
 }
@@ -392,10 +389,9 @@ static int ablation(const variant *v, const contents *text) {
   const luna_input input = { .tokens = tokens, .batch = BATCH, .n = WINDOW };
   const int64_t steps = 100 * set.steps;
   double loss = 0, right = 0, begun;
-  luna_classifier_config c = { .pooling = v->pooling, .encoder =
-                              { .layers = set.layers,
+  luna_classifier_config c = { .pooling = v->pooling, .encoder = { .layers = set.layers,
     .layer = { .dim = set.dim / 4, .heads = set.heads, .memory = v->memory, .ffn = set.ffn / 4,
-              .sharing = v->sharing, .pre_norm = true, .own_memory = v->own_memory } } };
+               .sharing = v->sharing, .pre_norm = true, .own_memory = v->own_memory } } };
   if (luna_classifier_init(&model, params, &c) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 1e-3f });
   if (!adam) return failed(ctx);
@@ -430,10 +426,9 @@ static int ablate_command(luna_ctx *ctx, const char **words) {
     return free(text.data), fail("the file is too short: it has %lld bytes", (long long)text.size);
   printf("# Luna's parts, %lld steps of %d windows of %d bytes: which half of the file are they from?\n\n"
          "| variant | loss | right | steps per second | MB |\n|---|---|---|---|---|\n", (long long)(100 * set.steps),
-             BATCH, WINDOW);
+         BATCH, WINDOW);
   for (int i = 0; i < COUNT(variants) && !status; i++) status = ablation(&variants[i], &text);
-  free(text.data);
-  return status;
+  return free(text.data), status;
 }
 
 static const command commands[] = {

@@ -218,12 +218,11 @@ static int64_t draw_head(FILE *f, const map *m, int64_t head, int64_t slots, int
       const double c = strength((double)value[s * m->of_slot + (from + t) * m->of_token], m->even);
       if (fabs(c) < 0.02) continue;
       fprintf(f, "<rect x=\"%lld\" y=\"%lld\" width=\"%d\" height=\"%d\" fill=\"%s\" opacity=\"%.2f\"/>\n",
-              (long long)(40 + t * CELL),
-              (long long)(y + s * SLOT), CELL, SLOT, c > 0 ? "#08519c" : "#a65628", fabs(c));
+              (long long)(40 + t * CELL), (long long)(y + s * SLOT), CELL, SLOT, c > 0 ? "#08519c" : "#a65628",
+              fabs(c));
     }
   fprintf(f, "<rect x=\"40\" y=\"%lld\" width=\"%lld\" height=\"%lld\" fill=\"none\" stroke=\"#bbb\"/>\n", (long long)y,
-          (long long)columns * CELL,
-          (long long)slots * SLOT);
+          (long long)columns * CELL, (long long)slots * SLOT);
   draw_slot_numbers(f, slots, 42 + columns * CELL, y);
   return y + slots * SLOT;
 }
@@ -241,8 +240,7 @@ static void draw_legend(FILE *f, int64_t y) {
   for (int i = 0; i <= 24; i++) {
     const double c = (i - 12) / 12.0;
     fprintf(f, "<rect x=\"%d\" y=\"%lld\" width=\"5\" height=\"9\" fill=\"%s\" opacity=\"%.2f\"/>\n", 60 + 5 * i,
-            (long long)y - 9,
-            c > 0 ? "#08519c" : "#a65628", fabs(c));
+            (long long)y - 9, c > 0 ? "#08519c" : "#a65628", fabs(c));
   }
   fprintf(f, "<text x=\"190\" y=\"%lld\">8 times as much as attention without a preference</text>\n", (long long)y);
 }

@@ -6,7 +6,8 @@
      batch_open(&s)                    memory for batches: 0, or 2 after a sentence. batch_close() at the end
      batch_random(&s, step)            the batch of a training step: from --seed and the step alone
      batch_at(&s, first, count, at)    the batch at `at` of samples first .. first + count - 1
-     train_classifier(ctx, params, &s) a model of the flags, trained and saved: 0, or 2 after a sentence */
+     train_classifier(ctx, params, &s) a model of the flags, trained and saved: 0, or 2 after a sentence; it opens and
+                                       closes the memory itself, as eval_classifier does */
 #include "calibration.h"
 
 #define QUICK 500                    /* samples that validations during a training look at, at most */
@@ -115,10 +116,7 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
     *loss += (double)luna_item(luna_cross_entropy(out, b.labels, NULL)) * (double)seen / (double)count;
     if (!isfinite(*loss) || luna_read(out, logits) != LUNA_OK) return free(logits), -1;
     for (int64_t i = 0; i < b.count; i++) {
-      int32_t best = 0;
-      for (int32_t c = 1; c < s->classes; c++)
-        if (logits[i * s->classes + c] > logits[i * s->classes + best]) best = c;
-      right += best == b.labels[i];
+      right += luna_sample(logits + i * s->classes, s->classes, NULL) == b.labels[i];
       if (calibrated) calibration_add(calibrated, logits + i * s->classes, b.labels[i]);
     }
   }
@@ -176,7 +174,7 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
 
 /* Makes a classifier in `params` and trains it: AdamW, a linear warm-up and a cosine. Returns 0, or 2 after a
    sentence. */
-TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) {
+TOOL int train_classifier_on(luna_ctx *ctx, luna_params *params, const samples *s) {
   static progress bar;
   static best_model best;
   luna_classifier model;
@@ -220,13 +218,19 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
   return finish_training(ctx, &model, s, &bar, &best);
 }
 
-/* Loads a classifier that this program wrote, and looks that it has this vocabulary and these classes. */
+TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) {
+  int status = batch_open(s);
+  if (!status) status = train_classifier_on(ctx, params, s);
+  return batch_close(), status;
+}
+
+/* Loads a classifier that this program wrote, and looks that it has this vocabulary and these classes; 0: any. */
 TOOL int load_classifier(luna_model *model, luna_ctx *ctx, luna_params *params, const char *path, int64_t vocab,
                          int64_t classes) {
   if (luna_load_model(model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
   const luna_classifier_config *config = &model->classifier.config;
-  if (model->kind == LUNA_MODEL_CLASSIFIER && config->vocab == vocab && config->classes == classes && !config->pair &&
-      !config->per_step) return 0;
+  if (model->kind == LUNA_MODEL_CLASSIFIER && !config->pair && !config->per_step &&
+      (!vocab || config->vocab == vocab) && (!classes || config->classes == classes)) return 0;
   return fail("%s is not a model that %s made", path, program);
 }
 

@@ -134,11 +134,10 @@ static luna_status remember(luna_params *params) {
 
 static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   luna_params *params = luna_params_open(ctx);
-  if (luna_load_model(model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
+  if (load_classifier(model, ctx, params, path, 0, 0)) return 2;
   const char *tokens = luna_params_get_text(params, "classify.tokens"),
       *longest = luna_params_get_text(params, "classify.longest");
-  bool fine = model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair &&
-      !model->classifier.config.per_step && model->classifier.config.classes <= LABELS && tokens && longest;
+  const bool fine = model->classifier.config.classes <= LABELS && tokens && longest;
   own.tokens = tokens && strcmp(tokens, "bytes") == 0;
   own.longest = longest ? atoll(longest) : 0;
   own.vocab = model->classifier.config.vocab;
@@ -170,12 +169,10 @@ static int train(luna_ctx *ctx, const char **words) {
   if (own.tokens) own.vocab = 256;
   if (!status && (label_count < 2 || held < 1))
     status = fail("%s has %d labels, and %lld of its %lld lines to validate on; it takes more", words[0],
-                  (int)label_count, (long long)held,
-                  (long long)(file.count + held));
+                  (int)label_count, (long long)held, (long long)(file.count + held));
   if (!status && remember(params) != LUNA_OK) status = failed(ctx);
   samples s = the_samples(words[0], held);
-  if (!status && (status = batch_open(&s)) == 0) status = train_classifier(ctx, params, &s);
-  batch_close();
+  if (!status) status = train_classifier(ctx, params, &s);
   free(file.lines), free(file.text.data);
   return status;
 }
@@ -204,18 +201,16 @@ static void print_likeliest(float *shares, bool more) {
 }
 
 static int predict(luna_ctx *ctx, const char **words) {
-  static unsigned char typed[65536];                       /* of longer lines the beginning is read */
   luna_model model;
+  const unsigned char *line;
+  int64_t size;
   if (load(ctx, words[0], &model)) return 2;
   if (words[1] && !freopen(words[1], "rb", stdin)) return fail("cannot open %s: %s", words[1], strerror(errno));
   int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t)), length;
   float *shares = (float *)malloc((size_t)label_count * sizeof(float));
   int status = tokens && shares ? 0 : fail("out of memory");
-  for (int c = getchar(); c != EOF && !status; c = getchar()) {
-    int64_t size = 0;
-    for (; c != EOF && c != '\n'; c = getchar()) if (size < (int64_t)sizeof typed) typed[size++] = (unsigned char)c;
-    if (size > 0 && typed[size - 1] == '\r') size--;       /* as next_line() */
-    length = cut(typed, size, tokens);
+  while (!status && (line = typed_line(&size)) != NULL) {
+    length = cut(line, size, tokens);
     luna_begin_inference(ctx);
     luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier,
         &(luna_input){ tokens, &length, 1, length, NULL }), NULL);

@@ -554,6 +554,21 @@ TOOL void *grow(void *old, int64_t count, size_t size) {
   return more;
 }
 
+/* The next line of the input, as next_line() has it; null after the last. It stays until the next call. */
+TOOL const unsigned char *typed_line(int64_t *length) {
+  static unsigned char *line;
+  static int64_t room;
+  int c = getchar();
+  if (c == EOF) return NULL;
+  for (*length = 0;; c = getchar()) {
+    if (*length == room) line = (unsigned char *)grow(line, room = 2 * room + 1024, 1);
+    if (c == EOF || c == '\n') break;
+    line[(*length)++] = (unsigned char)c;
+  }
+  if (*length > 0 && line[*length - 1] == '\r') --*length;
+  return line;
+}
+
 typedef struct ints { int32_t *at; int64_t size, room; } ints; /* a list; to be freed */
 
 TOOL void push(ints *list, int32_t value) {

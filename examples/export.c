@@ -19,7 +19,6 @@
 
 #include "export_code.h"
 
-static struct settings set = { .seed = 1 };
 enum { LEARN_NOTHING, LEARN_CLASSES, LEARN_VALUES };
 static struct { const char *out; int64_t floats, bits, learn; } own;
 static const flag flags[] = {

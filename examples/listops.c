@@ -98,8 +98,7 @@ static int train(luna_ctx *ctx, const char **words) {
   int status = open_lists(&s);
   (void)words;
   if (!status && luna_params_set_text(params, "listops.tokens", "symbols") != LUNA_OK) status = failed(ctx);
-  if (!status && (status = batch_open(&s)) == 0) status = train_classifier(ctx, params, &s);
-  batch_close();
+  if (!status) status = train_classifier(ctx, params, &s);
   lists_close(&file);
   return status;
 }

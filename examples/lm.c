@@ -329,8 +329,7 @@ static int train(luna_ctx *ctx, const char **words) {
   text t = { 0 };
   int status = read_text(words[0], &t);
   if (!status) status = train_on(ctx, words[0], t);
-  free(t.bytes);
-  return status;
+  return free(t.bytes), status;
 }
 
 /* ---- generate, eval ---------------------------------------------------------------------------------------------- */

@@ -686,8 +686,7 @@ static int show(luna_ctx *ctx, const char **words) {
   if (!status && data.task == &tasks[LISTOPS]) print_lists(&s);
   if (to) fprintf(to, "</svg>\n");
   if (to && fclose(to) != 0 && !status) status = fail("cannot write %s: %s", own.svg, strerror(errno));
-  task_close();
-  return status;
+  return task_close(), status;
 }
 
 #define TASK_WORD "task: listops, text, retrieval, image, pathfinder"

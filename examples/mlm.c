@@ -90,8 +90,7 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
     .encoder = { .layers = set.layers,
                  .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
                             .dropout = (float)set.dropout, .attention = (luna_attention_kind)set.attention,
-                            .activation = LUNA_ACTIVATION_GELU,
-                            .pre_norm = true } }
+                            .activation = LUNA_ACTIVATION_GELU, .pre_norm = true } }
   };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = optimizer(params);
@@ -180,16 +179,14 @@ static void put(const row *r, int64_t at, int32_t *lengths) { /* row `at` of the
 
 /* negative on failure */
 static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *d, int32_t *lengths) {
-  float logits[MOST_CLASSES];
   double right = 0;
   for (const row *r = d->rows + d->learnt; r < d->rows + d->learnt + d->held; r++) {
-    int32_t best = 0;
+    int32_t found;
     put(r, 0, lengths);
     luna_begin_inference(ctx);
-    if (luna_read(luna_classifier_forward(model, &(luna_input){ tokens, lengths, 1, lengths[0], NULL }),
-                  logits) != LUNA_OK) return -1;
-    for (int32_t c = 1; c < d->classes; c++) if (logits[c] > logits[best]) best = c;
-    right += best == r->label;
+    if (luna_argmax(luna_classifier_forward(model, &(luna_input){ tokens, lengths, 1, lengths[0], NULL }),
+                    &found) != LUNA_OK) return -1;
+    right += found == r->label;
   }
   return right / (double)d->held;
 }

@@ -85,11 +85,9 @@ static int64_t classes(void) {                             /* labels are 0 .. cl
 /* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 static int load(luna_ctx *ctx, luna_model *model, const char *path) {
-  if (luna_load_model(model, luna_params_open(ctx), luna_path(path)) != LUNA_OK) return failed(ctx);
+  if (load_classifier(model, ctx, luna_params_open(ctx), path, 0, 0)) return 2;
   own.greys = model->classifier.config.vocab;
-  if (model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair &&
-      !model->classifier.config.per_step && own.greys >= 2 && own.greys <= 256) return 0;
-  return fail("%s is not a model that mnist made", path);
+  return own.greys >= 2 && own.greys <= 256 ? 0 : fail("%s is not a model that mnist made", path);
 }
 
 static int train(luna_ctx *ctx, const char **words) {
@@ -100,10 +98,9 @@ static int train(luna_ctx *ctx, const char **words) {
     status = fail("%s has %lld images; the minimum is 6", words[0], (long long)images.size[0]);
   if (!status) {
     int64_t held = images.size[0] / 6;
-    samples s = { .title = words[0], .vocab = own.greys, .classes = classes(), .longest = pixels(),
-      .training = images.size[0] - held, .held = held, .fetch = fetch };
-    if ((status = batch_open(&s)) == 0) status = train_classifier(ctx, params, &s);
-    batch_close();
+    status = train_classifier(ctx, params, &(samples){
+      .title = words[0], .vocab = own.greys, .classes = classes(), .longest = pixels(),
+      .training = images.size[0] - held, .held = held, .fetch = fetch });
   }
   free(images.file.data), free(labels.file.data);
   return status;
@@ -116,9 +113,9 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!status && classes() > model.classifier.config.classes)
     status = fail("%s has labels that the model does not know", words[2]);
   if (!status)
-    status = eval_classifier(ctx, &model.classifier, &(samples){ .title = words[1], .vocab = own.greys,
-                                                                .classes = model.classifier.config.classes,
-    .longest = pixels(), .training = images.size[0], .fetch = fetch });
+    status = eval_classifier(ctx, &model.classifier, &(samples){
+      .title = words[1], .vocab = own.greys, .classes = model.classifier.config.classes, .longest = pixels(),
+      .training = images.size[0], .fetch = fetch });
   free(images.file.data), free(labels.file.data);
   return status;
 }

@@ -92,19 +92,18 @@ static luna_tensor *run(const luna_input *input) {
 static luna_status make_model(luna_params *params) {
   const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
                                    .dropout = (float)set.dropout, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
-                                   .attention = (luna_attention_kind)set.attention,
-                                   .recompute = (luna_recompute_kind)set.recompute,
-                                   .output_gate = set.output_gate != 0 };
+                                   .attention = (luna_attention_kind)set.attention, .output_gate = set.output_gate != 0,
+                                   .recompute = (luna_recompute_kind)set.recompute };
   const luna_encoder_config encoder = { .features = data.k, .layers = set.layers, .layer = layer,
                                        .positions = (luna_positions)set.positions, .max_length = 4096 };
   luna_lm_config lm = { .features = data.k, .outputs = outputs(), .layers = set.layers, .layer = layer };
   lm.layer.convolution = 4;
   lm.layer.forget = (luna_forget)set.forget;
   model.kind = own.causal ? LUNA_MODEL_LM : LUNA_MODEL_CLASSIFIER;
-  return own.causal ? luna_lm_init(&model.lm, params, &lm)
-                    : luna_classifier_init(&model.classifier, params,
-                                           &(luna_classifier_config){ .classes = label_count,
-                        .per_step = steps_have_labels(), .pooling = (luna_pooling)set.pooling, .encoder = encoder });
+  const luna_classifier_config classifier = { .classes = label_count, .per_step = steps_have_labels(),
+                                              .pooling = (luna_pooling)set.pooling, .encoder = encoder };
+  return own.causal ? luna_lm_init(&model.lm, params, &lm) :
+      luna_classifier_init(&model.classifier, params, &classifier);
 }
 
 static luna_status read_deviations(void) {                 /* as the model has them */

@@ -13,8 +13,6 @@
 
 #include "example.h"
 
-static struct settings set = { .seed = 1 };
-
 /* numbers in luna.h's pairs that stand for names, of 0, 1, 2, ... */
 static const struct { const char *key, *names; } meanings[] = {
   { "luna.attention", "luna softmax linear linformer" }, { "luna.sharing", "tied full no-key shared-qk" },

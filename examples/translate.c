@@ -392,25 +392,16 @@ static void say(const pair *p, span t) { printf("%.*s\n", (int)t.size, (const ch
 static int run(luna_ctx *ctx, const char **words) {
   luna_model model;
   data d = { .v = { .end = 256 } };
-  unsigned char *text = NULL;
-  int64_t room = 0;
+  span line;
   int status = load(ctx, &model, &d.v, words[0]);
-  for (int c = 0; !status && (c = getchar()) != EOF && !ferror(stdout);) {
-    int64_t size = 0;
-    for (;; c = getchar()) {
-      if (size == room) text = (unsigned char *)grow(text, room = 2 * room + 1024, 1);
-      if (c == EOF || c == '\n') break;
-      text[size++] = (unsigned char)c;
-    }
-    if (size > 0 && text[size - 1] == '\r') size--;        /* as next_line() */
+  while (!status && !ferror(stdout) && (line.at = typed_line(&line.size)) != NULL) {
     d.count = d.tokens.size = 0;
-    add(&d, (span){ text, size }, (span){ text, 0 });
+    add(&d, line, (span){ line.at, 0 });
     encode_pairs(&d, INT32_MAX, 0);
     status = translate(ctx, &model.seq2seq, &d, 0, 1, say);
   }
   if (!status && (fflush(stdout) != 0 || ferror(stdout)))
     status = fail("cannot write the translations: %s", strerror(errno));
-  free(text);
   return done(&d, status);
 }
 
