@@ -7,7 +7,7 @@
 #   make dist                build/luna-VERSION.tar.gz, the same bytes wherever it is made (GNU tar)
 #   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
-#   make test-long           every case of five tests of which make test takes a part; the others' are in test-all;
+#   make test-long           every case of six tests of which make test takes a part; the others' are in test-all;
 #                            and make soak in short
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
@@ -197,7 +197,7 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
-LONG = $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh \
+LONG = $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh tests/install.sh \
   $(addprefix $(BUILD)/tests/,failures arguments causality soak)
 test-long:
 	-@$(MAKE) -k -j$(JOBS) programs $(BUILD)/tests/soak

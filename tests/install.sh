@@ -127,7 +127,10 @@ if have "${CMAKE:-cmake}"; then
   for asked in "${version%%.*}.0" "$version EXACT"; do check "find_package(luna $asked)" asks "$asked"; done
   for asked in 0.2 "${version%.*}.99"; do check "find_package(luna $asked) fails" refuses "$asked"; done
 
-  # vcpkg's port, with what vcpkg has for ports, as far as this one uses it
+fi
+
+# ---- with TEST_FULL: vcpkg's port, with what vcpkg has for ports, as far as this one uses it; and Conan's recipe
+if [ -n "$TEST_FULL" ] && command -v "${CMAKE:-cmake}" >/dev/null 2>&1; then
   cat >"$work/port.cmake" <<EOF
 cmake_minimum_required(VERSION 3.18)
 macro(run)

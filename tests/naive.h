@@ -118,9 +118,9 @@ TEST_UNUSED static int64_t naive_seen(const luna_attention_pattern *pattern, boo
     for (int64_t r = p->blocks ? p->offsets[block] : 0; r < (p->blocks ? p->offsets[block + 1] : 1); r++)
       for (int64_t f = p->blocks ? p->runs[r].first : 0;
            f < (p->blocks ? p->runs[r].first + p->runs[r].count : keys); f++) {
-        const int64_t j = p->key_order ? p->key_order[f] : f, far = j - i;
-        bool sees = !p->window || (far >= -p->left && far <= p->right);
-        if ((p->not_self && far == 0) || (causal && far > 0)) sees = false;
+        const int64_t j = p->key_order ? p->key_order[f] : f, ahead = j - i;
+        bool sees = !p->window || (ahead >= -p->left && ahead <= p->right);
+        if ((p->not_self && ahead == 0) || (causal && ahead > 0)) sees = false;
         if (p->blocks && p->runs[r].whole) sees = true;
         if (!sees || (length && j >= *length)) continue;
         row[count] = j, number[count++] = f;
