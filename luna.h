@@ -11136,11 +11136,14 @@ LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *se
   if (ctx) lunai_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
-/* reads the state; waits for the device */
+/* Reads the state, and waits for the device; zeros where there is none or it fails. */
+LUNAI_FN luna_status lunai_state_read(luna_ctx *ctx, const luna_step_state *state, luna_step_state *now) {
+  memset(now, 0, sizeof *now);
+  return state && !ctx->options.measure ? ctx->backend->copy(ctx, now, state, sizeof *now, 2) : LUNA_OK;
+}
 LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state) {
   luna_step_state now;
-  memset(&now, 0, sizeof now);
-  if (state && !ctx->options.measure) ctx->backend->copy(ctx, &now, state, sizeof now, 2);
+  (void)lunai_state_read(ctx, state, &now);
   return now;
 }
 
@@ -19601,10 +19604,12 @@ LUNAI_FN void lunai_put_state(lunai_st_writer *w, const luna_lm_state *s) {
 LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
   const luna_optimizer *o = (const luna_optimizer *)optimizer;
   luna_ctx *ctx = o->params->ctx;
-  const luna_step_state updates = lunai_optimizer_state(o), step = lunai_state_of(ctx, ctx->state);
+  luna_step_state updates, step;
   char text[17], name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
   uint64_t value[LUNAI_TRAINING_KEYS];
   uint32_t lr;
+  if (lunai_state_read(ctx, o->state, &updates)) w->failed = true;
+  if (lunai_state_read(ctx, ctx->state, &step)) w->failed = true;
   memcpy(&lr, &o->config.lr, sizeof lr);
   value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
   value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
@@ -19728,14 +19733,15 @@ LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st
   for (int64_t i = 0; i < o->size; i++) o->trained[i].averaged = o->kept > o->moments;
   o->swapped = false;
   if (o->params->state) lunai_st_floats(&state_bytes, lunai_state_bytes(o->params->state, &like));
-  luna_step_state state = lunai_optimizer_state(o);
+  luna_step_state state;
+  status = lunai_state_read(ctx, o->state, &state);
   state.updates = value[LUNAI_TRAINING_UPDATES];
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
   state.skipped_in_row = o->skipped_in_row = value[LUNAI_TRAINING_ROW];
   o->attempts = (int64_t)value[LUNAI_TRAINING_ATTEMPTS];
   o->config.lr = lunai_float_of((uint32_t)(value[LUNAI_TRAINING_LR] & UINT32_MAX));
-  status = ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
-  state = lunai_state_of(ctx, ctx->state);
+  if (status == LUNA_OK) status = ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
+  if (status == LUNA_OK) status = lunai_state_read(ctx, ctx->state, &state);
   state.step = value[LUNAI_TRAINING_STEP];
   state.seed = value[LUNAI_TRAINING_SEED];
   if (status == LUNA_OK) lunai_training_products(ctx, st);

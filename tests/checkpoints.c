@@ -12,6 +12,7 @@
 #define WINDOWS true                 /* where opening a folder fails, and a folder is not searched */
 #else
 #define WINDOWS false
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -238,6 +239,66 @@ static const struct {
     {"", 0, LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS},
     {"<html>not a checkpoint</html>", 0, LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS},
 };
+/* names that no parameter can have, of tensors that nothing here has: too long, and with a zero within */
+static void check_strange_names(luna_params *params, luna_ctx *ctx) {
+  static char json[8000], name[3000];
+  float *values = values_of(params);
+  for (int i = 0; i < 4; i++) {
+    luna_load_report report = {0};
+    memset(name, 'n', 2000), name[2000] = 0;
+    if (i % 2) snprintf(name, sizeof name, "first\\u0000");
+    if (i >= 2) memcpy(name + strlen(name), ".scale", 7);
+    snprintf(json, sizeof json, "{" FIRST "," SECOND("F32", "4", 40)
+             ",\"%s\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[40,44]}}", name);
+    buffer file = forged(json, 44, 1);
+    refused(params, ctx, luna_load(params, luna_bytes(file.at, file.size)), LUNA_MISMATCH,
+            LUNA_ERROR_FILE_TENSOR_EXTRA, values, "a strange name");
+    luna_params *other = set_open(ctx, "second");
+    CHECK(luna_load_matching(other, luna_bytes(file.at, file.size), &report) == LUNA_OK && report.loaded == 2 &&
+          report.unused == 1 && report.missing == 0, "%d loaded, %d unused", (int)report.loaded, (int)report.unused);
+    free(file.at);
+  }
+  free(values);
+}
+/* into bytes that are not borrowed; whole numbers; a size that no memory has; a kind that is none */
+static void check_matching_refusals(luna_params *params, luna_ctx *ctx) {
+  buffer whole = forged("{" FIRST "," SECOND("I32", "4", 40) "}", 40, 1), file = saved(params);
+  luna_load_report report = {0};
+  luna_params *set = set_open(ctx, "second");
+  luna_model model;
+  luna_io io = io_of(&file, SIZE_MAX);
+  CHECK(luna_load_matching(set, luna_bytes(whole.at, whole.size), &report) == LUNA_OK && report.loaded == 1 &&
+        report.missing == 1 && report.unused == 0, "whole numbers: %d loaded, %d missing", (int)report.loaded,
+        (int)report.missing);
+  io.size = UINT64_MAX;
+  CHECK(luna_load(set, luna_callbacks(&io)) == LUNA_OUT_OF_MEMORY && luna_error_id_of(ctx) == LUNA_ERROR_NO_MEMORY,
+        "a file of 2^64 - 1 bytes: %s", luna_error(ctx));
+  luna_begin_inference(ctx);
+  CHECK(luna_load_model_of((luna_model_kind)99, &model, set, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT &&
+        luna_load_model_of((luna_model_kind)99, &model, NULL, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT,
+        "a model of kind 99 loads");
+  luna_begin_inference(ctx);
+  luna_begin_inference(ctx);
+  free(whole.at), free(file.at);
+}
+/* a weight that is not finite has a scale that is none, and comes back so */
+static void check_int8_nan(void) {
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = luna_params_open(ctx), *back = luna_params_open(ctx);
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
+  const int64_t shape[2] = {2, 40};
+  buffer b = {NULL, 0, 0, 0, 0};
+  const luna_io io = io_of(&b, SIZE_MAX);
+  luna_tensor *w = luna_param(params, "fc1.weight", 2, shape, normal),
+              *r = luna_param(back, "fc1.weight", 2, shape, normal);
+  w->data[3] = NAN;
+  CHECK(luna_save_int8(params, luna_callbacks(&io)) == LUNA_OK &&
+        luna_load(back, luna_bytes(b.at, b.size)) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(r->data[0] != r->data[0] && fabsf(r->data[40] - w->data[40]) < 0.05f, "NaN comes back as %g, and %g as %g",
+        (double)r->data[0], (double)w->data[40], (double)r->data[40]);
+  free(b.at), ctx_close(ctx, &h);
+}
 /* to bytes: as many as the callbacks get, the same; a buffer that is too small says how large it must be */
 static void check_to_buffer(luna_params *params, luna_ctx *ctx) {
   buffer whole = saved(params);
@@ -273,6 +334,7 @@ static void check_refusals(void) {
     free(file.at);
   }
   check_to_buffer(params, ctx);
+  check_strange_names(params, ctx), check_matching_refusals(params, ctx), check_int8_nan();
   refused(params, ctx, luna_load(params, luna_bytes(NULL, 0)), LUNA_BAD_ARGUMENT, LUNA_ERROR_NULL_ARGUMENT, values,
           "no bytes");
   CHECK(luna_load(NULL, luna_bytes("", 0)) == LUNA_BAD_ARGUMENT && luna_load(params,
@@ -603,6 +665,12 @@ static void check_no_files(luna_params *params, luna_ctx *ctx) {
   CHECK(mkfifo(fifo, 0666) == 0, "no fifo");
   CHECK(luna_save(params, luna_path(fifo)) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
       stat(fifo, &s) == 0 && S_ISFIFO(s.st_mode), "onto a fifo: %s", luna_error(ctx));
+  const int writer = open(fifo, O_RDWR); /* or reading would wait for one */
+  CHECK(luna_load(params, luna_path(fifo)) == LUNA_CANNOT_READ && luna_error_id_of(ctx) == LUNA_ERROR_READ_IRREGULAR,
+        "from a fifo: %s", luna_error(ctx));
+  close(writer);
+  CHECK(access("/dev/zero", R_OK) != 0 || (luna_load(params, luna_path("/dev/zero")) == LUNA_CANNOT_READ &&
+        luna_error_id_of(ctx) == LUNA_ERROR_READ_IRREGULAR), "from a device: %s", luna_error(ctx));
 #ifdef __linux__
   /* a null device of our own, where one may be made: a wrong save as root replaces it */
   if (mknod(device, S_IFCHR | 0666, 0x103) == 0)
@@ -1055,6 +1123,14 @@ static void check_borrowed(void) {
   CHECK(luna_param(shared, "first", 2, matrix, normal) && luna_param(shared, "second", 1, vector, normal) &&
         unchanged(shared, values),
         "sharing: %s", luna_error(sharer));
+  CHECK(luna_load_borrowed(late, file.at, file.size) == LUNA_OK && unchanged(late, values), "borrowing again: %s",
+        luna_error(ctx));
+  CHECK(luna_load_matching(late, luna_bytes(file.at, file.size), NULL) == LUNA_BAD_ARGUMENT &&
+        luna_error_id_of(ctx) == LUNA_ERROR_SET_BORROWED, "matching into a borrowed set: %s", luna_error(ctx));
+  luna_begin_inference(ctx);
+  buffer none = forged("{}", 0, 0);
+  CHECK(luna_load_borrowed(luna_params_open(ctx), none.at, none.size) == LUNA_OK, "borrowing nothing: %s",
+        luna_error(ctx));
   for (int i = 0; i < 2; i++) {
     const uint8_t *data = (const uint8_t *)luna_params_find(i ? late : early, "first")->data;
     CHECK(data > file.at && data < file.at + file.size && memcmp(data, values, 24) == 0 &&
@@ -1083,7 +1159,8 @@ static void check_borrowed(void) {
           "borrowing into a shared set");
   CHECK(!luna_params_share(sharer, NULL) && file.size == copy.size && memcmp(file.at, copy.at, file.size) == 0,
         "sharing nothing, or the borrowed file has changed");
-  free(file.at), free(copy.at), free(half.at), free(odd), free(values), free(own), ctx_close(sharer, &hs),
+  free(file.at), free(copy.at), free(half.at), free(none.at), free(odd), free(values), free(own);
+  ctx_close(sharer, &hs),
       ctx_close(ctx, &h);
 }
 /* an optimiser made before the set was borrowed must not write into the file */
@@ -1152,6 +1229,43 @@ static void check_allocations(void) {
     CHECK(status == LUNA_OK && (failures > 0) == (way != SAVE && way != SAVE_PATH),
           "way %d: after %d failed allocations: %s", way, failures, luna_status_text(status));
   }
+}
+/* names and texts of 300 KB, each of which needs a block of its own, and an index of 300 names */
+static void ignore_pair(void *user, const char *key, const char *value) { (void)user, (void)key, (void)value; }
+static void ignore_tensor(void *user, const luna_file_tensor *entry) { (void)user, (void)entry; }
+static buffer large_texts(void) {
+  enum { LONG = 300000 };
+  char *json = (char *)common_alloc(4 * LONG), *at = json, *text = (char *)common_alloc(LONG + 1);
+  memset(text, 't', LONG);
+  at += sprintf(at, "{\"__metadata__\":{\"%s\":\"u%s\"},\"v%s\":", text, text, text);
+  at += sprintf(at, "{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}");
+  for (int i = 0; i < 300; i++)
+    at += sprintf(at, ",\"%d\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}", i);
+  strcpy(at, "}");
+  buffer file = forged(json, 0, 0);
+  free(json), free(text);
+  return file;
+}
+static void check_large_allocations(void) {
+  buffer file = large_texts();
+  const luna_inspection pairs = {ignore_pair, NULL, NULL}, tensors = {NULL, ignore_tensor, NULL};
+  for (int way = 0; way < 3; way++) {
+    luna_status status = LUNA_OUT_OF_MEMORY;
+    int failures = -1;
+    for (int fail = 1; status != LUNA_OK && fail < 100; fail++, failures++) {
+      heap h;
+      luna_ctx *ctx = ctx_open(&h);
+      luna_params *params = luna_params_open(ctx);
+      h.fail_at = h.calls + fail, h.fail_end = INT64_MAX;
+      status = way == 2 ? luna_load_borrowed(params, file.at, file.size) :
+                          luna_inspect(ctx, luna_bytes(file.at, file.size), way ? &tensors : &pairs);
+      CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error_id_of(ctx) == LUNA_ERROR_NO_MEMORY),
+            "way %d, allocation %d: %s", way, fail, luna_error(ctx));
+      ctx_close(ctx, &h);
+    }
+    CHECK(status == LUNA_OK && failures > (way ? 1 : 2), "way %d: %d failures", way, failures);
+  }
+  free(file.at);
 }
 static void check_lm_allocations(void) {
   buffer file = lm_file();
@@ -1298,7 +1412,7 @@ int main(void) {
   if (common_little_endian()) check_borrowed();
   else check_not_borrowed();
   check_borrowed_while_training();
-  check_allocations();
+  check_allocations(), check_large_allocations();
   check_lm_allocations();
   rmdir(folder);
   return test_report("checkpoints");

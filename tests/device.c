@@ -55,7 +55,9 @@ static bool fake_is(const void *at) {
 }
 
 /* ---- the CPU's entries between fake_enter and fake_leave; the state and every tensor must be on the device ---- */
+static int64_t fake_copies, fake_copy_fails; /* the copy that fails, from 1 on; 0: none */
 static luna_status fake_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  if (++fake_copies == fake_copy_fails) return luna_fail(ctx, LUNA_DEVICE_FAILED, "a copy fails");
   CHECK(!bytes || (fake_is(to) == (direction != 2) && fake_is(from) == (direction != 1)),
         "a copy in direction %d goes elsewhere", direction);
   fake_enter();
@@ -148,6 +150,102 @@ static void check_product_cost(void) {
   free(values);
 }
 
+/* ---- each copy of each way to a file or a state and back fails in turn, and the call says so ---- */
+enum { COPY_SAVE, COPY_SAVE_INT8, COPY_BUFFER, COPY_LOAD, COPY_MATCHING, COPY_SAVE_TRAINING, COPY_LOAD_TRAINING,
+       COPY_STREAM, COPY_TO_HOST, COPY_STATE, COPY_WAYS };
+typedef struct copies {
+  luna_ctx *ctx, *host;
+  luna_params *params;
+  luna_lm model, on_host;
+  luna_optimizer *optimizer;
+  luna_stream *stream[2];
+  common_bytes file;
+  char *state;
+} copies;
+static luna_status copies_save(copies *c, bool training) {
+  const luna_io io = {NULL, common_write, &c->file, 0};
+  c->file.size = 0;
+  return training ? luna_save_training(c->optimizer, luna_callbacks(&io)) : luna_save(c->params, luna_callbacks(&io));
+}
+static void copies_open(copies *c, const device *d, int way) {
+  const luna_lm_config config = {.vocab = 300, .layers = 1, .layer = {.dim = 32, .heads = 2, .ffn = 32, .memory = 2}};
+  const int32_t tokens[4] = {1, 2, 3, 4};
+  memset(c, 0, sizeof *c);
+  c->ctx = device_open(d, 3);
+  c->params = luna_params_open(c->ctx);
+  CHECK(luna_lm_init(&c->model, c->params, &config) == LUNA_OK, "%s", luna_error(c->ctx));
+  c->optimizer = luna_adam(c->params, &(luna_optimizer_config){.average = 0.9f});
+  luna_begin_step(c->ctx);
+  luna_backward(luna_lm_loss(&c->model, &(luna_input){.tokens = tokens, .batch = 1, .n = 3}, tokens + 1));
+  if (way != COPY_SAVE_TRAINING) /* there averages begin */
+    CHECK(luna_optimizer_step(c->optimizer) == LUNA_OK, "%s", luna_error(c->ctx));
+  luna_begin_inference(c->ctx);
+  c->host = device_open(NULL, 3);
+  CHECK(luna_lm_init(&c->on_host, luna_params_open(c->host), &config) == LUNA_OK, "%s", luna_error(c->host));
+  for (int i = 0; i < 2 && way >= COPY_STREAM; i++)
+    c->stream[i] = luna_stream_open(i && way == COPY_TO_HOST ? &c->on_host : &c->model, NULL);
+  if (way >= COPY_STREAM) {
+    c->state = (char *)common_alloc(luna_stream_state_size(c->stream[0]));
+    CHECK(luna_stream_step(c->stream[0], tokens) && luna_stream_state_save(c->stream[0], c->state,
+                                                                           luna_stream_state_size(c->stream[0])) == 0,
+          "%s", luna_error(c->ctx));
+  }
+  CHECK(way < COPY_LOAD || copies_save(c, way == COPY_LOAD_TRAINING) == LUNA_OK, "%s", luna_error(c->ctx));
+}
+static luna_status copies_try(copies *c, int way) {
+  static char buffer[1 << 17];
+  const luna_io io = {NULL, common_write, &c->file, 0};
+  const luna_file file = luna_bytes(c->file.at, c->file.size);
+  luna_load_report report = {0};
+  size_t written;
+  switch (way) {
+    case COPY_SAVE: return copies_save(c, false);
+    case COPY_SAVE_INT8: return luna_save_int8(c->params, luna_callbacks(&io));
+    case COPY_BUFFER: return luna_save(c->params, luna_buffer(buffer, sizeof buffer, &written));
+    case COPY_LOAD: return luna_load(c->params, file);
+    case COPY_MATCHING: return luna_load_matching(c->params, file, &report);
+    case COPY_SAVE_TRAINING: return copies_save(c, true);
+    case COPY_LOAD_TRAINING: return luna_load_training(c->optimizer, file);
+    case COPY_STREAM: case COPY_TO_HOST: return luna_stream_copy(c->stream[1], c->stream[0]);
+    default: return luna_stream_state_load(c->stream[0], c->state, luna_stream_state_size(c->stream[0]));
+  }
+}
+static void check_copies(const device *d) {
+  for (int way = 0; way < COPY_WAYS; way++) {
+    luna_status status = LUNA_DEVICE_FAILED;
+    int fails = 0;
+    for (int fail = 1; status != LUNA_OK && fail < 5000; fail += fail < 40 ? 1 : 41) {
+      copies c;
+      copies_open(&c, d, way);
+      fake_copies = 0, fake_copy_fails = fail;
+      status = copies_try(&c, way);
+      const bool failed = fake_copies >= fail;
+      fake_copy_fails = 0;
+      fails += failed;
+      CHECK((status != LUNA_OK) == failed, "way %d, copy %d %s: %s", way, fail, failed ? "fails" : "is not made",
+            luna_status_text(status));
+      CHECK(!failed || luna_error(c.ctx)[0] || luna_stream_error(c.stream[way != COPY_STATE])[0],
+            "way %d, copy %d: no sentence", way, fail);
+      luna_stream_close(c.stream[0]), luna_stream_close(c.stream[1]);
+      luna_close(c.ctx), luna_close(c.host);
+      free(c.file.at), free(c.state);
+    }
+    CHECK(status == LUNA_OK && fails > 0, "way %d: %d copies have failed, and it ends with: %s", way, fails,
+          luna_status_text(status));
+  }
+  copies c; /* of a stream whose device has failed no state is taken */
+  const int32_t token = 1;
+  copies_open(&c, d, COPY_STREAM);
+  fake_copies = 0, fake_copy_fails = 1;
+  CHECK(!luna_stream_step(c.stream[0], &token), "a step whose copy fails has logits");
+  fake_copy_fails = 0;
+  CHECK(luna_stream_copy(c.stream[1], c.stream[0]) == LUNA_DEVICE_FAILED && luna_stream_error(c.stream[1])[0] &&
+        luna_stream_position(c.stream[1]) == 0, "a broken stream is copied");
+  luna_stream_close(c.stream[0]), luna_stream_close(c.stream[1]);
+  luna_close(c.ctx), luna_close(c.host);
+  free(c.file.at), free(c.state);
+}
+
 int main(int argc, char **argv) {
   luna_backend fake = *luna_cpu_backend();
   fake_memory = (char *)mmap(NULL, FAR_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -173,6 +271,7 @@ int main(int argc, char **argv) {
         fake_waits); /* sharing, begins, a stream */
 
   check_product_cost();
+  check_copies(&d);
   luna_backend without = fake; /* a backend need not have that op, but then it has no streams */
   const device lacking = {&without, 0, 0, false, NULL, NULL};
   device_models m;

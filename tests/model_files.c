@@ -353,6 +353,13 @@ static void check_newer(luna_model_kind kind) {
   refused(later.ctx, status == LUNA_BAD_FILE, NOT_A_MODEL, "%s of a later format", model_names[kind]);
   refused(a.ctx, luna_load(a.params, luna_bytes(newer.at, newer.size)) == LUNA_BAD_FILE, NOT_A_MODEL,
           "%s of a later format, into a set", model_names[kind]);
+  for (int i = 0; i < 2; i++) { /* no number */
+    bytes odd = edited(&file, "\"luna.kind\":", i ? "\"luna.format\":\"\",\"luna.kind\":" :
+                                                   "\"luna.format\":\"two\",\"luna.kind\":");
+    refused(a.ctx, luna_load(a.params, luna_bytes(odd.at, odd.size)) == LUNA_BAD_FILE, NOT_A_MODEL,
+            "%s of a format that is no number", model_names[kind]);
+    free(odd.at);
+  }
   CHECK(open_bytes(&known, &unknown) == LUNA_OK && comes_back(&a, &known), "%s with luna.later: %s",
         model_names[kind], luna_error(known.ctx));
   bytes again = saved(known.params);

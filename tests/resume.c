@@ -339,6 +339,9 @@ static const struct {
     {"luna.attempts", "luna.attempt", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
     {"luna.updates", "luna.update", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
     {"luna.skipped", "luna.skip", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
+    {"\"luna.skipped_in_row\":\"" ZEROS, "\"luna.skipped_in_row\":\"1", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
+    {"\"luna.skipped_in_row\":\"" ZEROS, "\"luna.skipped_in_row\":\"0000000000000001", LUNA_BAD_FILE,
+        LUNA_ERROR_FILE_COUNTERS},
     {"luna.lr", "luna.rate", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
     {"luna.step", "luna.stop", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
     {"luna.seed", "luna.weed", LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD},
@@ -427,6 +430,86 @@ static void check_refusals(void) {
   }
   luna_close(from.ctx);
   free(file.at), free(weights.at);
+}
+/* SGD whose moment is an average alone, and a file of a moment and an average */
+static void check_averages(void) {
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
+  buffer file = {NULL, 0, 0, SIZE_MAX};
+  for (int i = 0; i < 2; i++) {
+    small s;
+    s.ctx = luna_open(NULL), s.params = luna_params_open(s.ctx);
+    luna_param(s.params, "first", 2, matrix, normal);
+    s.optimizer = luna_sgd(s.params, &(luna_optimizer_config){.average = 0.9f, .momentum = i ? 0 : 0.5f});
+    if (i) small_refuses(&s, file.at, file.size, LUNA_MISMATCH, LUNA_ERROR_MOMENT_COUNT, "a moment too many");
+    else file = saved(s.optimizer);
+    luna_close(s.ctx);
+  }
+  free(file.at);
+}
+/* A run in other products than the file's goes on, and options.log is told, if there is one. */
+static int told;
+static void take_note(void *user, luna_status status, const char *sentence) {
+  (void)user;
+  told += status == LUNA_OK && strstr(sentence, "bf16") != NULL;
+}
+static void check_products(void) {
+  static const char *const products[3] = {"bf16", "bf17", "bf16"};
+  small s;
+  small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
+  const buffer file = saved(s.optimizer);
+  luna_close(s.ctx);
+  for (int i = 0; i < 3; i++) {
+    char pair[64];
+    const luna_init normal = {LUNA_INIT_NORMAL, 1};
+    luna_options options = {0};
+    snprintf(pair, sizeof pair, "\"luna.products\":\"%s\",\"luna.step\"", products[i]);
+    const buffer other = edited(&file, "\"luna.step\"", pair);
+    options.log = i ? take_note : NULL;
+    s.ctx = luna_open(&options), s.params = luna_params_open(s.ctx);
+    luna_param(s.params, "first", 2, matrix, normal), luna_param(s.params, "second", 1, vector, normal);
+    s.optimizer = optimizer_open(s.params, LUNA_OPTIMIZER_ADAMW, 0);
+    told = 0;
+    CHECK(luna_load_training(s.optimizer, luna_bytes(other.at, other.size)) == LUNA_OK && unchanged(s.optimizer, &file),
+          "products in %s: %s", products[i], luna_error(s.ctx));
+    CHECK(told == (i == 2), "products in %s, and the log is told %d times", products[i], told);
+    luna_close(s.ctx), free(other.at);
+  }
+  free(file.at);
+}
+/* Loading takes memory for moments, and for the file's index: where there is none it changes nothing. */
+typedef struct scarce { int64_t calls, fail_at; } scarce;
+static void *scarce_allocate(void *user, size_t bytes) {
+  scarce *s = (scarce *)user;
+  return ++s->calls >= s->fail_at && s->fail_at ? NULL : malloc(bytes);
+}
+static void scarce_release(void *user, void *pointer, size_t bytes) { (void)user, (void)bytes, free(pointer); }
+static void check_scarce(void) {
+  const int64_t large[2] = {1000, 1000};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
+  buffer file = {NULL, 0, 0, SIZE_MAX};
+  luna_status status = LUNA_OUT_OF_MEMORY;
+  for (int fail = 0; fail <= 1 || (status != LUNA_OK && fail < 100); fail++) {
+    scarce left = {0, 0};
+    luna_options options = {0};
+    options.threads = 1;
+    options.allocator.allocate = scarce_allocate, options.allocator.release = scarce_release;
+    options.allocator.user = &left;
+    luna_ctx *ctx = luna_open(&options);
+    luna_params *params = luna_params_open(ctx);
+    luna_optimizer *adam = luna_adam(params, NULL); /* which its parameters join when it loads */
+    luna_param(params, "first", 2, large, normal);
+    if (fail == 0) file = saved(adam);
+    left.calls = 0, left.fail_at = fail;
+    status = luna_load_training(adam, luna_bytes(file.at, file.size));
+    CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error_id_of(ctx) == LUNA_ERROR_NO_MEMORY),
+          "allocation %d: %s", fail, luna_error(ctx));
+    CHECK(fail != 1 || status != LUNA_OK, "loading takes no memory");
+    left.fail_at = 0;
+    luna_begin_inference(ctx);
+    CHECK(unchanged(adam, &file), "allocation %d: something has changed", fail);
+    luna_close(ctx);
+  }
+  free(file.at);
 }
 static void check_borrowed(void) { /* a set that has been borrowed since */
   small from, to;
@@ -673,6 +756,7 @@ int main(int argc, char **argv) {
     check_resume(false, kind), check_resume(true, kind);
   check_plain(false), check_plain(true);
   check_refusals();
+  check_averages(), check_products(), check_scarce();
   if (common_little_endian()) check_borrowed();
   check_halves();
   check_failed_saves();

@@ -104,6 +104,7 @@ static const header headers[] = {
   /* JSON */
   {"{" A8 "}", 8, NULL}, {"{" A8 ",}", 8, "JSON"}, {"{" A8 T("b", "F32", "0", 0, 0) "}", 8, "JSON"},
   {"{" A8 "{" T("b", "F32", "0", 0, 0) "}", 8, "JSON"}, {"{," A8 "}", 8, "JSON"},
+  {"{\"__metadata__\":{\"a\\u12", 0, "a string has"}, {"{\"a\\", 0, "a string has"}, /* the header ends there */
   {"{" A8, 8, "JSON"}, {"{\t\r\n \"a\" : { \"shape\" : [ 1 , 2 ] , \"data_offsets\" :[0, 8 ] ,\"dtype\": \"F32\" } } ",
                         8, NULL},
   {"{\"a\":[]}", 0, "JSON"}, {"{\"a\":null}", 0, "JSON"}, {"{\"a\"}", 0, "JSON"}, {"{a:1}", 0, "JSON"},
@@ -123,6 +124,7 @@ static const header headers[] = {
   {"{" T("a", "F32", "9223372036854775808", 0, 8) "}", 8, "too large"},
   {"{" T("a", "F32", "99999999999999999999999", 0, 8) "}", 8, "too large"},
   {"{" T("a", "F32", "4294967296,4294967296", 0, 0) "}", 0, "too large"},
+  {"{" T("a", "F32", "4294967296,4294967296,1", 0, 0) "}", 0, "too large"},
       {"{" T("a", "F32", "0,4294967296", 0, 0) "}", 0, NULL},
   /* data_offsets */
   {"{" T("a", "U8", "1", 0, 18446744073709551617) "}", 1, "too large"},
@@ -148,6 +150,7 @@ static const header headers[] = {
   {"{" T("a", "F32", "1", 0, 4) "," T("b", "F32", "1", 0, 4) "}", 8, "overlap"},
   {"{" T("a", "F32", "1", 4, 8) "," T("b", "F32", "1", 4, 8) "}", 8, "overlap"},
   {"{" T("a", "F32", "1", 0, 4) "," T("e", "F32", "0", 2, 2) "}", 4, NULL},
+  {"{" T("a", "F32", "1", 4, 8) "," T("b", "F32", "1", 0, 4) "," T("e", "F32", "0", 2, 2) "}", 8, NULL},
   /* names */
   {"{" T("a", "F32", "1", 0, 4) "," T("a", "F32", "1", 4, 8) "}", 8, "same name"},
   {"{" T("a", "F32", "1", 0, 4) "," T("\\u0061", "F32", "1", 4, 8) "}", 8, "same name"},
@@ -172,7 +175,7 @@ static void check_headers(void) {
   static const char *const bad_text[] = {
     "\x80", "\xc0\x80", "\xc1\xbf", "\xc3", "\xe0\x9f\xbf", "\xe2\x82", "\xed\xa0\x80", "\xf0\x8f\xbf\xbf",
     "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "\\x", "\\u12", "\\u12G4", "\\ud800", "\\ud800\\u0041",
-    "\\ud800\\ud800", "\\udc00", "\\ud800x", "\x01", "\n", "\x1f", "\\u 123", "\\'"
+    "\\ud800\\ud800", "\\ud800\\ue000", "\\ud800\\n", "\\udc00", "\\ud800x", "\x01", "\n", "\x1f", "\\u 123", "\\'"
   };
   char json[200];
   for (size_t i = 0; i < sizeof headers / sizeof *headers; i++)
@@ -234,6 +237,35 @@ static void check_text(void) {
   CHECK(!lunai_st_equal(zero, "a") && !lunai_st_equal(zero, "ab") && lunai_st_decode(zero, out, 9) == 3 &&
         memcmp(out, "a\0b", 4) == 0,
         "a zero within a text");
+  CHECK(lunai_st_decode(text_of("a\\x", 3), out, sizeof out) == 1 && strcmp(out, "a") == 0, "a bad escape decodes");
+}
+
+/* ---- 8 bits: a matrix has the scales that stand beside it, if they are one float a row ---- */
+static void check_scales(void) {
+  static const struct { const char *matrix, *scale; size_t data; bool scaled; } cases[] = {
+    {"\"I8\",\"shape\":[2,3],\"data_offsets\":[0,6]}", "\"F32\",\"shape\":[2],\"data_offsets\":[6,14]}", 14, true},
+    {"\"I8\",\"shape\":[6],\"data_offsets\":[0,6]}", "\"F32\",\"shape\":[2],\"data_offsets\":[6,14]}", 14, false},
+    {"\"U8\",\"shape\":[2,3],\"data_offsets\":[0,6]}", "\"F32\",\"shape\":[2],\"data_offsets\":[6,14]}", 14, false},
+    {"\"I8\",\"shape\":[2,3],\"data_offsets\":[0,6]}", "\"F16\",\"shape\":[2],\"data_offsets\":[6,10]}", 10, false},
+    {"\"I8\",\"shape\":[2,3],\"data_offsets\":[0,6]}", "\"F32\",\"shape\":[2,1],\"data_offsets\":[6,14]}", 14, false},
+    {"\"I8\",\"shape\":[2,3],\"data_offsets\":[0,6]}", "\"F32\",\"shape\":[3],\"data_offsets\":[6,18]}", 18, false},
+  };
+  enum { ROOM = LUNAI_ST_NAME };
+  static char name[ROOM], json[3 * ROOM];
+  for (int i = 0; i < (int)(sizeof cases / sizeof *cases) + 1; i++) {
+    const int k = i % (int)(sizeof cases / sizeof *cases), length = i == k ? 1 : ROOM - 1; /* a name too long for one */
+    size_t size;
+    lunai_st st;
+    lunai_st_tensor t;
+    memset(name, 'm', (size_t)length), name[length] = 0;
+    snprintf(json, sizeof json, "{\"%s\":{\"dtype\":%s,\"%s.scale\":{\"dtype\":%s}", name, cases[k].matrix, name,
+             cases[k].scale);
+    uint8_t *file = file_of(json, strlen(json), cases[k].data, &size);
+    const char *wrong = lunai_st_open(&st, file, size);
+    CHECK(!wrong && lunai_st_value(&st, name, &t) && (t.scale != NULL) == (i == k && cases[k].scaled),
+          "scales %d: %s", i, wrong ? wrong : "they are taken, or not");
+    free(file);
+  }
 }
 
 /* ---- numbers ---- */
@@ -342,6 +374,10 @@ static void check_failing_writer(size_t size) {
     free(b.at);
   }
 }
+static void put_too_much(lunai_st_writer *w, const void *what) {
+  (void)what;
+  w->written += LUNAI_ST_HEADER;
+}
 /* nothing is written when the header cannot be */
 static void check_unwritable(void) {
   for (int i = 0; i < 6; i++) {
@@ -362,6 +398,8 @@ static void check_unwritable(void) {
   }
   common_bytes b = {NULL, 0, 0, 0};
   lunai_st_writer w = writer_to(&b);
+  CHECK(!lunai_st_write(&w, put_too_much, NULL) && w.failed && b.size == 0, "a header over 100 MB is written");
+  w = writer_to(&b);
   const contents nothing = {NULL, NULL, 0, 0};
   CHECK(lunai_st_write(&w, put_contents, &nothing) && b.size == 64 && !open_copy(b.at, b.size),
         "a file of nothing has %d bytes", (int)b.size);
@@ -506,6 +544,7 @@ int main(void) {
   check_headers();
   check_short();
   check_text();
+  check_scales();
   check_dtypes();
   check_round_trip(&b);
   check_failing_writer(b.size);

@@ -227,9 +227,92 @@ static void refusals(void) {
   free(bytes);
 }
 
-/* ---- the horizon: the longest sequence of training, or what the config says, saved with the model ---- */
+/* a state in a file of a training that is of another batch, of another type, or at a place that no sequence can have */
 static char file[1 << 20];
 static size_t file_size;
+static bool to_file(void *user, const void *bytes, size_t size);
+static luna_status load_file(luna_optimizer *optimizer) {
+  return luna_load_training(optimizer, luna_bytes(file, file_size));
+}
+static size_t header_size(void) {
+  size_t header = 0;
+  for (int i = 7; i >= 0; i--) header = header << 8 | (unsigned char)file[i];
+  return header;
+}
+static void check_places(luna_optimizer *adam) {
+  static const int64_t wrong[] = {-1, ((int64_t)1 << 53) + 1, INT64_MIN};
+  const int64_t rows = 60;
+  size_t at = file_size - sizeof rows;
+  while (at > 8 + header_size() && memcmp(file + at, &rows, sizeof rows) != 0) at -= sizeof(float);
+  if (!CHECK(at > 8 + header_size(), "the file has no position")) return;
+  for (int i = 0; i < 3; i++) {
+    memcpy(file + at, &wrong[i], sizeof rows);
+    CHECK(load_file(adam) == LUNA_MISMATCH, "a state at %.0f loads", (double)wrong[i]);
+  }
+  memcpy(file + at, &rows, sizeof rows);
+  CHECK(load_file(adam) == LUNA_OK, "the file itself does not load");
+}
+static void bad_files(void) {
+  setup s = open_model(0, 1), two = open_model(0, 1), one = open_model(0, 1);
+  luna_lm_state *state = luna_lm_state_open(&s.model, BATCH), *same_batch = luna_lm_state_open(&two.model, BATCH),
+                *other_batch = luna_lm_state_open(&one.model, 1);
+  luna_optimizer *adam = luna_adamw(s.params, NULL), *adams[2] = {luna_adamw(two.params, NULL),
+                                                                  luna_adamw(one.params, NULL)};
+  const luna_io io = {NULL, to_file, NULL, 0};
+  CHECK(state && same_batch && other_batch, "no state");
+  train(&s, state, adam, 0, 2);
+  file_size = 0;
+  CHECK(luna_save_training(adam, luna_callbacks(&io)) == LUNA_OK, "%s", luna_error(s.ctx));
+  CHECK(load_file(adams[1]) == LUNA_MISMATCH && luna_error_id_of(one.ctx) == LUNA_ERROR_STATE_MISSING,
+        "a state of %d sequences becomes one of one: %s", BATCH, luna_error(one.ctx));
+  if (common_little_endian()) check_places(adams[0]);
+  /* the state, which is last, as bytes: a quarter as large */
+  char *entry = strstr(file + 8, "\"luna.state\":{\"dtype\":\"F32\""),
+       *end = entry ? strstr(entry, "offsets\":[") : NULL;
+  if (CHECK(end, "the file has no state")) {
+    char digits[40];
+    const int64_t first = strtoll(end + 10, &end, 10), last = strtoll(end + 1, NULL, 10);
+    const int length = snprintf(digits, sizeof digits, "%lld", (long long)last);
+    snprintf(digits, sizeof digits, "%lld", (long long)(first + (last - first) / 4));
+    memcpy(end + 1, "                   ", (size_t)length);
+    memcpy(end + 1, digits, strlen(digits));
+    memcpy(strstr(entry, "F32\""), "I8\" ", 4);
+    file_size = 8 + header_size() + (size_t)(first + (last - first) / 4);
+    CHECK(load_file(adams[0]) == LUNA_MISMATCH && luna_error_id_of(two.ctx) == LUNA_ERROR_STATE_MISSING,
+          "a state of bytes loads: %s", luna_error(two.ctx));
+  }
+  luna_close(s.ctx), luna_close(two.ctx), luna_close(one.ctx);
+}
+
+/* the published memory's means belong to one position: sequences at different ones have no state of a stream */
+static void uneven(void) {
+  const int32_t second = 1;
+  setup s = open_model(0, 1);
+  luna_lm_state *state = luna_lm_state_open(&s.model, BATCH);
+  const size_t size = luna_lm_state_size(state);
+  unsigned char *bytes = (unsigned char *)malloc(size);
+  float *out = (float *)calloc((size_t)(BATCH * ROWS * s.outputs), sizeof(float));
+  forward(&s, state, 0, 5, out);
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_restart(state, &second, 1) == LUNA_OK, "%s", luna_error(s.ctx));
+  CHECK(luna_lm_state_save(state, bytes, size) != LUNA_OK && luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_POSITIONS,
+        "sequences at different positions are saved: %s", luna_error(s.ctx));
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_restart(state, NULL, 0) == LUNA_OK && luna_lm_state_save(state, bytes, size) == LUNA_OK, "%s",
+        luna_error(s.ctx));
+  bytes[0] ^= 1;
+  CHECK(luna_lm_state_load(state, bytes, size) != LUNA_OK && luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_OTHER,
+        "a damaged state loads: %s", luna_error(s.ctx));
+  bytes[0] ^= 1;
+  luna_begin_inference(s.ctx);
+  luna_lm_state_continue(state); /* while a pass goes on from it */
+  CHECK(luna_lm_state_load(state, bytes, size) != LUNA_OK && luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_OTHER,
+        "a state that is in use loads: %s", luna_error(s.ctx));
+  luna_close(s.ctx);
+  free(bytes), free(out);
+}
+
+/* ---- the horizon: the longest sequence of training, or what the config says, saved with the model ---- */
 static bool to_file(void *user, const void *bytes, size_t size) {
   (void)user;
   if (file_size + size >= sizeof file) return false;
@@ -339,6 +422,7 @@ int main(void) {
     if (variant < 6) restart(variant), training(variant);
   }
   refusals();
+  bad_files(), uneven();
   horizon(0, "luna.horizon\":\"30\"");
   horizon(7, "luna.horizon\":\"7\"");
   horizon(LUNA_HORIZON_NONE, NULL);
