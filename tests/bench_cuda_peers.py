@@ -41,7 +41,7 @@ extern "C" peer *peer_open(int64_t batch, int64_t n, int64_t dim, int64_t heads,
   config.encoder.layer.dim = dim;
   config.encoder.layer.heads = heads;
   config.encoder.layer.ffn = ffn;
-  config.encoder.memory = 16;
+  config.encoder.layer.memory = 16;
   adam.lr = 1e-4f;
   b->ctx = luna_open(&options);
   luna_params *params = b->ctx ? luna_params_open(b->ctx) : NULL;

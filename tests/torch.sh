@@ -61,11 +61,11 @@ static int run(luna_ctx *ctx, const luna_model *m, const char *path) { /* writes
 static int make(luna_ctx *ctx, int number, const char *path) {
   luna_params *params = luna_params_open(ctx);
   luna_model m = { 0 };
-  luna_encoder_config e = { .layers = 2, .memory = 6, .max_length = 64,
-                            .layer = { .dim = 24, .heads = 4, .ffn = 40 } };
+  luna_encoder_config e = { .layers = 2, .max_length = 64,
+                            .layer = { .dim = 24, .memory = 6, .heads = 4, .ffn = 40 } };
   switch (number) {
-    case 0: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .memory = 6,
-              .layer = { .dim = 24, .convolution = 4, .activation = LUNA_ACTIVATION_GELU } }); break;
+    case 0: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB,
+              .layer = { .dim = 24, .memory = 6, .convolution = 4, .activation = LUNA_ACTIVATION_GELU } }); break;
     case 1: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .layers = 3,
               .positions = LUNA_POSITIONS_LEARNED,
               .layer = { .dim = 30, .heads = 3, .sharing = LUNA_SHARING_FULL, .pre_norm = true,
@@ -74,18 +74,19 @@ static int make(luna_ctx *ctx, int number, const char *path) {
               .positions = LUNA_POSITIONS_SINUSOIDAL,
               .layer = { .dim = 25, .heads = 5, .omega = LUNA_ACTIVATION_SOFTPLUS, .pre_norm = true,
                          .norm = LUNA_NORM_RMS, .gated = true, .activation = LUNA_ACTIVATION_SILU } }); break;
-    case 10: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .memory = 6,
-               .layer = { .dim = 24, .convolution = 4, .forget = LUNA_FORGET_GATED, .output_gate = true } }); break;
-    case 11: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .memory = 1,
-               .layer = { .dim = 24, .forget = LUNA_FORGET_CONSTANT, .sharing = LUNA_SHARING_FULL,
+    case 10: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB,
+               .layer = { .dim = 24, .memory = 6, .convolution = 4, .forget = LUNA_FORGET_GATED,
+                          .output_gate = true } }); break;
+    case 11: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB,
+               .layer = { .dim = 24, .memory = 1, .forget = LUNA_FORGET_CONSTANT, .sharing = LUNA_SHARING_FULL,
                           .pre_norm = true } }); break;
     case 12: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB,
                .layer = { .dim = 24, .horizon = 7 } }); break;
     case 14: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES, .outputs = 7,
                .output_norm = true,
                .layer = { .dim = 24, .convolution = 3, .forget = LUNA_FORGET_GATED, .pre_norm = true } }); break;
-    case 15: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES, .memory = 6,
-               .positions = LUNA_POSITIONS_SINUSOIDAL, .layer = { .dim = 24 } }); break;
+    case 15: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES,
+               .positions = LUNA_POSITIONS_SINUSOIDAL, .layer = { .dim = 24, .memory = 6 } }); break;
     case 16: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .outputs = 4,
                .layer = { .dim = 24 } }); break;
     case 17: case 18: case 19:
