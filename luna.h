@@ -802,16 +802,16 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
    weight [d,width], whose last column is for the present, bias [d] or null -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
-/* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d], which are queries
-   times the key projection, and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax
-   over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias
-   [batch,h,l]. Null configs: the defaults. */
+/* The folded pack [eq. 3, projections moved to the short memory]: weights [batch,r,d], which are queries times the key
+   projection, and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. Null config: the defaults. */
 typedef struct luna_pack_config {
   const int32_t *lengths;            /* [batch] real rows of the context, or null: all; 0 gives zeros */
   float dropout;                     /* of the attention matrix */
   luna_tensor **sums;                /* where to put its row sums [batch,r,1], or null */
 } luna_pack_config;
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config);
+/* The folded unpack [eq. 4]: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d],
+   k, v [batch,h,l,d], bias [batch,h,l] -> [batch,n,d]. Null config: the defaults. */
 typedef struct luna_unpack_config {
   luna_tensor *out_bias;             /* [d], or null */
   const int32_t *lengths;            /* [batch] real slots, or null: all */
@@ -819,6 +819,12 @@ typedef struct luna_unpack_config {
 } luna_unpack_config;
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
                                   const luna_unpack_config *config);
+/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
+   scaled by 1/sqrt(d_h) here.
+   With `forget`, which is not in the paper, the memory forgets. Slot i's key and value are means of k and v over the
+   tokens so far by weights e^s in place of omega(s), s held to -15 .. 15; each token first multiplies the weights of
+   those before it by its gate, e^max(ln(sigmoid(forget)) / 16, -1). With gates of 1 that is the pack's softmax,
+   made causal. */
 typedef struct luna_causal_nested_config {
   int64_t heads;                     /* 0 = 1 */
   luna_activation omega;             /* 0 = SOFTPLUS2; or SOFTPLUS, ELU1 */
@@ -827,12 +833,6 @@ typedef struct luna_causal_nested_config {
   luna_tensor *forget;               /* logits of forget gates [batch,n,h l], or null: the published form */
   int64_t horizon;                   /* without forget: T, as of luna_layer_config; 0 = none */
 } luna_causal_nested_config;
-/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
-   scaled by 1/sqrt(d_h) here.
-   With `forget`, which is not in the paper, the memory forgets. Slot i's key and value are means of k and v over the
-   tokens so far by weights e^s in place of omega(s), s held to -15 .. 15; each token first multiplies the weights of
-   those before it by its gate, e^max(ln(sigmoid(forget)) / 16, -1). With gates of 1 that is the pack's softmax [eq. 3],
-   made causal. */
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config);
 
@@ -17058,14 +17058,16 @@ LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads
   return n * 4 * (double)heads * l * d + 4 * l * products < n * (2 * (double)projections * products + 4 * l * d);
 }
 
-/* the first half, eq. 3: Y_P, folded or by attention (1), whose reference is lunai_attention_row */
+/* The first half, eq. 3: p [b,l,d], context [b,m,d] -> Y_P [b,l,d], folded or by attention (1), whose reference is
+   lunai_attention_row. */
 LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context,
                                         const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
-  const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
+  const bool own_keys = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p);
+  /* rows cut over ranks: the folded form has no dropout of the attention matrix there */
   const bool drops = lunai_rows_cut(context) && c->dropout > 0 && p->ctx->training;
-  if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + key))
+  if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + own_keys))
     return lunai_pack_folded(layer, pq, context, lengths);
   luna_attention_config a = lunai_attention_config(c->pack_heads, c->dropout, lengths);
   luna_tensor *pv = luna_linear_layer_forward(&layer->pv, context);
@@ -17078,11 +17080,11 @@ LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer
   const luna_attention_config a = lunai_attention_config(layer->config.heads, 0, past->source_slots);
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
   q = lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1);
-  q = luna_softmax_attention(q, &past->keys, &past->values, &a);
-  q = lunai_gated(&layer->gate, x, luna_reshape(q, x->rank, x->shape));
-  return lunai_linear_with(q, layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, 0);
+  luna_tensor *y = luna_softmax_attention(q, &past->keys, &past->values, &a);
+  y = lunai_gated(&layer->gate, x, luna_reshape(y, x->rank, x->shape));
+  return lunai_linear_with(y, layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, 0);
 }
-/* the second half, eq. 4: Y_X + residual, or null, after a dropout */
+/* The second half, eq. 4: x [b,n,d], y_p [b,l,d] -> Y_X + residual [b,n,d], after a dropout; residual may be null. */
 LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                           luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
@@ -17093,8 +17095,8 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
   luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
-  v = lunai_gated(&layer->gate, x, luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a));
-  return lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, dropout);
+  luna_tensor *y = luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a);
+  return lunai_linear_with(lunai_gated(&layer->gate, x, y), layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, dropout);
 }
 
 /* What goes through a layer: x and P, which become X' and P' where these are wanted. */

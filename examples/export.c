@@ -413,6 +413,7 @@ static const char *write_word(const char *at) {
   if (strncmp(at, "name", 4) == 0) return fputs(name, out), at + 4;
   while (n->name && strncmp(at, n->name, strlen(n->name)) != 0) n++;
   if (n->name) return fprintf(out, "%lld", (long long)n->is), at + strlen(n->name);
+  if (*at != 'd' && *at != 'f') return fputc('$', out), at; /* no word: what is written does not compile */
   const bool eight = *at == 'd' ? eight_d : eight_f;
   const size_t size = at[1] == '{' ? strcspn(at, "}") : 0;
   if (!size) return fputs(eight ? "8" : "", out), at + 1;

@@ -15,7 +15,7 @@ static const char *const export_header[] = {
   "/* All memory of a sequence but the stack. Zeroed, it stands at a sequence's beginning. */",
   "typedef struct $name_state {",
   "  uint32_t steps;                    /* so far; it stays at its maximum */",
-  "  float means[$layers][$means][$heads][$slots][$head]; /* of each layer and head: section 3.3's running means */",
+  "  float means[$layers][$means][$heads][$slots][$head]; /* of each layer and head: means over the tokens so far */",
   "@kahan:  float lost[$layers][$means][$heads][$slots][$head]; /* what rounding took from them */",
   "@forgets:  float weights[$layers][$heads][$slots]; /* the sums of weights that the means are of */",
   "@conv:  float history[$layers][$width - 1][$dim]; /* the short convolution's earlier inputs */",
@@ -30,8 +30,8 @@ static const char *const export_header[] = {
     "Inf or",
   "@features:   more than 1e9 deviations from its mean. */",
   "@features:int $name_step($name_state *state, const float *x, float *y);",
-  "@tokens:/* The logits [OUTPUTS] after a token, and 1. 0 and no change where the token is not in 0..VOCAB - 1$limit. "
-    "*/",
+  "@tokens:/* The logits [OUTPUTS] after a token, and 1. 0 and no change for a token beyond 0..VOCAB - 1@tokens learned:"
+    ", or after $max_length@tokens:. */",
   "@tokens:int $name_step($name_state *state, int32_t token, float *logits);",
   "@classes:/* A step of gradient descent on the output layer, from what the last step read: cross-entropy, target a "
     "class.",
@@ -368,8 +368,8 @@ static const char *const export_model[] = {
   "@conv:  }",
   "@conv:}",
   "@conv:",
-  "/* Eq. 6's first half, x + LunaAttn(x), of layer n. a = omega(k_p pq^T) / t: omega of each head's scores, "
-    "section 3.3 */",
+  "@forgets:/* Eq. 6's first half, x + LunaAttn(x), of layer n. a: each slot's weight of this token, e^score */",
+  "@!forgets:/* Eq. 6's first half, x + LunaAttn(x), of layer n. a = omega(k_p pq^T) / t, section 3.3 */",
   "static void attention($name_state *state, int n, @!forgets:float share, @:float *x) {",
   "  const struct layer *layer = &layers[n];",
   "  float in[D], q[D], v[D], a[HEADS * SLOTS];",

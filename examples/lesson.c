@@ -1,7 +1,7 @@
 /* lesson: from softmax attention to Luna, step by step, in plain loops that print their matrices for a short sentence;
    then equations (1) to (7) of the paper, arXiv 2106.01540v2, each beside luna.h's call on the same numbers; a training
-   loop written out; and exercises, whose answers it computes. Read it from top to bottom, beside what it prints; it
-   takes less than a second to run.
+   loop written out; and exercises, whose answers it computes. Read it from main on, call by call, beside what it
+   prints; it takes less than a second to run.
 
      cc -O2 -I. examples/lesson.c -o lesson -lm -lpthread && ./lesson
 
@@ -196,8 +196,8 @@ static void show_gates(void) {
   }
   printf("5. The past. A causal model has no pack: a word must not see later ones. Its memory is a sum over the\n"
          "words so far divided by their number (equation 7): of t words a slot holds each by softplus(score) / t,\n"
-         "which need not sum to 1, so that the newest counts less and less: of 12 words with equal scores 8%%, of\n"
-         "1,200 0.08%%. Such a memory blurs, and in the end hardly moves. A gate (.forget, not in the paper)\n"
+         "which need not sum to 1, so that the newest counts less and less: of 12 words with equal scores 8%% of\n"
+         "the whole, of 1,200 0.08%%. Such a memory blurs, and in the end hardly moves. A gate (.forget, not in the paper)\n"
          "multiplies what was before, by e^-1 = 0.37 a word at least; with it a word weighs e^score, and the weights\n"
          "are divided by their sum. If all scores are equal, a slot holds after the last word, in percent:\n\n%8s", "");
   for (int t = 0; t < n; t++) printf(" %5.5s", words[t].text);

@@ -29,6 +29,7 @@ section.entry { padding: 8px 0; border-bottom: 1px solid var(--line); }
 section.entry p { margin: 4px 0; max-width: 76ch; }
 section.entry:has(:target) { background: var(--side); }
 table { border-collapse: collapse; } td, th { padding: 4px 14px 4px 0; text-align: left; vertical-align: top; }
+td a { overflow-wrap: anywhere; }
 .hidden { display: none; } #count { color: var(--dim); min-height: 1.5em; }
 @media (max-width: 760px) { nav { position: static; width: auto; } nav a { display: inline-block; margin-right: 12px; }
   main { margin: 0; padding: 8px 14px 60px; } }
@@ -39,12 +40,15 @@ const entries = [...document.querySelectorAll('section.entry')];
 const texts = entries.map(e => e.textContent.toLowerCase());
 function search() {
   const words = input.value.toLowerCase().split(/\\s+/).filter(Boolean);
+  const equation = input.value.match(/^\\s*eq(?:s|uation)?\\.?\\s*\\(?([1-7])\\)?\\s*$/i);
+  const row = equation && document.getElementById('equation' + equation[1]);
   let found = 0;
   entries.forEach((e, i) => {
-    const fits = words.every(w => texts[i].includes(w));
+    const fits = row ? e.contains(row) : words.every(w => texts[i].includes(w));
     e.classList.toggle('hidden', !fits);
     found += fits;
   });
+  if (row) row.scrollIntoView({ block: 'center' });
   document.querySelectorAll('.chapter').forEach(c =>
     c.classList.toggle('hidden', words.length > 0 && !c.querySelector('.entry:not(.hidden)')));
   count.textContent = words.length ? found + ' of ' + entries.length + ' entries' : '';

@@ -208,7 +208,7 @@ check "all lines are read" [ "$(sed -n 's/^steps //p' table/main.log)" = 3 ]
 check "columns are found by their names, among others" \
   read_as 'time;he*/at;state;"speed"\r\n17:01;-1.3e1;slow;+1e-3\r\n\r\n17:02;n/a; fast ;2.0\r\n;4; ;1.23e10'
 check "a column that is missing is said" stops 'no column he\*/at' 'speed,heat\n1,2\n'
-check "so are names that are missing" stops 'no column speed' '1,2\n3,4\n'
+check "so are names that are missing" stops 'does not name the column speed' '1,2\n3,4\n'
 check "a word is no number" stops 'line 3, column 2: this is no number' 'speed,he*/at\n1,2\n1,x7\n'
 for cell in 1-3 --3 1.2.3 1e 1e- e3 . 0x10; do
   check "$cell is no number" stops 'line 2, column 1: this is no number' "speed,he*/at\n$cell,2\n"

@@ -127,7 +127,7 @@ static int find_places(int header) {
   for (int i = 0; i < NUMBERS; i++) {
     if (header) places[i] = named[i];
     if (places[i] >= 0) continue;
-    board_print("series.csv has no column ");
+    board_print(header ? "series.csv has no column " : "the first line of series.csv does not name the column ");
     board_print(names[i]);
     board_print("\n");
     return 0;
@@ -190,6 +190,7 @@ int main(void) {
 #endif
   int more;
   number_places();
+  board_write("", 0);                  /* outputs.txt begins anew */
   while ((more = read_step()) > 0) {
     first = board_count();
 #ifdef DETECTOR_VOCAB
@@ -198,7 +199,10 @@ int main(void) {
     const int good = detector_step(&state, x, y);
 #endif
     count += board_count() - first;
-    if (!good) board_print("a number is not one that the model reads\n");
+    if (!good) {                     /* the state is as before; y becomes NaN */
+      print_number("series.csv, line ", lines, ": a number is not one that the model reads\n");
+      for (int o = 0; o < DETECTOR_OUTPUTS; o++) y[o] = 0, y[o] /= y[o];
+    }
     write_outputs();
 #ifdef LEARN_STEPS
     int best = 0;
@@ -208,6 +212,7 @@ int main(void) {
 #endif
     steps++;
   }
+  if (!lines || (lines == 1 && !steps)) board_print("series.csv is not here, or is empty\n");
   print_number("steps ", steps, "\n");
   print_number("state ", (uint32_t)sizeof state, "\n");
   print_number("instructions a step, with -icount: ", steps ? count / steps : 0, "\n");

@@ -4,12 +4,13 @@
 #   examples/models/models.sh DATA FOLDER     makes them again, in FOLDER; some minutes
 #
 #   english.safetensors     bytes of English: build/lm generate; 2 layers of 40 dimensions, a memory that forgets
-#   motions.safetensors     standing, running, walking or badminton, at each tenth of a second, from a watch's
-#                           accelerometer and gyroscope: build/series predict, build/export
+#   motions.safetensors     standing, running, walking or badminton, at each tenth of a second, from three numbers of a
+#                           watch's accelerometer and three of its gyroscope, in the order, units and axes of the
+#                           archive's BasicMotions: build/series predict, build/export
 #   sentiment.safetensors   negative or positive: build/classify predict
 #
 # DATA has shakespeare.txt, BasicMotions.train.ts and imdb.tsv, a line "0 or 1, a tab, a review"; examples/guide.md says
-# where they come from ("Your own data"). All are stored in 8 bits. On one instruction set the same commands give the
+# where they come from ("Data sets"). All are stored in 8 bits. On one instruction set the same commands give the
 # same bytes: those beside this script are of AVX-512. What each reaches on what it has not learnt from is in the guide.
 build=${BUILD:-build} data=$1 out=$2
 [ -d "$data" ] && [ -n "$out" ] || { sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2; }
