@@ -2192,6 +2192,8 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
+#define LUNAI_HOT static __attribute__((unused))
+#define LUNAI_RARE __attribute__((cold))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
 #if defined(__OPTIMIZE__) && !(defined(__OPTIMIZE_SIZE__) && defined(LUNA_NO_SIMD))
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
@@ -2200,6 +2202,8 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 #else
 #define LUNAI_UNUSED
+#define LUNAI_HOT static
+#define LUNAI_RARE
 #define LUNAI_CALL static
 #ifdef LUNAI_MSVC
 #define LUNAI_INLINE static __forceinline
@@ -8890,6 +8894,14 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
   return (unsigned)isa < LUNAI_LENGTH(name) ? name[isa] : "unknown";
 }
 
+/* From here on functions prepare what the kernels above do, or are called once: they are compiled for size, but for
+   those that are LUNAI_HOT. */
+#pragma push_macro("LUNAI_FN")
+#undef LUNAI_FN
+#define LUNAI_FN LUNAI_HOT LUNAI_RARE
+#undef LUNA_API
+#define LUNA_API LUNAI_RARE
+
 /* ---------------------------------------------------------------------------------------------------------------------
    >>status: version, statuses, and the sentences of errors. Guarded by tests/contact.c.
    ------------------------------------------------------------------------------------------------------------------ */
@@ -10070,14 +10082,14 @@ LUNAI_FN int lunai_cores(void) {
 
 /* the number of the newest call */
 LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_atomic_load(&pool->ticket) >> 32); }
-LUNAI_FN void lunai_pool_wake(lunai_pool *pool, lunai_condition *condition) {
+LUNAI_HOT void lunai_pool_wake(lunai_pool *pool, lunai_condition *condition) {
   lunai_mutex_lock(&pool->mutex);
   lunai_condition_wake(condition);
   lunai_mutex_unlock(&pool->mutex);
 }
 
 /* runs a call's remaining indices; task and work do not change until all that were taken are done */
-LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
+LUNAI_HOT void lunai_pool_work(lunai_pool *pool, uint32_t call) {
   uint64_t ticket = lunai_atomic_load(&pool->ticket);
   while (ticket >> 32 == call && (uint32_t)ticket < lunai_atomic_load(&pool->count)) {
     if (!lunai_atomic_swap(&pool->ticket, &ticket, ticket + 1)) continue;
@@ -10110,10 +10122,10 @@ static LUNAI_THREAD_MAIN lunai_worker_main(void *user) {
 /* False in a child of fork, where there are no workers, and mutex and condition may be in any state. The process id
    is compared only where sleepers are woken or threads joined: a call's own thread runs every share that no other
    takes. */
-LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
+LUNAI_HOT bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
 
 /* a new call of `count` tasks; returns its number */
-LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, int64_t count) {
+LUNAI_HOT uint32_t lunai_pool_publish(lunai_pool *pool, int64_t count) {
   const uint32_t call = lunai_pool_call(pool) + 2;
   lunai_atomic_store(&pool->done, 0);
   /* so that no thread pairs the new count with the old call */
@@ -10125,7 +10137,7 @@ LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, int64_t count) {
 }
 
 /* a luna_parallel_for */
-LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
+LUNAI_HOT void lunai_pool_run(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
   lunai_pool *pool = (lunai_pool *)user;
   pool->task = task;
   pool->work = work;
@@ -11381,7 +11393,7 @@ LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alon
 
 /* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
    w_r = exp(lse_r - log sum_s exp lse_s) of each head, out = sum_r w_r y_r, in rank order. kept: this rank's w */
-LUNAI_FN luna_status lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+LUNAI_HOT luna_status lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int ranks = op->ctx->collective.ranks;
   const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
@@ -11414,7 +11426,8 @@ LUNAI_FN luna_status lunai_rank_merge_forward(const luna_tensor *const *in, int 
   return LUNA_OK;
 }
 /* dy_r = w_r dy and dlse_r = w_r dy . (y_r - y), of the ranks' summed dy */
-LUNAI_FN luna_status lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+LUNAI_HOT luna_status lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
   const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
   (void)count;
@@ -11450,7 +11463,8 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. Of `rows` rows before a rank's first, a
    rank before that has its last min(its own, its end - (first - rows)). */
-LUNAI_FN luna_status lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+LUNAI_HOT luna_status lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out,
+                                                void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int64_t start = op->part->first - rows;
@@ -11476,8 +11490,8 @@ LUNAI_FN luna_status lunai_rank_border_forward(const luna_tensor *const *in, int
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out,
-                                                void *state) {
+LUNAI_HOT luna_status lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                 void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
   const luna_collective *c = lunai_ranks(op->ctx);
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
@@ -11558,7 +11572,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
 /* body(op, first, last) over [0, count) in shares of whole units */
 typedef void (*lunai_body)(luna_op *op, int64_t first, int64_t last);
 typedef struct lunai_split_work { luna_op *op; lunai_body body; int64_t count, unit; } lunai_split_work;
-LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const lunai_split_work *w = (const lunai_split_work *)work;
   const int64_t units = lunai_divide_up(w->count, w->unit);
   const int64_t first = lunai_share(units, thread, threads) * w->unit;
@@ -11594,7 +11608,7 @@ LUNAI_FN luna_status lunai_split(luna_op *op, int64_t count, int64_t width, luna
 
 LUNAI_INLINE const lunai_kernels *lunai_k(const luna_op *op) { return op->ctx->kernels; }
 LUNAI_INLINE int64_t lunai_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
-LUNAI_FN int64_t lunai_rows(const luna_tensor *t) { /* of the last axis, which may have no elements */
+LUNAI_HOT int64_t lunai_rows(const luna_tensor *t) { /* of the last axis, which may have no elements */
   int64_t rows = 1;
   for (int a = 0; a + 1 < t->rank; a++) rows *= t->shape[a];
   return rows;
@@ -11613,7 +11627,7 @@ LUNAI_INLINE const lunai_int8 *lunai_op_int8(const luna_op *op, int i) {
 }
 
 /* --- shapes: permute, slice, concat, repeat --- */
-LUNAI_FN luna_status lunai_permute_run(luna_op *op, bool back) {
+LUNAI_HOT luna_status lunai_permute_run(luna_op *op, bool back) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   const float *from = back ? y->grad : x->data;
   float *to = back ? x->grad : y->data;
@@ -11642,8 +11656,8 @@ LUNAI_RUN_OP(permute)
 
 /* Copies the part of an axis that begins at `start` out of the whole, of a slice, or into it; back: adds the gradient
    the other way. */
-LUNAI_FN void lunai_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
-                              int64_t start, bool back) {
+LUNAI_HOT void lunai_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
+                               int64_t start, bool back) {
   const bool to_whole = (op->kind == LUNA_OP_SLICE) == back;
   int64_t inner = 1;
   for (int64_t a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
@@ -11663,7 +11677,7 @@ LUNAI_FN luna_status lunai_slice_run(luna_op *op, bool back) {
 }
 LUNAI_RUN_OP(slice)
 #define LUNAI_CPU_SLICE LUNAI_CPU_OP(lunai_query_nothing, lunai_slice_forward, lunai_slice_backward, 0)
-LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
+LUNAI_HOT luna_status lunai_concat_run(luna_op *op, bool back) {
   const int64_t axis = op->arg.concat.axis;
   int64_t start = 0;
   for (int i = 0; i < op->inputs; start += op->in[i++]->shape[axis])
@@ -11694,7 +11708,7 @@ typedef struct lunai_sum_work {
   const float *x;
   float *y;
 } lunai_sum_work;
-LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sum_work *w = (const lunai_sum_work *)work;
   const int64_t count = w->inner > 1 ? w->inner : w->outer;
   const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
@@ -11760,9 +11774,9 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
-LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+LUNAI_HOT bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 /* elements [first, last) of the result or, where arg names an input, of its gradient before it is summed */
-LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t *shape = op->arg.elementwise.shape;
   const int input = op->arg.elementwise.input;
   const bool back = LUNAI_TRAINS && input >= 0, repeated = back && lunai_is_repeated(op, input);
@@ -11853,8 +11867,8 @@ LUNAI_SPLIT_OP(same, luna_count(op->out[0]), 1)
 /* a b modulo 2^64: a context that measures meets more elements than there are numbers */
 LUNAI_INLINE int64_t lunai_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
 /* An op's dropout of `count` elements, `width` a row. Of a rank's part, where each element is in the whole. */
-LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count,
-                                        int64_t width) {
+LUNAI_HOT lunai_dropout lunai_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count,
+                                         int64_t width) {
   const luna_step_state *state = op->ctx->state;
   lunai_dropout d = lunai_dropout_of(probability, state->seed, number, (uint32_t)state->step);
   const lunai_cut *part = op->out[0]->own->part;
@@ -11872,7 +11886,7 @@ LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op, int64_t count, int64_
 LUNAI_FN lunai_dropout lunai_op_last_dropout(const luna_op *op) {
   return lunai_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]), lunai_last(op->out[0]));
 }
-LUNAI_FN void lunai_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   const lunai_dropout d = lunai_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
   const float *from = back ? y->grad : x->data;
@@ -11891,7 +11905,7 @@ LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
   return LUNA_OK;
 }
 /* rows [first, last) of outer * axis: each gets its group's gradient */
-LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const bool set = op->sets & 1;
   const float *dy = op->out[0]->grad;
@@ -11913,7 +11927,7 @@ LUNAI_SPLIT_ALL(lunai_reduce_backward, lunai_reduce_back, op->arg.reduce.outer *
 #define LUNAI_CPU_REDUCE \
   LUNAI_CPU_REST(lunai_query_nothing, lunai_reduce_forward, lunai_reduce_backward, LUNA_SETS_GRAD(0))
 
-LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
+LUNAI_HOT bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
   for (*at = 0, i = 0; i < axis; i++) {
     if (x[i * stride] > x[*at * stride]) *at = i;
@@ -11921,7 +11935,7 @@ LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int6
   }
   return axis > 0;
 }
-LUNAI_FN luna_status lunai_max_run(luna_op *op, bool back) {
+LUNAI_HOT luna_status lunai_max_run(luna_op *op, bool back) {
   const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const luna_tensor *x = op->in[0], *y = op->out[0];
   int64_t at;
@@ -11938,7 +11952,7 @@ LUNAI_RUN_OP(max)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
-LUNAI_FN void lunai_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const int64_t panels = lunai_divide_up(inner, LUNAI_CUMSUM_COLUMNS);
   const float *x = back ? op->out[0]->grad : op->in[0]->data;
@@ -11960,7 +11974,7 @@ LUNAI_PART_OP(cumsum, op->arg.reduce.outer * lunai_divide_up(op->arg.reduce.inne
 #define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(lunai_query_nothing, lunai_cumsum_forward, lunai_cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
-LUNAI_FN void lunai_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   const int64_t n = op->arg.mask.width;
   for (int64_t r = first; r < last; r++) {
@@ -11976,7 +11990,7 @@ LUNAI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.widt
 
 /* --- sine, cosine, power: in double, one by one --- */
 /* the function or, when `slope`, its derivative */
-LUNAI_FN float lunai_function_at(const luna_op *op, float x, bool slope) {
+LUNAI_HOT float lunai_function_at(const luna_op *op, float x, bool slope) {
   const double p = (double)op->arg.function.exponent;
   double sine, cosine;
   if (op->arg.function.which == LUNA_FUNCTION_POW)
@@ -11986,12 +12000,12 @@ LUNAI_FN float lunai_function_at(const luna_op *op, float x, bool slope) {
   if (op->arg.function.which == LUNA_FUNCTION_SIN) return (float)(slope ? cosine : sine);
   return (float)(slope ? -sine : cosine);
 }
-LUNAI_FN void lunai_function_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_function_body(luna_op *op, int64_t first, int64_t last) {
   const float *x = op->in[0]->data;
   float *y = op->out[0]->data;
   for (int64_t i = first; i < last; i++) y[i] = lunai_function_at(op, x[i], false);
 }
-LUNAI_FN void lunai_function_back(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_function_back(luna_op *op, int64_t first, int64_t last) {
   const float *x = op->in[0]->data, *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad;
   for (int64_t i = first; i < last; i++) dx[i] += dy[i] * lunai_function_at(op, x[i], true);
@@ -12001,8 +12015,8 @@ LUNAI_SPLIT_OP(function, luna_count(op->out[0]), 16)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 /* of a divisor that is 0, or so small that 1 / x is Inf, the numbers are divided one by one */
-LUNAI_FN float lunai_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
-LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT float lunai_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
+LUNAI_HOT void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->out[0]);
   for (int64_t r = first; r < last; r++) {
     const float *x = op->in[0]->data + r * (n + 1), inverse = 1 / x[n];
@@ -12011,7 +12025,7 @@ LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
     else for (int64_t i = 0; i < n; i++) y[i] = lunai_ratio_of(x[i], x[n]);
   }
 }
-LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->out[0]);
   for (int64_t r = first; r < last; r++) {
     const float *x = op->in[0]->data + r * (n + 1), *dy = op->out[0]->grad + r * n;
@@ -12447,12 +12461,12 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
-LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
+LUNAI_HOT int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
   const luna_tensor *x = op->in[0];
   const int64_t n = lunai_last(x);
   return op->lengths ? lunai_min(n, op->lengths[row / (lunai_rows(x) / x->shape[0])]) : n;
 }
-LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
   for (int64_t r = first; r < last; r++) {
     const int64_t width = lunai_softmax_width(op, r);
@@ -12460,7 +12474,7 @@ LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
     memset(op->out[0]->data + r * n + width, 0, (size_t)(n - width) * sizeof(float));
   }
 }
-LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
   for (int64_t r = first; r < last; r++)
     lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
@@ -12539,15 +12553,15 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
-LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
-                                 float *table) {
+LUNAI_HOT void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
+                                  float *table) {
   const int64_t d = lunai_last(op->out[0]);
   for (int64_t i = 0; i < count; i++) {
     float *row = table + op->index[i] * d + first;
     lunai_k(op)->add(last - first, row, rows + i * d + first, row);
   }
 }
-LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = lunai_last(op->in[0]);
 #ifndef LUNA_NO_INT8
   if (!op->in[0]->data) {            /* a stream's, stored in 8 bits alone */
@@ -12570,7 +12584,7 @@ LUNAI_SPLIT_ALL(lunai_embedding_backward, lunai_embedding_back, lunai_last(op->i
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
   lunai_scatter_rows(op, op->in[1]->shape[0], first, last, op->in[1]->data, op->out[0]->data);
 }
-LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
+LUNAI_HOT void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
   const int64_t d = op->in[1]->shape[1];
   for (int64_t i = first; i < last; i++)
     lunai_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
@@ -12604,7 +12618,7 @@ LUNAI_FN size_t lunai_angles_room(const lunai_angles *a) {
   return lunai_round((size_t)(lunai_angles_places(a) * (a->d / 2)) * 2 * sizeof(double));
 }
 /* of an op, in its workspace */
-LUNAI_FN lunai_angles lunai_angles_of(const luna_op *op) {
+LUNAI_HOT lunai_angles lunai_angles_of(const luna_op *op) {
   const bool rotary = op->kind == LUNA_OP_ROTARY;
   const luna_tensor *y = op->out[0];
   const int64_t d = rotary ? lunai_last(y) / op->arg.rotary.heads : lunai_last(y);
@@ -12614,7 +12628,7 @@ LUNAI_FN lunai_angles lunai_angles_of(const luna_op *op) {
   a.out = rotary && op->workspace ? (float *)(void *)((char *)op->workspace + lunai_angles_room(&a)) : y->data;
   return a;
 }
-LUNAI_FN void lunai_angles_place(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_angles_place(luna_op *op, int64_t first, int64_t last) {
   const lunai_angles a = lunai_angles_of(op);
   const int64_t half = a.d / 2;
   for (int64_t t = first; t < last; t++)
@@ -12623,7 +12637,7 @@ LUNAI_FN void lunai_angles_place(luna_op *op, int64_t first, int64_t last) {
       lunai_sine((double)t * lunai_frequency(i, a.rate), &at[0], &at[1]);
     }
 }
-LUNAI_FN void lunai_angles_block(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_angles_block(luna_op *op, int64_t first, int64_t last) {
   const lunai_angles a = lunai_angles_of(op);
   const int64_t half = a.d / 2;
   for (int64_t block = a.first / LUNAI_ANGLES + first; first < last; first++, block++) {
@@ -12664,7 +12678,7 @@ LUNAI_FN void lunai_rotary_query(luna_op *op) {
   op->workspace_size = lunai_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
   op->backward_workspace_size = op->workspace_size;
 }
-LUNAI_FN void lunai_rotary_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_rotary_body(luna_op *op, int64_t first, int64_t last) {
   const lunai_angles a = lunai_angles_of(op);
   const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
   for (int64_t head = first * heads; head < last * heads; head++) {
@@ -12677,7 +12691,7 @@ LUNAI_FN void lunai_rotary_body(luna_op *op, int64_t first, int64_t last) {
     }
   }
 }
-LUNAI_FN void lunai_rotary_back(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_rotary_back(luna_op *op, int64_t first, int64_t last) {
   const lunai_angles a = lunai_angles_of(op);
   const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
   for (int64_t head = first * heads; head < last * heads; head++) {
@@ -12725,13 +12739,13 @@ LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
   if (op->training) op->kept_size = rows;
   op->workspace_size = rows;
 }
-LUNAI_FN void lunai_cross_entropy_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_cross_entropy_body(luna_op *op, int64_t first, int64_t last) {
   lunai_cross_entropy a = lunai_cross_entropy_args(op);
   a.loss = (float *)op->workspace;
   a = lunai_cross_entropy_rows(&a, first, last);
   lunai_k(op)->cross_entropy(&a);
 }
-LUNAI_FN void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last) {
   lunai_cross_entropy a = lunai_cross_entropy_args(op);
   a.grad = op->in[0]->grad;
   a.factor = lunai_cross_entropy_factor(op);
@@ -13074,7 +13088,7 @@ LUNAI_FN lunai_convolution lunai_convolution_of(const luna_op *op, int64_t b) {
   a.dbias = lunai_grad(op, 2);
   return a;
 }
-LUNAI_FN void lunai_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) { /* of sequences */
+LUNAI_HOT void lunai_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) { /* of sequences */
   for (; first < last; first++) {
     const lunai_convolution a = lunai_convolution_of(op, first);
     if (back) lunai_k(op)->short_convolution_backward(&a);
@@ -13143,7 +13157,7 @@ LUNAI_FN luna_status lunai_cpu_check(luna_ctx *ctx, const luna_tensor *loss, lun
 typedef struct lunai_update_work {
   const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3];
 } lunai_update_work;
-LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
+LUNAI_HOT lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
   lunai_update u = *whole;
   u.value = lunai_offset(u.value, first);
   u.grad += first;
@@ -13153,7 +13167,7 @@ LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first
   return u;
 }
 /* of a part of at most 64 blocks */
-LUNAI_FN void lunai_sums_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_sums_task(void *work, int64_t thread, int64_t threads) {
   lunai_update_work *w = (lunai_update_work *)work;
   for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
     const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK,
@@ -13163,7 +13177,7 @@ LUNAI_FN void lunai_sums_task(void *work, int64_t thread, int64_t threads) {
   }
 }
 /* adds to the first of `sums` that of the gradient's squares; of Apollo to all three those for its curvature */
-LUNAI_FN void lunai_sums_add(luna_ctx *ctx, lunai_update_work *w, double *sums) {
+LUNAI_HOT void lunai_sums_add(luna_ctx *ctx, lunai_update_work *w, double *sums) {
   const lunai_update whole = w->update;
   for (int64_t at = 0; at < whole.count; at += 64 * LUNAI_SUM_BLOCK) {
     w->update = lunai_update_part(&whole, at, lunai_min(at + 64 * LUNAI_SUM_BLOCK, whole.count));
@@ -13198,7 +13212,7 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
   return LUNA_OK;
 }
 
-LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const lunai_update_work *w = (const lunai_update_work *)work;
   const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
   const int64_t first = lunai_share(units, thread, threads) * LUNAI_SPLIT;
@@ -13218,7 +13232,7 @@ LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
   w->update.alpha = (1 - w->update.beta1) / w->update.correction1;
   w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
-LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
+LUNAI_HOT void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
   const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
   lunai_update_work w;
@@ -21251,7 +21265,7 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
    >>sampling: a token out of logits. Guarded by tests/stream.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* the k-th largest of n numbers, and how many are larger than it */
-LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
+LUNAI_HOT float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   float limit = INFINITY, next = -INFINITY;
   int64_t count = 0, equal = 0, i;
   for (*above = 0; count < k; count += equal) {
@@ -21266,12 +21280,12 @@ LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   return limit;
 }
 
-LUNAI_FN double lunai_weight(float logit, float max, float temperature) {
+LUNAI_HOT double lunai_weight(float logit, float max, float temperature) {
   return (double)lunai_exp1_scalar((logit - max) / temperature);
 }
 /* The smallest of the largest logits, of those from `limit` on, whose share of the probability reaches p, by bisection.
    above: the sum, of exp(logit - max), over what is `high` or more */
-LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
+LUNAI_HOT float lunai_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
   float low = max, high = (float)INFINITY;
   double total = 0, above = 0;
   for (int64_t i = 0; i < n; i++) {
@@ -21568,6 +21582,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 }
 #endif /* !LUNA_ONLY_STREAM */
 
+#pragma pop_macro("LUNAI_FN")
 #pragma pop_macro("LUNA_API")
 #if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC diagnostic pop
