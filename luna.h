@@ -2181,6 +2181,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #include <math.h>
 #include <string.h>
 
+#pragma push_macro("LUNAI_FN")
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API                     /* a function is defined as it was declared */
@@ -2193,7 +2194,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_HOT static __attribute__((unused))
-#define LUNAI_RARE __attribute__((cold))
+#define LUNAI_RARE __attribute__((cold)) /* compiled for size */
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
 #if defined(__OPTIMIZE__) && !(defined(__OPTIMIZE_SIZE__) && defined(LUNA_NO_SIMD))
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
@@ -2819,9 +2820,16 @@ LUNAI_FN double lunai_sinusoid_rate(int64_t half) {
    >>kernels: each chapter has the reference, then the inner loops, then the driver
    Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to _<isa>, and
    LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops
-   through the table that they are given.
+   through the table that they are given. They, the references and all that follows are compiled for size, but for
+   functions that are LUNAI_HOT.
    ------------------------------------------------------------------------------------------------------------------ */
-#ifdef LUNAI_PASS
+#undef LUNAI_FN
+#undef LUNAI_MATH
+#ifndef LUNAI_PASS
+#define LUNAI_FN LUNAI_HOT LUNAI_RARE
+#else
+#define LUNAI_FN LUNAI_HOT
+#define LUNAI_MATH LUNAI_INLINE      /* exp and its like */
 #undef LUNAI_PASS_LOOPS
 #undef LUNAI_PASS_INT8
 #undef LUNAI_PASS_PRODUCTS
@@ -2829,7 +2837,10 @@ LUNAI_FN double lunai_sinusoid_rate(int64_t half) {
 #define LUNAI_PASS_INT8
 #elif LUNAI_IS(bf16)                 /* the vocabulary and a product's tiles */
 #define LUNAI_PASS_PRODUCTS
-#elif !LUNAI_IS(scalar) || LUNAI_ISA(LUNAI_BASELINE) == LUNAI_ISA_scalar /* else only the vocabulary */
+#elif LUNAI_IS(scalar) && LUNAI_ISA(LUNAI_BASELINE) != LUNAI_ISA_scalar /* only the vocabulary, for single numbers */
+#undef LUNAI_MATH
+#define LUNAI_MATH LUNAI_FN
+#else
 #ifndef LUNA_NO_INT8
 #define LUNAI_PASS_INT8
 #endif
@@ -3232,13 +3243,13 @@ LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const flo
 }
 
 #ifdef LUNAI_DOUBLE
-LUNAI_INLINE vf vf_exp(vf x) { return exp(x); }
-LUNAI_INLINE vf vf_log(vf x) { return log(x); }
-LUNAI_INLINE vf vf_erf(vf x) { return erf(x); }
-LUNAI_INLINE vf LUNAI_K(exp2)(vf x) { return exp2(x); }
-LUNAI_INLINE vf LUNAI_K(log1p)(vf x) { return log1p(x); }
-LUNAI_INLINE vf LUNAI_K(tanh)(vf x) { return tanh(x); }
-LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
+LUNAI_MATH vf vf_exp(vf x) { return exp(x); }
+LUNAI_MATH vf vf_log(vf x) { return log(x); }
+LUNAI_MATH vf vf_erf(vf x) { return erf(x); }
+LUNAI_MATH vf LUNAI_K(exp2)(vf x) { return exp2(x); }
+LUNAI_MATH vf LUNAI_K(log1p)(vf x) { return log1p(x); }
+LUNAI_MATH vf LUNAI_K(tanh)(vf x) { return tanh(x); }
+LUNAI_MATH vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
 /* three steps of Horner's scheme */
 LUNAI_INLINE vf LUNAI_K(horner)(vf p, vf x, float a, float b, float c) {
@@ -3250,13 +3261,13 @@ LUNAI_INLINE vf LUNAI_K(exp_of)(vf r, vf n) {
   p = vf_fma(vf_fma(p, r, vf_set(4.999999335e-01f)), vf_mul(r, r), r);
   return LUNAI_K(scale2)(vf_add(p, vf_set(1.0f)), n);
 }
-LUNAI_INLINE vf vf_exp(vf x) {
+LUNAI_MATH vf vf_exp(vf x) {
   const vf n = LUNAI_K(nearest)(vf_mul(x, vf_set(1.44269504f)));
   const vf r = vf_fnma(n, vf_set(-2.12194440e-4f), vf_fnma(n, vf_set(0.693359375f), x));
   const vf y = vf_select(vf_lt(x, vf_set(-87.3365402f)), vf_zero(), LUNAI_K(exp_of)(r, n));
   return vf_select(vf_le(x, vf_set(88.7228317f)), y, vf_mul(x, vf_set((float)INFINITY)));
 }
-LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
+LUNAI_MATH vf LUNAI_K(exp2)(vf x) {
   const vf n = LUNAI_K(nearest)(x);
   const vf y = vf_select(vf_lt(x, vf_set(-126.0f)), vf_zero(),
                          LUNAI_K(exp_of)(vf_mul(vf_sub(x, n), vf_set(0.693147181f)), n));
@@ -3274,14 +3285,14 @@ LUNAI_INLINE vf LUNAI_K(log_of)(vf x) {
   return vf_fma(e, vf_set(0.693359375f), vf_add(p, f));
 }
 /* x > 0; 0 and below give -Inf */
-LUNAI_INLINE vf vf_log(vf x) {
+LUNAI_MATH vf vf_log(vf x) {
   const vm tiny = vf_lt(x, vf_set(1.17549435e-38f));
   const vf y = LUNAI_K(log_of)(vf_select(tiny, vf_mul(x, vf_set(8388608.0f)), x));
   const vf z = vf_sub(y, vf_select(tiny, vf_set(15.9423851f), vf_zero()));
   return vf_select(vf_le(x, vf_zero()), vf_set(-(float)INFINITY), vf_select(vf_lt(x, vf_set((float)INFINITY)), z, x));
 }
 /* ln(1 + x), 0 <= x <= 1, corrected to first order for the rounding of 1 + x */
-LUNAI_INLINE vf LUNAI_K(log1p)(vf x) {
+LUNAI_MATH vf LUNAI_K(log1p)(vf x) {
   const vf one = vf_set(1.0f), u = vf_add(one, x);
   return vf_add(LUNAI_K(log_of)(u), vf_div(vf_sub(x, vf_sub(u, one)), u));
 }
@@ -3293,7 +3304,7 @@ LUNAI_INLINE vf LUNAI_K(erfc_of)(vf a, vf e) {
   p = vf_fma(vf_fma(p, t, vf_set(2.264431092e-01f)), t, vf_set(2.256342313e-01f));
   return vf_mul(vf_mul(p, t), e);
 }
-LUNAI_INLINE vf vf_erf(vf x) {
+LUNAI_MATH vf vf_erf(vf x) {
   const vf a = vf_abs(x), square = vf_mul(x, x);
   const vf c = LUNAI_K(erfc_of)(a, vf_exp(vf_sub(vf_zero(), square))), large = vf_sub(vf_set(1.0f), c);
   vf p = LUNAI_K(horner)(vf_set(7.853882574e-05f), square, -8.010200583e-04f, 5.188328565e-03f, -2.685381247e-02f);
@@ -3301,7 +3312,7 @@ LUNAI_INLINE vf vf_erf(vf x) {
   return vf_select(vf_lt(a, vf_set(1.0f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
 /* x + x^3 P(x^2) to 0.625 (Cephes' tanhf), then 1 - 2 / (e^(2 x) + 1) */
-LUNAI_INLINE vf LUNAI_K(tanh)(vf x) {
+LUNAI_MATH vf LUNAI_K(tanh)(vf x) {
   const vf a = vf_abs(x), square = vf_mul(x, x), one = vf_set(1.0f);
   const vf large = vf_sub(one, vf_div(vf_set(2.0f), vf_add(vf_exp(vf_add(a, a)), one)));
   vf p = LUNAI_K(horner)(vf_set(-5.70498872745e-3f), square, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f);
@@ -3309,7 +3320,7 @@ LUNAI_INLINE vf LUNAI_K(tanh)(vf x) {
   return vf_select(vf_lt(a, vf_set(0.625f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
 /* P(X <= x) of a standard normal X with e = exp(-x^2/2): the smaller tail is computed, so that neither loses digits */
-LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
+LUNAI_MATH vf LUNAI_K(normal_cdf)(vf x, vf e) {
   const vf tail = vf_mul(vf_set(0.5f), LUNAI_K(erfc_of)(vf_mul(vf_abs(x), vf_set(0.707106781f)), e));
   return vf_select(vf_lt(x, vf_zero()), tail, vf_sub(vf_set(1.0f), tail));
 }
@@ -3373,12 +3384,12 @@ LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float 
 #endif
 #if !defined(LUNAI_PASS) && !defined(LUNA_NO_INT8)
 /* The reference */
-LUNAI_FN float lunai_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
+LUNAI_HOT float lunai_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
 /* |x| <= 127 scale, or scale is 0: adding 1.5 2^23 rounds, and leaves the integer in the low bits */
 LUNAI_INLINE int8_t lunai_int8_of(float x, float scale) {
   return (int8_t)(uint8_t)(lunai_bits_of((scale > 0 ? x / scale : 0) + 12582912.0f) & 255);
 }
-LUNAI_FN float lunai_int8_row_scale(int64_t k, const float *x) {
+LUNAI_HOT float lunai_int8_row_scale(int64_t k, const float *x) {
   float largest = 0;
   for (int64_t i = 0; i < k; i++) {
     if (!lunai_is_finite(x[i])) return (float)NAN;
@@ -3426,7 +3437,7 @@ LUNAI_FN lunai_int8 *lunai_int8_place(void *memory, int64_t rows, int64_t column
   w->at = (const int8_t *)(at + lunai_round((size_t)rows * 4));
   return w;
 }
-LUNAI_FN void lunai_int8_sum(lunai_int8 *w) {
+LUNAI_HOT void lunai_int8_sum(lunai_int8 *w) {
   int32_t *sums = (int32_t *)(uintptr_t)w->sums;
   for (int64_t r = 0; r < w->rows; r++) {
     sums[r] = 0;
@@ -3434,7 +3445,7 @@ LUNAI_FN void lunai_int8_sum(lunai_int8 *w) {
   }
 }
 /* false: a value is not finite; the scale of its row is NaN */
-LUNAI_FN bool lunai_int8_fill(lunai_int8 *w, const float *values) {
+LUNAI_HOT bool lunai_int8_fill(lunai_int8 *w, const float *values) {
   float *scale = (float *)(uintptr_t)w->scale;
   int8_t *at = (int8_t *)(uintptr_t)w->at;
   bool finite = true;
@@ -3448,7 +3459,7 @@ LUNAI_FN bool lunai_int8_fill(lunai_int8 *w, const float *values) {
 }
 
 /* the values of `count` rows */
-LUNAI_FN void lunai_int8_floats(const lunai_int8 *w, int64_t row, int64_t count, float *out) {
+LUNAI_HOT void lunai_int8_floats(const lunai_int8 *w, int64_t row, int64_t count, float *out) {
   for (int64_t i = 0; i < count * w->columns; i++)
     out[i] = (float)w->at[row * w->columns + i] * w->scale[row + i / w->columns];
 }
@@ -3921,7 +3932,7 @@ LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const flo
 #else
 #define LUNAI_BF16(g) ((g)->bf16)
 /* to nearest, ties to even; a denormal is 0 of its sign and NaN stays NaN, as of vcvtneps2bf16 */
-LUNAI_FN float lunai_bf16_of(float x) { return x != x ? x : fabsf(x) < FLT_MIN ? x * 0 : lunai_upper(x); }
+LUNAI_HOT float lunai_bf16_of(float x) { return x != x ? x : fabsf(x) < FLT_MIN ? x * 0 : lunai_upper(x); }
 #endif
 LUNAI_FN double lunai_inner_by(bool bf16, int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
@@ -4328,34 +4339,34 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
 #elif !defined(LUNAI_PASS)
 
 /* ---- gemm's driver ---- */
-LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int64_t k) {
+LUNAI_HOT int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int64_t k) {
   return lunai_divide_up(n, kernels->nr) * kernels->nr * k;
 }
 
 LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16);
 /* floats of room for a tile's words */
-LUNAI_FN int64_t lunai_words_size(const lunai_kernels *kernels, bool column_major) {
+LUNAI_HOT int64_t lunai_words_size(const lunai_kernels *kernels, bool column_major) {
   return kernels->mr * LUNAI_KA * (column_major ? LUNAI_WORDS_ABREAST : 1);
 }
-LUNAI_FN lunai_panels lunai_words_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k,
-                                     float *words) {
+LUNAI_HOT lunai_panels lunai_words_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k,
+                                      float *words) {
   const int64_t rows = words ? lunai_divide_up(k, lunai_products_of(kernels, true).pair) : k;
   const lunai_panels b = { at, n, kernels->nr * rows, kernels->nr, words };
   return b;
 }
-LUNAI_FN lunai_panels lunai_words_of(const lunai_kernels *kernels, lunai_matrix b, float *room, float *words) {
+LUNAI_HOT lunai_panels lunai_words_of(const lunai_kernels *kernels, lunai_matrix b, float *room, float *words) {
   lunai_products_of(kernels, words != NULL).fill_panels(b.columns, b.rows, b.at, b.row, b.column, room);
   return lunai_words_in(kernels, room, b.columns, b.rows, words);
 }
-LUNAI_FN lunai_panels lunai_panels_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k) {
+LUNAI_HOT lunai_panels lunai_panels_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k) {
   return lunai_words_in(kernels, at, n, k, NULL);
 }
-LUNAI_FN lunai_panels lunai_panels_of(const lunai_kernels *kernels, lunai_matrix b, float *room) {
+LUNAI_HOT lunai_panels lunai_panels_of(const lunai_kernels *kernels, lunai_matrix b, float *room) {
   return lunai_words_of(kernels, b, room, NULL);
 }
 /* C = alpha A B (+ C) */
-LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_panels b,
-                                  lunai_out c) {
+LUNAI_HOT void lunai_matmul_panels(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_panels b,
+                                   lunai_out c) {
   const lunai_products products = lunai_products_of(kernels, b.words != NULL);
   lunai_target t;
   int64_t p = 0;
@@ -4373,8 +4384,8 @@ LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, float alpha, lun
   } while (p < a.columns);
 }
 /* panels: room for those of B */
-LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_matrix b, lunai_out c,
-                           float *panels) {
+LUNAI_HOT void lunai_matmul(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_matrix b, lunai_out c,
+                            float *panels) {
   const int64_t nr = kernels->nr;
   /* copying pays when a panel is read more than twice; else B's own columns, as far as they are whole panels */
   const int64_t whole = b.column == 1 && a.rows <= 2 * kernels->mr ? b.columns / nr * nr : 0;
@@ -4385,8 +4396,8 @@ LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, float alpha, lunai_matr
   lunai_matmul_panels(kernels, alpha, a, lunai_panels_of(kernels, lunai_columns(b, whole, b.columns), panels), c);
 }
 /* C = A B (+ C), of rounded operands with `words` */
-LUNAI_FN void lunai_matmul_words(const lunai_kernels *kernels, lunai_matrix a, lunai_matrix b, lunai_out c,
-                                 float *panels, float *words) {
+LUNAI_HOT void lunai_matmul_words(const lunai_kernels *kernels, lunai_matrix a, lunai_matrix b, lunai_out c,
+                                  float *panels, float *words) {
   if (words) lunai_matmul_panels(kernels, 1, a, lunai_words_of(kernels, b, panels, words), c);
   else lunai_matmul(kernels, 1, a, b, c, panels);
 }
@@ -4405,10 +4416,10 @@ typedef struct lunai_gemm_plan {
   lunai_shares shares;
 } lunai_gemm_plan;
 
-LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
+LUNAI_HOT int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
   return lunai_floats(p->a_size) + lunai_floats(p->b_size) + lunai_floats(p->sum_size);
 }
-LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
+LUNAI_HOT lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC), mr = kernels->mr,
                 nr = kernels->nr;
   const int64_t parts = threads == 1 || batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
@@ -4452,11 +4463,11 @@ typedef struct lunai_gemm_thread {
 typedef struct lunai_gemm_work { const lunai_kernels *kernels; const lunai_gemm *g; float *panels; } lunai_gemm_work;
 
 /* the panels of a B that several products read, block of k after block of k */
-LUNAI_FN int64_t lunai_panels_at(const lunai_kernels *kernels, const lunai_gemm *g, int64_t pair, int64_t column,
-                                 int64_t p) {
+LUNAI_HOT int64_t lunai_panels_at(const lunai_kernels *kernels, const lunai_gemm *g, int64_t pair, int64_t column,
+                                  int64_t p) {
   return lunai_panels_size(kernels, g->n, p / pair) + column * lunai_divide_up(lunai_min(g->k - p, LUNAI_KC), pair);
 }
-LUNAI_FN void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
   const lunai_gemm_work *w = (const lunai_gemm_work *)work;
   const lunai_gemm *g = w->g;
   const int64_t column = lunai_part_at(g->n, w->kernels->nr, thread, threads);
@@ -4472,16 +4483,16 @@ LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, const lunai_gem
   const int64_t lines = lunai_divide_up(g->k, lunai_products_of(kernels, LUNAI_BF16(g)).pair);
   return lunai_round((size_t)lunai_panels_size(kernels, g->n, lines) * sizeof(float));
 }
-LUNAI_FN void lunai_run_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
-                                    void *panels) {
+LUNAI_HOT void lunai_run_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
+                                     void *panels) {
   lunai_gemm_work w = { kernels, g, (float *)panels };
   LUNAI_BY_INT8(g, lunai_int8_make_panels(kernels, g, parallel, panels); return);
   lunai_run(parallel, lunai_panels_task, &w);
 }
 
 /* m rows by the n columns of a block from `column` on, over all of k */
-LUNAI_FN void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t m, int64_t n,
-                               int64_t column, const float *a, const float *b, lunai_target *t) {
+LUNAI_HOT void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t m, int64_t n,
+                                int64_t column, const float *a, const float *b, lunai_target *t) {
   const lunai_kernels *kernels = plan->kernels;
   const lunai_products *products = &plan->products;
   const lunai_gemm *g = plan->g;
@@ -4510,7 +4521,8 @@ LUNAI_FN void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *t
 }
 
 /* rows [row, row_end) by columns [column, column_end) of batch item x, y */
-LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t x, int64_t y, int64_t row,
+LUNAI_HOT void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t x, int64_t y,
+                               int64_t row,
                               int64_t row_end, int64_t column, int64_t column_end) {
   const lunai_gemm *g = plan->g;
   const int64_t step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
@@ -4536,7 +4548,7 @@ LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *th
                        a + row * g->a_row, b + j * g->b_column, &t);
     }
 }
-LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thread) {
+LUNAI_HOT lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thread) {
   char *scratch = p->scratch + thread * lunai_gemm_plan_bytes(p);
   lunai_gemm_thread own;
   memset(&own, 0, sizeof own);
@@ -4545,7 +4557,7 @@ LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thre
   own.sum = lunai_take(&scratch, p->sum_size);
   return own;
 }
-LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
   lunai_gemm_plan *p = (lunai_gemm_plan *)work;
   const lunai_gemm *g = p->g;
   const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
@@ -4561,8 +4573,8 @@ LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
     }
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
-LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
-LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
+LUNAI_HOT void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
   const lunai_gemm_work *w = (const lunai_gemm_work *)work;
   const lunai_gemm *g = w->g;
   const int64_t column = lunai_part_at(g->n, w->kernels->nr, thread, threads);
@@ -4586,15 +4598,15 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
                            g->b + x * g->b_batch[0] + y * g->b_batch[1] + column * g->b_column, g->b_column, &t);
     }
 }
-LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
+LUNAI_HOT size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t count = lunai_max(threads, 1);
   LUNAI_BY_INT8(g, return lunai_int8_start(kernels, g, count, NULL).bytes);
   if (lunai_gemm_dots(g)) return 0;
   lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, count);
   return (size_t)(lunai_gemm_plan_bytes(&p) * count);
 }
-LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
-                             void *scratch) {
+LUNAI_HOT void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
+                              void *scratch) {
   const int64_t threads = lunai_threads(parallel);
   if (g->m <= 0 || g->n <= 0) return;
   LUNAI_BY_INT8(g, lunai_int8_run(kernels, g, parallel, scratch); return);
@@ -5429,7 +5441,7 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #ifndef LUNAI_PASS
 #define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
 
-LUNAI_FN bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
+LUNAI_HOT bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
 LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
@@ -5441,7 +5453,7 @@ typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
 } lunai_head;
-LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
+LUNAI_HOT lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
   const int64_t b = pair / a->heads, h = pair % a->heads;
   const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
   lunai_head r;
@@ -5468,12 +5480,12 @@ typedef struct lunai_sparse {
 typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
 /* Goes through those of a block's keys that a query in [low, high] may see; the next is at `at` of run `run`. */
 typedef struct lunai_key_cursor { int64_t block, low, high, run, at; } lunai_key_cursor;
-LUNAI_FN lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
+LUNAI_HOT lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
   const lunai_key_cursor c = { block, low, high, 0, 0 };
   return c;
 }
 
-LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
+LUNAI_HOT lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   static const luna_attention_pattern none = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
   const int64_t unlimited = LUNAI_MAX_COUNT;
   lunai_sparse s;
@@ -5495,11 +5507,12 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   return s;
 }
 /* its first query's number; of s->blocks: the end */
-LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
+LUNAI_HOT int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
   return s->p->blocks ? s->p->queries[block] : block * s->head.queries;
 }
 /* Takes the rows of up to `limit` of a block's queries from number *at on, which moves, and returns how many. */
-LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
+LUNAI_HOT int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit,
+                                       int32_t *rows) {
   const int64_t end = lunai_sparse_first(s, block + 1);
   int64_t n = 0;
   for (; *at < end && n < limit; ++*at) {
@@ -5537,7 +5550,7 @@ LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, lunai_key_cursor *at, 
   }
   return n;
 }
-LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
+LUNAI_HOT bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
   const int64_t distance = key->row - query;
   return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
 }
@@ -5599,10 +5612,10 @@ LUNAI_FN void lunai_attention_row(const lunai_sparse *s, int64_t block, int64_t 
 }
 
 /* y += factor x */
-LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *y) {
+LUNAI_HOT void lunai_add_scaled(int64_t n, double factor, const float *x, float *y) {
   if (y) for (int64_t i = 0; i < n; i++) y[i] += (float)(factor * (double)x[i]);
 }
-LUNAI_FN void lunai_add_scaled_by(bool bf16, int64_t n, double factor, const float *x, float *y) {
+LUNAI_HOT void lunai_add_scaled_by(bool bf16, int64_t n, double factor, const float *x, float *y) {
   if (!bf16) lunai_add_scaled(n, factor, x, y);
   else if (y) for (int64_t i = 0; i < n; i++) y[i] += lunai_bf16_of((float)factor) * lunai_bf16_of(x[i]);
 }
@@ -5838,14 +5851,14 @@ LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *he
   return t;
 }
 
-LUNAI_FN void lunai_tile_pad(const lunai_tile *t, float *x, float value) {
+LUNAI_HOT void lunai_tile_pad(const lunai_tile *t, float *x, float value) {
   if (t->length % 16 == 0) return;
   for (int64_t i = 0; i < t->lines; i++)
     for (int64_t j = t->length; j % 16 != 0; j++) x[i * t->step + j] = value;
 }
 
 /* masks the keys after each query */
-LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
+LUNAI_HOT void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
   for (int64_t i = 0; i < t->width; i++)
     for (int64_t j = lunai_max(t->query + i + 1 - t->key, 0); j < t->depth; j++)
       x[i * t->q_step + j * t->k_step] = value;
@@ -5918,22 +5931,22 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 }
 
 /* how many keys of a block the queries before `last` see */
-LUNAI_FN int64_t lunai_depth(const lunai_attention *a, const lunai_head *head, int64_t block, int64_t last) {
+LUNAI_HOT int64_t lunai_depth(const lunai_attention *a, const lunai_head *head, int64_t block, int64_t last) {
   const int64_t key = block * LUNAI_KEY_BLOCK;
   return lunai_min(lunai_min(LUNAI_KEY_BLOCK, head->keys - key), a->causal ? last - key : LUNAI_KEY_BLOCK);
 }
 
 /* in a split's partial result, after the values: maximum, sum and sum after dropout of each query of a tile */
-LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, int64_t query) {
+LUNAI_HOT float *lunai_stats_of(const lunai_attention_work *w, float *partial, int64_t query) {
   return partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * w->a->value_dim + 3 * query;
 }
 
 /* whether this unit alone writes its keys' gradients */
-LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
+LUNAI_HOT bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
 
 /* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each
    query block */
-LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
+LUNAI_HOT float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
   return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
          query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
 }
@@ -5944,16 +5957,16 @@ LUNAI_FN lunai_matrix lunai_scores(const lunai_tile *t, const float *s) { /* [wi
   return a;
 }
 /* s = factor X Y^T, or its transpose in the tile's layout: X are the rows of its lines, `panels` has those of Y */
-LUNAI_FN void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, float factor, lunai_matrix x,
-                                 const float *panels, float *s) {
+LUNAI_HOT void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, float factor, lunai_matrix x,
+                                  const float *panels, float *s) {
   lunai_matmul_panels(kernels, factor, x, lunai_panels_in(kernels, panels, t->length, x.columns),
                       lunai_into(s, t->step, false));
   lunai_tile_pad(t, s, t->across ? -INFINITY : 0);
 }
 
 /* keep or 0 for each score of the tile */
-LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
-                              const lunai_tile *t, float *row, float *mask) {
+LUNAI_HOT void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
+                               const lunai_tile *t, float *row, float *mask) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
   for (int64_t i = 0; i < t->width; i++) {
     float *to = t->across ? mask + i * t->q_step : row;
@@ -5964,7 +5977,7 @@ LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attentio
 }
 
 /* adds what finite_copy left out of V to the rows of S V that see it: row i sees V's row j where i >= j - seen */
-LUNAI_FN void lunai_add_infinite(lunai_matrix s, lunai_matrix v, int64_t seen, lunai_out out) {
+LUNAI_HOT void lunai_add_infinite(lunai_matrix s, lunai_matrix v, int64_t seen, lunai_out out) {
   for (int64_t j = 0; j < s.columns; j++)
     for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
@@ -5975,8 +5988,8 @@ LUNAI_FN void lunai_add_infinite(lunai_matrix s, lunai_matrix v, int64_t seen, l
 }
 
 /* divides the tile's rows by their sums and writes its statistics; without keys all is 0 */
-LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
-                                     int64_t query, float *state) {
+LUNAI_HOT void lunai_attention_finish(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
+                                      int64_t query, float *state) {
   const int64_t width = lunai_min(LUNAI_TILE, head->queries - query);
   float *out = a->out + head->out + query * a->out_row;
   if (head->keys) kernels->attention_finish(width, a->value_dim, state, out, a->out_row);
@@ -6091,7 +6104,7 @@ LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) 
 }
 
 /* merges what the split left, by tiles */
-LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_attention_merge_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
@@ -6120,8 +6133,8 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
 /* stats gets of each query of a tile its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout
    makes that vary), and that gradient. `list` has the queries' rows; where it is null they are t->query and those after
    it. */
-LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
-                                   const lunai_tile *t, const int32_t *list, float *stats) {
+LUNAI_HOT void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
+                                    const lunai_tile *t, const int32_t *list, float *stats) {
   float *lse = stats, *delta = stats + LUNAI_TILE, *add = stats + 2 * LUNAI_TILE;
   memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
   for (int64_t i = 0; i < t->width; i++) {
@@ -6137,8 +6150,8 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
 }
 
 /* y += x, both [rows, n] */
-LUNAI_FN void lunai_add_rows(const lunai_kernels *kernels, int64_t rows, int64_t n, const float *x, float *y,
-                             int64_t y_row) {
+LUNAI_HOT void lunai_add_rows(const lunai_kernels *kernels, int64_t rows, int64_t n, const float *x, float *y,
+                              int64_t y_row) {
   for (int64_t i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
 }
 
@@ -6197,7 +6210,7 @@ LUNAI_FN void lunai_attention_backward_task(void *work, int64_t thread, int64_t 
 }
 
 /* this wave's dK and dV of `unit`, query block after query block */
-LUNAI_FN void lunai_attention_merge_keys(const lunai_attention_work *w, int64_t unit, bool keys) {
+LUNAI_HOT void lunai_attention_merge_keys(const lunai_attention_work *w, int64_t unit, bool keys) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, unit / w->blocks);
@@ -6214,7 +6227,7 @@ LUNAI_FN void lunai_attention_merge_keys(const lunai_attention_work *w, int64_t 
 }
 
 /* one tile of queries of a unit's partial dQ */
-LUNAI_FN void lunai_attention_merge_queries(const lunai_attention_work *w, int64_t unit, int64_t query) {
+LUNAI_HOT void lunai_attention_merge_queries(const lunai_attention_work *w, int64_t unit, int64_t query) {
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, unit / w->blocks);
   const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
@@ -6225,7 +6238,7 @@ LUNAI_FN void lunai_attention_merge_queries(const lunai_attention_work *w, int64
 /* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
    batch order. Keys of a unit and tiles of queries that have one destination have one thread; where one tensor is
    queries and keys or values, so has all of a head. */
-LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_attention_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
   const bool by_head = a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v);
@@ -6330,8 +6343,8 @@ typedef struct lunai_sparse_work {
 } lunai_sparse_work;
 
 /* whether queries follow one another */
-LUNAI_FN bool lunai_sparse_together(const lunai_sparse *s) { return !s->p->query_order; }
-LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
+LUNAI_HOT bool lunai_sparse_together(const lunai_sparse *s) { return !s->p->query_order; }
+LUNAI_HOT void lunai_sparse_bounds(int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
   *low = *high = row[0];
   for (int64_t i = 1; i < n; i++) {
     *low = lunai_min(*low, row[i]);
@@ -6339,7 +6352,7 @@ LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, int64_t *low, i
   }
 }
 /* the next queries of the head; false after the last. A walk begins with block 0, at -1. */
-LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) {
+LUNAI_HOT bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) {
   for (; r->block < s->blocks; r->block++, r->at = -1) {
     if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
     r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
@@ -6349,23 +6362,23 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
   }
   return false;
 }
-LUNAI_FN int64_t lunai_sparse_count(const lunai_sparse *s, const lunai_sparse_run *r) {
+LUNAI_HOT int64_t lunai_sparse_count(const lunai_sparse *s, const lunai_sparse_run *r) {
   lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
   return lunai_sparse_keys(s, &cursor, INT64_MAX, NULL);
 }
 /* Returns how many of a run's keys to take at a time, so that parts are about equal; 0 when there are none. */
-LUNAI_FN int64_t lunai_sparse_limit(int64_t keys) {
+LUNAI_HOT int64_t lunai_sparse_limit(int64_t keys) {
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
-LUNAI_FN lunai_key_part lunai_key_part_of(const lunai_key *key, int64_t n) {
+LUNAI_HOT lunai_key_part lunai_key_part_of(const lunai_key *key, int64_t n) {
   int64_t i;
   for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
   const lunai_key_part part = { key, n, i == n };
   return part;
 }
 /* of a part's keys; t.depth 0: it sees none of them */
-LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, lunai_key_part keys,
-                                                int64_t first, int64_t width) {
+LUNAI_HOT lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, lunai_key_part keys,
+                                                 int64_t first, int64_t width) {
   const lunai_key *key = keys.key;
   int64_t n = keys.n;
   lunai_sparse_tile q;
@@ -6453,16 +6466,16 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
 
 /* Row numbers, `apart` apart */
 typedef struct lunai_list { const int32_t *row; int64_t n, apart; } lunai_list;
-LUNAI_FN lunai_list lunai_list_of_run(const lunai_sparse_run *r) {
+LUNAI_HOT lunai_list lunai_list_of_run(const lunai_sparse_run *r) {
   const lunai_list list = { r->row, r->width, 1 };
   return list;
 }
-LUNAI_FN lunai_list lunai_list_of_keys(const lunai_key *key, int64_t n) {
+LUNAI_HOT lunai_list lunai_list_of_keys(const lunai_key *key, int64_t n) {
   const lunai_list list = { &key->row, n, (int64_t)(sizeof(lunai_key) / sizeof(int32_t)) };
   return list;
 }
 /* those rows of x [.., width], in place where they follow one another, else copied to `to` */
-LUNAI_FN lunai_matrix lunai_listed(lunai_list list, const float *x, int64_t width, int64_t x_row, float *to) {
+LUNAI_HOT lunai_matrix lunai_listed(lunai_list list, const float *x, int64_t width, int64_t x_row, float *to) {
   int64_t i;
   for (i = 1; i < list.n && list.row[i * list.apart] == list.row[0] + i; i++);
   if (i >= list.n) return lunai_strided(x + list.row[0] * x_row, list.n, width, x_row);
@@ -6472,7 +6485,7 @@ LUNAI_FN lunai_matrix lunai_listed(lunai_list list, const float *x, int64_t widt
 }
 
 /* what a query does not see becomes `value` */
-LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *x, float value) {
+LUNAI_HOT void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *x, float value) {
   const lunai_sparse *s = q->s;
   const bool together = lunai_sparse_together(s);
   const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
@@ -6492,7 +6505,7 @@ LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse
   }
 }
 /* adds what finite_copy left out of V to the queries that see it */
-LUNAI_FN void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *scores, lunai_matrix v, lunai_out part) {
+LUNAI_HOT void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *scores, lunai_matrix v, lunai_out part) {
   for (int64_t j = 0; j < q->t.depth; j++)
     for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
@@ -6502,7 +6515,7 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *sco
           part.at[i * part.row + c] += scores[i + j * q->t.k_step] * x;
     }
 }
-LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *row, float *mask) {
+LUNAI_HOT void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *row, float *mask) {
   const lunai_dropout dropout = lunai_attention_dropout(q->s->a);
   const lunai_key *key = q->keys.key;
   int64_t end;
@@ -6518,14 +6531,15 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
 
 /* A narrower tile has `width` of a tile's queries, from i on, and the keys that one of them may see; its scores lie in
    the tile's, `key` rows and i columns on. */
-LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse_tile *q, int64_t i, int64_t width) {
+LUNAI_HOT lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse_tile *q, int64_t i, int64_t width) {
   lunai_sparse_tile x = lunai_sparse_tile_of(q->s, q->run, q->keys, q->first + i, lunai_min(width, q->t.width - i));
   x.t.step = x.t.k_step = q->t.step;
   return x;
 }
 /* to = factor X Y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. Y has the
    tile's keys, and `panels` X from the tile's first query on. */
-LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse_tile *q, float factor, lunai_matrix y,
+LUNAI_HOT void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse_tile *q, float factor,
+                                    lunai_matrix y,
                                    const float *panels, float *to) {
   const int64_t width = lunai_max(w->tile, w->kernels->nr);
   for (int64_t i = 0; i < q->t.width; i += width) {
@@ -6620,7 +6634,7 @@ LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attenti
 }
 
 /* backward: the next run's next keys; false after the last */
-LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
+LUNAI_HOT bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
   for (;;) {
     part->n = w->limit ? lunai_sparse_keys(&w->s, &w->cursor, w->limit, part->key) : 0;
     if (part->n > 0) {
@@ -6698,8 +6712,8 @@ LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t thr
   for (int64_t i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
 }
 /* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
-LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, lunai_list list,
-                               lunai_matrix from, lunai_out to) {
+LUNAI_HOT void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, lunai_list list,
+                                lunai_matrix from, lunai_out to) {
   if (!to.at) return;
   for (int64_t i = 0; i < list.n; i++) {
     const int64_t at = list.row[i * list.apart];
@@ -6707,7 +6721,7 @@ LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64
     if (at / 16 % threads == thread) w->kernels->add(from.columns, row, from.at + i * from.row, row);
   }
 }
-LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
   const lunai_attention *a = w->a;
   for (int64_t i = 0; i < w->count; i++) {
@@ -6961,8 +6975,8 @@ LUNAI_FN size_t lunai_unpack_scratch(const lunai_kernels *kernels, const lunai_u
   return lunai_unpack_start(&w, kernels, u, lunai_max(threads, 1), backward, NULL);
 }
 
-LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unpack *u, int64_t b, bool backward,
-                                   lunai_unpack_space *m) {
+LUNAI_HOT void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unpack *u, int64_t b, bool backward,
+                                    lunai_unpack_space *m) {
   const int64_t at = b * u->heads * u->slots, d = u->dim;
   const float *k = u->k + at * d, *v = u->v + at * d;
   m->slots = lunai_real_slots(u->lengths, b, u->slots);
@@ -6983,8 +6997,8 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
 }
 
 /* keep or 0 for each score of a panel of rows */
-LUNAI_FN void lunai_unpack_mask(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_unpack_space *m,
-                                int64_t b, int64_t first, int64_t rows) {
+LUNAI_HOT void lunai_unpack_mask(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_unpack_space *m,
+                                 int64_t b, int64_t first, int64_t rows) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t h = 0; h < u->heads; h++)
       kernels->dropout_mask(&u->dropout, ((b * u->heads + h) * u->rows + first + i) * u->slots, m->slots,
@@ -7093,7 +7107,7 @@ LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t thr
 }
 
 /* adds this wave's partial gradients in order; items: each memory slot of each head, and dout_bias */
-LUNAI_FN void lunai_unpack_gather_task(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_unpack_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
@@ -7151,7 +7165,7 @@ LUNAI_INLINE int64_t lunai_within(int64_t t, int64_t horizon) {
 }
 LUNAI_INLINE int64_t lunai_beyond(int64_t t, int64_t horizon) { return t - lunai_within(t, horizon); }
 /* (1 - 1/T)^n */
-LUNAI_FN double lunai_horizon_fade(int64_t horizon, int64_t n) {
+LUNAI_HOT double lunai_horizon_fade(int64_t horizon, int64_t n) {
   double power = horizon > 0 ? 1 - 1 / (double)horizon : 1, y = 1;
   for (; n > 0; n /= 2, power *= power) if (n % 2) y *= power;
   return y;
@@ -7199,8 +7213,8 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai
 }
 
 /* M += (y^T z - M) / t, result = factor x M */
-LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, const float *x, double factor,
-                              float *result) {
+LUNAI_HOT void lunai_mean_step(lunai_mean m, const float *y, const float *z, const float *x, double factor,
+                               float *result) {
   for (int64_t j = 0; j < m.columns; j++) {
     double sum = 0;
     for (int64_t i = 0; i < m.rows; i++) {
@@ -7223,7 +7237,7 @@ LUNAI_INLINE int64_t lunai_luna_slots(const lunai_causal_luna *a, int64_t item) 
   return lunai_real_slots(a->lengths, item / a->heads, a->slots);
 }
 /* e^x for x of -64 to 0: e^(x/512) by its series, to the power of 512 */
-LUNAI_FN double lunai_decay(double x) {
+LUNAI_HOT double lunai_decay(double x) {
   const double r = x / 512;
   double y = 1;
   for (int i = 8; i > 0; i--) y = 1 + y * r / i;
@@ -7232,7 +7246,7 @@ LUNAI_FN double lunai_decay(double x) {
 }
 /* A stream's row t that is not finite would stay in the means for ever: from it on rows have no result, and are not
    remembered. `skipping` says that there was one before. */
-LUNAI_FN bool lunai_luna_skips(const lunai_causal_luna *a, int64_t item, int64_t t, bool skipping) {
+LUNAI_HOT bool lunai_luna_skips(const lunai_causal_luna *a, int64_t item, int64_t t, bool skipping) {
   const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), row = lunai_luna_row(a, item, t);
   const int64_t wide = row * d, narrow = row * a->slots;
   if (!a->mean_ka || a->positions) return false;
@@ -7665,7 +7679,7 @@ LUNAI_INLINE const lunai_parallel *lunai_worth(const lunai_parallel *parallel, i
 }
 
 /* floats of panels for any product between a chunk's rows, dim and value_dim */
-LUNAI_FN int64_t lunai_chunk_panels(const lunai_kernels *kernels, int64_t dim, int64_t value_dim) {
+LUNAI_HOT int64_t lunai_chunk_panels(const lunai_kernels *kernels, int64_t dim, int64_t value_dim) {
   const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
   int64_t max = lunai_panels_size(kernels, LUNAI_CHUNK, LUNAI_CHUNK);
   for (int i = 0; i < 3; i++)
@@ -7744,22 +7758,22 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
 }
 
 /* (1 - 1/T)^n, n the rows beyond the horizon in [first, end) */
-LUNAI_FN double lunai_chunk_faded(const lunai_causal_chunk *c, int64_t first, int64_t end) {
+LUNAI_HOT double lunai_chunk_faded(const lunai_causal_chunk *c, int64_t first, int64_t end) {
   double y = 1;
   for (int64_t t = lunai_max(first, c->within); t < end; t++) y *= c->fade;
   return y;
 }
 /* a factor for each row: what rows from it to the chunk's end leave of it, or what rows up to it leave of the state */
-LUNAI_FN void lunai_chunk_fades(const lunai_causal_chunk *c, bool to_end, float *fades) {
+LUNAI_HOT void lunai_chunk_fades(const lunai_causal_chunk *c, bool to_end, float *fades) {
   for (int64_t t = 0; t < c->rows; t++)
     fades[t] = (float)(to_end ? lunai_chunk_faded(c, t + 1, c->rows) : lunai_chunk_faded(c, 0, t + 1));
 }
 /* what a slot keeps of its state through a chunk */
-LUNAI_FN double lunai_chunk_fade(const lunai_causal_chunk *c, int64_t slots, int64_t slot) {
+LUNAI_HOT double lunai_chunk_fade(const lunai_causal_chunk *c, int64_t slots, int64_t slot) {
   return lunai_decay((double)c->logs[slot] + (double)c->logs[slots + slot]);
 }
-LUNAI_FN void lunai_sweep_fade(const lunai_sweep *s, const lunai_causal_chunk *c, double *carried, int64_t first,
-                               int64_t end) {
+LUNAI_HOT void lunai_sweep_fade(const lunai_sweep *s, const lunai_causal_chunk *c, double *carried, int64_t first,
+                                int64_t end) {
   const int64_t slots = lunai_sweep_state(s, c->item) / s->unit;
   for (int64_t from = first, to = first; from < end; from = to) {
     const int64_t slot = from / s->unit;
@@ -7895,7 +7909,7 @@ LUNAI_FN void lunai_sweep_clear(lunai_sweep *s, const lunai_kernels *kernels, co
 
 /* scores = (X Y^T) o L. Above its diagonal a triangle gets 0, whatever was there; the square above both is neither
    written nor read. */
-LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lunai_matrix y) {
+LUNAI_HOT void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lunai_matrix y) {
   lunai_panels b = lunai_panels_of(c->kernels, lunai_transposed(y), c->panels);
   for (int64_t first = 0; first < c->rows; first = b.n) {
     float *scores = c->scores + first * LUNAI_CHUNK;
@@ -7920,13 +7934,13 @@ LUNAI_FN lunai_matrix lunai_chunk_rows(const lunai_causal_chunk *c, bool to_end,
   return lunai_dense(c->buffer[2], x.rows, x.columns);
 }
 /* rows and columns [first, last) of the scores, and from `column` on */
-LUNAI_FN lunai_matrix lunai_chunk_part(const lunai_causal_chunk *c, int64_t first, int64_t last, int64_t column,
-                                       int64_t end) {
+LUNAI_HOT lunai_matrix lunai_chunk_part(const lunai_causal_chunk *c, int64_t first, int64_t last, int64_t column,
+                                        int64_t end) {
   return lunai_strided(c->scores + first * LUNAI_CHUNK + column, last - first, end - column, LUNAI_CHUNK);
 }
 
 /* out = alpha scores Z (+ out) */
-LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai_matrix z, lunai_out out) {
+LUNAI_HOT void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai_matrix z, lunai_out out) {
   int64_t last;
   for (int64_t first = 0; first < c->rows; first = last) {
     last = lunai_min(first + LUNAI_HALF, c->rows);
@@ -7938,7 +7952,7 @@ LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai
 }
 
 /* factor base / t of each row */
-LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, double base, float *factors) {
+LUNAI_HOT void lunai_causal_factors(const lunai_causal_chunk *c, float factor, double base, float *factors) {
   for (int64_t t = 0; t < c->rows; t++)
     factors[t] = (float)((double)factor * base / (c->before + (double)lunai_min(t + 1, c->within)));
 }
@@ -8112,7 +8126,7 @@ LUNAI_FN lunai_matrix lunai_luna_wide(const lunai_causal_luna *a, const lunai_ca
   const int64_t d = a->head_dim;
   return lunai_strided(x + lunai_luna_row(a, c->item, c->first) * d, c->rows, d, a->heads * d);
 }
-LUNAI_FN lunai_matrix lunai_luna_narrow(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
+LUNAI_HOT lunai_matrix lunai_luna_narrow(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
   return lunai_strided(x + lunai_luna_row(a, c->item, c->first) * a->slots, c->rows, lunai_luna_slots(a, c->item),
                        a->heads * a->slots);
 }
@@ -8180,8 +8194,8 @@ LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
 }
 /* The memory that forgets, one row of one item: weights <- (weights + W) e^gate, with a share W / (weights + W) of the
    new row in the means. w: [4, slots] */
-LUNAI_FN void lunai_forget_shares(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t item, float *w,
-                                  double *share) {
+LUNAI_HOT void lunai_forget_shares(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t item, float *w,
+                                   double *share) {
   const int64_t l = lunai_luna_slots(a, item), narrow = item * a->slots;
   kernels->forget_weights(lunai_dense(a->s + narrow, 1, l), lunai_dense(a->gates + narrow, 1, l), w, w + l);
   for (int64_t i = 0; i < l; i++) {
@@ -8193,7 +8207,7 @@ LUNAI_FN void lunai_forget_shares(const lunai_kernels *kernels, const lunai_caus
 }
 
 /* one row: no chunk; of the sweep kernels, args and threads_at are set */
-LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
   const lunai_kernels *kernels = s->kernels;
   const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
@@ -8302,8 +8316,8 @@ LUNAI_FN lunai_matrix lunai_forget_weights(const lunai_causal_luna *a, const lun
   return lunai_dense(c->kept, s.rows, s.columns);
 }
 /* the chunk's own sum: state = (a^T x, b^T y, totals) */
-LUNAI_FN void lunai_forget_own(const lunai_causal_luna *a, const lunai_causal_chunk *c, const lunai_matrix weights[2],
-                               const lunai_matrix rows[2], const float *totals) {
+LUNAI_HOT void lunai_forget_own(const lunai_causal_luna *a, const lunai_causal_chunk *c, const lunai_matrix weights[2],
+                                const lunai_matrix rows[2], const float *totals) {
   const int64_t d = a->head_dim, unit = lunai_forget_unit(a);
   for (int i = 0; i < 2; i++)
     lunai_matmul(c->kernels, 1, lunai_transposed(weights[i]), rows[i], lunai_into(c->state + i * d, unit, false),
@@ -8320,13 +8334,13 @@ LUNAI_FN void lunai_forget_sum(const void *args, const lunai_causal_chunk *c) {
   if (!c->last) lunai_forget_own(a, c, weights, rows, c->logs + 2 * w.columns);
 }
 /* the state's z, or 0, as an array */
-LUNAI_FN const float *lunai_forget_before(const lunai_causal_chunk *c, lunai_forget_state state) {
+LUNAI_HOT const float *lunai_forget_before(const lunai_causal_chunk *c, lunai_forget_state state) {
   float *before = c->logs + 3 * state.slots;
   for (int64_t i = 0; i < state.slots; i++) before[i] = c->begins ? 0 : state.z[i * state.unit];
   return before;
 }
 /* dropout of the chunk's rows of W */
-LUNAI_FN void lunai_forget_drop(const lunai_causal_luna *a, const lunai_causal_chunk *c, float *w) {
+LUNAI_HOT void lunai_forget_drop(const lunai_causal_luna *a, const lunai_causal_chunk *c, float *w) {
   const int64_t l = lunai_luna_slots(a, c->item);
   if (!LUNAI_DROPS(a)) return;
   for (int64_t t = 0; t < c->rows; t++, w += l)
@@ -8411,13 +8425,13 @@ LUNAI_FN void lunai_forget_out_up(const void *args, const lunai_causal_chunk *c)
   for (int64_t slot = 0; slot < l; slot++)
     c->sums[slot * state.unit + state.unit - 1] = (float)lunai_chunk_fade(c, l, slot);
 }
-LUNAI_FN void lunai_two_floats(double x, float *sum, float *rest) {
+LUNAI_HOT void lunai_two_floats(double x, float *sum, float *rest) {
   *sum = (float)x;
   *rest = (float)(x - (double)*sum);
 }
 /* Computes the sum of W dW after the chunk out of the states' gradient. It is left as the sum of two floats in place of
    the next chunk's first sums, which nothing else reads then. */
-LUNAI_FN void lunai_forget_anchor(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
+LUNAI_HOT void lunai_forget_anchor(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
   const int64_t l = lunai_luna_slots(a, c->item), unit = lunai_forget_unit(a);
   float *next = c->sums + a->slots * unit;
   if (c->first + c->rows >= a->rows) return;
@@ -8468,7 +8482,7 @@ LUNAI_FN void lunai_forget_out_down(const void *args, const lunai_causal_chunk *
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
 /* over ranks: o->after = the sums of W dW over the rows of the later ones, [items, slots] */
-LUNAI_FN void lunai_forget_later(const lunai_sweep *s) {
+LUNAI_HOT void lunai_forget_later(const lunai_sweep *s) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   lunai_outside *o = s->outside;
   const int64_t unit = o->unit;
@@ -8484,7 +8498,7 @@ LUNAI_FN void lunai_forget_later(const lunai_sweep *s) {
   o->unit = unit;
 }
 /* the gates' gradients, of whole items */
-LUNAI_FN void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
+LUNAI_HOT void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
   const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   float *after = (float *)(void *)(s->threads_at + thread * s->thread_bytes);
@@ -8894,9 +8908,6 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
   return (unsigned)isa < LUNAI_LENGTH(name) ? name[isa] : "unknown";
 }
 
-/* From here on functions prepare what the kernels above do, or are called once: they are compiled for size, but for
-   those that are LUNAI_HOT. */
-#pragma push_macro("LUNAI_FN")
 #undef LUNAI_FN
 #define LUNAI_FN LUNAI_HOT LUNAI_RARE
 #undef LUNA_API
@@ -12614,7 +12625,7 @@ typedef struct lunai_angles {
 LUNAI_FN int64_t lunai_angles_places(const lunai_angles *a) {
   return lunai_min(a->first % LUNAI_ANGLES + a->rows, LUNAI_ANGLES);
 }
-LUNAI_FN size_t lunai_angles_room(const lunai_angles *a) {
+LUNAI_HOT size_t lunai_angles_room(const lunai_angles *a) {
   return lunai_round((size_t)(lunai_angles_places(a) * (a->d / 2)) * 2 * sizeof(double));
 }
 /* of an op, in its workspace */
@@ -12716,8 +12727,8 @@ LUNAI_FN luna_status lunai_rotary_backward(luna_op *op) {
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes] */
-LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes,
-                                                    const float *logits) {
+LUNAI_HOT lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes,
+                                                     const float *logits) {
   lunai_cross_entropy a;
   memset(&a, 0, sizeof a);
   a.logits = logits;
@@ -12731,7 +12742,7 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
 LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
   return op->arg.cross_entropy.factor * op->out[0]->grad[0];
 }
-LUNAI_FN lunai_cross_entropy lunai_cross_entropy_args(const luna_op *op) {
+LUNAI_HOT lunai_cross_entropy lunai_cross_entropy_args(const luna_op *op) {
   return lunai_cross_entropy_of(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), op->in[0]->data);
 }
 LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
