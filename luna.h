@@ -2193,9 +2193,20 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
+#if !defined(__OPTIMIZE__) || defined(__OPTIMIZE_SIZE__)
 #define LUNAI_HOT static __attribute__((unused))
+#define LUNAI_RARE
+#else
+#define LUNAI_HOT static __attribute__((hot, unused))
+#ifdef __clang__
 #define LUNAI_RARE __attribute__((cold)) /* compiled for size */
-#define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
+#else                                /* and without what takes gcc longest and gains little there */
+#define LUNAI_RARE \
+  __attribute__((cold, optimize("no-expensive-optimizations", "no-gcse", "no-ivopts", "no-schedule-insns2", \
+                                "no-tree-dominator-opts", "no-tree-pre", "no-tree-pta", "no-tree-vrp")))
+#endif
+#endif
+#define LUNAI_CALL LUNAI_HOT __attribute__((noinline)) /* used everywhere */
 #if defined(__OPTIMIZE__) && !(defined(__OPTIMIZE_SIZE__) && defined(LUNA_NO_SIMD))
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
@@ -2297,11 +2308,15 @@ LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b
 /* a caller's size; -1 when it is negative or too large */
 LUNAI_FN int64_t lunai_size(int64_t size) { return size < 0 || size > LUNAI_MAX_COUNT ? -1 : size; }
 
+/* The compiler knows nothing of x from here on. */
+#if defined(__GNUC__)
+#define LUNAI_HIDE(x) __asm__("" : "+r"(x))
+#else
+#define LUNAI_HIDE(x) ((void)0)
+#endif
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
 LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
-#if defined(__GNUC__)
-  __asm__("" : "+r"(bytes));         /* hides the sizes it is called with, for which gcc takes rep stos */
-#endif
+  LUNAI_HIDE(bytes);                 /* for the sizes it is called with gcc takes rep stos */
   memset(at, 0, bytes);
 }
 
@@ -2826,7 +2841,7 @@ LUNAI_FN double lunai_sinusoid_rate(int64_t half) {
 #undef LUNAI_FN
 #undef LUNAI_MATH
 #ifndef LUNAI_PASS
-#define LUNAI_FN LUNAI_HOT LUNAI_RARE
+#define LUNAI_FN static LUNAI_UNUSED LUNAI_RARE
 #else
 #define LUNAI_FN LUNAI_HOT
 #define LUNAI_MATH LUNAI_INLINE      /* exp and its like */
@@ -3806,7 +3821,7 @@ static const lunai_int8_loops LUNAI_K(int8_loops) = {
 #elif !defined(LUNAI_PASS) && !defined(LUNA_NO_INT8)
 
 /* ---- the driver: x's rows become integers, then each thread has rows or columns of y ---- */
-LUNAI_FN const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernels);
+LUNAI_HOT const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernels);
 #define LUNAI_INT8_FEW 16            /* rows of x that read W as it lies; more read panels */
 typedef struct lunai_int8_work {
   const lunai_kernels *kernels;
@@ -4159,6 +4174,9 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const flo
     for (int i = 0; i < rows; i += 3) at[i / 3] += a_column;
   }
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
+  const float *from = e->from;
+  float *c = e->c;
+  if (vectors > 1) LUNAI_HIDE(c);      /* or all rows' addresses would be kept through the loop above */
   LUNAI_UNROLL
   for (int j = 0; j < vectors; j++) panel[j] = e->bias ? vf_load(e->bias + j * VF) : vf_zero();
   LUNAI_UNROLL
@@ -4166,9 +4184,11 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const flo
     LUNAI_UNROLL
     for (int j = 0; j < vectors; j++) {
       vf v = vf_mul(scale, sum[i][j]);
-      if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j * VF), v);
-      vf_store(e->c + i * e->c_row + j * VF, vf_max(lowest, vf_add(v, panel[j])));
+      if (from) v = vf_add(vf_load(from + j * VF), v);
+      vf_store(c + j * VF, vf_max(lowest, vf_add(v, panel[j])));
     }
+    c += e->c_row;
+    if (from) from += e->from_row;
   }
 }
 /* The next tile has MR of the `left` rows unless that would leave 1 or 2; then it has 8, 4, 3, 2 or 1. Below four rows
@@ -4343,7 +4363,7 @@ LUNAI_HOT int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int
   return lunai_divide_up(n, kernels->nr) * kernels->nr * k;
 }
 
-LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16);
+LUNAI_HOT lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16);
 /* floats of room for a tile's words */
 LUNAI_HOT int64_t lunai_words_size(const lunai_kernels *kernels, bool column_major) {
   return kernels->mr * LUNAI_KA * (column_major ? LUNAI_WORDS_ABREAST : 1);
@@ -7793,7 +7813,7 @@ LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c
   else if (first < end) s->kernels->scan(end - first, joins, leaves, c->state + first, carried + first);
 }
 
-LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
+LUNAI_HOT void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
   const size_t bytes = (size_t)lunai_sweep_state(s, item) * sizeof(double);
   if (s->outside && lunai_sweep_continues(s, item)) memcpy(carried, lunai_sweep_outside(s, item), bytes);
   else if (s->exchange && lunai_sweep_continues(s, item)) s->exchange(s->args, item, carried, false);
@@ -8909,7 +8929,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
 }
 
 #undef LUNAI_FN
-#define LUNAI_FN LUNAI_HOT LUNAI_RARE
+#define LUNAI_FN static LUNAI_UNUSED LUNAI_RARE
 #undef LUNA_API
 #define LUNA_API LUNAI_RARE
 
@@ -13140,7 +13160,7 @@ LUNAI_FN luna_status lunai_custom_run(luna_op *op, bool back) {
 LUNAI_RUN_OP(custom)
 #define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(lunai_custom_query, lunai_custom_forward, lunai_custom_backward, 0)
 
-LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+LUNAI_HOT luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx, (void)direction;
   if (bytes) memcpy(to, from, bytes);
   return LUNA_OK;
@@ -15268,7 +15288,7 @@ typedef struct lunai_pattern {
 } lunai_pattern;
 /* One input's axes, from the bracket on: 0 when they fit, else the letter whose size differs, '.' for the leading axes,
    '[' for their number */
-LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
+LUNAI_HOT char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
   const bool open = axes[1] == '.';
   const char *first = axes + (open ? 5 : 1), *at = first;
   while (at[0] && at[1] == ',') at += 2;
@@ -15297,7 +15317,7 @@ LUNAI_FN void lunai_pattern_name(const char *pattern, char letter, char *name, s
   for (; room > 1 && *start != ' ' && *start != '?'; room--) *name++ = *start++;
   *name = 0;
 }
-LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
+LUNAI_HOT bool lunai_fits(const lunai_build *s, const char *pattern) {
   const char *at = pattern;
   lunai_pattern p;
   if (lunai_is_checked(s->op.ctx)) return true;
