@@ -250,9 +250,11 @@
 #include <stdint.h>
 
 /* What a version promises: a program that uses what is declared here compiles with each later one of the same major
-   number; each later version opens the checkpoints of this one; within a minor number results keep their bits on one
-   instruction set. Not promised: >>backend, what luna_cuda.cuh has beyond its declarations, names that start with
-   lunai_, the numbers of errors and ops, stream states in a file, speed. tests/api.txt lists what is declared. */
+   number; enums keep their values, and zeros their meaning; each later version opens the checkpoints of this one and
+   goes on with its trainings; within a minor number results keep their bits on one instruction set. Structs may grow at
+   their end, so header and library are of one version (luna_version). Not promised: >>backend, what luna_cuda.cuh has
+   beyond its declarations, names that start with lunai_, the numbers of errors and ops, stream states in a file, speed.
+   tests/api.txt lists all that is declared. */
 #define LUNA_VERSION "1.0.0"
 #define LUNA_VERSION_NUMBER 10000    /* 10000 major + 100 minor + patch */
 
@@ -487,9 +489,9 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    scopes: luna_item gives NaN for these tensors, and every call that takes one fails with a sentence. A pointer to one
    stays a pointer to a tensor until luna_close; from the second begin on that may be a new one, made in its place. So
    keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails with the first
-   failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the same call
-   succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose failure is
-   to have no effect, use a context of its own and close it. */
+   failed init, luna_load_model or _of, luna_params_open, luna_params_share, luna_param or optimiser, until the same
+   call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose failure
+   is to have no effect, use a context of its own and close it. */
 /* The status of the first failure since the last begin; LUNA_OK without one. */
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one. It stays until
@@ -936,7 +938,7 @@ typedef struct luna_input_layer {
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init);
 /* From training data, all in one input: means and deviations over the real steps. What is not finite is left out; it is
-   an error where nothing is left. A feature that never changes gets scale 1. */
+   an error where nothing at all is left. A feature that never changes, or of which nothing is left, gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
 /* -> [batch,n,dim] */
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
@@ -1531,7 +1533,8 @@ typedef struct luna_model {
   luna_seq2seq seq2seq;
 } luna_model;
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file);
-/* The same of one kind, into a luna_lm, luna_classifier, luna_masked_lm or luna_seq2seq. */
+/* The same of one kind, into a luna_lm, luna_classifier, luna_masked_lm or luna_seq2seq: `model` points to the struct
+   of that kind, which no compiler checks. */
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file);
 
 #ifndef LUNA_NO_TRAIN
@@ -9062,7 +9065,8 @@ LUNA_API const char *luna_status_text(luna_status status) {
   /* parameters */ \
   X(NAME_LENGTH, "%s: a name has %d bytes, more than %d: '%s%s'") \
   X(NAME_RESERVED, "%s: '%s': __metadata__ and names that start with luna. belong to luna.h") \
-  X(PARAM_EXISTS, "luna_param: the set has a parameter '%s' already; use another set or prefix") \
+  X(PARAM_EXISTS, "luna_param: the set has a parameter '%s' already; a set holds one model: use another set, or " \
+    "prefix") \
   X(SET_BORROWED, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
   X(BORROW_DEVICE, "%s: %s %t belongs to a context on another device") \
   X(BORROW_ON_DEVICE, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load)") \
@@ -9141,7 +9145,8 @@ LUNA_API const char *luna_status_text(luna_status status) {
     "luna_load_model take it from the file") \
   X(FILE_TENSOR_MISSING, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64, nor in I8 " \
     "beside its scales, NAME.scale of F32") \
-  X(FILE_TENSOR_EXTRA, "%s: tensor '%s' of %s is not a parameter of this set") \
+  X(FILE_TENSOR_EXTRA, "%s: tensor '%s' of %s is not a parameter of this set: init the model first, or " \
+    "luna_load_model") \
   X(FILE_TENSOR_SHAPE, "%s: parameter '%s' is %t and has another shape in %s") \
   X(FILE_TENSOR_COUNT, "%s: %s has %d tensors, the model %d") \
   X(NOTHING_MATCHES, "%s: none of the %d parameters is in %s in its shape") \
@@ -17141,7 +17146,8 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
   luna_tensor *y = luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a);
-  return lunai_linear_with(lunai_gated(&layer->gate, x, y), layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, dropout);
+  y = lunai_gated(&layer->gate, x, y);
+  return lunai_linear_with(y, layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, dropout);
 }
 
 /* What goes through a layer: x and P, which become X' and P' where these are wanted. */
