@@ -180,7 +180,7 @@ static int code_text(coder *c, unsigned char *text, int64_t size, luna_isa isa) 
 }
 
 /* A packed file begins with these, in little-endian order, the sums by FNV-1a. */
-enum { MAGIC, VERSION = 8, ISA = 12, PREDICT = 13, SIZE = 14, SUM = 22, CODE_SUM = 30, HEAD = 38 };
+enum { MAGIC, VERSION = 8, ISA = 12, PREDICT = 13, LENGTH = 14, SUM = 22, CODE_SUM = 30, HEAD = 38 };
 static const char magic[] = "lunapack";
 
 static void put_number(unsigned char *to, uint64_t number, int bytes) {
@@ -231,7 +231,7 @@ static int pack(luna_ctx *ctx, const char **words) {
   put_number(c.at + VERSION, (uint64_t)luna_version(), 4);
   put_number(c.at + ISA, luna_isa_best(), 1);
   put_number(c.at + PREDICT, (uint64_t)predict, 1);
-  put_number(c.at + SIZE, (uint64_t)file.size, 8);
+  put_number(c.at + LENGTH, (uint64_t)file.size, 8);
   put_number(c.at + SUM, sum_of(file.data, file.size, SUM_OF_NONE), 8);
   int status = code_text(&c, file.data, file.size, luna_isa_best());
   put_number(c.at + CODE_SUM, code_sum(c.at, c.size), 8);
@@ -245,7 +245,7 @@ static int unpack_code(const char *name, contents file) {
   if (file.size < HEAD || memcmp(file.data, magic, 8) != 0) return fail("%s is no packed file", name);
   const int version = (int)number_at(file.data + VERSION, 4);
   const luna_isa isa = (luna_isa)file.data[ISA];
-  const uint64_t size = number_at(file.data + SIZE, 8);
+  const uint64_t size = number_at(file.data + LENGTH, 8);
   /* a bit of a likelihood of at most 65535 / 65536 takes more than 1 / 65536 */
   if (code_sum(file.data, file.size) != number_at(file.data + CODE_SUM, 8) || size >> 16 > (uint64_t)file.size ||
       file.data[PREDICT] > PREDICT_NGRAMS) return fail("%s is damaged or cut short: its sum is another one", name);
