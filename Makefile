@@ -8,7 +8,7 @@
 #   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
 #   make test-long           every case of six tests of which make test takes a part; the others' are in test-all;
-#                            and make soak in short
+#                            make coverage, and make soak in short
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
 #                            tests/cross.sh, these tests
@@ -19,9 +19,13 @@
 #                            last ones: make fuzz FUZZ_SECONDS=0 FUZZ_FLAGS='-runs=1000000'
 #   make faults              plants a wrong sign, a wrong index and a wrong order in every op's forward pass, one after
 #                            the other, and tells which no check notices; OPS="cumsum rotary": in these (python3)
+#   make coverage            the lines and branches of luna.h that tests run, by chapter, and what is not run of those
+#                            that must be; part of make test-long (gcc, gcov, python3): tests/coverage.py
 #   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
 #   make mcu                 exports a model and runs it on microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
+#   make analyze             clang-tidy's bugprone checks and clang's analyser over luna.h: what tests/analyze.txt does
+#                            not explain fails. Two minutes on a quiet core: not in the gate, but before a release
 #   make soak                streams of 2^26 steps and a training of 10^7, of tiny models: tests/soak.c, ten minutes on
 #                            a quiet core; make test-long has a short form
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
@@ -197,15 +201,15 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
-LONG = $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh tests/install.sh \
+LONG = tests/coverage.sh $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh tests/install.sh \
   $(addprefix $(BUILD)/tests/,failures arguments causality soak)
 test-long:
 	-@$(MAKE) -k -j$(JOBS) programs $(BUILD)/tests/soak
 	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG)
 
-# what make test runs, but for the chapters of private
+# what make test and make test-long run, but for the chapters of private
 names:
-	@echo $(ONCE) $(PROGRAMS)
+	@echo $(ONCE) $(PROGRAMS) $(LONG)
 
 export TEST_FULL
 test:
@@ -248,6 +252,12 @@ fuzz-coverage:
 
 faults:
 	@BUILD=$(BUILD) CC='$(CC)' python3 tests/faults.py $(OPS)
+
+coverage:
+	@BUILD=$(BUILD) JOBS=$(JOBS) sh tests/coverage.sh
+
+analyze:
+	@python3 tests/analyze.py $(BUILD)/analyze
 
 soak: $(BUILD)/tests/soak
 	$< --full
@@ -378,5 +388,5 @@ clean:
 	rm -rf build $(BUILD)
 
 .PHONY: run examples docs install dist programs names test test-all test-long mcu sanitize cross golden headers fuzz \
-  fuzz-coverage faults soak size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test \
-  clean
+  fuzz-coverage coverage analyze faults soak size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test \
+  mpi-bench web web-test clean

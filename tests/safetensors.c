@@ -237,6 +237,9 @@ static void check_text(void) {
   CHECK(!lunai_st_equal(zero, "a") && !lunai_st_equal(zero, "ab") && lunai_st_decode(zero, out, 9) == 3 &&
         memcmp(out, "a\0b", 4) == 0,
         "a zero within a text");
+  const char *end = json + sizeof json - 1;
+  CHECK(lunai_st_character(&end, json + sizeof json - 1) == LUNAI_ST_BAD && !lunai_st_equal(text_of("\x80", 1), "\x80"),
+        "a character after the end, or what is none is the same as itself");
   CHECK(lunai_st_decode(text_of("a\\x", 3), out, sizeof out) == 1 && strcmp(out, "a") == 0, "a bad escape decodes");
 }
 

@@ -208,6 +208,18 @@ static void check_state(int kind) {
         luna_stream_state_load(a, state, size - 1) != LUNA_OK &&
             luna_stream_error_id(a) == LUNA_ERROR_STREAM_STATE_SIZE,
         "a state of another size");
+  luna_stream_state_save(a, state, size);
+  for (int i = 0; i < 5; i++) { /* a saved state begins with its kind, its batch, its position and the model's sizes */
+    static const struct { size_t at; int64_t value; } wrong[5] = {{0, 1}, {8, BATCH + 1}, {16, -1},
+                                                                  {16, ((int64_t)1 << 53) + 1}, {24, 77}};
+    int64_t right;
+    memcpy(&right, (char *)state + wrong[i].at, sizeof right);
+    memcpy((char *)state + wrong[i].at, &wrong[i].value, sizeof right);
+    CHECK(luna_stream_state_load(a, state, size) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_STATE,
+          "a state with another number at byte %d is taken", (int)wrong[i].at);
+    memcpy((char *)state + wrong[i].at, &right, sizeof right);
+  }
+  CHECK(luna_stream_state_load(a, state, size) == LUNA_OK, "the state itself is not taken: %s", luna_stream_error(a));
   memset(state, 0xA5, size);
   CHECK(luna_stream_state_load(a, state, size) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_STATE,
       "a state of noise is taken");
@@ -271,6 +283,9 @@ static void check_bytes(int kind) {
         "64 bytes too few are enough");
   CHECK(luna_stream_open_bytes(file.at, file.size, &config, memory + 8, size, &error) || !common_little_endian(),
         "memory at an odd place: %s", error);
+  char *odd = memory + 64 - (uintptr_t)memory % 64 + 1; /* 63 bytes before the next place to begin at */
+  error = "";
+  CHECK(!luna_stream_open_bytes(file.at, file.size, &config, odd, 10, &error) && error[0], "10 bytes are enough");
   error = "";
   CHECK(!luna_stream_open_bytes(file.at, file.size, &config, NULL, size, &error) && error[0], "no memory is enough");
   config.batch = -1;
