@@ -299,11 +299,11 @@ $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wild
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/cuda/lm.o
 	$(NVCC) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ -lcublas -lcublasLt $(LIBS)
 
-# the hook of examples/nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
+# the hook of examples/luna_nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
 NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/cuda/nccl.o)
-$(BUILD)/cuda/nccl.o: examples/nccl.h luna.h
+$(BUILD)/cuda/nccl.o: examples/luna_nccl.h luna.h
 	@mkdir -p $(BUILD)/cuda
-	@printf '%s\n' '#include "luna.h"' '#include "examples/nccl.h"' \
+	@printf '%s\n' '#include "luna.h"' '#include "examples/luna_nccl.h"' \
 	  'bool opens(nccl_ranks *n, ncclComm_t c) { bool good = nccl_open(n, c); nccl_close(n); return good; }' \
 	  >$(BUILD)/cuda/nccl.cu
 	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/nccl.cu -o $@
@@ -356,7 +356,7 @@ MPICC ?= mpicc
 MPIRUN ?= mpirun
 MPI_EXAMPLES = $(addprefix $(BUILD)/mpi/,lm classify listops series lra)
 
-$(BUILD)/mpi/tests/%: tests/%.c $(BUILD)/luna.o examples/mpi.h $(wildcard tests/*.h)
+$(BUILD)/mpi/tests/%: tests/%.c $(BUILD)/luna.o examples/luna_mpi.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/mpi/tests && rm -f $@
 	$(MPICC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 

@@ -523,7 +523,7 @@ typedef struct luna_tensor {
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
   int rank;
   luna_dtype dtype;
-  int device;                        /* the backend's number; 0 = CPU */
+  int device;                        /* the backend's number; 0 = CPU, of luna_cuda.cuh the CUDA device's + 1 */
   bool needs_grad;
   bool parameter;                    /* its grad lives until close, not with the step */
   luna_ctx *ctx;
@@ -2922,6 +2922,8 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define LUNAI_PREFETCH(p) __builtin_prefetch(p)
 #ifdef __clang__
 #define LUNAI_UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__CUDACC__)            /* which warns of it */
+#define LUNAI_UNROLL
 #else
 #define LUNAI_UNROLL _Pragma("GCC unroll 28")
 #endif
@@ -11073,7 +11075,8 @@ LUNAI_FN const char *lunai_options_wrong(const luna_ctx *ctx) {
   if (o->weights) return "luna_open: options.weights: this build has no products in 8 bits (LUNA_NO_INT8)";
 #endif
   if ((o->weights || o->products) && lunai_on_device(ctx))
-    return "luna_open: a device has float products alone; options.weights and options.products must be 0";
+    return "luna_open: options.weights and options.products are the CPU's and must be 0 on a device; for tensor cores "
+           "luna_cuda.cuh has luna_cuda_backend_with";
   if (ctx->backend->version != 1 || ctx->backend->size != sizeof(luna_backend))
     return "luna_open: options.backend was compiled with another version of luna.h";
   if (o->block && lunai_on_device(ctx)) return "luna_open: a device has memory of its own; options.block must be null";
@@ -11399,12 +11402,14 @@ LUNAI_FN luna_status lunai_rank_sum_backward(luna_tensor *const *in, int count, 
   for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
   return LUNA_OK;
 }
+#define LUNAI_CUT_ROWS \
+  "of rows that are cut over ranks: LUNA_PARALLEL_SEQUENCE is for the CPU, LUNA_PARALLEL_DATA for devices too"
 /* One of these ops, on the CPU. Its result is whole. */
 LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, int rank,
                                        const int64_t *shape) {
   luna_ctx *ctx = in[0]->ctx;
   const int64_t floats = lunai_shape_count(rank, shape);
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, LUNAI_CUT_ROWS);
   op->ctx = ctx;
   op->result = (float *)lunai_step_host(ctx, op->name, true, (size_t)(floats + op->kept_size) * sizeof(float));
   if (!op->result) return NULL;
@@ -16338,7 +16343,7 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size, i
   const lunai_cut *part = x->own->part;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_refused(lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE"));
   if (lunai_on_device(ctx))
-    return lunai_refuse(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks");
+    return lunai_refuse(ctx, LUNA_ERROR_NO_OP, s->name, LUNAI_CUT_ROWS);
   const size_t head = lunai_round(sizeof(lunai_outside)), states = (size_t)(x->shape[0] * size + 1) * sizeof(double);
   lunai_outside *o = (lunai_outside *)lunai_step_host(ctx, s->name, true, head + states);
   if (!o) return false;
@@ -18969,7 +18974,8 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
   }
   good = good && lunai_rank_compare(ctx, name, mine, what, 5, &all);
   for (int i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[5 * i + 4] != 0;
-  if (good) status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
+  if (good && lunai_computes(ctx))
+    status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
   for (int64_t at = 0; good && status == LUNA_OK; at += n) {
     n = lunai_gradients_move(o, at, (float *)bucket, room, false, &status);
     if (n == 0) break;
@@ -20505,7 +20511,8 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (config && (unsigned)config->weights > LUNA_DTYPE_I8) return "config.weights is neither F32 nor I8";
 #ifndef LUNA_NO_INT8
   if (config && config->weights == LUNA_DTYPE_I8) s->int8 = true;
-  if (s->int8 && lunai_stream_on_device(s)) return "a device has float products alone; config.weights must be 0";
+  if (s->int8 && lunai_stream_on_device(s))
+    return "products in 8 bits are the CPU's; on a device config.weights must be 0";
 #else
   if (config && config->weights) return "config.weights: this build has no products in 8 bits";
 #endif

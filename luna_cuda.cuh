@@ -1,13 +1,19 @@
 /* luna_cuda.cuh: the models of luna.h on an NVIDIA GPU. CUDA Toolkit 12 or newer, compute capability 8.0 or newer;
    nothing else.
 
-   In one .cu file:      #include "luna_cuda.cuh"
-   in the program:       luna_options options = {0};
-                         options.backend = luna_cuda_backend(0);
-                         luna_ctx *ctx = luna_open(&options);
-   and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas -lcublasLt. luna.h's
-   implementation may stand in the same .cu file or, faster on the CPU, in a .c file of its own. Other compilers see
-   declarations alone: a program in C includes this file, too.
+   In one .cu file, cuda.cu:   #include "luna_cuda.cuh"
+   in the program:             luna_options options = {0};
+                               options.backend = luna_cuda_backend(0);
+                               luna_ctx *ctx = luna_open(&options);
+   and every model, layer, optimiser and checkpoint of luna.h works as before:
+
+     nvcc -O3 -gencode arch=compute_80,code=sm_80 -c cuda.cu         C++17; 90 for an H100; half a minute
+     cc -O2 -c luna.c main.c                                         luna.h's implementation, and the program, in C
+     nvcc main.o luna.o cuda.o -lcublas -lcublasLt -lm -lpthread     or cc, with -L of CUDA, -lcudart -lstdc++ too
+
+   Other compilers see declarations alone: a program in C includes this file, too. All may stand in the one .cu file,
+   which is C++: there fill structs field by field. A second .cu file does not include this one, but declares what it
+   needs: extern "C" struct CUstream_st *luna_cuda_stream(const luna_ctx *ctx).
 
    Memory      Tensors' data, gradients and moments lie on the device; luna_read and luna_item bring values back.
                Pointers of host memory never go into an op but through the calls that take host arrays (tokens,
@@ -16,8 +22,10 @@
                saving and what reads an optimiser's counters wait for it; nothing else does. A fault of the device
                surfaces there, as the context's error.
    Errors      are those that this file's own CUDA calls return. An error that your code left for cudaGetLastError, or a
-               query's cudaErrorNotReady, is neither reported nor reset. When a call of its own fails, the context has
-               the error and cudaGetLastError's is reset.
+               query's cudaErrorNotReady, is neither reported nor reset, but for one that a custom op's function leaves.
+               When a call of its own fails, the context has the error and cudaGetLastError's is reset.
+   Custom ops  Of luna_custom's tensors data and grad are pointers of the device, for kernels that the functions launch
+               into luna_cuda_stream(out->ctx); the state is the host's, and passed by value. There is no workspace.
    Devices     Each call of a context makes its device the thread's current one, and leaves it so: call cudaSetDevice
                before work of your own on another.
    Shared      sets (luna_params_share), also by contexts with other products (luna_cuda_math): the sharing context's
@@ -31,9 +39,11 @@
                waits for its logits. They are used by the thread of their context.
    Graphs      luna_graph makes a training step one cudaGraphLaunch, and a copy of what changes: tokens, labels, the
                learning rate. Streams use one by themselves for single tokens. A custom op is recorded only if its
-               luna_custom says that it may be: then its launches into luna_cuda_stream are captured, and it must not
-               allocate or wait. In a table with rows of your own, those of this file are recorded; luna_cuda_stream,
-               which yours ask for, has the work before them queued at once.
+               luna_custom says that it may be: then its launches into luna_cuda_stream are captured, and its functions
+               are not called again; they must not allocate or wait. A step in which its state differs from the step
+               before is not recorded, nor one of several ranks, whose gradients' sum goes through the host. In a table
+               with rows of your own, those of this file are recorded; luna_cuda_stream, which yours ask for, has the
+               work before them queued at once.
 
    Chapters: >>base >>context >>maps >>gemm >>rows >>attention >>unpack >>causal >>optimisers >>graphs >>backend
 
@@ -89,6 +99,9 @@ void luna_graph_close(luna_graph *graph);                  /* null is fine */
 }
 #endif
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "luna_cuda.cuh needs compute capability 8.0 or newer: nvcc -gencode arch=compute_80,code=sm_80"
+#endif
 #if defined(__CUDACC__) || defined(LUNA_CUDA_HOST)
 /* ---------------------------------------------------------------------------------------------------------------------
    >>base: shared by every chapter below
@@ -499,6 +512,14 @@ static const char *lunacu_device_error(int device, char *room, size_t size) {
   int count = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
   cudaError_t error = cudaGetDeviceCount(&count);
+#ifndef LUNA_CUDA_HOST
+  int driver = 0;                      /* 0: none */
+  if (error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0) {
+    snprintf(room, size, "luna_open: the NVIDIA driver serves CUDA %d.%d, and this program needs %d.%d", driver / 1000,
+             driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    return room;
+  }
+#endif
   if (error != cudaSuccess || count < 1)
     snprintf(room, size, "luna_open: there is no CUDA device (%s)",
              error == cudaSuccess ? "none found" : cudaGetErrorString(error));

@@ -60,7 +60,7 @@ TOOL bool is_special(const char *path) { /* a device, a pipe: no place for a fil
 #endif
 
 #ifdef EXAMPLE_MPI
-#include "mpi.h"
+#include "luna_mpi.h"
 #endif
 
 /* ---- settings, sentences, random numbers ------------------------------------------------------------------------- */

@@ -1,10 +1,10 @@
-/* The runs of collective.c with ranks that are processes, and examples/mpi.h: mpirun -n R build/mpi/tests/mpi. R ranks
+/* The runs of collective.c with ranks that are processes, and examples/luna_mpi.h: mpirun -n R build/mpi/tests/mpi. R ranks
    give the loss and gradients of one, data and sequence parallel; all ranks the same bits; every byte handed over is
    counted. Rank 0 reports. */
 #define main collective_main
 #include "collective.c"
 #undef main
-#include "../examples/mpi.h"
+#include "../examples/luna_mpi.h"
 
 static mpi_ranks mpi;
 static bool gather(void *user, const void *mine, void *all, size_t bytes) {

@@ -9,7 +9,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "../examples/mpi.h"
+#include "../examples/luna_mpi.h"
 
 #include <stdio.h>
 #include <sys/mman.h>

@@ -1,13 +1,16 @@
-/* nccl.h: the luna_collective of luna_options from calls of NCCL, a rank a GPU. luna.h hands over host memory of the
-   memory's or the gradients' size: it goes through a buffer on the device. The program makes the communicator, as it
-   likes (ncclCommInitRank):
+/* luna_nccl.h: the luna_collective of luna_options from calls of NCCL, a rank a GPU. luna.h hands over host memory of the
+   memory's or the gradients' size: it goes through a buffer on the device. A program includes it after luna.h, links
+   with -lnccl, and makes the communicator as it likes:
 
+     cudaSetDevice(device);                        before ncclCommInitRank and what follows: the current one is used
      static nccl_ranks nccl;                       lives as long as the context
-     nccl_open(&nccl, communicator);               makes the calling thread's current device the one that is used
-     nccl.collective.mode = LUNA_PARALLEL_DATA;
-     luna_ctx *ctx = luna_open(&(luna_options){ .collective = &nccl.collective, .backend = luna_cuda_backend(device) });
-     ...
-     nccl_close(&nccl);
+     if (!nccl_open(&nccl, communicator)) ...
+     nccl.collective.mode = LUNA_PARALLEL_DATA;    the only one on a device
+     luna_options options = {0};
+     options.collective = &nccl.collective, options.backend = luna_cuda_backend(device);
+     luna_ctx *ctx = luna_open(&options);
+     ...                                           where a rank fails, ncclCommAbort frees the others
+     luna_close(ctx), nccl_close(&nccl);
 
    Sums are added up in rank order from what all ranks have sent: the same bits on all ranks and in every run, which
    NCCL's own reduction leaves to its choice of algorithm. Compiled only: it has not run. */

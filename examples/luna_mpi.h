@@ -1,4 +1,4 @@
-/* mpi.h: the luna_collective of luna_options from calls of MPI. A program includes it after luna.h and is built by
+/* luna_mpi.h: the luna_collective of luna_options from calls of MPI. A program includes it after luna.h and is built by
    mpicc:
 
      static mpi_ranks mpi;                         lives as long as the context
