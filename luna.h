@@ -940,7 +940,7 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
 /* From training data, all in one input: means and deviations over the real steps. What is not finite is left out; it is
    an error where nothing at all is left. A feature that never changes, or of which nothing is left, gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
-/* -> [batch,n,dim] */
+/* The input's features, standardised and projected: [batch,n,dim]. */
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
 /* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key
@@ -950,7 +950,7 @@ typedef enum luna_sharing {
   LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK
 } luna_sharing;
 
-/* Luna attention, eqs. 3-5 */
+/* Luna attention [eqs. 3-5]. */
 typedef struct luna_nested_attention_layer_config {
   int64_t dim;                       /* d; 0 = 128 */
   int64_t heads;                     /* h, of the unpack; 0 = 4 */
@@ -969,9 +969,9 @@ typedef struct luna_nested_attention_layer {
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_nested_attention_layer_config *config);
-/* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking
-   memory slots j >= lengths[b] too -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be
-   null) */
+/* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> Y_X
+   [batch,n,d]; *packed_context, where that is not null, becomes Y_P [batch,l,d]. Lengths mask memory slots
+   j >= lengths[b], too. */
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context);
@@ -981,7 +981,7 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
    (luna_causal_nested_config). */
 typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED } luna_forget;
 
-/* Causal Luna attention, section 3.3 */
+/* Causal Luna attention [section 3.3]. */
 typedef struct luna_causal_attention_layer_config {
   int64_t dim, heads;                /* 0 = 128, 4 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
@@ -1002,8 +1002,8 @@ typedef struct luna_causal_attention_layer {
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config);
-/* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) ->
-   [batch,n,d] */
+/* x [batch,n,d], p [batch,l,d], or [l,d] for all of the batch, lengths [batch] of real memory slots (null = all) ->
+   [batch,n,d]. */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths);
 
@@ -1013,7 +1013,7 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
 typedef enum luna_attention_kind {
   LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR, LUNA_ATTENTION_LINFORMER
 } luna_attention_kind;
-/* E and F; E = F; one E for all layers */
+/* HEADWISE: E shortens keys and F values; KEY_VALUE: E both; LAYERWISE: one E both, in all layers. */
 typedef enum luna_linformer_sharing {
   LUNA_LINFORMER_SHARING_HEADWISE = 0, LUNA_LINFORMER_SHARING_KEY_VALUE, LUNA_LINFORMER_SHARING_LAYERWISE
 } luna_linformer_sharing;
@@ -1047,7 +1047,7 @@ typedef struct luna_attention_layer {
 } luna_attention_layer;
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
                                                const luna_attention_layer_config *config);
-/* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
+/* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
                                                    luna_tensor *context, const int32_t *lengths);
 
@@ -1082,7 +1082,7 @@ typedef enum luna_recompute_kind {
   LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER
 } luna_recompute_kind;
 
-/* Encoder and decoder layers, eq. 6 */
+/* Every layer's config: an encoder's and a decoder's [eq. 6], a causal one's. */
 struct luna_layer_config {
   int64_t dim, heads;                /* 0 = 128, 4 */
   int64_t pack_heads;                /* 0 = heads */
@@ -1121,13 +1121,13 @@ struct luna_layer_config {
 };
 #define LUNA_HORIZON_NONE (-1)
 
-/* the second half of each layer: fc2 act(fc1 x), or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm" */
+/* The second half of each layer: fc2 act(fc1 x) or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm". */
 typedef struct luna_feed_forward_layer {
   luna_linear_layer fc1, fc2, fc3;
   luna_norm_layer norm;
 } luna_feed_forward_layer;
 
-/* The encoder's layer, eq. 6, with Luna attention or, eq. 2, another one. */
+/* An encoder's layer, with Luna attention [eq. 6] or another one [eq. 2]. */
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
@@ -1139,11 +1139,12 @@ typedef struct luna_encoder_layer {
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. p may be null with own_memory (then P' is not
-   computed) or without Luna attention, where *p stays. */
+/* x [batch,n,d], *p [batch,l,d], lengths [batch] or null -> X'; *p becomes P'. p may be null with own_memory, when P'
+   is not computed, and without Luna attention, when *p stays. */
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  const int32_t *lengths);
 
+/* A decoder's layer: causal Luna attention, Luna attention to the encoder's output, feed-forward. */
 typedef struct luna_decoder_layer {
   luna_layer_config config;
   luna_causal_attention_layer self_attention;
@@ -1153,12 +1154,12 @@ typedef struct luna_decoder_layer {
 } luna_decoder_layer;
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next
-   P */
+/* x [batch,n,d], *p [batch,l,d], context [batch,m,d], the encoder's output, with lengths [batch] or null -> X'; *p
+   becomes the next layer's P. */
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths);
 
-/* Decoder-only layer: causal attention (Luna's with a learned memory of its own), feed-forward */
+/* A language model's layer: causal attention, Luna's with a learned memory of its own, and feed-forward. */
 typedef struct luna_causal_layer {
   luna_layer_config config;
   luna_tensor *memory;               /* "projected_embeddings" [l,d]; Luna only */
@@ -1172,6 +1173,7 @@ typedef struct luna_causal_layer {
 } luna_causal_layer;
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                             const luna_layer_config *config);
+/* x [batch,n,d] -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1255,20 +1257,20 @@ typedef struct luna_encoder {
 } luna_encoder;
 LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab,
                                        const luna_encoder_config *config); /* vocab 0 = 256, bytes; not of features */
-/* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
+/* What the layers read: X [batch,n,d]; *p, where it is null, becomes the learned P [batch,l,d]. */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
-/* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read
-   and luna_tensor_new carry it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be
-   null. */
+/* What the last layer gives: X [batch,n,d]. *p comes in null, or as the memory that the segment before left
+   (luna_detach stops its gradient; luna_read and luna_tensor_new carry it over a begin), and becomes the memory that
+   this segment leaves [sections 5, 6]. p may be null. */
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 
-/* Classifier, also of each step, and with another loss (luna_mse) regression: then a class is a value */
+/* Classifier, also of each step; with another loss (luna_mse) it is a regression, and a class a value. */
 typedef enum luna_pooling {
   LUNA_POOLING_DEFAULT = 0,          /* the memory, or without one the mean */
   LUNA_POOLING_CLS,                  /* X[0] */
   LUNA_POOLING_MEAN,                 /* mean of X over real tokens */
   LUNA_POOLING_MEMORY,               /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
-  LUNA_POOLING_MEMORY_BATCH             /* mean of P over the batch's min(l, longest) slots: the authors' */
+  LUNA_POOLING_MEMORY_BATCH          /* mean of P over the batch's min(l, longest) slots: the authors' */
 } luna_pooling;
 typedef struct luna_classifier_config {
   int64_t vocab;                     /* 0 = 256, bytes */
@@ -1288,10 +1290,10 @@ typedef struct luna_classifier {
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config);
-/* -> logits [batch,classes], or of every step [batch,n,classes], where luna_cross_entropy needs -1 as the label of
-   padding; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
+/* Logits [batch,classes], or of every step [batch,n,classes], where luna_cross_entropy needs -1 as the label of
+   padding. They do not depend on the rest of the batch, but by LUNA_POOLING_MEMORY_BATCH. */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
-/* of one batch */
+/* Logits [batch,classes] of pairs, which two inputs of one batch are: config.pair. */
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second);
 /* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
@@ -1299,7 +1301,7 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths);
 
-/* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
+/* Masked language model: an encoder and the head LN(gelu(x Wd)) E^T + b. */
 typedef struct luna_masked_lm_config {
   int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask; of features: the classes that are found */
   luna_encoder_config encoder;
@@ -1315,23 +1317,25 @@ typedef struct luna_masked_lm {
 } luna_masked_lm;
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config);
-/* -> logits [batch,n,vocab] */
+/* Logits [batch,n,vocab]. */
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input);
 /* The mean loss over the places whose label, of labels [batch,n], is neither negative nor beyond input.lengths; there
    is one at least. Logits are made for those places alone. */
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
+/* How luna_mask_tokens masks. */
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
   int32_t mask, vocab;               /* the mask's token; random tokens are below vocab, 0 = below mask; both 0 = 256 */
   uint64_t seed, step;               /* the same again for the same seed, step and place */
 } luna_masking;
-/* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1
-   elsewhere [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the
-   defaults. Returns how many were chosen, or -1: an array is null, a size negative, or probability outside 0..1. */
+/* Makes the task of a masked language model [arXiv 1810.04805]: of the chosen places 80% become the mask, 10% a random
+   token, 10% stay; labels are the tokens there and -1 elsewhere. masked and labels [batch,n]; masked may be
+   input->tokens itself. Null masking: the defaults. Returns how many were chosen, or -1: an array is null, a size
+   negative, or probability outside 0..1. */
 LUNA_API int64_t luna_mask_tokens(const luna_input *input, const luna_masking *masking, int32_t *masked,
                                   int32_t *labels);
 
-/* Encoder-decoder */
+/* Encoder-decoder, for translation. */
 typedef struct luna_seq2seq_config {
   int64_t vocab;                     /* of the source; 0 = 256, bytes */
   int64_t target_vocab;              /* 0 = vocab */
@@ -1354,8 +1358,8 @@ typedef struct luna_seq2seq {
   luna_tensor *output;               /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
 } luna_seq2seq;
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config);
-/* source [batch,n], and the target so far [batch,m] (padding gets a zero embedding; its labels are -1) -> logits
-   [batch,m,target_vocab] */
+/* Logits [batch,m,target_vocab] of the source [batch,n] and the target so far [batch,m], whose padding has a zero
+   embedding, and -1 as its labels. */
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target);
 
@@ -1588,15 +1592,16 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 #endif
 /* Null is fine. A stream on the CPU may be closed after its model's context, too. */
 LUNA_API void luna_stream_close(luna_stream *stream);
-/* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
+/* Logits [batch,vocab] after one token of each sequence [batch], valid until the next call; null for a token out of
+   range. */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
-/* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call.
+/* The same of a model of features: [batch,features], NaN where one is missing -> [batch,outputs].
    A sequence with a feature that luna_input does not allow does not make the step: its logits are NaN, its state stays,
    and LUNA_ERROR_STREAM_FEATURE says so; null when that is every sequence. These three calls also return logits that
    are not finite for another reason, and say so (LUNA_ERROR_STREAM_NOT_FINITE); no state becomes Inf or NaN. */
 LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
-/* batch: the stream's, or 0; lengths must be null -> logits after the last; null for a feature that luna_input does not
-   allow, with no row read */
+/* Logits after the last row of an input, whose batch is the stream's, or 0, and whose lengths are null; null for a
+   feature that luna_input does not allow, when no row has been read. */
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
 /* What was wrong in the last call, and the id of that sentence; "" and LUNA_ERROR_NONE when it was fine. */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);
@@ -1626,7 +1631,7 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
 /* After a begin: the step's forward pass of the state's model, of `batch` sequences, goes on from the state, and leaves
    it after its last row. One a step. */
 LUNA_API luna_status luna_lm_state_continue(luna_lm_state *state);
-/* These sequences, or with null all, start anew: at a document's end */
+/* Starts `count` sequences anew, or with null all of them: at a document's end. */
 LUNA_API luna_status luna_lm_state_restart(luna_lm_state *state, const int32_t *sequences, int64_t count);
 /* The bytes are those of luna_stream_state_save for a stream of the same model and batch, and load there and here.
    Sequences that stand at different positions can be saved so if the memory forgets (LUNA_FORGET_...). */
@@ -1661,8 +1666,8 @@ typedef struct luna_beam_config {
   /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
   bool exhaustive;
 } luna_beam_config;
-/* Greedy or beam search. source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and end;
-   scores [batch] or null */
+/* Translates by greedy or beam search: source [batch,n] -> out [batch,max_length] with out_lengths [batch], without
+   begin and end, and their scores [batch], or null. */
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_beam_config *config, int32_t *out, int32_t *out_lengths,
                                            float *scores);
@@ -1687,7 +1692,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
 
-/* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
+/* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times. */
 typedef struct luna_gemm_args {
   const float *a, *b, *bias;         /* bias [n] or null */
   float *c;
@@ -1703,7 +1708,7 @@ typedef struct luna_gemm_args {
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
-/* a batch stride of what is read: one for all; its gradient is the sum, in order */
+/* A batch stride of what is read: one for all. Its gradient is the sum, in order. */
 #define LUNA_BATCH_SHARED (-1)
 
 #endif
@@ -1791,7 +1796,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
 #endif
 LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_args *args); /* enough for both */
 
-/* Philox4x32-10 (Salmon et al. 2011), the source of every random number here */
+/* Philox4x32-10 (Salmon et al. 2011), the source of every random number here. */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
 #endif
