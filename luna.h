@@ -15296,7 +15296,7 @@ LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 /* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
    it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
 typedef struct lunai_pattern {
-  int64_t sizes[128];                /* of the letters; -1: not met */
+  int64_t sizes[64];                 /* of the letters, from 'A' on; -1: not met */
   int64_t wrong;                     /* the size that differs */
   const luna_tensor *leading;        /* the first input with leading axes */
   int after;                         /* its axes after them */
@@ -15313,7 +15313,7 @@ LUNAI_HOT char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const ch
   for (int a = 0; a < rank; a++) {
     const char letter = first[2 * a];
     const int64_t size = t->shape[before + a];
-    int64_t *known = &p->sizes[letter & 127];
+    int64_t *known = &p->sizes[letter - 'A'];
     if (*known < 0) *known = size;
     p->wrong = size;
     if (size != *known || (size < 1 && letter < 'a')) return letter;
@@ -15332,30 +15332,33 @@ LUNAI_FN void lunai_pattern_name(const char *pattern, char letter, char *name, s
   for (; room > 1 && *start != ' ' && *start != '?'; room--) *name++ = *start++;
   *name = 0;
 }
+/* what an input's axes should have been: `wrong` is of lunai_axes_wrong, and the name begins at `at`; false */
+LUNAI_FN bool lunai_fits_not(const lunai_build *s, const char *pattern, const lunai_pattern *p, const luna_tensor *t,
+                             const char *at, char wrong) {
+  char name[16], first[16], why[80];
+  const char letter[2] = { wrong, 0 };
+  size_t length = 0;
+  for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
+  name[length] = 0;
+  if (!t) return lunai_refused(lunai_fail_null(s->op.ctx, s->name, name));
+  const int64_t size = wrong >= 'A' && wrong != '[' ? p->sizes[wrong - 'A'] : 0;
+  lunai_pattern_name(pattern, wrong, first, sizeof first);
+  lunai_print(why, sizeof why, wrong == '[' ? "the number of axes" : wrong == '.' ? "the leading axes" :
+              size != p->wrong ? "its %s is %d, that of %s is %d" : "%s is at least 1", letter, p->wrong, first, size);
+  return lunai_refuse(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why);
+}
 LUNAI_HOT bool lunai_fits(const lunai_build *s, const char *pattern) {
-  const char *at = pattern;
   lunai_pattern p;
   if (lunai_is_checked(s->op.ctx)) return true;
-  size_t bytes = sizeof p.sizes;
-  LUNAI_HIDE(bytes);                 /* a call, as in lunai_clear */
-  memset(&p, -1, bytes);
+  for (size_t i = 0; i < sizeof p.sizes / sizeof *p.sizes; i++) p.sizes[i] = -1;
   p.leading = NULL;
+  const char *at = pattern;
   for (int i = 0; *at; i++) {
     const luna_tensor *t = s->op.in[i];
-    char name[16], first[16], wrong[2] = { 0, 0 }, why[80];
-    size_t length = 0;
-    for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
-    name[length] = 0;
-    const bool optional = *at == '?';
+    const char *name = at;
     while (*at != '[') at++;
-    if (!t && !optional) return lunai_refused(lunai_fail_null(s->op.ctx, s->name, name));
-    if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
-      const int64_t size = p.sizes[wrong[0] & 127];
-      lunai_pattern_name(pattern, wrong[0], first, sizeof first);
-      lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
-                  size != p.wrong ? "its %s is %d, that of %s is %d" : "%s is at least 1", wrong, p.wrong, first, size);
-      return lunai_refuse(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why);
-    }
+    const char wrong = t ? lunai_axes_wrong(&p, t, at) : 0;
+    if (wrong || (!t && at[-2] != '?')) return lunai_fits_not(s, pattern, &p, t, name, wrong);
     while (*at != ']') at++;
     at += 1 + (at[1] == ' ');
   }
