@@ -30,8 +30,8 @@ static const char *const export_header[] = {
     "Inf or",
   "@features:   more than 1e9 deviations from its mean. */",
   "@features:int $name_step($name_state *state, const float *x, float *y);",
-  "@tokens:/* The logits [OUTPUTS] after a token, and 1. 0 and no change for a token beyond 0..VOCAB - 1@tokens learned:"
-    ", or after $max_length@tokens:. */",
+  "@tokens:/* The logits [OUTPUTS] after a token, and 1. 0 and no change for a token beyond 0..VOCAB - 1"
+    "@tokens learned:, or after $max_length@tokens:. */",
   "@tokens:int $name_step($name_state *state, int32_t token, float *logits);",
   "@classes:/* A step of gradient descent on the output layer, from what the last step read: cross-entropy, target a "
     "class.",

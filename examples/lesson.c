@@ -197,9 +197,10 @@ static void show_gates(void) {
   printf("5. The past. A causal model has no pack: a word must not see later ones. Its memory is a sum over the\n"
          "words so far divided by their number (equation 7): of t words a slot holds each by softplus(score) / t,\n"
          "which need not sum to 1, so that the newest counts less and less: of 12 words with equal scores 8%% of\n"
-         "the whole, of 1,200 0.08%%. Such a memory blurs, and in the end hardly moves. A gate (.forget, not in the paper)\n"
-         "multiplies what was before, by e^-1 = 0.37 a word at least; with it a word weighs e^score, and the weights\n"
-         "are divided by their sum. If all scores are equal, a slot holds after the last word, in percent:\n\n%8s", "");
+         "the whole, of 1,200 0.08%%. Such a memory blurs, and in the end hardly moves. A gate (.forget, not in the\n"
+         "paper) multiplies what was before, by e^-1 = 0.37 a word at least; with it a word weighs e^score, and the\n"
+         "weights are divided by their sum. If all scores are equal, a slot holds after the last word, in percent:\n\n"
+         "%8s", "");
   for (int t = 0; t < n; t++) printf(" %5.5s", words[t].text);
   for (int g = 0; g < 3; g++) {
     float share[n], sum = 0;

@@ -1,6 +1,6 @@
-/* luna_nccl.h: the luna_collective of luna_options from calls of NCCL, a rank a GPU. luna.h hands over host memory of the
-   memory's or the gradients' size: it goes through a buffer on the device. A program includes it after luna.h, links
-   with -lnccl, and makes the communicator as it likes:
+/* luna_nccl.h: the luna_collective of luna_options from calls of NCCL, a rank a GPU. luna.h hands over host memory of
+   the memory's or the gradients' size: it goes through a buffer on the device. A program includes it after luna.h,
+   links with -lnccl, and makes the communicator as it likes:
 
      cudaSetDevice(device);                        before ncclCommInitRank and what follows: the current one is used
      static nccl_ranks nccl;                       lives as long as the context

@@ -21,6 +21,12 @@ runs() {
         "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
     done
   done
+  for seed in 1 2; do                                      # self-pretraining: what is masked in the reviews, first
+    echo "masked-$seed lra pretrain text --quick --data $data/imdb.tsv --steps 8000 --warmup 400 --products bf16" \
+      "--seed $seed --save-every 200"
+    echo "text-masked-$seed lra train text --quick --data $data/imdb.tsv --begin $out/masked-$seed.safetensors" \
+      "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
+  done
   for system in "luna16 luna" "transformer transformer"; do
     echo "image-${system%% *}-1 lra train image --quick --data $data/cifar.bin --attention ${system#* } --steps 12000" \
       "--warmup 600 --products bf16 --seed 1 --save-every 200"

@@ -1,6 +1,6 @@
-/* The runs of collective.c with ranks that are processes, and examples/luna_mpi.h: mpirun -n R build/mpi/tests/mpi. R ranks
-   give the loss and gradients of one, data and sequence parallel; all ranks the same bits; every byte handed over is
-   counted. Rank 0 reports. */
+/* The runs of collective.c with ranks that are processes, and examples/luna_mpi.h: mpirun -n R build/mpi/tests/mpi. R
+   ranks give the loss and gradients of one, data and sequence parallel; all ranks the same bits; every byte handed over
+   is counted. Rank 0 reports. */
 #define main collective_main
 #include "collective.c"
 #undef main
