@@ -22,13 +22,15 @@ gzip -9 -n -c "$wasm" | base64 | tr -d '\n' >"$work/page.base64" || exit 1
 gzip -9 -n -c "$here/../models/english.safetensors" | base64 | tr -d '\n' >"$work/english.base64" || exit 1
 
 # A line <!-- file NAME --> is replaced by that file, <!-- text --> by the beginning of luna.h, as much as is enough to
-# learn, and <!-- luna.h: BEGINNING --> by the definition in luna.h that begins so, up to its closing brace.
+# learn, and <!-- luna.h: BEGINNING --> by the definition in luna.h that begins so after its macro, up to its brace.
 awk -v here="$here" -v header="$header" -v work="$work" '
   function escaped(s) { gsub(/&/, "\\&amp;", s); gsub(/</, "\\&lt;", s); return s }
   function cat(file,   line) { while ((getline line <file) > 0) print line; close(file) }
-  function excerpt(start,   line, out, taking, found) {
+  function excerpt(start,   line, bare, out, taking, found) {
     while (!found && (getline line <header) > 0) {
-      if (index(line, start) == 1) { taking = 1; out = "" }
+      bare = line
+      sub(/^LUNAI_[A-Z]* /, "", bare)
+      if (bare != line && index(bare, start) == 1) { taking = 1; out = "" }
       if (!taking) continue
       out = out escaped(line) "\n"
       if (out !~ /{/ && line ~ /;$/) taking = 0          # a declaration
