@@ -15357,7 +15357,8 @@ LUNAI_HOT bool lunai_fits(const lunai_build *s, const char *pattern) {
     const luna_tensor *t = s->op.in[i];
     const char *name = at;
     while (*at != '[') at++;
-    const char wrong = t ? lunai_axes_wrong(&p, t, at) : 0;
+    char wrong = 0;
+    if (t) wrong = lunai_axes_wrong(&p, t, at);
     if (wrong || (!t && at[-2] != '?')) return lunai_fits_not(s, pattern, &p, t, name, wrong);
     while (*at != ']') at++;
     at += 1 + (at[1] == ' ');
