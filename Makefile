@@ -22,7 +22,8 @@
 #   make coverage            the lines and branches of luna.h that tests run, by chapter, and what is not run of those
 #                            that must be; part of make test-long (gcc, gcov, python3): tests/coverage.py
 #   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
-#   make mcu                 exports a model and runs it on microcontrollers in qemu: examples/mcu; STEPS=10000
+#   make mcu                 exports the gesture detector of examples/models and one of random weights, and runs them on
+#                            microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
 #   make analyze             clang-tidy's bugprone checks and clang's analyser over luna.h: what tests/analyze.txt does
 #                            not explain fails. Two minutes on a quiet core: not in the gate, but before a release

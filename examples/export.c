@@ -379,12 +379,12 @@ static void write_define(const char *what) {
   for (const char *s = name; *s; s++) fputc(toupper((unsigned char)*s), out);
   fprintf(out, "_%s", what);
 }
-/* The names of the columns as strings, for a program that reads a table. */
-static void write_columns(void) {
+/* Names as strings: of the columns, for a program that reads a table, and of the classes, for one that says them. */
+static void write_strings(const char *what, const char *key, int64_t count) {
   const char *text;
-  if (!kept("column", model.config.features - 1)) return;
-  write_define("COLUMNS");
-  for (int64_t i = 0; i < model.config.features && (text = kept("column", i)) != NULL; i++) {
+  if (!kept(key, count - 1)) return;
+  write_define(what);
+  for (int64_t i = 0; i < count && (text = kept(key, i)) != NULL; i++) {
     fputs(i ? ", \\\n  \"" : " \\\n  \"", out);
     for (; *text; text++)
       fprintf(out, isalnum((unsigned char)*text) || *text == '_' ? "%c" : "\\%03o", (unsigned char)*text);
@@ -409,7 +409,11 @@ static const char *write_word(const char *at) {
     for (const char *s = name; *s; s++) fputc(toupper((unsigned char)*s), out);
     return at + 4;
   }
-  if (strncmp(at, "tables", 6) == 0) return write_columns(), write_changes(), at + 6;
+  if (strncmp(at, "tables", 6) == 0) {
+    write_strings("COLUMNS", "column", model.config.features);
+    write_strings("CLASSES", "class", outputs());
+    return write_changes(), at + 6;
+  }
   if (strncmp(at, "name", 4) == 0) return fputs(name, out), at + 4;
   while (n->name && strncmp(at, n->name, strlen(n->name)) != 0) n++;
   if (n->name) return fprintf(out, "%lld", (long long)n->is), at + strlen(n->name);

@@ -189,6 +189,7 @@ check "a detector of series" "$build/series" train w.csv --label state --causal 
 check "is exported" run named.safetensors --out named
 check "its header names its columns" grep -q '^/\* x\[i\]: 0 is speed, 1 is he..at \*/$' named.h
 check "and its classes" grep -q 'largest is found: 0 is slow, 1 is fast \*/$' named.h
+check "and a program's" grep -q '^#define NAMED_CLASSES' named.h
 check "it compiles" $cc -std=c99 -c named.c -o named.o
 check "and what y is" grep -q 'p\[1\] > 0.8 where y\[1\] - y\[0\] > 1.386' named.h
 
@@ -207,6 +208,9 @@ mv table/outputs.txt table/wanted.txt
 check "all lines are read" [ "$(sed -n 's/^steps //p' table/main.log)" = 3 ]
 check "columns are found by their names, among others" \
   read_as 'time;he*/at;state;"speed"\r\n17:01;-1.3e1;slow;+1e-3\r\n\r\n17:02;n/a; fast ;2.0\r\n;4; ;1.23e10'
+{ echo speed,he*/at; sed '1d; s/,[a-z]*$//' w.csv; } >table/series.csv
+(cd table && ./main >main.log)
+check "what is found is said by its name" grep -q -x 'line [0-9]*: \(fast\|slow\)' table/main.log
 check "a column that is missing is said" stops 'no column he\*/at' 'speed,heat\n1,2\n'
 check "so are names that are missing" stops 'does not name the column speed' '1,2\n3,4\n'
 check "a word is no number" stops 'line 3, column 2: this is no number' 'speed,he*/at\n1,2\n1,x7\n'

@@ -3,9 +3,9 @@
    detector.h has; where it has none, from the first columns, or, of a model of tokens, the token from the first one. A
    cell is empty, or "?", "NaN" or the like, where a number is missing; one that is no number ends the program with a
    sentence. What the model finds goes to outputs.txt, a line a step: the bits of its floats in hexadecimal, so that
-   machines can be compared. With -DLEARN_STEPS=N -DLEARN_RATE=X, of a model that was exported with --learn classes: the
-   number after the last feature is the class; the first N steps are learnt from, and of the others it is counted how
-   many are found. */
+   machines can be compared; where detector.h has names of classes, the screen says which one is found. With
+   -DLEARN_STEPS=N -DLEARN_RATE=X, of a model that was exported with --learn classes: the number after the last feature
+   is the class; the first N steps are learnt from, and of the others it is counted how many are found. */
 #include "board.h"
 #include "detector.h"
 
@@ -183,6 +183,27 @@ static void write_outputs(void) {
   board_write(line, (int)sizeof line);
 }
 
+static int largest(void) {
+  int best = 0;
+  for (int o = 1; o < DETECTOR_OUTPUTS; o++) if (y[o] > y[best]) best = o;
+  return best;
+}
+/* Says what is found, when five steps have agreed on something new. */
+static void say_class(int best) {
+#ifdef DETECTOR_CLASSES
+  static const char *const classes[] = { DETECTOR_CLASSES };
+  static int said = -1, last = -1, times;
+  times = best == last ? times + 1 : 1;
+  last = best;
+  if (times < 5 || best == said) return;
+  said = best;
+  print_number("line ", lines, ": ");
+  board_print(classes[best]);
+  board_print("\n");
+#endif
+  (void)best;
+}
+
 int main(void) {
   uint32_t steps = 0, first, count = 0;
 #ifdef LEARN_STEPS
@@ -204,9 +225,9 @@ int main(void) {
       for (int o = 0; o < DETECTOR_OUTPUTS; o++) y[o] = 0, y[o] /= y[o];
     }
     write_outputs();
+    const int best = largest();
+    if (good) say_class(best);
 #ifdef LEARN_STEPS
-    int best = 0;
-    for (int o = 1; o < DETECTOR_OUTPUTS; o++) if (y[o] > y[best]) best = o;
     if (steps >= LEARN_STEPS) found += best == (int)x[NUMBERS];
     else detector_learn(&state, (int32_t)x[NUMBERS], LEARN_RATE);
 #endif

@@ -1,9 +1,15 @@
 #!/bin/sh
-# mcu.sh: make mcu. Exports a detector (9 numbers a step, 2 outputs, 2 layers of d = 32, l = 16) and a language model of
-# bytes, in float and in 8 bits, runs the detector on STEPS steps (10000) of a series on this computer and in qemu on a
-# Cortex-M4F, M7, M0 and two 32-bit RISC-V, compares the bits of all outputs, and prints what it takes. With clang and
-# with -O2 a tenth of the steps are run. Counts are of instructions, not of cycles, by qemu -icount shift=0; RAM is the
-# state and the stack. Needs $BUILD/export and $BUILD/mcu/models; what else is missing is said and left out.
+# mcu.sh: make mcu. Runs exported models on a Cortex-M4F, M7, M0 and two 32-bit RISC-V in qemu, and compares the bits of
+# all outputs with this computer's.
+#
+#   mcu.sh motions    the gesture detector of examples/models watches watch.csv: 24 s, made up, of a watch on one who
+#                     stands, walks, runs, plays badminton and stands again
+#   mcu.sh            that, and what exports take: a detector (9 numbers a step, 2 outputs, 2 layers of d = 32, l = 16)
+#                     in float and in 8 bits, for STEPS steps (10000), by clang and with -O2 for a tenth of them; and
+#                     the code of a language model of bytes
+#
+# Counts are of instructions, not of cycles, by qemu -icount shift=0; RAM is the state and the stack. Needs
+# $BUILD/export and $BUILD/mcu/models; what else is missing is said and left out.
 cd "$(dirname "$0")" || exit 1
 mcu=$PWD
 build=${BUILD:-build}
@@ -72,6 +78,39 @@ compared() {
   cmp -s "$2/first.txt" "$2/outputs.txt" || fails "$2: outputs are not the computer's"
 }
 
+ends() {
+  echo "failed: $failed"
+  [ $failed = 0 ]
+  exit
+}
+boards="m4f m7 m0 rv32imac rv32imafc"
+
+# --- motions
+# found FOLDER: "5: Standing, 48: Walking, ...", as the program said it
+found() { sed -n 's/^line //p' "$1/out" | tr -d '\r' | paste -s -d , - | sed 's/,/, /g'; }
+mkdir -p motions
+cp "$mcu/../models/motions.safetensors" motions/model.safetensors
+cp "$mcu/watch.csv" motions/model.csv
+cp "$mcu/watch.csv" motions/series.csv
+"$build/export" motions/model.safetensors --out motions/detector &&
+  ${CC:-cc} -std=c99 -Os -Imotions -I"$mcu" "$mcu/main.c" "$mcu/host.c" motions/detector.c -o motions/main &&
+  (cd motions && ./main >out) && "$models" stream motions/model || exit 1
+printf 'motions: beside luna_stream, '
+"$models" compare motions/model.out motions/outputs.txt 0.1 || fails "motions: too far"
+echo "what is found, from which line on: $(found motions)"
+for name in $boards; do
+  board $name
+  has "$gcc" && has "$qemu" || continue
+  folder=$name.motions
+  compiled motions "$folder" gcc Os main.c || { fails "$folder does not compile"; continue; }
+  cp motions/series.csv "$folder"
+  emulated "$folder" || fails "$folder: qemu"
+  compared motions "$folder" 240
+  [ "$(found "$folder")" = "$(found motions)" ] || fails "$folder: it finds $(found "$folder")"
+  echo "$name: $(found "$folder")"
+done
+[ "$1" != motions ] || ends
+
 # --- this computer
 "$models" write detector "$steps" features=9 outputs=2 memory=16 dim=32 heads=4 ffn=64 convolution=4 pre_norm=1 \
   missing=40 || exit 1
@@ -89,7 +128,7 @@ done
 # --- boards
 row='%-10s %-6s %-6s %6s %8s %7s %7s %7s %10s %10s\n'
 printf "\n$row" board weights by code weights state stack RAM "a step" "a product"
-for name in m4f m7 m0 rv32imac rv32imafc; do
+for name in $boards; do
   board $name
   has "$gcc" && has "$qemu" || continue
   for kind in float eight; do
@@ -132,5 +171,4 @@ for kind in float eight; do
     printf 'a model of 256 tokens, m4f, %s, gccs: code %s, weights %s\n' $kind $(sizes words.$kind/model.o) ||
     fails "a model of tokens, $kind"
 done
-echo "failed: $failed"
-[ $failed = 0 ]
+ends

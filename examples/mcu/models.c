@@ -2,6 +2,7 @@
    random weights, and what luna_stream makes of both.
 
      models write NAME STEPS [field=value ...]       NAME.safetensors, NAME.csv (of tokens: a number a line), NAME.out
+     models stream NAME                              NAME.out of NAME.safetensors, of features, and NAME.csv
      models compare NAME.out OTHER [BOUND]
      models subjects NAME STEPS                      trains on the walk of eight subjects; NAME.safetensors, and another
                                                      subject's in NAME.csv, its class the last number of a line
@@ -87,6 +88,13 @@ static const float *step(luna_stream *stream, int32_t t, int64_t features, int64
   return luna_stream_step_features(stream, x);
 }
 
+static void write_bits(FILE *out, const float *y, int64_t outputs) {
+  for (int64_t o = 0; o < outputs; o++) {
+    uint32_t bits;
+    memcpy(&bits, &y[o], sizeof bits);
+    fprintf(out, "%08lx%c", (unsigned long)bits, o + 1 < outputs ? ' ' : '\n');
+  }
+}
 static int write_all(const char *name, int32_t steps) {
   char path[1024];
   luna_lm model;
@@ -107,12 +115,32 @@ static int write_all(const char *name, int32_t steps) {
   for (int32_t t = 0; t < steps; t++) {
     const float *y = step(stream, t, model.config.features, model.config.vocab, csv);
     if (!y) return fail("stream:", luna_stream_error(stream));
-    for (int64_t o = 0; o < outputs; o++) {
-      uint32_t bits;
-      memcpy(&bits, &y[o], sizeof bits);
-      fprintf(out, "%08lx%c", (unsigned long)bits, o + 1 < outputs ? ' ' : '\n');
-    }
+    write_bits(out, y, outputs);
   }
+  luna_stream_close(stream);
+  luna_close(ctx);
+  return fclose(csv) == 0 && fclose(out) == 0 ? 0 : fail("cannot write the files of", name);
+}
+
+/* What luna_stream makes of a file's lines, of which each has a number for each of the model's features. */
+static int write_streamed(const char *name) {
+  char path[1024];
+  float x[MAX_FEATURES];
+  luna_lm model;
+  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
+  snprintf(path, sizeof path, "%s.safetensors", name);
+  if (luna_load_model_of(LUNA_MODEL_LM, &model, luna_params_open(ctx), luna_path(path)) != LUNA_OK)
+    return fail("model:", luna_error(ctx));
+  luna_stream *stream = luna_stream_open(&model, NULL);
+  FILE *csv = open_file(name, ".csv", "r"), *out = open_file(name, ".out", "w");
+  for (int64_t i = 0; stream && fscanf(csv, "%f%*1[,]", &x[i]) == 1;) {
+    if (++i < model.config.features) continue;
+    const float *y = luna_stream_step_features(stream, x);
+    if (!y) return fail("stream:", luna_stream_error(stream));
+    write_bits(out, y, model.config.outputs);
+    i = 0;
+  }
+  if (!stream) return fail("stream:", luna_error(ctx));
   luna_stream_close(stream);
   luna_close(ctx);
   return fclose(csv) == 0 && fclose(out) == 0 ? 0 : fail("cannot write the files of", name);
@@ -212,6 +240,7 @@ int main(int count, char **given) {
     return compare(given[2], given[3], count > 4 ? strtod(given[4], NULL) : INFINITY);
   if (count == 4 && strcmp(given[1], "subjects") == 0)
     return write_subjects(given[2], (int32_t)strtol(given[3], NULL, 10));
+  if (count == 3 && strcmp(given[1], "stream") == 0) return write_streamed(given[2]);
   if (count < 4 || strcmp(given[1], "write") != 0) return fail("write NAME STEPS ..., or compare A B", "");
   for (int i = 4; i < count; i++) if (!set_field(given[i])) return fail("no field:", given[i]);
   return write_all(given[2], (int32_t)strtol(given[3], NULL, 10));
