@@ -929,7 +929,7 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
 
 /* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
    counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
-   luna_input_layer_fit, or luna_write. */
+   luna_input_layer_fit, or luna_write. Where a training begins without, on numbers far from 1, options.log has it. */
 typedef struct luna_input_layer {
   luna_params *params;               /* of a model of tokens there is nothing else */
   luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
@@ -10503,6 +10503,15 @@ LUNAI_FN void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list va
   lunai_format(sentence, sizeof sentence, lunai_sentence_of((luna_error_id)id), values);
   lunai_report(ctx, newest, (luna_error_id)id, (luna_status)lunai_statuses[id], sentence);
 }
+/* tells options.log of what is no failure, and seldom meant */
+LUNAI_FN void lunai_tell(const luna_ctx *ctx, const char *format, ...) {
+  char sentence[sizeof ctx->error];
+  va_list values;
+  va_start(values, format);
+  lunai_format(sentence, sizeof sentence, format, values);
+  va_end(values);
+  if (ctx->options.log) ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
+}
 /* An op's failure, a LUNA_ERROR_... with its sentence's values. Returns null, for `return lunai_fail(...)`. */
 LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, int id, ...) {
   va_list values;
@@ -13950,18 +13959,15 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
    optimiser only when steps were skipped. */
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
-  char sentence[160];
   if (!ctx->options.log && !ctx->unread) return;
   const luna_step_state now = lunai_state_of(ctx, ctx->state);
   const bool skipped = now.skipped != ctx->reported;
   lunai_look_at_optimizers(ctx, skipped);
   ctx->reported = now.skipped;
   ctx->unread = false;
-  if (!skipped || !ctx->options.log) return;
-  lunai_print(sentence, sizeof sentence,
-              "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite or too large",
-              (int64_t)now.skipped, (int64_t)now.step);
-  ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
+  if (skipped)
+    lunai_tell(ctx, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite or too "
+               "large", (int64_t)now.skipped, (int64_t)now.step);
 }
 
 /* data, or the gradient, of which `from` is null before backward has reached it */
@@ -15958,12 +15964,9 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
   return lunai_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
 }
 
-/* tells options.log of a loss that is 0 because all is ignored: it looks like a perfect one */
-LUNAI_FN void lunai_log_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
-  char sentence[200];
-  if (!ctx->options.log || !lunai_computes(ctx)) return;
-  lunai_print(sentence, sizeof sentence, "%s: the loss is 0, as none of %d %s counts", name, count, what);
-  ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
+/* A loss that is 0 because all is ignored looks like a perfect one. */
+LUNAI_FN void lunai_tell_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
+  if (lunai_computes(ctx)) lunai_tell(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
 }
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */
 LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const int32_t *labels,
@@ -15986,20 +15989,25 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     counted += !ignored;
   }
   if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
-  if (counted == 0) lunai_log_ignored(ctx, s->name, "labels", rows);
+  if (counted == 0) lunai_tell_ignored(ctx, s->name, "labels", rows);
   s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return s->op.index != NULL;
 }
-LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
-                                         const luna_cross_entropy_config *config) {
+/* name: of the call that this loss is of, or a part of */
+LUNAI_FN luna_tensor *lunai_cross_entropy_loss(const char *name, luna_tensor *logits, const int32_t *labels,
+                                          const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1) ||
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, name, &logits, 1, 1) ||
       !lunai_fits(&s, "logits [...,v]")) return NULL;
   return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
+}
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
+                                         const luna_cross_entropy_config *config) {
+  return lunai_cross_entropy_loss("luna_cross_entropy", logits, labels, config);
 }
 
 LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
@@ -16025,20 +16033,25 @@ LUNAI_FN bool lunai_joint(const luna_op *reader, const luna_op *maker, luna_op *
   return true;
 }
 #endif
-LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
-                                                const int32_t *labels, const luna_cross_entropy_config *config) {
+LUNAI_FN luna_tensor *lunai_linear_cross_entropy_loss(const char *name, luna_tensor *x, luna_tensor *weight,
+                                                 luna_tensor *bias, const int32_t *labels,
+                                                 const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", in, 2, 3) ||
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, name, in, 2, 3) ||
       !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* a panel is all the logits, or the backend has none */
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
-    return luna_cross_entropy(luna_linear(x, weight, bias), labels, config);
+    return lunai_cross_entropy_loss(name, luna_linear(x, weight, bias), labels, config);
   if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
   if (!lunai_int8_ready(&s, 1)) return NULL;
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
+}
+LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                                const int32_t *labels, const luna_cross_entropy_config *config) {
+  return lunai_linear_cross_entropy_loss("luna_linear_cross_entropy", x, weight, bias, labels, config);
 }
 
 /* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
@@ -16109,7 +16122,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   if (!given) return false;
   for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
   if (!lunai_rank_count(values->ctx, name, &counted)) return false;
-  if (counted == 0) lunai_log_ignored(values->ctx, name, "targets", count);
+  if (counted == 0) lunai_tell_ignored(values->ctx, name, "targets", count);
   t->given = given;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
@@ -16946,9 +16959,32 @@ LUNAI_FN bool lunai_features_fit_in(const luna_input_layer *layer, const luna_in
   }
   return true;
 }
+/* Tells of a training on features that are far from 1, as means and deviations were forgotten. It is told once, at the
+   first numbers: from then on it is taken as meant. */
+LUNAI_FN void lunai_tell_unfitted(const luna_input_layer *layer, const luna_input *input) {
+  luna_ctx *ctx = layer->mean->ctx;
+  const int64_t k = layer->mean->shape[0];
+  const bool host = !lunai_on_device(ctx);
+  double squares = 0;
+  int64_t count = 0;
+  if (layer->scale->own->given || layer->mean->own->given || !ctx->training || !lunai_computes(ctx)) return;
+  for (int64_t i = 0; i < input->batch * input->n * k; i++) {
+    double x = (double)input->features[i];
+    if (!lunai_is_finite(input->features[i]) || !lunai_is_real(input, i / k)) continue;
+    if (host) x = (x - (double)layer->mean->data[i % k]) * (double)layer->scale->data[i % k];
+    squares += x * x, count++;
+  }
+  const double size = count ? sqrt(squares / (double)count) : 0;
+  if (size == 0) return;
+  layer->scale->own->given = true;
+  if (size < 0.1 || size > 10)
+    lunai_tell(ctx, "luna_input_layer_forward: features whose root mean square is %f are read as they are, since their "
+               "means and deviations were never set: call luna_input_layer_fit on training data", size);
+}
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
   if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward") ||
       !lunai_features_fit_in(layer, input)) return NULL;
+  lunai_tell_unfitted(layer, input);
   const luna_scope scope = luna_scope_begin(layer->mean->ctx);
   luna_tensor *x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
   luna_tensor *present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -18192,8 +18228,8 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   luna_tensor *x = model->output_scale ? luna_lm_forward(model, input) : lunai_lm_features(model, input);
   const int32_t *real = lunai_real_labels(x, input, labels, name);
   if (!x || (!real && labels)) return NULL;
-  return lunai_result(scope, model->output_scale ? luna_cross_entropy(x, real, NULL) :
-                      luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, real, NULL));
+  return lunai_result(scope, model->output_scale ? lunai_cross_entropy_loss(name, x, real, NULL) :
+                      lunai_linear_cross_entropy_loss(name, x, lunai_lm_output(model), model->output.bias, real, NULL));
 }
 
 /* --- encoder --- */
@@ -18527,7 +18563,8 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
     }
   /* the rows at those places */
   x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.layer.dim, 1, 1), places, 1, count);
-  return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->output, model->bias, chosen, NULL);
+  x = lunai_masked_lm_head(model, x);
+  return lunai_linear_cross_entropy_loss(name, x, model->output, model->bias, chosen, NULL);
 }
 
 LUNA_API int64_t luna_mask_tokens(const luna_input *input, const luna_masking *masking, int32_t *masked,
@@ -19775,12 +19812,10 @@ LUNAI_FN void lunai_training_products(const luna_ctx *ctx, const lunai_st *st) {
   static const char *const names[2] = { "float32", "bf16" };
   const int own = ctx->options.products == LUNA_DTYPE_BF16;
   lunai_st_text text;
-  char sentence[sizeof ctx->error];
   const int before = lunai_st_meta(st, LUNAI_PRODUCTS, &text) && lunai_st_equal(text, "bf16");
-  if (before == own || !ctx->options.log) return;
-  lunai_print(sentence, sizeof sentence, "%s: the run in %s had products in %s, and goes on in %s (options.products)",
-              ctx->call, lunai_file_name(ctx), names[before], names[own]);
-  ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
+  if (before != own)
+    lunai_tell(ctx, "%s: the run in %s had products in %s, and goes on in %s (options.products)", ctx->call,
+               lunai_file_name(ctx), names[before], names[own]);
 }
 LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st) {
   luna_optimizer *o = (luna_optimizer *)into;

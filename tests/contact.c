@@ -649,8 +649,37 @@ static void check_nothing_counts(void) {
     CHECK(y && luna_item(y) == 0, "way %d: %s", way, luna_error(ctx));
     CHECK(way == 7 || (notes == 1 && strstr(note, "loss is 0") && strstr(note, way < 3 ? "labels" : "targets")),
           "way %d: %d notes, %s", way, notes, note);
+    CHECK(way > 2 || strncmp(note, "luna_lm_loss: ", 14) == 0, "way %d names another call: %s", way, note);
   }
   luna_close(ctx);
+}
+/* Features far from 1, and means and deviations that were never set: options.log has it, once. */
+static void check_unfitted(void) {
+  enum { K = 2 };
+  static const struct { const char *what; float size; bool fits, writes, trains; int notes; } ways[] = {
+    { "large", 300, false, false, true, 1 }, { "small", 0.01f, false, false, true, 1 },
+    { "near 1", 1, false, false, true, 0 }, { "none yet", 0, false, false, true, 0 },
+    { "fitted", 300, true, false, true, 0 }, { "written", 300, false, true, true, 0 },
+    { "not in training", 300, false, false, false, 0 } };
+  for (size_t w = 0; w < sizeof ways / sizeof *ways; w++) {
+    float x[N * K];
+    luna_ctx *ctx = luna_open(&(luna_options){ .log = take_note });
+    luna_lm m;
+    const luna_input input = { .features = x, .batch = 1, .n = N };
+    luna_lm_init(&m, luna_params_open(ctx), &(luna_lm_config){ .features = K, .layers = 1,
+                                                               .layer = { .dim = 8, .heads = 2 } });
+    for (int i = 0; i < N * K; i++) x[i] = i == 3 ? NAN : ways[w].size * ((float)(i % 5) - 2);
+    if (ways[w].fits) luna_input_layer_fit(&m.input, &input);
+    if (ways[w].writes) luna_write(m.input.scale, (const float[K]){ 2, 2 });
+    notes = 0;
+    for (int step = 0; step < 3; step++) {
+      ways[w].trains ? luna_begin_step(ctx) : luna_begin_inference(ctx);
+      CHECK(luna_lm_forward(&m, &input), "%s: %s", ways[w].what, luna_error(ctx));
+    }
+    CHECK(notes == ways[w].notes && (!notes || strstr(note, "call luna_input_layer_fit")), "%s: %d notes: %s",
+          ways[w].what, notes, note);
+    luna_close(ctx);
+  }
 }
 /* fits to nothing, and a model whose outputs' units are never fitted */
 static void check_fits(void) {
@@ -782,6 +811,7 @@ int main(void) {
   check_small_memory();
   for (int kind = 0; kind < 4; kind++) check_padding(kind);
   check_nothing_counts();
+  check_unfitted();
   check_fits();
   check_training_files();
   check_own_op();
