@@ -10564,6 +10564,7 @@ LUNAI_INLINE void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, lun
   (void)newest; (void)id; (void)sentence;
   ctx->status = status;
 }
+LUNAI_INLINE void lunai_tell(const luna_ctx *ctx, const char *format, ...) { (void)ctx; (void)format; }
 LUNAI_INLINE void lunai_print(char *out, size_t room, const char *format, ...) { (void)room; (void)format; *out = 0; }
 #endif
 /* A check that fails says why and is false: in calls that give tensors, and in those that give a status. refused: after
