@@ -336,14 +336,17 @@ TOOL int choose_columns(const char *path) {
                     (const char *)csv.names[c].at, (long long)of->line, shown_size(of->first),
                     (const char *)of->first.at);
       say_of_column(path, c, "is left out: ");
-      if (ranks.rank == 0) printf("line %lld is not a number\n", (long long)of->line);
+      if (ranks.rank == 0)
+        printf("line %lld has '", (long long)of->line), put_shown(stdout, of->first.at, of->first.size),
+            puts("', which is no number, or too large a one");
     } else if (!csv.is[c].varies) say_of_column(path, c, "is left out: it never changes\n");
     else {
       columns[column_count++] = csv.names[c];
-      if (csv.is[c].rises || csv.is[c].falls)
-        say_of_column(path, c, csv.is[c].rises ? "only rises" : "only falls"),
-            ranks.rank == 0 ? printf(", as a clock or a counter; --drop %.*s leaves it out\n", shown_size(csv.names[c]),
-                                     (const char *)csv.names[c].at) : 0;
+      if (csv.is[c].wanted || (!csv.is[c].rises && !csv.is[c].falls)) continue;
+      say_of_column(path, c, csv.is[c].rises ? "only rises" : "only falls");
+      if (ranks.rank == 0)
+        printf(", as a clock or a counter, and is read like any other, though later numbers are none that were learnt "
+               "from; --drop %.*s leaves it out\n", shown_size(csv.names[c]), (const char *)csv.names[c].at);
     }
   }
   return 0;

@@ -171,7 +171,7 @@ refuses "column 'is_anomaly' is '0' in every row" train one.csv --label is_anoma
 awk 'BEGIN { print "ms,big,wave,flat"; for (t = 0; t < 400; t++) printf "%d,%.4f,%.4f,3\n", 15 * t,
   1000 * sin(t * 1.3), sin(t * 0.9) }' >units.csv
 check "a forecast of columns of different units" run train units.csv --forecast --out u.safetensors --steps 3 $small
-check "a clock is named" grep -q "column 'ms' only rises.*--drop ms" out
+check "a clock is named" grep -q "column 'ms' only rises.* is read like any other.*--drop ms leaves it out" out
 check "and what is constant" grep -q "column 'flat' is left out: it never changes" out
 number=" *[0-9.e+]*"
 check "each column has its line" [ "$(grep -c "^\(ms\|big\|wave\)  *1 $number $number $number% $number%$" out)" = 3 ]
@@ -185,6 +185,14 @@ check "its error is in deviations" sh -c "sed -n 's/.*of the last value \([0-9.]
   awk '{ d = \$1 / \$2 - 1; exit !(d * d < 0.001) }'"
 check "two are chosen" run train units.csv --forecast --columns 2,wave --out u.safetensors --steps 3 $small
 check "so that two are left" grep -q 'steps of 2 numbers' out
+check "a clock that is chosen is meant" \
+  run train units.csv --forecast --columns ms,wave --out u.safetensors --steps 3 $small
+check "and not spoken of" sh -c "grep -q 'steps of 2 numbers' out && ! grep -q 'only rises' out"
+awk 'BEGIN { print "when,wave"; for (t = 0; t < 400; t++) printf "2026-01-%02d 10:%02d,%.4f\n", 1 + t / 60, t % 60,
+  sin(t) }' >dates.csv
+check "a column of dates" run train dates.csv --forecast --out d.safetensors --steps 3 $small
+check "is left out, with one of them" \
+  grep -q "column 'when' is left out: line 2 has '2026-01-01 10:00', which is no number," out
 check "windows that continue one another" run train units.csv --forecast --drop ms --carry --window 50 \
   --out c.safetensors --steps 60 $small
 check "are read as one sequence, whatever their length" run eval c.safetensors units.csv
@@ -333,8 +341,8 @@ awk 'BEGIN { print "big,typo,huge,same"; for (t = 0; t < 60; t++)
   print (t % 2 ? "" : "-") "1e30," (t % 9 == 8 ? "1e999" : t) "," (t % 9 == 0 ? "2e38" : t) ",5" }' >big.csv
 check "large numbers" run train big.csv --forecast --out n.safetensors --steps 3 $small
 check "give a finite error" grep -q 'in deviations, [0-9.e+]*, of the last value [0-9.e+]*;' out
-check "what is no number is said" grep -q "column 'typo' is left out: line 10 is not a number" out
-check "or is too large" grep -q "column 'huge' is left out: line 2 is not a number" out
+check "what is no number is said" grep -q "column 'typo' is left out: line 10 has '[^']*', which is no number" out
+check "or is too large" grep -q "column 'huge' is left out: line 2 has '[^']*', which is no number, or too large a one" out
 check "or never changes" grep -q "column 'same' is left out: it never changes" out
 sed 's/1e30/2e38/' big.csv | cut -d , -f 1 >huge.csv
 refuses "no column of numbers" train huge.csv --forecast --steps 3 --out a.safetensors
