@@ -2674,7 +2674,10 @@ typedef struct lunai_target {
   bool bf16;                         /* A is rounded, as the panels are */
 } lunai_target;
 
-/* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; from, bias null: none */
+/* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; bias null: none. Where nothing is
+   added, `from` has -0, which added to a number leaves it, even a zero's sign. */
+#define LUNAI_MINUS_0 -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f
+static LUNAI_UNUSED const float lunai_nothing[32] = { LUNAI_MINUS_0, LUNAI_MINUS_0, LUNAI_MINUS_0, LUNAI_MINUS_0 };
 typedef struct lunai_epilogue {
   const float *bias, *from;
   float *c;
@@ -4007,7 +4010,7 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
 /* A word holds LUNAI_PAIR values of k, and vf_terms adds the products of two words' numbers to a sum. bf16_words makes
-   words of VF PAIR numbers in a row, bf16_line of VF numbers of x and, in a pair, those of `next` beside them. */
+   words of 2 VF numbers in a row, bf16_line of VF numbers of x and those of `next` beside them. */
 #undef LUNAI_G
 #if LUNAI_IS(bf16)
 #define LUNAI_G(name) lunai_##name##_avx512 /* what is the same there */
@@ -4076,7 +4079,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, 
 }
 #endif
 
-#ifndef LUNA_NO_BF16
 #if LUNAI_IS(bf16)
 LUNAI_INLINE vf LUNAI_K(bf16_words)(const float *p) {
   return (vf)_mm512_cvtne2ps_pbh(vf_load(p + VF), vf_load(p));
@@ -4086,39 +4088,32 @@ LUNAI_INLINE vf LUNAI_K(bf16_line)(vf x, vf next) {
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
   return (vf)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(next, x));
 }
-#else
-LUNAI_INLINE vf LUNAI_K(bf16_line)(vf x, vf next) {
-  const vf normal = vf_select(vf_lt(vf_abs(x), vf_set(FLT_MIN)), vf_mul(x, vf_zero()), LUNAI_K(upper)(x));
-  return (void)next, vf_select(vf_le(x, x), normal, x);
-}
-LUNAI_INLINE vf LUNAI_K(bf16_words)(const float *p) { return LUNAI_K(bf16_line)(vf_load(p), vf_zero()); }
-#endif
 /* n numbers, `step` floats apart, as words, with zeros to whole vectors */
 LUNAI_FN void LUNAI_K(bf16_run)(int64_t n, const float *x, int64_t step, float *to) {
-  float part[LUNAI_PAIR * VF];
-  for (int64_t left = n; left > 0; left -= LUNAI_PAIR * VF, x += LUNAI_PAIR * VF * step, to += VF) {
-    const bool some = left < LUNAI_PAIR * VF;
+  float part[2 * VF];
+  for (int64_t left = n; left > 0; left -= 2 * VF, x += 2 * VF * step, to += VF) {
+    const bool some = left < 2 * VF;
     if (some) memset(part, 0, sizeof part);
     if (some || step != 1)
-      for (int64_t i = 0; i < lunai_min(left, LUNAI_PAIR * VF); i++) part[i] = x[i * step];
+      for (int64_t i = 0; i < lunai_min(left, 2 * VF); i++) part[i] = x[i * step];
     vf_store(to, LUNAI_K(bf16_words)(some || step != 1 ? part : x));
   }
 }
 /* `parts` times `width` columns of k rows as lines of words: line i of a part at i * line, the parts `step` apart */
 LUNAI_INLINE void LUNAI_K(bf16_lines)(int64_t parts, int64_t width, int64_t k, const float *x, int64_t row, float *to,
                                       int64_t line, int64_t step) {
-  for (; k > 0; k -= LUNAI_PAIR, x += LUNAI_PAIR * row, to += line)
+  for (; k > 0; k -= 2, x += 2 * row, to += line)
     for (int64_t t = 0; t < parts; t++)
       for (int64_t i = 0; i < width; i += VF) {
         const float *at = x + t * width + i;
-        const vf next = LUNAI_PAIR > 1 && k > 1 ? LUNAI_K(get)(at + row, width - i) : vf_zero();
+        const vf next = k > 1 ? LUNAI_K(get)(at + row, width - i) : vf_zero();
         LUNAI_K(put)(to + t * step + i, LUNAI_K(bf16_line)(LUNAI_K(get)(at, width - i), next), width - i);
       }
 }
 /* fill_panels of words */
 LUNAI_FN void LUNAI_K(bf16_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
                                    float *panels) {
-  const int64_t size = lunai_divide_up(k, LUNAI_PAIR) * LUNAI_NR;
+  const int64_t size = lunai_divide_up(k, 2) * LUNAI_NR;
   int64_t j = 0;
   float words[LUNAI_NR * VF];
   for (int64_t some; b_column == 1 && n - j >= LUNAI_NR; j += some * LUNAI_NR, panels += some * size) {
@@ -4127,19 +4122,19 @@ LUNAI_FN void LUNAI_K(bf16_panels)(int64_t n, int64_t k, const float *b, int64_t
   }
   for (; j < n; j += LUNAI_NR, panels += size) {
     const int64_t columns = lunai_min(n - j, LUNAI_NR);
-    for (int64_t p = 0; p < k; p += LUNAI_PAIR * VF) {
-      const int64_t terms = lunai_min(k - p, LUNAI_PAIR * VF);
+    for (int64_t p = 0; p < k; p += 2 * VF) {
+      const int64_t terms = lunai_min(k - p, 2 * VF);
       for (int64_t i = 0; i < columns; i++)
         LUNAI_K(bf16_run)(terms, b + p * b_row + (j + i) * b_column, b_row, words + i * VF);
-      LUNAI_G(fill_panel)(columns, columns, lunai_divide_up(terms, LUNAI_PAIR), words, 1, VF,
-                          panels + p / LUNAI_PAIR * LUNAI_NR);
+      LUNAI_G(fill_panel)(columns, columns, lunai_divide_up(terms, 2), words, 1, VF, panels + p / 2 * LUNAI_NR);
     }
   }
 }
 /* tile_a of words */
-LUNAI_INLINE const float *LUNAI_K(bf16_a)(int64_t m, int64_t k, int64_t row, int64_t rows, const float *a, float *to,
-                                          int64_t *a_row, int64_t *a_column) {
-  const int64_t tile = row / LUNAI_MR, place = tile % LUNAI_WORDS_ABREAST;
+LUNAI_INLINE const float *LUNAI_K(tile_a)(bool words, int64_t m, int64_t k, int64_t row, int64_t rows, const float *a,
+                                          float *to, int64_t *a_row, int64_t *a_column) {
+  const int64_t place = row / LUNAI_MR % LUNAI_WORDS_ABREAST;
+  (void)words;
   a += row * *a_row;
   if (*a_column == 1 || *a_row != 1) {
     for (int64_t i = 0; i < rows; i++) LUNAI_K(bf16_run)(k, a + i * *a_row, *a_column, to + i * LUNAI_KA);
@@ -4153,6 +4148,21 @@ LUNAI_INLINE const float *LUNAI_K(bf16_a)(int64_t m, int64_t k, int64_t row, int
                         LUNAI_MR * LUNAI_KA);
   *a_column = LUNAI_MR;
   return to + (rows < LUNAI_MR ? 0 : place * LUNAI_MR * LUNAI_KA);
+}
+#elif !defined(LUNA_NO_BF16)
+/* without vdpbf16ps a word is a rounded number: fill_panels and tile_a round what they have copied */
+LUNAI_FN void LUNAI_K(bf16_round)(int64_t rows, int64_t n, float *x, int64_t row) {
+  for (; rows > 0; rows--, x += row)
+    for (int64_t i = 0; i < n; i += VF) {
+      const vf v = LUNAI_K(get)(x + i, n - i), tiny = vf_mul(v, vf_zero());
+      const vf normal = vf_select(vf_lt(vf_abs(v), vf_set(FLT_MIN)), tiny, LUNAI_K(upper)(v));
+      LUNAI_K(put)(x + i, vf_select(vf_le(v, v), normal, v), n - i);
+    }
+}
+LUNAI_FN void LUNAI_K(bf16_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
+                                   float *panels) {
+  LUNAI_K(fill_panels)(n, k, b, b_row, b_column, panels);
+  LUNAI_K(bf16_round)(lunai_divide_up(n, LUNAI_NR) * k, LUNAI_NR, panels, LUNAI_NR);
 }
 #endif
 
@@ -4193,12 +4203,11 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const flo
   for (int i = 0; i < rows; i++) {
     LUNAI_UNROLL
     for (int j = 0; j < vectors; j++) {
-      vf v = vf_mul(scale, sum[i][j]);
-      if (from) v = vf_add(vf_load(from + j * VF), v);
+      const vf v = vf_add(vf_load(from + j * VF), vf_mul(scale, sum[i][j]));
       vf_store(c + j * VF, vf_max(lowest, vf_add(v, panel[j])));
     }
     c += e->c_row;
-    if (from) from += e->from_row;
+    from += e->from_row;
   }
 }
 /* The next tile has MR of the `left` rows unless that would leave 1 or 2; then it has 8, 4, 3, 2 or 1. Below four rows
@@ -4254,38 +4263,34 @@ LUNAI_INLINE lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t 
   e.c_row = edge ? LUNAI_NR : t->sum_row;
   e.alpha = t->alpha;
   e.lowest = !edge && t->finish && t->activation == LUNA_ACTIVATION_RELU ? 0 : -(float)INFINITY;
-  e.from = !edge && t->from ? t->from + row * t->from_row + j : NULL;
-  e.from_row = t->from_row;
+  e.from = !edge && t->from ? t->from + row * t->from_row + j : lunai_nothing;
+  e.from_row = !edge && t->from ? t->from_row : 0;
   return e;
 }
 
 #ifdef LUNAI_PASS_LOOPS
 /* The rows of A of the tile at row `row`. They are copied to a_gathered unless that is null: whole tiles of a
-   column-major A go by LUNAI_TILES_ABREAST. */
-LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t row, int64_t rows, const float *a,
+   column-major A go several at a time. With `words` what was copied is rounded. */
+LUNAI_INLINE const float *LUNAI_K(tile_a)(bool words, int64_t m, int64_t k, int64_t row, int64_t rows, const float *a,
                                           float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
-  const int64_t place = row / LUNAI_MR % LUNAI_TILES_ABREAST;
+  const int64_t abreast = words ? LUNAI_WORDS_ABREAST : LUNAI_TILES_ABREAST, place = row / LUNAI_MR % abreast;
   if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
     if (place == 0)
-      LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
+      LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, abreast), k, at, *a_column, a_gathered);
     a_gathered += place * LUNAI_MR * LUNAI_KA;
   } else LUNAI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
+#ifndef LUNA_NO_BF16
+  if (words && *a_column == 1) LUNAI_K(bf16_round)(rows, k, a_gathered, LUNAI_KA);
+  else if (words) LUNAI_K(bf16_round)(k, rows, a_gathered, LUNAI_MR);
+#endif
   *a_row = *a_column == 1 ? LUNAI_KA : 1;
   *a_column = *a_column == 1 ? 1 : LUNAI_MR;
   return a_gathered;
 }
 #endif
 
-#undef LUNAI_TILE_A
-#if LUNAI_IS(bf16)
-#define LUNAI_TILE_A(words) LUNAI_K(bf16_a)
-#elif defined(LUNA_NO_BF16)
-#define LUNAI_TILE_A(words) LUNAI_K(tile_a)
-#else
-#define LUNAI_TILE_A(words) (words ? LUNAI_K(bf16_a) : LUNAI_K(tile_a))
-#endif
 /* m rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next tile's
    rows are prefetched; C is accessed row by row. */
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
@@ -4301,7 +4306,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
     const float *b = panel;
     int64_t at_row = a_row, at_column = a_column;
     rows = LUNAI_K(tile_height)(m - row, half);
-    const float *at = LUNAI_TILE_A(words)(m, k, row, rows, a, a_gathered, &at_row, &at_column);
+    const float *at = LUNAI_K(tile_a)(words, m, k, row, rows, a, a_gathered, &at_row, &at_column);
     const float *next = a + (row + rows) * a_row;
     const int64_t coming = half ? 0 : lunai_min(rows, m - row - rows), width = rows > LUNAI_MR ? VF : LUNAI_NR;
     for (int64_t j = 0; j < n; j += LUNAI_NR, b += panel_step) {
@@ -5222,7 +5227,7 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
 
 /* y_t = start + sum_i weight_i x_(t - width + 1 + i), or backward: y_t = y_t + sum_i weight_i x_(t + width - 1 - i).
    A row that does not exist has no term: in both directions that is a lower bound on i */
-LUNAI_INLINE void LUNAI_K(convolve)(bool backward, const lunai_convolution *a) {
+LUNAI_FN void LUNAI_K(convolve)(bool backward, const lunai_convolution *a) {
   const int64_t rows = a->rows, channels = a->n, width = a->width;
   const float *const x = backward ? a->dy : a->x, *const history = backward ? NULL : a->history;
   const float *const weight = a->weight, *const bias = backward ? NULL : a->bias;
