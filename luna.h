@@ -4023,10 +4023,17 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #endif
 
 #ifdef LUNAI_PASS_LOOPS
-/* fills one panel, of which `columns` exist; from its first on B has `ahead` in memory, which may be prefetched */
+/* Fills one panel, of which `columns` exist; from its first on B has `ahead` in memory, which may be prefetched. What a
+   row-major B has is read by vectors; of another B, these write zeros alone, before its numbers come. */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
                                   int64_t b_column, float *to) {
+  const bool whole = b_column == 1;
   int64_t j = 0, p;
+  for (p = 0; (whole || columns < LUNAI_NR) && p < k; p++)
+    for (int64_t i = whole ? 0 : columns / VF * VF; i < LUNAI_NR; i += VF)
+      vf_store(to + p * LUNAI_NR + i,
+               whole && i < columns ? LUNAI_K(get)(b + p * b_row + i, columns - i) : vf_zero());
+  if (whole) return;
   if (LUNAI_MR > 1 && b_row == 1)
     for (; j + 4 <= columns; j += 4) {
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
@@ -4039,10 +4046,8 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
         for (int64_t i = 0; i < 4; i++) to[p * LUNAI_NR + j + i] = x[p + i * b_column];
       }
     }
-  for (p = 0; j < LUNAI_NR && p < k; p++) {
-    int64_t i = j;
-    for (; i < columns; i++) to[p * LUNAI_NR + i] = b[p * b_row + i * b_column];
-    for (; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = 0;
+  for (p = 0; j < columns && p < k; p++) {
+    for (int64_t i = j; i < columns; i++) to[p * LUNAI_NR + i] = b[p * b_row + i * b_column];
   }
 }
 LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
@@ -4460,7 +4465,7 @@ LUNAI_HOT lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const
   const int64_t parts = threads == 1 || batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
   const bool dense = g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC;
   lunai_gemm_plan p;
-  memset(&p, 0, sizeof p);
+  lunai_clear(&p, sizeof p);
   p.kernels = kernels;
   p.g = g;
   p.products = lunai_products_of(kernels, LUNAI_BF16(g));
@@ -5143,7 +5148,7 @@ LUNAI_FN void LUNAI_K(column_sums)(lunai_matrix a, const float *b, const lunai_l
   int64_t n;
   for (int64_t first = 0; first < a.columns; first += n) {
     n = a.columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(a.columns - first, VF);
-    for (int64_t i = 0; i < n; i++) total[i] = 0;
+    lunai_clear(total, (size_t)n * sizeof *total);
     for (int64_t r = 0; r < a.rows; r += LUNAI_FLOAT_ROWS) {
       const int64_t count = lunai_min(a.rows - r, LUNAI_FLOAT_ROWS), at = r * a.row + first;
       const lunai_matrix rows = lunai_strided(a.at + at, count, n, a.row);
