@@ -2715,10 +2715,6 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
    R the rest. The pass below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so
    nothing refers to it. */
 #define LUNAI_KERNELS(K, R, T) \
-  K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
-  K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, panels_bytes, (const lunai_gemm *g)) \
-  R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, void *panels)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
@@ -2746,26 +2742,14 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   T(void, sgd, (const lunai_update *update)) \
   T(void, adam, (const lunai_update *update)) \
   T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
-  T(void, apollo, (const lunai_update *update)) \
-  R(size_t, attention_scratch, (const lunai_attention *a, int64_t threads, bool backward)) \
-  R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
-  T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t threads, bool backward)) \
-  R(void, unpack, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
-  T(void, unpack_backward, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, causal_scratch, (const lunai_causal *c, int64_t threads, bool backward)) \
-  R(void, causal, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
-  T(void, causal_backward, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
-  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t threads, bool backward)) \
-  K(void, causal_luna, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch)) \
-  T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
+  T(void, apollo, (const lunai_update *update))
 #ifdef LUNA_NO_BF16
 #define LUNAI_BF16_LOOPS(R)
 #else
 #define LUNAI_BF16_LOOPS(R) \
   R(void, bf16_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels))
 #endif
-/* the inner loops that the drivers of gemm, cross-entropy, attention and causal products call */
+/* the inner loops that drivers call */
 #define LUNAI_LOOPS(K, R, T) \
   K(void, fill_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels)) \
   K(void, panels, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, \
@@ -3410,6 +3394,8 @@ LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float 
 #else
 #define LUNAI_BY_INT8(g, call) if ((g)->b_int8) { call; }
 #endif
+/* the reference has no loops */
+#define LUNAI_BY_REFERENCE(kernels, call) if (LUNAI_WHOLE && !(kernels)->panels) { call; }
 #if !defined(LUNAI_PASS) && !defined(LUNA_NO_INT8)
 /* The reference */
 LUNAI_HOT float lunai_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
@@ -3968,8 +3954,7 @@ LUNAI_FN double lunai_inner_by(bool bf16, int64_t n, const float *a, int64_t a_s
   for (int64_t i = 0; i < n; i++) sum += (double)lunai_bf16_of(a[i * a_step]) * (double)lunai_bf16_of(b[i * b_step]);
   return sum;
 }
-LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
-  (void)parallel, (void)scratch;
+LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g) {
   LUNAI_BY_INT8(g, lunai_int8_reference(g); return);
   for (int64_t item = 0; item < g->batch[0] * g->batch[1]; item++) {
     const int64_t x = item / g->batch[1], y = item % g->batch[1], first = x * g->c_batch[0] + y * g->c_batch[1];
@@ -4519,6 +4504,7 @@ LUNAI_HOT void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
                          g->b_column, w->panels + lunai_panels_at(w->kernels, g, products.pair, column, p));
 }
 LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, const lunai_gemm *g) {
+  LUNAI_BY_REFERENCE(kernels, return 0);
   LUNAI_BY_INT8(g, return lunai_int8_panels_bytes(kernels, g));
   const int64_t lines = lunai_divide_up(g->k, lunai_products_of(kernels, LUNAI_BF16(g)).pair);
   return lunai_round((size_t)lunai_panels_size(kernels, g->n, lines) * sizeof(float));
@@ -4526,6 +4512,7 @@ LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, const lunai_gem
 LUNAI_HOT void lunai_run_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                                      void *panels) {
   lunai_gemm_work w = { kernels, g, (float *)panels };
+  LUNAI_BY_REFERENCE(kernels, return);
   LUNAI_BY_INT8(g, lunai_int8_make_panels(kernels, g, parallel, panels); return);
   lunai_run(parallel, lunai_panels_task, &w);
 }
@@ -4640,6 +4627,7 @@ LUNAI_HOT void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_HOT size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t count = lunai_max(threads, 1);
+  LUNAI_BY_REFERENCE(kernels, return 0);
   LUNAI_BY_INT8(g, return lunai_int8_start(kernels, g, count, NULL).bytes);
   if (lunai_gemm_dots(g)) return 0;
   lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, count);
@@ -4648,6 +4636,7 @@ LUNAI_HOT size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_ge
 LUNAI_HOT void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                               void *scratch) {
   const int64_t threads = lunai_threads(parallel);
+  LUNAI_BY_REFERENCE(kernels, lunai_gemm_reference(g); return);
   if (g->m <= 0 || g->n <= 0) return;
   LUNAI_BY_INT8(g, lunai_int8_run(kernels, g, parallel, scratch); return);
   if (lunai_gemm_dots(g)) {
@@ -5685,7 +5674,7 @@ LUNAI_FN void lunai_attention_row_backward(const lunai_sparse *s, int64_t block,
     lunai_add_scaled(a->value_dim, p * mask, g, lunai_offset(a->grad_v, v));
   }
 }
-LUNAI_FN void lunai_attention_each(const lunai_attention *a, bool backward) {
+LUNAI_FN void lunai_attention_reference(const lunai_attention *a, bool backward) {
   for (int64_t pair = 0; pair < a->batch * a->heads; pair++) {
     const lunai_sparse s = lunai_sparse_at(a, pair);
     if (a->patterns && !backward) lunai_sparse_clear(a, pair);
@@ -5696,15 +5685,6 @@ LUNAI_FN void lunai_attention_each(const lunai_attention *a, bool backward) {
         (backward ? lunai_attention_row_backward : lunai_attention_row)(&s, block, query);
     }
   }
-}
-LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
-  (void)parallel, (void)scratch;
-  lunai_attention_each(a, false);
-}
-LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
-                                                 void *scratch) {
-  (void)parallel, (void)scratch;
-  lunai_attention_each(a, true);
 }
 #endif
 
@@ -6791,12 +6771,14 @@ LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const luna
                                         bool backward) {
   lunai_attention_work dense;
   lunai_sparse_work sparse;
+  LUNAI_BY_REFERENCE(kernels, return 0);
   if (lunai_is_sparse(a)) return lunai_sparse_start(&sparse, kernels, a, lunai_max(threads, 1), backward, NULL);
   return lunai_attention_start(&dense, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  LUNAI_BY_REFERENCE(kernels, lunai_attention_reference(a, false); return);
   if (lunai_is_sparse(a)) {
     lunai_run_sparse(kernels, a, parallel, scratch);
     return;
@@ -6808,6 +6790,7 @@ LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_atte
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  LUNAI_BY_REFERENCE(kernels, lunai_attention_reference(a, true); return);
   if (lunai_is_sparse(a)) {
     lunai_run_sparse_backward(kernels, a, parallel, scratch);
     return;
@@ -6850,9 +6833,8 @@ LUNAI_FN void lunai_unpack_row(const lunai_unpack *u, int64_t b, int64_t i, bool
 LUNAI_FN float lunai_unpack_mask_at(const lunai_unpack *u, int64_t b, int64_t h, int64_t i, int64_t l) {
   return lunai_dropout_at(&u->dropout, ((b * u->heads + h) * u->rows + i) * u->slots + l);
 }
-LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, void *scratch) {
   float *p = (float *)scratch;
-  (void)parallel;
   for (int64_t b = 0; b < u->batch; b++)
     for (int64_t i = 0; i < u->rows; i++) {
       const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_real_slots(u->lengths, b, u->slots);
@@ -6869,9 +6851,8 @@ LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel
     }
 }
 /* dP = m (g . v), dS = P (dP - sum of P dP), g = dOut through its dropout */
-LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, void *scratch) {
   float *p = (float *)scratch, *g = p + u->heads * u->slots;
-  (void)parallel;
   for (int64_t b = 0; b < u->batch; b++)
     for (int64_t i = 0; i < u->rows; i++) {
       const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_real_slots(u->lengths, b, u->slots);
@@ -6897,8 +6878,7 @@ LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, const lunai
       }
     }
 }
-LUNAI_FN size_t lunai_unpack_scratch_reference(const lunai_unpack *u, int64_t threads, bool backward) {
-  (void)threads, (void)backward;
+LUNAI_FN size_t lunai_unpack_scratch_reference(const lunai_unpack *u) {
   return (size_t)lunai_floats(u->heads * u->slots + u->dim);
 }
 #endif
@@ -7012,6 +6992,7 @@ LUNAI_FN size_t lunai_unpack_start(lunai_unpack_work *w, const lunai_kernels *ke
 LUNAI_FN size_t lunai_unpack_scratch(const lunai_kernels *kernels, const lunai_unpack *u, int64_t threads,
                                      bool backward) {
   lunai_unpack_work w;
+  LUNAI_BY_REFERENCE(kernels, return lunai_unpack_scratch_reference(u));
   return lunai_unpack_start(&w, kernels, u, lunai_max(threads, 1), backward, NULL);
 }
 
@@ -7090,6 +7071,7 @@ LUNAI_FN void lunai_unpack_task(void *work, int64_t thread, int64_t threads) {
 LUNAI_FN void lunai_run_unpack(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_parallel *parallel,
                                void *scratch) {
   lunai_unpack_work w;
+  LUNAI_BY_REFERENCE(kernels, lunai_unpack_reference(u, scratch); return);
   lunai_unpack_start(&w, kernels, u, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_unpack_task, &w);
 }
@@ -7172,6 +7154,7 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
                                         const lunai_parallel *parallel, void *scratch) {
   const int64_t threads = lunai_threads(parallel), units = u->batch * lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
   lunai_unpack_work w;
+  LUNAI_BY_REFERENCE(kernels, lunai_unpack_backward_reference(u, scratch); return);
   lunai_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = lunai_min(w.first + 2 * threads, units);
@@ -7217,8 +7200,7 @@ LUNAI_FN double lunai_horizon_share(int64_t horizon, int64_t t, int64_t j) {
 /* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, which is eq. 7 with the products in another order: n^2 of
    them, where lunai_mean_step carries y^T z along and is linear. Columns of z go by sixty-fours, whose sums are kept in
    double. */
-LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
-  (void)parallel, (void)scratch;
+LUNAI_FN void lunai_causal_reference(const lunai_causal *c) {
   for (int64_t item = 0; item < c->batch * c->heads; item++) {
     const int64_t xy = lunai_causal_xy(c, item, 0), z = lunai_causal_z(c, item, 0);
     for (int64_t t = 0; t < c->rows; t++)
@@ -7236,8 +7218,7 @@ LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel
       }
   }
 }
-LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
-  (void)parallel, (void)scratch;
+LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c) {
   for (int64_t item = 0; item < c->batch * c->heads; item++)
     for (int64_t t = 0; t < c->rows; t++)
       for (int64_t j = 0; j <= t; j++) {
@@ -7343,7 +7324,7 @@ LUNAI_FN void lunai_forget_reference(const lunai_causal_luna *a, double *means) 
 }
 /* u = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
    3.3] */
-LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, void *scratch) {
   const int64_t d = a->head_dim, state = d * a->slots;
   double *means = (double *)scratch;
   if (a->forgets) {
@@ -7351,7 +7332,6 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     return;
   }
   float *omega = (float *)(void *)(means + 2 * state), *w = omega + a->slots;
-  (void)parallel;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = lunai_luna_slots(a, item);
     double *ka = a->mean_ka ? a->mean_ka + item * state : means;
@@ -7460,10 +7440,8 @@ LUNAI_FN void lunai_forget_backward_reference(const lunai_causal_luna *a, double
     }
   }
 }
-LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, const lunai_parallel *parallel,
-                                                   void *scratch) {
+LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, void *scratch) {
   float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
-  (void)parallel;
   if (a->forgets) {
     lunai_forget_backward_reference(a, (double *)scratch);
     return;
@@ -7484,8 +7462,7 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
 }
 /* whether it is a stream's single row */
 LUNAI_INLINE bool lunai_luna_steps(const lunai_causal_luna *a) { return a->mean_ka && a->rows == 1 && !a->positions; }
-LUNAI_FN size_t lunai_causal_luna_scratch_reference(const lunai_causal_luna *a, int64_t threads, bool backward) {
-  (void)threads;
+LUNAI_FN size_t lunai_causal_luna_scratch_reference(const lunai_causal_luna *a, bool backward) {
   if (backward) return (size_t)lunai_floats((a->forgets ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
   return lunai_round((size_t)((2 * a->head_dim + 1) * a->slots) * sizeof(double)) + (size_t)lunai_floats(2 * a->slots);
 }
@@ -8135,6 +8112,7 @@ LUNAI_FN void lunai_causal_start(lunai_sweep *s, const lunai_kernels *kernels, c
 LUNAI_FN size_t lunai_causal_scratch(const lunai_kernels *kernels, const lunai_causal *a, int64_t threads,
                                      bool backward) {
   lunai_sweep s;
+  LUNAI_BY_REFERENCE(kernels, return 0);
   lunai_causal_start(&s, kernels, a, backward); /* the reverse sweep needs more */
   return lunai_sweep_plan(&s, lunai_max(1, threads), NULL);
 }
@@ -8151,10 +8129,12 @@ LUNAI_FN void lunai_causal_sweep(const lunai_kernels *kernels, const lunai_causa
 }
 LUNAI_FN void lunai_run_causal(const lunai_kernels *kernels, const lunai_causal *a, const lunai_parallel *parallel,
                                void *scratch) {
+  LUNAI_BY_REFERENCE(kernels, lunai_causal_reference(a); return);
   lunai_causal_sweep(kernels, a, &lunai_sweep_result, parallel, scratch);
 }
 LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const lunai_causal *a,
                                         const lunai_parallel *parallel, void *scratch) {
+  LUNAI_BY_REFERENCE(kernels, lunai_causal_backward_reference(a); return);
   if (a->grad_x) lunai_causal_sweep(kernels, a, &lunai_sweep_grad_x, parallel, scratch);
   if (a->grad_y || a->grad_z || a->own) lunai_causal_sweep(kernels, a, &lunai_sweep_grad_yz, parallel, scratch);
 }
@@ -8593,6 +8573,7 @@ LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lu
                                           bool backward) {
   lunai_sweep s;
   threads = lunai_max(1, threads);
+  LUNAI_BY_REFERENCE(kernels, return lunai_causal_luna_scratch_reference(a, backward));
   if (lunai_luna_steps(a)) return (size_t)(threads * lunai_step_bytes(a));
   lunai_luna_sweep(&s, kernels, a, backward);
   return lunai_sweep_plan(&s, threads, NULL) +
@@ -8603,6 +8584,7 @@ LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lu
 LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_causal_luna *a,
                                     const lunai_parallel *parallel, void *scratch) {
   lunai_sweep s;
+  LUNAI_BY_REFERENCE(kernels, lunai_causal_luna_reference(a, scratch); return);
   if (lunai_luna_steps(a)) {
     s.kernels = kernels;
     s.args = a;
@@ -8622,6 +8604,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
   float *sums = a->forgets ? lunai_take(&rest, lunai_forget_sums(a)) : NULL;
   const bool forgets = a->forgets;
   lunai_sweep s;
+  LUNAI_BY_REFERENCE(kernels, lunai_causal_luna_backward_reference(a, scratch); return);
   lunai_luna_sweep(&s, kernels, a, false);
   s.h = h;
   s.sums = sums;
@@ -8639,21 +8622,9 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>table: the kernels of an instruction set, its loops and the drivers that run on them
+   >>table: the kernels of an instruction set, and its loops
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
-/* the reference's: no panels, and scratch only where a row's probabilities or a running mean need it */
-LUNAI_FN size_t lunai_gemm_scratch_reference(const lunai_gemm *g, int64_t threads) { return (void)g, (void)threads, 0; }
-LUNAI_FN size_t lunai_panels_bytes_reference(const lunai_gemm *g) { return (void)g, 0; }
-LUNAI_FN void lunai_make_panels_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *panels) {
-  (void)g, (void)parallel, (void)panels;
-}
-LUNAI_FN size_t lunai_attention_scratch_reference(const lunai_attention *a, int64_t threads, bool backward) {
-  return (void)a, (void)threads, (void)backward, 0;
-}
-LUNAI_FN size_t lunai_causal_scratch_reference(const lunai_causal *c, int64_t threads, bool backward) {
-  return (void)c, (void)threads, (void)backward, 0;
-}
 static LUNAI_UNUSED const lunai_kernels lunai_kernels_reference = {
   1, 1,
 #define LUNAI_FIELD(result, name, arguments) lunai_##name##_reference,
@@ -8679,33 +8650,6 @@ static const lunai_kernels LUNAI_K(kernels) = {
 #undef LUNAI_FIELD_REST
 #undef LUNAI_FIELD_TRAIN
 };
-
-#define LUNAI_DRIVER(name, type, run) \
-  LUNAI_FN void LUNAI_K(name)(const type *a, const lunai_parallel *parallel, void *scratch) { \
-    run(&LUNAI_K(kernels), a, parallel, scratch); \
-  }
-#define LUNAI_DRIVER_SCRATCH(name, type, bytes) \
-  LUNAI_FN size_t LUNAI_K(name)(const type *a, int64_t threads, bool backward) { \
-    return bytes(&LUNAI_K(kernels), a, threads, backward); \
-  }
-LUNAI_DRIVER(gemm, lunai_gemm, lunai_run_gemm)
-LUNAI_DRIVER(make_panels, lunai_gemm, lunai_run_make_panels)
-LUNAI_DRIVER(attention, lunai_attention, lunai_run_attention)
-LUNAI_DRIVER(attention_backward, lunai_attention, lunai_run_attention_backward)
-LUNAI_DRIVER(unpack, lunai_unpack, lunai_run_unpack)
-LUNAI_DRIVER(unpack_backward, lunai_unpack, lunai_run_unpack_backward)
-LUNAI_DRIVER(causal, lunai_causal, lunai_run_causal)
-LUNAI_DRIVER(causal_backward, lunai_causal, lunai_run_causal_backward)
-LUNAI_DRIVER(causal_luna, lunai_causal_luna, lunai_run_causal_luna)
-LUNAI_DRIVER(causal_luna_backward, lunai_causal_luna, lunai_run_causal_luna_backward)
-LUNAI_DRIVER_SCRATCH(attention_scratch, lunai_attention, lunai_attention_scratch)
-LUNAI_DRIVER_SCRATCH(unpack_scratch, lunai_unpack, lunai_unpack_scratch)
-LUNAI_DRIVER_SCRATCH(causal_scratch, lunai_causal, lunai_causal_scratch)
-LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna, lunai_causal_luna_scratch)
-LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
-  return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
-}
-LUNAI_FN size_t LUNAI_K(panels_bytes)(const lunai_gemm *g) { return lunai_panels_bytes(&LUNAI_K(kernels), g); }
 
 #endif /* LUNAI_PASS_LOOPS */
 
@@ -9256,7 +9200,7 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   lunai_gemm g;
   if (!kernels || lunai_gemm_of(args, &g) != LUNA_OK) return 0;
-  return kernels->gemm_scratch(&g, lunai_parallel_of(&args->run).threads) + LUNAI_ALIGN;
+  return lunai_gemm_scratch(kernels, &g, lunai_parallel_of(&args->run).threads) + LUNAI_ALIGN;
 }
 
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
@@ -9268,8 +9212,8 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (g.m == 0 || g.n == 0) return LUNA_OK;
   if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
   lunai_parallel parallel = lunai_parallel_of(&args->run);
-  void *scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.threads));
-  (scratch ? kernels : &lunai_kernels_reference)->gemm(&g, &parallel, scratch);
+  void *scratch = lunai_scratch_of(&args->run, lunai_gemm_scratch(kernels, &g, parallel.threads));
+  lunai_run_gemm(scratch ? kernels : &lunai_kernels_reference, &g, &parallel, scratch);
   return LUNA_OK;
 }
 
@@ -9328,8 +9272,8 @@ LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) 
   lunai_attention a;
   if (!kernels || lunai_attention_of(args, &a) != LUNA_OK) return 0;
   const int64_t threads = lunai_parallel_of(&args->run).threads;
-  const size_t forward = kernels->attention_scratch(&a, threads, false);
-  const size_t backward = kernels->attention_scratch(&a, threads, true);
+  const size_t forward = lunai_attention_scratch(kernels, &a, threads, false);
+  const size_t backward = lunai_attention_scratch(kernels, &a, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
@@ -9345,9 +9289,10 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
   lunai_parallel parallel = lunai_parallel_of(&args->run);
-  void *scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
+  void *scratch = lunai_scratch_of(&args->run, lunai_attention_scratch(kernels, &a, parallel.threads, backward));
   if (!scratch) kernels = &lunai_kernels_reference;
-  (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
+  if (LUNAI_TRAINS && backward) lunai_run_attention_backward(kernels, &a, &parallel, scratch);
+  else lunai_run_attention(kernels, &a, &parallel, scratch);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) {
@@ -9378,8 +9323,8 @@ LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
   lunai_causal c;
   if (!kernels || lunai_causal_of(args, &c) != LUNA_OK) return 0;
   const int64_t threads = lunai_parallel_of(&args->run).threads;
-  const size_t forward = kernels->causal_scratch(&c, threads, false);
-  const size_t backward = kernels->causal_scratch(&c, threads, true);
+  const size_t forward = lunai_causal_scratch(kernels, &c, threads, false);
+  const size_t backward = lunai_causal_scratch(kernels, &c, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
@@ -9392,9 +9337,10 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   if (!kernels) return LUNA_UNSUPPORTED;
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
   lunai_parallel parallel = lunai_parallel_of(&args->run);
-  void *scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.threads, backward));
+  void *scratch = lunai_scratch_of(&args->run, lunai_causal_scratch(kernels, &c, parallel.threads, backward));
   if (!scratch) kernels = &lunai_kernels_reference;
-  (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
+  if (LUNAI_TRAINS && backward) lunai_run_causal_backward(kernels, &c, &parallel, scratch);
+  else lunai_run_causal(kernels, &c, &parallel, scratch);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { return lunai_causal_call(args, false); }
@@ -9441,8 +9387,8 @@ LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_ar
   lunai_causal_luna a;
   if (!kernels || lunai_causal_nested_of(args, &a) != LUNA_OK) return 0;
   const int64_t threads = lunai_parallel_of(&args->run).threads;
-  const size_t forward = kernels->causal_luna_scratch(&a, threads, false);
-  const size_t backward = a.mean_ka ? 0 : kernels->causal_luna_scratch(&a, threads, true);
+  const size_t forward = lunai_causal_luna_scratch(kernels, &a, threads, false);
+  const size_t backward = a.mean_ka ? 0 : lunai_causal_luna_scratch(kernels, &a, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 LUNAI_FN luna_status lunai_causal_nested_call(const luna_causal_nested_args *args, bool backward) {
@@ -9455,13 +9401,14 @@ LUNAI_FN luna_status lunai_causal_nested_call(const luna_causal_nested_args *arg
   if (!kernels) return LUNA_UNSUPPORTED;
   if (a.batch == 0 || a.rows == 0) return LUNA_OK;
   lunai_parallel parallel = lunai_parallel_of(&args->run);
-  void *scratch = lunai_scratch_of(&args->run, kernels->causal_luna_scratch(&a, parallel.threads, backward));
+  void *scratch = lunai_scratch_of(&args->run, lunai_causal_luna_scratch(kernels, &a, parallel.threads, backward));
   if (!scratch) {
     kernels = &lunai_kernels_reference;
-    if (kernels->causal_luna_scratch(&a, 1, backward) > sizeof small) return LUNA_OUT_OF_MEMORY;
+    if (lunai_causal_luna_scratch(kernels, &a, 1, backward) > sizeof small) return LUNA_OUT_OF_MEMORY;
     scratch = small;
   }
-  (backward ? kernels->causal_luna_backward : kernels->causal_luna)(&a, &parallel, scratch);
+  if (LUNAI_TRAINS && backward) lunai_run_causal_luna_backward(kernels, &a, &parallel, scratch);
+  else lunai_run_causal_luna(kernels, &a, &parallel, scratch);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_causal_nested_attention_f32(const luna_causal_nested_args *args) {
@@ -12163,7 +12110,7 @@ LUNAI_FN void lunai_matmul_query(luna_op *op) {
   lunai_gemm g;
   for (int which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     lunai_matmul_product(op, which, &g);
-    const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
+    const size_t need = lunai_gemm_scratch(lunai_k(op), &g, op->ctx->parallel.threads);
     if (which == 0) op->workspace_size = need;
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
@@ -12171,17 +12118,17 @@ LUNAI_FN void lunai_matmul_query(luna_op *op) {
 LUNAI_FN luna_status lunai_matmul_forward(luna_op *op) {
   lunai_gemm g;
   lunai_matmul_product(op, 0, &g);
-  lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+  lunai_run_gemm(lunai_k(op), &g, &op->ctx->parallel, op->workspace);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   lunai_gemm g;
   lunai_matmul_product(op, 1, &g);
-  if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+  if (g.c) lunai_run_gemm(lunai_k(op), &g, &op->ctx->parallel, op->workspace);
   lunai_matmul_product(op, 2, &g);
   for (int64_t o = 0; g.c && o < (op->arg.matmul.inner == 1 &&
                                   !op->arg.matmul.transpose_a ? 1 : op->arg.matmul.outer); o++) {
-    lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+    lunai_run_gemm(lunai_k(op), &g, &op->ctx->parallel, op->workspace);
     g.a += g.a_batch[1] * op->arg.matmul.inner;
     g.b += g.b_batch[1] * op->arg.matmul.inner;
   }
@@ -12231,7 +12178,7 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   if (op->training && op->activation != LUNAI_NO_ACTIVATION) op->kept_size = slope;
   for (int which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     lunai_linear_product(op, which, NULL, &g);
-    const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads) + (which ? slope : 0);
+    const size_t need = lunai_gemm_scratch(lunai_k(op), &g, op->ctx->parallel.threads) + (which ? slope : 0);
     if (which == 0) op->workspace_size = need;
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
@@ -12247,7 +12194,7 @@ LUNAI_FN void lunai_drop_and_add(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_linear_forward(luna_op *op) {
   lunai_gemm g;
   lunai_linear_product(op, 0, op->out[0]->data, &g);
-  lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+  lunai_run_gemm(lunai_k(op), &g, &op->ctx->parallel, op->workspace);
   if (lunai_drops_last(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_drop_and_add);
   return LUNA_OK;
 }
@@ -12286,7 +12233,7 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   }
   for (int which = 1; which < 3; which++) {
     lunai_linear_product(op, which, lunai_linear_dy(op), &g);
-    if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, scratch);
+    if (g.c) lunai_run_gemm(lunai_k(op), &g, &op->ctx->parallel, scratch);
   }
   if (lunai_grad(op, 2)) lunai_split(op, lunai_last(op->out[0]), lunai_rows(op->in[0]), lunai_linear_bias);
   lunai_added_backward(op);
@@ -12348,7 +12295,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_gemm g;
   lunai_ffn_product(w, which, &g);
-  if (g.c) lunai_k(w->op)->gemm(&g, lunai_ffn_parallel(w), w->scratch);
+  if (g.c) lunai_run_gemm(lunai_k(w->op), &g, lunai_ffn_parallel(w), w->scratch);
 }
 /* Sets the sizes and the layout in the workspace; returns its bytes */
 LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
@@ -12371,8 +12318,8 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
     if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
     w->panels[which] = (float *)(void *)at;
     lunai_ffn_product(w, which, &g);
-    at += lunai_k(op)->panels_bytes(&g);
-    if (workspace) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
+    at += lunai_panels_bytes(lunai_k(op), &g);
+    if (workspace) lunai_run_make_panels(lunai_k(op), &g, &op->ctx->parallel, w->panels[which]);
   }
   char *const own = at;
   const int64_t size = w->rows * w->hidden;
@@ -12385,7 +12332,7 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   w->scratch = at;
   for (int which = 0; which < (backward ? 6 : 2); which++) {
     lunai_ffn_product(w, which, &g);
-    const size_t need = lunai_k(op)->gemm_scratch(&g, w->own > 1 ? 1 : op->ctx->parallel.threads);
+    const size_t need = lunai_gemm_scratch(lunai_k(op), &g, w->own > 1 ? 1 : op->ctx->parallel.threads);
     if (need > scratch) scratch = need;
   }
   w->own_size = lunai_round((size_t)(at - own) + scratch);
@@ -12851,7 +12798,7 @@ LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm 
 LUNAI_FN void lunai_logits_multiply(const lunai_logits *w, int which) {
   lunai_gemm g;
   lunai_logits_product(w, which, &g);
-  if (g.c) lunai_k(w->op)->gemm(&g, &w->op->ctx->parallel, w->scratch);
+  if (g.c) lunai_run_gemm(lunai_k(w->op), &g, &w->op->ctx->parallel, w->scratch);
 }
 /* to the panel from column `first` on; false after the last */
 LUNAI_FN bool lunai_logits_next(lunai_logits *w, int64_t first) {
@@ -12875,8 +12822,8 @@ LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, bool backward, 
   if (backward) {
     w->panels = (float *)(void *)at;
     lunai_logits_product(w, 2, &g);
-    at += lunai_k(op)->panels_bytes(&g);
-    if (workspace && g.c) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels);
+    at += lunai_panels_bytes(lunai_k(op), &g);
+    if (workspace && g.c) lunai_run_make_panels(lunai_k(op), &g, &op->ctx->parallel, w->panels);
   } else {
     w->part.sums = (lunai_row_sums *)(void *)at;
     at += lunai_round((size_t)rows * sizeof *w->part.sums);
@@ -12891,7 +12838,7 @@ LUNAI_FN size_t lunai_logits_workspace(luna_op *op, bool backward) {
   for (int which = 0; which < (backward ? 3 : 1); which++) {
     lunai_gemm g;
     lunai_logits_product(&w, which, &g);
-    const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
+    const size_t need = lunai_gemm_scratch(lunai_k(op), &g, op->ctx->parallel.threads);
     if (need > gemm) gemm = need;
   }
   return bytes + gemm;
@@ -12990,20 +12937,20 @@ LUNAI_FN lunai_outside *lunai_outside_now(const luna_op *op) {
     if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
     lunai_##name##_args(op, &a); \
     op->workspace_size = lunai_outside_room(op) + \
-                         lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
+                         lunai_##name##_scratch(lunai_k(op), &a, op->ctx->parallel.threads, false); \
     op->backward_workspace_size = lunai_outside_room(op) + \
-                                  lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
+                                  lunai_##name##_scratch(lunai_k(op), &a, op->ctx->parallel.threads, true); \
   } \
   LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
     lunai_##name a; \
     lunai_##name##_args(op, &a); \
-    lunai_k(op)->name(&a, &op->ctx->parallel, lunai_outside_scratch(op)); \
+    lunai_run_##name(lunai_k(op), &a, &op->ctx->parallel, lunai_outside_scratch(op)); \
     return lunai_outside_status(op); \
   } \
   LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { \
     lunai_##name a; \
     lunai_##name##_args(op, &a); \
-    lunai_k(op)->name##_backward(&a, &op->ctx->parallel, lunai_outside_scratch(op)); \
+    lunai_run_##name##_backward(lunai_k(op), &a, &op->ctx->parallel, lunai_outside_scratch(op)); \
     return lunai_outside_status(op); \
   }
 

@@ -63,9 +63,9 @@ static void reference(const lunai_attention *a, double **want) {
 
 static void run_pass(const lunai_attention *a, const lunai_kernels *table, int64_t threads, bool backward) {
   const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(table->attention_scratch(a, threads, backward));
-  if (backward) table->attention_backward(a, &parallel, s.at);
-  else table->attention(a, &parallel, s.at);
+  kernels_scratch s = kernels_scratch_open(lunai_attention_scratch(table, a, threads, backward));
+  if (backward) lunai_run_attention_backward(table, a, &parallel, s.at);
+  else lunai_run_attention(table, a, &parallel, s.at);
   kernels_scratch_close(&s);
 }
 static void run(const void *call, const lunai_kernels *table, int64_t threads) {
@@ -244,9 +244,9 @@ static void unpack_run(const void *call, const lunai_kernels *table, int64_t thr
   const lunai_unpack *u = (const lunai_unpack *)call;
   const lunai_parallel parallel = kernels_parallel(threads);
   for (int backward = 0; backward < 2; backward++) {
-    kernels_scratch s = kernels_scratch_open(table->unpack_scratch(u, threads, backward != 0));
-    if (backward) table->unpack_backward(u, &parallel, s.at);
-    else table->unpack(u, &parallel, s.at);
+    kernels_scratch s = kernels_scratch_open(lunai_unpack_scratch(table, u, threads, backward != 0));
+    if (backward) lunai_run_unpack_backward(table, u, &parallel, s.at);
+    else lunai_run_unpack(table, u, &parallel, s.at);
     kernels_scratch_close(&s);
   }
 }
@@ -359,8 +359,8 @@ static void run_part(const luna_attention_args *args, uint64_t first, int64_t ru
   part.first = first, part.run = run, part.skip = skip;
   a.own = &part;
   const lunai_parallel parallel = kernels_parallel(1);
-  kernels_scratch scratch = kernels_scratch_open(kernels->attention_scratch(&a, 1, false));
-  kernels->attention(&a, &parallel, scratch.at);
+  kernels_scratch scratch = kernels_scratch_open(lunai_attention_scratch(kernels, &a, 1, false));
+  lunai_run_attention(kernels, &a, &parallel, scratch.at);
   kernels_scratch_close(&scratch);
 }
 /* attention's dropout of a part of the keys, by itself: that of the whole */

@@ -27,10 +27,8 @@ static bool bf16_next(int *at) {
 }
 static void bf16_product(const lunai_gemm *g, int64_t threads) {
   const lunai_parallel parallel = kernels_parallel(threads);
-  const bool reference = kernels == lunai_kernels_of(LUNA_ISA_REFERENCE);
-  kernels_scratch s = kernels_scratch_open(reference ? 0 : lunai_gemm_scratch(kernels, g, threads));
-  if (reference) kernels->gemm(g, NULL, s.at);
-  else lunai_run_gemm(kernels, g, threads > 1 ? &parallel : NULL, s.at);
+  kernels_scratch s = kernels_scratch_open(lunai_gemm_scratch(kernels, g, threads));
+  lunai_run_gemm(kernels, g, threads > 1 ? &parallel : NULL, s.at);
   kernels_scratch_close(&s);
 }
 /* C [m,n] = A B; `layout` 1: A lies in columns, 2: B does */
@@ -144,9 +142,9 @@ static void bf16_run_unpack(bf16_unpack *t, const lunai_kernels *table, int64_t 
   const lunai_parallel parallel = kernels_parallel(threads);
   for (int i = 0; i < 7; i++) fill(t->result[i], t->size[i], 0);
   for (int backward = 0; backward < 2; backward++) {
-    kernels_scratch s = kernels_scratch_open(table->unpack_scratch(&t->u, threads, backward != 0));
-    if (backward) table->unpack_backward(&t->u, threads > 1 ? &parallel : NULL, s.at);
-    else table->unpack(&t->u, threads > 1 ? &parallel : NULL, s.at);
+    kernels_scratch s = kernels_scratch_open(lunai_unpack_scratch(table, &t->u, threads, backward != 0));
+    if (backward) lunai_run_unpack_backward(table, &t->u, threads > 1 ? &parallel : NULL, s.at);
+    else lunai_run_unpack(table, &t->u, threads > 1 ? &parallel : NULL, s.at);
     kernels_scratch_close(&s);
   }
 }

@@ -11,16 +11,16 @@ static char sentence[200]; /* what is being tried */
 
 static void run_product(const lunai_causal *c, const lunai_kernels *table, int64_t threads, bool backward) {
   const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(table->causal_scratch(c, threads, backward));
-  if (backward) table->causal_backward(c, &parallel, s.at);
-  else table->causal(c, &parallel, s.at);
+  kernels_scratch s = kernels_scratch_open(lunai_causal_scratch(table, c, threads, backward));
+  if (backward) lunai_run_causal_backward(table, c, &parallel, s.at);
+  else lunai_run_causal(table, c, &parallel, s.at);
   kernels_scratch_close(&s);
 }
 static void run_luna(const lunai_causal_luna *c, const lunai_kernels *table, int64_t threads, bool backward) {
   const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(table->causal_luna_scratch(c, threads, backward));
-  if (backward) table->causal_luna_backward(c, &parallel, s.at);
-  else table->causal_luna(c, &parallel, s.at);
+  kernels_scratch s = kernels_scratch_open(lunai_causal_luna_scratch(table, c, threads, backward));
+  if (backward) lunai_run_causal_luna_backward(table, c, &parallel, s.at);
+  else lunai_run_causal_luna(table, c, &parallel, s.at);
   kernels_scratch_close(&s);
 }
 static void product_both(const void *call, const lunai_kernels *table, int64_t threads) {
@@ -105,7 +105,7 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
   float *out = c.out = zeros(zs), *reference = zeros(zs); /* the public call, without scratch, takes these strides */
   const luna_status status = luna_causal_product_f32(&c);
   c.out = reference;
-  lunai_kernels_reference.causal(&c, NULL, NULL);
+  lunai_run_causal(&lunai_kernels_reference, &c, NULL, NULL);
   CHECK(heads * dim * value_dim == 0 || (status == LUNA_OK && memcmp(out, reference, (size_t)zs * sizeof(float)) == 0),
         "%s: the public call", sentence);
   release(out), release(reference);

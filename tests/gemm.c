@@ -114,8 +114,8 @@ static double trial_error(const trial *t, const float *c, const double *want) {
 
 static void gemm_run(const lunai_kernels *table, const lunai_gemm *g, int64_t threads) {
   const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(table->gemm_scratch(g, threads));
-  table->gemm(g, threads > 1 ? &parallel : NULL, s.at);
+  kernels_scratch s = kernels_scratch_open(lunai_gemm_scratch(table, g, threads));
+  lunai_run_gemm(table, g, threads > 1 ? &parallel : NULL, s.at);
   kernels_scratch_close(&s);
 }
 

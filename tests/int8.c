@@ -195,14 +195,14 @@ static void int8_check_products(void) {
           }
         for (int way = 0; way < 2 * KERNELS_THREADS; way++) {
           lunai_parallel parallel = kernels_parallel(kernels_threads[way / 2]);
-          kernels_scratch panels = kernels_scratch_open(way % 2 ? kernels->panels_bytes(&g) : 0);
+          kernels_scratch panels = kernels_scratch_open(way % 2 ? lunai_panels_bytes(kernels, &g) : 0);
           g.b_panels = NULL;
-          if (way % 2) kernels->make_panels(&g, &parallel, panels.at);
+          if (way % 2) lunai_run_make_panels(kernels, &g, &parallel, panels.at);
           if (way % 2) g.b_panels = (const float *)(const void *)panels.at;
-          kernels_scratch scratch = kernels_scratch_open(kernels->gemm_scratch(&g, parallel.threads));
+          kernels_scratch scratch = kernels_scratch_open(lunai_gemm_scratch(kernels, &g, parallel.threads));
           common_fill(y, m * c_row, 5, 1);
           g.c = y;
-          kernels->gemm(&g, &parallel, scratch.at);
+          lunai_run_gemm(kernels, &g, &parallel, scratch.at);
           CHECK(memcmp(y, want, (size_t)(m * c_row) * sizeof *y) == 0,
                 "%s, %lld x %lld x %lld, mode %d, %lld threads%s: other bits", kernels_name, (long long)m, (long long)n,
                 (long long)k, mode, (long long)parallel.threads, way % 2 ? ", panels" : "");
