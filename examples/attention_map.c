@@ -105,7 +105,8 @@ static int cut(const luna_params *params, const char *path, span t, int64_t voca
   for (size_t i = 0; i < sizeof keys / sizeof keys[0] && !as; i++) as = luna_params_get_text(params, keys[i]);
   if (own.as == NUMBERS) return cut_numbers(t);
   if (!as) return fail("%s does not say how its texts were cut into tokens; --as bytes or --as numbers does", path);
-  if (strcmp(as, "words") == 0) return cut_as_words(t, vocab);
+  const bool masks = luna_params_get_text(params, "mlm.tokens") != NULL; /* by the last token, which is no word */
+  if (strcmp(as, "words") == 0) return cut_as_words(t, vocab - masks);
   if (strcmp(as, "pairs") == 0) return cut_as_pairs(t, luna_params_get_text(params, "translate.pairs"));
   if (strcmp(as, "symbols") == 0) return cut_as_symbols(t);
   if (strcmp(as, "bytes") != 0) return fail("%s reads %s, not a text; --as numbers takes them as numbers", path, as);

@@ -1,10 +1,9 @@
-/* mlm: a masked language model on bytes, and what it is for: a classifier that starts from it learns from fewer
-   examples.
+/* mlm: a masked language model, and what it is for: a classifier that starts from it learns from fewer examples.
 
      cc -O2 -I. examples/mlm.c -o mlm -lm -lpthread
 
      mlm pretrain FILE [--out M] [--steps N] [--window W] ...
-       learns to fill in the masked bytes of a text
+       learns to fill in what is masked of a text, words or bytes
      mlm tune M FILE.tsv [--out C] [--rows N] [--valid FILE.tsv] ...
        from lines "label TAB text", labels 0, 1, ...: a classifier with M's encoder, and beside it, to compare, the same
        from scratch; both are measured on --valid or, without it, on a tenth of the lines, chosen by chance
@@ -13,8 +12,8 @@
 #include "luna.h"
 
 #include "example.h"
+#include "tokens.h"
 
-#define MASK 256                     /* the token after the bytes */
 #define MOST_CLASSES 1000
 
 static struct settings set = {
@@ -23,11 +22,14 @@ static struct settings set = {
   .layers = 3, .dim = 128, .heads = 4, .memory = 16, .ffn = 512, .dropout = 0.1,
   .seed = 1
 };
-static struct { int64_t window, rows; const char *valid; } own = { .window = 256 };
+/* vocab: the tokens of a text; the one after them masks */
+static struct { int64_t tokens, vocab, window, rows; const char *valid; } own = { .vocab = 10000, .window = 256 };
 
 static const flag flags[] = {
   FLAGS_TRAIN_OF("pt"),
-  { "--window", "pt", WHOLE(own.window, 2, 65536), "bytes of a text that are read at once" },
+  { "--tokens", "p", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
+  { "--vocab", "p", WHOLE(own.vocab, 2, 1e7), "how many words to tell apart, by their hash; bytes are 256" },
+  { "--window", "pt", WHOLE(own.window, 2, 65536), "tokens of a text that are read at once" },
   { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most, chosen by chance; 0 for all" },
   { "--valid", "t", READS(own.valid), "lines to measure on; without it a tenth of the others, chosen by chance" },
   FLAGS_MODEL_OF("p"),
@@ -40,6 +42,11 @@ static const flag flags[] = {
 
 static progress bar;
 static int32_t *tokens, *labels;     /* a batch [batch,window], to be freed at tokens */
+
+/* -> how many, at most max */
+static int64_t cut(span text, int64_t max, int32_t *out) {
+  return own.tokens ? cut_bytes(text, max, out) : cut_words(text, own.vocab, max, out, NULL);
+}
 
 static void make_batch(void) {
   tokens = (int32_t *)grow(NULL, 2 * set.batch * own.window, sizeof(int32_t));
@@ -54,7 +61,7 @@ static luna_optimizer *optimizer(luna_params *params) {
 static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentence */
   progress_end(&bar);
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
-  if (luna_params_set_text(params, "mlm.tokens", "bytes") != LUNA_OK ||
+  if (luna_params_set_text(params, "mlm.tokens", own.tokens ? "bytes" : "words") != LUNA_OK ||
       luna_save(params, luna_path(set.out)) != LUNA_OK)
     return failed(ctx);
   printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start,
@@ -64,18 +71,17 @@ static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentenc
 
 /* ---- pretrain ---------------------------------------------------------------------------------------------------- */
 
-/* Windows of the text, some bytes masked: the mean loss of those. The same step takes the same windows and masks. */
-static luna_tensor *loss_of(const luna_masked_lm *model, contents text, int64_t step) {
-  luna_masking masking = { .mask = MASK, .seed = (uint64_t)set.seed, .step = (uint64_t)step };
-  for (int64_t row = 0; row < set.batch; row++) {
-    const unsigned char *from = text.data + draw(0, step, row) % (uint64_t)(text.size - own.window + 1);
-    for (int64_t i = 0; i < own.window; i++) tokens[row * own.window + i] = from[i];
-  }
+/* Windows of the text, some tokens masked: the mean loss of those. The same step takes the same windows and masks. */
+static luna_tensor *loss_of(const luna_masked_lm *model, ints text, int64_t step) {
+  luna_masking masking = { .mask = (int32_t)own.vocab, .seed = (uint64_t)set.seed, .step = (uint64_t)step };
+  for (int64_t row = 0; row < set.batch; row++)
+    memcpy(tokens + row * own.window, text.at + draw(0, step, row) % (uint64_t)(text.size - own.window + 1),
+           (size_t)own.window * sizeof(int32_t));
   luna_mask_tokens(&(luna_input){ tokens, NULL, set.batch, own.window, NULL }, &masking, tokens, labels);
   return luna_masked_lm_loss(model, &(luna_input){ tokens, NULL, set.batch, own.window, NULL }, labels);
 }
 
-static double validate(luna_ctx *ctx, const luna_masked_lm *model, contents held) { /* the mean loss; NaN on failure */
+static double validate(luna_ctx *ctx, const luna_masked_lm *model, ints held) { /* the mean loss; NaN on failure */
   double sum = 0, since = progress_validates();
   for (int64_t i = 0; i < 16 && sum >= 0; i++)             /* a begin would clear the context's sentence */
     luna_begin_inference(ctx), sum += (double)luna_item(loss_of(model, held, -1 - i)) / 16;
@@ -83,10 +89,11 @@ static double validate(luna_ctx *ctx, const luna_masked_lm *model, contents held
   return sum;
 }
 
-static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
+static int pretrain_on(luna_ctx *ctx, ints text, ints held) {
   luna_params *params = luna_params_open(ctx);
   luna_masked_lm model;
   luna_masked_lm_config config = {
+    .vocab = own.vocab + 1,
     .encoder = { .layers = set.layers,
                  .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
                             .dropout = (float)set.dropout, .attention = (luna_attention_kind)set.attention,
@@ -94,8 +101,8 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = optimizer(params);
-  printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size,
-         (long long)luna_params_element_count(params));
+  printf("%lld %s to learn from, %lld to validate on; %lld parameters\n", (long long)text.size,
+         own.tokens ? "bytes" : "words", (long long)held.size, (long long)luna_params_element_count(params));
   if (!adam) return failed(ctx);
   progress_start(&bar, 0);
   while (bar.step < set.steps && !interrupted) {
@@ -108,21 +115,25 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   }
   if (keep(ctx, params)) return 2;
   double first = bar.validation.y[0], last = validate(ctx, &model, held);
-  printf("validation loss %.3f -> %.3f nats, %.3f bits per masked byte\n", first, last, last / 0.69314718055994530942);
+  printf("validation loss %.3f -> %.3f nats, %.3f bits per masked %s\n", first, last, last / 0.69314718055994530942,
+         own.tokens ? "byte" : "word");
   return last >= 0 ? plot(&bar, "masked language model") : failed(ctx);
 }
 
 static int pretrain(luna_ctx *ctx, const char **words) {
-  contents all;
-  if (read_file(words[0], &all)) return 2;
-  contents held = { all.data + (all.size - all.size / 10), all.size / 10 }, text = { all.data, all.size - held.size };
+  contents file;
+  if (read_file(words[0], &file)) return 2;
+  if (own.tokens) own.vocab = 256;
+  ints all = { (int32_t *)grow(NULL, file.size + 1, sizeof(int32_t)), 0, file.size };
+  all.size = cut((span){ file.data, file.size }, file.size, all.at);
+  ints text = { all.at, all.size - all.size / 10, 0 }, held = { all.at + text.size, all.size / 10, 0 };
   int status = 0;
   if (held.size >= 2 && own.window > held.size)
-    printf("windows cut to %lld bytes: the text is short\n", (long long)(own.window = held.size));
+    printf("windows cut to %lld tokens: the text is short\n", (long long)(own.window = held.size));
   make_batch();
-  if (held.size < 2) status = fail("%s has %lld bytes; to train and validate takes 20", words[0], (long long)all.size);
+  if (held.size < 2) status = fail("%s has %lld tokens; to train and validate takes 20", words[0], (long long)all.size);
   else status = pretrain_on(ctx, text, held);
-  return free(tokens), free(all.data), status;
+  return free(tokens), free(all.at), free(file.data), status;
 }
 
 /* ---- tune -------------------------------------------------------------------------------------------------------- */
@@ -172,8 +183,10 @@ static int read_data(data *d, const char *path) { /* 0, or 2 after a sentence */
 }
 
 static void put(const row *r, int64_t at, int32_t *lengths) { /* row `at` of the batch */
-  lengths[at] = (int32_t)(r->size < own.window ? r->size : own.window);
-  for (int64_t i = 0; i < own.window; i++) tokens[at * own.window + i] = i < lengths[at] ? r->text[i] : 0;
+  int32_t *to = tokens + at * own.window;
+  memset(to, 0, (size_t)own.window * sizeof *to);
+  lengths[at] = (int32_t)cut((span){ r->text, r->size }, own.window, to);
+  if (lengths[at] == 0) lengths[at] = 1;                   /* spaces alone */
   labels[at] = r->label;
 }
 
@@ -201,7 +214,7 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
                  const data *d, double *right) {
   int64_t used = own.rows && own.rows < d->learnt ? own.rows : d->learnt;
   luna_classifier model;
-  luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOLING_MEAN,
+  luna_classifier_config config = { .vocab = own.vocab + 1, .classes = d->classes, .pooling = LUNA_POOLING_MEAN,
                                    .encoder = *encoder };
   luna_load_report match = { .report = report };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
@@ -230,9 +243,13 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
 static int tune_on(luna_ctx *ctx, const char *path, const data *d) {
   luna_model model;
   double right[2] = { 0, 0 };
-  if (luna_load_model(&model, luna_params_open(ctx), luna_path(path)) != LUNA_OK) return failed(ctx);
-  if (model.kind != LUNA_MODEL_MASKED_LM || model.masked_lm.config.vocab != MASK + 1)
-    return fail("%s holds no masked language model on bytes", path);
+  luna_params *pretrained = luna_params_open(ctx);
+  if (luna_load_model(&model, pretrained, luna_path(path)) != LUNA_OK) return failed(ctx);
+  const char *as = luna_params_get_text(pretrained, "mlm.tokens");
+  own.tokens = as && strcmp(as, "bytes") == 0;
+  own.vocab = model.kind == LUNA_MODEL_MASKED_LM ? model.masked_lm.config.vocab - 1 : 0;
+  if (own.vocab < 2 || !as || (own.tokens ? own.vocab != 256 : strcmp(as, "words") != 0))
+    return fail("%s holds no masked language model of this program", path);
   for (int i = 0; i < 2 && !interrupted; i++) {            /* from the checkpoint, which is kept, then from scratch */
     luna_params *params = luna_params_open(ctx);
     printf("---- a classifier %s\n", i ? "from scratch" : "with the encoder of the masked language model");
@@ -255,7 +272,7 @@ static int tune(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "pretrain", { "text: any file, whose bytes are the tokens" }, "learns to fill in masked bytes", pretrain },
+  { "pretrain", { "text: any file, as one long text" }, "learns to fill in what is masked", pretrain },
   { "tune", { "model: a file that pretrain wrote", "lines: a number from 0, a tab and a text" },
    "makes a classifier of it", tune },
   { 0 }

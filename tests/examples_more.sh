@@ -119,6 +119,9 @@ check "it tells both accuracies" \
   grep -q '^accuracy after 100 steps: [01][.0-9]* pre-trained, [01][.0-9]* from scratch$' out
 check "what can be learnt has been learnt" awk '/^accuracy after/ { exit !($5 > 0.9) }' out
 check "the fine-tuning is drawn" drawn c.svg
+run pretrain text --tokens bytes --out b.safetensors --steps 20 $window $small
+check "bytes instead of words" grep -q 'bits per masked byte' out
+check "and a classifier of bytes" run tune b.safetensors rows.tsv --out d.safetensors --steps 3 $window
 check "few rows to learn from" run tune m.safetensors rows.tsv --out d.safetensors --steps 3 --rows 20 $window
 printf '1\tone\nx\ttwo\n' >bad.tsv
 printf '0\tone\n1\ttwo\n' >two.tsv
@@ -139,7 +142,7 @@ refuses "no masked language model" tune c.safetensors rows.tsv --out d.safetenso
 refuses "overwrite the model" tune m.safetensors rows.tsv --out m.safetensors
 refuses "is empty" pretrain empty --out m.safetensors
 printf 'tiny' >tiny
-refuses "has 4 bytes" pretrain tiny --out m.safetensors
+refuses "has 1 tokens" pretrain tiny --out m.safetensors
 check "a short text is read in shorter windows" run pretrain short.en --out d.safetensors --steps 2 --window 4096 \
   --batch 4 $small
 check "Ctrl-C ends a training well" interrupted '^step.* left$' pretrain text --steps 4000 --out stopped.safetensors $window \
@@ -149,7 +152,7 @@ check "and it is saved" run tune stopped.safetensors rows.tsv --out d.safetensor
 # ---- summary
 program=summary
 check "summary succeeds" run m.safetensors
-check "it tells the kind" grep -q 'kind masked_lm, .*vocab 257' out
+check "it tells the kind" grep -q 'kind masked_lm, .*vocab 10001' out
 check "and what numbers stand for" grep -q 'activation gelu' out
 check "of norms too" grep -q 'norm layer' out
 check "a tensor, its kind, shape and size" grep -q 'encoder.layers.0.fc1.weight *F32 *64 x 32 *8.2 kB' out
