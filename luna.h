@@ -2564,12 +2564,10 @@ LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
 }
 LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
-/* The scores of some queries by some keys. `across`: those of a query are contiguous, else those of a key */
+/* The scores of some queries by some keys: those of a key are contiguous, lines of `width`, `step` apart */
 typedef struct lunai_tile {
   int64_t query, key, width, depth;     /* first query and key; how many */
-  int64_t q_step, k_step;               /* from a query's score to the next query's, from a key's to the next key's */
-  int64_t lines, length, step;          /* the same as memory layout: lines of `length` scores, `step` apart */
-  bool across;
+  int64_t step;
 } lunai_tile;
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
@@ -5468,20 +5466,14 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
    row's log-sum-exp. Guarded by tests/attention.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
-#define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
-
 LUNAI_HOT bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
 LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
 
 /* One head of one batch row: its real sizes, and where it starts in each tensor, in log_sum_exp and sums (row), and
-   among dropout's elements. With `across` the scores of a query are contiguous, the keys are in panels and the queries
-   are read in place; otherwise the scores of a key are, and so on conversely. The bits are the same. */
-typedef struct lunai_head {
-  int64_t queries, keys, q, k, v, out, row, element;
-  bool across;
-} lunai_head;
+   among dropout's elements. */
+typedef struct lunai_head { int64_t queries, keys, q, k, v, out, row, element; } lunai_head;
 LUNAI_HOT lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
   const int64_t b = pair / a->heads, h = pair % a->heads;
   const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
@@ -5495,7 +5487,6 @@ LUNAI_HOT lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
   r.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
   r.row = (a->query_offsets ? query : b * a->queries) * a->heads + h;
   r.element = pair * a->queries * a->keys;
-  r.across = r.keys <= LUNAI_FEW_KEYS && r.keys <= r.queries;
   return r;
 }
 
@@ -5708,31 +5699,14 @@ LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, flo
 }
 
 /* The scores become exp(s - maximum), times the mask; stats gets each query's maximum, sum before the mask and sum
-   after it. The sums go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same
-   bits. */
-LUNAI_INLINE void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const float *mask, float *stats) {
-  const int64_t lines = t->lines, length = t->length, step = t->step;
-  for (int64_t i = 0; i < lines; i++, s += step) {
-    float sum[16] = {0}, kept[16] = {0};
-    vf top = vf_set(-INFINITY);
-    for (int64_t j = 0; j < length; j += VF) top = vf_max(top, vf_load(s + j));
-    stats[i] = vf_hmax(top);
-    top = vf_set(stats[i]);
-    for (int64_t j = 0; j < length; j += 16)
-      for (int64_t l = 0; l < 16; l += VF)
-        LUNAI_K(softmax_step)(s + j + l, top, mask ? mask + i * step + j + l : NULL, sum + l, kept + l);
-    stats[LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(sum, 16));
-    stats[2 * LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(kept, 16));
-  }
-}
-
-LUNAI_INLINE void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *mask, float *stats) {
-  const int64_t lines = t->lines, length = t->length, step = t->step;
-  for (int64_t i = 0; i < length; i += VF) {
+   after it. The sums go by 16 classes of keys and then by halves, as vf_sum does. */
+LUNAI_FN void LUNAI_K(tile_softmax)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  const int64_t depth = t->depth, width = t->width, step = t->step;
+  for (int64_t i = 0; i < width; i += VF) {
     float sum[16 * VF] = {0}, kept[16 * VF] = {0};
     vf top = vf_set(-INFINITY);
-    for (int64_t j = 0; j < lines; j++) top = vf_max(top, vf_load(s + j * step + i));
-    for (int64_t j = 0; j < lines; j++)
+    for (int64_t j = 0; j < depth; j++) top = vf_max(top, vf_load(s + j * step + i));
+    for (int64_t j = 0; j < depth; j++)
       LUNAI_K(softmax_step)(s + j * step + i, top, mask ? mask + j * step + i : NULL, sum + j % 16 * VF,
                             kept + j % 16 * VF);
     vf_store(stats + i, top);
@@ -5741,18 +5715,12 @@ LUNAI_INLINE void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const flo
   }
 }
 
-LUNAI_FN void LUNAI_K(tile_softmax)(const lunai_tile *t, float *s, const float *mask, float *stats) {
-  if (t->across) LUNAI_K(softmax_across)(t, s, mask, stats);
-  else LUNAI_K(softmax_down)(t, s, mask, stats);
-}
-
 /* of line j of x the elements before `from` + j, and from `to` + j on, become `value` */
 LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x) {
-  const int64_t length = t->length, step = t->step;
-  static const float lane[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+  const int64_t width = t->width, step = t->step;
   for (int64_t j = 0; j < lines; j++, x += step)
-    for (int64_t i = 0; i < length; i += VF) {
-      const vf at = vf_load(lane), low = vf_set((float)(from + j - i)), high = vf_set((float)(to + j - i));
+    for (int64_t i = 0; i < width; i += VF) {
+      const vf at = vf_load(LUNAI_K(lanes)), low = vf_set((float)(from + j - i)), high = vf_set((float)(to + j - i));
       const vf kept = vf_select(vf_lt(at, high), vf_load(x + i), vf_set(value));
       vf_store(x + i, vf_select(vf_lt(at, low), vf_set(value), kept));
     }
@@ -5807,22 +5775,19 @@ LUNAI_FN void LUNAI_K(attention_finish)(int64_t width, int64_t dim, float *state
    log-sum-exp, delta, and what is added to dP before the mask. */
 LUNAI_FN void LUNAI_K(tile_slopes)(const lunai_tile *t, float *s, float *slopes, const float *mask,
                                    const float *stats) {
-  const int64_t lines = t->lines, length = t->length, step = t->step;
-  const float *const lse = stats, *const delta = stats + LUNAI_TILE, *const add = stats + 2 * LUNAI_TILE;
-  const bool across = t->across;
-  for (int64_t i = 0; i < lines; i++)
-    for (int64_t j = 0; j < length; j += VF) {
+  const int64_t depth = t->depth, width = t->width, step = t->step;
+  for (int64_t i = 0; i < depth; i++)
+    for (int64_t j = 0; j < width; j += VF) {
       const int64_t at = i * step + j;
-      const vf p = vf_exp(vf_sub(vf_load(s + at), across ? vf_set(lse[i]) : vf_load(lse + j)));
-      const vf shift = across ? vf_set(delta[i]) : vf_load(delta + j);
+      const vf p = vf_exp(vf_sub(vf_load(s + at), vf_load(stats + j)));
       vf g = vf_load(slopes + at), kept = p;
       if (mask) {
         const vf m = vf_load(mask + at);
-        g = vf_mul(vf_add(g, across ? vf_set(add[i]) : vf_load(add + j)), m);
+        g = vf_mul(vf_add(g, vf_load(stats + 2 * LUNAI_TILE + j)), m);
         kept = vf_mul(p, m);
       }
       vf_store(s + at, kept);
-      vf_store(slopes + at, vf_mul(p, vf_sub(g, shift)));
+      vf_store(slopes + at, vf_mul(p, vf_sub(g, vf_load(stats + LUNAI_TILE + j))));
     }
 }
 
@@ -5854,53 +5819,44 @@ typedef struct lunai_attention_space {
 } lunai_attention_space;
 
 /* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
-LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end,
-                                  int64_t key, int64_t depth) {
+LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, int64_t query, int64_t end, int64_t key, int64_t depth) {
   lunai_tile t;
   t.query = query;
   t.key = key;
   t.width = lunai_min(LUNAI_TILE, end - query);
   t.depth = a->causal ? lunai_min(depth, query + t.width - key) : depth;
-  t.across = head->across;
-  t.lines = head->across ? t.width : t.depth;
-  t.length = head->across ? t.depth : t.width;
-  /* no power of two: lines would share cache sets */
-  t.step = ((head->across ? depth : t.width) + 15) / 16 * 16 + (head->across ? 16 : 0);
-  t.q_step = head->across ? t.step : 1;
-  t.k_step = head->across ? 1 : t.step;
+  t.step = lunai_divide_up(t.width, 16) * 16;
   return t;
 }
 
-LUNAI_HOT void lunai_tile_pad(const lunai_tile *t, float *x, float value) {
-  if (t->length % 16 == 0) return;
-  for (int64_t i = 0; i < t->lines; i++)
-    for (int64_t j = t->length; j % 16 != 0; j++) x[i * t->step + j] = value;
+/* what kernels read behind a line's end becomes 0 */
+LUNAI_HOT void lunai_tile_pad(const lunai_tile *t, float *x) {
+  if (t->width % 16 == 0) return;
+  for (int64_t i = 0; i < t->depth; i++)
+    for (int64_t j = t->width; j % 16 != 0; j++) x[i * t->step + j] = 0;
 }
 
 /* masks the keys after each query */
-LUNAI_HOT void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
-  for (int64_t i = 0; i < t->width; i++)
-    for (int64_t j = lunai_max(t->query + i + 1 - t->key, 0); j < t->depth; j++)
-      x[i * t->q_step + j * t->k_step] = value;
+LUNAI_HOT void lunai_tile_hide(const lunai_kernels *kernels, const lunai_tile *t, float *x, float value) {
+  const int64_t seen = lunai_max(t->query + 1 - t->key, 0); /* by all queries */
+  if (seen < t->depth)
+    kernels->tile_hide(t->depth - seen, t, t->key + seen - t->query, t->width, value, x + seen * t->step);
 }
 
 /* a thread's part of the scratch, from `scratch` on; returns its end */
 LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK),
-      few = lunai_min(depth, LUNAI_FEW_KEYS);
-  const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
+  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK);
+  const int64_t scores = LUNAI_TILE * depth, back = w->backward ? 1 : 0;
   const int64_t masked = lunai_drops(a) ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
   m->mask = lunai_take(&scratch, masked * scores);
   m->mask_row = lunai_take(&scratch, masked * depth);
   m->clean = lunai_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
-  m->score_panels = lunai_take(&scratch, lunai_max(lunai_panels_size(kernels, few, d),
-                                                   tiles * lunai_panels_size(kernels, LUNAI_TILE, d)));
-  m->slope_panels = lunai_take(&scratch, back * lunai_max(lunai_panels_size(kernels, few, dv),
-                                                          lunai_panels_size(kernels, LUNAI_TILE, dv)));
+  m->score_panels = lunai_take(&scratch, tiles * lunai_panels_size(kernels, LUNAI_TILE, d));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, LUNAI_TILE, dv));
   m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth)); /* backward: the keys, for dQ */
   m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), LUNAI_TILE));
   m->own = lunai_take(&scratch, back * depth * (d + dv));
@@ -5972,16 +5928,14 @@ LUNAI_HOT float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, in
 }
 
 LUNAI_FN lunai_matrix lunai_scores(const lunai_tile *t, const float *s) { /* [width, depth] */
-  lunai_matrix a = lunai_strided(s, t->width, t->depth, t->q_step);
-  a.column = t->k_step;
-  return a;
+  return lunai_transposed(lunai_strided(s, t->depth, t->width, t->step));
 }
-/* s = factor X Y^T, or its transpose in the tile's layout: X are the rows of its lines, `panels` has those of Y */
-LUNAI_HOT void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, float factor, lunai_matrix x,
+/* s = factor Y X^T, as a tile lies: X are rows of its queries, in `panels`, and Y of its keys */
+LUNAI_HOT void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, float factor, lunai_matrix y,
                                   const float *panels, float *s) {
-  lunai_matmul_panels(kernels, factor, x, lunai_panels_in(kernels, panels, t->length, x.columns),
+  lunai_matmul_panels(kernels, factor, y, lunai_panels_in(kernels, panels, t->width, y.columns),
                       lunai_into(s, t->step, false));
-  lunai_tile_pad(t, s, t->across ? -INFINITY : 0);
+  lunai_tile_pad(t, s);
 }
 
 /* keep or 0 for each score of the tile */
@@ -5989,11 +5943,10 @@ LUNAI_HOT void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attenti
                                const lunai_tile *t, float *row, float *mask) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
   for (int64_t i = 0; i < t->width; i++) {
-    float *to = t->across ? mask + i * t->q_step : row;
-    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
-    if (!t->across) for (int64_t j = 0; j < t->depth; j++) mask[j * t->k_step + i] = row[j];
+    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, row);
+    for (int64_t j = 0; j < t->depth; j++) mask[j * t->step + i] = row[j];
   }
-  lunai_tile_pad(t, mask, 0);
+  lunai_tile_pad(t, mask);
 }
 
 /* adds what finite_copy left out of V to the rows of S V that see it: row i sees V's row j where i >= j - seen */
@@ -6050,10 +6003,6 @@ LUNAI_FN bool lunai_attention_meet(const lunai_attention_work *w, const lunai_at
   if (b->edge) b->values = lunai_dense(m->clean, b->depth, b->values.columns);
   b->copied = !b->edge && last - first > LUNAI_TILE;
   if (b->copied) lunai_panels_of(kernels, b->values, m->values);
-  if (head->across) {
-    lunai_panels_of(kernels, lunai_transposed(b->k), m->score_panels);
-    if (w->backward) lunai_panels_of(kernels, lunai_transposed(b->v), m->slope_panels);
-  }
   return true;
 }
 /* to = factor S values, of a tile's probabilities or slopes S */
@@ -6063,7 +6012,7 @@ LUNAI_FN void lunai_attention_values(const lunai_kernels *kernels, const lunai_a
   else lunai_matmul_panels(kernels, factor, s, lunai_panels_in(kernels, m->values, b->values.columns, b->depth), to);
 }
 /* The tile of queries from `query` on against a block: into out, where it is merged with the blocks before; or, where
-   split, into the block's partial result. panels: of the tile's queries, or of the block's keys */
+   split, into the block's partial result. panels: of the tile's queries */
 LUNAI_FN void lunai_attention_tile(const lunai_attention_work *w, const lunai_attention_space *m,
                                    const lunai_head *head, const lunai_attention_block *b, int64_t query,
                                    const float *panels, float *partial) {
@@ -6071,15 +6020,14 @@ LUNAI_FN void lunai_attention_tile(const lunai_attention_work *w, const lunai_at
   const lunai_attention *a = w->a;
   const int64_t dv = a->value_dim;
   const bool merge = !partial && b->key > 0;
-  const lunai_tile t = lunai_tile_at(a, head, query, b->last, b->key, b->depth);
-  const lunai_matrix q = lunai_strided(a->q + head->q + query * a->q_row, t.width, a->head_dim, a->q_row);
+  const lunai_tile t = lunai_tile_at(a, query, b->last, b->key, b->depth);
   const lunai_matrix s = lunai_scores(&t, m->scores);
   float *mask = lunai_drops(a) ? m->mask : NULL, *out = a->out + head->out + query * a->out_row;
   float *state = m->state + 3 * (query - b->first), *part = partial ? partial + query * dv : merge ? m->part : out;
   float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
   const lunai_out to = lunai_into(part, part == out ? a->out_row : dv, false);
-  lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(b->k, 0, t.depth), panels, m->scores);
-  if (b->edge) lunai_tile_hide(&t, m->scores, -INFINITY);
+  lunai_tile_product(kernels, &t, a->scale, lunai_lines(b->k, 0, t.depth), panels, m->scores);
+  if (b->edge) lunai_tile_hide(kernels, &t, m->scores, -INFINITY);
   if (mask) lunai_tile_mask(kernels, a, head, &t, m->mask_row, mask);
   kernels->tile_softmax(&t, m->scores, mask, stats);
   lunai_attention_values(kernels, m, b, 1, s, to);
@@ -6092,13 +6040,12 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, pair);
   const int64_t last = lunai_min(first + w->run, head.queries), end = w->split ? block + 1 : w->blocks;
-  const int64_t step = head.across ? 0 : lunai_panels_size(w->kernels, LUNAI_TILE, a->head_dim);
+  const int64_t step = lunai_panels_size(w->kernels, LUNAI_TILE, a->head_dim);
   const lunai_matrix q = lunai_strided(a->q + head.q, head.queries, a->head_dim, a->q_row);
   float *partial = w->split ? w->partial + (pair * w->blocks + block) * w->unit : NULL, *panels = m->score_panels;
   lunai_attention_block b;
-  if (!head.across)
-    for (int64_t query = first; query < last; query += LUNAI_TILE, panels += step)
-      lunai_panels_of(w->kernels, lunai_transposed(lunai_lines(q, query, lunai_min(query + LUNAI_TILE, last))), panels);
+  for (int64_t query = first; query < last; query += LUNAI_TILE, panels += step)
+    lunai_panels_of(w->kernels, lunai_transposed(lunai_lines(q, query, lunai_min(query + LUNAI_TILE, last))), panels);
   for (; block < end && lunai_attention_meet(w, m, &head, first, last, block, &b); block++) {
     panels = m->score_panels;
     for (int64_t query = first; query < last; query += LUNAI_TILE, panels += step)
@@ -6195,22 +6142,20 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
   }
   for (int64_t query = first; query < last; query += LUNAI_TILE) {
-    const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
+    const lunai_tile t = lunai_tile_at(a, query, last, key, depth);
     const bool more = query > first || a->causal;
     const lunai_matrix q = lunai_strided(a->q + head.q + query * a->q_row, t.width, d, a->q_row);
     const lunai_matrix g = lunai_strided(a->grad_out + head.out + query * a->out_row, t.width, dv, a->out_row);
     const lunai_matrix p = lunai_scores(&t, m->scores), ds = lunai_scores(&t, m->slopes);
-    if (!head.across) {
-      lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
-      lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
-    }
-    lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(b.k, 0, t.depth), m->score_panels, m->scores);
-    lunai_tile_product(kernels, &t, 1, t.across ? g : lunai_lines(b.v, 0, t.depth), m->slope_panels, m->slopes);
+    lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
+    lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
+    lunai_tile_product(kernels, &t, a->scale, lunai_lines(b.k, 0, t.depth), m->score_panels, m->scores);
+    lunai_tile_product(kernels, &t, 1, lunai_lines(b.v, 0, t.depth), m->slope_panels, m->slopes);
     lunai_attention_rows(kernels, a, &head, &t, NULL, stats);
     if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
     kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
-    if (b.edge) lunai_tile_hide(&t, m->scores, 0);
-    if (b.edge) lunai_tile_hide(&t, m->slopes, 0);
+    if (b.edge) lunai_tile_hide(kernels, &t, m->scores, 0);
+    if (b.edge) lunai_tile_hide(kernels, &t, m->slopes, 0);
     if (a->grad_v) lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(dvalue, dv, more), m->product);
     if (a->grad_k) lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(dk, d, more), m->product);
     if (a->grad_q) lunai_attention_values(kernels, m, &b, a->scale, ds, lunai_into(dq + query * d, d, false));
@@ -6407,7 +6352,7 @@ LUNAI_HOT lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lu
   q.run = r;
   q.row = r->row + first;
   q.first = first;
-  q.t.width = q.t.length = lunai_min(width, r->width - first);
+  q.t.width = lunai_min(width, r->width - first);
   lunai_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
   const int64_t low = q.low - s->left, high = q.high + s->right;
   if (keys.in_order) {
@@ -6417,10 +6362,9 @@ LUNAI_HOT lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lu
   while (q.key < n && !key[q.key].whole && (key[q.key].row < low || key[q.key].row > high)) q.key++;
   while (n > q.key && !key[n - 1].whole && (key[n - 1].row < low || key[n - 1].row > high)) n--;
   q.keys.key = key + q.key;
-  q.keys.n = q.t.depth = q.t.lines = n - q.key;
+  q.keys.n = q.t.depth = n - q.key;
   q.keys.in_order = keys.in_order;
-  q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
-  q.t.q_step = 1;
+  q.t.step = lunai_divide_up(q.t.width, 16) * 16;
   return q;
 }
 
@@ -6510,7 +6454,7 @@ LUNAI_HOT void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_spars
   const bool together = lunai_sparse_together(s);
   const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
   int64_t lines;
-  for (int64_t j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
+  for (int64_t j = 0; j < q->t.depth; j += lines, x += lines * q->t.step) {
     const lunai_key *key = &q->keys.key[j];
     const bool before = key->row < lowest, all = !before && key->row <= highest && !s->p->not_self;
     lines = !q->keys.in_order || s->p->not_self || !(all || together) ? 1 :
@@ -6532,7 +6476,7 @@ LUNAI_HOT void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *sc
       if (lunai_is_finite(x)) continue;
       for (int64_t i = 0; i < q->t.width; i++)
         if (lunai_sparse_sees(q->s, q->row[i], &q->keys.key[j]))
-          part.at[i * part.row + c] += scores[i + j * q->t.k_step] * x;
+          part.at[i * part.row + c] += scores[i + j * q->t.step] * x;
     }
 }
 LUNAI_HOT void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *row, float *mask) {
@@ -6544,16 +6488,16 @@ LUNAI_HOT void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_spars
       for (end = j + 1; end < q->t.depth && key[end].number == key[end - 1].number + 1; end++);
       kernels->dropout_mask(&dropout, q->s->head.element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
     }
-    for (int64_t j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
+    for (int64_t j = 0; j < q->t.depth; j++) mask[j * q->t.step + i] = row[j];
   }
-  lunai_tile_pad(&q->t, mask, 0);
+  lunai_tile_pad(&q->t, mask);
 }
 
 /* A narrower tile has `width` of a tile's queries, from i on, and the keys that one of them may see; its scores lie in
    the tile's, `key` rows and i columns on. */
 LUNAI_HOT lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse_tile *q, int64_t i, int64_t width) {
   lunai_sparse_tile x = lunai_sparse_tile_of(q->s, q->run, q->keys, q->first + i, lunai_min(width, q->t.width - i));
-  x.t.step = x.t.k_step = q->t.step;
+  x.t.step = q->t.step;
   return x;
 }
 /* to = factor X Y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. Y has the
@@ -6719,7 +6663,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
     if (!a->grad_q) continue;
     for (int64_t i = 0; i < t->width; i += w->tile) {
       const lunai_sparse_tile c = lunai_sparse_narrower(&tile, i, w->tile);
-      lunai_matmul_panels(kernels, a->scale, lunai_scores(&c.t, m->slopes + c.key * t->k_step + i),
+      lunai_matmul_panels(kernels, a->scale, lunai_scores(&c.t, m->slopes + c.key * t->step + i),
                           lunai_panels_from(values, key + c.key),
                           lunai_into(to + (first + i) * to_row, to_row, part->direct));
     }
