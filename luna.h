@@ -2829,7 +2829,7 @@ LUNAI_FN double lunai_sinusoid_rate(int64_t half) {
    Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to _<isa>, and
    LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops
    through the table that they are given. They, the references and all that follows are compiled for size, but for
-   functions that are LUNAI_HOT.
+   functions that are LUNAI_HOT: loops over numbers, and what every op of a step runs.
    ------------------------------------------------------------------------------------------------------------------ */
 #undef LUNAI_FN
 #undef LUNAI_MATH
@@ -7744,8 +7744,8 @@ LUNAI_HOT void lunai_sweep_fade(const lunai_sweep *s, const lunai_causal_chunk *
   }
 }
 
-LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c, double *carried, int64_t first,
-                               int64_t end) {
+LUNAI_HOT void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c, double *carried, int64_t first,
+                                int64_t end) {
   const double t = c->before + (double)c->within, left = lunai_chunk_faded(c, 0, c->rows);
   const double joins = s->reverse ? 1 : 1 / t;
   const double leaves = left < 1 ? 1 - left * (s->reverse ? 1 : c->before / t) : s->reverse ? 0 : (double)c->rows / t;
@@ -10524,15 +10524,15 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
 }
 
 /* values are in memory that the host cannot read */
-LUNAI_FN bool lunai_on_device(const luna_ctx *ctx) {
+LUNAI_HOT bool lunai_on_device(const luna_ctx *ctx) {
   return LUNAI_WHOLE && ctx->backend->allocate && !ctx->options.measure;
 }
 /* false: data pointers may be null, only sizes are used */
-LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
+LUNAI_HOT bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
 }
-LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
+LUNAI_HOT size_t lunai_used(const luna_ctx *ctx) {
   return ctx->arena[0].persistent_bytes + ctx->arena[1].persistent_bytes + ctx->step.bytes[0] + ctx->step.bytes[1];
 }
 
@@ -10570,10 +10570,10 @@ LUNAI_FN void lunai_chunk_close(const luna_ctx *ctx, lunai_chunk **list) {
   lunai_raw_release(&ctx->options.allocator, chunk, chunk->raw_size);
 }
 
-LUNAI_FN bool lunai_room(const luna_ctx *ctx, size_t bytes) {
+LUNAI_HOT bool lunai_room(const luna_ctx *ctx, size_t bytes) {
   return bytes <= (ctx->options.block ? (size_t)(ctx->block_end - ctx->block_start) : SIZE_MAX / 2) - lunai_used(ctx);
 }
-LUNAI_FN void lunai_count_peak(luna_ctx *ctx, bool remote) {
+LUNAI_HOT void lunai_count_peak(luna_ctx *ctx, bool remote) {
   const size_t used = lunai_used(ctx), bytes = ctx->step.bytes[remote];
   if (used > ctx->peak) ctx->peak = used;
   if (bytes > ctx->arena[remote].step_peak) ctx->arena[remote].step_peak = bytes;
@@ -10622,16 +10622,16 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
   }
 }
 
-LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
+LUNAI_HOT lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark = ctx->step;
   for (int i = 0; i < 2; i++)
     if (LUNAI_BUMPS(ctx)) mark.bytes[i] = ctx->bump->part[i].used;
     else if (mark.chunk[i]) mark.used[i] = mark.chunk[i]->used;
   return mark;
 }
-LUNAI_FN void lunai_tensor_end(luna_tensor *t, size_t end);
+LUNAI_HOT void lunai_tensor_end(luna_tensor *t, size_t end);
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, size_t end);
-LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
+LUNAI_HOT void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->part[i].used = mark.bytes[i];
   if (LUNAI_BUMPS(ctx)) return;
   const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
@@ -10647,7 +10647,7 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
 }
 
 /* the first chunk from the current one on that has `size` bytes left, else a new last one of `grown` bytes or more */
-LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
+LUNAI_HOT lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
   const bool alone = remote && LUNAI_SEPARATE;
   lunai_chunk *chunk = ctx->step.chunk[remote], **last = &ctx->arena[remote].steps;
   while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size))
@@ -10659,7 +10659,7 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   *last = chunk;
   return chunk;
 }
-LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
+LUNAI_HOT void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   /* outside training free pieces are joined, though not across chunks: a chunk of up to 64 MB more, untouched until it
      is needed, and until the next begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->step.bytes[remote];
@@ -10695,7 +10695,7 @@ LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out
   return true;
 }
 /* Memory of the step, not zeroed; `data` as above. */
-LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
+LUNAI_HOT bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
   if (LUNAI_BUMPS(ctx)) return lunai_bump_take(ctx->bump, data, bytes, out);
   const bool remote = data && lunai_on_device(ctx);
@@ -10728,7 +10728,7 @@ LUNAI_FN void *lunai_persist_host(luna_ctx *ctx, const char *name, size_t bytes)
 
 /* Small things of the host that last until the next begin lie together, so that they part no pieces. */
 #define LUNAI_SMALL 2048
-LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
+LUNAI_HOT bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   const size_t size = (bytes + 15) / 16 * 16;
   lunai_mark *step = &ctx->step;
   if (LUNAI_BUMPS(ctx) || size > LUNAI_SMALL / 2) return lunai_step(ctx, bytes, false, out);
@@ -10755,11 +10755,11 @@ typedef struct lunai_piece {
   struct lunai_piece *below, *above;
   size_t place, size;
 } lunai_piece;
-LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
-LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) {
+LUNAI_HOT bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
+LUNAI_HOT bool lunai_pieces_split(const luna_ctx *ctx) {
   return !LUNAI_BUMPS(ctx) && !ctx->training && !lunai_pieces_alone(ctx);
 }
-LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, size_t size) {
+LUNAI_HOT lunai_piece *lunai_piece_make(luna_ctx *ctx, size_t size) {
   void *memory;
   if (!lunai_step_small(ctx, sizeof(lunai_piece), &memory)) return NULL;
   lunai_piece *piece = (lunai_piece *)memory;
@@ -10770,7 +10770,7 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, size_t size) {
   return piece;
 }
 /* a piece's memory; null where memory is only counted */
-LUNAI_FN void *lunai_piece_at(const luna_ctx *ctx, const lunai_piece *piece) {
+LUNAI_HOT void *lunai_piece_at(const luna_ctx *ctx, const lunai_piece *piece) {
   const lunai_chunk *chunk = ctx->arena[lunai_on_device(ctx)].steps;
   if (!lunai_computes(ctx)) return NULL;
   if (ctx->options.block) return ctx->block_start + piece->place;
@@ -10786,14 +10786,14 @@ LUNAI_FN void lunai_piece_link(luna_ctx *ctx, lunai_piece *piece, lunai_piece *b
   if (piece->above) piece->above->below = piece;
   else ctx->highest = piece;
 }
-LUNAI_FN bool lunai_piece_before(const lunai_piece *a, const lunai_piece *b) {
+LUNAI_HOT bool lunai_piece_before(const lunai_piece *a, const lunai_piece *b) {
   return a->size < b->size || (a->size == b->size && a->place > b->place);
 }
-LUNAI_FN uint64_t lunai_piece_priority(const lunai_piece *piece) { /* of different places never the same */
+LUNAI_HOT uint64_t lunai_piece_priority(const lunai_piece *piece) { /* of different places never the same */
   const uint64_t mixed = (uint64_t)piece->place * 0x9E3779B97F4A7C15u;
   return (mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15u;
 }
-LUNAI_FN void lunai_piece_insert(luna_ctx *ctx, lunai_piece *piece) {
+LUNAI_HOT void lunai_piece_insert(luna_ctx *ctx, lunai_piece *piece) {
   const uint64_t priority = lunai_piece_priority(piece);
   lunai_piece **link = &ctx->pieces, **side[2] = { &piece->by_size[0], &piece->by_size[1] };
   while (*link && lunai_piece_priority(*link) > priority) link = &(*link)->by_size[lunai_piece_before(*link, piece)];
@@ -10807,7 +10807,7 @@ LUNAI_FN void lunai_piece_insert(luna_ctx *ctx, lunai_piece *piece) {
   }
   *side[0] = *side[1] = NULL;
 }
-LUNAI_FN void lunai_piece_remove(luna_ctx *ctx, lunai_piece *piece) {
+LUNAI_HOT void lunai_piece_remove(luna_ctx *ctx, lunai_piece *piece) {
   lunai_piece **link = &ctx->pieces, *before = piece->by_size[0], *after = piece->by_size[1];
   while (*link != piece) link = &(*link)->by_size[lunai_piece_before(*link, piece)];
   while (before && after) {
@@ -10833,7 +10833,7 @@ LUNAI_FN lunai_piece *lunai_pieces_list(luna_ctx *ctx) {
   return list;
 }
 /* the smallest free piece that is large enough; else a new one */
-LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
+LUNAI_HOT lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
   const size_t slack = lunai_pieces_split(ctx) ? 24 * size : lunai_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
   const bool remote = lunai_on_device(ctx);
@@ -10870,7 +10870,7 @@ LUNAI_FN bool lunai_piece_join(luna_ctx *ctx, lunai_piece *lower, lunai_piece *u
   else ctx->highest = lower;
   return true;
 }
-LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
+LUNAI_HOT void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
   lunai_piece *piece = *given;
   *given = NULL;
   if (!piece || piece->size == 0) return;
@@ -11207,8 +11207,8 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   return false;
 }
 
-LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name);
-LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape);
+LUNAI_HOT bool lunai_is_released(const luna_tensor *t, const char *name);
+LUNAI_HOT int64_t lunai_shape_count(int rank, const int64_t *shape);
 /* --- custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
 /* which part of all ranks' an input is, into the step; *part stays null without a collective */
 LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
@@ -13542,13 +13542,14 @@ LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
    step (lunai_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
    everything. Guarded by tests/ops.c.
    ------------------------------------------------------------------------------------------------------------------ */
-LUNA_API int64_t luna_count(const luna_tensor *t) {
+/* not for size, as the others of LUNA_API are: every op asks for it */
+int64_t luna_count(const luna_tensor *t) {
   return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0;
 }
 
 /* elements of a shape; -1 when it is none: rank, a negative size, or too many, counted with each 0 as 1, so that no
    product of some of its axes overflows */
-LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
+LUNAI_HOT int64_t lunai_shape_count(int rank, const int64_t *shape) {
   int64_t count = 1, bound = 1;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank > 0 && !shape)) return -1;
   for (int a = 0; a < rank; a++) {
@@ -13558,7 +13559,7 @@ LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
   return count;
 }
 
-LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t *shape) {
+LUNAI_HOT void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t *shape) {
   lunai_clear(t, sizeof *t);
   t->rank = rank;
   for (int a = 0; a < LUNA_MAX_RANK; a++) t->shape[a] = a < rank ? shape[a] : 1;
@@ -13567,7 +13568,7 @@ LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const in
   t->own = &ctx->none;
 }
 /* a tensor of the step, without data; null: no memory */
-LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
+LUNAI_HOT luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
   lunai_mark *step = &ctx->step;
   void *memory;
   luna_tensor *t;
@@ -13608,13 +13609,13 @@ LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank
 }
 
 /* memory for a tensor's data, values not set */
-LUNAI_FN bool lunai_data_take(luna_tensor *t) {
+LUNAI_HOT bool lunai_data_take(luna_tensor *t) {
   t->own->data_piece = lunai_piece_take(t->ctx, (size_t)luna_count(t) * sizeof(float));
   if (t->own->data_piece) t->data = (float *)lunai_piece_at(t->ctx, t->own->data_piece);
   return t->own->data_piece != NULL;
 }
 /* a tensor of the step, values not set; null without a sentence when there is no memory or no such shape */
-LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
+LUNAI_HOT luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
   const int64_t count = lunai_shape_count(rank, shape);
   luna_tensor *t = count < 0 ? NULL : lunai_tensor_take(ctx, rank, shape);
   void *data;
@@ -13630,17 +13631,17 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   return t;
 }
 
-LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return (luna_tensor *)(uintptr_t)lunai_owner(t); }
+LUNAI_HOT luna_tensor *lunai_base(luna_tensor *t) { return (luna_tensor *)(uintptr_t)lunai_owner(t); }
 
 /* --- scopes --- */
-LUNAI_FN void lunai_release(luna_tensor *t) {
+LUNAI_HOT void lunai_release(luna_tensor *t) {
   if (!t->own->data_piece) return;
   lunai_piece_give(t->ctx, &t->own->data_piece);
   t->data = NULL;
   t->own->released = true;
 }
 /* its step is over, or has gone back to where memory ended at `end` */
-LUNAI_FN void lunai_tensor_end(luna_tensor *t, size_t end) {
+LUNAI_HOT void lunai_tensor_end(luna_tensor *t, size_t end) {
   if (t->own->data_piece && t->own->data_piece->place < end) lunai_release(t);
   t->data = t->grad = NULL;
   t->base = NULL;
@@ -13653,7 +13654,7 @@ LUNAI_FN void lunai_tensor_end(luna_tensor *t, size_t end) {
 
 /* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
    computed again; not those made from nothing, as sinusoids are. */
-LUNAI_FN void lunai_op_saves(luna_op *op) {
+LUNAI_HOT void lunai_op_saves(luna_op *op) {
   for (int i = 0; i < op->inputs; i++) {
     luna_tensor *in = lunai_base(op->in[i]);
     if (!in) continue;
@@ -13668,7 +13669,7 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
 /* How many cheap ops, one after another, compute an op's result again, in backward, from data that are there; 0: none
    do, or too many, so that backward takes a time that grows with the tape, and little stack. */
 #define LUNAI_MAX_DEPTH 16
-LUNAI_FN uint8_t lunai_op_depth(const luna_op *op) {
+LUNAI_HOT uint8_t lunai_op_depth(const luna_op *op) {
   int depth = 1;
   if (!lunai_ops[op->kind].cheap) return 0;
   for (int i = 0; i < op->inputs; i++) {
@@ -13679,7 +13680,7 @@ LUNAI_FN uint8_t lunai_op_depth(const luna_op *op) {
   }
   return (uint8_t)(depth <= LUNAI_MAX_DEPTH ? depth : 0);
 }
-LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) { return t->own->maker && t->own->maker->own->depth > 0; }
+LUNAI_HOT bool lunai_is_recomputable(const luna_tensor *t) { return t->own->maker && t->own->maker->own->depth > 0; }
 
 /* what a luna_scope holds: how far its context had come when it began */
 typedef struct lunai_scope {
@@ -13692,7 +13693,7 @@ typedef struct lunai_scope {
   bool recompute;
 } lunai_scope;
 typedef char lunai_scope_size[sizeof(lunai_scope) <= sizeof(luna_scope) ? 1 : -1];
-LUNAI_FN lunai_scope lunai_scope_of(const luna_scope *scope) {
+LUNAI_HOT lunai_scope lunai_scope_of(const luna_scope *scope) {
   lunai_scope s;
   memcpy(&s, scope, sizeof s);
   return s;
@@ -13718,19 +13719,19 @@ LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool re
   return scope;
 }
 /* the oldest op since the scope's beginning */
-LUNAI_FN luna_op *lunai_scope_first(lunai_scope scope) {
+LUNAI_HOT luna_op *lunai_scope_first(lunai_scope scope) {
   luna_op *first = NULL;
   for (luna_op *op = scope.ctx->tape; op && op != scope.tape; op = op->own->previous) first = op;
   return first;
 }
 /* whether a scope's end leaves a tensor that was made inside as it is */
-LUNAI_FN bool lunai_scope_leaves(const luna_tensor *t, luna_tensor *const *results, int count) {
+LUNAI_HOT bool lunai_scope_leaves(const luna_tensor *t, luna_tensor *const *results, int count) {
   while (count > 0 && lunai_base(results[count - 1]) != t) count--;
   return count > 0 || t->own->keep_data;
 }
 /* Finds which of the results since the scope's beginning can be computed again, the oldest first, and releases them, so
    that the next one counts what is needed for that too. */
-LUNAI_FN void lunai_scope_depths(lunai_scope scope, luna_tensor *const *results, int count) {
+LUNAI_HOT void lunai_scope_depths(lunai_scope scope, luna_tensor *const *results, int count) {
   for (luna_op *op = lunai_scope_first(scope); op; op = op->own->next) {
     op->own->depth = lunai_op_depth(op);
     for (int i = 0; i < op->outputs && op->own->depth > 0 && !scope.recompute; i++)
@@ -13818,7 +13819,7 @@ LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
   return lunai_results_so_far(scope, x, NULL);
 }
 /* whether a tensor's data were released, as all are that belong to an earlier step: then that is the failure */
-LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
+LUNAI_HOT bool lunai_is_released(const luna_tensor *t, const char *name) {
   if (!t || !lunai_owner(t)->own->released) return false;
   lunai_fail(t->ctx, LUNA_ERROR_RELEASED, name, t);
   return true;
@@ -14047,7 +14048,7 @@ typedef struct lunai_build {
   int uncut;                         /* bits of the inputs that may be parts of a whole while the result is none */
 } lunai_build;
 
-LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
+LUNAI_HOT void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
   s->name = LUNAI_NAME(name);
   s->failed = false;
@@ -14064,8 +14065,8 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   s->state.scope = lunai_profile_scope(ctx);
 }
 /* `count` inputs, of which the first `required` must not be null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
-                          int count) {
+LUNAI_HOT bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
+                           int count) {
   static const char *const numbers[] = { "the first input", "the second input", "the third input",
                                          "the fourth input", "the fifth input" };
   luna_ctx *ctx = NULL;
@@ -14141,11 +14142,11 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
 }
 
 /* A result of no elements is not computed: an op may still have 2^40 rows of nothing. */
-LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0 && !op->outside; }
-LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
+LUNAI_HOT bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0 && !op->outside; }
+LUNAI_HOT bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
 
 /* Runs one of an op's functions with a workspace at the step's end; false: no memory */
-LUNAI_FN bool lunai_op_run_in_step(luna_op *op, bool backward, luna_status *status) {
+LUNAI_HOT bool lunai_op_run_in_step(luna_op *op, bool backward, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   const lunai_mark mark = lunai_step_mark(ctx);
   const bool good = lunai_step(ctx, backward ? op->backward_workspace_size : op->workspace_size, true, &op->workspace);
@@ -14155,7 +14156,7 @@ LUNAI_FN bool lunai_op_run_in_step(luna_op *op, bool backward, luna_status *stat
 }
 /* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is
    LUNA_OK */
-LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
+LUNAI_HOT bool lunai_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *workspace = NULL;
   *status = LUNA_OK;
@@ -14205,7 +14206,7 @@ LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
   return lunai_ranks(ctx) && lunai_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
 }
 /* what its result is a part of */
-LUNAI_FN const struct lunai_cut *lunai_cut_made(const lunai_build *s) {
+LUNAI_HOT const struct lunai_cut *lunai_cut_made(const lunai_build *s) {
   for (int i = 0; i < s->op.inputs; i++) {
     const luna_tensor *in = s->op.in[i];
     if (in && in->own->part && !(s->uncut >> i & 1)) return in->own->part;
@@ -14213,7 +14214,7 @@ LUNAI_FN const struct lunai_cut *lunai_cut_made(const lunai_build *s) {
   return NULL;
 }
 /* whether an op may be run; if not, the failure is reported */
-LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *shape) {
+LUNAI_HOT bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *shape) {
   luna_ctx *ctx = s->op.ctx;
   if (s->failed) return false;
   if (!ctx->backend->op[s->op.kind].forward)
@@ -14222,7 +14223,7 @@ LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *
   return lunai_shape_count(rank, shape) >= 0 || lunai_refused(lunai_fail_shape(ctx, s->name, rank, shape));
 }
 /* the newest op of the tape */
-LUNAI_FN void lunai_tape(luna_op *op) {
+LUNAI_HOT void lunai_tape(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_op_saves(op);
   op->own->depth = lunai_op_depth(op);
@@ -14233,8 +14234,8 @@ LUNAI_FN void lunai_tape(luna_op *op) {
   ctx->tape = op;
 }
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
-LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
-                                       int extra_rank, const int64_t *extra_shape) {
+LUNAI_HOT luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
+                                        int extra_rank, const int64_t *extra_shape) {
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
@@ -14272,11 +14273,11 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (record) lunai_tape(op);
   return op->out[0];
 }
-LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) {
+LUNAI_HOT luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) {
   return lunai_finish_two(s, rank, shape, NULL, 0, NULL);
 }
 /* in[0]'s shape but for the last axis */
-LUNAI_FN luna_tensor *lunai_finish_rows(lunai_build *s, int64_t last) {
+LUNAI_HOT luna_tensor *lunai_finish_rows(lunai_build *s, int64_t last) {
   int64_t shape[LUNA_MAX_RANK];
   memcpy(shape, s->op.in[0]->shape, sizeof shape);
   shape[s->op.in[0]->rank - 1] = last;
@@ -14289,7 +14290,7 @@ LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) {
 /* --- backward --- */
 #ifndef LUNA_NO_TRAIN
 /* the gradient of a tensor that wants one: when new, zeros unless `set`; of a view, its part of the owner's */
-LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
+LUNAI_HOT bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   luna_tensor *owner = lunai_base(t);
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
   void *memory = NULL;
@@ -14313,9 +14314,9 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
 }
 
 /* what the backend's functions can do: nothing for an empty result, where they are not called */
-LUNAI_FN int lunai_op_can(const luna_op *op) { return lunai_is_empty(op) ? 0 : op->ctx->backend->op[op->kind].can; }
+LUNAI_HOT int lunai_op_can(const luna_op *op) { return lunai_is_empty(op) ? 0 : op->ctx->backend->op[op->kind].can; }
 /* bits of an op's inputs that are one tensor with in[at], or views of it */
-LUNAI_FN int lunai_same_inputs(const luna_op *op, int at) {
+LUNAI_HOT int lunai_same_inputs(const luna_op *op, int at) {
   int same = 0;
   for (int i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == lunai_owner(op->in[at])) same |= 1 << i;
   return same;
@@ -14334,7 +14335,7 @@ LUNAI_FN bool lunai_outputs_take(luna_op *op) {
   return true;
 }
 /* Counts, for all that must be computed for a tensor's data to be there again, who reads it. */
-LUNAI_FN bool lunai_recompute_count(luna_tensor *t, luna_status *status) {
+LUNAI_HOT bool lunai_recompute_count(luna_tensor *t, luna_status *status) {
   const luna_tensor *owner = lunai_base(t);
   luna_op *op = owner->own->maker;
   if (!owner->own->released) return true;
@@ -14347,13 +14348,13 @@ LUNAI_FN bool lunai_recompute_count(luna_tensor *t, luna_status *status) {
   return true;
 }
 /* one that has been computed again for an op is released after its last reader */
-LUNAI_FN void lunai_recompute_read(luna_tensor *t) {
+LUNAI_HOT void lunai_recompute_read(luna_tensor *t) {
   if (!t || !t->own->maker || t->own->maker->own->readers == 0 || --t->own->maker->own->readers > 0) return;
   if (t->own->data_piece) lunai_release(t);
   t->data = NULL;                    /* or its data have become the result's */
   t->own->released = true;
 }
-LUNAI_FN bool lunai_recompute(luna_tensor *t, luna_status *status) {
+LUNAI_HOT bool lunai_recompute(luna_tensor *t, luna_status *status) {
   luna_tensor *owner = lunai_base(t), *first;
   luna_op *op = owner->own->maker, *maker;
   if (owner->own->released) {
@@ -14374,7 +14375,7 @@ LUNAI_FN bool lunai_recompute(luna_tensor *t, luna_status *status) {
 }
 /* The data of an input, computed again by cheap ops, each once, when they were released; what those needed is released
    at once. */
-LUNAI_FN bool lunai_recompute_data(luna_tensor *t, luna_status *status) {
+LUNAI_HOT bool lunai_recompute_data(luna_tensor *t, luna_status *status) {
   luna_op *op = lunai_base(t)->own->maker;
   const bool good = lunai_recompute_count(t, status) && lunai_recompute(t, status);
   if (op) op->own->readers = 0;
@@ -14397,7 +14398,7 @@ LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
 }
 
 /* whether an op is the newest of a recomputed scope, to which backward has come */
-LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
+LUNAI_HOT bool lunai_scope_is_reached(const luna_op *op) {
   const luna_op *first = op->own->recompute_from;
   for (; first; op = op->own->previous) {
     for (int i = 0; i < op->outputs; i++) if (op->out[i]->own->has_grad) return true;
@@ -14407,13 +14408,13 @@ LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
 }
 
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
-LUNAI_FN bool lunai_is_new(const luna_tensor *t) {
+LUNAI_HOT bool lunai_is_new(const luna_tensor *t) {
   return t->needs_grad && !t->own->has_grad && t->own->maker && !t->own->keep_grad;
 }
 
 /* Releases a result's data when all that read it have run their backward, unless somebody else may want them. The walk
    that only counts memory gives back what it did not compute again itself, and takes it again when it is over. */
-LUNAI_FN void lunai_result_done(luna_tensor *t) {
+LUNAI_HOT void lunai_result_done(luna_tensor *t) {
   if (t->own->keep_data || !t->own->data_piece || !(t->own->recomputed || t->own->internal)) return;
   if (t->own->recomputed || !t->ctx->reserving) {
     lunai_release(t);
@@ -14424,7 +14425,7 @@ LUNAI_FN void lunai_result_done(luna_tensor *t) {
 }
 /* What nothing reads any more once an op's backward is over: its results' gradients and data, and what it kept, which
    the walk that only counts memory leaves to the next. */
-LUNAI_FN void lunai_op_done(luna_op *op) {
+LUNAI_HOT void lunai_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *kept = op->own->kept_piece;
   lunai_piece_give(ctx, &kept);
@@ -14440,10 +14441,10 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
   }
 }
 
-LUNAI_FN bool lunai_joint(const luna_op *reader, const luna_op *maker, luna_op *both);
+LUNAI_HOT bool lunai_joint(const luna_op *reader, const luna_op *maker, luna_op *both);
 /* Whether the backward of an op waits for the op that made its first input, to be one with its backward (lunai_joint):
    that input's gradient is not stored then. So nothing else has given it a part, or still may, and nobody keeps it. */
-LUNAI_FN bool lunai_op_waits(luna_op *op) {
+LUNAI_HOT bool lunai_op_waits(luna_op *op) {
   const luna_tensor *x = op->inputs > 0 ? lunai_owner(op->in[0]) : NULL;
   luna_op *maker = x ? x->own->maker : NULL, *other = op->own->previous, both;
   if (!maker || !lunai_joint(op, maker, &both)) return false;
@@ -14456,7 +14457,7 @@ LUNAI_FN bool lunai_op_waits(luna_op *op) {
 }
 
 /* whether the gradient of an op's result becomes that of its input in place */
-LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
+LUNAI_HOT bool lunai_grad_in_place(const luna_op *op, int i) {
   const int can = lunai_op_can(op), others = lunai_same_inputs(op, i) & ~(1 << i);
   return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->own->grad_piece && lunai_is_new(op->in[i]) &&
          luna_count(op->in[i]) == luna_count(op->out[0]) &&
@@ -14464,7 +14465,7 @@ LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
 }
 
 /* Backward, with memory for the gradients that it gives, in place of the result's where it may be */
-LUNAI_FN bool lunai_op_give(luna_op *op, luna_status *status) {
+LUNAI_HOT bool lunai_op_give(luna_op *op, luna_status *status) {
   const int can = lunai_op_can(op);
   op->sets = 0;
   for (int i = 0; i < op->inputs; i++)
@@ -14481,7 +14482,7 @@ LUNAI_FN bool lunai_op_give(luna_op *op, luna_status *status) {
   }
   return lunai_op_run_in_step(op, true, status);
 }
-LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
+LUNAI_HOT bool lunai_op_backward(luna_op *op, luna_status *status) {
   const int reads = lunai_ops[op->kind].reads;
   luna_op *waiting = op->own->waiting, both;
   bool reached = waiting != NULL;
@@ -14535,7 +14536,7 @@ LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
 }
 
 /* a tensor of the tape as it was before a walk that computed nothing */
-LUNAI_FN void lunai_unwalk(luna_tensor *t) {
+LUNAI_HOT void lunai_unwalk(luna_tensor *t) {
   if (!t || t->parameter) return;
   lunai_unwalk(t->base);
   t->grad = NULL;
@@ -15199,7 +15200,7 @@ typedef struct lunai_past {
    >>ops: shape checks, then a call of the backend
    ------------------------------------------------------------------------------------------------------------------ */
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
-LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
+LUNAI_HOT bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
 /* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
    it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
@@ -15273,7 +15274,7 @@ LUNAI_HOT bool lunai_fits(const lunai_build *s, const char *pattern) {
   }
   return true;
 }
-LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
+LUNAI_HOT bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
   if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
   return lunai_refuse(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max);
 }
@@ -15649,7 +15650,7 @@ LUNAI_FN uint64_t lunai_writes(const luna_ctx *ctx) {
 }
 /* An inference's weight, input i, gets its copy in 8 bits, or a new one when parameters were written. False: there is
    no memory, which is reported. */
-LUNAI_FN bool lunai_int8_ready(lunai_build *s, int i) {
+LUNAI_HOT bool lunai_int8_ready(lunai_build *s, int i) {
   luna_ctx *ctx = s->op.ctx;
   luna_tensor *w = s->op.in[i];
   void *memory;
@@ -15918,7 +15919,7 @@ LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
 #ifndef LUNA_NO_TRAIN
 /* Whether backward of two ops is that of one, which is made: of a cross-entropy and the linear op that made its many
    logits, which are out[1] then. Their gradient is made and read by parts. */
-LUNAI_FN bool lunai_joint(const luna_op *reader, const luna_op *maker, luna_op *both) {
+LUNAI_HOT bool lunai_joint(const luna_op *reader, const luna_op *maker, luna_op *both) {
   if (reader->kind != LUNA_OP_CROSS_ENTROPY || maker->kind != LUNA_OP_LINEAR) return false;
   if (lunai_linear_changes(maker) || maker->in[3] || lunai_is_empty(maker)) return false;
   if (lunai_last(maker->out[0]) <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(maker->in[0], LUNA_OP_LINEAR_CROSS_ENTROPY))
