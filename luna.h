@@ -12087,16 +12087,16 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
 LUNAI_FN void lunai_linear_columns(const luna_op *op, int which, lunai_matrix y, int64_t first, lunai_gemm *g) {
   const luna_tensor *x = op->in[0], *weight = op->in[1], *bias = op->in[2];
   const int64_t in = lunai_last(x);
-  const lunai_matrix X = lunai_dense(x->data, y.rows, in);
-  const lunai_matrix W = lunai_dense(lunai_offset(weight->data, first * in), y.columns, in);
+  const lunai_matrix xs = lunai_dense(x->data, y.rows, in);
+  const lunai_matrix ws = lunai_dense(lunai_offset(weight->data, first * in), y.columns, in);
   if (which == 0) {
-    lunai_gemm_set(g, X, lunai_transposed(W), (float *)(uintptr_t)y.at);
+    lunai_gemm_set(g, xs, lunai_transposed(ws), (float *)(uintptr_t)y.at);
     g->c_row = y.row;
     g->bias = bias ? lunai_offset(bias->data, first) : NULL;
     g->b_int8 = lunai_op_int8(op, 1);
     g->b_first = first;
-  } else if (which == 1) lunai_gemm_set(g, y, W, x->grad);
-  else lunai_gemm_set(g, lunai_transposed(y), X, lunai_offset(weight->grad, first * in));
+  } else if (which == 1) lunai_gemm_set(g, y, ws, x->grad);
+  else lunai_gemm_set(g, lunai_transposed(y), xs, lunai_offset(weight->grad, first * in));
   g->bf16 = lunai_op_bf16(op);
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
 }
@@ -12214,16 +12214,16 @@ LUNAI_FN const lunai_parallel *lunai_ffn_parallel(const lunai_ffn_work *w) {
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
-  const lunai_matrix X = lunai_dense(lunai_offset(op->in[0]->data, x), n, in), A = lunai_dense(w->a, n, f);
-  const lunai_matrix W1 = lunai_dense(op->in[1]->data, f, in), W2 = lunai_dense(op->in[3]->data, out, f);
-  const lunai_matrix dH = lunai_dense(w->dh, n, f), dY = lunai_dense(w->dy, n, out);
+  const lunai_matrix xs = lunai_dense(lunai_offset(op->in[0]->data, x), n, in), as = lunai_dense(w->a, n, f);
+  const lunai_matrix w1 = lunai_dense(op->in[1]->data, f, in), w2 = lunai_dense(op->in[3]->data, out, f);
+  const lunai_matrix dhs = lunai_dense(w->dh, n, f), dys = lunai_dense(w->dy, n, out);
   switch (which) {
-    case 0: lunai_gemm_set(g, X, lunai_transposed(W1), w->active); break;                            /* h */
-    case 1: lunai_gemm_set(g, A, lunai_transposed(W2), lunai_offset(op->out[0]->data, y)); break;    /* y */
-    case 2: lunai_gemm_set(g, lunai_transposed(dY), A, op->in[3]->grad); break;                      /* dW2 */
-    case 3: lunai_gemm_set(g, dY, W2, w->dh); break;                                                 /* da */
-    case 4: lunai_gemm_set(g, lunai_transposed(dH), X, op->in[1]->grad); break;                      /* dW1 */
-    default: lunai_gemm_set(g, dH, W1, lunai_offset(op->in[0]->grad, x)); break;                     /* dx */
+    case 0: lunai_gemm_set(g, xs, lunai_transposed(w1), w->active); break;                             /* h */
+    case 1: lunai_gemm_set(g, as, lunai_transposed(w2), lunai_offset(op->out[0]->data, y)); break;     /* y */
+    case 2: lunai_gemm_set(g, lunai_transposed(dys), as, op->in[3]->grad); break;                      /* dW2 */
+    case 3: lunai_gemm_set(g, dys, w2, w->dh); break;                                                  /* da */
+    case 4: lunai_gemm_set(g, lunai_transposed(dhs), xs, op->in[1]->grad); break;                      /* dW1 */
+    default: lunai_gemm_set(g, dhs, w1, lunai_offset(op->in[0]->grad, x)); break;                      /* dx */
   }
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
   if (which < 2) g->b_int8 = lunai_op_int8(op, 1 + 2 * which);

@@ -62,10 +62,9 @@
 extern "C" {
 #endif
 typedef enum luna_cuda_math { LUNA_CUDA_F32 = 0, LUNA_CUDA_TF32, LUNA_CUDA_BF16 } luna_cuda_math; /* of products */
-/* Device 0 to 15. The table is there even when the device is not: luna_open then gives a context whose error says why.
-   Null, which luna_open takes for the CPU, for other numbers. */
+/* Device 0 to 15. The table is there even when the device is not, or the number or the mode is another one: luna_open
+   then gives a context whose error says why. */
 const luna_backend *luna_cuda_backend(int device);
-/* null for other modes too */
 const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math);
 /* The cudaStream_t of a context with this backend, which lives as long as the context; what has been called before lies
    in it. */
@@ -116,15 +115,15 @@ void luna_graph_close(luna_graph *graph);                  /* null is fine */
 
 #ifndef LUNA_CUDA_HOST
 /* as kernel<<<grid, block, shared_bytes, stream>>>(arguments...), with the launch's own error as its value */
-template <class... P, class... A>
-static cudaError_t lunacu_start(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-                                A &&...arguments) {
+template <class... Params, class... Args>
+static cudaError_t lunacu_start(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+                                cudaStream_t stream, Args &&...arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<A &&>(arguments)...);
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Args &&>(arguments)...);
 }
 #define LUNACU_START lunacu_start
 #define LUNACU_UNROLL _Pragma("unroll")
@@ -132,7 +131,7 @@ static cudaError_t lunacu_start(void (*kernel)(P...), dim3 grid, dim3 block, siz
 #define LUNACU_DYNAMIC_SHARED(type, name) \
   extern __shared__ __align__(16) unsigned char lunacu_dynamic[]; \
   type *name = (type *)lunacu_dynamic
-template <class T> using lunacu_shared = T *; /* a pointer into shared memory */
+template <class Type> using lunacu_shared = Type *; /* a pointer into shared memory */
 #endif
 
 #define LUNACU_INLINE __device__ __forceinline__
@@ -263,8 +262,8 @@ static luna_status lunacu_done(luna_ctx *ctx, const char *what) {
 }
 /* the table's function for `entry` */
 template <auto entry> struct lunacu_entered;
-template <class... A, luna_status (*entry)(luna_ctx *, A...)> struct lunacu_entered<entry> {
-  static luna_status call(luna_ctx *ctx, A... arguments) {
+template <class... Args, luna_status (*entry)(luna_ctx *, Args...)> struct lunacu_entered<entry> {
+  static luna_status call(luna_ctx *ctx, Args... arguments) {
     if (!lunacu_self(ctx)) return LUNA_DEVICE_FAILED;
     const cudaError_t error = lunacu_enter(lunacu_self(ctx));
     return error == cudaSuccess ? entry(ctx, arguments...) : lunacu_check(ctx, error, "cudaSetDevice");
@@ -320,30 +319,30 @@ LUNACU_INLINE int64_t lunacu_stride() { return (int64_t)gridDim.x * blockDim.x; 
 
 /* --- sums and maxima over threads, the same in all of them, in an order that never changes --- */
 struct lunacu_sum {
-  template <class T> static LUNACU_INLINE T of(T a, T b) { return a + b; }
+  template <class Type> static LUNACU_INLINE Type of(Type a, Type b) { return a + b; }
 };
 struct lunacu_maximum {
   static LUNACU_INLINE float of(float a, float b) { return fmaxf(a, b); }
 };
 /* over `lanes` neighbours of a warp, a power of two */
-template <class R, class T> LUNACU_INLINE T lunacu_over_lanes(T x, int lanes = LUNACU_WARP) {
-  for (int i = lanes / 2; i > 0; i /= 2) x = R::of(x, __shfl_xor_sync(LUNACU_FULL, x, i));
+template <class Rule, class Type> LUNACU_INLINE Type lunacu_over_lanes(Type x, int lanes = LUNACU_WARP) {
+  for (int i = lanes / 2; i > 0; i /= 2) x = Rule::of(x, __shfl_xor_sync(LUNACU_FULL, x, i));
   return x;
 }
 /* over a block of whole warps; `scratch` holds a word a warp (32 at most) and may be used again afterwards */
-template <class R, class T> LUNACU_INLINE T lunacu_over_block(T x, lunacu_shared<T> scratch) {
+template <class Rule, class Type> LUNACU_INLINE Type lunacu_over_block(Type x, lunacu_shared<Type> scratch) {
   const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
-  x = lunacu_over_lanes<R>(x);
+  x = lunacu_over_lanes<Rule>(x);
   if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
   __syncthreads();
   x = scratch[0];
-  for (int i = 1; i < warps; i++) x = R::of(x, (T)scratch[i]);
+  for (int i = 1; i < warps; i++) x = Rule::of(x, (Type)scratch[i]);
   __syncthreads();
   return x;
 }
 /* over a team: some lanes of a warp, or a whole block, all of whose threads must come */
-template <class R> LUNACU_INLINE float lunacu_over_team(int team, float x, lunacu_shared<float> scratch) {
-  return team > LUNACU_WARP ? lunacu_over_block<R>(x, scratch) : lunacu_over_lanes<R>(x, team);
+template <class Rule> LUNACU_INLINE float lunacu_over_team(int team, float x, lunacu_shared<float> scratch) {
+  return team > LUNACU_WARP ? lunacu_over_block<Rule>(x, scratch) : lunacu_over_lanes<Rule>(x, team);
 }
 
 /* --- dropout: what luna_dropout decides, from the seed and the step in device memory --- */
@@ -539,6 +538,11 @@ static const char *lunacu_device_error(int device, char *room, size_t size) {
   return room;
 }
 
+static luna_status lunacu_open_none(luna_ctx *ctx, int number, void **out) {
+  (void)number, (void)out;
+  return luna_fail(ctx, LUNA_BAD_ARGUMENT, "luna_open: options.backend is luna_cuda_backend's of a device that is not "
+                   "0 to 15, or of a mode that is no luna_cuda_math");
+}
 static luna_cuda_math lunacu_math_of(const luna_ctx *ctx);
 static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   char sentence[320];
@@ -664,62 +668,62 @@ static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
 
 /* whether vectors of four floats fit: a row of `unit` floats is whole vectors, and all pointers are aligned to 16
    bytes */
-template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) {
+template <class... Params> static bool lunacu_wide(int64_t unit, const Params *...p) {
   return unit % 4 == 0 && ((uintptr_t)0 | ... | (uintptr_t)p) % 16 == 0;
 }
-/* W floats at p, aligned to 16 bytes when W > 1. Of eight, the other four lie eight further: two lanes side by side
-   have sixteen floats, and each of their requests is whole. */
-template <int W> LUNACU_INLINE void lunacu_get(const float *p, float (&v)[W]) {
-  if constexpr (W == 1) v[0] = *p;
+/* Width floats at p, aligned to 16 bytes when Width > 1. Of eight, the other four lie eight further: two lanes side by
+   side have sixteen floats, and each of their requests is whole. */
+template <int Width> LUNACU_INLINE void lunacu_get(const float *p, float (&v)[Width]) {
+  if constexpr (Width == 1) v[0] = *p;
   else
-    LUNACU_UNROLL for (int i = 0; i < W; i += 4) lunacu_apart(v + i, *(const float4 *)(p + 2 * i));
+    LUNACU_UNROLL for (int i = 0; i < Width; i += 4) lunacu_apart(v + i, *(const float4 *)(p + 2 * i));
 }
-template <int W> LUNACU_INLINE void lunacu_plus(float (&v)[W], const float *p) {
-  float more[W];
+template <int Width> LUNACU_INLINE void lunacu_plus(float (&v)[Width], const float *p) {
+  float more[Width];
   lunacu_get(p, more);
-  LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] += more[i];
+  LUNACU_UNROLL for (int i = 0; i < Width; i++) v[i] += more[i];
 }
 /* p = v, or p += v */
-template <int W> LUNACU_INLINE void lunacu_put(float *p, float (&v)[W], bool add) {
+template <int Width> LUNACU_INLINE void lunacu_put(float *p, float (&v)[Width], bool add) {
   if (add) lunacu_plus(v, p);
-  if constexpr (W == 1) *p = v[0];
+  if constexpr (Width == 1) *p = v[0];
   else
-    LUNACU_UNROLL for (int i = 0; i < W; i += 4) lunacu_store4(p + 2 * i, lunacu_together(v + i));
+    LUNACU_UNROLL for (int i = 0; i < Width; i += 4) lunacu_store4(p + 2 * i, lunacu_together(v + i));
 }
 
-/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i on, as lunacu_get has them. y may be where f
-   reads. */
-template <int W, class F> __global__ void lunacu_map_kernel(int64_t count, float *y, bool add, F f) {
-  const int64_t whole = W == 8 ? count / 16 * 2 : count / W; /* vectors; of eight, pairs of them */
+/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): Width of them from i on, as lunacu_get has them. y may be where
+   f reads. */
+template <int Width, class Body> __global__ void lunacu_map_kernel(int64_t count, float *y, bool add, Body f) {
+  const int64_t whole = Width == 8 ? count / 16 * 2 : count / Width; /* vectors; of eight, pairs of them */
   for (int64_t n = lunacu_index(); n < whole; n += lunacu_stride()) {
-    const int64_t i = W == 8 ? n / 2 * 16 + n % 2 * 4 : n * W;
-    float v[W];
+    const int64_t i = Width == 8 ? n / 2 * 16 + n % 2 * 4 : n * Width;
+    float v[Width];
     f.at(i, v);
     lunacu_put(y + i, v, add);
   }
-  if (W > 1 && lunacu_index() < count - whole * W) {
-    const int64_t i = whole * W + lunacu_index();
+  if (Width > 1 && lunacu_index() < count - whole * Width) {
+    const int64_t i = whole * Width + lunacu_index();
     float v[1];
     f.at(i, v);
     lunacu_put(y + i, v, add);
   }
 }
 /* `wide`: f's pointers and rows allow vectors */
-template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t count, float *y, bool add, bool wide,
-                                                     const F &f) {
+template <int Width = 4, class Body> static void lunacu_map(const luna_op *op, int64_t count, float *y, bool add,
+                                                            bool wide, const Body &f) {
   if (wide && lunacu_wide(0, y))
-    LUNACU_OVER(op, (lunacu_map_kernel<W, F>), count, W * LUNACU_BLOCK, count, y, add, f);
-  else LUNACU_OVER(op, (lunacu_map_kernel<1, F>), count, LUNACU_BLOCK, count, y, add, f);
+    LUNACU_OVER(op, (lunacu_map_kernel<Width, Body>), count, Width * LUNACU_BLOCK, count, y, add, f);
+  else LUNACU_OVER(op, (lunacu_map_kernel<1, Body>), count, LUNACU_BLOCK, count, y, add, f);
 }
-template <int W = 4, class F> static void lunacu_map_way(const luna_op *op, const lunacu_way &w, bool wide,
-                                                         const F &f) {
-  lunacu_map<W>(op, luna_count(op->out[0]), w.to, w.add, wide && lunacu_wide(0, w.from), f);
+template <int Width = 4, class Body> static void lunacu_map_way(const luna_op *op, const lunacu_way &w, bool wide,
+                                                                const Body &f) {
+  lunacu_map<Width>(op, luna_count(op->out[0]), w.to, w.add, wide && lunacu_wide(0, w.from), f);
 }
 
-/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once; f.add is given the number of the element,
-   (o rows + r) n + j, and r. A block's threads are `columns` columns
-   of `lanes` lanes that share the rows, as often as there is room; rows are split among blocks where the columns alone
-   are too few, and the parts then added in order. Sums are of at most 64 floats a lane, then in double. --- */
+/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Sums sums at once; f.add is given the number of the
+   element, (o rows + r) n + j, and r. A block's threads are `columns` columns of `lanes` lanes that share the rows, as
+   often as there is room; rows are split among blocks where the columns alone are too few, and the parts then added in
+   order. Sums are of at most 64 floats a lane, then in double. --- */
 #define LUNACU_SUMS 5                /* the maximum at once */
 #define LUNACU_ENOUGH (1 << 20)      /* threads that keep a GPU busy for long enough */
 struct lunacu_sums {
@@ -779,33 +783,34 @@ struct lunacu_sums_to {
       }
   }
 };
-template <int Q, class F> __global__ void lunacu_sums_kernel(F f, lunacu_sums s, lunacu_sums_to to, float *partial) {
-  LUNACU_SHARED(double, part, Q * LUNACU_BLOCK);
+template <int Sums, class Body> __global__ void lunacu_sums_kernel(Body f, lunacu_sums s, lunacu_sums_to to,
+                                                                   float *partial) {
+  LUNACU_SHARED(double, part, Sums * LUNACU_BLOCK);
   LUNACU_EACH_UNIT(s, first) {
     const lunacu_place at(s, first);
     const int me = threadIdx.x;
-    double total[Q] = {};
+    double total[Sums] = {};
     const int64_t end = min(s.rows, (at.split + 1) * s.length), step = s.lanes * s.n;
     if (at.mine)
       for (int64_t r = at.split * s.length + at.lane, i = (at.o * s.rows + r) * s.n + at.j; r < end;) {
-        float sum[Q] = {};
+        float sum[Sums] = {};
         const int64_t stop = min(end, r + 64 * s.lanes);
         for (; r + 3 * s.lanes < stop; r += 4 * s.lanes, i += 4 * step) /* so that four rows are on their way at once */
           LUNACU_UNROLL for (int k = 0; k < 4; k++) f.add(i + k * step, r + k * s.lanes, sum);
         for (; r < stop; r += s.lanes, i += step) f.add(i, r, sum);
-        LUNACU_UNROLL for (int q = 0; q < Q; q++) total[q] += (double)sum[q];
+        LUNACU_UNROLL for (int q = 0; q < Sums; q++) total[q] += (double)sum[q];
       }
-    LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] = total[q];
+    LUNACU_UNROLL for (int q = 0; q < Sums; q++) part[q * LUNACU_BLOCK + me] = total[q];
     __syncthreads();
     for (int half = s.lanes / 2; half > 0; half /= 2) {
       if (at.lane < half)
-        LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] +=
+        LUNACU_UNROLL for (int q = 0; q < Sums; q++) part[q * LUNACU_BLOCK + me] +=
             part[q * LUNACU_BLOCK + me + half * s.columns];
       __syncthreads();
     }
-    LUNACU_UNROLL for (int q = 0; q < Q && at.mine && at.lane == 0; q++) {
-      const int64_t k = (at.o * Q + q) * s.n + at.j;
-      if (partial) partial[at.split * s.outer * Q * s.n + k] = (float)part[q * LUNACU_BLOCK + me];
+    LUNACU_UNROLL for (int q = 0; q < Sums && at.mine && at.lane == 0; q++) {
+      const int64_t k = (at.o * Sums + q) * s.n + at.j;
+      if (partial) partial[at.split * s.outer * Sums * s.n + k] = (float)part[q * LUNACU_BLOCK + me];
       else to.put(k, part[q * LUNACU_BLOCK + me]);
     }
     __syncthreads();
@@ -823,10 +828,11 @@ static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, co
               (float *)NULL);
 }
 /* partial: lunacu_sums_floats of as many sums */
-template <int Q, class F> static void lunacu_sums_run(const luna_op *op, const lunacu_sums &s, const F &f,
-                                                      const lunacu_sums_to &to, float *partial) {
-  LUNACU_OVER(op, (lunacu_sums_kernel<Q, F>), s.units(), s.at_once(), f, s, to, s.splits > 1 ? partial : (float *)NULL);
-  if (s.splits > 1) lunacu_sums_end(op, s.splits, s.outer * Q * s.n, partial, to);
+template <int Sums, class Body> static void lunacu_sums_run(const luna_op *op, const lunacu_sums &s, const Body &f,
+                                                            const lunacu_sums_to &to, float *partial) {
+  LUNACU_OVER(op, (lunacu_sums_kernel<Sums, Body>), s.units(), s.at_once(), f, s, to,
+              s.splits > 1 ? partial : (float *)NULL);
+  if (s.splits > 1) lunacu_sums_end(op, s.splits, s.outer * Sums * s.n, partial, to);
 }
 /* to [outer, n] (+)= factor times the sums of x [outer, rows, n] over rows; scratch: lunacu_row_sums_floats */
 static int64_t lunacu_row_sums_floats(int64_t outer, int64_t rows, int64_t n) {
@@ -847,10 +853,10 @@ struct lunacu_part {
   float *to;
   int64_t to_row;
 };
-template <int W> __global__ void lunacu_part_kernel(lunacu_part p, bool add) {
-  for (int64_t i = lunacu_index(); i < p.rows * (p.width / W); i += lunacu_stride()) {
-    const int64_t r = i / (p.width / W), c = i % (p.width / W) * W;
-    float v[W];
+template <int Width> __global__ void lunacu_part_kernel(lunacu_part p, bool add) {
+  for (int64_t i = lunacu_index(); i < p.rows * (p.width / Width); i += lunacu_stride()) {
+    const int64_t r = i / (p.width / Width), c = i % (p.width / Width) * Width;
+    float v[Width];
     lunacu_get(p.from + r * p.from_row + c, v);
     lunacu_put(p.to + r * p.to_row + c, v, add);
   }
@@ -914,7 +920,7 @@ static void lunacu_expand(luna_op *op, bool back) {
 struct lunacu_permuted {
   const float *from;
   int64_t shape[4], stride[4];
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     const int64_t j = i / shape[3], k = j / shape[2];
     lunacu_get(from + k / shape[1] * stride[0] + k % shape[1] * stride[1] + j % shape[2] * stride[2] + i % shape[3] *
                stride[3], v);
@@ -979,10 +985,10 @@ struct lunacu_each {
   float scalar[3];
   int64_t shape[4], stride[3][4];
   int kind, input;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     const int64_t row = i < shape[3] ? 0 : i / shape[3], j = i - row * shape[3],
         upper = row < shape[2] ? 0 : row / shape[2];
-    float in[3][W];
+    float in[3][Width];
     LUNACU_UNROLL for (int k = 0; k < 3; k++) {
       const float *from = x[k];
       if (from && row > 0)
@@ -990,10 +996,10 @@ struct lunacu_each {
             stride[k][2];
       if (from && stride[k][3]) lunacu_get(from + j, in[k]);
       else
-        LUNACU_UNROLL for (int w = 0; w < W; w++) in[k][w] = from ? *from : scalar[k];
+        LUNACU_UNROLL for (int w = 0; w < Width; w++) in[k][w] = from ? *from : scalar[k];
     }
     if (input >= 0) lunacu_get(dy + i, v);
-    LUNACU_UNROLL for (int w = 0; w < W; w++)
+    LUNACU_UNROLL for (int w = 0; w < Width; w++)
       v[w] = input < 0 ? lunacu_combine(kind, in[0][w], in[1][w], in[2][w]) :
           lunacu_combine_slope(kind, input, in[0][w], in[1][w], in[2][w], v[w]);
   }
@@ -1077,9 +1083,9 @@ static void lunacu_elementwise_backward(luna_op *op) {
 struct lunacu_scaled {
   const float *x;
   float factor;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     lunacu_get(x + i, v);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= factor;
+    LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] *= factor;
   }
 };
 static void lunacu_scaled_way(const luna_op *op, const lunacu_way &w, float factor) {
@@ -1093,19 +1099,19 @@ static void lunacu_scale(luna_op *op, bool back) {
 struct lunacu_activated {
   const float *x;
   int kind;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     lunacu_get(x + i, v);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_activation(kind, v[k]);
+    LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] = lunacu_activation(kind, v[k]);
   }
 };
 struct lunacu_sloped {
   const float *x, *dy;
   int kind;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
-    float given[W];
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
+    float given[Width];
     lunacu_get(dy + i, v);
     lunacu_get(x + i, given);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= lunacu_slope(kind, given[k]);
+    LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] *= lunacu_slope(kind, given[k]);
   }
 };
 static void lunacu_activate(luna_op *op, bool back) {
@@ -1118,19 +1124,19 @@ static void lunacu_activate(luna_op *op, bool back) {
 
 /* --- dropout: eight elements a thread, as many as one Philox block decides; four where there is none --- */
 /* v = drop(v) for elements i on */
-template <int W> LUNACU_INLINE void lunacu_drops_of(const lunacu_dropout &d, int64_t i, float (&v)[W]) {
-  if constexpr (W != 4) {
-    float factor[W];
+template <int Width> LUNACU_INLINE void lunacu_drops_of(const lunacu_dropout &d, int64_t i, float (&v)[Width]) {
+  if constexpr (Width != 4) {
+    float factor[Width];
     if (d.threshold == 0) return;
-    if constexpr (W == 8) lunacu_drop8(d, i, factor);
+    if constexpr (Width == 8) lunacu_drop8(d, i, factor);
     else factor[0] = lunacu_drop(d, i);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_dropped(v[k], factor[k]);
+    LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] = lunacu_dropped(v[k], factor[k]);
   }
 }
 struct lunacu_drops {
   const float *x;
   lunacu_dropout d;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     lunacu_get(x + i, v);
     lunacu_drops_of(d, i, v);
   }
@@ -1146,11 +1152,11 @@ struct lunacu_masked {
   const int32_t *lengths;
   int64_t n, width;                  /* rows of a sequence, floats of a row */
   float fill;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     const int64_t row = i / width;
     if (row % n < lengths[row / n]) lunacu_get(x + i, v);
     else
-      LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = fill;
+      LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] = fill;
   }
 };
 static void lunacu_mask(luna_op *op, bool back) {
@@ -1165,9 +1171,9 @@ struct lunacu_spread {               /* every row of an axis gets the gradient o
   const float *dy;
   int64_t axis, inner;
   float factor;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     const float *from = dy + i / (axis * inner) * inner + i % inner;
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = factor * from[inner > 1 ? k : 0];
+    LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] = factor * from[inner > 1 ? k : 0];
   }
 };
 static void lunacu_reduce_query(luna_op *op) {
@@ -1476,11 +1482,11 @@ struct lunacu_ending {
   int activation;
   bool active_pre;                   /* pre is kept after the activation */
   lunacu_dropout dropout;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     lunacu_get(x + i, v);
     if (bias) lunacu_plus(v, bias + i % width);
     if (pre && !active_pre) lunacu_put(pre + i, v, false);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_activation(activation, v[k]);
+    LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] = lunacu_activation(activation, v[k]);
     if (pre && active_pre) lunacu_put(pre + i, v, false);
     lunacu_drops_of(dropout, first + i, v);
     if (residual) lunacu_plus(v, residual + i);
@@ -1497,13 +1503,13 @@ struct lunacu_beginning {
   int64_t first;
   int activation;
   lunacu_dropout dropout;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
-    float x[W];
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
+    float x[Width];
     lunacu_get(dy + i, v);
     lunacu_drops_of(dropout, first + i, v);
     if (!given) return;
     lunacu_get(given + i, x);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= lunacu_slope(activation, x[k]);
+    LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] *= lunacu_slope(activation, x[k]);
   }
 };
 static void lunacu_begin_back(const luna_op *op, int64_t count, float *y, const lunacu_beginning &b) {
@@ -1746,7 +1752,7 @@ static luna_status lunacu_custom(luna_op *op, bool back) {
    ------------------------------------------------------------------------------------------------------------------ */
 
 /* Rows of n floats, each worked at by a team of 4 to 512 threads of a block: as many as hold the row in 16 registers
-   each, if they can. Lane l has the vectors l, l + team, ... of W floats. */
+   each, if they can. Lane l has the vectors l, l + team, ... of Width floats. */
 #define LUNACU_TEAM 512
 #define LUNACU_HELD 16
 struct lunacu_teams {
@@ -1761,27 +1767,27 @@ static lunacu_teams lunacu_teams_of(int64_t rows, int64_t n) {
   while (t.team < LUNACU_TEAM && t.team * LUNACU_HELD < n) t.team *= 2;
   return t;
 }
-/* kernel<W, K>: a lane holds K vectors of four; or none (K = 0) of a row that is too long or not `wide`, and reads its
-   floats each time */
+/* kernel<Width, Held>: a lane holds Held vectors of four; or none (Held = 0) of a row that is too long or not `wide`,
+   and reads its floats each time */
 #define LUNACU_TEAMS(kernel, op, t, blocks, wide, ...) \
   LUNACU_LAUNCH(((wide) && (t).held() ? kernel<4, LUNACU_HELD / 4> : kernel<1, 0>), blocks, (t).block(), 0, \
                 lunacu_stream(op), t, __VA_ARGS__)
 /* a lane's part of a row; zeros where there is none */
-template <int W, int K> struct lunacu_held {
+template <int Width, int Held> struct lunacu_held {
   const float *row;
   int64_t n;
-  float v[K ? K : 1][W];
-  LUNACU_INLINE void read(int64_t c, float (&to)[W]) const {
-    LUNACU_UNROLL for (int i = 0; i < W; i++) to[i] = 0;
+  float v[Held ? Held : 1][Width];
+  LUNACU_INLINE void read(int64_t c, float (&to)[Width]) const {
+    LUNACU_UNROLL for (int i = 0; i < Width; i++) to[i] = 0;
     if (c < n) lunacu_get(row + c, to);
   }
   LUNACU_INLINE lunacu_held(const float *row_, int64_t n_, int lane, int team) : row(row_), n(n_) {
-    LUNACU_UNROLL for (int k = 0; k < K; k++) read((lane + k * team) * (int64_t)W, v[k]);
+    LUNACU_UNROLL for (int k = 0; k < Held; k++) read((lane + k * team) * (int64_t)Width, v[k]);
   }
-  LUNACU_INLINE void get(int k, int64_t c, float (&to)[W]) const {
-    if constexpr (K == 0) read(c, to);
+  LUNACU_INLINE void get(int k, int64_t c, float (&to)[Width]) const {
+    if constexpr (Held == 0) read(c, to);
     else
-      LUNACU_UNROLL for (int i = 0; i < W; i++) to[i] = v[k][i];
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) to[i] = v[k][i];
   }
 };
 #define LUNACU_EACH_ROW(t, first) \
@@ -1789,45 +1795,45 @@ template <int W, int K> struct lunacu_held {
        (int64_t)gridDim.x * (blockDim.x / (t).team))
 /* k: number of the lane's vector, c: its first column */
 #define LUNACU_EACH_VECTOR(t, k, c) \
-  LUNACU_UNROLL for (int64_t k = 0, c = lane * W; K ? k < K : c < (t).n; k++, c += (t).team * W)
+  LUNACU_UNROLL for (int64_t k = 0, c = lane * Width; Held ? k < Held : c < (t).n; k++, c += (t).team * Width)
 
 /* --- softmax over the last axis; lengths mask it by axis 0, which has `group` rows a sequence --- */
 LUNACU_INLINE int64_t lunacu_softmax_width(const lunacu_teams &t, int64_t row, const int32_t *lengths, int64_t group) {
   return row >= t.rows ? 0 : lengths ? min(t.n, (int64_t)lengths[row / group]) : t.n;
 }
-template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
+template <int Width, int Held> __global__ void __launch_bounds__(LUNACU_TEAM)
 lunacu_softmax_kernel(lunacu_teams t, const float *x, const int32_t *lengths, int64_t group, float *y) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int lane = threadIdx.x % t.team;
   LUNACU_EACH_ROW(t, first) {
     const int64_t row = first + threadIdx.x / t.team, width = lunacu_softmax_width(t, row, lengths, group);
-    const lunacu_held<W, K> held(x + row * t.n, row < t.rows ? t.n : 0, lane, t.team);
-    float v[W], e[K ? K : 1][W], maximum = -INFINITY, sum = 0;
+    const lunacu_held<Width, Held> held(x + row * t.n, row < t.rows ? t.n : 0, lane, t.team);
+    float v[Width], e[Held ? Held : 1][Width], maximum = -INFINITY, sum = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) maximum = fmaxf(maximum, v[i]);
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) if (c + i < width) maximum = fmaxf(maximum, v[i]);
     }
     maximum = lunacu_over_team<lunacu_maximum>(t.team, maximum, scratch);
     const float shift = maximum > -INFINITY ? maximum : 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) {
-        e[K ? k : 0][i] = c + i < width ? expf(v[i] - shift) : 0;
-        sum += e[K ? k : 0][i];
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) {
+        e[Held ? k : 0][i] = c + i < width ? expf(v[i] - shift) : 0;
+        sum += e[Held ? k : 0][i];
       }
     }
     sum = lunacu_over_team<lunacu_sum>(t.team, sum, scratch);
     const float factor = sum > 0 ? 1 / sum : sum; /* an empty row stays 0, a NaN spreads */
     LUNACU_EACH_VECTOR(t, k, c) {
-      if (K == 0) held.get(k, c, v);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = c + i < width ?
-          factor * (K ? e[K ? k : 0][i] : expf(v[i] - shift)) : 0;
+      if (Held == 0) held.get(k, c, v);
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) v[i] = c + i < width ?
+          factor * (Held ? e[Held ? k : 0][i] : expf(v[i] - shift)) : 0;
       if (c < held.n) lunacu_put(y + row * t.n + c, v, false);
     }
   }
 }
 /* dx (+)= y (dy - y . dy) */
-template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
+template <int Width, int Held> __global__ void __launch_bounds__(LUNACU_TEAM)
 lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, const int32_t *lengths, int64_t group,
                            float *dx, bool add) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
@@ -1835,18 +1841,18 @@ lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, cons
   LUNACU_EACH_ROW(t, first) {
     const int64_t row = first + threadIdx.x / t.team, width = lunacu_softmax_width(t, row, lengths, group),
         n = row < t.rows ? t.n : 0;
-    const lunacu_held<W, K> ys(y + row * t.n, n, lane, t.team), gs(dy + row * t.n, n, lane, t.team);
-    float v[W], g[W], dot = 0;
+    const lunacu_held<Width, Held> ys(y + row * t.n, n, lane, t.team), gs(dy + row * t.n, n, lane, t.team);
+    float v[Width], g[Width], dot = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       ys.get(k, c, v);
       gs.get(k, c, g);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) dot += v[i] * g[i];
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) if (c + i < width) dot += v[i] * g[i];
     }
     dot = lunacu_over_team<lunacu_sum>(t.team, dot, scratch);
     LUNACU_EACH_VECTOR(t, k, c) {
       ys.get(k, c, v);
       gs.get(k, c, g);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = c + i < width ? v[i] * (g[i] - dot) : 0;
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) v[i] = c + i < width ? v[i] * (g[i] - dot) : 0;
       if (c < n) lunacu_put(dx + row * t.n + c, v, add);
     }
   }
@@ -1865,25 +1871,25 @@ static void lunacu_softmax(luna_op *op, bool back) {
 
 /* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of
    each row --- */
-template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
+template <int Width, int Held> __global__ void __launch_bounds__(LUNACU_TEAM)
 lunacu_layer_norm_kernel(lunacu_teams t, bool rms, float epsilon, const float *x, const float *weight,
                          const float *bias, float *y, float *kept) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int lane = threadIdx.x % t.team;
   LUNACU_EACH_ROW(t, first) {
     const int64_t row = first + threadIdx.x / t.team;
-    const lunacu_held<W, K> held(x + row * t.n, row < t.rows ? t.n : 0, lane, t.team);
-    float v[W], w[W], b[W], sum = 0, squares = 0;
+    const lunacu_held<Width, Held> held(x + row * t.n, row < t.rows ? t.n : 0, lane, t.team);
+    float v[Width], w[Width], b[Width], sum = 0, squares = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) sum += v[i];
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) sum += v[i];
     }
     /* rounded: the second pass also finds by how much it is off */
     const float center = rms ? 0 : lunacu_over_team<lunacu_sum>(t.team, sum, scratch) / (float)t.n;
     sum = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
-      LUNACU_UNROLL for (int i = 0; i < W && c < held.n; i++) {
+      LUNACU_UNROLL for (int i = 0; i < Width && c < held.n; i++) {
         sum += v[i] - center;
         squares += (v[i] - center) * (v[i] - center);
       }
@@ -1896,7 +1902,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, float epsilon, const float *x
       held.get(k, c, v);
       if (weight) lunacu_get(weight + c, w);
       if (bias) lunacu_get(bias + c, b);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = (v[i] - center - off) * r * (weight ? w[i] : 1) +
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) v[i] = (v[i] - center - off) * r * (weight ? w[i] : 1) +
           (bias ? b[i] : 0);
       lunacu_put(y + row * t.n + c, v, false);
     }
@@ -1906,32 +1912,61 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, float epsilon, const float *x
     }
   }
 }
+/* Adds what a block's teams have in registers: the upper half gives its sums to the lower through `both`, again and
+   again. partial [blocks, 2, n], or null */
+template <int Width, int Held>
+LUNACU_INLINE void lunacu_teams_sums(const lunacu_teams &t, float (&dweight)[Held][Width], float (&dbias)[Held][Width],
+                                     lunacu_shared<float> both, float *partial) {
+  const int lane = threadIdx.x % t.team, team = threadIdx.x / t.team, width = t.team * LUNACU_HELD;
+  for (int half = partial ? blockDim.x / t.team / 2 : 0; half > 0; half /= 2) {
+    const lunacu_shared<float> room = both + 2 * width * (team % half);
+    if (team >= half && team < 2 * half)
+      LUNACU_EACH_VECTOR(t, k, c) {
+        lunacu_write4(room + c, lunacu_together(dweight[k]));
+        lunacu_write4(room + width + c, lunacu_together(dbias[k]));
+      }
+    __syncthreads();
+    if (team < half)
+      LUNACU_EACH_VECTOR(t, k, c) {
+        const float4 w = lunacu_read4(room + c), b = lunacu_read4(room + width + c);
+        dweight[k][0] += w.x; dweight[k][1] += w.y; dweight[k][2] += w.z; dweight[k][3] += w.w;
+        dbias[k][0] += b.x; dbias[k][1] += b.y; dbias[k][2] += b.z; dbias[k][3] += b.w;
+      }
+    __syncthreads();
+  }
+  if (partial && team == 0)
+    LUNACU_EACH_VECTOR(t, k, c) {
+      float *part = partial + 2 * blockIdx.x * t.n + c;
+      if (c >= t.n) continue;
+      lunacu_put(part, dweight[k], false);
+      lunacu_put(part + t.n, dbias[k], false);
+    }
+}
 /* dx (+)= r (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) r; dx may be null. partial [blocks, 2,
-   n], where K > 0, or null: sums over the block's rows of dy xhat and of dy, by each team in registers, then over its
-   teams, of which the upper half gives its sums to the lower, again and again. */
-template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
+   n], where Held > 0, or null: sums over the block's rows of dy xhat and of dy, by each team in registers. */
+template <int Width, int Held> __global__ void __launch_bounds__(LUNACU_TEAM)
 lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *kept,
                               const float *dy, float *dx, bool add, float *partial) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
-  LUNACU_SHARED(float, both, K ? LUNACU_BLOCK * LUNACU_HELD : 4);
+  LUNACU_SHARED(float, both, Held ? LUNACU_BLOCK * LUNACU_HELD : 4);
   const int lane = threadIdx.x % t.team;
-  float dweight[K ? K : 1][W] = {}, dbias[K ? K : 1][W] = {};
+  float dweight[Held ? Held : 1][Width] = {}, dbias[Held ? Held : 1][Width] = {};
   LUNACU_EACH_ROW(t, first) {
     const int64_t row = first + threadIdx.x / t.team, n = row < t.rows ? t.n : 0;
     const float mean = n ? kept[row] : 0, r = n ? kept[t.rows + row] : 0;
-    const lunacu_held<W, K> xs(x + row * t.n, n, lane, t.team), gs(dy + row * t.n, n, lane, t.team);
-    float v[W], g[W], w[W], sum = 0, moment = 0;
+    const lunacu_held<Width, Held> xs(x + row * t.n, n, lane, t.team), gs(dy + row * t.n, n, lane, t.team);
+    float v[Width], g[Width], w[Width], sum = 0, moment = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= n) continue;
       xs.get(k, c, v);
       gs.get(k, c, g);
       if (weight) lunacu_get(weight + c, w);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) {
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) {
         const float xhat = (v[i] - mean) * r, gw = weight ? g[i] * w[i] : g[i];
         sum += gw;
         moment += gw * xhat;
-        dweight[K ? k : 0][i] += g[i] * xhat;
-        dbias[K ? k : 0][i] += g[i];
+        dweight[Held ? k : 0][i] += g[i] * xhat;
+        dbias[Held ? k : 0][i] += g[i];
       }
     }
     sum = rms ? 0 : lunacu_over_team<lunacu_sum>(t.team, sum, scratch) / (float)t.n;
@@ -1941,39 +1976,14 @@ lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const fl
       xs.get(k, c, v);
       gs.get(k, c, g);
       if (weight) lunacu_get(weight + c, w);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = r *
+      LUNACU_UNROLL for (int i = 0; i < Width; i++) v[i] = r *
           ((weight ? g[i] * w[i] : g[i]) - sum - (v[i] - mean) * r * moment);
       lunacu_put(dx + row * t.n + c, v, add);
     }
   }
-  if constexpr (K > 0) {
-    const int team = threadIdx.x / t.team, width = t.team * LUNACU_HELD;
-    for (int half = partial ? blockDim.x / t.team / 2 : 0; half > 0; half /= 2) {
-      const lunacu_shared<float> room = both + 2 * width * (team % half);
-      if (team >= half && team < 2 * half)
-        LUNACU_EACH_VECTOR(t, k, c) {
-          lunacu_write4(room + c, lunacu_together(dweight[k]));
-          lunacu_write4(room + width + c, lunacu_together(dbias[k]));
-        }
-      __syncthreads();
-      if (team < half)
-        LUNACU_EACH_VECTOR(t, k, c) {
-          const float4 w = lunacu_read4(room + c), b = lunacu_read4(room + width + c);
-          dweight[k][0] += w.x; dweight[k][1] += w.y; dweight[k][2] += w.z; dweight[k][3] += w.w;
-          dbias[k][0] += b.x; dbias[k][1] += b.y; dbias[k][2] += b.z; dbias[k][3] += b.w;
-        }
-      __syncthreads();
-    }
-    if (partial && team == 0)
-      LUNACU_EACH_VECTOR(t, k, c) {
-        float *part = partial + 2 * blockIdx.x * t.n + c;
-        if (c >= t.n) continue;
-        lunacu_put(part, dweight[k], false);
-        lunacu_put(part + t.n, dbias[k], false);
-      }
-  }
+  if constexpr (Held > 0) lunacu_teams_sums(t, dweight, dbias, both, partial);
 }
-/* the same two sums over all rows, where K = 0 */
+/* the same two sums over all rows, where Held = 0 */
 struct lunacu_normed {
   const float *x, *dy, *kept;
   int64_t rows;
@@ -2025,7 +2035,7 @@ struct lunacu_embedded {
   const float *table;
   const int32_t *tokens;
   int64_t d;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     lunacu_get(table + tokens[i / d] * d + i % d, v);
   }
 };
@@ -2085,20 +2095,21 @@ struct lunacu_level {
   __device__ int token(int64_t i) const { return keys ? (int)(keys[i] >> 32) : tokens[i]; }
   __device__ int64_t row(int64_t i) const { return keys ? (int64_t)(uint32_t)keys[i] : i; }
 };
-template <int W> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, int team, float *grad) {
+template <int Width> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, int team, float *grad) {
   /* teams over a row */
-  const int64_t tiles = (l.count + LUNACU_ENTRIES - 1) / LUNACU_ENTRIES, across = (d + team * W - 1) / (team * W);
+  const int64_t tiles = (l.count + LUNACU_ENTRIES - 1) / LUNACU_ENTRIES,
+      across = (d + team * Width - 1) / (team * Width);
   for (int64_t u = lunacu_index() / team; u < tiles * across; u += lunacu_stride() / team) {
     const int64_t tile = u / across, start = tile * LUNACU_ENTRIES, end = min(start + LUNACU_ENTRIES, l.count);
     /* the thread's columns, of which there may be none */
-    const int64_t c = (u % across * team + lunacu_index() % team) * W;
+    const int64_t c = (u % across * team + lunacu_index() % team) * Width;
     const int before = start > 0 ? l.token(start - 1) : -1, after = end < l.count ? l.token(end) : -1;
     int run = l.token(start), entry[2] = {-1, -1};
     bool opened = run == before;       /* the run was open before the tile */
-    float sum[W] = {};
+    float sum[Width] = {};
     for (int64_t i = start; i < end; i += 4) {
       int token[4];
-      float v[4][W] = {};
+      float v[4][Width] = {};
       LUNACU_UNROLL for (int k = 0; k < 4; k++) {
         token[k] = i + k < end ? l.token(i + k) : after;
         if (i + k < end && token[k] >= 0 && c < d) lunacu_get(l.rows + l.row(i + k) * d + c, v[k]);
@@ -2109,9 +2120,9 @@ template <int W> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, 
           if (run >= 0 && c < d) lunacu_put(opened ? l.next_rows + 2 * tile * d + c : grad + run * d + c, sum, !opened);
           run = token[k];
           opened = false;
-          LUNACU_UNROLL for (int j = 0; j < W; j++) sum[j] = 0;
+          LUNACU_UNROLL for (int j = 0; j < Width; j++) sum[j] = 0;
         }
-        LUNACU_UNROLL for (int j = 0; j < W && i + k < end; j++) sum[j] += v[k][j];
+        LUNACU_UNROLL for (int j = 0; j < Width && i + k < end; j++) sum[j] += v[k][j];
       }
     }
     const bool open = run == after;
@@ -2120,12 +2131,12 @@ template <int W> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, 
     if (run >= 0 && c < d) {
       if (opened) {
         lunacu_put(l.next_rows + 2 * tile * d + c, sum, false);
-        LUNACU_UNROLL for (int j = 0; j < W; j++) sum[j] = 0;
+        LUNACU_UNROLL for (int j = 0; j < Width; j++) sum[j] = 0;
       }
       if (open) lunacu_put(l.next_rows + (2 * tile + 1) * d + c, sum, false);
       else if (!opened) lunacu_put(grad + run * d + c, sum, true);
     }
-    if (l.next_tokens && c < W && u % across == 0) {
+    if (l.next_tokens && c < Width && u % across == 0) {
       l.next_tokens[2 * tile] = entry[0];
       l.next_tokens[2 * tile + 1] = entry[1];
     }
@@ -2243,7 +2254,7 @@ static void lunacu_rotary(luna_op *op, bool back) {
 /* --- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n;
    index: labels (-1: ignored); number: smoothing, factor. kept: log-sum-exp of each row. One pass: each thread rescales
    its sum when it meets a new maximum. --- */
-template <int W> __global__ void __launch_bounds__(LUNACU_TEAM)
+template <int Width> __global__ void __launch_bounds__(LUNACU_TEAM)
 lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *labels, float smoothing, float *loss,
                             float *kept) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
@@ -2253,22 +2264,22 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
     const int label = row < t.rows ? labels[row] : -1;
     const float *x = logits + row * t.n;
     float maximum = -INFINITY, sum = 0, all = 0;
-    for (int64_t c = lane * W; c < t.n && label >= 0; c += t.team * 8) {
-      float v[8 / W][W], next = maximum;
-      LUNACU_UNROLL for (int k = 0; k < 8 / W; k++) {
-        const int64_t at = c + k * t.team * W;
-        LUNACU_UNROLL for (int i = 0; i < W; i++) v[k][i] = -INFINITY;
+    for (int64_t c = lane * Width; c < t.n && label >= 0; c += t.team * 8) {
+      float v[8 / Width][Width], next = maximum;
+      LUNACU_UNROLL for (int k = 0; k < 8 / Width; k++) {
+        const int64_t at = c + k * t.team * Width;
+        LUNACU_UNROLL for (int i = 0; i < Width; i++) v[k][i] = -INFINITY;
         if (at < t.n) {
           lunacu_get(x + at, v[k]);
         }
-        LUNACU_UNROLL for (int i = 0; i < W; i++) {
+        LUNACU_UNROLL for (int i = 0; i < Width; i++) {
           next = fmaxf(next, v[k][i]);
           if (smoothing > 0 && at < t.n) all += v[k][i];
         }
       }
       const float shift = next > -INFINITY ? next : 0;
       if (next > maximum) sum *= expf(maximum - next);
-      LUNACU_UNROLL for (int k = 0; k < 8; k++) sum += expf(v[k / W][k % W] - shift);
+      LUNACU_UNROLL for (int k = 0; k < 8; k++) sum += expf(v[k / Width][k % Width] - shift);
       maximum = next;
     }
     const float largest = lunacu_over_team<lunacu_maximum>(t.team, maximum, scratch),
@@ -2292,13 +2303,13 @@ struct lunacu_unlikely {
   const int32_t *labels;
   int64_t n, rows;
   float smoothing, factor;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+  template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     const float f = factor * *dloss, base = smoothing / (float)n, hit = f * (1 - smoothing);
     int64_t row = i / n, c = i % n;
     int label = labels[row];
     float lse = kept[row];
     lunacu_get(logits + i, v);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) {
+    LUNACU_UNROLL for (int k = 0; k < Width; k++) {
       v[k] = label < 0 ? 0 : f * (expf(v[k] - lse) - base) - (c == label ? hit : 0);
       if (++c == n && ++row < rows) {
         c = 0;
@@ -2406,14 +2417,14 @@ struct lunacu_convolution {
   int64_t batch, n, d, width;
   bool back, add;
 };
-/* a strip of W channels from c on, rows from t on, of a sequence that starts at `start`; TAPS: the width, whose weights
-   are held, or 0 for any */
-template <int W, int TAPS>
+/* a strip of Width channels from c on, rows from t on, of a sequence that starts at `start`; Taps: the width, whose
+   weights are held, or 0 for any */
+template <int Width, int Taps>
 LUNACU_INLINE void lunacu_convolve_strip(const lunacu_convolution &a, int64_t start, int64_t t, int64_t c) {
-  const int taps = TAPS ? TAPS : (int)a.width;
+  const int taps = Taps ? Taps : (int)a.width;
   const float *weight = a.weight + c * taps;
-  float held[TAPS ? TAPS : 1][W], sum[LUNACU_STRIP][W] = {}, v[W]; /* as they lie in memory */
-  LUNACU_UNROLL for (int q = 0; q < TAPS; q++) lunacu_get(weight + q * W, held[q]);
+  float held[Taps ? Taps : 1][Width], sum[LUNACU_STRIP][Width] = {}, v[Width]; /* as they lie in memory */
+  LUNACU_UNROLL for (int q = 0; q < Taps; q++) lunacu_get(weight + q * Width, held[q]);
   LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP && a.bias; k++) lunacu_get(a.bias + c, sum[k]);
   LUNACU_UNROLL for (int s = 0; s < LUNACU_STRIP + taps - 1; s++) {
     const int64_t row = a.back ? t + s : t + s - (taps - 1);
@@ -2422,18 +2433,18 @@ LUNACU_INLINE void lunacu_convolve_strip(const lunacu_convolution &a, int64_t st
     LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) {
       const int lag = a.back ? s - k : k - s + taps - 1, q = taps - 1 - lag;
       if (lag >= 0 && lag < taps)
-        LUNACU_UNROLL for (int w = 0; w < W; w++)
-          sum[k][w] += (TAPS ? held[(w * TAPS + q) / W][(w * TAPS + q) % W] : weight[w * taps + q]) * v[w];
+        LUNACU_UNROLL for (int w = 0; w < Width; w++)
+          sum[k][w] += (Taps ? held[(w * Taps + q) / Width][(w * Taps + q) % Width] : weight[w * taps + q]) * v[w];
     }
   }
   LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++)
     if (t + k < a.n) lunacu_put(a.y + start + (t + k) * a.d, sum[k], a.add);
 }
-template <int W, int TAPS> __global__ void lunacu_convolution_kernel(lunacu_convolution a) {
-  const int64_t strips = (a.n + LUNACU_STRIP - 1) / LUNACU_STRIP, across = a.d / W;
+template <int Width, int Taps> __global__ void lunacu_convolution_kernel(lunacu_convolution a) {
+  const int64_t strips = (a.n + LUNACU_STRIP - 1) / LUNACU_STRIP, across = a.d / Width;
   for (int64_t i = lunacu_index(); i < a.batch * strips * across; i += lunacu_stride()) {
-    const int64_t strip = i / across, item = strip / strips, c = (i - strip * across) * W;
-    lunacu_convolve_strip<W, TAPS>(a, item * a.n * a.d + c, (strip - item * strips) * LUNACU_STRIP, c);
+    const int64_t strip = i / across, item = strip / strips, c = (i - strip * across) * Width;
+    lunacu_convolve_strip<Width, Taps>(a, item * a.n * a.d + c, (strip - item * strips) * LUNACU_STRIP, c);
   }
 }
 /* sums over a sequence's rows of dy_t x_(t - width + 1 + i) for four taps i from `base` on, and of dy; lag: the rows to
@@ -2572,16 +2583,16 @@ LUNACU_INLINE void lunacu_drop4(const lunacu_dropout &d, int64_t element, float 
 LUNACU_INLINE int lunacu_step_place(int k) { return (k & ~15) | (k & 3) << 2 | (k >> 2 & 3); }
 LUNACU_INLINE int lunacu_line_place(int i) { return i ^ (i >> 1 & 1) ^ (i >> 2 & 1); }
 
-/* --- products by tiles: C [TALL, WIDE] = A B, of which a thread has rows x columns, fours of neighbours --- */
-template <int TALL, int WIDE> struct lunacu_tile {
-  static constexpr int tall = TALL, wide = WIDE, rows = TALL <= 32 ? 4 : 8,
-      columns = TALL * WIDE / LUNACU_TILE_THREADS / rows, across = WIDE / columns;
-  static_assert(TALL / rows * across == LUNACU_TILE_THREADS && columns % 4 == 0, "all threads of a block share a tile");
+/* --- products by tiles: C [Tall, Wide] = A B, of which a thread has rows x columns, fours of neighbours --- */
+template <int Tall, int Wide> struct lunacu_tile {
+  static constexpr int tall = Tall, wide = Wide, rows = Tall <= 32 ? 4 : 8,
+      columns = Tall * Wide / LUNACU_TILE_THREADS / rows, across = Wide / columns;
+  static_assert(Tall / rows * across == LUNACU_TILE_THREADS && columns % 4 == 0, "all threads of a block share a tile");
   static constexpr bool tensor = false;
-  static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * a_pitch, /* floats */
+  static constexpr int a_pitch = Tall + 4, b_pitch = Wide + 4, a_room = LUNACU_DEPTH * a_pitch, /* floats */
       room = a_room + LUNACU_DEPTH * b_pitch, rooms = room;
-  static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4),
-      wide_log = WIDE == 32 ? 5 : WIDE == 64 ? 6 : WIDE == 128 ? 7 : 8;
+  static constexpr int row_step = Tall / (rows / 4), column_step = Wide / (columns / 4),
+      wide_log = Wide == 32 ? 5 : Wide == 64 ? 6 : Wide == 128 ? 7 : 8;
   static LUNACU_INLINE int lane() { return threadIdx.x % across; }
   static LUNACU_INLINE int first_row() { return threadIdx.x / across * 4; }
   static LUNACU_INLINE int row(int i) { return i / 4 * row_step + first_row() + i % 4; }
@@ -2589,16 +2600,16 @@ template <int TALL, int WIDE> struct lunacu_tile {
   /* where P has the weights of key k */
   static LUNACU_INLINE int at(int k) { return k * a_pitch; }
 };
-/* The same by tensor cores: a warp has TALL / 4 rows and all columns, a thread rows that are neighbours and four of
-   every 16 columns. Steps take turns in two rooms. ALONG: a room is for factors of which the sum goes along rows alone,
+/* The same by tensor cores: a warp has Tall / 4 rows and all columns, a thread rows that are neighbours and four of
+   every 16 columns. Steps take turns in two rooms. Along: a room is for factors of which the sum goes along rows alone,
    and for two steps of values */
-template <int TALL, int WIDE, bool ALONG> struct lunacu_tensor_tile {
+template <int Tall, int Wide, bool Along> struct lunacu_tensor_tile {
   static constexpr bool tensor = true;
-  static constexpr int tall = TALL, wide = WIDE, rows = TALL / 32, columns = WIDE / 4, across = 4;
-  static constexpr int a_pitch = TALL + 8, b_pitch = WIDE + 4, a_room = LUNACU_DEPTH * (ALONG ? TALL : a_pitch),
-      product_room = a_room + LUNACU_DEPTH * (ALONG ? WIDE : b_pitch), values_room = 2 * LUNACU_DEPTH * b_pitch,
-      room = ALONG && product_room < values_room ? values_room : product_room, rooms = 2 * room,
-      wide_log = WIDE == 64 ? 6 : 7;
+  static constexpr int tall = Tall, wide = Wide, rows = Tall / 32, columns = Wide / 4, across = 4;
+  static constexpr int a_pitch = Tall + 8, b_pitch = Wide + 4, a_room = LUNACU_DEPTH * (Along ? Tall : a_pitch),
+      product_room = a_room + LUNACU_DEPTH * (Along ? Wide : b_pitch), values_room = 2 * LUNACU_DEPTH * b_pitch,
+      room = Along && product_room < values_room ? values_room : product_room, rooms = 2 * room,
+      wide_log = Wide == 64 ? 6 : 7;
   static LUNACU_INLINE int lane() { return threadIdx.x % 4; }
   static LUNACU_INLINE int first_row() { return threadIdx.x / 4 * rows; }
   static LUNACU_INLINE int row(int i) { return first_row() + i; }
@@ -2656,26 +2667,26 @@ struct lunacu_fours { int row, column, step; };
 LUNACU_INLINE lunacu_fours lunacu_fours_of(unsigned line) {
   return {(int)(threadIdx.x / line), (int)(threadIdx.x % line * 4), (int)(LUNACU_TILE_THREADS / line)};
 }
-/* of the tile at (row, column) of the matrix; WHOLE: the matrix has all of it */
-template <bool WHOLE, int TURNS> LUNACU_INLINE void lunacu_fetch(float4 (&x)[TURNS], const lunacu_side &s, int row,
+/* of the tile at (row, column) of the matrix; Whole: the matrix has all of it */
+template <bool Whole, int Turns> LUNACU_INLINE void lunacu_fetch(float4 (&x)[Turns], const lunacu_side &s, int row,
                                                                  int column, const lunacu_fours &own) {
   const float *from = s.at + (row + own.row) * s.row + column + own.column;
   const int64_t step = own.step * s.row;
-  LUNACU_UNROLL for (int t = 0; t < TURNS; t++, from += step)
-    x[t] = WHOLE ? *(const float4 *)from : lunacu_load4(s, row + own.row + t * own.step, column + own.column);
+  LUNACU_UNROLL for (int t = 0; t < Turns; t++, from += step)
+    x[t] = Whole ? *(const float4 *)from : lunacu_load4(s, row + own.row + t * own.step, column + own.column);
 }
 /* How shared memory gets a tile, whose rows are `pitch` apart there: as it is, transposed, or with its rows in the
    places of steps or lines */
 enum lunacu_order { LUNACU_PLAIN, LUNACU_TURNED, LUNACU_STEPS, LUNACU_LINES, LUNACU_TURNED_STEPS };
-template <lunacu_order ORDER> LUNACU_INLINE int lunacu_row_place(int row) {
-  return ORDER == LUNACU_STEPS ? lunacu_step_place(row) : ORDER == LUNACU_LINES ? lunacu_line_place(row) : row;
+template <lunacu_order Order> LUNACU_INLINE int lunacu_row_place(int row) {
+  return Order == LUNACU_STEPS ? lunacu_step_place(row) : Order == LUNACU_LINES ? lunacu_line_place(row) : row;
 }
-template <lunacu_order ORDER, int TURNS>
-LUNACU_INLINE void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own, const float4 (&x)[TURNS]) {
-  LUNACU_UNROLL for (int t = 0; t < TURNS; t++) {
-    const int c = own.column, i = lunacu_row_place<ORDER>(own.row + t * own.step);
-    if (ORDER == LUNACU_TURNED || ORDER == LUNACU_TURNED_STEPS) {
-      const int first = ORDER == LUNACU_TURNED ? c : lunacu_step_place(c), step = ORDER == LUNACU_TURNED ? 1 : 4;
+template <lunacu_order Order, int Turns>
+LUNACU_INLINE void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own, const float4 (&x)[Turns]) {
+  LUNACU_UNROLL for (int t = 0; t < Turns; t++) {
+    const int c = own.column, i = lunacu_row_place<Order>(own.row + t * own.step);
+    if (Order == LUNACU_TURNED || Order == LUNACU_TURNED_STEPS) {
+      const int first = Order == LUNACU_TURNED ? c : lunacu_step_place(c), step = Order == LUNACU_TURNED ? 1 : 4;
       to[first * pitch + i] = x[t].x;
       to[(first + step) * pitch + i] = x[t].y;
       to[(first + 2 * step) * pitch + i] = x[t].z;
@@ -2683,44 +2694,44 @@ LUNACU_INLINE void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu
     } else lunacu_write4(to + i * pitch + c, x[t]);
   }
 }
-/* Both. A tile that is not whole takes a turn at a time: fewer registers. SENDS: it may be under way until
+/* Both. A tile that is not whole takes a turn at a time: fewer registers. Sends: it may be under way until
    lunacu_arrive */
-template <lunacu_order ORDER, int TURNS, bool SENDS>
+template <lunacu_order Order, int Turns, bool Sends>
 LUNACU_INLINE void lunacu_stage(lunacu_shared<float> to, int pitch, const lunacu_side &s, int row, int column,
                                 lunacu_fours own, bool whole) {
-  if (SENDS && whole) {
+  if (Sends && whole) {
     const float *from = s.at + (row + own.row) * s.row + column + own.column;
-    LUNACU_UNROLL for (int t = 0; t < TURNS; t++, from += own.step * s.row)
-      lunacu_send4(to + lunacu_row_place<ORDER>(own.row + t * own.step) * pitch + own.column, from);
+    LUNACU_UNROLL for (int t = 0; t < Turns; t++, from += own.step * s.row)
+      lunacu_send4(to + lunacu_row_place<Order>(own.row + t * own.step) * pitch + own.column, from);
   } else if (whole) {
-    float4 x[TURNS];
+    float4 x[Turns];
     lunacu_fetch<true>(x, s, row, column, own);
-    lunacu_store<ORDER>(to, pitch, own, x);
+    lunacu_store<Order>(to, pitch, own, x);
   } else {
     LUNACU_ROLLED
-    for (; own.row < TURNS * own.step; own.row += own.step) {
+    for (; own.row < Turns * own.step; own.row += own.step) {
       float4 x[1];
       lunacu_fetch<false>(x, s, row, column, own);
-      lunacu_store<ORDER>(to, pitch, own, x);
+      lunacu_store<Order>(to, pitch, own, x);
     }
   }
 }
 
 /* --- products of tiles --- */
 /* one step of the sum: a and b are a thread's first four of it, the next are a_step and b_step on */
-template <int ROWS, int COLUMNS>
-LUNACU_INLINE void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a, int a_step,
+template <int Rows, int Columns>
+LUNACU_INLINE void lunacu_outer(float (&sum)[Rows][Columns], lunacu_shared<const float> a, int a_step,
                                 lunacu_shared<const float> b, int b_step) {
-  float x[ROWS], y[COLUMNS];
-  LUNACU_UNROLL for (int i = 0; i < ROWS; i += 4) lunacu_apart(x + i, lunacu_read4(a + i / 4 * a_step));
-  LUNACU_UNROLL for (int j = 0; j < COLUMNS; j += 4)
-    if constexpr (COLUMNS % 4 == 0) lunacu_apart(y + j, lunacu_read4(b + j / 4 * b_step));
+  float x[Rows], y[Columns];
+  LUNACU_UNROLL for (int i = 0; i < Rows; i += 4) lunacu_apart(x + i, lunacu_read4(a + i / 4 * a_step));
+  LUNACU_UNROLL for (int j = 0; j < Columns; j += 4)
+    if constexpr (Columns % 4 == 0) lunacu_apart(y + j, lunacu_read4(b + j / 4 * b_step));
     else
-      LUNACU_UNROLL for (int e = 0; e < COLUMNS; e++) y[e] = b[e];
-  LUNACU_UNROLL for (int i = 0; i < ROWS; i++)
-    LUNACU_UNROLL for (int j = 0; j < COLUMNS; j++) sum[i][j] += x[i] * y[j];
+      LUNACU_UNROLL for (int e = 0; e < Columns; e++) y[e] = b[e];
+  LUNACU_UNROLL for (int i = 0; i < Rows; i++)
+    LUNACU_UNROLL for (int j = 0; j < Columns; j++) sum[i][j] += x[i] * y[j];
 }
-/* --- tensor cores: sum += A B over 16 steps of a lunacu_tensor_tile, the factors rounded to TF32 or BF16. ALONG: a
+/* --- tensor cores: sum += A B over 16 steps of a lunacu_tensor_tile, the factors rounded to TF32 or BF16. Along: a
    row of A, in its line's place, or a column of B lies in a row of shared memory; otherwise a step, in its place --- */
 #ifdef LUNA_CUDA_HOST
 inline float lunacu_rounded(float x, bool bf16) { /* TF32: halves away from zero; BF16: to even; NaN, Inf stay */
@@ -2731,20 +2742,20 @@ inline float lunacu_rounded(float x, bool bf16) { /* TF32: halves away from zero
   memcpy(&x, &bits, sizeof x);
   return x;
 }
-template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, int ROWS, int COLUMNS>
-inline void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a,
+template <bool AlongA, bool AlongB, int PitchA, int PitchB, int Rows, int Columns>
+inline void lunacu_tensor_steps(float (&sum)[Rows][Columns], lunacu_shared<const float> a,
                                 lunacu_shared<const float> b, bool bf16) {
   for (int k = 0; k < 16; k++) {
     const int place = lunacu_step_place(k);
-    float x[ROWS];
-    for (int i = 0; i < ROWS; i++) {
-      const int row = (int)threadIdx.x / 4 * ROWS + i;
-      x[i] = lunacu_rounded(A_ALONG ? a[lunacu_line_place(row) * A_PITCH + k] : a[place * A_PITCH + row], bf16);
+    float x[Rows];
+    for (int i = 0; i < Rows; i++) {
+      const int row = (int)threadIdx.x / 4 * Rows + i;
+      x[i] = lunacu_rounded(AlongA ? a[lunacu_line_place(row) * PitchA + k] : a[place * PitchA + row], bf16);
     }
-    for (int j = 0; j < COLUMNS; j++) {
+    for (int j = 0; j < Columns; j++) {
       const int column = j / 4 * 16 + (int)threadIdx.x % 4 * 4 + j % 4;
-      const float y = lunacu_rounded(B_ALONG ? b[column * B_PITCH + k] : b[place * B_PITCH + column], bf16);
-      for (int i = 0; i < ROWS; i++) sum[i][j] += x[i] * y;
+      const float y = lunacu_rounded(AlongB ? b[column * PitchB + k] : b[place * PitchB + column], bf16);
+      for (int i = 0; i < Rows; i++) sum[i][j] += x[i] * y;
     }
   }
 }
@@ -2776,81 +2787,82 @@ LUNACU_INLINE void lunacu_tensor_round(uint32_t (&to)[4], float a, float b, floa
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(to[3]) : "f"(d));
   }
 }
-/* N neighbours in each of four steps' rows, of which the first is at `p` */
-template <int N, int PITCH> LUNACU_INLINE void lunacu_tensor_turn(uint32_t (&to)[N][4], const float *p, bool bf16) {
-  float x[4][N];
+/* Count neighbours in each of four steps' rows, of which the first is at `p` */
+template <int Count, int Pitch> LUNACU_INLINE void lunacu_tensor_turn(uint32_t (&to)[Count][4], const float *p,
+                                                                      bool bf16) {
+  float x[4][Count];
   LUNACU_UNROLL for (int k = 0; k < 4; k++) {
-    if constexpr (N == 4) lunacu_apart(x[k], *(const float4 *)(p + 4 * k * PITCH));
+    if constexpr (Count == 4) lunacu_apart(x[k], *(const float4 *)(p + 4 * k * Pitch));
     else {
-      const float2 v = *(const float2 *)(p + 4 * k * PITCH);
+      const float2 v = *(const float2 *)(p + 4 * k * Pitch);
       x[k][0] = v.x; x[k][1] = v.y;
     }
   }
-  LUNACU_UNROLL for (int i = 0; i < N; i++) lunacu_tensor_round(to[i], x[0][i], x[1][i], x[2][i], x[3][i], bf16);
+  LUNACU_UNROLL for (int i = 0; i < Count; i++) lunacu_tensor_round(to[i], x[0][i], x[1][i], x[2][i], x[3][i], bf16);
 }
-template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, bool BF16, int ROWS, int COLUMNS>
-LUNACU_INLINE void lunacu_tensor_steps_in(float (&sum)[ROWS][COLUMNS], const float *a, const float *b) {
-  constexpr int near = B_ALONG || COLUMNS % 8 ? 4 : 8;
-  const int group = (int)threadIdx.x % 32 / 4, lane = (int)threadIdx.x % 4, row = (int)threadIdx.x / 4 * ROWS;
-  uint32_t x[ROWS][4], y[near / 2][4];
-  if constexpr (A_ALONG) {
-    LUNACU_UNROLL for (int i = 0; i < ROWS; i++) {
-      const float4 v = *(const float4 *)(a + lunacu_line_place(row + i) * A_PITCH + 4 * lane);
-      lunacu_tensor_round(x[i], v.x, v.y, v.z, v.w, BF16);
+template <bool AlongA, bool AlongB, int PitchA, int PitchB, bool Bf16, int Rows, int Columns>
+LUNACU_INLINE void lunacu_tensor_steps_in(float (&sum)[Rows][Columns], const float *a, const float *b) {
+  constexpr int near = AlongB || Columns % 8 ? 4 : 8;
+  const int group = (int)threadIdx.x % 32 / 4, lane = (int)threadIdx.x % 4, row = (int)threadIdx.x / 4 * Rows;
+  uint32_t x[Rows][4], y[near / 2][4];
+  if constexpr (AlongA) {
+    LUNACU_UNROLL for (int i = 0; i < Rows; i++) {
+      const float4 v = *(const float4 *)(a + lunacu_line_place(row + i) * PitchA + 4 * lane);
+      lunacu_tensor_round(x[i], v.x, v.y, v.z, v.w, Bf16);
     }
-  } else lunacu_tensor_turn<ROWS, A_PITCH>(x, a + lane * A_PITCH + row, BF16);
-  LUNACU_UNROLL for (int j = 0; j < COLUMNS; j += near) {
-    if constexpr (B_ALONG) {
+  } else lunacu_tensor_turn<Rows, PitchA>(x, a + lane * PitchA + row, Bf16);
+  LUNACU_UNROLL for (int j = 0; j < Columns; j += near) {
+    if constexpr (AlongB) {
       LUNACU_UNROLL for (int q = 0; q < 2; q++) {
-        const float4 v = *(const float4 *)(b + (4 * j + group / 2 * 4 + 2 * q + group % 2) * B_PITCH + 4 * lane);
-        lunacu_tensor_round(y[q], v.x, v.y, v.z, v.w, BF16);
+        const float4 v = *(const float4 *)(b + (4 * j + group / 2 * 4 + 2 * q + group % 2) * PitchB + 4 * lane);
+        lunacu_tensor_round(y[q], v.x, v.y, v.z, v.w, Bf16);
       }
     } else if constexpr (near == 4) {  /* 16 columns alone */
       LUNACU_UNROLL for (int q = 0; q < 2; q++) {
-        const float *p = b + lane * B_PITCH + 4 * j + group / 2 * 4 + 2 * q + group % 2;
-        lunacu_tensor_round(y[q], p[0], p[4 * B_PITCH], p[8 * B_PITCH], p[12 * B_PITCH], BF16);
+        const float *p = b + lane * PitchB + 4 * j + group / 2 * 4 + 2 * q + group % 2;
+        lunacu_tensor_round(y[q], p[0], p[4 * PitchB], p[8 * PitchB], p[12 * PitchB], Bf16);
       }
-    } else lunacu_tensor_turn<4, B_PITCH>(y, b + lane * B_PITCH + 4 * j + group / 2 * 4 + group % 2 * 16, BF16);
+    } else lunacu_tensor_turn<4, PitchB>(y, b + lane * PitchB + 4 * j + group / 2 * 4 + group % 2 * 16, Bf16);
     LUNACU_UNROLL for (int q = 0; q < near / 2; q++) {
       const int first = near == 4 ? j + 2 * q : j + q, second = near == 4 ? first + 1 : first + 4;
-      LUNACU_UNROLL for (int i = 0; i < ROWS; i += 2)
+      LUNACU_UNROLL for (int i = 0; i < Rows; i += 2)
         lunacu_tensor_product(sum[i][first], sum[i][second], sum[i + 1][first], sum[i + 1][second], x[i], x[i + 1],
-                              y[q], BF16);
+                              y[q], Bf16);
     }
   }
 }
-template <bool A_ALONG, bool B_ALONG, int A_PITCH, int B_PITCH, int ROWS, int COLUMNS>
-LUNACU_INLINE void lunacu_tensor_steps(float (&sum)[ROWS][COLUMNS], const float *a, const float *b, bool bf16) {
-  if (bf16) lunacu_tensor_steps_in<A_ALONG, B_ALONG, A_PITCH, B_PITCH, true>(sum, a, b);
-  else lunacu_tensor_steps_in<A_ALONG, B_ALONG, A_PITCH, B_PITCH, false>(sum, a, b);
+template <bool AlongA, bool AlongB, int PitchA, int PitchB, int Rows, int Columns>
+LUNACU_INLINE void lunacu_tensor_steps(float (&sum)[Rows][Columns], const float *a, const float *b, bool bf16) {
+  if (bf16) lunacu_tensor_steps_in<AlongA, AlongB, PitchA, PitchB, true>(sum, a, b);
+  else lunacu_tensor_steps_in<AlongA, AlongB, PitchA, PitchB, false>(sum, a, b);
 }
 #endif
 
-/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on. ALONG: the sum goes along rows
+/* LUNACU_DEPTH steps of the sum, from `k` on, of Size rows or columns from `first` on. Along: the sum goes along rows
    of the memory */
-template <bool ALONG, int SIZE, lunacu_order ORDER, bool SENDS>
+template <bool Along, int Size, lunacu_order Order, bool Sends>
 LUNACU_INLINE void lunacu_stage_steps(lunacu_shared<float> to, int pitch, const lunacu_side &s, int first, int k) {
-  constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
-      tall = ALONG ? SIZE : LUNACU_DEPTH, wide = ALONG ? LUNACU_DEPTH : SIZE;
-  const int row = ALONG ? first : k, column = ALONG ? k : first;
+  constexpr int fours = Size * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
+      tall = Along ? Size : LUNACU_DEPTH, wide = Along ? LUNACU_DEPTH : Size;
+  const int row = Along ? first : k, column = Along ? k : first;
   if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
-  lunacu_stage<ORDER, turns, SENDS>(to, pitch, s, row, column, lunacu_fours_of(wide / 4),
+  lunacu_stage<Order, turns, Sends>(to, pitch, s, row, column, lunacu_fours_of(wide / 4),
                                     s.has(row + tall, column + wide));
 }
 /* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column); bf16: of tensor cores'. These have
    the next steps on their way while they multiply, into `other` and `room` in turn, the last into `room` */
-template <class T, bool A_ALONG, bool B_ALONG>
-LUNACU_INLINE void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room,
+template <class Tile, bool AlongA, bool AlongB>
+LUNACU_INLINE void lunacu_multiply(float (&sum)[Tile::rows][Tile::columns], lunacu_shared<float> room,
                                    lunacu_shared<float> other, const lunacu_side &a, int row, const lunacu_side &b,
                                    int column, int from, int end, bool bf16) {
-  constexpr bool tensor = T::tensor;
-  constexpr lunacu_order a_order = A_ALONG ? tensor ? LUNACU_LINES : LUNACU_TURNED : tensor ? LUNACU_STEPS :
-      LUNACU_PLAIN, b_order = B_ALONG ? tensor ? LUNACU_PLAIN : LUNACU_TURNED : tensor ? LUNACU_STEPS : LUNACU_PLAIN;
-  constexpr int a_pitch = tensor && A_ALONG ? LUNACU_DEPTH : T::a_pitch,
-      b_pitch = tensor && B_ALONG ? LUNACU_DEPTH : T::b_pitch;
+  constexpr bool tensor = Tile::tensor;
+  constexpr lunacu_order a_order = AlongA ? tensor ? LUNACU_LINES : LUNACU_TURNED : tensor ? LUNACU_STEPS :
+      LUNACU_PLAIN, b_order = AlongB ? tensor ? LUNACU_PLAIN : LUNACU_TURNED : tensor ? LUNACU_STEPS : LUNACU_PLAIN;
+  constexpr int a_pitch = tensor && AlongA ? LUNACU_DEPTH : Tile::a_pitch,
+      b_pitch = tensor && AlongB ? LUNACU_DEPTH : Tile::b_pitch;
   const auto stage = [&](lunacu_shared<float> to, int k) {
-    lunacu_stage_steps<A_ALONG, T::tall, a_order, tensor>(to, a_pitch, a, row, k);
-    lunacu_stage_steps<B_ALONG, T::wide, b_order, tensor>(to + T::a_room, b_pitch, b, column, k);
+    lunacu_stage_steps<AlongA, Tile::tall, a_order, tensor>(to, a_pitch, a, row, k);
+    lunacu_stage_steps<AlongB, Tile::wide, b_order, tensor>(to + Tile::a_room, b_pitch, b, column, k);
   };
   if constexpr (tensor) {
     lunacu_shared<float> now = (end - from - 1) / LUNACU_DEPTH % 2 ? other : room, next = now == room ? other : room;
@@ -2861,7 +2873,7 @@ LUNACU_INLINE void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_sha
       lunacu_arrive();
       __syncthreads();
       if (k + LUNACU_DEPTH < end) stage(next, k + LUNACU_DEPTH);
-      lunacu_tensor_steps<A_ALONG, B_ALONG, a_pitch, b_pitch>(sum, here, here + T::a_room, bf16);
+      lunacu_tensor_steps<AlongA, AlongB, a_pitch, b_pitch>(sum, here, here + Tile::a_room, bf16);
       now = next;
       next = here;
     }
@@ -2871,8 +2883,8 @@ LUNACU_INLINE void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_sha
       stage(room, k);
       __syncthreads();
       LUNACU_UNROLL for (int i = 0; i < LUNACU_DEPTH; i++)
-        lunacu_outer(sum, room + i * a_pitch + T::first_row(), T::row_step,
-                     room + T::a_room + i * b_pitch + T::lane() * 4, T::column_step);
+        lunacu_outer(sum, room + i * a_pitch + Tile::first_row(), Tile::row_step,
+                     room + Tile::a_room + i * b_pitch + Tile::lane() * 4, Tile::column_step);
     }
 }
 
@@ -2937,56 +2949,56 @@ struct lunacu_runs {
   /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
   float *partial;
 };
-/* The scores become exp(s - the maximum so far), in p[T::at(key) + query]. stats of each row: the maximum, the sum, the
-   factor of earlier sums */
-template <class T> LUNACU_INLINE void lunacu_attention_weights(const lunacu_attention &a, int keys, int ahead,
-                                                               float (&s)[T::rows][T::columns],
-                                                               lunacu_shared<float> p, lunacu_shared<float> stats) {
-  const bool hides = keys < T::wide || (a.causal && ahead + T::wide > 1); /* some key from some query */
-  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
-    const int row = T::row(i), seen = a.causal ? min(keys, row + 1 - ahead) : keys;
+/* The scores become exp(s - the maximum so far), in p[Tile::at(key) + query]. stats of each row: the maximum, the sum,
+   the factor of earlier sums */
+template <class Tile> LUNACU_INLINE void lunacu_attention_weights(const lunacu_attention &a, int keys, int ahead,
+                                                                  float (&s)[Tile::rows][Tile::columns],
+                                                                  lunacu_shared<float> p, lunacu_shared<float> stats) {
+  const bool hides = keys < Tile::wide || (a.causal && ahead + Tile::wide > 1); /* some key from some query */
+  LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++) {
+    const int row = Tile::row(i), seen = a.causal ? min(keys, row + 1 - ahead) : keys;
     const float before = stats[row];
     float top = before, total = 0;
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) s[i][j] *= a.scale * LUNACU_LOG2_E;
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j++) s[i][j] *= a.scale * LUNACU_LOG2_E;
     if (hides) {
-      LUNACU_UNROLL for (int j = 0; j < T::columns; j++) s[i][j] = T::column(j) < seen ? s[i][j] : -INFINITY;
+      LUNACU_UNROLL for (int j = 0; j < Tile::columns; j++) s[i][j] = Tile::column(j) < seen ? s[i][j] : -INFINITY;
     }
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) top = fmaxf(top, s[i][j]);
-    top = lunacu_over_lanes<lunacu_maximum>(top, T::across);
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j++) top = fmaxf(top, s[i][j]);
+    top = lunacu_over_lanes<lunacu_maximum>(top, Tile::across);
     const float base = top == -INFINITY ? 0 : top;
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) {
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j++) {
       s[i][j] = lunacu_exp2(s[i][j] - base);
       total += s[i][j];
     }
-    total = lunacu_over_lanes<lunacu_sum>(total, T::across);
+    total = lunacu_over_lanes<lunacu_sum>(total, Tile::across);
     __syncwarp();                    /* a row belongs to lanes of one warp */
-    if (T::lane() == 0) {
+    if (Tile::lane() == 0) {
       const float fade = top == before ? 1 : lunacu_exp2(before - top);
       stats[row] = top;
-      stats[T::tall + row] = stats[T::tall + row] * fade + total;
-      stats[2 * T::tall + row] = fade;
+      stats[Tile::tall + row] = stats[Tile::tall + row] * fade + total;
+      stats[2 * Tile::tall + row] = fade;
     }
-    if (T::rows % 4 == 0 && i % 4 < 3) continue;
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) {
-      if constexpr (T::rows % 4 == 0)
-        lunacu_write4(p + T::at(T::column(j)) + T::row(i - 3),
+    if (Tile::rows % 4 == 0 && i % 4 < 3) continue;
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j++) {
+      if constexpr (Tile::rows % 4 == 0)
+        lunacu_write4(p + Tile::at(Tile::column(j)) + Tile::row(i - 3),
                       make_float4(s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]));
-      else p[T::at(T::column(j)) + T::row(i)] = s[i][j];
+      else p[Tile::at(Tile::column(j)) + Tile::row(i)] = s[i][j];
     }
   }
 }
 /* Drops weights of row thread % tall, by fours, and returns their sum: the threads of a row have every so manieth
    four */
-template <class T>
+template <class Tile>
 LUNACU_INLINE float lunacu_attention_drop(const lunacu_dropout &d, int64_t element, int keys, lunacu_shared<float> p) {
   float sum = 0;
-  for (int k = threadIdx.x / T::tall * 4; k < keys; k += LUNACU_TILE_THREADS / T::tall * 4) {
-    const lunacu_shared<float> at = p + threadIdx.x % T::tall;
+  for (int k = threadIdx.x / Tile::tall * 4; k < keys; k += LUNACU_TILE_THREADS / Tile::tall * 4) {
+    const lunacu_shared<float> at = p + threadIdx.x % Tile::tall;
     float factor[4];
     lunacu_drop4(d, element + k, factor);
     LUNACU_UNROLL for (int c = 0; c < 4; c++) {
-      const float x = at[T::at(k + c)] * factor[c];
-      at[T::at(k + c)] = x;
+      const float x = at[Tile::at(k + c)] * factor[c];
+      at[Tile::at(k + c)] = x;
       sum += x;
     }
   }
@@ -2994,32 +3006,32 @@ LUNACU_INLINE float lunacu_attention_drop(const lunacu_dropout &d, int64_t eleme
 }
 /* The product with the values, a chunk of 2^chunk_log columns at a time. A chunk that is narrower than the tile has
    groups of lanes, of which each has every so manieth key. A thread's column j is column(j) of the chunk */
-template <class T> struct lunacu_values {
+template <class Tile> struct lunacu_values {
   int chunk_log, groups, group, lane, step;
   LUNACU_INLINE explicit lunacu_values(int log) : chunk_log(log) {
-    const int across = (1 << log) / T::columns;
-    groups = T::across / across;
-    group = T::lane() / across;
-    lane = T::lane() % across * 4;
-    step = (1 << log) / (T::columns / 4);
+    const int across = (1 << log) / Tile::columns;
+    groups = Tile::across / across;
+    group = Tile::lane() / across;
+    lane = Tile::lane() % across * 4;
+    step = (1 << log) / (Tile::columns / 4);
   }
   LUNACU_INLINE int column(int j) const { return j / 4 * step + lane + j % 4; }
 };
 /* sum += P V for the chunk from column `from` on. ahead: the first key's number less the first query's */
-template <class T>
-LUNACU_INLINE void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v, int ahead, int from,
-                                               lunacu_shared<const float> p, lunacu_shared<float> room,
-                                               float (&sum)[T::rows][T::columns], bool bf16) {
-  constexpr int turns = T::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
-  constexpr lunacu_order order = T::tensor ? LUNACU_STEPS : LUNACU_PLAIN;
+template <class Tile>
+LUNACU_INLINE void lunacu_attention_add_values(const lunacu_values<Tile> &own, const lunacu_side &v, int ahead,
+                                               int from, lunacu_shared<const float> p, lunacu_shared<float> room,
+                                               float (&sum)[Tile::rows][Tile::columns], bool bf16) {
+  constexpr int turns = Tile::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
+  constexpr lunacu_order order = Tile::tensor ? LUNACU_STEPS : LUNACU_PLAIN;
   const int keys_staged = LUNACU_DEPTH * own.groups, chunk = 1 << own.chunk_log;
   const lunacu_fours fours = lunacu_fours_of(1u << (own.chunk_log - 2));
   const auto stage = [&](lunacu_shared<float> to, int k) {
-    lunacu_stage<order, turns, T::tensor>(to, T::tensor ? T::b_pitch : chunk, v, k, from, fours,
-                                          v.has(k + keys_staged, from + chunk));
+    lunacu_stage<order, turns, Tile::tensor>(to, Tile::tensor ? Tile::b_pitch : chunk, v, k, from, fours,
+                                             v.has(k + keys_staged, from + chunk));
   };
-  if constexpr (T::tensor) {           /* as lunacu_multiply */
-    lunacu_shared<float> now = room, next = room + LUNACU_DEPTH * T::b_pitch;
+  if constexpr (Tile::tensor) {        /* as lunacu_multiply */
+    lunacu_shared<float> now = room, next = room + LUNACU_DEPTH * Tile::b_pitch;
     __syncthreads();
     if (v.rows > 0) stage(now, 0);
     for (int k = 0; k < v.rows; k += LUNACU_DEPTH) {
@@ -3027,7 +3039,7 @@ LUNACU_INLINE void lunacu_attention_add_values(const lunacu_values<T> &own, cons
       lunacu_arrive();
       __syncthreads();
       if (k + LUNACU_DEPTH < v.rows) stage(next, k + LUNACU_DEPTH);
-      lunacu_tensor_steps<false, false, T::a_pitch, T::b_pitch>(sum, p + k * T::a_pitch, here, bf16);
+      lunacu_tensor_steps<false, false, Tile::a_pitch, Tile::b_pitch>(sum, p + k * Tile::a_pitch, here, bf16);
       now = next;
       next = here;
     }
@@ -3038,7 +3050,7 @@ LUNACU_INLINE void lunacu_attention_add_values(const lunacu_values<T> &own, cons
       __syncthreads();
       LUNACU_UNROLL for (int i = 0; i < LUNACU_DEPTH; i++) {
         const int at = i * own.groups + own.group;
-        lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step,
+        lunacu_outer(sum, p + (k + at) * Tile::a_pitch + Tile::first_row(), Tile::row_step,
                      room + (at << own.chunk_log) + own.lane, own.step);
       }
     }
@@ -3051,11 +3063,12 @@ LUNACU_INLINE void lunacu_attention_add_values(const lunacu_values<T> &own, cons
   }
   if (!__syncthreads_or(any)) return;
   for (int k = v.clean / own.groups * own.groups + own.group; k < v.rows; k += own.groups) {
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j++) {
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j++) {
       const float x = k >= v.clean && from + own.column(j) < v.width ? v.at[k * v.row + from + own.column(j)] : 0;
       if (fabsf(x) < INFINITY) continue;
       LUNACU_UNROLL
-      for (int i = 0; i < T::rows; i++) if (T::row(i) >= k + ahead) sum[i][j] += p[T::at(k) + T::row(i)] * x;
+      for (int i = 0; i < Tile::rows; i++)
+        if (Tile::row(i) >= k + ahead) sum[i][j] += p[Tile::at(k) + Tile::row(i)] * x;
     }
   }
 }
@@ -3067,14 +3080,15 @@ struct lunacu_result {
   bool vector;                       /* may be written by four */
 };
 /* O = O exp(the largest before - now) + sum for the chunk from column `from` on; `first`, `last`: tile of keys */
-template <class T> LUNACU_INLINE void lunacu_attention_fold(const lunacu_result &out, const lunacu_values<T> &own,
-                                                            int from, const float (&sum)[T::rows][T::columns],
-                                                            lunacu_shared<const float> stats, bool first, bool last) {
-  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
-    const int row = T::row(i);
-    const float fade = stats[2 * T::tall + row], factor = last ? 1 / stats[T::tall + row] : 1;
+template <class Tile> LUNACU_INLINE void lunacu_attention_fold(const lunacu_result &out, const lunacu_values<Tile> &own,
+                                                               int from, const float (&sum)[Tile::rows][Tile::columns],
+                                                               lunacu_shared<const float> stats, bool first,
+                                                               bool last) {
+  LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++) {
+    const int row = Tile::row(i);
+    const float fade = stats[2 * Tile::tall + row], factor = last ? 1 / stats[Tile::tall + row] : 1;
     if (row >= out.rows) continue;
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4) {
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j += 4) {
       float *to = out.at + row * out.row;
       const int c = from + own.column(j);
       const float4 x = first ? make_float4(0, 0, 0, 0) : lunacu_get4(to, c, out.width, out.vector);
@@ -3085,94 +3099,102 @@ template <class T> LUNACU_INLINE void lunacu_attention_fold(const lunacu_result 
 }
 /* O = the sum of the groups' O, which lie one after another in p, over the sum of weights where `divided`; groups 0:
    zeros */
-template <class T>
-LUNACU_INLINE void lunacu_attention_join(const lunacu_result &out, const lunacu_values<T> &own, int groups,
+template <class Tile>
+LUNACU_INLINE void lunacu_attention_join(const lunacu_result &out, const lunacu_values<Tile> &own, int groups,
                                          lunacu_shared<const float> p, lunacu_shared<const float> stats, bool divided) {
   for (int row = threadIdx.x / LUNACU_WARP; row < out.rows; row += LUNACU_TILE_THREADS / LUNACU_WARP)
     for (int c = threadIdx.x % LUNACU_WARP * 4; c < out.width; c += LUNACU_WARP * 4) {
-      const float factor = divided ? 1 / stats[T::tall + row] : 1;
+      const float factor = divided ? 1 / stats[Tile::tall + row] : 1;
       float4 x = make_float4(0, 0, 0, 0);
       LUNACU_ROLLED
       for (int g = 0; g < groups; g++)
-        x = lunacu_add4(x, lunacu_scale4(lunacu_read4(p + ((g * T::tall + row) << own.chunk_log) + c), factor));
+        x = lunacu_add4(x, lunacu_scale4(lunacu_read4(p + ((g * Tile::tall + row) << own.chunk_log) + c), factor));
       lunacu_set4(out.at + row * out.row, c, out.width, out.vector, x);
     }
 }
-/* WHOLE: O stays in registers; otherwise the values go by chunks of columns, and O is in memory between tiles of
+/* What is kept of a tile's rows beside O, or of this run's, to be merged. room: each thread's part of a row's weights
+   that dropout has left */
+template <class Tile>
+LUNACU_INLINE void lunacu_attention_rows(const lunacu_attention &a, const lunacu_runs &r, const lunacu_head &head,
+                                         int first, int rows, bool empty, lunacu_shared<const float> room,
+                                         lunacu_shared<const float> stats) {
+  for (int i = threadIdx.x; i < rows; i += LUNACU_TILE_THREADS) {
+    const float maximum = stats[i], total = stats[Tile::tall + i];
+    const int64_t at = lunacu_line_at(a, head, first + i);
+    float left = 0;
+    for (int t = i; t < LUNACU_TILE_THREADS; t += Tile::tall) left += room[t];
+    if (r.partial) {
+      float *to = r.partial + r.units * Tile::tall * a.v.width + (int64_t)blockIdx.x * 3 * Tile::tall + i;
+      to[0] = maximum;
+      to[Tile::tall] = total;
+      to[2 * Tile::tall] = left;
+      continue;
+    }
+    if (a.lse) a.lse[at] = empty ? 0 : maximum + log2f(total);
+    if (a.sums) a.sums[at] = empty ? 0 : a.dropout.threshold ? left / total : 1;
+  }
+}
+/* Whole: O stays in registers; otherwise the values go by chunks of columns, and O is in memory between tiles of
    keys */
-template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 2 : 3)
+template <class Tile, bool Whole> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, Tile::tensor ? 2 : 3)
 lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
   LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch]; at the end O by groups */
-  const lunacu_shared<float> room = p + T::wide * T::a_pitch, stats = room + T::room;
+  const lunacu_shared<float> room = p + Tile::wide * Tile::a_pitch, stats = room + Tile::room;
   const int64_t unit = blockIdx.x, pair = unit / ((int64_t)r.tiles * r.splits);
   /* causal: the longest rows start first */
-  const int tile = (int)(unit / r.splits % r.tiles), first = (a.causal ? r.tiles - 1 - tile : tile) * T::tall;
+  const int tile = (int)(unit / r.splits % r.tiles), first = (a.causal ? r.tiles - 1 - tile : tile) * Tile::tall;
   const lunacu_head head = lunacu_head_at(a, pair);
-  const lunacu_values<T> own(WHOLE ? r.chunk_log : T::wide_log);
-  const int rows = min(T::tall, head.queries - first), begin = (int)(unit % r.splits) * r.keys;
+  const lunacu_values<Tile> own(Whole ? r.chunk_log : Tile::wide_log);
+  const int rows = min(Tile::tall, head.queries - first), begin = (int)(unit % r.splits) * r.keys;
   const int end = min(min(head.keys, begin + r.keys), a.causal ? first + rows : head.keys);
   const lunacu_result out = {
-    r.partial ? r.partial + unit * T::tall * a.v.width : a.out.at + lunacu_row_at(a.out, head, head.query, first),
+    r.partial ? r.partial + unit * Tile::tall * a.v.width : a.out.at + lunacu_row_at(a.out, head, head.query, first),
     r.partial ? a.v.width : a.out.row, rows, a.v.width, r.partial ? a.v.width % 4 == 0 : a.out.vector
   };
-  float sum[T::rows][T::columns] = {}, left = 0;
+  float sum[Tile::rows][Tile::columns] = {}, left = 0;
   if (rows <= 0 || (r.partial && begin >= end)) return;
-  for (int i = threadIdx.x; i < T::tall; i += LUNACU_TILE_THREADS) {
+  for (int i = threadIdx.x; i < Tile::tall; i += LUNACU_TILE_THREADS) {
     stats[i] = -INFINITY;
-    stats[T::tall + i] = 0;
+    stats[Tile::tall + i] = 0;
   }
   __syncthreads();
   const lunacu_side q = lunacu_side_at(a.q, a.q.at, head, head.query, first, rows, a.q.width);
-  for (int key = begin; key < end; key += T::wide) {
-    const int keys = min(T::wide, end - key);
+  for (int key = begin; key < end; key += Tile::wide) {
+    const int keys = min(Tile::wide, end - key);
     {
       const lunacu_side k = lunacu_side_at(a.k, a.k.at, head, head.key, key, keys, a.q.width);
-      float s[T::rows][T::columns] = {};
-      lunacu_multiply<T, true, true>(s, room, p, q, 0, k, 0, 0, a.q.width, a.bf16);
-      lunacu_attention_weights<T>(a, keys, key - first, s, p, stats);
+      float s[Tile::rows][Tile::columns] = {};
+      lunacu_multiply<Tile, true, true>(s, room, p, q, 0, k, 0, 0, a.q.width, a.bf16);
+      lunacu_attention_weights<Tile>(a, keys, key - first, s, p, stats);
     }
     __syncwarp();                    /* the weights are read after another barrier, a row's stats by its warp */
     if (a.dropout.threshold) {
       __syncthreads();
-      const int row = threadIdx.x % T::tall;
-      left = left * stats[2 * T::tall + row] + lunacu_attention_drop<T>(a.dropout,
+      const int row = threadIdx.x % Tile::tall;
+      left = left * stats[2 * Tile::tall + row] + lunacu_attention_drop<Tile>(a.dropout,
           lunacu_element_at(a, head, first + row) + key, keys, p);
     }
     const lunacu_side v = lunacu_side_at(a.v, a.v.at, head, head.key, key, keys, a.v.width,
                                          a.causal ? max(first + 1 - key, 0) : INT32_MAX);
-    for (int from = 0; from < (WHOLE ? 1 : a.v.width); from += T::wide) {
-      LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
-        const float fade = WHOLE ? stats[2 * T::tall + T::row(i)] : 0.0f;
-        LUNACU_UNROLL for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
+    for (int from = 0; from < (Whole ? 1 : a.v.width); from += Tile::wide) {
+      LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++) {
+        const float fade = Whole ? stats[2 * Tile::tall + Tile::row(i)] : 0.0f;
+        LUNACU_UNROLL for (int j = 0; j < Tile::columns; j++) sum[i][j] = Whole ? sum[i][j] * fade : 0;
       }
-      lunacu_attention_add_values<T>(own, v, key - first, from, p, room, sum, a.bf16);
-      if (!WHOLE)
-        lunacu_attention_fold<T>(out, own, from, sum, stats, key == begin, key + T::wide >= end && !r.partial);
+      lunacu_attention_add_values<Tile>(own, v, key - first, from, p, room, sum, a.bf16);
+      if (!Whole)
+        lunacu_attention_fold<Tile>(out, own, from, sum, stats, key == begin, key + Tile::wide >= end && !r.partial);
     }
   }
   __syncthreads();
   room[threadIdx.x] = left;
-  LUNACU_UNROLL for (int i = 0; i < T::rows && WHOLE; i++)
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4)
-      lunacu_write4(p + ((own.group * T::tall + T::row(i)) << own.chunk_log) + own.column(j),
+  LUNACU_UNROLL for (int i = 0; i < Tile::rows && Whole; i++)
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j += 4)
+      lunacu_write4(p + ((own.group * Tile::tall + Tile::row(i)) << own.chunk_log) + own.column(j),
                     lunacu_together(sum[i] + j));
   __syncthreads();
-  if (WHOLE || begin >= end) lunacu_attention_join<T>(out, own, begin < end ? own.groups : 0, p, stats, !r.partial);
-  for (int i = threadIdx.x; i < rows; i += LUNACU_TILE_THREADS) {
-    const float maximum = stats[i], total = stats[T::tall + i];
-    const int64_t at = lunacu_line_at(a, head, first + i);
-    left = 0;
-    for (int t = i; t < LUNACU_TILE_THREADS; t += T::tall) left += room[t];
-    if (r.partial) {
-      float *to = r.partial + r.units * T::tall * a.v.width + unit * 3 * T::tall + i;
-      to[0] = maximum;
-      to[T::tall] = total;
-      to[2 * T::tall] = left;
-      continue;
-    }
-    if (a.lse) a.lse[at] = begin >= end ? 0 : maximum + log2f(total);
-    if (a.sums) a.sums[at] = begin >= end ? 0 : a.dropout.threshold ? left / total : 1;
-  }
+  if (Whole || begin >= end) lunacu_attention_join<Tile>(out, own, begin < end ? own.groups : 0, p, stats, !r.partial);
+  lunacu_attention_rows<Tile>(a, r, head, first, rows, begin >= end, room, stats);
 }
 /* Merges the runs of keys: each element of `out` from those that its tile had */
 __global__ void lunacu_attention_merge_kernel(lunacu_attention a, lunacu_runs r, int tall) {
@@ -3223,12 +3245,12 @@ struct lunacu_wave {
   const float *delta;
 };
 /* P, dropped, and dS. Block: tile of keys, tile of queries, pair */
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 2 : 3)
+template <class Tile> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, Tile::tensor ? 2 : 3)
 lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   LUNACU_DYNAMIC_SHARED(float, room);
-  const int64_t wide = (w.keys + T::wide - 1) / T::wide, tall = (w.queries + T::tall - 1) / T::tall,
+  const int64_t wide = (w.keys + Tile::wide - 1) / Tile::wide, tall = (w.queries + Tile::tall - 1) / Tile::tall,
       pair = blockIdx.x / (wide * tall);
-  const int first = (int)(blockIdx.x / wide % tall) * T::tall, key = (int)(blockIdx.x % wide) * T::wide;
+  const int first = (int)(blockIdx.x / wide % tall) * Tile::tall, key = (int)(blockIdx.x % wide) * Tile::wide;
   const lunacu_head head = lunacu_head_at(a, w.pair + pair);
   const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key),
       ahead = w.key + key - w.query - first;
@@ -3236,33 +3258,33 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
       k = lunacu_side_at(a.k, a.k.at, head, head.key, w.key, keys, a.q.width),
       out = lunacu_side_at(a.out, a.out.grad, head, head.query, w.query, queries, a.v.width),
       v = lunacu_side_at(a.v, a.v.at, head, head.key, w.key, keys, a.v.width);
-  float s[T::rows][T::columns] = {}, g[T::rows][T::columns] = {};
+  float s[Tile::rows][Tile::columns] = {}, g[Tile::rows][Tile::columns] = {};
   if (first >= queries || key >= keys) return;
-  if (!a.causal || ahead < T::tall) { /* otherwise no query of the tile sees a key of it */
-    lunacu_multiply<T, true, true>(s, room, room + T::room, q, first, k, key, 0, a.q.width, a.bf16);
-    lunacu_multiply<T, true, true>(g, room, room + T::room, out, first, v, key, 0, a.v.width, a.bf16);
+  if (!a.causal || ahead < Tile::tall) { /* otherwise no query of the tile sees a key of it */
+    lunacu_multiply<Tile, true, true>(s, room, room + Tile::room, q, first, k, key, 0, a.q.width, a.bf16);
+    lunacu_multiply<Tile, true, true>(g, room, room + Tile::room, out, first, v, key, 0, a.v.width, a.bf16);
   }
-  const bool hides = keys - key < T::wide || (a.causal && ahead + T::wide > 1);
+  const bool hides = keys - key < Tile::wide || (a.causal && ahead + Tile::wide > 1);
   const lunacu_head again = lunacu_head_at(a, w.pair + pair); /* so that the products had its registers */
-  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
-    const int row = first + T::row(i), seen = a.causal ? min(keys - key, T::row(i) + 1 - ahead) : keys - key;
+  LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++) {
+    const int row = first + Tile::row(i), seen = a.causal ? min(keys - key, Tile::row(i) + 1 - ahead) : keys - key;
     const int64_t line = lunacu_line_at(a, again, w.query + row), at = (pair * w.queries + row) * w.row + key;
     if (row >= queries) continue;
     const float lse = a.lse[line], delta = w.delta[line],
         add = a.grad_sums && a.dropout.threshold ? a.grad_sums[line] : 0;
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4) {
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j += 4) {
       float factor[4] = {1, 1, 1, 1}, p[4], ds[4];
-      if (key + T::column(j) >= w.row) continue;
+      if (key + Tile::column(j) >= w.row) continue;
       if (a.dropout.threshold)
-        lunacu_drop4(a.dropout, lunacu_element_at(a, again, w.query + row) + w.key + key + T::column(j), factor);
+        lunacu_drop4(a.dropout, lunacu_element_at(a, again, w.query + row) + w.key + key + Tile::column(j), factor);
       LUNACU_UNROLL for (int c = 0; c < 4; c++) {
         p[c] = lunacu_exp2(s[i][j + c] * (a.scale * LUNACU_LOG2_E) - lse);
         ds[c] = p[c] * ((g[i][j + c] + add) * factor[c] - delta);
         p[c] *= factor[c];
-        if (hides && T::column(j) + c >= seen) p[c] = ds[c] = 0;
+        if (hides && Tile::column(j) + c >= seen) p[c] = ds[c] = 0;
       }
-      lunacu_store4(w.p + at + T::column(j), lunacu_together(p));
-      lunacu_store4(w.ds + at + T::column(j), lunacu_together(ds));
+      lunacu_store4(w.p + at + Tile::column(j), lunacu_together(p));
+      lunacu_store4(w.ds + at + Tile::column(j), lunacu_together(ds));
     }
   }
 }
@@ -3286,41 +3308,41 @@ LUNACU_INLINE float *lunacu_gradient_at(const lunacu_wave &w, const lunacu_gradi
   return g.to.grad + lunacu_row_at(g.to, head, keys ? head.key : head.query, keys ? w.key : w.query);
 }
 /* Block: tile of the result, part of the sum, pair */
-template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 3 : 4)
+template <class Tile, bool Keys> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, Tile::tensor ? 3 : 4)
 lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
   LUNACU_DYNAMIC_SHARED(float, room);
   const unsigned tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits),
       split = blockIdx.x / tiles % g.splits;
-  const int row = (int)(blockIdx.x / g.tiles_across % g.tiles_down) * T::tall,
-      column = (int)(blockIdx.x % g.tiles_across) * T::wide;
+  const int row = (int)(blockIdx.x / g.tiles_across % g.tiles_down) * Tile::tall,
+      column = (int)(blockIdx.x % g.tiles_across) * Tile::wide;
   const lunacu_head head = lunacu_head_at(a, w.pair + pair);
   const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key);
   const lunacu_side scores = {g.scores + (int64_t)pair * w.queries * w.row, w.row, queries, keys, INT32_MAX, true};
-  const int rows = KEYS ? keys : queries;
-  int from = (int)split * g.depth, end = min(from + g.depth, KEYS ? queries : keys);
-  float sum[T::rows][T::columns] = {};
-  lunacu_side with = KEYS ? lunacu_side_at(g.with, g.with.at, head, head.query, w.query, queries, g.to.width) :
+  const int rows = Keys ? keys : queries;
+  int from = (int)split * g.depth, end = min(from + g.depth, Keys ? queries : keys);
+  float sum[Tile::rows][Tile::columns] = {};
+  lunacu_side with = Keys ? lunacu_side_at(g.with, g.with.at, head, head.query, w.query, queries, g.to.width) :
       lunacu_side_at(g.with, g.with.at, head, head.key, w.key, keys, g.to.width);
   with.row = lunacu_anew(with.row);
   if (row >= rows) return;
-  if (a.causal && KEYS) from = max(from, w.key + row - w.query); /* queries before see none of the tile's keys */
-  if (a.causal && !KEYS) {
+  if (a.causal && Keys) from = max(from, w.key + row - w.query); /* queries before see none of the tile's keys */
+  if (a.causal && !Keys) {
     with.clean = max(w.query + row + 1 - w.key, 0);
-    end = min(end, w.query + row + T::tall - w.key);
+    end = min(end, w.query + row + Tile::tall - w.key);
   }
   with.rows = min(with.rows, end);
-  lunacu_multiply<T, !KEYS, false>(sum, room, room + T::room, scores, row, with, column, from, end, a.bf16);
+  lunacu_multiply<Tile, !Keys, false>(sum, room, room + Tile::room, scores, row, with, column, from, end, a.bf16);
   const int width = g.to.width;
   const float factor = g.partial ? 1 : g.factor;
   /* the head is found again, so that the sum had its registers */
   float *to = g.partial ? g.partial + ((int64_t)pair * g.splits + split) * g.rows * width :
-      lunacu_gradient_at(w, g, lunacu_head_at(a, w.pair + pair), KEYS);
+      lunacu_gradient_at(w, g, lunacu_head_at(a, w.pair + pair), Keys);
   const int64_t to_row = g.partial ? width : g.to.row;
-  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
-    const int r = row + T::row(i);
+  LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++) {
+    const int r = row + Tile::row(i);
     if (r >= rows) continue;
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4) {
-      const int c = column + T::column(j);
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j += 4) {
+      const int c = column + Tile::column(j);
       const float4 x = g.partial ? make_float4(0, 0, 0, 0) : lunacu_get4(to + r * to_row, c, width, g.vector);
       lunacu_set4(to + r * to_row, c, width, g.vector,
                   lunacu_add4(x, lunacu_scale4(lunacu_together(sum[i] + j), factor)));
@@ -3475,15 +3497,15 @@ static void lunacu_attention_query(luna_op *op) {
   op->backward_workspace_size = (size_t)(uintptr_t)at;
 }
 
-template <class T> static void lunacu_attention_launch(cudaStream_t stream, const lunacu_attention &a,
-                                                       const lunacu_runs &r) {
-  const size_t shared = (size_t)(T::wide * T::a_pitch + T::room + 3 * T::tall) * sizeof(float);
+template <class Tile> static void lunacu_attention_launch(cudaStream_t stream, const lunacu_attention &a,
+                                                          const lunacu_runs &r) {
+  const size_t shared = (size_t)(Tile::wide * Tile::a_pitch + Tile::room + 3 * Tile::tall) * sizeof(float);
   const bool whole = a.v.width <= 1 << r.chunk_log;
-  LUNACU_LAUNCH((whole ? lunacu_attention_kernel<T, true> : lunacu_attention_kernel<T, false>), (unsigned)r.units,
+  LUNACU_LAUNCH((whole ? lunacu_attention_kernel<Tile, true> : lunacu_attention_kernel<Tile, false>), (unsigned)r.units,
                 LUNACU_TILE_THREADS, shared, stream, a, r);
   if (r.partial)
     LUNACU_LAUNCH(lunacu_attention_merge_kernel, (unsigned)lunacu_divide_up(a.batch * a.heads * a.queries * a.v.width,
-        LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, r, T::tall);
+        LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, r, Tile::tall);
 }
 static void lunacu_attention_forward(luna_op *op) {
   const lunacu_attention a = lunacu_attention_of(op);
@@ -3499,17 +3521,17 @@ static void lunacu_attention_forward(luna_op *op) {
   else lunacu_attention_launch<lunacu_tile<128, 32>>(stream, a, r);
 }
 
-template <class T> static void lunacu_scores_launch(cudaStream_t stream, const lunacu_attention &a,
-                                                    const lunacu_wave &w) {
-  const int64_t blocks = w.pairs * lunacu_divide_up(w.queries, T::tall) * lunacu_divide_up(w.keys, T::wide);
-  LUNACU_LAUNCH((lunacu_attention_scores_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, T::rooms * sizeof(float),
-                stream, a, w);
+template <class Tile> static void lunacu_scores_launch(cudaStream_t stream, const lunacu_attention &a,
+                                                       const lunacu_wave &w) {
+  const int64_t blocks = w.pairs * lunacu_divide_up(w.queries, Tile::tall) * lunacu_divide_up(w.keys, Tile::wide);
+  LUNACU_LAUNCH((lunacu_attention_scores_kernel<Tile>), (unsigned)blocks, LUNACU_TILE_THREADS,
+                Tile::rooms * sizeof(float), stream, a, w);
 }
-template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const lunacu_attention &a,
-                                                      const lunacu_wave &w, const lunacu_gradient &g) {
+template <class Tile> static void lunacu_gradient_launch(cudaStream_t stream, const lunacu_attention &a,
+                                                         const lunacu_wave &w, const lunacu_gradient &g) {
   const unsigned blocks = (unsigned)(w.pairs * g.splits * g.tiles_down * g.tiles_across);
-  LUNACU_LAUNCH((g.keys ? lunacu_attention_gradient_kernel<T, true> : lunacu_attention_gradient_kernel<T, false>),
-                blocks, LUNACU_TILE_THREADS, T::rooms * sizeof(float), stream, a, w, g);
+  LUNACU_LAUNCH((g.keys ? lunacu_attention_gradient_kernel<Tile, true> : lunacu_attention_gradient_kernel<Tile, false>),
+                blocks, LUNACU_TILE_THREADS, Tile::rooms * sizeof(float), stream, a, w, g);
   if (g.partial)
     LUNACU_LAUNCH(lunacu_attention_gather_kernel,
                   (unsigned)lunacu_divide_up((g.shared ? a.heads : w.pairs) * g.rows * g.to.width, LUNACU_BLOCK),
@@ -3616,7 +3638,7 @@ LUNACU_INLINE void lunacu_unpack_get(const lunacu_unpack_line &l, const float *f
   LUNACU_UNROLL for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? x[c] : beyond;
 }
 /* P = softmax(S + bias), dropped; and where G is given dS = P (G, dropped - the sum of P times that), in its place */
-template <bool SLOPES> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
+template <bool Slopes> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
   const lunacu_unpack_line l = lunacu_unpack_line_of(u, w, lanes);
   float *s = u.p + l.at, *g = u.g + l.at, top = -INFINITY, sum = 0, mean = 0, p[4], slope[4];
   for (int j = l.lane; j < l.real; j += 4 * lanes) {
@@ -3628,20 +3650,20 @@ template <bool SLOPES> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpac
     for (int j = l.lane; j < (pass ? l.slots : l.real); j += 4 * lanes) {
       float factor[4] = {1, 1, 1, 1};
       lunacu_unpack_get(l, s, l.bias, j, 0, p);
-      if (SLOPES) lunacu_unpack_get(l, g, NULL, j, 0, slope);
-      if (u.dropout.threshold && (SLOPES || pass)) lunacu_drop4(u.dropout, l.element + j, factor);
+      if (Slopes) lunacu_unpack_get(l, g, NULL, j, 0, slope);
+      if (u.dropout.threshold && (Slopes || pass)) lunacu_drop4(u.dropout, l.element + j, factor);
       LUNACU_UNROLL for (int c = 0; c < 4; c++) {
         p[c] = j + c < l.real ? expf(p[c] - top) : 0;
         if (pass == 0) sum += p[c];
-        if (SLOPES) slope[c] *= factor[c];
-        if (SLOPES && pass == 0) mean += p[c] * slope[c];
+        if (Slopes) slope[c] *= factor[c];
+        if (Slopes && pass == 0) mean += p[c] * slope[c];
         p[c] = j + c < l.real ? p[c] * sum : 0;
-        if (SLOPES) slope[c] = j + c < l.real ? p[c] * (slope[c] - mean) : 0;
+        if (Slopes) slope[c] = j + c < l.real ? p[c] * (slope[c] - mean) : 0;
         p[c] *= factor[c];
       }
       if (pass == 0) continue;
       lunacu_set4(s, j, l.slots, l.vector, lunacu_together(p));
-      if (SLOPES) lunacu_set4(g, j, l.slots, l.vector, lunacu_together(slope));
+      if (Slopes) lunacu_set4(g, j, l.slots, l.vector, lunacu_together(slope));
     }
     if (pass) break;
     sum = 1 / lunacu_over_lanes<lunacu_sum>(sum, lanes);
@@ -3657,17 +3679,18 @@ struct lunacu_unpack_ends {
   bool vector;                       /* rows of all may be read by four */
 };
 /* P of head `head` of row `row` of the tile, from scores s [slot][a_pitch]; element: dropout's */
-template <class T> LUNACU_INLINE void lunacu_unpack_weights(const lunacu_unpack &u, lunacu_shared<float> s,
-                                                            const float *bias, int64_t element, int real) {
+template <class Tile> LUNACU_INLINE void lunacu_unpack_weights(const lunacu_unpack &u, lunacu_shared<float> s,
+                                                               const float *bias, int64_t element, int real) {
   const int slots = (int)u.slots;
   float top = -INFINITY, sum = 0;
-  for (int j = 0; j < real; j++) top = fmaxf(top, s[j * T::a_pitch] += bias[j]);
-  for (int j = 0; j < real; j++) sum += s[j * T::a_pitch] = expf(s[j * T::a_pitch] - top);
+  for (int j = 0; j < real; j++) top = fmaxf(top, s[j * Tile::a_pitch] += bias[j]);
+  for (int j = 0; j < real; j++) sum += s[j * Tile::a_pitch] = expf(s[j * Tile::a_pitch] - top);
   for (int j = 0; j < slots; j += 4) {
     float factor[4] = {1, 1, 1, 1};
     if (u.dropout.threshold) lunacu_drop4(u.dropout, element + j, factor);
     LUNACU_UNROLL for (int c = 0; c < 4; c++)
-      if (j + c < slots) s[(j + c) * T::a_pitch] = j + c < real ? s[(j + c) * T::a_pitch] / sum * factor[c] : 0.0f;
+      if (j + c < slots)
+        s[(j + c) * Tile::a_pitch] = j + c < real ? s[(j + c) * Tile::a_pitch] / sum * factor[c] : 0.0f;
   }
 }
 /* out = drop(y + out_bias) + residual for four columns, from c on, of the row that begins at `at` */
@@ -3682,40 +3705,40 @@ LUNACU_INLINE void lunacu_unpack_end(const lunacu_unpack_ends &e, int64_t at, in
   if (e.residual) y = lunacu_add4(y, lunacu_get4(e.residual + at, c, d, e.vector));
   lunacu_set4(e.out + at, c, d, e.vector, y);
 }
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
+template <class Tile> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
 lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch] */
-  const lunacu_shared<float> room = p + T::wide * T::a_pitch;
-  const int64_t tiles = (u.rows + T::tall - 1) / T::tall, b = blockIdx.x / tiles, first = blockIdx.x % tiles * T::tall,
-      start = (b * u.rows + first) * u.dim;
+  const lunacu_shared<float> room = p + Tile::wide * Tile::a_pitch;
+  const int64_t tiles = (u.rows + Tile::tall - 1) / Tile::tall, b = blockIdx.x / tiles,
+      first = blockIdx.x % tiles * Tile::tall, start = (b * u.rows + first) * u.dim;
   const int n = (int)(u.heads * u.slots), d = (int)u.dim, slots = (int)u.slots,
-      rows = (int)min((int64_t)T::tall, u.rows - first);
+      rows = (int)min((int64_t)Tile::tall, u.rows - first);
   const int real = u.lengths ? max(0, min(u.lengths[b], slots)) : slots;
   const lunacu_side x = {e.x + start, d, rows, d, INT32_MAX, e.vector},
       k = {u.k + b * n * d, d, n, d, INT32_MAX, e.vector}, v = {u.v + b * n * d, d, n, d, INT32_MAX, e.vector};
-  const lunacu_values<T> own(T::wide_log);
+  const lunacu_values<Tile> own(Tile::wide_log);
   {
-    float s[T::rows][T::columns] = {};
-    lunacu_multiply<T, true, true>(s, room, p, x, 0, k, 0, 0, d, false);
-    LUNACU_UNROLL for (int j = 0; j < T::columns; j++)
-      LUNACU_UNROLL for (int i = 0; i < T::rows; i += 4)
-        lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i),
+    float s[Tile::rows][Tile::columns] = {};
+    lunacu_multiply<Tile, true, true>(s, room, p, x, 0, k, 0, 0, d, false);
+    LUNACU_UNROLL for (int j = 0; j < Tile::columns; j++)
+      LUNACU_UNROLL for (int i = 0; i < Tile::rows; i += 4)
+        lunacu_write4(p + Tile::column(j) * Tile::a_pitch + Tile::row(i),
                       make_float4(s[i][j], s[i + 1][j], s[i + 2][j], s[i + 3][j]));
   }
   __syncthreads();
-  for (int line = threadIdx.x; line < T::tall * u.heads; line += LUNACU_TILE_THREADS) { /* one head of one row */
-    const int row = line % T::tall, head = line / T::tall;
-    lunacu_unpack_weights<T>(u, p + head * slots * T::a_pitch + row, u.bias + b * n + head * slots,
-                             ((b * u.heads + head) * u.rows + first + row) * slots, real);
+  for (int line = threadIdx.x; line < Tile::tall * u.heads; line += LUNACU_TILE_THREADS) { /* one head of one row */
+    const int row = line % Tile::tall, head = line / Tile::tall;
+    lunacu_unpack_weights<Tile>(u, p + head * slots * Tile::a_pitch + row, u.bias + b * n + head * slots,
+                                ((b * u.heads + head) * u.rows + first + row) * slots, real);
   }
   __syncthreads();
-  for (int from = 0; from < d; from += T::wide) {
-    float sum[T::rows][T::columns] = {};
-    lunacu_attention_add_values<T>(own, v, 0, from, p, room, sum, false);
-    LUNACU_UNROLL for (int i = 0; i < T::rows; i++)
-      LUNACU_UNROLL for (int j = 0; j < T::columns; j += 4)
-        if (T::row(i) < rows && from + own.column(j) < d)
-          lunacu_unpack_end(e, start + T::row(i) * d, from + own.column(j), d, lunacu_together(sum[i] + j));
+  for (int from = 0; from < d; from += Tile::wide) {
+    float sum[Tile::rows][Tile::columns] = {};
+    lunacu_attention_add_values<Tile>(own, v, 0, from, p, room, sum, false);
+    LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++)
+      LUNACU_UNROLL for (int j = 0; j < Tile::columns; j += 4)
+        if (Tile::row(i) < rows && from + own.column(j) < d)
+          lunacu_unpack_end(e, start + Tile::row(i) * d, from + own.column(j), d, lunacu_together(sum[i] + j));
   }
 }
 
@@ -3772,7 +3795,7 @@ static void lunacu_unpack_clean(const luna_op *op, lunacu_unpack *u) {
   u->k = u->clean_k;
   u->v = u->clean_v;
 }
-template <class F> static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, const F &step) {
+template <class Body> static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, const Body &step) {
   luna_status status = LUNA_OK;
   for (int64_t item = 0; item < u.batch; item += u.max_items)
     for (int64_t row = 0; row < u.rows && status == LUNA_OK; row += u.max_rows)
@@ -3801,11 +3824,11 @@ static luna_status lunacu_unpack_forward_wave(luna_op *op, const lunacu_unpack &
   return lunacu_unpack_product(op, w, {{u.p, n, 1}, {u.v + w.item * n * d, d, 1}, op->out[0]->data + first, w.rows, d,
                                        n, false});
 }
-template <class T> static void lunacu_unpack_launch(const luna_op *op, const lunacu_unpack &u,
-                                                    const lunacu_unpack_ends &e) {
-  const size_t shared = (size_t)(T::wide * T::a_pitch + T::room) * sizeof(float);
-  LUNACU_LAUNCH((lunacu_unpack_kernel<T>), (unsigned)(u.batch * lunacu_divide_up(u.rows, T::tall)), LUNACU_TILE_THREADS,
-                shared, lunacu_stream(op), u, e);
+template <class Tile> static void lunacu_unpack_launch(const luna_op *op, const lunacu_unpack &u,
+                                                       const lunacu_unpack_ends &e) {
+  const size_t shared = (size_t)(Tile::wide * Tile::a_pitch + Tile::room) * sizeof(float);
+  LUNACU_LAUNCH((lunacu_unpack_kernel<Tile>), (unsigned)(u.batch * lunacu_divide_up(u.rows, Tile::tall)),
+                LUNACU_TILE_THREADS, shared, lunacu_stream(op), u, e);
 }
 static luna_status lunacu_unpack_forward(luna_op *op) {
   char *at = (char *)op->workspace;
@@ -3942,30 +3965,30 @@ LUNACU_INLINE int lunacu_causal_slots(const lunacu_causal_span &s, unsigned batc
   return s.lengths ? max(0, min(s.lengths[batch], slots)) : slots;
 }
 
-/* A thread's fours of a tile TALL x WIDE: how many; and, where shared memory gets the transpose, which: a warp then has
+/* A thread's fours of a tile Tall x Wide: how many; and, where shared memory gets the transpose, which: a warp then has
    16 rows by 8 columns, against bank conflicts */
-#define LUNACU_CAUSAL_TURNS(TALL, WIDE) ((TALL) * (WIDE) / 4 / LUNACU_TILE_THREADS)
-template <int WIDE> LUNACU_INLINE lunacu_fours lunacu_causal_turned() {
-  constexpr unsigned warps = WIDE / 8;
+#define LUNACU_CAUSAL_TURNS(Tall, Wide) ((Tall) * (Wide) / 4 / LUNACU_TILE_THREADS)
+template <int Wide> LUNACU_INLINE lunacu_fours lunacu_causal_turned() {
+  constexpr unsigned warps = Wide / 8;
   return {(int)(threadIdx.x / 2 % 16 + threadIdx.x / 32 / warps * 16),
           (int)(4 * (threadIdx.x % 2) + 8 * (threadIdx.x / 32 % warps)), LUNACU_TILE_THREADS / 32 / (int)warps * 16};
 }
 /* a chunk's rows from `first` on and columns from `column` to `end` */
-template <int WIDE, int TURNS>
-LUNACU_INLINE void lunacu_causal_fetch(float4 (&x)[TURNS], const lunacu_causal_chunk &c, const lunacu_causal_rows &m,
+template <int Wide, int Turns>
+LUNACU_INLINE void lunacu_causal_fetch(float4 (&x)[Turns], const lunacu_causal_chunk &c, const lunacu_causal_rows &m,
                                        int first, int column, int end) {
   const lunacu_side s = {m.at + c.batch * m.batch + c.head * m.head + (c.first + first) * m.row + column, m.row,
                          c.rows - first, end - column, INT32_MAX, m.vector != 0};
-  lunacu_fetch<false>(x, s, 0, 0, lunacu_fours_of(WIDE / 4));
+  lunacu_fetch<false>(x, s, 0, 0, lunacu_fours_of(Wide / 4));
 }
 /* over: 1/t of the chunk's rows from `first` on */
-template <int WIDE, lunacu_order ORDER, int TURNS>
-LUNACU_INLINE void lunacu_causal_store(lunacu_shared<float> to, int pitch, float4 (&x)[TURNS],
+template <int Wide, lunacu_order Order, int Turns>
+LUNACU_INLINE void lunacu_causal_store(lunacu_shared<float> to, int pitch, float4 (&x)[Turns],
                                        const lunacu_causal_rows &m, lunacu_shared<const float> over) {
-  const lunacu_fours own = lunacu_fours_of(WIDE / 4);
+  const lunacu_fours own = lunacu_fours_of(Wide / 4);
   LUNACU_UNROLL
-  for (int t = 0; t < TURNS; t++) x[t] = lunacu_scale4(x[t], m.divided ? over[own.row + t * own.step] : 1.0f);
-  lunacu_store<ORDER>(to, pitch, own, x);
+  for (int t = 0; t < Turns; t++) x[t] = lunacu_scale4(x[t], m.divided ? over[own.row + t * own.step] : 1.0f);
+  lunacu_store<Order>(to, pitch, own, x);
 }
 LUNACU_INLINE void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
                                       const lunacu_causal_chunk &c) {
@@ -3973,26 +3996,26 @@ LUNACU_INLINE void lunacu_causal_over(lunacu_shared<float> over, const lunacu_ca
   if (i < LUNACU_CHUNK) over[i] = i < c.rows ? 1 / (float)lunacu_causal_within(s, c.first + i) : 0;
 }
 
-/* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the
-   same for all, and N columns, by four where there are so many; of the scores 64 x 64, columns 16 apart on and below
-   the diagonal */
+/* A thread's part of a tile of 64 x 16 Count: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the
+   same for all, and Count columns, by four where there are so many; of the scores 64 x 64, columns 16 apart on and
+   below the diagonal */
 LUNACU_INLINE int lunacu_causal_row() { return (int)(threadIdx.x / 16); }
-template <int N> struct lunacu_causal_tile {
+template <int Count> struct lunacu_causal_tile {
   static constexpr bool tensor = false;
-  static constexpr int n = N, wide = 16 * N, rows = 8, scores = 4, columns = N;
+  static constexpr int n = Count, wide = 16 * Count, rows = 8, scores = 4, columns = Count;
   static constexpr lunacu_order lines = LUNACU_PLAIN, steps = LUNACU_PLAIN, turned = LUNACU_TURNED;
   static LUNACU_INLINE int row(int i) { return lunacu_causal_row() + 8 * i; }
   static LUNACU_INLINE int sum_row(int i) { return 8 * lunacu_causal_row() + i; } /* of a state */
   static LUNACU_INLINE int column(int j) {
-    return (int)(threadIdx.x % 16) * (N < 4 ? N : 4) + j / 4 * 64 + j % 4;
+    return (int)(threadIdx.x % 16) * (Count < 4 ? Count : 4) + j / 4 * 64 + j % 4;
   }
   static LUNACU_INLINE int key(int k) { return (int)(threadIdx.x % 16) + 16 * k; }
   static LUNACU_INLINE bool has(int i, int k) { return k <= i / 2; }
 };
 /* by tensor cores: as lunacu_tensor_tile */
-template <int N> struct lunacu_causal_tensor_tile {
+template <int Count> struct lunacu_causal_tensor_tile {
   static constexpr bool tensor = true;
-  static constexpr int n = N, wide = 16 * N, rows = 2, scores = 16, columns = 4 * N;
+  static constexpr int n = Count, wide = 16 * Count, rows = 2, scores = 16, columns = 4 * Count;
   static constexpr lunacu_order lines = LUNACU_LINES, steps = LUNACU_STEPS, turned = LUNACU_TURNED_STEPS;
   static LUNACU_INLINE int row(int i) { return (int)(threadIdx.x / 4) * 2 + i; }
   static LUNACU_INLINE int sum_row(int i) { return row(i); }
@@ -4001,74 +4024,77 @@ template <int N> struct lunacu_causal_tensor_tile {
   static LUNACU_INLINE bool has(int, int) { return true; }
 };
 /* score [8][4] += X Y^T on and below the diagonal and, where there is a state, sum += X S, over `depth` columns of x
-   and y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
-template <int N, int PITCH, int S_PITCH, bool STATE>
-LUNACU_INLINE void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N], lunacu_shared<const float> x,
+   and y [64, Pitch], zeros up to a multiple of 4, and rows of s [., PitchS] */
+template <int Count, int Pitch, int PitchS, bool State>
+LUNACU_INLINE void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][Count], lunacu_shared<const float> x,
                                           lunacu_shared<const float> y, lunacu_shared<const float> s, int depth) {
   const int row = lunacu_causal_row(), column = (int)(threadIdx.x % 16);
   for (int k = 0; k < depth; k += 4) {
-    float yk[4][4], sk[4][N];
+    float yk[4][4], sk[4][Count];
     LUNACU_UNROLL for (int c = 0; c < 4; c++)
-      LUNACU_UNROLL for (int e = 0; e < 4; e++) yk[c][e] = y[(column + 16 * c) * PITCH + k + e];
-    LUNACU_UNROLL for (int e = 0; e < 4 && STATE; e++)
-      LUNACU_UNROLL for (int n = 0; n < N; n++) sk[e][n] = s[(k + e) * S_PITCH + lunacu_causal_tile<N>::column(n)];
+      LUNACU_UNROLL for (int e = 0; e < 4; e++) yk[c][e] = y[(column + 16 * c) * Pitch + k + e];
+    LUNACU_UNROLL for (int e = 0; e < 4 && State; e++)
+      LUNACU_UNROLL for (int n = 0; n < Count; n++)
+        sk[e][n] = s[(k + e) * PitchS + lunacu_causal_tile<Count>::column(n)];
     LUNACU_UNROLL for (int i = 0; i < 8; i++) {
       float xk[4];
-      LUNACU_UNROLL for (int e = 0; e < 4; e++) xk[e] = x[(row + 8 * i) * PITCH + k + e];
+      LUNACU_UNROLL for (int e = 0; e < 4; e++) xk[e] = x[(row + 8 * i) * Pitch + k + e];
       LUNACU_UNROLL for (int e = 0; e < 4; e++) {
         LUNACU_UNROLL for (int c = 0; c <= i / 2; c++) score[i][c] += xk[e] * yk[c][e];
-        LUNACU_UNROLL for (int n = 0; n < N && STATE; n++) sum[i][n] += xk[e] * sk[e][n];
+        LUNACU_UNROLL for (int n = 0; n < Count && State; n++) sum[i][n] += xk[e] * sk[e][n];
       }
     }
   }
 }
-/* sum += (scores o L) Z over the chunk's rows FIRST to FIRST + DEEP: z [DEEP, Z_PITCH] */
-template <int N, int Z_PITCH, int FIRST, int DEEP>
-LUNACU_INLINE void lunacu_causal_apply(float (&sum)[8][N], lunacu_shared<const float> scores,
+/* sum += (scores o L) Z over the chunk's rows First to First + Deep: z [Deep, PitchZ] */
+template <int Count, int PitchZ, int First, int Deep>
+LUNACU_INLINE void lunacu_causal_apply(float (&sum)[8][Count], lunacu_shared<const float> scores,
                                        lunacu_shared<const float> z) {
   const int row = lunacu_causal_row();
-  LUNACU_UNROLL for (int b = FIRST / 8; b < (FIRST + DEEP) / 8; b++)
+  LUNACU_UNROLL for (int b = First / 8; b < (First + Deep) / 8; b++)
     for (int j = 0; j < 8; j += 4) {
-      float zj[4][N];
+      float zj[4][Count];
       LUNACU_UNROLL for (int e = 0; e < 4; e++) {
         LUNACU_UNROLL
-        for (int n = 0; n < N; n++) zj[e][n] = z[(8 * b - FIRST + j + e) * Z_PITCH + lunacu_causal_tile<N>::column(n)];
+        for (int n = 0; n < Count; n++)
+          zj[e][n] = z[(8 * b - First + j + e) * PitchZ + lunacu_causal_tile<Count>::column(n)];
       }
       LUNACU_UNROLL for (int i = b; i < 8; i++) {
         float x[4];
         LUNACU_UNROLL for (int e = 0; e < 4; e++) x[e] = scores[(row + 8 * i) * LUNACU_CAUSAL_PITCH + 8 * b + j + e];
         LUNACU_UNROLL for (int e = 0; e < 4; e++) {
           if (i == b && j + e > row) continue; /* above the diagonal */
-          LUNACU_UNROLL for (int n = 0; n < N; n++) sum[i][n] += x[e] * zj[e][n];
+          LUNACU_UNROLL for (int n = 0; n < Count; n++) sum[i][n] += x[e] * zj[e][n];
         }
       }
     }
 }
 /* a thread's columns of a row: to (+)= factor sum, and 0 from `width` to `end` where nothing is added to */
-template <class T, int N> LUNACU_INLINE void lunacu_causal_write(float *to, const float (&sum)[N], float factor,
-                                                                 int width, int end, bool add, bool vector) {
-  LUNACU_UNROLL for (int n = 0; n < N; n += 4) {
-    const int at = T::column(n);
-    if (N >= 4 && vector && at + 3 < width) {
+template <class Tile, int Count>
+LUNACU_INLINE void lunacu_causal_write(float *to, const float (&sum)[Count], float factor, int width, int end, bool add,
+                                       bool vector) {
+  LUNACU_UNROLL for (int n = 0; n < Count; n += 4) {
+    const int at = Tile::column(n);
+    if (Count >= 4 && vector && at + 3 < width) {
       const float4 old = add ? *(const float4 *)(to + at) : make_float4(0, 0, 0, 0);
-      lunacu_store4(to + at, lunacu_add4(old, lunacu_scale4(lunacu_together(sum + (N >= 4 ? n : 0)), factor)));
+      lunacu_store4(to + at, lunacu_add4(old, lunacu_scale4(lunacu_together(sum + (Count >= 4 ? n : 0)), factor)));
       continue;
     }
-    LUNACU_UNROLL for (int e = 0; e < 4 && n + e < N; e++) {
+    LUNACU_UNROLL for (int e = 0; e < 4 && n + e < Count; e++) {
       if (at + e < width) to[at + e] = (add ? to[at + e] : 0) + factor * sum[n + e];
       else if (at + e < end && !add) to[at + e] = 0;
     }
   }
 }
 
-/* A state is one or two sums Y^T Z [dim, value_dim] of a chunk's rows. Block: chunk, tile of 64 x 16 N, pair */
+/* A state is one or two sums Y^T Z [dim, value_dim] of a chunk's rows. Block: chunk, tile of 64 x 16 Count, pair */
 struct lunacu_causal_pairs {
   lunacu_causal_rows y[2], z[2];
   int64_t dim, value_dim, pairs, masked; /* masked: z's columns are slots */
 };
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+template <class Tile> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
 lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
-  constexpr int wide = T::wide, pitch = wide + 4;
+  constexpr int wide = Tile::wide, pitch = wide + 4;
   LUNACU_SHARED(float, ys, 32 * LUNACU_CAUSAL_PITCH);
   LUNACU_SHARED(float, zs, 32 * pitch);
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
@@ -4080,7 +4106,7 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
       pair = (int)(c.tile / across) / down;
   const int end = p.masked ? lunacu_causal_slots(s, c.batch, value_dim) : value_dim;
   lunacu_causal_rows of_z = p.z[pair];
-  float sum[T::rows][T::columns] = {};
+  float sum[Tile::rows][Tile::columns] = {};
   if (c.last || column >= end) return; /* never read */
   lunacu_causal_over(over, s, c);
   if (s.horizon) {
@@ -4096,24 +4122,25 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
     lunacu_causal_fetch<64>(y, c, p.y[pair], i, row, dim);
     lunacu_causal_fetch<wide>(z, c, of_z, i, column, end);
     __syncthreads();
-    lunacu_causal_store<64, T::steps>(ys, LUNACU_CAUSAL_PITCH, y, p.y[pair], over + i);
-    lunacu_causal_store<wide, T::steps>(zs, pitch, z, of_z, over_z + i);
+    lunacu_causal_store<64, Tile::steps>(ys, LUNACU_CAUSAL_PITCH, y, p.y[pair], over + i);
+    lunacu_causal_store<wide, Tile::steps>(zs, pitch, z, of_z, over_z + i);
     __syncthreads();
-    if constexpr (T::tensor) {
+    if constexpr (Tile::tensor) {
       LUNACU_UNROLL for (int k = 0; k < 32; k += 16)
         lunacu_tensor_steps<false, false, LUNACU_CAUSAL_PITCH, pitch>(sum, ys + k * LUNACU_CAUSAL_PITCH,
                                                                       zs + k * pitch, s.bf16 != 0);
     } else
       for (int k = 0; k < 32; k += 4)  /* a thread's rows of the sum are neighbours */
         LUNACU_UNROLL for (int e = 0; e < 4; e++)
-          lunacu_outer(sum, ys + (k + e) * LUNACU_CAUSAL_PITCH + T::sum_row(0), 4, zs + (k + e) * pitch + T::column(0),
-                       64);
+          lunacu_outer(sum, ys + (k + e) * LUNACU_CAUSAL_PITCH + Tile::sum_row(0), 4,
+                       zs + (k + e) * pitch + Tile::column(0), 64);
   }
   float *to = s.states + c.state * s.size + pair * p.dim * p.value_dim + column;
-  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
-    const int at = row + T::sum_row(i);
+  LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++) {
+    const int at = row + Tile::sum_row(i);
     if (at < dim)
-      lunacu_causal_write<T>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
+      lunacu_causal_write<Tile>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false,
+                                value_dim % 4 == 0);
   }
 }
 
@@ -4125,10 +4152,10 @@ enum lunacu_fades {
 };
 /* The sum of all chunks before it takes the place of a chunk's own. Block: 32 elements of a head's state, a warp for
    every LUNACU_CAUSAL_SCAN chunks */
-template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_kernel(lunacu_causal_span s) {
+template <int Fades> __global__ void __launch_bounds__(1024) lunacu_causal_scan_kernel(lunacu_causal_span s) {
   constexpr int most = LUNACU_CAUSAL_WINDOW / LUNACU_CAUSAL_SCAN * 32;
   LUNACU_SHARED(double, sums, most);
-  LUNACU_SHARED(double, leaves, (FADES ? most : 1));
+  LUNACU_SHARED(double, leaves, (Fades ? most : 1));
   const int64_t scanned = s.size - 2 * s.slots;
   const unsigned blocks = (unsigned)((scanned + 31) / 32), item = blockIdx.x / blocks, lane = threadIdx.x % 32,
       run = threadIdx.x / 32;
@@ -4139,8 +4166,8 @@ template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_
                x[LUNACU_CAUSAL_SCAN];
   const float *from = state;
   const auto left = [&](int k) -> double {
-    if (FADES == LUNACU_FADES_NOT || k >= chunks) return 1;
-    if (FADES == LUNACU_FADES_BEYOND) {
+    if (Fades == LUNACU_FADES_NOT || k >= chunks) return 1;
+    if (Fades == LUNACU_FADES_BEYOND) {
       const int first = ((int)run * LUNACU_CAUSAL_SCAN + k) * LUNACU_CHUNK;
       return lunacu_causal_left(s, lunacu_causal_beyond(s, first, (int)min((int64_t)LUNACU_CHUNK, s.rows - first) - 1));
     }
@@ -4148,32 +4175,32 @@ template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_
     return (double)of[0] + (double)of[s.slots];
   };
   const auto next = [&](double sum, float own, double f) {
-    return FADES == LUNACU_FADES_FORGET ? f * (sum + (double)own) : f * sum + (double)own;
+    return Fades == LUNACU_FADES_FORGET ? f * (sum + (double)own) : f * sum + (double)own;
   };
   double before = 0, sum = 0, all = 1;
   LUNACU_UNROLL for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, from += s.size) x[k] = k < summed ? *from : 0;
   LUNACU_UNROLL for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++) {
     const double f = left(k);
-    sum = FADES ? next(sum, x[k], f) : sum + (double)x[k];
+    sum = Fades ? next(sum, x[k], f) : sum + (double)x[k];
     all *= f;
   }
   sums[threadIdx.x] = sum;
-  if (FADES) leaves[threadIdx.x] = all;
+  if (Fades) leaves[threadIdx.x] = all;
   if (chunks > 0 && !s.begins) before = s.carried[place];
   __syncthreads();
   for (unsigned k = 0; k < run; k++) {
-    if (FADES) before *= leaves[k * 32 + lane];
+    if (Fades) before *= leaves[k * 32 + lane];
     before += sums[k * 32 + lane];
   }
   LUNACU_UNROLL for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, state += s.size) {
     const double f = left(k);
-    if (k < chunks) *state = (float)(FADES == LUNACU_FADES_REVERSE ? f * before : before);
-    before = FADES ? next(before, x[k], f) : before + (double)x[k];
+    if (k < chunks) *state = (float)(Fades == LUNACU_FADES_REVERSE ? f * before : before);
+    before = Fades ? next(before, x[k], f) : before + (double)x[k];
   }
   if (0 < chunks && chunks <= LUNACU_CAUSAL_SCAN && !s.ends) s.carried[place] = before;
 }
 
-/* out (+)= factor (/ t) F(x, y, z), x and y [rows, depth], z and out [rows, width]. Block: chunk, tile of 16 N
+/* out (+)= factor (/ t) F(x, y, z), x and y [rows, depth], z and out [rows, width]. Block: chunk, tile of 16 Count
    columns */
 struct lunacu_causal_product {
   lunacu_causal_rows x, y, z, out;
@@ -4184,86 +4211,87 @@ struct lunacu_causal_product {
 };
 /* On tensor cores an unseen row's weight is 0, so that what is not finite of it must be kept out: it becomes 0 in x,
    and true is the result for some thread */
-template <int TURNS> LUNACU_INLINE bool lunacu_causal_clean(float4 (&x)[TURNS]) {
+template <int Turns> LUNACU_INLINE bool lunacu_causal_clean(float4 (&x)[Turns]) {
   bool any = false;
-  LUNACU_UNROLL for (int t = 0; t < TURNS; t++) {
+  LUNACU_UNROLL for (int t = 0; t < Turns; t++) {
     const float4 v = x[t];
     x[t] = lunacu_finite4(v);
     any = any || x[t].x != v.x || x[t].y != v.y || x[t].z != v.z || x[t].w != v.w;
   }
   return any;
 }
-/* and is added where it is seen: rows FIRST to FIRST + LUNACU_CAUSAL_DEEP of z */
-template <class T, int FIRST>
-LUNACU_INLINE void lunacu_causal_add_unclean(float (&sum)[T::rows][T::columns], lunacu_shared<const float> scores,
+/* and is added where it is seen: rows First to First + LUNACU_CAUSAL_DEEP of z */
+template <class Tile, int First>
+LUNACU_INLINE void lunacu_causal_add_unclean(float (&sum)[Tile::rows][Tile::columns], lunacu_shared<const float> scores,
                                              lunacu_shared<const float> over, const lunacu_causal_chunk &c,
                                              const lunacu_causal_rows &z, int width) {
-  for (int k = FIRST; k < min(c.rows, FIRST + LUNACU_CAUSAL_DEEP); k++) {
+  for (int k = First; k < min(c.rows, First + LUNACU_CAUSAL_DEEP); k++) {
     const float *from = z.at + c.batch * z.batch + c.head * z.head + (c.first + k) * z.row;
-    LUNACU_UNROLL for (int n = 0; n < T::columns; n++) {
-      const float x = T::column(n) < width ? from[T::column(n)] : 0;
+    LUNACU_UNROLL for (int n = 0; n < Tile::columns; n++) {
+      const float x = Tile::column(n) < width ? from[Tile::column(n)] : 0;
       if (fabsf(x) < INFINITY) continue;
-      LUNACU_UNROLL for (int i = 0; i < T::rows; i++)
-        if (T::row(i) >= k)
-          sum[i][n] += scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + k] * x *
+      LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++)
+        if (Tile::row(i) >= k)
+          sum[i][n] += scores[lunacu_line_place(Tile::row(i)) * LUNACU_CAUSAL_PITCH + k] * x *
                        (z.divided ? over[k] : 1.0f);
     }
   }
 }
-/* sum += (scores o L) Z, from the chunk's row FIRST on; the scores take their place in shared memory with the first
+/* sum += (scores o L) Z, from the chunk's row First on; the scores take their place in shared memory with the first
    rows of Z */
-template <class T, int FIRST>
-LUNACU_INLINE void lunacu_causal_apply_from(float (&sum)[T::rows][T::columns],
-                                            const float (&score)[T::rows][T::scores], lunacu_shared<float> scores,
+template <class Tile, int First>
+LUNACU_INLINE void lunacu_causal_apply_from(float (&sum)[Tile::rows][Tile::columns],
+                                            const float (&score)[Tile::rows][Tile::scores], lunacu_shared<float> scores,
                                             lunacu_shared<float> zs, lunacu_shared<const float> over,
                                             const lunacu_causal_chunk &c, lunacu_causal_rows z, int width, bool bf16) {
-  constexpr int wide = T::wide, pitch = wide + 4;
-  if constexpr (FIRST < LUNACU_CHUNK) {
+  constexpr int wide = Tile::wide, pitch = wide + 4;
+  if constexpr (First < LUNACU_CHUNK) {
     float4 v[LUNACU_CAUSAL_TURNS(LUNACU_CAUSAL_DEEP, wide)];
     bool unclean = false;
-    if (FIRST >= c.rows) return;
-    lunacu_causal_fetch<wide>(v, c, z, FIRST, 0, width);
-    if (T::tensor) unclean = lunacu_causal_clean(v);
+    if (First >= c.rows) return;
+    lunacu_causal_fetch<wide>(v, c, z, First, 0, width);
+    if (Tile::tensor) unclean = lunacu_causal_clean(v);
     __syncthreads();
-    LUNACU_UNROLL for (int i = 0; i < T::rows && FIRST == 0; i++) {
-      LUNACU_UNROLL for (int k = 0; k < T::scores; k++)
-        if (T::tensor)
-          scores[lunacu_line_place(T::row(i)) * LUNACU_CAUSAL_PITCH + T::key(k)] = T::key(k) <= T::row(i) ? score[i][k]
-                                                                                                       : 0.0f;
-        else if (T::has(i, k)) scores[T::row(i) * LUNACU_CAUSAL_PITCH + T::key(k)] = score[i][k];
+    LUNACU_UNROLL for (int i = 0; i < Tile::rows && First == 0; i++) {
+      LUNACU_UNROLL for (int k = 0; k < Tile::scores; k++)
+        if (Tile::tensor)
+          scores[lunacu_line_place(Tile::row(i)) * LUNACU_CAUSAL_PITCH + Tile::key(k)] =
+              Tile::key(k) <= Tile::row(i) ? score[i][k] : 0.0f;
+        else if (Tile::has(i, k)) scores[Tile::row(i) * LUNACU_CAUSAL_PITCH + Tile::key(k)] = score[i][k];
     }
-    lunacu_causal_store<wide, T::steps>(zs, pitch, v, z, over + FIRST);
-    if constexpr (T::tensor) {
+    lunacu_causal_store<wide, Tile::steps>(zs, pitch, v, z, over + First);
+    if constexpr (Tile::tensor) {
       unclean = __syncthreads_or(unclean);
       LUNACU_UNROLL for (int k = 0; k < LUNACU_CAUSAL_DEEP; k += 16)
-        if (FIRST + k <= (int)(threadIdx.x / LUNACU_WARP) * 16) /* the warp's rows see some of these */
-          lunacu_tensor_steps<true, false, LUNACU_CAUSAL_PITCH, pitch>(sum, scores + FIRST + k, zs + k * pitch, bf16);
-      if (unclean) lunacu_causal_add_unclean<T, FIRST>(sum, scores, over, c, z, width);
+        if (First + k <= (int)(threadIdx.x / LUNACU_WARP) * 16) /* the warp's rows see some of these */
+          lunacu_tensor_steps<true, false, LUNACU_CAUSAL_PITCH, pitch>(sum, scores + First + k, zs + k * pitch, bf16);
+      if (unclean) lunacu_causal_add_unclean<Tile, First>(sum, scores, over, c, z, width);
     } else {
       __syncthreads();
-      lunacu_causal_apply<T::n, pitch, FIRST, LUNACU_CAUSAL_DEEP>(sum, scores, zs);
+      lunacu_causal_apply<Tile::n, pitch, First, LUNACU_CAUSAL_DEEP>(sum, scores, zs);
     }
-    lunacu_causal_apply_from<T, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, width, bf16);
+    lunacu_causal_apply_from<Tile, First + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, width, bf16);
   }
 }
 /* what rows beyond a horizon leave of the sums before the chunk, and of the rows before them */
-template <class T> LUNACU_INLINE void lunacu_causal_fade(float (&score)[T::rows][T::scores],
-                                                         float (&sum)[T::rows][T::columns], lunacu_shared<float> left,
-                                                         const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
+template <class Tile>
+LUNACU_INLINE void lunacu_causal_fade(float (&score)[Tile::rows][Tile::scores],
+                                      float (&sum)[Tile::rows][Tile::columns], lunacu_shared<float> left,
+                                      const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
   if (threadIdx.x <= LUNACU_CHUNK) left[threadIdx.x] = (float)lunacu_causal_left(s, (int)threadIdx.x);
   __syncthreads();
-  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
-    const int row = T::row(i), beyond = lunacu_causal_beyond(s, c.first, row);
-    LUNACU_UNROLL for (int n = 0; n < T::columns; n++) sum[i][n] *= left[beyond];
-    LUNACU_UNROLL for (int k = 0; k < T::scores; k++) {
-      const int column = T::key(k);
-      if (T::has(i, k) && column < row) score[i][k] *= left[beyond - lunacu_causal_beyond(s, c.first, column)];
+  LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++) {
+    const int row = Tile::row(i), beyond = lunacu_causal_beyond(s, c.first, row);
+    LUNACU_UNROLL for (int n = 0; n < Tile::columns; n++) sum[i][n] *= left[beyond];
+    LUNACU_UNROLL for (int k = 0; k < Tile::scores; k++) {
+      const int column = Tile::key(k);
+      if (Tile::has(i, k) && column < row) score[i][k] *= left[beyond - lunacu_causal_beyond(s, c.first, column)];
     }
   }
 }
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, T::tensor ? 3 : 4)
+template <class Tile> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, Tile::tensor ? 3 : 4)
 lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
-  constexpr int wide = T::wide, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
+  constexpr int wide = Tile::wide, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
   LUNACU_SHARED(float, xs, 2 * LUNACU_CHUNK * pitch); /* x and y, then the scores */
   LUNACU_SHARED(float, zs, deep * z_pitch);           /* the state, then z */
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
@@ -4274,7 +4302,7 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
   const int depth = p.masked == 1 ? lunacu_causal_slots(s, c.batch, all_deep) : all_deep;
   const int width = p.masked == 2 ? lunacu_causal_slots(s, c.batch, all_wide) : all_wide;
   const float *state = s.states + c.state * s.size + p.state;
-  float sum[T::rows][T::columns] = {}, score[T::rows][T::scores] = {};
+  float sum[Tile::rows][Tile::columns] = {}, score[Tile::rows][Tile::scores] = {};
   lunacu_causal_over(over, s, c);
   for (int k = 0; k < depth; k += deep) {
     float4 x[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)], y[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)],
@@ -4287,31 +4315,31 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
     if (!c.begins)
       lunacu_fetch<false>(z, side, 0, 0, p.turned ? lunacu_causal_turned<deep>() : lunacu_fours_of(wide / 4));
     __syncthreads();
-    lunacu_causal_store<deep, T::lines>(xs, pitch, x, p.x, over);
+    lunacu_causal_store<deep, Tile::lines>(xs, pitch, x, p.x, over);
     lunacu_causal_store<deep, LUNACU_PLAIN>(ys, pitch, y, p.y, over);
-    if (!c.begins && p.turned) lunacu_store<T::turned>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
-    else if (!c.begins) lunacu_store<T::steps>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
+    if (!c.begins && p.turned) lunacu_store<Tile::turned>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
+    else if (!c.begins) lunacu_store<Tile::steps>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
     __syncthreads();
-    if constexpr (T::tensor)
+    if constexpr (Tile::tensor)
       for (int e = 0; e < min(depth - k, deep); e += 16) {
         lunacu_tensor_steps<true, true, pitch, pitch>(score, xs + e, ys + e, s.bf16 != 0);
         if (!c.begins) lunacu_tensor_steps<true, false, pitch, z_pitch>(sum, xs + e, zs + e * z_pitch, s.bf16 != 0);
       }
     else if (c.begins)
-      lunacu_causal_multiply<T::n, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
-    else lunacu_causal_multiply<T::n, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
+      lunacu_causal_multiply<Tile::n, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
+    else lunacu_causal_multiply<Tile::n, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
   }
-  if (s.horizon) lunacu_causal_fade<T>(score, sum, left, s, c);
+  if (s.horizon) lunacu_causal_fade<Tile>(score, sum, left, s, c);
   lunacu_causal_rows z = p.z;
   z.at += column;
-  lunacu_causal_apply_from<T, 0>(sum, score, xs, zs, over, c, z, width - column, s.bf16 != 0);
+  lunacu_causal_apply_from<Tile, 0>(sum, score, xs, zs, over, c, z, width - column, s.bf16 != 0);
   float *to = p.out.at + c.batch * p.out.batch + c.head * p.out.head + c.first * p.out.row + column;
-  LUNACU_UNROLL for (int i = 0; i < T::rows; i++) {
-    const int row = T::row(i);
+  LUNACU_UNROLL for (int i = 0; i < Tile::rows; i++) {
+    const int row = Tile::row(i);
     const float factor = p.out.divided ? (float)p.factor * over[row] : (float)p.factor;
     if (row < c.rows)
-      lunacu_causal_write<T>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add,
-                             p.out.vector);
+      lunacu_causal_write<Tile>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add,
+                                p.out.vector);
   }
 }
 
@@ -4464,24 +4492,25 @@ static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse
 }
 
 /* a launch of what a tile of so many columns wants: launch(tile) */
-template <class F> static void lunacu_causal_tiled(const lunacu_causal_sweep &s, int64_t columns, const F &launch) {
+template <class Body> static void lunacu_causal_tiled(const lunacu_causal_sweep &s, int64_t columns,
+                                                      const Body &launch) {
   if (columns <= 16) s.tensor ? launch(lunacu_causal_tensor_tile<1>()) : launch(lunacu_causal_tile<1>());
   else if (columns <= 32) s.tensor ? launch(lunacu_causal_tensor_tile<2>()) : launch(lunacu_causal_tile<2>());
   else s.tensor ? launch(lunacu_causal_tensor_tile<4>()) : launch(lunacu_causal_tile<4>());
 }
-template <int FADES> static void lunacu_causal_scan(const lunacu_causal_sweep &s, const lunacu_causal_span &span) {
+template <int Fades> static void lunacu_causal_scan(const lunacu_causal_sweep &s, const lunacu_causal_span &span) {
   const int64_t runs = lunacu_divide_up(span.chunks, LUNACU_CAUSAL_SCAN),
       blocks = span.items * lunacu_divide_up(span.size - 2 * span.slots, 32);
-  LUNACU_LAUNCH((lunacu_causal_scan_kernel<FADES>), (unsigned)blocks, (unsigned)(32 * runs), 0, s.stream, span);
+  LUNACU_LAUNCH((lunacu_causal_scan_kernel<Fades>), (unsigned)blocks, (unsigned)(32 * runs), 0, s.stream, span);
 }
 /* the states before the window's chunks, of one pair of factors or of two */
 static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
   if (s.chunks == 1) return;
   lunacu_causal_tiled(s, p.value_dim, [&](auto tile) {
-    typedef decltype(tile) T;
-    const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, T::wide);
-    LUNACU_LAUNCH(lunacu_causal_sum_kernel<T>, (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS, 0,
-                  s.stream, s.span, p);
+    typedef decltype(tile) Tile;
+    const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, Tile::wide);
+    LUNACU_LAUNCH(lunacu_causal_sum_kernel<Tile>, (unsigned)(s.span.items * s.span.chunks * tiles),
+                  LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
   });
   if (s.span.slots && s.reverse) lunacu_causal_scan<LUNACU_FADES_REVERSE>(s, s.span);
   else if (s.span.slots) lunacu_causal_scan<LUNACU_FADES_FORGET>(s, s.span);
@@ -4490,9 +4519,9 @@ static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_caus
 }
 static void lunacu_causal_run(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
   lunacu_causal_tiled(s, p.width, [&](auto tile) {
-    typedef decltype(tile) T;
-    const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, T::wide);
-    LUNACU_LAUNCH(lunacu_causal_product_kernel<T>, (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
+    typedef decltype(tile) Tile;
+    const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, Tile::wide);
+    LUNACU_LAUNCH(lunacu_causal_product_kernel<Tile>, (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
   });
 }
 /* --- causal product: in x, y, z; arg: heads. The state is y^T z, or its transpose where that is taller
@@ -4649,7 +4678,7 @@ LUNACU_INLINE bool lunacu_causal_remembers(const lunacu_causal_stream &a, int64_
   for (int j = threadIdx.x; j < dim; j += LUNACU_BLOCK) a.out[row * dim + j] = NAN;
   return false;
 }
-template <bool FORGETS> __global__ void __launch_bounds__(LUNACU_BLOCK)
+template <bool Forgets> __global__ void __launch_bounds__(LUNACU_BLOCK)
 lunacu_causal_stream_kernel(lunacu_causal_stream a) {
   LUNACU_SHARED(double, sums, LUNACU_BLOCK);
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
@@ -4669,7 +4698,7 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
     float *out = a.out + row * dim;
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) {
       const float score = a.s[row * a.slots + j];
-      if constexpr (FORGETS) {
+      if constexpr (Forgets) {
         double *weight = a.weights + item * a.slots + j;
         const double own = (double)expf(lunacu_forget_score(score)) * LUNA_FORGET_SCALE;
         const double total = (first ? 0 : *weight * exp((double)lunacu_forget_gate(a.gates[row * a.slots + j]))) + own;
@@ -4680,7 +4709,7 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
     __syncthreads();
     lunacu_causal_mean(ka, a.slots, dim, slots, first, a.q + row * dim, sums,
                        [&](int i, int j, double mean) {
-                         return mean + (FORGETS ? ((double)k[i] - mean) * room[j] :
+                         return mean + (Forgets ? ((double)k[i] - mean) * room[j] :
                                         ((double)k[i] * room[j] - mean) * share);
                        },
                        [&](int j, double u) { w[j] = (float)(u * a.scale); });
@@ -4688,7 +4717,7 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
     __syncthreads();
     lunacu_causal_mean(av, a.dim, slots, dim, first, w, sums,
                        [&](int i, int j, double mean) {
-                         return mean + (FORGETS ? ((double)v[j] - mean) * room[i] :
+                         return mean + (Forgets ? ((double)v[j] - mean) * room[i] :
                                         (room[i] * (double)v[j] - mean) * share);
                        },
                        [&](int j, double y) { out[j] = (float)y; });
@@ -5218,16 +5247,16 @@ LUNACU_INLINE float lunacu_correction(float beta, uint64_t t) {
    and curvature */
 struct lunacu_moving { float lr, factor, shared[2]; };
 
-/* W elements from i on, and as many of each moment there is */
-template <luna_optimizer_kind kind, int W>
+/* Width elements from i on, and as many of each moment there is */
+template <luna_optimizer_kind kind, int Width>
 LUNACU_INLINE void lunacu_move(const luna_rule &rule, const luna_update &u, const lunacu_moving &s, int64_t i) {
   constexpr int moments = kind == LUNA_OPTIMIZER_SGD ? 1 : kind == LUNA_OPTIMIZER_ADAM ? 2 : 3;
   const bool moving = kind != LUNA_OPTIMIZER_SGD || rule.momentum != 0, coupled = rule.kind != LUNA_OPTIMIZER_ADAMW;
-  float v[W], g[W], m[moments][W] = {}, zero[W] = {};
+  float v[Width], g[Width], m[moments][Width] = {}, zero[Width] = {};
   lunacu_get(u.value + i, v);
   lunacu_get(u.grad + i, g);
   LUNACU_UNROLL for (int q = 0; q < moments && moving; q++) lunacu_get(u.moment[q] + i, m[q]);
-  LUNACU_UNROLL for (int k = 0; k < W; k++) {
+  LUNACU_UNROLL for (int k = 0; k < Width; k++) {
     g[k] = g[k] * s.factor + (coupled ? u.decay * v[k] : 0);
     if constexpr (kind == LUNA_OPTIMIZER_SGD) {
       m[0][k] = rule.momentum * m[0][k] + g[k];
@@ -5431,17 +5460,19 @@ static void lunacu_mix_bytes(luna_graph *g, const void *bytes, size_t size) {
     g->hash ^= g->hash >> 29;
   }
 }
-template <class... A> static void lunacu_mix(luna_graph *g, const A &...a) { (lunacu_mix_bytes(g, &a, sizeof a), ...); }
+template <class... Args> static void lunacu_mix(luna_graph *g, const Args &...a) {
+  (lunacu_mix_bytes(g, &a, sizeof a), ...);
+}
 static void lunacu_mix_tensor(luna_graph *g, const luna_tensor &t) { lunacu_mix(g, t.data, t.grad, t.shape, t.rank); }
 /* notes call(g), all of whose arguments are in it and have been mixed into the hash; or runs it */
-template <class F> static luna_status lunacu_note_call(luna_graph *g, const F &call) {
+template <class Body> static luna_status lunacu_note_call(luna_graph *g, const Body &call) {
   luna_status (*const run)(luna_graph *, lunacu_note *) = [](luna_graph *of, lunacu_note *note) {
-    return (*(const F *)(const void *)(note + 1))(of);
+    return (*(const Body *)(const void *)(note + 1))(of);
   };
   lunacu_mix(g, run);
   lunacu_note *note = lunacu_note_take(g, run, sizeof call);
   if (note) {
-    new (note + 1) F(call);
+    new (note + 1) Body(call);
     return LUNA_OK;
   }
   const luna_status status = lunacu_graph_enter(g);
@@ -5493,8 +5524,8 @@ template <luna_status (*entry)(luna_op *)> struct lunacu_noted<entry> {
     return g && lunacu_note_op(g, run, op) ? LUNA_OK : lunacu_entered<entry>::call(op);
   }
 };
-template <class... A, luna_status (*entry)(luna_ctx *, A...)> struct lunacu_noted<entry> {
-  static luna_status call(luna_ctx *ctx, A... a) {
+template <class... Args, luna_status (*entry)(luna_ctx *, Args...)> struct lunacu_noted<entry> {
+  static luna_status call(luna_ctx *ctx, Args... a) {
     luna_graph *g = lunacu_noting(ctx);
     if (!g) return lunacu_entered<entry>::call(ctx, a...);
     lunacu_mix(g, a...);
@@ -5679,6 +5710,7 @@ static void lunacu_forget(void *self, void *kept) {
    ------------------------------------------------------------------------------------------------------------------ */
 struct lunacu_tables {               /* one a device and mode; luna.h tells them apart by their address */
   luna_backend table[LUNA_CUDA_BF16 + 1][LUNACU_DEVICES];
+  luna_backend none;                 /* of no such device or mode: it only says so */
   lunacu_tables() {
     memset(table, 0, sizeof table);
     for (int math = 0; math <= LUNA_CUDA_BF16; math++)
@@ -5702,9 +5734,10 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->update = lunacu_parts_noted<lunacu_update>;
         b->token = lunacu_token;
         b->forget = lunacu_forget;
-#define LUNACU_OP(NAME, query, name, can) \
-  b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_noted<lunacu_row<lunacu_##name##_forward>>::call, \
-                           lunacu_noted<lunacu_row<lunacu_##name##_backward>>::call, can};
+#define LUNACU_ROW(kind, query, name, can) \
+  b->op[kind] = {lunacu_##query##_query, lunacu_noted<lunacu_row<lunacu_##name##_forward>>::call, \
+                 lunacu_noted<lunacu_row<lunacu_##name##_backward>>::call, can};
+#define LUNACU_OP(NAME, query, name, can) LUNACU_ROW(LUNA_OP_##NAME, query, name, can)
 #define LUNACU_BOTH(NAME, query, name, can) /* by one function */ \
   b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_noted<lunacu_row<lunacu_##name, false>>::call, \
                            lunacu_noted<lunacu_row<lunacu_##name, true>>::call, can};
@@ -5713,7 +5746,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_BOTH(CONCAT, nothing, concat, LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1) /* of all inputs */
         LUNACU_BOTH(EXPAND, expand, expand, LUNA_SETS_GRAD(0))
 #define LUNACU_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) \
-  LUNACU_OP(NAME, elementwise, elementwise, (inputs) | LUNA_EACH_IN_PLACE(cheap))
+  LUNACU_ROW(LUNA_OP_##NAME, elementwise, elementwise, (inputs) | LUNA_EACH_IN_PLACE(cheap))
         LUNA_ELEMENTWISE(LUNACU_EACH)
 #undef LUNACU_EACH
         LUNACU_BOTH(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
@@ -5745,9 +5778,13 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(FEED_FORWARD, feed_forward, feed_forward,
                   LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
         LUNACU_OP(LINEAR_CROSS_ENTROPY, cross_entropy, linear_cross_entropy, LUNA_SETS_GRAD(0))
+#undef LUNACU_ROW
 #undef LUNACU_OP
 #undef LUNACU_BOTH
       }
+    none = table[0][0];
+    none.device = LUNACU_DEVICES + 1;
+    none.open = lunacu_open_none;
   }
 };
 static const lunacu_tables &lunacu_all() {
@@ -5760,7 +5797,8 @@ static luna_cuda_math lunacu_math_of(const luna_ctx *ctx) {
   return at < sizeof lunacu_all().table ? (luna_cuda_math)(at / sizeof lunacu_all().table[0]) : LUNA_CUDA_F32;
 }
 extern "C" const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math) {
-  if (device < 0 || device >= LUNACU_DEVICES || (unsigned)math > LUNA_CUDA_BF16) return NULL;
+  if (device < 0 || device >= LUNACU_DEVICES || (unsigned)math > LUNA_CUDA_BF16)
+    return &lunacu_all().none;
   return &lunacu_all().table[math][device];
 }
 extern "C" const luna_backend *luna_cuda_backend(int device) { return luna_cuda_backend_with(device, LUNA_CUDA_F32); }

@@ -28,6 +28,15 @@ printf '%s\n' '#include "luna.h"' '#define LUNA_IMPLEMENTATION' '#include "luna.
 printf '%s\n' '#include "luna.h"' 'luna_isa which(void);' \
   'int main(void) { return luna_isa_best() == LUNA_ISA_BEST || which() != luna_isa_best(); }' >main.c
 printf '#include "examples/attentions/attentions.h"\n' >attentions.c
+# a user's macros before it, of letters and words that nothing of ours may be called
+for name in A B C D E F G H I J K L M N O P Q R S T U V W X Y Z A_PITCH ADD ALONG BATCH BF16 BLOCK BLOCK_SIZE CHUNK \
+    COLUMNS COLS DEBUG DEEP DEPTH DIM DIV FADES FIRST FORGETS FUNCTION HEADS HEIGHT KEYS LAST LAYERS LINEAR MASK \
+    MATMUL MAX MIN MUL ORDER PACK PITCH ROWS SCALE SENDS SIZE SLOPES STATE STEPS SUB TALL TAPS THREADS TILE TURNS \
+    VOCAB W1 W2 WARP WHOLE WIDE WIDTH; do
+  echo "#define $name @"
+done >capitals.h
+printf '#include "capitals.h"\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >capitals.c
+printf '#include "tests/cuda_host.h"\n#include "capitals.h"\n#include "luna_cuda.cuh"\n' >capitals.cpp
 for source in implementation after static declarations twice main attentions; do cp $source.c $source.cpp; done
 sed -i.old 's/^luna_isa which(void);/extern "C" luna_isa which(void);/' declarations.cpp main.cpp
 
@@ -59,6 +68,7 @@ for c; do
   add "$c -std=c11" "$c -std=c11 $c_strict -fsyntax-only implementation.c"
   add "$c: stdio.h, stdlib.h, time.h before it" "$c -std=c99 $c_strict -c after.c -o $id-after.o"
   few "$c: LUNA_STATIC" "$c -std=c99 $c_strict static.c -o $id-static -lm -lpthread && ./$id-static"
+  few "$c: a user's macros of capital letters" "$c -std=c99 $c_strict -fsyntax-only capitals.c"
   few "$c: declarations alone" "$c -std=c99 $c_strict -c declarations.c -o $id-declarations.o"
   add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
   switches="LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD"
@@ -76,6 +86,8 @@ for c; do
 done
 if [ -z "$TEST_FULL" ] && have g++; then
   few "g++ -std=c++11" "g++ -std=c++11 $cpp_strict -fsyntax-only implementation.cpp"
+  few "g++: a user's macros of capital letters before luna_cuda.cuh" \
+    "g++ -std=c++17 $cpp_strict -Wno-unused-function -fsyntax-only capitals.cpp"
 fi
 for c in g++ clang++; do
   have "$c" || { skipped "$c"; continue; }

@@ -561,9 +561,21 @@ static void check_math(void) {
     CHECK(error <= limit[math] && error >= min[math], "a product in mode %d is off by %.3g", math, error);
     luna_close(ctx);
   }
-  CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3),
-        "an invalid backend exists");
   free(x), free(w), free(exact), free(got);
+}
+
+/* no such device, no such mode: a sentence, not the CPU */
+static void check_no_backend(void) {
+  static const struct { int device, math; } wrong[] = {{16, 0}, {-1, 0}, {0, 3}, {0, -1}};
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+    device d = cuda;
+    d.backend = cuda_backend(wrong[i].device, (cuda_math)wrong[i].math);
+    luna_ctx *ctx = device_open(&d, 1);
+    CHECK(luna_error_status(ctx) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "a device that is not 0 to 15"),
+          "device %d, mode %d: %s", wrong[i].device, wrong[i].math, luna_error(ctx));
+    CHECK(luna_begin_step(ctx) == LUNA_BAD_ARGUMENT && !luna_tensor_new(ctx, NULL, 0, NULL), "it works");
+    luna_close(ctx);
+  }
 }
 
 /* On tensor cores too a row that is not finite reaches no row before it, and all after it. */
@@ -814,6 +826,7 @@ static void check_findings(void) {
 }
 static void check_small(void) {
   cuda.seed = NULL;
+  check_no_backend();
   for (int i = 0; i < OP_CASES; i++)
     if (strcmp(op_cases[i].name, cuda.skip) != 0 && op_case_applies(&op_cases[i], cuda.backend))
       device_case(&cuda, &op_cases[i], 0, false);
@@ -861,6 +874,7 @@ int main(int argc, char **argv) {
     check_clip();
     check_foreign_errors();
     check_strict();
+    check_no_backend();
     check_math();
     check_rounded();
     check_staging();
