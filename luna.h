@@ -6271,9 +6271,8 @@ typedef struct lunai_key_part { const lunai_key *key; int64_t n; bool in_order; 
 /* a tile of a run's queries, and those keys of a part that one of them may see */
 typedef struct lunai_sparse_tile {
   const lunai_sparse *s;
-  const lunai_sparse_run *run;
   const int32_t *row;
-  int64_t first, low, high;             /* first: its number in the run */
+  int64_t low, high;                    /* the least and the greatest row */
   int64_t key;                          /* its first key's number in the part */
   lunai_key_part keys;
   lunai_tile t;
@@ -6295,8 +6294,7 @@ typedef struct lunai_sparse_work {
   const lunai_attention *a;
   char *scratch;
   size_t thread_bytes;
-  int64_t tile, wide;                   /* queries of a tile: whole panels, or a part of one; of keys' gradients: a
-                                           multiple of that */
+  int64_t tile;                         /* queries of a tile: whole panels, or a part of one */
   bool backward, copied;                /* copied: by lists, rows may not follow one another */
   bool shared;                          /* grad_q: by heads, sequences, or with keys or values; or there is none */
   lunai_sparse_part *parts;             /* backward: of this wave */
@@ -6349,9 +6347,7 @@ LUNAI_HOT lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lu
   lunai_sparse_tile q;
   memset(&q, 0, sizeof q);
   q.s = s;
-  q.run = r;
   q.row = r->row + first;
-  q.first = first;
   q.t.width = lunai_min(width, r->width - first);
   lunai_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
   const int64_t low = q.low - s->left, high = q.high + s->right;
@@ -6401,12 +6397,10 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   w->kernels = kernels;
   w->a = a;
   w->backward = backward;
-  w->tile = w->wide = LUNAI_TILE / kernels->nr * kernels->nr;
+  w->tile = LUNAI_TILE / kernels->nr * kernels->nr;
   for (int64_t i = 0; i < a->pattern_count; i++) {
-    if (a->patterns[i].window) {         /* fewer keys outside the windows */
-      w->tile = kernels->nr % 3 ? 16 : 24;
-      w->wide = kernels->nr % 3 ? 32 : 24;
-    }
+    /* fewer keys outside the windows */
+    if (a->patterns[i].window) w->tile = kernels->nr % 3 == 0 ? 24 : backward ? 32 : 16;
     if (a->patterns[i].blocks) w->copied = true;
   }
   w->scratch = at;
@@ -6491,27 +6485,6 @@ LUNAI_HOT void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_spars
     for (int64_t j = 0; j < q->t.depth; j++) mask[j * q->t.step + i] = row[j];
   }
   lunai_tile_pad(&q->t, mask);
-}
-
-/* A narrower tile has `width` of a tile's queries, from i on, and the keys that one of them may see; its scores lie in
-   the tile's, `key` rows and i columns on. */
-LUNAI_HOT lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse_tile *q, int64_t i, int64_t width) {
-  lunai_sparse_tile x = lunai_sparse_tile_of(q->s, q->run, q->keys, q->first + i, lunai_min(width, q->t.width - i));
-  x.t.step = q->t.step;
-  return x;
-}
-/* to = factor X Y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. Y has the
-   tile's keys, and `panels` X from the tile's first query on. */
-LUNAI_HOT void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse_tile *q, float factor,
-                                    lunai_matrix y,
-                                   const float *panels, float *to) {
-  const int64_t width = lunai_max(w->tile, w->kernels->nr);
-  for (int64_t i = 0; i < q->t.width; i += width) {
-    const lunai_sparse_tile x = lunai_sparse_narrower(q, i, width);
-    if (x.t.depth)
-      lunai_tile_product(w->kernels, &x.t, factor, lunai_lines(y, x.key, x.key + x.t.depth), panels + i * y.columns,
-                         to + x.key * x.t.step + i);
-  }
 }
 
 /* the product's B is rows [key, key + depth) of those in `panels` */
@@ -6640,8 +6613,8 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
   if (!finite) kernels->finite_copy(k, m->clean); /* a query may not see it, and 0 * NaN is NaN */
   const lunai_panels values = lunai_panels_of(kernels, finite ? k : lunai_dense(m->clean, n, d), m->values);
-  for (int64_t first = 0; first < r->width; first += w->wide) {
-    const lunai_sparse_tile tile = lunai_sparse_tile_of(s, r, keys, first, w->wide);
+  for (int64_t first = 0; first < r->width; first += w->tile) {
+    const lunai_sparse_tile tile = lunai_sparse_tile_of(s, r, keys, first, w->tile);
     const lunai_tile *t = &tile.t;
     const int64_t key = tile.key, last = key + t->depth;
     const lunai_matrix q = lunai_lines(all, first, first + t->width), g = lunai_lines(grad, first, first + t->width);
@@ -6649,8 +6622,8 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
     if (t->depth == 0) continue;
     lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
     lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
-    lunai_sparse_product(w, &tile, a->scale, lunai_lines(k, key, last), m->score_panels, m->scores);
-    lunai_sparse_product(w, &tile, 1, lunai_lines(v, key, last), m->slope_panels, m->slopes);
+    lunai_tile_product(kernels, t, a->scale, lunai_lines(k, key, last), m->score_panels, m->scores);
+    lunai_tile_product(kernels, t, 1, lunai_lines(v, key, last), m->slope_panels, m->slopes);
     if (mask) lunai_sparse_mask(kernels, &tile, m->mask_row, mask);
     lunai_attention_rows(kernels, a, &s->head, t, tile.row, stats);
     kernels->tile_slopes(t, m->scores, m->slopes, mask, stats);
@@ -6660,13 +6633,9 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
       lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(part->v + key * dv, dv, true), m->product);
     if (a->grad_k)
       lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(part->k + key * d, d, true), m->product);
-    if (!a->grad_q) continue;
-    for (int64_t i = 0; i < t->width; i += w->tile) {
-      const lunai_sparse_tile c = lunai_sparse_narrower(&tile, i, w->tile);
-      lunai_matmul_panels(kernels, a->scale, lunai_scores(&c.t, m->slopes + c.key * t->step + i),
-                          lunai_panels_from(values, key + c.key),
-                          lunai_into(to + (first + i) * to_row, to_row, part->direct));
-    }
+    if (a->grad_q)
+      lunai_matmul_panels(kernels, a->scale, ds, lunai_panels_from(values, key),
+                          lunai_into(to + first * to_row, to_row, part->direct));
   }
 }
 LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
