@@ -5052,7 +5052,7 @@ LUNAI_FN void LUNAI_K(softmax_backward)(int64_t rows, int64_t n, const float *y,
 
 /* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: mean 0, no bias ---- */
 LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
-  const float *x = a->x, *const weight = a->weight, *const bias = a->bias;
+  const float *x = a->x, *const weight = a->weight, *const bias = a->rms ? NULL : a->bias;
   const int64_t n = a->n;
   const bool rms = a->rms;
   float *y = a->y;
@@ -5065,18 +5065,12 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
     const double variance = squares / (double)n - off * off;
     const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
     const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
-    if (rms)
-      for (int64_t i = 0; i < n; i += VF) {
-        const vf v = vf_mul(LUNAI_GET(x), vr);
-        LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
-      }
-    else
-      for (int64_t i = 0; i < n; i += VF) {
-        vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
-        if (weight) v = vf_mul(v, LUNAI_GET(weight));
-        if (bias) v = vf_add(v, LUNAI_GET(bias));
-        LUNAI_PUT(y, v);
-      }
+    for (int64_t i = 0; i < n; i += VF) {
+      vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
+      if (weight) v = vf_mul(v, LUNAI_GET(weight));
+      if (bias) v = vf_add(v, LUNAI_GET(bias));
+      LUNAI_PUT(y, v);
+    }
     if (LUNAI_TRAINS && a->mean) a->mean[row] = (float)((double)center + off);
     if (LUNAI_TRAINS && a->rstd) a->rstd[row] = r;
   }
