@@ -12598,39 +12598,29 @@ LUNAI_FN void lunai_rotary_query(luna_op *op) {
   op->workspace_size = lunai_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
   op->backward_workspace_size = op->workspace_size;
 }
-LUNAI_HOT void lunai_rotary_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_HOT void lunai_rotary_rows_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const lunai_angles a = lunai_angles_of(op);
   const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
   for (int64_t head = first * heads; head < last * heads; head++) {
     const float *s = a.out + head / heads % a.rows * a.d, *c = s + half;
-    const float *x = op->in[0]->data + head * a.d;
-    float *y = op->out[0]->data + head * a.d;
+    const float *x = (back ? op->out[0]->grad : op->in[0]->data) + head * a.d;
+    float *y = (back ? op->in[0]->grad : op->out[0]->data) + head * a.d;
     for (int64_t i = 0; i < half; i++) {
-      y[i] = x[i] * c[i] - x[half + i] * s[i];
-      y[half + i] = x[half + i] * c[i] + x[i] * s[i];
+      const float sine = back ? -s[i] : s[i];
+      const float upper = x[i] * c[i] - x[half + i] * sine, lower = x[half + i] * c[i] + x[i] * sine;
+      y[i] = back ? y[i] + upper : upper;
+      y[half + i] = back ? y[half + i] + lower : lower;
     }
   }
 }
-LUNAI_HOT void lunai_rotary_back(luna_op *op, int64_t first, int64_t last) {
-  const lunai_angles a = lunai_angles_of(op);
-  const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
-  for (int64_t head = first * heads; head < last * heads; head++) {
-    const float *s = a.out + head / heads % a.rows * a.d, *c = s + half;
-    const float *dy = op->out[0]->grad + head * a.d;
-    float *dx = op->in[0]->grad + head * a.d;
-    for (int64_t i = 0; i < half; i++) {
-      dx[i] += dy[i] * c[i] + dy[half + i] * s[i];
-      dx[half + i] += dy[half + i] * c[i] - dy[i] * s[i];
-    }
-  }
-}
+LUNAI_PART_OP(rotary_rows, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 LUNAI_FN luna_status lunai_rotary_forward(luna_op *op) {
   lunai_angles_make(op);
-  return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_rotary_body);
+  return lunai_rotary_rows_forward(op);
 }
 LUNAI_FN luna_status lunai_rotary_backward(luna_op *op) {
   lunai_angles_make(op);
-  return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_rotary_back);
+  return lunai_rotary_rows_backward(op);
 }
 #define LUNAI_CPU_ROTARY LUNAI_CPU_REST(lunai_rotary_query, lunai_rotary_forward, lunai_rotary_backward, 0)
 

@@ -189,9 +189,9 @@ plants("SINUSOIDS", "lunai_angles_block", "s * place[1] + c * place[0]", when=si
 plants("SINUSOIDS", "lunai_angles_block", "(j * half + i)", when=sinusoids, index="(j * half + (i ? i - 1 : 0))")
 plants("SINUSOIDS", "lunai_angles_block", "rows[j * a.d + i]", when=sinusoids,
        order="rows[(from + to - 1 - j) * a.d + i]")
-plants("ROTARY", "lunai_rotary_body", "x[i] * c[i] - x[half + i] * s[i]", sign="x[i] * c[i] + x[half + i] * s[i]")
-plants("ROTARY", "lunai_rotary_body", "x[half + i] * c[i] + x[i] * s[i]", index="x[i] * c[i] + x[half + i] * s[i]")
-plants("ROTARY", "lunai_rotary_body", "head / heads % a.rows", order="(a.rows - 1 - head / heads % a.rows)")
+plants("ROTARY", "lunai_rotary_rows_part", "x[i] * c[i] - x[half + i] * sine", sign="x[i] * c[i] + x[half + i] * sine")
+plants("ROTARY", "lunai_rotary_rows_part", "x[half + i] * c[i] + x[i] * sine", index="x[i] * c[i] + x[half + i] * sine")
+plants("ROTARY", "lunai_rotary_rows_part", "head / heads % a.rows", order="(a.rows - 1 - head / heads % a.rows)")
 
 # ---- losses; of linear cross-entropy the sums go from panel to panel
 for op, more, when in (("CROSS_ENTROPY", "", "!a->sums"), ("LINEAR_CROSS_ENTROPY", " of panels", "a->sums")):
