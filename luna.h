@@ -2759,7 +2759,6 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(void, tile_softmax, (const lunai_tile *t, float *s, const float *mask, float *stats)) \
   T(void, tile_slopes, (const lunai_tile *t, float *s, float *slopes, const float *mask, const float *stats)) \
   R(void, tile_hide, (int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x)) \
-  K(bool, finite_copy, (lunai_matrix x, float *y)) \
   R(void, attention_merge, (lunai_matrix part, const float *stats, float *state, float *out, int64_t out_row)) \
   R(void, attention_finish, (int64_t width, int64_t dim, float *state, float *out, int64_t out_row)) \
   R(void, unpack_softmax, (const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows)) \
@@ -5720,22 +5719,6 @@ LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, const lunai_tile *t, int64_t fro
     }
 }
 
-/* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
-   be NaN. */
-LUNAI_FN bool LUNAI_K(finite_copy)(lunai_matrix x, float *y) {
-  const vf max = vf_set(INFINITY);
-  const int64_t n = x.columns;
-  vf nonfinite = vf_zero();
-  for (int64_t i = 0; i < x.rows; i++)
-    for (int64_t j = 0; j < n; j += VF) {
-      const vf v = LUNAI_K(get)(x.at + i * x.row + j, n - j);
-      const vm finite = vf_lt(vf_abs(v), max);
-      LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
-      nonfinite = vf_select(finite, nonfinite, vf_set(1));
-    }
-  return vf_hmax(nonfinite) > 0;
-}
-
 /* merges a block's partial result into that of the blocks before it */
 LUNAI_FN void LUNAI_K(attention_merge)(lunai_matrix part, const float *stats, float *state, float *out,
                                        int64_t out_row) {
@@ -5943,7 +5926,16 @@ LUNAI_HOT void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attenti
   lunai_tile_pad(t, mask);
 }
 
-/* adds what finite_copy left out of V to the rows of S V that see it: row i sees V's row j where i >= j - seen */
+/* x with 0 for NaN and Inf, in y. A weight of 0 then masks them, where 0 * NaN would be NaN. */
+LUNAI_FN lunai_matrix lunai_finite_copy(lunai_matrix x, float *y) {
+  for (int64_t i = 0; i < x.rows; i++)
+    for (int64_t j = 0; j < x.columns; j++) {
+      const float v = x.at[i * x.row + j];
+      y[i * x.columns + j] = lunai_is_finite(v) ? v : 0;
+    }
+  return lunai_dense(y, x.rows, x.columns);
+}
+/* adds what that left out of V to the rows of S V that see it: row i sees V's row j where i >= j - seen */
 LUNAI_HOT void lunai_add_infinite(lunai_matrix s, lunai_matrix v, int64_t seen, lunai_out out) {
   for (int64_t j = 0; j < s.columns; j++)
     for (int64_t c = 0; c < v.columns; c++) {
@@ -5974,8 +5966,8 @@ typedef struct lunai_attention_block {
   int64_t first, last;               /* the queries */
   int64_t key, depth;                /* its first key, and how many of its keys the last query sees */
   lunai_matrix k, v, values;
-  bool edge;                         /* some query does not see some key: what is not finite in values is 0 there */
-  bool nonfinite;                    /* something was not finite */
+  bool edge;                         /* some query does not see some key, */
+  bool nonfinite;                    /* and something in values was not finite, which is 0 there */
   bool copied;                       /* several tiles read values: they lie in panels */
 } lunai_attention_block;
 /* false: the queries see none of it */
@@ -5993,9 +5985,9 @@ LUNAI_FN bool lunai_attention_meet(const lunai_attention_work *w, const lunai_at
   b->v = lunai_strided(a->v + head->v + b->key * a->v_row, b->depth, a->value_dim, a->v_row);
   b->values = w->backward ? b->k : b->v;
   b->edge = a->causal && b->key + b->depth > first + 1;
-  b->nonfinite = b->edge && kernels->finite_copy(b->values, m->clean);
-  if (b->edge) b->values = lunai_dense(m->clean, b->depth, b->values.columns);
-  b->copied = !b->edge && last - first > LUNAI_TILE;
+  b->nonfinite = b->edge && !kernels->all_finite(b->values);
+  if (b->nonfinite) b->values = lunai_finite_copy(b->values, m->clean);
+  b->copied = last - first > LUNAI_TILE;
   if (b->copied) lunai_panels_of(kernels, b->values, m->values);
   return true;
 }
@@ -6456,7 +6448,7 @@ LUNAI_HOT void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_spars
         if (!lunai_sparse_sees(s, q->row[i], key)) x[i] = value;
   }
 }
-/* adds what finite_copy left out of V to the queries that see it */
+/* adds what lunai_finite_copy left out of V to the queries that see it */
 LUNAI_HOT void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *scores, lunai_matrix v, lunai_out part) {
   for (int64_t j = 0; j < q->t.depth; j++)
     for (int64_t c = 0; c < v.columns; c++) {
@@ -6506,8 +6498,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_a
     const lunai_matrix k = lunai_listed(list, a->k + s->head.k, d, a->k_row, m->k);
     const lunai_matrix v = lunai_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
     const bool finite = kernels->all_finite(v);
-    if (!finite) kernels->finite_copy(v, m->clean);
-    const lunai_panels values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
+    const lunai_panels values = lunai_panels_of(kernels, finite ? v : lunai_finite_copy(v, m->clean), m->values);
     for (int64_t first = 0; first < r->width; first += w->tile) {
       const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, keys, first, w->tile);
       const int64_t last = q.key + q.t.depth, tile = first / w->tile;
@@ -6605,8 +6596,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
-  if (!finite) kernels->finite_copy(k, m->clean); /* a query may not see it, and 0 * NaN is NaN */
-  const lunai_panels values = lunai_panels_of(kernels, finite ? k : lunai_dense(m->clean, n, d), m->values);
+  const lunai_panels values = lunai_panels_of(kernels, finite ? k : lunai_finite_copy(k, m->clean), m->values);
   for (int64_t first = 0; first < r->width; first += w->tile) {
     const lunai_sparse_tile tile = lunai_sparse_tile_of(s, r, keys, first, w->tile);
     const lunai_tile *t = &tile.t;
@@ -7886,13 +7876,11 @@ LUNAI_HOT void lunai_causal_factors(const lunai_causal_chunk *c, float factor, d
    buffer[1]. */
 LUNAI_FN void lunai_causal_bracket(const lunai_causal_chunk *c, float alpha, lunai_matrix x, lunai_matrix state,
                                    lunai_matrix z, lunai_out out) {
-  float *buffer = c->buffer[1];
   const bool clean = c->kernels->all_finite(z);
-  if (!clean) c->kernels->finite_copy(z, buffer);
   out.add = !c->begins;
   if (!c->begins)
     lunai_matmul(c->kernels, 1, lunai_chunk_rows(c, false, x), state, lunai_into(out.at, out.row, false), c->panels);
-  lunai_causal_apply(c, alpha, clean ? z : lunai_dense(buffer, c->rows, z.columns), out);
+  lunai_causal_apply(c, alpha, clean ? z : lunai_finite_copy(z, c->buffer[1]), out);
   if (!clean) lunai_add_infinite(lunai_strided(c->scores, c->rows, c->rows, LUNAI_CHUNK), z, 0, out);
 }
 /* out = diag(factor / t) [before X M + scores Z]; the last addition removes the sign of a zero */
