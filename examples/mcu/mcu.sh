@@ -154,6 +154,8 @@ for name in $boards; do
         fi
         set -- $(sizes "$folder/model.o")
         printf "$row" $name $kind "$compiler${level#O}" "$1" "$2" "$state" "$stack" $((state + stack)) "$count" "$each"
+        [ $compiler$level != gccOs ] || { [ "$1" -le 5000 ] && [ $((state + stack)) -le 12000 ]; } ||
+          fails "$folder: more than 5000 bytes of code or 12000 of RAM"
       done
     done
   done
