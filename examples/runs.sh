@@ -4,11 +4,11 @@
 #
 #   examples/runs.sh DATA FOLDER [PATTERN ...]     runs what matches a pattern ("text-luna16-*"), or everything
 #
-# DATA has imdb.tsv (a label, a tab and a review a line), cifar.bin (gray), shakespeare.txt and the archives' .ts files,
-# as NAME.train.ts. Each run takes one thread at the lowest priority and leaves FOLDER/NAME.log, whose last line says
-# "ended 0". Runs that have ended are left out, and those that keep checkpoints go on from their last
-# one, so that the script may be stopped and called again, or called twice for two cores. While `make bench` or
-# `make compare` measures, which /tmp/luna.timing.lock (in TMPDIR) says, the runs stand still.
+# DATA has imdb.tsv (a label, a tab and a review a line), cifar.bin (gray), shakespeare.txt, Multi30k's train.en and
+# train.de, and the archives' .ts files, as NAME.train.ts. Each run takes one thread at the lowest priority and leaves
+# FOLDER/NAME.log, whose last line says "ended 0". Runs that have ended are left out, and those that keep checkpoints go
+# on from their last one, so that the script may be stopped and called again, or called twice for two cores. While
+# `make bench` or `make compare` measures, which /tmp/luna.timing.lock (in TMPDIR) says, the runs stand still.
 build=${BUILD:-build} data=$1 out=$2 lock=${TMPDIR:-/tmp}/luna.timing.lock
 [ $# -ge 2 ] && [ -d "$data" ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
 shift 2
@@ -36,11 +36,12 @@ runs() {
   echo "pathfinder-easy-long-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8" \
     "--lr 2e-3 --warmup 200 --batch 32 --steps 24000 --products bf16 --seed 1 --save-every 200"
   for seed in 1 2; do
-    echo "mlm-$seed mlm pretrain $out/reviews.txt --window 512 --batch 8 --steps 8000 --products bf16 --seed $seed"
+    echo "mlm-$seed mlm pretrain $out/reviews.txt --window 128 --steps 8000 --products bf16 --seed $seed"
     for rows in 100 1000 10000; do
       echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $out/tune.tsv --valid $out/test.tsv --rows $rows" \
-        "--window 512 --steps $((rows / 5 + 400)) --products bf16 --seed $seed"
+        "--steps $((rows / 5 + 400)) --products bf16 --seed $seed"
     done
+    echo "translate-$seed translate train $data/train.en $data/train.de --products bf16 --seed $seed"
   done
   for fold in 1 2 3 4 5; do
     for forget in no gated; do

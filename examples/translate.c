@@ -20,8 +20,8 @@
 
 static struct settings set = {
   .out = "translate.safetensors",
-  .steps = 6000, .batch = 64, .lr = 2e-3,
-  .layers = 3, .dim = 128, .heads = 4, .memory = 16, .ffn = 512, .dropout = 0.1,
+  .steps = 16000, .batch = 64, .lr = 2e-3,
+  .layers = 3, .dim = 128, .heads = 4, .memory = 16, .ffn = 512, .dropout = 0.2,
   .seed = 1
 };
 static struct { int64_t vocab, longest, beam; double length; } own =
@@ -280,12 +280,14 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
     .vocab = d->v.end + 1, .share_embeddings = true,
     .encoder = { .layers = set.layers,
                  .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
-                            .dropout = (float)set.dropout, .attention_dropout = (float)set.dropout } }
+                            .pre_norm = true, .forget = LUNA_FORGET_GATED, .dropout = (float)set.dropout,
+                            .attention_dropout = (float)set.dropout } }
   };
   if (luna_seq2seq_init(&model, params, &config) != LUNA_OK || keep_vocab(params, &d->v) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .beta2 = 0.98f, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_INVERSE_SQRT, .warmup = set.steps < 4000 ? set.steps / 10 : 400 } });
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 4000 ? set.steps / 10 : 400,
+                  .total = set.steps } });
   if (!adam) return failed(ctx);
   printf("%lld pairs to learn from, %lld to validate on; %d tokens, %lld parameters\n", (long long)(d->count - held),
          (long long)held, (int)d->v.end + 1, (long long)luna_params_element_count(params));

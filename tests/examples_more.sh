@@ -21,7 +21,7 @@ awk 'BEGIN { split("null eins zwei drei vier fünf sechs sieben acht neun", de)
     print s > "en"; print t > "de"; print s "\t" t > "pairs.tsv" } }'
 head -n 40 en >short.en
 head -n 40 de >short.de
-check "train succeeds" run train en de --out a.safetensors --plot a.svg --steps 300 --batch 32 --lr 0.01 --vocab 400 \
+check "train succeeds" run train en de --out a.safetensors --plot a.svg --steps 500 --batch 32 --lr 0.01 --vocab 400 \
   --dropout 0 $small
 check "plain lines when the output is no terminal" [ "$(grep -c '^step .* loss .* tokens/s .* left$' out)" -ge 10 ]
 check "it validates as it goes" [ "$(grep -c '^step .*: validation loss .* perplexity' out)" = 10 ]
