@@ -10355,8 +10355,8 @@ LUNAI_FN void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list va
   lunai_format(sentence, sizeof sentence, lunai_sentence_of((luna_error_id)id), values);
   lunai_report(ctx, newest, (luna_error_id)id, (luna_status)lunai_statuses[id], sentence);
 }
-/* tells options.log of what is no failure, and seldom meant */
-LUNAI_FN void lunai_tell(const luna_ctx *ctx, const char *format, ...) {
+/* A sentence to options.log: what is no failure, but seldom meant. */
+LUNAI_FN void lunai_note(const luna_ctx *ctx, const char *format, ...) {
   char sentence[sizeof ctx->error];
   va_list values;
   va_start(values, format);
@@ -10416,7 +10416,7 @@ LUNAI_INLINE void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, lun
   (void)newest; (void)id; (void)sentence;
   ctx->status = status;
 }
-LUNAI_INLINE void lunai_tell(const luna_ctx *ctx, const char *format, ...) { (void)ctx; (void)format; }
+LUNAI_INLINE void lunai_note(const luna_ctx *ctx, const char *format, ...) { (void)ctx; (void)format; }
 LUNAI_INLINE void lunai_print(char *out, size_t room, const char *format, ...) { (void)room; (void)format; *out = 0; }
 #endif
 /* A check that fails says why and is false: in calls that give tensors, and in those that give a status. refused: after
@@ -13810,7 +13810,7 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->reported = now.skipped;
   ctx->unread = false;
   if (skipped)
-    lunai_tell(ctx, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite or too "
+    lunai_note(ctx, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite or too "
                "large", (int64_t)now.skipped, (int64_t)now.step);
 }
 
@@ -15809,8 +15809,8 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
 }
 
 /* A loss that is 0 because all is ignored looks like a perfect one. */
-LUNAI_FN void lunai_tell_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
-  if (lunai_computes(ctx)) lunai_tell(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
+LUNAI_FN void lunai_log_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
+  if (lunai_computes(ctx)) lunai_note(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
 }
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */
 LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const int32_t *labels,
@@ -15833,7 +15833,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     counted += !ignored;
   }
   if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
-  if (counted == 0) lunai_tell_ignored(ctx, s->name, "labels", rows);
+  if (counted == 0) lunai_log_ignored(ctx, s->name, "labels", rows);
   s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
@@ -15966,7 +15966,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   if (!given) return false;
   for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
   if (!lunai_rank_count(values->ctx, name, &counted)) return false;
-  if (counted == 0) lunai_tell_ignored(values->ctx, name, "targets", count);
+  if (counted == 0) lunai_log_ignored(values->ctx, name, "targets", count);
   t->given = given;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
@@ -16803,9 +16803,9 @@ LUNAI_FN bool lunai_features_fit_in(const luna_input_layer *layer, const luna_in
   }
   return true;
 }
-/* Tells of a training on features that are far from 1, as means and deviations were forgotten. It is told once, at the
-   first numbers: from then on it is taken as meant. */
-LUNAI_FN void lunai_tell_unfitted(const luna_input_layer *layer, const luna_input *input) {
+/* Notes once that a training begins on features far from 1, whose means and deviations were forgotten: from then on
+   they are taken as meant. */
+LUNAI_FN void lunai_log_unfitted(const luna_input_layer *layer, const luna_input *input) {
   luna_ctx *ctx = layer->mean->ctx;
   const int64_t k = layer->mean->shape[0];
   const bool host = !lunai_on_device(ctx);
@@ -16822,13 +16822,13 @@ LUNAI_FN void lunai_tell_unfitted(const luna_input_layer *layer, const luna_inpu
   if (size == 0) return;
   layer->scale->own->given = true;
   if (size < 0.1 || size > 10)
-    lunai_tell(ctx, "luna_input_layer_forward: features whose root mean square is %f are read as they are, since their "
+    lunai_note(ctx, "luna_input_layer_forward: features whose root mean square is %f are read as they are, since their "
                "means and deviations were never set: call luna_input_layer_fit on training data", size);
 }
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
   if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward") ||
       !lunai_features_fit_in(layer, input)) return NULL;
-  lunai_tell_unfitted(layer, input);
+  lunai_log_unfitted(layer, input);
   const luna_scope scope = luna_scope_begin(layer->mean->ctx);
   luna_tensor *x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
   luna_tensor *present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -17310,11 +17310,13 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t 
   return lunai_merge_heads(luna_ratio(luna_matmul(lunai_split_heads(q, heads), y, false, false)));
 }
 
-/* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
+/* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c]. The last window is filled up to w;
+   where it is the only one it need not be: w, from max_length, may be far beyond n. */
 LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k,
                                     const int32_t *lengths) {
   const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2];
-  const int64_t w = lunai_window(c, k), windows = lunai_divide_up(n, w), rest = windows * w - n;
+  const int64_t w = lunai_window(c, k), windows = lunai_divide_up(n, w);
+  const int64_t size = windows == 1 ? n : w, rest = windows * size - n;
   const float fill = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -3.402823466e+38f : 0;
   if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) {
     x = luna_matmul(luna_mask(x, lengths), luna_slice(luna_slice(e, 0, 0, k), 1, 0, n), true, true);
@@ -17327,10 +17329,10 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
   }
   if (x && (lengths || rest > 0) &&
       (lengths = lunai_lengths(x->ctx, lengths, batch, n, 1, INT32_MAX)) == NULL) return NULL;
-  x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
+  x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, size, width);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
-  if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_mean(x, 2);
-  return lunai_reshape(luna_matmul(x, luna_slice(e, 1, 0, w), true, true), 3, batch, windows, width, 1);
+  if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_scale(luna_sum(x, 2), 1.0f / (float)w);
+  return lunai_reshape(luna_matmul(x, luna_slice(e, 1, 0, size), true, true), 3, batch, windows, width, 1);
 }
 
 /* Linformer: heads [first, first + heads), which share one k */
@@ -19658,7 +19660,7 @@ LUNAI_FN void lunai_training_products(const luna_ctx *ctx, const lunai_st *st) {
   lunai_st_text text;
   const int before = lunai_st_meta(st, LUNAI_PRODUCTS, &text) && lunai_st_equal(text, "bf16");
   if (before != own)
-    lunai_tell(ctx, "%s: the run in %s had products in %s, and goes on in %s (options.products)", ctx->call,
+    lunai_note(ctx, "%s: the run in %s had products in %s, and goes on in %s (options.products)", ctx->call,
                lunai_file_name(ctx), names[before], names[own]);
 }
 LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st) {

@@ -90,7 +90,7 @@ static void check_naive(luna_attention_layer_config config, bool cross, bool len
   luna_attention_layer layer;
   char where[160];
   config.dim = DIM, config.heads = HEADS;
-  config.linformer.max_length = KEYS;
+  if (config.linformer.max_length == 0) config.linformer.max_length = KEYS;
   CHECK(luna_attention_layer_init(&layer, params, "attention.", &config) == LUNA_OK, "%s: %s", what, luna_error(ctx));
   common_params(params, 63);
   if (config.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE && config.kind == LUNA_ATTENTION_LINFORMER)
@@ -212,8 +212,7 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
 }
 static void check_naives(void) {
   static const char *const projections[] = {"linear", "mean", "max", "convolution"},
-      *const sharings[] = {"headwise", "key-value",
-                                                                                                          "layerwise"};
+      *const sharings[] = {"headwise", "key-value", "layerwise"};
   char what[100];
   for (int i = 0; i < 4; i++) { /* cross or not, lengths or not */
     luna_attention_layer_config config = {0};
@@ -231,6 +230,11 @@ static void check_naives(void) {
           snprintf(what, sizeof what, "Linformer, %s, %s%s", projections[projection], sharings[sharing],
                    taper ? ", k by head" : "");
           check_naive(config, i & 1, i & 2, what);
+          if (projection == LUNA_LINFORMER_PROJECTION_LINEAR || sharing == LUNA_LINFORMER_SHARING_LAYERWISE) continue;
+          config.linformer.max_length = 8 * KEYS; /* one window, which the keys fill to a half at most */
+          snprintf(what, sizeof what, "Linformer, %s, a long window", projections[projection]);
+          check_naive(config, i & 1, i & 2, what);
+          config.linformer.max_length = 0;
         }
   }
 }
