@@ -60,7 +60,7 @@ static void print_stages(void) {
 /* ---- an allocator that knows how large the input is: no allocation may be out of proportion. An inference that needs
    a second chunk asks for one of about 8 times what is in use and touches little of it. ---- */
 #define MOST_ONCE(input) (((size_t)1 << 20) + 64 * (input))
-#define MOST_IN_ALL(input) (((int64_t)64 << 20) + 256 * (int64_t)(input))
+#define MOST_IN_ALL(input) (((int64_t)32 << 20) + 256 * (int64_t)(input))
 typedef struct heap {
   int64_t live;
   size_t input;
