@@ -12867,9 +12867,11 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
   /* of keys that are cut over ranks a row is a key, of queries all its keys */
-  op->own->dropout = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys),
-                                      op->out[0]->own->part ? a->keys : 1);
-  a->own = &op->own->dropout;
+  if (op->own) {                     /* a stream's recorded op has none, and no dropout */
+    op->own->dropout = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys),
+                                        op->out[0]->own->part ? a->keys : 1);
+    a->own = &op->own->dropout;
+  }
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
@@ -14133,7 +14135,10 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
   b->part[1].used = used;
   if (LUNAI_RECORDS(b)) {
     if (b->count == b->room) return lunai_op_no_memory(s, sizeof *op);
-    if (b->ops) b->ops[b->count] = *op;
+    if (b->ops) {
+      b->ops[b->count] = *op;
+      b->ops[b->count].own = NULL;   /* it lies in `s`, which ends before the op is run again */
+    }
     b->count++;
   }
   const luna_status status = lunai_computes(op->ctx) ? functions->forward(op) : LUNA_OK;

@@ -425,6 +425,8 @@ static void pair_check(const pair *p) {
     CHECK(y[0] && y[1] && memcmp(y[0], y[1], (size_t)(p->batch * p->outputs) * sizeof(float)) == 0,
           "%s %d, batch %d: the logits of step %d have other bits", p->what, p->kind, (int)p->batch, (int)t);
     CHECK(n > 1 || p->s[0]->bump.count > 0, "%s %d: step %d is not recorded", p->what, p->kind, (int)t);
+    for (size_t i = 0; i < p->s[0]->bump.count; i++)
+      CHECK(!p->s[0]->bump.ops[i].own, "%s %d: a recorded op points to what its call has left", p->what, p->kind);
     free(tokens), free(features);
   }
   for (int i = 0; i < 2; i++) {
