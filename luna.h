@@ -5190,7 +5190,7 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const int64_t n = a->columns;
   for (int64_t row = 0; row < a->rows; row++) {
     const float *logits = a->logits + row * a->logits_row, *next = row + 1 < a->rows ? logits + a->logits_row : logits;
-    float *grad = a->grad + row * a->grad_row;
+    float *grad = lunai_offset(a->grad, row * a->grad_row); /* null where there are no classes */
     const int64_t label = a->labels[row] - a->first;
     const vf total = vf_set(a->lse[row]);
     if (a->labels[row] < 0) {

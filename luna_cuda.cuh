@@ -310,7 +310,7 @@ static inline void lunacu_nothing_query(luna_op *op) { (void)op; }
 /* `floats` floats from *at on, in multiples of 256 bytes; with *at starting at null, *at counts bytes */
 static inline float *lunacu_take(char **at, int64_t floats) {
   float *start = (float *)*at;
-  *at += ((size_t)floats * sizeof(float) + 255) / 256 * 256;
+  *at = (char *)((uintptr_t)*at + ((size_t)floats * sizeof(float) + 255) / 256 * 256);
   return start;
 }
 
@@ -3640,7 +3640,7 @@ LUNACU_INLINE void lunacu_unpack_get(const lunacu_unpack_line &l, const float *f
 /* P = softmax(S + bias), dropped; and where G is given dS = P (G, dropped - the sum of P times that), in its place */
 template <bool Slopes> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
   const lunacu_unpack_line l = lunacu_unpack_line_of(u, w, lanes);
-  float *s = u.p + l.at, *g = u.g + l.at, top = -INFINITY, sum = 0, mean = 0, p[4], slope[4];
+  float *s = u.p + l.at, *g = Slopes ? u.g + l.at : NULL, top = -INFINITY, sum = 0, mean = 0, p[4], slope[4];
   for (int j = l.lane; j < l.real; j += 4 * lanes) {
     lunacu_unpack_get(l, s, l.bias, j, -INFINITY, p);
     top = fmaxf(top, fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3])));
@@ -4301,7 +4301,6 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
   const int column = (int)c.tile * wide, all_deep = (int)p.depth, all_wide = (int)p.width;
   const int depth = p.masked == 1 ? lunacu_causal_slots(s, c.batch, all_deep) : all_deep;
   const int width = p.masked == 2 ? lunacu_causal_slots(s, c.batch, all_wide) : all_wide;
-  const float *state = s.states + c.state * s.size + p.state;
   float sum[Tile::rows][Tile::columns] = {}, score[Tile::rows][Tile::scores] = {};
   lunacu_causal_over(over, s, c);
   for (int k = 0; k < depth; k += deep) {
@@ -4309,11 +4308,13 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
         z[LUNACU_CAUSAL_TURNS(deep, wide)];
     lunacu_causal_fetch<deep>(x, c, p.x, 0, k, depth);
     lunacu_causal_fetch<deep>(y, c, p.y, 0, k, depth);
-    const lunacu_side side = p.turned ?
-        lunacu_side{state + column * all_deep + k, all_deep, width - column, depth - k, INT32_MAX, all_deep % 4 == 0} :
-        lunacu_side{state + k * all_wide + column, all_wide, depth - k, width - column, INT32_MAX, all_wide % 4 == 0};
-    if (!c.begins)
+    if (!c.begins) {
+      const float *m = s.states + c.state * s.size + p.state;
+      const lunacu_side side = p.turned ?
+          lunacu_side{m + column * all_deep + k, all_deep, width - column, depth - k, INT32_MAX, all_deep % 4 == 0} :
+          lunacu_side{m + k * all_wide + column, all_wide, depth - k, width - column, INT32_MAX, all_wide % 4 == 0};
       lunacu_fetch<false>(z, side, 0, 0, p.turned ? lunacu_causal_turned<deep>() : lunacu_fours_of(wide / 4));
+    }
     __syncthreads();
     lunacu_causal_store<deep, Tile::lines>(xs, pitch, x, p.x, over);
     lunacu_causal_store<deep, LUNACU_PLAIN>(ys, pitch, y, p.y, over);

@@ -323,7 +323,8 @@ typedef struct contents { const metadata *pairs; const source *sources; int pair
 static void put_contents(lunai_st_writer *w, const void *what) {
   const contents *c = (const contents *)what;
   for (int i = 0; i < c->pair_count; i++) lunai_st_put_pair(w, c->pairs[i].key, c->pairs[i].value);
-  for (const source *s = c->sources; s < c->sources + c->source_count; s++) {
+  for (int i = 0; i < c->source_count; i++) {
+    const source *s = &c->sources[i];
     luna_tensor like;
     memset(&like, 0, sizeof like);
     like.rank = s->rank;
