@@ -32,7 +32,7 @@
 static struct settings set = { .memory = 16, .seed = 1, .validations = 20 };
 static struct {
   const char *data, *valid, *svg, *begin;
-  int64_t settings, quick, hidden, longest, positions, warmup, decay, difficulty, data_seed, count;
+  int64_t settings, quick, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
   double weight_decay, attention_dropout, growing;
 } own = { .difficulty = 2, .data_seed = 1, .count = 3 };
 
@@ -65,6 +65,7 @@ static const flag flags[] = {
   { "--pooling", "tp", CHOICE(set.pooling, POOLING_NAMES), "what the class is read from" },
   { "--dropout", "tp", REAL(set.dropout, 0, 0.95), "probability" },
   { "--attention-dropout", "tp", REAL(own.attention_dropout, 0, 0.95), "probability" },
+  { "--mirror", "tp", SWITCH(own.mirror), "image: half of those to learn from are mirrored, by chance" },
   { "--difficulty", "tps", CHOICE(own.difficulty, DIFFICULTY_NAMES), "of pathfinder: a contour of 6, 9 or 14 paddles" },
   { "--data-seed", "tps", WHOLE(own.data_seed, 0, 9e15), "of what is generated" },
   { "--count", "s", WHOLE(own.count, 1, 1e6), "samples" },
@@ -110,6 +111,7 @@ static path describe(void) {
     const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
     const bool elsewhere = w == &set.seed || w == &set.validations ||
                            (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
+                           (w == &own.mirror && data.task != &tasks[IMAGE]) ||
                            (f->real == &own.growing && data.task != &tasks[LISTOPS] &&
                             data.task != &tasks[PATHFINDER]);
     char value[40];
@@ -466,6 +468,7 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
   const int64_t every = set.steps < 100 ? 1 : set.steps / 100; /* steps of a row of the curve */
   while (bar.step < set.steps && !interrupted) {
     const int64_t filled = bar.step / POOL * POOL;         /* the same after --resume, whatever step that is from */
+    data.step = filled, data.mirrored = own.mirror ? s->training : 0;
     data.grown = own.growing > 0 ? (double)filled / (own.growing * (double)set.steps) : 1;
     batch b = batch_random(s, bar.step);
     if (redraw(bar.step)) return 2;
@@ -555,6 +558,7 @@ static int train(luna_ctx *ctx, const char **words) {
   samples s;
   int64_t begin = 0;
   if (task_find(words[0]) || (set.resume && resume_training(ctx, &begin))) return 2;
+  if (own.mirror && data.task != &tasks[IMAGE]) return fail("--mirror is of image alone");
   if (!set.resume) choose_settings();
   if (name_run()) return 2;
   if (begin == set.steps) return training_finished();

@@ -31,6 +31,7 @@ static struct {
   int64_t first, made;               /* the first sample that is generated, and how many are; the others are items */
   int64_t growing;                   /* so many of these, the first, are as simple as `grown` says, 0 to 1 */
   double grown;
+  int64_t mirrored, step;            /* half of so many of the items, the first, are mirrored: others at other steps */
   item *items;
   int64_t count;
   contents files[2];
@@ -125,10 +126,18 @@ static int read_items(const char *path, int file) {
 
 /* ---- samples ----------------------------------------------------------------------------------------------------- */
 
+static span mirrored(span image) {
+  static unsigned char out[PIXELS];
+  for (int i = 0; i < PIXELS; i++) out[i] = image.at[i / SIDE * SIDE + SIDE - 1 - i % SIDE];
+  return (span){ out, PIXELS };
+}
+
 static int32_t fetch_item(int64_t index, int32_t *tokens, int32_t *lengths) {
   const item *i = &data.items[index];
   for (int64_t p = 0; p < data.task->parts; p++, tokens += data.longest) {
-    lengths[p] = 1 + cut_bytes((span){ i->at[p], i->size[p] }, data.longest - 1, tokens + 1);
+    span part = { i->at[p], i->size[p] };
+    if (index < data.mirrored && draw(2, data.step, index) % 2) part = mirrored(part);
+    lengths[p] = 1 + cut_bytes(part, data.longest - 1, tokens + 1);
     tokens[0] = (int32_t)data.task->symbols;
   }
   return i->label;

@@ -172,6 +172,22 @@ check "the authors' settings" run train image --data gray --steps 1 --batch 2 --
 own='^steps 1, batch 2, lr 0.005, warmup 4000, decay inverse-sqrt, weight-decay 0, layers 1, dim 64, heads 8, ffn 128, '
 own=$own'hidden 128, longest 1024, positions learned, pooling cls, dropout 0.3, attention-dropout 0.1'
 check "are Luna's" grep -q "$own" out
+# images that are their own mirror images, rows of which differ, and ones that are not
+image='BEGIN { for (i = 0; i < 20; i++) { print i % 2; for (k = 0; k < 1024; k++) print '
+bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 || k % 32 == 26 ? i % 2 * 100 : 7) } }" >even
+bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 ? i % 2 * 100 : 7) } }" >uneven
+for images in even uneven; do
+  for mirror in no yes; do
+    check "images, mirror $mirror" run train image --data $images --quick --steps 2 --batch 4 --validations 1 --threads 1 \
+      --mirror $mirror --out mirror-$mirror
+    cut -d , -f 1,2 mirror-$mirror.csv >mirror-$mirror
+  done
+  if [ $images = even ]; then check "a mirror does nothing to these" same mirror-no mirror-yes
+  else check "but to others" differ mirror-no mirror-yes; fi
+done
+check "the mirror is among the settings" grep -q 'mirror yes' mirror-yes.txt
+refuses "is of image alone" train text --data texts --mirror yes --out bad
+rm -f mirror-*
 check "lra show pathfinder draws" run show pathfinder --count 2 --svg p.svg
 check "two pictures with labels" [ "$(tags p.svg rect) $(tags p.svg text)" = "2048 2" ]
 check "and prints them" [ "$(grep -c '^sample [01], label [01]:$' out) $(grep -c '^[ .:=+*#%@-]\{64\}$' out)" = "2 64" ]
