@@ -4718,7 +4718,7 @@ LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const fl
 
 /* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: the mean is 0 [arXiv 1910.07467] */
 LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
-  for (int64_t row = 0; row < a->rows && a->n > 0; row++) {
+  if (a->n > 0) for (int64_t row = 0; row < a->rows; row++) {
     const float *x = a->x + row * a->n;
     const double n = (double)a->n, center = a->rms ? 0 : lunai_sum_reference(a->n, x) / n;
     double variance = a->rms ? lunai_sum_squares_reference(a->n, x) / n : 0;
@@ -4837,7 +4837,7 @@ LUNAI_FN void lunai_short_convolution_backward_reference(const lunai_convolution
 LUNAI_FN void lunai_short_convolution_weights_reference(const lunai_convolution *a, int64_t first, int64_t last) {
   const int64_t n = a->n, width = a->width;
   for (int64_t c = first; c < last; c++)
-    for (int64_t i = 0; a->dweight && i < width; i++) {
+    if (a->dweight) for (int64_t i = 0; i < width; i++) {
       double sum = 0;
       for (int64_t t = lunai_min(a->rows, width - 1 - i); t < a->rows; t++)
         sum += (double)a->dy[t * n + c] * (double)a->x[(t - width + 1 + i) * n + c];
@@ -5055,7 +5055,7 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
   const int64_t n = a->n;
   const bool rms = a->rms;
   float *y = a->y;
-  for (int64_t row = 0; row < a->rows && n > 0; row++, x += n, y += n) {
+  if (n > 0) for (int64_t row = 0; row < a->rows; row++, x += n, y += n) {
     /* the second pass also computes the rounding error of the mean */
     const float center = rms ? 0 : (float)(LUNAI_K(sum)(n, x) / (double)n);
     double squares, off = 0;
@@ -5081,7 +5081,7 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(const lunai_layer_norm *a) {
   const int64_t n = a->n;
   const bool add = a->add;
   float *dx = a->dx;
-  for (int64_t row = 0; row < a->rows && n > 0; row++, x += n, dy += n, dx += n) {
+  if (n > 0) for (int64_t row = 0; row < a->rows; row++, x += n, dy += n, dx += n) {
     const float mean = a->mean[row], rstd = a->rstd[row];
     double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean, rstd, &moment);
     const vf center = vf_set(mean), r = vf_set(rstd);
@@ -5264,7 +5264,7 @@ LUNAI_FN void LUNAI_K(short_convolution)(const lunai_convolution *a) { LUNAI_K(c
 LUNAI_FN void LUNAI_K(short_convolution_backward)(const lunai_convolution *a) { LUNAI_K(convolve)(true, a); }
 LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int64_t first, int64_t last) {
   const lunai_matrix dy = lunai_columns(lunai_dense(a->dy, a->rows, a->n), first, last);
-  for (int64_t i = 0; a->dweight && i < a->width; i++) {
+  if (a->dweight) for (int64_t i = 0; i < a->width; i++) {
     const int64_t skip = lunai_min(a->rows, a->width - 1 - i); /* the first rows have no such term */
     const lunai_matrix rest = lunai_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
     LUNAI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
@@ -6227,9 +6227,9 @@ LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t que
   for (int64_t i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
     if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
       return false;
-  for (int64_t i = 0; p->query_order && i < p->queries[p->blocks]; i++)
+  if (p->query_order) for (int64_t i = 0; i < p->queries[p->blocks]; i++)
     if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
-  for (int64_t i = 0; p->key_order && i < p->key_count; i++)
+  if (p->key_order) for (int64_t i = 0; i < p->key_count; i++)
     if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
   return true;
 }
@@ -9151,7 +9151,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
   if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
-  for (int64_t b = 0; a->lengths && b < a->batch; b++)
+  if (a->lengths) for (int64_t b = 0; b < a->batch; b++)
     if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
   if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
@@ -9252,7 +9252,7 @@ LUNAI_FN luna_status lunai_causal_nested_of(const luna_causal_nested_args *args,
   if (args->heads < 1 || args->rows < 0 || !lunai_causal_fits(args->head_dim, args->slots) ||
       lunai_checked(rows, args->head_dim) < 0 || lunai_checked(rows, args->slots) < 0 || args->horizon < 0 ||
       !lunai_is_finite(args->scale) || args->position < 0) return LUNA_BAD_ARGUMENT;
-  for (int64_t b = 0; args->lengths && b < args->batch; b++)
+  if (args->lengths) for (int64_t b = 0; b < args->batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > args->slots) return LUNA_BAD_ARGUMENT;
   a->batch = args->batch; a->rows = args->rows; a->heads = args->heads;
   a->head_dim = args->head_dim; a->slots = args->slots;
@@ -9830,7 +9830,7 @@ LUNAI_FN float lunai_st_float(const uint8_t *at) {
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64, and not I8 with scales */
 LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   const int size = lunai_st_formats[t->dtype].size, exponent = lunai_st_formats[t->dtype].exponent;
-  for (int64_t i = 0; t->scale && i < t->count; i++) {
+  if (t->scale) for (int64_t i = 0; i < t->count; i++) {
     const int value = t->data[i] < 128 ? t->data[i] : t->data[i] - 256;
     out[i] = (float)value * lunai_st_float(t->scale + 4 * ((t->first + i) / t->shape[1]));
   }
@@ -9839,7 +9839,7 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
     lunai_copy(out, t->data, t->bytes);
     return true;
   }
-  for (int64_t i = 0; i < t->count && exponent; i++) {
+  if (exponent) for (int64_t i = 0; i < t->count; i++) {
     const uint8_t *at = t->data + (size_t)i * (size_t)size;
     uint64_t bits = 0;
     for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
@@ -10853,7 +10853,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
   ctx->begins++;
-  for (int i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
+  if (!ctx->options.measure) for (int i = 0; i < 2; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
     while (arena->steps) lunai_chunk_close(ctx, &arena->steps);
@@ -11171,7 +11171,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   if (!c) return true;
   /* the longest; of rows a hash of the lengths */
   int64_t mine[3] = { rows ? batch : n, rows ? n : batch, lengths ? 1 : n };
-  for (int64_t b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  if (!rows && lengths) for (int64_t b = 0; b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
   if (rows) mine[2] = 0;
   if (rows && lengths && batch > 0)
     mine[2] = (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
@@ -11266,7 +11266,7 @@ LUNAI_FN luna_status lunai_rank_sum_backward(luna_tensor *const *in, int count, 
   const lunai_rank_op *op = (const lunai_rank_op *)state;
   (void)count;
   if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
-  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+  if (in[0]->grad) for (int64_t i = 0; i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
   return LUNA_OK;
 }
 #define LUNAI_CUT_ROWS \
@@ -11346,7 +11346,7 @@ LUNAI_HOT luna_status lunai_rank_merge_backward(luna_tensor *const *in, int coun
     if (op->kept[i] == 0) continue;
     for (int64_t e = i * n; e < i * n + n; e++)
       dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
-    for (int64_t e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
+    if (in[0]->grad) for (int64_t e = 0; e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
     if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
   }
   return LUNA_OK;
@@ -11389,7 +11389,7 @@ LUNAI_HOT luna_status lunai_rank_border_forward(const luna_tensor *const *in, in
     for (int r = 0; r < op->ctx->collective.rank; r++) {
       end += op->part->parts[r];
       const int64_t n = lunai_min(op->part->parts[r], end - start);
-      for (int64_t b = 0; b < batch && n > 0; b++)
+      if (n > 0) for (int64_t b = 0; b < batch; b++)
         memcpy(op->result + b * size + (end - n - start) * d, all + (r * batch + b) * size + (rows - n) * d,
                (size_t)(n * d) * sizeof(float));
     }
@@ -11409,9 +11409,9 @@ LUNAI_HOT luna_status lunai_rank_border_backward(luna_tensor *const *in, int cou
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float)))
     return op->ctx->status;
-  for (int r = c->rank + 1; r < c->ranks && in[0]->grad; start += op->part->parts[r++]) {
+  if (in[0]->grad) for (int r = c->rank + 1; r < c->ranks; start += op->part->parts[r++]) {
     const int64_t n = lunai_min(op->part->own, end - start);
-    for (int64_t b = 0; b < batch && n > 0; b++)
+    if (n > 0) for (int64_t b = 0; b < batch; b++)
       for (int64_t i = 0; i < n * d; i++)
         in[0]->grad[(b * own + own - n) * d + i] += all[(r * batch + b) * size + (end - n - start) * d + i];
   }
@@ -11620,10 +11620,10 @@ LUNAI_HOT void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sum_work *w = (const lunai_sum_work *)work;
   const int64_t count = w->inner > 1 ? w->inner : w->outer;
   const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
-  for (int64_t o = 0; w->inner > 1 && o < w->outer; o++)
+  if (w->inner > 1) for (int64_t o = 0; o < w->outer; o++)
     w->kernels->sum_rows(lunai_columns(lunai_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
                          w->factor, w->y + o * w->inner + first);
-  for (int64_t o = first; w->inner == 1 && o < last; o++)
+  if (w->inner == 1) for (int64_t o = first; o < last; o++)
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
 LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
@@ -11718,7 +11718,7 @@ LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) {
 LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_ops[op->kind].reads == 0; }
 LUNAI_FN void lunai_elementwise_query(luna_op *op) {
   const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
-  for (int k = 0; LUNAI_TRAINS && op->training && k < op->inputs; k++)
+  if (LUNAI_TRAINS && op->training) for (int k = 0; k < op->inputs; k++)
     if (op->in[k]->needs_grad && lunai_is_repeated(op, k))
       op->backward_workspace_size = lunai_gives_grad(op) ? bytes : 2 * bytes;
 }
@@ -11819,11 +11819,11 @@ LUNAI_HOT void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const float *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad, same[256];
   int64_t n;
-  for (int64_t r = first; inner > 1 && r < last; r++) {
+  if (inner > 1) for (int64_t r = first; r < last; r++) {
     if (set) lunai_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
     else lunai_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
   }
-  for (int64_t r = first; inner == 1 && r < last; r += n) {
+  if (inner == 1) for (int64_t r = first; r < last; r += n) {
     n = lunai_min(lunai_min(256, last - r), axis - r % axis);
     for (int64_t i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
     if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
@@ -11890,7 +11890,7 @@ LUNAI_HOT void lunai_mask_part(luna_op *op, bool back, int64_t first, int64_t la
     float *to = (back ? x->grad : y->data) + r * n;
     if (!masked && back) lunai_k(op)->add(n, to, y->grad + r * n, to);
     else if (!masked) memcpy(to, x->data + r * n, (size_t)n * sizeof(float));
-    else for (int64_t i = 0; i < n && !back; i++) to[i] = op->arg.mask.fill;
+    else if (!back) for (int64_t i = 0; i < n; i++) to[i] = op->arg.mask.fill;
   }
 }
 LUNAI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
@@ -12561,7 +12561,7 @@ LUNAI_HOT void lunai_angles_block(luna_op *op, int64_t first, int64_t last) {
         rows[j * a.d + half + i] = (float)(c * place[1] - s * place[0]);
       }
     }
-    for (int64_t j = from; j < to && a.d % 2; j++) rows[j * a.d + a.d - 1] = 0;
+    if (a.d % 2) for (int64_t j = from; j < to; j++) rows[j * a.d + a.d - 1] = 0;
   }
 }
 LUNAI_FN luna_status lunai_angles_make(luna_op *op) {
@@ -12797,8 +12797,8 @@ LUNAI_FN void lunai_outside_scan(void *user, double *state, bool after) {
   for (int64_t i = 0; i < count; i++) {
     const double *left = unit ? all + i / unit * unit + unit - 1 : NULL;
     double sum = 0, fade = 1;
-    for (int r = 0; !after && r < c->rank; r++) sum = sum * (left ? left[r * sent] : 1) + all[r * sent + i];
-    for (int r = c->rank + 1; after && r < c->ranks; r++) {
+    if (!after) for (int r = 0; r < c->rank; r++) sum = sum * (left ? left[r * sent] : 1) + all[r * sent + i];
+    else for (int r = c->rank + 1; r < c->ranks; r++) {
       sum += fade * all[r * sent + i];
       fade *= left ? left[r * sent] : 1;
     }
@@ -13121,7 +13121,7 @@ LUNAI_HOT void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   if (first >= last) return;
   (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd :
    w->kernels->adam)(&u);
-  for (int64_t i = 0; u.average && i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
+  if (u.average) for (int64_t i = 0; i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
 }
 /* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) /
    D^4 */
@@ -13652,7 +13652,7 @@ LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool re
     s.tape = ctx->tape;
     s.begins = ctx->begins;
     ctx->recomputing = ctx->recomputing || recompute;
-    for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) s.used[i] = ctx->bump->part[i].used;
+    if (LUNAI_BUMPS(ctx)) for (int i = 0; i < 2; i++) s.used[i] = ctx->bump->part[i].used;
     s.outer = lunai_profile_scope(ctx);
     lunai_profile_enter(ctx, name ? name : "scope");
     s.self = lunai_profile_scope(ctx);
@@ -13677,7 +13677,7 @@ LUNAI_HOT bool lunai_scope_leaves(const luna_tensor *t, luna_tensor *const *resu
 LUNAI_HOT void lunai_scope_depths(lunai_scope scope, luna_tensor *const *results, int count) {
   for (luna_op *op = lunai_scope_first(scope); op; op = op->own->next) {
     op->own->depth = lunai_op_depth(op);
-    for (int i = 0; i < op->outputs && op->own->depth > 0 && !scope.recompute; i++)
+    if (op->own->depth > 0 && !scope.recompute) for (int i = 0; i < op->outputs; i++)
       if (!lunai_scope_leaves(op->out[i], results, count)) lunai_release(op->out[i]);
   }
 }
@@ -13877,7 +13877,7 @@ LUNAI_FN luna_status lunai_top_k(const luna_tensor *x, int64_t k, int32_t *indic
     int32_t *best = indices + r * k;
     const float *row = from ? from + r * n : NULL;
     int64_t count = 0;
-    for (int64_t i = 0; i < n && row; i++) { /* best: the largest so far in falling order */
+    if (row) for (int64_t i = 0; i < n; i++) { /* best: the largest so far in falling order */
       for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
           row[best[at - 1]] == row[best[at - 1]])); at--)
         if (at < k) best[at] = best[at - 1];
@@ -14190,7 +14190,7 @@ LUNAI_HOT luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t 
   void *memory;
   if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape);
   if (!lunai_is_buildable(s, rank, shape)) return lunai_abandon(s);
-  for (int i = 0; i < op->inputs && tapes; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
+  if (tapes) for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
   const bool record = wanted || (tapes && op->inputs == 0); /* without inputs too: it may be run again */
   if (record) {
     const size_t size = sizeof *op + sizeof *op->own;
@@ -14439,7 +14439,7 @@ LUNAI_HOT bool lunai_op_backward(luna_op *op, luna_status *status) {
     if (!lunai_grad_take(op->ctx, op->out[i], false)) return false;
     if (!(reads & LUNA_READS_OUT(i))) lunai_result_done(op->out[i]);
   }
-  for (int i = 0; i < op->inputs && reached; i++)
+  if (reached) for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && (reads & LUNA_READS_IN(i)) && !lunai_recompute_data(op->in[i], status)) return false;
   const bool joint = waiting && lunai_joint(waiting, op, &both);
   if (joint) op->ctx->backend->op[both.kind].query(&both);
@@ -14818,7 +14818,7 @@ LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first
 LUNAI_FN luna_status lunai_first_write(const lunai_first *f, luna_tensor *t) {
   float block[1024];
   luna_status status = LUNA_OK;
-  for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK && !t->ctx->options.measure; at += 1024) {
+  if (!t->ctx->options.measure) for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK; at += 1024) {
     const int64_t n = lunai_min(1024, luna_count(t) - at);
     lunai_first_values(f, block, at, n);
     status = t->ctx->backend->copy(t->ctx, t->data + at, block, (size_t)n * sizeof(float), 1);
@@ -15690,7 +15690,7 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
   lengths = lunai_cut_lengths(x->ctx, x->own->part, lengths, "luna_mask", &failed);
   if (failed) return NULL;
-  for (int64_t b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
+  if (lengths) for (int64_t b = 0; b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
@@ -16047,7 +16047,7 @@ LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targe
 LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
   const luna_scope scope = luna_scope_begin(logits ? logits->ctx : NULL);
   lunai_targets t;
-  for (int64_t i = 0; targets && i < luna_count(logits); i++)
+  if (targets) for (int64_t i = 0; i < luna_count(logits); i++)
     if (targets[i] < 0 || targets[i] > 1)
       return lunai_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
   if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
@@ -16268,7 +16268,7 @@ LUNAI_FN luna_tensor *lunai_carried_convolution(luna_tensor *x, luna_tensor *wei
   const float *before = (const float *)(const void *)((const char *)past->history + past->before * 8);
   if (rows == 0) return lunai_short_convolution(x, weight, bias, NULL);
   luna_tensor *const with[] = { luna_tensor_new(x->ctx, before, 3, shape), x }, *all = luna_concat(with, 2, 1);
-  for (int64_t b = 0; all && lunai_computes(x->ctx) && b < batch; b++)
+  if (all && lunai_computes(x->ctx)) for (int64_t b = 0; b < batch; b++)
     memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, (size_t)(rows * d) * sizeof(float));
   all = lunai_short_convolution(all, weight, bias, NULL);
   return all ? luna_slice(all, 1, rows, n) : NULL;
@@ -16706,7 +16706,7 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
       return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                                (int64_t)0, input->n);
   lunai_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
-  for (int64_t i = 0; i < count && r->vocab; i++)
+  if (r->vocab) for (int64_t i = 0; i < count; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
       return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
                                (int64_t)0, r->vocab - 1);
@@ -16729,7 +16729,7 @@ typedef struct lunai_features { const luna_input *input; int64_t k; bool second;
 /* whether there is a number to fit at all; false with a sentence */
 LUNAI_FN bool lunai_features_given(luna_ctx *ctx, const lunai_features *w, const char *name) {
   const int64_t rows = w->input->batch * w->input->n;
-  for (int64_t i = 0; i < rows * w->k && lunai_computes(ctx); i++)
+  if (lunai_computes(ctx)) for (int64_t i = 0; i < rows * w->k; i++)
     if (lunai_is_real(w->input, i / w->k) && lunai_is_finite(w->input->features[i])) return true;
   return w->k == 0 || !lunai_computes(ctx) || lunai_refuse_call(ctx, LUNA_ERROR_FIT_NOTHING, name, rows, w->k);
 }
@@ -16771,7 +16771,7 @@ LUNAI_FN luna_status lunai_write_fit(const luna_input *input, luna_tensor *mean,
   luna_ctx *ctx = mean->ctx;
   lunai_features w = { input, luna_count(mean), true };
   if (!lunai_features_given(ctx, &w, name)) return ctx->last_status;
-  for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
+  if (lunai_computes(ctx)) for (int64_t f = 0; f < w.k; f++)
     if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
   const luna_status status = lunai_write_made(scale, name, false, fit, &w);
   w.second = false;
@@ -16943,7 +16943,7 @@ LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor 
 LUNAI_FN const int32_t *lunai_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t n, int64_t w,
                                       int64_t max) {
   int32_t *out = (int32_t *)lunai_step_host(ctx, "lengths", true, (size_t)count * sizeof(int32_t));
-  for (int64_t i = 0; i < count && out; i++)
+  if (out) for (int64_t i = 0; i < count; i++)
     out[i] = (int32_t)lunai_min(lunai_divide_up(lengths ? lengths[i] : n, w), max);
   return out;
 }
@@ -17392,7 +17392,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
   qkv[2] = luna_linear_layer_forward(&layer->v, context);
-  for (int i = 0; i < 2 && c->rotary && c->kind == LUNA_ATTENTION_SOFTMAX && context == x; i++)
+  if (c->rotary && c->kind == LUNA_ATTENTION_SOFTMAX && context == x) for (int i = 0; i < 2; i++)
     qkv[i] = luna_rotary(qkv[i], c->heads, 0, 0);
   luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
   a.causal = c->causal;
@@ -18005,7 +18005,7 @@ LUNAI_FN const int32_t *lunai_real_labels(const luna_tensor *x, const luna_input
   const int64_t all = input->batch * input->n;
   if (!x || !input->lengths) return labels;
   int32_t *real = (int32_t *)lunai_step_host(x->ctx, name, true, (size_t)all * sizeof *real);
-  for (int64_t i = 0; i < all && real; i++) real[i] = lunai_label(input, lunai_rows_before(x), labels, i);
+  if (real) for (int64_t i = 0; i < all; i++) real[i] = lunai_label(input, lunai_rows_before(x), labels, i);
   return real;
 }
 /* real rows of the longest sequence of an input, at least 1; over ranks of all of theirs */
@@ -18013,7 +18013,7 @@ LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
   if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
   const int64_t n = lunai_max(part ? part->whole : input->n, 1);
   int64_t longest = input->lengths ? 1 : n;
-  for (int64_t b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
+  if (input->lengths) for (int64_t b = 0; b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
   return lunai_min(longest, n);
 }
 /* the state that this pass of the model goes on from, or null; false: it cannot */
@@ -18540,7 +18540,7 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
   if (s->decay == LUNA_DECAY_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
   if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
-  for (int i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++)
+  if (s->decay == LUNA_DECAY_MILESTONES) for (int i = 0; i < 4; i++)
     if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
   return (float)(factor > floor ? factor : floor);
 }
@@ -18893,7 +18893,7 @@ LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *ru
   if (!ctx->profile) return status;
   for (int64_t i = 0; i < o->reached; i++) {
     int passes = update ? 4 : 1;     /* values and gradients are read and written */
-    for (int k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    if (update) for (int k = 0; k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
     passes += update && o->parts[i].average ? 3 : 0;
     floats += (double)o->parts[i].count * passes;
   }
@@ -18948,8 +18948,8 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   if (!lunai_step(ctx, room, true, &scratch)) return lunai_fail_memory(ctx, name, room);
   luna_status status = ctx->open_status;
   ctx->writes++;
-  for (const lunai_trained *t = o->trained; t < o->trained + o->size && !ctx->options.measure; t++)
-    for (int64_t at = 0; t->averaged && at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
+  if (!ctx->options.measure) for (const lunai_trained *t = o->trained; t < o->trained + o->size; t++)
+    if (t->averaged) for (int64_t at = 0; at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
       const size_t bytes = (size_t)lunai_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE) * sizeof(float);
       float *value = t->tensor->data + at, *average = t->moment[o->moments] + at;
       status = ctx->backend->copy(ctx, scratch, value, bytes, 0);
@@ -18966,12 +18966,12 @@ LUNAI_FN luna_status lunai_gradient_pieces(luna_tensor *t, float *piece, float f
   luna_ctx *ctx = t->ctx;
   const bool device = lunai_on_device(ctx);
   luna_status status = LUNA_OK;
-  for (int64_t at = 0; t->grad && at < luna_count(t) && status == LUNA_OK; at += LUNAI_SUM_BLOCK) {
+  if (t->grad) for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK; at += LUNAI_SUM_BLOCK) {
     const int64_t n = lunai_min(luna_count(t) - at, LUNAI_SUM_BLOCK);
     float *g = device ? piece : t->grad + at;
     if (device) status = ctx->backend->copy(ctx, g, t->grad + at, (size_t)n * sizeof(float), 2);
     if (squares) *squares += ctx->kernels->sum_squares(n, g);
-    for (int64_t i = 0; i < n && !squares; i++) g[i] *= factor;
+    if (!squares) for (int64_t i = 0; i < n; i++) g[i] *= factor;
     if (device && !squares && status == LUNA_OK)
       status = ctx->backend->copy(ctx, t->grad + at, g, (size_t)n * sizeof(float), 1);
   }
@@ -18989,11 +18989,11 @@ LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm) {
   float *piece = (float *)lunai_step_host(ctx, name, false, lunai_on_device(ctx) ? LUNAI_SUM_BLOCK * sizeof(float) : 1);
   if (!piece) return (float)NAN;
   const bool computes = !ctx->options.measure;
-  for (lunai_param *p = params->first; p && computes && status == LUNA_OK; p = p->next)
+  if (computes) for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next)
     status = lunai_gradient_pieces(&p->tensor, piece, 1, &sum);
   sum = sqrt(sum);
   const bool clips = max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY;
-  for (lunai_param *p = params->first; p && clips && status == LUNA_OK; p = p->next)
+  if (clips) for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next)
     status = lunai_gradient_pieces(&p->tensor, piece, (float)((double)max_norm / sum), NULL);
   lunai_step_rewind(ctx, mark);
   return lunai_backend_result(ctx, name, status) == LUNA_OK ? (float)sum : (float)NAN;
@@ -19320,7 +19320,7 @@ LUNAI_FN luna_status lunai_load(luna_ctx *ctx, void *set, lunai_st *st) {
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
   if (status == LUNA_OK) lunai_load_horizon(params, st);
   lunai_st_tensor t;
-  for (lunai_param *p = params->first; p && status == LUNA_OK && !ctx->options.measure; p = p->next)
+  if (!ctx->options.measure) for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next)
     if (lunai_st_value(st, p->name, &t)) status = lunai_param_load(p, &t);
   return status;
 }
@@ -19414,13 +19414,13 @@ LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, void *into, lunai_st *st) {
   const lunai_mark mark = lunai_step_mark(ctx);
   lunai_st_tensor t;
   lunai_st_text key, value;
-  for (size_t cursor = 0; inspection->pair && lunai_st_meta_next(st, &cursor, &key, &value);) {
+  if (inspection->pair) for (size_t cursor = 0; lunai_st_meta_next(st, &cursor, &key, &value);) {
     const char *k = lunai_step_text(ctx, key), *v = k ? lunai_step_text(ctx, value) : NULL;
     if (!v) return LUNA_OUT_OF_MEMORY;
     inspection->pair(inspection->user, k, v);
     lunai_step_rewind(ctx, mark);
   }
-  for (size_t cursor = 0; inspection->tensor && lunai_st_next(st, &cursor, &t);) {
+  if (inspection->tensor) for (size_t cursor = 0; lunai_st_next(st, &cursor, &t);) {
     const char *name = lunai_step_text(ctx, t.name);
     luna_file_tensor entry = { name, lunai_st_formats[t.dtype].name, t.rank, { 0 }, t.count, t.data, t.bytes };
     if (!name) return LUNA_OUT_OF_MEMORY;
@@ -21517,7 +21517,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
     s.next = swap;
     if (status == LUNA_OK && going > 0) luna_stream_reorder(stream, s.from);
   }
-  for (b = 0; b < batch && scores && status == LUNA_OK; b++) scores[b] = (float)s.best[b];
+  if (scores) for (b = 0; b < batch && status == LUNA_OK; b++) scores[b] = (float)s.best[b];
   luna_stream_close(stream);
   return status;
 }
