@@ -26,14 +26,14 @@
 #                            microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
 #   make analyze             clang-tidy's bugprone checks, clang's analyser and gcc's over luna.h: what tests/analyze.txt
-#                            does not explain fails. Four minutes on a quiet core: not in the gate, but before a release
+#                            does not explain fails. Four minutes on a quiet core: not in the gate, but before releases
 #   make soak                streams of 2^26 steps and a training of 10^7, of tiny models: tests/soak.c, ten minutes on
 #                            a quiet core; make test-long has a short form
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
 #                            build/bench.json
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in
-#                            build/arena.md and .svg; about 10 minutes
+#                            build/arena.md and .svg; 10 minutes at most
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision)
 #                            and now: tests/compare.sh. While it, bench or arena times, /tmp/luna.timing.lock is there
 #   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines:

@@ -160,7 +160,7 @@
 
    WHERE TIME GOES
      luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
-     peak, by scope, as a table or JSON. The examples that train take --profile FILE.
+     peak, by scope, as a table or JSON. Most examples that train take --profile FILE.
 
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
@@ -173,6 +173,7 @@
        luna_attention_pattern window = {0};
        window.window = true, window.left = 255;
        config.patterns = &window, config.pattern_count = 1;
+
      Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, with its name in luna_activation, an op of
      two tensors that broadcast as one of LUNA_BINARIES, each with a declaration: from the row come the function, its
      gradient, the kernels of all instruction sets and of the device, and its tests, but for values and slopes in
@@ -453,7 +454,8 @@ typedef struct luna_options {
   void *block;                       /* all memory, once and for all: then no allocator is ever called */
   size_t block_size;
   bool measure;                      /* compute nothing; luna_memory().peak is the block_size the same calls need */
-  /* each failure as it happens; with LUNA_OK what is none: a training that goes on with other products */
+  /* each failure as it happens; with LUNA_OK what is none: skipped steps, a loss of which nothing counts, features that
+     were never fitted, a training that goes on with other products */
   void (*log)(void *user, luna_status status, const char *sentence);
   void *log_user;
   luna_form form;                    /* 0 = by cost */
@@ -1861,7 +1863,7 @@ LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
    computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
    on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
    of a luna_graph is never one launch. Begun again, it counts anew; after its end it may be resumed, which leaves out
-   what ran between. What it needs (40 KB) stays until luna_close. Off, it costs one comparison an op.
+   what ran between. What it needs (35 KB) stays until luna_close. Off, it costs one comparison an op.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
 typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;

@@ -3,10 +3,11 @@
 
      cc -O2 -I. examples/classify.c -o classify -lm -lpthread
 
-     zcat imdb_train.tsv.gz | cut -f 1,3 >imdb.tsv             25,000 reviews
      classify train imdb.tsv [--plot loss.svg] ...             about a minute; writes classify.safetensors
      classify eval M FILE                                      how often M gives a file's labels
      classify predict M [TEXTS] [--top 3]                      a label and its probability for each line, or more
+
+   imdb.tsv: 25,000 film reviews, made as examples/guide.md says ("Data sets").
 
    Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate: by them the
    best model is kept, training ends early (--patience), and the model's logits are divided by a temperature, so that

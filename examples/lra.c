@@ -42,7 +42,7 @@ static const flag flags[] = {
   { "--begin", "t", READS(own.begin), "model to begin with, as far as its tensors have the same names and shapes" },
   { "--attention", "tp", CHOICE(set.attention, ATTENTION_NAMES), "kind of attention" },
   { "--memory", "tp", WHOLE(set.memory, 1, 65536), "Luna's memory slots, l" },
-  { "--settings", "tp", CHOICE(own.settings, SETTINGS_NAMES), "where flags that are 0 below get their values from" },
+  { "--settings", "tp", CHOICE(own.settings, SETTINGS_NAMES), "what --steps to --attention-dropout are if not given" },
   { "--quick", "tp", SWITCH(own.quick), "the same as --settings quick" },
   { "--out", "tp", STRING(set.out), "begin of the names of a run's files; else TASK-ATTENTION-SEED or like it" },
   { "--plot", "tp", WRITES(set.plot), "file to draw the loss in, SVG" },

@@ -4,11 +4,11 @@
 #
 #   examples/runs.sh DATA FOLDER [PATTERN ...]     runs what matches a pattern ("text-luna16-*"), or everything
 #
-# DATA has imdb.tsv (a label, a tab and a review a line), cifar.bin (gray), shakespeare.txt, Multi30k's train.en and
+# DATA has imdb.tsv (0 or 1, a tab and a review a line), cifar.bin (gray), shakespeare.txt, Multi30k's train.en and
 # train.de, and the archives' .ts files, as NAME.train.ts. Each run takes one thread at the lowest priority and leaves
 # FOLDER/NAME.log, whose last line says "ended 0". Runs that have ended are left out, and those that keep checkpoints go
 # on from their last one, so that the script may be stopped and called again, or called twice for two cores. While
-# `make bench` or `make compare` measures, which /tmp/luna.timing.lock (in TMPDIR) says, the runs stand still.
+# `make bench`, `arena` or `compare` measures, which /tmp/luna.timing.lock (in TMPDIR) says, the runs stand still.
 build=${BUILD:-build} data=$1 out=$2 lock=${TMPDIR:-/tmp}/luna.timing.lock
 [ $# -ge 2 ] && [ -d "$data" ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
 shift 2

@@ -57,8 +57,7 @@ echo "$rows" | while read -r switches; do
 done
 
 # writes the detector, prints the bytes of its file and of its stream's memory: with this machine's pointers, a little
-# more
-# than a Cortex-M4's takes
+# more than a Cortex-M4's takes
 cat >write.c <<'END'
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
