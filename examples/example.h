@@ -274,12 +274,13 @@ TOOL phrase takers(const flag *f, const command *commands) { /* "train, eval": t
   return out;
 }
 
+TOOL const char *gap_of(const command *c) { return *c->name ? " " : ""; } /* a program of one command names none */
 /* Of one command, or of all (null). */
 TOOL void usage(FILE *to, const command *commands, const flag *flags, const command *one) {
   int wide = 0, formats = 0;
   for (const command *c = commands; c->name; c++) {
     if (one && c != one) continue;
-    int width = fprintf(to, "%s %s ", program, c->name);
+    int width = fprintf(to, "%s%s%s ", program, gap_of(c), c->name);
     for (int i = 0; c->files[i]; i++)
       width += fprintf(to, *c->files[i] == '?' ? "[%s] " : "<%s> ", file_name(c, i).text);
     fprintf(to, "[flags]%*s%s\n", width < 32 ? 32 - width : 1, "", c->help);
@@ -369,7 +370,6 @@ TOOL int check_files(const command *c, const flag *flags, const char **words) {
   return 0;
 }
 
-TOOL const char *gap_of(const command *c) { return *c->name ? " " : ""; } /* a program of one command names none */
 TOOL bool asks_help(const char *word) { return strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0; }
 
 /* "--name value" or "--name=value", given[*at]; *at moves to the last word of it. */

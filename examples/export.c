@@ -624,7 +624,8 @@ static int export_model_of(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "", { "model" }, "a causal model becomes two files of C", export_model_of },
+  { "", { "model: a causal model that lm or series --causal wrote" }, "a causal model becomes two files of C",
+    export_model_of },
   { 0 }
 };
 

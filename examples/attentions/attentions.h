@@ -6,8 +6,9 @@
      ...
      attentions_close(&a);                      after the last call of the models
 
-   Each file is one system, with its equation, its source and its options at its top. Parameters have the names of the
-   golden files (q_proj.weight, ...) after the layer's prefix; what is random and not trained is a parameter too. */
+   Each file is one system, with its equation and its source at its top; the array NAME_options has its options and
+   their defaults. Parameters have the names of the golden files (q_proj.weight, ...) after the layer's prefix; what is
+   random and not trained is a parameter too. */
 #ifndef ATTENTIONS_H
 #define ATTENTIONS_H
 #include "base.h"
