@@ -341,7 +341,7 @@ LUNA_API int luna_version(void);
   X(LINFORMER_CAUSAL, UNSUPPORTED) X(LINFORMER_PROJECTION, BAD_ARGUMENT) X(SEQUENCE_SHAPE, BAD_ARGUMENT) \
   X(MEMORY_SHAPE, BAD_ARGUMENT) X(MAX_LENGTH, BAD_ARGUMENT) X(BATCHES_DIFFER, BAD_ARGUMENT) \
   X(POOLING_MEMORY, BAD_ARGUMENT) X(POOL_EMPTY, BAD_ARGUMENT) X(CLASSIFIER_PAIR, BAD_ARGUMENT) \
-  X(CLASSIFIER_SINGLE, BAD_ARGUMENT) X(NO_LABELS, BAD_ARGUMENT) X(SHARED_VOCAB, BAD_ARGUMENT) \
+  X(CLASSIFIER_SINGLE, BAD_ARGUMENT) X(SHARED_VOCAB, BAD_ARGUMENT) \
   X(LOGITS_NOT_FINITE, BAD_ARGUMENT) X(STREAM_CONFIG, BAD_ARGUMENT) X(STREAM_ATTENTION, UNSUPPORTED) \
   X(SCHEDULE_TOTAL, BAD_ARGUMENT) X(NESTEROV, BAD_ARGUMENT) X(GROUP_EMPTY, MISMATCH) X(FREEZE_EMPTY, MISMATCH) \
   X(NO_BACKWARD, BAD_ARGUMENT) X(SKIPPED_STEPS, NOT_FINITE) X(AVERAGE_NONE, BAD_ARGUMENT) \
@@ -1321,8 +1321,8 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
                                          const luna_masked_lm_config *config);
 /* Logits [batch,n,vocab]. */
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input);
-/* The mean loss over the places whose label, of labels [batch,n], is neither negative nor beyond input.lengths; there
-   is one at least. Logits are made for those places alone. */
+/* The mean loss over the places whose label, of labels [batch,n], is neither negative nor beyond input.lengths. Logits
+   are made for those places alone. */
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
 /* How luna_mask_tokens masks. */
 typedef struct luna_masking {
@@ -8956,7 +8956,6 @@ LUNA_API const char *luna_status_text(luna_status status) {
     "luna_classifier_forward_pair") \
   X(CLASSIFIER_SINGLE, "luna_classifier_forward_pair: this model reads one sequence; call " \
     "luna_classifier_forward") \
-  X(NO_LABELS, "luna_masked_lm_loss: none of the %d labels within the lengths is 0 or more") \
   X(SHARED_VOCAB, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
   X(LOGITS_NOT_FINITE, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
   X(STREAM_CONFIG, "%s: %s") \
@@ -18402,9 +18401,8 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   if (!x) return NULL;
   const int64_t all = input->batch * input->n;
   const int64_t before = lunai_rows_before(x);
-  int64_t count = lunai_labels_count(ctx, name, input, before, labels, model->config.vocab), counted = count;
-  if (count < 0 || !lunai_rank_count(ctx, name, &counted)) return NULL;
-  if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
+  int64_t count = lunai_labels_count(ctx, name, input, before, labels, model->config.vocab);
+  if (count < 0) return NULL;
   int32_t *places = (int32_t *)lunai_step_host(ctx, name, true, (size_t)(2 * count) * sizeof(int32_t));
   if (!places) return NULL;
   int32_t *chosen = places + count;
