@@ -14053,8 +14053,9 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
     return NULL;
   }
   if (!memory) return values;        /* on a device, counted alone */
-  luna_status status = ctx->options.measure ? LUNA_OK : ctx->backend->copy(ctx, memory, values,
-      (size_t)count * sizeof(int32_t), 1);
+  luna_status status = LUNA_OK;
+  if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
+  else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* they say what an op needs */
   if (status == LUNA_OK) return (const int32_t *)memory;
   lunai_fail_backend(ctx, false, s->name, status);
   return NULL;

@@ -209,6 +209,38 @@ static void check_first_step(bool training) {
   free(tokens);
 }
 
+/* Sequences of a ragged batch differ in what they need: a measuring context must know their offsets. */
+static void *filled_allocate(void *user, size_t bytes) {
+  void *memory = malloc(bytes);
+  (void)user;
+  return memory ? memset(memory, 0xA5, bytes) : NULL;
+}
+static void filled_release(void *user, void *pointer, size_t bytes) {
+  (void)user, (void)bytes;
+  free(pointer);
+}
+static void check_ragged(void) {
+  static const int32_t offsets[] = {0, 700, 710, 900};
+  const int64_t shape[2] = {offsets[3], 2 * DIM};
+  float *targets = common_random(shape[0] * shape[1], 8, 1);
+  size_t peak[2];
+  for (int measure = 0; measure < 2; measure++) {
+    luna_options options = {.measure = measure == 1, .threads = 2};
+    options.allocator.allocate = filled_allocate, options.allocator.release = filled_release;
+    luna_ctx *ctx = luna_open(&options);
+    luna_tensor *x = luna_param(luna_params_open(ctx), "x", 2, shape, (luna_init){LUNA_INIT_NORMAL, 1});
+    const luna_attention_config config = {.heads = 2, .query_offsets = offsets, .key_offsets = offsets, .sequences = 3};
+    luna_begin_step(ctx);
+    luna_tensor *y = luna_softmax_attention(x, x, x, &config);
+    CHECK(luna_backward(luna_mse(y, targets)) == LUNA_OK, "ragged attention, measure %d: %s", measure, luna_error(ctx));
+    peak[measure] = luna_memory(ctx).peak;
+    luna_close(ctx);
+  }
+  free(targets);
+  CHECK(peak[0] == peak[1], "ragged attention takes %zu bytes, measured were %zu", peak[0], peak[1]);
+}
+
+/* ---- how much ---- */
 /* ---- how much ---- */
 static size_t peak_of(bool encoder, bool inference, int64_t layers, int64_t n) {
   const job j = {"sizes", encoder ? JOB_ENCODER : JOB_LM, n, layers, 1, inference, false, LUNA_RECOMPUTE_NONE, 0};
@@ -387,6 +419,7 @@ int main(void) {
   for (size_t i = 0; i < sizeof block / sizeof *block; i++) check_block(&block[i], (int)(i % 3) + 1);
   check_close();
   check_steady();
+  check_ragged();
   check_first_step(false);
   check_first_step(true);
   check_many_pieces(false);
