@@ -5190,13 +5190,13 @@ LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
   const int64_t n = a->columns;
-  for (int64_t row = 0; row < a->rows; row++) {
+  if (n > 0) for (int64_t row = 0; row < a->rows; row++) {
     const float *logits = a->logits + row * a->logits_row, *next = row + 1 < a->rows ? logits + a->logits_row : logits;
-    float *grad = lunai_offset(a->grad, row * a->grad_row); /* null where there are no classes */
+    float *grad = a->grad + row * a->grad_row;
     const int64_t label = a->labels[row] - a->first;
     const vf total = vf_set(a->lse[row]);
     if (a->labels[row] < 0) {
-      if (!a->add && n > 0) memset(grad, 0, (size_t)n * sizeof(float));
+      if (!a->add) memset(grad, 0, (size_t)n * sizeof(float));
       continue;
     }
     for (int64_t i = 0; i < n; i += VF) {

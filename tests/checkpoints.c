@@ -593,7 +593,7 @@ static bool is_link_to(const char *name, const char *to) {
   return readlink(name, text, sizeof text - 1) == (ssize_t)strlen(to) && strcmp(text, to) == 0;
 }
 static int mode_of(const char *name) {
-  struct stat s;
+  struct stat s = {0};
   return stat(name, &s) == 0 ? (int)(s.st_mode & 07777) : -1;
 }
 static void write_text(const char *name, const char *text) {
@@ -660,7 +660,7 @@ static void check_modes(luna_params *params, luna_ctx *ctx) {
 }
 static void check_no_files(luna_params *params, luna_ctx *ctx) {
   char fifo[320], device[320];
-  struct stat s;
+  struct stat s = {0};
   snprintf(fifo, sizeof fifo, "%s/fifo", folder), snprintf(device, sizeof device, "%s/device", folder);
   CHECK(mkfifo(fifo, 0666) == 0, "no fifo");
   CHECK(luna_save(params, luna_path(fifo)) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
