@@ -25,8 +25,8 @@
 #   make mcu                 exports the gesture detector of examples/models and one of random weights, and runs them on
 #                            microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
-#   make analyze             clang-tidy's bugprone checks, clang's analyser and gcc's over luna.h: what tests/analyze.txt
-#                            does not explain fails. Four minutes on a quiet core: not in the gate, but before releases
+#   make analyze             clang-tidy's bugprone checks, clang's analyser and gcc's over luna.h: what is not explained in
+#                            tests/analyze.txt fails. Four minutes on a quiet core: not in the gate, but before releases
 #   make soak                streams of 2^26 steps and a training of 10^7, of tiny models: tests/soak.c, ten minutes on
 #                            a quiet core; make test-long has a short form
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
