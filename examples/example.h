@@ -534,6 +534,20 @@ TOOL void say_learnt(const luna_params *params, contents file, const char *path)
     printf("%s is what the model learnt from, but for a part: train has measured on that part alone\n", path);
 }
 
+/* Takes a model file's tensors that params has with the same names and shapes, and says how many; `names`: and which
+   are left. Returns 0, or 2 after a sentence. */
+TOOL void say_left(void *user, const char *name, const char *why) {
+  printf("  "), put_shown(stdout, name, (int64_t)strlen(name)), printf(" %s\n", why), (void)user;
+}
+TOOL int begin_with(luna_ctx *ctx, luna_params *params, const char *path, bool names) {
+  luna_load_report taken = { .report = names ? say_left : NULL };
+  if (luna_load_matching(params, luna_path(path), &taken) != LUNA_OK) return failed(ctx);
+  if (taken.loaded == 0) return fail("%s has no tensor that this model has", path);
+  printf("%lld of %lld tensors taken from %s\n", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
+         path);
+  return 0;
+}
+
 /* The line at *at, which moves to the next one: its first byte, and its length without its end; null after the last. */
 TOOL const unsigned char *next_line(contents file, int64_t *at, int64_t *length) {
   if (*at >= file.size) return NULL;

@@ -523,21 +523,14 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   return plot(&bar, run.name);
 }
 
-static int begin_with(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentence */
-  luna_load_report taken = { 0 };
-  if (luna_load_matching(params, luna_path(own.begin), &taken) != LUNA_OK) return failed(ctx);
-  if (taken.loaded == 0) return fail("%s has no tensor that this model has", own.begin);
-  run.begun = "yes";
-  printf("%lld of %lld tensors taken from %s\n", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
-         own.begin);
-  return 0;
-}
-
 static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   luna_params *params = luna_params_open(ctx);
   const path best = run_file("safetensors");
   if (model_open(ctx, params)) return 2;
-  if (own.begin && !set.resume && begin_with(ctx, params)) return 2;
+  if (own.begin && !set.resume) {
+    if (begin_with(ctx, params, own.begin, false)) return 2;
+    run.begun = "yes";
+  }
   luna_optimizer *adam = optimizer_open(params);
   if (!adam || (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK)) return failed(ctx);
   printf("%s, %s: %lld samples to learn from, %lld to validate on; ", data.task->title, title().text,

@@ -24,13 +24,17 @@ static struct settings set = {
   .seed = 1
 };
 /* vocab: the tokens of a text; the one after them masks */
-static struct { int64_t tokens, vocab, window, rows; const char *valid; } own = { .vocab = 10000, .window = 256 };
+static struct { int64_t tokens, vocab, window, rows; double masked; const char *begin, *valid; } own = {
+  .vocab = 10000, .window = 256, .masked = 0.15
+};
 
 static const flag flags[] = {
   FLAGS_TRAIN_OF("pt"),
   { "--tokens", "p", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
   { "--vocab", "p", WHOLE(own.vocab, 2, 1e7), "how many words to tell apart, by their hash; bytes are 256" },
   { "--window", "pt", WHOLE(own.window, 2, 65536), "tokens of a text that are read at once" },
+  { "--masked", "p", REAL(own.masked, 0.001, 1), "share of the tokens to fill in" },
+  { "--begin", "p", READS(own.begin), "model to begin with, as far as its tensors have the same names and shapes" },
   { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most, chosen by chance; 0 for all" },
   { "--valid", "t", READS(own.valid), "lines to measure on; without it a tenth of the others, chosen by chance" },
   FLAGS_MODEL_OF("p"),
@@ -72,9 +76,11 @@ static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentenc
 
 /* ---- pretrain ---------------------------------------------------------------------------------------------------- */
 
-/* Windows of the text, some tokens masked: the mean loss of those. The same step takes the same windows and masks. */
+/* Windows of the text, some tokens masked: the mean loss of those. The same step takes the same windows and masks; what
+   is validated on, in steps below 0, has 15% masked, so that losses compare. */
 static luna_tensor *loss_of(const luna_masked_lm *model, ints text, int64_t step) {
-  luna_masking masking = { .mask = (int32_t)own.vocab, .seed = (uint64_t)set.seed, .step = (uint64_t)step };
+  luna_masking masking = { .probability = step < 0 ? 0 : (float)own.masked, .mask = (int32_t)own.vocab,
+                           .seed = (uint64_t)set.seed, .step = (uint64_t)step };
   for (int64_t row = 0; row < set.batch; row++)
     memcpy(tokens + row * own.window, text.at + draw(0, step, row) % (uint64_t)(text.size - own.window + 1),
            (size_t)own.window * sizeof(int32_t));
@@ -101,6 +107,7 @@ static int pretrain_on(luna_ctx *ctx, ints text, ints held) {
                             .activation = LUNA_ACTIVATION_GELU, .pre_norm = true } }
   };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  if (own.begin && begin_with(ctx, params, own.begin, true)) return 2;
   luna_optimizer *adam = optimizer(params);
   printf("%lld %s to learn from, %lld to validate on; %lld parameters\n", (long long)text.size,
          own.tokens ? "bytes" : "words", (long long)held.size, (long long)luna_params_element_count(params));
@@ -205,10 +212,6 @@ static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *
   return right / (double)d->held;
 }
 
-static void report(void *user, const char *name, const char *why) {
-  printf("  "), put_shown(stdout, name, (int64_t)strlen(name)), printf(" %s\n", why), (void)user;
-}
-
 /* A classifier with the given encoder, its weights from a checkpoint or, null, from scratch. Returns 0, or 2 after a
    sentence. */
 static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *encoder, const char *path,
@@ -217,12 +220,8 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
   luna_classifier model;
   luna_classifier_config config = { .vocab = own.vocab + 1, .classes = d->classes, .pooling = LUNA_POOLING_MEAN,
                                    .encoder = *encoder };
-  luna_load_report match = { .report = report };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
-  if (path && luna_load_matching(params, luna_path(path), &match) != LUNA_OK) return failed(ctx);
-  if (path)
-    printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_tensor_count(params),
-           path);
+  if (path && begin_with(ctx, params, path, true)) return 2;
   luna_optimizer *adam = optimizer(params);
   if (!adam) return failed(ctx);
   int32_t *lengths = (int32_t *)grow(NULL, set.batch, sizeof(int32_t));

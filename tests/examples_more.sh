@@ -108,9 +108,16 @@ window="--window 32 --batch 8"
 check "pretrain succeeds" run pretrain text --out m.safetensors --plot m.svg --steps 200 --lr 0.01 $window $small
 check "validation loss falls" awk '/^validation loss/ { exit !($5 < 0.7 * $3) }' out
 check "the loss is drawn" drawn m.svg
+ended=$(awk '/^validation loss/ { print $5 }' out)
 run pretrain text --out d.safetensors --steps 20 $window $small
 run pretrain text --out n.safetensors --steps 20 $window $small --threads 1
 check "the same seed gives the same model, for any number of threads" same d.safetensors n.safetensors
+check "pretrain goes on from a model" \
+  run pretrain text --begin m.safetensors --out n.safetensors --steps 20 --masked 0.4 $window $small
+check "all of which is taken" grep -q '^\([0-9]*\) of \1 tensors taken from m.safetensors' out
+check "and begins where that ended" grep -q "^validation loss $ended -> " out
+run pretrain text --begin m.safetensors --out d.safetensors --steps 20 $window $small
+check "other shares masked make another model" differ d.safetensors n.safetensors
 check "tune succeeds" run tune m.safetensors rows.tsv --out c.safetensors --plot c.svg --steps 100 --lr 0.01 $window \
   --threads 2
 check "it says what did not match" \
@@ -145,8 +152,8 @@ printf 'tiny' >tiny
 refuses "has 1 tokens" pretrain tiny --out m.safetensors
 check "a short text is read in shorter windows" run pretrain short.en --out d.safetensors --steps 2 --window 4096 \
   --batch 4 $small
-check "Ctrl-C ends a training well" interrupted '^step.* left$' pretrain text --steps 4000 --out stopped.safetensors $window \
-  $small
+check "Ctrl-C ends a training well" \
+  interrupted '^step.* left$' pretrain text --steps 4000 --out stopped.safetensors $window $small
 check "and it is saved" run tune stopped.safetensors rows.tsv --out d.safetensors --steps 2 $window
 
 # ---- summary
