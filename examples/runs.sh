@@ -21,11 +21,19 @@ runs() {
         "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
     done
   done
+  for system in "luna16 luna" "linear linear"; do
+    echo "retrieval-${system%% *}-1 lra train retrieval --quick --data $out/pairs.tsv --attention ${system#* }" \
+      "--steps 8000 --warmup 400 --products bf16 --seed 1 --save-every 200"
+  done
   for seed in 1 2; do                                      # self-pretraining: what is masked in the reviews, first
     echo "masked-$seed lra pretrain text --quick --data $data/imdb.tsv --steps 8000 --warmup 400 --products bf16" \
       "--seed $seed --save-every 200"
     echo "text-masked-$seed lra train text --quick --data $data/imdb.tsv --begin $out/masked-$seed.safetensors" \
       "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
+    echo "masked-lists-$seed lra pretrain listops --quick --products bf16 --seed $seed --save-every 50"
+    echo "lists-masked-$seed lra train listops --quick --begin $out/masked-lists-$seed.safetensors --products bf16" \
+      "--seed $seed --save-every 50"
+    echo "lists-$seed lra train listops --quick --products bf16 --seed $seed --save-every 50"
   done
   for system in "luna16 luna" "transformer transformer"; do
     echo "image-${system%% *}-1 lra train image --quick --data $data/cifar.bin --attention ${system#* } --steps 12000" \
@@ -96,6 +104,10 @@ run() {
 [ -s "$out/tune.tsv" ] || awk 'NR % 20 >= 2' "$data/imdb.tsv" >"$out/tune.tsv"
 [ -s "$out/reviews.txt" ] || cut -f 2 "$out/tune.tsv" >"$out/reviews.txt"
 [ -s "$out/excerpt.txt" ] || cut -f 2 "$data/imdb.tsv" | head -c 3000000 >"$out/excerpt.txt"
+# both halves of a review, 1, or the first half of one and the second of another, up to 16 before, whatever its label, 0
+[ -s "$out/pairs.tsv" ] || LC_ALL=C awk -F '\t' '{ half = int(length($2) / 2); second = substr($2, half + 1)
+  print NR % 2 "\t" substr($2, 1, half) "\t" (NR % 2 || NR < 17 ? second : kept[(NR + NR / 2 * 7) % 16])
+  kept[NR % 16] = second }' "$data/imdb.tsv" >"$out/pairs.tsv"
 runs >"$out/runs.$$"
 trap 'rm -f "$out/runs.$$"' EXIT
 while read -r name command; do
