@@ -305,7 +305,7 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
     const bool yes = !f->text && f->kind && strcmp(f->kind, NO_YES) == 0;
     int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : yes ? "[yes|no]" : f->real ? "X" :
                         f->kind ? "NAME" : "N");
-    fprintf(to, "%*s", width < 21 ? 21 - width : 1, "");
+    fprintf(to, "%*s", width < 26 ? 26 - width : 1, "");
     if (!one) fprintf(to, "%-*s  ", wide, takers(f, commands).text);
     fprintf(to, "%s", f->help);
     if (f->text && *f->text) fprintf(to, " (%s)", **f->text == '\n' ? "a line break" : *f->text);

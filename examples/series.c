@@ -720,8 +720,8 @@ static int predict(luna_ctx *ctx, const char **words) {
 
 static const command commands[] = {
   { "train", { "data: .ts or CSV" }, "learns from series, and writes a model", train },
-  { "eval", { "model", "data: .ts or CSV" }, "how well a model does on a file", eval },
-  { "predict", { "model", "data: .ts or CSV" },
+  { "eval", { "model: a file that train wrote", "data: .ts or CSV" }, "how well a model does on a file", eval },
+  { "predict", { "model: a file that train wrote", "data: .ts or CSV" },
     "what a model finds in a file; a --causal one without --carry reads it by windows", predict },
   { 0 }
 };
