@@ -7194,7 +7194,10 @@ LUNAI_FN void lunai_forget_reference(const lunai_causal_luna *a, double *means) 
     double *k = a->mean_ka ? a->mean_ka + item * state : means, *v = a->mean_ka ? a->mean_av + item * state : k + state;
     double *weight = a->mean_ka ? a->weights + item * l : means + 2 * state;
     bool skips = false;
-    if (a->position == 0) for (int64_t i = 0; i < l; i++) weight[i] = 0;
+    if (a->position == 0) {
+      for (int64_t i = 0; i < l; i++) weight[i] = 0;
+      for (int64_t i = 0; i < state; i++) k[i] = v[i] = 0; /* a first weight that is NaN reads them */
+    }
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * l;
       if ((skips = lunai_luna_skips(a, item, t, skips))) continue;
