@@ -88,7 +88,8 @@ TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Of clang alone, in scalar C: it does not know all vector instructions, nor a C++ library that was built without it.
 MSAN = -O1 -g1 -fsanitize=memory -DLUNA_NO_SIMD -DTEST_QUICK=1
 MSAN_TESTS = $(if $(findstring clang,$(CC)),arguments attention_layers checkpoints classifier device empty features \
-  forgetting golden hooks masked_lm model_files ops profile resume scopes setup state stream trainer translation unread)
+  forgetting golden hooks masked_lm model_files ops private profile resume scopes setup state stream trainer translation \
+  unread)
 # Comparisons are not traced, since the mutations know the format: it takes a third of the time. Rare features are not
 # counted (-entropic=0): it takes half, and more as the corpus grows. More than two mutations (-mutate_depth) seldom
 # load. The address sanitizer finds null pointers.
