@@ -67,6 +67,18 @@ check "a training whose lists grow" run train listops $small $growing --save-eve
 cp grown.csv other.csv
 check "goes on from any step" run train listops --valid lists --resume grown.training
 check "with the same lists" same grown.csv other.csv
+# 1,000 lists, of the first 500 of which, those that validations look at, the answers are wrong
+awk -F '\t' '{ line[NR] = $0 } END { for (i = 0; i < 1000; i++) {
+  split(line[i % 80 + 1], c, "\t"); print (i < 500 ? (c[1] + 5) % 10 : c[1]) "\t" c[2] } }' lists >wrong
+check "the last model is measured too" \
+  run train listops --data lists --valid wrong $small --steps 200 --lr 0.02 --save-every 200 --out last
+check "and kept where it is better" grep -q 'the best at step 200, accuracy on 1000 samples held: [45]' out
+run eval last.training --data wrong
+cp out other
+run eval last.safetensors --data wrong
+check "as the file's model is" [ "$(sed 's/.*held//; s/^[^:]*: //' out)" = "$(sed 's/.*held//; s/^[^:]*: //' other)" ]
+check "nothing is left beside it" [ ! -e last.safetensors.probe ]
+rm -f last.*
 head -n 70 lists >lists70
 refuses "began with other samples" train listops --resume early.training --out whole
 refuses "began with other samples" train listops --data lists70 --resume early.training --out whole
