@@ -24,9 +24,11 @@ static struct settings set = {
   .seed = 1
 };
 /* vocab: the tokens of a text; the one after them masks */
-static struct { int64_t tokens, vocab, window, rows; double masked; const char *begin, *valid; } own = {
-  .vocab = 10000, .window = 256, .masked = 0.15
-};
+static struct {
+  int64_t tokens, vocab, window, rows;
+  double masked, head_lr, encoder_lr;
+  const char *begin, *valid;
+} own = { .vocab = 10000, .window = 256, .masked = 0.15, .head_lr = 0.03, .encoder_lr = 1e-4 };
 
 static const flag flags[] = {
   FLAGS_TRAIN_OF("pt"),
@@ -35,6 +37,8 @@ static const flag flags[] = {
   { "--window", "pt", WHOLE(own.window, 2, 65536), "tokens of a text that are read at once" },
   { "--masked", "p", REAL(own.masked, 0.001, 1), "share of the tokens to fill in" },
   { "--begin", "p", READS(own.begin), "model to begin with, as far as its tensors have the same names and shapes" },
+  { "--head-lr", "t", REAL(own.head_lr, 1e-9, 10), "learning rate of the new layer on a pre-trained encoder" },
+  { "--encoder-lr", "t", REAL(own.encoder_lr, 0, 10), "of that encoder, 0: it stays; --lr is of all from scratch" },
   { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most, chosen by chance; 0 for all" },
   { "--valid", "t", READS(own.valid), "lines to measure on; without it a tenth of the others, chosen by chance" },
   FLAGS_MODEL_OF("p"),
@@ -58,8 +62,8 @@ static void make_batch(void) {
   labels = tokens + set.batch * own.window;
 }
 
-static luna_optimizer *optimizer(luna_params *params) {
-  return luna_adamw(params, &(luna_optimizer_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+static luna_optimizer *optimizer(luna_params *params, double lr) {
+  return luna_adamw(params, &(luna_optimizer_config){ .lr = (float)lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_LINEAR, .warmup = set.steps / 20 + 1, .total = set.steps + 1 } });
 }
 
@@ -108,7 +112,7 @@ static int pretrain_on(luna_ctx *ctx, ints text, ints held) {
   };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (own.begin && begin_with(ctx, params, own.begin, true)) return 2;
-  luna_optimizer *adam = optimizer(params);
+  luna_optimizer *adam = optimizer(params, set.lr);
   printf("%lld %s to learn from, %lld to validate on; %lld parameters\n", (long long)text.size,
          own.tokens ? "bytes" : "words", (long long)held.size, (long long)luna_params_element_count(params));
   if (!adam) return failed(ctx);
@@ -212,6 +216,12 @@ static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *
   return right / (double)d->held;
 }
 
+/* A pre-trained encoder learns slowly, or not at all, while the layer on it is new. */
+static luna_status teach_encoder(luna_params *params, luna_optimizer *adam) {
+  const luna_param_group group = { .name = "encoder", .lr_factor = (float)(own.encoder_lr / own.head_lr) };
+  return own.encoder_lr > 0 ? luna_optimizer_add_group(adam, &group) : luna_params_freeze(params, "encoder", true);
+}
+
 /* A classifier with the given encoder, its weights from a checkpoint or, null, from scratch. Returns 0, or 2 after a
    sentence. */
 static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *encoder, const char *path,
@@ -222,8 +232,8 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
                                    .encoder = *encoder };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (path && begin_with(ctx, params, path, true)) return 2;
-  luna_optimizer *adam = optimizer(params);
-  if (!adam) return failed(ctx);
+  luna_optimizer *adam = optimizer(params, path ? own.head_lr : set.lr);
+  if (!adam || (path && teach_encoder(params, adam) != LUNA_OK)) return failed(ctx);
   int32_t *lengths = (int32_t *)grow(NULL, set.batch, sizeof(int32_t));
   int status = 0;
   progress_start(&bar, 0);

@@ -126,6 +126,13 @@ check "it tells both accuracies" \
   grep -q '^accuracy after 100 steps: [01][.0-9]* pre-trained, [01][.0-9]* from scratch$' out
 check "what can be learnt has been learnt" awk '/^accuracy after/ { exit !($5 > 0.9) }' out
 check "the fine-tuning is drawn" drawn c.svg
+for steps in 3 4; do
+  check "an encoder that stays, $steps steps" \
+    run tune m.safetensors rows.tsv --encoder-lr 0 --out head$steps.safetensors --steps $steps $window
+done
+check "only the layer on it differs" [ "$(cmp -l head3.safetensors head4.safetensors | wc -l)" -lt 400 ]
+run tune m.safetensors rows.tsv --out slow.safetensors --steps 4 $window
+check "else the encoder learns too" [ "$(cmp -l head4.safetensors slow.safetensors | wc -l)" -gt 4000 ]
 run pretrain text --tokens bytes --out b.safetensors --steps 20 $window $small
 check "bytes instead of words" grep -q 'bits per masked byte' out
 check "and a classifier of bytes" run tune b.safetensors rows.tsv --out d.safetensors --steps 3 $window
