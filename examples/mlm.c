@@ -1,5 +1,5 @@
 /* mlm: a masked language model, and what it is for: a classifier that starts from it, to learn from fewer examples.
-   After minutes of pre-training it does not yet (examples/measurements.md).
+   After an hour of pre-training it does, after minutes not yet (examples/measurements.md).
 
      cc -O2 -I. examples/mlm.c -o mlm -lm -lpthread
 

@@ -46,10 +46,12 @@ runs() {
   echo "pathfinder-easy-long-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8" \
     "--lr 2e-3 --warmup 200 --batch 32 --steps 24000 --products bf16 --seed 1 --save-every 200"
   for seed in 1 2; do
-    echo "mlm-$seed mlm pretrain $out/reviews.txt --window 128 --steps 8000 --products bf16 --seed $seed"
+    echo "mlm-begin-$seed mlm pretrain $out/reviews.txt --window 128 --steps 40000 --products bf16 --seed $seed"
+    echo "mlm-$seed mlm pretrain $out/reviews.txt --begin $out/mlm-begin-$seed.safetensors --masked 0.3 --window 128" \
+      "--steps 40000 --products bf16 --seed $((seed + 2))"
     for rows in 100 1000 10000; do
       echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $out/tune.tsv --valid $out/test.tsv --rows $rows" \
-        "--steps $((rows / 5 + 400)) --products bf16 --seed $seed"
+        "--steps $((rows / 5 + 400)) --lr 3e-3 --products bf16 --seed $seed"
     done
     echo "translate-$seed translate train $data/train.en $data/train.de --products bf16 --seed $seed"
   done
