@@ -534,11 +534,11 @@ TOOL void say_learnt(const luna_params *params, contents file, const char *path)
     printf("%s is what the model learnt from, but for a part: train has measured on that part alone\n", path);
 }
 
-/* Takes a model file's tensors that params has with the same names and shapes, and says how many; `names`: and which
-   are left. Returns 0, or 2 after a sentence. */
 TOOL void say_left(void *user, const char *name, const char *why) {
   printf("  "), put_shown(stdout, name, (int64_t)strlen(name)), printf(" %s\n", why), (void)user;
 }
+/* Takes a model file's tensors that params has with the same names and shapes, and says how many; `names`: and which
+   are left. Returns 0, or 2 after a sentence. */
 TOOL int begin_with(luna_ctx *ctx, luna_params *params, const char *path, bool names) {
   luna_load_report taken = { .report = names ? say_left : NULL };
   if (luna_load_matching(params, luna_path(path), &taken) != LUNA_OK) return failed(ctx);

@@ -504,25 +504,32 @@ static bool load_best(luna_params *params, const char *file) {
   return good;
 }
 
-/* The best model of the validations once more, on all samples held, and the last, which is kept where it is better
-   there: of twenty validations on a few samples the best has had luck. */
+/* The last model and, where it is another, the best of the validations, on all samples held: the better one stays in
+   RUN.safetensors. Of twenty validations on a few samples the best has had luck. Returns 0, or 2 after a sentence. */
+static int keep_better(luna_ctx *ctx, luna_params *params, const samples *s, double *share, double *loss) {
+  const path best = run_file("safetensors"), last = run_file("safetensors.probe");
+  double best_loss, best_share = -1;
+  if ((*share = measure(ctx, s, s->held, loss)) < 0) return failed(ctx);
+  if (run.best_step == bar.step) return 0;
+  if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params, luna_path(last.text)) != LUNA_OK))
+    return failed(ctx);
+  if (load_best(params, best.text)) best_share = measure(ctx, s, s->held, &best_loss);
+  if (best_share < 0) return failed(ctx);
+  const bool stays = best_share >= *share;
+  if (stays) *share = best_share, *loss = best_loss;
+  else run.best_step = bar.step;
+  return ranks.rank > 0 || (stays ? remove(last.text) : move(last.text, best.text)) == 0 ? 0 : cannot_write(best);
+}
 static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   const double took = run.before + seconds() - bar.start;
-  const path best = run_file("safetensors"), last = run_file("safetensors.probe");
-  double loss, share = -1, last_loss, last_share;
+  const path best = run_file("safetensors");
+  double loss, share;
   progress_end(&bar);
   if (interrupted && bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (interrupted)
     printf("stopped at step %lld; goes on with --resume %s\n", (long long)bar.step, run_file("training").text);
   if (run.best_step == 0) return printf("stopped before the first validation: no model was written\n"), 0;
-  if ((last_share = measure(ctx, s, s->held, &last_loss)) < 0) return failed(ctx);
-  if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params, luna_path(last.text)) != LUNA_OK))
-    return failed(ctx);
-  if (load_best(params, best.text)) share = measure(ctx, s, s->held, &loss);
-  if (share < 0) return failed(ctx);
-  if (last_share > share) share = last_share, loss = last_loss, run.best_step = bar.step;
-  if (ranks.rank == 0 && (run.best_step == bar.step ? move(last.text, best.text) : remove(last.text)) != 0)
-    return cannot_write(best);
+  if (keep_better(ctx, params, s, &share, &loss)) return 2;
   if (write_report(params, share, s->held)) return 2;
   printf("%s: %lld steps in %.0f s, ", best.text, (long long)bar.step, took);
   printf("the best at step %lld, %s %lld samples held: %.2f%% (loss %.3f)\n", (long long)run.best_step,

@@ -241,7 +241,6 @@ static void check_ragged(void) {
 }
 
 /* ---- how much ---- */
-/* ---- how much ---- */
 static size_t peak_of(bool encoder, bool inference, int64_t layers, int64_t n) {
   const job j = {"sizes", encoder ? JOB_ENCODER : JOB_LM, n, layers, 1, inference, false, LUNA_RECOMPUTE_NONE, 0};
   return measured(&j, 1).peak;
