@@ -11,7 +11,7 @@
      lra train TASK --begin RUN.safetensors ...    begins with the encoder of such a run
      lra eval RUN.safetensors [--data FILE]        accuracy on a file, or on generated test samples
      lra table FOLDER [--svg FILE]                 Markdown of all runs in it, Table 1 of the paper beside
-     lra show TASK [--data FILE] [--svg FILE]      a few samples; of lists also what they are like
+     lra show TASK [--data FILE] [--svg FILE]      a few samples; of lists and Pathfinder also what they are like
 
    A run writes RUN.safetensors, the best model by validation; RUN.csv, its curves; RUN.txt, what lra table reads.
    ListOps and Pathfinder are generated; the files of the others are plain: gunzip or unxz them. Without --valid the
@@ -663,6 +663,25 @@ static void print_lists(const samples *s) {
   printf("\n");
 }
 
+/* What the distance between the discs alone tells: a model that has no more has found no contour. Of `half` pictures it
+   is counted by pixels, and guessed for as many others. */
+static void print_pictures(void) {
+  enum { half = 2000, farthest = 2 * SIDE };
+  static int32_t counts[farthest][2];
+  static picture p;
+  pathfinder_level level = pathfinder_levels[own.difficulty];
+  int64_t right = 0;
+  level.distractors = 0;             /* they are drawn last, and move no disc */
+  for (int64_t i = 0; i < 2 * half; i++) {
+    draw_picture(&p, level, (uint64_t)i);
+    int32_t *seen = counts[(int)(hypot(p.disc[0].y - p.disc[1].y, p.disc[0].x - p.disc[1].x) + 0.5)];
+    if (i < half) seen[p.label]++;
+    else right += (seen[1] > seen[0]) == p.label;
+  }
+  const double share = (double)right / half;
+  printf("by the distance between the discs alone %.1f%% of %d pictures are told\n", 100 * share, half);
+}
+
 static void show_sample(const int32_t *tokens, int64_t n) {
   for (int64_t k = 0; k < n; k++) {
     if (data.task == &tasks[LISTOPS]) printf("%s ", symbols[tokens[k]]);
@@ -695,6 +714,7 @@ static int show(luna_ctx *ctx, const char **words) {
   }
   free(tokens);
   if (!status && data.task == &tasks[LISTOPS]) print_lists(&s);
+  if (!status && data.task == &tasks[PATHFINDER]) print_pictures();
   if (to) fprintf(to, "</svg>\n");
   if (to && fclose(to) != 0 && !status) status = fail("cannot write %s: %s", own.svg, strerror(errno));
   return task_close(), status;

@@ -200,13 +200,14 @@ done
 check "the mirror is among the settings" grep -q 'mirror yes' mirror-yes.txt
 refuses "is of image alone" train text --data texts --mirror yes --out bad
 rm -f mirror-*
-check "lra show pathfinder draws" run show pathfinder --count 2 --svg p.svg
+check "lra show pathfinder draws" run show pathfinder --difficulty easy --count 2 --svg p.svg
 check "two pictures with labels" [ "$(tags p.svg rect) $(tags p.svg text)" = "2048 2" ]
 check "and prints them" [ "$(grep -c '^sample [01], label [01]:$' out) $(grep -c '^[ .:=+*#%@-]\{64\}$' out)" = "2 64" ]
+check "and says what the distance tells" grep -q '^by the distance between the discs alone \(5[6-9]\|6[0-3]\)\.[0-9]% of 2000' out
 cp out before
-run show pathfinder --count 2
+run show pathfinder --difficulty easy --count 2
 check "the same ones again" same out before
-run show pathfinder --count 2 --data-seed 2
+run show pathfinder --difficulty easy --count 2 --data-seed 2
 check "other ones for another seed" differ out before
 check "lra show image" run show image --data gray --count 1
 check "white is white" grep -q '^  *$' out
