@@ -663,23 +663,27 @@ static void print_lists(const samples *s) {
   printf("\n");
 }
 
-/* What the distance between the discs alone tells: a model that has no more has found no contour. Of `half` pictures it
-   is counted by pixels, and guessed for as many others. */
+/* What the places of the discs tell, without a look at the contours: how far they are from each other and from the
+   middle. Of `half` pictures it is counted, and guessed for as many others. */
 static void print_pictures(void) {
-  enum { half = 2000, farthest = 2 * SIDE };
-  static int32_t counts[farthest][2];
+  enum { half = 4000, parts = 24 };
+  static int32_t counts[parts][parts][parts][2];
   static picture p;
+  const double middle = (SIDE - 1) / 2.0;
   pathfinder_level level = pathfinder_levels[own.difficulty];
   int64_t right = 0;
   level.distractors = 0;             /* they are drawn last, and move no disc */
   for (int64_t i = 0; i < 2 * half; i++) {
     draw_picture(&p, level, (uint64_t)i);
-    int32_t *seen = counts[(int)(hypot(p.disc[0].y - p.disc[1].y, p.disc[0].x - p.disc[1].x) + 0.5)];
+    const point a = p.disc[0], b = p.disc[1];
+    const double from_a = hypot(a.y - middle, a.x - middle), from_b = hypot(b.y - middle, b.x - middle);
+    int32_t *seen = counts[(int)(hypot(a.y - b.y, a.x - b.x) / 2)][(int)(fmin(from_a, from_b) / 3)]
+                          [(int)(fmax(from_a, from_b) / 3)];
     if (i < half) seen[p.label]++;
     else right += (seen[1] > seen[0]) == p.label;
   }
   const double share = (double)right / half;
-  printf("by the distance between the discs alone %.1f%% of %d pictures are told\n", 100 * share, half);
+  printf("by the places of the discs alone %.1f%% of %d pictures are told\n", 100 * share, half);
 }
 
 static void show_sample(const int32_t *tokens, int64_t n) {

@@ -155,8 +155,7 @@ static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *lengths) {
   if (data.task == &tasks[LISTOPS])
     label = list_make(lists_grown(arena_lists, grown), seed, INT64_MAX, list, &size);
   else {
-    const double part = grown < 1 ? grown * (double)random[2] / 4294967296.0 : 1; /* simpler ones stay among them */
-    draw_picture(&p, pathfinder_grown(pathfinder_levels[data.difficulty], part), seed);
+    draw_picture(&p, pathfinder_grown(pathfinder_levels[data.difficulty], grown), seed);
     label = p.label;
     for (int i = 0; i < PIXELS; i++) list[i] = p.pixels[i];
   }

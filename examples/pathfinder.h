@@ -13,12 +13,8 @@ enum { SIDE = 32, SEED_DISTANCE = 7, TRIALS = 3, PATCH = 9, BLOWN = 17 }; /* a p
 #define TARGET 1.5f                  /* contrast, 0.75 x 2; discs have 1; the picture's largest value becomes 255 */
 #define DISTRACTOR 2.0f
 
-/* matched: with the other label the discs would be as far apart, to half a pixel */
-typedef struct pathfinder_level {
-  int contour, distractor, distractors; /* paddles twice; snakes */
-  bool matched;
-} pathfinder_level;
-static const pathfinder_level pathfinder_levels[3] = { { 6, 2, 10, false }, { 9, 3, 6, false }, { 14, 4, 5, false } };
+typedef struct pathfinder_level { int contour, distractor, distractors; } pathfinder_level; /* paddles twice; snakes */
+static const pathfinder_level pathfinder_levels[3] = { { 6, 2, 10 }, { 9, 3, 6 }, { 14, 4, 5 } };
 #define DIFFICULTY_NAMES "easy intermediate hard"
 
 typedef float canvas[SIDE * SIDE];
@@ -250,28 +246,19 @@ TOOL bool draw_distractor(picture *p, pathfinder_level level) {
   return fine;
 }
 
-/* Simple pictures, for training: contours go from two paddles to level.contour, and distractors from one, without which
-   all is brighter, to all, while `grown` goes from 0 to 1. Whether discs lie on one snake of two paddles is told by
-   their distance alone in 83%, of six in 59%; a model that has found that finds nothing else. So it tells nothing until
-   `grown` is 1. */
+/* Simple pictures first, for training: contours go from one paddle to level.contour, and distractors from none to all,
+   while `grown` goes from 0 to 1. */
 TOOL pathfinder_level pathfinder_grown(pathfinder_level level, double grown) {
-  level.matched = grown < 1;
-  level.contour = 2 + (int)((level.contour - 2) * grown + 0.5);
-  level.distractors = 1 + (int)((level.distractors - 1) * grown + 0.5);
+  level.contour = 1 + (int)((level.contour - 1) * grown + 0.5);
+  level.distractors = (int)(level.distractors * grown + 0.5);
   return level;
-}
-
-/* Whether both tips are equally far from where a snake begins. */
-TOOL bool is_matched(const picture *p, int snake) {
-  const point from = p->target[snake].origin, a = p->target[0].tip, b = p->target[1].tip;
-  return fabs(hypot(a.y - from.y, a.x - from.x) - hypot(b.y - from.y, b.x - from.x)) < 0.5;
 }
 
 /* The picture that a random number stands for. */
 TOOL void draw_picture(picture *p, pathfinder_level level, uint64_t random) {
   p->random = random;
   p->label = chance(p, 2);
-  while (!draw_targets(p, level) || (level.matched && !is_matched(p, 0) && !is_matched(p, 1))) continue;
+  while (!draw_targets(p, level)) continue;
   p->distractors = 0;
   for (int i = 0; i < level.distractors; i++)
     for (int trial = 0, drawn = 0; trial < 5 && !drawn; trial++) {
@@ -280,9 +267,7 @@ TOOL void draw_picture(picture *p, pathfinder_level level, uint64_t random) {
       p->distractors += drawn = draw_distractor(p, level);
       if (!drawn) memcpy(p->image, image, sizeof image), memcpy(p->mask, mask, sizeof mask);
     }
-  int first = chance(p, 2);
-  if (level.matched && !is_matched(p, first)) first = 1 - first;
-  const int second = p->label ? first : 1 - first;
+  const int first = chance(p, 2), second = p->label ? first : 1 - first;
   p->disc[0] = p->target[first].origin, p->disc[1] = p->target[second].tip;
   for (int i = 0; i < 2; i++) draw_disc(p->image, p->disc[i]);
   float low = p->image[0], high = low;
