@@ -40,12 +40,12 @@ runs() {
     echo "lists-$seed lra train listops --quick --products bf16 --seed $seed --save-every 50"
   done
   for system in "luna16 luna" "transformer transformer"; do
-    image="lra train image --quick --data $data/cifar.bin --attention ${system#* } --steps 12000 --warmup 600"
-    echo "image-${system%% *}-1 $image --products bf16 --seed 1 --save-every 200"
-    echo "image-${system%% *}-dropout-1 $image --dropout 0.2 --products bf16 --seed 1 --save-every 200"
-    echo "image-${system%% *}-mirror-1 $image --dropout 0.2 --mirror yes --products bf16 --seed 1 --save-every 200"
-    echo "image-${system%% *}-short-1 lra train image --quick --data $data/cifar.bin --attention ${system#* }" \
-      "--steps 3000 --warmup 150 --dropout 0.2 --mirror yes --products bf16 --seed 1 --save-every 100"
+    image="lra train image --quick --data $data/cifar.bin --attention ${system#* } --products bf16 --seed 1"
+    image="$image --save-every 200"
+    echo "image-${system%% *}-1 $image --steps 12000 --warmup 600"
+    echo "image-${system%% *}-dropout-1 $image --steps 12000 --warmup 600 --dropout 0.2"
+    echo "image-${system%% *}-mirror-1 $image --steps 12000 --warmup 600 --dropout 0.2 --mirror yes"
+    echo "image-${system%% *}-short-1 $image --steps 3000 --warmup 150 --dropout 0.2 --mirror yes"
   done
   echo "pathfinder-easy-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8 --lr 2e-3" \
     "--warmup 200 --batch 32 --steps 6000 --validations 10 --products bf16 --seed 1 --save-every 200"

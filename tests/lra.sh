@@ -190,8 +190,8 @@ bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 || k % 32 == 26 ? i % 2 * 100 
 bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 ? i % 2 * 100 : 7) } }" >uneven
 for images in even uneven; do
   for mirror in no yes; do
-    check "images, mirror $mirror" run train image --data $images --quick --steps 2 --batch 4 --validations 1 --threads 1 \
-      --mirror $mirror --out mirror-$mirror
+    check "images, mirror $mirror" run train image --data $images --quick --steps 2 --batch 4 --validations 1 \
+      --threads 1 --mirror $mirror --out mirror-$mirror
     cut -d , -f 1,2 mirror-$mirror.csv >mirror-$mirror
   done
   if [ $images = even ]; then check "a mirror does nothing to these" same mirror-no mirror-yes
@@ -203,7 +203,7 @@ rm -f mirror-*
 check "lra show pathfinder draws" run show pathfinder --difficulty easy --count 2 --svg p.svg
 check "two pictures with labels" [ "$(tags p.svg rect) $(tags p.svg text)" = "2048 2" ]
 check "and prints them" [ "$(grep -c '^sample [01], label [01]:$' out) $(grep -c '^[ .:=+*#%@-]\{64\}$' out)" = "2 64" ]
-check "and says what places tell" grep -q "^by the places of the discs alone [56][0-9]\.[0-9]% of 4000" out
+check "and says what places tell" grep -q "^by the places of the discs alone \(59\|6[0-2]\)\.[0-9]% of 4000" out
 cp out before
 run show pathfinder --difficulty easy --count 2
 check "the same ones again" same out before
