@@ -2518,7 +2518,6 @@ static void check_table(void) {
 }
 
 int main(int argc, char **argv) {
-  const char *build = getenv("BUILD");
   static const int signals[] = {SIGSEGV, SIGFPE, SIGABRT, SIGILL};
   for (size_t i = 0; i < sizeof signals / sizeof signals[0]; i++) signal(signals[i], died);
 #ifdef SIGALRM
@@ -2526,9 +2525,9 @@ int main(int argc, char **argv) {
 #endif
   common_fill(numbers, NUMBERS, 1, 1);
   common_fill(room, ROOM, 2, 1);
-  snprintf(folder, sizeof folder, "%s/arguments_test", build ? build : "build");
+  snprintf(folder, sizeof folder, "%s/arguments_test", common_build());
 #if defined(__unix__) || defined(__APPLE__)
-  mkdir(build ? build : "build", 0777);
+  mkdir(common_build(), 0777);
   mkdir(folder, 0777);
 #endif
   snprintf(path, sizeof path, "%s/model.safetensors", folder);

@@ -480,10 +480,8 @@ static bool holds(const char *name, const buffer *want) {
   return same;
 }
 static void paths_open(void) {
-  const char *build = getenv("BUILD");
-  if (!build) build = "build";
-  mkdir(build, 0777);
-  snprintf(folder, sizeof folder, "%s/checkpoints_test", build);
+  mkdir(common_build(), 0777);
+  snprintf(folder, sizeof folder, "%s/checkpoints_test", common_build());
   mkdir(folder, 0777);
   snprintf(path, sizeof path, "%s/model.safetensors", folder);
   remove(path);

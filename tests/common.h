@@ -20,6 +20,12 @@ TEST_UNUSED static uint64_t common_hash(uint64_t seed, uint64_t index) {
   return x ^ (x >> 32);
 }
 
+/* where tests write files: the folder they were built in */
+TEST_UNUSED static const char *common_build(void) {
+  const char *build = getenv("BUILD");
+  return build ? build : "build";
+}
+
 /* bytes that grow; limit: the byte at which writing fails, 0 = never */
 typedef struct common_bytes { uint8_t *at; size_t size, room, limit; } common_bytes;
 TEST_UNUSED static bool common_write(void *user, const void *bytes, size_t size) {

@@ -171,8 +171,7 @@ int main(void) {
     {{"files of a language model", JOB_LM, 30, 1, 1, false, false, LUNA_RECOMPUTE_NONE, 0.1f}, files},
     {{"files of an encoder-decoder", JOB_SEQ2SEQ, 30, 1, 1, false, false, LUNA_RECOMPUTE_NONE, 0.1f}, files},
   };
-  const char *build = getenv("BUILD");
-  snprintf(path, sizeof path, "%s/tests/failures.safetensors", build ? build : "build");
+  snprintf(path, sizeof path, "%s/tests/failures.safetensors", common_build());
   for (size_t i = 0; i < sizeof job / sizeof *job; i++) check_failures(&job[i], NULL);
   for (size_t i = 0; i < sizeof with / sizeof *with; i++) check_failures(&with[i].job, with[i].more);
   remove(path);

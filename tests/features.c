@@ -361,6 +361,7 @@ static void check_output_norm(void) {
   luna_ctx *ctx = ctx_open(3, 1), *other = ctx_open(4, 1);
   luna_params *params = luna_params_open(ctx), *loaded = luna_params_open(other), *plain = luna_params_open(ctx);
   luna_lm m, copy, bare;
+  char path[300];
   float x[WINDOW], y[WINDOW], z[WINDOW], fit[2];
   const double error = sine_error(ctx, &m, params);
   CHECK(error < 0.02, "a sine around 100: %.4f of the error of the last value", error);
@@ -378,10 +379,11 @@ static void check_output_norm(void) {
   }
   luna_stream_close(stream);
   test_close("a stream of outputs in their unit", z, y, WINDOW, 1e-5);
-  CHECK(luna_save(params, luna_path("build/output_norm.safetensors")) == LUNA_OK, "%s", luna_error(ctx));
-  CHECK(luna_load_model_of(LUNA_MODEL_LM, &copy, loaded, luna_path("build/output_norm.safetensors")) == LUNA_OK &&
+  snprintf(path, sizeof path, "%s/output_norm.safetensors", common_build());
+  CHECK(luna_save(params, luna_path(path)) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_load_model_of(LUNA_MODEL_LM, &copy, loaded, luna_path(path)) == LUNA_OK &&
         copy.config.output_norm, "%s", luna_error(other));
-  remove("build/output_norm.safetensors");
+  remove(path);
   luna_begin_inference(other);
   CHECK(luna_read(luna_lm_forward(&copy, &in), z) == LUNA_OK && same(y, z, WINDOW), "a loaded model: %s",
         luna_error(other));
@@ -470,9 +472,8 @@ static luna_status train_step(luna_ctx *ctx, const luna_model *m, luna_optimizer
 
 static void check_models(void) {
   char path[300];
-  const char *build = getenv("BUILD");
-  mkdir(build ? build : "build", 0777);
-  snprintf(path, sizeof path, "%s/features_test.safetensors", build ? build : "build");
+  mkdir(common_build(), 0777);
+  snprintf(path, sizeof path, "%s/features_test.safetensors", common_build());
   for (int which = 0; which < MODELS; which++) {
     const char *what = model_names[which];
     luna_optimizer_config slow = {0};

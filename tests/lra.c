@@ -7,6 +7,7 @@
 #undef main
 
 #include "test.h"
+#include "common.h"
 
 /* Draws of one in `n` are so often right with this chance that a fair generator never fails: five deviations. */
 static bool fair(int64_t seen, int64_t draws, double share) {
@@ -440,9 +441,9 @@ static void check_redrawn(luna_ctx *ctx) {
 /* lra eval without --data: a test's samples, not those of a training */
 static void check_eval(luna_ctx *ctx) {
   char name[500];
-  const char *build = getenv("BUILD"), *words[1] = { name };
+  const char *words[1] = { name };
   luna_params *params = small_model(ctx, SMALL, LISTOPS, LUNA);
-  snprintf(name, sizeof name, "%s/tests/lra.safetensors", build ? build : "build");
+  snprintf(name, sizeof name, "%s/tests/lra.safetensors", common_build());
   CHECK(keep_run(params, "") && luna_save(params, luna_path(name)) == LUNA_OK, "%s is written", name);
   model_close();
   data.first = 0;

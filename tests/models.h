@@ -233,11 +233,9 @@ typedef struct path_text {
   char text[300];
 } path_text;
 TEST_UNUSED static path_text path_of(void) { /* a file of this process alone */
-  const char *build = getenv("BUILD");
   path_text path;
-  if (!build) build = "build";
-  mkdir(build, 0777);
-  snprintf(path.text, sizeof path.text, "%s/models_test_%ld.safetensors", build, (long)getpid());
+  mkdir(common_build(), 0777);
+  snprintf(path.text, sizeof path.text, "%s/models_test_%ld.safetensors", common_build(), (long)getpid());
   return path;
 }
 

@@ -79,10 +79,8 @@ static bool holds(const char *name, const buffer *want) {
   return result;
 }
 static void paths_open(void) {
-  const char *build = getenv("BUILD");
-  if (!build) build = "build";
-  mkdir(build, 0777);
-  snprintf(folder, sizeof folder, "%s/resume_test", build);
+  mkdir(common_build(), 0777);
+  snprintf(folder, sizeof folder, "%s/resume_test", common_build());
   mkdir(folder, 0777);
   snprintf(path, sizeof path, "%s/training.safetensors", folder);
   remove(path);

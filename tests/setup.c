@@ -1072,7 +1072,7 @@ static void check_late_memory(void) {
 }
 
 int main(void) {
-  write_files(getenv("BUILD") ? getenv("BUILD") : "build");
+  write_files(common_build());
   for (int kind = 0; kind < KINDS; kind++) {
     check_refused((made_kind)kind, 1), check_refused((made_kind)kind, 2);
     check_nulls((made_kind)kind);

@@ -155,13 +155,14 @@ static bool same(const setup *a, const setup *b) {
 }
 /* bits: of any number of threads, and of a training that was saved and goes on */
 static void training(int variant) {
-  const char *path = "build/state_test.safetensors";
+  char path[300];
   setup a = open_model(variant, 1), b = open_model(variant, 3), c = open_model(variant, 1);
   setup none = open_model(variant, 1);
   luna_lm_state *states[3] = {luna_lm_state_open(&a.model, BATCH), luna_lm_state_open(&b.model, BATCH),
                               luna_lm_state_open(&c.model, BATCH)};
   luna_optimizer *adams[4] = {luna_adamw(a.params, NULL), luna_adamw(b.params, NULL), luna_adamw(c.params, NULL),
                               luna_adamw(none.params, NULL)};
+  snprintf(path, sizeof path, "%s/state_test.safetensors", common_build());
   train(&a, states[0], adams[0], 0, 7);
   train(&b, states[1], adams[1], 0, 7);
   CHECK(same(&a, &b), "variant %d: 1 thread and 3 differ", variant);
