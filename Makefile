@@ -43,6 +43,7 @@
 #                            and 4 ranks; 20 minutes, 12 GB
 #   make web                 build/luna.html: Luna in a browser, one file, by clang for WebAssembly (examples/web)
 #   make web-test            its tests, in headless Chromium; screenshots in build/web; last line: N passed, N failed
+#                            TIMES=1, on a quiet machine: the page's times must reach their goals too
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
 #                            and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one

@@ -37,9 +37,9 @@ class Page {
     if (failed) throw new Error(`${expression}: ${failed.exception?.description || failed.text}`);
     return result.value;
   }
-  /* waits until an expression of the page is true; false when that takes too long */
-  async until(expression, seconds) {
-    for (const end = Date.now() + 1000 * seconds; Date.now() < end; await sleep(50))
+  /* waits until an expression of the page is true; false after two minutes */
+  async until(expression) {
+    for (const end = Date.now() + 120000; Date.now() < end; await sleep(50))
       if (await this.run(expression)) return true;
     return false;
   }
