@@ -21,9 +21,12 @@ runs() {
         "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
     done
   done
-  for system in "luna16 luna" "transformer transformer"; do
-    echo "text-${system%% *}-larger-1 lra train text --quick --data $data/imdb.tsv --attention ${system#* }" \
-      "--layers 4 --dim 128 --ffn 256 --lr 1e-3 --steps 2000 --warmup 200 --products bf16 --seed 1 --save-every 100"
+  for seed in 1 2; do
+    for system in "luna16 luna" "transformer transformer"; do
+      echo "text-${system%% *}-larger-$seed lra train text --quick --data $data/imdb.tsv --attention ${system#* }" \
+        "--layers 4 --dim 128 --ffn 256 --lr 1e-3 --steps 2000 --warmup 200 --products bf16 --seed $seed" \
+        "--save-every 100"
+    done
   done
   for system in "luna16 luna" "linear linear"; do
     echo "retrieval-${system%% *}-1 lra train retrieval --quick --data $out/pairs.tsv --attention ${system#* }" \
@@ -39,13 +42,15 @@ runs() {
       "--seed $seed --save-every 50"
     echo "lists-$seed lra train listops --quick --products bf16 --seed $seed --save-every 50"
   done
-  for system in "luna16 luna" "transformer transformer"; do
-    image="lra train image --quick --data $data/cifar.bin --attention ${system#* } --products bf16 --seed 1"
-    image="$image --save-every 200"
-    echo "image-${system%% *}-1 $image --steps 12000 --warmup 600"
-    echo "image-${system%% *}-dropout-1 $image --steps 12000 --warmup 600 --dropout 0.2"
-    echo "image-${system%% *}-mirror-1 $image --steps 12000 --warmup 600 --dropout 0.2 --mirror yes"
-    echo "image-${system%% *}-short-1 $image --steps 3000 --warmup 150 --dropout 0.2 --mirror yes"
+  for seed in 1 2; do
+    for system in "luna16 luna" "transformer transformer"; do
+      image="lra train image --quick --data $data/cifar.bin --attention ${system#* } --products bf16 --seed $seed"
+      image="$image --save-every 200"
+      echo "image-${system%% *}-$seed $image --steps 12000 --warmup 600"
+      echo "image-${system%% *}-dropout-$seed $image --steps 12000 --warmup 600 --dropout 0.2"
+      echo "image-${system%% *}-mirror-$seed $image --steps 12000 --warmup 600 --dropout 0.2 --mirror yes"
+      echo "image-${system%% *}-short-$seed $image --steps 3000 --warmup 150 --dropout 0.2 --mirror yes"
+    done
   done
   echo "pathfinder-easy-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8 --lr 2e-3" \
     "--warmup 200 --batch 32 --steps 6000 --validations 10 --products bf16 --seed 1 --save-every 200"
