@@ -2147,7 +2147,7 @@ static bool run_case(row *f, int at, int number_of) {
   hostile = broken = 0;
   hostile_left = number_of % 4 == 0 ? 0 : 1 + number_of % 2;
   w->training = number_of / 4 % 2 == 0;
-  WATCH(60);
+  WATCH(300);
   begin();
   f->run();
   f->times++;
@@ -2350,7 +2350,7 @@ static void check_known(const char *only) {
       case_number = form;
       hostile_left = 0;
       hostile = w->training = true;
-      WATCH(60);
+      WATCH(300);
       begin();
       known[i].run();
       still_works();

@@ -188,7 +188,7 @@ if mkfifo log 2>/dev/null; then
   reader=$!
   "$build/lm" train text --out piped.safetensors --steps 100000000 $small >log 2>err &
   pid=$! tries=0
-  while ! grep -q '^---- before' out && [ $tries -lt 300 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1))
+  while ! grep -q '^---- before' out && [ $tries -lt 1200 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1))
   done
   sleep 1
   kill -STOP $pid
@@ -207,7 +207,7 @@ lm train text --out whole.safetensors --save-every 1500 $long
 "$build/lm" train text --out going.safetensors --save-every 10 $long >out 2>err &
 pid=$!
 tries=0
-while [ ! -e going.safetensors ] && [ $tries -lt 300 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
+while [ ! -e going.safetensors ] && [ $tries -lt 1200 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
 cp going.safetensors middle.safetensors
 kill -KILL $pid
 wait $pid 2>/dev/null

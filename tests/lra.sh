@@ -256,8 +256,8 @@ mkfifo strange/a.txt
 { cat whole.txt; awk 'BEGIN { while (i++ < 9000) print "later x" }'; } >strange/b.txt
 "$build/$program" table strange >out 2>err &
 pid=$! tries=0
-while ! grep -q 'has no runs' err && [ $tries -lt 50 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
-[ $tries -lt 50 ] || kill $pid
+while ! grep -q 'has no runs' err && [ $tries -lt 600 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
+[ $tries -lt 600 ] || kill $pid
 wait $pid
 check "what is no file, or too large" [ "$(grep -c '[ab].txt is no report' err)" = 2 ]
 mkdir heads
@@ -382,7 +382,7 @@ stands() {
   tries=0 before=
   until [ "$(wc -l <ticks)" = "$before" ] || [ $tries = 60 ]; do
     before=$(wc -l <ticks) tries=$((tries + 1))
-    sleep 1
+    sleep 3
   done
   [ $tries -lt 60 ]
 }

@@ -69,7 +69,7 @@ killed() { # WHAT WHICH SECONDS ARGUMENTS...: mpirun with them, of which a rank 
   check "$what: mpirun ends with an error of its own, not $status" test "$status" -ne 0 -a "$status" -ne 124
   check "$what: something is said" [ -s err ]
   tries=0
-  until [ -z "$(alive)" ] || [ $tries = 100 ]; do sleep 0.1; tries=$((tries + 1)); done
+  until [ -z "$(alive)" ] || [ $tries = 600 ]; do sleep 0.1; tries=$((tries + 1)); done
   check "$what: no rank is left" [ -z "$(alive)" ]
 }
 for after in 0 0.02 0.05 0.1 0.2; do

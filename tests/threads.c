@@ -405,7 +405,7 @@ static void check_fork(int way, const float *expected) {
   const pid_t child = fork();
   if (way == 2) luna_backward(loss), luna_optimizer_step(f.optimizer);
   if (child == 0) {
-    alarm(TEST_QUICK ? 300 : 60);    /* a child that waits for threads it does not have is killed */
+    alarm(300); /* a child that waits for threads it does not have is killed */
     _exit(forked_end(&f, expected));
   }
   const bool ended = child > 0 && waitpid(child, &status, 0) == child;

@@ -1,5 +1,5 @@
-/* node web.mjs BUILD: tests of examples/web, for tests/web.sh; with a second word, picture, it draws README's anew. With
-   TIMES=1 in the environment the page's times must reach their goals, for which the machine must be quiet. */
+/* node web.mjs BUILD: tests of examples/web, for tests/web.sh; with a second word, picture, it draws README's anew.
+   With TIMES=1 in the environment the page's times must reach their goals, for which the machine must be quiet. */
 import { spawnSync } from 'node:child_process';
 import { readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { resolve } from 'node:path';
