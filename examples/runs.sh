@@ -28,9 +28,11 @@ runs() {
         "--save-every 100"
     done
   done
-  for system in "luna16 luna" "linear linear"; do
-    echo "retrieval-${system%% *}-1 lra train retrieval --quick --data $out/pairs.tsv --attention ${system#* }" \
-      "--steps 8000 --warmup 400 --products bf16 --seed 1 --save-every 200"
+  for seed in 1 2; do
+    for system in "luna16 luna" "linear linear"; do
+      echo "retrieval-${system%% *}-$seed lra train retrieval --quick --data $out/pairs.tsv --attention ${system#* }" \
+        "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
+    done
   done
   for seed in 1 2; do                                      # self-pretraining: what is masked in the reviews, first
     echo "masked-$seed lra pretrain text --quick --data $data/imdb.tsv --steps 8000 --warmup 400 --products bf16" \
