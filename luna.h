@@ -13756,13 +13756,25 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
   luna_tensor *results[2] = { x, p };
   return luna_scope_end(scope, results, 2);
 }
-/* the same of scopes that go on */
-LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
-  x = lunai_results(scope, x, p);
-  if (scope.ctx) lunai_profile_return(scope.ctx, lunai_scope_of(&scope).self);
+/* The same of a scope that goes on. What is older than both results stays as this end leaves it, and the next end need
+   not look at it: the time of a model grows with its layers, not with their square. */
+LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope *scope, luna_tensor *x, luna_tensor *p) {
+  lunai_scope s = lunai_scope_of(scope);
+  x = lunai_results(*scope, x, p);
+  if (s.ctx) lunai_profile_return(s.ctx, s.self);
+  if (!x || s.recompute || LUNAI_BUMPS(s.ctx)) return x;
+  const luna_tensor *of_x = lunai_base(x), *of_p = p ? lunai_base(p) : of_x;
+  luna_tensor *made = s.ctx->step.made;
+  luna_op *tape = s.ctx->tape;
+  for (luna_tensor *t = made; t && t != s.made; t = t->own->older) if (t == of_x || t == of_p) made = t->own->older;
+  for (luna_op *op = tape; op && op != s.tape; op = op->own->previous)
+    if (op == of_x->own->maker || op == of_p->own->maker) tape = op->own->previous;
+  s.made = made;
+  s.tape = tape;
+  memcpy(scope, &s, sizeof s);
   return x;
 }
-LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
+LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope *scope, luna_tensor *x) {
   return lunai_results_so_far(scope, x, NULL);
 }
 /* whether a tensor's data were released, as all are that belong to an earlier step: then that is the failure */
@@ -17490,8 +17502,8 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
 }
 
 /* a layer's second half, at the end of its scope: x + FFN(x), of which p, unless null, stays beside */
-LUNAI_FN luna_tensor *lunai_ffn_half(luna_scope scope, const luna_layer_config *c, const luna_feed_forward_layer *layer,
-                                     luna_tensor *x, luna_tensor *p) {
+LUNAI_FN luna_tensor *lunai_ffn_half(luna_scope *scope, const luna_layer_config *c,
+                                     const luna_feed_forward_layer *layer, luna_tensor *x, luna_tensor *p) {
   x = lunai_results_so_far(scope, x, p);
   /* recomputed also in a layer that is computed again as a whole: it need not hold a hidden layer then either */
   const luna_feed_forward_config f = { c->activation, c->activation_dropout, c->dropout, x,
@@ -17499,7 +17511,7 @@ LUNAI_FN luna_tensor *lunai_ffn_half(luna_scope scope, const luna_layer_config *
   x = luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
                         layer->fc2.bias, &f);
   x = lunai_results_so_far(scope, x, p);
-  return lunai_results(scope, lunai_sum_normed(c, x, &layer->norm), p);
+  return lunai_results(*scope, lunai_sum_normed(c, x, &layer->norm), p);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
@@ -17576,14 +17588,15 @@ LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_at
 }
 
 /* f->p: as it was where P' is not wanted or there is none */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, lunai_flow *f) {
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, lunai_flow *f) {
   luna_tensor *p = f->p;
+  luna_scope own;
   if (!lunai_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
     return false;
   const luna_layer_config *c = &layer->config;
   if (lunai_is_luna(c) && !p && !layer->memory)
     return lunai_refused(lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p"));
-  const luna_scope scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
+  if (c->recompute == LUNA_RECOMPUTE_LAYER) own = luna_scope_recompute(f->x->ctx), scope = &own;
   if (!lunai_is_luna(c)) {
     luna_tensor *y = lunai_normed(c, f->x, &layer->attention_norm);
     y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
@@ -17597,7 +17610,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   }
   if (!f->wants_p) f->p = NULL;
   if (f->wants_x) f->x = lunai_ffn_half(scope, c, &layer->feed_forward, f->x, f->p);
-  else (void)lunai_result(scope, f->p);
+  else (void)lunai_result(*scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;
 }
@@ -17605,7 +17618,8 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
                                                  const int32_t *lengths) {
   lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
   f.wants_p = p != NULL;
-  if (!lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), &f)) return NULL;
+  luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
+  if (!lunai_encoder_layer(layer, &scope, &f)) return NULL;
   if (p) *p = f.p;
   return f.x;
 }
@@ -17640,14 +17654,14 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai
   if (!f->past && (!f->p || !f->context))
     return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
   const luna_layer_config *c = &layer->config;
-  const luna_scope scope = luna_scope_begin_as(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
+  luna_scope scope = luna_scope_begin_as(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
-  f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  f->x = x = lunai_result_so_far(&scope, lunai_sum_normed(c, x, &layer->self_norm));
   if (f->past) {
     x = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, f->past);
     f->x = lunai_sum_normed(c, x, &layer->cross_norm);
   } else if (!lunai_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
-  return f->x = lunai_ffn_half(scope, c, &layer->feed_forward, f->x, f->wants_p ? f->p : NULL);
+  return f->x = lunai_ffn_half(&scope, c, &layer->feed_forward, f->x, f->wants_p ? f->p : NULL);
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths) {
@@ -17690,7 +17704,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
                                          int64_t horizon) {
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   const luna_layer_config *c = &layer->config;
-  const luna_scope scope = luna_scope_begin_as(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
+  luna_scope scope = luna_scope_begin_as(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   lunai_flow f = lunai_flow_of(x, layer->memory, NULL);
   f.causal = true;
   f.past = past;
@@ -17706,7 +17720,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
     y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, &f);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
-  return lunai_ffn_half(scope, c, &layer->feed_forward, y, NULL);
+  return lunai_ffn_half(&scope, c, &layer->feed_forward, y, NULL);
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   return lunai_causal_layer(layer, x, NULL, layer ? layer->config.horizon : 0);
@@ -18029,7 +18043,7 @@ LUNAI_FN lunai_past lunai_state_layer(luna_lm_state *state, int64_t layer);
 LUNAI_FN luna_tensor *lunai_state_written(luna_lm_state *state, luna_tensor *x, int64_t rows);
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
-  const luna_scope scope = luna_scope_begin(model->params->ctx);
+  luna_scope scope = luna_scope_begin(model->params->ctx);
   const lunai_cut *part;
   luna_input own;
   luna_lm_state *state;
@@ -18037,13 +18051,13 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
       !lunai_state_take(model, input, part, &state)) return NULL;
   luna_tensor *x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
                                                     luna_input_layer_forward(&model->input, &own), part);
-  x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions,
+  x = lunai_result_so_far(&scope, lunai_add_positions(x, model->config.positions, model->positions,
                                                      lunai_state_position(state)));
-  x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
+  x = lunai_result_so_far(&scope, luna_dropout(x, model->config.layer.dropout));
   const int64_t horizon = lunai_params_horizon(model->params, lunai_longest(input, part));
   for (int64_t i = 0; i < model->config.layers; i++) {
     lunai_past past = lunai_state_layer(state, i);
-    x = lunai_result_so_far(scope, lunai_causal_layer(&model->layers[i], x, state ? &past : NULL, horizon));
+    x = lunai_result_so_far(&scope, lunai_causal_layer(&model->layers[i], x, state ? &past : NULL, horizon));
   }
   x = lunai_state_written(state, x, input->n);
   return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
@@ -18176,14 +18190,14 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder *e, const luna_input *input
   const luna_encoder_config *c = &e->config;
   const luna_norm_layer *norm = &e->embedding_norm;
   const float factor = lunai_embedding_factor(c);
-  const luna_scope scope = luna_scope_begin(e->embedding ? e->embedding->ctx : e->input.mean->ctx);
+  luna_scope scope = luna_scope_begin(e->embedding ? e->embedding->ctx : e->input.mean->ctx);
   luna_tensor *x = lunai_cut_of(e->embedding ? luna_embedding(e->embedding, own->tokens, own->batch, own->n) :
                                                luna_input_layer_forward(&e->input, own), part);
-  if (factor != 1 && e->embedding) x = lunai_result_so_far(scope, luna_scale(x, factor));
-  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, e->positions, c->first_position));
-  if (c->keep_padding) x = lunai_result_so_far(scope, luna_mask(x, input->lengths));
-  if (norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
-  x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
+  if (factor != 1 && e->embedding) x = lunai_result_so_far(&scope, luna_scale(x, factor));
+  x = lunai_result_so_far(&scope, lunai_add_positions(x, c->positions, e->positions, c->first_position));
+  if (c->keep_padding) x = lunai_result_so_far(&scope, luna_mask(x, input->lengths));
+  if (norm->weight) x = lunai_result_so_far(&scope, luna_norm_layer_forward(norm, x));
+  x = lunai_result_so_far(&scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
 LUNAI_FN luna_ctx *lunai_encoder_ctx(const luna_encoder *e, const luna_input *input, const char *name,
@@ -18241,14 +18255,14 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
   const luna_encoder_config *c = &e->config;
   const bool is_luna = lunai_is_luna(&c->layer);
   const bool hands_p = is_luna || c->layer.hook;
-  const luna_scope scope = luna_scope_begin(ctx);
+  luna_scope scope = luna_scope_begin(ctx);
   lunai_flow f = lunai_flow_of(NULL, p, own.lengths);
   f.x = luna_encoder_embed(e, &own, &f.p);
   for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->layer.own_memory : last_p != NULL);
-    if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, &f)) return false;
-    (void)lunai_results_so_far(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
+    if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], &scope, &f)) return false;
+    (void)lunai_results_so_far(&scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
   }
   if (f.wants_p && e->memory_norm.weight) f.p = luna_norm_layer_forward(&e->memory_norm, f.p);
   if (f.wants_x && e->norm.weight) f.x = luna_norm_layer_forward(&e->norm, f.x);
@@ -18518,14 +18532,14 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   e.embedding = model->embedding;
   e.positions = model->positions;
   luna_tensor *x = context ? lunai_embed(&e, target, &own, part) : NULL;
-  const luna_scope inner = luna_scope_begin(ctx);      /* the encoder's results stay */
+  luna_scope inner = luna_scope_begin(ctx); /* the encoder's results stay */
   lunai_flow f = lunai_flow_of(x, p, from.lengths);
   f.context = context;
   f.horizon = lunai_params_horizon(model->params, lunai_longest(target, part));
   for (int64_t i = 0; i < model->config.decoder_layers && x; i++) {
     f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
     x = lunai_decoder_layer(&model->layers[i], &f);
-    f.x = x = lunai_results_so_far(inner, x, f.p);
+    f.x = x = lunai_results_so_far(&inner, x, f.p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
@@ -20250,7 +20264,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
   const int64_t positions = s->sizes.positions, d = s->sizes.dim, k = s->sizes.features;
   lunai_bump_begin(&s->bump, rows == 1);
-  const luna_scope scope = luna_scope_begin(&s->ctx);
+  luna_scope scope = luna_scope_begin(&s->ctx);
   luna_tensor *x = !k ? luna_embedding(s->model.embedding, in.tokens, s->batch, rows) :
       luna_linear_layer_forward(&s->model.input.projection,
                                 lunai_stream_view(s, in.features, 3, s->batch, rows, k));
@@ -20266,7 +20280,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
       f.horizon = s->horizon;
       x = lunai_decoder_layer(&layer->of.decoder, &f);
     } else x = lunai_causal_layer(&layer->of.causal, x, &layer->past, s->horizon);
-    x = lunai_result_so_far(scope, x);
+    x = lunai_result_so_far(&scope, x);
   }
   if (LUNAI_RECORDS(&s->bump)) s->body = s->bump.count;
   if (!last) return x;
