@@ -13761,7 +13761,8 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
 LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope *scope, luna_tensor *x, luna_tensor *p) {
   lunai_scope s = lunai_scope_of(scope);
   x = lunai_results(*scope, x, p);
-  if (s.ctx) lunai_profile_return(s.ctx, s.self);
+  if (!s.ctx) return x;
+  lunai_profile_return(s.ctx, s.self);
   if (!x || s.recompute || LUNAI_BUMPS(s.ctx)) return x;
   const luna_tensor *of_x = lunai_base(x), *of_p = p ? lunai_base(p) : of_x;
   luna_tensor *made = s.ctx->step.made;
