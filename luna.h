@@ -364,12 +364,14 @@ typedef enum luna_error_id {
 
 /* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). SCALAR is there
    where no other is. REFERENCE: plain loops from the equations, slow, on the caller's thread, the same bits on every
-   machine; a context that was opened with it runs whole models. */
+   machine; a context that was opened with it runs whole models. The last four are AVX2 or AVX-512 with other products
+   of 8 bits (VNNI) and of bfloat16 (BF16: vdpbf16ps; AMX: tiles). */
 typedef enum luna_isa {
   LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM,
-  LUNA_ISA_REFERENCE
+  LUNA_ISA_REFERENCE, LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AVX512_BF16, LUNA_ISA_AMX
 } luna_isa;
-/* The best that this build and this machine have; whether they have one; its name, which stays valid. */
+/* The best that this build and this machine have; whether they have one; its name, which stays valid. Linux must let a
+   process use AMX: only luna_isa_available(LUNA_ISA_AMX), and opening what multiplies by tiles, ask for it. */
 LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
@@ -496,6 +498,8 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    is to have no effect, use a context of its own and close it. */
 /* The status of the first failure since the last begin; LUNA_OK without one. */
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
+/* the instruction set that runs a context's ops; of null: luna_isa_best's */
+LUNA_API luna_isa luna_isa_of(const luna_ctx *ctx);
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one. It stays until
    the next failure or begin. A null context says that luna_open failed. */
 LUNA_API const char *luna_error(const luna_ctx *ctx);
@@ -1742,6 +1746,7 @@ typedef struct luna_attention_args {
   const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not beside sums or ragged offsets */
   luna_run run;
   const struct lunai_dropout *own;   /* null; luna.h's */
+  bool own_bf16;                     /* false; luna.h's */
 } luna_attention_args;
 #ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
@@ -2500,6 +2505,13 @@ typedef struct lunai_gemm {
   /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
   bool dots;
   bool bf16;                         /* A and B are rounded to bfloat16; not with dots */
+  /* Where products.keeps: A or B lies in words, two numbers of a row each (then a_row or a_column, b_row are of words).
+     In C's place its words are written, words_row apart, a multiple of 32 numbers each; with `slope`, ReLU's words, they
+     are 0 where those are, and each 32 rows leave the sums of their columns, sums_row apart. */
+  bool a_words, b_words;
+  float *words, *sums;
+  const float *slope;
+  int64_t words_row, sums_row;
 } lunai_gemm;
 
 /* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts
@@ -2672,6 +2684,10 @@ typedef struct lunai_target {
   float alpha;
   bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
   bool bf16;                         /* A is rounded, as the panels are */
+  bool a_words;                      /* as lunai_gemm's, and so are these */
+  float *words, *sums;
+  const float *slope;
+  int64_t words_row, sums_row;
 } lunai_target;
 
 /* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; bias null: none. Where nothing is
@@ -2687,10 +2703,11 @@ typedef struct lunai_epilogue {
 
 /* The loops of a gemm, which read lines of `pair` values of k */
 typedef struct lunai_products {
-  int64_t pair;
+  int64_t pair, rows, words;         /* rows: of a tile; words: floats of room for a tile's words, or 0: of one row */
   void (*fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels);
   void (*panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_gathered,
                  const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t);
+  void (*word_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, float *panels); /* null: words are not kept */
 } lunai_products;
 
 /* of one number, the same bits on every machine: >>vector, compiled without SIMD */
@@ -2780,6 +2797,9 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
 
 typedef struct lunai_kernels {
   int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
+  luna_isa isa;
+  const lunai_products *words;       /* products of bfloat16, and of 8 bits; null: this build has none */
+  const struct lunai_int8_loops *int8;
 #define LUNAI_FIELD(result, name, arguments) result (*name) arguments;
   LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
   LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
@@ -2842,10 +2862,25 @@ LUNAI_FN double lunai_sinusoid_rate(int64_t half) {
 #undef LUNAI_PASS_LOOPS
 #undef LUNAI_PASS_INT8
 #undef LUNAI_PASS_PRODUCTS
+#undef LUNAI_PASS_TABLE
+#undef LUNAI_PASS_TILES
+#undef LUNAI_G
+#if LUNAI_ISA(LUNAI_PASS) > LUNAI_ISA_avxvnni
+#define LUNAI_G(name) lunai_##name##_avx512 /* the same there */
+#elif LUNAI_IS(avxvnni)
+#define LUNAI_G(name) lunai_##name##_avx2
+#else
+#define LUNAI_G(name) LUNAI_K(name)
+#endif
+#if !LUNAI_IS(scalar) || LUNAI_ISA(LUNAI_BASELINE) == LUNAI_ISA_scalar
+#define LUNAI_PASS_TABLE
+#endif
 #if LUNAI_IS(vnni) || LUNAI_IS(avxvnni) /* the vocabulary and >>int8 */
 #define LUNAI_PASS_INT8
 #elif LUNAI_IS(bf16)                 /* the vocabulary and a product's tiles */
 #define LUNAI_PASS_PRODUCTS
+#elif LUNAI_IS(amx)                  /* the vocabulary and the tiles of >>gemm's end */
+#define LUNAI_PASS_TILES
 #elif LUNAI_IS(scalar) && LUNAI_ISA(LUNAI_BASELINE) != LUNAI_ISA_scalar /* only the vocabulary, for single numbers */
 #undef LUNAI_MATH
 #define LUNAI_MATH LUNAI_FN
@@ -2928,7 +2963,7 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
    split(x, e) gives m and e of x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0. On x86 four(max, v) makes a
    vector's parts of four lanes one, by their sum or largest; a vi is a vector's bits; LUNAI_MM and LUNAI_SI make an
    intrinsic's name, and LUNAI_MZ its maskz form in AVX-512, as gcc 12 warns of an undefined operand in the other. */
-#if LUNAI_IS(avx512) || LUNAI_IS(vnni) || LUNAI_IS(bf16)
+#if LUNAI_IS(avx512) || LUNAI_IS(vnni) || LUNAI_IS(bf16) || LUNAI_IS(amx)
 #define VF 16
 #define vf __m512
 #define vm __mmask16
@@ -3819,7 +3854,6 @@ static const lunai_int8_loops LUNAI_K(int8_loops) = {
 #elif !defined(LUNAI_PASS) && !defined(LUNA_NO_INT8)
 
 /* ---- the driver: x's rows become integers, then each thread has rows or columns of y ---- */
-LUNAI_HOT const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernels);
 #define LUNAI_INT8_FEW 16            /* rows of x that read W as it lies; more read panels */
 typedef struct lunai_int8_work {
   const lunai_kernels *kernels;
@@ -3838,7 +3872,7 @@ LUNAI_FN lunai_int8_work lunai_int8_start(const lunai_kernels *kernels, const lu
   char *at = scratch ? (char *)scratch : (char *)&w, *const start = at;
   memset(&w, 0, sizeof w);
   w.kernels = kernels;
-  w.loops = lunai_int8_loops_of(kernels);
+  w.loops = kernels->int8;
   w.g = g;
   w.dots = !g->b_panels && g->m <= LUNAI_INT8_FEW;
   w.q_row = (int64_t)lunai_round((size_t)(g->k * w.loops->bytes)) + LUNAI_ALIGN; /* no power of two: gemm's KA */
@@ -3995,13 +4029,15 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g) {
 #define LUNAI_NR (LUNAI_NV * VF)
 /* A word holds LUNAI_PAIR values of k, and vf_terms adds the products of two words' numbers to a sum. bf16_words makes
    words of 2 VF numbers in a row, bf16_line of VF numbers of x and those of `next` beside them. */
-#undef LUNAI_G
 #if LUNAI_IS(bf16)
-#define LUNAI_G(name) lunai_##name##_avx512 /* what is the same there */
 #define LUNAI_PAIR 2
-#define vf_terms(x, panel, sum) _mm512_dpbf16_ps(sum, (__m512bh)(x), (__m512bh)(panel))
+#ifdef LUNAI_TILES_EMULATED          /* this instruction too */
+#define vf_terms(x, panel, sum) \
+  vf_fma(LUNAI_K(word)(x, 0), LUNAI_K(word)(panel, 0), vf_fma(LUNAI_K(word)(x, 1), LUNAI_K(word)(panel, 1), sum))
 #else
-#define LUNAI_G(name) LUNAI_K(name)
+#define vf_terms(x, panel, sum) _mm512_dpbf16_ps(sum, (__m512bh)(x), (__m512bh)(panel))
+#endif
+#else
 #define LUNAI_PAIR 1
 #define vf_terms(x, panel, sum) vf_fma(x, panel, sum)
 #endif
@@ -4069,13 +4105,28 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, 
 #endif
 
 #if LUNAI_IS(bf16)
-LUNAI_INLINE vf LUNAI_K(bf16_words)(const float *p) {
-  return (vf)_mm512_cvtne2ps_pbh(vf_load(p + VF), vf_load(p));
+#ifdef LUNAI_TILES_EMULATED
+/* one of the two numbers in each word */
+LUNAI_INLINE vf LUNAI_K(word)(vf words, int which) {
+  const __m512i bits = (__m512i)words;
+  return (vf)(which ? _mm512_and_si512(bits, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(bits, 16));
 }
+LUNAI_INLINE __m256i LUNAI_K(bf16_half)(vf v) {
+  const vf flushed = vf_select(vf_lt(vf_abs(v), vf_set(FLT_MIN)), vf_mul(v, vf_zero()), LUNAI_K(upper)(v));
+  const vf rounded = vf_select(vf_le(v, v), flushed, vf_set(NAN));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)rounded, 16));
+}
+LUNAI_INLINE vf LUNAI_K(bf16_pair)(vf high, vf low) {
+  return (vf)_mm512_inserti64x4(_mm512_castsi256_si512(LUNAI_K(bf16_half)(low)), LUNAI_K(bf16_half)(high), 1);
+}
+#else
+#define lunai_bf16_pair_bf16(high, low) (vf)_mm512_cvtne2ps_pbh(high, low)
+#endif
+LUNAI_INLINE vf LUNAI_K(bf16_words)(const float *p) { return LUNAI_K(bf16_pair)(vf_load(p + VF), vf_load(p)); }
 LUNAI_INLINE vf LUNAI_K(bf16_line)(vf x, vf next) {
   const __m512i order = _mm512_add_epi32(_mm512_set1_epi32(16 << 16), _mm512_mullo_epi32(_mm512_set1_epi32(0x10001),
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
-  return (vf)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(next, x));
+  return (vf)_mm512_permutexvar_epi16(order, (__m512i)LUNAI_K(bf16_pair)(next, x));
 }
 /* n numbers, `step` floats apart, as words, with zeros to whole vectors */
 LUNAI_FN void LUNAI_K(bf16_run)(int64_t n, const float *x, int64_t step, float *to) {
@@ -4309,8 +4360,371 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
     }
   }
 }
-#if LUNAI_IS(bf16)
-static const lunai_products LUNAI_K(products) = { LUNAI_PAIR, LUNAI_K(bf16_panels), LUNAI_K(panels) };
+#ifndef LUNA_NO_BF16
+static const lunai_products LUNAI_K(word_products) = {
+  LUNAI_PAIR, LUNAI_MR, 0, LUNAI_K(bf16_panels), LUNAI_K(panels), NULL
+};
+#endif
+#endif
+
+#ifdef LUNAI_PASS_TILES
+/* ---- bf16's products by AMX: a tile register has 16 lines of 16 words; C's block of 32 by 32 is tiles 0 to 3, 4 and 5
+   hold rows of A, 6 and 7 lines of a panel. A block of 32 k is 2 sums of 16 terms in order, of even and of odd k, from
+   0; the one is added to the other, and that to C's. ---- */
+#define LUNAI_WA (LUNAI_KC / 2 + 16) /* words between gathered rows: whole cache lines, and no power of two */
+#ifdef LUNAI_TILES_EMULATED
+static __thread char lunai_tiles[8][16][64];
+#define LUNAI_MEMORY ((void)0)
+#define tile_start() ((void)0)
+#define tile_end() ((void)0)
+#define tile_zero(t) memset(lunai_tiles[t], 0, sizeof lunai_tiles[t])
+#define tile_load(t, from, step) LUNAI_K(tile_copy)(lunai_tiles[t][0], 64, (const char *)(from), step)
+#define tile_store(t, to, step) LUNAI_K(tile_copy)((char *)(to), step, lunai_tiles[t][0], 64)
+#define tile_terms(c, a, b) LUNAI_K(tile_words)(lunai_tiles[c], lunai_tiles[a], lunai_tiles[b])
+#define tile_integers(c, a, b) LUNAI_K(tile_bytes)(lunai_tiles[c], lunai_tiles[a], lunai_tiles[b])
+LUNAI_INLINE void LUNAI_K(tile_copy)(char *to, int64_t to_step, const char *from, int64_t step) {
+  for (int i = 0; i < 16; i++) memcpy(to + i * to_step, from + i * step, 64);
+}
+LUNAI_INLINE vf LUNAI_K(tile_flush)(vf x) {
+  return vf_select(vf_lt(vf_abs(x), vf_set(FLT_MIN)), vf_mul(x, vf_zero()), x);
+}
+LUNAI_FN void LUNAI_K(tile_words)(char (*c)[64], char (*a)[64], char (*b)[64]) {
+  for (int i = 0; i < 16; i++) {
+    float *const to = (float *)(void *)c[i];
+    vf sum[2] = { vf_zero(), vf_zero() };
+    for (int p = 0; p < 16; p++)
+      for (int h = 0; h < 2; h++) {
+        const vf x = lunai_word_bf16(vf_set(((const float *)(void *)a[i])[p]), h);
+        const vf y = lunai_word_bf16(vf_load((const float *)(void *)b[p]), h);
+        sum[h] = LUNAI_K(tile_flush)(vf_fma(x, y, sum[h]));
+      }
+    const vf both = LUNAI_K(tile_flush)(vf_add(sum[0], sum[1]));
+    vf_store(to, LUNAI_K(tile_flush)(vf_add(LUNAI_K(tile_flush)(vf_load(to)), both)));
+  }
+}
+LUNAI_FN void LUNAI_K(tile_bytes)(char (*c)[64], char (*a)[64], char (*b)[64]) {
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++)
+      for (int p = 0; p < 64; p++)
+        ((int32_t *)(void *)c[i])[j] += (uint8_t)a[i][p] * (int8_t)b[p / 4][4 * j + p % 4];
+}
+#else
+/* gcc's intrinsics do not say what memory they read, and their configuration not all that it does */
+#define LUNAI_MEMORY __asm__ volatile("" ::: "memory")
+#define tile_zero(t) _tile_zero(t)
+#define tile_load(t, from, step) _tile_loadd(t, from, step)
+#define tile_store(t, to, step) _tile_stored(t, to, step)
+#define tile_terms(c, a, b) _tile_dpbf16ps(c, a, b)
+#define tile_integers(c, a, b) _tile_dpbusd(c, a, b)
+#define tile_end() _tile_release()
+LUNAI_INLINE void tile_start(void) {
+  static const struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t lines[16]; } tiles = {
+    1, 0, { 0 }, { 64, 64, 64, 64, 64, 64, 64, 64 }, { 16, 16, 16, 16, 16, 16, 16, 16 }
+  };
+  LUNAI_MEMORY;
+  _tile_loadconfig(&tiles);
+}
+#endif
+
+/* 16 vectors as lines become columns */
+LUNAI_INLINE void LUNAI_K(turn16)(vf *x, float *to, int64_t step) {
+  vf y[16];
+  LUNAI_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  LUNAI_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    LUNAI_UNROLL
+    for (int h = 0; h < 2; h++) {
+      const __m512d low = _mm512_castps_pd(y[i + h]), high = _mm512_castps_pd(y[i + h + 2]);
+      x[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      x[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  }
+  LUNAI_UNROLL
+  for (int i = 0; i < 4; i++) {      /* column 4 q + i of lines 0 to 15 is in quarter q of x[i], x[4 + i], ... */
+    const vf a = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88), b = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xDD);
+    const vf c = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88), d = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xDD);
+    vf_store(to + i * step, _mm512_shuffle_f32x4(a, c, 0x88));
+    vf_store(to + (i + 4) * step, _mm512_shuffle_f32x4(b, d, 0x88));
+    vf_store(to + (i + 8) * step, _mm512_shuffle_f32x4(a, c, 0xDD));
+    vf_store(to + (i + 12) * step, _mm512_shuffle_f32x4(b, d, 0xDD));
+  }
+}
+/* 16 columns of two rows, as words of both: of rows of numbers, or of words, which have the second row if left > 1 */
+LUNAI_INLINE vf LUNAI_K(tile_line)(bool words, int64_t left, const float *at, int64_t row, int64_t columns) {
+  if (left <= 0) return vf_zero();
+  if (!words)
+    return lunai_bf16_line_bf16(LUNAI_K(get)(at, columns), left > 1 ? LUNAI_K(get)(at + row, columns) : vf_zero());
+  const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)at));
+  if (left == 1) return (vf)first;
+  const __m512i next = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(at + row)));
+  return (vf)_mm512_or_si512(first, _mm512_slli_epi32(next, 16));
+}
+/* `rows` rows of A as words, with zeros to whole blocks of 32 k */
+LUNAI_FN void LUNAI_K(gather)(bool words, int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                              float *to) {
+  if (a_row != 1 || a_column == 1) {
+    for (int64_t i = 0; i < rows; i++) lunai_bf16_run_bf16(k, a + i * a_row, a_column, to + i * LUNAI_WA);
+    return;
+  }
+  for (int64_t p = 0; p < k; p += 32, to += 16)
+    for (int64_t i = 0; i < rows; i += 16) {
+      const float *at = a + p * a_column + (words ? i / 2 : i);
+      vf lines[16];
+      LUNAI_UNROLL
+      for (int q = 0; q < 16; q++)
+        lines[q] = LUNAI_K(tile_line)(words, k - p - 2 * q, at + 2 * q * a_column, a_column, rows - i);
+      LUNAI_K(turn16)(lines, to + i * LUNAI_WA, LUNAI_WA);
+    }
+}
+/* panels of a B that lies in words */
+LUNAI_FN void LUNAI_K(word_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, float *panels) {
+  for (int64_t j = 0; j < n; j += 32)
+    for (int64_t p = 0; p < k; p += 2, panels += 32)
+      for (int64_t i = 0; i < 32; i += 16)
+        vf_store(panels + i, LUNAI_K(tile_line)(true, k - p, b + p * b_row + (j + i) / 2, b_row, 16));
+}
+
+/* What a product by tiles has for all its blocks. Sums begin with `from`, rows from_row apart: what is added, or the
+   bias, or zeros. `direct`: they then are the result; else a block goes through a buffer, and its epilogue comes beside
+   the next block's products: `late` rows of it are left. */
+typedef struct lunai_tile_work {
+  const lunai_target *t;
+  const float *from;
+  int64_t from_row, a_row, k;        /* a_row, k: words */
+  bool simple, direct;
+  vf scale, lowest;
+  int64_t late, late_row, late_j, late_columns[2];
+  const float *late_at;
+  vf late_bias[2], late_sums[2];
+  const float *bias, *added;         /* what the epilogue adds, or null */
+  /* the next rows of A, dense, `coming` vectors of words to `words`, `share` of them in each step */
+  const float *coming_a;
+  float *coming_words;
+  int64_t coming, share, line, across, gap, ahead;
+} lunai_tile_work;
+LUNAI_INLINE void LUNAI_K(tile_coming)(lunai_tile_work *w, int64_t count) {
+  for (count = lunai_min(count, w->coming), w->coming -= count; count > 0; count--, w->coming_a += 2 * VF) {
+    _mm_prefetch((const char *)(w->coming_a + w->ahead), _MM_HINT_T0);
+    _mm_prefetch((const char *)(w->coming_a + w->ahead + VF), _MM_HINT_T0);
+    vf_store(w->coming_words, lunai_bf16_words_bf16(w->coming_a));
+    w->coming_words += VF;
+    if (++w->line < w->across) continue;
+    w->line = 0;
+    w->coming_words += LUNAI_WA - w->across * VF;
+    w->coming_a += w->gap;
+  }
+}
+/* C as words: of the row, from column j on */
+LUNAI_INLINE void LUNAI_K(tile_words_out)(lunai_tile_work *w, vf *v) {
+  const lunai_target *t = w->t;
+  const int64_t at = w->late_row * t->words_row + w->late_j / 2;
+  if (t->slope) {
+    const uint32_t open = _mm512_cmpgt_epi16_mask((__m512i)vf_load(t->slope + at), _mm512_setzero_si512());
+    for (int l = 0; l < 2; l++) {
+      v[l] = _mm512_maskz_mov_ps((__mmask16)(open >> 16 * l), v[l]);
+      w->late_sums[l] = vf_add(w->late_sums[l], v[l]);
+    }
+    if (w->late == 1)
+      for (int l = 0; l < 2; l++)
+        vf_store(t->sums + w->late_row / 32 * t->sums_row + w->late_j + 16 * l, w->late_sums[l]);
+  }
+  vf_store(t->words + at, lunai_bf16_pair_bf16(v[1], v[0]));
+}
+/* the epilogue of up to `rows` rows of the block before */
+LUNAI_INLINE void LUNAI_K(tile_late)(lunai_tile_work *w, int64_t rows) {
+  const lunai_target *t = w->t;
+  for (rows = lunai_min(rows, w->late); rows > 0; rows--, w->late--, w->late_row++, w->late_at += 32) {
+    const float *added = w->added ? w->added + w->late_row * t->from_row + w->late_j : NULL;
+    float *c = t->sum + w->late_row * t->sum_row + w->late_j;
+    vf v[2];
+    LUNAI_UNROLL
+    for (int l = 0; l < 2; l++) {
+      v[l] = vf_fma(w->scale, vf_load(w->late_at + 16 * l), w->late_bias[l]);
+      if (added) v[l] = vf_add(vf_load_part(added + 16 * l, w->late_columns[l]), v[l]);
+      v[l] = vf_max(w->lowest, v[l]);
+    }
+    if (t->finish && t->words) {
+      LUNAI_K(tile_words_out)(w, v);
+      continue;
+    }
+    vf_store_part(c, v[0], w->late_columns[0]);
+    vf_store_part(c + 16, v[1], w->late_columns[1]);
+  }
+}
+LUNAI_INLINE void LUNAI_K(tile_sums_load)(const float *from, int64_t step) {
+  if (!from) {
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    return;
+  }
+  tile_load(0, from, 4 * step);
+  tile_load(1, from + 16, 4 * step);
+  tile_load(2, from + 16 * step, 4 * step);
+  tile_load(3, from + 16 * step + 16, 4 * step);
+}
+LUNAI_INLINE void LUNAI_K(tile_sums_store)(float *to, int64_t step) {
+  tile_store(0, to, 4 * step);
+  tile_store(1, to + 16, 4 * step);
+  tile_store(2, to + 16 * step, 4 * step);
+  tile_store(3, to + 16 * step + 16, 4 * step);
+  LUNAI_MEMORY;
+}
+/* A block of rows x columns at (row, j) of C, both up to 32; a: words; b, tail: whole blocks of lines, and the last
+   one. */
+LUNAI_INLINE void LUNAI_K(tile_block)(lunai_tile_work *w, int64_t row, int64_t j, int64_t rows, int64_t columns,
+                                      const float *a, const float *b, const float *tail, float *edge) {
+  const lunai_target *t = w->t;
+  const bool tall = rows > 16, wide = columns > 16, whole = rows == 32 && columns == 32;
+  const float *from = w->from ? w->from + row * w->from_row + j : NULL;
+  float *const c = t->sum + row * t->sum_row + j, *const to = w->direct && whole ? c : edge;
+  const float *next = c + 32;        /* the next panel's block of C, of which a step asks for four rows */
+  int64_t step = w->from_row, lines = t->words ? 0 : 8;
+  if (from && !whole) {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t l = 0; l < 32; l += VF)
+        vf_store(edge + r * 32 + l, l < columns ? LUNAI_K(get)(from + r * step + l, columns - l) : vf_zero());
+    from = edge, step = 32;
+  }
+  LUNAI_MEMORY;
+  LUNAI_K(tile_sums_load)(from, step);
+  for (int64_t p = 0; p < w->k; p += 16, a += 16, b += 16 * 32) {
+    if (p + 16 > w->k) b = tail;
+    tile_load(4, a, 4 * w->a_row);
+    tile_load(6, b, 128);
+    tile_terms(0, 4, 6);
+    if (wide) {
+      tile_load(7, b + 16, 128);
+      tile_terms(1, 4, 7);
+    }
+    if (w->late) LUNAI_K(tile_late)(w, 4);
+    if (lines-- > 0)
+      for (int i = 0; i < 4; i++, next += t->sum_row) {
+        _mm_prefetch((const char *)next, _MM_HINT_T1);
+        _mm_prefetch((const char *)(next + 16), _MM_HINT_T1);
+      }
+    if (w->coming) LUNAI_K(tile_coming)(w, w->share);
+    if (tall) {
+      tile_load(5, a + 16 * w->a_row, 4 * w->a_row);
+      tile_terms(2, 5, 6);
+      if (wide) tile_terms(3, 5, 7);
+    }
+  }
+  LUNAI_K(tile_late)(w, w->late);
+  LUNAI_K(tile_sums_store)(to, to == edge ? 32 : t->sum_row);
+  if (to != edge) return;
+  if (!w->simple) {
+    for (int64_t i = 0; t->alpha != 1 && i < rows * 32; i += VF) vf_store(edge + i, vf_mul(w->scale, vf_load(edge + i)));
+    lunai_finish_tile_avx512(t, row, j, rows, columns, edge);
+    return;
+  }
+  w->late = rows;
+  w->late_row = row;
+  w->late_j = j;
+  w->late_at = edge;
+  for (int l = 0; l < 2; l++) {
+    w->late_columns[l] = lunai_max(0, lunai_min(16, columns - 16 * l));
+    w->late_bias[l] = w->bias ? vf_load_part(w->bias + j + 16 * l, w->late_columns[l]) : vf_set(-0.0f);
+    w->late_sums[l] = vf_zero();
+  }
+}
+LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                              float *words, const float *panel, int64_t panel_step, int64_t b_row,
+                              const lunai_target *t) {
+  const bool relu = t->finish && t->activation == LUNA_ACTIVATION_RELU, first = t->alpha == 1;
+  const bool plain = t->activation == LUNAI_NO_ACTIVATION || t->activation == LUNA_ACTIVATION_RELU;
+  const float *const bias = t->finish ? t->bias : NULL;
+  const int64_t lines = lunai_divide_up(k, 2), whole = lines / 16 * 16, some = lines - whole;
+  const bool ready = t->a_words && a_column == 1;
+  const bool dense = !ready && a_column == 1 && k > 0 && k % 32 == 0 && n > 0;
+  float memory[3 * 32 * 32];
+  float *edge = memory + (16 - (uintptr_t)memory / 4 % 16) % 16, *const tail = edge + 2 * 32 * 32;
+  lunai_tile_work w;
+  (void)b_row;
+  memset(&w, 0, sizeof w);
+  w.t = t;
+  w.k = lines;
+  w.a_row = ready ? a_row : LUNAI_WA;
+  w.simple = !t->finish || (!t->pre && !t->late && plain);
+  w.from = !first || !w.simple ? NULL : t->from ? t->from : bias;
+  w.from_row = t->from ? t->from_row : 0;
+  w.bias = w.from == bias ? NULL : bias;
+  w.added = w.from == t->from ? NULL : t->from;
+  w.direct = w.simple && first && !relu && !w.bias && !(t->finish && t->words);
+  w.scale = vf_set(t->alpha);
+  w.lowest = vf_set(relu ? 0 : -(float)INFINITY);
+  memset(tail + some * 32, 0, (size_t)(16 - some) * 32 * sizeof(float) * (some > 0));
+  w.across = k / 32;
+  w.gap = a_row - k;
+  w.ahead = a_row;
+  w.share = lunai_divide_up(32 * 32, n);
+  tile_start();
+  for (int64_t row = 0, rows; row < m; row += rows) {
+    const float *b = panel, *at = a + (t->a_words && !ready ? row / 2 : row * a_row);
+    rows = lunai_min(m - row, 32);
+    if (!ready && (!dense || row == 0)) LUNAI_K(gather)(t->a_words, rows, k, at, a_row, a_column, words);
+    if (dense) {
+      LUNAI_K(tile_coming)(&w, w.coming);
+      if (row > 0) words += row % 64 ? 32 * LUNAI_WA : -32 * LUNAI_WA;
+      w.coming = lunai_min(m - row - rows, 32) * w.across;
+      w.coming_a = at + rows * a_row;
+      w.coming_words = words + (row % 64 ? -32 : 32) * LUNAI_WA;
+      w.line = 0;
+    }
+    for (int64_t j = 0; j < n; j += 32, b += panel_step) {
+      if (some) memcpy(tail, b + whole * 32, (size_t)some * 32 * sizeof(float));
+      LUNAI_K(tile_block)(&w, row, j, rows, lunai_min(n - j, 32), ready ? at : words, b, tail, edge);
+      if (w.late) edge = tail - (tail - edge == 1024 ? 2048 : 1024);
+    }
+  }
+  LUNAI_K(tile_late)(&w, w.late);
+  tile_end();
+}
+static const lunai_products LUNAI_K(word_products) = {
+  2, 32, 2 * 32 * LUNAI_WA, lunai_bf16_panels_bf16, LUNAI_K(panels), LUNAI_K(word_panels)
+};
+#ifndef LUNA_NO_INT8
+/* int8_rows of whole blocks: vpdpbusd's integers and panels are tiles as they lie. What A has behind k meets zeros. */
+LUNAI_FN void LUNAI_K(int8_rows)(const lunai_int8_block *b) {
+  const int64_t lines = lunai_divide_up(b->k, 4), whole = lines / 16 * 16;
+  float memory[32 * 32 + 16 * 32 + 16];
+  float *const out = memory + (16 - (uintptr_t)memory / 4 % 16) % 16, *const tail = out + 32 * 32;
+  if (b->w || b->m < 32) {
+    lunai_int8_rows_vnni(b);
+    return;
+  }
+  memset(tail, 0, 16 * 128);
+  tile_start();
+  for (int64_t j = 0; j < b->n; j += 32) {
+    const char *q = b->q, *panel = b->panels + j * lines * 4;
+    if (whole < lines) memcpy(tail, panel + whole * 128, (size_t)(lines - whole) * 128);
+    LUNAI_MEMORY;
+    LUNAI_K(tile_sums_load)(NULL, 0);
+    for (int64_t p = 0; p < lines; p += 16, q += 64, panel += 16 * 128) {
+      if (p == whole) panel = (const char *)tail;
+      tile_load(4, q, b->q_row);
+      tile_load(6, panel, 128);
+      tile_integers(0, 4, 6);
+      tile_load(7, panel + 64, 128);
+      tile_integers(1, 4, 7);
+      tile_load(5, q + 16 * b->q_row, b->q_row);
+      tile_integers(2, 5, 6);
+      tile_integers(3, 5, 7);
+    }
+    LUNAI_K(tile_sums_store)(out, 32);
+    for (int64_t r = 0; r < 32; r++)
+      lunai_int8_finish_vnni(b, (const int32_t *)(const void *)(out + r * 32), r, j, lunai_min(32, b->n - j));
+  }
+  tile_end();
+}
+static const lunai_int8_loops LUNAI_K(int8_loops) = {
+  32, 32, 4, 1, lunai_int8_quantize_vnni, lunai_int8_panels_vnni, LUNAI_K(int8_rows)
+};
 #endif
 #endif
 
@@ -4370,7 +4784,8 @@ LUNAI_HOT int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int
 LUNAI_HOT lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16);
 /* floats of room for a tile's words */
 LUNAI_HOT int64_t lunai_words_size(const lunai_kernels *kernels, bool column_major) {
-  return kernels->mr * LUNAI_KA * (column_major ? LUNAI_WORDS_ABREAST : 1);
+  const int64_t words = lunai_products_of(kernels, true).words;
+  return words ? words : kernels->mr * LUNAI_KA * (column_major ? LUNAI_WORDS_ABREAST : 1);
 }
 LUNAI_HOT lunai_panels lunai_words_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k,
                                       float *words) {
@@ -4420,10 +4835,10 @@ LUNAI_HOT void lunai_matmul(const lunai_kernels *kernels, float alpha, lunai_mat
   lunai_matmul_panels(kernels, alpha, a, lunai_panels_of(kernels, lunai_columns(b, whole, b.columns), panels), c);
 }
 /* C = A B (+ C), of rounded operands with `words` */
-LUNAI_HOT void lunai_matmul_words(const lunai_kernels *kernels, lunai_matrix a, lunai_matrix b, lunai_out c,
-                                  float *panels, float *words) {
-  if (words) lunai_matmul_panels(kernels, 1, a, lunai_words_of(kernels, b, panels, words), c);
-  else lunai_matmul(kernels, 1, a, b, c, panels);
+LUNAI_HOT void lunai_matmul_words(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_matrix b,
+                                  lunai_out c, float *panels, float *words) {
+  if (words) lunai_matmul_panels(kernels, alpha, a, lunai_words_of(kernels, b, panels, words), c);
+  else lunai_matmul(kernels, alpha, a, b, c, panels);
 }
 
 /* How a gemm is shared out, and what scratch a thread needs. Each batch item has row_parts x column_parts, each part
@@ -4439,12 +4854,18 @@ typedef struct lunai_gemm_plan {
   bool late;
   lunai_shares shares;
 } lunai_gemm_plan;
+/* row and column of A or B, of which two numbers may be a word */
+LUNAI_HOT const float *lunai_place(const float *x, bool words, int64_t row, int64_t x_row, int64_t column,
+                                   int64_t x_column) {
+  return x + (words && x_row == 1 ? row / 2 : row * x_row) + (words && x_column == 1 ? column / 2 : column * x_column);
+}
 
 LUNAI_HOT int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
   return lunai_floats(p->a_size) + lunai_floats(p->b_size) + lunai_floats(p->sum_size);
 }
 LUNAI_HOT lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
-  const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC), mr = kernels->mr,
+  const lunai_products products = lunai_products_of(kernels, LUNAI_BF16(g));
+  const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC), mr = products.rows,
                 nr = kernels->nr;
   const int64_t parts = threads == 1 || batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
   const bool dense = g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC;
@@ -4452,7 +4873,7 @@ LUNAI_HOT lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const
   lunai_clear(&p, sizeof p);
   p.kernels = kernels;
   p.g = g;
-  p.products = lunai_products_of(kernels, LUNAI_BF16(g));
+  p.products = products;
   p.row_parts = p.column_parts = 1;
   if (parts > 1) {
     const int64_t tiles = lunai_max(lunai_divide_up(g->m, mr), 1), panels = lunai_max(lunai_divide_up(g->n, nr), 1);
@@ -4473,7 +4894,7 @@ LUNAI_HOT lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const
     p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
   else if (parts > 1 && p.row_parts == 1 && !p.a_size)
     p.column_parts = lunai_min(LUNAI_PIECES * p.column_parts, lunai_max(lunai_divide_up(g->n, nr), 1));
-  if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
+  if (((p.late && !g->pre) || g->words) && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
 
@@ -4529,16 +4950,17 @@ LUNAI_HOT void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *
   }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
-    const float *from = b + p * g->b_row;
+    const float *from = b + p * g->b_row, *at = lunai_place(a, g->a_words, 0, g->a_row, p, g->a_column);
     const float *panels = g->b_panels ? g->b_panels + lunai_panels_at(kernels, g, products->pair, column, p) :
         thread->b;
-    if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k))
+    if (panels == thread->b && g->b_words) products->word_panels(n, k, from, g->b_row, thread->b);
+    else if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k))
       products->fill_panels(n, k, from, g->b_row, g->b_column, thread->b);
     thread->held = from;
     thread->held_n = n;
     thread->held_k = k;
-    t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNAI_NO_ACTIVATION || plan->late);
-    products->panels(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels,
+    t->finish = p + k >= g->k && (t->bias || t->pre || t->words || t->activation != LUNAI_NO_ACTIVATION || plan->late);
+    products->panels(m, n, k, at, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels,
                      kernels->nr * lunai_divide_up(k, products->pair), kernels->nr, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
@@ -4560,6 +4982,9 @@ LUNAI_HOT void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *t
   t.activation = g->activation;
   t.late = plan->late;
   t.bf16 = g->bf16;
+  t.a_words = g->a_words;
+  t.words_row = g->words_row;
+  t.sums_row = g->sums_row;
   for (; row < row_end; row += step)
     for (int64_t j = column; j < column_end; j += plan->columns) {
       const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + j;
@@ -4570,8 +4995,12 @@ LUNAI_HOT void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *t
       t.sum_row = plan->sum_size ? plan->columns : g->c_row;
       t.from = g->residual ? g->residual + at : NULL;
       t.from_row = g->c_row;
+      t.words = g->words ? g->words + row * g->words_row + j / 2 : NULL;
+      t.slope = g->slope ? g->slope + row * g->words_row + j / 2 : NULL;
+      t.sums = g->sums ? g->sums + row / 32 * g->sums_row + j : NULL;
       lunai_gemm_block(plan, thread, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j,
-                       a + row * g->a_row, b + j * g->b_column, &t);
+                       lunai_place(a, g->a_words, row, g->a_row, 0, 1),
+                       lunai_place(b, g->b_words, 0, 1, j, g->b_column), &t);
     }
 }
 LUNAI_HOT lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thread) {
@@ -4587,7 +5016,7 @@ LUNAI_HOT void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
   lunai_gemm_plan *p = (lunai_gemm_plan *)work;
   const lunai_gemm *g = p->g;
   const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
-  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads), mr = p->kernels->mr, nr = p->kernels->nr;
+  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads), mr = p->products.rows, nr = p->kernels->nr;
   lunai_gemm_thread own = lunai_gemm_own(p, thread);
   lunai_claim claim = lunai_claim_of(&p->shares, pieces, thread, threads);
   while (lunai_claim_next(&claim))
@@ -5794,6 +6223,7 @@ typedef struct lunai_attention_space {
   float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
   float *own, *part, *stats, *state;
   float *q, *grad, *k, *v, *out;        /* sparse: copies of rows, in the order of the pattern */
+  float *words;                         /* lunai_panels' */
   struct lunai_key *key;
 } lunai_attention_space;
 
@@ -5842,6 +6272,7 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   m->part = lunai_take(&scratch, back ? 0 : LUNAI_TILE * dv);
   m->stats = lunai_take(&scratch, back ? 0 : 3 * LUNAI_TILE);
   m->state = lunai_take(&scratch, back ? 0 : tiles * 3 * LUNAI_TILE);
+  m->words = a->own_bf16 ? lunai_take(&scratch, lunai_words_size(kernels, true)) : NULL;
   return scratch;
 }
 
@@ -5911,8 +6342,8 @@ LUNAI_FN lunai_matrix lunai_scores(const lunai_tile *t, const float *s) { /* [wi
 }
 /* s = factor Y X^T, as a tile lies: X are rows of its queries, in `panels`, and Y of its keys */
 LUNAI_HOT void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, float factor, lunai_matrix y,
-                                  const float *panels, float *s) {
-  lunai_matmul_panels(kernels, factor, y, lunai_panels_in(kernels, panels, t->width, y.columns),
+                                  const float *panels, float *s, float *words) {
+  lunai_matmul_panels(kernels, factor, y, lunai_words_in(kernels, panels, t->width, y.columns, words),
                       lunai_into(s, t->step, false));
   lunai_tile_pad(t, s);
 }
@@ -5990,14 +6421,17 @@ LUNAI_FN bool lunai_attention_meet(const lunai_attention_work *w, const lunai_at
   b->nonfinite = b->edge && !kernels->all_finite(b->values);
   if (b->nonfinite) b->values = lunai_finite_copy(b->values, m->clean);
   b->copied = last - first > LUNAI_TILE;
-  if (b->copied) lunai_panels_of(kernels, b->values, m->values);
+  if (b->copied) lunai_words_of(kernels, b->values, m->values, m->words);
   return true;
 }
 /* to = factor S values, of a tile's probabilities or slopes S */
 LUNAI_FN void lunai_attention_values(const lunai_kernels *kernels, const lunai_attention_space *m,
                                      const lunai_attention_block *b, float factor, lunai_matrix s, lunai_out to) {
-  if (!b->copied) lunai_matmul(kernels, factor, s, lunai_lines(b->values, 0, s.columns), to, m->values);
-  else lunai_matmul_panels(kernels, factor, s, lunai_panels_in(kernels, m->values, b->values.columns, b->depth), to);
+  if (!b->copied)
+    lunai_matmul_words(kernels, factor, s, lunai_lines(b->values, 0, s.columns), to, m->values, m->words);
+  else
+    lunai_matmul_panels(kernels, factor, s,
+                        lunai_words_in(kernels, m->values, b->values.columns, b->depth, m->words), to);
 }
 /* The tile of queries from `query` on against a block: into out, where it is merged with the blocks before; or, where
    split, into the block's partial result. panels: of the tile's queries */
@@ -6014,7 +6448,7 @@ LUNAI_FN void lunai_attention_tile(const lunai_attention_work *w, const lunai_at
   float *state = m->state + 3 * (query - b->first), *part = partial ? partial + query * dv : merge ? m->part : out;
   float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
   const lunai_out to = lunai_into(part, part == out ? a->out_row : dv, false);
-  lunai_tile_product(kernels, &t, a->scale, lunai_lines(b->k, 0, t.depth), panels, m->scores);
+  lunai_tile_product(kernels, &t, a->scale, lunai_lines(b->k, 0, t.depth), panels, m->scores, m->words);
   if (b->edge) lunai_tile_hide(kernels, &t, m->scores, -INFINITY);
   if (mask) lunai_tile_mask(kernels, a, head, &t, m->mask_row, mask);
   kernels->tile_softmax(&t, m->scores, mask, stats);
@@ -6033,7 +6467,8 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   float *partial = w->split ? w->partial + (pair * w->blocks + block) * w->unit : NULL, *panels = m->score_panels;
   lunai_attention_block b;
   for (int64_t query = first; query < last; query += LUNAI_TILE, panels += step)
-    lunai_panels_of(w->kernels, lunai_transposed(lunai_lines(q, query, lunai_min(query + LUNAI_TILE, last))), panels);
+    lunai_words_of(w->kernels, lunai_transposed(lunai_lines(q, query, lunai_min(query + LUNAI_TILE, last))), panels,
+                   m->words);
   for (; block < end && lunai_attention_meet(w, m, &head, first, last, block, &b); block++) {
     panels = m->score_panels;
     for (int64_t query = first; query < last; query += LUNAI_TILE, panels += step)
@@ -6135,17 +6570,19 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
     const lunai_matrix q = lunai_strided(a->q + head.q + query * a->q_row, t.width, d, a->q_row);
     const lunai_matrix g = lunai_strided(a->grad_out + head.out + query * a->out_row, t.width, dv, a->out_row);
     const lunai_matrix p = lunai_scores(&t, m->scores), ds = lunai_scores(&t, m->slopes);
-    lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
-    lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
-    lunai_tile_product(kernels, &t, a->scale, lunai_lines(b.k, 0, t.depth), m->score_panels, m->scores);
-    lunai_tile_product(kernels, &t, 1, lunai_lines(b.v, 0, t.depth), m->slope_panels, m->slopes);
+    lunai_words_of(kernels, lunai_transposed(q), m->score_panels, m->words);
+    lunai_words_of(kernels, lunai_transposed(g), m->slope_panels, m->words);
+    lunai_tile_product(kernels, &t, a->scale, lunai_lines(b.k, 0, t.depth), m->score_panels, m->scores, m->words);
+    lunai_tile_product(kernels, &t, 1, lunai_lines(b.v, 0, t.depth), m->slope_panels, m->slopes, m->words);
     lunai_attention_rows(kernels, a, &head, &t, NULL, stats);
     if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
     kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
     if (b.edge) lunai_tile_hide(kernels, &t, m->scores, 0);
     if (b.edge) lunai_tile_hide(kernels, &t, m->slopes, 0);
-    if (a->grad_v) lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(dvalue, dv, more), m->product);
-    if (a->grad_k) lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(dk, d, more), m->product);
+    if (a->grad_v)
+      lunai_matmul_words(kernels, 1, lunai_transposed(p), g, lunai_into(dvalue, dv, more), m->product, m->words);
+    if (a->grad_k)
+      lunai_matmul_words(kernels, a->scale, lunai_transposed(ds), q, lunai_into(dk, d, more), m->product, m->words);
     if (a->grad_q) lunai_attention_values(kernels, m, &b, a->scale, ds, lunai_into(dq + query * d, d, false));
   }
   if (a->grad_k && k_direct) lunai_add_rows(kernels, depth, d, dk, a->grad_k + head.k + key * a->k_row, a->k_row);
@@ -6511,7 +6948,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_a
       if (q.t.depth == 0) continue;
       seen[tile] = true;
       lunai_tile_product(kernels, &q.t, a->scale, lunai_lines(k, q.key, last),
-                         m->score_panels + first / kernels->nr * kernels->nr * d + first % kernels->nr, m->scores);
+                         m->score_panels + first / kernels->nr * kernels->nr * d + first % kernels->nr, m->scores, NULL);
       lunai_sparse_hide(kernels, &q, m->scores, LUNAI_HIDDEN);
       if (mask) lunai_sparse_mask(kernels, &q, m->mask_row, mask);
       kernels->tile_softmax(&q.t, m->scores, mask, stats);
@@ -6608,8 +7045,8 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
     if (t->depth == 0) continue;
     lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
     lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
-    lunai_tile_product(kernels, t, a->scale, lunai_lines(k, key, last), m->score_panels, m->scores);
-    lunai_tile_product(kernels, t, 1, lunai_lines(v, key, last), m->slope_panels, m->slopes);
+    lunai_tile_product(kernels, t, a->scale, lunai_lines(k, key, last), m->score_panels, m->scores, NULL);
+    lunai_tile_product(kernels, t, 1, lunai_lines(v, key, last), m->slope_panels, m->slopes, NULL);
     if (mask) lunai_sparse_mask(kernels, &tile, m->mask_row, mask);
     lunai_attention_rows(kernels, a, &s->head, t, tile.row, stats);
     kernels->tile_slopes(t, m->scores, m->slopes, mask, stats);
@@ -7000,9 +7437,9 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_unpack_work *w, const luna
     kernels->add(d, bias + n, g.at + i * d, bias + n);
   }
   if (u->grad_k)
-    lunai_matmul_words(kernels, lunai_transposed(ds), x, lunai_into(part, d, true), m->product, m->words);
+    lunai_matmul_words(kernels, 1, lunai_transposed(ds), x, lunai_into(part, d, true), m->product, m->words);
   if (u->grad_v)
-    lunai_matmul_words(kernels, lunai_transposed(p), g, lunai_into(part + n * d, d, true), m->product, m->words);
+    lunai_matmul_words(kernels, 1, lunai_transposed(p), g, lunai_into(part + n * d, d, true), m->product, m->words);
   if (!u->grad_x) return;            /* last: it may be grad_out */
   lunai_matmul_panels(kernels, 1, ds, lunai_words_in(kernels, m->dx_panels, d, n, m->words),
                       lunai_into(u->grad_x + row * d, d, true));
@@ -8526,7 +8963,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 static LUNAI_UNUSED const lunai_kernels lunai_kernels_reference = {
-  1, 1,
+  1, 1, LUNA_ISA_REFERENCE, NULL, NULL,
 #define LUNAI_FIELD(result, name, arguments) lunai_##name##_reference,
 #define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(lunai_##name##_reference),
 #define LUNAI_NONE(result, name, arguments) NULL,
@@ -8538,20 +8975,37 @@ static LUNAI_UNUSED const lunai_kernels lunai_kernels_reference = {
 };
 #endif
 
-#ifdef LUNAI_PASS_LOOPS
-static const lunai_kernels LUNAI_K(kernels) = {
-  LUNAI_MR, LUNAI_NR,
-#define LUNAI_FIELD(result, name, arguments) LUNAI_K(name),
-#define LUNAI_FIELD_REST(result, name, arguments) LUNAI_REST(LUNAI_K(name)),
-#define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(LUNAI_K(name)),
+/* A pass of other products has the kernels of the pass before it. */
+#ifdef LUNAI_PASS_TABLE
+#undef LUNAI_WORDS
+#undef LUNAI_INTEGERS
+#ifdef LUNA_NO_BF16
+#define LUNAI_WORDS NULL
+#elif LUNAI_IS(bf16) || LUNAI_IS(amx)
+#define LUNAI_WORDS &LUNAI_K(word_products)
+#else
+#define LUNAI_WORDS &LUNAI_G(word_products)
+#endif
+#ifdef LUNA_NO_INT8
+#define LUNAI_INTEGERS NULL
+#elif LUNAI_IS(bf16)
+#define LUNAI_INTEGERS &lunai_int8_loops_vnni
+#else
+#define LUNAI_INTEGERS &LUNAI_K(int8_loops)
+#endif
+static LUNAI_UNUSED const lunai_kernels LUNAI_K(kernels) = {
+  LUNAI_MR, LUNAI_NR, (luna_isa)LUNAI_ISA(LUNAI_PASS), LUNAI_WORDS, LUNAI_INTEGERS,
+#define LUNAI_FIELD(result, name, arguments) LUNAI_G(name),
+#define LUNAI_FIELD_REST(result, name, arguments) LUNAI_REST(LUNAI_G(name)),
+#define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(LUNAI_G(name)),
   LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD_REST, LUNAI_FIELD_TRAIN)
   LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD_REST, LUNAI_FIELD_TRAIN)
 #undef LUNAI_FIELD
 #undef LUNAI_FIELD_REST
 #undef LUNAI_FIELD_TRAIN
 };
+#endif
 
-#endif /* LUNAI_PASS_LOOPS */
 
 #ifndef LUNAI_PASS
 #define LUNAI_IMPLEMENTED
@@ -8571,9 +9025,10 @@ static const lunai_kernels LUNAI_K(kernels) = {
 #define LUNAI_ISA_avx512 4
 #define LUNAI_ISA_neon 5
 #define LUNAI_ISA_wasm 6
-#define LUNAI_ISA_vnni 7             /* these two of >>int8 alone: for machines of AVX-512 and of AVX2 that have it */
-#define LUNAI_ISA_avxvnni 8
-#define LUNAI_ISA_bf16 9             /* of >>gemm alone: for machines of AVX-512 that have it */
+#define LUNAI_ISA_avxvnni 8          /* AVX2 with >>int8 of its own */
+#define LUNAI_ISA_vnni 9             /* AVX-512 with it, */
+#define LUNAI_ISA_bf16 10            /* then with >>gemm's products of bfloat16, */
+#define LUNAI_ISA_amx 11             /* then with both by tiles */
 #ifndef LUNA_HEADER_FILENAME
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
@@ -8636,6 +9091,15 @@ LUNAI_TARGET("avx2,fma")
 #undef LUNAI_PASS
 LUNAI_TARGET_END
 #endif
+#if !defined(LUNA_NO_INT8) && LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2 && \
+    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
+#define LUNAI_AVXVNNI
+LUNAI_TARGET("avxvnni,avx2,fma")
+#define LUNAI_PASS _avxvnni
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+LUNAI_TARGET_END
+#endif
 #if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
 LUNAI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LUNAI_PASS _avx512
@@ -8649,22 +9113,31 @@ LUNAI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 LUNAI_TARGET_END
-#if LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2 && \
-    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
-#define LUNAI_AVXVNNI
-LUNAI_TARGET("avxvnni,avx2,fma")
-#define LUNAI_PASS _avxvnni
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-LUNAI_TARGET_END
-#endif
 #endif
 
 #if !defined(LUNA_NO_BF16) && !defined(LUNAI_MSVC) && \
     ((defined(__clang__) && __clang_major__ >= 9) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 10))
 #define LUNAI_AVX512BF16
+#ifdef LUNAI_TILES_EMULATED          /* what tests compile, to run this and the next pass on any machine of VNNI */
+LUNAI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#else
 LUNAI_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#endif
 #define LUNAI_PASS _bf16
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+LUNAI_TARGET_END
+#endif
+
+#if defined(LUNAI_AVX512BF16) && !defined(LUNA_NO_AMX) && (defined(LUNAI_TILES_EMULATED) || (defined(__linux__) && \
+    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))))
+#define LUNAI_AMX
+#ifdef LUNAI_TILES_EMULATED
+LUNAI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#else
+LUNAI_TARGET("amx-tile,amx-bf16,amx-int8,avx512vnni,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#endif
+#define LUNAI_PASS _amx
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 LUNAI_TARGET_END
@@ -8687,34 +9160,44 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
   return low;
 }
 #endif
-#define LUNAI_HAS_VNNI 256           /* beside the instruction set: its int8 products */
-#define LUNAI_HAS_AVXVNNI 512
-#define LUNAI_HAS_BF16 1024          /* and its products of bfloat16 */
-/* what the processor has and the system saves: xgetbv tells whether wide registers survive a context switch */
+/* What the processor has and the system saves, a bit for each luna_isa: xgetbv tells whether wide registers and tiles
+   survive a context switch. Bit 0: vdpbf16ps multiplies more in a cycle than a float32's FMA, as on AMD's processors; on
+   Intel's it is half as much. CPUID's leaf 0x1D: some virtual machines show AMX and have no tiles. */
 LUNAI_FN int lunai_isa_detect(void) {
-  const int least = LUNAI_ISA(LUNAI_BASELINE);
-  const uint32_t avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
-  uint32_t r[4], more[4] = { 0, 0, 0, 0 };
+  int known = 1 << LUNAI_ISA(LUNAI_BASELINE) | 1 << LUNA_ISA_REFERENCE;
+  const uint32_t avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, amx = 1u << 22 | 3u << 24;
+  uint32_t r[4], more[4] = { 0, 0, 0, 0 }, tiles[4] = { 0, 0, 0, 0 };
   lunai_cpuid(0, 0, r);
-  if (r[0] < 7) return least;
+  const uint32_t leaves = r[0];
+  if (r[1] == 0x68747541 || r[1] == 0x6F677948) known |= 1; /* "Auth"enticAMD, "Hygo"nGenuine */
+  if (leaves < 7) return known;
   lunai_cpuid(1, 0, r);
-  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return least; /* OSXSAVE, FMA */
+  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return known; /* OSXSAVE, FMA */
   const uint32_t saved = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
-  if ((saved & 6) != 6 || (r[1] & avx2) == 0) return least;
+  if ((saved & 6) != 6 || (r[1] & avx2) == 0) return known;
   if (r[0] >= 1) lunai_cpuid(7, 1, more);
-  const int avxvnni = more[0] & (1u << 4) ? LUNAI_HAS_AVXVNNI : 0;
-  if ((saved & 0xE0) != 0xE0 || (r[1] & avx512) != avx512)
-    return (least > LUNAI_ISA_avx2 ? least : LUNAI_ISA_avx2) | avxvnni;
-  return LUNAI_ISA_avx512 | avxvnni | (r[2] & (1u << 11) ? LUNAI_HAS_VNNI : 0) |
-         (more[0] & (1u << 5) ? LUNAI_HAS_BF16 : 0);
+  known |= 1 << LUNA_ISA_AVX2;
+  if (more[0] & (1u << 4)) known |= 1 << LUNA_ISA_AVX2_VNNI;
+  if ((saved & 0xE0) != 0xE0 || (r[1] & avx512) != avx512) return known;
+  known |= 1 << LUNA_ISA_AVX512;
+  if ((r[2] & (1u << 11)) == 0) return known;
+  known |= 1 << LUNA_ISA_AVX512_VNNI;
+#ifdef LUNAI_TILES_EMULATED
+  known |= 1 << LUNA_ISA_AVX512_BF16 | 1 << LUNA_ISA_AMX;
+#endif
+  if ((more[0] & (1u << 5)) == 0) return known;
+  known |= 1 << LUNA_ISA_AVX512_BF16;
+  if (leaves >= 0x1D) lunai_cpuid(0x1D, 0, tiles);
+  if ((saved >> 17 & 3) == 3 && (r[3] & amx) == amx && tiles[0] >= 1) known |= 1 << LUNA_ISA_AMX;
+  return known;
 }
 #endif /* LUNAI_X86 */
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
 LUNAI_FN int lunai_isa_known(void) {
 #if !defined(LUNAI_X86)
-  return LUNAI_ISA(LUNAI_BASELINE);
+  return 1 << LUNAI_ISA(LUNAI_BASELINE) | 1 << LUNA_ISA_REFERENCE;
 #elif defined(LUNAI_MSVC)
   static volatile int known;
   int isa = known;
@@ -8730,64 +9213,82 @@ LUNAI_FN int lunai_isa_known(void) {
   return isa;
 #endif
 }
-LUNA_API luna_isa luna_isa_best(void) { return (luna_isa)(lunai_isa_known() & 255); }
-
-/* the kernels of an instruction set, LUNA_ISA_BEST: the best available; null when this build or machine lacks it */
-LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
-  const luna_isa best = luna_isa_best();
-  if (isa == LUNA_ISA_BEST) isa = best;
-  if (LUNAI_WHOLE && isa == LUNA_ISA_REFERENCE) return &lunai_kernels_reference;
-  if ((int)isa == LUNAI_ISA(LUNAI_BASELINE)) return &LUNAI_JOIN(lunai_kernels, LUNAI_BASELINE);
-#ifdef LUNAI_X86
-  if (isa > best) return NULL;
-#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
-  if (isa == LUNA_ISA_AVX2) return &lunai_kernels_avx2;
-#endif
-#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
-  if (isa == LUNA_ISA_AVX512) return &lunai_kernels_avx512;
-#endif
-#endif
-  return NULL;
-}
-
-LUNA_API bool luna_isa_available(luna_isa isa) { return lunai_kernels_of(isa) != NULL; }
-
-#ifndef LUNA_NO_INT8
-LUNAI_FN const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernels) {
-#ifdef LUNAI_X86
-  const int known = lunai_isa_known();
-#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
-  if (kernels == &lunai_kernels_sse2) return &lunai_int8_loops_sse2;
-#endif
-#if LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2
-#ifdef LUNAI_AVXVNNI
-  if (kernels == &lunai_kernels_avx2 && (known & LUNAI_HAS_AVXVNNI)) return &lunai_int8_loops_avxvnni;
-#endif
-  if (kernels == &lunai_kernels_avx2) return &lunai_int8_loops_avx2;
-#endif
-  (void)kernels;
-  return known & LUNAI_HAS_VNNI ? &lunai_int8_loops_vnni : &lunai_int8_loops_avx512;
+/* Asks Linux to let all threads of this process use tiles, for good; from then on it refuses signal stacks that are too
+   small for them. False where it does not, for instance since a thread has such a stack. */
+LUNAI_FN bool lunai_tiles_permitted(void) {
+#if defined(LUNAI_AMX) && !defined(LUNAI_TILES_EMULATED)
+  const uint64_t tiles = 1u << 18;   /* XTILEDATA */
+  for (int try = 0; try < 2; try++) {
+    uint64_t have = 0;
+    long result;
+    __asm__ volatile("syscall" : "=a"(result) /* arch_prctl(ARCH_GET_XCOMP_PERM, &have) */
+                     : "a"(158L), "D"(0x1022L), "S"(&have) : "rcx", "r11", "memory");
+    if (result == 0 && (have & tiles)) return true;
+    if (try == 0)
+      __asm__ volatile("syscall" : "=a"(result) /* ARCH_REQ_XCOMP_PERM */
+                       : "a"(158L), "D"(0x1023L), "S"(18L) : "rcx", "r11", "memory");
+  }
+  return false;
 #else
-  return (void)kernels, &LUNAI_JOIN(lunai_int8_loops, LUNAI_BASELINE);
+  return true;
 #endif
 }
-#endif
 
-LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16) {
-  lunai_products p = { 1, kernels->fill_panels, kernels->panels };
-  if (!bf16) return p;
-#ifndef LUNA_NO_BF16
-  p.fill_panels = kernels->bf16_panels;
+/* this build's, the best first */
+static const lunai_kernels *const lunai_all_kernels[] = {
+#ifdef LUNAI_AMX
+  &lunai_kernels_amx,
 #endif
 #ifdef LUNAI_AVX512BF16
-  if (kernels == &lunai_kernels_avx512 && (lunai_isa_known() & LUNAI_HAS_BF16)) return lunai_products_bf16;
+  &lunai_kernels_bf16,
 #endif
-  return p;
+#ifdef LUNAI_X86
+#ifndef LUNA_NO_INT8
+  &lunai_kernels_vnni,
+#endif
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
+  &lunai_kernels_avx512,
+#endif
+#ifdef LUNAI_AVXVNNI
+  &lunai_kernels_avxvnni,
+#endif
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
+  &lunai_kernels_avx2,
+#endif
+#endif
+  &LUNAI_JOIN(lunai_kernels, LUNAI_BASELINE),
+#ifndef LUNA_ONLY_STREAM
+  &lunai_kernels_reference
+#endif
+};
+/* the kernels of an instruction set, LUNA_ISA_BEST: the best available, but not AMX; null when this build or machine
+   lacks it */
+LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
+  const int known = lunai_isa_known(), slow = known & 1 ? 0 : 1 << LUNA_ISA_AVX512_BF16;
+  const int best = known & ~(1 << LUNA_ISA_AMX | 1 << LUNA_ISA_REFERENCE | slow);
+  const int wanted = isa == LUNA_ISA_BEST ? best : (unsigned)isa <= LUNA_ISA_AMX ? known & 1 << isa : 0;
+  if (isa == LUNA_ISA_AMX && wanted && !lunai_tiles_permitted()) return NULL;
+  for (int i = 0; i < LUNAI_LENGTH(lunai_all_kernels); i++)
+    if (wanted >> lunai_all_kernels[i]->isa & 1) return lunai_all_kernels[i];
+  return NULL;
+}
+/* those of a context or stream; tiles: it has products of 16 or 8 bits, which are best by AMX where that is permitted */
+LUNAI_FN const lunai_kernels *lunai_kernels_for(luna_isa isa, bool tiles) {
+  const lunai_kernels *amx = tiles && isa == LUNA_ISA_BEST ? lunai_kernels_of(LUNA_ISA_AMX) : NULL;
+  return amx ? amx : lunai_kernels_of(isa);
+}
+LUNA_API luna_isa luna_isa_best(void) { return lunai_kernels_of(LUNA_ISA_BEST)->isa; }
+LUNA_API bool luna_isa_available(luna_isa isa) { return lunai_kernels_of(isa) != NULL; }
+
+LUNAI_FN lunai_products lunai_products_of(const lunai_kernels *kernels, bool bf16) {
+  const lunai_products p = { 1, kernels->mr, 0, kernels->fill_panels, kernels->panels, NULL };
+  return bf16 ? *kernels->words : p;
 }
 
 LUNA_API const char *luna_isa_name(luna_isa isa) {
   static const char *const name[] = { /* in luna_isa's order */
-    "best", "scalar", "SSE2", "AVX2", "AVX-512", "NEON", "WASM SIMD128", "reference"
+    "best", "scalar", "SSE2", "AVX2", "AVX-512", "NEON", "WASM SIMD128", "reference", "AVX2 VNNI", "AVX-512 VNNI",
+    "AVX-512 BF16", "AMX"
   };
   return (unsigned)isa < LUNAI_LENGTH(name) ? name[isa] : "unknown";
 }
@@ -9142,6 +9643,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
   *a = *args;
   a->own = NULL;
+  a->own_bf16 = false;
   a->value_dim = dv;
   if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
   if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
@@ -10965,7 +11467,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   memset(&first, 0, sizeof first);
   luna_options *o = &first.options;
   if (options) *o = *options;
-  first.kernels = lunai_kernels_of(o->isa);
+  first.kernels = lunai_kernels_for(o->isa, o->weights || o->products);
   first.backend = o->backend ? o->backend : luna_cpu_backend();
   const char *wrong = lunai_options_wrong(&first);
   if (wrong) return lunai_open_failed(o, LUNA_BAD_ARGUMENT, wrong);
@@ -11005,9 +11507,13 @@ LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
   return status;
 }
 
+/* what tells a context's bits: products in 8 bits are exact */
 LUNAI_FN luna_isa lunai_isa_of(const luna_ctx *ctx) {
-  return ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
+  const luna_isa isa = ctx->kernels->isa;
+  if (isa == LUNA_ISA_AVX2_VNNI) return LUNA_ISA_AVX2;
+  return isa > LUNA_ISA_AVX2_VNNI && ctx->options.products == LUNA_DTYPE_F32 ? LUNA_ISA_AVX512 : isa;
 }
+LUNA_API luna_isa luna_isa_of(const luna_ctx *ctx) { return ctx ? ctx->kernels->isa : luna_isa_best(); }
 LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) {
   return LUNAI_WHOLE ? ctx->options.collective : NULL;
 }
@@ -12146,12 +12652,15 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
    ReLU's output, or another activation's input. Forward each thread has blocks of its own, backward a share of each:
    the weights' gradients are sums over blocks in order --- */
-#define LUNAI_FFN_ROWS 392          /* of all threads' blocks; whole tiles of AVX-512, and an even number */
-#define LUNAI_FFN_PARTS 8           /* of a block, where it is not multiplied */
+#define LUNAI_FFN_ROWS 256          /* of all threads' blocks; whole tiles of AMX, and an even number */
+#define LUNAI_FFN_PARTS 8           /* of a block, where it is not multiplied: 32 rows, as a tile of AMX has */
 typedef struct lunai_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
-  /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
+  /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h.
+     words: these lie in words, rows `row` floats apart, else row is hidden */
+  bool words;
+  int64_t row;
   float *given, *active, *a, *dh;
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
   float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
@@ -12169,9 +12678,9 @@ LUNAI_FN const lunai_parallel *lunai_ffn_parallel(const lunai_ffn_work *w) {
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
-  const lunai_matrix xs = lunai_dense(lunai_offset(op->in[0]->data, x), n, in), as = lunai_dense(w->a, n, f);
+  const lunai_matrix xs = lunai_dense(lunai_offset(op->in[0]->data, x), n, in), as = lunai_strided(w->a, n, f, w->row);
   const lunai_matrix w1 = lunai_dense(op->in[1]->data, f, in), w2 = lunai_dense(op->in[3]->data, out, f);
-  const lunai_matrix dhs = lunai_dense(w->dh, n, f), dys = lunai_dense(w->dy, n, out);
+  const lunai_matrix dhs = lunai_strided(w->dh, n, f, w->row), dys = lunai_dense(w->dy, n, out);
   switch (which) {
     case 0: lunai_gemm_set(g, xs, lunai_transposed(w1), w->active); break;                             /* h */
     case 1: lunai_gemm_set(g, as, lunai_transposed(w2), lunai_offset(op->out[0]->data, y)); break;     /* y */
@@ -12190,11 +12699,31 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
   g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->sets & 1));
   g->bf16 = lunai_op_bf16(op);
   g->b_panels = w->panels[which];
+  if (!w->words) return;
+  g->a_words = which == 1 || which >= 4;
+  g->b_words = which == 2;
+  g->words_row = w->row;
+  if (which == 0) g->words = w->active;
+  if (which != 3) return;
+  g->words = w->dh;
+  g->slope = w->active;
+  g->sums = w->sums;
+  g->sums_row = f + out;
 }
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_gemm g;
   lunai_ffn_product(w, which, &g);
   if (g.c) lunai_run_gemm(lunai_k(w->op), &g, lunai_ffn_parallel(w), w->scratch);
+}
+/* By tiles a hidden layer of ReLU is kept in the words that the products read, and its gradient too. */
+LUNAI_FN bool lunai_ffn_words(const luna_op *op) {
+  return lunai_op_bf16(op) && lunai_k(op)->words && lunai_k(op)->words->word_panels && !lunai_op_int8(op, 1) &&
+         op->activation == LUNA_ACTIVATION_RELU && !(op->dropout > 0) && lunai_last(op->in[3]) % 32 == 0;
+}
+/* floats between rows of the hidden layer: of words whole cache lines, an odd number of them */
+LUNAI_FN int64_t lunai_ffn_row(const luna_op *op) {
+  const int64_t hidden = lunai_last(op->in[3]);
+  return lunai_ffn_words(op) ? hidden / 2 + (hidden % 64 ? 0 : 16) : hidden;
 }
 /* Sets the sizes and the layout in the workspace; returns its bytes */
 LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
@@ -12213,6 +12742,8 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   w->in = lunai_last(op->in[0]);
   w->hidden = lunai_last(op->in[3]);
   w->out = lunai_last(op->out[0]);
+  w->words = lunai_ffn_words(op);
+  w->row = lunai_ffn_row(op);
   for (int which = 0; which < 6 && w->rows < rows; which++) {
     if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
     w->panels[which] = (float *)(void *)at;
@@ -12221,7 +12752,7 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
     if (workspace) lunai_run_make_panels(lunai_k(op), &g, &op->ctx->parallel, w->panels[which]);
   }
   char *const own = at;
-  const int64_t size = w->rows * w->hidden;
+  const int64_t size = w->rows * w->row;
   if (!keeps || !relu) w->active = lunai_take(&at, size);
   if (!keeps && !relu && backward) w->given = lunai_take(&at, size);
   if (op->dropout > 0) w->a = lunai_take(&at, size);
@@ -12241,7 +12772,7 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
 LUNAI_FN bool lunai_ffn_next(lunai_ffn_work *w, int64_t first, int64_t last) {
   const luna_op *op = w->op;
   const bool relu = op->activation == LUNA_ACTIVATION_RELU;
-  float *kept = op->kept_size ? (float *)op->kept + first * w->hidden : NULL;
+  float *kept = op->kept_size ? (float *)op->kept + first * w->row : NULL;
   w->first = first;
   w->rows = lunai_min(last, lunai_rows(op->in[0])) - first;
   if (kept && relu) w->active = kept;
@@ -12255,7 +12786,7 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   lunai_ffn_work w;
   op->kept_size = 0;
   if (op->training && !op->arg.feed_forward.recompute)
-    op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
+    op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_ffn_row(op)) * sizeof(float);
   op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = lunai_ffn_start(&w, op, true, NULL);
 }
@@ -12327,7 +12858,7 @@ LUNAI_FN void lunai_ffn_before(void *work, int64_t thread, int64_t threads) {
   lunai_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
 /* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the
-   biases */
+   biases. Of words the product has done so. */
 LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
@@ -12341,9 +12872,8 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
     const int64_t at = row * f, n = rows * f;
     float *dh = w->dh + at;
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
-    lunai_k(op)->activate_grad((int)op->activation, n, w->given + at, dh, false, dh);
-    memset(sums, 0, (size_t)(f + out) * sizeof(float));
-    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_dense(dh, rows, f), 1.0f, sums);
+    if (!w->words) lunai_k(op)->activate_grad((int)op->activation, n, w->given + at, dh, false, dh);
+    if (!w->words && lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_dense(dh, rows, f), 1.0f, sums);
     if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(lunai_dense(w->dy + row * out, rows, out), 1.0f, sums + f);
   }
 }
@@ -12357,6 +12887,7 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
     if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
       lunai_run(parallel, lunai_ffn_before, &w);
+    lunai_clear(w.sums, (size_t)(LUNAI_FFN_PARTS * (w.hidden + w.out)) * sizeof(float));
     for (int which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
     const lunai_matrix sums = lunai_dense(w.sums, LUNAI_FFN_PARTS, w.hidden + w.out);
@@ -12881,6 +13412,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
+  a->own_bf16 = lunai_op_bf16(op) && op->kind != LUNA_OP_SPARSE_ATTENTION;
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
   a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
@@ -13453,7 +13985,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   p->write = write;
   p->user = user;
   p->json = format == LUNA_PROFILE_JSON;
-  const char *isa = luna_isa_name(lunai_isa_of(ctx));
+  const char *isa = luna_isa_name(ctx->kernels->isa);
   lunai_profile_row rest;
   memset(&rest, 0, sizeof rest);
   if (p->seconds > p->row[0].seconds) rest.seconds = p->seconds - p->row[0].seconds;
@@ -20416,7 +20948,7 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->batch = batch;
   s->chunk = chunk;
   if (config && config->horizon) s->horizon = config->horizon;
-  s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
+  s->ctx.kernels = lunai_kernels_for(config ? config->isa : LUNA_ISA_BEST, config && config->weights);
   s->ctx.parallel.threads = 1;
   if (s->sources == 0) s->sources = 1;
   if (s->scale == 0) s->scale = 1;

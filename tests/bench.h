@@ -53,8 +53,12 @@ BENCH_PEAK(bench_peak_avx512, "avx512f", __m512, 16, _mm512_set1_ps, BENCH_AVX51
 static double bench_peak_one(luna_isa isa) {
   switch (isa == LUNA_ISA_BEST ? luna_isa_best() : isa) {
     case LUNA_ISA_SSE2: return bench_peak_sse2(500000);
-    case LUNA_ISA_AVX2: return bench_peak_avx2(500000);
-    case LUNA_ISA_AVX512: return bench_peak_avx512(500000);
+    case LUNA_ISA_AVX2:
+    case LUNA_ISA_AVX2_VNNI: return bench_peak_avx2(500000);
+    case LUNA_ISA_AVX512:
+    case LUNA_ISA_AVX512_VNNI:
+    case LUNA_ISA_AVX512_BF16:
+    case LUNA_ISA_AMX: return bench_peak_avx512(500000);
     default: return 0;
   }
 }
@@ -86,7 +90,7 @@ __attribute__((unused)) static double bench_read(const float *x, int64_t n, int6
 /* the one of that name, or the best */
 __attribute__((unused)) static luna_isa bench_isa(void) {
   const char *name = getenv("BENCH_ISA");
-  for (int isa = 1; name && isa < LUNA_ISA_REFERENCE; isa++)
+  for (int isa = 1; name && isa <= LUNA_ISA_AMX; isa++)
     if (strcmp(luna_isa_name((luna_isa)isa), name) == 0) return (luna_isa)isa;
   return LUNA_ISA_BEST;
 }

@@ -232,7 +232,7 @@ int main(void) {
   const range small = {0, 41}, batch = {3, 2}, one = {1, 1};
   const range high = {0, 80}, wide = {0, 300}, deep = {200, 900}, tall = {230, 300}, few = {1, 16}, broad = {1000, 200},
       next = {513, 50};
-  for (int at = 0; kernels_next(&at);) {
+  for (int at = 0; kernels_next_products(&at);) {
     check_random(300, small, small, small, batch, -1);
     check_random(12, high, wide, deep, one, -1);
     check_random(4, tall, small, deep, one, -1);

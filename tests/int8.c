@@ -13,23 +13,13 @@
 /* the loops that this machine can run; offset: what is added to q */
 typedef struct int8_set { const char *name; const lunai_int8_loops *loops; int offset; } int8_set;
 static int int8_sets(int8_set *sets) {
+  static const luna_isa isas[] = {LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON,
+                                  LUNA_ISA_WASM, LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AMX};
   int count = 0;
-#ifdef LUNAI_X86
-#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
-  sets[count++] = (int8_set){"SSE2", &lunai_int8_loops_sse2, 0};
-#endif
-#if LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2
-  if (luna_isa_best() >= LUNA_ISA_AVX2) sets[count++] = (int8_set){"AVX2", &lunai_int8_loops_avx2, 0};
-#ifdef LUNAI_AVXVNNI
-  if (lunai_isa_known() & LUNAI_HAS_AVXVNNI)
-    sets[count++] = (int8_set){"AVX-VNNI", &lunai_int8_loops_avxvnni, 128};
-#endif
-#endif
-  if (luna_isa_best() >= LUNA_ISA_AVX512) sets[count++] = (int8_set){"AVX-512", &lunai_int8_loops_avx512, 0};
-  if (lunai_isa_known() & LUNAI_HAS_VNNI) sets[count++] = (int8_set){"AVX-512 VNNI", &lunai_int8_loops_vnni, 128};
-#else
-  sets[count++] = (int8_set){luna_isa_name(luna_isa_best()), &LUNAI_JOIN(lunai_int8_loops, LUNAI_BASELINE), 0};
-#endif
+  for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+    const lunai_kernels *table = lunai_kernels_of(isas[i]);
+    if (table) sets[count++] = (int8_set){luna_isa_name(isas[i]), table->int8, isas[i] > LUNA_ISA_WASM ? 128 : 0};
+  }
   return count;
 }
 
@@ -86,10 +76,10 @@ static void int8_multiply(const lunai_int8_loops *loops, const int8_trial *t, bo
 }
 static void int8_check_sums(void) {
   static const int64_t sizes[][3] = {
-    {1, 1, 1}, {3, 2, 1}, {1, 5, 3}, {2, 33, 17}, {5, 16, 31}, {14, 32, 64}, {15, 70, 129}, {29, 31, 255},
+    {1, 1, 1}, {3, 2, 1}, {1, 5, 3}, {2, 33, 17}, {5, 16, 31}, {14, 32, 64}, {15, 70, 129}, {29, 31, 255}, {32, 32, 64}, {70, 70, 130},
     {40, 65, 100}, {1, 3, LUNAI_INT8_MAX}, {17, 2, LUNAI_INT8_MAX}, {2, 1, LUNAI_INT8_MAX - 1}
   };
-  int8_set sets[8];
+  int8_set sets[9];
   const int count = int8_sets(sets);
   CHECK(count > 0, "no instruction set has loops");
   for (int s = 0; s < count; s++) printf("%s%s", s ? ", " : "int8 by ", sets[s].name);
@@ -128,7 +118,7 @@ static int int8_integer(const int8_set *set, const char *q, int64_t i) {
 }
 static void int8_check_rows(void) {
   enum { K = 77 };
-  int8_set sets[8];
+  int8_set sets[9];
   const int count = int8_sets(sets);
   float x[K];
   char q[1024];
@@ -166,7 +156,7 @@ static void int8_check_rows(void) {
 static void int8_check_products(void) {
   static const int64_t sizes[][3] = {{1, 40, 64}, {7, 100, 33}, {16, 33, 48}, {17, 70, 256}, {90, 50, 31}, {33, 1, 20}};
   int at = 0;
-  while (kernels_next(&at))
+  while (kernels_next_products(&at))
     for (size_t z = 0; z < sizeof sizes / sizeof *sizes; z++)
       for (int mode = 0; mode < 8; mode++) {
         const int64_t m = sizes[z][0], n = sizes[z][1], k = sizes[z][2], c_row = n + 3, first = 2;

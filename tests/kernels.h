@@ -38,6 +38,19 @@ TEST_UNUSED static bool kernels_next(int *at) {
   return kernels != NULL;
 }
 
+/* as kernels_next, then the instruction sets that differ from AVX2 or AVX-512 in their products of 8 and 16 bits alone */
+TEST_UNUSED static bool kernels_next_products(int *at) {
+  static const luna_isa products[] = {LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AVX512_BF16, LUNA_ISA_AMX};
+  enum { COUNT = sizeof products / sizeof *products };
+  if (*at < COMMON_ISAS && kernels_next(at)) return true;
+  for (kernels = NULL; *at < COMMON_ISAS + COUNT && !kernels; ++*at) {
+    kernels = lunai_kernels_of(products[*at - COMMON_ISAS]);
+    kernels_name = luna_isa_name(products[*at - COMMON_ISAS]);
+  }
+  kernels_seed = 1;
+  return kernels != NULL;
+}
+
 /* ---- work: two shares run backwards on the caller's thread, more on threads of their own ---- */
 typedef struct kernels_job { void (*task)(void *work, int64_t index); void *work; int64_t index; } kernels_job;
 static void *kernels_job_run(void *argument) {
