@@ -1745,8 +1745,7 @@ typedef struct luna_attention_args {
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
   const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not beside sums or ragged offsets */
   luna_run run;
-  const struct lunai_dropout *own;   /* null; luna.h's */
-  bool own_bf16;                     /* false; luna.h's */
+  const struct lunai_attention_own *own; /* null; luna.h's */
 } luna_attention_args;
 #ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
@@ -2568,14 +2567,22 @@ typedef struct lunai_convolution {
   float *dx, *dweight, *dbias;       /* backward adds; dweight and dbias may be null */
 } lunai_convolution;
 
+#ifdef LUNA_NO_BF16
+#define LUNAI_BF16(g) false
+#else
+#define LUNAI_BF16(g) ((g)->bf16)
+#endif
 /* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
    batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
    when ragged. grad_k may equal grad_v. */
 typedef luna_attention_args lunai_attention;
 typedef luna_causal_args lunai_causal;
+/* bf16: the operands of its products are rounded, not of sparse attention */
+typedef struct lunai_attention_own { lunai_dropout dropout; bool bf16; } lunai_attention_own;
 LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
-  return a->own ? *a->own : lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+  return a->own ? a->own->dropout : lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
 }
+LUNAI_FN bool lunai_attention_bf16(const lunai_attention *a) { return a->own && LUNAI_BF16(a->own); }
 LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
 /* The scores of some queries by some keys: those of a key are contiguous, lines of `width`, `step` apart */
@@ -3974,10 +3981,8 @@ LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const flo
   return sum;
 }
 #ifdef LUNA_NO_BF16
-#define LUNAI_BF16(g) false
 #define lunai_bf16_of(x) (x)
 #else
-#define LUNAI_BF16(g) ((g)->bf16)
 /* to nearest, ties to even; a denormal is 0 of its sign and NaN stays NaN, as of vcvtneps2bf16 */
 LUNAI_HOT float lunai_bf16_of(float x) { return x != x ? x : fabsf(x) < FLT_MIN ? x * 0 : lunai_upper(x); }
 #endif
@@ -5943,9 +5948,9 @@ LUNAI_HOT lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   s.blocks = lunai_max(s.p->blocks, 1);
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
   s.head.element = pair * a->queries * s.numbers;
-  if (a->patterns && a->own && a->own->run == 0 && a->keys > 0) {
-    /* own->first counts the pairs before, each of queries * keys */
-    const int64_t first = (int64_t)a->own->first;
+  if (a->patterns && a->own && a->own->dropout.run == 0 && a->keys > 0) {
+    /* dropout.first counts the pairs before, each of queries * keys */
+    const int64_t first = (int64_t)a->own->dropout.first;
     s.head.element += first / (a->queries * a->keys) * a->queries * s.numbers - first;
   }
   return s;
@@ -6017,8 +6022,8 @@ LUNAI_FN bool lunai_sparse_next(const lunai_sparse *s, lunai_key_cursor *at, lun
 }
 LUNAI_FN double lunai_attention_score(const lunai_sparse *s, int64_t query, const lunai_key *key) {
   const lunai_attention *a = s->a;
-  return (double)a->scale * lunai_inner(a->head_dim, a->q + s->head.q + query * a->q_row, 1,
-                                        a->k + s->head.k + key->row * a->k_row, 1);
+  return (double)a->scale * lunai_inner_by(lunai_attention_bf16(a), a->head_dim, a->q + s->head.q + query * a->q_row,
+                                           1, a->k + s->head.k + key->row * a->k_row, 1);
 }
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; without a pattern the cursor goes over all keys that
    the query sees. Columns of V go by sixty-fours, whose sums are kept in double. */
@@ -6027,6 +6032,7 @@ LUNAI_FN void lunai_attention_row(const lunai_sparse *s, int64_t block, int64_t 
   const lunai_dropout dropout = lunai_attention_dropout(a);
   const int64_t stat = s->head.row + query * a->heads;
   float *out = a->out + s->head.out + query * a->out_row;
+  const bool bf16 = lunai_attention_bf16(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
   lunai_key_cursor cursor = lunai_keys_from(block, query, query);
   bool some = false;
@@ -6046,7 +6052,10 @@ LUNAI_FN void lunai_attention_row(const lunai_sparse *s, int64_t block, int64_t 
       const double masked = p * (double)lunai_dropout_at(&dropout, element);
       total += p;
       kept += masked;
-      for (int64_t e = 0; e < n; e++) sum[e] += masked * (double)a->v[s->head.v + key.row * a->v_row + first + e];
+      for (int64_t e = 0; e < n; e++) {
+        const float v = a->v[s->head.v + key.row * a->v_row + first + e];
+        sum[e] += bf16 ? (double)lunai_bf16_of((float)masked) * (double)lunai_bf16_of(v) : masked * (double)v;
+      }
     }
     for (int64_t e = 0; e < n; e++) out[first + e] = some ? (float)(sum[e] / total) : 0;
   }
@@ -6059,9 +6068,10 @@ LUNAI_FN void lunai_attention_row(const lunai_sparse *s, int64_t block, int64_t 
 LUNAI_HOT void lunai_add_scaled(int64_t n, double factor, const float *x, float *y) {
   if (y) for (int64_t i = 0; i < n; i++) y[i] += (float)(factor * (double)x[i]);
 }
-LUNAI_HOT void lunai_add_scaled_by(bool bf16, int64_t n, double factor, const float *x, float *y) {
-  if (!bf16) lunai_add_scaled(n, factor, x, y);
-  else if (y) for (int64_t i = 0; i < n; i++) y[i] += lunai_bf16_of((float)factor) * lunai_bf16_of(x[i]);
+/* y += scale factor x, by bf16 of rounded factor and x */
+LUNAI_HOT void lunai_add_scaled_by(bool bf16, int64_t n, float scale, double factor, const float *x, float *y) {
+  if (!bf16) lunai_add_scaled(n, (double)scale * factor, x, y);
+  else if (y) for (int64_t i = 0; i < n; i++) y[i] += scale * (lunai_bf16_of((float)factor) * lunai_bf16_of(x[i]));
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_attention_row_backward(const lunai_sparse *s, int64_t block, int64_t query) {
@@ -6071,6 +6081,7 @@ LUNAI_FN void lunai_attention_row_backward(const lunai_sparse *s, int64_t block,
   const int64_t q = head->q + query * a->q_row, out = head->out + query * a->out_row,
       stat = head->row + query * a->heads;
   const float *g = a->grad_out + out;
+  const bool bf16 = lunai_attention_bf16(a);
   const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[stat] : 0;
   const double mean = lunai_inner(a->value_dim, g, 1, a->out + out, 1) +
                       (extra != 0 ? extra * (double)a->sums[stat] : 0) -
@@ -6082,11 +6093,10 @@ LUNAI_FN void lunai_attention_row_backward(const lunai_sparse *s, int64_t block,
     const double score = lunai_attention_score(s, query, &key) - (double)a->log_sum_exp[stat];
     const double p = (double)lunai_exp1_scalar((float)score);
     const double mask = (double)lunai_dropout_at(&dropout, head->element + query * s->numbers + key.number);
-    const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
-    const double ds = (double)a->scale * p * (dp - mean);
-    lunai_add_scaled(a->head_dim, ds, a->k + k, lunai_offset(a->grad_q, q));
-    lunai_add_scaled(a->head_dim, ds, a->q + q, lunai_offset(a->grad_k, k));
-    lunai_add_scaled(a->value_dim, p * mask, g, lunai_offset(a->grad_v, v));
+    const double dp = mask * (lunai_inner_by(bf16, a->value_dim, g, 1, a->v + v, 1) + extra), ds = p * (dp - mean);
+    lunai_add_scaled_by(bf16, a->head_dim, a->scale, ds, a->k + k, lunai_offset(a->grad_q, q));
+    lunai_add_scaled_by(bf16, a->head_dim, a->scale, ds, a->q + q, lunai_offset(a->grad_k, k));
+    lunai_add_scaled_by(bf16, a->value_dim, 1, p * mask, g, lunai_offset(a->grad_v, v));
   }
 }
 LUNAI_FN void lunai_attention_reference(const lunai_attention *a, bool backward) {
@@ -6272,7 +6282,7 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   m->part = lunai_take(&scratch, back ? 0 : LUNAI_TILE * dv);
   m->stats = lunai_take(&scratch, back ? 0 : 3 * LUNAI_TILE);
   m->state = lunai_take(&scratch, back ? 0 : tiles * 3 * LUNAI_TILE);
-  m->words = a->own_bf16 ? lunai_take(&scratch, lunai_words_size(kernels, true)) : NULL;
+  m->words = lunai_attention_bf16(a) ? lunai_take(&scratch, lunai_words_size(kernels, true)) : NULL;
   return scratch;
 }
 
@@ -7206,10 +7216,10 @@ LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, void *scrat
           const double prob = (double)p[h * u->slots + l], mask = (double)lunai_unpack_mask_at(u, b, h, i, l);
           const double ds = prob * (mask * lunai_inner_by(u->bf16, u->dim, g, 1, u->v + slot, 1) - mean);
           if (u->grad_bias) u->grad_bias[at + l] += (float)ds;
-          if (u->grad_k) lunai_add_scaled_by(u->bf16, u->dim, ds, u->x + row, u->grad_k + slot);
-          if (u->grad_v) lunai_add_scaled_by(u->bf16, u->dim, prob * mask, g, u->grad_v + slot);
+          if (u->grad_k) lunai_add_scaled_by(u->bf16, u->dim, 1, ds, u->x + row, u->grad_k + slot);
+          if (u->grad_v) lunai_add_scaled_by(u->bf16, u->dim, 1, prob * mask, g, u->grad_v + slot);
           /* it may be grad_out: g is a copy */
-          if (u->grad_x) lunai_add_scaled_by(u->bf16, u->dim, ds, u->k + slot, u->grad_x + row);
+          if (u->grad_x) lunai_add_scaled_by(u->bf16, u->dim, 1, ds, u->k + slot, u->grad_x + row);
         }
       }
     }
@@ -9643,7 +9653,6 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
   *a = *args;
   a->own = NULL;
-  a->own_bf16 = false;
   a->value_dim = dv;
   if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
   if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
@@ -10663,7 +10672,7 @@ typedef struct lunai_op_state {
   uint8_t depth;                     /* of the cheap ops that compute its result again: lunai_op_depth */
   int readers;                       /* of its result, among the ops that are now computed again */
   int scope;                         /* its row in a profile */
-  lunai_dropout dropout;             /* of attention, which may be a rank's part of a whole */
+  lunai_attention_own attention;     /* its dropout may be that of a rank's part of a whole */
 } lunai_op_state;
 /* What they know of a tensor */
 typedef struct lunai_tensor_state {
@@ -13403,16 +13412,16 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->step = (uint32_t)op->ctx->state->step;
   /* of keys that are cut over ranks a row is a key, of queries all its keys */
   if (op->own) {                     /* a stream's recorded op has none, and no dropout */
-    op->own->dropout = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys),
+    op->own->attention.bf16 = lunai_op_bf16(op) && op->kind != LUNA_OP_SPARSE_ATTENTION;
+    op->own->attention.dropout = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys),
                                         op->out[0]->own->part ? a->keys : 1);
-    a->own = &op->own->dropout;
+    a->own = &op->own->attention;
   }
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
-  a->own_bf16 = lunai_op_bf16(op) && op->kind != LUNA_OP_SPARSE_ATTENTION;
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
   a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
