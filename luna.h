@@ -2505,8 +2505,8 @@ typedef struct lunai_gemm {
   bool dots;
   bool bf16;                         /* A and B are rounded to bfloat16; not with dots */
   /* Where products.keeps: A or B lies in words, two numbers of a row each (then a_row or a_column, b_row are of words).
-     In C's place its words are written, words_row apart, a multiple of 32 numbers each; with `slope`, ReLU's words, they
-     are 0 where those are, and each 32 rows leave the sums of their columns, sums_row apart. */
+     In C's place its words are written, words_row apart, a multiple of 32 numbers each; with `slope`, ReLU's words, C
+     is 0 where those are, and each 32 rows leave the sums of their columns, sums_row apart. */
   bool a_words, b_words;
   float *words, *sums;
   const float *slope;
@@ -2714,7 +2714,8 @@ typedef struct lunai_products {
   void (*fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels);
   void (*panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_gathered,
                  const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t);
-  void (*word_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, float *panels); /* null: words are not kept */
+  /* of a B that lies in words; null: words are not kept */
+  void (*word_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, float *panels);
 } lunai_products;
 
 /* of one number, the same bits on every machine: >>vector, compiled without SIMD */
@@ -4624,7 +4625,8 @@ LUNAI_INLINE void LUNAI_K(tile_block)(lunai_tile_work *w, int64_t row, int64_t j
   LUNAI_K(tile_sums_store)(to, to == edge ? 32 : t->sum_row);
   if (to != edge) return;
   if (!w->simple) {
-    for (int64_t i = 0; t->alpha != 1 && i < rows * 32; i += VF) vf_store(edge + i, vf_mul(w->scale, vf_load(edge + i)));
+    for (int64_t i = 0; t->alpha != 1 && i < rows * 32; i += VF)
+      vf_store(edge + i, vf_mul(w->scale, vf_load(edge + i)));
     lunai_finish_tile_avx512(t, row, j, rows, columns, edge);
     return;
   }
@@ -6958,7 +6960,8 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_a
       if (q.t.depth == 0) continue;
       seen[tile] = true;
       lunai_tile_product(kernels, &q.t, a->scale, lunai_lines(k, q.key, last),
-                         m->score_panels + first / kernels->nr * kernels->nr * d + first % kernels->nr, m->scores, NULL);
+                         m->score_panels + first / kernels->nr * kernels->nr * d + first % kernels->nr, m->scores,
+                         NULL);
       lunai_sparse_hide(kernels, &q, m->scores, LUNAI_HIDDEN);
       if (mask) lunai_sparse_mask(kernels, &q, m->mask_row, mask);
       kernels->tile_softmax(&q.t, m->scores, mask, stats);
@@ -9171,7 +9174,7 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
 }
 #endif
 /* What the processor has and the system saves, a bit for each luna_isa: xgetbv tells whether wide registers and tiles
-   survive a context switch. Bit 0: vdpbf16ps multiplies more in a cycle than a float32's FMA, as on AMD's processors; on
+   survive a context switch. Bit 0: vdpbf16ps multiplies more in a cycle than float32's FMA, as on AMD's processors; on
    Intel's it is half as much. CPUID's leaf 0x1D: some virtual machines show AMX and have no tiles. */
 LUNAI_FN int lunai_isa_detect(void) {
   int known = 1 << LUNAI_ISA(LUNAI_BASELINE) | 1 << LUNA_ISA_REFERENCE;
@@ -9282,7 +9285,7 @@ LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
     if (wanted >> lunai_all_kernels[i]->isa & 1) return lunai_all_kernels[i];
   return NULL;
 }
-/* those of a context or stream; tiles: it has products of 16 or 8 bits, which are best by AMX where that is permitted */
+/* those of a context or stream; tiles: it has products of 16 or 8 bits, best by AMX where that is permitted */
 LUNAI_FN const lunai_kernels *lunai_kernels_for(luna_isa isa, bool tiles) {
   const lunai_kernels *amx = tiles && isa == LUNA_ISA_BEST ? lunai_kernels_of(LUNA_ISA_AMX) : NULL;
   return amx ? amx : lunai_kernels_of(isa);
