@@ -2263,7 +2263,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LUNAI_KC 512               /* a gemm's terms in registers at a time */
 #define LUNAI_KA (LUNAI_KC + 16)   /* between gathered rows of A: no power of two, or they would share cache sets */
 #define LUNAI_FLOAT_ROWS 64        /* rows summed in float before double takes over */
-#define LUNAI_NC 1024              /* columns of B in panels at a time */
+#define LUNAI_NC 512               /* columns of B in panels at a time */
 #define LUNAI_TILES_ABREAST 8      /* tiles of a column-major A gathered at a time, */
 #define LUNAI_WORDS_ABREAST 4      /* and rounded to bfloat16 */
 #define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */

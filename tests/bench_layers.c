@@ -38,11 +38,11 @@ static void layer_run(void *arg) {
   }
 }
 
-enum { FORWARD, TRAINING, FORWARD_INT8, TRAINING_BF16 };
+enum { FORWARD, TRAINING, FORWARD_INT8, TRAINING_BF16, FORWARD_BF16, FORWARD_INT8_BF16 };
 static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, layer_kind kind, int work) {
   luna_options options = {.threads = threads, .isa = bench_isa(),
-                          .weights = work == FORWARD_INT8 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32,
-                          .products = work == TRAINING_BF16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32};
+                          .weights = work == FORWARD_INT8 || work == FORWARD_INT8_BF16 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32,
+                          .products = work >= TRAINING_BF16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32};
   luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN, .memory = memory,
                               .forget = kind == FORGETTING ? LUNA_FORGET_GATED : LUNA_FORGET_NONE};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
@@ -80,31 +80,34 @@ static double layer_flops(layer_kind kind, double n, double l) {
 
 static void layer_rows(const char *name, int64_t n, int64_t memory, layer_kind kind, int threads, double forward,
                        double training) {
-  static const int works[] = {FORWARD, TRAINING, TRAINING_BF16};
-  static const char *const names[] = {"forward", "training step", "training step, bf16"};
-  const double trip = threads > 1 ? bench_round_trip() : 0, least[] = {forward, training, 0};
+  enum { WORKS = 4 };
+  static const int works[WORKS] = {FORWARD, TRAINING, TRAINING_BF16, FORWARD_BF16};
+  static const char *const names[WORKS] = {"forward", "training step", "training step, bf16", "forward, bf16"};
+  const double trip = threads > 1 ? bench_round_trip() : 0, least[WORKS] = {forward, training, 0, 0};
   const int each = threads > 1 ? 2 : 1;
-  layer_bench b[6];
-  bench_case c[6];
+  layer_bench b[2 * WORKS];
+  bench_case c[2 * WORKS];
   memset(c, 0, sizeof c);
-  for (int i = 0; i < 3 * each; i++) {
+  for (int i = 0; i < WORKS * each; i++) {
     const int what = i / each;
     c[i].threads = i % each ? threads : 1;
     layer_open(&b[i], c[i].threads, n, memory, kind, works[what]);
     snprintf(c[i].name, sizeof c[i].name, "%s, %s", name, names[what]);
-    c[i].flops = (what ? 3 : 1) * layer_flops(kind, (double)n, (double)memory);
+    c[i].flops = (b[i].training ? 3 : 1) * layer_flops(kind, (double)n, (double)memory);
     c[i].run = layer_run;
     c[i].arg = &b[i];
     c[i].ctx = b[i].ctx;
     c[i].min = least[what];
   }
-  bench_cases(c, 3 * each);
+  bench_cases(c, WORKS * each);
   if (c[0].seconds > 0)
-    printf("    bf16 trains %.2f times as fast as float\n", c[each].seconds / c[2 * each].seconds);
+    printf("    bf16 by %s: training %.2f, forward %.2f times as fast as float\n",
+           luna_isa_name(luna_isa_of(b[2 * each].ctx)),
+           c[each].seconds / c[2 * each].seconds, c[0].seconds / c[3 * each].seconds);
   if (threads > 1 && c[1].seconds > 0)
     printf("    the second thread: forward %.2f, training %.2f times one; a word there and back took %.0f ns before, "
            "%.0f after\n", c[0].seconds / c[1].seconds, c[2].seconds / c[3].seconds, trip, bench_round_trip());
-  for (int i = 0; i < 3 * each; i++) luna_close(b[i].ctx);
+  for (int i = 0; i < WORKS * each; i++) luna_close(b[i].ctx);
 }
 
 /* Time a token at a great length. The first two steps touch new memory (the second's is in one piece), 2.7 GB of it at

@@ -48,9 +48,12 @@ def cases():
     rows += [("streaming step, 4 causal layers, l = 16", ["torch folded"]),
              ("encoder layer, l = 16, forward in 8 bits", INT8),
              ("streaming step, 4 causal layers, l = 16, in 8 bits", ["torch int8 folded"]),
+             ("encoder layer, l = 16, forward in bf16", BF16),
              ("encoder layer, l = 16, training in bf16", BF16),
              ("encoder layer, l = 128, training in bf16", BF16[::2]),
              ("causal layer, l = 16, training in bf16", ["torch bf16 chunked", "torch bf16 compiled chunked"]),
+             ("causal layer that forgets, l = 16, training in bf16",
+              ["torch bf16 chunked", "torch bf16 compiled chunked"]),
              ("classifier, batch 1, training in bf16", BF16)]
     return rows
 
@@ -76,7 +79,8 @@ def luna_open(name, threads):
         return lambda: lib.peer_stream_run(handle)
     l = int(name.split("l = ")[1].split(",")[0])
     kind = ("causal" in name) + ("forgets" in name)
-    work = 2 if "8 bits" in name else 3 if "bf16" in name else int("training" in name)
+    training = "training" in name
+    work = 2 if "8 bits" in name else 3 if training and "bf16" in name else 4 if "bf16" in name else int(training)
     handle = ctypes.c_void_p(lib.peer_layer(threads, i64(N), i64(l), kind, work))
     return lambda: lib.peer_layer_run(handle)
 
