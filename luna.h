@@ -1635,12 +1635,13 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 typedef struct luna_lm_state luna_lm_state;
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
 /* After a begin: the step's forward pass of the state's model, of `batch` sequences, goes on from the state, and leaves
-   it after its last row. One a step. */
+   it after its last row. One a step. A step that fails before its luna_backward is done leaves it as it was. */
 LUNA_API luna_status luna_lm_state_continue(luna_lm_state *state);
 /* Starts `count` sequences anew, or with null all of them: at a document's end. */
 LUNA_API luna_status luna_lm_state_restart(luna_lm_state *state, const int32_t *sequences, int64_t count);
 /* The bytes are those of luna_stream_state_save for a stream of the same model and batch, and load there and here.
-   Sequences that stand at different positions can be saved so if the memory forgets (LUNA_FORGET_...). */
+   Sequences that stand at different positions can be saved so if the memory forgets (LUNA_FORGET_...) and the model has
+   no embedding of positions. */
 LUNA_API size_t luna_lm_state_size(const luna_lm_state *state);
 LUNA_API luna_status luna_lm_state_save(const luna_lm_state *state, void *bytes, size_t size);
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes, size_t size);
@@ -11530,12 +11531,21 @@ LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) {
   return LUNAI_WHOLE ? ctx->options.collective : NULL;
 }
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name);
+/* whether the next begin makes this step again */
+LUNAI_FN bool lunai_step_failed(const luna_ctx *ctx) {
+  return ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
+}
+#ifndef LUNA_ONLY_STREAM
+LUNAI_FN void lunai_state_turn(struct luna_lm_state *s);
+#endif
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->open_status != LUNA_OK) return ctx->open_status;
-  /* keeps its number: the same dropout */
-  const bool repeated = ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
+  const bool repeated = lunai_step_failed(ctx); /* keeps its number: the same dropout */
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->carried) lunai_state_turn(ctx->carried);
+#endif
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
@@ -18585,7 +18595,8 @@ LUNAI_FN bool lunai_state_take(const luna_lm *model, const luna_input *input, co
                                luna_lm_state **state);
 LUNAI_FN int64_t lunai_state_position(const luna_lm_state *state);
 LUNAI_FN lunai_past lunai_state_layer(luna_lm_state *state, int64_t layer);
-LUNAI_FN luna_tensor *lunai_state_written(luna_lm_state *state, luna_tensor *x, int64_t rows);
+/* x; if it is there, the state that the pass of the model has gone on from stands after its rows */
+LUNAI_FN luna_tensor *lunai_state_written(const luna_lm *model, luna_tensor *x, int64_t rows);
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   luna_scope scope = luna_scope_begin(model->params->ctx);
@@ -18604,7 +18615,6 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
     lunai_past past = lunai_state_layer(state, i);
     x = lunai_result_so_far(&scope, lunai_causal_layer(&model->layers[i], x, state ? &past : NULL, horizon));
   }
-  x = lunai_state_written(state, x, input->n);
   return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows) {
@@ -18633,7 +18643,7 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *in
     return lunai_fail(ctx, LUNA_ERROR_OUTPUTS_NOT_FITTED, name);
   luna_tensor *y = luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias);
   if (scale) y = luna_add(luna_mul(y, luna_detach(model->output_scale)), luna_detach(model->output_mean));
-  return lunai_result(scope, y);
+  return lunai_state_written(model, lunai_result(scope, y), input->n);
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
   static const char name[] = "luna_lm_loss";
@@ -18643,8 +18653,9 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   luna_tensor *x = model->output_scale ? luna_lm_forward(model, input) : lunai_lm_features(model, input);
   const int32_t *real = lunai_real_labels(x, input, labels, name);
   if (!x || (!real && labels)) return NULL;
-  return lunai_result(scope, model->output_scale ? lunai_cross_entropy_loss(name, x, real, NULL) :
-                      lunai_linear_cross_entropy_loss(name, x, lunai_lm_output(model), model->output.bias, real, NULL));
+  x = model->output_scale ? lunai_cross_entropy_loss(name, x, real, NULL) :
+      lunai_linear_cross_entropy_loss(name, x, lunai_lm_output(model), model->output.bias, real, NULL);
+  return lunai_state_written(model, lunai_result(scope, x), input->n);
 }
 
 /* --- encoder --- */
@@ -21603,7 +21614,7 @@ struct luna_lm_state {
   char *half[2];
   int64_t *position[2];          /* [batch] */
   int now;                           /* the half to go on from */
-  bool written;                      /* the other one is newer */
+  bool written;                      /* the step that goes on from it has written the other one */
 };
 LUNAI_FN lunai_past lunai_state_at(const luna_lm_state *s, char *base, size_t *used) {
   lunai_past past;
@@ -21625,7 +21636,12 @@ LUNAI_FN bool lunai_state_even(const luna_lm_state *s, const int64_t *position) 
   for (int64_t b = 1; b < s->batch; b++) if (position[b] != position[0]) return false;
   return true;
 }
-LUNAI_FN luna_tensor *lunai_state_written(luna_lm_state *s, luna_tensor *x, int64_t rows) {
+LUNAI_FN luna_lm_state *lunai_state_carried(const luna_lm *model) {
+  luna_lm_state *s = model->params->ctx->carried;
+  return s && s->params == model->params ? s : NULL;
+}
+LUNAI_FN luna_tensor *lunai_state_written(const luna_lm *model, luna_tensor *x, int64_t rows) {
+  luna_lm_state *s = lunai_state_carried(model);
   if (!s || !x) return x;
   for (int64_t b = 0; b < s->batch; b++) s->position[!s->now][b] = s->position[s->now][b] + rows;
   s->written = true;
@@ -21635,7 +21651,7 @@ LUNAI_FN bool lunai_state_take(const luna_lm *model, const luna_input *input, co
                                luna_lm_state **state) {
   static const char name[] = "luna_lm_forward";
   luna_ctx *ctx = model->params->ctx;
-  luna_lm_state *s = *state = ctx->carried && ctx->carried->params == model->params ? ctx->carried : NULL;
+  luna_lm_state *s = *state = lunai_state_carried(model);
   if (!s) return true;
   if (part && part->rows) return lunai_refuse(ctx, LUNA_ERROR_STATE_MODEL, name);
   if (s->written) return lunai_refuse(ctx, LUNA_ERROR_STATE_TWICE);
@@ -21676,15 +21692,19 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   if (!model->params->state) model->params->state = s;
   return s;
 }
+/* the half that holds the newest state */
+LUNAI_FN int lunai_state_newest(const luna_lm_state *s) {
+  return s->written && !lunai_step_failed(s->params->ctx) ? !s->now : s->now;
+}
+/* ends the step that continues the state */
 LUNAI_FN void lunai_state_turn(luna_lm_state *s) {
-  if (s->written) s->now = !s->now;
+  s->now = lunai_state_newest(s);
   s->written = false;
 }
 LUNA_API luna_status luna_lm_state_continue(luna_lm_state *s) {
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   if (ctx->carried) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE);
-  lunai_state_turn(s);
   if (ctx->training) s->params->state = s;
   ctx->carried = s;
   return LUNA_OK;
@@ -21698,7 +21718,6 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
     if (sequences[i] < 0 || sequences[i] >= s->batch)
       return lunai_fail_status(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "sequences", i, (int64_t)sequences[i], (int64_t)0,
                                s->batch - 1);
-  lunai_state_turn(s);
   for (int64_t i = 0; i < (sequences ? count : s->batch); i++) {
     const int64_t b = sequences ? sequences[i] : i;
     s->position[s->now][b] = 0;
@@ -21713,8 +21732,6 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
   }
   return LUNA_OK;
 }
-/* the half that holds the newest state */
-LUNAI_FN int lunai_state_newest(const luna_lm_state *s) { return s->written ? !s->now : s->now; }
 LUNAI_FN float *lunai_state_bytes(const luna_lm_state *s, luna_tensor *like) {
   const int64_t count = (int64_t)(s->size / sizeof(float));
   *like = lunai_like(s->params->ctx, 1, &count);
@@ -21743,10 +21760,13 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   const int newest = lunai_state_newest(s);
+  const int64_t *positions = s->position[newest];
+  int64_t farthest = 0; /* stands for all: a memory that forgets and has read nothing is zero at any position */
   if (!bytes || size < luna_lm_state_size(s)) return lunai_fail_null(ctx, name, "bytes"), ctx->last_status;
-  if (!s->sizes.forget && !lunai_state_even(s, s->position[newest]))
+  if ((!s->sizes.forget || s->sizes.positions > LUNA_POSITIONS_NONE) && !lunai_state_even(s, positions))
     return lunai_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, name, "a stream");
-  const lunai_stream_head head = lunai_stream_head_of(s->batch, s->position[newest][0], &s->sizes);
+  for (int64_t b = 0; b < s->batch; b++) farthest = lunai_max(farthest, positions[b]);
+  const lunai_stream_head head = lunai_stream_head_of(s->batch, farthest, &s->sizes);
   memcpy(bytes, &head, sizeof head);
   memcpy((char *)bytes + sizeof head, s->half[newest], luna_lm_state_size(s) - sizeof head);
   return LUNA_OK;
@@ -21758,7 +21778,6 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
   if (!bytes || size != luna_lm_state_size(s) || ctx->carried == s ||
       !lunai_stream_head_fits((memcpy(&head, bytes, sizeof head), &head), s->batch, &s->sizes))
     return lunai_fail_status(ctx, LUNA_ERROR_STATE_OTHER, "luna_lm_state_load");
-  lunai_state_turn(s);
   memcpy(s->half[s->now], (const char *)bytes + sizeof head, size - sizeof head);
   for (int64_t b = 0; b < s->batch; b++) s->position[s->now][b] = head.position;
   return LUNA_OK;

@@ -133,6 +133,78 @@ static void restart(int variant) {
   free(on), free(anew), free(got);
 }
 
+/* A memory that forgets is saved whole when one sequence, the first one too, has just started anew. */
+static void restart_saved(int variant, int32_t anew) {
+  setup s = open_model(variant, 1);
+  const size_t count = (size_t)(BATCH * ROWS * s.outputs);
+  float *want = (float *)calloc(count, sizeof(float)), *got = (float *)calloc(count, sizeof(float));
+  luna_lm_state *state = luna_lm_state_open(&s.model, BATCH), *loaded = luna_lm_state_open(&s.model, BATCH);
+  const size_t size = luna_lm_state_size(state);
+  unsigned char *bytes = (unsigned char *)malloc(size);
+  forward(&s, state, 0, 50, want);
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_restart(state, &anew, 1) == LUNA_OK && luna_lm_state_save(state, bytes, size) == LUNA_OK &&
+            luna_lm_state_load(loaded, bytes, size) == LUNA_OK, "%s", luna_error(s.ctx));
+  memset(want, 0, count * sizeof(float));
+  forward(&s, state, 50, 1, want);
+  forward(&s, loaded, 50, 1, got);
+  for (int b = 0; b < BATCH; b++)
+    test_close("a saved state with a sequence started anew", got + (b * ROWS + 50) * s.outputs,
+               want + (b * ROWS + 50) * s.outputs, (size_t)s.outputs, 2e-6);
+  luna_stream *stream = luna_stream_open(&s.model, &(luna_stream_config){.batch = BATCH});
+  const luna_input next = window(&s, 50, 1);
+  CHECK(luna_stream_state_load(stream, bytes, size) == LUNA_OK, "%s", luna_stream_error(stream));
+  const float *y = luna_stream_prefill(stream, &next);
+  for (int b = 0; b < BATCH; b++)
+    test_close("a stream with a sequence started anew", y + b * s.outputs, want + (b * ROWS + 50) * s.outputs,
+               (size_t)s.outputs, 2e-6);
+  luna_stream_close(stream);
+  luna_close(s.ctx);
+  free(want), free(got), free(bytes);
+}
+
+/* A pass that fails for want of memory, in training before the end of luna_backward, leaves the state as it was. */
+static size_t used, most;            /* bytes in use; 0, or how many can be */
+static void *allocate(void *user, size_t size) {
+  void *memory = most && used + size > most ? NULL : malloc(size);
+  return (void)user, used += memory ? size : 0, memory;
+}
+static void release(void *user, void *pointer, size_t size) { (void)user, used -= size, free(pointer); }
+/* Two windows. The second, longer one has `more` bytes, 0: any number; without enough of them it is made again with all
+   memory. Returns whether it was; the state is in `bytes`. */
+static bool retried(bool trains, size_t more, unsigned char *bytes, size_t room) {
+  const luna_options options = {.threads = 1, .allocator = {allocate, release, NULL}};
+  luna_lm_config config = {.vocab = 500, .layers = 1, .layer = {.dim = 8, .heads = 2, .forget = LUNA_FORGET_GATED}};
+  luna_lm model;
+  bool again = false, good = false;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  luna_lm_state *state = luna_lm_state_open(&model, 1);
+  for (int i = 0; i < 2 + again; i++) {
+    const int first = i ? 4 : 0;
+    const luna_input input = {.tokens = tokens + first, .batch = 1, .n = i ? 140 : 4};
+    most = i == 1 && more ? used + more : 0;
+    (void)(trains ? luna_begin_step(ctx) : luna_begin_inference(ctx));
+    luna_lm_state_continue(state);
+    good = trains ? luna_backward(luna_lm_loss(&model, &input, labels + first)) == LUNA_OK :
+        luna_lm_forward(&model, &input) != NULL;
+    again = again || !good;
+  }
+  CHECK(good && luna_lm_state_size(state) <= room && luna_lm_state_save(state, bytes, room) == LUNA_OK, "%s",
+        luna_error(ctx));
+  luna_close(ctx);
+  return again;
+}
+static void retries(bool trains) {
+  static unsigned char want[1 << 14], got[1 << 14];
+  long failed = 0;
+  CHECK(!retried(trains, 0, want, sizeof want), "a step fails");
+  for (size_t more = 1; retried(trains, more, got, sizeof got); more += 4096, failed++)
+    CHECK(memcmp(got, want, sizeof got) == 0, "with %zu more bytes the state has read a window twice", more);
+  CHECK(failed > 9, "a step takes %ld times 4 KiB", failed);
+}
+
 /* `steps` steps of windows of 30 rows; the sum of the parameters' bits */
 static void train(setup *s, luna_lm_state *state, luna_optimizer *adam, int64_t from, int64_t steps) {
   for (int64_t step = from; step < from + steps; step++) {
@@ -312,6 +384,27 @@ static void uneven(void) {
   luna_close(s.ctx);
   free(bytes), free(out);
 }
+/* nor do embeddings of positions, whose sequences a stream has at one position */
+static void uneven_positions(void) {
+  static unsigned char bytes[1 << 14];
+  const int32_t second = 1;
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  luna_lm_config config = {.vocab = VOCAB, .layers = 1, .positions = LUNA_POSITIONS_SINUSOIDAL,
+                           .layer = {.dim = 8, .heads = 2, .forget = LUNA_FORGET_GATED}};
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  luna_lm_state *state = luna_lm_state_open(&model, BATCH);
+  luna_begin_inference(ctx);
+  luna_lm_state_continue(state);
+  CHECK(luna_lm_forward(&model, &(luna_input){.tokens = tokens, .batch = BATCH, .n = 9}), "%s", luna_error(ctx));
+  luna_begin_inference(ctx);
+  CHECK(luna_lm_state_save(state, bytes, sizeof bytes) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_lm_state_restart(state, &second, 1) == LUNA_OK &&
+            luna_lm_state_save(state, bytes, sizeof bytes) != LUNA_OK &&
+            luna_error_id_of(ctx) == LUNA_ERROR_STATE_POSITIONS, "different positions are saved: %s", luna_error(ctx));
+  luna_close(ctx);
+}
 
 /* ---- the horizon: the longest sequence of training, or what the config says, saved with the model ---- */
 static bool to_file(void *user, const void *bytes, size_t size) {
@@ -423,7 +516,10 @@ int main(void) {
     if (variant < 6) restart(variant), training(variant);
   }
   refusals();
-  bad_files(), uneven();
+  bad_files(), uneven(), uneven_positions();
+  for (int variant = 2; variant < VARIANTS; variant++)
+    for (int32_t anew = 0; variant / 2 % 3 && anew < BATCH; anew++) restart_saved(variant, anew);
+  retries(false), retries(true);
   horizon(0, "luna.horizon\":\"30\"");
   horizon(7, "luna.horizon\":\"7\"");
   horizon(LUNA_HORIZON_NONE, NULL);
