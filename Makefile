@@ -160,6 +160,14 @@ $(BUILD)/luna.o: luna.h
 $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
+# null for each pointer of each public function
+$(BUILD)/tests/arguments: TEST_OPT += -I$(BUILD)/tests
+$(BUILD)/tests/arguments: $(BUILD)/tests/nulls.h
+$(BUILD)/tests/nulls.h: tests/nulls.awk tests/api.txt
+	@mkdir -p $(@D)
+	awk -f tests/nulls.awk tests/api.txt >$@.$$PPID
+	@mv $@.$$PPID $@
+
 # what exported models are compared with
 $(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))

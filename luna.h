@@ -344,6 +344,7 @@ LUNA_API int luna_version(void);
   X(CLASSIFIER_SINGLE, BAD_ARGUMENT) X(SHARED_VOCAB, BAD_ARGUMENT) \
   X(LOGITS_NOT_FINITE, BAD_ARGUMENT) X(STREAM_CONFIG, BAD_ARGUMENT) X(STREAM_ATTENTION, UNSUPPORTED) \
   X(SCHEDULE_TOTAL, BAD_ARGUMENT) X(NESTEROV, BAD_ARGUMENT) X(GROUP_EMPTY, MISMATCH) X(FREEZE_EMPTY, MISMATCH) \
+  X(FREEZE_TAPE, BAD_ARGUMENT) \
   X(NO_BACKWARD, BAD_ARGUMENT) X(SKIPPED_STEPS, NOT_FINITE) X(AVERAGE_NONE, BAD_ARGUMENT) \
   X(AVERAGE_SWAPPED, BAD_ARGUMENT) X(RANK_GRADIENTS, UNSUPPORTED) X(RATES, BAD_ARGUMENT) X(CANNOT_OPEN, CANNOT_READ) \
   X(READ_IRREGULAR, CANNOT_READ) X(READ_FAILED, CANNOT_READ) X(WRITE_FAILED, CANNOT_WRITE) \
@@ -904,7 +905,8 @@ LUNA_API int64_t luna_params_element_count(const luna_params *params);
 /* Sets all gradients of the set to 0. */
 LUNA_API luna_status luna_params_zero_grad(luna_params *params);
 /* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
-   optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
+   optimiser changes them; false: again. LUNA_MISMATCH where no name fits. Fails between a forward pass and its
+   luna_backward. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
 /* Text pairs, saved in and loaded from the checkpoint's __metadata__ (but by luna_load_borrowed: luna_inspect);
    keys, and names of parameters, that start with "luna." belong to luna.h. Text from luna_params_get_text is the set's:
@@ -9486,6 +9488,8 @@ LUNA_API const char *luna_status_text(luna_status status) {
   X(GROUP_EMPTY, "luna_optimizer_add_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
     "any)") \
   X(FREEZE_EMPTY, "luna_params_freeze: no parameter's name has '%s' in it") \
+  X(FREEZE_TAPE, "luna_params_freeze: the step has computed something that luna_backward has not gone back over; " \
+    "call it after that, or right after a begin") \
   X(NO_BACKWARD, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
   X(SKIPPED_STEPS, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
@@ -9502,7 +9506,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
   X(READ_IRREGULAR, "%s: '%s' is not a regular file") \
   X(READ_FAILED, "%s: %s could not be read in full (%d bytes)") \
   X(WRITE_FAILED, "%s: %s could not be written in full") \
-  X(SAVE_BUFFER, "%s: the buffer has %d bytes, the file %d") \
+  X(SAVE_BUFFER, "%s: the buffer has %d bytes; %d are needed") \
   X(SAVE_PATH, "%s: the path '%s', or what it links to, is longer than %d bytes") \
   X(SAVE_LINK, "%s: '%s' is a link that leads nowhere") \
   X(SAVE_IRREGULAR, "%s: '%s' is not a regular file and is left as it is") \
@@ -15329,6 +15333,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
   luna_status status = LUNA_OK;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_params_freeze");
+  if (ctx->tape) return lunai_fail_status(ctx, LUNA_ERROR_FREEZE_TAPE);
   for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
     luna_tensor *t = &p->tensor;
     if (name && !strstr(p->name, name)) continue;
@@ -15917,8 +15922,9 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
 }
 
 LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count) {
-  for (int i = 0; i < count; i++) parts[i] = NULL;
+  for (int i = 0; i < count && parts; i++) parts[i] = NULL;
   if (!x) return LUNA_BAD_ARGUMENT;
+  if (!parts) return lunai_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_split", "parts");
   if (axis < 0 || axis >= x->rank) return lunai_fail_status(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis);
   if (count < 1 || x->shape[axis] % count != 0)
     return lunai_fail_status(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count);
@@ -21762,7 +21768,9 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   const int newest = lunai_state_newest(s);
   const int64_t *positions = s->position[newest];
   int64_t farthest = 0; /* stands for all: a memory that forgets and has read nothing is zero at any position */
-  if (!bytes || size < luna_lm_state_size(s)) return lunai_fail_null(ctx, name, "bytes"), ctx->last_status;
+  if (!bytes) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
+  if (size < luna_lm_state_size(s))
+    return lunai_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, name, (int64_t)size, (int64_t)luna_lm_state_size(s));
   if ((!s->sizes.forget || s->sizes.positions > LUNA_POSITIONS_NONE) && !lunai_state_even(s, positions))
     return lunai_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, name, "a stream");
   for (int64_t b = 0; b < s->batch; b++) farthest = lunai_max(farthest, positions[b]);

@@ -2,7 +2,9 @@
    two of them hostile: sizes 0, 1, odd, negative, huge and overflowing; nulls; enums out of range; NaN and Inf; numbers
    out of range; tensors of another context. Afterwards: a valid call succeeded, a failed one left a sentence and its
    id, the models' parameters are as they were, the context still computes; a context's closing gives every byte back.
-   Then the orders of closing that luna.h calls legal. A public function that has no case here fails a check.
+   Then the orders of closing that luna.h calls legal, and null for each pointer of each function, the other arguments
+   valid: build/tests/nulls.h, which tests/nulls.awk makes of tests/api.txt. A public function that has no case here
+   fails a check.
      arguments [function [case]]     runs one function's cases, or one case
    Without TEST_FULL a quarter of the cases runs. */
 #include "test.h"
@@ -30,6 +32,15 @@ static int hostile_left, hostile, broken; /* broken: failures of this case */
 static const char *function = "";
 static int case_number;
 
+/* which parameter of which function is null in every call, -1: none; whether a failure then has a context to tell */
+typedef struct null_row { const char *name; int parameter; const char *of; bool told; } null_row;
+static const null_row null_none = {"", -1, "", true};
+static null_row null_now = {"", -1, "", true};
+static bool null_is(const char *name, int parameter) {
+  return parameter == null_now.parameter && strcmp(name, null_now.name) == 0;
+}
+#include "nulls.h"
+
 static uint32_t pick(uint32_t n) { return (uint32_t)(common_hash(case_seed, case_drawn++) % n); }
 static bool coin(void) { return pick(2) == 0; }
 /* whether the next argument is to be hostile */
@@ -39,9 +50,14 @@ static bool turn(void) {
   hostile++;
   return true;
 }
-static void expect(bool good, const char *what) {
-  CHECK(good, "%s: %s; repeat with: arguments %s %d", function, what, function, case_number);
+static void must(bool good, const char *what) {
+  CHECK(good, "%s%s%s: %s; repeat with: arguments %s %d", function, *null_now.of ? ", null " : "", null_now.of, what,
+        function, case_number);
   broken += !good;
+}
+/* what a case knows of its arguments does not hold while one of them is null */
+static void expect(bool good, const char *what) {
+  if (null_now.parameter < 0) must(good, what);
 }
 
 static int64_t hostile_size(void) {
@@ -323,7 +339,7 @@ static bool sentence(void) { return reported(w->ctx) || reported(w->other); }
 static void got(bool good, bool reached) {
   if (good) expect(hostile || luna_error_status(w->ctx) == LUNA_OK, "it succeeded, but the context has an error");
   else expect(hostile, luna_error(w->ctx)[0] ? luna_error(w->ctx) : "a valid call failed");
-  if (!good && reached) expect(sentence(), "it failed without a sentence");
+  if (!good && reached && null_now.told) must(sentence(), "it failed without a sentence");
 }
 static void got_status(luna_status status, bool reached) {
   expect(status >= LUNA_OK && status <= LUNA_NOT_FINITE, "a status that is none");
@@ -1906,7 +1922,13 @@ static void case_luna_stream_open(void) {
   got(s != NULL, false);
   luna_stream_close(s);
 }
-static void case_luna_stream_close(void) { luna_stream_close(turn() ? NULL : luna_stream_open(&w->lm, NULL)); }
+static void case_luna_stream_close(void) {
+  luna_stream *s = turn() ? NULL : luna_stream_open(&w->lm, NULL);
+  luna_stream_close(s);
+  if (null_now.parameter < 0) return;
+  null_now = null_none;
+  luna_stream_close(s);
+}
 static void case_luna_stream_step(void) {
   luna_stream *s = a_stream();
   got_stream(luna_stream_step(s, words(2, 1)) != NULL, s);
@@ -2167,6 +2189,33 @@ static void run_function(int at, int first, int last) {
         world_close();
         world_open(&one, kind == 2, (luna_form)((kind + 1) % 3));
       }
+    world_close();
+  }
+}
+
+/* ==== null for each pointer, all else valid: no crash, and the context still works ==== */
+static void check_null(const null_row *null) {
+  enum { DRAWS = 12 };
+  int at = 0;
+  while (at < COUNT && strcmp(functions[at].name, null->name) != 0) at++;
+  if (!CHECK(at < COUNT, "%s has no case in tests/arguments.c", null->name)) return;
+  function = null->name;
+  for (int draw = 0; draw < DRAWS; draw++) {
+    world one;
+    world_open(&one, draw % 3 == 2, LUNA_FORM_CHEAPEST);
+    case_number = draw;
+    case_seed = common_hash((uint64_t)at + 1, (uint64_t)draw + 1000000);
+    case_drawn = 0;
+    hostile_left = 0;
+    hostile = 1;
+    w->training = draw % 2 == 0;
+    begin();
+    null_now = *null;
+    WATCH(300);
+    functions[at].run();
+    null_now = null_none;
+    still_works();
+    expect(world_sum() == w->sum, "the models' parameters have changed");
     world_close();
   }
 }
@@ -2473,8 +2522,8 @@ static void check_nulls(void) {
 
 static void died(int number_of) {
   char text[200];
-  snprintf(text, sizeof text, "signal %d in %s; repeat with: arguments %s %d\n", number_of, function, function,
-           case_number);
+  snprintf(text, sizeof text, "signal %d in %s%s%s; repeat with: arguments %s %d\n", number_of, function,
+           *null_now.of ? ", null " : "", null_now.of, function, case_number);
   fputs(text, stdout);
   fflush(stdout);
   signal(number_of, SIG_DFL);
@@ -2541,6 +2590,8 @@ int main(int argc, char **argv) {
     world_close();
     if (argc == 1) check_nulls();
   }
+  for (size_t i = 0; i < sizeof null_rows / sizeof null_rows[0]; i++)
+    if (argc == 1 || strcmp(argv[1], null_rows[i].name) == 0) check_null(&null_rows[i]);
   check_known(argc > 1 ? argv[1] : NULL);
   for (int i = 0; i < COUNT; i++) {
     if (argc > 1 && strcmp(argv[1], functions[i].name) != 0) continue;

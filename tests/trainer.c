@@ -564,6 +564,20 @@ static void check_frozen(int kind, luna_form form) {
     }
     luna_params_zero_grad(params);
   }
+  for (int i = 0; i < 3; i++) {       /* between forward and backward: one frozen, all, and one thawed */
+    const char *name = "none";
+    const luna_tensor *first = luna_params_at(params, 0, &name);
+    luna_begin_step(ctx);
+    CHECK(luna_params_freeze(params, name, i == 2) == LUNA_OK, "after begin: %s", luna_error(ctx));
+    luna_tensor *loss = frozen_loss(kind, params, &model, false);
+    CHECK(luna_params_freeze(params, i == 1 ? NULL : name, i < 2) == LUNA_BAD_ARGUMENT &&
+              luna_error_id_of(ctx) == LUNA_ERROR_FREEZE_TAPE, "between forward and backward: %s", luna_error(ctx));
+    CHECK(first->needs_grad == (i < 2) && luna_backward(loss) == LUNA_BAD_ARGUMENT, "the step goes on");
+  }
+  luna_begin_step(ctx);
+  CHECK(luna_backward(frozen_loss(kind, params, &model, false)) == LUNA_OK &&
+            luna_params_freeze(params, NULL, true) == LUNA_OK && luna_params_freeze(params, NULL, false) == LUNA_OK,
+        "after backward: %s", luna_error(ctx));
   CHECK(luna_params_freeze(params, "nothing", true) == LUNA_MISMATCH &&
         luna_error_id_of(ctx) == LUNA_ERROR_FREEZE_EMPTY, "freezing nothing: %s", luna_error(ctx));
   for (int64_t i = 0; i < count; i++) free(gradient[i]);
