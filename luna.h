@@ -1493,7 +1493,8 @@ LUNA_API luna_file luna_callbacks(const luna_io *io);
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
 #ifndef LUNA_NO_INT8
 /* The same in about a quarter of the bytes: matrices of products and embeddings as I8, rounded, with their rows' scales
-   as NAME.scale. Every call that loads a file reads it; into a set its values come as float. */
+   as NAME.scale. A matrix stays F32 if the set has a parameter of that name. Every call that loads a file reads it; into
+   a set its values come as float. */
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
 #endif
 /* Copies the values into a set whose parameters have the file's names and shapes, and whose model, where the file says
@@ -19782,13 +19783,19 @@ LUNAI_FN void lunai_put_int8(lunai_st_writer *w, const lunai_param *p, bool scal
     else (void)lunai_put_row(w, row, t->shape[1], &scale);
   }
 }
+/* whether it is saved in 8 bits: not where its scales' name is another parameter's */
+LUNAI_FN bool lunai_saves_int8(const luna_params *params, const lunai_param *p) {
+  char name[LUNAI_ST_NAME];
+  lunai_print(name, sizeof name, "%s.scale", p->name);
+  return lunai_int8_part(p->name, p->tensor.rank, p->tensor.shape) && !lunai_param_find(params, name);
+}
 /* floats first, so that they stay aligned */
 LUNAI_FN void lunai_put_set_int8(lunai_st_writer *w, const void *set) {
   const luna_params *params = (const luna_params *)set;
   lunai_put_pairs(w, params);
   for (int pass = 0; pass < 2; pass++)
     for (const lunai_param *p = params->first; p; p = p->next) {
-      if (lunai_int8_part(p->name, p->tensor.rank, p->tensor.shape)) lunai_put_int8(w, p, pass == 0);
+      if (lunai_saves_int8(params, p)) lunai_put_int8(w, p, pass == 0);
       else if (pass == 0) lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
     }
 }

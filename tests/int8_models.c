@@ -515,6 +515,23 @@ static void check_memory(void) {
   free(bytes), luna_close(ctx);
   CHECK(held == 0, "%zu bytes are not given back", held);
 }
+/* a parameter that is called as a weight's scales would be: the weight is saved as float, and the file loads */
+static void check_scale_name(void) {
+  static const char *const names[] = {"layers.0.fc1.weight", "layers.0.fc1.weight.scale", "layers.0.fc2.weight"};
+  const int64_t rows[1] = {96};
+  lm m = lm_open(0, nothing), loaded = lm_open(0, nothing);
+  luna_tensor *own = luna_param(m.params, names[1], 1, rows, (luna_init){LUNA_INIT_NORMAL, 1});
+  CHECK(own && luna_param(loaded.params, names[1], 1, rows, (luna_init){LUNA_INIT_ZEROS, 0}), "%s", luna_error(m.ctx));
+  size_t size;
+  uint8_t *bytes = file_of(&m, true, &size);
+  CHECK(luna_load(loaded.params, luna_bytes(bytes, size)) == LUNA_OK, "%s", luna_error(loaded.ctx));
+  for (int i = 0; i < 3; i++) {
+    const luna_tensor *saved = luna_params_find(m.params, names[i]), *now = luna_params_find(loaded.params, names[i]);
+    CHECK((memcmp(saved->data, now->data, (size_t)luna_count(now) * sizeof(float)) == 0) == (i < 2), "%s in 8 bits: %d",
+          names[i], i < 2);
+  }
+  free(bytes), luna_close(m.ctx), luna_close(loaded.ctx);
+}
 static void check_refused(void) {
   const char *error = "";
   luna_options o = nothing;
@@ -541,6 +558,7 @@ int main(void) {
   check_mutated();
   check_memory();
   check_refused();
+  check_scale_name();
   check_text();
   check_classifier();
   return test_report("int8_models");
