@@ -1634,7 +1634,8 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 /* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
    then continue one another, as chunks of one sequence do. What is carried in is constant: no gradient goes into the
    past. The state belongs to the model's context; luna_save_training saves the one of a set that training has continued
-   last, or else the first opened, and luna_load_training restores it. Null: the context says why. */
+   last, or else the first opened, and luna_load_training restores it; where none is open it is dropped, as options.log
+   is told. Null: the context says why. */
 typedef struct luna_lm_state luna_lm_state;
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
 /* After a begin: the step's forward pass of the state's model, of `batch` sequences, goes on from the state, and leaves
@@ -9358,7 +9359,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
     "LUNA_ISA_REFERENCE or rows that are cut over ranks, nor with attention dropout unless its memory forgets") \
   X(STATE_INPUT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and " \
     "%s") \
-  X(STATE_TWICE, "luna_lm_state_continue: this step continues a state already; begin the next one") \
+  X(STATE_TWICE, "%s: this step continues a state already; begin the next one before") \
   X(STATE_OTHER, "%s: the state is of another model, batch or layer count, or damaged") \
   X(STATE_MISSING, "%s: the training in %s carried no state of this model and batch") \
   X(STATE_POSITIONS, "%s: the sequences stand at different positions, which %s cannot tell apart") \
@@ -10948,8 +10949,9 @@ LUNAI_INLINE void lunai_print(char *out, size_t room, const char *format, ...) {
 #define lunai_refused(said) ((void)(said), false)
 #define lunai_refuse(...) lunai_refused(lunai_fail(__VA_ARGS__))
 #define lunai_refuse_call(...) lunai_refused(lunai_fail_status(__VA_ARGS__))
-LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *name, size_t bytes) {
-  return lunai_fail_status(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
+LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *name, uint64_t bytes) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)(bytes < INT64_MAX ? bytes : INT64_MAX),
+                           (int64_t)luna_memory(ctx).current);
 }
 LUNAI_FN luna_tensor *lunai_fail_op_memory(luna_ctx *ctx, const char *name, size_t bytes) {
   return lunai_fail(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
@@ -19927,7 +19929,7 @@ LUNAI_FN luna_status lunai_read(luna_ctx *ctx, const char *name, lunai_loader lo
   lunai_chunk **newer = &ctx->arena[0].steps;
   while (*newer) newer = &(*newer)->next;
   if (io->read && (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes)))
-    status = lunai_fail_memory(ctx, ctx->call, (size_t)io->size);
+    status = lunai_fail_memory(ctx, ctx->call, io->size);
   else if (io->read && io->size && !io->read(io->user, bytes, (size_t)io->size))
     status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
   else wrong = bytes || io->size == 0 ? lunai_st_open(&st, bytes, (size_t)io->size) : "bytes is null";
@@ -20245,11 +20247,16 @@ LUNAI_FN luna_status lunai_state_find(const luna_params *params, const lunai_st 
       bytes->bytes == (size_t)bytes->count * sizeof(float) && lunai_state_places(params->state, bytes)) return LUNA_OK;
   return lunai_fail_status(params->ctx, LUNA_ERROR_STATE_MISSING, params->ctx->call, lunai_file_name(params->ctx));
 }
-/* tells options.log when a run goes on with other products */
-LUNAI_FN void lunai_training_products(const luna_ctx *ctx, const lunai_st *st) {
+/* tells options.log when a run goes on with other products, or without the state that it carried */
+LUNAI_FN void lunai_training_differs(const luna_params *params, const lunai_st *st) {
   static const char *const names[2] = { "float32", "bf16" };
+  const luna_ctx *ctx = params->ctx;
   const int own = ctx->options.products == LUNA_DTYPE_BF16;
   lunai_st_text text;
+  lunai_st_tensor state;
+  if (!params->state && lunai_st_find(st, LUNAI_STATE, &state))
+    lunai_note(ctx, "%s: the run in %s carried a state, which is dropped: call luna_lm_state_open before", ctx->call,
+               lunai_file_name(ctx));
   const int before = lunai_st_meta(st, LUNAI_PRODUCTS, &text) && lunai_st_equal(text, "bf16");
   if (before != own)
     lunai_note(ctx, "%s: the run in %s had products in %s, and goes on in %s (options.products)", ctx->call,
@@ -20287,7 +20294,7 @@ LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st
   if (status == LUNA_OK) status = lunai_state_read(ctx, ctx->state, &state);
   state.step = value[LUNAI_TRAINING_STEP];
   state.seed = value[LUNAI_TRAINING_SEED];
-  if (status == LUNA_OK) lunai_training_products(ctx, st);
+  if (status == LUNA_OK) lunai_training_differs(o->params, st);
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
 #endif /* !LUNA_NO_TRAIN */
@@ -21394,7 +21401,7 @@ LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const
   first->ctx.options.log_user = ctx->options.log_user;
   const char *wrong = ctx->options.measure ? "a context that measures has no weights" :
       lunai_stream_config(first, &own);
-  if (wrong) return lunai_fail(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong), (luna_stream *)NULL;
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong), (luna_stream *)NULL;
   const luna_op_kind kind = first->sizes.forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
   if (lunai_stream_on_device(first) && !ctx->backend->op[kind].forward)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(kind)), (luna_stream *)NULL;
@@ -21667,7 +21674,7 @@ LUNAI_FN bool lunai_state_take(const luna_lm *model, const luna_input *input, co
   luna_lm_state *s = *state = lunai_state_carried(model);
   if (!s) return true;
   if (part && part->rows) return lunai_refuse(ctx, LUNA_ERROR_STATE_MODEL, name);
-  if (s->written) return lunai_refuse(ctx, LUNA_ERROR_STATE_TWICE);
+  if (s->written) return lunai_refuse(ctx, LUNA_ERROR_STATE_TWICE, name);
   if (input->batch != s->batch || input->lengths)
     return lunai_refuse(ctx, LUNA_ERROR_STATE_INPUT, name, s->batch, input->batch,
                       input->lengths ? "lengths" : "no lengths");
@@ -21717,7 +21724,7 @@ LUNAI_FN void lunai_state_turn(luna_lm_state *s) {
 LUNA_API luna_status luna_lm_state_continue(luna_lm_state *s) {
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
-  if (ctx->carried) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE);
+  if (ctx->carried) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE, "luna_lm_state_continue");
   if (ctx->training) s->params->state = s;
   ctx->carried = s;
   return LUNA_OK;
@@ -21726,7 +21733,7 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
   static const char name[] = "luna_lm_state_restart";
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
-  if (ctx->carried == s) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE);
+  if (ctx->carried == s) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
   for (int64_t i = 0; i < (sequences ? count : 0); i++)
     if (sequences[i] < 0 || sequences[i] >= s->batch)
       return lunai_fail_status(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "sequences", i, (int64_t)sequences[i], (int64_t)0,
@@ -21787,12 +21794,15 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   return LUNA_OK;
 }
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, size_t size) {
+  static const char name[] = "luna_lm_state_load";
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   lunai_stream_head head;
-  if (!bytes || size != luna_lm_state_size(s) || ctx->carried == s ||
+  if (!bytes) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
+  if (ctx->carried == s) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
+  if (size != luna_lm_state_size(s) ||
       !lunai_stream_head_fits((memcpy(&head, bytes, sizeof head), &head), s->batch, &s->sizes))
-    return lunai_fail_status(ctx, LUNA_ERROR_STATE_OTHER, "luna_lm_state_load");
+    return lunai_fail_status(ctx, LUNA_ERROR_STATE_OTHER, name);
   memcpy(s->half[s->now], (const char *)bytes + sizeof head, size - sizeof head);
   for (int64_t b = 0; b < s->batch; b++) s->position[s->now][b] = head.position;
   return LUNA_OK;

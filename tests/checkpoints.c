@@ -271,8 +271,8 @@ static void check_matching_refusals(luna_params *params, luna_ctx *ctx) {
         report.missing == 1 && report.unused == 0, "whole numbers: %d loaded, %d missing", (int)report.loaded,
         (int)report.missing);
   io.size = UINT64_MAX;
-  CHECK(luna_load(set, luna_callbacks(&io)) == LUNA_OUT_OF_MEMORY && luna_error_id_of(ctx) == LUNA_ERROR_NO_MEMORY,
-        "a file of 2^64 - 1 bytes: %s", luna_error(ctx));
+  CHECK(luna_load(set, luna_callbacks(&io)) == LUNA_OUT_OF_MEMORY && luna_error_id_of(ctx) == LUNA_ERROR_NO_MEMORY &&
+        !strchr(luna_error(ctx), '-'), "a file of 2^64 - 1 bytes: %s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(luna_load_model_of((luna_model_kind)99, &model, set, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT &&
         luna_load_model_of((luna_model_kind)99, &model, NULL, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT,

@@ -325,6 +325,34 @@ static void check_places(luna_optimizer *adam) {
   memcpy(file + at, &rows, sizeof rows);
   CHECK(load_file(adam) == LUNA_OK, "the file itself does not load");
 }
+static int dropped;
+static void take_log(void *user, luna_status status, const char *text) {
+  (void)user;
+  dropped += status == LUNA_OK && strstr(text, "luna_lm_state_open") != NULL;
+}
+/* options.log is told when a training goes on without its state, and only then */
+static void drops_state(void) {
+  for (int i = 0; i < 4; i++) {
+    const bool saved = i % 2, opened = i / 2;
+    setup s = open_model(2, 1);
+    luna_lm_state *state = saved ? luna_lm_state_open(&s.model, BATCH) : NULL;
+    luna_optimizer *adam = luna_adamw(s.params, NULL);
+    const luna_io io = {NULL, to_file, NULL, 0};
+    train(&s, state, adam, 0, 1);
+    file_size = 0;
+    CHECK(luna_save_training(adam, luna_callbacks(&io)) == LUNA_OK, "%s", luna_error(s.ctx));
+    luna_ctx *ctx = luna_open(&(luna_options){.log = take_log});
+    luna_params *params = luna_params_open(ctx);
+    luna_lm model;
+    CHECK(luna_lm_init(&model, params, &s.model.config) == LUNA_OK, "%s", luna_error(ctx));
+    if (opened) luna_lm_state_open(&model, BATCH);
+    dropped = 0;
+    CHECK(load_file(luna_adamw(params, NULL)) == (opened && !saved ? LUNA_MISMATCH : LUNA_OK), "%s", luna_error(ctx));
+    CHECK(dropped == (saved && !opened), "a state that was %s saved, %s opened: the log has %d notes",
+          saved ? "" : "not", opened ? "" : "not", dropped);
+    luna_close(s.ctx), luna_close(ctx);
+  }
+}
 static void bad_files(void) {
   setup s = open_model(0, 1), two = open_model(0, 1), one = open_model(0, 1);
   luna_lm_state *state = luna_lm_state_open(&s.model, BATCH), *same_batch = luna_lm_state_open(&two.model, BATCH),
@@ -379,8 +407,14 @@ static void uneven(void) {
   bytes[0] ^= 1;
   luna_begin_inference(s.ctx);
   luna_lm_state_continue(state); /* while a pass goes on from it */
-  CHECK(luna_lm_state_load(state, bytes, size) != LUNA_OK && luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_OTHER,
-        "a state that is in use loads: %s", luna_error(s.ctx));
+  CHECK(luna_lm_state_load(state, bytes, size) != LUNA_OK && luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_TWICE &&
+            strstr(luna_error(s.ctx), "luna_lm_state_load"), "a state that is in use loads: %s", luna_error(s.ctx));
+  CHECK(luna_lm_state_restart(state, NULL, 0) != LUNA_OK && luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_TWICE &&
+            strstr(luna_error(s.ctx), "luna_lm_state_restart"), "it starts anew: %s", luna_error(s.ctx));
+  CHECK(luna_lm_state_load(state, NULL, size) != LUNA_OK && luna_error_id_of(s.ctx) == LUNA_ERROR_NULL_ARGUMENT, "%s",
+        luna_error(s.ctx));
+  CHECK(luna_lm_state_save(state, bytes, size - 1) != LUNA_OK && luna_error_id_of(s.ctx) == LUNA_ERROR_SAVE_BUFFER,
+        "a state is saved to too few bytes: %s", luna_error(s.ctx));
   luna_close(s.ctx);
   free(bytes), free(out);
 }
@@ -516,7 +550,7 @@ int main(void) {
     if (variant < 6) restart(variant), training(variant);
   }
   refusals();
-  bad_files(), uneven(), uneven_positions();
+  bad_files(), drops_state(), uneven(), uneven_positions();
   for (int variant = 2; variant < VARIANTS; variant++)
     for (int32_t anew = 0; variant / 2 % 3 && anew < BATCH; anew++) restart_saved(variant, anew);
   retries(false), retries(true);

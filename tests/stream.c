@@ -564,6 +564,25 @@ static void check_nucleus(void) {
   }
 }
 
+/* The sentence is of this call, after an earlier failure too. */
+static void check_config(void) {
+  static const struct { luna_stream_config config; const char *field; } bad[] = {
+    {{.chunk = -2}, "config.chunk"}, {{.chunk = INT64_MAX}, "config.chunk"}, {{.batch = -1}, "config.batch"},
+    {{.batch = INT64_MAX}, "config.batch"}, {{.isa = (luna_isa)99}, "config.isa"},
+    {{.weights = (luna_dtype)99}, "config.weights"}, {{.horizon = -2}, "config.horizon"}};
+  lm m;
+  if (lm_open(&m, 0, LUNA_ISA_BEST))
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
+      for (size_t before = 0; before < sizeof bad / sizeof bad[0]; before++) {
+        luna_begin_inference(m.ctx);
+        luna_stream_open(&m.model, &bad[before].config);
+        CHECK(!luna_stream_open(&m.model, &bad[i].config) && luna_error_id_of(m.ctx) == LUNA_ERROR_STREAM_CONFIG &&
+              strstr(luna_error(m.ctx), bad[i].field), "%s after %s: %s", bad[i].field, bad[before].field,
+              luna_error(m.ctx));
+      }
+  luna_close(m.ctx);
+}
+
 int main(void) {
   for (int i = 0; i < COMMON_ISAS; i++) {
     if (!luna_isa_available(common_isas[i])) continue;
@@ -582,6 +601,7 @@ int main(void) {
   check_replay_features(0), check_replay_features(1);
   for (int kind = 0; kind < 3; kind++) check_replay_decoder(kind);
   check_memory();
+  check_config();
   check_sampling();
   check_nucleus();
   return test_report("stream");
