@@ -5104,8 +5104,8 @@ LUNAI_HOT void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g,
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* ---- the reference ---- */
-/* lunai_activate_reference, lunai_activate_backward_reference, lunai_activate_slope_reference, lunai_add_reference,
-   lunai_mul_reference, lunai_scale_reference, lunai_scale_add_reference */
+/* lunai_activate_reference, lunai_activate_grad_reference, lunai_add_reference, lunai_mul_reference,
+   lunai_scale_reference, lunai_scale_add_reference */
 #define LUNAI_MAP_REFERENCE(name, arguments, y, value) \
   LUNAI_FN void lunai_##name##_reference arguments { \
     for (int64_t i = 0; i < n; i++) (y)[i] = (value); \
@@ -7552,8 +7552,8 @@ LUNAI_FN double lunai_horizon_share(int64_t horizon, int64_t t, int64_t j) {
   return fade / (double)lunai_within(t, horizon);
 }
 /* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, which is eq. 7 with the products in another order: n^2 of
-   them, where lunai_mean_step carries y^T z along and is linear. Columns of z go by sixty-fours, whose sums are kept in
-   double. */
+   them. The sweep over chunks, and lunai_luna_step for a row of a stream, carry the mean of y^T z along and are linear.
+   Columns of z go by sixty-fours, whose sums are kept in double. */
 LUNAI_FN void lunai_causal_reference(const lunai_causal *c) {
   for (int64_t item = 0; item < c->batch * c->heads; item++) {
     const int64_t xy = lunai_causal_xy(c, item, 0), z = lunai_causal_z(c, item, 0);
@@ -7587,7 +7587,7 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c) {
       }
 }
 
-/* M += (y^T z - M) / t, result = factor x M */
+/* The reference of a step: M += (y^T z - M) / t, result = factor x M */
 LUNAI_HOT void lunai_mean_step(lunai_mean m, const float *y, const float *z, const float *x, double factor,
                                float *result) {
   for (int64_t j = 0; j < m.columns; j++) {

@@ -5,7 +5,7 @@
 It is made of what the preprocessor ($CC -E) leaves, so that comments, line breaks and the order of declarations do not
 matter. Without --write it compares: what differs from tests/api.txt is printed and fails. tests/api.txt has a digest of
 itself, which README's newest entry under "Changes" has to name: whoever changes the public part writes there what
-has changed."""
+has changed. And each lunai_... that a comment of luna.h, README or examples/guide.md names must be there."""
 import hashlib
 import os
 import re
@@ -24,11 +24,14 @@ def read(path):
         return file.read()
 
 
+def expanded(source):
+    command = shlex.split(os.environ.get("CC") or "cc") + ["-std=c99", "-E", "-dD", "-x", "c", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+
+
 def preprocessed(folder):
     """The lines that come from the headers themselves: declarations as one text, and the lines of macros."""
-    command = shlex.split(os.environ.get("CC") or "cc") + ["-std=c99", "-E", "-dD", "-x", "c", "-"]
-    source = f'#include "{os.path.abspath(folder)}/luna_cuda.cuh"\n'
-    out = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+    out = expanded(f'#include "{os.path.abspath(folder)}/luna_cuda.cuh"\n')
     code, macros, ours = [], [], False
     for line in out.split("\n"):
         if re.match(r'# \d+ "', line):
@@ -130,6 +133,17 @@ def newest_entry():
     return entries[0] if entries else ("", "")
 
 
+def strange_names(folder):
+    """Names that comments and documents have and luna.h has not, be it by its macros."""
+    header = read(os.path.join(folder, "luna.h"))
+    comments = re.findall(r"/\*.*?\*/", header, re.S)
+    code = re.sub(r"/\*.*?\*/", " ", header, flags=re.S)
+    known = set(re.findall(r"\w+", code + expanded(f'#define LUNA_IMPLEMENTATION\n#include "{folder}/luna.h"\n')))
+    texts = comments + [read(README), read(os.path.join(HERE, "..", "examples", "guide.md"))]
+    named = {name for text in texts for name in re.findall(r"\blunai_\w*[a-z0-9]\b", text)}
+    return sorted(named - known)
+
+
 def main():
     folders = [a for a in sys.argv[1:] if a != "--write"]
     folder = folders[0] if folders else os.path.join(HERE, "..")
@@ -152,7 +166,10 @@ def main():
         print(f"README's newest entry under \"Changes\" is \"{entry[0]}\"; {version} is wanted, with what has changed "
               f"and the digest of tests/api.txt, {digest(lines)}")
         return 1
-    return 0
+    strange = strange_names(os.path.abspath(folder))
+    if strange:
+        print("no such function, but named in a comment or a document:", *strange)
+    return 1 if strange else 0
 
 
 sys.exit(main())
