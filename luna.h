@@ -1092,9 +1092,9 @@ typedef enum luna_recompute_kind {
 
 /* Every layer's config: an encoder's and a decoder's [eq. 6], a causal one's. */
 struct luna_layer_config {
-  int64_t dim, heads;                /* 0 = 128, 4 */
+  int64_t dim, heads;                /* 0 = 128, 4; dim is at most 2^20 */
   int64_t pack_heads;                /* 0 = heads */
-  int64_t ffn;                       /* 0 = 4 dim */
+  int64_t ffn;                       /* 0 = 4 dim; at most 2^22 */
   luna_sharing sharing;
   luna_activation activation;        /* of the feed-forward; 0 = ReLU */
   bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
@@ -1493,8 +1493,8 @@ LUNA_API luna_file luna_callbacks(const luna_io *io);
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
 #ifndef LUNA_NO_INT8
 /* The same in about a quarter of the bytes: matrices of products and embeddings as I8, rounded, with their rows' scales
-   as NAME.scale. A matrix stays F32 if the set has a parameter of that name. Every call that loads a file reads it; into
-   a set its values come as float. */
+   as NAME.scale. A matrix stays F32 if the set has a parameter of that name. Every call that loads a file reads it;
+   into a set its values come as float. */
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
 #endif
 /* Copies the values into a set whose parameters have the file's names and shapes, and whose model, where the file says
@@ -2275,6 +2275,12 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LUNAI_MAX_THREADS 256
 #define LUNAI_MAX_RANKS (1 << 20)
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
+/* Bounds that layers, models, files and calls share. */
+enum {
+  LUNAI_MAX_DIM = 1 << 20, LUNAI_MAX_FFN = 1 << 22, LUNAI_MAX_SLOTS = 1 << 20,
+  LUNAI_MIN_OMEGA = LUNA_ACTIVATION_ELU1, LUNAI_MAX_OMEGA = LUNA_ACTIVATION_SOFTPLUS2
+};
+LUNAI_INLINE bool lunai_is_omega(int kind) { return kind >= LUNAI_MIN_OMEGA && kind <= LUNAI_MAX_OMEGA; }
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
 LUNAI_INLINE int64_t lunai_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -9792,8 +9798,7 @@ LUNAI_FN luna_status lunai_causal_nested_of(const luna_causal_nested_args *args,
   a->grad_out = args->grad_out;
   a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
   a->grad_s = args->grad_s; a->grad_gates = a->forgets ? args->grad_forget : NULL;
-  if (a->activation != LUNA_ACTIVATION_SOFTPLUS2 && a->activation != LUNA_ACTIVATION_SOFTPLUS &&
-      a->activation != LUNA_ACTIVATION_ELU1) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_omega(a->activation)) return LUNA_BAD_ARGUMENT;
   if (args->state) {
     a->position = args->position;
     a->mean_ka = args->state;
@@ -16937,8 +16942,7 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna
       !lunai_fits(&build, c->forget ? "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [b,n,L]" :
                                   "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") || !lunai_heads_fit(&build, heads) ||
       !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
-  if (c->omega != LUNA_ACTIVATION_SOFTPLUS2 && c->omega != LUNA_ACTIVATION_SOFTPLUS &&
-      c->omega != LUNA_ACTIVATION_ELU1 && !lunai_is_checked(q->ctx))
+  if (!lunai_is_omega((int)c->omega) && !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)c->omega);
   if (c->horizon < LUNA_HORIZON_NONE && !lunai_is_checked(q->ctx) &&
       !lunai_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
@@ -17434,9 +17438,12 @@ LUNAI_FN bool lunai_divides(luna_ctx *ctx, const char *field, int64_t heads, int
   if (heads >= 1 && dim % heads == 0) return true;
   return lunai_refuse_call(ctx, LUNA_ERROR_HEADS, ctx->call, dim, field, heads);
 }
+LUNAI_FN bool lunai_omega_good(luna_ctx *ctx, luna_activation a) {
+  return lunai_is_omega((int)a) || lunai_refuse_call(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a);
+}
 /* what all attentions' configs have */
 LUNAI_FN bool lunai_attention_good(luna_ctx *ctx, int64_t dim, int64_t heads, float dropout) {
-  return lunai_in(ctx, ctx->call, "dim", dim, 1, 1 << 24) && lunai_divides(ctx, "heads", heads, dim) &&
+  return lunai_in(ctx, ctx->call, "dim", dim, 1, LUNAI_MAX_DIM) && lunai_divides(ctx, "heads", heads, dim) &&
          lunai_is_probability(ctx, ctx->call, "dropout", dropout);
 }
 /* whether t is [batch, n, dim] */
@@ -17673,10 +17680,6 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 }
 
 /* --- causal Luna attention, section 3.3 --- */
-LUNAI_FN bool lunai_is_omega(luna_ctx *ctx, luna_activation a) {
-  return a == LUNA_ACTIVATION_SOFTPLUS2 || a == LUNA_ACTIVATION_SOFTPLUS || a == LUNA_ACTIVATION_ELU1 ||
-         lunai_refuse_call(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a);
-}
 LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lunai_part *parts) {
   const luna_causal_attention_layer_config *c = &layer->config;
   const bool full = c->sharing == LUNA_SHARING_FULL;
@@ -17703,9 +17706,9 @@ LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, luna_causal_attenti
   return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
          lunai_in(ctx, ctx->call, "forget", (int64_t)c->forget, 0, LUNA_FORGET_GATED) &&
-         lunai_in(ctx, ctx->call, "memory", c->memory, 1, 1 << 20) &&
+         lunai_in(ctx, ctx->call, "memory", c->memory, 1, LUNAI_MAX_SLOTS) &&
          lunai_in(ctx, ctx->call, "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX) &&
-         lunai_is_omega(ctx, c->omega);
+         lunai_omega_good(ctx, c->omega);
 }
 LUNAI_FN bool lunai_causal_attention_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix) {
   lunai_part parts[LUNAI_MAX_PARTS];
@@ -18007,11 +18010,12 @@ static const lunai_field lunai_layer_fields[] = {
   LUNAI_FRACTION_OF(luna_layer_config, dropout) LUNAI_FRACTION_OF(luna_layer_config, attention_dropout)
   LUNAI_FRACTION_OF(luna_layer_config, activation_dropout)
 #define LUNAI_LAYER_FIELD(name, min, max) LUNAI_FIELD_OF(luna_layer_config, name, name, min, max)
-  LUNAI_LAYER_FIELD(dim, 1, 1 << 24) LUNAI_LAYER_FIELD(ffn, 1, 1 << 26) LUNAI_LAYER_FIELD(convolution, 0, 1024)
+  LUNAI_LAYER_FIELD(dim, 1, LUNAI_MAX_DIM) LUNAI_LAYER_FIELD(ffn, 1, LUNAI_MAX_FFN)
+  LUNAI_LAYER_FIELD(convolution, 0, 1024)
   LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_NONE) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
   LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
   LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1)
-  LUNAI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LUNAI_LAYER_FIELD(memory, 1, 1 << 20)
+  LUNAI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LUNAI_LAYER_FIELD(memory, 1, LUNAI_MAX_SLOTS)
   LUNAI_LAYER_FIELD(horizon, LUNA_HORIZON_NONE, INT32_MAX)
 #undef LUNAI_LAYER_FIELD
 };
@@ -18025,6 +18029,7 @@ LUNAI_FN bool lunai_layer_defaults(luna_ctx *ctx, luna_layer_config *c, lunai_la
   if (c->activation == LUNA_ACTIVATION_DEFAULT) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
   return lunai_fields_good(ctx, lunai_layer_fields, LUNAI_LENGTH(lunai_layer_fields), c) &&
+         lunai_omega_good(ctx, c->omega) &&
          lunai_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                         !c->hook || (c->hook->init && c->hook->forward));
 }
@@ -18296,11 +18301,12 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    ------------------------------------------------------------------------------------------------------------------ */
 /* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
-  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, layer.memory, 1, 1 << 20) \
-  F(dim, layer.dim, 1, 1 << 20) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, 1 << 22) \
+  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, layer.memory, 1, LUNAI_MAX_SLOTS) \
+  F(dim, layer.dim, 1, LUNAI_MAX_DIM) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, LUNAI_MAX_FFN) \
   F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
   F(activation, layer.activation, 1, LUNA_ACTIVATION_NONE) F(gated, layer.gated, 0, 1) \
-  F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
+  F(omega, layer.omega, LUNAI_MIN_OMEGA, LUNAI_MAX_OMEGA) F(pre_norm, layer.pre_norm, 0, 1) \
+  F(attention, layer.attention, 0, 3) \
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
   F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS) \
   F(forget, layer.forget, 0, LUNA_FORGET_GATED) F(output_gate, layer.output_gate, 0, 1) \
@@ -18475,13 +18481,14 @@ typedef struct lunai_model_config {
 /* the metadata of all models with an encoder alike: a field of another model is 0 */
 static const lunai_field lunai_model_fields[] = {
 #define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
-  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.layer.dim, 1, 1 << 20)
+  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024)
+  LUNAI_F(dim, encoder.layer.dim, 1, LUNAI_MAX_DIM)
   LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
-  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.layer.memory, 1, 1 << 20)
+  LUNAI_F(ffn, encoder.layer.ffn, 1, LUNAI_MAX_FFN) LUNAI_F(memory, encoder.layer.memory, 1, LUNAI_MAX_SLOTS)
   LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
   LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_NONE)
   LUNAI_F(gated, encoder.layer.gated, 0, 1)
-  LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
+  LUNAI_F(omega, encoder.layer.omega, 0, LUNAI_MAX_OMEGA) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
   LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
   LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
   LUNAI_F(embedding_scale, encoder.embedding_scale, 0, 2) LUNAI_F(norm_embedding, encoder.norm_embedding, 0, 1)
@@ -18527,7 +18534,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (c->layers == 0) c->layers = 2;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
-  return lunai_layer_defaults(ctx, &c->layer, LUNAI_CAUSAL_LAYER) && lunai_is_omega(ctx, c->layer.omega) &&
+  return lunai_layer_defaults(ctx, &c->layer, LUNAI_CAUSAL_LAYER) &&
          (c->outputs > 0 || lunai_is_unused(ctx, "output_norm", c->output_norm, "without outputs"));
 }
 LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {

@@ -1071,6 +1071,54 @@ static void check_late_memory(void) {
   luna_close(want.ctx);
 }
 
+/* dim, ffn and omega have the same bounds in every layer and model: the largest are accepted, others are refused */
+enum { BOUND_ATTENTIONS = 3, BOUND_KINDS = 11 }; /* the first three have no ffn, the second alone an omega */
+static luna_status bounded(int kind, luna_params *params, luna_layer_config c) {
+  union {
+    luna_nested_attention_layer nested; luna_causal_attention_layer causal; luna_attention_layer attention;
+    luna_encoder_layer encoder_layer; luna_decoder_layer decoder_layer; luna_causal_layer causal_layer;
+    luna_encoder encoder; luna_lm lm; luna_classifier classifier; luna_masked_lm masked_lm; luna_seq2seq seq2seq;
+  } u;
+  const luna_encoder_config e = {.layers = 1, .layer = c};
+  const luna_nested_attention_layer_config nested = {.dim = c.dim, .heads = c.heads};
+  const luna_causal_attention_layer_config causal = {.dim = c.dim, .heads = c.heads, .omega = c.omega};
+  const luna_attention_layer_config other = {.dim = c.dim, .heads = c.heads, .kind = LUNA_ATTENTION_SOFTMAX};
+  switch (kind) {
+    case 0: return luna_nested_attention_layer_init(&u.nested, params, "", &nested);
+    case 1: return luna_causal_attention_layer_init(&u.causal, params, "", &causal);
+    case 2: return luna_attention_layer_init(&u.attention, params, "", &other);
+    case 3: return luna_encoder_layer_init(&u.encoder_layer, params, "", &c);
+    case 4: return luna_decoder_layer_init(&u.decoder_layer, params, "", &c);
+    case 5: return luna_causal_layer_init(&u.causal_layer, params, "", &c);
+    case 6: return luna_encoder_init(&u.encoder, params, "", 9, &e);
+    case 7: return luna_lm_init(&u.lm, params, &(luna_lm_config){.layers = 1, .layer = c});
+    case 8: return luna_classifier_init(&u.classifier, params,
+                                        &(luna_classifier_config){.vocab = 9, .classes = 2, .encoder = e});
+    case 9: return luna_masked_lm_init(&u.masked_lm, params, &(luna_masked_lm_config){.vocab = 9, .encoder = e});
+    default: return luna_seq2seq_init(&u.seq2seq, params, &(luna_seq2seq_config){.vocab = 9, .encoder = e});
+  }
+}
+static void check_bounds(void) {
+  static const struct {
+    luna_layer_config config;
+    const char *says;                /* null: accepted */
+  } bounds[] = {
+    {{.dim = 1 << 20, .heads = 1, .ffn = 1 << 22, .omega = LUNA_ACTIVATION_ELU1}, NULL},
+    {{.dim = (1 << 20) + 1, .heads = 1, .ffn = 8}, "dim is 1048577, outside 1..1048576"},
+    {{.dim = 8, .heads = 1, .ffn = (1 << 22) + 1}, "ffn is 4194305, outside 1..4194304"},
+    {{.dim = 8, .heads = 1, .omega = LUNA_ACTIVATION_GELU}, "omega is 2"},
+    {{.dim = 8, .heads = 1, .omega = LUNA_ACTIVATION_SIGMOID}, "omega is 6"}};
+  for (int i = sizeof(size_t) < 8; i < 5; i++) /* where the largest does not fit */
+    for (int kind = 0; kind < BOUND_KINDS; kind++) {
+      const bool refused = bounds[i].says && (i == 1 || kind >= BOUND_ATTENTIONS || (i > 2 && kind == 1));
+      luna_ctx *ctx = luna_open(&(luna_options){.measure = true, .threads = 1});
+      const luna_status status = bounded(kind, luna_params_open(ctx), bounds[i].config);
+      CHECK(refused ? status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), bounds[i].says) : status == LUNA_OK,
+            "bounds %d of kind %d: %s", i, kind, luna_error(ctx));
+      luna_close(ctx);
+    }
+}
+
 int main(void) {
   write_files(common_build());
   for (int kind = 0; kind < KINDS; kind++) {
@@ -1082,6 +1130,7 @@ int main(void) {
   check_open();
   check_regression();
   check_defaults();
+  check_bounds();
   check_null_calls();
   check_pairs();
   check_errors();
