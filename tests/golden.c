@@ -1,7 +1,8 @@
 /* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data, and tests/data/baselines), on every
-   instruction set, in the plain and the folded form: outputs to 2e-6 (with products in 8 bits, on the best instruction
-   set, to 2e-2), gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||; of a gradient that is small beside the file's
-   largest, or zero in exact arithmetic, as key biases' and those of a softmax over one key: see golden_gradient_error).
+   instruction set, in the plain and the folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor:
+   ||a - b|| / ||b||; of a gradient that is small beside the file's largest, or zero in exact arithmetic, as key biases'
+   and those of a softmax over one key: see golden_gradient_error). With products in 8 bits and in bfloat16 the best
+   instruction set is compared with luna.h's reference, which rounds the same operands: tests/rounded.h.
    A file of a layer (attention, causal, encoder_layer, decoder_layer) holds parameters, inputs x, p, context, lengths,
    outputs y, yp, seed.y and seed.yp, and the gradients of sum(seed.y y) + sum(seed.yp yp) as grad.NAME; one of a model
    (classifier, seq2seq) tokens, lengths, labels, what the encoder gives, logits, and the gradients of the mean
@@ -13,14 +14,11 @@
 #include "../examples/attentions/attentions.h"
 #include "common.h"
 #include "st.h"
+#include "rounded.h"
 #include <dirent.h>
 
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
-#define INT8_LIMIT 2e-2
-#define BF16_LIMIT 2e-2
-#define BF16_GRADIENT 5e-2
-#define BF16_FEW 1e-1 /* of few rows, some of which cross ReLU's zero: 8% with exact sums, too */
 /* of the file's largest gradient, both by their root mean squares. A gradient below BORDER of it is limited by the
    cancellation of larger ones: it is held to GRADIENT_LIMIT * BORDER = 1e-7 of the largest. Below TRUE_ZERO the
    reference counts as zero */
@@ -44,6 +42,8 @@ typedef struct golden {
   golden_worst output, gradient, zero;   /* zero: gradients that are zero in exact arithmetic */
   const char *how; /* instruction set and form of the run */
   bool system;     /* kind is another attention's name */
+  rounded *into;   /* what a run gets goes there, or null: it is compared with the file */
+  uint64_t nudge;  /* of its inputs and parameters */
 } golden;
 
 static const luna_backend *golden_backend; /* null: the CPU, on every instruction set */
@@ -80,6 +80,7 @@ static float *golden_floats(const golden *g, const char *name, st_item *t) {
 static luna_tensor *golden_tensor(const golden *g, luna_ctx *ctx, const char *name) {
   st_item t;
   float *values = golden_floats(g, name, &t);
+  if (values) rounded_nudge(g->nudge, values, t.count);
   luna_tensor *made = values ? luna_require_grad(luna_tensor_new(ctx, values, t.rank, t.shape)) : NULL;
   free(values);
   return made;
@@ -205,8 +206,10 @@ static void golden_set(const golden *g, luna_params *params) {
     float *values = golden_floats(g, name, &t);
     bool fits = values && t.rank == parameter->rank;
     for (int a = 0; fits && a < t.rank; a++) fits = t.shape[a] == parameter->shape[a];
-    if (CHECK(fits, "%s: parameter %s is not in the file in that shape", g->name, name))
+    if (CHECK(fits, "%s: parameter %s is not in the file in that shape", g->name, name)) {
+      rounded_nudge(g->nudge, values, t.count);
       luna_write(parameter, values);
+    }
     free(values);
   }
 }
@@ -230,8 +233,10 @@ static void golden_output(golden *g, const char *name, const luna_tensor *t, con
       const int64_t from = (b * t->shape[1] + lengths[b]) * t->shape[2],
           size = (t->shape[1] - lengths[b]) * t->shape[2];
       memcpy(expected + from, got + from, (size_t)size * sizeof(float));
+      if (g->into) memset(got + from, 0, (size_t)size * sizeof(float));
     }
-    golden_note(g, &g->output, name, common_error(got, expected, found.count, 1e-6), 0, 0);
+    if (g->into) rounded_put(g->into, name, false, got, found.count);
+    else golden_note(g, &g->output, name, common_error(got, expected, found.count, 1e-6), 0, 0);
     free(got);
   }
   free(expected);
@@ -251,7 +256,8 @@ static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
   got = common_floats(found.count);
   if (CHECK(!t->grad || luna_read_grad(t, got) == LUNA_OK, "%s: no gradient for %s (%s)", g->name, name, g->how)) {
     const double own = common_error(got, expected, found.count, 0);
-    golden_note(g, golden_is_zero(expected, found.count, g->largest) ? &g->zero : &g->gradient, full,
+    if (g->into) rounded_put(g->into, full, true, got, found.count);
+    else golden_note(g, golden_is_zero(expected, found.count, g->largest) ? &g->zero : &g->gradient, full,
                 golden_gradient_error(got, expected, found.count, g->largest), own,
                 own * golden_rms(expected, found.count) / g->largest);
   }
@@ -556,34 +562,32 @@ static void golden_run_attention(golden *g, luna_isa isa, luna_form form, bool t
   free(lengths);
 }
 
-/* with products in 8 bits, an inference's outputs to 2e-2 */
-static void golden_int8(golden *g, void (*run)(golden *g, luna_isa isa, luna_form form, bool training)) {
-  const golden_worst exact = g->output;
-  memset(&g->output, 0, sizeof g->output);
-  golden_weights = LUNA_DTYPE_I8;
-  for (int form = 0; form < 2; form++) run(g, LUNA_ISA_BEST, form ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, false);
-  golden_weights = LUNA_DTYPE_F32;
-  printf("golden: %s: outputs in 8 bits %.2g (%s)\n", g->name, g->output.error, g->output.where);
-  CHECK(g->output.error <= INT8_LIMIT, "%s: an output in 8 bits is off by %.3g", g->name, g->output.error);
-  g->output = exact;
+/* with products in 8 bits, of inferences, or in bfloat16 */
+typedef struct golden_rounds {
+  golden *g;
+  void (*run)(golden *g, luna_isa isa, luna_form form, bool training);
+  luna_form form;
+  bool int8;
+} golden_rounds;
+static void golden_rounded_run(void *user, const rounded_how *how, rounded *out) {
+  const golden_rounds *r = (const golden_rounds *)user;
+  r->g->into = out, r->g->nudge = how->nudge;
+  golden_weights = how->rounds && r->int8 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32;
+  golden_products = how->rounds && !r->int8 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32;
+  r->run(r->g, how->isa, r->form, !r->int8);
+  golden_weights = golden_products = LUNA_DTYPE_F32;
+  r->g->into = NULL, r->g->nudge = 0;
 }
-
-/* with products of bfloat16, outputs to 2e-2, gradients to 5e-2 */
-static void golden_bf16(golden *g, void (*run)(golden *g, luna_isa isa, luna_form form, bool training)) {
-  const golden exact = *g;
-  const bool few = strncmp(g->name, "encoder_layer_post", 18) == 0 || strncmp(g->name, "seq2seq_shared", 14) == 0;
-  const double limit = few ? BF16_FEW : BF16_GRADIENT;
-  memset(&g->output, 0, sizeof g->output);
-  memset(&g->gradient, 0, sizeof g->gradient);
-  golden_products = LUNA_DTYPE_BF16;
-  for (int form = 0; form < 2; form++) run(g, LUNA_ISA_BEST, form ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, true);
-  golden_products = LUNA_DTYPE_F32;
-  printf("golden: %s: outputs in bf16 %.2g (%s), gradients %.2g of their own norm, %.2g of the largest (%s)\n", g->name,
-         g->output.error, g->output.where, g->gradient.own, g->gradient.share, g->gradient.where);
-  CHECK(g->output.error <= BF16_LIMIT, "%s: an output in bf16 is off by %.3g", g->name, g->output.error);
-  CHECK(g->gradient.error <= limit, "%s: a gradient in bf16 is off by %.3g", g->name, g->gradient.error);
-  CHECK(g->output.error > 1e-5, "%s: in bf16 outputs are float's", g->name);
-  *g = exact;
+static void golden_rounded_file(golden *g, void (*run)(golden *g, luna_isa isa, luna_form form, bool training),
+                                bool int8) {
+  char what[300];
+  for (int form = 0; form < 2; form++) {
+    golden_rounds r = {g, run, form ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, int8};
+    snprintf(what, sizeof what, "%s, %s, in %s", g->name, form ? "folded" : "unfolded", int8 ? "8 bits" : "bf16");
+    rounded_check(what, golden_rounded_run, &r, int8 ? ROUNDED_INT8 : ROUNDED_BF16);
+  }
+  snprintf(what, sizeof what, "golden: %s in %s", g->name, int8 ? "8 bits" : "bf16");
+  rounded_figures(what);
 }
 
 static int golden_file(golden *g) { /* 1 when it was compared */
@@ -615,10 +619,10 @@ static int golden_file(golden *g) { /* 1 when it was compared */
   CHECK(g->zero.error <= gradient, "%s: a gradient that is zero is %.3g of the file's largest", g->name,
         g->zero.error);
 #ifndef LUNA_NO_INT8
-  if (!g->system && !golden_backend) golden_int8(g, known < 4 ? golden_run : golden_run_model);
+  if (!g->system && !golden_backend) golden_rounded_file(g, known < 4 ? golden_run : golden_run_model, true);
 #endif
 #ifndef LUNA_NO_BF16
-  if (!g->system && !golden_backend) golden_bf16(g, known < 4 ? golden_run : golden_run_model);
+  if (!g->system && !golden_backend) golden_rounded_file(g, known < 4 ? golden_run : golden_run_model, false);
 #endif
   return 1;
 }
