@@ -1,8 +1,10 @@
 /* Training with products of bfloat16: every kind of model, the same bits for any number of threads and when resumed,
-   close to float32's, finite; what the option changes and what not; what a checkpoint and its loading say of it. */
+   finite; each op beside the reference, which rounds the same operands; what the option changes and what not; what a
+   checkpoint and its loading say of it. */
 #include "test.h"
 #include "luna.h"
 #include "common.h"
+#include "rounded.h"
 
 enum { VOCAB = 50, N = 70, BATCH = 2, STEPS = 3, KINDS = 5, MAX_FILE = 1 << 20, SENTENCE = 300 };
 
@@ -98,8 +100,9 @@ static void check_training(int kind) {
       CHECK(size[run] == size[1] && memcmp(file[run], file[1], size[1]) == 0, "%s: other bits with %d threads",
             kind_names[kind], run);
   }
-  CHECK(loss[0] != loss[1] && fabs((double)loss[1] / (double)loss[0] - 1) < 2e-2, "%s: the loss is %.7g, %.7g in bf16",
-        kind_names[kind], (double)loss[0], (double)loss[1]);
+  CHECK(loss[0] != loss[1], "%s: the loss is %.7g in bf16, too", kind_names[kind], (double)loss[0]);
+  printf("%s: the loss after %d steps is %.7g, in bf16 %.7g\n", kind_names[kind], STEPS, (double)loss[0],
+         (double)loss[1]);
   for (int run = 0; run < 4; run++) free(file[run]);
 }
 
@@ -144,59 +147,55 @@ static void check_resume(int kind) {
   }
 }
 
-/* ---- each op's result and gradients are float32's, but for rounding ---- */
-enum { OPS = 4, PARTS = 7, ROWS = 30, WIDTH = 40 };
-static const char *const op_names[OPS] = {"linear", "feed-forward", "linear cross-entropy", "unpack"};
-/* the result, then the gradients of up to six inputs: their sizes; 0: there is none */
-static void op_run(int op, luna_dtype products, float *out[PARTS], int64_t size[PARTS]) {
+/* ---- each op's result and gradients beside the reference's ---- */
+enum { OPS = 4, ROWS = 30, WIDTH = 40 };
+static void op_run(void *user, const rounded_how *how, rounded *out) {
   static const int64_t shapes[OPS][6][4] = {
     {{ROWS, WIDTH}, {60, WIDTH}, {60}}, {{ROWS, WIDTH}, {60, WIDTH}, {60}, {33, 60}, {33}},
     {{ROWS, WIDTH}, {60, WIDTH}, {60}}, {{1, ROWS, WIDTH}, {1, 2, 5, WIDTH}, {1, 2, 5}, {1, 2, 5, WIDTH}}
   };
-  const luna_options options = options_of(products, 2);
+  const int op = *(const int *)user;
+  luna_options options = options_of(how->rounds ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, 2);
   const luna_init normal = {LUNA_INIT_NORMAL, 0.3f};
+  options.isa = how->isa;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   luna_tensor *in[6] = {NULL}, *y = NULL;
   int32_t labels[ROWS];
-  memset(size, 0, PARTS * sizeof *size);
   for (int i = 0; i < ROWS; i++) labels[i] = i * 7 % 60;
   for (int i = 0; i < 6 && shapes[op][i][0]; i++) {
     const char name[2] = {(char)('a' + i), 0};
     int rank = 1;
     while (rank < 4 && shapes[op][i][rank]) rank++;
     in[i] = luna_param(params, name, rank, shapes[op][i], normal);
-    size[i + 1] = luna_count(in[i]);
+    rounded_nudge(how->nudge, in[i]->data, luna_count(in[i]));
   }
   luna_begin_step(ctx);
   if (op == 0) y = luna_linear(in[0], in[1], in[2]);
   if (op == 1) y = luna_feed_forward(in[0], in[1], in[2], in[3], in[4], NULL);
   if (op == 2) y = luna_linear_cross_entropy(in[0], in[1], in[2], labels, NULL);
   if (op == 3) y = luna_unpack(in[0], in[1], in[2], in[3], NULL);
-  size[0] = luna_count(y);
+  float *values = common_floats(luna_count(y));
+  luna_read(y, values);
+  rounded_put(out, "the result", false, values, luna_count(y));
+  free(values);
   /* by a fixed gradient, so that what differs is the op's own */
   luna_tensor *by = luna_tensor_random(ctx, normal, 9, y->rank, y->shape);
-  CHECK(luna_backward(luna_sum_all(luna_mul(y, by))) == LUNA_OK, "%s: %s", op_names[op], luna_error(ctx));
-  for (int i = 0; i < PARTS; i++) {
-    out[i] = common_floats(size[i]);
-    if (size[i] && i) luna_read_grad(in[i - 1], out[i]);
-    if (size[i] && !i) luna_read(y, out[i]);
+  CHECK(luna_backward(luna_sum_all(luna_mul(y, by))) == LUNA_OK, "%s", luna_error(ctx));
+  for (int i = 0; i < 6 && in[i]; i++) {
+    const char name[] = {'g', 'r', 'a', 'd', '.', (char)('a' + i), 0};
+    values = common_floats(luna_count(in[i]));
+    luna_read_grad(in[i], values);
+    rounded_put(out, name, true, values, luna_count(in[i]));
+    free(values);
   }
   luna_close(ctx);
 }
 static void check_ops(void) {
+  static const char *const names[OPS] = {"linear", "feed-forward", "linear cross-entropy", "unpack"};
   for (int op = 0; op < OPS; op++) {
-    float *as_float[PARTS], *got[PARTS];
-    int64_t size[PARTS];
-    op_run(op, LUNA_DTYPE_F32, as_float, size);
-    op_run(op, LUNA_DTYPE_BF16, got, size);
-    for (int i = 0; i < PARTS; i++) {
-      const double error = size[i] ? test_error(got[i], as_float[i], (size_t)size[i]) : 1e-3;
-      const bool sum = (op == 0 && i == 3) || (op == 1 && i == 5); /* a bias's gradient: no product */
-      CHECK((sum || error > 1e-5) && error < 5e-2, "%s: %s %d is off by %.3g", op_names[op],
-            i ? "the gradient of input" : "result", i, error);
-      free(as_float[i]), free(got[i]);
-    }
+    rounded_check(names[op], op_run, &op, ROUNDED_BF16);
+    rounded_figures(names[op]);
   }
 }
 
