@@ -163,7 +163,7 @@ static int code_text(coder *c, unsigned char *text, int64_t size, luna_isa isa) 
       if (at < size) {
         const float *likely = n.ctx ? n.likely + i * 256 : NULL;
         text[at] = (unsigned char)code_byte(c, grams.readers + i, likely, text, text[at], rate);
-        ngrams_read(text, length, i, column);
+        ngrams_read(text, size, length, i, column);
       }
       if (n.ctx) network_reads(&n, i, at < size ? text[at] : -1);
     }

@@ -142,8 +142,9 @@ static int code_mixed_bit(coder *c, const reader *z, int node, int place, uint32
 }
 
 /* A part has got the byte at place `at` of the text, its number `column`: what the next one will be looked up by. Only
-   places that a decoder has reached count, so no repetition goes beyond them. */
-static void ngrams_read(const unsigned char *text, int64_t length, int64_t which, int64_t column) {
+   places that a decoder has reached count, so no repetition goes beyond them, nor beyond the text, where the last part
+   ends before the others. */
+static void ngrams_read(const unsigned char *text, int64_t size, int64_t length, int64_t which, int64_t column) {
   reader *z = grams.readers + which;
   const int64_t at = which * length + column;
   const int byte = text[at], expected = expected_byte(z, text);
@@ -165,5 +166,5 @@ static void ngrams_read(const unsigned char *text, int64_t length, int64_t which
     if (z->length < MATCH) z->length = 0;
   }
   if (column + 1 >= MATCH) *place = at + 1;
-  if (z->match % length > column + (z->match / length < which)) z->length = 0;
+  if (z->match >= size || z->match % length > column + (z->match / length < which)) z->length = 0;
 }
