@@ -296,15 +296,16 @@ static void draw_panel(FILE *to, const results *all, double top, bool speed) {
 }
 static int draw_table(const results *all) {
   const double height = 60 + 20 * COUNT(classifiers);
-  FILE *to = fopen(own.svg, "w");
-  if (!to) return fail("cannot write %s: %s", own.svg, strerror(errno));
+  new_file file;
+  FILE *to = file_begin(&file, own.svg);
+  if (!to) return 2;
   fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='540' height='%.0f' font-family='sans-serif' "
               "font-size='12'>\n<rect width='100%%' height='100%%' fill='#fff'/>\n", 2 * height + 20);
   draw_panel(to, all, 20, true);
   draw_panel(to, all, 20 + height, false);
   fprintf(to, "<text x='10' y='%.0f' fill='#777'>bars: measured here; rings: the paper's Table 2</text>\n</svg>\n",
           2 * height + 12);
-  return fclose(to) == 0 ? 0 : fail("cannot write %s: %s", own.svg, strerror(errno));
+  return file_end(&file);
 }
 
 static int table_command(luna_ctx *ctx, const char **words) {

@@ -278,11 +278,10 @@ static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t 
 }
 
 static int write_picture(const map *maps, int shown, int64_t slots, int64_t given, int64_t layers) {
-  FILE *f = fopen(set.out, "wb");
-  if (!f) return fail("cannot write %s: %s", set.out, strerror(errno));
-  picture(f, maps, shown, slots, given, layers);
-  const bool fine = !ferror(f);
-  return fclose(f) == 0 && fine ? 0 : fail("cannot write %s: %s", set.out, strerror(errno));
+  new_file file;
+  if (!file_begin(&file, set.out)) return 2;
+  picture(file.to, maps, shown, slots, given, layers);
+  return file_end(&file);
 }
 
 static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {

@@ -200,16 +200,11 @@ static uint64_t code_sum(const unsigned char *at, int64_t size) { /* of all but 
   return sum_of(at + HEAD, size - HEAD, sum_of(at, CODE_SUM, SUM_OF_NONE));
 }
 
-/* Writes the file to its place from one beside it, whole or not at all. */
 static int write_whole(const unsigned char *at, int64_t size) {
-  char *beside = (char *)grow(NULL, (int64_t)strlen(set.out) + 6, 1);
-  FILE *file = fopen(strcat(strcpy(beside, set.out), ".part"), "wb");
-  bool fine = file && fwrite(at, 1, (size_t)size, file) == (size_t)size;
-  if (file) fine = fclose(file) == 0 && fine;
-  fine = fine && move(beside, set.out) == 0;
-  const int status = fine ? 0 : fail("cannot write %s: %s", set.out, strerror(errno));
-  if (!fine) remove(beside);
-  return free(beside), status;
+  new_file file;
+  if (!file_begin(&file, set.out)) return 2;
+  fwrite(at, 1, (size_t)size, file.to);
+  return file_end(&file);
 }
 static void report(int64_t text, int64_t code, double start) {
   const double took = seconds() - start;

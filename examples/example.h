@@ -25,18 +25,28 @@
 #endif
 
 #ifdef _WIN32
+#include <fcntl.h>
 #include <io.h>
+#include <sys/stat.h>
 TOOL bool on_terminal(void) { return _isatty(1) != 0; }
 TOOL int terminal_width(void) { return 80; }
 TOOL double seconds(void) { return (double)clock() / CLOCKS_PER_SEC; } /* wall time there */
 TOOL int move(const char *from, const char *to) { return remove(to), rename(from, to); }
 TOOL bool same_file(const char *a, const char *b) { return strcmp(a, b) == 0; }
-TOOL bool is_special(const char *path) { return (void)path, false; }
 #else
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <unistd.h>
+#ifdef __STRICT_ANSI__               /* POSIX functions that strict C99 headers do not declare */
+FILE *fdopen(int descriptor, const char *mode);
+int fileno(FILE *stream);
+int fsync(int descriptor);
+int fchmod(int descriptor, mode_t mode);
+ssize_t readlink(const char *path, char *to, size_t room);
+#endif
 TOOL bool on_terminal(void) { return isatty(1) != 0; }
 TOOL int terminal_width(void) {
   struct winsize size;
@@ -52,10 +62,6 @@ TOOL bool same_file(const char *a, const char *b) { /* by other paths too, and t
   struct stat of_a, of_b;
   return strcmp(a, b) == 0 || (stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && of_a.st_dev == of_b.st_dev &&
                                of_a.st_ino == of_b.st_ino);
-}
-TOOL bool is_special(const char *path) { /* a device, a pipe: no place for a file */
-  struct stat of;
-  return stat(path, &of) == 0 && !S_ISREG(of.st_mode) && !S_ISDIR(of.st_mode);
 }
 #endif
 
@@ -156,6 +162,151 @@ TOOL uint64_t splitmix(uint64_t *state) {                  /* the next of a stre
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
   return z ^ (z >> 31);
 }
+
+/* ---- files that are written -------------------------------------------------------------------------------------- */
+
+/* A file is written as luna_save writes one: as a new file in the folder of its place, .luna-<n>.tmp, which takes that
+   place when it is whole. The new file is created exclusively: no link is followed, and two programs do not write into
+   one file. Where the place is a link, what the link points to is replaced. */
+enum { PATH_ROOM = 4096, TEMPORARIES = 1000, SWEPT = 16 };
+typedef struct new_file {
+  char place[PATH_ROOM], name[PATH_ROOM];
+  FILE *to;
+  bool replaces;                     /* an old file, of these permissions */
+  int mode;
+} new_file;
+
+TOOL size_t folder_of(const char *path) {                  /* the length of its folder, with the folder's end */
+  size_t i = strlen(path);
+#ifdef _WIN32
+  while (i > 0 && !strchr("/\\:", path[i - 1])) i--;
+#else
+  while (i > 0 && path[i - 1] != '/') i--;
+#endif
+  return i;
+}
+#ifdef _WIN32
+TOOL bool find_place(new_file *f) {
+  struct _stat old;
+  f->replaces = _stat(f->place, &old) == 0;
+  if (f->replaces && (old.st_mode & _S_IFMT) != _S_IFREG) return errno = EINVAL, false;
+  return !f->replaces || _access(f->place, 2) == 0;
+}
+TOOL void sweep(const char *name) { (void)name; }
+TOOL FILE *create(const new_file *f) {
+  const int descriptor = _open(f->name, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT,
+                               _S_IREAD | _S_IWRITE);
+  return descriptor < 0 ? NULL : _fdopen(descriptor, "wb");
+}
+TOOL bool file_whole(new_file *f) { return !ferror(f->to) && fflush(f->to) == 0 && _commit(_fileno(f->to)) == 0; }
+TOOL bool file_replace(new_file *f) {
+  const bool closed = fclose(f->to) == 0;
+  f->to = NULL;
+  return closed && move(f->name, f->place) == 0;
+}
+TOOL void file_close(new_file *f, bool replaced) {
+  if (f->to) fclose(f->to);
+  if (!replaced) remove(f->name);
+}
+TOOL int folder_lock(const char *folder) { return (void)folder, -1; }
+TOOL void folder_unlock(int lock) { (void)lock; }
+#else
+/* Looks through links, and at what is there. */
+TOOL bool find_place(new_file *f) {
+  struct stat old;
+  ssize_t size;
+  for (int links = 0; (size = readlink(f->place, f->name, PATH_ROOM)) >= 0; links++) {
+    const size_t folder = size > 0 && *f->name == '/' ? 0 : folder_of(f->place);
+    if (links == 40) return errno = ELOOP, false;
+    if (folder + (size_t)size + 32 > PATH_ROOM) return errno = ENAMETOOLONG, false;
+    memcpy(f->place + folder, f->name, (size_t)size);
+    f->place[folder + (size_t)size] = 0;
+  }
+  f->replaces = stat(f->place, &old) == 0;
+  if (!f->replaces) return errno == ENOENT;
+  f->mode = old.st_mode & 0777;
+  if (S_ISREG(old.st_mode)) return access(f->place, W_OK) == 0;
+  return errno = S_ISDIR(old.st_mode) ? EISDIR : EINVAL, false;
+}
+/* A temporary file is locked as long as it has its name, and its lock goes with its process: one without a lock is
+   abandoned. It may be taken for that before it is locked: then it is gone, and this is false. */
+TOOL bool lock_new(int descriptor, const char *name) {
+  struct stat opened, named;
+  if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
+  return fstat(descriptor, &opened) == 0 && stat(name, &named) == 0 && opened.st_dev == named.st_dev &&
+         opened.st_ino == named.st_ino;
+}
+TOOL void sweep(const char *name) {  /* removes it where it is abandoned */
+  struct stat of;
+  char link[1];
+  if (stat(name, &of) != 0 || !S_ISREG(of.st_mode) || of.st_uid != geteuid() || of.st_nlink != 1) return;
+  const int descriptor = readlink(name, link, 1) < 0 ? open(name, O_RDONLY | O_NONBLOCK) : -1;
+  if (descriptor < 0) return;
+  if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && lock_new(descriptor, name)) remove(name);
+  close(descriptor);
+}
+TOOL FILE *create(const new_file *f) {
+  const int descriptor = open(f->name, O_WRONLY | O_CREAT | O_EXCL, f->replaces ? 0600 : 0666);
+  FILE *to = NULL;
+  if (descriptor < 0) return NULL;
+  if (lock_new(descriptor, f->name)) to = fdopen(descriptor, "wb");
+  else errno = EEXIST;
+  if (!to) close(descriptor);
+  return to;
+}
+TOOL bool file_whole(new_file *f) {  /* whether all of it has been written */
+  if (f->replaces) (void)!fchmod(fileno(f->to), (mode_t)f->mode); /* fails where a file system has no permissions */
+  return !ferror(f->to) && fflush(f->to) == 0 && fsync(fileno(f->to)) == 0;
+}
+TOOL bool file_replace(new_file *f) { return rename(f->name, f->place) == 0; }
+TOOL void file_close(new_file *f, bool replaced) { /* which ends the lock, after the file has lost its name */
+  if (!replaced) remove(f->name);
+  fclose(f->to);
+}
+TOOL int folder_lock(const char *folder) { /* waits for others that have it; -1: there are no such locks here */
+  const int lock = open(*folder ? folder : ".", O_RDONLY);
+  if (lock >= 0) (void)!flock(lock, LOCK_EX);
+  return lock;
+}
+TOOL void folder_unlock(int lock) { if (lock >= 0) close(lock); }
+#endif
+
+TOOL bool file_open(new_file *f, const char *path) { /* when it is false, errno says why */
+  if (strlen(path) + 32 > PATH_ROOM) return errno = ENAMETOOLONG, false;
+  strcpy(f->place, path);
+  if (!find_place(f)) return false;
+  const size_t folder = folder_of(f->place);
+  if (!f->place[folder]) return errno = EISDIR, false;
+  memcpy(f->name, f->place, folder);
+  f->to = NULL;
+  for (int n = -SWEPT; n < TEMPORARIES && !f->to; n++) {
+    snprintf(f->name + folder, 32, ".luna-%d.tmp", n < 0 ? n + SWEPT : n);
+    if (n < 0) sweep(f->name);
+    else if ((f->to = create(f)) == NULL && errno != EEXIST) return false;
+  }
+  return f->to != NULL;
+}
+/* Begins a file. Null after a sentence. */
+TOOL FILE *file_begin(new_file *f, const char *path) {
+  return file_open(f, path) ? f->to : (fail("cannot write %s: %s", path, strerror(errno)), (FILE *)NULL);
+}
+/* Ends files of one folder, each of which takes its place, or none. Another program that ends some there at the same
+   time does so before or after: files that belong together stay together. Returns 0, or 2 after a sentence. */
+TOOL int files_end(new_file *files, int count) {
+  char folder[PATH_ROOM];
+  int whole = 0, replaced = 0, status = 0;
+  snprintf(folder, sizeof folder, "%.*s", (int)folder_of(files->place), files->place);
+  while (whole < count && file_whole(&files[whole])) whole++;
+  const int why = errno, lock = whole == count && count > 1 ? folder_lock(folder) : -1;
+  errno = why;
+  while (whole == count && replaced < count && file_replace(&files[replaced])) replaced++;
+  if (replaced < count)
+    status = fail("cannot write %s: %s", files[whole == count ? replaced : whole].place, strerror(errno));
+  for (int i = 0; i < count; i++) file_close(&files[i], i < replaced);
+  folder_unlock(lock);
+  return status;
+}
+TOOL int file_end(new_file *f) { return files_end(f, 1); }
 
 /* ---- the command line -------------------------------------------------------------------------------------------- */
 
@@ -336,21 +487,10 @@ TOOL int set_flag(const flag *f, const char *value) {
   return 0;
 }
 
-/* Whether the file could be written, to its place from one beside it; leaves everything as it is. */
+/* Whether the file could be written. Leaves everything as it is. */
 TOOL bool writable(const char *path) {
-  if (is_special(path)) return errno = EINVAL, false;      /* opening a pipe would wait for its reader */
-  char *probe = (char *)malloc(strlen(path) + 7);
-  const char *paths[2] = { path, probe ? strcat(strcpy(probe, path), ".probe") : path };
-  bool fine = probe != NULL;
-  for (int i = 0; i < 2 && fine; i++) {
-    FILE *old = fopen(paths[i], "rb"), *file = fopen(paths[i], "ab");
-    int why = errno;
-    if (old) fclose(old);
-    if (file) fclose(file);
-    if (file && !old) remove(paths[i]);
-    if (!file) fine = false, errno = why;
-  }
-  return free(probe), fine;
+  new_file probe;
+  return file_open(&probe, path) && (file_close(&probe, false), true);
 }
 
 /* Before hours of training begin: what the command will write must be possible, and no file that it reads or writes
@@ -419,10 +559,10 @@ TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); 
 TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
   const size_t size = strlen(set.profile);
   const bool json = size > 5 && strcmp(set.profile + size - 5, ".json") == 0;
-  FILE *file = fopen(set.profile, "w");
-  if (!file) return fail("cannot write %s: %s", set.profile, strerror(errno));
-  luna_profile_write(ctx, json ? LUNA_PROFILE_JSON : LUNA_PROFILE_TABLE, write_text, file);
-  return fclose(file) == 0 ? 0 : fail("cannot write %s: %s", set.profile, strerror(errno));
+  new_file file;
+  if (!file_begin(&file, set.profile)) return 2;
+  luna_profile_write(ctx, json ? LUNA_PROFILE_JSON : LUNA_PROFILE_TABLE, write_text, file.to);
+  return file_end(&file);
 }
 
 TOOL int run_example(const char *name, const command *commands, const flag *flags, int count, char **given) {

@@ -579,18 +579,23 @@ static int check_name(void) {
   return 0;
 }
 
-typedef struct paths { char end[4096], part[4096]; } paths; /* the file, and where it is written first */
-static int write_file(paths *p, const char *suffix, void (*write)(void)) {
-  snprintf(p->end, sizeof p->end, "%s%s", own.out, suffix);
-  snprintf(p->part, sizeof p->part, "%s%s.tmp", own.out, suffix);
-  if (strlen(own.out) > sizeof p->end - 8) return fail("--out is too long");
-  if (is_special(p->end)) return fail("cannot write %s: it is not a file", p->end);
-  out = fopen(p->part, "w");
-  if (!out) return fail("cannot write %s: %s", p->end, strerror(errno));
+static int write_file(new_file *file, const char *suffix, void (*write)(void)) {
+  char path[PATH_ROOM];
+  if (strlen(own.out) + 8 > sizeof path) return fail("--out is too long");
+  snprintf(path, sizeof path, "%s%s", own.out, suffix);
+  if ((out = file_begin(file, path)) == NULL) return 2;
   write();
-  const bool bad = ferror(out) != 0;
-  if (fclose(out) == 0 && !bad) return 0;
-  return fail("cannot write %s: %s", p->end, strerror(errno));
+  return 0;
+}
+/* Writes both files, or none. */
+static int write_files(void) {
+  static new_file files[2];
+  int status = write_file(&files[0], ".h", write_h), begun = status == 0;
+  if (!status) status = write_file(&files[1], ".c", write_c), begun += status == 0;
+  if (!status) status = check_parameters();
+  if (!status) return files_end(files, 2);
+  for (int i = 0; i < begun; i++) file_close(&files[i], false);
+  return status;
 }
 static int64_t state_bytes(void) {
   const luna_lm_config *c = &model.config;
@@ -601,19 +606,10 @@ static int64_t state_bytes(void) {
               (own.learn ? d + outputs() * (d + 1) : 0));
 }
 static int export_model_of(luna_ctx *ctx, const char **words) {
-  paths h, c;
   if (own.bits == 1) own.floats = 1;
   if (check_name() || check_model(ctx, words[0]) || fold_output_norm()) return 2;
   find_facts();
-  int status = write_file(&h, ".h", write_h);
-  if (status == 0) {
-    status = write_file(&c, ".c", write_c);
-    if (status == 0) status = check_parameters();
-    if (status == 0 && (move(h.part, h.end) != 0 || move(c.part, c.end) != 0))
-      status = fail("cannot write %s: %s", own.out, strerror(errno));
-    if (status != 0) remove(c.part);
-  }
-  if (status != 0) remove(h.part);
+  const int status = write_files();
   while (made_count > 0) free(made[--made_count]);
   free(made);
   free((void *)used);

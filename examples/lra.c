@@ -357,12 +357,12 @@ static int name_run(void) {
 /* RUN.txt, anew: what lra table reads. accuracy: of the best model, on `held` samples. */
 static int write_report(const luna_params *params, double accuracy, int64_t held) {
   const char *from = own.valid ? own.valid : own.data ? "the last tenth of the training data" : "generated samples";
-  const path to = run_file("txt"), beside = run_file("txt.probe");
+  new_file file;
   int length = 0;
   const char *settings = name_at(SETTINGS_NAMES, own.settings, &length);
   if (ranks.rank > 0 || pretraining) return 0;             /* a table is of what models answer */
-  FILE *f = fopen(beside.text, "wb");
-  if (!f) return cannot_write(beside);
+  FILE *f = file_begin(&file, run_file("txt").text);
+  if (!f) return 2;
   fprintf(f, "task %s\nsystem %s\nsettings %.*s\n", data.task->name, title().text, length, settings);
   fprintf(f, "seed %lld\nsteps %lld\nof %lld\n", (long long)set.seed, (long long)bar.step, (long long)set.steps);
   fprintf(f, "batch %lld\naccuracy %.2f\nbest %lld\n", (long long)set.batch, 100 * accuracy, (long long)run.best_step);
@@ -371,8 +371,7 @@ static int write_report(const luna_params *params, double accuracy, int64_t held
   fprintf(f, "seconds %.0f\nthreads %lld\n", run.before + seconds() - bar.start, (long long)set.threads);
   fprintf(f, "instructions %s\nmodel %s%s\n", luna_isa_name(luna_isa_best()), describe().text,
           *run.begun ? ", begun with another model" : "");
-  const bool fine = !ferror(f);
-  return fclose(f) == 0 && fine && move(beside.text, to.text) == 0 ? 0 : cannot_write(to);
+  return file_end(&file);
 }
 
 /* A row of RUN.csv; share and loss: of the validation, share negative without one. */
@@ -391,7 +390,8 @@ static int write_curve(double share, double loss) {
 
 /* Begins the curve; of one that goes on after `step` the later rows are cut off. */
 static int begin_curve(int64_t step) {
-  const path to = run_file("csv"), beside = run_file("csv.probe");
+  const path to = run_file("csv");
+  new_file file;
   contents old = { NULL, 0 };
   int64_t at = 0, length, keep = 0;
   const unsigned char *line;
@@ -402,12 +402,11 @@ static int begin_curve(int64_t step) {
   if (there && read_file(to.text, &old)) return 2;
   while ((line = next_line(old, &at, &length)) != NULL && (keep == 0 || atoll((const char *)line) <= step))
     keep = at < old.size ? at : old.size;
-  if ((f = fopen(beside.text, "wb")) == NULL) return free(old.data), cannot_write(beside);
+  if ((f = file_begin(&file, to.text)) == NULL) return free(old.data), 2;
   if (keep) fwrite(old.data, 1, (size_t)keep, f);
   else fprintf(f, "step,loss,validation_loss,validation_accuracy\n");
   free(old.data);
-  const bool fine = !ferror(f);
-  return fclose(f) == 0 && fine && move(beside.text, to.text) == 0 ? 0 : cannot_write(to);
+  return file_end(&file);
 }
 
 /* What a model must know besides its weights; going: what a training must, "" in a model that is the best. */
@@ -696,6 +695,7 @@ static void show_sample(const int32_t *tokens, int64_t n) {
 
 static int show(luna_ctx *ctx, const char **words) {
   samples s;
+  new_file file;
   FILE *to = NULL;
   (void)ctx;
   if (task_find(words[0])) return 2;
@@ -704,8 +704,7 @@ static int show(luna_ctx *ctx, const char **words) {
   use_data_flags();
   if (own.svg && !pictures) return fail("--svg draws image and pathfinder alone");
   int status = task_open(&s, own.data, NULL, false);
-  if (!status && own.svg && (to = fopen(own.svg, "w")) == NULL)
-    status = fail("cannot write %s: %s", own.svg, strerror(errno));
+  if (!status && own.svg && (to = file_begin(&file, own.svg)) == NULL) status = 2;
   if (to) fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='1126' height='%d' font-family='sans-serif' "
                   "font-size='12' shape-rendering='crispEdges'>\n", (int)((own.count + 7) / 8 * 154 + 10));
   int32_t *tokens = (int32_t *)grow(NULL, own.longest * 2, sizeof(int32_t)), lengths[2];
@@ -720,7 +719,7 @@ static int show(luna_ctx *ctx, const char **words) {
   if (!status && data.task == &tasks[LISTOPS]) print_lists(&s);
   if (!status && data.task == &tasks[PATHFINDER]) print_pictures();
   if (to) fprintf(to, "</svg>\n");
-  if (to && fclose(to) != 0 && !status) status = fail("cannot write %s: %s", own.svg, strerror(errno));
+  if (to) status = file_end(&file);
   return task_close(), status;
 }
 

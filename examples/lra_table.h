@@ -279,8 +279,9 @@ static void draw_row(FILE *to, const row *r, double y) {   /* a bar, a dot a run
 }
 static int draw_rows(const row *rows, int count, const char *path) {
   double y = 10;
-  FILE *to = fopen(path, "w");
-  if (!to) return fail("cannot write %s: %s", path, strerror(errno));
+  new_file file;
+  FILE *to = file_begin(&file, path);
+  if (!to) return 2;
   fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='890' height='%d' font-family='sans-serif' "
           "font-size='12'>\n<rect width='100%%' height='100%%' fill='#fff'/>\n", 20 * count + 34 * TASKS + 40);
   for (int i = 0; i < count; i++, y += 20) {
@@ -292,8 +293,7 @@ static int draw_rows(const row *rows, int count, const char *path) {
   }
   fprintf(to, "<text x='10' y='%.0f' fill='#777'>bars: mean accuracy, 0 to 100%%; dots: runs; rings: Table 1 of arXiv "
           "2106.01540v2</text>\n</svg>\n", y + 20);
-  const bool fine = !ferror(to);
-  return fclose(to) == 0 && fine ? 0 : fail("cannot write %s: %s", path, strerror(errno));
+  return file_end(&file);
 }
 
 static int print_folder(const char *folder, const char *svg) {

@@ -196,8 +196,9 @@ TOOL int draw_series(const char *path, const char *title, const float *found) {
   const int64_t all = data.list[0].n, n = all < SHOWN ? all : SHOWN;
   const int panels = n > ZOOM ? 2 : 1, rows = draws_strips() ? (label_count + 4) / 5 + 1 : 1;
   const double top = 46 + 20 * (double)rows, height = top + panels * panel_height();
-  FILE *f = fopen(path, "wb");
-  if (!f) return fail("cannot write %s: %s", path, strerror(errno));
+  new_file file;
+  FILE *f = file_begin(&file, path);
+  if (!f) return 2;
   fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 960 %.0f\" width=\"960\" height=\"%.0f\" "
           "font-family=\"sans-serif\" font-size=\"12\" fill=\"#444\">\n<defs><pattern id=\"stripes\" width=\"5\" "
           "height=\"5\" patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\"><path d=\"M1 0V5\" "
@@ -212,7 +213,5 @@ TOOL int draw_series(const char *path, const char *title, const float *found) {
     svg_panel(&p);
   }
   fprintf(f, "</svg>\n");
-  bool fine = !ferror(f);
-  fine = fclose(f) == 0 && fine;
-  return fine ? 0 : fail("cannot write %s: %s", path, strerror(errno));
+  return file_end(&file);
 }

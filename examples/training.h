@@ -225,9 +225,9 @@ TOOL int plot(const progress *p, const char *title) {
   if (low > high) return fail("there is no loss to draw in %s", set.plot);
   axis x = axis_of((double)p->first, (double)p->step), y = axis_of(low, high);
 
-  char *beside = (char *)malloc(strlen(set.plot) + 7);
-  FILE *f = beside ? fopen(strcat(strcpy(beside, set.plot), ".probe"), "wb") : NULL;
-  if (!f) return free(beside), fail("cannot write %s: %s", set.plot, strerror(errno));
+  new_file file;
+  FILE *f = file_begin(&file, set.plot);
+  if (!f) return 2;
   fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" width=\"720\" height=\"400\" "
              "font-family=\"sans-serif\" font-size=\"12\" fill=\"#444\">\n"
              "<rect width=\"720\" height=\"400\" fill=\"#fff\"/>\n<text x=\"60\" y=\"28\" font-size=\"15\">%s: ",
@@ -261,12 +261,7 @@ TOOL int plot(const progress *p, const char *title) {
     fprintf(f, "</g>\n");
   }
   fprintf(f, "</svg>\n");
-  bool fine = !ferror(f);
-  fine = fclose(f) == 0 && fine && move(beside, set.plot) == 0;
-  int why = errno;
-  if (!fine) remove(beside);
-  free(beside);
-  return fine ? 0 : fail("cannot write %s: %s", set.plot, strerror(why));
+  return file_end(&file);
 }
 
 /* ---- training that goes on from its checkpoint ------------------------------------------------------------------- */

@@ -315,6 +315,34 @@ check "what is behind it is not read" sh -c "./dirty unpack tail.packed --out ba
 printf 'x' >one
 check "a byte comes back" sh -c \
   "'$build/compress' pack one --out one.packed && '$build/compress' unpack one.packed --out back && cmp one back"
+mkdir beside
+echo precious >victim
+for link in a.packed.part a.packed.probe .luna-0.tmp; do ln -s ../victim "beside/$link"; done
+ln -s nowhere.packed beside/far.packed
+printf 'old' | tee beside/.luna-3.tmp >beside/private.packed
+chmod 600 beside/private.packed
+for place in a far private; do
+  check "planted links do no harm to $place" run pack one --predict ngrams --out beside/$place.packed
+  check "and $place comes back" sh -c \
+    "'$build/compress' unpack beside/$place.packed --out back >out && cmp one back"
+done
+check "what they point to is as it was" [ "$(cat victim)" = precious ]
+check "a packed file is a file" [ ! -h beside/a.packed ]
+check "a name that is a link stays one" [ -h beside/far.packed -a -s beside/nowhere.packed ]
+check "a file keeps its permissions" [ "$(ls -l beside/private.packed | cut -c 1-10)" = -rw------- ]
+refuses "Is a directory" pack one --out beside
+refuses "Is a directory" pack one --out beside/
+ln -s itself beside/itself
+refuses "cannot write beside/itself" pack one --out beside/itself
+for number in 1 2 3; do
+  "$build/compress" pack one --predict ngrams --out beside/b.packed >out & first=$!
+  check "two that pack onto one name succeed" run pack many --predict ngrams --out beside/b.packed
+  wait $first || echo first >>err
+  check "and leave one of both files" sh -c "cmp beside/b.packed many.packed || cmp beside/b.packed beside/a.packed"
+done
+check "nothing else is left, nor what another program has left" \
+  [ "$(cd beside && echo .l* *)" = ".luna-0.tmp a.packed a.packed.part a.packed.probe b.packed far.packed itself \
+nowhere.packed private.packed" ]
 printf 'old' >kept
 { head -c 500 short.packed; printf '\125\252'; tail -c +503 short.packed; } >changed.packed
 head -c 400 short.packed >cut.packed

@@ -266,6 +266,30 @@ int main(void) {
 END
 check "which is what series predict prints" sh -c "$cc -std=c99 -I. forecast.c fc.c -o forecast -lm && ./forecast >out"
 
+# --- files are written beside their places, where nobody else writes, and take them together
+mkdir -p beside race/one race/other
+echo precious >beside/victim
+for link in det.c.tmp det.h.tmp det.c.part .luna-0.tmp .luna-1.tmp; do ln -s victim "beside/$link"; done
+check "a planted link does no harm" run m1/model.safetensors --out beside/det
+check "what it points to is as it was" [ "$(cat beside/victim)" = precious ]
+check "and the files are files" [ -f beside/det.c -a ! -h beside/det.c -a -f beside/det.h -a ! -h beside/det.h ]
+mkdir elsewhere && ln -s ../elsewhere/real.c beside/far.c
+check "a name that is a link stays one" sh -c \
+  "'$build/export' m1/model.safetensors --out beside/far >out 2>err && [ -h beside/far.c ] && [ -s elsewhere/real.c ]"
+check "nothing else is left" [ "$(ls -A beside elsewhere | grep -c luna-)" = 2 ]
+"$build/export" m4/model.safetensors --out race/one/det >out
+"$build/export" m7/model.safetensors --out race/other/det >out
+pair() { same "$1/det.h" "$2/det.h" && same "$1/det.c" "$2/det.c"; }
+mixed=0
+for i in 1 2 3 4 5 6 7 8 9 10; do
+  "$build/export" m4/model.safetensors --out race/det >out 2>err & first=$!
+  "$build/export" m7/model.safetensors --out race/det >out2 2>err2 || mixed=$((mixed + 1))
+  wait $first || mixed=$((mixed + 1))
+  pair race race/one || pair race race/other || mixed=$((mixed + 1))
+done
+check "two exports onto one name do not mix their files" [ $mixed = 0 ]
+check "nor leave any" [ "$(ls -A race | wc -l)" = 4 ]
+
 # --- what is refused, without half a file
 check "a model with softmax attention" $models write softmax 0 features=2 attention=1
 refuses "another attention" softmax.safetensors --out x
