@@ -196,6 +196,7 @@ static int model_parts(part *parts) {
 
 /* ---- numbers ----------------------------------------------------------------------------------------------------- */
 
+static phrase too_large;             /* an array that has a number which no float is */
 static void write_float(float x) {
   char text[32];
   snprintf(text, sizeof text, "%.9g", (double)x);
@@ -205,6 +206,8 @@ static void open_array(const char *type, const char *owner, const char *part_nam
   fprintf(out, "static const %s %s%s%s[%lld] = {", type, owner, part_name, suffix, (long long)count);
 }
 static void write_floats(const char *owner, const char *part_name, const char *suffix, const float *x, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    if (!isfinite(x[i])) snprintf(too_large.text, sizeof too_large.text, "%s%s%s", owner, part_name, suffix);
   open_array("float", owner, part_name, suffix, count);
   for (int64_t i = 0; i < count; i++) fputs(i % 8 ? " " : "\n  ", out), write_float(x[i]), fputc(',', out);
   fputs("\n};\n", out);
@@ -234,7 +237,7 @@ static void write_matrix8(const char *owner, const part *p) {
   open_array("uint8_t", owner, p->name, "_w", rows * columns);
   for (int64_t i = 0; i < rows * columns; i++) {
     const int64_t r = i / (4 * columns) * 4 + i / 4 % 4, c = i / 16 * 4 % columns + i % 2 * 2 + i % 4 / 2;
-    const bool some = r < p->rows && c < p->columns && scale[r] > 0;
+    const bool some = r < p->rows && c < p->columns && scale[r] > 0 && isfinite(scale[r]);
     const int byte = 128 + (some ? (int)rintf(p->weight[r * p->columns + c] / scale[r]) : 0);
     fprintf(out, "%s%d,", i % 24 ? " " : "\n  ", byte);
   }
@@ -369,10 +372,18 @@ static const char *kept(const char *key, int64_t i) {
   snprintf(of, sizeof of, "series.%s%lld", key, (long long)i);
   return luna_params_get_text(params, of);
 }
-static bool forecasts(int *interval) {
+/* whether it has these texts for all of 0..count - 1: a table with holes would say the wrong names */
+static bool keeps(const char *key, int64_t count) {
+  for (int64_t i = 0; i < count; i++) if (!kept(key, i)) return false;
+  return count > 0;
+}
+/* Whether it is a forecast, of how many quantiles, and what it is of: a number for each step ahead and feature. */
+static bool forecasts(int *interval, int64_t *changes) {
   const char *task = kept("task", 0);
   int forecast;
-  return task && sscanf(task, "%*d %*d %d %*d %*d %d", &forecast, interval) == 2 && forecast;
+  if (!task || sscanf(task, "%*d %*d %d %*d %*d %d", &forecast, interval) != 2 || !forecast) return false;
+  *changes = outputs() / (*interval ? 3 : 1);
+  return *interval >= 0 && *interval < 100 && keeps("change", *changes);
 }
 static void write_define(const char *what) {
   fputs("\n#define ", out);
@@ -381,25 +392,25 @@ static void write_define(const char *what) {
 }
 /* Names as strings: of the columns, for a program that reads a table, and of the classes, for one that says them. */
 static void write_strings(const char *what, const char *key, int64_t count) {
-  const char *text;
-  if (!kept(key, count - 1)) return;
+  if (!keeps(key, count)) return;
   write_define(what);
-  for (int64_t i = 0; i < count && (text = kept(key, i)) != NULL; i++) {
+  for (int64_t i = 0; i < count; i++) {
     fputs(i ? ", \\\n  \"" : " \\\n  \"", out);
-    for (; *text; text++)
+    for (const char *text = kept(key, i); *text; text++)
       fprintf(out, isalnum((unsigned char)*text) || *text == '_' ? "%c" : "\\%03o", (unsigned char)*text);
     fputc('"', out);
   }
 }
 /* The units of a forecast. */
 static void write_changes(void) {
-  const char *text;
   int interval;
-  if (!kept("change", 0) || !forecasts(&interval)) return;
+  int64_t changes;
+  if (!forecasts(&interval, &changes)) return;
   write_define("CHANGES");
-  for (int i = 0; (text = kept("change", i)) != NULL; i++) {
+  for (int64_t i = 0; i < changes; i++) {
+    const float change = strtof(kept("change", i), NULL);
     fputs(i ? ", \\\n  " : " \\\n  ", out);
-    write_float(isfinite(strtof(text, NULL)) ? strtof(text, NULL) : 0);
+    write_float(isfinite(change) ? change : 0);
   }
 }
 /* writes what $... stands for; returns what follows it */
@@ -450,20 +461,19 @@ static void write_about(const char *suffix) {
           (long long)c->layers, own.floats ? "float" : "8 bits");
 }
 /* A line of names in a comment, of the characters that can do no harm. */
-static void write_names(const char *what, const char *key) {
-  const char *text;
-  if (!kept(key, 0)) return;
+static void write_names(const char *what, const char *key, int64_t count) {
+  if (!keeps(key, count)) return;
   fprintf(out, "/* %s:", what);
-  for (int i = 0; (text = kept(key, i)) != NULL; i++) {
-    fprintf(out, "%s%d is ", i ? ", " : " ", i);
-    for (; *text; text++) fputc(isalnum((unsigned char)*text) || *text == '_' ? *text : '.', out);
+  for (int64_t i = 0; i < count; i++) {
+    fprintf(out, "%s%d is ", i ? ", " : " ", (int)i);
+    for (const char *text = kept(key, i); *text; text++) fputc(isalnum((unsigned char)*text) || *text == '_' ? *text : '.', out);
   }
   fputs(" */\n", out);
 }
 /* What a model of classes gives: the weights have series' temperature already. */
 static void write_classes(void) {
   if (!kept("class", 0)) return;
-  write_names("y[i], of which the largest is found", "class");
+  write_names("y[i], of which the largest is found", "class", outputs());
   fputs("/* y are logits: class i has the probability e^y[i] / sum over j of e^y[j]; the temperature that\n"
         "   series found is in the weights. Of two classes, p[1] > 0.8 where y[1] - y[0] > 1.386, ln(0.8 / 0.2). */\n",
         out);
@@ -473,7 +483,8 @@ static void write_forecast(void) {
   const char *ahead = kept("ahead", 0);
   const long long k = model.config.features;
   int interval;
-  if (!ahead || !forecasts(&interval)) return;
+  int64_t changes;
+  if (!ahead || !forecasts(&interval, &changes)) return;
   const int levels = interval ? 3 : 1;
   fprintf(out, "/* y[(a * %lld + i) * %d + q]: how x[i] will have changed so many steps ahead: [", k, levels);
   for (; *ahead; ahead++) if (strchr("0123456789,", *ahead)) fputc(*ahead, out);
@@ -485,7 +496,7 @@ static void write_forecast(void) {
 }
 static void write_h(void) {
   write_about(".h");
-  write_names("x[i]", "column");
+  write_names("x[i]", "column", model.config.features);
   write_classes();
   write_forecast();
   write_code(export_header);
@@ -565,7 +576,16 @@ static int check_parameters(void) {
     for (at = 0; at < luna_count(t); at++)
       if (!isfinite(t->data[at])) return fail("%s has a number that is not finite", parameter);
   }
-  return 0;
+  if (!*too_large.text) return 0;
+  return fail("%s, which export computes from the model's weights, has a number too large for a float", too_large.text);
+}
+/* What the C includes, and what headers of C libraries include in turn: compilers find NAME.h in their place. */
+static bool is_header(const char *of) {
+  static const char headers[] = " assert complex ctype errno fenv features float inttypes iso646 limits locale math"
+      " newlib reent setjmp signal stdarg stdbool stddef stdint stdio stdlib string strings tgmath time wchar wctype ";
+  char word[80] = " ";
+  for (size_t i = 0; i <= strlen(of); i++) word[i + 1] = (char)tolower((unsigned char)of[i]);
+  return strstr(headers, strcat(word, " ")) != NULL;
 }
 static int check_name(void) {
   if (!own.out || !*own.out) return fail("--out NAME is missing: the files to write are NAME.h and NAME.c");
@@ -574,7 +594,7 @@ static int check_name(void) {
   for (const char *s = name; *s; s++) good = good && (isalnum((unsigned char)*s) || *s == '_');
   if (!good)
     return fail("--out %s: '%s' is no name for C: up to 63 letters, digits and _, a letter first", own.out, name);
-  if (strcmp(name, "string") == 0 || strcmp(name, "stdint") == 0)
+  if (is_header(name))
     return fail("--out %s: a header of the C library is called %s.h", own.out, name);
   return 0;
 }

@@ -91,6 +91,29 @@ vocab=37 output_gate=1 forget=1
 features=3 outputs=4 output_norm=1 pre_norm=1
 END
 
+# --- numbers that become too large: the C is finite wherever luna_stream is, and no integer overflows
+careful="$cc -std=c99 -O1 -fsanitize=undefined -fno-sanitize-recover=all"
+built m1 $careful || careful="$cc -std=c99 -O1"
+while read -r fields; do
+  check "a model of $fields" model big 60 $small $fields
+  for flag in --float --bits=8; do
+    [ $flag = --float ] && bound=1e-5 || bound=inf
+    check "$fields: $flag" exported big $flag
+    check "$fields: $flag is built" built big $careful
+    check "$fields: $flag is finite" $models compare big/model.out big/outputs.txt $bound
+  done
+done <<'END'
+features=3 outputs=2 glitch=100000000 output_gate=1
+features=3 outputs=2 glitch=-900000000 output_gate=1 convolution=2 norm=1
+features=3 outputs=2 glitch=900000000 forget=2 convolution=4
+features=3 outputs=2 dim=12 ffn=20 sharing=1 large=19
+features=3 outputs=2 forget=2 sharing=1 glitch=1000000 large=19
+vocab=37 sharing=1 activation=8 positions=2 large=19
+END
+check "a model whose scores are too large" model big 0 vocab=37 forget=1 large=30
+refuses "layer1_scores_b, which export computes .* too large for a float" big/model.safetensors --out x
+refuses "layer1_scores_b, which export computes .* too large for a float" big/model.safetensors --out x --float
+
 # --- steps that are refused, learning, and two models in one program
 check "a model of tokens with 20 positions" model words 0 vocab=37 dim=16 heads=2 memory=4 positions=3 max_length=20
 check "and one of features" model learner 0 features=3 outputs=4 dim=16 heads=2 memory=4 convolution=3
@@ -134,6 +157,9 @@ int main(void) {
   const double before = loss();
   kept = a;
   CHECK(!learn(-1) && !learn(NAN) && !learn(INFINITY) && memcmp(&kept, &a, sizeof a) == 0);
+  a.hidden[0] = NAN;                     /* as of a step whose outputs were not finite */
+  CHECK(!learn(0.01f) && memcmp(kept.learnt, a.learnt, sizeof a.learnt) == 0);
+  a = kept;
 #ifdef CLASSES
   CHECK(!learner_learn(&a, 4, 1) && !learner_learn(&a, -1, 1) && memcmp(&kept, &a, sizeof a) == 0);
 #endif
@@ -192,6 +218,13 @@ check "and its classes" grep -q 'largest is found: 0 is slow, 1 is fast \*/$' na
 check "and a program's" grep -q '^#define NAMED_CLASSES' named.h
 check "it compiles" $cc -std=c99 -c named.c -o named.o
 check "and what y is" grep -q 'p\[1\] > 0.8 where y\[1\] - y\[0\] > 1.386' named.h
+LC_ALL=C sed 's/series.column0/series.kolumn0/; s/series.class0/series.klass0/' named.safetensors >holes.safetensors
+check "a detector that lacks names" run holes.safetensors --out holes
+check "has no tables of names" sh -c '! grep "HOLES_COLUMNS\|HOLES_CLASSES\|1 is" holes.h >out'
+for word in head mean gate norm learn; do
+  check "$word may be a name" run named.safetensors --out $word --learn classes
+  check "$word: it compiles" $cc -std=c99 $strict -I. -c $word.c -o $word.o
+done
 
 # --- main.c reads the columns of the model's names, wherever they are, and stops at what is no number
 # read_as LINES: main ends without an error on these lines, and its outputs are those of wanted.txt
@@ -235,6 +268,9 @@ check "what it finds" sh -c "'$build/series' predict f.safetensors f.csv >found.
 check "it is exported" run f.safetensors --out fc --float
 check "with what y is" grep -q 'y\[(a \* 2 + i) \* 3 + q\]' fc.h
 check "and how far ahead" grep -q '\[1,4\]\[a\]; quantile \[0.1, 0.5, 0.9\]\[q\]' fc.h
+LC_ALL=C sed 's/series.change1/series.chance1/' f.safetensors >holes.safetensors
+check "a forecast that lacks units" run holes.safetensors --out holes
+check "has no table of them" sh -c '! grep -q CHANGES holes.h'
 cat >forecast.c <<'END'
 #include "fc.h"
 #include <math.h>
@@ -302,6 +338,7 @@ refuses "is no name for C" float/model.safetensors --out 9x
 refuses "is no name for C" float/model.safetensors --out a-b
 refuses "is no name for C" float/model.safetensors --out folder/
 refuses "called string.h" float/model.safetensors --out string
+refuses "called Features.h" float/model.safetensors --out Features
 refuses "--out" float/model.safetensors
 refuses "cannot write" float/model.safetensors --out nowhere/x
 check "a model whose outputs are scaled" $models write scaled 0 features=2 outputs=2 output_norm=1

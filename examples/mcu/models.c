@@ -8,8 +8,9 @@
                                                      subject's in NAME.csv, its class the last number of a line
 
    compare prints the largest distance of a step's outputs as a share of the root mean square norm of NAME's, and
-   ends with 1 if it is more than the bound. Outputs are lines of their floats' bits in hexadecimal. Fields are
-   those of luna_lm_config: features=9 heads=4 ... */
+   ends with 1 if it is more than the bound, or if an output is not finite whose first is. Outputs are lines of their
+   floats' bits in hexadecimal. Fields are those of luna_lm_config: features=9 heads=4 ...; and missing=N: one number in N
+   is missing; glitch=X: what the first feature of step 10 is; large=E: how many tens some weights are multiplied with */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -20,7 +21,7 @@
 
 enum { MAX_FEATURES = 64, MAX_OUTPUTS = 65536 };
 static luna_lm_config config;
-static int64_t missing;              /* every so many numbers one is missing */
+static int64_t missing, glitch, large;
 
 static int fail(const char *what, const char *which) { return fprintf(stderr, "models: %s %s\n", what, which), 2; }
 
@@ -43,7 +44,7 @@ static bool set_field(const char *word) {
     { "layers", &config.layers }, { "dim", &layer->dim }, { "heads", &layer->heads },
         { "memory", &config.layer.memory },
     { "ffn", &layer->ffn }, { "convolution", &layer->convolution }, { "max_length", &config.max_length },
-    { "missing", &missing }, { "horizon", &layer->horizon } };
+    { "missing", &missing }, { "glitch", &glitch }, { "large", &large }, { "horizon", &layer->horizon } };
   if (!value) return false;
   const size_t size = (size_t)(value - word);
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
@@ -78,11 +79,13 @@ static const float *step(luna_stream *stream, int32_t t, int64_t features, int64
   if (!features) return fprintf(csv, "%d\n", (int)token), luna_stream_step(stream, &token);
   for (int32_t i = 0; i < (int32_t)features; i++) {
     const int32_t number = series(t, i), size = abs(number);
-    const bool none = missing && random_bits() % (uint32_t)missing == 0;
+    const bool none = missing && random_bits() % (uint32_t)missing == 0, glitches = glitch && t == 10 && i == 0;
     char text[32];
     snprintf(text, sizeof text, "%s%d.%03d", number < 0 ? "-" : "", (int)(size / 1000), (int)(size % 1000));
+    if (glitches) snprintf(text, sizeof text, "%lld", (long long)glitch);
     fprintf(csv, "%s%s", i ? "," : "", none ? "" : text);
-    x[i] = none ? NAN : (float)number / 1000.0f;
+    x[i] = glitches ? (float)glitch : (float)number / 1000.0f;
+    if (none) x[i] = NAN;
   }
   fputc('\n', csv);
   return luna_stream_step_features(stream, x);
@@ -105,6 +108,7 @@ static int write_all(const char *name, int32_t steps) {
     const char *own;
     luna_tensor *t = luna_params_at(params, i, &own);
     for (int64_t j = 0; j < luna_count(t); j++) t->data[j] += (strstr(own, "output_norm") ? 0.9f : 0.1f) * uniform();
+    if (large && i % 3 == 1 && !strstr(own, "input_norm")) t->data[luna_count(t) / 2] *= powf(10, (float)large);
   }
   snprintf(path, sizeof path, "%s.safetensors", name);
   if (luna_save(params, luna_path(path)) != LUNA_OK) return fail("model:", luna_error(ctx));
@@ -220,6 +224,7 @@ static int compare(const char *a, const char *b, double bound) {
     if (read_step(second, y) != n) return fail("too short, or of other outputs:", b);
     for (int64_t i = 0; i < n; i++) {
       const double by = (double)x[i] - (double)y[i];
+      if (!isfinite(x[i])) continue;
       distance += by * by, norms += (double)x[i] * (double)x[i];
       if (x[i] > x[best]) best = i;
       if (y[i] > y[best_other]) best_other = i;
