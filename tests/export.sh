@@ -109,6 +109,8 @@ features=3 outputs=2 glitch=900000000 forget=2 convolution=4
 features=3 outputs=2 dim=12 ffn=20 sharing=1 large=19
 features=3 outputs=2 forget=2 sharing=1 glitch=1000000 large=19
 vocab=37 sharing=1 activation=8 positions=2 large=19
+features=3 outputs=2 glitch=900000000 steep=30 convolution=4 pre_norm=1 sharing=1
+features=3 outputs=2 glitch=900000000 steep=30 convolution=3 pre_norm=1 forget=2
 END
 check "a model whose scores are too large" model big 0 vocab=37 forget=1 large=30
 refuses "layer1_scores_b, which export computes .* too large for a float" big/model.safetensors --out x

@@ -10,7 +10,8 @@
    compare prints the largest distance of a step's outputs as a share of the root mean square norm of NAME's, and
    ends with 1 if it is more than the bound, or if an output is not finite whose first is. Outputs are lines of their
    floats' bits in hexadecimal. Fields are those of luna_lm_config: features=9 heads=4 ...; and missing=N: one number in N
-   is missing; glitch=X: what the first feature of step 10 is; large=E: how many tens some weights are multiplied with */
+   is missing; glitch=X: what the first feature of step 10 is; large=E: a weight of every third tensor is 10^E times as
+   large; steep=E: all weights of the features are */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -21,7 +22,7 @@
 
 enum { MAX_FEATURES = 64, MAX_OUTPUTS = 65536 };
 static luna_lm_config config;
-static int64_t missing, glitch, large;
+static int64_t missing, glitch, large, steep;
 
 static int fail(const char *what, const char *which) { return fprintf(stderr, "models: %s %s\n", what, which), 2; }
 
@@ -44,7 +45,8 @@ static bool set_field(const char *word) {
     { "layers", &config.layers }, { "dim", &layer->dim }, { "heads", &layer->heads },
         { "memory", &config.layer.memory },
     { "ffn", &layer->ffn }, { "convolution", &layer->convolution }, { "max_length", &config.max_length },
-    { "missing", &missing }, { "glitch", &glitch }, { "large", &large }, { "horizon", &layer->horizon } };
+    { "missing", &missing }, { "glitch", &glitch }, { "large", &large },
+    { "steep", &steep }, { "horizon", &layer->horizon } };
   if (!value) return false;
   const size_t size = (size_t)(value - word);
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
@@ -108,6 +110,8 @@ static int write_all(const char *name, int32_t steps) {
     const char *own;
     luna_tensor *t = luna_params_at(params, i, &own);
     for (int64_t j = 0; j < luna_count(t); j++) t->data[j] += (strstr(own, "output_norm") ? 0.9f : 0.1f) * uniform();
+    for (int64_t j = 0; j < luna_count(t) && strcmp(own, "input_proj.weight") == 0; j++)
+      t->data[j] *= powf(10, (float)steep);
     if (large && i % 3 == 1 && !strstr(own, "input_norm")) t->data[luna_count(t) / 2] *= powf(10, (float)large);
   }
   snprintf(path, sizeof path, "%s.safetensors", name);
