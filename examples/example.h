@@ -75,6 +75,7 @@ TOOL bool same_file(const char *a, const char *b) { /* by other paths too, and t
 #include "luna_cuda.cuh"
 #endif
 
+enum { PATH_ROOM = 4096 };           /* of a path */
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
@@ -111,21 +112,31 @@ TOOL void put_label(const void *text, int64_t size) {
   else fwrite(text, 1, (size_t)size, stdout);
 }
 
+/* A sentence and a line's end. Names and texts in it are shown as put_shown shows them. */
+TOOL void put_sentence(FILE *to, const char *format, va_list list) {
+  char text[PATH_ROOM + 2048];
+  vsnprintf(text, sizeof text, format, list);
+  put_shown(to, text, (int64_t)strlen(text));
+  fputc('\n', to);
+}
+TOOL void tell(const char *format, ...) {
+  va_list list;
+  va_start(list, format);
+  put_sentence(stdout, format, list);
+  va_end(list);
+}
 /* Prints "program: sentence" and returns 2, which a command passes on. What fails on all ranks rank 0 reports, and ends
    the others while they wait. */
 TOOL int fail(const char *format, ...) {
-  char text[2048];
   va_list list;
 #ifdef EXAMPLE_MPI
   if (ranks.rank > 0) sleep(1);
 #endif
-  va_start(list, format);
-  vsnprintf(text, sizeof text, format, list);
-  va_end(list);
   fflush(stdout);
   fprintf(stderr, "%s: ", program);
-  put_shown(stderr, text, (int64_t)strlen(text));
-  fprintf(stderr, "\n");
+  va_start(list, format);
+  put_sentence(stderr, format, list);
+  va_end(list);
   return 2;
 }
 
@@ -168,7 +179,7 @@ TOOL uint64_t splitmix(uint64_t *state) {                  /* the next of a stre
 /* A file is written as luna_save writes one: as a new file in the folder of its place, .luna-<n>.tmp, which takes that
    place when it is whole. The new file is created exclusively: no link is followed, and two programs do not write into
    one file. Where the place is a link, what the link points to is replaced. */
-enum { PATH_ROOM = 4096, TEMPORARIES = 1000, SWEPT = 16 };
+enum { TEMPORARIES = 1000, SWEPT = 16 };
 typedef struct new_file {
   char place[PATH_ROOM], name[PATH_ROOM];
   FILE *to;
@@ -553,7 +564,7 @@ TOOL bool flag_given(const void *place) {                  /* whether the comman
 /* of luna_options.log: what is no failure; failures are said where calls end */
 TOOL void say_note(void *user, luna_status status, const char *sentence) {
   (void)user;
-  if (status == LUNA_OK && ranks.rank == 0) printf("%s\n", sentence);
+  if (status == LUNA_OK && ranks.rank == 0) tell("%s", sentence);
 }
 TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); }
 TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
@@ -671,11 +682,11 @@ TOOL luna_status keep_mark(luna_params *params, contents file) {
 TOOL void say_learnt(const luna_params *params, contents file, const char *path) {
   const char *mark = luna_params_get_text(params, "learnt_from");
   if (mark && strcmp(mark, mark_of(file).text) == 0)
-    printf("%s is what the model learnt from, but for a part: train has measured on that part alone\n", path);
+    tell("%s is what the model learnt from, but for a part: train has measured on that part alone", path);
 }
 
 TOOL void say_left(void *user, const char *name, const char *why) {
-  printf("  "), put_shown(stdout, name, (int64_t)strlen(name)), printf(" %s\n", why), (void)user;
+  tell("  %s %s", name, why), (void)user;
 }
 /* Takes a model file's tensors that params has with the same names and shapes, and says how many; `names`: and which
    are left. Returns 0, or 2 after a sentence. */
@@ -683,8 +694,8 @@ TOOL int begin_with(luna_ctx *ctx, luna_params *params, const char *path, bool n
   luna_load_report taken = { .report = names ? say_left : NULL };
   if (luna_load_matching(params, luna_path(path), &taken) != LUNA_OK) return failed(ctx);
   if (taken.loaded == 0) return fail("%s has no tensor that this model has", path);
-  printf("%lld of %lld tensors taken from %s\n", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
-         path);
+  tell("%lld of %lld tensors taken from %s", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
+       path);
   return 0;
 }
 

@@ -466,7 +466,8 @@ static void write_names(const char *what, const char *key, int64_t count) {
   fprintf(out, "/* %s:", what);
   for (int64_t i = 0; i < count; i++) {
     fprintf(out, "%s%d is ", i ? ", " : " ", (int)i);
-    for (const char *text = kept(key, i); *text; text++) fputc(isalnum((unsigned char)*text) || *text == '_' ? *text : '.', out);
+    for (const char *text = kept(key, i); *text; text++)
+      fputc(isalnum((unsigned char)*text) || *text == '_' ? *text : '.', out);
   }
   fputs(" */\n", out);
 }

@@ -611,6 +611,19 @@ static int check_flags(void) {
   return 0;
 }
 
+/* Makes a window no longer than the longest series that is learnt from or, of joined cases, than all of them. */
+static void fit_window(const char *path) {
+  const bool joined = own.per_step && !data.csv;
+  int64_t rows = 2;
+  for (int64_t i = 0; i < data.training; i++) {
+    const int64_t n = joined ? rows + data.list[i].n : data.list[i].n;
+    rows = n > rows ? n : rows;
+  }
+  if (own.window <= rows || (!own.forecast && !own.per_step)) return;
+  own.window = rows;
+  if (ranks.rank == 0) tell("%s: --window is %lld, as many steps as there are to learn from", path, (long long)rows);
+}
+
 /* Sets the task as the flags say, and reads the file for it. Returns 0, or 2 after a sentence. */
 static int read_task(const char *path) {
   if (own.forecast) own.causal = true;
@@ -633,7 +646,7 @@ static int read_task(const char *path) {
              (const char *)classes[0].at);
   if (!own.forecast && label_count < 2) return fail("%s has no classes; it takes two", path);
   if (data.training == 0) return fail("%s has too few series to hold a fifth back", path);
-  return 0;
+  return fit_window(path), 0;
 }
 static void join_unlearnt(void) {                          /* cases are measured on as they are learnt from */
   if (!own.per_step || data.csv) return;

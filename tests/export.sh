@@ -109,9 +109,13 @@ features=3 outputs=2 glitch=900000000 forget=2 convolution=4
 features=3 outputs=2 dim=12 ffn=20 sharing=1 large=19
 features=3 outputs=2 forget=2 sharing=1 glitch=1000000 large=19
 vocab=37 sharing=1 activation=8 positions=2 large=19
-features=3 outputs=2 glitch=900000000 steep=30 convolution=4 pre_norm=1 sharing=1
-features=3 outputs=2 glitch=900000000 steep=30 convolution=3 pre_norm=1 forget=2
+features=3 outputs=2 dim=12 ffn=20 sharing=1 glitch=900000000 large=12
+features=3 outputs=2 heads=1 memory=8 glitch=1000 large=12
+features=3 outputs=2 heads=1 memory=8 glitch=1000 large=18
+features=3 outputs=2 glitch=900000000 steep=32 convolution=4 pre_norm=1 sharing=1
+features=3 outputs=2 glitch=900000000 steep=32 convolution=3 pre_norm=1 forget=2
 END
+check "in 8 bits too a step without a finite result says so" [ "$(grep -c '^[7f]f[c-f]' big/outputs.txt)" = 1 ]
 check "a model whose scores are too large" model big 0 vocab=37 forget=1 large=30
 refuses "layer1_scores_b, which export computes .* too large for a float" big/model.safetensors --out x
 refuses "layer1_scores_b, which export computes .* too large for a float" big/model.safetensors --out x --float

@@ -233,7 +233,7 @@ static int compare(const char *a, const char *b, double bound) {
       if (x[i] > x[best]) best = i;
       if (y[i] > y[best_other]) best_other = i;
     }
-    if (!(distance <= max)) max = distance;
+    if (max == max && !(distance <= max)) max = distance; /* NaN stays */
     agree += best == best_other;
   }
   if (read_step(second, y) > 0) return fail("too long:", b);
