@@ -97,19 +97,38 @@ TOOL int showable(const unsigned char *s, int64_t size) {
       (*s == 0xF0 && s[1] < 0x90) || (*s == 0xF4 && s[1] > 0x8F);
   return strange ? 0 : length;
 }
-/* Text of a file as a terminal may have it: "?" for what it would obey or cannot show. */
-TOOL void put_shown(FILE *to, const void *text, int64_t size) {
+/* Text of a file as a terminal may have it: "?" for what it would obey or cannot show. With `lines` their ends and tabs
+   stay. */
+TOOL void put_text_of(FILE *to, const void *text, int64_t size, bool lines) {
   const unsigned char *s = (const unsigned char *)text;
   for (int64_t i = 0, n; i < size; i += n ? n : 1) {
-    n = s[i] < ' ' ? 0 : showable(s + i, size - i);
+    n = s[i] < ' ' && !lines ? 0 : showable(s + i, size - i);
     if (n) fwrite(s + i, 1, (size_t)n, to);
     else fputc('?', to);
   }
 }
+TOOL void put_shown(FILE *to, const void *text, int64_t size) { put_text_of(to, text, size, false); }
 /* A label that was found, on stdout: its own bytes, but to a terminal. */
 TOOL void put_label(const void *text, int64_t size) {
   if (on_terminal()) put_shown(stdout, text, size);
   else fwrite(text, 1, (size_t)size, stdout);
+}
+/* Text that is made byte by byte, on stdout: its own bytes, but to a terminal characters, when they are whole. The end
+   is -1. */
+typedef struct byte_text { unsigned char bytes[4]; int count; } byte_text;
+TOOL void put_byte_of(byte_text *w, int byte) {
+  if (!on_terminal()) {
+    if (byte >= 0) putchar(byte);
+    return;
+  }
+  if (byte >= 0) w->bytes[w->count++] = (unsigned char)byte;
+  while (w->count > 0) {
+    const int first = w->bytes[0], whole = first < 0xC2 ? 1 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+    const int n = showable(w->bytes, w->count), used = n ? n : 1;
+    if (n == 0 && byte >= 0 && w->count < whole) return;
+    put_text_of(stdout, w->bytes, used, true);
+    memmove(w->bytes, w->bytes + used, (size_t)(w->count -= used));
+  }
 }
 
 /* A sentence and a line's end. Names and texts in it are shown as put_shown shows them. */

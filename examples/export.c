@@ -635,8 +635,8 @@ static int export_model_of(luna_ctx *ctx, const char **words) {
   free(made);
   free((void *)used);
   if (status == 0)
-    printf("%s.h, %s.c: %lld bytes of weights, %lld bytes of state\n", own.out, own.out, (long long)flash,
-           (long long)state_bytes());
+    tell("%s.h, %s.c: %lld bytes of weights, %lld bytes of state", own.out, own.out, (long long)flash,
+         (long long)state_bytes());
   return status;
 }
 

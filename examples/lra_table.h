@@ -154,7 +154,7 @@ static void add_run(row *to, const report *r, const char *path) {
   bool known = false;
   for (int i = 0; i < to->runs; i++) known = known || to->seeds[i] == r->seed;
   if (known || to->runs == SEEDS) {
-    fprintf(stderr, known ? "%s: %s has the seed of another run\n" : "%s: %s is one seed too many\n", program, path);
+    (void)fail(known ? "%s has the seed of another run" : "%s is one seed too many", path);
     return;
   }
   to->mixed = to->mixed || r->threads != to->first.threads || strcmp(r->instructions, to->first.instructions) != 0;
@@ -171,7 +171,7 @@ static row *read_rows(const char *folder, int *count) {
     report r;
     snprintf(path, sizeof path, "%s/%s", folder, names[i]);
     free(names[i]);
-    if (!read_report(path, &r)) { fprintf(stderr, "%s: %s is no report of a run\n", program, path); continue; }
+    if (!read_report(path, &r)) { (void)fail("%s is no report of a run", path); continue; }
     int k = 0;
     while (k < *count && !same_row(&rows[k].first, &r)) k++;
     if (k == *count) {

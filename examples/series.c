@@ -664,7 +664,8 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (remember(params) != LUNA_OK) return failed(ctx);
   if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
-  printf("%s: %lld %s, %lld steps of %lld numbers", words[0], (long long)data.count,
+  put_shown(stdout, words[0], (int64_t)strlen(words[0]));
+  printf(": %lld %s, %lld steps of %lld numbers", (long long)data.count,
          data.csv ? "parts of one recording (to learn from, to choose the model by, to measure on)" : "series",
          (long long)data.size, (long long)data.k);
   if (!own.forecast) printf(", %d classes", (int)label_count);
@@ -676,7 +677,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (set_temperature()) return 2;
   if (ranks.rank > 0) return 0;
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
-  printf("%s: %lld steps in %.0f s\n", set.out, (long long)bar.step, seconds() - start);
+  tell("%s: %lld steps in %.0f s", set.out, (long long)bar.step, seconds() - start);
   return print_held() || plot(&bar, words[0]) ? 2 : 0;
 }
 

@@ -156,7 +156,8 @@ TOOL bool too_bad(const cells *all) { return (double)all->bad > BAD_CELLS * (dou
 TOOL void warn_of_cells(const char *path, const cells *all, const char *where, bool learns) {
   FILE *to = learns ? stdout : stderr;                     /* what predict finds goes to stdout */
   if (all->bad == 0 || ranks.rank > 0) return;
-  fprintf(to, "%s: line %lld, ", path, (long long)all->line), put_shown(to, where, (int64_t)strlen(where));
+  put_shown(to, path, (int64_t)strlen(path)), fprintf(to, ": line %lld, ", (long long)all->line);
+  put_shown(to, where, (int64_t)strlen(where));
   fprintf(to, ": '"), put_shown(to, all->first.at, shown_size(all->first));
   fprintf(to, "' is not a number, and counts as missing");
   if (all->bad > 1) fprintf(to, ", as %lld more", (long long)all->bad - 1);
@@ -322,7 +323,8 @@ TOOL int64_t survey(const char *path, word *parts) {
 
 TOOL void say_of_column(const char *path, int64_t c, const char *what) {
   if (ranks.rank > 0) return;
-  printf("%s: column '", path), put_shown(stdout, csv.names[c].at, csv.names[c].size), printf("' %s", what);
+  put_shown(stdout, path, (int64_t)strlen(path)), printf(": column '");
+  put_shown(stdout, csv.names[c].at, csv.names[c].size), printf("' %s", what);
 }
 /* The model's columns: those of numbers that change, but for what --columns and --drop say. */
 TOOL int choose_columns(const char *path) {
@@ -345,8 +347,8 @@ TOOL int choose_columns(const char *path) {
       if (csv.is[c].wanted || (!csv.is[c].rises && !csv.is[c].falls)) continue;
       say_of_column(path, c, csv.is[c].rises ? "only rises" : "only falls");
       if (ranks.rank == 0)
-        printf(", as a clock or a counter, and is read like any other, though later numbers are none that were learnt "
-               "from; --drop %.*s leaves it out\n", shown_size(csv.names[c]), (const char *)csv.names[c].at);
+        tell(", as a clock or a counter, and is read like any other, though later numbers are none that were learnt "
+             "from; --drop %.*s leaves it out", shown_size(csv.names[c]), (const char *)csv.names[c].at);
     }
   }
   return 0;

@@ -39,15 +39,11 @@ typedef struct totals {
 
 static bool starts(const char *text, const char *with) { return strncmp(text, with, strlen(with)) == 0; }
 
-/* What a terminal can show of a text; returns how many bytes it looked at. */
+/* About `max` bytes of a text, in whole characters; returns how many. */
 static int print_text(const char *text, int max) {
   int size = (int)strlen(text), i = 0;
-  for (int n; i < size && i < max; i += n) {
-    n = showable((const unsigned char *)text + i, size - i);
-    if (n == 0 || text[i] == '\n') printf("."), n = n ? n : 1;
-    else printf("%.*s", n, text + i);
-  }
-  return i;
+  for (int n; i < size && i < max; i += n ? n : 1) n = showable((const unsigned char *)text + i, size - i);
+  return put_shown(stdout, text, i), i;
 }
 
 static void find_features(void *user, const char *key, const char *value) {
@@ -150,7 +146,7 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
 
 static int summary(luna_ctx *ctx, const char *path) {
   static totals sum = { .width = 6 };
-  printf("%s\n", path);
+  tell("%s", path);
   const luna_inspection norms = { find_features, find_norm, &sum };
   if (luna_inspect(ctx, luna_path(path), &norms) != LUNA_OK) return failed(ctx);
   if (luna_inspect(ctx, luna_path(path), &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor,

@@ -230,7 +230,7 @@ static luna_tensor *loss_of(const luna_seq2seq *model, const batch *b, float smo
 static void show(const pair *p, span t) {
   printf("  source       "), put_shown(stdout, p->text[0].at, p->text[0].size);
   printf("\n  target       "), put_shown(stdout, p->text[1].at, p->text[1].size);
-  printf("\n  translation  %.*s\n", (int)t.size, (const char *)t.at);
+  printf("\n  translation  "), put_shown(stdout, t.at, t.size), putchar('\n');
 }
 
 /* The loss of the last `held` pairs and, after the first step, a translation. Returns 0, or 2 after a sentence. */
@@ -296,8 +296,8 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   if (!progress_due(&bar) && validate(ctx, &model, d, held)) return 2; /* of what has been saved */
-  printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start,
-         interrupted ? ", stopped early" : "");
+  tell("%s: %lld steps in %.0f s%s", set.out, (long long)bar.step, seconds() - bar.start,
+       interrupted ? ", stopped early" : "");
   return plot(&bar, "translation");
 }
 
@@ -385,8 +385,8 @@ static int eval(luna_ctx *ctx, const char **words) {
   for (int i = 0; i < 4; i++) mean += log(bleu.found[i] / fmax(bleu.grams[i], 1)) / 4;
   const double brevity = bleu.words[0] < bleu.words[1] ? exp(1 - bleu.words[1] / fmax(bleu.words[0], 1)) : 1;
   if (!status)
-    printf("%s: BLEU %.2f (13a words, brevity %.3f), beam %lld, %lld lines in %.1f s\n", words[0],
-           100 * brevity * exp(mean), brevity, (long long)own.beam, (long long)d.count, seconds() - start);
+    tell("%s: BLEU %.2f (13a words, brevity %.3f), beam %lld, %lld lines in %.1f s", words[0],
+         100 * brevity * exp(mean), brevity, (long long)own.beam, (long long)d.count, seconds() - start);
   return done(&d, status);
 }
 

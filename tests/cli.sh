@@ -265,4 +265,17 @@ refuses "[a-z]" train text --resume not.safetensors
 refuses "both" train text --out a.safetensors --plot a.safetensors
 refuses "cannot write" train text --out b.safetensors --plot nowhere/loss.svg
 
+# ---- text that a terminal would obey
+awk -v e="$escape" 'BEGIN { for (i = 0; i < 3000; i++) printf "%s\303\251", e }' >red.text
+check "a text of escape bytes" lm train red.text --out red.safetensors --steps 80 --lr 0.02 $small
+check "its samples are shown" shown out
+red="generate red.safetensors --bytes 200 --temperature 0.1"
+lm $red --prompt "$escape[31m"
+check "what is written has its own bytes in a file" grep -q "^$escape\[31m.*$escape" out
+if on_terminal --help; then
+  check "a terminal gets a text" on_terminal $red --prompt "$escape[31m"
+  check "without what it would obey" shown out
+  check "and its characters are whole" grep -q '^?\[31m.*?é?é' out
+fi
+
 finish

@@ -5,6 +5,7 @@
 #   refuses "WORDS" ARGUMENTS...   three checks: run ends with 2 and one sentence, which has the words
 #   short_of_memory ARGUMENTS...   one check: run with ever more memory, until it succeeds, says that it lacks memory
 #   on_terminal ARGUMENTS...       runs on a terminal of its own, as out; fails where script(1) is not here
+#   shown FILE                     fails where the file has an escape byte, $escape
 #   same, differ FILE FILE; drawn FILE (a whole SVG); beyond NUMBER (the percentage that out ends with is greater)
 #   interrupted WORDS ARGUMENTS... runs, waits until out has the words, presses Ctrl-C, returns the exit status
 #   finish                         the last line, and the status
@@ -51,6 +52,8 @@ on_terminal() {
   for word; do words="$words '$word'"; done
   command -v script >/dev/null 2>&1 && script -q -e -c "'$build/$program'$words 2>err" /dev/null >out </dev/null
 }
+escape=$(printf '\033')
+shown() { ! LC_ALL=C grep -q "$escape" "$1"; }
 same() { cmp -s "$1" "$2"; }
 differ() { ! cmp -s "$1" "$2"; }
 tags() { tr '<' '\n' <"$1" | grep -c "^$2"; }

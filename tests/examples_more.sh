@@ -79,6 +79,12 @@ check "Ctrl-C ends a training well" interrupted '^step .* loss' train en de --st
 check "it says so" grep -q 'stopped early' out
 check "the model is saved" run eval stopped.safetensors short.en short.de
 
+run train en de --out "red$escape[2J.safetensors" --steps 1 $small
+check "a name that a terminal would obey is shown without that" shown out
+check "as the file that is there" sh -c "grep -q '^red?.2J.safetensors: 1 steps' out"
+check "and is measured" run eval "red$escape[2J.safetensors" short.en short.de --beam 1
+check "under the same name" sh -c "grep -q '^red?.2J.safetensors: BLEU' out"
+
 # ---- lesson
 program=lesson
 check "lesson succeeds" run

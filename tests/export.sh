@@ -238,7 +238,7 @@ done
 lines() { printf '%b' "$1" >table/series.csv; }
 read_as() { lines "$1"; (cd table && ./main >main.log) && same table/outputs.txt table/wanted.txt; }
 stops() { lines "$2"; (cd table && ! ./main >main.log) && grep -q "$1" table/main.log; }
-mkdir -p table
+mkdir -p table red
 cp named.safetensors table/model.safetensors
 lines '"speed",he*/at\n0.001,-13\n2,\n12300000000,4\n'
 check "a table's model" exported table
@@ -250,6 +250,16 @@ check "columns are found by their names, among others" \
 { echo speed,he*/at; sed '1d; s/,[a-z]*$//' w.csv; } >table/series.csv
 (cd table && ./main >main.log)
 check "what is found is said by its name" grep -q -x 'line [0-9]*: \(fast\|slow\)' table/main.log
+sed "s/fast/$escape[31mfast/; s/speed/$escape[2J/" w.csv >red.csv
+check "a detector of names that a terminal would obey" "$build/series" train red.csv --label state --causal \
+  --steps 2 --out red/model.safetensors
+check "is exported" exported red
+sed "1s/.*/$escape[2J,he*\/at/" table/series.csv >red/series.csv
+check "and built" built red $cc -std=c99 -O1
+check "its classes are said without that" grep -q -x 'line [0-9]*: \(?.31mfast\|slow\)' red/main.log
+check "with no escape byte" shown red/main.log
+cp table/series.csv red
+check "so is a column that is missing" sh -c "cd red && ! ./main >main.log && grep -q 'no column ?.2J$' main.log"
 check "a column that is missing is said" stops 'no column he\*/at' 'speed,heat\n1,2\n'
 check "so are names that are missing" stops 'does not name the column speed' '1,2\n3,4\n'
 check "a word is no number" stops 'line 3, column 2: this is no number' 'speed,he*/at\n1,2\n1,x7\n'

@@ -229,6 +229,13 @@ check "all of the paper's table" [ "$(grep -c '^| .* (' out)" -ge 15 ]
 check "no mark-up from files" sh -c '! grep -q "<script" out table.svg'
 check "what is no report is named" [ "$(grep -c 'is no report' err)" = 6 ]
 check "the picture is whole" [ "$(tail -n 1 table.svg)" = "</svg>" ]
+mkdir red
+cp text "red/$escape[2J.txt"
+for i in 1 2; do sed "s/^from .*/from $escape[2J/" whole.txt >"red/a$escape$i.txt"; done
+run table red
+check "what is no report, or one too many, is named" [ "$(grep -c '?' err)" = 2 ]
+check "without what a terminal would obey" sh -c "cat out err >both"
+check "as all that is said" shown both
 report() { sed "$2" whole.txt >"$1.txt"; }
 mkdir fields
 report fields/a 's/^from .*/from [a](b)_c_*d*!~e~$f\\g/; s/^settings .*/settings _q_/'

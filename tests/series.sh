@@ -61,8 +61,6 @@ shows() {
 check "the first is drawn, with its axes" shows cases.svg measured step "dimension 1" "dimension 2"
 check "and its class" grep -q 'first series: \(up\|down\) with [0-9]*%; true: \(up\|down\)</text>' cases.svg
 # labels and columns that a terminal would obey
-escape=$(printf '\033')
-shown() { ! LC_ALL=C grep -q "$escape" "$1"; }
 sed "s/up$/${escape}[31mup/" slopes.ts >red.ts
 run train red.ts --steps 1 $small --out red.safetensors
 run predict red.safetensors red.ts
@@ -78,6 +76,13 @@ check "nor has a sentence such bytes" shown err
 printf '%s[2Ja,b\n1,2\n1,3\n' "$escape" >red.csv
 run train red.csv --forecast --steps 1 $small --out red.safetensors
 check "nor has what is said of a column" shown out
+awk -v name="$escape[2Ja" 'BEGIN { print name ",b"; for (t = 0; t < 60; t++) print t "," t % 7 }' >red.csv
+run train red.csv --forecast --steps 1 $small --out red.safetensors
+check "nor has what might be dropped" grep -q -- '--drop ?\[2Ja leaves it out' out
+check "nothing that is said has" shown out
+cp red.csv "red$escape[2J.csv"
+run train "red$escape[2J.csv" --forecast --steps 1 $small --out "red$escape[2J.safetensors"
+check "nor have names of files" shown out
 run train slopes.ts --out b.safetensors --steps 120 $small --threads 1
 check "the same seed gives the same model, for any number of threads" same a.safetensors b.safetensors
 run train slopes.ts --out b.safetensors --steps 120 $small --seed 9
@@ -106,6 +111,14 @@ for causal in no yes; do
 done
 check "a forecast" run train waves.csv --forecast --window 60 --out f.safetensors --steps 200 $small
 check "is measured" run eval f.safetensors waves.csv
+for task in "waves.csv --forecast" "waves.csv --label state" "slopes.ts --per-step"; do
+  check "$task: a window longer than the data" run train $task --window 1000000 --steps 2 $small --out long.safetensors
+  rows=$(sed -n 's/.*: --window is \([0-9]*\), as many steps as there are to learn from$/\1/p' out)
+  check "is one of all there is, $rows" [ "${rows:-0}" -gt 99 ]
+  run train $task --window "$rows" --steps 2 $small --out whole.safetensors
+  check "as with --window $rows" same long.safetensors whole.safetensors
+  check "of which nothing need be said" sh -c '! grep -q "window is" out'
+done
 check "against the last value, which is worse" awk '/ahead: mean/ { gsub("[,;]", ""); exit !($8 < $13) }' out
 check "predicts the next row" run predict f.safetensors waves.csv --svg forecast.svg
 check "of two numbers, each with bounds" [ "$(grep -c '^1,1,0.[159],-*[0-9.e-]*,-*[0-9.e-]*$' out)" = 3 ]

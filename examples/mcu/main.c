@@ -33,6 +33,18 @@ static void print_number(const char *name, uint32_t number, const char *end) {
   board_print(end);
 }
 
+/* A name that the model has: what a terminal would obey in it becomes "?". */
+static void print_name(const char *name) {
+  char one[2] = { 0, 0 };
+  int last = 0;
+  for (; *name; name++) {
+    const int c = (unsigned char)*name, control = c < 32 || c == 127 || (last == 0xC2 && c < 160);
+    one[0] = *name;
+    board_print(control ? "?" : one);
+    last = c;
+  }
+}
+
 /* ---- the series -------------------------------------------------------------------------------------------------- */
 
 static char buffer[128];
@@ -128,7 +140,7 @@ static int find_places(int header) {
     if (header) places[i] = named[i];
     if (places[i] >= 0) continue;
     board_print(header ? "series.csv has no column " : "the first line of series.csv does not name the column ");
-    board_print(names[i]);
+    print_name(names[i]);
     board_print("\n");
     return 0;
   }
@@ -198,7 +210,7 @@ static void say_class(int best) {
   if (times < 5 || best == said) return;
   said = best;
   print_number("line ", lines, ": ");
-  board_print(classes[best]);
+  print_name(classes[best]);
   board_print("\n");
 #endif
   (void)best;
