@@ -348,8 +348,8 @@ static int one_command(luna_ctx *ctx, const char **words) {
   const int status = measure(&r, &text, own.tokens, writer, own.seconds, &out);
   free(text.data);
   if (!status)
-    tell("%s, %lld tokens: %.3f steps per second, %.1f MB, loss %.3f", words[0], (long long)own.tokens, out.rate,
-         out.bytes / 1e6, out.loss);
+    say("%s, %lld tokens: %.3f steps per second, %.1f MB, loss %.3f", words[0], (long long)own.tokens, out.rate,
+        out.bytes / 1e6, out.loss);
   return status;
 }
 

@@ -312,9 +312,9 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   if (!status)
     status = write_picture(maps, trained ? 2 : 1, slots, e->config.layer.memory, e->config.layers);
   if (!status)
-    tell("%s: layer %lld of %lld, %lld slots, %lld tokens%s%s", set.out, (long long)own.layer,
-         (long long)e->config.layers, (long long)slots, (long long)count, trained ? "" : "; ",
-         trained ? "" : no_unpack);
+    say("%s: layer %lld of %lld, %lld slots, %lld tokens%s%s", set.out, (long long)own.layer,
+        (long long)e->config.layers, (long long)slots, (long long)count, trained ? "" : "; ",
+        trained ? "" : no_unpack);
   return free(values), status;
 }
 

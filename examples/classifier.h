@@ -157,7 +157,7 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   if (bar->step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (best_end(best, model->params, bar) != LUNA_OK) return failed(ctx);
   if (ranks.rank == 0 && luna_save(model->params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
-  if (interrupted) tell("stopped at step %lld: what has been learnt is in %s", (long long)bar->step, set.out);
+  if (interrupted) say("stopped at step %lld: what has been learnt is in %s", (long long)bar->step, set.out);
   calibration all = { .classes = s->classes };
   calibrated = ranks.ranks == 1 ? &all : NULL;             /* a rank has its part of the samples alone */
   const double share = validate(ctx, model, s, bar, s->held, NULL);
@@ -165,10 +165,10 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   const int status = share < 0 ? failed(ctx) : set_temperature(ctx, model, &all);
   calibration_close(&all);
   if (status) return status;
-  tell("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from%s: %.2f%% (loss %.3f)",
-       set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held,
-       s->held < LEAST_CALIBRATED ? "" : ", which chose the model and its temperature", 100 * share,
-       bar->validation.y[bar->validation.count - 1]);
+  say("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from%s: %.2f%% (loss %.3f)",
+      set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held,
+      s->held < LEAST_CALIBRATED ? "" : ", which chose the model and its temperature", 100 * share,
+      bar->validation.y[bar->validation.count - 1]);
   return plot(bar, s->title);
 }
 
@@ -197,8 +197,8 @@ TOOL int train_classifier_on(luna_ctx *ctx, luna_params *params, const samples *
                   .total = set.steps, .floor = 0.05f }
   });
   if (!adam) return failed(ctx);
-  tell("%s: %lld classes, %lld samples to validate on; %lld parameters", s->title, (long long)s->classes,
-       (long long)s->held, (long long)luna_params_element_count(params));
+  say("%s: %lld classes, %lld samples to validate on; %lld parameters", s->title, (long long)s->classes,
+      (long long)s->held, (long long)luna_params_element_count(params));
   fflush(stdout);
 
   best_model *const keeps = s->held >= LEAST_CALIBRATED ? &best : NULL; /* of fewer chance would choose */
@@ -244,8 +244,8 @@ TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samp
   if (!status && (share = accuracy(ctx, model, s, 0, count, &loss)) < 0) status = failed(ctx);
   calibrated = NULL;
   if (!status)
-    tell("%s: accuracy on %lld samples: %.2f%% (loss %.3f, expected calibration error %.2f%%)", s->title,
-         (long long)count, 100 * share, loss, 100 * calibration_error(&all, 1));
+    say("%s: accuracy on %lld samples: %.2f%% (loss %.3f, expected calibration error %.2f%%)", s->title,
+        (long long)count, 100 * share, loss, 100 * calibration_error(&all, 1));
   calibration_close(&all);
   return batch_close(), status;
 }

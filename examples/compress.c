@@ -208,8 +208,8 @@ static int write_whole(const unsigned char *at, int64_t size) {
 }
 static void report(int64_t text, int64_t code, double start) {
   const double took = seconds() - start;
-  tell("%s: a text of %lld bytes, packed %lld, %.4f bits a byte, in %.1f s, %.1f KB/s", set.out, (long long)text,
-       (long long)code, 8.0 * (double)code / (double)text, took, (double)text / 1000 / took);
+  say("%s: a text of %lld bytes, packed %lld, %.4f bits a byte, in %.1f s, %.1f KB/s", set.out, (long long)text,
+      (long long)code, 8.0 * (double)code / (double)text, took, (double)text / 1000 / took);
 }
 
 static int read_input(const char *path, contents *file) {

@@ -138,7 +138,7 @@ TOOL void put_sentence(FILE *to, const char *format, va_list list) {
   put_shown(to, text, (int64_t)strlen(text));
   fputc('\n', to);
 }
-TOOL void tell(const char *format, ...) {
+TOOL void say(const char *format, ...) {
   va_list list;
   va_start(list, format);
   put_sentence(stdout, format, list);
@@ -583,7 +583,7 @@ TOOL bool flag_given(const void *place) {                  /* whether the comman
 /* of luna_options.log: what is no failure; failures are said where calls end */
 TOOL void say_note(void *user, luna_status status, const char *sentence) {
   (void)user;
-  if (status == LUNA_OK && ranks.rank == 0) tell("%s", sentence);
+  if (status == LUNA_OK && ranks.rank == 0) say("%s", sentence);
 }
 TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); }
 TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
@@ -701,11 +701,11 @@ TOOL luna_status keep_mark(luna_params *params, contents file) {
 TOOL void say_learnt(const luna_params *params, contents file, const char *path) {
   const char *mark = luna_params_get_text(params, "learnt_from");
   if (mark && strcmp(mark, mark_of(file).text) == 0)
-    tell("%s is what the model learnt from, but for a part: train has measured on that part alone", path);
+    say("%s is what the model learnt from, but for a part: train has measured on that part alone", path);
 }
 
 TOOL void say_left(void *user, const char *name, const char *why) {
-  tell("  %s %s", name, why), (void)user;
+  say("  %s %s", name, why), (void)user;
 }
 /* Takes a model file's tensors that params has with the same names and shapes, and says how many; `names`: and which
    are left. Returns 0, or 2 after a sentence. */
@@ -713,8 +713,8 @@ TOOL int begin_with(luna_ctx *ctx, luna_params *params, const char *path, bool n
   luna_load_report taken = { .report = names ? say_left : NULL };
   if (luna_load_matching(params, luna_path(path), &taken) != LUNA_OK) return failed(ctx);
   if (taken.loaded == 0) return fail("%s has no tensor that this model has", path);
-  tell("%lld of %lld tensors taken from %s", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
-       path);
+  say("%lld of %lld tensors taken from %s", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
+      path);
   return 0;
 }
 

@@ -635,8 +635,8 @@ static int export_model_of(luna_ctx *ctx, const char **words) {
   free(made);
   free((void *)used);
   if (status == 0)
-    tell("%s.h, %s.c: %lld bytes of weights, %lld bytes of state", own.out, own.out, (long long)flash,
-         (long long)state_bytes());
+    say("%s.h, %s.c: %lld bytes of weights, %lld bytes of state", own.out, own.out, (long long)flash,
+        (long long)state_bytes());
   return status;
 }
 

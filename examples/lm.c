@@ -136,15 +136,15 @@ static int write_on(luna_ctx *ctx, const luna_lm *model, const text *prompt, lun
                     unsigned char *out) {
   luna_stream *stream = luna_stream_open(model, NULL);
   if (!stream) return failed(ctx);
-  byte_text text = { { 0 }, 0 };
+  byte_text made = { { 0 }, 0 };
   int32_t token = luna_sample(luna_stream_prefill(stream, &(luna_input){ prompt->bytes, NULL, 0, prompt->size, NULL }),
                               256, &sampling);
   for (int64_t i = 0; token >= 0 && (count == 0 || i < count); i++) {
     if (out) out[i] = (unsigned char)token;
-    else if (put_byte_of(&text, token), fflush(stdout) != 0 || ferror(stdout)) break;
+    else if (put_byte_of(&made, token), fflush(stdout) != 0 || ferror(stdout)) break;
     token = luna_sample(luna_stream_step(stream, &token), 256, &sampling);
   }
-  if (!out) put_byte_of(&text, -1), putchar('\n');
+  if (!out) put_byte_of(&made, -1), putchar('\n');
   const char *why = luna_stream_error(stream);
   const int status = token >= 0 ? 0 : *why ? fail("%s", why) : failed(ctx);
   luna_stream_close(stream);
@@ -289,14 +289,14 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
                   .total = set.steps, .floor = 0.05f }
   });
   if (!adam) return failed(ctx);
-  tell("%s: %lld bytes to learn from, %lld to validate on; %lld parameters", path, (long long)t.size,
-       (long long)held.size, (long long)luna_params_element_count(params));
+  say("%s: %lld bytes to learn from, %lld to validate on; %lld parameters", path, (long long)t.size,
+      (long long)held.size, (long long)luna_params_element_count(params));
   if (own.carry && !(carried = luna_lm_state_open(&model, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
   if (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK) return failed(ctx);
   if ((set.save_every || set.resume) && luna_params_set_text(params, "lm.text", mark.text) != LUNA_OK)
     return failed(ctx);
-  if (set.resume) tell("going on from step %lld of %s", (long long)begin, set.resume);
+  if (set.resume) say("going on from step %lld of %s", (long long)begin, set.resume);
   double first = mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION);
   if (!(first >= 0)) return failed(ctx);
   if (show_sample(ctx, "before the first step", &model, &prompt)) return 2;
@@ -311,14 +311,14 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if (fine && bar.step == begin) return fail("stopped before the first step: nothing learnt, nothing written");
   if (!fine || !save(adam, params)) return failed(ctx);
   double took = seconds() - bar.start, last = validate(ctx, &model, held, LAST_VALIDATION);
-  if (interrupted) tell("stopped at step %lld: what has been learnt is in %s", (long long)bar.step, set.out);
+  if (interrupted) say("stopped at step %lld: what has been learnt is in %s", (long long)bar.step, set.out);
   if (luna_optimizer_skipped(adam))
     printf("%lld steps skipped, their gradients were not finite\n", (long long)luna_optimizer_skipped(adam));
 
   if (!(last >= 0)) return failed(ctx);
   if (show_sample(ctx, "after the last step", &model, &prompt) || plot(&bar, path)) return 2;
-  tell("%s: %lld steps in %.0f s and %.1f MB, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte",
-       set.out, (long long)(bar.step - begin), took, megabytes(ctx), first, last, first / LN2, last / LN2);
+  say("%s: %lld steps in %.0f s and %.1f MB, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte",
+      set.out, (long long)(bar.step - begin), took, megabytes(ctx), first, last, first / LN2, last / LN2);
   return 0;
 }
 
@@ -365,8 +365,8 @@ static int eval(luna_ctx *ctx, const char **words) {
   free(t.bytes);
   if (t.size < 2) return fail("%s has one byte: there is nothing to foretell", words[1]);
   if (!(loss >= 0)) return failed(ctx);
-  tell("%s on %s: %.4f bits per byte, %.4f nats, %s windows of %lld bytes", words[0], words[1], loss / LN2, loss,
-       own.carry ? "as one sequence, in" : "in", (long long)own.window);
+  say("%s on %s: %.4f bits per byte, %.4f nats, %s windows of %lld bytes", words[0], words[1], loss / LN2, loss,
+      own.carry ? "as one sequence, in" : "in", (long long)own.window);
   return 0;
 }
 

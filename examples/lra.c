@@ -526,13 +526,13 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   progress_end(&bar);
   if (interrupted && bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (interrupted)
-    tell("stopped at step %lld; goes on with --resume %s", (long long)bar.step, run_file("training").text);
+    say("stopped at step %lld; goes on with --resume %s", (long long)bar.step, run_file("training").text);
   if (run.best_step == 0) return printf("stopped before the first validation: no model was written\n"), 0;
   if (keep_better(ctx, params, s, &share, &loss)) return 2;
   if (write_report(params, share, s->held)) return 2;
-  tell("%s: %lld steps in %.0f s, the best at step %lld, %s %lld samples held: %.2f%% (loss %.3f)", best.text,
-       (long long)bar.step, took, (long long)run.best_step, pretraining ? "masked tokens found of" : "accuracy on",
-       (long long)s->held, 100 * share, loss);
+  say("%s: %lld steps in %.0f s, the best at step %lld, %s %lld samples held: %.2f%% (loss %.3f)", best.text,
+      (long long)bar.step, took, (long long)run.best_step, pretraining ? "masked tokens found of" : "accuracy on",
+      (long long)s->held, 100 * share, loss);
   return plot(&bar, run.name);
 }
 
@@ -549,7 +549,7 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   printf("%s, %s: %lld samples to learn from, %lld to validate on; ", data.task->title, title().text,
          (long long)s->training, (long long)s->held);
   printf("%lld parameters\n%s\n", (long long)luna_params_element_count(params), describe().text);
-  if (begin) tell("going on from step %lld of %s", (long long)begin, set.resume);
+  if (begin) say("going on from step %lld of %s", (long long)begin, set.resume);
   fflush(stdout);
   FILE *old = run.best_step && ranks.rank == 0 ? fopen(best.text, "rb") : NULL;
   if (run.best_step && ranks.rank == 0 && !old)
@@ -605,8 +605,8 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!status) status = batch_open(&s);
   if (!status && (share = accuracy(ctx, NULL, &s, 0, s.held, &loss)) < 0) status = failed(ctx);
   if (!status)
-    tell("%s: %s, accuracy on %lld samples of %s: %.2f%% (loss %.3f)", words[0], data.task->title,
-         (long long)s.held, s.title, 100 * share, loss);
+    say("%s: %s, accuracy on %lld samples of %s: %.2f%% (loss %.3f)", words[0], data.task->title,
+        (long long)s.held, s.title, 100 * share, loss);
   batch_close(), model_close(), task_close();
   return status;
 }

@@ -73,8 +73,8 @@ static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentenc
   if (luna_params_set_text(params, "mlm.tokens", own.tokens ? "bytes" : "words") != LUNA_OK ||
       luna_save(params, luna_path(set.out)) != LUNA_OK)
     return failed(ctx);
-  tell("%s: %lld steps in %.0f s%s", set.out, (long long)bar.step, seconds() - bar.start,
-       interrupted ? ", stopped early" : "");
+  say("%s: %lld steps in %.0f s%s", set.out, (long long)bar.step, seconds() - bar.start,
+      interrupted ? ", stopped early" : "");
   return 0;
 }
 

@@ -621,7 +621,7 @@ static void fit_window(const char *path) {
   }
   if (own.window <= rows || (!own.forecast && !own.per_step)) return;
   own.window = rows;
-  if (ranks.rank == 0) tell("%s: --window is %lld, as many steps as there are to learn from", path, (long long)rows);
+  if (ranks.rank == 0) say("%s: --window is %lld, as many steps as there are to learn from", path, (long long)rows);
 }
 
 /* Sets the task as the flags say, and reads the file for it. Returns 0, or 2 after a sentence. */
@@ -677,7 +677,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (set_temperature()) return 2;
   if (ranks.rank > 0) return 0;
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
-  tell("%s: %lld steps in %.0f s", set.out, (long long)bar.step, seconds() - start);
+  say("%s: %lld steps in %.0f s", set.out, (long long)bar.step, seconds() - start);
   return print_held() || plot(&bar, words[0]) ? 2 : 0;
 }
 

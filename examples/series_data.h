@@ -347,8 +347,8 @@ TOOL int choose_columns(const char *path) {
       if (csv.is[c].wanted || (!csv.is[c].rises && !csv.is[c].falls)) continue;
       say_of_column(path, c, csv.is[c].rises ? "only rises" : "only falls");
       if (ranks.rank == 0)
-        tell(", as a clock or a counter, and is read like any other, though later numbers are none that were learnt "
-             "from; --drop %.*s leaves it out", shown_size(csv.names[c]), (const char *)csv.names[c].at);
+        say(", as a clock or a counter, and is read like any other, though later numbers are none that were learnt "
+            "from; --drop %.*s leaves it out", shown_size(csv.names[c]), (const char *)csv.names[c].at);
     }
   }
   return 0;

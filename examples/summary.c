@@ -146,7 +146,7 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
 
 static int summary(luna_ctx *ctx, const char *path) {
   static totals sum = { .width = 6 };
-  tell("%s", path);
+  say("%s", path);
   const luna_inspection norms = { find_features, find_norm, &sum };
   if (luna_inspect(ctx, luna_path(path), &norms) != LUNA_OK) return failed(ctx);
   if (luna_inspect(ctx, luna_path(path), &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor,

@@ -331,6 +331,6 @@ TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
   return fail("%s says that it is at step %s", set.resume, value ? value : "?");
 }
 TOOL int training_finished(void) {                         /* returns 0: there is nothing to do */
-  tell("%s has made all its %lld steps: this training is finished", set.resume, (long long)set.steps);
+  say("%s has made all its %lld steps: this training is finished", set.resume, (long long)set.steps);
   return 0;
 }

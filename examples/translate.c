@@ -296,8 +296,8 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   if (!progress_due(&bar) && validate(ctx, &model, d, held)) return 2; /* of what has been saved */
-  tell("%s: %lld steps in %.0f s%s", set.out, (long long)bar.step, seconds() - bar.start,
-       interrupted ? ", stopped early" : "");
+  say("%s: %lld steps in %.0f s%s", set.out, (long long)bar.step, seconds() - bar.start,
+      interrupted ? ", stopped early" : "");
   return plot(&bar, "translation");
 }
 
@@ -385,12 +385,14 @@ static int eval(luna_ctx *ctx, const char **words) {
   for (int i = 0; i < 4; i++) mean += log(bleu.found[i] / fmax(bleu.grams[i], 1)) / 4;
   const double brevity = bleu.words[0] < bleu.words[1] ? exp(1 - bleu.words[1] / fmax(bleu.words[0], 1)) : 1;
   if (!status)
-    tell("%s: BLEU %.2f (13a words, brevity %.3f), beam %lld, %lld lines in %.1f s", words[0],
-         100 * brevity * exp(mean), brevity, (long long)own.beam, (long long)d.count, seconds() - start);
+    say("%s: BLEU %.2f (13a words, brevity %.3f), beam %lld, %lld lines in %.1f s", words[0],
+        100 * brevity * exp(mean), brevity, (long long)own.beam, (long long)d.count, seconds() - start);
   return done(&d, status);
 }
 
-static void say(const pair *p, span t) { printf("%.*s\n", (int)t.size, (const char *)t.at), fflush(stdout), (void)p; }
+static void put_line(const pair *p, span t) {
+  printf("%.*s\n", (int)t.size, (const char *)t.at), fflush(stdout), (void)p;
+}
 
 static int run(luna_ctx *ctx, const char **words) {
   luna_model model;
@@ -401,7 +403,7 @@ static int run(luna_ctx *ctx, const char **words) {
     d.count = d.tokens.size = 0;
     add(&d, line, (span){ line.at, 0 });
     encode_pairs(&d, INT32_MAX, 0);
-    status = translate(ctx, &model.seq2seq, &d, 0, 1, say);
+    status = translate(ctx, &model.seq2seq, &d, 0, 1, put_line);
   }
   if (!status && (fflush(stdout) != 0 || ferror(stdout)))
     status = fail("cannot write the translations: %s", strerror(errno));

@@ -9,9 +9,11 @@
 
    compare prints the largest distance of a step's outputs as a share of the root mean square norm of NAME's, and
    ends with 1 if it is more than the bound, or if an output is not finite whose first is. Outputs are lines of their
-   floats' bits in hexadecimal. Fields are those of luna_lm_config: features=9 heads=4 ...; and missing=N: one number in N
-   is missing; glitch=X: what the first feature of step 10 is; large=E: a weight of every third tensor is 10^E times as
-   large; steep=E: all weights of the features are */
+   floats' bits in hexadecimal. Fields are those of luna_lm_config: features=9 heads=4 ...; and
+     missing=N    one number in N is missing
+     glitch=X     the first feature of step 10 is X
+     large=E      a weight of every third tensor is 10^E times as large
+     steep=E      all weights of the features are */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
