@@ -600,19 +600,20 @@ static int check_name(void) {
   return 0;
 }
 
-static int write_file(new_file *file, const char *suffix, void (*write)(void)) {
+static int write_file(const char *model_path, new_file *file, const char *suffix, void (*write)(void)) {
   char path[PATH_ROOM];
   if (strlen(own.out) + 8 > sizeof path) return fail("--out is too long");
   snprintf(path, sizeof path, "%s%s", own.out, suffix);
+  if (same_file(path, model_path)) return fail("--out %s would overwrite the model itself", own.out);
   if ((out = file_begin(file, path)) == NULL) return 2;
   write();
   return 0;
 }
 /* Writes both files, or none. */
-static int write_files(void) {
+static int write_files(const char *model_path) {
   static new_file files[2];
-  int status = write_file(&files[0], ".h", write_h), begun = status == 0;
-  if (!status) status = write_file(&files[1], ".c", write_c), begun += status == 0;
+  int status = write_file(model_path, &files[0], ".h", write_h), begun = status == 0;
+  if (!status) status = write_file(model_path, &files[1], ".c", write_c), begun += status == 0;
   if (!status) status = check_parameters();
   if (!status) return files_end(files, 2);
   for (int i = 0; i < begun; i++) file_close(&files[i], false);
@@ -630,7 +631,7 @@ static int export_model_of(luna_ctx *ctx, const char **words) {
   if (own.bits == 1) own.floats = 1;
   if (check_name() || check_model(ctx, words[0]) || fold_output_norm()) return 2;
   find_facts();
-  const int status = write_files();
+  const int status = write_files(words[0]);
   while (made_count > 0) free(made[--made_count]);
   free(made);
   free((void *)used);

@@ -356,6 +356,9 @@ refuses "is no name for C" float/model.safetensors --out folder/
 refuses "called string.h" float/model.safetensors --out string
 refuses "called Features.h" float/model.safetensors --out Features
 refuses "--out" float/model.safetensors
+cp float/model.safetensors model.c
+refuses "overwrite the model" model.c --out model
+check "which is as it was" same model.c float/model.safetensors
 refuses "cannot write" float/model.safetensors --out nowhere/x
 check "a model whose outputs are scaled" $models write scaled 0 features=2 outputs=2 output_norm=1
 refuses "cannot learn on the device" scaled.safetensors --out x --learn values
