@@ -251,13 +251,14 @@ static int64_t place_joined(int64_t b) {                   /* cases, one after a
   return n;
 }
 
+static int64_t learnt_window;        /* --window, or less where there is less to learn from */
 /* What training step `step` learns from. */
 static void training_batch(int64_t step, int32_t *order) {
   const bool joined = own.per_step && !data.csv, windows = own.forecast || data.csv;
   random_state = draw(1, step, 0);
   batch_open(set.batch, 1);
   const int64_t longest = choose_series(step, order);
-  batch_open(set.batch, windows || joined ? own.window : (int64_t)((double)longest * (1 + own.stretch)) + 1);
+  batch_open(set.batch, windows || joined ? learnt_window : (int64_t)((double)longest * (1 + own.stretch)) + 1);
   for (int64_t b = 0; b < set.batch; b++) {
     const series s = data.list[batch.lengths[b]];
     batch.lengths[b] = (int32_t)(windows ? place_random(b) : joined ? place_joined(b) :
@@ -611,7 +612,7 @@ static int check_flags(void) {
   return 0;
 }
 
-/* Makes a window no longer than the longest series that is learnt from or, of joined cases, than all of them. */
+/* A batch has no more steps than the longest series that is learnt from or, of joined cases, than all of them. */
 static void fit_window(const char *path) {
   const bool joined = own.per_step && !data.csv;
   int64_t rows = 2;
@@ -619,9 +620,10 @@ static void fit_window(const char *path) {
     const int64_t n = joined ? rows + data.list[i].n : data.list[i].n;
     rows = n > rows ? n : rows;
   }
-  if (own.window <= rows || (!own.forecast && !own.per_step)) return;
-  own.window = rows;
-  if (ranks.rank == 0) say("%s: --window is %lld, as many steps as there are to learn from", path, (long long)rows);
+  learnt_window = own.window < rows ? own.window : rows;
+  if (learnt_window < own.window && (own.forecast || own.per_step) && ranks.rank == 0)
+    say("%s: --window %lld is longer than the %lld steps to learn from, which are read at once", path,
+        (long long)own.window, (long long)rows);
 }
 
 /* Sets the task as the flags say, and reads the file for it. Returns 0, or 2 after a sentence. */

@@ -33,6 +33,7 @@ static void print_number(const char *name, uint32_t number, const char *end) {
   board_print(end);
 }
 
+#if defined(DETECTOR_COLUMNS) || defined(DETECTOR_CLASSES)
 /* A name that the model has: what a terminal would obey in it becomes "?". */
 static void print_name(const char *name) {
   char one[2] = { 0, 0 };
@@ -44,6 +45,7 @@ static void print_name(const char *name) {
     last = c;
   }
 }
+#endif
 
 /* ---- the series -------------------------------------------------------------------------------------------------- */
 
