@@ -63,7 +63,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WARN = -Wall -Wextra
 # tests/private.c includes these: they are no programs of their own
 CHAPTERS = $(shell sed -n 's/^\#include "\(.*\)\.c".*/\1/p' tests/private.c)
-NAMES = $(filter-out bench_% cuda ptx mpi% soak $(CHAPTERS),$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+NAMES = $(filter-out bench_% cuda ptx mpi% soak tiles_emulated $(CHAPTERS),$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
@@ -188,6 +188,12 @@ $(addprefix $(BUILD)/tests/,gradients only_stream cuda.o cuda_device.o): CFLAGS 
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	$(call build,$(CC) $(CFLAGS) $(WARN) -I. $<,$(LIBS))
+
+$(BUILD)/tests/tiles_emulated.o: tests/tiles_emulated.c luna.h $(wildcard tests/*.h) tests/bf16.c tests/gemm.c \
+  tests/int8.c tests/bf16_models.c
+	$(call build,$(CC) $(CFLAGS) -O1 $(WARN) -I. -c $<)
+$(BUILD)/tests/tiles: tests/tiles.c luna.h $(wildcard tests/*.h) $(BUILD)/tests/tiles_emulated.o
+	$(call build,$(CC) $(CFLAGS) -O1 $(WARN) -I. $< $(BUILD)/tests/tiles_emulated.o,$(LIBS))
 
 $(BUILD)/tests/cuda_device.o: tests/cuda_device.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/cuda_host.h
 	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -I. -x c++ -c $<)

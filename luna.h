@@ -2521,7 +2521,7 @@ typedef struct lunai_gemm {
   bool a_words, b_words;
   float *words, *sums;
   const float *slope;
-  int64_t words_row, sums_row;
+  int64_t words_row, sums_row;       /* words_row: 0 without words */
 } lunai_gemm;
 
 /* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts
@@ -4912,7 +4912,7 @@ LUNAI_HOT lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const
     p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
   else if (parts > 1 && p.row_parts == 1 && !p.a_size)
     p.column_parts = lunai_min(LUNAI_PIECES * p.column_parts, lunai_max(lunai_divide_up(g->n, nr), 1));
-  if (((p.late && !g->pre) || g->words) && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
+  if (((p.late && !g->pre) || g->words_row) && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
 
@@ -12736,7 +12736,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
   if (!w->words) return;
   g->a_words = which == 1 || which >= 4;
   g->b_words = which == 2;
-  g->words_row = w->row;
+  if (which == 0 || which == 3) g->words_row = w->row;
   if (which == 0) g->words = w->active;
   if (which != 3) return;
   g->words = w->dh;

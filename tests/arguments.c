@@ -399,6 +399,9 @@ static void case_luna_version(void) { expect(luna_version() == LUNA_VERSION_NUMB
 static void case_luna_status_text(void) { expect(luna_status_text((luna_status)number(3)) != NULL, "null"); }
 static void case_luna_isa_best(void) { expect(luna_isa_available(luna_isa_best()), "the best is not there"); }
 static void case_luna_isa_available(void) { luna_isa_available((luna_isa)number(1)); }
+static void case_luna_isa_of(void) {
+  expect(luna_isa_available(luna_isa_of(turn() ? NULL : w->ctx)), "a context runs on what is not there");
+}
 static void case_luna_isa_name(void) { expect(luna_isa_name((luna_isa)number(2)) != NULL, "null"); }
 static void case_luna_philox(void) {
   uint32_t counter[4] = {1, 2, 3, 4}, out[4];
@@ -2099,7 +2102,7 @@ static void case_luna_stream_error_id(void) {
 
 /* ==== the table ==== */
 #define FUNCTIONS(F) \
-  F(luna_version) F(luna_status_text) F(luna_isa_best) F(luna_isa_available) F(luna_isa_name) F(luna_gemm_f32) \
+  F(luna_version) F(luna_status_text) F(luna_isa_best) F(luna_isa_available) F(luna_isa_of) F(luna_isa_name) F(luna_gemm_f32) \
   F(luna_gemm_scratch) F(luna_softmax_attention_f32) F(luna_softmax_attention_backward_f32) \
   F(luna_softmax_attention_scratch) F(luna_causal_product_f32) F(luna_causal_product_backward_f32) \
   F(luna_causal_product_scratch) F(luna_causal_nested_attention_f32) F(luna_causal_nested_attention_backward_f32) \

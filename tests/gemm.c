@@ -233,6 +233,13 @@ int main(void) {
   const range high = {0, 80}, wide = {0, 300}, deep = {200, 900}, tall = {230, 300}, few = {1, 16}, broad = {1000, 200},
       next = {513, 50};
   for (int at = 0; kernels_next_products(&at);) {
+    if (kernels->isa > LUNA_ISA_REFERENCE) { /* its products in float32 are AVX2's or AVX-512's */
+      for (int i = 0; i < 60; i++) check_random(1, small, small, small, batch, (int)pick(MODES) | ROUNDED);
+      for (int i = 0; i < 6; i++) check_random(1, i % 2 ? tall : few, i % 2 ? small : broad, deep, one,
+                                               (int)pick(MODES) | ROUNDED);
+      for (int mode = 0; mode < 4; mode++) check_random(1, high, high, next, one, ACCUMULATE | ROUNDED | 8 * mode);
+      continue;
+    }
     check_random(300, small, small, small, batch, -1);
     check_random(12, high, wide, deep, one, -1);
     check_random(4, tall, small, deep, one, -1);

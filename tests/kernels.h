@@ -42,6 +42,9 @@ TEST_UNUSED static bool kernels_next(int *at) {
 TEST_UNUSED static bool kernels_next_products(int *at) {
   static const luna_isa products[] = {LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AVX512_BF16, LUNA_ISA_AMX};
   enum { COUNT = sizeof products / sizeof *products };
+#ifdef LUNAI_TILES_EMULATED          /* other builds of these tests run the rest */
+  if (*at < COMMON_ISAS) *at = COMMON_ISAS + 2;
+#endif
   if (*at < COMMON_ISAS && kernels_next(at)) return true;
   for (kernels = NULL; *at < COMMON_ISAS + COUNT && !kernels; ++*at) {
     kernels = lunai_kernels_of(products[*at - COMMON_ISAS]);

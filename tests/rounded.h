@@ -90,11 +90,13 @@ static int rounded_wrong(const rounded *got, const rounded *want, const double *
   }
   return -1;
 }
-/* one check: a run on the best instruction set against the reference */
+/* the instruction set that is compared */
+static luna_isa rounded_isa = LUNA_ISA_BEST;
+/* one check: a run on that instruction set against the reference */
 static void rounded_check(const char *what, rounded_run run, void *user, double limit) {
-  rounded *exact = rounded_of(run, user, LUNA_ISA_BEST, false, 0), *want = rounded_of(run, user, LUNA_ISA_REFERENCE,
+  rounded *exact = rounded_of(run, user, rounded_isa, false, 0), *want = rounded_of(run, user, LUNA_ISA_REFERENCE,
                                                                                       true, 0),
-          *got = rounded_of(run, user, LUNA_ISA_BEST, true, 0);
+          *got = rounded_of(run, user, rounded_isa, true, 0);
   double moved[ROUNDED_TENSORS] = {0}, error = 0, far = 0;
   const double floor = rounded_floor(want);
   int wrong = rounded_wrong(got, want, moved, limit, floor, &error);
