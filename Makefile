@@ -45,7 +45,10 @@
 #   make web-test            its tests, in headless Chromium; screenshots in build/web; last line: N passed, N failed
 #                            TIMES=1, on a quiet machine: the page's times must reach their goals too
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
-#                            and spills
+#                            and spills; and all else that make gpu runs
+#   make gpu                 a first hour on a GPU in nine minutes, GPU_SECONDS=540: tests, sanitizers, benchmarks, PyTorch
+#                            beside it, profiles: tests/cuda/gpu.sh. It compiles nothing: make cuda before it, or carry
+#                            build/cuda to that machine. Its files go to OUT (build/gpu)
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
 #   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels in C++
 #                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda.c
@@ -84,7 +87,9 @@ NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
 NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
 NVCC_ARCHS += -gencode arch=compute_90,code=compute_90
-NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function $(NVCC_ARCHS)
+# smaller programs, of a compiler that knows how (12.8 or newer): they are carried to machines with a GPU
+NVCC_SMALL = $(shell $(NVCC) --help 2>/dev/null | grep -q -- --compress-mode && echo -compress-mode=size)
+NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function $(NVCC_ARCHS) $(NVCC_SMALL)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Of clang alone, in scalar C: it does not know all vector instructions, nor a C++ library that was built without it.
 MSAN = -O1 -g1 -fsanitize=memory -DLUNA_NO_SIMD -DTEST_QUICK=1
@@ -306,20 +311,36 @@ $(BUILD)/cuda/%.o: tests/%.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/reg
 	$(NVCC) $(NVCC_FLAGS) -Xptxas -v -I. -c $< -o $@ 2>$@.log || { cat $@.log; exit 1; }
 	@sh tests/registers.sh $@.log
 
+# CUDA's own library is linked statically; cuBLAS is not, being far larger than all else
+NVCC_LINK = $(NVCC) -cudart static -Xcompiler -static-libgcc,-static-libstdc++
+NVCC_LIBS = -lcublas -lcublasLt $(LIBS)
 $(BUILD)/cuda/luna_cuda.o: luna_cuda.cuh luna.h
 	@mkdir -p $(BUILD)/cuda
 	@printf '#include "luna_cuda.cuh"\n' >$(BUILD)/cuda/luna_cuda.cu
-	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/luna_cuda.cu -o $@
+	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fPIC -I. -c $(BUILD)/cuda/luna_cuda.cu -o $@
 
 $(BUILD)/cuda/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/cuda/cuda_device.o
-	$(NVCC) $^ -o $@ -lcublas -lcublasLt $(LIBS)
+	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
 
-$(BUILD)/cuda/tests/cuda_forgetting: $(BUILD)/tests/cuda_forgetting.o $(BUILD)/luna.o $(BUILD)/cuda/cuda_device.o
-	$(NVCC) $^ -o $@ -lcublas -lcublasLt $(LIBS)
+$(BUILD)/cuda/tests/cuda_small $(BUILD)/cuda/tests/cuda_forgetting: $(BUILD)/cuda/tests/%: $(BUILD)/tests/%.o \
+  $(BUILD)/luna.o $(BUILD)/cuda/cuda_device.o
+	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
 
 $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wildcard examples/*.h)
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/cuda/lm.o
-	$(NVCC) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ -lcublas -lcublasLt $(LIBS)
+	$(NVCC_LINK) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ $(NVCC_LIBS)
+
+# luna.h's side of tests/bench_cuda_peers.py: for a GPU, and by the emulator, to try it without one
+$(BUILD)/luna_pic.o: luna.h
+	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$(BUILD)/luna_pic.c
+	$(CC) $(CFLAGS) $(WARN) -fPIC -I. -c $(BUILD)/luna_pic.c -o $@
+
+$(BUILD)/cuda/peers.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o $(BUILD)/cuda/luna_cuda.o
+	$(NVCC_LINK) -std=c++17 -O2 -Xcompiler -fPIC,-Wall,-Wextra -DLUNAI_IMPLEMENTED -I. -shared $^ -o $@ $(NVCC_LIBS)
+
+$(BUILD)/peers_host.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o luna_cuda.cuh tests/cuda_host.h
+	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -fPIC -shared -DPEERS_HOST -DLUNAI_IMPLEMENTED -I. \
+	  -Itests $< $(BUILD)/luna_pic.o -o $@ $(LIBS)
 
 # the hook of examples/luna_nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
 NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/cuda/nccl.o)
@@ -330,14 +351,18 @@ $(BUILD)/cuda/nccl.o: examples/luna_nccl.h luna.h
 	  >$(BUILD)/cuda/nccl.cu
 	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/nccl.cu -o $@
 
-CUDA_TESTS = cuda cuda_forgetting
+CUDA_TESTS = cuda_small cuda_forgetting cuda
+CUDA_PROGRAMS = $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%) $(BUILD)/cuda/lm $(BUILD)/cuda/bench $(BUILD)/cuda/peers.so
 cuda:
 	@if command -v $(NVCC) >/dev/null 2>&1; \
-	  then $(MAKE) $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%) $(BUILD)/cuda/lm $(NCCL); \
+	  then $(MAKE) $(CUDA_PROGRAMS) $(NCCL) && du -sm $(BUILD)/cuda | sed 's/\t.*/ MB in build\/cuda/'; \
 	  else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
 
 cuda-test: cuda
 	@BUILD=$(BUILD) JOBS=1 sh tests/run.sh $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%)
+
+gpu:
+	@BUILD=$(BUILD) sh tests/cuda/gpu.sh
 
 # vectors of 32 lanes, bytes seen as many types, and no multiply-add but where the PTX says so
 $(BUILD)/ptx/ptx_host.o: tests/ptx_host.cpp tests/ptx_host.h tests/ptx.h tests/cuda_host.h
@@ -367,7 +392,7 @@ ptx:
 	  else echo "nvcc is not here: its PTX is not run"; fi
 
 $(BUILD)/cuda/bench: $(BUILD)/cuda/bench_cuda.o $(BUILD)/luna.o
-	$(NVCC) $^ -o $@ -lcublas -lcublasLt $(LIBS)
+	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
 
 cuda-bench:
 	@if command -v $(NVCC) >/dev/null 2>&1; \
@@ -410,5 +435,5 @@ clean:
 	rm -rf build $(BUILD)
 
 .PHONY: run examples docs install dist programs names test test-all test-long mcu sanitize cross golden headers fuzz \
-  fuzz-coverage coverage analyze faults soak size bench arena compare cuda cuda-test cuda-bench ptx mpi mpi-test \
+  fuzz-coverage coverage analyze faults soak size bench arena compare cuda cuda-test gpu cuda-bench ptx mpi mpi-test \
   mpi-bench web web-test clean
