@@ -4,6 +4,7 @@
    cuda-test is the same on a GPU. With CUDA_SMALL, linked with build/luna.o: one variant of each op and layer in
    one order, graphs of streams, memory, refusals. */
 #include "test.h"
+#include <pthread.h>
 #include <stdbool.h>
 static bool cuda_separate; /* each tensor on the device in an allocation of its own */
 #define LUNAI_SEPARATE cuda_separate
@@ -435,11 +436,14 @@ static void check_foreign_errors(void) {
   const int64_t n = 8;
   device_run r;
   cuda_left_error();
-  for (int kind = 0; kind < 2; kind++) {
-    const char *name = kind ? "cudaErrorNotReady" : "cudaErrorMemoryAllocation";
+  for (int kind = 0; kind < 3; kind++) {
+    static const char *const names[3] = {"cudaErrorMemoryAllocation", "cudaErrorNotReady",
+                                         "cudaErrorInvalidConfiguration"};
+    const char *name = names[kind];
     if (kind == 0) cuda_leave_error();
     if (!device_run_start(&r, &cuda, 2, 1, name)) break;
     if (kind == 1) cuda_leave_not_ready(r.ctx);
+    if (kind == 2) cuda_leave_launch(r.ctx);
     for (int step = 0; step < 2; step++) {
       const float loss = device_step(&r, step);
       CHECK(loss == loss && luna_error_status(r.ctx) == LUNA_OK, "%s of the user fails step %d: %s", name, step,
@@ -468,6 +472,286 @@ static void check_foreign_errors(void) {
         "a failure that was made good stays: %s, %s",
         left, luna_error(r.ctx));
   luna_close(r.ctx);
+  /* a kernel of the user's that faults takes the device with it: what reads next says so, and closing still works */
+  if (!device_run_start(&r, &cuda, 2, 1, "a fault of the user's")) return;
+  device_step(&r, 0);
+  cuda_fail(CUDA_FAULT, 1);
+  cuda_poke(r.ctx, r.lm.embedding->data, 0);
+  const float loss = device_step(&r, 1);
+  CHECK(loss != loss && luna_error_id_of(r.ctx) == LUNA_ERROR_BACKEND &&
+            strstr(luna_error(r.ctx), "CUDA device 0: an illegal memory access"),
+        "after a fault of the user's kernel a step's loss is %g: %s", (double)loss, luna_error(r.ctx));
+  luna_close(r.ctx);
+  cuda_mend();
+  CHECK(cuda_allocated() == 0, "a fault of the user's kernel leaves %zu bytes", cuda_allocated());
+}
+
+/* ---- two threads, each with a context of its own on the one device, one of them in graphs: the bits of each alone
+   ---- */
+enum { THREADS = 2, THREAD_STEPS = 5 };
+typedef struct thread_run {
+  int number;
+  bool graphed, opened;
+  float losses[THREAD_STEPS];
+  char error[200];
+} thread_run;
+static void *thread_steps(void *arg) { /* no CHECK in here: it counts without a lock */
+  thread_run *t = (thread_run *)arg;
+  device_run r;
+  t->opened = device_run_open(&r, &cuda, 2, 20 + (uint64_t)t->number);
+  luna_graph *graph = t->opened && t->graphed ? luna_graph_open(r.ctx) : NULL;
+  for (int step = 0; step < THREAD_STEPS && t->opened; step++) {
+    int32_t *tokens = common_tokens(39, 70 + (uint64_t)(10 * t->number + step), 31);
+    luna_graph_begin(graph);
+    luna_begin_step(r.ctx);
+    luna_tensor *loss = luna_lm_loss(&r.lm, &(luna_input){ tokens, NULL, 2, 19, NULL }, tokens + 1);
+    luna_backward(loss);
+    luna_optimizer_step(r.optimizer);
+    luna_graph_end(graph);
+    t->losses[step] = luna_item(loss);
+    free(tokens);
+  }
+  snprintf(t->error, sizeof t->error, "%s", r.ctx ? luna_error(r.ctx) : "no context");
+  luna_close(r.ctx);
+  return NULL;
+}
+static void check_threads(void) {
+  thread_run alone[THREADS], together[THREADS];
+  pthread_t threads[THREADS];
+  memset(alone, 0, sizeof alone), memset(together, 0, sizeof together);
+  for (int i = 0; i < THREADS; i++) {
+    alone[i].number = together[i].number = i;
+    together[i].graphed = i == 1;
+    thread_steps(&alone[i]);
+  }
+  for (int i = 0; i < THREADS; i++)
+    if (pthread_create(&threads[i], NULL, thread_steps, &together[i]) != 0) exit(2);
+  for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+  for (int i = 0; i < THREADS; i++)
+    for (int step = 0; step < THREAD_STEPS; step++)
+      CHECK(together[i].opened && memcmp(&alone[i].losses[step], &together[i].losses[step], sizeof(float)) == 0,
+            "thread %d, step %d: the loss is %.9g, alone %.9g: %s, %s", i, step, (double)together[i].losses[step],
+            (double)alone[i].losses[step], together[i].error, alone[i].error);
+}
+
+/* ---- contexts closed while their work is queued, in a graph that has begun, or with a stream that has not been read;
+   what another context computes meanwhile stays right ---- */
+static void check_closing(void) {
+  static const int32_t tokens[38] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
+  device_run other, again;
+  float expected = NAN;
+  if (device_run_start(&again, &cuda, 2, 9, "closing")) expected = device_step(&again, 0);
+  luna_close(again.ctx);
+  for (int kind = 0; kind < 4; kind++) {
+    device_run r;
+    const bool open = device_run_start(&other, &cuda, 2, 9, "another context");
+    if (device_run_start(&r, &cuda, 2, 1, "a context to be closed") && open) {
+      luna_graph *graph = kind % 2 ? luna_graph_open(r.ctx) : NULL;
+      for (int step = 0; step < 4; step++) { /* queued, recorded, or launched as a graph; none is read */
+        luna_graph_begin(graph);
+        luna_begin_step(r.ctx);
+        luna_backward(luna_lm_loss(&r.lm, &(luna_input){ tokens, NULL, 2, 18, NULL }, tokens + 1));
+        luna_optimizer_step(r.optimizer);
+        if (kind != 3 || step < 3) luna_graph_end(graph);
+      }
+      if (kind == 2) {
+        luna_begin_inference(r.ctx);
+        luna_stream *s = luna_stream_open(&r.lm, NULL);
+        CHECK(luna_stream_step(s, tokens), "a stream before closing: %s", luna_error(r.ctx));
+        luna_stream_close(s);
+      }
+      CHECK(luna_error_status(r.ctx) == LUNA_OK, "closing, kind %d: %s", kind, luna_error(r.ctx));
+      luna_begin_step(other.ctx);
+      luna_close(r.ctx);
+      const float loss = device_step(&other, 0);
+      CHECK(memcmp(&loss, &expected, sizeof loss) == 0, "closing, kind %d: another context's loss is %.9g, not %.9g",
+            kind, (double)loss, (double)expected);
+    }
+    luna_close(other.ctx);
+    CHECK(cuda_allocated() == 0, "closing, kind %d: %zu bytes are left", kind, cuda_allocated());
+  }
+}
+
+/* ---- memory that ends in the middle of a step, which is longer than those before: a sentence; and when there is
+   memory again the context goes on as one that never failed, in graphs too ---- */
+static bool full_step(device_run *r, luna_graph *graph, int64_t n, float *loss) {
+  int32_t *tokens = common_tokens(2 * n + 1, 40 + (uint64_t)n, 31);
+  luna_graph_begin(graph);
+  luna_begin_step(r->ctx);
+  luna_tensor *t = luna_cross_entropy(luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, 2, n, NULL }), tokens + 1,
+                                      NULL);
+  luna_backward(t);
+  luna_optimizer_step(r->optimizer);
+  luna_graph_end(graph);
+  free(tokens);
+  *loss = luna_error_status(r->ctx) == LUNA_OK ? luna_item(t) : NAN;
+  return luna_error_status(r->ctx) == LUNA_OK;
+}
+static void check_full(void) {
+  enum { SHORT = 9, LONG = 150 };
+  for (int graphed = 0; graphed < 2 && cuda_emulated(); graphed++) {
+    bool failed = true;
+    for (int at = 0; failed && CHECK(at < 1 << 22, "a longer step never has memory"); at += 1 << 17) {
+      device_run r, other;
+      float want, got;
+      if (!device_run_start(&r, &cuda, 2, 9, "full") || !device_run_start(&other, &cuda, 2, 9, "not full")) break;
+      luna_graph *graph = graphed ? luna_graph_open(r.ctx) : NULL;
+      for (int step = 0; step < 4; step++)
+        CHECK(full_step(&r, graph, SHORT, &got) && full_step(&other, NULL, SHORT, &want), "before memory ends: %s, %s",
+              luna_error(r.ctx), luna_error(other.ctx));
+      cuda_fail(CUDA_FULL, at);
+      failed = !full_step(&r, graph, LONG, &got);
+      if (failed)
+        CHECK(luna_error_status(r.ctx) == LUNA_OUT_OF_MEMORY && strstr(luna_error(r.ctx), "memory"),
+              "memory ends in a step: %s", luna_error(r.ctx));
+      cuda_mend();
+      if (failed) luna_begin_step(other.ctx); /* a step that failed is counted: dropout goes by the number */
+      for (int step = 0; step < 3; step++) {
+        const int64_t n = step == 0 ? LONG : SHORT;
+        const bool steps = (step == 0 && !failed) || full_step(&r, graph, n, &got);
+        CHECK(steps && full_step(&other, NULL, n, &want) && memcmp(&got, &want, sizeof got) == 0,
+              "%d bytes were left: then the loss of step %d is %.9g, not %.9g: %s", at, step, (double)got, (double)want,
+              luna_error(r.ctx));
+      }
+      luna_close(r.ctx), luna_close(other.ctx);
+      CHECK(cuda_allocated() == 0, "memory that ended leaves %zu bytes", cuda_allocated());
+      CHECK(at > 0 || failed, "a longer step needs no memory");
+    }
+  }
+}
+
+/* ---- tensors of more than 2^31 elements, and more than 65,535 items along every axis of a grid. Of each launch the
+   first and the last blocks run: the first item, the last, and the last below 2^31, forward and backward, must be what
+   the CPU finds of these alone. ---- */
+enum { VAST_WIDTH = 512, VAST_ROWS = (1 << 22) + 3, VAST_ITEMS = 70001, VAST_BLOCKS = 24, VAST_PICKED = 3 };
+static int64_t vast_picked[VAST_PICKED];       /* which items */
+static luna_tensor *vast_scale(luna_tensor *x) { return luna_scale(x, 3); }
+static luna_tensor *vast_gelu(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_GELU); }
+static luna_tensor *vast_mul(luna_tensor *x) { return luna_mul(x, common_tensor(x->ctx, 4, VAST_WIDTH, 0, 0, 0)); }
+static luna_tensor *vast_softmax(luna_tensor *x) { return luna_softmax(x, NULL); }
+static luna_tensor *vast_norm(luna_tensor *x) {
+  luna_tensor *weight = common_tensor(x->ctx, 5, VAST_WIDTH, 0, 0, 0),
+              *bias = common_tensor(x->ctx, 6, VAST_WIDTH, 0, 0, 0);
+  return luna_layer_norm(x, weight, bias, 0);
+}
+static luna_tensor *vast_narrow(luna_tensor *x) {
+  return luna_linear(x, common_tensor(x->ctx, 7, 8, VAST_WIDTH, 0, 0), NULL);
+}
+static luna_tensor *vast_widen(luna_tensor *x) {
+  return luna_linear(x, common_tensor(x->ctx, 8, VAST_WIDTH, 8, 0, 0), NULL);
+}
+static luna_tensor *vast_gather(luna_tensor *x) { /* rows, of the whole or of those picked */
+  int32_t rows[VAST_PICKED];
+  for (int i = 0; i < VAST_PICKED; i++) rows[i] = x->shape[0] > VAST_PICKED ? (int32_t)vast_picked[i] : i;
+  return luna_gather_rows(x, rows, VAST_PICKED);
+}
+static luna_tensor *vast_attention(luna_tensor *x) {
+  const luna_attention_config config = {.heads = 4};
+  return luna_softmax_attention(x, x, x, &config);
+}
+static luna_tensor *vast_product(luna_tensor *x) { return luna_causal_product(x, x, x, 4); }
+static luna_layer_config vast_layer(luna_forget forget) {
+  return (luna_layer_config){.dim = 16, .heads = 2, .ffn = 8, .memory = 3, .forget = forget};
+}
+static luna_tensor *vast_encoder(luna_tensor *x) {
+  const luna_layer_config config = vast_layer(LUNA_FORGET_NONE);
+  luna_encoder_layer layer;
+  if (luna_encoder_layer_init(&layer, luna_params_open(x->ctx), "", &config) != LUNA_OK) return NULL;
+  luna_tensor *p = luna_expand(common_tensor(x->ctx, 9, 3, 16, 0, 0), x->shape[0]);
+  return luna_encoder_layer_forward(&layer, x, &p, NULL);
+}
+static luna_tensor *vast_causal_of(luna_tensor *x, luna_forget forget) {
+  const luna_layer_config config = vast_layer(forget);
+  luna_causal_layer layer;
+  if (luna_causal_layer_init(&layer, luna_params_open(x->ctx), "", &config) != LUNA_OK) return NULL;
+  return luna_causal_layer_forward(&layer, x);
+}
+static luna_tensor *vast_causal(luna_tensor *x) { return vast_causal_of(x, LUNA_FORGET_NONE); }
+static luna_tensor *vast_forgetting(luna_tensor *x) { return vast_causal_of(x, LUNA_FORGET_GATED); }
+
+typedef struct vast {
+  const char *name;
+  luna_tensor *(*op)(luna_tensor *x);
+  int64_t items, rows, width;                  /* x: [items,rows,width], or of no rows [items,width] */
+  bool gathers;                                /* the result has only what is picked */
+} vast;
+static const vast vasts[] = {
+  {"scale", vast_scale, VAST_ROWS, 0, VAST_WIDTH, false},
+  {"gelu", vast_gelu, VAST_ROWS, 0, VAST_WIDTH, false},
+  {"mul", vast_mul, VAST_ROWS, 0, VAST_WIDTH, false},
+  {"softmax", vast_softmax, VAST_ROWS, 0, VAST_WIDTH, false},
+  {"layer norm", vast_norm, VAST_ROWS, 0, VAST_WIDTH, false},
+  {"linear, x", vast_narrow, VAST_ROWS, 0, VAST_WIDTH, false},
+  {"linear, y", vast_widen, VAST_ROWS, 0, 8, false},
+  {"gather_rows", vast_gather, VAST_ROWS, 0, VAST_WIDTH, true},
+  {"softmax_attention", vast_attention, VAST_ROWS / 16 + 2, 16, VAST_WIDTH, false},
+  {"causal_product", vast_product, VAST_ROWS / 16 + 2, 16, VAST_WIDTH, false},
+  {"attention of many", vast_attention, VAST_ITEMS, 2, 8, false},
+  {"product of many", vast_product, VAST_ITEMS, 2, 8, false},
+  {"encoder layer of many", vast_encoder, VAST_ITEMS, 2, 16, false},
+  {"causal layer of many", vast_causal, VAST_ITEMS, 2, 16, false},
+  {"forgetting layer of many", vast_forgetting, VAST_ITEMS, 2, 16, false},
+};
+/* the picked items' results and gradients, of all items on the device, of these alone on the CPU; how many numbers a
+   result has */
+static int64_t vast_run(const vast *v, const device *d, float *x, float *y, float *slopes) {
+  const int64_t each = (v->rows ? v->rows : 1) * v->width, items = d ? v->items : VAST_PICKED, flat = -1;
+  const int64_t shape[3] = {items, v->rows ? v->rows : v->width, v->width};
+  luna_ctx *ctx = device_open(d, 3);
+  luna_begin_step(ctx);
+  luna_tensor *in = luna_require_grad(luna_tensor_new(ctx, d ? NULL : x, v->rows ? 3 : 2, shape));
+  for (int i = 0; i < VAST_PICKED && d && in; i++)
+    cuda_move(ctx, in->data + vast_picked[i] * each, x + i * each, each, false);
+  luna_tensor *out = luna_keep(v->op(in));
+  const int64_t made = out ? luna_count(out) / (v->gathers ? VAST_PICKED : items) : 0;
+  luna_tensor *with = out ? common_tensor(ctx, 11, out->shape[out->rank - 1], 0, 0, 0) : NULL;
+  luna_tensor *loss = luna_sum(luna_reshape(luna_mul(out, with), 1, &flat), 0);
+  CHECK(luna_backward(loss) == LUNA_OK && luna_error_status(ctx) == LUNA_OK, "%s of %lld items: %s", v->name,
+        (long long)items, luna_error(ctx));
+  for (int i = 0; i < VAST_PICKED && luna_error_status(ctx) == LUNA_OK; i++) {
+    const int64_t at = d ? vast_picked[i] : i, from = v->gathers ? i : at;
+    if (d) {
+      CHECK(cuda_move(ctx, out->data + from * made, y + i * made, made, true) &&
+            cuda_move(ctx, in->grad + at * each, slopes + i * each, each, true), "%s: nothing can be read", v->name);
+    } else {
+      memcpy(y + i * made, out->data + from * made, (size_t)made * sizeof(float));
+      memcpy(slopes + i * each, in->grad + at * each, (size_t)each * sizeof(float));
+    }
+  }
+  luna_close(ctx);
+  return made;
+}
+static void check_vast(void) {
+  if (!cuda_emulated() || !cuda_vast(VAST_BLOCKS)) return;
+  for (size_t k = 0; k < sizeof vasts / sizeof *vasts; k++) {
+    const vast *v = &vasts[k];
+    const int64_t each = (v->rows ? v->rows : 1) * v->width, wide = each > VAST_WIDTH ? each : VAST_WIDTH,
+        room = VAST_PICKED * wide;
+    float *x = common_random(room, 1, 1), *y[2], *slopes[2];
+    for (int i = 0; i < 2; i++) y[i] = common_floats(room), slopes[i] = common_floats(room);
+    vast_picked[1] = v->items - 1;
+    vast_picked[2] = v->items > VAST_ITEMS ? ((int64_t)1 << 31) / wide - 1 : v->items - 2;
+    const int64_t made = vast_run(v, NULL, x, y[0], slopes[0]);
+    vast_run(v, &cuda, x, y[1], slopes[1]);
+    for (int i = 0; i < VAST_PICKED; i++) {
+      const double off = common_error(y[1] + i * made, y[0] + i * made, made, 1e-3),
+          slope_off = common_error(slopes[1] + i * each, slopes[0] + i * each, each, 1e-2);
+      CHECK(off <= 1e-5 && slope_off <= 1e-4, "%s, item %lld of %lld: off by %.3g, its gradient by %.3g; it begins "
+            "with %g, on the CPU %g, its gradient with %g and %g", v->name, (long long)vast_picked[i],
+            (long long)v->items, off, slope_off, (double)y[1][i * made], (double)y[0][i * made],
+            (double)slopes[1][i * each], (double)slopes[0][i * each]);
+    }
+    free(x);
+    for (int i = 0; i < 2; i++) free(y[i]), free(slopes[i]);
+    CHECK(cuda_allocated() == 0, "%s of many leaves %zu bytes", v->name, cuda_allocated());
+  }
+  cuda_vast(0);
+}
+/* no launch so far has needed more shared memory than any device gives unasked, or much of a grid but its x */
+static void check_launches(void) {
+  CHECK(cuda_max_shared() <= 48 << 10, "a launch has %zu bytes of shared memory: more than 48 KB, and no attribute "
+        "asks for it", cuda_max_shared());
+  CHECK(cuda_max_grid() <= 65535, "a launch has %u blocks along y or z", cuda_max_grid());
 }
 
 /* ---- another device is current before each call; and each tensor lies alone, so that overruns are found ---- */
@@ -510,23 +794,23 @@ static void check_overrun(void) { /* that it is found */
   cuda_quiet(false);
 }
 
-/* ---- cuBLASLt adds biases and residuals; where it refuses, a kernel does ---- */
+/* ---- cuBLASLt adds biases and residuals; where it refuses, or knows no way, a kernel does ---- */
 static void check_endings(void) {
   enum { ROWS = 37, DIM = 24 };
   const int64_t shape[2] = {ROWS, DIM}, square[2] = {DIM, DIM}, width = DIM;
   float *x = common_random(ROWS * DIM, 1, 1);
-  for (int refused = 0; refused < 2 && cuda_emulated(); refused++) {
+  for (int refused = 0; refused < 3 && cuda_emulated(); refused++) {
     device d = cuda;
     luna_ctx *ctx = device_open(&d, 1);
     luna_feed_forward_config config = {0};
-    if (refused) cuda_fail(CUDA_NO_ENDINGS, 1);
+    if (refused) cuda_fail(refused == 1 ? CUDA_NO_ENDINGS : CUDA_NO_WAYS, 1);
     luna_begin_inference(ctx);
     luna_tensor *w = luna_tensor_new(ctx, x, 2, square), *b = luna_tensor_new(ctx, x, 1, &width);
     config.residual = luna_tensor_new(ctx, x, 2, shape);
     cuda_counted();
     luna_tensor *y = luna_feed_forward(config.residual, w, b, w, b, &config);
     const long launches = cuda_counted().launches;
-    CHECK(y && launches == 3 + refused, "a feed-forward is %ld launches: %s", launches, luna_error(ctx));
+    CHECK(y && launches == 3 + (refused > 0), "a feed-forward is %ld launches: %s", launches, luna_error(ctx));
     luna_close(ctx);
     d.seed = NULL;
     d.big = true;
@@ -845,6 +1129,11 @@ static void check_small(void) {
   check_staging();
   check_endings();
   check_rounded();
+  check_threads();
+  check_closing();
+  check_full();
+  check_vast();
+  check_launches();
   check_findings();
 }
 
@@ -879,10 +1168,15 @@ int main(int argc, char **argv) {
     check_rounded();
     check_staging();
     check_endings();
+    check_threads();
+    check_closing();
+    check_full();
+    check_vast();
     golden_backend = cuda.backend;
     golden_folder("tests/data");
     features_files(cuda.backend);
   }
+  check_launches();
   check_findings();
   if (argc <= 1) check_overrun();
   if (argc <= 1) check_failures();

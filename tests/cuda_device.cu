@@ -1,5 +1,6 @@
 /* luna_cuda.cuh for tests/cuda.c: by nvcc for a GPU, by g++ (as C++) through cuda_host.h for none */
 #ifndef __CUDACC__
+#define CUDA_HOST_SPACE 256
 #include "cuda_host.h"
 #define LUNACU_CAUSAL_WINDOW (2 * LUNACU_CAUSAL_SCAN) /* so that a few thousand rows are several windows */
 #endif
@@ -13,6 +14,14 @@ extern "C" const luna_backend *cuda_backend(int device, cuda_math math) {
 __global__ void poke_kernel(float *at, float value) { *at = value; }
 extern "C" void cuda_poke(luna_ctx *ctx, float *at, float value) {
   LUNACU_LAUNCH(poke_kernel, 1, 1, 0, luna_cuda_stream(ctx), at, value);
+}
+
+extern "C" bool cuda_move(luna_ctx *ctx, float *on_device, float *on_host, int64_t count, bool back) {
+  const cudaStream_t stream = luna_cuda_stream(ctx);
+  const cudaError_t error = cudaMemcpyAsync(back ? on_host : on_device, back ? on_device : on_host,
+                                            (size_t)count * sizeof(float),
+                                            back ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, stream);
+  return error == cudaSuccess && cudaStreamSynchronize(stream) == cudaSuccess;
 }
 
 __global__ void square_kernel(int64_t n, float factor, const float *a, const float *b, float *y) {
@@ -64,6 +73,9 @@ extern "C" const luna_custom cuda_unlaunched = {unlaunched_forward, square_backw
 extern "C" void cuda_leave_error(void) {
   void *memory = NULL;
   (void)cudaMalloc(&memory, (size_t)1 << 60);
+}
+extern "C" void cuda_leave_launch(luna_ctx *ctx) {
+  (void)LUNACU_START(poke_kernel, 1, 4096, 0, luna_cuda_stream(ctx), &luna_backend_state(ctx)->norm, 0.0f);
 }
 extern "C" void cuda_leave_not_ready(luna_ctx *ctx) {
   while (cudaStreamQuery(luna_cuda_stream(ctx)) == cudaSuccess)
@@ -139,18 +151,30 @@ extern "C" void cuda_fail(cuda_failure what, int at) {
   if (what == CUDA_NO_LAUNCH) cuda_host.fail_launch = at;
   if (what == CUDA_FAULT) cuda_host.fault = at;
   if (what == CUDA_NO_KERNELS) cuda_host.no_image = at;
-  if (what == CUDA_NO_ENDINGS) cuda_host.no_endings = true;
+  if (what == CUDA_NO_ENDINGS) cuda_host.no_endings = 1;
+  if (what == CUDA_NO_WAYS) cuda_host.no_endings = 2;
 }
 extern "C" void cuda_mend(void) {
   cuda_host_reset();
   cuda_host.devices = 1;
   cuda_host.major = 9;
   cuda_host.no_image = 0;
-  cuda_host.no_endings = false;
+  cuda_host.no_endings = 0;
   cuda_host.memory = cuda_host_state().memory;
 }
 extern "C" void cuda_quiet(bool quiet) { cuda_host.quiet = quiet; }
 extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
+extern "C" bool cuda_vast(unsigned blocks) {
+  if (blocks && cudahost::run_launch != cudahost::emulate) return false; /* PTX would run all of them */
+#ifdef CUDA_HOST_ASAN
+  if (blocks) return false;            /* which remembers eight bytes of memory in one */
+#endif
+  cuda_host.sample = blocks;
+  cuda_host.memory = blocks ? (size_t)200 << 30 : cuda_host_state().memory;
+  return true;
+}
+extern "C" size_t cuda_max_shared(void) { return cuda_host.max_shared; }
+extern "C" unsigned cuda_max_grid(void) { return cuda_host.max_grid; }
 extern "C" cuda_counts cuda_counted(void) {
   const cuda_counts now = {cuda_host.launches + cuda_host.products, cuda_host.replays, cuda_host.copies,
                            cuda_host.synchronisations, cuda_host.drains, cuda_host.max_allocated};
@@ -171,6 +195,9 @@ extern "C" void cuda_mend(void) {}
 extern "C" const luna_backend *cuda_strict_backend(bool) { return NULL; }
 extern "C" void cuda_quiet(bool) {}
 extern "C" size_t cuda_allocated(void) { return 0; }
+extern "C" bool cuda_vast(unsigned) { return false; }
+extern "C" size_t cuda_max_shared(void) { return 0; }
+extern "C" unsigned cuda_max_grid(void) { return 0; }
 extern "C" cuda_counts cuda_counted(void) { return {}; }
 extern "C" unsigned long long cuda_errors(const char **message) { return *message = "", 0; }
 #endif

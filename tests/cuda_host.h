@@ -50,6 +50,11 @@
                   pageable memory is a trap in a graph, and an error as well. A capture is of one stream: work cannot
                   fork to others.
      Launches     Limits of grid, block and shared memory as on the GPU of cuda_host.major and minor.
+     Vast         With cuda_host.sample memory is zeros that take no room until they are written, and only the first and
+                  the last blocks of each launch run, and the first and the last rows of each product: so tensors may be
+                  larger than this machine's memory.
+     Threads      Each call has the emulator to itself. The current device, the last error and a thread-local capture
+                  belong to a host thread.
      Devices      With cuda_host.devices > 1 errors are: a launch, fill or product while another device than that of its
                   stream or handle is current, memory of another device given to one, an event recorded in another
                   device's stream. Copies, waits and cudaFree may be called with any device current, as in CUDA.
@@ -66,6 +71,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -91,6 +98,10 @@
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
+/* GB of address space; a test of tensors that do not fit in this machine's memory wants more */
+#ifndef CUDA_HOST_SPACE
+#define CUDA_HOST_SPACE 4
+#endif
 #if !defined(CUDA_HOST_UCONTEXT) && !defined(__x86_64__) && !defined(__aarch64__)
 #define CUDA_HOST_UCONTEXT 1
 #endif
@@ -110,12 +121,16 @@ struct cuda_host_state {
   long fail_launch = 0;
   /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
   long fault = 0;
-  bool no_endings = false;                 /* cuBLASLt knows no way for any product */
+  /* cuBLASLt knows no way for any product: 1: it says that it does not support it, 2: it finds no ways */
+  int no_endings = 0;
+  uint32_t sample = 0;                     /* blocks at either end of a launch, rows of a product, that run; 0: all */
   int no_image = 0;                        /* the error of a device for which no kernel was compiled */
   double multiplied = 0;                   /* multiply-adds of cuBLAS */
   long drains = 0;                         /* synchronisations after which no stream had anything to do */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0, copies = 0;
   size_t allocated = 0, max_allocated = 0; /* device bytes now; the maximum since it was set */
+  size_t max_shared = 0;                   /* of a block: static and dynamic bytes */
+  unsigned max_grid = 0;                   /* of y and z */
   long errors = 0;
   char message[600] = "";                  /* of the first error */
 };
@@ -267,7 +282,7 @@ inline void prepare_stack(context &c, char *stack, size_t size, void (*entry)())
 #endif
 
 enum { MAX_THREADS = 1024, ARENA = 256 << 10, DEFAULT_SHARED = 48 << 10, GUARD = 256 };
-constexpr size_t RESERVE = (size_t)4 << 30;                            /* address space for device memory */
+constexpr size_t RESERVE = (size_t)(CUDA_HOST_SPACE) << 30;            /* address space for device memory */
 #ifdef CUDA_HOST_ASAN
 constexpr size_t STACK = 256 << 10;
 #else
@@ -313,7 +328,9 @@ struct work {
   bool done = false;
   double time = 0;
 };
-struct capture { CUstream_st *stream; cudaStreamCaptureMode mode; bool spoilt; std::vector<node> nodes; };
+struct capture {
+  CUstream_st *stream; cudaStreamCaptureMode mode; std::thread::id thread; bool spoilt; std::vector<node> nodes;
+};
 
 struct machine {
   /* the running block */
@@ -347,14 +364,17 @@ struct machine {
   int opened = 0;
   std::map<uintptr_t, size_t> device, pinned;
   std::map<uintptr_t, int> device_of;        /* of each device allocation */
-  int current_device = 0;
   std::map<CUstream_st *, std::shared_ptr<CUstream_st>> streams;
   std::shared_ptr<CUstream_st> legacy;
   std::unique_ptr<capture> capturing;
-  cudaError_t sticky = cudaSuccess, last = cudaSuccess;
+  cudaError_t sticky = cudaSuccess;
   struct sigaction old_segv, old_bus;
 };
 inline machine m;
+inline std::recursive_mutex calls;           /* held by every call */
+typedef std::lock_guard<std::recursive_mutex> alone;
+inline thread_local int current_device = 0;
+inline thread_local cudaError_t last_error = cudaSuccess;
 
 struct text { char s[64]; };
 inline text triple(uint3 v) { text t; snprintf(t.s, sizeof t.s, "(%u,%u,%u)", v.x, v.y, v.z); return t; }
@@ -453,8 +473,8 @@ inline int device_of(const void *p) {        /* of an address within an allocati
 }
 /* A finding when `what` belongs to another device than the current one. */
 inline bool is_elsewhere(int device, const char *what) {
-  if (device == m.current_device) return false;
-  report(-1, nullptr, 0, "%s of device %d while device %d is the current one", what, device, m.current_device);
+  if (device == current_device) return false;
+  report(-1, nullptr, 0, "%s of device %d while device %d is the current one", what, device, current_device);
   return true;
 }
 inline cudaMemoryType type_of(const void *p) {
@@ -511,6 +531,15 @@ inline void check_guards() {
     }
 }
 
+/* n bytes of device memory become `byte`; of a vast region zeros, which take no room */
+inline void blank(void *at, size_t n, int byte) {
+  const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = ((uintptr_t)at + page - 1) / page * page,
+      end = ((uintptr_t)at + n) / page * page;
+  if (!cuda_host.sample || end < begin + (1 << 20)) { memset(at, byte, n); return; }
+  if (madvise((void *)begin, end - begin, MADV_DONTNEED)) { perror("cuda_host: device memory"); abort(); }
+  memset(at, 0, begin - (uintptr_t)at);
+  memset((void *)end, 0, (uintptr_t)at + n - end);
+}
 inline void *take(size_t n) {
   uintptr_t at = (uintptr_t)m.base + GUARD;
   for (auto &a : m.device) {
@@ -520,9 +549,9 @@ inline void *take(size_t n) {
   if (at - (uintptr_t)m.base + padded(n) + GUARD > RESERVE) return nullptr;
   opened here;
   m.device[at] = n;
-  m.device_of[at] = m.current_device;
+  m.device_of[at] = current_device;
   unpoison((void *)at, n);
-  memset((void *)at, 0xff, n);
+  blank((void *)at, n, 0xff);
   guards(at, n, true);
   return (void *)at;
 }
@@ -531,7 +560,7 @@ inline void give(uintptr_t at) {
   const size_t n = m.device[at];
   if (!guards(at, n, false))
     report(-1, nullptr, 0, "somebody wrote beside the %zu bytes of device memory at %p", n, (void *)at);
-  memset((void *)at, 0xff, n);
+  blank((void *)at, n, 0xff);
   poison((void *)at, n);
   m.device.erase(at);
   m.device_of.erase(at);
@@ -733,8 +762,10 @@ inline void emulate(const launch &l) {
     m.index_of[t] = {(unsigned)t % l.block.x, (unsigned)t / l.block.x % l.block.y,
                      (unsigned)t / (l.block.x * l.block.y)};
   if (pointers_are_good(l)) {
-    m.blocks.resize((size_t)l.grid.x * l.grid.y * l.grid.z);
-    for (size_t i = 0; i < m.blocks.size(); i++) m.blocks[i] = (uint32_t)i;
+    const size_t all = (size_t)l.grid.x * l.grid.y * l.grid.z, few = 2 * (size_t)cuda_host.sample;
+    m.blocks.resize(few && few < all ? few : all);
+    for (size_t i = 0; i < m.blocks.size(); i++)
+      m.blocks[i] = (uint32_t)(m.blocks.size() < all && i >= few / 2 ? all - few + i : i);
     shuffle(m.blocks);
     for (size_t i = 0; i < m.blocks.size() && !m.abandoned; i++) {
       const uint32_t b = m.blocks[i];
@@ -745,6 +776,8 @@ inline void emulate(const launch &l) {
   if (m.abandoned) take_stacks();
   kernel_limits &k = m.limits[l.function];
   k.fixed = std::max(k.fixed, (size_t)m.fixed);
+  cuda_host.max_shared = std::max(cuda_host.max_shared, k.fixed + l.shared);
+  cuda_host.max_grid = std::max(cuda_host.max_grid, std::max(l.grid.y, l.grid.z));
   m.current = -1;
   m.now = nullptr;
 }
@@ -1140,7 +1173,7 @@ inline void on_signal(int number, siginfo_t *info, void *) {
 }
 
 inline cudaError_t fail(cudaError_t error) {
-  if (error != cudaSuccess) m.last = error;  /* also cudaErrorNotReady, though it is no failure */
+  if (error != cudaSuccess) last_error = error;  /* also cudaErrorNotReady, though it is no failure */
   return error;
 }
 
@@ -1168,7 +1201,8 @@ inline cudaError_t begin() {
 /* ... and here where a capture in progress does not allow the call, and is spoilt by it. */
 inline cudaError_t begin_unsafe() {
   cudaError_t e = begin();
-  if (e == cudaSuccess && m.capturing && m.capturing->mode != cudaStreamCaptureModeRelaxed) {
+  if (e == cudaSuccess && m.capturing && m.capturing->mode != cudaStreamCaptureModeRelaxed &&
+      (m.capturing->mode == cudaStreamCaptureModeGlobal || m.capturing->thread == std::this_thread::get_id())) {
     m.capturing->spoilt = true; e = cudaErrorStreamCaptureUnsupported;
   }
   return e;
@@ -1180,7 +1214,7 @@ inline CUstream_st *stream_of(cudaStream_t s) {
   return it == m.streams.end() || it->second->destroyed ? nullptr : s;
 }
 /* the legacy stream is of any */
-inline int device_of_stream(const CUstream_st *s) { return s->device < 0 ? m.current_device : s->device; }
+inline int device_of_stream(const CUstream_st *s) { return s->device < 0 ? current_device : s->device; }
 inline bool is_captured(CUstream_st *s) { return m.capturing && m.capturing->stream == s; }
 
 inline double seconds() {
@@ -1304,6 +1338,7 @@ cudaError_t start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
   static_assert(sizeof...(P) == sizeof...(A), "a kernel takes as many arguments as it declares");
   static_assert((sizeof(P) + ... + 0) <= 4096, "kernel arguments are at most 4 KB");
   static_assert(!(std::is_reference<P>::value || ... || false), "kernels take no references");
+  const alone held(calls);
   cudaError_t e = begin();
   CUstream_st *s = stream_of(stream);
   auto l = std::make_shared<launch>();
@@ -1313,7 +1348,7 @@ cudaError_t start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
   l->grid = grid;
   l->block = block;
   l->shared = shared;
-  l->device = m.current_device;
+  l->device = current_device;
   std::apply([&](const P &...x) { (find_pointers(x, l->pointers), ...); }, values);
   std::apply([&](const P &...x) {
     (l->arguments.emplace_back((const char *)&x, (const char *)(&x + 1)), ...);
@@ -1333,8 +1368,9 @@ cudaError_t start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
    and handles stay. */
 inline void cuda_host_reset() {
   using namespace cudahost;
+  const alone held(calls);
   fault(cudaSuccess);
-  m.last = cudaSuccess;
+  last_error = cudaSuccess;
   m.capturing.reset();
   m.serial = 0;
   cuda_host.fail_allocation = cuda_host.fail_launch = cuda_host.fault = 0;
@@ -1347,17 +1383,17 @@ inline void cuda_host_reset() {
    >>runtime
    ------------------------------------------------------------------------------------------------------------------ */
 #define CUDA_HOST_BEGIN(how) \
-  do { \
-    const cudaError_t begun_ = cudahost::how(); \
-    if (begun_ != cudaSuccess) return cudahost::fail(begun_); \
-  } while (0)
+  const cudahost::alone held_(cudahost::calls); \
+  if (const cudaError_t begun_ = cudahost::how()) return cudahost::fail(begun_)
 #define CUDA_HOST_NEED(condition, error) do { if (!(condition)) return cudahost::fail(error); } while (0)
 
 inline cudaError_t cudaGetLastError() {
-  const cudaError_t e = cudahost::m.sticky ? cudahost::m.sticky : cudahost::m.last; cudahost::m.last = cudaSuccess;
+  const cudahost::alone held_(cudahost::calls);
+  const cudaError_t e = cudahost::m.sticky ? cudahost::m.sticky : cudahost::last_error;
+  cudahost::last_error = cudaSuccess;
   return e;
 }
-inline cudaError_t cudaPeekAtLastError() { return cudahost::m.sticky ? cudahost::m.sticky : cudahost::m.last; }
+inline cudaError_t cudaPeekAtLastError() { return cudahost::m.sticky ? cudahost::m.sticky : cudahost::last_error; }
 inline cudaError_t cudaDriverGetVersion(int *version) { *version = 12040; return cudaSuccess; }
 inline cudaError_t cudaRuntimeGetVersion(int *version) { *version = 12040; return cudaSuccess; }
 inline cudaError_t cudaGetDeviceCount(int *count) {
@@ -1365,10 +1401,10 @@ inline cudaError_t cudaGetDeviceCount(int *count) {
 }
 inline cudaError_t cudaSetDevice(int device) {
   CUDA_HOST_BEGIN(begin); CUDA_HOST_NEED(device >= 0 && device < cuda_host.devices, cudaErrorInvalidDevice);
-  cudahost::m.current_device = device; return cudaSuccess;
+  cudahost::current_device = device; return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int *device) {
-  CUDA_HOST_BEGIN(begin); *device = cudahost::m.current_device; return cudaSuccess;
+  CUDA_HOST_BEGIN(begin); *device = cudahost::current_device; return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
   CUDA_HOST_BEGIN(begin);
@@ -1414,6 +1450,7 @@ template <class T> cudaError_t cudaMalloc(T **p, size_t n) { return cudaMalloc((
 /* After a fault memory is given back all the same, and the error said, so that a test can see that nothing was
    forgotten. */
 inline cudaError_t cudaFree(void *p) {
+  const cudahost::alone held_(cudahost::calls);
   const cudaError_t e = cudahost::begin_unsafe();
   CUDA_HOST_NEED(e == cudaSuccess || e == cudahost::m.sticky, e);
   if (!p) return cudahost::fail(e);
@@ -1443,6 +1480,7 @@ template <class T> cudaError_t cudaMallocHost(T **p, size_t n, unsigned flags = 
   return cudaHostAlloc((void **)p, n, flags);
 }
 inline cudaError_t cudaFreeHost(void *p) {
+  const cudahost::alone held_(cudahost::calls);
   const cudaError_t e = cudahost::begin_unsafe();
   CUDA_HOST_NEED(e == cudaSuccess || e == cudahost::m.sticky, e);
   if (!p) return cudahost::fail(e);
@@ -1477,7 +1515,7 @@ inline cudaError_t copy(void *to, const void *from, size_t n, cudaMemcpyKind kin
   CUDA_HOST_BEGIN(begin);
   CUstream_st *s = stream_of(stream);
   CUDA_HOST_NEED(s, cudaErrorInvalidResourceHandle);
-  if (waits) CUDA_HOST_BEGIN(begin_unsafe);
+  if (waits) { CUDA_HOST_BEGIN(begin_unsafe); }
   if (!n) return cudaSuccess;
   const cudaMemoryType a = type_of(to), b = type_of(from);
   CUDA_HOST_NEED(to && from && is_good(a, to, n) && is_good(b, from, n), cudaErrorInvalidValue);
@@ -1524,7 +1562,11 @@ inline cudaError_t fill(void *to, int byte, size_t n, cudaStream_t stream) {
   CUDA_HOST_NEED(type != cudaMemoryTypeDevice || !is_elsewhere(device_of(to), "a fill of memory"),
                  cudaErrorInvalidValue);
   return fail(enqueue(s, false, [=] {
-    if (is_good(type, to, n)) { memset(to, byte, n); return; }
+    if (is_good(type, to, n)) {
+      if (type == cudaMemoryTypeDevice) blank(to, n, byte);
+      else memset(to, byte, n);
+      return;
+    }
     report(-1, nullptr, 0, "a fill of %zu bytes at %p came after their end", n, to);
     fault(cudaErrorIllegalAddress);
   }));
@@ -1549,7 +1591,7 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flag
   CUDA_HOST_NEED(stream && flags <= 1, cudaErrorInvalidValue);
   auto s = std::make_shared<CUstream_st>();
   s->blocking = flags == cudaStreamDefault;
-  s->device = cudahost::m.current_device;
+  s->device = cudahost::current_device;
   cudahost::m.streams[s.get()] = s;
   *stream = s.get();
   return cudaSuccess;
@@ -1559,6 +1601,7 @@ inline cudaError_t cudaStreamCreate(cudaStream_t *stream) {
 }
 /* queued work still runs when the device is waited for */
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const cudahost::alone held_(cudahost::calls);
   const cudaError_t e = cudahost::begin();
   CUstream_st *s = stream ? cudahost::stream_of(stream) : nullptr;
   CUDA_HOST_NEED(s, cudaErrorInvalidResourceHandle);
@@ -1588,11 +1631,12 @@ inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
   CUDA_HOST_BEGIN(begin);
   CUDA_HOST_NEED(event && flags <= 3, cudaErrorInvalidValue);
-  *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming), false, cudahost::m.current_device};
+  *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming), false, cudahost::current_device};
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  const cudahost::alone held_(cudahost::calls);
   const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(event, cudaErrorInvalidResourceHandle); delete event;
   return cudahost::fail(e);
 }
@@ -1650,7 +1694,7 @@ inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCapture
   CUDA_HOST_NEED(s, cudaErrorInvalidResourceHandle);
   CUDA_HOST_NEED(stream, cudaErrorStreamCaptureUnsupported);
   CUDA_HOST_NEED(!cudahost::m.capturing, cudaErrorIllegalState);
-  cudahost::m.capturing.reset(new cudahost::capture{s, mode, false, {}});
+  cudahost::m.capturing.reset(new cudahost::capture{s, mode, std::this_thread::get_id(), false, {}});
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
@@ -1685,10 +1729,12 @@ inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   return cudahost::fail(cudahost::enqueue(s, exec->nodes));
 }
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  const cudahost::alone held_(cudahost::calls);
   const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(exec, cudaErrorInvalidValue); delete exec;
   return cudahost::fail(e);
 }
 inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  const cudahost::alone held_(cudahost::calls);
   const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(graph, cudaErrorInvalidValue); delete graph;
   return cudahost::fail(e);
 }
@@ -1758,15 +1804,17 @@ typedef cublasContext *cublasHandle_t;
 inline cublasStatus_t cublasCreate(cublasHandle_t *handle) {
   if (!handle) return CUBLAS_STATUS_INVALID_VALUE;
   *handle = nullptr;
+  const cudahost::alone held_(cudahost::calls);
   if (cudahost::begin_unsafe() != cudaSuccess) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (cuda_host.fail_allocation && --cuda_host.fail_allocation == 0) return CUBLAS_STATUS_ALLOC_FAILED;
   *handle = new cublasContext{
-    nullptr, nullptr, 0, CUBLAS_DEFAULT_MATH, CUBLAS_POINTER_MODE_HOST, cudahost::m.current_device
+    nullptr, nullptr, 0, CUBLAS_DEFAULT_MATH, CUBLAS_POINTER_MODE_HOST, cudahost::current_device
   };
   return CUBLAS_STATUS_SUCCESS;
 }
 inline cublasStatus_t cublasDestroy(cublasHandle_t h) {              /* waits for the device, as cuBLAS does */
   if (!h) return CUBLAS_STATUS_NOT_INITIALIZED;
+  const cudahost::alone held_(cudahost::calls);
   if (cudahost::begin_unsafe() == cudaSuccess) cudahost::wait_for_all();
   delete h;
   return CUBLAS_STATUS_SUCCESS;
@@ -1778,6 +1826,7 @@ inline cublasStatus_t cublasSetStream(cublasHandle_t h, cudaStream_t s) {   /* f
 }
 inline cublasStatus_t cublasSetWorkspace(cublasHandle_t h, void *workspace, size_t size) {
   if (!h) return CUBLAS_STATUS_NOT_INITIALIZED;
+  const cudahost::alone held_(cudahost::calls);
   if ((uintptr_t)workspace % 256 || (workspace && !cudahost::lies_in(cudahost::m.device, workspace, size)))
     return CUBLAS_STATUS_INVALID_VALUE;
   h->workspace = workspace; h->workspace_size = size;
@@ -1840,9 +1889,20 @@ struct product {
       return fault(cudaErrorIllegalAddress);
     }
     if (workspace) memset(workspace, 0xff, std::min<size_t>(workspace_size, 65536));   /* and its users must know */
+    const int64_t few = 2 * (int64_t)cuda_host.sample;
+    if (few && n > few) { /* the columns of C, which are luna.h's rows, at either end, where B is flat */
+      const int64_t step = op_b == CUBLAS_OP_N ? ldb : 1, ends[2] = {0, n - few / 2};
+      for (int64_t at : ends) {
+        product part = *this;
+        part.n = few / 2; part.b = b + at * step; part.c = c + at * ldc; part.start = start ? start + at * ldc : start;
+        part.run();
+      }
+      return;
+    }
     std::vector<float> kept_a, kept_b;
     std::vector<char> scratch;
     for (int64_t s = 0; s < batch; s++) {
+      if (few && s >= few / 2 && s < batch - few / 2) continue;
       float *out = c + s * stride_c;
       if (beta != 1 || !multiplies)
         for (int64_t j = 0; j < n; j++)
@@ -1879,6 +1939,7 @@ struct product {
 inline cublasStatus_t multiply(cublasHandle_t h, product p, const float *alpha, const float *beta,
                                cublasComputeType_t compute) {
   if (!h) return CUBLAS_STATUS_NOT_INITIALIZED;
+  const alone held(calls);
   if (begin() != cudaSuccess) return CUBLAS_STATUS_EXECUTION_FAILED;
   if (p.op_a < 0 || p.op_a > 2 || p.op_b < 0 || p.op_b > 2 || p.m < 0 || p.n < 0 || p.k < 0 || p.batch < 0 || !alpha ||
       !beta) return CUBLAS_STATUS_INVALID_VALUE;
@@ -2015,7 +2076,7 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t h, cublasL
   if (!h || wanted < 1 || *inner[0] != *inner[1] || c->rows != d->rows || c->columns != d->columns ||
       d->rows != (what->op[0] ? a->columns : a->rows) || d->columns != (what->op[1] ? b->rows : b->columns))
     return CUBLAS_STATUS_INVALID_VALUE;
-  if (cuda_host.no_endings) return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (cuda_host.no_endings) return cuda_host.no_endings == 2 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
   for (int i = 0; i < 4; i++) way->algo.data[i] = wish->alignment[i];
   way->algo.data[4] = wish->room;
   way->state = CUBLAS_STATUS_SUCCESS;
