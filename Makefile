@@ -46,9 +46,9 @@
 #                            TIMES=1, on a quiet machine: the page's times must reach their goals too
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
 #                            and spills; and all else that make gpu runs
-#   make gpu                 a first hour on a GPU in nine minutes, GPU_SECONDS=540: tests, sanitizers, benchmarks, PyTorch
-#                            beside it, profiles: tests/cuda/gpu.sh. It compiles nothing: make cuda before it, or carry
-#                            build/cuda to that machine. Its files go to OUT (build/gpu)
+#   make gpu                 all that a GPU is wanted for, in nine minutes (GPU_SECONDS=540): tests, sanitizers, speed,
+#                            PyTorch beside it, profiles. It compiles nothing: run make cuda before it, or carry build/cuda
+#                            to that machine. Its files go to OUT (build/gpu): tests/cuda/gpu.sh
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
 #   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels in C++
 #                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda.c
@@ -89,7 +89,8 @@ NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=s
 NVCC_ARCHS += -gencode arch=compute_90,code=compute_90
 # smaller programs, of a compiler that knows how (12.8 or newer): they are carried to machines with a GPU
 NVCC_SMALL = $(shell $(NVCC) --help 2>/dev/null | grep -q -- --compress-mode && echo -compress-mode=size)
-NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function $(NVCC_ARCHS) $(NVCC_SMALL)
+NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function $(NVCC_ARCHS) \
+  $(NVCC_SMALL)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Of clang alone, in scalar C: it does not know all vector instructions, nor a C++ library that was built without it.
 MSAN = -O1 -g1 -fsanitize=memory -DLUNA_NO_SIMD -DTEST_QUICK=1
@@ -306,36 +307,37 @@ REF ?= HEAD
 compare:
 	@BUILD=$(BUILD) CC='$(CC)' CFLAGS='$(CFLAGS)' LIBS='$(LIBS)' sh tests/compare.sh $(REF)
 
-$(BUILD)/cuda/%.o: tests/%.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/registers.sh
-	@mkdir -p $(BUILD)/cuda/tests
+# objects lie beside what is carried to a machine with a GPU, build/cuda
+$(BUILD)/nvcc/%.o: tests/%.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/registers.sh
+	@mkdir -p $(BUILD)/cuda/tests $(BUILD)/nvcc
 	$(NVCC) $(NVCC_FLAGS) -Xptxas -v -I. -c $< -o $@ 2>$@.log || { cat $@.log; exit 1; }
 	@sh tests/registers.sh $@.log
 
 # CUDA's own library is linked statically; cuBLAS is not, being far larger than all else
 NVCC_LINK = $(NVCC) -cudart static -Xcompiler -static-libgcc,-static-libstdc++
 NVCC_LIBS = -lcublas -lcublasLt $(LIBS)
-$(BUILD)/cuda/luna_cuda.o: luna_cuda.cuh luna.h
-	@mkdir -p $(BUILD)/cuda
-	@printf '#include "luna_cuda.cuh"\n' >$(BUILD)/cuda/luna_cuda.cu
-	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fPIC -I. -c $(BUILD)/cuda/luna_cuda.cu -o $@
+$(BUILD)/nvcc/luna_cuda.o: luna_cuda.cuh luna.h
+	@mkdir -p $(BUILD)/cuda $(BUILD)/nvcc
+	@printf '#include "luna_cuda.cuh"\n' >$(BUILD)/nvcc/luna_cuda.cu
+	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fPIC -I. -c $(BUILD)/nvcc/luna_cuda.cu -o $@
 
-$(BUILD)/cuda/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/cuda/cuda_device.o
+$(BUILD)/cuda/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/nvcc/cuda_device.o
 	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
 
 $(BUILD)/cuda/tests/cuda_small $(BUILD)/cuda/tests/cuda_forgetting: $(BUILD)/cuda/tests/%: $(BUILD)/tests/%.o \
-  $(BUILD)/luna.o $(BUILD)/cuda/cuda_device.o
+  $(BUILD)/luna.o $(BUILD)/nvcc/cuda_device.o
 	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
 
-$(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wildcard examples/*.h)
-	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/cuda/lm.o
-	$(NVCC_LINK) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ $(NVCC_LIBS)
+$(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o $(wildcard examples/*.h)
+	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/nvcc/lm.o
+	$(NVCC_LINK) $(BUILD)/nvcc/lm.o $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o -o $@ $(NVCC_LIBS)
 
 # luna.h's side of tests/bench_cuda_peers.py: for a GPU, and by the emulator, to try it without one
 $(BUILD)/luna_pic.o: luna.h
 	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$(BUILD)/luna_pic.c
 	$(CC) $(CFLAGS) $(WARN) -fPIC -I. -c $(BUILD)/luna_pic.c -o $@
 
-$(BUILD)/cuda/peers.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o $(BUILD)/cuda/luna_cuda.o
+$(BUILD)/cuda/peers.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o $(BUILD)/nvcc/luna_cuda.o
 	$(NVCC_LINK) -std=c++17 -O2 -Xcompiler -fPIC,-Wall,-Wextra -DLUNAI_IMPLEMENTED -I. -shared $^ -o $@ $(NVCC_LIBS)
 
 $(BUILD)/peers_host.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o luna_cuda.cuh tests/cuda_host.h
@@ -343,13 +345,13 @@ $(BUILD)/peers_host.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o luna_cuda.cuh t
 	  -Itests $< $(BUILD)/luna_pic.o -o $@ $(LIBS)
 
 # the hook of examples/luna_nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
-NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/cuda/nccl.o)
-$(BUILD)/cuda/nccl.o: examples/luna_nccl.h luna.h
-	@mkdir -p $(BUILD)/cuda
+NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/nvcc/nccl.o)
+$(BUILD)/nvcc/nccl.o: examples/luna_nccl.h luna.h
+	@mkdir -p $(BUILD)/nvcc
 	@printf '%s\n' '#include "luna.h"' '#include "examples/luna_nccl.h"' \
 	  'bool opens(nccl_ranks *n, ncclComm_t c) { bool good = nccl_open(n, c); nccl_close(n); return good; }' \
-	  >$(BUILD)/cuda/nccl.cu
-	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/nccl.cu -o $@
+	  >$(BUILD)/nvcc/nccl.cu
+	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/nvcc/nccl.cu -o $@
 
 CUDA_TESTS = cuda_small cuda_forgetting cuda
 CUDA_PROGRAMS = $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%) $(BUILD)/cuda/lm $(BUILD)/cuda/bench $(BUILD)/cuda/peers.so
@@ -391,7 +393,7 @@ ptx:
 	    PTX_REGISTERS=$(BUILD)/ptx/registers.log BUILD=$(BUILD) JOBS=1 sh tests/run.sh $(PTX_TESTS:%=$(BUILD)/ptx/%); \
 	  else echo "nvcc is not here: its PTX is not run"; fi
 
-$(BUILD)/cuda/bench: $(BUILD)/cuda/bench_cuda.o $(BUILD)/luna.o
+$(BUILD)/cuda/bench: $(BUILD)/nvcc/bench_cuda.o $(BUILD)/luna.o
 	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
 
 cuda-bench:

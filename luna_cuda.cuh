@@ -173,6 +173,7 @@ LUNACU_INLINE float4 lunacu_together(const float *x) { return make_float4(x[0], 
 
 /* What one context needs of its device */
 struct lunacu {
+  luna_ctx *ctx;
   int device;
   luna_cuda_math math;
   cudaStream_t stream;
@@ -553,6 +554,7 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   if (!self)
     return luna_fail(ctx, LUNA_OUT_OF_MEMORY,
                              "luna_open: no memory for what a context keeps of its CUDA device");
+  self->ctx = ctx;
   self->device = device;
   self->math = lunacu_math_of(ctx);
   cudaError_t error = cudaStreamCreateWithFlags(&self->stream, cudaStreamNonBlocking);
@@ -587,7 +589,10 @@ static void *lunacu_allocate(void *user, size_t bytes) {
   lunacu *self = (lunacu *)user;
   void *memory = NULL;
   if (!self || lunacu_enter(self) != cudaSuccess) return NULL;
-  return lunacu_own(cudaMalloc(&memory, bytes ? bytes : 1)) == cudaSuccess ? memory : NULL;
+  const cudaError_t error = lunacu_own(cudaMalloc(&memory, bytes ? bytes : 1));
+  /* a fault of work before it is no lack of memory */
+  if (error != cudaErrorMemoryAllocation) (void)lunacu_check(self->ctx, error, "memory");
+  return error == cudaSuccess ? memory : NULL;
 }
 static void lunacu_release(void *user, void *memory, size_t bytes) {
   (void)bytes;

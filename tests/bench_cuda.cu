@@ -1,7 +1,14 @@
-/* bench_cuda: luna_cuda.cuh on this machine's GPU, as shares of what the same run gets out of a large device copy
-   (bytes read + written) and a large float32 product of cuBLAS, each measured beside every timed run; medians of 11
-   runs or more. make cuda-bench runs it; one line of JSON a row goes to the file that the argument names. -DBENCH_TINY
-   makes every size small and the runs one, to go through all of it without a GPU:
+/* bench_cuda: luna_cuda.cuh on this machine's GPU, in float32, TF32 and BF16, with a graph and without, as shares of two
+   things: of what the same run gets out of a large device copy (bytes read + written) or a large product of cuBLAS in
+   the same precision, each measured beside every timed run; and of the card's peak, from its clocks. Medians of 11 runs
+   or more, of 3 where the time is limited.
+
+     bench [FILE] [--seconds S]     all rows, in S seconds if possible; one line of JSON a row goes to FILE
+     bench --device                 the device's properties, or why there is none
+     bench --stream                 tokens a second of a stream, one launch a token and call by call
+     bench --profile                each row once between cudaProfilerStart and Stop, float32 and TF32, for ncu
+
+   make cuda-bench runs it. -DBENCH_TINY makes every size small and the runs one, to go through all of it without a GPU:
      g++ -std=c++17 -O1 -I. -Itests -DBENCH_TINY -x c++ tests/bench_cuda.cu -x none build/luna.o -lm -lpthread
 
    Bytes are those that must be read once and written once. Flops a token, forward: attention core 8 l d; nested layer,
@@ -13,7 +20,11 @@
 #endif
 #include "luna_cuda.cuh"
 
+#ifndef LUNA_CUDA_HOST
+#include <cuda_profiler_api.h>
+#endif
 #include <algorithm>
+#include <chrono>
 #include <vector>
 
 #ifdef BENCH_TINY
@@ -29,6 +40,20 @@ static const int LEAST_RUNS = 11, MOST_RUNS = 51;
 static const double BUDGET = 1000;   /* ms a row may take beyond its least number of runs */
 
 static FILE *json;
+static luna_cuda_math math = LUNA_CUDA_F32; /* of the rows that follow, */
+static bool graphed;                 /* and whether their steps are graphs */
+static const char *const precisions[3] = {"float32", "TF32", "BF16"};
+static int rows_left;                /* with counting: so far */
+static bool counting, profiling;
+static double deadline;              /* seconds, or 0 */
+static double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+/* whether the row is only counted now */
+static bool counted() {
+  rows_left += counting ? 1 : -1;
+  return counting;
+}
 
 static void fail(const char *what, const char *why) {
   fprintf(stderr, "%s: %s\n", what, why);
@@ -45,6 +70,8 @@ struct bench {
   cudaStream_t stream;
   cudaEvent_t begin, end;
   bool marks_itself;                 /* run records both events, for it times a part of what it does */
+  luna_graph *graph;                 /* null: none */
+  luna_stream *tokens_of;            /* a stream that is timed */
   luna_params *params, *inputs;      /* trained; given, so that no run copies them */
   luna_tensor *x, *q, *p, *weight, *bias;
   luna_optimizer *adam;
@@ -63,7 +90,7 @@ static void check(const bench *b) {
 
 static void open_bench(bench *b) {
   luna_options options = {};
-  options.backend = luna_cuda_backend(0);
+  options.backend = luna_cuda_backend_with(0, math);
   b->ctx = luna_open(&options);
   if (!b->ctx) fail("luna_open", "no memory");
   check(b);
@@ -112,6 +139,7 @@ static luna_tensor *mean(luna_tensor *x) {
 struct machine {
   bench own;
   cublasHandle_t blas;
+  double memory, flops[3];           /* the card's peaks, bytes and operations a second; 0: not known */
   float *a, *b, *c;
   char *from, *to;
 };
@@ -123,13 +151,31 @@ static void copy_run(bench *b) {
 static void gemm_run(bench *) { /* as luna_linear: C = A B^T of rows, which are cuBLAS's columns */
   const float one = 1, zero = 0;
   const int side = (int)SIDE;
-  const cublasStatus_t status = cublasSgemm(gpu.blas, CUBLAS_OP_T, CUBLAS_OP_N, side, side, side, &one, gpu.b, side,
-                                            gpu.a, side, &zero, gpu.c, side);
-  if (status != CUBLAS_STATUS_SUCCESS) fail("cublasSgemm", cublasGetStatusString(status));
+  const cublasComputeType_t type = math == LUNA_CUDA_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 :
+      math == LUNA_CUDA_BF16 ? CUBLAS_COMPUTE_32F_FAST_16BF : CUBLAS_COMPUTE_32F;
+  const cublasStatus_t status = cublasGemmEx(gpu.blas, CUBLAS_OP_T, CUBLAS_OP_N, side, side, side, &one, gpu.b,
+                                             CUDA_R_32F, side, gpu.a, CUDA_R_32F, side, &zero, gpu.c, CUDA_R_32F, side,
+                                             type, CUBLAS_GEMM_DEFAULT);
+  if (status != CUBLAS_STATUS_SUCCESS) fail("cublasGemmEx", cublasGetStatusString(status));
+}
+/* dense operations a cycle of a multiprocessor, by the architecture's documents: float32; TF32; BF16 */
+static void find_peaks() {
+  int value[4] = {0, 0, 0, 0}, major = 0;
+  static const cudaDeviceAttr names[4] = {cudaDevAttrMultiProcessorCount, cudaDevAttrClockRate,
+                                          cudaDevAttrMemoryClockRate, cudaDevAttrGlobalMemoryBusWidth};
+  for (int i = 0; i < 4; i++)
+    if (cudaDeviceGetAttribute(&value[i], names[i], 0) != cudaSuccess) value[i] = 0, (void)cudaGetLastError();
+  (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+  const double cycles = (double)value[0] * value[1] * 1e3;
+  gpu.memory = 2.0 * value[2] * 1e3 * value[3] / 8;
+  gpu.flops[0] = 256 * cycles;
+  gpu.flops[1] = (major == 9 ? 2048 : major == 8 ? 1024 : 0) * cycles;
+  gpu.flops[2] = 2 * gpu.flops[1];
 }
 static void open_machine() {
   const size_t matrix = (size_t)(SIDE * SIDE) * sizeof(float);
   open_bench(&gpu.own);
+  find_peaks();
   must(cudaMalloc((void **)&gpu.a, matrix), "memory");
   must(cudaMalloc((void **)&gpu.b, matrix), "memory");
   must(cudaMalloc((void **)&gpu.c, matrix), "memory");
@@ -163,7 +209,11 @@ static double median(std::vector<double> x) {
 static double timed(bench *b, void (*run)(bench *), int times) {
   float ms = 0;
   if (!b->marks_itself) must(cudaEventRecord(b->begin, b->stream), "an event");
-  for (int i = 0; i < times; i++) run(b);
+  for (int i = 0; i < times; i++) {
+    luna_graph_begin(b->graph);
+    run(b);
+    luna_graph_end(b->graph);
+  }
   check(b);
   if (!b->marks_itself) must(cudaEventRecord(b->end, b->stream), "an event");
   must(cudaStreamSynchronize(b->stream), "a run");
@@ -174,41 +224,67 @@ static double timed(bench *b, void (*run)(bench *), int times) {
 static double copy_bytes() { return 2.0 * (double)COPIED; }
 static double gemm_flops() { return 2.0 * (double)SIDE * (double)SIDE * (double)SIDE; }
 
-/* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is
-   reported in its own unit, and its share is of the copy's or the product's rate just before each of its runs. Returns
-   the median in ms. */
+/* one run between the profiler's marks */
+static void profile(bench *b, void (*run)(bench *)) {
+#ifndef LUNA_CUDA_HOST
+  must(cudaProfilerStart(), "the profiler");
+#endif
+  (void)timed(b, run, 1);
+#ifndef LUNA_CUDA_HOST
+  must(cudaProfilerStop(), "the profiler");
+#endif
+}
+/* ms that the row may take beyond its least number of runs: its part of what is left */
+static double row_budget() {
+  return deadline > 0 ? 1e3 * std::max(0.0, deadline - seconds()) / (rows_left + 1) : BUDGET;
+}
+/* Prints a row and its JSON. work: bytes or flops of one run; minimum: the share that is expected, or 0. The row is
+   reported in its own unit, and its share is of the copy's or the product's rate just before each of its runs; then
+   comes its share of the card's peak. Returns the median in ms. */
 static double row(const char *name, bench *b, void (*run)(bench *), double work, bool is_bytes, double minimum) {
-  const bool is_machine = b == &gpu.own;
+  const bool is_machine = b == &gpu.own, limited = deadline > 0;
+  const int least = limited ? std::min(3, LEAST_RUNS) : LEAST_RUNS;
+  const double budget = row_budget(), began = seconds();
   std::vector<double> ms, shares;
   double spent = 0;
   int times = 1;
-  for (int i = 0; i < 2; i++) {      /* warm */
+  if (graphed && !b->graph) b->graph = luna_graph_open(b->ctx);
+  for (int i = 0; i < (b->graph ? 4 : 2); i++) { /* warm; a graph is recorded when a step comes again */
     const double once = timed(b, run, 1);
     times = b->marks_itself || once >= 1 || LEAST_RUNS == 1 ? 1 : (int)std::min(100.0, 1 + 1 / once);
   }
-  while ((int)ms.size() < LEAST_RUNS || ((int)ms.size() < MOST_RUNS && spent < BUDGET)) {
+  if (profiling) return profile(b, run), 1;
+  while ((int)ms.size() < least || ((int)ms.size() < MOST_RUNS && spent < budget)) {
     const double beside = is_machine ? 0 : is_bytes ? copy_bytes() / timed(&gpu.own, copy_run, 2) :
         gemm_flops() / timed(&gpu.own, gemm_run, 1);
     ms.push_back(timed(b, run, times));
     shares.push_back(is_machine ? 1 : work / ms.back() / beside);
-    spent += ms.back() * times;
+    spent = limited ? 1e3 * (seconds() - began) : spent + ms.back() * times;
   }
   const double found = median(ms), share = median(shares), rate = work / found * 1e-6; /* GB/s or GFLOP/s */
+  const double peak = is_bytes ? gpu.memory : gpu.flops[math], of_peak = peak > 0 ? rate * 1e9 / peak : 0;
   const size_t memory = luna_memory(b->ctx).peak;
-  printf("  %-52s %9.3f %9.1f %-7s", name, found, is_bytes ? rate : rate * 1e-3, is_bytes ? "GB/s" : "TFLOP/s");
-  if (!is_machine) printf("  %5.1f%%", 100 * share);
+  const char *reason = b->graph ? luna_graph_reason(b->graph) : "";
+  printf("  %-52s %-8s %-5s %9.3f %9.1f %-7s", name, precisions[math], b->graph ? "graph" : "", found,
+         is_bytes ? rate : rate * 1e-3, is_bytes ? "GB/s" : "TFLOP/s");
+  if (is_machine) printf("        ");
+  else printf("  %5.1f%%", 100 * share);
+  if (of_peak > 0) printf("  %5.1f%%", 100 * of_peak);
   if (minimum > 0) printf("  (at least %.0f%%)", 100 * minimum);
+  if (*reason) printf("  not one launch: %s", reason);
   puts("");
   fflush(stdout);
   if (json)
     fprintf(json,
-        "{\"name\": \"%s\", \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"bytes\": %.0f, \"memory\": %zu}\n", name,
-            is_bytes ? 0 : rate, share, found,
-            is_bytes ? work : 0, memory);
+        "{\"name\": \"%s\", \"precision\": \"%s\", \"graph\": %s, \"gflops\": %.2f, \"share\": %.4f, "
+        "\"of_peak\": %.4f, \"ms\": %.5f, \"bytes\": %.0f, \"memory\": %zu}\n", name, precisions[math],
+            b->graph ? "true" : "false", is_bytes ? 0 : rate, share, of_peak, found, is_bytes ? work : 0, memory);
+  if (json) fflush(json);
   return found;
 }
 static void title(const char *text) {
-  printf("\n%s\n  %-52s %9s %9s %-7s  %6s\n", text, "", "ms", "rate", "", "share");
+  if (!counting)
+    printf("\n%s\n  %-52s %-8s %-5s %9s %9s %-7s  %6s  %6s\n", text, "", "", "", "ms", "rate", "", "share", "of peak");
 }
 
 /* ---- attention ---- */
@@ -240,6 +316,7 @@ static void layer_row(const char *text, layer_kind kind, int64_t l, bool trainin
   char name[96];
   luna_optimizer_config adam = {};
   const bool is_bytes = kind == CORE && l == 16;
+  if (counted()) return;
   open_bench(&b);
   b.kind = kind;
   b.training = training;
@@ -313,6 +390,7 @@ static void norm_run(bench *b) {
 static void norm_row(bool backward) {
   bench b = {};
   char name[96];
+  if (counted()) return;
   open_bench(&b);
   b.training = b.marks_itself = backward;
   b.x = input(&b, "x", 2, N, DIM, 1);
@@ -334,6 +412,7 @@ static void cross_entropy_run(bench *b) {
 static void cross_entropy_row() {
   bench b = {};
   char name[96];
+  if (counted()) return;
   open_bench(&b);
   b.marks_itself = true;
   b.p = input(&b, "none", 1, 1, 1, 1);
@@ -351,6 +430,7 @@ static void adamw_row() {
   bench b = {};
   char name[96];
   luna_optimizer_config adam = {};
+  if (counted()) return;
   open_bench(&b);
   b.x = input(&b, "x", 2, N, DIM, 1);
   adam.weight_decay = 0.01f;
@@ -377,6 +457,7 @@ static void classifier_row() {
   char name[96];
   luna_classifier_config config = {};
   luna_optimizer_config adam = {};
+  if (counted()) return;
   open_bench(&b);
   config.vocab = 256;
   config.classes = 2;
@@ -394,25 +475,63 @@ static void classifier_row() {
   snprintf(name, sizeof name, "classifier, batch %d, n = %d, training step", (int)BATCH, (int)LENGTH);
   const double ms = row(name, &b, classifier_run, 3 * 4 * tokens * (8 * 4 * 16 * d + 4 * d * (double)CLASSIFIER_FFN),
                         false, 0);
-  printf("    %.0f tokens/s, %.1f MB at most\n", 1e3 * tokens / ms, (double)luna_memory(b.ctx).peak * 1e-6);
+  if (!profiling)
+    printf("    %.0f tokens/s, %.1f MB at most\n", 1e3 * tokens / ms, (double)luna_memory(b.ctx).peak * 1e-6);
   close_bench(&b);
 }
 
-int main(int argc, char **argv) {
+/* ---- a stream's tokens, by the clock: a step returns when its logits are there ---- */
+static void stream_row(const char *name, bool by_graph) {
+  static luna_backend table;           /* without tokens that are graphs */
+  bench b = {};
+  luna_lm model;
+  luna_lm_config config = {};
+  luna_options options = {};
+  int32_t token = 7;
+  long count = 0;
+  table = *luna_cuda_backend(0);
+  table.token = NULL;
+  options.backend = by_graph ? luna_cuda_backend(0) : &table;
+  config.layers = 4;
+  config.layer.dim = CLASSIFIER_DIM;
+  config.layer.ffn = CLASSIFIER_FFN;
+  b.ctx = luna_open(&options);
+  if (!b.ctx) fail("luna_open", "no memory");
+  check(&b);
+  if (luna_lm_init(&model, luna_params_open(b.ctx), &config) != LUNA_OK ||
+      !(b.tokens_of = luna_stream_open(&model, NULL))) fail("a stream", luna_error(b.ctx));
+  for (int i = 0; i < 8; i++)
+    if (!luna_stream_step(b.tokens_of, &token)) fail("a stream's step", luna_stream_error(b.tokens_of));
+  const double began = seconds();
+  while (seconds() - began < (LEAST_RUNS == 1 ? 0.01 : 1.5) && luna_stream_step(b.tokens_of, &token)) count++;
+  printf("stream of 4 layers, d = %d, %s: %.0f tokens/s\n", (int)CLASSIFIER_DIM, name,
+         (double)count / (seconds() - began));
+  luna_stream_close(b.tokens_of);
+  luna_close(b.ctx);
+}
+
+static int show_device() {
+  cudaDeviceProp device;
+  luna_options options = {};
+  options.backend = luna_cuda_backend(0);
+  luna_ctx *ctx = luna_open(&options);
+  if (!ctx || luna_error_status(ctx) != LUNA_OK) fail("no device", ctx ? luna_error(ctx) : "no memory");
+  must(cudaGetDeviceProperties(&device, 0), "the device");
+  find_peaks();
+  printf("%.64s: compute capability %d.%d, %d multiprocessors, %.1f GB, %d MB of second-level cache, %d KB of shared "
+         "memory a block\npeaks by its clocks: %.0f GB/s, float32 %.1f, TF32 %.0f, BF16 %.0f TFLOP/s\n", device.name,
+         device.major, device.minor, device.multiProcessorCount, (double)device.totalGlobalMem * 1e-9,
+         device.l2CacheSize >> 20, (int)(device.sharedMemPerBlockOptin >> 10), gpu.memory * 1e-9, gpu.flops[0] * 1e-12,
+         gpu.flops[1] * 1e-12, gpu.flops[2] * 1e-12);
+  luna_close(ctx);
+  return 0;
+}
+
+/* the rows of layers and models, in the mode and manner that are set */
+static void model_rows() {
   static const int64_t slots[3] = {16, 64, 256};
   static const double causal[2] = {0.40, 0.50};
-  cudaDeviceProp device;
   char text[96];
-  open_machine();                    /* without a device, the context's sentence */
-  must(cudaGetDeviceProperties(&device, 0), "the device");
-  if (argc > 1 && (json = fopen(argv[1], "w")) == NULL) fail(argv[1], "cannot be written");
-  snprintf(text, sizeof text, "%.64s: what shares are of", device.name);
-  title(text);
-  snprintf(text, sizeof text, "copy of %.1f MB on the device", (double)COPIED * 1e-6);
-  row(text, &gpu.own, copy_run, copy_bytes(), true, 0);
-  snprintf(text, sizeof text, "gemm %d x %d, k = %d, float32", (int)SIDE, (int)SIDE, (int)SIDE);
-  row(text, &gpu.own, gemm_run, gemm_flops(), false, 0);
-
   snprintf(text, sizeof text, "n = %d, d = %d, %d heads", (int)N, (int)DIM, (int)HEADS);
   title(text);
   for (int i = 0; i < 3; i++) layer_row("attention core, tied", CORE, slots[i], false, i ? 0.50 : 0.60);
@@ -422,17 +541,64 @@ int main(int argc, char **argv) {
   for (int i = 0; i < 2; i++)
     for (int training = 0; training < 2; training++)
       layer_row("causal attention layer", CAUSAL, slots[i], training, causal[i]);
-
-  title("what only moves memory");
-  norm_row(false);
-  norm_row(true);
-  adamw_row();
-  cross_entropy_row();
-
   snprintf(text, sizeof text, "4-layer byte classifier, d = %d, 4 heads, ffn %d, l = 16", (int)CLASSIFIER_DIM,
            (int)CLASSIFIER_FFN);
   title(text);
   classifier_row();
+}
+static void all_rows() {
+  for (int i = LUNA_CUDA_F32; i <= (profiling ? LUNA_CUDA_TF32 : LUNA_CUDA_BF16); i++) {
+    math = (luna_cuda_math)i;
+    for (int with = 0; with < (profiling ? 1 : 2); with++) {
+      graphed = with;
+      model_rows();
+    }
+    graphed = false;
+    if (math != LUNA_CUDA_F32) continue;
+    title("what only moves memory");
+    norm_row(false);
+    norm_row(true);
+    adamw_row();
+    cross_entropy_row();
+  }
+}
+
+int main(int argc, char **argv) {
+  const char *file = NULL;
+  double limit = 0;
+  char text[96];
+  cudaDeviceProp device;
+  for (int i = 1; i < argc; i++) {
+    if (strcmp(argv[i], "--device") == 0) return show_device();
+    if (strcmp(argv[i], "--stream") == 0) {
+      stream_row("one launch a token", true);
+      stream_row("call by call", false);
+      return 0;
+    }
+    if (strcmp(argv[i], "--profile") == 0) profiling = true;
+    else if (strcmp(argv[i], "--seconds") == 0 && i + 1 < argc) limit = atof(argv[++i]);
+    else file = argv[i];
+  }
+  open_machine();                    /* without a device, the context's sentence */
+  must(cudaGetDeviceProperties(&device, 0), "the device");
+  if (file && (json = fopen(file, "w")) == NULL) fail(file, "cannot be written");
+  counting = true;
+  all_rows();
+  counting = false;
+  if (limit > 0) deadline = seconds() + limit;
+  snprintf(text, sizeof text, "%.64s: what shares are of", device.name);
+  if (!profiling) {
+    title(text);
+    snprintf(text, sizeof text, "copy of %.1f MB on the device", (double)COPIED * 1e-6);
+    math = LUNA_CUDA_F32;
+    row(text, &gpu.own, copy_run, copy_bytes(), true, 0);
+    for (int i = LUNA_CUDA_F32; i <= LUNA_CUDA_BF16; i++) {
+      math = (luna_cuda_math)i;
+      snprintf(text, sizeof text, "gemm %d x %d, k = %d", (int)SIDE, (int)SIDE, (int)SIDE);
+      row(text, &gpu.own, gemm_run, gemm_flops(), false, 0);
+    }
+  }
+  all_rows();
   close_machine();
   if (json) fclose(json);
 #ifdef LUNA_CUDA_HOST

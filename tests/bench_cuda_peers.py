@@ -6,8 +6,8 @@ in float32, TF32 and BF16, each with and without a graph, PyTorch eagerly and un
     python3 tests/bench_cuda_peers.py --dry [--compile]
 
 Both sides compute the same functions: the first lines compare results and gradients, of the same weights and inputs.
-Both round the same things: the float32 rows nothing, the TF32 rows the factors of products, the BF16 rows the factors of
-products to bfloat16, PyTorch by torch.autocast, which stores what lies between in bfloat16 too, as luna.h does not.
+Both round the same things: nothing in float32, the factors of products in TF32, and in BF16 the factors of products to
+bfloat16; there PyTorch's torch.autocast stores what lies between in bfloat16 too, and luna.h does not.
 PyTorch's modules are those of examples/luna_torch.py, whose softmax attention is scaled_dot_product_attention, with
 causal attention in chunks of 64 rows. Each side has a process of its own; they run in turn, and each number is the
 median of a step's time by CUDA events. A graph is luna_graph's, and torch.cuda.CUDAGraph's of the whole step.
@@ -18,7 +18,7 @@ for is counted at the end. The default takes each work at three shapes of a batc
 without a GPU, in small: luna.h's kernels by the emulator (build/peers_host.so), PyTorch on the CPU; its times say
 nothing. --check compares and measures nothing. Without a GPU, the library or PyTorch with CUDA it says so and ends with
 status 0."""
-import argparse, collections, ctypes, glob, importlib.util, json, os, select, statistics, subprocess, sys, threading, time
+import argparse, collections, ctypes, glob, json, os, select, statistics, subprocess, sys, threading, time
 
 sys.dont_write_bytecode = True        # no __pycache__ beside the tests
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -26,7 +26,8 @@ BUILD = os.environ.get("BUILD") or os.path.join(ROOT, "build")
 CHUNK = 64                            # rows of PyTorch's causal attention at a time
 ENCODER, CAUSAL, FORGETTING, CLASSIFIER, LM = range(5)
 PRECISIONS = ["float32", "TF32", "BF16"]
-LIMITS = [1e-4, 1e-2, 1e-1]           # of the difference, by precision
+LIMITS = [1e-5, 2e-3, 2e-2]           # of the results' difference, by precision,
+SLOPE_LIMITS = [1e-4, 3e-2, 0.5]      # and of the worst gradient's: a bfloat16 query projection's is a small remainder
 SHAPES = [(8, 4096), (32, 1024), (1, 16384)]
 FORMS = ["eager", "torch.compile"]
 
@@ -323,8 +324,7 @@ def compare(row, lib, device):
                 off *= float(own.norm()) / max(float(own.norm()), 1e-3 * whole)  # of gradients that nearly vanish
                 if not off <= worst[0]:
                     worst = (off, name, at)
-        limit = LIMITS[row.sizes.math]
-        good = result <= limit and worst[0] <= 10 * limit
+        good = result <= LIMITS[row.sizes.math] and worst[0] <= SLOPE_LIMITS[row.sizes.math]
         line = f"the result differs by {result:.1e}"
         if row.sizes.training:
             line += f", gradients by {worst[0]:.1e} at most ({worst[1]})"
@@ -386,8 +386,9 @@ def serve(side, options):
             opened[i], more = open_row(i)
             return more
         if ask["do"] == "close":
-            for luna in opened.pop(i, {}).values() if side == "luna" else [opened.pop(i, None)][:0]:
-                luna.close()
+            for part in opened.pop(i, {}).values():
+                if side == "luna":
+                    part.close()
             return {}
         steps = opened[i]
         if ask["form"] not in steps:
@@ -611,9 +612,9 @@ def missing(options):
     here = "no GPU" if options.dry else gpu()
     if not here:
         return "there is no CUDA device: nothing is compared", None
-    if not os.path.exists(library_path(options.dry)):
-        return f"{os.path.relpath(library_path(options.dry), ROOT)} is not here (make {'cuda' if not options.dry else 'peers-host'}): " \
-               "nothing is compared", None
+    path = library_path(options.dry)
+    if not os.path.exists(path):
+        return f"{path} is not here (make {path if options.dry else 'cuda'}): nothing is compared", None
     version = torch_version(options.python, not options.dry)
     if not version:
         return f"{os.path.basename(options.python)} has no PyTorch{' with CUDA' * (not options.dry)}: " \

@@ -101,6 +101,25 @@ TEST_UNUSED static luna_tensor *common_loss(luna_tensor *y, uint64_t seed) {
                   1);
 }
 
+/* Where two arrays differ most, for a sentence: both values there, and how many differ. Good until the fourth next. */
+TEST_UNUSED static const char *common_where(const float *got, const float *expected, int64_t n) {
+  static char room[4][96];
+  static int turn;
+  int64_t worst = 0, differ = 0;
+  double off = -1;
+  for (int64_t i = 0; got && expected && i < n; i++) {
+    const double d = fabs((double)got[i] - (double)expected[i]);
+    if (memcmp(got + i, expected + i, sizeof *got) == 0) continue;
+    differ++;
+    if (!(d <= off) && off == off) worst = i, off = d;
+  }
+  turn = (turn + 1) % 4;
+  if (!got || !expected || n <= 0) return "there is nothing to compare";
+  snprintf(room[turn], sizeof room[turn], "number %lld is %.9g, not %.9g; %lld of %lld differ", (long long)worst,
+           (double)got[worst], (double)expected[worst], (long long)differ, (long long)n);
+  return room[turn];
+}
+
 /* test_error with a floor of one's own: the root mean square below which b counts as zero */
 TEST_UNUSED static double common_error(const float *a, const float *b, int64_t n, double floor) {
   double difference = 0, size = 0;

@@ -26,10 +26,11 @@ static void device_compare(const char *what, const char *part, int i, const tria
                            const trial_array *expected, bool gradient, double limit) {
   const float *a = gradient ? got->gradient : got->values, *b = gradient ? expected->gradient : expected->values;
   if (limit == 0)
-    CHECK(memcmp(a, b, (size_t)expected->count * sizeof(float)) == 0, "%s: %s %d has other bits", what, part, i);
+    CHECK(memcmp(a, b, (size_t)expected->count * sizeof(float)) == 0, "%s: %s %d has other bits: %s", what, part, i,
+          common_where(a, b, expected->count));
   else {
     const double error = common_error(a, b, expected->count, gradient ? 0.1 : 1e-3);
-    CHECK(error <= limit, "%s: %s %d is off by %.3g", what, part, i, error);
+    CHECK(error <= limit, "%s: %s %d is off by %.3g: %s", what, part, i, error, common_where(a, b, expected->count));
   }
 }
 static void device_case(const device *d, const op_case *c, int variant, bool big) {
@@ -148,7 +149,8 @@ static void device_training(const device *d) {
       }
       float *a = common_parameters(on_host.params), *b = common_parameters(on_device.params);
       const double error = common_error(b, a, count, 1e-3), norm = (double)luna_optimizer_grad_norm(on_host.optimizer);
-      CHECK(error <= 10 * d->gradient_limit, "%s: the parameters are off by %.3g", kinds[kind], error);
+      CHECK(error <= 10 * d->gradient_limit, "%s: the parameters are off by %.3g: %s", kinds[kind], error,
+            common_where(b, a, count));
       CHECK(fabs((double)luna_optimizer_grad_norm(on_device.optimizer) - norm) <= 10 * d->gradient_limit * norm,
             "%s: the norm is %g, on the CPU %g", kinds[kind],
             (double)luna_optimizer_grad_norm(on_device.optimizer), norm);
@@ -384,14 +386,15 @@ static void device_sharing_once(const device *d, unsigned seed) {
       luna_read(device_infer(owner.ctx, &owner.lm), expected);
       for (int i = 0; i < 2; i++)
         CHECK(memcmp(got[i], expected, sizeof expected) == 0,
-              "seed %u, step %d: sharer %d reads other values than its owner has", seed, step, i);
+              "seed %u, step %d: sharer %d reads other values than its owner has: %s", seed, step, i,
+              common_where(got[i], expected, COUNT));
     }
     device_step(&owner, 3);
     luna_stream *s[2] = {luna_stream_open(&lm[0], NULL),
                          luna_stream_open(&owner.lm, NULL)}; /* with no begin before the first */
     const float *logits[2] = {luna_stream_step(s[0], token), luna_stream_step(s[1], token)};
     CHECK(logits[0] && logits[1] && memcmp(logits[0], logits[1], 31 * sizeof(float)) == 0,
-          "seed %u: a stream of a shared set has other logits", seed);
+          "seed %u: a stream of a shared set has other logits: %s", seed, common_where(logits[0], logits[1], 31));
     luna_stream_close(s[0]), luna_stream_close(s[1]);
   }
   luna_close(ctx[1]);
@@ -464,9 +467,9 @@ static void device_refusals(const device *d) {
     luna_tensor *t = luna_tensor_new(on_device.ctx, values, 2, shape);
     CHECK(t->device == d->backend->device && t->device != 0, "the tensor is on device %d", t->device);
     CHECK(luna_read(t, back) == LUNA_OK && memcmp(back, values, sizeof back) == 0,
-          "what is read is not what was written");
+          "what is read is not what was written: %s", common_where(back, values, 6));
     CHECK(luna_write(t, others) == LUNA_OK && luna_read(t, back) == LUNA_OK && memcmp(back, others, sizeof back) == 0,
-          "luna_write does not write");
+          "luna_write does not write: %s", common_where(back, others, 6));
     luna_begin_inference(on_host.ctx);
     luna_tensor *sum = luna_add(t, luna_tensor_new(on_host.ctx, values, 2, shape));
     CHECK(!sum && luna_error_id_of(on_device.ctx) == LUNA_ERROR_OTHER_CONTEXT, "a host tensor in a device's op: %s",
@@ -575,7 +578,8 @@ static const float *device_advance(luna_stream *s, int64_t batch, const int32_t 
 static void device_close_logits(const char *what, int kind, const float *got, const float *expected, int64_t count) {
   if (!CHECK(got && expected, "streams, kind %d, %s: no logits", kind, what)) return;
   const double error = common_error(got, expected, count, 1e-3);
-  CHECK(error <= DEVICE_STREAM_LIMIT, "streams, kind %d, %s: the logits are off by %.3g", kind, what, error);
+  CHECK(error <= DEVICE_STREAM_LIMIT, "streams, kind %d, %s: the logits are off by %.3g: %s", kind, what, error,
+        common_where(got, expected, count));
 }
 /* the device's stream through steps, prefills, and a reordering: all logits, one after the other */
 #define STREAM_PARTS 9
@@ -618,8 +622,8 @@ static void device_stream_kind(const device *d, int kind) {
         device_close_logits(device_stream_part(i) > 1 ? "a prefill" : "a step", kind, got + i * row, expected + i * row,
                             row);
       device_stream_run(other, batch, tokens, again);
-      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a second stream has other bits",
-            kind);
+      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a second stream has other bits: %s",
+            kind, common_where(again, got, all));
       for (unsigned seed = 2; d->seed && (kind == 2 || kind == 4) && seed <= 3; seed++) {
         d->seed(seed);
         luna_stream_reset(other);
@@ -627,12 +631,12 @@ static void device_stream_kind(const device *d, int kind) {
               (long long)luna_stream_position(other));
         device_stream_run(other, batch, tokens, again);
         CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0,
-              "streams, kind %d: a run in another order has other bits", kind);
+              "streams, kind %d: a run in another order has other bits: %s", kind, common_where(again, got, all));
       }
       luna_stream_reset(other);
       device_stream_run(other, batch, tokens, again);
-      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a reset stream has other bits",
-            kind);
+      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a reset stream has other bits: %s",
+            kind, common_where(again, got, all));
 
       /* what is refused changes nothing */
       const int64_t position = luna_stream_position(on_device);
@@ -668,8 +672,9 @@ static void device_stream_kind(const device *d, int kind) {
       CHECK(luna_stream_copy(other, on_device) == LUNA_OK && luna_stream_position(other) == position + 3,
             "streams, kind %d: copying on the device: %s", kind, luna_stream_error(other));
       y = device_advance(on_device, batch, tokens, position + 3, 1);
-      CHECK(y && memcmp(device_advance(other, batch, tokens, position + 3, 1), y, (size_t)row * sizeof(float)) == 0,
-            "streams, kind %d: a copy has other bits", kind);
+      const float *copied = device_advance(other, batch, tokens, position + 3, 1);
+      CHECK(y && copied && memcmp(copied, y, (size_t)row * sizeof(float)) == 0,
+            "streams, kind %d: a copy has other bits: %s", kind, common_where(copied, y, row));
       CHECK(luna_stream_copy(third, on_device) == LUNA_OK && luna_stream_copy(other, on_host) == LUNA_OK,
             "streams, kind %d: copying between the two", kind);
       y = device_advance(on_device, batch, tokens, position + 4, 1);
@@ -785,7 +790,7 @@ static void device_stream_in_step(const device *d) {
     luna_close(r.ctx);
   }
   CHECK(parameters[0] && parameters[1] && memcmp(parameters[0], parameters[1], (size_t)count * sizeof(float)) == 0,
-        "a stream in a step changes what is learned");
+        "a stream in a step changes what is learned: %s", common_where(parameters[1], parameters[0], count));
   free(parameters[0]), free(parameters[1]);
 }
 
@@ -846,8 +851,8 @@ static void device_decoder(const device *d, int kind) {
           CHECK(luna_stream_reorder(s[i], order) == LUNA_OK, "decoder %d: %s", kind, luna_stream_error(s[i]));
       }
       const double error = y[0] && y[1] ? common_error(y[1], y[0], batch * 17, 1e-3) : 1;
-      CHECK(error <= DEVICE_STREAM_LIMIT, "decoder %d, token %d: the logits are off by %.3g %s", kind, t, error,
-            luna_stream_error(s[1]));
+      CHECK(error <= DEVICE_STREAM_LIMIT, "decoder %d, token %d: the logits are off by %.3g: %s; %s", kind, t, error,
+            common_where(y[1], y[0], batch * 17), luna_stream_error(s[1]));
       free(tokens);
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
@@ -856,7 +861,9 @@ static void device_decoder(const device *d, int kind) {
           out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU",
               luna_error(ctx[i]));
     CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 &&
-          memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise", kind);
+          memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise: %d tokens that "
+          "begin with %d, on the CPU %d with %d", kind, (int)out_lengths[1][0], (int)out[1][0], (int)out_lengths[0][0],
+          (int)out[0][0]);
     CHECK(common_error(score[1], score[0], sources, 1e-3) <= DEVICE_STREAM_LIMIT,
           "decoder %d: a translation's score is %g, on the CPU %g", kind, (double)score[1][0], (double)score[0][0]);
   }

@@ -123,8 +123,10 @@ static void features_run(const char *name, const luna_options *options, bool tra
     CHECK(luna_count(y) == f.outputs && luna_read(y, got) == LUNA_OK, "%s: %s", name, luna_error(ctx));
     const double error = common_error(got, f.output, f.outputs, 0),
         off = fabs((double)luna_item(loss) / (double)f.value[0] - 1);
-    CHECK(error <= 2e-6, "%s on %s: outputs are off by %.3g", name, luna_isa_name(options->isa), error);
-    CHECK(off <= 2e-6, "%s on %s: the loss is off by %.3g", name, luna_isa_name(options->isa), off);
+    CHECK(error <= 2e-6, "%s on %s: outputs are off by %.3g: %s", name, luna_isa_name(options->isa), error,
+          common_where(got, f.output, f.outputs));
+    CHECK(off <= 2e-6, "%s on %s: the loss is %.9g, not %.9g", name, luna_isa_name(options->isa),
+          (double)luna_item(loss), (double)f.value[0]);
     if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s: %s", name, luna_error(ctx)))
       for (int i = 0; i < f.grads; i++) {
         luna_tensor *p = luna_params_find(params, f.grad[i].name);

@@ -277,25 +277,27 @@ static double gradient_error(const float *got, const float *want, int64_t n, dou
 }
 /* the worst, and where it was; of outputs, of gradients, and of the first row's gates, as a part of the limit */
 enum { WORST = 3 };
-typedef struct worst { double error; char where[80]; } worst;
-static void worst_note(worst *w, double error, const char *name, const char *how) {
+typedef struct worst { double error; char where[200]; } worst;
+static void worst_note(worst *w, double error, const char *name, const char *how, const char *values) {
   if (error <= w->error || w->error != w->error) return;
   w->error = error;
-  snprintf(w->where, sizeof w->where, "%s, %s", name, how);
+  snprintf(w->where, sizeof w->where, "%s, %s: %s", name, how, values);
 }
 static void results_compare(const call *c, const results *got, const results *want, worst *w, const char *how) {
   double largest = 0;
-  worst_note(&w[0], common_error(got->y, want->y, count_of(c, Q), 1e-6), "y", how);
+  worst_note(&w[0], common_error(got->y, want->y, count_of(c, Q), 1e-6), "y", how,
+             common_where(got->y, want->y, count_of(c, Q)));
   for (int i = 0; i < INPUTS; i++) if (c->in[i]) largest = fmax(largest, rms(want->grad[i], count_of(c, i)));
   for (int i = 0; i < INPUTS; i++)
     if (c->in[i])
-      worst_note(&w[1], gradient_error(got->grad[i], want->grad[i], count_of(c, i), largest), input_names[i], how);
+      worst_note(&w[1], gradient_error(got->grad[i], want->grad[i], count_of(c, i), largest), input_names[i], how,
+                 common_where(got->grad[i], want->grad[i], count_of(c, i)));
   if (!c->in[GATES]) return;
   /* before the first row there is nothing to forget; a sum over all rows says so up to rounding */
   const double limit = GRADIENT_LIMIT * (c->n > 1 ? max_of(want->grad[GATES], count_of(c, GATES)) : largest);
   for (int64_t b = 0; b < c->batch && limit > 0; b++) {
     const double first = max_of(got->grad[GATES] + b * c->n * width_of(c, GATES), width_of(c, GATES));
-    worst_note(&w[2], first / limit, "gates", how);
+    worst_note(&w[2], first / limit, "gates", how, "of the first row");
   }
 }
 static void worst_check(const worst *w, const char *what) {

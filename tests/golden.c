@@ -27,7 +27,7 @@
 
 typedef struct golden_worst {
   double error, own, share; /* of a gradient: ||a - b|| / ||b||; that by the root mean square of the file's largest */
-  char where[256];
+  char where[256], values[96]; /* of both sides */
 } golden_worst;
 typedef struct golden {
   const char *path, *name;
@@ -216,9 +216,10 @@ static void golden_set(const golden *g, luna_params *params) {
 
 /* ---- comparison ---- */
 static void golden_note(golden *g, golden_worst *worst, const char *name, double error, double own,
-                        double share) {
+                        double share, const char *values) {
   if (error <= worst->error || worst->error != worst->error) return; /* a NaN stays */
   worst->error = error, worst->own = own, worst->share = share;
+  snprintf(worst->values, sizeof worst->values, "%s", values);
   snprintf(worst->where, sizeof worst->where, "%s, %s", name, g->how);
 }
 /* lengths: rows [batch, n, d] beyond them are not compared; null: all are */
@@ -236,7 +237,8 @@ static void golden_output(golden *g, const char *name, const luna_tensor *t, con
       if (g->into) memset(got + from, 0, (size_t)size * sizeof(float));
     }
     if (g->into) rounded_put(g->into, name, false, got, found.count);
-    else golden_note(g, &g->output, name, common_error(got, expected, found.count, 1e-6), 0, 0);
+    else golden_note(g, &g->output, name, common_error(got, expected, found.count, 1e-6), 0, 0,
+                     common_where(got, expected, found.count));
     free(got);
   }
   free(expected);
@@ -259,7 +261,7 @@ static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
     if (g->into) rounded_put(g->into, full, true, got, found.count);
     else golden_note(g, golden_is_zero(expected, found.count, g->largest) ? &g->zero : &g->gradient, full,
                 golden_gradient_error(got, expected, found.count, g->largest), own,
-                own * golden_rms(expected, found.count) / g->largest);
+                own * golden_rms(expected, found.count) / g->largest, common_where(got, expected, found.count));
   }
   free(got);
   free(expected);
@@ -613,9 +615,9 @@ static int golden_file(golden *g) { /* 1 when it was compared */
   printf("\n");
   const double output = golden_rounded > 0 ? golden_rounded : OUTPUT_LIMIT,
                gradient = golden_rounded > 0 ? ROUNDED_LIMIT : GRADIENT_LIMIT;
-  CHECK(g->output.error <= output, "%s: an output is off by %.3g", g->name, g->output.error);
-  CHECK(g->gradient.error <= gradient, "%s: a gradient is off by %.3g of its own norm, %.3g of the largest",
-        g->name, g->gradient.own, g->gradient.share);
+  CHECK(g->output.error <= output, "%s: an output is off by %.3g: %s", g->name, g->output.error, g->output.values);
+  CHECK(g->gradient.error <= gradient, "%s: a gradient is off by %.3g of its own norm, %.3g of the largest: %s",
+        g->name, g->gradient.own, g->gradient.share, g->gradient.values);
   CHECK(g->zero.error <= gradient, "%s: a gradient that is zero is %.3g of the file's largest", g->name,
         g->zero.error);
 #ifndef LUNA_NO_INT8
