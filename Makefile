@@ -82,7 +82,7 @@ HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && \
   echo cuda_forgetting $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
 # what need not run again with a second compiler: compile.sh itself takes all that are here
 ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%) tests/convert.sh $(SCRIPTS) tests/torch.sh tests/install.sh \
-  tests/promises.sh
+  tests/promises.sh tests/cuda/gpu_check.sh
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
 NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
@@ -228,10 +228,10 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
-LONG = tests/coverage.sh $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh tests/install.sh \
+LONG = tests/coverage.sh tests/cuda/peers_check.sh $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh tests/install.sh \
   $(addprefix $(BUILD)/tests/,failures arguments causality soak)
 test-long:
-	-@$(MAKE) -k -j$(JOBS) programs $(BUILD)/tests/soak
+	-@$(MAKE) -k -j$(JOBS) programs $(BUILD)/tests/soak $(if $(HOST),$(BUILD)/peers_host.so)
 	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG)
 
 # what make test and make test-long run, but for the chapters of private

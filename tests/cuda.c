@@ -171,8 +171,8 @@ static void check_graph_logits(void) {
     luna_read_grad(w, gradient[graphed]);
     luna_close(ctx);
   }
-  CHECK(memcmp(gradient[0], gradient[1], COUNT * sizeof(float)) == 0, "many classes have another gradient in a graph: %s",
-        common_where(gradient[1], gradient[0], COUNT));
+  CHECK(memcmp(gradient[0], gradient[1], COUNT * sizeof(float)) == 0,
+        "many classes have another gradient in a graph: %s", common_where(gradient[1], gradient[0], COUNT));
   free(gradient[0]), free(gradient[1]);
 }
 static void check_graph_reasons(void) {

@@ -622,8 +622,8 @@ static void device_stream_kind(const device *d, int kind) {
         device_close_logits(device_stream_part(i) > 1 ? "a prefill" : "a step", kind, got + i * row, expected + i * row,
                             row);
       device_stream_run(other, batch, tokens, again);
-      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a second stream has other bits: %s",
-            kind, common_where(again, got, all));
+      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0,
+            "streams, kind %d: a second stream has other bits: %s", kind, common_where(again, got, all));
       for (unsigned seed = 2; d->seed && (kind == 2 || kind == 4) && seed <= 3; seed++) {
         d->seed(seed);
         luna_stream_reset(other);

@@ -65,8 +65,8 @@ def main():
     print("|---" * 8 + "|")
     for name, runs in sorted(kernels.items(), key=lambda item: -sum(ns for ns, _ in item[1]))[:10]:
         time = sum(ns for ns, _ in runs)
-        mean = lambda i: sum(ns * shares[i] for ns, shares in runs) / time
-        cells = [f"{mean(i):.0f}%" if time else "-" for i in range(len(COLUMNS))]
+        mean = lambda i: sum(ns * shares[i] for ns, shares in runs) / max(time, 1)
+        cells = [f"{mean(i):.0f}%" if mean(i) == mean(i) else "-" for i in range(len(COLUMNS))]
         start = next((start for part, start in ROWS if part in name and "lunacu" in name), None)
         guess = next((value for row, value in known.items() if start and row.startswith(start)), ("-", "-"))
         print(f"| {name} | {len(runs)} | {100 * time / total:.1f}% | " + " | ".join(cells)
