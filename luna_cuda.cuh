@@ -588,8 +588,9 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
 static void *lunacu_allocate(void *user, size_t bytes) {
   lunacu *self = (lunacu *)user;
   void *memory = NULL;
-  if (!self || lunacu_enter(self) != cudaSuccess) return NULL;
-  const cudaError_t error = lunacu_own(cudaMalloc(&memory, bytes ? bytes : 1));
+  if (!self) return NULL;
+  cudaError_t error = lunacu_enter(self);
+  if (error == cudaSuccess) error = lunacu_own(cudaMalloc(&memory, bytes ? bytes : 1));
   /* a fault of work before it is no lack of memory */
   if (error != cudaErrorMemoryAllocation) (void)lunacu_check(self->ctx, error, "memory");
   return error == cudaSuccess ? memory : NULL;

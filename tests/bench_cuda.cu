@@ -1,12 +1,12 @@
-/* bench_cuda: luna_cuda.cuh on this machine's GPU, in float32, TF32 and BF16, with a graph and without, as shares of two
-   things: of what the same run gets out of a large device copy (bytes read + written) or a large product of cuBLAS in
-   the same precision, each measured beside every timed run; and of the card's peak, from its clocks. Medians of 11 runs
-   or more, of 3 where the time is limited.
+/* bench_cuda: luna_cuda.cuh on this machine's GPU, in float32, TF32 and BF16, with a graph and without. Each row is a
+   share of what the same run gets out of a large device copy (bytes read + written) or a large product of cuBLAS in the
+   same precision, measured beside every timed run; and a share of the card's peak, which its clocks give. Medians of 11
+   runs or more, of 3 where the time is limited.
 
      bench [FILE] [--seconds S]     all rows, in S seconds if possible; one line of JSON a row goes to FILE
      bench --device                 the device's properties, or why there is none
      bench --stream                 tokens a second of a stream, one launch a token and call by call
-     bench --profile                each row once between cudaProfilerStart and Stop, float32 and TF32, for ncu
+     bench --profile                each kind of kernel once between cudaProfilerStart and Stop, for ncu
 
    make cuda-bench runs it. -DBENCH_TINY makes every size small and the runs one, to go through all of it without a GPU:
      g++ -std=c++17 -O1 -I. -Itests -DBENCH_TINY -x c++ tests/bench_cuda.cu -x none build/luna.o -lm -lpthread
@@ -546,21 +546,38 @@ static void model_rows() {
   title(text);
   classifier_row();
 }
+static void memory_rows() {
+  title("what only moves memory");
+  norm_row(false);
+  norm_row(true);
+  adamw_row();
+  cross_entropy_row();
+}
 static void all_rows() {
-  for (int i = LUNA_CUDA_F32; i <= (profiling ? LUNA_CUDA_TF32 : LUNA_CUDA_BF16); i++) {
+  for (int i = LUNA_CUDA_F32; i <= LUNA_CUDA_BF16; i++) {
     math = (luna_cuda_math)i;
-    for (int with = 0; with < (profiling ? 1 : 2); with++) {
+    for (int with = 0; with < 2; with++) {
       graphed = with;
       model_rows();
     }
     graphed = false;
-    if (math != LUNA_CUDA_F32) continue;
-    title("what only moves memory");
-    norm_row(false);
-    norm_row(true);
-    adamw_row();
-    cross_entropy_row();
+    if (math == LUNA_CUDA_F32) memory_rows();
   }
+}
+/* what a profiler is to see: each kind of kernel once, since it runs each launch several times */
+static int profile_rows() {
+  profiling = true;
+  open_machine();
+  memory_rows();
+  layer_row("attention core, tied", CORE, 64, false, 0);
+  for (int i = LUNA_CUDA_F32; i <= LUNA_CUDA_TF32; i++) {
+    math = (luna_cuda_math)i;
+    layer_row("nested attention layer", NESTED, 16, true, 0);
+    layer_row("causal attention layer", CAUSAL, 16, true, 0);
+    classifier_row();
+  }
+  close_machine();
+  return 0;
 }
 
 int main(int argc, char **argv) {
@@ -575,8 +592,8 @@ int main(int argc, char **argv) {
       stream_row("call by call", false);
       return 0;
     }
-    if (strcmp(argv[i], "--profile") == 0) profiling = true;
-    else if (strcmp(argv[i], "--seconds") == 0 && i + 1 < argc) limit = atof(argv[++i]);
+    if (strcmp(argv[i], "--profile") == 0) return profile_rows();
+    if (strcmp(argv[i], "--seconds") == 0 && i + 1 < argc) limit = atof(argv[++i]);
     else file = argv[i];
   }
   open_machine();                    /* without a device, the context's sentence */
@@ -587,16 +604,14 @@ int main(int argc, char **argv) {
   counting = false;
   if (limit > 0) deadline = seconds() + limit;
   snprintf(text, sizeof text, "%.64s: what shares are of", device.name);
-  if (!profiling) {
-    title(text);
-    snprintf(text, sizeof text, "copy of %.1f MB on the device", (double)COPIED * 1e-6);
-    math = LUNA_CUDA_F32;
-    row(text, &gpu.own, copy_run, copy_bytes(), true, 0);
-    for (int i = LUNA_CUDA_F32; i <= LUNA_CUDA_BF16; i++) {
-      math = (luna_cuda_math)i;
-      snprintf(text, sizeof text, "gemm %d x %d, k = %d", (int)SIDE, (int)SIDE, (int)SIDE);
-      row(text, &gpu.own, gemm_run, gemm_flops(), false, 0);
-    }
+  title(text);
+  snprintf(text, sizeof text, "copy of %.1f MB on the device", (double)COPIED * 1e-6);
+  math = LUNA_CUDA_F32;
+  row(text, &gpu.own, copy_run, copy_bytes(), true, 0);
+  for (int i = LUNA_CUDA_F32; i <= LUNA_CUDA_BF16; i++) {
+    math = (luna_cuda_math)i;
+    snprintf(text, sizeof text, "gemm %d x %d, k = %d", (int)SIDE, (int)SIDE, (int)SIDE);
+    row(text, &gpu.own, gemm_run, gemm_flops(), false, 0);
   }
   all_rows();
   close_machine();

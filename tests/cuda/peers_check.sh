@@ -1,6 +1,6 @@
 #!/bin/sh
-# peers_check.sh: tests/bench_cuda_peers.py without a GPU: luna.h's kernels by the emulator and PyTorch on the CPU compute
-# the same functions, each row in each precision; rows are measured, and a side that does not answer costs its row alone.
+# peers_check.sh: tests/bench_cuda_peers.py without a GPU: luna.h's kernels by the emulator and PyTorch on the CPU must
+# compute the same functions, each row in each precision; a wrong one must be found; and rows are measured to the end.
 # PYTHON: the interpreter; without torch, or build/peers_host.so, the script says so and checks nothing.
 cd "$(dirname "$0")/../.." || exit 1
 build=$(cd "${BUILD:-build}" && pwd) python=${PYTHON:-python3}
@@ -27,8 +27,9 @@ check "36 rows are compared, not $(grep -c ': the result differs' "$log")" \
 # a result that is wrong must be found: PyTorch's, with another temperature
 mkdir -p "$build/peers_wrong/tests" "$build/peers_wrong/examples"
 cp examples/luna_torch.py "$build/peers_wrong/examples"
-sed 's/scale = (h \/ d) \*\* 0.5$/scale = (h \/ d) ** 0.49/' tests/bench_cuda_peers.py >"$build/peers_wrong/tests/bench.py"
-"$python" "$build/peers_wrong/tests/bench.py" --dry --check --only 'causal layer, l = 16, forward' >"$log" 2>&1
+wrong=$build/peers_wrong/tests/bench.py
+sed 's/scale = (h \/ d) \*\* 0.5$/scale = (h \/ d) ** 0.49/' tests/bench_cuda_peers.py >"$wrong"
+"$python" "$wrong" --dry --check --only 'causal layer, l = 16, forward' >"$log" 2>&1
 check "a wrong result is not found" test $? = 1
 check "the values of both sides are not printed" grep -q 'FAILED: .*number [0-9]* is .*, in PyTorch' "$log"
 rm -rf "$build/peers_wrong"
