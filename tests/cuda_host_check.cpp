@@ -705,7 +705,7 @@ static void graphs() {
   cudaMallocHost(&pinned, 32);
   cudaGraph_t graph;
   cudaGraphExec_t exec;
-  cudaStreamCaptureStatus status;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
 
   CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal) == cudaSuccess, "begin");
   cudaMemcpyAsync(x, pinned, 16, cudaMemcpyHostToDevice, s);
@@ -985,6 +985,62 @@ static void devices() {
   CHECK(cuda_host.errors == 0 && cuda_host.allocated == 0, "%s", cuda_host.message);
 }
 
+/* ---------------------------------------------------------------------------------------------------------------------
+   More than there is room for, and threads
+   ------------------------------------------------------------------------------------------------------------------ */
+static __global__ void mark_block(float *y) { y[blockIdx.x] = 1 + (float)blockIdx.x; }
+
+static void vast() {
+#ifndef CUDA_HOST_ASAN
+  const size_t count = (size_t)3 << 28;      /* 3 GB, of which a few pages are used */
+  cuda_host.sample = 2;
+  cuda_host.memory = (size_t)4 << 30;
+  float *y = device<float>(count);
+  CHECK(y && fetch(y + count - 3, 3) == std::vector<float>(3, 0.0f), "vast memory is zeros");
+  LUNACU_LAUNCH(mark_block, 100, 1, 0, 0, y + count - 100);
+  const std::vector<float> ends = fetch(y + count - 100, 100);
+  for (int i = 0; i < 100; i++)
+    if (!CHECK(ends[(size_t)i] == (i < 2 || i >= 98 ? 1 + i : 0), "block %d of a sampled launch", i)) break;
+  LUNACU_LAUNCH(mark_block, 4, 1, 0, 0, y);
+  CHECK(fetch(y, 5) == (std::vector<float>{1, 2, 3, 4, 0}), "a launch of few blocks runs them all");
+  CHECK(cudaMemset(y + count - 100, 0, 400) == cudaSuccess && fetch(y + count - 1, 1)[0] == 0, "filled with zeros");
+  cudaFree(y);
+  cuda_host.sample = 0;
+  cuda_host.memory = cuda_host_state().memory;
+  CHECK(cuda_host.errors == 0, "vast memory: %s", cuda_host.message);
+  cuda_host_reset();
+#endif
+}
+
+static void threads() {
+  cudaStream_t s = nullptr;
+  cudaGraph_t graph = nullptr;
+  void *p = nullptr;
+  cudaError_t there[3] = {cudaErrorUnknown, cudaErrorUnknown, cudaErrorUnknown};
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess, "a stream");
+  CHECK(cudaMalloc(&p, (size_t)1 << 60) == cudaErrorMemoryAllocation, "an error of this thread's");
+  std::thread([&] { there[0] = cudaGetLastError(); }).join();
+  CHECK(there[0] == cudaSuccess && cudaGetLastError() == cudaErrorMemoryAllocation, "a last error is its thread's");
+  for (int kind = 0; kind < 2; kind++) {     /* memory for another thread spoils a global capture alone */
+    const bool global = kind == 1;
+    CHECK(cudaStreamBeginCapture(s, global ? cudaStreamCaptureModeGlobal : cudaStreamCaptureModeThreadLocal) ==
+          cudaSuccess, "a capture");
+    std::thread([&] {
+      there[1] = cudaMalloc(&p, 4);
+      there[2] = p ? cudaFree(p) : cudaSuccess;
+    }).join();
+    CHECK(there[1] == (global ? cudaErrorStreamCaptureUnsupported : cudaSuccess) && there[2] == cudaSuccess,
+          "another thread's memory while a stream is captured: %s", cudaGetErrorName(there[1]));
+    CHECK(cudaStreamEndCapture(s, &graph) == (global ? cudaErrorStreamCaptureInvalidated : cudaSuccess),
+          "a capture's end");
+    if (graph) cudaGraphDestroy(graph);
+    p = nullptr;
+  }
+  cudaStreamDestroy(s);
+  cudaDeviceSynchronize();
+  cuda_host_reset();
+}
+
 int main() {
   cuda_host.quiet = true;                    /* the findings here are wanted */
   right_kernels();
@@ -996,5 +1052,7 @@ int main() {
   graphs();
   cublas();
   devices();
+  vast();
+  threads();
   return test_report("cuda_host");
 }

@@ -1,6 +1,6 @@
 #!/bin/sh
 # gpu_check.sh: tests/cuda/gpu.sh without a GPU, with stand-ins for its programs and tools: one hangs and ignores
-# signals, one fails, one says too much, one is not there. What each costs and says is checked, and that the rest still runs.
+# signals, one fails, one says too much, one is not there. Checked are what each costs and says, and that the rest runs.
 cd "$(dirname "$0")/../.." || exit 1
 build=${BUILD:-build}
 work=$(pwd)/$build/gpu_check
