@@ -591,10 +591,10 @@ static bool full_step(device_run *r, luna_graph *graph, int64_t n, float *loss) 
   return luna_error_status(r->ctx) == LUNA_OK;
 }
 static void check_full(void) {
-  enum { SHORT = 9, LONG = 150 };
+  enum { SHORT = 9, LONG = 60, STEP = CUDA_SMALL ? 1 << 17 : 1 << 15 };
   for (int graphed = 0; graphed < 2 && cuda_emulated(); graphed++) {
     bool failed = true;
-    for (int at = 0; failed && CHECK(at < 1 << 22, "a longer step never has memory"); at += 1 << 17) {
+    for (int at = 0; failed && CHECK(at < 1 << 22, "a longer step never has memory"); at += STEP) {
       device_run r, other;
       float want, got;
       if (!device_run_start(&r, &cuda, 2, 9, "full") || !device_run_start(&other, &cuda, 2, 9, "not full")) break;
@@ -626,7 +626,7 @@ static void check_full(void) {
 /* ---- tensors of more than 2^31 elements, and more than 65,535 items along every axis of a grid. Of each launch the
    first and the last blocks run: the first item, the last, and the last below 2^31, forward and backward, must be what
    the CPU finds of these alone. ---- */
-enum { VAST_WIDTH = 512, VAST_ROWS = (1 << 22) + 3, VAST_ITEMS = 70001, VAST_BLOCKS = 24, VAST_PICKED = 3 };
+enum { VAST_WIDTH = 512, VAST_ROWS = (1 << 22) + 3, VAST_ITEMS = 70001, VAST_BLOCKS = 16, VAST_PICKED = 3 };
 static int64_t vast_picked[VAST_PICKED];       /* which items */
 static luna_tensor *vast_scale(luna_tensor *x) { return luna_scale(x, 3); }
 static luna_tensor *vast_gelu(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_GELU); }
@@ -678,24 +678,25 @@ typedef struct vast {
   int64_t items, rows, width;                  /* x: [items,rows,width], or of no rows [items,width] */
   bool gathers;                                /* the result has only what is picked */
   unsigned blocks;                             /* at either end, that run */
+  bool small;                                  /* with CUDA_SMALL, too */
 } vast;
 static const vast vasts[] = {
-  {"scale", vast_scale, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS},
-  {"gelu", vast_gelu, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS},
-  {"mul", vast_mul, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS},
-  {"softmax", vast_softmax, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS},
+  {"scale", vast_scale, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS, false},
+  {"gelu", vast_gelu, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS, true},
+  {"mul", vast_mul, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS, false},
+  {"softmax", vast_softmax, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS, true},
   /* the backward pass has the last row in its last block, and 1024 rows before it in other ones of a map */
-  {"layer norm", vast_norm, (1 << 22) + 1024, 0, VAST_WIDTH, false, 560},
-  {"linear, x", vast_narrow, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS},
-  {"linear, y", vast_widen, VAST_ROWS, 0, 8, false, VAST_BLOCKS},
-  {"gather_rows", vast_gather, VAST_ROWS, 0, VAST_WIDTH, true, VAST_BLOCKS},
-  {"softmax_attention", vast_attention, VAST_ROWS / 16 + 2, 16, VAST_WIDTH, false, VAST_BLOCKS},
-  {"causal_product", vast_product, VAST_ROWS / 16 + 2, 16, VAST_WIDTH, false, VAST_BLOCKS},
-  {"attention of many", vast_attention, VAST_ITEMS, 2, 8, false, VAST_BLOCKS},
-  {"product of many", vast_product, VAST_ITEMS, 2, 8, false, VAST_BLOCKS},
-  {"encoder layer of many", vast_encoder, VAST_ITEMS, 2, 16, false, VAST_BLOCKS},
-  {"causal layer of many", vast_causal, VAST_ITEMS, 2, 16, false, VAST_BLOCKS},
-  {"forgetting layer of many", vast_forgetting, VAST_ITEMS, 2, 16, false, VAST_BLOCKS},
+  {"layer norm", vast_norm, (1 << 22) + 1024, 0, VAST_WIDTH, false, 560, false},
+  {"linear, x", vast_narrow, VAST_ROWS, 0, VAST_WIDTH, false, VAST_BLOCKS, false},
+  {"linear, y", vast_widen, VAST_ROWS, 0, 8, false, VAST_BLOCKS, true},
+  {"gather_rows", vast_gather, VAST_ROWS, 0, VAST_WIDTH, true, VAST_BLOCKS, true},
+  {"softmax_attention", vast_attention, VAST_ROWS / 16 + 2, 16, VAST_WIDTH, false, VAST_BLOCKS, false},
+  {"causal_product", vast_product, VAST_ROWS / 16 + 2, 16, VAST_WIDTH, false, VAST_BLOCKS, false},
+  {"attention of many", vast_attention, VAST_ITEMS, 2, 8, false, VAST_BLOCKS, false},
+  {"product of many", vast_product, VAST_ITEMS, 2, 8, false, VAST_BLOCKS, false},
+  {"encoder layer of many", vast_encoder, VAST_ITEMS, 2, 16, false, VAST_BLOCKS, true},
+  {"causal layer of many", vast_causal, VAST_ITEMS, 2, 16, false, VAST_BLOCKS, false},
+  {"forgetting layer of many", vast_forgetting, VAST_ITEMS, 2, 16, false, VAST_BLOCKS, true},
 };
 /* the picked items' results and gradients, of all items on the device, of these alone on the CPU; how many numbers a
    result has */
@@ -729,6 +730,7 @@ static int64_t vast_run(const vast *v, const device *d, float *x, float *y, floa
 static void check_vast(void) {
   for (size_t k = 0; k < sizeof vasts / sizeof *vasts; k++) {
     const vast *v = &vasts[k];
+    if (CUDA_SMALL && !v->small) continue;
     if (!cuda_vast(v->blocks)) return;
     const int64_t each = (v->rows ? v->rows : 1) * v->width, wide = each > VAST_WIDTH ? each : VAST_WIDTH,
         room = VAST_PICKED * wide;
@@ -820,8 +822,8 @@ static void check_endings(void) {
     luna_close(ctx);
     d.seed = NULL;
     d.big = true;
-    device_cases(&d, "linear");
-    device_cases(&d, "feed_forward");
+    if (refused != 1) device_cases(&d, "linear");
+    if (refused != 1) device_cases(&d, "feed_forward");
     cuda_mend();
   }
   free(x);
