@@ -390,6 +390,8 @@ def serve(side, options):
                 if side == "luna":
                     part.close()
             return {}
+        if i not in opened:
+            raise RuntimeError("the process that had opened it has ended")
         steps = opened[i]
         if ask["form"] not in steps:
             return {"absent": True}
@@ -474,14 +476,14 @@ def compile_rows(side, table, chosen, deadline, done):
             return
 
 
-def measure(i, sides, seconds, runs):
+def measure(i, sides, seconds, runs, patience):
     """medians of each side's forms: {(side, form): (ms, bytes)}, and what could not be measured: {side: why}"""
     steps, ms, bytes_of, failed = {}, {}, {}, {}
     begun = time.monotonic()
     for _ in range(2):                # the second is warm, and tells how many steps take 20 ms
         for name, side in sides.items():
             for form in ("plain", "graph"):
-                said = {} if name in failed else side.ask(60, do="run", row=i, form=form, steps=1)
+                said = {} if name in failed else side.ask(patience, do="run", row=i, form=form, steps=1)
                 if "error" in said:
                     failed[name] = said["error"]
                 if "ms" in said:
@@ -490,7 +492,7 @@ def measure(i, sides, seconds, runs):
         if turn >= 3 and time.monotonic() - begun > seconds:
             break
         for (name, form), count in steps.items():
-            said = {} if name in failed else sides[name].ask(60, do="run", row=i, form=form, steps=count)
+            said = {} if name in failed else sides[name].ask(patience, do="run", row=i, form=form, steps=count)
             if "error" in said:
                 failed[name] = said["error"]
             if "ms" in said:
@@ -522,7 +524,7 @@ def show(row, found, notes):
 def bench(options):
     table, started = rows(options.all, options.dry), time.monotonic()
     chosen = [i for i, row in enumerate(table) if options.only in row.name]
-    end = started + options.seconds
+    end, patience = started + options.seconds, 600 if options.dry else 60 # a CPU and an emulator share it with others
     compiling = options.compile or not options.dry
     compiled, threads, done = {}, [], {}
     for math, name in enumerate(PRECISIONS if compiling else []):
@@ -562,18 +564,18 @@ def bench(options):
         elif compiling:
             notes.append("not compiled in time")
         for name in list(sides):
-            said = sides[name].ask(max(5, min(60, left)), do="open", row=i)
+            said = sides[name].ask(max(5, min(patience, left)), do="open", row=i)
             if "error" in said:
                 notes.append(f"{name}: {said['error']}")
                 del here[name]
             elif said.get("reason"):
                 notes.append(f"{name}, graph: {said['reason']}")
-        found, failed = measure(i, here, left / (len(chosen) - place) / 2, options.runs)
+        found, failed = measure(i, here, left / (len(chosen) - place) / 2, options.runs, patience)
         notes += [f"{name}: {why}" for name, why in failed.items()]
         for side in here.values():
             side.ask(30, do="close", row=i)
         show(table[i], found, notes)
-        if any(form in ratio(found, form) or ratio(found, form)[0] == "0" for form in ("plain", "graph")):
+        if any(ratio(found, form).startswith("0.") for form in ("plain", "graph")):
             behind.append(f"{table[i].name}, {table[i].sizes.batch} x {table[i].sizes.n}, {PRECISIONS[math]}")
     print(f"\n{reached} of {len(chosen)} rows in {time.monotonic() - started:.0f} s"
           + (f"; the others did not fit in --seconds {options.seconds:.0f}" if reached < len(chosen) else ""))
