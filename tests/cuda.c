@@ -490,33 +490,37 @@ static void check_foreign_errors(void) {
   CHECK(cuda_allocated() == 0, "a fault of the user's kernel leaves %zu bytes", cuda_allocated());
 }
 
-/* ---- two threads, each with a context of its own on the one device, one of them in graphs: the bits of each alone
-   ---- */
-enum { THREADS = 2, THREAD_STEPS = 5 };
+/* ---- two threads, each with contexts of its own on the one device, opened while the other thread works, and captures
+   its steps in graphs: the bits of each alone ---- */
+enum { THREADS = 2, THREAD_ROUNDS = 3, THREAD_STEPS = 4 };
 typedef struct thread_run {
   int number;
   bool graphed, opened;
-  float losses[THREAD_STEPS];
+  float losses[THREAD_ROUNDS * THREAD_STEPS];
   char error[200];
 } thread_run;
 static void *thread_steps(void *arg) { /* no CHECK in here: it counts without a lock */
   thread_run *t = (thread_run *)arg;
-  device_run r;
-  t->opened = device_run_open(&r, &cuda, 2, 20 + (uint64_t)t->number);
-  luna_graph *graph = t->opened && t->graphed ? luna_graph_open(r.ctx) : NULL;
-  for (int step = 0; step < THREAD_STEPS && t->opened; step++) {
-    int32_t *tokens = common_tokens(39, 70 + (uint64_t)(10 * t->number + step), 31);
-    luna_graph_begin(graph);
-    luna_begin_step(r.ctx);
-    luna_tensor *loss = luna_lm_loss(&r.lm, &(luna_input){ tokens, NULL, 2, 19, NULL }, tokens + 1);
-    luna_backward(loss);
-    luna_optimizer_step(r.optimizer);
-    luna_graph_end(graph);
-    t->losses[step] = luna_item(loss);
-    free(tokens);
+  t->opened = true;
+  for (int i = 0; i < THREAD_ROUNDS * THREAD_STEPS && t->opened; i += THREAD_STEPS) {
+    device_run r;
+    t->opened = device_run_open(&r, &cuda, 2, 20 + (uint64_t)t->number);
+    luna_graph *graph = t->opened && t->graphed ? luna_graph_open(r.ctx) : NULL;
+    for (int step = 0; step < THREAD_STEPS && t->opened; step++) {
+      int32_t *tokens = common_tokens(19, 70 + (uint64_t)(10 * t->number + step), 31);
+      luna_graph_begin(graph);
+      luna_begin_step(r.ctx);
+      luna_tensor *loss = luna_lm_loss(&r.lm, &(luna_input){ tokens, NULL, 2, 9, NULL }, tokens + 1);
+      luna_backward(loss);
+      luna_optimizer_step(r.optimizer);
+      luna_graph_end(graph);
+      t->losses[i + step] = luna_item(loss);
+      free(tokens);
+    }
+    if (!t->opened || luna_error_status(r.ctx) != LUNA_OK)
+      snprintf(t->error, sizeof t->error, "%s", r.ctx ? luna_error(r.ctx) : "no context");
+    luna_close(r.ctx);
   }
-  snprintf(t->error, sizeof t->error, "%s", r.ctx ? luna_error(r.ctx) : "no context");
-  luna_close(r.ctx);
   return NULL;
 }
 static void check_threads(void) {
@@ -532,7 +536,7 @@ static void check_threads(void) {
     if (pthread_create(&threads[i], NULL, thread_steps, &together[i]) != 0) exit(2);
   for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
   for (int i = 0; i < THREADS; i++)
-    for (int step = 0; step < THREAD_STEPS; step++)
+    for (int step = 0; step < THREAD_ROUNDS * THREAD_STEPS; step++)
       CHECK(together[i].opened && memcmp(&alone[i].losses[step], &together[i].losses[step], sizeof(float)) == 0,
             "thread %d, step %d: the loss is %.9g, alone %.9g: %s, %s", i, step, (double)together[i].losses[step],
             (double)alone[i].losses[step], together[i].error, alone[i].error);

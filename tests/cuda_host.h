@@ -1689,7 +1689,8 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
   return cudahost::fail(cudahost::enqueue(s, std::make_shared<const std::vector<cudahost::node>>(), event->mark));
 }
 
-inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+namespace cudahost {
+inline cudaError_t begin_capture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   CUDA_HOST_BEGIN(begin);
   CUstream_st *s = cudahost::stream_of(stream);
   CUDA_HOST_NEED(s, cudaErrorInvalidResourceHandle);
@@ -1697,6 +1698,13 @@ inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCapture
   CUDA_HOST_NEED(!cudahost::m.capturing, cudaErrorIllegalState);
   cudahost::m.capturing.reset(new cudahost::capture{s, mode, std::this_thread::get_id(), false, {}});
   return cudaSuccess;
+}
+}  // namespace cudahost
+/* then other threads have a turn, so that what they may not do while a stream is captured shows */
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  const cudaError_t error = cudahost::begin_capture(stream, mode);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return error;
 }
 inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
   CUDA_HOST_BEGIN(begin);

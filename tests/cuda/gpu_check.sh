@@ -131,7 +131,7 @@ check "without time nothing has failed" test "$(cat "$work/third.status")" = 0
 check "a step that has no time" says third/report.txt 'device: skipped, the 0 seconds are over'
 check "something ran without time" test ! -e "$work/third/tests.txt"
 # ---- nothing was built
-rm -rf "$work/bin"
+rm -rf "${work:?}/bin"
 run fourth GPU_SECONDS=60
 check "what was not built" says fourth/report.txt 'bench is not here (make cuda)'
 check "nothing is left to fail" silent fourth/report.txt 'FAILED'
