@@ -319,9 +319,11 @@ static void call_compare(const call *c, const results *want, worst *w) {
     luna_ctx *ctx = ctx_open(isas[i], 2);
     results got = results_open(c);
     if (call_run(ctx, c, true, &got)) results_compare(c, &got, want, w, how);
-    worst_note(&w[0], common_error(got.y + at, want->y + at, tail * c->dim, 0), "y's last rows", how);
+    worst_note(&w[0], common_error(got.y + at, want->y + at, tail * c->dim, 0), "y's last rows", how,
+               common_where(got.y + at, want->y + at, tail * c->dim));
     if (call_run(ctx, c, false, &got))
-      worst_note(&w[0], common_error(got.y, want->y, count_of(c, Q), 1e-6), "y of an inference", how);
+      worst_note(&w[0], common_error(got.y, want->y, count_of(c, Q), 1e-6), "y of an inference", how,
+                 common_where(got.y, want->y, count_of(c, Q)));
     results_close(&got);
     luna_close(ctx);
   }
@@ -515,7 +517,8 @@ static void check_stream(const net *m, const int32_t *tokens, const file_entry *
   float *got = common_floats(logits->count);
   if (CHECK(s != NULL, "luna_stream_open: %s", luna_error(m->ctx)) &&
       stream_steps(s, tokens, shape[0], shape[1], shape[2], got)) {
-    worst_note(&w[0], common_error(got, logits->floats, logits->count, 0), "steps", luna_isa_name(isa));
+    worst_note(&w[0], common_error(got, logits->floats, logits->count, 0), "steps", luna_isa_name(isa),
+               common_where(got, logits->floats, logits->count));
     for (int round = 0; round < 2; round++) { /* in chunks of 16 rows, and in the default's */
       if (round) {
         luna_stream_close(s);
@@ -523,7 +526,8 @@ static void check_stream(const net *m, const int32_t *tokens, const file_entry *
         s = luna_stream_open(&m->lm, &config);
       } else luna_stream_reset(s);
       if (s && stream_prefills(s, tokens, shape, parts, got, logits->floats))
-        worst_note(&w[0], rows_error(got, logits->floats, shape, parts), "prefills", luna_isa_name(isa));
+        worst_note(&w[0], rows_error(got, logits->floats, shape, parts), "prefills", luna_isa_name(isa),
+                   common_where(got, logits->floats, logits->count));
     }
   }
   luna_stream_close(s);
@@ -544,7 +548,8 @@ static void check_net_gradients(const net *m, file *expected, worst *w, const ch
     if (!CHECK(want && want->count == luna_count(p), "%s: no grad.%s of that size", how, name)) continue;
     float *got = common_floats(want->count);
     if (p->grad) luna_read_grad(p, got);
-    worst_note(&w[1], gradient_error(got, want->floats, want->count, largest), name, how);
+    worst_note(&w[1], gradient_error(got, want->floats, want->count, largest), name, how,
+               common_where(got, want->floats, want->count));
     free(got);
     compared++;
   }
@@ -565,8 +570,10 @@ static void check_net(const char *name, file *expected, luna_isa isa, luna_form 
       luna_tensor *y = net_forward(&m, tokens->integers, batch, n), *loss = luna_cross_entropy(y, labels->integers,
                                                                                                NULL);
       if (y) luna_read(y, got);
-      worst_note(&w[0], common_error(got, logits->floats, logits->count, 0), training ? "training" : "inference", how);
-      worst_note(&w[0], fabs((double)luna_item(loss) / (double)value->floats[0] - 1), "loss", how);
+      worst_note(&w[0], common_error(got, logits->floats, logits->count, 0), training ? "training" : "inference", how,
+                 common_where(got, logits->floats, logits->count));
+      worst_note(&w[0], fabs((double)luna_item(loss) / (double)value->floats[0] - 1), "loss", how,
+                 common_where(&(float){luna_item(loss)}, value->floats, 1));
       if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s: %s", name, luna_error(m.ctx)))
         check_net_gradients(&m, expected, w, how);
       if (m.lm.config.layer.attention == LUNA_ATTENTION_LUNA) check_stream(&m, tokens->integers, logits, isa, w);
@@ -592,7 +599,8 @@ static void check_borrowed(const char *name, const file_entry *tokens, const fil
   float *got = common_floats(logits->count);
   if (CHECK(s != NULL, "%s: %s", name, error ? error : "") &&
       stream_steps(s, tokens->integers, logits->shape[0], logits->shape[1], logits->shape[2], got))
-    worst_note(&w[0], common_error(got, logits->floats, logits->count, 0), "steps", "from the file's bytes");
+    worst_note(&w[0], common_error(got, logits->floats, logits->count, 0), "steps", "from the file's bytes",
+               common_where(got, logits->floats, logits->count));
   luna_stream_close(s);
   free(got), free(memory), free(bytes);
 }
