@@ -1163,6 +1163,8 @@ static void check_small(void) {
 }
 
 int main(int argc, char **argv) {
+  char why[400];
+  if (cuda_absent(why, sizeof why)) return CHECK(0, "%s", why), test_report(CUDA_SMALL ? "cuda_small" : "cuda");
   cuda.backend = cuda_backend(0, CUDA_F32);
   cuda.output_limit = cuda.gradient_limit = 1e-5;
   cuda.skip = "custom_op";

@@ -11,6 +11,16 @@ extern "C" const luna_backend *cuda_backend(int device, cuda_math math) {
   return luna_cuda_backend_with(device, (luna_cuda_math)math);
 }
 
+extern "C" bool cuda_absent(char *why, size_t size) {
+  luna_options options = {};
+  options.backend = luna_cuda_backend(0);
+  luna_ctx *ctx = luna_open(&options);
+  const bool absent = luna_error_status(ctx) != LUNA_OK;
+  snprintf(why, size, "%s", luna_error(ctx));
+  luna_close(ctx);
+  return absent;
+}
+
 __global__ void poke_kernel(float *at, float value) { *at = value; }
 extern "C" void cuda_poke(luna_ctx *ctx, float *at, float value) {
   LUNACU_LAUNCH(poke_kernel, 1, 1, 0, luna_cuda_stream(ctx), at, value);

@@ -8,6 +8,7 @@ extern "C" {
 #endif
 typedef enum cuda_math { CUDA_F32 = 0, CUDA_TF32, CUDA_BF16 } cuda_math;
 const luna_backend *cuda_backend(int device, cuda_math math);
+bool cuda_absent(char *why, size_t size); /* whether the first device cannot be used, and the sentence that says why */
 
 void cuda_poke(luna_ctx *ctx, float *at, float value); /* one number of device memory, in the stream's order */
 /* numbers of the host to the device, or back; false when that fails */

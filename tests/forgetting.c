@@ -1003,6 +1003,10 @@ int main(void) {
                                       "clamped", "edge", "mixed", "horizon_1", "horizon_2", "horizon_7", "horizon_64",
                                       "horizon_100"};
   const bool full = test_full();
+#ifdef FORGETTING_CUDA
+  char why[400];
+  if (cuda_absent(why, sizeof why)) return CHECK(0, "%s", why), test_report(NAME);
+#endif
   for (int i = 0; i < 16; i++) check_op_file(ops[i]);
   for (int i = 0; i < MODELS; i++)
     if (!less_here() || i % 3 == 0) check_model_file(model_names[i]);
