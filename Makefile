@@ -47,8 +47,8 @@
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
 #                            and spills; and all else that make gpu runs
 #   make gpu                 all that a GPU is wanted for, in nine minutes (GPU_SECONDS=540): tests, sanitizers, speed,
-#                            PyTorch beside it, profiles. It compiles nothing: run make cuda before it, or carry build/cuda
-#                            to that machine. Its files go to OUT (build/gpu): tests/cuda/gpu.sh
+#                            PyTorch beside it, profiles. It compiles nothing: run make cuda before it, or carry
+#                            build/cuda to that machine. Its files go to OUT (build/gpu): tests/cuda/gpu.sh
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
 #   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels in C++
 #                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda.c
@@ -228,8 +228,8 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
-LONG = tests/coverage.sh tests/cuda/peers_check.sh $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) tests/export.sh tests/install.sh \
-  $(addprefix $(BUILD)/tests/,failures arguments causality soak)
+LONG = tests/coverage.sh tests/cuda/peers_check.sh $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) \
+  tests/export.sh tests/install.sh $(addprefix $(BUILD)/tests/,failures arguments causality soak)
 test-long:
 	-@$(MAKE) -k -j$(JOBS) programs $(BUILD)/tests/soak $(if $(HOST),$(BUILD)/peers_host.so)
 	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG)
