@@ -5,19 +5,20 @@
 
      series train FILE.ts [--out M] ...                         a class for each case (UEA/UCR archive), seconds
      series train FILE.ts --per-step [--causal]                 cases joined to long recordings: the class at each step
-     series train FILE.csv --label COLUMN [--causal]            one recording: the class that COLUMN gives each row
+     series train FILE.csv --label COLUMN                       one recording: the class that COLUMN gives each row
      series train FILE.csv --forecast                           one recording: the next row's numbers
      series train FILE.csv --forecast --ahead 1,6,24            and of rows further ahead, each with an interval
-     series train FILE.csv ... --causal --carry                 as one endless sequence, window by window
+     series train FILE.csv ... --carry                          learnt as one endless sequence, window by window
      series eval M FILE                                         how well M does on a file
      series predict M FILE [--svg PICTURE]                      what M finds, a line each; drawn: the first series
 
    .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last. .csv: the first row
    may name the columns; those that are numbers are read, but for columns that never change; --columns and --drop
    choose. Numbers are missing where there is nothing, ?, -, NA, N/A, NaN, null or none. Cases may differ in length. A
-   part of the data is not learnt from: on it the model is validated as it learns, and the best one is kept.
-   --causal models see no later step, so that they can be streamed. What a model must know besides its weights lies in
-   it: M is all one needs. */
+   part of the data is not learnt from: on it the model is validated as it learns, and the best one is kept. A fifth of
+   a recording is held out, and measured on at the end beside a linear model. Causal models see no later step, so that
+   they can be streamed, and are measured as they stream. What a model must know besides its weights lies in it: M is
+   all one needs. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -30,20 +31,26 @@ static struct settings set = {
   .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20, .patience = 6
 };
 static struct {
-  const char *label, *svg, *columns, *drop, *ahead;
-  int64_t per_step, causal, forecast, window, carry, held, interval;
+  const char *label, *svg, *columns, *drop, *ahead, *aim;
+  int64_t per_step, causal, forecast, window, carry, held, interval, linear;
   double noise, stretch, scale, validate;
 } own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80 };
 
 #include "series_data.h"
 #include "series_score.h"
+
+/* Of the data that is learnt from: of each column [k], and of how it changes from a row to each of those ahead
+   [ahead_count,k] */
+static float *mean, *deviation, *change;
+
+#include "series_linear.h"
 #include "series_svg.h"
 
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--label", "t", STRING(own.label), "CSV: the column, by name or number from 1, that is each row's class" },
   { "--per-step", "t", SWITCH(own.per_step), "a class at each step; of .ts in recordings joined from cases" },
-  { "--causal", "t", SWITCH(own.causal), "at each step, from that step and earlier ones alone" },
+  { "--causal", "t", SWITCH(own.causal), "at each step, from that step and earlier ones alone; of CSV unless no is said" },
   { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
   { "--ahead", "t", STRING(own.ahead), "how many steps ahead forecasts are for, \"1,6,24\"" },
   { "--interval", "t", WHOLE(own.interval, 0, 99),
@@ -56,6 +63,7 @@ static const flag flags[] = {
    "1 to 5: that fifth of the data is not learnt from but measured on; 0: none of .ts, of CSV the fifth" },
   { "--validate", "t", REAL(own.validate, 0, 0.5), "share of the rest to find the best model by, if it is 20 cases" },
   FLAG_PATIENCE,
+  { "--aim", "t", STRING(own.aim), "from which probability on the rarest class is found: f1, precision=0.9, recall=0.9" },
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
   { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
   { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
@@ -63,6 +71,7 @@ static const flag flags[] = {
   FLAGS_FORGET,
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
+  { "--linear", "ep", SWITCH(own.linear), "by the linear model that train made beside the model" },
   FLAG_THREADS("tep"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
@@ -70,9 +79,6 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* Of the data that is learnt from: of each column [k], and of how it changes from a row to each of those ahead
-   [ahead_count,k] */
-static float *mean, *deviation, *change;
 static int64_t outputs(void) { /* of a step */
   return own.forecast ? ahead_count * data.k * level_count : label_count;
 }
@@ -226,8 +232,19 @@ static void pad(int64_t b, int64_t n) {                    /* sequence b of the 
       batch.targets[(b * batch.n + i) * ahead_count * data.k + c] = NAN;
   }
 }
+/* Rows to validate on are read like any others, but no label and no target is learnt from them. */
+static void keep_out(int64_t b, series s, int64_t from, int64_t n) {
+  const bool *out = data.kept_out + s.at + from;
+  for (int64_t i = 0; i < n; i++) {
+    if (steps_have_labels() && out[i]) batch.labels[b * batch.n + i] = -1;
+    for (int64_t a = 0; a < ahead_count && own.forecast; a++)
+      if (from + i + ahead[a] < s.n && out[i + ahead[a]])
+        for (int64_t c = 0; c < data.k; c++) batch.targets[((b * batch.n + i) * ahead_count + a) * data.k + c] = NAN;
+  }
+}
 static int64_t place_window(int64_t b, series s, int64_t from, int64_t n) {
   place(b, 0, s, from, n);
+  if (data.kept_out) keep_out(b, s, from, n);
   for (int64_t i = 0; i < n * data.k && !own.forecast; i++)
     batch.x[b * batch.n * data.k + i] += (float)(own.noise * (double)deviation[i % data.k] * normal());
   return n;
@@ -344,8 +361,8 @@ static int by_size(const void *a, const void *b) {
 }
 typedef void found_fn(const series *s, int64_t row, const float *outputs);
 
-/* What the model gives for rows from .. from + n - 1 of a series, in *y; a state goes on. Returns 0, or 2 after a
-   sentence. */
+/* What the model gives for rows from .. from + n - 1 of a series, from its lead on, in *y; a state continues. Returns
+   0, or 2 after a sentence. */
 static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_state *state, float **y) {
   batch_open(1, n);
   batch.lengths[0] = (int32_t)n;
@@ -353,6 +370,7 @@ static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_
   luna_begin_inference(ctx);
   if (state) luna_lm_state_continue(state);
   luna_input input = batch_input();
+  if (state) input.lengths = NULL;
   luna_tensor *out = run(&input);
   if (!own.forecast) out = luna_softmax(out, NULL);
   *y = (float *)grow(*y, n * outputs(), sizeof(float));
@@ -367,25 +385,42 @@ static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_
   return 0;
 }
 
-/* Calls found(series, row, outputs) for each series, or each of its rows; long recordings go by windows, of which a
-   causal model gets the half before or, with --carry, its memory of all before. Outputs are probabilities, or of the
-   rows ahead [ahead_count,k,level_count]. Returns 0, or 2 after a sentence. */
+/* What the linear model gives, to the found_fn that `to` points at. */
+static void linear_found(void *to, const series *s, int64_t row, const double *features) {
+  static float shares[CLASSES];
+  double sum = 0;
+  linear_logits(features, shares);
+  float most = shares[0];
+  for (int32_t c = 1; c < label_count; c++) most = fmaxf(most, shares[c]);
+  for (int32_t c = 0; c < label_count; c++) sum += exp((double)shares[c] - (double)most);
+  for (int32_t c = 0; c < label_count; c++) shares[c] = (float)(exp((double)shares[c] - (double)most) / sum);
+  (*(found_fn **)to)(s, row, shares);
+}
+
+/* Calls found(series, row, outputs) for each series, or each of its rows; the rows of its lead are read alone. A causal
+   model reads a recording as it streams: one row after another, with its memory of all before. Others read windows,
+   whose outer quarters are context. Outputs are probabilities, or of the rows ahead [ahead_count,k,level_count]. Returns
+   0, or 2 after a sentence. */
 static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found) {
+  if (own.linear) return all_features(first, last, linear_found, (void *)&found), 0;
   const bool whole = !own.per_step && !own.forecast;
-  const int64_t overlap = own.causal && !own.carry ? own.window / 2 : 0;
+  const int64_t context = own.causal ? 0 : own.window / 4;
   static luna_lm_state *state;       /* one is enough: a program measures one model */
   float *y = NULL;
-  if (own.carry && !state) state = luna_lm_state_open(&model.lm, 1);
-  int status = own.carry && !state ? failed(ctx) : 0;
+  if (own.causal && !state) state = luna_lm_state_open(&model.lm, 1);
+  int status = own.causal && !state ? failed(ctx) : 0;
   for (int64_t i = first; i < last && !status; i++) {
     const series s = data.list[i];
     luna_begin_inference(ctx);                             /* lets go of the state */
     if (state && luna_lm_state_restart(state, NULL, 0) != LUNA_OK) status = failed(ctx);
-    for (int64_t from = 0, next = 0; next < s.n && !status; from = next - overlap) {
-      const int64_t n = whole || s.n - from < own.window ? s.n - from : own.window, skip = next - from;
+    for (int64_t next = -s.lead; next < s.n && !status;) {
+      const int64_t from = next - context > -s.lead ? next - context : -s.lead;
+      const int64_t n = whole || s.n - from < own.window ? s.n - from : own.window;
+      const int64_t end = from + n < s.n ? from + n - context : s.n;
       status = outputs_of(ctx, s, from, n, state, &y);
-      for (int64_t t = skip; t < (whole ? 1 : n) && !status; t++) found(&data.list[i], from + t, y + t * outputs());
-      next = from + n;
+      for (int64_t row = next > 0 ? next : 0; row < (whole ? 1 : end) && !status; row++)
+        found(&data.list[i], row, y + (row - from) * outputs());
+      next = end;
     }
   }
   return free(y), status;
@@ -403,13 +438,28 @@ static void count_score(const series *s, int64_t row, const float *y) {
       score_forecast(i, y + i * level_count, (double)now[c], (double)now[over * data.k + c], (double)deviation[c]);
   }
 }
+/* The yardstick beside the model, on the same series. */
+static void compare(int64_t first, int64_t last) {
+  calibration c = { .classes = label_count };
+  linear_find(first, last, &c);
+  const ranking ours = calibration_rank(&score.all, rare_class), its = calibration_rank(&c, rare_class);
+  printf("%-48s %9s %9s %9s\n", label_count == 2 ? "of the rarer class" : "means over classes", "AP", "AUC", "log loss");
+  printf("%-48s %8.1f%% %8.1f%% %9.4f\n", "this model", 100 * ours.precision, 100 * ours.area,
+         calibration_loss(&score.all, 1));
+  printf("%-48s %8.1f%% %8.1f%% %9.4f\n", own.per_step ? "linear model of rolling means and deviations" :
+         "linear model of means and deviations", 100 * its.precision, 100 * its.area, calibration_loss(&c, 1));
+  if (its.precision > ours.precision)
+    printf("use the linear model: it ranks better here, and --linear makes eval and predict use it\n");
+  calibration_close(&c);
+}
 /* Measures the model on series first .. last - 1, and prints it; the last line after `begin`, without which there must
-   be something to measure on. */
-static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *begin) {
+   be something to measure on. `beside`: with the linear model's figures. */
+static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *begin, bool beside) {
   score_clear();
   if (find_all(ctx, first, last, count_score)) return 2;
   if (score.count == 0) return *begin ? 0 : fail("there is nothing to measure on");
   score_table();
+  if (beside && !own.forecast && score.all.count > 0) compare(first, last);
   score_lines(begin, deviation);
   return 0;
 }
@@ -433,13 +483,28 @@ static luna_status remember(luna_params *params) {
   if (status == LUNA_OK) status = keep_mark(params, data.text);
   if (status == LUNA_OK && own.forecast) status = keep(params, "ahead", 0, own.ahead, (int64_t)strlen(own.ahead));
   if (status == LUNA_OK && own.label) status = keep(params, "label", 0, own.label, (int64_t)strlen(own.label));
-  for (int32_t i = 0; i < label_count && status == LUNA_OK; i++)
+  for (int32_t i = 0; i < label_count && status == LUNA_OK; i++) {
     status = keep(params, "class", i, (const char *)classes[i].at, classes[i].size);
+    snprintf(text, sizeof text, "%lld", (long long)class_counts[i]);
+    if (status == LUNA_OK) status = keep(params, "count", i, text, (int64_t)strlen(text));
+  }
   for (int64_t i = 0; i < column_count && status == LUNA_OK; i++)
     status = keep(params, "column", i, (const char *)columns[i].at, columns[i].size);
   for (int64_t i = 0; own.forecast && i < ahead_count * data.k && status == LUNA_OK; i++) {
     snprintf(text, sizeof text, "%.9g", (double)change[i]);
     status = keep(params, "change", i, text, (int64_t)strlen(text));
+  }
+  return status;
+}
+/* What is chosen after training: the temperature, the threshold, and the linear model beside it. */
+static luna_status remember_choices(luna_params *params) {
+  char text[64];
+  snprintf(text, sizeof text, "%.9g %.9g", temperature, threshold);
+  luna_status status = keep(params, "choices", 0, text, (int64_t)strlen(text));
+  for (int32_t c = 0; c < label_count && linear.weights && status == LUNA_OK; c++) {
+    char *weights = linear_text(c);
+    status = keep(params, "linear", c, weights, (int64_t)strlen(weights));
+    free(weights);
   }
   return status;
 }
@@ -462,6 +527,11 @@ static bool recall(const luna_params *params) {
   own.label = kept(params, "label", 0);
   for (; label_count < CLASSES && (text = kept(params, "class", label_count)) != NULL; label_count++)
     classes[label_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
+  for (int32_t c = 0; c < label_count; c++)                /* models of older versions have neither */
+    class_counts[c] = (text = kept(params, "count", c)) != NULL ? atoll(text) : 1;
+  rare_class = rarest_of(class_counts, label_count);
+  if ((text = kept(params, "choices", 0)) != NULL &&
+      (sscanf(text, "%lf %lf", &temperature, &threshold) != 2 || !(temperature > 0) || !(threshold >= 0))) return false;
   for (; column_count < COLUMNS && (text = kept(params, "column", column_count)) != NULL; column_count++)
     columns[column_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
   return (!carry || causal) && own.ahead && read_ahead(own.ahead);
@@ -474,6 +544,9 @@ static bool recall_columns(const luna_params *params, int64_t k) {
     change[i] = text ? (float)atof(text) : 0;
     fine = fine && change[i] > 0 && isfinite(change[i]);
   }
+  const char *text = own.forecast ? NULL : kept(params, "linear", 0);
+  for (int32_t c = 0; text && c < label_count && fine; c++)
+    fine = (text = kept(params, "linear", c)) != NULL && linear_read(c, text);
   return fine && read_deviations() == LUNA_OK && (column_count == 0 || column_count == k);
 }
 
@@ -483,11 +556,12 @@ static int load(luna_ctx *ctx, const char *path) {
   const bool lm = model.kind == LUNA_MODEL_LM, classifier = model.kind == LUNA_MODEL_CLASSIFIER;
   const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.encoder.features : 0;
   bool fine = k > 0 && recall(params) && lm == own.causal && (lm || !model.classifier.config.pair);
-  fine = fine && recall_columns(params, k);
   data.k = k;
+  fine = fine && recall_columns(params, k);
   fine = fine && (lm ? model.lm.config.outputs : model.classifier.config.classes) == outputs();
   fine = fine && (!classifier || (model.classifier.config.per_step == steps_have_labels() && !own.forecast));
   data.k = column_count ? 0 : k;
+  if (fine && own.linear && !linear.weights) return fail("%s has no linear model beside the other", path);
   return fine ? 0 : fail("%s is not a model that series made", path);
 }
 
@@ -524,7 +598,7 @@ static int measure_alone(int64_t first, int64_t last) {
 static int print_held(void) {
   const int64_t first = data.training + data.validation;
   model = alone.model;
-  return data.count > first ? print_score(alone.ctx, first, data.count, "on what was not learnt from: ") : 0;
+  return data.count > first ? print_score(alone.ctx, first, data.count, "on what was not learnt from: ", true) : 0;
 }
 
 /* Keeps the model if it is the best so far. Returns 0, or 2 after a sentence. */
@@ -532,10 +606,13 @@ static int validate(luna_params *params) {
   const double since = progress_validates();
   if (data.validation == 0) return 0;
   if (measure_alone(data.training, data.training + data.validation)) return 2;
-  const double count = (double)(score.count ? score.count : 1), loss = score.loss / count;
-  const double error = own.forecast ? loss : 1 - (double)score.right / count;
-  progress_validated(&bar, since, loss, own.forecast ? "validation error %.4g" : "validation %.1f%%",
-                     own.forecast ? error : 100 * (1 - error));
+  const double count = (double)(score.count ? score.count : 1);
+  const double loss = own.forecast ? score.loss / count : calibration_loss(&score.all, 1);
+  const double precision = own.forecast ? NAN : calibration_rank(&score.all, rare_class).precision;
+  const bool ranks_them = precision == precision;          /* without two classes there only the loss can tell */
+  const double error = ranks_them ? 1 - precision : loss;
+  progress_validated(&bar, since, loss, own.forecast ? "validation error %.4g" : ranks_them ? "validation AP %.1f%%" :
+                     "validation log loss %.4f", ranks_them ? 100 * precision : loss);
   return best_keep(&best, params, bar.step, error, loss) == LUNA_OK ? 0 : failed(luna_params_ctx(params));
 }
 static int learn(luna_ctx *ctx, luna_params *params) {
@@ -568,34 +645,111 @@ static int learn(luna_ctx *ctx, luna_params *params) {
   if (!status) progress_end(&bar);
   return status;
 }
-/* With cases or steps to validate on, the model's probabilities become what they say: logits are divided by a
-   temperature. Returns 0, or 2 after a sentence. */
-static calibration *sure;
-static void collect(const series *s, int64_t row, const float *y) {
-  const int32_t label = own.per_step ? data.labels[s->at + row] : s->label;
-  float *logs = (float *)grow(NULL, label_count, sizeof(float));
-  for (int32_t c = 0; c < label_count; c++) logs[c] = logf(fmaxf(y[c], 1e-30f));
-  if (label >= 0) calibration_add(sure, logs, label);
-  free(logs);
+/* ---- classes: how many there are, and what is chosen after training ---------------------------------------------- */
+
+/* How many rows or cases of series first .. last - 1 are of a class, of how many in all, and how often the class
+   begins. */
+typedef struct presence { int64_t is, all, runs; } presence;
+static presence presence_of(int64_t first, int64_t last, int32_t label) {
+  presence p = { 0, 0, 0 };
+  for (int64_t i = first; i < last; i++) {
+    const series s = data.list[i];
+    bool on = false;
+    for (int64_t row = 0; row < (own.per_step ? s.n : 1); row++) {
+      const bool out = i < data.training && own.per_step && data.kept_out && data.kept_out[s.at + row];
+      const int32_t is = out ? NONE : own.per_step ? data.labels[s.at + row] : s.label;
+      p.all += is >= 0, p.is += is == label, p.runs += is == label && !on;
+      on = is == label;
+    }
+  }
+  return p;
 }
-static int set_temperature(void) {
+static void count_classes(void) {
+  for (int32_t c = 0; c < label_count; c++) class_counts[c] = presence_of(0, data.training, c).is;
+  rare_class = rarest_of(class_counts, label_count);
+}
+static void put_rare(void) {
+  printf("'"), put_shown(stdout, classes[rare_class].at, shown_size(classes[rare_class])), printf("'");
+}
+/* "; 'incident' is 431 of 14400 steps, 23 times, to learn from, ..." */
+static void say_parts(void) {
+  const int64_t ends[] = { 0, data.training, data.training + data.validation, data.count };
+  static const char *const what[] = { "to learn from", "to choose the model by", "held out" };
+  const char *gap = " is ";
+  printf("; "), put_rare();
+  for (int part = 0; part < 3; part++) {
+    const presence p = presence_of(ends[part], ends[part + 1], rare_class);
+    if (p.all == 0) continue;
+    printf("%s%lld of %lld %s", gap, (long long)p.is, (long long)p.all, own.per_step ? "steps" : "series");
+    if (own.per_step) printf(", %lld time%s,", (long long)p.runs, p.runs == 1 ? "" : "s");
+    printf(" %s", what[part]);
+    gap = "; ";
+  }
+}
+static void warn_of_parts(void) {
+  const int64_t ends[] = { 0, data.training, data.training + data.validation, data.count };
+  static const char *const what[] = { "the part to learn from: little can be learnt of it",
+    "the part that chooses the model: what is chosen is mostly chance",
+    "the part held out: what is measured is mostly chance" };
+  for (int part = 0; part < 3; part++) {
+    const presence p = presence_of(ends[part], ends[part + 1], rare_class);
+    const int64_t times = own.per_step ? p.runs : p.is;
+    if (p.all == 0 || times >= FEW) continue;
+    printf("warning: "), put_rare();
+    printf(own.per_step ? " comes %lld time%s in %s\n" : " has %lld case%s in %s\n", (long long)times,
+           times == 1 ? "" : "s", what[part]);
+  }
+}
+
+/* The probabilities become what they say: logits are divided by a temperature. Returns 0, or 2 after a sentence. */
+static int set_temperature(const calibration *c) {
+  temperature = calibration_temperature(c);
+  if (temperature >= 1 && temperature <= 1) return 0;
+  printf("temperature %.3f on %lld to validate: expected calibration error on the same %.2f%%, was %.2f%%\n",
+         temperature, (long long)c->count, 100 * calibration_error(c, temperature), 100 * calibration_error(c, 1));
+  luna_tensor *weight = own.causal ? model.lm.output.weight : model.classifier.projection;
+  luna_status done = calibration_apply(weight, temperature);
+  if (done == LUNA_OK && own.causal) done = calibration_apply(model.lm.output.bias, temperature);
+  return done == LUNA_OK ? 0 : failed(weight->ctx);
+}
+/* Sets the threshold of the rare class that --aim asks for. */
+static void set_threshold(const calibration *c) {
+  aim wanted;
+  reached got;
+  if (!own.aim || !read_aim(own.aim, &wanted)) return;
+  ranked *list = calibration_ranking(c, rare_class, temperature);
+  const ranking r = ranking_of(list, c->count);
+  if (r.is == 0 || r.is == c->count) printf("no threshold: the part to validate on does not have and lack ");
+  else {
+    threshold = threshold_for(list, c->count, wanted, &got);
+    printf("threshold %.4f for %s%s, where validation has a precision of %.1f%% and a recall of %.1f%%, of ", threshold,
+           own.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
+  }
+  free(list);
+  put_rare(), printf("\n");
+}
+static calibration *validated;
+static void collect(const series *s, int64_t row, const float *y) {
+  add_shares(validated, own.per_step ? data.labels[s->at + row] : s->label, y);
+}
+/* With cases or steps to validate on, sets the temperature and the threshold by them. Returns 0, or 2 after a
+   sentence. */
+static int choose(void) {
   const luna_model trained = model;
   calibration c = { .classes = label_count };
   if (own.forecast || data.validation == 0) return 0;
-  sure = &c, model = alone.model;
+  for (int32_t label = 0; own.per_step && label < label_count; label++) {
+    const int64_t runs = presence_of(data.training, data.training + data.validation, label).runs;
+    if (label == 0 || runs < c.independent) c.independent = runs;
+  }
+  validated = &c, model = alone.model;
   int status = find_all(alone.ctx, data.training, data.training + data.validation, collect);
   model = trained;
-  const double t = calibration_temperature(&c);
-  if (!status && c.count >= LEAST_CALIBRATED) {
-    printf("temperature %.3f on %lld to validate: expected calibration error on the same %.2f%%, was %.2f%%\n", t,
-           (long long)c.count, 100 * calibration_error(&c, t), 100 * calibration_error(&c, 1));
-    luna_tensor *weight = own.causal ? model.lm.output.weight : model.classifier.projection;
-    luna_status done = calibration_apply(weight, t);
-    if (done == LUNA_OK && own.causal) done = calibration_apply(model.lm.output.bias, t);
-    if (done != LUNA_OK) status = failed(weight->ctx);
-  }
+  if (!status) status = set_temperature(&c);
+  if (!status) set_threshold(&c);
   return calibration_close(&c), status;
 }
+
 /* Refuses what was given on the command line but changes nothing in this task. */
 static int check_flags(void) {
   const bool windows = own.forecast || data.csv;
@@ -617,6 +771,11 @@ static int read_task(const char *path) {
   if (!read_ahead(own.ahead))
     return fail("--ahead takes up to %d ascending numbers of steps with ',' between, not '%s'", AHEADS, own.ahead);
   if (own.label) own.per_step = true;
+  if (own.label && !flag_given(&own.causal)) own.causal = true; /* a recording is a stream */
+  aim wanted;
+  if (own.aim && (own.forecast || !read_aim(own.aim, &wanted)))
+    return fail(own.forecast ? "--aim is for classes, not for forecasts; leave '%s' out" :
+                "--aim takes f1, precision=0.9 or recall=0.9, not '%s'", own.aim);
   if (own.label && own.forecast) return fail("--label and --forecast are two tasks; choose one");
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
   if (read_data(path, true)) return 2;
@@ -648,6 +807,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (read_task(words[0])) return 2;
   if (make_model(params) != LUNA_OK) return failed(ctx);
   if (measure()) return 2;
+  count_classes();
   if (remember(params) != LUNA_OK) return failed(ctx);
   if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
@@ -655,12 +815,17 @@ static int train_model(luna_ctx *ctx, const char **words) {
          data.csv ? "parts of one recording (to learn from, to choose the model by, to measure on)" : "series",
          (long long)data.size, (long long)data.k);
   if (!own.forecast) printf(", %d classes", (int)label_count);
-  printf("; %lld parameters\n", (long long)luna_params_element_count(params));
+  printf("; %lld parameters", (long long)luna_params_element_count(params));
+  if (!own.forecast) say_parts();
+  printf("\n");
+  if (!own.forecast) warn_of_parts();
   fflush(stdout);
   join_unlearnt();
   if (learn(ctx, params)) return 2;
   if (best_end(&best, params, &bar) != LUNA_OK) return failed(ctx);
-  if (set_temperature()) return 2;
+  if (choose()) return 2;
+  if (!own.forecast && ranks.rank == 0) linear_fit();
+  if (remember_choices(params) != LUNA_OK) return failed(ctx);
   if (ranks.rank > 0) return 0;
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   printf("%s: %lld steps in %.0f s\n", set.out, (long long)bar.step, seconds() - start);
@@ -677,7 +842,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (load_both(ctx, words)) return 2;
   if (own.per_step && !data.csv) join(0, data.count);
   say_learnt(input_layer()->params, data.text, words[1]);
-  return print_score(ctx, 0, data.count, "");
+  return print_score(ctx, 0, data.count, "", linear.weights && !own.linear);
 }
 
 /* Of the first series: each row's class and its probability, or the forecasts that end there of the fewest steps ahead,
@@ -722,7 +887,7 @@ static const command commands[] = {
   { "train", { "data: .ts or CSV" }, "learns from series, and writes a model", train },
   { "eval", { "model: a file that train wrote", "data: .ts or CSV" }, "how well a model does on a file", eval },
   { "predict", { "model: a file that train wrote", "data: .ts or CSV" },
-    "what a model finds in a file; a --causal one without --carry reads it by windows", predict },
+    "what a model finds in a file; a causal one reads it as a stream does", predict },
   { 0 }
 };
 
@@ -731,6 +896,6 @@ int main(int count, char **given) {
   free(batch.x), free(batch.targets), free(batch.labels), free(batch.lengths);
   free(data.text.data), free(data.rows), free(data.labels), free(data.list), free(mean), free(drawn);
   free(best.values), free(readers);
-  score_close();
+  score_close(), linear_close(), free(data.kept_out);
   return status;
 }

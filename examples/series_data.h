@@ -13,11 +13,13 @@
 #define BAD_CELLS 0.05               /* of a column of numbers, at most, that are neither numbers nor missing */
 
 enum { NONE = -1, UNKNOWN = -2 };    /* labels: not given; given, but not one that the model knows */
-typedef struct series { int64_t at, n; int32_t label; } series; /* rows at .. at + n - 1 */
+/* Rows at .. at + n - 1; `lead` rows before them a model may read first. They are not measured on. */
+typedef struct series { int64_t at, n; int32_t label; int64_t lead; } series;
 static struct {
   contents text;
   float *rows;                       /* [size,k], NaN where a number is missing */
   int32_t *labels;                   /* [size], NONE or UNKNOWN where it is no class of the model */
+  bool *kept_out;                    /* [size] or null: rows of a recording to validate on, which training only reads */
   int64_t size, k;
   series *list;                      /* those to learn from, to validate on, and held back */
   int64_t count, training, validation;
@@ -138,7 +140,7 @@ TOOL void add_rows(int64_t n) {
 }
 TOOL void add_series(int64_t at, int64_t n, int32_t label) {
   data.list = (series *)grow(data.list, data.count + 1, sizeof *data.list);
-  data.list[data.count++] = (series){ at, n, label };
+  data.list[data.count++] = (series){ at, n, label, 0 };
 }
 
 /* ---- cells that are neither a number nor missing ----------------------------------------------------------------- */
@@ -399,21 +401,87 @@ TOOL int read_csv(const char *path, bool learns) {
 
 enum { TRAINING, VALIDATION, HELD, PARTS };
 #define LEAST_CASES 20               /* to validate on, where --validate is not given: of fewer, chance decides */
-#define LEAST_STEPS 20               /* of a recording, likewise */
+#define LEAST_STEPS 20               /* of a block of a recording, likewise */
 #define MOST_STEPS 20000             /* more only take time */
+#define BLOCKS 8                     /* of a recording to validate on, at most, spread over time */
+#define PLACES 32                    /* that are tried for a block */
 
-/* A recording's parts in time: a fifth is held back, and of what is left the end is to validate on. */
+/* counts of classes among the rows of all blocks so far, and among those of all that is left */
+static struct { int64_t blocks[CLASSES], all[CLASSES]; } seen_classes;
+TOOL int32_t class_at(int64_t row) { return data.labels[row] < 0 ? label_count : data.labels[row]; }
+
+/* How far the classes of the blocks would be from their share, with a block at this row: each class counts alike. A
+   block that cuts a stretch of a class in two is the worse for it. */
+TOOL double block_cost(int64_t at, int64_t size, double part, const series *all) {
+  static int64_t count[CLASSES + 1];
+  double cost = 0;
+  memset(count, 0, sizeof count);
+  for (int64_t i = at; i < at + size; i++) count[class_at(i)]++;
+  for (int32_t c = 0; c < label_count; c++) {
+    const double wanted = part * (double)seen_classes.all[c], is = (double)(seen_classes.blocks[c] + count[c]);
+    if (wanted > 0) cost += fabs(is - wanted) / wanted;
+  }
+  for (int end = 0; end < 2 && label_count; end++) {       /* the most frequent class may be cut */
+    const int64_t row = end ? at + size : at;
+    if (row <= all->at || row >= all->at + all->n || class_at(row) != class_at(row - 1)) continue;
+    const int32_t c = class_at(row);
+    if (c < label_count && 2 * seen_classes.all[c] < all->n) cost += 0.5;
+  }
+  return cost;
+}
+/* A block of a stretch of a recording; without classes it is the middle. share: of all blocks up to this one. */
+TOOL void add_block(series stretch, int64_t size, double share, const series *all) {
+  const int64_t room = stretch.n - size;
+  int64_t best = stretch.at + room / 2;
+  double least = label_count ? block_cost(best, size, share, all) : 0;
+  for (int64_t i = 0; i <= PLACES && label_count; i++) {
+    const int64_t at = stretch.at + room * i / PLACES;
+    const double cost = block_cost(at, size, share, all);
+    if (cost < least - 1e-9) least = cost, best = at;
+  }
+  for (int64_t i = best; i < best + size; i++) {
+    data.kept_out[i] = true;
+    if (data.labels[i] >= 0) seen_classes.blocks[data.labels[i]]++;
+  }
+  add_series(best, size, -1);
+}
+/* Blocks of a share of the rows that are not held back (from .. to - 1), evenly spread over time. A model reads what is
+   before them, but learns neither its classes nor its numbers. */
+TOOL void add_blocks(series s, int64_t from, int64_t to) {
+  const int64_t left = s.n - (to - from), least = LEAST_STEPS + 2 * ahead[ahead_count - 1] * (own.forecast != 0);
+  int64_t size = (int64_t)(own.validate * (double)left);
+  if (size > MOST_STEPS) size = MOST_STEPS;
+  int64_t blocks = size / least < BLOCKS ? size / least : BLOCKS;
+  if (blocks == 0 || size > left / 2) return;
+  data.kept_out = (bool *)memset(grow(NULL, data.size, sizeof(bool)), 0, (size_t)data.size * sizeof(bool));
+  memset(&seen_classes, 0, sizeof seen_classes);
+  for (int64_t i = 0; i < s.n; i++)
+    if ((i < from || i >= to) && data.labels[s.at + i] >= 0) seen_classes.all[data.labels[s.at + i]]++;
+  for (int64_t b = 0; b < blocks; b++) {                   /* stretches of what is left; none over the part held back */
+    int64_t first = left * b / blocks, last = left * (b + 1) / blocks;
+    if (first < from && last > from) {                     /* its longer side */
+      if (from - first > last - from) last = from;
+      else first = from;
+    }
+    if (first >= from) first += to - from, last += to - from;
+    const int64_t wanted = size / blocks, n = wanted < (last - first) / 2 ? wanted : (last - first) / 2;
+    add_block((series){ s.at + first, last - first, -1, 0 }, n, own.validate * (double)(b + 1) / (double)blocks, &s);
+  }
+}
+
+/* A recording's parts in time: a fifth is held back, and of what is left blocks are to validate on. Of these two a model
+   may read the rows before, as many as a window has. */
 TOOL void split_recording(series s, int part) {
   const int64_t from = own.held ? s.n * (own.held - 1) / 5 : s.n, to = own.held ? s.n * own.held / 5 : s.n;
-  const int64_t last = to < s.n ? s.n : from, begin = to < s.n ? to : 0; /* what is left ends with begin .. last - 1 */
-  int64_t cut = (int64_t)(own.validate * (double)(s.n - (to - from)));
-  if (cut < LEAST_STEPS) cut = 0;
-  if (cut > MOST_STEPS) cut = MOST_STEPS;
-  if (cut > (last - begin) / 2) cut = (last - begin) / 2;
+  const int64_t first = data.count;
   if (part == HELD && to > from) add_series(s.at + from, to - from, -1);
-  if (part == VALIDATION && cut) add_series(s.at + last - cut, cut, -1);
-  if (part == TRAINING && begin > 0 && from > 0) add_series(s.at, from, -1);
-  if (part == TRAINING && last - cut > begin) add_series(s.at + begin, last - cut - begin, -1);
+  if (part == VALIDATION) add_blocks(s, from, to);
+  if (part == TRAINING && from > 0) add_series(s.at, from, -1);
+  if (part == TRAINING && to < s.n) add_series(s.at + to, s.n - to, -1);
+  for (int64_t i = first; i < data.count && part != TRAINING; i++) {
+    const int64_t before = data.list[i].at - s.at;
+    data.list[i].lead = before < own.window ? before : own.window;
+  }
 }
 
 /* Puts what is not learnt from last: of cases a fifth of each class, and a share of the rest. */
@@ -485,7 +553,7 @@ TOOL int64_t join(int64_t first, int64_t last) {
     memcpy(data.labels + to, data.labels + s.at, (size_t)s.n * sizeof(int32_t));
   }
   if (count == 0) return first;
-  data.list[first] = (series){ at, data.size - at, -1 };
+  data.list[first] = (series){ at, data.size - at, -1, 0 };
   memmove(data.list + first + 1, data.list + last, (size_t)(data.count - last) * sizeof(series));
   data.count -= count - 1;
   return first + 1;

@@ -147,7 +147,7 @@ awk 'BEGIN { print "x,state"; for (t = 0; t < 600; t++) { s = int(t / 20) % 2
   print (t % 20 < 3 && t > 20 ? 1 - s : s) "," (s ? "on" : "off") } }' >late.csv
 check "a detector" run train late.csv --label state --causal --out late.safetensors --window 60 --steps 1 $small
 check "has a delay" grep -q '^class .* begins *found *delay' out
-check "and each class begins as often as it does" awk '/^(on|off) / { n += $6 } END { exit n != 5 }' out
+check "and each class begins as often as it does" awk '/^(on|off) / { n += $8 } END { exit n != 5 }' out
 check "what is found, and what false, is said" grep -q '^a beginning is found if .*; a false one: ' out
 check "a detector that errs" run train late.csv --label state --causal --out late.safetensors --window 60 --steps 60 \
   $small
@@ -166,6 +166,40 @@ check "what is not learnt from has one class" run train late_class.csv --label s
 check "which has no balance" grep -q "balanced is not defined, 'slow' is absent; always 'brisk': 100.00%" out
 awk 'BEGIN { print "x,is_anomaly"; for (t = 0; t < 300; t++) print t % 7 ",0" }' >one.csv
 refuses "column 'is_anomaly' is '0' in every row" train one.csv --label is_anomaly --out x
+
+# rare events: ten short incidents in 4,000 rows, none of them in the last 700
+awk 'BEGIN { srand(11); print "load,noise,state"; for (t = 0; t < 4000; t++) { bad = t % 330 > 310 && t < 3300
+  printf "%.3f,%.3f,%s\n", sin(t / 20) + (bad ? 1.2 : 0) + rand(), rand(), bad ? "incident" : "ok" } }' >rare.csv
+check "a rare class" run train rare.csv --label state --held 2 --steps 60 $small --window 100 --out rare.safetensors \
+  --aim f1
+check "is counted in each part" awk '/numbers, 2 classes/ { sub(/.*incident. is /, ""); n = split($0, part, ";")
+  for (i = 1; i <= n; i++) { split(part[i], of, " "); is += of[1]; all += of[3]; if (!(of[1] > 0)) bad = 1 }
+  exit bad || n != 3 || is != 200 || all != 4000 }' out
+check "which warns of few" grep -q "^warning: 'incident' comes [1-9] times* in the part that chooses the model" out
+check "a threshold is chosen" grep -q '^threshold 0.[0-9]* for f1, where validation has a precision of ' out
+check "average precision is in the table" awk '/^incident/ { exit !($6 + 0 > 20 && $7 + 0 > 60) }' out
+check "its log loss is below the shares'" awk '/^log loss/ { exit !($3 + 0 < $NF + 0) }' out
+check "other thresholds are listed, more found for less precision" awk '/^probability/ { on = 1; next }
+  on && /^ *0/ { n++; if ($1 > was && n > 1) bad = 1; was = $1 } END { exit bad || n < 2 }' out
+check "a linear model is beside it" grep -q '^linear model of rolling means and deviations  *[0-9.]*%' out
+grep '^incident' out >learnt
+sed -n '1p;802,1601p' rare.csv >second.csv
+check "the model keeps its threshold" run eval rare.safetensors second.csv
+check "and the linear model" run eval rare.safetensors second.csv --linear
+sed -n 's/^linear model.* \([0-9.]*%\)  *[0-9.]*%  *[0-9.]*$/\1/p' out >one
+check "which is another model" sh -c "awk '/^this model/ { print \$3 }' out | grep -v '^100' "
+run train rare.csv --label state --held 2 --steps 60 $small --window 100 --out plain.safetensors
+check "without an aim there is no threshold" [ "$(grep -c '^threshold' out)" = 0 ]
+refuses "--aim takes" train rare.csv --label state --aim F1 --out a.safetensors
+refuses "--aim takes" train rare.csv --label state --aim precision=2 --out a.safetensors
+refuses "is for classes" train waves.csv --forecast --aim f1 --out a.safetensors
+refuses "has no linear model" predict f.safetensors waves.csv --linear
+# a class that is in no part but the first: no temperature can be fitted
+awk 'BEGIN { srand(12); print "x,state"; for (t = 0; t < 1500; t++) print rand() "," (t == 700 ? "incident" : "ok") }' \
+  >once.csv
+check "a class that validation lacks" run train once.csv --label state --steps 30 $small --out once.safetensors
+check "leaves the temperature alone" [ "$(grep -c '^temperature' out)" = 0 ]
+check "and is warned of" grep -q "comes 0 times in the part that chooses the model" out
 
 # forecasts: errors count alike in each column, whatever its unit; columns can be chosen
 awk 'BEGIN { print "ms,big,wave,flat"; for (t = 0; t < 400; t++) printf "%d,%.4f,%.4f,3\n", 15 * t,
@@ -196,18 +230,18 @@ check "is left out, with one of them" \
 check "windows that continue one another" run train units.csv --forecast --drop ms --carry --window 50 \
   --out c.safetensors --steps 60 $small
 check "are read as one sequence, whatever their length" run eval c.safetensors units.csv
-(head -n 1 units.csv && tail -n 80 units.csv) >tail.csv
-run train units.csv --forecast --drop ms --carry --window 50 --out c.safetensors --steps 60 $small
+head -n 81 units.csv >tail.csv
+run train units.csv --forecast --drop ms --carry --window 50 --held 1 --out c.safetensors --steps 60 $small
 grep '^on what' out | sed 's/^[^:]*: //' >trained
 run eval c.safetensors tail.csv
 check "each recording from its beginning, in training as later" \
   sh -c "[ -s trained ] && grep ' ahead: ' out | cmp - trained"
-run train units.csv --forecast --drop ms --window 50 --out n.safetensors --steps 60 $small
+run train units.csv --forecast --drop ms --window 50 --held 1 --out n.safetensors --steps 60 $small
 check "which is another model than one of windows by themselves" differ c.safetensors n.safetensors
 refuses "no column 'tide'" train units.csv --forecast --drop tide --out a.safetensors
 refuses "is not of numbers: line 2" train waves.csv --forecast --columns time --out a.safetensors
 refuses "are for tables" train slopes.ts --drop 1 --out a.safetensors
-refuses "--carry is for a recording" train waves.csv --label state --carry --out a.safetensors
+refuses "--carry is for a recording" train waves.csv --label state --causal no --carry --out a.safetensors
 
 # several steps ahead: what is periodic is as easy far ahead as near, and intervals hold what they say
 awk 'BEGIN { srand(4); print "x"
@@ -262,7 +296,7 @@ check "on average" awk '{ s += $2 } END { exit !(s / NR > 0.55 && s / NR < 0.82)
 # validation: the best model is kept, and training ends where none gets better
 cases 150 5 >many.ts
 check "validation" run train many.ts --out v.safetensors --validate 0.2 --steps 60 --patience 0 $small
-check "is shown" grep -q 'validation [0-9.]*%' out
+check "is shown" grep -q 'validation AP [0-9.]*%' out
 check "without it none is" run train many.ts --out v.safetensors --validate 0 --steps 60 $small
 check "said" [ "$(grep -c validation out)" = 0 ]
 awk 'BEGIN { srand(9); print "x"; for (t = 0; t < 600; t++) print rand() }' >noise.csv
