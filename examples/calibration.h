@@ -129,6 +129,20 @@ TOOL double calibration_base(const calibration *c, const int64_t *counts) {
   return sum / (double)(c->count ? c->count : 1);
 }
 
+/* The log loss with temperatures of the other half of the samples: what a temperature gains on samples that it was not
+   fitted to. */
+TOOL double calibration_crossed(const calibration *c) {
+  double sum = 0;
+  for (int half = 0; half < 2; half++) {
+    calibration parts[2] = { { .classes = c->classes }, { .classes = c->classes } };
+    for (int64_t i = 0; i < c->count; i++)
+      calibration_add(parts + (i % 2 == half), c->logits + i * c->classes, c->labels[i]);
+    sum += calibration_loss(parts, calibration_temperature(parts + 1)) * (double)parts[0].count;
+    calibration_close(parts), calibration_close(parts + 1);
+  }
+  return sum / (double)(c->count ? c->count : 1);
+}
+
 /* ---- rare classes ------------------------------------------------------------------------------------------------ */
 
 typedef struct ranked { double probability; bool is; } ranked; /* a sample: of a class, and whether it has it */
@@ -186,6 +200,18 @@ TOOL int32_t rarest_of(const int64_t *counts, int64_t classes) { /* of those tha
   return rare;
 }
 TOOL double harmonic(double a, double b) { return a + b > 0 ? 2 * a * b / (a + b) : 0; }
+
+/* --balance: the loss of a class times all / (classes count), so that each class counts alike. A model that learnt so
+   takes rare classes for as frequent as others: the logarithms of the factors are what its logits have too much. */
+TOOL void balance_of(const int64_t *counts, int64_t classes, float *weights) {
+  double all = 0;
+  for (int64_t c = 0; c < classes; c++) all += (double)counts[c];
+  for (int64_t c = 0; c < classes; c++)
+    weights[c] = counts[c] ? (float)(all / ((double)classes * (double)counts[c])) : 1;
+}
+TOOL void unbalance(float *logits, const float *weights, int64_t classes) {
+  for (int64_t c = 0; c < classes; c++) logits[c] -= logf(weights[c]);
+}
 
 /* What --aim says: "f1", "precision=0.9" or "recall=0.9". */
 typedef struct aim { enum { AIM_F1, AIM_PRECISION, AIM_RECALL } kind; double least; } aim;

@@ -70,9 +70,9 @@ TOOL bool is_special(const char *path) { /* a device, a pipe: no place for a fil
 #endif
 
 static struct settings {             /* the settings that many examples have */
-  const char *out, *plot, *resume, *profile;
+  const char *out, *plot, *resume, *profile, *aim;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
-      device, validations, patience, parallel, recompute, forget, output_gate, weights, products;
+      device, validations, patience, parallel, recompute, forget, output_gate, weights, products, balance;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -201,6 +201,9 @@ typedef struct flag {
 #define FLAG_PATIENCE \
   { "--patience", "t", WHOLE(set.patience, 0, 1e6), \
    "validations without a better model that end the training; 0: none do" }
+#define FLAGS_RARE \
+  { "--balance", "t", SWITCH(set.balance), "the loss counts each class alike, however rare it is" }, \
+  { "--aim", "t", STRING(set.aim), "what the rarest class's threshold is for: f1, precision=0.9 or recall=0.9" }
 #define FLAGS_FORGET /* names in the order of luna_forget */ \
   { "--forget", "t", CHOICE(set.forget, "no constant gated"), \
    "whether a causal memory forgets, at a learned rate or as each step decides; no: as published" }, \

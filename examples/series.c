@@ -31,7 +31,7 @@ static struct settings set = {
   .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20, .patience = 6
 };
 static struct {
-  const char *label, *svg, *columns, *drop, *ahead, *aim;
+  const char *label, *svg, *columns, *drop, *ahead;
   int64_t per_step, causal, forecast, window, carry, held, interval, linear;
   double noise, stretch, scale, validate;
 } own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80 };
@@ -50,7 +50,7 @@ static const flag flags[] = {
   FLAGS_TRAIN,
   { "--label", "t", STRING(own.label), "CSV: the column, by name or number from 1, that is each row's class" },
   { "--per-step", "t", SWITCH(own.per_step), "a class at each step; of .ts in recordings joined from cases" },
-  { "--causal", "t", SWITCH(own.causal), "at each step, from that step and earlier ones alone; of CSV unless no is said" },
+  { "--causal", "t", SWITCH(own.causal), "from each step and earlier ones alone; of CSV yes unless no is said" },
   { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
   { "--ahead", "t", STRING(own.ahead), "how many steps ahead forecasts are for, \"1,6,24\"" },
   { "--interval", "t", WHOLE(own.interval, 0, 99),
@@ -63,7 +63,7 @@ static const flag flags[] = {
    "1 to 5: that fifth of the data is not learnt from but measured on; 0: none of .ts, of CSV the fifth" },
   { "--validate", "t", REAL(own.validate, 0, 0.5), "share of the rest to find the best model by, if it is 20 cases" },
   FLAG_PATIENCE,
-  { "--aim", "t", STRING(own.aim), "from which probability on the rarest class is found: f1, precision=0.9, recall=0.9" },
+  FLAGS_RARE,
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
   { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
   { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
@@ -342,7 +342,8 @@ static void own_part(void) {
 /* Of forecasts also Huber's loss of the median, which finds it better than the quantile loss alone: near the target the
    slope of that does not get less. */
 static luna_tensor *loss_of(luna_tensor *y) {
-  if (!own.forecast) return luna_cross_entropy(y, batch.labels, NULL);
+  if (!own.forecast)
+    return luna_cross_entropy(y, batch.labels, &(luna_cross_entropy_config){ .class_weights = balance });
   y = luna_reshape(y, 2, (int64_t[]){ -1, level_count });
   luna_tensor *median = luna_slice(y, 1, level_count / 2, 1);
   return luna_add(luna_quantile_loss(y, batch.targets, levels, level_count),
@@ -375,6 +376,7 @@ static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_
   if (!own.forecast) out = luna_softmax(out, NULL);
   *y = (float *)grow(*y, n * outputs(), sizeof(float));
   if (luna_read(out, *y) != LUNA_OK) return failed(ctx);
+  for (int64_t i = 0; balance && i < luna_count(out); i += label_count) unbalance_shares(*y + i);
   const int64_t forecasts = ahead_count * data.k;
   for (int64_t i = 0; i < n * forecasts && own.forecast; i++) {
     float *q = *y + i * level_count;
@@ -399,8 +401,8 @@ static void linear_found(void *to, const series *s, int64_t row, const double *f
 
 /* Calls found(series, row, outputs) for each series, or each of its rows; the rows of its lead are read alone. A causal
    model reads a recording as it streams: one row after another, with its memory of all before. Others read windows,
-   whose outer quarters are context. Outputs are probabilities, or of the rows ahead [ahead_count,k,level_count]. Returns
-   0, or 2 after a sentence. */
+   whose outer quarters are context. Outputs are probabilities, or of the rows ahead [ahead_count,k,level_count].
+   Returns 0, or 2 after a sentence. */
 static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found) {
   if (own.linear) return all_features(first, last, linear_found, (void *)&found), 0;
   const bool whole = !own.per_step && !own.forecast;
@@ -443,7 +445,8 @@ static void compare(int64_t first, int64_t last) {
   calibration c = { .classes = label_count };
   linear_find(first, last, &c);
   const ranking ours = calibration_rank(&score.all, rare_class), its = calibration_rank(&c, rare_class);
-  printf("%-48s %9s %9s %9s\n", label_count == 2 ? "of the rarer class" : "means over classes", "AP", "AUC", "log loss");
+  printf("%-48s %9s %9s %9s\n", label_count == 2 ? "of the rarer class" : "means over classes", "AP", "AUC",
+         "log loss");
   printf("%-48s %8.1f%% %8.1f%% %9.4f\n", "this model", 100 * ours.precision, 100 * ours.area,
          calibration_loss(&score.all, 1));
   printf("%-48s %8.1f%% %8.1f%% %9.4f\n", own.per_step ? "linear model of rolling means and deviations" :
@@ -530,6 +533,10 @@ static bool recall(const luna_params *params) {
   for (int32_t c = 0; c < label_count; c++)                /* models of older versions have neither */
     class_counts[c] = (text = kept(params, "count", c)) != NULL ? atoll(text) : 1;
   rare_class = rarest_of(class_counts, label_count);
+  for (int32_t c = 0; c < label_count && (text = kept(params, "balance", c)) != NULL; c++) {
+    if (!balance) balance = (float *)grow(NULL, label_count, sizeof(float));
+    if (!((balance[c] = (float)atof(text)) > 0)) return false;
+  }
   if ((text = kept(params, "choices", 0)) != NULL &&
       (sscanf(text, "%lf %lf", &temperature, &threshold) != 2 || !(temperature > 0) || !(threshold >= 0))) return false;
   for (; column_count < COLUMNS && (text = kept(params, "column", column_count)) != NULL; column_count++)
@@ -710,20 +717,37 @@ static int set_temperature(const calibration *c) {
   luna_tensor *weight = own.causal ? model.lm.output.weight : model.classifier.projection;
   luna_status done = calibration_apply(weight, temperature);
   if (done == LUNA_OK && own.causal) done = calibration_apply(model.lm.output.bias, temperature);
+  for (int32_t i = 0; balance && i < label_count; i++) balance[i] = powf(balance[i], (float)(1 / temperature));
   return done == LUNA_OK ? 0 : failed(weight->ctx);
+}
+/* Of --balance: a causal model's biases get what its logits have too much, so that streams and exported models give the
+   data's probabilities; a classifier has none, and this program remembers the factors. */
+static luna_status balance_model(luna_params *params) {
+  static float bias[CLASSES];
+  luna_status status = LUNA_OK;
+  char text[40];
+  for (int32_t c = 0; c < label_count && !own.causal && status == LUNA_OK; c++) {
+    snprintf(text, sizeof text, "%.9g", (double)balance[c]);
+    status = keep(params, "balance", c, text, (int64_t)strlen(text));
+  }
+  if (!own.causal) return status;
+  status = luna_read(model.lm.output.bias, bias);
+  unbalance(bias, balance, label_count);
+  if (status == LUNA_OK) status = luna_write(model.lm.output.bias, bias);
+  return free(balance), balance = NULL, status;
 }
 /* Sets the threshold of the rare class that --aim asks for. */
 static void set_threshold(const calibration *c) {
   aim wanted;
   reached got;
-  if (!own.aim || !read_aim(own.aim, &wanted)) return;
+  if (!set.aim || !read_aim(set.aim, &wanted)) return;
   ranked *list = calibration_ranking(c, rare_class, temperature);
   const ranking r = ranking_of(list, c->count);
   if (r.is == 0 || r.is == c->count) printf("no threshold: the part to validate on does not have and lack ");
   else {
     threshold = threshold_for(list, c->count, wanted, &got);
     printf("threshold %.4f for %s%s, where validation has a precision of %.1f%% and a recall of %.1f%%, of ", threshold,
-           own.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
+           set.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
   }
   free(list);
   put_rare(), printf("\n");
@@ -773,9 +797,9 @@ static int read_task(const char *path) {
   if (own.label) own.per_step = true;
   if (own.label && !flag_given(&own.causal)) own.causal = true; /* a recording is a stream */
   aim wanted;
-  if (own.aim && (own.forecast || !read_aim(own.aim, &wanted)))
-    return fail(own.forecast ? "--aim is for classes, not for forecasts; leave '%s' out" :
-                "--aim takes f1, precision=0.9 or recall=0.9, not '%s'", own.aim);
+  if (own.forecast && (set.aim || set.balance)) return fail("--aim and --balance are for classes, not for forecasts");
+  if (set.aim && !read_aim(set.aim, &wanted))
+    return fail("--aim takes f1, precision=0.9 or recall=0.9, not '%s'", set.aim);
   if (own.label && own.forecast) return fail("--label and --forecast are two tasks; choose one");
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
   if (read_data(path, true)) return 2;
@@ -808,6 +832,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (make_model(params) != LUNA_OK) return failed(ctx);
   if (measure()) return 2;
   count_classes();
+  if (set.balance) balance_of(class_counts, label_count, balance = (float *)grow(NULL, label_count, sizeof(float)));
   if (remember(params) != LUNA_OK) return failed(ctx);
   if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
@@ -824,6 +849,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (learn(ctx, params)) return 2;
   if (best_end(&best, params, &bar) != LUNA_OK) return failed(ctx);
   if (choose()) return 2;
+  if (balance && balance_model(params) != LUNA_OK) return failed(ctx);
   if (!own.forecast && ranks.rank == 0) linear_fit();
   if (remember_choices(params) != LUNA_OK) return failed(ctx);
   if (ranks.rank > 0) return 0;
@@ -896,6 +922,6 @@ int main(int count, char **given) {
   free(batch.x), free(batch.targets), free(batch.labels), free(batch.lengths);
   free(data.text.data), free(data.rows), free(data.labels), free(data.list), free(mean), free(drawn);
   free(best.values), free(readers);
-  score_close(), linear_close(), free(data.kept_out);
+  score_close(), linear_close(), free(data.kept_out), free(balance);
   return status;
 }

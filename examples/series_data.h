@@ -469,8 +469,8 @@ TOOL void add_blocks(series s, int64_t from, int64_t to) {
   }
 }
 
-/* A recording's parts in time: a fifth is held back, and of what is left blocks are to validate on. Of these two a model
-   may read the rows before, as many as a window has. */
+/* A recording's parts in time: a fifth is held back, and of what is left blocks are to validate on. A model may read
+   the rows before each of these, as many as a window has. */
 TOOL void split_recording(series s, int part) {
   const int64_t from = own.held ? s.n * (own.held - 1) / 5 : s.n, to = own.held ? s.n * own.held / 5 : s.n;
   const int64_t first = data.count;

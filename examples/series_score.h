@@ -13,7 +13,8 @@
 
 static int64_t class_counts[CLASSES]; /* of the rows or cases that are learnt from */
 static int32_t rare_class;           /* the one that they have least of */
-static double threshold;             /* the probability from which on the rare class is found; 0: where it is the most */
+static double threshold;             /* the probability from which on the rare class is found; 0: none */
+static float *balance;               /* with --balance the factors of classes in the loss; else null */
 static double temperature = 1;       /* that the logits have been divided by */
 
 static struct {
@@ -58,6 +59,12 @@ TOOL int32_t best_of(const float *shares) {
   if (threshold > 0 && (double)shares[rare_class] >= threshold) return rare_class;
   for (int32_t c = 1; c < label_count; c++) if (c != left_out && shares[c] > shares[best]) best = c;
   return best;
+}
+/* Probabilities of a model that learnt with --balance, as the data have the classes. */
+TOOL void unbalance_shares(float *shares) {
+  double sum = 0;
+  for (int32_t c = 0; c < label_count; c++) sum += (double)shares[c] / (double)balance[c];
+  for (int32_t c = 0; c < label_count; c++) shares[c] = (float)((double)shares[c] / (double)balance[c] / sum);
 }
 TOOL void add_shares(calibration *to, int32_t label, const float *shares) {
   static float logs[CLASSES];

@@ -7,7 +7,7 @@
 static uint64_t state = 1;
 static double chance(void) { return (double)(splitmix(&state) >> 11) / 9007199254740992.0; }
 
-/* Samples of two classes: the logit of class 1 is `sure` times its label, plus noise; `wrong` of the labels are false. */
+/* Samples of two classes: the logit of class 1 is `sure` times its label, plus noise; this share of labels is false. */
 static calibration samples(int64_t count, double share, double sure, double noise, double wrong) {
   calibration c = { .classes = 2 };
   for (int64_t i = 0; i < count; i++) {
