@@ -122,6 +122,11 @@ static luna_status read_deviations(void) {                 /* as the model has t
 static void columns_open(int64_t k) {
   mean = (float *)grow(NULL, (2 + ahead_count) * k, sizeof(float)), deviation = mean + k, change = deviation + k;
 }
+/* What the forecasts of a row start from: the column's last number, or its mean before there is any. */
+static float known_at(int64_t row, int64_t c) {
+  const float x = data.known[row * data.k + c];
+  return x == x ? x : mean[c];
+}
 /* The deviation of changes of column c over so many rows; 1 where there are none. */
 static float change_over(int64_t rows, int64_t c) {
   double squares = 0, count = 0;
@@ -175,8 +180,9 @@ static void place(int64_t b, int64_t at, series s, int64_t from, int64_t n) {
   for (int64_t i = 0; i < n * ahead_count && own.forecast; i++) {
     const int64_t row = i / ahead_count, over = ahead[i % ahead_count];
     const float *now = data.rows + first + row * k, *by = change + i % ahead_count * k;
+    const int64_t at = s.at + from + row;
     float *to = batch.targets + ((b * batch.n + at) * ahead_count + i) * k;
-    for (int64_t c = 0; c < k; c++) to[c] = from + row + over < s.n ? (now[over * k + c] - now[c]) / by[c] : NAN;
+    for (int64_t c = 0; c < k; c++) to[c] = from + row + over < s.n ? (now[over * k + c] - known_at(at, c)) / by[c] : NAN;
   }
   if (steps_have_labels())
     memcpy(batch.labels + b * batch.n + at, data.labels + s.at + from, (size_t)n * sizeof(int32_t));
@@ -380,7 +386,7 @@ static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_
   const int64_t forecasts = ahead_count * data.k;
   for (int64_t i = 0; i < n * forecasts && own.forecast; i++) {
     float *q = *y + i * level_count;
-    const float now = data.rows[(s.at + from + i / forecasts) * data.k + i % data.k];
+    const float now = known_at(s.at + from + i / forecasts, i % data.k);
     for (int64_t l = 0; l < level_count; l++) q[l] = now + change[i % forecasts] * q[l];
     qsort(q, (size_t)level_count, sizeof *q, by_size);     /* quantiles that do not cross */
   }
@@ -429,7 +435,7 @@ static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found)
 }
 
 static void count_score(const series *s, int64_t row, const float *y) {
-  const float *now = data.rows + (s->at + row) * data.k;
+  const int64_t at = s->at + row;
   if (!own.forecast) {
     score_class(row, own.per_step ? data.labels[s->at + row] : s->label, y);
     return;
@@ -437,7 +443,8 @@ static void count_score(const series *s, int64_t row, const float *y) {
   for (int64_t i = 0; i < ahead_count * data.k; i++) {
     const int64_t over = ahead[i / data.k], c = i % data.k;
     if (row + over < s->n)
-      score_forecast(i, y + i * level_count, (double)now[c], (double)now[over * data.k + c], (double)deviation[c]);
+      score_forecast(i, y + i * level_count, (double)known_at(at, c), (double)data.rows[(at + over) * data.k + c],
+                     (double)deviation[c]);
   }
 }
 /* The yardstick beside the model, on the same series. */
@@ -920,7 +927,7 @@ static const command commands[] = {
 int main(int count, char **given) {
   int status = example("series", commands, flags, count, given);
   free(batch.x), free(batch.targets), free(batch.labels), free(batch.lengths);
-  free(data.text.data), free(data.rows), free(data.labels), free(data.list), free(mean), free(drawn);
+  free(data.text.data), free(data.rows), free(data.known), free(data.labels), free(data.list), free(mean), free(drawn);
   free(best.values), free(readers);
   score_close(), linear_close(), free(data.kept_out), free(balance);
   return status;

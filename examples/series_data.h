@@ -18,6 +18,7 @@ typedef struct series { int64_t at, n; int32_t label; int64_t lead; } series;
 static struct {
   contents text;
   float *rows;                       /* [size,k], NaN where a number is missing */
+  float *known;                      /* for forecasts: [size,k], each column's last number up to a row, NaN before any */
   int32_t *labels;                   /* [size], NONE or UNKNOWN where it is no class of the model */
   bool *kept_out;                    /* [size] or null: rows of a recording to validate on, which training only reads */
   int64_t size, k;
@@ -508,6 +509,18 @@ TOOL void split_data(void) {
   data.training += data.validation, data.validation = 0;
 }
 
+/* Forecasts start from the last number that is known. */
+TOOL void fill_known(void) {
+  const int64_t k = data.k;
+  data.known = (float *)memcpy(grow(NULL, data.size * k, sizeof(float)), data.rows,
+                               (size_t)(data.size * k) * sizeof(float));
+  for (int64_t i = 0; i < data.count; i++)
+    for (int64_t j = k; j < data.list[i].n * k; j++) {
+      float *x = data.known + data.list[i].at * k + j;
+      if (*x != *x) *x = x[-k];
+    }
+}
+
 TOOL int read_data(const char *path, bool learns) {
   if (read_file(path, &data.text)) return 2;
   if (data.text.size >= 3 && memcmp(data.text.data, "\xEF\xBB\xBF", 3) == 0) /* a byte order mark */
@@ -525,6 +538,7 @@ TOOL int read_data(const char *path, bool learns) {
   if (data.count == 0 || data.size == 0) return fail("%s holds no series", path);
   if (learns && data.csv && !own.held) own.held = 5;
   data.training = data.count;
+  if (own.forecast) fill_known();
   if (learns) split_data();
   return 0;
 }

@@ -391,6 +391,13 @@ printf 'x,y\n1,2\nNA,4\n5,3\n' >short.csv
 check "a recording too short to hold a fifth back" run train short.csv --forecast --out n.safetensors --steps 3 $small
 check "with a missing number: two columns" run predict n.safetensors short.csv
 check "in the forecast" grep -q '^1,1,0.5,-*[0-9.e-]*,-*[0-9.e-]*$' out
+awk 'BEGIN { print "x,y"; for (t = 0; t < 300; t++) print 50 + t % 7 "," (t < 5 || t % 9 == 4 || t > 290 ? "" : t % 5) }' \
+  >gaps.csv
+check "columns with gaps" run train gaps.csv --forecast --window 50 --out gaps.safetensors --steps 60 $small
+check "are forecast" run predict gaps.safetensors gaps.csv
+check "from the last number, where the last cell is missing" awk -F, 'NR > 1 { n++; if (!($4 > 30 && $4 < 80 && $5 > -9 &&
+  $5 < 9)) bad = 1 } END { exit bad || n != 3 }' out
+check "and no forecast is nan" sh -c "! grep -q -i nan out"
 printf '@data\n1,2:other\n' >other.ts
 check "a class that the model does not know is an error of it" run eval o.safetensors other.ts
 refuses "2 dimensions, not 1" eval o.safetensors test.ts
