@@ -194,8 +194,8 @@ TOOL ranking calibration_rank(const calibration *c, int32_t rare) {
   }
   return used ? (ranking){ sum.precision / (double)used, sum.area / (double)used, 0 } : (ranking){ NAN, NAN, 0 };
 }
-TOOL int32_t rarest_of(const int64_t *counts, int64_t classes) { /* of those that there are; of equals the last one */
-  int32_t rare = (int32_t)classes - 1;
+TOOL int32_t rarest_of(const int64_t *counts, int64_t size) { /* of those that there are; of equals the last one */
+  int32_t rare = (int32_t)size - 1;
   for (int32_t i = rare; i >= 0; i--) if (counts[i] > 0 && (counts[i] < counts[rare] || !counts[rare])) rare = i;
   return rare;
 }
@@ -203,14 +203,14 @@ TOOL double harmonic(double a, double b) { return a + b > 0 ? 2 * a * b / (a + b
 
 /* --balance: the loss of a class times all / (classes count), so that each class counts alike. A model that learnt so
    takes rare classes for as frequent as others: the logarithms of the factors are what its logits have too much. */
-TOOL void balance_of(const int64_t *counts, int64_t classes, float *weights) {
+TOOL void balance_of(const int64_t *counts, int64_t size, float *weights) {
   double all = 0;
-  for (int64_t c = 0; c < classes; c++) all += (double)counts[c];
-  for (int64_t c = 0; c < classes; c++)
-    weights[c] = counts[c] ? (float)(all / ((double)classes * (double)counts[c])) : 1;
+  for (int64_t c = 0; c < size; c++) all += (double)counts[c];
+  for (int64_t c = 0; c < size; c++)
+    weights[c] = counts[c] ? (float)(all / ((double)size * (double)counts[c])) : 1;
 }
-TOOL void unbalance(float *logits, const float *weights, int64_t classes) {
-  for (int64_t c = 0; c < classes; c++) logits[c] -= logf(weights[c]);
+TOOL void unbalance(float *logits, const float *weights, int64_t size) {
+  for (int64_t c = 0; c < size; c++) logits[c] -= logf(weights[c]);
 }
 
 /* What --aim says: "f1", "precision=0.9" or "recall=0.9". */
@@ -230,7 +230,7 @@ typedef struct reached { double precision, recall; bool met; } reached;
 /* The threshold: of the greatest F1; or of the greatest recall with so much precision, or the other way round. Where
    no threshold reaches that, the one that comes nearest, and `met` is false. It lies between the probabilities of two
    samples. */
-TOOL double threshold_for(const ranked *list, int64_t count, aim aim, reached *out) {
+TOOL double threshold_for(const ranked *list, int64_t count, aim wish, reached *out) {
   double best = -1, threshold = 0.5;
   int64_t is = 0, all = 0;
   for (int64_t i = 0; i < count; i++) all += list[i].is;
@@ -239,9 +239,9 @@ TOOL double threshold_for(const ranked *list, int64_t count, aim aim, reached *o
     is += list[i].is;
     if (i + 1 < count && list[i + 1].probability >= list[i].probability) continue;
     const double precision = (double)is / (double)(i + 1), recall = all ? (double)is / (double)all : 0;
-    const double wanted = aim.kind == AIM_RECALL ? recall : precision, other = precision + recall - wanted;
-    const bool met = aim.kind == AIM_F1 || wanted >= aim.least;
-    const double value = aim.kind == AIM_F1 ? harmonic(precision, recall) : met ? 1 + other : wanted;
+    const double wanted = wish.kind == AIM_RECALL ? recall : precision, other = precision + recall - wanted;
+    const bool met = wish.kind == AIM_F1 || wanted >= wish.least;
+    const double value = wish.kind == AIM_F1 ? harmonic(precision, recall) : met ? 1 + other : wanted;
     if (!(value > best)) continue;
     best = value, *out = (reached){ precision, recall, met };
     threshold = i + 1 < count ? (list[i].probability + list[i + 1].probability) / 2 : list[i].probability / 2;

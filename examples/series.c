@@ -180,9 +180,9 @@ static void place(int64_t b, int64_t at, series s, int64_t from, int64_t n) {
   for (int64_t i = 0; i < n * ahead_count && own.forecast; i++) {
     const int64_t row = i / ahead_count, over = ahead[i % ahead_count];
     const float *now = data.rows + first + row * k, *by = change + i % ahead_count * k;
-    const int64_t at = s.at + from + row;
+    const int64_t here = s.at + from + row;
     float *to = batch.targets + ((b * batch.n + at) * ahead_count + i) * k;
-    for (int64_t c = 0; c < k; c++) to[c] = from + row + over < s.n ? (now[over * k + c] - known_at(at, c)) / by[c] : NAN;
+    for (int64_t c = 0; c < k; c++) to[c] = from + row + over < s.n ? (now[over * k + c] - known_at(here, c)) / by[c] : NAN;
   }
   if (steps_have_labels())
     memcpy(batch.labels + b * batch.n + at, data.labels + s.at + from, (size_t)n * sizeof(int32_t));
