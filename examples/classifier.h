@@ -103,7 +103,7 @@ TOOL batch batch_at(const samples *s, int64_t first, int64_t count, int64_t at) 
   return pool_batch(s, at - block, rows < set.batch ? rows : set.batch);
 }
 
-static calibration seen;             /* the logits of the samples that accuracy() looked at; on one rank alone */
+static calibration looked_at;        /* the logits of the samples that accuracy() looked at; on one rank alone */
 static float *balance;               /* with --balance the factors of classes in the loss; else null */
 static double threshold;             /* the probability from which on the rarest class is the answer; 0: none */
 static int32_t rarest;
@@ -129,7 +129,7 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
   float *logits = (float *)grow(NULL, set.batch * s->classes, sizeof(float));
   int64_t right = 0, rows;
   *loss = 0;
-  calibration_close(&seen), seen.classes = s->classes;
+  calibration_close(&looked_at), looked_at.classes = s->classes;
   for (int64_t at = 0; at < count; at += set.batch) {
     batch b = batch_at(s, first, count, at);
     rows = count - at < set.batch ? count - at : set.batch;
@@ -140,13 +140,13 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
     for (int64_t i = 0; i < b.count; i++) {
       float *x = logits + i * s->classes;
       if (balance) unbalance(x, balance, s->classes);
-      if (ranks.ranks == 1) calibration_add(&seen, x, b.labels[i]); /* a rank has its part of the samples alone */
+      if (ranks.ranks == 1) calibration_add(&looked_at, x, b.labels[i]); /* a rank has its part of the samples alone */
       shares_of(x, s->classes);
       right += answer_of(x, s->classes) == b.labels[i];
     }
   }
   free(logits);
-  if (balance && seen.count) *loss = calibration_loss(&seen, 1);
+  if (balance && looked_at.count) *loss = calibration_loss(&looked_at, 1);
   const double all = rank_total((double)right);
   return isfinite(all) ? all / (double)count : -1;
 }
@@ -158,7 +158,7 @@ TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples 
                      best_model *best) {
   double loss, since = progress_validates();
   const double share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count, &loss);
-  const double precision = calibration_rank(&seen, rarest).precision;
+  const double precision = calibration_rank(&looked_at, rarest).precision;
   char format[40];
   snprintf(format, sizeof format, precision == precision ? "validation AP %%.1f%%%%, %.1f%%%% right" :
            "validation %%.1f%%%%", 100 * share);
@@ -168,37 +168,38 @@ TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples 
   return share;
 }
 
-/* Divides the logits of a model by the temperature that makes its probabilities right for the samples just seen. Says
-   what that gains, and what the shares of classes alone would have. Returns 0, or 2 after a sentence. */
+/* Divides the logits of a model by the temperature that makes its probabilities right for the samples just measured.
+   Says what that gains, and what the shares of classes alone would have. Returns 0, or 2 after a sentence. */
 TOOL int set_temperature(luna_ctx *ctx, const luna_classifier *model, const samples *s) {
-  const double t = calibration_temperature(&seen);
-  if (seen.count == 0) return 0;
-  printf("log loss %.4f", calibration_loss(&seen, 1));
-  if (t < 1 || t > 1) printf(", %.4f with temperatures of the other half", calibration_crossed(&seen));
+  const double t = calibration_temperature(&looked_at);
+  if (looked_at.count == 0) return 0;
+  printf("log loss %.4f", calibration_loss(&looked_at, 1));
+  if (t < 1 || t > 1) printf(", %.4f with temperatures of the other half", calibration_crossed(&looked_at));
   if (s->counts)
-    printf("; the shares of classes in the data learnt from have %.4f", calibration_base(&seen, s->counts));
+    printf("; the shares of classes in the data learnt from have %.4f", calibration_base(&looked_at, s->counts));
   printf("\n");
   if (t >= 1 && t <= 1) return 0;
   printf("temperature %.3f, by the loss on these samples: expected calibration error %.2f%%, was %.2f%%\n", t,
-         100 * calibration_error(&seen, t), 100 * calibration_error(&seen, 1));
-  for (int64_t i = 0; i < seen.count * seen.classes; i++) seen.logits[i] = (float)((double)seen.logits[i] / t);
+         100 * calibration_error(&looked_at, t), 100 * calibration_error(&looked_at, 1));
+  for (int64_t i = 0; i < looked_at.count * looked_at.classes; i++)
+    looked_at.logits[i] = (float)((double)looked_at.logits[i] / t);
   for (int64_t c = 0; balance && c < s->classes; c++) balance[c] = (float)pow((double)balance[c], 1 / t);
   return calibration_apply(model->projection, t) == LUNA_OK ? 0 : failed(ctx);
 }
-/* What of the rarest class the samples just seen show: how it is ranked, and its threshold for --aim. */
+/* What of the rarest class the samples just measured show: how it is ranked, and its threshold for --aim. */
 TOOL void say_rarest(const char *name, int64_t size) {
-  ranked *list = calibration_ranking(&seen, rarest, 1);
-  const ranking r = ranking_of(list, seen.count);
+  ranked *list = calibration_ranking(&looked_at, rarest, 1);
+  const ranking r = ranking_of(list, looked_at.count);
   aim wanted;
   reached got;
   if (r.precision == r.precision) {
     printf("'"), put_shown(stdout, name, size);
     printf("': %lld of %lld samples, average precision %.1f%%, area under the ROC curve %.1f%%%s\n", (long long)r.is,
-           (long long)seen.count, 100 * r.precision, 100 * r.area,
+           (long long)looked_at.count, 100 * r.precision, 100 * r.area,
            r.is < FEW ? "; of so few that is mostly chance" : "");
   }
   if (set.aim && read_aim(set.aim, &wanted) && r.precision == r.precision) {
-    threshold = threshold_for(list, seen.count, wanted, &got);
+    threshold = threshold_for(list, looked_at.count, wanted, &got);
     printf("threshold %.4f for %s%s: a precision of %.1f%% and a recall of %.1f%% on the same samples\n", threshold,
            set.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
   } else if (set.aim) printf("no threshold: validation does not have and lack the rarest class\n");
@@ -218,7 +219,7 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   const double share = validate(ctx, model, s, bar, s->held, NULL);
   int status = share < 0 ? failed(ctx) : set_temperature(ctx, model, s);
   if (!status && s->chosen) status = s->chosen(model->params);
-  calibration_close(&seen);
+  calibration_close(&looked_at);
   if (!status && ranks.rank == 0 && luna_save(model->params, luna_path(set.out)) != LUNA_OK) status = failed(ctx);
   if (status) return status;
   printf("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from%s: %.2f%% (loss %.3f)\n",
@@ -293,7 +294,7 @@ TOOL int load_classifier(luna_model *model, luna_ctx *ctx, luna_params *params, 
   return fail("%s is not a model that %s made", path, program);
 }
 
-/* Measures a model on all samples; `seen` has their logits until the next measurement. */
+/* Measures a model on all samples; `looked_at` has their logits until the next measurement. */
 TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samples *s) {
   int64_t count = s->training + s->held;
   double loss, share = -1;
@@ -301,6 +302,6 @@ TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samp
   if (!status && (share = accuracy(ctx, model, s, 0, count, &loss)) < 0) status = failed(ctx);
   if (!status)
     printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f, expected calibration error %.2f%%)\n", s->title,
-           (long long)count, 100 * share, loss, 100 * calibration_error(&seen, 1));
+           (long long)count, 100 * share, loss, 100 * calibration_error(&looked_at, 1));
   return batch_close(), status;
 }

@@ -227,7 +227,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!status) say_learnt(model.classifier.params, file.text, words[1]);
   if (!status) status = eval_classifier(ctx, &model.classifier, &s);
   if (!status) say_rarest((const char *)labels[rarest].at, labels[rarest].size);
-  calibration_close(&seen);
+  calibration_close(&looked_at);
   free(file.lines), free(file.text.data);
   return status;
 }
