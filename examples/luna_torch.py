@@ -10,8 +10,8 @@ converse.
      luna_torch.save(model, "model.safetensors")                   what luna_load_model opens, in float
 
 A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. A file in 8 bits
-loads as the floats that it stands for. With Luna attention alone; equations are those of arXiv 2106.01540v2. Needs torch
-alone. Not made for speed: (7) stores n d l numbers."""
+loads as the floats that it stands for. With Luna attention alone; equations are those of arXiv 2106.01540v2. Needs
+torch alone. Not made for speed: (7) stores n d l numbers."""
 import difflib, json, math, struct
 import torch
 from torch import nn
@@ -28,8 +28,8 @@ CLS, MEAN, MEMORY, MEMORY_BATCH = 1, 2, 3, 4                       # luna_poolin
 
 FIELDS = """vocab layers dim heads memory ffn convolution sharing activation gated omega pre_norm attention positions
 max_length features outputs norm forget output_gate rotary output_norm dropout attention_dropout activation_dropout
-horizon fixed_horizon recompute pack_heads first_position embedding_scale norm_embedding tied_layers own_memory keep_padding linformer_k
-linformer_k_last_layer linformer_k_last_head linformer_sharing linformer_projection classes pooling pre_logits pair
+horizon fixed_horizon recompute pack_heads first_position embedding_scale norm_embedding tied_layers own_memory
+keep_padding linformer_k linformer_k_last_layer linformer_k_last_head linformer_sharing linformer_projection classes pooling pre_logits pair
 per_step target_vocab share_embeddings separate_output decoder_layers max_target_length format""".split()
 
 class Config(dict):

@@ -10,7 +10,7 @@
      series train FILE.csv --forecast --ahead 1,6,24            and of rows further ahead, each with an interval
      series train FILE.csv ... --carry                          learnt as one endless sequence, window by window
      series eval M FILE                                         how well M does on a file
-     series predict M FILE [--svg PICTURE]                      what M finds, a line each; drawn: the first series
+     series predict M FILE [--svg PICTURE]                      what M finds, as CSV with all probabilities
 
    .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last. .csv: the first row
    may name the columns; those that are numbers are read, but for columns that never change; --columns and --drop
@@ -32,9 +32,10 @@ static struct settings set = {
 };
 static struct {
   const char *label, *svg, *columns, *drop, *ahead;
-  int64_t per_step, causal, forecast, window, carry, held, interval, linear;
-  double noise, stretch, scale, validate;
-} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80 };
+  int64_t per_step, causal, forecast, window, carry, held, interval, linear, from, to;
+  double noise, stretch, scale, validate, teach, average;
+} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80,
+          .teach = 0.1, .average = 0.98 };
 
 #include "series_data.h"
 #include "series_score.h"
@@ -67,6 +68,10 @@ static const flag flags[] = {
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
   { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
   { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
+  { "--teach", "t", REAL(own.teach, 0, 100),
+   "CSV: weight of the linear model's log-probabilities as targets beside the classes; 0: none" },
+  { "--average", "t", REAL(own.average, 0, 0.9999),
+   "CSV: the decay of the parameters' moving average, which is what a model of classes keeps; 0: none" },
   FLAGS_MODEL,
   FLAGS_FORGET,
   FLAGS_CLASSIFIER,
@@ -75,7 +80,9 @@ static const flag flags[] = {
   FLAG_THREADS("tep"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
-  { "--svg", "p", WRITES(own.svg), "file to draw the first series and what is found in, SVG" },
+  { "--svg", "p", WRITES(own.svg), "file to draw the series and what is found in them in, SVG" },
+  { "--from", "p", WHOLE(own.from, 0, 1e12), "the first step of the first series that is drawn; 0: what matters" },
+  { "--to", "p", WHOLE(own.to, 0, 1e12), "the last one, likewise" },
   { 0 }
 };
 
@@ -162,12 +169,15 @@ static int measure(void) {
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-/* [rows,n,k]; of the changes from a row to those ahead [rows,n,ahead_count,k]; [rows,n] or [rows]; [rows] */
-static struct { float *x, *targets; int32_t *labels, *lengths; int64_t rows, n; } batch;
+/* [rows,n,k]; of the changes from a row to those ahead [rows,n,ahead_count,k]; what the linear model says
+   [rows,n,classes]; [rows,n] or [rows]; [rows] */
+static struct { float *x, *targets, *taught; int32_t *labels, *lengths; int64_t rows, n; } batch;
+static float *taught;                /* the linear model's log-probabilities [size,classes], or null: none */
 
 static void batch_open(int64_t rows, int64_t n) {
   batch.x = (float *)grow(batch.x, rows * n * data.k, sizeof(float));
   if (own.forecast) batch.targets = (float *)grow(batch.targets, rows * n * ahead_count * data.k, sizeof(float));
+  if (taught) batch.taught = (float *)grow(batch.taught, rows * n * label_count, sizeof(float));
   batch.labels = (int32_t *)grow(batch.labels, rows * n, sizeof(int32_t));
   batch.lengths = (int32_t *)grow(batch.lengths, rows, sizeof(int32_t));
   batch.rows = rows, batch.n = n;
@@ -182,7 +192,8 @@ static void place(int64_t b, int64_t at, series s, int64_t from, int64_t n) {
     const float *now = data.rows + first + row * k, *by = change + i % ahead_count * k;
     const int64_t here = s.at + from + row;
     float *to = batch.targets + ((b * batch.n + at) * ahead_count + i) * k;
-    for (int64_t c = 0; c < k; c++) to[c] = from + row + over < s.n ? (now[over * k + c] - known_at(here, c)) / by[c] : NAN;
+    const bool later = from + row + over < s.n;
+    for (int64_t c = 0; c < k; c++) to[c] = later ? (now[over * k + c] - known_at(here, c)) / by[c] : NAN;
   }
   if (steps_have_labels())
     memcpy(batch.labels + b * batch.n + at, data.labels + s.at + from, (size_t)n * sizeof(int32_t));
@@ -251,6 +262,8 @@ static void keep_out(int64_t b, series s, int64_t from, int64_t n) {
 static int64_t place_window(int64_t b, series s, int64_t from, int64_t n) {
   place(b, 0, s, from, n);
   if (data.kept_out) keep_out(b, s, from, n);
+  for (int64_t i = 0; taught && i < batch.n * label_count; i++)
+    batch.taught[b * batch.n * label_count + i] = i < n * label_count ? taught[(s.at + from) * label_count + i] : NAN;
   for (int64_t i = 0; i < n * data.k && !own.forecast; i++)
     batch.x[b * batch.n * data.k + i] += (float)(own.noise * (double)deviation[i % data.k] * normal());
   return n;
@@ -338,6 +351,9 @@ static void own_part(void) {
     memmove(batch.x + b * cut.count * k, batch.x + from * k, (size_t)(cut.count * k) * sizeof(float));
     if (t)
       memmove(batch.targets + b * cut.count * t, batch.targets + from * t, (size_t)(cut.count * t) * sizeof(float));
+    if (taught)
+      memmove(batch.taught + b * cut.count * label_count, batch.taught + from * label_count,
+              (size_t)(cut.count * label_count) * sizeof(float));
     memmove(batch.labels + b * per, batch.labels + (steps_have_labels() ? from : rows.first + b),
             (size_t)per * sizeof(int32_t));
     batch.lengths[b] = batch.lengths[rows.first + b];
@@ -348,8 +364,10 @@ static void own_part(void) {
 /* Of forecasts also Huber's loss of the median, which finds it better than the quantile loss alone: near the target the
    slope of that does not get less. */
 static luna_tensor *loss_of(luna_tensor *y) {
-  if (!own.forecast)
-    return luna_cross_entropy(y, batch.labels, &(luna_cross_entropy_config){ .class_weights = balance });
+  if (!own.forecast) {
+    luna_tensor *loss = luna_cross_entropy(y, batch.labels, &(luna_cross_entropy_config){ .class_weights = balance });
+    return taught ? luna_add(loss, luna_scale(luna_mse(luna_log_softmax(y), batch.taught), (float)own.teach)) : loss;
+  }
   y = luna_reshape(y, 2, (int64_t[]){ -1, level_count });
   luna_tensor *median = luna_slice(y, 1, level_count / 2, 1);
   return luna_add(luna_quantile_loss(y, batch.targets, levels, level_count),
@@ -615,8 +633,30 @@ static int print_held(void) {
   return data.count > first ? print_score(alone.ctx, first, data.count, "on what was not learnt from: ", true) : 0;
 }
 
+/* Of recordings with classes the linear model teaches: what it says of each row is learnt beside the class. Few events
+   say little of which of a model's many functions is meant; it says something at every row, and a model that can do
+   what it does goes on from there. It has learnt nothing of what is to validate on. */
+static void teach_row(void *to, const series *s, int64_t row, const double *features) {
+  float *logs = taught + (s->at + row) * label_count;
+  double most = -HUGE_VAL, sum = 0;
+  linear_logits(features, logs), (void)to;
+  for (int32_t c = 0; c < label_count; c++) {
+    if (balance) logs[c] += logf(balance[c]);              /* classes as the model is to take them */
+    most = fmax(most, (double)logs[c]);
+  }
+  for (int32_t c = 0; c < label_count; c++) sum += exp((double)logs[c] - most);
+  for (int32_t c = 0; c < label_count; c++) logs[c] = (float)((double)logs[c] - most - log(sum));
+}
+static void teach(void) {
+  if (own.forecast || own.teach <= 0 || !data.csv) return;
+  linear_fit();
+  taught = (float *)grow(NULL, data.size * label_count, sizeof(float));
+  for (int64_t i = 0; i < data.size * label_count; i++) taught[i] = NAN;
+  all_features(0, data.training, teach_row, NULL);
+}
+
 /* Keeps the model if it is the best so far. Returns 0, or 2 after a sentence. */
-static int validate(luna_params *params) {
+static int validate_now(luna_params *params) {
   const double since = progress_validates();
   if (data.validation == 0) return 0;
   if (measure_alone(data.training, data.training + data.validation)) return 2;
@@ -629,17 +669,25 @@ static int validate(luna_params *params) {
                      "validation log loss %.4f", ranks_them ? 100 * precision : loss);
   return best_keep(&best, params, bar.step, error, loss) == LUNA_OK ? 0 : failed(luna_params_ctx(params));
 }
+static bool averages(void) { return data.csv && !own.forecast && own.average > 0; }
+static int validate(luna_params *params, luna_optimizer *adam) { /* the averages, where there are any */
+  const bool swaps = averages() && bar.step > 0;
+  if (swaps && luna_optimizer_swap_average(adam) != LUNA_OK) return failed(luna_params_ctx(params));
+  const int status = validate_now(params);
+  return swaps && luna_optimizer_swap_average(adam) != LUNA_OK ? failed(luna_params_ctx(params)) : status;
+}
 static int learn(luna_ctx *ctx, luna_params *params) {
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
-    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+    .lr = (float)set.lr, .weight_decay = 0.01f, .average = averages() ? (float)own.average : 0, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 500 ? set.steps / 10 : 50, .total = set.steps,
                  .floor = 0.02f } });
   int32_t *order = (int32_t *)grow(NULL, data.training, sizeof(int32_t));
   int status = adam ? open_alone(ctx, params) : failed(ctx);
   for (int64_t i = 0; i < data.training; i++) order[i] = (int32_t)i;
+  teach();
   progress_start(&bar, 0);
   while (!status && bar.step < set.steps && !interrupted && best_awaited(&best)) {
-    if (progress_due(&bar) && (status = validate(params)) != 0) break;
+    if (progress_due(&bar) && (status = validate(params, adam)) != 0) break;
     luna_begin_step(ctx);
     if (!own.carry) training_batch(bar.step, order);
     else if (next_windows(bar.step) != LUNA_OK || luna_lm_state_continue(carried) != LUNA_OK) {
@@ -655,7 +703,8 @@ static int learn(luna_ctx *ctx, luna_params *params) {
   }
   free(order);
   if (!status && bar.step == 0) status = fail("stopped before the first step: nothing learnt, nothing written");
-  if (!status) status = validate(params);
+  if (!status) status = validate(params, adam);
+  if (!status && averages() && luna_optimizer_swap_average(adam) != LUNA_OK) status = failed(ctx);
   if (!status) progress_end(&bar);
   return status;
 }
@@ -781,13 +830,17 @@ static int choose(void) {
   return calibration_close(&c), status;
 }
 
+static void linear_yardstick(void) {
+  if (!taught) linear_fit();
+  linear_refit();
+}
 /* Refuses what was given on the command line but changes nothing in this task. */
 static int check_flags(void) {
   const bool windows = own.forecast || data.csv;
   const struct { const void *place; bool idle; } all[] = {
     { &own.noise, own.forecast }, { &own.interval, !own.forecast }, { &own.stretch, windows }, { &own.scale, windows },
     { &own.window, !windows && !own.per_step },{ &set.positions, own.causal },
-    { &set.pooling, own.causal || own.per_step }
+    { &set.pooling, own.causal || own.per_step }, { &own.teach, !own.label }, { &own.average, !own.label }
   };
   for (size_t j = 0; j < sizeof all / sizeof *all; j++)
     for (int i = 0; all[j].idle && flag_given(all[j].place); i++)
@@ -857,7 +910,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (best_end(&best, params, &bar) != LUNA_OK) return failed(ctx);
   if (choose()) return 2;
   if (balance && balance_model(params) != LUNA_OK) return failed(ctx);
-  if (!own.forecast && ranks.rank == 0) linear_fit();
+  if (!own.forecast && ranks.rank == 0) linear_yardstick();
   if (remember_choices(params) != LUNA_OK) return failed(ctx);
   if (ranks.rank > 0) return 0;
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
@@ -878,9 +931,33 @@ static int eval(luna_ctx *ctx, const char **words) {
   return print_score(ctx, 0, data.count, "", linear.weights && !own.linear);
 }
 
-/* Of the first series: each row's class and its probability, or the forecasts that end there of the fewest steps ahead,
-   [rows,k,level_count] */
-static float *drawn;
+/* For the picture, of each series what is found: as draw_series takes it. */
+static float **drawn;
+static int64_t drawn_rows(const series *s) { /* of a series, or of each distance of its forecasts */
+  if (own.forecast) return s->n + ahead[ahead_count - 1];
+  return own.per_step ? s->n : 1;
+}
+static void drawn_open(void) {
+  const int64_t size = own.forecast ? ahead_count * data.k * level_count : label_count;
+  drawn = (float **)grow(NULL, data.count, sizeof *drawn);
+  for (int64_t i = 0; i < data.count; i++) {
+    const int64_t count = drawn_rows(data.list + i) * size;
+    drawn[i] = (float *)grow(NULL, count, sizeof(float));
+    for (int64_t j = 0; j < count; j++) drawn[i][j] = NAN; /* nothing forecasts the first rows */
+  }
+}
+static void drawn_close(void) {
+  for (int64_t i = 0; drawn && i < data.count; i++) free(drawn[i]);
+  free(drawn);
+}
+static void keep_drawn(const series *s, int64_t row, const float *y) {
+  float *to = drawn[s - data.list];
+  const int64_t each = data.k * level_count;
+  if (!own.forecast) memcpy(to + row * label_count, y, (size_t)label_count * sizeof(float));
+  for (int64_t a = 0; own.forecast && a < ahead_count; a++)
+    memcpy(to + (a * drawn_rows(s) + row + ahead[a]) * each, y + a * each, (size_t)each * sizeof(float));
+}
+
 static void print_forecasts(const series *s, const float *y) {
   for (int64_t i = 0; i < ahead_count * level_count; i++) {
     printf("%lld,%lld,%g", (long long)(s - data.list) + 1, (long long)ahead[i / level_count],
@@ -890,30 +967,45 @@ static void print_forecasts(const series *s, const float *y) {
     printf("\n");
   }
 }
+/* A name as a cell of CSV: between quotes where it has a comma or a quote. */
+static void put_cell(word w) {
+  const bool quoted = memchr(w.at, ',', (size_t)w.size) || memchr(w.at, '"', (size_t)w.size);
+  if (quoted) putchar('"');
+  for (int64_t i = 0; i < w.size; i++) {
+    if (w.at[i] == '"') putchar('"');
+    put_label(w.at + i, 1);
+  }
+  if (quoted) putchar('"');
+}
+static void print_header(void) {
+  printf(own.forecast ? "series,ahead,quantile" : own.per_step ? "series,step,found" : "series,found");
+  for (int64_t c = 0; c < (own.forecast ? data.k : label_count); c++)
+    putchar(','), put_cell(own.forecast ? column_name(c) : classes[c]);
+  printf("\n");
+}
 static void print_found(const series *s, int64_t row, const float *y) {
-  const int32_t found = own.forecast ? 0 : best_of(y);
-  const int64_t size = data.k * level_count;
-  if (!own.forecast) put_label(classes[found].at, classes[found].size), printf("\t%.3f\n", (double)y[found]);
-  else if (row + 1 == s->n) print_forecasts(s, y);
-  if (s != data.list) return;
-  if (own.forecast) memcpy(drawn + (row + ahead[0]) * size, y, (size_t)size * sizeof(float));
-  else drawn[2 * row] = (float)found, drawn[2 * row + 1] = y[found];
+  if (own.svg) keep_drawn(s, row, y);
+  if (own.forecast) {
+    if (row + 1 == s->n) print_forecasts(s, y);
+    return;
+  }
+  printf("%lld,", (long long)(s - data.list) + 1);
+  if (own.per_step) printf("%lld,", (long long)row + 1);
+  put_cell(classes[best_of(y)]);
+  for (int32_t c = 0; c < label_count; c++) printf(",%.4f", (double)y[c]);
+  printf("\n");
 }
 
 static int predict(luna_ctx *ctx, const char **words) {
+  if ((own.from || own.to) && !own.svg) return fail("--from and --to say what --svg draws; add it");
+  if (own.to && own.to < own.from)
+    return fail("--from %lld is after --to %lld", (long long)own.from, (long long)own.to);
   if (load_both(ctx, words)) return 2;
-  const int64_t size = own.forecast ? data.k * level_count : 2, count = (data.list[0].n + ahead[0]) * size;
-  drawn = (float *)grow(NULL, count, sizeof(float));
-  for (int64_t i = 0; i < count; i++) drawn[i] = NAN;      /* nothing forecasts the first rows */
-  if (own.forecast) printf("series,ahead,quantile");
-  for (int64_t c = 0; c < data.k && own.forecast; c++) {
-    const word w = column_name(c);
-    putchar(','), put_label(w.at, w.size);
-  }
-  if (own.forecast) printf("\n");
+  if (own.svg) drawn_open();
+  print_header();
   if (find_all(ctx, 0, data.count, print_found)) return 2;
   if (ferror(stdout)) return fail("cannot write what is found: %s", strerror(errno));
-  return own.svg ? draw_series(own.svg, words[1], drawn) : 0;
+  return own.svg ? draw_series(own.svg, words[1], (const float *const *)drawn) : 0;
 }
 
 static const command commands[] = {
@@ -926,8 +1018,9 @@ static const command commands[] = {
 
 int main(int count, char **given) {
   int status = example("series", commands, flags, count, given);
-  free(batch.x), free(batch.targets), free(batch.labels), free(batch.lengths);
-  free(data.text.data), free(data.rows), free(data.known), free(data.labels), free(data.list), free(mean), free(drawn);
+  free(batch.x), free(batch.targets), free(batch.taught), free(taught), free(batch.labels), free(batch.lengths);
+  drawn_close();
+  free(data.text.data), free(data.rows), free(data.known), free(data.labels), free(data.list), free(mean);
   free(best.values), free(readers);
   score_close(), linear_close(), free(data.kept_out), free(balance);
   return status;

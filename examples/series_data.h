@@ -18,7 +18,7 @@ typedef struct series { int64_t at, n; int32_t label; int64_t lead; } series;
 static struct {
   contents text;
   float *rows;                       /* [size,k], NaN where a number is missing */
-  float *known;                      /* for forecasts: [size,k], each column's last number up to a row, NaN before any */
+  float *known;                      /* for forecasts: [size,k], each column's last number, NaN before any */
   int32_t *labels;                   /* [size], NONE or UNKNOWN where it is no class of the model */
   bool *kept_out;                    /* [size] or null: rows of a recording to validate on, which training only reads */
   int64_t size, k;

@@ -1,7 +1,8 @@
 /* series_linear.h: the yardstick of series: a linear model of classes, which a model that is worth its steps must beat.
    Included after series_score.h.
 
-     linear_fit(&store)        learns from the training part, and chooses its decay on the part to validate on
+     linear_fit()              learns from the training part, and chooses its decay on the part to validate on
+     linear_refit()            learns from both parts, with that decay: the yardstick
      linear_find(first, last, &store)     adds what it gives series first .. last - 1 to a calibration
      linear_text(c), linear_read(c, text) its weights of class c as text, to be freed, and back
      linear_close()
@@ -263,8 +264,7 @@ TOOL void linear_read_data(linear_data *d, bool whole) {
   all_features(0, last, linear_collect, d);
   if (d->rows > 0) linear_standardise(d);
 }
-/* The decay is chosen by what is to validate on; then that is learnt from, too. */
-TOOL void linear_fit(void) {
+TOOL void linear_learn(bool whole) {
   int64_t rows = 0;
   for (int64_t i = 0; i < data.training + data.validation; i++) rows += linear_of_cases() ? 1 : data.list[i].n;
   linear.features = linear_size();
@@ -276,15 +276,13 @@ TOOL void linear_fit(void) {
   d.x = (float *)grow(NULL, rows * f, sizeof *d.x), d.labels = (int32_t *)grow(NULL, rows, sizeof *d.labels);
   d.middle = (double *)grow(NULL, 2 * f + size, sizeof(double)), d.spread = d.middle + f;
   double *w = (double *)memset(d.spread + f, 0, (size_t)size * sizeof *w);
-  linear_read_data(&d, false);
-  if (d.rows > 0) {
-    linear.decay = linear_best_decay(&d, w);
-    linear_read_data(&d, true);
-    linear_minimise(&d, w, linear.decay);
-    linear_unstandardise(&d, w);
-  }
+  linear_read_data(&d, whole);
+  if (d.rows > 0 && !whole) linear.decay = linear_best_decay(&d, w), memset(w, 0, (size_t)size * sizeof *w);
+  if (d.rows > 0) linear_minimise(&d, w, linear.decay), linear_unstandardise(&d, w);
   free(d.x), free(d.labels), free(d.middle);
 }
+TOOL void linear_fit(void) { linear_learn(false); }
+TOOL void linear_refit(void) { linear_learn(true); }
 
 /* ---- as text ----------------------------------------------------------------------------------------------------- */
 
