@@ -18,7 +18,7 @@
    part of the data is not learnt from: on it the model is validated as it learns, and the best one is kept. A fifth of
    a recording is held out, and measured on at the end beside a linear model. Causal models see no later step, so that
    they can be streamed, and are measured as they stream. What a model must know besides its weights lies in it: M is
-   all one needs. */
+   all one needs. With --label there are 600 steps unless --steps says otherwise, else 1200. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -147,6 +147,36 @@ static float change_over(int64_t rows, int64_t c) {
   return squares > 0 ? (float)sqrt(squares / count) : 1;
 }
 
+/* How far column c is from itself `back` rows before, on average in the training data, of which a sample counts. */
+#define MOST_SEASON 10000
+#define SEASON_SAMPLE 2000
+static double unlike(int64_t back, int64_t c) {
+  double sum = 0, count = 0;
+  for (int64_t i = 0; i < data.training; i++) {
+    const series s = data.list[i];
+    const int64_t every = s.n > SEASON_SAMPLE ? s.n / SEASON_SAMPLE : 1;
+    for (int64_t row = back; row < s.n; row += every) {
+      const float *x = data.rows + (s.at + row) * data.k + c;
+      const double by = (double)x[0] - (double)x[-back * data.k];
+      if (by == by) sum += fabs(by), count++;
+    }
+  }
+  return count > 0 ? sum / count : HUGE_VAL;
+}
+/* The season of column c: so many rows before, it is most like itself. Neighbouring rows are alike without any season,
+   so that it is sought from where the column is as unlike itself as on average. 1: there is none. */
+static int64_t season_of(int64_t c) {
+  int64_t best = 1, longest = 0, p = 1;
+  for (int64_t i = 0; i < data.training; i++) if (data.list[i].n > longest) longest = data.list[i].n;
+  const int64_t most = longest / 3 < MOST_SEASON ? longest / 3 : MOST_SEASON;
+  double *by = (double *)grow(NULL, most + 1, sizeof *by), mean_by = 0, least;
+  for (int64_t i = 1; i <= most; i++) by[i] = unlike(i, c), mean_by += by[i] / (double)most;
+  while (p <= most && by[p] < mean_by) p++;
+  least = mean_by;
+  for (; p <= most; p++) if (by[p] < 0.98 * least) least = by[p], best = p; /* a longer one has to be better */
+  return free(by), best;
+}
+
 /* Mean and deviation of each column, which the model keeps, and the deviation of its changes. Returns 0, or 2 after a
    sentence. */
 static int measure(void) {
@@ -163,6 +193,7 @@ static int measure(void) {
   luna_status status = luna_input_layer_fit(input_layer(), &(luna_input){ .features = rows, .batch = 1, .n = n });
   if (status == LUNA_OK) status = read_deviations();
   for (int64_t i = 0; i < ahead_count * k && own.forecast; i++) change[i] = change_over(ahead[i / k], i % k);
+  for (int64_t c = 0; c < k && own.forecast; c++) seasons[c] = season_of(c);
   free(rows);
   return status == LUNA_OK ? 0 : failed(luna_params_ctx(input_layer()->params));
 }
@@ -452,6 +483,12 @@ static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found)
   return free(y), status;
 }
 
+/* What repeating the season forecasts for a row: the number as many seasons before as it takes; where there is none,
+   the last one that is known. */
+static float seasonal(const series *s, int64_t row, int64_t over, int64_t c) {
+  const int64_t back = (over + seasons[c] - 1) / seasons[c] * seasons[c], first = data.csv ? 0 : s->at;
+  return row - back >= first ? known_at(row - back, c) : known_at(row - over, c);
+}
 static void count_score(const series *s, int64_t row, const float *y) {
   const int64_t at = s->at + row;
   if (!own.forecast) {
@@ -461,8 +498,8 @@ static void count_score(const series *s, int64_t row, const float *y) {
   for (int64_t i = 0; i < ahead_count * data.k; i++) {
     const int64_t over = ahead[i / data.k], c = i % data.k;
     if (row + over < s->n)
-      score_forecast(i, y + i * level_count, (double)known_at(at, c), (double)data.rows[(at + over) * data.k + c],
-                     (double)deviation[c]);
+      score_forecast(i, y + i * level_count, (double)known_at(at, c), (double)seasonal(s, at + over, over, c),
+                     (double)data.rows[(at + over) * data.k + c], (double)deviation[c]);
   }
 }
 /* The yardstick beside the model, on the same series. */
@@ -522,6 +559,10 @@ static luna_status remember(luna_params *params) {
     snprintf(text, sizeof text, "%.9g", (double)change[i]);
     status = keep(params, "change", i, text, (int64_t)strlen(text));
   }
+  for (int64_t c = 0; own.forecast && c < data.k && status == LUNA_OK; c++) {
+    snprintf(text, sizeof text, "%lld", (long long)seasons[c]);
+    status = keep(params, "season", c, text, (int64_t)strlen(text));
+  }
   return status;
 }
 /* What is chosen after training: the temperature, the threshold, and the linear model beside it. */
@@ -575,6 +616,10 @@ static bool recall_columns(const luna_params *params, int64_t k) {
     const char *text = kept(params, "change", i);
     change[i] = text ? (float)atof(text) : 0;
     fine = fine && change[i] > 0 && isfinite(change[i]);
+  }
+  for (int64_t c = 0; c < k && own.forecast; c++) {        /* models of older versions have none */
+    const char *text = kept(params, "season", c);
+    seasons[c] = text && atoll(text) > 0 ? atoll(text) : 1;
   }
   const char *text = own.forecast ? NULL : kept(params, "linear", 0);
   for (int32_t c = 0; text && c < label_count && fine; c++)
@@ -856,6 +901,7 @@ static int read_task(const char *path) {
     return fail("--ahead takes up to %d ascending numbers of steps with ',' between, not '%s'", AHEADS, own.ahead);
   if (own.label) own.per_step = true;
   if (own.label && !flag_given(&own.causal)) own.causal = true; /* a recording is a stream */
+  if (own.label && !flag_given(&set.steps)) set.steps = 600;
   aim wanted;
   if (own.forecast && (set.aim || set.balance)) return fail("--aim and --balance are for classes, not for forecasts");
   if (set.aim && !read_aim(set.aim, &wanted))

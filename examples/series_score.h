@@ -13,6 +13,7 @@
 
 static int64_t class_counts[CLASSES]; /* of the rows or cases that are learnt from */
 static int32_t rare_class;           /* the one that they have least of */
+static int64_t seasons[COLUMNS];     /* of each column, in rows: what repeats best in the training data */
 static double threshold;             /* the probability from which on the rare class is found; 0: none */
 static float *balance;               /* with --balance the factors of classes in the loss; else null */
 static double temperature = 1;       /* that the logits have been divided by */
@@ -28,7 +29,7 @@ static struct {
   int64_t *runs, *found, *delay, *alarms;
   /* [ahead_count,k]: sums of absolute errors, and of repeating the last value; how many, and how many inside the
      interval */
-  double *error, *last;
+  double *error, *last, *repeated;   /* repeated: of the season's number */
   int64_t *errors, *inside;
   /* the class that lasts, and where it began; whether the model has found it since */
   struct { int32_t label, best; int64_t row; bool found; } run; /* best: what the model found in the row before */
@@ -46,8 +47,8 @@ TOOL void score_clear(void) {
                                   (size_t)((c + 1) * c) * sizeof(int64_t));
   score.runs = (int64_t *)memset(grow(NULL, 4 * c + 1, sizeof(int64_t)), 0, (size_t)(4 * c) * sizeof(int64_t));
   score.found = score.runs + c, score.delay = score.found + c, score.alarms = score.delay + c;
-  score.error = (double *)memset(grow(NULL, 2 * k, sizeof(double)), 0, (size_t)(2 * k) * sizeof(double));
-  score.last = score.error + k;
+  score.error = (double *)memset(grow(NULL, 3 * k, sizeof(double)), 0, (size_t)(3 * k) * sizeof(double));
+  score.last = score.error + k, score.repeated = score.last + k;
   score.errors = (int64_t *)memset(grow(NULL, 2 * k, sizeof(int64_t)), 0, (size_t)(2 * k) * sizeof(int64_t));
   score.inside = score.errors + k;
 }
@@ -94,12 +95,13 @@ TOOL void score_class(int64_t row, int32_t label, const float *shares) {
   score.pairs[(label == UNKNOWN ? label_count : label) * label_count + best]++;
   add_shares(&score.all, label, shares);
 }
-/* i: of ahead_count times k forecasts; deviation: the column's, in the training data */
-TOOL void score_forecast(int64_t i, const float *quantiles, double now, double next, double deviation) {
+/* i: of ahead_count times k forecasts; season: the number a season before; deviation: the column's, in the training
+   data */
+TOOL void score_forecast(int64_t i, const float *quantiles, double now, double season, double next, double deviation) {
   const double by = fabs((double)quantiles[level_count / 2] - next), last = fabs(now - next);
   if (by != by || last != last) return;
   score.count++, score.errors[i]++;
-  score.error[i] += by, score.last[i] += last;
+  score.error[i] += by, score.last[i] += last, score.repeated[i] += fabs(season - next);
   score.loss += by / deviation;
   score.inside[i] += next >= (double)quantiles[0] && next <= (double)quantiles[level_count - 1];
 }
@@ -176,17 +178,22 @@ TOOL void table_of_thresholds(void) {
   }
   free(list);
 }
+TOOL const char *winner_of(int64_t i) { /* a repetition that is better than the forecast */
+  if (score.repeated[i] < score.error[i] && score.repeated[i] <= score.last[i]) return "  the season wins";
+  return score.last[i] < score.error[i] ? "  the last value wins" : "";
+}
 TOOL void table_of_columns(void) {
   printf("%-*s %8s %16s %16s %10s", NAME_WIDTH, "column", "ahead", "absolute error", "of last value", "ratio");
   if (level_count > 1) printf("   in %2lld%%", (long long)own.interval);
-  printf("\n");
+  printf(" %16s %8s\n", "of the season", "season");
   for (int64_t i = 0; i < ahead_count * data.k; i++) {
     const double count = (double)score.errors[i];
     put_name(column_name(i % data.k));
     printf(" %8lld %16.6g %16.6g", (long long)ahead[i / data.k], score.error[i] / count, score.last[i] / count);
     put_share(100 * score.error[i] / score.last[i]);
     if (level_count > 1) put_share(share(score.inside[i], score.errors[i]));
-    printf("\n");
+    printf(" %16.6g %8lld%s\n", score.repeated[i] / count, (long long)seasons[i % data.k],
+           winner_of(i));
   }
 }
 TOOL void score_table(void) {
@@ -196,17 +203,17 @@ TOOL void score_table(void) {
 
 /* The mean over columns of the errors in deviations, so that each counts alike. */
 TOOL void forecast_line(const char *begin, int64_t a, const float *deviations) {
-  double error = 0, last = 0, used = 0;
+  double error = 0, last = 0, repeated = 0, used = 0;
   int64_t inside = 0, count = 0;
   for (int64_t k = 0; k < data.k; k++) {
     const int64_t i = a * data.k + k;
     if (score.errors[i] == 0) continue;
     const double by = (double)score.errors[i] * (double)deviations[k];
-    used++, error += score.error[i] / by, last += score.last[i] / by;
+    used++, error += score.error[i] / by, last += score.last[i] / by, repeated += score.repeated[i] / by;
     inside += score.inside[i], count += score.errors[i];
   }
-  printf("%s%lld ahead: mean absolute error, in deviations, %.6g, of the last value %.6g", begin, (long long)ahead[a],
-         error / used, last / used);
+  printf("%s%lld ahead: mean absolute error, in deviations, %.6g, of the last value %.6g, of the season %.6g", begin,
+         (long long)ahead[a], error / used, last / used, repeated / used);
   if (level_count > 1)
     printf("; intervals of %lld%% hold %.1f%%", (long long)own.interval, share(inside, count));
   printf("\n");

@@ -238,7 +238,7 @@ mkdir fields
 report fields/a 's/^from .*/from [a](b)_c_*d*!~e~$f\\g/; s/^settings .*/settings _q_/'
 check "a text of Markdown's own signs" run table fields
 check "is shown as it is" grep -q -F 'Settings \_q\_: ' out
-check "where samples are from too" grep -q -F 'samples: \[a\]\(b\)\_c\_\*d\*\!\~e\~\$f\\g.' out
+check "where samples are from too" grep -q -F ': \[a\]\(b\)\_c\_\*d\*\!\~e\~\$f\\g.' out
 report fields/a 's/^seed 1/seed 9000000000000000/'
 run table fields
 check "a seed of 16 digits" grep -q '| 9000000000000000 |' out
