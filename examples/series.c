@@ -565,6 +565,25 @@ static luna_status remember(luna_params *params) {
   }
   return status;
 }
+/* After training the output layer takes the deviations of changes in, so that the model's outputs are changes in the
+   data's unit: a forecast is a column's last number plus its output, in whatever program runs the model. */
+static luna_status fold_changes(luna_params *params) {
+  luna_tensor *const weight = model.lm.output.weight, *const bias = model.lm.output.bias;
+  const int64_t rows = outputs(), d = luna_count(weight) / rows;
+  float *w = (float *)grow(NULL, rows * (d + 1), sizeof *w), *b = w + rows * d;
+  luna_status status = luna_read(weight, w);
+  if (status == LUNA_OK) status = luna_read(bias, b);
+  for (int64_t i = 0; i < rows * d; i++) w[i] *= change[i / d / level_count];
+  for (int64_t i = 0; i < rows; i++) b[i] *= change[i / level_count];
+  if (status == LUNA_OK) status = luna_write(weight, w);
+  if (status == LUNA_OK) status = luna_write(bias, b);
+  free(w);
+  for (int64_t i = 0; i < ahead_count * data.k && status == LUNA_OK; i++) {
+    change[i] = 1;
+    status = keep(params, "change", i, "1", 1);
+  }
+  return status;
+}
 /* What is chosen after training: the temperature, the threshold, and the linear model beside it. */
 static luna_status remember_choices(luna_params *params) {
   char text[64];
@@ -954,6 +973,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   join_unlearnt();
   if (learn(ctx, params)) return 2;
   if (best_end(&best, params, &bar) != LUNA_OK) return failed(ctx);
+  if (own.forecast && fold_changes(params) != LUNA_OK) return failed(ctx);
   if (choose()) return 2;
   if (balance && balance_model(params) != LUNA_OK) return failed(ctx);
   if (!own.forecast && ranks.rank == 0) linear_yardstick();

@@ -97,14 +97,17 @@ TOOL word trimmed(const unsigned char *at, const unsigned char *end) { /* withou
   return (word){ at, end - at };
 }
 
+static unsigned char decimal = '.';  /* what is before the decimals: a comma in tables with ';' or tabs between cells */
+
 /* Reads a number; NaN: it is missing. False: it is none, or so large that floats of a model could overflow. */
 TOOL bool number_of(word w, float *out) {
   char text[64], *end;
   *out = NAN;
   if (is_missing(w, true)) return true;
   if (w.size >= (int64_t)sizeof text) return false;
-  for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr("0123456789+-.eE", w.at[i])) return false;
-  memcpy(text, w.at, (size_t)w.size);
+  const char *const signs = decimal == ',' ? "0123456789+-,eE" : "0123456789+-.eE";
+  for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr(signs, w.at[i])) return false;
+  for (int64_t i = 0; i < w.size; i++) text[i] = (char)(w.at[i] == decimal ? '.' : w.at[i]);
   text[w.size] = 0;
   double value = strtod(text, &end);
   if (*end || end == text || !(fabs(value) <= 1e30)) return false;
@@ -250,6 +253,39 @@ TOOL int64_t column_of(word w) {
   return -1;
 }
 
+/* Where ';' or tabs are between cells, numbers may have decimal commas: they have, where more of the first lines' cells
+   are numbers with a comma than with a point. */
+TOOL void find_decimal(void) {
+  static word parts[COLUMNS + 1];
+  int64_t at = 0, length, commas = 0, points = 0;
+  const unsigned char *line;
+  decimal = '.';
+  if (csv.by == ',') return;
+  for (int i = 0; i < 1000 && (line = next_line(data.text, &at, &length)) != NULL; i++) {
+    const int64_t count = cut(line, length, csv.by, parts);
+    for (int64_t c = 0; c < count && c < COLUMNS; c++) {
+      float value;
+      decimal = ',';
+      commas += memchr(parts[c].at, ',', (size_t)parts[c].size) && number_of(parts[c], &value) && value == value;
+      decimal = '.';
+      points += memchr(parts[c].at, '.', (size_t)parts[c].size) && number_of(parts[c], &value) && value == value;
+    }
+  }
+  if (commas > points) decimal = ',';
+}
+
+/* Whether a line is numbers with decimal commas and ';' between them, of which "1,5;2" has a comma first. */
+TOOL bool all_decimal(const unsigned char *line, int64_t length) {
+  static word parts[COLUMNS + 1];
+  const int64_t count = cut(line, length, ';', parts);
+  bool all = count > 1;
+  float value;
+  decimal = ',';
+  for (int64_t c = 0; c < count && c < COLUMNS; c++) all = all && number_of(parts[c], &value);
+  decimal = '.';
+  return all;
+}
+
 /* The first line: what is between columns, and their names, where it is not numbers. */
 TOOL int read_names(const char *path) {
   int64_t at = 0, length;
@@ -258,6 +294,8 @@ TOOL int read_names(const char *path) {
   bool header = true;
   csv.by = ',';
   for (int64_t i = length; i-- > 0;) if (strchr(",;\t", line[i]) && line[i]) csv.by = line[i];
+  if (csv.by == ',' && all_decimal(line, length)) csv.by = ';';
+  find_decimal();
   csv.count = cut(line, length, csv.by, csv.names);
   if (csv.count > COLUMNS) return fail("%s has more than %d columns", path, COLUMNS);
   for (int64_t c = 0; c < csv.count; c++) header = header && !(number_of(csv.names[c], &value) && value == value);

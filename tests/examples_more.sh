@@ -175,6 +175,11 @@ check "text pairs of the user are shown" \
   sh -c "'$build/summary' a.safetensors | grep -q '^  translate.pairs [0-9 ]*\.\.\. ([0-9]* bytes)'"
 awk 'BEGIN { print "speed,heat,state"; for (t = 0; t < 300; t++) { f = int(t / 30) % 2
   print 20 + 5 * sin(t * (f ? 0.8 : 0.3)) "," 300 + 10 * cos(t * 0.1) "," (f ? "fast" : "slow") } }' >w.csv
+printf 'x,y\n' >f.csv
+awk 'BEGIN { for (t = 0; t < 200; t++) print t % 7 "," t % 5 }' >>f.csv
+check "a forecaster is made" sh -c "'$build/series' train f.csv --forecast --steps 3 --out f.safetensors >out"
+check "it is shown" run f.safetensors
+check "with what its outputs are" grep -q "^  outputs: .* the change from its column's last number, in its unit: add" out
 check "a model of features is made" sh -c "'$build/series' train w.csv --label state --steps 3 --out s.safetensors >out"
 run s.safetensors
 check "it has no vocabulary" sh -c '! grep -q "[ ,] vocab" out'

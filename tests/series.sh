@@ -119,6 +119,8 @@ done
 check "a forecast" run train waves.csv --forecast --window 60 --out f.safetensors --steps 200 $small
 check "is measured" run eval f.safetensors waves.csv
 check "against the last value, which is worse" awk '/ahead: mean/ { gsub("[,;]", ""); exit !($8 < $13) }' out
+check "whose outputs are changes in the data's unit" \
+  [ "$(LC_ALL=C grep -a -o '"series.change[01]":"1"' f.safetensors | wc -l)" = 2 ]
 check "predicts the next row" run predict f.safetensors waves.csv --svg forecast.svg
 check "of two numbers, each with bounds" [ "$(grep -c '^1,1,0.[159],-*[0-9.e-]*,-*[0-9.e-]*$' out)" = 3 ]
 check "under their columns' names" [ "$(head -n 1 out)" = "series,ahead,quantile,wave,other" ]
@@ -395,6 +397,20 @@ check "a byte order mark" run train mark.csv --forecast --out n.safetensors --st
 check "is not of the first number" grep -q 'steps of 2 numbers' out
 awk 'BEGIN { printf "\357\273\277state,x\n"; for (t = 0; t < 40; t++) print t % 2 ? "odd," t : "even," t }' >mark.csv
 check "nor of the first name" run train mark.csv --label state --out n.safetensors --steps 3 $small
+# decimal commas, as tables of some countries have them: the same numbers, to the last bit
+awk 'BEGIN { print "a;b"; for (t = 0; t < 300; t++) printf "%d.%d;%.3f\n", t % 7, t % 10, t % 5 / 3 }' >points.csv
+tr . , <points.csv >commas.csv
+check "a table with decimal points" run train points.csv --forecast --steps 5 $small --out points.safetensors
+check "and with decimal commas" run train commas.csv --forecast --steps 5 $small --out commas.safetensors
+run predict points.safetensors points.csv
+cp out other
+check "predicts" run predict commas.safetensors commas.csv
+check "the same" same out other
+sed 1d commas.csv >bare.csv
+check "without a header, too" run train bare.csv --forecast --steps 5 $small --out bare.safetensors
+check "two columns" grep -q 'steps of 2 numbers' out
+awk 'BEGIN { for (t = 0; t < 300; t++) printf "%d,%d;%d\n", t % 7, t % 10, t % 5 }' | tr ';' , >ragged.csv
+check "three columns are three" run train ragged.csv --forecast --steps 2 $small --out bare.safetensors
 printf '\357\273\277' >mark.csv
 refuses "is empty" train mark.csv --forecast --out a.safetensors
 awk 'BEGIN { print "big,typo,huge,same"; for (t = 0; t < 60; t++)
