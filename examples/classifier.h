@@ -23,8 +23,9 @@ typedef struct samples {
   int32_t (*fetch)(int64_t index, int32_t *tokens, int32_t *lengths); /* writes sample `index`, tokens [parts,longest],
                                         lengths [parts]; returns its label */
   luna_tensor *(*logits)(const luna_input *input); /* of a model that is no luna_classifier: [samples,classes] */
-  int (*chosen)(luna_params *params); /* or null: called when the model is chosen and its temperature set, to keep what
-                                        else there is to choose: 0, or 2 after a sentence */
+  int (*chosen)(luna_params *params); /* or null: called when the model is chosen and its temperature set, to say more
+                                        and keep what else there is to choose; in eval without params: to say more
+                                        alone. Returns 0, or 2 after a sentence */
 } samples;
 
 /* input: parts sequences of each of count samples. Of the pool, until it is filled again */
@@ -300,6 +301,7 @@ TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samp
   double loss, share = -1;
   int status = batch_open(s);
   if (!status && (share = accuracy(ctx, model, s, 0, count, &loss)) < 0) status = failed(ctx);
+  if (!status && s->chosen) status = s->chosen(NULL);
   if (!status)
     printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f, expected calibration error %.2f%%)\n", s->title,
            (long long)count, 100 * share, loss, 100 * calibration_error(&looked_at, 1));

@@ -140,6 +140,7 @@ static luna_status remember(luna_params *params) {
 static int keep_choices(luna_params *params) {
   char key[40], value[60];
   say_rarest((const char *)labels[rarest].at, labels[rarest].size);
+  if (!params) return 0;
   snprintf(value, sizeof value, "%d %.9g", (int)rarest, threshold);
   luna_status status = luna_params_set_text(params, "classify.choices", value);
   for (int32_t i = 0; balance && i < label_count && status == LUNA_OK; i++) {
@@ -226,7 +227,6 @@ static int eval(luna_ctx *ctx, const char **words) {
   samples s = the_samples(words[1], 0);
   if (!status) say_learnt(model.classifier.params, file.text, words[1]);
   if (!status) status = eval_classifier(ctx, &model.classifier, &s);
-  if (!status) say_rarest((const char *)labels[rarest].at, labels[rarest].size);
   calibration_close(&looked_at);
   free(file.lines), free(file.text.data);
   return status;

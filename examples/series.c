@@ -8,6 +8,7 @@
      series train FILE.csv --label COLUMN                       one recording: the class that COLUMN gives each row
      series train FILE.csv --forecast                           one recording: the next row's numbers
      series train FILE.csv --forecast --ahead 1,6,24            and of rows further ahead, each with an interval
+     series train FILE.csv --forecast --inputs hour,weekday     with columns that are read, but not forecast
      series train FILE.csv ... --carry                          learnt as one endless sequence, window by window
      series eval M FILE                                         how well M does on a file
      series predict M FILE [--svg PICTURE]                      what M finds, as CSV with all probabilities
@@ -31,8 +32,8 @@ static struct settings set = {
   .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20, .patience = 6
 };
 static struct {
-  const char *label, *svg, *columns, *drop, *ahead;
-  int64_t per_step, causal, forecast, window, carry, held, interval, linear, from, to;
+  const char *label, *svg, *columns, *drop, *ahead, *inputs;
+  int64_t per_step, causal, forecast, window, carry, held, interval, linear, from, to, every;
   double noise, stretch, scale, validate, teach, average;
 } own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80,
           .teach = 0.1, .average = 0.98 };
@@ -60,6 +61,7 @@ static const flag flags[] = {
   { "--carry", "t", SWITCH(own.carry), "windows of a recording continue one another: the memory goes on" },
   { "--columns", "t", STRING(own.columns), "CSV: the columns to read, \"a,b,7\", by names or numbers from 1" },
   { "--drop", "t", STRING(own.drop), "CSV: columns to leave out, likewise" },
+  { "--inputs", "t", STRING(own.inputs), "CSV: columns that forecasts read but that are not forecast, likewise" },
   { "--held", "t", WHOLE(own.held, 0, 5),
    "1 to 5: that fifth of the data is not learnt from but measured on; 0: none of .ts, of CSV the fifth" },
   { "--validate", "t", REAL(own.validate, 0, 0.5), "share of the rest to find the best model by, if it is 20 cases" },
@@ -80,6 +82,7 @@ static const flag flags[] = {
   FLAG_THREADS("tep"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
+  { "--every", "p", SWITCH(own.every), "the forecasts of every step, not of the last alone" },
   { "--svg", "p", WRITES(own.svg), "file to draw the series and what is found in them in, SVG" },
   { "--from", "p", WHOLE(own.from, 0, 1e12), "the first step of the first series that is drawn; 0: what matters" },
   { "--to", "p", WHOLE(own.to, 0, 1e12), "the last one, likewise" },
@@ -224,7 +227,8 @@ static void place(int64_t b, int64_t at, series s, int64_t from, int64_t n) {
     const int64_t here = s.at + from + row;
     float *to = batch.targets + ((b * batch.n + at) * ahead_count + i) * k;
     const bool later = from + row + over < s.n;
-    for (int64_t c = 0; c < k; c++) to[c] = later ? (now[over * k + c] - known_at(here, c)) / by[c] : NAN;
+    for (int64_t c = 0; c < k; c++)
+      to[c] = later && !input_only[c] ? (now[over * k + c] - known_at(here, c)) / by[c] : NAN;
   }
   if (steps_have_labels())
     memcpy(batch.labels + b * batch.n + at, data.labels + s.at + from, (size_t)n * sizeof(int32_t));
@@ -497,7 +501,7 @@ static void count_score(const series *s, int64_t row, const float *y) {
   }
   for (int64_t i = 0; i < ahead_count * data.k; i++) {
     const int64_t over = ahead[i / data.k], c = i % data.k;
-    if (row + over < s->n)
+    if (row + over < s->n && !input_only[c])
       score_forecast(i, y + i * level_count, (double)known_at(at, c), (double)seasonal(s, at + over, over, c),
                      (double)data.rows[(at + over) * data.k + c], (double)deviation[c]);
   }
@@ -562,6 +566,7 @@ static luna_status remember(luna_params *params) {
   for (int64_t c = 0; own.forecast && c < data.k && status == LUNA_OK; c++) {
     snprintf(text, sizeof text, "%lld", (long long)seasons[c]);
     status = keep(params, "season", c, text, (int64_t)strlen(text));
+    if (status == LUNA_OK && input_only[c]) status = keep(params, "input", c, "yes", 3);
   }
   return status;
 }
@@ -639,6 +644,7 @@ static bool recall_columns(const luna_params *params, int64_t k) {
   for (int64_t c = 0; c < k && own.forecast; c++) {        /* models of older versions have none */
     const char *text = kept(params, "season", c);
     seasons[c] = text && atoll(text) > 0 ? atoll(text) : 1;
+    input_only[c] = kept(params, "input", c) != NULL;
   }
   const char *text = own.forecast ? NULL : kept(params, "linear", 0);
   for (int32_t c = 0; text && c < label_count && fine; c++)
@@ -925,6 +931,7 @@ static int read_task(const char *path) {
   if (own.forecast && (set.aim || set.balance)) return fail("--aim and --balance are for classes, not for forecasts");
   if (set.aim && !read_aim(set.aim, &wanted))
     return fail("--aim takes f1, precision=0.9 or recall=0.9, not '%s'", set.aim);
+  if (own.inputs && !own.forecast) return fail("--inputs is for forecasts; classes are found from all columns");
   if (own.label && own.forecast) return fail("--label and --forecast are two tasks; choose one");
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
   if (read_data(path, true)) return 2;
@@ -1021,15 +1028,17 @@ static void keep_drawn(const series *s, int64_t row, const float *y) {
   const int64_t each = data.k * level_count;
   if (!own.forecast) memcpy(to + row * label_count, y, (size_t)label_count * sizeof(float));
   for (int64_t a = 0; own.forecast && a < ahead_count; a++)
-    memcpy(to + (a * drawn_rows(s) + row + ahead[a]) * each, y + a * each, (size_t)each * sizeof(float));
+    for (int64_t i = 0; i < each; i++)
+      if (!input_only[i / level_count]) to[(a * drawn_rows(s) + row + ahead[a]) * each + i] = y[a * each + i];
 }
 
-static void print_forecasts(const series *s, const float *y) {
+static void print_forecasts(const series *s, int64_t row, const float *y) {
   for (int64_t i = 0; i < ahead_count * level_count; i++) {
-    printf("%lld,%lld,%g", (long long)(s - data.list) + 1, (long long)ahead[i / level_count],
-           (double)levels[i % level_count]);
+    printf("%lld,", (long long)(s - data.list) + 1);
+    if (own.every) printf("%lld,", (long long)row + 1);
+    printf("%lld,%g", (long long)ahead[i / level_count], (double)levels[i % level_count]);
     for (int64_t c = 0; c < data.k; c++)
-      printf(",%.6g", (double)y[(i / level_count * data.k + c) * level_count + i % level_count]);
+      if (!input_only[c]) printf(",%.6g", (double)y[(i / level_count * data.k + c) * level_count + i % level_count]);
     printf("\n");
   }
 }
@@ -1044,15 +1053,16 @@ static void put_cell(word w) {
   if (quoted) putchar('"');
 }
 static void print_header(void) {
-  printf(own.forecast ? "series,ahead,quantile" : own.per_step ? "series,step,found" : "series,found");
+  printf(own.every || own.per_step ? "series,step," : "series,");
+  printf(own.forecast ? "ahead,quantile" : "found");
   for (int64_t c = 0; c < (own.forecast ? data.k : label_count); c++)
-    putchar(','), put_cell(own.forecast ? column_name(c) : classes[c]);
+    if (!own.forecast || !input_only[c]) putchar(','), put_cell(own.forecast ? column_name(c) : classes[c]);
   printf("\n");
 }
 static void print_found(const series *s, int64_t row, const float *y) {
   if (own.svg) keep_drawn(s, row, y);
   if (own.forecast) {
-    if (row + 1 == s->n) print_forecasts(s, y);
+    if (own.every || row + 1 == s->n) print_forecasts(s, row, y);
     return;
   }
   printf("%lld,", (long long)(s - data.list) + 1);
@@ -1067,6 +1077,7 @@ static int predict(luna_ctx *ctx, const char **words) {
   if (own.to && own.to < own.from)
     return fail("--from %lld is after --to %lld", (long long)own.from, (long long)own.to);
   if (load_both(ctx, words)) return 2;
+  if (own.every && !own.forecast) return fail("--every is for forecasts; of classes each step is printed anyway");
   if (own.svg) drawn_open();
   print_header();
   if (find_all(ctx, 0, data.count, print_found)) return 2;

@@ -30,6 +30,7 @@ typedef struct word { const unsigned char *at; int64_t size; } word;
 static word classes[CLASSES], columns[COLUMNS]; /* names */
 static int32_t label_count;
 static int64_t column_count;         /* of the model */
+static bool input_only[COLUMNS];     /* columns that are read but not forecast: their outputs mean nothing */
 #define AHEADS 16
 static int64_t ahead[AHEADS] = { 1 }, ahead_count = 1; /* how many rows after the present one forecasts are for */
 static float levels[3] = { 0.5f };   /* of a forecast's quantiles */
@@ -243,7 +244,7 @@ static struct table_of_numbers {
   int64_t count, begin;              /* columns; where the first row begins */
   int64_t label, first_line;         /* the column of labels, or -1; the line of the first row */
   unsigned char by;                  /* between columns */
-  struct { cells cells; bool wanted, unwanted, varies, rises, falls; float first, last; } is[COLUMNS];
+  struct { cells cells; bool wanted, unwanted, input, varies, rises, falls; float first, last; } is[COLUMNS];
 } csv;
 
 /* The column that a word names or, from 1, counts; -1: none. */
@@ -315,14 +316,16 @@ TOOL int read_names(const char *path) {
 }
 
 /* Sets a mark of each column of a list, "a,b,7". */
-TOOL int mark_columns(const char *path, const char *list, bool drops) {
+enum { WANTED, UNWANTED, INPUT };
+TOOL int mark_columns(const char *path, const char *list, int mark) {
   static word words[COLUMNS + 1];
   const int64_t count = list ? cut((const unsigned char *)list, (int64_t)strlen(list), ',', words) : 0;
   for (int64_t i = 0; i < count && i <= COLUMNS; i++) {
     const int64_t c = column_of(words[i]);
     if (c < 0) return fail("%s has no column '%.*s'", path, shown_size(words[i]), (const char *)words[i].at);
-    if (drops) csv.is[c].unwanted = true;
-    else csv.is[c].wanted = true;
+    if (mark == UNWANTED) csv.is[c].unwanted = true;
+    else if (mark == WANTED) csv.is[c].wanted = true;
+    else csv.is[c].input = true;
   }
   return 0;
 }
@@ -367,10 +370,12 @@ TOOL void say_of_column(const char *path, int64_t c, const char *what) {
 }
 /* The model's columns: those of numbers that change, but for what --columns and --drop say. */
 TOOL int choose_columns(const char *path) {
-  if (mark_columns(path, own.columns, false) || mark_columns(path, own.drop, true)) return 2;
+  int64_t forecast = 0;
+  if (mark_columns(path, own.columns, WANTED) || mark_columns(path, own.drop, UNWANTED) ||
+      mark_columns(path, own.inputs, INPUT)) return 2;
   for (int64_t c = 0; c < csv.count; c++) {
     const cells *of = &csv.is[c].cells;
-    if (c == csv.label || csv.is[c].unwanted || (own.columns && !csv.is[c].wanted)) continue;
+    if (c == csv.label || csv.is[c].unwanted || (own.columns && !csv.is[c].wanted && !csv.is[c].input)) continue;
     if (too_bad(of)) {
       if (csv.is[c].wanted)
         return fail("%s: column '%.*s' is not of numbers: line %lld has '%.*s'", path, shown_size(csv.names[c]),
@@ -382,6 +387,7 @@ TOOL int choose_columns(const char *path) {
             puts("', which is no number, or too large a one");
     } else if (!csv.is[c].varies) say_of_column(path, c, "is left out: it never changes\n");
     else {
+      input_only[column_count] = csv.is[c].input, forecast += !csv.is[c].input;
       columns[column_count++] = csv.names[c];
       if (csv.is[c].wanted || (!csv.is[c].rises && !csv.is[c].falls)) continue;
       say_of_column(path, c, csv.is[c].rises ? "only rises" : "only falls");
@@ -390,6 +396,7 @@ TOOL int choose_columns(const char *path) {
                "from; --drop %.*s leaves it out\n", shown_size(csv.names[c]), (const char *)csv.names[c].at);
     }
   }
+  if (own.inputs && column_count && !forecast) return fail("%s: --inputs leaves no column to forecast", path);
   return 0;
 }
 
@@ -571,7 +578,8 @@ TOOL int read_data(const char *path, bool learns) {
   if (!learns && data.csv != (column_count > 0))
     return data.csv ? fail("%s is a table (CSV), but the model learnt from cases (.ts)", path) :
         fail("%s has cases (.ts), but the model learnt from a table (CSV)", path);
-  if (!data.csv && (own.columns || own.drop)) return fail("--columns and --drop are for tables (CSV)");
+  if (!data.csv && (own.columns || own.drop || own.inputs))
+    return fail("--columns, --drop and --inputs are for tables (CSV)");
   if (data.csv ? read_csv(path, learns) : read_ts(path, learns)) return 2;
   if (data.count == 0 || data.size == 0) return fail("%s holds no series", path);
   if (learns && data.csv && !own.held) own.held = 5;

@@ -188,6 +188,7 @@ TOOL void table_of_columns(void) {
   printf(" %16s %8s\n", "of the season", "season");
   for (int64_t i = 0; i < ahead_count * data.k; i++) {
     const double count = (double)score.errors[i];
+    if (input_only[i % data.k]) continue;
     put_name(column_name(i % data.k));
     printf(" %8lld %16.6g %16.6g", (long long)ahead[i / data.k], score.error[i] / count, score.last[i] / count);
     put_share(100 * score.error[i] / score.last[i]);

@@ -287,6 +287,22 @@ check "to the last one's step" grep -q '>steps 1325 to 1524<' three.svg
 check "of three quantiles" [ "$(grep -c '^1,\(1\|6\|24\),0.[159],[0-9.]*$' out)" = 9 ]
 check "that do not cross" awk -F, 'NR > 1 { if ($2 == ahead && $4 < was) bad = 1; ahead = $2; was = $4 }
   END { exit bad }' out
+awk 'BEGIN { print "x,hour,y"; for (t = 0; t < 600; t++) print 10 * (t % 24 == 5) + t % 3 "," t % 24 "," t % 5 }' >hours.csv
+check "a column that is read alone" run train hours.csv --forecast --inputs hour --window 60 --out i.safetensors \
+  --steps 60 $small
+check "is not measured" sh -c "grep -q '^x  ' out && grep -q '^y  ' out && ! grep -q '^hour  ' out"
+check "nor forecast" run predict i.safetensors hours.csv --svg hours.svg
+check "in the table" [ "$(head -n 1 out)" = "series,ahead,quantile,x,y" ]
+check "of three lines" [ "$(grep -c '^1,1,0.[159],[-0-9.e]*,[-0-9.e]*$' out)" = 3 ]
+tail -n 3 out >other
+check "every step's forecasts" run predict i.safetensors hours.csv --every
+check "are numbered" awk -F, 'NR == 1 { bad = $0 != "series,step,ahead,quantile,x,y"; next }
+  $2 != int((NR - 2) / 3) + 1 { bad = 1 } END { exit bad || NR != 1801 }' out
+check "and end as without" [ "$(tail -n 3 out | cut -d , -f 1,3-)" = "$(cat other)" ]
+refuses "no column to forecast" train hours.csv --forecast --inputs x,hour,y --out a.safetensors
+refuses "no column 'day'" train hours.csv --forecast --inputs day --out a.safetensors
+refuses "is for forecasts" train hours.csv --label hour --inputs x --out a.safetensors
+refuses "is for forecasts" predict rare.safetensors rare.csv --every
 check "without intervals" run train sine.csv --forecast --interval 0 --window 60 --out h.safetensors --steps 3 $small
 check "there are none" [ "$(grep -c intervals out)" = 0 ]
 for wrong in 0 6,1 1,,2 1,x 1,; do
