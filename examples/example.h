@@ -304,7 +304,9 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
   for (const flag *f = flags; f->name; f++) {
     char value[40];
     if (one && !takes(one, f)) continue;
-    flag_text(f, value, sizeof value);
+    const double number = f->whole ? (double)*f->whole : f->real ? *f->real : 0;
+    if (f->kind || (number >= f->min && number <= f->max)) flag_text(f, value, sizeof value);
+    else snprintf(value, sizeof value, "by other flags");    /* no value that could be given */
     const bool yes = !f->text && f->kind && strcmp(f->kind, NO_YES) == 0;
     int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : yes ? "[yes|no]" : f->real ? "X" :
                         f->kind ? "NAME" : "N");
@@ -354,6 +356,19 @@ TOOL bool writable(const char *path) {
     if (!file) fine = false, errno = why;
   }
   return free(probe), fine;
+}
+
+/* Times of a machine that has other work are not worth much: a warning where it has. */
+TOOL void warn_if_busy(void) {
+#ifndef _WIN32
+  double load = 0;
+  FILE *f = fopen("/proc/loadavg", "r");
+  const double cores = (double)sysconf(_SC_NPROCESSORS_ONLN);
+  if (f && fscanf(f, "%lf", &load) == 1 && load > 0.5 * cores)
+    fprintf(stderr, "warning: the load of this machine is %.1f on %.0f cores: times are longer than on a quiet one\n",
+            load, cores);
+  if (f) fclose(f);
+#endif
 }
 
 /* Before hours of training begin: what the command will write must be possible, and no file that it reads or writes
@@ -437,8 +452,8 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   if (!c->name) {
     char list[80] = "";
     for (c = commands; c->name; c++) strcat(strcat(list, c == commands ? "" : c[1].name ? ", " : " or "), c->name);
-    usage(stderr, commands, flags, NULL);
-    return *word ? fail("there is no command %s", word) : fail("%s?", list);
+    const int status = *word ? fail("there is no command %s; there are %s", word, list) : fail("%s?", list);
+    return fprintf(stderr, "\n"), usage(stderr, commands, flags, NULL), status;
   }
   for (int i = 2; i < count; i++)
     if (asks_help(given[i])) return usage(stdout, commands, flags, c), 0;

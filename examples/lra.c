@@ -29,12 +29,13 @@
 #include "lra_settings.h"
 #include "lra_table.h"
 
-static struct settings set = { .memory = 16, .seed = 1, .validations = 20 };
+static struct settings set = { .memory = 16, .seed = 1, .validations = 20, .dropout = -1 }; /* -1: by --settings */
 static struct {
   const char *data, *valid, *svg, *begin;
   int64_t settings, quick, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
   double weight_decay, attention_dropout, growing;
-} own = { .difficulty = 2, .data_seed = 1, .count = 3 };
+} own = { .difficulty = 2, .data_seed = 1, .count = 3, .hidden = -1, .warmup = -1, .weight_decay = -1,
+          .attention_dropout = -1, .growing = -1 };
 
 static const flag flags[] = {
   { "--data", "tpes", READS(own.data), "file to learn from, or to measure" },
