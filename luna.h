@@ -17126,8 +17126,8 @@ LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, l
   if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
   const luna_scope scope = luna_scope_begin(x->ctx);
-  f->p = lunai_nested_pack(layer, f->p, context, f->lengths);
-  if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths);
+  f->p = lunai_nested_pack(layer, f->p, context, f->lengths); /* eq. 3 */
+  if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths); /* eq. 4 */
   (void)lunai_results(scope, f->p, y);
   return f->p && f->x;
 }
@@ -17606,7 +17606,7 @@ LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *p
 LUNAI_LAYER_INIT(luna_encoder_layer, luna_layer_config, lunai_layer_defaults(params->ctx, &c, LUNAI_ENCODER_LAYER),
                  lunai_encoder_layer_init)
 
-/* Luna attention with both residuals */
+/* Luna attention with both residuals: eq. 6, but for its last line */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
                                 const luna_norm_layer *norm, const luna_norm_layer *memory_norm, lunai_flow *f) {
   const luna_scope scope = luna_scope_begin(f->x ? f->x->ctx : NULL);
@@ -17642,7 +17642,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope *s
     if (!lunai_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
   if (!f->wants_p) f->p = NULL;
-  if (f->wants_x) f->x = lunai_ffn_half(scope, c, &layer->feed_forward, f->x, f->p);
+  if (f->wants_x) f->x = lunai_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* eq. 6, its last line */
   else (void)lunai_result(*scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;

@@ -258,6 +258,7 @@ tiny="--steps 1 --layers 1 --dim 16 --heads 2 --memory 4 --ffn 32"
 LC_ALL=C sed 's/mlm.tokens/mlm.broken/' m.safetensors >bare.safetensors
 check "a text is cut into words, as it was trained" run draw w.safetensors --text 'Splendid, is it?' --out w.svg
 check "punctuation by itself" grep -q ' 5 tokens' out
+check "the picture says what is found" grep -q '; found: \(good\|bad\), [0-9]*%</text>' w.svg
 check "the last unpack of a model that pools the memory is not drawn" \
   [ "$(grep -c '>pack: ' w.svg) $(grep -c '>unpack: ' w.svg)" = "1 0" ]
 check "and it says why" grep -q 'not trained' out
