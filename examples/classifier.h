@@ -104,7 +104,7 @@ TOOL batch batch_at(const samples *s, int64_t first, int64_t count, int64_t at) 
   return pool_batch(s, at - block, rows < set.batch ? rows : set.batch);
 }
 
-static calibration looked_at;        /* the logits of the samples that accuracy() looked at; on one rank alone */
+static calibration looked_at;        /* the logits of the samples that accuracy() looked at, of all ranks */
 static float *balance;               /* with --balance the factors of classes in the loss; else null */
 static double threshold;             /* the probability from which on the rarest class is the answer; 0: none */
 static int32_t rarest;
@@ -124,6 +124,26 @@ TOOL void shares_of(float *logits, int64_t classes) { /* probabilities instead o
   for (int64_t c = 0; c < classes; c++) logits[c] = (float)(exp((double)logits[c] - most) / sum);
 }
 
+/* Adds a batch's logits to `looked_at`: `count` of them are this rank's, of `rows` on all ranks, which get those of the
+   others from them. False on failure. */
+TOOL bool look_at(const samples *s, const float *logits, const int32_t *labels, int64_t count, int64_t rows) {
+  const portion own = rank_part(LUNA_PARALLEL_DATA, rows);
+  const int64_t each = s->classes + 1;
+  for (int64_t i = 0; i < count && own.count == rows; i++)
+    calibration_add(&looked_at, logits + i * s->classes, labels[i]);
+  if (own.count == rows) return true;
+  double *all = (double *)memset(grow(NULL, rows * each, sizeof *all), 0, (size_t)(rows * each) * sizeof *all);
+  float *row = (float *)grow(NULL, each, sizeof *row);
+  for (int64_t i = 0; i < count * each; i++)
+    all[own.first * each + i] = i % each ? (double)logits[i / each * s->classes + i % each - 1] :
+        (double)labels[i / each];
+  const bool good = ranks.all_reduce(ranks.user, all, rows * each, LUNA_REDUCTION_SUM_F64);
+  for (int64_t i = 0; good && i < rows; i++) {
+    for (int64_t c = 0; c < s->classes; c++) row[c] = (float)all[i * each + 1 + c];
+    calibration_add(&looked_at, row, (int32_t)all[i * each]);
+  }
+  return free(all), free(row), good;
+}
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
 TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples *s, int64_t first, int64_t count,
                      double *loss) {
@@ -138,10 +158,10 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
     luna_tensor *out = s->logits ? s->logits(&b.input) : luna_classifier_forward(model, &b.input);
     *loss += (double)luna_item(luna_cross_entropy(out, b.labels, NULL)) * (double)rows / (double)count;
     if (!isfinite(*loss) || luna_read(out, logits) != LUNA_OK) return free(logits), -1;
+    for (int64_t i = 0; balance && i < b.count; i++) unbalance(logits + i * s->classes, balance, s->classes);
+    if (!look_at(s, logits, b.labels, b.count, rows)) return free(logits), -1;
     for (int64_t i = 0; i < b.count; i++) {
       float *x = logits + i * s->classes;
-      if (balance) unbalance(x, balance, s->classes);
-      if (ranks.ranks == 1) calibration_add(&looked_at, x, b.labels[i]); /* a rank has its part of the samples alone */
       shares_of(x, s->classes);
       right += answer_of(x, s->classes) == b.labels[i];
     }
@@ -154,7 +174,7 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
 
 /* Looks how a model does that is being trained, on at most `count` of the samples kept for it; negative on failure.
    `best`, where it is not null, keeps the model if it is the best so far: by average precision, which sees rare classes
-   as well as frequent ones; by accuracy where samples are on several ranks. */
+   as well as frequent ones. */
 TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar, int64_t count,
                      best_model *best) {
   double loss, since = progress_validates();
