@@ -31,9 +31,10 @@ static struct settings set = {
   .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.2, .pooling = LUNA_POOLING_MEAN,
   .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20, .patience = 6
 };
+enum { BY_MODEL, BY_LINEAR, BY_BOTH };
 static struct {
   const char *label, *svg, *columns, *drop, *ahead, *inputs;
-  int64_t per_step, causal, forecast, window, carry, held, interval, linear, from, to, every;
+  int64_t per_step, causal, forecast, window, carry, held, interval, by, from, to, every;
   double noise, stretch, scale, validate, teach, average;
 } own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80,
           .teach = 0.1, .average = 0.98 };
@@ -78,7 +79,8 @@ static const flag flags[] = {
   FLAGS_FORGET,
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
-  { "--linear", "ep", SWITCH(own.linear), "by the linear model that train made beside the model" },
+  { "--by", "ep", CHOICE(own.by, "model linear both"),
+   "whose probabilities: the model's, the linear model's beside it, or both's, as the mean of their logits" },
   FLAG_THREADS("tep"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
@@ -458,12 +460,37 @@ static void linear_found(void *to, const series *s, int64_t row, const double *f
   (*(found_fn **)to)(s, row, shares);
 }
 
+/* The linear model's probabilities, by row or case, and what gets those of both. */
+static float *linear_shares;
+static found_fn *mixed_found;
+static float *linear_at(const series *s, int64_t row) {
+  return linear_shares + (own.per_step ? s->at + row : s - data.list) * label_count;
+}
+static void keep_linear(const series *s, int64_t row, const float *shares) {
+  memcpy(linear_at(s, row), shares, (size_t)label_count * sizeof(float));
+}
+static void found_mixed(const series *s, int64_t row, const float *shares) {
+  static float both[CLASSES];
+  const float *other = linear_at(s, row);
+  double sum = 0;
+  for (int32_t c = 0; c < label_count; c++) sum += sqrt((double)shares[c] * (double)other[c]);
+  for (int32_t c = 0; c < label_count; c++) both[c] = (float)(sqrt((double)shares[c] * (double)other[c]) / sum);
+  mixed_found(s, row, both);
+}
+
 /* Calls found(series, row, outputs) for each series, or each of its rows; the rows of its lead are read alone. A causal
    model reads a recording as it streams: one row after another, with its memory of all before. Others read windows,
    whose outer quarters are context. Outputs are probabilities, or of the rows ahead [ahead_count,k,level_count].
    Returns 0, or 2 after a sentence. */
 static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found) {
-  if (own.linear) return all_features(first, last, linear_found, (void *)&found), 0;
+  if (own.by == BY_LINEAR) return all_features(first, last, linear_found, (void *)&found), 0;
+  if (own.by == BY_BOTH) {
+    found_fn *const keeps = keep_linear;
+    linear_shares = (float *)grow(linear_shares, (data.size > data.count ? data.size : data.count) * label_count,
+                                  sizeof(float));
+    all_features(first, last, linear_found, (void *)&keeps);
+    mixed_found = found, found = found_mixed;
+  }
   const bool whole = !own.per_step && !own.forecast;
   const int64_t context = own.causal ? 0 : own.window / 4;
   static luna_lm_state *state;       /* one is enough: a program measures one model */
@@ -506,20 +533,33 @@ static void count_score(const series *s, int64_t row, const float *y) {
                      (double)data.rows[(at + over) * data.k + c], (double)deviation[c]);
   }
 }
-/* The yardstick beside the model, on the same series. */
+static ranking put_rank(const char *name, const calibration *c) {
+  const ranking r = calibration_rank(c, rare_class);
+  printf("%-48s %8.1f%% %8.1f%% %9.4f\n", name, 100 * r.precision, 100 * r.area, calibration_loss(c, 1));
+  return r;
+}
+/* The yardstick beside the model, on the same series, and both together. */
 static void compare(int64_t first, int64_t last) {
-  calibration c = { .classes = label_count };
+  calibration c = { .classes = label_count }, both = { .classes = label_count };
   linear_find(first, last, &c);
-  const ranking ours = calibration_rank(&score.all, rare_class), its = calibration_rank(&c, rare_class);
+  for (int64_t i = 0; i < c.count; i++) {                  /* in the same order; log-probabilities are logits */
+    static float logits[CLASSES];
+    int32_t best;
+    const float *x = c.logits + i * label_count;
+    const double sum = log_partition(&c, i, 1, &best);
+    for (int32_t k = 0; k < label_count; k++)
+      logits[k] = (float)(((double)x[k] - (double)x[best] - sum + (double)score.all.logits[i * label_count + k]) / 2);
+    calibration_add(&both, logits, c.labels[i]);
+  }
   printf("%-48s %9s %9s %9s\n", label_count == 2 ? "of the rarer class" : "means over classes", "AP", "AUC",
          "log loss");
-  printf("%-48s %8.1f%% %8.1f%% %9.4f\n", "this model", 100 * ours.precision, 100 * ours.area,
-         calibration_loss(&score.all, 1));
-  printf("%-48s %8.1f%% %8.1f%% %9.4f\n", own.per_step ? "linear model of rolling means and deviations" :
-         "linear model of means and deviations", 100 * its.precision, 100 * its.area, calibration_loss(&c, 1));
-  if (its.precision > ours.precision)
-    printf("use the linear model: it ranks better here, and --linear makes eval and predict use it\n");
-  calibration_close(&c);
+  const double ours = put_rank("this model", &score.all).precision;
+  const double its = put_rank(own.per_step ? "linear model of rolling means and deviations" :
+                              "linear model of means and deviations", &c).precision;
+  const double mixed = put_rank("both together", &both).precision;
+  if (its > ours && its >= mixed) printf("use the linear model: it ranks best here; --by linear of eval and predict\n");
+  else if (mixed > ours) printf("use both together: they rank best here; --by both of eval and predict\n");
+  calibration_close(&c), calibration_close(&both);
 }
 /* Measures the model on series first .. last - 1, and prints it; the last line after `begin`, without which there must
    be something to measure on. `beside`: with the linear model's figures. */
@@ -663,7 +703,7 @@ static int load(luna_ctx *ctx, const char *path) {
   fine = fine && (lm ? model.lm.config.outputs : model.classifier.config.classes) == outputs();
   fine = fine && (!classifier || (model.classifier.config.per_step == steps_have_labels() && !own.forecast));
   data.k = column_count ? 0 : k;
-  if (fine && own.linear && !linear.weights) return fail("%s has no linear model beside the other", path);
+  if (fine && own.by && !linear.weights) return fail("%s has no linear model beside the other", path);
   return fine ? 0 : fail("%s is not a model that series made", path);
 }
 
@@ -1001,7 +1041,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (load_both(ctx, words)) return 2;
   if (own.per_step && !data.csv) join(0, data.count);
   say_learnt(input_layer()->params, data.text, words[1]);
-  return print_score(ctx, 0, data.count, "", linear.weights && !own.linear);
+  return print_score(ctx, 0, data.count, "", linear.weights && own.by == BY_MODEL);
 }
 
 /* For the picture, of each series what is found: as draw_series takes it. */
@@ -1095,7 +1135,8 @@ static const command commands[] = {
 
 int main(int count, char **given) {
   int status = example("series", commands, flags, count, given);
-  free(batch.x), free(batch.targets), free(batch.taught), free(taught), free(batch.labels), free(batch.lengths);
+  free(batch.x), free(batch.targets), free(batch.taught), free(batch.labels), free(batch.lengths);
+  free(taught), free(linear_shares);
   drawn_close();
   free(data.text.data), free(data.rows), free(data.known), free(data.labels), free(data.list), free(mean);
   free(best.values), free(readers);

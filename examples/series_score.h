@@ -243,7 +243,7 @@ TOOL void class_line(const char *begin) {
 /* What the probabilities are worth. */
 TOOL void loss_line(void) {
   printf("log loss %.4f", calibration_loss(&score.all, 1));
-  if (!own.linear && (temperature < 1 || temperature > 1)) /* logits times the temperature are what the model gave */
+  if (own.by == BY_MODEL && (temperature < 1 || temperature > 1)) /* logits times it are what the model gave */
     printf(", before the temperature %.4f", calibration_loss(&score.all, 1 / temperature));
   printf("; the shares of classes in the data learnt from have %.4f\n", calibration_base(&score.all, class_counts));
 }

@@ -206,15 +206,18 @@ grep '^incident' out >learnt
 sed -n '1p;802,1601p' rare.csv >second.csv
 check "the model keeps its threshold" run eval rare.safetensors second.csv
 beside=$(sed -n 's/^linear model.* \([0-9.]*%\)  *[0-9.]*%  *[0-9.]*$/\1/p' out)
-check "and the linear model" run eval rare.safetensors second.csv --linear
+together=$(sed -n 's/^both together  *\([0-9.]*%\) .*/\1/p' out)
+check "and the linear model" run eval rare.safetensors second.csv --by linear
 check "whose average precision is what stands beside the model's" \
   [ "$beside" = "$(awk '/^incident/ { print $6 }' out)" ]
+check "both together" run eval rare.safetensors second.csv --by both
+check "have the average precision that stands beside them" [ "$together" = "$(awk '/^incident/ { print $6 }' out)" ]
 run train rare.csv --label state --held 2 --steps 60 $small --window 100 --out plain.safetensors
 check "without an aim there is no threshold" [ "$(grep -c '^threshold' out)" = 0 ]
 refuses "--aim takes" train rare.csv --label state --aim F1 --out a.safetensors
 refuses "--aim takes" train rare.csv --label state --aim precision=2 --out a.safetensors
 refuses "are for classes" train waves.csv --forecast --aim f1 --out a.safetensors
-refuses "has no linear model" predict f.safetensors waves.csv --linear
+refuses "has no linear model" predict f.safetensors waves.csv --by linear
 # a class that is in no part but the first: no temperature can be fitted
 awk 'BEGIN { srand(12); print "x,state"; for (t = 0; t < 1500; t++) print rand() "," (t == 700 ? "incident" : "ok") }' \
   >once.csv
