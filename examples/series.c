@@ -535,7 +535,8 @@ static void count_score(const series *s, int64_t row, const float *y) {
 }
 static ranking put_rank(const char *name, const calibration *c) {
   const ranking r = calibration_rank(c, rare_class);
-  printf("%-48s %8.1f%% %8.1f%% %9.4f\n", name, 100 * r.precision, 100 * r.area, calibration_loss(c, 1));
+  printf("%-47s", name), put_share(100 * r.precision), put_share(100 * r.area);
+  printf(" %9.4f\n", calibration_loss(c, 1));
   return r;
 }
 /* The yardstick beside the model, on the same series, and both together. */
@@ -551,7 +552,7 @@ static void compare(int64_t first, int64_t last) {
       logits[k] = (float)(((double)x[k] - (double)x[best] - sum + (double)score.all.logits[i * label_count + k]) / 2);
     calibration_add(&both, logits, c.labels[i]);
   }
-  printf("%-48s %9s %9s %9s\n", label_count == 2 ? "of the rarer class" : "means over classes", "AP", "AUC",
+  printf("%-47s %10s %10s %9s\n", label_count == 2 ? "of the rarer class" : "means over classes", "AP", "AUC",
          "log loss");
   const double ours = put_rank("this model", &score.all).precision;
   const double its = put_rank(own.per_step ? "linear model of rolling means and deviations" :
@@ -661,7 +662,7 @@ static bool recall(const luna_params *params) {
   for (; label_count < CLASSES && (text = kept(params, "class", label_count)) != NULL; label_count++)
     classes[label_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
   for (int32_t c = 0; c < label_count; c++)                /* models of older versions have neither */
-    class_counts[c] = (text = kept(params, "count", c)) != NULL ? atoll(text) : 1;
+    class_counts[c] = (text = kept(params, "count", c)) != NULL ? atoll(text) : 0;
   rare_class = rarest_of(class_counts, label_count);
   for (int32_t c = 0; c < label_count && (text = kept(params, "balance", c)) != NULL; c++) {
     if (!balance) balance = (float *)grow(NULL, label_count, sizeof(float));

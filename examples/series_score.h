@@ -245,7 +245,9 @@ TOOL void loss_line(void) {
   printf("log loss %.4f", calibration_loss(&score.all, 1));
   if (own.by == BY_MODEL && (temperature < 1 || temperature > 1)) /* logits times it are what the model gave */
     printf(", before the temperature %.4f", calibration_loss(&score.all, 1 / temperature));
-  printf("; the shares of classes in the data learnt from have %.4f\n", calibration_base(&score.all, class_counts));
+  if (class_counts[rare_class] > 0)                        /* models of older versions do not say */
+    printf("; the shares of classes in the data learnt from have %.4f", calibration_base(&score.all, class_counts));
+  printf("\n");
 }
 TOOL void score_lines(const char *begin, const float *deviations) {
   if (!own.forecast && score.all.count > 0) loss_line();
