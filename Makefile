@@ -70,7 +70,7 @@ NAMES = $(filter-out bench_% cuda ptx mpi% soak tiles_emulated $(CHAPTERS),$(pat
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
-  tests/export.sh tests/models.sh tests/long_line.sh
+  tests/export.sh tests/models.sh tests/long_line.sh tests/flags.sh
 PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c))
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,\
   $(filter-out tests/cuda.c tests/ptx.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))

@@ -734,6 +734,8 @@ typedef struct luna_cross_entropy_config {
   int32_t ignore_index;
   bool sum;                          /* default: mean over labels that count (0 when none does, and options.log has
                                         a sentence) */
+  const float *class_weights;        /* [V] or null: factors of the rows' losses, by their labels. A mean divides by the
+                                        number of labels that count, not by the sum of their factors */
 } luna_cross_entropy_config;
 /* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
    -Inf gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay
@@ -16414,6 +16416,9 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   if (!labels && rows > 0) return lunai_refused(lunai_fail_null(ctx, s->name, "labels"));
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
     return lunai_refuse(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing);
+  for (int64_t i = 0; c.class_weights && i < classes; i++)
+    if (!(c.class_weights[i] >= 0 && lunai_is_finite(c.class_weights[i])))
+      return lunai_refuse(ctx, LUNA_ERROR_NEGATIVE, s->name, "a class weight", (double)c.class_weights[i]);
   int32_t *kept = (int32_t *)lunai_step_host(ctx, s->name, true, (size_t)rows * sizeof *kept);
   if (!kept) return false;
   for (int64_t i = 0; i < rows; i++) {
@@ -16430,6 +16435,31 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return s->op.index != NULL;
 }
+/* With class weights, from other ops: the log-probabilities of the labels that count, times their weights */
+LUNAI_FN luna_tensor *lunai_weighted_loss(lunai_build *s, luna_tensor *logits, const int32_t *labels,
+                                          const luna_cross_entropy_config *c) {
+  const luna_scope scope = luna_scope_begin(logits->ctx);
+  const int64_t rows = lunai_rows(logits), classes = lunai_last(logits);
+  int64_t count = 0;
+  float *weights = (float *)lunai_step_host(logits->ctx, s->name, true, (size_t)rows * 3 * sizeof *weights);
+  if (!weights) return NULL;
+  if (!lunai_product_fits(s, rows, classes, INT32_MAX)) return NULL;
+  int32_t *used = (int32_t *)(weights + rows), *places = used + rows;
+  for (int64_t r = 0; r < rows; r++) {
+    const int32_t label = labels[r];
+    if (label < 0 || (c->ignore && label == c->ignore_index) || c->class_weights[label] == 0) continue;
+    weights[count] = c->class_weights[label];
+    used[count] = (int32_t)r;
+    places[count++] = (int32_t)(r * classes) + label;
+  }
+  luna_tensor *x = lunai_reshape(luna_log_softmax(logits), 2, rows, classes, 1, 1);
+  luna_tensor *y = luna_gather_rows(lunai_reshape(x, 2, rows * classes, 1, 1, 1), places, count);
+  if (c->smoothing > 0)
+    y = luna_add(luna_scale(y, 1 - c->smoothing), luna_scale(lunai_reshape(luna_mean(luna_gather_rows(x, used, count),
+                 1), 2, count, 1, 1, 1), c->smoothing));
+  y = luna_sum_all(luna_mul(lunai_reshape(y, 1, count, 1, 1, 1), luna_tensor_new(logits->ctx, weights, 1, &count)));
+  return lunai_result(scope, lunai_rank_loss(luna_scale(y, -s->op.arg.cross_entropy.factor)));
+}
 /* name: of the call that this loss is of, or a part of */
 LUNAI_FN luna_tensor *lunai_cross_entropy_loss(const char *name, luna_tensor *logits, const int32_t *labels,
                                           const luna_cross_entropy_config *config) {
@@ -16437,8 +16467,9 @@ LUNAI_FN luna_tensor *lunai_cross_entropy_loss(const char *name, luna_tensor *lo
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, name, &logits, 1, 1) ||
       !lunai_fits(&s, "logits [...,v]")) return NULL;
-  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ?
-      lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
+  if (!lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config)) return lunai_abandon(&s);
+  if (config && config->class_weights) return lunai_weighted_loss(&s, logits, labels, config);
+  return lunai_rank_loss(lunai_finish(&s, 1, &one));
 }
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
                                          const luna_cross_entropy_config *config) {
@@ -16477,7 +16508,8 @@ LUNAI_FN luna_tensor *lunai_linear_cross_entropy_loss(const char *name, luna_ten
   if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, name, in, 2, 3) ||
       !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* a panel is all the logits, or the backend has none */
-  if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
+  if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY) ||
+      (config && config->class_weights))
     return lunai_cross_entropy_loss(name, luna_linear(x, weight, bias), labels, config);
   if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
   if (!lunai_int8_ready(&s, 1)) return NULL;
@@ -17664,8 +17696,8 @@ LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, l
   if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
   const luna_scope scope = luna_scope_begin(x->ctx);
-  f->p = lunai_nested_pack(layer, f->p, context, f->lengths);
-  if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths);
+  f->p = lunai_nested_pack(layer, f->p, context, f->lengths); /* eq. 3 */
+  if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths); /* eq. 4 */
   (void)lunai_results(scope, f->p, y);
   return f->p && f->x;
 }
@@ -18142,7 +18174,7 @@ LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *p
 LUNAI_LAYER_INIT(luna_encoder_layer, luna_layer_config, lunai_layer_defaults(params->ctx, &c, LUNAI_ENCODER_LAYER),
                  lunai_encoder_layer_init)
 
-/* Luna attention with both residuals */
+/* Luna attention with both residuals: eq. 6, but for its last line */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
                                 const luna_norm_layer *norm, const luna_norm_layer *memory_norm, lunai_flow *f) {
   const luna_scope scope = luna_scope_begin(f->x ? f->x->ctx : NULL);
@@ -18178,7 +18210,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope *s
     if (!lunai_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
   if (!f->wants_p) f->p = NULL;
-  if (f->wants_x) f->x = lunai_ffn_half(scope, c, &layer->feed_forward, f->x, f->p);
+  if (f->wants_x) f->x = lunai_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* eq. 6, its last line */
   else (void)lunai_result(*scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;

@@ -313,6 +313,7 @@ static int table_command(luna_ctx *ctx, const char **words) {
   contents text;
   const double begun = seconds(), end = begun + 60 * own.minutes;
   double tokens = tokens_of(classifiers, COUNT(classifiers)) + tokens_of(writers, COUNT(writers));
+  warn_if_busy();
   (void)ctx;
   if (!words[0] && own.svg && same_file(own.svg, set.out))
     return fail("--svg %s would overwrite the text itself", own.svg);

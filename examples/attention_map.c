@@ -3,11 +3,12 @@
 
      cc -O2 -I. examples/attention_map.c -o attention_map -lm -lpthread
 
-     attention_map draw M --text "a film that I would see again" [--layer 1] [--head 2] [--out map.svg]
+     attention_map draw M --text "great acting but a dull and boring story" [--layer 1] [--head 2] [--out map.svg]
      attention_map draw M <FILE      the text from the input
 
    M is a classifier, a masked language model or an encoder-decoder of the other examples, whose encoder it shows; the
-   text is cut into tokens as M was trained, which M says. Of other models --as says it. Colours compare with attention
+   text is cut into tokens as M was trained, which M says. Of other models --as says it. Of a classifier the picture
+   says which class the text has, and with which probability. Colours compare with attention
    that is the same everywhere, 1/n of n tokens or 1/l of l slots: white is that much, blue more, brown less. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -16,9 +17,9 @@
 #include "tokens.h"
 
 #define TOKENS 1024                  /* at most */
-#define COLUMNS 96                   /* tokens side by side, at most; longer texts go on below */
-#define CELL 11                      /* pixels: width, and with SLOT height, of a weight */
-#define SLOT 8
+#define COLUMNS 64                   /* tokens side by side, at most; longer texts go on below */
+#define CELL 18                      /* pixels: width, and with SLOT height, of a weight */
+#define SLOT 12
 #define NAME 24                      /* bytes of a token that are written beside it */
 
 static struct settings set = { .out = "map.svg", .seed = 1 };
@@ -202,9 +203,9 @@ static int64_t draw_labels(FILE *f, int64_t from, int64_t columns, int64_t y) {
 static double strength(double value, double even) { return fmin(1, fmax(-1, log2(fmax(value, 1e-9) / even) / 3)); }
 
 static void draw_slot_numbers(FILE *f, int64_t slots, int64_t x, int64_t y) {
-  fprintf(f, "<g font-size=\"7\">\n");
+  fprintf(f, "<g font-size=\"10\">\n");
   for (int64_t s = 0; s < slots; s++)
-    fprintf(f, "<text x=\"%lld\" y=\"%lld\">%lld</text>\n", (long long)x, (long long)(y + s * SLOT + SLOT - 1),
+    fprintf(f, "<text x=\"%lld\" y=\"%lld\">%lld</text>\n", (long long)x, (long long)(y + s * SLOT + SLOT - 2),
             (long long)s + 1);
   fprintf(f, "</g>\n");
 }
@@ -246,6 +247,27 @@ static void draw_legend(FILE *f, int64_t y) {
   fprintf(f, "<text x=\"190\" y=\"%lld\">8 times as much as attention without a preference</text>\n", (long long)y);
 }
 
+/* The class that a classifier finds, and its probability: "" of other models. */
+static phrase answer = { "" };
+static int find_answer(luna_ctx *ctx, const luna_classifier *model) {
+  int32_t length = (int32_t)count, found, ids[TOKENS];
+  char key[40];
+  const luna_classifier_config *config = &model->config;
+  if (config->pair || config->per_step) return 0;
+  for (int64_t i = 0; i < count; i++) ids[i] = tokens[i].token;
+  luna_begin_inference(ctx);
+  const luna_input input = { ids, &length, 1, count, NULL };
+  luna_tensor *shares = luna_softmax(luna_classifier_forward(model, &input), NULL);
+  float *values = (float *)grow(NULL, config->classes, sizeof(float));
+  if (luna_read(shares, values) != LUNA_OK) return free(values), failed(ctx);
+  found = luna_sample(values, config->classes, NULL);
+  snprintf(key, sizeof key, "%s.label%d", "classify", (int)found);
+  const char *label = luna_params_get_text(model->params, key);
+  if (label) snprintf(answer.text, sizeof answer.text, "%.60s, %.0f%%", label, 100 * (double)values[found]);
+  else snprintf(answer.text, sizeof answer.text, "class %d, %.0f%%", (int)found, 100 * (double)values[found]);
+  return free(values), 0;
+}
+
 static const char no_unpack[] = "no unpack: this model predicts from P, and its last unpack is not trained";
 
 /* maps[0] pack, maps[1] unpack, without the second where it is not trained; slots: `given` at most, a token each */
@@ -263,7 +285,13 @@ static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t 
              "<text x=\"40\" y=\"26\" font-size=\"15\">layer %lld of %lld, %lld slots, ",
           w, h, w, h, w, h, (long long)own.layer, (long long)layers, (long long)slots);
   if (slots < given) fprintf(f, "as many as tokens (the model has %lld), ", (long long)given);
-  fprintf(f, own.head ? "head %lld</text>\n" : "each head</text>\n", (long long)own.head);
+  fprintf(f, own.head ? "head %lld" : "each head", (long long)own.head);
+  if (*answer.text) fprintf(f, "; found: ");
+  for (const char *c = answer.text; *c; c++) {
+    if (strchr("<>&", *c)) fprintf(f, "&#%d;", *c);
+    else fputc((unsigned char)*c < ' ' ? '?' : *c, f);
+  }
+  fprintf(f, "</text>\n");
   draw_legend(f, y);
   for (int64_t from = 0; from < count; from += across) {
     const int64_t columns = count - from < across ? count - from : across;
@@ -334,6 +362,7 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   while (size > 0 && (text[size - 1] == '\n' || text[size - 1] == '\r')) size--;
   text[size] = 0;
   if (size > 0 && cut(params, words[0], (span){ text, (int64_t)size }, e->embedding->shape[0])) return 2;
+  if (count > 0 && model.kind == LUNA_MODEL_CLASSIFIER && find_answer(ctx, &model.classifier)) return 2;
   return count > 0 ? draw_on(ctx, e, pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH) :
       fail("there is no text");
 }

@@ -19,9 +19,13 @@ typedef struct samples {
   int64_t vocab, classes, longest;   /* tokens 0 .. vocab - 1, at most `longest` in a sample; labels 0 .. classes - 1 */
   int64_t parts;                     /* sequences of a sample, which follow one another in a batch; 0 = 1 */
   int64_t training, held;            /* samples to learn from; samples kept for validation, which come after them */
+  const int64_t *counts;             /* how many of each class there are to learn from, or null: unknown */
   int32_t (*fetch)(int64_t index, int32_t *tokens, int32_t *lengths); /* writes sample `index`, tokens [parts,longest],
                                         lengths [parts]; returns its label */
   luna_tensor *(*logits)(const luna_input *input); /* of a model that is no luna_classifier: [samples,classes] */
+  int (*chosen)(luna_params *params); /* or null: called when the model is chosen and its temperature set, to say more
+                                        and keep what else there is to choose; in eval without params: to say more
+                                        alone. Returns 0, or 2 after a sentence */
 } samples;
 
 /* input: parts sequences of each of count samples. Of the pool, until it is filled again */
@@ -100,52 +104,127 @@ TOOL batch batch_at(const samples *s, int64_t first, int64_t count, int64_t at) 
   return pool_batch(s, at - block, rows < set.batch ? rows : set.batch);
 }
 
-static calibration *calibrated;      /* what gets the logits of all samples that are looked at, or null */
+static calibration looked_at;        /* the logits of the samples that accuracy() looked at, of all ranks */
+static float *balance;               /* with --balance the factors of classes in the loss; else null */
+static double threshold;             /* the probability from which on the rarest class is the answer; 0: none */
+static int32_t rarest;
 
+/* The answer: the likeliest class, or by the threshold. Shares may be in any unit that has their order and sum. */
+TOOL int32_t answer_of(const float *shares, int64_t classes) {
+  const int32_t left_out = threshold > 0 ? rarest : -1;
+  int32_t best = left_out == 0;
+  if (threshold > 0 && (double)shares[rarest] >= threshold) return rarest;
+  for (int32_t c = 1; c < classes; c++) if (c != left_out && shares[c] > shares[best]) best = c;
+  return best;
+}
+TOOL void shares_of(float *logits, int64_t classes) { /* probabilities instead of logits */
+  double most = -HUGE_VAL, sum = 0;
+  for (int64_t c = 0; c < classes; c++) most = fmax(most, (double)logits[c]);
+  for (int64_t c = 0; c < classes; c++) sum += exp((double)logits[c] - most);
+  for (int64_t c = 0; c < classes; c++) logits[c] = (float)(exp((double)logits[c] - most) / sum);
+}
+
+/* Adds a batch's logits to `looked_at`: `count` of them are this rank's, of `rows` on all ranks, which get those of the
+   others from them. False on failure. */
+TOOL bool look_at(const samples *s, const float *logits, const int32_t *labels, int64_t count, int64_t rows) {
+  const portion own = rank_part(LUNA_PARALLEL_DATA, rows);
+  const int64_t each = s->classes + 1;
+  for (int64_t i = 0; i < count && own.count == rows; i++)
+    calibration_add(&looked_at, logits + i * s->classes, labels[i]);
+  if (own.count == rows) return true;
+  double *all = (double *)memset(grow(NULL, rows * each, sizeof *all), 0, (size_t)(rows * each) * sizeof *all);
+  float *row = (float *)grow(NULL, each, sizeof *row);
+  for (int64_t i = 0; i < count * each; i++)
+    all[own.first * each + i] = i % each ? (double)logits[i / each * s->classes + i % each - 1] :
+        (double)labels[i / each];
+  const bool good = ranks.all_reduce(ranks.user, all, rows * each, LUNA_REDUCTION_SUM_F64);
+  for (int64_t i = 0; good && i < rows; i++) {
+    for (int64_t c = 0; c < s->classes; c++) row[c] = (float)all[i * each + 1 + c];
+    calibration_add(&looked_at, row, (int32_t)all[i * each]);
+  }
+  return free(all), free(row), good;
+}
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
 TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples *s, int64_t first, int64_t count,
                      double *loss) {
   float *logits = (float *)grow(NULL, set.batch * s->classes, sizeof(float));
-  int64_t right = 0, seen;
+  int64_t right = 0, rows;
   *loss = 0;
+  calibration_close(&looked_at), looked_at.classes = s->classes;
   for (int64_t at = 0; at < count; at += set.batch) {
     batch b = batch_at(s, first, count, at);
-    seen = count - at < set.batch ? count - at : set.batch;
+    rows = count - at < set.batch ? count - at : set.batch;
     luna_begin_inference(ctx);
     luna_tensor *out = s->logits ? s->logits(&b.input) : luna_classifier_forward(model, &b.input);
-    *loss += (double)luna_item(luna_cross_entropy(out, b.labels, NULL)) * (double)seen / (double)count;
+    *loss += (double)luna_item(luna_cross_entropy(out, b.labels, NULL)) * (double)rows / (double)count;
     if (!isfinite(*loss) || luna_read(out, logits) != LUNA_OK) return free(logits), -1;
+    for (int64_t i = 0; balance && i < b.count; i++) unbalance(logits + i * s->classes, balance, s->classes);
+    if (!look_at(s, logits, b.labels, b.count, rows)) return free(logits), -1;
     for (int64_t i = 0; i < b.count; i++) {
-      right += luna_sample(logits + i * s->classes, s->classes, NULL) == b.labels[i];
-      if (calibrated) calibration_add(calibrated, logits + i * s->classes, b.labels[i]);
+      float *x = logits + i * s->classes;
+      shares_of(x, s->classes);
+      right += answer_of(x, s->classes) == b.labels[i];
     }
   }
   free(logits);
+  if (balance && looked_at.count) *loss = calibration_loss(&looked_at, 1);
   const double all = rank_total((double)right);
   return isfinite(all) ? all / (double)count : -1;
 }
 
 /* Looks how a model does that is being trained, on at most `count` of the samples kept for it; negative on failure.
-   `best`, where it is not null, keeps the model if it is the best so far. */
+   `best`, where it is not null, keeps the model if it is the best so far: by average precision, which sees rare classes
+   as well as frequent ones. */
 TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar, int64_t count,
                      best_model *best) {
   double loss, since = progress_validates();
   const double share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count, &loss);
-  progress_validated(bar, since, loss, "validation %.1f%%", 100 * share);
-  if (best && share >= 0 && best_keep(best, model->params, bar->step, 1 - share, loss) != LUNA_OK) return -1;
+  const double precision = calibration_rank(&looked_at, rarest).precision;
+  char format[40];
+  snprintf(format, sizeof format, precision == precision ? "validation AP %%.1f%%%%, %.1f%%%% right" :
+           "validation %%.1f%%%%", 100 * share);
+  progress_validated(bar, since, loss, format, 100 * (precision == precision ? precision : share));
+  const double error = precision == precision ? 1 - precision : 1 - share;
+  if (best && share >= 0 && best_keep(best, model->params, bar->step, error, loss) != LUNA_OK) return -1;
   return share;
 }
 
-/* Divides the logits of a model by the temperature that makes its probabilities right for these samples, and saves it.
-   Returns 0, or 2 after a sentence. */
-TOOL int set_temperature(luna_ctx *ctx, const luna_classifier *model, const calibration *c) {
-  const double t = calibration_temperature(c);
-  if (c->count < LEAST_CALIBRATED) return 0;
+/* Divides the logits of a model by the temperature that makes its probabilities right for the samples just measured.
+   Says what that gains, and what the shares of classes alone would have. Returns 0, or 2 after a sentence. */
+TOOL int set_temperature(luna_ctx *ctx, const luna_classifier *model, const samples *s) {
+  const double t = calibration_temperature(&looked_at);
+  if (looked_at.count == 0) return 0;
+  printf("log loss %.4f", calibration_loss(&looked_at, 1));
+  if (t < 1 || t > 1) printf(", %.4f with temperatures of the other half", calibration_crossed(&looked_at));
+  if (s->counts)
+    printf("; the shares of classes in the data learnt from have %.4f", calibration_base(&looked_at, s->counts));
+  printf("\n");
+  if (t >= 1 && t <= 1) return 0;
   printf("temperature %.3f, by the loss on these samples: expected calibration error %.2f%%, was %.2f%%\n", t,
-         100 * calibration_error(c, t), 100 * calibration_error(c, 1));
-  if (calibration_apply(model->projection, t) != LUNA_OK || luna_save(model->params, luna_path(set.out)) != LUNA_OK)
-    return failed(ctx);
-  return 0;
+         100 * calibration_error(&looked_at, t), 100 * calibration_error(&looked_at, 1));
+  for (int64_t i = 0; i < looked_at.count * looked_at.classes; i++)
+    looked_at.logits[i] = (float)((double)looked_at.logits[i] / t);
+  for (int64_t c = 0; balance && c < s->classes; c++) balance[c] = (float)pow((double)balance[c], 1 / t);
+  return calibration_apply(model->projection, t) == LUNA_OK ? 0 : failed(ctx);
+}
+/* What of the rarest class the samples just measured show: how it is ranked, and its threshold for --aim. */
+TOOL void say_rarest(const char *name, int64_t size) {
+  ranked *list = calibration_ranking(&looked_at, rarest, 1);
+  const ranking r = ranking_of(list, looked_at.count);
+  aim wanted;
+  reached got;
+  if (r.precision == r.precision) {
+    printf("'"), put_shown(stdout, name, size);
+    printf("': %lld of %lld samples, average precision %.1f%%, area under the ROC curve %.1f%%%s\n", (long long)r.is,
+           (long long)looked_at.count, 100 * r.precision, 100 * r.area,
+           r.is < FEW ? "; of so few that is mostly chance" : "");
+  }
+  if (set.aim && read_aim(set.aim, &wanted) && r.precision == r.precision) {
+    threshold = threshold_for(list, looked_at.count, wanted, &got);
+    printf("threshold %.4f for %s%s: a precision of %.1f%% and a recall of %.1f%% on the same samples\n", threshold,
+           set.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
+  } else if (set.aim) printf("no threshold: validation does not have and lack the rarest class\n");
+  free(list);
 }
 
 /* Saves the best model, measures it on all samples kept for that, and draws the loss. Returns 0, or 2 after a
@@ -158,12 +237,11 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   if (best_end(best, model->params, bar) != LUNA_OK) return failed(ctx);
   if (ranks.rank == 0 && luna_save(model->params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   if (interrupted) say("stopped at step %lld: what has been learnt is in %s", (long long)bar->step, set.out);
-  calibration all = { .classes = s->classes };
-  calibrated = ranks.ranks == 1 ? &all : NULL;             /* a rank has its part of the samples alone */
   const double share = validate(ctx, model, s, bar, s->held, NULL);
-  calibrated = NULL;
-  const int status = share < 0 ? failed(ctx) : set_temperature(ctx, model, &all);
-  calibration_close(&all);
+  int status = share < 0 ? failed(ctx) : set_temperature(ctx, model, s);
+  if (!status && s->chosen) status = s->chosen(model->params);
+  calibration_close(&looked_at);
+  if (!status && ranks.rank == 0 && luna_save(model->params, luna_path(set.out)) != LUNA_OK) status = failed(ctx);
   if (status) return status;
   say("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from%s: %.2f%% (loss %.3f)",
       set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held,
@@ -197,6 +275,8 @@ TOOL int train_classifier_on(luna_ctx *ctx, luna_params *params, const samples *
                   .total = set.steps, .floor = 0.05f }
   });
   if (!adam) return failed(ctx);
+  if (s->counts) rarest = rarest_of(s->counts, s->classes);
+  if (set.balance) balance_of(s->counts, s->classes, balance = (float *)grow(NULL, s->classes, sizeof(float)));
   say("%s: %lld classes, %lld samples to validate on; %lld parameters", s->title, (long long)s->classes,
       (long long)s->held, (long long)luna_params_element_count(params));
   fflush(stdout);
@@ -208,7 +288,8 @@ TOOL int train_classifier_on(luna_ctx *ctx, luna_params *params, const samples *
     if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK, keeps) < 0) return failed(ctx);
     batch b = batch_random(s, bar.step);
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels, NULL);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels,
+                                           &(luna_cross_entropy_config){ .class_weights = balance });
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
     progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
@@ -234,18 +315,15 @@ TOOL int load_classifier(luna_model *model, luna_ctx *ctx, luna_params *params, 
   return fail("%s is not a model that %s made", path, program);
 }
 
-/* Measures a model on all samples. */
+/* Measures a model on all samples; `looked_at` has their logits until the next measurement. */
 TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samples *s) {
   int64_t count = s->training + s->held;
   double loss, share = -1;
-  calibration all = { .classes = s->classes };
   int status = batch_open(s);
-  calibrated = &all;
   if (!status && (share = accuracy(ctx, model, s, 0, count, &loss)) < 0) status = failed(ctx);
-  calibrated = NULL;
+  if (!status && s->chosen) status = s->chosen(NULL);
   if (!status)
     say("%s: accuracy on %lld samples: %.2f%% (loss %.3f, expected calibration error %.2f%%)", s->title,
-        (long long)count, 100 * share, loss, 100 * calibration_error(&all, 1));
-  calibration_close(&all);
+        (long long)count, 100 * share, loss, 100 * calibration_error(&looked_at, 1));
   return batch_close(), status;
 }

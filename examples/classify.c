@@ -10,9 +10,10 @@
    imdb.tsv: 25,000 film reviews, made as examples/guide.md says ("Data sets").
 
    Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate: by them the
-   best model is kept, training ends early (--patience), and the model's logits are divided by a temperature, so that
-   its probabilities are what they say. Labels and the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the
-   training early and keeps what has been learnt. */
+   model of the best average precision is kept, training ends early (--patience), and the model's logits are divided by
+   a temperature, so that its probabilities are what they say. Of a rare label --aim precision=0.9 finds as many as it
+   can with that precision, and --balance makes it count as much as the others as the model learns. Labels and the
+   rest lie in the checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -40,6 +41,7 @@ static const flag flags[] = {
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_PATIENCE,
+  FLAGS_RARE,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
   FLAG_WEIGHTS("ep"),
@@ -54,6 +56,7 @@ static struct {
 } file;
 static struct { const unsigned char *at; int64_t size; } labels[LABELS];
 static int32_t label_count;
+static int64_t counts[LABELS];       /* of the lines to learn from */
 
 /* Cuts a text into tokens, at least one, and returns how many. */
 static int32_t cut(const unsigned char *text, int64_t size, int32_t *tokens) {
@@ -133,6 +136,38 @@ static luna_status remember(luna_params *params) {
   return status;
 }
 
+/* What is chosen after training: the rarest label's threshold, and with --balance what logits have too much. */
+static int keep_choices(luna_params *params) {
+  char key[40], value[60];
+  say_rarest((const char *)labels[rarest].at, labels[rarest].size);
+  if (!params) return 0;
+  snprintf(value, sizeof value, "%d %.9g", (int)rarest, threshold);
+  luna_status status = luna_params_set_text(params, "classify.choices", value);
+  for (int32_t i = 0; balance && i < label_count && status == LUNA_OK; i++) {
+    snprintf(key, sizeof key, "classify.balance%d", (int)i);
+    snprintf(value, sizeof value, "%.9g", (double)balance[i]);
+    status = luna_params_set_text(params, key, value);
+  }
+  return status == LUNA_OK ? 0 : failed(luna_params_ctx(params));
+}
+static bool recall_choices(const luna_params *params) {    /* models of older versions have none */
+  const char *text = luna_params_get_text(params, "classify.choices");
+  char key[40];
+  int rare = 0;
+  if (text && (sscanf(text, "%d %lf", &rare, &threshold) != 2 || rare < 0 || rare >= label_count ||
+               !(threshold >= 0 && threshold <= 1))) return false;
+  rarest = rare;
+  if (!luna_params_get_text(params, "classify.balance0")) return true;
+  balance = (float *)grow(NULL, label_count, sizeof(float));
+  for (int32_t i = 0; i < label_count; i++) {
+    snprintf(key, sizeof key, "classify.balance%d", (int)i);
+    text = luna_params_get_text(params, key);
+    balance[i] = text ? (float)atof(text) : 0;
+    if (!(balance[i] > 0 && isfinite(balance[i]))) return false;
+  }
+  return true;
+}
+
 static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   luna_params *params = luna_params_open(ctx);
   if (load_classifier(model, ctx, params, path, 0, 0)) return 2;
@@ -150,7 +185,7 @@ static int load(luna_ctx *ctx, const char *path, luna_model *model) {
     labels[label_count].at = (const unsigned char *)label, labels[label_count].size = (int64_t)strlen(label);
   }
   if (fine && label_count == model->classifier.config.classes && own.longest >= 1 && own.longest <= 1000000 &&
-      own.vocab >= (own.tokens ? 256 : 2)) return 0;
+      own.vocab >= (own.tokens ? 256 : 2) && recall_choices(params)) return 0;
   return fail("%s is not a model that classify made", path);
 }
 
@@ -159,13 +194,16 @@ static int load(luna_ctx *ctx, const char *path, luna_model *model) {
 static samples the_samples(const char *title, int64_t held) {
   return (samples){
     .title = title, .vocab = own.vocab, .classes = label_count, .longest = own.longest, .training = file.count,
-        .held = held, .fetch = fetch
+        .held = held, .fetch = fetch, .chosen = keep_choices
   };
 }
 
 static int train(luna_ctx *ctx, const char **words) {
   luna_params *params = luna_params_open(ctx);
   int64_t held = 0;
+  aim wanted;
+  if (set.aim && !read_aim(set.aim, &wanted))
+    return fail("--aim takes f1, precision=0.9 or recall=0.9, not '%s'", set.aim);
   int status = read_lines(words[0], true, &held);
   if (own.tokens) own.vocab = 256;
   if (!status && (label_count < 2 || held < 1))
@@ -173,6 +211,8 @@ static int train(luna_ctx *ctx, const char **words) {
                   (int)label_count, (long long)held, (long long)(file.count + held));
   if (!status && remember(params) != LUNA_OK) status = failed(ctx);
   samples s = the_samples(words[0], held);
+  for (int64_t i = 0; i < file.count && !status; i++) counts[file.lines[i].label]++;
+  s.counts = counts;
   if (!status) status = train_classifier(ctx, params, &s);
   free(file.lines), free(file.text.data);
   return status;
@@ -187,18 +227,23 @@ static int eval(luna_ctx *ctx, const char **words) {
   samples s = the_samples(words[1], 0);
   if (!status) say_learnt(model.classifier.params, file.text, words[1]);
   if (!status) status = eval_classifier(ctx, &model.classifier, &s);
+  calibration_close(&looked_at);
   free(file.lines), free(file.text.data);
   return status;
 }
 
-/* Prints the likeliest label, and takes it out of the shares. */
-static void print_likeliest(float *shares, bool more) {
-  int32_t best = 0;
-  for (int32_t i = 1; i < label_count; i++) if (shares[i] > shares[best]) best = i;
+/* Prints a label, and takes it out of the shares. */
+static void print_label(float *shares, int32_t label, bool more) {
   if (more) printf("\t");
-  put_label(labels[best].at, labels[best].size);
-  printf("\t%.3f", (double)shares[best]);
-  shares[best] = -1;
+  put_label(labels[label].at, labels[label].size);
+  printf("\t%.3f", (double)shares[label]);
+  shares[label] = -1;
+}
+/* The answer, then the likeliest others. */
+static void print_likeliest(float *shares) {
+  print_label(shares, answer_of(shares, label_count), false);
+  for (int64_t place = 1; place < own.top && place < label_count; place++)
+    print_label(shares, luna_sample(shares, label_count, NULL), true);
 }
 
 static int predict(luna_ctx *ctx, const char **words) {
@@ -213,10 +258,11 @@ static int predict(luna_ctx *ctx, const char **words) {
   while (!status && (line = typed_line(&size)) != NULL) {
     length = cut(line, size, tokens);
     luna_begin_inference(ctx);
-    luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier,
-        &(luna_input){ tokens, &length, 1, length, NULL }), NULL);
-    if (luna_read(likely, shares) != LUNA_OK) { status = failed(ctx); break; }
-    for (int64_t place = 0; place < own.top && place < label_count; place++) print_likeliest(shares, place > 0);
+    luna_tensor *logits = luna_classifier_forward(&model.classifier, &(luna_input){ tokens, &length, 1, length, NULL });
+    if (luna_read(logits, shares) != LUNA_OK) { status = failed(ctx); break; }
+    if (balance) unbalance(shares, balance, label_count);
+    shares_of(shares, label_count);
+    print_likeliest(shares);
     printf("\n");
     fflush(stdout);
   }
@@ -235,4 +281,7 @@ static const command commands[] = {
   { 0 }
 };
 
-int main(int count, char **given) { return example("classify", commands, flags, count, given); }
+int main(int count, char **given) {
+  const int status = example("classify", commands, flags, count, given);
+  return free(balance), status;
+}

@@ -77,9 +77,9 @@ TOOL bool same_file(const char *a, const char *b) { /* by other paths too, and t
 
 enum { PATH_ROOM = 4096 };           /* of a path */
 static struct settings {             /* the settings that many examples have */
-  const char *out, *plot, *resume, *profile;
+  const char *out, *plot, *resume, *profile, *aim;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
-      device, validations, patience, parallel, recompute, forget, output_gate, weights, products;
+      device, validations, patience, parallel, recompute, forget, output_gate, weights, products, balance;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -382,6 +382,9 @@ typedef struct flag {
 #define FLAG_PATIENCE \
   { "--patience", "t", WHOLE(set.patience, 0, 1e6), \
    "validations without a better model that end the training; 0: none do" }
+#define FLAGS_RARE \
+  { "--balance", "t", SWITCH(set.balance), "the loss counts each class alike, however rare it is" }, \
+  { "--aim", "t", STRING(set.aim), "what the rarest class's threshold is for: f1, precision=0.9 or recall=0.9" }
 #define FLAGS_FORGET /* names in the order of luna_forget */ \
   { "--forget", "t", CHOICE(set.forget, "no constant gated"), \
    "whether a causal memory forgets, at a learned rate or as each step decides; no: as published" }, \
@@ -482,7 +485,9 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
   for (const flag *f = flags; f->name; f++) {
     char value[40];
     if (one && !takes(one, f)) continue;
-    flag_text(f, value, sizeof value);
+    const double number = f->whole ? (double)*f->whole : f->real ? *f->real : 0;
+    if (f->kind || (number >= f->min && number <= f->max)) flag_text(f, value, sizeof value);
+    else snprintf(value, sizeof value, "by other flags");    /* no value that could be given */
     const bool yes = !f->text && f->kind && strcmp(f->kind, NO_YES) == 0;
     int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : yes ? "[yes|no]" : f->real ? "X" :
                         f->kind ? "NAME" : "N");
@@ -521,6 +526,19 @@ TOOL int set_flag(const flag *f, const char *value) {
 TOOL bool writable(const char *path) {
   new_file probe;
   return file_open(&probe, path) && (file_close(&probe, false), true);
+}
+
+/* Times of a machine that has other work are not worth much: a warning where it has. */
+TOOL void warn_if_busy(void) {
+#ifndef _WIN32
+  double load = 0;
+  FILE *f = fopen("/proc/loadavg", "r");
+  const double cores = (double)sysconf(_SC_NPROCESSORS_ONLN);
+  if (f && fscanf(f, "%lf", &load) == 1 && load > 0.5 * cores)
+    fprintf(stderr, "warning: the load of this machine is %.1f on %.0f cores: times are longer than on a quiet one\n",
+            load, cores);
+  if (f) fclose(f);
+#endif
 }
 
 /* Before hours of training begin: what the command will write must be possible, and no file that it reads or writes
@@ -604,8 +622,8 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   if (!c->name) {
     char list[80] = "";
     for (c = commands; c->name; c++) strcat(strcat(list, c == commands ? "" : c[1].name ? ", " : " or "), c->name);
-    usage(stderr, commands, flags, NULL);
-    return *word ? fail("there is no command %s", word) : fail("%s?", list);
+    const int status = *word ? fail("there is no command %s; there are %s", word, list) : fail("%s?", list);
+    return fprintf(stderr, "\n"), usage(stderr, commands, flags, NULL), status;
   }
   for (int i = 2; i < count; i++)
     if (asks_help(given[i])) return usage(stdout, commands, flags, c), 0;

@@ -310,15 +310,21 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   free(bytes);
   if (fine && bar.step == begin) return fail("stopped before the first step: nothing learnt, nothing written");
   if (!fine || !save(adam, params)) return failed(ctx);
-  double took = seconds() - bar.start, last = validate(ctx, &model, held, LAST_VALIDATION);
+  const bool more = windows > VALIDATION;                  /* other windows than those of the lines and the plot */
+  const double took = seconds() - bar.start, last = more ? mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION) :
+      validate(ctx, &model, held, LAST_VALIDATION);
   if (interrupted) say("stopped at step %lld: what has been learnt is in %s", (long long)bar.step, set.out);
   if (luna_optimizer_skipped(adam))
     printf("%lld steps skipped, their gradients were not finite\n", (long long)luna_optimizer_skipped(adam));
 
   if (!(last >= 0)) return failed(ctx);
   if (show_sample(ctx, "after the last step", &model, &prompt) || plot(&bar, path)) return 2;
-  say("%s: %lld steps in %.0f s and %.1f MB, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte",
-      set.out, (long long)(bar.step - begin), took, megabytes(ctx), first, last, first / LN2, last / LN2);
+  char windows_of[120] = "";
+  if (more)
+    snprintf(windows_of, sizeof windows_of, ", on %lld windows; lines of steps have the loss of the first %d",
+             (long long)(windows < LAST_VALIDATION ? windows : LAST_VALIDATION), VALIDATION);
+  say("%s: %lld steps in %.0f s and %.1f MB, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte%s",
+      set.out, (long long)(bar.step - begin), took, megabytes(ctx), first, last, first / LN2, last / LN2, windows_of);
   return 0;
 }
 

@@ -29,12 +29,13 @@
 #include "lra_settings.h"
 #include "lra_table.h"
 
-static struct settings set = { .memory = 16, .seed = 1, .validations = 20 };
+static struct settings set = { .memory = 16, .seed = 1, .validations = 20, .dropout = -1 }; /* -1: by --settings */
 static struct {
   const char *data, *valid, *svg, *begin;
   int64_t settings, quick, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
   double weight_decay, attention_dropout, growing;
-} own = { .difficulty = 2, .data_seed = 1, .count = 3 };
+} own = { .difficulty = 2, .data_seed = 1, .count = 3, .hidden = -1, .warmup = -1, .weight_decay = -1,
+          .attention_dropout = -1, .growing = -1 };
 
 static const flag flags[] = {
   { "--data", "tpes", READS(own.data), "file to learn from, or to measure" },
@@ -277,6 +278,8 @@ static double masked_found(luna_ctx *ctx, const samples *s, int64_t count, doubl
   }
   return all > 0 ? (*loss /= all, right / all) : -1;
 }
+/* Of the samples held the first half chooses the model; the rest is measured once, at the end. */
+static int64_t choosing(const samples *s) { return pretraining ? s->held : (s->held + 1) / 2; }
 /* How a model does on the first `count` held samples: the share of right answers, and the loss. */
 static double measure(luna_ctx *ctx, const samples *s, int64_t count, double *loss) {
   return pretraining ? masked_found(ctx, s, count, loss) : accuracy(ctx, NULL, s, s->training, count, loss);
@@ -450,7 +453,7 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
 
 /* Measures the model and keeps it when it is the best so far. */
 static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
-  const int64_t held = s->held < QUICK ? s->held : QUICK;
+  const int64_t held = choosing(s) < QUICK ? choosing(s) : QUICK;
   double loss, since = progress_validates(), share = measure(ctx, s, held, &loss);
   if (share < 0) return failed(ctx);
   progress_validated(&bar, since, loss, "validation %.1f%%", 100 * share);
@@ -503,36 +506,47 @@ static bool load_best(luna_params *params, const char *file) {
   return good;
 }
 
-/* The last model and, where it is another, the best of the validations, on all samples held: the better one stays in
-   RUN.safetensors. Of twenty validations on a few samples the best has had luck. Returns 0, or 2 after a sentence. */
+/* The last model and, where it is another, the best of the validations, on all samples that choose: the better one
+   stays in RUN.safetensors. Of twenty validations on a few samples the best has had luck. Returns 0, or 2 after a
+   sentence. */
 static int keep_better(luna_ctx *ctx, luna_params *params, const samples *s, double *share, double *loss) {
   const path best = run_file("safetensors"), last = run_file("safetensors.probe");
   double best_loss, best_share = -1;
-  if ((*share = measure(ctx, s, s->held, loss)) < 0) return failed(ctx);
+  if ((*share = measure(ctx, s, choosing(s), loss)) < 0) return failed(ctx);
   if (run.best_step == bar.step) return 0;
   if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params, luna_path(last.text)) != LUNA_OK))
     return failed(ctx);
-  if (load_best(params, best.text)) best_share = measure(ctx, s, s->held, &best_loss);
+  if (load_best(params, best.text)) best_share = measure(ctx, s, choosing(s), &best_loss);
   if (best_share < 0) return failed(ctx);
   const bool stays = best_share >= *share;
   if (stays) *share = best_share, *loss = best_loss;
-  else run.best_step = bar.step;
+  else {
+    run.best_step = bar.step;
+    if (!load_best(params, last.text)) return failed(ctx);
+  }
   return ranks.rank > 0 || (stays ? remove(last.text) : move(last.text, best.text)) == 0 ? 0 : cannot_write(best);
 }
 static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   const double took = run.before + seconds() - bar.start;
   const path best = run_file("safetensors");
   double loss, share;
+  const int64_t chose = choosing(s), rest = s->held - chose;
   progress_end(&bar);
   if (interrupted && bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (interrupted)
     say("stopped at step %lld; goes on with --resume %s", (long long)bar.step, run_file("training").text);
   if (run.best_step == 0) return printf("stopped before the first validation: no model was written\n"), 0;
   if (keep_better(ctx, params, s, &share, &loss)) return 2;
-  if (write_report(params, share, s->held)) return 2;
-  say("%s: %lld steps in %.0f s, the best at step %lld, %s %lld samples held: %.2f%% (loss %.3f)", best.text,
+  const double untouched = rest ? accuracy(ctx, NULL, s, s->training + chose, rest, &loss) : share;
+  if (untouched < 0) return failed(ctx);
+  if (write_report(params, untouched, rest ? rest : chose)) return 2;
+  char unseen[100] = "";
+  if (rest)
+    snprintf(unseen, sizeof unseen, "; on %lld untouched ones %.2f%%, standard error %.2f", (long long)rest,
+             100 * untouched, 100 * sqrt(untouched * (1 - untouched) / (double)rest));
+  say("%s: %lld steps in %.0f s, the best at step %lld, %s %lld samples that chose it: %.2f%%%s (loss %.3f)", best.text,
       (long long)bar.step, took, (long long)run.best_step, pretraining ? "masked tokens found of" : "accuracy on",
-      (long long)s->held, 100 * share, loss);
+      (long long)chose, 100 * share, unseen, loss);
   return plot(&bar, run.name);
 }
 

@@ -7,29 +7,42 @@ converse.
      model = luna_torch.LM(vocab=256, layers=2, dim=128, heads=4)  or Classifier, MaskedLM, Seq2Seq, to train here
      model = luna_torch.LM(features=3, outputs=2)                  of numbers [batch,n,3], not tokens; or Classifier
      model.input_norm.fit(features)                                encoder.input_norm of a Classifier; before training
-     luna_torch.save(model, "model.safetensors")                   what luna_load_model opens
+     luna_torch.save(model, "model.safetensors")                   what luna_load_model opens, in float
 
-A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. With Luna attention
-alone; equations are those of arXiv 2106.01540v2. Needs torch alone. Not made for speed: (7) stores n d l numbers."""
-import json, math, struct
+A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. A file in 8 bits
+loads as the floats that it stands for. With Luna attention alone; equations are those of arXiv 2106.01540v2. Needs
+torch alone. Not made for speed: (7) stores n d l numbers."""
+import difflib, json, math, struct
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 ACTIVATION = [None, F.relu, F.gelu, lambda x: F.elu(x) + 1, F.softplus, lambda x: F.softplus(x, math.log(2)),
               torch.sigmoid, F.silu, torch.tanh, F.leaky_relu, lambda x: x]
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
+          "I8": torch.int8}
 TIED, FULL, NO_KEY, QK = range(4)                                  # luna_sharing
 CONSTANT, GATED = 1, 2                                             # luna_forget
 NO_POSITIONS, SINUSOIDAL, LEARNED = 1, 2, 3                        # luna_positions
 CLS, MEAN, MEMORY, MEMORY_BATCH = 1, 2, 3, 4                       # luna_pooling
 
+FIELDS = """vocab layers dim heads memory ffn convolution sharing activation gated omega pre_norm attention positions
+max_length features outputs norm forget output_gate rotary output_norm dropout attention_dropout activation_dropout
+horizon fixed_horizon recompute pack_heads first_position embedding_scale norm_embedding tied_layers own_memory
+keep_padding linformer_k linformer_k_last_layer linformer_k_last_head linformer_sharing linformer_projection classes pooling pre_logits pair
+per_step target_vocab share_embeddings separate_output decoder_layers max_target_length format""".split()
+
 class Config(dict):
     def __init__(self, given, **defaults):
+        for name in given:
+            if name in FIELDS: continue
+            near = difflib.get_close_matches(name, FIELDS, 1)
+            raise TypeError("a config has no field %r%s" % (name, "; did you mean %r?" % near[0] if near else ""))
         super().__init__(vocab=256, layers=2, dim=128, heads=4, memory=16, max_length=512, activation=1, **defaults)
         self.update((name, value) for name, value in given.items() if value)
         self.setdefault("ffn", 4 * self.dim)
         if self.attention: raise ValueError("luna_torch has Luna attention alone")
+        if self.rotary: raise ValueError("luna_torch has no rotary positions")
     def __getattr__(self, name): return self.get(name, 0)
 
 def table(c, rows): return nn.Parameter(torch.randn(rows, c.dim) / math.sqrt(c.dim))
@@ -303,12 +316,16 @@ def load(path):
     model = kinds[meta["luna.kind"]](**config)
     model.pairs = {key: value for key, value in meta.items() if not key.startswith("luna.")}
     shapes = {name: parameter.shape for name, parameter in model.state_dict().items()}
-    def tensor(name, t):
-        values = torch.frombuffer(data, dtype=DTYPES[t["dtype"]], offset=start + t["data_offsets"][0],
-                                  count=math.prod(t["shape"]))
-        return values.reshape(shapes[name])
+    def values(t):
+        return torch.frombuffer(data, dtype=DTYPES[t["dtype"]], offset=start + t["data_offsets"][0],
+                                count=math.prod(t["shape"])).reshape(t["shape"])
+    def tensor(name, t):                                           # of 8 bits: each row times its scale
+        x = values(t)
+        if t["dtype"] == "I8": x = x.float() * values(header[name + ".scale"])[:, None]
+        return x.reshape(shapes[name])
+    scales = {name + ".scale" for name, t in header.items() if t["dtype"] == "I8"}
     model.load_state_dict({name: tensor(name, t) for name, t in header.items()
-                           if not name.startswith("luna.")})       # luna.: an optimiser's
+                           if not name.startswith("luna.") and name not in scales})  # luna.: an optimiser's
     return model.eval()
 
 def save(model, path):

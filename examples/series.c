@@ -5,19 +5,21 @@
 
      series train FILE.ts [--out M] ...                         a class for each case (UEA/UCR archive), seconds
      series train FILE.ts --per-step [--causal]                 cases joined to long recordings: the class at each step
-     series train FILE.csv --label COLUMN [--causal]            one recording: the class that COLUMN gives each row
+     series train FILE.csv --label COLUMN                       one recording: the class that COLUMN gives each row
      series train FILE.csv --forecast                           one recording: the next row's numbers
      series train FILE.csv --forecast --ahead 1,6,24            and of rows further ahead, each with an interval
-     series train FILE.csv ... --causal --carry                 as one endless sequence, window by window
+     series train FILE.csv --forecast --inputs hour,weekday     with columns that are read, but not forecast
+     series train FILE.csv ... --carry                          learnt as one endless sequence, window by window
      series eval M FILE                                         how well M does on a file
-     series predict M FILE [--svg PICTURE]                      what M finds, a line each; drawn: the first series
+     series predict M FILE [--svg PICTURE]                      what M finds, as CSV with all probabilities
 
    .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last. .csv: the first row
    may name the columns; those that are numbers are read, but for columns that never change; --columns and --drop
    choose. Numbers are missing where there is nothing, ?, -, NA, N/A, NaN, null or none. Cases may differ in length. A
-   part of the data is not learnt from: on it the model is validated as it learns, and the best one is kept.
-   --causal models see no later step, so that they can be streamed. What a model must know besides its weights lies in
-   it: M is all one needs. */
+   part of the data is not learnt from: on it the model is validated as it learns, and the best one is kept. A fifth of
+   a recording is held out, and measured on at the end beside a linear model. Causal models see no later step, so that
+   they can be streamed, and are measured as they stream. What a model must know besides its weights lies in it: M is
+   all one needs. With --label there are 600 steps unless --steps says otherwise, else 1200. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -29,21 +31,29 @@ static struct settings set = {
   .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.2, .pooling = LUNA_POOLING_MEAN,
   .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20, .patience = 6
 };
+enum { BY_MODEL, BY_LINEAR, BY_BOTH };
 static struct {
-  const char *label, *svg, *columns, *drop, *ahead;
-  int64_t per_step, causal, forecast, window, carry, held, interval;
-  double noise, stretch, scale, validate;
-} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80 };
+  const char *label, *svg, *columns, *drop, *ahead, *inputs;
+  int64_t per_step, causal, forecast, window, carry, held, interval, by, from, to, every;
+  double noise, stretch, scale, validate, teach, average;
+} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80,
+          .teach = 0.1, .average = 0.98 };
 
 #include "series_data.h"
 #include "series_score.h"
+
+/* Of the data that is learnt from: of each column [k], and of how it changes from a row to each of those ahead
+   [ahead_count,k] */
+static float *mean, *deviation, *change;
+
+#include "series_linear.h"
 #include "series_svg.h"
 
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--label", "t", STRING(own.label), "CSV: the column, by name or number from 1, that is each row's class" },
   { "--per-step", "t", SWITCH(own.per_step), "a class at each step; of .ts in recordings joined from cases" },
-  { "--causal", "t", SWITCH(own.causal), "at each step, from that step and earlier ones alone" },
+  { "--causal", "t", SWITCH(own.causal), "from each step and earlier ones alone; of CSV yes unless no is said" },
   { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
   { "--ahead", "t", STRING(own.ahead), "how many steps ahead forecasts are for, \"1,6,24\"" },
   { "--interval", "t", WHOLE(own.interval, 0, 99),
@@ -52,27 +62,35 @@ static const flag flags[] = {
   { "--carry", "t", SWITCH(own.carry), "windows of a recording continue one another: the memory goes on" },
   { "--columns", "t", STRING(own.columns), "CSV: the columns to read, \"a,b,7\", by names or numbers from 1" },
   { "--drop", "t", STRING(own.drop), "CSV: columns to leave out, likewise" },
+  { "--inputs", "t", STRING(own.inputs), "CSV: columns that forecasts read but that are not forecast, likewise" },
   { "--held", "t", WHOLE(own.held, 0, 5),
    "1 to 5: that fifth of the data is not learnt from but measured on; 0: none of .ts, of CSV the fifth" },
   { "--validate", "t", REAL(own.validate, 0, 0.5), "share of the rest to find the best model by, if it is 20 cases" },
   FLAG_PATIENCE,
+  FLAGS_RARE,
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
   { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
   { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
+  { "--teach", "t", REAL(own.teach, 0, 100),
+   "CSV: weight of the linear model's log-probabilities as targets beside the classes; 0: none" },
+  { "--average", "t", REAL(own.average, 0, 0.9999),
+   "CSV: the decay of the parameters' moving average, which is what a model of classes keeps; 0: none" },
   FLAGS_MODEL,
   FLAGS_FORGET,
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
+  { "--by", "ep", CHOICE(own.by, "model linear both"),
+   "whose probabilities: the model's, the linear model's beside it, or both's, as the mean of their logits" },
   FLAG_THREADS("tep"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
-  { "--svg", "p", WRITES(own.svg), "file to draw the first series and what is found in, SVG" },
+  { "--every", "p", SWITCH(own.every), "the forecasts of every step, not of the last alone" },
+  { "--svg", "p", WRITES(own.svg), "file to draw the series and what is found in them in, SVG" },
+  { "--from", "p", WHOLE(own.from, 0, 1e12), "the first step of the first series that is drawn; 0: what matters" },
+  { "--to", "p", WHOLE(own.to, 0, 1e12), "the last one, likewise" },
   { 0 }
 };
 
-/* Of the data that is learnt from: of each column [k], and of how it changes from a row to each of those ahead
-   [ahead_count,k] */
-static float *mean, *deviation, *change;
 static int64_t outputs(void) { /* of a step */
   return own.forecast ? ahead_count * data.k * level_count : label_count;
 }
@@ -116,6 +134,11 @@ static luna_status read_deviations(void) {                 /* as the model has t
 static void columns_open(int64_t k) {
   mean = (float *)grow(NULL, (2 + ahead_count) * k, sizeof(float)), deviation = mean + k, change = deviation + k;
 }
+/* What the forecasts of a row start from: the column's last number, or its mean before there is any. */
+static float known_at(int64_t row, int64_t c) {
+  const float x = data.known[row * data.k + c];
+  return x == x ? x : mean[c];
+}
 /* The deviation of changes of column c over so many rows; 1 where there are none. */
 static float change_over(int64_t rows, int64_t c) {
   double squares = 0, count = 0;
@@ -127,6 +150,36 @@ static float change_over(int64_t rows, int64_t c) {
     }
   }
   return squares > 0 ? (float)sqrt(squares / count) : 1;
+}
+
+/* How far column c is from itself `back` rows before, on average in the training data, of which a sample counts. */
+#define MOST_SEASON 10000
+#define SEASON_SAMPLE 2000
+static double unlike(int64_t back, int64_t c) {
+  double sum = 0, count = 0;
+  for (int64_t i = 0; i < data.training; i++) {
+    const series s = data.list[i];
+    const int64_t every = s.n > SEASON_SAMPLE ? s.n / SEASON_SAMPLE : 1;
+    for (int64_t row = back; row < s.n; row += every) {
+      const float *x = data.rows + (s.at + row) * data.k + c;
+      const double by = (double)x[0] - (double)x[-back * data.k];
+      if (by == by) sum += fabs(by), count++;
+    }
+  }
+  return count > 0 ? sum / count : HUGE_VAL;
+}
+/* The season of column c: so many rows before, it is most like itself. Neighbouring rows are alike without any season,
+   so that it is sought from where the column is as unlike itself as on average. 1: there is none. */
+static int64_t season_of(int64_t c) {
+  int64_t best = 1, longest = 0, p = 1;
+  for (int64_t i = 0; i < data.training; i++) if (data.list[i].n > longest) longest = data.list[i].n;
+  const int64_t most = longest / 3 < MOST_SEASON ? longest / 3 : MOST_SEASON;
+  double *by = (double *)grow(NULL, most + 1, sizeof *by), mean_by = 0, least;
+  for (int64_t i = 1; i <= most; i++) by[i] = unlike(i, c), mean_by += by[i] / (double)most;
+  while (p <= most && by[p] < mean_by) p++;
+  least = mean_by;
+  for (; p <= most; p++) if (by[p] < 0.98 * least) least = by[p], best = p; /* a longer one has to be better */
+  return free(by), best;
 }
 
 /* Mean and deviation of each column, which the model keeps, and the deviation of its changes. Returns 0, or 2 after a
@@ -145,18 +198,22 @@ static int measure(void) {
   luna_status status = luna_input_layer_fit(input_layer(), &(luna_input){ .features = rows, .batch = 1, .n = n });
   if (status == LUNA_OK) status = read_deviations();
   for (int64_t i = 0; i < ahead_count * k && own.forecast; i++) change[i] = change_over(ahead[i / k], i % k);
+  for (int64_t c = 0; c < k && own.forecast; c++) seasons[c] = season_of(c);
   free(rows);
   return status == LUNA_OK ? 0 : failed(luna_params_ctx(input_layer()->params));
 }
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-/* [rows,n,k]; of the changes from a row to those ahead [rows,n,ahead_count,k]; [rows,n] or [rows]; [rows] */
-static struct { float *x, *targets; int32_t *labels, *lengths; int64_t rows, n; } batch;
+/* [rows,n,k]; of the changes from a row to those ahead [rows,n,ahead_count,k]; what the linear model says
+   [rows,n,classes]; [rows,n] or [rows]; [rows] */
+static struct { float *x, *targets, *taught; int32_t *labels, *lengths; int64_t rows, n; } batch;
+static float *taught;                /* the linear model's log-probabilities [size,classes], or null: none */
 
 static void batch_open(int64_t rows, int64_t n) {
   batch.x = (float *)grow(batch.x, rows * n * data.k, sizeof(float));
   if (own.forecast) batch.targets = (float *)grow(batch.targets, rows * n * ahead_count * data.k, sizeof(float));
+  if (taught) batch.taught = (float *)grow(batch.taught, rows * n * label_count, sizeof(float));
   batch.labels = (int32_t *)grow(batch.labels, rows * n, sizeof(int32_t));
   batch.lengths = (int32_t *)grow(batch.lengths, rows, sizeof(int32_t));
   batch.rows = rows, batch.n = n;
@@ -169,8 +226,11 @@ static void place(int64_t b, int64_t at, series s, int64_t from, int64_t n) {
   for (int64_t i = 0; i < n * ahead_count && own.forecast; i++) {
     const int64_t row = i / ahead_count, over = ahead[i % ahead_count];
     const float *now = data.rows + first + row * k, *by = change + i % ahead_count * k;
+    const int64_t here = s.at + from + row;
     float *to = batch.targets + ((b * batch.n + at) * ahead_count + i) * k;
-    for (int64_t c = 0; c < k; c++) to[c] = from + row + over < s.n ? (now[over * k + c] - now[c]) / by[c] : NAN;
+    const bool later = from + row + over < s.n;
+    for (int64_t c = 0; c < k; c++)
+      to[c] = later && !input_only[c] ? (now[over * k + c] - known_at(here, c)) / by[c] : NAN;
   }
   if (steps_have_labels())
     memcpy(batch.labels + b * batch.n + at, data.labels + s.at + from, (size_t)n * sizeof(int32_t));
@@ -226,8 +286,21 @@ static void pad(int64_t b, int64_t n) {                    /* sequence b of the 
       batch.targets[(b * batch.n + i) * ahead_count * data.k + c] = NAN;
   }
 }
+/* Rows to validate on are read like any others, but no label and no target is learnt from them. */
+static void keep_out(int64_t b, series s, int64_t from, int64_t n) {
+  const bool *out = data.kept_out + s.at + from;
+  for (int64_t i = 0; i < n; i++) {
+    if (steps_have_labels() && out[i]) batch.labels[b * batch.n + i] = -1;
+    for (int64_t a = 0; a < ahead_count && own.forecast; a++)
+      if (from + i + ahead[a] < s.n && out[i + ahead[a]])
+        for (int64_t c = 0; c < data.k; c++) batch.targets[((b * batch.n + i) * ahead_count + a) * data.k + c] = NAN;
+  }
+}
 static int64_t place_window(int64_t b, series s, int64_t from, int64_t n) {
   place(b, 0, s, from, n);
+  if (data.kept_out) keep_out(b, s, from, n);
+  for (int64_t i = 0; taught && i < batch.n * label_count; i++)
+    batch.taught[b * batch.n * label_count + i] = i < n * label_count ? taught[(s.at + from) * label_count + i] : NAN;
   for (int64_t i = 0; i < n * data.k && !own.forecast; i++)
     batch.x[b * batch.n * data.k + i] += (float)(own.noise * (double)deviation[i % data.k] * normal());
   return n;
@@ -316,6 +389,9 @@ static void own_part(void) {
     memmove(batch.x + b * cut.count * k, batch.x + from * k, (size_t)(cut.count * k) * sizeof(float));
     if (t)
       memmove(batch.targets + b * cut.count * t, batch.targets + from * t, (size_t)(cut.count * t) * sizeof(float));
+    if (taught)
+      memmove(batch.taught + b * cut.count * label_count, batch.taught + from * label_count,
+              (size_t)(cut.count * label_count) * sizeof(float));
     memmove(batch.labels + b * per, batch.labels + (steps_have_labels() ? from : rows.first + b),
             (size_t)per * sizeof(int32_t));
     batch.lengths[b] = batch.lengths[rows.first + b];
@@ -326,7 +402,10 @@ static void own_part(void) {
 /* Of forecasts also Huber's loss of the median, which finds it better than the quantile loss alone: near the target the
    slope of that does not get less. */
 static luna_tensor *loss_of(luna_tensor *y) {
-  if (!own.forecast) return luna_cross_entropy(y, batch.labels, NULL);
+  if (!own.forecast) {
+    luna_tensor *loss = luna_cross_entropy(y, batch.labels, &(luna_cross_entropy_config){ .class_weights = balance });
+    return taught ? luna_add(loss, luna_scale(luna_mse(luna_log_softmax(y), batch.taught), (float)own.teach)) : loss;
+  }
   y = luna_reshape(y, 2, (int64_t[]){ -1, level_count });
   luna_tensor *median = luna_slice(y, 1, level_count / 2, 1);
   return luna_add(luna_quantile_loss(y, batch.targets, levels, level_count),
@@ -345,8 +424,8 @@ static int by_size(const void *a, const void *b) {
 }
 typedef void found_fn(const series *s, int64_t row, const float *outputs);
 
-/* What the model gives for rows from .. from + n - 1 of a series, in *y; a state goes on. Returns 0, or 2 after a
-   sentence. */
+/* What the model gives for rows from .. from + n - 1 of a series, from its lead on, in *y; a state continues. Returns
+   0, or 2 after a sentence. */
 static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_state *state, float **y) {
   batch_open(1, n);
   batch.lengths[0] = (int32_t)n;
@@ -354,63 +433,144 @@ static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_
   luna_begin_inference(ctx);
   if (state) luna_lm_state_continue(state);
   luna_input input = batch_input();
+  if (state) input.lengths = NULL;
   luna_tensor *out = run(&input);
   if (!own.forecast) out = luna_softmax(out, NULL);
   *y = (float *)grow(*y, n * outputs(), sizeof(float));
   if (luna_read(out, *y) != LUNA_OK) return failed(ctx);
+  for (int64_t i = 0; balance && i < luna_count(out); i += label_count) unbalance_shares(*y + i);
   const int64_t forecasts = ahead_count * data.k;
   for (int64_t i = 0; i < n * forecasts && own.forecast; i++) {
     float *q = *y + i * level_count;
-    const float now = data.rows[(s.at + from + i / forecasts) * data.k + i % data.k];
+    const float now = known_at(s.at + from + i / forecasts, i % data.k);
     for (int64_t l = 0; l < level_count; l++) q[l] = now + change[i % forecasts] * q[l];
     qsort(q, (size_t)level_count, sizeof *q, by_size);     /* quantiles that do not cross */
   }
   return 0;
 }
 
-/* Calls found(series, row, outputs) for each series, or each of its rows; long recordings go by windows, of which a
-   causal model gets the half before or, with --carry, its memory of all before. Outputs are probabilities, or of the
-   rows ahead [ahead_count,k,level_count]. Returns 0, or 2 after a sentence. */
+/* What the linear model gives, to the found_fn that `to` points at. */
+static void linear_found(void *to, const series *s, int64_t row, const double *features) {
+  static float shares[CLASSES];
+  double sum = 0;
+  linear_logits(features, shares);
+  float most = shares[0];
+  for (int32_t c = 1; c < label_count; c++) most = fmaxf(most, shares[c]);
+  for (int32_t c = 0; c < label_count; c++) sum += exp((double)shares[c] - (double)most);
+  for (int32_t c = 0; c < label_count; c++) shares[c] = (float)(exp((double)shares[c] - (double)most) / sum);
+  (*(found_fn **)to)(s, row, shares);
+}
+
+/* The linear model's probabilities, by row or case, and what gets those of both. */
+static float *linear_shares;
+static found_fn *mixed_found;
+static float *linear_at(const series *s, int64_t row) {
+  return linear_shares + (own.per_step ? s->at + row : s - data.list) * label_count;
+}
+static void keep_linear(const series *s, int64_t row, const float *shares) {
+  memcpy(linear_at(s, row), shares, (size_t)label_count * sizeof(float));
+}
+static void found_mixed(const series *s, int64_t row, const float *shares) {
+  static float both[CLASSES];
+  const float *other = linear_at(s, row);
+  double sum = 0;
+  for (int32_t c = 0; c < label_count; c++) sum += sqrt((double)shares[c] * (double)other[c]);
+  for (int32_t c = 0; c < label_count; c++) both[c] = (float)(sqrt((double)shares[c] * (double)other[c]) / sum);
+  mixed_found(s, row, both);
+}
+
+/* Calls found(series, row, outputs) for each series, or each of its rows; the rows of its lead are read alone. A causal
+   model reads a recording as it streams: one row after another, with its memory of all before. Others read windows,
+   whose outer quarters are context. Outputs are probabilities, or of the rows ahead [ahead_count,k,level_count].
+   Returns 0, or 2 after a sentence. */
 static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found) {
+  if (own.by == BY_LINEAR) return all_features(first, last, linear_found, (void *)&found), 0;
+  if (own.by == BY_BOTH) {
+    found_fn *const keeps = keep_linear;
+    linear_shares = (float *)grow(linear_shares, (data.size > data.count ? data.size : data.count) * label_count,
+                                  sizeof(float));
+    all_features(first, last, linear_found, (void *)&keeps);
+    mixed_found = found, found = found_mixed;
+  }
   const bool whole = !own.per_step && !own.forecast;
-  const int64_t overlap = own.causal && !own.carry ? own.window / 2 : 0;
+  const int64_t context = own.causal ? 0 : own.window / 4;
   static luna_lm_state *state;       /* one is enough: a program measures one model */
   float *y = NULL;
-  if (own.carry && !state) state = luna_lm_state_open(&model.lm, 1);
-  int status = own.carry && !state ? failed(ctx) : 0;
+  if (own.causal && !state) state = luna_lm_state_open(&model.lm, 1);
+  int status = own.causal && !state ? failed(ctx) : 0;
   for (int64_t i = first; i < last && !status; i++) {
     const series s = data.list[i];
     luna_begin_inference(ctx);                             /* lets go of the state */
     if (state && luna_lm_state_restart(state, NULL, 0) != LUNA_OK) status = failed(ctx);
-    for (int64_t from = 0, next = 0; next < s.n && !status; from = next - overlap) {
-      const int64_t n = whole || s.n - from < own.window ? s.n - from : own.window, skip = next - from;
+    for (int64_t next = -s.lead; next < s.n && !status;) {
+      const int64_t from = next - context > -s.lead ? next - context : -s.lead;
+      const int64_t n = whole || s.n - from < own.window ? s.n - from : own.window;
+      const int64_t end = from + n < s.n ? from + n - context : s.n;
       status = outputs_of(ctx, s, from, n, state, &y);
-      for (int64_t t = skip; t < (whole ? 1 : n) && !status; t++) found(&data.list[i], from + t, y + t * outputs());
-      next = from + n;
+      for (int64_t row = next > 0 ? next : 0; row < (whole ? 1 : end) && !status; row++)
+        found(&data.list[i], row, y + (row - from) * outputs());
+      next = end;
     }
   }
   return free(y), status;
 }
 
+/* What repeating the season forecasts for a row: the number as many seasons before as it takes; where there is none,
+   the last one that is known. */
+static float seasonal(const series *s, int64_t row, int64_t over, int64_t c) {
+  const int64_t back = (over + seasons[c] - 1) / seasons[c] * seasons[c], first = data.csv ? 0 : s->at;
+  return row - back >= first ? known_at(row - back, c) : known_at(row - over, c);
+}
 static void count_score(const series *s, int64_t row, const float *y) {
-  const float *now = data.rows + (s->at + row) * data.k;
+  const int64_t at = s->at + row;
   if (!own.forecast) {
     score_class(row, own.per_step ? data.labels[s->at + row] : s->label, y);
     return;
   }
   for (int64_t i = 0; i < ahead_count * data.k; i++) {
     const int64_t over = ahead[i / data.k], c = i % data.k;
-    if (row + over < s->n)
-      score_forecast(i, y + i * level_count, (double)now[c], (double)now[over * data.k + c], (double)deviation[c]);
+    if (row + over < s->n && !input_only[c])
+      score_forecast(i, y + i * level_count, (double)known_at(at, c), (double)seasonal(s, at + over, over, c),
+                     (double)data.rows[(at + over) * data.k + c], (double)deviation[c]);
   }
 }
+static ranking put_rank(const char *name, const calibration *c) {
+  const ranking r = calibration_rank(c, rare_class);
+  printf("%-47s", name), put_share(100 * r.precision), put_share(100 * r.area);
+  printf(" %9.4f\n", calibration_loss(c, 1));
+  return r;
+}
+/* The yardstick beside the model, on the same series, and both together. */
+static void compare(int64_t first, int64_t last) {
+  calibration c = { .classes = label_count }, both = { .classes = label_count };
+  linear_find(first, last, &c);
+  for (int64_t i = 0; i < c.count; i++) {                  /* in the same order; log-probabilities are logits */
+    static float logits[CLASSES];
+    int32_t best;
+    const float *x = c.logits + i * label_count;
+    const double sum = log_partition(&c, i, 1, &best);
+    for (int32_t k = 0; k < label_count; k++)
+      logits[k] = (float)(((double)x[k] - (double)x[best] - sum + (double)score.all.logits[i * label_count + k]) / 2);
+    calibration_add(&both, logits, c.labels[i]);
+  }
+  printf("%-47s %10s %10s %9s\n", label_count == 2 ? "of the rarer class" : "means over classes", "AP", "AUC",
+         "log loss");
+  const double ours = put_rank("this model", &score.all).precision;
+  const double its = put_rank(own.per_step ? "linear model of rolling means and deviations" :
+                              "linear model of means and deviations", &c).precision;
+  const double mixed = put_rank("both together", &both).precision;
+  if (its > ours && its >= mixed) printf("use the linear model: it ranks best here; --by linear of eval and predict\n");
+  else if (mixed > ours) printf("use both together: they rank best here; --by both of eval and predict\n");
+  calibration_close(&c), calibration_close(&both);
+}
 /* Measures the model on series first .. last - 1, and prints it; the last line after `begin`, without which there must
-   be something to measure on. */
-static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *begin) {
+   be something to measure on. `beside`: with the linear model's figures. */
+static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *begin, bool beside) {
   score_clear();
   if (find_all(ctx, first, last, count_score)) return 2;
   if (score.count == 0) return *begin ? 0 : fail("there is nothing to measure on");
   score_table();
+  if (beside && !own.forecast && score.all.count > 0) compare(first, last);
   score_lines(begin, deviation);
   return 0;
 }
@@ -434,13 +594,52 @@ static luna_status remember(luna_params *params) {
   if (status == LUNA_OK) status = keep_mark(params, data.text);
   if (status == LUNA_OK && own.forecast) status = keep(params, "ahead", 0, own.ahead, (int64_t)strlen(own.ahead));
   if (status == LUNA_OK && own.label) status = keep(params, "label", 0, own.label, (int64_t)strlen(own.label));
-  for (int32_t i = 0; i < label_count && status == LUNA_OK; i++)
+  for (int32_t i = 0; i < label_count && status == LUNA_OK; i++) {
     status = keep(params, "class", i, (const char *)classes[i].at, classes[i].size);
+    snprintf(text, sizeof text, "%lld", (long long)class_counts[i]);
+    if (status == LUNA_OK) status = keep(params, "count", i, text, (int64_t)strlen(text));
+  }
   for (int64_t i = 0; i < column_count && status == LUNA_OK; i++)
     status = keep(params, "column", i, (const char *)columns[i].at, columns[i].size);
   for (int64_t i = 0; own.forecast && i < ahead_count * data.k && status == LUNA_OK; i++) {
     snprintf(text, sizeof text, "%.9g", (double)change[i]);
     status = keep(params, "change", i, text, (int64_t)strlen(text));
+  }
+  for (int64_t c = 0; own.forecast && c < data.k && status == LUNA_OK; c++) {
+    snprintf(text, sizeof text, "%lld", (long long)seasons[c]);
+    status = keep(params, "season", c, text, (int64_t)strlen(text));
+    if (status == LUNA_OK && input_only[c]) status = keep(params, "input", c, "yes", 3);
+  }
+  return status;
+}
+/* After training the output layer takes the deviations of changes in, so that the model's outputs are changes in the
+   data's unit: a forecast is a column's last number plus its output, in whatever program runs the model. */
+static luna_status fold_changes(luna_params *params) {
+  luna_tensor *const weight = model.lm.output.weight, *const bias = model.lm.output.bias;
+  const int64_t rows = outputs(), d = luna_count(weight) / rows;
+  float *w = (float *)grow(NULL, rows * (d + 1), sizeof *w), *b = w + rows * d;
+  luna_status status = luna_read(weight, w);
+  if (status == LUNA_OK) status = luna_read(bias, b);
+  for (int64_t i = 0; i < rows * d; i++) w[i] *= change[i / d / level_count];
+  for (int64_t i = 0; i < rows; i++) b[i] *= change[i / level_count];
+  if (status == LUNA_OK) status = luna_write(weight, w);
+  if (status == LUNA_OK) status = luna_write(bias, b);
+  free(w);
+  for (int64_t i = 0; i < ahead_count * data.k && status == LUNA_OK; i++) {
+    change[i] = 1;
+    status = keep(params, "change", i, "1", 1);
+  }
+  return status;
+}
+/* What is chosen after training: the temperature, the threshold, and the linear model beside it. */
+static luna_status remember_choices(luna_params *params) {
+  char text[64];
+  snprintf(text, sizeof text, "%.9g %.9g", temperature, threshold);
+  luna_status status = keep(params, "choices", 0, text, (int64_t)strlen(text));
+  for (int32_t c = 0; c < label_count && linear.weights && status == LUNA_OK; c++) {
+    char *weights = linear_text(c);
+    status = keep(params, "linear", c, weights, (int64_t)strlen(weights));
+    free(weights);
   }
   return status;
 }
@@ -463,6 +662,15 @@ static bool recall(const luna_params *params) {
   own.label = kept(params, "label", 0);
   for (; label_count < CLASSES && (text = kept(params, "class", label_count)) != NULL; label_count++)
     classes[label_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
+  for (int32_t c = 0; c < label_count; c++)                /* models of older versions have neither */
+    class_counts[c] = (text = kept(params, "count", c)) != NULL ? atoll(text) : 0;
+  rare_class = rarest_of(class_counts, label_count);
+  for (int32_t c = 0; c < label_count && (text = kept(params, "balance", c)) != NULL; c++) {
+    if (!balance) balance = (float *)grow(NULL, label_count, sizeof(float));
+    if (!((balance[c] = (float)atof(text)) > 0)) return false;
+  }
+  if ((text = kept(params, "choices", 0)) != NULL &&
+      (sscanf(text, "%lf %lf", &temperature, &threshold) != 2 || !(temperature > 0) || !(threshold >= 0))) return false;
   for (; column_count < COLUMNS && (text = kept(params, "column", column_count)) != NULL; column_count++)
     columns[column_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
   return (!carry || causal) && own.ahead && read_ahead(own.ahead);
@@ -475,6 +683,14 @@ static bool recall_columns(const luna_params *params, int64_t k) {
     change[i] = text ? (float)atof(text) : 0;
     fine = fine && change[i] > 0 && isfinite(change[i]);
   }
+  for (int64_t c = 0; c < k && own.forecast; c++) {        /* models of older versions have none */
+    const char *text = kept(params, "season", c);
+    seasons[c] = text && atoll(text) > 0 ? atoll(text) : 1;
+    input_only[c] = kept(params, "input", c) != NULL;
+  }
+  const char *text = own.forecast ? NULL : kept(params, "linear", 0);
+  for (int32_t c = 0; text && c < label_count && fine; c++)
+    fine = (text = kept(params, "linear", c)) != NULL && linear_read(c, text);
   return fine && read_deviations() == LUNA_OK && (column_count == 0 || column_count == k);
 }
 
@@ -484,11 +700,12 @@ static int load(luna_ctx *ctx, const char *path) {
   const bool lm = model.kind == LUNA_MODEL_LM, classifier = model.kind == LUNA_MODEL_CLASSIFIER;
   const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.encoder.features : 0;
   bool fine = k > 0 && recall(params) && lm == own.causal && (lm || !model.classifier.config.pair);
-  fine = fine && recall_columns(params, k);
   data.k = k;
+  fine = fine && recall_columns(params, k);
   fine = fine && (lm ? model.lm.config.outputs : model.classifier.config.classes) == outputs();
   fine = fine && (!classifier || (model.classifier.config.per_step == steps_have_labels() && !own.forecast));
   data.k = column_count ? 0 : k;
+  if (fine && own.by && !linear.weights) return fail("%s has no linear model beside the other", path);
   return fine ? 0 : fail("%s is not a model that series made", path);
 }
 
@@ -525,31 +742,64 @@ static int measure_alone(int64_t first, int64_t last) {
 static int print_held(void) {
   const int64_t first = data.training + data.validation;
   model = alone.model;
-  return data.count > first ? print_score(alone.ctx, first, data.count, "on what was not learnt from: ") : 0;
+  return data.count > first ? print_score(alone.ctx, first, data.count, "on what was not learnt from: ", true) : 0;
+}
+
+/* Of recordings with classes the linear model teaches: what it says of each row is learnt beside the class. Few events
+   say little of which of a model's many functions is meant; it says something at every row, and a model that can do
+   what it does goes on from there. It has learnt nothing of what is to validate on. */
+static void teach_row(void *to, const series *s, int64_t row, const double *features) {
+  float *logs = taught + (s->at + row) * label_count;
+  double most = -HUGE_VAL, sum = 0;
+  linear_logits(features, logs), (void)to;
+  for (int32_t c = 0; c < label_count; c++) {
+    if (balance) logs[c] += logf(balance[c]);              /* classes as the model is to take them */
+    most = fmax(most, (double)logs[c]);
+  }
+  for (int32_t c = 0; c < label_count; c++) sum += exp((double)logs[c] - most);
+  for (int32_t c = 0; c < label_count; c++) logs[c] = (float)((double)logs[c] - most - log(sum));
+}
+static void teach(void) {
+  if (own.forecast || own.teach <= 0 || !data.csv) return;
+  linear_fit();
+  taught = (float *)grow(NULL, data.size * label_count, sizeof(float));
+  for (int64_t i = 0; i < data.size * label_count; i++) taught[i] = NAN;
+  all_features(0, data.training, teach_row, NULL);
 }
 
 /* Keeps the model if it is the best so far. Returns 0, or 2 after a sentence. */
-static int validate(luna_params *params) {
+static int validate_now(luna_params *params) {
   const double since = progress_validates();
   if (data.validation == 0) return 0;
   if (measure_alone(data.training, data.training + data.validation)) return 2;
-  const double count = (double)(score.count ? score.count : 1), loss = score.loss / count;
-  const double error = own.forecast ? loss : 1 - (double)score.right / count;
-  progress_validated(&bar, since, loss, own.forecast ? "validation error %.4g" : "validation %.1f%%",
-                     own.forecast ? error : 100 * (1 - error));
+  const double count = (double)(score.count ? score.count : 1);
+  const double loss = own.forecast ? score.loss / count : calibration_loss(&score.all, 1);
+  const double precision = own.forecast ? NAN : calibration_rank(&score.all, rare_class).precision;
+  const bool ranks_them = precision == precision;          /* without two classes there only the loss can tell */
+  const double error = ranks_them ? 1 - precision : loss;
+  progress_validated(&bar, since, loss, own.forecast ? "validation error %.4g" : ranks_them ? "validation AP %.1f%%" :
+                     "validation log loss %.4f", ranks_them ? 100 * precision : loss);
   return best_keep(&best, params, bar.step, error, loss) == LUNA_OK ? 0 : failed(luna_params_ctx(params));
+}
+static bool averages(void) { return data.csv && !own.forecast && own.average > 0; }
+static int validate(luna_params *params, luna_optimizer *adam) { /* the averages, where there are any */
+  const bool swaps = averages() && bar.step > 0;
+  if (swaps && luna_optimizer_swap_average(adam) != LUNA_OK) return failed(luna_params_ctx(params));
+  const int status = validate_now(params);
+  return swaps && luna_optimizer_swap_average(adam) != LUNA_OK ? failed(luna_params_ctx(params)) : status;
 }
 static int learn(luna_ctx *ctx, luna_params *params) {
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
-    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+    .lr = (float)set.lr, .weight_decay = 0.01f, .average = averages() ? (float)own.average : 0, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 500 ? set.steps / 10 : 50, .total = set.steps,
                  .floor = 0.02f } });
   int32_t *order = (int32_t *)grow(NULL, data.training, sizeof(int32_t));
   int status = adam ? open_alone(ctx, params) : failed(ctx);
   for (int64_t i = 0; i < data.training; i++) order[i] = (int32_t)i;
+  teach();
   progress_start(&bar, 0);
   while (!status && bar.step < set.steps && !interrupted && best_awaited(&best)) {
-    if (progress_due(&bar) && (status = validate(params)) != 0) break;
+    if (progress_due(&bar) && (status = validate(params, adam)) != 0) break;
     luna_begin_step(ctx);
     if (!own.carry) training_batch(bar.step, order);
     else if (next_windows(bar.step) != LUNA_OK || luna_lm_state_continue(carried) != LUNA_OK) {
@@ -565,37 +815,136 @@ static int learn(luna_ctx *ctx, luna_params *params) {
   }
   free(order);
   if (!status && bar.step == 0) status = fail("stopped before the first step: nothing learnt, nothing written");
-  if (!status) status = validate(params);
+  if (!status) status = validate(params, adam);
+  if (!status && averages() && luna_optimizer_swap_average(adam) != LUNA_OK) status = failed(ctx);
   if (!status) progress_end(&bar);
   return status;
 }
-/* With cases or steps to validate on, the model's probabilities become what they say: logits are divided by a
-   temperature. Returns 0, or 2 after a sentence. */
-static calibration *sure;
-static void collect(const series *s, int64_t row, const float *y) {
-  const int32_t label = own.per_step ? data.labels[s->at + row] : s->label;
-  float *logs = (float *)grow(NULL, label_count, sizeof(float));
-  for (int32_t c = 0; c < label_count; c++) logs[c] = logf(fmaxf(y[c], 1e-30f));
-  if (label >= 0) calibration_add(sure, logs, label);
-  free(logs);
+/* ---- classes: how many there are, and what is chosen after training ---------------------------------------------- */
+
+/* How many rows or cases of series first .. last - 1 are of a class, of how many in all, and how often the class
+   begins. */
+typedef struct presence { int64_t is, all, runs; } presence;
+static presence presence_of(int64_t first, int64_t last, int32_t label) {
+  presence p = { 0, 0, 0 };
+  for (int64_t i = first; i < last; i++) {
+    const series s = data.list[i];
+    bool on = false;
+    for (int64_t row = 0; row < (own.per_step ? s.n : 1); row++) {
+      const bool out = i < data.training && own.per_step && data.kept_out && data.kept_out[s.at + row];
+      const int32_t is = out ? NONE : own.per_step ? data.labels[s.at + row] : s.label;
+      p.all += is >= 0, p.is += is == label, p.runs += is == label && !on;
+      on = is == label;
+    }
+  }
+  return p;
 }
-static int set_temperature(void) {
+static void count_classes(void) {
+  for (int32_t c = 0; c < label_count; c++) class_counts[c] = presence_of(0, data.training, c).is;
+  rare_class = rarest_of(class_counts, label_count);
+}
+static void put_rare(void) {
+  printf("'"), put_shown(stdout, classes[rare_class].at, shown_size(classes[rare_class])), printf("'");
+}
+/* "; 'incident' is 431 of 14400 steps, 23 times, to learn from, ..." */
+static void say_parts(void) {
+  const int64_t ends[] = { 0, data.training, data.training + data.validation, data.count };
+  static const char *const what[] = { "to learn from", "to choose the model by", "held out" };
+  const char *gap = " is ";
+  printf("; "), put_rare();
+  for (int part = 0; part < 3; part++) {
+    const presence p = presence_of(ends[part], ends[part + 1], rare_class);
+    if (p.all == 0) continue;
+    printf("%s%lld of %lld %s", gap, (long long)p.is, (long long)p.all, own.per_step ? "steps" : "series");
+    if (own.per_step) printf(", %lld time%s,", (long long)p.runs, p.runs == 1 ? "" : "s");
+    printf(" %s", what[part]);
+    gap = "; ";
+  }
+}
+static void warn_of_parts(void) {
+  const int64_t ends[] = { 0, data.training, data.training + data.validation, data.count };
+  static const char *const what[] = { "the part to learn from: little can be learnt of it",
+    "the part that chooses the model: what is chosen is mostly chance",
+    "the part held out: what is measured is mostly chance" };
+  for (int part = 0; part < 3; part++) {
+    const presence p = presence_of(ends[part], ends[part + 1], rare_class);
+    const int64_t times = own.per_step ? p.runs : p.is;
+    if (p.all == 0 || times >= FEW) continue;
+    printf("warning: "), put_rare();
+    printf(own.per_step ? " comes %lld time%s in %s\n" : " has %lld case%s in %s\n", (long long)times,
+           times == 1 ? "" : "s", what[part]);
+  }
+}
+
+/* The probabilities become what they say: logits are divided by a temperature. Returns 0, or 2 after a sentence. */
+static int set_temperature(const calibration *c) {
+  temperature = calibration_temperature(c);
+  if (temperature >= 1 && temperature <= 1) return 0;
+  printf("temperature %.3f on %lld to validate: expected calibration error on the same %.2f%%, was %.2f%%\n",
+         temperature, (long long)c->count, 100 * calibration_error(c, temperature), 100 * calibration_error(c, 1));
+  luna_tensor *weight = own.causal ? model.lm.output.weight : model.classifier.projection;
+  luna_status done = calibration_apply(weight, temperature);
+  if (done == LUNA_OK && own.causal) done = calibration_apply(model.lm.output.bias, temperature);
+  for (int32_t i = 0; balance && i < label_count; i++) balance[i] = powf(balance[i], (float)(1 / temperature));
+  return done == LUNA_OK ? 0 : failed(weight->ctx);
+}
+/* Of --balance: a causal model's biases get what its logits have too much, so that streams and exported models give the
+   data's probabilities; a classifier has none, and this program remembers the factors. */
+static luna_status balance_model(luna_params *params) {
+  static float bias[CLASSES];
+  luna_status status = LUNA_OK;
+  char text[40];
+  for (int32_t c = 0; c < label_count && !own.causal && status == LUNA_OK; c++) {
+    snprintf(text, sizeof text, "%.9g", (double)balance[c]);
+    status = keep(params, "balance", c, text, (int64_t)strlen(text));
+  }
+  if (!own.causal) return status;
+  status = luna_read(model.lm.output.bias, bias);
+  unbalance(bias, balance, label_count);
+  if (status == LUNA_OK) status = luna_write(model.lm.output.bias, bias);
+  return free(balance), balance = NULL, status;
+}
+/* Sets the threshold of the rare class that --aim asks for. */
+static void set_threshold(const calibration *c) {
+  aim wanted;
+  reached got;
+  if (!set.aim || !read_aim(set.aim, &wanted)) return;
+  ranked *list = calibration_ranking(c, rare_class, temperature);
+  const ranking r = ranking_of(list, c->count);
+  if (r.is == 0 || r.is == c->count) printf("no threshold: the part to validate on does not have and lack ");
+  else {
+    threshold = threshold_for(list, c->count, wanted, &got);
+    printf("threshold %.4f for %s%s, where validation has a precision of %.1f%% and a recall of %.1f%%, of ", threshold,
+           set.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
+  }
+  free(list);
+  put_rare(), printf("\n");
+}
+static calibration *validated;
+static void collect(const series *s, int64_t row, const float *y) {
+  add_shares(validated, own.per_step ? data.labels[s->at + row] : s->label, y);
+}
+/* With cases or steps to validate on, sets the temperature and the threshold by them. Returns 0, or 2 after a
+   sentence. */
+static int choose(void) {
   const luna_model trained = model;
   calibration c = { .classes = label_count };
   if (own.forecast || data.validation == 0) return 0;
-  sure = &c, model = alone.model;
+  for (int32_t label = 0; own.per_step && label < label_count; label++) {
+    const int64_t runs = presence_of(data.training, data.training + data.validation, label).runs;
+    if (label == 0 || runs < c.independent) c.independent = runs;
+  }
+  validated = &c, model = alone.model;
   int status = find_all(alone.ctx, data.training, data.training + data.validation, collect);
   model = trained;
-  const double t = calibration_temperature(&c);
-  if (!status && c.count >= LEAST_CALIBRATED) {
-    printf("temperature %.3f on %lld to validate: expected calibration error on the same %.2f%%, was %.2f%%\n", t,
-           (long long)c.count, 100 * calibration_error(&c, t), 100 * calibration_error(&c, 1));
-    luna_tensor *weight = own.causal ? model.lm.output.weight : model.classifier.projection;
-    luna_status done = calibration_apply(weight, t);
-    if (done == LUNA_OK && own.causal) done = calibration_apply(model.lm.output.bias, t);
-    if (done != LUNA_OK) status = failed(weight->ctx);
-  }
+  if (!status) status = set_temperature(&c);
+  if (!status) set_threshold(&c);
   return calibration_close(&c), status;
+}
+
+static void linear_yardstick(void) {
+  if (!taught) linear_fit();
+  linear_refit();
 }
 /* Refuses what was given on the command line but changes nothing in this task. */
 static int check_flags(void) {
@@ -603,7 +952,7 @@ static int check_flags(void) {
   const struct { const void *place; bool idle; } all[] = {
     { &own.noise, own.forecast }, { &own.interval, !own.forecast }, { &own.stretch, windows }, { &own.scale, windows },
     { &own.window, !windows && !own.per_step },{ &set.positions, own.causal },
-    { &set.pooling, own.causal || own.per_step }
+    { &set.pooling, own.causal || own.per_step }, { &own.teach, !own.label }, { &own.average, !own.label }
   };
   for (size_t j = 0; j < sizeof all / sizeof *all; j++)
     for (int i = 0; all[j].idle && flag_given(all[j].place); i++)
@@ -632,6 +981,13 @@ static int read_task(const char *path) {
   if (!read_ahead(own.ahead))
     return fail("--ahead takes up to %d ascending numbers of steps with ',' between, not '%s'", AHEADS, own.ahead);
   if (own.label) own.per_step = true;
+  if (own.label && !flag_given(&own.causal)) own.causal = true; /* a recording is a stream */
+  if (own.label && !flag_given(&set.steps)) set.steps = 600;
+  aim wanted;
+  if (own.forecast && (set.aim || set.balance)) return fail("--aim and --balance are for classes, not for forecasts");
+  if (set.aim && !read_aim(set.aim, &wanted))
+    return fail("--aim takes f1, precision=0.9 or recall=0.9, not '%s'", set.aim);
+  if (own.inputs && !own.forecast) return fail("--inputs is for forecasts; classes are found from all columns");
   if (own.label && own.forecast) return fail("--label and --forecast are two tasks; choose one");
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
   if (read_data(path, true)) return 2;
@@ -663,6 +1019,8 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (read_task(words[0])) return 2;
   if (make_model(params) != LUNA_OK) return failed(ctx);
   if (measure()) return 2;
+  count_classes();
+  if (set.balance) balance_of(class_counts, label_count, balance = (float *)grow(NULL, label_count, sizeof(float)));
   if (remember(params) != LUNA_OK) return failed(ctx);
   if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
@@ -671,12 +1029,19 @@ static int train_model(luna_ctx *ctx, const char **words) {
          data.csv ? "parts of one recording (to learn from, to choose the model by, to measure on)" : "series",
          (long long)data.size, (long long)data.k);
   if (!own.forecast) printf(", %d classes", (int)label_count);
-  printf("; %lld parameters\n", (long long)luna_params_element_count(params));
+  printf("; %lld parameters", (long long)luna_params_element_count(params));
+  if (!own.forecast) say_parts();
+  printf("\n");
+  if (!own.forecast) warn_of_parts();
   fflush(stdout);
   join_unlearnt();
   if (learn(ctx, params)) return 2;
   if (best_end(&best, params, &bar) != LUNA_OK) return failed(ctx);
-  if (set_temperature()) return 2;
+  if (own.forecast && fold_changes(params) != LUNA_OK) return failed(ctx);
+  if (choose()) return 2;
+  if (balance && balance_model(params) != LUNA_OK) return failed(ctx);
+  if (!own.forecast && ranks.rank == 0) linear_yardstick();
+  if (remember_choices(params) != LUNA_OK) return failed(ctx);
   if (ranks.rank > 0) return 0;
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   say("%s: %lld steps in %.0f s", set.out, (long long)bar.step, seconds() - start);
@@ -693,60 +1058,105 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (load_both(ctx, words)) return 2;
   if (own.per_step && !data.csv) join(0, data.count);
   say_learnt(input_layer()->params, data.text, words[1]);
-  return print_score(ctx, 0, data.count, "");
+  return print_score(ctx, 0, data.count, "", linear.weights && own.by == BY_MODEL);
 }
 
-/* Of the first series: each row's class and its probability, or the forecasts that end there of the fewest steps ahead,
-   [rows,k,level_count] */
-static float *drawn;
-static void print_forecasts(const series *s, const float *y) {
+/* For the picture, of each series what is found: as draw_series takes it. */
+static float **drawn;
+static int64_t drawn_rows(const series *s) { /* of a series, or of each distance of its forecasts */
+  if (own.forecast) return s->n + ahead[ahead_count - 1];
+  return own.per_step ? s->n : 1;
+}
+static void drawn_open(void) {
+  const int64_t size = own.forecast ? ahead_count * data.k * level_count : label_count;
+  drawn = (float **)grow(NULL, data.count, sizeof *drawn);
+  for (int64_t i = 0; i < data.count; i++) {
+    const int64_t count = drawn_rows(data.list + i) * size;
+    drawn[i] = (float *)grow(NULL, count, sizeof(float));
+    for (int64_t j = 0; j < count; j++) drawn[i][j] = NAN; /* nothing forecasts the first rows */
+  }
+}
+static void drawn_close(void) {
+  for (int64_t i = 0; drawn && i < data.count; i++) free(drawn[i]);
+  free(drawn);
+}
+static void keep_drawn(const series *s, int64_t row, const float *y) {
+  float *to = drawn[s - data.list];
+  const int64_t each = data.k * level_count;
+  if (!own.forecast) memcpy(to + row * label_count, y, (size_t)label_count * sizeof(float));
+  for (int64_t a = 0; own.forecast && a < ahead_count; a++)
+    for (int64_t i = 0; i < each; i++)
+      if (!input_only[i / level_count]) to[(a * drawn_rows(s) + row + ahead[a]) * each + i] = y[a * each + i];
+}
+
+static void print_forecasts(const series *s, int64_t row, const float *y) {
   for (int64_t i = 0; i < ahead_count * level_count; i++) {
-    printf("%lld,%lld,%g", (long long)(s - data.list) + 1, (long long)ahead[i / level_count],
-           (double)levels[i % level_count]);
+    printf("%lld,", (long long)(s - data.list) + 1);
+    if (own.every) printf("%lld,", (long long)row + 1);
+    printf("%lld,%g", (long long)ahead[i / level_count], (double)levels[i % level_count]);
     for (int64_t c = 0; c < data.k; c++)
-      printf(",%.6g", (double)y[(i / level_count * data.k + c) * level_count + i % level_count]);
+      if (!input_only[c]) printf(",%.6g", (double)y[(i / level_count * data.k + c) * level_count + i % level_count]);
     printf("\n");
   }
 }
+/* A name as a cell of CSV: between quotes where it has a comma or a quote. */
+static void put_cell(word w) {
+  const bool quoted = memchr(w.at, ',', (size_t)w.size) || memchr(w.at, '"', (size_t)w.size);
+  if (quoted) putchar('"');
+  for (int64_t i = 0; i < w.size; i++) {
+    if (w.at[i] == '"') putchar('"');
+    put_label(w.at + i, 1);
+  }
+  if (quoted) putchar('"');
+}
+static void print_header(void) {
+  printf(own.every || own.per_step ? "series,step," : "series,");
+  printf(own.forecast ? "ahead,quantile" : "found");
+  for (int64_t c = 0; c < (own.forecast ? data.k : label_count); c++)
+    if (!own.forecast || !input_only[c]) putchar(','), put_cell(own.forecast ? column_name(c) : classes[c]);
+  printf("\n");
+}
 static void print_found(const series *s, int64_t row, const float *y) {
-  const int32_t found = own.forecast ? 0 : best_of(y);
-  const int64_t size = data.k * level_count;
-  if (!own.forecast) put_label(classes[found].at, classes[found].size), printf("\t%.3f\n", (double)y[found]);
-  else if (row + 1 == s->n) print_forecasts(s, y);
-  if (s != data.list) return;
-  if (own.forecast) memcpy(drawn + (row + ahead[0]) * size, y, (size_t)size * sizeof(float));
-  else drawn[2 * row] = (float)found, drawn[2 * row + 1] = y[found];
+  if (own.svg) keep_drawn(s, row, y);
+  if (own.forecast) {
+    if (own.every || row + 1 == s->n) print_forecasts(s, row, y);
+    return;
+  }
+  printf("%lld,", (long long)(s - data.list) + 1);
+  if (own.per_step) printf("%lld,", (long long)row + 1);
+  put_cell(classes[best_of(y)]);
+  for (int32_t c = 0; c < label_count; c++) printf(",%.4f", (double)y[c]);
+  printf("\n");
 }
 
 static int predict(luna_ctx *ctx, const char **words) {
+  if ((own.from || own.to) && !own.svg) return fail("--from and --to say what --svg draws; add it");
+  if (own.to && own.to < own.from)
+    return fail("--from %lld is after --to %lld", (long long)own.from, (long long)own.to);
   if (load_both(ctx, words)) return 2;
-  const int64_t size = own.forecast ? data.k * level_count : 2, count = (data.list[0].n + ahead[0]) * size;
-  drawn = (float *)grow(NULL, count, sizeof(float));
-  for (int64_t i = 0; i < count; i++) drawn[i] = NAN;      /* nothing forecasts the first rows */
-  if (own.forecast) printf("series,ahead,quantile");
-  for (int64_t c = 0; c < data.k && own.forecast; c++) {
-    const word w = column_name(c);
-    putchar(','), put_label(w.at, w.size);
-  }
-  if (own.forecast) printf("\n");
+  if (own.every && !own.forecast) return fail("--every is for forecasts; of classes each step is printed anyway");
+  if (own.svg) drawn_open();
+  print_header();
   if (find_all(ctx, 0, data.count, print_found)) return 2;
   if (ferror(stdout)) return fail("cannot write what is found: %s", strerror(errno));
-  return own.svg ? draw_series(own.svg, words[1], drawn) : 0;
+  return own.svg ? draw_series(own.svg, words[1], (const float *const *)drawn) : 0;
 }
 
 static const command commands[] = {
   { "train", { "data: .ts or CSV" }, "learns from series, and writes a model", train },
   { "eval", { "model: a file that train wrote", "data: .ts or CSV" }, "how well a model does on a file", eval },
   { "predict", { "model: a file that train wrote", "data: .ts or CSV" },
-    "what a model finds in a file; a --causal one without --carry reads it by windows", predict },
+    "what a model finds in a file; a causal one reads it as a stream does", predict },
   { 0 }
 };
 
 int main(int count, char **given) {
   int status = example("series", commands, flags, count, given);
-  free(batch.x), free(batch.targets), free(batch.labels), free(batch.lengths);
-  free(data.text.data), free(data.rows), free(data.labels), free(data.list), free(mean), free(drawn);
+  free(batch.x), free(batch.targets), free(batch.taught), free(batch.labels), free(batch.lengths);
+  free(taught), free(linear_shares);
+  drawn_close();
+  free(data.text.data), free(data.rows), free(data.known), free(data.labels), free(data.list), free(mean);
   free(best.values), free(readers);
-  score_close();
+  score_close(), linear_close(), free(data.kept_out), free(balance);
   return status;
 }

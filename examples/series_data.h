@@ -13,11 +13,14 @@
 #define BAD_CELLS 0.05               /* of a column of numbers, at most, that are neither numbers nor missing */
 
 enum { NONE = -1, UNKNOWN = -2 };    /* labels: not given; given, but not one that the model knows */
-typedef struct series { int64_t at, n; int32_t label; } series; /* rows at .. at + n - 1 */
+/* Rows at .. at + n - 1; `lead` rows before them a model may read first. They are not measured on. */
+typedef struct series { int64_t at, n; int32_t label; int64_t lead; } series;
 static struct {
   contents text;
   float *rows;                       /* [size,k], NaN where a number is missing */
+  float *known;                      /* for forecasts: [size,k], each column's last number, NaN before any */
   int32_t *labels;                   /* [size], NONE or UNKNOWN where it is no class of the model */
+  bool *kept_out;                    /* [size] or null: rows of a recording to validate on, which training only reads */
   int64_t size, k;
   series *list;                      /* those to learn from, to validate on, and held back */
   int64_t count, training, validation;
@@ -27,6 +30,7 @@ typedef struct word { const unsigned char *at; int64_t size; } word;
 static word classes[CLASSES], columns[COLUMNS]; /* names */
 static int32_t label_count;
 static int64_t column_count;         /* of the model */
+static bool input_only[COLUMNS];     /* columns that are read but not forecast: their outputs mean nothing */
 #define AHEADS 16
 static int64_t ahead[AHEADS] = { 1 }, ahead_count = 1; /* how many rows after the present one forecasts are for */
 static float levels[3] = { 0.5f };   /* of a forecast's quantiles */
@@ -94,14 +98,17 @@ TOOL word trimmed(const unsigned char *at, const unsigned char *end) { /* withou
   return (word){ at, end - at };
 }
 
+static unsigned char decimal = '.';  /* what is before the decimals: a comma in tables with ';' or tabs between cells */
+
 /* Reads a number; NaN: it is missing. False: it is none, or so large that floats of a model could overflow. */
 TOOL bool number_of(word w, float *out) {
   char text[64], *end;
   *out = NAN;
   if (is_missing(w, true)) return true;
   if (w.size >= (int64_t)sizeof text) return false;
-  for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr("0123456789+-.eE", w.at[i])) return false;
-  memcpy(text, w.at, (size_t)w.size);
+  const char *const signs = decimal == ',' ? "0123456789+-,eE" : "0123456789+-.eE";
+  for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr(signs, w.at[i])) return false;
+  for (int64_t i = 0; i < w.size; i++) text[i] = (char)(w.at[i] == decimal ? '.' : w.at[i]);
   text[w.size] = 0;
   double value = strtod(text, &end);
   if (*end || end == text || !(fabs(value) <= 1e30)) return false;
@@ -138,7 +145,7 @@ TOOL void add_rows(int64_t n) {
 }
 TOOL void add_series(int64_t at, int64_t n, int32_t label) {
   data.list = (series *)grow(data.list, data.count + 1, sizeof *data.list);
-  data.list[data.count++] = (series){ at, n, label };
+  data.list[data.count++] = (series){ at, n, label, 0 };
 }
 
 /* ---- cells that are neither a number nor missing ----------------------------------------------------------------- */
@@ -238,7 +245,7 @@ static struct table_of_numbers {
   int64_t count, begin;              /* columns; where the first row begins */
   int64_t label, first_line;         /* the column of labels, or -1; the line of the first row */
   unsigned char by;                  /* between columns */
-  struct { cells cells; bool wanted, unwanted, varies, rises, falls; float first, last; } is[COLUMNS];
+  struct { cells cells; bool wanted, unwanted, input, varies, rises, falls; float first, last; } is[COLUMNS];
 } csv;
 
 /* The column that a word names or, from 1, counts; -1: none. */
@@ -246,6 +253,39 @@ TOOL int64_t column_of(word w) {
   for (int64_t c = 0; c < csv.count; c++) if (same_word(csv.names[c], w)) return c;
   for (int64_t c = 0; c < csv.count; c++) if (is_word(w, csv.numbers[c])) return c;
   return -1;
+}
+
+/* Where ';' or tabs are between cells, numbers may have decimal commas: they have, where more of the first lines' cells
+   are numbers with a comma than with a point. */
+TOOL void find_decimal(void) {
+  static word parts[COLUMNS + 1];
+  int64_t at = 0, length, commas = 0, points = 0;
+  const unsigned char *line;
+  decimal = '.';
+  if (csv.by == ',') return;
+  for (int i = 0; i < 1000 && (line = next_line(data.text, &at, &length)) != NULL; i++) {
+    const int64_t count = cut(line, length, csv.by, parts);
+    for (int64_t c = 0; c < count && c < COLUMNS; c++) {
+      float value;
+      decimal = ',';
+      commas += memchr(parts[c].at, ',', (size_t)parts[c].size) && number_of(parts[c], &value) && value == value;
+      decimal = '.';
+      points += memchr(parts[c].at, '.', (size_t)parts[c].size) && number_of(parts[c], &value) && value == value;
+    }
+  }
+  if (commas > points) decimal = ',';
+}
+
+/* Whether a line is numbers with decimal commas and ';' between them, of which "1,5;2" has a comma first. */
+TOOL bool all_decimal(const unsigned char *line, int64_t length) {
+  static word parts[COLUMNS + 1];
+  const int64_t count = cut(line, length, ';', parts);
+  bool all = count > 1;
+  float value;
+  decimal = ',';
+  for (int64_t c = 0; c < count && c < COLUMNS; c++) all = all && number_of(parts[c], &value);
+  decimal = '.';
+  return all;
 }
 
 /* The first line: what is between columns, and their names, where it is not numbers. */
@@ -256,6 +296,8 @@ TOOL int read_names(const char *path) {
   bool header = true;
   csv.by = ',';
   for (int64_t i = length; i-- > 0;) if (strchr(",;\t", line[i]) && line[i]) csv.by = line[i];
+  if (csv.by == ',' && all_decimal(line, length)) csv.by = ';';
+  find_decimal();
   csv.count = cut(line, length, csv.by, csv.names);
   if (csv.count > COLUMNS) return fail("%s has more than %d columns", path, COLUMNS);
   for (int64_t c = 0; c < csv.count; c++) header = header && !(number_of(csv.names[c], &value) && value == value);
@@ -275,14 +317,16 @@ TOOL int read_names(const char *path) {
 }
 
 /* Sets a mark of each column of a list, "a,b,7". */
-TOOL int mark_columns(const char *path, const char *list, bool drops) {
+enum { WANTED, UNWANTED, INPUT };
+TOOL int mark_columns(const char *path, const char *list, int mark) {
   static word words[COLUMNS + 1];
   const int64_t count = list ? cut((const unsigned char *)list, (int64_t)strlen(list), ',', words) : 0;
   for (int64_t i = 0; i < count && i <= COLUMNS; i++) {
     const int64_t c = column_of(words[i]);
     if (c < 0) return fail("%s has no column '%.*s'", path, shown_size(words[i]), (const char *)words[i].at);
-    if (drops) csv.is[c].unwanted = true;
-    else csv.is[c].wanted = true;
+    if (mark == UNWANTED) csv.is[c].unwanted = true;
+    else if (mark == WANTED) csv.is[c].wanted = true;
+    else csv.is[c].input = true;
   }
   return 0;
 }
@@ -328,10 +372,12 @@ TOOL void say_of_column(const char *path, int64_t c, const char *what) {
 }
 /* The model's columns: those of numbers that change, but for what --columns and --drop say. */
 TOOL int choose_columns(const char *path) {
-  if (mark_columns(path, own.columns, false) || mark_columns(path, own.drop, true)) return 2;
+  int64_t forecast = 0;
+  if (mark_columns(path, own.columns, WANTED) || mark_columns(path, own.drop, UNWANTED) ||
+      mark_columns(path, own.inputs, INPUT)) return 2;
   for (int64_t c = 0; c < csv.count; c++) {
     const cells *of = &csv.is[c].cells;
-    if (c == csv.label || csv.is[c].unwanted || (own.columns && !csv.is[c].wanted)) continue;
+    if (c == csv.label || csv.is[c].unwanted || (own.columns && !csv.is[c].wanted && !csv.is[c].input)) continue;
     if (too_bad(of)) {
       if (csv.is[c].wanted)
         return fail("%s: column '%.*s' is not of numbers: line %lld has '%.*s'", path, shown_size(csv.names[c]),
@@ -343,6 +389,7 @@ TOOL int choose_columns(const char *path) {
             puts("', which is no number, or too large a one");
     } else if (!csv.is[c].varies) say_of_column(path, c, "is left out: it never changes\n");
     else {
+      input_only[column_count] = csv.is[c].input, forecast += !csv.is[c].input;
       columns[column_count++] = csv.names[c];
       if (csv.is[c].wanted || (!csv.is[c].rises && !csv.is[c].falls)) continue;
       say_of_column(path, c, csv.is[c].rises ? "only rises" : "only falls");
@@ -351,6 +398,7 @@ TOOL int choose_columns(const char *path) {
             "from; --drop %.*s leaves it out", shown_size(csv.names[c]), (const char *)csv.names[c].at);
     }
   }
+  if (own.inputs && column_count && !forecast) return fail("%s: --inputs leaves no column to forecast", path);
   return 0;
 }
 
@@ -401,21 +449,87 @@ TOOL int read_csv(const char *path, bool learns) {
 
 enum { TRAINING, VALIDATION, HELD, PARTS };
 #define LEAST_CASES 20               /* to validate on, where --validate is not given: of fewer, chance decides */
-#define LEAST_STEPS 20               /* of a recording, likewise */
+#define LEAST_STEPS 20               /* of a block of a recording, likewise */
 #define MOST_STEPS 20000             /* more only take time */
+#define BLOCKS 8                     /* of a recording to validate on, at most, spread over time */
+#define PLACES 32                    /* that are tried for a block */
 
-/* A recording's parts in time: a fifth is held back, and of what is left the end is to validate on. */
+/* counts of classes among the rows of all blocks so far, and among those of all that is left */
+static struct { int64_t blocks[CLASSES], all[CLASSES]; } seen_classes;
+TOOL int32_t class_at(int64_t row) { return data.labels[row] < 0 ? label_count : data.labels[row]; }
+
+/* How far the classes of the blocks would be from their share, with a block at this row: each class counts alike. A
+   block that cuts a stretch of a class in two is the worse for it. */
+TOOL double block_cost(int64_t at, int64_t size, double part, const series *all) {
+  static int64_t count[CLASSES + 1];
+  double cost = 0;
+  memset(count, 0, sizeof count);
+  for (int64_t i = at; i < at + size; i++) count[class_at(i)]++;
+  for (int32_t c = 0; c < label_count; c++) {
+    const double wanted = part * (double)seen_classes.all[c], is = (double)(seen_classes.blocks[c] + count[c]);
+    if (wanted > 0) cost += fabs(is - wanted) / wanted;
+  }
+  for (int end = 0; end < 2 && label_count; end++) {       /* the most frequent class may be cut */
+    const int64_t row = end ? at + size : at;
+    if (row <= all->at || row >= all->at + all->n || class_at(row) != class_at(row - 1)) continue;
+    const int32_t c = class_at(row);
+    if (c < label_count && 2 * seen_classes.all[c] < all->n) cost += 0.5;
+  }
+  return cost;
+}
+/* A block of a stretch of a recording; without classes it is the middle. share: of all blocks up to this one. */
+TOOL void add_block(series stretch, int64_t size, double share, const series *all) {
+  const int64_t room = stretch.n - size;
+  int64_t best = stretch.at + room / 2;
+  double least = label_count ? block_cost(best, size, share, all) : 0;
+  for (int64_t i = 0; i <= PLACES && label_count; i++) {
+    const int64_t at = stretch.at + room * i / PLACES;
+    const double cost = block_cost(at, size, share, all);
+    if (cost < least - 1e-9) least = cost, best = at;
+  }
+  for (int64_t i = best; i < best + size; i++) {
+    data.kept_out[i] = true;
+    if (data.labels[i] >= 0) seen_classes.blocks[data.labels[i]]++;
+  }
+  add_series(best, size, -1);
+}
+/* Blocks of a share of the rows that are not held back (from .. to - 1), evenly spread over time. A model reads what is
+   before them, but learns neither its classes nor its numbers. */
+TOOL void add_blocks(series s, int64_t from, int64_t to) {
+  const int64_t left = s.n - (to - from), least = LEAST_STEPS + 2 * ahead[ahead_count - 1] * (own.forecast != 0);
+  int64_t size = (int64_t)(own.validate * (double)left);
+  if (size > MOST_STEPS) size = MOST_STEPS;
+  int64_t blocks = size / least < BLOCKS ? size / least : BLOCKS;
+  if (blocks == 0 || size > left / 2) return;
+  data.kept_out = (bool *)memset(grow(NULL, data.size, sizeof(bool)), 0, (size_t)data.size * sizeof(bool));
+  memset(&seen_classes, 0, sizeof seen_classes);
+  for (int64_t i = 0; i < s.n; i++)
+    if ((i < from || i >= to) && data.labels[s.at + i] >= 0) seen_classes.all[data.labels[s.at + i]]++;
+  for (int64_t b = 0; b < blocks; b++) {                   /* stretches of what is left; none over the part held back */
+    int64_t first = left * b / blocks, last = left * (b + 1) / blocks;
+    if (first < from && last > from) {                     /* its longer side */
+      if (from - first > last - from) last = from;
+      else first = from;
+    }
+    if (first >= from) first += to - from, last += to - from;
+    const int64_t wanted = size / blocks, n = wanted < (last - first) / 2 ? wanted : (last - first) / 2;
+    add_block((series){ s.at + first, last - first, -1, 0 }, n, own.validate * (double)(b + 1) / (double)blocks, &s);
+  }
+}
+
+/* A recording's parts in time: a fifth is held back, and of what is left blocks are to validate on. A model may read
+   the rows before each of these, as many as a window has. */
 TOOL void split_recording(series s, int part) {
   const int64_t from = own.held ? s.n * (own.held - 1) / 5 : s.n, to = own.held ? s.n * own.held / 5 : s.n;
-  const int64_t last = to < s.n ? s.n : from, begin = to < s.n ? to : 0; /* what is left ends with begin .. last - 1 */
-  int64_t cut = (int64_t)(own.validate * (double)(s.n - (to - from)));
-  if (cut < LEAST_STEPS) cut = 0;
-  if (cut > MOST_STEPS) cut = MOST_STEPS;
-  if (cut > (last - begin) / 2) cut = (last - begin) / 2;
+  const int64_t first = data.count;
   if (part == HELD && to > from) add_series(s.at + from, to - from, -1);
-  if (part == VALIDATION && cut) add_series(s.at + last - cut, cut, -1);
-  if (part == TRAINING && begin > 0 && from > 0) add_series(s.at, from, -1);
-  if (part == TRAINING && last - cut > begin) add_series(s.at + begin, last - cut - begin, -1);
+  if (part == VALIDATION) add_blocks(s, from, to);
+  if (part == TRAINING && from > 0) add_series(s.at, from, -1);
+  if (part == TRAINING && to < s.n) add_series(s.at + to, s.n - to, -1);
+  for (int64_t i = first; i < data.count && part != TRAINING; i++) {
+    const int64_t before = data.list[i].at - s.at;
+    data.list[i].lead = before < own.window ? before : own.window;
+  }
 }
 
 /* Puts what is not learnt from last: of cases a fifth of each class, and a share of the rest. */
@@ -442,6 +556,18 @@ TOOL void split_data(void) {
   data.training += data.validation, data.validation = 0;
 }
 
+/* Forecasts start from the last number that is known. */
+TOOL void fill_known(void) {
+  const int64_t k = data.k;
+  data.known = (float *)memcpy(grow(NULL, data.size * k, sizeof(float)), data.rows,
+                               (size_t)(data.size * k) * sizeof(float));
+  for (int64_t i = 0; i < data.count; i++)
+    for (int64_t j = k; j < data.list[i].n * k; j++) {
+      float *x = data.known + data.list[i].at * k + j;
+      if (*x != *x) *x = x[-k];
+    }
+}
+
 TOOL int read_data(const char *path, bool learns) {
   if (read_file(path, &data.text)) return 2;
   if (data.text.size >= 3 && memcmp(data.text.data, "\xEF\xBB\xBF", 3) == 0) /* a byte order mark */
@@ -454,11 +580,13 @@ TOOL int read_data(const char *path, bool learns) {
   if (!learns && data.csv != (column_count > 0))
     return data.csv ? fail("%s is a table (CSV), but the model learnt from cases (.ts)", path) :
         fail("%s has cases (.ts), but the model learnt from a table (CSV)", path);
-  if (!data.csv && (own.columns || own.drop)) return fail("--columns and --drop are for tables (CSV)");
+  if (!data.csv && (own.columns || own.drop || own.inputs))
+    return fail("--columns, --drop and --inputs are for tables (CSV)");
   if (data.csv ? read_csv(path, learns) : read_ts(path, learns)) return 2;
   if (data.count == 0 || data.size == 0) return fail("%s holds no series", path);
   if (learns && data.csv && !own.held) own.held = 5;
   data.training = data.count;
+  if (own.forecast) fill_known();
   if (learns) split_data();
   return 0;
 }
@@ -487,7 +615,7 @@ TOOL int64_t join(int64_t first, int64_t last) {
     memcpy(data.labels + to, data.labels + s.at, (size_t)s.n * sizeof(int32_t));
   }
   if (count == 0) return first;
-  data.list[first] = (series){ at, data.size - at, -1 };
+  data.list[first] = (series){ at, data.size - at, -1, 0 };
   memmove(data.list + first + 1, data.list + last, (size_t)(data.count - last) * sizeof(series));
   data.count -= count - 1;
   return first + 1;

@@ -3,50 +3,74 @@
      score_clear()                     then
      score_class(row, label, shares)   for each series or row: its class, and the probabilities that the model gives
      score_forecast(...)               for each number that is forecast
-     score_table()                     a line for each class or column, and which classes are taken for which
+     score_table()                     a line for each class or column, which classes are taken for which, and what
+                                       other thresholds would find of a rare class
      score_lines(begin, deviations)    the whole in a line, or one for each number of steps ahead */
 #include "calibration.h"
 
 #define SHOWN_CLASSES 20             /* in the matrix, at most */
 #define NAME_WIDTH 24                /* of a class or a column in a table */
 
+static int64_t class_counts[CLASSES]; /* of the rows or cases that are learnt from */
+static int32_t rare_class;           /* the one that they have least of */
+static int64_t seasons[COLUMNS];     /* of each column, in rows: what repeats best in the training data */
+static double threshold;             /* the probability from which on the rare class is found; 0: none */
+static float *balance;               /* with --balance the factors of classes in the loss; else null */
+static double temperature = 1;       /* that the logits have been divided by */
+
 static struct {
   int64_t count, right;
-  double loss;                       /* sum of -ln p of the true class, or of absolute errors in deviations */
+  double loss;                       /* of forecasts: sum of absolute errors in deviations */
   confidences sure;
+  calibration all;                   /* log-probabilities and labels */
   int64_t *pairs;                    /* [classes + 1, classes]: true class (the last: unknown), class found */
   /* of each class [classes]: how often it begins, in how many of these it is found, after how many steps in all; how
      often the model finds that it begins where it does not */
   int64_t *runs, *found, *delay, *alarms;
   /* [ahead_count,k]: sums of absolute errors, and of repeating the last value; how many, and how many inside the
      interval */
-  double *error, *last;
+  double *error, *last, *repeated;   /* repeated: of the season's number */
   int64_t *errors, *inside;
   /* the class that lasts, and where it began; whether the model has found it since */
   struct { int32_t label, best; int64_t row; bool found; } run; /* best: what the model found in the row before */
 } score;
 
 TOOL void score_close(void) {
-  free(score.pairs), free(score.runs), free(score.error), free(score.errors);
+  free(score.pairs), free(score.runs), free(score.error), free(score.errors), calibration_close(&score.all);
 }
 TOOL void score_clear(void) {
   score_close();
   const int64_t c = label_count, k = ahead_count * data.k;
   memset(&score, 0, sizeof score);
+  score.all.classes = c;
   score.pairs = (int64_t *)memset(grow(NULL, (c + 1) * c + 1, sizeof(int64_t)), 0,
                                   (size_t)((c + 1) * c) * sizeof(int64_t));
   score.runs = (int64_t *)memset(grow(NULL, 4 * c + 1, sizeof(int64_t)), 0, (size_t)(4 * c) * sizeof(int64_t));
   score.found = score.runs + c, score.delay = score.found + c, score.alarms = score.delay + c;
-  score.error = (double *)memset(grow(NULL, 2 * k, sizeof(double)), 0, (size_t)(2 * k) * sizeof(double));
-  score.last = score.error + k;
+  score.error = (double *)memset(grow(NULL, 3 * k, sizeof(double)), 0, (size_t)(3 * k) * sizeof(double));
+  score.last = score.error + k, score.repeated = score.last + k;
   score.errors = (int64_t *)memset(grow(NULL, 2 * k, sizeof(int64_t)), 0, (size_t)(2 * k) * sizeof(int64_t));
   score.inside = score.errors + k;
 }
 
+/* The class that is found: the likeliest one; with a threshold the rare one from there on, else the likeliest other. */
 TOOL int32_t best_of(const float *shares) {
-  int32_t best = 0;
-  for (int32_t c = 1; c < label_count; c++) if (shares[c] > shares[best]) best = c;
+  const int32_t left_out = threshold > 0 ? rare_class : -1;
+  int32_t best = left_out == 0;
+  if (threshold > 0 && (double)shares[rare_class] >= threshold) return rare_class;
+  for (int32_t c = 1; c < label_count; c++) if (c != left_out && shares[c] > shares[best]) best = c;
   return best;
+}
+/* Probabilities of a model that learnt with --balance, as the data have the classes. */
+TOOL void unbalance_shares(float *shares) {
+  double sum = 0;
+  for (int32_t c = 0; c < label_count; c++) sum += (double)shares[c] / (double)balance[c];
+  for (int32_t c = 0; c < label_count; c++) shares[c] = (float)((double)shares[c] / (double)balance[c] / sum);
+}
+TOOL void add_shares(calibration *to, int32_t label, const float *shares) {
+  static float logs[CLASSES];
+  for (int32_t c = 0; c < label_count; c++) logs[c] = logf(fmaxf(shares[c], 1e-30f));
+  if (label >= 0) calibration_add(to, logs, label);
 }
 
 /* When a class begins, how long the model takes to find it. A series' first class is not counted: when that began is
@@ -69,14 +93,15 @@ TOOL void score_class(int64_t row, int32_t label, const float *shares) {
   score.count++, score.right += label == best;             /* UNKNOWN is never right */
   confidences_add(&score.sure, (double)shares[best], label == best);
   score.pairs[(label == UNKNOWN ? label_count : label) * label_count + best]++;
-  score.loss -= label >= 0 ? log(fmax((double)shares[label], 1e-12)) : 0;
+  add_shares(&score.all, label, shares);
 }
-/* i: of ahead_count times k forecasts; deviation: the column's, in the training data */
-TOOL void score_forecast(int64_t i, const float *quantiles, double now, double next, double deviation) {
+/* i: of ahead_count times k forecasts; season: the number a season before; deviation: the column's, in the training
+   data */
+TOOL void score_forecast(int64_t i, const float *quantiles, double now, double season, double next, double deviation) {
   const double by = fabs((double)quantiles[level_count / 2] - next), last = fabs(now - next);
   if (by != by || last != last) return;
   score.count++, score.errors[i]++;
-  score.error[i] += by, score.last[i] += last;
+  score.error[i] += by, score.last[i] += last, score.repeated[i] += fabs(season - next);
   score.loss += by / deviation;
   score.inside[i] += next >= (double)quantiles[0] && next <= (double)quantiles[level_count - 1];
 }
@@ -109,56 +134,87 @@ TOOL void matrix_of_classes(void) {
   printf("\n");
 }
 TOOL void table_of_classes(void) {
-  printf("%-*s %10s %10s %10s %10s", NAME_WIDTH, "class", own.per_step ? "steps" : "series", "recall", "precision",
-         "F1");
+  printf("%-*s %10s %10s %10s %10s %10s %10s", NAME_WIDTH, "class", own.per_step ? "steps" : "series", "recall",
+         "precision", "F1", "AP", "AUC");
   if (own.per_step) printf(" %10s %10s %12s %12s", "begins", "found", "delay, steps", "false begins");
   for (int32_t c = 0; c < label_count; c++) {
     const int64_t is = pairs_of(c, true), found = pairs_of(c, false), right = score.pairs[c * label_count + c];
     printf("\n"), put_name(classes[c]);
     printf(" %10lld", (long long)is);
     put_share(share(right, is)), put_share(share(right, found)), put_share(share(2 * right, is + found));
+    ranked *list = calibration_ranking(&score.all, c, 1);
+    const ranking r = ranking_of(list, score.all.count);
+    free(list);
+    put_share(100 * r.precision), put_share(100 * r.area);
     if (!own.per_step) continue;
     printf(" %10lld %10lld", (long long)score.runs[c], (long long)score.found[c]);
     if (score.found[c]) printf(" %12.1f", (double)score.delay[c] / (double)score.found[c]);
     else printf(" %12s", "-");
     printf(" %12lld", (long long)score.alarms[c]);
   }
-  printf("\n");
+  printf("\nAP: average precision; AUC: the area under the ROC curve, 50%% by chance\n");
   if (own.per_step)
     printf("a beginning is found if the class is, at any step before it ends; a false one: the model changes to "
            "the class while another is true\n");
 }
+/* What more alarms would find: the rare class of two at five recalls. */
+TOOL void table_of_thresholds(void) {
+  const int64_t is = pairs_of(rare_class, true);
+  if (label_count != 2 || is == 0 || is == score.all.count) return;
+  ranked *list = calibration_ranking(&score.all, rare_class, 1);
+  int64_t found = 0, wanted = 10;
+  printf("'"), put_shown(stdout, classes[rare_class].at, shown_size(classes[rare_class]));
+  printf("' by the probability from which on it is found\n%11s %10s %10s %10s %10s\n", "probability", "recall",
+         "precision", "F1", "found");
+  for (int64_t i = 0; i < score.all.count; i++) {
+    found += list[i].is;
+    const bool tied = i + 1 < score.all.count && list[i + 1].probability >= list[i].probability;
+    if (tied || 100 * found < wanted * is) continue;
+    printf("%11.4f", list[i].probability);
+    put_share(share(found, is)), put_share(share(found, i + 1)), put_share(share(2 * found, is + i + 1));
+    printf(" %10lld\n", (long long)i + 1);
+    for (const int64_t at = 100 * found / is; wanted <= at;) wanted += wanted == 10 ? 15 : wanted == 75 ? 15 : 25;
+    if (wanted > 90) break;
+  }
+  free(list);
+}
+TOOL const char *winner_of(int64_t i) { /* a repetition that is better than the forecast */
+  if (score.repeated[i] < score.error[i] && score.repeated[i] <= score.last[i]) return "  the season wins";
+  return score.last[i] < score.error[i] ? "  the last value wins" : "";
+}
 TOOL void table_of_columns(void) {
   printf("%-*s %8s %16s %16s %10s", NAME_WIDTH, "column", "ahead", "absolute error", "of last value", "ratio");
   if (level_count > 1) printf("   in %2lld%%", (long long)own.interval);
-  printf("\n");
+  printf(" %16s %8s\n", "of the season", "season");
   for (int64_t i = 0; i < ahead_count * data.k; i++) {
     const double count = (double)score.errors[i];
+    if (input_only[i % data.k]) continue;
     put_name(column_name(i % data.k));
     printf(" %8lld %16.6g %16.6g", (long long)ahead[i / data.k], score.error[i] / count, score.last[i] / count);
     put_share(100 * score.error[i] / score.last[i]);
     if (level_count > 1) put_share(share(score.inside[i], score.errors[i]));
-    printf("\n");
+    printf(" %16.6g %8lld%s\n", score.repeated[i] / count, (long long)seasons[i % data.k],
+           winner_of(i));
   }
 }
 TOOL void score_table(void) {
   if (own.forecast) { table_of_columns(); return; }
-  table_of_classes(), matrix_of_classes();
+  table_of_classes(), matrix_of_classes(), table_of_thresholds();
 }
 
 /* The mean over columns of the errors in deviations, so that each counts alike. */
 TOOL void forecast_line(const char *begin, int64_t a, const float *deviations) {
-  double error = 0, last = 0, used = 0;
+  double error = 0, last = 0, repeated = 0, used = 0;
   int64_t inside = 0, count = 0;
   for (int64_t k = 0; k < data.k; k++) {
     const int64_t i = a * data.k + k;
     if (score.errors[i] == 0) continue;
     const double by = (double)score.errors[i] * (double)deviations[k];
-    used++, error += score.error[i] / by, last += score.last[i] / by;
+    used++, error += score.error[i] / by, last += score.last[i] / by, repeated += score.repeated[i] / by;
     inside += score.inside[i], count += score.errors[i];
   }
-  printf("%s%lld ahead: mean absolute error, in deviations, %.6g, of the last value %.6g", begin, (long long)ahead[a],
-         error / used, last / used);
+  printf("%s%lld ahead: mean absolute error, in deviations, %.6g, of the last value %.6g, of the season %.6g", begin,
+         (long long)ahead[a], error / used, last / used, repeated / used);
   if (level_count > 1)
     printf("; intervals of %lld%% hold %.1f%%", (long long)own.interval, share(inside, count));
   printf("\n");
@@ -184,7 +240,17 @@ TOOL void class_line(const char *begin) {
   printf("': %.2f%%; expected calibration error %.2f%%\n", share(pairs_of(most, true), score.count),
          100 * confidences_error(&score.sure));
 }
+/* What the probabilities are worth. */
+TOOL void loss_line(void) {
+  printf("log loss %.4f", calibration_loss(&score.all, 1));
+  if (own.by == BY_MODEL && (temperature < 1 || temperature > 1)) /* logits times it are what the model gave */
+    printf(", before the temperature %.4f", calibration_loss(&score.all, 1 / temperature));
+  if (class_counts[rare_class] > 0)                        /* models of older versions do not say */
+    printf("; the shares of classes in the data learnt from have %.4f", calibration_base(&score.all, class_counts));
+  printf("\n");
+}
 TOOL void score_lines(const char *begin, const float *deviations) {
+  if (!own.forecast && score.all.count > 0) loss_line();
   if (!own.forecast) class_line(begin);
   else for (int64_t a = 0; a < ahead_count; a++) forecast_line(begin, a, deviations);
 }

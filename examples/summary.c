@@ -35,6 +35,7 @@ typedef struct totals {
   float *norms[NORMS];
   double bytes, moment_bytes;
   int width, column;                 /* of the longest name; of the line being printed */
+  bool forecasts, scaled;            /* a forecaster of series; of an older version, in units of series.change */
 } totals;
 
 static bool starts(const char *text, const char *with) { return strncmp(text, with, strlen(with)) == 0; }
@@ -85,6 +86,8 @@ static void print_pair(void *user, const char *key, const char *value) {
   totals *sum = (totals *)user;
   /* of which a model of features has none */
   if (sum->features > 0 && (strcmp(key, "luna.vocab") == 0 || strcmp(key, "luna.embedding_scale") == 0)) return;
+  sum->forecasts = sum->forecasts || starts(key, "series.ahead");
+  sum->scaled = sum->scaled || (starts(key, "series.change") && strcmp(value, "1") != 0);
   bool own = starts(key, "luna."), hexadecimal = own && strlen(value) == 16; /* the state of a training */
   const char *name = NULL;
   int length = 0;
@@ -152,6 +155,9 @@ static int summary(luna_ctx *ctx, const char *path) {
   if (luna_inspect(ctx, luna_path(path), &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor,
                                                  .user = &sum }) != LUNA_OK) return failed(ctx);
   if (sum.column) printf("\n");
+  if (sum.forecasts)
+    printf("  outputs: [steps ahead, columns, quantiles], each the change from its column's last number%s\n",
+           sum.scaled ? ", in units of series.change" : ", in its unit: add that number");
   for (int i = MEAN; i < NORMS; i += OUT_MEAN) print_norm(ctx, path, &sum, i);
   printf("\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.width, "tensor", "kind", "shape",
          "size", "min", "mean", "deviation", "max");

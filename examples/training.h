@@ -36,9 +36,11 @@ TOOL void curve_add(curve *c, double x, double y) {
   c->every = c->every ? 2 * c->every : 2;
 }
 
+#define RECENT 20
 typedef struct progress {
   int64_t step, first;               /* steps made; of these, before this run */
-  double start, shown, mean, tokens; /* mean: of the loss, over about 20 steps */
+  double start, shown, mean, tokens; /* mean: of the loss, over the last RECENT steps */
+  double recent[RECENT];
   /* seconds of all validations; the last one takes so many times as long as others, 0 = 1 */
   double validating, last;
   int64_t validations;
@@ -121,7 +123,9 @@ TOOL void progress_step(progress *p, double loss, double tokens) {
   double now = seconds();
   if (*p->begin) progress_line(p);
   curve_add(&p->training, (double)p->step, loss);
-  p->mean += (loss - p->mean) / (done < 20 ? (double)done : 20);
+  p->recent[done % RECENT] = loss, p->mean = 0;
+  for (int64_t i = 0; i < RECENT && i < done; i++) p->mean += p->recent[(done - i) % RECENT];
+  p->mean /= (double)(done < RECENT ? done : RECENT);
   p->tokens += tokens;
   if (p->step != set.steps && (p->live ? now - p->shown < 0.1 : p->step % every != 0)) return;
   p->shown = now;
@@ -218,7 +222,7 @@ TOOL axis axis_of(double low, double high) { /* round numbers around them, 5 to 
 TOOL int plot(const progress *p, const char *title) {
   const struct { const curve *c; const char *name, *colour; } lines[] =
       { { &p->training, "training", "#2a6fb0" }, { &p->validation, "validation", "#d95f02" } };
-  double low = HUGE_VAL, high = -HUGE_VAL, mean = 0;
+  double low = HUGE_VAL, high = -HUGE_VAL;
   for (int l = 0; l < 2; l++)
     for (int i = 0; i < lines[l].c->count; i++) low = fmin(low, lines[l].c->y[i]), high = fmax(high, lines[l].c->y[i]);
   if (!set.plot || ranks.rank > 0) return 0;
@@ -247,12 +251,16 @@ TOOL int plot(const progress *p, const char *title) {
     fprintf(f, "<text x=\"%d\" y=\"28\" fill=\"%s\">%s</text>\n"
                "<g fill=\"none\" stroke=\"%s\" stroke-linejoin=\"round\">\n",
             540 + 90 * l, lines[l].colour, lines[l].name, lines[l].colour);
-    /* training: the points pale, their running mean above them */
+    /* training: the points pale, above them the mean of each with its neighbours, on both sides: it does not lag */
     for (int smooth = l; smooth < 2; smooth++) {
       fprintf(f, "<polyline stroke-width=\"%s\" points=\"", smooth ? "1.8" : "1\" opacity=\"0.3");
       for (int i = 0; i < c->count; i++) {
-        mean = l || !smooth || i == 0 ? c->y[i] : mean + (c->y[i] - mean) / (i < 10 ? i + 1 : 10);
-        fprintf(f, "%.1f,%.1f ", X(c->x[i]), Y(mean));
+        int reach = l || !smooth ? 0 : 5;
+        if (reach > i) reach = i;
+        if (reach > c->count - 1 - i) reach = c->count - 1 - i;
+        double sum = 0;
+        for (int k = i - reach; k <= i + reach; k++) sum += c->y[k];
+        fprintf(f, "%.1f,%.1f ", X(c->x[i]), Y(sum / (2 * reach + 1)));
       }
       fprintf(f, "\"/>\n");
     }

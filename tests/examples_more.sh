@@ -181,6 +181,11 @@ check "text pairs of the user are shown" \
   sh -c "'$build/summary' a.safetensors | grep -q '^  translate.pairs [0-9 ]*\.\.\. ([0-9]* bytes)'"
 awk 'BEGIN { print "speed,heat,state"; for (t = 0; t < 300; t++) { f = int(t / 30) % 2
   print 20 + 5 * sin(t * (f ? 0.8 : 0.3)) "," 300 + 10 * cos(t * 0.1) "," (f ? "fast" : "slow") } }' >w.csv
+printf 'x,y\n' >f.csv
+awk 'BEGIN { for (t = 0; t < 200; t++) print t % 7 "," t % 5 }' >>f.csv
+check "a forecaster is made" sh -c "'$build/series' train f.csv --forecast --steps 3 --out f.safetensors >out"
+check "it is shown" run f.safetensors
+check "with what its outputs are" grep -q "^  outputs: .* the change from its column's last number, in its unit: add" out
 check "a model of features is made" sh -c "'$build/series' train w.csv --label state --steps 3 --out s.safetensors >out"
 run s.safetensors
 check "it has no vocabulary" sh -c '! grep -q "[ ,] vocab" out'
@@ -259,6 +264,7 @@ tiny="--steps 1 --layers 1 --dim 16 --heads 2 --memory 4 --ffn 32"
 LC_ALL=C sed 's/mlm.tokens/mlm.broken/' m.safetensors >bare.safetensors
 check "a text is cut into words, as it was trained" run draw w.safetensors --text 'Splendid, is it?' --out w.svg
 check "punctuation by itself" grep -q ' 5 tokens' out
+check "the picture says what is found" grep -q '; found: \(good\|bad\), [0-9]*%</text>' w.svg
 check "the last unpack of a model that pools the memory is not drawn" \
   [ "$(grep -c '>pack: ' w.svg) $(grep -c '>unpack: ' w.svg)" = "1 0" ]
 check "and it says why" grep -q 'not trained' out

@@ -32,14 +32,15 @@ check "lra train succeeds" run $train --out whole --plot loss.svg
 check "it prints its settings" grep -q '^steps 20, batch 4, .*layers 1, dim 8, ' out
 check "plain lines when the output is no terminal" grep -q '^step   18/20 loss .* validation [0-9.]*% .* left$' out
 check "the last one is the best model's accuracy" \
-  grep -q '^whole.safetensors: 20 steps in .* accuracy on 8 samples held: [0-9.]*%' out
+  grep -q '^whole.safetensors: 20 steps in .* accuracy on 4 samples that chose it: [0-9.]*%; on 4 untouched' out
+check "beside its standard error" grep -q 'untouched ones [0-9.]*%, standard error [0-9.]* (loss' out
 check "its files are there" [ "$(echo whole.*)" = "whole.csv whole.safetensors whole.training whole.txt" ]
 check "the loss is drawn" drawn loss.svg
 check "the curve has a row a step" [ "$(wc -l <whole.csv)" = 21 ]
 check "each of the four numbers or none" [ "$(grep -c '^[0-9]*,[0-9.]*,[0-9.]*,[0-9.]*$' whole.csv)" = 20 ]
 check "ten of them with a validation" [ "$(grep -c '^[0-9]*,[0-9.]*,[0-9.][0-9.]*,[0-9.]*$' whole.csv)" = 10 ]
 check "the report says what it was" \
-  [ "$(grep -c -E '^(task listops|system Luna-4|settings quick|seed 1|steps 20|of 20|batch 4|held 8)$' whole.txt)" = 8 ]
+  [ "$(grep -c -E '^(task listops|system Luna-4|settings quick|seed 1|steps 20|of 20|batch 4|held 4)$' whole.txt)" = 8 ]
 run $train --out other --threads 1
 check "the same seed gives the same model, for any number of threads" same whole.safetensors other.safetensors
 run $train --out other --seed 2
@@ -67,16 +68,18 @@ check "a training whose lists grow" run train listops $small $growing --save-eve
 cp grown.csv other.csv
 check "goes on from any step" run train listops --valid lists --resume grown.training
 check "with the same lists" same grown.csv other.csv
-# 1,000 lists, of the first 500 of which, those that validations look at, the answers are wrong
-awk -F '\t' '{ line[NR] = $0 } END { for (i = 0; i < 1000; i++) {
+# 2,000 lists, of the first 500 of which, those that validations look at, the answers are wrong
+awk -F '\t' '{ line[NR] = $0 } END { for (i = 0; i < 2000; i++) {
   split(line[i % 80 + 1], c, "\t"); print (i < 500 ? (c[1] + 5) % 10 : c[1]) "\t" c[2] } }' lists >wrong
 check "the last model is measured too" \
   run train listops --data lists --valid wrong $small --steps 200 --lr 0.02 --save-every 200 --out last
-check "and kept where it is better" grep -q 'the best at step 200, accuracy on 1000 samples held: [45]' out
+check "and kept where it is better" grep -q 'the best at step 200, accuracy on 1000 samples that chose it: [45]' out
+check "what did not choose it is right far more often" \
+  awk '/untouched/ { sub(/.*untouched ones /, ""); exit !($1 + 0 > 80) }' out
 run eval last.training --data wrong
 cp out other
 run eval last.safetensors --data wrong
-check "as the file's model is" [ "$(sed 's/.*held//; s/^[^:]*: //' out)" = "$(sed 's/.*held//; s/^[^:]*: //' other)" ]
+check "as the file's model is" [ "$(sed 's/^[^:]*: //' out)" = "$(sed 's/^[^:]*: //' other)" ]
 check "nothing is left beside it" [ ! -e last.safetensors.probe ]
 rm -f last.*
 head -n 70 lists >lists70
@@ -92,7 +95,8 @@ refuses "[a-z]" train listops --data lists --resume text
 # ---- self-pretraining
 learns="train text --data texts $small --steps 4 --validations 1 --lr 1e-9 --out t"
 check "lra pretrain succeeds" run pretrain text --data texts $small --steps 120 --lr 0.02 --save-every 60 --out words
-check "it tells what was found" grep -q '^words.safetensors: 120 steps .* masked tokens found of 6 samples held: ' out
+check "it tells what was found" \
+  grep -q '^words.safetensors: 120 steps .* masked tokens found of 6 samples that chose it: ' out
 check "most of what is masked here can be told" awk -F '[: %]+' '/^words.safetensors/ { exit !($(NF - 3) > 60) }' out
 check "it is no row of a table" [ ! -e words.txt ]
 check "a training begins with it" run $learns --begin words.safetensors
@@ -151,7 +155,7 @@ check "texts are learnt" run train text --data texts $small --steps 60 --lr 0.02
 check "beyond chance" beyond_half
 cut -f 1,2 texts | head -n 12 >valid
 check "a file to validate on" run train text --data texts --valid valid $small --out t
-check "all of it" grep -q '^held 12$' t.txt
+check "half of it chooses, the rest is measured" grep -q '^held 6$' t.txt
 learns="train text --data texts $small --steps 60 --validations 4 --lr 0.02 --pooling cls"
 attentions="luna reformer performer" settings=sinkhorn
 [ -z "$TEST_FULL" ] || {
@@ -241,7 +245,7 @@ mkdir fields
 report fields/a 's/^from .*/from [a](b)_c_*d*!~e~$f\\g/; s/^settings .*/settings _q_/'
 check "a text of Markdown's own signs" run table fields
 check "is shown as it is" grep -q -F 'Settings \_q\_: ' out
-check "where samples are from too" grep -q -F 'samples: \[a\]\(b\)\_c\_\*d\*\!\~e\~\$f\\g.' out
+check "where samples are from too" grep -q -F ': \[a\]\(b\)\_c\_\*d\*\!\~e\~\$f\\g.' out
 report fields/a 's/^seed 1/seed 9000000000000000/'
 run table fields
 check "a seed of 16 digits" grep -q '| 9000000000000000 |' out
@@ -269,15 +273,15 @@ wait $pid
 check "what is no file, or too large" [ "$(grep -c '[ab].txt is no report' err)" = 2 ]
 mkdir heads
 report heads/a 's/^accuracy .*/accuracy 70/'
-report heads/b 's/^held .*/held 4/; s/^accuracy .*/accuracy 60/; s/^steps .*/steps 10/'
+report heads/b 's/^held .*/held 3/; s/^accuracy .*/accuracy 60/; s/^steps .*/steps 10/'
 report heads/c 's/^seed .*/seed 2/; s/^steps .*/steps 10/; s/^accuracy .*/accuracy 50/'
 report heads/d 's/^settings .*/settings authors/'
 run table heads --svg table.svg
 awk '/^Settings/ { head = $2 " " } /Measured on/ { sub(/.*Measured on/, ""); head = head $1 }
   /^. Luna-4/ && head { print head, $4, $10, $11 } /Beside/ { head = "" }' out >heads.txt
-printf '%s\n' 'quick: 8 70.00 20 |' 'quick: 8 50.00 10 (not' 'quick: 4 60.00 10 (not' >heads_expected
+printf '%s\n' 'quick: 4 70.00 20 |' 'quick: 4 50.00 10 (not' 'quick: 3 60.00 10 (not' >heads_expected
 check "each heading is true of its rows" sh -c 'grep quick heads.txt | cmp - heads_expected'
-check "of other settings too" grep -q '^authors: 8 ' heads.txt
+check "of other settings too" grep -q '^authors: 4 ' heads.txt
 mkdir seeds
 report seeds/a 's/^accuracy .*/accuracy 40.00/'
 report seeds/b 's/^accuracy .*/accuracy 60.00/'

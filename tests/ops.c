@@ -716,6 +716,13 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   config.smoothing = 1.5f;
   REFUSED(luna_cross_entropy(a, labels, &config), SMOOTHING);
   REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, &config), SMOOTHING);
+  float class_weights[41] = {0};
+  config.smoothing = 0;
+  config.class_weights = class_weights;
+  class_weights[40] = -1;
+  REFUSED(luna_cross_entropy(a, labels, &config), NEGATIVE);
+  class_weights[40] = INFINITY;
+  REFUSED(luna_cross_entropy(a, labels, &config), NEGATIVE);
 #undef LARGE
   REFUSED(luna_short_convolution(a, b, NULL), SHAPES);
   REFUSED(luna_short_convolution(cube, b, NULL), SHAPES);

@@ -131,12 +131,30 @@ static int make(luna_ctx *ctx, int number, const char *path) {
   return run(ctx, &m, name);
 }
 
-int main(int count, char **given) { /* make NUMBER FILE, or run FILE: the logits go to FILE.logits */
+/* whether two files' models have the same numbers, to a millionth */
+static int same(luna_ctx *ctx, const char *a, const char *b) {
+  luna_params *params[2] = { luna_params_open(ctx), luna_params_open(ctx) };
+  luna_model models[2];
+  static float x[1 << 20], y[1 << 20];
+  for (int i = 0; i < 2; i++)
+    if (luna_load_model(models + i, params[i], luna_path(i ? b : a)) != LUNA_OK) return puts(luna_error(ctx)), 1;
+  for (int64_t i = 0; i < luna_params_tensor_count(params[0]); i++) {
+    const char *name;
+    luna_tensor *t = luna_params_at(params[0], i, &name), *other = luna_params_find(params[1], name);
+    if (!other || luna_count(t) != luna_count(other) || luna_count(t) > 1 << 20) return puts(name), 1;
+    luna_read(t, x), luna_read(other, y);
+    for (int64_t k = 0; k < luna_count(t); k++) if (!(fabsf(x[k] - y[k]) <= 1e-6f * fabsf(x[k]))) return puts(name), 1;
+  }
+  return 0;
+}
+
+int main(int count, char **given) { /* make NUMBER FILE, or run FILE: the logits go to FILE.logits; same FILE FILE */
   luna_ctx *ctx = luna_open(NULL);
   luna_model model;
   char name[4096];
   int status = 1;
-  if (count == 4) status = make(ctx, atoi(given[2]), given[3]);
+  if (count == 4 && strcmp(given[1], "same") == 0) status = same(ctx, given[2], given[3]);
+  else if (count == 4) status = make(ctx, atoi(given[2]), given[3]);
   else if (luna_load_model(&model, luna_params_open(ctx), luna_path(given[2])) != LUNA_OK) puts(luna_error(ctx));
   else snprintf(name, sizeof name, "%s.logits", given[2]), status = run(ctx, &model, name);
   return luna_close(ctx), status;
@@ -223,6 +241,19 @@ for name, model in fresh.items():                                  # made there
     luna_torch.save(model, path)
     check("luna.h opens a new " + name, subprocess.run([work + "/peer", "run", path]).returncode == 0)
     compare("a new " + name, model, path)
+
+for path in sorted(pathlib.Path("examples/models").glob("*.safetensors")): # in 8 bits: as their floats in luna.h
+    model = luna_torch.load(str(path))
+    copy = "%s/%s" % (work, path.name)
+    luna_torch.save(model, copy)
+    i = torch.arange(3 * 21)
+    x = features()[..., :1].expand(3, 21, model.c.features) if model.c.features else inputs(21)[0]
+    with torch.no_grad(): y = model.eval()(x)
+    check("%s: finite and not all alike" % path, bool(y.isfinite().all()) and float(y.std()) > 0.01)
+    check("%s: as floats in luna.h" % path, subprocess.run([work + "/peer", "same", str(path), copy]).returncode == 0)
+for wrong, words in (({"memroy": 4}, "'memory'"), ({"rotary": 1}, "rotary"), ({"attention": 1}, "Luna attention")):
+    try: luna_torch.LM(**wrong), check("%s is refused" % wrong, False)
+    except (TypeError, ValueError) as error: check("%s: %s" % (wrong, error), words in str(error))
 
 for path in sorted(pathlib.Path("tests/data/features").iterdir()): # models in float64 NumPy: tests/features.py
     data = path.read_bytes()
