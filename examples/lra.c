@@ -9,6 +9,9 @@
      lra pretrain TASK ...                         self-pretraining (arXiv 2310.02980): fills in what is masked in the
                                                    task's own samples, without labels
      lra train TASK --begin RUN.safetensors ...    begins with the encoder of such a run
+     lra train TASK --seeds 1-4 --trial 5000 ...   four runs; each ends after 5,000 steps if it has learnt nothing
+     lra train image --pixels number --shift 4 ... a gray is a number, not one of 256 tokens; images are moved
+     lra train pathfinder --pixels number --segment 1 ...    a second loss says what the first disc's contour is
      lra eval RUN.safetensors [--data FILE]        accuracy on a file, or on generated test samples
      lra table FOLDER [--svg FILE]                 Markdown of all runs in it, Table 1 of the paper beside
      lra show TASK [--data FILE] [--svg FILE]      a few samples; of lists and Pathfinder also what they are like
@@ -68,16 +71,16 @@ static const flag flags[] = {
   { "--dropout", "tp", REAL(set.dropout, 0, 0.95), "probability" },
   { "--attention-dropout", "tp", REAL(own.attention_dropout, 0, 0.95), "probability" },
   { "--mirror", "tp", SWITCH(own.mirror), "image: half of those to learn from are mirrored, by chance" },
-  { "--shift", "tp", WHOLE(own.shift, 0, SIDE / 2), "image: those to learn from are moved by up to so many pixels" },
+  { "--shift", "tp", WHOLE(own.shift, 0, SIDE / 2), "image: training images are moved at random by up to N pixels" },
   { "--pixels", "tp", CHOICE(own.pixels, "token number"), "image, pathfinder: a gray is a token or a number" },
   { "--segment", "t", REAL(own.segment, 0, 1000),
-    "pathfinder: weight of a second loss, of which lit pixels belong to the first disc's contour" },
+    "pathfinder: weight of a second loss: which lit pixels belong to the first disc's contour" },
   { "--segment-for", "t", REAL(own.segment_for, 0.0001, 1), "share of the steps in which that weight falls to 0" },
-  { "--masked", "tp", REAL(own.masked, 0.01, 0.95), "pretrain: share of a sample that is masked, or of its pixels hidden" },
-  { "--grays", "tp", CHOICE(own.grays, GRAYS_NAMES), "pretrain: classes that a hidden pixel is told from" },
-  { "--trial", "t", WHOLE(own.trial, 0, 1e9), "steps after which a run ends that has learnt nothing; 0: it does not" },
-  { "--trial-loss", "t", REAL(own.trial_loss, 0, 1000), "the loss above which that is so; 0: 98% of chance's" },
-  { "--difficulty", "tpse", CHOICE(own.difficulty, DIFFICULTY_NAMES), "of pathfinder: a contour of 6, 9 or 14 paddles" },
+  { "--masked", "tp", REAL(own.masked, 0.01, 0.95), "pretrain: share of tokens masked; 0.5 of pixels as numbers" },
+  { "--grays", "tp", CHOICE(own.grays, GRAYS_NAMES), "pretrain: classes of a hidden pixel's gray" },
+  { "--trial", "t", WHOLE(own.trial, 0, 1e9), "steps after which a run ends whose loss has not fallen; 0: none ends" },
+  { "--trial-loss", "t", REAL(own.trial_loss, 0, 1000), "loss above which it has not; 0: 98% of the loss of guessing" },
+  { "--difficulty", "tpse", CHOICE(own.difficulty, DIFFICULTY_NAMES), "pathfinder: a contour of 6, 9 or 14 paddles" },
   { "--data-seed", "tpse", WHOLE(own.data_seed, 0, 9e15), "of what is generated" },
   { "--count", "s", WHOLE(own.count, 1, 1e6), "samples" },
   { "--svg", "Ts", WRITES(own.svg), "file to draw in" },
@@ -210,6 +213,7 @@ static luna_tensor *encoded(const luna_input *input, const int32_t *labels) {
 static int fit_grays(luna_ctx *ctx, const samples *s) {
   enum { COUNT = 256 };
   const int64_t count = s->training < COUNT ? s->training : COUNT;
+  data.mirrored = data.moved = data.marked = 0, data.grown = 1;
   int32_t *tokens = (int32_t *)grow(NULL, count * s->longest, sizeof(int32_t)), lengths[COUNT];
   memset(tokens, 0, (size_t)(count * s->longest) * sizeof(int32_t));
   for (int64_t i = 0; i < count; i++) s->fetch(i, tokens + i * s->longest, &lengths[i]);
@@ -310,14 +314,14 @@ static luna_tensor *segment_loss(luna_tensor *x, const luna_input *input) {
   luna_tensor *loss = luna_cross_entropy(luna_linear_layer_forward(&model.segment, x), labels, NULL);
   return free(labels), loss;
 }
-/* The loss of the labels, and what a step minimises: *total. *segment: the loss of --segment, or null. */
+/* The loss of the labels, and what a step minimises: *total. *segment: the loss of --segment, or null. It stays in the
+   curve when it weighs nothing any more. */
 static luna_tensor *label_loss(const batch *b, int64_t step, luna_tensor **total, luna_tensor **segment) {
-  const double weight = segment_weight(step);
   luna_tensor *x = encoded(&b->input, NULL), *loss = luna_cross_entropy(logits_of(x, &b->input), b->labels, NULL);
   *total = loss, *segment = NULL;
-  if (weight <= 0) return loss;
+  if (own.segment <= 0) return loss;
   luna_keep(loss), *segment = luna_keep(segment_loss(x, &b->input));
-  *total = luna_add(loss, luna_scale(*segment, (float)weight));
+  *total = luna_add(loss, luna_scale(*segment, (float)segment_weight(step)));
   return loss;
 }
 
@@ -603,10 +607,8 @@ static int make_step(luna_ctx *ctx, luna_optimizer *adam, const samples *s) {
   luna_begin_step(ctx);
   if (pretraining) loss = total = masked_loss(&b.input, bar.step);
   else loss = label_loss(&b, bar.step, &total, &segment);
-  if (model.choice.system) {
-    if (loss == total) loss = total = attentions_loss(&model.choice, total);
-    else total = attentions_loss(&model.choice, total);
-  }
+  if (model.choice.system && total == loss) loss = total = attentions_loss(&model.choice, total);
+  else if (model.choice.system) total = attentions_loss(&model.choice, total);
   luna_backward(total);
   if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
   const double value = (double)luna_item(loss);
@@ -626,8 +628,7 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
     if (due ? look(ctx, params, s) : bar.step % every == 0 && write_curve(-1, 0)) return 2;
     if (set.save_every && bar.step % set.save_every == 0 && save_training(ctx, adam, params)) return 2;
   }
-  const bool keeps = (interrupted && bar.step) || (run.stopped && set.save_every);
-  return keeps ? save_training(ctx, adam, params) : 0;
+  return interrupted && bar.step ? save_training(ctx, adam, params) : 0;
 }
 
 /* Loads a model that rank 0 has written, whose values the others get from it. */
@@ -800,7 +801,12 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!task) return fail("%s is not a model that lra made", words[0]);
   const char *masked = luna_params_get_text(pairs, "lra.pretraining");
   if (masked && *masked) return fail("%s has no classes yet: it is for lra train --begin", words[0]);
+  const int64_t seed = own.data_seed, difficulty = own.difficulty;
+  const bool other_seed = given(&own.data_seed), other_difficulty = given(&own.difficulty);
+  flags_given = 0;                                         /* they are of what is measured, not of the training */
   if (task_find(task) || set_kept_flags(pairs, flags, words[0])) return 2;
+  if (other_seed) own.data_seed = seed;
+  if (other_difficulty) own.difficulty = difficulty;
   use_data_flags();
   int status = task_open(&s, own.data, NULL, true);
   s.logits = logits;
