@@ -465,7 +465,7 @@ check "nothing else was written" [ "$(echo nowhere* *.probe)" = "nowhere* *.prob
 
 # ---- examples/runs.sh: a run stands still while something is timed, ends with the script, and is not made twice
 mkdir -p programs runs_data
-printf '#!/bin/sh\nwhile [ ! -e stop ]; do echo >>ticks; sleep 0.1; done\n' >programs/lra
+printf '#!/bin/sh\necho "$@"; while [ ! -e stop ]; do echo >>ticks; sleep 0.1; done\n' >programs/lra
 chmod +x programs/lra
 : >runs_data/imdb.tsv
 long_runs="env TMPDIR=$work BUILD=$work/programs sh $root/examples/runs.sh runs_data long"
@@ -497,5 +497,11 @@ $long_runs 'text-luna16-1'
 check "it is made once more, and says how it ended" [ "$(tail -n 1 long/text-luna16-1.log)" = "ended 0" ]
 $long_runs 'text-luna16-1'
 check "and then never again" [ "$(grep -c '^ended' long/text-luna16-1.log)" = 1 ]
+: >long/pathfinder-number-luna16-1.training
+echo whole >long/pathfinder-number-luna16-2.training
+touch -t 202001010000 long/pathfinder-number-luna16-1.training
+$long_runs 'pathfinder-number-luna16'
+check "of several seeds the last one goes on" \
+  grep -q -e '--seeds 1-4 .* --resume long/pathfinder-number-luna16-2.training$' long/pathfinder-number-luna16.log
 check "nothing is left of a run that has ended" [ "$(echo long/*.running long/runs.*)" = "long/*.running long/runs.*" ]
 finish
