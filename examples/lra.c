@@ -81,7 +81,7 @@ static const flag flags[] = {
   { "--trial", "t", WHOLE(own.trial, 0, 1e9), "steps after which a run ends whose loss has not fallen; 0: none ends" },
   { "--trial-loss", "t", REAL(own.trial_loss, 0, 1000), "loss above which it has not; 0: 98% of the loss of guessing" },
   { "--difficulty", "tpse", CHOICE(own.difficulty, DIFFICULTY_NAMES), "pathfinder: a contour of 6, 9 or 14 paddles" },
-  { "--data-seed", "tpse", WHOLE(own.data_seed, 0, 9e15), "of what is generated" },
+  { "--data-seed", "tpse", WHOLE(own.data_seed, 0, 9e15), "of what is generated; eval: if not given, the training's" },
   { "--count", "s", WHOLE(own.count, 1, 1e6), "samples" },
   { "--svg", "Ts", WRITES(own.svg), "file to draw in" },
   FLAG_SEED("tp"),

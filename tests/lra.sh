@@ -157,22 +157,24 @@ rm -f numbers* on.* shift* hidden* constant* t.*
 # ---- pictures with a second loss, and runs that learn nothing: --trial ends them before all that is held is measured
 second="--quick --difficulty easy --longest 300 --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --threads 2"
 second="$second --pixels number --segment 1 --segment-for 0.2 --steps 40 --validations 1 --lr 0.01"
-check "a second loss" run train pathfinder $second --trial 10 --trial-loss 0.01 --save-every 4 --out second
+check "a second loss" run train pathfinder $second --trial 30 --trial-loss 0.01 --save-every 8 --out second
 check "is among the settings" grep -q 'segment 1, segment-for 0.2' out
 check "a run that has learnt nothing ends" \
-  grep -q '^second: stopped at step 10 by --trial, as its loss of .* is above 0.01' out
+  grep -q '^second: stopped at step 30 by --trial, as its loss of .* is above 0.01' out
 check "the second loss is in the curve" [ "$(head -n 1 second.csv | sed 's/.*,//')" = segment_loss ]
-check "at each step" [ "$(grep -c '^[0-9]*,[0-9.]*,,,[0-9.][0-9.]*$' second.csv)" = 10 ]
+check "at each step" [ "$(grep -c '^[0-9]*,[0-9.]*,,,[0-9.][0-9.]*$' second.csv)" = 30 ]
+sed -n 's/^second: //p' out >ended
 cp second.csv whole.second
 cp second.training on.training
 cp second.csv on.csv
-check "it goes on" run train pathfinder --resume on.training --save-every 10
-check "and ends again" grep -q '^on: stopped at step 10 ' out
-check "with the same curve" same whole.second on.csv
-run train pathfinder $second --trial 10 --trial-loss 0.01 --save-every 10 --out second
+check "it goes on" run train pathfinder --resume on.training --save-every 30
+sed -n 's/^on: //p' out >ended_again
+check "and ends again, with the same loss" same ended ended_again
+check "and the same curve" same whole.second on.csv
+run train pathfinder $second --trial 30 --trial-loss 0.01 --save-every 30 --out second
 check "and the same bits" bits on second
 sed 's/,[^,]*$//' second.csv >a
-run train pathfinder $second --segment 0 --trial 10 --trial-loss 0.01 --out second
+run train pathfinder $second --segment 0 --trial 30 --trial-loss 0.01 --out second
 check "without it other things are learnt" differ a second.csv
 check "and there is no column of it" [ "$(head -n 1 second.csv)" = "step,loss,validation_loss,validation_accuracy" ]
 rm -f second* on.* whole.second
