@@ -169,7 +169,7 @@ static luna_status scale_values(luna_tensor *t, float factor) {
   return free(values), status;
 }
 /* Positions [longest,d] begin as sines and cosines of a picture's row, and of its column, of periods from 2 sides down
-   to 4 pixels, as large as `init` makes them; CLS, the first, as zeros. Near pixels are alike so. */
+   to 4 pixels, of this size; CLS, the first, as zeros. Near pixels are alike so. */
 static luna_status write_grid(luna_tensor *positions, float size) {
   const int64_t longest = positions->shape[0], dim = positions->shape[1], quarter = dim / 4;
   float *values = (float *)grow(NULL, longest * dim, sizeof(float));
@@ -251,8 +251,9 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
     status = scale_values(model.encoder.memory, (float)(1 / (0.02 * sqrt((double)set.dim))));
   if (status == LUNA_OK && own.hidden && !pretraining)
     status = luna_linear_layer_init(&model.hidden, params, "hidden", width, own.hidden, init);
-  if (status == LUNA_OK && own.positions == GRID)
-    status = write_grid(model.encoder.positions, (float)sqrt(2.0 / (double)set.dim));
+  /* as large as what is learnt is at first; beside numbers of up to 5 deviations that would be lost */
+  const double size = own.pixels ? 1 : sqrt(2.0 / (double)set.dim);
+  if (status == LUNA_OK && own.positions == GRID) status = write_grid(model.encoder.positions, (float)size);
   const int64_t last = own.hidden ? own.hidden : width;
   if (status == LUNA_OK && pretraining)
     status = luna_linear_layer_init(&model.out, params, "tokens", set.dim, masked_classes(), init);

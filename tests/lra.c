@@ -493,9 +493,11 @@ static void check_grid(luna_ctx *ctx) {
 
 static luna_params *pixels_model(luna_ctx *ctx) {          /* of pictures of 40 tokens */
   luna_params *params = luna_params_open(ctx);
+  own.pixels = 1;
   choose(SMALL, PATHFINDER, LUNA);
+  CHECK(own.positions == GRID && own.masked == 0.5, "numbers have a grid, and half of them are hidden");
   set.layers = 1, set.dim = 16, set.heads = 2, set.ffn = 16, set.memory = 4, own.longest = 40, set.batch = 2;
-  own.pixels = 1, own.segment = 2, own.segment_for = 0.25, own.masked = 0.5, set.steps = 100;
+  own.segment = 2, own.segment_for = 0.25, set.steps = 100;
   CHECK(model_open(ctx, params) == 0, "a model of pixels as numbers");
   return params;
 }
@@ -522,7 +524,7 @@ static void check_fit(luna_ctx *ctx) {
   double mean[2], scale[2];
   float values[2];
   samples s;
-  pixels_model(ctx);
+  luna_params *params = pixels_model(ctx);
   use_data_flags();
   own.longest = data.longest = 40;
   CHECK(task_open(&s, NULL, NULL, false) == 0 && fit_grays(ctx, &s) == 0, "the grays' mean and deviation are set");
@@ -536,6 +538,8 @@ static void check_fit(luna_ctx *ctx) {
   luna_read(model.encoder.input.mean, values), mean[0] = (double)values[0], mean[1] = (double)values[1];
   luna_read(model.encoder.input.scale, values), scale[0] = (double)values[0], scale[1] = (double)values[1];
   CHECK(fabs(mean[0] - expected) < 1e-3 * expected + 1e-4 && mean[1] == 0, "the mean is %g, not %g", mean[0], expected);
+  const double positions = deviation(params, "encoder.embed_positions.weight");
+  CHECK(fabs(positions - sqrt(0.5 * 39 / 40)) < 1e-3, "positions are as large as numbers: %g", positions);
   CHECK(fabs(scale[0] * deviation_of - 1) < 1e-3 && scale[1] == 1, "the scale is %g, of %g", scale[0], deviation_of);
   task_close(), pixels_end();
 }

@@ -112,6 +112,7 @@ rm -f t.* words.*
 bits() { LC_ALL=C sed 's/lra.run.*//' "$1.training" >a && LC_ALL=C sed 's/lra.run.*//' "$2.training" >b && cmp a b; }
 numbers="--data gray $small --pixels number --lr 0.02"
 check "images of numbers" run train image $numbers --shift 3 --steps 60 --save-every 40 --out numbers
+check "are read standardised, not as they are" sh -c '! grep -q "are read as they are" out'
 check "are learnt" sh -c "sed -n 's/^accuracy //p' numbers.txt | awk '{ exit !(\$1 > 80) }'"
 check "pixels and shifts are among the settings" grep -q '^model .*positions grid.* shift 3, pixels number' numbers.txt
 check "what is off is not" sh -c '! grep -q "segment\|masked\|grays\|trial" numbers.txt'
