@@ -398,8 +398,7 @@ static struct run {
   int64_t best_step;
   double loss, before;               /* the sum of the losses since the curve's last row; seconds before it went on */
   int64_t losses;
-  double segment;                    /* the sum of the losses of --segment since then, */
-  int64_t segments;                  /* and how many */
+  double segment;                    /* the sum of as many losses of --segment */
   double recent;                     /* the mean loss of about the last tenth of --trial */
   bool stopped;                      /* --trial ended it */
   char data[80], data_before[80];    /* task_mark(): of these samples, and of those of the training that goes on */
@@ -498,10 +497,9 @@ static int write_curve(double share, double loss) {
   fprintf(f, "%lld,%.6f,", (long long)bar.step, run.loss / (double)run.losses);
   if (share >= 0) fprintf(f, "%.6f,%.4f", loss, share);
   else fprintf(f, ",");
-  if (run.segments) fprintf(f, ",%.6f", run.segment / (double)run.segments);
-  else if (own.segment > 0) fprintf(f, ",");
+  if (own.segment > 0) fprintf(f, ",%.6f", run.segment / (double)run.losses);
   fprintf(f, "\n");
-  run.loss = run.segment = 0, run.losses = run.segments = 0;
+  run.loss = run.segment = 0, run.losses = 0;
   const bool fine = !ferror(f);
   return fclose(f) == 0 && fine ? 0 : cannot_write(to);
 }
@@ -539,20 +537,19 @@ static bool keep_run(luna_params *params, const char *going) {
 static int save_training(luna_ctx *ctx, const luna_optimizer *adam, luna_params *params) {
   char text[240];
   if (ranks.rank > 0) return 0;
-  snprintf(text, sizeof text, "%.17g %lld %.17g %lld %.17g %.17g %lld %.17g", run.best, (long long)run.best_step,
-           run.loss, (long long)run.losses, run.before + seconds() - bar.start, run.segment, (long long)run.segments,
-           run.recent);
+  snprintf(text, sizeof text, "%.17g %lld %.17g %lld %.17g %.17g %.17g", run.best, (long long)run.best_step, run.loss,
+           (long long)run.losses, run.before + seconds() - bar.start, run.segment, run.recent);
   return keep_run(params, text) && luna_save_training(adam, luna_path(run_file("training").text)) == LUNA_OK ?
       0 : failed(ctx);
 }
 static int resume_training(luna_ctx *ctx, int64_t *step) {
-  long long best_step, losses, segments;
+  long long best_step, losses;
   const luna_params *pairs = kept_pairs(ctx, set.resume);
   if (!pairs) return 2;
   const char *task = luna_params_get_text(pairs, "lra.task"), *text = luna_params_get_text(pairs, "lra.run");
-  const char *format = "%lf %lld %lf %lld %lf %lf %lld %lf";
+  const char *format = "%lf %lld %lf %lld %lf %lf %lf";
   if (!task || !text || sscanf(text, format, &run.best, &best_step, &run.loss, &losses, &run.before, &run.segment,
-                               &segments, &run.recent) != 8)
+                               &run.recent) != 7)
     return fail("%s holds no training of lra to go on with; --save-every writes one", set.resume);
   if (strcmp(task, data.task->name) != 0) return fail("%s is a training of another task", set.resume);
   const char *words = luna_params_get_text(pairs, "lra.pretraining"), *begun = luna_params_get_text(pairs, "lra.begun");
@@ -560,7 +557,7 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
     return fail("%s is %s, which %s goes on with", set.resume, pretraining ? "a training by labels" : "a pre-training",
                 pretraining ? "train" : "pretrain");
   run.begun = begun && *begun ? "yes" : "";
-  run.best_step = best_step, run.losses = losses, run.segments = segments;
+  run.best_step = best_step, run.losses = losses;
   const char *before = luna_params_get_text(pairs, "lra.data");
   snprintf(run.data_before, sizeof run.data_before, "%s", before ? before : "");
   return take_settings(ctx, flags, step);
@@ -615,7 +612,7 @@ static int make_step(luna_ctx *ctx, luna_optimizer *adam, const samples *s) {
   const double value = (double)luna_item(loss);
   progress_step(&bar, value, (double)(b.input.batch * b.input.n * ranks.ranks));
   run.loss += value, run.losses++;
-  if (segment) run.segment += (double)luna_item(segment), run.segments++;
+  if (segment) run.segment += (double)luna_item(segment);
   const int64_t window = own.trial / 10 > 1 ? own.trial / 10 : 1;
   run.recent += (value - run.recent) / (double)(bar.step < window ? bar.step : window);
   return 0;
