@@ -63,8 +63,8 @@ runs() {
     echo "pathfinder-number-${system%% *} lra train pathfinder $number --attention ${system#* } --segment 1" \
       "--steps 15000 --trial 4700 --seeds 1-4 --products bf16"
   done
-  echo "pathfinder-number-small-1 lra train pathfinder $number --segment 1 --segment-for 0.5 --warmup 300 --batch 8" \
-    "--steps 40000 --trial 37500 --seed 1"
+  echo "pathfinder-number-grid-1 lra train pathfinder $number --segment 1 --segment-for 0.5 --warmup 200 --lr 2e-3" \
+    "--batch 8 --steps 40000 --trial 37500 --seed 1"
   for seed in 1 2; do                                      # what is hidden in half of the pixels, first
     echo "pathfinder-hidden-$seed lra pretrain pathfinder $number --steps 4000 --products bf16 --seed $seed"
     echo "pathfinder-begun-$seed lra train pathfinder $number --begin $out/pathfinder-hidden-$seed.safetensors" \
