@@ -613,6 +613,24 @@ TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
   return file_end(&file);
 }
 
+/* Opens the context that the flags describe. Returns null after a sentence. */
+TOOL luna_ctx *open_context(void) {
+  const char *error = NULL;
+  luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed,
+                           .weights = (luna_dtype)set.weights,
+                           .products = set.products ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, .log = say_note,
+                           .error = &error };
+#ifdef EXAMPLE_CUDA
+  if (set.device) options.backend = luna_cuda_backend(0);
+#endif
+#ifdef EXAMPLE_MPI
+  options.collective = &ranks;
+#endif
+  luna_ctx *ctx = luna_open(&options);
+  if (!ctx) fail("%s", error);
+  return ctx;
+}
+
 TOOL int run_example(const char *name, const command *commands, const flag *flags, int count, char **given) {
   const char *word = count > 1 ? given[1] : "", *words[4] = { NULL };
   const command *c = commands;
@@ -628,28 +646,20 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   for (int i = 2; i < count; i++)
     if (asks_help(given[i])) return usage(stdout, commands, flags, c), 0;
   if (parse(c, flags, count - 2, given + 2, words)) return 2;
-  luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed,
-                           .weights = (luna_dtype)set.weights,
-                           .products = set.products ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, .log = say_note };
-#ifdef EXAMPLE_CUDA
-  if (set.device) options.backend = luna_cuda_backend(0);
-#else
+#ifndef EXAMPLE_CUDA
   if (set.device) return fail("this program was built without CUDA: make cuda builds one with it");
 #endif
 #ifdef EXAMPLE_MPI
   if (ranks.ranks > 1 && !set.parallel)
     return fail("on %d ranks only train runs, with --parallel data or --parallel sequence", ranks.ranks);
   ranks.mode = set.parallel == 2 ? LUNA_PARALLEL_SEQUENCE : LUNA_PARALLEL_DATA;
-  options.collective = &ranks;
 #else
   if (set.parallel) return fail("this program was built without MPI: make mpi builds one with it");
 #endif
-  const char *error = NULL;
-  options.error = &error;
-  luna_ctx *ctx = luna_open(&options);
+  luna_ctx *ctx = open_context();
+  if (!ctx) return 2;
   profiled = set.profile ? ctx : NULL;
-  int status = !ctx ? fail("%s", error) : luna_error_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) :
-      c->run(ctx, words);
+  int status = luna_error_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
   if (status == 0 && set.profile && !profiled && ranks.rank == 0) status = write_profile(ctx);
   if (status == 0 && ranks.ranks > 1)
     printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, megabytes(ctx));

@@ -9,6 +9,9 @@
      lra pretrain TASK ...                         self-pretraining (arXiv 2310.02980): fills in what is masked in the
                                                    task's own samples, without labels
      lra train TASK --begin RUN.safetensors ...    begins with the encoder of such a run
+     lra train TASK --seeds 1-4 --trial 5000 ...   four runs; each ends after 5,000 steps if it has learnt nothing
+     lra train image --pixels number --shift 4 ... a gray is a number, not one of 256 tokens; images are moved
+     lra train pathfinder --pixels number --segment 1 ...    a second loss says what the first disc's contour is
      lra eval RUN.safetensors [--data FILE]        accuracy on a file, or on generated test samples
      lra table FOLDER [--svg FILE]                 Markdown of all runs in it, Table 1 of the paper beside
      lra show TASK [--data FILE] [--svg FILE]      a few samples; of lists and Pathfinder also what they are like
@@ -31,12 +34,14 @@
 
 static struct settings set = { .memory = 16, .seed = 1, .validations = 20, .dropout = -1 }; /* -1: by --settings */
 static struct {
-  const char *data, *valid, *svg, *begin;
+  const char *data, *valid, *svg, *begin, *seeds;
   int64_t settings, quick, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
-  double weight_decay, attention_dropout, growing;
+  int64_t pixels, shift, grays, trial;
+  double weight_decay, attention_dropout, growing, segment, segment_for, masked, trial_loss;
 } own = { .difficulty = 2, .data_seed = 1, .count = 3, .hidden = -1, .warmup = -1, .weight_decay = -1,
-          .attention_dropout = -1, .growing = -1 };
+          .attention_dropout = -1, .growing = -1, .segment_for = 0.33, .masked = 0.15 };
 
+#define GRAYS_NAMES "16 256"
 static const flag flags[] = {
   { "--data", "tpes", READS(own.data), "file to learn from, or to measure" },
   { "--valid", "tp", READS(own.valid), "file to validate on; without it the last tenth of --data" },
@@ -67,17 +72,29 @@ static const flag flags[] = {
   { "--dropout", "tp", REAL(set.dropout, 0, 0.95), "probability" },
   { "--attention-dropout", "tp", REAL(own.attention_dropout, 0, 0.95), "probability" },
   { "--mirror", "tp", SWITCH(own.mirror), "image: half of those to learn from are mirrored, by chance" },
-  { "--difficulty", "tps", CHOICE(own.difficulty, DIFFICULTY_NAMES), "of pathfinder: a contour of 6, 9 or 14 paddles" },
-  { "--data-seed", "tps", WHOLE(own.data_seed, 0, 9e15), "of what is generated" },
+  { "--shift", "tp", WHOLE(own.shift, 0, SIDE / 2), "image: training images are moved at random by up to N pixels" },
+  { "--pixels", "tp", CHOICE(own.pixels, "token number"), "image, pathfinder: a gray is a token or a number" },
+  { "--segment", "t", REAL(own.segment, 0, 1000),
+    "pathfinder: weight of a second loss: which lit pixels belong to the first disc's contour" },
+  { "--segment-for", "t", REAL(own.segment_for, 0.0001, 1), "share of the steps in which that weight falls to 0" },
+  { "--masked", "tp", REAL(own.masked, 0.01, 0.95), "pretrain: share of tokens masked; 0.5 of pixels as numbers" },
+  { "--grays", "tp", CHOICE(own.grays, GRAYS_NAMES), "pretrain: classes of a hidden pixel's gray" },
+  { "--trial", "t", WHOLE(own.trial, 0, 1e9), "steps after which a run ends whose loss has not fallen; 0: none ends" },
+  { "--trial-loss", "t", REAL(own.trial_loss, 0, 1000), "loss above which it has not; 0: 98% of the loss of guessing" },
+  { "--difficulty", "tpse", CHOICE(own.difficulty, DIFFICULTY_NAMES), "pathfinder: a contour of 6, 9 or 14 paddles" },
+  { "--data-seed", "tpse", WHOLE(own.data_seed, 0, 9e15), "of what is generated; eval: if not given, the training's" },
   { "--count", "s", WHOLE(own.count, 1, 1e6), "samples" },
   { "--svg", "Ts", WRITES(own.svg), "file to draw in" },
   FLAG_SEED("tp"),
+  { "--seeds", "tp", STRING(own.seeds), "several seeds, FIRST-LAST, a run each; -SEED follows the name of --out" },
   FLAG_THREADS("tpe"),
   FLAG_PRODUCTS("tp"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }
 };
+
+static bool pretraining;             /* model.out gives what is masked, and there is no hidden */
 
 /* ---- settings: what the command line leaves open ----------------------------------------------------------------- */
 
@@ -95,28 +112,37 @@ static void choose_settings(void) {
   const recipe r = recipe_of(own.settings, data.task - tasks, &attention_kinds[set.attention]);
   whole(&set.layers, r.layers), whole(&set.dim, r.dim), whole(&set.heads, r.heads), whole(&set.ffn, r.ffn);
   whole(&own.hidden, r.hidden), whole(&own.longest, r.longest);
-  whole(&own.positions, r.positions), whole(&set.pooling, r.pooling);
+  whole(&own.positions, own.pixels ? GRID : r.positions), whole(&set.pooling, r.pooling);
   whole(&set.batch, r.batch), whole(&set.steps, r.steps), whole(&own.warmup, r.warmup), whole(&own.decay, r.decay);
   real(&set.lr, r.lr), real(&own.weight_decay, r.weight_decay);
+  if (own.pixels) real(&own.masked, 0.5);
   real(&own.growing, r.growing), real(&set.dropout, r.dropout), real(&own.attention_dropout, r.attention_dropout);
 }
 
-typedef struct path { char text[440]; } path;              /* a text or a file's name, by value */
+typedef struct path { char text[640]; } path;              /* a text or a file's name, by value */
 
-/* "layers 2, dim 64, ...": all that shapes a run but the system and the seed */
+/* Whether a flag shapes nothing in this run, as its task has no use for it or another flag is off. */
+static bool is_idle(const flag *f) {
+  const int64_t task = data.task - tasks, *w = f->whole;
+  const double *x = f->real;
+  if (w == &own.difficulty) return task != PATHFINDER;
+  if (w == &own.mirror || w == &own.shift) return task != IMAGE;
+  if (w == &own.pixels) return task < IMAGE;
+  if (x == &own.segment || x == &own.segment_for) return own.segment <= 0;
+  if (x == &own.masked) return !pretraining;
+  if (w == &own.grays) return !pretraining || !own.pixels;
+  return x == &own.growing && task != LISTOPS && task != PATHFINDER;
+}
+/* "layers 2, dim 64, ...": all that shapes a run but the system, the seed, and when it is looked at or ends */
 static path describe(void) {
   path out = { "" };
   size_t size = 0;
   for (const flag *f = flags; f->name; f++) {
     const int64_t *w = f->whole;
     const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
-    const bool elsewhere = w == &set.seed || w == &set.validations ||
-                           (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
-                           (w == &own.mirror && data.task != &tasks[IMAGE]) ||
-                           (f->real == &own.growing && data.task != &tasks[LISTOPS] &&
-                            data.task != &tasks[PATHFINDER]);
+    const bool run = w == &set.seed || w == &set.validations || w == &own.trial || f->real == &own.trial_loss;
     char value[40];
-    if (!shapes_training(f) || system || elsewhere || size + 80 > sizeof out.text) continue;
+    if (!shapes_training(f) || system || run || is_idle(f) || size + 80 > sizeof out.text) continue;
     flag_text(f, value, sizeof value);
     size += (size_t)snprintf(out.text + size, sizeof out.text - size, "%s%s %s", size ? ", " : "", f->name + 2, value);
   }
@@ -129,11 +155,11 @@ static void use_data_flags(void) {
 
 /* ---- the model: an encoder, one of its X or their mean, a hidden layer, the classes ------------------------------ */
 
-static bool pretraining;             /* out gives the masked tokens, of all symbols and CLS, and there is no hidden */
 static struct {
   attentions choice;                 /* where the attention is none of luna.h's own */
   luna_encoder encoder;
   luna_linear_layer hidden, out;
+  luna_linear_layer segment;         /* with --segment: whether a pixel belongs to the contour of the first disc */
 } model;
 
 static luna_status scale_values(luna_tensor *t, float factor) {
@@ -144,7 +170,7 @@ static luna_status scale_values(luna_tensor *t, float factor) {
   return free(values), status;
 }
 /* Positions [longest,d] begin as sines and cosines of a picture's row, and of its column, of periods from 2 sides down
-   to 4 pixels, as large as `init` makes them; CLS, the first, as zeros. Near pixels are alike so. */
+   to 4 pixels, of this size; CLS, the first, as zeros. Near pixels are alike so. */
 static luna_status write_grid(luna_tensor *positions, float size) {
   const int64_t longest = positions->shape[0], dim = positions->shape[1], quarter = dim / 4;
   float *values = (float *)grow(NULL, longest * dim, sizeof(float));
@@ -158,6 +184,48 @@ static luna_status write_grid(luna_tensor *positions, float size) {
   luna_status status = luna_write(positions, values);
   return free(values), status;
 }
+/* With --pixels number a step's features are a pixel's gray and whether it is hidden. CLS and what is hidden have no
+   gray, which counts as the mean of all. */
+enum { FEATURES = 2 };
+static int64_t grays(void) { return own.grays ? 256 : 16; }
+static int32_t class_of_gray(int32_t gray) { return gray < 0 ? -1 : gray * (int32_t)grays() / 256; }
+static int64_t masked_classes(void) { return own.pixels ? grays() : data.task->symbols + 1; }
+static float *features_of(const luna_input *input, const int32_t *labels) { /* to be freed; labels: see encoded() */
+  const int64_t all = input->batch * input->n;
+  float *features = (float *)grow(NULL, FEATURES * all + 1, sizeof(float));
+  for (int64_t i = 0; i < all; i++) {
+    const int32_t gray = gray_of_token(input->tokens[i]);
+    const bool hidden = labels && labels[i] >= 0;
+    features[FEATURES * i] = hidden || gray == (int32_t)data.task->symbols ? NAN : (float)gray;
+    features[FEATURES * i + 1] = hidden;
+  }
+  return features;
+}
+/* X of a batch, [batch,n,d]. labels [batch,n] are negative at what is not hidden, or null. */
+static luna_tensor *encoded(const luna_input *input, const int32_t *labels) {
+  if (!own.pixels) return luna_encoder_forward(&model.encoder, input, NULL);
+  luna_input numbers = *input;
+  float *features = features_of(input, labels);
+  numbers.features = features;
+  luna_tensor *x = luna_encoder_forward(&model.encoder, &numbers, NULL);
+  return free(features), x;
+}
+/* The mean and the deviation of grays, from the first samples that are learnt from. */
+static int fit_grays(luna_ctx *ctx, const samples *s) {
+  enum { COUNT = 256 };
+  const int64_t count = s->training < COUNT ? s->training : COUNT;
+  data.mirrored = data.moved = data.marked = 0, data.grown = 1;
+  int32_t *tokens = (int32_t *)grow(NULL, count * s->longest, sizeof(int32_t)), lengths[COUNT];
+  memset(tokens, 0, (size_t)(count * s->longest) * sizeof(int32_t));
+  for (int64_t i = 0; i < count; i++) s->fetch(i, tokens + i * s->longest, &lengths[i]);
+  luna_input input = { tokens, lengths, count, s->longest, NULL };
+  float *features = features_of(&input, NULL);
+  input.features = features;
+  const luna_status status = luna_input_layer_fit(&model.encoder.input, &input);
+  free(features), free(tokens);
+  return status == LUNA_OK ? 0 : failed(ctx);
+}
+
 static int model_open(luna_ctx *ctx, luna_params *params) {
   const attention_kind *a = &attention_kinds[set.attention];
   const int64_t task = data.task - tasks, width = data.task->parts * set.dim;
@@ -172,24 +240,28 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
   luna_encoder_config c = {
     .layers = set.layers, .layer = layer,
     .positions = own.positions == SINUSOIDAL ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_LEARNED,
-    .max_length = own.longest, .norm_embedding = authors
+    .max_length = own.longest, .norm_embedding = authors, .features = own.pixels ? FEATURES : 0
   };
   char line[160];
   attention_line(a, own.settings, task, own.longest, set.pooling, line, sizeof line);
   if (*line && !attentions_open(&model.choice, line)) return fail("%s", model.choice.error);
   if (*line) c.layer.hook = &model.choice.hook;
-  luna_status status = luna_encoder_init(&model.encoder, params, "encoder.", data.task->symbols + 1, &c);
+  luna_status status = luna_encoder_init(&model.encoder, params, "encoder.", own.pixels ? 0 : data.task->symbols + 1,
+                                         &c);
   if (status == LUNA_OK && bert && model.encoder.memory)   /* theirs is not drawn so, as all the others are */
     status = scale_values(model.encoder.memory, (float)(1 / (0.02 * sqrt((double)set.dim))));
   if (status == LUNA_OK && own.hidden && !pretraining)
     status = luna_linear_layer_init(&model.hidden, params, "hidden", width, own.hidden, init);
-  if (status == LUNA_OK && own.positions == GRID)
-    status = write_grid(model.encoder.positions, (float)sqrt(2.0 / (double)set.dim));
+  /* as large as what is learnt is at first; beside numbers of up to 5 deviations that would be lost */
+  const double size = own.pixels ? 1 : sqrt(2.0 / (double)set.dim);
+  if (status == LUNA_OK && own.positions == GRID) status = write_grid(model.encoder.positions, (float)size);
   const int64_t last = own.hidden ? own.hidden : width;
   if (status == LUNA_OK && pretraining)
-    status = luna_linear_layer_init(&model.out, params, "tokens", set.dim, data.task->symbols + 1, init);
+    status = luna_linear_layer_init(&model.out, params, "tokens", set.dim, masked_classes(), init);
   else if (status == LUNA_OK)
     status = luna_linear_layer_init(&model.out, params, "out", last, data.task->classes, init);
+  if (status == LUNA_OK && own.segment > 0)
+    status = luna_linear_layer_init(&model.segment, params, "segment", set.dim, 2, init);
   return status == LUNA_OK ? 0 : failed(ctx);
 }
 /* Random features anew before a step: of the step and --seed alone, and saved with the parameters. */
@@ -220,35 +292,61 @@ static luna_tensor *cls_of(luna_tensor *x, const luna_input *input) {
   return free(lengths), x;
 }
 
-/* -> [samples,classes]. A sample's parts follow one another: their features [samples parts,d] joined are
+/* X [batch,n,d] -> [samples,classes]. A sample's parts follow one another: their features [samples parts,d] joined are
    [samples,parts d]. */
-static luna_tensor *logits(const luna_input *input) {
+static luna_tensor *logits_of(luna_tensor *x, const luna_input *input) {
   const int64_t pooled[2] = { input->batch / data.task->parts, data.task->parts * set.dim };
-  luna_tensor *x = luna_encoder_forward(&model.encoder, input, NULL);
   x = set.pooling == MEAN ? mean_of(x, input) : cls_of(x, input);
   x = luna_reshape(x, 2, pooled);
   if (own.hidden) x = luna_relu(luna_linear_layer_forward(&model.hidden, x));
   return luna_linear_layer_forward(&model.out, luna_dropout(x, (float)set.dropout));
 }
+static luna_tensor *logits(const luna_input *input) { return logits_of(encoded(input, NULL), input); }
 
-/* The pretext task [arXiv 1810.04805]: 15% of the tokens are hidden, most of them behind CLS, and told from the rest.
-   Returns the logits [chosen,symbols + 1] of the chosen places, and their tokens, to be freed. The same step takes the
-   same places; null after a failure. */
+/* What --segment weighs at a step: it falls to 0 along a line. */
+static double segment_weight(int64_t step) {
+  const double left = 1 - (double)step / (own.segment_for * (double)set.steps);
+  return left > 0 ? own.segment * left : 0;
+}
+/* The loss of telling which lit pixels belong to the contour of the first disc. */
+static luna_tensor *segment_loss(luna_tensor *x, const luna_input *input) {
+  const int64_t all = input->batch * input->n;
+  int32_t *labels = (int32_t *)grow(NULL, all + 1, sizeof(int32_t));
+  for (int64_t i = 0; i < all; i++) labels[i] = mark_of_token(input->tokens[i]) - OTHER;
+  luna_tensor *loss = luna_cross_entropy(luna_linear_layer_forward(&model.segment, x), labels, NULL);
+  return free(labels), loss;
+}
+/* The loss of the labels, and what a step minimises: *total. *segment: the loss of --segment, or null. It stays in the
+   curve when it weighs nothing any more. */
+static luna_tensor *label_loss(const batch *b, int64_t step, luna_tensor **total, luna_tensor **segment) {
+  luna_tensor *x = encoded(&b->input, NULL), *loss = luna_cross_entropy(logits_of(x, &b->input), b->labels, NULL);
+  *total = loss, *segment = NULL;
+  if (own.segment <= 0) return loss;
+  luna_keep(loss), *segment = luna_keep(segment_loss(x, &b->input));
+  *total = luna_add(loss, luna_scale(*segment, (float)segment_weight(step)));
+  return loss;
+}
+
+/* The pretext task [arXiv 1810.04805]: --masked of the tokens are masked, most of them by CLS, and told from the rest.
+   Of pixels as numbers all that are chosen are hidden. Returns the logits [chosen,masked_classes()] of the chosen
+   places, and their classes, to be freed. The same step takes the same places; null after a failure. */
 static luna_tensor *masked_logits(const luna_input *input, int64_t step, int32_t **chosen, int64_t *count) {
   const int64_t all = input->batch * input->n, flat[3] = { 1, all, set.dim };
   int32_t *masked = (int32_t *)grow(NULL, 3 * all, sizeof(int32_t)), *labels = masked + all, *places = labels + all;
-  const luna_masking masking = { .mask = (int32_t)data.task->symbols, .seed = (uint64_t)set.seed,
-                                 .step = (uint64_t)step };
+  const luna_masking masking = { .mask = (int32_t)data.task->symbols, .probability = (float)own.masked,
+                                 .seed = (uint64_t)set.seed, .step = (uint64_t)step };
   luna_input hidden = *input;
-  hidden.tokens = masked;
   luna_mask_tokens(input, &masking, masked, labels);
+  if (!own.pixels) hidden.tokens = masked;
+  for (int64_t i = 0; i < all && own.pixels; i++)
+    labels[i] = labels[i] == masking.mask ? -1 : class_of_gray(labels[i]);
+  luna_tensor *x = luna_reshape(encoded(&hidden, labels), 3, flat);
   *count = 0;
   for (int64_t i = 0; i < all; i++)
     if (labels[i] >= 0) places[*count] = (int32_t)i, labels[(*count)++] = labels[i];
-  if (*count == 0) places[0] = 0, labels[0] = input->tokens[0], *count = 1;
-  luna_tensor *x = luna_reshape(luna_encoder_forward(&model.encoder, &hidden, NULL), 3, flat);
+  if (*count == 0) places[0] = 0, labels[0] = own.pixels ? 0 : input->tokens[0], *count = 1;
   x = luna_embedding(luna_reshape(x, 2, flat + 1), places, 1, *count);
-  x = luna_reshape(luna_linear_layer_forward(&model.out, x), 2, (int64_t[]){ *count, data.task->symbols + 1 });
+  x = luna_reshape(luna_linear_layer_forward(&model.out, x), 2, (int64_t[]){ *count, masked_classes() });
   *chosen = (int32_t *)memcpy(masked, labels, (size_t)*count * sizeof(int32_t));
   return x;
 }
@@ -287,7 +385,8 @@ static double measure(luna_ctx *ctx, const samples *s, int64_t count, double *lo
 
 static luna_optimizer *optimizer_open(luna_params *params) {
   const bool quick = own.settings == SMALL;
-  const luna_schedule schedule = { .decay = own.decay ? LUNA_DECAY_COSINE : LUNA_DECAY_INVERSE_SQRT,
+  static const luna_decay decays[] = { LUNA_DECAY_INVERSE_SQRT, LUNA_DECAY_COSINE, LUNA_DECAY_CONSTANT };
+  const luna_schedule schedule = { .decay = decays[own.decay],
     .warmup = own.warmup, .total = set.steps, .floor = quick ? 0.05f : 0 };
   return luna_adamw(params, &(luna_optimizer_config){ .lr = (float)set.lr, .beta2 = quick ? 0.999f : 0.98f,
     .epsilon = own.settings == LRA ? 1e-9f : 1e-8f, .weight_decay = (float)own.weight_decay, .clip = quick ? 1 : 0,
@@ -296,12 +395,15 @@ static luna_optimizer *optimizer_open(luna_params *params) {
 
 /* ---- a run and its files ----------------------------------------------------------------------------------------- */
 
-static struct {
+static struct run {
   char name[400];
   double best;                       /* accuracy, and at which step */
   int64_t best_step;
   double loss, before;               /* the sum of the losses since the curve's last row; seconds before it went on */
   int64_t losses;
+  double segment;                    /* the sum of as many losses of --segment */
+  double recent;                     /* the mean loss of about the last tenth of --trial */
+  bool stopped;                      /* --trial ended it */
   char data[80], data_before[80];    /* task_mark(): of these samples, and of those of the training that goes on */
   const char *begun;                 /* "yes": with --begin, or "" */
 } run = { .best = -1, .begun = "" };
@@ -335,15 +437,26 @@ static void default_name(void) {
   snprintf(run.name + size, sizeof run.name - size, "-%lld", (long long)set.seed);
 }
 
-/* RUN is --out, else that of the training that goes on, else the default. None of its files may be one that is read. */
-static int name_run(void) {
-  static const char ending[] = ".training", *const endings[] = { "safetensors", "training", "csv", "txt" };
+static void cut_ending(const char *ending) {               /* of the run's name, if it has that one */
+  const size_t size = strlen(run.name), last = strlen(ending);
+  if (size > last && strcmp(run.name + size - last, ending) == 0) run.name[size - last] = 0;
+}
+/* RUN is --out, else that of the training that goes on, else the default; of several seeds with "-SEED" at its end.
+   before: the name of the run before, whose seed is one less, or null. None of its files may be one that is read. */
+static int name_run(const char *before) {
+  static const char *const endings[] = { "safetensors", "training", "csv", "txt" };
+  const bool numbered = before || (own.seeds && set.out);
   const char *out = set.out ? set.out : set.resume;
-  const size_t size = out ? strlen(out) : 0, last = sizeof ending - 1;
-  if (size >= sizeof run.name) return fail("%s is too long a name", out);
+  char seed[24];
+  if (before) out = before;
+  if (out && strlen(out) + sizeof seed >= sizeof run.name) return fail("%s is too long a name", out);
   if (out) strcpy(run.name, out);
   else default_name();
-  if (!set.out && size > last && strcmp(run.name + size - last, ending) == 0) run.name[size - last] = 0;
+  if (!set.out) cut_ending(".training");
+  snprintf(seed, sizeof seed, "-%lld", (long long)set.seed - 1);
+  if (before) cut_ending(seed);
+  snprintf(seed, sizeof seed, "-%lld", (long long)set.seed);
+  if (numbered) strcat(run.name, seed);
   if (ranks.rank > 0) return 0;
   for (int i = 0; i < 4; i++) {
     const path file = run_file(endings[i]);
@@ -381,12 +494,14 @@ static int write_report(const luna_params *params, double accuracy, int64_t held
 static int write_curve(double share, double loss) {
   const path to = run_file("csv");
   FILE *f = ranks.rank > 0 ? NULL : fopen(to.text, "ab");
-  if (ranks.rank > 0) return run.loss = 0, run.losses = 0, 0;
+  if (ranks.rank > 0) return 0;
   if (!f) return cannot_write(to);
   fprintf(f, "%lld,%.6f,", (long long)bar.step, run.loss / (double)run.losses);
-  if (share >= 0) fprintf(f, "%.6f,%.4f\n", loss, share);
-  else fprintf(f, ",\n");
-  run.loss = 0, run.losses = 0;
+  if (share >= 0) fprintf(f, "%.6f,%.4f", loss, share);
+  else fprintf(f, ",");
+  if (own.segment > 0) fprintf(f, ",%.6f", run.segment / (double)run.losses);
+  fprintf(f, "\n");
+  run.loss = run.segment = 0, run.losses = 0;
   const bool fine = !ferror(f);
   return fclose(f) == 0 && fine ? 0 : cannot_write(to);
 }
@@ -407,7 +522,7 @@ static int begin_curve(int64_t step) {
     keep = at < old.size ? at : old.size;
   if ((f = file_begin(&file, to.text)) == NULL) return free(old.data), 2;
   if (keep) fwrite(old.data, 1, (size_t)keep, f);
-  else fprintf(f, "step,loss,validation_loss,validation_accuracy\n");
+  else fprintf(f, "step,loss,validation_loss,validation_accuracy%s\n", own.segment > 0 ? ",segment_loss" : "");
   free(old.data);
   return file_end(&file);
 }
@@ -422,10 +537,10 @@ static bool keep_run(luna_params *params, const char *going) {
 }
 
 static int save_training(luna_ctx *ctx, const luna_optimizer *adam, luna_params *params) {
-  char text[160];
+  char text[240];
   if (ranks.rank > 0) return 0;
-  snprintf(text, sizeof text, "%.17g %lld %.17g %lld %.17g", run.best, (long long)run.best_step, run.loss,
-           (long long)run.losses, run.before + seconds() - bar.start);
+  snprintf(text, sizeof text, "%.17g %lld %.17g %lld %.17g %.17g %.17g", run.best, (long long)run.best_step, run.loss,
+           (long long)run.losses, run.before + seconds() - bar.start, run.segment, run.recent);
   return keep_run(params, text) && luna_save_training(adam, luna_path(run_file("training").text)) == LUNA_OK ?
       0 : failed(ctx);
 }
@@ -434,8 +549,9 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
   const luna_params *pairs = kept_pairs(ctx, set.resume);
   if (!pairs) return 2;
   const char *task = luna_params_get_text(pairs, "lra.task"), *text = luna_params_get_text(pairs, "lra.run");
-  const char *format = "%lf %lld %lf %lld %lf";
-  if (!task || !text || sscanf(text, format, &run.best, &best_step, &run.loss, &losses, &run.before) != 5)
+  const char *format = "%lf %lld %lf %lld %lf %lf %lf";
+  if (!task || !text || sscanf(text, format, &run.best, &best_step, &run.loss, &losses, &run.before, &run.segment,
+                               &run.recent) != 7)
     return fail("%s holds no training of lra to go on with; --save-every writes one", set.resume);
   if (strcmp(task, data.task->name) != 0) return fail("%s is a training of another task", set.resume);
   const char *words = luna_params_get_text(pairs, "lra.pretraining"), *begun = luna_params_get_text(pairs, "lra.begun");
@@ -466,23 +582,48 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
   return write_curve(share, loss) || write_report(params, run.best, held);
 }
 
+/* The loss above which a run has learnt nothing when --trial ends. */
+static double trial_loss(void) {
+  return own.trial_loss > 0 ? own.trial_loss : 0.98 * log((double)data.task->classes);
+}
+/* Whether the run ends here, as it has made --trial steps and has learnt nothing. */
+static bool is_stuck(void) { return own.trial > 0 && bar.step == own.trial && run.recent > trial_loss(); }
+
+/* What a step's samples are like. They are fetched for POOL steps at once, so that it is the same after --resume,
+   whatever step that is from. */
+static void use_step(const samples *s) {
+  const int64_t filled = bar.step / POOL * POOL;
+  data.step = filled, data.mirrored = own.mirror ? s->training : 0;
+  data.shift = own.shift, data.moved = own.shift ? s->training : 0;
+  data.marked = own.segment > 0 ? s->training : 0;
+  data.grown = own.growing > 0 ? (double)filled / (own.growing * (double)set.steps) : 1;
+}
+/* One step of the optimiser. Returns 0, or 2 after a sentence. */
+static int make_step(luna_ctx *ctx, luna_optimizer *adam, const samples *s) {
+  luna_tensor *loss, *total, *segment = NULL;
+  use_step(s);
+  batch b = batch_random(s, bar.step);
+  if (redraw(bar.step)) return 2;
+  luna_begin_step(ctx);
+  if (pretraining) loss = total = masked_loss(&b.input, bar.step);
+  else loss = label_loss(&b, bar.step, &total, &segment);
+  if (model.choice.system && total == loss) loss = total = attentions_loss(&model.choice, total);
+  else if (model.choice.system) total = attentions_loss(&model.choice, total);
+  luna_backward(total);
+  if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
+  const double value = (double)luna_item(loss);
+  progress_step(&bar, value, (double)(b.input.batch * b.input.n * ranks.ranks));
+  run.loss += value, run.losses++;
+  if (segment) run.segment += (double)luna_item(segment);
+  const int64_t window = own.trial / 10 > 1 ? own.trial / 10 : 1;
+  run.recent += (value - run.recent) / (double)(bar.step < window ? bar.step : window);
+  return 0;
+}
+
 static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const samples *s) {
   const int64_t every = set.steps < 100 ? 1 : set.steps / 100; /* steps of a row of the curve */
-  while (bar.step < set.steps && !interrupted) {
-    const int64_t filled = bar.step / POOL * POOL;         /* the same after --resume, whatever step that is from */
-    data.step = filled, data.mirrored = own.mirror ? s->training : 0;
-    data.grown = own.growing > 0 ? (double)filled / (own.growing * (double)set.steps) : 1;
-    batch b = batch_random(s, bar.step);
-    if (redraw(bar.step)) return 2;
-    luna_begin_step(ctx);
-    luna_tensor *loss = pretraining ? masked_loss(&b.input, bar.step) :
-                                      luna_cross_entropy(logits(&b.input), b.labels, NULL);
-    if (model.choice.system) loss = attentions_loss(&model.choice, loss);
-    luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
-    const double value = (double)luna_item(loss);
-    progress_step(&bar, value, (double)(b.input.batch * b.input.n * ranks.ranks));
-    run.loss += value, run.losses++;
+  while (bar.step < set.steps && !interrupted && !(run.stopped = is_stuck())) {
+    if (make_step(ctx, adam, s)) return 2;
     const bool due = bar.step % validation_period() == 0 || bar.step == set.steps;
     if (due ? look(ctx, params, s) : bar.step % every == 0 && write_curve(-1, 0)) return 2;
     if (set.save_every && bar.step % set.save_every == 0 && save_training(ctx, adam, params)) return 2;
@@ -532,6 +673,9 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   double loss, share;
   const int64_t chose = choosing(s), rest = s->held - chose;
   progress_end(&bar);
+  if (run.stopped)
+    return printf("%s: stopped at step %lld by --trial, as its loss of %.4f is above %.4f\n", run.name,
+                  (long long)bar.step, run.recent, trial_loss()), 0;
   if (interrupted && bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (interrupted)
     say("stopped at step %lld; goes on with --resume %s", (long long)bar.step, run_file("training").text);
@@ -553,13 +697,13 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
 static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   luna_params *params = luna_params_open(ctx);
   const path best = run_file("safetensors");
-  if (model_open(ctx, params)) return 2;
-  if (own.begin && !set.resume) {
+  if (model_open(ctx, params) || (own.pixels && !begin && fit_grays(ctx, s))) return 2;
+  if (own.begin && !begin) {
     if (begin_with(ctx, params, own.begin, false)) return 2;
     run.begun = "yes";
   }
   luna_optimizer *adam = optimizer_open(params);
-  if (!adam || (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK)) return failed(ctx);
+  if (!adam || (begin && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK)) return failed(ctx);
   printf("%s, %s: %lld samples to learn from, %lld to validate on; ", data.task->title, title().text,
          (long long)s->training, (long long)s->held);
   printf("%lld parameters\n%s\n", (long long)luna_params_element_count(params), describe().text);
@@ -574,23 +718,81 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   return learn(ctx, params, adam, s) || finish(ctx, params, s) ? 2 : 0;
 }
 
+/* Flags that this task or command cannot use: 0, or 2 after a sentence. */
+static int check_flags(void) {
+  const bool pathfinder = data.task == &tasks[PATHFINDER], pictures = pathfinder || data.task == &tasks[IMAGE];
+  if (own.mirror && data.task != &tasks[IMAGE]) return fail("--mirror is of image alone");
+  if (own.shift && data.task != &tasks[IMAGE]) return fail("--shift is of image alone");
+  if (own.pixels && !pictures) return fail("--pixels number is of image and pathfinder alone");
+  if (own.segment > 0 && !pathfinder) return fail("--segment is of pathfinder alone");
+  if (own.segment > 0 && !own.pixels) return fail("--segment needs --pixels number");
+  if (!pretraining && (given(&own.masked) || given(&own.grays))) return fail("--masked and --grays are of pretrain");
+  if (pretraining && given(&own.grays) && !own.pixels) return fail("--grays needs --pixels number");
+  return 0;
+}
+
+/* --seeds, or --seed alone: 0, or 2 after a sentence. A training that goes on has one of them, and those before it are
+   done. */
+static int seeds_of(int64_t *last) {
+  long long from, to;
+  char rest;
+  *last = set.seed;
+  if (!own.seeds) return 0;
+  if (sscanf(own.seeds, "%lld-%lld%c", &from, &to, &rest) != 2 || from < 0 || to < from || to - from > 999)
+    return fail("--seeds takes FIRST-LAST, such as 1-4, and at most 1000 of them; not '%s'", own.seeds);
+  if (!set.resume && given(&set.seed)) return fail("--seed is one of --seeds: leave one of them out");
+  if (set.plot) return fail("--plot draws one run; leave --seeds out");
+  if (set.resume && (set.seed < from || set.seed > to))
+    return fail("%s has the seed %lld, which is none of --seeds", set.resume, (long long)set.seed);
+  if (!set.resume) set.seed = from;
+  return *last = to, 0;
+}
+
+/* A run in a context of its own, which has its seed. begin: the step that it goes on from, 0 if it is new. */
+static int train_seed(luna_ctx *ctx, const samples *s, int64_t begin) {
+  int status = batch_open(s);
+  if (!status) status = train_on(ctx, s, begin);
+  return batch_close(), model_close(), status;
+}
+/* The seeds after the first one up to `last`, each as a command of its own would train it. */
+static int train_seeds(const samples *s, int64_t last) {
+  int status = 0;
+  while (!status && !interrupted && set.seed < last) {
+    set.seed++;
+    const struct run before = run;
+    memset(&run, 0, sizeof run), memset(&bar, 0, sizeof bar), memset(&model, 0, sizeof model);
+    run.best = -1, run.begun = "";
+    memcpy(run.data, before.data, sizeof run.data);
+    if (name_run(before.name)) return 2;
+    luna_ctx *ctx = open_context();
+    status = ctx ? train_seed(ctx, s, 0) : 2;
+    luna_close(ctx);
+  }
+  return status;
+}
+
 static int train(luna_ctx *ctx, const char **words) {
   samples s;
-  int64_t begin = 0;
-  if (task_find(words[0]) || (set.resume && resume_training(ctx, &begin))) return 2;
-  if (own.mirror && data.task != &tasks[IMAGE]) return fail("--mirror is of image alone");
+  int64_t begin = 0, last;
+  if (task_find(words[0]) || (set.resume && resume_training(ctx, &begin)) || check_flags() || seeds_of(&last)) return 2;
   if (!set.resume) choose_settings();
-  if (name_run()) return 2;
-  if (begin == set.steps) return training_finished();
+  if (name_run(NULL)) return 2;
+  const bool done = begin == set.steps;
+  if (done) training_finished();
+  if (done && set.seed == last) return 0;
   use_data_flags();
   int status = task_open(&s, own.data, own.valid, false);
   s.logits = logits;
   if (!status) task_mark(&s, run.data, sizeof run.data);
   if (!status && set.resume && strcmp(run.data, run.data_before) != 0)
     status = fail("%s began with other samples; --data and --valid must be as then", set.resume);
-  if (!status && (status = batch_open(&s)) == 0) status = train_on(ctx, &s, begin);
-  batch_close(), model_close(), task_close();
-  return status;
+  if (!status && !done) {
+    luna_ctx *seeded = own.seeds && !set.resume ? open_context() : ctx;
+    status = seeded ? train_seed(seeded, &s, begin) : 2;
+    if (seeded != ctx) luna_close(seeded);
+  }
+  if (!status) status = train_seeds(&s, last);
+  return task_close(), status;
 }
 
 static int pretrain(luna_ctx *ctx, const char **words) {
@@ -610,7 +812,12 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!task) return fail("%s is not a model that lra made", words[0]);
   const char *masked = luna_params_get_text(pairs, "lra.pretraining");
   if (masked && *masked) return fail("%s has no classes yet: it is for lra train --begin", words[0]);
+  const int64_t seed = own.data_seed, difficulty = own.difficulty;
+  const bool other_seed = given(&own.data_seed), other_difficulty = given(&own.difficulty);
+  flags_given = 0;                                         /* they are of what is measured, not of the training */
   if (task_find(task) || set_kept_flags(pairs, flags, words[0])) return 2;
+  if (other_seed) own.data_seed = seed;
+  if (other_difficulty) own.difficulty = difficulty;
   use_data_flags();
   int status = task_open(&s, own.data, NULL, true);
   s.logits = logits;

@@ -13,7 +13,7 @@ enum { SINUSOIDAL, LEARNED, GRID };   /* GRID: learned, from sinusoids of a pict
 #define POSITION_NAMES "sinusoidal learned grid"
 enum { CLS, MEAN };                  /* X of CLS, the mean of X */
 #define POOLING_NAMES "cls mean"
-#define DECAY_NAMES "inverse-sqrt cosine"
+#define DECAY_NAMES "inverse-sqrt cosine constant"
 
 /* text: a line of attentions/attentions.h, in which %d is the longest sequence / divisor, rounded up; null: luna.h's
    own `kind` */

@@ -32,6 +32,8 @@ static struct {
   int64_t growing;                   /* so many of these, the first, are as simple as `grown` says, 0 to 1 */
   double grown;
   int64_t mirrored, step;            /* half of so many of the items, the first, are mirrored: others at other steps */
+  int64_t moved, shift;              /* so many of the items, the first, are moved by up to `shift` pixels each way */
+  int64_t marked;                    /* the tokens of so many made pictures, the first, have marks: mark_of_token() */
   item *items;
   int64_t count;
   contents files[2];
@@ -132,11 +134,35 @@ static span mirrored(span image) {
   return (span){ out, PIXELS };
 }
 
+static int in_picture(int at) {
+  if (at < 0) return 0;
+  return at < SIDE ? at : SIDE - 1;
+}
+/* Moved by chance, as `random` says: by up to data.shift pixels down or up, and right or left. The border's pixels fill
+   what becomes free. */
+static span moved_by(span image, uint64_t random) {
+  static unsigned char out[PIXELS];
+  const int64_t ways = 2 * data.shift + 1;
+  const int down = (int)((int64_t)(random % (uint64_t)ways) - data.shift);
+  const int right = (int)((int64_t)(random / 65536 % (uint64_t)ways) - data.shift);
+  for (int i = 0; i < PIXELS; i++) {
+    const int y = i / SIDE - down, x = i % SIDE - right;
+    out[i] = image.at[in_picture(y) * SIDE + in_picture(x)];
+  }
+  return (span){ out, PIXELS };
+}
+
+/* A pixel's token with its mark, of pathfinder.h, in higher bits. A token that has none is a gray or CLS. */
+static int32_t marked_token(int32_t gray, int mark) { return gray | mark << 16; }
+static int32_t gray_of_token(int32_t token) { return token & 0xFFFF; }
+static int mark_of_token(int32_t token) { return token >> 16; }
+
 static int32_t fetch_item(int64_t index, int32_t *tokens, int32_t *lengths) {
   const item *i = &data.items[index];
   for (int64_t p = 0; p < data.task->parts; p++, tokens += data.longest) {
     span part = { i->at[p], i->size[p] };
     if (index < data.mirrored && draw(2, data.step, index) % 2) part = mirrored(part);
+    if (index < data.moved) part = moved_by(part, draw(3, data.step, index));
     lengths[p] = 1 + cut_bytes(part, data.longest - 1, tokens + 1);
     tokens[0] = (int32_t)data.task->symbols;
   }
@@ -157,7 +183,8 @@ static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *lengths) {
   else {
     draw_picture(&p, pathfinder_grown(pathfinder_levels[data.difficulty], grown), seed);
     label = p.label;
-    for (int i = 0; i < PIXELS; i++) list[i] = p.pixels[i];
+    const bool marked = index < data.marked;
+    for (int i = 0; i < PIXELS; i++) list[i] = marked_token(p.pixels[i], marked ? p.marks[i] : DARK);
   }
   if (size > data.longest - 1) size = (int32_t)data.longest - 1;
   memcpy(tokens + 1, list, (size_t)size * sizeof(int32_t));

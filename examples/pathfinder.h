@@ -38,8 +38,11 @@ typedef struct picture {
   point disc[2];
   int label, distractors;            /* distractors: that found room */
   canvas image, mask;                /* mask: what is taken, 0 to 1 */
+  canvas drawn[2], *also;            /* each target's strokes alone; where strokes are drawn too, or null */
+  unsigned char marks[SIDE * SIDE];  /* DARK, OTHER or CONTOUR: that on which the first disc in reading order lies */
   uint64_t random;
 } picture;
+enum { DARK, OTHER, CONTOUR };       /* OTHER: a lit pixel of another contour, or of the disc there */
 
 /* ---- paddles and discs ------------------------------------------------------------------------------------------- */
 
@@ -124,13 +127,18 @@ TOOL void draw_disc(canvas to, point at) {                 /* of radius 1.5 */
 TOOL int chance(picture *p, int n) { return (int)(splitmix(&p->random) % (uint64_t)n); }
 TOOL double turned(double angle) { return angle + PI < PI ? angle + PI : angle - PI; } /* by half a turn */
 
+TOOL void draw_stroke(picture *p, point at, const stroke *paddle, float contrast) {
+  stamp(p->image, at, paddle->line, contrast);
+  if (p->also) stamp(*p->also, at, paddle->line, contrast);
+}
+
 /* A snake's first paddle; false where its ends are outside. */
 TOOL bool begin_snake(picture *p, snake *s, point tail, double angle, float contrast) {
   const point head = moved(tail, angle, 2);
   s->origin = tail, s->tip = head, s->angle = angle, s->pivot = moved(head, turned(angle), 3);
   if (!inside(head) || !inside(s->pivot)) return false;
   s->at = tail, s->paddle = stroke_at(angle), s->paddles = 1;
-  stamp(p->image, tail, s->paddle->line, contrast);
+  draw_stroke(p, tail, s->paddle, contrast);
   return true;
 }
 
@@ -209,7 +217,7 @@ TOOL bool extend_snake(picture *p, snake *s, float contrast) {
     const stroke *paddle = stroke_at(turned(angles[i]));   /* from the head back */
     if (!is_free(p, heads[i], paddle)) continue;
     stamp(p->mask, s->at, s->paddle->mask, 1);
-    stamp(p->image, heads[i], paddle->line, contrast);
+    draw_stroke(p, heads[i], paddle, contrast);
     s->pivot = pivot, s->angle = angles[i], s->tip = s->at = heads[i], s->paddle = paddle, s->paddles++;
     return true;
   }
@@ -219,11 +227,17 @@ TOOL bool extend_snake(picture *p, snake *s, float contrast) {
 /* ---- pictures ---------------------------------------------------------------------------------------------------- */
 
 /* Both snakes, a paddle at a time by turns. The first begins in the middle, the second at a distance from it. */
+TOOL bool extend_target(picture *p, int k) {
+  p->also = &p->drawn[k];
+  return extend_snake(p, &p->target[k], TARGET);
+}
 TOOL bool draw_targets(picture *p, pathfinder_level level) {
-  memset(p->image, 0, sizeof p->image), memset(p->mask, 0, sizeof p->mask);
+  memset(p->image, 0, sizeof p->image), memset(p->mask, 0, sizeof p->mask), memset(p->drawn, 0, sizeof p->drawn);
   for (int i = 0; i < SIDE; i++)
     p->mask[i] = p->mask[SIDE * SIDE - 1 - i] = p->mask[i * SIDE] = p->mask[i * SIDE + SIDE - 1] = 1;
+  p->also = &p->drawn[0];
   if (!seed_snake(p, &p->target[0], 2 * SEED_DISTANCE, TARGET)) return false;
+  p->also = &p->drawn[1];
   bool begun = false;
   for (int trial = 0; trial < TRIALS && !begun; trial++) {
     const double angle = (chance(p, 360) - 180) * PI / 180, way = chance(p, 360) * PI / 180;
@@ -232,7 +246,7 @@ TOOL bool draw_targets(picture *p, pathfinder_level level) {
     begun = begin_snake(p, &p->target[1], tail, angle, TARGET);
   }
   for (int i = 1; i < level.contour && begun; i++)
-    begun = extend_snake(p, &p->target[0], TARGET) && extend_snake(p, &p->target[1], TARGET);
+    begun = extend_target(p, 0) && extend_target(p, 1);
   if (begun) stamp(p->mask, p->target[1].at, p->target[1].paddle->mask, 1); /* the rules forget the first one's */
   return begun;
 }
@@ -254,12 +268,26 @@ TOOL pathfinder_level pathfinder_grown(pathfinder_level level, double grown) {
   return level;
 }
 
+/* Which lit pixels belong to the contour of the first disc in reading order: half of their light at least is its, or
+   that of a disc on it. The discs look alike, so that a picture cannot tell them apart otherwise. first, second: the
+   targets that the discs lie on. */
+TOOL void mark_contour(picture *p, int first, int second) {
+  const int k = place(p->disc[0]) < place(p->disc[1]) ? first : second;
+  if (first == k) draw_disc(p->drawn[k], p->disc[0]);
+  if (second == k) draw_disc(p->drawn[k], p->disc[1]);
+  for (int i = 0; i < SIDE * SIDE; i++) {
+    const bool own = 2 * p->drawn[k][i] >= p->image[i];
+    p->marks[i] = own ? CONTOUR : OTHER;
+    if (p->pixels[i] < 32) p->marks[i] = DARK;
+  }
+}
+
 /* The picture that a random number stands for. */
 TOOL void draw_picture(picture *p, pathfinder_level level, uint64_t random) {
   p->random = random;
   p->label = chance(p, 2);
   while (!draw_targets(p, level)) continue;
-  p->distractors = 0;
+  p->distractors = 0, p->also = NULL;
   for (int i = 0; i < level.distractors; i++)
     for (int trial = 0, drawn = 0; trial < 5 && !drawn; trial++) {
       canvas image, mask;
@@ -273,4 +301,5 @@ TOOL void draw_picture(picture *p, pathfinder_level level, uint64_t random) {
   float low = p->image[0], high = low;
   for (int i = 0; i < SIDE * SIDE; i++) low = fminf(low, p->image[i]), high = fmaxf(high, p->image[i]);
   for (int i = 0; i < SIDE * SIDE; i++) p->pixels[i] = (unsigned char)((p->image[i] - low) * 255 / (high - low) + 0.5f);
+  mark_contour(p, first, second);
 }

@@ -58,6 +58,26 @@ runs() {
     "--warmup 200 --batch 32 --steps 6000 --validations 10 --products bf16 --seed 1 --save-every 200"
   echo "pathfinder-easy-long-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8" \
     "--lr 2e-3 --warmup 200 --batch 32 --steps 24000 --products bf16 --seed 1 --save-every 200"
+  number="--quick --difficulty easy --pixels number --decay constant --warmup 1000 --save-every 100"
+  for system in "luna16 luna" "transformer transformer"; do   # four seeds each, ended after 300,000 pictures if stuck
+    echo "pathfinder-number-${system%% *} lra train pathfinder $number --attention ${system#* } --segment 1" \
+      "--steps 15000 --trial 4700 --seeds 1-4 --products bf16"
+  done
+  echo "pathfinder-number-grid-1 lra train pathfinder $number --segment 1 --segment-for 0.5 --warmup 200 --lr 2e-3" \
+    "--batch 8 --steps 40000 --trial 37500 --seed 1"
+  for seed in 1 2; do                                      # what is hidden in half of the pixels, first
+    echo "pathfinder-hidden-$seed lra pretrain pathfinder $number --steps 4000 --products bf16 --seed $seed"
+    echo "pathfinder-begun-$seed lra train pathfinder $number --begin $out/pathfinder-hidden-$seed.safetensors" \
+      "--lr 5e-4 --steps 15000 --products bf16 --seed $seed"
+    for system in "luna16 luna" "transformer transformer"; do
+      image="--quick --data $data/cifar.bin --attention ${system#* } --pixels number --mirror yes --shift 4"
+      image="$image --products bf16 --seed $seed --save-every 200"
+      echo "image-hidden-${system%% *}-$seed lra pretrain image $image --steps 4000 --warmup 400"
+      echo "image-number-${system%% *}-$seed lra train image $image --dropout 0.2 --steps 12000 --warmup 600"
+      echo "image-begun-${system%% *}-$seed lra train image $image --dropout 0.2 --steps 12000 --warmup 600" \
+        "--begin $out/image-hidden-${system%% *}-$seed.safetensors"
+    done
+  done
   for seed in 1 2; do
     echo "mlm-begin-$seed mlm pretrain $out/reviews.txt --window 128 --steps 40000 --products bf16 --seed $seed"
     echo "mlm-$seed mlm pretrain $out/reviews.txt --begin $out/mlm-begin-$seed.safetensors --masked 0.3 --window 128" \
@@ -100,7 +120,9 @@ run() {
   mkdir "$out/$name.running" 2>/dev/null || ! kill -0 "$(cat "$out/$name.running/process")" 2>/dev/null || return
   echo $$ >"$out/$name.running/process"
   case $program in
-    lra) file=$out/$name; [ -s "$file.training" ] && begin="--resume $file.training" ;;
+    lra) file=$out/$name                                   # of several seeds the last one goes on
+      newest=$(ls -t "$file.training" "$file"-[0-9]*.training 2>/dev/null | head -n 1)
+      [ -s "$newest" ] && begin="--resume $newest" ;;
     *) file=$out/$name.safetensors ;;
   esac
   setsid sh -c '{ echo 19 >/proc/$$/autogroup; } 2>/dev/null; exec nice -n 19 "$@"' run "$build/$program" "$@" \

@@ -214,6 +214,53 @@ static void check_growing(void) {
   task_close();
 }
 
+/* A picture's marks: the contour of the first disc in reading order. The other disc is on it if the label is 1. */
+static void check_marks(int level) {
+  enum { PICTURES = 200 };
+  static picture p;
+  int dark = 0, first = 0, second = 0, far = 0, others = 0, paddles = 0, strokes = 0;
+  for (uint64_t i = 0; i < PICTURES; i++) {
+    draw_picture(&p, pathfinder_levels[level], i);
+    const int a = place(p.disc[0]) < place(p.disc[1]) ? 0 : 1;
+    const int k = same_point(p.disc[a], p.target[0].origin) || same_point(p.disc[a], p.target[0].tip) ? 0 : 1;
+    for (int j = 0; j < PIXELS; j++) dark += (p.marks[j] == DARK) != (p.pixels[j] < 32);
+    first += p.marks[place(p.disc[a])] != CONTOUR;
+    second += (p.marks[place(p.disc[1 - a])] == CONTOUR) != (p.label == 1);
+    far += p.marks[place(p.target[k].origin)] != CONTOUR || p.marks[place(p.target[k].tip)] != CONTOUR;
+    others += p.marks[place(p.target[1 - k].origin)] == CONTOUR || p.marks[place(p.target[1 - k].tip)] == CONTOUR;
+    for (int j = 0; j < PIXELS; j++) paddles += p.marks[j] == CONTOUR, strokes += p.drawn[k][j] > 0.25f;
+  }
+  CHECK(dark == 0, "level %d: %d marks are not dark where the picture is, or the other way round", level, dark);
+  CHECK(first == 0, "level %d: the first disc is not on its contour in %d pictures", level, first);
+  CHECK(second <= 2, "level %d: the second disc is marked against the label in %d pictures", level, second);
+  CHECK(far <= 4, "level %d: %d contours are not marked at both ends", level, far);
+  CHECK(others <= 20, "level %d: %d other contours are marked at an end", level, others);
+  CHECK(paddles > strokes * 7 / 10 && paddles < strokes * 13 / 10, "level %d: %d pixels are marked, %d are drawn",
+        level, paddles, strokes);
+}
+/* What is learnt from has marks while --segment weighs something; what is held has none, and the same grays. */
+static void check_marked(void) {
+  static int32_t plain[2][1025], marked[2][1025];
+  int32_t length;
+  int64_t marks[2] = { 0, 0 }, wrong = 0;
+  samples s;
+  data.task = &tasks[PATHFINDER], data.longest = 1025, data.seed = 1, data.difficulty = 0;
+  CHECK(task_open(&s, NULL, NULL, false) == 0, "pictures are generated");
+  const int64_t at[2] = { 7, s.training };
+  for (int i = 0; i < 2; i++) s.fetch(at[i], plain[i], &length);
+  data.marked = s.training;
+  for (int i = 0; i < 2; i++) s.fetch(at[i], marked[i], &length);
+  data.marked = 0;
+  for (int i = 0; i < 2; i++)
+    for (int k = 0; k < 1025; k++)
+      marks[i] += mark_of_token(marked[i][k]) != 0, wrong += gray_of_token(marked[i][k]) != plain[i][k];
+  CHECK(wrong == 0, "%lld grays are others with marks", (long long)wrong);
+  CHECK(marks[0] > 50 && marks[1] == 0, "%lld pixels learnt from have marks, and %lld held", (long long)marks[0],
+        (long long)marks[1]);
+  CHECK(mark_of_token(marked[0][0]) == 0, "CLS has none");
+  task_close();
+}
+
 /* ---- samples ----------------------------------------------------------------------------------------------------- */
 
 static uint64_t sample_hash(const samples *s, int64_t index) {
@@ -244,6 +291,29 @@ static void check_measured(int task) {
   }
   CHECK(common == 0, "%s: %lld samples are measured that training has seen", data.task->name, (long long)common);
   task_close();
+}
+
+/* Each of the 25 ways to move by up to two pixels is taken, and moves rows and columns as it says; the border fills. */
+static void check_moved(void) {
+  static unsigned char image[PIXELS];
+  bool seen[5][5] = { { false } };
+  int ways = 0, wrong = 0;
+  for (int i = 0; i < PIXELS; i++) image[i] = (unsigned char)(i / SIDE * 8 + i % SIDE % 8);
+  data.shift = 2;
+  for (int64_t i = 0; i < 400; i++) {
+    const unsigned char *out = moved_by((span){ image, PIXELS }, draw(3, 0, i)).at;
+    const int middle = out[16 * SIDE + 20], down = 16 - middle / 8, right = 20 % 8 - middle % 8;
+    if (abs(down) > 2 || abs(right) > 2) { wrong++; continue; }
+    seen[down + 2][right + 2] = true;
+    for (int y = 0; y < SIDE; y++)
+      for (int x = 0; x < SIDE; x++)
+        wrong += out[y * SIDE + x] != image[in_picture(y - down) * SIDE + in_picture(x - right)];
+  }
+  for (int i = 0; i < 25; i++) ways += seen[i / 5][i % 5];
+  CHECK(wrong == 0, "%d pixels are not where an image was moved to", wrong);
+  CHECK(ways == 25, "%d of 25 ways are taken", ways);
+  CHECK(in_picture(-1) == 0 && in_picture(SIDE) == SIDE - 1 && in_picture(5) == 5, "the border fills what is outside");
+  data.shift = 0;
 }
 
 /* ---- settings ---------------------------------------------------------------------------------------------------- */
@@ -419,6 +489,148 @@ static void check_grid(luna_ctx *ctx) {
         alike[0], alike[1], alike[2]);
 }
 
+/* ---- pixels as numbers ------------------------------------------------------------------------------------------- */
+
+static luna_params *pixels_model(luna_ctx *ctx) {          /* of pictures of 40 tokens */
+  luna_params *params = luna_params_open(ctx);
+  own.pixels = 1;
+  choose(SMALL, PATHFINDER, LUNA);
+  CHECK(own.positions == GRID && own.masked == 0.5, "numbers have a grid, and half of them are hidden");
+  set.layers = 1, set.dim = 16, set.heads = 2, set.ffn = 16, set.memory = 4, own.longest = 40, set.batch = 2;
+  own.segment = 2, own.segment_for = 0.25, set.steps = 100;
+  CHECK(model_open(ctx, params) == 0, "a model of pixels as numbers");
+  return params;
+}
+static void pixels_end(void) {
+  model_close();
+  own.pixels = own.grays = 0, own.segment = 0, pretraining = false;
+}
+static void check_features(void) {
+  int32_t tokens[4] = { 256, 0, marked_token(200, CONTOUR), 255 }, labels[4] = { -1, -1, -1, 15 };
+  const luna_input input = { tokens, NULL, 1, 4, NULL };
+  float *f = features_of(&input, labels);
+  CHECK(isnan(f[0]) && f[1] == 0, "CLS has no gray: %g, %g", (double)f[0], (double)f[1]);
+  CHECK(f[2] == 0 && f[3] == 0 && f[4] == 200 && f[5] == 0, "a gray is its number, and a mark is none");
+  CHECK(isnan(f[6]) && f[7] == 1, "a hidden pixel has no gray, and says so: %g, %g", (double)f[6], (double)f[7]);
+  free(f);
+  own.grays = 0;
+  CHECK(class_of_gray(0) == 0 && class_of_gray(15) == 0 && class_of_gray(16) == 1 && class_of_gray(255) == 15,
+        "16 classes of grays");
+  own.grays = 1;
+  CHECK(class_of_gray(77) == 77 && class_of_gray(-1) == -1, "256 classes of grays");
+  own.grays = 0;
+}
+static void check_fit(luna_ctx *ctx) {
+  double mean[2], scale[2];
+  float values[2];
+  samples s;
+  luna_params *params = pixels_model(ctx);
+  use_data_flags();
+  own.longest = data.longest = 40;
+  CHECK(task_open(&s, NULL, NULL, false) == 0 && fit_grays(ctx, &s) == 0, "the grays' mean and deviation are set");
+  double sum = 0, squares = 0;
+  int32_t tokens[40], length;
+  for (int64_t i = 0; i < 256; i++) {
+    s.fetch(i, tokens, &length);
+    for (int k = 1; k < 40; k++) sum += tokens[k], squares += (double)tokens[k] * tokens[k];
+  }
+  const double expected = sum / (256 * 39), deviation_of = sqrt(squares / (256 * 39) - expected * expected);
+  luna_read(model.encoder.input.mean, values), mean[0] = (double)values[0], mean[1] = (double)values[1];
+  luna_read(model.encoder.input.scale, values), scale[0] = (double)values[0], scale[1] = (double)values[1];
+  CHECK(fabs(mean[0] - expected) < 1e-3 * expected + 1e-4 && mean[1] == 0, "the mean is %g, not %g", mean[0], expected);
+  const double positions = deviation(params, "encoder.embed_positions.weight");
+  CHECK(fabs(positions - sqrt(0.5 * 39 / 40)) < 1e-3, "positions are as large as numbers: %g", positions);
+  CHECK(fabs(scale[0] * deviation_of - 1) < 1e-3 && scale[1] == 1, "the scale is %g, of %g", scale[0], deviation_of);
+  task_close(), pixels_end();
+}
+/* The second loss is weighed as its flags say, and added to the labels', which is what is reported. */
+static void check_segment(luna_ctx *ctx) {
+  int32_t tokens[80], labels[2] = { 0, 1 };
+  luna_tensor *total, *segment;
+  for (int i = 0; i < 80; i++) tokens[i] = marked_token(i * 37 % 256, i % 3);
+  tokens[0] = tokens[40] = 256;
+  const batch b = { { tokens, NULL, 2, 40, NULL }, 2, labels };
+  int32_t lengths[2] = { 40, 40 };
+  batch whole = b;
+  whole.input.lengths = lengths;
+  pixels_model(ctx);
+  pool.n = 40;
+  CHECK(segment_weight(0) == 2 && segment_weight(10) == 1.2 && segment_weight(25) == 0 && segment_weight(90) == 0,
+        "the weight falls to 0: %g, %g, %g", segment_weight(0), segment_weight(10), segment_weight(25));
+  luna_begin_step(ctx);
+  luna_tensor *loss = label_loss(&whole, 10, &total, &segment);
+  const double l = (double)luna_item(loss), t = (double)luna_item(total), g = segment ? (double)luna_item(segment) : 0;
+  CHECK(g > 0 && fabs(t - l - 1.2 * g) < 1e-5, "%g is not %g and 1.2 of %g", t, l, g);
+  luna_backward(total);
+  luna_begin_step(ctx);
+  loss = label_loss(&whole, 25, &total, &segment);
+  const double late = (double)luna_item(loss), alone = (double)luna_item(total);
+  CHECK(late == alone && fabs(late - l) < 1e-6, "later there is the labels' loss alone: %g, %g, %g", late, alone, l);
+  luna_begin_step(ctx);
+  for (int i = 0; i < 80; i++) if (i % 3 == OTHER) tokens[i] = marked_token(gray_of_token(tokens[i]), CONTOUR);
+  label_loss(&whole, 0, &total, &segment);
+  const double other = segment ? (double)luna_item(segment) : 0;
+  CHECK(fabs(other - g) > 1e-3, "other marks have another loss: %g, %g", other, g);
+  pixels_end();
+}
+/* Half of the pixels are hidden, never CLS: their grays change nothing but the classes to be told. */
+static void check_hidden(luna_ctx *ctx) {
+  enum { ALL = 2 * 40 };
+  int32_t tokens[ALL], masked[ALL], labels[ALL], *chosen[2];
+  float out[2][ALL * 16];
+  int64_t count[2], off = 0;
+  for (int i = 0; i < ALL; i++) tokens[i] = i * 37 % 256;
+  tokens[0] = tokens[40] = 256;
+  const luna_input input = { tokens, NULL, 2, 40, NULL };
+  const luna_masking masking = { .mask = 256, .probability = 0.5f, .seed = (uint64_t)set.seed, .step = 3 };
+  pretraining = true;
+  pixels_model(ctx);
+  for (int i = 0; i < 2; i++) {
+    luna_begin_inference(ctx);
+    luna_tensor *x = masked_logits(&input, 3, &chosen[i], &count[i]);
+    CHECK(x && x->shape[1] == 16 && luna_read(x, out[i]) == LUNA_OK, "logits of 16 grays");
+    luna_mask_tokens(&input, &masking, masked, labels);
+    for (int k = 0; k < ALL; k++) if (labels[k] >= 0 && labels[k] < 256) tokens[k] = 255 - tokens[k];
+  }
+  for (int64_t k = 0; k < count[0] * 16; k++) off += out[0][k] != out[1][k];
+  CHECK(count[0] == count[1] && count[0] > 25 && count[0] < 55, "%lld of 78 pixels are hidden", (long long)count[0]);
+  CHECK(off == 0, "%lld logits depend on what is hidden", (long long)off);
+  int64_t same = 0;
+  for (int64_t k = 0; k < count[0]; k++) same += chosen[0][k] + chosen[1][k] == 15;
+  CHECK(same == count[0], "%lld of %lld classes are those of the hidden grays", (long long)same, (long long)count[0]);
+  free(chosen[0]), free(chosen[1]);
+  pixels_end();
+}
+
+/* ---- several seeds ----------------------------------------------------------------------------------------------- */
+
+static bool takes_seeds(const char *text, int64_t first, int64_t last) {
+  int64_t found = -1;
+  own.seeds = text, set.seed = 1;
+  const bool fine = seeds_of(&found) == 0;
+  const bool same = fine ? set.seed == first && found == last : first < 0;
+  return own.seeds = NULL, set.seed = 1, same;
+}
+static void check_seeds(void) {
+  flags_given = 0;
+  CHECK(takes_seeds("1-4", 1, 4) && takes_seeds("7-7", 7, 7) && takes_seeds(NULL, 1, 1), "seeds from one to another");
+  const char *const wrong[] = { "4-1", "x", "1", "1-", "1-4x", "-1-2", "1-5000" };
+  for (int i = 0; i < 7; i++) CHECK(takes_seeds(wrong[i], -1, -1), "--seeds does not take %s", wrong[i]);
+  data.task = &tasks[PATHFINDER], own.trial = 100, own.trial_loss = 0, bar.step = 100;
+  CHECK(fabs(trial_loss() - 0.98 * log(2)) < 1e-12, "of two classes chance's loss is ln 2: %g", trial_loss());
+  run.recent = 0.69;
+  CHECK(is_stuck(), "a loss of 0.69 has not moved");
+  bar.step = 99;
+  CHECK(!is_stuck(), "nothing is said before --trial");
+  bar.step = 100, run.recent = 0.67;
+  CHECK(!is_stuck(), "a loss of 0.67 has moved");
+  own.trial_loss = 0.66;
+  CHECK(is_stuck(), "--trial-loss decides");
+  own.trial = 0;
+  CHECK(!is_stuck(), "without --trial no run ends");
+  own.trial_loss = 0, bar.step = 0, run.recent = 0;
+}
+
 static double features_sum(luna_params *params, int64_t step) {
   CHECK(redraw(step) == 0, "features are drawn");
   return deviation(params, "encoder.layers.0.self_attn.features");
@@ -449,6 +661,10 @@ static void check_eval(luna_ctx *ctx) {
   data.first = 0;
   CHECK(eval(ctx, words) == 0, "%s is measured", name);
   CHECK(data.first == 98000, "from sample %lld on", (long long)data.first);
+  own.data_seed = 9, flags_given = (uint64_t)1 << (flag_of(&own.data_seed) - flags);
+  CHECK(eval(ctx, words) == 0 && data.seed == 9, "and of another --data-seed, %lld", (long long)data.seed);
+  own.data_seed = 1, flags_given = 0;
+  CHECK(eval(ctx, words) == 0 && data.seed == 1, "and not without it, %lld", (long long)data.seed);
   remove(name);
 }
 
@@ -467,10 +683,15 @@ int main(void) {
   for (int level = 0; level < 3; level++) check_drawing(level, drawings[level]);
   for (int level = 0; level < 3; level++) check_pictures(level, TEST_QUICK ? 10 : 100);
   check_measured(LISTOPS), check_measured(PATHFINDER);
-  check_growing();
+  for (int level = 0; level < 3; level++) check_marks(level);
+  check_growing(), check_marked(), check_moved();
   check_recipes();
   for (int i = 0; i < ATTENTIONS; i++) check_attention(&expected_attentions[i]);
-  if (CHECK(ctx, "a context")) check_first_values(ctx), check_redrawn(ctx), check_grid(ctx), check_eval(ctx);
+  check_features(), check_seeds();
+  if (CHECK(ctx, "a context")) {
+    check_first_values(ctx), check_redrawn(ctx), check_grid(ctx), check_eval(ctx);
+    check_fit(ctx), check_segment(ctx), check_hidden(ctx);
+  }
   luna_close(ctx);
   return test_report("lra");
 }

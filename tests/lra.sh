@@ -21,6 +21,7 @@ awk -F '\t' '{ print ($1 ? "1.0" : "0.0") "\tid1\tid2\t" $2 "\t" (NR % 3 ? $2 : 
 awk -F '\t' '{ print $1 "\t" $2 "\tother" }' texts >pairs3
 bytes 'BEGIN { for (i = 0; i < 20; i++) { print i % 2; for (k = 0; k < 1024; k++) print i % 2 ? 377 : 20 } }' >gray
 bytes 'BEGIN { for (i = 0; i < 10; i++) { print i % 2; for (k = 0; k < 3072; k++) print k < 1024 ? 377 : 0 } }' >colour
+image='BEGIN { for (i = 0; i < 20; i++) { print i % 2; for (k = 0; k < 1024; k++) print '
 awk 'BEGIN { for (i = 0; i < 200; i++) print "plain text, line " i }' >text
 printf 1 >one_byte
 : >empty
@@ -111,6 +112,112 @@ refuses "has no classes" eval words.safetensors --data texts
 refuses "is not there\|cannot be opened" $learns --begin nothing.safetensors
 rm -f t.* words.*
 
+# ---- pixels as numbers
+bits() { LC_ALL=C sed 's/lra.run.*//' "$1.training" >a && LC_ALL=C sed 's/lra.run.*//' "$2.training" >b && cmp a b; }
+bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 ? i % 2 * 100 : 7) } }" >uneven
+numbers="--data gray $small --pixels number --lr 0.02"
+check "images of numbers" run train image $numbers --shift 3 --steps 60 --save-every 40 --out numbers
+check "are read standardised, not as they are" sh -c '! grep -q "are read as they are" out'
+check "are learnt" sh -c "sed -n 's/^accuracy //p' numbers.txt | awk '{ exit !(\$1 > 80) }'"
+check "pixels and shifts are among the settings" grep -q '^model .*positions grid.* shift 3, pixels number' numbers.txt
+check "what is off is not" sh -c '! grep -q "segment\|masked\|grays\|trial" numbers.txt'
+check "its model is measured" run eval numbers.safetensors --data gray
+moving="--data uneven $small --validations 1 --pixels number --lr 0.01 --shift 3 --mirror yes"
+run train image $moving --steps 45 --save-every 40 --out numbers
+cp numbers.training on.training && cp numbers.safetensors on.safetensors
+check "a training on moved images goes on" run train image --data uneven --resume on.training --save-every 45
+check "as if it had never ended" same on.safetensors numbers.safetensors
+run train image $moving --steps 45 --save-every 45 --out numbers
+check "to the same bits" bits on numbers
+for shift in 0 3; do
+  run train image --data uneven --quick --steps 2 --batch 4 --validations 1 --threads 1 --shift $shift --out shift$shift
+  cut -d , -f 1,2 shift$shift.csv >shift$shift
+done
+check "images that are moved have another loss" differ shift0 shift3
+for decay in constant cosine; do
+  for steps in 10 20; do
+    check "decay $decay" run train image $numbers --warmup 2 --decay $decay --steps $steps --validations 1 --out decay
+    cut -d , -f 1,2 decay.csv | head -n 11 >$decay$steps
+  done
+done
+check "a constant rate knows nothing of the steps to come" same constant10 constant20
+check "another one does" differ cosine10 cosine20
+# pre-training: what is hidden in pictures of one gray can be told from the rest
+check "hidden pixels" run pretrain image $numbers --steps 60 --save-every 40 --out hidden
+check "half of them, of 16 grays" grep -q 'masked 0.5, grays 16' out
+check "are told" awk -F '[: %]+' '/^hidden.safetensors/ { exit !($(NF - 3) > 90) }' out
+cp hidden.training on.training && cp hidden.safetensors on.safetensors
+check "their training goes on" run pretrain image --data gray --resume on.training --save-every 60
+run pretrain image $numbers --steps 60 --save-every 60 --out hidden
+check "to its bits" bits on hidden
+check "256 grays" run pretrain image $numbers --steps 1 --masked 0.25 --grays 256 --out hidden256
+check "are classes of their own" grep -q 'masked 0.25, grays 256' out
+check "a training begins with the encoder" \
+  run train image $numbers --steps 4 --validations 1 --begin hidden.safetensors --out t
+check "all of it" grep -q '^\([0-9]*\) of [0-9]* tensors taken from hidden.safetensors' out
+taken=$(sed -n 's/ of .* tensors taken from hidden.*//p' out) all=$(sed -n 's/^[0-9]* of \([0-9]*\) tensors.*/\1/p' out)
+check "but for the layers of the classes" [ "$((all - taken))" = 2 ]
+refuses "of image alone" train text --data texts --shift 2 --out bad
+refuses "of image and pathfinder alone" train text --data texts --pixels number --out bad
+refuses "of pathfinder alone" train image --data gray --pixels number --segment 1 --out bad
+refuses "needs --pixels number" train pathfinder --quick --segment 1 --out bad
+refuses "are of pretrain" train image --data gray --pixels number --masked 0.3 --out bad
+refuses "are of pretrain" train image --data gray --pixels number --grays 256 --out bad
+refuses "needs --pixels number" pretrain image --data gray --grays 256 --out bad
+rm -f numbers* on.* shift* hidden* decay.* constant* cosine* t.*
+
+# ---- pictures with a second loss, and runs that learn nothing: --trial ends them before all that is held is measured
+second="--quick --difficulty easy --longest 300 --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --threads 2"
+second="$second --pixels number --segment 1 --segment-for 0.2 --steps 240 --validations 1 --lr 0.01"
+check "a second loss" run train pathfinder $second --trial 30 --trial-loss 0.01 --save-every 9 --out second
+check "is among the settings" grep -q 'segment 1, segment-for 0.2' out
+check "a run that has learnt nothing ends" \
+  grep -q '^second: stopped at step 30 by --trial, as its loss of .* is above 0.01' out
+check "the second loss is in the curve" [ "$(head -n 1 second.csv | sed 's/.*,//')" = segment_loss ]
+check "in each row" [ "$(grep -c '^[0-9]*,[0-9.]*,,,[0-9.][0-9.]*$' second.csv)" = 15 ]
+sed -n 's/^second: //p' out >ended
+cp second.csv whole.second
+cp second.training on.training
+cp second.csv on.csv
+check "it goes on" run train pathfinder --resume on.training --save-every 30
+sed -n 's/^on: //p' out >ended_again
+check "and ends again, with the same loss" same ended ended_again
+check "and the same curve" same whole.second on.csv
+run train pathfinder $second --trial 30 --trial-loss 0.01 --save-every 30 --out second
+check "and the same bits" bits on second
+sed 's/,[^,]*$//' second.csv >a
+run train pathfinder $second --segment 0 --trial 30 --trial-loss 0.01 --out second
+check "without it other things are learnt" differ a second.csv
+check "and there is no column of it" [ "$(head -n 1 second.csv)" = "step,loss,validation_loss,validation_accuracy" ]
+rm -f second* on.* whole.second
+
+# ---- several seeds
+seeds="--data gray $small --pixels number --steps 10 --validations 2 --lr 0.01"
+for seed in 4 5 6; do run train image $seeds --seed $seed --out one-$seed; done
+check "several seeds" run train image $seeds --seeds 4-6 --save-every 5 --out several
+check "have a run each" [ "$(grep -c '^several-[456].safetensors: 10 steps' out)" = 3 ]
+for seed in 4 5 6; do
+  check "seed $seed is what a command of its own makes" same one-$seed.safetensors several-$seed.safetensors
+  check "with its curve" same one-$seed.csv several-$seed.csv
+done
+check "a seed each" [ "$(cat several-?.txt | grep '^seed' | tr '\n' ' ')" = "seed 4 seed 5 seed 6 " ]
+check "to go on from the first of them" run train image --data gray --resume several-4.training --seeds 4-5
+check "which is finished" grep -q 'this training is finished' out
+check "makes the next one" grep -q '^several-5.safetensors: 10 steps' out
+check "and no more" sh -c '! grep -q "several-6" out'
+check "as it was" same one-5.safetensors several-5.safetensors
+check "runs that have not moved" run train image $seeds --lr 1e-9 --seeds 1-3 --trial 5 --trial-loss 0.5 --out still
+check "end, one after the other" [ "$(grep -c '^still-[123]: stopped at step 5 by --trial' out)" = 3 ]
+check "one that has" run train image $seeds --steps 60 --lr 0.02 --seeds 1-2 --trial 55 --trial-loss 0.5 --out moved
+check "is made to its end" [ "$(grep -c '^moved-[12].safetensors: 60 steps' out)" = 2 ]
+check "names without --out" run train image --data gray $small --steps 1 --validations 1 --seeds 8-9
+check "have the seed at their end" [ -s image-quick-luna4-8.txt ] && [ -s image-quick-luna4-9.txt ]
+refuses "FIRST-LAST" train image $seeds --seeds 3-1 --out bad
+refuses "leave one of them out" train image $seeds --seeds 1-3 --seed 2 --out bad
+refuses "leave --seeds out" train image $seeds --seeds 1-3 --plot p.svg --out bad
+refuses "none of --seeds" train image --data gray --resume several-4.training --seeds 5-6
+rm -f one-* several-* still-* moved-* image-quick*
+
 # ---- interrupted before the first validation
 stopped() {
   "$build/$program" train listops --data lists $small --steps 1000000 --validations 1 --out stop >out 2>err & pid=$!
@@ -190,7 +297,6 @@ own='^steps 1, batch 2, lr 0.005, warmup 4000, decay inverse-sqrt, weight-decay 
 own=$own'hidden 128, longest 1024, positions learned, pooling cls, dropout 0.3, attention-dropout 0.1'
 check "are Luna's" grep -q "$own" out
 # images that are their own mirror images, rows of which differ, and ones that are not
-image='BEGIN { for (i = 0; i < 20; i++) { print i % 2; for (k = 0; k < 1024; k++) print '
 bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 || k % 32 == 26 ? i % 2 * 100 : 7) } }" >even
 bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 ? i % 2 * 100 : 7) } }" >uneven
 for images in even uneven; do
@@ -380,7 +486,7 @@ check "nothing else was written" [ "$(echo nowhere* *.probe)" = "nowhere* *.prob
 
 # ---- examples/runs.sh: a run stands still while something is timed, ends with the script, and is not made twice
 mkdir -p programs runs_data
-printf '#!/bin/sh\nwhile [ ! -e stop ]; do echo >>ticks; sleep 0.1; done\n' >programs/lra
+printf '#!/bin/sh\necho "$@"; while [ ! -e stop ]; do echo >>ticks; sleep 0.1; done\n' >programs/lra
 chmod +x programs/lra
 : >runs_data/imdb.tsv
 long_runs="env TMPDIR=$work BUILD=$work/programs sh $root/examples/runs.sh runs_data long"
@@ -412,5 +518,11 @@ $long_runs 'text-luna16-1'
 check "it is made once more, and says how it ended" [ "$(tail -n 1 long/text-luna16-1.log)" = "ended 0" ]
 $long_runs 'text-luna16-1'
 check "and then never again" [ "$(grep -c '^ended' long/text-luna16-1.log)" = 1 ]
+: >long/pathfinder-number-luna16-1.training
+echo whole >long/pathfinder-number-luna16-2.training
+touch -t 202001010000 long/pathfinder-number-luna16-1.training
+$long_runs 'pathfinder-number-luna16'
+check "of several seeds the last one goes on" \
+  grep -q -e '--seeds 1-4 .* --resume long/pathfinder-number-luna16-2.training$' long/pathfinder-number-luna16.log
 check "nothing is left of a run that has ended" [ "$(echo long/*.running long/runs.*)" = "long/*.running long/runs.*" ]
 finish
