@@ -1,6 +1,8 @@
 /* Long runs of tiny models: streams of 2^26 steps and a training of 10^7. Memory stays as it is, every number finite,
    counters and the learning rate what they should be; what a stream remembers is what mathematics says, and a training
-   resumed near its end has the bits of the one that never stopped. Then both go on from counters beyond 2^32.
+   resumed near its end has the bits of the one that never stopped. Then both go on from counters beyond 2^32. And
+   products in bfloat16 of more processes than cores, each with tiles of its own where they are by AMX: a system that
+   loses tiles when it switches processes changes a result.
 
      soak                               a short form: 2^18 steps of each stream, 20,000 of training; in make test-long
      soak --full                        all of it: make soak
@@ -11,6 +13,10 @@
 #include "luna.h"
 #include "common.h"
 #include <time.h>
+#ifdef __unix__
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
 
 enum { VOCAB = 16, DIM = 8, SLOTS = 2, WINDOW = 1 << 14, ROWS = 4 };
 
@@ -273,11 +279,49 @@ static void training_soak(int64_t steps) {
   free(file.at), free(end.at), free(resumed.at);
 }
 
+/* ---- tiles, in processes that compete for the cores ---- */
+#ifdef __unix__
+static float *product_of(luna_ctx *ctx, const float *x, const float *w, float *y) {
+  const int64_t rows[2] = {64, 96}, weight[2] = {80, 96};
+  luna_begin_inference(ctx);
+  luna_read(luna_linear(luna_tensor_new(ctx, x, 2, rows), luna_tensor_new(ctx, w, 2, weight), NULL), y);
+  return y;
+}
+/* the exit status of a process: 0 where all products have the bits of the first */
+static int tiles_process(int number, int64_t rounds) {
+  static float x[64 * 96], w[80 * 96], first[64 * 80], y[64 * 80];
+  luna_ctx *ctx = luna_open(&(luna_options){.threads = 1, .products = LUNA_DTYPE_BF16});
+  int status = 0;
+  if (!ctx) return 2;
+  common_fill(x, 64 * 96, (uint64_t)number + 1, 1), common_fill(w, 80 * 96, (uint64_t)number + 100, 1);
+  product_of(ctx, x, w, first);
+  for (int64_t i = 0; i < rounds && !status; i++) status = memcmp(product_of(ctx, x, w, y), first, sizeof first) != 0;
+  if (luna_error_status(ctx) != LUNA_OK) status = 2;
+  luna_close(ctx);
+  return status;
+}
+static void tiles_soak(int64_t rounds) {
+  enum { PROCESSES = 6 };
+  pid_t child[PROCESSES];
+  fflush(stdout);
+  for (int i = 0; i < PROCESSES; i++)
+    if ((child[i] = fork()) == 0) _exit(tiles_process(i, rounds));
+  for (int i = 0; i < PROCESSES; i++) {
+    int status = -1;
+    CHECK(child[i] > 0 && waitpid(child[i], &status, 0) == child[i] && WIFEXITED(status) && WEXITSTATUS(status) == 0,
+          "process %d: a product of %lld has other bits, or failed (status %d)", i, (long long)rounds, status);
+  }
+}
+#else
+static void tiles_soak(int64_t rounds) { (void)rounds; }
+#endif
+
 int main(int argc, char **argv) {
   int64_t stream_steps = 1 << 18, training_steps = 20000;
   if (argc > 1 && strcmp(argv[1], "--full") == 0) stream_steps = 1 << 26, training_steps = 10000000;
   else if (argc > 2) stream_steps = atoll(argv[1]), training_steps = atoll(argv[2]);
   for (int kind = 0; kind < MEMORIES; kind++) stream_soak((memory)kind, stream_steps), fflush(stdout);
   training_soak(training_steps);
+  tiles_soak(training_steps / 4);
   return test_report("soak");
 }
