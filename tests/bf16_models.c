@@ -5,6 +5,11 @@
 #include "luna.h"
 #include "common.h"
 #include "rounded.h"
+#ifdef __linux__
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
 #ifdef TILES_EMULATED                /* tests/tiles_emulated.c: slow */
 enum { EMULATED = 1 };
 #else
@@ -251,7 +256,39 @@ static void check_option(void) {
   CHECK(memcmp(logits[0], logits[1], sizeof logits[0]) == 0, "a stream is rounded");
 }
 
+/* ---- which products run: tiles where the system permits them, which it does not to a thread with a small signal stack;
+   the context then opens without them ---- */
+static int refused_isa(void) {       /* of a context in a process that has not asked before; -1: none */
+  static char stack[4096];
+  const luna_options o = options_of(LUNA_DTYPE_BF16, 1);
+#ifdef __linux__
+  const stack_t small = {.ss_sp = stack, .ss_size = sizeof stack};
+  if (sigaltstack(&small, NULL) != 0) return -1;
+#endif
+  (void)stack;
+  luna_ctx *ctx = luna_open(&o);
+  const int isa = ctx ? (int)luna_isa_of(ctx) : -1;
+  luna_close(ctx);
+  return isa;
+}
+static void check_isa(void) {
+  const luna_options plain = options_of(LUNA_DTYPE_F32, 1), rounds = options_of(LUNA_DTYPE_BF16, 1);
+#ifdef __linux__
+  int status = -1;
+  const pid_t child = fork();
+  if (child == 0) _exit(refused_isa());
+  CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) < LUNA_ISA_AMX,
+        "with a signal stack of 4 KB a context runs %s", luna_isa_name((luna_isa)WEXITSTATUS(status)));
+#endif
+  luna_ctx *ctx[2] = {luna_open(&plain), luna_open(&rounds)};
+  const luna_isa want = luna_isa_available(LUNA_ISA_AMX) ? LUNA_ISA_AMX : luna_isa_best();
+  CHECK(luna_isa_of(ctx[0]) == luna_isa_best(), "float32 runs %s", luna_isa_name(luna_isa_of(ctx[0])));
+  CHECK(luna_isa_of(ctx[1]) == want, "bf16 runs %s, not %s", luna_isa_name(luna_isa_of(ctx[1])), luna_isa_name(want));
+  luna_close(ctx[0]), luna_close(ctx[1]);
+}
+
 int main(void) {
+  if (!EMULATED) check_isa();        /* first: permission lasts as long as the process */
   for (int kind = EMULATED ? KINDS - 1 : 0; kind < KINDS; kind++) check_training(kind);
   if (!EMULATED) check_resume(0), check_resume(3);
   check_ops();
