@@ -3992,8 +3992,8 @@ LUNAI_FN void lunai_int8_run(const lunai_kernels *kernels, const lunai_gemm *g, 
    B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives
    in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
    element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
-   order. With `bf16`, tiles read words of rounded numbers, of A and of panels alike: in the passes _bf16 and _amx a word
-   is two of k side by side, elsewhere one, as float32. Guarded by tests/gemm.c, tests/bf16.c, tests/tiles.c.
+   order. With `bf16`, tiles read words of rounded numbers, of A and of panels alike: in the passes _bf16 and _amx a
+   word is two of k side by side, elsewhere one, as float32. Guarded by tests/gemm.c, tests/bf16.c, tests/tiles.c.
    .................................................................................................................. */
 #ifndef LUNAI_PASS
 /* The reference: from the definition, sums in double */
