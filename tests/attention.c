@@ -355,8 +355,8 @@ static const shape shapes[] = { /* batch, heads, queries, keys, dim, value_dim *
 static void run_part(const luna_attention_args *args, uint64_t first, int64_t run, uint64_t skip) {
   lunai_attention a;
   CHECK(lunai_attention_of(args, &a) == LUNA_OK, "attention of a part");
-  lunai_dropout part = lunai_attention_dropout(&a);
-  part.first = first, part.run = run, part.skip = skip;
+  lunai_attention_own part = {lunai_attention_dropout(&a), false};
+  part.dropout.first = first, part.dropout.run = run, part.dropout.skip = skip;
   a.own = &part;
   const lunai_parallel parallel = kernels_parallel(1);
   kernels_scratch scratch = kernels_scratch_open(lunai_attention_scratch(kernels, &a, 1, false));

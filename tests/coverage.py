@@ -37,7 +37,10 @@ def run(command, folder):
 
 
 def build(folder, tests):
-    flags = ["gcc", "-O0", "-w", "-I" + ROOT, "--coverage"]
+    flags = ["gcc", "-O0", "-w", "-I" + ROOT, "-I.", "--coverage"]
+    code, nulls = run(["awk", "-f", ROOT + "/tests/nulls.awk", ROOT + "/tests/api.txt"], ROOT) # of arguments.c
+    with open(folder + "/nulls.h", "w", encoding="utf-8") as file:
+        file.write(nulls)
     luna = ["-DLUNA_IMPLEMENTATION", "-x", "c", "-c", ROOT + "/luna.h", "-o"]
     for command in flags + luna + ["luna.o"], flags + ["-fprofile-update=atomic"] + luna + ["luna_threads.o"]:
         code, said = run(command, folder)
