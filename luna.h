@@ -2860,7 +2860,7 @@ LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
   const double c = 1 + q *
       (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q *
                                                      (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
+  const int quarter = fabs(turns) < 9e15 ? (int)((int64_t)turns & 3) : 0; /* a larger angle means nothing */
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
   if (quarter & 2) *sine = -*sine;
