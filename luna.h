@@ -150,7 +150,7 @@
      unpack, pack and softmax attention round both operands of their products to bfloat16 (to nearest, ties to even) and
      sum in float32, in training and in inference. Weights, gradients, optimisers, norms, softmax, sparse attention,
      causal sums, luna_matmul and streams stay float32. Processors differ in what they gain:
-       AMX, on Linux         products by tiles: training is 2.5 to 3.6 times faster (measured on Emerald Rapids)
+       AMX, on Linux         products by tiles: training is 2.3 to 3.6 times faster (measured on Emerald Rapids)
        AVX-512 BF16, AMD's   vdpbf16ps: training is 1.5 to 1.7 times faster (measured on Zen 4)
        all others            products of rounded float32: the same function, up to a tenth slower
      luna_isa_of says which one runs. Use it to train where it is fast and a relative error of 2^-9 an operand is small
