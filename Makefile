@@ -71,7 +71,7 @@ EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
   tests/export.sh tests/models.sh tests/long_line.sh tests/flags.sh
-PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c))
+PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'li_\|LI_\|kernels.h' tests/*.c))
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,\
   $(filter-out tests/cuda.c tests/ptx.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
@@ -156,7 +156,7 @@ dist:
 programs: $(filter %/private,$(PROGRAMS)) $(filter $(BUILD)/%,$(ONCE)) $(EXAMPLES) $(filter-out $(SKIP),$(PROGRAMS)) \
   $(BUILD)/mcu/models
 
-# Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that
+# Examples, and the tests that look at nothing private, share one compiled implementation; LI_IMPLEMENTED says that
 # they have it.
 $(BUILD)/luna.o: luna.h
 	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$@.$$PPID.c
@@ -164,7 +164,7 @@ $(BUILD)/luna.o: luna.h
 	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/luna.c)
 
 $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 # null for each pointer of each public function
 $(BUILD)/tests/arguments: TEST_OPT += -I$(BUILD)/tests
@@ -176,13 +176,13 @@ $(BUILD)/tests/nulls.h: tests/nulls.awk tests/api.txt
 
 # what exported models are compared with
 $(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 # most tests take longer to compile than to run; a benchmark's loops are as a user's
 TEST_OPT = -O1
 $(BENCHES): TEST_OPT =
 $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
-	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 $(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions $(BUILD)/tests/lra: \
   $(wildcard examples/attentions/*.h)
@@ -208,13 +208,13 @@ $(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c 
 	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $<)
 
 $(BUILD)/tests/cuda_small.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c tests/features.c
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DCUDA_SMALL=1 -I. -c $<)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DCUDA_SMALL=1 -I. -c $<)
 
 $(BUILD)/tests/cuda_small: $(BUILD)/tests/cuda_small.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
 	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
 
 $(BUILD)/tests/cuda_forgetting.o: tests/forgetting.c luna.h $(wildcard tests/*.h)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DFORGETTING_CUDA -I. -c $<)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DFORGETTING_CUDA -I. -c $<)
 
 $(BUILD)/tests/cuda_forgetting: $(BUILD)/tests/cuda_forgetting.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
 	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
@@ -329,7 +329,7 @@ $(BUILD)/cuda/tests/cuda_small $(BUILD)/cuda/tests/cuda_forgetting: $(BUILD)/cud
 	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
 
 $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o $(wildcard examples/*.h)
-	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/nvcc/lm.o
+	$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/nvcc/lm.o
 	$(NVCC_LINK) $(BUILD)/nvcc/lm.o $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o -o $@ $(NVCC_LIBS)
 
 # luna.h's side of tests/bench_cuda_peers.py: for a GPU, and by the emulator, to try it without one
@@ -338,10 +338,10 @@ $(BUILD)/luna_pic.o: luna.h
 	$(CC) $(CFLAGS) $(WARN) -fPIC -I. -c $(BUILD)/luna_pic.c -o $@
 
 $(BUILD)/cuda/peers.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o $(BUILD)/nvcc/luna_cuda.o
-	$(NVCC_LINK) -std=c++17 -O2 -Xcompiler -fPIC,-Wall,-Wextra -DLUNAI_IMPLEMENTED -I. -shared $^ -o $@ $(NVCC_LIBS)
+	$(NVCC_LINK) -std=c++17 -O2 -Xcompiler -fPIC,-Wall,-Wextra -DLI_IMPLEMENTED -I. -shared $^ -o $@ $(NVCC_LIBS)
 
 $(BUILD)/peers_host.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o luna_cuda.cuh tests/cuda_host.h
-	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -fPIC -shared -DPEERS_HOST -DLUNAI_IMPLEMENTED -I. \
+	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -fPIC -shared -DPEERS_HOST -DLI_IMPLEMENTED -I. \
 	  -Itests $< $(BUILD)/luna_pic.o -o $@ $(LIBS)
 
 # the hook of examples/luna_nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
@@ -372,7 +372,7 @@ $(BUILD)/ptx/ptx_host.o: tests/ptx_host.cpp tests/ptx_host.h tests/ptx.h tests/c
 	$(CXX) -std=c++17 -O3 -march=native -ffp-contract=off -fno-strict-aliasing $(WARN) -Wno-unused-function -I. -c $< -o $@
 
 $(BUILD)/tests/ptx.o: tests/ptx.c luna.h $(wildcard tests/*.h)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. -c $<)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. -c $<)
 
 # the kernels' names are looked up in the program itself
 $(BUILD)/ptx/%: $(BUILD)/tests/%.o $(BUILD)/ptx/ptx_host.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
@@ -407,11 +407,11 @@ MPI_EXAMPLES = $(addprefix $(BUILD)/mpi/,lm classify listops series lra)
 
 $(BUILD)/mpi/tests/%: tests/%.c $(BUILD)/luna.o examples/luna_mpi.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/mpi/tests && rm -f $@
-	$(MPICC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
 $(BUILD)/mpi/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
 	@mkdir -p $(BUILD)/mpi && rm -f $@
-	$(MPICC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
 mpi:
 	@if command -v $(MPICC) >/dev/null 2>&1; then $(MAKE) $(MPI_EXAMPLES); \

@@ -2480,7 +2480,7 @@ __global__ void lunacu_history_kernel(lunacu_convolution a, float *history) {
       }
       a.y[start + t * a.d] = sum;
     }
-    bool finite = true;              /* what is not is not remembered: luna.h's lunai_history_move */
+    bool finite = true;              /* what is not is not remembered: luna.h's li_history_move */
     for (int64_t row = a.n < past ? 0 : a.n - past; row < a.n; row++)
       finite = finite && isfinite(a.x[start + row * a.d]);
     for (int64_t k = 0; k < past && finite; k++) {
@@ -4673,7 +4673,7 @@ LUNACU_INLINE void lunacu_causal_mean(double *mean, int64_t row, int depth, int 
   }
 }
 /* Whether a row of k, v, s and gates is finite; else it has no result, and is not remembered: luna.h's
-   lunai_luna_skips. All threads of the block ask. */
+   li_luna_skips. All threads of the block ask. */
 LUNACU_INLINE bool lunacu_causal_remembers(const lunacu_causal_stream &a, int64_t row, int slots) {
   const int dim = (int)a.dim;
   bool finite = true;

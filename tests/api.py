@@ -5,7 +5,7 @@
 It is made of what the preprocessor ($CC -E) leaves, so that comments, line breaks and the order of declarations do not
 matter. Without --write it compares: what differs from tests/api.txt is printed and fails. tests/api.txt has a digest of
 itself, which README's newest entry under "Changes" has to name: whoever changes the public part writes there what
-has changed. And each lunai_... that a comment of luna.h, README or examples/guide.md names must be there."""
+has changed. And each li_... that a comment of luna.h, README or examples/guide.md names must be there."""
 import hashlib
 import os
 import re
@@ -98,7 +98,7 @@ def declarations(code):
         text = re.sub(r"^extern ", "", re.sub(r"\b_Bool\b", "bool", text))
         text = re.sub(r"(?<=[)*]) (?=[(*])", "", text)   # macros leave spaces that no one has written
         body = re.match(r"(?:typedef )?(enum|struct|union) (\w+) ?\{(.*)\}", text)
-        if "lunai_" in text.split("{")[0].split("(")[0] or text.startswith("static "):
+        if "li_" in text.split("{")[0].split("(")[0] or text.startswith("static "):
             continue
         if body:
             yield from (values if body[1] == "enum" else fields)(body[2], body[3])
@@ -140,7 +140,7 @@ def strange_names(folder):
     code = re.sub(r"/\*.*?\*/", " ", header, flags=re.S)
     known = set(re.findall(r"\w+", code + expanded(f'#define LUNA_IMPLEMENTATION\n#include "{folder}/luna.h"\n')))
     texts = comments + [read(README), read(os.path.join(HERE, "..", "examples", "guide.md"))]
-    named = {name for text in texts for name in re.findall(r"\blunai_\w*[a-z0-9]\b", text)}
+    named = {name for text in texts for name in re.findall(r"\bli_\w*[a-z0-9]\b", text)}
     return sorted(named - known)
 
 

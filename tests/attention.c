@@ -14,7 +14,7 @@ enum { OUT, LSE, SUMS, GRAD_Q, GRAD_K, GRAD_V };
 /* the keys it sees; where it begins in each array */
 typedef struct line { int64_t keys, q, k, v, out, row, element; } line;
 
-static line line_of(const lunai_attention *a, int64_t b, int64_t h, int64_t i) {
+static line line_of(const li_attention *a, int64_t b, int64_t h, int64_t i) {
   const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
   line at;
   at.keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
@@ -28,8 +28,8 @@ static line line_of(const lunai_attention *a, int64_t b, int64_t h, int64_t i) {
   at.element = ((b * a->heads + h) * a->queries + i) * a->keys;
   return at;
 }
-static void reference_line(const lunai_attention *a, line at, double **want, double *p, double *dp) {
-  const lunai_dropout dropout = lunai_attention_dropout(a);
+static void reference_line(const li_attention *a, line at, double **want, double *p, double *dp) {
+  const li_dropout dropout = li_attention_dropout(a);
   double kept = 0, mean = 0;
   for (int64_t j = 0; j < at.keys; j++)
     p[j] = (double)a->scale * naive_dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
@@ -53,7 +53,7 @@ static void reference_line(const lunai_attention *a, line at, double **want, dou
       want[GRAD_K][at.k + j * a->k_row + c] += ds * (double)a->q[at.q + c];
     }
 }
-static void reference(const lunai_attention *a, double **want) {
+static void reference(const li_attention *a, double **want) {
   double *p = doubles(a->keys), *dp = doubles(a->keys);
   for (int64_t b = 0; b < a->batch; b++)
     for (int64_t h = 0; h < a->heads; h++)
@@ -61,16 +61,16 @@ static void reference(const lunai_attention *a, double **want) {
   free(p), free(dp);
 }
 
-static void run_pass(const lunai_attention *a, const lunai_kernels *table, int64_t threads, bool backward) {
-  const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(lunai_attention_scratch(table, a, threads, backward));
-  if (backward) lunai_run_attention_backward(table, a, &parallel, s.at);
-  else lunai_run_attention(table, a, &parallel, s.at);
+static void run_pass(const li_attention *a, const li_kernels *table, int64_t threads, bool backward) {
+  const li_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(li_attention_scratch(table, a, threads, backward));
+  if (backward) li_run_attention_backward(table, a, &parallel, s.at);
+  else li_run_attention(table, a, &parallel, s.at);
   kernels_scratch_close(&s);
 }
-static void run(const void *call, const lunai_kernels *table, int64_t threads) {
-  run_pass((const lunai_attention *)call, table, threads, false);
-  run_pass((const lunai_attention *)call, table, threads, true);
+static void run(const void *call, const li_kernels *table, int64_t threads) {
+  run_pass((const li_attention *)call, table, threads, false);
+  run_pass((const li_attention *)call, table, threads, true);
 }
 
 /* ---- one call: STRIDED has q as [batch, heads, queries, dim] and gaps in the others, ALIAS one array for keys and
@@ -79,9 +79,9 @@ enum { CAUSAL = 1, LENGTHS = 2, DROPOUT = 4, SHARED_Q = 8, SHARED_KV = 16, STRID
 typedef struct shape { int64_t batch, heads, queries, keys, dim, value_dim; int flags; } shape;
 typedef struct arrays { float *q, *k, *v, *grad_out, *grad_sums; int32_t *lengths; int64_t sizes[4]; } arrays;
 
-static lunai_attention attention_of(const shape *s) {
+static li_attention attention_of(const shape *s) {
   const int64_t h = s->heads, gap = s->flags & STRIDED ? 3 : 0;
-  lunai_attention a;
+  li_attention a;
   memset(&a, 0, sizeof a);
   a.batch = s->batch, a.heads = h, a.queries = s->queries, a.keys = s->keys, a.head_dim = s->dim,
       a.value_dim = s->value_dim;
@@ -96,11 +96,11 @@ static lunai_attention attention_of(const shape *s) {
   return a;
 }
 /* what keys a row has not is NaN: to read one would show */
-static void hide_keys(const lunai_attention *a, float *x, int64_t batch, int64_t row, int64_t width) {
+static void hide_keys(const li_attention *a, float *x, int64_t batch, int64_t row, int64_t width) {
   for (int64_t b = 0; b < a->batch && batch > 0; b++)
     for (int64_t j = a->lengths[b]; j < a->keys; j++) fill(x + b * batch + j * row, width, (float)NAN);
 }
-static arrays arrays_of(lunai_attention *a, int flags) {
+static arrays arrays_of(li_attention *a, int flags) {
   arrays x;
   const int64_t rows = a->batch * a->queries * a->heads;
   if (flags & SHARED_Q) a->q_batch = 0;
@@ -128,7 +128,7 @@ static void arrays_close(const arrays *x) {
   if (x->v != x->k) release(x->v);
   release(x->q), release(x->k), release(x->grad_out), release(x->grad_sums), free(x->lengths);
 }
-static outputs outputs_of(lunai_attention *a, const arrays *x) {
+static outputs outputs_of(li_attention *a, const arrays *x) {
   const int64_t rows = a->batch * a->queries * a->heads;
   outputs o;
   memset(&o, 0, sizeof o);
@@ -141,7 +141,7 @@ static outputs outputs_of(lunai_attention *a, const arrays *x) {
   return o;
 }
 static void check_attention(const shape *s) {
-  lunai_attention a = attention_of(s);
+  li_attention a = attention_of(s);
   const arrays x = arrays_of(&a, s->flags);
   outputs o = outputs_of(&a, &x);
   if (x.v == x.k) o.want[GRAD_V] = o.want[GRAD_K];
@@ -160,7 +160,7 @@ static void check_ragged(bool causal, int64_t threads) {
   const int32_t queries[COUNT] = {70, 0, 300, 16, 600}, keys[COUNT] = {130, 20, 700, 1100, 600};
   int32_t q_at[COUNT + 1] = {0}, k_at[COUNT + 1] = {0};
   const shape s = {COUNT, HEADS, 600, 1100, DIM, VALUE, causal ? CAUSAL : 0};
-  lunai_attention a = attention_of(&s);
+  li_attention a = attention_of(&s);
   for (int b = 0; b < COUNT; b++)
     q_at[b + 1] = q_at[b] + queries[b], k_at[b + 1] = k_at[b] + (causal ? queries[b] : keys[b]);
   const int64_t n = q_at[COUNT], m = k_at[COUNT];
@@ -173,7 +173,7 @@ static void check_ragged(bool causal, int64_t threads) {
   a.out = ragged[0], a.log_sum_exp = ragged[1], a.grad_q = ragged[2], a.grad_k = ragged[3], a.grad_v = ragged[4];
   run(&a, kernels, threads);
   for (int b = 0; b < COUNT; b++) {
-    lunai_attention one = a;
+    li_attention one = a;
     one.query_offsets = one.key_offsets = NULL, one.batch = 1, one.queries = q_at[b + 1] - q_at[b],
         one.keys = k_at[b + 1] - k_at[b];
     one.q += q_at[b] * Q, one.k += k_at[b] * Q, one.v += k_at[b] * V, one.grad_out += q_at[b] * V;
@@ -193,7 +193,7 @@ static void check_prefix(int64_t keys, bool dropout) {
   const int64_t counts[] = {1, 3, 16, 40, 64, 65, 200, 700};
   /* a dropped element's number counts queries: one head */
   shape s = {1, dropout ? 1 : 2, 1200, keys, 24, 24, dropout ? DROPOUT : 0};
-  lunai_attention a = attention_of(&s);
+  li_attention a = attention_of(&s);
   const arrays x = arrays_of(&a, s.flags);
   outputs all = outputs_of(&a, &x), some;
   a.grad_k = a.grad_v = NULL;
@@ -216,7 +216,7 @@ static void check_prefix(int64_t keys, bool dropout) {
 static void check_causality(int64_t n, int64_t t, float odd, int64_t threads) {
   enum { HEADS = 2, DIM = 17, VALUE = 19, Q = HEADS * DIM, V = HEADS * VALUE };
   const shape s = {1, HEADS, n, n, DIM, VALUE, CAUSAL};
-  lunai_attention a = attention_of(&s);
+  li_attention a = attention_of(&s);
   const arrays x = arrays_of(&a, s.flags);
   float *clean = zeros(n * V), *out = zeros(n * V);
   a.out = clean;
@@ -240,18 +240,18 @@ static void check_causality(int64_t n, int64_t t, float odd, int64_t threads) {
 /* ---- the folded unpack ---- */
 enum { U_OUT, U_LSE, U_X, U_K, U_V, U_BIAS, U_OUT_BIAS };
 enum { NO_OUT_BIAS = 8 };
-static void unpack_run(const void *call, const lunai_kernels *table, int64_t threads) {
-  const lunai_unpack *u = (const lunai_unpack *)call;
-  const lunai_parallel parallel = kernels_parallel(threads);
+static void unpack_run(const void *call, const li_kernels *table, int64_t threads) {
+  const li_unpack *u = (const li_unpack *)call;
+  const li_parallel parallel = kernels_parallel(threads);
   for (int backward = 0; backward < 2; backward++) {
-    kernels_scratch s = kernels_scratch_open(lunai_unpack_scratch(table, u, threads, backward != 0));
-    if (backward) lunai_run_unpack_backward(table, u, &parallel, s.at);
-    else lunai_run_unpack(table, u, &parallel, s.at);
+    kernels_scratch s = kernels_scratch_open(li_unpack_scratch(table, u, threads, backward != 0));
+    if (backward) li_run_unpack_backward(table, u, &parallel, s.at);
+    else li_run_unpack(table, u, &parallel, s.at);
     kernels_scratch_close(&s);
   }
 }
 /* one row of one head: adds to out and the gradients */
-static void unpack_reference(const lunai_unpack *u, double **want, int64_t b, int64_t h, int64_t i) {
+static void unpack_reference(const li_unpack *u, double **want, int64_t b, int64_t h, int64_t i) {
   const int64_t d = u->dim, row = b * u->rows + i, first = (b * u->heads + h) * u->slots,
       slots = u->lengths ? u->lengths[b] : u->slots;
   const float *x = u->x + row * d, *g = u->grad_out + row * d;
@@ -278,10 +278,10 @@ static void unpack_reference(const lunai_unpack *u, double **want, int64_t b, in
   free(p), free(dp);
 }
 /* batch row 2 alone: the same bits */
-static void unpack_alone(const lunai_unpack *all, const outputs *o) {
+static void unpack_alone(const li_unpack *all, const outputs *o) {
   const int64_t d = all->dim, x = all->rows * d, k = all->heads * all->slots * d, b = 2;
   float *out = zeros(x), *grad_x = zeros(x), *grad_k = zeros(k), *lse = zeros(all->rows * all->heads);
-  lunai_unpack u = *all;
+  li_unpack u = *all;
   fill(grad_x, x, KERNELS_START), fill(grad_k, k, KERNELS_START);
   u.batch = 1, u.x += b * x, u.k += b * k, u.v += b * k, u.bias += b * u.heads * u.slots, u.grad_out += b * x;
   if (u.lengths) u.lengths += b;
@@ -298,7 +298,7 @@ static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads
       *bias = random_floats(bias_size, 1);
   float *out_bias = random_floats(dim, 1), *grad_out = random_floats(x_size, 1);
   int32_t *lengths = (int32_t *)common_alloc((size_t)batch * sizeof(int32_t));
-  lunai_unpack u;
+  li_unpack u;
   outputs o;
   memset(&u, 0, sizeof u), memset(&o, 0, sizeof o);
   u.batch = batch, u.rows = rows, u.dim = dim, u.heads = heads, u.slots = slots;
@@ -351,16 +351,16 @@ static const shape shapes[] = { /* batch, heads, queries, keys, dim, value_dim *
   {5, 2, 600, 30, 8, 8, SHARED_Q | SHARED_KV | ALIAS},
 };
 
-/* a's part of a whole, whose dropout's numbers are those of lunai_dropout */
+/* a's part of a whole, whose dropout's numbers are those of li_dropout */
 static void run_part(const luna_attention_args *args, uint64_t first, int64_t run, uint64_t skip) {
-  lunai_attention a;
-  CHECK(lunai_attention_of(args, &a) == LUNA_OK, "attention of a part");
-  lunai_attention_own part = {lunai_attention_dropout(&a), false};
+  li_attention a;
+  CHECK(li_attention_of(args, &a) == LUNA_OK, "attention of a part");
+  li_attention_own part = {li_attention_dropout(&a), false};
   part.dropout.first = first, part.dropout.run = run, part.dropout.skip = skip;
   a.own = &part;
-  const lunai_parallel parallel = kernels_parallel(1);
-  kernels_scratch scratch = kernels_scratch_open(lunai_attention_scratch(kernels, &a, 1, false));
-  lunai_run_attention(kernels, &a, &parallel, scratch.at);
+  const li_parallel parallel = kernels_parallel(1);
+  kernels_scratch scratch = kernels_scratch_open(li_attention_scratch(kernels, &a, 1, false));
+  li_run_attention(kernels, &a, &parallel, scratch.at);
   kernels_scratch_close(&scratch);
 }
 /* attention's dropout of a part of the keys, by itself: that of the whole */

@@ -485,9 +485,9 @@ def prepare(python):
     shared = ["-shared", "-fPIC", "-O2", "-o"]
     luna = os.path.join(BUILD, "luna.c")
     with open(luna, "w") as f:
-        f.write('#undef LUNAI_IMPLEMENTED\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n')
+        f.write('#undef LI_IMPLEMENTED\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n')
     subprocess.check_call([cc, *shared, os.path.join(BUILD, "luna_bench.so"), "-DBENCH_SHARED",
-                           "-DLUNAI_IMPLEMENTED", "-I", ROOT, luna,
+                           "-DLI_IMPLEMENTED", "-I", ROOT, luna,
                            os.path.join(ROOT, "tests", "bench_layers.c"),
                            os.path.join(ROOT, "tests", "bench_models.c"), "-lm", "-lpthread"])
     answer = os.path.join(BUILD, "mkl_avx512.c")

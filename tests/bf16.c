@@ -10,15 +10,15 @@
 #endif
 
 #if !defined(LUNA_NO_BF16) && !defined(__wasm__)
-static void bf16_product(const lunai_gemm *g, int64_t threads) {
-  const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(lunai_gemm_scratch(kernels, g, threads));
-  lunai_run_gemm(kernels, g, threads > 1 ? &parallel : NULL, s.at);
+static void bf16_product(const li_gemm *g, int64_t threads) {
+  const li_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(li_gemm_scratch(kernels, g, threads));
+  li_run_gemm(kernels, g, threads > 1 ? &parallel : NULL, s.at);
   kernels_scratch_close(&s);
 }
 /* C [m,n] = A B; `layout` 1: A lies in columns, 2: B does */
-static lunai_gemm bf16_gemm(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, int layout) {
-  lunai_gemm g;
+static li_gemm bf16_gemm(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, int layout) {
+  li_gemm g;
   memset(&g, 0, sizeof g);
   g.a = a, g.b = b, g.c = c, g.m = m, g.n = g.c_row = n, g.k = k, g.alpha = 1, g.bf16 = true;
   g.a_row = layout & 1 ? 1 : k, g.a_column = layout & 1 ? m : 1;
@@ -63,7 +63,7 @@ static void bf16_check_rounding(void) {
   }
   for (int layout = 0; layout < 4; layout++) {
     const bool left = layout & 1;    /* x is A: COUNT rows of one number, else B's only row */
-    const lunai_gemm g = left ? bf16_gemm(COUNT, 1, 1, x, &one, y, layout & 2 ? 1 : 0) :
+    const li_gemm g = left ? bf16_gemm(COUNT, 1, 1, x, &one, y, layout & 2 ? 1 : 0) :
         bf16_gemm(1, COUNT, 1, &one, x, y, layout & 2);
     int wrong = -1;
     bf16_product(&g, 1);
@@ -82,15 +82,15 @@ static void bf16_check_rounding(void) {
 static void bf16_check_product(int64_t m, int64_t n, int64_t k) {
   float *a = random_floats(m * k, 1), *b = random_floats(k * n, 1), *c = zeros(m * n), *more = zeros(m * n);
   for (int layout = 0; layout < 4; layout++) {
-    lunai_gemm g = bf16_gemm(m, n, k, a, b, c, layout);
+    li_gemm g = bf16_gemm(m, n, k, a, b, c, layout);
     double worst = 0;
     bf16_product(&g, 1);
     for (int64_t i = 0; i < m; i++)
       for (int64_t j = 0; j < n; j++) {
         double sum = 0, size = 2;
         for (int64_t p = 0; p < k; p++) {
-          const double term = (double)lunai_bf16_of(a[i * g.a_row + p * g.a_column]) *
-              (double)lunai_bf16_of(b[p * g.b_row + j * g.b_column]);
+          const double term = (double)li_bf16_of(a[i * g.a_row + p * g.a_column]) *
+              (double)li_bf16_of(b[p * g.b_row + j * g.b_column]);
           sum += term, size += fabs(term);
         }
         worst = fmax(worst, fabs((double)c[i * n + j] - sum) / size);
@@ -107,11 +107,11 @@ static void bf16_check_product(int64_t m, int64_t n, int64_t k) {
 /* panels made once, for a product of them */
 static void bf16_check_panels(int64_t m, int64_t n, int64_t k) {
   float *a = random_floats(m * k, 1), *b = random_floats(k * n, 1), *c = zeros(m * n), *by = zeros(m * n);
-  lunai_gemm g = bf16_gemm(m, n, k, a, b, c, 2);
-  const lunai_parallel parallel = kernels_parallel(3);
-  kernels_scratch panels = kernels_scratch_open(lunai_panels_bytes(kernels, &g));
+  li_gemm g = bf16_gemm(m, n, k, a, b, c, 2);
+  const li_parallel parallel = kernels_parallel(3);
+  kernels_scratch panels = kernels_scratch_open(li_panels_bytes(kernels, &g));
   bf16_product(&g, 1);
-  lunai_run_make_panels(kernels, &g, &parallel, panels.at);
+  li_run_make_panels(kernels, &g, &parallel, panels.at);
   g.b_panels = (const float *)(const void *)panels.at;
   g.c = by;
   bf16_product(&g, 2);
@@ -122,14 +122,14 @@ static void bf16_check_panels(int64_t m, int64_t n, int64_t k) {
 }
 
 /* ---- the folded unpack: a product's result, rounded again, may fall on either side of a tie ---- */
-typedef struct bf16_unpack { lunai_unpack u; float *result[7]; int64_t size[7]; } bf16_unpack;
-static void bf16_run_unpack(bf16_unpack *t, const lunai_kernels *table, int64_t threads) {
-  const lunai_parallel parallel = kernels_parallel(threads);
+typedef struct bf16_unpack { li_unpack u; float *result[7]; int64_t size[7]; } bf16_unpack;
+static void bf16_run_unpack(bf16_unpack *t, const li_kernels *table, int64_t threads) {
+  const li_parallel parallel = kernels_parallel(threads);
   for (int i = 0; i < 7; i++) fill(t->result[i], t->size[i], 0);
   for (int backward = 0; backward < 2; backward++) {
-    kernels_scratch s = kernels_scratch_open(lunai_unpack_scratch(table, &t->u, threads, backward != 0));
-    if (backward) lunai_run_unpack_backward(table, &t->u, threads > 1 ? &parallel : NULL, s.at);
-    else lunai_run_unpack(table, &t->u, threads > 1 ? &parallel : NULL, s.at);
+    kernels_scratch s = kernels_scratch_open(li_unpack_scratch(table, &t->u, threads, backward != 0));
+    if (backward) li_run_unpack_backward(table, &t->u, threads > 1 ? &parallel : NULL, s.at);
+    else li_run_unpack(table, &t->u, threads > 1 ? &parallel : NULL, s.at);
     kernels_scratch_close(&s);
   }
 }
@@ -137,7 +137,7 @@ static void bf16_check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t 
   const int64_t x = batch * rows * dim, k = batch * heads * slots * dim;
   const int64_t sizes[7] = {x, batch * rows * heads, x, k, batch * heads * slots, k, dim};
   bf16_unpack t;
-  lunai_unpack *u = &t.u;
+  li_unpack *u = &t.u;
   float *first[7];
   memset(&t, 0, sizeof t);
   for (int i = 0; i < 7; i++) t.size[i] = sizes[i], t.result[i] = zeros(sizes[i]);
@@ -148,7 +148,7 @@ static void bf16_check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t 
   u->batch = batch, u->rows = rows, u->dim = dim, u->heads = heads, u->slots = slots;
   for (int run = 0; run < 3; run++) { /* rounded: by the reference, then by the kernels; then as float */
     u->bf16 = run < 2;
-    bf16_run_unpack(&t, run ? kernels : lunai_kernels_of(LUNA_ISA_REFERENCE), 1);
+    bf16_run_unpack(&t, run ? kernels : li_kernels_of(LUNA_ISA_REFERENCE), 1);
     for (int i = 0; i < 7; i++) {
       const double error = run ? test_error(t.result[i], first[i], (size_t)sizes[i]) : 0;
       if (run == 0) first[i] = copied(t.result[i], sizes[i]);
@@ -169,7 +169,7 @@ static void bf16_check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t 
 }
 
 int main(void) {
-  const lunai_kernels *reference = lunai_kernels_of(LUNA_ISA_REFERENCE);
+  const li_kernels *reference = li_kernels_of(LUNA_ISA_REFERENCE);
   for (int at = 0; kernels_next_products(&at);) {
     bf16_check_rounding();
     bf16_check_product(1, 1, 1), bf16_check_product(5, 33, 7), bf16_check_product(45, 70, 515);

@@ -9,27 +9,27 @@
 
 static char sentence[200]; /* what is being tried */
 
-static void run_product(const lunai_causal *c, const lunai_kernels *table, int64_t threads, bool backward) {
-  const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(lunai_causal_scratch(table, c, threads, backward));
-  if (backward) lunai_run_causal_backward(table, c, &parallel, s.at);
-  else lunai_run_causal(table, c, &parallel, s.at);
+static void run_product(const li_causal *c, const li_kernels *table, int64_t threads, bool backward) {
+  const li_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(li_causal_scratch(table, c, threads, backward));
+  if (backward) li_run_causal_backward(table, c, &parallel, s.at);
+  else li_run_causal(table, c, &parallel, s.at);
   kernels_scratch_close(&s);
 }
-static void run_luna(const lunai_causal_luna *c, const lunai_kernels *table, int64_t threads, bool backward) {
-  const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(lunai_causal_luna_scratch(table, c, threads, backward));
-  if (backward) lunai_run_causal_luna_backward(table, c, &parallel, s.at);
-  else lunai_run_causal_luna(table, c, &parallel, s.at);
+static void run_luna(const li_causal_luna *c, const li_kernels *table, int64_t threads, bool backward) {
+  const li_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(li_causal_luna_scratch(table, c, threads, backward));
+  if (backward) li_run_causal_luna_backward(table, c, &parallel, s.at);
+  else li_run_causal_luna(table, c, &parallel, s.at);
   kernels_scratch_close(&s);
 }
-static void product_both(const void *call, const lunai_kernels *table, int64_t threads) {
-  run_product((const lunai_causal *)call, table, threads, false);
-  run_product((const lunai_causal *)call, table, threads, true);
+static void product_both(const void *call, const li_kernels *table, int64_t threads) {
+  run_product((const li_causal *)call, table, threads, false);
+  run_product((const li_causal *)call, table, threads, true);
 }
-static void luna_both(const void *call, const lunai_kernels *table, int64_t threads) {
-  run_luna((const lunai_causal_luna *)call, table, threads, false);
-  run_luna((const lunai_causal_luna *)call, table, threads, true);
+static void luna_both(const void *call, const li_kernels *table, int64_t threads) {
+  run_luna((const li_causal_luna *)call, table, threads, false);
+  run_luna((const li_causal_luna *)call, table, threads, true);
 }
 
 /* ---- references: one head, dense, in double ---- */
@@ -65,7 +65,7 @@ static void product_exact(int64_t n, int64_t p, int64_t q, const double *x, cons
 
 /* ---- the product ---- */
 enum { P_OUT, P_X, P_Y, P_Z };
-static void product_reference(const lunai_causal *c, int64_t b, int64_t h, double **want) {
+static void product_reference(const li_causal *c, int64_t b, int64_t h, double **want) {
   const int64_t n = c->rows, p = c->dim, q = c->value_dim, xy_at = b * c->xy_batch + h * c->xy_head,
       z_at = b * c->z_batch + h * c->z_head;
   double *x = pull(c->x + xy_at, c->xy_row, n, p), *y = pull(c->y + xy_at, c->xy_row, n, p),
@@ -81,7 +81,7 @@ static void product_reference(const lunai_causal *c, int64_t b, int64_t h, doubl
   free(x), free(y), free(z), free(df), free(f), free(dx), free(dy), free(dz);
 }
 static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t value_dim) {
-  lunai_causal c;
+  li_causal c;
   outputs o;
   memset(&c, 0, sizeof c), memset(&o, 0, sizeof o);
   c.batch = batch, c.rows = rows, c.heads = heads, c.dim = dim, c.value_dim = value_dim;
@@ -105,7 +105,7 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
   float *out = c.out = zeros(zs), *reference = zeros(zs); /* the public call, without scratch, takes these strides */
   const luna_status status = luna_causal_product_f32(&c);
   c.out = reference;
-  lunai_run_causal(&lunai_kernels_reference, &c, NULL, NULL);
+  li_run_causal(&li_kernels_reference, &c, NULL, NULL);
   CHECK(heads * dim * value_dim == 0 || (status == LUNA_OK && memcmp(out, reference, (size_t)zs * sizeof(float)) == 0),
         "%s: the public call", sentence);
   release(out), release(reference);
@@ -115,7 +115,7 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
 /* ---- causal Luna ---- */
 enum { L_OUT, L_W, L_Q, L_K, L_V, L_S };
 /* dims, slots: floats of q, of s */
-typedef struct luna_call { lunai_causal_luna c; float *q, *k, *v, *s; int64_t dims, slots; } luna_call;
+typedef struct luna_call { li_causal_luna c; float *q, *k, *v, *s; int64_t dims, slots; } luna_call;
 
 static luna_call luna_open_call(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t slots, int omega) {
   luna_call l;
@@ -131,7 +131,7 @@ static luna_call luna_open_call(int64_t batch, int64_t rows, int64_t heads, int6
 static void luna_close_call(const luna_call *l) { release(l->q), release(l->k), release(l->v), release(l->s); }
 
 /* one head of one batch row, of whose slots `real` count; the weights of the others are 0 */
-static void luna_reference(const lunai_causal_luna *c, int64_t b, int64_t h, int64_t real, double **want) {
+static void luna_reference(const li_causal_luna *c, int64_t b, int64_t h, int64_t real, double **want) {
   const int64_t n = c->rows, d = c->head_dim, l = c->slots, row_d = c->heads * d, row_l = c->heads * l,
       at = b * n * row_d + h * d,
     s_at = b * n * row_l + h * l;
@@ -164,10 +164,10 @@ static void luna_reference(const lunai_causal_luna *c, int64_t b, int64_t h, int
       free(da), free(dw);
 }
 /* the last sequence alone: the same bits */
-static void luna_alone(const lunai_causal_luna *all, const outputs *o) {
+static void luna_alone(const li_causal_luna *all, const outputs *o) {
   const int64_t rows = all->rows * all->heads, first = (all->batch - 1) * rows, d = all->head_dim, l = all->slots;
   float *out = zeros(rows * d), *w = zeros(rows * l);
-  lunai_causal_luna c = *all;
+  li_causal_luna c = *all;
   c.batch = 1, c.q += first * d, c.k += first * d, c.v += first * d, c.s += first * l, c.out = out, c.w = w;
   if (c.lengths) c.lengths += all->batch - 1;
   run_luna(&c, kernels, 1, false);
@@ -205,11 +205,11 @@ static void check_luna(int64_t batch, int64_t rows, int64_t heads, int64_t dim, 
 
 /* ---- streaming, batch 1: rows in pieces of sizes[0], sizes[1], ... again and again ---- */
 typedef struct state { double *ka, *av; } state;
-static void stream(const lunai_causal_luna *all, const int64_t *sizes, int count, float *out, state *s) {
+static void stream(const li_causal_luna *all, const int64_t *sizes, int count, float *out, state *s) {
   const int64_t d = all->heads * all->head_dim, l = all->heads * all->slots;
   int64_t at = 0;
   for (int i = 0; at < all->rows; i++) {
-    lunai_causal_luna c = *all;
+    li_causal_luna c = *all;
     c.rows = sizes[i % count] < all->rows - at ? sizes[i % count] : all->rows - at;
     c.q += at * d, c.k += at * d, c.v += at * d, c.s += at * l, c.out = out + at * d, c.w = NULL;
     c.position = all->position + at, c.mean_ka = s->ka, c.mean_av = s->av;
@@ -256,7 +256,7 @@ static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots
 
 /* far into a stream: the state, and the little by which 300 more tokens change it, beside double */
 enum { FAR_ROWS = 300, FAR_DIM = 16, FAR_SLOTS = 8, FAR_STATE = FAR_DIM * FAR_SLOTS };
-static void far_reference(const lunai_causal_luna *c, state *s, double *out) {
+static void far_reference(const li_causal_luna *c, state *s, double *out) {
   for (int64_t t = 0; t < FAR_ROWS; t++) {
     const double count = (double)c->position + (double)t + 1;
     double a[FAR_SLOTS], u[FAR_SLOTS] = {0};
@@ -305,7 +305,7 @@ static void check_far(const int64_t *sizes, int count, int64_t position) {
 enum { FACTORS = 7 }; /* x, y, z of the product; q, k, v, s of Luna */
 typedef struct causality {
   int64_t n, d, l;
-  lunai_causal p;
+  li_causal p;
   luna_call u;
   float *factor[FACTORS], *product, *product2, *out, *out2, *w, *w2; /* clean, and with an odd token */
   int wrong, lost;
@@ -378,7 +378,7 @@ static void causality_check_state(int64_t rows, int64_t position) {
   const int64_t row[4] = {DIM, DIM, DIM, HEADS * SLOTS}, size = rows * DIM;
   float *in[4], *changed[4], *before = zeros(2 * size), *after = zeros(2 * size);
   double *state = doubles(8 * STATE), *start = state + 4 * STATE; /* means of k a and of a v, of two sequences each */
-  lunai_causal_luna c;
+  li_causal_luna c;
   memset(&c, 0, sizeof c);
   c.batch = 2, c.rows = rows, c.heads = HEADS, c.head_dim = DIM / HEADS, c.slots = SLOTS, c.scale = 0.4f;
   c.activation = LUNA_ACTIVATION_SOFTPLUS2, c.position = position;

@@ -26,7 +26,7 @@ for side in before after; do
   printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >"$out/$side/luna.c"
   $cc $flags -c "$out/$side/luna.c" -o "$out/$side/luna.o" || exit 1
   for bench in $benches; do
-    build="$cc $flags -DLUNAI_IMPLEMENTED -I$out/$side -o $out/$side/$bench $out/$side/luna.o -x c"
+    build="$cc $flags -DLI_IMPLEMENTED -I$out/$side -o $out/$side/$bench $out/$side/luna.o -x c"
     $build "tests/$bench.c" -x none $libs 2>"$out/$side/$bench.log" && continue
     [ $side = before ] && git show "$ref:tests/$bench.c" >"$out/before/tests/$bench.c" 2>/dev/null &&
       $build "$out/before/tests/$bench.c" -x none $libs && echo "$bench: $1 runs its own" >"$out/before/own_$bench" &&

@@ -159,7 +159,7 @@ for c in x86_64-w64-mingw32-gcc; do
   have "$c" || { skipped "$c"; continue; }
   simd="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave"
   add "$c: the way of Visual C++" \
-    "$c -std=c99 -O1 -Wall -Wextra -Werror -DLUNAI_MSVC -D_M_X64 $simd -I$root -fsyntax-only implementation.c"
+    "$c -std=c99 -O1 -Wall -Wextra -Werror -DLI_MSVC -D_M_X64 $simd -I$root -fsyntax-only implementation.c"
   for example in "$root"/examples/*.c; do
     add "$c: $(basename "$example")" \
       "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $example -o $(basename "$example").exe"

@@ -211,7 +211,7 @@ int main(int count, char **given) { /* MODEL GOLDEN: largest relative error; MOD
 }
 END
 have=$build/luna.o                                       # where it is built already
-if [ -e "$have" ]; then flags="-DLUNAI_IMPLEMENTED $have"; else flags=; fi
+if [ -e "$have" ]; then flags="-DLI_IMPLEMENTED $have"; else flags=; fi
 check "the program compiles" ${CC:-cc} -O1 -I. "$work/same.c" $flags -o "$work/same" -lm -lpthread
 
 # ---- converted models compute what the authors' computed

@@ -26,9 +26,9 @@ TESTS = OWN + ["ops", "arguments", "sparse", "failures", "forgetting", "int8_mod
                "empty", "translation", "features", "checkpoints", "contact", "resume", "state", "trainer", "profile",
                "segments", "positions", "masked_lm", "classifier", "unread", "bf16_models"]
 WHOLE_CHAPTERS = ["safetensors", "metadata", "checkpoints"]
-WHOLE_FUNCTIONS = re.compile(r"luna_stream_(size|open_bytes|state_\w+|copy)|lunai_stream_(bytes|head)\w*|"
-                             r"luna_lm_state_(size|save|load)|lunai_state_(places|bytes)")
-SAVING = re.compile(r"lunai_saving_\w+|lunai_save_path")
+WHOLE_FUNCTIONS = re.compile(r"luna_stream_(size|open_bytes|state_\w+|copy)|li_stream_(bytes|head)\w*|"
+                             r"luna_lm_state_(size|save|load)|li_state_(places|bytes)")
+SAVING = re.compile(r"li_saving_\w+|li_save_path")
 
 
 def run(command, folder):
@@ -50,7 +50,7 @@ def build(folder, tests):
     for test in tests:
         source = f"{ROOT}/tests/{test}.c"
         own, counting = test in OWN, "luna_threads.o" if test in THREADS else "luna.o"
-        jobs.append(flags + ([source] if own else ["-DLUNAI_IMPLEMENTED", source, counting]) +
+        jobs.append(flags + ([source] if own else ["-DLI_IMPLEMENTED", source, counting]) +
                     ["-o", test, "-lm", "-lpthread", "-lgcov"])
     with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("JOBS", "2"))) as pool:
         results = list(pool.map(lambda job: run(job, folder), jobs))

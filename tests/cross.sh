@@ -19,7 +19,7 @@ riscv64   | riscv64-linux-gnu-gcc      | -static -DTEST_QUICK=1             | qe
 i686      | i686-linux-gnu-gcc         | -static -msse2 -mfpmath=sse -fsanitize=undefined -fsanitize-undefined-trap-on-error |  |
 musl      | musl-gcc                   | -static                            |             |
 windows   | x86_64-w64-mingw32-gcc     | -static -D__USE_MINGW_ANSI_STDIO=1 | wine        |
-windows-vc | x86_64-w64-mingw32-gcc    | -static -D__USE_MINGW_ANSI_STDIO=1 -DLUNAI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mxsave | wine |
+windows-vc | x86_64-w64-mingw32-gcc    | -static -D__USE_MINGW_ANSI_STDIO=1 -DLI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mxsave | wine |
 wasm      | clang --target=wasm32-wasi | -msimd128                          | node --no-warnings tests/wasi.mjs | threads
 '
 export WINEDEBUG=-all WINEPREFIX="$PWD/$build/wine"

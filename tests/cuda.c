@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 static bool cuda_separate; /* each tensor on the device in an allocation of its own */
-#define LUNAI_SEPARATE cuda_separate
+#define LI_SEPARATE cuda_separate
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "device_checks.h"

@@ -65,7 +65,7 @@ EQUATIONS = {1: ("attention", "Attn(X, C) = softmax(X W_Q (C W_K)^T / sqrt(d)) C
              6: ("Luna layer", "X_A, P_A = LayerNorm(Y_X + X), LayerNorm(Y_P + P); X', P' = "
                                "LayerNorm(FFN(X_A) + X_A), P_A"),
              7: ("causal function", "f(X, Y, Z)_t = (1/t) X_t sum_{j<=t} Y_j^T Z_j")}
-PREPROCESSOR = r"#(if|ifdef|ifndef|else|elif|endif|undef|include|pragma|define (LUNAI_\w*|LUNA_API|LUNA_NO_\w*))\b"
+PREPROCESSOR = r"#(if|ifdef|ifndef|else|elif|endif|undef|include|pragma|define (LI_\w*|LUNA_API|LUNA_NO_\w*))\b"
 CITED = re.compile(r"\beqs?\. ([1-7])(?:(-|, | and )([1-7]))?")
 
 

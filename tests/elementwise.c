@@ -47,7 +47,7 @@ static void check_activations(int64_t n) {
 
 enum { ADD, MUL, SCALE, SCALE_ADD, MAPS };
 static const char *const map_name[MAPS] = {"add", "mul", "scale", "scale_add"};
-static void map_run(const lunai_kernels *table, int map, int64_t n, const float *a, const float *b, float *y) {
+static void map_run(const li_kernels *table, int map, int64_t n, const float *a, const float *b, float *y) {
   if (map == ADD) table->add(n, a, b, y);
   if (map == MUL) table->mul(n, a, b, y);
   if (map == SCALE) table->scale(n, 0.3f, a, y);
@@ -66,7 +66,7 @@ static void check_maps(int64_t n) {
     for (int64_t i = 0; i < n; i++) want[i] = map_exact(map, (double)a[i], (double)b[i], (double)before[i]);
     near(map_name[map], n, n, y, want, 2.5e-7);
     if (map < SCALE_ADD) { /* one rounding: the same bits everywhere; and the result may lie where an argument lies */
-      map_run(lunai_kernels_of(LUNA_ISA_REFERENCE), map, n, a, b, other);
+      map_run(li_kernels_of(LUNA_ISA_REFERENCE), map, n, a, b, other);
       equal("a map beside the reference", n, y, other, n);
       map_run(kernels, map, n, left, b, left);
       map_run(kernels, map, n, a, right, map == SCALE ? other : right);
@@ -99,7 +99,7 @@ static void check_elementwise(int64_t n) {
   x[1][0] = -0.5f, x[2][0] = 0.75f;    /* a single low and high */
   for (int kind = LUNA_OP_ADD; kind < LUNA_OP_ADD + (int)(sizeof each_name / sizeof each_name[0]); kind++)
     for (int form = 0; form < 8; form++) {
-      const lunai_each e = {kind, n, {x[0], x[1], x[2]}, {form & 1 ? 0 : 1, form & 2 ? 0 : 1, form & 4 ? 0 : 1}};
+      const li_each e = {kind, n, {x[0], x[1], x[2]}, {form & 1 ? 0 : 1, form & 2 ? 0 : 1, form & 4 ? 0 : 1}};
       const int64_t *step = e.step;
       float *y = zeros(n), *other = copied(before, n);
       const char *name = each_name[kind - LUNA_OP_ADD];
@@ -212,7 +212,7 @@ static normed norm_exact(int64_t rows, int64_t n, const float *x) {
   }
   return e;
 }
-static void check_norm_backward(lunai_layer_norm a, const normed *e, double back) {
+static void check_norm_backward(li_layer_norm a, const normed *e, double back) {
   const int64_t rows = a.rows, n = a.n;
   const float *weight = a.weight;
   float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1);
@@ -239,7 +239,7 @@ static void check_norm_backward(lunai_layer_norm a, const normed *e, double back
   release(dy), release(dx), release(start), free(want);
 }
 /* column sums: any split of the columns gives the same bits */
-static void check_norm_weights(lunai_layer_norm a, const normed *e, double back) {
+static void check_norm_weights(li_layer_norm a, const normed *e, double back) {
   const int64_t rows = a.rows, n = a.n;
   float *dy = random_floats(rows * n, 1), *dw = random_floats(n, 1), *db = random_floats(n, 1), *dw1 = copied(dw, n),
       *db1 = copied(db, n);
@@ -264,8 +264,8 @@ static void check_norm_weights(lunai_layer_norm a, const normed *e, double back)
   equal("layer_norm_weights, bias, in pieces", n, db, db1, n);
   release(dy), release(dw), release(db), release(dw1), release(db1), free(want_w), free(want_b);
 }
-static lunai_layer_norm norm_of(bool rms, int64_t rows, int64_t n, const float *x, float *y) {
-  lunai_layer_norm a;
+static li_layer_norm norm_of(bool rms, int64_t rows, int64_t n, const float *x, float *y) {
+  li_layer_norm a;
   memset(&a, 0, sizeof a);
   a.rms = rms, a.epsilon = 1e-5f, a.rows = rows, a.n = n, a.x = x, a.y = y;
   return a;
@@ -275,7 +275,7 @@ static void check_norm(int64_t rows, int64_t n, double shift) {
       *y = zeros(rows * n), *mean = zeros(rows), *rstd = zeros(rows);
   double *want = doubles(rows * n);
   const double back = shift > 0 ? 1e-3 : 2e-6;
-  lunai_layer_norm a = norm_of(false, rows, n, x, y);
+  li_layer_norm a = norm_of(false, rows, n, x, y);
   for (int64_t i = 0; i < rows * n; i++) x[i] = (float)((double)x[i] + shift);
   normed e = norm_exact(rows, n, x);
   for (int without = 3; without >= 0; without--) { /* weight, bias, mean and rstd may be null */
@@ -299,7 +299,7 @@ static void check_rms_norm(int64_t rows, int64_t n) {
       *mean = random_floats(rows, 1), *rstd = zeros(rows);
   float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *set = random_floats(rows * n, 1);
   double *want = doubles(rows * n), *slope = doubles(rows * n);
-  lunai_layer_norm a = norm_of(true, rows, n, x, y);
+  li_layer_norm a = norm_of(true, rows, n, x, y);
   a.mean = mean, a.rstd = rstd, a.dy = dy;
   for (int with = 0; with < 2; with++) {
     for (int64_t r = 0; r < rows; r++) {
@@ -337,11 +337,11 @@ static void check_sum_rows(int64_t rows, int64_t n) {
     want[i] = (double)y[i];
     for (int64_t r = 0; r < rows; r++) want[i] += (double)0.7f * (double)x[r * stride + i];
   }
-  const lunai_matrix all = lunai_strided(x, rows, n, stride);
+  const li_matrix all = li_strided(x, rows, n, stride);
   kernels->sum_rows(all, 0.7f, y);
   near("sum_rows", n, n, y, want, 1e-6 + 2e-8 * (double)rows);
   for (int64_t i = 0; i < n; i += 5)
-    kernels->sum_rows(lunai_columns(all, i, i + 5 < n ? i + 5 : n), 0.7f, pieces + i);
+    kernels->sum_rows(li_columns(all, i, i + 5 < n ? i + 5 : n), 0.7f, pieces + i);
   equal("sum_rows in pieces", n, y, pieces, n);
   release(x), release(y), release(pieces), free(want);
 }
@@ -349,12 +349,12 @@ static void check_sum_rows(int64_t rows, int64_t n) {
 /* ---- cross-entropy: every fourth row is ignored ---- */
 /* the columns of every row in parts of `width`: near the whole's loss, and its gradient in the logits' place, to its
    bits from the same lse */
-static void check_cross_entropy_parts(const lunai_cross_entropy *whole, int64_t width, const double *want_loss,
+static void check_cross_entropy_parts(const li_cross_entropy *whole, int64_t width, const double *want_loss,
                                       const double *want_lse) {
   const int64_t rows = whole->rows, n = whole->classes;
   float *x = zeros(rows * n), *set = zeros(rows * n), *loss = zeros(rows), *lse = zeros(rows);
-  lunai_row_sums *sums = (lunai_row_sums *)common_alloc((size_t)rows * sizeof *sums);
-  lunai_cross_entropy a = *whole;
+  li_row_sums *sums = (li_row_sums *)common_alloc((size_t)rows * sizeof *sums);
+  li_cross_entropy a = *whole;
   memcpy(x, whole->logits, (size_t)(rows * n) * sizeof *x);
   a.grad = set;
   a.add = false;
@@ -363,7 +363,7 @@ static void check_cross_entropy_parts(const lunai_cross_entropy *whole, int64_t 
   a.loss = loss;
   a.lse = lse;
   for (a.first = 0; a.first < n; a.first += width) {
-    a.columns = lunai_min(width, n - a.first);
+    a.columns = li_min(width, n - a.first);
     a.logits = x + a.first;
     kernels->cross_entropy(&a);
   }
@@ -371,7 +371,7 @@ static void check_cross_entropy_parts(const lunai_cross_entropy *whole, int64_t 
   near("cross_entropy's lse by parts", n, rows, lse, want_lse, 5e-7);
   a.lse = whole->lse;
   for (a.first = 0; a.first < n; a.first += width) {
-    a.columns = lunai_min(width, n - a.first);
+    a.columns = li_min(width, n - a.first);
     a.logits = x + a.first;
     a.grad = x + a.first;
     kernels->cross_entropy_backward(&a);
@@ -386,8 +386,8 @@ static void check_cross_entropy_odd(double smoothing) {
   static const int32_t labels[4] = {0, 4, 5, 1};
   const float rows[4][6] = {{-inf, -inf, -inf, -inf, -200, -201}, {-inf, -inf, 3, 3, 90, -inf}, {0, 1, NAN, -inf, 2, 3},
                             {-inf, -inf, -inf, -inf, -inf, -inf}};
-  lunai_cross_entropy a;
-  lunai_row_sums sums[4];
+  li_cross_entropy a;
+  li_row_sums sums[4];
   float loss[2][4], lse[2][4], grad[4][6];
   memset(&a, 0, sizeof a);
   a.labels = labels;
@@ -427,7 +427,7 @@ static void check_cross_entropy_odd(double smoothing) {
 static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
   const float factor = 0.25f, eps = (float)smoothing;
   float *x = random_floats(rows * n, 6), *loss = zeros(rows), *lse = zeros(rows), *dx = random_floats(rows * n, 1);
-  lunai_cross_entropy a;
+  li_cross_entropy a;
   double *want = doubles(rows * n), *want_loss = doubles(rows), *want_lse = doubles(rows);
   int32_t *labels = common_tokens(rows, ++kernels_seed, (int32_t)n);
   for (int64_t r = 0; r < rows; r++) {
@@ -466,7 +466,7 @@ static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
 }
 
 /* ---- the short convolution ---- */
-static void check_convolution_forward(const lunai_convolution *c) {
+static void check_convolution_forward(const li_convolution *c) {
   const int64_t rows = c->rows, n = c->n, width = c->width, cut = rows / 2;
   float *y = zeros(rows * n), *z = zeros(rows * n), *later = zeros((width - 1) * n);
   double *want = doubles(rows * n);
@@ -480,7 +480,7 @@ static void check_convolution_forward(const lunai_convolution *c) {
       }
       want[t * n + ch] = sum;
     }
-  lunai_convolution a = *c;
+  li_convolution a = *c;
   a.y = y;
   kernels->short_convolution(&a);
   near("short_convolution", n, rows * n, y, want, 1e-6);
@@ -504,7 +504,7 @@ static void check_convolution_forward(const lunai_convolution *c) {
   equal("short_convolution before a NaN", n, y, z, cut * n);
   release(y), release(z), release(later), release(odd), free(want);
 }
-static void check_convolution_backward(const lunai_convolution *c) {
+static void check_convolution_backward(const li_convolution *c) {
   const int64_t rows = c->rows, n = c->n, width = c->width;
   float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *dw = random_floats(n * width, 1),
       *db = random_floats(n, 1), *dw1 = copied(dw, n * width),
@@ -524,7 +524,7 @@ static void check_convolution_backward(const lunai_convolution *c) {
       }
     }
   }
-  lunai_convolution a = *c;
+  li_convolution a = *c;
   a.dy = dy, a.dx = dx, a.dweight = dw, a.dbias = db;
   kernels->short_convolution_backward(&a);
   near("short_convolution_backward", n, rows * n, dx, want_x, 1e-6);
@@ -543,7 +543,7 @@ static void check_convolution_backward(const lunai_convolution *c) {
       free(want_b);
 }
 static void check_convolution(int64_t rows, int64_t n, int64_t width, bool history, bool bias) {
-  lunai_convolution c;
+  li_convolution c;
   c.rows = rows, c.n = n, c.width = width;
   c.x = random_floats(rows * n, 1), c.weight = random_floats(n * width, 1);
   c.history = history ? random_floats((width - 1) * n, 1) : NULL;
@@ -557,7 +557,7 @@ static void check_convolution(int64_t rows, int64_t n, int64_t width, bool histo
 
 /* ---- dropout: the rule of Philox, bit for bit; a NaN that is dropped is gone ---- */
 static void check_dropout(int64_t first, int64_t n, double probability) {
-  lunai_dropout d = {0};
+  li_dropout d = {0};
   float *x = random_floats(n, 1), *y = zeros(n), *in_place = copied(x, n), *sum = random_floats(n, 1),
       *before = copied(sum, n);
   bool good = true, added = true, gone = true;
@@ -584,7 +584,7 @@ static void check_dropout(int64_t first, int64_t n, double probability) {
 
 /* ---- optimisers, each four steps ---- */
 enum { UPDATE_SGD, UPDATE_MOMENTUM, UPDATE_NESTEROV, UPDATE_ADAMW, UPDATE_ADAM, UPDATE_APOLLO, UPDATES };
-static void update_exact(const lunai_update *u, int kind, int64_t i, double *value, double *moment[3]) {
+static void update_exact(const li_update *u, int kind, int64_t i, double *value, double *moment[3]) {
   double g = (double)u->factor * (double)u->grad[i], *first = &moment[0][i], *second = &moment[1][i],
       *third = &moment[2][i];
   if (kind != UPDATE_ADAMW) g += (double)u->decay * *value;
@@ -610,7 +610,7 @@ static void update_exact(const lunai_update *u, int kind, int64_t i, double *val
   *value -= (double)u->lr * g;
 }
 /* Apollo's sums over a parameter: of d^4, (g - m) d, B d^2 */
-static void check_apollo_sums(const lunai_update *u, const double *value, double *const moment[3]) {
+static void check_apollo_sums(const li_update *u, const double *value, double *const moment[3]) {
   double got[3], want[3] = {0, 0, 0}, size[3] = {1e-30, 1e-30, 1e-30};
   kernels->apollo_sums(u, got);
   for (int64_t i = 0; i < u->count; i++) {
@@ -627,7 +627,7 @@ static void check_updates(int64_t n) {
     static const char *const names[UPDATES] = {"sgd", "sgd with momentum", "sgd of Nesterov", "adamw", "adam",
                                                "apollo"};
     static const int moments[UPDATES] = {0, 1, 1, 2, 2, 3};
-    lunai_update u;
+    li_update u;
     double *value = doubles(n), *moment[3] = {doubles(n), doubles(n), doubles(n)};
     memset(&u, 0, sizeof u);
     u.value = random_floats(n, 1), u.grad = zeros(n);

@@ -321,7 +321,7 @@ static void *dirty(size_t count, size_t size) { /* calloc, and behind the block 
 #include "examples/compress.c"
 END
 check "it is compiled with memory that others have used" sh -c \
-  "${CC:-cc} ${CFLAGS:-} -DLUNAI_IMPLEMENTED -I'$root' dirty.c '$build/luna.o' -o dirty -lm -lpthread"
+  "${CC:-cc} ${CFLAGS:-} -DLI_IMPLEMENTED -I'$root' dirty.c '$build/luna.o' -o dirty -lm -lpthread"
 check "a text is packed whose last part is shorter" run pack tail --predict ngrams --out tail.packed
 check "what is behind it is not read" sh -c "./dirty unpack tail.packed --out back >out 2>err && cmp tail back"
 printf 'x' >one

@@ -15,8 +15,8 @@ enum { FILE_PAIRS = 128, FILE_TENSORS = 320, FILE_TEXT = 96 };
 typedef struct file_pair { char key[FILE_TEXT], value[FILE_TEXT]; } file_pair;
 typedef struct file_tensor {
   char name[FILE_TEXT];
-  int dtype, rank;                   /* lunai_st_dtype */
-  int64_t shape[LUNAI_ST_RANK];
+  int dtype, rank;                   /* li_st_dtype */
+  int64_t shape[LI_ST_RANK];
   uint8_t *data;                     /* owned */
   size_t bytes;
 } file_tensor;
@@ -33,8 +33,8 @@ static void file_free(structure *f) {
 }
 /* the element count that the shape and dtype ask for, in bytes; past `max`: SIZE_MAX */
 static size_t file_bytes(const file_tensor *t, size_t max) {
-  const int64_t count = lunai_st_count(t->rank, t->shape);
-  const size_t size = (size_t)lunai_st_formats[t->dtype].size;
+  const int64_t count = li_st_count(t->rank, t->shape);
+  const size_t size = (size_t)li_st_formats[t->dtype].size;
   return count < 0 || (uint64_t)count > max / size ? SIZE_MAX : (size_t)count * size;
 }
 /* data of that many bytes: what there is, over and over; false when it would be more than `max` */
@@ -55,19 +55,19 @@ static bool file_add(structure *f, const file_tensor *from) {
   return true;
 }
 static bool file_parse(structure *f, const uint8_t *bytes, size_t size) {
-  lunai_st st;
-  lunai_st_tensor t;
-  lunai_st_text key, value;
+  li_st st;
+  li_st_tensor t;
+  li_st_text key, value;
   f->pair_count = f->tensor_count = 0;
   f->backward = false;
-  if (lunai_st_open(&st, bytes, size) || st.pairs > FILE_PAIRS || st.tensors > FILE_TENSORS) return false;
-  for (size_t cursor = 0; lunai_st_meta_next(&st, &cursor, &key, &value);) {
+  if (li_st_open(&st, bytes, size) || st.pairs > FILE_PAIRS || st.tensors > FILE_TENSORS) return false;
+  for (size_t cursor = 0; li_st_meta_next(&st, &cursor, &key, &value);) {
     file_pair *p = &f->pairs[f->pair_count++];
-    lunai_st_decode(key, p->key, FILE_TEXT), lunai_st_decode(value, p->value, FILE_TEXT);
+    li_st_decode(key, p->key, FILE_TEXT), li_st_decode(value, p->value, FILE_TEXT);
   }
-  for (size_t cursor = 0; lunai_st_next(&st, &cursor, &t);) {
+  for (size_t cursor = 0; li_st_next(&st, &cursor, &t);) {
     file_tensor own = {"", t.dtype, t.rank, {0}, (uint8_t *)(uintptr_t)t.data, t.bytes};
-    lunai_st_decode(t.name, own.name, FILE_TEXT);
+    li_st_decode(t.name, own.name, FILE_TEXT);
     memcpy(own.shape, t.shape, (size_t)t.rank * sizeof t.shape[0]);
     file_add(f, &own);
   }
@@ -76,36 +76,36 @@ static bool file_parse(structure *f, const uint8_t *bytes, size_t size) {
 /* false when it would be longer than `max` */
 static bool file_write(const structure *f, size_t max, common_bytes *out) {
   common_bytes header = {NULL, 0, 0, 0};
-  lunai_st_writer w = {0};
+  li_st_writer w = {0};
   char text[80];
   size_t total = 0, at = 0;
   w.write = common_write, w.user = &header;
   for (int i = 0; i < f->tensor_count; i++) total += f->tensors[i].bytes;
-  lunai_st_write_text(&w, "{\"__metadata__\":{");
+  li_st_write_text(&w, "{\"__metadata__\":{");
   for (int i = 0; i < f->pair_count; i++) {
-    if (i) lunai_st_write_text(&w, ",");
-    lunai_st_write_string(&w, f->pairs[i].key);
-    lunai_st_write_text(&w, ":");
-    lunai_st_write_string(&w, f->pairs[i].value);
+    if (i) li_st_write_text(&w, ",");
+    li_st_write_string(&w, f->pairs[i].key);
+    li_st_write_text(&w, ":");
+    li_st_write_string(&w, f->pairs[i].value);
   }
-  lunai_st_write_text(&w, "}");
+  li_st_write_text(&w, "}");
   for (int i = 0; i < f->tensor_count; i++) {
     const file_tensor *t = &f->tensors[i];
     const size_t begin = f->backward ? total - at - t->bytes : at;
-    lunai_st_write_text(&w, ",");
-    lunai_st_write_string(&w, t->name);
-    snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", lunai_st_formats[t->dtype].name);
-    lunai_st_write_text(&w, text);
+    li_st_write_text(&w, ",");
+    li_st_write_string(&w, t->name);
+    snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", li_st_formats[t->dtype].name);
+    li_st_write_text(&w, text);
     for (int k = 0; k < t->rank; k++) {
       snprintf(text, sizeof text, "%s%lld", k ? "," : "", (long long)t->shape[k]);
-      lunai_st_write_text(&w, text);
+      li_st_write_text(&w, text);
     }
     snprintf(text, sizeof text, "],\"data_offsets\":[%.0f,%.0f]}", (double)begin, (double)(begin + t->bytes));
-    lunai_st_write_text(&w, text);
+    li_st_write_text(&w, text);
     at += t->bytes;
   }
-  lunai_st_write_text(&w, "}");
-  while (!w.failed && header.size % 8) lunai_st_write_text(&w, " ");
+  li_st_write_text(&w, "}");
+  while (!w.failed && header.size % 8) li_st_write_text(&w, " ");
   const bool fits = !w.failed && header.size + 8 + total <= max;
   if (fits) buffer_header(out, (const char *)header.at, header.size, header.size);
   for (int i = 0; i < f->tensor_count && fits; i++) {
@@ -162,17 +162,17 @@ static void mutate_values(file_tensor *t, uint64_t *r) {
   const size_t numbers = t->bytes / 4;
   size_t at = numbers ? random_next(r) % numbers : 0;
   const size_t end = numbers && random_below(r, 2) ? at + 1 : numbers;
-  if (t->dtype != LUNAI_ST_F32 && t->bytes) t->data[random_next(r) % t->bytes] = (uint8_t)random_next(r);
-  for (; t->dtype == LUNAI_ST_F32 && at < end; at++)
+  if (t->dtype != LI_ST_F32 && t->bytes) t->data[random_next(r) % t->bytes] = (uint8_t)random_next(r);
+  for (; t->dtype == LI_ST_F32 && at < end; at++)
     for (int k = 0; k < 4; k++) t->data[4 * at + (size_t)k] = (uint8_t)(pattern >> 8 * k);
 }
 static void mutate_shape(file_tensor *t, size_t max, uint64_t *r) {
   const file_tensor was = *t;
   const int k = random_below(r, t->rank), way = random_below(r, 5);
   if (way == 0 && t->rank > 1) t->shape[0] = was.shape[1], t->shape[1] = was.shape[0];
-  else if (way == 1 && t->rank < LUNAI_ST_RANK) t->shape[t->rank++] = 1 + random_below(r, 2);
+  else if (way == 1 && t->rank < LI_ST_RANK) t->shape[t->rank++] = 1 + random_below(r, 2);
   else if (way == 2 && t->rank > 0) t->rank--;
-  else if (way == 3) t->dtype = random_below(r, 2) ? LUNAI_ST_F16 : random_below(r, LUNAI_ST_DTYPES);
+  else if (way == 3) t->dtype = random_below(r, 2) ? LI_ST_F16 : random_below(r, LI_ST_DTYPES);
   else if (t->rank > 0) t->shape[k] = random_number(r);
   if (!file_resize(t, max)) t->rank = was.rank, t->dtype = was.dtype, memcpy(t->shape, was.shape, sizeof was.shape);
 }
@@ -239,9 +239,9 @@ static void refit_release(void *user, void *pointer, size_t bytes) {
    the moments of an optimiser. False where there is no such model, or it is large. */
 static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, common_bytes *out) {
   static const char *const kinds[] = {"causal_lm", "classifier", "masked_lm", "seq2seq"};
-  lunai_st st;
-  lunai_st_text kind;
-  lunai_model_config m;
+  li_st st;
+  li_st_text kind;
+  li_model_config m;
   luna_model model;
   luna_options options = {0};
   luna_load_report report = {0};
@@ -249,18 +249,18 @@ static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, common_by
   size_t left = REFIT_BYTES;
   int k = 0;
   memset(&m, 0, sizeof m), memset(&model, 0, sizeof model);
-  if (lunai_st_open(&st, bytes, size) || lunai_st_index(&st, index, index + st.tensors) ||
-      !lunai_st_meta(&st, "luna.kind", &kind)) return false;
-  while (k < 4 && !lunai_st_equal(kind, kinds[k])) k++;
-  if (k == 4 || (k == 0 ? lunai_fields_read(&st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm) :
-                 lunai_fields_read(&st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m))) return false;
+  if (li_st_open(&st, bytes, size) || li_st_index(&st, index, index + st.tensors) ||
+      !li_st_meta(&st, "luna.kind", &kind)) return false;
+  while (k < 4 && !li_st_equal(kind, kinds[k])) k++;
+  if (k == 4 || (k == 0 ? li_fields_read(&st, li_lm_fields, LI_LENGTH(li_lm_fields), &m.lm) :
+                 li_fields_read(&st, li_model_fields, LI_LENGTH(li_model_fields), &m))) return false;
   if (k == 0 ? m.lm.layers > 4 : m.encoder.layers > 4 || m.seq2seq.decoder_layers > 4) return false;
   options.threads = 1, options.seed = random_next(r), options.isa = LUNA_ISA_SCALAR;
   options.allocator = (luna_allocator){refit_allocate, refit_release, &left};
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   model.kind = (luna_model_kind)(LUNA_MODEL_LM + k);
-  bool good = params && lunai_model_init(&model, params, &m) == LUNA_OK;
+  bool good = params && li_model_init(&model, params, &m) == LUNA_OK;
   if (good) {
     const luna_io io = {NULL, common_write, out, 0};
     luna_load_matching(params, luna_bytes(bytes, size), &report);

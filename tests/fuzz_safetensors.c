@@ -29,7 +29,7 @@ static const char *current = "";
 /* ---- what a run chooses by itself: a function of the bytes ---- */
 static struct { luna_isa isa; luna_form form; uint64_t random; } chosen = {LUNA_ISA_BEST, LUNA_FORM_CHEAPEST, 0};
 static void choose(const uint8_t *bytes, size_t size) {
-  uint64_t r = lunai_hash_bytes(size, (const char *)bytes, size);
+  uint64_t r = li_hash_bytes(size, (const char *)bytes, size);
   do chosen.isa = common_isas[random_below(&r, COMMON_ISAS)];
   while (!luna_isa_available(chosen.isa));
   chosen.form = (luna_form)random_below(&r, 3), chosen.random = random_next(&r);
@@ -140,14 +140,14 @@ static void set_unchanged(const luna_params *params, const float before[10], con
 
 /* both parameters are the file's */
 static void set_is(const luna_params *params, const uint8_t *bytes, size_t size, const char *what) {
-  lunai_st st;
-  lunai_st_tensor t;
+  li_st st;
+  li_st_tensor t;
   float now[10], values[6];
-  const bool opens = !lunai_st_open(&st, bytes, size);
+  const bool opens = !li_st_open(&st, bytes, size);
   set_read(params, now);
   for (int i = 0; i < 2; i++) {
-    const bool there = opens && lunai_st_find(&st, i ? "second" : "first", &t) && t.count == (i ? 4 : 6) &&
-        lunai_st_floats(&t, values);
+    const bool there = opens && li_st_find(&st, i ? "second" : "first", &t) && t.count == (i ? 4 : 6) &&
+        li_st_floats(&t, values);
     HOLDS(there && memcmp(values, now + (i ? 6 : 0), (size_t)t.count * sizeof(float)) == 0,
           "%s: loaded, but the file has not this %s", what, i ? "second" : "first");
   }
@@ -251,7 +251,7 @@ static void logits_agree(const luna_stream *a, const luna_stream *b, const float
   HOLDS((of_a || luna_stream_error(a)[0]) && (of_b || luna_stream_error(b)[0]), "no logits, and no sentence");
   HOLDS(!of_a == !of_b && luna_stream_position(a) == luna_stream_position(b),
         "one of two streams fails: \"%s\" and \"%s\"", luna_stream_error(a), luna_stream_error(b));
-  if (of_a && of_b) HOLDS(same_floats(of_a, of_b, a->batch * lunai_lm_outputs(&a->sizes)), "two streams differ");
+  if (of_a && of_b) HOLDS(same_floats(of_a, of_b, a->batch * li_lm_outputs(&a->sizes)), "two streams differ");
 }
 /* a stream of the model and one of its file: the same bits, and the state of one is the other's */
 static void use_streams(luna_ctx *ctx, const luna_lm *model, const common_bytes *file) {
@@ -295,7 +295,7 @@ static void use_streams(luna_ctx *ctx, const luna_lm *model, const common_bytes 
           "a stream's state is not a luna_lm_state: %s", luna_error(ctx));
     luna_begin_inference(ctx);
     luna_lm_state_continue(carried);
-    ran(ctx, luna_lm_forward(model, &input), 2 * input.n, lunai_lm_outputs(&s->sizes));
+    ran(ctx, luna_lm_forward(model, &input), 2 * input.n, li_lm_outputs(&s->sizes));
     free(again);
   }
   luna_stream_close(s);
@@ -490,7 +490,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
     const float *logits = luna_stream_prefill(stream, &e.input);
     HOLDS(logits || luna_stream_error(stream)[0], "no logits, and no sentence");
     if (logits) reached(STREAMED);
-    const int64_t outputs = lunai_lm_outputs(&stream->sizes);
+    const int64_t outputs = li_lm_outputs(&stream->sizes);
     const int32_t token = luna_sample(logits, outputs, &sampling);
     HOLDS(token >= -1 && token < outputs, "token %d of %d", (int)token, (int)outputs);
     luna_stream_reorder(stream, swap);
@@ -577,9 +577,9 @@ static void try_training(const uint8_t *bytes, size_t size) {
 
 /* bytes: aligned as by malloc */
 static void try_all(const uint8_t *bytes, size_t size) {
-  lunai_st st;
+  li_st st;
   choose(bytes, size);
-  if (!lunai_st_open(&st, bytes, size)) reached(OPENED);
+  if (!li_st_open(&st, bytes, size)) reached(OPENED);
   try_set(bytes, size);
   try_inspection(bytes, size);
   if (takes(0, 2)) try_stream(bytes, size, try_model(bytes, size, false));
@@ -707,7 +707,7 @@ static common_bytes state_file(int which) {
 /* a state that says it has seen so many tokens */
 static common_bytes late_state(int which, int64_t position) {
   common_bytes b = state_file(which);
-  memcpy(b.at + offsetof(lunai_stream_head, position), &position, sizeof position);
+  memcpy(b.at + offsetof(li_stream_head, position), &position, sizeof position);
   return b;
 }
 /* a file of this header, which says it has `claim` bytes (0: as many as it has), and of data_size bytes of data */
@@ -740,8 +740,8 @@ static bool repaired(const uint8_t *file, size_t size, size_t max, common_bytes 
       common_write(&text, at++, 1);
       continue;
     }
-    while (format < LUNAI_ST_DTYPES && strcmp(lunai_st_formats[format].name, dtype) != 0) format++;
-    double count = format < LUNAI_ST_DTYPES ? lunai_st_formats[format].size : 1;
+    while (format < LI_ST_DTYPES && strcmp(li_st_formats[format].name, dtype) != 0) format++;
+    double count = format < LI_ST_DTYPES ? li_st_formats[format].size : 1;
     for (char *number = shape; *number; number += strcspn(number, ","), number += *number == ',')
       count *= strtod(number, NULL);
     snprintf(offsets, sizeof offsets, "{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%.0f,%.0f]}", dtype, shape,
@@ -905,11 +905,11 @@ size_t LLVMFuzzerCustomCrossOver(const uint8_t *bytes, size_t size, const uint8_
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   uint8_t *copy = (uint8_t *)malloc(size ? size : 1); /* aligned, and of its own size */
-  lunai_st st;
+  li_st st;
   if (size) memcpy(copy, bytes, size);
   if (!one_door) atexit(print_stages);
   one_door = true;
-  if (!lunai_st_open(&st, copy, size)) try_all(copy, size);
+  if (!li_st_open(&st, copy, size)) try_all(copy, size);
   else { /* all doors refuse alike what does not open */
     choose(copy, size);
     try_inspection(copy, size);

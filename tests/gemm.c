@@ -9,7 +9,7 @@
 
 /* ---- one multiplication: its arguments, its matrices, what C was before and what it must become ---- */
 typedef struct trial {
-  lunai_gemm g;
+  li_gemm g;
   float *a, *b, *bias, *before;
   int64_t c_size;
   double *want, *want_pre, *scale; /* scale: the sum of |terms|, what an element's error is measured by */
@@ -42,13 +42,13 @@ enum { ALPHA = 1, BIAS = 2, ACCUMULATE = 4, ACTIVATION = 8, PRE = 16, DOTS = 32,
 #ifdef LUNA_NO_BF16
 #define rounded(x, by) (x)
 #else
-#define rounded(x, by) ((by) ? lunai_bf16_of(x) : (x))
+#define rounded(x, by) ((by) ? li_bf16_of(x) : (x))
 #endif
 
 static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int mode) {
   trial t;
   memset(&t, 0, sizeof t);
-  lunai_gemm *g = &t.g;
+  li_gemm *g = &t.g;
   g->m = m, g->n = n, g->k = k;
   g->batch[0] = b0, g->batch[1] = b1;
   t.a = operand(m, k, b0, b1, &g->a_row, &g->a_column, g->a_batch);
@@ -77,7 +77,7 @@ static void trial_close(trial *t) {
 }
 
 static void gemm_reference(trial *t) {
-  const lunai_gemm *g = &t->g;
+  const li_gemm *g = &t->g;
   for (int64_t i = 0; i < t->c_size; i++) { /* what lies between rows stays */
     t->want[i] = t->want_pre[i] = (double)t->before[i];
     t->scale[i] = -1;
@@ -112,16 +112,16 @@ static double trial_error(const trial *t, const float *c, const double *want) {
   return worst;
 }
 
-static void gemm_run(const lunai_kernels *table, const lunai_gemm *g, int64_t threads) {
-  const lunai_parallel parallel = kernels_parallel(threads);
-  kernels_scratch s = kernels_scratch_open(lunai_gemm_scratch(table, g, threads));
-  lunai_run_gemm(table, g, threads > 1 ? &parallel : NULL, s.at);
+static void gemm_run(const li_kernels *table, const li_gemm *g, int64_t threads) {
+  const li_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(li_gemm_scratch(table, g, threads));
+  li_run_gemm(table, g, threads > 1 ? &parallel : NULL, s.at);
   kernels_scratch_close(&s);
 }
 
 /* ---- one row, one column, and the inner product of the other kernels: the same bits ---- */
 static void check_alone(const trial *t, const float *c, bool column) {
-  lunai_gemm g = t->g;
+  li_gemm g = t->g;
   const int64_t i = column ? 0 : pick(g.m), j = column ? pick(g.n) : 0;
   float *own = copied(t->before, t->c_size), *pre = copied(t->before, t->c_size);
   bool equal = true;
@@ -141,10 +141,10 @@ static void check_alone(const trial *t, const float *c, bool column) {
   release(own), release(pre);
 }
 static void check_trial(const trial *t, const float *c) {
-  const lunai_gemm *g = &t->g;
-  float *panels = zeros(lunai_panels_size(kernels, g->n, g->k)), *own = copied(t->before, t->c_size);
-  const lunai_matrix a = {g->a, g->m, g->k, g->a_row, g->a_column}, b = {g->b, g->k, g->n, g->b_row, g->b_column};
-  lunai_matmul(kernels, g->alpha, a, b, lunai_into(own, g->c_row, g->accumulate), panels);
+  const li_gemm *g = &t->g;
+  float *panels = zeros(li_panels_size(kernels, g->n, g->k)), *own = copied(t->before, t->c_size);
+  const li_matrix a = {g->a, g->m, g->k, g->a_row, g->a_column}, b = {g->b, g->k, g->n, g->b_row, g->b_column};
+  li_matmul(kernels, g->alpha, a, b, li_into(own, g->c_row, g->accumulate), panels);
   CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m,
         (int)g->k, (int)g->k,
         (int)g->n);
@@ -161,7 +161,7 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
   t.g.pre = mode & PRE ? pre : NULL;
   for (int s = 0; s <= KERNELS_THREADS; s++) { /* the last time: the reference */
     memcpy(c, t.before, bytes), memcpy(pre, t.before, bytes);
-    gemm_run(s < KERNELS_THREADS ? kernels : lunai_kernels_of(LUNA_ISA_REFERENCE), &t.g,
+    gemm_run(s < KERNELS_THREADS ? kernels : li_kernels_of(LUNA_ISA_REFERENCE), &t.g,
         s < KERNELS_THREADS ? kernels_threads[s] : 1);
     if (s == 0) {
       memcpy(first, c, bytes);
@@ -192,7 +192,7 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
 /* ---- what is not finite stays in its row and column, and is not lost there ---- */
 static void check_not_finite(float odd) {
   enum { M = 37, N = 45, K = 600 };
-  lunai_gemm g;
+  li_gemm g;
   float *a = random_floats(M * K, 1), *b = random_floats(K * N, 1), *clean = zeros(M * N), *c = zeros(M * N);
   memset(&g, 0, sizeof g);
   g.a = a, g.b = b, g.c = clean, g.m = M, g.n = N, g.k = K, g.alpha = 1;

@@ -21,7 +21,7 @@
 #include "test.h"
 
 #define float double
-#define LUNAI_DOUBLE
+#define LI_DOUBLE
 #define LUNA_NO_SIMD
 #define LUNA_NO_THREADS
 #define LUNA_NO_STDIO

@@ -11,13 +11,13 @@
 
 #ifndef LUNA_NO_INT8
 /* the loops that this machine can run; offset: what is added to q */
-typedef struct int8_set { const char *name; const lunai_int8_loops *loops; int offset; } int8_set;
+typedef struct int8_set { const char *name; const li_int8_loops *loops; int offset; } int8_set;
 static int int8_sets(int8_set *sets) {
   static const luna_isa isas[] = {LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON,
                                   LUNA_ISA_WASM, LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AMX};
   int count = 0;
   for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
-    const lunai_kernels *table = lunai_kernels_of(isas[i]);
+    const li_kernels *table = li_kernels_of(isas[i]);
     if (table) sets[count++] = (int8_set){luna_isa_name(isas[i]), table->int8, isas[i] > LUNA_ISA_WASM ? 128 : 0};
   }
   return count;
@@ -39,16 +39,16 @@ static int int8_value(int fill, int side, int64_t row, int64_t i, int64_t k) {
 typedef struct int8_trial {
   int64_t m, n, k;
   float *x;
-  lunai_int8 *w;
+  li_int8 *w;
   void *memory;
 } int8_trial;
 static int8_trial int8_open(int64_t m, int64_t n, int64_t k, int fill) {
-  int8_trial t = {m, n, k, common_floats(m * k), NULL, common_alloc(lunai_int8_bytes(n, k))};
-  t.w = lunai_int8_place(t.memory, n, k);
+  int8_trial t = {m, n, k, common_floats(m * k), NULL, common_alloc(li_int8_bytes(n, k))};
+  t.w = li_int8_place(t.memory, n, k);
   for (int64_t i = 0; i < m * k; i++) t.x[i] = (float)int8_value(fill, 0, i / k, i % k, k);
   for (int64_t i = 0; i < n * k; i++) ((int8_t *)(uintptr_t)t.w->at)[i] = (int8_t)int8_value(fill, 1, i / k, i % k, k);
   for (int64_t r = 0; r < n; r++) ((float *)(uintptr_t)t.w->scale)[r] = 1;
-  lunai_int8_sum(t.w);
+  li_int8_sum(t.w);
   return t;
 }
 static void int8_close(int8_trial *t) { free(t->x), free(t->memory); }
@@ -58,7 +58,7 @@ static int64_t int8_naive(const int8_trial *t, int64_t i, int64_t j) {
   return sum;
 }
 /* all rows by all columns, in blocks, from W as it lies or from panels */
-static void int8_multiply(const lunai_int8_loops *loops, const int8_trial *t, bool panels, float *y) {
+static void int8_multiply(const li_int8_loops *loops, const int8_trial *t, bool panels, float *y) {
   const int64_t q_row = (t->k * loops->bytes + 127) / 64 * 64,
       panel = (t->k + loops->qk - 1) / loops->qk * loops->qk * loops->qn * loops->bytes;
   const size_t panel_size = (size_t)((t->n + loops->qn - 1) / loops->qn * panel);
@@ -68,8 +68,8 @@ static void int8_multiply(const lunai_int8_loops *loops, const int8_trial *t, bo
   for (int64_t i = 0; i < t->m; i++) scales[i] = loops->int8_quantize(t->k, t->x + i * t->k, q + i * q_row);
   loops->int8_panels(t->n, t->k, t->w->at, memory);
   for (int64_t i = 0; i < t->m; i += loops->qm) {
-    const lunai_int8_block b = {lunai_min(loops->qm, t->m - i), t->n, t->k, q_row, q + i * q_row, scales + i,
-                                panels ? NULL : t->w->at, memory, t->w->scale, NULL, t->w->sums, y + i * t->n, t->n};
+    const li_int8_block b = {li_min(loops->qm, t->m - i), t->n, t->k, q_row, q + i * q_row, scales + i,
+                             panels ? NULL : t->w->at, memory, t->w->scale, NULL, t->w->sums, y + i * t->n, t->n};
     loops->int8_rows(&b);
   }
   free(q), free(memory), free(scales);
@@ -77,7 +77,7 @@ static void int8_multiply(const lunai_int8_loops *loops, const int8_trial *t, bo
 static void int8_check_sums(void) {
   static const int64_t sizes[][3] = {
     {1, 1, 1}, {3, 2, 1}, {1, 5, 3}, {2, 33, 17}, {5, 16, 31}, {14, 32, 64}, {15, 70, 129}, {29, 31, 255}, {32, 32, 64}, {70, 70, 130},
-    {40, 65, 100}, {1, 3, LUNAI_INT8_MAX}, {17, 2, LUNAI_INT8_MAX}, {2, 1, LUNAI_INT8_MAX - 1}
+    {40, 65, 100}, {1, 3, LI_INT8_MAX}, {17, 2, LI_INT8_MAX}, {2, 1, LI_INT8_MAX - 1}
   };
   int8_set sets[9];
   const int count = int8_sets(sets);
@@ -134,7 +134,7 @@ static void int8_check_rows(void) {
     float largest = 0;
     for (int i = 0; i < K; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
     const bool finite = kind != 3 && kind != 4;
-    const float scale = largest < 1e-30f ? 0 : largest / 127, own = lunai_int8_row_scale(K, x);
+    const float scale = largest < 1e-30f ? 0 : largest / 127, own = li_int8_row_scale(K, x);
     CHECK(finite ? own == scale : own != own, "row %d: the reference's scale is %g, not %g", row, (double)own,
           (double)scale);
     for (int s = 0; s < count; s++) {
@@ -144,7 +144,7 @@ static void int8_check_rows(void) {
       for (int i = 0; i < K; i++) {
         const float y = finite && scale > 0 ? x[i] / scale : 0;
         const int want = (int)nearbyint((double)y), is = int8_integer(&sets[s], q, i);
-        CHECK(is == want && (!finite || lunai_int8_of(x[i], scale) == want), "%s, row %d: %.9g / %.9g is %d, not %d",
+        CHECK(is == want && (!finite || li_int8_of(x[i], scale) == want), "%s, row %d: %.9g / %.9g is %d, not %d",
               sets[s].name, row, (double)x[i], (double)scale, is, want);
       }
     }
@@ -164,35 +164,35 @@ static void int8_check_products(void) {
             *bias = common_random(n, 3, 1),
             *residual = common_random(m * c_row, 4, 1), *want = common_random(m * c_row, 5, 1);
         float *y = common_floats(m * c_row);
-        void *memory = common_alloc(lunai_int8_bytes(n + first, k));
-        lunai_int8 *weight = lunai_int8_place(memory, n + first, k);
-        CHECK(lunai_int8_fill(weight, w), "a weight is not finite");
-        lunai_gemm g;
+        void *memory = common_alloc(li_int8_bytes(n + first, k));
+        li_int8 *weight = li_int8_place(memory, n + first, k);
+        CHECK(li_int8_fill(weight, w), "a weight is not finite");
+        li_gemm g;
         memset(&g, 0, sizeof g);
         g.a = x, g.b_int8 = weight, g.b_first = first, g.bias = mode & 1 ? bias : NULL;
         g.m = m, g.n = n, g.k = g.a_row = k, g.a_column = 1, g.c_row = c_row, g.batch[0] = g.batch[1] = 1, g.alpha = 1;
-        g.activation = mode & 2 ? LUNA_ACTIVATION_RELU : LUNAI_NO_ACTIVATION;
+        g.activation = mode & 2 ? LUNA_ACTIVATION_RELU : LI_NO_ACTIVATION;
         g.residual = mode & 4 ? residual : NULL;
         for (int64_t i = 0; i < m; i++)
           for (int64_t j = 0; j < n; j++) {
-            const float scale = lunai_int8_row_scale(k, x + i * k);
+            const float scale = li_int8_row_scale(k, x + i * k);
             int64_t sum = 0;
-            for (int64_t p = 0; p < k; p++) sum += weight->at[(first + j) * k + p] * lunai_int8_of(x[i * k + p], scale);
+            for (int64_t p = 0; p < k; p++) sum += weight->at[(first + j) * k + p] * li_int8_of(x[i * k + p], scale);
             float v = (float)sum * (weight->scale[first + j] * scale);
             if (mode & 1) v += bias[j];
             if (mode & 2) v = v > 0 ? v : 0;
             want[i * c_row + j] = mode & 4 ? v + residual[i * c_row + j] : v;
           }
         for (int way = 0; way < 2 * KERNELS_THREADS; way++) {
-          lunai_parallel parallel = kernels_parallel(kernels_threads[way / 2]);
-          kernels_scratch panels = kernels_scratch_open(way % 2 ? lunai_panels_bytes(kernels, &g) : 0);
+          li_parallel parallel = kernels_parallel(kernels_threads[way / 2]);
+          kernels_scratch panels = kernels_scratch_open(way % 2 ? li_panels_bytes(kernels, &g) : 0);
           g.b_panels = NULL;
-          if (way % 2) lunai_run_make_panels(kernels, &g, &parallel, panels.at);
+          if (way % 2) li_run_make_panels(kernels, &g, &parallel, panels.at);
           if (way % 2) g.b_panels = (const float *)(const void *)panels.at;
-          kernels_scratch scratch = kernels_scratch_open(lunai_gemm_scratch(kernels, &g, parallel.threads));
+          kernels_scratch scratch = kernels_scratch_open(li_gemm_scratch(kernels, &g, parallel.threads));
           common_fill(y, m * c_row, 5, 1);
           g.c = y;
-          lunai_run_gemm(kernels, &g, &parallel, scratch.at);
+          li_run_gemm(kernels, &g, &parallel, scratch.at);
           CHECK(memcmp(y, want, (size_t)(m * c_row) * sizeof *y) == 0,
                 "%s, %lld x %lld x %lld, mode %d, %lld threads%s: other bits", kernels_name, (long long)m, (long long)n,
                 (long long)k, mode, (long long)parallel.threads, way % 2 ? ", panels" : "");

@@ -24,14 +24,14 @@ enum { KERNELS_GUARD = 64, KERNELS_THREADS = 4 };
 static const int64_t kernels_threads[KERNELS_THREADS] = {1, 2, 3, 7};
 
 /* what is under test now */
-static const lunai_kernels *kernels;
+static const li_kernels *kernels;
 static const char *kernels_name = "";
 static uint64_t kernels_seed;
 
 /* the next instruction set this machine has, *at from 0; false after the last */
 TEST_UNUSED static bool kernels_next(int *at) {
   for (kernels = NULL; *at < COMMON_ISAS && !kernels; ++*at) {
-    kernels = lunai_kernels_of(common_isas[*at]);
+    kernels = li_kernels_of(common_isas[*at]);
     kernels_name = luna_isa_name(common_isas[*at]);
   }
   kernels_seed = 1;
@@ -42,12 +42,12 @@ TEST_UNUSED static bool kernels_next(int *at) {
 TEST_UNUSED static bool kernels_next_products(int *at) {
   static const luna_isa products[] = {LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AVX512_BF16, LUNA_ISA_AMX};
   enum { COUNT = sizeof products / sizeof *products };
-#ifdef LUNAI_TILES_EMULATED          /* other builds of these tests run the rest */
+#ifdef LI_TILES_EMULATED          /* other builds of these tests run the rest */
   if (*at < COMMON_ISAS) *at = COMMON_ISAS + 2;
 #endif
   if (*at < COMMON_ISAS && kernels_next(at)) return true;
   for (kernels = NULL; *at < COMMON_ISAS + COUNT && !kernels; ++*at) {
-    kernels = lunai_kernels_of(products[*at - COMMON_ISAS]);
+    kernels = li_kernels_of(products[*at - COMMON_ISAS]);
     kernels_name = luna_isa_name(products[*at - COMMON_ISAS]);
   }
   kernels_seed = 1;
@@ -74,8 +74,8 @@ static void kernels_for(void *user, int64_t count, void (*task)(void *work, int6
   }
   for (int64_t i = 0; i < count; i++) pthread_join(thread[i], NULL);
 }
-TEST_UNUSED static lunai_parallel kernels_parallel(int64_t threads) {
-  lunai_parallel parallel;
+TEST_UNUSED static li_parallel kernels_parallel(int64_t threads) {
+  li_parallel parallel;
   parallel.run = kernels_for;
   parallel.user = NULL;
   parallel.threads = threads;
@@ -160,9 +160,9 @@ TEST_UNUSED static double outputs_error(const outputs *o, int i, const float *fi
    reference. */
 enum { KERNELS_RESULT, KERNELS_GRADIENT };
 static const double kernels_tolerance[2] = {1e-6, 5e-6};
-typedef void (*outputs_run)(const void *call, const lunai_kernels *table, int64_t threads);
+typedef void (*outputs_run)(const void *call, const li_kernels *table, int64_t threads);
 TEST_UNUSED static void outputs_check(outputs *o, const char *what, outputs_run run, const void *call) {
-  const lunai_kernels *reference = lunai_kernels_of(LUNA_ISA_REFERENCE);
+  const li_kernels *reference = li_kernels_of(LUNA_ISA_REFERENCE);
   const bool is_long = o->size[0] > 50000; /* the reference's time grows with the square */
   float *first[KERNELS_OUTPUTS];
   if (kernels == reference && is_long) return;
@@ -186,7 +186,7 @@ TEST_UNUSED static void outputs_check(outputs *o, const char *what, outputs_run 
 
 /* ---- references in double ---- */
 /* what dropout multiplies element e by */
-TEST_UNUSED static double exact_dropout(const lunai_dropout *d, int64_t e) {
+TEST_UNUSED static double exact_dropout(const li_dropout *d, int64_t e) {
   if (d->threshold == 0) return 1;
   return naive_half_word(d->seed, d->op, d->step, (uint64_t)e) < d->threshold ? 0 : (double)d->keep;
 }

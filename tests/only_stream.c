@@ -1,6 +1,6 @@
 /* A detector and a forecaster under LUNA_ONLY_STREAM, as a microcontroller has them: the file's bytes and the stream's
    memory are static arrays, no allocator is called. Against the outputs in tests/data/features. It has an
-   implementation of its own: not that of build/luna.o (LUNAI_IMPLEMENTED). */
+   implementation of its own: not that of build/luna.o (LI_IMPLEMENTED). */
 #include "test.h"
 #define LUNA_ONLY_STREAM
 #define LUNA_IMPLEMENTATION

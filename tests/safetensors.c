@@ -8,8 +8,8 @@
 #include <time.h>
 
 /* ---- a file being written ---- */
-static lunai_st_writer writer_to(common_bytes *b) {
-  lunai_st_writer w;
+static li_st_writer writer_to(common_bytes *b) {
+  li_st_writer w;
   memset(&w, 0, sizeof w);
   w.write = common_write, w.user = b;
   return w;
@@ -17,49 +17,49 @@ static lunai_st_writer writer_to(common_bytes *b) {
 
 /* ---- opens an exact copy at an odd address; what opens is walked to its last byte. Returns the reader's sentence or
    null. ---- */
-static int walk_tensors(const lunai_st *st) {
-  lunai_st_tensor t, found;
+static int walk_tensors(const li_st *st) {
+  li_st_tensor t, found;
   size_t cursor = 0;
   int count = 0;
-  for (; lunai_st_next(st, &cursor, &t); count++) {
+  for (; li_st_next(st, &cursor, &t); count++) {
     char name[64];
-    const size_t size = lunai_st_decode(t.name, name, sizeof name);
+    const size_t size = li_st_decode(t.name, name, sizeof name);
     if (t.data < st->data || t.bytes > st->data_size || t.data - st->data > (int64_t)(st->data_size - t.bytes))
       return -1;
     if (t.count < 100000) {
       float *values = (float *)common_alloc((size_t)t.count * sizeof(float));
-      lunai_st_floats(&t, values);
+      li_st_floats(&t, values);
       free(values);
     }
-    (void)lunai_st_borrow(&t);
+    (void)li_st_borrow(&t);
     if (count < 50 && size < sizeof name && strlen(name) == size &&
-        !(lunai_st_find(st, name, &found) && found.data == t.data)) return -1;
+        !(li_st_find(st, name, &found) && found.data == t.data)) return -1;
   }
   return count;
 }
-static bool walk_metadata(const lunai_st *st) {
-  lunai_st_text key, value, found;
+static bool walk_metadata(const li_st *st) {
+  li_st_text key, value, found;
   size_t cursor = 0;
-  while (lunai_st_meta_next(st, &cursor, &key, &value)) {
+  while (li_st_meta_next(st, &cursor, &key, &value)) {
     char text[64];
-    const size_t size = lunai_st_decode(key, text, sizeof text);
-    if (size < sizeof text && strlen(text) == size && !lunai_st_meta(st, text, &found)) return false;
-    lunai_st_decode(value, text, 5);
-    lunai_st_decode(value, NULL, 0);
+    const size_t size = li_st_decode(key, text, sizeof text);
+    if (size < sizeof text && strlen(text) == size && !li_st_meta(st, text, &found)) return false;
+    li_st_decode(value, text, 5);
+    li_st_decode(value, NULL, 0);
   }
   return true;
 }
 /* with an index, in memory that the caller frees */
-static const char *open_indexed(lunai_st *st, const void *bytes, size_t size, uint64_t **memory) {
-  const char *wrong = lunai_st_open(st, bytes, size);
+static const char *open_indexed(li_st *st, const void *bytes, size_t size, uint64_t **memory) {
+  const char *wrong = li_st_open(st, bytes, size);
   *memory = NULL;
   if (wrong) return wrong;
   *memory = (uint64_t *)common_alloc((st->tensors + st->pairs + 1) * sizeof(uint64_t));
-  return lunai_st_index(st, *memory, *memory + st->tensors);
+  return li_st_index(st, *memory, *memory + st->tensors);
 }
 static const char *open_copy(const void *bytes, size_t size) {
   uint8_t *copy = (uint8_t *)common_alloc(size + 1);
-  lunai_st st;
+  li_st st;
   uint64_t *memory;
   memcpy(copy + 1, bytes, size);
   const char *wrong = open_indexed(&st, copy + 1, size, &memory);
@@ -186,13 +186,13 @@ static void check_headers(void) {
     snprintf(json, sizeof json, META("{\"b\":\"%s\"}"), bad_text[i]);
     expect(json, 0, "a string has");
   }
-  for (int i = 0; i < LUNAI_ST_DTYPES; i++) { /* three of each fit their bytes and no others */
-    const int size = 3 * lunai_st_formats[i].size;
+  for (int i = 0; i < LI_ST_DTYPES; i++) { /* three of each fit their bytes and no others */
+    const int size = 3 * li_st_formats[i].size;
     snprintf(json, sizeof json, "{\"a\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%d]}}",
-             lunai_st_formats[i].name, size);
+             li_st_formats[i].name, size);
     expect(json, (size_t)size, NULL);
     snprintf(json, sizeof json, "{\"a\":{\"dtype\":\"%s\",\"shape\":[4],\"data_offsets\":[0,%d]}}",
-             lunai_st_formats[i].name, size);
+             li_st_formats[i].name, size);
     expect(json, (size_t)size, "do not fit");
   }
 }
@@ -202,45 +202,45 @@ static void expect_bytes(const uint8_t *bytes, size_t size, const char *want) {
 }
 static void check_short(void) {
   uint8_t bytes[8] = {0};
-  lunai_st st;
+  li_st st;
   for (size_t i = 0; i < 8; i++) expect_bytes(bytes, i, "8 bytes");
   expect_bytes(bytes, 8, "does not begin as");
   bytes[0] = 1;
   expect_bytes(bytes, 8, "inside its header");
   memset(bytes, 255, 8);
   expect_bytes(bytes, 8, "100 MB");
-  CHECK(lunai_st_open(&st, NULL, 0) != NULL, "no bytes at all open");
+  CHECK(li_st_open(&st, NULL, 0) != NULL, "no bytes at all open");
 }
 
 /* ---- text ---- */
-static lunai_st_text text_of(const char *s, size_t size) {
-  lunai_st_text t;
+static li_st_text text_of(const char *s, size_t size) {
+  li_st_text t;
   t.at = s, t.size = size;
   return t;
 }
 static void check_text(void) {
   static const char json[] = "\\\"\\\\\\/\\b\\f\\n\\r\\t\\u0041\\u00e9\\u20AC\\uD83D\\ude00",
     want[] = "\"\\/\b\f\n\r\tA\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80";
-  const lunai_st_text t = text_of(json, sizeof json - 1), zero = text_of("a\\u0000b", 8), none = text_of("x", 0);
+  const li_st_text t = text_of(json, sizeof json - 1), zero = text_of("a\\u0000b", 8), none = text_of("x", 0);
   char out[64];
-  CHECK(lunai_st_decode(t, out, sizeof out) == sizeof want - 1 && strcmp(out, want) == 0, "escapes decode to %s", out);
-  CHECK(lunai_st_equal(t, want) && !lunai_st_equal(t, "\"") && !lunai_st_equal(none, "x") && lunai_st_equal(none, ""),
+  CHECK(li_st_decode(t, out, sizeof out) == sizeof want - 1 && strcmp(out, want) == 0, "escapes decode to %s", out);
+  CHECK(li_st_equal(t, want) && !li_st_equal(t, "\"") && !li_st_equal(none, "x") && li_st_equal(none, ""),
         "texts compare wrongly");
   for (size_t room = 0; room <= sizeof want; room++) { /* cut at whole characters, ended by a 0, nothing beyond */
     char *cut = (char *)common_alloc(room);
-    const size_t size = lunai_st_decode(t, cut, room), kept = room ? strlen(cut) : 0;
+    const size_t size = li_st_decode(t, cut, room), kept = room ? strlen(cut) : 0;
     CHECK(size == sizeof want - 1 && (room == 0 || kept < room) && strncmp(cut, want, kept) == 0 &&
           (want[kept] & 0xC0) != 0x80,
           "room for %d bytes: %d kept", (int)room, (int)kept);
     free(cut);
   }
-  CHECK(!lunai_st_equal(zero, "a") && !lunai_st_equal(zero, "ab") && lunai_st_decode(zero, out, 9) == 3 &&
+  CHECK(!li_st_equal(zero, "a") && !li_st_equal(zero, "ab") && li_st_decode(zero, out, 9) == 3 &&
         memcmp(out, "a\0b", 4) == 0,
         "a zero within a text");
   const char *end = json + sizeof json - 1;
-  CHECK(lunai_st_character(&end, json + sizeof json - 1) == LUNAI_ST_BAD && !lunai_st_equal(text_of("\x80", 1), "\x80"),
+  CHECK(li_st_character(&end, json + sizeof json - 1) == LI_ST_BAD && !li_st_equal(text_of("\x80", 1), "\x80"),
         "a character after the end, or what is none is the same as itself");
-  CHECK(lunai_st_decode(text_of("a\\x", 3), out, sizeof out) == 1 && strcmp(out, "a") == 0, "a bad escape decodes");
+  CHECK(li_st_decode(text_of("a\\x", 3), out, sizeof out) == 1 && strcmp(out, "a") == 0, "a bad escape decodes");
 }
 
 /* ---- 8 bits: a matrix has the scales that stand beside it, if they are one float a row ---- */
@@ -253,41 +253,41 @@ static void check_scales(void) {
     {"\"I8\",\"shape\":[2,3],\"data_offsets\":[0,6]}", "\"F32\",\"shape\":[2,1],\"data_offsets\":[6,14]}", 14, false},
     {"\"I8\",\"shape\":[2,3],\"data_offsets\":[0,6]}", "\"F32\",\"shape\":[3],\"data_offsets\":[6,18]}", 18, false},
   };
-  enum { ROOM = LUNAI_ST_NAME };
+  enum { ROOM = LI_ST_NAME };
   static char name[ROOM], json[3 * ROOM];
   for (int i = 0; i < (int)(sizeof cases / sizeof *cases) + 1; i++) {
     const int k = i % (int)(sizeof cases / sizeof *cases), length = i == k ? 1 : ROOM - 1; /* a name too long for one */
     size_t size;
-    lunai_st st;
-    lunai_st_tensor t;
+    li_st st;
+    li_st_tensor t;
     memset(name, 'm', (size_t)length), name[length] = 0;
     snprintf(json, sizeof json, "{\"%s\":{\"dtype\":%s,\"%s.scale\":{\"dtype\":%s}", name, cases[k].matrix, name,
              cases[k].scale);
     uint8_t *file = file_of(json, strlen(json), cases[k].data, &size);
-    const char *wrong = lunai_st_open(&st, file, size);
-    CHECK(!wrong && lunai_st_value(&st, name, &t) && (t.scale != NULL) == (i == k && cases[k].scaled),
+    const char *wrong = li_st_open(&st, file, size);
+    CHECK(!wrong && li_st_value(&st, name, &t) && (t.scale != NULL) == (i == k && cases[k].scaled),
           "scales %d: %s", i, wrong ? wrong : "they are taken, or not");
     free(file);
   }
 }
 
 /* ---- numbers ---- */
-static void check_numbers(const char *what, lunai_st_dtype dtype, const uint8_t *bytes, size_t size, const double *want,
+static void check_numbers(const char *what, li_st_dtype dtype, const uint8_t *bytes, size_t size, const double *want,
                           int64_t count) {
   uint8_t *odd = (uint8_t *)common_alloc(size + 1);
   float out[16];
-  lunai_st_tensor t;
+  li_st_tensor t;
   memcpy(odd + 1, bytes, size);
   memset(&t, 0, sizeof t);
   t.dtype = (int)dtype, t.count = count, t.data = odd + 1, t.bytes = size;
-  CHECK(lunai_st_floats(&t, out), "%s cannot be read", what);
+  CHECK(li_st_floats(&t, out), "%s cannot be read", what);
   for (int64_t i = 0; i < count; i++)
     CHECK(out[i] == (float)want[i] || (want[i] != want[i] && out[i] != out[i]), "%s %d is %g, not %g",
                                             what, (int)i, (double)out[i], want[i]);
-  CHECK(!lunai_st_borrow(&t) || (dtype == LUNAI_ST_F32 && (uintptr_t)t.data % sizeof(float) == 0),
+  CHECK(!li_st_borrow(&t) || (dtype == LI_ST_F32 && (uintptr_t)t.data % sizeof(float) == 0),
         "%s is read in place", what);
-  t.dtype = LUNAI_ST_I32;
-  CHECK(!lunai_st_floats(&t, out), "whole numbers are read as real ones");
+  t.dtype = LI_ST_I32;
+  CHECK(!li_st_floats(&t, out), "whole numbers are read as real ones");
   free(odd);
 }
 static void check_dtypes(void) {
@@ -302,16 +302,16 @@ static void check_dtypes(void) {
     wantb[] = {1, 3.140625, -INFINITY, 9.183549615799121e-41, NAN};
   const double want32[] = {1, -3.14159274101257324, 1.401298464324817e-45},
       want64[] = {1, 3.14159265358979312, INFINITY};
-  check_numbers("F16", LUNAI_ST_F16, f16, sizeof f16, want16, 9);
-  check_numbers("BF16", LUNAI_ST_BF16, bf16, sizeof bf16, wantb, 5);
-  check_numbers("F32", LUNAI_ST_F32, f32, sizeof f32, want32, 3);
-  check_numbers("F64", LUNAI_ST_F64, f64, sizeof f64, want64, 3);
+  check_numbers("F16", LI_ST_F16, f16, sizeof f16, want16, 9);
+  check_numbers("BF16", LI_ST_BF16, bf16, sizeof bf16, wantb, 5);
+  check_numbers("F32", LI_ST_F32, f32, sizeof f32, want32, 3);
+  check_numbers("F64", LI_ST_F64, f64, sizeof f64, want64, 3);
   /* the way a machine of the other byte order reads F32 */
   for (uint32_t bits = 0; bits < 0x7F800000u; bits += 0x10001u) {
     float x;
     memcpy(&x, &bits, sizeof x);
-    if ((float)lunai_st_real(bits, 8, 23) != x)
-      CHECK(false, "pattern %08x is read as %g", (unsigned)bits, lunai_st_real(bits, 8, 23));
+    if ((float)li_st_real(bits, 8, 23) != x)
+      CHECK(false, "pattern %08x is read as %g", (unsigned)bits, li_st_real(bits, 8, 23));
   }
 }
 
@@ -320,16 +320,16 @@ enum { PAIRS = 3, SOURCES = 4 };
 typedef struct metadata { const char *key, *value; } metadata;
 typedef struct source { const char *name; int rank; const int64_t *shape; const float *data; } source;
 typedef struct contents { const metadata *pairs; const source *sources; int pair_count, source_count; } contents;
-static void put_contents(lunai_st_writer *w, const void *what) {
+static void put_contents(li_st_writer *w, const void *what) {
   const contents *c = (const contents *)what;
-  for (int i = 0; i < c->pair_count; i++) lunai_st_put_pair(w, c->pairs[i].key, c->pairs[i].value);
+  for (int i = 0; i < c->pair_count; i++) li_st_put_pair(w, c->pairs[i].key, c->pairs[i].value);
   for (int i = 0; i < c->source_count; i++) {
     const source *s = &c->sources[i];
     luna_tensor like;
     memset(&like, 0, sizeof like);
     like.rank = s->rank;
     for (int a = 0; a < s->rank && a < 2; a++) like.shape[a] = s->shape[a];
-    lunai_st_put_tensor(w, s->name, &like, s->data);
+    li_st_put_tensor(w, s->name, &like, s->data);
   }
 }
 static const metadata pairs[PAIRS] = {{"format", "pt"},
@@ -344,49 +344,48 @@ static const source sources[SOURCES] = {
 static const contents all = {pairs, sources, PAIRS, SOURCES};
 
 static void check_round_trip(common_bytes *b) {
-  lunai_st_writer w = writer_to(b);
-  lunai_st st;
-  lunai_st_tensor t;
-  lunai_st_text value;
+  li_st_writer w = writer_to(b);
+  li_st st;
+  li_st_tensor t;
+  li_st_text value;
   float back[6];
-  CHECK(lunai_st_write(&w, put_contents, &all) && w.written == b->size, "nothing is written");
-  const char *wrong = lunai_st_open(&st, b->at, b->size);
+  CHECK(li_st_write(&w, put_contents, &all) && w.written == b->size, "nothing is written");
+  const char *wrong = li_st_open(&st, b->at, b->size);
   if (!CHECK(!wrong && walk_tensors(&st) == SOURCES && walk_metadata(&st), "what was written: %s", wrong ? wrong
              : "is not what was given")) return;
-  CHECK((8 + st.header_size) % LUNAI_ALIGN == 0, "data begin at byte %d", (int)(8 + st.header_size));
+  CHECK((8 + st.header_size) % LI_ALIGN == 0, "data begin at byte %d", (int)(8 + st.header_size));
   for (int i = 0; i < PAIRS; i++)
-    CHECK(lunai_st_meta(&st, pairs[i].key, &value) && lunai_st_equal(value, pairs[i].value),
+    CHECK(li_st_meta(&st, pairs[i].key, &value) && li_st_equal(value, pairs[i].value),
                                         "the pair %s is lost", pairs[i].key);
-  CHECK(!lunai_st_meta(&st, "no", &value) && !lunai_st_find(&st, "no", &t) && !lunai_st_find(&st, "__metadata__", &t),
+  CHECK(!li_st_meta(&st, "no", &value) && !li_st_find(&st, "no", &t) && !li_st_find(&st, "__metadata__", &t),
         "what is not there is found");
   for (int i = 0; i < SOURCES; i++) {
     const source *s = &sources[i];
-    bool good = lunai_st_find(&st, s->name, &t) && t.dtype == LUNAI_ST_F32 && t.rank == s->rank &&
-        lunai_st_floats(&t, back);
+    bool good = li_st_find(&st, s->name, &t) && t.dtype == LI_ST_F32 && t.rank == s->rank && li_st_floats(&t, back);
     for (int a = 0; good && a < t.rank; a++) good = t.shape[a] == s->shape[a];
     CHECK(good && (t.bytes == 0 || memcmp(back, s->data, t.bytes) == 0), "the tensor %s is not what was written",
           s->name);
-    if (lunai_st_little()) CHECK(lunai_st_borrow(&t) != NULL, "the tensor %s cannot be read in place", s->name);
+    if (li_st_little()) CHECK(li_st_borrow(&t) != NULL, "the tensor %s cannot be read in place", s->name);
   }
 }
 static void check_failing_writer(size_t size) {
   for (size_t limit = 1; limit < size; limit++) {
     common_bytes b = {NULL, 0, 0, limit};
-    lunai_st_writer w = writer_to(&b);
-    CHECK(!lunai_st_write(&w, put_contents, &all) && w.failed && b.size <= limit && w.written == b.size,
+    li_st_writer w = writer_to(&b);
+    CHECK(!li_st_write(&w, put_contents, &all) && w.failed && b.size <= limit && w.written == b.size,
           "a writer that fails at byte %d: %d written", (int)limit, (int)b.size);
     free(b.at);
   }
 }
-static void put_too_much(lunai_st_writer *w, const void *what) {
+static void put_too_much(li_st_writer *w, const void *what) {
   (void)what;
-  w->written += LUNAI_ST_HEADER;
+  w->written += LI_ST_HEADER;
 }
 /* nothing is written when the header cannot be */
 static void check_unwritable(void) {
   for (int i = 0; i < 6; i++) {
     common_bytes b = {NULL, 0, 0, 0};
-    lunai_st_writer w = writer_to(&b);
+    li_st_writer w = writer_to(&b);
     source tensor = sources[0];
     metadata text = pairs[0];
     const contents one_each = {&text, &tensor, 1, 1};
@@ -396,16 +395,16 @@ static void check_unwritable(void) {
     if (i == 3) tensor.data = NULL;
     if (i == 4) text.value = "\xc3";
     if (i == 5) tensor.name = "__metadata__";
-    CHECK(!lunai_st_write(&w, put_contents, &one_each) && w.failed && b.size == 0, "unwritable %d: %d bytes written", i,
+    CHECK(!li_st_write(&w, put_contents, &one_each) && w.failed && b.size == 0, "unwritable %d: %d bytes written", i,
           (int)b.size);
     free(b.at);
   }
   common_bytes b = {NULL, 0, 0, 0};
-  lunai_st_writer w = writer_to(&b);
-  CHECK(!lunai_st_write(&w, put_too_much, NULL) && w.failed && b.size == 0, "a header over 100 MB is written");
+  li_st_writer w = writer_to(&b);
+  CHECK(!li_st_write(&w, put_too_much, NULL) && w.failed && b.size == 0, "a header over 100 MB is written");
   w = writer_to(&b);
   const contents nothing = {NULL, NULL, 0, 0};
-  CHECK(lunai_st_write(&w, put_contents, &nothing) && b.size == 64 && !open_copy(b.at, b.size),
+  CHECK(li_st_write(&w, put_contents, &nothing) && b.size == 64 && !open_copy(b.at, b.size),
         "a file of nothing has %d bytes", (int)b.size);
   free(b.at);
 }
@@ -448,7 +447,7 @@ static const char *open_many(size_t n, int order, int damage) {
     *at = (size_t *)common_alloc(n * sizeof(size_t)), data = 0, size;
   char *json = (char *)common_alloc(n * 100 + 64), *end = json;
   const size_t twin = draw(n / 2); /* who takes the last one's name */
-  lunai_st st;
+  li_st st;
   uint64_t *memory;
   for (size_t i = 0; i < n; i++) {
     begin[i] = data;
@@ -472,14 +471,14 @@ static const char *open_many(size_t n, int order, int damage) {
   const char *wrong = open_indexed(&st, file, size, &memory);
   for (size_t i = 0; i < n && damage == SOUND && !wrong; i++) { /* every name leads to its own tensor */
     char name[16];
-    lunai_st_tensor t;
+    li_st_tensor t;
     snprintf(name, sizeof name, "%07d", (int)i);
-    if (!lunai_st_find(&st, name, &t) || t.data != st.data + begin[i] || t.bytes != length[i])
+    if (!li_st_find(&st, name, &t) || t.data != st.data + begin[i] || t.bytes != length[i])
       wrong = "a name is not found";
   }
   if (memory && damage != OVERLAP && n < 10000) { /* names as if all had one hash: their characters decide */
     for (size_t i = 0; i < n; i++) memory[i] = (uint32_t)memory[i];
-    if (lunai_st_unique(&st, memory, n) != (damage == SOUND)) wrong = "names of one hash are taken for another's";
+    if (li_st_unique(&st, memory, n) != (damage == SOUND)) wrong = "names of one hash are taken for another's";
   }
   free(file), free(json), free(begin), free(length), free(at), free(memory);
   return wrong;
@@ -514,8 +513,8 @@ static void check_pairs(void) {
     char *end = json + sprintf(json, "{\"__metadata__\":{");
     size_t size;
     uint64_t *memory;
-    lunai_st st;
-    lunai_st_text value;
+    li_st st;
+    li_st_text value;
     for (uint32_t i = 0; i < N; i++)
       end += sprintf(end, "%s\"%08x\":\"%x\"", i ? "," : "", (unsigned)((twice && i == N - 1 ? 77 : i) * 2654435761u),
                      (unsigned)i);
@@ -523,8 +522,8 @@ static void check_pairs(void) {
     uint8_t *file = file_of(json, (size_t)(end - json), 0, &size);
     const char *wrong = open_indexed(&st, file, size, &memory);
     if (twice) CHECK(wrong && strstr(wrong, "two keys"), "a key that is there twice: %s", wrong ? wrong : "opened");
-    else CHECK(!wrong && lunai_st_meta(&st, "9e3779b1", &value) && lunai_st_equal(value, "1") &&
-               !lunai_st_meta(&st, "1", &value), "%d pairs: %s", N, wrong);
+    else CHECK(!wrong && li_st_meta(&st, "9e3779b1", &value) && li_st_equal(value, "1") &&
+               !li_st_meta(&st, "1", &value), "%d pairs: %s", N, wrong);
     free(file), free(memory);
   }
   free(json);
@@ -535,10 +534,10 @@ static void check_pairs(void) {
 /* ---- every error has a sentence, and no two the same ---- */
 static void check_sentences(void) {
   for (int i = 1; i < LUNA_ERROR_COUNT; i++) {
-    const char *sentence = lunai_sentence_of((luna_error_id)i);
+    const char *sentence = li_sentence_of((luna_error_id)i);
     CHECK(*sentence, "error %d has no sentence", i);
     for (int j = 1; j < i; j++)
-      CHECK(strcmp(sentence, lunai_sentence_of((luna_error_id)j)) != 0, "two say: %s", sentence);
+      CHECK(strcmp(sentence, li_sentence_of((luna_error_id)j)) != 0, "two say: %s", sentence);
   }
 }
 

@@ -394,7 +394,7 @@ typedef struct pair {
 } pair;
 static const float *pair_run(const pair *p, int i, int64_t n, const int32_t *tokens, const float *features) {
   luna_stream *s = p->s[i];
-  if (i) lunai_bump_forget(&s->bump);
+  if (i) li_bump_forget(&s->bump);
   if (n > 1) return luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, n, features });
   return features ? luna_stream_step_features(s, features) : luna_stream_step(s, tokens);
 }

@@ -8,7 +8,7 @@
 #include "common.h"
 #include "tiles.h"
 
-#if defined(LUNAI_AMX)
+#if defined(LI_AMX)
 static float *tiles_numbers(int64_t n, uint64_t seed, int kind) {
   float *x = common_floats(n);
   common_fill(x, n, seed, 1);

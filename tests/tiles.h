@@ -11,11 +11,11 @@ enum { TILES_EPILOGUES = 5, TILES_KINDS = 4 };
 void tiles_emulated_multiply(const tiles_case *t, const float *a, const float *b, float *c);
 void tiles_emulated_tests(int *passed, int *failed);
 
-#ifdef LUNAI_AMX
+#ifdef LI_AMX
 /* C = A B by tiles; epilogue 1: a bias and ReLU, 2: C is added, 3: a bias and a factor, 4: GELU */
 static void tiles_multiply(const tiles_case *t, const float *a, const float *b, float *c) {
   float bias[128];
-  lunai_gemm g;
+  li_gemm g;
   memset(&g, 0, sizeof g);
   common_fill(bias, 128, 7, 1);
   g.a = a, g.b = b, g.c = c, g.m = t->m, g.n = g.c_row = t->n, g.k = t->k;
@@ -23,14 +23,14 @@ static void tiles_multiply(const tiles_case *t, const float *a, const float *b, 
   g.bf16 = true;
   g.bias = t->epilogue & 1 ? bias : NULL;
   g.accumulate = t->epilogue == 2;
-  g.activation = LUNAI_NO_ACTIVATION;
+  g.activation = LI_NO_ACTIVATION;
   if (t->epilogue == 1) g.activation = LUNA_ACTIVATION_RELU;
   if (t->epilogue == 4) g.activation = LUNA_ACTIVATION_GELU;
   g.a_row = t->layout & 1 ? 1 : t->k, g.a_column = t->layout & 1 ? t->m : 1;
   g.b_row = t->layout & 2 ? 1 : t->n, g.b_column = t->layout & 2 ? t->k : 1;
   g.batch[0] = g.batch[1] = 1;
-  char *memory = (char *)common_alloc(lunai_gemm_scratch(&lunai_kernels_amx, &g, 1) + 64);
-  lunai_run_gemm(&lunai_kernels_amx, &g, NULL, memory + (64 - (uintptr_t)memory % 64) % 64);
+  char *memory = (char *)common_alloc(li_gemm_scratch(&li_kernels_amx, &g, 1) + 64);
+  li_run_gemm(&li_kernels_amx, &g, NULL, memory + (64 - (uintptr_t)memory % 64) % 64);
   free(memory);
 }
 #endif

@@ -1,6 +1,6 @@
 /* The tests of products with tiles that are emulated, and one product for tests/tiles.c, which this is linked with. It
    needs AVX-512 with VNNI, not AMX. */
-#define LUNAI_TILES_EMULATED
+#define LI_TILES_EMULATED
 #define TILES_EMULATED
 #define LUNA_STATIC
 #define main bf16_main
@@ -18,7 +18,7 @@
 #include "tiles.h"
 
 void tiles_emulated_multiply(const tiles_case *t, const float *a, const float *b, float *c) {
-#ifdef LUNAI_AMX
+#ifdef LI_AMX
   tiles_multiply(t, a, b, c);
 #else
   (void)t, (void)a, (void)b, (void)c;

@@ -285,7 +285,7 @@ sys.exit(failed != 0)
 END
 
 have=$build/luna.o
-if [ -e "$have" ]; then flags="-DLUNAI_IMPLEMENTED $have"; else flags=; fi
+if [ -e "$have" ]; then flags="-DLI_IMPLEMENTED $have"; else flags=; fi
 if ! ${CC:-cc} -O1 -I. "$work/peer.c" $flags -o "$work/peer" -lm -lpthread; then
   echo "torch: 0 passed, 1 failed"
   exit 1

@@ -25,17 +25,17 @@ typedef struct vectors_pass {
   int (*lanes)(const float *x, float out[3]);
 } vectors_pass;
 #define VECTORS_PASS(isa, suffix) \
-  {(luna_isa)(isa), LUNAI_JOIN(lunai_vectors_map, suffix), LUNAI_JOIN(lunai_vectors_singles, suffix), \
-   LUNAI_JOIN(lunai_vectors_lanes, suffix)}
+  {(luna_isa)(isa), LI_JOIN(li_vectors_map, suffix), LI_JOIN(li_vectors_singles, suffix), \
+   LI_JOIN(li_vectors_lanes, suffix)}
 static const vectors_pass vectors_passes[] = {
   VECTORS_PASS(LUNA_ISA_REFERENCE, _scalar),
-#if LUNAI_ISA(LUNAI_BASELINE) != LUNAI_ISA_scalar
-  VECTORS_PASS(LUNAI_ISA(LUNAI_BASELINE), LUNAI_BASELINE),
+#if LI_ISA(LI_BASELINE) != LI_ISA_scalar
+  VECTORS_PASS(LI_ISA(LI_BASELINE), LI_BASELINE),
 #endif
-#if defined(LUNAI_X86) && LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
+#if defined(LI_X86) && LI_ISA(LI_BASELINE) < LI_ISA_avx2
   VECTORS_PASS(LUNA_ISA_AVX2, _avx2),
 #endif
-#if defined(LUNAI_X86) && LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
+#if defined(LI_X86) && LI_ISA(LI_BASELINE) < LI_ISA_avx512
   VECTORS_PASS(LUNA_ISA_AVX512, _avx512),
 #endif
 };
@@ -131,7 +131,7 @@ static void check_claim(const claim *c) {
     for (int64_t i = 0; i < n; i++) want[i] = claim_exact(c, (double)x[i]);
     for (int p = 0; p < PASSES; p++) {
       pass = &vectors_passes[p];
-      kernels = lunai_kernels_of(pass->isa);
+      kernels = li_kernels_of(pass->isa);
       if (!kernels) continue;
       claim_run(c, n, x, ones, y);
       accuracy_of(&worst[p], x, y, want, n);
@@ -291,7 +291,7 @@ int main(void) {
   for (int i = 0; i < CLAIMS; i++) check_claim(&claims[i]);
   for (size_t p = 0; p < sizeof vectors_passes / sizeof *vectors_passes; p++) {
     pass = &vectors_passes[p];
-    kernels = lunai_kernels_of(pass->isa);
+    kernels = li_kernels_of(pass->isa);
     kernels_name = luna_isa_name(pass->isa);
     if (!kernels) continue;
     check_edges();

@@ -2,9 +2,9 @@
    name. */
 #include "luna.h"
 
-#ifdef LUNAI_PASS
+#ifdef LI_PASS
 /* function `which` of x and z, VF numbers at a time and the rest through vf_load_part and vf_store_part */
-LUNAI_FN void LUNAI_K(vectors_map)(int which, int64_t n, const float *x, const float *z, float *y) {
+LI_FN void LI_K(vectors_map)(int which, int64_t n, const float *x, const float *z, float *y) {
   for (int64_t i = 0; i < n; i += VF) {
     const int64_t left = n - i < VF ? n - i : VF;
     const vf a = left == VF ? vf_load(x + i) : vf_load_part(x + i, left),
@@ -34,11 +34,11 @@ LUNAI_FN void LUNAI_K(vectors_map)(int which, int64_t n, const float *x, const f
   }
 }
 /* the functions of one number */
-LUNAI_FN void LUNAI_K(vectors_singles)(int which, int64_t n, const float *x, float *y) {
-  for (int64_t i = 0; i < n; i++) y[i] = which == VECTORS_EXP ? LUNAI_K(exp1)(x[i]) : LUNAI_K(log1)(x[i]);
+LI_FN void LI_K(vectors_singles)(int which, int64_t n, const float *x, float *y) {
+  for (int64_t i = 0; i < n; i++) y[i] = which == VECTORS_EXP ? LI_K(exp1)(x[i]) : LI_K(log1)(x[i]);
 }
 /* sum, largest and first lane of the VF numbers at x; returns VF */
-LUNAI_FN int LUNAI_K(vectors_lanes)(const float *x, float out[3]) {
+LI_FN int LI_K(vectors_lanes)(const float *x, float out[3]) {
   const vf v = vf_load(x);
   out[0] = vf_sum(v);
   out[1] = vf_hmax(v);

@@ -29,7 +29,7 @@ awk -v here="$here" -v header="$header" -v work="$work" '
   function excerpt(start,   line, bare, out, taking, found) {
     while (!found && (getline line <header) > 0) {
       bare = line
-      sub(/^LUNAI_[A-Z]* /, "", bare)
+      sub(/^LI_[A-Z]* /, "", bare)
       if (bare != line && index(bare, start) == 1) { taking = 1; out = "" }
       if (!taking) continue
       out = out escaped(line) "\n"
