@@ -13882,7 +13882,7 @@ LI_FN void li_profile_put(const li_profile *p, const char *format, ...) {
 }
 /* a scope's name without the prefix of luna.h's functions */
 LI_FN const char *li_profile_name(const char *name) {
-  return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "li_", 6) == 0 ? name + 6 : name;
+  return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "li_", 3) == 0 ? name + 3 : name;
 }
 /* in JSON: '"', '\\' and control characters, of which scopes are named by users, become '?' */
 LI_FN void li_profile_path(const li_profile *p, int scope) {
