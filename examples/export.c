@@ -323,6 +323,27 @@ static bool eight_d, eight_f, eight_i;
 static bool needs(luna_activation kind) {
   return model.config.layer.activation == kind || (!forgets() && model.config.layer.omega == kind);
 }
+/* Bytes of stack that a step takes at most: the arrays of its longest chain of calls, each as large as on any machine,
+   and some for registers, addresses and single numbers. */
+static int64_t stack_of_step(int64_t widest) {
+  enum { FRAMES = 768 };
+  const int64_t d = model.config.layer.dim, ffn = model.config.layer.ffn;
+  const int64_t slots = model.config.layer.memory, all_slots = model.config.layer.heads * slots;
+  const int64_t quantized = (widest + 3) / 4 * 4 + 2; /* row8 */
+  int64_t attention = 3 * d + all_slots + 2 * slots;  /* step_head's w and shares too */
+  if (!is_tied()) attention += d;
+  if (!is_folded()) attention += d;
+  if (model.config.layer.forget == LUNA_FORGET_GATED) attention += all_slots;
+  if (model.config.layer.output_gate) attention += d;
+  if (eight_d) attention += quantized;
+  int64_t feed_forward = d + ffn;
+  if (model.config.layer.gated) feed_forward += ffn;
+  if (eight_d || eight_f) feed_forward += quantized;
+  int64_t step = d + model.config.features + (attention > feed_forward ? attention : feed_forward);
+  if (eight_i) step += quantized;
+  const int64_t learning = own.learn != LEARN_NOTHING ? outputs() + (eight_d ? quantized : 0) : 0;
+  return FRAMES + 4 * (step > learning ? step : learning);
+}
 static void find_facts(void) {
   const luna_lm_config *c = &model.config;
   const int64_t k = c->features, d = c->layer.dim;
@@ -348,7 +369,8 @@ static void find_facts(void) {
     { "features", k }, { "vocab", c->vocab }, { "outputs", outputs() }, { "layers", c->layers },
     { "heads", c->layer.heads }, { "head", d / c->layer.heads }, { "slots", c->layer.memory }, { "dim", d },
     { "ffn", c->layer.ffn }, { "width", kernel_width() }, { "means", is_tied() ? 1 : 2 },
-    { "max_length", c->max_length }, { "horizon", horizon }, { "widest", eight_i && k > widest ? k : widest } };
+    { "max_length", c->max_length }, { "horizon", horizon }, { "widest", eight_i && k > widest ? k : widest },
+    { "stack", stack_of_step(eight_i && k > widest ? k : widest) } };
   memcpy(facts, all, sizeof all);
   memcpy(numbers, sizes, sizeof sizes);
 }
@@ -509,7 +531,7 @@ static void write_c(void) {
   write_code(export_numbers);
   write_function("activation", model.config.layer.activation);
   if (!forgets()) write_function("omega", model.config.layer.omega);
-  else fputs("static float omega(float x) { return exponential(x < -15.0f ? -15.0f : x > 15.0f ? 15.0f : x); }\n", out);
+  else fputs("static float omega(float x) { return exponential((x < -15.0f) ? -15.0f : ((x > 15.0f) ? 15.0f : x)); }\n", out);
   fputc('\n', out);
   write_code(export_vectors);
   write_code(export_model);

@@ -57,6 +57,58 @@ done
 check "float: what luna_stream gives" $models compare float/model.out float/first.txt 1e-5
 check "8 bits: near it" $models compare eight/model.out eight/first.txt 0.1
 
+# --- the stack: what a step leaves changed below its caller, beside what the header says
+cat >stack.c <<'END'
+#include "detector.h"
+#include <stdio.h>
+enum { PAINTED = 1 << 16, PAINT = 0xA5 };
+static detector_state state;
+static volatile unsigned char *area;
+__attribute__((noinline)) static void find_area(volatile unsigned char *at) { area = at; }
+__attribute__((noinline)) static void paint(void) {
+  volatile unsigned char bytes[PAINTED];
+  for (int i = 0; i < PAINTED; i++) bytes[i] = PAINT;
+  find_area(bytes);
+}
+__attribute__((noinline)) static int changed(void) {
+  int i = 0;
+  while (i < PAINTED && area[i] == PAINT) i++;
+  return PAINTED - i;
+}
+int main(void) {
+  static float y[DETECTOR_OUTPUTS];
+#ifdef DETECTOR_FEATURES
+  static float x[DETECTOR_FEATURES];
+#else
+  int x = 0;
+#endif
+  paint();
+  const int stepped = detector_step(&state, x, y), bytes = changed();
+  printf("a step takes %d bytes of stack, the header says %d\n", bytes, DETECTOR_STACK);
+  return !(stepped == 1 && bytes > DETECTOR_STACK / 4 && bytes <= DETECTOR_STACK);
+}
+END
+stack_of() { # FOLDER
+  for level in -Os -O2; do
+    $cc -std=gnu99 $level "-I$1" stack.c "$1/detector.c" -o stack 2>stack.log && ./stack || return 1
+  done
+}
+check "the stack that a step takes in float" stack_of float
+check "the stack that a step takes in 8 bits" stack_of eight
+
+# --- MISRA C:2012, rules 12.1 (precedence is told by parentheses) and 12.3 (no comma operator), where cppcheck is here
+misra() { # FOLDER
+  cppcheck --addon=misra --enable=style -q "$1/detector.c" >misra.log 2>&1
+  grep -q 'misra-c2012' misra.log && ! grep -A 1 'misra-c2012-12\.[13]\]' misra.log
+}
+echo 'int f(int a, int b); int f(int a, int b) { return a * 2 + b; }' >rule.c
+if here cppcheck && cppcheck --addon=misra --enable=style -q rule.c 2>&1 | grep -q 'misra-c2012-12\.1'; then
+  ruled=misra
+else
+  echo "cppcheck is not here, or has no MISRA rules: they are not checked"
+  ruled=true
+fi
+
 # --- every option: a small model each, in float as luna_stream and in 8 bits near it; without TEST_FULL one of the two
 small="layers=2 memory=4 dim=16 heads=2 ffn=24"
 number=0
@@ -70,6 +122,8 @@ while read -r fields; do
     check "$fields: $flag is built" built "m$number" $cc -std=c99 -O0
     [ $flag = --float ] && bound=1e-5 || bound=0.2
     check "$fields: $flag is near luna_stream" $models compare "m$number/model.out" "m$number/outputs.txt" $bound
+    check "$fields: $flag takes the stack that it says" stack_of "m$number"
+    [ -z "$TEST_FULL" ] || check "$fields: $flag meets the rules of MISRA" $ruled "m$number"
   done
 done <<'END'
 vocab=37
@@ -90,6 +144,9 @@ features=3 outputs=2 forget=1 sharing=1
 vocab=37 output_gate=1 forget=1
 features=3 outputs=4 output_norm=1 pre_norm=1
 END
+
+check "a model of features meets the rules of MISRA" $ruled m10
+check "a model of tokens meets the rules of MISRA" $ruled m14
 
 # --- numbers that become too large: the C is finite wherever luna_stream is, and no integer overflows
 careful="$cc -std=c99 -O1 -fsanitize=undefined -fno-sanitize-recover=all"
