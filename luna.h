@@ -315,57 +315,222 @@ LUNA_API const char *luna_status_text(luna_status status);
 /* LUNA_VERSION_NUMBER of the implementation that the program is linked with. */
 LUNA_API int luna_version(void);
 
-/* X(ID, STATUS): each LUNA_ERROR_ID with its LUNA_STATUS, first those of streams. What it says is in the implementation
-   (LI_SENTENCES). The numbers of ids may change with the version. */
+/* X(ID, STATUS, SENTENCE): each LUNA_ERROR_ID with its LUNA_STATUS and what luna_error says, first those of streams. In
+   a sentence %s is text (the first is the function), %d and %f are numbers, and %t is a tensor's shape. A stream's
+   sentences are fixed. The numbers of ids may change with the version. */
 #define LUNA_ERRORS(X) \
-  X(NO_STREAM, BAD_ARGUMENT) X(STREAM_NO_TOKENS, BAD_ARGUMENT) X(STREAM_NO_FEATURES, BAD_ARGUMENT) \
-  X(STREAM_NO_STEPS, BAD_ARGUMENT) \
-  X(STREAM_FEATURE, BAD_ARGUMENT) X(STREAM_NOT_FINITE, NOT_FINITE) X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT) \
-  X(STREAM_TOKEN, BAD_ARGUMENT) X(STREAM_POSITIONS, BAD_ARGUMENT) X(STREAM_INPUT, BAD_ARGUMENT) \
-  X(STREAM_ORDER, BAD_ARGUMENT) X(STREAM_COPY, BAD_ARGUMENT) X(STREAM_STATE_SIZE, BAD_ARGUMENT) \
-  X(STREAM_STATE, BAD_ARGUMENT) \
-  X(STREAM_DEVICES, BAD_ARGUMENT) X(STATE_MODEL, UNSUPPORTED) X(STATE_INPUT, BAD_ARGUMENT) \
-  X(STATE_TWICE, BAD_ARGUMENT) X(STATE_OTHER, BAD_ARGUMENT) X(STATE_MISSING, MISMATCH) \
-  X(STATE_POSITIONS, BAD_ARGUMENT) X(NO_CONTEXT, BAD_ARGUMENT) X(BACKEND, DEVICE_FAILED) X(NO_OP, UNSUPPORTED) \
-  X(RELEASED, BAD_ARGUMENT) X(OTHER_CONTEXT, BAD_ARGUMENT) X(NO_MEMORY, OUT_OF_MEMORY) \
-  X(STREAM_BLOCK, OUT_OF_MEMORY) X(COLLECTIVE, DEVICE_FAILED) X(RANKS_DIFFER, MISMATCH) X(RANK_VALUE, DEVICE_FAILED) \
-  X(RANK_CUT, UNSUPPORTED) X(NULL_ARGUMENT, BAD_ARGUMENT) X(VALUE_RANGE, BAD_ARGUMENT) X(ELEMENT_RANGE, BAD_ARGUMENT) \
-  X(FEATURE, BAD_ARGUMENT) X(FEATURE_SCALE, BAD_ARGUMENT) X(FEATURE_LARGE, BAD_ARGUMENT) X(NO_FEATURES, BAD_ARGUMENT) \
-  X(FIT_NOTHING, BAD_ARGUMENT) X(OUTPUTS_NOT_FITTED, BAD_ARGUMENT) \
-  X(PROBABILITY, BAD_ARGUMENT) X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT) X(NEGATIVE, BAD_ARGUMENT) X(SHAPE, BAD_ARGUMENT) \
-  X(TOO_LARGE, BAD_ARGUMENT) X(NOT_UTF8, BAD_ARGUMENT) X(NO_GRAD, BAD_ARGUMENT) X(WRITE_BORROWED, BAD_ARGUMENT) \
-  X(NOT_ONE_ELEMENT, BAD_ARGUMENT) X(NO_TAPE, BAD_ARGUMENT) X(SECOND_BACKWARD, BAD_ARGUMENT) \
-  X(NO_PROFILE, BAD_ARGUMENT) X(TOO_MANY_TENSORS, BAD_ARGUMENT) X(SHAPES, BAD_ARGUMENT) X(AXIS, BAD_ARGUMENT) \
-  X(RESHAPE, BAD_ARGUMENT) X(SLICE_RANGE, BAD_ARGUMENT) X(PERMUTE_AXES, BAD_ARGUMENT) X(CONCAT_SHAPES, BAD_ARGUMENT) \
-  X(NEW_AXIS, BAD_ARGUMENT) X(BROADCAST, BAD_ARGUMENT) X(CLAMP, BAD_ARGUMENT) X(MATMUL_AXES, BAD_ARGUMENT) \
-  X(MATMUL_INNER, BAD_ARGUMENT) X(LABEL_RANGE, BAD_ARGUMENT) X(SMOOTHING, BAD_ARGUMENT) X(TARGET_RANGE, BAD_ARGUMENT) \
-  X(ROTARY_ODD, BAD_ARGUMENT) X(ROTARY_BASE, BAD_ARGUMENT) X(EPSILON, BAD_ARGUMENT) X(SPLIT, BAD_ARGUMENT) \
-  X(LEVEL, BAD_ARGUMENT) X(LEVELS, BAD_ARGUMENT) X(PATTERNS, BAD_ARGUMENT) X(RAGGED_LENGTHS, BAD_ARGUMENT) \
-  X(OFFSETS, BAD_ARGUMENT) X(OMEGA, BAD_ARGUMENT) X(NAME_LENGTH, BAD_ARGUMENT) X(NAME_RESERVED, BAD_ARGUMENT) \
-  X(PARAM_EXISTS, BAD_ARGUMENT) X(SET_BORROWED, BAD_ARGUMENT) X(BORROW_DEVICE, MISMATCH) X(BORROW_ON_DEVICE, MISMATCH) \
-  X(BORROW_MISSING, MISMATCH) X(BORROW_SHAPE, MISMATCH) X(BORROW_FORMAT, MISMATCH) X(NOT_INITIALIZED, BAD_ARGUMENT) \
-  X(HEADS, BAD_ARGUMENT) X(FIELD_DIFFERS, BAD_ARGUMENT) X(FIELD_UNUSED, BAD_ARGUMENT) X(LUNA_ONLY, UNSUPPORTED) \
-  X(HOOK_INIT, BAD_ARGUMENT) X(HOOK_NULL, BAD_ARGUMENT) X(HOOK_SHAPE, BAD_ARGUMENT) X(FORGET_SLOTS, BAD_ARGUMENT) \
-  X(LINFORMER_CAUSAL, UNSUPPORTED) X(LINFORMER_PROJECTION, BAD_ARGUMENT) X(SEQUENCE_SHAPE, BAD_ARGUMENT) \
-  X(MEMORY_SHAPE, BAD_ARGUMENT) X(MAX_LENGTH, BAD_ARGUMENT) X(BATCHES_DIFFER, BAD_ARGUMENT) \
-  X(POOLING_MEMORY, BAD_ARGUMENT) X(POOL_EMPTY, BAD_ARGUMENT) X(CLASSIFIER_PAIR, BAD_ARGUMENT) \
-  X(CLASSIFIER_SINGLE, BAD_ARGUMENT) X(SHARED_VOCAB, BAD_ARGUMENT) \
-  X(LOGITS_NOT_FINITE, BAD_ARGUMENT) X(STREAM_CONFIG, BAD_ARGUMENT) X(STREAM_ATTENTION, UNSUPPORTED) \
-  X(SCHEDULE_TOTAL, BAD_ARGUMENT) X(NESTEROV, BAD_ARGUMENT) X(GROUP_EMPTY, MISMATCH) X(FREEZE_EMPTY, MISMATCH) \
-  X(FREEZE_TAPE, BAD_ARGUMENT) \
-  X(NO_BACKWARD, BAD_ARGUMENT) X(SKIPPED_STEPS, NOT_FINITE) X(AVERAGE_NONE, BAD_ARGUMENT) \
-  X(AVERAGE_SWAPPED, BAD_ARGUMENT) X(RANK_GRADIENTS, UNSUPPORTED) X(RATES, BAD_ARGUMENT) X(CANNOT_OPEN, CANNOT_READ) \
-  X(READ_IRREGULAR, CANNOT_READ) X(READ_FAILED, CANNOT_READ) X(WRITE_FAILED, CANNOT_WRITE) \
-  X(SAVE_BUFFER, CANNOT_WRITE) X(SAVE_PATH, CANNOT_WRITE) X(SAVE_LINK, CANNOT_WRITE) X(SAVE_IRREGULAR, CANNOT_WRITE) \
-  X(SAVE_LOOKUP, CANNOT_WRITE) X(SAVE_TEMPORARY, CANNOT_WRITE) X(SAVE_REPLACE, CANNOT_WRITE) \
-  X(NOT_SAFETENSORS, BAD_FILE) X(NOT_A_MODEL, BAD_FILE) X(FILE_KIND, BAD_FILE) X(FILE_FIELD, BAD_FILE) \
-  X(FILE_COUNTERS, BAD_FILE) X(FILE_CONFIG, MISMATCH) X(FILE_TENSOR_MISSING, MISMATCH) X(FILE_TENSOR_EXTRA, MISMATCH) \
-  X(FILE_TENSOR_SHAPE, MISMATCH) X(FILE_TENSOR_COUNT, MISMATCH) X(NOTHING_MATCHES, MISMATCH) \
-  X(SET_NOT_EMPTY, BAD_ARGUMENT) X(NOT_TRAINING, BAD_FILE) X(OPTIMIZER_KIND, MISMATCH) X(MOMENT_COUNT, MISMATCH) \
-  X(MOMENT, MISMATCH)
+  X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: this model " \
+    "reads tokens, and there are none: call luna_stream_step, or give luna_stream_prefill input.tokens") \
+  X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: this " \
+    "model reads features in place of tokens, and there are none: call luna_stream_step_features, or give " \
+    "luna_stream_prefill input.features") \
+  X(STREAM_NO_STEPS, BAD_ARGUMENT, "luna_stream_prefill: n is below 1: there is nothing to read") \
+  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or more than " \
+    "1e9 deviations from its mean. Sequences whose logits are NaN have not read it, and their state is as before; " \
+    "without logits none has. Clamp it, or give NaN where a number is missing") \
+  X(STREAM_NOT_FINITE, NOT_FINITE, "luna_stream: an output is not finite: weights are too large, or not finite. A " \
+    "layer whose inputs were not finite has kept its state as before") \
+  X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
+  X(STREAM_TOKEN, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
+    "read") \
+  X(STREAM_POSITIONS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
+  X(STREAM_INPUT, BAD_ARGUMENT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
+  X(STREAM_ORDER, BAD_ARGUMENT, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
+  X(STREAM_COPY, BAD_ARGUMENT, "luna_stream_copy: from is null or of another model size or batch") \
+  X(STREAM_STATE_SIZE, BAD_ARGUMENT, "luna_stream_state_load: bytes is null or size is not luna_stream_state_size") \
+  X(STREAM_STATE, BAD_ARGUMENT, "luna_stream_state_load: the state is of another model size or batch, or damaged") \
+  X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
+    "luna_stream_state_save and luna_stream_state_load") \
+  X(STATE_MODEL, UNSUPPORTED, "%s: a state can be carried of a model with Luna attention, on the CPU, not with " \
+    "LUNA_ISA_REFERENCE or rows that are cut over ranks, nor with attention dropout unless its memory forgets") \
+  X(STATE_INPUT, BAD_ARGUMENT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and " \
+    "%s") \
+  X(STATE_TWICE, BAD_ARGUMENT, "%s: this step continues a state already; begin the next one before") \
+  X(STATE_OTHER, BAD_ARGUMENT, "%s: the state is of another model, batch or layer count, or damaged") \
+  X(STATE_MISSING, MISMATCH, "%s: the training in %s carried no state of this model and batch") \
+  X(STATE_POSITIONS, BAD_ARGUMENT, "%s: the sequences stand at different positions, which %s cannot tell apart") \
+  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed; options.error and options.log say why") \
+  /* from a backend, the user's own too: the status and, by luna_fail, the sentence are what it gave */ \
+  X(BACKEND, DEVICE_FAILED, "%s: the backend, or a function of your own, failed: %s (luna_fail gives a reason)") \
+  X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
+  X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
+    "new step began (make it again after luna_begin_step or luna_begin_inference)") \
+  X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
+  X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
+  X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
+    "luna_stream_open_bytes") \
+  /* several ranks */ \
+  X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
+    "and calls") \
+  X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
+  X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
+    "attention, or LUNA_PARALLEL_DATA") \
+  /* arguments of any call */ \
+  X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
+  X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
+  X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
+  X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
+  X(FEATURE_SCALE, BAD_ARGUMENT, "%s: feature %d deviates from its mean by more than 8e37, too much to be scaled: " \
+    "clamp it, or give it in another unit") \
+  X(FEATURE_LARGE, BAD_ARGUMENT, "%s: features[%d] is %f, more than 1e9 deviations (1 / input_norm.scale) from its " \
+    "mean: clamp it, or give NaN where a number is missing") \
+  X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
+  X(FIT_NOTHING, BAD_ARGUMENT, "%s: there is no finite number in %d rows of %d: nothing is fitted. Was the data " \
+    "read?") \
+  X(OUTPUTS_NOT_FITTED, BAD_ARGUMENT, "%s: the outputs' means and deviations were never set: call " \
+    "luna_lm_fit_outputs on training targets before the first step, or init without .output_norm") \
+  X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
+  X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
+  X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
+  X(SHAPE, BAD_ARGUMENT, "%s: %s %t of rank %d is invalid: at most 4 axes, none negative, and %d elements in all") \
+  X(TOO_LARGE, BAD_ARGUMENT, "%s: %d times %d elements are more than %d") \
+  X(NOT_UTF8, BAD_ARGUMENT, "%s: %s is not UTF-8") \
+  /* tensors */ \
+  X(NO_GRAD, BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
+    "luna_require_grad for the result of an op") \
+  X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
+  X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
+    "not made after luna_begin_step") \
+  X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
+    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
+  X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
+    "luna_profile_resume and luna_profile_write") \
+  X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
+  /* ops */ \
+  X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") \
+  /* equal letters: equal sizes; capitals: at least 1 */ \
+  X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
+  X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
+  X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
+  X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
+  X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
+  X(NEW_AXIS, BAD_ARGUMENT, "%s: tensor %t has 4 axes already, which is the maximum") \
+  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of " \
+    "them 1") \
+  X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
+  X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
+    "the first") \
+  X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
+  X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
+  X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
+  X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
+  X(ROTARY_ODD, BAD_ARGUMENT, "%s: a head has %d numbers, which rotary positions turn in pairs: its size must be " \
+    "even") \
+  X(ROTARY_BASE, BAD_ARGUMENT, "luna_rotary: base is %f; it is positive, or 0 for 10000") \
+  X(EPSILON, BAD_ARGUMENT, "%s: epsilon is %f; it is positive, or 0 for 1e-5") \
+  X(SPLIT, BAD_ARGUMENT, "luna_split: axis %d of %t has %d rows, which are not %d equal parts") \
+  X(LEVEL, BAD_ARGUMENT, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
+  X(LEVELS, BAD_ARGUMENT, "%s: the last axis of values %t must have the size of levels, %d") \
+  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
+    "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
+    "them") \
+  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
+    "and key_offsets say where sequences end") \
+  X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
+  X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
+    "LUNA_ACTIVATION_ELU1, which are never negative") \
+  /* parameters */ \
+  X(NAME_LENGTH, BAD_ARGUMENT, "%s: a name has %d bytes, more than %d: '%s%s'") \
+  X(NAME_RESERVED, BAD_ARGUMENT, "%s: '%s': __metadata__ and names that start with luna. belong to luna.h") \
+  X(PARAM_EXISTS, BAD_ARGUMENT, "luna_param: the set has a parameter '%s' already; a set holds one model: use " \
+    "another set, or prefix") \
+  X(SET_BORROWED, BAD_ARGUMENT, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
+  X(BORROW_DEVICE, MISMATCH, "%s: %s %t belongs to a context on another device") \
+  X(BORROW_ON_DEVICE, MISMATCH, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load)") \
+  X(BORROW_MISSING, MISMATCH, "%s: there is no %s %t to borrow from") \
+  X(BORROW_SHAPE, MISMATCH, "%s: %s %t has another shape where it is borrowed from") \
+  X(BORROW_FORMAT, MISMATCH, "%s: %s %t is read in place only as F32, aligned to 4 bytes, on a little-endian machine") \
+  /* layers and models */ \
+  X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called") \
+  X(HEADS, BAD_ARGUMENT, "%s: dim %d is not a multiple of %s %d") \
+  X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
+  X(FIELD_UNUSED, BAD_ARGUMENT, "%s: %s is %d; it must be 0 %s") \
+  X(LUNA_ONLY, UNSUPPORTED, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
+    "own_memory must be false, hook null") \
+  X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
+  X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
+  X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
+  X(FORGET_SLOTS, BAD_ARGUMENT, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are " \
+    "for config.memory = %d") \
+  X(LINFORMER_CAUSAL, UNSUPPORTED, "%s: Linformer mixes all positions and has no causal form") \
+  X(LINFORMER_PROJECTION, BAD_ARGUMENT, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
+    "its e and f first") \
+  X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
+  X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
+  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds the config's max_length %d") \
+  X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: the batches %d and %d differ") \
+  X(POOLING_MEMORY, BAD_ARGUMENT, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
+  X(POOL_EMPTY, BAD_ARGUMENT, "luna_classifier_pool: %t has no first row") \
+  X(CLASSIFIER_PAIR, BAD_ARGUMENT, "luna_classifier_forward: this model compares two sequences; call " \
+    "luna_classifier_forward_pair") \
+  X(CLASSIFIER_SINGLE, BAD_ARGUMENT, "luna_classifier_forward_pair: this model reads one sequence; call " \
+    "luna_classifier_forward") \
+  X(SHARED_VOCAB, BAD_ARGUMENT, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
+  X(LOGITS_NOT_FINITE, BAD_ARGUMENT, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
+  X(STREAM_CONFIG, BAD_ARGUMENT, "%s: %s") \
+  X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
+    "attention or a hook call luna_lm_forward on the whole sequence") \
+  /* training */ \
+  X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
+    "number of steps") \
+  X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
+  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_add_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
+    "any)") \
+  X(FREEZE_EMPTY, MISMATCH, "luna_params_freeze: no parameter's name has '%s' in it") \
+  X(FREEZE_TAPE, BAD_ARGUMENT, "luna_params_freeze: the step has computed something that luna_backward has not gone " \
+    "back over; call it after that, or right after a begin") \
+  X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
+    "a null loss means that an earlier call failed or that the model was never initialised") \
+  X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
+    "gradient was not finite or too large. The parameters are as before. Lower lr, set clip, or look for NaN and Inf " \
+    "in the data") \
+  X(AVERAGE_NONE, BAD_ARGUMENT, "luna_optimizer_swap_average: the optimiser's config has no .average") \
+  X(AVERAGE_SWAPPED, BAD_ARGUMENT, "%s: parameters and averages have changed places; call " \
+    "luna_optimizer_swap_average again before") \
+  X(RANK_GRADIENTS, UNSUPPORTED, "luna_params_clip_grad: a rank has a part of the gradients; use the optimiser's " \
+    ".clip") \
+  X(RATES, BAD_ARGUMENT, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
+    "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
+  /* files */ \
+  X(CANNOT_OPEN, CANNOT_READ, "%s: '%s' cannot be opened; does it exist, and may it be read?") \
+  X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
+  X(READ_FAILED, CANNOT_READ, "%s: %s could not be read in full (%d bytes)") \
+  X(WRITE_FAILED, CANNOT_WRITE, "%s: %s could not be written in full") \
+  X(SAVE_BUFFER, CANNOT_WRITE, "%s: the buffer has %d bytes; %d are needed") \
+  X(SAVE_PATH, CANNOT_WRITE, "%s: the path '%s', or what it links to, is longer than %d bytes") \
+  X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
+  X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
+  X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
+  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder exist, and may it " \
+    "be written to?") \
+  X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
+  X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
+  X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
+  X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
+  X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
+  X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s are out of range: %d attempts, %d updates, %d skipped, of these " \
+    "%d in a row") \
+  X(FILE_CONFIG, MISMATCH, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
+    "luna_load_model take it from the file") \
+  X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64, nor in I8 beside " \
+    "its scales, NAME.scale of F32") \
+  X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set: init the model first, or " \
+    "luna_load_model") \
+  X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
+  X(FILE_TENSOR_COUNT, MISMATCH, "%s: %s has %d tensors, the model %d") \
+  X(NOTHING_MATCHES, MISMATCH, "%s: none of the %d parameters is in %s in its shape") \
+  X(SET_NOT_EMPTY, BAD_ARGUMENT, "%s: the set has %d parameters already; load into a new one") \
+  X(NOT_TRAINING, BAD_FILE, "%s: %s has no luna.optimizer: it was written by luna_save. Load it by luna_load, or " \
+    "luna_load_model, and train on with new moments") \
+  X(OPTIMIZER_KIND, MISMATCH, "%s: the training in %s is of %s, the optimiser %s") \
+  X(MOMENT_COUNT, MISMATCH, "%s: %s has %d moments and averages, the optimiser %d: %s") \
+  X(MOMENT, MISMATCH, "%s: moment %d of '%s' is missing from %s, of another shape, or not F32")
 typedef enum luna_error_id {
   LUNA_ERROR_NONE = 0,
-#define LI_ERROR(id, status) LUNA_ERROR_##id,
+#define LI_ERROR(id, status, sentence) LUNA_ERROR_##id,
   LUNA_ERRORS(LI_ERROR)
 #undef LI_ERROR
   LUNA_ERROR_COUNT
@@ -9293,228 +9458,16 @@ LUNA_API const char *luna_status_text(luna_status status) {
   return (unsigned)status < LI_LENGTH(text) ? text[status] : "unknown status";
 }
 
-/* In sentences %s is text (the first is the function), %d and %f are numbers, %t is a tensor's shape. Those of streams
-   are fixed; LI_SENTENCES has the others. */
-#define LI_STREAM_SENTENCES(X) \
-  X(NO_STREAM, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: this model " \
-    "reads tokens, and there are none: call luna_stream_step, or give luna_stream_prefill input.tokens") \
-  X(STREAM_NO_FEATURES, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: this model " \
-    "reads features in place of tokens, and there are none: call luna_stream_step_features, or give " \
-    "luna_stream_prefill input.features") \
-  X(STREAM_NO_STEPS, "luna_stream_prefill: n is below 1: there is nothing to read") \
-  X(STREAM_FEATURE, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or more than " \
-    "1e9 deviations from its mean. Sequences whose logits are NaN have not read it, and their state is as before; " \
-    "without logits none has. Clamp it, or give NaN where a number is missing") \
-  X(STREAM_NOT_FINITE, "luna_stream: an output is not finite: weights are too large, or not finite. A " \
-    "layer whose inputs were not finite has kept its state as before") \
-  X(STREAM_TOO_MANY_TOKENS, "luna_stream_prefill: n is too large") \
-  X(STREAM_TOKEN, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
-    "read") \
-  X(STREAM_POSITIONS, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
-  X(STREAM_INPUT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
-  X(STREAM_ORDER, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
-  X(STREAM_COPY, "luna_stream_copy: from is null or of another model size or batch") \
-  X(STREAM_STATE_SIZE, "luna_stream_state_load: bytes is null or size is not luna_stream_state_size") \
-  X(STREAM_STATE, "luna_stream_state_load: the state is of another model size or batch, or damaged")
-#define LI_SENTENCES(X) \
-  X(STREAM_DEVICES, "luna_stream_copy: the streams are on devices of two contexts; use " \
-    "luna_stream_state_save and luna_stream_state_load") \
-  X(STATE_MODEL, "%s: a state can be carried of a model with Luna attention, on the CPU, not with " \
-    "LUNA_ISA_REFERENCE or rows that are cut over ranks, nor with attention dropout unless its memory forgets") \
-  X(STATE_INPUT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and " \
-    "%s") \
-  X(STATE_TWICE, "%s: this step continues a state already; begin the next one before") \
-  X(STATE_OTHER, "%s: the state is of another model, batch or layer count, or damaged") \
-  X(STATE_MISSING, "%s: the training in %s carried no state of this model and batch") \
-  X(STATE_POSITIONS, "%s: the sequences stand at different positions, which %s cannot tell apart") \
-  X(NO_CONTEXT, "there is no context: luna_open failed; options.error and options.log say why") \
-  /* from a backend, the user's own too: the status and, by luna_fail, the sentence are what it gave */ \
-  X(BACKEND, "%s: the backend, or a function of your own, failed: %s (luna_fail gives a reason)") \
-  X(NO_OP, "%s: this backend has no op %s") \
-  X(RELEASED, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
-    "new step began (make it again after luna_begin_step or luna_begin_inference)") \
-  X(OTHER_CONTEXT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
-  X(NO_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
-  X(STREAM_BLOCK, "%s: a context in one block has no memory for a stream of %d bytes; use " \
-    "luna_stream_open_bytes") \
-  /* several ranks */ \
-  X(COLLECTIVE, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
-    "and calls") \
-  X(RANK_VALUE, "%s: the collective gave %s %d for rank %d, which is impossible") \
-  X(RANK_CUT, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
-    "attention, or LUNA_PARALLEL_DATA") \
-  /* arguments of any call */ \
-  X(NULL_ARGUMENT, "%s: %s is null") \
-  X(VALUE_RANGE, "%s: %s is %d, outside %d..%d") \
-  X(ELEMENT_RANGE, "%s: %s[%d] is %d, outside %d..%d") \
-  X(FEATURE, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
-  X(FEATURE_SCALE, "%s: feature %d deviates from its mean by more than 8e37, too much to be scaled: " \
-    "clamp it, or give it in another unit") \
-  X(FEATURE_LARGE, "%s: features[%d] is %f, more than 1e9 deviations (1 / input_norm.scale) from its " \
-    "mean: clamp it, or give NaN where a number is missing") \
-  X(NO_FEATURES, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
-  X(FIT_NOTHING, "%s: there is no finite number in %d rows of %d: nothing is fitted. Was the data read?") \
-  X(OUTPUTS_NOT_FITTED, "%s: the outputs' means and deviations were never set: call luna_lm_fit_outputs on " \
-    "training targets before the first step, or init without .output_norm") \
-  X(PROBABILITY, "%s: %s is %f, outside [0, 1)") \
-  X(NOT_FINITE_ARGUMENT, "%s: %s is %f; it must be finite") \
-  X(NEGATIVE, "%s: %s is %f; it must be finite and not negative") \
-  X(SHAPE, "%s: %s %t of rank %d is invalid: at most 4 axes, none negative, and %d elements in all") \
-  X(TOO_LARGE, "%s: %d times %d elements are more than %d") \
-  X(NOT_UTF8, "%s: %s is not UTF-8") \
-  /* tensors */ \
-  X(NO_GRAD, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
-    "luna_require_grad for the result of an op") \
-  X(WRITE_BORROWED, "luna_write: tensor %t reads values of another set or a file in place") \
-  X(NOT_ONE_ELEMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
-    "not made after luna_begin_step") \
-  X(SECOND_BACKWARD, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
-    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
-  X(NO_PROFILE, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
-    "luna_profile_resume and luna_profile_write") \
-  X(TOO_MANY_TENSORS, "%s: %d tensors are given, at most %d are possible") \
-  /* ops */ \
-  X(SHAPES, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
-  X(AXIS, "%s: tensor %t has no axis %d") \
-  X(RESHAPE, "luna_reshape: %t has %d elements, which do not make %t") \
-  X(SLICE_RANGE, "luna_slice: start %d + count %d exceeds axis %d of %t") \
-  X(PERMUTE_AXES, "luna_permute: axis %d of %t occurs twice or does not exist") \
-  X(CONCAT_SHAPES, "%s: %t and %t differ in an axis other than %d") \
-  X(NEW_AXIS, "%s: tensor %t has 4 axes already, which is the maximum") \
-  X(BROADCAST, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of " \
-    "them 1") \
-  X(CLAMP, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
-  X(MATMUL_AXES, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
-    "the first") \
-  X(MATMUL_INNER, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
-  X(LABEL_RANGE, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
-  X(SMOOTHING, "%s: smoothing is %f, outside 0..1") \
-  X(TARGET_RANGE, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(ROTARY_ODD, "%s: a head has %d numbers, which rotary positions turn in pairs: its size must be even") \
-  X(ROTARY_BASE, "luna_rotary: base is %f; it is positive, or 0 for 10000") \
-  X(EPSILON, "%s: epsilon is %f; it is positive, or 0 for 1e-5") \
-  X(SPLIT, "luna_split: axis %d of %t has %d rows, which are not %d equal parts") \
-  X(LEVEL, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
-  X(LEVELS, "%s: the last axis of values %t must have the size of levels, %d") \
-  X(PATTERNS, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
-    "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
-    "them") \
-  X(RAGGED_LENGTHS, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
-    "and key_offsets say where sequences end") \
-  X(OFFSETS, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
-  X(OMEGA, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
-    "LUNA_ACTIVATION_ELU1, which are never negative") \
-  /* parameters */ \
-  X(NAME_LENGTH, "%s: a name has %d bytes, more than %d: '%s%s'") \
-  X(NAME_RESERVED, "%s: '%s': __metadata__ and names that start with luna. belong to luna.h") \
-  X(PARAM_EXISTS, "luna_param: the set has a parameter '%s' already; a set holds one model: use another set, or " \
-    "prefix") \
-  X(SET_BORROWED, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
-  X(BORROW_DEVICE, "%s: %s %t belongs to a context on another device") \
-  X(BORROW_ON_DEVICE, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load)") \
-  X(BORROW_MISSING, "%s: there is no %s %t to borrow from") \
-  X(BORROW_SHAPE, "%s: %s %t has another shape where it is borrowed from") \
-  X(BORROW_FORMAT, "%s: %s %t is read in place only as F32, aligned to 4 bytes, on a little-endian machine") \
-  /* layers and models */ \
-  X(NOT_INITIALIZED, "%s: the layer or model is null or zeroed: its init failed or was not called") \
-  X(HEADS, "%s: dim %d is not a multiple of %s %d") \
-  X(FIELD_DIFFERS, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
-  X(FIELD_UNUSED, "%s: %s is %d; it must be 0 %s") \
-  X(LUNA_ONLY, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
-    "own_memory must be false, hook null") \
-  X(HOOK_INIT, "%s: the attention hook's init returned null for '%s'") \
-  X(HOOK_NULL, "%s: the attention hook's forward returned null") \
-  X(HOOK_SHAPE, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
-  X(FORGET_SLOTS, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are " \
-    "for config.memory = %d") \
-  X(LINFORMER_CAUSAL, "%s: Linformer mixes all positions and has no causal form") \
-  X(LINFORMER_PROJECTION, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
-    "its e and f first") \
-  X(SEQUENCE_SHAPE, "%s: %s %t must be [%d, n, %d]") \
-  X(MEMORY_SHAPE, "%s: p %t must be [l, %d] or [%d, l, %d]") \
-  X(MAX_LENGTH, "%s: a sequence of %d exceeds the config's max_length %d") \
-  X(BATCHES_DIFFER, "%s: the batches %d and %d differ") \
-  X(POOLING_MEMORY, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
-  X(POOL_EMPTY, "luna_classifier_pool: %t has no first row") \
-  X(CLASSIFIER_PAIR, "luna_classifier_forward: this model compares two sequences; call " \
-    "luna_classifier_forward_pair") \
-  X(CLASSIFIER_SINGLE, "luna_classifier_forward_pair: this model reads one sequence; call " \
-    "luna_classifier_forward") \
-  X(SHARED_VOCAB, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
-  X(LOGITS_NOT_FINITE, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
-  X(STREAM_CONFIG, "%s: %s") \
-  X(STREAM_ATTENTION, "luna_stream_open: only Luna attention streams in constant memory; with another " \
-    "attention or a hook call luna_lm_forward on the whole sequence") \
-  /* training */ \
-  X(SCHEDULE_TOTAL, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
-    "number of steps") \
-  X(NESTEROV, "%s: nesterov needs a momentum above 0") \
-  X(GROUP_EMPTY, "luna_optimizer_add_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
-    "any)") \
-  X(FREEZE_EMPTY, "luna_params_freeze: no parameter's name has '%s' in it") \
-  X(FREEZE_TAPE, "luna_params_freeze: the step has computed something that luna_backward has not gone back over; " \
-    "call it after that, or right after a begin") \
-  X(NO_BACKWARD, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
-    "a null loss means that an earlier call failed or that the model was never initialised") \
-  X(SKIPPED_STEPS, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
-    "gradient was not finite or too large. The parameters are as before. Lower lr, set clip, or look for NaN and Inf " \
-    "in the data") \
-  X(AVERAGE_NONE, "luna_optimizer_swap_average: the optimiser's config has no .average") \
-  X(AVERAGE_SWAPPED, "%s: parameters and averages have changed places; call luna_optimizer_swap_average " \
-    "again before") \
-  X(RANK_GRADIENTS, "luna_params_clip_grad: a rank has a part of the gradients; use the optimiser's .clip") \
-  X(RATES, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
-    "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
-  /* files */ \
-  X(CANNOT_OPEN, "%s: '%s' cannot be opened; does it exist, and may it be read?") \
-  X(READ_IRREGULAR, "%s: '%s' is not a regular file") \
-  X(READ_FAILED, "%s: %s could not be read in full (%d bytes)") \
-  X(WRITE_FAILED, "%s: %s could not be written in full") \
-  X(SAVE_BUFFER, "%s: the buffer has %d bytes; %d are needed") \
-  X(SAVE_PATH, "%s: the path '%s', or what it links to, is longer than %d bytes") \
-  X(SAVE_LINK, "%s: '%s' is a link that leads nowhere") \
-  X(SAVE_IRREGULAR, "%s: '%s' is not a regular file and is left as it is") \
-  X(SAVE_LOOKUP, "%s: the folder of '%s' cannot be searched") \
-  X(SAVE_TEMPORARY, "%s: no temporary file can be made beside '%s'; does the folder exist, and may it " \
-    "be written to?") \
-  X(SAVE_REPLACE, "%s: '%s' cannot be replaced") \
-  X(NOT_SAFETENSORS, "%s: %s is not a valid safetensors file: %s") \
-  X(NOT_A_MODEL, "%s: %s does not hold such a model: %s") \
-  X(FILE_KIND, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
-  X(FILE_FIELD, "%s: %s is missing from the metadata of %s, or out of range") \
-  X(FILE_COUNTERS, "%s: the counters in %s are out of range: %d attempts, %d updates, %d skipped, of " \
-    "these %d in a row") \
-  X(FILE_CONFIG, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
-    "luna_load_model take it from the file") \
-  X(FILE_TENSOR_MISSING, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64, nor in I8 " \
-    "beside its scales, NAME.scale of F32") \
-  X(FILE_TENSOR_EXTRA, "%s: tensor '%s' of %s is not a parameter of this set: init the model first, or " \
-    "luna_load_model") \
-  X(FILE_TENSOR_SHAPE, "%s: parameter '%s' is %t and has another shape in %s") \
-  X(FILE_TENSOR_COUNT, "%s: %s has %d tensors, the model %d") \
-  X(NOTHING_MATCHES, "%s: none of the %d parameters is in %s in its shape") \
-  X(SET_NOT_EMPTY, "%s: the set has %d parameters already; load into a new one") \
-  X(NOT_TRAINING, "%s: %s has no luna.optimizer: it was written by luna_save. Load it by luna_load, or " \
-    "luna_load_model, and train on with new moments") \
-  X(OPTIMIZER_KIND, "%s: the training in %s is of %s, the optimiser %s") \
-  X(MOMENT_COUNT, "%s: %s has %d moments and averages, the optimiser %d: %s") \
-  X(MOMENT, "%s: moment %d of '%s' is missing from %s, of another shape, or not F32")
 LI_FN const char *li_sentence_of(luna_error_id id) {
   switch ((int)id) {
-#define LI_ERROR(id, sentence) case LUNA_ERROR_##id: return sentence;
-    LI_STREAM_SENTENCES(LI_ERROR)
-#ifndef LUNA_ONLY_STREAM
-    LI_SENTENCES(LI_ERROR)
-#endif
+#define LI_ERROR(id, status, sentence) case LUNA_ERROR_##id: return sentence;
+    LUNA_ERRORS(LI_ERROR)
 #undef LI_ERROR
     default: return "";
   }
 }
 #ifndef LUNA_ONLY_STREAM
-#define LI_ERROR(id, status) (uint8_t)LUNA_##status,
+#define LI_ERROR(id, status, sentence) (uint8_t)LUNA_##status,
 static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) };
 #undef LI_ERROR
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -10762,6 +10715,14 @@ struct luna_ctx {
 #endif
 };
 
+/* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for li_leave. */
+LI_FN const char *li_enter(luna_ctx *ctx, const char *name) {
+  const char *outer = ctx->call;
+  if (!outer) ctx->call = name;
+  return outer;
+}
+LI_FN void li_leave(luna_ctx *ctx, const char *outer) { ctx->call = outer; }
+
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct li_text { char *at, *end; } li_text;
 LI_FN void li_put_char(li_text *text, char c) { if (text->at < text->end) *text->at++ = c; }
@@ -10824,22 +10785,22 @@ LI_FN void li_print(char *out, size_t room, const char *format, ...) {
   va_end(values);
 }
 
-/* A failure: the first since begin stays, unless the newest counts, as for a call that returns a status. */
-LI_FN void li_report(luna_ctx *ctx, bool newest, luna_error_id id, luna_status status, const char *sentence) {
-  const bool open = ctx->open_status == LUNA_OK;
-  if (newest) ctx->last_status = open ? status : ctx->open_status;
-  if (newest && !open) return;
-  if (open && (newest || ctx->status == LUNA_OK)) {
+/* A failure. In a call that is no op (ctx->call) the newest sentence counts; elsewhere the first since begin stays. */
+LI_FN void li_report(luna_ctx *ctx, luna_error_id id, luna_status status, const char *sentence) {
+  const bool open = ctx->open_status == LUNA_OK, in_call = ctx->call != NULL;
+  if (in_call) ctx->last_status = open ? status : ctx->open_status;
+  if (in_call && !open) return;
+  if (open && (in_call || ctx->status == LUNA_OK)) {
     ctx->error_id = id;
     li_print(ctx->error, sizeof ctx->error, "%s", sentence);
   }
   if (open && ctx->status == LUNA_OK) ctx->status = status;
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, sentence);
 }
-LI_FN void li_report_values(luna_ctx *ctx, bool newest, int id, va_list values) {
+LI_FN void li_report_values(luna_ctx *ctx, int id, va_list values) {
   char sentence[sizeof ctx->error];
   li_format(sentence, sizeof sentence, li_sentence_of((luna_error_id)id), values);
-  li_report(ctx, newest, (luna_error_id)id, (luna_status)li_statuses[id], sentence);
+  li_report(ctx, (luna_error_id)id, (luna_status)li_statuses[id], sentence);
 }
 /* A sentence to options.log: what is no failure, but seldom meant. */
 LI_FN void li_note(const luna_ctx *ctx, const char *format, ...) {
@@ -10850,41 +10811,42 @@ LI_FN void li_note(const luna_ctx *ctx, const char *format, ...) {
   va_end(values);
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
-/* An op's failure, a LUNA_ERROR_... with its sentence's values. Returns null, for `return li_fail(...)`. */
+/* Reports a failure, a LUNA_ERROR_... with its sentence's values. Returns null, for an op's `return li_fail(...)`. */
 LI_FN luna_tensor *li_fail(luna_ctx *ctx, int id, ...) {
   va_list values;
   va_start(values, id);
-  li_report_values(ctx, false, id, values);
+  li_report_values(ctx, id, values);
   va_end(values);
   return NULL;
 }
-/* The failure of a call that returns a status or makes a parameter: always its own sentence. */
+/* The same as a call that is no op, which returns the status: it leaves its own sentence always. */
 LI_FN luna_status li_fail_status(luna_ctx *ctx, int id, ...) {
+  const char *outer = li_enter(ctx, "a call");
   va_list values;
   va_start(values, id);
-  li_report_values(ctx, true, id, values);
+  li_report_values(ctx, id, values);
   va_end(values);
+  li_leave(ctx, outer);
   return ctx->last_status;
 }
 /* what the backend did not say itself */
-LI_FN luna_tensor *li_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
+LI_FN luna_tensor *li_fail_backend(luna_ctx *ctx, const char *name, luna_status status) {
   char sentence[sizeof ctx->error];
   li_print(sentence, sizeof sentence, li_sentence_of(LUNA_ERROR_BACKEND), name, luna_status_text(status));
-  li_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence);
+  li_report(ctx, LUNA_ERROR_BACKEND, status, sentence);
   return NULL;
 }
 /* reports what a backend call returned, for `return`; the backend's own sentence stays */
 LI_FN luna_status li_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
   if (status == LUNA_OK) return LUNA_OK;
-  if (ctx->status != LUNA_OK) return ctx->last_status = ctx->status;
-  li_fail_backend(ctx, true, name, status);
-  return ctx->last_status;
+  if (ctx->status == LUNA_OK) li_fail_backend(ctx, name, status);
+  return ctx->last_status = ctx->status;
 }
 #define LI_NAME(name) (name)
 #else /* no sentences, and no names in them: what a stream runs has been checked */
 #define LI_NAME(name) ((void)(name), "")
-LI_INLINE luna_tensor *li_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
-  (void)ctx; (void)newest; (void)name; (void)status;
+LI_INLINE luna_tensor *li_fail_backend(luna_ctx *ctx, const char *name, luna_status status) {
+  (void)ctx; (void)name; (void)status;
   return NULL;
 }
 LI_INLINE luna_status li_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
@@ -10892,14 +10854,11 @@ LI_INLINE luna_status li_backend_result(luna_ctx *ctx, const char *name, luna_st
   return status;
 }
 LI_INLINE luna_tensor *li_fail(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return NULL; }
-LI_INLINE void li_report_values(luna_ctx *ctx, bool newest, int id, va_list values) {
-  (void)ctx; (void)newest; (void)id; (void)values;
-}
 LI_INLINE luna_status li_fail_status(luna_ctx *ctx, int id, ...) {
   (void)ctx; (void)id; return LUNA_BAD_ARGUMENT;
 }
-LI_INLINE void li_report(luna_ctx *ctx, bool newest, luna_error_id id, luna_status status, const char *sentence) {
-  (void)newest; (void)id; (void)sentence;
+LI_INLINE void li_report(luna_ctx *ctx, luna_error_id id, luna_status status, const char *sentence) {
+  (void)id; (void)sentence;
   ctx->status = status;
 }
 LI_INLINE void li_note(const luna_ctx *ctx, const char *format, ...) { (void)ctx; (void)format; }
@@ -10943,13 +10902,6 @@ LI_FN bool li_is_rate(luna_ctx *ctx, const char *name, const char *field, float 
          li_refuse_call(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value);
 }
 
-/* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for li_leave. */
-LI_FN const char *li_enter(luna_ctx *ctx, const char *name) {
-  const char *outer = ctx->call;
-  if (!outer) ctx->call = name;
-  return outer;
-}
-LI_FN void li_leave(luna_ctx *ctx, const char *outer) { ctx->call = outer; }
 LI_FN const char *li_file_name(const luna_ctx *ctx) { return ctx->path ? ctx->path : "the file"; }
 
 /* --- memory --- */
@@ -11149,13 +11101,11 @@ LI_HOT bool li_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   return true;
 }
 
-/* host memory of the step; null with the sentence of an op, or of a call that returns a status */
-LI_FN void *li_step_host(luna_ctx *ctx, const char *name, bool op, size_t bytes) {
+/* host memory of the step; null with a sentence */
+LI_FN void *li_step_host(luna_ctx *ctx, const char *name, size_t bytes) {
   void *memory;
-  if (li_step(ctx, bytes ? bytes : 1, false, &memory)) return memory;
-  if (op) li_fail_op_memory(ctx, name, bytes);
-  else li_fail_memory(ctx, name, bytes);
-  return NULL;
+  if (!li_step(ctx, bytes ? bytes : 1, false, &memory)) li_fail_op_memory(ctx, name, bytes);
+  return memory;
 }
 /* host memory until close, zeroed; null with the sentence of a call that returns a status */
 LI_FN void *li_persist_host(luna_ctx *ctx, const char *name, size_t bytes) {
@@ -11550,8 +11500,7 @@ LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ?
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
-  const bool newest = ctx && ctx->setups > 0; /* the sentence of the init under way */
-  if (ctx) li_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
+  if (ctx) li_report(ctx, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
 /* Reads the state, and waits for the device; zeros where there is none or it fails. */
@@ -11609,7 +11558,7 @@ LI_FN bool li_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine,
                            int count, int64_t **all) {
   const int ranks = li_ranks(ctx)->ranks;
   const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
-  *all = (int64_t *)li_step_host(ctx, name, true, bytes);
+  *all = (int64_t *)li_step_host(ctx, name, bytes);
   if (!*all || !li_rank_gather(ctx, name, mine, *all, (size_t)count * sizeof(int64_t))) return false;
   for (int r = 0; r < ranks; r++)
     for (int i = 0; i < count; i++)
@@ -11675,7 +11624,7 @@ LI_FN bool li_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n
   if (rows) mine[2] = 0;
   if (rows && lengths && batch > 0)
     mine[2] = (int64_t)li_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
-  li_cut *made = (li_cut *)li_step_host(ctx, name, true, sizeof *made + (size_t)c->ranks * sizeof *parts);
+  li_cut *made = (li_cut *)li_step_host(ctx, name, sizeof *made + (size_t)c->ranks * sizeof *parts);
   if (!made || !li_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
   memset(made, 0, sizeof *made);
   made->parts = parts = (int64_t *)(void *)(made + 1);
@@ -11706,7 +11655,7 @@ LI_FN bool li_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n
 LI_FN const int32_t *li_cut_lengths(luna_ctx *ctx, const li_cut *part, const int32_t *lengths,
                                     const char *name, bool *failed) {
   if (!lengths || !part || !part->rows) return lengths;
-  int32_t *own = (int32_t *)li_step_host(ctx, name, true, (size_t)part->other * sizeof *own);
+  int32_t *own = (int32_t *)li_step_host(ctx, name, (size_t)part->other * sizeof *own);
   *failed = !own;
   for (int64_t b = 0; b < part->other && !*failed; b++) {
     *failed = lengths[b] < 0 || lengths[b] > part->whole;
@@ -11777,7 +11726,7 @@ LI_FN luna_tensor *li_rank_op_of(li_rank_op *op, luna_tensor *const *in, int cou
   const int64_t floats = li_shape_count(rank, shape);
   if (li_on_device(ctx)) return li_fail(ctx, LUNA_ERROR_NO_OP, op->name, LI_CUT_ROWS);
   op->ctx = ctx;
-  op->result = (float *)li_step_host(ctx, op->name, true, (size_t)(floats + op->kept_size) * sizeof(float));
+  op->result = (float *)li_step_host(ctx, op->name, (size_t)(floats + op->kept_size) * sizeof(float));
   if (!op->result) return NULL;
   op->kept = op->result + floats;
   op->custom.state = op;
@@ -11944,7 +11893,7 @@ LI_FN luna_tensor *li_rank_loss(luna_tensor *loss) {
   luna_status status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
   if (status == LUNA_OK && !li_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
   if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
-  return status == LUNA_OK ? loss : li_fail_backend(loss->ctx, false, "the loss", status);
+  return status == LUNA_OK ? loss : li_fail_backend(loss->ctx, "the loss", status);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -14319,7 +14268,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   if (!li_computes(ctx) || count == 0) return t;
   luna_status status = values ? ctx->backend->copy(ctx, t->data, values, bytes, 1) :
       ctx->backend->zero(ctx, t->data, bytes);
-  return status == LUNA_OK ? t : li_fail_backend(ctx, false, "luna_tensor_new", status);
+  return status == LUNA_OK ? t : li_fail_backend(ctx, "luna_tensor_new", status);
 }
 LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, const int64_t *shape) {
   return luna_add_scalar(luna_tensor_new(ctx, NULL, rank, shape), value);
@@ -14499,11 +14448,11 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   t->ctx->writes++;
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
-/* writes what `make` makes of `from`, on the host; op: named in its failure, an op's */
-LI_FN luna_status li_write_made(luna_tensor *t, const char *name, bool op,
-                                void (*make)(float *to, const void *from), const void *from) {
+/* writes what `make` makes of `from`, on the host */
+LI_FN luna_status li_write_made(luna_tensor *t, const char *name, void (*make)(float *to, const void *from),
+                                const void *from) {
   const li_mark mark = li_step_mark(t->ctx);
-  float *values = (float *)li_step_host(t->ctx, name, op, (size_t)luna_count(t) * sizeof(float));
+  float *values = (float *)li_step_host(t->ctx, name, (size_t)luna_count(t) * sizeof(float));
   if (!values) return LUNA_OUT_OF_MEMORY;
   if (li_computes(t->ctx)) make(values, from);
   const luna_status status = luna_write(t, values);
@@ -14586,7 +14535,7 @@ LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_
   if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
   else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* they say what an op needs */
   if (status == LUNA_OK) return (const int32_t *)memory;
-  li_fail_backend(ctx, false, s->name, status);
+  li_fail_backend(ctx, s->name, status);
   return NULL;
 }
 /* the same, each checked to be in [min, max]; null when null; a stream's are checked, and in backend memory */
@@ -14674,7 +14623,7 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
   }
   const luna_status status = li_computes(op->ctx) ? functions->forward(op) : LUNA_OK;
   if (status == LUNA_OK) return op->out[0];
-  li_fail_backend(op->ctx, false, s->name, status);
+  li_fail_backend(op->ctx, s->name, status);
   return li_abandon(s);
 }
 
@@ -14742,7 +14691,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
   if (!li_op_run(op, &status)) {
     li_piece_give(ctx, &op->own->kept_piece);
     if (status == LUNA_OK) return li_op_no_memory(s, op->kept_size + op->workspace_size);
-    li_fail_backend(ctx, false, s->name, status);
+    li_fail_backend(ctx, s->name, status);
     return li_abandon(s);
   }
   for (int i = 0; i < op->outputs; i++) op->out[i]->needs_grad = wanted;
@@ -15369,7 +15318,7 @@ LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t
   const uint64_t use = 0x52616E64u;    /* distinct from other uses of the seed */
   const li_first f = { init, init.scale == 0 ? 1.0f : init.scale, 1, use, seed };
   const luna_status status = li_first_write(&f, t);
-  return status == LUNA_OK ? t : li_fail_backend(ctx, false, name, status);
+  return status == LUNA_OK ? t : li_fail_backend(ctx, name, status);
 }
 LI_FN luna_status li_param_fill(luna_ctx *ctx, li_param *p, luna_init init) {
   luna_tensor *t = &p->tensor;
@@ -16355,7 +16304,7 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
   for (int64_t i = 0; c.class_weights && i < classes; i++)
     if (!(c.class_weights[i] >= 0 && li_is_finite(c.class_weights[i])))
       return li_refuse(ctx, LUNA_ERROR_NEGATIVE, s->name, "a class weight", (double)c.class_weights[i]);
-  int32_t *kept = (int32_t *)li_step_host(ctx, s->name, true, (size_t)rows * sizeof *kept);
+  int32_t *kept = (int32_t *)li_step_host(ctx, s->name, (size_t)rows * sizeof *kept);
   if (!kept) return false;
   for (int64_t i = 0; i < rows; i++) {
     const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
@@ -16377,7 +16326,7 @@ LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int3
   const luna_scope scope = luna_scope_begin(logits->ctx);
   const int64_t rows = li_rows(logits), classes = li_last(logits);
   int64_t count = 0;
-  float *weights = (float *)li_step_host(logits->ctx, s->name, true, (size_t)rows * 3 * sizeof *weights);
+  float *weights = (float *)li_step_host(logits->ctx, s->name, (size_t)rows * 3 * sizeof *weights);
   if (!weights) return NULL;
   if (!li_product_fits(s, rows, classes, INT32_MAX)) return NULL;
   int32_t *used = (int32_t *)(weights + rows), *places = used + rows;
@@ -16521,7 +16470,7 @@ LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targ
   li_build s;
   if (!li_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return li_refused(li_fail_null(values->ctx, name, "targets"));
-  int32_t *given = (int32_t *)li_step_host(values->ctx, name, true, (size_t)count * sizeof *given);
+  int32_t *given = (int32_t *)li_step_host(values->ctx, name, (size_t)count * sizeof *given);
   if (!given) return false;
   for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
   if (!li_rank_count(values->ctx, name, &counted)) return false;
@@ -16586,7 +16535,7 @@ LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targe
   for (int64_t i = 0; i < count; i++)
     if (!(levels[i] > 0 && levels[i] < 1))
       return li_fail(ctx, LUNA_ERROR_LEVEL, name, i, (double)levels[i]);
-  float *made = (float *)li_step_host(ctx, name, true, (size_t)(all + 2 * count) * sizeof *made);
+  float *made = (float *)li_step_host(ctx, name, (size_t)(all + 2 * count) * sizeof *made);
   if (!made) return NULL;
   float *sides = made + all;
   for (int64_t i = 0; i < all; i++) made[i] = targets[i / count];
@@ -16678,7 +16627,7 @@ LI_FN const luna_attention_pattern *li_patterns_copy(li_build *s, const luna_att
     luna_attention_pattern p = from[i];
     bytes += li_pattern_copy(&p, NULL);
   }
-  char *memory = (char *)li_step_host(s->op.ctx, s->name, true, bytes);
+  char *memory = (char *)li_step_host(s->op.ctx, s->name, bytes);
   if (!memory) return NULL;
   luna_attention_pattern *to = (luna_attention_pattern *)(void *)memory;
   memcpy(to, from, (size_t)count * sizeof *from);
@@ -16768,7 +16717,7 @@ LI_FN bool li_outside_make(li_build *s, luna_tensor *x, int64_t size, int64_t un
   if (li_on_device(ctx))
     return li_refuse(ctx, LUNA_ERROR_NO_OP, s->name, LI_CUT_ROWS);
   const size_t head = li_round(sizeof(li_outside)), states = (size_t)(x->shape[0] * size + 1) * sizeof(double);
-  li_outside *o = (li_outside *)li_step_host(ctx, s->name, true, head + states);
+  li_outside *o = (li_outside *)li_step_host(ctx, s->name, head + states);
   if (!o) return false;
   memset(o, 0, sizeof *o);
   o->scan = li_outside_scan;
@@ -17217,54 +17166,47 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
 LI_FN bool li_is_real(const luna_input *input, int64_t step) {
   return !input->lengths || step % input->n < input->lengths[step / input->n];
 }
-LI_FN bool li_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
-  va_list values;
-  va_start(values, id);
-  li_report_values(ctx, !op, id, values);
-  va_end(values);
-  return false;
-}
 /* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
 typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li_reader;
-/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and no
-   feature may be Inf */
-LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, bool op, const char *name, const char *what) {
+/* Whether it can; `what` and `name`: the argument and the call, for the sentence. A feature may be Inf in a fit alone,
+   which is a call. */
+LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char *name, const char *what) {
   const luna_collective *c = li_ranks(r->ctx);
   const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: li_cut_input */
   char field[100];
-  if (!input) return li_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
+  if (!input) return li_refuse(r->ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
   const int64_t k = r->vocab ? 1 : r->features, shape[] = { (int64_t)input->batch, (int64_t)input->n, k };
   const int64_t count = li_shape_count(3, shape);
   const luna_tensor like = li_like(r->ctx, 3, shape);
   if (count < 0)
-    return li_input_wrong(r->ctx, op, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LI_MAX_COUNT);
+    return li_refuse(r->ctx, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LI_MAX_COUNT);
   li_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
                                               "%s.features, which it reads in place of tokens,", what);
   if (count > 0 && (r->vocab ? !input->tokens : !input->features))
-    return li_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, field);
+    return li_refuse(r->ctx, LUNA_ERROR_NULL_ARGUMENT, name, field);
   if (r->longest && input->n > r->longest)
-    return li_input_wrong(r->ctx, op, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
+    return li_refuse(r->ctx, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
   li_print(field, sizeof field, "%s.lengths", what);
   for (int64_t i = 0; input->lengths && i < input->batch && !cut; i++)
     if (input->lengths[i] < 0 || input->lengths[i] > input->n)
-      return li_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
-                            (int64_t)0, input->n);
+      return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
+                       (int64_t)0, input->n);
   li_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
   if (r->vocab) for (int64_t i = 0; i < count; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
-      return li_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
-                            (int64_t)0, r->vocab - 1);
-  for (int64_t i = 0; i < count && !r->vocab && op && !cut; i++)
+      return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
+                       (int64_t)0, r->vocab - 1);
+  for (int64_t i = 0; i < count && !r->vocab && !r->ctx->call && !cut; i++)
     if (!li_is_finite(input->features[i]) && input->features[i] == input->features[i] && li_is_real(input, i / k))
-      return li_input_wrong(r->ctx, op, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
+      return li_refuse(r->ctx, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
 }
 /* of an input layer; false without a sentence where its init failed or was not called */
-LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
+LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *input, const char *name) {
   const li_reader r = { layer ? li_ctx_of(layer->params) : NULL, 0, layer ? luna_count(layer->mean) : 0, 0 };
   if (!r.ctx) return false;
-  if (!layer->mean) return li_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
-  return li_input_fits(&r, input, op, name, "input");
+  if (!layer->mean) return li_refuse(r.ctx, LUNA_ERROR_NO_FEATURES, name);
+  return li_input_fits(&r, input, name, "input");
 }
 /* Of an input's features their means, or 1 / deviation, [k]; or [batch, n, k] they themselves with 0 for what is
    missing, or 1 where one is there and 0 where not */
@@ -17316,16 +17258,20 @@ LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_
   if (!li_features_given(ctx, &w, name)) return ctx->last_status;
   if (li_computes(ctx)) for (int64_t f = 0; f < w.k; f++)
     if (li_feature_fit(&w, f) < FLT_MIN) return li_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
-  const luna_status status = li_write_made(scale, name, false, fit, &w);
+  const luna_status status = li_write_made(scale, name, fit, &w);
   w.second = false;
-  return status == LUNA_OK ? li_write_made(mean, name, false, li_features_fit, &w) : status;
+  return status == LUNA_OK ? li_write_made(mean, name, li_features_fit, &w) : status;
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
   static const char name[] = "luna_input_layer_fit";
   luna_ctx *ctx = layer ? li_ctx_of(layer->params) : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!li_layer_input_fits(layer, input, false, name)) return ctx->last_status;
-  return li_write_fit(input, layer->mean, layer->scale, li_features_fit, name);
+  const char *outer = li_enter(ctx, name);
+  luna_status status = LUNA_OK;
+  if (!li_layer_input_fits(layer, input, name)) status = ctx->last_status;
+  else status = li_write_fit(input, layer->mean, layer->scale, li_features_fit, name);
+  li_leave(ctx, outer);
+  return status;
 }
 /* Both always, so that neither memory nor the ops of a step depend on the data. */
 LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
@@ -17333,8 +17279,8 @@ LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_
   const int64_t shape[3] = { (int64_t)input->batch, (int64_t)input->n, k };
   const li_features w = { input, k, present };
   luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
-  const luna_status status = out ? li_write_made(out, name, true, li_features_fill, &w) : LUNA_OK;
-  return status == LUNA_OK ? out : li_fail_backend(ctx, false, name, status);
+  const luna_status status = out ? li_write_made(out, name, li_features_fill, &w) : LUNA_OK;
+  return status == LUNA_OK ? out : li_fail_backend(ctx, name, status);
 }
 /* whether what a model computes of a feature stays in float's range: products of three of them are formed */
 LI_FN bool li_feature_fits(float standardised) { return standardised <= 1e9f && standardised >= -1e9f; }
@@ -17374,7 +17320,7 @@ LI_FN void li_log_unfitted(const luna_input_layer *layer, const luna_input *inpu
             "means and deviations were never set: call luna_input_layer_fit on training data", size);
 }
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
-  if (!li_layer_input_fits(layer, input, true, "luna_input_layer_forward") ||
+  if (!li_layer_input_fits(layer, input, "luna_input_layer_forward") ||
       !li_features_fit_in(layer, input)) return NULL;
   li_log_unfitted(layer, input);
   const luna_scope scope = luna_scope_begin(layer->mean->ctx);
@@ -17478,7 +17424,7 @@ LI_FN luna_tensor *li_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer
   luna_tensor *w = luna_tensor_new(ctx, NULL, 3, shape);
   for (int64_t i = 0; w && li_computes(ctx) && i < dim && status == LUNA_OK; i++)
     status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
-  return status == LUNA_OK ? w : li_fail_backend(ctx, false, "luna_nested_attention_layer_forward", status);
+  return status == LUNA_OK ? w : li_fail_backend(ctx, "luna_nested_attention_layer_forward", status);
 }
 LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
@@ -17487,7 +17433,7 @@ LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
 /* lengths of `count` sequences, without lengths n each, in windows of w rows, at most `max`; host memory of the step */
 LI_FN const int32_t *li_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t n, int64_t w,
                                 int64_t max) {
-  int32_t *out = (int32_t *)li_step_host(ctx, "lengths", true, (size_t)count * sizeof(int32_t));
+  int32_t *out = (int32_t *)li_step_host(ctx, "lengths", (size_t)count * sizeof(int32_t));
   if (out) for (int64_t i = 0; i < count; i++)
     out[i] = (int32_t)li_min(li_divide_up(lengths ? lengths[i] : n, w), max);
   return out;
@@ -18514,7 +18460,7 @@ LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table
 }
 /* the context of a model whose init succeeded and whose input fits; else null */
 LI_FN luna_ctx *li_model_ctx(li_reader r, const luna_input *input, const char *name, const char *what) {
-  return r.ctx && li_input_fits(&r, input, true, name, what) ? r.ctx : NULL;
+  return r.ctx && li_input_fits(&r, input, name, what) ? r.ctx : NULL;
 }
 LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char *name) {
   if (!m) return NULL;
@@ -18544,7 +18490,7 @@ LI_FN const int32_t *li_real_labels(const luna_tensor *x, const luna_input *inpu
                                     const char *name) {
   const int64_t all = input->batch * input->n;
   if (!x || !input->lengths) return labels;
-  int32_t *real = (int32_t *)li_step_host(x->ctx, name, true, (size_t)all * sizeof *real);
+  int32_t *real = (int32_t *)li_step_host(x->ctx, name, (size_t)all * sizeof *real);
   if (real) for (int64_t i = 0; i < all; i++) real[i] = li_label(input, li_rows_before(x), labels, i);
   return real;
 }
@@ -18593,7 +18539,10 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   luna_input input;
   memset(&input, 0, sizeof input);
   input.features = targets, input.batch = 1, input.n = rows;
-  return li_write_fit(&input, model->output_mean, model->output_scale, li_outputs_fit, name);
+  const char *outer = li_enter(ctx, name);
+  const luna_status status = li_write_fit(&input, model->output_mean, model->output_scale, li_outputs_fit, name);
+  li_leave(ctx, outer);
+  return status;
 }
 LI_FN luna_tensor *li_lm_output(const luna_lm *model) { /* the matrix of the logits */
   return model->output.weight ? model->output.weight : model->embedding;
@@ -18732,7 +18681,7 @@ LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *inp
   const size_t bytes = (size_t)input->batch * sizeof(int32_t);
   *own = *input;
   if (input->lengths || input->n > 0 || input->batch == 0 || li_ranks(ctx)) return true;
-  void *zeros = li_step_host(ctx, name, true, bytes);
+  void *zeros = li_step_host(ctx, name, bytes);
   own->lengths = zeros ? (const int32_t *)memset(zeros, 0, bytes) : NULL;
   return zeros != NULL;
 }
@@ -18828,7 +18777,7 @@ LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!x || !lengths) return luna_mean(x, 1);
   luna_tensor *y = luna_sum(luna_mask(x, lengths), 1);
   const size_t bytes = (size_t)x->shape[0] * sizeof(float);
-  float *factor = y ? (float *)li_step_host(x->ctx, "luna_classifier_pool", true, bytes) : NULL;
+  float *factor = y ? (float *)li_step_host(x->ctx, "luna_classifier_pool", bytes) : NULL;
   if (!factor) return NULL;
   for (int64_t b = 0; b < x->shape[0]; b++)
     factor[b] = 1.0f / (float)li_max(1, li_min(lengths[b], li_whole_rows(x)));
@@ -18938,7 +18887,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   const int64_t before = li_rows_before(x);
   int64_t count = li_labels_count(ctx, name, input, before, labels, model->config.vocab);
   if (count < 0) return NULL;
-  int32_t *places = (int32_t *)li_step_host(ctx, name, true, (size_t)(2 * count) * sizeof(int32_t));
+  int32_t *places = (int32_t *)li_step_host(ctx, name, (size_t)(2 * count) * sizeof(int32_t));
   if (!places) return NULL;
   int32_t *chosen = places + count;
   count = 0;
@@ -19520,15 +19469,16 @@ LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm) {
   if (li_ranks(ctx)) return (void)li_fail_status(ctx, LUNA_ERROR_RANK_GRADIENTS), (float)NAN;
   if (ctx->status != LUNA_OK && ctx->status != LUNA_NOT_FINITE) return (float)NAN;
   const li_mark mark = li_step_mark(ctx);
-  float *piece = (float *)li_step_host(ctx, name, false, li_on_device(ctx) ? LI_SUM_BLOCK * sizeof(float) : 1);
-  if (!piece) return (float)NAN;
+  const size_t bytes = li_on_device(ctx) ? LI_SUM_BLOCK * sizeof(float) : 1;
+  void *piece;
+  if (!li_step(ctx, bytes, false, &piece)) return (void)li_fail_memory(ctx, name, bytes), (float)NAN;
   const bool computes = !ctx->options.measure;
   if (computes) for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
-    status = li_gradient_pieces(&p->tensor, piece, 1, &sum);
+    status = li_gradient_pieces(&p->tensor, (float *)piece, 1, &sum);
   sum = sqrt(sum);
   const bool clips = max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY;
   if (clips) for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
-    status = li_gradient_pieces(&p->tensor, piece, (float)((double)max_norm / sum), NULL);
+    status = li_gradient_pieces(&p->tensor, (float *)piece, (float)((double)max_norm / sum), NULL);
   li_step_rewind(ctx, mark);
   return li_backend_result(ctx, name, status) == LUNA_OK ? (float)sum : (float)NAN;
 }
@@ -19885,7 +19835,7 @@ LI_FN luna_status li_read(luna_ctx *ctx, const char *name, li_loader load, void 
   else wrong = bytes || io->size == 0 ? li_st_open(&st, bytes, (size_t)io->size) : "bytes is null";
   if (status == LUNA_OK && !wrong) {
     const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
-    uint64_t *index = (uint64_t *)li_step_host(ctx, ctx->call, false, need);
+    uint64_t *index = (uint64_t *)li_step_host(ctx, ctx->call, need);
     if (!index) status = ctx->last_status;
     else wrong = li_st_index(&st, index, index + st.tensors);
   }
@@ -19944,7 +19894,7 @@ LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float 
 /* a JSON string of the file as text in the step; null when there is no memory */
 LI_FN const char *li_step_text(luna_ctx *ctx, li_st_text text) {
   const size_t size = li_st_decode(text, NULL, 0) + 1;
-  char *out = (char *)li_step_host(ctx, ctx->call, false, size);
+  char *out = (char *)li_step_host(ctx, ctx->call, size);
   if (out) li_st_decode(text, out, size);
   return out;
 }
@@ -20826,7 +20776,7 @@ LI_FN luna_tensor *li_stream_replay(luna_stream *s, bool last) {
   const size_t count = last ? s->bump.count : s->body;
   for (luna_op *op = s->bump.ops; op < s->bump.ops + count; op++) {
     const luna_status status = s->ctx.backend->op[op->kind].forward(op);
-    if (status != LUNA_OK) return li_fail_backend(&s->ctx, false, "luna_stream", status);
+    if (status != LUNA_OK) return li_fail_backend(&s->ctx, "luna_stream", status);
   }
   return s->bump.ops[count - 1].out[0];
 }
@@ -22043,11 +21993,11 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   luna_stream *stream = li_seq2seq_stream(model, source, s.search.beam, "luna_seq2seq_generate");
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
   const size_t bytes = li_beam_lay_out(&s, NULL);
-  char *memory = (char *)li_step_host(ctx, "luna_seq2seq_generate", false, bytes);
-  if (memory) {
+  void *memory;
+  if (li_step(ctx, bytes, false, &memory)) {
     memset(memory, 0, bytes);
-    (void)li_beam_lay_out(&s, memory);
-  } else status = LUNA_OUT_OF_MEMORY;
+    (void)li_beam_lay_out(&s, (char *)memory);
+  } else status = li_fail_memory(ctx, "luna_seq2seq_generate", bytes);
   for (int64_t i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (int64_t going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {

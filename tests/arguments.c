@@ -326,7 +326,7 @@ static const luna_input *input_of(const int32_t *t, const int32_t *lengths, int6
 }
 
 /* ---- what came of a call ---- */
-#define STATUS(id, status) LUNA_##status,
+#define STATUS(id, status, sentence) LUNA_##status,
 static const luna_status error_status[] = {LUNA_OK, LUNA_ERRORS(STATUS)};
 /* a failure: its status, its sentence and an id that belongs to it; the other context may have an earlier status */
 static bool reported(const luna_ctx *ctx) {

@@ -615,7 +615,7 @@ static void says(const luna_ctx *ctx, luna_error_id id, const char *sentence) {
         (int)luna_error_id_of(ctx), (int)id, luna_error(ctx), sentence);
 }
 static void check_errors(void) {
-#define ERROR(id, status) {LUNA_ERROR_##id, LUNA_##status},
+#define ERROR(id, status, sentence) {LUNA_ERROR_##id, LUNA_##status},
   static const struct { luna_error_id id; luna_status status; } errors[] = {LUNA_ERRORS(ERROR)};
   static const struct { float value; const char *text; } reals[] = {
       {1.5f, "1.5"}, {-0.25f, "-0.25"}, {NAN, "NaN"}, {-INFINITY, "-Inf"}, {3e30f, "3e30"}, {-1e-9f, "-1e-9"}, {1,
