@@ -116,11 +116,12 @@
      the remedy, and luna_error_id_of(ctx) its id in LUNA_ERRORS, for programs that act on one: those of the first
      failure, until a call that is not an op (luna_load, an init) fails, which always leaves its own. One check a step
      is enough: after a failure luna_optimizer_step changes nothing and returns it. An init that fails leaves a zeroed
-     struct, and each begin fails with it until that init succeeds. A forward of a zeroed model returns null; no context
-     is known then, and no sentence: an empty one after an op that has returned null says that an earlier call had
-     failed. luna_optimizer_step then reports that there was no luna_backward. What no call can see is an array that is
-     too short: of tokens, labels or lengths. options.log gets each failure as it happens. A step whose loss or
-     gradients are not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
+     struct, and the next begin fails with its sentence, once. A forward of a zeroed layer repeats that sentence. A
+     forward of a zeroed model returns null; no context is known then, and no sentence: an empty one after an op that
+     has returned null says that an earlier call had failed. luna_optimizer_step then reports that there was no
+     luna_backward. What no call can see is an array that is too short: of tokens, labels or lengths. options.log gets
+     each failure as it happens. A step whose loss or gradients are not finite is skipped; max_skips of them in a row
+     are LUNA_NOT_FINITE.
 
    THREADS
      A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
@@ -444,7 +445,8 @@ LUNA_API int luna_version(void);
   X(BORROW_SHAPE, MISMATCH, "%s: %s %t has another shape where it is borrowed from") \
   X(BORROW_FORMAT, MISMATCH, "%s: %s %t is read in place only as F32, aligned to 4 bytes, on a little-endian machine") \
   /* layers and models */ \
-  X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called") \
+  X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called" \
+    "%s%s") \
   X(HEADS, BAD_ARGUMENT, "%s: dim %d is not a multiple of %s %d") \
   X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
   X(FIELD_UNUSED, BAD_ARGUMENT, "%s: %s is %d; it must be 0 %s") \
@@ -666,10 +668,10 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
 /* A begin is either of these two. It ends all tensors made before it, the loss and views of parameters too, and all
    scopes: luna_item gives NaN for these tensors, and every call that takes one fails with a sentence. A pointer to one
    stays a pointer to a tensor until luna_close; from the second begin on that may be a new one, made in its place. So
-   keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails with the first
-   failed init, luna_load_model or _of, luna_params_open, luna_params_share, luna_param or optimiser, until the same
-   call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose failure
-   is to have no effect, use a context of its own and close it. */
+   keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails with
+   the first init, luna_load_model or _of, luna_params_open, luna_params_share, luna_param or optimiser that has failed
+   since the begin before it; the next begin no longer does. To try a file or a config whose failure is to have no
+   effect, use a context of its own and close it. */
 /* The status of the first failure since the last begin; LUNA_OK without one. */
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
 /* the instruction set that runs a context's ops; of null: luna_isa_best's */
@@ -10577,10 +10579,7 @@ typedef struct li_hooked {        /* what hooks have made for layers, newest fir
   void *layer;
 } li_hooked;
 
-typedef struct li_failure {       /* of a call that makes something: set and hash say which */
-  const luna_params *set;
-  uint64_t hash;
-  int64_t sets;                      /* that had been opened by then */
+typedef struct li_failure {       /* of a call that makes something: a begin clears the status, and the rest stays */
   luna_status status;
   luna_error_id id;
   char error[320];
@@ -10701,8 +10700,7 @@ struct luna_ctx {
   const char *call;                  /* the outermost init, load or save under way, which failures inside it name */
   const char *path;                  /* its file; null: bytes or luna_io */
   int setups;                        /* inits under way, one inside another */
-  int64_t sets;                      /* parameter sets opened */
-  li_failure failure;             /* the first that has not succeeded since: each begin reports it */
+  li_failure failure;             /* the first since the last begin, or an earlier one: the next begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
   uint64_t writes;                   /* calls that changed parameters */
   struct luna_optimizer *optimizers; /* newest first */
@@ -11456,6 +11454,16 @@ LI_FN bool li_step_failed(const luna_ctx *ctx) {
 #ifndef LUNA_ONLY_STREAM
 LI_FN void li_state_turn(struct luna_lm_state *s);
 #endif
+/* a begin's: no error, or that of what could not be made since the last one */
+LI_FN void li_clear_error(luna_ctx *ctx) {
+  ctx->status = ctx->failure.status;
+  ctx->error_id = LUNA_ERROR_NONE;
+  ctx->error[0] = 0;
+  if (ctx->status == LUNA_OK) return;
+  ctx->error_id = ctx->failure.id;
+  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
+  ctx->failure.status = LUNA_OK;
+}
 LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -11469,9 +11477,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   ctx->training = training;
   ctx->carried = NULL;
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
-  ctx->status = ctx->failure.status;
-  ctx->error_id = ctx->failure.id;
-  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
+  li_clear_error(ctx);
   luna_status status = li_wait_for_owners(ctx);
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
@@ -11592,7 +11598,7 @@ LI_FN bool li_ranks_agree(luna_ctx *ctx, const char *name) {
   const int64_t mine[LI_LENGTH(what)] = {
     ctx->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *)),
     ctx->collective.ranks, ctx->collective.mode, li_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
-    ctx->training, (int64_t)state.step, ctx->failure.status, (int64_t)li_models_hash(ctx) };
+    ctx->training, (int64_t)state.step, status, (int64_t)li_models_hash(ctx) };
   int64_t *all;
   ctx->status = LUNA_OK;
   bool good = li_rank_compare(ctx, name, mine, what, LI_LENGTH(what), &all);
@@ -15070,7 +15076,6 @@ typedef struct li_meta { struct li_meta *next; const char *key, *value; } li_met
 
 struct luna_params {
   luna_ctx *ctx;
-  int64_t number;                    /* of the context's sets */
   const luna_params *older;          /* the set opened before it */
   li_param *first, *last;
   li_meta *metas, *last_meta;
@@ -15089,19 +15094,14 @@ struct luna_params {
   const li_st *filling;
 };
 
-/* Records the outcome of a call that makes something. The first failure is remembered until the same call succeeds,
-   in that set or in one opened since; failures inside an init are the init's. */
-LI_FN void li_remember(luna_ctx *ctx, const luna_params *set, uint64_t hash, luna_status status) {
+/* Records the outcome of a call that makes something. The next begin fails with the first failure; failures inside an
+   init are the init's. */
+LI_FN void li_remember(luna_ctx *ctx, luna_status status) {
   li_failure *f = &ctx->failure;
-  const bool same = f->hash == hash && (f->set == set || (set && set->number >= f->sets));
-  if (ctx->setups > 0 || (status == LUNA_OK ? !same : f->status != LUNA_OK && !same)) return;
-  f->set = set;
-  f->hash = hash;
-  f->sets = ctx->sets;
+  if (status == LUNA_OK || f->status != LUNA_OK || ctx->setups > 0) return;
   f->status = status;
-  f->id = status == LUNA_OK ? LUNA_ERROR_NONE : ctx->error_id;
+  f->id = ctx->error_id;
   memcpy(f->error, ctx->error, sizeof f->error);
-  if (status == LUNA_OK) f->error[0] = 0;
 }
 
 LI_FN bool li_is_ours(const char *name) { return strncmp(name, "luna.", 5) == 0; }
@@ -15121,10 +15121,9 @@ LI_FN bool li_is_text(const char *s) {
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   if (!ctx) return NULL;
   luna_params *params = (luna_params *)li_persist_host(ctx, "luna_params_open", sizeof(luna_params));
-  li_remember(ctx, NULL, 0, params ? LUNA_OK : ctx->last_status);
+  li_remember(ctx, params ? LUNA_OK : ctx->last_status);
   if (!params) return NULL;
   params->ctx = ctx;
-  params->number = ctx->sets++;
   params->older = ctx->newest;
   ctx->newest = params;
   return params;
@@ -15150,8 +15149,7 @@ LI_FN bool li_same_device(const luna_ctx *a, const luna_ctx *b) {
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
   luna_params *params = from ? luna_params_open(ctx) : NULL;
   const luna_params *root = from;
-  if (ctx && !from)
-    li_remember(ctx, NULL, 0, li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_share", "from"));
+  if (ctx && !from) li_remember(ctx, li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_share", "from"));
   if (!params) return NULL;
   params->borrowing = true;
   params->shared = from;
@@ -15460,7 +15458,7 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape,
                                  luna_init init) {
   luna_tensor *t = params ? li_param_make(params, name, rank, shape, init) : NULL;
-  if (params) li_remember(params->ctx, params, li_hash(name ? name : ""), t ? LUNA_OK : params->ctx->last_status);
+  if (params) li_remember(params->ctx, t ? LUNA_OK : params->ctx->last_status);
   return t;
 }
 
@@ -15469,7 +15467,6 @@ typedef struct li_setup {
   luna_params *params;
   void *made;                        /* the struct */
   size_t size;
-  uint64_t prefix;                   /* its hash */
   const char *outer;                 /* for li_leave */
   li_persistent_mark memory;
   const li_hooked *hooked;        /* the newest */
@@ -15477,14 +15474,12 @@ typedef struct li_setup {
 } li_setup;
 /* Begins an init; false, with a sentence where there is a context, when it cannot succeed. li_setup_end must
    follow either way. */
-LI_FN bool li_setup_begin(li_setup *s, const char *name, luna_params *params, const char *prefix, void *made,
-                          size_t size) {
+LI_FN bool li_setup_begin(li_setup *s, const char *name, luna_params *params, void *made, size_t size) {
   memset(s, 0, sizeof *s);
   s->params = params;
   s->made = made;
   s->size = size;
   if (!params) return false;
-  s->prefix = li_hash(prefix ? prefix : "");
   s->memory = li_persistent(params->ctx);
   s->hooked = params->ctx->hooked;
   s->before = *params;
@@ -15526,7 +15521,7 @@ LI_FN luna_status li_setup_end(const li_setup *s, bool good) {
   }
   ctx->setups--;
   li_leave(ctx, s->outer);
-  li_remember(ctx, s->params, s->prefix, status);
+  li_remember(ctx, status);
   return status;
 }
 /* the context of a set, or null */
@@ -17100,14 +17095,17 @@ LI_FN void li_config_of(void *own, const void *config, size_t size) {
     li_setup s; \
     config_type c; \
     li_config_of(&c, config, sizeof c); \
-    const bool good = li_setup_begin(&s, #layer_type "_init", params, prefix, layer, sizeof *layer) && \
+    const bool good = li_setup_begin(&s, #layer_type "_init", params, layer, sizeof *layer) && \
                       (defaults) && li_setup_config(&s, &c, sizeof c) && parameters(layer, params, prefix); \
     return li_setup_end(&s, good); \
   }
 
 /* whether a forward has its input and a layer whose init succeeded; `made`: a tensor that every such layer has */
 LI_FN bool li_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
-  if (x && !made) li_fail(x->ctx, LUNA_ERROR_NOT_INITIALIZED, name);
+  if (x && !made) {
+    const char *why = x->ctx->failure.error;
+    li_fail(x->ctx, LUNA_ERROR_NOT_INITIALIZED, name, *why ? ". What failed: " : "", why);
+  }
   if (made && !x) li_fail_null(made->ctx, name, "the input");
   return x && made;
 }
@@ -17117,7 +17115,7 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
   luna_linear_layer made = { NULL, NULL };
   const li_part part = { true, LI_BOTH(made), ".weight", out, in, init };
   li_setup s;
-  const bool good = li_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer) &&
+  const bool good = li_setup_begin(&s, "luna_linear_layer_init", params, layer, sizeof *layer) &&
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
@@ -17134,7 +17132,7 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
   c.norm = kind;
   const li_part part = li_norm_part(true, &made, ".weight", &c);
   li_setup s;
-  const bool good = li_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
+  const bool good = li_setup_begin(&s, "luna_norm_layer_init", params, layer, sizeof *layer) &&
                     li_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS) &&
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
@@ -17159,7 +17157,7 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
   li_part parts[LI_MAX_PARTS];
   const int count = li_input_parts(&made, features, dim, init, parts);
   li_setup s;
-  const bool good = li_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer) &&
+  const bool good = li_setup_begin(&s, "luna_input_layer_init", params, layer, sizeof *layer) &&
                     li_parts_init(params, prefix, parts, count) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
@@ -18413,7 +18411,7 @@ static const li_field li_model_fields[] = {
     li_model_config m; \
     memset(&m, 0, sizeof m); \
     if (config) m.kind = *config; \
-    const bool good = li_setup_begin(&s, "luna_" #kind "_init", params, NULL, model, sizeof *model) && \
+    const bool good = li_setup_begin(&s, "luna_" #kind "_init", params, model, sizeof *model) && \
                       li_##kind##_defaults(params->ctx, &m) && \
                       li_fields_good(params->ctx, fields, LI_LENGTH(fields), &described) && \
                       li_setup_config(&s, &m.kind, sizeof m.kind) && li_##kind##_init(model, params) && \
@@ -18643,7 +18641,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   li_model_config m;
   memset(&m, 0, sizeof m);
   if (config) m.encoder = *config;
-  const bool good = li_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e) &&
+  const bool good = li_setup_begin(&s, "luna_encoder_init", params, e, sizeof *e) &&
                     li_encoder_defaults(params->ctx, &m, &m.encoder, vocab ? vocab : 256) &&
                     li_fields_good(params->ctx, li_model_fields, LI_LENGTH(li_model_fields), &m) &&
                     li_setup_config(&s, &m.encoder, sizeof m.encoder) && li_encoder_init(e, params, prefix, m.vocab);
@@ -19169,7 +19167,7 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
     o->state = (luna_step_state *)state;
     status = li_optimizer_join(o, d->name);
   }
-  li_remember(ctx, params, 0, status);
+  li_remember(ctx, status);
   if (status != LUNA_OK) {
     li_persistent_rewind(ctx, mark);
     return NULL;
@@ -20509,7 +20507,7 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_insp
 }
 LI_FN luna_status li_load_model(li_kind_load *k, const char *name, void *model, size_t size,
                                 luna_params *params, const luna_file *file) {
-  const bool good = li_setup_begin(&k->setup, name, params, NULL, model, size) &&
+  const bool good = li_setup_begin(&k->setup, name, params, model, size) &&
                     li_read_file(params->ctx, name, li_load_kind, k, file) == LUNA_OK;
   return li_setup_end(&k->setup, good);
 }

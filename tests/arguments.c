@@ -374,8 +374,7 @@ static void begin(void) {
   expect((w->training ? luna_begin_step(w->ctx) : luna_begin_inference(w->ctx)) == LUNA_OK, "begin failed");
   luna_begin_inference(w->other);
 }
-/* False when an init, a load or the like has failed: every begin reports that again, and the context is of no more use
-   here. */
+/* False when an init, a load or the like has failed: the first begin after it says so, and the next one begins. */
 static bool still_works(void) {
   const float two[2] = {1, 2};
   const int64_t shape[1] = {2};
@@ -386,6 +385,7 @@ static bool still_works(void) {
              (begun == LUNA_OK) == !luna_error_id_of(w->ctx), "what begin returns is not what the context says");
   if (begun != LUNA_OK) {
     expect(hostile && failed != LUNA_OK && makes(function), "begin does not clear the error");
+    expect(luna_begin_inference(w->ctx) == LUNA_OK && !*luna_error(w->ctx), "more than one begin fails");
     return false;
   }
   x = luna_tensor_new(w->ctx, two, 1, shape);

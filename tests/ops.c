@@ -840,7 +840,8 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
       "a vocabulary of -1: \"%s\"", luna_error(ctx));
   CHECK(luna_params_tensor_count(params) == size, "refused layers left %lld parameters in the set",
         (long long)(luna_params_tensor_count(params) - size));
-  config.pack_heads = 0; /* the first refusal stays until the same init succeeds */
+  CHECK(luna_begin_step(ctx) != LUNA_OK && luna_begin_step(ctx) == LUNA_OK, "a begin reports a refusal once");
+  config.pack_heads = 0;
   CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) == LUNA_OK, "%s", luna_error(ctx));
 }
 
