@@ -103,9 +103,9 @@
      call it for hidden values to look at, or to hand out of an attention hook. Functions of your own:
      luna_scope_begin, luna_scope_end.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
-     result after its last use unless luna_require_grad asked for it. The gradient of the logits of more than 1024
-     classes is made and used by parts where luna_cross_entropy alone reads them; luna_lm_loss does not store the
-     logits either. Folded Luna layers (luna_form) keep 2 dim + ffn floats a token for backward, or 2 dim with the
+     result after its last use unless luna_require_grad asked for it. luna_linear_cross_entropy and the models' losses
+     store neither the logits of more than 1024 classes nor their gradient; luna_cross_entropy of such logits stores
+     both. Folded Luna layers (luna_form) keep 2 dim + ffn floats a token for backward, or 2 dim with the
      feed-forward recomputed (layer.recompute trades time for memory and changes no bit). Several rounds of begin,
      forward and luna_backward before one optimiser step accumulate.
 
@@ -1547,6 +1547,10 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
    embedding, and -1 as its labels. */
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target);
+/* luna_cross_entropy of these logits and labels [batch,m], where those beyond target.lengths are ignored. Of more than
+   1024 words neither the logits nor their gradient are stored. Null config: the mean, without smoothing. */
+LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
+                                        const int32_t *labels, const luna_cross_entropy_config *config);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>trainer
@@ -10589,7 +10593,6 @@ typedef struct li_op_state {
   luna_op *previous, *next;          /* the tape */
   int64_t number;                    /* on the tape */
   luna_op *recompute_from;           /* of the newest op of a recomputed scope: its oldest */
-  luna_op *waiting;                  /* backward: the op that is one with this one: li_op_waits */
   struct li_piece *kept_piece;    /* where kept lies */
   bool kept_again;                   /* kept was taken while luna_backward only counted memory */
   uint8_t depth;                     /* of the cheap ops that compute its result again: li_op_depth */
@@ -13137,8 +13140,7 @@ LI_SPLIT_ALL(li_cross_entropy_backward, li_cross_entropy_back, li_rows(op->in[0]
               LUNA_SETS_GRAD(0))
 
 /* --- linear cross-entropy: in x, W, b; index, arguments and kept as of the cross-entropy of logits = x W^T + b, which
-   it makes by panels of columns, forward with sums from panel to panel. Backward: logits that are stored, as out[1],
-   are not made again; to the bits of the whole products --- */
+   it makes by panels of columns: forward with sums from panel to panel, and once more in backward --- */
 /* of a panel of logits: a multiple of the gemm's LI_KC, for x's gradient is a sum over columns */
 #define LI_LOGIT_COLUMNS 1024
 typedef struct li_logits {
@@ -13233,14 +13235,11 @@ LI_FN luna_status li_linear_cross_entropy_forward(luna_op *op) {
 }
 LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
   const li_parallel *parallel = &op->ctx->parallel;
-  const float *logits = op->outputs > 1 ? op->out[1]->data : NULL;
   li_logits w;
   li_logits_start(&w, op, true, op->workspace);
   w.part.factor = li_cross_entropy_factor(op);
-  if (logits) w.part.logits_row = w.part.classes;
   for (int64_t first = 0; li_logits_next(&w, first); first += LI_LOGIT_COLUMNS) {
-    if (logits) w.part.logits = logits + first;
-    else li_logits_multiply(&w, 0);
+    li_logits_multiply(&w, 0);
     li_run(parallel, li_logits_panel, &w);
     li_logits_multiply(&w, 1);
     li_logits_multiply(&w, 2);
@@ -14873,21 +14872,6 @@ LI_HOT void li_op_done(luna_op *op) {
   }
 }
 
-LI_HOT bool li_joint(const luna_op *reader, const luna_op *maker, luna_op *both);
-/* Whether the backward of an op waits for the op that made its first input, to be one with its backward (li_joint):
-   that input's gradient is not stored then. So nothing else has given it a part, or still may, and nobody keeps it. */
-LI_HOT bool li_op_waits(luna_op *op) {
-  const luna_tensor *x = op->inputs > 0 ? li_owner(op->in[0]) : NULL;
-  luna_op *maker = x ? x->own->maker : NULL, *other = op->own->previous, both;
-  if (!maker || !li_joint(op, maker, &both)) return false;
-  if (!li_is_new(x) || op->in[0]->own->keep_grad || x->own->released) return false;
-  if (luna_count(op->in[0]) != luna_count(x) || li_last(op->in[0]) != li_last(x)) return false;
-  for (; other && other != maker; other = other->own->previous)
-    for (int i = 0; i < other->inputs; i++) if (li_owner(other->in[i]) == x) return false;
-  if (other) maker->own->waiting = op;
-  return other != NULL;
-}
-
 /* whether the gradient of an op's result becomes that of its input in place */
 LI_HOT bool li_grad_in_place(const luna_op *op, int i) {
   const int can = li_op_can(op), others = li_same_inputs(op, i) & ~(1 << i);
@@ -14916,23 +14900,17 @@ LI_HOT bool li_op_give(luna_op *op, luna_status *status) {
 }
 LI_HOT bool li_op_backward(luna_op *op, luna_status *status) {
   const int reads = li_ops[op->kind].reads;
-  luna_op *waiting = op->own->waiting, both;
-  bool reached = waiting != NULL;
+  bool reached = false;
   *status = LUNA_OK;
   for (int i = 0; i < op->outputs; i++) reached = reached || op->out[i]->own->has_grad;
-  if (reached && li_op_waits(op)) return true;
-  for (int i = 0; i < op->outputs && reached && !waiting; i++) {
+  for (int i = 0; i < op->outputs && reached; i++) {
     if (!li_grad_take(op->ctx, op->out[i], false)) return false;
     if (!(reads & LUNA_READS_OUT(i))) li_result_done(op->out[i]);
   }
   if (reached) for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && (reads & LUNA_READS_IN(i)) && !li_recompute_data(op->in[i], status)) return false;
-  const bool joint = waiting && li_joint(waiting, op, &both);
-  if (joint) op->ctx->backend->op[both.kind].query(&both);
-  if (reached && !li_op_give(joint ? &both : op, status)) return false;
+  if (reached && !li_op_give(op, status)) return false;
   li_op_done(op);
-  if (waiting) li_op_done(waiting);
-  op->own->waiting = NULL;
   return *status == LUNA_OK;
 }
 
@@ -15014,7 +14992,6 @@ LI_FN luna_status li_reserve_backward(luna_tensor *loss) {
     for (int i = 0; i < op->inputs; i++) li_unwalk(op->in[i]);
     for (int i = 0; i < op->outputs; i++) li_unwalk(op->out[i]);
     op->own->readers = 0;
-    op->own->waiting = NULL;
     if (!op->own->kept_again) continue;
     op->kept = NULL;
     op->own->kept_piece = NULL;
@@ -16359,26 +16336,6 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
 LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
   return t->ctx->backend->op[kind].forward != NULL;
 }
-#ifndef LUNA_NO_TRAIN
-/* Whether backward of two ops is that of one, which is made: of a cross-entropy and the linear op that made its many
-   logits, which are out[1] then. Their gradient is made and read by parts. */
-LI_HOT bool li_joint(const luna_op *reader, const luna_op *maker, luna_op *both) {
-  if (reader->kind != LUNA_OP_CROSS_ENTROPY || maker->kind != LUNA_OP_LINEAR) return false;
-  if (li_linear_changes(maker) || maker->in[3] || li_is_empty(maker)) return false;
-  if (li_last(maker->out[0]) <= LI_LOGIT_COLUMNS || !li_has_op(maker->in[0], LUNA_OP_LINEAR_CROSS_ENTROPY))
-    return false;
-  *both = *maker;
-  both->kind = LUNA_OP_LINEAR_CROSS_ENTROPY;
-  both->inputs = 3;
-  both->outputs = 2;
-  both->out[0] = reader->out[0];
-  both->out[1] = maker->out[0];
-  both->index = reader->index;
-  both->arg = reader->arg;
-  both->kept = reader->kept;
-  return true;
-}
-#endif
 LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x, luna_tensor *weight,
                                                  luna_tensor *bias, const int32_t *labels,
                                                  const luna_cross_entropy_config *config) {
@@ -18975,9 +18932,9 @@ LI_FN bool li_seq2seq_init(luna_seq2seq *model, luna_params *params) {
 }
 LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init: li_seq2seq_defaults, li_seq2seq_init */
 
-LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
-                                           const luna_input *target) {
-  static const char name[] = "luna_seq2seq_forward";
+/* what the logits are made of */
+LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
+                                       const char *name) {
   luna_ctx *ctx = li_encoder_ctx(model ? &model->encoder : NULL, source, name, "source");
   if (!ctx) return NULL;
   const li_reader to = li_reader_of(model->params, model->embedding, NULL, model->positions,
@@ -19005,8 +18962,22 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
     x = li_decoder_layer(&model->layers[i], &f);
     f.x = x = li_results_so_far(&inner, x, f.p);
   }
-  if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
-  return li_result(scope, luna_linear(x, model->output, NULL));
+  return li_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
+}
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
+                                           const luna_input *target) {
+  const luna_scope scope = luna_scope_begin(model ? li_ctx_of(model->params) : NULL);
+  luna_tensor *x = li_seq2seq_features(model, source, target, "luna_seq2seq_forward");
+  return li_result(scope, x ? luna_linear(x, model->output, NULL) : NULL);
+}
+LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
+                                        const int32_t *labels, const luna_cross_entropy_config *config) {
+  static const char name[] = "luna_seq2seq_loss";
+  const luna_scope scope = luna_scope_begin(model ? li_ctx_of(model->params) : NULL);
+  luna_tensor *x = li_seq2seq_features(model, source, target, name);
+  const int32_t *real = x && labels ? li_real_labels(x, target, labels, name) : NULL;
+  if (!x || (!real && labels)) return NULL;
+  return li_result(scope, li_linear_cross_entropy_loss(name, x, model->output, NULL, real, config));
 }
 /* ---------------------------------------------------------------------------------------------------------------------
    >>trainer: schedules and optimisers. Guarded by tests/trainer.c.

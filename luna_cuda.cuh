@@ -2358,7 +2358,7 @@ static void lunacu_cross_entropy_backward(luna_op *op) {
 }
 
 /* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
-   gradients are stored alone. Kept: as above. Backward: logits that are stored, as out[1], are not made again --- */
+   gradients are stored alone, and are made again in backward. Kept: as above --- */
 /* rows of a block: each reads and writes all of dW, so that they are many; of few rows a part, for the memory's sake */
 static int64_t lunacu_logit_rows(int64_t rows) { return lunacu_min(rows, lunacu_max(512, lunacu_min(rows / 4, 2048))); }
 static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t rows, float *logits) {
@@ -2398,15 +2398,14 @@ static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
 static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) {
   const luna_tensor *x = op->in[0], *w = op->in[1];
   const int64_t all = lunacu_rows(x), most = lunacu_logit_rows(all), in = lunacu_last(x), classes = w->shape[0];
-  const float *logits = op->outputs > 1 ? op->out[1]->data : NULL;
   char *at = (char *)op->workspace;
   float *block = lunacu_take(&at, most * classes);
   luna_status status = LUNA_OK;
   for (int64_t first = 0; first < all && status == LUNA_OK; first += most) {
     const int64_t rows = lunacu_min(all - first, most);
-    if (!logits) status = lunacu_logits_of(op, first, rows, block);
+    status = lunacu_logits_of(op, first, rows, block);
     if (status != LUNA_OK) break;
-    lunacu_logits_slopes(op, first, rows, classes, logits ? logits + first * classes : block, block, false);
+    lunacu_logits_slopes(op, first, rows, classes, block, block, false);
     status = lunacu_linear_back(op, {block, x->data + first * in, w->data, x->grad ? x->grad + first * in : NULL,
                                      w->grad, lunacu_grad(op, 2), rows, in, classes, !lunacu_sets(op, 0), (float *)at});
   }

@@ -222,9 +222,9 @@ static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t 
 static progress bar;
 
 static luna_tensor *loss_of(const luna_seq2seq *model, const batch *b, float smoothing) {
-  luna_tensor *logits = luna_seq2seq_forward(model, &(luna_input){ b->source, b->lengths[0], b->rows, b->n, NULL },
-                                             &(luna_input){ b->given, b->lengths[1], b->rows, b->m, NULL });
-  return luna_cross_entropy(logits, b->labels, &(luna_cross_entropy_config){ .smoothing = smoothing });
+  return luna_seq2seq_loss(model, &(luna_input){ b->source, b->lengths[0], b->rows, b->n, NULL },
+                           &(luna_input){ b->given, b->lengths[1], b->rows, b->m, NULL }, b->labels,
+                           &(luna_cross_entropy_config){ .smoothing = smoothing });
 }
 
 static void show(const pair *p, span t) {

@@ -1740,6 +1740,15 @@ static void case_luna_seq2seq_init(void) {
   if (status == LUNA_OK) seq2seq(&model);
 }
 static void case_luna_seq2seq_forward(void) { seq2seq(&w->seq2seq); }
+static void case_luna_seq2seq_loss(void) {
+  const int64_t batch = small(), n = small(), m = small();
+  const int32_t *source = words(batch, n), *target = whole(spare_tokens, product(batch, m), VOCAB - 1),
+      *labels = labels_of(batch, m);
+  luna_cross_entropy_config c = {0};
+  c.smoothing = real(0.1f);
+  got_tensor(luna_seq2seq_loss(&w->seq2seq, input_of(source, lengths_of(batch, n), batch, n),
+                               input_of(target, lengths_of(batch, m), batch, m), labels, turn() ? NULL : &c), true);
+}
 static luna_file a_model_file(void) {
   size_t n;
   const void *bytes = bytes_of(&n);
@@ -2141,6 +2150,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_lm_forward) F(luna_encoder_init) F(luna_encoder_embed) F(luna_encoder_forward) F(luna_classifier_init) \
   F(luna_classifier_forward) F(luna_classifier_forward_pair) F(luna_classifier_pool) F(luna_masked_lm_init) \
   F(luna_masked_lm_forward) F(luna_masked_lm_loss) F(luna_mask_tokens) F(luna_seq2seq_init) F(luna_seq2seq_forward) \
+  F(luna_seq2seq_loss) \
   F(luna_load_model) F(luna_load_model_of) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_apollo) \
   F(luna_optimizer_add_group) \
   F(luna_optimizer_step) F(luna_optimizer_advance) F(luna_optimizer_apply) F(luna_optimizer_set_lr) \
@@ -2461,6 +2471,8 @@ static void null_forwards(void) {
   NONE(luna_masked_lm, luna_masked_lm_loss(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, tokens));
   NONE(luna_seq2seq, luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL },
                                           &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  NONE(luna_seq2seq, luna_seq2seq_loss(none, &(luna_input){ tokens, NULL, 1, 2, NULL },
+                                       &(luna_input){ tokens, NULL, 1, 2, NULL }, tokens, NULL));
 }
 static void null_inits(void) {
   const luna_init odd = {LUNA_INIT_XAVIER, NAN};

@@ -171,6 +171,44 @@ static void check_seq2seq_forward(void) {
   luna_close(t.ctx);
 }
 
+/* the loss, whose logits are not stored: that of luna_cross_entropy on luna_seq2seq_forward, with its gradients */
+static void check_seq2seq_loss(void) {
+  enum { WORDS = 1100, ROWS = 2 * 6, VALUES = 1 + WORDS * 16 };
+  static const int32_t source_lengths[2] = {5, SOURCE}, target_lengths[2] = {3, 6};
+  const luna_cross_entropy_config smooth = {.smoothing = 0.1f};
+  luna_seq2seq_config config = {.vocab = VOCAB, .target_vocab = WORDS};
+  config.encoder.layers = 1;
+  config.encoder.layer = (luna_layer_config){.dim = 16, .heads = 2, .ffn = 16, .memory = 3};
+  int32_t *source = common_tokens(2 * SOURCE, 87, VOCAB), *target = common_tokens(ROWS, 88, WORDS),
+      *labels = common_tokens(ROWS, 89, WORDS), *real = common_tokens(ROWS, 89, WORDS);
+  const luna_input from = {source, source_lengths, 2, SOURCE, NULL}, to = {target, target_lengths, 2, 6, NULL};
+  float *out[2] = {common_floats(VALUES), common_floats(VALUES)};
+  size_t peak[2];
+  for (int i = 0; i < ROWS; i++) if (i % 6 >= target_lengths[i / 6]) real[i] = -1;
+  for (int stored = 0; stored < 2; stored++) {
+    translator t;
+    if (translator_open(&t, &config, 90)) {
+      luna_begin_step(t.ctx);
+      luna_tensor *loss = stored ? luna_cross_entropy(luna_seq2seq_forward(&t.model, &from, &to), real, &smooth)
+                                 : luna_seq2seq_loss(&t.model, &from, &to, labels, &smooth);
+      CHECK(luna_backward(loss) == LUNA_OK, "a loss of many words: %s", luna_error(t.ctx));
+      out[stored][0] = luna_item(loss);
+      CHECK(luna_read_grad(t.model.embedding, out[stored] + 1) == LUNA_OK, "its gradient: %s", luna_error(t.ctx));
+      luna_begin_step(t.ctx);
+      refused(t.ctx, !luna_seq2seq_loss(&t.model, &from, &to, NULL, NULL), NULL_ARGUMENT, "no labels");
+      luna_begin_step(t.ctx);
+      labels[2] = WORDS;
+      refused(t.ctx, !luna_seq2seq_loss(&t.model, &from, &to, labels, NULL), LABEL_RANGE, "a label that is no word");
+      labels[2] = real[2];
+    }
+    peak[stored] = luna_memory(t.ctx).peak;
+    luna_close(t.ctx);
+  }
+  test_close("luna_seq2seq_loss", out[0], out[1], VALUES, 2e-6);
+  CHECK(peak[0] < peak[1], "logits that are not stored: %zu bytes, stored: %zu", peak[0], peak[1]);
+  free(source), free(target), free(labels), free(real), free(out[0]), free(out[1]);
+}
+
 /* ---- searches: against the same rules in the plainest form, over luna_seq2seq_forward ---- */
 enum { MAX = 9, BEGIN = 1, END = 2 };
 typedef struct hypothesis {
@@ -524,6 +562,7 @@ static void check_translation(void) {
     for (int64_t beam = 1; beam <= 3; beam += 2) check_decoder_stream(v, beam, (v + beam / 2) % 2);
   check_decoder_state();
   check_seq2seq_forward();
+  check_seq2seq_loss();
   for (int v = 0; v < 16; v += 3) check_greedy(v);
   check_searches(5, 93), check_searches(2, 94), check_searches(8, 95);
   for (uint64_t seed = 96; seed < 100; seed++) check_exhaustive(seed);
