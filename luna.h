@@ -102,15 +102,16 @@
      two. In training some inner tensors therefore stay readable until luna_backward, but only luna_keep promises it:
      call it for hidden values to look at, or to hand out of an attention hook. Functions of your own:
      luna_scope_begin, luna_scope_end.
-     luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
-     result after its last use unless luna_require_grad asked for it. luna_linear_cross_entropy and the models' losses
+     luna_backward releases the gradient of an op's result after its last use unless luna_require_grad asked for it.
+     Where it fails, as memory ends, the gradients of all parameters become zero, and accumulation starts again. luna_linear_cross_entropy and the models' losses
      store neither the logits of more than 1024 classes nor their gradient; luna_cross_entropy of such logits stores
      both. Folded Luna layers (luna_form) keep 2 dim + ffn floats a token for backward, or 2 dim with the
      feed-forward recomputed (layer.recompute trades time for memory and changes no bit). Several rounds of begin,
      forward and luna_backward before one optimiser step accumulate.
 
    ERRORS
-     Nothing aborts or prints, and a failed call leaves every object as it was. Where luna_open returns null,
+     Nothing aborts or prints, and a failed call leaves every object as it was, but luna_backward, which zeroes the
+     gradients. Where luna_open returns null,
      options.error says why. A failed op returns null, and ops given null return null. luna_error_status(ctx) is the
      status of the first failure since the last begin. luna_error(ctx) is a sentence that names the call, the sizes and
      the remedy, and luna_error_id_of(ctx) its id in LUNA_ERRORS, for programs that act on one: those of the first
@@ -397,6 +398,8 @@ LUNA_API int luna_version(void);
     "not made after luna_begin_step") \
   X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
     "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
+  X(BACKWARD_MEMORY, OUT_OF_MEMORY, "luna_backward: no memory for %d more bytes (%d in use). All gradients are zero " \
+    "again, those of earlier rounds too: begin, and accumulate from the first round") \
   X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
     "luna_profile_resume and luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
@@ -768,8 +771,9 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 
 #ifndef LUNA_NO_TRAIN
 /* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin.
-   All the memory it needs is taken before anything is added: without it no gradient has changed, and the step may be
-   made again. */
+   Where memory ends half-way, parameters and moments stay, the gradients of all parameters become zero, and
+   luna_optimizer_step refuses until the next luna_backward: rounds that were accumulated are to be made again. A context
+   that measures says beforehand what is needed. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
 
@@ -10594,7 +10598,6 @@ typedef struct li_op_state {
   int64_t number;                    /* on the tape */
   luna_op *recompute_from;           /* of the newest op of a recomputed scope: its oldest */
   struct li_piece *kept_piece;    /* where kept lies */
-  bool kept_again;                   /* kept was taken while luna_backward only counted memory */
   uint8_t depth;                     /* of the cheap ops that compute its result again: li_op_depth */
   int readers;                       /* of its result, among the ops that are now computed again */
   int scope;                         /* its row in a profile */
@@ -10607,15 +10610,12 @@ typedef struct li_tensor_state {
   luna_tensor *older;                /* the tensor made before this one in the step */
   int64_t offset;                    /* a view's first element within base */
   struct li_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends */
-  struct li_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free */
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
   bool ended;                        /* its step is over: it is released, and points to nothing */
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   bool has_grad;                     /* backward has reached it (grad stays null in a context that measures) */
   bool given, borrowed;              /* of a parameter: its values are no longer its init's; they are another's */
-  /* the next of the parameters whose first gradient luna_backward has just allocated */
-  luna_tensor *reserved;
   const struct li_cut *part;      /* of which whole it is this rank's part; null: it is whole */
 } li_tensor_state;
 /* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
@@ -10690,9 +10690,8 @@ struct luna_ctx {
   bool training;
   bool recomputing;                  /* the step has recomputed scopes: constants that ops of the tape read stay */
   bool paused;                       /* training, but nothing joins the tape: a stream is opened */
-  bool reserving;                    /* the first walk of luna_backward: memory is counted, nothing is computed */
+  bool reserving;                    /* a stream's opening: memory is counted, nothing is computed */
   bool differentiated;               /* luna_backward has succeeded since begin */
-  luna_tensor *reserved;             /* parameters whose first gradient that walk has allocated */
   bool stepped;                      /* an optimiser has made its step since begin */
   uint64_t reported;                 /* skipped steps that options.log has had */
   /* the first failure since begin; that of the last call which returned a status */
@@ -11064,14 +11063,6 @@ LI_HOT void *li_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
-/* Ensures that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, as a following
-   one holds them all. */
-LI_FN bool li_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
-  if (!li_room(ctx, size)) return false;
-  if (size == 0 || ctx->options.measure || ctx->options.block || (remote && LI_SEPARATE)) return true;
-  return li_chunk_for(ctx, remote, size, 0) != NULL;
-}
-
 LI_INLINE size_t li_bump_size(bool data, size_t bytes) {
   const size_t align = data ? LI_ALIGN : 16;
   return (bytes + align - 1) & ~(align - 1);
@@ -14591,7 +14582,6 @@ LI_HOT bool li_op_run(luna_op *op, luna_status *status) {
   if (op->kept_size > 0 && !op->own->kept_piece) {
     if ((op->own->kept_piece = li_piece_take(ctx, op->kept_size)) == NULL) return false;
     op->kept = li_piece_at(ctx, op->own->kept_piece);
-    op->own->kept_again = ctx->reserving;
   }
   if (op->workspace_size > 0 && !li_pieces_split(ctx))
     return li_op_run_in_step(op, false, status) && *status == LUNA_OK;
@@ -14733,11 +14723,7 @@ LI_HOT bool li_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
                  li_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
     owner->own->has_grad = true;
-    if (owner->parameter) {
-      owner->own->reserved = ctx->reserved;
-      ctx->reserved = owner;
-    }
-    if (memory && !set && !ctx->reserving && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
+    if (memory && !set && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
   }
   t->own->has_grad = true;
   if (t->base && owner->grad) t->grad = owner->grad + t->own->offset;
@@ -14843,24 +14829,16 @@ LI_HOT bool li_is_new(const luna_tensor *t) {
   return t->needs_grad && !t->own->has_grad && t->own->maker && !t->own->keep_grad;
 }
 
-/* Releases a result's data when all that read it have run their backward, unless somebody else may want them. The walk
-   that only counts memory gives back what it did not compute again itself, and takes it again when it is over. */
+/* Releases a result's data when all that read it have run their backward, unless somebody else may want them. */
 LI_HOT void li_result_done(luna_tensor *t) {
-  if (t->own->keep_data || !t->own->data_piece || !(t->own->recomputed || t->own->internal)) return;
-  if (t->own->recomputed || !t->ctx->reserving) {
-    li_release(t);
-    return;
-  }
-  t->own->given_piece = t->own->data_piece;
-  li_piece_give(t->ctx, &t->own->data_piece);
+  if (t->own->keep_data || !t->own->data_piece) return;
+  if (t->own->recomputed || t->own->internal) li_release(t);
 }
-/* What nothing reads any more once an op's backward is over: its results' gradients and data, and what it kept, which
-   the walk that only counts memory leaves to the next. */
+/* Releases what nothing reads any more once an op's backward is over: its results' gradients and data, and what it
+   kept. */
 LI_HOT void li_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
-  li_piece *kept = op->own->kept_piece;
-  li_piece_give(ctx, &kept);
-  if (!ctx->reserving) op->own->kept_piece = NULL;
+  li_piece_give(ctx, &op->own->kept_piece);
   for (int i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
     li_result_done(out);
@@ -14914,12 +14892,15 @@ LI_HOT bool li_op_backward(luna_op *op, luna_status *status) {
   return *status == LUNA_OK;
 }
 
+LI_FN luna_status li_fail_backward(luna_ctx *ctx, size_t bytes) {
+  return li_fail_status(ctx, LUNA_ERROR_BACKWARD_MEMORY, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
+}
 LI_FN luna_status li_walk_failed(luna_ctx *ctx, const luna_op *op, luna_status status) {
   char name[64];
   size_t bytes = op->backward_workspace_size;
   for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && op->in[i]->needs_grad) bytes += (size_t)luna_count(op->in[i]) * sizeof(float);
-  if (status == LUNA_OK) return li_fail_memory(ctx, "luna_backward", bytes);
+  if (status == LUNA_OK) return li_fail_backward(ctx, bytes);
   li_print(name, sizeof name, "luna_backward of %s", luna_op_name(op->kind));
   return li_backend_result(ctx, name, status);
 }
@@ -14930,7 +14911,7 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
   luna_op *again = NULL;        /* the oldest op of the outermost recomputed scope under way */
-  if (!li_grad_take(ctx, loss, true)) return li_fail_memory(ctx, "luna_backward", sizeof(float));
+  if (!li_grad_take(ctx, loss, true)) return li_fail_backward(ctx, sizeof(float));
   if (li_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (li_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
   if (status != LUNA_OK) return li_backend_result(ctx, "luna_backward", status);
@@ -14945,69 +14926,7 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
   return LUNA_OK;
 }
 
-/* a tensor of the tape as it was before a walk that computed nothing */
-LI_HOT void li_unwalk(luna_tensor *t) {
-  if (!t || t->parameter) return;
-  li_unwalk(t->base);
-  t->grad = NULL;
-  t->own->grad_piece = NULL;
-  t->own->has_grad = false;
-  if (t->own->given_piece) t->own->data_piece = t->own->given_piece;
-  t->own->given_piece = NULL;
-  if (!t->own->recomputed) return;
-  t->data = NULL;
-  t->own->data_piece = NULL;
-  t->own->released = true;
-  t->own->recomputed = false;
-}
-
-/* Walks the tape once without computing, to take all the memory that the walk which computes will need, first gradients
-   of parameters included: they stay, zero. On failure nothing has changed. */
-LI_FN luna_status li_reserve_backward(luna_tensor *loss) {
-  luna_ctx *ctx = loss->ctx;
-  const li_mark mark = li_step_mark(ctx);
-  const li_persistent_mark persistent = li_persistent(ctx);
-  const size_t peak = ctx->peak;
-  size_t need[2];
-  li_piece *const pieces = li_pieces_list(ctx), *piece, *next;
-  for (piece = pieces; piece; piece = next) {
-    piece->below = next = piece->by_size[1];
-    li_piece_insert(ctx, piece);
-  }
-  for (int i = 0; i < 2; i++) ctx->arena[i].step_peak = mark.bytes[i];
-  ctx->reserved = NULL;
-  ctx->reserving = true;
-  luna_status status = li_walk_back(loss);
-  ctx->reserving = false;
-  for (int i = 0; i < 2; i++) {
-    need[i] = ctx->arena[i].step_peak - mark.bytes[i];
-    ctx->arena[i].step_peak = persistent.arena[i].step_peak;
-  }
-  ctx->peak = peak;                  /* what the second walk takes is counted there */
-  ctx->pieces = NULL;
-  li_step_rewind(ctx, mark);
-  for (piece = pieces; piece; piece = piece->below) li_piece_insert(ctx, piece);
-  li_unwalk(loss);
-  for (luna_op *op = ctx->tape; op; op = op->own->previous) {
-    for (int i = 0; i < op->inputs; i++) li_unwalk(op->in[i]);
-    for (int i = 0; i < op->outputs; i++) li_unwalk(op->out[i]);
-    op->own->readers = 0;
-    if (!op->own->kept_again) continue;
-    op->kept = NULL;
-    op->own->kept_piece = NULL;
-    op->own->kept_again = false;
-  }
-  if (status == LUNA_OK && !(li_step_reserve(ctx, false, need[0]) && li_step_reserve(ctx, true, need[1])))
-    status = li_fail_memory(ctx, "luna_backward", need[0] + need[1]);
-  if (status == LUNA_OK) return LUNA_OK;
-  for (; ctx->reserved; ctx->reserved = ctx->reserved->own->reserved) {
-    ctx->reserved->grad = NULL;
-    ctx->reserved->own->has_grad = false;
-  }
-  li_persistent_rewind(ctx, persistent);
-  return status;
-}
-
+LI_FN void li_gradients_forget(luna_ctx *ctx);
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss ? loss->ctx : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -15017,11 +14936,13 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (li_owner(loss)->own->released) return li_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
   if (ctx->differentiated) return li_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad) return li_fail_status(ctx, LUNA_ERROR_NO_TAPE);
-  luna_status status = li_reserve_backward(loss);
-  if (status == LUNA_OK) status = li_walk_back(loss);
+  luna_status status = li_walk_back(loss);
   if (status == LUNA_OK) status = ctx->status; /* of a call between ranks */
-  if (status != LUNA_OK) return status;
   ctx->tape = NULL;
+  if (status != LUNA_OK) {
+    li_gradients_forget(ctx);
+    return status;
+  }
   ctx->differentiated = true;
   ctx->backwards++;
   return LUNA_OK;
@@ -19023,6 +18944,12 @@ struct luna_optimizer {
   bool swapped;                      /* parameters and averages have changed places */
   luna_optimizer *next;              /* of the context */
 };
+/* after a backward that failed half-way: no gradient is only a part, and no optimiser steps by what is left */
+LI_FN void li_gradients_forget(luna_ctx *ctx) {
+  for (const luna_params *set = ctx->newest; set; set = set->older)
+    (void)luna_params_zero_grad((luna_params *)(uintptr_t)set);
+  for (luna_optimizer *o = ctx->optimizers; o; o = o->next) o->backwards = ctx->backwards;
+}
 
 LI_FN bool li_group_fits(const luna_param_group *group, const li_trained *t) {
   return (!group->name || strstr(t->name, group->name)) && (group->max_rank <= 0 || t->tensor->rank <= group->max_rank);
