@@ -248,7 +248,7 @@
      2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>sparse >>unpack
                           >>causal >>table >>dispatch >>status >>functions >>safetensors >>threads >>context >>ranks
                           >>backend >>profile >>tensors >>params >>past >>ops >>metadata >>layers >>models >>trainer
-                          >>checkpoints >>stream >>sampling >>beam */
+                          >>checkpoints >>stream >>sampling >>decoder */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -1853,20 +1853,14 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
    b): the sources are encoded and packed here, once, and then a token costs the same at any length. Begins an inference
    on the model's context. beam: 0 = 1. */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
-typedef struct luna_beam_config {
+typedef struct luna_generate_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
-  int64_t beam;                      /* 0 = 1, greedy */
   int64_t max_length;                /* tokens of a result, its end not counted; 0 = 2 n + 10 */
-  /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
-  float length_penalty;
-  /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
-  bool exhaustive;
-} luna_beam_config;
-/* Translates by greedy or beam search: source [batch,n] -> out [batch,max_length] with out_lengths [batch], without
-   begin and end, and their scores [batch], or null. */
+} luna_generate_config;
+/* Translates by greedy decoding, each token the likeliest one: source [batch,n] -> out [batch,max_length] with
+   out_lengths [batch], without begin and end. Beam search is in examples/luna_beam.h. */
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
-                                           const luna_beam_config *config, int32_t *out, int32_t *out_lengths,
-                                           float *scores);
+                                           const luna_generate_config *config, int32_t *out, int32_t *out_lengths);
 
 #endif
 #endif /* LI_STREAM_H */
@@ -21689,7 +21683,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>beam: a decoder's stream, and beam search. Guarded by tests/translation.c.
+   >>decoder: a decoder's stream, and greedy decoding. Guarded by tests/translation.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
 /* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
@@ -21763,159 +21757,91 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   return li_seq2seq_stream(model, source, beam == 0 ? 1 : beam, "luna_seq2seq_stream_open");
 }
 
-/* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first
-   `beam` is a result --- */
-typedef struct li_candidate { double score; int64_t row; int32_t token; } li_candidate;
-typedef struct li_beam {
-  luna_beam_config search;
+/* --- greedy decoding --- */
+typedef struct li_decoding {
+  luna_generate_config config;
   int64_t batch, vocab, stride;      /* stride: of the caller's rows */
-  double penalty;
-  double *score, *best;              /* [batch beam] of the unfinished; [batch] best results, normalised */
-  int32_t *tokens, *next;            /* [batch beam, max_length] the unfinished, and their copies in the next order */
-  int32_t *last, *from, *finished;   /* [batch beam] twice; [batch] */
-  li_candidate *candidates;       /* [2 beam] */
+  int32_t *last;                     /* [batch] tokens of the next step */
   int32_t *out, *out_lengths;        /* the caller's */
-} li_beam;
+} li_decoding;
 
-LI_FN double li_log_sum(const float *x, int64_t n) {
-  double max = (double)x[0], sum = 0;
-  for (int64_t i = 1; i < n; i++) if ((double)x[i] > max) max = (double)x[i];
-  for (int64_t i = 0; i < n; i++) sum += (double)li_exp1_scalar((float)((double)x[i] - max));
-  return max + log(sum);
-}
-/* finds the likeliest continuations of source b's rows, best first; returns how many */
-LI_FN int64_t li_beam_candidates(li_beam *s, int64_t b, const float *logits, int64_t length) {
-  const int64_t room = 2 * s->search.beam, rows = length == 0 ? 1 : s->search.beam;
-  int64_t count = 0, at;
-  for (int64_t row = b * s->search.beam; row < b * s->search.beam + rows; row++) {
-    const float *x = logits + row * s->vocab;
-    const double base = s->score[row] - li_log_sum(x, s->vocab);
-    for (int64_t token = 0; token < s->vocab; token++) {
-      const double score = base + (double)x[token];
-      if (!(score > (double)-INFINITY) || (length == s->search.max_length && token != s->search.end) ||
-          (count == room && score <= s->candidates[count - 1].score)) continue;
-      if (count < room) count++;
-      for (at = count - 1; at > 0 && s->candidates[at - 1].score < score; at--)
-        s->candidates[at] = s->candidates[at - 1];
-      s->candidates[at].score = score;
-      s->candidates[at].row = row;
-      s->candidates[at].token = (int32_t)token;
-    }
-  }
-  return count;
-}
-LI_FN void li_beam_finish(li_beam *s, int64_t b, const li_candidate *c, int64_t length) {
-  const double score = c->score / pow((double)(length + 1), s->penalty);
-  if (s->finished[b]++ && score <= s->best[b]) return;
-  s->best[b] = score;
-  s->out_lengths[b] = (int32_t)length;
-  memcpy(s->out + b * s->stride, s->tokens + c->row * s->search.max_length, (size_t)length * sizeof(int32_t));
-}
-/* one step of source b; false when it is finished */
-LI_FN bool li_beam_step(li_beam *s, int64_t b, const float *logits, int64_t length) {
-  const int64_t beam = s->search.beam, max = s->search.max_length, count = li_beam_candidates(s, b, logits, length);
-  int64_t i, kept = 0;
-  for (i = 0; i < count && kept < beam; i++) {
-    const li_candidate *c = &s->candidates[i];
-    const int64_t row = b * beam + kept;
-    if (c->token == s->search.end) {
-      if (i < beam) li_beam_finish(s, b, c, length);
-      continue;
-    }
-    memcpy(s->next + row * max, s->tokens + c->row * max, (size_t)length * sizeof(int32_t));
-    s->next[row * max + length] = s->last[row] = c->token;
-    s->from[row] = (int32_t)c->row;
-    kept++;
-  }
-  for (kept = 0, i = 0; i < count && kept < beam; i++)
-    if (s->candidates[i].token != s->search.end) s->score[b * beam + kept++] = s->candidates[i].score;
-  for (i = kept; i < beam; i++) s->score[b * beam + i] = (double)-INFINITY;
-  if (kept == 0 || (!s->search.exhaustive && s->finished[b] >= beam)) return false;
-  return !s->finished[b] || !s->search.exhaustive || s->score[b * beam] / pow((double)(max + 1), s->penalty) >
-      s->best[b];
-}
-
-/* lays its arrays out from `base` (null: only counts) and returns their bytes */
-LI_FN size_t li_beam_lay_out(li_beam *s, char *base) {
-  const int64_t rows = s->batch * s->search.beam, tokens = rows * s->search.max_length;
-  size_t used = 0;
-  s->score = (double *)li_stream_take(base, &used, rows, sizeof(double));
-  s->best = (double *)li_stream_take(base, &used, s->batch, sizeof(double));
-  s->tokens = (int32_t *)li_stream_take(base, &used, tokens, sizeof(int32_t));
-  s->next = (int32_t *)li_stream_take(base, &used, tokens, sizeof(int32_t));
-  s->last = (int32_t *)li_stream_take(base, &used, rows, sizeof(int32_t));
-  s->from = (int32_t *)li_stream_take(base, &used, rows, sizeof(int32_t));
-  s->finished = (int32_t *)li_stream_take(base, &used, s->batch, sizeof(int32_t));
-  s->candidates = (li_candidate *)li_stream_take(base, &used, 2 * s->search.beam, sizeof(li_candidate));
-  return used;
-}
-
-LI_FN bool li_beam_good(luna_ctx *ctx, const li_beam *s, const luna_input *source) {
+LI_FN bool li_decoding_good(luna_ctx *ctx, const li_decoding *d, const luna_input *source) {
   const char *name = "luna_seq2seq_generate";
-  const luna_beam_config *c = &s->search;
-  if (!li_in(ctx, name, "source->batch", source->batch, 1, LI_MAX_COUNT) ||
-      !li_in(ctx, name, "source->n", source->n, 0, LI_MAX_COUNT) ||
-      !li_in(ctx, name, "beam", c->beam, 1, li_min(s->vocab, LI_MAX_COUNT / source->batch)) ||
-      !li_in(ctx, name, "max_length", c->max_length, 1, LI_MAX_COUNT / source->batch / c->beam) ||
-      !li_in(ctx, name, "begin", c->begin, 0, s->vocab - 1) || !li_in(ctx, name, "end", c->end, 0, s->vocab - 1))
-    return false;
-  if (!li_is_finite(c->length_penalty))
-    li_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "length_penalty", (double)c->length_penalty);
-  return li_is_finite(c->length_penalty);
+  const luna_generate_config *c = &d->config;
+  return li_in(ctx, name, "source->batch", source->batch, 1, LI_MAX_COUNT) &&
+         li_in(ctx, name, "source->n", source->n, 0, LI_MAX_COUNT) &&
+         li_in(ctx, name, "max_length", c->max_length, 1, LI_MAX_COUNT / source->batch) &&
+         li_in(ctx, name, "begin", c->begin, 0, d->vocab - 1) && li_in(ctx, name, "end", c->end, 0, d->vocab - 1);
 }
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
-                                           const luna_beam_config *config, int32_t *out, int32_t *out_lengths,
-                                           float *scores) {
-  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  li_beam s;
-  luna_status status = LUNA_OK;
-  int64_t b;
-  if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!source) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_seq2seq_generate", "source");
-  const int64_t batch = source->batch;
-  memset(&s, 0, sizeof s);
-  if (config) s.search = *config;
-  if (s.search.beam == 0) s.search.beam = 1;
-  if (s.search.max_length == 0) s.search.max_length = li_checked(2, source->n) + 10; /* negative n: an error below */
-  s.stride = s.search.max_length;
-  if (model->positions) s.search.max_length = li_min(s.search.max_length, model->config.max_target_length - 1);
-  s.batch = batch;
-  s.vocab = model->config.target_vocab;
-  s.penalty = s.search.length_penalty == 0 ? 1 : s.search.length_penalty < 0 ? 0 : (double)s.search.length_penalty;
-  s.out = out;
-  s.out_lengths = out_lengths;
-  if (!li_is_given(ctx, "luna_seq2seq_generate", "config, out or out_lengths", config && out && out_lengths) ||
-      !li_beam_good(ctx, &s, source)) return ctx->last_status;
-  luna_stream *stream = li_seq2seq_stream(model, source, s.search.beam, "luna_seq2seq_generate");
-  if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
-  const size_t bytes = li_beam_lay_out(&s, NULL);
-  void *memory;
-  if (li_step(ctx, bytes, false, &memory)) {
-    memset(memory, 0, bytes);
-    (void)li_beam_lay_out(&s, (char *)memory);
-  } else status = li_fail_memory(ctx, "luna_seq2seq_generate", bytes);
-  for (int64_t i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
-  for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
-  for (int64_t going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
-    const float *logits = luna_stream_step(stream, s.last);
-    if (!logits && stream->ctx.status != LUNA_OK) status = li_stream_report(ctx, stream, "luna_seq2seq_generate");
-    else if (!logits)
-      status = li_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, "luna_seq2seq_generate", luna_stream_error(stream));
-    for (going = 0, b = 0; b < batch && logits; b++) {
-      const int64_t first = b * s.search.beam;
-      for (int64_t i = first; i < first + s.search.beam; i++) s.from[i] = (int32_t)i;
-      if (s.finished[b] >= 0 && !li_beam_step(&s, b, logits, length)) {
-        if (s.finished[b] == 0) status = li_fail_status(ctx, LUNA_ERROR_LOGITS_NOT_FINITE, b);
-        s.finished[b] = -1;
-      }
-      going += s.finished[b] >= 0;
+
+/* Adds to each sequence that has not ended the likeliest token. Returns how many have not ended then, or -1. */
+LI_FN int64_t li_decode_step(luna_ctx *ctx, li_decoding *d, const float *logits, int64_t length) {
+  int64_t going = 0;
+  for (int64_t b = 0; b < d->batch; b++) {
+    if (d->out_lengths[b] < length) continue;
+
+    const float *x = logits + b * d->vocab;
+    const int32_t token = luna_sample(x, d->vocab, NULL);
+    if (token < 0 || !li_is_finite(x[token])) {
+      li_fail_status(ctx, LUNA_ERROR_LOGITS_NOT_FINITE, b);
+      return -1;
     }
-    int32_t *swap = s.tokens;
-    s.tokens = s.next;
-    s.next = swap;
-    if (status == LUNA_OK && going > 0) luna_stream_reorder(stream, s.from);
+
+    d->last[b] = token;
+    if (token == d->config.end) continue;
+    d->out[b * d->stride + length] = token;
+    d->out_lengths[b]++;
+    going++;
   }
-  if (scores) for (b = 0; b < batch && status == LUNA_OK; b++) scores[b] = (float)s.best[b];
+  return going;
+}
+
+LI_FN luna_status li_decode(luna_ctx *ctx, li_decoding *d, luna_stream *stream) {
+  const char *name = "luna_seq2seq_generate";
+  int64_t going = d->batch;
+  const size_t bytes = (size_t)d->batch * sizeof *d->last;
+  void *last;
+  if (!li_step(ctx, bytes, false, &last)) return li_fail_memory(ctx, name, bytes);
+  d->last = (int32_t *)last;
+
+  for (int64_t b = 0; b < d->batch; b++) {
+    d->last[b] = d->config.begin;
+    d->out_lengths[b] = 0;
+  }
+  for (int64_t length = 0; going > 0 && length < d->config.max_length; length++) {
+    const float *logits = luna_stream_step(stream, d->last);
+    if (!logits && stream->ctx.status != LUNA_OK) return li_stream_report(ctx, stream, name);
+    if (!logits) return li_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, luna_stream_error(stream));
+
+    going = li_decode_step(ctx, d, logits, length);
+    if (going < 0) return ctx->last_status;
+  }
+  return LUNA_OK;
+}
+
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
+                                           const luna_generate_config *config, int32_t *out, int32_t *out_lengths) {
+  const char *name = "luna_seq2seq_generate";
+  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  li_decoding d;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!li_is_given(ctx, name, "source", source != NULL) ||
+      !li_is_given(ctx, name, "config, out or out_lengths", config && out && out_lengths)) return ctx->last_status;
+
+  memset(&d, 0, sizeof d);
+  d.config = *config;
+  if (d.config.max_length == 0) d.config.max_length = li_checked(2, source->n) + 10; /* negative n: an error below */
+  d.stride = d.config.max_length;
+  if (model->positions) d.config.max_length = li_min(d.config.max_length, model->config.max_target_length - 1);
+  d.batch = source->batch;
+  d.vocab = model->config.target_vocab;
+  d.out = out;
+  d.out_lengths = out_lengths;
+  if (!li_decoding_good(ctx, &d, source)) return ctx->last_status;
+
+  luna_stream *stream = li_seq2seq_stream(model, source, 1, name);
+  if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
+  const luna_status status = li_decode(ctx, &d, stream);
   luna_stream_close(stream);
   return status;
 }

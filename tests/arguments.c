@@ -2053,19 +2053,15 @@ static void case_luna_seq2seq_stream_open(void) {
 }
 static void case_luna_seq2seq_generate(void) {
   static int32_t out[NUMBERS], out_lengths[NUMBERS];
-  luna_beam_config search = {0};
+  luna_generate_config search = {0};
   const int64_t batch = small(), n = small();
   const int32_t *source = words(batch, n);
   search.begin = number(1), search.end = number(2);
-  search.beam = size(pick(3));
   search.max_length = size(pick(4));
-  search.length_penalty = real(0);
-  search.exhaustive = coin();
   if (w->measure) hostile++;
   if (search.max_length < 1000 && batch < 100)
     got_status(luna_seq2seq_generate(turn() ? NULL : &w->seq2seq, input_of(source, lengths_of(batch, n), batch, n),
-        turn() ? NULL : &search, turn() ? NULL : out, turn() ? NULL : out_lengths,
-            coin() ? NULL : room), false);
+        turn() ? NULL : &search, turn() ? NULL : out, turn() ? NULL : out_lengths), false);
 }
 
 /* ==== backend ==== */
@@ -2373,10 +2369,10 @@ static void known_scratch(void) {
          luna_causal_product_scratch(NULL) == 0, "scratch for nothing");
 }
 static void known_generate(void) {    /* 2 n + 10 */
-  const luna_beam_config search = {.begin = 0, .end = 1};
+  const luna_generate_config search = {.begin = 0, .end = 1};
   const luna_input source = {tokens, NULL, 1, INT64_MIN + 5, NULL};
   int32_t out[16], length[1];
-  expect(luna_seq2seq_generate(&w->seq2seq, &source, &search, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(),
+  expect(luna_seq2seq_generate(&w->seq2seq, &source, &search, out, length) == LUNA_BAD_ARGUMENT && sentence(),
          "an invalid source");
 }
 static void known_many(void) {        /* too many, the first missing */

@@ -3,6 +3,7 @@
    wall) and cuda.c. */
 #ifndef DEVICE_CHECKS_H
 #define DEVICE_CHECKS_H
+#include "examples/luna_beam.h"
 #include "op_cases.h"
 
 typedef struct device {
@@ -806,6 +807,7 @@ static void device_decoder(const device *d, int kind) {
   luna_params *params[2];
   luna_stream *s[2] = {NULL, NULL};
   luna_beam_config search = {0};
+  luna_generate_config greedy = {0};
   int32_t out[2][24], out_lengths[2][3];
   float score[2][3];
   bool good = true;
@@ -827,6 +829,7 @@ static void device_decoder(const device *d, int kind) {
   search.max_length = 8;
   search.begin = 0;
   search.end = 1;
+  greedy.end = 1, greedy.max_length = 8;
   memset(out, 0, sizeof out);
   for (int i = 0; i < 2; i++) {
     ctx[i] = device_open(i ? d : NULL, 3);
@@ -856,14 +859,19 @@ static void device_decoder(const device *d, int kind) {
       free(tokens);
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
-    for (int i = 0; i < 2; i++)
-      CHECK(luna_seq2seq_generate(&model[i], &(luna_input){ source, lengths, sources, 5, NULL }, &search, out[i],
-          out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU",
-              luna_error(ctx[i]));
-    CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 &&
-          memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise: %d tokens that "
-          "begin with %d, on the CPU %d with %d", kind, (int)out_lengths[1][0], (int)out[1][0], (int)out_lengths[0][0],
-          (int)out[0][0]);
+    for (int beam = 0; beam < 2; beam++) {
+      const luna_input words = { source, lengths, sources, 5, NULL };
+      for (int i = 0; i < 2; i++) {
+        const luna_status status =
+            beam ? luna_beam_search(&model[i], &words, &search, out[i], out_lengths[i], score[i]) :
+            luna_seq2seq_generate(&model[i], &words, &greedy, out[i], out_lengths[i]);
+        CHECK(status == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU", luna_error(ctx[i]));
+      }
+      CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 &&
+            memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise: %d tokens that "
+            "begin with %d, on the CPU %d with %d", kind, (int)out_lengths[1][0], (int)out[1][0],
+            (int)out_lengths[0][0], (int)out[0][0]);
+    }
     CHECK(common_error(score[1], score[0], sources, 1e-3) <= DEVICE_STREAM_LIMIT,
           "decoder %d: a translation's score is %g, on the CPU %g", kind, (double)score[1][0], (double)score[0][0]);
   }

@@ -51,15 +51,14 @@ static luna_status open_decoder(job_run *r, luna_stream **stream) {
                                                               &(luna_input){ r->tokens, lengths, 2, 9, NULL }, 2));
 }
 static luna_status translations(job_run *r, uint64_t *bits) {
-  int32_t out[2 * 12], out_lengths[2];
-  float scores[2];
-  luna_beam_config search = {0};
+  int32_t out[2 * 12] = {0}, out_lengths[2];
+  luna_generate_config search = {0};
   luna_stream *stream = NULL;
   luna_status status;
-  search.begin = 1, search.end = 2, search.beam = 3, search.max_length = 12;
+  search.begin = 1, search.end = 2, search.max_length = 12;
   JOB_TRY(status, luna_seq2seq_generate(&r->model.seq2seq, &(luna_input){ r->tokens, NULL, 2, 9, NULL }, &search, out,
-                                        out_lengths, scores));
-  *bits = job_hash(job_hash(*bits, scores, sizeof scores), out_lengths, sizeof out_lengths);
+                                        out_lengths));
+  *bits = job_hash(job_hash(*bits, out, sizeof out), out_lengths, sizeof out_lengths);
   if (status == LUNA_OK) JOB_TRY(status, open_decoder(r, &stream));
   if (status == LUNA_OK) *bits = job_hash(*bits, luna_stream_step(stream, r->tokens), 4 * VOCAB * sizeof(float));
   luna_stream_close(stream);

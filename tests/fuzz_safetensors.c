@@ -325,15 +325,14 @@ static void use_masked_lm(luna_ctx *ctx, const luna_masked_lm *model) {
 }
 static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
   int32_t out[2 * TOKENS], out_lengths[2];
-  luna_beam_config search = {0};
-  float scores[2];
+  luna_generate_config search = {0};
   example source, target;
-  search.beam = 2, search.max_length = TOKENS, search.end = model->config.target_vocab > 1;
+  search.max_length = TOKENS, search.end = model->config.target_vocab > 1;
   example_open(&source, model->config.vocab, model->config.encoder.features, 2);
   example_open(&target, model->config.target_vocab, 0, 2);
   target.input.lengths = NULL;
   ran(ctx, luna_seq2seq_forward(model, &source.input, &target.input), 2 * target.input.n, model->config.target_vocab);
-  HOLDS(luna_seq2seq_generate(model, &source.input, &search, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0],
+  HOLDS(luna_seq2seq_generate(model, &source.input, &search, out, out_lengths) == LUNA_OK || luna_error(ctx)[0],
         "no translation, and no sentence");
   free(source.features);
 }

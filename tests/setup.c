@@ -452,7 +452,7 @@ static void check_null_calls(void) {
   static const luna_encoder encoder;
   const int32_t tokens[4] = {1, 2, 3, 4};
   int32_t out[32], length[4];
-  const luna_beam_config search = {.begin = 0, .end = 1};
+  const luna_generate_config search = {.begin = 0, .end = 1};
   const luna_init normal = {LUNA_INIT_NORMAL, 1}, odd = {(luna_init_kind)77, 1}, nan = {LUNA_INIT_NORMAL, NAN};
   const luna_io none = {NULL, NULL, NULL, 0};
   const luna_param_group group = {.max_rank = 1};
@@ -495,9 +495,9 @@ static void check_null_calls(void) {
   CHECK(!luna_stream_open(NULL, NULL) && !luna_stream_open(&lm, NULL) &&
             !luna_seq2seq_stream_open(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, 1) &&
             !luna_seq2seq_stream_open(&seq2seq, &(luna_input){ tokens, NULL, 1, 4, NULL }, 1) &&
-            luna_seq2seq_generate(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, &search, out, length, NULL) ==
+            luna_seq2seq_generate(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, &search, out, length) ==
                 LUNA_BAD_ARGUMENT &&
-            luna_seq2seq_generate(&seq2seq, &(luna_input){ tokens, NULL, 1, 4, NULL }, &search, out, length, NULL) ==
+            luna_seq2seq_generate(&seq2seq, &(luna_input){ tokens, NULL, 1, 4, NULL }, &search, out, length) ==
                 LUNA_BAD_ARGUMENT,
         "streams of zeroed models");
   luna_begin_inference(ctx);

@@ -1,8 +1,9 @@
-/* The encoder-decoder: its stream against luna_seq2seq_forward, and searches against the same rules in the plainest
-   form. */
+/* The encoder-decoder: its stream against luna_seq2seq_forward; luna_seq2seq_generate, and the beam search of
+   examples/luna_beam.h, against the same rules in the plainest form. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "examples/luna_beam.h"
 #include "common.h"
 #include "models.h"
 
@@ -311,8 +312,8 @@ static void check_searches(int v, uint64_t seed) {
           memset(out, 0, sizeof out);
           snprintf(what, sizeof what, "model %d, beam %d, penalty %g%s", v, (int)beams[i], (double)penalties[j],
                    exhaustive ? ", exhaustive" : "");
-          CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length,
-                                      &score) == LUNA_OK, "%s: %s", what,
+          CHECK(luna_beam_search(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length,
+                                 &score) == LUNA_OK, "%s: %s", what,
                 luna_error(t.ctx));
           hypothesis expected = naive_search(&t, source, SOURCE, beams[i], MAX, penalty_of(penalties[j]), exhaustive);
           check_result(what, out, length, score, &expected);
@@ -328,7 +329,9 @@ static void check_greedy(int v) {
   if (translator_open(&t, &config, 87)) {
     for (uint64_t seed = 0; seed < 6; seed++) {
       int32_t *source = common_tokens(SOURCE, 88 + seed, VOCAB), out[MAX], length = -1;
-      luna_beam_config search = {0};
+      luna_generate_config search = {0};
+      luna_beam_config beam = {0};
+      int32_t beam_out[MAX], beam_length = -1;
       hypothesis h;
       double next[VOCAB], ended = -1;
       memset(&h, 0, sizeof h);
@@ -342,12 +345,18 @@ static void check_greedy(int v) {
       }
       if (ended >= 0) h.length--;
       search.begin = BEGIN, search.end = END, search.max_length = MAX;
-      CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length,
-                                  NULL) == LUNA_OK, "%s", luna_error(t.ctx));
+      beam.begin = BEGIN, beam.end = END, beam.max_length = MAX;
+      CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length) ==
+            LUNA_OK, "%s", luna_error(t.ctx));
       CHECK(length == h.length && memcmp(out, h.tokens + 1, (size_t)length * sizeof(int32_t)) == 0,
             "model %d, source %d: greedy gives %d tokens, %d %d ..., and not %d, %d %d ...", v, (int)seed, (int)length,
                 (int)out[0],
             (int)out[1], (int)h.length, (int)h.tokens[1], (int)h.tokens[2]);
+      CHECK(luna_beam_search(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &beam, beam_out, &beam_length,
+                             NULL) == LUNA_OK && beam_length == length &&
+            memcmp(beam_out, out, (size_t)length * sizeof(int32_t)) == 0,
+            "model %d, source %d: a search with beam 1 gives %d tokens, luna_seq2seq_generate %d: %s", v, (int)seed,
+            (int)beam_length, (int)length, luna_error(t.ctx));
       free(source);
     }
   }
@@ -398,8 +407,8 @@ static void check_exhaustive(uint64_t seed) {
         search.begin = BEGIN, search.end = END, search.beam = WIDE, search.max_length = SHORT,
             search.length_penalty = penalties[j],
         search.exhaustive = exhaustive;
-        CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length,
-                                    &score) == LUNA_OK, "%s", luna_error(t.ctx));
+        CHECK(luna_beam_search(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &search, out, &length,
+                               &score) == LUNA_OK, "%s", luna_error(t.ctx));
         snprintf(what, sizeof what, "of all sequences, seed %d, penalty %g%s", (int)seed, (double)penalties[j],
                  exhaustive ? ", exhaustive" : "");
         check_result(what, out, length, score, &best);
@@ -422,11 +431,22 @@ static void check_batch_of_sources(int v, int64_t max) {
       search.begin = BEGIN, search.end = END, search.beam = beam, search.max_length = max;
       const int64_t room = max ? max : 2 * SOURCE + 10;
       for (int i = 0; i < COUNT * ROOM; i++) out[i] = -7;
-      CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, lengths, COUNT, SOURCE, NULL }, &search, out, length,
+      CHECK(luna_beam_search(&t.model, &(luna_input){ source, lengths, COUNT, SOURCE, NULL }, &search, out, length,
                                   score) == LUNA_OK, "%s", luna_error(t.ctx));
+      if (beam == 1) {
+        luna_generate_config greedy = { BEGIN, END, max };
+        int32_t same[COUNT * ROOM], same_length[COUNT];
+        for (int i = 0; i < COUNT * ROOM; i++) same[i] = -7;
+        CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, lengths, COUNT, SOURCE, NULL }, &greedy, same,
+                                    same_length) == LUNA_OK, "%s", luna_error(t.ctx));
+        CHECK(memcmp(same_length, length, sizeof length) == 0, "model %d: greedy lengths differ", v);
+        for (int i = 0; i < COUNT; i++)
+          CHECK(memcmp(same + i * room, out + i * room, (size_t)length[i] * sizeof(int32_t)) == 0,
+                "model %d: greedy tokens of source %d differ", v, i);
+      }
       for (int i = 0; i < COUNT; i++) {
         search.max_length = room;
-        CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i], NULL }, &search,
+        CHECK(luna_beam_search(&t.model, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i], NULL }, &search,
                                     one, &one_length, &one_score) == LUNA_OK, "%s",
               luna_error(t.ctx));
         search.max_length = max;
@@ -445,55 +465,112 @@ static void check_batch_of_sources(int v, int64_t max) {
   }
   luna_close(t.ctx);
 }
+/* A search fails with this sentence. */
+static void search_refused(luna_ctx *ctx, luna_status status, const char *sentence, const char *what) {
+  CHECK(status != LUNA_OK && strcmp(luna_error(ctx), sentence) == 0, "%s: \"%s\" and not \"%s\"", what,
+        luna_error(ctx), sentence);
+}
+static void check_beam_refusals(void) {
+  const luna_seq2seq_config config = translator_config(2);
+  translator t;
+  if (translator_open(&t, &config, 91)) {
+    int32_t *source = common_tokens(SOURCE, 92, VOCAB), out[64], length = 0, bad[SOURCE] = {0},
+        lengths[1] = {SOURCE + 1};
+    const luna_beam_config good = { BEGIN, END, 2, MAX, 0, false };
+    const luna_input words = { source, NULL, 1, SOURCE, NULL };
+    luna_beam_config s[12];
+    float score;
+    static const char *const range[12] = {
+      "begin is -1, outside 0..7", "begin is 8, outside 0..7", "end is -1, outside 0..7", "end is 8, outside 0..7",
+      "beam is -1, outside 1..8", "beam is 9, outside 1..8", "beam is 9223372036854775807, outside 1..8",
+      "max_length is -1, outside 1..549755813888", "max_length is 9223372036854775807, outside 1..549755813888",
+      "max_length is -9223372036854775808, outside 1..549755813888", "length_penalty is not finite",
+      "length_penalty is not finite"
+    };
+    for (int i = 0; i < 12; i++) s[i] = good;
+    s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9,
+        s[6].beam = INT64_MAX, s[7].max_length = -1, s[8].max_length = INT64_MAX, s[9].max_length = INT64_MIN,
+        s[10].length_penalty = NAN, s[11].length_penalty = INFINITY;
+    for (int i = 0; i < 12; i++) {
+      char sentence[120];
+      if (sizeof(size_t) < 8 && i >= 7 && i < 10) continue; /* another limit */
+      snprintf(sentence, sizeof sentence, "luna_beam_search: %s", range[i]);
+      search_refused(t.ctx, luna_beam_search(&t.model, &words, &s[i], out, &length, &score), sentence, range[i]);
+    }
+
+    const char *no_config = "luna_beam_search: config, out or out_lengths is null";
+    search_refused(t.ctx, luna_beam_search(&t.model, NULL, &good, out, &length, &score),
+                   "luna_beam_search: source is null", "no input");
+    search_refused(t.ctx, luna_beam_search(&t.model, &words, NULL, out, &length, &score), no_config, "no config");
+    search_refused(t.ctx, luna_beam_search(&t.model, &words, &good, NULL, &length, &score), no_config, "no result");
+    search_refused(t.ctx, luna_beam_search(&t.model, &words, &good, out, NULL, &score), no_config, "no length");
+    CHECK(luna_beam_search(NULL, &words, &good, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
+
+    /* the stream's own checks */
+    bad[4] = VOCAB;
+    const luna_input wrong[3] = { { NULL, NULL, 1, SOURCE, NULL }, { source, lengths, 1, SOURCE, NULL },
+                                  { bad, NULL, 1, SOURCE, NULL } };
+    for (int i = 0; i < 3; i++)
+      CHECK(luna_beam_search(&t.model, &wrong[i], &good, out, &length, &score) == LUNA_BAD_ARGUMENT &&
+            luna_error_id_of(t.ctx) == (i ? LUNA_ERROR_ELEMENT_RANGE : LUNA_ERROR_NULL_ARGUMENT), "source %d: %s", i,
+            luna_error(t.ctx));
+    for (int64_t batch = -1; batch <= 0; batch++)
+      CHECK(luna_beam_search(&t.model, &(luna_input){ source, NULL, batch, SOURCE, NULL }, &good, out, &length,
+                             &score) == LUNA_BAD_ARGUMENT &&
+            strstr(luna_error(t.ctx), "luna_beam_search: source->batch is "), "batch: %s", luna_error(t.ctx));
+    for (int i = 0; i < 2; i++)
+      CHECK(luna_beam_search(&t.model, &(luna_input){ source, NULL, 1, i ? INT64_MIN + 5 : -1, NULL }, &good, out,
+                             &length, &score) == LUNA_BAD_ARGUMENT &&
+            strstr(luna_error(t.ctx), "luna_beam_search: source->n is -"), "n: %s", luna_error(t.ctx));
+    CHECK(luna_beam_search(&t.model, &words, &good, out, &length, &score) == LUNA_OK && isfinite(score),
+          "after what was refused: %s", luna_error(t.ctx));
+    free(source);
+  }
+  luna_close(t.ctx);
+}
 static void check_search_refusals(void) {
   const luna_seq2seq_config config = translator_config(2);
   translator t;
   if (translator_open(&t, &config, 91)) {
     int32_t *source = common_tokens(SOURCE, 92, VOCAB), out[64], length = 0, bad[SOURCE] = {0},
         lengths[1] = {SOURCE + 1};
-    const luna_beam_config good = {BEGIN, END, 2, MAX, 0, false};
-    luna_beam_config s[10];
+    const luna_generate_config good = { BEGIN, END, MAX };
+    const luna_input words = { source, NULL, 1, SOURCE, NULL }, no_source = { source, NULL, 0, SOURCE, NULL },
+        negative = { source, NULL, 1, -1, NULL }, missing = { NULL, NULL, 1, SOURCE, NULL },
+        too_long = { source, lengths, 1, SOURCE, NULL }, unknown = { bad, NULL, 1, SOURCE, NULL };
+    luna_generate_config s[7];
     float score;
-    for (int i = 0; i < 10; i++) s[i] = good;
-    s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1,
-        s[7].max_length = INT64_MAX,
-    s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
-    for (int i = 0; i < 10; i++)
-      refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &s[i], out,
-                                           &length,
-          &score) != LUNA_OK, VALUE_RANGE, "bad search %d", i);
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, NULL, out, &length,
-        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
-            "no search");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &good, NULL, &length,
-        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
-            "no place for the result");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &good, out, NULL,
-        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
-            "no place for the length");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 0, SOURCE, NULL }, &good, out, &length,
-        &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
-            "no source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, -1, NULL }, &good, out, &length,
-        &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
-            "a source of -1 tokens");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ NULL, NULL, 1, SOURCE, NULL }, &good, out, &length,
-        &score) != LUNA_OK, NULL_ARGUMENT, "null for a source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ source, lengths, 1, SOURCE, NULL }, &good, out,
-                                         &length,
-        &score) != LUNA_OK, ELEMENT_RANGE,
-            "a length beyond the source");
     bad[4] = VOCAB;
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &(luna_input){ bad, NULL, 1, SOURCE, NULL }, &good, out, &length,
-        &score) != LUNA_OK, ELEMENT_RANGE,
+    for (int i = 0; i < 7; i++) s[i] = good;
+    s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].max_length = -1, s[5].max_length = INT64_MAX,
+        s[6].max_length = INT64_MIN;
+    for (int i = 0; i < 7; i++)
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &words, &s[i], out, &length) != LUNA_OK, VALUE_RANGE,
+              "bad config %d", i);
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &words, NULL, out, &length) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+            "no config");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &words, &good, NULL, &length) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+            "no place for the result");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &words, &good, out, NULL) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+            "no place for the length");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &good, out, &length) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+            "no input");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &no_source, &good, out, &length) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
+            "no source");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &negative, &good, out, &length) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
+            "a source of -1 tokens");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &missing, &good, out, &length) != LUNA_OK, NULL_ARGUMENT,
+            "null for a source");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &too_long, &good, out, &length) != LUNA_OK, ELEMENT_RANGE,
+            "a length beyond the source");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &unknown, &good, out, &length) != LUNA_OK, ELEMENT_RANGE,
             "a source token beyond the vocabulary");
-    CHECK(luna_seq2seq_generate(NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &good, out, &length, &score) ==
-          LUNA_BAD_ARGUMENT, "no model");
+    CHECK(luna_seq2seq_generate(NULL, &words, &good, out, &length) == LUNA_BAD_ARGUMENT, "no model");
     const luna_input wrong[4] = {{NULL, NULL, 1, SOURCE, NULL}, {source, lengths, 1, SOURCE, NULL},
                                  {bad, NULL, 1, SOURCE, NULL}, {source, NULL, 0, SOURCE, NULL}};
     for (int i = 0; i < 8; i++) { /* the call that was made is named */
       const char *name = i < 4 ? "luna_seq2seq_generate: " : "luna_seq2seq_stream_open: ";
-      if (i < 4) (void)luna_seq2seq_generate(&t.model, &wrong[i], &good, out, &length, &score);
+      if (i < 4) (void)luna_seq2seq_generate(&t.model, &wrong[i], &good, out, &length);
       else (void)luna_seq2seq_stream_open(&t.model, &wrong[i - 4], 1);
       CHECK(strncmp(luna_error(t.ctx), name, strlen(name)) == 0, "source %d: \"%s\"", i, luna_error(t.ctx));
     }
@@ -507,15 +584,15 @@ static void check_search_refusals(void) {
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, INT64_MAX),
         VALUE_RANGE, "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, 1), "a stream of no model");
-    CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, &good, out, &length,
-                                &score) == LUNA_OK, "after what was refused: %s",
+    CHECK(luna_seq2seq_generate(&t.model, &words, &good, out, &length) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
+    const luna_beam_config search = { BEGIN, END, 2, MAX, 0, false };
     const int32_t nothing[1] = {0}; /* an empty source is one: nothing to attend to */
     float empty = NAN;
-    CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, nothing, 1, SOURCE, NULL }, &good, out, &length,
-                                &score) == LUNA_OK && isfinite(score),
+    CHECK(luna_beam_search(&t.model, &(luna_input){ source, nothing, 1, SOURCE, NULL }, &search, out, &length,
+                           &score) == LUNA_OK && isfinite(score),
           "a length of 0: %s", luna_error(t.ctx));
-    CHECK(luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, 0, NULL }, &good, out, &length, &empty) ==
+    CHECK(luna_beam_search(&t.model, &(luna_input){ source, NULL, 1, 0, NULL }, &search, out, &length, &empty) ==
           LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
           "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score,
               luna_error(t.ctx));
@@ -543,14 +620,18 @@ static void check_search_refusals(void) {
       float *at = i < 3 ? &t.model.output->data[3 * DIM + 1] : &t.model.layers[0].feed_forward.fc1.weight->data[5];
       const float kept = *at;
       *at = odd[i % 3];
-      luna_beam_config search = good;
-      search.beam = 1 + i % 2;
-      const luna_status status = luna_seq2seq_generate(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL },
-          &search, out, &length, &score);
-      if (status == LUNA_OK)
-        CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g",
-              (double)score);
-      else refused(t.ctx, true, LOGITS_NOT_FINITE, "a weight of %g", (double)odd[i % 3]);
+      for (int64_t beam = 0; beam <= 2; beam++) { /* 0: luna_seq2seq_generate */
+        luna_beam_config wide = search;
+        wide.beam = beam, score = 0;
+        const luna_status status = beam ? luna_beam_search(&t.model, &words, &wide, out, &length, &score) :
+            luna_seq2seq_generate(&t.model, &words, &good, out, &length);
+        if (status == LUNA_OK)
+          CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g",
+                (double)score);
+        else if (beam)
+          search_refused(t.ctx, status, "luna_beam_search: the model's logits for source 0 are not finite", "a weight");
+        else refused(t.ctx, true, LOGITS_NOT_FINITE, "a weight of %g", (double)odd[i % 3]);
+      }
       *at = kept;
     }
     free(source);
@@ -570,6 +651,7 @@ static void check_translation(void) {
       check_batch_of_sources(7, 30),
       check_batch_of_sources(12, 0);
   check_search_refusals();
+  check_beam_refusals();
   heap_check("translation");
 }
 
