@@ -1038,12 +1038,17 @@ typedef struct luna_custom {
   size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
   bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which a
                                         graph may keep a recording; they read nothing back and never wait */
+  float dropout;                     /* the op drops with this probability: luna_custom_dropout; outside training 0 */
+  int64_t dropped;                   /* how many elements it numbers for that, those of one sequence after another's */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom);
 /* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
    scratch. parallel_for is null where there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
+/* Inside them, on the CPU: the factors by which the op multiplies its elements first .. first + count - 1 to drop them,
+   by the rule of luna_dropout, the same in both functions. Each is 0 or 1 / (1 - dropout). */
+LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>params: named parameters, what optimisers and checkpoints go by
@@ -16767,12 +16772,21 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return li_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
                         !custom->backward ? "custom->backward" : "custom->state");
+  if (li_dropout_wrong(&s, custom->dropout)) return NULL;
   if (!li_step(in[0]->ctx, custom->state_size, false, &memory))
     return li_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
   s.op.arg.custom = *custom;
   s.op.arg.custom.state = memory;
+  s.op.dropout = custom->dropout;
   return li_finish(&s, rank, shape);
+}
+LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors) {
+  const luna_op *op = out ? out->ctx->custom : NULL;
+  if (!op) return;
+  const li_dropout d = li_op_dropout(op, op->arg.custom.dropped, 1);
+  if (li_k(op)->panels) li_k(op)->dropout_mask(&d, first, count, factors);
+  else for (int64_t i = 0; i < count; i++) factors[i] = li_dropout_at(&d, first + i);
 }
 LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   const luna_op *op = out ? out->ctx->custom : NULL;
