@@ -434,7 +434,7 @@ static void check_failures(void) {
   CHECK(!block_attention(NULL, NULL, NULL, NULL), "an op of nothing");
   luna_close(ctx);
 }
-/* A whole batch's dropout is that of its sequences one by one; the op sees the same in a scope that is computed again */
+/* the same dropout in a scope that is computed again */
 static void check_recompute(void) {
   call c = call_of(LISTS | ORDERS | DROPOUT, 2, 2, 37, 41, 8, 8);
   float *grad[2] = {common_floats(c.q_count), common_floats(c.q_count)};

@@ -55,7 +55,7 @@ static void bigbird_init(void *layer) {
 static void bigbird_pattern(const bigbird *a, attention_patterns *patterns, int64_t at, int64_t n, const float *random,
                             bool *seen) {
   const int64_t b = a->block, nb = (n + b - 1) / b, rows = a->random_blocks ? a->random_blocks->shape[1] : 0;
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, nb, nb * (5 + a->random), 0, 0);
+  block_pattern *p = attention_pattern_lists(patterns, at, nb, nb * (5 + a->random), 0, 0);
   for (int64_t i = 0; p && i < nb; i++) {
     const bool all = i == 0 || i == nb - 1;
     for (int64_t j = 0; j < nb; j++) seen[j] = all || j == 0 || j == nb - 1 || (j >= i - 1 && j <= i + 1);

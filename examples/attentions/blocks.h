@@ -388,7 +388,8 @@ BLOCK_FN void block_backward_part(const block_work *w, const block_tile *t, cons
   const block_state *s = t->s;
   const luna_tensor *k = w->in[1], *v = w->in[2];
   const int64_t d = s->dim, dv = s->value_dim;
-  const block_matrix p = block_matrix_of(m->scores, BLOCK_KEYS, true), ds = block_matrix_of(m->slopes, BLOCK_KEYS, true);
+  const block_matrix p = block_matrix_of(m->scores, BLOCK_KEYS, true);
+  const block_matrix ds = block_matrix_of(m->slopes, BLOCK_KEYS, true);
   block_gather_keys(t, k, m->key, n, d, m->k);
   block_gather_keys(t, v, m->key, n, dv, m->v);
   block_product(m, s->scale, t->n, n, d, block_matrix_of(m->q, d, false), block_matrix_of(m->k, d, true), m->scores,
@@ -541,8 +542,8 @@ BLOCK_FN bool block_sizes(block_state *s, luna_tensor *const in[3], const block_
   }
   s->heads = heads, s->queries = in[0]->shape[1], s->keys = in[1]->shape[1];
   if (in[1]->shape[2] != in[0]->shape[2] || in[2]->shape[1] != s->keys)
-    return block_refuse(ctx, LUNA_BAD_ARGUMENT, "block_attention: k [%lld,%lld] and v [%lld,..] do not fit q [..,%lld]: "
-                        "k must be as wide as q, and have as many rows as v", s->keys, in[1]->shape[2],
+    return block_refuse(ctx, LUNA_BAD_ARGUMENT, "block_attention: k [%lld,%lld] and v [%lld,..] do not fit q "
+                        "[..,%lld]: k must be as wide as q, and have as many rows as v", s->keys, in[1]->shape[2],
                         in[2]->shape[1], in[0]->shape[2], 0);
   if (heads < 1 || in[0]->shape[2] % heads || in[2]->shape[2] % heads)
     return block_refuse(ctx, LUNA_BAD_ARGUMENT, "block_attention: %lld heads do not divide the widths %lld and %lld",

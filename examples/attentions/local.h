@@ -32,7 +32,7 @@ static void local_init(void *layer) {
 static attention_patterns local_blocks(const local *a, int64_t n) {
   attention_patterns patterns = attention_patterns_open(1);
   const int64_t w = a->window, blocks = (n + w - 1) / w;
-  luna_attention_pattern *p = attention_pattern_lists(&patterns, 0, blocks, blocks, 0, 0);
+  block_pattern *p = attention_pattern_lists(&patterns, 0, blocks, blocks, 0, 0);
   for (int64_t i = 0; p && i < blocks; i++) {
     const int64_t first = i > a->backward ? i - a->backward : 0,
         last = i + a->forward < blocks ? (i + a->forward + 1) * w : n;
@@ -44,7 +44,7 @@ static attention_patterns local_blocks(const local *a, int64_t n) {
 /* the tokens of a sequence of `length` in groups that attend to themselves: i and j are in one when i = j (mod G) */
 static void local_groups(attention_patterns *patterns, int64_t at, int64_t length, int64_t w) {
   const int64_t groups = length / w + 1;
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, groups, groups, length, length);
+  block_pattern *p = attention_pattern_lists(patterns, at, groups, groups, length, length);
   int64_t n = 0;
   for (int64_t g = 0; p && g < groups; g++) {
     const int64_t first = n;

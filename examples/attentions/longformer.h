@@ -57,7 +57,7 @@ static bool longformer_is_global(const longformer_tokens *t, int64_t i) {
    within the window the tokens between them */
 static void longformer_window(const longformer *a, const longformer_tokens *t, attention_patterns *patterns,
                               int64_t at) {
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, 2 * t->globals + 1,
+  block_pattern *p = attention_pattern_lists(patterns, at, 2 * t->globals + 1,
                                                       (2 * t->globals + 1) * (t->globals + 1), 0, 0);
   for (int64_t block = 0; p && block <= t->globals; block++) {
     for (int64_t g = 0, first = 0; g <= t->globals; g++) {
@@ -75,7 +75,7 @@ static void longformer_window(const longformer *a, const longformer_tokens *t, a
 static void longformer_dilated(const longformer *a, const longformer_tokens *t, attention_patterns *patterns,
                                int64_t at, int64_t gap) {
   const int64_t blocks = gap < t->n ? gap : t->n;
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, blocks, 2 * blocks, t->n, t->n);
+  block_pattern *p = attention_pattern_lists(patterns, at, blocks, 2 * blocks, t->n, t->n);
   int64_t keys = 0;
   if (!p) return;
   for (; keys < t->globals; keys++) attention_pattern_order(p->key_order, keys, t->token[keys]);
@@ -94,7 +94,7 @@ static void longformer_dilated(const longformer *a, const longformer_tokens *t, 
 }
 /* the global tokens' own attention: each sees everything, the other queries nothing */
 static void longformer_whole(const longformer_tokens *t, attention_patterns *patterns) {
-  luna_attention_pattern *p = attention_pattern_lists(patterns, 0, 1, 1, t->globals, 0);
+  block_pattern *p = attention_pattern_lists(patterns, 0, 1, 1, t->globals, 0);
   for (int64_t g = 0; p && g < t->globals; g++) attention_pattern_order(p->query_order, g, t->token[g]);
   if (!p) return;
   attention_pattern_run(p, 0, t->n, true);

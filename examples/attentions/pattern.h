@@ -1,30 +1,31 @@
-/* pattern.h: what the sparse systems share: lists for luna_attention_pattern, attention through them, and the merging
+/* pattern.h: what the sparse systems share: lists for block_pattern, attention through them, and the merging
    of several attentions of the same queries by their log-sum-exp. */
 #ifndef ATTENTION_PATTERN_H
 #define ATTENTION_PATTERN_H
 #include "base.h"
+#include "blocks.h"
 
 /* ---- lists ---- */
 typedef struct attention_patterns {
-  luna_attention_pattern *at;        /* [count]; zeros see everything */
+  block_pattern *at;                 /* [count]; zeros see everything */
   int64_t count;
   bool good;                         /* all memory was there */
 } attention_patterns;
 
 ATTENTION_FN attention_patterns attention_patterns_open(int64_t count) {
   attention_patterns p;
-  p.at = (luna_attention_pattern *)calloc((size_t)count + 1, sizeof *p.at);
+  p.at = (block_pattern *)calloc((size_t)count + 1, sizeof *p.at);
   p.count = count;
   p.good = p.at != NULL;
   return p;
 }
 /* Pattern i gets room for so many blocks, runs and rows of orders (0: natural order); null when there is no memory */
-ATTENTION_FN luna_attention_pattern *attention_pattern_lists(attention_patterns *patterns, int64_t i, int64_t blocks,
-                                                             int64_t runs, int64_t queries, int64_t keys) {
-  luna_attention_pattern *p = patterns->at + i;
+ATTENTION_FN block_pattern *attention_pattern_lists(attention_patterns *patterns, int64_t i, int64_t blocks,
+                                                    int64_t runs, int64_t queries, int64_t keys) {
+  block_pattern *p = patterns->at + i;
   const size_t numbers = (size_t)(2 * (blocks + 2) + queries + keys),
-      run_bytes = (size_t)(runs + 1) * sizeof(luna_key_run);
-  luna_key_run *memory = patterns->good ? (luna_key_run *)calloc(1, run_bytes + numbers * sizeof(int32_t)) : NULL;
+      run_bytes = (size_t)(runs + 1) * sizeof(block_run);
+  block_run *memory = patterns->good ? (block_run *)calloc(1, run_bytes + numbers * sizeof(int32_t)) : NULL;
   int32_t *number = (int32_t *)(void *)((char *)memory + (memory ? run_bytes : 0));
   patterns->good = memory != NULL;
   if (!memory) return NULL;
@@ -47,15 +48,15 @@ ATTENTION_FN void attention_patterns_close(attention_patterns *patterns) {
   memset(patterns, 0, sizeof *patterns);
 }
 /* the block that is being written sees keys first .. first + count - 1 */
-ATTENTION_FN void attention_pattern_run(luna_attention_pattern *p, int64_t first, int64_t count, bool whole) {
+ATTENTION_FN void attention_pattern_run(block_pattern *p, int64_t first, int64_t count, bool whole) {
   int32_t *end = (int32_t *)(uintptr_t)p->offsets + p->blocks + 1;
-  luna_key_run *run = (luna_key_run *)(uintptr_t)p->runs + *end;
+  block_run *run = (block_run *)(uintptr_t)p->runs + *end;
   if (count <= 0) return;
   run->first = (int32_t)first, run->count = (int32_t)count, run->whole = whole;
   ++*end;
 }
 /* the block has the queries from the last block's end on up to `end`: the next begins */
-ATTENTION_FN void attention_pattern_block(luna_attention_pattern *p, int64_t end) {
+ATTENTION_FN void attention_pattern_block(block_pattern *p, int64_t end) {
   int32_t *offsets = (int32_t *)(uintptr_t)p->offsets;
   ((int32_t *)(uintptr_t)p->queries)[++p->blocks] = (int32_t)end;
   offsets[p->blocks + 1] = offsets[p->blocks];
@@ -64,7 +65,7 @@ ATTENTION_FN void attention_pattern_block(luna_attention_pattern *p, int64_t end
 ATTENTION_FN void attention_pattern_order(const int32_t *order, int64_t i, int64_t row) {
   ((int32_t *)(uintptr_t)order)[i] = (int32_t)row;
 }
-ATTENTION_FN void attention_pattern_window(luna_attention_pattern *p, int64_t left, int64_t right) {
+ATTENTION_FN void attention_pattern_window(block_pattern *p, int64_t left, int64_t right) {
   p->window = true;
   p->left = left, p->right = right;
 }
@@ -74,14 +75,14 @@ ATTENTION_FN void attention_pattern_window(luna_attention_pattern *p, int64_t le
 ATTENTION_FN luna_tensor *attention_sparse(const attention *a, luna_tensor *q, luna_tensor *k, luna_tensor *v,
                                            attention_patterns *patterns, const int32_t *lengths,
                                            luna_tensor **log_sum_exp) {
-  luna_attention_config c;
+  block_config c;
   luna_tensor *y = NULL;
   memset(&c, 0, sizeof c);
   c.heads = a->heads, c.dropout = a->dropout, c.lengths = lengths;
   c.patterns = patterns->at, c.pattern_count = patterns->count;
   c.log_sum_exp = log_sum_exp;
   if (!patterns->good && q) attention_fail(q->ctx, a, "out of memory");
-  else y = luna_softmax_attention(q, k, v, &c);
+  else y = block_attention(q, k, v, &c);
   attention_patterns_close(patterns);
   return y;
 }

@@ -111,7 +111,7 @@ static void reformer_sort(const reformer *a, int64_t n, const float *hash, int64
 static void reformer_pattern(const reformer *a, attention_patterns *patterns, int64_t at, int64_t n,
                              const int32_t *order, const int32_t *before, bool causal) {
   const int64_t c = a->chunk, chunks = (n + c - 1) / c, last = n > 0 ? n - (chunks - 1) * c : 0;
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, chunks, chunks, n, n + last);
+  block_pattern *p = attention_pattern_lists(patterns, at, chunks, chunks, n, n + last);
   if (!p) return;
   for (int64_t i = 0; i < last; i++) attention_pattern_order(p->key_order, i, before[n - last + i]);
   for (int64_t i = 0; i < n; i++) {

@@ -70,7 +70,7 @@ static luna_tensor *sinkhorn_attend(const sinkhorn *a, const sinkhorn_state *s, 
   const int64_t w = s->block, first = sorted ? s->blocks * w : 0;
   for (int64_t pair = 0; patterns.good && pair < patterns.count; pair++) {
     const int64_t n = lengths ? lengths[pair / s->heads] : s->n, blocks = (n + w - 1) / w;
-    luna_attention_pattern *p = NULL;
+    block_pattern *p = NULL;
     if (pair % s->heads) attention_pattern_repeat(&patterns, pair);
     else p = attention_pattern_lists(&patterns, pair, blocks, 2 * blocks, 0, 0);
     for (int64_t i = 0; p && i < blocks; i++) {

@@ -33,7 +33,7 @@ static void sparse_init(void *layer) {
 }
 
 /* with cls: token 0's block, before all others */
-static void sparse_first(const sparse *a, luna_attention_pattern *p, int64_t n) {
+static void sparse_first(const sparse *a, block_pattern *p, int64_t n) {
   if (!a->cls) return;
   attention_pattern_run(p, 0, n, true);
   attention_pattern_block(p, 1);
@@ -42,7 +42,7 @@ static void sparse_first(const sparse *a, luna_attention_pattern *p, int64_t n) 
 static void sparse_fixed(const sparse *a, attention_patterns *patterns, int64_t at, int64_t n, int which) {
   const int64_t l = a->stride, from = a->cls, blocks = n > from ? (n - from + l - 1) / l : 0;
   const int64_t columns = a->columns < l ? a->columns : l, runs = (which ? blocks * (blocks + 1) : 0) + 2 * blocks + 1;
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, blocks + 1, runs, 0, 0);
+  block_pattern *p = attention_pattern_lists(patterns, at, blocks + 1, runs, 0, 0);
   if (!p) return;
   attention_pattern_window(p, ATTENTION_UNLIMITED, 0);
   sparse_first(a, p, n);
@@ -60,7 +60,7 @@ static void sparse_fixed(const sparse *a, attention_patterns *patterns, int64_t 
 }
 /* strided A: a window, and token 0 */
 static void sparse_band(const sparse *a, attention_patterns *patterns, int64_t at, int64_t n) {
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, 2, 3, 0, 0);
+  block_pattern *p = attention_pattern_lists(patterns, at, 2, 3, 0, 0);
   if (!p) return;
   attention_pattern_window(p, a->stride - 1, 0);
   sparse_first(a, p, n);
@@ -71,7 +71,7 @@ static void sparse_band(const sparse *a, attention_patterns *patterns, int64_t a
 /* strided C: tokens in the order of their column; `alone`: without A, which else has token 0 and i itself */
 static void sparse_strides(const sparse *a, attention_patterns *patterns, int64_t at, int64_t n, bool alone) {
   const int64_t l = a->stride, from = n > 0 ? a->cls : 0;
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, l + 1, 2 * l + 1, n, n);
+  block_pattern *p = attention_pattern_lists(patterns, at, l + 1, 2 * l + 1, n, n);
   int64_t end = from;
   if (!p) return;
   attention_pattern_window(p, ATTENTION_UNLIMITED, alone ? 0 : -1);
