@@ -216,7 +216,8 @@
      luna_load_matching, which compares names and shapes alone, takes any file.
      luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square), luna.average.NAME
      of an optimiser with .average, luna.state where a luna_lm_state is carried, and, as 16 hexadecimal digits each,
-       luna.optimizer             0 SGD, 1 Adam, 2 AdamW, 3 Apollo
+       luna.optimizer             0 SGD, 1 Adam, 2 AdamW, 3 a hook's, by its name:
+       luna.optimizer_name        text; in older files none, for Apollo
        luna.attempts, luna.updates, luna.skipped, luna.skipped_in_row   steps tried, made, skipped as not finite
        luna.lr                    the float's bits: the learning rate before its schedule
        luna.step, luna.seed       of the context's dropout
@@ -455,6 +456,7 @@ LUNA_API int luna_version(void);
   X(FIELD_UNUSED, BAD_ARGUMENT, "%s: %s is %d; it must be 0 %s") \
   X(LUNA_ONLY, UNSUPPORTED, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
     "own_memory must be false, hook null") \
+  X(HOOK_CPU_ONLY, UNSUPPORTED, "%s: the optimiser %s runs on the CPU only, and this context is on a device") \
   X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
   X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
   X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
@@ -1584,17 +1586,16 @@ LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
 typedef struct luna_optimizer luna_optimizer;
 /* Of every optimiser: 0 = its default, and what it does not have has no effect. */
 typedef struct luna_optimizer_config {
-  float lr;                          /* 0 = 1e-3; SGD: 0.01; Apollo: 1 */
+  float lr;                          /* 0 = 1e-3; SGD: 0.01 */
   float momentum;                    /* SGD; below 1 */
   bool nesterov;                     /* SGD with momentum */
-  float beta1;                       /* Adam, AdamW, Apollo (its beta); 0 = 0.9 */
+  float beta1;                       /* Adam, AdamW; 0 = 0.9 */
   float beta2;                       /* Adam, AdamW; 0 = 0.999 */
-  float epsilon;                     /* 0 = 1e-8; Apollo: 1e-4 */
+  float epsilon;                     /* 0 = 1e-8 */
   float weight_decay;                /* AdamW: decoupled; others: added to the gradient; 0 = none */
   float clip;                        /* max global gradient norm; 0 = none */
   float average;                     /* decay of a moving average of each parameter, 0.999 say; 0 = none */
-  luna_schedule schedule;            /* Apollo counts its steps from 0, with warmup 0 = 100, as it needs one, and
-                                        warmup_from 0 = 0.01 */
+  luna_schedule schedule;
   int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
                                         never */
 } luna_optimizer_config;
@@ -1603,7 +1604,33 @@ typedef struct luna_optimizer_config {
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config);
 LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);   /* arXiv 1412.6980 */
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1711.05101 */
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config); /* arXiv 2009.13586 */
+
+/* An optimiser of your own: examples/luna_apollo.h is one. `reduce` and `update` run on the CPU, on several threads at
+   once, each for some elements of a parameter; they keep nothing. A device runs the hooks that it knows by name
+   (luna_backend.knows), and luna_optimizer_open refuses the others there. */
+typedef struct luna_optimizer_part {
+  float *value;                      /* [count], which `update` changes; it may be one element or many */
+  const float *grad;                 /* before clipping */
+  float *moment[3];                  /* the optimiser's own numbers beside each value, at first 0; null: it has none */
+  int64_t count;
+  float lr, decay;                   /* of this parameter in this step: learning rate, weight decay */
+  float factor;                      /* of clipping: the gradient is grad[i] * factor */
+  int64_t step;                      /* updates so far, this one counted */
+  const luna_optimizer_config *config;
+  luna_isa isa;                      /* what the context's kernels use */
+} luna_optimizer_part;
+typedef struct luna_optimizer_hook {
+  const char *name;                  /* luna_save_training keeps it, luna_load_training compares it */
+  int moments;                       /* 0 to 3; saved and loaded with the training */
+  bool from_zero;                    /* the schedule counts this optimiser's steps from 0, not 1 */
+  float largest;                     /* a gradient's norm that clipping leaves above this skips the step; 0 = 1e18 */
+  /* sums over the part's elements, of values before the step; or null. `update` gets those of the whole parameter. */
+  void (*reduce)(const luna_optimizer_part *part, double sums[4]);
+  void (*update)(const luna_optimizer_part *part, const double sums[4]); /* luna.h zeroes the gradient after it */
+} luna_optimizer_hook;
+/* The hook must outlive the optimiser. The config is the hook's to read, as it is; but an lr of 0 becomes 1e-3. */
+LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_optimizer_hook *hook,
+                                             const luna_optimizer_config *config);
 
 /* A group: parameters that learn in another way than the config says, those that join later included.
    { .max_rank = 1, .decay_factor = -1 }: no decay on norms and biases. luna_params_freeze is for those that do not
@@ -1630,8 +1657,8 @@ LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm);
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
    decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
    optimiser's last step, it changes nothing and returns that failure: gradients come from luna_backward alone. A NaN or
-   Inf in the loss or among the gradients skips the update, and so does a norm that clipping leaves above 1e18 (Apollo:
-   1e9), whose moments could become Inf: parameters stay as they are, the next luna_item or luna_read reports it to
+   Inf in the loss or among the gradients skips the update, and so does a norm that clipping leaves above 1e18 (a hook's
+   `largest`), whose moments could become Inf: parameters stay as they are, the next luna_item or luna_read reports it to
    options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
    until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
@@ -2283,7 +2310,7 @@ typedef struct luna_step_state {     /* what changes from step to step, in backe
 } luna_step_state;
 
 typedef enum luna_optimizer_kind {
-  LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO
+  LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_HOOK
 } luna_optimizer_kind;
 /* An optimiser's step of many parameters at once: the rule of all, and each one's part. In the table of all parts
    parameters are cut into pieces of LUNA_UPDATE_PIECE elements, which are numbered. */
@@ -2294,11 +2321,12 @@ typedef struct luna_rule {           /* reads and writes the state */
   float momentum, beta1, beta2, epsilon, clip, average;
   float largest;                     /* a norm after clipping that is larger, or NaN, counts as not finite */
   luna_step_state *state;
+  const luna_optimizer_hook *hook;   /* in host memory, as the config; null but of LUNA_OPTIMIZER_HOOK */
+  const luna_optimizer_config *config;
 } luna_rule;
 typedef struct luna_update {
   float *value, *grad;
-  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
-  float *moment[3];
+  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; a hook's own. Or null */
   float *average;                    /* or null: moves by (1 - a) / (1 - a^updates) of what it is off, a of the rule */
   int64_t count, first;              /* elements; the number of its first piece */
   float decay, lr;                   /* lr: factor on the state's */
@@ -2333,6 +2361,7 @@ struct luna_backend {
                       int64_t count);
   luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
                         int64_t count);
+  bool (*knows)(const luna_optimizer_hook *hook); /* whether `update` runs this hook; null, on a device: it runs none */
   /* A stream's step of single tokens begins, or ends: the calls between are those of the step before, in the same
      memory, and may run at the end. What the device keeps of them is in *kept, at first null, until forget. Null: they
      run one by one. */
@@ -2446,6 +2475,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 
 #define LI_ALIGN 64             /* every allocation and every part of scratch starts at a multiple of this */
+#define LI_HOOK_NAME 64            /* a hook's name is shorter */
 #define LI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
 #define LI_TILE 64              /* queries of an attention tile; LI_KEY_BLOCK is a multiple */
 #define LI_CHUNK 64             /* rows of a causal chunk */
@@ -2872,7 +2902,6 @@ typedef struct li_update {
   /* factor: gradients times this (clipping) */
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
   float share;                       /* of what the average is off */
-  float alpha, curvature;            /* Apollo's, the same for a whole parameter */
   bool nesterov, coupled;            /* coupled: decay goes into the gradient */
 } li_update;
 
@@ -2960,9 +2989,7 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
   R(void, dropout, (const li_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, \
                     bool accumulate)) \
   T(void, sgd, (const li_update *update)) \
-  T(void, adam, (const li_update *update)) \
-  T(void, apollo_sums, (const li_update *update, double sums[3])) \
-  T(void, apollo, (const li_update *update))
+  T(void, adam, (const li_update *update))
 #ifdef LUNA_NO_BF16
 #define LI_BF16_LOOPS(R)
 #else
@@ -5503,27 +5530,6 @@ LI_FN void li_adam_reference(const li_update *u) {
     u->grad[i] = 0;
   }
 }
-/* Apollo (arXiv 2009.13586, algorithm 1) with m, B, d = moment[0], [1], [2]: sums of d^4, (g - m) d and B d^2 */
-LI_FN void li_apollo_sums_reference(const li_update *u, double sums[3]) {
-  sums[0] = sums[1] = sums[2] = 0;
-  for (int64_t i = 0; i < u->count; i++) {
-    const double g = (double)(u->grad[i] * u->factor + u->decay * u->value[i]), d = (double)u->moment[2][i];
-    sums[0] += d * d * d * d;
-    sums[1] += (g - (double)u->moment[0][i]) * d;
-    sums[2] += (double)u->moment[1][i] * d * d;
-  }
-}
-/* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1), value -= lr d */
-LI_FN void li_apollo_reference(const li_update *u) {
-  for (int64_t i = 0; i < u->count; i++) {
-    const float g = u->grad[i] * u->factor + u->decay * u->value[i], d = u->moment[2][i];
-    const float m = u->moment[0][i] += u->alpha * (g - u->moment[0][i]);
-    const float b = u->moment[1][i] += u->curvature * (d * d), size = b < 0 ? -b : b;
-    u->moment[2][i] = m / (size > 1 ? size : 1);
-    u->value[i] -= u->lr * u->moment[2][i];
-    u->grad[i] = 0;
-  }
-}
 #endif
 
 #ifdef LI_PASS_LOOPS
@@ -6020,47 +6026,6 @@ LI_FN void LI_K(adam)(const li_update *update) {
     LI_PUT(first, m);
     LI_PUT(second, s);
     LI_PUT(value, vf_sub(vf_fnma(decay, v, v), move));
-    LI_PUT(grad, vf_zero());
-  }
-}
-/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a part of a parameter of d^4, (g - m)
-   d and B d^2 */
-LI_FN void LI_K(apollo_sums)(const li_update *update, double sums[3]) {
-  const vf factor = vf_set(update->factor), decay = vf_set(update->decay);
-  const float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1],
-      *last = update->moment[2];
-  sums[0] = sums[1] = sums[2] = 0;
-  for (int64_t first = 0; first < update->count; first += 1024) {
-    const int64_t n = li_min(first + 1024, update->count);
-    vf fourth = vf_zero(), along = vf_zero(), bent = vf_zero();
-    for (int64_t i = first; i < n; i += VF) {
-      const vf d = LI_GET(last), square = vf_mul(d, d);
-      const vf g = vf_fma(LI_GET(grad), factor, vf_mul(decay, LI_GET(value)));
-      fourth = vf_fma(square, square, fourth);
-      along = vf_fma(vf_sub(g, LI_GET(mean)), d, along);
-      bent = vf_fma(LI_GET(curve), square, bent);
-    }
-    sums[0] += (double)vf_sum(fourth);
-    sums[1] += (double)vf_sum(along);
-    sums[2] += (double)vf_sum(bent);
-  }
-}
-/* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1), value -= lr d */
-LI_FN void LI_K(apollo)(const li_update *update) {
-  const int64_t n = update->count;
-  const vf factor = vf_set(update->factor), decay = vf_set(update->decay), lr = vf_set(update->lr);
-  const vf alpha = vf_set(update->alpha), curvature = vf_set(update->curvature), one = vf_set((float)1);
-  float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1],
-      *last = update->moment[2];
-  for (int64_t i = 0; i < n; i += VF) {
-    const vf v = LI_GET(value), g = vf_fma(LI_GET(grad), factor, vf_mul(decay, v)), before = LI_GET(mean),
-        d = LI_GET(last);
-    const vf m = vf_fma(alpha, vf_sub(g, before), before), b = vf_fma(curvature, vf_mul(d, d), LI_GET(curve));
-    const vf next = vf_div(m, vf_max(vf_abs(b), one));
-    LI_PUT(mean, m);
-    LI_PUT(curve, b);
-    LI_PUT(last, next);
-    LI_PUT(value, vf_fnma(lr, next, v));
     LI_PUT(grad, vf_zero());
   }
 }
@@ -13518,7 +13483,10 @@ LI_FN luna_status li_cpu_check(luna_ctx *ctx, const luna_tensor *loss, luna_step
 /* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LI_SUM_BLOCK 65536
 typedef struct li_update_work {
-  const li_kernels *kernels; li_update update; luna_optimizer_kind kind; double partial[64][3];
+  const li_kernels *kernels;
+  li_update update;
+  const luna_rule *rule;             /* null: what is summed is the gradient's squares */
+  double sums[4], partial[64][4];
 } li_update_work;
 LI_HOT li_update li_update_part(const li_update *whole, int64_t first, int64_t last) {
   li_update u = *whole;
@@ -13529,23 +13497,35 @@ LI_HOT li_update li_update_part(const li_update *whole, int64_t first, int64_t l
   u.count = last - first;
   return u;
 }
+/* what a hook's functions get of a part */
+LI_HOT luna_optimizer_part li_hook_part(const li_update_work *w, const li_update *u) {
+  const luna_optimizer_part part = { u->value, u->grad, { u->moment[0], u->moment[1], u->moment[2] }, u->count, u->lr,
+                                     u->decay, u->factor, (int64_t)w->rule->state->updates, w->rule->config,
+                                     w->kernels->isa };
+  return part;
+}
 /* of a part of at most 64 blocks */
 LI_HOT void li_sums_task(void *work, int64_t thread, int64_t threads) {
   li_update_work *w = (li_update_work *)work;
   for (int64_t i = thread; i * LI_SUM_BLOCK < w->update.count; i += threads) {
     const li_update u = li_update_part(&w->update, i * LI_SUM_BLOCK, li_min((i + 1) * LI_SUM_BLOCK, w->update.count));
-    if (w->kind == LUNA_OPTIMIZER_APOLLO) w->kernels->apollo_sums(&u, w->partial[i]);
-    else w->partial[i][0] = w->kernels->sum_squares(u.count, u.grad);
+    if (w->rule) {
+      const luna_optimizer_part part = li_hook_part(w, &u);
+      w->rule->hook->reduce(&part, w->partial[i]);
+    } else {
+      w->partial[i][0] = w->kernels->sum_squares(u.count, u.grad);
+    }
   }
 }
-/* adds to the first of `sums` that of the gradient's squares; of Apollo to all three those for its curvature */
-LI_HOT void li_sums_add(luna_ctx *ctx, li_update_work *w, double *sums) {
+/* adds to w->sums the hook's, or to the first of them the gradient's squares */
+LI_HOT void li_sums_add(luna_ctx *ctx, li_update_work *w) {
+  const int count = w->rule ? 4 : 1;
   const li_update whole = w->update;
   for (int64_t at = 0; at < whole.count; at += 64 * LI_SUM_BLOCK) {
     w->update = li_update_part(&whole, at, li_min(at + 64 * LI_SUM_BLOCK, whole.count));
     li_run(w->update.count > LI_SUM_BLOCK ? &ctx->parallel : NULL, li_sums_task, w);
     for (int64_t i = 0; i < li_divide_up(w->update.count, LI_SUM_BLOCK); i++)
-      for (int k = 0; k < (w->kind == LUNA_OPTIMIZER_APOLLO ? 3 : 1); k++) sums[k] += w->partial[i][k];
+      for (int k = 0; k < count; k++) w->sums[k] += w->partial[i][k];
   }
   w->update = whole;
 }
@@ -13553,16 +13533,15 @@ LI_FN luna_status li_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_u
                               const luna_update *table, int64_t count) {
   luna_step_state *state = rule->state;
   li_update_work w;
-  double sum = 0;
   (void)table;
   memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
   for (int64_t p = 0; p < count; p++) {
     w.update.grad = parts[p].grad;
     w.update.count = parts[p].count;
-    li_sums_add(ctx, &w, &sum);
+    li_sums_add(ctx, &w);
   }
-  sum = sqrt(sum);
+  const double sum = sqrt(w.sums[0]);
   state->norm = (float)sum;
   state->factor = !(rule->clip > 0 && state->norm > rule->clip) ? 1.0f : state->norm < (float)INFINITY ?
                   rule->clip / state->norm : (float)((double)rule->clip / sum);
@@ -13581,18 +13560,14 @@ LI_HOT void li_update_task(void *work, int64_t thread, int64_t threads) {
   const int64_t last = li_min(li_share(units, thread + 1, threads) * LI_SPLIT, w->update.count);
   const li_update u = li_update_part(&w->update, first, last);
   if (first >= last) return;
-  (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd :
-   w->kernels->adam)(&u);
+  if (w->rule->hook) {
+    const luna_optimizer_part part = li_hook_part(w, &u);
+    w->rule->hook->update(&part, w->sums);
+    memset(u.grad, 0, (size_t)u.count * sizeof(float));
+  } else {
+    (w->rule->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
+  }
   if (u.average) for (int64_t i = 0; i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
-}
-/* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) /
-   D^4 */
-LI_FN void li_apollo_curvature(luna_ctx *ctx, li_update_work *w) {
-  double sums[3] = { 0, 0, 0 };
-  li_sums_add(ctx, w, sums);
-  const double d = sqrt(sqrt(sums[0])) + (double)w->update.epsilon;
-  w->update.alpha = (1 - w->update.beta1) / w->update.correction1;
-  w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
 LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
   const luna_step_state *state = rule->state;
@@ -13600,7 +13575,7 @@ LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_u
   li_update_work w;
   memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
-  w.kind = rule->kind;
+  w.rule = rule;
   w.update.value = part->value;
   w.update.grad = part->grad;
   for (int i = 0; i < 3; i++) w.update.moment[i] = part->moment[i];
@@ -13618,7 +13593,7 @@ LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_u
   w.update.epsilon = rule->epsilon;
   w.update.correction1 = (float)(1 - pow((double)rule->beta1, t));
   w.update.correction2 = (float)(1 - pow((double)rule->beta2, t));
-  if (w.kind == LUNA_OPTIMIZER_APOLLO) li_apollo_curvature(ctx, &w);
+  if (rule->hook && rule->hook->reduce) li_sums_add(ctx, &w);
   li_run(w.update.count > LI_SPLIT ? &ctx->parallel : NULL, li_update_task, &w);
 }
 LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
@@ -16808,6 +16783,7 @@ static const luna_backend li_cpu = {
   NULL, NULL, NULL, NULL,            /* it needs no open, and the allocator serves */
   li_cpu_copy, li_cpu_zero, NULL, li_cpu_begin,
   LI_TRAIN(li_cpu_check), LI_TRAIN(li_cpu_norm), LI_TRAIN(li_cpu_update),
+  NULL,                              /* `update` calls what hooks give */
   NULL, NULL,                        /* single tokens run one by one */
   {
 #define LI_OP_KIND(name, tier, reads, cheap) LI_CPU_##name,
@@ -18939,6 +18915,7 @@ typedef struct li_group { luna_param_group group; struct li_group *next; } li_gr
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
+  const luna_optimizer_hook *hook;   /* null but of LUNA_OPTIMIZER_HOOK */
   luna_optimizer_config config;
   int moments, kept;                 /* tensors beside each parameter: its moments; with its average */
   int64_t attempts, size, reached;
@@ -19025,7 +19002,7 @@ LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char 
 /* O(name, KIND, tensors beside each parameter (SGD: with momentum), lr, beta1, beta2, epsilon), by kind */
 #define LI_OPTIMIZERS(O) \
   O(sgd, SGD, 1, 0.01f, 0, 0, 0) O(adam, ADAM, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) \
-  O(adamw, ADAMW, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) O(apollo, APOLLO, 3, 1, 0.9f, 0, 1e-4f)
+  O(adamw, ADAMW, 2, 1e-3f, 0.9f, 0.999f, 1e-8f)
 typedef struct li_optimizer_defaults {
   const char *name;
   int moments;
@@ -19034,29 +19011,26 @@ typedef struct li_optimizer_defaults {
 /* its config with defaults; what it does not have is 0 */
 LI_FN void li_optimizer_default(luna_optimizer *o, const li_optimizer_defaults *d) {
   luna_optimizer_config *c = &o->config;
-  const bool sgd = o->kind == LUNA_OPTIMIZER_SGD, apollo = o->kind == LUNA_OPTIMIZER_APOLLO;
+  const bool sgd = o->kind == LUNA_OPTIMIZER_SGD;
   if (c->lr == 0) c->lr = d->lr;
+  o->moments = sgd && c->momentum == 0 ? 0 : d->moments;
+  o->kept = o->moments + (c->average > 0);
+  if (o->hook) return;
   if (c->beta1 == 0 || d->beta1 == 0) c->beta1 = d->beta1;
   if (c->beta2 == 0 || d->beta2 == 0) c->beta2 = d->beta2;
   if (c->epsilon == 0 || d->epsilon == 0) c->epsilon = d->epsilon;
   if (!sgd) c->momentum = 0;
   if (!sgd) c->nesterov = false;
-  if (apollo && c->schedule.warmup == 0) c->schedule.warmup = 100;
-  if (apollo && c->schedule.warmup_from == 0) c->schedule.warmup_from = 0.01f;
-  o->moments = sgd && c->momentum == 0 ? 0 : d->moments;
-  o->kept = o->moments + (c->average > 0);
 }
-LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind kind,
-                                        const luna_optimizer_config *config) {
-#define LI_OPTIMIZER_DEFAULTS(name, kind, ...) { "luna_" #name, __VA_ARGS__ },
-  static const li_optimizer_defaults defaults[] = { LI_OPTIMIZERS(LI_OPTIMIZER_DEFAULTS) };
-  const li_optimizer_defaults *d = &defaults[kind];
+LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind kind, const luna_optimizer_hook *hook,
+                                        const li_optimizer_defaults *d, const luna_optimizer_config *config) {
   luna_ctx *ctx = li_ctx_of(params);
   luna_optimizer like, *o = NULL;
   void *memory, *state;
   if (!ctx) return NULL;
   memset(&like, 0, sizeof like);
   like.kind = kind;
+  like.hook = hook;
   like.params = params;
   if (config) like.config = *config;
   li_optimizer_default(&like, d);
@@ -19083,9 +19057,31 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
 }
 #define LI_OPTIMIZER_OPEN(name, kind, ...) \
   LUNA_API luna_optimizer *luna_##name(luna_params *params, const luna_optimizer_config *config) { \
-    return li_optimizer_open(params, LUNA_OPTIMIZER_##kind, config); \
+    static const li_optimizer_defaults defaults = { "luna_" #name, __VA_ARGS__ }; \
+    return li_optimizer_open(params, LUNA_OPTIMIZER_##kind, NULL, &defaults, config); \
   }
-LI_OPTIMIZERS(LI_OPTIMIZER_OPEN) /* luna_sgd, luna_adam, luna_adamw, luna_apollo */
+LI_OPTIMIZERS(LI_OPTIMIZER_OPEN) /* luna_sgd, luna_adam, luna_adamw */
+
+/* whether a hook is valid and runs on the context's device; false with a sentence */
+LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_optimizer_hook *hook) {
+  const luna_backend *backend = ctx->backend;
+  if (!li_is_given(ctx, name, "hook", hook != NULL) ||
+      !li_is_given(ctx, name, "hook->name or hook->update", hook->name && hook->update) ||
+      !li_in(ctx, name, "the length of hook->name", (int64_t)strlen(hook->name), 1, LI_HOOK_NAME - 1) ||
+      !li_in(ctx, name, "hook->moments", hook->moments, 0, 3) ||
+      !li_is_rate(ctx, name, "hook->largest", hook->largest)) return false;
+  if (!li_on_device(ctx) || (backend->knows && backend->knows(hook))) return true;
+  return li_refuse_call(ctx, LUNA_ERROR_HOOK_CPU_ONLY, name, hook->name);
+}
+LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_optimizer_hook *hook,
+                                             const luna_optimizer_config *config) {
+  static const char name[] = "luna_optimizer_open";
+  luna_ctx *ctx = li_ctx_of(params);
+  if (!ctx) return NULL;
+  if (!li_optimizer_hook_good(ctx, name, hook)) return li_remember(ctx, params, 0, ctx->last_status), NULL;
+  const li_optimizer_defaults defaults = { name, hook->moments, 1e-3f, 0, 0, 0 };
+  return li_optimizer_open(params, LUNA_OPTIMIZER_HOOK, hook, &defaults, config);
+}
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
 LI_FN bool li_group_keep(luna_optimizer *o, const luna_param_group *group) {
@@ -19141,7 +19137,8 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) {
 }
 
 LI_FN float li_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
-  return o->config.lr * luna_schedule_at(&o->config.schedule, attempt + (o->kind != LUNA_OPTIMIZER_APOLLO));
+  const bool from_zero = o->hook && o->hook->from_zero;
+  return o->config.lr * luna_schedule_at(&o->config.schedule, from_zero ? attempt : attempt + 1);
 }
 /* The first parameter whose rates are too large, or null. With others no update of a gradient of at most
    luna_rule.largest makes a parameter or a moment Inf. */
@@ -19223,7 +19220,7 @@ LI_FN int64_t li_gradients_move(const luna_optimizer *o, int64_t at, float *buck
   }
   return moved;
 }
-LI_FN uint64_t li_optimizer_hash(const luna_optimizer *o) { /* of its kind and config */
+LI_FN uint64_t li_optimizer_hash(const luna_optimizer *o) { /* of its kind, hook and config */
   const luna_optimizer_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
   const double all[] = { (double)o->kind, (double)c->lr, (double)c->momentum, (double)c->nesterov, (double)c->beta1,
@@ -19231,7 +19228,7 @@ LI_FN uint64_t li_optimizer_hash(const luna_optimizer *o) { /* of its kind and c
                          (double)s->decay, (double)s->warmup, (double)s->total, (double)s->floor,
                          (double)s->warmup_from, (double)s->gamma, (double)s->milestone[0], (double)s->milestone[1],
                          (double)s->milestone[2], (double)s->milestone[3], (double)c->max_skips, (double)c->average };
-  return li_hash_bytes(0, (const char *)all, sizeof all);
+  return li_hash_bytes(o->hook ? li_hash(o->hook->name) : 0, (const char *)all, sizeof all);
 }
 /* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same optimiser, the same
    parameters with a gradient, and at its first step the same values. A NaN or Inf in one rank's loss counts for all. */
@@ -19300,9 +19297,10 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   ctx->writes++;
   if (li_ranks(ctx)) status = li_gradients_sum(o);
   if (ctx->options.measure || status != LUNA_OK) return status;
-  /* Adam squares gradients, Apollo takes directions to the fourth power */
+  /* Adam squares gradients */
+  const float largest = o->hook && o->hook->largest > 0 ? o->hook->largest : 1e18f;
   const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, c->average,
-                           o->kind == LUNA_OPTIMIZER_APOLLO ? 1e9f : 1e18f, o->state };
+                           largest, o->state, o->hook, c };
   status = li_optimizer_parts(o);
   if (status == LUNA_OK) status = li_optimizer_call(o, &rule, false);
   if (status == LUNA_OK) status = li_optimizer_call(o, &rule, true);
@@ -19922,6 +19920,7 @@ enum { LI_TRAINING_KIND, LI_TRAINING_ATTEMPTS, LI_TRAINING_UPDATES, LI_TRAINING_
        LI_TRAINING_STEP, LI_TRAINING_SEED, LI_TRAINING_ROW, LI_TRAINING_KEYS };
 #define LI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
 #define LI_PRODUCTS "luna.products" /* "bf16", or float32's */
+#define LI_OPTIMIZER_NAME "luna.optimizer_name"
 
 LI_FN void li_hex(uint64_t value, char out[17]) {
   for (int i = 0; i < 16; i++) out[i] = li_hex_digits[value >> (60 - 4 * i) & 15];
@@ -19974,6 +19973,7 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
     li_hex(value[k], text);
     li_st_put_pair(w, li_training_keys[k], text);
   }
+  if (o->hook) li_st_put_pair(w, LI_OPTIMIZER_NAME, o->hook->name);
   if (ctx->options.products == LUNA_DTYPE_BF16) li_st_put_pair(w, LI_PRODUCTS, "bf16");
   li_put_set(w, o->params);
   for (const li_trained *t = o->trained; t < o->trained + o->size; t++)
@@ -20000,9 +20000,24 @@ LI_FN bool li_moment_find(const li_st *st, const li_trained *t, int moment, li_s
   li_moment_name(name, moment, t->name);
   return li_st_find(st, name, out) && li_st_like(out, t->tensor) && out->dtype == LI_ST_F32;
 }
+/* An optimiser's name, in a file and of the one it is loaded into. The first files of hooks have none: they were all
+   Apollo's. */
 LI_FN const char *li_optimizer_name(uint64_t kind) {
   static const char *const names[] = { "SGD", "Adam", "AdamW", "Apollo" };
   return kind < (uint64_t)LI_LENGTH(names) ? names[kind] : "an unknown kind";
+}
+LI_FN luna_status li_optimizer_compare(const luna_optimizer *o, const li_st *st, uint64_t kind) {
+  luna_ctx *ctx = o->params->ctx;
+  li_st_text text;
+  char hook[LI_HOOK_NAME + 1];
+  const char *name = li_optimizer_name(kind), *own = li_optimizer_name((uint64_t)o->kind);
+  if (kind == LUNA_OPTIMIZER_HOOK && li_st_meta(st, LI_OPTIMIZER_NAME, &text)) {
+    (void)li_st_decode(text, hook, sizeof hook); /* cut where it is longer than any hook's */
+    name = hook;
+  }
+  if (o->hook) own = o->hook->name;
+  if (kind == (uint64_t)o->kind && strcmp(name, own) == 0) return LUNA_OK;
+  return li_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, li_file_name(ctx), name, own);
 }
 LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, uint64_t value[LI_TRAINING_KEYS]) {
   luna_ctx *ctx = o->params->ctx;
@@ -20017,9 +20032,8 @@ LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, uint64_t
     if (!li_unhex(st, li_training_keys[k], &value[k]) &&
         (k != LI_TRAINING_ROW || li_st_meta(st, li_training_keys[k], &text))) /* which older files lack */
       return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, li_training_keys[k], file);
-  if (value[LI_TRAINING_KIND] != (uint64_t)o->kind)
-    return li_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, file,
-                          li_optimizer_name(value[LI_TRAINING_KIND]), li_optimizer_name((uint64_t)o->kind));
+  const luna_status compared = li_optimizer_compare(o, st, value[LI_TRAINING_KIND]);
+  if (compared != LUNA_OK) return compared;
   const float lr = li_float_of((uint32_t)(value[LI_TRAINING_LR] & UINT32_MAX));
   if (value[LI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) || li_rates_too_large(o, lr))
     return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, li_training_keys[LI_TRAINING_LR], file);

@@ -5359,6 +5359,8 @@ __global__ void lunacu_apollo_end_kernel(luna_rule rule, int count, const double
     apollo[2 * part + 1] = (-alpha * sum[1] - sum[2]) / (d * d * d * d);
   }
 }
+/* the hook that runs here: examples/luna_apollo.h */
+static bool lunacu_knows(const luna_optimizer_hook *hook) { return strcmp(hook->name, "Apollo") == 0; }
 /* One launch for all parameters; Apollo: three for as many as there is room for the sums of */
 static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                  const luna_update *table, int64_t count) {
@@ -5371,14 +5373,14 @@ static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const lun
       LUNACU_LAUNCH(kernel, (unsigned)lunacu_min(p.last - p.first, 4096), LUNACU_BLOCK, 0, stream, *rule, p, apollo);
   };
   if (rule->kind == LUNA_OPTIMIZER_SGD) run(lunacu_update_kernel<LUNA_OPTIMIZER_SGD>, {table, count, 0, pieces});
-  else if (rule->kind != LUNA_OPTIMIZER_APOLLO)
+  else if (rule->kind != LUNA_OPTIMIZER_HOOK)
     run(lunacu_update_kernel<LUNA_OPTIMIZER_ADAM>, {table, count, 0, pieces});
-  for (int64_t p = 0; p < count && rule->kind == LUNA_OPTIMIZER_APOLLO; p += room) {
+  for (int64_t p = 0; p < count && rule->kind == LUNA_OPTIMIZER_HOOK; p += room) {
     const int64_t n = lunacu_min(count - p, room), last = p + n < count ? parts[p + n].first : pieces;
     LUNACU_LAUNCH(lunacu_apollo_kernel, dim3((unsigned)n, LUNACU_SHARES), LUNACU_BLOCK, 0, stream, *rule, table + p,
                   partials);
     LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, *rule, (int)n, partials, apollo);
-    run(lunacu_update_kernel<LUNA_OPTIMIZER_APOLLO>, {table + p, n, parts[p].first, last});
+    run(lunacu_update_kernel<LUNA_OPTIMIZER_HOOK>, {table + p, n, parts[p].first, last});
   }
   return lunacu_done(ctx, "an optimiser's update");
 }
@@ -5738,6 +5740,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->check = lunacu_check_noted;
         b->norm = lunacu_parts_noted<lunacu_norm>;
         b->update = lunacu_parts_noted<lunacu_update>;
+        b->knows = lunacu_knows;
         b->token = lunacu_token;
         b->forget = lunacu_forget;
 #define LUNACU_ROW(kind, query, name, can) \

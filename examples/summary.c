@@ -22,7 +22,7 @@ static const struct { const char *key, *names; } meanings[] = {
       { "luna.positions", "default none sinusoidal learned" }, { "luna.embedding_scale", "default 1 sqrt(dim)" },
   { "luna.pooling", "default cls mean memory memory-of-the-batch" },
       { "luna.linformer_sharing", "headwise key-value layerwise" },
-  { "luna.linformer_projection", "linear mean max convolution" }, { "luna.optimizer", "SGD Adam AdamW Apollo" }
+  { "luna.linformer_projection", "linear mean max convolution" }, { "luna.optimizer", "SGD Adam AdamW hook" }
 };
 
 /* what a model's features, and its outputs with output_norm, are standardised by */

@@ -10,6 +10,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "../examples/luna_apollo.h"
 #include "common.h"
 #include <signal.h>
 #if defined(__unix__) || defined(__APPLE__)
@@ -364,7 +365,7 @@ static void got_tensor(luna_tensor *y, bool any) {
 
 /* whether a call of it, or in its case, makes something whose failure stays */
 static bool makes(const char *name) {
-  static const char *const part[] = {"_init", "load", "luna_sgd", "luna_adam", "luna_apollo", "luna_params",
+  static const char *const part[] = {"_init", "load", "luna_sgd", "luna_adam", "luna_optimizer_open", "luna_params",
                                      "luna_param", "layer_forward", "known_ffn", "nulls"};
   for (size_t i = 0; i < sizeof part / sizeof part[0]; i++) if (strstr(name, part[i])) return true;
   return false;
@@ -1811,7 +1812,20 @@ static void an_optimizer_case(luna_optimizer *(*open)(luna_params *, const luna_
 static void case_luna_sgd(void) { an_optimizer_case(luna_sgd); }
 static void case_luna_adam(void) { an_optimizer_case(luna_adam); }
 static void case_luna_adamw(void) { an_optimizer_case(luna_adamw); }
-static void case_luna_apollo(void) { an_optimizer_case(luna_apollo); }
+static void case_luna_optimizer_open(void) {
+  static const luna_optimizer_hook nameless = {NULL, 1, false, 0, NULL, luna_apollo_update};
+  static const luna_optimizer_hook still = {"still", 1, false, 0, NULL, NULL};
+  static const luna_optimizer_hook many = {"many", 4, false, 0, NULL, luna_apollo_update};
+  static const luna_optimizer_hook loud = {"loud", 1, false, -1, NULL, luna_apollo_update};
+  const luna_optimizer_hook *const bad[] = {NULL, &nameless, &still, &many, &loud};
+  luna_tensor *p;
+  if (coin()) {
+    an_optimizer_case(luna_apollo);
+    return;
+  }
+  hostile++;
+  expect(!luna_optimizer_open(three(&p), bad[pick(5)], NULL) && sentence(), "an optimiser of a hook that is none");
+}
 static luna_optimizer *an_optimizer(void) {
   luna_tensor *p;
   luna_params *set = three(&p);
@@ -2147,7 +2161,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_classifier_forward) F(luna_classifier_forward_pair) F(luna_classifier_pool) F(luna_masked_lm_init) \
   F(luna_masked_lm_forward) F(luna_masked_lm_loss) F(luna_mask_tokens) F(luna_seq2seq_init) F(luna_seq2seq_forward) \
   F(luna_seq2seq_loss) \
-  F(luna_load_model) F(luna_load_model_of) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_apollo) \
+  F(luna_load_model) F(luna_load_model_of) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_optimizer_open) \
   F(luna_optimizer_add_group) \
   F(luna_optimizer_step) F(luna_optimizer_advance) F(luna_optimizer_apply) F(luna_optimizer_set_lr) \
   F(luna_optimizer_steps) F(luna_optimizer_skipped) F(luna_optimizer_grad_norm) \

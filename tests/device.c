@@ -246,6 +246,22 @@ static void check_copies(const device *d) {
   free(c.file.at), free(c.state);
 }
 
+/* ---- a device runs the optimiser hooks that it knows ---- */
+static bool fake_knows(const luna_optimizer_hook *hook) { return strcmp(hook->name, "Apollo") == 0; }
+static void check_hook(const device *d) {
+  static const luna_optimizer_hook unknown = {"unknown", 3, true, 0, NULL, luna_apollo_update};
+  luna_ctx *ctx = device_open(d, 1);
+  luna_params *params = luna_params_open(ctx);
+  const int64_t size = 3;
+  luna_param(params, "w", 1, &size, (luna_init){LUNA_INIT_ONES, 1});
+  CHECK(luna_apollo(params, NULL), "Apollo, which the device knows: %s", luna_error(ctx));
+  CHECK(!luna_optimizer_open(params, &unknown, NULL) && luna_error_id_of(ctx) == LUNA_ERROR_HOOK_CPU_ONLY &&
+            strcmp(luna_error(ctx), "luna_optimizer_open: the optimiser unknown runs on the CPU only, and this context "
+                                    "is on a device") == 0,
+        "a hook that the device does not know: %s", luna_error(ctx));
+  luna_close(ctx);
+}
+
 int main(int argc, char **argv) {
   luna_backend fake = *luna_cpu_backend();
   fake_memory = (char *)mmap(NULL, FAR_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -262,6 +278,7 @@ int main(int argc, char **argv) {
   fake.check = fake_check;
   fake.norm = fake_norm;
   fake.update = fake_update;
+  fake.knows = fake_knows;
   for (int i = 0; i < LUNA_OP_COUNT; i++)
     fake.op[i].query = fake_query, fake.op[i].forward = fake_forward, fake.op[i].backward = fake_backward;
   const device d = {&fake, 0, 0, false, NULL, NULL};
@@ -271,6 +288,7 @@ int main(int argc, char **argv) {
         fake_waits); /* sharing, begins, a stream */
 
   check_product_cost();
+  check_hook(&d);
   check_copies(&d);
   luna_backend without = fake; /* a backend need not have that op, but then it has no streams */
   const device lacking = {&without, 0, 0, false, NULL, NULL};

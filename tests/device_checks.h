@@ -5,6 +5,7 @@
 #define DEVICE_CHECKS_H
 #include "examples/luna_beam.h"
 #include "op_cases.h"
+#include "../examples/luna_apollo.h"
 
 typedef struct device {
   const luna_backend *backend;

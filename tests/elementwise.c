@@ -583,18 +583,10 @@ static void check_dropout(int64_t first, int64_t n, double probability) {
 }
 
 /* ---- optimisers, each four steps ---- */
-enum { UPDATE_SGD, UPDATE_MOMENTUM, UPDATE_NESTEROV, UPDATE_ADAMW, UPDATE_ADAM, UPDATE_APOLLO, UPDATES };
-static void update_exact(const li_update *u, int kind, int64_t i, double *value, double *moment[3]) {
-  double g = (double)u->factor * (double)u->grad[i], *first = &moment[0][i], *second = &moment[1][i],
-      *third = &moment[2][i];
+enum { UPDATE_SGD, UPDATE_MOMENTUM, UPDATE_NESTEROV, UPDATE_ADAMW, UPDATE_ADAM, UPDATES };
+static void update_exact(const li_update *u, int kind, int64_t i, double *value, double *moment[2]) {
+  double g = (double)u->factor * (double)u->grad[i], *first = &moment[0][i], *second = &moment[1][i];
   if (kind != UPDATE_ADAMW) g += (double)u->decay * *value;
-  if (kind == UPDATE_APOLLO) {
-    *first += (double)u->alpha * (g - *first);
-    *second += (double)u->curvature * *third * *third;
-    *third = *first / fmax(fabs(*second), 1);
-    *value -= (double)u->lr * *third;
-    return;
-  }
   if (kind >= UPDATE_ADAMW) {
     *first = (double)u->beta1 * *first + (1 - (double)u->beta1) * g;
     *second = (double)u->beta2 * *second + (1 - (double)u->beta2) * g * g;
@@ -609,26 +601,12 @@ static void update_exact(const li_update *u, int kind, int64_t i, double *value,
   }
   *value -= (double)u->lr * g;
 }
-/* Apollo's sums over a parameter: of d^4, (g - m) d, B d^2 */
-static void check_apollo_sums(const li_update *u, const double *value, double *const moment[3]) {
-  double got[3], want[3] = {0, 0, 0}, size[3] = {1e-30, 1e-30, 1e-30};
-  kernels->apollo_sums(u, got);
-  for (int64_t i = 0; i < u->count; i++) {
-    const double d = moment[2][i], g = (double)u->factor * (double)u->grad[i] + (double)u->decay * value[i];
-    const double part[3] = {d * d * d * d, (g - moment[0][i]) * d, moment[1][i] * d * d};
-    for (int k = 0; k < 3; k++) want[k] += part[k], size[k] += fabs(part[k]);
-  }
-  for (int k = 0; k < 3; k++)
-    CHECK(fabs(got[k] - want[k]) <= 2e-6 * size[k], "%s: Apollo's sum %d of %d is %.9g, not %.9g", kernels_name, k,
-          (int)u->count, got[k], want[k]);
-}
 static void check_updates(int64_t n) {
   for (int kind = 0; kind < UPDATES; kind++) {
-    static const char *const names[UPDATES] = {"sgd", "sgd with momentum", "sgd of Nesterov", "adamw", "adam",
-                                               "apollo"};
-    static const int moments[UPDATES] = {0, 1, 1, 2, 2, 3};
+    static const char *const names[UPDATES] = {"sgd", "sgd with momentum", "sgd of Nesterov", "adamw", "adam"};
+    static const int moments[UPDATES] = {0, 1, 1, 2, 2};
     li_update u;
-    double *value = doubles(n), *moment[3] = {doubles(n), doubles(n), doubles(n)};
+    double *value = doubles(n), *moment[2] = {doubles(n), doubles(n)};
     memset(&u, 0, sizeof u);
     u.value = random_floats(n, 1), u.grad = zeros(n);
     for (int k = 0; k < moments[kind]; k++) u.moment[k] = zeros(n);
@@ -639,17 +617,15 @@ static void check_updates(int64_t n) {
     for (int step = 1; step <= 4; step++) {
       bool zeroed = true;
       u.correction1 = (float)(1 - pow((double)u.beta1, step)), u.correction2 = (float)(1 - pow((double)u.beta2, step));
-      u.alpha = 0.1f / u.correction1, u.curvature = step % 2 ? 3.5f : -7.25f;
       common_fill(u.grad, n, ++kernels_seed, 1);
-      if (kind == UPDATE_APOLLO) check_apollo_sums(&u, value, moment);
       for (int64_t i = 0; i < n; i++) update_exact(&u, kind, i, &value[i], moment);
-      (kind == UPDATE_APOLLO ? kernels->apollo : kind >= UPDATE_ADAMW ? kernels->adam : kernels->sgd)(&u);
+      (kind >= UPDATE_ADAMW ? kernels->adam : kernels->sgd)(&u);
       near(names[kind], n, n, u.value, value, 2e-6);
       for (int64_t i = 0; i < n; i++) zeroed = zeroed && u.grad[i] == 0;
       CHECK(zeroed, "%s: %d gradients are not zeroed", kernels_name, (int)n);
     }
     release(u.value), release(u.grad), free(value);
-    for (int k = 0; k < 3; k++) {
+    for (int k = 0; k < 2; k++) {
       free(moment[k]);
       if (u.moment[k]) release(u.moment[k]);
     }

@@ -3,6 +3,7 @@
    one allocation fails ends with the bits of one where none does. */
 #ifndef JOBS_H
 #define JOBS_H
+#include "../examples/luna_apollo.h"
 
 enum { VOCAB = 23, LARGE_VOCAB = 1100, DIM = 16 };
 

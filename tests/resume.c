@@ -5,6 +5,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "../examples/luna_apollo.h"
 #include "common.h"
 #include <dirent.h>
 #include <sys/stat.h>
@@ -381,7 +382,7 @@ static void check_refusals(void) {
   small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(from.optimizer, 0);
   const buffer file = saved(from.optimizer), weights = saved_params(from.params);
-  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) {
+  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_HOOK; kind++) {
     small_open(&to, kind, 0.9f, 8);
     if (kind != LUNA_OPTIMIZER_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, LUNA_ERROR_OPTIMIZER_KIND,
         "another kind of optimiser");
@@ -611,7 +612,7 @@ static void check_fixed(void) {
 static void check_failed_saves(void) {
   small s;
   char below[400];
-  small_open(&s, LUNA_OPTIMIZER_APOLLO, 0, 3);
+  small_open(&s, LUNA_OPTIMIZER_HOOK, 0, 3);
   const buffer file = saved(s.optimizer);
   for (size_t limit = 0; limit < file.size; limit++) {
     buffer half = {NULL, 0, 0, limit};
@@ -750,7 +751,7 @@ int main(int argc, char **argv) {
   }
   paths_open();
   check_fixed();
-  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++)
+  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_HOOK; kind++)
     check_resume(false, kind), check_resume(true, kind);
   check_plain(false), check_plain(true);
   check_refusals();

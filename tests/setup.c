@@ -4,6 +4,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "../examples/luna_apollo.h"
 #include "common.h"
 
 enum { BATCH = 2, N = 5, DIM = 8, SLOTS = 3, VOCAB = 11 };

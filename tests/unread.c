@@ -2,6 +2,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "../examples/luna_apollo.h"
 #include "common.h"
 #include "models.h"
 
