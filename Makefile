@@ -39,11 +39,6 @@
 #   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines:
 #                            build/mpi/lm
 #   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
-#   make mpi-bench           time and memory of 4 million tokens forward and a training step of a million, cut over 1, 2
-#                            and 4 ranks; 20 minutes, 12 GB
-#   make web                 build/luna.html: Luna in a browser, one file, by clang for WebAssembly (examples/web)
-#   make web-test            its tests, in headless Chromium; screenshots in build/web; last line: N passed, N failed
-#                            TIMES=1, on a quiet machine: the page's times must reach their goals too
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
 #                            and spills; and all else that make gpu runs
 #   make gpu                 all that a GPU is wanted for, in nine minutes (GPU_SECONDS=540): tests, sanitizers, speed,
@@ -73,7 +68,7 @@ SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.
   tests/export.sh tests/models.sh tests/long_line.sh tests/flags.sh
 PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'li_\|LI_\|kernels.h' tests/*.c))
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,\
-  $(filter-out tests/cuda.c tests/ptx.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
+  $(filter-out tests/cuda.c tests/ptx.c tests/mpi.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
@@ -422,10 +417,6 @@ mpi-test:
 	@$(MAKE) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
 	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/run.sh tests/mpi.sh
 
-mpi-bench:
-	@$(MAKE) $(BUILD)/mpi/tests/mpi_bench
-	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/mpi_bench.sh
-
 $(BUILD)/luna.html: luna.h $(wildcard examples/web/*) examples/models/english.safetensors
 	@CLANG='$(CLANG)' sh examples/web/build.sh $@
 
@@ -439,4 +430,4 @@ clean:
 
 .PHONY: run examples docs install dist programs names test test-all test-long mcu sanitize cross golden headers fuzz \
   fuzz-coverage coverage analyze faults soak size bench arena compare cuda cuda-test gpu cuda-bench ptx mpi mpi-test \
-  mpi-bench web web-test clean
+  web web-test clean

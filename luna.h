@@ -164,8 +164,7 @@
 
    SEVERAL RANKS
      options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
-     number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
-     more than numbers of P's size (>>parallel).
+     number of machines: each has sequences of its own (>>parallel). One sequence cannot be shared by several.
 
    WHERE TIME GOES
      luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
@@ -195,10 +194,8 @@
      Its tests are a case with an oracle in tests/op_cases.h, calls in tests/arguments.c, and wrong lines in
      tests/faults.py; each of the three says what is missing. Where the function takes one tensor and nothing else, the
      first two are naive_<name> there and a name in COMMON_UNARY of tests/common.h.
-     Rows may be cut over ranks: a result counts as cut like its first input. An op that looks at other rows gets those
-     before by li_rank_border, as the short convolution does, or refuses, as cumsum does; one that counts rows adds
-     part->first, as rotary does. A layer's op in streams has LI_CPU_OP, not LI_CPU_REST, and what it keeps of
-     earlier rows in li_past, as the convolution its history.
+     A layer's op in streams has LI_CPU_OP, not LI_CPU_REST, and what it keeps of earlier rows in li_past, as the
+     convolution its history.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -368,8 +365,6 @@ LUNA_API int luna_version(void);
   X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
     "and calls") \
   X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
-  X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
-    "attention, or LUNA_PARALLEL_DATA") \
   /* arguments of any call */ \
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
@@ -1982,7 +1977,6 @@ typedef struct luna_causal_args {
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
   int64_t horizon;                   /* rows t > horizon: exponential means, shares 1 / horizon; 0 = none */
   luna_run run;
-  struct li_outside *own;         /* null; luna.h's */
 } luna_causal_args;
 #ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
@@ -2025,34 +2019,26 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>parallel: one model on several ranks, each a process with a context of its own. Every rank opens its context with a
-   collective, makes the same model and the same calls in the same order. Two ways to share the work:
-     LUNA_PARALLEL_DATA      a rank has sequences of its own: luna_input.batch and its arrays are its part of the batch,
-                             in rank order; parts may differ in number, or be empty; n is the same on all ranks
-     LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
-                             in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
-                             alike, are those of whole sequences. luna.h finds each rank's first row by itself
-   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
-   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
+   collective, makes the same model and the same calls in the same order, with sequences of its own: luna_input.batch
+   and its arrays are its part of the batch, in rank order. Parts may differ in number, or be empty; n is the same on all
+   ranks.
+   A step is then that of one rank with everything, up to rounding: dropout goes by the place in the whole (on a GPU
+   each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
    luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
    ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
    names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
    mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
    the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
    that names rank and difference. In a scope that is recomputed nothing is sent a second time.
-   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
-   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
-   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
    A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
    one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
    a stream. Guarded by tests/collective.c.
    ------------------------------------------------------------------------------------------------------------------ */
-typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
 typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
 /* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
    memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
    another run. */
 struct luna_collective {
-  luna_parallelism mode;
   int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
   /* buffer: `count` floats or doubles, in place, of all ranks added up */
   bool (*all_reduce)(void *user, void *buffer, int64_t count, luna_reduction reduction);
@@ -2060,14 +2046,10 @@ struct luna_collective {
   bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
   void *user;
 };
-/* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
-   [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
-   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
-   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
-   luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
-   rank's loss is a part of one loss, which is their sum. */
+/* For models of your own: marks x [batch,...], and what ops make of it, as this rank's part of the whole batch, so that
+   dropout goes by the place in the whole. The models do this to what their embedding makes. Without a collective it
+   returns x itself. */
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
-LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>profile: where time goes: every op that runs between begin and end is timed.
@@ -2274,7 +2256,6 @@ typedef struct luna_op {
   ptrdiff_t before;
   const int64_t *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
-  struct li_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2651,16 +2632,12 @@ typedef struct li_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; */
-  int64_t run;                       /* run 0: e + first */
+  uint64_t first;                    /* element e is e + first of a whole, of which this is a part */
 } li_dropout;
-LI_INLINE uint64_t li_dropout_place(const li_dropout *d, int64_t element) {
-  return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
-}
 LI_FN uint32_t li_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LI_FN li_dropout li_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
   const float keep = 1.0f / (1.0f - probability);
-  const li_dropout d = { seed, op, step, li_dropout_threshold(probability), keep, 0, 0, 0 };
+  const li_dropout d = { seed, op, step, li_dropout_threshold(probability), keep, 0 };
   return d;
 }
 
@@ -2841,20 +2818,6 @@ typedef struct li_unpack_space {
   float *words;                         /* li_panels' */
 } li_unpack_space;
 
-/* Of sequences whose other rows are on other ranks: the states [batch heads, state] that their rows add to a causal
-   sweep. scan: a sum over this rank's rows becomes that over the ranks before it, or after it */
-typedef struct li_outside {
-  void (*scan)(void *op, double *state, bool after);
-  void *op;
-  int64_t position, later;           /* rows of the ranks before, and after */
-  int64_t count;                     /* doubles of all states */
-  /* the last of each `unit` doubles is what this rank's rows leave of states before them; count + 1: one number, behind
-     them, for all; 0: they leave all */
-  int64_t unit;
-  bool received;                     /* `before` is there */
-  double *before, *after;            /* the mean over the rows before; room for the sum over those after */
-} li_outside;
-
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
 typedef struct li_causal_luna {
@@ -2875,7 +2838,6 @@ typedef struct li_causal_luna {
   double *mean_ka, *mean_av;
   const float *grad_out;
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
-  li_outside *outside;            /* null: the rows are all there are, or streaming */
   /* The memory that forgets: A = e^s, means weighted by A and by gates [batch, rows, heads, slots], whose logits these
      are. In w are U and the sums of the weights, [2, batch, heads, rows, slots]. */
   bool forgets;                      /* false: the published form */
@@ -5493,7 +5455,7 @@ LI_FN void li_short_convolution_weights_reference(const li_convolution *a, int64
 LI_FN float li_dropout_at(const li_dropout *d, int64_t element) {
   uint32_t word[4];
   if (d->threshold == 0) return 1.0f;
-  const uint64_t place = li_dropout_place(d, element);
+  const uint64_t place = d->first + (uint64_t)element;
   uint32_t counter[4] = { (uint32_t)(place / 8), (uint32_t)(place / 8 >> 32), d->op, d->step };
   li_philox(counter, d->seed, word);
   return (word[place % 8 / 2] >> (place % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
@@ -5961,9 +5923,9 @@ LI_FN void LI_K(dropout_mask)(const li_dropout *d, int64_t first, int64_t n, flo
   const int32_t threshold = (int32_t)d->threshold;
   const float keep = d->keep;
   while (n > 0) {
-    const uint64_t at = li_dropout_place(d, first);
+    const uint64_t at = d->first + (uint64_t)first;
     const int64_t skip = (int64_t)(at % 8);
-    const int64_t count = li_min(d->run ? li_min(n, d->run - first % d->run) : n, 64 - skip);
+    const int64_t count = li_min(n, 64 - skip);
     float *const to = count == 64 ? mask : block;
     LI_K(dropout_words)(d, at / 8, half);
     for (int i = 0; i < 64; i++) to[i] = half[i] < threshold ? 0 : keep;
@@ -6092,7 +6054,7 @@ LI_HOT li_sparse li_sparse_at(const li_attention *a, int64_t pair) {
   s.blocks = li_max(s.p->blocks, 1);
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
   s.head.element = pair * a->queries * s.numbers;
-  if (a->patterns && a->own && a->own->dropout.run == 0 && a->keys > 0) {
+  if (a->patterns && a->own && a->keys > 0) {
     /* dropout.first counts the pairs before, each of queries * keys */
     const int64_t first = (int64_t)a->own->dropout.first;
     s.head.element += first / (a->queries * a->keys) * a->queries * s.numbers - first;
@@ -8154,8 +8116,6 @@ typedef struct li_sweep {
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
-  li_outside *outside;            /* or null */
-  bool summing;                      /* for `outside`: only the state after the last chunk is wanted */
   bool forgets;                      /* states are sums, [slots, unit], whose slots fade by the gates of each chunk */
   float *h;                          /* [items, rows, slots], or null: see li_causal_chunk */
   float *sums;                       /* [items, chunks, slots, unit], likewise */
@@ -8214,11 +8174,7 @@ LI_INLINE int64_t li_sweep_position(const li_sweep *s, int64_t item) {
 }
 /* whether there are rows before the first chunk */
 LI_INLINE bool li_sweep_continues(const li_sweep *s, int64_t item) {
-  if (!s->outside) return !s->reverse && li_sweep_position(s, item) > 0;
-  return !s->summing && (s->reverse ? s->outside->later : s->outside->position) > 0;
-}
-LI_INLINE double *li_sweep_outside(const li_sweep *s, int64_t item) {
-  return (s->reverse ? s->outside->after : s->outside->before) + item * s->unit * s->slots;
+  return !s->reverse && li_sweep_position(s, item) > 0;
 }
 /* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
 LI_FN li_causal_chunk li_sweep_chunk(const li_sweep *s, int64_t item, int64_t k, int64_t place, int64_t thread) {
@@ -8235,7 +8191,7 @@ LI_FN li_causal_chunk li_sweep_chunk(const li_sweep *s, int64_t item, int64_t k,
   c.fade = li_horizon_fade(s->horizon, 1);
   c.reverse = s->reverse;
   c.begins = k == 0 && !li_sweep_continues(s, item);
-  c.last = k == s->chunks - 1 && !s->exchange && !s->summing;
+  c.last = k == s->chunks - 1 && !s->exchange;
   c.state = li_take(&record, s->unit * s->slots);
   c.kept = li_take(&record, s->kept);
   c.scores = li_take(&buffer, LI_CHUNK * LI_CHUNK);
@@ -8282,17 +8238,11 @@ LI_HOT void li_sweep_scan(const li_sweep *s, const li_causal_chunk *c, double *c
 }
 
 LI_HOT void li_sweep_start(const li_sweep *s, int64_t item, double *carried) {
-  const size_t bytes = (size_t)li_sweep_state(s, item) * sizeof(double);
-  if (s->outside && li_sweep_continues(s, item)) memcpy(carried, li_sweep_outside(s, item), bytes);
-  else if (s->exchange && li_sweep_continues(s, item)) s->exchange(s->args, item, carried, false);
-  else memset(carried, 0, bytes);
-  if (!s->summing || !s->forgets) return;
-  for (int64_t i = s->unit; i <= li_sweep_state(s, item); i += s->unit) carried[i - 1] = 1;
+  if (s->exchange && li_sweep_continues(s, item)) s->exchange(s->args, item, carried, false);
+  else memset(carried, 0, (size_t)li_sweep_state(s, item) * sizeof(double));
 }
 LI_FN void li_sweep_end(const li_sweep *s, int64_t item, double *carried) {
   if (s->exchange && !s->reads) s->exchange(s->args, item, carried, true);
-  if (s->summing)
-    memcpy(li_sweep_outside(s, item), carried, (size_t)li_sweep_state(s, item) * sizeof(double));
 }
 
 /* each thread sweeps whole items */
@@ -8306,7 +8256,7 @@ LI_FN void li_sweep_items(void *work, int64_t thread, int64_t threads) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, thread, thread);
       s->sum(s->args, &c);
       li_sweep_scan(s, &c, carried, 0, li_sweep_state(s, item));
-      if (!s->summing) s->output(s->args, &c);
+      s->output(s->args, &c);
     }
     li_sweep_end(s, item, carried);
   }
@@ -8346,44 +8296,19 @@ LI_FN void li_sweep_pass(li_sweep *s, const li_parallel *parallel, void *scratch
     li_run(parallel, li_sweep_window, s);
     li_run(parallel, li_sweep_scans, s);
     s->now = s->output;
-    if (!s->summing) li_run(parallel, li_sweep_window, s);
+    li_run(parallel, li_sweep_window, s);
   }
   for (int64_t item = 0; item < s->items; item++) li_sweep_end(s, item, li_sweep_carried(s, item));
-}
-/* What the other ranks' rows add: this rank's sums go out, those of the ranks before, or after, come back. */
-LI_FN void li_sweep_exchange(li_sweep *s, const li_parallel *parallel, void *scratch) {
-  li_outside *o = s->outside;
-  double *state = li_sweep_outside(s, 0);
-  const int64_t before = li_within(o->position, s->horizon), end = o->position + s->rows;
-  /* the sum over this rank's rows is that many times their mean */
-  const double all = s->horizon ? (double)li_within(end, s->horizon) : (double)s->rows;
-  const bool means = !s->reverse && !s->forgets;
-  s->position = s->reverse || s->horizon ? o->position : 0;
-  if (s->reverse || !o->received) {
-    s->summing = true;
-    memset(state, 0, (size_t)o->count * sizeof(double));
-    li_sweep_pass(s, parallel, scratch);
-    s->summing = false;
-    if (means) for (int64_t i = 0; i < o->count; i++) state[i] *= all;
-    if (o->unit > o->count) state[o->count] = li_horizon_fade(s->horizon, li_beyond(end, s->horizon) -
-                                                     li_beyond(o->position, s->horizon));
-    o->scan(o->op, state, s->reverse);
-    if (means && before > 0) for (int64_t i = 0; i < o->count; i++) state[i] /= (double)before;
-    o->received = true;
-  }
-  s->position = o->position;
 }
 LI_FN void li_sweep_run(li_sweep *s, const li_chunk_steps *steps, const li_parallel *parallel, void *scratch) {
   s->sum = steps->sum;
   s->output = steps->output;
-  if (s->outside) li_sweep_exchange(s, parallel, scratch);
   li_sweep_pass(s, parallel, scratch);
 }
-LI_FN void li_sweep_clear(li_sweep *s, const li_kernels *kernels, const void *args, li_outside *outside, bool reverse) {
+LI_FN void li_sweep_clear(li_sweep *s, const li_kernels *kernels, const void *args, bool reverse) {
   li_clear(s, sizeof *s);
   s->kernels = kernels;
   s->args = args;
-  s->outside = outside;
   s->reverse = reverse;
 }
 
@@ -8562,7 +8487,7 @@ LI_FN void li_causal_out_yz(const void *args, const li_causal_chunk *c) {
 }
 
 LI_FN void li_causal_start(li_sweep *s, const li_kernels *kernels, const li_causal *a, bool reverse) {
-  li_sweep_clear(s, kernels, a, a->own, reverse);
+  li_sweep_clear(s, kernels, a, reverse);
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -8599,7 +8524,7 @@ LI_FN void li_run_causal_backward(const li_kernels *kernels, const li_causal *a,
                                   const li_parallel *parallel, void *scratch) {
   LI_BY_REFERENCE(kernels, li_causal_backward_reference(a); return);
   if (a->grad_x) li_causal_sweep(kernels, a, &li_sweep_grad_x, parallel, scratch);
-  if (a->grad_y || a->grad_z || a->own) li_causal_sweep(kernels, a, &li_sweep_grad_yz, parallel, scratch);
+  if (a->grad_y || a->grad_z) li_causal_sweep(kernels, a, &li_sweep_grad_yz, parallel, scratch);
 }
 
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
@@ -8782,7 +8707,7 @@ LI_FN void li_luna_out_down(const void *args, const li_causal_chunk *c) {
    makes all weights before it smaller, which is to make all from it on larger: its gradient is minus the sum of their
    W dW. From a chunk's end on that sum is also minus R . S, as out does not change when all weights and the state are
    scaled; where a slot forgets soon that is more exact, as the long sum adds up rounding. */
-/* a state's slot: S_K, S_V, z, and the product of all gates so far for li_outside */
+/* The floats of a state's slot: S_K, S_V, z, and how much of the slot a chunk leaves (li_forget_out_up). */
 LI_INLINE int64_t li_forget_unit(const li_causal_luna *a) { return 2 * a->head_dim + 2; }
 typedef struct li_forget_state { li_matrix k, v; float *z; int64_t slots, unit; } li_forget_state;
 LI_FN li_forget_state li_forget_state_of(const li_causal_luna *a, const li_causal_chunk *c) {
@@ -8960,22 +8885,6 @@ LI_FN void li_forget_out_down(const void *args, const li_causal_chunk *c) {
   c->kernels->forget_scores(s, w.at, c->h + 2 * all, li_forget_before(c, state), dw, li_offset(a->grad_s, s.at - a->s));
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
-/* over ranks: o->after = the sums of W dW over the rows of the later ones, [items, slots] */
-LI_HOT void li_forget_later(const li_sweep *s) {
-  const li_causal_luna *a = (const li_causal_luna *)s->args;
-  li_outside *o = s->outside;
-  const int64_t unit = o->unit;
-  memset(o->after, 0, (size_t)o->count * sizeof(double));
-  for (int64_t item = 0; item < s->items; item++)
-    for (int64_t k = 0; k < s->chunks; k++) {
-      const li_causal_chunk c = li_sweep_chunk(s, item, k, 0, 0);
-      const int64_t l = li_luna_slots(a, item);
-      for (int64_t i = 0; i < c.rows * l; i++) o->after[item * a->slots + i % l] += (double)c.h[i];
-    }
-  o->unit = 0;
-  o->scan(o->op, o->after, true);
-  o->unit = unit;
-}
 /* the gates' gradients, of whole items */
 LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t threads) {
   const li_sweep *s = (const li_sweep *)work;
@@ -8984,9 +8893,6 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t threads) {
   const int64_t end = li_share(s->items, thread + 1, threads);
   for (int64_t item = li_share(s->items, thread, threads); item < end; item++) {
     memset(after, 0, (size_t)(2 * a->slots) * sizeof(float));
-    if (s->outside)
-      for (int64_t i = 0, l = li_luna_slots(a, item); i < l; i++)
-        li_two_floats(s->outside->after[item * a->slots + i], &after[i], &after[l + i]);
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, 0, thread);
       const li_matrix gates = li_luna_narrow(a, &c, a->gates);
@@ -9012,7 +8918,7 @@ static LI_UNUSED const li_chunk_steps li_forget_grad_down = {
   true, li_forget_sum_down, li_forget_out_down
 };
 LI_FN void li_luna_sweep(li_sweep *s, const li_kernels *kernels, const li_causal_luna *a, bool reverse) {
-  li_sweep_clear(s, kernels, a, a->outside, reverse);
+  li_sweep_clear(s, kernels, a, reverse);
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -9070,12 +8976,11 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
   s.reads = true;
   if (a->mean_ka) s.exchange = forgets ? li_forget_exchange : li_luna_exchange;
   li_sweep_run(&s, forgets ? &li_forget_grad_up : &li_luna_grad_up, parallel, rest);
-  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates && !a->outside) return;
+  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates) return;
   li_luna_sweep(&s, kernels, a, true);
   s.h = h;
   s.sums = sums;
   li_sweep_run(&s, forgets ? &li_forget_grad_down : &li_luna_grad_down, parallel, rest);
-  if (forgets && s.outside) li_forget_later(&s);
   if (a->grad_gates) li_run(li_worth(parallel, s.items * s.rows * s.dim * s.value_dim), li_forget_gates, &s);
 }
 #endif
@@ -9553,7 +9458,6 @@ LI_FN luna_status li_attention_of(const luna_attention_args *args, li_attention 
   const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
   const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
   *a = *args;
-  a->own = NULL;
   a->value_dim = dv;
   if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
   if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
@@ -9623,7 +9527,6 @@ LI_FN luna_status li_causal_of(const luna_causal_args *args, li_causal *c) {
   const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
   const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
   *c = *args;
-  c->own = NULL;
   return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && li_causal_fits(c->dim, c->value_dim) &&
          li_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
          li_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
@@ -11344,7 +11247,6 @@ LI_FN const char *li_options_wrong(const luna_ctx *ctx) {
   if (!c->all_reduce || !c->all_gather) return "luna_open: options.collective lacks all_reduce or all_gather";
   if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LI_MAX_RANKS)
     return "luna_open: options.collective has a rank outside 0..ranks - 1, or more than 1048576 ranks";
-  if ((unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return "luna_open: options.collective has a mode that does not exist";
   return NULL;
 }
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
@@ -11479,24 +11381,14 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>ranks: several contexts, one model. What a rank has of a whole, what it tells the others, and the ops that do.
+   >>ranks: several contexts, one model. What a rank has of a batch, and what it tells the others.
    Guarded by tests/collective.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* What a rank has of a whole: sequences of a batch, or rows of every sequence */
+/* The sequences that a rank has of a batch */
 typedef struct li_cut {
-  bool rows;                         /* rows, not sequences */
-  int64_t first, own, whole;         /* of them: those of the ranks before, this one's, all ranks' */
-  int64_t other;                     /* sequences, or the rows of each */
-  int64_t longest;                   /* of the batch's sequences */
-  const int64_t *parts;              /* [ranks] those of each rank */
+  int64_t first, own;                /* those of the ranks before, and this one's */
+  int64_t n, longest;                /* rows of a sequence, and of the batch's longest one */
 } li_cut;
-LI_INLINE bool li_rows_cut(const luna_tensor *t) {
-  return LI_WHOLE && t && t->own->part && t->own->part->rows;
-}
-/* the rows of t's whole sequences, [batch,n,...] */
-LI_FN int64_t li_whole_rows(const luna_tensor *t) {
-  return li_rows_cut(t) ? t->own->part->whole : t->shape[1];
-}
 
 /* Calls of the collective: false with a sentence. Where nothing is computed all ranks count as like this one. */
 LI_FN bool li_rank_called(luna_ctx *ctx, const char *name, const char *what, bool good) {
@@ -11546,8 +11438,8 @@ LI_FN bool li_rank_count(luna_ctx *ctx, const char *name, int64_t *counted) {
 LI_FN uint64_t li_models_hash(const luna_ctx *ctx); /* all parameters' names and shapes, all models' configs */
 /* at each begin */
 LI_FN bool li_ranks_agree(luna_ctx *ctx, const char *name) {
-  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
-                                      "instruction set", "options.form", "options.seed", "call to begin a step",
+  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "instruction set",
+                                       "options.form", "options.seed", "call to begin a step",
                                       "number of steps", "outcome of its inits",
                                       "set of parameters' names and shapes, or config" };
   const luna_step_state state = li_state_of(ctx, ctx->state);
@@ -11555,7 +11447,7 @@ LI_FN bool li_ranks_agree(luna_ctx *ctx, const char *name) {
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
   const int64_t mine[LI_LENGTH(what)] = {
     ctx->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *)),
-    ctx->collective.ranks, ctx->collective.mode, li_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
+    ctx->collective.ranks, li_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
     ctx->training, (int64_t)state.step, status, (int64_t)li_models_hash(ctx) };
   int64_t *all;
   ctx->status = LUNA_OK;
@@ -11573,71 +11465,42 @@ LI_FN bool li_ranks_agree(luna_ctx *ctx, const char *name) {
 
 LI_HOT bool li_is_released(const luna_tensor *t, const char *name);
 LI_HOT int64_t li_shape_count(int rank, const int64_t *shape);
-/* --- custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
-/* which part of all ranks' an input is, into the step; *part stays null without a collective */
+/* which part of all ranks' batch an input is, into the step; *part stays null without a collective */
 LI_FN bool li_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
                        const li_cut **part) {
-  static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
+  static const char *const what[3] = { NULL, NULL, NULL };
   const luna_collective *c = li_ranks(ctx);
-  const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t *all, *parts, from = 0;
+  int64_t *all, from = 0;
   if (!c) return true;
-  /* the longest; of rows a hash of the lengths */
-  int64_t mine[3] = { rows ? batch : n, rows ? n : batch, lengths ? 1 : n };
-  if (!rows && lengths) for (int64_t b = 0; b < batch; b++) mine[2] = li_max(mine[2], lengths[b]);
-  if (rows) mine[2] = 0;
-  if (rows && lengths && batch > 0)
-    mine[2] = (int64_t)li_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
-  li_cut *made = (li_cut *)li_step_host(ctx, name, sizeof *made + (size_t)c->ranks * sizeof *parts);
-  if (!made || !li_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
+  int64_t mine[3] = { n, batch, lengths ? 1 : n };
+  if (lengths) for (int64_t b = 0; b < batch; b++) mine[2] = li_max(mine[2], lengths[b]);
+  li_cut *made = (li_cut *)li_step_host(ctx, name, sizeof *made);
+  if (!made || !li_rank_compare(ctx, name, mine, what, 3, &all)) return false;
   memset(made, 0, sizeof *made);
-  made->parts = parts = (int64_t *)(void *)(made + 1);
-  made->rows = rows;
-  made->other = rows ? batch : -1;
-  for (int64_t r = 0; r < c->ranks; r++) {
-    const int64_t own = parts[r] = all[3 * r + 1];
-    if (own < 0 || own > LI_MAX_COUNT || li_checked(1, made->whole + own) < 0)
-      return li_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r);
+  made->n = -1;
+  for (int64_t r = 0, whole = 0; r < c->ranks; r++) {
+    const int64_t own = all[3 * r + 1];
+    if (own < 0 || own > LI_MAX_COUNT || li_checked(1, whole + own) < 0)
+      return li_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a batch", own, r);
     if (r < c->rank) made->first += own;
-    made->whole += own;
-    if (rows || own == 0) continue;
-    if (made->other >= 0 && made->other != all[3 * r])
-      return li_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
-                        made->other);
-    made->other = all[3 * r];
+    whole += own;
+    if (own == 0) continue;
+    if (made->n >= 0 && made->n != all[3 * r])
+      return li_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r], made->n);
+    made->n = all[3 * r];
     from = r;
     made->longest = li_max(made->longest, all[3 * r + 2]);
   }
-  made->own = mine[1];
-  if (parts[c->rank] != made->own)
-    return li_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
-                      (int64_t)c->rank);
+  made->own = batch;
+  if (all[3 * c->rank + 1] != batch)
+    return li_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", all[3 * c->rank + 1], (int64_t)c->rank);
   *part = made;
   return true;
 }
-/* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
-LI_FN const int32_t *li_cut_lengths(luna_ctx *ctx, const li_cut *part, const int32_t *lengths,
-                                    const char *name, bool *failed) {
-  if (!lengths || !part || !part->rows) return lengths;
-  int32_t *own = (int32_t *)li_step_host(ctx, name, (size_t)part->other * sizeof *own);
-  *failed = !own;
-  for (int64_t b = 0; b < part->other && !*failed; b++) {
-    *failed = lengths[b] < 0 || lengths[b] > part->whole;
-    if (*failed)
-      li_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0, part->whole);
-    own[b] = (int32_t)li_max(0, li_min(lengths[b] - part->first, part->own));
-  }
-  return *failed ? NULL : own;
-}
-/* What a model's input is a part of, and the input with its lengths as those of its own rows */
-LI_FN bool li_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
-                        const li_cut **part) {
-  bool failed = false;
-  *own = *input;
+/* What a model's input is a part of */
+LI_FN bool li_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, const li_cut **part) {
   *part = NULL;
-  if (!li_cut_take(ctx, name, (int64_t)input->batch, (int64_t)input->n, input->lengths, part)) return false;
-  own->lengths = li_cut_lengths(ctx, *part, input->lengths, name, &failed);
-  return !failed;
+  return li_cut_take(ctx, name, (int64_t)input->batch, (int64_t)input->n, input->lengths, part);
 }
 /* x as a part */
 LI_FN luna_tensor *li_cut_of(luna_tensor *x, const li_cut *part) {
@@ -11653,207 +11516,10 @@ LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
   if (!li_cut_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
   return li_cut_of(x, part);
 }
-
-typedef struct li_rank_op {
-  luna_custom custom;
-  luna_ctx *ctx;
-  const char *name;
-  bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
-  float *result, *kept;              /* [luna_count(out)]; what else backward needs */
-  int64_t kept_size;                 /* floats */
-  const li_cut *part;
-  const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
-  int64_t heads;
-} li_rank_op;
-LI_FN luna_status li_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
-  li_rank_op *op = (li_rank_op *)state;
-  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
-  (void)count;
-  li_copy(out->data, op->received ? op->result : in[0]->data, bytes);
-  if (!op->received) li_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
-  op->received = true;
-  li_copy(op->result, out->data, bytes);
-  return LUNA_OK;
-}
-LI_FN luna_status li_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
-  const li_rank_op *op = (const li_rank_op *)state;
-  (void)count;
-  if (!op->alone) li_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
-  if (in[0]->grad) for (int64_t i = 0; i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
-  return LUNA_OK;
-}
-#define LI_CUT_ROWS \
-  "of rows that are cut over ranks: LUNA_PARALLEL_SEQUENCE is for the CPU, LUNA_PARALLEL_DATA for devices too"
-/* One of these ops, on the CPU. Its result is whole. */
-LI_FN luna_tensor *li_rank_op_of(li_rank_op *op, luna_tensor *const *in, int count, int rank, const int64_t *shape) {
-  luna_ctx *ctx = in[0]->ctx;
-  const int64_t floats = li_shape_count(rank, shape);
-  if (li_on_device(ctx)) return li_fail(ctx, LUNA_ERROR_NO_OP, op->name, LI_CUT_ROWS);
-  op->ctx = ctx;
-  op->result = (float *)li_step_host(ctx, op->name, (size_t)(floats + op->kept_size) * sizeof(float));
-  if (!op->result) return NULL;
-  op->kept = op->result + floats;
-  op->custom.state = op;
-  op->custom.state_size = sizeof *op;
-  luna_tensor *y = luna_custom_op(in, count, rank, shape, &op->custom);
-  if (!y || ctx->status != LUNA_OK) return NULL;
-  y->own->part = NULL;
-  return y;
-}
-LI_FN luna_tensor *li_rank_sum(luna_tensor *x, const char *name, bool alone) {
-  li_rank_op op;
-  if (!x || !li_ranks(x->ctx)) return x;
-  memset(&op, 0, sizeof op);
-  op.name = name;
-  op.alone = alone;
-  op.custom.forward = li_rank_sum_forward;
-  op.custom.backward = li_rank_sum_backward;
-  return li_rank_op_of(&op, &x, 1, x->rank, x->shape);
-}
-
-/* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
-   w_r = exp(lse_r - log sum_s exp lse_s) of each head, out = sum_r w_r y_r, in rank order. kept: this rank's w */
-LI_HOT luna_status li_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
-  li_rank_op *op = (li_rank_op *)state;
-  const int ranks = op->ctx->collective.ranks;
-  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
-  const int64_t slots = out->shape[1];
-  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + size, *lse = mine + wide;
-  (void)count;
-  li_copy(out->data, op->received ? op->result : in[0]->data, (size_t)wide * sizeof(float));
-  if (op->received) return LUNA_OK;
-  op->received = true;
-  li_copy(mine, in[0]->data, (size_t)wide * sizeof(float));
-  for (int64_t i = 0; i < lines; i++)
-    lse[i] = (op->lengths ? op->lengths[i / (slots * op->heads)] : op->part->own) > 0 ? in[1]->data[i] : -INFINITY;
-  if (!li_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float)))
-    return op->ctx->status;
-  for (int64_t i = 0; i < lines; i++) {
-    float max = -INFINITY;
-    double sum = 0;
-    for (int r = 0; r < ranks; r++) if (!(all[r * size + wide + i] <= max)) max = all[r * size + wide + i];
-    for (int64_t e = 0; e < n; e++) op->result[i * n + e] = 0;
-    for (int r = 0; r < ranks && max > -INFINITY; r++) sum += (double)li_exp1_scalar(all[r * size + wide + i] - max);
-    op->kept[i] = 0;
-    for (int r = 0; r < ranks; r++) {
-      if (all[r * size + wide + i] == -INFINITY) continue;
-      const double weight = (double)li_exp1_scalar(all[r * size + wide + i] - max) / sum;
-      if (r == op->ctx->collective.rank) op->kept[i] = (float)weight;
-      for (int64_t e = 0; e < n; e++) op->result[i * n + e] += (float)(weight * (double)all[r * size + i * n + e]);
-    }
-  }
-  li_copy(out->data, op->result, (size_t)wide * sizeof(float));
-  return LUNA_OK;
-}
-/* dy_r = w_r dy and dlse_r = w_r dy . (y_r - y), of the ranks' summed dy */
-LI_HOT luna_status li_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
-  const li_rank_op *op = (const li_rank_op *)state;
-  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
-  (void)count;
-  if (!li_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return LUNA_OK;
-  for (int64_t i = 0; i < lines; i++) {
-    const float *g = out->grad + i * n;
-    double dot = 0;
-    if (op->kept[i] == 0) continue;
-    for (int64_t e = i * n; e < i * n + n; e++)
-      dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
-    if (in[0]->grad) for (int64_t e = 0; e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
-    if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
-  }
-  return LUNA_OK;
-}
-LI_FN luna_tensor *li_rank_merge(luna_tensor *y, luna_tensor *lse, const li_cut *part, const int32_t *lengths,
-                                 int64_t heads) {
-  li_rank_op op;
-  if (!y || !lse) return NULL;
-  memset(&op, 0, sizeof op);
-  op.name = "attention over rows that are cut";
-  op.part = part;
-  op.lengths = lengths;
-  op.heads = heads;
-  op.custom.forward = li_rank_merge_forward;
-  op.custom.backward = li_rank_merge_backward;
-  op.custom.workspace_size = (size_t)((luna_count(y) + luna_count(lse)) * (li_ranks(y->ctx)->ranks + 1)) *
-                             sizeof(float);
-  op.kept_size = luna_count(lse);
-  luna_tensor *const in[] = { y, lse };
-  return li_rank_op_of(&op, in, 2, y->rank, y->shape);
-}
-/* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
-   width - 1 rows before its first, zeros where there are none. kept: nothing. Of `rows` rows before a rank's first, a
-   rank before that has its last min(its own, its end - (first - rows)). */
-LI_HOT luna_status li_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
-  li_rank_op *op = (li_rank_op *)state;
-  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
-  const int64_t start = op->part->first - rows;
-  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t end = 0;
-  (void)count;
-  if (!op->received) {
-    memset(mine, 0, (size_t)(batch * size) * sizeof(float));
-    memset(op->result, 0, (size_t)(batch * size) * sizeof(float));
-    for (int64_t b = 0; b < batch; b++)
-      li_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
-    if (!li_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float)))
-      return op->ctx->status;
-    for (int r = 0; r < op->ctx->collective.rank; r++) {
-      end += op->part->parts[r];
-      const int64_t n = li_min(op->part->parts[r], end - start);
-      if (n > 0) for (int64_t b = 0; b < batch; b++)
-        memcpy(op->result + b * size + (end - n - start) * d, all + (r * batch + b) * size + (rows - n) * d,
-               (size_t)(n * d) * sizeof(float));
-    }
-    op->received = true;
-  }
-  li_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
-  return LUNA_OK;
-}
-LI_HOT luna_status li_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
-  const li_rank_op *op = (const li_rank_op *)state;
-  const luna_collective *c = li_ranks(op->ctx);
-  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
-  const int64_t end = op->part->first + op->part->own;
-  float *all = (float *)luna_custom_run(out).scratch;
-  int64_t start = end - rows;        /* of the rows that rank r got */
-  (void)count;
-  if (!li_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float)))
-    return op->ctx->status;
-  if (in[0]->grad) for (int r = c->rank + 1; r < c->ranks; start += op->part->parts[r++]) {
-    const int64_t n = li_min(op->part->own, end - start);
-    if (n > 0) for (int64_t b = 0; b < batch; b++)
-      for (int64_t i = 0; i < n * d; i++)
-        in[0]->grad[(b * own + own - n) * d + i] += all[(r * batch + b) * size + (end - n - start) * d + i];
-  }
-  return LUNA_OK;
-}
-/* x with the `rows` rows before its first one, which is whole */
-LI_FN luna_tensor *li_rank_border(luna_tensor *x, int64_t rows) {
-  const int64_t own = li_min(rows, x->shape[1]);
-  li_rank_op op;
-  memset(&op, 0, sizeof op);
-  op.name = "luna_short_convolution";
-  op.part = x->own->part;
-  op.custom.forward = li_rank_border_forward;
-  op.custom.backward = li_rank_border_backward;
-  const int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
-  op.custom.workspace_size = (size_t)(shape[0] * rows * shape[2] * (li_ranks(x->ctx)->ranks + 1)) * sizeof(float);
-  luna_tensor *last = luna_slice(x, 1, x->shape[1] - own, own);
-  luna_tensor *const with[] = { last ? li_rank_op_of(&op, &last, 1, 3, shape) : NULL, x };
-  x = luna_concat(with, 2, 1);
-  if (x) x->own->part = NULL;
-  return x;
-}
-LI_FN luna_tensor *li_cannot_cut(luna_tensor *x, const char *name, const char *what) {
-  return li_fail(x->ctx, LUNA_ERROR_RANK_CUT, name, what, (int64_t)x->ctx->collective.ranks);
-}
-
-LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) {
-  return li_is_released(x, "luna_rank_sum") ? NULL : li_rank_sum(x, "luna_rank_sum", false);
-}
 /* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
 LI_FN luna_tensor *li_rank_loss(luna_tensor *loss) {
   float value;
-  if (!loss || !li_ranks(loss->ctx) || !li_on_device(loss->ctx)) return li_rank_sum(loss, "the loss", true);
+  if (!loss || !li_ranks(loss->ctx) || !li_computes(loss->ctx)) return loss;
   luna_status status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
   if (status == LUNA_OK && !li_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
   if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
@@ -12183,28 +11849,24 @@ LI_SPLIT_OP(same, luna_count(op->out[0]), 1)
 
 /* a b modulo 2^64: a context that measures meets more elements than there are numbers */
 LI_INLINE int64_t li_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
-/* An op's dropout of `count` elements, `width` a row. Of a rank's part, where each element is in the whole. */
-LI_HOT li_dropout li_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count, int64_t width) {
+/* An op's dropout of `count` elements. Of a rank's part, where each element is in the whole. */
+LI_HOT li_dropout li_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count) {
   const luna_step_state *state = op->ctx->state;
   li_dropout d = li_dropout_of(probability, state->seed, number, (uint32_t)state->step);
   const li_cut *part = op->out[0]->own->part;
   if (!part && op->inputs > 1 && op->in[1]) part = op->in[1]->own->part;
-  if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(part->rows ? width : count / part->own);
-  if (part && part->rows) {
-    d.run = part->own * width;
-    d.skip = (uint64_t)(part->whole - part->own) * (uint64_t)width;
-  }
+  if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(count / part->own);
   return d;
 }
-LI_FN li_dropout li_op_dropout(const luna_op *op, int64_t count, int64_t width) {
-  return li_dropout_in(op, op->dropout, op->dropout_op, count, width);
+LI_FN li_dropout li_op_dropout(const luna_op *op, int64_t count) {
+  return li_dropout_in(op, op->dropout, op->dropout_op, count);
 }
 LI_FN li_dropout li_op_last_dropout(const luna_op *op) {
-  return li_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]), li_last(op->out[0]));
+  return li_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]));
 }
 LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
-  const li_dropout d = li_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
+  const li_dropout d = li_op_dropout(op, luna_count(y));
   const float *from = back ? y->grad : x->data;
   float *to = back ? x->grad : y->data;
   li_k(op)->dropout(&d, first, last - first, from + first, to + first, back);
@@ -12695,7 +12357,7 @@ LI_FN void li_ffn_part(const li_ffn_work *w, int64_t width, int64_t thread, int6
 }
 LI_FN void li_ffn_drop(void *work, int64_t thread, int64_t threads) {
   const li_ffn_work *w = (const li_ffn_work *)work;
-  const li_dropout d = li_op_dropout(w->op, li_rows(w->op->in[0]) * w->hidden, w->hidden);
+  const li_dropout d = li_op_dropout(w->op, li_rows(w->op->in[0]) * w->hidden);
   int64_t at, n;
   li_ffn_part(w, w->hidden, thread, threads, &at, &n);
   li_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
@@ -12760,7 +12422,7 @@ LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
-  const li_dropout d = li_op_dropout(op, li_times(li_rows(op->in[0]), f), f);
+  const li_dropout d = li_op_dropout(op, li_times(li_rows(op->in[0]), f));
   int64_t part = li_share(LI_FFN_PARTS, thread, threads);
   for (; part < li_share(LI_FFN_PARTS, thread + 1, threads); part++) {
     float *sums = w->sums + part * (f + out);
@@ -13206,41 +12868,6 @@ LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
   LI_CPU_REST(li_linear_cross_entropy_query, li_linear_cross_entropy_forward, \
               li_linear_cross_entropy_backward, LUNA_SETS_GRAD(0))
 
-/* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
-LI_FN size_t li_outside_room(const luna_op *op) {
-  if (!op->outside) return 0;
-  return li_round((size_t)((li_ranks(op->ctx)->ranks + 1) * (op->outside->count + 1)) * sizeof(double));
-}
-LI_FN void *li_outside_scratch(const luna_op *op) {
-  return op->outside ? (char *)op->workspace + li_outside_room(op) : op->workspace;
-}
-LI_FN luna_status li_outside_status(const luna_op *op) { return op->outside ? op->ctx->status : LUNA_OK; }
-LI_FN void li_outside_scan(void *user, double *state, bool after) {
-  const luna_op *op = (const luna_op *)user;
-  const luna_collective *c = li_ranks(op->ctx);
-  const int64_t count = op->outside->count, unit = op->outside->unit, sent = li_max(count, unit);
-  const double *all = (const double *)op->workspace;
-  (void)li_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)sent * sizeof(double));
-  for (int64_t i = 0; i < count; i++) {
-    const double *left = unit ? all + i / unit * unit + unit - 1 : NULL;
-    double sum = 0, fade = 1;
-    if (!after) for (int r = 0; r < c->rank; r++) sum = sum * (left ? left[r * sent] : 1) + all[r * sent + i];
-    else for (int r = c->rank + 1; r < c->ranks; r++) {
-      sum += fade * all[r * sent + i];
-      fade *= left ? left[r * sent] : 1;
-    }
-    state[i] = sum;
-  }
-}
-/* what a causal op's kernel gets: op->outside, as it is for this call */
-LI_FN li_outside *li_outside_now(const luna_op *op) {
-  li_outside *o = op->outside;
-  if (!o || !op->workspace) return o;
-  o->op = (void *)(uintptr_t)op;
-  o->after = (double *)op->workspace + li_ranks(op->ctx)->ranks * (o->count + 1);
-  return o;
-}
-
 /* An op that is one kernel with an argument struct: query, forward and backward from li_<name>_args. kept_floats:
    for backward */
 #define LI_KERNEL_OP(name, kept_floats) \
@@ -13248,22 +12875,20 @@ LI_FN li_outside *li_outside_now(const luna_op *op) {
     li_##name a; \
     if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
     li_##name##_args(op, &a); \
-    op->workspace_size = li_outside_room(op) + \
-                         li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, false); \
-    op->backward_workspace_size = li_outside_room(op) + \
-                                  li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, true); \
+    op->workspace_size = li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, false); \
+    op->backward_workspace_size = li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, true); \
   } \
   LI_FN luna_status li_##name##_forward(luna_op *op) { \
     li_##name a; \
     li_##name##_args(op, &a); \
-    li_run_##name(li_k(op), &a, &op->ctx->parallel, li_outside_scratch(op)); \
-    return li_outside_status(op); \
+    li_run_##name(li_k(op), &a, &op->ctx->parallel, op->workspace); \
+    return LUNA_OK; \
   } \
   LI_FN luna_status li_##name##_backward(luna_op *op) { \
     li_##name a; \
     li_##name##_args(op, &a); \
-    li_run_##name##_backward(li_k(op), &a, &op->ctx->parallel, li_outside_scratch(op)); \
-    return li_outside_status(op); \
+    li_run_##name##_backward(li_k(op), &a, &op->ctx->parallel, op->workspace); \
+    return LUNA_OK; \
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
@@ -13293,11 +12918,9 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   a->seed = op->ctx->state->seed;
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
-  /* of keys that are cut over ranks a row is a key, of queries all its keys */
   if (op->own) {                     /* a stream's recorded op has none, and no dropout */
     op->own->attention.bf16 = li_op_bf16(op) && op->kind != LUNA_OP_SPARSE_ATTENTION;
-    op->own->attention.dropout = li_op_dropout(op, li_times(a->batch * a->heads * a->queries, a->keys),
-                                        op->out[0]->own->part ? a->keys : 1);
+    op->own->attention.dropout = li_op_dropout(op, li_times(a->batch * a->heads * a->queries, a->keys));
     a->own = &op->own->attention;
   }
   a->grad_out = op->out[0]->grad;
@@ -13328,7 +12951,7 @@ LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
   u->lengths = op->lengths;
   u->bf16 = li_op_bf16(op);
-  u->dropout = li_op_dropout(op, li_times(u->batch * u->heads * u->rows, u->slots), u->slots);
+  u->dropout = li_op_dropout(op, li_times(u->batch * u->heads * u->rows, u->slots));
   u->last = li_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
@@ -13357,7 +12980,6 @@ LI_FN void li_causal_args(const luna_op *op, li_causal *c) {
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
   c->horizon = op->arg.causal.horizon;
-  c->own = li_outside_now(op);
 }
 LI_KERNEL_OP(causal, 0)
 #define LI_CPU_CAUSAL_PRODUCT LI_CPU_REST(li_causal_query, li_causal_forward, li_causal_backward, 0)
@@ -13386,14 +13008,13 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
     c->gates = op->in[4]->data;
     c->weights = op->weights;
     if (LI_WHOLE && op->dropout > 0)
-      c->dropout = li_op_dropout(op, luna_count(op->in[3]), li_last(op->in[3]));
+      c->dropout = li_op_dropout(op, luna_count(op->in[3]));
   }
   if (LI_TRAINS) {
     c->grad_out = op->out[0]->grad;
     c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
     if (c->forgets) c->grad_gates = op->in[4]->grad;
   }
-  c->outside = li_outside_now(op);
 }
 LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 #define LI_CPU_CAUSAL_LUNA \
@@ -14535,7 +14156,7 @@ LI_FN luna_tensor *li_op_no_memory(li_build *s, size_t bytes) {
 }
 
 /* A result of no elements is not computed: an op may still have 2^40 rows of nothing. */
-LI_HOT bool li_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0 && !op->outside; }
+LI_HOT bool li_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
 LI_HOT bool li_is_run(const luna_op *op) { return li_computes(op->ctx) && !li_is_empty(op); }
 
 /* Runs one of an op's functions with a workspace at the step's end; false: no memory */
@@ -15840,12 +15461,10 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
 LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int to = 0;
-  const bool cut = axis == 1 && li_rows_cut(x);
   li_build s;
   if (!li_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
-  if (cut && kind != LUNA_OP_REDUCE) return li_cannot_cut(x, name, "what goes over all rows but a sum");
-  const int64_t size = cut ? x->own->part->whole : x->shape[axis];
+  const int64_t size = x->shape[axis];
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (int a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
@@ -15854,8 +15473,7 @@ LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool m
   s.op.arg.reduce.axis = x->shape[axis];
   s.op.arg.reduce.factor = mean && size ? 1.0f / (float)size : 1.0f;
   if (kind == LUNA_OP_CUMSUM) return li_finish_like(&s, x);
-  luna_tensor *y = x->rank == 1 ? li_finish(&s, 1, shape) : li_finish(&s, x->rank - 1, shape);
-  return cut ? li_rank_sum(y, name, false) : y;
+  return x->rank == 1 ? li_finish(&s, 1, shape) : li_finish(&s, x->rank - 1, shape);
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
   return li_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
@@ -16027,12 +15645,10 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
 }
 
 LI_FN luna_tensor *li_mask(luna_tensor *x, const int32_t *lengths, float fill) {
-  bool failed = false, full = true;
+  bool full = true;
   li_build s;
   if (!li_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
   if (lengths && !li_fits(&s, "x [...,m,n]")) return NULL;
-  lengths = li_cut_lengths(x->ctx, x->own->part, lengths, "luna_mask", &failed);
-  if (failed) return NULL;
   if (lengths) for (int64_t b = 0; b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
@@ -16098,7 +15714,7 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
   if (x->shape[2] / heads % 2 != 0) return li_fail(x->ctx, LUNA_ERROR_ROTARY_ODD, s.name, x->shape[2] / heads);
   if (!(base >= 0 && li_is_finite(base))) return li_fail(x->ctx, LUNA_ERROR_ROTARY_BASE, (double)base);
   s.op.arg.rotary.heads = heads;
-  s.op.arg.rotary.first = first + (li_rows_cut(x) ? x->own->part->first : 0);
+  s.op.arg.rotary.first = first;
   s.op.arg.rotary.base = base > 0 ? base : 10000;
   return li_finish_like(&s, x);
 }
@@ -16506,7 +16122,6 @@ LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config 
   s->op.arg.attention.causal = c->causal;
   s->op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(li_last(q) / heads))) : c->scale;
   s->op.dropout = c->dropout;
-  if (li_rows_cut(k)) s->uncut = ~1; /* of whole queries */
   const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
   const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
   luna_tensor **extra = sparse ? c->log_sum_exp : c->sums;
@@ -16529,53 +16144,14 @@ LI_FN luna_tensor *li_softmax_attention(luna_tensor *q, luna_tensor *k, luna_ten
   return li_attention_fits(&s, c) ? li_finish_attention(&s, c) : NULL;
 }
 
-/* The same of whole queries over the keys of this rank, of each the log-sum-exp, and its own lengths */
-LI_FN luna_tensor *li_attention_part(luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                     const luna_attention_config *config, luna_tensor **lse,
-                                     const int32_t **lengths) {
-  luna_attention_config own = *config;
-  bool failed = false;
-  own.lengths = *lengths = li_cut_lengths(k->ctx, k->own->part, own.lengths, "luna_softmax_attention", &failed);
-  own.log_sum_exp = lse;
-  if (failed) return NULL;
-  if (li_rows_cut(q) || own.causal || own.patterns || own.sums || own.sequences)
-    return li_cannot_cut(k, "luna_softmax_attention", "each row's softmax over all rows");
-  return li_softmax_attention(q, k, v, &own);
-}
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
                                              const luna_attention_config *config) {
   luna_attention_config c;
-  const int32_t *lengths;
-  luna_tensor *lse = NULL;
   memset(&c, 0, sizeof c);
   if (config) c = *config;
-  if (!q || !li_rows_cut(k)) return li_softmax_attention(q, k, v, &c);
-  luna_tensor *y = li_attention_part(q, k, v, &c, &lse, &lengths);
-  return li_rank_merge(y, lse, k->own->part, lengths, c.heads ? c.heads : 1);
+  return li_softmax_attention(q, k, v, &c);
 }
 
-/* For a causal op of rows that are cut: states of `size` doubles a sequence, unit as in li_outside where states fade
-   by gates; false: it fails */
-LI_FN bool li_outside_make(li_build *s, luna_tensor *x, int64_t size, int64_t unit) {
-  const int64_t horizon = s->op.arg.causal.horizon;
-  luna_ctx *ctx = x->ctx;
-  const li_cut *part = x->own->part;
-  if (ctx->options.isa == LUNA_ISA_REFERENCE) return li_refused(li_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE"));
-  if (li_on_device(ctx))
-    return li_refuse(ctx, LUNA_ERROR_NO_OP, s->name, LI_CUT_ROWS);
-  const size_t head = li_round(sizeof(li_outside)), states = (size_t)(x->shape[0] * size + 1) * sizeof(double);
-  li_outside *o = (li_outside *)li_step_host(ctx, s->name, head + states);
-  if (!o) return false;
-  memset(o, 0, sizeof *o);
-  o->scan = li_outside_scan;
-  o->position = part->first;
-  o->later = part->whole - part->first - part->own;
-  o->count = x->shape[0] * size;
-  o->unit = unit == 0 && horizon > 0 && part->whole > horizon ? o->count + 1 : unit;
-  o->before = (double *)(void *)((char *)o + head);
-  s->op.outside = o;
-  return true;
-}
 LI_FN luna_tensor *li_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads, int64_t horizon) {
   luna_tensor *const in[] = { x, y, z };
   li_build s;
@@ -16584,7 +16160,6 @@ LI_FN luna_tensor *li_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor
       !li_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
   s.op.arg.causal.horizon = horizon;
-  if (li_rows_cut(x) && !li_outside_make(&s, x, x->shape[2] * z->shape[2] / heads, 0)) return NULL;
   return li_finish_like(&s, z);
 }
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
@@ -16596,10 +16171,6 @@ LI_FN luna_tensor *li_short_convolution(luna_tensor *x, luna_tensor *weight, lun
   li_build s;
   if (!li_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
       !li_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
-  if (li_rows_cut(x) && weight->shape[1] > 1) {
-    luna_tensor *y = li_short_convolution(li_rank_border(x, weight->shape[1] - 1), weight, bias, NULL);
-    return li_cut_of(y ? luna_slice(y, 1, weight->shape[1] - 1, x->shape[1]) : NULL, x->own->part);
-  }
   if (past) s.op.history = past->history;
   return li_finish_like(&s, x);
 }
@@ -16631,7 +16202,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
       !li_fits(&s, "weights [b,r,D] context [b,m,D]") || !li_heads_fit(&s, 1)) return NULL;
   c.scale = 1;
   c.sums = config ? config->sums : NULL;
-  if (!li_has_op(weights, LUNA_OP_PACK) || li_rows_cut(context))
+  if (!li_has_op(weights, LUNA_OP_PACK))
     return luna_softmax_attention(weights, context, context, &c);
   s.op.arg.attention.heads = 1;
   s.op.arg.attention.batch = weights->shape[0];
@@ -16722,9 +16293,6 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
     build.op.before = past->before;
     build.op.position = past->position;
   }
-  const int64_t d = q->shape[2] / heads, unit = c->forget ? 2 * d + 2 : 0; /* li_forget_unit */
-  if (!build.failed && li_rows_cut(q))
-    build.failed = !li_outside_make(&build, q, (unit ? unit : 2 * d) * s->shape[2], unit);
   return li_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
@@ -16759,7 +16327,7 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
 LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors) {
   const luna_op *op = out ? out->ctx->custom : NULL;
   if (!op) return;
-  const li_dropout d = li_op_dropout(op, op->arg.custom.dropped, 1);
+  const li_dropout d = li_op_dropout(op, op->arg.custom.dropped);
   if (li_k(op)->panels) li_k(op)->dropout_mask(&d, first, count, factors);
   else for (int64_t i = 0; i < count; i++) factors[i] = li_dropout_at(&d, first + i);
 }
@@ -17031,8 +16599,6 @@ typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li
 /* Whether it can; `what` and `name`: the argument and the call, for the sentence. A feature may be Inf in a fit alone,
    which is a call. */
 LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char *name, const char *what) {
-  const luna_collective *c = li_ranks(r->ctx);
-  const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: li_cut_input */
   char field[100];
   if (!input) return li_refuse(r->ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
   const int64_t k = r->vocab ? 1 : r->features, shape[] = { (int64_t)input->batch, (int64_t)input->n, k };
@@ -17047,7 +16613,7 @@ LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char
   if (r->longest && input->n > r->longest)
     return li_refuse(r->ctx, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
   li_print(field, sizeof field, "%s.lengths", what);
-  for (int64_t i = 0; input->lengths && i < input->batch && !cut; i++)
+  for (int64_t i = 0; input->lengths && i < input->batch; i++)
     if (input->lengths[i] < 0 || input->lengths[i] > input->n)
       return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                        (int64_t)0, input->n);
@@ -17056,7 +16622,7 @@ LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char
     if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
       return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
                        (int64_t)0, r->vocab - 1);
-  for (int64_t i = 0; i < count && !r->vocab && !r->ctx->call && !cut; i++)
+  for (int64_t i = 0; i < count && !r->vocab && !r->ctx->call; i++)
     if (!li_is_finite(input->features[i]) && input->features[i] == input->features[i] && li_is_real(input, i / k))
       return li_refuse(r->ctx, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
@@ -17299,22 +16865,6 @@ LI_FN const int32_t *li_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t c
   return out;
 }
 
-/* Where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that; their
-   weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] as below */
-LI_FN luna_tensor *li_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
-                                      luna_tensor *context, const int32_t *lengths) {
-  if (!g) return NULL;
-  const int64_t b = g->shape[0], h = g->shape[1], l = g->shape[2], d = g->shape[3];
-  luna_attention_config c = li_attention_config(1, 0, lengths);
-  luna_tensor *lse = NULL;
-  const int32_t *own;
-  c.scale = 1;
-  luna_tensor *z = li_attention_part(li_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
-  z = luna_matmul(li_reshape(z, 4, b, h, l, d), li_weight_heads(g->ctx, &layer->pv, d, h), false, true);
-  z = li_merge_heads(luna_add(z, li_reshape(layer->pv.bias, 3, h, 1, d / h, 1)));
-  lse = li_permute(li_reshape(lse, 3, b, h, l, 1), 0, 2, 1, 3);
-  return li_rank_merge(z, lse, context->own->part, own, h);
-}
 /* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
    bpv_h */
 LI_FN luna_tensor *li_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
@@ -17325,7 +16875,6 @@ LI_FN luna_tensor *li_pack_folded(const luna_nested_attention_layer *layer, luna
   const luna_pack_config config = { lengths, layer->config.dropout, &sums };
   luna_tensor *g = luna_matmul(li_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
                                li_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
-  if (li_rows_cut(context)) return li_pack_folded_cut(layer, g, context, lengths);
   luna_tensor *z = luna_pack(li_reshape(g, 3, b, h * l, d, 1), context, &config);
   z = luna_matmul(li_reshape(z, 4, b, h, l, d), li_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
   luna_tensor *bias = luna_matmul(li_reshape(sums, 4, b, h, l, 1), li_reshape(layer->pv.bias, 3, h, 1, d / h, 1),
@@ -17367,9 +16916,7 @@ LI_FN luna_tensor *li_nested_pack(const luna_nested_attention_layer *layer, luna
   const luna_nested_attention_layer_config *c = &layer->config;
   const bool own_keys = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p);
-  /* rows cut over ranks: the folded form has no dropout of the attention matrix there */
-  const bool drops = li_rows_cut(context) && c->dropout > 0 && p->ctx->training;
-  if (!drops && li_fold(p->ctx, li_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + own_keys))
+  if (li_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + own_keys))
     return li_pack_folded(layer, pq, context, lengths);
   luna_attention_config a = li_attention_config(c->pack_heads, c->dropout, lengths);
   luna_tensor *pv = luna_linear_layer_forward(&layer->pv, context);
@@ -17392,7 +16939,7 @@ LI_FN luna_tensor *li_nested_unpack(const luna_nested_attention_layer *layer, lu
   const luna_nested_attention_layer_config *c = &layer->config;
   if (!y_p) return NULL;
   if (lengths && (lengths = li_lengths(x->ctx, lengths, x->shape[0], 0, 1, y_p->shape[1])) == NULL) return NULL;
-  if (!c->output_gate && li_fold(x->ctx, li_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
+  if (!c->output_gate && li_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
     return li_unpack_folded(layer, x, y_p, residual, dropout, lengths);
   luna_attention_config a = li_attention_config(c->heads, c->dropout, lengths);
   luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
@@ -17513,7 +17060,7 @@ LI_FN luna_tensor *li_causal_scores(const luna_causal_attention_layer *layer, lu
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2];
   const bool shared = p->rank == 2 || p->shape[0] == 1;
   luna_tensor *pq = li_causal_queries(layer, p), *bias;
-  if (!li_fold(x->ctx, li_whole_rows(x) * (shared ? x->shape[0] : 1), d, h, l, 1)) {
+  if (!li_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = li_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
     if (shared && pq) pq = li_reshape(pq, 3, h, l, d / h, 1);
     return li_merge_heads(luna_matmul(k, pq, false, true));
@@ -17654,7 +17201,6 @@ LI_FN luna_tensor *li_linear_attention(luna_tensor *const qkv[3], int64_t heads,
     return li_reshape(y, 3, batch, n, width, 1);
   }
   luna_tensor *y = luna_matmul(li_split_heads(k, heads), li_split_heads(v, heads), true, false);
-  if (li_rows_cut(k)) y = luna_rank_sum(y);
   return li_merge_heads(luna_ratio(luna_matmul(li_split_heads(q, heads), y, false, false)));
 }
 
@@ -17729,7 +17275,6 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   if (!context) context = x;
   if (!li_is_sequence(name, "x", x, x->shape[0], c->dim) ||
       !li_is_sequence(name, "context", context, x->shape[0], c->dim)) return NULL;
-  if (c->kind == LUNA_ATTENTION_LINFORMER && li_rows_cut(context)) return li_cannot_cut(x, name, "Linformer");
   const luna_scope scope = luna_scope_begin(x->ctx);
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
@@ -17870,7 +17415,6 @@ LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_lay
                                NULL, NULL, { NULL, NULL, NULL, NULL } };
   f->p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
-  if (li_rows_cut(x)) return li_cannot_cut(x, name, "an attention hook");
   if (c->output_gate) call.gate = li_gate(&other_attention->gate, x);
   luna_tensor *y = c->hook->forward(hook_state, &call);
   f->p = call.next_p;
@@ -17929,7 +17473,7 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, 
     f->x = li_residual(c, f->x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
-      f->p = luna_slice(layer->memory, 0, 0, li_min(c->memory, li_max(1, li_whole_rows(f->x))));
+      f->p = luna_slice(layer->memory, 0, 0, li_min(c->memory, li_max(1, f->x->shape[1])));
       f->p = luna_expand(f->p, f->x->shape[0]);
     }
     if (!li_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
@@ -18199,7 +17743,6 @@ LI_FN luna_tensor *li_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
 LI_FN luna_tensor *li_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
-  if (li_rows_cut(x)) first += x->own->part->first;
   if (positions == LUNA_POSITIONS_SINUSOIDAL)
     return luna_add(x, li_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])
@@ -18326,20 +17869,18 @@ LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char 
   if (!m) return NULL;
   return li_model_ctx(li_reader_of(m->params, m->embedding, &m->input, m->positions, 0), input, name, "input");
 }
-/* the rows of x's sequences that other ranks have before this one's */
-LI_FN int64_t li_rows_before(const luna_tensor *x) { return li_rows_cut(x) ? x->own->part->first : 0; }
-/* the label of step i of an input, before whose rows are others; -1 in padding */
-LI_FN int32_t li_label(const luna_input *input, int64_t before, const int32_t *labels, int64_t i) {
-  return !input->lengths || before + i % input->n < input->lengths[i / input->n] ? labels[i] : -1;
+/* the label of step i of an input; -1 in padding */
+LI_FN int32_t li_label(const luna_input *input, const int32_t *labels, int64_t i) {
+  return !input->lengths || i % input->n < input->lengths[i / input->n] ? labels[i] : -1;
 }
 /* how many of an input's labels are not ignored; -1 with a sentence */
-LI_FN int64_t li_labels_count(luna_ctx *ctx, const char *name, const luna_input *input, int64_t before,
-                              const int32_t *labels, int64_t classes) {
+LI_FN int64_t li_labels_count(luna_ctx *ctx, const char *name, const luna_input *input, const int32_t *labels,
+                              int64_t classes) {
   const int64_t all = input->batch * input->n;
   int64_t count = 0;
   if (!labels && all > 0) return li_fail_null(ctx, name, "labels"), -1;
   for (int64_t i = 0; i < all; i++) {
-    const int32_t label = li_label(input, before, labels, i);
+    const int32_t label = li_label(input, labels, i);
     if (label >= classes) return li_fail(ctx, LUNA_ERROR_LABEL_RANGE, name, i, (int64_t)label, classes), -1;
     count += label >= 0;
   }
@@ -18351,19 +17892,19 @@ LI_FN const int32_t *li_real_labels(const luna_tensor *x, const luna_input *inpu
   const int64_t all = input->batch * input->n;
   if (!x || !input->lengths) return labels;
   int32_t *real = (int32_t *)li_step_host(x->ctx, name, (size_t)all * sizeof *real);
-  if (real) for (int64_t i = 0; i < all; i++) real[i] = li_label(input, li_rows_before(x), labels, i);
+  if (real) for (int64_t i = 0; i < all; i++) real[i] = li_label(input, labels, i);
   return real;
 }
 /* real rows of the longest sequence of an input, at least 1; over ranks of all of theirs */
 LI_FN int64_t li_longest(const luna_input *input, const li_cut *part) {
-  if (part && !part->rows) return li_min(li_max(part->longest, 1), li_max(part->other, 1));
-  const int64_t n = li_max(part ? part->whole : input->n, 1);
+  if (part) return li_min(li_max(part->longest, 1), li_max(part->n, 1));
+  const int64_t n = li_max(input->n, 1);
   int64_t longest = input->lengths ? 1 : n;
   if (input->lengths) for (int64_t b = 0; b < input->batch; b++) longest = li_max(longest, input->lengths[b]);
   return li_min(longest, n);
 }
 /* the state that this pass of the model goes on from, or null; false: it cannot */
-LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, const li_cut *part, luna_lm_state **state);
+LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_state **state);
 LI_FN int64_t li_state_position(const luna_lm_state *state);
 LI_FN li_past li_state_layer(luna_lm_state *state, int64_t layer);
 /* x; if it is there, the state that the pass of the model has gone on from stands after its rows */
@@ -18372,12 +17913,11 @@ LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_
 LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input) {
   luna_scope scope = luna_scope_begin(model->params->ctx);
   const li_cut *part;
-  luna_input own;
   luna_lm_state *state;
-  if (!li_cut_input(scope.ctx, "luna_lm_forward", input, &own, &part) ||
-      !li_state_take(model, input, part, &state)) return NULL;
-  luna_tensor *x = li_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
-                                                    luna_input_layer_forward(&model->input, &own), part);
+  if (!li_cut_input(scope.ctx, "luna_lm_forward", input, &part) || !li_state_take(model, input, &state)) return NULL;
+  luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
+                                      luna_input_layer_forward(&model->input, input);
+  x = li_cut_of(x, part);
   x = li_result_so_far(&scope, li_add_positions(x, model->config.positions, model->positions,
                                                      li_state_position(state)));
   x = li_result_so_far(&scope, luna_dropout(x, model->config.layer.dropout));
@@ -18423,7 +17963,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   static const char name[] = "luna_lm_loss";
   luna_ctx *ctx = li_lm_ctx(model, input, name);
   const luna_scope scope = luna_scope_begin(ctx);
-  if (!ctx || li_labels_count(ctx, name, input, 0, labels, li_lm_output(model)->shape[0]) < 0) return NULL;
+  if (!ctx || li_labels_count(ctx, name, input, labels, li_lm_output(model)->shape[0]) < 0) return NULL;
   luna_tensor *x = model->output_scale ? luna_lm_forward(model, input) : li_lm_features(model, input);
   const int32_t *real = li_real_labels(x, input, labels, name);
   if (!x || (!real && labels)) return NULL;
@@ -18514,13 +18054,13 @@ LI_FN float li_embedding_factor(const luna_encoder_config *c) {
   return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->layer.dim) : 1.0f;
 }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
-LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input, const luna_input *own, const li_cut *part) {
+LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input, const li_cut *part) {
   const luna_encoder_config *c = &e->config;
   const luna_norm_layer *norm = &e->embedding_norm;
   const float factor = li_embedding_factor(c);
   luna_scope scope = luna_scope_begin(e->embedding ? e->embedding->ctx : e->input.mean->ctx);
-  luna_tensor *x = li_cut_of(e->embedding ? luna_embedding(e->embedding, own->tokens, own->batch, own->n) :
-                                               luna_input_layer_forward(&e->input, own), part);
+  luna_tensor *x = li_cut_of(e->embedding ? luna_embedding(e->embedding, input->tokens, input->batch, input->n) :
+                                            luna_input_layer_forward(&e->input, input), part);
   if (factor != 1 && e->embedding) x = li_result_so_far(&scope, luna_scale(x, factor));
   x = li_result_so_far(&scope, li_add_positions(x, c->positions, e->positions, c->first_position));
   if (c->keep_padding) x = li_result_so_far(&scope, luna_mask(x, input->lengths));
@@ -18535,12 +18075,11 @@ LI_FN luna_ctx *li_encoder_ctx(const luna_encoder *e, const luna_input *input, c
     r.longest = e->config.max_length;
   return li_model_ctx(r, input, name, what);
 }
-/* the input; of sequences of no rows the lengths are 0 of each, so that no slot of P is real (a rank may have none of
-   rows that others have); false: no memory */
+/* the input; of sequences of no rows the lengths are 0 of each, so that no slot of P is real; false: no memory */
 LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
   const size_t bytes = (size_t)input->batch * sizeof(int32_t);
   *own = *input;
-  if (input->lengths || input->n > 0 || input->batch == 0 || li_ranks(ctx)) return true;
+  if (input->lengths || input->n > 0 || input->batch == 0) return true;
   void *zeros = li_step_host(ctx, name, bytes);
   own->lengths = zeros ? (const int32_t *)memset(zeros, 0, bytes) : NULL;
   return zeros != NULL;
@@ -18549,8 +18088,7 @@ LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *inp
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = li_encoder_ctx(e, input, "luna_encoder_embed", "input");
   const li_cut *part;
-  luna_input own;
-  if (!ctx || !li_cut_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
+  if (!ctx || !li_cut_input(ctx, "luna_encoder_embed", input, &part)) return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
   const luna_encoder_config *c = &e->config;
   const int64_t slots = li_min(c->layer.memory, li_longest(input, part));
@@ -18563,13 +18101,13 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
       memory = luna_add(memory, li_sinusoids(ctx, 0, slots, c->layer.dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
     memory = luna_expand(memory, input->batch);
-    if (part && !part->rows) memory = li_cut_of(memory, part);
+    memory = li_cut_of(memory, part);
     memory = luna_dropout(memory, c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return li_results(scope, li_embed(e, input, &own, part), memory);
+  return li_results(scope, li_embed(e, input, part), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
@@ -18640,16 +18178,14 @@ LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   float *factor = y ? (float *)li_step_host(x->ctx, "luna_classifier_pool", bytes) : NULL;
   if (!factor) return NULL;
   for (int64_t b = 0; b < x->shape[0]; b++)
-    factor[b] = 1.0f / (float)li_max(1, li_min(lengths[b], li_whole_rows(x)));
+    factor[b] = 1.0f / (float)li_max(1, li_min(lengths[b], x->shape[1]));
   luna_tensor *factors = luna_tensor_new(x->ctx, factor, 1, x->shape);
   return li_permute(luna_mul(li_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
-/* x [batch, n, d] -> [batch, d], also of the rank that has the first row */
+/* x [batch, n, d] -> [batch, d] */
 LI_FN luna_tensor *li_first_row(luna_tensor *x) {
-  if (li_whole_rows(x) < 1) return li_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
-  if (!li_rows_cut(x)) return li_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
-  const int32_t *one = li_lengths(x->ctx, NULL, x->shape[0], 1, 1, 1);
-  return one ? luna_sum(luna_mask(x, one), 1) : NULL;
+  if (x->shape[1] < 1) return li_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
+  return li_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
@@ -18744,15 +18280,14 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   if (!x) return NULL;
   const int64_t all = input->batch * input->n;
-  const int64_t before = li_rows_before(x);
-  int64_t count = li_labels_count(ctx, name, input, before, labels, model->config.vocab);
+  int64_t count = li_labels_count(ctx, name, input, labels, model->config.vocab);
   if (count < 0) return NULL;
   int32_t *places = (int32_t *)li_step_host(ctx, name, (size_t)(2 * count) * sizeof(int32_t));
   if (!places) return NULL;
   int32_t *chosen = places + count;
   count = 0;
   for (int64_t i = 0; i < all; i++)
-    if (li_label(input, before, labels, i) >= 0) {
+    if (li_label(input, labels, i) >= 0) {
       places[count] = (int32_t)i;
       chosen[count++] = labels[i];
     }
@@ -18847,9 +18382,9 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   luna_tensor *p = NULL;
   luna_encoder e;                    /* what embeds the target */
   const li_cut *part;
-  luna_input own, from;
+  luna_input from;
   if (!li_model_ctx(to, target, name, "target") || !li_is_one_batch(ctx, source, target, name) ||
-      !li_cut_input(ctx, name, target, &own, &part) || !li_empty_input(ctx, name, source, &from)) return NULL;
+      !li_cut_input(ctx, name, target, &part) || !li_empty_input(ctx, name, source, &from)) return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *context = luna_encoder_forward(&model->encoder, &from, &p);
   memset(&e, 0, sizeof e);
@@ -18857,7 +18392,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   e.config.keep_padding = true;      /* padding of the target: a zero embedding, no more */
   e.embedding = model->embedding;
   e.positions = model->positions;
-  luna_tensor *x = context ? li_embed(&e, target, &own, part) : NULL;
+  luna_tensor *x = context ? li_embed(&e, target, part) : NULL;
   luna_scope inner = luna_scope_begin(ctx); /* the encoder's results stay */
   li_flow f = li_flow_of(x, p, from.lengths);
   f.context = context;
@@ -19078,7 +18613,10 @@ LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_opt
   static const char name[] = "luna_optimizer_open";
   luna_ctx *ctx = li_ctx_of(params);
   if (!ctx) return NULL;
-  if (!li_optimizer_hook_good(ctx, name, hook)) return li_remember(ctx, params, 0, ctx->last_status), NULL;
+  if (!li_optimizer_hook_good(ctx, name, hook)) {
+    li_remember(ctx, ctx->last_status);
+    return NULL;
+  }
   const li_optimizer_defaults defaults = { name, hook->moments, 1e-3f, 0, 0, 0 };
   return li_optimizer_open(params, LUNA_OPTIMIZER_HOOK, hook, &defaults, config);
 }
@@ -21481,12 +21019,11 @@ LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_
   s->written = true;
   return x;
 }
-LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, const li_cut *part, luna_lm_state **state) {
+LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_state **state) {
   static const char name[] = "luna_lm_forward";
   luna_ctx *ctx = model->params->ctx;
   luna_lm_state *s = *state = li_state_carried(model);
   if (!s) return true;
-  if (part && part->rows) return li_refuse(ctx, LUNA_ERROR_STATE_MODEL, name);
   if (s->written) return li_refuse(ctx, LUNA_ERROR_STATE_TWICE, name);
   if (input->batch != s->batch || input->lengths)
     return li_refuse(ctx, LUNA_ERROR_STATE_INPUT, name, s->batch, input->batch,

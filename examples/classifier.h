@@ -77,20 +77,19 @@ TOOL void pool_fill(const samples *s, int64_t first, int64_t count) {
   }
 }
 
-/* `count` of the pool's samples from `at` on, in the order of their lengths; of them this rank's, or its rows of
-   them. */
+/* `count` of the pool's samples from `at` on, in the order of their lengths; of them this rank's. */
 TOOL batch pool_batch(const samples *s, int64_t at, int64_t count) {
   const int64_t parts = parts_of(s), n = pool.sizes[pool.order[at + count - 1]]; /* the longest is the last */
-  const portion own = rank_part(LUNA_PARALLEL_DATA, count), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
+  const portion own = rank_part(count);
   pool.n = n;
   const int32_t *lengths = pool.sorted_lengths + (at += own.first) * parts;
   for (int64_t i = 0; i < own.count * parts; i++) {
-    const int64_t left = lengths[i] - cut.first, real = left < 0 ? 0 : left < cut.count ? left : cut.count;
+    const int64_t real = lengths[i] < n ? lengths[i] : n;
     const int64_t from = pool.order[at + i / parts] * parts + i % parts;
-    memcpy(pool.batch + i * cut.count, pool.tokens + from * s->longest + cut.first, (size_t)real * sizeof(int32_t));
-    memset(pool.batch + i * cut.count + real, 0, (size_t)(cut.count - real) * sizeof(int32_t));
+    memcpy(pool.batch + i * n, pool.tokens + from * s->longest, (size_t)real * sizeof(int32_t));
+    memset(pool.batch + i * n + real, 0, (size_t)(n - real) * sizeof(int32_t));
   }
-  return (batch){ { pool.batch, lengths, own.count * parts, cut.count, NULL }, own.count, pool.sorted_labels + at };
+  return (batch){ { pool.batch, lengths, own.count * parts, n, NULL }, own.count, pool.sorted_labels + at };
 }
 
 TOOL batch batch_random(const samples *s, int64_t step) {  /* short and long batches by turns */
@@ -127,7 +126,7 @@ TOOL void shares_of(float *logits, int64_t classes) { /* probabilities instead o
 /* Adds a batch's logits to `looked_at`: `count` of them are this rank's, of `rows` on all ranks, which get those of the
    others from them. False on failure. */
 TOOL bool look_at(const samples *s, const float *logits, const int32_t *labels, int64_t count, int64_t rows) {
-  const portion own = rank_part(LUNA_PARALLEL_DATA, rows);
+  const portion own = rank_part(rows);
   const int64_t each = s->classes + 1;
   for (int64_t i = 0; i < count && own.count == rows; i++)
     calibration_add(&looked_at, logits + i * s->classes, labels[i]);

@@ -86,7 +86,7 @@ static const char *program = "example";
 static uint64_t flags_given;         /* bit i: row i of the flags was on the command line */
 
 static luna_ctx *profiled;           /* whose steps --profile times, until progress_end() */
-static luna_collective ranks = { .ranks = 1 }; /* of a training on several; its mode is what --parallel says */
+static luna_collective ranks = { .ranks = 1 }; /* of a training on several */
 
 /* How many bytes make the next character, of UTF-8, that a terminal can show; 0: none. */
 TOOL int showable(const unsigned char *s, int64_t size) {
@@ -166,17 +166,15 @@ TOOL int failed(const luna_ctx *ctx) { /* the same with the context's own senten
 }
 
 typedef struct portion { int64_t first, count; } portion;
-/* This rank's part of n sequences or rows, where those are what ranks share; else all. */
-TOOL portion rank_part(luna_parallelism mode, int64_t n) {
-  const bool cut = ranks.ranks > 1 && ranks.mode == mode;
-  const int64_t first = cut ? n * ranks.rank / ranks.ranks : 0, end = cut ? n * (ranks.rank + 1) / ranks.ranks : n;
-  return (portion){ first, end - first };
+/* This rank's part of n sequences. */
+TOOL portion rank_part(int64_t n) {
+  const int64_t first = n * ranks.rank / ranks.ranks;
+  return (portion){ first, n * (ranks.rank + 1) / ranks.ranks - first };
 }
 
 /* The sum of what ranks have counted in their parts of a batch; NaN on failure. */
 TOOL double rank_total(double own) {
-  const bool cut = ranks.ranks > 1 && ranks.mode == LUNA_PARALLEL_DATA;
-  return cut && !ranks.all_reduce(ranks.user, &own, 1, LUNA_REDUCTION_SUM_F64) ? NAN : own;
+  return ranks.ranks > 1 && !ranks.all_reduce(ranks.user, &own, 1, LUNA_REDUCTION_SUM_F64) ? NAN : own;
 }
 
 /* The same number for the same --seed, purpose, step and row. */
@@ -403,7 +401,7 @@ typedef struct flag {
   { "--products", commands, CHOICE(set.products, "f32 bf16"), \
    "bf16: products of numbers rounded to 16 bits, faster with AVX-512 BF16" }
 #define FLAG_PARALLEL \
-  { "--parallel", "t", CHOICE(set.parallel, "no data sequence"), \
+  { "--parallel", "t", CHOICE(set.parallel, "no data"), \
    "what the ranks of mpirun share, of a program that make mpi built" }
 #define FLAG_RECOMPUTE /* names in the order of luna_recompute_kind */ \
   { "--recompute", "t", CHOICE(set.recompute, "no ffn layer"), \
@@ -651,8 +649,7 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
 #endif
 #ifdef EXAMPLE_MPI
   if (ranks.ranks > 1 && !set.parallel)
-    return fail("on %d ranks only train runs, with --parallel data or --parallel sequence", ranks.ranks);
-  ranks.mode = set.parallel == 2 ? LUNA_PARALLEL_SEQUENCE : LUNA_PARALLEL_DATA;
+    return fail("on %d ranks only train runs, with --parallel data", ranks.ranks);
 #else
   if (set.parallel) return fail("this program was built without MPI: make mpi builds one with it");
 #endif

@@ -6,7 +6,7 @@
        learns FILE, all but its last tenth, and writes M; a minute
      lm train FILE --save-every N ...                           saves the training in M as it goes, and
      lm train FILE --resume M                                   goes on from there, to the same bits as if never stopped
-     mpirun -n 4 build/mpi/lm train FILE --parallel sequence    4 processes, of several machines if need be: make mpi
+     mpirun -n 4 build/mpi/lm train FILE --parallel data        4 processes, of several machines if need be: make mpi
      lm generate M [--prompt "..."] [--bytes N] [--temperature T] ...
        writes on from the prompt, in constant memory
      lm eval M FILE                                             how well M foretells FILE, in bits per byte
@@ -76,20 +76,11 @@ static int read_text(const char *path, text *t) {
 /* ---- the model --------------------------------------------------------------------------------------------------- */
 
 /* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. With
-   other ranks a rank has whole windows, or a part of every window. */
+   other ranks a rank has windows of its own. */
 static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const int32_t *next, int64_t rows, int64_t n) {
-  const portion own_rows = rank_part(LUNA_PARALLEL_DATA, rows), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
-  static ints mine;
-  if (cut.count == n) {
-    const int64_t at = own_rows.first * n;
-    return luna_lm_loss(model, &(luna_input){ bytes + at, NULL, own_rows.count, n, NULL }, next + at);
-  }
-  mine.size = 0;
-  for (int64_t i = 0; i < 2 * rows; i++)
-    for (int64_t k = 0; k < cut.count; k++)
-      push(&mine, (i < rows ? bytes + i * n : next + (i - rows) * n)[cut.first + k]);
-  return luna_lm_loss(model, &(luna_input){ mine.at, NULL, rows, cut.count, NULL },
-                      mine.at ? mine.at + rows * cut.count : NULL);
+  const portion mine = rank_part(rows);
+  const int64_t at = mine.first * n;
+  return luna_lm_loss(model, &(luna_input){ bytes + at, NULL, mine.count, n, NULL }, next + at);
 }
 
 /* Mean loss, nats a byte, of the text's first `max` windows as one sequence, which every rank reads whole; NaN on
@@ -174,7 +165,7 @@ static luna_lm_state *carried;       /* with --carry, else null */
    the step before end: each row reads the text from a place of its own, and starts anew where the text ends. */
 static void pick_windows(text t, int64_t step, int32_t *bytes, int32_t *next) {
   const int64_t windows = (t.size - 1) / own.cut;
-  const portion mine = rank_part(LUNA_PARALLEL_DATA, set.batch);
+  const portion mine = rank_part(set.batch);
   for (int64_t row = 0; row < set.batch; row++) {
     const int64_t window = (row * windows / set.batch + step) % windows;
     const int32_t *from = t.bytes + (carried ? (uint64_t)(window * own.cut) :
@@ -291,7 +282,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if (!adam) return failed(ctx);
   say("%s: %lld bytes to learn from, %lld to validate on; %lld parameters", path, (long long)t.size,
       (long long)held.size, (long long)luna_params_element_count(params));
-  if (own.carry && !(carried = luna_lm_state_open(&model, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
+  if (own.carry && !(carried = luna_lm_state_open(&model, rank_part(set.batch).count)))
     return failed(ctx);
   if (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK) return failed(ctx);
   if ((set.save_every || set.resume) && luna_params_set_text(params, "lm.text", mark.text) != LUNA_OK)

@@ -283,20 +283,11 @@ static luna_tensor *mean_of(luna_tensor *x, const luna_input *input) {
   return mean;
 }
 
-/* X of CLS, the first token; where rows are cut, the sum of the ranks' when all others are zeros. */
-static luna_tensor *cls_of(luna_tensor *x, const luna_input *input) {
-  if (rank_part(LUNA_PARALLEL_SEQUENCE, pool.n).count == pool.n) return luna_slice(x, 1, 0, 1);
-  int32_t *lengths = (int32_t *)grow(NULL, input->batch + 1, sizeof(int32_t));
-  for (int64_t b = 0; b < input->batch; b++) lengths[b] = 1;
-  x = luna_sum(luna_mask(x, lengths), 1);
-  return free(lengths), x;
-}
-
 /* X [batch,n,d] -> [samples,classes]. A sample's parts follow one another: their features [samples parts,d] joined are
    [samples,parts d]. */
 static luna_tensor *logits_of(luna_tensor *x, const luna_input *input) {
   const int64_t pooled[2] = { input->batch / data.task->parts, data.task->parts * set.dim };
-  x = set.pooling == MEAN ? mean_of(x, input) : cls_of(x, input);
+  x = set.pooling == MEAN ? mean_of(x, input) : luna_slice(x, 1, 0, 1);
   x = luna_reshape(x, 2, pooled);
   if (own.hidden) x = luna_relu(luna_linear_layer_forward(&model.hidden, x));
   return luna_linear_layer_forward(&model.out, luna_dropout(x, (float)set.dropout));

@@ -3,7 +3,6 @@
 
      static mpi_ranks mpi;                         lives as long as the context
      mpi_open(&mpi, &argc, &argv);
-     mpi.collective.mode = LUNA_PARALLEL_DATA;     or LUNA_PARALLEL_SEQUENCE
      luna_ctx *ctx = luna_open(&(luna_options){ .collective = &mpi.collective });
      ...
      mpi_close(&mpi, status);                      a status that is not 0 ends all ranks

@@ -5,7 +5,6 @@
      cudaSetDevice(device);                        before ncclCommInitRank and what follows: the current one is used
      static nccl_ranks nccl;                       lives as long as the context
      if (!nccl_open(&nccl, communicator)) ...
-     nccl.collective.mode = LUNA_PARALLEL_DATA;    the only one on a device
      luna_options options = {0};
      options.collective = &nccl.collective, options.backend = luna_cuda_backend(device);
      luna_ctx *ctx = luna_open(&options);

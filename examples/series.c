@@ -357,7 +357,7 @@ static void place_readers(int64_t all) {                   /* evenly over all st
 }
 static luna_status next_windows(int64_t step) {            /* after the step's begin, which lets go of the state */
   luna_status status = LUNA_OK;
-  const portion mine = rank_part(LUNA_PARALLEL_DATA, set.batch);
+  const portion mine = rank_part(set.batch);
   int64_t all = 0, n = own.window;
   random_state = draw(1, step, 0);
   for (int64_t i = 0; i < data.training; all += data.list[i++].n) if (data.list[i].n < n) n = data.list[i].n;
@@ -379,24 +379,23 @@ static luna_status next_windows(int64_t step) {            /* after the step's b
   return status;
 }
 
-/* Of the batch this rank's sequences, or its rows of each; lengths stay those of whole sequences. */
+/* Of the batch this rank's sequences. */
 static void own_part(void) {
-  const portion rows = rank_part(LUNA_PARALLEL_DATA, batch.rows), cut = rank_part(LUNA_PARALLEL_SEQUENCE, batch.n);
+  const portion rows = rank_part(batch.rows);
   const int64_t k = data.k, t = own.forecast ? ahead_count * k : 0;
-  const int64_t per = steps_have_labels() ? cut.count : 1; /* labels of a sequence */
+  const int64_t n = batch.n, per = steps_have_labels() ? n : 1; /* labels of a sequence */
   for (int64_t b = 0; b < rows.count; b++) {               /* what moves, moves down */
-    const int64_t from = (rows.first + b) * batch.n + cut.first;
-    memmove(batch.x + b * cut.count * k, batch.x + from * k, (size_t)(cut.count * k) * sizeof(float));
-    if (t)
-      memmove(batch.targets + b * cut.count * t, batch.targets + from * t, (size_t)(cut.count * t) * sizeof(float));
+    const int64_t from = (rows.first + b) * n;
+    memmove(batch.x + b * n * k, batch.x + from * k, (size_t)(n * k) * sizeof(float));
+    if (t) memmove(batch.targets + b * n * t, batch.targets + from * t, (size_t)(n * t) * sizeof(float));
     if (taught)
-      memmove(batch.taught + b * cut.count * label_count, batch.taught + from * label_count,
-              (size_t)(cut.count * label_count) * sizeof(float));
+      memmove(batch.taught + b * n * label_count, batch.taught + from * label_count,
+              (size_t)(n * label_count) * sizeof(float));
     memmove(batch.labels + b * per, batch.labels + (steps_have_labels() ? from : rows.first + b),
             (size_t)per * sizeof(int32_t));
     batch.lengths[b] = batch.lengths[rows.first + b];
   }
-  batch.rows = rows.count, batch.n = cut.count;
+  batch.rows = rows.count;
 }
 
 /* Of forecasts also Huber's loss of the median, which finds it better than the quantile loss alone: near the target the
@@ -1022,7 +1021,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   count_classes();
   if (set.balance) balance_of(class_counts, label_count, balance = (float *)grow(NULL, label_count, sizeof(float)));
   if (remember(params) != LUNA_OK) return failed(ctx);
-  if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
+  if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(set.batch).count)))
     return failed(ctx);
   put_shown(stdout, words[0], (int64_t)strlen(words[0]));
   printf(": %lld %s, %lld steps of %lld numbers", (long long)data.count,

@@ -964,7 +964,6 @@ static void map(luna_tensor *(*op)(luna_tensor *x)) {
 LUNA_MAPS(MAP_CASE)
 static void case_luna_ratio(void) { map(luna_ratio); }
 static void case_luna_rank_part(void) { map(luna_rank_part); }
-static void case_luna_rank_sum(void) { map(luna_rank_sum); }
 static void case_luna_detach(void) { map(luna_detach); }
 static void masked(luna_tensor *(*op)(luna_tensor *x, const int32_t *lengths)) {
   const int64_t b = small(), n = small();
@@ -2142,7 +2141,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
   F(luna_mask) F(luna_ratio) F(luna_sin) F(luna_cos) F(luna_pow) F(luna_split) F(luna_rotary) F(luna_rank_part) \
-  F(luna_rank_sum) F(luna_detach) F(luna_dropout) \
+  F(luna_detach) F(luna_dropout) \
   F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_softmax_attention) F(luna_causal_product) \
   F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
   F(luna_custom_run) F(luna_params_ctx) F(luna_scope_begin_as) F(luna_profile_begin) F(luna_profile_end) \

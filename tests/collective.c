@@ -1,5 +1,5 @@
-/* Several ranks, as threads of this process (collective.h): R ranks give the losses and gradients of one rank, data and
-   sequence parallel, uneven and empty parts, with lengths and dropout; the same bits in every run and for any threads;
+/* Several ranks, as threads of this process (collective.h): R ranks give the losses and gradients of one rank, with
+   uneven and empty parts, with lengths and dropout; the same bits in every run and for any threads;
    what a layer sends; ranks that differ, hooks that fail. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -7,7 +7,7 @@
 #include "common.h"
 #include "collective.h"
 
-enum { BATCH = 5, LENGTH = 37, LONG = 1400, TARGET = 19, VOCAB = 29, CLASSES = 3, STEPS = 3, FEATURES = 4, SLOTS = 4 };
+enum { BATCH = 5, LENGTH = 37, TARGET = 19, VOCAB = 29, CLASSES = 3, STEPS = 3, FEATURES = 4, SLOTS = 4 };
 typedef enum kind { LM, CLASSIFIER, PAIR, PER_STEP, MASKED, SEQ2SEQ } kind;
 
 typedef struct run {
@@ -24,7 +24,7 @@ typedef struct run {
   int64_t vocab;                     /* of the logits; 0: VOCAB. More than 1024 are computed by panels */
   int threads;
   luna_isa isa;
-  /* parts [ranks] of the batch or of the rows */
+  /* parts [ranks] of the batch */
   int64_t parts[HUB_RANKS];
   /* results */
   double loss[STEPS];
@@ -57,9 +57,8 @@ typedef struct data {
   float *features, *values;
   luna_input input, output;
 } data;
-/* sequences first .. first + batch, rows of them from row .. row + n */
-static data data_of(const run *r, int step, int64_t first, int64_t batch, int64_t row, int64_t n, int64_t target_row,
-                    int64_t m) {
+/* sequences first .. first + batch, of n rows, and of m in the target */
+static data data_of(const run *r, int step, int64_t first, int64_t batch, int64_t n, int64_t m) {
   data d = {0};
   d.tokens = (int32_t *)common_alloc((size_t)(batch * n) * 4);
   d.labels = (int32_t *)common_alloc((size_t)(batch * n) * 4);
@@ -73,17 +72,17 @@ static data data_of(const run *r, int step, int64_t first, int64_t batch, int64_
     d.lengths[b] = length_of(first + b, r->length);
     d.row_labels[b] = token(step + 500, first + b, 0, CLASSES);
     for (int64_t i = 0; i < n; i++) {
-      const bool real = !r->with_lengths || row + i < d.lengths[b]; /* luna_lm_loss and luna_masked_lm_loss know */
-      d.tokens[b * n + i] = token(step, first + b, row + i, VOCAB);
-      d.labels[b * n + i] = (!real && r->kind == PER_STEP) || token(step + 100, first + b, row + i, 7) == 0 ? -1 :
-                            token(step, first + b, row + i + 1, r->kind == PER_STEP ? CLASSES : VOCAB);
-      d.values[b * n + i] = (float)common_number(70, (uint64_t)((first + b) * 10000 + row + i));
-      for (uint64_t f = 0, at = (uint64_t)((first + b) * 10000 + row + i) * 8; f < FEATURES; f++)
+      const bool real = !r->with_lengths || i < d.lengths[b]; /* luna_lm_loss and luna_masked_lm_loss know */
+      d.tokens[b * n + i] = token(step, first + b, i, VOCAB);
+      d.labels[b * n + i] = (!real && r->kind == PER_STEP) || token(step + 100, first + b, i, 7) == 0 ? -1 :
+                            token(step, first + b, i + 1, r->kind == PER_STEP ? CLASSES : VOCAB);
+      d.values[b * n + i] = (float)common_number(70, (uint64_t)((first + b) * 10000 + i));
+      for (uint64_t f = 0, at = (uint64_t)((first + b) * 10000 + i) * 8; f < FEATURES; f++)
         d.features[(b * n + i) * FEATURES + (int64_t)f] = (float)common_number(60 + (uint64_t)step, at + f);
     }
     for (int64_t i = 0; i < m; i++) {
-      d.target[b * m + i] = token(step + 200, first + b, target_row + i, VOCAB);
-      d.target_labels[b * m + i] = token(step + 200, first + b, target_row + i + 1, VOCAB);
+      d.target[b * m + i] = token(step + 200, first + b, i, VOCAB);
+      d.target_labels[b * m + i] = token(step + 200, first + b, i + 1, VOCAB);
     }
   }
   if (batch * n == 0) {              /* of no rows there are no arrays */
@@ -146,9 +145,8 @@ static void rank_main(void *user, const luna_collective *collective) {
   run *r = (run *)user;
   const bool cut = collective != NULL;
   const int rank = cut ? collective->rank : 0;
-  const bool rows = cut && collective->mode == LUNA_PARALLEL_SEQUENCE, batches = cut && !rows;
   hub *h = cut ? ((hub_rank *)collective->user)->h : NULL;
-  int64_t first = 0, count = 0, target_first = 0, m = TARGET;
+  int64_t first = 0, count = 0;
   luna_options options = { .threads = r->threads ? r->threads : 1, .seed = 5, .collective = collective, .form = r->form,
                            .isa = r->isa, .backend = r->backend };
   luna_ctx *ctx = luna_open(&options);
@@ -157,15 +155,13 @@ static void rank_main(void *user, const luna_collective *collective) {
   model_init(&net, params, r);
   luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = 0.05f, .momentum = 0.5f, .clip = 2 });
   for (int i = 0; cut && i < rank; i++) first += r->parts[i];
-  if (rows) target_first = cut_at(rank, collective->ranks, TARGET);
-  if (rows) m = cut_at(rank + 1, collective->ranks, TARGET) - target_first;
-  const int64_t n = rows ? r->parts[rank] : r->length, batch = batches ? r->parts[rank] : r->batch;
+  const int64_t batch = cut ? r->parts[rank] : r->batch;
   count = luna_params_element_count(params);
   if (rank == 0) r->count = count;
   r->ranks_gradient[rank] = common_floats(count);
   float *values = common_floats(count);
   for (int step = 0; step < STEPS; step++) {
-    data d = data_of(r, step, batches ? first : 0, batch, rows ? first : 0, n, target_first, m);
+    data d = data_of(r, step, first, batch, r->length, TARGET);
     const int64_t before = cut ? ((hub_rank *)collective->user)->bytes : 0;
     for (int more = 1; more < r->accumulated; more++) {
       luna_begin_step(ctx);
@@ -213,13 +209,13 @@ static void run_free(run *r) {
   free(r->gradient), free(r->parameters);
 }
 /* ranks 0: without a collective */
-static run run_on(const run *like, int ranks, luna_parallelism mode, const int64_t *parts) {
+static run run_on(const run *like, int ranks, const int64_t *parts) {
   run r = *like;
   hub h;
   if (parts) memcpy(r.parts, parts, (size_t)ranks * sizeof *parts);
   if (ranks == 0) rank_main(&r, NULL);
   else {
-    hub_open(&h, ranks, mode);
+    hub_open(&h, ranks);
     hub_run(&h, rank_main, &r);
     CHECK(!h.mismatch, "%s on %d ranks: calls of other sizes", r.name, ranks);
     hub_close(&h);
@@ -255,21 +251,18 @@ static void run_same(const run *a, const run *b, int ranks, const char *why) {
 
 static const int64_t even_batch[5][4] = { {0}, {5}, {3, 2}, {2, 2, 1}, {1, 1, 2, 1} };
 static const int64_t odd_batch[5][4] = { {0}, {5}, {0, 5}, {4, 0, 1}, {0, 3, 0, 2} };
-static const int64_t even_rows[5][4] = { {0}, {37}, {18, 19}, {12, 12, 13}, {9, 9, 9, 10} };
-static const int64_t odd_rows[5][4] = { {0}, {37}, {0, 37}, {30, 0, 7}, {1, 34, 0, 2} };
 
-static void check(const run *like, luna_parallelism mode) {
-  const bool rows = mode == LUNA_PARALLEL_SEQUENCE;
-  run one = run_on(like, 0, mode, NULL);
+static void check(const run *like) {
+  run one = run_on(like, 0, NULL);
   for (int ranks = 1; ranks <= (TEST_QUICK ? 2 : 4); ranks++)
     for (int odd = 0; odd < 2; odd++) {
-      const int64_t *parts = rows ? (odd ? odd_rows : even_rows)[ranks] : (odd ? odd_batch : even_batch)[ranks];
-      run many = run_on(like, ranks, mode, parts);
+      const int64_t *parts = (odd ? odd_batch : even_batch)[ranks];
+      run many = run_on(like, ranks, parts);
       run_compare(&one, &many, ranks, 2e-6, 2e-5);
       if (ranks == 3) {
         run threaded = *like;
         threaded.threads = 3;
-        run again = run_on(like, ranks, mode, parts), other = run_on(&threaded, ranks, mode, parts);
+        run again = run_on(like, ranks, parts), other = run_on(&threaded, ranks, parts);
         run_same(&many, &again, ranks, "in another run");
         run_same(&many, &other, ranks, "with 3 threads");
         run_free(&again), run_free(&other);
@@ -289,20 +282,6 @@ static void far_release(void *self, void *pointer, size_t bytes) {
   free(pointer);
 }
 
-/* long enough for several chunks and key blocks, and for threads to share a sequence */
-static void check_long(run *r, int ranks, const int64_t *parts) {
-  r->length = LONG, r->batch = 1;
-  run threaded = *r, one = run_on(r, 0, LUNA_PARALLEL_SEQUENCE, NULL);
-  run many = run_on(r, ranks, LUNA_PARALLEL_SEQUENCE, parts);
-  threaded.threads = 4;
-  run other = run_on(&threaded, ranks, LUNA_PARALLEL_SEQUENCE, parts);
-  run_compare(&one, &many, ranks, 2e-6, 2e-5);
-  run_same(&many, &other, ranks, "with 4 threads");
-  CHECK(many.peak[0] < one.peak[0] * 4 / 5, "%s: %lld bytes on one rank, %lld on one of %d", r->name,
-        (long long)one.peak[0], (long long)many.peak[0], ranks);
-  run_free(&one), run_free(&many), run_free(&other);
-}
-
 static run run_of(const char *name, kind k) {
   run r = {0};
   r.name = name, r.kind = k, r.length = LENGTH, r.batch = BATCH;
@@ -316,143 +295,52 @@ static void set_dropout(luna_layer_config *c) {
 }
 
 static void data_parallel(void) {
-  run r = run_of("data, lm", LM);
+  run r = run_of("lm", LM);
   r.lm.layer.convolution = 3;
-  check(&r, LUNA_PARALLEL_DATA);
-  r = run_of("data, lm, dropout", LM);
+  check(&r);
+  r = run_of("lm, dropout", LM);
   set_dropout(&r.lm.layer);
   r.lm.positions = LUNA_POSITIONS_SINUSOIDAL;
-  check(&r, LUNA_PARALLEL_DATA);
-  r = run_of("data, classifier", CLASSIFIER);
+  check(&r);
+  r = run_of("classifier", CLASSIFIER);
   r.with_lengths = true;
-  check(&r, LUNA_PARALLEL_DATA);
-  r.name = "data, classifier, dropout";
+  check(&r);
+  r.name = "classifier, dropout";
   set_dropout(&r.encoder.layer);
-  check(&r, LUNA_PARALLEL_DATA);
-  r.name = "data, classifier, dropout, softmax attention";
+  check(&r);
+  r.name = "classifier, dropout, softmax attention";
   r.encoder.layer.attention = LUNA_ATTENTION_SOFTMAX;
-  check(&r, LUNA_PARALLEL_DATA);
-  r = run_of("data, pairs", PAIR);
-  check(&r, LUNA_PARALLEL_DATA);
-  r = run_of("data, values of each step", PER_STEP);
+  check(&r);
+  r = run_of("pairs", PAIR);
+  check(&r);
+  r = run_of("values of each step", PER_STEP);
   r.features = r.value = r.with_lengths = true;
-  check(&r, LUNA_PARALLEL_DATA);
-  r = run_of("data, masked lm", MASKED);
+  check(&r);
+  r = run_of("masked lm", MASKED);
   r.with_lengths = true;
   r.encoder.layer.own_memory = true;
   set_dropout(&r.encoder.layer);
-  check(&r, LUNA_PARALLEL_DATA);
+  check(&r);
   r.accumulated = 2;
-  r.name = "data, masked lm, two losses a step";
-  check(&r, LUNA_PARALLEL_DATA);
-  r = run_of("data, lm on a device", LM);
+  r.name = "masked lm, two losses a step";
+  check(&r);
+  r = run_of("lm on a device", LM);
   luna_backend far = *luna_cpu_backend();
   far.allocate = far_allocate, far.release = far_release;
   r.backend = &far;
-  check(&r, LUNA_PARALLEL_DATA);
-  r = run_of("data, lm of many tokens", LM);
+  check(&r);
+  r = run_of("lm of many tokens", LM);
   r.vocab = 1500;
-  check(&r, LUNA_PARALLEL_DATA);
-  r = run_of("data, seq2seq", SEQ2SEQ);
+  check(&r);
+  r = run_of("seq2seq", SEQ2SEQ);
   r.with_lengths = true;
   set_dropout(&r.encoder.layer);
-  check(&r, LUNA_PARALLEL_DATA);
-}
-
-static void sequence_parallel(void) {
-  run r = run_of("rows, classifier", CLASSIFIER);
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r.name = "rows, classifier, unfolded";
-  r.form = LUNA_FORM_UNFOLDED;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r.name = "rows, classifier, folded, lengths";
-  r.form = LUNA_FORM_FOLDED;
-  r.with_lengths = true;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r.name = "rows, classifier, CLS, pre-norm, learned positions";
-  r.pooling = LUNA_POOLING_CLS;
-  r.encoder.layer.pre_norm = true;
-  r.encoder.positions = LUNA_POSITIONS_LEARNED;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r.name = "rows, classifier, mean, own memory, dropout";
-  r.pooling = LUNA_POOLING_MEAN;
-  r.encoder.layer.own_memory = true;
-  set_dropout(&r.encoder.layer);
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, pairs, shared query and key projections, more pack heads", PAIR);
-  r.with_lengths = true;
-  r.encoder.layer.sharing = LUNA_SHARING_QK, r.encoder.layer.pack_heads = 4;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, masked lm, dropout", MASKED);
-  r.form = LUNA_FORM_FOLDED;
-  set_dropout(&r.encoder.layer);
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, values of each step, recomputed layers", PER_STEP);
-  r.features = r.value = r.with_lengths = true;
-  r.encoder.layer.recompute = LUNA_RECOMPUTE_LAYER;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, classifier, linear attention", CLASSIFIER);
-  r.encoder.layer.attention = LUNA_ATTENTION_LINEAR;
-  r.with_lengths = true;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-
-  r = run_of("rows, lm", LM);
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r.name = "rows, lm, convolution";
-  r.lm.layer.convolution = 6;
-  r.lm.positions = LUNA_POSITIONS_LEARNED;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r.name = "rows, lm, convolution, dropout, recomputed layers";
-  set_dropout(&r.lm.layer);
-  r.lm.layer.recompute = LUNA_RECOMPUTE_LAYER;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, lm of features, recomputed layers", LM);
-  r.features = r.with_lengths = true;
-  r.lm.layer.recompute = LUNA_RECOMPUTE_LAYER;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, lm, horizon within the rows of a rank", LM);
-  r.lm.layer.horizon = 5;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, lm, gated memory, dropout", LM);
-  r.lm.layer.forget = LUNA_FORGET_GATED, r.lm.layer.output_gate = true;
-  set_dropout(&r.lm.layer);
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, lm, memory that forgets at a constant rate, recomputed layers", LM);
-  r.lm.layer.forget = LUNA_FORGET_CONSTANT, r.lm.layer.recompute = LUNA_RECOMPUTE_LAYER;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, lm, linear attention", LM);
-  r.lm.layer.attention = LUNA_ATTENTION_LINEAR;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, seq2seq of many tokens", SEQ2SEQ);
-  r.vocab = 1500;
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-  r = run_of("rows, seq2seq, lengths, dropout", SEQ2SEQ);
-  r.with_lengths = true;
-  set_dropout(&r.encoder.layer);
-  check(&r, LUNA_PARALLEL_SEQUENCE);
-}
-
-static void long_sequences(void) {
-  static const int64_t uneven[3] = {700, 61, 639}, even[2] = {700, 700};
-  run r = run_of("long rows, lm", LM);
-  r.lm.layer.convolution = 3;
-  check_long(&r, 3, uneven);
-  r.name = "long rows, gated memory";
-  r.lm.layer.forget = LUNA_FORGET_GATED;
-  check_long(&r, 3, uneven);
-  r.name = "long rows, horizon";
-  r.lm.layer.forget = LUNA_FORGET_NONE, r.lm.layer.horizon = 700;
-  check_long(&r, 3, uneven);
-  r = run_of("long rows, classifier", CLASSIFIER);
-  check_long(&r, 3, uneven);
-  r.form = LUNA_FORM_UNFOLDED;
-  set_dropout(&r.encoder.layer);
-  check_long(&r, 2, even);
+  check(&r);
 }
 
 /* ---- what is sent: bytes a step and rank ---- */
-static int64_t step_bytes(run *r, int ranks, luna_parallelism mode, const int64_t *parts) {
-  run many = run_on(r, ranks, mode, parts);
+static int64_t step_bytes(run *r, int ranks, const int64_t *parts) {
+  run many = run_on(r, ranks, parts);
   const int64_t bytes = many.bytes[0];
   for (int i = 1; i < ranks; i++)
     CHECK(many.bytes[i] == bytes, "%s: rank %d sends %lld bytes, rank 0 %lld", r->name, i, (long long)many.bytes[i],
@@ -460,52 +348,18 @@ static int64_t step_bytes(run *r, int ranks, luna_parallelism mode, const int64_
   run_free(&many);
   return bytes;
 }
-/* of one layer more, less its gradients, and the same where layers are recomputed */
-static void check_layer_bytes(run *r, int64_t *layers, luna_layer_config *c, int64_t expected) {
-  for (int ranks = 2; ranks <= 4; ranks++)
-    for (int odd = 0; odd < 2; odd++)
-      for (int recompute = 0; recompute < 2; recompute++) {
-        const int64_t *parts = odd ? odd_rows[ranks] : even_rows[ranks];
-        int64_t bytes[2], gradients[2];
-        for (int i = 0; i < 2; i++) {
-          *layers = 2 + i;
-          c->recompute = recompute ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_NONE;
-          run one = run_on(r, 0, LUNA_PARALLEL_SEQUENCE, NULL);
-          gradients[i] = one.count * (int64_t)sizeof(float);
-          run_free(&one);
-          bytes[i] = step_bytes(r, ranks, LUNA_PARALLEL_SEQUENCE, parts);
-        }
-        bytes[1] -= bytes[0] + gradients[1] - gradients[0];
-        CHECK(bytes[1] == expected, "%s on %d ranks: a layer sends %lld bytes a step, not %lld", r->name, ranks,
-              (long long)bytes[1], (long long)expected);
-      }
-}
 static void sent(void) {
-  enum { D = 16, H = 2 };
-  run r = run_of("bytes of an encoder layer", PER_STEP);
-  /* forward l (d + h) floats, back l d, a sequence */
-  check_layer_bytes(&r, &r.encoder.layers, &r.encoder.layer, (SLOTS * (D + H) + SLOTS * D) * 4 * BATCH);
-  r.form = LUNA_FORM_UNFOLDED;
-  check_layer_bytes(&r, &r.encoder.layers, &r.encoder.layer, (SLOTS * (D + H) + SLOTS * D) * 4 * BATCH);
-  r = run_of("bytes of a causal layer", LM);
-  check_layer_bytes(&r, &r.lm.layers, &r.lm.layer, 2 * (2 * D * SLOTS * 8) * BATCH);
-  r.name = "bytes of a causal layer with dropout";
-  set_dropout(&r.lm.layer);
-  check_layer_bytes(&r, &r.lm.layers, &r.lm.layer, 2 * (2 * D * SLOTS * 8) * BATCH);
-  r = run_of("bytes of a causal layer with a convolution", LM);
-  r.lm.layer.convolution = 4;
-  check_layer_bytes(&r, &r.lm.layers, &r.lm.layer, 2 * (2 * D * SLOTS * 8 + 3 * D * 4) * BATCH);
-  /* data parallel: gradients, a count and a loss, and what is compared */
-  r = run_of("bytes of data parallel", LM);
-  run one = run_on(&r, 0, LUNA_PARALLEL_DATA, NULL);
-  const int64_t more = step_bytes(&r, 3, LUNA_PARALLEL_DATA, even_batch[3]) - one.count * 4;
+  /* gradients, a count and a loss, and what is compared */
+  run r = run_of("bytes of data parallel", LM);
+  run one = run_on(&r, 0, NULL);
+  const int64_t more = step_bytes(&r, 3, even_batch[3]) - one.count * 4;
   CHECK(more < 256, "a step sends %lld bytes beside the gradients", (long long)more);
   run_free(&one);
 }
 
 /* ---- what fails: every rank gets a sentence, and nothing is corrupted (make sanitize) ---- */
 typedef enum unlike {
-  NOTHING, SEED, FORM, MODE, SIZE, FROZEN, INFERENCE, FAILED_INIT, VALUES, OTHER_BATCH, OTHER_LENGTHS, HEADS, DROPOUT,
+  NOTHING, SEED, FORM, SIZE, FROZEN, INFERENCE, FAILED_INIT, VALUES, OTHER_LENGTH, HEADS, DROPOUT,
   ISA, RATE, VERSION, BUILD, RANKS, UNLIKE_COUNT
 } unlike;
 typedef struct trial {
@@ -522,7 +376,7 @@ typedef struct trial {
    are */
 static int other_number;
 static bool other_gather(void *user, const void *mine, void *all, size_t bytes) {
-  int64_t own[12];
+  int64_t own[11];
   if (bytes != sizeof own) return hub_gather(user, mine, all, bytes);
   memcpy(own, mine, sizeof own);
   own[other_number]++;
@@ -532,7 +386,6 @@ static void trial_main(void *user, const luna_collective *collective) {
   trial *t = (trial *)user;
   const int rank = collective->rank;
   const unlike what = rank == 1 ? t->what : NOTHING;
-  const bool rows = collective->mode == LUNA_PARALLEL_SEQUENCE;
   luna_collective own = *collective;
   luna_options options = { .threads = 1, .seed = what == SEED ? 8 : 7, .isa = t->isa, .backend = t->backend,
                            .collective = &own };
@@ -540,7 +393,6 @@ static void trial_main(void *user, const luna_collective *collective) {
   run r = {0};
   model net = {0};
   if (what == FORM) options.form = LUNA_FORM_FOLDED;
-  if (what == MODE) own.mode = rows ? LUNA_PARALLEL_DATA : LUNA_PARALLEL_SEQUENCE;
   if (what == SIZE) config.layer.memory++;
   if (what == HEADS) config.layer.heads = 4;
   if (what == DROPOUT) config.layer.dropout = 0.1f;
@@ -548,7 +400,7 @@ static void trial_main(void *user, const luna_collective *collective) {
   if (what >= VERSION) own.all_gather = other_gather;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
-  r.kind = t->kind, r.lm = config, r.encoder = t->encoder, r.length = 12, r.with_lengths = rows;
+  r.kind = t->kind, r.lm = config, r.encoder = t->encoder, r.length = 12, 
   model_init(&net, params, &r);
   if (what == FAILED_INIT) luna_param(params, "layers.0.fc1.bias", 1, (int64_t[]){1}, (luna_init){0}); /* once more */
   luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = what == RATE ? 0.02f : 0.01f });
@@ -557,9 +409,7 @@ static void trial_main(void *user, const luna_collective *collective) {
     luna_tensor *p = luna_params_at(params, 0, NULL);
     p->data[3] += 1;
   }
-  data d = data_of(&r, 0, 0, what == OTHER_BATCH && rows ? 3 : 2, 6 * (rows ? rank : 0),
-                   what == OTHER_BATCH && !rows ? 7 : 6, 0, 4);
-  if (what == OTHER_LENGTHS) d.lengths[0]--;
+  data d = data_of(&r, 0, 0, 2, what == OTHER_LENGTH ? 7 : 6, 4);
   t->status[rank] = what == INFERENCE ? luna_begin_inference(ctx) : luna_begin_step(ctx);
   if (t->status[rank] == LUNA_OK) {
     luna_tensor *loss = model_loss(&net, &r, &d);
@@ -578,92 +428,56 @@ static trial trial_of(kind k) {
   return t;
 }
 static void differ(void) {
-  static const char *const names[UNLIKE_COUNT] = { "", "options.seed", "options.form", "collective.mode",
+  static const char *const names[UNLIKE_COUNT] = { "", "options.seed", "options.form",
       "set of parameters", "set of parameters", "call to begin a step", "outcome of its inits",
-      "value of some parameter", "", "set of lengths", "or config", "or config", "instruction set",
+      "value of some parameter", "length n", "or config", "or config", "instruction set",
       "config of its optimiser", "version of luna.h", "build", "number of ranks" };
-  for (int mode = 0; mode < 2; mode++)
-    for (int what = 0; what < UNLIKE_COUNT; what++) {
-      trial t = trial_of(what == OTHER_LENGTHS ? MASKED : LM);
-      const char *name = what != OTHER_BATCH ? names[what] : mode ? "batch" : "length n";
-      hub h;
-      if (what == OTHER_LENGTHS && mode == 0) continue;
-      t.what = (unlike)what;
-      other_number = what - VERSION + 1;
-      hub_open(&h, 3, (luna_parallelism)mode);
-      hub_run(&h, trial_main, &t);
-      for (int i = 0; i < 3; i++) {
-        const bool own = what == FAILED_INIT && i == 1; /* its own sentence */
-        const luna_status expected = !what ? LUNA_OK : own ? LUNA_BAD_ARGUMENT : LUNA_MISMATCH;
-        CHECK(t.status[i] == expected, "mode %d, rank %d, '%s': status %d, %s", mode, i, name, (int)t.status[i],
-              t.error[i]);
-        CHECK(expected != LUNA_MISMATCH || (strstr(t.error[i], "rank 1 has another") && strstr(t.error[i], name)),
-              "mode %d, rank %d: %s", mode, i, t.error[i]);
-      }
-      CHECK(!h.mismatch, "'%s': calls of other sizes", name);
-      hub_close(&h);
-    }
-}
-static void hooks_fail(void) {
-  for (int mode = 0; mode < 2; mode++)
-    for (int garbage = 0; garbage < 2; garbage++)
-      for (int k = 0; k < 2; k++) {
-        trial t = trial_of(k ? MASKED : LM);
-        int64_t calls, at;
-        hub h;
-        t.lm.layer.convolution = 3;
-        set_dropout(&t.lm.layer);
-        hub_open(&h, 2, (luna_parallelism)mode);
-        hub_run(&h, trial_main, &t);
-        calls = h.rank[0].gathers + h.rank[0].reduces;
-        hub_close(&h);
-        for (at = 0; at < calls; at++) {
-          hub_open(&h, 2, (luna_parallelism)mode);
-          *(garbage ? &h.garbage_at : &h.fail_at) = at;
-          hub_run(&h, trial_main, &t);
-          if (!garbage)
-            CHECK(t.status[0] == LUNA_DEVICE_FAILED && t.status[1] == LUNA_DEVICE_FAILED &&
-                  strstr(t.error[0], "failed on rank 0 of 2"), "mode %d, model %d, call %d: %d, %s", mode, k, (int)at,
-                  (int)t.status[0], t.error[0]);
-          else CHECK((t.status[0] == LUNA_OK) == !*t.error[0], "garbage from call %d: %d, %s", (int)at,
-                     (int)t.status[0], t.error[0]);
-          hub_close(&h);
-        }
-      }
-}
-static void *no_init(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
-  (void)params, (void)prefix, (void)config;
-  return user;
-}
-static luna_tensor *no_forward(void *layer, luna_attention_call *call) {
-  (void)layer;
-  return call->x;
-}
-static void cannot_cut(void) {
-  static luna_attention_hook hook = { no_init, no_forward, &hook, NULL };
-  static const char *const names[6] = { "softmax", "Linformer", "an attention hook", "softmax", "LUNA_ISA_REFERENCE",
-                                        "of rows that are" };
-  luna_backend far = *luna_cpu_backend();
-  far.allocate = far_allocate, far.release = far_release;
-  for (int i = 0; i < 6; i++) {
-    trial t = trial_of(i < 3 ? MASKED : LM);
+  for (int what = 0; what < UNLIKE_COUNT; what++) {
+    trial t = trial_of(LM);
     hub h;
-    if (i == 0) t.encoder.layer.attention = LUNA_ATTENTION_SOFTMAX;
-    if (i == 1) t.encoder.layer.attention = LUNA_ATTENTION_LINFORMER;
-    if (i == 2) t.encoder.layer.hook = &hook;
-    if (i == 3) t.lm.layer.attention = LUNA_ATTENTION_SOFTMAX;
-    if (i == 4) t.isa = LUNA_ISA_REFERENCE;
-    if (i == 5) t.backend = &far;
-    hub_open(&h, 2, LUNA_PARALLEL_SEQUENCE);
+    t.what = (unlike)what;
+    other_number = what - VERSION + 1;
+    hub_open(&h, 3);
     hub_run(&h, trial_main, &t);
-    for (int r = 0; r < 2; r++)
-      CHECK(t.status[r] == LUNA_UNSUPPORTED && strstr(t.error[r], names[i]) && strstr(t.error[r], "cut over "),
-            "%s: %d, %s", names[i], (int)t.status[r], t.error[r]);
+    for (int i = 0; i < 3; i++) {
+      const bool own = what == FAILED_INIT && i == 1; /* its own sentence */
+      const luna_status expected = !what ? LUNA_OK : own ? LUNA_BAD_ARGUMENT : LUNA_MISMATCH;
+      CHECK(t.status[i] == expected, "rank %d, '%s': status %d, %s", i, names[what], (int)t.status[i], t.error[i]);
+      CHECK(expected != LUNA_MISMATCH || (strstr(t.error[i], "rank 1 has another") && strstr(t.error[i], names[what])),
+            "rank %d: %s", i, t.error[i]);
+    }
+    CHECK(!h.mismatch, "'%s': calls of other sizes", names[what]);
     hub_close(&h);
   }
 }
+static void hooks_fail(void) {
+  for (int garbage = 0; garbage < 2; garbage++)
+    for (int k = 0; k < 2; k++) {
+      trial t = trial_of(k ? MASKED : LM);
+      int64_t calls, at;
+      hub h;
+      t.lm.layer.convolution = 3;
+      set_dropout(&t.lm.layer);
+      hub_open(&h, 2);
+      hub_run(&h, trial_main, &t);
+      calls = h.rank[0].gathers + h.rank[0].reduces;
+      hub_close(&h);
+      for (at = 0; at < calls; at++) {
+        hub_open(&h, 2);
+        *(garbage ? &h.garbage_at : &h.fail_at) = at;
+        hub_run(&h, trial_main, &t);
+        if (!garbage)
+          CHECK(t.status[0] == LUNA_DEVICE_FAILED && t.status[1] == LUNA_DEVICE_FAILED &&
+                strstr(t.error[0], "failed on rank 0 of 2"), "model %d, call %d: %d, %s", k, (int)at,
+                (int)t.status[0], t.error[0]);
+        else CHECK((t.status[0] == LUNA_OK) == !*t.error[0], "garbage from call %d: %d, %s", (int)at,
+                   (int)t.status[0], t.error[0]);
+        hub_close(&h);
+      }
+    }
+}
 static void options(void) {
-  luna_collective c = { LUNA_PARALLEL_DATA, 0, 1, hub_reduce, hub_gather, NULL };
+  luna_collective c = { 0, 1, hub_reduce, hub_gather, NULL };
   luna_options o = { .threads = 1, .collective = &c };
   luna_ctx *ctx = luna_open(&o);     /* one rank calls nothing: its user is null */
   CHECK(luna_begin_step(ctx) == LUNA_OK, "%s", luna_error(ctx));
@@ -683,48 +497,8 @@ static void options(void) {
 
 /* ---- models' own tensors, inference, checkpoints, memory ---- */
 typedef struct part_test {
-  float *logits[HUB_RANKS], *sums[HUB_RANKS];
   int64_t measured[HUB_RANKS];
 } part_test;
-static void inference_main(void *user, const luna_collective *collective) {
-  part_test *t = (part_test *)user;
-  const int rank = collective ? collective->rank : 0, ranks = collective ? collective->ranks : 1;
-  const int64_t first = cut_at(rank, ranks, 12), n = cut_at(rank + 1, ranks, 12) - first;
-  run r = run_of("inference", LM);
-  luna_options o = { .threads = 1, .collective = collective };
-  luna_ctx *ctx = luna_open(&o);
-  model net = {0};
-  model_init(&net, luna_params_open(ctx), &r);
-  for (int again = 0; again < 2; again++) {
-    data d = data_of(&r, 0, 0, 1, first, n, 0, 1);
-    luna_begin_inference(ctx);
-    luna_tensor *y = luna_lm_forward(&net.lm, &d.input);
-    luna_tensor *x = luna_rank_part(luna_tensor_new(ctx, d.features, 3, (int64_t[]){1, n, FEATURES}));
-    luna_tensor *sum = luna_rank_sum(luna_sum(luna_reshape(x, 2, (int64_t[]){n, FEATURES}), 0));
-    luna_tensor *mean = luna_mean(x, 1);
-    if (!again) t->logits[rank] = common_floats(n * VOCAB), t->sums[rank] = common_floats(2 * FEATURES);
-    rank_check(luna_read(y, t->logits[rank]) == LUNA_OK && luna_read(sum, t->sums[rank]) == LUNA_OK &&
-               luna_read(mean, t->sums[rank] + FEATURES) == LUNA_OK, ctx, "inference");
-    data_free(&d);
-  }
-  luna_close(ctx);
-}
-static void inference(void) {
-  part_test one = {0}, many = {0};
-  hub h;
-  inference_main(&one, NULL);
-  hub_open(&h, 3, LUNA_PARALLEL_SEQUENCE);
-  hub_run(&h, inference_main, &many);
-  hub_close(&h);
-  for (int i = 0; i < 3; i++) {
-    const int64_t first = cut_at(i, 3, 12), n = cut_at(i + 1, 3, 12) - first;
-    test_close("logits", many.logits[i], one.logits[0] + first * VOCAB, (size_t)(n * VOCAB), 2e-6);
-    test_close("sums over ranks", many.sums[i], one.sums[0], 2 * FEATURES, 2e-6);
-    free(many.logits[i]), free(many.sums[i]);
-  }
-  free(one.logits[0]), free(one.sums[0]);
-}
-
 /* a stream, and a context without a collective that shares the parameters, are a rank's own: no other one takes part */
 static void alone_main(void *user, const luna_collective *collective) {
   run r = run_of("alone", LM);
@@ -735,7 +509,7 @@ static void alone_main(void *user, const luna_collective *collective) {
   (void)user;
   model_init(&net, params, &r);
   if (collective->rank == 0) {
-    data d = data_of(&r, 0, 0, 1, 0, 12, 0, 1);
+    data d = data_of(&r, 0, 0, 1, 12, 1);
     model_init(&same, luna_params_share(other, params), &r);
     luna_stream *stream = luna_stream_open(&net.lm, NULL);
     float *logits = common_floats(VOCAB), *all = common_floats(12 * VOCAB);
@@ -755,7 +529,7 @@ static void alone_main(void *user, const luna_collective *collective) {
 }
 static void alone(void) {
   hub h;
-  hub_open(&h, 2, LUNA_PARALLEL_SEQUENCE);
+  hub_open(&h, 2);
   hub_run(&h, alone_main, NULL);
   CHECK(h.rank[0].gathers + h.rank[0].reduces == 0, "one rank alone has called the collective");
   hub_close(&h);
@@ -780,8 +554,7 @@ static bool resumed_write(void *user, const void *bytes, size_t size) {
 static void resumed_main(void *user, const luna_collective *collective) {
   resumed *s = (resumed *)user;
   const int rank = collective ? collective->rank : 0, ranks = collective ? collective->ranks : 1;
-  const bool rows = collective && collective->mode == LUNA_PARALLEL_SEQUENCE;
-  const int64_t whole = rows ? 12 : 4, first = cut_at(rank, ranks, whole), own = cut_at(rank + 1, ranks, whole) - first;
+  const int64_t first = cut_at(rank, ranks, 4), own = cut_at(rank + 1, ranks, 4) - first;
   run r = run_of("resumed", LM);
   luna_options o = { .threads = 1, .seed = 3, .collective = collective };
   luna_ctx *ctx = luna_open(&o);
@@ -792,8 +565,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 0.01f, .clip = 1 });
   if (!s->save) rank_check(luna_load_training(adam, luna_bytes(s->bytes, s->size)) == LUNA_OK, ctx, "load");
   for (int step = 0; step < s->steps; step++) {
-    const int64_t at[2] = {rows ? 0 : first, rows ? first : 0}, size[2] = {rows ? 4 : own, rows ? own : 12};
-    data d = data_of(&r, step + (s->save ? 0 : 4), at[0], size[0], at[1], size[1], 0, 1);
+    data d = data_of(&r, step + (s->save ? 0 : 4), first, own, 12, 1);
     luna_begin_step(ctx);
     luna_tensor *loss = model_loss(&net, &r, &d);
     luna_backward(loss);
@@ -811,24 +583,22 @@ static void resumed_main(void *user, const luna_collective *collective) {
 static void checkpoints(void) {
   resumed *first = (resumed *)common_alloc(sizeof *first), *other = (resumed *)common_alloc(sizeof *other);
   hub h;
-  for (int mode = 0; mode < 2; mode++) {
-    memset(first, 0, sizeof *first);
-    first->save = true;
-    first->steps = 4;
-    hub_open(&h, 2, (luna_parallelism)mode);
-    hub_run(&h, resumed_main, first);
+  memset(first, 0, sizeof *first);
+  first->save = true;
+  first->steps = 4;
+  hub_open(&h, 2);
+  hub_run(&h, resumed_main, first);
+  hub_close(&h);
+  first->save = false;
+  resumed_main(first, NULL);
+  for (int ranks = 1; ranks <= 4; ranks++) {
+    *other = *first;
+    hub_open(&h, ranks);
+    hub_run(&h, resumed_main, other);
     hub_close(&h);
-    first->save = false;
-    resumed_main(first, NULL);
-    for (int ranks = 1; ranks <= 4; ranks++) {
-      *other = *first;
-      hub_open(&h, ranks, (luna_parallelism)mode);
-      hub_run(&h, resumed_main, other);
-      hub_close(&h);
-      for (int i = 0; i < 4; i++)
-        CHECK(fabs(other->loss[i] / first->loss[i] - 1) < 2e-6, "mode %d, resumed on %d ranks, step %d: %.9g, not %.9g",
-              mode, ranks, i, other->loss[i], first->loss[i]);
-    }
+    for (int i = 0; i < 4; i++)
+      CHECK(fabs(other->loss[i] / first->loss[i] - 1) < 2e-6, "resumed on %d ranks, step %d: %.9g, not %.9g", ranks, i,
+            other->loss[i], first->loss[i]);
   }
   free(first), free(other);
 }
@@ -841,15 +611,13 @@ static void curves(void) {
   one->steps = many->steps = CURVE;
   resumed_main(one, NULL);
   CHECK(one->loss[CURVE - 1] < one->loss[0], "the loss rises from %.4f to %.4f", one->loss[0], one->loss[CURVE - 1]);
-  for (int mode = 0; mode < 2; mode++) {
-    double worst = 0;
-    many->size = 0;
-    hub_open(&h, 3, (luna_parallelism)mode);
-    hub_run(&h, resumed_main, many);
-    hub_close(&h);
-    for (int i = 0; i < CURVE; i++) worst = fmax(worst, fabs(many->loss[i] / one->loss[i] - 1));
-    CHECK(worst < 1e-4, "mode %d: in %d steps losses differ by %.2g", mode, CURVE, worst);
-  }
+  double worst = 0;
+  many->size = 0;
+  hub_open(&h, 3);
+  hub_run(&h, resumed_main, many);
+  hub_close(&h);
+  for (int i = 0; i < CURVE; i++) worst = fmax(worst, fabs(many->loss[i] / one->loss[i] - 1));
+  CHECK(worst < 1e-4, "in %d steps losses differ by %.2g", CURVE, worst);
   free(one), free(many);
 }
 
@@ -869,7 +637,7 @@ static void measured_main(void *user, const luna_collective *collective) {
     model_init(&net, params, &r);
     luna_optimizer *adam = luna_adam(params, NULL);
     for (int step = 0; step < 2; step++) {
-      data d = data_of(&r, step, 0, 2, 6 * rank, 6, 0, 1);
+      data d = data_of(&r, step, 2 * rank, 2, 6, 1);
       luna_begin_step(ctx);
       luna_backward(model_loss(&net, &r, &d));
       rank_check(luna_optimizer_step(adam) == LUNA_OK, ctx, "measured");
@@ -884,28 +652,22 @@ static void measured_main(void *user, const luna_collective *collective) {
   free(block);
 }
 static void measured(void) {
-  for (int mode = 0; mode < 2; mode++) {
-    part_test t = {0};
-    hub h;
-    hub_open(&h, 2, (luna_parallelism)mode);
-    hub_run(&h, measured_main, &t);
-    hub_close(&h);
-  }
+  part_test t = {0};
+  hub h;
+  hub_open(&h, 2);
+  hub_run(&h, measured_main, &t);
+  hub_close(&h);
 }
 
 int main(void) {
   options();
   differ();
-  cannot_cut();
   hooks_fail();
-  inference();
   alone();
   checkpoints();
   curves();
   measured();
   data_parallel();
-  sequence_parallel();
-  long_sequences();
   sent();
   return test_report("collective");
 }

@@ -3,7 +3,7 @@
    the calls of all others.
 
      hub h;
-     hub_open(&h, 4, LUNA_PARALLEL_DATA);
+     hub_open(&h, 4);
      hub_run(&h, rank_main, user);                 rank_main(user, &collective) in a thread a rank
      hub_close(&h); */
 #ifndef COLLECTIVE_H
@@ -100,7 +100,7 @@ static bool hub_reduce(void *user, void *buffer, int64_t count, luna_reduction w
   free(sum);
   return good;
 }
-static void hub_open(hub *h, int ranks, luna_parallelism mode) {
+static void hub_open(hub *h, int ranks) {
   memset(h, 0, sizeof *h);
   h->ranks = ranks;
   h->fail_at = h->garbage_at = -1;
@@ -109,7 +109,6 @@ static void hub_open(hub *h, int ranks, luna_parallelism mode) {
   for (int i = 0; i < ranks; i++) {
     luna_collective *c = &h->rank[i].collective;
     h->rank[i].h = h;
-    c->mode = mode;
     c->rank = i, c->ranks = ranks;
     c->all_reduce = hub_reduce, c->all_gather = hub_gather;
     c->user = &h->rank[i];

@@ -437,7 +437,7 @@ static void device_measures(const device *d) {
   const int32_t tokens[4] = {1, 2, 3, 4};
   luna_collective two = {0};
   luna_input input = {0};
-  two.ranks = 2, two.all_reduce = device_no_reduce, two.all_gather = device_no_gather, two.mode = LUNA_PARALLEL_DATA;
+  two.ranks = 2, two.all_reduce = device_no_reduce, two.all_gather = device_no_gather;
   options.collective = &two;
   ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);

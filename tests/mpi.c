@@ -1,5 +1,5 @@
 /* The runs of collective.c with ranks that are processes, and examples/luna_mpi.h: mpirun -n R build/mpi/tests/mpi. R
-   ranks give the loss and gradients of one, data and sequence parallel; all ranks the same bits; every byte handed over
+   ranks give the loss and gradients of one; all ranks the same bits; every byte handed over
    is counted. Rank 0 reports. */
 #define main collective_main
 #include "collective.c"
@@ -35,17 +35,16 @@ static void sums(void) {
   }
 }
 
-static void compare(const char *name, run *like, luna_parallelism mode) {
+static void compare(const char *name, run *like) {
   static hub h;
   const int ranks = mpi.collective.ranks, rank = mpi.collective.rank;
-  run one = run_on(like, 0, mode, NULL);
+  run one = run_on(like, 0, NULL);
   like->name = name;
   for (int odd = 0; odd < 2; odd++) {
     run many = *like;
     uint64_t own[2], all[2 * HUB_RANKS];
-    memcpy(many.parts, (mode ? odd ? odd_rows : even_rows : odd ? odd_batch : even_batch)[ranks],
-           (size_t)ranks * sizeof *many.parts);
-    hub_open(&h, ranks, mode);
+    memcpy(many.parts, (odd ? odd_batch : even_batch)[ranks], (size_t)ranks * sizeof *many.parts);
+    hub_open(&h, ranks);
     h.rank[rank].collective.all_gather = gather, h.rank[rank].collective.all_reduce = reduce;
     rank_main(&many, &h.rank[rank].collective);
     hub_close(&h);
@@ -71,16 +70,14 @@ static void compare(const char *name, run *like, luna_parallelism mode) {
 int main(int count, char **given) {
   if (!mpi_open(&mpi, &count, &given) || mpi.collective.ranks > 4) return 2;
   sums();
-  for (int mode = 0; mode < 2; mode++) {
-    run lm = run_of("lm", LM), classifier = run_of("classifier", CLASSIFIER), seq2seq = run_of("seq2seq", SEQ2SEQ);
-    lm.lm.layer.convolution = 3;
-    set_dropout(&lm.lm.layer);
-    classifier.with_lengths = true;
-    set_dropout(&classifier.encoder.layer);
-    compare(mode ? "lm, sequence" : "lm, data", &lm, (luna_parallelism)mode);
-    compare(mode ? "classifier, sequence" : "classifier, data", &classifier, (luna_parallelism)mode);
-    if (mode == LUNA_PARALLEL_DATA) compare("seq2seq, data", &seq2seq, LUNA_PARALLEL_DATA);
-  }
+  run lm = run_of("lm", LM), classifier = run_of("classifier", CLASSIFIER), seq2seq = run_of("seq2seq", SEQ2SEQ);
+  lm.lm.layer.convolution = 3;
+  set_dropout(&lm.lm.layer);
+  classifier.with_lengths = true;
+  set_dropout(&classifier.encoder.layer);
+  compare("lm", &lm);
+  compare("classifier", &classifier);
+  compare("seq2seq", &seq2seq);
   int64_t own[2] = { test_passed, test_failed }, all[2 * HUB_RANKS];
   mpi_gather(&mpi, own, all, sizeof own);
   test_passed = test_failed = 0;

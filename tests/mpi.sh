@@ -32,20 +32,18 @@ near() {
 }
 mpi -n 1 "$lm" train text --steps 200 --out one.st $small
 check "one rank needs no --parallel" cp out one
-for mode in data sequence; do
-  for ranks in 2 3; do
-    mpi -n $ranks "$lm" train text --steps 200 --out many.st --parallel $mode --plot many.svg $small
-    check "$mode on $ranks ranks ends with 0, not $?" [ "$?" = 0 ]
-    check "$mode on $ranks ranks: the losses of one rank" near out one
-    check "$mode on $ranks ranks: rank 0 alone talks" [ "$(grep -c 'validation loss' out)" = 1 ]
-    check "$mode on $ranks ranks: what was sent is counted" \
-      grep -q "^rank 0 of $ranks: .* bytes handed to MPI in [1-9]" out
-    check "$mode on $ranks ranks: one picture" drawn many.svg
-    cp many.st first
-    [ $ranks = 2 ] || mpi -n $ranks "$lm" train text --steps 200 --out many.st --parallel $mode $small --threads 2
-    check "$mode on $ranks ranks: the same bits again, with other threads" same first many.st
-    check "$mode on $ranks ranks: no file is left over" [ "$(echo many*)" = "many.st many.svg" ]
-  done
+for ranks in 2 3; do
+  mpi -n $ranks "$lm" train text --steps 200 --out many.st --parallel data --plot many.svg $small
+  check "$ranks ranks end with 0, not $?" [ "$?" = 0 ]
+  check "$ranks ranks: the losses of one rank" near out one
+  check "$ranks ranks: rank 0 alone talks" [ "$(grep -c 'validation loss' out)" = 1 ]
+  check "$ranks ranks: what was sent is counted" \
+    grep -q "^rank 0 of $ranks: .* bytes handed to MPI in [1-9]" out
+  check "$ranks ranks: one picture" drawn many.svg
+  cp many.st first
+  [ $ranks = 2 ] || mpi -n $ranks "$lm" train text --steps 200 --out many.st --parallel data $small --threads 2
+  check "$ranks ranks: the same bits again, with other threads" same first many.st
+  check "$ranks ranks: no file is left over" [ "$(echo many*)" = "many.st many.svg" ]
 done
 
 # A rank that is killed ends the others: of ranks in order of their start, the last, or rank 0, which saves.
@@ -78,21 +76,19 @@ for after in 0 0.02 0.05 0.1 0.2; do
   check "the file is whole, $after s after the first" mpi -n 1 "$lm" eval killed.st text --threads 1
 done
 # the checkpoint goes on
-for mode in data sequence; do
-  run_3="-n 3 $lm train text --steps 400 --save-every 20 --parallel $mode $small"
-  mpi $run_3 --out whole.st
-  check "$mode: a run that is not killed" cp out whole
-  killed "$mode" $([ $mode = data ] && echo tail || echo head) 0 $run_3
-  cp killed.st other.st
-  mpi -n 3 "$lm" train text --resume killed.st --out killed.st --save-every 20 --parallel $mode --threads 1
-  check "$mode: it goes on" grep -q "^going on from step" out
-  check "$mode: to the bits of a run that was never killed" same whole.st killed.st
-  check "$mode: what a killed rank had begun to write is removed" [ -z "$(ls -A | grep '^\.luna')" ]
-  mpi -n 2 "$lm" train text --resume other.st --out other.st --save-every 20 --parallel $mode --threads 1
-  sed -n 's/.*-> \([0-9.]*\) nats.*/\1/p' whole out >ends
-  check "$mode: on two ranks within rounding" \
-    awk 'NR == 1 { a = $1 } NR == 2 { d = $1 / a - 1; good = d * d < 1e-6 } END { exit !good }' ends
-done
+run_3="-n 3 $lm train text --steps 400 --save-every 20 --parallel data $small"
+mpi $run_3 --out whole.st
+check "a run that is not killed" cp out whole
+killed "the last rank killed" tail 0 $run_3
+cp killed.st other.st
+mpi -n 3 "$lm" train text --resume killed.st --out killed.st --save-every 20 --parallel data --threads 1
+check "it goes on" grep -q "^going on from step" out
+check "to the bits of a run that was never killed" same whole.st killed.st
+check "what a killed rank had begun to write is removed" [ -z "$(ls -A | grep '^\.luna')" ]
+mpi -n 2 "$lm" train text --resume other.st --out other.st --save-every 20 --parallel data --threads 1
+sed -n 's/.*-> \([0-9.]*\) nats.*/\1/p' whole out >ends
+check "on two ranks within rounding" \
+  awk 'NR == 1 { a = $1 } NR == 2 { d = $1 / a - 1; good = d * d < 1e-6 } END { exit !good }' ends
 
 # failures end all ranks, with a sentence
 says() { # "SENTENCE" "WORDS" ARGUMENTS...: mpirun with them ends with an error and one line that has the words
@@ -110,9 +106,7 @@ says "a rank with another model" "rank 1" \
   -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --dim 64
 says "a rank with other heads" "rank 1 .* or config" \
   -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --heads 4
-says "a rank with another mode" "collective.mode" \
-  -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --parallel sequence
-says "ranks without --parallel" "--parallel data or" -n 2 "$lm" train text $small
+says "ranks without --parallel" "with --parallel data" -n 2 "$lm" train text $small
 says "a wrong flag on all" "has no flag --what" -n 3 "$lm" train text --what 1
 says "a folder that is not there" "cannot write" -n 2 "$lm" train text $base --out nowhere/bad.st $small
 check "nothing was written" [ ! -e bad.st ]
@@ -125,19 +119,15 @@ classes() { # PROGRAM ARGUMENTS...
   mpi -n 1 "$build/mpi/$what" train "$@" --out one.st
   sed -n 's/.*accuracy on/accuracy on/p' out >one
   check "$what on one rank" [ -s one ]
-  for mode in data sequence; do
-    mpi -n 3 "$build/mpi/$what" train "$@" --out many.st --parallel $mode
-    sed -n 's/.*accuracy on/accuracy on/p' out >many
-    check "$what, $mode: as on one rank, $(cat one many)" same one many
-  done
+  mpi -n 3 "$build/mpi/$what" train "$@" --out many.st --parallel data
+  sed -n 's/.*accuracy on/accuracy on/p' out >many
+  check "$what: as on one rank, $(cat one many)" same one many
 }
 awk 'BEGIN { srand(4); for (i = 0; i < 200; i++) { good = i % 2; line = ""
   for (k = 0; k < 3 + 12 * rand(); k++) line = line " " (rand() < 0.5 ? "the" : good ? "fine" : "poor")
   print (good ? "yes" : "no") "\t" line " end" } }' >labelled
 classes listops --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --held 50 --threads 1
 classes classify labelled --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --vocab 50 --threads 1
-mpi -n 2 "$build/mpi/listops" train --attention softmax --parallel sequence --threads 1
-check "listops: softmax attention cannot be cut, it says" grep -q "cut over" err
 
 # series: the losses of one rank, and its score of what was held
 program=series
@@ -162,12 +152,9 @@ for what in "slopes.ts --held 2" "slopes.ts --held 1 --per-step --window 40" \
   "waves.csv --forecast --window 40 --carry"; do
   mpi -n 1 "$build/mpi/series" train $what --out one.st $sizes
   check "series $what on one rank" cp out one
-  for mode in data sequence; do
-    case $what$mode in *--carrysequence) continue ;; esac  # a state is of whole sequences
-    mpi -n 3 "$build/mpi/series" train $what --out many.st --parallel $mode $sizes
-    check "series $what, $mode: the losses of one rank" series_near
-    check "series $what, $mode: rank 0 saves the model" mpi -n 1 "$build/mpi/series" eval many.st "${what%% *}"
-  done
+  mpi -n 3 "$build/mpi/series" train $what --out many.st --parallel data $sizes
+  check "series $what: the losses of one rank" series_near
+  check "series $what: rank 0 saves the model" mpi -n 1 "$build/mpi/series" eval many.st "${what%% *}"
   rm -f one.st many.st
 done
 
@@ -189,25 +176,20 @@ for what in "text --data texts --pooling mean" "text --data texts --pooling cls"
   "retrieval --data pairs --pooling cls --recompute ffn"; do
   mpi -n 1 "$build/mpi/lra" train $what --out one $sizes
   check "lra $what on one rank" cp one.txt one
-  for mode in data sequence; do
-    mpi -n 4 "$build/mpi/lra" train $what --out many --parallel $mode $sizes
-    check "lra $what, $mode: the curve of one rank" curve
-    check "lra $what, $mode: its report" sh -c "sed 's/^seconds.*//' one >a; sed 's/^seconds.*//' many.txt | cmp - a"
-    check "lra $what, $mode: no other file" [ "$(echo many.*)" = "many.csv many.safetensors many.txt" ]
-    rm -f many.*
-  done
+  mpi -n 4 "$build/mpi/lra" train $what --out many --parallel data $sizes
+  check "lra $what: the curve of one rank" curve
+  check "lra $what: its report" sh -c "sed 's/^seconds.*//' one >a; sed 's/^seconds.*//' many.txt | cmp - a"
+  check "lra $what: no other file" [ "$(echo many.*)" = "many.csv many.safetensors many.txt" ]
+  rm -f many.*
 done
 for attention in synthesizer reformer; do # dropout masks of their own making
   mpi -n 1 "$build/mpi/lra" train text --data texts --out one $sizes --attention $attention
   mpi -n 3 "$build/mpi/lra" train text --data texts --out many --parallel data $sizes --attention $attention
-  check "lra --attention $attention, data: the curve of one rank" curve
-  mpi -n 2 "$build/mpi/lra" train text --data texts --out many --parallel sequence $sizes --attention $attention
-  check "lra --attention $attention cannot be cut, it says" \
-    grep -q "an attention hook cannot be .* cut over 2 ranks" err
+  check "lra --attention $attention: the curve of one rank" curve
 done
-mpi -n 3 "$build/mpi/lra" train text --data texts --out whole --parallel sequence $sizes --save-every 12
+mpi -n 3 "$build/mpi/lra" train text --data texts --out whole --parallel data $sizes --save-every 12
 cp whole.training on.training && cp whole.safetensors on.safetensors && cp whole.csv on.csv
-mpi -n 3 "$build/mpi/lra" train text --data texts --resume on.training --parallel sequence --threads 1
+mpi -n 3 "$build/mpi/lra" train text --data texts --resume on.training --parallel data --threads 1
 check "lra goes on" grep -q "^going on from step 12" out
 check "to the bits of a run that was never stopped" same whole.safetensors on.safetensors
 check "and its curve" same whole.csv on.csv

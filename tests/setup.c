@@ -308,13 +308,13 @@ static bool gather_never(void *user, const void *mine, void *all, size_t size) {
 static void check_open(void) {
   static const char *const reason[] = {"threads", "isa", "allocate", "form", "backend", "block is too small",
                                        "all_gather",
-                                       "rank outside", "mode", "no memory"};
+                                       "rank outside", "no memory"};
   static char block[64];
   char logged[320];
   luna_backend backend = *luna_cpu_backend();
   backend.version++;
-  for (int i = 0; i < 10; i++) {
-    luna_collective ranks = {.rank = i == 7 ? 2 : 0, .ranks = 2, .mode = (luna_parallelism)(i == 8 ? 9 : 0)};
+  for (int i = 0; i < 9; i++) {
+    luna_collective ranks = {.rank = i == 7 ? 2 : 0, .ranks = 2};
     const char *why = "";
     luna_options options = {.threads = i == 0 ? -1 : 1, .log = log_last, .log_user = logged, .error = &why};
     if (i == 1) options.isa = (luna_isa)99;
@@ -322,9 +322,9 @@ static void check_open(void) {
     if (i == 3) options.form = (luna_form)9;
     if (i == 4) options.backend = &backend;
     if (i == 5) options.block = block, options.block_size = sizeof block;
-    if (i >= 6 && i < 9) options.collective = &ranks;
+    if (i >= 6 && i < 8) options.collective = &ranks;
     if (i > 6) ranks.all_reduce = reduce_never, ranks.all_gather = gather_never;
-    if (i == 9) options.allocator = (luna_allocator){alloc_never, release_never, NULL};
+    if (i == 8) options.allocator = (luna_allocator){alloc_never, release_never, NULL};
     CHECK(!luna_open(&options) && strstr(why, reason[i]) && strstr(logged, why), "luna_open with a bad %s: \"%s\"",
           reason[i], why);
   }
