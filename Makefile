@@ -7,7 +7,8 @@
 #   make dist                build/luna-VERSION.tar.gz, the same bytes wherever it is made (GNU tar)
 #   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
-#   make test-long           every case of six tests of which make test takes a part; the others' are in test-all;
+#   make test-long           what make test leaves out: luna_cuda.cuh's kernels without a GPU, emulated tiles, packages;
+#                            every case of five tests of which make test takes a part (the others' are in test-all);
 #                            make coverage, and make soak in short
 #   make sanitize            the same tests under the address, undefined and thread sanitizers; CC=clang: and memory's
 #   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
@@ -44,7 +45,7 @@
 #   make gpu                 all that a GPU is wanted for, in nine minutes (GPU_SECONDS=540): tests, sanitizers, speed,
 #                            PyTorch beside it, profiles. It compiles nothing: run make cuda before it, or carry
 #                            build/cuda to that machine. Its files go to OUT (build/gpu): tests/cuda/gpu.sh
-#   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
+#   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test-long runs them without one
 #   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels in C++
 #                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda.c
 #   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
@@ -61,7 +62,8 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WARN = -Wall -Wextra
 # tests/private.c includes these: they are no programs of their own
 CHAPTERS = $(shell sed -n 's/^\#include "\(.*\)\.c".*/\1/p' tests/private.c)
-NAMES = $(filter-out bench_% cuda ptx mpi% soak tiles_emulated $(CHAPTERS),$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+NAMES = $(filter-out bench_% cuda ptx mpi% soak tiles tiles_emulated $(CHAPTERS),\
+  $(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
@@ -70,14 +72,18 @@ PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'li_\|LI_\|kernels.h' te
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,\
   $(filter-out tests/cuda.c tests/ptx.c tests/mpi.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
-ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -DTEST_QUICK=1
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
 CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
 HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && \
   echo cuda_forgetting $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
 # what need not run again with a second compiler: compile.sh itself takes all that are here
-ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%) tests/convert.sh $(SCRIPTS) tests/torch.sh tests/install.sh \
-  tests/promises.sh tests/cuda/gpu_check.sh
+ONCE = tests/compile.sh tests/convert.sh $(SCRIPTS) tests/torch.sh tests/promises.sh tests/cuda/gpu_check.sh
+# what takes too long for make test: make test-long, test-all and sanitize run it
+LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
+# what make test-long runs: what make test leaves out, and every case of what make test runs a part of
+LONG = tests/coverage.sh tests/cuda/peers_check.sh $(LATER) tests/export.sh tests/install.sh \
+  $(addprefix $(BUILD)/tests/,private failures arguments causality soak)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
 NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
@@ -186,7 +192,7 @@ $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
 $(BUILD)/tests/model_files: tests/data/old/use.h
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%.c)
 # these take longer to compile than to run
-$(addprefix $(BUILD)/tests/,gradients only_stream cuda.o cuda_device.o): CFLAGS += -O1
+$(addprefix $(BUILD)/,tests/gradients tests/only_stream tests/cuda.o tests/cuda_device.o peers_host.so): CFLAGS += -O1
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	$(call build,$(CC) $(CFLAGS) $(WARN) -I. $<,$(LIBS))
@@ -224,30 +230,31 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
-LONG = tests/coverage.sh tests/cuda/peers_check.sh $(filter %/cuda_forgetting,$(HOST:%=$(BUILD)/tests/%)) \
-  tests/export.sh tests/install.sh $(addprefix $(BUILD)/tests/,failures arguments causality soak)
 test-long:
-	-@$(MAKE) -k -j$(JOBS) programs $(BUILD)/tests/soak $(if $(HOST),$(BUILD)/peers_host.so)
+	-@$(MAKE) -k -j$(JOBS) $(filter $(BUILD)/%,$(LONG)) $(if $(HOST),$(BUILD)/peers_host.so) \
+	  $(addprefix $(BUILD)/,export series classify mcu/models)
+	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
 	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG)
 
 # what make test and make test-long run, but for the chapters of private
 names:
 	@echo $(ONCE) $(PROGRAMS) $(LONG)
 
+# GATE=1: without what the gate's stages test-long and headers run in full
 export TEST_FULL
 test:
-	-@$(MAKE) -k -j$(JOBS) programs
-	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/tests/private $(ONCE) \
-	  $(filter-out %/private,$(PROGRAMS))
+	-@$(MAKE) -k -j$(JOBS) programs $(if $(TEST_FULL),$(LATER))
+	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(filter-out $(if $(GATE),tests/compile.sh $(LONG)),\
+	  $(BUILD)/tests/private $(ONCE) $(if $(TEST_FULL),$(LATER) tests/install.sh) $(filter-out %/private,$(PROGRAMS)))
 
 # gradients is the reference in double, which ops and others run in float
 sanitize:
-	-@$(MAKE) -k -j$(JOBS) programs BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' SKIP=%/gradients
+	-@$(MAKE) -k -j$(JOBS) programs $(LATER:$(BUILD)/%=$(BUILD)/asan/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' \
+	  SKIP=%/gradients
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
 	-@$(if $(MSAN_TESTS),$(MAKE) -k -j$(JOBS) $(MSAN_TESTS:%=$(BUILD)/msan/tests/%) BUILD=$(BUILD)/msan CFLAGS='$(MSAN)')
 	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/asan/tests/private \
-	  $(HOST:%=$(BUILD)/asan/tests/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
+	  $(LATER:$(BUILD)/%=$(BUILD)/asan/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
 	  $(BUILD)/tsan/tests/threads $(MSAN_TESTS:%=$(BUILD)/msan/tests/%) $(SCRIPTS)
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models

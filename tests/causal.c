@@ -415,6 +415,7 @@ int main(void) {
   const int omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   for (int at = 0; kernels_next(&at);) {
     for (int i = 0; i < 9; i++) {
+      if (!test_full() && (at + i) % 3) continue;
       check_product(2, rows[i], 2, 7, 5), check_product(1, rows[i], 3, 16, 33), check_product(1, rows[i], 1, 1, 1),
         check_product(1, rows[i], 1, 65, 70);
       check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], false), check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], true),

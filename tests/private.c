@@ -1,6 +1,6 @@
 /* The chapters that look at luna.h's private parts, over one compiled implementation of it. Each is a program by
    itself, too: build/tests/gemm.
-     private [CHAPTER]     runs them all, or one */
+     private [CHAPTER]     runs them all, or one; CHAPTERS="int8 bf16": these */
 #define main vectors_main
 #include "vectors.c"                 /* first: it adds to every pass */
 #undef main
@@ -44,9 +44,11 @@ int main(int argc, char **argv) {
     {"int8", int8_main}, {"safetensors", safetensors_main}, {"stream", stream_main},
     {"fuzz_safetensors", fuzz_main}
   };
+  const char *only = getenv("CHAPTERS");
   int passed = 0, failed = 0;
   for (size_t i = 0; i < sizeof chapters / sizeof chapters[0]; i++) {
     if (argc > 1 && strcmp(argv[1], chapters[i].name) != 0) continue;
+    if (only && !strstr(only, chapters[i].name)) continue;
     test_passed = test_failed = 0;
     (void)chapters[i].run();
     passed += test_passed, failed += test_failed;
