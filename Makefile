@@ -113,6 +113,18 @@ define build
   mv -f $$new/* $(@D); status=$$?; rm -rf $$new $$new.time; exit $$status
 endef
 
+# make alone prints this: what users want, then what the comment above says of the other targets
+help:
+	@echo 'make run        train a small language model on source text, about a minute'
+	@echo 'make examples   build examples/*.c into build/'
+	@echo 'make test       the tests; the last line is: N passed, N failed'
+	@echo 'make install    install luna.h, libluna.a, luna.pc, CMake files; PREFIX=/usr/local'
+	@echo 'make docs       build/luna_reference.html, a page of the public functions'
+	@echo 'make clean      remove what was built'
+	@echo
+	@echo 'For maintainers:'
+	@sed -n '/^#   make dist /,/^CC /s/^#   /  /p' Makefile | sed '/^  make test  /d;/^  make docs  /d'
+
 run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
 
@@ -435,6 +447,6 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples docs install dist programs names test test-all test-long mcu sanitize cross golden headers fuzz \
+.PHONY: help run examples docs install dist programs names test test-all test-long mcu sanitize cross golden headers fuzz \
   fuzz-coverage coverage analyze faults soak size bench arena compare cuda cuda-test gpu cuda-bench ptx mpi mpi-test \
   web web-test clean
