@@ -78,7 +78,8 @@ CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
 HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && \
   echo cuda_forgetting $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
 # what need not run again with a second compiler: compile.sh itself takes all that are here
-ONCE = tests/compile.sh tests/convert.sh $(SCRIPTS) tests/torch.sh tests/promises.sh tests/cuda/gpu_check.sh
+ONCE = tests/compile.sh tests/form.sh tests/convert.sh $(SCRIPTS) tests/torch.sh tests/promises.sh \
+  tests/cuda/gpu_check.sh
 # what takes too long for make test: make test-long, test-all and sanitize run it
 LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of
