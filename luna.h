@@ -55,16 +55,12 @@
         NaN) is 0, without a gradient, and options.log has a sentence. A begin, here and below, is luna_begin_step or
         luna_begin_inference.
         Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
-        Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, for intervals
-        luna_quantile_loss or, for several questions with yes and no, luna_binary_cross_entropy. NaN targets are
-        ignored.
+        Regression is a classifier of one class with another loss: luna_mse, luna_huber or luna_quantile_loss; several
+        questions with yes and no are luna_binary_cross_entropy. NaN targets are ignored.
         Sequences of numbers: with .features = k in its config, or its encoder's, a model reads input.features
-        [batch,n,k] in place of tokens, standardised by "input_norm.mean" and "input_norm.scale" (call
-        luna_input_layer_fit on training data first; they are saved, never trained) and projected by "input_proj". NaN
-        is a missing number and counts as its mean. A luna_lm of features has .outputs a step, classes or values: a
-        detector, a forecaster. Values of any unit are learnt as well as those of size 1 with .output_norm: call
-        luna_lm_fit_outputs on their training targets. A classifier with .per_step has classes at each step, found from
-        the whole sequence.
+        [batch,n,k] in place of tokens; call luna_input_layer_fit on training data first. A luna_lm of features has
+        .outputs a step, classes or values: a detector, a forecaster; with .output_norm call luna_lm_fit_outputs. A
+        classifier with .per_step has classes at each step, found from the whole sequence.
      4. Save it, use it.
             if (luna_save(params, luna_path("model.safetensors")) != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
@@ -78,16 +74,6 @@
         luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
         and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
         luna_stream_open_bytes needs no context, allocator, stdio or threads.
-
-   BEYOND THE LENGTH OF TRAINING
-     Causal Luna attention as published is a mean over the whole past: after n tokens the next one counts 1 / n, less
-     than any did in training, and a detector that runs on sees less and less. Two remedies, neither in the paper:
-     A horizon: the means are exponential ones beyond the longest sequence of training. Models have it without being
-     asked, and no bit within that length changes (layer.horizon; LUNA_HORIZON_NONE is the published form).
-     A memory that forgets (layer.forget = LUNA_FORGET_GATED): each slot's weights are a causal softmax's, and each
-     token decides how much a slot forgets. It learns language and signals far better, and runs on for ever as in
-     training; examples/guide.md has the figures. A model for new data should have it. layer.output_gate is a smaller
-     gain. luna_lm_state carries the memory from one window of a long text to the next, in training too.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
@@ -103,11 +89,11 @@
      call it for hidden values to look at, or to hand out of an attention hook. Functions of your own:
      luna_scope_begin, luna_scope_end.
      luna_backward releases the gradient of an op's result after its last use unless luna_require_grad asked for it.
-     Where it fails, as memory ends, the gradients of all parameters become zero, and accumulation starts again. luna_linear_cross_entropy and the models' losses
-     store neither the logits of more than 1024 classes nor their gradient; luna_cross_entropy of such logits stores
-     both. Folded Luna layers (luna_form) keep 2 dim + ffn floats a token for backward, or 2 dim with the
-     feed-forward recomputed (layer.recompute trades time for memory and changes no bit). Several rounds of begin,
-     forward and luna_backward before one optimiser step accumulate.
+     Where it fails, as memory ends, the gradients of all parameters become zero, and accumulation starts again.
+     luna_linear_cross_entropy and the models' losses store neither the logits of more than 1024 classes nor their
+     gradient; luna_cross_entropy of such logits stores both. Folded Luna layers (luna_form) keep 2 dim + ffn floats a
+     token for backward, or 2 dim with the feed-forward recomputed (layer.recompute trades time for memory and changes
+     no bit). Several rounds of begin, forward and luna_backward before one optimiser step accumulate.
 
    ERRORS
      Nothing aborts or prints, and a failed call leaves every object as it was, but luna_backward, which zeroes the
@@ -124,43 +110,12 @@
      each failure as it happens. A step whose loss or gradients are not finite is skipped; max_skips of them in a row
      are LUNA_NOT_FINITE.
 
-   THREADS
-     A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
-     bits for any number of threads. Several contexts may read one set that nobody trains (luna_params_share). A
-     forked child goes on with one thread.
-
-   NUMBERS
-     float32; long sums in double; FMA only where written, never inferred; exp, log, erf, sine and cosine are luna.h's
-     own. Causality is exact: a token, even Inf or NaN, changes no bit of anything before it. Random numbers are
-     Philox4x32-10: initial values depend on seed and parameter name, dropout on seed, step and place, the same on
-     every machine.
-
-   DEVICES
-     options.backend puts values elsewhere: luna_cuda.cuh on an NVIDIA GPU. The host then reads and writes them by
-     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_cuda.cuh's
-     luna_graph makes a training step one launch.
-
-   EIGHT BITS
-     options.weights = LUNA_DTYPE_I8 (a context's inferences, and its streams), or a stream config's `weights`: products
-     by matrices of 16 columns or more are of integers of 8 bits, each row with its scale, with exact sums, the same on
-     every machine; norms, attention itself, biases and convolutions stay float. Training stays as it is, to the bit.
-     luna_save_int8 stores a model so. Use it where weights are read from memory for few rows (streams), or where the
-     processor has AVX-512 VNNI or AMX; examples/measurements.md says what is gained and what is lost.
-
-   SIXTEEN BITS
-     options.products = LUNA_DTYPE_BF16: linear layers, feed-forward layers, luna_linear_cross_entropy, the folded
-     unpack, pack and softmax attention round both operands of their products to bfloat16 (to nearest, ties to even) and
-     sum in float32, in training and in inference. Weights, gradients, optimisers, norms, softmax, sparse attention,
-     causal sums, luna_matmul and streams stay float32. Processors differ in what they gain:
-       AMX, on Linux         products by tiles: training is 2.3 to 3.6 times faster (measured on Emerald Rapids)
-       AVX-512 BF16, AMD's   vdpbf16ps: training is 1.5 to 1.7 times faster (measured on Zen 4)
-       all others            products of rounded float32: the same function, up to a tenth slower
-     luna_isa_of says which one runs. Use it to train where it is fast and a relative error of 2^-9 an operand is small
-     beside a batch's noise.
-     Linux must permit a process to use tiles. luna_open asks for this where products or weights need it, for all
-     threads and for good; from then on sigaltstack refuses stacks that are too small for a tile's 8 KB. Where it is
-     refused, products run as on other processors. A product leaves no tile configuration: a caller that uses AMX
-     itself configures its tiles again after each call.
+   PROMISES
+     Results are the same bits for any number of threads. float32; long sums in double; FMA only where written, never
+     inferred; exp, log, erf, sine and cosine are luna.h's own. Causality is exact: a token, even Inf or NaN, changes no
+     bit of anything before it. Random numbers are Philox4x32-10: initial values depend on seed and parameter name,
+     dropout on seed, step and place, the same on every machine. A context is for one thread at a time; several may read
+     one set that nobody trains (luna_params_share). A forked child goes on with one thread.
 
    SEVERAL RANKS
      options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
@@ -171,31 +126,10 @@
      peak, by scope, as a table or JSON. Most examples that train take --profile FILE.
 
    OTHER ATTENTIONS, OTHER OPS
-     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
-     thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
-     luna_custom_op makes an op of a forward and a backward function: saving, optimisers and clipping go by the set of
-     parameters, not by the model, and work with it. luna_softmax_attention takes patterns: sliding windows, and lists
-     of the keys that blocks of queries see, in time by what is seen (luna_attention_pattern; on the CPU). A window of
-     256 tokens, each its past:
-
-       luna_attention_pattern window = {0};
-       window.window = true, window.left = 255;
-       config.patterns = &window, config.pattern_count = 1;
-
-     Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, with its name in luna_activation, an op of
-     two tensors that broadcast as one of LUNA_BINARIES, each with a declaration: from the row come the function, its
-     gradient, the kernels of all instruction sets and of the device, and its tests, but for values and slopes in
-     tests/naive.h. A map with parameters and an op of three tensors are rows of LUNA_ELEMENTWISE: there the function is
-     written too, as luna_clamp is, in which numbers (arg.elementwise.scalar) stand for inputs.
-     Any other op takes a row of LUNA_OPS; what it is given, in luna_op.arg; the declaration; and in >>ops, together,
-     its query, forward and backward on the CPU, their LI_CPU_<NAME>, and the function that checks the shapes by a
-     pattern and builds it. With tier 2 in its row that function also composes it from other ops, where a backend does
-     not have it; one of tier 1 also takes its LUNACU_OP in luna_cuda.cuh.
-     Its tests are a case with an oracle in tests/op_cases.h, calls in tests/arguments.c, and wrong lines in
-     tests/faults.py; each of the three says what is missing. Where the function takes one tensor and nothing else, the
-     first two are naive_<name> there and a name in COMMON_UNARY of tests/common.h.
-     A layer's op in streams has LI_CPU_OP, not LI_CPU_REST, and what it keeps of earlier rows in li_past, as the
-     convolution its history.
+     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as those of
+     examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
+     luna_custom_op makes an op of a forward and a backward function. An op in luna.h itself: examples/guide.md, "Adding
+     an op to luna.h".
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -637,17 +571,26 @@ typedef struct luna_options {
   void (*log)(void *user, luna_status status, const char *sentence);
   void *log_user;
   luna_form form;                    /* 0 = by cost */
-  const luna_backend *backend;       /* 0 = this CPU */
+  /* 0 = this CPU; luna_cuda.cuh has an NVIDIA GPU's. The host then reads and writes values by luna_read, luna_item and
+     luna_write alone. Checkpoints and saved streams move between devices. */
+  const luna_backend *backend;
   const luna_collective *collective; /* other ranks; copied; 0 = none */
   const char **error;                /* where luna_open puts why it returns null; 0 = nowhere */
-  /* LUNA_DTYPE_I8: an inference's products by parameters (luna_linear, luna_feed_forward and what is made of them) are
-     exact ones of 8 bits, with rounded weights and rows of x: faster, by about 1% of error. Parameters stay, and get a
-     copy of a quarter of their bytes when first read; training does not change. On the CPU alone. 0 = F32 */
+  /* LUNA_DTYPE_I8: an inference's products by parameters of 16 columns or more (luna_linear, luna_feed_forward and
+     what is made of them) are exact ones of 8 bits, with rounded weights and rows of x, each row with its scale:
+     faster where weights are read from memory for few rows, or with AVX-512 VNNI or AMX, by about 1% of error. Norms,
+     attention itself, biases and convolutions stay float. Parameters stay, and get a copy of a quarter of their bytes
+     when first read; training does not change. On the CPU alone. 0 = F32 */
   luna_dtype weights;
   /* LUNA_DTYPE_BF16: products by parameters (luna_linear, luna_feed_forward, luna_linear_cross_entropy, folded
      attention and what is made of them), pack and softmax attention, forward and backward, round their operands to
      bfloat16 and sum in float: faster where the processor has AMX, or is AMD's with AVX-512 BF16, and the same function
-     without gain elsewhere. Everything else stays float32, streams too. On the CPU alone. 0 = F32 */
+     without gain elsewhere (luna_isa_of says which one runs). Everything else stays float32, streams too. On the CPU
+     alone. 0 = F32.
+     Linux must permit a process to use AMX. luna_open asks for this where products or weights need it, for all threads
+     and for good; from then on sigaltstack refuses stacks that are too small for a tile's 8 KB. Where it is refused,
+     products run as on other processors. A product leaves no tile configuration: a caller that uses AMX itself
+     configures its tiles again after each call. */
   luna_dtype products;
 } luna_options;
 
@@ -769,8 +712,8 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 #ifndef LUNA_NO_TRAIN
 /* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin.
    Where memory ends half-way, parameters and moments stay, the gradients of all parameters become zero, and
-   luna_optimizer_step refuses until the next luna_backward: rounds that were accumulated are to be made again. A context
-   that measures says beforehand what is needed. */
+   luna_optimizer_step refuses until the next luna_backward: rounds that were accumulated are to be made again. A
+   context that measures says beforehand what is needed. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
 
@@ -1300,7 +1243,8 @@ struct luna_layer_config {
   bool output_gate;                  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook
                                         gets silu(x W_g + b_g) as call->gate, and applies it */
   bool rotary;                       /* softmax attention of x on itself: queries and keys go through luna_rotary */
-  luna_forget forget;                /* causal Luna attention: whether its memory forgets */
+  luna_forget forget;                /* causal Luna attention: whether its memory forgets. A model for new data should
+                                        have LUNA_FORGET_GATED: it learns better, and runs on for ever as in training */
   int64_t memory;                    /* l, the slots of P: an encoder's, a causal layer's, with own_memory an encoder
                                         layer's, with forget the most of a decoder layer's; 0 = 16. An encoder uses the
                                         first min(l, longest) of them for a batch of shorter sequences */
