@@ -1164,6 +1164,7 @@ static void check_rates_refused(void) {
   config.momentum = 1;
   CHECK(!luna_sgd(f.params, &config) && luna_error_id_of(f.ctx) == LUNA_ERROR_PROBABILITY, "a momentum of 1: %s",
         luna_error(f.ctx));
+  CHECK(luna_begin_step(f.ctx) == LUNA_BAD_ARGUMENT, "a begin does not report it");
   config.momentum = 0, config.lr = 1e38f;
   f.optimizer = luna_adam(f.params, &config);
   luna_begin_step(f.ctx);
