@@ -69,7 +69,8 @@
         luna_load_training into a model and an optimiser made with the same config (schedule, betas, decay, clip,
         average, groups), training goes on with the bits of a run that never stopped. The position in the data is
         yours to keep: luna_params_set_text before, luna_params_get_text after. luna_load_model opens any saved model by
-        what its file says, except one with an attention hook: init that with its config and hook, then luna_load.
+        what its file says, with its attention hook if options.hooks has it. Where a hook has no name, init the model
+        with its config and hook, then luna_load.
      6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token, or
         luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
         and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
@@ -141,6 +142,7 @@
        luna.fixed_horizon         there where it is the config's, which training does not change
        luna.format                2 where the model has luna.forget, luna.output_gate or luna.rotary, which luna.h 0.1
                                   does not know
+       luna.hook                  the name of the model's attention hook; luna.hook.<key>: its settings
        any other key              the caller's, by luna_params_set_text
      A file of a later luna.h whose model this one cannot compute has a larger luna.format or another luna.kind, and is
      refused with a sentence; what else is unknown and begins with "luna." changes no output and is left out. Only
@@ -386,6 +388,8 @@ LUNA_API int luna_version(void);
   X(LUNA_ONLY, UNSUPPORTED, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
     "own_memory must be false, hook null") \
   X(HOOK_CPU_ONLY, UNSUPPORTED, "%s: the optimiser %s runs on the CPU only, and this context is on a device") \
+  X(HOOK_SETTINGS, BAD_ARGUMENT, "%s: the settings of the attention hook '%s' cannot be %s") \
+  X(HOOK_UNKNOWN, UNSUPPORTED, "%s: the model in %s has the attention hook '%s', which options.hooks does not have") \
   X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
   X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
   X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
@@ -556,6 +560,7 @@ typedef struct luna_allocator {      /* set both functions or neither; allocate 
    side, the same function up to rounding in less time and memory; unfolded: as written in the paper. */
 typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
+typedef struct luna_attention_hook luna_attention_hook;
 typedef struct luna_options {
   int threads;                       /* 0 = one a core; of more than cores, no more run at once */
   luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
@@ -592,6 +597,9 @@ typedef struct luna_options {
      products run as on other processors. A product leaves no tile configuration: a caller that uses AMX itself
      configures its tiles again after each call. */
   luna_dtype products;
+  /* The attention hooks, by their names, of the models that luna_load_model opens: an array that ends with null and
+     lives as long as the context. Null: none. */
+  const luna_attention_hook *const *hooks;
 } luna_options;
 
 /* Null options: all defaults. Returns null, and says why to options.error and options.log, when out of memory, the
@@ -1188,9 +1196,9 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
    returns what forward and close will get as `layer` (later the layer's hook_state), null on failure.
    forward: call->x [batch,n,d] -> [batch,n,d]; dropout inside it is its own business (config has the probabilities).
-   Either says what failed by luna_fail. Examples: examples/attentions. A hook is not saved: the file of such a
-   model has no luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then
-   luna_load. */
+   Either says what failed by luna_fail. Examples: examples/attentions. The file of a model keeps its hook's name and
+   what `save` gives, and luna_load_model finds the hook in options.hooks. Where a hook has no name the file has no
+   luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
 typedef struct luna_layer_config luna_layer_config;
 typedef struct luna_attention_call {
   luna_tensor *x;                    /* [batch,n,d], after the layer's norm when pre-norm */
@@ -1205,12 +1213,18 @@ typedef struct luna_attention_call {
   luna_tensor *kept[4];              /* and what else shall stay until the next begin, as the next segment's memory or
                                         a loss to be added to the model's: the hook's `layer` says where they are */
 } luna_attention_call;
-typedef struct luna_attention_hook {
+struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
   luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
   void (*close)(void *layer);        /* or null: called once, by luna_close or an init that fails after all */
-} luna_attention_hook;
+  const char *name;                  /* or null: models with it cannot be opened by luna_load_model */
+  /* The settings in a model's file, as pairs of text, or both null: `save` gives each pair to `put`, `load` asks `get`
+     for the value of a key, null where the file has none; the text is `get`'s until it is called again. False: they
+     failed, and may have said why by luna_fail. */
+  bool (*save)(void *user, bool (*put)(void *file, const char *key, const char *value), void *file);
+  bool (*load)(void *user, const char *(*get)(void *file, const char *key), void *file);
+};
 
 typedef enum luna_recompute_kind {
   LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER
@@ -1597,9 +1611,9 @@ LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm);
    decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
    optimiser's last step, it changes nothing and returns that failure: gradients come from luna_backward alone. A NaN or
    Inf in the loss or among the gradients skips the update, and so does a norm that clipping leaves above 1e18 (a hook's
-   `largest`), whose moments could become Inf: parameters stay as they are, the next luna_item or luna_read reports it to
-   options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
-   until one is good; on a device by what luna_item or luna_read found last. */
+   `largest`), whose moments could become Inf: parameters stay as they are, the next luna_item or luna_read reports it
+   to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
+   LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 /* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
@@ -1689,7 +1703,7 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_insp
 LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
-   checked against its tensors. Not for a model with an attention hook: init it with its config, then
+   checked against its tensors. Of a model with an attention hook options.hooks must have it. Else init the model, then
    luna_load. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
@@ -17578,8 +17592,8 @@ LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
   return inputs + LI_LENGTH(all);
 }
 #define LI_NO_KIND \
-  "it has no luna.kind, as no model with an attention hook or of layers of your own has: init it as it was, then " \
-  "luna_load"
+  "it has no luna.kind, as no model with an attention hook without a name or of layers of your own has: init it as " \
+  "it was, then luna_load"
 #define LI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 typedef struct li_lm_sizes {
@@ -17658,7 +17672,8 @@ LI_FN const char *li_lm_read(const li_st *st, li_lm_sizes *sizes) {
   if (li_fields_read(st, li_lm_fields, LI_LENGTH(li_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
   li_lm_to_sizes(&config, sizes);
-  if (config.layer.attention) return "only Luna attention streams in constant memory";
+  const bool hooked = li_st_meta(st, "luna.hook", &kind);
+  if (config.layer.attention || hooked) return "only Luna attention streams in constant memory";
   return sizes->dim % sizes->heads ? LI_NO_HEADS : li_lm_claims(st, &config);
 }
 
@@ -17696,11 +17711,60 @@ LI_FN luna_tensor *li_add_positions(luna_tensor *x, luna_positions positions, lu
 
 /* --- what all models' inits have in common --- */
 
-/* the model's pairs: its kind, its sizes, its dropouts; none with a hook, which cannot be stored */
+/* --- an attention hook in a model's file: its name, and its settings --- */
+#define LI_HOOK_KEY "luna.hook"
+#define LI_HOOK_PREFIX LI_HOOK_KEY "."
+#define LI_HOOK_TEXT 1024           /* bytes of a key and of a value */
+LI_FN bool li_hook_put(void *file, const char *key, const char *value) {
+  char full[LI_HOOK_TEXT];
+  if (strlen(key) + sizeof LI_HOOK_PREFIX > sizeof full || strlen(value) >= LI_HOOK_TEXT) return false;
+  li_print(full, sizeof full, LI_HOOK_PREFIX "%s", key);
+  return li_params_put((luna_params *)file, full, value) == LUNA_OK;
+}
+typedef struct li_hook_file { const li_st *st; char value[LI_HOOK_TEXT]; } li_hook_file;
+LI_FN const char *li_hook_get(void *file, const char *key) {
+  li_hook_file *f = (li_hook_file *)file;
+  char full[LI_HOOK_TEXT];
+  li_st_text text;
+  if (strlen(key) + sizeof LI_HOOK_PREFIX > sizeof full) return NULL;
+  li_print(full, sizeof full, LI_HOOK_PREFIX "%s", key);
+  if (!li_st_meta(f->st, full, &text)) return NULL;
+  return li_st_decode(text, f->value, sizeof f->value) < sizeof f->value ? f->value : NULL;
+}
+LI_FN bool li_hook_fails(luna_ctx *ctx, const luna_attention_hook *hook, const char *done) {
+  if (ctx->last_status == LUNA_OK) li_fail_status(ctx, LUNA_ERROR_HOOK_SETTINGS, ctx->call, hook->name, done);
+  return false;
+}
+LI_FN bool li_hook_describe(luna_params *params, const luna_attention_hook *hook) {
+  if (!li_in(params->ctx, params->ctx->call, "the length of layer.hook->name", (int64_t)strlen(hook->name), 1,
+             LI_HOOK_NAME - 1)) return false;
+  if (li_params_put(params, LI_HOOK_KEY, hook->name) != LUNA_OK) return false;
+  return !hook->save || hook->save(hook->user, li_hook_put, params) || li_hook_fails(params->ctx, hook, "saved");
+}
+/* the hook that a file names, with the file's settings; null where it names none. False with a sentence. */
+LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hook **hook) {
+  const luna_attention_hook *const *at = ctx->options.hooks;
+  li_hook_file file;
+  li_st_text text;
+  char name[LI_HOOK_NAME];
+  *hook = NULL;
+  if (!li_st_meta(st, LI_HOOK_KEY, &text)) return true;
+  (void)li_st_decode(text, name, sizeof name);
+  while (at && *at && !((*at)->name && li_st_equal(text, (*at)->name))) at++;
+  if (!at || !*at)
+    return li_fail_status(ctx, LUNA_ERROR_HOOK_UNKNOWN, ctx->call, li_file_name(ctx), name) == LUNA_OK;
+  *hook = *at;
+  file.st = st;
+  return !(*at)->load || (*at)->load((*at)->user, li_hook_get, &file) || li_hook_fails(ctx, *at, "loaded");
+}
+
+/* the model's pairs: its kind, its sizes, its dropouts; none with a hook that has no name */
 LI_FN bool li_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
                               const li_field *fields, int count, const void *config) {
-  const bool described = layer->hook ||
-      (li_params_put(params, "luna.kind", kind) == LUNA_OK && li_fields_put(params, fields, count, config) &&
+  const luna_attention_hook *hook = layer->hook;
+  const bool described = (hook && !hook->name) ||
+      (li_params_put(params, "luna.kind", kind) == LUNA_OK && (!hook || li_hook_describe(params, hook)) &&
+       li_fields_put(params, fields, count, config) &&
        li_fields_put(params, li_layer_fields, LI_DROPOUTS, layer) &&
        (!(layer->forget || layer->output_gate || layer->rotary) ||
         li_params_put(params, "luna.format", LI_QUOTED(LI_FORMAT)) == LUNA_OK));
@@ -19186,16 +19250,21 @@ LI_FN void li_load_horizon(luna_params *params, const li_st *st) {
   params->horizon = li_st_horizon(st);
   params->horizon_fixed = li_st_meta(st, "luna.fixed_horizon", &fixed);
 }
+LI_FN luna_status li_load_values(luna_params *params, const li_st *st) {
+  luna_status status = LUNA_OK;
+  li_st_tensor t;
+  if (params->ctx->options.measure) return LUNA_OK;
+  for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
+    if (li_st_value(st, p->name, &t)) status = li_param_load(p, &t);
+  return status;
+}
 LI_FN luna_status li_load(luna_ctx *ctx, void *set, li_st *st) {
   luna_params *params = (luna_params *)set;
   luna_status status = params->borrowing ? li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call) :
                        li_load_check(params, st);
   if (status == LUNA_OK) status = li_load_pairs(params, st);
   if (status == LUNA_OK) li_load_horizon(params, st);
-  li_st_tensor t;
-  if (!ctx->options.measure) for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
-    if (li_st_value(st, p->name, &t)) status = li_param_load(p, &t);
-  return status;
+  return status == LUNA_OK ? li_load_values(params, st) : status;
 }
 
 /* What loads a file `into` something. The file's index is in the step. */
@@ -19383,11 +19452,15 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   if (li_max(layers, li_max(m.lm.layers, m.seq2seq.decoder_layers)) > count)
     return li_not_a_model(ctx, LI_NO_LAYERS);
   if (m.lm.features && !m.lm.outputs) return li_not_a_model(ctx, "it has luna.features without luna.outputs");
+  if (!li_hook_load(ctx, st, &m.lm.layer.hook)) return ctx->last_status;
+  m.encoder.layer.hook = m.lm.layer.hook;
   params->filling = params->borrowing ? NULL : st;
   status = li_model_init(&model, params, &m);
   params->filling = NULL;
   if (status == LUNA_OK && params->size != count)
     status = li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_COUNT, ctx->call, li_file_name(ctx), count, params->size);
+  /* a hook's init may have drawn values of its own */
+  if (status == LUNA_OK && !params->borrowing && m.lm.layer.hook) status = li_load_values(params, st);
   if (status == LUNA_OK && !params->borrowing) status = li_load_pairs(params, st);
   if (status == LUNA_OK) li_load_horizon(params, st);
   if (status == LUNA_OK) memcpy(load->setup.made, (const char *)&model + load->at, load->setup.size);

@@ -13,8 +13,8 @@
      value -= lr d
 
    luna_optimizer_config has lr (0 = 1), beta1 (beta; 0 = 0.9) and epsilon (0 = 1e-4); weight_decay is added to the
-   gradient. Its schedule counts from 0 and needs a warm-up: warmup 0 = 100, warmup_from 0 = 0.01. It runs on the CPU and,
-   by luna_cuda.cuh, on a GPU. */
+   gradient. Its schedule counts from 0 and needs a warm-up: warmup 0 = 100, warmup_from 0 = 0.01. It runs on the CPU
+   and, by luna_cuda.cuh, on a GPU. */
 #ifndef LUNA_APOLLO_H
 #define LUNA_APOLLO_H
 #include "luna.h"

@@ -311,6 +311,7 @@ def load(path):
     header = json.loads(data[8:start])
     meta, kinds = header.pop("__metadata__", {}), {kind.kind: kind for kind in (LM, Classifier, MaskedLM, Seq2Seq)}
     if meta.get("luna.kind") not in kinds: raise ValueError(path + " holds no model of luna.h")
+    if "luna.hook" in meta: raise ValueError(path + " has the attention hook " + meta["luna.hook"] + ", not in PyTorch")
     config = {key[5:]: int(value) for key, value in meta.items()
               if key.startswith("luna.") and value.isdigit() and len(value) < 10}
     model = kinds[meta["luna.kind"]](**config)

@@ -346,6 +346,94 @@ static void check_checkpoint(const char *name, bool causal) {
   free(y[0]), free(y[1]), free(file.bytes);
 }
 
+/* a whole model opens from its file alone: the system and its options are in it */
+static float *model_logits(luna_ctx *ctx, const luna_model *m) {
+  int32_t tokens[2 * 48];
+  float *y = common_floats(2 * 48 * 5);
+  for (int i = 0; i < 2 * 48; i++) tokens[i] = i * 7 % 11 % 5;
+  const luna_input input = {.tokens = tokens, .batch = 2, .n = 48};
+  luna_begin_inference(ctx);
+  luna_tensor *t = m->kind == LUNA_MODEL_LM ? luna_lm_forward(&m->lm, &input) :
+                                              luna_classifier_forward(&m->classifier, &input);
+  CHECK(t && luna_read(t, y) == LUNA_OK, "%s", luna_error(ctx));
+  return y;
+}
+static void check_model_file(const char *name, bool causal) {
+  const luna_io io = {NULL, memory_write, NULL, 0};
+  memory_file file = {NULL, 0, 0};
+  attentions choice, found, other;
+  char system[32];
+  luna_model made, opened;
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_layer_config layer = {.dim = DIM, .heads = HEADS, .hook = &choice.hook};
+  luna_io to = io;
+  to.user = &file;
+  memset(&made, 0, sizeof made);
+  memcpy(system, name, strcspn(name, " "));
+  system[strcspn(name, " ")] = 0;
+  CHECK(attentions_open(&choice, name) && attentions_open(&found, system), "%s: %s", name, choice.error);
+  CHECK(attentions_open(&other, strcmp(system, "isab") ? "isab" : "rfa"), "%s", other.error);
+  made.kind = causal ? LUNA_MODEL_LM : LUNA_MODEL_CLASSIFIER;
+  if (causal)
+    CHECK(luna_lm_init(&made.lm, params, &(luna_lm_config){.vocab = 5, .layer = layer}) == LUNA_OK, "%s: %s", name,
+          luna_error(ctx));
+  else
+    CHECK(luna_classifier_init(&made.classifier, params,
+                               &(luna_classifier_config){.vocab = 5, .encoder = {.layer = layer}}) == LUNA_OK,
+          "%s: %s", name, luna_error(ctx));
+  CHECK(luna_save(params, luna_callbacks(&to)) == LUNA_OK, "%s: %s", name, luna_error(ctx));
+  const luna_attention_hook *const hooks[] = {&other.hook, &found.hook, NULL};
+  for (int with = 0; with < 2; with++) {
+    const luna_options options = {.seed = 5, .hooks = with ? hooks : NULL};
+    luna_ctx *again = luna_open(&options);
+    luna_params *set = luna_params_open(again);
+    const luna_status status = luna_load_model(&opened, set, luna_bytes(file.bytes, file.size));
+    if (with) {
+      float *a = model_logits(ctx, &made), *b = NULL;
+      if (CHECK(status == LUNA_OK && opened.kind == made.kind, "%s: %s", name, luna_error(again)))
+        b = model_logits(again, &opened);
+      CHECK(b && memcmp(a, b, 2 * 48 * 5 * sizeof(float)) == 0, "%s: a model comes back as another", name);
+      free(a), free(b);
+    } else {
+      CHECK(status == LUNA_UNSUPPORTED && luna_error_id_of(again) == LUNA_ERROR_HOOK_UNKNOWN &&
+                strstr(luna_error(again), system) && luna_params_tensor_count(set) == 0,
+            "%s opens without its hook: %s", name, luna_error(again));
+    }
+    luna_close(again);
+  }
+  attentions_close(&choice), attentions_close(&found), attentions_close(&other);
+  luna_close(ctx);
+  free(file.bytes);
+}
+/* a file whose options are none is refused with a sentence that names the system */
+static void check_bad_options(void) {
+  const luna_io io = {NULL, memory_write, NULL, 0};
+  memory_file file = {NULL, 0, 0};
+  attentions choice;
+  luna_lm lm;
+  luna_model opened;
+  luna_io to = io;
+  to.user = &file;
+  attentions_open(&choice, "performer kernel=relu");
+  const luna_attention_hook *const hooks[] = {&choice.hook, NULL};
+  const luna_options options = {.hooks = hooks};
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx), *set = luna_params_open(ctx);
+  const luna_lm_config config = {.vocab = 5, .layer = {.dim = DIM, .heads = HEADS, .hook = &choice.hook}};
+  CHECK(luna_lm_init(&lm, params, &config) == LUNA_OK && luna_save(params, luna_callbacks(&to)) == LUNA_OK, "%s",
+        luna_error(ctx));
+  for (size_t i = 0; i + 4 < file.size; i++)
+    if (memcmp(file.bytes + i, "relu\"", 5) == 0) memcpy(file.bytes + i, "rely", 4);
+  CHECK(luna_load_model(&opened, set, luna_bytes(file.bytes, file.size)) == LUNA_BAD_ARGUMENT &&
+            luna_error_id_of(ctx) == LUNA_ERROR_HOOK_SETTINGS && strstr(luna_error(ctx), "'performer'") &&
+            luna_params_tensor_count(set) == 0,
+        "an option that is none: %s", luna_error(ctx));
+  luna_close(ctx);
+  attentions_close(&choice);
+  free(file.bytes);
+}
+
 /* two segments, the second with the first as memory, are one long sequence */
 static void check_segments(void) {
   one o;
@@ -654,7 +742,9 @@ int main(void) {
       check_models(name, causal);
       check_learning(name, causal);
       check_checkpoint(name, causal);
+      check_model_file(name, causal);
     }
+  check_bad_options();
   check_segments();
   check_normed_memory();
   check_growth();

@@ -161,7 +161,7 @@ static void *hook_init(void *user, luna_params *params, const char *prefix, cons
 static luna_tensor *hook_forward(void *layer, luna_attention_call *call) { return layer ? call->x : NULL; }
 static void check_hook_init(luna_options options) {
   luna_ctx *ctx = luna_open(&options);
-  const luna_attention_hook hook = {hook_init, hook_forward, ctx, NULL};
+  const luna_attention_hook hook = {hook_init, hook_forward, ctx, NULL, NULL, NULL, NULL};
   luna_causal_layer layer;
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
@@ -178,7 +178,7 @@ static void check_hook_init(luna_options options) {
   luna_begin_step(ctx);
   const int64_t shape[1] = {3};
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
-  const luna_attention_hook again = {hook_init, hook_forward, ctx, NULL};
+  const luna_attention_hook again = {hook_init, hook_forward, ctx, NULL, NULL, NULL, NULL};
   CHECK(luna_causal_layer_init(&layer, params, "a.", &(luna_layer_config){ .dim = 8, .heads = 1,
       .hook = &again }) != LUNA_OK, "a null hook");
   CHECK(x && luna_add_scalar(x, 1), "%s", luna_error(ctx));

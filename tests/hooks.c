@@ -99,7 +99,7 @@ static void average_close(void *layer) {
   average_now->closed++;
 }
 static luna_attention_hook average_open(average_hook *hook, int fail_at) {
-  luna_attention_hook h = {average_make, average_run, NULL, average_close};
+  luna_attention_hook h = {average_make, average_run, NULL, average_close, NULL, NULL, NULL};
   memset(hook, 0, sizeof *hook);
   hook->fail_at = fail_at;
   average_now = hook;

@@ -298,7 +298,7 @@ static luna_tensor *look_forward(void *layer, luna_attention_call *call) {
 static void check_models(void) {
   const size_t one = inference(2), more = inference(8);
   CHECK(more < one + one / 5, "an inference of 2 layers takes %zu bytes, of 8 layers %zu", one, more);
-  const luna_attention_hook hook = {look_init, look_forward, NULL, NULL};
+  const luna_attention_hook hook = {look_init, look_forward, NULL, NULL, NULL, NULL, NULL};
   luna_ctx *ctx = open_ctx(false);
   luna_lm model;
   luna_lm_config config = {.vocab = 8, .layers = 1, .layer = {.dim = 4, .heads = 1, .hook = &hook}};

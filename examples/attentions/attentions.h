@@ -6,6 +6,12 @@
      ...
      attentions_close(&a);                      after the last call of the models
 
+   A model's file keeps the system's name and its options. To open it:
+
+     attentions_open(&a, "performer");          any options: the file's take their place
+     options.hooks = (const luna_attention_hook *const[]){ &a.hook, NULL };
+     luna_load_model(...);
+
    Each file is one system, with its equation and its source at its top; the array NAME_options has its options and
    their defaults. Parameters have the names of the golden files (q_proj.weight, ...) after the layer's prefix; what is
    random and not trained is a parameter too. */
@@ -137,6 +143,60 @@ ATTENTION_FN luna_tensor *attentions_forward(void *layer, luna_attention_call *c
   return y;
 }
 
+/* ---- options in a model's file, as they are written in attentions_open ---- */
+#define ATTENTIONS_VALUE 1024
+ATTENTION_FN void attentions_text(const attentions *a, const attention_option *option, char text[ATTENTIONS_VALUE]) {
+  const void *at = (const char *)a->options + option->at;
+  const char *word = option->value;
+  attention_list list;
+  int64_t number = 0;
+  double real;
+  size_t used = 0;
+  text[0] = 0;
+  switch (option->kind) {
+    case ATTENTION_TEXT: memcpy(text, at, ATTENTION_TEXT_SIZE); return;
+    case ATTENTION_NUMBER:
+      memcpy(&real, at, sizeof real);
+      snprintf(text, ATTENTIONS_VALUE, "%.17g", real);
+      return;
+    case ATTENTION_LIST:
+      memcpy(&list, at, sizeof list);
+      for (int64_t i = 0; i < list.count && used < ATTENTIONS_VALUE; i++)
+        used += (size_t)snprintf(text + used, ATTENTIONS_VALUE - used, "%s%lld", i ? "," : "",
+                                 (long long)list.value[i]);
+      return;
+    case ATTENTION_WORD:
+      memcpy(&number, at, sizeof number);
+      while (number-- > 0) word = strchr(word, '|') + 1;
+      memcpy(text, word, strcspn(word, "|"));
+      text[strcspn(word, "|")] = 0;
+      return;
+    default: break;
+  }
+  memcpy(&number, at, sizeof number);
+  if (option->kind == ATTENTION_FLAG) snprintf(text, ATTENTIONS_VALUE, "%s", number ? "true" : "false");
+  else snprintf(text, ATTENTIONS_VALUE, "%lld", (long long)number);
+}
+ATTENTION_FN bool attentions_save(void *user, bool (*put)(void *file, const char *key, const char *value),
+                                  void *file) {
+  const attentions *a = (const attentions *)user;
+  char text[ATTENTIONS_VALUE];
+  for (const attention_option *o = a->system->options; o->name; o++) {
+    attentions_text(a, o, text);
+    if (!put(file, o->name, text)) return false;
+  }
+  return true;
+}
+/* an option that the file lacks stays */
+ATTENTION_FN bool attentions_load(void *user, const char *(*get)(void *file, const char *key), void *file) {
+  attentions *a = (attentions *)user;
+  for (const attention_option *o = a->system->options; o->name; o++) {
+    const char *value = get(file, o->name);
+    if (value && !attentions_put(a, o, value)) return false;
+  }
+  return true;
+}
+
 /* "key=value key=value" */
 ATTENTION_FN bool attentions_set_all(attentions *a, const char *options) {
   while (*(options += strspn(options, " "))) {
@@ -166,6 +226,9 @@ ATTENTION_FN bool attentions_read(attentions *a, const char *name) {
   a->hook.init = attentions_init;
   a->hook.forward = attentions_forward;
   a->hook.user = a;
+  a->hook.name = a->system->name;
+  a->hook.save = attentions_save;
+  a->hook.load = attentions_load;
   return attentions_set_all(a, name + size);
 }
 /* Chooses a system, "name" or "name key=value ...", else with its defaults; false with a sentence in a->error, and
