@@ -1251,6 +1251,9 @@ struct luna_layer_config {
   luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
   luna_linformer_config linformer;
   const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
+  /* for a hook's init, set by models: the layer's number from 0, how many there are (of tied layers 1), and the model's
+     max_length */
+  int64_t layer, layers, max_length;
   bool own_memory;                   /* encoder layer: a learned P of its own in place of the incoming one (the paper's
                                         non-contextual P) */
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
@@ -17853,9 +17856,13 @@ LI_FN bool li_lm_init(luna_lm *model, luna_params *params) {
   if (!li_parts_init(params, "", parts, LI_LM_BEFORE)) return false;
   model->layers = (luna_causal_layer *)li_layers_memory(params, c->layers, sizeof(luna_causal_layer));
   if (!model->layers) return false;
+  luna_layer_config layer = c->layer;
+  layer.layers = c->layers;
+  layer.max_length = c->max_length;
   for (int64_t i = 0; i < c->layers; i++) {
     li_print(prefix, sizeof prefix, "layers.%d.", i);
-    if (luna_causal_layer_init(&model->layers[i], params, prefix, &c->layer) != LUNA_OK) return false;
+    layer.layer = i;
+    if (luna_causal_layer_init(&model->layers[i], params, prefix, &layer) != LUNA_OK) return false;
   }
   return li_parts_init(params, "", parts + LI_LM_BEFORE, count - LI_LM_BEFORE);
 }
@@ -18015,8 +18022,11 @@ LI_FN bool li_encoder_layers(luna_encoder *e, luna_params *params, const char *p
   char name[LI_MAX_NAME], number[32];
   e->layers = (luna_encoder_layer *)li_layers_memory(params, count, sizeof(luna_encoder_layer));
   if (!e->layers || !li_parts_init(params, prefix, &part, 1)) return false;
+  layer.layers = count;
+  layer.max_length = c->max_length;
   for (int64_t i = 0; i < count; i++) {
     li_print(number, sizeof number, "layers.%d.", i);
+    layer.layer = i;
     layer.linformer.k = li_taper(l->k, l->k_last_layer, i, count);
     if (!li_name(params, name, prefix, number) ||
         luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;

@@ -232,6 +232,67 @@ static void check_hook_lm(void) {
   luna_close(ctx);
   CHECK(state.closed == 2, "%d of a hook's 2 layers are closed", state.closed);
 }
+/* init knows the layer's place, in each kind of model */
+static int64_t places[4][3];
+static int places_made;
+static void *place_make(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
+  int64_t *place = places[places_made++ % 4];
+  (void)params, (void)prefix;
+  place[0] = config->layer, place[1] = config->layers, place[2] = config->max_length;
+  return user;
+}
+static void check_places(void) {
+  const luna_attention_hook hook = {place_make, average_run, &places_made, NULL, NULL, NULL, NULL};
+  luna_lm lm;
+  luna_classifier classifier;
+  luna_lm_config config = {0};
+  luna_classifier_config other = {0};
+  config.layers = 3, config.max_length = 77, config.layer.dim = DIM, config.layer.heads = 2, config.layer.hook = &hook;
+  other.encoder.layer = config.layer, other.encoder.layers = 3, other.encoder.max_length = 33;
+  for (int kind = 0; kind < 3; kind++) { /* a language model, a classifier, one of tied layers */
+    luna_ctx *ctx = ctx_open();
+    luna_params *params = luna_params_open(ctx);
+    places_made = 0;
+    other.encoder.tied_layers = kind == 2;
+    CHECK((kind == 0 ? luna_lm_init(&lm, params, &config) : luna_classifier_init(&classifier, params, &other)) ==
+          LUNA_OK, "%s", luna_error(ctx));
+    CHECK(places_made == (kind == 2 ? 1 : 3), "model %d: %d layers are made", kind, places_made);
+    for (int i = 0; i < places_made; i++)
+      CHECK(places[i][0] == i && places[i][1] == places_made && places[i][2] == (kind ? 33 : 77),
+            "model %d, layer %d: its init gets layer %d of %d, max_length %d", kind, i, (int)places[i][0],
+            (int)places[i][1], (int)places[i][2]);
+    luna_close(ctx);
+  }
+}
+/* a name that files cannot hold is refused, and settings that cannot be saved */
+static bool settings_fail(void *user, bool (*put)(void *file, const char *key, const char *value), void *file) {
+  (void)user, (void)put, (void)file;
+  return false;
+}
+static bool settings_long(void *user, bool (*put)(void *file, const char *key, const char *value), void *file) {
+  char text[3000];
+  (void)user;
+  memset(text, 'x', sizeof text - 1);
+  text[sizeof text - 1] = 0;
+  return put(file, "key", text);
+}
+static void check_names(void) {
+  luna_attention_hook hook = {place_make, average_run, &places_made, NULL, NULL, NULL, NULL};
+  luna_lm lm;
+  luna_lm_config config = {0};
+  config.layer.dim = DIM, config.layer.heads = 2, config.layer.hook = &hook;
+  for (int i = 0; i < 4; i++) {
+    luna_ctx *ctx = ctx_open();
+    luna_params *params = luna_params_open(ctx);
+    hook.name = i == 0 ? "" : i == 1 ? "a name that is sixty-four characters long or longer than what fits" : "mine";
+    hook.save = i == 2 ? settings_fail : i == 3 ? settings_long : NULL;
+    CHECK(luna_lm_init(&lm, params, &config) != LUNA_OK &&
+              luna_error_id_of(ctx) == (i < 2 ? LUNA_ERROR_VALUE_RANGE : LUNA_ERROR_HOOK_SETTINGS) &&
+              luna_params_tensor_count(params) == 0 && !luna_params_get_text(params, "luna.hook"),
+          "name or settings %d: \"%s\"", i, luna_error(ctx));
+    luna_close(ctx);
+  }
+}
 static luna_tensor *null_run(void *layer, luna_attention_call *call) {
   (void)layer, (void)call;
   return NULL;
@@ -319,6 +380,8 @@ static void check_hooks(void) {
   for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++)
     check_hook_classifier((luna_recompute_kind)recompute);
   check_hook_lm();
+  check_places();
+  check_names();
   check_hook_refusals();
   heap_check("hooks");
 }
