@@ -423,6 +423,11 @@ static void check_bad_options(void) {
   const luna_lm_config config = {.vocab = 5, .layer = {.dim = DIM, .heads = HEADS, .hook = &choice.hook}};
   CHECK(luna_lm_init(&lm, params, &config) == LUNA_OK && luna_save(params, luna_callbacks(&to)) == LUNA_OK, "%s",
         luna_error(ctx));
+  char room[4096];
+  const char *error = NULL;
+  CHECK(!luna_stream_open_bytes(file.bytes, file.size, NULL, room, sizeof room, &error) && error &&
+            strstr(error, "only Luna attention streams"),
+        "a stream of a file with a hook: %s", error ? error : "no sentence");
   for (size_t i = 0; i + 4 < file.size; i++)
     if (memcmp(file.bytes + i, "relu\"", 5) == 0) memcpy(file.bytes + i, "rely", 4);
   CHECK(luna_load_model(&opened, set, luna_bytes(file.bytes, file.size)) == LUNA_BAD_ARGUMENT &&
