@@ -2263,8 +2263,8 @@ typedef struct luna_rule {           /* reads and writes the state */
   float momentum, beta1, beta2, epsilon, clip, average;
   float largest;                     /* a norm after clipping that is larger, or NaN, counts as not finite */
   luna_step_state *state;
-  const luna_optimizer_hook *hook;   /* in host memory, as the config; null but of LUNA_OPTIMIZER_HOOK */
-  const luna_optimizer_config *config;
+  const struct luna_optimizer_hook *hook; /* in host memory, as the config; null but of LUNA_OPTIMIZER_HOOK */
+  const struct luna_optimizer_config *config;
 } luna_rule;
 typedef struct luna_update {
   float *value, *grad;
@@ -2303,7 +2303,8 @@ struct luna_backend {
                       int64_t count);
   luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
                         int64_t count);
-  bool (*knows)(const luna_optimizer_hook *hook); /* whether `update` runs this hook; null, on a device: it runs none */
+  /* whether `update` runs this hook; null, on a device: it runs none */
+  bool (*knows)(const struct luna_optimizer_hook *hook);
   /* A stream's step of single tokens begins, or ends: the calls between are those of the step before, in the same
      memory, and may run at the end. What the device keeps of them is in *kept, at first null, until forget. Null: they
      run one by one. */
@@ -13062,6 +13063,7 @@ LI_FN luna_status li_cpu_check(luna_ctx *ctx, const luna_tensor *loss, luna_step
   return LUNA_OK;
 }
 
+#ifndef LUNA_NO_TRAIN
 /* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LI_SUM_BLOCK 65536
 typedef struct li_update_work {
@@ -13187,6 +13189,7 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
   }
   return LUNA_OK;
 }
+#endif /* !LUNA_NO_TRAIN */
 
 
 /* ---------------------------------------------------------------------------------------------------------------------
