@@ -130,7 +130,8 @@
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as those of
      examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
      luna_custom_op makes an op of a forward and a backward function. An op in luna.h itself: examples/guide.md, "Adding
-     an op to luna.h".
+     an op to luna.h". luna_softmax_attention takes sliding windows (config.window, left, right); lists of the keys that
+     blocks of queries see are examples/attentions/blocks.h.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -179,7 +180,7 @@
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
                           >>stream >>functions >>parallel >>profile >>backend
-     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>sparse >>unpack
+     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>unpack
                           >>causal >>table >>dispatch >>status >>functions >>safetensors >>threads >>context >>ranks
                           >>backend >>profile >>tensors >>params >>past >>ops >>metadata >>layers >>models >>trainer
                           >>checkpoints >>stream >>sampling >>decoder */
@@ -360,9 +361,7 @@ LUNA_API int luna_version(void);
   X(SPLIT, BAD_ARGUMENT, "luna_split: axis %d of %t has %d rows, which are not %d equal parts") \
   X(LEVEL, BAD_ARGUMENT, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
   X(LEVELS, BAD_ARGUMENT, "%s: the last axis of values %t must have the size of levels, %d") \
-  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
-    "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
-    "them") \
+  X(LOG_SUM_EXP, BAD_ARGUMENT, "%s: log_sum_exp cannot be had beside %s") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
     "and key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
@@ -893,41 +892,19 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels,
                                          int64_t count);
 
-/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone
-   is sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is
-   not: queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves
-   out. A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the
-   keys of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
-   queries too: queries and keys beyond are not read. */
-typedef struct luna_key_run {
-  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
-  bool whole;                        /* every query of the block sees all of them, whatever the window */
-} luna_key_run;
-typedef struct luna_attention_pattern {
-  bool window;
-  int64_t left, right;               /* may be negative: right -1 is j < i */
-  bool not_self;                     /* query i does not see key i */
-  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
-  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
-  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
-  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
-  const int32_t *query_order;        /* [queries[blocks]] rows, each once: the order of the queries' numbers; or null */
-  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
-  int64_t key_count;
-} luna_attention_pattern;
-
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
   const int32_t *lengths;            /* [batch] real keys, or null; 0 gives zeros */
   const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
   int64_t sequences;                 /* of a ragged batch; 0 = padded, the batch is an axis */
   bool causal;                       /* query i sees keys j <= i */
+  bool window;                       /* query i sees keys j with -left <= j - i <= right; time by what is seen */
+  int64_t left, right;               /* may be negative. A query that sees no key gets zeros, and -Inf below */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   float dropout;                     /* of the attention matrix */
   luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
-  const luna_attention_pattern *patterns; /* which keys a query sees: luna_attention_pattern; null: all */
-  int64_t pattern_count;             /* 1, heads, or batch * heads */
-  luna_tensor **log_sum_exp;         /* where to put the scores' [batch, queries, heads], or null; it has a gradient */
+  /* where to put the scores' [batch, queries, heads], or null; it has a gradient; not beside sums or sequences */
+  luna_tensor **log_sum_exp;
 } luna_attention_config;
 /* softmax(scale Q K^T) V of each head [eq. 1]: q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] ->
    [batch,n,h d_v]; heads are slices of the last axis. Of a ragged batch without the batch's axis: [rows,h d]. */
@@ -1897,8 +1874,7 @@ typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
   float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
-  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout; null with
-                                        patterns */
+  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout */
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
@@ -1906,15 +1882,14 @@ typedef struct luna_attention_args {
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of a pattern with key_order,
-     key_count and the number in it for keys and j */
+  bool window;                       /* query i sees keys j with -left <= j - i <= right, */
+  int64_t left, right;               /* which may be negative; one that sees none gets zeros, and log-sum-exp -Inf */
+  /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
   float dropout;
   uint64_t seed;
   uint32_t dropout_op, step;
   const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
-  const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
-  int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
   const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not beside sums or ragged offsets */
   luna_run run;
   const struct li_attention_own *own; /* null; luna.h's */
@@ -2139,9 +2114,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   R(FORGETTING_LUNA, 1, \
     LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3) | LUNA_READS_IN(4), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
-  R(SPARSE_ATTENTION, 2, \
-    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
+  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false)
 typedef enum luna_op_kind {
 #define LI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
 #define LI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) LUNA_OP_##name,
@@ -2192,10 +2165,10 @@ typedef struct luna_op {
     struct {
       int64_t heads, batch, queries, keys;
       float scale;
-      bool causal;
-      const luna_attention_pattern *patterns; /* of sparse attention, in host memory */
-      int64_t pattern_count;
-    } attention;                     /* softmax attention, sparse attention, pack */
+      bool causal, window;           /* of a window: left, right */
+      int64_t left, right;
+      bool scores;                   /* the second result is the log-sum-exp, not the row sums */
+    } attention;                     /* softmax attention, pack */
     struct { int64_t heads, horizon; float scale; } causal; /* causal product, causal Luna; horizon 0: none */
     luna_custom custom;
   } arg;
@@ -2741,7 +2714,7 @@ typedef struct li_convolution {
    when ragged. grad_k may equal grad_v. */
 typedef luna_attention_args li_attention;
 typedef luna_causal_args li_causal;
-/* bf16: the operands of its products are rounded, not of sparse attention */
+/* bf16: the operands of its products are rounded */
 typedef struct li_attention_own { li_dropout dropout; bool bf16; } li_attention_own;
 LI_FN li_dropout li_attention_dropout(const li_attention *a) {
   return a->own ? a->own->dropout : li_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
@@ -5963,7 +5936,6 @@ LI_FN void LI_K(adam)(const li_update *update) {
    row's log-sum-exp. Guarded by tests/attention.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
-LI_HOT bool li_is_sparse(const li_attention *a) { return a->patterns != NULL; }
 LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
   return lengths ? li_max(0, li_min(lengths[b], slots)) : slots;
 }
@@ -5977,7 +5949,7 @@ LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
   li_head r;
   r.queries = a->query_offsets ? a->query_offsets[b + 1] - query : a->queries;
   r.keys = li_real_slots(a->lengths, b, a->key_offsets ? a->key_offsets[b + 1] - key : a->keys);
-  if (a->causal && !li_is_sparse(a)) r.keys = li_min(r.keys, r.queries);
+  r.keys = li_max(0, li_min(r.keys, r.queries + a->right));
   r.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + h * a->q_head;
   r.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + h * a->out_head;
   r.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
@@ -5987,147 +5959,58 @@ LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
   return r;
 }
 
-/* ---- which keys a query sees: those of its block, in its window, or all ---- */
-typedef struct li_sparse {
-  const li_attention *a;
-  const luna_attention_pattern *p;
-  li_head head;                      /* its real queries and keys; element: of dropout, queries `numbers` apart */
-  int64_t left, right, blocks, numbers;
-} li_sparse;
-typedef struct li_key { int32_t row, number; bool whole; } li_key;
-/* Goes through those of a block's keys that a query in [low, high] may see; the next is at `at` of run `run`. */
-typedef struct li_key_cursor { int64_t block, low, high, run, at; } li_key_cursor;
-LI_HOT li_key_cursor li_keys_from(int64_t block, int64_t low, int64_t high) {
-  const li_key_cursor c = { block, low, high, 0, 0 };
-  return c;
+/* ---- the band: which keys a query sees ---- */
+/* Resolves the arguments: every attention then has a band -left <= j - i <= right, which may be without a limit. */
+LI_FN void li_attention_band(li_attention *a) {
+  a->left = a->window ? li_max(-LI_MAX_COUNT, li_min(a->left, LI_MAX_COUNT)) : LI_MAX_COUNT;
+  a->right = a->window ? li_max(-LI_MAX_COUNT, li_min(a->right, LI_MAX_COUNT)) : LI_MAX_COUNT;
+  if (a->causal) a->right = li_min(a->right, 0);
 }
-
-LI_HOT li_sparse li_sparse_at(const li_attention *a, int64_t pair) {
-  static const luna_attention_pattern none = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
-  const int64_t unlimited = LI_MAX_COUNT;
-  li_sparse s;
-  s.a = a;
-  s.p = a->patterns ? a->patterns + pair % a->pattern_count : &none; /* one for all, one a head, or one a pair */
-  s.head = li_head_at(a, pair);
-  if (a->patterns) s.head.queries = li_real_slots(a->lengths, pair / a->heads, a->queries);
-  s.left = s.p->window ? li_max(-unlimited, li_min(s.p->left, unlimited)) : unlimited;
-  s.right = s.p->window ? li_max(-unlimited, li_min(s.p->right, unlimited)) : unlimited;
-  if (a->causal) s.right = li_min(s.right, 0);
-  s.blocks = li_max(s.p->blocks, 1);
-  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
-  s.head.element = pair * a->queries * s.numbers;
-  if (a->patterns && a->own && a->keys > 0) {
-    /* dropout.first counts the pairs before, each of queries * keys */
-    const int64_t first = (int64_t)a->own->dropout.first;
-    s.head.element += first / (a->queries * a->keys) * a->queries * s.numbers - first;
-  }
-  return s;
-}
-/* its first query's number; of s->blocks: the end */
-LI_HOT int64_t li_sparse_first(const li_sparse *s, int64_t block) {
-  return s->p->blocks ? s->p->queries[block] : block * s->head.queries;
-}
-/* Takes the rows of up to `limit` of a block's queries from number *at on, which moves, and returns how many. */
-LI_HOT int64_t li_sparse_queries(const li_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
-  const int64_t end = li_sparse_first(s, block + 1);
-  int64_t n = 0;
-  for (; *at < end && n < limit; ++*at) {
-    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
-    if (row < s->head.queries) rows[n++] = (int32_t)row;
-  }
-  return n;
-}
-/* Takes up to `limit` of a cursor's keys, which moves, and returns how many; keys null: it only counts them. */
-LI_FN int64_t li_sparse_keys(const li_sparse *s, li_key_cursor *at, int64_t limit, li_key *keys) {
-  const luna_key_run all = { 0, (int32_t)s->head.keys, false }, *runs = s->p->blocks ? s->p->runs : &all;
-  const int64_t begin = s->p->blocks ? s->p->offsets[at->block] : 0;
-  const int64_t end = s->p->blocks ? s->p->offsets[at->block + 1] : 1;
-  int64_t n = 0;
-  for (at->run = li_max(at->run, begin); at->run < end; at->run++, at->at = 0) {
-    const int64_t first = runs[at->run].first, last = first + runs[at->run].count;
-    const bool whole = runs[at->run].whole;
-    const int64_t from = whole ? 0 : at->low - s->left, to = whole ? INT32_MAX : at->high + s->right;
-    int64_t f = first + at->at, stop = last;
-    if (!s->p->key_order) {
-      f = li_max(f, from);
-      stop = li_min(last, li_min(s->head.keys, to + 1));
-      if (!keys && stop > f) n += stop - f, f = stop;
-    }
-    for (; f < stop; f++) {
-      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
-      if (row >= s->head.keys || row < from || row > to) continue;
-      if (n == limit) {
-        at->at = f - first;
-        return n;
-      }
-      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
-      n++;
-    }
-  }
-  return n;
-}
-LI_HOT bool li_sparse_sees(const li_sparse *s, int64_t query, const li_key *key) {
-  const int64_t distance = key->row - query;
-  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
-}
-
-/* what queries get that no block has */
-LI_FN void li_sparse_clear(const li_attention *a, int64_t pair) {
-  const li_sparse s = li_sparse_at(a, pair);
-  int64_t i = s.p->blocks ? 0 : s.head.queries;
-  for (; i < a->queries; i++) {
-    memset(a->out + s.head.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->log_sum_exp) a->log_sum_exp[s.head.row + i * a->heads] = -INFINITY;
-  }
+LI_HOT bool li_is_banded(const li_attention *a) { return a->left < LI_MAX_COUNT || a->right < LI_MAX_COUNT; }
+/* Keys [from, to); from >= to: none */
+typedef struct li_span { int64_t from, to; } li_span;
+/* what some query in [first, last) of a head sees */
+LI_HOT li_span li_seen(const li_attention *a, const li_head *head, int64_t first, int64_t last) {
+  const li_span span = { li_max(0, first - a->left), li_min(head->keys, last + a->right) };
+  return span;
 }
 
 /* ---- the reference: one query at a time ---- */
-/* its next key after those before the cursor; false: there is none */
-LI_FN bool li_sparse_next(const li_sparse *s, li_key_cursor *at, li_key *key) {
-  while (li_sparse_keys(s, at, 1, key)) if (li_sparse_sees(s, at->low, key)) return true;
-  return false;
+LI_FN double li_attention_score(const li_attention *a, const li_head *head, int64_t query, int64_t key) {
+  return (double)a->scale * li_inner_by(li_attention_bf16(a), a->head_dim, a->q + head->q + query * a->q_row,
+                                        1, a->k + head->k + key * a->k_row, 1);
 }
-LI_FN double li_attention_score(const li_sparse *s, int64_t query, const li_key *key) {
-  const li_attention *a = s->a;
-  return (double)a->scale * li_inner_by(li_attention_bf16(a), a->head_dim, a->q + s->head.q + query * a->q_row,
-                                        1, a->k + s->head.k + key->row * a->k_row, 1);
-}
-/* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; without a pattern the cursor goes over all keys that
-   the query sees. Columns of V go by sixty-fours, whose sums are kept in double. */
-LI_FN void li_attention_row(const li_sparse *s, int64_t block, int64_t query) {
-  const li_attention *a = s->a;
+/* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]. Columns of V go by sixty-fours, whose sums are in double. */
+LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t query) {
   const li_dropout dropout = li_attention_dropout(a);
-  const int64_t stat = s->head.row + query * a->heads;
-  float *out = a->out + s->head.out + query * a->out_row;
-  const bool bf16 = li_attention_bf16(a);
+  const li_span seen = li_seen(a, head, query, query + 1);
+  const int64_t stat = head->row + query * a->heads, element = head->element + query * a->keys;
+  const bool bf16 = li_attention_bf16(a), some = seen.from < seen.to;
   double max = -(double)INFINITY, total = 0, kept = 0;
-  li_key_cursor cursor = li_keys_from(block, query, query);
-  bool some = false;
-  li_key key;
-  for (; li_sparse_next(s, &cursor, &key); some = true) {
-    const double score = li_attention_score(s, query, &key);
+  for (int64_t j = seen.from; j < seen.to; j++) {
+    const double score = li_attention_score(a, head, query, j);
     if (!(score <= max)) max = score;
   }
   for (int64_t first = 0; first == 0 || first < a->value_dim; first += 64) {
     const int64_t n = li_min(64, a->value_dim - first);
+    float *out = a->out + head->out + query * a->out_row + first;
     double sum[64] = {0};
     total = kept = 0;
-    cursor = li_keys_from(block, query, query);
-    while (li_sparse_next(s, &cursor, &key)) {
-      const int64_t element = s->head.element + query * s->numbers + key.number;
-      const double p = (double)li_exp1_scalar((float)(li_attention_score(s, query, &key) - max));
-      const double masked = p * (double)li_dropout_at(&dropout, element);
+    for (int64_t j = seen.from; j < seen.to; j++) {
+      const float *v = a->v + head->v + j * a->v_row + first;
+      const double p = (double)li_exp1_scalar((float)(li_attention_score(a, head, query, j) - max));
+      const double masked = p * (double)li_dropout_at(&dropout, element + j);
       total += p;
       kept += masked;
-      for (int64_t e = 0; e < n; e++) {
-        const float v = a->v[s->head.v + key.row * a->v_row + first + e];
-        sum[e] += bf16 ? (double)li_bf16_of((float)masked) * (double)li_bf16_of(v) : masked * (double)v;
-      }
+      for (int64_t e = 0; e < n; e++)
+        sum[e] += bf16 ? (double)li_bf16_of((float)masked) * (double)li_bf16_of(v[e]) : masked * (double)v[e];
     }
-    for (int64_t e = 0; e < n; e++) out[first + e] = some ? (float)(sum[e] / total) : 0;
+    for (int64_t e = 0; e < n; e++) out[e] = some ? (float)(sum[e] / total) : 0;
   }
-  if (a->log_sum_exp)
-    a->log_sum_exp[stat] = some ? (float)(max + (double)li_log1_scalar((float)total)) : a->patterns ? -INFINITY : 0;
+  if (a->log_sum_exp) {
+    a->log_sum_exp[stat] = a->window ? -INFINITY : 0;
+    if (some) a->log_sum_exp[stat] = (float)(max + (double)li_log1_scalar((float)total));
+  }
   if (a->sums) a->sums[stat] = some ? (float)(kept / total) : 0;
 }
 
@@ -6141,10 +6024,9 @@ LI_HOT void li_add_scaled_by(bool bf16, int64_t n, float scale, double factor, c
   else if (y) for (int64_t i = 0; i < n; i++) y[i] += scale * (li_bf16_of((float)factor) * li_bf16_of(x[i]));
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
-LI_FN void li_attention_row_backward(const li_sparse *s, int64_t block, int64_t query) {
-  const li_attention *a = s->a;
-  const li_head *head = &s->head;
+LI_FN void li_attention_row_backward(const li_attention *a, const li_head *head, int64_t query) {
   const li_dropout dropout = li_attention_dropout(a);
+  const li_span seen = li_seen(a, head, query, query + 1);
   const int64_t q = head->q + query * a->q_row, out = head->out + query * a->out_row,
       stat = head->row + query * a->heads;
   const float *g = a->grad_out + out;
@@ -6152,13 +6034,11 @@ LI_FN void li_attention_row_backward(const li_sparse *s, int64_t block, int64_t 
   const double extra = a->grad_sums && li_drops(a) ? (double)a->grad_sums[stat] : 0;
   const double mean = li_inner(a->value_dim, g, 1, a->out + out, 1) + (extra != 0 ? extra * (double)a->sums[stat] : 0) -
                       (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[stat] : 0);
-  li_key_cursor cursor = li_keys_from(block, query, query);
-  li_key key;
-  while (li_sparse_next(s, &cursor, &key)) {
-    const int64_t k = head->k + key.row * a->k_row, v = head->v + key.row * a->v_row;
-    const double score = li_attention_score(s, query, &key) - (double)a->log_sum_exp[stat];
+  for (int64_t j = seen.from; j < seen.to; j++) {
+    const int64_t k = head->k + j * a->k_row, v = head->v + j * a->v_row;
+    const double score = li_attention_score(a, head, query, j) - (double)a->log_sum_exp[stat];
     const double p = (double)li_exp1_scalar((float)score);
-    const double mask = (double)li_dropout_at(&dropout, head->element + query * s->numbers + key.number);
+    const double mask = (double)li_dropout_at(&dropout, head->element + query * a->keys + j);
     const double dp = mask * (li_inner_by(bf16, a->value_dim, g, 1, a->v + v, 1) + extra), ds = p * (dp - mean);
     li_add_scaled_by(bf16, a->head_dim, a->scale, ds, a->k + k, li_offset(a->grad_q, q));
     li_add_scaled_by(bf16, a->head_dim, a->scale, ds, a->q + q, li_offset(a->grad_k, k));
@@ -6167,14 +6047,9 @@ LI_FN void li_attention_row_backward(const li_sparse *s, int64_t block, int64_t 
 }
 LI_FN void li_attention_reference(const li_attention *a, bool backward) {
   for (int64_t pair = 0; pair < a->batch * a->heads; pair++) {
-    const li_sparse s = li_sparse_at(a, pair);
-    if (a->patterns && !backward) li_sparse_clear(a, pair);
-    for (int64_t block = 0; block < s.blocks; block++) {
-      int64_t at = li_sparse_first(&s, block);
-      int32_t query;
-      while (li_sparse_queries(&s, block, &at, 1, &query))
-        (backward ? li_attention_row_backward : li_attention_row)(&s, block, query);
-    }
+    const li_head head = li_head_at(a, pair);
+    for (int64_t query = 0; query < head.queries; query++)
+      (backward ? li_attention_row_backward : li_attention_row)(a, &head, query);
   }
 }
 #endif
@@ -6275,7 +6150,8 @@ LI_FN void LI_K(tile_slopes)(const li_tile *t, float *s, float *slopes, const fl
 
 #elif !defined(LI_PASS)
 
-#define LI_RUN 256              /* queries of one item of the forward work, at most */
+#define LI_RUN 256                /* queries of one item of the forward work, at most */
+#define LI_HIDDEN (-3.0e38f)      /* a score: finite, so that a block of which a query sees nothing gives no NaN */
 
 typedef struct li_attention_work {
   const li_kernels *kernels;
@@ -6284,7 +6160,8 @@ typedef struct li_attention_work {
   size_t thread_bytes;
   int64_t queries, keys;                /* the maximum over the batch */
   int64_t pairs, blocks, run;           /* (batch row, head) pairs; key blocks of a pair; queries of an item */
-  int64_t query_blocks, wave, first, last; /* backward: units (pair, key block) at a time, and those of this wave */
+  int64_t query_blocks;                 /* backward: how many blocks of queries may see a block of keys */
+  int64_t wave, first, last;            /* backward: units (pair, key block) at a time, and those of this wave */
   int64_t unit;                         /* floats a unit keeps in `partial` */
   float *partial;
   bool q_shared, k_shared, v_shared;     /* by the batch */
@@ -6292,22 +6169,21 @@ typedef struct li_attention_work {
   li_shares shares;                  /* of the items */
 } li_attention_work;
 
-/* a thread's part of the scratch; see li_attention_layout, and of sparse attention li_sparse_layout */
+/* a thread's part of the scratch; see li_attention_layout */
 typedef struct li_attention_space {
   float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
   float *own, *part, *stats, *state;
-  float *q, *grad, *k, *v, *out;        /* sparse: copies of rows, in the order of the pattern */
   float *words;                         /* li_panels' */
-  struct li_key *key;
 } li_attention_space;
 
-/* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
+/* Returns the tile of the queries from `query` on, before `end`, and of those keys in [key, key + depth) that one of
+   them may see. It begins a multiple of 32 keys after `key`, where panels of two keys can be cut. depth 0: none */
 LI_FN li_tile li_tile_at(const li_attention *a, int64_t query, int64_t end, int64_t key, int64_t depth) {
   li_tile t;
   t.query = query;
-  t.key = key;
   t.width = li_min(LI_TILE, end - query);
-  t.depth = a->causal ? li_min(depth, query + t.width - key) : depth;
+  t.key = key + li_max(0, query - a->left - key) / 32 * 32;
+  t.depth = li_max(0, li_min(key + depth, query + t.width + a->right) - t.key);
   t.step = li_divide_up(t.width, 16) * 16;
   return t;
 }
@@ -6319,11 +6195,20 @@ LI_HOT void li_tile_pad(const li_tile *t, float *x) {
     for (int64_t j = t->width; j % 16 != 0; j++) x[i * t->step + j] = 0;
 }
 
-/* masks the keys after each query */
-LI_HOT void li_tile_hide(const li_kernels *kernels, const li_tile *t, float *x, float value) {
-  const int64_t seen = li_max(t->query + 1 - t->key, 0); /* by all queries */
-  if (seen < t->depth)
-    kernels->tile_hide(t->depth - seen, t, t->key + seen - t->query, t->width, value, x + seen * t->step);
+/* Whether some query may see nothing of a block of keys that its tile meets. Of a causal head each sees something:
+   blocks begin where tiles do. */
+LI_HOT bool li_is_ragged_band(const li_attention *a) {
+  return a->left < LI_MAX_COUNT || (a->right != 0 && a->right < LI_MAX_COUNT);
+}
+/* Scores of keys that a query does not see become `value`: of keys before some query's band, then of those after */
+LI_HOT void li_tile_hide(const li_kernels *kernels, const li_tile *t, const li_attention *a, float value, float *x) {
+  const int64_t before = li_max(0, li_min(t->query + t->width - 1 - a->left - t->key, t->depth));
+  const int64_t after = li_max(before, li_min(t->query + 1 + a->right - t->key, t->depth));
+  for (int i = 0; i < 2; i++) {
+    const int64_t first = i ? after : 0, lines = i ? t->depth - after : before, key = t->key + first - t->query;
+    const int64_t from = li_max(key - a->right, -LI_KEY_BLOCK), to = li_min(key + a->left + 1, t->width);
+    if (lines > 0) kernels->tile_hide(lines, t, from, to, value, x + first * t->step);
+  }
 }
 
 /* a thread's part of the scratch, from `scratch` on; returns its end */
@@ -6337,7 +6222,7 @@ LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_at
   m->slopes = li_take(&scratch, back * scores);
   m->mask = li_take(&scratch, masked * scores);
   m->mask_row = li_take(&scratch, masked * depth);
-  m->clean = li_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
+  m->clean = li_take(&scratch, li_is_banded(a) ? depth * (back ? d : dv) : 0);
   m->score_panels = li_take(&scratch, tiles * li_panels_size(kernels, LI_TILE, d));
   m->slope_panels = li_take(&scratch, back * li_panels_size(kernels, LI_TILE, dv));
   m->values = li_take(&scratch, li_panels_size(kernels, back ? d : dv, depth)); /* backward: the keys, for dQ */
@@ -6350,6 +6235,10 @@ LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_at
   return scratch;
 }
 
+/* how many queries have rows in a unit's partial dQ */
+LI_HOT int64_t li_unit_queries(const li_attention_work *w) {
+  return li_min(w->queries, w->query_blocks * LI_KEY_BLOCK);
+}
 /* Finds the largest sizes and how to share the work among `threads`, which never changes a bit; returns the bytes of
    scratch. */
 LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels, const li_attention *a,
@@ -6371,16 +6260,18 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
       w->queries = li_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
       w->keys = li_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
     }
-  if (a->causal) w->keys = li_min(w->keys, w->queries);
+  w->keys = li_max(0, li_min(w->keys, w->queries + a->right));
   w->blocks = li_divide_up(w->keys, LI_KEY_BLOCK);
   const int64_t tiles = li_divide_up(w->queries, LI_TILE);
   w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
   w->run = LI_RUN;
   while (!w->split && w->run > LI_TILE && w->pairs * li_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
-  w->query_blocks = li_divide_up(w->queries, LI_KEY_BLOCK);
+  /* queries in [key - right, key + LI_KEY_BLOCK + left) see a block's keys */
+  w->query_blocks = li_min(li_divide_up(w->queries, LI_KEY_BLOCK),
+                           li_divide_up(li_max(1, LI_KEY_BLOCK + a->left + a->right), LI_KEY_BLOCK) + 1);
   w->wave = li_min(w->pairs * w->blocks, li_divide_up(2 * threads, li_max(w->query_blocks, 1)));
   if (!backward) w->unit = tiles * LI_TILE * (a->value_dim + 3);
-  else w->unit = w->queries * a->head_dim;
+  else w->unit = li_unit_queries(w) * a->head_dim;
   if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
     w->unit += w->query_blocks * li_min(w->keys, LI_KEY_BLOCK) * (a->head_dim + a->value_dim);
   w->thread_bytes = (size_t)(li_attention_layout(w, zero, &space) - zero);
@@ -6390,10 +6281,16 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   return (size_t)threads * w->thread_bytes + (size_t)li_floats(units * w->unit);
 }
 
-/* how many keys of a block the queries before `last` see */
-LI_HOT int64_t li_depth(const li_attention *a, const li_head *head, int64_t block, int64_t last) {
-  const int64_t key = block * LI_KEY_BLOCK;
-  return li_min(li_min(LI_KEY_BLOCK, head->keys - key), a->causal ? last - key : LI_KEY_BLOCK);
+/* those keys of a block that the queries [first, last) see */
+LI_HOT li_span li_block_seen(const li_attention *a, const li_head *head, int64_t block, int64_t first, int64_t last) {
+  li_span span = li_seen(a, head, first, last);
+  span.from = li_max(span.from, block * LI_KEY_BLOCK);
+  span.to = li_min(span.to, (block + 1) * LI_KEY_BLOCK);
+  return span;
+}
+/* Returns the number of the first block of queries that may see a block of keys. */
+LI_HOT int64_t li_first_query_block(const li_attention *a, int64_t block) {
+  return li_max(0, block * LI_KEY_BLOCK - a->right) / LI_KEY_BLOCK;
 }
 
 /* in a split's partial result, after the values: maximum, sum and sum after dropout of each query of a tile */
@@ -6404,10 +6301,10 @@ LI_HOT float *li_stats_of(const li_attention_work *w, float *partial, int64_t qu
 /* whether this unit alone writes its keys' gradients */
 LI_HOT bool li_direct(const li_head *head, bool shared) { return !shared && head->queries <= LI_KEY_BLOCK; }
 
-/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each
-   query block */
+/* The partial gradients a unit keeps: dQ [queries, head_dim] from its first query block on, then dK [keys, head_dim]
+   and dV [keys, value_dim] of each query block, numbered from that one on */
 LI_HOT float *li_grad_part(const li_attention_work *w, int64_t unit, int64_t query_block) {
-  return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
+  return w->partial + (unit - w->first) * w->unit + li_unit_queries(w) * w->a->head_dim +
          query_block * li_min(w->keys, LI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
 }
 
@@ -6442,28 +6339,34 @@ LI_FN li_matrix li_finite_copy(li_matrix x, float *y) {
     }
   return li_dense(y, x.rows, x.columns);
 }
-/* adds what that left out of V to the rows of S V that see it: row i sees V's row j where i >= j - seen */
-LI_HOT void li_add_infinite(li_matrix s, li_matrix v, int64_t seen, li_out out) {
+/* adds what that left out of V to the rows of S V that see it: V's row j is seen by rows j + from .. j + to - 1 */
+LI_HOT void li_add_infinite(li_matrix s, li_matrix v, int64_t from, int64_t to, li_out out) {
   for (int64_t j = 0; j < s.columns; j++)
     for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
       if (li_is_finite(x)) continue;
-      for (int64_t i = li_max(j - seen, 0); i < s.rows; i++)
+      for (int64_t i = li_max(j + from, 0); i < li_min(j + to, s.rows); i++)
         out.at[i * out.row + c] += s.at[i * s.row + j * s.column] * x;
     }
 }
 
-/* divides the tile's rows by their sums and writes its statistics; without keys all is 0 */
+/* Divides the tile's rows by their sums and writes its statistics. The reference has the rows that see no key, or that
+   see only scores as low as a hidden one's. */
 LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a, const li_head *head,
                                 int64_t query, float *state) {
   const int64_t width = li_min(LI_TILE, head->queries - query);
+  const li_span seen = li_seen(a, head, query, query + width);
+  const bool some = seen.from < seen.to;
   float *out = a->out + head->out + query * a->out_row;
-  if (head->keys) kernels->attention_finish(width, a->value_dim, state, out, a->out_row);
+  if (some) kernels->attention_finish(width, a->value_dim, state, out, a->out_row);
   for (int64_t i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
-    if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->log_sum_exp) a->log_sum_exp[at] = head->keys ? state[i] : 0;
-    if (a->sums) a->sums[at] = !head->keys ? 0 : li_drops(a) ? state[2 * LI_TILE + i] : 1;
+    if (!some || (li_is_ragged_band(a) && state[i] < 0.5f * LI_HIDDEN)) {
+      li_attention_row(a, head, query + i);
+      continue;
+    }
+    if (a->log_sum_exp) a->log_sum_exp[at] = state[i];
+    if (a->sums) a->sums[at] = li_drops(a) ? state[2 * LI_TILE + i] : 1;
   }
 }
 
@@ -6471,7 +6374,7 @@ LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a
    or backward those that slopes multiply, K's. */
 typedef struct li_attention_block {
   int64_t first, last;               /* the queries */
-  int64_t key, depth;                /* its first key, and how many of its keys the last query sees */
+  int64_t key, depth;                /* those of its keys that one of them sees */
   li_matrix k, v, values;
   bool edge;                         /* some query does not see some key, */
   bool nonfinite;                    /* and something in values was not finite, which is 0 there */
@@ -6485,13 +6388,14 @@ LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_spac
   const li_attention *a = w->a;
   b->first = first;
   b->last = last;
-  b->key = block * LI_KEY_BLOCK;
-  b->depth = li_depth(a, head, block, last);
+  const li_span seen = li_block_seen(a, head, block, first, last);
+  b->key = seen.from;
+  b->depth = seen.to - seen.from;
   if (first >= last || b->depth <= 0) return false;
   b->k = li_strided(a->k + head->k + b->key * a->k_row, b->depth, a->head_dim, a->k_row);
   b->v = li_strided(a->v + head->v + b->key * a->v_row, b->depth, a->value_dim, a->v_row);
   b->values = w->backward ? b->k : b->v;
-  b->edge = a->causal && b->key + b->depth > first + 1;
+  b->edge = b->key + b->depth > first + 1 + a->right || b->key < last - 1 - a->left;
   b->nonfinite = b->edge && !kernels->all_finite(b->values);
   if (b->nonfinite) b->values = li_finite_copy(b->values, m->clean);
   b->copied = last - first > LI_TILE;
@@ -6499,12 +6403,17 @@ LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_spac
   return true;
 }
 /* to = factor S values, of a tile's probabilities or slopes S */
-LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_space *m,
-                               const li_attention_block *b, float factor, li_matrix s, li_out to) {
-  if (!b->copied)
-    li_matmul_words(kernels, factor, s, li_lines(b->values, 0, s.columns), to, m->values, m->words);
-  else
-    li_matmul_panels(kernels, factor, s, li_words_in(kernels, m->values, b->values.columns, b->depth, m->words), to);
+LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_space *m, const li_attention_block *b,
+                               const li_tile *t, float factor, li_matrix s, li_out to) {
+  const int64_t first = t->key - b->key;
+  if (!b->copied) {
+    const li_matrix values = li_lines(b->values, first, first + t->depth);
+    li_matmul_words(kernels, factor, s, values, to, m->values, m->words);
+    return;
+  }
+  li_panels panels = li_words_in(kernels, m->values, b->values.columns, b->depth, m->words);
+  panels.at += first / li_products_of(kernels, m->words != NULL).pair * panels.row;
+  li_matmul_panels(kernels, factor, s, panels, to);
 }
 /* The tile of queries from `query` on against a block: into out, where it is merged with the blocks before; or, where
    split, into the block's partial result. panels: of the tile's queries */
@@ -6514,19 +6423,25 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const int64_t dv = a->value_dim;
-  const bool merge = !partial && b->key > 0;
   const li_tile t = li_tile_at(a, query, b->last, b->key, b->depth);
+  const int64_t first = t.key - b->key;
+  /* it has met a block before */
+  const bool merge = !partial && li_max(0, query - a->left) / LI_KEY_BLOCK < b->key / LI_KEY_BLOCK;
   const li_matrix s = li_scores(&t, m->scores);
   float *mask = li_drops(a) ? m->mask : NULL, *out = a->out + head->out + query * a->out_row;
   float *state = m->state + 3 * (query - b->first), *part = partial ? partial + query * dv : merge ? m->part : out;
   float *stats = partial ? li_stats_of(w, partial, query) : merge ? m->stats : state;
   const li_out to = li_into(part, part == out ? a->out_row : dv, false);
-  li_tile_product(kernels, &t, a->scale, li_lines(b->k, 0, t.depth), panels, m->scores, m->words);
-  if (b->edge) li_tile_hide(kernels, &t, m->scores, -INFINITY);
+  if (t.depth == 0) return;
+  li_tile_product(kernels, &t, a->scale, li_lines(b->k, first, first + t.depth), panels, m->scores, m->words);
+  if (b->edge) li_tile_hide(kernels, &t, a, li_is_ragged_band(a) ? LI_HIDDEN : -INFINITY, m->scores);
   if (mask) li_tile_mask(kernels, a, head, &t, m->mask_row, mask);
   kernels->tile_softmax(&t, m->scores, mask, stats);
-  li_attention_values(kernels, m, b, 1, s, to);
-  if (b->nonfinite) li_add_infinite(s, b->v, query - b->key, to);
+  li_attention_values(kernels, m, b, &t, 1, s, to);
+  if (b->nonfinite) {
+    const int64_t ahead = t.key - query;
+    li_add_infinite(s, li_lines(b->v, first, first + t.depth), ahead - a->right, ahead + a->left + 1, to);
+  }
   if (merge) kernels->attention_merge(li_dense(part, t.width, dv), stats, state, out, a->out_row);
 }
 /* A run of a pair's queries, from `first` on, against all key blocks; or, where split, against `block` */
@@ -6541,6 +6456,7 @@ LI_FN void li_attention_item(const li_attention_work *w, const li_attention_spac
   li_attention_block b;
   for (int64_t query = first; query < last; query += LI_TILE, panels += step)
     li_words_of(w->kernels, li_transposed(li_lines(q, query, li_min(query + LI_TILE, last))), panels, m->words);
+  if (!w->split) block = li_seen(a, &head, first, last).from / LI_KEY_BLOCK;
   for (; block < end && li_attention_meet(w, m, &head, first, last, block, &b); block++) {
     panels = m->score_panels;
     for (int64_t query = first; query < last; query += LI_TILE, panels += step)
@@ -6575,13 +6491,15 @@ LI_HOT void li_attention_merge_task(void *work, int64_t thread, int64_t threads)
     const int64_t pair = item / tiles, query = item % tiles * LI_TILE;
     const li_head head = li_head_at(a, pair);
     const int64_t width = li_min(LI_TILE, head.queries - query);
-    /* block 0's */
-    float *partial = w->partial + pair * w->blocks * w->unit, *state = li_stats_of(w, partial, query);
+    li_span seen = li_seen(a, &head, query, query + width);
+    const int64_t first = li_min(seen.from / LI_KEY_BLOCK, w->blocks - 1);
+    float *partial = w->partial + (pair * w->blocks + first) * w->unit, *state = li_stats_of(w, partial, query);
     float *out = a->out + head.out + query * a->out_row;
     if (width <= 0) continue;
-    for (int64_t block = 0; li_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
+    if (seen.from >= seen.to) seen.to = 0;
+    for (int64_t block = first; block * LI_KEY_BLOCK < seen.to; block++, partial += w->unit) {
       const float *part = partial + query * dv;
-      if (block > 0)
+      if (block > first)
         kernels->attention_merge(li_dense(part, width, dv), li_stats_of(w, partial, query), state, out, a->out_row);
       else
         for (int64_t i = 0; i < width; i++)
@@ -6592,14 +6510,13 @@ LI_HOT void li_attention_merge_task(void *work, int64_t thread, int64_t threads)
 }
 
 /* stats gets of each query of a tile its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout
-   makes that vary), and that gradient. `list` has the queries' rows; where it is null they are t->query and those after
-   it. */
+   makes that vary), and that gradient. */
 LI_HOT void li_attention_rows(const li_kernels *kernels, const li_attention *a, const li_head *head,
-                              const li_tile *t, const int32_t *list, float *stats) {
+                              const li_tile *t, float *stats) {
   float *lse = stats, *delta = stats + LI_TILE, *add = stats + 2 * LI_TILE;
   memset(stats, 0, 3 * LI_TILE * sizeof *stats);
   for (int64_t i = 0; i < t->width; i++) {
-    const int64_t query = list ? list[i] : t->query + i, at = head->row + query * a->heads;
+    const int64_t query = t->query + i, at = head->row + query * a->heads;
     const int64_t out = head->out + query * a->out_row;
     lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + out, a->out + out);
@@ -6615,14 +6532,15 @@ LI_HOT void li_add_rows(const li_kernels *kernels, int64_t rows, int64_t n, cons
   for (int64_t i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
 }
 
-/* the partial gradients of unit (pair, key block) from one query block */
+/* the partial gradients of unit (pair, key block) from one of the query blocks that may see it */
 LI_FN void li_attention_backward_item(const li_attention_work *w, const li_attention_space *m, int64_t unit,
                                       int64_t query_block) {
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
-  const int64_t d = a->head_dim, dv = a->value_dim, first = query_block * LI_KEY_BLOCK,
-      last = li_min(first + LI_KEY_BLOCK, head.queries);
+  const int64_t d = a->head_dim, dv = a->value_dim;
+  const int64_t start = li_first_query_block(a, unit % w->blocks) * LI_KEY_BLOCK;
+  const int64_t first = start + query_block * LI_KEY_BLOCK, last = li_min(first + LI_KEY_BLOCK, head.queries);
   li_attention_block b;
   if (!li_attention_meet(w, m, &head, first, last, unit % w->blocks, &b)) return;
   const int64_t key = b.key, depth = b.depth;
@@ -6630,30 +6548,32 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
   float *dq = w->partial + (unit - w->first) * w->unit, *part = li_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
   float stats[3 * LI_TILE], *mask = li_drops(a) ? m->mask : NULL;
-  if (a->causal) {
+  if (li_is_banded(a)) {
     memset(dk, 0, (size_t)(depth * d) * sizeof(float));
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
   }
   for (int64_t query = first; query < last; query += LI_TILE) {
     const li_tile t = li_tile_at(a, query, last, key, depth);
-    const bool more = query > first || a->causal;
+    const bool more = query > first || li_is_banded(a);
+    const int64_t from = t.key - key, to = from + t.depth;
     const li_matrix q = li_strided(a->q + head.q + query * a->q_row, t.width, d, a->q_row);
     const li_matrix g = li_strided(a->grad_out + head.out + query * a->out_row, t.width, dv, a->out_row);
     const li_matrix p = li_scores(&t, m->scores), ds = li_scores(&t, m->slopes);
+    if (t.depth == 0) continue;
     li_words_of(kernels, li_transposed(q), m->score_panels, m->words);
     li_words_of(kernels, li_transposed(g), m->slope_panels, m->words);
-    li_tile_product(kernels, &t, a->scale, li_lines(b.k, 0, t.depth), m->score_panels, m->scores, m->words);
-    li_tile_product(kernels, &t, 1, li_lines(b.v, 0, t.depth), m->slope_panels, m->slopes, m->words);
-    li_attention_rows(kernels, a, &head, &t, NULL, stats);
+    li_tile_product(kernels, &t, a->scale, li_lines(b.k, from, to), m->score_panels, m->scores, m->words);
+    li_tile_product(kernels, &t, 1, li_lines(b.v, from, to), m->slope_panels, m->slopes, m->words);
+    li_attention_rows(kernels, a, &head, &t, stats);
     if (mask) li_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
     kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
-    if (b.edge) li_tile_hide(kernels, &t, m->scores, 0);
-    if (b.edge) li_tile_hide(kernels, &t, m->slopes, 0);
+    if (b.edge) li_tile_hide(kernels, &t, a, 0, m->scores);
+    if (b.edge) li_tile_hide(kernels, &t, a, 0, m->slopes);
     if (a->grad_v)
-      li_matmul_words(kernels, 1, li_transposed(p), g, li_into(dvalue, dv, more), m->product, m->words);
+      li_matmul_words(kernels, 1, li_transposed(p), g, li_into(dvalue + from * dv, dv, more), m->product, m->words);
     if (a->grad_k)
-      li_matmul_words(kernels, a->scale, li_transposed(ds), q, li_into(dk, d, more), m->product, m->words);
-    if (a->grad_q) li_attention_values(kernels, m, &b, a->scale, ds, li_into(dq + query * d, d, false));
+      li_matmul_words(kernels, a->scale, li_transposed(ds), q, li_into(dk + from * d, d, more), m->product, m->words);
+    if (a->grad_q) li_attention_values(kernels, m, &b, &t, a->scale, ds, li_into(dq + (query - start) * d, d, false));
   }
   if (a->grad_k && k_direct) li_add_rows(kernels, depth, d, dk, a->grad_k + head.k + key * a->k_row, a->k_row);
   if (a->grad_v && v_direct) li_add_rows(kernels, depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
@@ -6674,10 +6594,12 @@ LI_HOT void li_attention_merge_keys(const li_attention_work *w, int64_t unit, bo
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
-  const int64_t block = unit % w->blocks, key = block * LI_KEY_BLOCK;
+  const int64_t block = unit % w->blocks, start = li_first_query_block(a, block) * LI_KEY_BLOCK;
   if (li_direct(&head, keys ? w->k_shared : w->v_shared)) return;
-  for (int64_t i = 0; i * LI_KEY_BLOCK < head.queries; i++) {
-    const int64_t depth = li_depth(a, &head, block, li_min((i + 1) * LI_KEY_BLOCK, head.queries));
+  for (int64_t i = 0; i < w->query_blocks && start + i * LI_KEY_BLOCK < head.queries; i++) {
+    const int64_t first = start + i * LI_KEY_BLOCK, last = li_min(first + LI_KEY_BLOCK, head.queries);
+    const li_span seen = li_block_seen(a, &head, block, first, last);
+    const int64_t key = seen.from, depth = seen.to - seen.from;
     const float *part = li_grad_part(w, unit, i);
     if (depth <= 0) continue;
     if (keys) li_add_rows(kernels, depth, a->head_dim, part, a->grad_k + head.k + key * a->k_row, a->k_row);
@@ -6690,9 +6612,12 @@ LI_HOT void li_attention_merge_keys(const li_attention_work *w, int64_t unit, bo
 LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit, int64_t query) {
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
-  const int64_t width = li_min(LI_TILE, head.queries - query);
-  if (width > 0 && li_depth(a, &head, unit % w->blocks, query + width) > 0)
-    li_add_rows(w->kernels, width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
+  const int64_t width = li_min(LI_TILE, head.queries - query), block = unit % w->blocks;
+  const int64_t start = li_first_query_block(a, block) * LI_KEY_BLOCK;
+  const li_span seen = li_block_seen(a, &head, block, query, query + width);
+  if (width > 0 && seen.from < seen.to)
+    li_add_rows(w->kernels, width, a->head_dim,
+                w->partial + (unit - w->first) * w->unit + (query - start) * a->head_dim,
                 a->grad_q + head.q + query * a->q_row, a->q_row);
 }
 /* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
@@ -6715,478 +6640,15 @@ LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t threads
   }
 }
 
-#endif
-
-/* ---------------------------------------------------------------------------------------------------------------------
-   >>sparse: attention to some keys. Runs of a block's queries meet parts of at most LI_KEY_BLOCK of their keys, a
-   tile of queries at a time those keys of the part that it may see. Rows that do not follow one another are copied.
-   Guarded by tests/sparse.c.
-   ------------------------------------------------------------------------------------------------------------------ */
-#ifndef LI_PASS
-/* whether patterns are valid for these sizes */
-LI_FN bool li_pattern_is_good(const luna_attention_pattern *p, int64_t queries, int64_t keys) {
-  const int64_t numbered = p->key_order ? p->key_count : keys;
-  if (p->blocks == 0) return !p->query_order && !p->key_order;
-  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 ||
-      p->key_count > INT32_MAX) return false;
-  if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
-  for (int64_t i = 0; i < p->blocks; i++)
-    if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
-  if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
-  for (int64_t i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
-    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
-      return false;
-  if (p->query_order) for (int64_t i = 0; i < p->queries[p->blocks]; i++)
-    if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
-  if (p->key_order) for (int64_t i = 0; i < p->key_count; i++)
-    if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
-  return true;
-}
-LI_FN bool li_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch,
-                                int64_t heads, int64_t queries, int64_t keys) {
-  if (!patterns) return count == 0;
-  if ((count != 1 && count != heads && count != li_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX)
-    return false;
-  for (int64_t i = 0; i < count; i++) if (!li_pattern_is_good(&patterns[i], queries, keys)) return false;
-  return true;
-}
-
-#define LI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
-
-/* up to LI_RUN queries of a block */
-typedef struct li_sparse_run {
-  int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
-  int64_t width, low, high;             /* how many; the least and the greatest row */
-  int32_t row[LI_RUN];
-} li_sparse_run;
-
-/* part of a run's keys; in_order: they follow one another, and none is whole */
-typedef struct li_key_part { const li_key *key; int64_t n; bool in_order; } li_key_part;
-
-/* a tile of a run's queries, and those keys of a part that one of them may see */
-typedef struct li_sparse_tile {
-  const li_sparse *s;
-  const int32_t *row;
-  int64_t low, high;                    /* the least and the greatest row */
-  int64_t key;                          /* its first key's number in the part */
-  li_key_part keys;
-  li_tile t;
-} li_sparse_tile;
-
-/* Backward has a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
-   value_dim]. With `direct` dQ goes to its place, where nothing else is added. */
-typedef struct li_sparse_part {
-  li_sparse s;
-  li_sparse_run run;
-  int64_t n;
-  bool direct;
-  li_key *key;
-  float *q, *k, *v;
-} li_sparse_part;
-
-typedef struct li_sparse_work {
-  const li_kernels *kernels;
-  const li_attention *a;
-  char *scratch;
-  size_t thread_bytes;
-  int64_t tile;                         /* queries of a tile: whole panels, or a part of one */
-  bool backward, copied;                /* copied: by lists, rows may not follow one another */
-  bool shared;                          /* grad_q: by heads, sequences, or with keys or values; or there is none */
-  li_sparse_part *parts;             /* backward: of this wave */
-  int64_t wave, count;
-  int64_t pair, keys, limit;            /* where the next part begins; keys: of its run */
-  li_key_cursor cursor;
-  li_sparse s;
-  li_sparse_run walk;
-} li_sparse_work;
-
-/* whether queries follow one another */
-LI_HOT bool li_sparse_together(const li_sparse *s) { return !s->p->query_order; }
-LI_HOT void li_sparse_bounds(int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
-  *low = *high = row[0];
-  for (int64_t i = 1; i < n; i++) {
-    *low = li_min(*low, row[i]);
-    *high = li_max(*high, row[i]);
-  }
-}
-/* the next queries of the head; false after the last. A walk begins with block 0, at -1. */
-LI_HOT bool li_sparse_next_run(const li_sparse *s, li_sparse_run *r) {
-  for (; r->block < s->blocks; r->block++, r->at = -1) {
-    if (r->at < 0) r->at = li_sparse_first(s, r->block);
-    r->width = li_sparse_queries(s, r->block, &r->at, LI_RUN, r->row);
-    if (r->width == 0) continue;
-    li_sparse_bounds(r->width, r->row, &r->low, &r->high);
-    return true;
-  }
-  return false;
-}
-LI_HOT int64_t li_sparse_count(const li_sparse *s, const li_sparse_run *r) {
-  li_key_cursor cursor = li_keys_from(r->block, r->low, r->high);
-  return li_sparse_keys(s, &cursor, INT64_MAX, NULL);
-}
-/* Returns how many of a run's keys to take at a time, so that parts are about equal; 0 when there are none. */
-LI_HOT int64_t li_sparse_limit(int64_t keys) {
-  return li_divide_up(li_divide_up(keys, li_max(li_divide_up(keys, LI_KEY_BLOCK), 1)), 16) * 16;
-}
-LI_HOT li_key_part li_key_part_of(const li_key *key, int64_t n) {
-  int64_t i;
-  for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
-  const li_key_part part = { key, n, i == n };
-  return part;
-}
-/* of a part's keys; t.depth 0: it sees none of them */
-LI_HOT li_sparse_tile li_sparse_tile_of(const li_sparse *s, const li_sparse_run *r, li_key_part keys,
-                                        int64_t first, int64_t width) {
-  const li_key *key = keys.key;
-  int64_t n = keys.n;
-  li_sparse_tile q;
-  memset(&q, 0, sizeof q);
-  q.s = s;
-  q.row = r->row + first;
-  q.t.width = li_min(width, r->width - first);
-  li_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
-  const int64_t low = q.low - s->left, high = q.high + s->right;
-  if (keys.in_order) {
-    q.key = li_min(n, li_max(0, low - key[0].row));
-    n = li_max(q.key, li_min(n, high + 1 - key[0].row));
-  }
-  while (q.key < n && !key[q.key].whole && (key[q.key].row < low || key[q.key].row > high)) q.key++;
-  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < low || key[n - 1].row > high)) n--;
-  q.keys.key = key + q.key;
-  q.keys.n = q.t.depth = n - q.key;
-  q.keys.in_order = keys.in_order;
-  q.t.step = li_divide_up(q.t.width, 16) * 16;
-  return q;
-}
-
-LI_FN char *li_sparse_layout(const li_sparse_work *w, char *scratch, li_attention_space *m) {
-  const li_kernels *kernels = w->kernels;
-  const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = li_drops(w->a) ? 1 : 0, copied = w->copied ? 1 : 0;
-  const int64_t tiles = li_divide_up(LI_RUN, w->tile), queries = back ? LI_TILE : LI_RUN;
-  m->scores = li_take(&scratch, LI_TILE * depth);
-  m->slopes = li_take(&scratch, back * LI_TILE * depth);
-  m->mask = li_take(&scratch, masked * LI_TILE * depth);
-  m->mask_row = li_take(&scratch, masked * depth);
-  m->q = li_take(&scratch, copied * LI_RUN * d);
-  m->grad = li_take(&scratch, copied * back * LI_RUN * dv);
-  m->k = li_take(&scratch, copied * depth * d);
-  m->v = li_take(&scratch, copied * depth * dv);
-  m->clean = li_take(&scratch, depth * li_max(d, dv));
-  m->score_panels = li_take(&scratch, li_panels_size(kernels, queries, d));
-  m->slope_panels = li_take(&scratch, back * li_panels_size(kernels, queries, dv));
-  m->values = li_take(&scratch, li_panels_size(kernels, back ? d : dv, depth));
-  m->product = li_take(&scratch, back * li_panels_size(kernels, li_max(d, dv), LI_TILE));
-  m->out = li_take(&scratch, copied * (1 - back) * LI_RUN * dv);
-  m->part = li_take(&scratch, (1 - back) * w->tile * dv);
-  m->stats = li_take(&scratch, 3 * LI_TILE);
-  m->state = li_take(&scratch, tiles * 3 * LI_TILE);
-  m->key = (li_key *)(void *)li_take(&scratch, depth * (int64_t)(sizeof(li_key) / sizeof(float)));
-  return scratch;
-}
-LI_FN size_t li_sparse_start(li_sparse_work *w, const li_kernels *kernels, const li_attention *a,
-                             int64_t threads, bool backward, void *scratch) {
-  li_attention_space space;
-  char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
-  memset(w, 0, sizeof *w);
-  w->kernels = kernels;
-  w->a = a;
-  w->backward = backward;
-  w->tile = LI_TILE / kernels->nr * kernels->nr;
-  for (int64_t i = 0; i < a->pattern_count; i++) {
-    /* fewer keys outside the windows */
-    if (a->patterns[i].window) w->tile = kernels->nr % 3 == 0 ? 24 : backward ? 32 : 16;
-    if (a->patterns[i].blocks) w->copied = true;
-  }
-  w->scratch = at;
-  w->thread_bytes = (size_t)(li_sparse_layout(w, at, &space) - at);
-  at += (size_t)threads * w->thread_bytes;
-  w->wave = backward ? 2 * threads : 0;
-  w->parts = (li_sparse_part *)(void *)at;
-  at += li_round((size_t)w->wave * sizeof *w->parts);
-  for (int64_t i = 0; i < w->wave; i++) {
-    li_sparse_part counted, *part = scratch ? &w->parts[i] : &counted;
-    part->q = li_take(&at, LI_RUN * a->head_dim);
-    part->k = li_take(&at, LI_KEY_BLOCK * a->head_dim);
-    part->v = li_take(&at, LI_KEY_BLOCK * a->value_dim);
-    part->key = (li_key *)(void *)li_take(&at, LI_KEY_BLOCK * (int64_t)(sizeof(li_key) / sizeof(float)));
-  }
-  w->shared = (a->heads > 1 && a->q_head == 0) || (a->batch > 1 && a->q_batch == 0) || !a->grad_q ||
-              a->grad_q == a->grad_k || a->grad_q == a->grad_v;
-  w->pair = -1;
-  return (size_t)(at - start);
-}
-
-/* Row numbers, `apart` apart */
-typedef struct li_list { const int32_t *row; int64_t n, apart; } li_list;
-LI_HOT li_list li_list_of_run(const li_sparse_run *r) {
-  const li_list list = { r->row, r->width, 1 };
-  return list;
-}
-LI_HOT li_list li_list_of_keys(const li_key *key, int64_t n) {
-  const li_list list = { &key->row, n, (int64_t)(sizeof(li_key) / sizeof(int32_t)) };
-  return list;
-}
-/* those rows of x [.., width], in place where they follow one another, else copied to `to` */
-LI_HOT li_matrix li_listed(li_list list, const float *x, int64_t width, int64_t x_row, float *to) {
-  int64_t i;
-  for (i = 1; i < list.n && list.row[i * list.apart] == list.row[0] + i; i++);
-  if (i >= list.n) return li_strided(x + list.row[0] * x_row, list.n, width, x_row);
-  for (i = 0; i < list.n; i++)
-    memcpy(to + i * width, x + list.row[i * list.apart] * x_row, (size_t)width * sizeof(float));
-  return li_dense(to, list.n, width);
-}
-
-/* what a query does not see becomes `value` */
-LI_HOT void li_sparse_hide(const li_kernels *kernels, const li_sparse_tile *q, float *x, float value) {
-  const li_sparse *s = q->s;
-  const bool together = li_sparse_together(s);
-  const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
-  int64_t lines;
-  for (int64_t j = 0; j < q->t.depth; j += lines, x += lines * q->t.step) {
-    const li_key *key = &q->keys.key[j];
-    const bool before = key->row < lowest, all = !before && key->row <= highest && !s->p->not_self;
-    lines = !q->keys.in_order || s->p->not_self || !(all || together) ? 1 :
-            li_min(before ? lowest - key->row : all ? highest - key->row + 1 : q->t.depth, q->t.depth - j);
-    if (key->whole || all) continue;
-    if (together && !s->p->not_self)
-      kernels->tile_hide(lines, &q->t, li_max(key->row - highest, -LI_KEY_BLOCK),
-                         li_min(key->row - q->low + s->left + 1, width), value, x);
-    else
-      for (int64_t i = 0; i < width; i++)
-        if (!li_sparse_sees(s, q->row[i], key)) x[i] = value;
-  }
-}
-/* adds what li_finite_copy left out of V to the queries that see it */
-LI_HOT void li_sparse_infinite(const li_sparse_tile *q, const float *scores, li_matrix v, li_out part) {
-  for (int64_t j = 0; j < q->t.depth; j++)
-    for (int64_t c = 0; c < v.columns; c++) {
-      const float x = v.at[j * v.row + c];
-      if (li_is_finite(x)) continue;
-      for (int64_t i = 0; i < q->t.width; i++)
-        if (li_sparse_sees(q->s, q->row[i], &q->keys.key[j]))
-          part.at[i * part.row + c] += scores[i + j * q->t.step] * x;
-    }
-}
-LI_HOT void li_sparse_mask(const li_kernels *kernels, const li_sparse_tile *q, float *row, float *mask) {
-  const li_dropout dropout = li_attention_dropout(q->s->a);
-  const li_key *key = q->keys.key;
-  int64_t end;
-  for (int64_t i = 0; i < q->t.width; i++) {
-    for (int64_t j = 0; j < q->t.depth; j = end) {
-      for (end = j + 1; end < q->t.depth && key[end].number == key[end - 1].number + 1; end++);
-      kernels->dropout_mask(&dropout, q->s->head.element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
-    }
-    for (int64_t j = 0; j < q->t.depth; j++) mask[j * q->t.step + i] = row[j];
-  }
-  li_tile_pad(&q->t, mask);
-}
-
-/* the product's B is rows [key, key + depth) of those in `panels` */
-LI_FN li_panels li_panels_from(li_panels panels, int64_t key) {
-  panels.at += key * panels.row;
-  return panels;
-}
-LI_FN void li_sparse_run_forward(const li_sparse_work *w, const li_attention_space *m,
-                                 const li_sparse *s, const li_sparse_run *r) {
-  const li_kernels *kernels = w->kernels;
-  const li_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, limit = li_sparse_limit(li_sparse_count(s, r));
-  const li_matrix all = li_listed(li_list_of_run(r), a->q + s->head.q, d, a->q_row, m->q);
-  const bool together = li_sparse_together(s);
-  const li_out out = together ? li_into(a->out + s->head.out + r->row[0] * a->out_row, a->out_row, false)
-                                 : li_into(m->out, dv, false);
-  float *mask = li_drops(a) ? m->mask : NULL;
-  bool seen[LI_RUN] = {false}; /* of each tile: whether it has had keys */
-  li_key_cursor cursor = li_keys_from(r->block, r->low, r->high);
-  int64_t n;
-  li_panels_of(kernels, li_transposed(all), m->score_panels);
-  while (limit && (n = li_sparse_keys(s, &cursor, limit, m->key)) > 0) {
-    const li_list list = li_list_of_keys(m->key, n);
-    const li_key_part keys = li_key_part_of(m->key, n);
-    const li_matrix k = li_listed(list, a->k + s->head.k, d, a->k_row, m->k);
-    const li_matrix v = li_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
-    const bool finite = kernels->all_finite(v);
-    const li_panels values = li_panels_of(kernels, finite ? v : li_finite_copy(v, m->clean), m->values);
-    for (int64_t first = 0; first < r->width; first += w->tile) {
-      const li_sparse_tile q = li_sparse_tile_of(s, r, keys, first, w->tile);
-      const int64_t last = q.key + q.t.depth, tile = first / w->tile;
-      const bool merge = seen[tile];
-      float *state = m->state + 3 * LI_TILE * tile, *stats = merge ? m->stats : state;
-      float *place = out.at + first * out.row;
-      const li_out to = merge ? li_into(m->part, dv, false) : li_into(place, out.row, false);
-      if (q.t.depth == 0) continue;
-      seen[tile] = true;
-      li_tile_product(kernels, &q.t, a->scale, li_lines(k, q.key, last),
-                      m->score_panels + first / kernels->nr * kernels->nr * d + first % kernels->nr, m->scores,
-                      NULL);
-      li_sparse_hide(kernels, &q, m->scores, LI_HIDDEN);
-      if (mask) li_sparse_mask(kernels, &q, m->mask_row, mask);
-      kernels->tile_softmax(&q.t, m->scores, mask, stats);
-      li_matmul_panels(kernels, 1, li_scores(&q.t, m->scores), li_panels_from(values, q.key), to);
-      if (!finite) li_sparse_infinite(&q, m->scores, li_lines(v, q.key, last), to);
-      if (merge) kernels->attention_merge(li_dense(m->part, q.t.width, dv), stats, state, place, out.row);
-    }
-  }
-  for (int64_t i = 0; i < r->width; i++) {
-    float *state = m->state + 3 * LI_TILE * (i / w->tile), *row = a->out + s->head.out + r->row[i] * a->out_row;
-    const bool had = seen[i / w->tile];
-    if (i % w->tile == 0 && had)
-      kernels->attention_finish(li_min(w->tile, r->width - i), dv, state, out.at + i * out.row, out.row);
-    const bool none = !had || state[i % w->tile] < 0.5f * LI_HIDDEN; /* NaN is not */
-    if (none) li_attention_row(s, r->block, r->row[i]); /* zeros and -Inf, or scores below LI_HIDDEN */
-    else if (!together) memcpy(row, out.at + i * dv, (size_t)dv * sizeof(float));
-    if (a->log_sum_exp && !none) a->log_sum_exp[s->head.row + r->row[i] * a->heads] = state[i % w->tile];
-  }
-}
-LI_FN void li_sparse_task(void *work, int64_t thread, int64_t threads) {
-  const li_sparse_work *w = (const li_sparse_work *)work;
-  const int64_t pairs = w->a->batch * w->a->heads;
-  int64_t count = 0;
-  li_attention_space space;
-  li_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (int64_t pair = 0; pair < pairs; pair++) {
-    const li_sparse s = li_sparse_at(w->a, pair);
-    li_sparse_run r;
-    r.block = 0;
-    for (r.at = -1; li_sparse_next_run(&s, &r); count++)
-      if (count % threads == thread) li_sparse_run_forward(w, &space, &s, &r);
-  }
-}
-LI_FN void li_sparse_clear_task(void *work, int64_t thread, int64_t threads) {
-  const li_attention *a = ((const li_sparse_work *)work)->a;
-  for (int64_t pair = thread; pair < a->batch * a->heads; pair += threads) li_sparse_clear(a, pair);
-}
-LI_FN void li_run_sparse(const li_kernels *kernels, const li_attention *a, const li_parallel *parallel, void *scratch) {
-  li_sparse_work w;
-  li_sparse_start(&w, kernels, a, li_threads(parallel), false, scratch);
-  li_run(parallel, li_sparse_clear_task, &w);
-  li_run(parallel, li_sparse_task, &w);
-}
-
-/* backward: the next run's next keys; false after the last */
-LI_HOT bool li_sparse_next_part(li_sparse_work *w, li_sparse_part *part) {
-  for (;;) {
-    part->n = w->limit ? li_sparse_keys(&w->s, &w->cursor, w->limit, part->key) : 0;
-    if (part->n > 0) {
-      part->s = w->s;
-      part->run = w->walk;
-      part->direct = part->n == w->keys && li_sparse_together(&w->s) && !w->shared;
-      return true;
-    }
-    while (w->pair < 0 || !li_sparse_next_run(&w->s, &w->walk)) {
-      if (++w->pair >= w->a->batch * w->a->heads) return false;
-      w->s = li_sparse_at(w->a, w->pair);
-      w->walk.block = 0;
-      w->walk.at = -1;
-    }
-    w->keys = li_sparse_count(&w->s, &w->walk);
-    w->limit = li_sparse_limit(w->keys);
-    w->cursor = li_keys_from(w->walk.block, w->walk.low, w->walk.high);
-  }
-}
-LI_FN void li_sparse_part_backward(const li_sparse_work *w, const li_attention_space *m, const li_sparse_part *part) {
-  const li_kernels *kernels = w->kernels;
-  const li_attention *a = w->a;
-  const li_sparse *s = &part->s;
-  const li_sparse_run *r = &part->run;
-  const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
-  const li_list queries = li_list_of_run(r), list = li_list_of_keys(part->key, n);
-  const li_key_part keys = li_key_part_of(part->key, n);
-  const li_matrix all = li_listed(queries, a->q + s->head.q, d, a->q_row, m->q);
-  const li_matrix grad = li_listed(queries, a->grad_out + s->head.out, dv, a->out_row, m->grad);
-  const li_matrix k = li_listed(list, a->k + s->head.k, d, a->k_row, m->k);
-  const li_matrix v = li_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
-  const bool finite = kernels->all_finite(k);
-  float stats[3 * LI_TILE], *mask = li_drops(a) ? m->mask : NULL;
-  float *to = part->direct ? a->grad_q + s->head.q + r->row[0] * a->q_row : part->q;
-  const int64_t to_row = part->direct ? a->q_row : d;
-  if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
-  memset(part->k, 0, (size_t)(n * d) * sizeof(float));
-  memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
-  const li_panels values = li_panels_of(kernels, finite ? k : li_finite_copy(k, m->clean), m->values);
-  for (int64_t first = 0; first < r->width; first += w->tile) {
-    const li_sparse_tile tile = li_sparse_tile_of(s, r, keys, first, w->tile);
-    const li_tile *t = &tile.t;
-    const int64_t key = tile.key, last = key + t->depth;
-    const li_matrix q = li_lines(all, first, first + t->width), g = li_lines(grad, first, first + t->width);
-    const li_matrix p = li_scores(t, m->scores), ds = li_scores(t, m->slopes);
-    if (t->depth == 0) continue;
-    li_panels_of(kernels, li_transposed(q), m->score_panels);
-    li_panels_of(kernels, li_transposed(g), m->slope_panels);
-    li_tile_product(kernels, t, a->scale, li_lines(k, key, last), m->score_panels, m->scores, NULL);
-    li_tile_product(kernels, t, 1, li_lines(v, key, last), m->slope_panels, m->slopes, NULL);
-    if (mask) li_sparse_mask(kernels, &tile, m->mask_row, mask);
-    li_attention_rows(kernels, a, &s->head, t, tile.row, stats);
-    kernels->tile_slopes(t, m->scores, m->slopes, mask, stats);
-    li_sparse_hide(kernels, &tile, m->scores, 0);
-    li_sparse_hide(kernels, &tile, m->slopes, 0);
-    if (a->grad_v)
-      li_matmul(kernels, 1, li_transposed(p), g, li_into(part->v + key * dv, dv, true), m->product);
-    if (a->grad_k)
-      li_matmul(kernels, a->scale, li_transposed(ds), q, li_into(part->k + key * d, d, true), m->product);
-    if (a->grad_q)
-      li_matmul_panels(kernels, a->scale, ds, li_panels_from(values, key),
-                       li_into(to + first * to_row, to_row, part->direct));
-  }
-}
-LI_FN void li_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
-  const li_sparse_work *w = (const li_sparse_work *)work;
-  li_attention_space space;
-  li_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (int64_t i = thread; i < w->count; i += threads) li_sparse_part_backward(w, &space, &w->parts[i]);
-}
-/* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
-LI_HOT void li_sparse_add(const li_sparse_work *w, int64_t thread, int64_t threads, li_list list,
-                          li_matrix from, li_out to) {
-  if (!to.at) return;
-  for (int64_t i = 0; i < list.n; i++) {
-    const int64_t at = list.row[i * list.apart];
-    float *row = to.at + at * to.row;
-    if (at / 16 % threads == thread) w->kernels->add(from.columns, row, from.at + i * from.row, row);
-  }
-}
-LI_HOT void li_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
-  const li_sparse_work *w = (const li_sparse_work *)work;
-  const li_attention *a = w->a;
-  for (int64_t i = 0; i < w->count; i++) {
-    const li_sparse_part *p = &w->parts[i];
-    const li_list queries = li_list_of_run(&p->run), keys = li_list_of_keys(p->key, p->n);
-    if (!p->direct)
-      li_sparse_add(w, thread, threads, queries, li_dense(p->q, queries.n, a->head_dim),
-                    li_into(li_offset(a->grad_q, p->s.head.q), a->q_row, true));
-    li_sparse_add(w, thread, threads, keys, li_dense(p->k, p->n, a->head_dim),
-                  li_into(li_offset(a->grad_k, p->s.head.k), a->k_row, true));
-    li_sparse_add(w, thread, threads, keys, li_dense(p->v, p->n, a->value_dim),
-                  li_into(li_offset(a->grad_v, p->s.head.v), a->v_row, true));
-  }
-}
-LI_FN void li_run_sparse_backward(const li_kernels *kernels, const li_attention *a,
-                                  const li_parallel *parallel, void *scratch) {
-  li_sparse_work w;
-  li_sparse_start(&w, kernels, a, li_threads(parallel), true, scratch);
-  do {
-    for (w.count = 0; w.count < w.wave && li_sparse_next_part(&w, &w.parts[w.count]); w.count++);
-    li_run(parallel, li_sparse_backward_task, &w);
-    li_run(parallel, li_sparse_gather_task, &w);
-  } while (w.count == w.wave);
-}
-
 LI_FN size_t li_attention_scratch(const li_kernels *kernels, const li_attention *a, int64_t threads, bool backward) {
-  li_attention_work dense;
-  li_sparse_work sparse;
+  li_attention_work w;
   LI_BY_REFERENCE(kernels, return 0);
-  if (li_is_sparse(a)) return li_sparse_start(&sparse, kernels, a, li_max(threads, 1), backward, NULL);
-  return li_attention_start(&dense, kernels, a, li_max(threads, 1), backward, NULL);
+  return li_attention_start(&w, kernels, a, li_max(threads, 1), backward, NULL);
 }
 LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
                             const li_parallel *parallel, void *scratch) {
   li_attention_work w;
   LI_BY_REFERENCE(kernels, li_attention_reference(a, false); return);
-  if (li_is_sparse(a)) {
-    li_run_sparse(kernels, a, parallel, scratch);
-    return;
-  }
   li_attention_start(&w, kernels, a, li_threads(parallel), false, scratch);
   li_run(parallel, li_attention_task, &w);
   if (w.split) li_run(parallel, li_attention_merge_task, &w);
@@ -7195,10 +6657,6 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
                                      const li_parallel *parallel, void *scratch) {
   li_attention_work w;
   LI_BY_REFERENCE(kernels, li_attention_reference(a, true); return);
-  if (li_is_sparse(a)) {
-    li_run_sparse_backward(kernels, a, parallel, scratch);
-    return;
-  }
   li_attention_start(&w, kernels, a, li_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = li_min(w.first + w.wave, w.pairs * w.blocks);
@@ -8338,7 +7796,7 @@ LI_FN void li_causal_bracket(const li_causal_chunk *c, float alpha, li_matrix x,
   if (!c->begins)
     li_matmul(c->kernels, 1, li_chunk_rows(c, false, x), state, li_into(out.at, out.row, false), c->panels);
   li_causal_apply(c, alpha, clean ? z : li_finite_copy(z, c->buffer[1]), out);
-  if (!clean) li_add_infinite(li_strided(c->scores, c->rows, c->rows, LI_CHUNK), z, 0, out);
+  if (!clean) li_add_infinite(li_strided(c->scores, c->rows, c->rows, LI_CHUNK), z, 0, LI_CHUNK, out);
 }
 /* out = diag(factor / t) [before X M + scores Z]; the last addition removes the sign of a zero */
 LI_FN void li_causal_mix(const li_causal_chunk *c, float factor, li_matrix x, const float *mean,
@@ -9435,12 +8893,8 @@ LI_FN luna_status li_attention_of(const luna_attention_args *args, li_attention 
   if (li_product(li_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
   if (a->lengths) for (int64_t b = 0; b < a->batch; b++)
     if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
-  if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!li_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
-    return LUNA_BAD_ARGUMENT;
-  for (int64_t b = 0; b < a->pattern_count; b++)
-    if (li_product(li_product(pairs, a->queries, INT64_MAX), a->patterns[b].key_count, INT64_MAX) < 0)
-      return LUNA_BAD_ARGUMENT;
+  if (a->grad_log_sum_exp && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+  li_attention_band(a);
   return LUNA_OK;
 }
 
@@ -12853,9 +12307,8 @@ LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
     return LUNA_OK; \
   }
 
-/* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
-   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head,
-   scale 1, keys = values --- */
+/* --- softmax attention: in q, k, v; out y, and sums, log-sum-exp or nothing; arg: heads, batch, queries, keys, scale,
+   band. kept: log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
@@ -12876,21 +12329,23 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
+  a->window = op->arg.attention.window;
+  a->left = op->arg.attention.left;
+  a->right = op->arg.attention.right;
+  li_attention_band(a);
   a->dropout = op->dropout;
   a->seed = op->ctx->state->seed;
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
   if (op->own) {                     /* a stream's recorded op has none, and no dropout */
-    op->own->attention.bf16 = li_op_bf16(op) && op->kind != LUNA_OP_SPARSE_ATTENTION;
+    op->own->attention.bf16 = li_op_bf16(op);
     op->own->attention.dropout = li_op_dropout(op, li_times(a->batch * a->heads * a->queries, a->keys));
     a->own = &op->own->attention;
   }
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
-  a->patterns = op->arg.attention.patterns;
-  a->pattern_count = op->arg.attention.pattern_count;
-  if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
+  if (!op->arg.attention.scores) return;
   a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
   a->grad_log_sum_exp = op->out[1]->grad;
@@ -12899,7 +12354,6 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
 LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
 #define LI_CPU_SOFTMAX_ATTENTION \
   LI_CPU_REST(li_attention_query, li_attention_forward, li_attention_backward, 0)
-#define LI_CPU_SPARSE_ATTENTION LI_CPU_SOFTMAX_ATTENTION
 #define LI_CPU_PACK LI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
@@ -16026,78 +15480,45 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   return true;
 }
 
-/* an array, copied to *used bytes into memory where there is any; *used goes on behind it */
-LI_FN const void *li_put_array(char *memory, size_t *used, const void *from, size_t bytes) {
-  char *to = memory && from ? memory + *used : NULL;
-  if (from) *used += li_round(bytes);
-  if (to) li_copy(to, from, bytes);
-  return to ? to : from;
-}
-/* one pattern's arrays copied to `at`, or where it is null only counted; the bytes */
-LI_FN size_t li_pattern_copy(luna_attention_pattern *p, char *at) {
-  const size_t number = sizeof(int32_t), starts = (size_t)(p->blocks + 1) * number;
-  size_t bytes = 0;
-  if (p->blocks == 0) return 0;
-  const size_t queries = (size_t)p->queries[p->blocks], runs = (size_t)p->offsets[p->blocks];
-  p->queries = (const int32_t *)li_put_array(at, &bytes, p->queries, starts);
-  p->offsets = (const int32_t *)li_put_array(at, &bytes, p->offsets, starts);
-  p->runs = (const luna_key_run *)li_put_array(at, &bytes, p->runs, runs * sizeof *p->runs);
-  p->query_order = (const int32_t *)li_put_array(at, &bytes, p->query_order, queries * number);
-  p->key_order = (const int32_t *)li_put_array(at, &bytes, p->key_order, (size_t)p->key_count * number);
-  return bytes;
-}
-/* copies patterns into the step; null: no memory */
-LI_FN const luna_attention_pattern *li_patterns_copy(li_build *s, const luna_attention_pattern *from, int64_t count) {
-  const size_t structs = li_round((size_t)count * sizeof *from);
-  size_t bytes = structs;
-  for (int64_t i = 0; i < count; i++) {
-    luna_attention_pattern p = from[i];
-    bytes += li_pattern_copy(&p, NULL);
-  }
-  char *memory = (char *)li_step_host(s->op.ctx, s->name, bytes);
-  if (!memory) return NULL;
-  luna_attention_pattern *to = (luna_attention_pattern *)(void *)memory;
-  memcpy(to, from, (size_t)count * sizeof *from);
-  memory += structs;
-  for (int64_t i = 0; i < count; i++) memory += li_pattern_copy(&to[i], memory);
-  return to;
-}
-
 /* of an op whose inputs and sizes fit */
 LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config *c) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[s->op.inputs - 1];
   const int64_t batch = s->op.arg.attention.batch, heads = s->op.arg.attention.heads, value_dim = li_last(v);
   const int64_t queries = s->op.arg.attention.queries, keys = s->op.arg.attention.keys;
-  const bool sparse = s->op.kind == LUNA_OP_SPARSE_ATTENTION, ragged = c->sequences > 0;
+  const bool ragged = c->sequences > 0;
   s->op.lengths = li_integers(s, c->lengths, batch, 0, keys, "lengths");
   if (ragged) {
     s->op.query_offsets = li_offsets(s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
     s->op.key_offsets = li_offsets(s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
   }
   if (s->failed) return li_abandon(s);
-  if ((sparse && (ragged || c->sums)) ||
-      !li_patterns_are_good(c->patterns, c->pattern_count, batch, heads, queries, keys)) {
-    li_fail(s->op.ctx, LUNA_ERROR_PATTERNS, s->name, c->pattern_count, batch, heads, queries, keys);
+  if (c->log_sum_exp && (ragged || c->sums)) {
+    li_fail(s->op.ctx, LUNA_ERROR_LOG_SUM_EXP, s->name, ragged ? "sequences" : "sums");
     return li_abandon(s);
   }
-  s->op.arg.attention.pattern_count = c->pattern_count;
-  if (c->patterns && (s->op.arg.attention.patterns = li_patterns_copy(s, c->patterns, c->pattern_count)) == NULL)
+  if (li_on_device(s->op.ctx) && (c->window || c->log_sum_exp)) {
+    li_fail(s->op.ctx, LUNA_ERROR_NO_OP, s->name, c->window ? "attention of a window" : "log-sum-exp as a result");
     return li_abandon(s);
+  }
+  s->op.arg.attention.scores = c->log_sum_exp != NULL;
+  s->op.arg.attention.window = c->window;
+  s->op.arg.attention.left = c->left;
+  s->op.arg.attention.right = c->right;
   s->op.arg.attention.causal = c->causal;
   s->op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(li_last(q) / heads))) : c->scale;
   s->op.dropout = c->dropout;
   const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
   const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
-  luna_tensor **extra = sparse ? c->log_sum_exp : c->sums;
+  luna_tensor **extra = c->log_sum_exp ? c->log_sum_exp : c->sums;
   return ragged ? li_finish_two(s, 2, rows, extra, 2, row_sums) : li_finish_two(s, 3, shape, extra, 3, sums);
 }
 LI_FN luna_tensor *li_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
                                         const luna_attention_config *c) {
-  const luna_op_kind kind = c->patterns || c->log_sum_exp ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION;
   const bool ragged = c->sequences > 0;
   luna_tensor *const in[] = { q, k, v };
   li_build s;
-  if (!li_start(&s, kind, "luna_softmax_attention", in, 3, 3) || li_dropout_wrong(&s, c->dropout)) return NULL;
+  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3, 3) ||
+      li_dropout_wrong(&s, c->dropout)) return NULL;
   if (!li_is_finite(c->scale))
     return li_fail(q->ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s.name, "scale", (double)c->scale);
   if (li_checked(c->sequences, 1) < 0)
@@ -16155,7 +15576,11 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
 }
 
 LI_FN luna_attention_config li_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
-  const luna_attention_config a = { heads, lengths, NULL, NULL, 0, false, 0, dropout, NULL, NULL, 0, NULL };
+  luna_attention_config a;
+  memset(&a, 0, sizeof a);
+  a.heads = heads;
+  a.lengths = lengths;
+  a.dropout = dropout;
   return a;
 }
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config) {

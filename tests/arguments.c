@@ -487,32 +487,6 @@ static int part_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int6
   e = reach(e, rows, s[1], (double)heads * (double)dim, false, &row);
   return verdict(ragged ? e : reach(e, batch, s[0], (double)rows * row, shared, &one));
 }
-/* one pattern, with lists where the sizes are small */
-static const luna_attention_pattern *patterns_of(int64_t *count, int64_t queries, int64_t keys) {
-  static luna_attention_pattern p;
-  static int32_t starts[3], offsets[3], order[64];
-  static luna_key_run runs[2];
-  memset(&p, 0, sizeof p);
-  p.window = coin(), p.not_self = coin();
-  p.left = size((int64_t)pick(5)), p.right = size((int64_t)pick(5) - 2);
-  *count = size(1);
-  if (coin() || queries < 0 || keys < 1 || queries > 64 || keys > 64) return &p;
-  for (int i = 0; i < 64; i++) order[i] = (int32_t)(queries > 0 ? i % queries : 0);
-  starts[1] = (int32_t)pick((uint64_t)queries + 1), starts[2] = (int32_t)queries;
-  offsets[1] = 1, offsets[2] = 2;
-  for (int i = 0; i < 2; i++)
-    runs[i].first = 0, runs[i].count = (int32_t)pick((uint64_t)keys + 1), runs[i].whole = coin();
-  p.blocks = turn() ? -1 : 2;
-  p.queries = turn() ? NULL : starts, p.offsets = turn() ? NULL : offsets, p.runs = turn() ? NULL : runs;
-  if (coin()) p.query_order = order;
-  if (turn()) starts[1] = number(3);
-  if (turn()) offsets[1] = number(3);
-  if (turn()) runs[1].count = number(100);
-  if (turn()) runs[0].first = -1;
-  if (turn()) order[0] = number(70);
-  if (turn()) p.key_order = order, p.key_count = number(64);
-  return &p;
-}
 static int attention_args(luna_attention_args *a) {
   static int32_t offsets[2][16];
   int64_t queries, keys;
@@ -523,6 +497,8 @@ static int attention_args(luna_attention_args *a) {
   a->scale = real(coin() ? 0 : 0.5f);
   a->dropout = probability();
   a->causal = coin();
+  a->window = coin();
+  a->left = size((int64_t)pick(5)), a->right = size((int64_t)pick(5) - 2);
   a->seed = 9;
   a->run = run_of();
   int64_t s[4][3] = {{0}};
@@ -556,7 +532,6 @@ static int attention_args(luna_attention_args *a) {
   a->grad_out = room, a->grad_sums = coin() ? room : NULL;
   a->grad_q = a->grad_k = a->grad_v = room + 3 * (ROOM / 4);
   if (!ragged && pick(3) == 0) {
-    a->patterns = patterns_of(&a->pattern_count, queries, keys);
     a->sums = turn() ? a->sums : NULL, a->grad_sums = NULL;
     if (coin()) a->grad_log_sum_exp = room;
   }
@@ -1067,6 +1042,8 @@ static void case_luna_softmax_attention(void) {
   c.heads = h;
   c.causal = coin();
   c.scale = real(0);
+  c.window = coin();
+  c.left = size((int64_t)pick(5)), c.right = size((int64_t)pick(5) - 2);
   c.dropout = probability();
   c.sums = coin() ? &sums : NULL;
   if (pick(4) == 0) {
@@ -1080,8 +1057,7 @@ static void case_luna_softmax_attention(void) {
     q = tensor(3, b, n, d, 1), k = tensor(3, coin() ? 1 : b, m, d, 1), v = tensor(3, b, m, e, 1);
     c.sequences = turn() ? -3 : 0;
     if (coin()) {
-      c.patterns = patterns_of(&c.pattern_count, n, m);
-      c.sums = NULL;
+      c.sums = turn() ? &sums : NULL;
       c.log_sum_exp = coin() ? &sums : NULL;
     }
     c.lengths = lengths_of(q && k && v ? NUMBERS < q->shape[0] + k->shape[0] + v->shape[0] ? NUMBERS + 1 :
@@ -1146,7 +1122,7 @@ static void case_luna_custom_op(void) {
   luna_tensor *in[9];
   const int count = number(1 + (int)pick(8));
   const int64_t shape[4] = {small(), small(), small(), small()};
-  luna_custom c = {double_forward, double_backward, "ab", 3, 0, false};
+  luna_custom c = {double_forward, double_backward, "ab", 3, 0, false, 0, 0};
   for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (turn()) c.forward = NULL;
   if (turn()) c.backward = NULL;

@@ -19,13 +19,16 @@ static line line_of(const li_attention *a, int64_t b, int64_t h, int64_t i) {
   line at;
   at.keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
   if (a->lengths && a->lengths[b] < at.keys) at.keys = a->lengths[b];
-  if (a->causal && i + 1 < at.keys) at.keys = i + 1;
+  const int64_t first = i > a->left ? i - a->left : 0, last = i + 1 + a->right;
+  if (last < at.keys) at.keys = last;
   at.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
   at.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
   at.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
   at.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
   at.row = ((a->query_offsets ? query : b * a->queries) + i) * a->heads + h;
-  at.element = ((b * a->heads + h) * a->queries + i) * a->keys;
+  at.element = ((b * a->heads + h) * a->queries + i) * a->keys + first;
+  at.k += first * a->k_row, at.v += first * a->v_row;
+  at.keys = at.keys > first ? at.keys - first : 0;
   return at;
 }
 static void reference_line(const li_attention *a, line at, double **want, double *p, double *dp) {
@@ -34,6 +37,7 @@ static void reference_line(const li_attention *a, line at, double **want, double
   for (int64_t j = 0; j < at.keys; j++)
     p[j] = (double)a->scale * naive_dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
   want[LSE][at.row] = naive_softmax(p, at.keys);
+  if (a->window && at.keys == 0) want[LSE][at.row] = -(double)INFINITY;
   for (int64_t c = 0; c < a->value_dim; c++) want[OUT][at.out + c] = 0;
   for (int64_t j = 0; j < at.keys; j++) {
     const double keep = exact_dropout(&dropout, at.element + j),
@@ -75,17 +79,21 @@ static void run(const void *call, const li_kernels *table, int64_t threads) {
 
 /* ---- one call: STRIDED has q as [batch, heads, queries, dim] and gaps in the others, ALIAS one array for keys and
    values ---- */
-enum { CAUSAL = 1, LENGTHS = 2, DROPOUT = 4, SHARED_Q = 8, SHARED_KV = 16, STRIDED = 32, ALIAS = 64 };
+enum { CAUSAL = 1, LENGTHS = 2, DROPOUT = 4, SHARED_Q = 8, SHARED_KV = 16, STRIDED = 32, ALIAS = 64, WINDOW = 128 };
 typedef struct shape { int64_t batch, heads, queries, keys, dim, value_dim; int flags; } shape;
+typedef struct band { int64_t left, right; } band;        /* of WINDOW */
+static const band no_band = {0, 0};
 typedef struct arrays { float *q, *k, *v, *grad_out, *grad_sums; int32_t *lengths; int64_t sizes[4]; } arrays;
 
-static li_attention attention_of(const shape *s) {
+static li_attention attention_of(const shape *s, band window) {
   const int64_t h = s->heads, gap = s->flags & STRIDED ? 3 : 0;
   li_attention a;
   memset(&a, 0, sizeof a);
   a.batch = s->batch, a.heads = h, a.queries = s->queries, a.keys = s->keys, a.head_dim = s->dim,
       a.value_dim = s->value_dim;
   a.causal = (s->flags & CAUSAL) != 0;
+  a.window = (s->flags & WINDOW) != 0, a.left = window.left, a.right = window.right;
+  li_attention_band(&a);
   a.scale = s->dim > 0 ? (float)(1 / sqrt((double)s->dim)) : 1;
   a.q_head = gap ? s->dim * s->queries : s->dim, a.q_row = gap ? s->dim : h * s->dim,
       a.q_batch = h * s->queries * s->dim + gap;
@@ -140,8 +148,8 @@ static outputs outputs_of(li_attention *a, const arrays *x) {
   a->grad_v = x->v == x->k ? a->grad_k : outputs_add(&o, "grad_v", true, x->sizes[2]);
   return o;
 }
-static void check_attention(const shape *s) {
-  li_attention a = attention_of(s);
+static void check_attention(const shape *s, band window) {
+  li_attention a = attention_of(s, window);
   const arrays x = arrays_of(&a, s->flags);
   outputs o = outputs_of(&a, &x);
   if (x.v == x.k) o.want[GRAD_V] = o.want[GRAD_K];
@@ -155,12 +163,14 @@ static void check_attention(const shape *s) {
 }
 
 /* ---- ragged sequences are each alone, bit for bit ---- */
-static void check_ragged(bool causal, int64_t threads) {
+static void check_ragged(int flags, int64_t threads) {
   enum { COUNT = 5, HEADS = 2, DIM = 24, VALUE = 20, Q = HEADS * DIM, V = HEADS * VALUE };
   const int32_t queries[COUNT] = {70, 0, 300, 16, 600}, keys[COUNT] = {130, 20, 700, 1100, 600};
   int32_t q_at[COUNT + 1] = {0}, k_at[COUNT + 1] = {0};
-  const shape s = {COUNT, HEADS, 600, 1100, DIM, VALUE, causal ? CAUSAL : 0};
-  li_attention a = attention_of(&s);
+  const bool causal = flags & CAUSAL;
+  const shape s = {COUNT, HEADS, 600, 1100, DIM, VALUE, flags};
+  const band window = {45, 60};
+  li_attention a = attention_of(&s, window);
   for (int b = 0; b < COUNT; b++)
     q_at[b + 1] = q_at[b] + queries[b], k_at[b + 1] = k_at[b] + (causal ? queries[b] : keys[b]);
   const int64_t n = q_at[COUNT], m = k_at[COUNT];
@@ -183,7 +193,7 @@ static void check_ragged(bool causal, int64_t threads) {
   }
   for (int i = 0; i < 5; i++)
     CHECK(same(ragged[i], alone[i], sizes[i]), "%s: ragged%s, %d threads: array %d has other bits than each alone",
-                                    kernels_name, causal ? ", causal" : "", (int)threads, i);
+                                    kernels_name, causal ? ", causal" : flags ? ", of a window" : "", (int)threads, i);
   for (int i = 0; i < 5; i++) release(ragged[i]), release(alone[i]);
   release(q), release(k), release(v), release(grad_out);
 }
@@ -193,7 +203,7 @@ static void check_prefix(int64_t keys, bool dropout) {
   const int64_t counts[] = {1, 3, 16, 40, 64, 65, 200, 700};
   /* a dropped element's number counts queries: one head */
   shape s = {1, dropout ? 1 : 2, 1200, keys, 24, 24, dropout ? DROPOUT : 0};
-  li_attention a = attention_of(&s);
+  li_attention a = attention_of(&s, no_band);
   const arrays x = arrays_of(&a, s.flags);
   outputs all = outputs_of(&a, &x), some;
   a.grad_k = a.grad_v = NULL;
@@ -216,7 +226,7 @@ static void check_prefix(int64_t keys, bool dropout) {
 static void check_causality(int64_t n, int64_t t, float odd, int64_t threads) {
   enum { HEADS = 2, DIM = 17, VALUE = 19, Q = HEADS * DIM, V = HEADS * VALUE };
   const shape s = {1, HEADS, n, n, DIM, VALUE, CAUSAL};
-  li_attention a = attention_of(&s);
+  li_attention a = attention_of(&s, no_band);
   const arrays x = arrays_of(&a, s.flags);
   float *clean = zeros(n * V), *out = zeros(n * V);
   a.out = clean;
@@ -235,6 +245,43 @@ static void check_causality(int64_t n, int64_t t, float odd, int64_t threads) {
           (double)odd, (int)t, (int)n, (int)bad, (int)((n - t) * V));
   }
   release(clean), release(out), arrays_close(&x);
+}
+
+/* ---- a window is exact: what a query does not see never reaches it, and a NaN that it sees is not lost ---- */
+static void check_window(band window, float odd) {
+  enum { N = 1300, AT = 700, D = 17 };
+  const shape s = {1, 1, N, N, D, D, WINDOW};
+  li_attention a = attention_of(&s, window);
+  const arrays x = arrays_of(&a, s.flags);
+  outputs clean = outputs_of(&a, &x);
+  run(&a, kernels, 1);
+  outputs got = outputs_of(&a, &x);
+  fill(x.k + AT * D, D, odd), fill(x.v + AT * D, D, odd);
+  run(&a, kernels, 3);
+  int64_t reached = 0, lost = 0;
+  for (int64_t i = 0; i < N; i++) {
+    const float *out = got.got[OUT] + i * D;
+    const bool sees = AT - i >= -window.left && AT - i <= window.right;
+    if (sees) lost += out[0] == out[0];
+    else if (!same(out, clean.got[OUT] + i * D, D)) reached++;
+    else if (!same(got.got[GRAD_Q] + i * D, clean.got[GRAD_Q] + i * D, D)) reached++;
+  }
+  CHECK(reached == 0 && lost == 0, "%s: window %d, %d: %g at a key reaches %d queries that do not see it, and is lost "
+        "by %d", kernels_name, (int)window.left, (int)window.right, (double)odd, (int)reached, (int)lost);
+  outputs_close(&clean), outputs_close(&got), arrays_close(&x);
+}
+/* scores below -3e38, that of a hidden key, are scores, and Inf times -1 is no hidden key: as the reference has them */
+static void check_low_scores(bool low) {
+  const float q[2] = {low ? 1e19f : INFINITY, 1}, k[2] = {low ? -2e19f : -1, -1}, v[2] = {5, 7};
+  float out[2], lse[2];
+  const shape s = {1, 1, 2, 2, 1, 1, WINDOW};
+  li_attention a = attention_of(&s, no_band);
+  a.q = q, a.k = k, a.v = v, a.out = out, a.log_sum_exp = lse;
+  run_pass(&a, kernels, 1, false);
+  CHECK(low ? out[0] == 5 && fabs((double)lse[0] / -2e38 - 1) < 1e-6 : out[0] != out[0] && lse[0] != lse[0],
+        "%s: a score of %g gives %g, log-sum-exp %g", kernels_name, (double)(q[0] * k[0]), (double)out[0],
+        (double)lse[0]);
+  CHECK(out[1] == 7 && fabs((double)lse[1] + 1) < 1e-6, "the query beside it: %g", (double)out[1]);
 }
 
 /* ---- the folded unpack ---- */
@@ -350,6 +397,16 @@ static const shape shapes[] = { /* batch, heads, queries, keys, dim, value_dim *
   {3, 1, 30, 40, 8, 8, LENGTHS | DROPOUT | SHARED_Q | SHARED_KV | ALIAS}, {3, 2, 600, 600, 8, 8, SHARED_KV | ALIAS},
   {5, 2, 600, 30, 8, 8, SHARED_Q | SHARED_KV | ALIAS},
 };
+/* and of what a query sees before and after it */
+static const struct { shape s; band window; } windows[] = {
+  {{1, 2, 1300, 1300, 16, 24, WINDOW}, {40, 9}}, {{2, 1, 700, 700, 24, 20, WINDOW | STRIDED}, {200, 0}},
+  {{1, 1, 1300, 1300, 8, 8, WINDOW | DROPOUT}, {0, 600}}, {{2, 2, 600, 1700, 20, 20, WINDOW | LENGTHS}, {3, 700}},
+  {{1, 1, 1300, 300, 8, 16, WINDOW}, {100, 100}}, {{2, 1, 300, 1300, 8, 8, WINDOW | CAUSAL}, {70, 50}},
+  {{1, 1, 700, 1300, 8, 8, WINDOW}, {-530, 600}}, {{1, 1, 1300, 1300, 8, 8, WINDOW | ALIAS}, {650, -120}},
+  {{3, 2, 150, 140, 5, 7, WINDOW | SHARED_KV | DROPOUT}, {17, 2}}, {{3, 2, 150, 140, 8, 8, WINDOW | SHARED_Q}, {2, 66}},
+  {{1, 1, 70, 1600, 16, 16, WINDOW}, {30, 900}}, {{1, 1, 37, 41, 5, 7, WINDOW}, {1, -3}},
+  {{1, 1, 20, 9, 4, 4, WINDOW}, {5, -6}},
+};
 
 /* a's part of a whole, whose dropout's numbers are those of li_dropout */
 static void run_part(const luna_attention_args *args, uint64_t first) {
@@ -363,44 +420,39 @@ static void run_part(const luna_attention_args *args, uint64_t first) {
   li_run_attention(kernels, &a, &parallel, scratch.at);
   kernels_scratch_close(&scratch);
 }
-/* The dropout of a part of the sequences is that of the whole, with patterns whose orders of keys have other sizes. */
-static void check_dropout_of_ordered_keys(void) {
-  enum { N = 6, D = 8, BATCHES = 3, HEADS = 2, PAIRS = BATCHES * HEADS, KEYS = N + 2, SIZE = N * HEADS * D };
-  static const int32_t order[KEYS] = { 4, 2, 0, 5, 1, 3, 0, 2 }, offsets[2] = { 0, 1 }, queries[2] = { 0, N };
-  static const luna_key_run runs[1] = { { 0, KEYS, false } };
-  luna_attention_pattern patterns[PAIRS] = { 0 };
-  float *q = common_random(BATCHES * SIZE, 4, 1), *k = common_random(BATCHES * SIZE, 5, 1);
-  float whole[BATCHES * SIZE], part[SIZE];
-  for (int i = 0; i < PAIRS; i++) {
-    patterns[i].blocks = 1, patterns[i].queries = queries, patterns[i].offsets = offsets, patterns[i].runs = runs;
-    patterns[i].key_order = order, patterns[i].key_count = KEYS;
-  }
-  luna_attention_args a = { .q = q, .k = k, .v = k, .out = whole, .batch = BATCHES, .heads = HEADS, .queries = N,
-                            .keys = N, .head_dim = D, .dropout = 0.5f, .seed = 9, .patterns = patterns,
-                            .pattern_count = PAIRS };
+/* without keys, of a window */
+static void check_window_without_keys(void) {
+  enum { N = 6, D = 8 };
+  float *q = common_random(N * D, 4, 1), part[N * D], lse[N];
+  luna_attention_args a = { .q = q, .out = part, .log_sum_exp = lse, .batch = 1, .heads = 1, .queries = N,
+                            .head_dim = D, .dropout = 0.5f, .seed = 9, .window = true, .left = 1, .right = 1 };
+  a.k = a.v = q;
   a.run.scratch_size = luna_softmax_attention_scratch(&a);
   a.run.scratch = common_alloc(a.run.scratch_size);
-  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention by patterns");
-  a.batch = 1, a.pattern_count = HEADS;
-  a.q = q + 2 * SIZE, a.k = a.v = k + 2 * SIZE, a.out = part;
-  run_part(&a, 2 * HEADS * N * N);
-  test_close("attention of the last sequence", part, whole + 2 * SIZE, SIZE, 1e-7);
-  const luna_attention_pattern window = { .window = true, .left = 1, .right = 1 };
-  a.patterns = &window, a.pattern_count = 1, a.keys = 0;
+  for (int i = 0; i < N * D; i++) part[i] = 9;
   run_part(&a, 3);
-  for (int i = 0; i < SIZE; i++) CHECK(part[i] == 0, "%s: a part without keys: %g", kernels_name, (double)part[i]);
-  free(q), free(k), free(a.run.scratch);
+  for (int i = 0; i < N * D; i++) CHECK(part[i] == 0, "%s: a part without keys: %g", kernels_name, (double)part[i]);
+  for (int i = 0; i < N; i++) CHECK(lse[i] == -INFINITY, "%s: its log-sum-exp: %g", kernels_name, (double)lse[i]);
+  free(q), free(a.run.scratch);
 }
 
 int main(void) {
   const float odd[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 1e38f};
   for (int at = 0; kernels_next(&at);) {
-    check_dropout_of_ordered_keys();
+    check_window_without_keys();
+    check_low_scores(false), check_low_scores(true);
+    check_window((band){40, 9}, (float)NAN), check_window((band){600, -3}, INFINITY);
+    check_window((band){3, 700}, (float)NAN);
     for (int i = 0; i < (int)(sizeof shapes / sizeof *shapes); i++)
-      if (test_full() || (at + i) % 3 == 0) check_attention(&shapes[i]);
-    for (int threads = 1; threads < 8; threads += 3)
-      for (int causal = 0; causal < 2; causal++)
-        if (test_full() || (at + threads / 3) % 3 == 0) check_ragged(causal, threads);
+      if (test_full() || (at + i) % 3 == 0) check_attention(&shapes[i], no_band);
+    for (int i = 0; i < (int)(sizeof windows / sizeof *windows); i++)
+      if (test_full() || (at + i) % 3 == 0) check_attention(&windows[i].s, windows[i].window);
+    for (int threads = 1; threads < 8; threads += 3) {
+      if (!test_full() && (at + threads / 3) % 3 != 0) continue;
+      check_ragged(0, threads);
+      check_ragged(CAUSAL, threads);
+      check_ragged(WINDOW, threads);
+    }
     /* the reference goes row by row, whatever their number */
     const bool rows_alone = common_isas[at - 1] == LUNA_ISA_REFERENCE && !test_full();
     for (int dropout = 0; dropout < 2; dropout++) {

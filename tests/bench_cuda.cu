@@ -372,7 +372,7 @@ static luna_status sink_backward(luna_tensor *const *in, int, const luna_tensor 
 }
 static luna_tensor *gate(bench *b, luna_tensor *in, int rank, const int64_t *shape, bool is_source) {
   const luna_custom custom = {is_source ? source_forward : sink_forward, is_source ? source_backward : sink_backward,
-                              &b, sizeof b, 0, false};
+                              &b, sizeof b, 0, false, 0, 0};
   return luna_custom_op(&in, 1, rank, shape, &custom);
 }
 

@@ -72,7 +72,6 @@ static void vector_row(int64_t n, int64_t k, double min) {
 enum { ATTENTION_N = 16384, ATTENTION_FULL = 4096, ATTENTION_D = 64 };
 typedef struct attention_bench {
   luna_attention_args a;
-  luna_attention_pattern p;
   bool backward;
 } attention_bench;
 static void attention_run(void *arg) {
@@ -96,7 +95,7 @@ static void attention_rows(bool backward) {
     at->grad_q = c + ATTENTION_N * ATTENTION_D, at->grad_k = at->grad_q + ATTENTION_N * ATTENTION_D;
     at->grad_v = at->grad_k + ATTENTION_N * ATTENTION_D;
     if (i)
-      x[i].p.window = true, x[i].p.left = left, x[i].p.right = right, at->patterns = &x[i].p, at->pattern_count = 1;
+      at->window = true, at->left = left, at->right = right;
     at->run.scratch = scratch, at->run.scratch_size = SCRATCH;
     if (luna_softmax_attention_f32(at) != LUNA_OK) exit(1);
     for (int64_t q = 0; q < n; q++)

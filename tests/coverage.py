@@ -21,7 +21,7 @@ OWN = ["safetensors", "fuzz_safetensors", "stream"]     # these compile an imple
 # Threads that run a function at once lose some of its counts, and what gcov works out from these may come out as 0 or
 # negative. Where several threads read or write files, counts are atomic, which takes two to seven times the time.
 THREADS = ["checkpoints", "collective"]
-TESTS = OWN + ["ops", "arguments", "sparse", "failures", "forgetting", "int8_models", "collective", "causality",
+TESTS = OWN + ["ops", "arguments", "failures", "forgetting", "int8_models", "collective", "causality",
                "attention_layers", "setup", "scopes", "memory", "device", "recompute", "model_files", "golden", "hooks",
                "empty", "translation", "features", "checkpoints", "contact", "resume", "state", "trainer", "profile",
                "segments", "positions", "masked_lm", "classifier", "unread", "bf16_models"]

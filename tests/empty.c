@@ -169,9 +169,8 @@ static void check_ops(int64_t b, int64_t n, int64_t d) {
       OP(luna_softmax_attention(x, rows(5, b, m, d), rows(6, b, m, d), &c));
       c.sums = NULL, c.log_sum_exp = k ? NULL : &lse;
       OP(luna_softmax_attention(x, rows(5, b, m, d), rows(6, b, m, 0), &c));
-      luna_attention_pattern window = {0};
       luna_attention_config p = {0};
-      window.window = true, window.left = 1, p.patterns = &window, p.pattern_count = 1, p.lengths = c.lengths;
+      p.window = true, p.left = 1, p.lengths = c.lengths;
       OP(luna_softmax_attention(x, rows(5, b, m, d), rows(6, b, m, d), &p));
       const int32_t offsets[3] = {0, 0, 0}, many[3] = {0, (int32_t)n, (int32_t)n}, keys[3] = {0, (int32_t)m,
           (int32_t)m};

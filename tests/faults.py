@@ -205,7 +205,7 @@ plants("CROSS_ENTROPY", "li_cross_entropy_reference", "(float)(log_sum - target)
        sign="(float)(log_sum + target)")
 
 # ---- attention
-for op in ("SOFTMAX_ATTENTION", "SPARSE_ATTENTION", "PACK"):
+for op in ("SOFTMAX_ATTENTION", "PACK"):
     kind = f"op->kind == LUNA_OP_{op}"
     plants(op, "li_attention_args", "a->scale = op->arg.attention.scale", when=kind,
            sign="a->scale = -op->arg.attention.scale")
@@ -215,7 +215,7 @@ for op in ("SOFTMAX_ATTENTION", "SPARSE_ATTENTION", "PACK"):
            "a->k = k->data + (a->keys - 1) * a->k_row, a->k_row = -a->k_row, a->k_batch)")
 plant("SOFTMAX_ATTENTION", "order of time", "li_attention_args", "a->causal = op->arg.attention.causal",
       "a->causal = false")
-plant("SPARSE_ATTENTION", "index of window", "li_sparse_sees", "distance >= -s->left", "distance > -s->left")
+plant("SOFTMAX_ATTENTION", "index of window", "li_seen", "first - a->left", "first + 1 - a->left")
 plants("UNPACK", "li_unpack_args", "u->bias = op->in[2]->data", index="u->bias = op->in[2]->data + 1")
 plants("UNPACK", "li_unpack_args", "u->k = k->data", order="u->k = op->in[3]->data")
 plants("UNPACK", "li_unpack_args", "u->v = op->in[3]->data", order="u->v = k->data")

@@ -79,7 +79,7 @@ static luna_tensor *average_run(void *layer, luna_attention_call *call) {
   const int32_t *lengths = call->lengths;
   const bool causal = call->causal;
   average_state state;
-  luna_custom custom = {average_forward, average_backward, &state, sizeof state, 0, false};
+  luna_custom custom = {average_forward, average_backward, &state, sizeof state, 0, false, 0, 0};
   luna_tensor *in[2];
   memset(&state, 0, sizeof state);
   state.causal = causal;

@@ -103,30 +103,11 @@ TEST_UNUSED static int64_t naive_longest(const int32_t *offsets, int64_t n) {
   for (int64_t b = 0; b < n; b++) most = offsets[b + 1] - offsets[b] > most ? offsets[b + 1] - offsets[b] : most;
   return most;
 }
-/* The rows of the keys that query i sees, and their numbers in the dropout's rule; returns how many. length: how many
-   keys are real, with a pattern also how many queries, or null; the pattern may be null. */
-TEST_UNUSED static int64_t naive_seen(const luna_attention_pattern *pattern, bool causal, int64_t keys,
-                                      const int32_t *length, int64_t i, int64_t *row, int64_t *number) {
-  const luna_attention_pattern all = {0}, *p = pattern ? pattern : &all;
-  int64_t count = 0;
-  if (pattern && length && i >= *length) return 0;
-  for (int64_t block = 0; block < (p->blocks ? p->blocks : 1); block++) {
-    bool mine = !p->blocks;
-    for (int64_t at = mine ? 0 : p->queries[block]; !mine && at < p->queries[block + 1]; at++)
-      mine = (p->query_order ? p->query_order[at] : at) == i;
-    if (!mine) continue;
-    for (int64_t r = p->blocks ? p->offsets[block] : 0; r < (p->blocks ? p->offsets[block + 1] : 1); r++)
-      for (int64_t f = p->blocks ? p->runs[r].first : 0;
-           f < (p->blocks ? p->runs[r].first + p->runs[r].count : keys); f++) {
-        const int64_t j = p->key_order ? p->key_order[f] : f, ahead = j - i;
-        bool sees = !p->window || (ahead >= -p->left && ahead <= p->right);
-        if ((p->not_self && ahead == 0) || (causal && ahead > 0)) sees = false;
-        if (p->blocks && p->runs[r].whole) sees = true;
-        if (!sees || (length && j >= *length)) continue;
-        row[count] = j, number[count++] = f;
-      }
-  }
-  return count;
+/* whether query i sees key j of a band; window null: of all keys, where not causal */
+typedef struct naive_window { int64_t left, right; } naive_window;
+TEST_UNUSED static bool naive_sees(const naive_window *window, bool causal, int64_t i, int64_t j) {
+  if (causal && j > i) return false;
+  return !window || (j - i >= -window->left && j - i <= window->right);
 }
 
 typedef struct naive {

@@ -104,9 +104,9 @@ static void check_composed(const op_case *c, int variant) {
   memset(&fused, 0, sizeof fused);
   memset(&composed, 0, sizeof composed);
 #define TIER(name, tier, reads, cheap) \
-  if (tier == 2 && LUNA_OP_##name != LUNA_OP_SPARSE_ATTENTION) tier1.op[LUNA_OP_##name].forward = NULL;
+  if (tier == 2) tier1.op[LUNA_OP_##name].forward = NULL;
 #define TIER_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc)
-  LUNA_OPS(TIER, TIER_EACH) /* sparse attention is not made of others */
+  LUNA_OPS(TIER, TIER_EACH)
 #undef TIER
 #undef TIER_EACH
   fused.big = composed.big = true;
@@ -728,7 +728,7 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_short_convolution(cube, b, NULL), SHAPES);
   REFUSED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), NULL_ARGUMENT);
   luna_tensor *const nine[9] = {a, a, a, a, a, a, a, a, a};
-  REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0, 0, false}),
+  REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){.forward = op_custom_forward}),
       TOO_MANY_TENSORS);
 }
 

@@ -889,7 +889,7 @@ static void check_custom_fails(void) {
   luna_ctx *ctx = ctx_open();
   run r = run_open(ctx, 1, 0, 2);
   for (int works = 0; works < 2; works++) {
-    const luna_custom custom = {failing_forward, failing_backward, &works, sizeof works, 0, false};
+    const luna_custom custom = {failing_forward, failing_backward, &works, sizeof works, 0, false, 0, 0};
     luna_tensor *w = luna_params_at(r.params, 0, NULL);
     luna_begin_step(ctx);
     luna_tensor *y = luna_custom_op(&w, 1, 1, &one, &custom);
@@ -904,7 +904,7 @@ static void check_custom_fails(void) {
 static void check_not_finite_two(void) {
   luna_ctx *ctx = ctx_open();
   run bad = run_open(ctx, 1, 0, 2), good = run_open(ctx, 1, 0, 2);
-  const luna_custom custom = {none_forward, nan_backward, NULL, 0, 0, false};
+  const luna_custom custom = {none_forward, nan_backward, NULL, 0, 0, false, 0, 0};
   const int64_t one = 1;
   for (int step = 0; step < 4; step++) {
     luna_tensor *w = luna_params_at(bad.params, 0, NULL);

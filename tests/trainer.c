@@ -909,7 +909,7 @@ static luna_status poison_backward(luna_tensor *const *in, int count, const luna
   return LUNA_OK;
 }
 static luna_tensor *poisoned(luna_tensor *x, float poison) {
-  const luna_custom custom = {poison_forward, poison_backward, &poison, sizeof poison, 0, false};
+  const luna_custom custom = {poison_forward, poison_backward, &poison, sizeof poison, 0, false, 0, 0};
   return luna_custom_op(&x, 1, x->rank, x->shape, &custom);
 }
 /* sum c w^2 of every part, but a gradient with `poison` in it at one part, and a number of no gradient added to the
