@@ -200,7 +200,7 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 
 $(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions $(BUILD)/tests/lra: \
   $(wildcard examples/attentions/*.h)
-$(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o): $(wildcard examples/luna_*.h)
+$(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops contact empty masked_lm): $(wildcard examples/luna_*.h)
 $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
 $(BUILD)/tests/model_files: tests/data/old/use.h
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%.c)

@@ -710,8 +710,6 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
    [...]. */
 LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
-/* Writes the values as text, in NumPy's way: of more than 1000 the first and last 3 of each axis longer than 6. */
-LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user);
 #endif
 /* Sets luna_count(t) values. It fails for a tensor whose values are borrowed. */
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
@@ -1451,18 +1449,6 @@ LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const 
 /* The mean loss over the places whose label, of labels [batch,n], is neither negative nor beyond input.lengths. Logits
    are made for those places alone. */
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
-/* How luna_mask_tokens masks. */
-typedef struct luna_masking {
-  float probability;                 /* of a place to be chosen; 0 = 0.15 */
-  int32_t mask, vocab;               /* the mask's token; random tokens are below vocab, 0 = below mask; both 0 = 256 */
-  uint64_t seed, step;               /* the same again for the same seed, step and place */
-} luna_masking;
-/* Makes the task of a masked language model [arXiv 1810.04805]: of the chosen places 80% become the mask, 10% a random
-   token, 10% stay; labels are the tokens there and -1 elsewhere. masked and labels [batch,n]; masked may be
-   input->tokens itself. Null masking: the defaults. Returns how many were chosen, or -1: an array is null, a size
-   negative, or probability outside 0..1. */
-LUNA_API int64_t luna_mask_tokens(const luna_input *input, const luna_masking *masking, int32_t *masked,
-                                  int32_t *labels);
 
 /* Encoder-decoder, for translation. */
 typedef struct luna_seq2seq_config {
@@ -13387,63 +13373,6 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
   return li_top_k(x, 1, indices, NULL, "luna_argmax");
 }
 
-/* write: null measures the widest number */
-typedef struct li_printing {
-  const luna_tensor *t;
-  const float *values;
-  void (*write)(void *user, const char *text);
-  void *user;
-  int64_t width, edge;               /* of a number; of each axis longer than 2 edge so many at both ends; 0 = all */
-} li_printing;
-LI_FN void li_print_number(li_printing *p, float value) {
-  char digits[64];
-  li_print(digits, sizeof digits, "%f", (double)value);
-  const int64_t n = (int64_t)strlen(digits);
-  if (!p->write) p->width = li_max(p->width, n);
-  for (int64_t i = n; p->write && i < p->width; i++) p->write(p->user, " ");
-  if (p->write) p->write(p->user, digits);
-}
-LI_FN void li_print_axis(li_printing *p, int axis, int64_t offset) {
-  const int rank = p->t->rank;
-  int64_t inner = 1;
-  if (axis == rank) {
-    li_print_number(p, p->values[offset]);
-    return;
-  }
-  const int64_t size = p->t->shape[axis];
-  for (int a = axis + 1; a < rank; a++) inner *= p->t->shape[a];
-  if (p->write) p->write(p->user, "[");
-  for (int64_t i = 0; i < size; i++) {
-    const bool gap = p->edge > 0 && size > 2 * p->edge && i == p->edge;
-    for (int a = axis + 1; a < rank && p->write && i > 0; a++) p->write(p->user, "\n"); /* one empty line an axis */
-    for (int a = 0; a <= axis && axis + 1 < rank && p->write && i > 0; a++) p->write(p->user, " ");
-    if (axis + 1 == rank && p->write && i > 0) p->write(p->user, " ");
-    if (gap) {
-      if (p->write) p->write(p->user, "...");
-      i = size - p->edge - 1;
-    } else li_print_axis(p, axis + 1, offset + i * inner);
-  }
-  if (p->write) p->write(p->user, "]");
-}
-LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user) {
-  li_printing p;
-  li_mark mark;
-  if (!t) return LUNA_BAD_ARGUMENT;
-  if (!write) return li_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_print", "write");
-  memset(&p, 0, sizeof p);
-  p.t = t;
-  p.edge = luna_count(t) > 1000 ? 3 : 0;
-  const luna_status status = li_host_values(t, "luna_print", &mark, &p.values);
-  if (status == LUNA_OK && luna_count(t) > 0 && p.values) {
-    li_print_axis(&p, 0, 0);
-    p.write = write;
-    p.user = user;
-    li_print_axis(&p, 0, 0);
-  } else if (status == LUNA_OK) write(user, "[]");
-  if (status == LUNA_OK) write(user, "\n");
-  li_step_rewind(t->ctx, mark);
-  return status;
-}
 #endif
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
@@ -17741,36 +17670,6 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   x = luna_embedding(li_reshape(x, 2, all, model->config.encoder.layer.dim, 1, 1), places, 1, count);
   x = li_masked_lm_head(model, x);
   return li_linear_cross_entropy_loss(name, x, model->output, model->bias, chosen, NULL);
-}
-
-LUNA_API int64_t luna_mask_tokens(const luna_input *input, const luna_masking *masking, int32_t *masked,
-                                  int32_t *labels) {
-  luna_masking m;
-  int64_t count = 0;
-  li_config_of(&m, masking, sizeof m);
-  if (m.mask == 0 && m.vocab == 0) m.mask = 256;
-  if (m.vocab <= 0) m.vocab = m.mask;
-  const double p = m.probability != 0 ? (double)m.probability : 0.15;
-  const int64_t places = input ? li_checked(input->batch, input->n) : -1;
-  if (places < 0 || !(p >= 0 && p <= 1) || (places > 0 && (!input->tokens || !masked || !labels))) return -1;
-  for (int64_t b = 0; b < input->batch && places > 0; b++)
-    for (int64_t i = 0; i < input->n; i++) {
-      const int64_t at = b * input->n + i;
-      const int32_t token = input->tokens[at];
-      const uint32_t high = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(m.step >> 32) << 16;
-      const uint32_t use = 0x4D61736Bu; /* distinct from other uses of the seed */
-      const uint32_t counter[] = { (uint32_t)at, high, use, (uint32_t)m.step };
-      uint32_t word[4];
-      li_philox(counter, m.seed, word);
-      masked[at] = token;
-      labels[at] = -1;
-      if ((input->lengths && i >= input->lengths[b]) || (double)word[0] >= p * 4294967296.0) continue;
-      labels[at] = token;
-      count++;
-      if (word[1] % 10 < 8) masked[at] = m.mask;
-      else if (word[1] % 10 == 8) masked[at] = m.vocab > 0 ? (int32_t)(word[2] % (uint32_t)m.vocab) : token;
-    }
-  return count;
 }
 
 LI_FN bool li_seq2seq_defaults(luna_ctx *ctx, li_model_config *m) {

@@ -27,6 +27,7 @@
 #include "tokens.h"
 #include "lists.h"
 #include "classifier.h"
+#include "luna_mask.h"
 #include "pathfinder.h"
 #include "lra_tasks.h"
 #include "lra_settings.h"

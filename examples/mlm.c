@@ -13,6 +13,7 @@
 #include "luna.h"
 
 #include "example.h"
+#include "luna_mask.h"
 #include "tokens.h"
 
 #define MOST_CLASSES 1000

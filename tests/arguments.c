@@ -875,11 +875,6 @@ static void case_luna_argmax(void) {
   if (luna_count(x) <= ROOM) got_status(luna_argmax(x, turn() ? NULL : indices), x != NULL);
 }
 static void printed(void *user, const char *text) { *(size_t *)user += strlen(text); }
-static void case_luna_print(void) {
-  luna_tensor *x = any_tensor();
-  size_t length = 0;
-  got_status(luna_print(x, turn() ? NULL : printed, &length), x != NULL);
-}
 static void case_luna_profile_begin(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   got_status(luna_profile_begin(ctx), ctx != NULL);
@@ -1681,19 +1676,6 @@ static void case_luna_lm_loss(void) {
   const int32_t *t = words(batch, n), *labels = labels_of(batch, n);
   got_tensor(luna_lm_loss(&w->lm, input_of(t, NULL, batch, n), labels), true);
 }
-static void case_luna_mask_tokens(void) {
-  static int32_t labels[NUMBERS];
-  luna_masking m = {0};
-  const int64_t batch = small(), n = small();
-  const int32_t *t = words(batch, n);
-  m.probability = real(coin() ? 0 : 0.5f);
-  m.mask = number(VOCAB);
-  m.vocab = number(VOCAB);
-  if (!t && product(batch, n) > 0) return;
-  const int64_t chosen = luna_mask_tokens(input_of(t, lengths_of(batch, n), batch, n), turn() ? NULL : &m,
-                                          turn() ? NULL : spare_tokens, turn() ? NULL : labels);
-  expect(chosen >= -1 && chosen <= NUMBERS && (chosen >= 0 || hostile), "the number of chosen places");
-}
 static void seq2seq(const luna_seq2seq *model) {
   const int64_t batch = small(), n = small(), m = small();
   const int32_t *source = words(batch, n), *target = whole(spare_tokens, product(batch, m), VOCAB - 1);
@@ -2113,7 +2095,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_pad) F(luna_stack) \
   F(luna_soft_cross_entropy) F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_swap_average) F(luna_params_clip_grad) \
-  F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) \
+  F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) \
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
   F(luna_mask) F(luna_ratio) F(luna_sin) F(luna_cos) F(luna_pow) F(luna_split) F(luna_rotary) F(luna_rank_part) \
@@ -2134,9 +2116,10 @@ static void case_luna_stream_error_id(void) {
   F(luna_decoder_layer_forward) F(luna_causal_layer_init) F(luna_causal_layer_forward) F(luna_lm_init) \
   F(luna_lm_forward) F(luna_encoder_init) F(luna_encoder_embed) F(luna_encoder_forward) F(luna_classifier_init) \
   F(luna_classifier_forward) F(luna_classifier_forward_pair) F(luna_classifier_pool) F(luna_masked_lm_init) \
-  F(luna_masked_lm_forward) F(luna_masked_lm_loss) F(luna_mask_tokens) F(luna_seq2seq_init) F(luna_seq2seq_forward) \
+  F(luna_masked_lm_forward) F(luna_masked_lm_loss) F(luna_seq2seq_init) F(luna_seq2seq_forward) \
   F(luna_seq2seq_loss) \
-  F(luna_load_model) F(luna_load_model_of) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_optimizer_open) \
+  F(luna_load_model) F(luna_load_model_of) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) \
+  F(luna_optimizer_open) \
   F(luna_optimizer_add_group) \
   F(luna_optimizer_step) F(luna_optimizer_advance) F(luna_optimizer_apply) F(luna_optimizer_set_lr) \
   F(luna_optimizer_steps) F(luna_optimizer_skipped) F(luna_optimizer_grad_norm) \

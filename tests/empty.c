@@ -4,6 +4,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "examples/luna_mask.h"
 #include "common.h"
 
 static luna_ctx *ctx;

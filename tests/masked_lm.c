@@ -3,6 +3,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "examples/luna_mask.h"
 #include "common.h"
 #include "models.h"
 

@@ -4,6 +4,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "examples/luna_print.h"
 #include "op_cases.h"
 
 static luna_ctx *open_plain(luna_isa isa) {
