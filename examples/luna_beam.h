@@ -52,7 +52,7 @@ typedef struct beam_search {
   double penalty;
   double *score;                       /* [batch beam] of the unfinished sequences */
   double *best;                        /* [batch] the best result's final score */
-  int32_t *tokens, *next;              /* [batch beam, max_length] unfinished sequences, and these in their next order */
+  int32_t *tokens, *next;              /* [batch beam, max_length] unfinished sequences, and their next order */
   int32_t *last, *from;                /* [batch beam] each one's last token, and the sequence that it came from */
   int64_t *results;                    /* [batch] how many there are; -1: the source is done */
   beam_candidate *candidates;          /* [2 beam] */

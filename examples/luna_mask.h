@@ -1,4 +1,4 @@
-/* luna_mask.h: the task of a masked language model [arXiv 1810.04805]. Include it after luna.h; it uses only what luna.h
+/* luna_mask.h: the task of a masked language model [arXiv 1810.04805]. Include it after luna.h; it uses what that
    declares.
 
      luna_masking masking = { .mask = 256, .seed = 1, .step = step };
@@ -20,7 +20,7 @@
 
 typedef struct luna_masking {
   float probability;                   /* of a place to be chosen; 0 = 0.15 */
-  int32_t mask, vocab;                 /* the mask's token; random tokens are below vocab, 0 = below mask; both 0 = 256 */
+  int32_t mask, vocab;                 /* the mask's token; random ones are below vocab, 0 = below mask; both 0 = 256 */
   uint64_t seed, step;                 /* the same again for the same seed, step and place */
 } luna_masking;
 
