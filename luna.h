@@ -119,8 +119,8 @@
      one set that nobody trains (luna_params_share). A forked child goes on with one thread.
 
    SEVERAL RANKS
-     options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
-     number of machines: each has sequences of its own (>>parallel). One sequence cannot be shared by several.
+     examples/luna_ranks.h trains one model on any number of machines, each of which has sequences of its own: over MPI
+     with luna_mpi.h, over NCCL with luna_nccl.h. One sequence cannot be shared by several machines.
 
    WHERE TIME GOES
      luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
@@ -179,9 +179,9 @@
 
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
-                          >>stream >>functions >>parallel >>profile >>backend
+                          >>stream >>functions >>profile >>backend
      2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>unpack
-                          >>causal >>table >>dispatch >>status >>functions >>safetensors >>threads >>context >>ranks
+                          >>causal >>table >>dispatch >>status >>functions >>safetensors >>threads >>context
                           >>backend >>profile >>tensors >>params >>past >>ops >>metadata >>layers >>models >>trainer
                           >>checkpoints >>stream >>sampling >>decoder */
 
@@ -298,10 +298,6 @@ LUNA_API int luna_version(void);
   X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
     "luna_stream_open_bytes") \
   /* several ranks */ \
-  X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
-    "and calls") \
-  X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
   /* arguments of any call */ \
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
@@ -429,8 +425,7 @@ LUNA_API int luna_version(void);
   X(AVERAGE_NONE, BAD_ARGUMENT, "luna_optimizer_swap_average: the optimiser's config has no .average") \
   X(AVERAGE_SWAPPED, BAD_ARGUMENT, "%s: parameters and averages have changed places; call " \
     "luna_optimizer_swap_average again before") \
-  X(RANK_GRADIENTS, UNSUPPORTED, "luna_params_clip_grad: a rank has a part of the gradients; use the optimiser's " \
-    ".clip") \
+  X(GRAD_OF, BAD_ARGUMENT, "luna_write_grad: tensor %t is no parameter that learns") \
   X(RATES, BAD_ARGUMENT, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
     "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
   /* files */ \
@@ -536,8 +531,8 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
    >>context: memory, threads, errors, the step protocol
    ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_ctx luna_ctx;
+typedef struct luna_tensor luna_tensor;
 typedef struct luna_backend luna_backend;
-typedef struct luna_collective luna_collective;
 
 /* How a call runs that has no context (>>functions), and what luna_custom_run says. */
 typedef struct luna_run {
@@ -578,7 +573,6 @@ typedef struct luna_options {
   /* 0 = this CPU; luna_cuda.cuh has an NVIDIA GPU's. The host then reads and writes values by luna_read, luna_item and
      luna_write alone. Checkpoints and saved streams move between devices. */
   const luna_backend *backend;
-  const luna_collective *collective; /* other ranks; copied; 0 = none */
   const char **error;                /* where luna_open puts why it returns null; 0 = nowhere */
   /* LUNA_DTYPE_I8: an inference's products by parameters of 16 columns or more (luna_linear, luna_feed_forward and
      what is made of them) are exact ones of 8 bits, with rounded weights and rows of x, each row with its scale:
@@ -622,6 +616,22 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    the first init, luna_load_model or _of, luna_params_open, luna_params_share, luna_param or optimiser that has failed
    since the begin before it; the next begin no longer does. To try a file or a config whose failure is to have no
    effect, use a context of its own and close it. */
+/* For steps that several processes share (examples/luna_ranks.h). After a begin it says which part of a larger batch
+   the inputs of models are, until the next begin: dropout then draws what it draws for the whole batch (on a device:
+   other masks for each part), and the memory's slots go by the whole batch's longest sequence. */
+typedef struct luna_part {
+  int64_t first;                     /* sequences of the batch that are before this part */
+  int64_t longest;                   /* rows of the batch's longest sequence; 0 = of this part's */
+  int64_t target_longest;            /* the same of luna_seq2seq_forward's targets */
+} luna_part;
+LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part); /* null: the inputs are whole batches */
+/* For models of your own: marks x [batch,...], and what ops make of it, as sequences of that part. The models do this
+   to what their embedding makes. Without a part it returns x itself. */
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_tensor *luna_as_part(luna_tensor *x);
+#endif
+/* The options that a context was opened with; null for null. */
+LUNA_API const luna_options *luna_options_of(const luna_ctx *ctx);
 /* The status of the first failure since the last begin; LUNA_OK without one. */
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
 /* the instruction set that runs a context's ops; of null: luna_isa_best's */
@@ -646,7 +656,7 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_MAX_RANK 4
 
-typedef struct luna_tensor {
+struct luna_tensor {
   /* data: null in a context that measures, and once released by a scope's end or a begin. grad: null until backward has
      reached it; an op's result loses it again unless luna_require_grad was called. Those of a view may then be out of
      date: luna_read and luna_read_grad know. */
@@ -662,7 +672,7 @@ typedef struct luna_tensor {
   struct luna_tensor *base;          /* a view's owner, else null */
   struct li_int8 *int8;           /* luna.h's own: a weight in 8 bits, for inference, whose data may then be null; */
   struct li_tensor_state *own;    /* and how the tensor was made */
-} luna_tensor;
+};
 
 /* The number of elements; 0 for null. */
 LUNA_API int64_t luna_count(const luna_tensor *t);
@@ -715,12 +725,18 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 
 #ifndef LUNA_NO_TRAIN
+/* Sets the gradient of a parameter, luna_count(t) values, in place of what it has. A parameter that no luna_backward
+   has reached has a gradient from then on, so that optimisers update it. */
+LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values);
 /* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin.
    Where memory ends half-way, parameters and moments stay, the gradients of all parameters become zero, and
    luna_optimizer_step refuses until the next luna_backward: rounds that were accumulated are to be made again. A
    context that measures says beforehand what is needed. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
+/* How many labels, targets or rows a mean loss of luna.h divides by: those that are not ignored. -1 for a sum and for
+   any other tensor. Processes that share a batch weight their losses by it. */
+LUNA_API int64_t luna_counted(const luna_tensor *loss);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>ops: functions of tensors, which luna_backward differentiates
@@ -1570,7 +1586,7 @@ LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *optimizer, const l
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *optimizer);
 /* For updates of your own: multiplies all gradients of the set by max_norm / norm where their global norm is larger (0:
    never), and returns the norm before. One that is not finite changes nothing; NaN after a failure. Optimisers have
-   .clip, which on a device waits for nothing and counts the gradients of all ranks; here several ranks are an error. */
+   .clip, which on a device waits for nothing. */
 LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm);
 
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
@@ -1938,40 +1954,6 @@ LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_ar
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
 #endif
-
-/* ---------------------------------------------------------------------------------------------------------------------
-   >>parallel: one model on several ranks, each a process with a context of its own. Every rank opens its context with a
-   collective, makes the same model and the same calls in the same order, with sequences of its own: luna_input.batch
-   and its arrays are its part of the batch, in rank order. Parts may differ in number, or be empty; n is the same on all
-   ranks.
-   A step is then that of one rank with everything, up to rounding: dropout goes by the place in the whole (on a GPU
-   each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
-   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
-   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
-   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
-   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
-   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
-   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
-   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
-   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
-   a stream. Guarded by tests/collective.c.
-   ------------------------------------------------------------------------------------------------------------------ */
-typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
-/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
-   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
-   another run. */
-struct luna_collective {
-  int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
-  /* buffer: `count` floats or doubles, in place, of all ranks added up */
-  bool (*all_reduce)(void *user, void *buffer, int64_t count, luna_reduction reduction);
-  /* `bytes` bytes of each rank, in rank order, into all [ranks, bytes], on every rank */
-  bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
-  void *user;
-};
-/* For models of your own: marks x [batch,...], and what ops make of it, as this rank's part of the whole batch, so that
-   dropout goes by the place in the whole. The models do this to what their embedding makes. Without a collective it
-   returns x itself. */
-LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>profile: where time goes: every op that runs between begin and end is timed.
@@ -2389,7 +2371,6 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LI_WORDS_ABREAST 4      /* and rounded to bfloat16 */
 #define LI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LI_MAX_THREADS 256
-#define LI_MAX_RANKS (1 << 20)
 #define LI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 /* Bounds that layers, models, files and calls share. */
 enum {
@@ -9870,8 +9851,10 @@ typedef struct li_op_state {
   uint8_t depth;                     /* of the cheap ops that compute its result again: li_op_depth */
   int readers;                       /* of its result, among the ops that are now computed again */
   int scope;                         /* its row in a profile */
-  li_attention_own attention;     /* its dropout may be that of a rank's part of a whole */
+  li_attention_own attention;     /* its dropout may be that of a part of a batch */
 } li_op_state;
+/* A part of a batch: the sequences before it, and how many it has; 0: the tensor is no part */
+typedef struct li_cut { int64_t first, own; } li_cut;
 /* What they know of a tensor */
 typedef struct li_tensor_state {
   luna_op *maker;                    /* the op of the tape whose result this is */
@@ -9885,7 +9868,8 @@ typedef struct li_tensor_state {
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   bool has_grad;                     /* backward has reached it (grad stays null in a context that measures) */
   bool given, borrowed;              /* of a parameter: its values are no longer its init's; they are another's */
-  const struct li_cut *part;      /* of which whole it is this rank's part; null: it is whole */
+  li_cut cut;                        /* what it is of a batch that is shared */
+  int64_t counted;                   /* 1 + luna_counted */
 } li_tensor_state;
 /* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
    places: a tensor that a begin has ended stays one, which says so and points to nothing, until another one is made in
@@ -9976,7 +9960,8 @@ struct luna_ctx {
   uint64_t writes;                   /* calls that changed parameters */
   struct luna_optimizer *optimizers; /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
-  luna_collective collective;        /* what options.collective points to, with more than one rank */
+  luna_part part;                    /* what luna_begin_part said; */
+  bool shares;                       /* and whether it did */
   const luna_params *newest;         /* of its parameter sets */
   li_hooked *hooked;
 #ifndef LUNA_ONLY_STREAM
@@ -10624,7 +10609,6 @@ LI_FN luna_ctx *li_open_no_memory(const luna_options *o) {
 /* what is wrong with a context's options, or null */
 LI_FN const char *li_options_wrong(const luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
-  const luna_collective *c = o->collective;
   if (!ctx->kernels) return "luna_open: this build or machine lacks the instruction set options.isa";
   if (o->threads < 0) return "luna_open: options.threads is below 0";
   if (!o->allocator.allocate != !o->allocator.release)
@@ -10645,10 +10629,6 @@ LI_FN const char *li_options_wrong(const luna_ctx *ctx) {
   if (ctx->backend->version != 1 || ctx->backend->size != sizeof(luna_backend))
     return "luna_open: options.backend was compiled with another version of luna.h";
   if (o->block && li_on_device(ctx)) return "luna_open: a device has memory of its own; options.block must be null";
-  if (!c) return NULL;
-  if (!c->all_reduce || !c->all_gather) return "luna_open: options.collective lacks all_reduce or all_gather";
-  if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LI_MAX_RANKS)
-    return "luna_open: options.collective has a rank outside 0..ranks - 1, or more than 1048576 ranks";
   return NULL;
 }
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
@@ -10662,7 +10642,6 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   first.backend = o->backend ? o->backend : luna_cpu_backend();
   const char *wrong = li_options_wrong(&first);
   if (wrong) return li_open_failed(o, LUNA_BAD_ARGUMENT, wrong);
-  if (o->collective) first.collective = *o->collective;
   if (o->block) {
     char *start = (char *)o->block;
     const size_t shift = (LI_ALIGN - (uintptr_t)start % LI_ALIGN) % LI_ALIGN;
@@ -10673,7 +10652,6 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!li_persist(&first, sizeof first, false, &memory)) return li_open_no_memory(o);
   luna_ctx *ctx = (luna_ctx *)memory;
   *ctx = first;
-  ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = li_round(ctx->backend->opened);
   if (ctx->backend->open && !o->measure) status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
   if (status == LUNA_OK) {
@@ -10705,10 +10683,6 @@ LI_FN luna_isa li_isa_of(const luna_ctx *ctx) {
   return isa > LUNA_ISA_AVX2_VNNI && ctx->options.products == LUNA_DTYPE_F32 ? LUNA_ISA_AVX512 : isa;
 }
 LUNA_API luna_isa luna_isa_of(const luna_ctx *ctx) { return ctx ? ctx->kernels->isa : luna_isa_best(); }
-LI_INLINE const luna_collective *li_ranks(const luna_ctx *ctx) {
-  return LI_WHOLE ? ctx->options.collective : NULL;
-}
-LI_FN bool li_ranks_agree(luna_ctx *ctx, const char *name);
 /* whether the next begin makes this step again */
 LI_FN bool li_step_failed(const luna_ctx *ctx) {
   return ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
@@ -10737,6 +10711,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
+  ctx->shares = false;
   ctx->carried = NULL;
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   li_clear_error(ctx);
@@ -10747,7 +10722,6 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   ctx->stepped = false;
   status = li_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
-  if (status == LUNA_OK && li_ranks(ctx)) (void)li_ranks_agree(ctx, name);
   if (ctx->profile) {
     ctx->profile->scope = 0;
     ctx->profile->steps++;
@@ -10758,6 +10732,17 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return li_begin(ctx, true); }
 #endif
+LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part) {
+  static const char name[] = "luna_begin_part";
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (part && !(li_in(ctx, name, "first", part->first, 0, LI_MAX_COUNT) &&
+                li_in(ctx, name, "longest", part->longest, 0, LI_MAX_COUNT) &&
+                li_in(ctx, name, "target_longest", part->target_longest, 0, LI_MAX_COUNT))) return ctx->last_status;
+  ctx->shares = part != NULL;
+  if (part) ctx->part = *part;
+  return LUNA_OK;
+}
+LUNA_API const luna_options *luna_options_of(const luna_ctx *ctx) { return ctx ? &ctx->options : NULL; }
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return li_begin(ctx, false); }
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 LUNA_API const char *luna_error(const luna_ctx *ctx) {
@@ -10780,152 +10765,6 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
   luna_step_state now;
   (void)li_state_read(ctx, state, &now);
   return now;
-}
-
-/* ---------------------------------------------------------------------------------------------------------------------
-   >>ranks: several contexts, one model. What a rank has of a batch, and what it tells the others.
-   Guarded by tests/collective.c.
-   ------------------------------------------------------------------------------------------------------------------ */
-/* The sequences that a rank has of a batch */
-typedef struct li_cut {
-  int64_t first, own;                /* those of the ranks before, and this one's */
-  int64_t n, longest;                /* rows of a sequence, and of the batch's longest one */
-} li_cut;
-
-/* Calls of the collective: false with a sentence. Where nothing is computed all ranks count as like this one. */
-LI_FN bool li_rank_called(luna_ctx *ctx, const char *name, const char *what, bool good) {
-  if (!good) li_fail(ctx, LUNA_ERROR_COLLECTIVE, name, what, (int64_t)ctx->collective.rank,
-                     (int64_t)ctx->collective.ranks);
-  return good;
-}
-LI_FN bool li_rank_gather(luna_ctx *ctx, const char *name, const void *mine, void *all, size_t bytes) {
-  const luna_collective *c = li_ranks(ctx);
-  if (ctx->status != LUNA_OK) return false;
-  for (int r = 0; r < c->ranks; r++) li_copy((char *)all + (size_t)r * bytes, mine, bytes);
-  return !li_computes(ctx) || bytes == 0 ||
-         li_rank_called(ctx, name, "all_gather", c->all_gather(c->user, mine, all, bytes));
-}
-LI_FN bool li_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, int64_t count, luna_reduction what) {
-  const luna_collective *c = li_ranks(ctx);
-  if (ctx->status != LUNA_OK) return false;
-  return !li_computes(ctx) || count == 0 ||
-         li_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
-}
-/* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
-LI_FN bool li_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
-                           int count, int64_t **all) {
-  const int ranks = li_ranks(ctx)->ranks;
-  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
-  *all = (int64_t *)li_step_host(ctx, name, bytes);
-  if (!*all || !li_rank_gather(ctx, name, mine, *all, (size_t)count * sizeof(int64_t))) return false;
-  for (int r = 0; r < ranks; r++)
-    for (int i = 0; i < count; i++)
-      if (what[i] && (*all)[r * count + i] != (*all)[i])
-        return li_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
-                          (*all)[i]);
-  return true;
-}
-/* the labels that all ranks count */
-LI_FN bool li_rank_count(luna_ctx *ctx, const char *name, int64_t *counted) {
-  double all = (double)*counted;
-  if (!li_ranks(ctx)) return true;
-  if (!li_computes(ctx)) all *= li_ranks(ctx)->ranks;
-  if (!li_rank_reduce(ctx, name, &all, 1, LUNA_REDUCTION_SUM_F64)) return false;
-  if (!(all >= (double)*counted && all <= (double)INT64_MAX / 2))
-    return li_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a count of labels below", *counted,
-                      (int64_t)ctx->collective.rank);
-  *counted = (int64_t)all;
-  return true;
-}
-LI_FN uint64_t li_models_hash(const luna_ctx *ctx); /* all parameters' names and shapes, all models' configs */
-/* at each begin */
-LI_FN bool li_ranks_agree(luna_ctx *ctx, const char *name) {
-  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "instruction set",
-                                       "options.form", "options.seed", "call to begin a step",
-                                      "number of steps", "outcome of its inits",
-                                      "set of parameters' names and shapes, or config" };
-  const luna_step_state state = li_state_of(ctx, ctx->state);
-  const li_mark mark = li_step_mark(ctx);
-  const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
-  const int64_t mine[LI_LENGTH(what)] = {
-    ctx->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *)),
-    ctx->collective.ranks, li_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
-    ctx->training, (int64_t)state.step, status, (int64_t)li_models_hash(ctx) };
-  int64_t *all;
-  ctx->status = LUNA_OK;
-  bool good = li_rank_compare(ctx, name, mine, what, LI_LENGTH(what), &all);
-  for (int64_t r = 0; good && li_computes(ctx) && r < ctx->collective.ranks; r++)
-    if (all[r * LI_LENGTH(what)] != r)
-      good = li_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LI_LENGTH(what)], r);
-  li_step_rewind(ctx, mark);
-  if (status == LUNA_OK) return good;
-  ctx->status = status;
-  ctx->error_id = ctx->failure.id;
-  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
-  return false;
-}
-
-LI_HOT bool li_is_released(const luna_tensor *t, const char *name);
-LI_HOT int64_t li_shape_count(int rank, const int64_t *shape);
-/* which part of all ranks' batch an input is, into the step; *part stays null without a collective */
-LI_FN bool li_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
-                       const li_cut **part) {
-  static const char *const what[3] = { NULL, NULL, NULL };
-  const luna_collective *c = li_ranks(ctx);
-  int64_t *all, from = 0;
-  if (!c) return true;
-  int64_t mine[3] = { n, batch, lengths ? 1 : n };
-  if (lengths) for (int64_t b = 0; b < batch; b++) mine[2] = li_max(mine[2], lengths[b]);
-  li_cut *made = (li_cut *)li_step_host(ctx, name, sizeof *made);
-  if (!made || !li_rank_compare(ctx, name, mine, what, 3, &all)) return false;
-  memset(made, 0, sizeof *made);
-  made->n = -1;
-  for (int64_t r = 0, whole = 0; r < c->ranks; r++) {
-    const int64_t own = all[3 * r + 1];
-    if (own < 0 || own > LI_MAX_COUNT || li_checked(1, whole + own) < 0)
-      return li_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a batch", own, r);
-    if (r < c->rank) made->first += own;
-    whole += own;
-    if (own == 0) continue;
-    if (made->n >= 0 && made->n != all[3 * r])
-      return li_refuse(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r], made->n);
-    made->n = all[3 * r];
-    from = r;
-    made->longest = li_max(made->longest, all[3 * r + 2]);
-  }
-  made->own = batch;
-  if (all[3 * c->rank + 1] != batch)
-    return li_refuse(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", all[3 * c->rank + 1], (int64_t)c->rank);
-  *part = made;
-  return true;
-}
-/* What a model's input is a part of */
-LI_FN bool li_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, const li_cut **part) {
-  *part = NULL;
-  return li_cut_take(ctx, name, (int64_t)input->batch, (int64_t)input->n, input->lengths, part);
-}
-/* x as a part */
-LI_FN luna_tensor *li_cut_of(luna_tensor *x, const li_cut *part) {
-  x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
-  if (x && part) x->own->part = part;
-  return x;
-}
-LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
-  const li_cut *part = NULL;
-  if (!x || li_is_released(x, "luna_rank_part")) return NULL;
-  if (!li_ranks(x->ctx)) return x;
-  if (x->rank < 2) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_rank_part", x, (int64_t)1);
-  if (!li_cut_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
-  return li_cut_of(x, part);
-}
-/* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
-LI_FN luna_tensor *li_rank_loss(luna_tensor *loss) {
-  float value;
-  if (!loss || !li_ranks(loss->ctx) || !li_computes(loss->ctx)) return loss;
-  luna_status status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
-  if (status == LUNA_OK && !li_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
-  if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
-  return status == LUNA_OK ? loss : li_fail_backend(loss->ctx, "the loss", status);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -11251,13 +11090,13 @@ LI_SPLIT_OP(same, luna_count(op->out[0]), 1)
 
 /* a b modulo 2^64: a context that measures meets more elements than there are numbers */
 LI_INLINE int64_t li_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
-/* An op's dropout of `count` elements. Of a rank's part, where each element is in the whole. */
+/* An op's dropout of `count` elements. Where they are a part of a batch, it goes by their place in the whole. */
 LI_HOT li_dropout li_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count) {
   const luna_step_state *state = op->ctx->state;
   li_dropout d = li_dropout_of(probability, state->seed, number, (uint32_t)state->step);
-  const li_cut *part = op->out[0]->own->part;
-  if (!part && op->inputs > 1 && op->in[1]) part = op->in[1]->own->part;
-  if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(count / part->own);
+  li_cut cut = op->out[0]->own->cut;
+  if (cut.own == 0 && op->inputs > 1 && op->in[1]) cut = op->in[1]->own->cut;
+  if (cut.own > 0) d.first = (uint64_t)cut.first * (uint64_t)(count / cut.own);
   return d;
 }
 LI_FN li_dropout li_op_dropout(const luna_op *op, int64_t count) {
@@ -13051,7 +12890,8 @@ LI_HOT void li_tensor_end(luna_tensor *t, size_t end) {
   t->data = t->grad = NULL;
   t->base = NULL;
   t->own->maker = NULL;
-  t->own->part = NULL;
+  li_clear(&t->own->cut, sizeof t->own->cut);
+  t->own->counted = 0;
   t->own->data_piece = NULL;
   t->needs_grad = false;
   t->own->released = t->own->ended = true;
@@ -13405,7 +13245,8 @@ typedef struct li_build {
   li_mark mark;
   const char *name;
   bool failed;                       /* integers did not fit, which is reported: li_finish gives null */
-  int uncut;                         /* bits of the inputs that may be parts of a whole while the result is none */
+  int uncut;                         /* bits of the inputs that may be parts of a batch while the result is none */
+  int64_t counted;                   /* of a loss: see luna_counted */
 } li_build;
 
 LI_HOT void li_start_in(li_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
@@ -13564,17 +13405,18 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
   return li_abandon(s);
 }
 
-/* A device's dropout does not know of ranks: each has op numbers of its own there. */
-LI_FN uint32_t li_rank_masks(const luna_ctx *ctx) {
-  return li_ranks(ctx) && li_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
+/* A device's dropout does not know of parts: each has op numbers of its own there. */
+LI_FN uint32_t li_part_masks(const luna_ctx *ctx) {
+  return ctx->shares && li_on_device(ctx) ? (uint32_t)ctx->part.first << 16 : 0;
 }
-/* what its result is a part of */
-LI_HOT const struct li_cut *li_cut_made(const li_build *s) {
+/* what an op's result is of a batch that is shared: the same as the first input that is a part */
+LI_HOT li_cut li_cut_made(const li_build *s) {
+  const li_cut none = { 0, 0 };
   for (int i = 0; i < s->op.inputs; i++) {
     const luna_tensor *in = s->op.in[i];
-    if (in && in->own->part && !(s->uncut >> i & 1)) return in->own->part;
+    if (in && in->own->cut.own > 0 && !(s->uncut >> i & 1)) return in->own->cut;
   }
-  return NULL;
+  return none;
 }
 /* whether an op may be run; if not, the failure is reported */
 LI_HOT bool li_is_buildable(const li_build *s, int rank, const int64_t *shape) {
@@ -13617,13 +13459,13 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
   }
   op->training = record;
   if (!LI_TRAINS || !ctx->training) op->dropout = op->last_dropout = 0;
-  if (op->dropout > 0) op->dropout_op = li_rank_masks(ctx) + ctx->dropout_ops++;
-  if (op->last_dropout > 0) op->last_dropout_op = li_rank_masks(ctx) + ctx->dropout_ops++;
+  if (op->dropout > 0) op->dropout_op = li_part_masks(ctx) + ctx->dropout_ops++;
+  if (op->last_dropout > 0) op->last_dropout_op = li_part_masks(ctx) + ctx->dropout_ops++;
   op->out[0] = li_tensor_make(ctx, rank, shape);
   if (op->out[0] && extra) op->out[op->outputs++] = li_tensor_make(ctx, extra_rank, extra_shape);
   if (!op->out[op->outputs - 1])
     return li_op_no_memory(s, (size_t)li_shape_count(rank, shape) * sizeof(float));
-  for (int i = 0; i < op->outputs; i++) op->out[i]->own->part = li_cut_made(s);
+  for (int i = 0; i < op->outputs; i++) op->out[i]->own->cut = li_cut_made(s);
   if (!li_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!li_op_run(op, &status)) {
     li_piece_give(ctx, &op->own->kept_piece);
@@ -13869,6 +13711,16 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
 }
 
 LI_FN void li_gradients_forget(luna_ctx *ctx);
+LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values) {
+  static const char name[] = "luna_write_grad";
+  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  if (!t) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = t->ctx;
+  if (!t->parameter || !t->needs_grad) return li_fail_status(ctx, LUNA_ERROR_GRAD_OF, t);
+  if (!values && bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "values");
+  if (!li_grad_take(ctx, t, true)) return li_fail_memory(ctx, name, bytes);
+  return li_computes(ctx) ? li_backend_result(ctx, name, ctx->backend->copy(ctx, t->grad, values, bytes, 1)) : LUNA_OK;
+}
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss ? loss->ctx : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -13879,7 +13731,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->differentiated) return li_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad) return li_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   luna_status status = li_walk_back(loss);
-  if (status == LUNA_OK) status = ctx->status; /* of a call between ranks */
+  if (status == LUNA_OK) status = ctx->status;
   ctx->tape = NULL;
   if (status != LUNA_OK) {
     li_gradients_forget(ctx);
@@ -13968,19 +13820,6 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   ctx->newest = params;
   return params;
 }
-LI_FN uint64_t li_models_hash(const luna_ctx *ctx) {
-  uint64_t hash = 0;
-  for (const luna_params *set = ctx->newest; set; set = set->older) {
-    for (const li_param *p = set->first; p; p = p->next) {
-      hash = li_hash_bytes(hash ^ li_hash(p->name), (const char *)p->tensor.shape, sizeof p->tensor.shape);
-      hash += p->tensor.needs_grad;
-    }
-    for (const li_meta *m = set->metas; m; m = m->next) /* the configs, as files have them */
-      if (li_is_ours(m->key)) hash += li_hash_bytes(li_hash(m->key), m->value, strlen(m->value));
-  }
-  return hash;
-}
-
 /* tables of one device may differ in their rows */
 LI_FN bool li_same_device(const luna_ctx *a, const luna_ctx *b) {
   const luna_backend *x = a->backend, *y = b->backend;
@@ -14556,7 +14395,7 @@ LI_FN luna_tensor *li_view(li_build *s, luna_tensor *x, int rank, const int64_t 
   t->base = li_base(x);
   if (LI_BUMPS(x->ctx)) return t; /* its tensors share one state */
   t->own->offset = x->own->offset + offset;
-  t->own->part = x->own->part;
+  t->own->cut = x->own->cut;
   return t;
 }
 
@@ -15116,9 +14955,15 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
   return li_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
 }
 
-/* A loss that is 0 because all is ignored looks like a perfect one. */
+/* a loss, and how many labels it is the mean of */
+LI_FN luna_tensor *li_counts(luna_tensor *loss, int64_t counted) {
+  if (loss) loss->own->counted = 1 + counted;
+  return loss;
+}
+LUNA_API int64_t luna_counted(const luna_tensor *loss) { return loss ? loss->own->counted - 1 : -1; }
+/* A loss that is 0 because all is ignored looks like a perfect one. In other parts of a batch some labels may count. */
 LI_FN void li_log_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
-  if (li_computes(ctx)) li_note(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
+  if (li_computes(ctx) && !ctx->shares) li_note(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
 }
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */
 LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *labels,
@@ -15143,7 +14988,7 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
       return li_refuse(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)kept[i], classes);
     counted += !ignored;
   }
-  if (!c.sum && !li_rank_count(ctx, s->name, &counted)) return false;
+  s->counted = c.sum ? -1 : counted;
   if (counted == 0) li_log_ignored(ctx, s->name, "labels", rows);
   s->op.index = li_on_device(ctx) ? li_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
@@ -15173,7 +15018,7 @@ LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int3
     y = luna_add(luna_scale(y, 1 - c->smoothing), luna_scale(li_reshape(luna_mean(luna_gather_rows(x, used, count),
                  1), 2, count, 1, 1, 1), c->smoothing));
   y = luna_sum_all(luna_mul(li_reshape(y, 1, count, 1, 1, 1), luna_tensor_new(logits->ctx, weights, 1, &count)));
-  return li_result(scope, li_rank_loss(luna_scale(y, -s->op.arg.cross_entropy.factor)));
+  return li_result(scope, li_counts(luna_scale(y, -s->op.arg.cross_entropy.factor), s->counted));
 }
 /* name: of the call that this loss is of, or a part of */
 LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, const int32_t *labels,
@@ -15184,7 +15029,7 @@ LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, 
       !li_fits(&s, "logits [...,v]")) return NULL;
   if (!li_labels(&s, li_rows(logits), li_last(logits), labels, config)) return li_abandon(&s);
   if (config && config->class_weights) return li_weighted_loss(&s, logits, labels, config);
-  return li_rank_loss(li_finish(&s, 1, &one));
+  return li_counts(li_finish(&s, 1, &one), s.counted);
 }
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
                                          const luna_cross_entropy_config *config) {
@@ -15209,7 +15054,7 @@ LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x
   if (!li_product_fits(&s, li_rows(x), weight->shape[0], LI_MAX_COUNT)) return li_abandon(&s);
   if (!li_int8_ready(&s, 1)) return NULL;
   return li_labels(&s, li_rows(x), weight->shape[0], labels, config) ?
-      li_rank_loss(li_finish(&s, 1, &one)) : li_abandon(&s);
+      li_counts(li_finish(&s, 1, &one), s.counted) : li_abandon(&s);
 }
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
@@ -15272,7 +15117,8 @@ LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
 typedef struct li_targets {
   luna_tensor *x;                    /* the values [count, 1], 0 where there is no target */
   const int32_t *given;              /* [count], 1 where there is one */
-  float share;                       /* 1 / how many there are */
+  int64_t counted;                   /* how many there are; */
+  float share;                       /* 1 / of it */
 } li_targets;
 LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
   const int64_t count = luna_count(values);
@@ -15283,7 +15129,7 @@ LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targ
   int32_t *given = (int32_t *)li_step_host(values->ctx, name, (size_t)count * sizeof *given);
   if (!given) return false;
   for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
-  if (!li_rank_count(values->ctx, name, &counted)) return false;
+  t->counted = counted;
   if (counted == 0) li_log_ignored(values->ctx, name, "targets", count);
   t->given = given;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
@@ -15296,7 +15142,7 @@ LI_FN luna_tensor *li_errors(li_targets *t, luna_tensor *values, const float *ta
   return li_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, 0, name);
 }
 LI_FN luna_tensor *li_mean_given(const li_targets *t, luna_tensor *losses) {
-  return li_rank_loss(luna_scale(luna_sum(losses, 0), t->share));
+  return li_counts(luna_scale(luna_sum(losses, 0), t->share), t->counted);
 }
 
 LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities) {
@@ -15305,10 +15151,9 @@ LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *
   for (int a = 0; a < LUNA_MAX_RANK; a++)
     if (logits->rank != probabilities->rank || logits->shape[a] != probabilities->shape[a])
       return li_fail(logits->ctx, LUNA_ERROR_BROADCAST, "luna_soft_cross_entropy", logits, probabilities);
-  int64_t counted = li_rows(logits);
-  if (!li_rank_count(logits->ctx, "luna_soft_cross_entropy", &counted)) return NULL;
+  const int64_t counted = li_rows(logits);
   luna_tensor *sum = luna_sum_all(luna_mul(probabilities, luna_log_softmax(logits)));
-  return li_result(scope, li_rank_loss(luna_scale(sum, counted ? (float)(-1.0 / (double)counted) : 0)));
+  return li_result(scope, li_counts(luna_scale(sum, counted ? (float)(-1.0 / (double)counted) : 0), counted));
 }
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
@@ -17267,9 +17112,24 @@ LI_FN const int32_t *li_real_labels(const luna_tensor *x, const luna_input *inpu
   if (real) for (int64_t i = 0; i < all; i++) real[i] = li_label(input, labels, i);
   return real;
 }
-/* real rows of the longest sequence of an input, at least 1; over ranks of all of theirs */
-LI_FN int64_t li_longest(const luna_input *input, const li_cut *part) {
-  if (part) return li_min(li_max(part->longest, 1), li_max(part->n, 1));
+LI_FN luna_part li_part_of(const luna_ctx *ctx) {
+  const luna_part whole = { 0, 0, 0 };
+  return ctx->shares ? ctx->part : whole;
+}
+/* x as sequences of the part of a batch that the step has */
+LUNA_API luna_tensor *luna_as_part(luna_tensor *x) {
+  if (!x || li_is_released(x, "luna_as_part")) return NULL;
+  if (!x->ctx->shares) return x;
+  if (x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_as_part", x, (int64_t)0);
+  luna_tensor *y = luna_reshape(x, x->rank, x->shape);
+  if (!y) return NULL;
+  y->own->cut.first = x->ctx->part.first;
+  y->own->cut.own = x->shape[0];
+  return y;
+}
+/* real rows of the longest sequence of an input, at least 1; `whole`: of the batch that it is a part of, or 0 */
+LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
+  if (whole > 0) return whole;
   const int64_t n = li_max(input->n, 1);
   int64_t longest = input->lengths ? 1 : n;
   if (input->lengths) for (int64_t b = 0; b < input->batch; b++) longest = li_max(longest, input->lengths[b]);
@@ -17284,16 +17144,15 @@ LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_
 /* what the logits are made of */
 LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input) {
   luna_scope scope = luna_scope_begin(model->params->ctx);
-  const li_cut *part;
   luna_lm_state *state;
-  if (!li_cut_input(scope.ctx, "luna_lm_forward", input, &part) || !li_state_take(model, input, &state)) return NULL;
+  if (!li_state_take(model, input, &state)) return NULL;
   luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
                                       luna_input_layer_forward(&model->input, input);
-  x = li_cut_of(x, part);
+  x = luna_as_part(x);
   x = li_result_so_far(&scope, li_add_positions(x, model->config.positions, model->positions,
                                                      li_state_position(state)));
   x = li_result_so_far(&scope, luna_dropout(x, model->config.layer.dropout));
-  const int64_t horizon = li_params_horizon(model->params, li_longest(input, part));
+  const int64_t horizon = li_params_horizon(model->params, li_longest(input, li_part_of(scope.ctx).longest));
   for (int64_t i = 0; i < model->config.layers; i++) {
     li_past past = li_state_layer(state, i);
     x = li_result_so_far(&scope, li_causal_layer(&model->layers[i], x, state ? &past : NULL, horizon));
@@ -17429,13 +17288,14 @@ LI_FN float li_embedding_factor(const luna_encoder_config *c) {
   return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->layer.dim) : 1.0f;
 }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
-LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input, const li_cut *part) {
+LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
   const luna_encoder_config *c = &e->config;
   const luna_norm_layer *norm = &e->embedding_norm;
   const float factor = li_embedding_factor(c);
   luna_scope scope = luna_scope_begin(e->embedding ? e->embedding->ctx : e->input.mean->ctx);
-  luna_tensor *x = li_cut_of(e->embedding ? luna_embedding(e->embedding, input->tokens, input->batch, input->n) :
-                                            luna_input_layer_forward(&e->input, input), part);
+  luna_tensor *x = e->embedding ? luna_embedding(e->embedding, input->tokens, input->batch, input->n) :
+                                  luna_input_layer_forward(&e->input, input);
+  x = luna_as_part(x);
   if (factor != 1 && e->embedding) x = li_result_so_far(&scope, luna_scale(x, factor));
   x = li_result_so_far(&scope, li_add_positions(x, c->positions, e->positions, c->first_position));
   if (c->keep_padding) x = li_result_so_far(&scope, luna_mask(x, input->lengths));
@@ -17462,11 +17322,10 @@ LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *inp
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = li_encoder_ctx(e, input, "luna_encoder_embed", "input");
-  const li_cut *part;
-  if (!ctx || !li_cut_input(ctx, "luna_encoder_embed", input, &part)) return NULL;
+  if (!ctx) return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
   const luna_encoder_config *c = &e->config;
-  const int64_t slots = li_min(c->layer.memory, li_longest(input, part));
+  const int64_t slots = li_min(c->layer.memory, li_longest(input, li_part_of(ctx).longest));
   const float factor = li_embedding_factor(c);
   luna_tensor *memory = p ? *p : NULL;
   if (e->memory && !memory) {
@@ -17476,13 +17335,12 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
       memory = luna_add(memory, li_sinusoids(ctx, 0, slots, c->layer.dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
     memory = luna_expand(memory, input->batch);
-    memory = li_cut_of(memory, part);
-    memory = luna_dropout(memory, c->layer.dropout);
+    memory = luna_dropout(luna_as_part(memory), c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return li_results(scope, li_embed(e, input, part), memory);
+  return li_results(scope, li_embed(e, input), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
@@ -17726,10 +17584,9 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
                                     model->config.encoder.first_position);
   luna_tensor *p = NULL;
   luna_encoder e;                    /* what embeds the target */
-  const li_cut *part;
   luna_input from;
   if (!li_model_ctx(to, target, name, "target") || !li_is_one_batch(ctx, source, target, name) ||
-      !li_cut_input(ctx, name, target, &part) || !li_empty_input(ctx, name, source, &from)) return NULL;
+      !li_empty_input(ctx, name, source, &from)) return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *context = luna_encoder_forward(&model->encoder, &from, &p);
   memset(&e, 0, sizeof e);
@@ -17737,11 +17594,11 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   e.config.keep_padding = true;      /* padding of the target: a zero embedding, no more */
   e.embedding = model->embedding;
   e.positions = model->positions;
-  luna_tensor *x = context ? li_embed(&e, target, part) : NULL;
+  luna_tensor *x = context ? li_embed(&e, target) : NULL;
   luna_scope inner = luna_scope_begin(ctx); /* the encoder's results stay */
   li_flow f = li_flow_of(x, p, from.lengths);
   f.context = context;
-  f.horizon = li_params_horizon(model->params, li_longest(target, part));
+  f.horizon = li_params_horizon(model->params, li_longest(target, li_part_of(ctx).target_longest));
   for (int64_t i = 0; i < model->config.decoder_layers && x; i++) {
     f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
     x = li_decoder_layer(&model->layers[i], &f);
@@ -17805,7 +17662,6 @@ struct luna_optimizer {
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
   uint64_t skipped_in_row;           /* the state's, as far as the host knows */
-  bool summed;                       /* has summed gradients over ranks */
   bool swapped;                      /* parameters and averages have changed places */
   luna_optimizer *next;              /* of the context */
 };
@@ -18086,70 +17942,6 @@ LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
   if (!changed || o->table == o->parts || status != LUNA_OK) return status;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
-/* Copies up to `room` floats of the gradients, from place `at` of all on, to the bucket or back; how many there were */
-LI_FN int64_t li_gradients_move(const luna_optimizer *o, int64_t at, float *bucket, int64_t room, bool back,
-                                luna_status *status) {
-  luna_ctx *ctx = o->params->ctx;
-  int64_t moved = 0;
-  for (int64_t i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
-    const luna_tensor *t = o->trained[i].tensor;
-    const int64_t count = t->grad ? luna_count(t) : 0;
-    const int64_t n = li_max(0, li_min(count - at, room - moved));
-    const size_t bytes = (size_t)n * sizeof(float);
-    if (n > 0 && back) *status = ctx->backend->copy(ctx, t->grad + at, bucket + moved, bytes, 1);
-    if (n > 0 && !back) *status = ctx->backend->copy(ctx, bucket + moved, t->grad + at, bytes, 2);
-    moved += n;
-    at = li_max(0, at - count);
-  }
-  return moved;
-}
-LI_FN uint64_t li_optimizer_hash(const luna_optimizer *o) { /* of its kind, hook and config */
-  const luna_optimizer_config *c = &o->config;
-  const luna_schedule *s = &c->schedule;
-  const double all[] = { (double)o->kind, (double)c->lr, (double)c->momentum, (double)c->nesterov, (double)c->beta1,
-                         (double)c->beta2, (double)c->epsilon, (double)c->weight_decay, (double)c->clip,
-                         (double)s->decay, (double)s->warmup, (double)s->total, (double)s->floor,
-                         (double)s->warmup_from, (double)s->gamma, (double)s->milestone[0], (double)s->milestone[1],
-                         (double)s->milestone[2], (double)s->milestone[3], (double)c->max_skips, (double)c->average };
-  return li_hash_bytes(o->hook ? li_hash(o->hook->name) : 0, (const char *)all, sizeof all);
-}
-/* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same optimiser, the same
-   parameters with a gradient, and at its first step the same values. A NaN or Inf in one rank's loss counts for all. */
-#define LI_BUCKET ((int64_t)1 << 18)
-LI_FN luna_status li_gradients_sum(luna_optimizer *o) {
-  static const char *const what[] = { "number of optimiser steps", "kind or config of its optimiser",
-                                      "set of parameters with a gradient",
-                                      "value of some parameter before the first step", NULL };
-  static const char name[] = "luna_optimizer_step";
-  luna_ctx *ctx = o->params->ctx;
-  const li_mark mark = li_step_mark(ctx);
-  luna_step_state state = li_state_of(ctx, ctx->state);
-  luna_status status = LUNA_OK;
-  const int64_t room = li_min(LI_BUCKET, luna_params_element_count(o->params));
-  int64_t mine[5] = { o->attempts, (int64_t)li_optimizer_hash(o), 0, 0, state.nonfinite != 0 }, *all, n;
-  void *bucket;
-  bool good = li_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
-              li_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
-  for (int64_t at = 0; at < o->size && good; at++) {
-    const luna_tensor *t = o->trained[at].tensor;
-    if (t->grad) mine[2] = (int64_t)((uint64_t)mine[2] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 + 1);
-    if (o->summed || li_on_device(ctx) || !t->data) continue;
-    mine[3] = (int64_t)li_hash_bytes((uint64_t)mine[3], (const char *)t->data, (size_t)luna_count(t) * sizeof(float));
-  }
-  good = good && li_rank_compare(ctx, name, mine, what, 5, &all);
-  for (int i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[5 * i + 4] != 0;
-  if (good && li_computes(ctx))
-    status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
-  for (int64_t at = 0; good && status == LUNA_OK; at += n) {
-    n = li_gradients_move(o, at, (float *)bucket, room, false, &status);
-    if (n == 0) break;
-    good = status == LUNA_OK && li_rank_reduce(ctx, name, bucket, n, LUNA_REDUCTION_SUM_F32);
-    if (good) (void)li_gradients_move(o, at, (float *)bucket, room, true, &status);
-  }
-  o->summed = true;
-  li_step_rewind(ctx, mark);
-  return good ? li_backend_result(ctx, name, status) : ctx->status;
-}
 /* the backend's norm or update of all parts */
 LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
   luna_ctx *ctx = o->params->ctx;
@@ -18178,7 +17970,6 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
   ctx->writes++;
-  if (li_ranks(ctx)) status = li_gradients_sum(o);
   if (ctx->options.measure || status != LUNA_OK) return status;
   /* Adam squares gradients */
   const float largest = o->hook && o->hook->largest > 0 ? o->hook->largest : 1e18f;
@@ -18251,7 +18042,6 @@ LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm) {
   double sum = 0;
   luna_status status = ctx ? ctx->open_status : LUNA_BAD_ARGUMENT;
   if (status != LUNA_OK || !(max_norm >= 0 || li_is_rate(ctx, name, "max_norm", max_norm))) return (float)NAN;
-  if (li_ranks(ctx)) return (void)li_fail_status(ctx, LUNA_ERROR_RANK_GRADIENTS), (float)NAN;
   if (ctx->status != LUNA_OK && ctx->status != LUNA_NOT_FINITE) return (float)NAN;
   const li_mark mark = li_step_mark(ctx);
   const size_t bytes = li_on_device(ctx) ? LI_SUM_BLOCK * sizeof(float) : 1;

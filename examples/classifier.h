@@ -153,9 +153,9 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
   for (int64_t at = 0; at < count; at += set.batch) {
     batch b = batch_at(s, first, count, at);
     rows = count - at < set.batch ? count - at : set.batch;
-    luna_begin_inference(ctx);
+    if (begin_look(ctx, b.input) != LUNA_OK) return free(logits), -1;
     luna_tensor *out = s->logits ? s->logits(&b.input) : luna_classifier_forward(model, &b.input);
-    *loss += (double)luna_item(luna_cross_entropy(out, b.labels, NULL)) * (double)rows / (double)count;
+    *loss += loss_over_ranks(luna_cross_entropy(out, b.labels, NULL)) * (double)rows / (double)count;
     if (!isfinite(*loss) || luna_read(out, logits) != LUNA_OK) return free(logits), -1;
     for (int64_t i = 0; balance && i < b.count; i++) unbalance(logits + i * s->classes, balance, s->classes);
     if (!look_at(s, logits, b.labels, b.count, rows)) return free(logits), -1;
@@ -282,16 +282,17 @@ TOOL int train_classifier_on(luna_ctx *ctx, luna_params *params, const samples *
 
   best_model *const keeps = s->held >= LEAST_CALIBRATED ? &best : NULL; /* of fewer chance would choose */
   bar.last = 1 + (double)s->held / QUICK;
+  if (!share_training(model.params, adam)) return failed(ctx);
   progress_start(&bar, 0);
   while (bar.step < set.steps && !interrupted && best_awaited(&best)) {
     if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK, keeps) < 0) return failed(ctx);
     batch b = batch_random(s, bar.step);
-    luna_begin_step(ctx);
+    begin_training(ctx, b.input);
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels,
                                            &(luna_cross_entropy_config){ .class_weights = balance });
-    luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
-    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
+    differentiate(loss, luna_counted(loss));
+    if (learn_from(adam) != LUNA_OK) return failed(ctx);
+    progress_step(&bar, learnt_loss(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
   }
   const bool last = bar.step > 0 && best_awaited(&best);
   if (last && validate(ctx, &model, s, &bar, QUICK, keeps) < 0) return failed(ctx);

@@ -67,6 +67,8 @@ TOOL bool same_file(const char *a, const char *b) { /* by other paths too, and t
 
 #ifdef EXAMPLE_MPI
 #include "luna_mpi.h"
+#else
+#include "luna_ranks.h"
 #endif
 
 /* ---- settings, sentences, random numbers ------------------------------------------------------------------------- */
@@ -86,7 +88,9 @@ static const char *program = "example";
 static uint64_t flags_given;         /* bit i: row i of the flags was on the command line */
 
 static luna_ctx *profiled;           /* whose steps --profile times, until progress_end() */
-static luna_collective ranks = { .ranks = 1 }; /* of a training on several */
+static luna_collective ranks = { .ranks = 1 }; /* of a training on several, */
+static luna_ranks shared;                    /* and what they share, with the loss of the step */
+static double shared_loss;
 
 /* How many bytes make the next character, of UTF-8, that a terminal can show; 0: none. */
 TOOL int showable(const unsigned char *s, int64_t size) {
@@ -170,6 +174,30 @@ typedef struct portion { int64_t first, count; } portion;
 TOOL portion rank_part(int64_t n) {
   const int64_t first = n * ranks.rank / ranks.ranks;
   return (portion){ first, n * (ranks.rank + 1) / ranks.ranks - first };
+}
+
+/* Opens what ranks share, once model and optimiser are made or loaded. */
+TOOL bool share_training(luna_params *params, luna_optimizer *optimizer) {
+  return ranks.ranks == 1 || luna_ranks_open(&shared, params, optimizer, &ranks) == LUNA_OK;
+}
+/* The calls of a step that ranks may share. input: this rank's part of the batch; of a loss `counted` labels count. */
+TOOL luna_status begin_training(luna_ctx *ctx, luna_input input) {
+  return ranks.ranks > 1 ? luna_ranks_begin_step(&shared, &input, NULL) : luna_begin_step(ctx);
+}
+TOOL luna_status begin_look(luna_ctx *ctx, luna_input input) {
+  return ranks.ranks > 1 ? luna_ranks_begin_inference(&shared, &input, NULL) : luna_begin_inference(ctx);
+}
+TOOL void differentiate(luna_tensor *loss, int64_t counted) {
+  if (ranks.ranks > 1) shared_loss = luna_ranks_backward(&shared, loss, counted);
+  else luna_backward(loss);
+}
+TOOL luna_status learn_from(luna_optimizer *optimizer) {
+  return ranks.ranks > 1 ? luna_ranks_step(&shared) : luna_optimizer_step(optimizer);
+}
+/* The loss over all ranks that the step has differentiated, and any other loss. */
+TOOL double learnt_loss(luna_tensor *loss) { return ranks.ranks > 1 ? shared_loss : (double)luna_item(loss); }
+TOOL double loss_over_ranks(luna_tensor *loss) {
+  return ranks.ranks > 1 ? luna_ranks_loss(&shared, loss, luna_counted(loss)) : (double)luna_item(loss);
 }
 
 /* The sum of what ranks have counted in their parts of a batch; NaN on failure. */
@@ -621,9 +649,6 @@ TOOL luna_ctx *open_context(void) {
 #ifdef EXAMPLE_CUDA
   if (set.device) options.backend = luna_cuda_backend(0);
 #endif
-#ifdef EXAMPLE_MPI
-  options.collective = &ranks;
-#endif
   luna_ctx *ctx = luna_open(&options);
   if (!ctx) fail("%s", error);
   return ctx;
@@ -660,6 +685,7 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   if (status == 0 && set.profile && !profiled && ranks.rank == 0) status = write_profile(ctx);
   if (status == 0 && ranks.ranks > 1)
     printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, megabytes(ctx));
+  luna_ranks_close(&shared);
   luna_close(ctx);
   return status;
 }

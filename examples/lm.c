@@ -75,6 +75,10 @@ static int read_text(const char *path, text *t) {
 
 /* ---- the model --------------------------------------------------------------------------------------------------- */
 
+/* What this rank has of `rows` windows, without their bytes. */
+static luna_input part_of(int64_t rows, int64_t n) {
+  return (luna_input){ NULL, NULL, rank_part(rows).count, n, NULL };
+}
 /* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. With
    other ranks a rank has windows of its own. */
 static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const int32_t *next, int64_t rows, int64_t n) {
@@ -112,8 +116,8 @@ static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t win
     int64_t rows = (t.size - 1 - at) / window, n = window;
     if (rows > 16) rows = 16;
     if (rows == 0) rows = 1, n = t.size - 1 - at;          /* the rest at the end */
-    luna_begin_inference(ctx);
-    const double loss = (double)luna_item(loss_of(model, t.bytes + at, t.bytes + at + 1, rows, n));
+    begin_look(ctx, part_of(rows, n));
+    const double loss = loss_over_ranks(loss_of(model, t.bytes + at, t.bytes + at + 1, rows, n));
     if (!(loss >= 0)) return (double)NAN;                  /* likewise */
     sum += loss * (double)(rows * n), count += (double)(rows * n);
     at += rows * n;
@@ -213,13 +217,13 @@ static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, tex
   while (bar.step < set.steps && !interrupted) {
     if (progress_due(&bar) && !(validate(ctx, model, held, VALIDATION) >= 0)) return false;
     luna_graph_begin(graph);
-    luna_begin_step(ctx);
+    begin_training(ctx, part_of(set.batch, own.cut));
     pick_windows(t, bar.step, bytes, next);
     luna_lm_state_continue(carried);
     luna_tensor *loss = loss_of(model, bytes, next, set.batch, own.cut);
-    luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK || luna_graph_end(graph) != LUNA_OK) return false;
-    progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.cut));
+    differentiate(loss, luna_counted(loss));
+    if (learn_from(adam) != LUNA_OK || luna_graph_end(graph) != LUNA_OK) return false;
+    progress_step(&bar, learnt_loss(loss), (double)(set.batch * own.cut));
     if (set.save_every && bar.step % set.save_every == 0 && !save(adam, model->params)) return false;
   }
   progress_end(&bar);
@@ -287,6 +291,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK) return failed(ctx);
   if ((set.save_every || set.resume) && luna_params_set_text(params, "lm.text", mark.text) != LUNA_OK)
     return failed(ctx);
+  if (!share_training(params, adam)) return failed(ctx);
   if (set.resume) say("going on from step %lld of %s", (long long)begin, set.resume);
   double first = mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION);
   if (!(first >= 0)) return failed(ctx);

@@ -356,10 +356,10 @@ static double masked_found(luna_ctx *ctx, const samples *s, int64_t count, doubl
     const batch b = batch_at(s, s->training, count, at);
     int32_t *chosen;
     int64_t places;
-    luna_begin_inference(ctx);
+    begin_look(ctx, b.input);
     luna_tensor *x = masked_logits(&b.input, -1 - at, &chosen, &places);
     int32_t *best = (int32_t *)grow(NULL, places + 1, sizeof(int32_t));
-    *loss += (double)places * (double)luna_item(luna_cross_entropy(x, chosen, NULL));
+    *loss += (double)places * loss_over_ranks(luna_cross_entropy(x, chosen, NULL));
     const bool good = luna_argmax(x, best) == LUNA_OK && isfinite(*loss);
     for (int64_t i = 0; i < places; i++) right += best[i] == chosen[i];
     all += (double)places;
@@ -596,17 +596,18 @@ static int make_step(luna_ctx *ctx, luna_optimizer *adam, const samples *s) {
   use_step(s);
   batch b = batch_random(s, bar.step);
   if (redraw(bar.step)) return 2;
-  luna_begin_step(ctx);
+  begin_training(ctx, b.input);
   if (pretraining) loss = total = masked_loss(&b.input, bar.step);
   else loss = label_loss(&b, bar.step, &total, &segment);
+  const int64_t counted = luna_counted(loss);
   if (model.choice.system && total == loss) loss = total = attentions_loss(&model.choice, total);
   else if (model.choice.system) total = attentions_loss(&model.choice, total);
-  luna_backward(total);
-  if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
-  const double value = (double)luna_item(loss);
+  differentiate(total, counted);
+  if (learn_from(adam) != LUNA_OK) return failed(ctx);
+  const double value = total == loss ? learnt_loss(loss) : loss_over_ranks(loss);
   progress_step(&bar, value, (double)(b.input.batch * b.input.n * ranks.ranks));
   run.loss += value, run.losses++;
-  if (segment) run.segment += (double)luna_item(segment);
+  if (segment) run.segment += loss_over_ranks(segment);
   const int64_t window = own.trial / 10 > 1 ? own.trial / 10 : 1;
   run.recent += (value - run.recent) / (double)(bar.step < window ? bar.step : window);
   return 0;
@@ -706,6 +707,7 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
     return fail("%s, the best model so far, is not there; --out is the run's name", best.text);
   if (old) fclose(old);
   if (begin_curve(begin)) return 2;
+  if (!share_training(params, adam)) return failed(ctx);
   progress_start(&bar, begin);
   return learn(ctx, params, adam, s) || finish(ctx, params, s) ? 2 : 0;
 }

@@ -1,14 +1,15 @@
-/* luna_mpi.h: the luna_collective of luna_options from calls of MPI. A program includes it after luna.h and is built by
-   mpicc:
+/* luna_mpi.h: the luna_collective of luna_ranks.h from calls of MPI. A program that includes it is built by mpicc:
 
-     static mpi_ranks mpi;                         lives as long as the context
+     static mpi_ranks mpi;                         lives as long as the luna_ranks
      mpi_open(&mpi, &argc, &argv);
-     luna_ctx *ctx = luna_open(&(luna_options){ .collective = &mpi.collective });
+     luna_ranks_open(&ranks, params, optimizer, &mpi.collective);
      ...
      mpi_close(&mpi, status);                      a status that is not 0 ends all ranks
 
    Sums are added up in rank order, each part of them on one rank: the same bits on all ranks, in every run and with any
    MPI. */
+#include "luna_ranks.h"
+
 #include <limits.h>
 #include <mpi.h>
 #include <sched.h>
@@ -20,7 +21,7 @@
 typedef struct mpi_ranks {
   luna_collective collective;
   MPI_Comm comm;
-  int64_t calls, bytes;                /* of luna.h, and bytes that this rank has handed over in them */
+  int64_t calls, bytes;                /* of luna_ranks.h, and bytes that this rank has handed over in them */
 } mpi_ranks;
 
 /* Waits for a call that has begun, and lets others run meanwhile: ranks may be more than cores. */
@@ -81,7 +82,7 @@ static bool mpi_gather(void *user, const void *mine, void *all, size_t bytes) {
          mpi_wait(MPI_Iallgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, m->comm, &request), &request);
 }
 
-/* False: MPI could not be started. Its own errors come back as failed calls, so that luna.h's sentence is seen. */
+/* False: MPI could not be started. Its own errors come back as failed calls, so that luna_ranks.h says a sentence. */
 static bool mpi_open(mpi_ranks *m, int *count, char ***given) {
   int threads;
   memset(m, 0, sizeof *m);

@@ -1,18 +1,21 @@
-/* luna_nccl.h: the luna_collective of luna_options from calls of NCCL, a rank a GPU. luna.h hands over host memory of
-   the memory's or the gradients' size: it goes through a buffer on the device. A program includes it after luna.h,
-   links with -lnccl, and makes the communicator as it likes:
+/* luna_nccl.h: the luna_collective of luna_ranks.h from calls of NCCL, a rank a GPU. luna_ranks.h hands over host
+   memory: it goes through a buffer on the device. A program that includes this file links with -lnccl, and makes the
+   communicator as it likes:
 
      cudaSetDevice(device);                        before ncclCommInitRank and what follows: the current one is used
-     static nccl_ranks nccl;                       lives as long as the context
+     static nccl_ranks nccl;                       lives as long as the luna_ranks
      if (!nccl_open(&nccl, communicator)) ...
      luna_options options = {0};
-     options.collective = &nccl.collective, options.backend = luna_cuda_backend(device);
+     options.backend = luna_cuda_backend(device);
      luna_ctx *ctx = luna_open(&options);
+     luna_ranks_open(&ranks, params, optimizer, &nccl.collective);
      ...                                           where a rank fails, ncclCommAbort frees the others
      luna_close(ctx), nccl_close(&nccl);
 
    Sums are added up in rank order from what all ranks have sent: the same bits on all ranks and in every run, which
    NCCL's own reduction leaves to its choice of algorithm. Compiled only: it has not run. */
+#include "luna_ranks.h"
+
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <stdlib.h>

@@ -355,12 +355,21 @@ static void place_readers(int64_t all) {                   /* evenly over all st
     readers[b] = r;
   }
 }
+static int64_t carried_rows(void) {                        /* of each window */
+  int64_t n = own.window;
+  for (int64_t i = 0; i < data.training; i++) if (data.list[i].n < n) n = data.list[i].n;
+  return n;
+}
+static luna_input carried_input(void) {                    /* what this rank has of them, without their numbers */
+  return (luna_input){ NULL, NULL, rank_part(set.batch).count, carried_rows(), NULL };
+}
 static luna_status next_windows(int64_t step) {            /* after the step's begin, which lets go of the state */
   luna_status status = LUNA_OK;
   const portion mine = rank_part(set.batch);
-  int64_t all = 0, n = own.window;
+  const int64_t n = carried_rows();
+  int64_t all = 0;
   random_state = draw(1, step, 0);
-  for (int64_t i = 0; i < data.training; all += data.list[i++].n) if (data.list[i].n < n) n = data.list[i].n;
+  for (int64_t i = 0; i < data.training; i++) all += data.list[i].n;
   if (step == 0) place_readers(all);
   batch_open(set.batch, n);
   for (int64_t b = 0; b < set.batch; b++) {
@@ -718,30 +727,13 @@ static int load_both(luna_ctx *ctx, const char **words) {
 static progress bar;
 static best_model best;
 
-/* On several ranks each measures alone, in a context that has no others: a model that reads the same parameters. */
-static struct { luna_ctx *ctx; luna_model model; } alone;
-static int open_alone(luna_ctx *ctx, luna_params *params) {
-  const luna_model trained = model;
-  alone.ctx = ctx;
-  if (ranks.ranks > 1) {
-    alone.ctx = luna_open(&(luna_options){ .threads = (int)set.threads });
-    if (make_model(luna_params_share(alone.ctx, params)) != LUNA_OK) return failed(alone.ctx);
-  }
-  alone.model = model, model = trained;
-  return 0;
-}
-static int measure_alone(int64_t first, int64_t last) {
-  const luna_model trained = model;
-  model = alone.model;
+static int measure_held(luna_ctx *ctx, int64_t first, int64_t last) { /* each rank by itself */
   score_clear();
-  const int status = find_all(alone.ctx, first, last, count_score);
-  model = trained;
-  return status;
+  return find_all(ctx, first, last, count_score);
 }
-static int print_held(void) {
+static int print_held(luna_ctx *ctx) {
   const int64_t first = data.training + data.validation;
-  model = alone.model;
-  return data.count > first ? print_score(alone.ctx, first, data.count, "on what was not learnt from: ", true) : 0;
+  return data.count > first ? print_score(ctx, first, data.count, "on what was not learnt from: ", true) : 0;
 }
 
 /* Of recordings with classes the linear model teaches: what it says of each row is learnt beside the class. Few events
@@ -770,7 +762,7 @@ static void teach(void) {
 static int validate_now(luna_params *params) {
   const double since = progress_validates();
   if (data.validation == 0) return 0;
-  if (measure_alone(data.training, data.training + data.validation)) return 2;
+  if (measure_held(luna_params_ctx(params), data.training, data.training + data.validation)) return 2;
   const double count = (double)(score.count ? score.count : 1);
   const double loss = own.forecast ? score.loss / count : calibration_loss(&score.all, 1);
   const double precision = own.forecast ? NAN : calibration_rank(&score.all, rare_class).precision;
@@ -793,24 +785,27 @@ static int learn(luna_ctx *ctx, luna_params *params) {
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 500 ? set.steps / 10 : 50, .total = set.steps,
                  .floor = 0.02f } });
   int32_t *order = (int32_t *)grow(NULL, data.training, sizeof(int32_t));
-  int status = adam ? open_alone(ctx, params) : failed(ctx);
+  int status = adam ? 0 : failed(ctx);
   for (int64_t i = 0; i < data.training; i++) order[i] = (int32_t)i;
   teach();
+  if (!status && !share_training(params, adam)) status = failed(ctx);
   progress_start(&bar, 0);
   while (!status && bar.step < set.steps && !interrupted && best_awaited(&best)) {
     if (progress_due(&bar) && (status = validate(params, adam)) != 0) break;
-    luna_begin_step(ctx);
-    if (!own.carry) training_batch(bar.step, order);
-    else if (next_windows(bar.step) != LUNA_OK || luna_lm_state_continue(carried) != LUNA_OK) {
-      status = failed(ctx);
-      break;
+    if (!own.carry) training_batch(bar.step, order), own_part();
+    begin_training(ctx, own.carry ? carried_input() : batch_input());
+    if (own.carry) {
+      if (next_windows(bar.step) != LUNA_OK || luna_lm_state_continue(carried) != LUNA_OK) {
+        status = failed(ctx);
+        break;
+      }
+      own_part();
     }
-    own_part();
     luna_input input = batch_input();
     luna_tensor *loss = loss_of(run(&input));
-    luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK) status = failed(ctx);
-    else progress_step(&bar, (double)luna_item(loss), (double)(batch.rows * batch.n * ranks.ranks));
+    differentiate(loss, luna_counted(loss));
+    if (learn_from(adam) != LUNA_OK) status = failed(ctx);
+    else progress_step(&bar, learnt_loss(loss), (double)(batch.rows * batch.n * ranks.ranks));
   }
   free(order);
   if (!status && bar.step == 0) status = fail("stopped before the first step: nothing learnt, nothing written");
@@ -925,17 +920,15 @@ static void collect(const series *s, int64_t row, const float *y) {
 }
 /* With cases or steps to validate on, sets the temperature and the threshold by them. Returns 0, or 2 after a
    sentence. */
-static int choose(void) {
-  const luna_model trained = model;
+static int choose(luna_ctx *ctx) {
   calibration c = { .classes = label_count };
   if (own.forecast || data.validation == 0) return 0;
   for (int32_t label = 0; own.per_step && label < label_count; label++) {
     const int64_t runs = presence_of(data.training, data.training + data.validation, label).runs;
     if (label == 0 || runs < c.independent) c.independent = runs;
   }
-  validated = &c, model = alone.model;
-  int status = find_all(alone.ctx, data.training, data.training + data.validation, collect);
-  model = trained;
+  validated = &c;
+  int status = find_all(ctx, data.training, data.training + data.validation, collect);
   if (!status) status = set_temperature(&c);
   if (!status) set_threshold(&c);
   return calibration_close(&c), status;
@@ -1012,7 +1005,7 @@ static void join_unlearnt(void) {                          /* cases are measured
   join(last, data.count);
 }
 
-static int train_model(luna_ctx *ctx, const char **words) {
+static int train(luna_ctx *ctx, const char **words) {
   luna_params *params = luna_params_open(ctx);
   double start = seconds();
   if (read_task(words[0])) return 2;
@@ -1037,21 +1030,16 @@ static int train_model(luna_ctx *ctx, const char **words) {
   if (learn(ctx, params)) return 2;
   if (best_end(&best, params, &bar) != LUNA_OK) return failed(ctx);
   if (own.forecast && fold_changes(params) != LUNA_OK) return failed(ctx);
-  if (choose()) return 2;
+  if (choose(ctx)) return 2;
   if (balance && balance_model(params) != LUNA_OK) return failed(ctx);
   if (!own.forecast && ranks.rank == 0) linear_yardstick();
   if (remember_choices(params) != LUNA_OK) return failed(ctx);
   if (ranks.rank > 0) return 0;
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   say("%s: %lld steps in %.0f s", set.out, (long long)bar.step, seconds() - start);
-  return print_held() || plot(&bar, words[0]) ? 2 : 0;
+  return print_held(ctx) || plot(&bar, words[0]) ? 2 : 0;
 }
 
-static int train(luna_ctx *ctx, const char **words) {
-  const int status = train_model(ctx, words);
-  if (alone.ctx != ctx) luna_close(alone.ctx);
-  return status;
-}
 
 static int eval(luna_ctx *ctx, const char **words) {
   if (load_both(ctx, words)) return 2;

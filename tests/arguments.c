@@ -732,6 +732,22 @@ static void case_luna_write(void) {
   luna_tensor *x = any_tensor();
   if (luna_count(x) <= NUMBERS) got_status(luna_write(x, turn() ? NULL : numbers), x != NULL);
 }
+static void case_luna_write_grad(void) {
+  luna_tensor *x = any_tensor();
+  if (luna_count(x) <= NUMBERS) got_status(luna_write_grad(x, turn() ? NULL : numbers), x != NULL);
+}
+static void case_luna_counted(void) {
+  luna_tensor *x = any_tensor();
+  expect(luna_counted(turn() ? NULL : x) == -1, "labels of no loss");
+}
+static void case_luna_begin_part(void) {
+  const luna_part part = { size(1), size(8), size(0) };
+  got_status(luna_begin_part(w->ctx, turn() ? NULL : &part), w->ctx != NULL);
+}
+static void case_luna_options_of(void) {
+  const luna_options *o = luna_options_of(turn() ? NULL : w->ctx);
+  expect(!o || o->threads >= 0, "options of a context");
+}
 static void case_luna_backward(void) {
   luna_tensor *x = tensor(2, 1, small(), 1, 1), *y;
   luna_require_grad(x);
@@ -933,7 +949,7 @@ static void map(luna_tensor *(*op)(luna_tensor *x)) {
 #define MAP_CASE(NAME, name, value, slope) static void case_luna_##name(void) { map(luna_##name); }
 LUNA_MAPS(MAP_CASE)
 static void case_luna_ratio(void) { map(luna_ratio); }
-static void case_luna_rank_part(void) { map(luna_rank_part); }
+static void case_luna_as_part(void) { map(luna_as_part); }
 static void case_luna_detach(void) { map(luna_detach); }
 static void masked(luna_tensor *(*op)(luna_tensor *x, const int32_t *lengths)) {
   const int64_t b = small(), n = small();
@@ -2090,7 +2106,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_causal_nested_attention_scratch) F(luna_philox) \
   F(luna_open) F(luna_close) F(luna_begin_step) F(luna_begin_inference) \
   F(luna_error_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
-  F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) \
+  F(luna_read) F(luna_read_grad) F(luna_write) F(luna_write_grad) F(luna_counted) F(luna_begin_part) \
+  F(luna_options_of) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) \
   F(luna_concat) F(luna_expand) F(luna_min) F(luna_var) F(luna_tensor_full) F(luna_tensor_random) \
   F(luna_pad) F(luna_stack) \
   F(luna_soft_cross_entropy) F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
@@ -2098,7 +2115,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) \
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
-  F(luna_mask) F(luna_ratio) F(luna_sin) F(luna_cos) F(luna_pow) F(luna_split) F(luna_rotary) F(luna_rank_part) \
+  F(luna_mask) F(luna_ratio) F(luna_sin) F(luna_cos) F(luna_pow) F(luna_split) F(luna_rotary) F(luna_as_part) \
   F(luna_detach) F(luna_dropout) \
   F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_softmax_attention) F(luna_causal_product) \
   F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \

@@ -1,4 +1,4 @@
-/* Several ranks, as threads of this process (collective.h): R ranks give the losses and gradients of one rank, with
+/* examples/luna_ranks.h with several ranks, as threads of this process (collective.h): R ranks give the losses and gradients of one rank, with
    uneven and empty parts, with lengths and dropout; the same bits in every run and for any threads;
    what a layer sends; ranks that differ, hooks that fail. */
 #include "test.h"
@@ -34,7 +34,7 @@ typedef struct run {
   float *ranks_gradient[HUB_RANKS];
   double ranks_loss[HUB_RANKS][STEPS];
   uint64_t ranks_hash[HUB_RANKS];    /* of the parameters after the last step */
-  int64_t bytes[HUB_RANKS], peak[HUB_RANKS]; /* of the last step */
+  int64_t bytes[HUB_RANKS];          /* of the last step */
 } run;
 
 static int64_t cut_at(int rank, int ranks, int64_t n) { return n * rank / ranks; }
@@ -141,19 +141,28 @@ static luna_tensor *model_loss(const model *m, const run *r, const data *d) {
   }
 }
 
+/* begins a step and differentiates its loss, which it returns */
+static double step_loss(luna_ranks *ranks, const model *m, const run *r, const data *d) {
+  luna_ranks_begin_step(ranks, &d->input, r->kind == SEQ2SEQ ? &d->output : NULL);
+  luna_tensor *loss = model_loss(m, r, d);
+  return luna_ranks_backward(ranks, loss, luna_counted(loss));
+}
+
 static void rank_main(void *user, const luna_collective *collective) {
   run *r = (run *)user;
   const bool cut = collective != NULL;
   const int rank = cut ? collective->rank : 0;
   hub *h = cut ? ((hub_rank *)collective->user)->h : NULL;
   int64_t first = 0, count = 0;
-  luna_options options = { .threads = r->threads ? r->threads : 1, .seed = 5, .collective = collective, .form = r->form,
+  luna_options options = { .threads = r->threads ? r->threads : 1, .seed = 5, .form = r->form,
                            .isa = r->isa, .backend = r->backend };
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   model net = {0};
   model_init(&net, params, r);
   luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = 0.05f, .momentum = 0.5f, .clip = 2 });
+  luna_ranks ranks;
+  rank_check(luna_ranks_open(&ranks, params, sgd, collective) == LUNA_OK, ctx, "open");
   for (int i = 0; cut && i < rank; i++) first += r->parts[i];
   const int64_t batch = cut ? r->parts[rank] : r->batch;
   count = luna_params_element_count(params);
@@ -164,20 +173,16 @@ static void rank_main(void *user, const luna_collective *collective) {
     data d = data_of(r, step, first, batch, r->length, TARGET);
     const int64_t before = cut ? ((hub_rank *)collective->user)->bytes : 0;
     for (int more = 1; more < r->accumulated; more++) {
-      luna_begin_step(ctx);
-      luna_backward(model_loss(&net, r, &d));
+      step_loss(&ranks, &net, r, &d);
     }
-    luna_begin_step(ctx);
-    luna_tensor *loss = model_loss(&net, r, &d);
-    luna_backward(loss);
+    r->ranks_loss[rank][step] = step_loss(&ranks, &net, r, &d);
     float *at = r->ranks_gradient[rank];
     for (int64_t i = 0; step == 0 && i < luna_params_tensor_count(params); i++) {
       const luna_tensor *t = luna_params_at(params, i, NULL);
       if (t->grad) luna_read_grad(t, at);
       at += luna_count(t);
     }
-    r->ranks_loss[rank][step] = loss ? (double)luna_item(loss) : NAN;
-    const bool good = luna_optimizer_step(sgd) == LUNA_OK;
+    const bool good = luna_ranks_step(&ranks) == LUNA_OK;
     if (!good || luna_error_status(ctx) != LUNA_OK)
       snprintf(r->error[rank], sizeof r->error[rank], "%s", luna_error(ctx));
     r->bytes[rank] = cut ? ((hub_rank *)collective->user)->bytes - before : 0;
@@ -193,7 +198,7 @@ static void rank_main(void *user, const luna_collective *collective) {
     luna_read(t, at);
     at += luna_count(t);
   }
-  r->peak[rank] = (int64_t)luna_memory(ctx).peak;
+  luna_ranks_close(&ranks);
   r->ranks_hash[rank] = 7;
   for (int64_t i = 0; i < count; i++) {
     uint32_t bits;
@@ -376,7 +381,7 @@ typedef struct trial {
    are */
 static int other_number;
 static bool other_gather(void *user, const void *mine, void *all, size_t bytes) {
-  int64_t own[11];
+  int64_t own[LUNA_RANKS_NUMBERS];
   if (bytes != sizeof own) return hub_gather(user, mine, all, bytes);
   memcpy(own, mine, sizeof own);
   own[other_number]++;
@@ -387,8 +392,8 @@ static void trial_main(void *user, const luna_collective *collective) {
   const int rank = collective->rank;
   const unlike what = rank == 1 ? t->what : NOTHING;
   luna_collective own = *collective;
-  luna_options options = { .threads = 1, .seed = what == SEED ? 8 : 7, .isa = t->isa, .backend = t->backend,
-                           .collective = &own };
+  luna_ranks ranks;
+  luna_options options = { .threads = 1, .seed = what == SEED ? 8 : 7, .isa = t->isa, .backend = t->backend };
   luna_lm_config config = t->lm;
   run r = {0};
   model net = {0};
@@ -410,12 +415,14 @@ static void trial_main(void *user, const luna_collective *collective) {
     p->data[3] += 1;
   }
   data d = data_of(&r, 0, 0, 2, what == OTHER_LENGTH ? 7 : 6, 4);
-  t->status[rank] = what == INFERENCE ? luna_begin_inference(ctx) : luna_begin_step(ctx);
+  luna_ranks_open(&ranks, params, sgd, &own);
+  t->status[rank] = luna_ranks_begin(&ranks, what != INFERENCE, &d.input, NULL);
   if (t->status[rank] == LUNA_OK) {
     luna_tensor *loss = model_loss(&net, &r, &d);
-    if (what != INFERENCE) luna_backward(loss);
-    t->status[rank] = luna_optimizer_step(sgd);
+    luna_ranks_backward(&ranks, loss, luna_counted(loss));
+    t->status[rank] = luna_ranks_step(&ranks);
   }
+  luna_ranks_close(&ranks);
   snprintf(t->error[rank], sizeof t->error[rank], "%s", luna_error(ctx));
   if (t->status[rank] != LUNA_OK) hub_leave(((hub_rank *)collective->user)->h);
   data_free(&d);
@@ -478,20 +485,32 @@ static void hooks_fail(void) {
 }
 static void options(void) {
   luna_collective c = { 0, 1, hub_reduce, hub_gather, NULL };
-  luna_options o = { .threads = 1, .collective = &c };
-  luna_ctx *ctx = luna_open(&o);     /* one rank calls nothing: its user is null */
-  CHECK(luna_begin_step(ctx) == LUNA_OK, "%s", luna_error(ctx));
-  luna_close(ctx);
-  c.rank = 1;
-  CHECK(luna_open(&o) == NULL, "rank 1 of 1");
-  c.rank = -1, c.ranks = 2;
-  CHECK(luna_open(&o) == NULL, "rank -1");
-  c.rank = 0, c.all_reduce = NULL;
-  CHECK(luna_open(&o) == NULL, "no function");
-  c.all_reduce = hub_reduce;
-  ctx = luna_open(&o);
-  CHECK(isnan(luna_params_clip_grad(luna_params_open(ctx), 1)) && luna_error_id_of(ctx) == LUNA_ERROR_RANK_GRADIENTS,
-        "a part of the gradients is clipped: %s", luna_error(ctx));
+  luna_options o = { .threads = 1 };
+  luna_ctx *ctx = luna_open(&o);
+  luna_params *params = luna_params_open(ctx);
+  luna_ranks ranks;
+  const luna_input none = { 0 };
+  /* one rank calls nothing: its user is null */
+  CHECK(luna_ranks_open(&ranks, params, NULL, &c) == LUNA_OK && luna_ranks_begin_step(&ranks, &none, NULL) == LUNA_OK,
+        "%s", luna_error(ctx));
+  luna_ranks_close(&ranks);
+  CHECK(luna_ranks_open(&ranks, params, NULL, NULL) == LUNA_OK, "no collective: %s", luna_error(ctx));
+  luna_ranks_close(&ranks);
+  for (int i = 0; i < 5; i++) {
+    luna_collective bad = c;
+    bad.ranks = 2;
+    luna_begin_inference(ctx);       /* without the sentence before */
+    if (i == 0) bad.rank = 2;
+    if (i == 1) bad.rank = -1;
+    if (i == 2) bad.ranks = (1 << 20) + 1;
+    if (i == 3) bad.all_reduce = NULL;
+    if (i == 4) bad.all_gather = NULL;
+    CHECK(luna_ranks_open(&ranks, params, NULL, &bad) == LUNA_BAD_ARGUMENT &&
+          strstr(luna_error(ctx), i < 3 ? "rank outside 0..ranks - 1" : "lacks all_reduce or all_gather"), "%d: %s", i,
+          luna_error(ctx));
+    luna_ranks_close(&ranks);
+  }
+  CHECK(luna_ranks_open(&ranks, NULL, NULL, &c) == LUNA_BAD_ARGUMENT, "no parameters");
   luna_close(ctx);
 }
 
@@ -502,8 +521,8 @@ typedef struct part_test {
 /* a stream, and a context without a collective that shares the parameters, are a rank's own: no other one takes part */
 static void alone_main(void *user, const luna_collective *collective) {
   run r = run_of("alone", LM);
-  luna_options o = { .threads = 1, .collective = collective }, own = { .threads = 1 };
-  luna_ctx *ctx = luna_open(&o), *other = luna_open(&own);
+  luna_options o = { .threads = 1 };
+  luna_ctx *ctx = luna_open(&o), *other = luna_open(&o);
   luna_params *params = luna_params_open(ctx);
   model net = {0}, same = {0};
   (void)user;
@@ -556,7 +575,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
   const int rank = collective ? collective->rank : 0, ranks = collective ? collective->ranks : 1;
   const int64_t first = cut_at(rank, ranks, 4), own = cut_at(rank + 1, ranks, 4) - first;
   run r = run_of("resumed", LM);
-  luna_options o = { .threads = 1, .seed = 3, .collective = collective };
+  luna_options o = { .threads = 1, .seed = 3 };
   luna_ctx *ctx = luna_open(&o);
   luna_params *params = luna_params_open(ctx);
   model net = {0};
@@ -564,13 +583,12 @@ static void resumed_main(void *user, const luna_collective *collective) {
   model_init(&net, params, &r);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 0.01f, .clip = 1 });
   if (!s->save) rank_check(luna_load_training(adam, luna_bytes(s->bytes, s->size)) == LUNA_OK, ctx, "load");
+  luna_ranks shared;
+  luna_ranks_open(&shared, params, adam, collective);
   for (int step = 0; step < s->steps; step++) {
     data d = data_of(&r, step + (s->save ? 0 : 4), first, own, 12, 1);
-    luna_begin_step(ctx);
-    luna_tensor *loss = model_loss(&net, &r, &d);
-    luna_backward(loss);
-    const double value = (double)luna_item(loss);
-    rank_check(luna_optimizer_step(adam) == LUNA_OK, ctx, "resumed");
+    const double value = step_loss(&shared, &net, &r, &d);
+    rank_check(luna_ranks_step(&shared) == LUNA_OK, ctx, "resumed");
     if (rank == 0) s->loss[step] = value;
     data_free(&d);
   }
@@ -578,6 +596,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
     luna_io io = { NULL, resumed_write, s, 0 };
     rank_check(luna_save_training(adam, luna_callbacks(&io)) == LUNA_OK, ctx, "save");
   }
+  luna_ranks_close(&shared);
   luna_close(ctx);
 }
 static void checkpoints(void) {
@@ -629,23 +648,24 @@ static void measured_main(void *user, const luna_collective *collective) {
   void *block = NULL;
   r.lm.layer.convolution = 3;
   for (int pass = 0; pass < 2; pass++) {
-    luna_options o = { .threads = 1, .collective = collective, .measure = pass == 0, .block = block,
-                       .block_size = (size_t)t->measured[rank] };
+    luna_options o = { .threads = 1, .measure = pass == 0, .block = block, .block_size = (size_t)t->measured[rank] };
     luna_ctx *ctx = luna_open(&o);
     luna_params *params = luna_params_open(ctx);
     model net = {0};
     model_init(&net, params, &r);
     luna_optimizer *adam = luna_adam(params, NULL);
+    luna_ranks ranks;
+    luna_ranks_open(&ranks, params, adam, collective);
     for (int step = 0; step < 2; step++) {
       data d = data_of(&r, step, 2 * rank, 2, 6, 1);
-      luna_begin_step(ctx);
-      luna_backward(model_loss(&net, &r, &d));
-      rank_check(luna_optimizer_step(adam) == LUNA_OK, ctx, "measured");
+      step_loss(&ranks, &net, &r, &d);
+      rank_check(luna_ranks_step(&ranks) == LUNA_OK, ctx, "measured");
       data_free(&d);
     }
     const int64_t peak = (int64_t)luna_memory(ctx).peak;
     if (pass) rank_check(peak <= t->measured[rank], ctx, "more bytes than measured");
     t->measured[rank] = peak;
+    luna_ranks_close(&ranks);
     luna_close(ctx);
     if (pass == 0) block = common_alloc((size_t)peak);
   }

@@ -8,6 +8,7 @@
      hub_close(&h); */
 #ifndef COLLECTIVE_H
 #define COLLECTIVE_H
+#include "../examples/luna_ranks.h"
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>

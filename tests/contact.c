@@ -98,7 +98,7 @@ static void check_ended(luna_tensor *t, int *released, const char *what) {
   ENDED(!luna_dropout(t, 0));
   ENDED(!luna_expand(t, 1));
   ENDED(!luna_clamp(t, 0, 1));
-  ENDED(!luna_rank_part(t));
+  ENDED(!luna_as_part(t));
   ENDED(!luna_concat(&t, 1, 0));
   ENDED(!luna_softmax_attention(t, t, t, NULL));
   ENDED(luna_read(t, values) == LUNA_BAD_ARGUMENT);

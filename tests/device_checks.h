@@ -411,12 +411,6 @@ static void device_sharing(const device *d) {
 }
 
 /* ---- a context that measures needs no device ---- */
-static bool device_no_reduce(void *user, void *buffer, int64_t count, luna_reduction what) {
-  return (void)buffer, (void)count, (void)what, user == NULL;
-}
-static bool device_no_gather(void *user, const void *mine, void *all, size_t bytes) {
-  return (void)mine, (void)all, (void)bytes, user == NULL;
-}
 static void device_measures(const device *d) {
   luna_options options = {0};
   luna_lm_config config = {0};
@@ -431,23 +425,6 @@ static void device_measures(const device *d) {
             luna_error(ctx)))
     CHECK(device_infer(ctx, &lm) && luna_memory(ctx).peak > 31 * 16 * sizeof(float), "measured are %zu bytes: %s",
           luna_memory(ctx).peak, luna_error(ctx));
-  luna_close(ctx);
-
-  /* a training step of one of two ranks */
-  const int32_t tokens[4] = {1, 2, 3, 4};
-  luna_collective two = {0};
-  luna_input input = {0};
-  two.ranks = 2, two.all_reduce = device_no_reduce, two.all_gather = device_no_gather;
-  options.collective = &two;
-  ctx = luna_open(&options);
-  luna_params *params = luna_params_open(ctx);
-  input.tokens = tokens, input.batch = 1, input.n = 4;
-  if (CHECK(ctx && luna_lm_init(&lm, params, &config) == LUNA_OK, "measuring a rank: %s", luna_error(ctx))) {
-    luna_optimizer *adam = luna_adamw(params, NULL);
-    luna_begin_step(ctx);
-    luna_backward(luna_lm_loss(&lm, &input, tokens));
-    CHECK(luna_optimizer_step(adam) == LUNA_OK, "a rank's step on a device that is measured: %s", luna_error(ctx));
-  }
   luna_close(ctx);
 }
 

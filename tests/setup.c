@@ -299,22 +299,14 @@ static void log_last(void *user, luna_status status, const char *sentence) {
 }
 static void *alloc_never(void *user, size_t size) { return (void)user, (void)size, NULL; }
 static void release_never(void *user, void *at, size_t size) { (void)user, (void)at, (void)size; }
-static bool reduce_never(void *user, void *at, int64_t count, luna_reduction what) {
-  return (void)user, (void)at, (void)count, (void)what, false;
-}
-static bool gather_never(void *user, const void *mine, void *all, size_t size) {
-  return (void)user, (void)mine, (void)all, (void)size, false;
-}
 static void check_open(void) {
   static const char *const reason[] = {"threads", "isa", "allocate", "form", "backend", "block is too small",
-                                       "all_gather",
-                                       "rank outside", "no memory"};
+                                       "no memory"};
   static char block[64];
   char logged[320];
   luna_backend backend = *luna_cpu_backend();
   backend.version++;
-  for (int i = 0; i < 9; i++) {
-    luna_collective ranks = {.rank = i == 7 ? 2 : 0, .ranks = 2};
+  for (int i = 0; i < 7; i++) {
     const char *why = "";
     luna_options options = {.threads = i == 0 ? -1 : 1, .log = log_last, .log_user = logged, .error = &why};
     if (i == 1) options.isa = (luna_isa)99;
@@ -322,9 +314,7 @@ static void check_open(void) {
     if (i == 3) options.form = (luna_form)9;
     if (i == 4) options.backend = &backend;
     if (i == 5) options.block = block, options.block_size = sizeof block;
-    if (i >= 6 && i < 8) options.collective = &ranks;
-    if (i > 6) ranks.all_reduce = reduce_never, ranks.all_gather = gather_never;
-    if (i == 8) options.allocator = (luna_allocator){alloc_never, release_never, NULL};
+    if (i == 6) options.allocator = (luna_allocator){alloc_never, release_never, NULL};
     CHECK(!luna_open(&options) && strstr(why, reason[i]) && strstr(logged, why), "luna_open with a bad %s: \"%s\"",
           reason[i], why);
   }

@@ -164,7 +164,7 @@ ATTENTION_FN luna_tensor *scored_attention(luna_tensor *x, const int32_t *length
   dh = x->shape[2] / s->heads;
   wide = m > SCORED_ROWS ? m : SCORED_ROWS;
   in[SCORED_LENGTHS] = attention_lengths(x, lengths);
-  if (dropout > 0) in[s->mask = count++] = luna_dropout(luna_rank_part(attention_filled(x->ctx, 1, 4, shape)), dropout);
+  if (dropout > 0) in[s->mask = count++] = luna_dropout(luna_as_part(attention_filled(x->ctx, 1, 4, shape)), dropout);
   bytes = attention_gemm_scratch(SCORED_ROWS, wide, dh), other = attention_gemm_scratch(SCORED_ROWS, dh, wide);
   if (other > bytes) bytes = other;
   if ((other = attention_gemm_scratch(wide, dh, SCORED_ROWS)) > bytes) bytes = other;

@@ -1,0 +1,422 @@
+/* luna_ranks.h: one model trained by several ranks, each a process with a context of its own, on one machine or many.
+   Every rank makes the same model and the same calls in the same order, with sequences of its own. How ranks talk is in
+   a luna_collective of two functions: luna_mpi.h makes it of MPI's calls, luna_nccl.h of NCCL's.
+
+     luna_ranks ranks;
+     if (luna_ranks_open(&ranks, params, optimizer, &collective) != LUNA_OK) ...   when the model is made or loaded
+     for each step
+       luna_ranks_begin_step(&ranks, &input, NULL);          input: this rank's sequences of the batch
+       luna_tensor *loss = luna_lm_loss(&model, &input, labels);
+       double value = luna_ranks_backward(&ranks, loss, luna_counted(loss));       the loss of the whole batch
+       if (luna_ranks_step(&ranks) != LUNA_OK) puts(luna_error(ctx));
+     if (collective.rank == 0) luna_save(params, luna_path("model.safetensors"));
+     luna_ranks_close(&ranks);
+
+   luna_input.batch and its arrays are a rank's part of the batch, in rank order. Parts may differ in number, or be
+   empty; n is the same on all ranks. A step is then that of one rank with everything, up to rounding: dropout goes by
+   the place in the whole batch (on a GPU each rank has masks of its own), a mean loss divides by the labels of all
+   ranks, and gradients are summed before the optimiser clips and uses them. Sums have the same bits on all ranks, and
+   so have the parameters.
+
+   Parameters start equal: the same seed, names and file, and luna_input_layer_fit of the same data. (Random masking of
+   tokens goes by the place in what it is given: mask the whole batch, then take the part.) Files say nothing of ranks:
+   rank 0 saves, and any number of ranks resumes. luna_ranks_begin_step compares the ranks' builds, options, models,
+   values and inputs, and luna_ranks_step their optimisers: LUNA_MISMATCH, with a sentence that names rank and
+   difference. A rank that has failed says so in its next call of these, and the others fail with it. A rank that makes
+   no more calls leaves the others waiting: end them all (MPI_Abort), and resume from the last checkpoint. What one rank
+   does alone, such as sampling or a validation, needs nothing of this file. With one rank nothing is sent.
+
+   One sequence cannot be shared by several ranks. Guarded by tests/collective.c and tests/mpi.sh. */
+#ifndef LUNA_RANKS_H
+#define LUNA_RANKS_H
+#include "luna.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
+/* Both functions are called on the thread of the luna_ranks call, by every rank, in the same order; buffers are host
+   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
+   another run. */
+typedef struct luna_collective {
+  int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
+  /* buffer: `count` floats or doubles, in place, of all ranks added up */
+  bool (*all_reduce)(void *user, void *buffer, int64_t count, luna_reduction reduction);
+  /* `bytes` bytes of each rank, in rank order, into all [ranks, bytes], on every rank */
+  bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
+  void *user;
+} luna_collective;
+
+typedef struct luna_ranks {
+  luna_collective collective;        /* a copy */
+  luna_ctx *ctx;
+  luna_params *params;
+  luna_optimizer *optimizer;         /* or null */
+  uint64_t config, values, optimizer_config;   /* hashes; values: 0 once they have been compared */
+  int64_t steps;                     /* how many have begun */
+  bool sums;                         /* there are gradients that have not been summed */
+  bool finite;                       /* the losses since the last sum are finite on all ranks */
+  int64_t *all;                      /* [ranks, LUNA_RANKS_NUMBERS] what ranks compare */
+  float *bucket;                     /* [room] gradients on their way */
+  int64_t room;
+} luna_ranks;
+
+enum { LUNA_RANKS_NUMBERS = 16, LUNA_RANKS_MOST = 1 << 20, LUNA_RANKS_BUCKET = 1 << 18 };
+
+/* ---- failures, and calls of the collective ---- */
+
+static inline luna_status luna_ranks_differ(luna_ranks *r, const char *name, int64_t rank, const char *what,
+                                            int64_t than, int64_t value, int64_t other) {
+  char text[320];
+  snprintf(text, sizeof text, "%s: rank %lld has another %s than rank %lld (%lld, not %lld); every rank makes the same "
+           "models and calls", name, (long long)rank, what, (long long)than, (long long)value, (long long)other);
+  return luna_fail(r->ctx, LUNA_MISMATCH, text);
+}
+static inline luna_status luna_ranks_impossible(luna_ranks *r, const char *name, const char *what, int64_t value,
+                                                int64_t rank) {
+  char text[320];
+  snprintf(text, sizeof text, "%s: the collective gave %s %lld for rank %lld, which is impossible", name, what,
+           (long long)value, (long long)rank);
+  return luna_fail(r->ctx, LUNA_DEVICE_FAILED, text);
+}
+static inline luna_status luna_ranks_called(luna_ranks *r, const char *name, const char *what, bool good) {
+  char text[320];
+  if (good) return LUNA_OK;
+  snprintf(text, sizeof text, "%s: the collective's %s failed on rank %d of %d", name, what, r->collective.rank,
+           r->collective.ranks);
+  return luna_fail(r->ctx, LUNA_DEVICE_FAILED, text);
+}
+/* A context that measures calls nothing: all ranks count as like this one. */
+static inline bool luna_ranks_measures(const luna_ranks *r) { return luna_options_of(r->ctx)->measure; }
+static inline luna_status luna_ranks_reduce(luna_ranks *r, const char *name, void *buffer, int64_t count,
+                                            luna_reduction what) {
+  const luna_collective *c = &r->collective;
+  if (c->ranks == 1 || count == 0 || luna_ranks_measures(r)) return LUNA_OK;
+  return luna_ranks_called(r, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
+}
+/* Gathers numbers of all ranks into r->all [ranks, count], and compares those that have a name in `what`. */
+static inline luna_status luna_ranks_compare(luna_ranks *r, const char *name, const int64_t *mine,
+                                             const char *const *what, int count) {
+  const luna_collective *c = &r->collective;
+  const size_t bytes = (size_t)count * sizeof *mine;
+  if (luna_ranks_measures(r)) {
+    for (int i = 0; i < c->ranks; i++) memcpy(r->all + i * count, mine, bytes);
+    return LUNA_OK;
+  }
+  const luna_status status = luna_ranks_called(r, name, "all_gather", c->all_gather(c->user, mine, r->all, bytes));
+  if (status != LUNA_OK) return status;
+  for (int i = 0; i < c->ranks; i++)
+    for (int k = 0; k < count; k++)
+      if (what[k] && r->all[i * count + k] != r->all[k])
+        return luna_ranks_differ(r, name, i, what[k], 0, r->all[i * count + k], r->all[k]);
+  return LUNA_OK;
+}
+
+/* ---- what ranks compare ---- */
+
+static inline uint64_t luna_ranks_hash(uint64_t hash, const void *bytes, size_t size) {
+  const unsigned char *at = (const unsigned char *)bytes;
+  for (size_t i = 0; i < size; i++) hash = (hash ^ at[i]) * 1099511628211u;
+  return hash;
+}
+/* The hashes of a file that is never stored: its header has names, shapes and configs, and its rest the values. */
+typedef struct luna_ranks_file {
+  unsigned char length[8];           /* of the header */
+  uint64_t at, header, values;
+  bool wants_values;
+} luna_ranks_file;
+static inline bool luna_ranks_write(void *user, const void *bytes, size_t size) {
+  luna_ranks_file *f = (luna_ranks_file *)user;
+  const unsigned char *at = (const unsigned char *)bytes;
+  uint64_t length = 0;
+  for (; size > 0 && f->at < 8; at++, size--) f->length[f->at++] = *at;
+  for (int i = 7; i >= 0; i--) length = length << 8 | f->length[i];
+  const uint64_t left = f->at < 8 + length ? 8 + length - f->at : 0;
+  const size_t header = left < size ? (size_t)left : size;
+  f->header = luna_ranks_hash(f->header, at, header);
+  if (f->wants_values) f->values = luna_ranks_hash(f->values, at + header, size - header);
+  f->at += size;
+  return true;
+}
+/* Of a failed init nothing is compared: the next begin fails with its sentence, and tells the others. */
+static inline void luna_ranks_look(luna_ranks *r) {
+  luna_ranks_file model, training;
+  luna_io to_model, to_training;
+  memset(&model, 0, sizeof model);
+  memset(&to_model, 0, sizeof to_model);
+  training = model;
+  to_training = to_model;
+  model.wants_values = true;
+  to_model.write = to_training.write = luna_ranks_write;
+  to_model.user = &model;
+  to_training.user = &training;
+  if (luna_save(r->params, luna_callbacks(&to_model)) != LUNA_OK) return;
+  r->config = model.header;
+  r->values = model.values;
+  if (r->optimizer && luna_save_training(r->optimizer, luna_callbacks(&to_training)) == LUNA_OK)
+    r->optimizer_config = training.header;
+}
+/* the parameters' names and shapes, and which of them learn */
+static inline uint64_t luna_ranks_parameters(const luna_ranks *r) {
+  uint64_t hash = r->config;
+  for (int64_t i = 0; i < luna_params_tensor_count(r->params); i++) {
+    const char *name = "";
+    const luna_tensor *t = luna_params_at(r->params, i, &name);
+    hash = luna_ranks_hash(hash, name, strlen(name));
+    hash = luna_ranks_hash(hash, t->shape, sizeof t->shape) + t->needs_grad;
+  }
+  return hash;
+}
+/* the instruction set, by its bits: 8 bits are exact, and without products in 16 bits the later sets are AVX-512 */
+static inline luna_isa luna_ranks_isa(const luna_ranks *r) {
+  const luna_isa isa = luna_isa_of(r->ctx);
+  if (isa == LUNA_ISA_AVX2_VNNI) return LUNA_ISA_AVX2;
+  return isa > LUNA_ISA_AVX2_VNNI && luna_options_of(r->ctx)->products == LUNA_DTYPE_F32 ? LUNA_ISA_AVX512 : isa;
+}
+static inline int64_t luna_ranks_longest(const luna_input *input) {
+  int64_t longest = 1;
+  if (!input) return 0;
+  for (int64_t b = 0; b < (int64_t)input->batch; b++) {
+    const int64_t rows = input->lengths ? input->lengths[b] : (int64_t)input->n;
+    if (rows > longest) longest = rows;
+  }
+  return longest < (int64_t)input->n || input->n < 1 ? longest : (int64_t)input->n;
+}
+
+/* ---- the steps ---- */
+
+static inline void luna_ranks_close(luna_ranks *r) {
+  free(r->all);
+  free(r->bucket);
+  memset(r, 0, sizeof *r);
+}
+/* Call it after the model is made or loaded, and the optimiser too, which may be null. Nothing is sent yet. The context
+   must outlive it. On failure luna_error has the sentence. */
+static inline luna_status luna_ranks_open(luna_ranks *r, luna_params *params, luna_optimizer *optimizer,
+                                          const luna_collective *collective) {
+  memset(r, 0, sizeof *r);
+  r->params = params;
+  r->optimizer = optimizer;
+  r->ctx = luna_params_ctx(params);
+  r->collective.ranks = 1;
+  r->finite = true;
+  if (!r->ctx) return LUNA_BAD_ARGUMENT;
+  if (!collective) return LUNA_OK;
+  if (collective->rank < 0 || collective->rank >= collective->ranks || collective->ranks > LUNA_RANKS_MOST)
+    return luna_fail(r->ctx, LUNA_BAD_ARGUMENT, "luna_ranks_open: the collective has a rank outside 0..ranks - 1, or "
+                     "more than 1048576 ranks");
+  if (collective->ranks > 1 && (!collective->all_reduce || !collective->all_gather))
+    return luna_fail(r->ctx, LUNA_BAD_ARGUMENT, "luna_ranks_open: the collective lacks all_reduce or all_gather");
+  r->collective = *collective;
+  if (r->collective.ranks == 1) return LUNA_OK;
+  r->room = LUNA_RANKS_BUCKET;
+  if (luna_params_element_count(params) < r->room) r->room = luna_params_element_count(params);
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
+    const int64_t count = luna_count(luna_params_at(params, i, NULL));
+    if (count > r->room) r->room = count;
+  }
+  r->all = (int64_t *)malloc((size_t)r->collective.ranks * LUNA_RANKS_NUMBERS * sizeof *r->all);
+  r->bucket = (float *)malloc((size_t)(r->room + 1) * sizeof *r->bucket);
+  if (r->all && r->bucket) {
+    luna_ranks_look(r);
+    return LUNA_OK;
+  }
+  luna_ranks_close(r);
+  r->ctx = luna_params_ctx(params);
+  return luna_fail(r->ctx, LUNA_OUT_OF_MEMORY, "luna_ranks_open: no memory for a bucket of gradients");
+}
+
+/* The part of the batch that this rank has, from what all ranks have sent: `at` is where batch, n and longest are. */
+static inline luna_status luna_ranks_take_part(luna_ranks *r, const char *name, int64_t batch, int count, int at) {
+  luna_part part = { 0, 0, 0 };
+  int64_t whole = 0, n = -1, from = 0;
+  for (int i = 0; i < r->collective.ranks; i++) {
+    const int64_t *other = r->all + i * count + at;
+    if (other[0] < 0 || other[0] > ((int64_t)1 << 40) || (whole += other[0]) > ((int64_t)1 << 40))
+      return luna_ranks_impossible(r, name, "a batch", other[0], i);
+    if (i < r->collective.rank) part.first += other[0];
+    if (other[0] == 0) continue;
+    if (n >= 0 && n != other[1])
+      return luna_ranks_differ(r, name, i, "length n of its sequences", from, other[1], n);
+    n = other[1];
+    from = i;
+    if (other[2] > part.longest) part.longest = other[2];
+    if (other[3] > part.target_longest) part.target_longest = other[3];
+  }
+  const int64_t own = r->all[r->collective.rank * count + at];
+  if (own != batch) return luna_ranks_impossible(r, name, "a number of its own", own, r->collective.rank);
+  return luna_begin_part(r->ctx, &part);
+}
+static inline luna_status luna_ranks_begin(luna_ranks *r, bool training, const luna_input *input,
+                                           const luna_input *target) {
+  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "instruction set",
+                                      "options.form", "options.seed", "call to begin a step", "number of steps",
+                                      "outcome of its inits", "set of parameters' names and shapes, or config",
+                                      "value of some parameter before the first step", NULL, NULL, NULL, NULL };
+  const char *name = training ? "luna_ranks_begin_step" : "luna_ranks_begin_inference";
+  enum { COUNT = sizeof what / sizeof *what };
+  if (!r->ctx) return LUNA_BAD_ARGUMENT;
+  const luna_options *o = luna_options_of(r->ctx);
+  const luna_status begun = training ? luna_begin_step(r->ctx) : luna_begin_inference(r->ctx);
+  if (r->collective.ranks == 1) return begun;
+  const int64_t batch = input ? (int64_t)input->batch : 0;
+  const int64_t mine[] = {
+    r->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof *r << 16 | sizeof(luna_options) << 8 | sizeof(void *)),
+    r->collective.ranks, luna_ranks_isa(r), o->form, (int64_t)o->seed, training, r->steps, begun,
+    begun == LUNA_OK ? (int64_t)luna_ranks_parameters(r) : 0, (int64_t)r->values, batch,
+    input ? (int64_t)input->n : 0, luna_ranks_longest(input), luna_ranks_longest(target) };
+  luna_status status = luna_ranks_compare(r, name, mine, what, COUNT);
+  if (begun != LUNA_OK) return begun;
+  for (int i = 0; status == LUNA_OK && i < r->collective.ranks && !o->measure; i++)
+    if (r->all[i * COUNT] != i) status = luna_ranks_impossible(r, name, "the rank", r->all[i * COUNT], i);
+  if (status == LUNA_OK) status = luna_ranks_take_part(r, name, batch, COUNT, 12);
+  r->values = 0;
+  r->steps += training;
+  return status;
+}
+/* Begins a step. input: what this rank gives the model, and of several inputs the longest; target: the second input of
+   luna_seq2seq_forward, or null. */
+static inline luna_status luna_ranks_begin_step(luna_ranks *r, const luna_input *input, const luna_input *target) {
+  return luna_ranks_begin(r, true, input, target);
+}
+/* Likewise without training: for a validation that all ranks share. */
+static inline luna_status luna_ranks_begin_inference(luna_ranks *r, const luna_input *input, const luna_input *target) {
+  return luna_ranks_begin(r, false, input, target);
+}
+
+/* This rank's share of a mean over all ranks' labels, of which it has `counted`; -1: its loss is a part of a sum. Fails
+   on all ranks where one has failed. */
+static inline luna_status luna_ranks_share(luna_ranks *r, const char *name, int64_t counted, double *share) {
+  double all = counted < 0 ? 0 : (double)counted;
+  const luna_status own = luna_error_status(r->ctx);
+  *share = 1;
+  if (r->collective.ranks == 1) return own;
+  if (own != LUNA_OK) all = (double)NAN;                   /* the others learn of it by the sum */
+  if (luna_ranks_measures(r)) return own;
+  const luna_status status = luna_ranks_reduce(r, name, &all, 1, LUNA_REDUCTION_SUM_F64);
+  if (status != LUNA_OK || own != LUNA_OK) return own != LUNA_OK ? own : status;
+  if (isnan(all)) {
+    char text[160];
+    snprintf(text, sizeof text, "%s: another rank than %d has failed in this step", name, r->collective.rank);
+    return luna_fail(r->ctx, LUNA_MISMATCH, text);
+  }
+  if (counted < 0) return LUNA_OK;
+  if (!(all >= (double)counted && all <= 4e18))
+    return luna_ranks_impossible(r, name, "a count of labels below", counted, r->collective.rank);
+  *share = all > 0 ? (double)counted / all : 0;
+  return LUNA_OK;
+}
+/* Whole batch's loss, of this rank's value and share; NaN after a failure */
+static inline double luna_ranks_whole(luna_ranks *r, const char *name, double value, double share) {
+  double all = share == 0 ? 0 : value * share;
+  return luna_ranks_reduce(r, name, &all, 1, LUNA_REDUCTION_SUM_F64) == LUNA_OK ? all : (double)NAN;
+}
+/* The loss over all ranks, without a gradient; counted as in luna_ranks_backward. NaN after a failure. */
+static inline double luna_ranks_loss(luna_ranks *r, const luna_tensor *loss, int64_t counted) {
+  static const char name[] = "luna_ranks_loss";
+  double share;
+  if (luna_ranks_share(r, name, counted, &share) != LUNA_OK) return (double)NAN;
+  return luna_ranks_whole(r, name, (double)luna_item(loss), share);
+}
+/* Differentiates this rank's part of the loss, and returns the loss over all ranks; NaN after a failure, whose sentence
+   luna_error has. loss: the mean over `counted` labels or rows of this rank, which luna_counted(loss) says, or you
+   where the mean is your own; with -1 it is a part of a sum. */
+static inline double luna_ranks_backward(luna_ranks *r, luna_tensor *loss, int64_t counted) {
+  static const char name[] = "luna_ranks_backward";
+  double share;
+  if (!r->ctx || luna_ranks_share(r, name, counted, &share) != LUNA_OK) return (double)NAN;
+  const bool weighted = r->collective.ranks > 1 && counted >= 0;
+  if (luna_backward(weighted ? luna_scale(loss, (float)share) : loss) != LUNA_OK) return (double)NAN;
+  r->sums = true;
+  const double whole = luna_ranks_whole(r, name, (double)luna_item(loss), share);
+  if (!luna_ranks_measures(r) && !isfinite(whole)) r->finite = false;
+  return whole;
+}
+
+/* Whether any rank has a gradient of parameter i. Where ranks differ, they exchange which ones each has. */
+static inline bool luna_ranks_has_gradient(const luna_ranks *r, int64_t i) {
+  const luna_tensor *t = luna_params_at(r->params, i, NULL);
+  return t->grad || (luna_ranks_measures(r) && t->needs_grad);
+}
+static inline luna_status luna_ranks_reached(luna_ranks *r, const char *name, float *reached) {
+  const int64_t count = luna_params_tensor_count(r->params);
+  bool same = true;
+  for (int64_t i = 0; i < count; i++) reached[i] = luna_ranks_has_gradient(r, i);
+  for (int i = 1; i < r->collective.ranks; i++) same = same && r->all[3 * i + 2] == r->all[2];
+  return same ? LUNA_OK : luna_ranks_reduce(r, name, reached, count, LUNA_REDUCTION_SUM_F32);
+}
+/* Sums the gradients of parameters first .. end - 1, which fit into the bucket. */
+static inline luna_status luna_ranks_sum_bucket(luna_ranks *r, const char *name, const float *reached, int64_t first,
+                                                int64_t end) {
+  luna_status status = LUNA_OK;
+  int64_t size = 0;
+  for (int64_t i = first; i < end && status == LUNA_OK; i++) {
+    const luna_tensor *t = luna_params_at(r->params, i, NULL);
+    if (!(reached[i] > 0)) continue;
+    if (luna_ranks_has_gradient(r, i)) status = luna_read_grad(t, r->bucket + size);
+    else memset(r->bucket + size, 0, (size_t)luna_count(t) * sizeof(float));
+    size += luna_count(t);
+  }
+  for (int64_t at = 0; at < size && status == LUNA_OK; at += LUNA_RANKS_BUCKET) {
+    const int64_t left = size - at, most = LUNA_RANKS_BUCKET, n = left < most ? left : most;
+    status = luna_ranks_reduce(r, name, r->bucket + at, n, LUNA_REDUCTION_SUM_F32);
+  }
+  if (!r->finite && size > 0) r->bucket[0] = (float)NAN;   /* a loss that is not finite skips the step on all ranks */
+  size = 0;
+  for (int64_t i = first; i < end && status == LUNA_OK; i++) {
+    luna_tensor *t = luna_params_at(r->params, i, NULL);
+    if (!(reached[i] > 0)) continue;
+    status = luna_write_grad(t, r->bucket + size);
+    size += luna_count(t);
+  }
+  return status;
+}
+static inline luna_status luna_ranks_sum_all(luna_ranks *r, const char *name, const float *reached) {
+  const int64_t count = luna_params_tensor_count(r->params);
+  luna_status status = LUNA_OK;
+  for (int64_t first = 0, end = 0; first < count && status == LUNA_OK; first = end) {
+    int64_t size = 0;
+    for (; end < count; end++) {
+      const int64_t more = reached[end] > 0 ? luna_count(luna_params_at(r->params, end, NULL)) : 0;
+      if (size + more > r->room) break;
+      size += more;
+    }
+    if (end == first)
+      return luna_fail(r->ctx, LUNA_MISMATCH, "luna_ranks_sum: a parameter was made after luna_ranks_open");
+    status = luna_ranks_sum_bucket(r, name, reached, first, end);
+  }
+  return status;
+}
+/* Sums the gradients over ranks, once a step, after the last luna_ranks_backward. Afterwards each rank has the
+   gradients of the whole batch, for updates of your own: luna_params_clip_grad clips them as on one rank. */
+static inline luna_status luna_ranks_sum(luna_ranks *r) {
+  static const char *const what[] = { "number of optimiser steps", "kind or config of its optimiser", NULL };
+  static const char name[] = "luna_ranks_sum";
+  if (!r->ctx) return LUNA_BAD_ARGUMENT;
+  const luna_status own = luna_error_status(r->ctx);
+  if (own != LUNA_OK || r->collective.ranks == 1 || !r->sums) return own;
+  const int64_t count = luna_params_tensor_count(r->params);
+  const int64_t tried = luna_optimizer_steps(r->optimizer) + luna_optimizer_skipped(r->optimizer);
+  const float lr = luna_optimizer_lr(r->optimizer);
+  int64_t mine[3] = { tried, (int64_t)luna_ranks_hash(r->optimizer_config, &lr, sizeof lr), 0 };
+  for (int64_t i = 0; i < count; i++)
+    if (luna_ranks_has_gradient(r, i)) mine[2] = (int64_t)((uint64_t)mine[2] * 31 + (uint64_t)i + 1);
+  luna_status status = luna_ranks_compare(r, name, mine, what, 3);
+  if (status != LUNA_OK) return status;
+  float *reached = (float *)malloc((size_t)(count + 1) * sizeof *reached);
+  if (!reached) return luna_fail(r->ctx, LUNA_OUT_OF_MEMORY, "luna_ranks_sum: no memory");
+  status = luna_ranks_reached(r, name, reached);
+  if (status == LUNA_OK) status = luna_ranks_sum_all(r, name, reached);
+  free(reached);
+  r->sums = false;
+  r->finite = true;
+  return status;
+}
+/* The sum, and the optimiser's step. */
+static inline luna_status luna_ranks_step(luna_ranks *r) {
+  const luna_status status = luna_ranks_sum(r);
+  return status == LUNA_OK ? luna_optimizer_step(r->optimizer) : status;
+}
+#endif
