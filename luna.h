@@ -127,7 +127,7 @@
      peak, by scope, as a table or JSON. Most examples that train take --profile FILE.
 
    OTHER ATTENTIONS, OTHER OPS
-     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as those of
+     layer.attention puts softmax or linear attention in Luna's place, layer.hook any other, such as those of
      examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
      luna_custom_op makes an op of a forward and a backward function. An op in luna.h itself: examples/guide.md, "Adding
      an op to luna.h". luna_softmax_attention takes sliding windows (config.window, left, right); lists of the keys that
@@ -377,7 +377,6 @@ LUNA_API int luna_version(void);
   X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called" \
     "%s%s") \
   X(HEADS, BAD_ARGUMENT, "%s: dim %d is not a multiple of %s %d") \
-  X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
   X(FIELD_UNUSED, BAD_ARGUMENT, "%s: %s is %d; it must be 0 %s") \
   X(LUNA_ONLY, UNSUPPORTED, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
     "own_memory must be false, hook null") \
@@ -389,9 +388,6 @@ LUNA_API int luna_version(void);
   X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
   X(FORGET_SLOTS, BAD_ARGUMENT, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are " \
     "for config.memory = %d") \
-  X(LINFORMER_CAUSAL, UNSUPPORTED, "%s: Linformer mixes all positions and has no causal form") \
-  X(LINFORMER_PROJECTION, BAD_ARGUMENT, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
-    "its e and f first") \
   X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
   X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
   X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds the config's max_length %d") \
@@ -1140,42 +1136,22 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
                                                           luna_tensor *p, const int32_t *lengths);
 
 /* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear
-   attention, elu(x)+1 features [arXiv 2006.16236]; Linformer, softmax attention over keys and values that a projection
-   has shortened to k rows [arXiv 2006.04768]. */
+   attention, elu(x)+1 features [arXiv 2006.16236]. */
 typedef enum luna_attention_kind {
-  LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR, LUNA_ATTENTION_LINFORMER
+  LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR
 } luna_attention_kind;
-/* HEADWISE: E shortens keys and F values; KEY_VALUE: E both; LAYERWISE: one E both, in all layers. */
-typedef enum luna_linformer_sharing {
-  LUNA_LINFORMER_SHARING_HEADWISE = 0, LUNA_LINFORMER_SHARING_KEY_VALUE, LUNA_LINFORMER_SHARING_LAYERWISE
-} luna_linformer_sharing;
-typedef enum luna_linformer_projection {
-  LUNA_LINFORMER_PROJECTION_LINEAR = 0, LUNA_LINFORMER_PROJECTION_MEAN, LUNA_LINFORMER_PROJECTION_MAX,
-      LUNA_LINFORMER_PROJECTION_CONVOLUTION
-} luna_linformer_projection;
-typedef struct luna_linformer_config {
-  int64_t k;                         /* projected length; 0 = 64, or max_length where that is less */
-  int64_t k_last_layer, k_last_head; /* k falls (or rises) evenly to these; 0 = k */
-  int64_t max_length;                /* m, the longest sequence; 0 = 512 (in an encoder: its max_length) */
-  luna_linformer_sharing sharing;
-  /* linear: E [k,m]; mean, max, strided convolution (kernel [w]): over windows of w = ceil(m / k) rows */
-  luna_linformer_projection projection;
-} luna_linformer_config;
 typedef struct luna_attention_layer_config {
   luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA; softmax attention with a null config */
   int64_t dim, heads;                /* 0 = 128, 4 */
-  bool causal;                       /* softmax and linear attention */
-  float dropout;                     /* on the attention matrix (softmax attention, Linformer) */
+  bool causal;
+  float dropout;                     /* on the attention matrix of softmax attention */
   bool bert_init;
-  luna_linformer_config linformer;
   bool output_gate, rotary;          /* as of luna_layer_config */
 } luna_attention_layer_config;
 typedef struct luna_attention_layer {
   luna_attention_layer_config config;
   luna_linear_layer q, k, v, out;
   luna_linear_layer gate;            /* "gate_proj", with output_gate */
-  luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise.
-                                        Layerwise: the caller sets both */
 } luna_attention_layer;
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
                                                const luna_attention_layer_config *config);
@@ -1202,6 +1178,8 @@ typedef struct luna_attention_call {
   luna_tensor *next_p;               /* to hand out: the next layer's p; null leaves p as it is; */
   luna_tensor *kept[4];              /* and what else shall stay until the next begin, as the next segment's memory or
                                         a loss to be added to the model's: the hook's `layer` says where they are */
+  luna_tensor *context;              /* cross-attention, which a caller of `forward` may ask for: keys and values are of
+                                        context [batch,m,d], and so are lengths. luna.h's layers give null: x */
 } luna_attention_call;
 struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
@@ -1239,7 +1217,6 @@ struct luna_layer_config {
   float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
   bool bert_init;
   luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
-  luna_linformer_config linformer;
   const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
   /* for a hook's init, set by models: the layer's number from 0, how many there are (of tied layers 1), and the model's
      max_length */
@@ -1273,7 +1250,7 @@ typedef struct luna_feed_forward_layer {
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
-  luna_attention_layer other_attention;        /* softmax, linear, Linformer; of a hook its gate alone */
+  luna_attention_layer other_attention;        /* softmax, linear; of a hook its gate alone */
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [memory,d] */
   luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
@@ -1376,15 +1353,14 @@ typedef struct luna_encoder_config {
   int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
   int64_t layers;                    /* 0 = 2 */
   luna_positions positions;          /* 0 = sinusoidal */
-  int64_t max_length;                /* learned positions, Linformer: the longest sequence; 0 = 512 */
+  int64_t max_length;                /* learned positions, some hooks: the longest sequence; 0 = 512 */
   int64_t first_position;            /* of the first token; the authors' is padding index + 1 */
   luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; features are not scaled, P is */
   bool norm_embedding;               /* layer norm on both embeddings */
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool keep_padding;                 /* keep the outputs at padded places (the authors' translation model); default:
                                         zeros */
-  luna_layer_config layer;           /* of every layer: dim, heads, ffn, memory, ...; its linformer.max_length comes
-                                        from above */
+  luna_layer_config layer;           /* of every layer: dim, heads, ffn, memory, ... */
 } luna_encoder_config;
 typedef struct luna_encoder {
   luna_encoder_config config;
@@ -16282,66 +16258,27 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
   return li_causal_attention(layer, x, NULL, 0, &f);
 }
 
-/* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
-/* from the first of `count` to the last, evenly; 0: all the same */
-LI_FN int64_t li_taper(int64_t first, int64_t last, int64_t i, int64_t count) {
-  return last == 0 || count < 2 ? first : first + (last - first) * i / (count - 1);
-}
-LI_FN int64_t li_window(const luna_linformer_config *c, int64_t k) { return li_divide_up(c->max_length, k); }
-
-/* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one
-   kernel [1, w] that starts as the mean. Other projections have no parameters. */
-LI_FN li_part li_linformer_part(bool has, luna_tensor **e, const char *name, const luna_linformer_config *c,
-                                int64_t last_layer) {
-  const bool linear = c->projection == LUNA_LINFORMER_PROJECTION_LINEAR;
-  const bool learned = linear || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION;
-  const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
-  const int64_t max = li_max(c->k, li_max(head, layer)), min = li_min(c->k, li_min(head, layer));
-  const int64_t rows = linear ? max : 1, columns = linear ? c->max_length : has ? li_window(c, min) : 1;
-  const luna_init init = linear ? li_init(LUNA_INIT_XAVIER, 1) : li_init(LUNA_INIT_ONES, 1.0f / (float)columns);
-  const li_part part = { has && learned, e, NULL, name, rows, columns, init };
-  return part;
-}
-LI_FN bool li_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
-  if (c->max_length == 0) c->max_length = 512;
-  if (c->k == 0) c->k = li_min(64, c->max_length);
-  return li_in(ctx, ctx->call, "linformer.max_length", c->max_length, 1, 1 << 26) &&
-         li_in(ctx, ctx->call, "linformer.k", c->k, 1, c->max_length) &&
-         li_in(ctx, ctx->call, "linformer.k_last_layer", c->k_last_layer, 0, c->max_length) &&
-         li_in(ctx, ctx->call, "linformer.k_last_head", c->k_last_head, 0, c->max_length) &&
-         li_in(ctx, ctx->call, "linformer.sharing", (int64_t)c->sharing, 0, LUNA_LINFORMER_SHARING_LAYERWISE) &&
-         li_in(ctx, ctx->call, "linformer.projection", (int64_t)c->projection, 0,
-               LUNA_LINFORMER_PROJECTION_CONVOLUTION);
-}
-
+/* --- the attentions Luna is compared with: softmax, linear --- */
 LI_FN bool li_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
   const luna_attention_layer_config *c = &layer->config;
   const luna_init in = li_projection_init(c->bert_init, false), out = li_projection_init(c->bert_init, true);
-  const bool e = c->kind == LUNA_ATTENTION_LINFORMER && c->linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE;
-  const bool f = e && c->linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE;
   const li_part parts[] = {
     { true, LI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
     { true, LI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
     { true, LI_BOTH(layer->v), "v_proj.weight", c->dim, c->dim, in },
     { true, LI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
-    li_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init),
-    li_linformer_part(e, &layer->e, "e_proj", &c->linformer, 0),
-    li_linformer_part(f, &layer->f, "f_proj", &c->linformer, 0) };
-  if (!li_parts_init(params, prefix, parts, LI_LENGTH(parts))) return false;
-  if (!f) layer->f = layer->e;
-  return true;
+    li_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init) };
+  return li_parts_init(params, prefix, parts, LI_LENGTH(parts));
 }
 LI_FN bool li_attention_defaults(luna_ctx *ctx, luna_attention_layer_config *c, bool given) {
   if (!given) c->kind = LUNA_ATTENTION_SOFTMAX;
   li_default_sizes(&c->dim, &c->heads);
   if (!li_attention_good(ctx, c->dim, c->heads, c->dropout) ||
-      !li_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINFORMER))
+      !li_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR))
     return false;
   if (c->rotary && c->kind == LUNA_ATTENTION_SOFTMAX && c->dim / c->heads % 2 != 0)
     return li_refuse_call(ctx, LUNA_ERROR_ROTARY_ODD, ctx->call, c->dim / c->heads);
-  if (c->kind != LUNA_ATTENTION_LINFORMER) return true;
-  if (c->causal) return li_refuse_call(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call);
-  return li_linformer_config(ctx, &c->linformer);
+  return true;
 }
 LI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config,
               li_attention_defaults(params->ctx, &c, config != NULL), li_attention_init)
@@ -16366,68 +16303,6 @@ LI_FN luna_tensor *li_linear_attention(luna_tensor *const qkv[3], int64_t heads,
   return li_merge_heads(luna_ratio(luna_matmul(li_split_heads(q, heads), y, false, false)));
 }
 
-/* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c]. The last window is filled up to w;
-   where it is the only one it need not be: w, from max_length, may be far beyond n. */
-LI_FN luna_tensor *li_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k,
-                              const int32_t *lengths) {
-  const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2];
-  const int64_t w = li_window(c, k), windows = li_divide_up(n, w);
-  const int64_t size = windows == 1 ? n : w, rest = windows * size - n;
-  const float fill = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -3.402823466e+38f : 0;
-  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) {
-    x = luna_matmul(luna_mask(x, lengths), luna_slice(luna_slice(e, 0, 0, k), 1, 0, n), true, true);
-    return li_permute(x, 0, 2, 1, 3);
-  }
-  if (rest > 0) {
-    const int64_t shape[] = { batch, rest, width };
-    luna_tensor *const parts[] = { x, luna_tensor_new(x->ctx, NULL, 3, shape) };
-    x = luna_concat(parts, 2, 1);
-  }
-  if (x && (lengths || rest > 0) &&
-      (lengths = li_lengths(x->ctx, lengths, batch, n, 1, INT32_MAX)) == NULL) return NULL;
-  x = li_reshape(x ? li_mask(x, lengths, fill) : NULL, 4, batch, windows, size, width);
-  if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
-  if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_scale(luna_sum(x, 2), 1.0f / (float)w);
-  return li_reshape(luna_matmul(x, luna_slice(e, 1, 0, size), true, true), 3, batch, windows, width, 1);
-}
-
-/* Linformer: heads [first, first + heads), which share one k */
-LI_FN luna_tensor *li_linformer_heads(const luna_attention_layer *layer, luna_tensor *const qkv[3], int64_t first,
-                                      int64_t heads, const int32_t *lengths) {
-  const luna_linformer_config *c = &layer->config.linformer;
-  const int64_t d_h = layer->config.dim / layer->config.heads;
-  const int64_t size = li_taper(c->k, c->k_last_head, first, layer->config.heads), n = qkv[1]->shape[1];
-  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
-  luna_attention_config a = li_attention_config(heads, layer->config.dropout, NULL);
-  if (heads < layer->config.heads) {
-    q = luna_slice(q, 2, first * d_h, heads * d_h);
-    k = luna_slice(k, 2, first * d_h, heads * d_h);
-    v = luna_slice(v, 2, first * d_h, heads * d_h);
-  }
-  if (!q || !k || !v) return NULL;
-  if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths &&
-      (a.lengths = li_lengths(q->ctx, lengths, q->shape[0], n, li_window(c, size), INT32_MAX)) == NULL)
-    return NULL;
-  return luna_softmax_attention(q, li_shorten(c, k, layer->e, size, lengths),
-                                li_shorten(c, v, layer->f, size, lengths), &a);
-}
-LI_FN luna_tensor *li_linformer(const luna_attention_layer *layer, luna_tensor *const qkv[3], const int32_t *lengths) {
-  const luna_linformer_config *c = &layer->config.linformer;
-  luna_tensor *parts[2] = { NULL, NULL }, *k = qkv[1];
-  if (!qkv[0] || !k || !qkv[2]) return NULL;
-  if (k->shape[1] > c->max_length)
-    return li_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
-  if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ||
-                                   c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
-    return li_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
-  if (c->k_last_head == 0) return li_linformer_heads(layer, qkv, 0, layer->config.heads, lengths);
-  for (int64_t h = 0; h < layer->config.heads; h++) {
-    parts[1] = li_linformer_heads(layer, qkv, h, 1, lengths);
-    parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
-  }
-  return parts[0];
-}
-
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
                                                    luna_tensor *context, const int32_t *lengths) {
   static const char name[] = "luna_attention_layer_forward";
@@ -16446,8 +16321,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   luna_attention_config a = li_attention_config(c->heads, c->dropout, lengths);
   a.causal = c->causal;
   luna_tensor *y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
-                   c->kind == LUNA_ATTENTION_LINEAR ? li_linear_attention(qkv, c->heads, c->causal, lengths) :
-                       li_linformer(layer, qkv, lengths);
+                       li_linear_attention(qkv, c->heads, c->causal, lengths);
   return li_result(scope, luna_linear_layer_forward(&layer->out, li_gated(&layer->gate, x, y)));
 }
 
@@ -16478,7 +16352,7 @@ static const li_field li_layer_fields[] = {
   LI_LAYER_FIELD(dim, 1, LI_MAX_DIM) LI_LAYER_FIELD(ffn, 1, LI_MAX_FFN)
   LI_LAYER_FIELD(convolution, 0, 1024)
   LI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_NONE) LI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
-  LI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
+  LI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINEAR)
   LI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LI_LAYER_FIELD(own_memory, 0, 1)
   LI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LI_LAYER_FIELD(memory, 1, LI_MAX_SLOTS)
   LI_LAYER_FIELD(horizon, LUNA_HORIZON_NONE, INT32_MAX)
@@ -16551,7 +16425,7 @@ LI_FN luna_tensor *li_ffn_half(luna_scope *scope, const luna_layer_config *c,
 LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                          const char *prefix, const luna_layer_config *c, bool causal) {
   const luna_attention_layer_config a = { c->attention, c->dim, c->heads, causal, c->attention_dropout, c->bert_init,
-                                          c->linformer, c->output_gate, c->rotary };
+                                          c->output_gate, c->rotary };
   if (c->hook) {
     const li_part gate = li_gate_part(c->output_gate, &other_attention->gate, c->dim, c->bert_init);
     if (!li_parts_init(params, prefix, &gate, 1)) return false;
@@ -16574,7 +16448,7 @@ LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_lay
                             void *hook_state, luna_tensor *x, const luna_norm_layer *norm, li_flow *f) {
   const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
   luna_attention_call call = { x, f->x, c->pre_norm ? norm : NULL, f->p, f->lengths, f->causal,
-                               NULL, NULL, { NULL, NULL, NULL, NULL } };
+                               NULL, NULL, { NULL, NULL, NULL, NULL }, NULL };
   f->p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
   if (c->output_gate) call.gate = li_gate(&other_attention->gate, x);
@@ -16768,7 +16642,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
   F(activation, layer.activation, 1, LUNA_ACTIVATION_NONE) F(gated, layer.gated, 0, 1) \
   F(omega, layer.omega, LI_MIN_OMEGA, LI_MAX_OMEGA) F(pre_norm, layer.pre_norm, 0, 1) \
-  F(attention, layer.attention, 0, 3) \
+  F(attention, layer.attention, 0, LUNA_ATTENTION_LINEAR) \
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
   F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS) \
   F(forget, layer.forget, 0, LUNA_FORGET_GATED) F(output_gate, layer.output_gate, 0, 1) \
@@ -16925,13 +16799,17 @@ LI_FN bool li_hook_put(void *file, const char *key, const char *value) {
   li_print(full, sizeof full, LI_HOOK_PREFIX "%s", key);
   return li_params_put((luna_params *)file, full, value) == LUNA_OK;
 }
-typedef struct li_hook_file { const li_st *st; char value[LI_HOOK_TEXT]; } li_hook_file;
+typedef struct li_hook_file {
+  const li_st *st;
+  const char *prefix;                /* of the settings' keys */
+  char value[LI_HOOK_TEXT];
+} li_hook_file;
 LI_FN const char *li_hook_get(void *file, const char *key) {
   li_hook_file *f = (li_hook_file *)file;
   char full[LI_HOOK_TEXT];
   li_st_text text;
-  if (strlen(key) + sizeof LI_HOOK_PREFIX > sizeof full) return NULL;
-  li_print(full, sizeof full, LI_HOOK_PREFIX "%s", key);
+  if (strlen(key) + strlen(f->prefix) >= sizeof full) return NULL;
+  li_print(full, sizeof full, "%s%s", f->prefix, key);
   if (!li_st_meta(f->st, full, &text)) return NULL;
   return li_st_decode(text, f->value, sizeof f->value) < sizeof f->value ? f->value : NULL;
 }
@@ -16945,6 +16823,15 @@ LI_FN bool li_hook_describe(luna_params *params, const luna_attention_hook *hook
   if (li_params_put(params, LI_HOOK_KEY, hook->name) != LUNA_OK) return false;
   return !hook->save || hook->save(hook->user, li_hook_put, params) || li_hook_fails(params->ctx, hook, "saved");
 }
+/* Linformer, which luna.h 0.2 had and examples/attentions has: luna.attention is LI_OLD_LINFORMER in its files, and a
+   setting is luna.linformer_<key>. Such a file is one of the hook LI_LINFORMER. */
+#define LI_OLD_LINFORMER 3
+#define LI_LINFORMER "linformer"
+LI_FN bool li_st_is_linformer(const li_st *st) {
+  li_st_text text;
+  return !li_st_meta(st, LI_HOOK_KEY, &text) && li_st_meta(st, "luna.attention", &text) &&
+         li_st_number(text) == LI_OLD_LINFORMER;
+}
 /* the hook that a file names, with the file's settings; null where it names none. False with a sentence. */
 LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hook **hook) {
   const luna_attention_hook *const *at = ctx->options.hooks;
@@ -16952,13 +16839,18 @@ LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hoo
   li_st_text text;
   char name[LI_HOOK_NAME];
   *hook = NULL;
-  if (!li_st_meta(st, LI_HOOK_KEY, &text)) return true;
+  file.st = st;
+  file.prefix = LI_HOOK_PREFIX;
+  if (li_st_is_linformer(st)) {
+    file.prefix = "luna." LI_LINFORMER "_";
+    text.at = LI_LINFORMER;
+    text.size = sizeof LI_LINFORMER - 1;
+  } else if (!li_st_meta(st, LI_HOOK_KEY, &text)) return true;
   (void)li_st_decode(text, name, sizeof name);
   while (at && *at && !((*at)->name && li_st_equal(text, (*at)->name))) at++;
   if (!at || !*at)
     return li_fail_status(ctx, LUNA_ERROR_HOOK_UNKNOWN, ctx->call, li_file_name(ctx), name) == LUNA_OK;
   *hook = *at;
-  file.st = st;
   return !(*at)->load || (*at)->load((*at)->user, li_hook_get, &file) || li_hook_fails(ctx, *at, "loaded");
 }
 
@@ -17000,15 +16892,11 @@ static const li_field li_model_fields[] = {
   LI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_NONE)
   LI_F(gated, encoder.layer.gated, 0, 1)
   LI_F(omega, encoder.layer.omega, 0, LI_MAX_OMEGA) LI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
-  LI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LI_F(positions, encoder.positions, 1, 3)
+  LI_F(attention, encoder.layer.attention, 0, LI_OLD_LINFORMER) LI_F(positions, encoder.positions, 1, 3)
   LI_F(max_length, encoder.max_length, 1, 1 << 26) LI_F(first_position, encoder.first_position, 0, 1 << 26)
   LI_F(embedding_scale, encoder.embedding_scale, 0, 2) LI_F(norm_embedding, encoder.norm_embedding, 0, 1)
   LI_F(tied_layers, encoder.tied_layers, 0, 1) LI_F(own_memory, encoder.layer.own_memory, 0, 1)
-  LI_F(keep_padding, encoder.keep_padding, 0, 1) LI_F(linformer_k, encoder.layer.linformer.k, 0, 1 << 26)
-  LI_F(linformer_k_last_layer, encoder.layer.linformer.k_last_layer, 0, 1 << 26)
-  LI_F(linformer_k_last_head, encoder.layer.linformer.k_last_head, 0, 1 << 26)
-  LI_F(linformer_sharing, encoder.layer.linformer.sharing, 0, 2)
-  LI_F(linformer_projection, encoder.layer.linformer.projection, 0, 3)
+  LI_F(keep_padding, encoder.keep_padding, 0, 1)
   LI_F(classes, classifier.classes, 0, 1 << 24) LI_F(pooling, classifier.pooling, 0, 4)
   LI_F(pre_logits, classifier.pre_logits, 0, 1 << 22) LI_F(pair, classifier.pair, 0, 1)
   LI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
@@ -17205,21 +17093,14 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* --- encoder --- */
 /* c: of m's model, which has vocab too */
 LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_config *c, int64_t vocab) {
-  int64_t *longest = &c->layer.linformer.max_length;
   if (c->layers == 0) c->layers = 2;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
   if (c->max_length == 0) c->max_length = 512;
-  if (*longest == 0) *longest = c->max_length;
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
         LUNA_EMBEDDING_SCALE_SQRT_DIM;
   if (!li_is_luna(&c->layer)) c->layer.own_memory = false;
-  if (*longest != c->max_length)
-    return li_refuse_call(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, "encoder.layer.linformer.max_length", *longest,
-                          "encoder.max_length", c->max_length);
-  if (!li_layer_defaults(ctx, &c->layer, LI_ENCODER_LAYER) ||
-      (c->layer.attention == LUNA_ATTENTION_LINFORMER && !li_linformer_config(ctx, &c->layer.linformer)))
-    return false;
+  if (!li_layer_defaults(ctx, &c->layer, LI_ENCODER_LAYER)) return false;
   m->vocab = vocab;
   m->encoder = *c;
   return true;
@@ -17227,25 +17108,18 @@ LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_c
 
 LI_FN bool li_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
-  const luna_linformer_config *l = &c->layer.linformer;
   const int64_t count = c->tied_layers ? 1 : c->layers;
-  const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook &&
-                         l->sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
   luna_layer_config layer = c->layer;
-  luna_tensor *shared = NULL;
-  const li_part part = li_linformer_part(layerwise, &shared, "e_proj", l, l->k_last_layer);
   char name[LI_MAX_NAME], number[32];
   e->layers = (luna_encoder_layer *)li_layers_memory(params, count, sizeof(luna_encoder_layer));
-  if (!e->layers || !li_parts_init(params, prefix, &part, 1)) return false;
+  if (!e->layers) return false;
   layer.layers = count;
   layer.max_length = c->max_length;
   for (int64_t i = 0; i < count; i++) {
     li_print(number, sizeof number, "layers.%d.", i);
     layer.layer = i;
-    layer.linformer.k = li_taper(l->k, l->k_last_layer, i, count);
     if (!li_name(params, name, prefix, number) ||
         luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
-    if (layerwise) e->layers[i].other_attention.e = e->layers[i].other_attention.f = shared;
   }
   return true;
 }
@@ -17304,10 +17178,8 @@ LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
 }
 LI_FN luna_ctx *li_encoder_ctx(const luna_encoder *e, const luna_input *input, const char *name, const char *what) {
   if (!e) return NULL;
-  li_reader r = li_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
-  if (e->config.layer.attention == LUNA_ATTENTION_LINFORMER && !e->config.layer.hook && !r.longest)
-    r.longest = e->config.max_length;
-  return li_model_ctx(r, input, name, what);
+  return li_model_ctx(li_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position), input,
+                      name, what);
 }
 /* the input; of sequences of no rows the lengths are 0 of each, so that no slot of P is real; false: no memory */
 LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
@@ -18309,9 +18181,12 @@ LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
   char in_file[40];
   li_st_text value;
   if (li_st_is_newer(st)) return li_not_a_model(ctx, LI_NEWER);
+  const char *hook = luna_params_get_text(params, LI_HOOK_KEY);
+  const bool linformer = hook && strcmp(hook, LI_LINFORMER) == 0 && li_st_is_linformer(st);
   for (const li_meta *m = params->metas; m && li_st_meta(st, "luna.kind", &value); m = m->next) {
     if (!li_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
     if (!li_st_meta(st, m->key, &value) || li_st_equal(value, m->value)) continue;
+    if (linformer && strcmp(m->key, "luna.attention") == 0) continue;
     li_st_decode(value, in_file, sizeof in_file);
     return li_fail_status(ctx, LUNA_ERROR_FILE_CONFIG, ctx->call, m->key, in_file, li_file_name(ctx), m->value);
   }
@@ -18580,6 +18455,7 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   if (m.lm.features && !m.lm.outputs) return li_not_a_model(ctx, "it has luna.features without luna.outputs");
   if (!li_hook_load(ctx, st, &m.lm.layer.hook)) return ctx->last_status;
   m.encoder.layer.hook = m.lm.layer.hook;
+  if (li_st_is_linformer(st)) m.encoder.layer.attention = LUNA_ATTENTION_LUNA;
   params->filling = params->borrowing ? NULL : st;
   status = li_model_init(&model, params, &m);
   params->filling = NULL;

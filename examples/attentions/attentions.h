@@ -21,6 +21,7 @@
 #include "bigbird.h"
 #include "compressive.h"
 #include "isab.h"
+#include "linformer.h"
 #include "local.h"
 #include "longformer.h"
 #include "performer.h"
@@ -35,6 +36,7 @@
 static const attention_system *const attention_systems[] = {
   &performer_system, &rfa_system, &local_system, &sparse_system, &longformer_system, &bigbird_system, &reformer_system,
   &sinkhorn_system, &synthesizer_system, &workspace_system, &transformer_xl_system, &compressive_system, &isab_system,
+  &linformer_system,
 };
 #define ATTENTION_SYSTEMS ((int)(sizeof attention_systems / sizeof attention_systems[0]))
 
@@ -51,11 +53,15 @@ ATTENTION_FN bool attentions_refuse(attentions *a, const char *what, const char 
   snprintf(a->error, sizeof a->error, "attention %s: %s: %s %s", a->system ? a->system->name : "", what, key, value);
   return false;
 }
-/* value's place in "one|two|three"; -1: not there */
+/* value's place in "one|two|three", or value where it is the number of a place, as in files of luna.h 0.2; -1: not
+   there */
 ATTENTION_FN int64_t attentions_word(const char *list, const char *value) {
   const size_t size = strlen(value);
   for (int64_t i = 0; list; i++) {
     const char *end = strchr(list, '|');
+    char number[24];
+    snprintf(number, sizeof number, "%lld", (long long)i);
+    if (strcmp(number, value) == 0) return i;
     if ((end ? (size_t)(end - list) : strlen(list)) == size && memcmp(list, value, size) == 0) return i;
     list = end ? end + 1 : NULL;
   }
@@ -114,6 +120,7 @@ ATTENTION_FN void *attentions_init(void *user, luna_params *params, const char *
   if (!a) return NULL;
   memcpy(a, choice->options, choice->system->size);
   a->dim = config->dim, a->heads = config->heads;
+  a->layer = config->layer, a->layers = config->layers, a->max_length = config->max_length;
   a->dropout = config->attention_dropout;
   a->bert_init = config->bert_init;
   a->params = params, a->prefix = prefix ? prefix : "";
@@ -133,10 +140,11 @@ ATTENTION_FN luna_tensor *attentions_forward(void *layer, luna_attention_call *c
   luna_ctx *ctx = call->x->ctx;
   luna_tensor *y;
   a->next_memory = a->next_compressed = a->loss = NULL;
-  if (call->x->device != 0) return attention_fail(ctx, a, "its custom ops are for the CPU");
+  if (call->x->device != 0 && !a->system->plain) return attention_fail(ctx, a, "its custom ops are for the CPU");
   if (call->causal && !a->system->causal) return attention_fail(ctx, a, "it has no causal form");
   if (!call->causal && !a->system->bidirectional) return attention_fail(ctx, a, "it has a causal form only");
-  call->x = luna_mask(call->x, call->lengths);
+  if (call->context && !a->system->plain) return attention_fail(ctx, a, "it has no cross-attention");
+  if (!a->system->plain) call->x = luna_mask(call->x, call->lengths);
   if (!call->x) return NULL;
   y = a->system->forward(a, call);
   call->kept[0] = a->next_memory, call->kept[1] = a->next_compressed, call->kept[2] = a->loss;

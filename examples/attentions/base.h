@@ -9,7 +9,8 @@
                 x [batch,n,d] -> y [batch,n,d]
               static const attention_system NAME_system = { ... };
 
-   and a line of attentions.h. What forward may count on: call->x has zeros beyond each length, whatever stood there. */
+   and a line of attentions.h. What forward may count on, but for a plain system: call->x has zeros beyond each length,
+   whatever stood there. */
 #ifndef ATTENTION_BASE_H
 #define ATTENTION_BASE_H
 #include "luna.h"
@@ -50,6 +51,7 @@ typedef struct attention {
   const attention_system *system;
   struct attention *next;            /* the layer made before this one, from the same `attentions` */
   int64_t dim, heads;                /* d, h; d_h = dim / heads */
+  int64_t layer, layers, max_length; /* as of luna_layer_config; of a layer by itself 0 */
   float dropout;                     /* of attention matrices */
   bool bert_init;
   luna_params *params;               /* during init: where parameters go, */
@@ -72,6 +74,7 @@ struct attention_system {
   void (*init)(void *layer);
   luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   bool causal, bidirectional;        /* the forms it has */
+  bool plain;                        /* luna.h's ops alone, with lengths: it runs on devices, and x comes as it is */
 };
 
 ATTENTION_FN luna_tensor *attention_fail(luna_ctx *ctx, const attention *a, const char *what) {

@@ -87,6 +87,6 @@ static luna_tensor *bigbird_forward(void *layer, luna_attention_call *call) {
 }
 static const attention_system bigbird_system = {
   "bigbird", "Zaheer et al. 2020, arXiv 2007.14062", sizeof(bigbird), bigbird_options,
-  bigbird_init, bigbird_forward, false, true
+  bigbird_init, bigbird_forward, false, true, false
 };
 #endif

@@ -191,6 +191,6 @@ static luna_tensor *compressive_forward(void *layer, luna_attention_call *call) 
 static const attention_system compressive_system = {
   "compressive", "Rae et al., ICLR 2020, arXiv 1911.05507", sizeof(compressive), compressive_options, compressive_init,
       compressive_forward, true,
-  false
+  false, false
 };
 #endif

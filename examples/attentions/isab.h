@@ -69,6 +69,7 @@ static luna_tensor *isab_forward(void *layer, luna_attention_call *call) {
   return isab_mab_forward(a, &a->mab1, call->x, packed, NULL);
 }
 static const attention_system isab_system = {
-  "isab", "Lee et al., ICML 2019, arXiv 1810.00825", sizeof(isab), isab_options, isab_init, isab_forward, false, true
+  "isab", "Lee et al., ICML 2019, arXiv 1810.00825", sizeof(isab), isab_options, isab_init, isab_forward, false, true,
+  false
 };
 #endif

@@ -79,6 +79,6 @@ static luna_tensor *local_forward(void *layer, luna_attention_call *call) {
 }
 static const attention_system local_system = {
   "local", "Parmar et al. 2018, arXiv 1802.05751", sizeof(local), local_options,
-  local_init, local_forward, true, true
+  local_init, local_forward, true, true, false
 };
 #endif

@@ -129,6 +129,6 @@ static luna_tensor *longformer_forward(void *layer, luna_attention_call *call) {
 }
 static const attention_system longformer_system = {
   "longformer", "Beltagy et al. 2020, arXiv 2004.05150", sizeof(longformer), longformer_options,
-  longformer_init, longformer_forward, true, true
+  longformer_init, longformer_forward, true, true, false
 };
 #endif

@@ -118,6 +118,6 @@ static luna_tensor *performer_forward(void *layer, luna_attention_call *call) {
 static const attention_system performer_system = {
   "performer", "Choromanski et al., arXiv 2009.14794", sizeof(performer), performer_options, performer_init,
       performer_forward,
-  true, true
+  true, true, false
 };
 #endif

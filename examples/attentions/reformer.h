@@ -174,6 +174,6 @@ static luna_tensor *reformer_forward(void *layer, luna_attention_call *call) {
 }
 static const attention_system reformer_system = {
   "reformer", "Kitaev et al. 2020, arXiv 2001.04451", sizeof(reformer), reformer_options,
-  reformer_init, reformer_forward, true, true
+  reformer_init, reformer_forward, true, true, false
 };
 #endif

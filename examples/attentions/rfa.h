@@ -109,6 +109,6 @@ static luna_tensor *rfa_forward(void *layer, luna_attention_call *call) {
                                    a->gated ? luna_linear_layer_forward(&a->gate, call->x) : NULL, call->lengths));
 }
 static const attention_system rfa_system = {
-  "rfa", "Peng et al., ICLR 2021, arXiv 2103.02143", sizeof(rfa), rfa_options, rfa_init, rfa_forward, true, true
+  "rfa", "Peng et al., ICLR 2021, arXiv 2103.02143", sizeof(rfa), rfa_options, rfa_init, rfa_forward, true, true, false
 };
 #endif

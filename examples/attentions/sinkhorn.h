@@ -108,6 +108,6 @@ static luna_tensor *sinkhorn_forward(void *layer, luna_attention_call *call) {
 }
 static const attention_system sinkhorn_system = {
   "sinkhorn", "Tay et al. 2020, arXiv 2002.11296", sizeof(sinkhorn), sinkhorn_options,
-  sinkhorn_init, sinkhorn_forward, true, true
+  sinkhorn_init, sinkhorn_forward, true, true, false
 };
 #endif

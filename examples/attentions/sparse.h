@@ -117,6 +117,6 @@ static luna_tensor *sparse_forward(void *layer, luna_attention_call *call) {
 }
 static const attention_system sparse_system = {
   "sparse", "Child et al. 2019, arXiv 1904.10509", sizeof(sparse), sparse_options,
-  sparse_init, sparse_forward, true, true
+  sparse_init, sparse_forward, true, true, false
 };
 #endif

@@ -212,6 +212,6 @@ static luna_tensor *synthesizer_forward(void *layer, luna_attention_call *call) 
 static const attention_system synthesizer_system = {
   "synthesizer", "Tay et al., ICML 2021, arXiv 2005.00743", sizeof(synthesizer), synthesizer_options, synthesizer_init,
       synthesizer_forward,
-  true, true
+  true, true, false
 };
 #endif

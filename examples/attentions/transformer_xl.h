@@ -38,6 +38,6 @@ static luna_tensor *transformer_xl_forward(void *layer, luna_attention_call *cal
 static const attention_system transformer_xl_system = {
   "transformer_xl", "Dai et al., ACL 2019, arXiv 1901.02860", sizeof(transformer_xl), transformer_xl_options,
       transformer_xl_init,
-  transformer_xl_forward, true, false
+  transformer_xl_forward, true, false, false
 };
 #endif

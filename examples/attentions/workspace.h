@@ -213,6 +213,6 @@ static luna_tensor *workspace_forward(void *layer, luna_attention_call *call) {
 }
 static const attention_system workspace_system = {
   "workspace", "Goyal et al., ICLR 2022, arXiv 2103.01197", sizeof(workspace), workspace_options, workspace_init,
-      workspace_forward, false, true
+      workspace_forward, false, true, false
 };
 #endif

@@ -1,5 +1,6 @@
 /* Writes the files of one version of luna.h: README.md beside it says how. -DFLAT where a model's config holds the
-   width of its layers itself, as in 0.1; -DPATHS where files are given by luna_path. */
+   width of its layers itself, as in 0.1; -DPATHS where files are given by luna_path; -DLINFORMER for a classifier with
+   Linformer attention, which luna.h has no more, alone. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "use.h"
@@ -159,13 +160,39 @@ static void write_seq2seq(const char *name) {
   luna_close(ctx);
 }
 
+#ifdef LINFORMER
+/* layerwise: one E for both layers; k falls by layer and by head */
+static void write_linformer(const char *name) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_model model = { 0 };
+  luna_classifier_config config = { 0 };
+  luna_linformer_config *linformer = &config.encoder.layer.linformer;
+  model.kind = LUNA_MODEL_CLASSIFIER;
+  width(WIDTH(config.encoder));
+  config.vocab = OLD_VOCAB, config.classes = 3;
+  config.encoder.layers = 2, config.encoder.max_length = 9;
+  config.encoder.layer.attention = LUNA_ATTENTION_LINFORMER;
+  linformer->k = 5, linformer->k_last_layer = 3, linformer->k_last_head = 2;
+  linformer->sharing = LUNA_LINFORMER_SHARING_LAYERWISE;
+  must(ctx, luna_classifier_init(&model.classifier, params, &config) == LUNA_OK, name);
+  scatter(params);
+  write_model(ctx, name, params, &model);
+  luna_close(ctx);
+}
+#endif
+
 int main(int argc, char **argv) {
   folder = argc > 1 ? argv[1] : ".";
   luna_ctx *ctx = luna_open(NULL);
   results = luna_params_open(ctx);
   old_fill();
+#ifdef LINFORMER
+  write_linformer("linformer.safetensors");
+#else
   write_lm("training.safetensors", false);
   write_lm("lm_features.safetensors", true);
+#endif
 #ifdef FLAT                                               /* these are the same in 0.2 */
   write_classifier("classifier.safetensors");
   write_masked_lm("masked_lm.safetensors");
