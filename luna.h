@@ -11500,12 +11500,20 @@ LI_FN int64_t li_ffn_row(const luna_op *op) {
   const int64_t hidden = li_last(op->in[3]);
   return li_ffn_words(op) ? hidden / 2 + (hidden % 64 ? 0 : 16) : hidden;
 }
+/* Returns the rows that a product multiplies at a time. A thread's own blocks are whole multiples of them. */
+LI_FN int64_t li_ffn_tile(const luna_op *op) {
+  const li_kernels *kernels = li_k(op);
+#ifndef LUNA_NO_INT8
+  if (li_op_int8(op, 1) && kernels->int8) return kernels->int8->qm;
+#endif
+  return li_op_bf16(op) && kernels->words ? kernels->words->rows : kernels->mr;
+}
 /* Sets the sizes and the layout in the workspace; returns its bytes */
 LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w; /* without one only offsets are used */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
-  const int64_t rows = li_rows(op->in[0]), tile = li_k(op)->mr;
+  const int64_t rows = li_rows(op->in[0]), tile = li_ffn_tile(op);
   size_t scratch = 0;                /* of the product that needs most */
   li_gemm g;
   memset(w, 0, sizeof *w);
@@ -11596,7 +11604,7 @@ typedef struct li_ffn_call { li_ffn_work w; li_shares shares; } li_ffn_call;
 LI_FN void li_ffn_blocks(void *work, int64_t thread, int64_t threads) {
   li_ffn_call *call = (li_ffn_call *)work;
   li_ffn_work w = call->w;
-  const int64_t tile = li_k(w.op)->mr, tiles = li_divide_up(li_rows(w.op->in[0]), tile);
+  const int64_t tile = li_ffn_tile(w.op), tiles = li_divide_up(li_rows(w.op->in[0]), tile);
   const int64_t skip = thread * (int64_t)(w.own_size / sizeof(float));
   li_claim c = li_claim_of(&call->shares, w.blocks, thread, threads);
   w.active = li_offset(w.active, skip);

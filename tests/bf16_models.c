@@ -16,7 +16,7 @@ enum { EMULATED = 1 };
 enum { EMULATED = 0 };
 #endif
 
-enum { VOCAB = 50, N = 70, BATCH = 2, STEPS = 3, KINDS = 5, MAX_FILE = 1 << 20, SENTENCE = 300 };
+enum { VOCAB = 50, N = 70, BATCH = 4, STEPS = 3, KINDS = 5, MAX_FILE = 1 << 20, SENTENCE = 300 };
 
 #ifndef LUNA_NO_BF16
 static luna_status logged_status;
@@ -42,7 +42,7 @@ static model model_open(int kind, luna_options options) {
   luna_status status;
   memset(&m, 0, sizeof m);
   m.kind = kind;
-  layer.dim = 48, layer.heads = 4, layer.ffn = 100, layer.dropout = 0.1f;
+  layer.dim = 48, layer.heads = 4, layer.ffn = kind ? 96 : 100, layer.dropout = 0.1f;
   layer.activation = kind % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_RELU;
   layer.pre_norm = kind == 2, layer.gated = kind == 4;
   if (kind == 2) layer.attention = LUNA_ATTENTION_SOFTMAX;
@@ -158,15 +158,18 @@ static void check_resume(int kind) {
 }
 
 /* ---- each op's result and gradients beside the reference's ---- */
-enum { OPS = 8, ROWS = 30, WIDTH = 40, TALL = 300, DEEP = 600 };
+enum { OPS = 11, ROWS = 30, WIDTH = 40, TALL = 300, DEEP = 600 };
 static void op_run(void *user, const rounded_how *how, rounded *out) {
   static const int64_t shapes[OPS][6][4] = {
     {{ROWS, WIDTH}, {60, WIDTH}, {60}}, {{ROWS, WIDTH}, {60, WIDTH}, {60}, {33, 60}, {33}},
     {{ROWS, WIDTH}, {60, WIDTH}, {60}}, {{1, ROWS, WIDTH}, {1, 2, 5, WIDTH}, {1, 2, 5}, {1, 2, 5, WIDTH}},
     /* a hidden layer that is kept in words where products are by tiles: of a block of rows, of several, of deep sums */
     {{ROWS, WIDTH}, {96, WIDTH}, {96}, {33, 96}, {33}}, {{TALL, DEEP}, {64, DEEP}, {64}, {DEEP, 64}, {DEEP}},
-    {{2, ROWS, WIDTH}, {2, 50, WIDTH}, {2, 50, WIDTH}}, {{2, ROWS, WIDTH}, {2, 50, WIDTH}, {2, 50, WIDTH}}
+    {{2, ROWS, WIDTH}, {2, 50, WIDTH}, {2, 50, WIDTH}}, {{2, ROWS, WIDTH}, {2, 50, WIDTH}, {2, 50, WIDTH}},
+    {{ROWS, WIDTH}, {96, WIDTH}, {96}, {33, 96}, {33}}, {{ROWS, WIDTH}, {96, WIDTH}, {96}, {33, 96}, {33}},
+    {{TALL, DEEP}, {64, DEEP}, {64}, {DEEP, 64}, {DEEP}}
   };
+  luna_feed_forward_config curved = {.activation = LUNA_ACTIVATION_GELU};
   luna_attention_config attention = {.heads = 2};
   const int op = *(const int *)user;
   luna_options options = options_of(how->rounds ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, 2);
@@ -189,8 +192,11 @@ static void op_run(void *user, const rounded_how *how, rounded *out) {
   if (op == 1 || op == 4 || op == 5) y = luna_feed_forward(in[0], in[1], in[2], in[3], in[4], NULL);
   if (op == 2) y = luna_linear_cross_entropy(in[0], in[1], in[2], labels, NULL);
   if (op == 3) y = luna_unpack(in[0], in[1], in[2], in[3], NULL);
+  curved.recompute = op == 9;
+  if (op == 10) curved.activation = LUNA_ACTIVATION_SILU;
+  if (op >= 8) y = luna_feed_forward(in[0], in[1], in[2], in[3], in[4], &curved);
   if (op == 7) attention.scale = 0.3f;
-  if (op >= 6) y = luna_softmax_attention(in[0], in[1], in[2], &attention);
+  if (op == 6 || op == 7) y = luna_softmax_attention(in[0], in[1], in[2], &attention);
   if (!CHECK(y != NULL, "%s", luna_error(ctx))) exit(1);
   float *values = common_floats(luna_count(y));
   luna_read(y, values);
@@ -211,7 +217,8 @@ static void op_run(void *user, const rounded_how *how, rounded *out) {
 static void check_ops(void) {
   static const char *const names[OPS] = {"linear", "feed-forward", "linear cross-entropy", "unpack",
                                          "feed-forward, kept in words", "feed-forward, deep", "softmax attention",
-                                         "softmax attention, scaled"};
+                                         "softmax attention, scaled", "feed-forward with GELU",
+                                         "feed-forward with GELU, computed again", "feed-forward with SiLU, deep"};
     static const luna_isa isas[] = {LUNA_ISA_AMX, LUNA_ISA_AVX512_BF16, LUNA_ISA_AVX512, LUNA_ISA_AVX2, LUNA_ISA_BEST};
   for (size_t i = 0; i < (EMULATED ? 1 : sizeof isas / sizeof *isas); i++)
     for (int op = 0; op < OPS && luna_isa_available(isas[i]); op++) {
