@@ -198,7 +198,8 @@ $(BENCHES): TEST_OPT =
 $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
-$(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions $(BUILD)/tests/lra: \
+$(addprefix $(BUILD)/,arena classify listops lra mlm mnist mpi/lra summary) \
+  $(addprefix $(BUILD)/tests/,attention_layers attentions failures golden lra memory model_files): \
   $(wildcard examples/attentions/*.h)
 $(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops contact empty masked_lm): $(wildcard examples/luna_*.h)
 $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)

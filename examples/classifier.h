@@ -8,6 +8,7 @@
      batch_at(&s, first, count, at)    the batch at `at` of samples first .. first + count - 1
      train_classifier(ctx, params, &s) a model of the flags, trained and saved: 0, or 2 after a sentence; it opens and
                                        closes the memory itself, as eval_classifier does */
+#include "attention_choice.h"
 #include "calibration.h"
 
 #define QUICK 500                    /* samples that validations during a training look at, at most */
@@ -262,11 +263,10 @@ TOOL int train_classifier_on(luna_ctx *ctx, luna_params *params, const samples *
       .positions = (luna_positions)set.positions, .max_length = s->longest,
       .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
                  .dropout = (float)set.dropout, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
-                 .recompute = (luna_recompute_kind)set.recompute,
-                 .attention = (luna_attention_kind)set.attention,
-                 .linformer = { .k = s->longest < 64 ? s->longest : 64 } }
+                 .recompute = (luna_recompute_kind)set.recompute }
     }
   };
+  choose_attention(&config.encoder.layer);
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,

@@ -282,6 +282,6 @@ static const command commands[] = {
 };
 
 int main(int count, char **given) {
-  const int status = example("classify", commands, flags, count, given);
+  const int status = example_of_attentions("classify", commands, flags, count, given);
   return free(balance), status;
 }

@@ -401,7 +401,7 @@ typedef struct flag {
   { "--memory", commands, WHOLE(set.memory, 1, 65536), "memory slots, l" }, \
   { "--ffn", commands, WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" }, \
   { "--dropout", commands, REAL(set.dropout, 0, 0.95), "probability" }
-#define FLAGS_CLASSIFIER /* names in the order of luna_attention_kind, luna_pooling, luna_positions */ \
+#define FLAGS_CLASSIFIER /* names in the order of luna_attention_kind, luna_pooling, luna_positions; see attention_choice.h */ \
   { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" }, \
   { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is predicted from" }, \
   { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how positions are encoded" }
@@ -639,13 +639,14 @@ TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
   return file_end(&file);
 }
 
+static const luna_attention_hook *const *program_hooks; /* of the models that the program opens, or null */
 /* Opens the context that the flags describe. Returns null after a sentence. */
 TOOL luna_ctx *open_context(void) {
   const char *error = NULL;
   luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed,
                            .weights = (luna_dtype)set.weights,
                            .products = set.products ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32, .log = say_note,
-                           .error = &error };
+                           .error = &error, .hooks = program_hooks };
 #ifdef EXAMPLE_CUDA
   if (set.device) options.backend = luna_cuda_backend(0);
 #endif

@@ -136,4 +136,4 @@ static const command commands[] = {
   { 0 }
 };
 
-int main(int count, char **given) { return example("listops", commands, flags, count, given); }
+int main(int count, char **given) { return example_of_attentions("listops", commands, flags, count, given); }

@@ -230,13 +230,13 @@ static int fit_grays(luna_ctx *ctx, const samples *s) {
 static int model_open(luna_ctx *ctx, luna_params *params) {
   const attention_kind *a = &attention_kinds[set.attention];
   const int64_t task = data.task - tasks, width = data.task->parts * set.dim;
-  const bool authors = own.settings == AUTHORS, lra = own.settings == LRA, bert = authors && task <= TEXT;
+  const bool authors = own.settings == AUTHORS, bert = authors && task <= TEXT;
   const luna_init init = { bert ? LUNA_INIT_NORMAL : LUNA_INIT_XAVIER, bert ? 0.02f : 1.0f };
   const luna_layer_config layer = {
     .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
     .activation = LUNA_ACTIVATION_GELU, .pre_norm = !authors, .sharing = LUNA_SHARING_FULL, .bert_init = bert,
     .dropout = (float)set.dropout, .attention_dropout = (float)own.attention_dropout, .attention = a->kind,
-    .recompute = (luna_recompute_kind)set.recompute, .linformer.k = lra ? 16 : own.longest < 256 ? own.longest : 256
+    .recompute = (luna_recompute_kind)set.recompute
   };
   luna_encoder_config c = {
     .layers = set.layers, .layer = layer,

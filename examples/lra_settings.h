@@ -39,7 +39,7 @@ static const attention_kind attention_kinds[ATTENTIONS] = {
     .image = { 128, 128, 8, 1, 0, 0.3 }, .pathfinder = { 32, 32, 8, 1, 1, 0.2 } },
   { "Longformer", .system = { "longformer", 0 }, .lra = { "longformer left=255 right=256 global=", 0 },
     .image = { 128, 128, 4, 4, 1, 0.3 }, .pathfinder = { 32, 32, 2, 2, 1, 0.1 } },
-  { "Linformer", .kind = LUNA_ATTENTION_LINFORMER,
+  { "Linformer", .system = { "linformer k=%d", 1 }, .lra = { "linformer k=16", 0 }, /* k: 256 at most */
     .image = { 128, 128, 8, 1, 0, 0.3 }, .pathfinder = { 32, 32, 2, 1, 1, 0.2 } },
   { "Reformer", .system = { "reformer buckets=%d", 64 }, .quick = { "reformer rounds=1 buckets=%d", 64 },
     .lra = { "reformer buckets=10 rounds=1 chunk=%d", 10 },
@@ -75,6 +75,7 @@ static void attention_line(const attention_kind *a, int64_t settings, int64_t ta
   if (lra && task >= IMAGE && a->pictures.text) line = &a->pictures;
   const char *text = line->text ? line->text : "", *at = strstr(text, "%d");
   int64_t number = at ? (longest + line->divisor - 1) / line->divisor : 0;
+  if (a == &attention_kinds[LINFORMER] && number > 256) number = 256;
   if (a == &attention_kinds[REFORMER] && !lra) number += number % 2; /* buckets are even */
   if (at) snprintf(out, size, "%.*s%lld%s", (int)(at - text), text, (long long)number, at + 2);
   else snprintf(out, size, "%s%s", text, cls ? " cls=true" : ""); /* else CLS sees itself alone */

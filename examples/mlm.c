@@ -13,6 +13,7 @@
 #include "luna.h"
 
 #include "example.h"
+#include "attention_choice.h"
 #include "luna_mask.h"
 #include "tokens.h"
 
@@ -108,9 +109,10 @@ static int pretrain_on(luna_ctx *ctx, ints text, ints held) {
     .vocab = own.vocab + 1,
     .encoder = { .layers = set.layers,
                  .layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
-                            .dropout = (float)set.dropout, .attention = (luna_attention_kind)set.attention,
+                            .dropout = (float)set.dropout,
                             .activation = LUNA_ACTIVATION_GELU, .pre_norm = true } }
   };
+  choose_attention(&config.encoder.layer);
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (own.begin && begin_with(ctx, params, own.begin, true)) return 2;
   luna_optimizer *adam = optimizer(params, set.lr);
@@ -291,5 +293,5 @@ static const command commands[] = {
 
 int main(int count, char **given) {
   if (count > 1 && strcmp(given[1], "tune") == 0) set.out = "tuned.safetensors";
-  return example("mlm", commands, flags, count, given);
+  return example_of_attentions("mlm", commands, flags, count, given);
 }

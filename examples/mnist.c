@@ -161,4 +161,4 @@ static const command commands[] = {
   { 0 }
 };
 
-int main(int count, char **given) { return example("mnist", commands, flags, count, given); }
+int main(int count, char **given) { return example_of_attentions("mnist", commands, flags, count, given); }

@@ -12,10 +12,12 @@
 #include "luna.h"
 
 #include "example.h"
+#include "attentions/attentions.h"
 
 /* numbers in luna.h's pairs that stand for names, of 0, 1, 2, ... */
 static const struct { const char *key, *names; } meanings[] = {
-  { "luna.attention", "luna softmax linear linformer" }, { "luna.sharing", "tied full no-key shared-qk" },
+  { "luna.attention", "luna softmax linear linformer" }, /* linformer: of luna.h 0.2, now a hook */
+  { "luna.sharing", "tied full no-key shared-qk" },
   { "luna.activation", "none relu gelu elu+1 softplus softplus2 sigmoid silu tanh" }, { "luna.norm", "layer rms" },
   { "luna.forget", "no constant gated" },
   { "luna.omega", "default relu gelu elu+1 softplus softplus2" },
@@ -187,8 +189,12 @@ int main(int count, char **given) {
                 "summary --quantize IN OUT  a model's copy whose matrices are in 8 bits"), 0;
   if (count != (quantizes ? 4 : 2))
     return fail(quantizes ? "summary --quantize IN OUT: two files are wanted" : "summary FILE: one file is wanted");
-  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
+  attentions linformer;
+  if (!attentions_open(&linformer, "linformer")) return fail("%s", linformer.error);
+  const luna_attention_hook *const hooks[] = { &linformer.hook, NULL };
+  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .hooks = hooks });
   int status = !ctx ? fail("out of memory") : quantizes ? quantize(ctx, given[2], given[3]) : summary(ctx, first);
   luna_close(ctx);
+  attentions_close(&linformer);
   return status;
 }

@@ -114,9 +114,22 @@ static const char *const encoder_names[ENCODERS] = {"luna",
                                                     "Linformer: linear, layerwise",
                                                     "Linformer: convolution, headwise"};
 TEST_UNUSED static bool has_memory(int v) { return v < 9; }
+/* the hooks of the variants from 11 on, which live as long as the program */
+TEST_UNUSED static const luna_attention_hook *linformer_hook(int v) {
+  static attentions hooks[ENCODERS - 11];
+  static const char *const options[ENCODERS - 11] = {"linformer k=5",
+                                                     "linformer k=5 k_last_head=3 sharing=key-value projection=mean",
+                                                     "linformer k=5 k_last_layer=3 sharing=layerwise projection=max",
+                                                     "linformer k=5 k_last_layer=2 sharing=layerwise "
+                                                     "projection=convolution",
+                                                     "linformer k=5 k_last_layer=8 k_last_head=2 sharing=layerwise",
+                                                     "linformer k=5 projection=convolution"};
+  attentions *a = &hooks[v - 11];
+  if (!a->system) CHECK(attentions_open(a, options[v - 11]), "%s", a->error);
+  return &a->hook;
+}
 TEST_UNUSED static luna_encoder_config encoder_config(int v) {
   luna_encoder_config c = {0};
-  luna_linformer_config *l = &c.layer.linformer;
   c.layers = v == 6 ? 3 : 2, c.layer.memory = SLOTS, c.max_length = 2 * N;
   c.layer.dim = DIM, c.layer.heads = 2, c.layer.ffn = 20;
   c.layer.pre_norm = v == 1 || v == 4 || v == 8 || v == 10;
@@ -133,16 +146,8 @@ TEST_UNUSED static luna_encoder_config encoder_config(int v) {
   c.layer.attention = v < 9     ? LUNA_ATTENTION_LUNA
                       : v == 9  ? LUNA_ATTENTION_SOFTMAX
                       : v == 10 ? LUNA_ATTENTION_LINEAR
-                                : LUNA_ATTENTION_LINFORMER;
-  l->k = v >= 11 ? 5 : 0;
-  l->k_last_head = v == 12 ? 3 : v == 15 ? 2 : 0;
-  l->k_last_layer = v == 13 ? 3 : v == 14 ? 2 : v == 15 ? 8 : 0;
-  l->sharing = v == 12 ? LUNA_LINFORMER_SHARING_KEY_VALUE : v == 11 ||
-      v == 16 ? LUNA_LINFORMER_SHARING_HEADWISE : LUNA_LINFORMER_SHARING_LAYERWISE;
-  l->projection = v == 12              ? LUNA_LINFORMER_PROJECTION_MEAN
-                  : v == 13            ? LUNA_LINFORMER_PROJECTION_MAX
-                  : v == 14 || v == 16 ? LUNA_LINFORMER_PROJECTION_CONVOLUTION
-                                       : LUNA_LINFORMER_PROJECTION_LINEAR;
+                                : LUNA_ATTENTION_LUNA;
+  if (v > 10) c.layer.hook = linformer_hook(v);
   return c;
 }
 typedef struct classifier {
