@@ -41,32 +41,31 @@ static void naive_linear_attention(naive_layer *a, int64_t rows, int64_t keys, b
     }
 }
 /* column `i` of the real rows of x, shortened to k; the number of rows there are then */
-static int64_t naive_shorten(const luna_linformer_config *c, const luna_tensor *e, double x[][DIM], int i, int64_t real,
+static int64_t naive_shorten(const linformer *c, const luna_tensor *e, double x[][DIM], int i, int64_t real,
                              int64_t k,
                              double *out) {
   const int64_t w = (c->max_length + k - 1) / k, windows =
-      c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ? k : (real + w - 1) / w;
+      c->projection == LINFORMER_LINEAR ? k : (real + w - 1) / w;
   for (int64_t r = 0; r < windows; r++) {
-    out[r] = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -INFINITY : 0;
+    out[r] = c->projection == LINFORMER_MAX ? -INFINITY : 0;
     for (int64_t t = 0; t < real; t++) {
-      if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && t / w != r) continue;
-      if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) out[r] += parameter(e, r * c->max_length + t) * x[t][i];
-      else if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) out[r] += x[t][i] / (double)w;
-      else if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) out[r] = fmax(out[r], x[t][i]);
+      if (c->projection != LINFORMER_LINEAR && t / w != r) continue;
+      if (c->projection == LINFORMER_LINEAR) out[r] += parameter(e, r * c->max_length + t) * x[t][i];
+      else if (c->projection == LINFORMER_MEAN) out[r] += x[t][i] / (double)w;
+      else if (c->projection == LINFORMER_MAX) out[r] = fmax(out[r], x[t][i]);
       else out[r] += parameter(e, t % w) * x[t][i];
     }
   }
   return windows;
 }
-static void naive_linformer(naive_layer *a, const luna_attention_layer *layer, int64_t rows, int64_t keys) {
-  const luna_linformer_config *c = &layer->config.linformer;
+static void naive_linformer(naive_layer *a, const linformer *c, int64_t rows, int64_t keys) {
   for (int h = 0; h < HEADS; h++) {
     const int64_t k = c->k_last_head ? c->k + (c->k_last_head - c->k) * h / (HEADS - 1) : c->k;
     double key[HEAD_DIM][KEYS], value[HEAD_DIM][KEYS], weight[KEYS];
     int64_t count = 0;
     for (int i = 0; i < HEAD_DIM; i++) {
-      count = naive_shorten(c, layer->e, a->k, h * HEAD_DIM + i, keys, k, key[i]);
-      naive_shorten(c, layer->f, a->v, h * HEAD_DIM + i, keys, k, value[i]);
+      count = naive_shorten(c, c->e, a->k, h * HEAD_DIM + i, keys, k, key[i]);
+      naive_shorten(c, c->f, a->v, h * HEAD_DIM + i, keys, k, value[i]);
     }
     for (int64_t t = 0; t < rows; t++) {
       for (int64_t r = 0; r < count; r++) {
@@ -81,24 +80,35 @@ static void naive_linformer(naive_layer *a, const luna_attention_layer *layer, i
     }
   }
 }
-static void check_naive(luna_attention_layer_config config, bool cross, bool lengths, const char *what) {
-  const luna_init normal = {LUNA_INIT_NORMAL, 0.4f};
-  const int64_t rows = cross ? QUERIES : KEYS, shape[2] =
-      {config.linformer.projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION ? 1 : KEYS, KEYS};
+/* options: Linformer's, or null: linear attention */
+static void check_naive(const char *options, bool causal, bool cross, bool lengths, const char *what) {
+  const int64_t rows = cross ? QUERIES : KEYS;
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_attention_layer layer;
+  luna_attention_layer_config config = {0};
+  luna_layer_config sizes = {0};
+  attentions choice;
+  linformer *l = NULL;
   char where[160];
-  config.dim = DIM, config.heads = HEADS;
-  if (config.linformer.max_length == 0) config.linformer.max_length = KEYS;
-  CHECK(luna_attention_layer_init(&layer, params, "attention.", &config) == LUNA_OK, "%s: %s", what, luna_error(ctx));
+  config.kind = LUNA_ATTENTION_LINEAR, config.causal = causal;
+  config.dim = sizes.dim = DIM, config.heads = sizes.heads = HEADS;
+  if (!options) CHECK(luna_attention_layer_init(&layer, params, "attention.", &config) == LUNA_OK, "%s: %s", what,
+                      luna_error(ctx));
+  else {
+    CHECK(attentions_open(&choice, options), "%s: %s", what, choice.error);
+    l = (linformer *)choice.hook.init(&choice, params, "layers.0.self_attn.", &sizes);
+    if (!CHECK(l, "%s: %s", what, luna_error(ctx))) return;
+    layer.q = l->p.q, layer.k = l->p.k, layer.v = l->p.v, layer.out = l->p.out;
+  }
   common_params(params, 63);
-  if (config.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE && config.kind == LUNA_ATTENTION_LINFORMER)
-    layer.e = layer.f = luna_param(params, "shared", 2, shape, normal);
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 12, SOURCES, rows, DIM, 0),
       *context = cross ? common_tensor(ctx, 13, SOURCES, KEYS, DIM, 0) : NULL;
-  float *got = values_of(ctx, luna_attention_layer_forward(&layer, x, context, lengths ? key_lengths : NULL), what);
+  luna_attention_call call = {0};
+  call.x = call.input = x, call.context = context, call.lengths = lengths ? key_lengths : NULL;
+  float *got = values_of(ctx, l ? choice.hook.forward(l, &call) :
+                         luna_attention_layer_forward(&layer, x, context, call.lengths), what);
   float *expected = common_floats(SOURCES * rows * DIM);
   naive_layer *a = (naive_layer *)common_alloc(sizeof *a);
   for (int b = 0; b < SOURCES; b++) {
@@ -107,8 +117,8 @@ static void check_naive(luna_attention_layer_config config, bool cross, bool len
     naive_project(&layer.q, x->data + b * rows * DIM, rows, a->q);
     naive_project(&layer.k, keys + b * KEYS * DIM, KEYS, a->k);
     naive_project(&layer.v, keys + b * KEYS * DIM, KEYS, a->v);
-    if (config.kind == LUNA_ATTENTION_LINEAR) naive_linear_attention(a, rows, real, config.causal);
-    else naive_linformer(a, &layer, rows, real);
+    if (l) naive_linformer(a, l, rows, real);
+    else naive_linear_attention(a, rows, real, causal);
     for (int64_t t = 0; t < rows; t++) {
       double out[DIM];
       naive_linear(&layer.out, a->y[t], out);
@@ -123,6 +133,7 @@ static void check_naive(luna_attention_layer_config config, bool cross, bool len
   }
   free(got), free(expected), free(a);
   luna_close(ctx);
+  if (l) attentions_close(&choice);
 }
 /* Luna attention in its four sharing modes, eqs. 3-5: pack, then unpack */
 enum { PACK_HEADS = 2, MEMORY = 5 };
@@ -213,28 +224,18 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
 static void check_naives(void) {
   static const char *const projections[] = {"linear", "mean", "max", "convolution"},
       *const sharings[] = {"headwise", "key-value", "layerwise"};
-  char what[100];
+  char options[160];
   for (int i = 0; i < 4; i++) { /* cross or not, lengths or not */
-    luna_attention_layer_config config = {0};
-    config.kind = LUNA_ATTENTION_LINEAR;
-    check_naive(config, i & 1, i & 2, "linear attention");
-    config.causal = true;
-    if (!(i & 1)) check_naive(config, false, i & 2, "causal linear attention");
+    check_naive(NULL, false, i & 1, i & 2, "linear attention");
+    if (!(i & 1)) check_naive(NULL, true, false, i & 2, "causal linear attention");
     for (int projection = 0; projection < 4; projection++)
       for (int sharing = 0; sharing < 3; sharing++)
-        for (int taper = 0; taper < 2; taper++) {
-          config.kind = LUNA_ATTENTION_LINFORMER, config.causal = false;
-          config.linformer.k = 4, config.linformer.k_last_head = taper ? 2 : 0;
-          config.linformer.projection = (luna_linformer_projection)projection;
-          config.linformer.sharing = (luna_linformer_sharing)sharing;
-          snprintf(what, sizeof what, "Linformer, %s, %s%s", projections[projection], sharings[sharing],
-                   taper ? ", k by head" : "");
-          check_naive(config, i & 1, i & 2, what);
-          if (projection == LUNA_LINFORMER_PROJECTION_LINEAR || sharing == LUNA_LINFORMER_SHARING_LAYERWISE) continue;
-          config.linformer.max_length = 8 * KEYS; /* one window, which the keys fill to a half at most */
-          snprintf(what, sizeof what, "Linformer, %s, a long window", projections[projection]);
-          check_naive(config, i & 1, i & 2, what);
-          config.linformer.max_length = 0;
+        for (int variant = 0; variant < 3; variant++) { /* 1: k by head; 2: one window, which the keys do not fill */
+          const int longest = variant == 2 ? 8 * KEYS : KEYS;
+          if (variant == 2 && (projection == 0 || sharing == 2)) continue;
+          snprintf(options, sizeof options, "linformer k=4 k_last_head=%d max_length=%d projection=%s sharing=%s",
+                   variant == 1 ? 2 : 0, longest, projections[projection], sharings[sharing]);
+          check_naive(options, false, i & 1, i & 2, options);
         }
   }
 }
@@ -293,59 +294,82 @@ static void check_lm_trains(luna_attention_kind kind) {
   }
   luna_close(ctx);
 }
+/* a layer by itself, or null */
+static void *linformer_layer(attentions *choice, const char *options, luna_params *params, const char *prefix,
+                             int64_t max_length) {
+  luna_layer_config sizes = {0};
+  sizes.dim = DIM, sizes.heads = 2, sizes.max_length = max_length;
+  CHECK(attentions_open(choice, options), "%s: %s", options, choice->error);
+  return choice->hook.init(choice, params, prefix, &sizes);
+}
+static void check_says(luna_ctx *ctx, bool refused, luna_status status, const char *why, const char *what) {
+  CHECK(refused && luna_error_status(ctx) == status && strstr(luna_error(ctx), why), "%s: \"%s\"", what,
+        luna_error(ctx));
+}
 static void check_linformer_refusals(void) {
-  luna_ctx *ctx = ctx_open();
-  luna_params *params = luna_params_open(ctx);
+  static const char *const bad[] = {"linformer k_last_layer=-1", "linformer max_length=-9", "linformer sharing=3",
+                                    "linformer projection=4", "linformer projection=minimum"};
+  static const struct { const char *options, *why; int64_t max_length; } made[] = {
+    {"linformer k=10 max_length=9", "k is 10, and must be in [1,9]", 0},
+    {"linformer k=4 k_last_head=10", "k_last_head is 10, and must be in [0,9]", 9},
+    {"linformer k=4 k_last_layer=10", "k_last_layer is 10, and must be in [0,9]", 9},
+    {"linformer max_length=20", "max_length, which is the model's where it is given, is 20", 21},
+    {"linformer sharing=layerwise", "sharing layerwise is for the layers of a model", 9},
+  };
+  static const char *const projections[] = {"linear", "mean", "max", "convolution"};
+  attentions choice;
   luna_lm lm;
   luna_lm_config lm_config = {0};
   luna_attention_layer layer;
   luna_attention_layer_config config = {0};
-  lm_config.layer.dim = DIM, lm_config.layer.heads = 2, lm_config.layer.attention = LUNA_ATTENTION_LINFORMER;
-  refused(ctx, luna_lm_init(&lm, params, &lm_config) == LUNA_UNSUPPORTED, LINFORMER_CAUSAL,
-      "Linformer in a language model");
-  config.kind = LUNA_ATTENTION_LINFORMER, config.dim = DIM, config.causal = true;
-  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_UNSUPPORTED, LINFORMER_CAUSAL,
-      "causal Linformer");
-  config.causal = false;
-  for (int i = 0; i < 6; i++) {
-    luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_HEADWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
-    if (i == 0) l.k = 10;
-    if (i == 1) l.k_last_head = 10;
-    if (i == 2) l.k_last_layer = -1;
-    if (i == 3) l.max_length = -9;
-    if (i == 4) l.sharing = (luna_linformer_sharing)3;
-    if (i == 5) l.projection = (luna_linformer_projection)4;
-    config.linformer = l;
-    refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
-        "Linformer, bad config %d", i);
+  for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+    CHECK(!attentions_open(&choice, bad[i]) && choice.error[0], "%s is accepted", bad[i]);
+  for (size_t i = 0; i < sizeof made / sizeof *made; i++) {
+    luna_ctx *ctx = ctx_open();
+    luna_params *params = luna_params_open(ctx);
+    check_says(ctx, !linformer_layer(&choice, made[i].options, params, "a.", made[i].max_length), LUNA_BAD_ARGUMENT,
+               made[i].why, made[i].options);
+    CHECK(luna_params_tensor_count(params) == 0, "%s leaves parameters", made[i].options);
+    luna_close(ctx);
+    attentions_close(&choice);
   }
-  config.kind = LUNA_ATTENTION_LUNA;
-  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
-          "an attention layer of Luna's kind");
-  CHECK(luna_params_tensor_count(params) == 0, "what was refused leaves %d parameters",
-        (int)luna_params_tensor_count(params));
-  luna_close(ctx); /* an init that failed stays in its context */
-  ctx = ctx_open(), params = luna_params_open(ctx);
-  for (int i = 0; i < 4; i++) {
-    luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_KEY_VALUE, (luna_linformer_projection)i};
-    char name[8] = "0.";
-    name[0] = (char)('0' + i);
-    config.kind = LUNA_ATTENTION_LINFORMER, config.linformer = l;
-    CHECK(luna_attention_layer_init(&layer, params, name, &config) == LUNA_OK, "%s", luna_error(ctx));
-    luna_tensor *x = common_tensor(ctx, 1, 2, 9, DIM, 0), *longer = common_tensor(ctx, 1, 2, 10, DIM, 0);
-    CHECK(luna_attention_layer_forward(&layer, x, NULL, NULL) && luna_attention_layer_forward(&layer, longer, x, NULL),
-          "9 keys: %s",
-          luna_error(ctx));
-    refused(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), MAX_LENGTH,
-        "10 keys where Linformer has 9 (projection %d)", i);
-  }
-  luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_LAYERWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
-  config.linformer = l;
-  CHECK(luna_attention_layer_init(&layer, params, "layerwise.", &config) == LUNA_OK, "%s", luna_error(ctx));
-  refused(ctx, !luna_attention_layer_forward(&layer, common_tensor(ctx, 1, 2, 9, DIM, 0), NULL, NULL),
-      LINFORMER_PROJECTION,
-          "layerwise without a projection");
+  luna_ctx *ctx = ctx_open();
+  luna_params *params = luna_params_open(ctx);
+  const int32_t tokens[3] = {1, 2, 3};
+  CHECK(attentions_open(&choice, "linformer"), "%s", choice.error);
+  lm_config.layer.dim = DIM, lm_config.layer.heads = 2, lm_config.layer.hook = &choice.hook;
+  CHECK(luna_lm_init(&lm, params, &lm_config) == LUNA_OK, "%s", luna_error(ctx));
+  luna_begin_inference(ctx);
+  check_says(ctx, !luna_lm_forward(&lm, &(luna_input){tokens, NULL, 1, 3, NULL}), LUNA_UNSUPPORTED,
+             "it has no causal form", "a language model");
   luna_close(ctx);
+  attentions_close(&choice);
+  ctx = ctx_open(), params = luna_params_open(ctx);
+  for (int kind = 0; kind < 5; kind += 3) { /* Luna's kind, and what was Linformer's */
+    config.kind = (luna_attention_kind)kind, config.dim = DIM;
+    refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
+            "an attention layer of kind %d", kind);
+  }
+  luna_close(ctx); /* an init that failed stays in its context */
+  for (int i = 0; i < 4; i++) {
+    char options[80];
+    luna_attention_call call = {0};
+    ctx = ctx_open(), params = luna_params_open(ctx);
+    snprintf(options, sizeof options, "linformer k=4 max_length=9 projection=%s", projections[i]);
+    void *l = linformer_layer(&choice, options, params, "a.", 0);
+    luna_begin_inference(ctx);
+    luna_tensor *x = common_tensor(ctx, 1, 2, 9, DIM, 0), *longer = common_tensor(ctx, 1, 2, 10, DIM, 0);
+    call.x = longer, call.context = x;
+    CHECK(l && choice.hook.forward(l, &call), "9 keys: %s", luna_error(ctx));
+    call.x = x, call.context = longer;
+    check_says(ctx, !choice.hook.forward(l, &call), LUNA_BAD_ARGUMENT, "a sequence of 10 exceeds max_length 9",
+               options);
+    luna_begin_inference(ctx);
+    call.x = common_tensor(ctx, 1, 2, 9, DIM, 0), call.context = common_tensor(ctx, 1, 1, 9, DIM, 0);
+    check_says(ctx, !choice.hook.forward(l, &call), LUNA_BAD_ARGUMENT, "of x's batch and d", options);
+    luna_close(ctx);
+    attentions_close(&choice);
+  }
 }
 static void check_attentions(void) {
   check_naives();
