@@ -206,14 +206,12 @@ static bool layers_open(void) {
   status |= luna_norm_layer_init(&w->norm, w->set[0], "norm", DIM, LUNA_NORM_LAYER);
   status |= luna_nested_attention_layer_init(&w->nested, w->set[0], "nested.", &nested);
   status |= luna_causal_attention_layer_init(&w->causal, w->set[0], "causal.", &causal);
-  for (int i = 1; i < 4; i++) {
+  for (int i = 1; i < 3; i++) {
     luna_attention_layer_config attention = {0};
     attention.kind = (luna_attention_kind)i;
     attention.dim = DIM;
     attention.heads = HEADS;
-    attention.linformer.max_length = 16;
-    attention.linformer.k = 3;
-    status |= luna_attention_layer_init(&w->attention[i], w->set[0], i == 1 ? "1." : i == 2 ? "2." : "3.", &attention);
+    status |= luna_attention_layer_init(&w->attention[i], w->set[0], i == 1 ? "1." : "2.", &attention);
   }
   status |= luna_encoder_layer_init(&w->encoder_layer, w->set[0], "encoder.", &layer);
   status |= luna_decoder_layer_init(&w->decoder_layer, w->set[0], "decoder.", &layer);
@@ -1394,12 +1392,7 @@ static luna_layer_config layer_config(bool causal, bool other) {
   c.attention_dropout = probability();
   c.activation_dropout = probability();
   c.bert_init = coin();
-  c.attention = other ? ENUM(luna_attention_kind, causal ? 3 : 4) : LUNA_ATTENTION_LUNA;
-  c.linformer.k = size(3);
-  c.linformer.k_last_head = size(0);
-  c.linformer.max_length = size(16);
-  c.linformer.sharing = causal ? LUNA_LINFORMER_SHARING_HEADWISE : ENUM(luna_linformer_sharing, 2);
-  c.linformer.projection = ENUM(luna_linformer_projection, 4);
+  c.attention = other ? ENUM(luna_attention_kind, 3) : LUNA_ATTENTION_LUNA;
   c.recompute = ENUM(luna_recompute_kind, 3);
   return c;
 }
@@ -1528,17 +1521,16 @@ static void other_attention(const luna_attention_layer *layer) {
 static void case_luna_attention_layer_init(void) {
   luna_attention_layer layer;
   luna_attention_layer_config c = {0};
-  c.kind = (luna_attention_kind)number(1 + (int)pick(3));
+  c.kind = (luna_attention_kind)number(1 + (int)pick(2));
   c.dim = size(DIM);
   c.heads = size(pick(3));
-  c.causal = c.kind != LUNA_ATTENTION_LINFORMER && coin();
+  c.causal = coin();
   c.dropout = probability();
-  c.linformer = layer_config(false, true).linformer;
   const luna_status status = luna_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(), turn() ? NULL : &c);
   got_status(status, true);
   if (status == LUNA_OK) other_attention(&layer);
 }
-static void case_luna_attention_layer_forward(void) { other_attention(&w->attention[1 + pick(3)]); }
+static void case_luna_attention_layer_forward(void) { other_attention(&w->attention[1 + pick(2)]); }
 static void encoder_layer(const luna_encoder_layer *layer) {
   const int64_t b = small(), n = small(), d = layer->config.dim;
   luna_tensor *x = rows(b, n, d), *p = rows(b, small(), d);
@@ -1613,7 +1605,6 @@ static void case_luna_lm_init(void) {
   c.layers = size(pick(3));
   c.layer = layer_config(true, true);
   c.layer.memory = size(SLOTS);
-  if (c.layer.attention == LUNA_ATTENTION_LINFORMER) c.layer.attention = LUNA_ATTENTION_LUNA;
   c.positions = ENUM(luna_positions, 4);
   c.max_length = size(coin() ? 0 : 16);
   const luna_status status = luna_lm_init(turn() ? NULL : &model, new_set(), &c);

@@ -236,23 +236,20 @@ static void check_layers(luna_form form) {
     luna_layer_config c = {0};
     c.dim = 8, c.heads = 2, c.ffn = 12;
     c.pre_norm = variant & 1, c.gated = variant == 3, c.norm = variant == 4 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;
-    c.attention = variant < 6 ? LUNA_ATTENTION_LUNA : (luna_attention_kind)(variant % 3 + 1);
+    c.attention = variant < 6 ? LUNA_ATTENTION_LUNA : (luna_attention_kind)(variant % 2 + 1);
     c.recompute = (luna_recompute_kind)(variant % 3), c.own_memory = variant == 5;
     c.dropout = c.attention_dropout = c.activation_dropout = variant == 2 ? 0.1f : 0;
-    if (c.attention == LUNA_ATTENTION_LINFORMER) c.linformer.max_length = 6, c.linformer.k = 2,
-        c.linformer.projection = (luna_linformer_projection)(variant % 4);
     luna_encoder_layer encoder;
     luna_causal_layer causal;
     luna_decoder_layer decoder;
     const bool luna = c.attention == LUNA_ATTENTION_LUNA;
     NAME("init %d", variant);
     good(luna_encoder_layer_init(&encoder, params, "e", &c));
-    const bool has_causal = c.attention != LUNA_ATTENTION_LINFORMER;
     luna_layer_config cc = c;
     cc.own_memory = false;
     luna_layer_config conv = cc;
     conv.convolution = variant % 4, conv.memory = 4;
-    if (has_causal) good(luna_causal_layer_init(&causal, params, "c", &conv));
+    good(luna_causal_layer_init(&causal, params, "c", &conv));
     if (luna) good(luna_decoder_layer_init(&decoder, params, "d", &cc));
     for (int way = 0; way < 2; way++)
       for (int k = 0; k < 16; k++) {
@@ -313,10 +310,9 @@ static void check_models(luna_form form) {
     luna_layer_config layer = {0};
     layer.dim = 8, layer.heads = 2, layer.ffn = 12;
     layer.pre_norm = variant & 1, layer.dropout = variant == 5 ? 0.1f : 0;
-    layer.attention = variant < 12 ? LUNA_ATTENTION_LUNA : (luna_attention_kind)(variant % 4);
+    layer.attention = variant < 12 ? LUNA_ATTENTION_LUNA : (luna_attention_kind)(variant % 3);
     lc.layer = ec.layer = layer;
     lc.layer.convolution = variant % 4;
-    if (lc.layer.attention == LUNA_ATTENTION_LINFORMER) lc.layer.attention = LUNA_ATTENTION_LUNA;
     lc.layer.memory = ec.layer.memory = 4;
     lc.features = features ? 3 : 0, lc.vocab = features ? 0 : variant == 4 ? 1200 : 11;
     ec.features = lc.features;

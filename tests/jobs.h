@@ -105,8 +105,7 @@ static luna_status job_init(job_run *r) {
   lm.layer.recompute = j->recompute;
   if (j->other) {
     lm.layer.attention = LUNA_ATTENTION_SOFTMAX;
-    classifier.encoder.layer.attention = LUNA_ATTENTION_LINFORMER;
-    classifier.encoder.layer.linformer.k = 7;
+    classifier.encoder.layer.hook = job_linformer();
   }
   switch (j->model) {
     case JOB_LM: case JOB_LM_LARGE: case JOB_LM_LARGE_LOSS: return luna_lm_init(&r->model.lm, r->params, &lm);

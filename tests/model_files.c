@@ -429,6 +429,40 @@ static void check_old_state(const old_version *v, bool loads) {
   luna_stream_close(stream);
   luna_close(ctx);
 }
+/* A classifier of luna.h 0.2 with Linformer, which is a hook now: what it gives, into a model of its config too, and the
+   sentence where there is no hook. */
+static void check_old_linformer(void) {
+  static const old_version v = {"tests/data/old/linformer", "0.2", {"linformer.safetensors"}};
+  const path_text path = old_path(&v, v.files[0]);
+  luna_model model, same;
+  luna_params *params;
+  luna_ctx *ctx = old_open(&v, v.files[0], &model, &params);
+  luna_params *other = luna_params_open(ctx);
+  memset(&same, 0, sizeof same);
+  same.kind = LUNA_MODEL_CLASSIFIER;
+  CHECK(luna_classifier_init(&same.classifier, other, &model.classifier.config) == LUNA_OK &&
+        luna_load(other, luna_path(path.text)) == LUNA_OK, "%s: %s", path.text, luna_error(ctx));
+  CHECK(luna_params_find(params, "encoder.e_proj") && luna_params_find(params, "encoder.layers.1.self_attn.q_proj.bias"),
+        "%s: its parameters have other names", path.text);
+  for (int i = 0; i < 2; i++) {
+    luna_begin_inference(ctx);
+    float *values = values_of(ctx, old_logits(i ? &same : &model), path.text);
+    check_old_result(&v, v.files[0], values, OLD_BATCH * 3);
+    free(values);
+  }
+  luna_close(ctx);
+  luna_options options = plain_options();
+  options.hooks = NULL;
+  ctx = luna_open(&options);
+  params = luna_params_open(ctx);
+  refused(ctx, luna_load_model(&model, params, luna_path(path.text)) == LUNA_UNSUPPORTED, HOOK_UNKNOWN,
+          "an old file without its hook");
+  luna_close(ctx);
+  ctx = luna_open(&options);
+  CHECK(luna_load_model(&model, luna_params_open(ctx), luna_path("tests/data/old/0.1/classifier.safetensors")) ==
+        LUNA_OK, "a file whose luna.linformer_k is 0 needs no hook: %s", luna_error(ctx));
+  luna_close(ctx);
+}
 static void check_versions(void) {
   for (luna_model_kind kind = LUNA_MODEL_LM; kind <= LUNA_MODEL_SEQ2SEQ; kind = (luna_model_kind)(kind + 1))
     check_newer(kind);
@@ -449,6 +483,7 @@ static void check_versions(void) {
     check_old_training(v);
     if (common_little_endian()) check_old_state(v, i > 0);
   }
+  check_old_linformer();
   heap_check("files of other versions");
 }
 

@@ -1223,21 +1223,16 @@ static void op_forgetting_layer(trial *t, int v) {
   in_params(t);
   give(t, luna_causal_layer_forward(&layer, x));
 }
-/* softmax, linear (causal or not); Linformer: three sharings by four projections, k by head */
+/* softmax, linear (causal or not) */
 static void op_attention_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
   luna_attention_layer layer;
   luna_attention_layer_config config = {0};
   config.dim = SIZE(4, 48);
   config.heads = 2;
-  config.kind = v < 4 ? (v % 2 ? LUNA_ATTENTION_LINEAR : LUNA_ATTENTION_SOFTMAX) : LUNA_ATTENTION_LINFORMER;
+  config.kind = v % 2 ? LUNA_ATTENTION_LINEAR : LUNA_ATTENTION_SOFTMAX;
   config.causal = v == 2 || v == 3;
   config.dropout = v == 0 ? (float)0.3 : 0;
-  config.linformer.k = SIZE(3, 12);
-  config.linformer.k_last_head = v % 3 == 0 ? SIZE(2, 7) : 0;
-  config.linformer.max_length = SIZE(8, 50);
-  config.linformer.sharing = v % 2 ? LUNA_LINFORMER_SHARING_HEADWISE : LUNA_LINFORMER_SHARING_KEY_VALUE;
-  config.linformer.projection = (luna_linformer_projection)(v % 4);
   config.output_gate = v % 3 == 1;
   if (luna_attention_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "attn.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *context =
@@ -1273,10 +1268,7 @@ static void op_classifier(trial *t, int v) {
   config.vocab = 7;
   config.classes = 3;
   config.encoder = op_encoder_config(t, v);
-  config.encoder.layer.attention = v >= 6 ? (luna_attention_kind)(v - 5) : LUNA_ATTENTION_LUNA;
-  config.encoder.layer.linformer.k = 4;
-  config.encoder.layer.linformer.k_last_layer = 3;
-  config.encoder.layer.linformer.sharing = LUNA_LINFORMER_SHARING_LAYERWISE;
+  config.encoder.layer.attention = v >= 6 ? (luna_attention_kind)(v == 7 ? 2 : 1) : LUNA_ATTENTION_LUNA;
   config.pooling = v < 5 ? (luna_pooling)v : LUNA_POOLING_DEFAULT;
   config.pre_logits = v % 2 ? 5 : 0;
   config.pair = v == 2 || v == 7;

@@ -16,7 +16,6 @@ typedef enum made_kind {
   NESTED,
   CAUSAL_ATTENTION,
   SOFTMAX,
-  LINFORMER,
   ENCODER_LAYER,
   DECODER_LAYER,
   CAUSAL_LAYER,
@@ -37,7 +36,6 @@ static const char *const kind_names[KINDS] = {"linear layer",
                                               "nested attention",
                                               "causal attention",
                                               "softmax attention",
-                                              "Linformer",
                                               "encoder layer",
                                               "decoder layer",
                                               "causal layer",
@@ -111,10 +109,7 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
   luna_nested_attention_layer_config nested = {.dim = dim, .heads = heads};
   luna_causal_attention_layer_config causal = {.dim = dim, .heads = heads};
   luna_attention_layer_config attention = {
-      .kind = kind == LINFORMER ? LUNA_ATTENTION_LINFORMER : LUNA_ATTENTION_SOFTMAX,
-      .dim = dim,
-      .heads = heads,
-      .linformer = {.k = 3, .max_length = N}};
+      .kind = LUNA_ATTENTION_SOFTMAX, .dim = dim, .heads = heads};
   luna_layer_config layer = {.dim = dim, .heads = heads, .memory = SLOTS, .ffn = 12, .pre_norm = true};
   luna_encoder_config encoder = {.layers = 2,
                                  .positions = LUNA_POSITIONS_LEARNED,
@@ -136,7 +131,6 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
       return luna_causal_attention_layer_init(m ? &m->causal_attention : NULL, params, "x.",
                                               no_config ? NULL : &causal);
     case SOFTMAX:
-    case LINFORMER:
       return luna_attention_layer_init(m ? &m->attention : NULL, params, "x.", no_config ? NULL : &attention);
     case ENCODER_LAYER:
       return luna_encoder_layer_init(m ? &m->encoder_layer : NULL, params, "x.", no_config ? NULL : &layer);
@@ -177,8 +171,7 @@ static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
     case NORM: return luna_norm_layer_forward(m ? &m->norm : NULL, x);
     case NESTED: return luna_nested_attention_layer_forward(m ? &m->nested : NULL, x, p, NULL, lengths, NULL);
     case CAUSAL_ATTENTION: return luna_causal_attention_layer_forward(m ? &m->causal_attention : NULL, x, p, NULL);
-    case SOFTMAX:
-    case LINFORMER: return luna_attention_layer_forward(m ? &m->attention : NULL, x, NULL, lengths);
+    case SOFTMAX: return luna_attention_layer_forward(m ? &m->attention : NULL, x, NULL, lengths);
     case ENCODER_LAYER: return luna_encoder_layer_forward(m ? &m->encoder_layer : NULL, x, &p, lengths);
     case DECODER_LAYER: return luna_decoder_layer_forward(m ? &m->decoder_layer : NULL, x, &p, x, lengths);
     case CAUSAL_LAYER: return luna_causal_layer_forward(m ? &m->causal_layer : NULL, x);
