@@ -2442,64 +2442,69 @@ LI_FN void li_history_move(float *history, int64_t past, const float *x, int64_t
            (size_t)d * sizeof(float));
 }
 
-/* A task runs once for each thread in [0, threads); it takes its share of the work by its number, and its own part
-   of the scratch. How work is shared out never changes a bit of the result. */
-typedef void (*li_task)(void *work, int64_t thread, int64_t threads);
+/* The one way to share work among threads: li_each(parallel, pieces, task, work). A task does pieces [first, last), as
+   thread `thread` of those of `parallel`: by that number it has its own part of the scratch, which it finds as its
+   pieces before have left it. Who does what never changes a bit of the result. */
+typedef void (*li_task)(void *work, int64_t thread, int64_t first, int64_t last);
 typedef struct li_parallel { luna_parallel_for run; void *user; int64_t threads; } li_parallel;
-typedef struct li_parallel_call { li_task task; void *work; int64_t threads; } li_parallel_call;
-LI_FN void li_parallel_one(void *call, int64_t index) {
-  li_parallel_call *c = (li_parallel_call *)call;
-  c->task(c->work, index, c->threads);
-}
 LI_INLINE int64_t li_threads(const li_parallel *parallel) {
   return LI_WHOLE && parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
-LI_FN void li_run(const li_parallel *parallel, li_task task, void *work) {
-  li_parallel_call call = { task, work, li_threads(parallel) };
-  if (call.threads == 1) task(work, 0, 1);
-  else parallel->run(parallel->user, call.threads, li_parallel_one, &call);
+/* where share `share` of `count` things begins; the shares lie one behind the other */
+LI_INLINE int64_t li_share(int64_t count, int64_t share, int64_t shares) {
+  return shares == 1 ? count * share : count / shares * share + count % shares * share / shares;
 }
-/* thread's contiguous share of `count` items */
-LI_INLINE int64_t li_share(int64_t count, int64_t thread, int64_t threads) {
-  return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
-}
-
 /* where part `part` of n lines begins: at a whole tile of `unit` */
 LI_INLINE int64_t li_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
   return parts == 1 ? part * n : li_min(n, li_share(li_divide_up(n, unit), part, parts) * unit);
 }
-
-/* A thread's next piece of a call's: of its own share, in order, so that it finds in its caches the rows that it wrote
-   in the op before; then one that another thread has not begun, so that a thread which the system has stopped holds up
-   one piece and not its whole share. Without atomics, or on one thread, every `threads`-th. Whose a piece is never
-   changes a bit of it. */
-#define LI_PIECES 4               /* of a thread */
-#define LI_SHARES 16              /* at most: more threads have one between several */
-typedef struct li_shares { uint32_t taken[LI_SHARES]; } li_shares; /* pieces of each; 0 before the call */
-typedef struct li_claim {
-  li_shares *shares;
-  int64_t pieces, thread, threads;
-  int64_t done, piece;               /* shares that are used up, or without atomics pieces; the piece taken last */
-} li_claim;
-LI_INLINE li_claim li_claim_of(li_shares *shares, int64_t pieces, int64_t thread, int64_t threads) {
-  const li_claim c = { shares, pieces, thread, threads, 0, -1 };
-  return c;
+/* whether one of the parts [first, last) has `item`, where items are dealt out in turn */
+LI_INLINE bool li_dealt(int64_t item, int64_t parts, int64_t first, int64_t last) {
+  return item % parts >= first && item % parts < last;
 }
-/* false: none is left */
-LI_INLINE bool li_claim_next(li_claim *c) {
+
+#define LI_GROUPS 4               /* of pieces, for each thread */
+#define LI_SHARES 16              /* of groups, at most: more threads have one between several */
+typedef struct li_call {
+  li_task task;
+  void *work;
+  int64_t pieces, groups, threads;
+  uint32_t taken[LI_SHARES];         /* groups of each share */
+} li_call;
+
+/* A thread's next group, or `groups` where none is left; passed: shares that it found used up, at first 0. It takes
+   those of its own share, in order, so that it finds in its caches the rows that it wrote in the op before; then one
+   that another thread has not begun, so that a thread which the system has stopped holds up one group and not its whole
+   share. Without atomics, every `threads`-th. */
+LI_INLINE int64_t li_next_group(li_call *c, int64_t thread, int64_t *passed) {
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(LUNA_NO_THREADS) && \
     (defined(_WIN32) || defined(__unix__) || defined(__APPLE__))
   const int64_t shares = li_min(c->threads, LI_SHARES);
-  for (; c->threads > 1 && c->done < shares; c->done++) {
-    const int64_t share = (c->thread * shares / c->threads + c->done) % shares;
-    c->piece = li_share(c->pieces, share, shares) +
-               (int64_t)__atomic_fetch_add(&c->shares->taken[share], 1, __ATOMIC_RELAXED);
-    if (c->piece < li_share(c->pieces, share + 1, shares)) return true;
+  for (; *passed < shares; ++*passed) {
+    const int64_t share = (thread * shares / c->threads + *passed) % shares;
+    const int64_t group = li_share(c->groups, share, shares) +
+                          (int64_t)__atomic_fetch_add(&c->taken[share], 1, __ATOMIC_RELAXED);
+    if (group < li_share(c->groups, share + 1, shares)) return group;
   }
-  if (c->threads > 1) return false;
+  return c->groups;
+#else
+  return li_min(c->groups, thread + c->threads * (*passed)++);
 #endif
-  c->piece = c->thread + c->threads * c->done++;
-  return c->piece < c->pieces;
+}
+LI_FN void li_call_thread(void *user, int64_t thread) {
+  li_call *c = (li_call *)user;
+  int64_t passed = 0, group;
+  while ((group = li_next_group(c, thread, &passed)) < c->groups)
+    c->task(c->work, thread, li_share(c->pieces, group, c->groups), li_share(c->pieces, group + 1, c->groups));
+}
+LI_FN void li_each(const li_parallel *parallel, int64_t pieces, li_task task, void *work) {
+  const int64_t threads = li_min(pieces, li_threads(parallel));
+  if (threads > 1) {
+    li_call call = { task, work, pieces, li_min(pieces, LI_GROUPS * threads), threads, { 0 } };
+    parallel->run(parallel->user, threads, li_call_thread, &call);
+  } else if (pieces > 0) {
+    task(work, 0, 0, pieces);
+  }
 }
 
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
@@ -2621,7 +2626,7 @@ LI_FN li_cross_entropy li_cross_entropy_rows(const li_cross_entropy *all, int64_
 }
 
 /* An op of LUNA_ELEMENTWISE on n elements; step: 1, or 0 of an input that repeats */
-typedef struct li_each { int kind; int64_t n; const float *x[3]; int64_t step[3]; } li_each;
+typedef struct li_elements { int kind; int64_t n; const float *x[3]; int64_t step[3]; } li_elements;
 
 /* y = (x - mean) rstd weight + bias of each row, rstd = 1 / sqrt(variance + epsilon); rms: mean 0 and no bias, rstd =
    1 / sqrt(mean(x^2) + epsilon) [arXiv 1910.07467] */
@@ -2689,6 +2694,7 @@ typedef struct li_unpack {
 
 /* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
 typedef struct li_unpack_space {
+  int64_t prepared;                     /* the batch row of these, or -1 */
   int64_t slots, n;                     /* real slots; heads of them */
   float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
@@ -2807,8 +2813,8 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
   T(void, activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, elementwise, (const li_each *e, float *y)) \
-  T(void, elementwise_slope, (const li_each *e, int input, const float *dy, float *y, bool add)) \
+  R(void, elementwise, (const li_elements *e, float *y)) \
+  T(void, elementwise_slope, (const li_elements *e, int input, const float *dy, float *y, bool add)) \
   K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
@@ -3930,7 +3936,8 @@ typedef struct li_int8_work {
   float *scales;                     /* of x */
   int64_t q_row, panel, columns;     /* panel: bytes of one */
   size_t bytes;                      /* of scratch */
-  bool dots;
+  bool dots, by_rows;
+  int64_t parts;                     /* of the rows, or of the columns */
 } li_int8_work;
 /* lays the work out in scratch, or where that is null only counts */
 LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, int64_t threads, void *scratch) {
@@ -3941,6 +3948,9 @@ LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, in
   w.loops = kernels->int8;
   w.g = g;
   w.dots = !g->b_panels && g->m <= LI_INT8_FEW;
+  w.by_rows = !w.dots && g->m >= g->n;
+  w.parts = w.by_rows ? li_divide_up(g->m, w.loops->qm) : li_divide_up(g->n, w.loops->qn);
+  if (w.by_rows && !g->b_panels) w.parts = li_min(w.parts, threads); /* each makes all panels */
   w.q_row = (int64_t)li_round((size_t)(g->k * w.loops->bytes)) + LI_ALIGN; /* no power of two: gemm's KA */
   w.panel = li_divide_up(g->k, w.loops->qk) * w.loops->qk * w.loops->qn * w.loops->bytes;
   w.columns = li_min(LI_NC / w.loops->qn, li_divide_up(g->n, w.loops->qn)) * w.loops->qn;
@@ -3956,22 +3966,22 @@ LI_FN size_t li_int8_panels_bytes(const li_kernels *kernels, const li_gemm *g) {
   const li_int8_work w = li_int8_start(kernels, g, 1, NULL);
   return (size_t)(li_divide_up(g->n, w.loops->qn) * w.panel);
 }
-LI_FN void li_int8_panels_task(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_int8_panels_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_int8_work *w = (const li_int8_work *)work;
   const li_gemm *g = w->g;
-  const int64_t qn = w->loops->qn, column = li_part_at(g->n, qn, thread, threads);
-  const int64_t n = li_part_at(g->n, qn, thread + 1, threads) - column;
-  if (n > 0)
-    w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + column) * g->k, w->panels + column / qn * w->panel);
+  const int64_t column = first * w->loops->qn, n = li_min(g->n, last * w->loops->qn) - column;
+  (void)thread;
+  w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + column) * g->k, w->panels + first * w->panel);
 }
 LI_FN void li_int8_make_panels(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *panels) {
   li_int8_work w = li_int8_start(kernels, g, 1, NULL);
   w.panels = (char *)panels;
-  li_run(parallel, li_int8_panels_task, &w);
+  li_each(parallel, li_divide_up(g->n, w.loops->qn), li_int8_panels_task, &w);
 }
-LI_FN void li_int8_quantize_task(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_int8_quantize_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_int8_work *w = (const li_int8_work *)work;
-  for (int64_t i = li_share(w->g->m, thread, threads); i < li_share(w->g->m, thread + 1, threads); i++)
+  (void)thread;
+  for (int64_t i = first; i < last; i++)
     w->scales[i] = w->loops->int8_quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
 }
 /* rows [row, end) by columns [column, column + n), a block */
@@ -4000,25 +4010,25 @@ LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int
     }
   }
 }
-LI_FN void li_int8_task(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_int8_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_int8_work *w = (const li_int8_work *)work;
   const li_gemm *g = w->g;
   const int64_t qn = w->loops->qn;
-  const bool by_rows = !w->dots && g->m >= g->n;
-  const int64_t row = by_rows ? li_part_at(g->m, w->loops->qm, thread, threads) : 0,
-      end = by_rows ? li_part_at(g->m, w->loops->qm, thread + 1, threads) : g->m,
-      last = by_rows ? g->n : li_part_at(g->n, qn, thread + 1, threads);
+  const int64_t row = w->by_rows ? li_part_at(g->m, w->loops->qm, first, w->parts) : 0,
+      row_end = w->by_rows ? li_part_at(g->m, w->loops->qm, last, w->parts) : g->m,
+      column = w->by_rows ? 0 : li_part_at(g->n, qn, first, w->parts),
+      column_end = w->by_rows ? g->n : li_part_at(g->n, qn, last, w->parts);
   char *own = w->panels + thread * (w->columns / qn * w->panel);
-  for (int64_t j = by_rows ? 0 : li_part_at(g->n, qn, thread, threads), n; j < last && row < end; j += n) {
-    n = li_min(w->columns, last - j);
+  for (int64_t j = column, n; j < column_end && row < row_end; j += n) {
+    n = li_min(w->columns, column_end - j);
     if (!w->dots && !g->b_panels) w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + j) * g->k, own);
-    li_int8_multiply(w, row, end, j, n, g->b_panels ? (const char *)g->b_panels + j / qn * w->panel : own);
+    li_int8_multiply(w, row, row_end, j, n, g->b_panels ? (const char *)g->b_panels + j / qn * w->panel : own);
   }
 }
 LI_FN void li_int8_run(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *scratch) {
   li_int8_work w = li_int8_start(kernels, g, li_threads(parallel), scratch);
-  li_run(g->m > 1 ? parallel : NULL, li_int8_quantize_task, &w);
-  li_run(parallel, li_int8_task, &w);
+  li_each(parallel, g->m, li_int8_quantize_task, &w);
+  li_each(parallel, w.parts, li_int8_task, &w);
 }
 #endif
 
@@ -4906,17 +4916,20 @@ typedef struct li_gemm_plan {
   char *scratch;
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
+  int64_t thread_bytes;                           /* of scratch: these, and among several a li_gemm_thread */
   bool late;
-  li_shares shares;
 } li_gemm_plan;
+/* a thread's own memory, and the block of B whose panels it holds: batch items often share B */
+typedef struct li_gemm_thread {
+  float *a, *b, *sum;
+  const float *held;
+  int64_t held_n, held_k;
+} li_gemm_thread;
 /* row and column of A or B, of which two numbers may be a word */
 LI_HOT const float *li_place(const float *x, bool words, int64_t row, int64_t x_row, int64_t column, int64_t x_column) {
   return x + (words && x_row == 1 ? row / 2 : row * x_row) + (words && x_column == 1 ? column / 2 : column * x_column);
 }
 
-LI_HOT int64_t li_gemm_plan_bytes(const li_gemm_plan *p) {
-  return li_floats(p->a_size) + li_floats(p->b_size) + li_floats(p->sum_size);
-}
 LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g, int64_t threads) {
   const li_products products = li_products_of(kernels, LI_BF16(g));
   const int64_t batch = g->batch[0] * g->batch[1], block_k = li_min(g->k, LI_KC), mr = products.rows,
@@ -4945,20 +4958,15 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
     p.a_size = mr * LI_KA * (g->a_row == 1 && g->a_column != 1 ? LI_TILES_ABREAST : 1);
   /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
   if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LI_KC && g->n <= LI_NC)))
-    p.row_parts = li_min(LI_PIECES * p.row_parts, li_max(li_divide_up(g->m, mr), 1));
+    p.row_parts = li_min(LI_GROUPS * p.row_parts, li_max(li_divide_up(g->m, mr), 1));
   else if (parts > 1 && p.row_parts == 1 && !p.a_size)
-    p.column_parts = li_min(LI_PIECES * p.column_parts, li_max(li_divide_up(g->n, nr), 1));
+    p.column_parts = li_min(LI_GROUPS * p.column_parts, li_max(li_divide_up(g->n, nr), 1));
   if (((p.late && !g->pre) || g->words_row) && g->k > LI_KC)
     p.sum_size = li_min(LI_SUM_ROWS, g->m) * p.columns;
+  p.thread_bytes = li_floats(p.a_size) + li_floats(p.b_size) + li_floats(p.sum_size);
+  if (threads > 1) p.thread_bytes += (int64_t)li_round(sizeof(li_gemm_thread));
   return p;
 }
-
-/* a thread's own memory, and the block of B whose panels it holds: batch items often share B */
-typedef struct li_gemm_thread {
-  float *a, *b, *sum;
-  const float *held;
-  int64_t held_n, held_k;
-} li_gemm_thread;
 
 typedef struct li_gemm_work { const li_kernels *kernels; const li_gemm *g; float *panels; } li_gemm_work;
 
@@ -4966,13 +4974,12 @@ typedef struct li_gemm_work { const li_kernels *kernels; const li_gemm *g; float
 LI_HOT int64_t li_panels_at(const li_kernels *kernels, const li_gemm *g, int64_t pair, int64_t column, int64_t p) {
   return li_panels_size(kernels, g->n, p / pair) + column * li_divide_up(li_min(g->k - p, LI_KC), pair);
 }
-LI_HOT void li_panels_task(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_panels_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_gemm_work *w = (const li_gemm_work *)work;
   const li_gemm *g = w->g;
-  const int64_t column = li_part_at(g->n, w->kernels->nr, thread, threads);
-  const int64_t n = li_part_at(g->n, w->kernels->nr, thread + 1, threads) - column;
+  const int64_t column = first * w->kernels->nr, n = li_min(g->n, last * w->kernels->nr) - column;
   const li_products products = li_products_of(w->kernels, LI_BF16(g));
-  if (n <= 0) return;
+  (void)thread;
   for (int64_t p = 0; p < g->k; p += LI_KC)
     products.fill_panels(n, li_min(g->k - p, LI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
                          g->b_column, w->panels + li_panels_at(w->kernels, g, products.pair, column, p));
@@ -4987,7 +4994,7 @@ LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, cons
   li_gemm_work w = { kernels, g, (float *)panels };
   LI_BY_REFERENCE(kernels, return);
   LI_BY_INT8(g, li_int8_make_panels(kernels, g, parallel, panels); return);
-  li_run(parallel, li_panels_task, &w);
+  li_each(parallel, li_divide_up(g->n, kernels->nr), li_panels_task, &w);
 }
 
 /* m rows by the n columns of a block from `column` on, over all of k */
@@ -5056,38 +5063,35 @@ LI_HOT void li_gemm_part(const li_gemm_plan *plan, li_gemm_thread *thread, int64
                     li_place(b, g->b_words, 0, 1, j, g->b_column), &t);
     }
 }
-LI_HOT li_gemm_thread li_gemm_own(const li_gemm_plan *p, int64_t thread) {
-  char *scratch = p->scratch + thread * li_gemm_plan_bytes(p);
-  li_gemm_thread own;
-  memset(&own, 0, sizeof own);
-  own.a = li_take(&scratch, p->a_size);
-  own.b = li_take(&scratch, p->b_size);
-  own.sum = li_take(&scratch, p->sum_size);
-  return own;
+LI_HOT void li_gemm_own(const li_gemm_plan *p, char *scratch, li_gemm_thread *own) {
+  memset(own, 0, sizeof *own);
+  own->a = li_take(&scratch, p->a_size);
+  own->b = li_take(&scratch, p->b_size);
+  own->sum = li_take(&scratch, p->sum_size);
 }
-LI_HOT void li_gemm_task(void *work, int64_t thread, int64_t threads) {
-  li_gemm_plan *p = (li_gemm_plan *)work;
+LI_HOT li_gemm_thread *li_gemm_thread_at(const li_gemm_plan *p, int64_t thread) {
+  return (li_gemm_thread *)(void *)(p->scratch + thread * p->thread_bytes);
+}
+LI_HOT void li_gemm_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_gemm_plan *p = (const li_gemm_plan *)work;
   const li_gemm *g = p->g;
-  const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
-  const int64_t pieces = li_min(units, LI_PIECES * threads), mr = p->products.rows, nr = p->kernels->nr;
-  li_gemm_thread own = li_gemm_own(p, thread);
-  li_claim claim = li_claim_of(&p->shares, pieces, thread, threads);
-  while (li_claim_next(&claim))
-    for (int64_t u = li_share(units, claim.piece, pieces); u < li_share(units, claim.piece + 1, pieces); u++) {
-      const int64_t r = u % parts / p->column_parts, c = u % p->column_parts;
-      li_gemm_part(p, &own, u / parts / g->batch[1], u / parts % g->batch[1],
-                   li_part_at(g->m, mr, r, p->row_parts), li_part_at(g->m, mr, r + 1, p->row_parts),
-                   li_part_at(g->n, nr, c, p->column_parts), li_part_at(g->n, nr, c + 1, p->column_parts));
-    }
+  const int64_t parts = p->row_parts * p->column_parts, mr = p->products.rows, nr = p->kernels->nr;
+  li_gemm_thread *own = li_gemm_thread_at(p, thread);
+  for (int64_t u = first; u < last; u++) {
+    const int64_t r = u % parts / p->column_parts, c = u % p->column_parts;
+    li_gemm_part(p, own, u / parts / g->batch[1], u / parts % g->batch[1],
+                 li_part_at(g->m, mr, r, p->row_parts), li_part_at(g->m, mr, r + 1, p->row_parts),
+                 li_part_at(g->n, nr, c, p->column_parts), li_part_at(g->n, nr, c + 1, p->column_parts));
+  }
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
 LI_HOT bool li_gemm_dots(const li_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
-LI_HOT void li_dots_task(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_gemm_work *w = (const li_gemm_work *)work;
   const li_gemm *g = w->g;
-  const int64_t column = li_part_at(g->n, w->kernels->nr, thread, threads);
-  const int64_t end = li_part_at(g->n, w->kernels->nr, thread + 1, threads);
+  const int64_t column = first * w->kernels->nr, end = li_min(g->n, last * w->kernels->nr);
   li_target t;
+  (void)thread;
   memset(&t, 0, sizeof t);
   t.sum_row = t.from_row = t.c_row = g->c_row;
   t.bias = g->bias ? g->bias + column : NULL;
@@ -5095,7 +5099,6 @@ LI_HOT void li_dots_task(void *work, int64_t thread, int64_t threads) {
   t.activation = g->activation;
   t.late = g->accumulate && (g->activation != LI_NO_ACTIVATION || g->pre);
   t.finish = g->bias || g->pre || g->activation != LI_NO_ACTIVATION;
-  if (column >= end) return;
   for (int64_t x = 0; x < g->batch[0]; x++)
     for (int64_t y = 0; y < g->batch[1]; y++) {
       const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + column;
@@ -5112,7 +5115,7 @@ LI_HOT size_t li_gemm_scratch(const li_kernels *kernels, const li_gemm *g, int64
   LI_BY_INT8(g, return li_int8_start(kernels, g, count, NULL).bytes);
   if (li_gemm_dots(g)) return 0;
   li_gemm_plan p = li_gemm_plan_of(kernels, g, count);
-  return (size_t)(li_gemm_plan_bytes(&p) * count);
+  return (size_t)(p.thread_bytes * count);
 }
 LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *scratch) {
   const int64_t threads = li_threads(parallel);
@@ -5121,16 +5124,19 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
   LI_BY_INT8(g, li_int8_run(kernels, g, parallel, scratch); return);
   if (li_gemm_dots(g)) {
     li_gemm_work dots = { kernels, g, NULL };
-    li_run(parallel, li_dots_task, &dots);
+    li_each(parallel, li_divide_up(g->n, kernels->nr), li_dots_task, &dots);
     return;
   }
   li_gemm_plan p = li_gemm_plan_of(kernels, g, threads);
   p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
   if (threads > 1) {
-    li_run(parallel, li_gemm_task, &p);
+    for (int64_t t = 0; t < threads; t++)
+      li_gemm_own(&p, (char *)(li_gemm_thread_at(&p, t)) + li_round(sizeof(li_gemm_thread)), li_gemm_thread_at(&p, t));
+    li_each(parallel, g->batch[0] * g->batch[1] * p.row_parts * p.column_parts, li_gemm_task, &p);
     return;
   }
-  li_gemm_thread own = li_gemm_own(&p, 0);       /* one part, without a division */
+  li_gemm_thread own;
+  li_gemm_own(&p, p.scratch, &own);              /* one part, without a division */
   for (int64_t x = 0; x < g->batch[0]; x++)
     for (int64_t y = 0; y < g->batch[1]; y++) li_gemm_part(&p, &own, x, y, 0, g->m, 0, g->n);
 }
@@ -5158,12 +5164,12 @@ LI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), y, 
 LI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
 LI_MAP_REFERENCE(scale_add, (int64_t n, float factor, const float *x, float *y), y, y[i] + factor * x[i])
 #undef LI_MAP_REFERENCE
-LI_FN void li_elementwise_reference(const li_each *e, float *y) {
+LI_FN void li_elementwise_reference(const li_elements *e, float *y) {
   const float *const *x = e->x;
   for (int64_t i = 0; i < e->n; i++)
     y[i] = li_each_scalar(e->kind, x[0][i * e->step[0]], x[1][i * e->step[1]], x[2][i * e->step[2]]);
 }
-LI_FN void li_elementwise_slope_reference(const li_each *e, int input, const float *dy, float *y, bool add) {
+LI_FN void li_elementwise_slope_reference(const li_elements *e, int input, const float *dy, float *y, bool add) {
   const float *const *x = e->x;
   for (int64_t i = 0; i < e->n; i++)
     y[i] = (add ? y[i] : 0) + li_each_slope_scalar(e->kind, input, x[0][i * e->step[0]], x[1][i * e->step[1]],
@@ -5398,7 +5404,7 @@ LI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
 #define LI_INPUT(k) step[k] ? LI_GET(x[k]) : vf_set(*x[k])
-LI_FN void LI_K(elementwise)(const li_each *e, float *y) {
+LI_FN void LI_K(elementwise)(const li_elements *e, float *y) {
   const float *const *x = e->x;
   const int64_t *step = e->step, n = e->n;
   const int kind = e->kind;
@@ -5407,7 +5413,7 @@ LI_FN void LI_K(elementwise)(const li_each *e, float *y) {
     LI_PUT(y, LI_K(elementwise1)(kind, a, b, c));
   }
 }
-LI_FN void LI_K(elementwise_slope)(const li_each *e, int input, const float *dy, float *y, bool add) {
+LI_FN void LI_K(elementwise_slope)(const li_elements *e, int input, const float *dy, float *y, bool add) {
   const float *const *x = e->x;
   const int64_t *step = e->step, n = e->n;
   const int kind = e->kind;
@@ -6108,7 +6114,7 @@ typedef struct li_attention_work {
   float *partial;
   bool q_shared, k_shared, v_shared;     /* by the batch */
   bool split, backward;                 /* split: blocks of a tile go to several threads */
-  li_shares shares;                  /* of the items */
+  int64_t parts;                        /* in which the gradients are gathered */
 } li_attention_work;
 
 /* a thread's part of the scratch; see li_attention_layout */
@@ -6191,6 +6197,7 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   w->kernels = kernels;
   w->a = a;
   w->backward = backward;
+  w->parts = threads;
   w->pairs = a->batch * a->heads;
   w->q_shared = !a->query_offsets && a->q_batch == 0 && a->batch > 1;
   w->k_shared = !a->key_offsets && a->k_batch == 0 && a->batch > 1;
@@ -6410,26 +6417,25 @@ LI_FN void li_attention_item(const li_attention_work *w, const li_attention_spac
 }
 
 /* items (pair, run of queries), or (pair, run of queries, key block) */
-LI_FN void li_attention_task(void *work, int64_t thread, int64_t threads) {
-  li_attention_work *w = (li_attention_work *)work;
-  const int64_t runs = li_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1,
-      items = w->pairs * runs * blocks;
+LI_FN void li_attention_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_attention_work *w = (const li_attention_work *)work;
+  const int64_t runs = li_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1;
   li_attention_space space;
-  li_claim c = li_claim_of(&w->shares, items, thread, threads);
   li_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  while (li_claim_next(&c)) {
-    const int64_t pair = c.piece / (runs * blocks), first = c.piece / blocks % runs * w->run;
-    if (first < li_head_at(w->a, pair).queries) li_attention_item(w, &space, pair, first, c.piece % blocks);
+  for (int64_t item = first; item < last; item++) {
+    const int64_t pair = item / (runs * blocks), query = item / blocks % runs * w->run;
+    if (query < li_head_at(w->a, pair).queries) li_attention_item(w, &space, pair, query, item % blocks);
   }
 }
 
 /* merges what the split left, by tiles */
-LI_HOT void li_attention_merge_task(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_attention_merge_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_attention_work *w = (const li_attention_work *)work;
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const int64_t tiles = li_divide_up(w->queries, LI_TILE), dv = a->value_dim;
-  for (int64_t item = thread; item < w->pairs * tiles; item += threads) {
+  (void)thread;
+  for (int64_t item = first; item < last; item++) {
     const int64_t pair = item / tiles, query = item % tiles * LI_TILE;
     const li_head head = li_head_at(a, pair);
     const int64_t width = li_min(LI_TILE, head.queries - query);
@@ -6521,14 +6527,12 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
   if (a->grad_v && v_direct) li_add_rows(kernels, depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
 }
 
-LI_FN void li_attention_backward_task(void *work, int64_t thread, int64_t threads) {
-  li_attention_work *w = (li_attention_work *)work;
-  const int64_t items = (w->last - w->first) * w->query_blocks;
+LI_FN void li_attention_backward_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_attention_work *w = (const li_attention_work *)work;
   li_attention_space space;
-  li_claim c = li_claim_of(&w->shares, items, thread, threads);
   li_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  while (li_claim_next(&c))
-    li_attention_backward_item(w, &space, w->first + c.piece / w->query_blocks, c.piece % w->query_blocks);
+  for (int64_t item = first; item < last; item++)
+    li_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
 /* this wave's dK and dV of `unit`, query block after query block */
@@ -6563,21 +6567,24 @@ LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit,
                 a->grad_q + head.q + query * a->q_row, a->q_row);
 }
 /* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
-   batch order. Keys of a unit and tiles of queries that have one destination have one thread; where one tensor is
-   queries and keys or values, so has all of a head. */
-LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t threads) {
+   batch order. Keys of a unit and tiles of queries that have one destination are in one part; where one tensor is
+   queries and keys or values, so is all of a head. */
+LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_attention_work *w = (const li_attention_work *)work;
   const li_attention *a = w->a;
   const bool by_head = a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v);
   const int64_t tiles = a->grad_q ? li_divide_up(w->queries, LI_TILE) : 0;
+  (void)thread;
   for (int64_t unit = w->first; unit < w->last; unit++) {
     const int64_t pair = unit / w->blocks, head = pair % a->heads;
     const int64_t own = by_head ? head : unit - w->first, shared = by_head ? head : own % (a->heads * w->blocks);
     const int64_t group = w->q_shared ? head : pair - w->first / w->blocks;
-    if (a->grad_k && (w->k_shared ? shared : own) % threads == thread) li_attention_merge_keys(w, unit, true);
-    if (a->grad_v && (w->v_shared ? shared : own) % threads == thread) li_attention_merge_keys(w, unit, false);
+    if (a->grad_k && li_dealt(w->k_shared ? shared : own, w->parts, first, last))
+      li_attention_merge_keys(w, unit, true);
+    if (a->grad_v && li_dealt(w->v_shared ? shared : own, w->parts, first, last))
+      li_attention_merge_keys(w, unit, false);
     for (int64_t tile = 0; tile < tiles; tile++)
-      if ((by_head ? head : group * tiles + tile) % threads == thread)
+      if (li_dealt(by_head ? head : group * tiles + tile, w->parts, first, last))
         li_attention_merge_queries(w, unit, tile * LI_TILE);
   }
 }
@@ -6592,8 +6599,9 @@ LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
   li_attention_work w;
   LI_BY_REFERENCE(kernels, li_attention_reference(a, false); return);
   li_attention_start(&w, kernels, a, li_threads(parallel), false, scratch);
-  li_run(parallel, li_attention_task, &w);
-  if (w.split) li_run(parallel, li_attention_merge_task, &w);
+  const int64_t runs = w.pairs * li_divide_up(w.queries, w.run), tiles = w.pairs * li_divide_up(w.queries, LI_TILE);
+  li_each(parallel, w.split ? runs * w.blocks : runs, li_attention_task, &w);
+  if (w.split) li_each(parallel, tiles, li_attention_merge_task, &w);
 }
 LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attention *a,
                                      const li_parallel *parallel, void *scratch) {
@@ -6602,9 +6610,8 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
   li_attention_start(&w, kernels, a, li_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = li_min(w.first + w.wave, w.pairs * w.blocks);
-    memset(&w.shares, 0, sizeof w.shares);
-    li_run(parallel, li_attention_backward_task, &w);
-    li_run(parallel, li_attention_gather_task, &w);
+    li_each(parallel, (w.last - w.first) * w.query_blocks, li_attention_backward_task, &w);
+    li_each(parallel, w.parts, li_attention_gather_task, &w);
   }
 }
 #endif
@@ -6755,12 +6762,15 @@ typedef struct li_unpack_work {
   int64_t blocks, first, last, unit;
   /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
   float *partial;
-  li_shares shares;
 } li_unpack_work;
+LI_FN li_unpack_space *li_unpack_own(const li_unpack_work *w, int64_t thread) {
+  return (li_unpack_space *)(void *)(w->scratch + (size_t)thread * w->thread_bytes);
+}
 
 LI_FN char *li_unpack_layout(const li_kernels *kernels, const li_unpack *u, bool backward, char *scratch,
                              li_unpack_space *m) {
   const int64_t n = u->heads * u->slots, back = backward ? 1 : 0;
+  m->prepared = -1;
   m->k = li_take(&scratch, u->lengths ? n * u->dim : 0);
   m->v = li_take(&scratch, u->lengths ? n * u->dim : 0);
   m->bias = li_take(&scratch, n);
@@ -6785,9 +6795,11 @@ LI_FN size_t li_unpack_start(li_unpack_work *w, const li_kernels *kernels, const
   w->kernels = kernels;
   w->u = u;
   w->scratch = (char *)scratch;
-  w->thread_bytes = (size_t)(li_unpack_layout(kernels, u, backward, zero, &space) - zero);
+  w->thread_bytes = li_round(sizeof space) + (size_t)(li_unpack_layout(kernels, u, backward, zero, &space) - zero);
   w->blocks = li_divide_up(u->rows, LI_KEY_BLOCK);
   w->unit = backward ? u->heads * u->slots * (2 * u->dim + 1) + u->dim : 0;
+  for (int64_t t = 0; scratch && t < threads; t++)
+    li_unpack_layout(kernels, u, backward, (char *)li_unpack_own(w, t) + li_round(sizeof space), li_unpack_own(w, t));
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
   return (size_t)threads * w->thread_bytes + (size_t)li_floats(2 * threads * w->unit);
 }
@@ -6802,6 +6814,8 @@ LI_HOT void li_unpack_prepare(const li_kernels *kernels, const li_unpack *u, int
                               li_unpack_space *m) {
   const int64_t at = b * u->heads * u->slots, d = u->dim;
   const float *k = u->k + at * d, *v = u->v + at * d;
+  if (m->prepared == b) return;
+  m->prepared = b;
   m->slots = li_real_slots(u->lengths, b, u->slots);
   m->n = u->heads * m->slots;
   for (int64_t h = 0; h < u->heads; h++) {
@@ -6852,29 +6866,23 @@ LI_FN void li_unpack_panel(const li_kernels *kernels, const li_unpack *u, const 
   if (u->residual) kernels->add(rows * d, u->residual + row * d, out, out);
 }
 
-LI_FN void li_unpack_task(void *work, int64_t thread, int64_t threads) {
-  li_unpack_work *w = (li_unpack_work *)work;
-  const li_kernels *kernels = w->kernels;
+LI_FN void li_unpack_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_unpack_work *w = (const li_unpack_work *)work;
   const li_unpack *u = w->u;
-  const int64_t panels = li_divide_up(u->rows, LI_TILE), items = u->batch * panels;
-  const int64_t pieces = li_min(items, LI_PIECES * threads);
-  li_unpack_space space;
-  int64_t prepared = -1;
-  li_claim c = li_claim_of(&w->shares, pieces, thread, threads);
-  li_unpack_layout(kernels, u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  while (li_claim_next(&c))
-    for (int64_t item = li_share(items, c.piece, pieces); item < li_share(items, c.piece + 1, pieces); item++) {
-      const int64_t first = item % panels * LI_TILE;
-      if (item / panels != prepared) li_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
-      li_unpack_panel(kernels, u, &space, prepared, first, li_min(LI_TILE, u->rows - first));
-    }
+  const int64_t panels = li_divide_up(u->rows, LI_TILE);
+  li_unpack_space *m = li_unpack_own(w, thread);
+  for (int64_t item = first; item < last; item++) {
+    const int64_t row = item % panels * LI_TILE;
+    li_unpack_prepare(w->kernels, u, item / panels, false, m);
+    li_unpack_panel(w->kernels, u, m, item / panels, row, li_min(LI_TILE, u->rows - row));
+  }
 }
 
 LI_FN void li_run_unpack(const li_kernels *kernels, const li_unpack *u, const li_parallel *parallel, void *scratch) {
   li_unpack_work w;
   LI_BY_REFERENCE(kernels, li_unpack_reference(u, scratch); return);
   li_unpack_start(&w, kernels, u, li_threads(parallel), false, scratch);
-  li_run(parallel, li_unpack_task, &w);
+  li_each(parallel, u->batch * li_divide_up(u->rows, LI_TILE), li_unpack_task, &w);
 }
 
 /* a panel's dX, and its share of the unit's partial gradients */
@@ -6908,32 +6916,30 @@ LI_FN void li_unpack_backward_panel(const li_unpack_work *w, const li_unpack_spa
                    li_into(u->grad_x + row * d, d, true));
 }
 
-LI_FN void li_unpack_backward_task(void *work, int64_t thread, int64_t threads) {
-  li_unpack_work *w = (li_unpack_work *)work;
-  const li_kernels *kernels = w->kernels;
+/* units of this wave */
+LI_FN void li_unpack_backward_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_unpack_work *w = (const li_unpack_work *)work;
   const li_unpack *u = w->u;
-  li_unpack_space space;
-  int64_t prepared = -1;
-  li_claim c = li_claim_of(&w->shares, w->last - w->first, thread, threads);
-  li_unpack_layout(kernels, u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  while (li_claim_next(&c)) {
-    const int64_t unit = w->first + c.piece, b = unit / w->blocks, first = unit % w->blocks * LI_KEY_BLOCK,
-        end = li_min(first + LI_KEY_BLOCK, u->rows);
-    float *part = w->partial + (unit - w->first) * w->unit;
-    if (b != prepared) li_unpack_prepare(kernels, u, prepared = b, true, &space);
+  li_unpack_space *m = li_unpack_own(w, thread);
+  for (int64_t i = first; i < last; i++) {
+    const int64_t unit = w->first + i, b = unit / w->blocks, start = unit % w->blocks * LI_KEY_BLOCK,
+        end = li_min(start + LI_KEY_BLOCK, u->rows);
+    float *part = w->partial + i * w->unit;
+    li_unpack_prepare(w->kernels, u, b, true, m);
     memset(part, 0, (size_t)w->unit * sizeof(float));
-    for (int64_t row = first; row < end; row += LI_TILE)
-      li_unpack_backward_panel(w, &space, b, row, li_min(LI_TILE, end - row), part);
+    for (int64_t row = start; row < end; row += LI_TILE)
+      li_unpack_backward_panel(w, m, b, row, li_min(LI_TILE, end - row), part);
   }
 }
 
 /* adds this wave's partial gradients in order; items: each memory slot of each head, and dout_bias */
-LI_HOT void li_unpack_gather_task(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_unpack_gather_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_unpack_work *w = (const li_unpack_work *)work;
   const li_kernels *kernels = w->kernels;
   const li_unpack *u = w->u;
   const int64_t d = u->dim, items = u->heads * u->slots;
-  for (int64_t item = thread; item <= items; item += threads)
+  (void)thread;
+  for (int64_t item = first; item < last; item++)
     for (int64_t unit = w->first; unit < w->last; unit++) {
       const int64_t b = unit / w->blocks, at = b * items + item;
       const int64_t real = li_real_slots(u->lengths, b, u->slots), n = u->heads * real;
@@ -6957,9 +6963,8 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
   li_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = li_min(w.first + 2 * threads, units);
-    memset(&w.shares, 0, sizeof w.shares);
-    li_run(parallel, li_unpack_backward_task, &w);
-    li_run(parallel, li_unpack_gather_task, &w);
+    li_each(parallel, w.last - w.first, li_unpack_backward_task, &w);
+    li_each(parallel, u->heads * u->slots + 1, li_unpack_gather_task, &w);
   }
 }
 #endif
@@ -7483,6 +7488,7 @@ typedef struct li_sweep {
   float *sums;                       /* [items, chunks, slots, unit], likewise */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t chunks, window, start;
+  int64_t parts;                     /* of each state, in which a window's scan is shared out */
   int64_t thread_bytes, state_bytes, record_bytes;
   char *threads_at, *state_at, *record_at;
 } li_sweep;
@@ -7507,6 +7513,7 @@ LI_FN size_t li_sweep_plan(li_sweep *s, int64_t threads, void *memory) {
   const int64_t wide = li_max(s->dim, s->value_dim), state = s->unit * s->slots;
   s->chunks = li_divide_up(s->rows, LI_CHUNK);
   s->window = 1;
+  s->parts = threads;
   /* else whole items keep the threads busy */
   if (s->chunks > 1 && s->items > 0 && threads > 1 && s->items % threads != 0 && s->items < 8 * threads)
     s->window = li_min(s->chunks, li_divide_up(16 * threads, s->items));
@@ -7608,11 +7615,10 @@ LI_FN void li_sweep_end(const li_sweep *s, int64_t item, double *carried) {
 }
 
 /* each thread sweeps whole items */
-LI_FN void li_sweep_items(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_sweep_items(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
-  const int64_t end = li_share(s->items, thread + 1, threads);
   double *carried = li_sweep_carried(s, thread);
-  for (int64_t item = li_share(s->items, thread, threads); item < end; item++) {
+  for (int64_t item = first; item < last; item++) {
     li_sweep_start(s, item, carried);
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, thread, thread);
@@ -7626,39 +7632,39 @@ LI_FN void li_sweep_items(void *work, int64_t thread, int64_t threads) {
 
 /* Or the threads share a window of chunks: their sums, then the scan, where each thread has elements of every state,
    and their outputs. */
-LI_FN void li_sweep_window(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_sweep_window(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const int64_t window = li_min(s->window, s->chunks - s->start);
-  const int64_t end = li_share(s->items * window, thread + 1, threads);
-  for (int64_t i = li_share(s->items * window, thread, threads); i < end; i++) {
+  for (int64_t i = first; i < last; i++) {
     const li_causal_chunk c = li_sweep_chunk(s, i / window, s->start + i % window, i, thread);
     s->now(s->args, &c);
   }
 }
-LI_FN void li_sweep_scans(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_sweep_scans(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const int64_t window = li_min(s->window, s->chunks - s->start);
   for (int64_t i = 0; i < s->items * window; i++) {
     const int64_t item = i / window, n = li_sweep_state(s, item);
     const li_causal_chunk c = li_sweep_chunk(s, item, s->start + i % window, i, thread);
-    li_sweep_scan(s, &c, li_sweep_carried(s, item), li_share(n, thread, threads), li_share(n, thread + 1, threads));
+    li_sweep_scan(s, &c, li_sweep_carried(s, item), li_share(n, first, s->parts), li_share(n, last, s->parts));
   }
 }
 
 LI_FN void li_sweep_pass(li_sweep *s, const li_parallel *parallel, void *scratch) {
   parallel = li_worth(parallel, s->items * s->rows * s->dim * s->value_dim);
   (void)li_sweep_plan(s, li_threads(parallel), scratch);
-  if (li_threads(parallel) == 1 || s->window == 1) {
-    li_run(parallel, li_sweep_items, s);
+  if (s->window == 1) {
+    li_each(parallel, s->items, li_sweep_items, s);
     return;
   }
   for (int64_t item = 0; item < s->items; item++) li_sweep_start(s, item, li_sweep_carried(s, item));
   for (s->start = 0; s->start < s->chunks; s->start += s->window) {
+    const int64_t chunks = s->items * li_min(s->window, s->chunks - s->start);
     s->now = s->sum;
-    li_run(parallel, li_sweep_window, s);
-    li_run(parallel, li_sweep_scans, s);
+    li_each(parallel, chunks, li_sweep_window, s);
+    li_each(parallel, s->parts, li_sweep_scans, s);
     s->now = s->output;
-    li_run(parallel, li_sweep_window, s);
+    li_each(parallel, chunks, li_sweep_window, s);
   }
   for (int64_t item = 0; item < s->items; item++) li_sweep_end(s, item, li_sweep_carried(s, item));
 }
@@ -7976,18 +7982,18 @@ LI_HOT void li_forget_shares(const li_kernels *kernels, const li_causal_luna *a,
 }
 
 /* one row: no chunk; of the sweep kernels, args and threads_at are set */
-LI_HOT void li_luna_step(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_kernels *kernels = s->kernels;
   const li_causal_luna *a = (const li_causal_luna *)s->args;
-  const int64_t d = a->head_dim, items = a->batch * a->heads, end = li_share(items, thread + 1, threads);
+  const int64_t d = a->head_dim;
   const int64_t now = li_within(a->position + 1, a->horizon);
   const li_mean_kind k_step = a->forgets ? LI_STEP_KEYS : LI_STEP_MEAN,
       v_step = a->forgets ? LI_STEP_VALUES : LI_STEP_MEAN;
   char *scratch = s->threads_at + thread * li_step_bytes(a);
   float *omega = li_take(&scratch, (a->forgets ? 4 : 1) * a->slots), *w = li_take(&scratch, a->slots);
   double *share = (double *)(void *)scratch, *sum = share + a->slots;
-  for (int64_t item = li_share(items, thread, threads); item < end; item++) {
+  for (int64_t item = first; item < last; item++) {
     const int64_t l = li_luna_slots(a, item), wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
@@ -8248,12 +8254,11 @@ LI_FN void li_forget_out_down(const void *args, const li_causal_chunk *c) {
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
 /* the gates' gradients, of whole items */
-LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_causal_luna *a = (const li_causal_luna *)s->args;
   float *after = (float *)(void *)(s->threads_at + thread * s->thread_bytes);
-  const int64_t end = li_share(s->items, thread + 1, threads);
-  for (int64_t item = li_share(s->items, thread, threads); item < end; item++) {
+  for (int64_t item = first; item < last; item++) {
     memset(after, 0, (size_t)(2 * a->slots) * sizeof(float));
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, 0, thread);
@@ -8316,7 +8321,8 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
     s.kernels = kernels;
     s.args = a;
     s.threads_at = (char *)scratch;
-    li_run(li_worth(parallel, a->batch * a->heads * a->head_dim * a->slots), li_luna_step, &s);
+    const int64_t items = a->batch * a->heads;
+    li_each(li_worth(parallel, items * a->head_dim * a->slots), items, li_luna_step, &s);
     return;
   }
   li_luna_sweep(&s, kernels, a, false);
@@ -8343,7 +8349,8 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
   s.h = h;
   s.sums = sums;
   li_sweep_run(&s, forgets ? &li_forget_grad_down : &li_luna_grad_down, parallel, rest);
-  if (a->grad_gates) li_run(li_worth(parallel, s.items * s.rows * s.dim * s.value_dim), li_forget_gates, &s);
+  if (a->grad_gates)
+    li_each(li_worth(parallel, s.items * s.rows * s.dim * s.value_dim), s.items, li_forget_gates, &s);
 }
 #endif
 
@@ -10771,17 +10778,14 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
 /* body(op, first, last) over [0, count) in shares of whole units */
 typedef void (*li_body)(luna_op *op, int64_t first, int64_t last);
 typedef struct li_split_work { luna_op *op; li_body body; int64_t count, unit; } li_split_work;
-LI_HOT void li_split_task(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_split_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_split_work *w = (const li_split_work *)work;
-  const int64_t units = li_divide_up(w->count, w->unit);
-  const int64_t first = li_share(units, thread, threads) * w->unit;
-  const int64_t last = li_min(li_share(units, thread + 1, threads) * w->unit, w->count);
-  if (first < last) w->body(w->op, first, last);
+  (void)thread;
+  w->body(w->op, first * w->unit, li_min(last * w->unit, w->count));
 }
 LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body body) {
   li_split_work w = { op, body, count, li_max(1, LI_SPLIT / li_max(1, width)) };
-  if (count > w.unit && li_threads(&op->ctx->parallel) > 1) li_run(&op->ctx->parallel, li_split_task, &w);
-  else if (count > 0) body(op, 0, count);
+  li_each(&op->ctx->parallel, li_divide_up(count, w.unit), li_split_task, &w);
   return LUNA_OK;
 }
 /* What these four macros define has its whole name in the op's LI_CPU_<NAME> below. `function`: all of `body` */
@@ -10907,10 +10911,9 @@ typedef struct li_sum_work {
   const float *x;
   float *y;
 } li_sum_work;
-LI_HOT void li_sum_task(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_sum_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sum_work *w = (const li_sum_work *)work;
-  const int64_t count = w->inner > 1 ? w->inner : w->outer;
-  const int64_t first = li_share(count, thread, threads), last = li_share(count, thread + 1, threads);
+  (void)thread;
   if (w->inner > 1) for (int64_t o = 0; o < w->outer; o++)
     w->kernels->sum_rows(li_columns(li_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
                          w->factor, w->y + o * w->inner + first);
@@ -10919,7 +10922,8 @@ LI_HOT void li_sum_task(void *work, int64_t thread, int64_t threads) {
 }
 LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
   li_sum_work w = { li_k(op), shape[0], shape[1], shape[2], factor, x, y };
-  li_run(shape[0] * shape[1] * shape[2] > LI_SPLIT ? &op->ctx->parallel : NULL, li_sum_task, &w);
+  li_each(shape[0] * shape[1] * shape[2] > LI_SPLIT ? &op->ctx->parallel : NULL,
+          w.inner > 1 ? w.inner : w.outer, li_sum_task, &w);
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: li_unbroadcast --- */
@@ -10980,7 +10984,7 @@ LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   const int input = op->arg.elementwise.input;
   const bool back = LI_TRAINS && input >= 0, repeated = back && li_is_repeated(op, input);
   float *y = back ? op->in[input]->grad : op->out[0]->data;
-  li_each e;
+  li_elements e;
   if (repeated) y = (float *)op->workspace;
   e.kind = (int)op->kind;
   for (int64_t at = first; at < last; at += e.n) {
@@ -11573,85 +11577,74 @@ LI_FN void li_feed_forward_query(luna_op *op) {
   op->workspace_size = li_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = li_ffn_start(&w, op, true, NULL);
 }
-/* a thread's share of a block's elementwise work: n elements from `first` on */
-LI_FN void li_ffn_part(const li_ffn_work *w, int64_t width, int64_t thread, int64_t threads, int64_t *first,
-                       int64_t *n) {
-  *first = li_share(w->rows, thread, threads) * width;
-  *n = li_share(w->rows, thread + 1, threads) * width - *first;
-}
-LI_FN void li_ffn_drop(void *work, int64_t thread, int64_t threads) {
+/* of rows [first, last) of the block */
+LI_FN void li_ffn_drop(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const li_dropout d = li_op_dropout(w->op, li_rows(w->op->in[0]) * w->hidden);
-  int64_t at, n;
-  li_ffn_part(w, w->hidden, thread, threads, &at, &n);
+  const int64_t at = first * w->hidden, n = (last - first) * w->hidden;
+  (void)thread;
   li_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
 }
-LI_FN void li_ffn_result(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_ffn_result(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
-  int64_t at, n;
-  li_ffn_part(w, w->out, thread, threads, &at, &n);
-  at += w->first * w->out;
-  li_drop_and_add(w->op, at, at + n);
+  (void)thread;
+  li_drop_and_add(w->op, (w->first + first) * w->out, (w->first + last) * w->out);
 }
 LI_FN void li_ffn_block(li_ffn_work *w) {
   li_ffn_multiply(w, 0);
-  if (w->op->dropout > 0) li_run(li_ffn_parallel(w), li_ffn_drop, w);
+  if (w->op->dropout > 0) li_each(li_ffn_parallel(w), w->rows, li_ffn_drop, w);
   li_ffn_multiply(w, 1);
-  if (w->op->last_dropout > 0) li_run(li_ffn_parallel(w), li_ffn_result, w);
+  if (w->op->last_dropout > 0) li_each(li_ffn_parallel(w), w->rows, li_ffn_result, w);
 }
-/* a thread's own blocks */
-typedef struct li_ffn_call { li_ffn_work w; li_shares shares; } li_ffn_call;
-LI_FN void li_ffn_blocks(void *work, int64_t thread, int64_t threads) {
-  li_ffn_call *call = (li_ffn_call *)work;
-  li_ffn_work w = call->w;
+/* blocks of a thread's own */
+LI_FN void li_ffn_blocks(void *work, int64_t thread, int64_t first, int64_t last) {
+  li_ffn_work w = *(const li_ffn_work *)work;
   const int64_t tile = li_ffn_tile(w.op), tiles = li_divide_up(li_rows(w.op->in[0]), tile);
   const int64_t skip = thread * (int64_t)(w.own_size / sizeof(float));
-  li_claim c = li_claim_of(&call->shares, w.blocks, thread, threads);
   w.active = li_offset(w.active, skip);
   w.a = li_offset(w.a, skip);
   w.scratch = (float *)w.scratch + skip;
-  while (li_claim_next(&c)) {
+  for (int64_t i = first; i < last; i++) {
     li_ffn_work block = w;
-    if (li_ffn_next(&block, li_share(tiles, c.piece, w.blocks) * tile,
-                    li_share(tiles, c.piece + 1, w.blocks) * tile)) li_ffn_block(&block);
+    if (li_ffn_next(&block, li_share(tiles, i, w.blocks) * tile, li_share(tiles, i + 1, w.blocks) * tile))
+      li_ffn_block(&block);
   }
 }
 LI_FN luna_status li_feed_forward_forward(luna_op *op) {
-  li_ffn_call call;
-  memset(&call, 0, sizeof call);
-  li_ffn_start(&call.w, op, false, op->workspace);
-  if (call.w.own > 1) li_run(&op->ctx->parallel, li_ffn_blocks, &call);
-  else for (int64_t first = 0; li_ffn_next(&call.w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS)
-    li_ffn_block(&call.w);
+  li_ffn_work w;
+  li_ffn_start(&w, op, false, op->workspace);
+  if (w.own > 1) li_each(&op->ctx->parallel, w.blocks, li_ffn_blocks, &w);
+  else for (int64_t first = 0; li_ffn_next(&w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS)
+    li_ffn_block(&w);
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
 /* before the products of the gradients: a and dy */
-LI_FN void li_ffn_before(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_ffn_before(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const luna_op *op = w->op;
   const li_dropout d = li_op_last_dropout(op);
-  int64_t at, n;
-  li_ffn_part(w, w->hidden, thread, threads, &at, &n);
+  int64_t at = first * w->hidden, n = (last - first) * w->hidden;
   if (op->kept_size && w->given != w->active)
     li_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
-  if (op->dropout > 0) li_ffn_drop(work, thread, threads);
+  if (op->dropout > 0) li_ffn_drop(work, thread, first, last);
   if (!(op->last_dropout > 0)) return;
-  li_ffn_part(w, w->out, thread, threads, &at, &n);
+  at = first * w->out;
+  n = (last - first) * w->out;
   li_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
 /* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the
    biases. Of words the product has done so. */
-LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
   const li_dropout d = li_op_dropout(op, li_times(li_rows(op->in[0]), f));
-  int64_t part = li_share(LI_FFN_PARTS, thread, threads);
-  for (; part < li_share(LI_FFN_PARTS, thread + 1, threads); part++) {
+  (void)thread;
+  for (int64_t part = first; part < last; part++) {
     float *sums = w->sums + part * (f + out);
-    int64_t row, rows;
-    li_ffn_part(w, 1, part, LI_FFN_PARTS, &row, &rows);
+    const int64_t row = li_share(w->rows, part, LI_FFN_PARTS);
+    const int64_t rows = li_share(w->rows, part + 1, LI_FFN_PARTS) - row;
     const int64_t at = row * f, n = rows * f;
     float *dh = w->dh + at;
     if (op->dropout > 0) li_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
@@ -11669,10 +11662,10 @@ LI_FN luna_status li_feed_forward_backward(luna_op *op) {
   for (int64_t first = 0; li_ffn_next(&w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS) {
     if (!op->kept_size) li_ffn_multiply(&w, 0);
     if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
-      li_run(parallel, li_ffn_before, &w);
+      li_each(parallel, w.rows, li_ffn_before, &w);
     li_clear(w.sums, (size_t)(LI_FFN_PARTS * (w.hidden + w.out)) * sizeof(float));
     for (int which = 2; which < 4; which++) li_ffn_multiply(&w, which);
-    li_run(parallel, li_ffn_slope, &w);
+    li_each(parallel, LI_FFN_PARTS, li_ffn_slope, &w);
     const li_matrix sums = li_dense(w.sums, LI_FFN_PARTS, w.hidden + w.out);
     if (li_grad(op, 2)) li_k(op)->sum_rows(li_columns(sums, 0, w.hidden), 1.0f, op->in[2]->grad);
     if (li_grad(op, 4))
@@ -12045,19 +12038,18 @@ LI_FN size_t li_logits_workspace(luna_op *op, bool backward) {
   return bytes + gemm;
 }
 /* a panel's part of the rows' sums, or in backward its gradient */
-LI_FN void li_logits_panel(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_logits_panel(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_logits *w = (const li_logits *)work;
-  const li_cross_entropy a = li_cross_entropy_rows(&w->part, li_share(w->part.rows, thread, threads),
-                                                   li_share(w->part.rows, thread + 1, threads));
+  const li_cross_entropy a = li_cross_entropy_rows(&w->part, first, last);
+  (void)thread;
   if (a.sums) li_k(w->op)->cross_entropy(&a);
   else li_k(w->op)->cross_entropy_backward(&a);
 }
-LI_FN void li_logits_bias(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_logits_bias(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_logits *w = (const li_logits *)work;
-  const int64_t n = w->part.columns, first = li_share(n, thread, threads);
-  const li_matrix dy = li_strided(w->panel, w->part.rows, n, w->part.grad_row);
-  li_k(w->op)->sum_rows(li_columns(dy, first, li_share(n, thread + 1, threads)), 1.0f,
-                        w->op->in[2]->grad + w->part.first + first);
+  const li_matrix dy = li_strided(w->panel, w->part.rows, w->part.columns, w->part.grad_row);
+  (void)thread;
+  li_k(w->op)->sum_rows(li_columns(dy, first, last), 1.0f, w->op->in[2]->grad + w->part.first + first);
 }
 LI_FN void li_linear_cross_entropy_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * sizeof(float);
@@ -12069,7 +12061,7 @@ LI_FN luna_status li_linear_cross_entropy_forward(luna_op *op) {
   li_logits_start(&w, op, false, op->workspace);
   for (int64_t first = 0; li_logits_next(&w, first); first += LI_LOGIT_COLUMNS) {
     li_logits_multiply(&w, 0);
-    li_run(&op->ctx->parallel, li_logits_panel, &w);
+    li_each(&op->ctx->parallel, w.part.rows, li_logits_panel, &w);
   }
   op->out[0]->data[0] = (float)(li_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
@@ -12081,10 +12073,10 @@ LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
   w.part.factor = li_cross_entropy_factor(op);
   for (int64_t first = 0; li_logits_next(&w, first); first += LI_LOGIT_COLUMNS) {
     li_logits_multiply(&w, 0);
-    li_run(parallel, li_logits_panel, &w);
+    li_each(parallel, w.part.rows, li_logits_panel, &w);
     li_logits_multiply(&w, 1);
     li_logits_multiply(&w, 2);
-    if (li_grad(op, 2)) li_run(parallel, li_logits_bias, &w);
+    if (li_grad(op, 2)) li_each(parallel, w.part.columns, li_logits_bias, &w);
   }
   return LUNA_OK;
 }
@@ -12351,9 +12343,10 @@ LI_HOT luna_optimizer_part li_hook_part(const li_update_work *w, const li_update
   return part;
 }
 /* of a part of at most 64 blocks */
-LI_HOT void li_sums_task(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_sums_task(void *work, int64_t thread, int64_t first, int64_t last) {
   li_update_work *w = (li_update_work *)work;
-  for (int64_t i = thread; i * LI_SUM_BLOCK < w->update.count; i += threads) {
+  (void)thread;
+  for (int64_t i = first; i < last; i++) {
     const li_update u = li_update_part(&w->update, i * LI_SUM_BLOCK, li_min((i + 1) * LI_SUM_BLOCK, w->update.count));
     if (w->rule) {
       const luna_optimizer_part part = li_hook_part(w, &u);
@@ -12369,8 +12362,9 @@ LI_HOT void li_sums_add(luna_ctx *ctx, li_update_work *w) {
   const li_update whole = w->update;
   for (int64_t at = 0; at < whole.count; at += 64 * LI_SUM_BLOCK) {
     w->update = li_update_part(&whole, at, li_min(at + 64 * LI_SUM_BLOCK, whole.count));
-    li_run(w->update.count > LI_SUM_BLOCK ? &ctx->parallel : NULL, li_sums_task, w);
-    for (int64_t i = 0; i < li_divide_up(w->update.count, LI_SUM_BLOCK); i++)
+    const int64_t blocks = li_divide_up(w->update.count, LI_SUM_BLOCK);
+    li_each(&ctx->parallel, blocks, li_sums_task, w);
+    for (int64_t i = 0; i < blocks; i++)
       for (int k = 0; k < count; k++) w->sums[k] += w->partial[i][k];
   }
   w->update = whole;
@@ -12399,13 +12393,10 @@ LI_FN luna_status li_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_u
   return LUNA_OK;
 }
 
-LI_HOT void li_update_task(void *work, int64_t thread, int64_t threads) {
+LI_HOT void li_update_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_update_work *w = (const li_update_work *)work;
-  const int64_t units = li_divide_up(w->update.count, LI_SPLIT);
-  const int64_t first = li_share(units, thread, threads) * LI_SPLIT;
-  const int64_t last = li_min(li_share(units, thread + 1, threads) * LI_SPLIT, w->update.count);
-  const li_update u = li_update_part(&w->update, first, last);
-  if (first >= last) return;
+  const li_update u = li_update_part(&w->update, first * LI_SPLIT, li_min(last * LI_SPLIT, w->update.count));
+  (void)thread;
   if (w->rule->hook) {
     const luna_optimizer_part part = li_hook_part(w, &u);
     w->rule->hook->update(&part, w->sums);
@@ -12440,7 +12431,7 @@ LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_u
   w.update.correction1 = (float)(1 - pow((double)rule->beta1, t));
   w.update.correction2 = (float)(1 - pow((double)rule->beta2, t));
   if (rule->hook && rule->hook->reduce) li_sums_add(ctx, &w);
-  li_run(w.update.count > LI_SPLIT ? &ctx->parallel : NULL, li_update_task, &w);
+  li_each(&ctx->parallel, li_divide_up(w.update.count, LI_SPLIT), li_update_task, &w);
 }
 LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                 const luna_update *table, int64_t count) {
@@ -12583,15 +12574,15 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
 
 /* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
 enum { LI_PEAK_K = 128, LI_PEAK_ROWS = 16, LI_PEAK_COLUMNS = 32, LI_PEAK_TILES = 200 };
-LI_FN void li_peak_task(void *work, int64_t thread, int64_t threads) {
+LI_FN void li_peak_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_kernels *k = ((const luna_ctx *)work)->kernels;
   float memory[(LI_PEAK_ROWS + LI_PEAK_COLUMNS) * LI_PEAK_K + LI_PEAK_ROWS * LI_PEAK_COLUMNS +
                LI_ALIGN / sizeof(float)] = { 0 };
   float *a = memory + (LI_ALIGN - (uintptr_t)memory % LI_ALIGN) % LI_ALIGN / sizeof(float);
   float *b = a + LI_PEAK_ROWS * LI_PEAK_K, *c = b + LI_PEAK_COLUMNS * LI_PEAK_K;
   LUNA_ASSERT(k->mr <= LI_PEAK_ROWS && k->nr <= LI_PEAK_COLUMNS);
-  (void)thread; (void)threads;
-  for (int i = 0; i < LI_PEAK_TILES; i++)
+  (void)thread;
+  for (int i = 0; i < LI_PEAK_TILES * (int)(last - first); i++)
     li_matmul_panels(k, 1.0f, li_dense(a, k->mr, LI_PEAK_K), li_panels_in(k, b, k->nr, LI_PEAK_K),
                      li_into(c, k->nr, false));
 }
@@ -12603,7 +12594,7 @@ LI_FN double li_profile_peak(luna_ctx *ctx) {
   if (!k->panels || li_on_device(ctx) || ctx->options.measure) return 0;
   for (int i = 0; i < 10; i++) {
     const double start = li_profile_clock(ctx);
-    li_run(&ctx->parallel, li_peak_task, ctx);
+    li_each(&ctx->parallel, li_threads(&ctx->parallel), li_peak_task, ctx);
     const double seconds = li_profile_clock(ctx) - start;
     if (seconds > 0 && flops / seconds > best) best = flops / seconds;
   }
@@ -15048,7 +15039,7 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 LI_FN void li_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]);
   float part[256], number;
-  li_each less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
+  li_elements less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
   int64_t at;
   less.n = n;
   less.x[1] = less.x[2] = &number;

@@ -99,7 +99,7 @@ static void check_elementwise(int64_t n) {
   x[1][0] = -0.5f, x[2][0] = 0.75f;    /* a single low and high */
   for (int kind = LUNA_OP_ADD; kind < LUNA_OP_ADD + (int)(sizeof each_name / sizeof each_name[0]); kind++)
     for (int form = 0; form < 8; form++) {
-      const li_each e = {kind, n, {x[0], x[1], x[2]}, {form & 1 ? 0 : 1, form & 2 ? 0 : 1, form & 4 ? 0 : 1}};
+      const li_elements e = {kind, n, {x[0], x[1], x[2]}, {form & 1 ? 0 : 1, form & 2 ? 0 : 1, form & 4 ? 0 : 1}};
       const int64_t *step = e.step;
       float *y = zeros(n), *other = copied(before, n);
       const char *name = each_name[kind - LUNA_OP_ADD];
