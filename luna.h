@@ -5128,7 +5128,7 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
     return;
   }
   li_gemm_plan p = li_gemm_plan_of(kernels, g, threads);
-  p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
+  p.scratch = scratch ? (char *)scratch : (char *)g->c; /* one thread without k needs none, and null + 0 is undefined */
   if (threads > 1) {
     for (int64_t t = 0; t < threads; t++)
       li_gemm_own(&p, (char *)(li_gemm_thread_at(&p, t)) + li_round(sizeof(li_gemm_thread)), li_gemm_thread_at(&p, t));
