@@ -206,7 +206,7 @@ $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
 $(BUILD)/tests/model_files: tests/data/old/use.h
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%.c)
 # these take longer to compile than to run
-$(addprefix $(BUILD)/,tests/gradients tests/only_stream tests/cuda.o tests/cuda_device.o peers_host.so): CFLAGS += -O1
+$(addprefix $(BUILD)/,tests/gradients tests/stream_bytes tests/cuda.o tests/cuda_device.o peers_host.so): CFLAGS += -O1
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	$(call build,$(CC) $(CFLAGS) $(WARN) -I. $<,$(LIBS))

@@ -73,8 +73,8 @@
         with its config and hook, then luna_load.
      6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token, or
         luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
-        and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
-        luna_stream_open_bytes needs no context, allocator, stdio or threads.
+        and reads the others in place. One thread a stream, any number of streams on one model.
+        luna_stream_open_bytes streams a file in memory without a context or an allocator.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
@@ -167,11 +167,9 @@
      LUNA_NO_STDIO *        no luna_path; luna_bytes, luna_buffer and luna_callbacks remain
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
-     LUNA_NO_INT8 *         no products in 8 bits and no luna_save_int8; I8 files load as float (LUNA_ONLY_STREAM
-                            implies it, and reads none)
-     LUNA_NO_BF16           no products in 16 bits (LUNA_ONLY_STREAM implies it)
+     LUNA_NO_INT8 *         no products in 8 bits and no luna_save_int8; I8 files load as float
+     LUNA_NO_BF16           no products in 16 bits
      LUNA_NO_AMX            no products by tiles
-     LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_ASSERT(c)         checks internal invariants; default: nothing
      LUNA_API               prefix of public functions
@@ -219,18 +217,6 @@
 #endif
 #endif
 
-#ifdef LUNA_ONLY_STREAM
-#undef LUNA_NO_TRAIN
-#define LUNA_NO_TRAIN
-#undef LUNA_NO_STDIO
-#define LUNA_NO_STDIO
-#undef LUNA_NO_THREADS
-#define LUNA_NO_THREADS
-#undef LUNA_NO_INT8
-#define LUNA_NO_INT8
-#undef LUNA_NO_BF16
-#define LUNA_NO_BF16
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>status
@@ -514,12 +500,7 @@ typedef struct luna_input {
 
 #endif /* what every build has */
 
-#if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LI_REST_H)
-#ifdef LUNA_ONLY_STREAM
-#pragma push_macro("LUNA_API")
-#undef LUNA_API
-#define LUNA_API LI_FN
-#endif
+#ifndef LI_REST_H
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -622,9 +603,7 @@ typedef struct luna_part {
 LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part); /* null: the inputs are whole batches */
 /* For models of your own: marks x [batch,...], and what ops make of it, as sequences of that part. The models do this
    to what their embedding makes. Without a part it returns x itself. */
-#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_tensor *luna_as_part(luna_tensor *x);
-#endif
 /* The options that a context was opened with; null for null. */
 LUNA_API const luna_options *luna_options_of(const luna_ctx *ctx);
 /* The status of the first failure since the last begin; LUNA_OK without one. */
@@ -703,7 +682,6 @@ LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
 /* Asks luna_backward for the gradient of t, which it returns, and keeps that until the next begin. */
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
-#ifndef LUNA_ONLY_STREAM
 /* The value of a tensor of one element, before the next begin; NaN on failure. */
 LUNA_API float luna_item(const luna_tensor *t);
 /* Copy luna_count(t) values, or the gradient, to the host. They fail when a scope or a begin has released them
@@ -715,7 +693,6 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
    [...]. */
 LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
-#endif
 /* Sets luna_count(t) values. It fails for a tensor whose values are borrowed. */
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 
@@ -1326,7 +1303,6 @@ typedef struct luna_lm {
   luna_tensor *output_mean, *output_scale; /* "output_norm.mean", zeros, and "output_norm.scale", ones, [outputs], with
                                         output_norm only; never trained */
 } luna_lm;
-#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
 /* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths change nothing before a
    sequence's end: they may be null. Given, they say what is padding: features there count as missing, and luna_lm_loss
@@ -1687,10 +1663,6 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_fi
 LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file file);
 #endif
 
-#endif /* !LUNA_ONLY_STREAM */
-#ifdef LUNA_ONLY_STREAM
-#pragma pop_macro("LUNA_API")
-#endif
 #endif /* LI_REST_H */
 
 #ifndef LI_STREAM_H
@@ -1712,7 +1684,7 @@ typedef struct luna_stream_config {
      beside them; on the CPU alone. 0 = as the file stores them, or as the model's context says */
   luna_dtype weights;
 } luna_stream_config;
-/* From a safetensors checkpoint in memory, F32 or of luna_save_int8 (not with LUNA_ONLY_STREAM), 4-byte aligned,
+/* From a safetensors checkpoint in memory, F32 or of luna_save_int8, 4-byte aligned,
    little-endian host, read in place: no context, no allocator. memory: luna_stream_size bytes. Null when something is
    wrong: *error then says what, perhaps in memory.
    Of stack these two take about 13 KB on 64-bit machines, a step or a prefill 10 KB, and less with LUNA_NO_SIMD; all
@@ -1720,12 +1692,10 @@ typedef struct luna_stream_config {
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error);
-#ifndef LUNA_ONLY_STREAM
 /* Of a model with Luna attention. Open it after training: it copies what it folds (luna_form) of the weights, and reads
    the others in place. Memory from the model's context's allocator, on a device from the device: all at once, a step
    takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
-#endif
 /* Null is fine. A stream on the CPU may be closed after its model's context, too. */
 LUNA_API void luna_stream_close(luna_stream *stream);
 /* Logits [batch,vocab] after one token of each sequence [batch], valid until the next call; null for a token out of
@@ -1757,7 +1727,6 @@ LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
 
-#ifndef LUNA_ONLY_STREAM
 /* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
    then continue one another, as chunks of one sequence do. What is carried in is constant: no gradient goes into the
    past. The state belongs to the model's context; luna_save_training saves the one of a set that training has continued
@@ -1776,7 +1745,6 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *state, const int32_t *
 LUNA_API size_t luna_lm_state_size(const luna_lm_state *state);
 LUNA_API luna_status luna_lm_state_save(const luna_lm_state *state, void *bytes, size_t size);
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes, size_t size);
-#endif
 
 typedef struct luna_sampling {
   float temperature;                 /* logits are divided by it; 0 = greedy: the likeliest token */
@@ -1790,7 +1758,6 @@ typedef struct luna_sampling {
    outside 0..1. */
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
-#ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source
    b): the sources are encoded and packed here, once, and then a token costs the same at any length. Begins an inference
    on the model's context. beam: 0 = 1. */
@@ -1804,16 +1771,10 @@ typedef struct luna_generate_config {
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths);
 
-#endif
 #endif /* LI_STREAM_H */
 
-#if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LI_REST_H)
+#ifndef LI_REST_H
 #define LI_REST_H
-#ifdef LUNA_ONLY_STREAM
-#pragma push_macro("LUNA_API")
-#undef LUNA_API
-#define LUNA_API LI_FN
-#endif
 /* ---------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
@@ -1822,7 +1783,6 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where
    that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
    ------------------------------------------------------------------------------------------------------------------ */
-#ifndef LUNA_ONLY_STREAM
 
 /* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times. */
 typedef struct luna_gemm_args {
@@ -1843,7 +1803,6 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 /* A batch stride of what is read: one for all. Its gradient is the sum, in order. */
 #define LUNA_BATCH_SHARED (-1)
 
-#endif
 
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
    heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
@@ -1871,13 +1830,11 @@ typedef struct luna_attention_args {
   luna_run run;
   const struct li_attention_own *own; /* null; luna.h's */
 } luna_attention_args;
-#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
-#endif
 
 /* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
    rows, heads, value_dim] */
@@ -1891,7 +1848,6 @@ typedef struct luna_causal_args {
   int64_t horizon;                   /* rows t > horizon: exponential means, shares 1 / horizon; 0 = none */
   luna_run run;
 } luna_causal_args;
-#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
@@ -1928,7 +1884,6 @@ LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_ar
 /* Philox4x32-10 (Salmon et al. 2011), the source of every random number here. */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>profile: where time goes: every op that runs between begin and end is timed.
@@ -1946,14 +1901,12 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
    of a luna_graph is never one launch. Begun again, it counts anew; after its end it may be resumed, which leaves out
    what ran between. What it needs (35 KB) stays until luna_close. Off, it costs one comparison an op.
    ------------------------------------------------------------------------------------------------------------------ */
-#ifndef LUNA_ONLY_STREAM
 typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
 LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
 LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
 LUNA_API luna_status luna_profile_resume(luna_ctx *ctx);
 LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
                                         void (*write)(void *user, const char *text), void *user);
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the table of functions that a device implements
@@ -2236,9 +2189,6 @@ LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
-#ifdef LUNA_ONLY_STREAM
-#pragma pop_macro("LUNA_API")
-#endif
 #endif /* LUNA_H */
 
 /* =====================================================================================================================
@@ -2313,14 +2263,6 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #else
 #define LI_INLINE static inline
 #endif
-#endif
-/* whether this build has more than streams; a function that streams do not use, in a table */
-#ifdef LUNA_ONLY_STREAM
-#define LI_WHOLE false
-#define LI_REST(function) NULL
-#else
-#define LI_WHOLE true
-#define LI_REST(function) function
 #endif
 
 #ifndef LUNA_ASSERT
@@ -2448,7 +2390,7 @@ LI_FN void li_history_move(float *history, int64_t past, const float *x, int64_t
 typedef void (*li_task)(void *work, int64_t thread, int64_t first, int64_t last);
 typedef struct li_parallel { luna_parallel_for run; void *user; int64_t threads; } li_parallel;
 LI_INLINE int64_t li_threads(const li_parallel *parallel) {
-  return LI_WHOLE && parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
+  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
 /* where share `share` of `count` things begins; the shares lie one behind the other */
 LI_INLINE int64_t li_share(int64_t count, int64_t share, int64_t shares) {
@@ -3504,7 +3446,7 @@ LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, flo
 #define LI_BY_INT8(g, call) if ((g)->b_int8) { call; }
 #endif
 /* the reference has no loops */
-#define LI_BY_REFERENCE(kernels, call) if (LI_WHOLE && !(kernels)->panels) { call; }
+#define LI_BY_REFERENCE(kernels, call) if (!(kernels)->panels) { call; }
 #if !defined(LI_PASS) && !defined(LUNA_NO_INT8)
 /* The reference */
 LI_HOT float li_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
@@ -4092,7 +4034,7 @@ LI_FN void li_gemm_reference(const li_gemm *g) {
 #define LI_MR 8
 #define LI_NV 3
 #elif LI_IS(scalar)
-#define LI_MR (LI_WHOLE ? 4 : 1) /* of streams alone single rows, which are neither gathered nor prefetched */
+#define LI_MR 4
 #define LI_NV 4
 #else
 #define LI_MR 4
@@ -8392,7 +8334,7 @@ static LI_UNUSED const li_kernels li_kernels_reference = {
 static LI_UNUSED const li_kernels LI_K(kernels) = {
   LI_MR, LI_NR, (luna_isa)LI_ISA(LI_PASS), LI_WORDS, LI_INTEGERS,
 #define LI_FIELD(result, name, arguments) LI_G(name),
-#define LI_FIELD_REST(result, name, arguments) LI_REST(LI_G(name)),
+#define LI_FIELD_REST(result, name, arguments) LI_G(name),
 #define LI_FIELD_TRAIN(result, name, arguments) LI_TRAIN(LI_G(name)),
   LI_KERNELS(LI_FIELD, LI_FIELD_REST, LI_FIELD_TRAIN)
   LI_LOOPS(LI_FIELD, LI_FIELD_REST, LI_FIELD_TRAIN)
@@ -8653,9 +8595,7 @@ static const li_kernels *const li_all_kernels[] = {
 #endif
 #endif
   &LI_JOIN(li_kernels, LI_BASELINE),
-#ifndef LUNA_ONLY_STREAM
   &li_kernels_reference
-#endif
 };
 /* the kernels of an instruction set, LUNA_ISA_BEST: the best available, but not AMX; null when this build or machine
    lacks it */
@@ -8714,7 +8654,6 @@ LI_FN const char *li_sentence_of(luna_error_id id) {
     default: return "";
   }
 }
-#ifndef LUNA_ONLY_STREAM
 #define LI_ERROR(id, status, sentence) (uint8_t)LUNA_##status,
 static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) };
 #undef LI_ERROR
@@ -8997,7 +8936,6 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
   return li_causal_nested_call(args, true);
 }
 #endif
-#endif /* !LUNA_ONLY_STREAM */
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>safetensors: reading files of tensors, without allocation or stdio
@@ -9538,7 +9476,7 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
    >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
    wait for one. Guarded by tests/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
-#if defined(_WIN32) && !defined(LUNA_ONLY_STREAM) /* threads, the clock of a profile, files */
+#ifdef _WIN32 /* threads, the clock of a profile, files */
 #ifndef WIN32_LEAN_AND_MEAN
 #define WIN32_LEAN_AND_MEAN
 #endif
@@ -9800,9 +9738,8 @@ typedef struct li_bump {
   size_t count, room;
   size_t floor, kept;                /* bytes of small things that stay: of the stream, and of what is recorded */
 } li_bump;
-#define LI_BUMPS(ctx) (!LI_WHOLE || (ctx)->bump)
-#define LI_REPLAYS LI_WHOLE    /* memory is short where there are streams alone */
-#define LI_RECORDS(b) (LI_REPLAYS && (b)->records)
+#define LI_BUMPS(ctx) (ctx)->bump
+#define LI_RECORDS(b) (b)->records
 LI_FN void li_bump_begin(li_bump *b, bool single) {
   b->part[0].used = b->kept;
   b->part[1].used = 0;
@@ -9875,7 +9812,6 @@ typedef struct li_mark {          /* how far a step has come */
 } li_mark;
 typedef struct li_sharing { struct li_sharing *next; const luna_ctx *owner; } li_sharing;
 
-#ifndef LUNA_ONLY_STREAM
 #define LI_PROFILE_ROWS 288
 enum { LI_PROFILE_SCOPE = 0, LI_PROFILE_FORWARD, LI_PROFILE_BACKWARD };
 typedef struct li_profile_key {   /* compared by its bytes */
@@ -9897,7 +9833,6 @@ typedef struct li_profile {
   bool json;
   li_profile_row row[LI_PROFILE_ROWS]; /* 0: all */
 } li_profile;
-#endif
 
 struct luna_ctx {
   luna_options options;
@@ -9946,9 +9881,7 @@ struct luna_ctx {
   bool shares;                       /* and whether it did */
   const luna_params *newest;         /* of its parameter sets */
   li_hooked *hooked;
-#ifndef LUNA_ONLY_STREAM
   li_profile *profile, *profiled; /* under way, or null; the last */
-#endif
 };
 
 /* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for li_leave. */
@@ -9972,7 +9905,6 @@ LI_FN void li_put_number(li_text *text, int64_t value) {
   if (value < 0) digits[--i] = '-';
   li_put(text, digits + i);
 }
-#ifndef LUNA_ONLY_STREAM
 /* to six decimals */
 LI_FN void li_put_real(li_text *text, double value) {
   int exponent = 0, digits = 6;
@@ -10079,27 +10011,6 @@ LI_FN luna_status li_backend_result(luna_ctx *ctx, const char *name, luna_status
   return ctx->last_status = ctx->status;
 }
 #define LI_NAME(name) (name)
-#else /* no sentences, and no names in them: what a stream runs has been checked */
-#define LI_NAME(name) ((void)(name), "")
-LI_INLINE luna_tensor *li_fail_backend(luna_ctx *ctx, const char *name, luna_status status) {
-  (void)ctx; (void)name; (void)status;
-  return NULL;
-}
-LI_INLINE luna_status li_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
-  (void)ctx; (void)name;
-  return status;
-}
-LI_INLINE luna_tensor *li_fail(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return NULL; }
-LI_INLINE luna_status li_fail_status(luna_ctx *ctx, int id, ...) {
-  (void)ctx; (void)id; return LUNA_BAD_ARGUMENT;
-}
-LI_INLINE void li_report(luna_ctx *ctx, luna_error_id id, luna_status status, const char *sentence) {
-  (void)id; (void)sentence;
-  ctx->status = status;
-}
-LI_INLINE void li_note(const luna_ctx *ctx, const char *format, ...) { (void)ctx; (void)format; }
-LI_INLINE void li_print(char *out, size_t room, const char *format, ...) { (void)room; (void)format; *out = 0; }
-#endif
 /* A check that fails says why and is false: in calls that give tensors, and in those that give a status. refused: after
    a function that says it. */
 #define li_refused(said) ((void)(said), false)
@@ -10151,7 +10062,7 @@ LI_FN void li_raw_release(const luna_allocator *a, void *at, size_t bytes) {
 
 /* values are in memory that the host cannot read */
 LI_HOT bool li_on_device(const luna_ctx *ctx) {
-  return LI_WHOLE && ctx->backend->allocate && !ctx->options.measure;
+  return ctx->backend->allocate && !ctx->options.measure;
 }
 /* false: data pointers may be null, only sizes are used */
 LI_HOT bool li_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
@@ -10669,9 +10580,7 @@ LUNA_API luna_isa luna_isa_of(const luna_ctx *ctx) { return ctx ? ctx->kernels->
 LI_FN bool li_step_failed(const luna_ctx *ctx) {
   return ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
 }
-#ifndef LUNA_ONLY_STREAM
 LI_FN void li_state_turn(struct luna_lm_state *s);
-#endif
 /* a begin's: no error, or that of what could not be made since the last one */
 LI_FN void li_clear_error(luna_ctx *ctx) {
   ctx->status = ctx->failure.status;
@@ -10687,9 +10596,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->open_status != LUNA_OK) return ctx->open_status;
   const bool repeated = li_step_failed(ctx); /* keeps its number: the same dropout */
-#ifndef LUNA_ONLY_STREAM
   if (ctx->carried) li_state_turn(ctx->carried);
-#endif
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
@@ -10703,12 +10610,10 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   li_step_clear(ctx);
   ctx->stepped = false;
   status = li_backend_result(ctx, name, status);
-#ifndef LUNA_ONLY_STREAM
   if (ctx->profile) {
     ctx->profile->scope = 0;
     ctx->profile->steps++;
   }
-#endif
   return status == LUNA_OK ? ctx->status : status;
 }
 #ifndef LUNA_NO_TRAIN
@@ -10767,11 +10672,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
 /* LI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
 #define LI_CPU_OP(query, forward, backward, can) \
   { query, forward, LI_TRAIN(backward), can }
-#ifdef LUNA_ONLY_STREAM
-#define LI_CPU_REST(query, forward, backward, can) { NULL, NULL, NULL, 0 }
-#else
 #define LI_CPU_REST LI_CPU_OP
-#endif
 
 #define LI_SPLIT 8192             /* elements worth handing to a thread */
 
@@ -12223,7 +12124,7 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   if (c->forgets) {
     c->gates = op->in[4]->data;
     c->weights = op->weights;
-    if (LI_WHOLE && op->dropout > 0)
+    if (op->dropout > 0)
       c->dropout = li_op_dropout(op, luna_count(op->in[3]));
   }
   if (LI_TRAINS) {
@@ -12449,7 +12350,6 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
    >>profile: sums of time, bytes and flops, a row for each scope and for each op of other shapes in it; while none is
    under way ctx->profile is null. Guarded by tests/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
-#ifndef LUNA_ONLY_STREAM
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
 #endif
@@ -12744,15 +12644,6 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   write(user, "between ops\n");
   return LUNA_OK;
 }
-#else
-#define li_profile_scope(ctx) 0
-#define li_profile_enter(ctx, name) ((void)(name))
-#define li_profile_return(ctx, scope) ((void)0)
-LI_FN luna_status li_op_call(luna_op *op, bool backward) {
-  (void)backward;
-  return op->ctx->backend->op[op->kind].forward(op);
-}
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
@@ -13089,7 +12980,6 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
-#ifndef LUNA_ONLY_STREAM
 /* Reports the steps that optimisers skipped on the device. It is asked only when it is read anyway, and for each
    optimiser only when steps were skipped. */
 LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped);
@@ -13187,7 +13077,6 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
   return li_top_k(x, 1, indices, NULL, "luna_argmax");
 }
 
-#endif
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
@@ -16326,7 +16215,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
 LI_FN bool li_is_luna(const luna_layer_config *c) {
-  return !LI_WHOLE || (c->attention == LUNA_ATTENTION_LUNA && !c->hook);
+  return c->attention == LUNA_ATTENTION_LUNA && !c->hook;
 }
 /* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
 LI_FN bool li_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
@@ -16614,7 +16503,7 @@ LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *
   f.past = past;
   f.horizon = horizon;
   luna_tensor *y = li_normed(c, x, &layer->attention_norm);
-  if (LI_WHOLE && layer->kernel && past && past->positions && y)
+  if (layer->kernel && past && past->positions && y)
     y = li_carried_convolution(y, layer->kernel, layer->kernel_bias, past);
   else if (layer->kernel) y = li_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (li_is_luna(c)) {
@@ -16766,7 +16655,6 @@ LI_FN void li_sinusoid(int64_t position, int64_t d, float *out) {
   if (d % 2) out[d - 1] = 0;
 }
 
-#ifndef LUNA_ONLY_STREAM
 /* positions first .. first + n as a tensor [n, d] */
 LI_FN luna_tensor *li_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
   li_build s;
@@ -19017,7 +18905,6 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
   return li_read_file(o ? o->params->ctx : NULL, "luna_load_training", li_load_training, o, &file);
 }
 #endif
-#endif /* !LUNA_ONLY_STREAM */
 
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
@@ -19221,7 +19108,7 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
     x = luna_add(x, li_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, rows, d, 1, 1));
   for (int64_t i = 0; i < s->sizes.layers && x; i++) {
     li_stream_layer *layer = &s->layers[i];
-    if (LI_WHOLE && s->cross) {
+    if (s->cross) {
       li_flow f = li_flow_of(x, NULL, NULL);
       f.past = &layer->past;
       f.horizon = s->horizon;
@@ -19255,7 +19142,7 @@ LI_FN luna_tensor *li_stream_replay(luna_stream *s, bool last) {
   return s->bump.ops[count - 1].out[0];
 }
 LI_FN luna_tensor *li_stream_rows(luna_stream *s, int64_t rows, bool last) {
-  if (!LI_REPLAYS || rows > 1) return li_stream_forward(s, rows, last);
+  if (rows > 1) return li_stream_forward(s, rows, last);
   return s->bump.count > 0 ? li_stream_replay(s, last) : li_stream_record(s);
 }
 
@@ -19500,7 +19387,7 @@ LI_FN bool li_stream_layer_own(luna_stream *s, int64_t index, const void *layers
   li_part parts[LI_MAX_PARTS];
   char prefix[48];
   li_text text = { prefix, prefix + sizeof prefix - 1 };
-  if (LI_WHOLE && s->cross) {
+  if (s->cross) {
     s->layers[index].of.decoder = ((const luna_decoder_layer *)layers)[index];
     return li_stream_own(s, parts, li_decoder_parts(&s->layers[index].of.decoder, parts), "", NULL);
   }
@@ -19553,7 +19440,7 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
 
 /* --- measuring: what a stream takes is found by opening it, and by running its steps, without computing --- */
 /* So many tensors there are at most at once: of parameters' shapes, and of a layer's results all that are recorded. */
-#define LI_MEASURED (LI_WHOLE ? 48 : 29)
+#define LI_MEASURED 48
 typedef struct li_stream_needs {  /* of a model of so many layers */
   size_t tensors, kept;              /* bytes of parameters' tensors, and of those that are recorded, */
   size_t ops, int8;                  /* with these ops; bytes of weights in 8 bits */
@@ -19570,7 +19457,7 @@ LI_FN bool li_stream_measure_open(luna_stream *s, const void *from, int64_t laye
   needs->tensors = s->measured * li_bump_size(false, sizeof(luna_tensor));
   needs->int8 = s->int8_size;
   const size_t peak = b->part[0].peak;
-  if (LI_REPLAYS && !li_stream_record(s)) return false;
+  if (!li_stream_record(s)) return false;
   needs->ops = b->count;
   needs->kept = b->kept - b->floor;
   li_bump_forget(b);
@@ -19580,7 +19467,7 @@ LI_FN bool li_stream_measure_open(luna_stream *s, const void *from, int64_t laye
 /* Finds the peak of what steps take beside what stays, but for a recorded one. On the host more rows take more. */
 LI_FN bool li_stream_measure_steps(luna_stream *s) {
   s->bump.part[0].peak = s->bump.floor;
-  for (int64_t rows = s->chunk; rows > LI_REPLAYS; rows = li_stream_on_device(s) ? rows - 1 : rows > 1)
+  for (int64_t rows = s->chunk; rows > 1; rows = li_stream_on_device(s) ? rows - 1 : rows > 1)
     if (!li_stream_forward(s, rows, true)) return false;
   const bool good = li_stream_reorder_all(s);
   s->bump.part[0].peak -= s->bump.floor;
@@ -19605,7 +19492,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   b->part[0].start = (char *)small;
   b->part[0].size = sizeof small;
   b->part[1].size = SIZE_MAX / 2;
-  b->room = LI_REPLAYS ? SIZE_MAX : 0;
+  b->room = SIZE_MAX;
   s->ctx.reserving = true;
   bool good = li_stream_measure_open(s, from, 0, &none);
   s->model = model;
@@ -19686,7 +19573,7 @@ LI_FN const char *li_stream_describe(luna_stream *s, li_st *st, const void *byte
   li_st_tensor t;
   for (size_t cursor = 0; li_st_next(st, &cursor, &t);)
     if (t.dtype == LI_ST_I8)
-      return "the file has weights in 8 bits (luna_save_int8), which LUNA_ONLY_STREAM and LUNA_NO_INT8 do not read";
+      return "the file has weights in 8 bits (luna_save_int8), which LUNA_NO_INT8 does not read";
 #endif
   if ((wrong = li_lm_read(st, &s->sizes)) != NULL) return wrong;
   s->horizon = li_st_horizon(st);
@@ -19739,7 +19626,6 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   return wrong ? NULL : s;
 }
 
-#ifndef LUNA_ONLY_STREAM
 /* the stream's failure becomes its model's context's */
 LI_FN luna_status li_stream_report(luna_ctx *ctx, const luna_stream *s, const char *name) {
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_fail(ctx, s->ctx.status, s->ctx.error);
@@ -19810,10 +19696,9 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     return li_stream_opened(ctx, li_stream_make(ctx, &first, config, model->layers, name), true, name);
   return NULL;
 }
-#endif
 
 LUNA_API void luna_stream_close(luna_stream *s) {
-  if (!LI_WHOLE || !s || !s->memory_size) return;
+  if (!s || !s->memory_size) return;
   const luna_allocator allocator = s->ctx.options.allocator;
   if (s->kept) s->ctx.backend->forget(s->ctx.self, s->kept);
   if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
@@ -19900,7 +19785,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
 }
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {
-  if (s && (s->error == LUNA_ERROR_BACKEND || (LI_WHOLE && s->error == LUNA_ERROR_STREAM_TOKEN)))
+  if (s && (s->error == LUNA_ERROR_BACKEND || s->error == LUNA_ERROR_STREAM_TOKEN))
     return s->ctx.error;
   return li_sentence_of(luna_stream_error_id(s));
 }
@@ -19946,7 +19831,7 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
   if (status == LUNA_OK && to != from && li_stream_on_device(to))
     (void)li_stream_move(to, to->state, from->state, to->state_size, li_stream_on_device(from) ? 0 : 1);
   else if (to != from) status = li_stream_read(from, to->state);
-  if (LI_WHOLE && status != LUNA_OK) {
+  if (status != LUNA_OK) {
     li_print(to->ctx.error, sizeof to->ctx.error, li_sentence_of(LUNA_ERROR_BACKEND), "luna_stream_copy",
              luna_status_text(status));
     return li_stream_fail(to, LUNA_ERROR_BACKEND), status;
@@ -19993,7 +19878,6 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   return li_stream_status(s);
 }
 
-#ifndef LUNA_ONLY_STREAM
 /* --- a state that training carries. There are two halves: a step reads one, which its backward pass reads again, and
    writes the other, from which the next step goes on. --- */
 struct luna_lm_state {
@@ -20175,7 +20059,6 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
   for (int64_t b = 0; b < s->batch; b++) s->position[s->now][b] = head.position;
   return LUNA_OK;
 }
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>sampling: a token out of logits. Guarded by tests/stream.c.
@@ -20268,7 +20151,6 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 /* ---------------------------------------------------------------------------------------------------------------------
    >>decoder: a decoder's stream, and greedy decoding. Guarded by tests/translation.c.
    ------------------------------------------------------------------------------------------------------------------ */
-#ifndef LUNA_ONLY_STREAM
 /* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
    target changes none of it) */
 LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li_stream_layer *own,
@@ -20428,7 +20310,6 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   luna_stream_close(stream);
   return status;
 }
-#endif /* !LUNA_ONLY_STREAM */
 
 #pragma pop_macro("LI_FN")
 #pragma pop_macro("LUNA_API")

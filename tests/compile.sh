@@ -73,13 +73,9 @@ for c; do
   add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
   switches="LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD"
   few "$c: $switches" "$c -std=c99 $c_strict -D$switches -fsyntax-only implementation.c"
-  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD LUNA_NO_INT8 LUNA_NO_BF16 \
-    "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
+  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD LUNA_NO_INT8 LUNA_NO_BF16; do
     add "$c: $switch" "$c -std=c99 $c_strict -D$switch -fsyntax-only implementation.c"
   done
-  few "$c: LUNA_ONLY_STREAM" "$c -std=c99 -O1 $c_strict -DLUNA_ONLY_STREAM -c implementation.c -o $id-stream.o"
-  add "$c: LUNA_ONLY_STREAM, LUNA_STATIC" \
-    "$c -std=c99 $c_strict -DLUNA_ONLY_STREAM -DLUNA_STATIC -fsyntax-only implementation.c"
   for example in "$root"/examples/*.c; do
     add "$c: $(basename "$example")" "$c -std=c99 $c_strict -fsyntax-only $example"
   done
@@ -97,19 +93,7 @@ for c in g++ clang++; do
   add "$c: LUNA_STATIC" "$c -std=c++11 $cpp_strict -fsyntax-only static.cpp"
   add "$c: examples/attentions" "$c -std=c++11 $cpp_strict -fsyntax-only attentions.cpp"
   add "$c: declarations alone" "$c -std=c++11 $cpp_strict -c declarations.cpp -o $c-declarations.o"
-  add "$c: LUNA_ONLY_STREAM" "$c -std=c++11 $cpp_strict -DLUNA_ONLY_STREAM -fsyntax-only implementation.cpp"
 done
-if have arm-none-eabi-gcc; then
-  m4="-mcpu=cortex-m4 -mthumb -mfloat-abi=hard -mfpu=fpv4-sp-d16 -ffreestanding"
-  arm="arm-none-eabi-gcc -std=c99 -Os $c_strict -DLUNA_ONLY_STREAM -c implementation.c"
-  add "arm-none-eabi-gcc, Cortex-M4: LUNA_ONLY_STREAM" "$arm $m4 -o arm-stream.o"
-  add "arm-none-eabi-gcc, Cortex-M4: as make size" "$arm ${m4% -ff*} -DLUNA_NO_SIMD -o arm-size.o"
-  shallow="awk '\$2 > 4096 { print; deep = 1 } END { exit deep }' arm-stack.su"
-  add "arm-none-eabi-gcc, Cortex-M4: at most 4096 bytes of stack in any function" \
-    "$arm ${m4% -ff*} -DLUNA_NO_SIMD -fstack-usage -o arm-stack.o && $shallow"
-else
-  skipped arm-none-eabi-gcc
-fi
 if have aarch64-linux-gnu-gcc; then
   add "aarch64-linux-gnu-gcc -std=c99" "aarch64-linux-gnu-gcc -std=c99 $c_strict -fsyntax-only implementation.c"
 else
@@ -121,9 +105,7 @@ if have i686-linux-gnu-gcc; then
   for x87 in "" "-std=c99" "-msse -mfpmath=sse"; do
     add "i686 $x87: refused" "$i686 $x87 2>&1 | grep -- '#error.*-msse2 -mfpmath=sse'"
   done
-  for switch in "" -DLUNA_ONLY_STREAM; do
-    add "i686 with SSE2 $switch" "$i686 -std=c99 -msse2 -mfpmath=sse $c_strict $switch"
-  done
+  add "i686 with SSE2" "$i686 -std=c99 -msse2 -mfpmath=sse $c_strict"
 else
   skipped i686-linux-gnu-gcc
 fi
@@ -148,11 +130,11 @@ if have clang; then
     'float sqrtf(float), fabsf(float);' \
     'double sqrt(double), fabs(double), floor(double), exp(double), ldexp(double, int), log(double);' \
     'double sin(double), cos(double), pow(double, double), ceil(double);' >libc/math.h
-  alone="-std=c99 -ffreestanding -nostdlibinc -Ilibc $c_strict -DLUNA_ONLY_STREAM -fsyntax-only implementation.c"
+  alone="-std=c99 -ffreestanding -nostdlibinc -Ilibc $c_strict -DLUNA_NO_STDIO -DLUNA_NO_THREADS -fsyntax-only implementation.c"
   for target in x86_64-pc-windows-msvc aarch64-pc-windows-msvc arm64-apple-macos x86_64-apple-macos; do
-    add "clang for $target: LUNA_ONLY_STREAM" "clang --target=$target $alone"
+    add "clang for $target: no stdio, no threads" "clang --target=$target $alone"
   done
-  add "clang for Windows with AVX-512: LUNA_ONLY_STREAM" \
+  add "clang for Windows with AVX-512: no stdio, no threads" \
     "clang --target=x86_64-pc-windows-msvc -mavx512f -mavx512bw -mavx512dq -mavx512vl $alone"
 fi
 for c in x86_64-w64-mingw32-gcc; do
@@ -217,17 +199,6 @@ for object in *-c99.o *-stream.o *-cpp11.o; do
   if [ -n "$(symbols -g "$object")" ] && [ -z "$foreign" ]; then good
   else bad "$object has external symbols that do not start with luna_:" $foreign; fi
 done
-for object in *-stream.o; do
-  [ -e "$object" ] || continue
-  memory='malloc|calloc|realloc|free|aligned_alloc|posix_memalign|mmap'
-  stdio='f?printf|s?n?printf|fopen.*|fread|fwrite|fclose|fseek.*|rename|remove'
-  foreign=$(wanted "$object" | grep -E "^($memory|pthread_.*|$stdio|abort|exit|__assert.*)\$")
-  if [ -z "$foreign" ]; then good; else bad "$object calls" $foreign; fi
-done
-if [ -e arm-size.o ]; then                             # no more than 56 KB
-  bytes=$(arm-none-eabi-size arm-size.o | awk 'NR == 2 { print $1 + $2 }')
-  if [ "$bytes" -le 57344 ]; then good; else bad "LUNA_ONLY_STREAM takes $bytes bytes of a Cortex-M4"; fi
-fi
 # no state outside contexts, but the word that keeps which instruction sets there are
 for object in *-c99.o; do
   [ -e "$object" ] || continue

@@ -5,7 +5,7 @@
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}/cross
 make=${MAKE:-make}
-programs=${TESTS:-golden resume checkpoints stream only_stream gradients threads int8 bf16}
+programs=${TESTS:-golden resume checkpoints stream stream_bytes gradients threads int8 bf16}
 limit=${LIMIT:-600}                                      # seconds a program
 
 # windows-vc: the way of Visual C++, in luna.h's base chapter, as far as gcc can go it.

@@ -17,9 +17,7 @@ LUNA_NO_TRAIN
 LUNA_NO_STDIO
 LUNA_NO_THREADS
 LUNA_NO_SIMD
-LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD
-LUNA_ONLY_STREAM
-LUNA_ONLY_STREAM LUNA_NO_SIMD"
+LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD"
 
 # size of one build into the file $1, or "-" where it does not compile
 build() {
@@ -85,38 +83,7 @@ int main(void) {
   return memory == 0;
 }
 END
-# reads the file in place, as a microcontroller does from its flash
-cat >detector.c <<'END'
-#define LUNA_ONLY_STREAM
-#define LUNA_IMPLEMENTATION
-#include "luna.h"
-__asm__(".section .rodata\n.balign 8\nweights: .incbin \"detector.safetensors\"\n.text\n");
-extern const unsigned char weights[WEIGHTS];
-static double memory[(MEMORY + 7) / 8];
-volatile float sensors[9], out;
-int main(void) {
-  float x[9];
-  const float *y;
-  const char *error;
-  luna_stream_config one = {.chunk = 1};
-  luna_stream *stream = luna_stream_open_bytes(weights, WEIGHTS, &one, memory, sizeof memory, &error);
-  do {
-    for (int i = 0; i < 9; i++) x[i] = sensors[i];
-    if ((y = luna_stream_step_features(stream, x)) != NULL) out = y[1] - y[0];
-  } while (y);
-  return 1;
-}
-END
 $cc -std=c99 -O0 -DLUNA_NO_SIMD -I"$root" write.c -o write -lm -lpthread && found=$(./write) || exit 1
 weights=${found% *} memory=${found#* }
 printf '\n%-58s %12s %12s\n' "a streaming detector, bytes" "weights" "stream"
 printf '%-58s %12s %12s\n' "9 numbers, 2 outputs, 2 layers, d = 32, l = 16" "$weights" "$memory"
-command -v $arm >/dev/null 2>&1 || exit 0
-printf '%-58s %12s %12s\n' "its program on a Cortex-M4, C library included" "code" "RAM"
-for level in Os O2; do
-  $arm $m4 -$level -std=gnu99 -ffunction-sections -fdata-sections -Wl,--gc-sections --specs=nosys.specs -I"$root" \
-    -DWEIGHTS="$weights" -DMEMORY="$memory" detector.c -o detector.elf -lm 2>detector.log \
-      || { cat detector.log; exit 1; }
-  arm-none-eabi-size detector.elf | awk -v level=$level -v weights="$weights" \
-    'NR == 2 { printf "%-58s %12d %12d\n", "-" level, $1 - weights, $2 + $3 }'
-done

@@ -1,8 +1,8 @@
-/* A detector and a forecaster under LUNA_ONLY_STREAM, as a microcontroller has them: the file's bytes and the stream's
+/* A detector and a forecaster from bytes, as a microcontroller has them: the file's bytes and the stream's
    memory are static arrays, no allocator is called. Against the outputs in tests/data/features. It has an
    implementation of its own: not that of build/luna.o (LI_IMPLEMENTED). */
 #include "test.h"
-#define LUNA_ONLY_STREAM
+#define LUNA_NO_INT8
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include <stdlib.h>
@@ -124,5 +124,5 @@ int main(void) {
     check("rms_steps", 2);
   } else CHECK(true, "never");
   check_sample();
-  return test_report("only_stream");
+  return test_report("stream_bytes");
 }
