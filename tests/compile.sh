@@ -130,12 +130,7 @@ if have clang; then
     'float sqrtf(float), fabsf(float);' \
     'double sqrt(double), fabs(double), floor(double), exp(double), ldexp(double, int), log(double);' \
     'double sin(double), cos(double), pow(double, double), ceil(double);' >libc/math.h
-  alone="-std=c99 -ffreestanding -nostdlibinc -Ilibc $c_strict -DLUNA_NO_STDIO -DLUNA_NO_THREADS -fsyntax-only implementation.c"
-  for target in x86_64-pc-windows-msvc aarch64-pc-windows-msvc arm64-apple-macos x86_64-apple-macos; do
-    add "clang for $target: no stdio, no threads" "clang --target=$target $alone"
-  done
-  add "clang for Windows with AVX-512: no stdio, no threads" \
-    "clang --target=x86_64-pc-windows-msvc -mavx512f -mavx512bw -mavx512dq -mavx512vl $alone"
+  :
 fi
 for c in x86_64-w64-mingw32-gcc; do
   have "$c" || { skipped "$c"; continue; }
