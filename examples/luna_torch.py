@@ -29,7 +29,7 @@ CLS, MEAN, MEMORY, MEMORY_BATCH = 1, 2, 3, 4                       # luna_poolin
 FIELDS = """vocab layers dim heads memory ffn convolution sharing activation gated omega pre_norm attention positions
 max_length features outputs norm forget output_gate rotary output_norm dropout attention_dropout activation_dropout
 horizon fixed_horizon recompute pack_heads first_position embedding_scale norm_embedding tied_layers own_memory
-keep_padding linformer_k linformer_k_last_layer linformer_k_last_head linformer_sharing linformer_projection classes pooling pre_logits pair
+keep_padding classes pooling pre_logits pair
 per_step target_vocab share_embeddings separate_output decoder_layers max_target_length format""".split()
 
 class Config(dict):

@@ -16,6 +16,7 @@
 #include "luna.h"
 #include "common.h"
 #include "fuzz_files.h"
+#include "../examples/attentions/attentions.h"
 #include <dirent.h>
 #include <limits.h>
 
@@ -624,6 +625,8 @@ enum {
   CLASSIFIER, CLASSIFIER_LINFORMER, CLASSIFIER_STEPS, CLASSIFIER_PAIR, MASKED_LM, SEQ2SEQ, SEQ2SEQ_SHARED, MODELS
 };
 static common_bytes model_file(int which) {
+  static attentions linformer;
+  if (!linformer.system && !attentions_open(&linformer, "linformer k=2")) exit(2);
   luna_options options = {0};
   luna_encoder_config encoder;
   luna_classifier_config classifier;
@@ -639,8 +642,7 @@ static common_bytes model_file(int which) {
   encoder.layers = 1, encoder.max_length = 5;
   encoder.layer = tiny_layer(), encoder.layer.heads = 1;
   if (which == CLASSIFIER_LINFORMER)
-    encoder.layer.attention = LUNA_ATTENTION_LINFORMER, encoder.layer.linformer.k = 2, encoder.layers = 2,
-        encoder.tied_layers = true;
+    encoder.layer.hook = &linformer.hook, encoder.layers = 2, encoder.tied_layers = true;
   if (which == CLASSIFIER_PAIR)
     encoder.layer.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true,
         encoder.layer.sharing = LUNA_SHARING_FULL;

@@ -3,6 +3,7 @@
    one allocation fails ends with the bits of one where none does. */
 #ifndef JOBS_H
 #define JOBS_H
+#include "../examples/attentions/attentions.h"
 #include "../examples/luna_apollo.h"
 
 enum { VOCAB = 23, LARGE_VOCAB = 1100, DIM = 16 };
@@ -82,6 +83,11 @@ static luna_status job_init_encoder(job_run *r) {
   return status;
 }
 
+static const luna_attention_hook *job_linformer(void) {
+  static attentions choice;          /* as long as the program: contexts end without it */
+  if (!choice.system) CHECK(attentions_open(&choice, "linformer k=7"), "%s", choice.error);
+  return &choice.hook;
+}
 /* with padding, every kind of position and of optimiser */
 static luna_status job_init(job_run *r) {
   const job *j = r->j;
