@@ -1,5 +1,5 @@
-/* attention_choice.h: --attention luna|softmax|linear|linformer, the last of which is a hook. Included after example.h; a
-   program's main ends with example_of_attentions in place of example. */
+/* attention_choice.h: --attention luna|softmax|linear|linformer, the last of which is a hook. Included after example.h;
+   a program's main ends with example_of_attentions in place of example. */
 #ifndef ATTENTION_CHOICE_H
 #define ATTENTION_CHOICE_H
 #include "attentions/attentions.h"
