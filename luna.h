@@ -6382,14 +6382,14 @@ LI_HOT void li_attention_merge_task(void *work, int64_t thread, int64_t first, i
     const li_head head = li_head_at(a, pair);
     const int64_t width = li_min(LI_TILE, head.queries - query);
     li_span seen = li_seen(a, &head, query, query + width);
-    const int64_t first = li_min(seen.from / LI_KEY_BLOCK, w->blocks - 1);
-    float *partial = w->partial + (pair * w->blocks + first) * w->unit, *state = li_stats_of(w, partial, query);
+    const int64_t start = li_min(seen.from / LI_KEY_BLOCK, w->blocks - 1);
+    float *partial = w->partial + (pair * w->blocks + start) * w->unit, *state = li_stats_of(w, partial, query);
     float *out = a->out + head.out + query * a->out_row;
     if (width <= 0) continue;
     if (seen.from >= seen.to) seen.to = 0;
-    for (int64_t block = first; block * LI_KEY_BLOCK < seen.to; block++, partial += w->unit) {
+    for (int64_t block = start; block * LI_KEY_BLOCK < seen.to; block++, partial += w->unit) {
       const float *part = partial + query * dv;
-      if (block > first)
+      if (block > start)
         kernels->attention_merge(li_dense(part, width, dv), li_stats_of(w, partial, query), state, out, a->out_row);
       else
         for (int64_t i = 0; i < width; i++)
