@@ -517,7 +517,7 @@ typedef struct luna_run {
   size_t scratch_size;
   luna_parallel_for parallel_for;    /* null: the caller's thread */
   void *parallel_user;
-  int threads;                       /* tasks for parallel_for; 0 = 1 */
+  int threads;                       /* tasks for parallel_for, at most; 0 = 1 */
 } luna_run;
 
 typedef struct luna_allocator {      /* set both functions or neither; allocate may return null and need not align */
@@ -1779,7 +1779,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
    reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
-   Threads: the caller's alone, or `threads` tasks (at most 256) through parallel_for; the bits do not depend on it.
+   Threads: the caller's alone, or at most `threads` tasks (and 256) through parallel_for; the bits do not depend on it.
    Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where
    that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
    ------------------------------------------------------------------------------------------------------------------ */

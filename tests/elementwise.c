@@ -1,6 +1,6 @@
 /* Maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout and the optimisers' updates of every
    pass against loops in double: all sizes to 70 and some large ones, at odd addresses, in place where that is allowed,
-   in pieces where a caller shares them out. */
+   in pieces where a caller shares them out. How li_each shares them. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -632,6 +632,38 @@ static void check_updates(int64_t n) {
   }
 }
 
+/* ---- li_each: every piece once, by whichever threads come first ---- */
+enum { MOST_PIECES = 200 };
+typedef struct tally {
+  int64_t pieces, threads;
+  int times[MOST_PIECES];
+  int outside;                       /* pieces or threads that do not exist, and empty calls */
+} tally;
+static void tally_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  tally *t = (tally *)work;
+  if (thread < 0 || thread >= t->threads || first < 0 || first >= last || last > t->pieces) {
+    t->outside++;
+    return;
+  }
+  for (int64_t i = first; i < last; i++) t->times[i]++;
+}
+/* the last thread comes first: it finds its own share, then all others' */
+static void last_first(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
+  *(int64_t *)user = count;
+  while (count-- > 0) task(work, count);
+}
+static void check_each(int64_t pieces, int64_t threads) {
+  int64_t tasks = 1;
+  const li_parallel parallel = {last_first, &tasks, threads};
+  tally t = {pieces, threads, {0}, 0};
+  int wrong = 0;
+  li_each(&parallel, pieces, tally_task, &t);
+  for (int64_t i = 0; i < pieces; i++) wrong += t.times[i] != 1;
+  CHECK(wrong == 0 && t.outside == 0 && tasks <= threads && tasks <= (pieces > 1 ? pieces : 1),
+        "%d pieces by %d threads: %d not done once, %d calls outside, %d tasks", (int)pieces, (int)threads, wrong,
+        t.outside, (int)tasks);
+}
+
 static void check_small(int64_t n) {
   check_activations(n), check_maps(n), check_elementwise(n), check_sums(n, 0, 3e-7), check_softmax(4, n),
       check_norm(5, n, 0), check_rms_norm(5, n), check_sum_rows(5, n),
@@ -647,6 +679,8 @@ int main(void) {
   luna_philox(zero, 0, word);
   CHECK(word[0] == 0x6627E8D5u && word[1] == 0xE169C58Du && word[2] == 0xBC57AC4Cu && word[3] == 0x9B00DBD8u,
         "Philox of zeros gives %08x ...", (unsigned)word[0]);
+  for (int64_t threads = 1; threads <= 40; threads++)
+    for (int64_t pieces = 0; pieces <= MOST_PIECES; pieces++) check_each(pieces, threads);
   for (int at = 0; kernels_next(&at);) {
     for (int64_t n = 0; n <= 70; n++) check_small(n);
     for (int i = 0; i < 3; i++) check_cross_entropy_odd(i / 2.0);
