@@ -732,7 +732,8 @@ static void case_luna_write(void) {
   if (luna_count(x) <= NUMBERS) got_status(luna_write(x, turn() ? NULL : numbers), x != NULL);
 }
 static void case_luna_write_grad(void) {
-  luna_tensor *x = any_tensor();
+  const bool other = turn(); /* a tensor that is no parameter */
+  luna_tensor *x = other ? any_tensor() : luna_params_at(w->set[0], pick(4), NULL);
   if (luna_count(x) <= NUMBERS) got_status(luna_write_grad(x, turn() ? NULL : numbers), x != NULL);
 }
 static void case_luna_counted(void) {
