@@ -5229,6 +5229,13 @@ __global__ void lunacu_norm_end_kernel(const double *partials, int count, luna_r
   context->skipped += (uint64_t)nonfinite;
   state->skipped_in_row = nonfinite ? state->skipped_in_row + 1 : 0;
 }
+/* The rule as kernels read it, without its pointers to host memory. */
+static luna_rule lunacu_rule_of(const luna_rule *rule) {
+  luna_rule own = *rule;
+  own.hook = NULL;
+  own.config = NULL;
+  return own;
+}
 static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
                                int64_t count) {
   const cudaStream_t stream = lunacu_stream_of(ctx);
@@ -5236,7 +5243,7 @@ static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_
   const int64_t pieces = lunacu_pieces_of(parts, count);
   const unsigned blocks = (unsigned)lunacu_max(1, lunacu_min(pieces, LUNACU_PARTIALS));
   LUNACU_LAUNCH(lunacu_norm_kernel, blocks, LUNACU_BLOCK, 0, stream, table, count, pieces, partials);
-  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, (int)blocks, *rule,
+  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, (int)blocks, lunacu_rule_of(rule),
                 luna_backend_state(ctx));
   return lunacu_done(ctx, "the gradient's norm");
 }
@@ -5370,16 +5377,18 @@ static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const lun
   double *partials = lunacu_self(ctx)->partials, *apollo = partials + room * 3 * LUNACU_SHARES;
   const auto run = [&](auto kernel, const lunacu_pieces &p) {
     if (p.last > p.first)
-      LUNACU_LAUNCH(kernel, (unsigned)lunacu_min(p.last - p.first, 4096), LUNACU_BLOCK, 0, stream, *rule, p, apollo);
+      LUNACU_LAUNCH(kernel, (unsigned)lunacu_min(p.last - p.first, 4096), LUNACU_BLOCK, 0, stream,
+                    lunacu_rule_of(rule), p, apollo);
   };
   if (rule->kind == LUNA_OPTIMIZER_SGD) run(lunacu_update_kernel<LUNA_OPTIMIZER_SGD>, {table, count, 0, pieces});
   else if (rule->kind != LUNA_OPTIMIZER_HOOK)
     run(lunacu_update_kernel<LUNA_OPTIMIZER_ADAM>, {table, count, 0, pieces});
   for (int64_t p = 0; p < count && rule->kind == LUNA_OPTIMIZER_HOOK; p += room) {
     const int64_t n = lunacu_min(count - p, room), last = p + n < count ? parts[p + n].first : pieces;
-    LUNACU_LAUNCH(lunacu_apollo_kernel, dim3((unsigned)n, LUNACU_SHARES), LUNACU_BLOCK, 0, stream, *rule, table + p,
-                  partials);
-    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, *rule, (int)n, partials, apollo);
+    LUNACU_LAUNCH(lunacu_apollo_kernel, dim3((unsigned)n, LUNACU_SHARES), LUNACU_BLOCK, 0, stream,
+                  lunacu_rule_of(rule), table + p, partials);
+    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, lunacu_rule_of(rule), (int)n, partials,
+                  apollo);
     run(lunacu_update_kernel<LUNA_OPTIMIZER_HOOK>, {table + p, n, parts[p].first, last});
   }
   return lunacu_done(ctx, "an optimiser's update");

@@ -312,8 +312,9 @@ def load(path):
     meta, kinds = header.pop("__metadata__", {}), {kind.kind: kind for kind in (LM, Classifier, MaskedLM, Seq2Seq)}
     if meta.get("luna.kind") not in kinds: raise ValueError(path + " holds no model of luna.h")
     if "luna.hook" in meta: raise ValueError(path + " has the attention hook " + meta["luna.hook"] + ", not in PyTorch")
-    config = {key[5:]: int(value) for key, value in meta.items()
-              if key.startswith("luna.") and value.isdigit() and len(value) < 10}
+    if meta.get("luna.attention") == "3": raise ValueError(path + " has the attention hook linformer, not in PyTorch")
+    config = {key[5:]: int(value) for key, value in meta.items() # older files have Linformer's keys, which are 0
+              if key.startswith("luna.") and value.isdigit() and len(value) < 10 and ".linformer_" not in key}
     model = kinds[meta["luna.kind"]](**config)
     model.pairs = {key: value for key, value in meta.items() if not key.startswith("luna.")}
     shapes = {name: parameter.shape for name, parameter in model.state_dict().items()}
