@@ -189,12 +189,12 @@ int main(int count, char **given) {
                 "summary --quantize IN OUT  a model's copy whose matrices are in 8 bits"), 0;
   if (count != (quantizes ? 4 : 2))
     return fail(quantizes ? "summary --quantize IN OUT: two files are wanted" : "summary FILE: one file is wanted");
-  attentions linformer;
-  if (!attentions_open(&linformer, "linformer")) return fail("%s", linformer.error);
-  const luna_attention_hook *const hooks[] = { &linformer.hook, NULL };
+  attentions keeps;
+  if (!attentions_open(&keeps, "linformer")) return fail("%s", keeps.error);
+  const luna_attention_hook *const hooks[] = { &keeps.hook, NULL };
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .hooks = hooks });
   int status = !ctx ? fail("out of memory") : quantizes ? quantize(ctx, given[2], given[3]) : summary(ctx, first);
   luna_close(ctx);
-  attentions_close(&linformer);
+  attentions_close(&keeps);
   return status;
 }

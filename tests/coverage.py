@@ -24,7 +24,7 @@ THREADS = ["checkpoints", "collective"]
 TESTS = OWN + ["ops", "arguments", "failures", "forgetting", "int8_models", "collective", "causality",
                "attention_layers", "setup", "scopes", "memory", "device", "recompute", "model_files", "golden", "hooks",
                "empty", "translation", "features", "checkpoints", "contact", "resume", "state", "trainer", "profile",
-               "segments", "positions", "masked_lm", "classifier", "unread", "bf16_models"]
+               "segments", "positions", "optimizer_hook", "masked_lm", "classifier", "unread", "bf16_models"]
 WHOLE_CHAPTERS = ["safetensors", "metadata", "checkpoints"]
 WHOLE_FUNCTIONS = re.compile(r"luna_stream_(size|open_bytes|state_\w+|copy)|li_stream_(bytes|head)\w*|"
                              r"luna_lm_state_(size|save|load)|li_state_(places|bytes)")

@@ -433,10 +433,10 @@ BLOCK_FN void block_backward_tile(const block_work *w, block_tile *t, const bloc
 /* ---- tasks: forward shares out tiles, backward the heads or pairs whose gradients are apart ---- */
 BLOCK_FN int64_t block_owner(const block_work *w, int64_t pair, int64_t count) {
   const block_state *s = w->s;
-  bool shared = false;
+  bool one_for_all = false;
   if (!w->backward) return count;
-  for (int i = 0; i < 3; i++) shared = shared || w->in[i]->shape[0] == 1;
-  return shared ? pair % s->heads : pair;
+  for (int i = 0; i < 3; i++) one_for_all = one_for_all || w->in[i]->shape[0] == 1;
+  return one_for_all ? pair % s->heads : pair;
 }
 BLOCK_FN void block_task(void *work, int64_t task) {
   const block_work *w = (const block_work *)work;
