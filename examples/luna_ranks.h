@@ -121,11 +121,13 @@ static inline uint64_t luna_ranks_hash(uint64_t hash, const void *bytes, size_t 
   for (size_t i = 0; i < size; i++) hash = (hash ^ at[i]) * 1099511628211u;
   return hash;
 }
-/* The hashes of a file that is never stored: its header has names, shapes and configs, and its rest the values. */
+/* The hashes of a file that is never stored: its header has names, shapes and configs, and its rest the values. Of a
+   training the texts at the header's beginning tell the optimiser's config; what follows them also has states that a
+   rank carries of its own sequences. */
 typedef struct luna_ranks_file {
   unsigned char length[8];           /* of the header */
   uint64_t at, header, values;
-  bool wants_values;
+  bool wants_values, texts_alone, texts_ended;
 } luna_ranks_file;
 static inline bool luna_ranks_write(void *user, const void *bytes, size_t size) {
   luna_ranks_file *f = (luna_ranks_file *)user;
@@ -135,7 +137,10 @@ static inline bool luna_ranks_write(void *user, const void *bytes, size_t size) 
   for (int i = 7; i >= 0; i--) length = length << 8 | f->length[i];
   const uint64_t left = f->at < 8 + length ? 8 + length - f->at : 0;
   const size_t header = left < size ? (size_t)left : size;
-  f->header = luna_ranks_hash(f->header, at, header);
+  for (size_t i = 0; i < header && !f->texts_ended; i++) {
+    f->header = luna_ranks_hash(f->header, at + i, 1);
+    f->texts_ended = f->texts_alone && at[i] == '}';
+  }
   if (f->wants_values) f->values = luna_ranks_hash(f->values, at + header, size - header);
   f->at += size;
   return true;
@@ -149,6 +154,7 @@ static inline void luna_ranks_look(luna_ranks *r) {
   training = model;
   to_training = to_model;
   model.wants_values = true;
+  training.texts_alone = true;
   to_model.write = to_training.write = luna_ranks_write;
   to_model.user = &model;
   to_training.user = &training;

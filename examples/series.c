@@ -407,17 +407,28 @@ static void own_part(void) {
   batch.rows = rows.count;
 }
 
-/* Of forecasts also Huber's loss of the median, which finds it better than the quantile loss alone: near the target the
+/* On several ranks, what a mean of `mine` numbers is to be scaled by in a loss that counts as one of `as` numbers. */
+static double share_as(int64_t mine, int64_t as) {
+  if (ranks.ranks == 1) return 1;
+  const double all_mine = rank_total((double)mine), all_as = rank_total((double)as);
+  return as > 0 && all_mine > 0 ? (double)mine / all_mine * (all_as / (double)as) : 0;
+}
+/* The loss, and in *counted the labels or numbers that it is a mean of, which the ranks' losses are weighted by. Of
+   forecasts also Huber's loss of the median, which finds it better than the quantile loss alone: near the target the
    slope of that does not get less. */
-static luna_tensor *loss_of(luna_tensor *y) {
+static luna_tensor *loss_of(luna_tensor *y, int64_t *counted) {
   if (!own.forecast) {
     luna_tensor *loss = luna_cross_entropy(y, batch.labels, &(luna_cross_entropy_config){ .class_weights = balance });
-    return taught ? luna_add(loss, luna_scale(luna_mse(luna_log_softmax(y), batch.taught), (float)own.teach)) : loss;
+    *counted = luna_counted(loss);
+    if (!taught) return loss;
+    luna_tensor *like_teacher = luna_mse(luna_log_softmax(y), batch.taught);
+    return luna_add(loss, luna_scale(like_teacher, (float)(own.teach * share_as(luna_counted(like_teacher), *counted))));
   }
   y = luna_reshape(y, 2, (int64_t[]){ -1, level_count });
   luna_tensor *median = luna_slice(y, 1, level_count / 2, 1);
-  return luna_add(luna_quantile_loss(y, batch.targets, levels, level_count),
-                  luna_scale(luna_huber(median, batch.targets, 0.1f), 5));
+  luna_tensor *huber = luna_huber(median, batch.targets, 0.1f);
+  *counted = luna_counted(huber);
+  return luna_add(luna_quantile_loss(y, batch.targets, levels, level_count), luna_scale(huber, 5));
 }
 static luna_input batch_input(void) { /* with --carry all rows are real */
   return (luna_input){ .features = batch.x, .lengths = own.carry ? NULL : batch.lengths, .batch = batch.rows,
@@ -802,8 +813,9 @@ static int learn(luna_ctx *ctx, luna_params *params) {
       own_part();
     }
     luna_input input = batch_input();
-    luna_tensor *loss = loss_of(run(&input));
-    differentiate(loss, luna_counted(loss));
+    int64_t counted = 0;
+    luna_tensor *loss = loss_of(run(&input), &counted);
+    differentiate(loss, counted);
     if (learn_from(adam) != LUNA_OK) status = failed(ctx);
     else progress_step(&bar, learnt_loss(loss), (double)(batch.rows * batch.n * ranks.ranks));
   }
