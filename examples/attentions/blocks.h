@@ -569,11 +569,13 @@ BLOCK_FN luna_tensor *block_op(luna_tensor *const in[3], block_state *s, const b
   luna_custom custom;
   luna_tensor *y = NULL;
   block_space space;
-  int64_t shape[3], ordered = s->keys;
+  int64_t shape[3], ordered = 0;
   for (int64_t i = 0; i < s->pattern_count; i++)
     if (s->patterns[i].key_order) ordered = block_max(ordered, s->patterns[i].key_count);
-  /* twice as many until they suffice: ranks, whose parts of a batch have other orders, then agree on it */
-  for (s->numbers = block_max(s->keys, 1); s->numbers < ordered; s->numbers *= 2);
+  /* With orders at least twice the keys, and twice as many until they suffice: ranks, whose parts of a batch have other
+     orders, then agree on it. */
+  s->numbers = block_max(s->keys, 1) * (ordered > 0 ? 2 : 1);
+  while (s->numbers < ordered) s->numbers *= 2;
   const size_t bytes = block_arrays(s, NULL, false);
   char *memory = (char *)calloc(1, bytes);
   if (!memory) return block_refuse(in[0]->ctx, LUNA_OUT_OF_MEMORY, "block_attention: out of memory", 0, 0, 0, 0, 0);
