@@ -97,19 +97,18 @@
      no bit). Several rounds of begin, forward and luna_backward before one optimiser step accumulate.
 
    ERRORS
-     Nothing aborts or prints, and a failed call leaves every object as it was, but luna_backward, which zeroes the
-     gradients. Where luna_open returns null,
-     options.error says why. A failed op returns null, and ops given null return null. luna_error_status(ctx) is the
-     status of the first failure since the last begin. luna_error(ctx) is a sentence that names the call, the sizes and
-     the remedy, and luna_error_id_of(ctx) its id in LUNA_ERRORS, for programs that act on one: those of the first
-     failure, until a call that is not an op (luna_load, an init) fails, which always leaves its own. One check a step
-     is enough: after a failure luna_optimizer_step changes nothing and returns it. An init that fails leaves a zeroed
-     struct, and the next begin fails with its sentence, once. A forward of a zeroed layer repeats that sentence. A
-     forward of a zeroed model returns null; no context is known then, and no sentence: an empty one after an op that
-     has returned null says that an earlier call had failed. luna_optimizer_step then reports that there was no
-     luna_backward. What no call can see is an array that is too short: of tokens, labels or lengths. options.log gets
-     each failure as it happens. A step whose loss or gradients are not finite is skipped; max_skips of them in a row
-     are LUNA_NOT_FINITE.
+     Nothing aborts or prints. A failed call leaves every object as it was; only a failed luna_backward zeroes the
+     gradients. Where luna_open returns null, options.error says why. A failed op returns null, and ops given null
+     return null. luna_error_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
+     is a sentence that names the call, the sizes and the remedy, and luna_error_id_of(ctx) its id in LUNA_ERRORS,
+     for programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init)
+     fails, which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes
+     nothing and returns it. An init that fails leaves a zeroed struct, and the next begin fails with its sentence,
+     once. A forward of a zeroed layer repeats that sentence. A forward of a zeroed model returns null; no context
+     is known then, and no sentence: an empty one after an op that has returned null says that an earlier call had
+     failed. luna_optimizer_step then reports that there was no luna_backward. What no call can see is an array
+     that is too short: of tokens, labels or lengths. options.log gets each failure as it happens. A step whose
+     loss or gradients are not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
 
    PROMISES
      Results are the same bits for any number of threads. float32; long sums in double; FMA only where written, never
