@@ -10,6 +10,7 @@
 #   make test-long           what make test leaves out: luna_cuda.cuh's kernels without a GPU, emulated tiles, packages;
 #                            every case of five tests of which make test takes a part (the others' are in test-all);
 #                            make coverage, and make soak in short
+#   make test-clang          numbers, their bits and threads, built by clang
 #   make sanitize            the same tests under the address, undefined and thread sanitizers; CC=clang: and memory's
 #   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
 #                            tests/cross.sh, these tests
@@ -83,7 +84,7 @@ ONCE = tests/compile.sh tests/form.sh tests/convert.sh $(SCRIPTS) tests/torch.sh
 # what takes too long for make test: make test-long, test-all and sanitize run it
 LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of
-LONG = tests/coverage.sh tests/cuda/peers_check.sh $(LATER) tests/export.sh tests/install.sh \
+LONG = tests/coverage.sh tests/cuda/peers_check.sh $(if $(GATE),,$(LATER)) tests/export.sh tests/install.sh \
   $(addprefix $(BUILD)/tests/,private failures arguments causality soak)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
@@ -254,7 +255,12 @@ test-long:
 names:
 	@echo $(ONCE) $(PROGRAMS) $(LONG)
 
-# GATE=1: without what the gate's stages test-long and headers run in full
+# numbers, their bits and threads: what the optimiser of another compiler may change
+CLANG_TESTS = private golden gradients stream_bytes ops forgetting int8_models bf16_models threads
+test-clang:
+	@$(MAKE) CC='$(CLANG)' BUILD=$(BUILD)/clang ONCE= EXAMPLES= NAMES='$(CLANG_TESTS)' GATE= test
+
+# GATE=1: without what other stages of the gate run in full: test-long, headers, sanitize
 export TEST_FULL
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(if $(TEST_FULL),$(LATER))
@@ -269,7 +275,8 @@ sanitize:
 	-@$(if $(MSAN_TESTS),$(MAKE) -k -j$(JOBS) $(MSAN_TESTS:%=$(BUILD)/msan/tests/%) BUILD=$(BUILD)/msan CFLAGS='$(MSAN)')
 	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/asan/tests/private \
 	  $(LATER:$(BUILD)/%=$(BUILD)/asan/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
-	  $(BUILD)/tsan/tests/threads $(MSAN_TESTS:%=$(BUILD)/msan/tests/%) $(SCRIPTS)
+	  $(BUILD)/tsan/tests/threads $(MSAN_TESTS:%=$(BUILD)/msan/tests/%) \
+	  $(filter-out $(if $(GATE),tests/examples_more.sh tests/export.sh),$(SCRIPTS))
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models
 	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh
@@ -407,7 +414,7 @@ PTX_TESTS = ptx $(if $(TEST_FULL),cuda,cuda_small)
 ptx:
 	@if command -v $(NVCC) >/dev/null 2>&1; \
 	  then $(MAKE) $(PTX_TESTS:%=$(BUILD)/ptx/%) $(BUILD)/ptx/registers.log && PTX=$(BUILD)/ptx/cuda_device.ptx \
-	    PTX_REGISTERS=$(BUILD)/ptx/registers.log BUILD=$(BUILD) JOBS=1 sh tests/run.sh $(PTX_TESTS:%=$(BUILD)/ptx/%); \
+	    PTX_REGISTERS=$(BUILD)/ptx/registers.log BUILD=$(BUILD) sh tests/run.sh $(PTX_TESTS:%=$(BUILD)/ptx/%); \
 	  else echo "nvcc is not here: its PTX is not run"; fi
 
 $(BUILD)/cuda/bench: $(BUILD)/nvcc/bench_cuda.o $(BUILD)/luna.o
@@ -449,6 +456,6 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: help run examples docs install dist programs names test test-all test-long mcu sanitize cross golden headers fuzz \
+.PHONY: help run examples docs install dist programs names test test-clang test-all test-long mcu sanitize cross golden headers fuzz \
   fuzz-coverage coverage analyze faults soak size bench arena compare cuda cuda-test gpu cuda-bench ptx mpi mpi-test \
   web web-test clean

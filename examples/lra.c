@@ -325,6 +325,7 @@ static luna_tensor *label_loss(const batch *b, int64_t step, luna_tensor **total
 static luna_tensor *masked_logits(const luna_input *input, int64_t step, int32_t **chosen, int64_t *count) {
   const int64_t all = input->batch * input->n, flat[3] = { 1, all, set.dim };
   int32_t *masked = (int32_t *)grow(NULL, 3 * all, sizeof(int32_t)), *labels = masked + all, *places = labels + all;
+  memset(masked, 0, (size_t)(3 * all) * sizeof(int32_t));
   const luna_masking masking = { .mask = (int32_t)data.task->symbols, .probability = (float)own.masked,
                                  .seed = (uint64_t)set.seed, .step = (uint64_t)step };
   luna_input hidden = *input;
