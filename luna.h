@@ -177,10 +177,11 @@
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
                           >>stream >>functions >>profile >>backend
-     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>unpack
-                          >>causal >>table >>dispatch >>status >>functions >>safetensors >>threads >>context
-                          >>backend >>profile >>tensors >>params >>past >>ops >>metadata >>layers >>models >>trainer
-                          >>checkpoints >>stream >>sampling >>decoder */
+     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>unpack >>causal
+                          >>table >>dispatch >>status.c >>functions.c >>safetensors >>threads >>context.c
+                          >>backend.c >>profile.c >>tensors.c >>params.c >>past >>ops.c >>metadata >>layers.c
+                          >>models.c >>trainer.c >>checkpoints.c >>stream.c >>sampling >>decoder
+   A tag that ends in .c implements the public chapter of its name. */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -8634,7 +8635,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
 #define LUNA_API LI_RARE
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>status: version, statuses, and the sentences of errors. Guarded by tests/contact.c.
+   >>status.c: version, statuses, and the sentences of errors. Guarded by tests/contact.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
@@ -8657,7 +8658,7 @@ LI_FN const char *li_sentence_of(luna_error_id id) {
 static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) };
 #undef LI_ERROR
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>functions: the context-free calls
+   >>functions.c: the context-free calls
    Without scratch they run the reference. Guarded by tests/ops.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
@@ -9692,7 +9693,7 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 #endif /* !LI_NO_POOL */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>context
+   >>context.c
    All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin).
    Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a
    block must hold: there the step grows up from the block's start and what persists down from its end. Guarded by
@@ -10654,7 +10655,7 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
+   >>backend.c: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the reference) and tests/gradients.c (finite differences).
    ------------------------------------------------------------------------------------------------------------------ */
 static const struct { const char *name; int reads; bool cheap; } li_ops[] = {
@@ -12346,7 +12347,7 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
 
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>profile: sums of time, bytes and flops, a row for each scope and for each op of other shapes in it; while none is
+   >>profile.c: sums of time, bytes and flops, a row for each scope and for each op of other shapes in it; while none is
    under way ctx->profile is null. Guarded by tests/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
@@ -12645,7 +12646,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>tensors and the tape
+   >>tensors.c and the tape
    An op is built on the caller's stack (li_start), its outputs, what it keeps and its workspace are taken from the
    step (li_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
    everything. Guarded by tests/ops.c.
@@ -13607,7 +13608,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
+   >>params.c: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_PARAM_NAME 1024       /* with its end */
 typedef struct li_param {
@@ -14156,7 +14157,7 @@ typedef struct li_past {
 } li_past;
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>ops: shape checks, then a call of the backend
+   >>ops.c: shape checks, then a call of the backend
    ------------------------------------------------------------------------------------------------------------------ */
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LI_HOT bool li_is_checked(const luna_ctx *ctx) { return LI_BUMPS(ctx); }
@@ -15484,7 +15485,7 @@ LI_FN const char *li_fields_read(const li_st *st, const li_field *fields, int co
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
+   >>layers.c. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_NAME 192
 /* prefix + name as one parameter name, with one dot between "fc1." and ".weight"; false when too long */
@@ -16519,7 +16520,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
+   >>models.c: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
    tests/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
 /* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
@@ -17379,7 +17380,7 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
   return li_result(scope, li_linear_cross_entropy_loss(name, x, model->output, NULL, real, config));
 }
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>trainer: schedules and optimisers. Guarded by tests/trainer.c.
+   >>trainer.c: schedules and optimisers. Guarded by tests/trainer.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
@@ -17837,7 +17838,7 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
+   >>checkpoints.c: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
 typedef struct li_st_writer {
@@ -18909,7 +18910,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
 #pragma GCC pop_options
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>stream: the layers in step form: a few rows of each sequence, and of the tokens before them what li_past has.
+   >>stream.c: the layers in step form: a few rows of each sequence, and of the tokens before them what li_past has.
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step. Measuring finds what that takes by a step that computes nothing; recording keeps
    the ops of the first single row, which stepping runs again. What the parameters and a decoder's sources alone make is
