@@ -84,7 +84,7 @@ ONCE = tests/compile.sh tests/form.sh tests/convert.sh $(SCRIPTS) tests/torch.sh
 # what takes too long for make test: make test-long, test-all and sanitize run it
 LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of
-LONG = tests/coverage.sh tests/cuda/peers_check.sh $(if $(GATE),,$(LATER)) tests/export.sh tests/install.sh \
+LONG = $(if $(GATE),,tests/coverage.sh $(LATER)) tests/cuda/peers_check.sh tests/export.sh tests/install.sh \
   $(addprefix $(BUILD)/tests/,private failures arguments causality soak)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
