@@ -122,8 +122,8 @@
      with luna_mpi.h, over NCCL with luna_nccl.h. One sequence cannot be shared by several machines.
 
    WHERE TIME GOES
-     luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
-     peak, by scope, as a table or JSON. Most examples that train take --profile FILE.
+     luna_trace calls a function of yours after each op, with its time, bytes and flops. examples/luna_profile.h makes a
+     table, JSON or a timeline of them; most examples that train take --profile FILE.
 
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax or linear attention in Luna's place, layer.hook any other, such as those of
@@ -176,10 +176,10 @@
 
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
-                          >>stream >>functions >>profile >>backend
+                          >>stream >>functions >>trace >>backend
      2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>unpack >>causal
                           >>table >>dispatch >>status.c >>functions.c >>safetensors >>threads >>context.c
-                          >>backend.c >>profile.c >>tensors.c >>params.c >>past >>ops.c >>metadata >>layers.c
+                          >>backend.c >>trace.c >>tensors.c >>params.c >>past >>ops.c >>metadata >>layers.c
                           >>models.c >>trainer.c >>checkpoints.c >>stream.c >>sampling >>decoder
    A tag that ends in .c implements the public chapter of its name. */
 
@@ -314,8 +314,6 @@ LUNA_API int luna_version(void);
     "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(BACKWARD_MEMORY, OUT_OF_MEMORY, "luna_backward: no memory for %d more bytes (%d in use). All gradients are zero " \
     "again, those of earlier rounds too: begin, and accumulate from the first round") \
-  X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
-    "luna_profile_resume and luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
   X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") \
@@ -604,7 +602,7 @@ LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part); /* n
 /* For models of your own: marks x [batch,...], and what ops make of it, as sequences of that part. The models do this
    to what their embedding makes. Without a part it returns x itself. */
 LUNA_API luna_tensor *luna_as_part(luna_tensor *x);
-/* The options that a context was opened with; null for null. */
+/* The options that a context was opened with, but `threads` is how many run its ops; null for null. */
 LUNA_API const luna_options *luna_options_of(const luna_ctx *ctx);
 /* The status of the first failure since the last begin; LUNA_OK without one. */
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
@@ -669,7 +667,7 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
 typedef struct luna_scope { luna_ctx *ctx; uint64_t own[6]; } luna_scope; /* own: luna.h's */
-/* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
+/* name: of the scope, for luna_trace; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
 LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute);
 #define luna_scope_begin(ctx) luna_scope_begin_as(ctx, __func__, false)
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
@@ -1886,27 +1884,56 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>profile: where time goes: every op that runs between begin and end is timed.
+   >>trace: a function of yours sees each op, forward and backward, with its time.
 
-       luna_profile_begin(ctx);
+       static void show(void *user, const luna_trace_event *e) {
+         if (e->kind == LUNA_TRACE_BACKWARD) printf("%s: %g s\n", e->name, e->seconds);
+       }
+
+       luna_trace(ctx, show, NULL);
        ... some steps ...
-       luna_profile_end(ctx);
-       luna_profile_write(ctx, LUNA_PROFILE_TABLE, write, user);
+       luna_trace(ctx, NULL, NULL);
 
-   A line for each op of each scope, forward and backward, with its time, bytes and flops a step: the op's input and
-   result have the shapes that follow its name, and a scope that of the function which began it. Bytes are those of
-   what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
-   computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
-   on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
-   of a luna_graph is never one launch. Begun again, it counts anew; after its end it may be resumed, which leaves out
-   what ran between. What it needs (35 KB) stays until luna_close. Off, it costs one comparison an op.
+   The function may be set, replaced and unset at any time, also within a scope and between forward and backward. It is
+   called by the thread that called luna.h, in order, and changes no bit of any result. Without it an op costs one
+   comparison more. On a device each op waits for the one before it, and a step of a luna_graph is never one launch.
+   The function must make no call with the context but luna_trace and luna_seconds. What an event points to is valid
+   until the function returns; names and scopes are valid until luna_close.
+   examples/luna_profile.h makes a table or a timeline of the events.
    ------------------------------------------------------------------------------------------------------------------ */
-typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
-LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
-LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
-LUNA_API luna_status luna_profile_resume(luna_ctx *ctx);
-LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
-                                        void (*write)(void *user, const char *text), void *user);
+typedef enum luna_trace_kind {
+  LUNA_TRACE_BEGIN = 0,              /* luna_begin_step or luna_begin_inference; it ends all scopes */
+  LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* a scope that is ended again and again ends at the first time */
+  LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* an op; what backward computes again is a forward once more */
+  LUNA_TRACE_OPTIMIZER               /* the norm of an optimiser's gradients, or the update of its parameters */
+} luna_trace_kind;
+
+/* A path of scopes. What began while no function was set is not in it. A context holds 128 paths: a scope that would be
+   one more sends no events, and its ops are in the scope around it. */
+typedef struct luna_trace_scope {
+  const char *name;                  /* a function's name without "luna_" */
+  const struct luna_trace_scope *outer; /* the scope around it; null: none */
+  double start;                      /* when it last began */
+} luna_trace_scope;
+
+typedef struct luna_trace_event {
+  luna_trace_kind kind;
+  const char *name;
+  /* the scope that begins or ends, or the one in which the op's forward ran; null: none */
+  const luna_trace_scope *scope;
+  double start, seconds;             /* by luna_seconds; of SCOPE_BEGIN and BEGIN seconds are 0 */
+  double bytes;                      /* what an op or optimiser must read and write, once */
+  double flops;                      /* those of an op's products; backward has twice those of forward */
+  luna_tensor *const *in;            /* an op's inputs, of which some may be null, for their shapes */
+  luna_tensor *const *out;           /* its results */
+  int inputs, outputs;               /* how many; 0 where the event is no op */
+} luna_trace_event;
+
+typedef void (*luna_tracer)(void *user, const luna_trace_event *event);
+/* Sets the function that is called; null: none. The first one that a context is given takes 3 KB until luna_close. */
+LUNA_API luna_status luna_trace(luna_ctx *ctx, luna_tracer function, void *user);
+/* Waits for the context's device and returns the time in seconds, from any origin; 0 on a machine without a clock. */
+LUNA_API double luna_seconds(luna_ctx *ctx);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the table of functions that a device implements
@@ -9476,7 +9503,7 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
    >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
    wait for one. Guarded by tests/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
-#ifdef _WIN32 /* threads, the clock of a profile, files */
+#ifdef _WIN32 /* threads, the clock, files */
 #ifndef WIN32_LEAN_AND_MEAN
 #define WIN32_LEAN_AND_MEAN
 #endif
@@ -9769,7 +9796,7 @@ typedef struct li_op_state {
   struct li_piece *kept_piece;    /* where kept lies */
   uint8_t depth;                     /* of the cheap ops that compute its result again: li_op_depth */
   int readers;                       /* of its result, among the ops that are now computed again */
-  int scope;                         /* its row in a profile */
+  const luna_trace_scope *scope;     /* in which its forward ran */
   li_attention_own attention;     /* its dropout may be that of a part of a batch */
 } li_op_state;
 /* A part of a batch: the sequences before it, and how many it has; 0: the tensor is no part */
@@ -9812,27 +9839,8 @@ typedef struct li_mark {          /* how far a step has come */
 } li_mark;
 typedef struct li_sharing { struct li_sharing *next; const luna_ctx *owner; } li_sharing;
 
-#define LI_PROFILE_ROWS 288
-enum { LI_PROFILE_SCOPE = 0, LI_PROFILE_FORWARD, LI_PROFILE_BACKWARD };
-typedef struct li_profile_key {   /* compared by its bytes */
-  int64_t shape[2][LUNA_MAX_RANK];   /* of an op's first input and result */
-  int rank[2], outer, pass;          /* outer: the row of the scope around it */
-} li_profile_key;
-typedef struct li_profile_row {   /* sums of an op's calls, or of all in a scope */
-  li_profile_key key;
-  const char *name;
-  int64_t calls;
-  double seconds, bytes, flops;
-} li_profile_row;
-typedef struct li_profile {
-  int rows, scope;                   /* scope: the row of the one under way */
-  int64_t steps;                     /* begins */
-  double start, seconds, peak;       /* peak: flops a second; 0: unknown */
-  void (*write)(void *user, const char *text); /* of luna_profile_write */
-  void *user;
-  bool json;
-  li_profile_row row[LI_PROFILE_ROWS]; /* 0: all */
-} li_profile;
+#define LI_TRACE_PATHS 128
+typedef struct li_trace_paths { int count; luna_trace_scope path[LI_TRACE_PATHS]; } li_trace_paths;
 
 struct luna_ctx {
   luna_options options;
@@ -9881,7 +9889,10 @@ struct luna_ctx {
   bool shares;                       /* and whether it did */
   const luna_params *newest;         /* of its parameter sets */
   li_hooked *hooked;
-  li_profile *profile, *profiled; /* under way, or null; the last */
+  luna_tracer trace;                 /* null: none */
+  void *trace_user;
+  li_trace_paths *paths;             /* null before the first luna_trace */
+  const luna_trace_scope *scope;     /* the one under way, as far as it is traced */
 };
 
 /* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for li_leave. */
@@ -10553,6 +10564,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
       return li_open_no_memory(o);
     }
     ctx->state = (luna_step_state *)memory;
+    ctx->options.threads = (int)li_threads(&ctx->parallel);
     if (!o->measure) status = ctx->backend->copy(ctx, &ctx->state->seed, &o->seed, sizeof o->seed, 1);
   }
   if (status != LUNA_OK && ctx->status == LUNA_OK)
@@ -10591,6 +10603,7 @@ LI_FN void li_clear_error(luna_ctx *ctx) {
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
   ctx->failure.status = LUNA_OK;
 }
+LI_FN void li_trace_begin(luna_ctx *ctx, const char *name);
 LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -10610,10 +10623,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   li_step_clear(ctx);
   ctx->stepped = false;
   status = li_backend_result(ctx, name, status);
-  if (ctx->profile) {
-    ctx->profile->scope = 0;
-    ctx->profile->steps++;
-  }
+  li_trace_begin(ctx, name);
   return status == LUNA_OK ? ctx->status : status;
 }
 #ifndef LUNA_NO_TRAIN
@@ -12347,16 +12357,16 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
 
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>profile.c: sums of time, bytes and flops, a row for each scope and for each op of other shapes in it; while none is
-   under way ctx->profile is null. Guarded by tests/profile.c.
+   >>trace.c: the events of luna_trace. Paths of scopes are kept once each, so that an op of the tape can name its own.
+   First the clock, then scopes and begins, then ops and what they cost. Guarded by tests/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
 #endif
-/* seconds, once the device is done; 0 where there is no clock */
-LI_FN double li_profile_clock(luna_ctx *ctx) {
+LUNA_API double luna_seconds(luna_ctx *ctx) {
   uint64_t step;
-  if (li_on_device(ctx)) (void)ctx->backend->copy(ctx, &step, &ctx->state->step, sizeof step, 2);
+  if (ctx && ctx->state && li_on_device(ctx) && li_computes(ctx))
+    (void)ctx->backend->copy(ctx, &step, &ctx->state->step, sizeof step, 2);
 #if defined(_WIN32)
   LARGE_INTEGER now, second;
   QueryPerformanceFrequency(&second);
@@ -12370,54 +12380,80 @@ LI_FN double li_profile_clock(luna_ctx *ctx) {
   return 0;
 #endif
 }
+LUNA_API luna_status luna_trace(luna_ctx *ctx, luna_tracer function, void *user) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (function && !ctx->paths)
+    ctx->paths = (li_trace_paths *)li_persist_host(ctx, "luna_trace", sizeof(li_trace_paths));
+  if (function && !ctx->paths) return ctx->last_status;
 
-LI_FN int li_profile_known(const li_profile *p, int scope) {
-  return scope < p->rows && p->row[scope].key.pass == LI_PROFILE_SCOPE ? scope : 0;
+  ctx->trace = function;
+  ctx->trace_user = user;
+  return LUNA_OK;
 }
-/* the row of the scope under way */
-LI_FN int li_profile_scope(const luna_ctx *ctx) { return ctx->profile ? ctx->profile->scope : 0; }
-/* The row of an op or a scope, or that of the scope around it when there is no place. A scope that began before the
-   profile began anew is none of it. */
-LI_FN int li_profile_find(li_profile *p, const char *name, int outer, int pass, const luna_tensor *in,
-                          const luna_tensor *out) {
-  const luna_tensor *const of[2] = { in, out };
-  li_profile_row row;
-  memset(&row, 0, sizeof row);
-  row.name = name;
-  row.key.outer = li_profile_known(p, outer);
-  row.key.pass = pass;
-  for (int i = 0; i < 2 && of[i]; i++) {
-    memcpy(row.key.shape[i], of[i]->shape, sizeof row.key.shape[i]);
-    row.key.rank[i] = of[i]->rank;
+
+/* An event that starts now. */
+LI_FN luna_trace_event li_trace_start(luna_ctx *ctx, luna_trace_kind kind, const char *name,
+                                      const luna_trace_scope *scope) {
+  luna_trace_event e;
+  memset(&e, 0, sizeof e);
+  e.kind = kind;
+  e.name = name;
+  e.scope = scope;
+  e.start = luna_seconds(ctx);
+  return e;
+}
+/* Ends an event now and sends it. */
+LI_FN void li_trace_send(luna_ctx *ctx, luna_trace_event *e) {
+  const double seconds = luna_seconds(ctx) - e->start;
+  e->seconds = seconds > 0 ? seconds : 0; /* a clock may be set back */
+  if (ctx->trace) ctx->trace(ctx->trace_user, e);
+}
+/* Sends an event that takes no time. */
+LI_FN void li_trace_mark(luna_ctx *ctx, luna_trace_kind kind, const char *name, const luna_trace_scope *scope) {
+  const luna_trace_event e = li_trace_start(ctx, kind, name, scope);
+  if (ctx->trace) ctx->trace(ctx->trace_user, &e);
+}
+
+/* The path from the scope under way to one of this name inside it; null when no more are held. */
+LI_FN luna_trace_scope *li_trace_path(luna_ctx *ctx, const char *name) {
+  li_trace_paths *paths = ctx->paths;
+  if (strncmp(name, "luna_", 5) == 0) name += 5;
+  else if (strncmp(name, "li_", 3) == 0) name += 3;
+  for (int i = 0; i < paths->count; i++)
+    if (paths->path[i].outer == ctx->scope && strcmp(paths->path[i].name, name) == 0) return &paths->path[i];
+  if (paths->count == LI_TRACE_PATHS) return NULL;
+
+  luna_trace_scope *path = &paths->path[paths->count++];
+  path->name = name;
+  path->outer = ctx->scope;
+  return path;
+}
+LI_FN void li_trace_enter(luna_ctx *ctx, const char *name) {
+  luna_trace_scope *scope = li_trace_path(ctx, name);
+  if (!scope) return;
+  ctx->scope = scope;
+  scope->start = luna_seconds(ctx);
+  li_trace_mark(ctx, LUNA_TRACE_SCOPE_BEGIN, scope->name, scope);
+}
+/* Ends the scopes inside `outer`, unless the one under way is not inside it, because they have ended already. */
+LI_FN void li_trace_leave(luna_ctx *ctx, const luna_trace_scope *outer) {
+  const luna_trace_scope *around = ctx->scope;
+  while (around && around != outer) around = around->outer;
+  if (around != outer) return;
+
+  for (; ctx->scope != outer; ctx->scope = ctx->scope->outer) {
+    if (!ctx->trace) continue;
+    luna_trace_event e = li_trace_start(ctx, LUNA_TRACE_SCOPE_END, ctx->scope->name, ctx->scope);
+    e.start = ctx->scope->start;
+    li_trace_send(ctx, &e);
   }
-  for (int i = 1; i < p->rows; i++)
-    if (memcmp(&p->row[i].key, &row.key, sizeof row.key) == 0 && strcmp(p->row[i].name, name) == 0) return i;
-  if (p->rows == LI_PROFILE_ROWS) return row.key.outer;
-  memcpy(&p->row[p->rows], &row, sizeof row);
-  return p->rows++;
 }
-/* one begins inside it */
-LI_FN void li_profile_enter(luna_ctx *ctx, const char *name) {
-  li_profile *p = ctx->profile;
-  if (p) p->scope = li_profile_find(p, name, p->scope, LI_PROFILE_SCOPE, NULL, NULL);
-}
-LI_FN void li_profile_return(luna_ctx *ctx, int scope) {
-  if (ctx->profile) ctx->profile->scope = li_profile_known(ctx->profile, scope);
-}
-/* to a row and those of the scopes around it */
-LI_FN void li_profile_add(li_profile *p, int row, double seconds, double bytes, double flops) {
-  li_profile_row *r;
-  do {
-    r = &p->row[row];
-    r->calls++;
-    r->seconds += seconds > 0 ? seconds : 0; /* a clock may be set back */
-    r->bytes += bytes;
-    r->flops += flops;
-    row = r->key.outer;
-  } while (r != p->row);
+LI_FN void li_trace_begin(luna_ctx *ctx, const char *name) {
+  li_trace_leave(ctx, NULL);
+  if (ctx->trace) li_trace_mark(ctx, LUNA_TRACE_BEGIN, name, NULL);
 }
 
-/* of an op's products, forward */
+/* The flops of an op's products, forward. */
 LI_FN double li_op_flops(const luna_op *op) {
   const luna_tensor *a = op->in[0], *b = op->in[1], *c = op->in[2];
   const double count = (double)luna_count(a), out = (double)luna_count(op->out[0]);
@@ -12440,7 +12476,8 @@ LI_FN double li_op_flops(const luna_op *op) {
     default: return 0;
   }
 }
-/* what an op reads and writes: forward all inputs and results; backward the gradients of both, and the data it reads */
+/* The bytes that an op reads and writes: forward all inputs and results; backward the gradients of both, and the data
+   that it reads. */
 LI_FN double li_op_bytes(const luna_op *op, bool backward) {
   const int reads = li_ops[op->kind].reads;
   double floats = 0;
@@ -12457,192 +12494,24 @@ LI_FN double li_op_bytes(const luna_op *op, bool backward) {
   return floats * (double)sizeof(float) + (double)op->kept_size;
 }
 
-/* an op's forward or backward */
+/* Runs an op's forward or backward. */
 LI_FN luna_status li_op_call(luna_op *op, bool backward) {
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
   luna_status (*const call)(luna_op *op) = backward ? functions->backward : functions->forward;
-  if (!ctx->profile) return call(op);
-  const int row = li_profile_find(ctx->profile, luna_op_name(op->kind), op->own->scope,
-                                  backward ? LI_PROFILE_BACKWARD : LI_PROFILE_FORWARD, op->in[0], op->out[0]);
-  const double start = li_profile_clock(ctx);
+  if (!ctx->trace) return call(op);
+
+  luna_trace_event e = li_trace_start(ctx, backward ? LUNA_TRACE_BACKWARD : LUNA_TRACE_FORWARD,
+                                      luna_op_name(op->kind), op->own->scope);
+  e.bytes = li_op_bytes(op, backward);
+  e.flops = li_op_flops(op) * (backward ? 2 : 1);
+  e.in = op->in;
+  e.inputs = op->inputs;
+  e.out = op->out;
+  e.outputs = op->outputs;
   const luna_status status = call(op);
-  li_profile_add(ctx->profile, row, li_profile_clock(ctx) - start, li_op_bytes(op, backward),
-                 li_op_flops(op) * (backward ? 2 : 1));
+  li_trace_send(ctx, &e);
   return status;
-}
-
-/* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
-enum { LI_PEAK_K = 128, LI_PEAK_ROWS = 16, LI_PEAK_COLUMNS = 32, LI_PEAK_TILES = 200 };
-LI_FN void li_peak_task(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_kernels *k = ((const luna_ctx *)work)->kernels;
-  float memory[(LI_PEAK_ROWS + LI_PEAK_COLUMNS) * LI_PEAK_K + LI_PEAK_ROWS * LI_PEAK_COLUMNS +
-               LI_ALIGN / sizeof(float)] = { 0 };
-  float *a = memory + (LI_ALIGN - (uintptr_t)memory % LI_ALIGN) % LI_ALIGN / sizeof(float);
-  float *b = a + LI_PEAK_ROWS * LI_PEAK_K, *c = b + LI_PEAK_COLUMNS * LI_PEAK_K;
-  LUNA_ASSERT(k->mr <= LI_PEAK_ROWS && k->nr <= LI_PEAK_COLUMNS);
-  (void)thread;
-  for (int i = 0; i < LI_PEAK_TILES * (int)(last - first); i++)
-    li_matmul_panels(k, 1.0f, li_dense(a, k->mr, LI_PEAK_K), li_panels_in(k, b, k->nr, LI_PEAK_K),
-                     li_into(c, k->nr, false));
-}
-/* flops a second of all threads */
-LI_FN double li_profile_peak(luna_ctx *ctx) {
-  const li_kernels *k = ctx->kernels;
-  const double flops = (double)(2 * LI_PEAK_TILES * LI_PEAK_K * k->mr * k->nr * li_threads(&ctx->parallel));
-  double best = 0;
-  if (!k->panels || li_on_device(ctx) || ctx->options.measure) return 0;
-  for (int i = 0; i < 10; i++) {
-    const double start = li_profile_clock(ctx);
-    li_each(&ctx->parallel, li_threads(&ctx->parallel), li_peak_task, ctx);
-    const double seconds = li_profile_clock(ctx) - start;
-    if (seconds > 0 && flops / seconds > best) best = flops / seconds;
-  }
-  return best;
-}
-
-LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
-  if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!ctx->profiled)
-    ctx->profiled = (li_profile *)li_persist_host(ctx, "luna_profile_begin", sizeof(li_profile));
-  if (!ctx->profiled) return ctx->last_status;
-  memset(ctx->profiled, 0, sizeof *ctx->profiled);
-  ctx->profiled->rows = 1;
-  ctx->profiled->peak = li_profile_peak(ctx);
-  ctx->profile = NULL;
-  return luna_profile_resume(ctx);
-}
-LUNA_API luna_status luna_profile_end(luna_ctx *ctx) {
-  if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!ctx->profile) return li_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_end");
-  ctx->profile->seconds = li_profile_clock(ctx) - ctx->profile->start;
-  ctx->profile = NULL;
-  return LUNA_OK;
-}
-LUNA_API luna_status luna_profile_resume(luna_ctx *ctx) {
-  if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!ctx->profiled || ctx->profile)
-    return li_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_resume");
-  ctx->profile = ctx->profiled;
-  ctx->profile->start = li_profile_clock(ctx) - ctx->profile->seconds;
-  return LUNA_OK;
-}
-
-/* --- what is written --- */
-LI_FN void li_profile_put(const li_profile *p, const char *format, ...) {
-  char line[400];
-  va_list values;
-  va_start(values, format);
-  li_format(line, sizeof line, format, values);
-  va_end(values);
-  p->write(p->user, line);
-}
-/* a scope's name without the prefix of luna.h's functions */
-LI_FN const char *li_profile_name(const char *name) {
-  return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "li_", 3) == 0 ? name + 3 : name;
-}
-/* in JSON: '"', '\\' and control characters, of which scopes are named by users, become '?' */
-LI_FN void li_profile_path(const li_profile *p, int scope) {
-  const li_profile_row *r = &p->row[scope];
-  char one[2] = "/";
-  if (scope == 0) return;
-  li_profile_path(p, r->key.outer);
-  if (r->key.outer) p->write(p->user, one);
-  for (const char *c = li_profile_name(r->name); (*one = *c) != 0; c++) {
-    if ((unsigned char)*c < 32 || *c == '"' || *c == '\\') *one = '?';
-    p->write(p->user, one);
-  }
-}
-LI_FN double li_profile_ratio(double part, double whole) { return whole > 0 ? part / whole : 0; }
-
-/* calls, ms, share of all time, MB, GFLOP/s and share of the peak, a step's, to one decimal and right-aligned; of the
-   last three nothing where they are 0 */
-LI_FN void li_profile_numbers(const li_profile *p, const li_profile_row *r) {
-  static const int width[] = { 8, 10, 7, 10, 9, 7 };
-  const double steps = (double)li_max(p->steps, 1), rate = li_profile_ratio(r->flops, r->seconds);
-  const double value[] = { (double)r->calls / steps, 1e3 * r->seconds / steps,
-                           li_profile_ratio(100 * r->seconds, p->seconds), 1e-6 * r->bytes / steps, 1e-9 * rate,
-                           li_profile_ratio(100 * rate, p->peak) };
-  for (int i = 0; i < 6; i++) {
-    const int64_t tenths = (int64_t)(value[i] * 10 + 0.5);
-    char digits[40] = "";
-    if (i < 3 || value[i] > 0) li_print(digits, sizeof digits, "%d.%d", tenths / 10, tenths % 10);
-    for (int n = (int)strlen(digits); n < width[i]; n++) p->write(p->user, " ");
-    p->write(p->user, digits);
-  }
-  p->write(p->user, "  ");
-}
-LI_FN void li_profile_put_op(const li_profile *p, const li_profile_row *r) {
-  const bool backward = r->key.pass == LI_PROFILE_BACKWARD;
-  luna_tensor t[2];                  /* shapes alone */
-  for (int i = 0; i < 2; i++) {
-    t[i].rank = r->key.rank[i];
-    memcpy(t[i].shape, r->key.shape[i], sizeof t[i].shape);
-  }
-  if (p->json)
-    li_profile_put(p, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %t, \"out\": %t, ", r->name,
-                   backward ? "backward" : "forward", &t[0], &t[1]);
-  else if (t[1].rank) li_profile_put(p, "%s %t -> %t%s\n", r->name, &t[0], &t[1], backward ? ", backward" : "");
-  else li_profile_put(p, "%s\n", r->name);
-}
-/* a scope's ops, then the scopes inside it, each with its own */
-LI_FN void li_profile_table(const li_profile *p, int outer, int depth) {
-  for (int scopes = 0; scopes < 2; scopes++)
-    for (int i = 1; i < p->rows; i++) {
-      const li_profile_row *r = &p->row[i];
-      if (r->key.outer != outer || (r->key.pass == LI_PROFILE_SCOPE) != scopes) continue;
-      li_profile_numbers(p, r);
-      for (int k = 0; k < depth; k++) p->write(p->user, "  ");
-      if (!scopes) li_profile_put_op(p, r);
-      else li_profile_put(p, "%s:\n", li_profile_name(r->name));
-      if (scopes) li_profile_table(p, i, depth + 1);
-    }
-}
-LI_FN void li_profile_json(const li_profile *p) {
-  const char *before = "\n  {\"scope\": \"";
-  for (int i = 1; i < p->rows; i++) {
-    const li_profile_row *r = &p->row[i];
-    if (r->key.pass == LI_PROFILE_SCOPE) continue;
-    p->write(p->user, before);
-    li_profile_path(p, r->key.outer);
-    p->write(p->user, "\", ");
-    li_profile_put_op(p, r);
-    li_profile_put(p, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
-                   1e3 * r->seconds, 1e-6 * r->bytes, 1e-9 * r->flops);
-    li_profile_put(p, "\"share\": %f, \"share_of_peak\": %f}", li_profile_ratio(r->seconds, p->seconds),
-                   li_profile_ratio(li_profile_ratio(r->flops, r->seconds), p->peak));
-    before = ",\n  {\"scope\": \"";
-  }
-}
-LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
-                                        void (*write)(void *user, const char *text), void *user) {
-  if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!write) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
-  if (!li_in(ctx, "luna_profile_write", "format", (int64_t)format, 0, LUNA_PROFILE_JSON)) return ctx->last_status;
-  if (!ctx->profiled || ctx->profile) return li_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
-  li_profile *p = ctx->profiled;
-  p->write = write;
-  p->user = user;
-  p->json = format == LUNA_PROFILE_JSON;
-  const char *isa = luna_isa_name(ctx->kernels->isa);
-  li_profile_row rest;
-  memset(&rest, 0, sizeof rest);
-  if (p->seconds > p->row[0].seconds) rest.seconds = p->seconds - p->row[0].seconds;
-  if (p->json) {
-    li_profile_put(p, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
-                   p->steps, 1e3 * p->seconds, 1e3 * rest.seconds, li_threads(&ctx->parallel), isa);
-    li_profile_put(p, "\"peak_gflops\": %f, \"ops\": [", 1e-9 * p->peak);
-    li_profile_json(p);
-    write(user, "\n]}\n");
-    return LUNA_OK;
-  }
-  li_profile_put(p, "%d steps in %f ms; %s, %d threads, peak %f GFLOP/s; a step's:\n", p->steps, 1e3 * p->seconds,
-                 isa, li_threads(&ctx->parallel), 1e-9 * p->peak);
-  write(user, "   calls        ms  share        MB    GF/s   peak\n");
-  li_profile_table(p, 0, 0);
-  li_profile_numbers(p, &rest);
-  write(user, "between ops\n");
-  return LUNA_OK;
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -12799,8 +12668,8 @@ typedef struct li_scope {
   luna_op *tape;
   size_t used[2];                    /* of a stream's memory */
   uint32_t begins;
-  int outer, self;                   /* rows in a profile */
   bool recompute;
+  const luna_trace_scope *outer;     /* the scope around it, as far as it is traced */
 } li_scope;
 typedef char li_scope_size[sizeof(li_scope) <= sizeof(luna_scope) ? 1 : -1];
 LI_HOT li_scope li_scope_of(const luna_scope *scope) {
@@ -12820,9 +12689,8 @@ LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool re
     s.begins = ctx->begins;
     ctx->recomputing = ctx->recomputing || recompute;
     if (LI_BUMPS(ctx)) for (int i = 0; i < 2; i++) s.used[i] = ctx->bump->part[i].used;
-    s.outer = li_profile_scope(ctx);
-    li_profile_enter(ctx, name ? name : "scope");
-    s.self = li_profile_scope(ctx);
+    s.outer = ctx->scope;
+    if (ctx->trace) li_trace_enter(ctx, name ? name : "scope");
   }
   memset(&scope, 0, sizeof scope);
   memcpy(&scope, &s, sizeof s);
@@ -12892,11 +12760,10 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   memmove(memory, data, bytes);
   return x;
 }
-LUNA_API luna_tensor *luna_scope_end(luna_scope began, luna_tensor *const *results, int count) {
-  const li_scope scope = li_scope_of(&began);
+/* Releases what was made since the scope's beginning and is not needed; the scope goes on. */
+LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused && !ctx->differentiated;
-  if (ctx) li_profile_return(ctx, scope.outer);
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LI_BUMPS(ctx)) return li_bump_end(scope, results[0]);
@@ -12913,6 +12780,11 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope began, luna_tensor *const *resul
   if (taped && scope.recompute) li_scope_depths(scope, results, count);
   return results[0];
 }
+LUNA_API luna_tensor *luna_scope_end(luna_scope began, luna_tensor *const *results, int count) {
+  const li_scope scope = li_scope_of(&began);
+  if (scope.ctx && scope.begins == scope.ctx->begins) li_trace_leave(scope.ctx, scope.outer);
+  return li_scope_release(scope, results, count);
+}
 LI_FN luna_tensor *li_result(luna_scope scope, luna_tensor *x) { return luna_scope_end(scope, &x, 1); }
 /* x, beside which p stays, where there is one */
 LI_FN luna_tensor *li_results(luna_scope scope, luna_tensor *x, luna_tensor *p) {
@@ -12923,10 +12795,9 @@ LI_FN luna_tensor *li_results(luna_scope scope, luna_tensor *x, luna_tensor *p) 
    not look at it: the time of a model grows with its layers, not with their square. */
 LI_FN luna_tensor *li_results_so_far(luna_scope *scope, luna_tensor *x, luna_tensor *p) {
   li_scope s = li_scope_of(scope);
-  x = li_results(*scope, x, p);
-  if (!s.ctx) return x;
-  li_profile_return(s.ctx, s.self);
-  if (!x || s.recompute || LI_BUMPS(s.ctx)) return x;
+  luna_tensor *results[2] = { x, p };
+  x = li_scope_release(s, results, 2);
+  if (!x || !s.ctx || s.recompute || LI_BUMPS(s.ctx)) return x;
   const luna_tensor *of_x = li_base(x), *of_p = p ? li_base(p) : of_x;
   luna_tensor *made = s.ctx->step.made;
   luna_op *tape = s.ctx->tape;
@@ -13126,7 +12997,7 @@ LI_HOT void li_start_in(li_build *s, luna_ctx *ctx, luna_op_kind kind, const cha
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
-  s->state.scope = li_profile_scope(ctx);
+  s->state.scope = ctx->scope;
 }
 /* `count` inputs, of which the first `required` must not be null */
 LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
@@ -17700,23 +17571,30 @@ LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
   if (!changed || o->table == o->parts || status != LUNA_OK) return status;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
-/* the backend's norm or update of all parts */
-LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
-  luna_ctx *ctx = o->params->ctx;
-  const double start = ctx->profile ? li_profile_clock(ctx) : 0;
-  const luna_status status = (update ? ctx->backend->update : ctx->backend->norm)(ctx, rule, o->parts, o->table,
-                                                                                  o->reached);
+/* The bytes that the norm or the update of an optimiser's parts reads and writes. */
+LI_FN double li_optimizer_bytes(const luna_optimizer *o, bool update) {
   double floats = 0;
-  if (!ctx->profile) return status;
   for (int64_t i = 0; i < o->reached; i++) {
-    int passes = update ? 4 : 1;     /* values and gradients are read and written */
-    if (update) for (int k = 0; k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
-    passes += update && o->parts[i].average ? 3 : 0;
+    int passes = 1;                  /* the norm reads gradients */
+    if (update) {
+      passes = o->parts[i].average ? 7 : 4; /* values and gradients are read and written; an average takes three more */
+      for (int k = 0; k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    }
     floats += (double)o->parts[i].count * passes;
   }
-  const int row = li_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0,
-                                  LI_PROFILE_FORWARD, NULL, NULL);
-  li_profile_add(ctx->profile, row, li_profile_clock(ctx) - start, floats * (double)sizeof(float), 0);
+  return floats * (double)sizeof(float);
+}
+/* Runs the backend's norm or update of all parts. */
+LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
+  luna_ctx *ctx = o->params->ctx;
+  luna_status (*const call)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                            int64_t count) = update ? ctx->backend->update : ctx->backend->norm;
+  if (!ctx->trace) return call(ctx, rule, o->parts, o->table, o->reached);
+
+  luna_trace_event e = li_trace_start(ctx, LUNA_TRACE_OPTIMIZER, update ? "optimizer update" : "optimizer norm", NULL);
+  e.bytes = li_optimizer_bytes(o, update);
+  const luna_status status = call(ctx, rule, o->parts, o->table, o->reached);
+  li_trace_send(ctx, &e);
   return status;
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {

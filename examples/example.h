@@ -65,6 +65,7 @@ TOOL bool same_file(const char *a, const char *b) { /* by other paths too, and t
 }
 #endif
 
+#include "luna_profile.h"
 #ifdef EXAMPLE_MPI
 #include "luna_mpi.h"
 #else
@@ -87,7 +88,8 @@ static struct settings {             /* the settings that many examples have */
 static const char *program = "example";
 static uint64_t flags_given;         /* bit i: row i of the flags was on the command line */
 
-static luna_ctx *profiled;           /* whose steps --profile times, until progress_end() */
+static luna_profile *profile;        /* of --profile, or null; */
+static luna_profile *profiled;       /* the same until progress_end() */
 static luna_collective ranks = { .ranks = 1 }; /* of a training on several, */
 static luna_ranks shared;                    /* and what they share, with the loss of the step */
 static double shared_loss;
@@ -389,7 +391,8 @@ typedef struct flag {
 #define FLAGS_TRAIN_OF(commands) \
   { "--out", commands, WRITES(set.out), "file to write the model to" }, \
   { "--plot", commands, WRITES(set.plot), "file to draw the loss in, SVG" }, \
-  { "--profile", commands, WRITES(set.profile), "file to write the time of each op to: a table, or .json" }, \
+  { "--profile", commands, WRITES(set.profile), \
+    "file to write the time of each op to: a table, .json or .timeline.json" }, \
   { "--steps", commands, WHOLE(set.steps, 1, 1e9), "optimiser steps" }, \
   { "--batch", commands, WHOLE(set.batch, 1, 65536), "sequences a step" }, \
   { "--lr", commands, REAL(set.lr, 1e-9, 10), "learning rate, after warm-up and before its decay" }
@@ -630,12 +633,17 @@ TOOL void say_note(void *user, luna_status status, const char *sentence) {
   if (status == LUNA_OK && ranks.rank == 0) say("%s", sentence);
 }
 TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); }
-TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
-  const size_t size = strlen(set.profile);
-  const bool json = size > 5 && strcmp(set.profile + size - 5, ".json") == 0;
+TOOL bool ends_with(const char *text, const char *end) {
+  const size_t size = strlen(text), tail = strlen(end);
+  return size > tail && strcmp(text + size - tail, end) == 0;
+}
+TOOL int write_profile(void) { /* returns 0, or 2 after a sentence */
+  luna_profile_format format = LUNA_PROFILE_TABLE;
+  if (ends_with(set.profile, ".json")) format = LUNA_PROFILE_JSON;
+  if (ends_with(set.profile, ".timeline.json")) format = LUNA_PROFILE_TIMELINE;
   new_file file;
   if (!file_begin(&file, set.profile)) return 2;
-  luna_profile_write(ctx, json ? LUNA_PROFILE_JSON : LUNA_PROFILE_TABLE, write_text, file.to);
+  luna_profile_write(profile, format, write_text, file.to);
   return file_end(&file);
 }
 
@@ -681,12 +689,14 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
 #endif
   luna_ctx *ctx = open_context();
   if (!ctx) return 2;
-  profiled = set.profile ? ctx : NULL;
+  profile = profiled = set.profile ? luna_profile_open(ctx) : NULL;
+  if (set.profile && !profile) return luna_close(ctx), fail("no memory for a profile");
   int status = luna_error_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
-  if (status == 0 && set.profile && !profiled && ranks.rank == 0) status = write_profile(ctx);
+  if (status == 0 && profile && !profiled && ranks.rank == 0) status = write_profile();
   if (status == 0 && ranks.ranks > 1)
     printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, megabytes(ctx));
   luna_ranks_close(&shared);
+  luna_profile_close(profile);
   luna_close(ctx);
   return status;
 }

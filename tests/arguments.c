@@ -746,7 +746,7 @@ static void case_luna_begin_part(void) {
 }
 static void case_luna_options_of(void) {
   const luna_options *o = luna_options_of(turn() ? NULL : w->ctx);
-  expect(!o || o->threads >= 0, "options of a context");
+  expect(!o || o->threads >= 1, "options of a context");
 }
 static void case_luna_backward(void) {
   luna_tensor *x = tensor(2, 1, small(), 1, 1), *y;
@@ -890,27 +890,27 @@ static void case_luna_argmax(void) {
   luna_tensor *x = any_tensor();
   if (luna_count(x) <= ROOM) got_status(luna_argmax(x, turn() ? NULL : indices), x != NULL);
 }
-static void printed(void *user, const char *text) { *(size_t *)user += strlen(text); }
-static void case_luna_profile_begin(void) {
-  luna_ctx *ctx = turn() ? NULL : w->ctx;
-  got_status(luna_profile_begin(ctx), ctx != NULL);
+static void traced(void *user, const luna_trace_event *e) {
+  int64_t *sizes = (int64_t *)user;
+  *sizes += (int64_t)strlen(e->name) + e->inputs;
+  for (int i = 0; i < e->outputs; i++) *sizes += luna_count(e->out[i]);
+  for (const luna_trace_scope *scope = e->scope; scope; scope = scope->outer) *sizes += (int64_t)strlen(scope->name);
 }
-static void case_luna_profile_end(void) {
-  luna_ctx *ctx = turn() ? NULL : w->ctx;
-  if (!turn()) luna_profile_begin(w->ctx);
-  got_status(luna_profile_end(ctx), ctx != NULL);
-}
-static void case_luna_profile_resume(void) {
-  luna_ctx *ctx = turn() ? NULL : w->ctx;
-  if (!turn()) luna_profile_begin(w->ctx), luna_profile_end(w->ctx);
-  got_status(luna_profile_resume(ctx), ctx != NULL);
-}
-static void case_luna_profile_write(void) {
+static void case_luna_trace(void) {
+  static int64_t sizes;
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   luna_tensor *x = any_tensor();
-  size_t length = 0;
-  if (!turn()) luna_profile_begin(w->ctx), (void)luna_scale(x, 2), luna_profile_end(w->ctx);
-  got_status(luna_profile_write(ctx, ENUM(luna_profile_format, 2), turn() ? NULL : printed, &length), false);
+  got_status(luna_trace(ctx, coin() ? traced : NULL, &sizes), ctx != NULL);
+  const luna_scope scope = luna_scope_begin_as(w->ctx, turn() ? NULL : "a scope", coin());
+  x = luna_scale(x, 2);
+  if (turn()) luna_trace(w->ctx, NULL, NULL);
+  luna_scope_end(scope, &x, 1);
+  if (x && w->training) luna_backward(luna_sum(x, 0));
+}
+static void case_luna_seconds(void) {
+  const double start = luna_seconds(turn() ? NULL : w->ctx);
+  (void)any_tensor();
+  expect(start == start && start >= 0, "a time that is none");
 }
 static void case_luna_matmul(void) {
   const int64_t s[2] = {small(), small()}, m = small(), n = small(), k = small();
@@ -2118,8 +2118,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_detach) F(luna_dropout) \
   F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_softmax_attention) F(luna_causal_product) \
   F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
-  F(luna_custom_run) F(luna_custom_dropout) F(luna_params_ctx) F(luna_scope_begin_as) F(luna_profile_begin) F(luna_profile_end) \
-  F(luna_profile_resume) F(luna_profile_write) F(luna_params_open) F(luna_params_share) F(luna_param) \
+  F(luna_custom_run) F(luna_custom_dropout) F(luna_params_ctx) F(luna_scope_begin_as) F(luna_trace) F(luna_seconds) \
+  F(luna_params_open) F(luna_params_share) F(luna_param) \
   F(luna_params_find) \
   F(luna_params_tensor_count) F(luna_params_at) F(luna_params_element_count) F(luna_params_zero_grad) \
   F(luna_params_set_text) F(luna_params_get_text) F(luna_path) F(luna_bytes) F(luna_buffer) F(luna_callbacks) \

@@ -1,7 +1,7 @@
 #!/bin/sh
 # size.sh: object sizes of luna.h (code and constants, bytes) by build switch; for Cortex-M4 where its compiler is
 # there. Then a detector's program, 9 numbers a step, 2 outputs, 2 layers of d = 32, l = 16: its weights, its stream's
-# memory, and what it takes of a Cortex-M4 with all of the C library that it calls.
+# memory, and what it takes of a Cortex-M4 with all of the C library that it calls. Last, the bytes of each chapter.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 work=${BUILD:-build}/size
@@ -87,3 +87,25 @@ $cc -std=c99 -O0 -DLUNA_NO_SIMD -I"$root" write.c -o write -lm -lpthread && foun
 weights=${found% *} memory=${found#* }
 printf '\n%-58s %12s %12s\n' "a streaming detector, bytes" "weights" "stream"
 printf '%-58s %12s %12s\n' "9 numbers, 2 outputs, 2 layers, d = 32, l = 16" "$weights" "$memory"
+
+# by chapter: bytes of luna.h, and of the object's code, where nm can tell the line that a function begins in
+printf '\n%-58s %12s %12s\n' "chapter, bytes" "luna.h" "code, -O2"
+$cc -std=c99 -O2 -g -I"$root" -c luna.c -o lines.o && nm -S -l lines.o 2>/dev/null |
+  sed -n 's/^[0-9a-f]* \([0-9a-f]*\) [TtWw] .*luna\.h:\([0-9]*\).*/\2 \1/p' >functions
+LC_ALL=C awk '
+  function hex(text,  value, i) {
+    for (i = 1; i <= length(text); i++) value = 16 * value + index("0123456789abcdef", substr(text, i, 1)) - 1
+    return value
+  }
+  FILENAME == "functions" { functions++; line[functions] = $1; bytes[functions] = hex($2); next }
+  FNR == 1 { order[chapters = 1] = "manual" }
+  /^(\/\* |   )>>[a-z]/ {
+    tag = $0
+    sub(/^.*>>/, "", tag); sub(/[^a-z0-9.].*/, "", tag); sub(/\.$/, "", tag)
+    order[++chapters] = tag
+  }
+  { source[chapters] += length($0) + 1; chapter_of[FNR] = chapters }
+  END {
+    for (i = 1; i <= functions; i++) code[chapter_of[line[i]]] += bytes[i]
+    for (i = 1; i <= chapters; i++) printf "%-58s %12d %12d\n", order[i], source[i], code[i]
+  }' functions "$root/luna.h"
