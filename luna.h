@@ -1894,34 +1894,30 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
        ... some steps ...
        luna_trace(ctx, NULL, NULL);
 
-   The function may be set, replaced and unset at any time, also within a scope and between forward and backward. It is
-   called by the thread that called luna.h, in order, and changes no bit of any result. Without it an op costs one
-   comparison more. On a device each op waits for the one before it, and a step of a luna_graph is never one launch.
-   The function must make no call with the context but luna_trace and luna_seconds. What an event points to is valid
-   until the function returns; names and scopes are valid until luna_close.
-   examples/luna_profile.h makes a table or a timeline of the events.
+   The function may be set, replaced and unset at any time, also within a scope and between forward and backward. The
+   thread that called luna.h calls it, in order, and it changes no bit of any result. Without it an op costs one
+   comparison. On a device each op waits for the one before it, and a step of a luna_graph is never one launch. The
+   function may call luna_trace and luna_seconds with the context, nothing else. An event is valid until the function
+   returns, names and scopes until luna_close. examples/luna_profile.h makes a table or a timeline of the events.
    ------------------------------------------------------------------------------------------------------------------ */
 typedef enum luna_trace_kind {
-  LUNA_TRACE_BEGIN = 0,              /* luna_begin_step or luna_begin_inference; it ends all scopes */
-  LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* a scope that is ended again and again ends at the first time */
+  LUNA_TRACE_BEGIN = 0,              /* luna_begin_step or luna_begin_inference, which ends all scopes */
+  LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* a scope that is ended several times ends at the first */
   LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* an op; what backward computes again is a forward once more */
   LUNA_TRACE_OPTIMIZER               /* the norm of an optimiser's gradients, or the update of its parameters */
 } luna_trace_kind;
-
-/* A path of scopes. What began while no function was set is not in it. A context holds 128 paths: a scope that would be
-   one more sends no events, and its ops are in the scope around it. */
+/* A path of scopes, without those that began while no function was set. A context holds 128 paths: a scope that would
+   need another sends no events, and its ops are in the scope around it. */
 typedef struct luna_trace_scope {
   const char *name;                  /* a function's name without "luna_" */
   const struct luna_trace_scope *outer; /* the scope around it; null: none */
   double start;                      /* when it last began */
 } luna_trace_scope;
-
 typedef struct luna_trace_event {
   luna_trace_kind kind;
   const char *name;
-  /* the scope that begins or ends, or the one in which the op's forward ran; null: none */
-  const luna_trace_scope *scope;
-  double start, seconds;             /* by luna_seconds; of SCOPE_BEGIN and BEGIN seconds are 0 */
+  const luna_trace_scope *scope;     /* that begins or ends, or in which the op's forward ran; null: none */
+  double start, seconds;             /* by luna_seconds */
   double bytes;                      /* what an op or optimiser must read and write, once */
   double flops;                      /* those of an op's products; backward has twice those of forward */
   luna_tensor *const *in;            /* an op's inputs, of which some may be null, for their shapes */
@@ -12403,14 +12399,9 @@ LI_FN luna_trace_event li_trace_start(luna_ctx *ctx, luna_trace_kind kind, const
   return e;
 }
 /* Ends an event now and sends it. */
-LI_FN void li_trace_send(luna_ctx *ctx, luna_trace_event *e) {
-  const double seconds = luna_seconds(ctx) - e->start;
-  e->seconds = seconds > 0 ? seconds : 0; /* a clock may be set back */
-  if (ctx->trace) ctx->trace(ctx->trace_user, e);
-}
-/* Sends an event that takes no time. */
-LI_FN void li_trace_mark(luna_ctx *ctx, luna_trace_kind kind, const char *name, const luna_trace_scope *scope) {
-  const luna_trace_event e = li_trace_start(ctx, kind, name, scope);
+LI_FN void li_trace_send(luna_ctx *ctx, luna_trace_event e) {
+  const double seconds = luna_seconds(ctx) - e.start;
+  e.seconds = seconds > 0 ? seconds : 0; /* a clock may be set back */
   if (ctx->trace) ctx->trace(ctx->trace_user, &e);
 }
 
@@ -12431,9 +12422,10 @@ LI_FN luna_trace_scope *li_trace_path(luna_ctx *ctx, const char *name) {
 LI_FN void li_trace_enter(luna_ctx *ctx, const char *name) {
   luna_trace_scope *scope = li_trace_path(ctx, name);
   if (!scope) return;
+  const luna_trace_event e = li_trace_start(ctx, LUNA_TRACE_SCOPE_BEGIN, scope->name, scope);
   ctx->scope = scope;
-  scope->start = luna_seconds(ctx);
-  li_trace_mark(ctx, LUNA_TRACE_SCOPE_BEGIN, scope->name, scope);
+  scope->start = e.start;
+  li_trace_send(ctx, e);
 }
 /* Ends the scopes inside `outer`, unless the one under way is not inside it, because they have ended already. */
 LI_FN void li_trace_leave(luna_ctx *ctx, const luna_trace_scope *outer) {
@@ -12445,12 +12437,12 @@ LI_FN void li_trace_leave(luna_ctx *ctx, const luna_trace_scope *outer) {
     if (!ctx->trace) continue;
     luna_trace_event e = li_trace_start(ctx, LUNA_TRACE_SCOPE_END, ctx->scope->name, ctx->scope);
     e.start = ctx->scope->start;
-    li_trace_send(ctx, &e);
+    li_trace_send(ctx, e);
   }
 }
 LI_FN void li_trace_begin(luna_ctx *ctx, const char *name) {
   li_trace_leave(ctx, NULL);
-  if (ctx->trace) li_trace_mark(ctx, LUNA_TRACE_BEGIN, name, NULL);
+  if (ctx->trace) li_trace_send(ctx, li_trace_start(ctx, LUNA_TRACE_BEGIN, name, NULL));
 }
 
 /* The flops of an op's products, forward. */
@@ -12510,7 +12502,7 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
   e.out = op->out;
   e.outputs = op->outputs;
   const luna_status status = call(op);
-  li_trace_send(ctx, &e);
+  li_trace_send(ctx, e);
   return status;
 }
 
@@ -17594,7 +17586,7 @@ LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bo
   luna_trace_event e = li_trace_start(ctx, LUNA_TRACE_OPTIMIZER, update ? "optimizer update" : "optimizer norm", NULL);
   e.bytes = li_optimizer_bytes(o, update);
   const luna_status status = call(ctx, rule, o->parts, o->table, o->reached);
-  li_trace_send(ctx, &e);
+  li_trace_send(ctx, e);
   return status;
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {

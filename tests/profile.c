@@ -178,8 +178,8 @@ static void check_order(model *m, listener *l) {
   const luna_trace_event *u = &l->at[update].event;
   CHECK(u->bytes == 4.0 * 8 * (double)luna_params_element_count(m->params) && u->flops == 0 && !u->inputs && !u->in,
         "an update of %g bytes", u->bytes);
-  CHECK(l->at[closed].event.scope == l->at[opened].event.scope && l->at[opened].event.seconds == 0,
-        "the scope's events");
+  const luna_trace_event *o = &l->at[opened].event, *c = &l->at[closed].event;
+  CHECK(c->scope == o->scope && c->start == o->start && c->start + c->seconds >= f->start, "the scope's events");
   for (int i = 0; i < l->count; i++) {
     const luna_trace_event *e = &l->at[i].event;
     CHECK(e->start > 0 && e->seconds >= 0, "event %d starts at %g and takes %g s", i, e->start, e->seconds);
