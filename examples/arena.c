@@ -6,8 +6,8 @@
      arena table [FILE] [--svg arena.svg] [--minutes N] ...
        Table 2 of arXiv 2106.01540v2: byte-level text, batch 1, 1K to 4K tokens, and 16K where cost is linear; Markdown;
        the paper's numbers in brackets
-     arena one SYSTEM [FILE] [--tokens N] ...
-       one system: "performer features=64" (attentions/attentions.h), or transformer, luna
+     arena one SYSTEM [FILE] [--length N] ...
+       one system: "performer features=64" (attentions/attentions.h), or softmax, luna
      arena ablate [FILE] [--steps N] ...
        of Luna: contextual and own P, l, sharing, pooling: loss, accuracy, speed, memory
 
@@ -27,12 +27,13 @@ static struct { const char *svg; int64_t tokens, causal; double seconds, minutes
     { .tokens = 4096, .seconds = 8, .minutes = 10 };
 
 static const flag flags[] = {
-  { "--svg", "t", WRITES(own.svg), "file to draw the table at that length in" },
-  { "--tokens", "to", WHOLE(own.tokens, 4, 1 << 20),
+  { "--svg", "t", WRITES(own.svg), "file to draw in, SVG: the table at --length" },
+  { "--length", "to", WHOLE(own.tokens, 4, 1 << 20),
    "length of the text; table: also at a quarter, half, three quarters and four times that" },
-  { "--causal", "o", SWITCH(own.causal), "a language model, also where the system has both forms" },
+  { "--causal", "o", SWITCH(own.causal),
+   "each step sees itself and earlier ones alone: also where the system has both forms" },
   { "--steps", "toa", WHOLE(set.steps, 1, 1e6),
-   "steps that are timed, after one that is not; ablate: a hundred times as many" },
+   "optimiser steps: those that are timed, after one that is not; ablate: a hundred times as many" },
   { "--seconds", "o", REAL(own.seconds, 0.01, 1e4), "time for them: fewer steps, if they take longer" },
   { "--minutes", "t", REAL(own.minutes, 0.01, 1e4),
    "time for all of them: fewer steps, but at least one a length, if they take longer" },
@@ -342,7 +343,7 @@ static int one_command(luna_ctx *ctx, const char **words) {
   attentions a;
   (void)ctx;
   if (strcmp(words[0], "luna") == 0) r.system = NULL;
-  if (strcmp(words[0], "transformer") == 0) r.system = NULL, r.kind = LUNA_ATTENTION_SOFTMAX;
+  if (strcmp(words[0], "softmax") == 0) r.system = NULL, r.kind = LUNA_ATTENTION_SOFTMAX;
   if (r.system && !attentions_open(&a, r.system)) return fail("%s", a.error);
   const bool writer = own.causal || (r.system && !a.system->bidirectional);
   if (r.system) attentions_close(&a);

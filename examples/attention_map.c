@@ -3,11 +3,11 @@
 
      cc -O2 -I. examples/attention_map.c -o attention_map -lm -lpthread
 
-     attention_map draw M --text "great acting but a dull and boring story" [--layer 1] [--head 2] [--out map.svg]
+     attention_map draw M --text "great acting but a dull and boring story" [--layer 1] [--head 2] [--svg map.svg]
      attention_map draw M <FILE      the text from the input
 
    M is a classifier, a masked language model or an encoder-decoder of the other examples, whose encoder it shows; the
-   text is cut into tokens as M was trained, which M says. Of other models --as says it. Of a classifier the picture
+   text is cut into tokens as M was trained, which M says. Of other models --tokens says it. Of a classifier the picture
    says which class the text has, and with which probability. Colours compare with attention
    that is the same everywhere, 1/n of n tokens or 1/l of l slots: white is that much, blue more, brown less. */
 #define LUNA_IMPLEMENTATION
@@ -22,16 +22,16 @@
 #define SLOT 12
 #define NAME 24                      /* bytes of a token that are written beside it */
 
-static struct settings set = { .out = "map.svg", .seed = 1 };
+static struct settings set = { .seed = 1 };
 enum { AS_TRAINED, BYTES, NUMBERS };
-static struct { const char *text; int64_t layer, head, as; } own = { .layer = 1 };
+static struct { const char *text, *svg; int64_t layer, head, tokens; } own = { .svg = "map.svg", .layer = 1 };
 
 static const flag flags[] = {
   { "--text", "d", STRING(own.text), "text to look at; without it the input is read" },
-  { "--as", "d", CHOICE(own.as, "trained bytes numbers"), "how the text makes tokens" },
+  { "--tokens", "d", CHOICE(own.tokens, "trained bytes numbers"), "what a text is cut into" },
   { "--layer", "d", WHOLE(own.layer, 1, 1024), "layer, from 1" },
   { "--head", "d", WHOLE(own.head, 0, 65536), "head, from 1; 0 for each" },
-  { "--out", "d", WRITES(set.out), "file to draw in, SVG" },
+  { "--svg", "d", WRITES(own.svg), "file to draw in, SVG" },
   FLAG_THREADS("d"),
   { 0 }
 };
@@ -102,15 +102,17 @@ static int cut_as_symbols(span t) {
 static int cut(const luna_params *params, const char *path, span t, int64_t vocab) {
   static const char *const keys[] = { "classify.tokens", "translate.tokens", "mlm.tokens", "listops.tokens",
                                      "mnist.tokens" };
-  const char *as = own.as == BYTES ? "bytes" : NULL;
+  const char *as = own.tokens == BYTES ? "bytes" : NULL;
   for (size_t i = 0; i < sizeof keys / sizeof keys[0] && !as; i++) as = luna_params_get_text(params, keys[i]);
-  if (own.as == NUMBERS) return cut_numbers(t);
-  if (!as) return fail("%s does not say how its texts were cut into tokens; --as bytes or --as numbers does", path);
+  if (own.tokens == NUMBERS) return cut_numbers(t);
+  if (!as)
+    return fail("%s does not say how its texts were cut into tokens; --tokens bytes or --tokens numbers does", path);
   const bool masks = luna_params_get_text(params, "mlm.tokens") != NULL; /* by the last token, which is no word */
   if (strcmp(as, "words") == 0) return cut_as_words(t, vocab - masks);
   if (strcmp(as, "pairs") == 0) return cut_as_pairs(t, luna_params_get_text(params, "translate.pairs"));
   if (strcmp(as, "symbols") == 0) return cut_as_symbols(t);
-  if (strcmp(as, "bytes") != 0) return fail("%s reads %s, not a text; --as numbers takes them as numbers", path, as);
+  if (strcmp(as, "bytes") != 0)
+    return fail("%s reads %s, not a text; --tokens numbers takes them as numbers", path, as);
   for (int64_t i = 0; i < t.size; i++) add_token(t.at[i], (span){ t.at + i, 1 });
   return 0;
 }
@@ -307,7 +309,7 @@ static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t 
 
 static int write_picture(const map *maps, int shown, int64_t slots, int64_t given, int64_t layers) {
   new_file file;
-  if (!file_begin(&file, set.out)) return 2;
+  if (!file_begin(&file, own.svg)) return 2;
   picture(file.to, maps, shown, slots, given, layers);
   return file_end(&file);
 }
@@ -340,7 +342,7 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   if (!status)
     status = write_picture(maps, trained ? 2 : 1, slots, e->config.layer.memory, e->config.layers);
   if (!status)
-    say("%s: layer %lld of %lld, %lld slots, %lld tokens%s%s", set.out, (long long)own.layer,
+    say("%s: layer %lld of %lld, %lld slots, %lld tokens%s%s", own.svg, (long long)own.layer,
         (long long)e->config.layers, (long long)slots, (long long)count, trained ? "" : "; ",
         trained ? "" : no_unpack);
   return free(values), status;

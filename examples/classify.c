@@ -35,8 +35,8 @@ static struct { int64_t tokens, vocab, longest, top; } own = { .vocab = 20000, .
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--tokens", "t", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
-  { "--vocab", "t", WHOLE(own.vocab, 2, 1e7), "how many words to tell apart; bytes are 256" },
-  { "--longest", "t", WHOLE(own.longest, 1, 1e6), "tokens of a text that are read, at most" },
+  { "--vocab", "t", WHOLE(own.vocab, 2, 1e7), "kinds of tokens, at most: words by their hash; bytes are 256" },
+  { "--longest", "t", WHOLE(own.longest, 1, 1e6), "tokens of a sequence, at most: the rest of a text is not read" },
   { "--top", "p", WHOLE(own.top, 1, LABELS), "labels of a line, the likeliest first" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,

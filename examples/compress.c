@@ -31,7 +31,7 @@ static int64_t predict;              /* of enum predict */
 enum predict { PREDICT_BOTH, PREDICT_NETWORK, PREDICT_NGRAMS };
 
 static const flag flags[] = {
-  { "--out", "pu", WRITES(set.out), "file to write" },
+  { "--out", "pu", WRITES(set.out), "where to write: the file" },
   { "--predict", "p", CHOICE(predict, "both network ngrams"), "what foretells the bytes" },
   FLAG_THREADS("pu"),
   { 0 }

@@ -389,7 +389,7 @@ typedef struct flag {
 
 #define FLAGS_TRAIN FLAGS_TRAIN_OF("t")
 #define FLAGS_TRAIN_OF(commands) \
-  { "--out", commands, WRITES(set.out), "file to write the model to" }, \
+  { "--out", commands, WRITES(set.out), "where to write: the model" }, \
   { "--plot", commands, WRITES(set.plot), "file to draw the loss in, SVG" }, \
   { "--profile", commands, WRITES(set.profile), \
     "file to write the time of each op to: a table, .json or .timeline.json" }, \
@@ -403,7 +403,7 @@ typedef struct flag {
   { "--heads", commands, WHOLE(set.heads, 1, 65536), "attention heads; they divide d" }, \
   { "--memory", commands, WHOLE(set.memory, 1, 65536), "memory slots, l" }, \
   { "--ffn", commands, WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" }, \
-  { "--dropout", commands, REAL(set.dropout, 0, 0.95), "probability" }
+  { "--dropout", commands, REAL(set.dropout, 0, 0.95), "probability that training sets a number to 0" }
 #define FLAGS_CLASSIFIER /* names in the order of luna_attention_kind, luna_pooling, luna_positions; see attention_choice.h */ \
   { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" }, \
   { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is predicted from" }, \
@@ -427,10 +427,11 @@ typedef struct flag {
 #define FLAG_THREADS(commands) \
   { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
 #define FLAG_WEIGHTS(commands) /* names in the order of luna_dtype */ \
-  { "--weights", commands, CHOICE(set.weights, "f32 i8"), "i8: products in 8 bits, faster and within about 1%" }
+  { "--weights", commands, CHOICE(set.weights, "f32 i8"), \
+   "type of the weights: i8 has products in 8 bits, faster and within about 1%" }
 #define FLAG_PRODUCTS(commands) \
   { "--products", commands, CHOICE(set.products, "f32 bf16"), \
-   "bf16: products of numbers rounded to 16 bits, faster with AVX-512 BF16" }
+   "type of the products: bf16 rounds their numbers to 16 bits, faster with AVX-512 BF16" }
 #define FLAG_PARALLEL \
   { "--parallel", "t", CHOICE(set.parallel, "no data"), \
    "what the ranks of mpirun share, of a program that make mpi built" }
@@ -439,7 +440,7 @@ typedef struct flag {
    "what backward computes again instead of keeping it: less memory, the same result" }
 #define FLAG_DEVICE(commands) \
   { "--device", commands, CHOICE(set.device, "cpu cuda"), \
-   "cuda: the first NVIDIA GPU, of a program that make cuda built" }
+   "where to compute: cuda is the first NVIDIA GPU, of a program that make cuda built" }
 
 typedef struct command {
   /* the files that follow it, "model" or "text: any file"; "?target" may be left out */

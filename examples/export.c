@@ -3,7 +3,7 @@
      cc -O2 -I. examples/export.c -o export -lm -lpthread
 
      export detector.safetensors --out detector                   detector.h and detector.c, weights in 8 bits
-     export detector.safetensors --out src/detector --float       weights in float: what luna_stream gives, to 1e-5
+     export detector.safetensors --out src/detector --weights f32 weights in float: what luna_stream gives, to 1e-5
      export detector.safetensors --out detector --learn classes   its output layer can learn on the device
 
    The model is a luna_lm with Luna attention, of tokens or of features (lm; series --causal). examples/mcu runs it. In
@@ -20,11 +20,11 @@
 #include "export_code.h"
 
 enum { LEARN_NOTHING, LEARN_CLASSES, LEARN_VALUES };
-static struct { const char *out; int64_t floats, bits, learn; } own;
+static struct { const char *out; int64_t weights, learn; } own = { .weights = LUNA_DTYPE_I8 };
 static const flag flags[] = {
-  { "--out", "", STRING(own.out), "folder and name of the files to write, without .c: the name is a C identifier" },
-  { "--float", "", SWITCH(own.floats), "weights in float" },
-  { "--bits", "", CHOICE(own.bits, "8 32"), "of a weight; 32 is float" },
+  { "--out", "", STRING(own.out),
+   "where to write: folder and name of the files, without .c; the name is a C identifier" },
+  { "--weights", "", CHOICE(own.weights, "f32 i8"), "type of the weights: i8 takes a quarter of the bytes" },
   { "--learn", "", CHOICE(own.learn, "no classes values"), "the output layer learns on the device: its outputs are" },
   { 0 }
 };
@@ -60,7 +60,7 @@ static const float *values(const luna_tensor *t) {
   used[used_count++] = t;
   return t->data;
 }
-static bool is_eight(int64_t columns) { return !own.floats && columns >= SHORTEST_ROW; }
+static bool is_eight(int64_t columns) { return own.weights == LUNA_DTYPE_I8 && columns >= SHORTEST_ROW; }
 static bool is_tied(void) { return model.config.layer.sharing != LUNA_SHARING_FULL; }
 static bool forgets(void) { return model.config.layer.forget != LUNA_FORGET_NONE; }
 /* whether the means keep what rounding takes from them */
@@ -480,7 +480,7 @@ static void write_about(const char *suffix) {
   fprintf(out, "/* %s%s, written by luna.h's export: a causal model of %lld %s and %lld outputs a step, %lld layers,\n"
           "   weights in %s. Sections and equations are those of arXiv 2106.01540v2. */\n", name, suffix,
           (long long)(c->features ? c->features : c->vocab), c->features ? "features" : "tokens", (long long)outputs(),
-          (long long)c->layers, own.floats ? "float" : "8 bits");
+          (long long)c->layers, own.weights == LUNA_DTYPE_F32 ? "float" : "8 bits");
 }
 /* A line of names in a comment, of the characters that can do no harm. */
 static void write_names(const char *what, const char *key, int64_t count) {
@@ -650,7 +650,6 @@ static int64_t state_bytes(void) {
               (own.learn ? d + outputs() * (d + 1) : 0));
 }
 static int export_model_of(luna_ctx *ctx, const char **words) {
-  if (own.bits == 1) own.floats = 1;
   if (check_name() || check_model(ctx, words[0]) || fold_output_norm()) return 2;
   find_facts();
   const int status = write_files(words[0]);

@@ -29,19 +29,19 @@ static struct settings set = {
 };
 static struct {
   const char *data;
-  int64_t shortest, longest, depth, args, held, count;
-} own = { .shortest = 5, .longest = 50, .depth = 10, .args = 10, .held = 1000, .count = 1000 };
+  int64_t shortest, longest, depth, args, valid, count;
+} own = { .shortest = 5, .longest = 50, .depth = 10, .args = 10, .valid = 1000, .count = 1000 };
 
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--data", "te", READS(own.data),
-   "lists to learn or measure, lines: answer TAB list, as write makes them; without it they are made" },
-  { "--shortest", "tew", WHOLE(own.shortest, 1, 1e5), "tokens of a list, at least" },
-  { "--longest", "tew", WHOLE(own.longest, 1, 1e5), "and at most" },
+   "file to learn from, or to measure: lines \"answer TAB list\"; without it lists are made" },
+  { "--shortest", "tew", WHOLE(own.shortest, 1, 1e5), "tokens of a sequence, at least" },
+  { "--longest", "tew", WHOLE(own.longest, 1, 1e5), "tokens of a sequence, at most" },
   { "--depth", "tew", WHOLE(own.depth, 2, 100), "how deep lists are nested, at most" },
   { "--args", "tew", WHOLE(own.args, 2, 1000), "members of a list, at most" },
-  { "--held", "te", WHOLE(own.held, 1, 1e6), "lists to validate on; eval --data measures on all of the file" },
-  { "--count", "w", WHOLE(own.count, 1, 1e9), "lists to write" },
+  { "--valid", "t", WHOLE(own.valid, 1, 1e6), "what chooses the model: so many lists, at most a tenth of --data" },
+  { "--count", "ew", WHOLE(own.count, 1, 1e9), "how many: lists to measure on, where they are made, or to write" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_PATIENCE,
@@ -72,15 +72,15 @@ static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) {
 
 /* ---- commands ---------------------------------------------------------------------------------------------------- */
 
-/* What there is to learn: made lists, practically without end, or the file's. */
-static int open_lists(samples *s) {
+/* What there is to learn: made lists, practically without end, or the file's. held: lists to measure on. */
+static int open_lists(samples *s, int64_t held) {
   if (own.data && lists_read(&file, own.data)) return 2;
   if (own.data) own.longest = file.longest;
   *s = (samples){ .title = own.data ? own.data : "lists made as needed", .vocab = SYMBOLS, .classes = 10,
                  .longest = own.longest,
-    .training = (int64_t)1 << 40, .held = own.held, .fetch = fetch_made };
+    .training = (int64_t)1 << 40, .held = held, .fetch = fetch_made };
   if (own.data) {
-    s->fetch = fetch_read, s->held = own.held < file.count / 10 ? own.held : file.count / 10,
+    s->fetch = fetch_read, s->held = held < file.count / 10 ? held : file.count / 10,
         s->training = file.count - s->held;
     return 0;
   }
@@ -95,7 +95,7 @@ static int open_lists(samples *s) {
 static int train(luna_ctx *ctx, const char **words) {
   luna_params *params = luna_params_open(ctx);
   samples s;
-  int status = open_lists(&s);
+  int status = open_lists(&s, own.valid);
   (void)words;
   if (!status && luna_params_set_text(params, "listops.tokens", "symbols") != LUNA_OK) status = failed(ctx);
   if (!status) status = train_classifier(ctx, params, &s);
@@ -107,7 +107,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   luna_model model;
   samples s;
   int status = load_classifier(&model, ctx, luna_params_open(ctx), words[0], SYMBOLS, 10);
-  if (!status) status = open_lists(&s);
+  if (!status) status = open_lists(&s, own.count);
   if (!status && !own.data) s.training = 0;
   if (!status) status = eval_classifier(ctx, &model.classifier, &s);
   lists_close(&file);
@@ -118,7 +118,7 @@ static int write_lists(luna_ctx *ctx, const char **words) {
   samples s;
   int32_t length;
   (void)ctx, (void)words;
-  if (open_lists(&s)) return 2;
+  if (open_lists(&s, own.count)) return 2;
   int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t));
   for (int64_t i = 0; tokens && i < own.count && !ferror(stdout); i++) {
     printf("%d\t", (int)fetch_to_write(i, tokens, &length));

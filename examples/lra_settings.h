@@ -4,7 +4,7 @@
 
 enum { LUNA, TRANSFORMER, LOCAL, SPARSE, LONGFORMER, LINFORMER, REFORMER, SINKHORN, SYNTHESIZER, BIGBIRD, LINEAR,
        PERFORMER, RFA, WORKSPACE, ISAB, ATTENTIONS };
-#define ATTENTION_NAMES "luna transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird " \
+#define ATTENTION_NAMES "luna softmax local sparse longformer linformer reformer sinkhorn synthesizer bigbird " \
                         "linear performer rfa workspace isab"
 
 enum { AUTHORS, LRA, SMALL };

@@ -5,9 +5,9 @@
 
      mlm pretrain FILE [--out M] [--steps N] [--window W] ...
        learns to fill in what is masked of a text, words or bytes
-     mlm tune M FILE.tsv [--out C] [--rows N] [--valid FILE.tsv] ...
+     mlm tune M FILE.tsv [--out C] [--rows N] [--held FILE.tsv] ...
        from lines "label TAB text", labels 0, 1, ...: a classifier with M's encoder, and beside it, to compare, the same
-       from scratch; both are measured on --valid or, without it, on a tenth of the lines, chosen by chance
+       from scratch; both are measured on --held or, without it, on a tenth of the lines, chosen by chance
    Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -29,20 +29,21 @@ static struct settings set = {
 static struct {
   int64_t tokens, vocab, window, rows;
   double masked, head_lr, encoder_lr;
-  const char *begin, *valid;
+  const char *begin, *held;
 } own = { .vocab = 10000, .window = 256, .masked = 0.15, .head_lr = 0.03, .encoder_lr = 1e-4 };
 
 static const flag flags[] = {
   FLAGS_TRAIN_OF("pt"),
   { "--tokens", "p", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
-  { "--vocab", "p", WHOLE(own.vocab, 2, 1e7), "how many words to tell apart, by their hash; bytes are 256" },
-  { "--window", "pt", WHOLE(own.window, 2, 65536), "tokens of a text that are read at once" },
+  { "--vocab", "p", WHOLE(own.vocab, 2, 1e7), "kinds of tokens, at most: words by their hash; bytes are 256" },
+  { "--window", "pt", WHOLE(own.window, 2, 65536), "tokens or steps that are learnt from at once: words or bytes" },
   { "--masked", "p", REAL(own.masked, 0.001, 1), "share of the tokens to fill in" },
   { "--begin", "p", READS(own.begin), "model to begin with, as far as its tensors have the same names and shapes" },
   { "--head-lr", "t", REAL(own.head_lr, 1e-9, 10), "learning rate of the new layer on a pre-trained encoder" },
   { "--encoder-lr", "t", REAL(own.encoder_lr, 0, 10), "of that encoder, 0: it stays; --lr is of all from scratch" },
   { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most, chosen by chance; 0 for all" },
-  { "--valid", "t", READS(own.valid), "lines to measure on; without it a tenth of the others, chosen by chance" },
+  { "--held", "t", READS(own.held),
+   "held out, to measure on: lines of this file; without it a tenth of the others, chosen by chance" },
   FLAGS_MODEL_OF("p"),
   { "--attention", "p", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" },
   FLAG_SEED("pt"),
@@ -188,10 +189,10 @@ static int read_data(data *d, const char *path) { /* 0, or 2 after a sentence */
   if (read_rows(d, &d->files[0], path)) return 2;
   int64_t lines = d->learnt;
   if (lines < 10) return fail("%s has %lld lines; to train and test takes 10", path, (long long)lines);
-  if (!own.valid) shuffle(d->rows, lines, 0);              /* for files have an order; the same tenth for any --seed */
-  if (own.valid && read_rows(d, &d->files[1], own.valid)) return 2;
-  if (own.valid && d->learnt == lines) return fail("%s has no lines", own.valid);
-  d->held = own.valid ? d->learnt - lines : lines / 10;
+  if (!own.held) shuffle(d->rows, lines, 0);              /* for files have an order; the same tenth for any --seed */
+  if (own.held && read_rows(d, &d->files[1], own.held)) return 2;
+  if (own.held && d->learnt == lines) return fail("%s has no lines", own.held);
+  d->held = own.held ? d->learnt - lines : lines / 10;
   d->learnt -= d->held;
   shuffle(d->rows, d->learnt, (uint64_t)set.seed);
   return 0;

@@ -22,12 +22,12 @@ static struct settings set = {
   .layers = 2, .dim = 64, .heads = 4, .memory = 16, .ffn = 128, .positions = LUNA_POSITIONS_LEARNED,
   .seed = 1
 };
-static struct { int64_t greys, count; } own = { .greys = 16, .count = 5 };
+static struct { int64_t grays, count; } own = { .grays = 16, .count = 5 };
 
 static const flag flags[] = {
   FLAGS_TRAIN,
-  { "--greys", "t", WHOLE(own.greys, 2, 256), "shades that a pixel's 256 become: the vocabulary" },
-  { "--count", "s", WHOLE(own.count, 1, 1e9), "images to draw" },
+  { "--grays", "t", WHOLE(own.grays, 2, 256), "shades of gray that are told apart: of a pixel's 256, the vocabulary" },
+  { "--count", "s", WHOLE(own.count, 1, 1e9), "how many: images to draw" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_PATIENCE,
@@ -63,7 +63,7 @@ static int64_t pixels(void) { return images.size[1] * images.size[2]; }
 
 static int32_t fetch(int64_t index, int32_t *tokens, int32_t *length) {
   const unsigned char *image = images.bytes + index * pixels();
-  for (int64_t i = 0; i < pixels(); i++) tokens[i] = (int32_t)(image[i] * own.greys / 256);
+  for (int64_t i = 0; i < pixels(); i++) tokens[i] = (int32_t)(image[i] * own.grays / 256);
   *length = (int32_t)pixels();
   return labels.bytes ? labels.bytes[index] : 0;
 }
@@ -86,8 +86,8 @@ static int64_t classes(void) {                             /* labels are 0 .. cl
 
 static int load(luna_ctx *ctx, luna_model *model, const char *path) {
   if (load_classifier(model, ctx, luna_params_open(ctx), path, 0, 0)) return 2;
-  own.greys = model->classifier.config.vocab;
-  return own.greys >= 2 && own.greys <= 256 ? 0 : fail("%s is not a model that mnist made", path);
+  own.grays = model->classifier.config.vocab;
+  return own.grays >= 2 && own.grays <= 256 ? 0 : fail("%s is not a model that mnist made", path);
 }
 
 static int train(luna_ctx *ctx, const char **words) {
@@ -99,7 +99,7 @@ static int train(luna_ctx *ctx, const char **words) {
   if (!status) {
     int64_t held = images.size[0] / 6;
     status = train_classifier(ctx, params, &(samples){
-      .title = words[0], .vocab = own.greys, .classes = classes(), .longest = pixels(),
+      .title = words[0], .vocab = own.grays, .classes = classes(), .longest = pixels(),
       .training = images.size[0] - held, .held = held, .fetch = fetch });
   }
   free(images.file.data), free(labels.file.data);
@@ -114,7 +114,7 @@ static int eval(luna_ctx *ctx, const char **words) {
     status = fail("%s has labels that the model does not know", words[2]);
   if (!status)
     status = eval_classifier(ctx, &model.classifier, &(samples){
-      .title = words[1], .vocab = own.greys, .classes = model.classifier.config.classes, .longest = pixels(),
+      .title = words[1], .vocab = own.grays, .classes = model.classifier.config.classes, .longest = pixels(),
       .training = images.size[0], .fetch = fetch });
   free(images.file.data), free(labels.file.data);
   return status;
@@ -124,7 +124,7 @@ static int show_one(luna_ctx *ctx, const luna_classifier *model, int64_t index, 
   int32_t length, best = 0;
   fetch(index, tokens, &length);
   for (int64_t i = 0; i < pixels(); i++)
-    printf("%c%s", " .:-=+*#%@"[tokens[i] * 10 / own.greys], (i + 1) % images.size[2] ? "" : "\n");
+    printf("%c%s", " .:-=+*#%@"[tokens[i] * 10 / own.grays], (i + 1) % images.size[2] ? "" : "\n");
   luna_begin_inference(ctx);
   if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length, NULL }), NULL),
                 shares) != LUNA_OK) return failed(ctx);

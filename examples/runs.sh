@@ -16,13 +16,13 @@ mkdir -p "$out"
 
 runs() {
   for seed in 1 2; do
-    for system in "luna16 luna" "luna128 luna --memory 128" "linear linear" "transformer transformer"; do
+    for system in "luna16 luna" "luna128 luna --memory 128" "linear linear" "transformer softmax"; do
       echo "text-${system%% *}-$seed lra train text --quick --data $data/imdb.tsv --attention ${system#* }" \
         "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
     done
   done
   for seed in 1 2; do
-    for system in "luna16 luna" "transformer transformer"; do
+    for system in "luna16 luna" "transformer softmax"; do
       echo "text-${system%% *}-larger-$seed lra train text --quick --data $data/imdb.tsv --attention ${system#* }" \
         "--layers 4 --dim 128 --ffn 256 --lr 1e-3 --steps 2000 --warmup 200 --products bf16 --seed $seed" \
         "--save-every 100"
@@ -45,7 +45,7 @@ runs() {
     echo "lists-$seed lra train listops --quick --products bf16 --seed $seed --save-every 50"
   done
   for seed in 1 2; do
-    for system in "luna16 luna" "transformer transformer"; do
+    for system in "luna16 luna" "transformer softmax"; do
       image="lra train image --quick --data $data/cifar.bin --attention ${system#* } --products bf16 --seed $seed"
       image="$image --save-every 200"
       echo "image-${system%% *}-$seed $image --steps 12000 --warmup 600"
@@ -59,7 +59,7 @@ runs() {
   echo "pathfinder-easy-long-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8" \
     "--lr 2e-3 --warmup 200 --batch 32 --steps 24000 --products bf16 --seed 1 --save-every 200"
   number="--quick --difficulty easy --pixels number --decay constant --warmup 1000 --save-every 100"
-  for system in "luna16 luna" "transformer transformer"; do   # four seeds each, ended after 300,000 pictures if stuck
+  for system in "luna16 luna" "transformer softmax"; do   # four seeds each, ended after 300,000 pictures if stuck
     echo "pathfinder-number-${system%% *} lra train pathfinder $number --attention ${system#* } --segment 1" \
       "--steps 15000 --trial 4700 --seeds 1-4 --products bf16"
   done
@@ -69,7 +69,7 @@ runs() {
     echo "pathfinder-hidden-$seed lra pretrain pathfinder $number --steps 4000 --products bf16 --seed $seed"
     echo "pathfinder-begun-$seed lra train pathfinder $number --begin $out/pathfinder-hidden-$seed.safetensors" \
       "--lr 5e-4 --steps 15000 --products bf16 --seed $seed"
-    for system in "luna16 luna" "transformer transformer"; do
+    for system in "luna16 luna" "transformer softmax"; do
       image="--quick --data $data/cifar.bin --attention ${system#* } --pixels number --mirror yes --shift 4"
       image="$image --products bf16 --seed $seed --save-every 200"
       echo "image-hidden-${system%% *}-$seed lra pretrain image $image --steps 4000 --warmup 400"
@@ -83,7 +83,7 @@ runs() {
     echo "mlm-$seed mlm pretrain $out/reviews.txt --begin $out/mlm-begin-$seed.safetensors --masked 0.3 --window 128" \
       "--steps 40000 --products bf16 --seed $((seed + 2))"
     for rows in 100 1000 10000; do
-      echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $out/tune.tsv --valid $out/test.tsv --rows $rows" \
+      echo "mlm-$seed-$rows mlm tune $out/mlm-$seed.safetensors $out/tune.tsv --held $out/test.tsv --rows $rows" \
         "--steps $((rows / 5 + 400)) --lr 3e-3 --products bf16 --seed $seed"
     done
     echo "translate-$seed translate train $data/train.en $data/train.de --products bf16 --seed $seed"

@@ -35,8 +35,8 @@ enum { BY_MODEL, BY_LINEAR, BY_BOTH };
 static struct {
   const char *label, *svg, *columns, *drop, *ahead, *inputs;
   int64_t per_step, causal, forecast, window, carry, held, interval, by, from, to, every;
-  double noise, stretch, scale, validate, teach, average;
-} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80,
+  double noise, stretch, scale, valid, teach, average;
+} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .valid = 0.1, .interval = 80,
           .teach = 0.1, .average = 0.98 };
 
 #include "series_data.h"
@@ -53,19 +53,19 @@ static const flag flags[] = {
   FLAGS_TRAIN,
   { "--label", "t", STRING(own.label), "CSV: the column, by name or number from 1, that is each row's class" },
   { "--per-step", "t", SWITCH(own.per_step), "a class at each step; of .ts in recordings joined from cases" },
-  { "--causal", "t", SWITCH(own.causal), "from each step and earlier ones alone; of CSV yes unless no is said" },
+  { "--causal", "t", SWITCH(own.causal), "each step sees itself and earlier ones alone: of CSV yes unless no is said" },
   { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
   { "--ahead", "t", STRING(own.ahead), "how many steps ahead forecasts are for, \"1,6,24\"" },
   { "--interval", "t", WHOLE(own.interval, 0, 99),
    "percent of what comes that should lie between a forecast's bounds; 0: no bounds" },
-  { "--window", "t", WHOLE(own.window, 2, 1e6), "steps of a recording that are learnt from at once" },
-  { "--carry", "t", SWITCH(own.carry), "windows of a recording continue one another: the memory goes on" },
+  { "--window", "t", WHOLE(own.window, 2, 1e6), "tokens or steps that are learnt from at once: steps of a recording" },
+  { "--carry", "t", SWITCH(own.carry), "windows continue one another, and the memory goes on" },
   { "--columns", "t", STRING(own.columns), "CSV: the columns to read, \"a,b,7\", by names or numbers from 1" },
   { "--drop", "t", STRING(own.drop), "CSV: columns to leave out, likewise" },
   { "--inputs", "t", STRING(own.inputs), "CSV: columns that forecasts read but that are not forecast, likewise" },
   { "--held", "t", WHOLE(own.held, 0, 5),
-   "1 to 5: that fifth of the data is not learnt from but measured on; 0: none of .ts, of CSV the fifth" },
-  { "--validate", "t", REAL(own.validate, 0, 0.5), "share of the rest to find the best model by, if it is 20 cases" },
+   "held out, to measure on: this fifth of the data, 1 to 5; 0: none of .ts, of CSV the fifth" },
+  { "--valid", "t", REAL(own.valid, 0, 0.5), "what chooses the model: this share of the rest, if it is 20 cases" },
   FLAG_PATIENCE,
   FLAGS_RARE,
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
@@ -85,7 +85,7 @@ static const flag flags[] = {
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { "--every", "p", SWITCH(own.every), "the forecasts of every step, not of the last alone" },
-  { "--svg", "p", WRITES(own.svg), "file to draw the series and what is found in them in, SVG" },
+  { "--svg", "p", WRITES(own.svg), "file to draw in, SVG: the series and what is found in them" },
   { "--from", "p", WHOLE(own.from, 0, 1e12), "the first step of the first series that is drawn; 0: what matters" },
   { "--to", "p", WHOLE(own.to, 0, 1e12), "the last one, likewise" },
   { 0 }

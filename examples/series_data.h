@@ -448,7 +448,7 @@ TOOL int read_csv(const char *path, bool learns) {
 /* ---- what is learnt from, and what is not ------------------------------------------------------------------------ */
 
 enum { TRAINING, VALIDATION, HELD, PARTS };
-#define LEAST_CASES 20               /* to validate on, where --validate is not given: of fewer, chance decides */
+#define LEAST_CASES 20               /* to validate on, where --valid is not given: of fewer, chance decides */
 #define LEAST_STEPS 20               /* of a block of a recording, likewise */
 #define MOST_STEPS 20000             /* more only take time */
 #define BLOCKS 8                     /* of a recording to validate on, at most, spread over time */
@@ -497,7 +497,7 @@ TOOL void add_block(series stretch, int64_t size, double share, const series *al
    before them, but learns neither its classes nor its numbers. */
 TOOL void add_blocks(series s, int64_t from, int64_t to) {
   const int64_t left = s.n - (to - from), least = LEAST_STEPS + 2 * ahead[ahead_count - 1] * (own.forecast != 0);
-  int64_t size = (int64_t)(own.validate * (double)left);
+  int64_t size = (int64_t)(own.valid * (double)left);
   if (size > MOST_STEPS) size = MOST_STEPS;
   int64_t blocks = size / least < BLOCKS ? size / least : BLOCKS;
   if (blocks == 0 || size > left / 2) return;
@@ -513,7 +513,7 @@ TOOL void add_blocks(series s, int64_t from, int64_t to) {
     }
     if (first >= from) first += to - from, last += to - from;
     const int64_t wanted = size / blocks, n = wanted < (last - first) / 2 ? wanted : (last - first) / 2;
-    add_block((series){ s.at + first, last - first, -1, 0 }, n, own.validate * (double)(b + 1) / (double)blocks, &s);
+    add_block((series){ s.at + first, last - first, -1, 0 }, n, own.valid * (double)(b + 1) / (double)blocks, &s);
   }
 }
 
@@ -536,7 +536,7 @@ TOOL void split_recording(series s, int part) {
 TOOL void split_data(void) {
   static int64_t seen[CLASSES + 1];
   series *old = data.list;
-  const int64_t count = data.count, every = own.validate > 0 ? (int64_t)(1 / own.validate + 0.5) : INT64_MAX;
+  const int64_t count = data.count, every = own.valid > 0 ? (int64_t)(1 / own.valid + 0.5) : INT64_MAX;
   data.list = NULL, data.count = data.training = data.validation = 0;
   for (int part = 0; part < PARTS; part++) {
     memset(seen, 0, sizeof seen);
@@ -552,7 +552,7 @@ TOOL void split_data(void) {
     if (part == VALIDATION) data.validation = data.count - data.training;
   }
   free(old);
-  if (data.csv || flag_given(&own.validate) || data.validation >= LEAST_CASES) return;
+  if (data.csv || flag_given(&own.valid) || data.validation >= LEAST_CASES) return;
   data.training += data.validation, data.validation = 0;
 }
 

@@ -31,11 +31,12 @@ static struct { int64_t vocab, longest, beam; double length; } own =
 
 static const flag flags[] = {
   FLAGS_TRAIN,
-  { "--vocab", "t", WHOLE(own.vocab, 257, 65536), "tokens, at most: bytes and byte pairs" },
-  { "--longest", "t", WHOLE(own.longest, 2, 4096), "pairs with more tokens than this are left out" },
+  { "--vocab", "t", WHOLE(own.vocab, 257, 65536), "kinds of tokens, at most: bytes and byte pairs" },
+  { "--longest", "t", WHOLE(own.longest, 2, 4096), "tokens of a sequence, at most: pairs with more are left out" },
   FLAGS_MODEL,
   { "--beam", "er", WHOLE(own.beam, 1, 64), "translations pursued at once; 1 is greedy" },
-  { "--length", "er", REAL(own.length, 0.01, 10), "more is longer: scores are divided by the tokens to this power" },
+  { "--length-power", "er", REAL(own.length, 0.01, 10),
+   "more is longer: scores are divided by the tokens to this power" },
   FLAG_SEED("t"),
   FLAG_THREADS("ter"),
   FLAG_PRODUCTS("t"),

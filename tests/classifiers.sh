@@ -36,7 +36,7 @@ mkdir folder
 # ---- listops
 program=listops
 lists="--shortest 4 --longest 9 --depth 2"
-trains 30 train $lists --held 200 --steps 200 $small
+trains 30 train $lists --valid 200 --steps 200 $small
 check "listops eval succeeds" run eval a.safetensors $lists
 check "it gives the accuracy" beyond 30
 check "listops write succeeds" run write $lists --count 300
@@ -64,7 +64,7 @@ for attention in softmax linear linformer; do
   check "its model loads" run eval b.safetensors $lists
 done
 check "lists that eval measures on are not written" \
-  sh -c "'$build/listops' eval a.safetensors $lists --held 300 | cut -d : -f 2- >made; cp lists written; \
+  sh -c "'$build/listops' eval a.safetensors $lists --count 300 | cut -d : -f 2- >made; cp lists written; \
     '$build/listops' eval a.safetensors --data written | cut -d : -f 2- >file; ! cmp -s made file"
 awk 'BEGIN { for (i = 0; i < 200; i++) print (i % 2 ? "good" : "bad") "\ttext " i }' >two_labels
 "$build/classify" train two_labels --vocab 15 --steps 1 $small --out two.safetensors >out 2>err

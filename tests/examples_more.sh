@@ -151,9 +151,9 @@ check "labels that take turns are held in turn too" \
   run tune m.safetensors turns.tsv --out d.safetensors --steps 1 --lr 1e-9 $window
 check "so that one class alone is not what is measured" awk '/^accuracy on 40/ { exit !($5 < 0.8 && $5 > 0.2) }' out
 check "lines to measure on may come from a file" \
-  run tune m.safetensors rows.tsv --valid turns.tsv --out d.safetensors --steps 1 $window
+  run tune m.safetensors rows.tsv --held turns.tsv --out d.safetensors --steps 1 $window
 check "all of them are" grep -q '^accuracy on 400 lines' out
-refuses "is empty" tune m.safetensors rows.tsv --valid empty --out d.safetensors
+refuses "is empty" tune m.safetensors rows.tsv --held empty --out d.safetensors
 refuses "no command dance" dance
 refuses "no flag --dim" tune m.safetensors rows.tsv --dim 8
 refuses "no label" tune m.safetensors bad.tsv --out d.safetensors
@@ -232,14 +232,14 @@ refuses "[a-z]" folder
 program=attention_map
 good() { [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ] \
   && [ "$(tags "$1" g)" = "$(tags "$1" /g)" ] && { ! command -v xmllint || xmllint --noout "$1"; }; }
-check "a classifier's map" run draw c.safetensors --text 'in <10> days & "nights" the moon é' --out c.svg
+check "a classifier's map" run draw c.safetensors --text 'in <10> days & "nights" the moon é' --svg c.svg
 check "is a whole SVG" good c.svg
 check "its characters are escaped" sh -c "grep -q '&#60;' c.svg && grep -q '&#38;' c.svg && grep -q '>é<' c.svg"
 check "two maps" [ "$(grep -c '>pack: \|>unpack: ' c.svg)" = 2 ]
 check "slots have numbers" [ "$(grep -c '>8</text>' c.svg)" = 4 ]
-run draw c.safetensors --text 'in <10> days & "nights" the moon é' --out d.svg --head 2
+run draw c.safetensors --text 'in <10> days & "nights" the moon é' --svg d.svg --head 2
 check "a head is another map" differ c.svg d.svg
-check "the text from the input" sh -c "'$build/attention_map' draw m.safetensors --out e.svg <text"
+check "the text from the input" sh -c "'$build/attention_map' draw m.safetensors --svg e.svg <text"
 check "a long text goes on below" [ "$(grep -c '>pack: ' e.svg)" -ge 10 ]
 widths() { sed -n 's/.*width=.\([0-9]*\). height=.[0-9]*. fill=.none.*/\1/p' "$1" >widths; }
 widths e.svg
@@ -247,12 +247,12 @@ check "in parts of about the same length" \
   sh -c "sort -n widths | awk 'NR == 1 { least = \$1 } END { exit !(NR > 20 && least > 0.85 * \$1) }'"
 check "it is a whole SVG" good e.svg
 printf 'a\377\200\001\302\002b' >odd
-check "odd bytes do no harm" sh -c "'$build/attention_map' draw m.safetensors --out f.svg <odd"
+check "odd bytes do no harm" sh -c "'$build/attention_map' draw m.safetensors --svg f.svg <odd"
 check "not to the SVG either" good f.svg
-check "an encoder-decoder's encoder, with numbers for tokens" run draw a.safetensors --as numbers --text '5 6 7 300' \
-  --out g.svg
+check "an encoder-decoder's encoder, with numbers for tokens" run draw a.safetensors --tokens numbers --text '5 6 7 300' \
+  --svg g.svg
 check "it says how many" grep -q ' 4 tokens' out
-check "a text is cut into byte pairs, as it was trained" run draw a.safetensors --text 'one two three' --out g.svg
+check "a text is cut into byte pairs, as it was trained" run draw a.safetensors --text 'one two three' --svg g.svg
 check "words are tokens" grep -q ' 4 tokens' out
 check "their names stand by them" [ "$(grep -c '>one<\|>two<\|>three<\|>END<' g.svg)" = 8 ]
 awk 'BEGIN { for (i = 0; i < 200; i++)
@@ -262,27 +262,27 @@ tiny="--steps 1 --layers 1 --dim 16 --heads 2 --memory 4 --ffn 32"
 "$build/listops" train --longest 9 $tiny --out l.safetensors >/dev/null
 "$build/lm" train text $tiny --out lm.safetensors >/dev/null
 LC_ALL=C sed 's/mlm.tokens/mlm.broken/' m.safetensors >bare.safetensors
-check "a text is cut into words, as it was trained" run draw w.safetensors --text 'Splendid, is it?' --out w.svg
+check "a text is cut into words, as it was trained" run draw w.safetensors --text 'Splendid, is it?' --svg w.svg
 check "punctuation by itself" grep -q ' 5 tokens' out
 check "the picture says what is found" grep -q '; found: \(good\|bad\), [0-9]*%</text>' w.svg
 check "the last unpack of a model that pools the memory is not drawn" \
   [ "$(grep -c '>pack: ' w.svg) $(grep -c '>unpack: ' w.svg)" = "1 0" ]
 check "and it says why" grep -q 'not trained' out
 check "so does the picture" grep -q '>no unpack: .* not trained<' w.svg
-check "a list is cut into its symbols" run draw l.safetensors --text '[MAX 2 [MIN 4 7 ] 0 ]' --out l.svg
+check "a list is cut into its symbols" run draw l.safetensors --text '[MAX 2 [MIN 4 7 ] 0 ]' --svg l.svg
 check "brackets and operators are tokens" grep -q ' 8 tokens' out
-refuses "reads lists" draw l.safetensors --text 'MAX' --out l.svg
-refuses "causal language model" draw lm.safetensors --text x --out h.svg
-refuses "does not say how" draw bare.safetensors --text x --out h.svg
-check "unless the command line does" run draw bare.safetensors --text x --as bytes --out i.svg
+refuses "reads lists" draw l.safetensors --text 'MAX' --svg l.svg
+refuses "causal language model" draw lm.safetensors --text x --svg h.svg
+refuses "does not say how" draw bare.safetensors --text x --svg h.svg
+check "unless the command line does" run draw bare.safetensors --text x --tokens bytes --svg i.svg
 refuses "model file is missing" draw
-refuses "no layer 2" draw m.safetensors --layer 2 --text x --out h.svg
-refuses "no head 3" draw m.safetensors --head 3 --text x --out h.svg
-refuses "[a-z]" draw m.safetensors --as numbers --text '5 999999999999' --out h.svg
-refuses "no text" draw m.safetensors --text '' --out h.svg
-refuses "overwrite the model" draw m.safetensors --text x --out m.safetensors
-refuses "cannot write" draw m.safetensors --text x --out nowhere/h.svg
-refuses "[a-z]" draw text --text x --out h.svg
+refuses "no layer 2" draw m.safetensors --layer 2 --text x --svg h.svg
+refuses "no head 3" draw m.safetensors --head 3 --text x --svg h.svg
+refuses "[a-z]" draw m.safetensors --tokens numbers --text '5 999999999999' --svg h.svg
+refuses "no text" draw m.safetensors --text '' --svg h.svg
+refuses "overwrite the model" draw m.safetensors --text x --svg m.safetensors
+refuses "cannot write" draw m.safetensors --text x --svg nowhere/h.svg
+refuses "[a-z]" draw text --text x --svg h.svg
 
 # ---- compress
 program=compress

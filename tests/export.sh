@@ -38,7 +38,7 @@ detector="features=9 outputs=2 memory=16 dim=32 heads=4 ffn=64 convolution=4 pre
 check "a detector" model float 10000 $detector
 mkdir -p eight
 cp float/model.safetensors float/series.csv float/model.out eight
-check "is exported in float" exported float --float
+check "is exported in float" exported float --weights f32
 check "and in 8 bits" exported eight
 sanitized=
 for kind in float eight; do
@@ -115,12 +115,12 @@ number=0
 while read -r fields; do
   number=$((number + 1))
   check "a model of $fields" model "m$number" 300 $small $fields
-  for flag in --float --bits=8; do
-    [ $flag = --float ] && odd=1 || odd=0
+  for flag in --weights=f32 --weights=8; do
+    [ $flag = --weights=f32 ] && odd=1 || odd=0
     [ -n "$TEST_FULL" ] || [ $((number % 2)) = $odd ] || continue
     check "$fields: $flag" exported "m$number" $flag
     check "$fields: $flag is built" built "m$number" $cc -std=c99 -O0
-    [ $flag = --float ] && bound=1e-5 || bound=0.2
+    [ $flag = --weights=f32 ] && bound=1e-5 || bound=0.2
     check "$fields: $flag is near luna_stream" $models compare "m$number/model.out" "m$number/outputs.txt" $bound
     check "$fields: $flag takes the stack that it says" stack_of "m$number"
     [ -z "$TEST_FULL" ] || check "$fields: $flag meets the rules of MISRA" $ruled "m$number"
@@ -153,8 +153,8 @@ careful="$cc -std=c99 -O1 -fsanitize=undefined -fno-sanitize-recover=all"
 built m1 $careful || careful="$cc -std=c99 -O1"
 while read -r fields; do
   check "a model of $fields" model big 60 $small $fields
-  for flag in --float --bits=8; do
-    [ $flag = --float ] && bound=1e-5 || bound=inf
+  for flag in --weights=f32 --weights=8; do
+    [ $flag = --weights=f32 ] && bound=1e-5 || bound=inf
     check "$fields: $flag" exported big $flag
     check "$fields: $flag is built" built big $careful
     check "$fields: $flag is finite" $models compare big/model.out big/outputs.txt $bound
@@ -175,14 +175,14 @@ END
 check "in 8 bits too a step without a finite result says so" [ "$(grep -c '^[7f]f[c-f]' big/outputs.txt)" = 1 ]
 check "a model whose scores are too large" model big 0 vocab=37 forget=1 large=30
 refuses "layer1_scores_b, which export computes .* too large for a float" big/model.safetensors --out x
-refuses "layer1_scores_b, which export computes .* too large for a float" big/model.safetensors --out x --float
+refuses "layer1_scores_b, which export computes .* too large for a float" big/model.safetensors --out x --weights f32
 
 # --- steps that are refused, learning, and two models in one program
 check "a model of tokens with 20 positions" model words 0 vocab=37 dim=16 heads=2 memory=4 positions=3 max_length=20
 check "and one of features" model learner 0 features=3 outputs=4 dim=16 heads=2 memory=4 convolution=3
 for kind in classes values; do
   mkdir -p $kind
-  check "it learns $kind" run learner/model.safetensors --out $kind/learner --learn $kind --float
+  check "it learns $kind" run learner/model.safetensors --out $kind/learner --learn $kind --weights f32
   check "beside it, the model of tokens" run words/model.safetensors --out $kind/words
   cat >$kind/check.c <<'END'
 #include "learner.h"
@@ -338,7 +338,7 @@ check "a place that is not there is said" stops 'line 1 has too few columns' '3,
 awk 'BEGIN { print "a,b"; for (t = 0; t < 200; t++) print sin(t / 5) * 40 "," cos(t / 9) + 7 }' >f.csv
 check "a forecast" "$build/series" train f.csv --forecast --ahead 1,4 --steps 20 --window 300 --out f.safetensors
 check "what it finds" sh -c "'$build/series' predict f.safetensors f.csv >found.csv"
-check "it is exported" run f.safetensors --out fc --float
+check "it is exported" run f.safetensors --out fc --weights f32
 check "with what y is" grep -q 'y\[(a \* 2 + i) \* 3 + q\]' fc.h
 check "and how far ahead" grep -q '\[1,4\]\[a\]; quantile \[0.1, 0.5, 0.9\]\[q\]' fc.h
 LC_ALL=C sed 's/series.change1/series.chance1/' f.safetensors >holes.safetensors

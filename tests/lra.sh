@@ -266,7 +266,7 @@ check "half of it chooses, the rest is measured" grep -q '^held 6$' t.txt
 learns="train text --data texts $small --steps 60 --validations 4 --lr 0.02 --pooling cls"
 attentions="luna reformer performer" settings=sinkhorn
 [ -z "$TEST_FULL" ] || {
-  attentions="luna transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird linear"
+  attentions="luna softmax local sparse longformer linformer reformer sinkhorn synthesizer bigbird linear"
   attentions="$attentions performer rfa workspace isab" settings="local sparse longformer reformer sinkhorn performer"
 }
 for attention in $attentions; do

@@ -126,7 +126,7 @@ classes() { # PROGRAM ARGUMENTS...
 awk 'BEGIN { srand(4); for (i = 0; i < 200; i++) { good = i % 2; line = ""
   for (k = 0; k < 3 + 12 * rand(); k++) line = line " " (rand() < 0.5 ? "the" : good ? "fine" : "poor")
   print (good ? "yes" : "no") "\t" line " end" } }' >labelled
-classes listops --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --held 50 --threads 1
+classes listops --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --valid 50 --threads 1
 classes classify labelled --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --vocab 50 --threads 1
 
 # series: the losses of one rank, and its score of what was held

@@ -347,7 +347,7 @@ check "is a warning too" grep -q "line 12, number [0-9]* of dimension 1: '-*x7' 
 awk 'BEGIN { srand(6); print "@data"; for (i = 0; i < 2000; i++) { up = i % 2; line = ""
   for (t = 0; t < 8; t++) line = line (t ? "," : "") (up ? t : -t) / 8 + rand()
   print line ":" (rand() < 0.3 ? 1 - up : up) } }' >doubt.ts
-check "labels that are often wrong" run train doubt.ts --held 1 --validate 0.25 --out d.safetensors --steps 200 \
+check "labels that are often wrong" run train doubt.ts --held 1 --valid 0.25 --out d.safetensors --steps 200 \
   --lr 0.01 $small
 check "a temperature is found" \
   grep -q '^temperature [0-9.]* on [0-9]* to validate: expected calibration error on the same ' out
@@ -357,9 +357,9 @@ check "on average" awk -F, 'NR > 1 { s += $3 > $4 ? $3 : $4 } END { s /= NR - 1;
 
 # validation: the best model is kept, and training ends where none gets better
 cases 150 5 >many.ts
-check "validation" run train many.ts --out v.safetensors --validate 0.2 --steps 60 --patience 0 $small
+check "validation" run train many.ts --out v.safetensors --valid 0.2 --steps 60 --patience 0 $small
 check "is shown" grep -q 'validation AP [0-9.]*%' out
-check "without it none is" run train many.ts --out v.safetensors --validate 0 --steps 60 $small
+check "without it none is" run train many.ts --out v.safetensors --valid 0 --steps 60 $small
 check "said" [ "$(grep -c validation out)" = 0 ]
 awk 'BEGIN { srand(9); print "x"; for (t = 0; t < 600; t++) print rand() }' >noise.csv
 check "of noise nothing can be learnt" run train noise.csv --forecast --window 50 --lr 0.02 --patience 2 --steps 400 \

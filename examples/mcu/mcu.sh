@@ -116,7 +116,7 @@ done
   missing=40 || exit 1
 for kind in float eight; do
   mkdir -p $kind
-  [ $kind = float ] && flag=--float || flag=--bits=8
+  [ $kind = float ] && flag=--weights=f32 || flag=--weights=i8
   "$build/export" detector.safetensors --out $kind/detector $flag || exit 1
   cp detector.csv $kind/series.csv
   ${CC:-cc} -std=c99 -Os -I$kind -I"$mcu" "$mcu/main.c" "$mcu/host.c" $kind/detector.c -o $kind/main || exit 1
@@ -166,7 +166,7 @@ done
 board m4f
 for kind in float eight; do
   has "$gcc" || continue
-  [ $kind = float ] && flag=--float || flag=--bits=8
+  [ $kind = float ] && flag=--weights=f32 || flag=--weights=i8
   mkdir -p words.$kind
   "$build/export" words.safetensors --out words.$kind/detector $flag >out &&
     compiled words.$kind words.$kind gcc Os main.c &&
