@@ -33,7 +33,7 @@
 #                            a quiet core; make test-long has a short form
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
-#                            build/bench.json
+#                            build/bench.json; it warns where other programs or machines had the processors
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in
 #                            build/arena.md and .svg; 10 minutes at most
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision)
@@ -68,7 +68,7 @@ NAMES = $(filter-out bench_% cuda ptx mpi% soak tiles tiles_emulated $(CHAPTERS)
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
-  tests/export.sh tests/models.sh tests/long_line.sh tests/flags.sh
+  tests/export.sh tests/models.sh tests/long_line.sh tests/flags.sh tests/busy.sh
 PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'li_\|LI_\|kernels.h' tests/*.c))
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,\
   $(filter-out tests/cuda.c tests/ptx.c tests/mpi.c,$(PUBLIC_C)))

@@ -74,14 +74,16 @@ none "the table in $guide is not what --help says; tests/flags.sh --write writes
 # one name, one meaning; one meaning, one name
 awk -F '\t' '{ help = $4; sub(/:.*/, "", help) }
   !($1 in first) { first[$1] = help; whose[$1] = $2 }
-  first[$1] != help { print $1 " is \"" first[$1] "\" in " whose[$1] " and \"" help "\" in " $2 }' "$work/flags" >"$work/wrong"
+  first[$1] != help { print $1 " is \"" first[$1] "\" in " whose[$1] " and \"" help "\" in " $2 }' \
+  "$work/flags" >"$work/wrong"
 none "a flag has two meanings:"
 awk -F '\t' '($4 in flag) && flag[$4] != $1 { print flag[$4] " and " $1 " are both \"" $4 "\"" } { flag[$4] = $1 }' \
   "$work/flags" >"$work/wrong"
 none "a meaning has two flags:"
 # the names of attentions are those of lra, which has all
 awk -F '\t' '$1 == "--attention" { sub(/.*: /, "", $4); print $2 "\t" $4 }' "$work/flags" >"$work/attentions"
-awk -F '\t' 'NR == FNR { if ($1 == "lra") count = split($2, all, " "); for (i = 1; i <= count; i++) known[all[i]] = 1; next }
+awk -F '\t' 'NR == FNR && $1 == "lra" { count = split($2, all, " "); for (i = 1; i <= count; i++) known[all[i]] = 1 }
+  NR == FNR { next }
   { n = split($2, own, " "); for (i = 1; i <= n; i++) if (!(own[i] in known)) print $1 " has " own[i] ", lra has not" }
   END { if (NR < 14 || !("softmax" in known)) print "names of attentions are not found in --help" }' \
   "$work/attentions" "$work/attentions" >"$work/wrong"
