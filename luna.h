@@ -2104,10 +2104,10 @@ typedef struct luna_op {
   /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
   double *mean_ka, *mean_av;
   double *weights;                   /* FORGETTING_LUNA: [batch, heads, slots], of the means */
-  /* of a state that training carries: [batch] positions, and where it lies before the rows, doubles from the above */
-  const int64_t *positions;
+  /* 0, or where a state that training carries lies before the rows, in doubles from the above */
   ptrdiff_t before;
-  const int64_t *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
+  /* in backend memory, of all sequences or, with `before`, [batch]; where it is 0 the means are 0, and not read */
+  const int64_t *position;
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
@@ -12124,8 +12124,8 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   c->position = op->position ? *op->position : 0;
   c->horizon = op->arg.causal.horizon;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
-  c->positions = op->positions;
   c->before = op->before;
+  if (c->before) c->positions = op->position;
   c->forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
   if (c->forgets) {
     c->gates = op->in[4]->data;
@@ -14003,10 +14003,8 @@ LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, 
    look back read and update, and what its parameters and its sources alone make, which is computed once.
    ------------------------------------------------------------------------------------------------------------------ */
 typedef struct li_past {
-  /* of a state that training carries, as in luna_op; then there are only means, weights and histories */
-  const int64_t *positions;
-  ptrdiff_t before;                  /* of the history as many eights of bytes */
-  const int64_t *position;       /* tokens before */
+  const int64_t *position;           /* as in luna_op */
+  ptrdiff_t before;                  /* likewise, of the history as many eights of bytes; with it only these are set: */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   double *weights;                   /* of a memory that forgets, [batch, heads, slots] */
   float *history;                    /* [batch, convolution - 1, dim] */
@@ -15178,7 +15176,6 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
     build.op.mean_ka = past->mean_ka;
     build.op.mean_av = past->mean_av;
     build.op.weights = past->weights;
-    build.op.positions = past->positions;
     build.op.before = past->before;
     build.op.position = past->position;
   }
@@ -16366,7 +16363,7 @@ LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *
   f.past = past;
   f.horizon = horizon;
   luna_tensor *y = li_normed(c, x, &layer->attention_norm);
-  if (layer->kernel && past && past->positions && y)
+  if (layer->kernel && past && past->before && y)
     y = li_carried_convolution(y, layer->kernel, layer->kernel_bias, past);
   else if (layer->kernel) y = li_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (li_is_luna(c)) {
@@ -19771,7 +19768,7 @@ LI_FN li_past li_state_layer(luna_lm_state *s, int64_t layer) {
   li_past past;
   if (!s) return memset(&past, 0, sizeof past), past;
   past = li_state_at(s, s->half[!s->now] + (size_t)layer * s->layer_size, &used);
-  past.positions = s->position[s->now];
+  past.position = s->position[s->now];
   past.before = (s->half[s->now] - s->half[!s->now]) / (ptrdiff_t)sizeof(double);
   return past;
 }
