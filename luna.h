@@ -9761,8 +9761,6 @@ typedef struct li_bump {
   size_t count, room;
   size_t floor, kept;                /* bytes of small things that stay: of the stream, and of what is recorded */
 } li_bump;
-#define LI_BUMPS(ctx) (ctx)->bump
-#define LI_RECORDS(b) (b)->records
 LI_FN void li_bump_begin(li_bump *b, bool single) {
   b->part[0].used = b->kept;
   b->part[1].used = 0;
@@ -10169,15 +10167,15 @@ LI_FN void li_persistent_rewind(luna_ctx *ctx, li_persistent_mark mark) {
 LI_HOT li_mark li_step_mark(const luna_ctx *ctx) {
   li_mark mark = ctx->step;
   for (int i = 0; i < 2; i++)
-    if (LI_BUMPS(ctx)) mark.bytes[i] = ctx->bump->part[i].used;
+    if (ctx->bump) mark.bytes[i] = ctx->bump->part[i].used;
     else if (mark.chunk[i]) mark.used[i] = mark.chunk[i]->used;
   return mark;
 }
 LI_HOT void li_tensor_end(luna_tensor *t, size_t end);
 LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end);
 LI_HOT void li_step_rewind(luna_ctx *ctx, li_mark mark) {
-  for (int i = 0; i < 2 && LI_BUMPS(ctx); i++) ctx->bump->part[i].used = mark.bytes[i];
-  if (LI_BUMPS(ctx)) return;
+  for (int i = 0; i < 2 && ctx->bump; i++) ctx->bump->part[i].used = mark.bytes[i];
+  if (ctx->bump) return;
   const size_t end = mark.bytes[li_on_device(ctx)] + mark.gaps[li_on_device(ctx)];
   for (luna_tensor *t = ctx->step.made; t != mark.made; t = t->own->older) li_tensor_end(t, end);
   if (ctx->step.pieces_made != mark.pieces_made) li_pieces_rewind(ctx, end);
@@ -10233,7 +10231,7 @@ LI_FN bool li_bump_take(li_bump *b, bool data, size_t bytes, void **out) {
 /* Memory of the step, not zeroed; `data` as above. */
 LI_HOT bool li_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = li_round(bytes);
-  if (LI_BUMPS(ctx)) return li_bump_take(ctx->bump, data, bytes, out);
+  if (ctx->bump) return li_bump_take(ctx->bump, data, bytes, out);
   const bool remote = data && li_on_device(ctx);
   *out = NULL;
   if (size < bytes || !li_room(ctx, size)) return false;
@@ -10265,7 +10263,7 @@ LI_FN void *li_persist_host(luna_ctx *ctx, const char *name, size_t bytes) {
 LI_HOT bool li_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   const size_t size = (bytes + 15) / 16 * 16;
   li_mark *step = &ctx->step;
-  if (LI_BUMPS(ctx) || size > LI_SMALL / 2) return li_step(ctx, bytes, false, out);
+  if (ctx->bump || size > LI_SMALL / 2) return li_step(ctx, bytes, false, out);
   if (!step->small || (size_t)(step->small_end - step->small) < size) {
     if (!li_step(ctx, LI_SMALL, false, out)) return false;
     step->small = (char *)*out;
@@ -10291,7 +10289,7 @@ typedef struct li_piece {
 } li_piece;
 LI_HOT bool li_pieces_alone(const luna_ctx *ctx) { return LI_SEPARATE && li_on_device(ctx); }
 LI_HOT bool li_pieces_split(const luna_ctx *ctx) {
-  return !LI_BUMPS(ctx) && !ctx->training && !li_pieces_alone(ctx);
+  return !ctx->bump && !ctx->training && !li_pieces_alone(ctx);
 }
 LI_HOT li_piece *li_piece_make(luna_ctx *ctx, size_t size) {
   void *memory;
@@ -10675,10 +10673,9 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   return (unsigned)kind < LUNA_OP_COUNT ? li_ops[kind].name : "unknown";
 }
 
-/* LI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
+/* LI_CPU_<NAME>, beside its functions, is an op's entry in the table */
 #define LI_CPU_OP(query, forward, backward, can) \
   { query, forward, LI_TRAIN(backward), can }
-#define LI_CPU_REST LI_CPU_OP
 
 #define LI_SPLIT 8192             /* elements worth handing to a thread */
 
@@ -10795,7 +10792,7 @@ LI_HOT luna_status li_concat_run(luna_op *op, bool back) {
   return LUNA_OK;
 }
 LI_RUN_OP(concat)
-#define LI_CPU_CONCAT LI_CPU_REST(li_query_nothing, li_concat_forward, li_concat_backward, 0)
+#define LI_CPU_CONCAT LI_CPU_OP(li_query_nothing, li_concat_forward, li_concat_backward, 0)
 
 LI_FN luna_status li_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
@@ -10808,7 +10805,7 @@ LI_FN luna_status li_expand_backward(luna_op *op) {
   li_k(op)->sum_rows(dy, 1.0f, op->in[0]->grad);
   return LUNA_OK;
 }
-#define LI_CPU_EXPAND LI_CPU_REST(li_query_nothing, li_expand_forward, li_expand_backward, 0)
+#define LI_CPU_EXPAND LI_CPU_OP(li_query_nothing, li_expand_forward, li_expand_backward, 0)
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
 typedef struct li_sum_work {
@@ -10972,7 +10969,7 @@ LI_FN void li_same_back(luna_op *op, int64_t first, int64_t last) {
 LI_SPLIT_OP(same, luna_count(op->out[0]), 1)
 #define LI_CPU_SCALE \
   LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, LUNA_FORWARD_IN_PLACE)
-#define LI_CPU_ACTIVATION LI_CPU_REST(li_query_nothing, li_same_forward, li_same_backward, 0)
+#define LI_CPU_ACTIVATION LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, 0)
 
 /* a b modulo 2^64: a context that measures meets more elements than there are numbers */
 LI_INLINE int64_t li_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
@@ -11000,7 +10997,7 @@ LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last)
 }
 LI_PART_OP(dropout, luna_count(op->in[0]), 1)
 #define LI_CPU_DROPOUT \
-  LI_CPU_REST(li_query_nothing, li_dropout_forward, li_dropout_backward, LUNA_FORWARD_IN_PLACE)
+  LI_CPU_OP(li_query_nothing, li_dropout_forward, li_dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
 LI_FN luna_status li_reduce_forward(luna_op *op) {
@@ -11029,7 +11026,7 @@ LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
 }
 LI_SPLIT_ALL(li_reduce_backward, li_reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
 #define LI_CPU_REDUCE \
-  LI_CPU_REST(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
+  LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
 
 LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
@@ -11052,7 +11049,7 @@ LI_HOT luna_status li_max_run(luna_op *op, bool back) {
   return LUNA_OK;
 }
 LI_RUN_OP(max)
-#define LI_CPU_MAX LI_CPU_REST(li_query_nothing, li_max_forward, li_max_backward, 0)
+#define LI_CPU_MAX LI_CPU_OP(li_query_nothing, li_max_forward, li_max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LI_CUMSUM_COLUMNS 64
@@ -11075,7 +11072,7 @@ LI_HOT void li_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) 
 }
 LI_PART_OP(cumsum, op->arg.reduce.outer * li_divide_up(op->arg.reduce.inner, LI_CUMSUM_COLUMNS),
            op->arg.reduce.axis * li_min(op->arg.reduce.inner, LI_CUMSUM_COLUMNS))
-#define LI_CPU_CUMSUM LI_CPU_REST(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
+#define LI_CPU_CUMSUM LI_CPU_OP(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
@@ -11090,7 +11087,7 @@ LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
   }
 }
 LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
-#define LI_CPU_MASK LI_CPU_REST(li_query_nothing, li_mask_forward, li_mask_backward, 0)
+#define LI_CPU_MASK LI_CPU_OP(li_query_nothing, li_mask_forward, li_mask_backward, 0)
 
 /* --- sine, cosine, power: in double, one by one --- */
 /* the function or, when `slope`, its derivative */
@@ -11115,7 +11112,7 @@ LI_HOT void li_function_back(luna_op *op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; i++) dx[i] += dy[i] * li_function_at(op, x[i], true);
 }
 LI_SPLIT_OP(function, luna_count(op->out[0]), 16)
-#define LI_CPU_FUNCTION LI_CPU_REST(li_query_nothing, li_function_forward, li_function_backward, 0)
+#define LI_CPU_FUNCTION LI_CPU_OP(li_query_nothing, li_function_forward, li_function_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 /* of a divisor that is 0, or so small that 1 / x is Inf, the numbers are divided one by one */
@@ -11141,7 +11138,7 @@ LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) {
   }
 }
 LI_SPLIT_OP(ratio, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_RATIO LI_CPU_REST(li_query_nothing, li_ratio_forward, li_ratio_backward, 0)
+#define LI_CPU_RATIO LI_CPU_OP(li_query_nothing, li_ratio_forward, li_ratio_backward, 0)
 
 /* --- matmul --- */
 /* C = A B, dense */
@@ -11583,7 +11580,7 @@ LI_FN luna_status li_feed_forward_backward(luna_op *op) {
 }
 #endif
 #define LI_CPU_FEED_FORWARD \
-  LI_CPU_REST(li_feed_forward_query, li_feed_forward_forward, li_feed_forward_backward, \
+  LI_CPU_OP(li_feed_forward_query, li_feed_forward_forward, li_feed_forward_backward, \
               LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
@@ -11607,7 +11604,7 @@ LI_HOT void li_softmax_back(luna_op *op, int64_t first, int64_t last) {
                                op->in[0]->grad + r * n);
 }
 LI_SPLIT_OP(softmax, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_SOFTMAX LI_CPU_REST(li_query_nothing, li_softmax_forward, li_softmax_backward, 0)
+#define LI_CPU_SOFTMAX LI_CPU_OP(li_query_nothing, li_softmax_forward, li_softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
@@ -11725,7 +11722,7 @@ LI_FN luna_status li_scatter_add_backward(luna_op *op) {
   return LUNA_OK;
 }
 #define LI_CPU_SCATTER_ADD \
-  LI_CPU_REST(li_query_nothing, li_scatter_add_forward, li_scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
+  LI_CPU_OP(li_query_nothing, li_scatter_add_forward, li_scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
 /* --- angles of positions: sinusoidal positions [n, d], of no inputs; rotary positions, which turn pairs of x --- */
 /* Of rows first, first + 1, .. the sines, then the cosines, in rows of d. By blocks of positions: an angle is the sum
@@ -11796,7 +11793,7 @@ LI_FN void li_sinusoids_query(luna_op *op) {
 }
 LI_FN luna_status li_sinusoids_forward(luna_op *op) { return li_angles_make(op); }
 LI_FN luna_status li_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
-#define LI_CPU_SINUSOIDS LI_CPU_REST(li_sinusoids_query, li_sinusoids_forward, li_sinusoids_backward, 0)
+#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_sinusoids_forward, li_sinusoids_backward, 0)
 
 /* in x [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, in backward back */
 LI_FN void li_rotary_query(luna_op *op) {
@@ -11828,7 +11825,7 @@ LI_FN luna_status li_rotary_backward(luna_op *op) {
   li_angles_make(op);
   return li_rotary_rows_backward(op);
 }
-#define LI_CPU_ROTARY LI_CPU_REST(li_rotary_query, li_rotary_forward, li_rotary_backward, 0)
+#define LI_CPU_ROTARY LI_CPU_OP(li_rotary_query, li_rotary_forward, li_rotary_backward, 0)
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes] */
@@ -11877,7 +11874,7 @@ LI_FN luna_status li_cross_entropy_forward(luna_op *op) {
 }
 LI_SPLIT_ALL(li_cross_entropy_backward, li_cross_entropy_back, li_rows(op->in[0]), li_last(op->in[0]))
 #define LI_CPU_CROSS_ENTROPY \
-  LI_CPU_REST(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, \
+  LI_CPU_OP(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, \
               LUNA_SETS_GRAD(0))
 
 /* --- linear cross-entropy: in x, W, b; index, arguments and kept as of the cross-entropy of logits = x W^T + b, which
@@ -11988,7 +11985,7 @@ LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
   return LUNA_OK;
 }
 #define LI_CPU_LINEAR_CROSS_ENTROPY \
-  LI_CPU_REST(li_linear_cross_entropy_query, li_linear_cross_entropy_forward, \
+  LI_CPU_OP(li_linear_cross_entropy_query, li_linear_cross_entropy_forward, \
               li_linear_cross_entropy_backward, LUNA_SETS_GRAD(0))
 
 /* An op that is one kernel with an argument struct: query, forward and backward from li_<name>_args. kept_floats:
@@ -12060,7 +12057,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
 }
 LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
 #define LI_CPU_SOFTMAX_ATTENTION \
-  LI_CPU_REST(li_attention_query, li_attention_forward, li_attention_backward, 0)
+  LI_CPU_OP(li_attention_query, li_attention_forward, li_attention_backward, 0)
 #define LI_CPU_PACK LI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
@@ -12086,7 +12083,7 @@ LI_FN luna_status li_unpack_residual_backward(luna_op *op) {
   return li_unpack_backward(op);
 }
 #define LI_CPU_UNPACK \
-  LI_CPU_REST(li_unpack_query, li_unpack_forward, li_unpack_residual_backward, \
+  LI_CPU_OP(li_unpack_query, li_unpack_forward, li_unpack_residual_backward, \
               LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- causal product: in x, y, z; arg: heads --- */
@@ -12105,7 +12102,7 @@ LI_FN void li_causal_args(const luna_op *op, li_causal *c) {
   c->horizon = op->arg.causal.horizon;
 }
 LI_KERNEL_OP(causal, 0)
-#define LI_CPU_CAUSAL_PRODUCT LI_CPU_REST(li_causal_query, li_causal_forward, li_causal_backward, 0)
+#define LI_CPU_CAUSAL_PRODUCT LI_CPU_OP(li_causal_query, li_causal_forward, li_causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
    stream: mean_ka, mean_av, weights, position. kept: W, or U and sums of weights --- */
@@ -12199,7 +12196,7 @@ LI_FN luna_status li_custom_run(luna_op *op, bool back) {
   return status;
 }
 LI_RUN_OP(custom)
-#define LI_CPU_CUSTOM LI_CPU_REST(li_custom_query, li_custom_forward, li_custom_backward, 0)
+#define LI_CPU_CUSTOM LI_CPU_OP(li_custom_query, li_custom_forward, li_custom_backward, 0)
 
 LI_HOT luna_status li_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx, (void)direction;
@@ -12542,7 +12539,7 @@ LI_HOT luna_tensor *li_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape
   li_mark *step = &ctx->step;
   void *memory;
   luna_tensor *t;
-  if (LI_BUMPS(ctx)) {
+  if (ctx->bump) {
     if (!li_bump_take(ctx->bump, false, sizeof *t, &memory)) return NULL;
     li_tensor_set(t = (luna_tensor *)memory, ctx, rank, shape);
     return t;
@@ -12590,7 +12587,7 @@ LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape
   luna_tensor *t = count < 0 ? NULL : li_tensor_take(ctx, rank, shape);
   void *data;
   if (!t) return NULL;
-  if (LI_BUMPS(ctx)) {
+  if (ctx->bump) {
     if (!li_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
     t->data = (float *)data;
     return t;
@@ -12680,7 +12677,7 @@ LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool re
     s.tape = ctx->tape;
     s.begins = ctx->begins;
     ctx->recomputing = ctx->recomputing || recompute;
-    if (LI_BUMPS(ctx)) for (int i = 0; i < 2; i++) s.used[i] = ctx->bump->part[i].used;
+    if (ctx->bump) for (int i = 0; i < 2; i++) s.used[i] = ctx->bump->part[i].used;
     s.outer = ctx->scope;
     if (ctx->trace) li_trace_enter(ctx, name ? name : "scope");
   }
@@ -12731,7 +12728,7 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   li_bump *b = scope.ctx->bump;
   char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
-  const bool device = li_on_device(scope.ctx), records = LI_RECORDS(b);
+  const bool device = li_on_device(scope.ctx), records = b->records;
   void *memory;
   if (!x || ((device || records) && scope.used[1] > 0)) return x;
   b->part[1].used = scope.used[1];
@@ -12758,7 +12755,7 @@ LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results,
   const bool taped = ctx && ctx->training && !ctx->paused && !ctx->differentiated;
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
-  if (LI_BUMPS(ctx)) return li_bump_end(scope, results[0]);
+  if (ctx->bump) return li_bump_end(scope, results[0]);
   if (scope.begins != ctx->begins) return results[0]; /* a begin has ended it */
   if (taped && scope.recompute) li_scope_forget(scope);
   else if (taped) li_scope_depths(scope, results, count);
@@ -12789,7 +12786,7 @@ LI_FN luna_tensor *li_results_so_far(luna_scope *scope, luna_tensor *x, luna_ten
   li_scope s = li_scope_of(scope);
   luna_tensor *results[2] = { x, p };
   x = li_scope_release(s, results, 2);
-  if (!x || !s.ctx || s.recompute || LI_BUMPS(s.ctx)) return x;
+  if (!x || !s.ctx || s.recompute || s.ctx->bump) return x;
   const luna_tensor *of_x = li_base(x), *of_p = p ? li_base(p) : of_x;
   luna_tensor *made = s.ctx->step.made;
   luna_op *tape = s.ctx->tape;
@@ -12980,7 +12977,7 @@ LI_HOT void li_start_in(li_build *s, luna_ctx *ctx, luna_op_kind kind, const cha
   s->name = LI_NAME(name);
   s->failed = false;
   s->uncut = 0;
-  if (LI_BUMPS(ctx)) {            /* the rest is not read */
+  if (ctx->bump) {                   /* the rest is not read */
     s->mark.bytes[0] = ctx->bump->part[0].used;
     s->mark.bytes[1] = ctx->bump->part[1].used;
   } else s->mark = li_step_mark(ctx);
@@ -13003,11 +13000,11 @@ LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tens
   s->op.inputs = count;
   for (int i = 0; i < count; i++) {
     s->op.in[i] = in[i];
-    if (!LI_BUMPS(ctx) && in[i] && in[i]->ctx != ctx) { /* both say it: either's step may be looked at */
+    if (!ctx->bump && in[i] && in[i]->ctx != ctx) { /* both say it: either's step may be looked at */
       li_fail(in[i]->ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
       return li_refuse(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
     }
-    if (!LI_BUMPS(ctx) && li_is_released(in[i], name)) return false;
+    if (!ctx->bump && li_is_released(in[i], name)) return false;
     if (i < required && !in[i]) return li_refused(li_fail_null(ctx, name, numbers[i]));
   }
   return true;
@@ -13048,7 +13045,7 @@ LI_FN const int32_t *li_integers(li_build *s, const int32_t *values, int64_t cou
                                  const char *what) {
   luna_ctx *ctx = s->op.ctx;
   if (!values || s->failed) return NULL;
-  if (LI_BUMPS(ctx)) return values;
+  if (ctx->bump) return values;
   s->failed = true;
   for (int64_t i = 0; i < count; i++)
     if (values[i] < min || values[i] > max) {
@@ -13117,7 +13114,7 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
   if (op->workspace_size > 0 && !li_bump_take(b, true, op->workspace_size, &op->workspace))
     return li_op_no_memory(s, op->workspace_size);
   b->part[1].used = used;
-  if (LI_RECORDS(b)) {
+  if (b->records) {
     if (b->count == b->room) return li_op_no_memory(s, sizeof *op);
     if (b->ops) {
       b->ops[b->count] = *op;
@@ -13173,7 +13170,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
   const bool tapes = LI_TRAINS && ctx->training && !ctx->paused;
   bool wanted = false;               /* a gradient */
   void *memory;
-  if (LI_BUMPS(ctx)) return li_bump_finish(s, rank, shape);
+  if (ctx->bump) return li_bump_finish(s, rank, shape);
   if (!li_is_buildable(s, rank, shape)) return li_abandon(s);
   if (tapes) for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
   const bool record = wanted || (tapes && op->inputs == 0); /* without inputs too: it may be run again */
@@ -14021,7 +14018,7 @@ typedef struct li_past {
    >>ops.c: shape checks, then a call of the backend
    ------------------------------------------------------------------------------------------------------------------ */
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
-LI_HOT bool li_is_checked(const luna_ctx *ctx) { return LI_BUMPS(ctx); }
+LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
 
 /* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
    it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
@@ -14117,7 +14114,7 @@ LI_FN luna_tensor *li_view(li_build *s, luna_tensor *x, int rank, const int64_t 
   t->data = x->data ? x->data + offset : NULL;
   t->needs_grad = x->needs_grad;
   t->base = li_base(x);
-  if (LI_BUMPS(x->ctx)) return t; /* its tensors share one state */
+  if (x->ctx->bump) return t; /* its tensors share one state */
   t->own->offset = x->own->offset + offset;
   t->own->cut = x->own->cut;
   return t;
@@ -14359,7 +14356,7 @@ LI_FN bool li_dropout_wrong(li_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   li_build s;
-  if (!x || LI_BUMPS(x->ctx)) return x; /* a stream trains nothing */
+  if (!x || x->ctx->bump) return x; /* a stream trains nothing */
   if (!li_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || li_dropout_wrong(&s, probability))
     return NULL;
   if (!LI_TRAINS || probability == 0 || !x->ctx->training) return x;
@@ -14472,7 +14469,7 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
   luna_ctx *ctx = s->op.ctx;
   luna_tensor *w = s->op.in[i];
   void *memory;
-  if (!ctx->options.weights || ctx->training || LI_BUMPS(ctx) || !w->parameter || !li_int8_fits(li_last(w)))
+  if (!ctx->options.weights || ctx->training || ctx->bump || !w->parameter || !li_int8_fits(li_last(w)))
     return true;
   const size_t bytes = li_int8_bytes(w->shape[0], w->shape[1]);
   const uint64_t writes = li_writes(ctx);
@@ -14488,7 +14485,7 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
 }
 #endif
 /* whether a stream computes single rows */
-LI_FN bool li_is_single_row(const luna_tensor *x) { return LI_BUMPS(x->ctx) && x->ctx->bump->single; }
+LI_FN bool li_is_single_row(const luna_tensor *x) { return x->ctx->bump && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LI_FN luna_tensor *li_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                   luna_activation activation, luna_tensor *residual, float dropout) {
@@ -14496,7 +14493,7 @@ LI_FN luna_tensor *li_linear_with(luna_tensor *x, luna_tensor *weight, luna_tens
   li_build s;
   if (!li_start(&s, LUNA_OP_LINEAR, "luna_linear", in, 2, 4) ||
       !li_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
-  if (LI_BUMPS(x->ctx) && residual)
+  if (x->ctx->bump && residual)
     return luna_add(residual, li_linear_with(x, weight, bias, activation, NULL, dropout));
   if (!li_int8_ready(&s, 1)) return NULL;
   s.op.dots = li_is_single_row(x);
@@ -14529,7 +14526,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   li_build s;
   if (!li_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) || !li_feed_forward_fits(&s, c)) return NULL;
-  if (c->gate || LI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
+  if (c->gate || x->ctx->bump || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = li_linear_activated(x, w1, b1, activation);
     if (c->gate) y = luna_mul(y, luna_linear(x, c->gate, c->gate_bias));
@@ -14824,7 +14821,7 @@ LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
 }
 LI_SPLIT_OP(log_softmax, li_rows(op->in[0]), li_last(op->in[0]))
 #define LI_CPU_LOG_SOFTMAX \
-  LI_CPU_REST(li_query_nothing, li_log_softmax_forward, li_log_softmax_backward, 0)
+  LI_CPU_OP(li_query_nothing, li_log_softmax_forward, li_log_softmax_backward, 0)
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
@@ -15164,7 +15161,7 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
       !li_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
     return NULL;
   const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!c->forget && !LI_BUMPS(q->ctx) && (!li_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
+  if (!c->forget && !q->ctx->bump && (!li_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
     return li_causal_composed(in, c, scale);
   build.op.lengths = li_integers(&build, c->lengths, q->shape[0], 0, INT32_MAX, "lengths");
   build.op.arg.causal.heads = heads;
@@ -15978,16 +15975,16 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
   luna_tensor *p = f->p;
   if (!li_layer_made(x, layer ? layer->pq.weight : NULL, name)) return NULL;
   const luna_causal_attention_layer_config *c = &layer->config;
-  if (!p && !LI_BUMPS(x->ctx)) return li_fail_null(x->ctx, name, "p");
+  if (!p && !x->ctx->bump) return li_fail_null(x->ctx, name, "p");
   if (!li_is_sequence(name, "x", x, x->shape[0], c->dim)) return NULL;
-  if (!LI_BUMPS(x->ctx) && (p->rank < 2 || p->rank > 3 || li_last(p) != c->dim ||
+  if (!x->ctx->bump && (p->rank < 2 || p->rank > 3 || li_last(p) != c->dim ||
                             (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1)))
     return li_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, name, p, c->dim, x->shape[0], c->dim);
   const luna_scope scope = luna_scope_begin(x->ctx);
-  const int32_t *lengths = LI_BUMPS(x->ctx) ? f->past->slots : f->lengths;
-  if (!LI_BUMPS(x->ctx) && lengths &&
+  const int32_t *lengths = x->ctx->bump ? f->past->slots : f->lengths;
+  if (!x->ctx->bump && lengths &&
       (lengths = li_lengths(x->ctx, lengths, x->shape[0], 0, 1, p->shape[p->rank - 2])) == NULL) return NULL;
-  luna_tensor *s = LI_BUMPS(x->ctx) ? li_scores_past(layer, x, f->past) : li_causal_scores(layer, x, p);
+  luna_tensor *s = x->ctx->bump ? li_scores_past(layer, x, f->past) : li_causal_scores(layer, x, p);
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
   luna_tensor *v = luna_linear_layer_forward(&layer->v, x);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x), *gates = NULL;
@@ -18983,7 +18980,7 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
     } else x = li_causal_layer(&layer->of.causal, x, &layer->past, s->horizon);
     x = li_result_so_far(&scope, x);
   }
-  if (LI_RECORDS(&s->bump)) s->body = s->bump.count;
+  if (s->bump.records) s->body = s->bump.count;
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
