@@ -5267,15 +5267,17 @@ LI_FN void li_cross_entropy_backward_reference(const li_cross_entropy *a) {
 }
 
 /* y_t = bias + sum_i weight_i x_(t - width + 1 + i); rows before the first are history's, or 0 */
-LI_FN float li_tap(const li_convolution *a, int64_t row, int64_t channel) {
-  return row >= 0 ? a->x[row * a->n + channel] :
-         a->history ? a->history[(row + a->width - 1) * a->n + channel] : 0;
-}
 LI_FN void li_short_convolution_reference(const li_convolution *a) {
   for (int64_t t = 0; t < a->rows; t++)
     for (int64_t c = 0; c < a->n; c++) {
       float sum = a->bias ? a->bias[c] : 0;
-      for (int64_t i = 0; i < a->width; i++) sum += a->weight[c * a->width + i] * li_tap(a, t - a->width + 1 + i, c);
+      for (int64_t i = 0; i < a->width; i++) {
+        const int64_t row = t - a->width + 1 + i;
+        float x = 0;
+        if (row >= 0) x = a->x[row * a->n + c];
+        else if (a->history) x = a->history[(row + a->width - 1) * a->n + c];
+        sum += a->weight[c * a->width + i] * x;
+      }
       a->y[t * a->n + c] = sum;
     }
 }
@@ -6654,9 +6656,6 @@ LI_FN void li_unpack_backward_reference(const li_unpack *u, void *scratch) {
       }
     }
 }
-LI_FN size_t li_unpack_scratch_reference(const li_unpack *u) {
-  return (size_t)li_floats(u->heads * u->slots + u->dim);
-}
 #endif
 
 #ifdef LI_PASS_LOOPS
@@ -6771,7 +6770,7 @@ LI_FN size_t li_unpack_start(li_unpack_work *w, const li_kernels *kernels, const
 
 LI_FN size_t li_unpack_scratch(const li_kernels *kernels, const li_unpack *u, int64_t threads, bool backward) {
   li_unpack_work w;
-  LI_BY_REFERENCE(kernels, return li_unpack_scratch_reference(u));
+  LI_BY_REFERENCE(kernels, return (size_t)li_floats(u->heads * u->slots + u->dim));
   return li_unpack_start(&w, kernels, u, li_max(threads, 1), backward, NULL);
 }
 
@@ -7543,11 +7542,6 @@ LI_HOT double li_chunk_faded(const li_causal_chunk *c, int64_t first, int64_t en
   for (int64_t t = li_max(first, c->within); t < end; t++) y *= c->fade;
   return y;
 }
-/* a factor for each row: what rows from it to the chunk's end leave of it, or what rows up to it leave of the state */
-LI_HOT void li_chunk_fades(const li_causal_chunk *c, bool to_end, float *fades) {
-  for (int64_t t = 0; t < c->rows; t++)
-    fades[t] = (float)(to_end ? li_chunk_faded(c, t + 1, c->rows) : li_chunk_faded(c, 0, t + 1));
-}
 /* what a slot keeps of its state through a chunk */
 LI_HOT double li_chunk_fade(const li_causal_chunk *c, int64_t slots, int64_t slot) {
   return li_decay((double)c->logs[slot] + (double)c->logs[slots + slot]);
@@ -7615,7 +7609,9 @@ LI_FN void li_sweep_scans(void *work, int64_t thread, int64_t first, int64_t las
   }
 }
 
-LI_FN void li_sweep_pass(li_sweep *s, const li_parallel *parallel, void *scratch) {
+LI_FN void li_sweep_run(li_sweep *s, const li_chunk_steps *steps, const li_parallel *parallel, void *scratch) {
+  s->sum = steps->sum;
+  s->output = steps->output;
   parallel = li_worth(parallel, s->items * s->rows * s->dim * s->value_dim);
   (void)li_sweep_plan(s, li_threads(parallel), scratch);
   if (s->window == 1) {
@@ -7632,11 +7628,6 @@ LI_FN void li_sweep_pass(li_sweep *s, const li_parallel *parallel, void *scratch
     li_each(parallel, chunks, li_sweep_window, s);
   }
   for (int64_t item = 0; item < s->items; item++) li_sweep_end(s, item, li_sweep_carried(s, item));
-}
-LI_FN void li_sweep_run(li_sweep *s, const li_chunk_steps *steps, const li_parallel *parallel, void *scratch) {
-  s->sum = steps->sum;
-  s->output = steps->output;
-  li_sweep_pass(s, parallel, scratch);
 }
 LI_FN void li_sweep_clear(li_sweep *s, const li_kernels *kernels, const void *args, bool reverse) {
   li_clear(s, sizeof *s);
@@ -7672,7 +7663,8 @@ LI_HOT void li_chunk_scores(const li_causal_chunk *c, li_matrix x, li_matrix y) 
 LI_FN li_matrix li_chunk_rows(const li_causal_chunk *c, bool to_end, li_matrix x) {
   float fades[LI_CHUNK];
   if (c->within == c->rows) return x;
-  li_chunk_fades(c, to_end, fades);
+  for (int64_t t = 0; t < c->rows; t++)
+    fades[t] = (float)(to_end ? li_chunk_faded(c, t + 1, c->rows) : li_chunk_faded(c, 0, t + 1));
   c->kernels->scale_rows(x, fades, c->buffer[2], x.columns);
   return li_dense(c->buffer[2], x.rows, x.columns);
 }
@@ -8163,10 +8155,6 @@ LI_FN void li_forget_out_up(const void *args, const li_causal_chunk *c) {
   for (int64_t slot = 0; slot < l; slot++)
     c->sums[slot * state.unit + state.unit - 1] = (float)li_chunk_fade(c, l, slot);
 }
-LI_HOT void li_two_floats(double x, float *sum, float *rest) {
-  *sum = (float)x;
-  *rest = (float)(x - (double)*sum);
-}
 /* Computes the sum of W dW after the chunk out of the states' gradient. It is left as the sum of two floats in place of
    the next chunk's first sums, which nothing else reads then. */
 LI_HOT void li_forget_anchor(const li_causal_luna *a, const li_causal_chunk *c) {
@@ -8176,7 +8164,8 @@ LI_HOT void li_forget_anchor(const li_causal_luna *a, const li_causal_chunk *c) 
   for (int64_t slot = 0; slot < l; slot++, next += unit) {
     double sum = 0;
     for (int64_t i = 0; i < unit - 1; i++) sum -= (double)c->state[slot * unit + i] * (double)next[i];
-    li_two_floats(sum, &next[0], &next[1]);
+    next[0] = (float)sum;
+    next[1] = (float)(sum - (double)next[0]);
   }
 }
 
@@ -11791,9 +11780,8 @@ LI_FN void li_sinusoids_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
   op->workspace_size = li_angles_room(&a);
 }
-LI_FN luna_status li_sinusoids_forward(luna_op *op) { return li_angles_make(op); }
 LI_FN luna_status li_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
-#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_sinusoids_forward, li_sinusoids_backward, 0)
+#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, li_sinusoids_backward, 0)
 
 /* in x [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, in backward back */
 LI_FN void li_rotary_query(luna_op *op) {
@@ -12648,7 +12636,6 @@ LI_HOT uint8_t li_op_depth(const luna_op *op) {
   }
   return (uint8_t)(depth <= LI_MAX_DEPTH ? depth : 0);
 }
-LI_HOT bool li_is_recomputable(const luna_tensor *t) { return t->own->maker && t->own->maker->own->depth > 0; }
 
 /* what a luna_scope holds: how far its context had come when it began */
 typedef struct li_scope {
@@ -12760,10 +12747,11 @@ LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results,
   if (taped && scope.recompute) li_scope_forget(scope);
   else if (taped) li_scope_depths(scope, results, count);
   for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->own->older) {
-    const bool again = scope.recompute && t->own->maker;              /* its op is run again */
-    const bool given = ctx->recomputing && !t->own->maker && t->own->last_reader; /* to an op that may be run again */
+    const luna_op *maker = t->own->maker;
+    const bool again = maker && (scope.recompute || maker->own->depth > 0); /* its op is run again */
+    const bool given = ctx->recomputing && !maker && t->own->last_reader; /* to an op that may be run again */
     if (!t->own->data_piece || li_scope_leaves(t, results, count)) continue;
-    if (taped && (t->own->saved || given) && !again && !li_is_recomputable(t)) t->own->internal = true;
+    if (taped && (t->own->saved || given) && !again) t->own->internal = true;
     else li_release(t);
   }
   if (taped && scope.recompute) li_scope_depths(scope, results, count);
@@ -14509,15 +14497,6 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return li_linear_activated(x, weight, bias, LI_NO_ACTIVATION);
 }
 
-LI_FN bool li_feed_forward_fits(li_build *s, const luna_feed_forward_config *c) {
-  luna_ctx *ctx = s->op.ctx;
-  if (li_dropout_wrong(s, c->dropout) || li_dropout_wrong(s, c->activation_dropout)) return false;
-  if (li_is_checked(ctx)) return true;
-  if (!li_is_activation(c->activation))
-    return li_refused(li_fail_activation(ctx, s->name, c->activation, LUNA_ACTIVATION_NONE));
-  return li_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
-         li_product_fits(s, li_rows(s->op.in[0]), s->op.in[1]->shape[0], LI_MAX_COUNT);
-}
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_DEFAULT, 0, 0, NULL, false, NULL, NULL };
@@ -14525,7 +14504,14 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   const luna_activation activation = li_activation_or(c->activation, LUNA_ACTIVATION_RELU);
   luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   li_build s;
-  if (!li_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) || !li_feed_forward_fits(&s, c)) return NULL;
+  if (!li_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
+      li_dropout_wrong(&s, c->dropout) || li_dropout_wrong(&s, c->activation_dropout)) return NULL;
+  if (!li_is_checked(x->ctx)) {
+    if (!li_is_activation(c->activation))
+      return li_fail_activation(x->ctx, s.name, c->activation, LUNA_ACTIVATION_NONE);
+    if (!li_fits(&s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") ||
+        !li_product_fits(&s, li_rows(x), w1->shape[0], LI_MAX_COUNT)) return NULL;
+  }
   if (c->gate || x->ctx->bump || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = li_linear_activated(x, w1, b1, activation);
@@ -14551,19 +14537,19 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-LI_FN luna_tensor *li_mask(luna_tensor *x, const int32_t *lengths, float fill) {
+LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   bool full = true;
   li_build s;
   if (!li_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
   if (lengths && !li_fits(&s, "x [...,m,n]")) return NULL;
-  if (lengths) for (int64_t b = 0; b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
+  if (lengths) {
+    for (int64_t b = 0; b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
+  }
   if (full) return x;
   s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
-  s.op.arg.mask.fill = fill;
   return li_finish_like(&s, x);
 }
-LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return li_mask(x, lengths, 0); }
 
 /* x as [count, 1], with `fill` where keep, in the step, has 0 and not 1; what was there is not read */
 LI_FN luna_tensor *li_select(luna_tensor *x, const int32_t *keep, float fill, const char *name) {
@@ -15007,29 +14993,25 @@ LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config 
   luna_tensor **extra = c->log_sum_exp ? c->log_sum_exp : c->sums;
   return ragged ? li_finish_two(s, 2, rows, extra, 2, row_sums) : li_finish_two(s, 3, shape, extra, 3, sums);
 }
-LI_FN luna_tensor *li_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                        const luna_attention_config *c) {
-  const bool ragged = c->sequences > 0;
-  luna_tensor *const in[] = { q, k, v };
-  li_build s;
-  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3, 3) ||
-      li_dropout_wrong(&s, c->dropout)) return NULL;
-  if (!li_is_finite(c->scale))
-    return li_fail(q->ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s.name, "scale", (double)c->scale);
-  if (li_checked(c->sequences, 1) < 0)
-    return li_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, s.name, "sequences", c->sequences, (int64_t)0, LI_MAX_COUNT);
-  if (ragged && !c->query_offsets) return li_fail_null(q->ctx, s.name, "query_offsets");
-  if (ragged && !c->key_offsets) return li_fail_null(q->ctx, s.name, "key_offsets");
-  if (ragged && c->lengths) return li_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  return li_attention_fits(&s, c) ? li_finish_attention(&s, c) : NULL;
-}
 
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
                                              const luna_attention_config *config) {
+  luna_tensor *const in[] = { q, k, v };
   luna_attention_config c;
+  li_build s;
   memset(&c, 0, sizeof c);
   if (config) c = *config;
-  return li_softmax_attention(q, k, v, &c);
+  const bool ragged = c.sequences > 0;
+  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3, 3) ||
+      li_dropout_wrong(&s, c.dropout)) return NULL;
+  if (!li_is_finite(c.scale))
+    return li_fail(q->ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s.name, "scale", (double)c.scale);
+  if (li_checked(c.sequences, 1) < 0)
+    return li_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, s.name, "sequences", c.sequences, (int64_t)0, LI_MAX_COUNT);
+  if (ragged && !c.query_offsets) return li_fail_null(q->ctx, s.name, "query_offsets");
+  if (ragged && !c.key_offsets) return li_fail_null(q->ctx, s.name, "key_offsets");
+  if (ragged && c.lengths) return li_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c.sequences);
+  return li_attention_fits(&s, &c) ? li_finish_attention(&s, &c) : NULL;
 }
 
 LI_FN luna_tensor *li_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads, int64_t horizon) {
@@ -17030,11 +17012,6 @@ LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   luna_tensor *factors = luna_tensor_new(x->ctx, factor, 1, x->shape);
   return li_permute(luna_mul(li_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
-/* x [batch, n, d] -> [batch, d] */
-LI_FN luna_tensor *li_first_row(luna_tensor *x) {
-  if (x->shape[1] < 1) return li_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
-  return li_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
-}
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
   const bool memory = model && li_pools_memory(model->config.pooling);
@@ -17045,7 +17022,9 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   if (!li_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], dim))
     return NULL;
   switch (model->config.pooling) {
-    case LUNA_POOLING_CLS: return li_first_row(x);
+    case LUNA_POOLING_CLS:
+      if (x->shape[1] < 1) return li_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
+      return li_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], dim, 1, 1);
     case LUNA_POOLING_MEMORY: return li_mean_rows(p, lengths);
     case LUNA_POOLING_MEMORY_BATCH: return luna_mean(p, 1);
     default: return li_mean_rows(x, lengths);
