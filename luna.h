@@ -2312,12 +2312,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LI_MAX_THREADS 256
 #define LI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
-/* Bounds that layers, models, files and calls share. */
-enum {
-  LI_MAX_DIM = 1 << 20, LI_MAX_FFN = 1 << 22, LI_MAX_SLOTS = 1 << 20,
-  LI_MIN_OMEGA = LUNA_ACTIVATION_ELU1, LI_MAX_OMEGA = LUNA_ACTIVATION_SOFTPLUS2
-};
-LI_INLINE bool li_is_omega(int kind) { return kind >= LI_MIN_OMEGA && kind <= LI_MAX_OMEGA; }
+LI_INLINE bool li_is_omega(int kind) { return kind >= LUNA_ACTIVATION_ELU1 && kind <= LUNA_ACTIVATION_SOFTPLUS2; }
 
 LI_INLINE int64_t li_min(int64_t a, int64_t b) { return a < b ? a : b; }
 LI_INLINE int64_t li_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -15237,18 +15232,111 @@ LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
 #pragma GCC optimize("Os")
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>metadata: configs by tables of their fields, which check them, and write and read a model's in a checkpoint's
-   metadata as luna.NAME. There a field whose min is 0 may be absent. A fraction is a float from 0 to below 1, and there
-   in units of 10^-9, which give the same float again. Guarded by tests/checkpoints.c.
+   >>metadata: one table of all configs' fields, by which they are checked, written to a checkpoint's metadata as
+   luna.NAME and read from there, and by which a stream's state says what it is of. In metadata a field whose min is 0
+   may be absent. A fraction is a float from 0 to below 1, and there in units of 10^-9, which give the same float again.
+   Guarded by tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* a field of a config, and what it may hold */
-typedef struct li_field { const char *key; uint16_t at; uint8_t size; bool fraction; int32_t min, max; } li_field;
-#define LI_FIELD_OF(config, name, field, min, max) \
-  { "luna." #name, (uint16_t)offsetof(config, field), (uint8_t)sizeof(((config *)NULL)->field), false, min, max },
-#define LI_FRACTION_OF(config, name) \
-  { "luna." #name, (uint16_t)offsetof(config, name), (uint8_t)sizeof(float), true, 0, 999999999 },
-LI_FN int64_t li_field_get(const li_field *f, const void *config) {
-  const char *at = (const char *)config + f->at;
+/* a model's config; vocab and encoder are those of classifier, masked_lm or seq2seq */
+typedef struct li_model_config {
+  int64_t vocab;
+  luna_encoder_config encoder;
+  luna_classifier_config classifier;
+  luna_masked_lm_config masked_lm;
+  luna_seq2seq_config seq2seq;
+  luna_lm_config lm;
+} li_model_config;
+/* The configs that have fields: LI_OF_LM is a luna_lm_config, LI_OF_ENCODER an li_model_config, the metadata of all
+   models with an encoder alike, where a field of another model is 0, and LI_OF_LAYER a luna_layer_config. */
+enum { LI_OF_LM = 1, LI_OF_ENCODER = 2, LI_OF_LAYER = 4, LI_OF_MODELS = 3, LI_OF_ALL = 7 };
+/* Linformer, which luna.h 0.2 had and examples/attentions has: luna.attention is LI_OLD_LINFORMER in its files, and a
+   setting is luna.linformer_<key>. Such a file is one of the hook LI_LINFORMER. */
+#define LI_OLD_LINFORMER 3
+#define LI_LINFORMER "linformer"
+/* a field, which kinds of config have it, and what it may hold there */
+typedef struct li_field {
+  const char *key;
+  uint16_t at;
+  uint8_t size, of;
+  bool in_layer, fraction;           /* in_layer: `at` counts from the config's luna_layer_config */
+  int32_t min, max;
+} li_field;
+#define LI_FIELD(of, config, name, field, in_layer, fraction, min, max) \
+  { "luna." #name, (uint16_t)offsetof(config, field), (uint8_t)sizeof(((config *)NULL)->field), of, in_layer, \
+    fraction, min, max },
+#define LI_LM_FIELD(name, min, max) LI_FIELD(LI_OF_LM, luna_lm_config, name, name, false, false, min, max)
+#define LI_MODEL_FIELD(name, in, min, max) \
+  LI_FIELD(LI_OF_ENCODER, li_model_config, name, in name, false, false, min, max)
+#define LI_LAYER_FIELD(of, name, min, max) LI_FIELD(of, luna_layer_config, name, name, true, false, min, max)
+#define LI_FRACTION(name) LI_FIELD(LI_OF_ALL, luna_layer_config, name, name, true, true, 0, 999999999)
+/* A language model's rows are in the order in which a stream's state has them: add others at the end. */
+static const li_field li_fields[] = {
+  LI_LM_FIELD(vocab, 1, 1 << 24)
+  LI_LM_FIELD(layers, 1, 1024)
+  LI_MODEL_FIELD(vocab, , 1, 1 << 24)
+  LI_MODEL_FIELD(layers, encoder., 1, 1024)
+  LI_LAYER_FIELD(LI_OF_ALL, memory, 1, 1 << 20)
+  LI_LAYER_FIELD(LI_OF_ALL, dim, 1, 1 << 20)
+  LI_LAYER_FIELD(LI_OF_ALL, heads, 1, 1 << 16)
+  LI_LAYER_FIELD(LI_OF_ENCODER, pack_heads, 0, 1 << 16)
+  LI_LAYER_FIELD(LI_OF_ALL, ffn, 1, 1 << 22)
+  LI_LAYER_FIELD(LI_OF_LM | LI_OF_LAYER, convolution, 0, 1024)
+  LI_LAYER_FIELD(LI_OF_LM, sharing, 0, LUNA_SHARING_FULL)
+  LI_LAYER_FIELD(LI_OF_ENCODER, sharing, 0, LUNA_SHARING_QK)
+  LI_LAYER_FIELD(LI_OF_ALL, activation, 1, LUNA_ACTIVATION_NONE)
+  LI_LAYER_FIELD(LI_OF_MODELS, gated, 0, 1)
+  LI_LAYER_FIELD(LI_OF_LM, omega, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS2)
+  LI_LAYER_FIELD(LI_OF_ENCODER, omega, 0, LUNA_ACTIVATION_SOFTPLUS2) /* 0 in files of 0.1 */
+  LI_LAYER_FIELD(LI_OF_MODELS, pre_norm, 0, 1)
+  LI_LAYER_FIELD(LI_OF_LM | LI_OF_LAYER, attention, 0, LUNA_ATTENTION_LINEAR)
+  LI_LAYER_FIELD(LI_OF_ENCODER, attention, 0, LI_OLD_LINFORMER)
+  LI_LM_FIELD(positions, 0, LUNA_POSITIONS_LEARNED)
+  LI_MODEL_FIELD(positions, encoder., 1, LUNA_POSITIONS_LEARNED)
+  LI_LM_FIELD(max_length, 0, 1 << 26)
+  LI_MODEL_FIELD(max_length, encoder., 1, 1 << 26)
+  LI_MODEL_FIELD(first_position, encoder., 0, 1 << 26)
+  LI_MODEL_FIELD(embedding_scale, encoder., 0, LUNA_EMBEDDING_SCALE_SQRT_DIM)
+  LI_MODEL_FIELD(norm_embedding, encoder., 0, 1)
+  LI_MODEL_FIELD(tied_layers, encoder., 0, 1)
+  LI_LAYER_FIELD(LI_OF_ENCODER | LI_OF_LAYER, own_memory, 0, 1)
+  LI_MODEL_FIELD(keep_padding, encoder., 0, 1)
+  LI_MODEL_FIELD(classes, classifier., 0, 1 << 24)
+  LI_MODEL_FIELD(pooling, classifier., 0, LUNA_POOLING_MEMORY_BATCH)
+  LI_MODEL_FIELD(pre_logits, classifier., 0, 1 << 22)
+  LI_MODEL_FIELD(pair, classifier., 0, 1)
+  LI_MODEL_FIELD(target_vocab, seq2seq., 0, 1 << 24)
+  LI_MODEL_FIELD(share_embeddings, seq2seq., 0, 1)
+  LI_MODEL_FIELD(separate_output, seq2seq., 0, 1)
+  LI_MODEL_FIELD(decoder_layers, seq2seq., 0, 1024)
+  LI_MODEL_FIELD(max_target_length, seq2seq., 0, 1 << 26)
+  LI_LM_FIELD(features, 0, 1 << 20)
+  LI_MODEL_FIELD(features, encoder., 0, 1 << 20)
+  LI_MODEL_FIELD(per_step, classifier., 0, 1)
+  LI_LM_FIELD(outputs, 0, 1 << 24)
+  LI_LAYER_FIELD(LI_OF_ALL, norm, 0, LUNA_NORM_RMS)
+  LI_LAYER_FIELD(LI_OF_ALL, forget, 0, LUNA_FORGET_GATED)
+  LI_LAYER_FIELD(LI_OF_MODELS, output_gate, 0, 1)
+  LI_LAYER_FIELD(LI_OF_MODELS, rotary, 0, 1)
+  LI_LM_FIELD(output_norm, 0, 1)
+  LI_FRACTION(dropout)
+  LI_FRACTION(attention_dropout)
+  LI_FRACTION(activation_dropout)
+  LI_LAYER_FIELD(LI_OF_LAYER, recompute, 0, LUNA_RECOMPUTE_LAYER)
+  LI_LAYER_FIELD(LI_OF_LAYER, horizon, LUNA_HORIZON_NONE, INT32_MAX)
+};
+/* The next row after f, null: the first, that a config of this kind has; null after the last. */
+LI_FN const li_field *li_field_next(const li_field *f, int kind) {
+  for (f = f ? f + 1 : li_fields; f < li_fields + LI_LENGTH(li_fields); f++) if (f->of & kind) return f;
+  return NULL;
+}
+/* where a field is in a config of this kind */
+LI_FN size_t li_field_at(const li_field *f, int kind) {
+  if (f->in_layer && kind == LI_OF_LM) return f->at + offsetof(luna_lm_config, layer);
+  if (f->in_layer && kind == LI_OF_ENCODER) return f->at + offsetof(li_model_config, encoder.layer);
+  return f->at;
+}
+LI_FN int64_t li_field_get(const li_field *f, int kind, const void *config) {
+  const char *at = (const char *)config + li_field_at(f, kind);
   int64_t number;
   int32_t word;
   float fraction;
@@ -15257,8 +15345,8 @@ LI_FN int64_t li_field_get(const li_field *f, const void *config) {
   if (f->fraction) return memcpy(&fraction, at, sizeof fraction), (int64_t)((double)fraction * 1e9 + 0.5);
   return memcpy(&word, at, sizeof word), word;
 }
-LI_FN void li_field_set(const li_field *f, void *config, int64_t value) {
-  char *at = (char *)config + f->at;
+LI_FN void li_field_set(const li_field *f, int kind, void *config, int64_t value) {
+  char *at = (char *)config + li_field_at(f, kind);
   const int32_t word = (int32_t)value;
   const float fraction = (float)((double)value * 1e-9);
   if (f->size == 1) *at = (char)value;
@@ -15266,20 +15354,20 @@ LI_FN void li_field_set(const li_field *f, void *config, int64_t value) {
   else if (f->fraction) memcpy(at, &fraction, sizeof fraction);
   else memcpy(at, &word, sizeof word);
 }
-/* whether all of them hold what they may; false with a sentence */
-LI_FN bool li_fields_good(luna_ctx *ctx, const li_field *fields, int count, const void *config) {
+/* whether all fields of a config of this kind hold what they may; false with a sentence */
+LI_FN bool li_fields_good(luna_ctx *ctx, int kind, const void *config) {
   float fraction;
-  for (const li_field *f = fields; f < fields + count; f++) {
-    if (f->fraction) memcpy(&fraction, (const char *)config + f->at, sizeof fraction);
+  for (const li_field *f = NULL; (f = li_field_next(f, kind)) != NULL;) {
+    if (f->fraction) memcpy(&fraction, (const char *)config + li_field_at(f, kind), sizeof fraction);
     if (f->fraction ? !li_is_probability(ctx, ctx->call, f->key + 5, fraction) :
-                      !li_in(ctx, ctx->call, f->key + 5, li_field_get(f, config), f->min, f->max)) return false;
+                      !li_in(ctx, ctx->call, f->key + 5, li_field_get(f, kind, config), f->min, f->max)) return false;
   }
   return true;
 }
-LI_FN bool li_fields_put(luna_params *params, const li_field *fields, int count, const void *config) {
+LI_FN bool li_fields_put(luna_params *params, int kind, const void *config) {
   char text[24];
-  for (const li_field *f = fields; f < fields + count; f++) {
-    li_print(text, sizeof text, "%d", li_field_get(f, config));
+  for (const li_field *f = NULL; (f = li_field_next(f, kind)) != NULL;) {
+    li_print(text, sizeof text, "%d", li_field_get(f, kind, config));
     if (li_params_put(params, f->key, text) != LUNA_OK) return false;
   }
   return true;
@@ -15312,13 +15400,13 @@ LI_FN int64_t li_st_horizon(const li_st *st) {
   return li_st_meta(st, "luna.horizon", &text) ? li_max(0, li_st_number(text)) : 0;
 }
 /* returns the first field that a file's metadata lacks or has out of range, or null */
-LI_FN const char *li_fields_read(const li_st *st, const li_field *fields, int count, void *config) {
+LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
   li_st_text text;
-  for (const li_field *f = fields; f < fields + count; f++) {
+  for (const li_field *f = NULL; (f = li_field_next(f, kind)) != NULL;) {
     const bool found = li_st_meta(st, f->key, &text);
     const int64_t value = found ? li_st_number(text) : 0;
     if (value < f->min || value > f->max) return f->key;
-    li_field_set(f, config, value);
+    li_field_set(f, kind, config, value);
   }
   return NULL;
 }
@@ -15638,7 +15726,7 @@ LI_FN bool li_omega_good(luna_ctx *ctx, luna_activation a) {
 }
 /* what all attentions' configs have */
 LI_FN bool li_attention_good(luna_ctx *ctx, int64_t dim, int64_t heads, float dropout) {
-  return li_in(ctx, ctx->call, "dim", dim, 1, LI_MAX_DIM) && li_divides(ctx, "heads", heads, dim) &&
+  return li_in(ctx, ctx->call, "dim", dim, 1, 1 << 20) && li_divides(ctx, "heads", heads, dim) &&
          li_is_probability(ctx, ctx->call, "dropout", dropout);
 }
 /* whether t is [batch, n, dim] */
@@ -15881,7 +15969,7 @@ LI_FN bool li_causal_attention_defaults(luna_ctx *ctx, luna_causal_attention_lay
   return li_attention_good(ctx, c->dim, c->heads, c->dropout) &&
          li_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
          li_in(ctx, ctx->call, "forget", (int64_t)c->forget, 0, LUNA_FORGET_GATED) &&
-         li_in(ctx, ctx->call, "memory", c->memory, 1, LI_MAX_SLOTS) &&
+         li_in(ctx, ctx->call, "memory", c->memory, 1, 1 << 20) &&
          li_in(ctx, ctx->call, "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX) && li_omega_good(ctx, c->omega);
 }
 LI_FN bool li_causal_attention_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix) {
@@ -16071,20 +16159,6 @@ LI_FN bool li_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, li_layer_k
          (encoder || li_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) &&
          (!tied || li_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer"));
 }
-#define LI_DROPOUTS 3                /* the rows of li_layer_fields that are in every model's metadata */
-static const li_field li_layer_fields[] = {
-  LI_FRACTION_OF(luna_layer_config, dropout) LI_FRACTION_OF(luna_layer_config, attention_dropout)
-  LI_FRACTION_OF(luna_layer_config, activation_dropout)
-#define LI_LAYER_FIELD(name, min, max) LI_FIELD_OF(luna_layer_config, name, name, min, max)
-  LI_LAYER_FIELD(dim, 1, LI_MAX_DIM) LI_LAYER_FIELD(ffn, 1, LI_MAX_FFN)
-  LI_LAYER_FIELD(convolution, 0, 1024)
-  LI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_NONE) LI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
-  LI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINEAR)
-  LI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LI_LAYER_FIELD(own_memory, 0, 1)
-  LI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LI_LAYER_FIELD(memory, 1, LI_MAX_SLOTS)
-  LI_LAYER_FIELD(horizon, LUNA_HORIZON_NONE, INT32_MAX)
-#undef LI_LAYER_FIELD
-};
 /* fills in the defaults; false with a sentence when the config is invalid */
 LI_FN bool li_layer_defaults(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind) {
   if (!li_layer_agrees(ctx, c, kind)) return false;
@@ -16094,7 +16168,7 @@ LI_FN bool li_layer_defaults(luna_ctx *ctx, luna_layer_config *c, li_layer_kind 
   if (c->memory == 0) c->memory = 16;
   if (c->activation == LUNA_ACTIVATION_DEFAULT) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
-  return li_fields_good(ctx, li_layer_fields, LI_LENGTH(li_layer_fields), c) && li_omega_good(ctx, c->omega) &&
+  return li_fields_good(ctx, LI_OF_LAYER, c) && li_omega_good(ctx, c->omega) &&
          li_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                      !c->hook || (c->hook->init && c->hook->forward));
 }
@@ -16362,19 +16436,6 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    >>models.c: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
    tests/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
-/* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
-#define LI_LM_FIELDS(F) \
-  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, layer.memory, 1, LI_MAX_SLOTS) \
-  F(dim, layer.dim, 1, LI_MAX_DIM) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, LI_MAX_FFN) \
-  F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
-  F(activation, layer.activation, 1, LUNA_ACTIVATION_NONE) F(gated, layer.gated, 0, 1) \
-  F(omega, layer.omega, LI_MIN_OMEGA, LI_MAX_OMEGA) F(pre_norm, layer.pre_norm, 0, 1) \
-  F(attention, layer.attention, 0, LUNA_ATTENTION_LINEAR) \
-  F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
-  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS) \
-  F(forget, layer.forget, 0, LUNA_FORGET_GATED) F(output_gate, layer.output_gate, 0, 1) \
-  F(rotary, layer.rotary, 0, 1) \
-  F(output_norm, output_norm, 0, 1)
 #define LI_LM_KIND "causal_lm"
 #define LI_LM_BEFORE 5              /* of li_lm_parts: those made before the layers */
 LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
@@ -16401,26 +16462,7 @@ LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
   "it was, then luna_load"
 #define LI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LI_NO_HEADS "luna.dim is not a multiple of luna.heads"
-typedef struct li_lm_sizes {
-#define LI_LM_SIZE(name, field, min, max) int64_t name;
-  LI_LM_FIELDS(LI_LM_SIZE)
-#undef LI_LM_SIZE
-} li_lm_sizes;
-LI_FN int64_t li_lm_outputs(const li_lm_sizes *s) { return s->outputs ? s->outputs : s->vocab; }
-static const li_field li_lm_fields[] = {
-#define LI_LM_FIELD(name, field, min, max) LI_FIELD_OF(luna_lm_config, name, field, min, max)
-  LI_LM_FIELDS(LI_LM_FIELD)
-#undef LI_LM_FIELD
-};
-LI_FN void li_lm_to_sizes(const luna_lm_config *c, li_lm_sizes *s) {
-  for (int f = 0; f < LI_LENGTH(li_lm_fields); f++)
-    ((int64_t *)(void *)s)[f] = li_field_get(&li_lm_fields[f], c);
-}
-LI_FN void li_lm_from_sizes(const li_lm_sizes *s, luna_lm_config *c) {
-  memset(c, 0, sizeof *c);
-  for (int f = 0; f < LI_LENGTH(li_lm_fields); f++)
-    li_field_set(&li_lm_fields[f], c, ((const int64_t *)(const void *)s)[f]);
-}
+LI_FN int64_t li_lm_outputs(const luna_lm_config *c) { return c->outputs ? c->outputs : c->vocab; }
 
 /* not the model's: an optimiser's moments */
 LI_FN bool li_st_ours(li_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
@@ -16466,20 +16508,18 @@ LI_FN const char *li_lm_claims(const li_st *st, const luna_lm_config *c) {
   return NULL;
 }
 
-/* reads the sizes of the model in a checkpoint; null, or what is wrong */
-LI_FN const char *li_lm_read(const li_st *st, li_lm_sizes *sizes) {
-  luna_lm_config config;
-  li_st_text kind;
-  memset(&config, 0, sizeof config);
-  if (!li_st_meta(st, "luna.kind", &kind)) return LI_NO_KIND;
-  if (!li_st_equal(kind, LI_LM_KIND)) return "it holds no causal language model of luna.h";
+/* reads the config of the model in a checkpoint, but for dropouts; null, or what is wrong */
+LI_FN const char *li_lm_read(const li_st *st, luna_lm_config *config) {
+  li_st_text text;
+  memset(config, 0, sizeof *config);
+  if (!li_st_meta(st, "luna.kind", &text)) return LI_NO_KIND;
+  if (!li_st_equal(text, LI_LM_KIND)) return "it holds no causal language model of luna.h";
   if (li_st_is_newer(st)) return LI_NEWER;
-  if (li_fields_read(st, li_lm_fields, LI_LENGTH(li_lm_fields), &config))
+  if (li_fields_read(st, LI_OF_LM, config))
     return "a size of the model is missing from the metadata, or out of range";
-  li_lm_to_sizes(&config, sizes);
-  const bool hooked = li_st_meta(st, "luna.hook", &kind);
-  if (config.layer.attention || hooked) return "only Luna attention streams in constant memory";
-  return sizes->dim % sizes->heads ? LI_NO_HEADS : li_lm_claims(st, &config);
+  if (config->layer.attention || li_st_meta(st, "luna.hook", &text))
+    return "only Luna attention streams in constant memory";
+  return config->layer.dim % config->layer.heads ? LI_NO_HEADS : li_lm_claims(st, config);
 }
 
 /* one row of sinusoidal positions */
@@ -16549,10 +16589,6 @@ LI_FN bool li_hook_describe(luna_params *params, const luna_attention_hook *hook
   if (li_params_put(params, LI_HOOK_KEY, hook->name) != LUNA_OK) return false;
   return !hook->save || hook->save(hook->user, li_hook_put, params) || li_hook_fails(params->ctx, hook, "saved");
 }
-/* Linformer, which luna.h 0.2 had and examples/attentions has: luna.attention is LI_OLD_LINFORMER in its files, and a
-   setting is luna.linformer_<key>. Such a file is one of the hook LI_LINFORMER. */
-#define LI_OLD_LINFORMER 3
-#define LI_LINFORMER "linformer"
 LI_FN bool li_st_is_linformer(const li_st *st) {
   li_st_text text;
   return !li_st_meta(st, LI_HOOK_KEY, &text) && li_st_meta(st, "luna.attention", &text) &&
@@ -16580,14 +16616,14 @@ LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hoo
   return !(*at)->load || (*at)->load((*at)->user, li_hook_get, &file) || li_hook_fails(ctx, *at, "loaded");
 }
 
-/* the model's pairs: its kind, its sizes, its dropouts; none with a hook that has no name */
-LI_FN bool li_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
-                              const li_field *fields, int count, const void *config) {
+/* The model's pairs: its name and the fields of its config, which is of this kind. There are none with a hook that has
+   no name. */
+LI_FN bool li_fields_describe(luna_params *params, const char *name, const luna_layer_config *layer, int kind,
+                              const void *config) {
   const luna_attention_hook *hook = layer->hook;
   const bool described = (hook && !hook->name) ||
-      (li_params_put(params, "luna.kind", kind) == LUNA_OK && (!hook || li_hook_describe(params, hook)) &&
-       li_fields_put(params, fields, count, config) &&
-       li_fields_put(params, li_layer_fields, LI_DROPOUTS, layer) &&
+      (li_params_put(params, "luna.kind", name) == LUNA_OK && (!hook || li_hook_describe(params, hook)) &&
+       li_fields_put(params, kind, config) &&
        (!(layer->forget || layer->output_gate || layer->rotary) ||
         li_params_put(params, "luna.format", LI_QUOTED(LI_FORMAT)) == LUNA_OK));
   if (described) li_params_fix_horizon(params, layer->horizon);
@@ -16598,44 +16634,9 @@ LI_FN void *li_layers_memory(luna_params *params, int64_t count, size_t size) {
   return li_persist_host(params->ctx, params->ctx->call, (size_t)count * size);
 }
 
-/* a model's config; vocab and encoder are those of classifier, masked_lm or seq2seq */
-typedef struct li_model_config {
-  int64_t vocab;
-  luna_encoder_config encoder;
-  luna_classifier_config classifier;
-  luna_masked_lm_config masked_lm;
-  luna_seq2seq_config seq2seq;
-  luna_lm_config lm;
-} li_model_config;
-/* the metadata of all models with an encoder alike: a field of another model is 0 */
-static const li_field li_model_fields[] = {
-#define LI_F(name, field, min, max) LI_FIELD_OF(li_model_config, name, field, min, max)
-  LI_F(vocab, vocab, 1, 1 << 24) LI_F(layers, encoder.layers, 1, 1024)
-  LI_F(dim, encoder.layer.dim, 1, LI_MAX_DIM)
-  LI_F(heads, encoder.layer.heads, 1, 1 << 16) LI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
-  LI_F(ffn, encoder.layer.ffn, 1, LI_MAX_FFN) LI_F(memory, encoder.layer.memory, 1, LI_MAX_SLOTS)
-  LI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
-  LI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_NONE)
-  LI_F(gated, encoder.layer.gated, 0, 1)
-  LI_F(omega, encoder.layer.omega, 0, LI_MAX_OMEGA) LI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
-  LI_F(attention, encoder.layer.attention, 0, LI_OLD_LINFORMER) LI_F(positions, encoder.positions, 1, 3)
-  LI_F(max_length, encoder.max_length, 1, 1 << 26) LI_F(first_position, encoder.first_position, 0, 1 << 26)
-  LI_F(embedding_scale, encoder.embedding_scale, 0, 2) LI_F(norm_embedding, encoder.norm_embedding, 0, 1)
-  LI_F(tied_layers, encoder.tied_layers, 0, 1) LI_F(own_memory, encoder.layer.own_memory, 0, 1)
-  LI_F(keep_padding, encoder.keep_padding, 0, 1)
-  LI_F(classes, classifier.classes, 0, 1 << 24) LI_F(pooling, classifier.pooling, 0, 4)
-  LI_F(pre_logits, classifier.pre_logits, 0, 1 << 22) LI_F(pair, classifier.pair, 0, 1)
-  LI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
-  LI_F(separate_output, seq2seq.separate_output, 0, 1) LI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
-  LI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LI_F(features, encoder.features, 0, 1 << 20)
-  LI_F(per_step, classifier.per_step, 0, 1) LI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
-  LI_F(forget, encoder.layer.forget, 0, LUNA_FORGET_GATED) LI_F(output_gate, encoder.layer.output_gate, 0, 1)
-  LI_F(rotary, encoder.layer.rotary, 0, 1)
-#undef LI_F
-};
 /* A model's public init, by li_<kind>_defaults and li_<kind>_init. `name`: its kind in metadata, `layer`: its
-   layers' config, `described`: whose `fields` are checked and become metadata, all of the config m */
-#define LI_MODEL_INIT(kind, name, layer, described, fields) \
+   layers' config, `described`: all of the config m that is checked and becomes metadata, which is of kind `of` */
+#define LI_MODEL_INIT(kind, name, layer, described, of) \
   LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
                                           const luna_##kind##_config *config) { \
     li_setup s; \
@@ -16644,12 +16645,12 @@ static const li_field li_model_fields[] = {
     if (config) m.kind = *config; \
     const bool good = li_setup_begin(&s, "luna_" #kind "_init", params, model, sizeof *model) && \
                       li_##kind##_defaults(params->ctx, &m) && \
-                      li_fields_good(params->ctx, fields, LI_LENGTH(fields), &described) && \
+                      li_fields_good(params->ctx, of, &described) && \
                       li_setup_config(&s, &m.kind, sizeof m.kind) && li_##kind##_init(model, params) && \
-                      li_fields_describe(params, name, &layer, fields, LI_LENGTH(fields), &described); \
+                      li_fields_describe(params, name, &layer, of, &described); \
     return li_setup_end(&s, good); \
   }
-#define LI_ENCODER_MODEL_INIT(kind) LI_MODEL_INIT(kind, #kind, m.encoder.layer, m, li_model_fields)
+#define LI_ENCODER_MODEL_INIT(kind) LI_MODEL_INIT(kind, #kind, m.encoder.layer, m, LI_OF_ENCODER)
 
 /* --- the causal language model --- */
 LI_FN bool li_lm_defaults(luna_ctx *ctx, li_model_config *m) {
@@ -16682,7 +16683,7 @@ LI_FN bool li_lm_init(luna_lm *model, luna_params *params) {
   return li_parts_init(params, "", parts + LI_LM_BEFORE, count - LI_LM_BEFORE);
 }
 /* luna_lm_init: li_lm_defaults, li_lm_init */
-LI_MODEL_INIT(lm, LI_LM_KIND, m.lm.layer, m.lm, li_lm_fields)
+LI_MODEL_INIT(lm, LI_LM_KIND, m.lm.layer, m.lm, LI_OF_LM)
 
 /* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
 LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table,
@@ -16878,7 +16879,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   if (config) m.encoder = *config;
   const bool good = li_setup_begin(&s, "luna_encoder_init", params, e, sizeof *e) &&
                     li_encoder_defaults(params->ctx, &m, &m.encoder, vocab ? vocab : 256) &&
-                    li_fields_good(params->ctx, li_model_fields, LI_LENGTH(li_model_fields), &m) &&
+                    li_fields_good(params->ctx, LI_OF_ENCODER, &m) &&
                     li_setup_config(&s, &m.encoder, sizeof m.encoder) && li_encoder_init(e, params, prefix, m.vocab);
   return li_setup_end(&s, good);
 }
@@ -18134,11 +18135,10 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
   return li_fail_status(ctx, LUNA_ERROR_NOTHING_MATCHES, ctx->call, params->size, li_file_name(ctx));
 }
 /* a model's config from a file */
-LI_FN luna_status li_config_read(luna_ctx *ctx, const li_st *st, const li_field *fields, int count,
-                                 void *config, luna_layer_config *layer) {
+LI_FN luna_status li_config_read(luna_ctx *ctx, const li_st *st, int kind, void *config,
+                                 const luna_layer_config *layer) {
   if (li_st_is_newer(st)) return li_not_a_model(ctx, LI_NEWER);
-  const char *wrong = li_fields_read(st, fields, count, config);
-  if (!wrong) wrong = li_fields_read(st, li_layer_fields, LI_DROPOUTS, layer);
+  const char *wrong = li_fields_read(st, kind, config);
   if (wrong) return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, li_file_name(ctx));
   return layer->dim % layer->heads ? li_not_a_model(ctx, LI_NO_HEADS) : LUNA_OK;
 }
@@ -18174,8 +18174,8 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
     return li_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, li_file_name(ctx), kinds[k],
                           kinds[load->kind - LUNA_MODEL_LM]);
   luna_status status = model.kind == LUNA_MODEL_LM ?
-      li_config_read(ctx, st, li_lm_fields, LI_LENGTH(li_lm_fields), &m.lm, &m.lm.layer) :
-      li_config_read(ctx, st, li_model_fields, LI_LENGTH(li_model_fields), &m, &m.encoder.layer);
+      li_config_read(ctx, st, LI_OF_LM, &m.lm, &m.lm.layer) :
+      li_config_read(ctx, st, LI_OF_ENCODER, &m, &m.encoder.layer);
   if (status != LUNA_OK) return status;
   /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
      memory comes first, are at most as many as tensors. */
@@ -18765,7 +18765,6 @@ typedef struct li_stream_layer {
   li_past past;
 } li_stream_layer;
 struct luna_stream {
-  li_lm_sizes sizes;
   luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
   li_bump bump;                   /* with the tensors of the layers and the model, which are its own too */
   size_t body;                       /* of the recorded ops those before the logits */
@@ -18796,25 +18795,26 @@ struct luna_stream {
   void *kept;                        /* by the device, of steps of single tokens */
 };
 
-LI_FN bool li_stream_folds(const li_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
-LI_FN int64_t li_stream_fold_size(const li_lm_sizes *s) {
-  return (li_stream_folds(s) ? s->heads : 1) * s->memory * s->dim;
+LI_FN bool li_stream_folds(const luna_layer_config *c) { return c->heads * c->memory <= c->dim + c->memory; }
+LI_FN int64_t li_stream_fold_size(const luna_layer_config *c) {
+  return (li_stream_folds(c) ? c->heads : 1) * c->memory * c->dim;
 }
 /* whether folded scores are a product in 8 bits */
 LI_FN bool li_stream_rounds_scores(const luna_stream *s) {
 #ifdef LUNA_NO_INT8
   return (void)s, false;
 #else
-  return s->int8 && s->sources == 1 && li_stream_folds(&s->sizes) && li_int8_fits(s->sizes.dim);
+  const luna_layer_config *c = &s->model.config.layer;
+  return s->int8 && s->sources == 1 && li_stream_folds(c) && li_int8_fits(c->dim);
 #endif
 }
 /* The parts of a layer's state and a sequence's bytes in each: two means, where the memory forgets their weights, and
    the convolution's history */
 #define LI_STATE_PARTS 4
 typedef struct li_state_part { void *at; size_t bytes; } li_state_part;
-LI_FN li_state_part li_state_part_of(const li_past *past, const li_lm_sizes *z, int part) {
-  const int64_t weights = z->forget ? z->heads * z->memory : 0, history = li_max(0, z->convolution - 1) * z->dim;
-  const li_state_part mean = { part == 0 ? past->mean_ka : past->mean_av, (size_t)(z->dim * z->memory) * 8 },
+LI_FN li_state_part li_state_part_of(const li_past *past, const luna_layer_config *c, int part) {
+  const int64_t weights = c->forget ? c->heads * c->memory : 0, history = li_max(0, c->convolution - 1) * c->dim;
+  const li_state_part mean = { part == 0 ? past->mean_ka : past->mean_av, (size_t)(c->dim * c->memory) * 8 },
       weight = { past->weights, (size_t)weights * 8 }, last = { past->history, (size_t)history * sizeof(float) };
   return part < 2 ? mean : part == 2 ? weight : last;
 }
@@ -18825,10 +18825,10 @@ LI_FN void *li_stream_take(char *base, size_t *used, int64_t count, size_t size)
   return at;
 }
 /* Says where they are, from base on; null only counts them. */
-LI_FN void li_past_take(li_past *past, const li_lm_sizes *z, int64_t batch, char *base, size_t *used) {
+LI_FN void li_past_take(li_past *past, const luna_layer_config *c, int64_t batch, char *base, size_t *used) {
   void *at[LI_STATE_PARTS];
   for (int k = 0; k < LI_STATE_PARTS; k++)
-    at[k] = li_stream_take(base, used, batch, li_state_part_of(past, z, k).bytes);
+    at[k] = li_stream_take(base, used, batch, li_state_part_of(past, c, k).bytes);
   past->mean_ka = (double *)at[0];
   past->mean_av = (double *)at[1];
   past->weights = (double *)at[2];
@@ -18869,11 +18869,11 @@ LI_FN luna_tensor *li_stream_view(luna_stream *s, float *data, int rank, int64_t
 /* Places the tensors of a layer that are computed once, from `base` on; null only counts them. Scores have an axis of
    sources where there are several; a decoder has keys and values, too. */
 LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t *used) {
-  const li_lm_sizes *z = &s->sizes;
-  const int64_t n = s->sources, h = z->heads, l = z->memory, d = z->dim;
+  const luna_layer_config *c = &s->model.config.layer;
+  const int64_t n = s->sources, h = c->heads, l = c->memory, d = c->dim;
   const int64_t folded[3] = { n, h * l, d }, bias[3] = { n, 1, h * l }, queries[4] = { n, h, l, d / h },
       memory[3] = { n, l, d };
-  const bool folds = li_stream_folds(z);
+  const bool folds = li_stream_folds(c);
   const int one = n == 1;
   luna_tensor *const each[4] = { &past->scores, &past->scores_bias, &past->keys, &past->values };
   past->scores = li_stream_tensor(s, NULL, (folds ? 3 : 4) - one, (folds ? folded : queries) + one);
@@ -18892,11 +18892,11 @@ typedef struct li_inputs {
   float *features;                   /* standardised, [batch, rows, features] */
 } li_inputs;
 LI_FN int64_t li_stream_angles(const luna_stream *s) {
-  return s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? s->sizes.dim : 0;
+  return s->model.config.positions == LUNA_POSITIONS_SINUSOIDAL ? s->model.config.layer.dim : 0;
 }
 LI_FN size_t li_stream_inputs_size(const luna_stream *s, int64_t rows) {
   return sizeof(int64_t) +
-         (size_t)((s->batch + 1 + s->batch * s->sizes.features + li_stream_angles(s)) * rows) * sizeof(float);
+         (size_t)((s->batch + 1 + s->batch * s->model.config.features + li_stream_angles(s)) * rows) * sizeof(float);
 }
 LI_FN li_inputs li_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   li_inputs in;
@@ -18910,14 +18910,14 @@ LI_FN li_inputs li_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
 }
 /* a feature standardised, as luna_input_layer_forward does */
 LI_FN float li_stream_feature(const luna_stream *s, float x, int64_t f) {
-  return x == x ? (x - s->standard[f]) * s->standard[s->sizes.features + f] : 0;
+  return x == x ? (x - s->standard[f]) * s->standard[s->model.config.features + f] : 0;
 }
 /* Sends the inputs of the next `rows` rows of each sequence of n, from row `at` on. A feature that does not fit becomes
    NaN: no layer remembers such a row, so its sequence is as it was before. */
 LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const li_inputs in = li_stream_inputs(s, s->host_inputs, rows);
   const int64_t first = s->first_position + s->position;
-  const int64_t k = s->sizes.features;
+  const int64_t k = s->model.config.features;
   float x;
   *in.position = s->position;
   for (int64_t i = 0; i < s->batch * rows; i++) {
@@ -18929,8 +18929,8 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
   }
   for (int64_t i = 0; i < rows; i++) {
     in.places[i] = (int32_t)(first + i);
-    if (s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL)
-      li_sinusoid(first + i, s->sizes.dim, in.angles + i * s->sizes.dim);
+    if (s->model.config.positions == LUNA_POSITIONS_SINUSOIDAL)
+      li_sinusoid(first + i, s->model.config.layer.dim, in.angles + i * s->model.config.layer.dim);
   }
   return s->inputs == s->host_inputs || li_stream_move(s, s->inputs, s->host_inputs, li_stream_inputs_size(s, rows), 1);
 }
@@ -18939,7 +18939,7 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
 /* Runs `rows` rows of each sequence; with `last` it returns the logits after the last of them, [batch, 1, vocab]. */
 LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const li_inputs in = li_stream_inputs(s, s->inputs, rows);
-  const int64_t positions = s->sizes.positions, d = s->sizes.dim, k = s->sizes.features;
+  const int64_t positions = s->model.config.positions, d = s->model.config.layer.dim, k = s->model.config.features;
   li_bump_begin(&s->bump, rows == 1);
   luna_scope scope = luna_scope_begin(&s->ctx);
   luna_tensor *x = !k ? luna_embedding(s->model.embedding, in.tokens, s->batch, rows) :
@@ -18949,7 +18949,7 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, li_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
     x = luna_add(x, li_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, rows, d, 1, 1));
-  for (int64_t i = 0; i < s->sizes.layers && x; i++) {
+  for (int64_t i = 0; i < s->model.config.layers && x; i++) {
     li_stream_layer *layer = &s->layers[i];
     if (s->cross) {
       li_flow f = li_flow_of(x, NULL, NULL);
@@ -18992,9 +18992,9 @@ LI_FN luna_tensor *li_stream_rows(luna_stream *s, int64_t rows, bool last) {
 /* Row b of each part of the state, [batch, width] floats, becomes row from[b], which is in the inputs. */
 LI_FN bool li_stream_reorder_all(luna_stream *s) {
   const int32_t *from = li_stream_inputs(s, s->inputs, 1).tokens;
-  for (int64_t i = 0; i < (s->batch > 1 ? s->sizes.layers : 0); i++)
+  for (int64_t i = 0; i < (s->batch > 1 ? s->model.config.layers : 0); i++)
     for (int k = 0; k < LI_STATE_PARTS; k++) {
-      const li_state_part part = li_state_part_of(&s->layers[i].past, &s->sizes, k);
+      const li_state_part part = li_state_part_of(&s->layers[i].past, &s->model.config.layer, k);
       const int64_t width = (int64_t)(part.bytes / sizeof(float));
       if (width == 0) continue;
       li_bump_begin(&s->bump, false);
@@ -19005,9 +19005,9 @@ LI_FN bool li_stream_reorder_all(luna_stream *s) {
 }
 
 /* Computes the bias of folded scores of queries [heads slots, head_dim]; its sum in order has bits of its own. */
-LI_FN void li_stream_fold_bias(const li_lm_sizes *z, const float *queries, const float *key_bias, float *out) {
-  const int64_t l = z->memory, d = z->dim / z->heads;
-  for (int64_t i = 0, j; i < z->heads * l; i++)
+LI_FN void li_stream_fold_bias(const luna_layer_config *c, const float *queries, const float *key_bias, float *out) {
+  const int64_t l = c->memory, d = c->dim / c->heads;
+  for (int64_t i = 0, j; i < c->heads * l; i++)
     for (out[i] = 0, j = 0; j < d; j++) out[i] += queries[i * d + j] * key_bias[i / l * d + j];
 }
 #ifdef LUNA_NO_INT8
@@ -19042,19 +19042,19 @@ LI_FN li_int8 *li_stream_int8(luna_stream *s, const luna_tensor *w, const float 
 #endif
 /* Computes what the scores need of a layer's memory [sources, slots, dim]. */
 LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *memory) {
-  const li_lm_sizes *z = &s->sizes;
-  const bool device = li_stream_on_device(s), folds = li_stream_folds(z);
+  const luna_layer_config *c = &s->model.config.layer;
+  const bool device = li_stream_on_device(s), folds = li_stream_folds(c);
   for (int64_t i = 0; i < s->sources; i++) {
-    float *p = li_offset((float *)(uintptr_t)memory, i * z->memory * z->dim),
-        *to = li_offset(layer->past.scores.data, i * li_stream_fold_size(z)),
-        *to_bias = li_offset(layer->past.scores_bias.data, i * z->heads * z->memory);
+    float *p = li_offset((float *)(uintptr_t)memory, i * c->memory * c->dim),
+        *to = li_offset(layer->past.scores.data, i * li_stream_fold_size(c)),
+        *to_bias = li_offset(layer->past.scores_bias.data, i * c->heads * c->memory);
     luna_causal_attention_layer attention = s->cross ? layer->of.decoder.self_attention :
         layer->of.causal.attention;
     li_bump_begin(&s->bump, false);
     attention.pq.weight = li_stream_floats(s, attention.pq.weight);
     attention.pc.weight = li_stream_floats(s, attention.pc.weight);
     if (!attention.pq.weight || !attention.pc.weight) return false;
-    luna_tensor *queries = li_causal_queries(&attention, li_stream_view(s, p, 2, z->memory, z->dim, 1)),
+    luna_tensor *queries = li_causal_queries(&attention, li_stream_view(s, p, 2, c->memory, c->dim, 1)),
         *bias = NULL, *scores = folds ? li_causal_folded(&attention, queries, device ? &bias : NULL) : queries;
     if (li_stream_rounds_scores(s)) {
       luna_tensor *kept = &layer->past.scores;
@@ -19062,7 +19062,7 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
     } else if (!li_stream_store(s, to, scores)) return false;
     if (folds && device && !li_stream_store(s, to_bias, bias)) return false;
     if (folds && !device && li_computes(&s->ctx))
-      li_stream_fold_bias(z, queries->data, attention.pc.bias->data, to_bias);
+      li_stream_fold_bias(c, queries->data, attention.pc.bias->data, to_bias);
   }
   return true;
 }
@@ -19082,13 +19082,14 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
 
 #define LI_STREAM_TOO_LARGE "a stream of these sizes is too large"
 LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *config) {
-  const li_lm_sizes *z = &s->sizes;
+  const luna_lm_config *model = &s->model.config;
+  const luna_layer_config *c = &model->layer;
   const int64_t batch = config && config->batch ? li_size(config->batch) : 1,
       chunk = config && config->chunk ? li_size(config->chunk) : 64, rows = li_checked(batch, chunk);
-  const int64_t product[8][2] = { { rows, z->dim }, { rows, z->ffn }, { rows, z->features + 1 },
-    { li_checked(rows, z->heads), z->memory }, { li_checked(batch, z->dim), li_max(1, z->convolution) },
-    { li_checked(batch, z->dim), 16 * z->memory }, { batch, li_lm_outputs(z) },
-    { li_checked(z->heads, z->memory), z->dim } };
+  const int64_t product[8][2] = { { rows, c->dim }, { rows, c->ffn }, { rows, model->features + 1 },
+    { li_checked(rows, c->heads), c->memory }, { li_checked(batch, c->dim), li_max(1, c->convolution) },
+    { li_checked(batch, c->dim), 16 * c->memory }, { batch, li_lm_outputs(model) },
+    { li_checked(c->heads, c->memory), c->dim } };
   s->batch = batch;
   s->chunk = chunk;
   if (config && config->horizon) s->horizon = config->horizon;
@@ -19096,7 +19097,6 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
   s->ctx.parallel.threads = 1;
   if (s->sources == 0) s->sources = 1;
   if (s->scale == 0) s->scale = 1;
-  li_lm_from_sizes(z, &s->model.config);
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (config && (unsigned)config->weights > LUNA_DTYPE_I8) return "config.weights is neither F32 nor I8";
 #ifndef LUNA_NO_INT8
@@ -19224,7 +19224,7 @@ LI_FN int li_decoder_parts(luna_decoder_layer *layer, li_part *parts) {
   parts[count++] = li_norm_part(true, &layer->cross_norm, "", &layer->config);
   return count + li_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
-/* Makes layer `index` as that of a model's `layers` is, or as the file and the sizes say. */
+/* Makes layer `index` as that of a model's `layers` is, or as the file and the config say. */
 LI_FN bool li_stream_layer_own(luna_stream *s, int64_t index, const void *layers, const li_st *st) {
   luna_causal_layer *causal = &s->layers[index].of.causal;
   li_part parts[LI_MAX_PARTS];
@@ -19258,7 +19258,7 @@ LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, const void *layer
 LI_FN bool li_stream_model_open(luna_stream *s, const li_st *st) {
   li_part parts[LI_MAX_PARTS];
   if (!li_stream_own(s, parts, li_lm_parts(&s->model, parts), "", st)) return false;
-  if (!s->sizes.outputs) s->model.output.weight = s->model.embedding;
+  if (!s->model.config.outputs) s->model.output.weight = s->model.embedding;
   return true;
 }
 /* Copies the mean and the scale of numbers to the host, one after the other. */
@@ -19272,11 +19272,11 @@ LI_FN bool li_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, 
 LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   const luna_lm *m = &s->model;
   if (!li_stream_model_open(s, st)) return false;
-  for (int64_t i = 0; i < s->sizes.layers; i++) if (!li_stream_layer_open(s, i, layers, st)) return false;
+  for (int64_t i = 0; i < m->config.layers; i++) if (!li_stream_layer_open(s, i, layers, st)) return false;
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
-  if (s->sizes.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
-  if (s->sizes.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
-  for (int64_t i = 0; i < (s->cross ? 0 : s->sizes.layers); i++)
+  if (m->config.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
+  if (m->config.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
+  for (int64_t i = 0; i < (s->cross ? 0 : m->config.layers); i++)
     if (!li_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data)) return false;
   return true;
 }
@@ -19292,7 +19292,7 @@ typedef struct li_stream_needs {  /* of a model of so many layers */
    in 8 bits that `needs` has. The arena's peak is then what opening takes beside it. */
 LI_FN bool li_stream_measure_open(luna_stream *s, const void *from, int64_t layers, li_stream_needs *needs) {
   li_bump *b = &s->bump;
-  s->sizes.layers = layers;
+  s->model.config.layers = layers;
   s->int8_size = needs->int8;
   s->measured = b->part[0].used = b->part[0].peak = 0;
   if (!li_stream_fill(s, from, NULL)) return false;
@@ -19319,7 +19319,7 @@ LI_FN bool li_stream_measure_steps(luna_stream *s) {
 /* Finds all of it: each layer takes as much more as one takes than none. */
 LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   const luna_lm model = s->model;
-  const size_t more = (size_t)s->sizes.layers - 1;
+  const size_t more = (size_t)s->model.config.layers - 1;
   li_bump *b = &s->bump;
   luna_tensor small[LI_MEASURED];
   li_stream_layer layer;
@@ -19349,7 +19349,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   b->room = one.ops + (one.ops - none.ops) * more;
   s->int8_size = one.int8 + (one.int8 - none.int8) * more;
   s->ctx.reserving = false;
-  s->sizes.layers = (int64_t)more + 1;
+  s->model.config.layers = (int64_t)more + 1;
   s->inputs = NULL;
   s->model = model;                  /* without the placeholders */
   return good;
@@ -19358,29 +19358,29 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
 /* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
    s->device_memory (null: only counts), device_size bytes. */
 LI_FN size_t li_stream_lay_out(luna_stream *s, char *base) {
-  const li_lm_sizes *z = &s->sizes;
+  const luna_lm_config *c = &s->model.config;
   const bool device = li_stream_on_device(s);
   const int64_t inputs = (int64_t)li_stream_inputs_size(s, s->chunk);
   size_t used = li_round(sizeof(luna_stream));
   li_past none;
   memset(&none, 0, sizeof none);
   s->ctx.bump = &s->bump;
-  s->layers = (li_stream_layer *)li_stream_take(base, &used, z->layers, sizeof(li_stream_layer));
+  s->layers = (li_stream_layer *)li_stream_take(base, &used, c->layers, sizeof(li_stream_layer));
   s->bump.part[0].start = (char *)li_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
   s->bump.ops = (luna_op *)li_stream_take(base, &used, (int64_t)s->bump.room, sizeof(luna_op));
   if (device) s->host_inputs = (char *)li_stream_take(base, &used, inputs, 1);
-  s->logits = (float *)li_stream_take(base, &used, s->batch * li_lm_outputs(z), sizeof(float));
-  s->standard = (float *)li_stream_take(base, &used, 2 * z->features, sizeof(float));
-  s->output_norm = (float *)li_stream_take(base, &used, z->output_norm ? 2 * z->outputs : 0, sizeof(float));
+  s->logits = (float *)li_stream_take(base, &used, s->batch * li_lm_outputs(c), sizeof(float));
+  s->standard = (float *)li_stream_take(base, &used, 2 * c->features, sizeof(float));
+  s->output_norm = (float *)li_stream_take(base, &used, c->output_norm ? 2 * c->outputs : 0, sizeof(float));
   s->int8_at = (char *)li_stream_take(base, &used, (int64_t)s->int8_size, 1);
   const size_t host_size = used;
   if (device) { base = s->device_memory; used = 0; }
   const size_t state = used;
   s->state = base ? base + used : NULL;
-  for (int64_t i = 0; i < 2 * z->layers; i++) {
-    li_past *past = base ? &s->layers[i % z->layers].past : &none;
-    if (i == z->layers) s->state_size = used - state;
-    if (i < z->layers) li_past_take(past, z, s->batch, base, &used);
+  for (int64_t i = 0; i < 2 * c->layers; i++) {
+    li_past *past = base ? &s->layers[i % c->layers].past : &none;
+    if (i == c->layers) s->state_size = used - state;
+    if (i < c->layers) li_past_take(past, &c->layer, s->batch, base, &used);
     else li_stream_take_once(s, past, base, &used);
   }
   s->slots = s->source_slots = NULL;
@@ -19418,7 +19418,7 @@ LI_FN const char *li_stream_describe(luna_stream *s, li_st *st, const void *byte
     if (t.dtype == LI_ST_I8)
       return "the file has weights in 8 bits (luna_save_int8), which LUNA_NO_INT8 does not read";
 #endif
-  if ((wrong = li_lm_read(st, &s->sizes)) != NULL) return wrong;
+  if ((wrong = li_lm_read(st, &s->model.config)) != NULL) return wrong;
   s->horizon = li_st_horizon(st);
   if ((wrong = li_stream_config(s, config)) != NULL) return wrong;
 #ifndef LUNA_NO_INT8
@@ -19482,7 +19482,7 @@ LI_FN luna_stream *li_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, co
   luna_stream_close(s);
   return NULL;
 }
-/* Makes a stream of the sizes and the model in `first` and of a model's layers, in memory from the context's allocator
+/* Makes a stream of the model in `first` and of a model's layers, in memory from the context's allocator
    and, of a model on a device, from there. When it is null, the context says why. */
 LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config,
                                   const void *layers, const char *name) {
@@ -19501,7 +19501,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
   const char *wrong = ctx->options.measure ? "a context that measures has no weights" :
       li_stream_config(first, &own);
   if (wrong) return li_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong), (luna_stream *)NULL;
-  const luna_op_kind kind = first->sizes.forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
+  const luna_op_kind kind = first->model.config.layer.forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
   if (li_stream_on_device(first) && !ctx->backend->op[kind].forward)
     return li_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(kind)), (luna_stream *)NULL;
   if (!li_stream_measure(first, layers)) return li_stream_report(ctx, first, name), (luna_stream *)NULL;
@@ -19531,9 +19531,9 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
-  li_lm_to_sizes(&model->config, &first.sizes);
   first.horizon = li_params_horizon(model->params, 0);
   first.model = *model;
+  first.model.config.layer.recompute = LUNA_RECOMPUTE_NONE;
   if (!li_is_luna(&model->config.layer)) li_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
   else if (li_backend_result(ctx, name, li_wait_for_owners(ctx)) == LUNA_OK)
     return li_stream_opened(ctx, li_stream_make(ctx, &first, config, model->layers, name), true, name);
@@ -19551,7 +19551,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 /* --- running --- */
 /* Counts the sequences that have a row of features that do not fit. */
 LI_FN int64_t li_stream_misfits(const luna_stream *s, const luna_input *input) {
-  const int64_t k = s->sizes.features, row = li_size(input->n) * k;
+  const int64_t k = s->model.config.features, row = li_size(input->n) * k;
   int64_t misfits = 0;
   for (int64_t b = 0, i; b < s->batch; b++) {
     for (i = 0; i < row; i++)
@@ -19561,18 +19561,18 @@ LI_FN int64_t li_stream_misfits(const luna_stream *s, const luna_input *input) {
   return misfits;
 }
 LI_FN luna_error_id li_stream_wrong(luna_stream *s, const luna_input *input) {
-  const int64_t n = li_size(input->n), k = s->sizes.features;
+  const int64_t n = li_size(input->n), k = s->model.config.features;
   if (input->n < 1) return LUNA_ERROR_STREAM_NO_STEPS;
   if (k ? !input->features : !input->tokens)
     return k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
   if (li_checked(li_checked(n, s->batch), k + 1) < 0) return LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (int64_t i = 0; i < (k ? 0 : n * s->batch); i++)
-    if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) {
+    if (input->tokens[i] < 0 || input->tokens[i] >= s->model.config.vocab) {
       li_print(s->ctx.error, sizeof s->ctx.error, "%s: tokens[%d] is %d, vocab is %d",
-               li_sentence_of(LUNA_ERROR_STREAM_TOKEN), i, (int64_t)input->tokens[i], s->sizes.vocab);
+               li_sentence_of(LUNA_ERROR_STREAM_TOKEN), i, (int64_t)input->tokens[i], s->model.config.vocab);
       return LUNA_ERROR_STREAM_TOKEN;
     }
-  if (s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
+  if (s->model.config.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->model.config.max_length)
     return LUNA_ERROR_STREAM_POSITIONS;
   return LUNA_ERROR_NONE;
 }
@@ -19599,7 +19599,7 @@ LI_FN const float *li_stream_run(luna_stream *s, const luna_input *input) {
   }
   if (y) (void)li_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
   if (!li_stream_ready(s) || !y) return NULL;
-  for (int64_t i = 0, k = s->sizes.outputs; i < (s->sizes.output_norm ? luna_count(y) : 0); i++)
+  for (int64_t i = 0, k = s->model.config.outputs; i < (s->model.config.output_norm ? luna_count(y) : 0); i++)
     s->logits[i] = s->logits[i] * s->output_norm[k + i % k] + s->output_norm[i % k];
   s->error = misfit;
   finite = finite && li_are_finite(luna_count(y), s->logits);
@@ -19663,8 +19663,28 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   return li_stream_status(s);
 }
 
+/* A saved state's header. Its sizes identify the model: all numbers of its config that are in metadata. */
+#define LI_STREAM_SIZES 22
+typedef struct li_stream_head { uint64_t magic; int64_t batch, position, sizes[LI_STREAM_SIZES]; } li_stream_head;
+#define LI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
+LI_FN li_stream_head li_stream_head_of(int64_t batch, int64_t position, const luna_lm_config *config) {
+  li_stream_head head;
+  int size = 0;
+  memset(&head, 0, sizeof head);
+  head.magic = LI_STREAM_MAGIC;
+  head.batch = batch;
+  head.position = position;
+  for (const li_field *f = NULL; (f = li_field_next(f, LI_OF_LM)) != NULL && size < LI_STREAM_SIZES;)
+    head.sizes[size++] = li_field_get(f, LI_OF_LM, config);
+  return head;
+}
+LI_FN bool li_stream_head_fits(const li_stream_head *head, int64_t batch, const luna_lm_config *config) {
+  const li_stream_head like = li_stream_head_of(batch, head->position, config);
+  return head->position >= 0 && head->position <= (int64_t)1 << 53 && memcmp(head, &like, sizeof like) == 0;
+}
 LI_FN bool li_stream_same(const luna_stream *a, const luna_stream *b) {
-  return a->batch == b->batch && memcmp(&a->sizes, &b->sizes, sizeof a->sizes) == 0;
+  const li_stream_head head = li_stream_head_of(b->batch, 0, &b->model.config);
+  return li_stream_head_fits(&head, a->batch, &a->model.config);
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
   if (!to || !from || !li_stream_same(to, from)) return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
@@ -19683,32 +19703,12 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
   return li_stream_status(to);
 }
 
-/* a saved state: a header that identifies the model's sizes, then the state's bytes */
-typedef struct li_stream_head {
-  uint64_t magic;
-  int64_t batch, position;
-  li_lm_sizes sizes;
-} li_stream_head;
-#define LI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
-LI_FN li_stream_head li_stream_head_of(int64_t batch, int64_t position, const li_lm_sizes *sizes) {
-  li_stream_head head;
-  memset(&head, 0, sizeof head);
-  head.magic = LI_STREAM_MAGIC;
-  head.batch = batch;
-  head.position = position;
-  head.sizes = *sizes;
-  return head;
-}
-LI_FN bool li_stream_head_fits(const li_stream_head *head, int64_t batch, const li_lm_sizes *sizes) {
-  return head->magic == LI_STREAM_MAGIC && head->batch == batch && head->position >= 0 &&
-         head->position <= (int64_t)1 << 53 && memcmp(&head->sizes, sizes, sizeof *sizes) == 0;
-}
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
   return s ? sizeof(li_stream_head) + s->state_size : 0;
 }
 LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
   if (!s || !bytes || size < luna_stream_state_size(s)) return LUNA_BAD_ARGUMENT;
-  const li_stream_head head = li_stream_head_of(s->batch, s->position, &s->sizes);
+  const li_stream_head head = li_stream_head_of(s->batch, s->position, &s->model.config);
   memcpy(bytes, &head, sizeof head);
   return li_stream_read(s, (char *)bytes + sizeof head);
 }
@@ -19716,7 +19716,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   li_stream_head head;
   if (!s || !bytes || size != luna_stream_state_size(s)) return li_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
-  if (!li_stream_head_fits(&head, s->batch, &s->sizes)) return li_stream_fail(s, LUNA_ERROR_STREAM_STATE);
+  if (!li_stream_head_fits(&head, s->batch, &s->model.config)) return li_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   if (li_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return li_stream_status(s);
 }
@@ -19725,7 +19725,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
    writes the other, from which the next step goes on. --- */
 struct luna_lm_state {
   luna_params *params;
-  li_lm_sizes sizes;
+  luna_lm_config config;
   int64_t batch;
   size_t size, layer_size;           /* bytes of a half, as a stream lays its state out, and of a layer in it */
   char *half[2];
@@ -19736,7 +19736,7 @@ struct luna_lm_state {
 LI_FN li_past li_state_at(const luna_lm_state *s, char *base, size_t *used) {
   li_past past;
   memset(&past, 0, sizeof past);
-  li_past_take(&past, &s->sizes, s->batch, base, used);
+  li_past_take(&past, &s->config.layer, s->batch, base, used);
   return past;
 }
 LI_FN li_past li_state_layer(luna_lm_state *s, int64_t layer) {
@@ -19788,7 +19788,7 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
     return li_fail_status(ctx, LUNA_ERROR_STATE_MODEL, name), (luna_lm_state *)NULL;
   if (!li_in(ctx, name, "batch", batch, 1, LI_MAX_COUNT / li_max(1, model->config.layer.dim))) return NULL;
   memset(&first, 0, sizeof first);
-  li_lm_to_sizes(&model->config, &first.sizes);
+  first.config = model->config;
   first.params = model->params;
   first.batch = batch;
   (void)li_state_at(&first, NULL, &first.layer_size);
@@ -19836,11 +19836,11 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
   for (int64_t i = 0; i < (sequences ? count : s->batch); i++) {
     const int64_t b = sequences ? sequences[i] : i;
     s->position[s->now][b] = 0;
-    for (int64_t layer = 0; layer < s->sizes.layers; layer++) {
+    for (int64_t layer = 0; layer < s->config.layers; layer++) {
       size_t used = 0;
       const li_past past = li_state_at(s, s->half[s->now] + (size_t)layer * s->layer_size, &used);
       for (int k = 0; k < LI_STATE_PARTS; k++) {
-        const li_state_part part = li_state_part_of(&past, &s->sizes, k);
+        const li_state_part part = li_state_part_of(&past, &s->config.layer, k);
         memset((char *)part.at + (size_t)b * part.bytes, 0, part.bytes);
       }
     }
@@ -19868,7 +19868,7 @@ LI_FN bool li_state_places(const luna_lm_state *s, const li_st_tensor *bytes) {
   return true;
 }
 LUNA_API size_t luna_lm_state_size(const luna_lm_state *s) {
-  return s ? sizeof(li_stream_head) + s->layer_size * (size_t)s->sizes.layers : 0;
+  return s ? sizeof(li_stream_head) + s->layer_size * (size_t)s->config.layers : 0;
 }
 LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, size_t size) {
   static const char name[] = "luna_lm_state_save";
@@ -19880,10 +19880,10 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
   if (size < luna_lm_state_size(s))
     return li_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, name, (int64_t)size, (int64_t)luna_lm_state_size(s));
-  if ((!s->sizes.forget || s->sizes.positions > LUNA_POSITIONS_NONE) && !li_state_even(s, positions))
+  if ((!s->config.layer.forget || s->config.positions > LUNA_POSITIONS_NONE) && !li_state_even(s, positions))
     return li_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, name, "a stream");
   for (int64_t b = 0; b < s->batch; b++) farthest = li_max(farthest, positions[b]);
-  const li_stream_head head = li_stream_head_of(s->batch, farthest, &s->sizes);
+  const li_stream_head head = li_stream_head_of(s->batch, farthest, &s->config);
   memcpy(bytes, &head, sizeof head);
   memcpy((char *)bytes + sizeof head, s->half[newest], luna_lm_state_size(s) - sizeof head);
   return LUNA_OK;
@@ -19896,7 +19896,7 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
   if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
   if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
   if (size != luna_lm_state_size(s) ||
-      !li_stream_head_fits((memcpy(&head, bytes, sizeof head), &head), s->batch, &s->sizes))
+      !li_stream_head_fits((memcpy(&head, bytes, sizeof head), &head), s->batch, &s->config))
     return li_fail_status(ctx, LUNA_ERROR_STATE_OTHER, name);
   memcpy(s->half[s->now], (const char *)bytes + sizeof head, size - sizeof head);
   for (int64_t b = 0; b < s->batch; b++) s->position[s->now][b] = head.position;
@@ -20014,7 +20014,7 @@ LI_FN bool li_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna
   int32_t *slots = li_stream_on_device(s) ? li_stream_inputs(s, s->host_inputs, 1).tokens : to;
   for (int64_t i = 0; i < count; i++)
     slots[i] = (int32_t)li_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
-                               s->sizes.memory);
+                               s->model.config.layer.memory);
   return slots == to || li_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input *source, int64_t beam,
@@ -20024,7 +20024,7 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
   const luna_encoder_config *e = &c->encoder;
   luna_stream first;
   luna_stream_config config;
-  luna_lm_config sizes;
+  luna_lm_config *as = &first.model.config; /* a language model that steps as the decoder does */
   luna_tensor *p = NULL;
   luna_begin_inference(ctx);
   if (!li_encoder_ctx(&model->encoder, source, name, "source") ||
@@ -20034,16 +20034,14 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
   if (!context) return NULL;
   memset(&first, 0, sizeof first);
   memset(&config, 0, sizeof config);
-  memset(&sizes, 0, sizeof sizes);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  sizes.layer = e->layer;
-  sizes.vocab = sizes.outputs = c->target_vocab;
-  sizes.layers = c->decoder_layers;
-  sizes.layer.memory = p->shape[1];
-  sizes.positions = e->positions;
-  sizes.max_length = c->max_target_length;
-  li_lm_to_sizes(&sizes, &first.sizes);
+  as->layer = e->layer;
+  as->vocab = as->outputs = c->target_vocab;
+  as->layers = c->decoder_layers;
+  as->layer.memory = p->shape[1];
+  as->positions = e->positions;
+  as->max_length = c->max_target_length;
   first.horizon = li_params_horizon(model->params, 0);
   first.sources = source->batch;
   first.cross = true;
@@ -20056,7 +20054,7 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
   luna_stream *s = li_stream_make(ctx, &first, &config, model->layers, name);
   bool good = s && li_stream_real(s, s->slots, s->batch, source) &&
               li_stream_real(s, s->source_slots, source->batch, source);
-  for (int64_t i = 0; good && i < s->sizes.layers; i++)
+  for (int64_t i = 0; good && i < s->model.config.layers; i++)
     good = li_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
   return li_stream_opened(ctx, s, good, name);
 }

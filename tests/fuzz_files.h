@@ -252,8 +252,8 @@ static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, common_by
   if (li_st_open(&st, bytes, size) || li_st_index(&st, index, index + st.tensors) ||
       !li_st_meta(&st, "luna.kind", &kind)) return false;
   while (k < 4 && !li_st_equal(kind, kinds[k])) k++;
-  if (k == 4 || (k == 0 ? li_fields_read(&st, li_lm_fields, LI_LENGTH(li_lm_fields), &m.lm) :
-                 li_fields_read(&st, li_model_fields, LI_LENGTH(li_model_fields), &m))) return false;
+  if (k == 4 || (k == 0 ? li_fields_read(&st, LI_OF_LM, &m.lm) : li_fields_read(&st, LI_OF_ENCODER, &m)))
+    return false;
   if (k == 0 ? m.lm.layers > 4 : m.encoder.layers > 4 || m.seq2seq.decoder_layers > 4) return false;
   options.threads = 1, options.seed = random_next(r), options.isa = LUNA_ISA_SCALAR;
   options.allocator = (luna_allocator){refit_allocate, refit_release, &left};
