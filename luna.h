@@ -17483,11 +17483,6 @@ LI_FN const li_trained *li_rates_too_large(const luna_optimizer *o, float lr) {
   }
   return NULL;
 }
-LI_FN luna_status li_rates_check(const luna_optimizer *o, float lr) {
-  const li_trained *t = li_rates_too_large(o, lr);
-  if (!t) return LUNA_OK;
-  return li_fail_status(o->params->ctx, LUNA_ERROR_RATES, (double)(lr * t->lr), (double)t->decay, t->name);
-}
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = o->params->ctx;
@@ -17495,8 +17490,9 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
   const float lr = li_scheduled_lr(o, o->attempts);
-  status = li_rates_check(o, lr);
-  if (status != LUNA_OK) return status;
+  const li_trained *large = li_rates_too_large(o, lr);
+  if (large)
+    return li_fail_status(ctx, LUNA_ERROR_RATES, (double)(lr * large->lr), (double)large->decay, large->name);
   o->attempts++;
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return li_backend_result(ctx, "luna_optimizer_advance", status);
@@ -17733,22 +17729,6 @@ LI_FN void li_st_write_string(li_st_writer *w, const char *string) {
   li_st_write_text(w, "\"");
 }
 
-LI_FN void li_st_write_floats(li_st_writer *w, const float *x, int64_t count) {
-  float block[1024];
-  const int64_t step = w->fetch || !li_st_little() ? 1024 : count;
-  for (int64_t i = 0; i < count && !w->failed; i += step) {
-    const int64_t n = li_min(step, count - i);
-    const float *from = w->fetch ? block : x + i;
-    if (w->fetch) w->failed = !w->fetch(w->device, block, x + i, n);
-    if (li_st_little()) li_st_write_bytes(w, from, (size_t)n * sizeof(float));
-    else for (int64_t k = 0; k < n; k++) {
-      uint32_t pattern;
-      memcpy(&pattern, &from[k], sizeof(pattern));
-      li_st_write_little(w, pattern, 4);
-    }
-  }
-}
-
 LI_FN void li_st_put_pair(li_st_writer *w, const char *key, const char *value) {
   if (!w->pair) return;
   li_st_write_text(w, w->pair);
@@ -17776,9 +17756,25 @@ LI_FN bool li_st_put_entry(li_st_writer *w, const char *name, const char *dtype,
 }
 /* data: like's, may be null without elements */
 LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
+  float block[1024];
   const int64_t count = li_shape_count(like->rank, like->shape);
+  const int64_t step = w->fetch || !li_st_little() ? 1024 : count;
   if (count > 0 && !data) w->failed = true;
-  if (!li_st_put_entry(w, name, "F32", like, 4)) li_st_write_floats(w, data, count);
+  if (li_st_put_entry(w, name, "F32", like, 4)) return;
+  for (int64_t i = 0; i < count && !w->failed; i += step) {
+    const int64_t n = li_min(step, count - i);
+    const float *from = w->fetch ? block : data + i;
+    if (w->fetch) w->failed = !w->fetch(w->device, block, data + i, n);
+    if (li_st_little()) {
+      li_st_write_bytes(w, from, (size_t)n * sizeof(float));
+      continue;
+    }
+    for (int64_t k = 0; k < n; k++) {
+      uint32_t pattern;
+      memcpy(&pattern, &from[k], sizeof(pattern));
+      li_st_write_little(w, pattern, 4);
+    }
+  }
 }
 
 /* what puts a file's pairs, then its tensors; their names and keys must be unique */
@@ -18209,10 +18205,6 @@ enum { LI_TRAINING_KIND, LI_TRAINING_ATTEMPTS, LI_TRAINING_UPDATES, LI_TRAINING_
 #define LI_PRODUCTS "luna.products" /* "bf16", or float32's */
 #define LI_OPTIMIZER_NAME "luna.optimizer_name"
 
-LI_FN void li_hex(uint64_t value, char out[17]) {
-  for (int i = 0; i < 16; i++) out[i] = li_hex_digits[value >> (60 - 4 * i) & 15];
-  out[16] = 0;
-}
 LI_FN bool li_unhex(const li_st *st, const char *key, uint64_t *out) {
   li_st_text value;
   *out = 0;
@@ -18233,17 +18225,13 @@ LI_FN void li_moment_name(char *out, int moment, const char *name) { /* -1: its 
 /* a half of the carried state, positions too, as this machine has it in memory, called floats */
 #define LI_STATE "luna.state"
 LI_FN float *li_state_bytes(const luna_lm_state *s, luna_tensor *like);
-LI_FN void li_put_state(li_st_writer *w, const luna_lm_state *s) {
-  luna_tensor like;
-  const float *data = li_state_bytes(s, &like);
-  li_st_put_tensor(w, LI_STATE, &like, data);
-}
 LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
   const luna_optimizer *o = (const luna_optimizer *)optimizer;
   luna_ctx *ctx = o->params->ctx;
   luna_step_state updates, step;
   char text[17], name[LI_MAX_PARAM_NAME + LI_MOMENT_NAME];
   uint64_t value[LI_TRAINING_KEYS];
+  luna_tensor like;
   uint32_t lr;
   if (li_state_read(ctx, o->state, &updates)) w->failed = true;
   if (li_state_read(ctx, ctx->state, &step)) w->failed = true;
@@ -18257,7 +18245,8 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
   value[LI_TRAINING_STEP] = step.step;
   value[LI_TRAINING_SEED] = step.seed;
   for (int k = 0; k < LI_TRAINING_KEYS; k++) {
-    li_hex(value[k], text);
+    for (int i = 0; i < 16; i++) text[i] = li_hex_digits[value[k] >> (60 - 4 * i) & 15];
+    text[16] = 0;
     li_st_put_pair(w, li_training_keys[k], text);
   }
   if (o->hook) li_st_put_pair(w, LI_OPTIMIZER_NAME, o->hook->name);
@@ -18268,19 +18257,10 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
       li_moment_name(name, k < o->moments ? k : -1, t->name);
       li_st_put_tensor(w, name, t->tensor, t->moment[k]);
     }
-  if (o->params->state) li_put_state(w, o->params->state);
-}
-/* All parameters have moments, which are zeros, and averages, which are their values, for who loads them. */
-LI_FN luna_status li_save_joined(const luna_optimizer *optimizer) {
-  luna_optimizer *o = (luna_optimizer *)(uintptr_t)optimizer;
-  if (o->swapped) return li_fail_status(o->params->ctx, LUNA_ERROR_AVERAGE_SWAPPED, "luna_save_training");
-  luna_status status = li_optimizer_join(o, "luna_save_training");
-  for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) {
-    const bool averaged = o->trained[i].averaged;
-    status = li_average_begin(o, &o->trained[i]);
-    o->trained[i].averaged = averaged;
+  if (o->params->state) {
+    const float *data = li_state_bytes(o->params->state, &like);
+    li_st_put_tensor(w, LI_STATE, &like, data);
   }
-  return status;
 }
 LI_FN bool li_moment_find(const li_st *st, const li_trained *t, int moment, li_st_tensor *out) {
   char name[LI_MAX_PARAM_NAME + LI_MOMENT_NAME];
@@ -18739,10 +18719,19 @@ LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_
   return li_load_model(&k, "luna_load_model_of", model, members[i].size, params, &file);
 }
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_save_training(const luna_optimizer *o, luna_file file) {
+/* All parameters have moments, which are zeros, and averages, which are their values, for who loads them. */
+LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file) {
+  luna_optimizer *o = (luna_optimizer *)(uintptr_t)optimizer;
   if (!o) return LUNA_BAD_ARGUMENT;
-  const luna_status status = li_save_joined(o);
-  return status == LUNA_OK ? li_save(o->params->ctx, "luna_save_training", li_put_training, o, &file) : status;
+  if (o->swapped) return li_fail_status(o->params->ctx, LUNA_ERROR_AVERAGE_SWAPPED, "luna_save_training");
+  luna_status status = li_optimizer_join(o, "luna_save_training");
+  for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) {
+    const bool averaged = o->trained[i].averaged;
+    status = li_average_begin(o, &o->trained[i]);
+    o->trained[i].averaged = averaged;
+  }
+  if (status != LUNA_OK) return status;
+  return li_save(o->params->ctx, "luna_save_training", li_put_training, o, &file);
 }
 LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
   return li_read_file(o ? o->params->ctx : NULL, "luna_load_training", li_load_training, o, &file);
@@ -19687,7 +19676,8 @@ LI_FN bool li_stream_same(const luna_stream *a, const luna_stream *b) {
   return li_stream_head_fits(&head, a->batch, &a->model.config);
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
-  if (!to || !from || !li_stream_same(to, from)) return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
+  if (!to || !from || !li_stream_same(to, from))
+    return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
   luna_status status = from->ctx.status;
   if (li_stream_on_device(to) && li_stream_on_device(from) && to->model_ctx != from->model_ctx)
     return li_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
@@ -20071,15 +20061,6 @@ typedef struct li_decoding {
   int32_t *out, *out_lengths;        /* the caller's */
 } li_decoding;
 
-LI_FN bool li_decoding_good(luna_ctx *ctx, const li_decoding *d, const luna_input *source) {
-  const char *name = "luna_seq2seq_generate";
-  const luna_generate_config *c = &d->config;
-  return li_in(ctx, name, "source->batch", source->batch, 1, LI_MAX_COUNT) &&
-         li_in(ctx, name, "source->n", source->n, 0, LI_MAX_COUNT) &&
-         li_in(ctx, name, "max_length", c->max_length, 1, LI_MAX_COUNT / source->batch) &&
-         li_in(ctx, name, "begin", c->begin, 0, d->vocab - 1) && li_in(ctx, name, "end", c->end, 0, d->vocab - 1);
-}
-
 /* Adds to each sequence that has not ended the likeliest token. Returns how many have not ended then, or -1. */
 LI_FN int64_t li_decode_step(luna_ctx *ctx, li_decoding *d, const float *logits, int64_t length) {
   int64_t going = 0;
@@ -20143,7 +20124,11 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   d.vocab = model->config.target_vocab;
   d.out = out;
   d.out_lengths = out_lengths;
-  if (!li_decoding_good(ctx, &d, source)) return ctx->last_status;
+  if (!li_in(ctx, name, "source->batch", source->batch, 1, LI_MAX_COUNT) ||
+      !li_in(ctx, name, "source->n", source->n, 0, LI_MAX_COUNT) ||
+      !li_in(ctx, name, "max_length", d.config.max_length, 1, LI_MAX_COUNT / source->batch) ||
+      !li_in(ctx, name, "begin", config->begin, 0, d.vocab - 1) ||
+      !li_in(ctx, name, "end", config->end, 0, d.vocab - 1)) return ctx->last_status;
 
   luna_stream *stream = li_seq2seq_stream(model, source, 1, name);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;

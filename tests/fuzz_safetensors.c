@@ -252,7 +252,7 @@ static void logits_agree(const luna_stream *a, const luna_stream *b, const float
   HOLDS((of_a || luna_stream_error(a)[0]) && (of_b || luna_stream_error(b)[0]), "no logits, and no sentence");
   HOLDS(!of_a == !of_b && luna_stream_position(a) == luna_stream_position(b),
         "one of two streams fails: \"%s\" and \"%s\"", luna_stream_error(a), luna_stream_error(b));
-  if (of_a && of_b) HOLDS(same_floats(of_a, of_b, a->batch * li_lm_outputs(&a->sizes)), "two streams differ");
+  if (of_a && of_b) HOLDS(same_floats(of_a, of_b, a->batch * li_lm_outputs(&a->model.config)), "two streams differ");
 }
 /* a stream of the model and one of its file: the same bits, and the state of one is the other's */
 static void use_streams(luna_ctx *ctx, const luna_lm *model, const common_bytes *file) {
@@ -296,7 +296,7 @@ static void use_streams(luna_ctx *ctx, const luna_lm *model, const common_bytes 
           "a stream's state is not a luna_lm_state: %s", luna_error(ctx));
     luna_begin_inference(ctx);
     luna_lm_state_continue(carried);
-    ran(ctx, luna_lm_forward(model, &input), 2 * input.n, li_lm_outputs(&s->sizes));
+    ran(ctx, luna_lm_forward(model, &input), 2 * input.n, li_lm_outputs(&s->model.config));
     free(again);
   }
   luna_stream_close(s);
@@ -481,7 +481,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
         wrong);
   HOLDS(!stream || is_lm, "a stream of what is refused as a language model");
   if (stream) {
-    const int64_t vocab = stream->sizes.vocab, features = stream->sizes.features;
+    const int64_t vocab = stream->model.config.vocab, features = stream->model.config.features;
     const int32_t swap[2] = {1, 0};
     luna_sampling sampling = {1, 2, 0, 1, 0};
     example e;
@@ -490,7 +490,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
     const float *logits = luna_stream_prefill(stream, &e.input);
     HOLDS(logits || luna_stream_error(stream)[0], "no logits, and no sentence");
     if (logits) reached(STREAMED);
-    const int64_t outputs = li_lm_outputs(&stream->sizes);
+    const int64_t outputs = li_lm_outputs(&stream->model.config);
     const int32_t token = luna_sample(logits, outputs, &sampling);
     HOLDS(token >= -1 && token < outputs, "token %d of %d", (int)token, (int)outputs);
     luna_stream_reorder(stream, swap);
