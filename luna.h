@@ -2346,7 +2346,8 @@ LI_FN bool li_are_finite(int64_t n, const float *x) {
 /* Ops and kernels know no defaults: there 0 is none. */
 #define LI_NO_ACTIVATION LUNA_ACTIVATION_DEFAULT
 LI_INLINE luna_activation li_activation_or(luna_activation a, luna_activation fallback) {
-  return a == LUNA_ACTIVATION_DEFAULT ? fallback : a == LUNA_ACTIVATION_NONE ? LI_NO_ACTIVATION : a;
+  if (a == LUNA_ACTIVATION_DEFAULT) return fallback;
+  return a == LUNA_ACTIVATION_NONE ? LI_NO_ACTIVATION : a;
 }
 /* of a layer */
 LI_INLINE bool li_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_NONE; }
@@ -3068,7 +3069,8 @@ LI_INLINE vf vf_select(vm m, vf a, vf b) { return _mm_or_ps(_mm_and_ps(m, a), _m
 LI_CALL vf vf_load_part(const float *p, int64_t n) {
   if (n >= 3)
     return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
-  return n == 2 ? _mm_setr_ps(p[0], p[1], 0, 0) : n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
+  if (n == 2) return _mm_setr_ps(p[0], p[1], 0, 0);
+  return n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
 }
 LI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   if (n >= VF) {
@@ -3210,7 +3212,8 @@ LI_INLINE float vf_hmax(vf v) { return v; }
 #ifndef LI_DOUBLE
 LI_INLINE vf LI_K(upper)(vf x) { return li_upper(x); }
 LI_INLINE vf LI_K(nearest)(vf x) {
-  return x > -1e6f && x < 1e6f ? (float)(int32_t)(x + (x < 0 ? -0.5f : 0.5f)) : 0.0f;
+  const float half = x < 0 ? -0.5f : 0.5f;
+  return x > -1e6f && x < 1e6f ? (float)(int32_t)(x + half) : 0.0f;
 }
 LI_INLINE vf LI_K(scale2)(vf x, vf n) { return li_float_of(li_bits_of(x) + ((uint32_t)(int32_t)n << 23)); }
 LI_INLINE vf LI_K(split)(vf x, vf *e) {
@@ -3792,9 +3795,11 @@ LI_FN void LI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels
       char *to = panels + i * LI_QK * LI_QB;
       for (int64_t line = 0; line < lines; line++, to += LI_QN * LI_QK * LI_QB) {
         LI_QT word[LI_QK] = { 0 };
-        if (line == whole) for (int64_t p = 0; p < k - whole * LI_QK; p++) word[p] = w[whole * LI_QK + p];
+        if (line == whole)
+          for (int64_t p = 0; p < k - whole * LI_QK; p++) word[p] = w[whole * LI_QK + p];
         else if (LI_QB == 1) memcpy(word, w + line * LI_QK, sizeof word);
-        else for (int p = 0; p < LI_QK; p++) word[p] = w[line * LI_QK + p];
+        else
+          for (int p = 0; p < LI_QK; p++) word[p] = w[line * LI_QK + p];
         memcpy(to, word, sizeof word);
       }
     }
@@ -3869,7 +3874,9 @@ LI_FN void LI_K(int8_rows)(const li_int8_block *b) {
     for (int64_t i = 0, rows; i < b->m; i += rows) {
       const int64_t columns = li_min(LI_QN, b->n - j);
       const char *q = b->q + i * b->q_row, *at = b->panels + j / LI_QN * panel;
-      rows = b->w ? 1 : b->m - i >= LI_QM ? LI_QM : b->m - i >= 4 ? 4 : 1;
+      rows = 1;
+      if (!b->w && b->m - i >= LI_QM) rows = LI_QM;
+      else if (!b->w && b->m - i >= 4) rows = 4;
       if (b->w) LI_K(int8_dots)(columns, b->k, q, b->w + j * b->k, out);
       else if (rows == LI_QM) LI_K(int8_tile)(LI_QM, lines, q, b->q_row, at, out);
       else if (rows == 4) LI_K(int8_tile)(4, lines, q, b->q_row, at, out);
@@ -4011,7 +4018,10 @@ LI_FN double li_inner(int64_t n, const float *a, int64_t a_step, const float *b,
 #define li_bf16_of(x) (x)
 #else
 /* to nearest, ties to even; a denormal is 0 of its sign and NaN stays NaN, as of vcvtneps2bf16 */
-LI_HOT float li_bf16_of(float x) { return x != x ? x : fabsf(x) < FLT_MIN ? x * 0 : li_upper(x); }
+LI_HOT float li_bf16_of(float x) {
+  if (x != x) return x;
+  return fabsf(x) < FLT_MIN ? x * 0 : li_upper(x);
+}
 #endif
 LI_FN double li_inner_by(bool bf16, int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
@@ -4029,7 +4039,9 @@ LI_FN void li_gemm_reference(const li_gemm *g) {
         const int64_t at = first + i * g->c_row + j;
         double sum = (double)g->alpha * li_inner_by(g->bf16, g->k, a + i * g->a_row, g->a_column,
                                                     b + j * g->b_column, g->b_row);
-        sum += (g->bias ? (double)g->bias[j] : 0) + (g->residual ? (double)g->residual[at] : 0);
+        const double bias = g->bias ? (double)g->bias[j] : 0;
+        const double residual = g->residual ? (double)g->residual[at] : 0;
+        sum += bias + residual;
         if (g->pre) g->pre[at] = (float)sum;
         g->c[at] = li_activation_scalar(g->activation, (float)sum) + (g->accumulate ? g->c[at] : 0);
       }
@@ -4281,7 +4293,8 @@ LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, const float *a,
 LI_INLINE int64_t LI_K(tile_height)(int64_t left, bool half) {
   if (half && left >= 2 * LI_MR) return 2 * LI_MR;
   if (left == LI_MR || left > LI_MR + 2 || LI_MR == 1) return LI_MR;
-  return LI_MR > 8 && left >= 8 ? 8 : LI_MR > 4 && left >= 4 ? 4 : li_min(left, 3);
+  if (LI_MR > 8 && left >= 8) return 8;
+  return LI_MR > 4 && left >= 4 ? 4 : li_min(left, 3);
 }
 LI_INLINE void LI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                           const float *b, int64_t b_row, const li_epilogue *e) {
@@ -4373,7 +4386,8 @@ LI_FN void LI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t
     rows = LI_K(tile_height)(m - row, half);
     const float *at = LI_K(tile_a)(words, m, k, row, rows, a, a_gathered, &at_row, &at_column);
     const float *next = a + (row + rows) * a_row;
-    const int64_t coming = half ? 0 : li_min(rows, m - row - rows), width = rows > LI_MR ? VF : LI_NR;
+    const int64_t coming = half ? 0 : li_min(rows, m - row - rows);
+    const int64_t width = rows > LI_MR ? VF : LI_NR;
     for (int64_t j = 0; j < n; j += LI_NR, b += panel_step) {
       const int64_t columns = li_min(n - j, LI_NR);
       if (LI_MR > 1 && a_column == 1)
@@ -4679,7 +4693,8 @@ LI_FN void LI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t
   w.k = lines;
   w.a_row = ready ? a_row : LI_WA;
   w.simple = !t->finish || (!t->pre && !t->late && plain);
-  w.from = !first || !w.simple ? NULL : t->from ? t->from : bias;
+  w.from = NULL;
+  if (first && w.simple) w.from = t->from ? t->from : bias;
   w.from_row = t->from ? t->from_row : 0;
   w.bias = w.from == bias ? NULL : bias;
   w.added = w.from == t->from ? NULL : t->from;
@@ -4813,7 +4828,8 @@ LI_HOT li_products li_products_of(const li_kernels *kernels, bool bf16);
 /* floats of room for a tile's words */
 LI_HOT int64_t li_words_size(const li_kernels *kernels, bool column_major) {
   const int64_t words = li_products_of(kernels, true).words;
-  return words ? words : kernels->mr * LI_KA * (column_major ? LI_WORDS_ABREAST : 1);
+  if (words) return words;
+  return kernels->mr * LI_KA * (column_major ? LI_WORDS_ABREAST : 1);
 }
 LI_HOT li_panels li_words_in(const li_kernels *kernels, const float *at, int64_t n, int64_t k, float *words) {
   const int64_t rows = words ? li_divide_up(k, li_products_of(kernels, true).pair) : k;
@@ -4887,7 +4903,9 @@ typedef struct li_gemm_thread {
 } li_gemm_thread;
 /* row and column of A or B, of which two numbers may be a word */
 LI_HOT const float *li_place(const float *x, bool words, int64_t row, int64_t x_row, int64_t column, int64_t x_column) {
-  return x + (words && x_row == 1 ? row / 2 : row * x_row) + (words && x_column == 1 ? column / 2 : column * x_column);
+  const int64_t down = words && x_row == 1 ? row / 2 : row * x_row;
+  const int64_t across = words && x_column == 1 ? column / 2 : column * x_column;
+  return x + down + across;
 }
 
 LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g, int64_t threads) {
@@ -5011,7 +5029,8 @@ LI_HOT void li_gemm_part(const li_gemm_plan *plan, li_gemm_thread *thread, int64
       t.c = g->c + at;
       t.pre = g->pre ? g->pre + at : NULL;
       t.bias = g->bias ? g->bias + j : NULL;
-      t.sum = plan->sum_size ? thread->sum : plan->late && t.pre ? t.pre : t.c;
+      t.sum = plan->late && t.pre ? t.pre : t.c;
+      if (plan->sum_size) t.sum = thread->sum;
       t.sum_row = plan->sum_size ? plan->columns : g->c_row;
       t.from = g->residual ? g->residual + at : NULL;
       t.from_row = g->c_row;
@@ -5064,7 +5083,8 @@ LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last
       const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + column;
       t.c = t.sum = g->c + at;
       t.pre = g->pre ? g->pre + at : NULL;
-      t.from = g->accumulate && !t.late ? t.c : g->residual ? g->residual + at : NULL;
+      t.from = g->residual ? g->residual + at : NULL;
+      if (g->accumulate && !t.late) t.from = t.c;
       w->kernels->dot_rows(g->m, end - column, g->k, g->a + x * g->a_batch[0] + y * g->a_batch[1], g->a_row,
                            g->b + x * g->b_batch[0] + y * g->b_batch[1] + column * g->b_column, g->b_column, &t);
     }
@@ -5167,7 +5187,8 @@ LI_FN void li_softmax_backward_reference(int64_t rows, int64_t n, const float *y
 
 /* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: the mean is 0 [arXiv 1910.07467] */
 LI_FN void li_layer_norm_reference(const li_layer_norm *a) {
-  if (a->n > 0) for (int64_t row = 0; row < a->rows; row++) {
+  if (a->n <= 0) return;
+  for (int64_t row = 0; row < a->rows; row++) {
     const float *x = a->x + row * a->n;
     const double n = (double)a->n, center = a->rms ? 0 : li_sum_reference(a->n, x) / n;
     double variance = a->rms ? li_sum_squares_reference(a->n, x) / n : 0;
@@ -5288,11 +5309,13 @@ LI_FN void li_short_convolution_backward_reference(const li_convolution *a) {
 LI_FN void li_short_convolution_weights_reference(const li_convolution *a, int64_t first, int64_t last) {
   const int64_t n = a->n, width = a->width;
   for (int64_t c = first; c < last; c++)
-    if (a->dweight) for (int64_t i = 0; i < width; i++) {
-      double sum = 0;
-      for (int64_t t = li_min(a->rows, width - 1 - i); t < a->rows; t++)
-        sum += (double)a->dy[t * n + c] * (double)a->x[(t - width + 1 + i) * n + c];
-      a->dweight[c * width + i] += (float)sum;
+    if (a->dweight) {
+      for (int64_t i = 0; i < width; i++) {
+        double sum = 0;
+        for (int64_t t = li_min(a->rows, width - 1 - i); t < a->rows; t++)
+          sum += (double)a->dy[t * n + c] * (double)a->x[(t - width + 1 + i) * n + c];
+        a->dweight[c * width + i] += (float)sum;
+      }
     }
   if (a->dbias) li_sum_rows_reference(li_columns(li_dense(a->dy, a->rows, n), first, last), 1, a->dbias + first);
 }
@@ -5484,7 +5507,8 @@ LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
   const int64_t n = a->n;
   const bool rms = a->rms;
   float *y = a->y;
-  if (n > 0) for (int64_t row = 0; row < a->rows; row++, x += n, y += n) {
+  if (n <= 0) return;
+  for (int64_t row = 0; row < a->rows; row++, x += n, y += n) {
     /* the second pass also computes the rounding error of the mean */
     const float center = rms ? 0 : (float)(LI_K(sum)(n, x) / (double)n);
     double squares, off = 0;
@@ -5510,7 +5534,8 @@ LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
   const int64_t n = a->n;
   const bool add = a->add;
   float *dx = a->dx;
-  if (n > 0) for (int64_t row = 0; row < a->rows; row++, x += n, dy += n, dx += n) {
+  if (n <= 0) return;
+  for (int64_t row = 0; row < a->rows; row++, x += n, dy += n, dx += n) {
     const float mean = a->mean[row], rstd = a->rstd[row];
     double moment, sum = LI_K(reduce)(LI_NORM, n, x, dy, weight, mean, rstd, &moment);
     const vf center = vf_set(mean), r = vf_set(rstd);
@@ -5538,7 +5563,8 @@ LI_INLINE void LI_K(column_part)(int vectors, li_matrix a, const float *b, const
   const float *at = a.at;
   const int64_t left = a.columns;
   for (int64_t r = 0; r < a.rows; r++, at += a.row) {
-    const vf center = mean ? vf_set(mean[r]) : vf_zero(), scale = rstd ? vf_set(rstd[r]) : vf_set(1);
+    const vf center = mean ? vf_set(mean[r]) : vf_zero();
+    const vf scale = rstd ? vf_set(rstd[r]) : vf_set(1);
     LI_COLUMN(0) LI_COLUMN(1) LI_COLUMN(2) LI_COLUMN(3)
     if (b) b += a.row;
   }
@@ -5561,7 +5587,8 @@ LI_FN void LI_K(column_sums)(li_matrix a, const float *b, const li_layer_norm *n
     for (int64_t r = 0; r < a.rows; r += LI_FLOAT_ROWS) {
       const int64_t count = li_min(a.rows - r, LI_FLOAT_ROWS), at = r * a.row + first;
       const li_matrix rows = li_strided(a.at + at, count, n, a.row);
-      const float *mean = norm ? norm->mean + r : NULL, *rstd = norm ? norm->rstd + r : NULL;
+      const float *mean = norm ? norm->mean + r : NULL;
+      const float *rstd = norm ? norm->rstd + r : NULL;
       if (n < LI_SUM_COLUMNS) LI_K(column_part)(1, rows, b ? b + at : NULL, mean, rstd, part);
       else if (b) LI_K(column_part)(4, rows, b + at, mean, rstd, part);
       else LI_K(column_part)(4, rows, NULL, NULL, NULL, part);
@@ -5617,7 +5644,8 @@ LI_FN void LI_K(cross_entropy)(const li_cross_entropy *a) {
 LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
   const int64_t n = a->columns;
-  if (n > 0) for (int64_t row = 0; row < a->rows; row++) {
+  if (n <= 0) return;
+  for (int64_t row = 0; row < a->rows; row++) {
     const float *logits = a->logits + row * a->logits_row, *next = row + 1 < a->rows ? logits + a->logits_row : logits;
     float *grad = a->grad + row * a->grad_row;
     const int64_t label = a->labels[row] - a->first;
@@ -5642,7 +5670,8 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
    A row that does not exist has no term: in both directions that is a lower bound on i */
 LI_FN void LI_K(convolve)(bool backward, const li_convolution *a) {
   const int64_t rows = a->rows, channels = a->n, width = a->width;
-  const float *const x = backward ? a->dy : a->x, *const history = backward ? NULL : a->history;
+  const float *const x = backward ? a->dy : a->x;
+  const float *const history = backward ? NULL : a->history;
   const float *const weight = a->weight, *const bias = backward ? NULL : a->bias;
   float *const y = backward ? a->dx : a->y;
   float taps[LI_TAPS * LI_TAP_COLUMNS];
@@ -5655,16 +5684,20 @@ LI_FN void LI_K(convolve)(bool backward, const li_convolution *a) {
       for (int64_t k = 0; k < count; k++)
         for (i = 0; i < n; i++) taps[k * LI_TAP_COLUMNS + i] = weight[(first + i) * width + base + k];
       for (int64_t t = 0; t < rows; t++) {
-        const int64_t low = li_max(0, (backward ? t + width - rows : history ? 0 : width - 1 - t) - base);
+        const int64_t missing = history ? 0 : width - 1 - t;
+        const int64_t low = li_max(0, (backward ? t + width - rows : missing) - base);
         float *y_at = y + t * channels + first;
         for (int64_t k = low; k < count; k++) {
           const int64_t row = backward ? t + width - 1 - base - k : t - width + 1 + base + k;
           from[k] = (row < 0 ? history + (row + width - 1) * channels : x + row * channels) + first;
         }
         for (i = 0; n - i >= 4 * VF; i += 4 * VF) {
-          const float *start = backward || base > 0 ? y_at + i : bias ? bias + first + i : NULL;
-          vf sum0 = start ? vf_load(start) : vf_zero(), sum1 = start ? vf_load(start + VF) : vf_zero();
-          vf sum2 = start ? vf_load(start + 2 * VF) : vf_zero(), sum3 = start ? vf_load(start + 3 * VF) : vf_zero();
+          const float *start = bias ? bias + first + i : NULL;
+          if (backward || base > 0) start = y_at + i;
+          vf sum0 = start ? vf_load(start) : vf_zero();
+          vf sum1 = start ? vf_load(start + VF) : vf_zero();
+          vf sum2 = start ? vf_load(start + 2 * VF) : vf_zero();
+          vf sum3 = start ? vf_load(start + 3 * VF) : vf_zero();
           for (int64_t k = low; k < count; k++) {
             const float *tap = taps + k * LI_TAP_COLUMNS + i, *x_at = from[k] + i;
             sum0 = vf_fma(vf_load(tap), vf_load(x_at), sum0);
@@ -5678,7 +5711,9 @@ LI_FN void LI_K(convolve)(bool backward, const li_convolution *a) {
           vf_store(y_at + i + 3 * VF, sum3);
         }
         for (; i < n; i += VF) {
-          vf sum = backward || base > 0 ? LI_GET(y_at) : bias ? LI_GET(bias + first) : vf_zero();
+          vf sum = vf_zero();
+          if (backward || base > 0) sum = LI_GET(y_at);
+          else if (bias) sum = LI_GET(bias + first);
           for (int64_t k = low; k < count; k++)
             sum = vf_fma(LI_GET(taps + k * LI_TAP_COLUMNS), LI_GET(from[k]), sum);
           LI_PUT(y_at, sum);
@@ -5692,10 +5727,12 @@ LI_FN void LI_K(short_convolution)(const li_convolution *a) { LI_K(convolve)(fal
 LI_FN void LI_K(short_convolution_backward)(const li_convolution *a) { LI_K(convolve)(true, a); }
 LI_FN void LI_K(short_convolution_weights)(const li_convolution *a, int64_t first, int64_t last) {
   const li_matrix dy = li_columns(li_dense(a->dy, a->rows, a->n), first, last);
-  if (a->dweight) for (int64_t i = 0; i < a->width; i++) {
-    const int64_t skip = li_min(a->rows, a->width - 1 - i); /* the first rows have no such term */
-    const li_matrix rest = li_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
-    LI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
+  if (a->dweight) {
+    for (int64_t i = 0; i < a->width; i++) {
+      const int64_t skip = li_min(a->rows, a->width - 1 - i); /* the first rows have no such term */
+      const li_matrix rest = li_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
+      LI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
+    }
   }
   if (a->dbias) LI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
@@ -5855,7 +5892,8 @@ LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots
 typedef struct li_head { int64_t queries, keys, q, k, v, out, row, element; } li_head;
 LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
   const int64_t b = pair / a->heads, h = pair % a->heads;
-  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
+  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0;
+  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
   li_head r;
   r.queries = a->query_offsets ? a->query_offsets[b + 1] - query : a->queries;
   r.keys = li_real_slots(a->lengths, b, a->key_offsets ? a->key_offsets[b + 1] - key : a->keys);
@@ -5926,12 +5964,14 @@ LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t 
 
 /* y += factor x */
 LI_HOT void li_add_scaled(int64_t n, double factor, const float *x, float *y) {
-  if (y) for (int64_t i = 0; i < n; i++) y[i] += (float)(factor * (double)x[i]);
+  if (y)
+    for (int64_t i = 0; i < n; i++) y[i] += (float)(factor * (double)x[i]);
 }
 /* y += scale factor x, by bf16 of rounded factor and x */
 LI_HOT void li_add_scaled_by(bool bf16, int64_t n, float scale, double factor, const float *x, float *y) {
   if (!bf16) li_add_scaled(n, (double)scale * factor, x, y);
-  else if (y) for (int64_t i = 0; i < n; i++) y[i] += scale * (li_bf16_of((float)factor) * li_bf16_of(x[i]));
+  else if (y)
+    for (int64_t i = 0; i < n; i++) y[i] += scale * (li_bf16_of((float)factor) * li_bf16_of(x[i]));
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LI_FN void li_attention_row_backward(const li_attention *a, const li_head *head, int64_t query) {
@@ -6115,7 +6155,9 @@ LI_HOT void li_tile_hide(const li_kernels *kernels, const li_tile *t, const li_a
   const int64_t before = li_max(0, li_min(t->query + t->width - 1 - a->left - t->key, t->depth));
   const int64_t after = li_max(before, li_min(t->query + 1 + a->right - t->key, t->depth));
   for (int i = 0; i < 2; i++) {
-    const int64_t first = i ? after : 0, lines = i ? t->depth - after : before, key = t->key + first - t->query;
+    const int64_t first = i ? after : 0;
+    const int64_t lines = i ? t->depth - after : before;
+    const int64_t key = t->key + first - t->query;
     const int64_t from = li_max(key - a->right, -LI_KEY_BLOCK), to = li_min(key + a->left + 1, t->width);
     if (lines > 0) kernels->tile_hide(lines, t, from, to, value, x + first * t->step);
   }
@@ -6127,12 +6169,14 @@ LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_at
   const li_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, depth = li_min(w->keys, LI_KEY_BLOCK);
   const int64_t scores = LI_TILE * depth, back = w->backward ? 1 : 0;
-  const int64_t masked = li_drops(a) ? 1 : 0, tiles = back ? 1 : w->run / LI_TILE;
+  const int64_t masked = li_drops(a) ? 1 : 0;
+  const int64_t tiles = back ? 1 : w->run / LI_TILE;
+  const int64_t cleaned = back ? d : dv;
   m->scores = li_take(&scratch, scores);
   m->slopes = li_take(&scratch, back * scores);
   m->mask = li_take(&scratch, masked * scores);
   m->mask_row = li_take(&scratch, masked * depth);
-  m->clean = li_take(&scratch, li_is_banded(a) ? depth * (back ? d : dv) : 0);
+  m->clean = li_take(&scratch, li_is_banded(a) ? depth * cleaned : 0);
   m->score_panels = li_take(&scratch, tiles * li_panels_size(kernels, LI_TILE, d));
   m->slope_panels = li_take(&scratch, back * li_panels_size(kernels, LI_TILE, dv));
   m->values = li_take(&scratch, li_panels_size(kernels, back ? d : dv, depth)); /* backward: the keys, for dQ */
@@ -6188,7 +6232,9 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   w->thread_bytes = (size_t)(li_attention_layout(w, zero, &space) - zero);
   w->scratch = (char *)scratch;
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
-  const int64_t units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
+  int64_t units = 0;                 /* that have a partial result */
+  if (backward) units = w->wave;
+  else if (w->split) units = w->pairs * w->blocks;
   return (size_t)threads * w->thread_bytes + (size_t)li_floats(units * w->unit);
 }
 
@@ -6340,8 +6386,13 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   const bool merge = !partial && li_max(0, query - a->left) / LI_KEY_BLOCK < b->key / LI_KEY_BLOCK;
   const li_matrix s = li_scores(&t, m->scores);
   float *mask = li_drops(a) ? m->mask : NULL, *out = a->out + head->out + query * a->out_row;
-  float *state = m->state + 3 * (query - b->first), *part = partial ? partial + query * dv : merge ? m->part : out;
-  float *stats = partial ? li_stats_of(w, partial, query) : merge ? m->stats : state;
+  float *state = m->state + 3 * (query - b->first);
+  float *part = merge ? m->part : out, *stats = state;
+  if (merge) stats = m->stats;
+  if (partial) {
+    part = partial + query * dv;
+    stats = li_stats_of(w, partial, query);
+  }
   const li_out to = li_into(part, part == out ? a->out_row : dv, false);
   if (t.depth == 0) return;
   li_tile_product(kernels, &t, a->scale, li_lines(b->k, first, first + t.depth), panels, m->scores, m->words);
@@ -6456,7 +6507,8 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
   const int64_t key = b.key, depth = b.depth;
   const bool k_direct = li_direct(&head, w->k_shared), v_direct = li_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = li_grad_part(w, unit, query_block);
-  float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
+  float *dk = k_direct ? m->own : part;
+  float *dvalue = (v_direct ? m->own : part) + depth * d;
   float stats[3 * LI_TILE], *mask = li_drops(a) ? m->mask : NULL;
   if (li_is_banded(a)) {
     memset(dk, 0, (size_t)(depth * d) * sizeof(float));
@@ -6539,7 +6591,8 @@ LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, 
   (void)thread;
   for (int64_t unit = w->first; unit < w->last; unit++) {
     const int64_t pair = unit / w->blocks, head = pair % a->heads;
-    const int64_t own = by_head ? head : unit - w->first, shared = by_head ? head : own % (a->heads * w->blocks);
+    const int64_t own = by_head ? head : unit - w->first;
+    const int64_t shared = by_head ? head : own % (a->heads * w->blocks);
     const int64_t group = w->q_shared ? head : pair - w->first / w->blocks;
     if (a->grad_k && li_dealt(w->k_shared ? shared : own, w->parts, first, last))
       li_attention_merge_keys(w, unit, true);
@@ -6598,7 +6651,8 @@ LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, bool backward
       if (!(*s <= max)) max = *s;
     }
     for (int64_t l = 0; l < slots; l++) sum += (double)li_exp1_scalar(p[h * u->slots + l] - max);
-    const float lse = backward ? u->lse[row * u->heads + h] : slots > 0 ? max + li_log1_scalar((float)sum) : 0;
+    float lse = slots > 0 ? max + li_log1_scalar((float)sum) : 0;
+    if (backward) lse = u->lse[row * u->heads + h];
     for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] = li_exp1_scalar(p[h * u->slots + l] - lse);
     if (!backward && u->lse) u->lse[row * u->heads + h] = lse;
   }
@@ -7044,7 +7098,9 @@ LI_FN double li_gate_reference(float x) {
 }
 LI_FN double li_weight_reference(float s) {
   const float limit = LUNA_FORGET_SCORE;
-  return (double)li_exp1_scalar(s < -limit ? -limit : s > limit ? limit : s);
+  if (s < -limit) s = -limit;
+  if (s > limit) s = limit;
+  return (double)li_exp1_scalar(s);
 }
 /* u = scale K q, w = softmax(u), out = w V, where K and V, a row a slot, are means of k and v over the tokens so far,
    weighted by A = e^s, which the gates make less with each token: the gates give the pack's softmax a causal form. */
@@ -7053,7 +7109,8 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
   float *w = (float *)(void *)(means + 2 * state + l);
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = li_luna_slots(a, item);
-    double *k = a->mean_ka ? a->mean_ka + item * state : means, *v = a->mean_ka ? a->mean_av + item * state : k + state;
+    double *k = a->mean_ka ? a->mean_ka + item * state : means;
+    double *v = a->mean_ka ? a->mean_av + item * state : k + state;
     double *weight = a->mean_ka ? a->weights + item * l : means + 2 * state;
     bool skips = false;
     if (a->position == 0) {
@@ -7101,7 +7158,8 @@ LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
     double *ka = a->mean_ka ? a->mean_ka + item * state : means;
     double *av = a->mean_ka ? a->mean_av + item * state : means + state;
     bool skips = false;
-    if (a->position == 0) for (int64_t l = 0; l < state; l++) ka[l] = av[l] = 0;
+    if (a->position == 0)
+      for (int64_t l = 0; l < state; l++) ka[l] = av[l] = 0;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = li_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
       const int64_t now = li_within(a->position + t + 1, a->horizon);
@@ -7110,7 +7168,8 @@ LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
       li_mean_step(li_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       li_softmax_reference(1, real, w, w);
       li_mean_step(li_mean_of(av, real, d, d, now), omega, a->v + wide, w, 1, a->out + wide);
-      if (a->w) for (int64_t l = 0; l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
+      if (a->w)
+        for (int64_t l = 0; l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
     }
   }
 }
@@ -7554,8 +7613,10 @@ LI_HOT void li_sweep_fade(const li_sweep *s, const li_causal_chunk *c, double *c
 LI_HOT void li_sweep_scan(const li_sweep *s, const li_causal_chunk *c, double *carried, int64_t first, int64_t end) {
   const double t = c->before + (double)c->within, left = li_chunk_faded(c, 0, c->rows);
   const double joins = s->reverse ? 1 : 1 / t;
-  const double leaves = left < 1 ? 1 - left * (s->reverse ? 1 : c->before / t) : s->reverse ? 0 : (double)c->rows / t;
-  if (c->last) for (int64_t i = first; i < end; i++) c->state[i] = (float)carried[i];
+  double leaves = s->reverse ? 0 : (double)c->rows / t;
+  if (left < 1) leaves = 1 - left * (s->reverse ? 1 : c->before / t);
+  if (c->last)
+    for (int64_t i = first; i < end; i++) c->state[i] = (float)carried[i];
   else if (s->forgets) li_sweep_fade(s, c, carried, first, end);
   else if (first < end) s->kernels->scan(end - first, joins, leaves, c->state + first, carried + first);
 }
@@ -7910,9 +7971,11 @@ LI_FN void li_luna_exchange(const void *args, int64_t item, double *state, bool 
   double *ka = a->mean_ka + before + item * d * a->slots, *av = a->mean_av + before + item * d * a->slots;
   for (int64_t i = 0; i < d; i++) {
     double *own = state + i * l, *callers = ka + i * a->slots;
-    memcpy(store ? callers : own, store ? own : callers, (size_t)l * sizeof(double));
+    if (store) memcpy(callers, own, (size_t)l * sizeof(double));
+    else memcpy(own, callers, (size_t)l * sizeof(double));
   }
-  memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
+  if (store) memcpy(av, state + d * l, (size_t)(d * l) * sizeof(double));
+  else memcpy(state + d * l, av, (size_t)(d * l) * sizeof(double));
 }
 
 LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
@@ -8089,7 +8152,8 @@ LI_FN void li_forget_out(const void *args, const li_causal_chunk *c) {
   const li_matrix q = li_luna_wide(a, c, a->q), w = li_dense(c->kept, c->rows, l);
   const li_out out = li_luna_into(a, c, a->out, false);
   float *kept = li_forget_kept(a, c), *r = c->buffer[0], ones[LI_CHUNK];
-  float *u = kept ? kept : r, *z = kept ? kept + li_forget_all(a) : c->buffer[2];
+  float *u = kept ? kept : r;
+  float *z = kept ? kept + li_forget_all(a) : c->buffer[2];
   c->kernels->forget_totals(w, li_forget_before(c, state), z);
   li_chunk_scores(c, q, li_luna_wide(a, c, a->k));
   li_causal_bracket(c, 1, q, li_transposed(state.k), w, li_into(u, l, false));
@@ -8257,9 +8321,10 @@ LI_FN size_t li_causal_luna_scratch(const li_kernels *kernels, const li_causal_l
   LI_BY_REFERENCE(kernels, return li_causal_luna_scratch_reference(a, backward));
   if (li_luna_steps(a)) return (size_t)(threads * li_step_bytes(a));
   li_luna_sweep(&s, kernels, a, backward);
-  return li_sweep_plan(&s, threads, NULL) +
-         (backward ? (size_t)li_floats((a->forgets ? 3 : 1) * s.items * s.rows * s.slots) : 0) +
-         (backward && a->forgets ? (size_t)li_floats(li_forget_sums(a)) : 0);
+  size_t bytes = li_sweep_plan(&s, threads, NULL);
+  if (backward) bytes += (size_t)li_floats((a->forgets ? 3 : 1) * s.items * s.rows * s.slots);
+  if (backward && a->forgets) bytes += (size_t)li_floats(li_forget_sums(a));
+  return bytes;
 }
 
 LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a,
