@@ -212,7 +212,7 @@ PROFILE_FN double profile_peak(luna_ctx *of) {
 
   const double start = luna_seconds(ctx);
   luna_trace(ctx, profile_peak_event, &best);
-  for (int i = 0; i < 10 && luna_seconds(ctx) - start < 0.1; i++) {
+  for (int i = 0; i < 10 && luna_seconds(ctx) - start < 1; i++) {
     luna_begin_inference(ctx);
     luna_tensor *a = luna_tensor_new(ctx, NULL, 2, shape);
     luna_tensor *b = luna_tensor_new(ctx, NULL, 2, shape);
@@ -289,11 +289,6 @@ PROFILE_FN void luna_profile_close(luna_profile *p) {
 
 PROFILE_FN double profile_ratio(double part, double whole) { return whole > 0 ? part / whole : 0; }
 
-PROFILE_FN void profile_integer(const luna_profile *p, int64_t value) {
-  char digits[32];
-  snprintf(digits, sizeof digits, "%lld", (long long)value);
-  p->write(p->user, digits);
-}
 /* Writes a number that is not negative, to nine decimals, with a point in every locale. */
 PROFILE_FN void profile_real(const luna_profile *p, double value) {
   char digits[48];
@@ -317,8 +312,10 @@ PROFILE_FN void profile_field(const luna_profile *p, const char *text, double va
   profile_real(p, value);
 }
 PROFILE_FN void profile_count(const luna_profile *p, const char *text, int64_t value) {
+  char digits[32];
+  snprintf(digits, sizeof digits, "%lld", (long long)value);
   p->write(p->user, text);
-  profile_integer(p, value);
+  p->write(p->user, digits);
 }
 PROFILE_FN void profile_write_shape(const luna_profile *p, const profile_shape *shape) {
   p->write(p->user, "[");
@@ -344,6 +341,14 @@ PROFILE_FN const char *profile_pass(luna_trace_kind kind) {
   return kind == LUNA_TRACE_BACKWARD ? "backward" : "forward";
 }
 
+/* Writes a number to one decimal at the end of `width` characters; 0 may be left out. */
+PROFILE_FN void profile_tenths(const luna_profile *p, double value, int width, bool no_zero) {
+  const long long tenths = (long long)(value * 10 + 0.5);
+  char digits[48] = "", cell[64];
+  if (value > 0 || !no_zero) snprintf(digits, sizeof digits, "%lld.%lld", tenths / 10, tenths % 10);
+  snprintf(cell, sizeof cell, "%*s", width, digits);
+  p->write(p->user, cell);
+}
 /* Calls, ms, share of all time, MB, GFLOP/s and share of the peak, a step's, to one decimal and right-aligned. The last
    three are left empty where they are 0. */
 PROFILE_FN void profile_numbers(const luna_profile *p, const profile_row *row) {
@@ -358,13 +363,7 @@ PROFILE_FN void profile_numbers(const luna_profile *p, const profile_row *row) {
   value[4] = 1e-9 * rate;
   value[5] = profile_ratio(100 * rate, p->peak);
 
-  for (int i = 0; i < 6; i++) {
-    const long long tenths = (long long)(value[i] * 10 + 0.5);
-    char digits[48] = "", cell[64];
-    if (i < 3 || value[i] > 0) snprintf(digits, sizeof digits, "%lld.%lld", tenths / 10, tenths % 10);
-    snprintf(cell, sizeof cell, "%*s", width[i], digits);
-    p->write(p->user, cell);
-  }
+  for (int i = 0; i < 6; i++) profile_tenths(p, value[i], width[i], i >= 3);
   p->write(p->user, "  ");
 }
 PROFILE_FN void profile_line(const luna_profile *p, const profile_row *row) {
@@ -403,12 +402,14 @@ PROFILE_FN double profile_rest(const luna_profile *p) {
 }
 PROFILE_FN void profile_table(const luna_profile *p) {
   profile_row rest;
-  profile_integer(p, p->steps);
-  profile_field(p, " steps in ", 1e3 * p->seconds);
+  profile_count(p, "", p->steps);
+  p->write(p->user, " steps in ");
+  profile_tenths(p, 1e3 * p->seconds, 0, false);
   p->write(p->user, " ms; ");
   p->write(p->user, luna_isa_name(luna_isa_of(p->ctx)));
   profile_count(p, ", ", luna_options_of(p->ctx)->threads);
-  profile_field(p, " threads, peak ", 1e-9 * p->peak);
+  p->write(p->user, " threads, peak ");
+  profile_tenths(p, 1e-9 * p->peak, 0, false);
   p->write(p->user, " GFLOP/s; a step's:\n   calls        ms  share        MB    GF/s   peak\n");
   profile_scope_lines(p, 0, 0);
 
