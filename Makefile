@@ -202,7 +202,8 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 $(addprefix $(BUILD)/,arena classify listops lra mlm mnist mpi/lra summary) \
   $(addprefix $(BUILD)/tests/,attention_layers attentions failures golden lra memory model_files): \
   $(wildcard examples/attentions/*.h)
-$(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops contact empty masked_lm): $(wildcard examples/luna_*.h)
+$(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops contact empty masked_lm profile): \
+  $(wildcard examples/luna_*.h)
 $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
 $(BUILD)/tests/model_files: tests/data/old/use.h
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%.c)
