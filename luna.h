@@ -18821,7 +18821,7 @@ typedef struct li_stream_layer {
 struct luna_stream {
   luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
   li_bump bump;                   /* with the tensors of the layers and the model, which are its own too */
-  size_t body;                       /* of the recorded ops those before the logits */
+  size_t head_ops, body;             /* of the recorded ops those before the layers, and before the logits */
   luna_step_state step_state;        /* of a stream on the host */
   li_stream_layer *layers;
   luna_lm model;                     /* what there is beside the layers */
@@ -18840,7 +18840,8 @@ struct luna_stream {
   char *inputs, *host_inputs;        /* of a step: li_inputs; on the host the same */
   float *logits;                     /* [batch, outputs], on the host */
   int32_t *slots, *source_slots;     /* as in li_past, or null */
-  size_t measured;                   /* parameters, while the stream is measured */
+  size_t head, head_int8;            /* bytes of tensors and of weights in 8 bits that are made before the layers */
+  size_t head_kept, body_kept;       /* bytes of recorded tensors before the layers, and before the logits */
   luna_error_id error;               /* of the last call */
   const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced */
   size_t memory_size;
@@ -19003,6 +19004,10 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, li_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
     x = luna_add(x, li_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, rows, d, 1, 1));
+  if (s->bump.records) {
+    s->head_ops = s->bump.count;
+    s->head_kept = s->bump.part[0].used;
+  }
   for (int64_t i = 0; i < s->model.config.layers && x; i++) {
     li_stream_layer *layer = &s->layers[i];
     if (s->cross) {
@@ -19013,7 +19018,10 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
     } else x = li_causal_layer(&layer->of.causal, x, &layer->past, s->horizon);
     x = li_result_so_far(&scope, x);
   }
-  if (s->bump.records) s->body = s->bump.count;
+  if (s->bump.records) {
+    s->body = s->bump.count;
+    s->body_kept = s->bump.part[0].used;
+  }
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
@@ -19167,17 +19175,6 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
   return NULL;
 }
 
-/* A parameter's tensor stays. While the stream is measured, all of one shape are one. */
-LI_FN luna_tensor *li_stream_keep(luna_stream *s, luna_tensor t) {
-  const size_t each = li_bump_size(false, sizeof t), made = s->ctx.reserving ? s->bump.part[0].used : 0;
-  s->measured++;
-  for (size_t at = 0; at < made; at += each) {
-    luna_tensor *other = (luna_tensor *)(void *)(s->bump.part[0].start + at);
-    if (other->rank == t.rank && memcmp(other->shape, t.shape, sizeof t.shape) == 0 && other->int8 == t.int8)
-      return other;
-  }
-  return li_stream_put(s, t);
-}
 /* A parameter's copy in 8 bits, or null where it has none: made of its values or, while the stream is measured, counted
    (of a file, li_stream_int8_file has) */
 LI_FN li_int8 *li_stream_int8_of(luna_stream *s, const char *name, const luna_tensor *t) {
@@ -19260,7 +19257,7 @@ LI_FN bool li_stream_own(luna_stream *s, const li_part *parts, int count, const 
       own.own = &s->ctx.none;
       own.int8 = i || st ? NULL : li_stream_int8_of(s, p->name, &own);
       if (st && !li_stream_read_part(s, p, i == 1, prefix, st, &own)) return false;
-      if ((*at = li_stream_keep(s, own)) == NULL) return false;
+      if ((*at = li_stream_put(s, own)) == NULL) return false;
     }
   return true;
 }
@@ -19326,7 +19323,9 @@ LI_FN bool li_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, 
 LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   const luna_lm *m = &s->model;
   if (!li_stream_model_open(s, st)) return false;
-  for (int64_t i = 0; i < m->config.layers; i++) if (!li_stream_layer_open(s, i, layers, st)) return false;
+  s->head = s->bump.part[0].used;
+  s->head_int8 = s->int8_size;
+  for (int64_t i = 0; i < s->model.config.layers; i++) if (!li_stream_layer_open(s, i, layers, st)) return false;
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (m->config.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
   if (m->config.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
@@ -19335,50 +19334,16 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   return true;
 }
 
-/* --- measuring: what a stream takes is found by opening it, and by running its steps, without computing --- */
-/* So many tensors there are at most at once: of parameters' shapes, and of a layer's results all that are recorded. */
-#define LI_MEASURED 48
-typedef struct li_stream_needs {  /* of a model of so many layers */
-  size_t tensors, kept;              /* bytes of parameters' tensors, and of those that are recorded, */
-  size_t ops, int8;                  /* with these ops; bytes of weights in 8 bits */
-} li_stream_needs;
-/* Finds what opening and recording leave with no layer or with one (from: a model's first, or null), beside the bytes
-   in 8 bits that `needs` has. The arena's peak is then what opening takes beside it. */
-LI_FN bool li_stream_measure_open(luna_stream *s, const void *from, int64_t layers, li_stream_needs *needs) {
-  li_bump *b = &s->bump;
-  s->model.config.layers = layers;
-  s->int8_size = needs->int8;
-  s->measured = b->part[0].used = b->part[0].peak = 0;
-  if (!li_stream_fill(s, from, NULL)) return false;
-  if (s->cross && layers > 0 && !li_stream_fold(s, s->layers, NULL)) return false;
-  needs->tensors = s->measured * li_bump_size(false, sizeof(luna_tensor));
-  needs->int8 = s->int8_size;
-  const size_t peak = b->part[0].peak;
-  if (!li_stream_record(s)) return false;
-  needs->ops = b->count;
-  needs->kept = b->kept - b->floor;
-  li_bump_forget(b);
-  b->part[0].peak = peak - b->floor;
-  return true;
-}
-/* Finds the peak of what steps take beside what stays, but for a recorded one. On the host more rows take more. */
-LI_FN bool li_stream_measure_steps(luna_stream *s) {
-  s->bump.part[0].peak = s->bump.floor;
-  for (int64_t rows = s->chunk; rows > 1; rows = li_stream_on_device(s) ? rows - 1 : rows > 1)
-    if (!li_stream_forward(s, rows, true)) return false;
-  const bool good = li_stream_reorder_all(s);
-  s->bump.part[0].peak -= s->bump.floor;
-  return good;
-}
-/* Finds all of it: each layer takes as much more as one takes than none. */
+/* --- measuring: what a stream takes is found by opening it with one layer (from: a model's first, or null), and by
+   running its steps, without computing. Each other layer takes as much. --- */
+#define LI_MEASURED 80               /* tensors at most at once: parameters, and what a step records */
 LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   const luna_lm model = s->model;
   const size_t more = (size_t)s->model.config.layers - 1;
   li_bump *b = &s->bump;
+  size_t *peak = &b->part[0].peak, used = 0;
   luna_tensor small[LI_MEASURED];
   li_stream_layer layer;
-  size_t used = 0;
-  li_stream_needs none = { 0, 0, 0, s->int8_size }, one = none;
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = b;
   s->layers = &layer;
@@ -19390,20 +19355,24 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   b->part[0].size = sizeof small;
   b->part[1].size = SIZE_MAX / 2;
   b->room = SIZE_MAX;
+  s->model.config.layers = 1;
   s->ctx.reserving = true;
-  bool good = li_stream_measure_open(s, from, 0, &none);
-  s->model = model;
-  good = good && li_stream_measure_open(s, from, 1, &one);
-  const size_t opening = b->part[0].peak;
-  good = good && li_stream_measure_steps(s);
-  const size_t steps = one.kept + b->part[0].peak;
-  b->part[0].peak = one.tensors + (one.tensors + one.kept - none.tensors - none.kept) * more +
-                    (opening > steps ? opening : steps);
+  bool good = li_stream_fill(s, from, NULL) && (!s->cross || li_stream_fold(s, s->layers, NULL));
+  const size_t opening = *peak;
+  good = good && li_stream_record(s);
+  const size_t kept = b->kept - b->floor;
+  b->room = b->count + (s->body - s->head_ops) * more;
+  li_bump_forget(b);
+  *peak = b->floor;
+  /* on the host more rows take more */
+  for (int64_t rows = s->chunk; good && rows > 1; rows = li_stream_on_device(s) ? rows - 1 : 1)
+    good = li_stream_forward(s, rows, true) != NULL;
+  good = good && li_stream_reorder_all(s);
+  *peak = (opening > *peak + kept ? opening : *peak + kept) +
+          (b->floor - s->head + s->body_kept - s->head_kept) * more;
   b->part[0].used = 0;
-  b->room = one.ops + (one.ops - none.ops) * more;
-  s->int8_size = one.int8 + (one.int8 - none.int8) * more;
+  s->int8_size += (s->int8_size - s->head_int8) * more;
   s->ctx.reserving = false;
-  s->model.config.layers = (int64_t)more + 1;
   s->inputs = NULL;
   s->model = model;                  /* without the placeholders */
   return good;

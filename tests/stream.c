@@ -384,6 +384,44 @@ static void check_memory(void) {
   }
 }
 
+/* ---- the model with the most tensors is measured: it opens, from a model and from a file in the bytes that are asked
+   for, in no fewer, and runs; each layer more takes as many bytes ---- */
+static void check_most(void) {
+  size_t sizes[3] = {0, 0, 0};
+  for (int i = 0; i < 3; i++) {
+    luna_lm_config config = {0};
+    luna_lm model;
+    const char *error = "";
+    common_bytes file = {NULL, 0, 0, 0};
+    luna_io io = {NULL, common_write, &file, 0};
+    const float row[3] = {1, 2, 3};
+    luna_ctx *ctx = luna_open(NULL);
+    luna_params *params = luna_params_open(ctx);
+    config.features = 3, config.outputs = 2, config.layers = i + 1, config.output_norm = true;
+    config.positions = LUNA_POSITIONS_LEARNED;
+    config.layer.dim = config.layer.ffn = 8, config.layer.heads = 2, config.layer.memory = 100;
+    config.layer.pre_norm = config.layer.output_gate = config.layer.gated = true;
+    config.layer.convolution = 4, config.layer.forget = LUNA_FORGET_GATED, config.layer.sharing = LUNA_SHARING_FULL;
+    if (!CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_save(params, luna_callbacks(&io)) == LUNA_OK,
+               "%s", luna_error(ctx))) return;
+    luna_stream *s = luna_stream_open(&model, NULL);
+    CHECK(s && luna_stream_step_features(s, row), "%d layers: %s %s", i + 1, luna_error(ctx), luna_stream_error(s));
+    luna_stream_close(s);
+    sizes[i] = luna_stream_size(file.at, file.size, NULL, &error);
+    CHECK(sizes[i] > 0, "luna_stream_size: %s", error);
+    void *memory = common_alloc(sizes[i]);
+    CHECK(!luna_stream_open_bytes(file.at, file.size, NULL, memory, sizes[i] - 64, &error) && *error,
+          "%d layers: 64 bytes too few are enough", i + 1);
+    s = luna_stream_open_bytes(file.at, file.size, NULL, memory, sizes[i], &error);
+    CHECK(!common_little_endian() || (s && luna_stream_step_features(s, row)), "%d layers: %s %s", i + 1, error,
+          luna_stream_error(s));
+    free(memory), free(file.at);
+    luna_close(ctx);
+  }
+  CHECK(sizes[2] - sizes[1] <= sizes[1] - sizes[0] + 64 && sizes[1] - sizes[0] <= sizes[2] - sizes[1] + 64,
+        "layers take %zu and %zu bytes", sizes[1] - sizes[0], sizes[2] - sizes[1]);
+}
+
 /* ---- a step of single rows runs the ops that an earlier one has recorded: the bits of a stream that records each time
    ---- */
 typedef struct pair {
@@ -601,6 +639,7 @@ int main(void) {
   check_replay_features(0), check_replay_features(1);
   for (int kind = 0; kind < 3; kind++) check_replay_decoder(kind);
   check_memory();
+  check_most();
   check_config();
   check_sampling();
   check_nucleus();
