@@ -1053,25 +1053,73 @@ typedef enum luna_sharing {
   LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK
 } luna_sharing;
 
-/* Luna attention [eqs. 3-5]. */
-typedef struct luna_nested_attention_layer_config {
-  int64_t dim;                       /* d; 0 = 128 */
-  int64_t heads;                     /* h, of the unpack; 0 = 4 */
-  int64_t pack_heads;                /* h_p; 0 = heads */
-  luna_sharing sharing;              /* 0 = tied */
-  float dropout;                     /* on both attention matrices */
+/* Whether the memory of causal Luna attention forgets, which is not in the paper: NONE, its published form, is a mean
+   over the whole past; CONSTANT, each slot forgets at a learned rate; GATED, at a rate that each token decides
+   (luna_causal_nested_config). */
+typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED } luna_forget;
+typedef enum luna_attention_kind {
+  LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR
+} luna_attention_kind;
+typedef enum luna_recompute_kind {
+  LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER
+} luna_recompute_kind;
+
+/* Every layer's config: an encoder's and a decoder's [eq. 6], a causal one's, and that of an attention by itself. An
+   attention reads dim, heads, sharing, attention_dropout, bert_init and output_gate; Luna attention pack_heads too,
+   causal Luna attention omega, forget, memory and horizon, the others attention, causal and rotary. */
+typedef struct luna_layer_config {
+  int64_t dim, heads;                /* 0 = 128, 4; dim is at most 2^20 */
+  int64_t pack_heads;                /* 0 = heads */
+  int64_t ffn;                       /* 0 = 4 dim; at most 2^22 */
+  luna_sharing sharing;              /* 0 = tied; causal Luna attention: tied or full */
+  luna_activation activation;        /* of the feed-forward; 0 = ReLU */
+  bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
+                                        with LUNA_ACTIVATION_SILU */
+  luna_activation omega;             /* of causal Luna attention, without forget: 0 = SOFTPLUS2, of the authors' code; or
+                                        SOFTPLUS, ELU1, of the paper's text */
+  bool pre_norm;                     /* default: post-norm */
+  luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
+  int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
+  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
+                                        models also of embeddings and of a classifier's features */
+  float attention_dropout;           /* of attention matrices (encoder: pack and unpack; causal: unpack) */
+  float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
   bool bert_init;                    /* N(0, 0.02) instead of Xavier */
-  bool output_gate;                  /* as of luna_layer_config; its unpack is not folded */
-} luna_nested_attention_layer_config;
+  bool causal;                       /* of a luna_attention_layer: query i sees keys j <= i. A causal layer sets it */
+  luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too. A luna_attention_layer
+                                        has one of the others, with a null config softmax attention */
+  const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
+  /* for a hook's init, set by models: the layer's number from 0, how many there are (of tied layers 1), and the model's
+     max_length */
+  int64_t layer, layers, max_length;
+  bool own_memory;                   /* encoder layer: a learned P of its own in place of the incoming one (the paper's
+                                        non-contextual P) */
+  luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
+  bool output_gate;                  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook
+                                        gets silu(x W_g + b_g) as call->gate, and applies it */
+  bool rotary;                       /* softmax attention of x on itself: queries and keys go through luna_rotary */
+  luna_forget forget;                /* causal Luna attention: whether its memory forgets. A model for new data should
+                                        have LUNA_FORGET_GATED: it learns better, and runs on for ever as in training */
+  int64_t memory;                    /* l, the slots of P: an encoder's, a causal layer's, with own_memory an encoder
+                                        layer's, with forget the most of a decoder layer's; 0 = 16. An encoder uses the
+                                        first min(l, longest) of them for a batch of shorter sequences */
+  /* T: the means of causal Luna attention that does not forget are exponential ones from token T on. The new token
+     counts 1 / T, where the published form has 1 / t: it never counts less than in training. 0: of a model the longest
+     sequence that its set of parameters was trained on, which is saved with it (none before training); of a layer by
+     itself none. LUNA_HORIZON_NONE: none, as published. */
+  int64_t horizon;
+} luna_layer_config;
+#define LUNA_HORIZON_NONE (-1)
+
+/* Luna attention [eqs. 3-5]. */
 typedef struct luna_nested_attention_layer {
-  luna_nested_attention_layer_config config;
+  luna_layer_config config;
   /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
   luna_linear_layer pq, pk, pv, q, k, v, out;
   luna_linear_layer gate;            /* "gate_proj", with output_gate */
 } luna_nested_attention_layer;
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
-                                                      const char *prefix,
-                                                      const luna_nested_attention_layer_config *config);
+                                                      const char *prefix, const luna_layer_config *config);
 /* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> Y_X
    [batch,n,d]; *packed_context, where that is not null, becomes Y_P [batch,l,d]. Lengths mask memory slots
    j >= lengths[b], too. */
@@ -1079,32 +1127,15 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context);
 
-/* Whether the memory of causal Luna attention forgets, which is not in the paper: NONE, its published form, is a mean
-   over the whole past; CONSTANT, each slot forgets at a learned rate; GATED, at a rate that each token decides
-   (luna_causal_nested_config). */
-typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED } luna_forget;
-
 /* Causal Luna attention [section 3.3]. */
-typedef struct luna_causal_attention_layer_config {
-  int64_t dim, heads;                /* 0 = 128, 4 */
-  luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
-  luna_activation omega;             /* 0 = SOFTPLUS2, of the authors' code; or SOFTPLUS, ELU1, of the paper's text */
-  float dropout;                     /* on the unpack matrix */
-  bool bert_init;
-  bool output_gate;                  /* as of luna_layer_config */
-  luna_forget forget;                /* with it omega is not used */
-  int64_t memory;                    /* with forget: the most slots of p; 0 = 16 */
-  int64_t horizon;                   /* as of luna_layer_config; 0 = none */
-} luna_causal_attention_layer_config;
 typedef struct luna_causal_attention_layer {
-  luna_causal_attention_layer_config config;
+  luna_layer_config config;
   luna_linear_layer pq, pc, q, k, v, out;
   luna_linear_layer gate;            /* "gate_proj", with output_gate */
   luna_linear_layer forget;          /* "forget_proj" [heads memory,dim]; CONSTANT: its bias alone */
 } luna_causal_attention_layer;
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
-                                                      const char *prefix,
-                                                      const luna_causal_attention_layer_config *config);
+                                                      const char *prefix, const luna_layer_config *config);
 /* x [batch,n,d], p [batch,l,d], or [l,d] for all of the batch, lengths [batch] of real memory slots (null = all) ->
    [batch,n,d]. */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
@@ -1112,24 +1143,13 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
 
 /* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear
    attention, elu(x)+1 features [arXiv 2006.16236]. */
-typedef enum luna_attention_kind {
-  LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR
-} luna_attention_kind;
-typedef struct luna_attention_layer_config {
-  luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA; softmax attention with a null config */
-  int64_t dim, heads;                /* 0 = 128, 4 */
-  bool causal;
-  float dropout;                     /* on the attention matrix of softmax attention */
-  bool bert_init;
-  bool output_gate, rotary;          /* as of luna_layer_config */
-} luna_attention_layer_config;
 typedef struct luna_attention_layer {
-  luna_attention_layer_config config;
+  luna_layer_config config;
   luna_linear_layer q, k, v, out;
   luna_linear_layer gate;            /* "gate_proj", with output_gate */
 } luna_attention_layer;
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
-                                               const luna_attention_layer_config *config);
+                                               const luna_layer_config *config);
 /* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
                                                    luna_tensor *context, const int32_t *lengths);
@@ -1140,7 +1160,6 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
    Either says what failed by luna_fail. Examples: examples/attentions. The file of a model keeps its hook's name and
    what `save` gives, and luna_load_model finds the hook in options.hooks. Where a hook has no name the file has no
    luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
-typedef struct luna_layer_config luna_layer_config;
 typedef struct luna_attention_call {
   luna_tensor *x;                    /* [batch,n,d], after the layer's norm when pre-norm */
   luna_tensor *input;                /* what the layer was given: x itself when post-norm; */
@@ -1168,52 +1187,6 @@ struct luna_attention_hook {
   bool (*save)(void *user, bool (*put)(void *file, const char *key, const char *value), void *file);
   bool (*load)(void *user, const char *(*get)(void *file, const char *key), void *file);
 };
-
-typedef enum luna_recompute_kind {
-  LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER
-} luna_recompute_kind;
-
-/* Every layer's config: an encoder's and a decoder's [eq. 6], a causal one's. */
-struct luna_layer_config {
-  int64_t dim, heads;                /* 0 = 128, 4; dim is at most 2^20 */
-  int64_t pack_heads;                /* 0 = heads */
-  int64_t ffn;                       /* 0 = 4 dim; at most 2^22 */
-  luna_sharing sharing;
-  luna_activation activation;        /* of the feed-forward; 0 = ReLU */
-  bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
-                                        with LUNA_ACTIVATION_SILU */
-  luna_activation omega;             /* of causal attention; 0 = SOFTPLUS2 */
-  bool pre_norm;                     /* default: post-norm */
-  luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
-  int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
-  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
-                                        models also of embeddings and of a classifier's features */
-  float attention_dropout;           /* of attention matrices (encoder: pack and unpack; causal: unpack) */
-  float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
-  bool bert_init;
-  luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
-  const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
-  /* for a hook's init, set by models: the layer's number from 0, how many there are (of tied layers 1), and the model's
-     max_length */
-  int64_t layer, layers, max_length;
-  bool own_memory;                   /* encoder layer: a learned P of its own in place of the incoming one (the paper's
-                                        non-contextual P) */
-  luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
-  bool output_gate;                  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook
-                                        gets silu(x W_g + b_g) as call->gate, and applies it */
-  bool rotary;                       /* softmax attention of x on itself: queries and keys go through luna_rotary */
-  luna_forget forget;                /* causal Luna attention: whether its memory forgets. A model for new data should
-                                        have LUNA_FORGET_GATED: it learns better, and runs on for ever as in training */
-  int64_t memory;                    /* l, the slots of P: an encoder's, a causal layer's, with own_memory an encoder
-                                        layer's, with forget the most of a decoder layer's; 0 = 16. An encoder uses the
-                                        first min(l, longest) of them for a batch of shorter sequences */
-  /* T: the means of causal Luna attention that does not forget are exponential ones from token T on. The new token
-     counts 1 / T, where the published form has 1 / t: it never counts less than in training. 0: of a model the longest
-     sequence that its set of parameters was trained on, which is saved with it (none before training); of a layer by
-     itself none. LUNA_HORIZON_NONE: none, as published. */
-  int64_t horizon;
-};
-#define LUNA_HORIZON_NONE (-1)
 
 /* The second half of each layer: fc2 act(fc1 x) or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm". */
 typedef struct luna_feed_forward_layer {
@@ -15531,18 +15504,14 @@ LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part 
   }
   return true;
 }
-/* a caller's config, or zeros for the defaults */
-LI_FN void li_config_of(void *own, const void *config, size_t size) {
-  if (config) memcpy(own, config, size);
-  else memset(own, 0, size);
-}
 /* A layer's public init: `defaults` completes and checks c, a copy of the config; then its parameters: all, or none */
-#define LI_LAYER_INIT(layer_type, config_type, defaults, parameters) \
+#define LI_LAYER_INIT(layer_type, defaults, parameters) \
   LUNA_API luna_status layer_type##_init(layer_type *layer, luna_params *params, const char *prefix, \
-                                         const config_type *config) { \
+                                         const luna_layer_config *config) { \
     li_setup s; \
-    config_type c; \
-    li_config_of(&c, config, sizeof c); \
+    luna_layer_config c; \
+    if (config) c = *config; \
+    else memset(&c, 0, sizeof c); \
     const bool good = li_setup_begin(&s, #layer_type "_init", params, layer, sizeof *layer) && \
                       (defaults) && li_setup_config(&s, &c, sizeof c) && parameters(layer, params, prefix); \
     return li_setup_end(&s, good); \
@@ -15775,24 +15744,30 @@ LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, co
   return li_result(scope, luna_linear_layer_forward(&layer->projection, x));
 }
 
-/* what every config's dim and heads are by default */
-LI_FN void li_default_sizes(int64_t *dim, int64_t *heads) {
-  if (*dim == 0) *dim = 128;
-  if (*heads == 0) *heads = 4;
+LI_FN bool li_is_luna(const luna_layer_config *c) {
+  return c->attention == LUNA_ATTENTION_LUNA && !c->hook;
+}
+/* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
+LI_FN bool li_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
+  return value == 0 || li_refuse_call(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why);
+}
+/* fills in the defaults of any layer; false with a sentence when the config is invalid */
+LI_FN bool li_layer_defaults(luna_ctx *ctx, luna_layer_config *c) {
+  if (c->dim == 0) c->dim = 128;
+  if (c->heads == 0) c->heads = 4;
+  if (c->pack_heads == 0) c->pack_heads = c->heads;
+  if (c->ffn == 0) c->ffn = li_checked(4, c->dim);
+  if (c->memory == 0) c->memory = 16;
+  if (c->activation == LUNA_ACTIVATION_DEFAULT) c->activation = LUNA_ACTIVATION_RELU;
+  if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  return li_fields_good(ctx, LI_OF_LAYER, c) &&
+         (li_is_omega((int)c->omega) || li_refuse_call(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)c->omega));
 }
 
 /* --- Luna attention, eqs. 3-5 --- */
 LI_FN bool li_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
   if (heads >= 1 && dim % heads == 0) return true;
   return li_refuse_call(ctx, LUNA_ERROR_HEADS, ctx->call, dim, field, heads);
-}
-LI_FN bool li_omega_good(luna_ctx *ctx, luna_activation a) {
-  return li_is_omega((int)a) || li_refuse_call(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a);
-}
-/* what all attentions' configs have */
-LI_FN bool li_attention_good(luna_ctx *ctx, int64_t dim, int64_t heads, float dropout) {
-  return li_in(ctx, ctx->call, "dim", dim, 1, 1 << 20) && li_divides(ctx, "heads", heads, dim) &&
-         li_is_probability(ctx, ctx->call, "dropout", dropout);
 }
 /* whether t is [batch, n, dim] */
 LI_FN bool li_is_sequence(const char *name, const char *what, const luna_tensor *t, int64_t batch, int64_t dim) {
@@ -15821,8 +15796,10 @@ LI_FN luna_tensor *li_gated(const luna_linear_layer *gate, luna_tensor *x, luna_
 }
 
 LI_FN bool li_nested_attention_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix) {
-  const luna_nested_attention_layer_config *c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   const bool full = c->sharing == LUNA_SHARING_FULL, tied = c->sharing == LUNA_SHARING_TIED;
+  if (!li_divides(params->ctx, "heads", c->heads, c->dim) ||
+      !li_divides(params->ctx, "pack_heads", c->pack_heads, c->dim)) return false;
   const luna_init in = li_projection_init(c->bert_init, false), out = li_projection_init(c->bert_init, true);
   const li_part parts[] = {
     { true, LI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
@@ -15838,14 +15815,9 @@ LI_FN bool li_nested_attention_init(luna_nested_attention_layer *layer, luna_par
   if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
   return true;
 }
-LI_FN bool li_nested_attention_defaults(luna_ctx *ctx, luna_nested_attention_layer_config *c) {
-  li_default_sizes(&c->dim, &c->heads);
-  if (c->pack_heads == 0) c->pack_heads = c->heads;
-  return li_attention_good(ctx, c->dim, c->heads, c->dropout) && li_divides(ctx, "pack_heads", c->pack_heads, c->dim) &&
-         li_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
-}
-LI_LAYER_INIT(luna_nested_attention_layer, luna_nested_attention_layer_config,
-              li_nested_attention_defaults(params->ctx, &c), li_nested_attention_init)
+LI_LAYER_INIT(luna_nested_attention_layer, li_layer_defaults(params->ctx, &c) &&
+              li_is_unused(params->ctx, "causal", c.causal, "in attention that is not causal"),
+              li_nested_attention_init)
 
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
 LI_FN luna_tensor *li_split_heads(luna_tensor *x, int64_t heads) {
@@ -15890,7 +15862,7 @@ LI_FN luna_tensor *li_pack_folded(const luna_nested_attention_layer *layer, luna
   if (!pq) return NULL;
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq->shape[0], l = pq->shape[1];
   luna_tensor *sums = NULL;
-  const luna_pack_config config = { lengths, layer->config.dropout, &sums };
+  const luna_pack_config config = { lengths, layer->config.attention_dropout, &sums };
   luna_tensor *g = luna_matmul(li_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
                                li_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
   luna_tensor *z = luna_pack(li_reshape(g, 3, b, h * l, d, 1), context, &config);
@@ -15915,7 +15887,7 @@ LI_FN luna_tensor *li_unpack_folded(const luna_nested_attention_layer *layer, lu
   in[0] = x, in[1] = luna_matmul(k, li_weight_heads(x->ctx, &layer->q, d, h), false, false);
   in[2] = li_reshape(bias, 3, b, h, l, 1), in[3] = luna_matmul(v, out, false, false);
   in[4] = layer->out.bias, in[5] = residual;
-  return li_unpack_with(in, lengths, layer->config.dropout, dropout);
+  return li_unpack_with(in, lengths, layer->config.attention_dropout, dropout);
 }
 
 /* Whether the folded form costs less: 4 h l d flops a row and 4 l d d of products a sequence, against 2 d d of products
@@ -15931,12 +15903,12 @@ LI_FN bool li_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int6
    li_attention_row. */
 LI_FN luna_tensor *li_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context,
                                   const int32_t *lengths) {
-  const luna_nested_attention_layer_config *c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   const bool own_keys = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p);
   if (li_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + own_keys))
     return li_pack_folded(layer, pq, context, lengths);
-  luna_attention_config a = li_attention_config(c->pack_heads, c->dropout, lengths);
+  luna_attention_config a = li_attention_config(c->pack_heads, c->attention_dropout, lengths);
   luna_tensor *pv = luna_linear_layer_forward(&layer->pv, context);
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : li_project(&layer->pk, context), pv, &a);
 }
@@ -15954,12 +15926,12 @@ LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna
 /* The second half, eq. 4: x [b,n,d], y_p [b,l,d] -> Y_X + residual [b,n,d], after a dropout; residual may be null. */
 LI_FN luna_tensor *li_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                     luna_tensor *residual, float dropout, const int32_t *lengths) {
-  const luna_nested_attention_layer_config *c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   if (!y_p) return NULL;
   if (lengths && (lengths = li_lengths(x->ctx, lengths, x->shape[0], 0, 1, y_p->shape[1])) == NULL) return NULL;
   if (!c->output_gate && li_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
     return li_unpack_folded(layer, x, y_p, residual, dropout, lengths);
-  luna_attention_config a = li_attention_config(c->heads, c->dropout, lengths);
+  luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
   luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, y_p);
   luna_tensor *y = luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a);
@@ -16009,7 +15981,7 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 
 /* --- causal Luna attention, section 3.3 --- */
 LI_FN int li_causal_attention_parts(luna_causal_attention_layer *layer, li_part *parts) {
-  const luna_causal_attention_layer_config *c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   const bool full = c->sharing == LUNA_SHARING_FULL;
   const luna_init in = li_projection_init(c->bert_init, false), out = li_projection_init(c->bert_init, true);
   const li_part all[] = {
@@ -16027,24 +15999,16 @@ LI_FN int li_causal_attention_parts(luna_causal_attention_layer *layer, li_part 
   memcpy(parts, all, sizeof all);
   return LI_LENGTH(all);
 }
-LI_FN bool li_causal_attention_defaults(luna_ctx *ctx, luna_causal_attention_layer_config *c) {
-  li_default_sizes(&c->dim, &c->heads);
-  if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
-  if (c->memory == 0) c->memory = 16;
-  return li_attention_good(ctx, c->dim, c->heads, c->dropout) &&
-         li_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
-         li_in(ctx, ctx->call, "forget", (int64_t)c->forget, 0, LUNA_FORGET_GATED) &&
-         li_in(ctx, ctx->call, "memory", c->memory, 1, 1 << 20) &&
-         li_in(ctx, ctx->call, "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX) && li_omega_good(ctx, c->omega);
-}
 LI_FN bool li_causal_attention_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix) {
   li_part parts[LI_MAX_PARTS];
-  if (!li_parts_init(params, prefix, parts, li_causal_attention_parts(layer, parts))) return false;
+  if (!li_divides(params->ctx, "heads", layer->config.heads, layer->config.dim) ||
+      !li_parts_init(params, prefix, parts, li_causal_attention_parts(layer, parts))) return false;
   if (layer->config.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
   return true;
 }
-LI_LAYER_INIT(luna_causal_attention_layer, luna_causal_attention_layer_config,
-              li_causal_attention_defaults(params->ctx, &c), li_causal_attention_init)
+LI_LAYER_INIT(luna_causal_attention_layer, li_layer_defaults(params->ctx, &c) &&
+              li_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL),
+              li_causal_attention_init)
 
 /* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
 LI_FN luna_tensor *li_causal_queries(const luna_causal_attention_layer *layer, luna_tensor *p) {
@@ -16109,7 +16073,7 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
   static const char name[] = "luna_causal_attention_layer_forward";
   luna_tensor *p = f->p;
   if (!li_layer_made(x, layer ? layer->pq.weight : NULL, name)) return NULL;
-  const luna_causal_attention_layer_config *c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   if (!p && !x->ctx->bump) return li_fail_null(x->ctx, name, "p");
   if (!li_is_sequence(name, "x", x, x->shape[0], c->dim)) return NULL;
   if (!x->ctx->bump && (p->rank < 2 || p->rank > 3 || li_last(p) != c->dim ||
@@ -16126,7 +16090,7 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
   if (c->forget && s) gates = li_forget_logits(layer, x, li_last(s) / c->heads);
   if (c->forget && !gates) return li_result(scope, NULL);
   luna_tensor *const in[] = { q, k, v, s };
-  const luna_causal_nested_config nested = { c->heads, c->omega, lengths, c->dropout, gates, f->horizon };
+  const luna_causal_nested_config nested = { c->heads, c->omega, lengths, c->attention_dropout, gates, f->horizon };
   v = li_causal_nested(in, &nested, f->past);
   v = li_gated(&layer->gate, x, v);
   return li_result(scope, li_linear_with(v, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, dropout));
@@ -16140,7 +16104,7 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
 
 /* --- the attentions Luna is compared with: softmax, linear --- */
 LI_FN bool li_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
-  const luna_attention_layer_config *c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   const luna_init in = li_projection_init(c->bert_init, false), out = li_projection_init(c->bert_init, true);
   const li_part parts[] = {
     { true, LI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
@@ -16148,20 +16112,17 @@ LI_FN bool li_attention_init(luna_attention_layer *layer, luna_params *params, c
     { true, LI_BOTH(layer->v), "v_proj.weight", c->dim, c->dim, in },
     { true, LI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
     li_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init) };
+  if (!li_divides(params->ctx, "heads", c->heads, c->dim)) return false;
+  if (c->rotary && c->attention == LUNA_ATTENTION_SOFTMAX && c->dim / c->heads % 2 != 0)
+    return li_refuse_call(params->ctx, LUNA_ERROR_ROTARY_ODD, params->ctx->call, c->dim / c->heads);
   return li_parts_init(params, prefix, parts, LI_LENGTH(parts));
 }
-LI_FN bool li_attention_defaults(luna_ctx *ctx, luna_attention_layer_config *c, bool given) {
-  if (!given) c->kind = LUNA_ATTENTION_SOFTMAX;
-  li_default_sizes(&c->dim, &c->heads);
-  if (!li_attention_good(ctx, c->dim, c->heads, c->dropout) ||
-      !li_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR))
-    return false;
-  if (c->rotary && c->kind == LUNA_ATTENTION_SOFTMAX && c->dim / c->heads % 2 != 0)
-    return li_refuse_call(ctx, LUNA_ERROR_ROTARY_ODD, ctx->call, c->dim / c->heads);
-  return true;
+LI_FN bool li_attention_defaults(luna_ctx *ctx, luna_layer_config *c, bool given) {
+  if (!given) c->attention = LUNA_ATTENTION_SOFTMAX;
+  return li_layer_defaults(ctx, c) &&
+         li_in(ctx, ctx->call, "attention", (int64_t)c->attention, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR);
 }
-LI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config,
-              li_attention_defaults(params->ctx, &c, config != NULL), li_attention_init)
+LI_LAYER_INIT(luna_attention_layer, li_attention_defaults(params->ctx, &c, config != NULL), li_attention_init)
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
@@ -16188,7 +16149,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   static const char name[] = "luna_attention_layer_forward";
   luna_tensor *qkv[3];
   if (!li_layer_made(x, layer ? layer->q.weight : NULL, name)) return NULL;
-  const luna_attention_layer_config *c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   if (!context) context = x;
   if (!li_is_sequence(name, "x", x, x->shape[0], c->dim) ||
       !li_is_sequence(name, "context", context, x->shape[0], c->dim)) return NULL;
@@ -16196,58 +16157,31 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
   qkv[2] = luna_linear_layer_forward(&layer->v, context);
-  if (c->rotary && c->kind == LUNA_ATTENTION_SOFTMAX && context == x) for (int i = 0; i < 2; i++)
+  if (c->rotary && c->attention == LUNA_ATTENTION_SOFTMAX && context == x) for (int i = 0; i < 2; i++)
     qkv[i] = luna_rotary(qkv[i], c->heads, 0, 0);
-  luna_attention_config a = li_attention_config(c->heads, c->dropout, lengths);
+  luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
   a.causal = c->causal;
-  luna_tensor *y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
+  luna_tensor *y = c->attention == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
                        li_linear_attention(qkv, c->heads, c->causal, lengths);
   return li_result(scope, luna_linear_layer_forward(&layer->out, li_gated(&layer->gate, x, y)));
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
-LI_FN bool li_is_luna(const luna_layer_config *c) {
-  return c->attention == LUNA_ATTENTION_LUNA && !c->hook;
-}
-/* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
-LI_FN bool li_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
-  return value == 0 || li_refuse_call(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why);
-}
-/* Rejects what this kind of layer does not have. Fields of the attentions not chosen are ignored, so that changing
+/* Completes a config, and rejects what this kind of layer does not have. Fields of the attentions not chosen are ignored, so that changing
    `attention` alone compares them. */
 typedef enum li_layer_kind { LI_ENCODER_LAYER, LI_DECODER_LAYER, LI_CAUSAL_LAYER } li_layer_kind;
-LI_FN bool li_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, li_layer_kind kind) {
+LI_FN bool li_layer_good(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind) {
   const bool causal = kind == LI_CAUSAL_LAYER, encoder = kind == LI_ENCODER_LAYER;
   const bool tied = causal && li_is_luna(c) && c->sharing != LUNA_SHARING_FULL;
-  return (!c->hook || li_is_unused(ctx, "layer.attention", c->attention, "with a hook")) &&
-         (causal || li_is_unused(ctx, "layer.convolution", c->convolution, "in an encoder or decoder layer")) &&
-         (encoder || li_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) &&
-         (!tied || li_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer"));
-}
-/* fills in the defaults; false with a sentence when the config is invalid */
-LI_FN bool li_layer_defaults(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind) {
-  if (!li_layer_agrees(ctx, c, kind)) return false;
-  li_default_sizes(&c->dim, &c->heads);
-  if (c->pack_heads == 0) c->pack_heads = c->heads;
-  if (c->ffn == 0) c->ffn = li_checked(4, c->dim);
-  if (c->memory == 0) c->memory = 16;
-  if (c->activation == LUNA_ACTIVATION_DEFAULT) c->activation = LUNA_ACTIVATION_RELU;
-  if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
-  return li_fields_good(ctx, LI_OF_LAYER, c) && li_omega_good(ctx, c->omega) &&
+  const bool agrees = (!c->hook || li_is_unused(ctx, "layer.attention", c->attention, "with a hook")) &&
+      (causal || li_is_unused(ctx, "layer.causal", c->causal, "in an encoder or decoder layer")) &&
+      (causal || li_is_unused(ctx, "layer.convolution", c->convolution, "in an encoder or decoder layer")) &&
+      (encoder || li_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) &&
+      (!tied || li_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer"));
+  c->causal = causal;
+  return agrees && li_layer_defaults(ctx, c) &&
          li_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                      !c->hook || (c->hook->init && c->hook->forward));
-}
-LI_FN luna_nested_attention_layer_config li_nested_config(const luna_layer_config *c) {
-  const luna_nested_attention_layer_config a = { c->dim, c->heads, c->pack_heads, c->sharing, c->attention_dropout,
-                                                 c->bert_init, c->output_gate };
-  return a;
-}
-LI_FN luna_causal_attention_layer_config li_causal_config(const luna_layer_config *c) {
-  const luna_sharing sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  const luna_causal_attention_layer_config a = { c->dim, c->heads, sharing, c->omega, c->attention_dropout,
-                                                 c->bert_init, c->output_gate, c->forget, c->memory,
-                                                 c->horizon };
-  return a;
 }
 LI_FN int li_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, li_part *parts) {
   const luna_init init = li_projection_init(c->bert_init, true);
@@ -16289,9 +16223,7 @@ LI_FN luna_tensor *li_ffn_half(luna_scope *scope, const luna_layer_config *c,
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
 LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
-                         const char *prefix, const luna_layer_config *c, bool causal) {
-  const luna_attention_layer_config a = { c->attention, c->dim, c->heads, causal, c->attention_dropout, c->bert_init,
-                                          c->output_gate, c->rotary };
+                         const char *prefix, const luna_layer_config *c) {
   if (c->hook) {
     const li_part gate = li_gate_part(c->output_gate, &other_attention->gate, c->dim, c->bert_init);
     if (!li_parts_init(params, prefix, &gate, 1)) return false;
@@ -16307,7 +16239,8 @@ LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_stat
     params->ctx->hooked = hooked;
     return true;
   }
-  return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
+  other_attention->config = *c;
+  return li_attention_init(other_attention, params, prefix);
 }
 /* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
 LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
@@ -16328,7 +16261,6 @@ LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_lay
 
 LI_FN bool li_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
-  const luna_nested_attention_layer_config attention = li_nested_config(c);
   const bool is_luna = li_is_luna(c);
   const luna_init init = li_embedding_init(c->dim, false);
   li_part parts[LI_MAX_PARTS] = {
@@ -16337,13 +16269,13 @@ LI_FN bool li_encoder_layer_init(luna_encoder_layer *layer, luna_params *params,
     li_norm_part(is_luna, &layer->memory_norm, "self_atten_proj_layer_norm.weight", c) };
   const int count = 3 + li_feed_forward_parts(&layer->feed_forward, c, parts + 3);
   char name[LI_MAX_NAME];
+  if (is_luna) layer->attention.config = *c;
   return li_name(params, name, prefix, "self_attn.") && li_parts_init(params, prefix, parts, 1) &&
-         (is_luna ? luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
-                    li_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
+         (is_luna ? li_nested_attention_init(&layer->attention, params, name) :
+                    li_other_init(&layer->other_attention, &layer->hook_state, params, name, c)) &&
          li_parts_init(params, prefix, parts + 1, count - 1);
 }
-LI_LAYER_INIT(luna_encoder_layer, luna_layer_config, li_layer_defaults(params->ctx, &c, LI_ENCODER_LAYER),
-              li_encoder_layer_init)
+LI_LAYER_INIT(luna_encoder_layer, li_layer_good(params->ctx, &c, LI_ENCODER_LAYER), li_encoder_layer_init)
 
 /* Luna attention with both residuals: eq. 6, but for its last line */
 LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
@@ -16401,23 +16333,22 @@ LI_FN bool li_is_luna_only(luna_ctx *ctx, const char *what) {
 }
 LI_FN bool li_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
-  const luna_nested_attention_layer_config cross = li_nested_config(c);
-  const luna_causal_attention_layer_config self = li_causal_config(c);
   li_part parts[LI_MAX_PARTS] = {
     li_norm_part(true, &layer->self_norm, "self_attn_layer_norm.weight", c),
     li_norm_part(true, &layer->cross_norm, "encoder_attn_layer_norm.weight", c),
     li_norm_part(true, &layer->memory_norm, "encoder_atten_proj_layer_norm.weight", c) };
   const int count = 3 + li_feed_forward_parts(&layer->feed_forward, c, parts + 3);
   char name[LI_MAX_NAME];
+  layer->self_attention.config = layer->cross_attention.config = *c;
+  if (c->sharing != LUNA_SHARING_FULL) layer->self_attention.config.sharing = LUNA_SHARING_TIED;
   return li_name(params, name, prefix, "self_attn.") &&
-         luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK &&
+         li_causal_attention_init(&layer->self_attention, params, name) &&
          li_parts_init(params, prefix, parts, 1) && li_name(params, name, prefix, "encoder_attn.") &&
-         luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK &&
+         li_nested_attention_init(&layer->cross_attention, params, name) &&
          li_parts_init(params, prefix, parts + 1, count - 1);
 }
-LI_LAYER_INIT(luna_decoder_layer, luna_layer_config,
-              (li_is_luna(&c) || li_is_luna_only(params->ctx, "a decoder layer")) &&
-              li_layer_defaults(params->ctx, &c, LI_DECODER_LAYER), li_decoder_layer_init)
+LI_LAYER_INIT(luna_decoder_layer, (li_is_luna(&c) || li_is_luna_only(params->ctx, "a decoder layer")) &&
+              li_layer_good(params->ctx, &c, LI_DECODER_LAYER), li_decoder_layer_init)
 
 /* -> X', also in f->x */
 LI_FN luna_tensor *li_decoder_layer(const luna_decoder_layer *layer, li_flow *f) {
@@ -16460,17 +16391,16 @@ LI_FN int li_causal_layer_parts(luna_causal_layer *layer, li_part *parts) {
 }
 LI_FN bool li_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
-  const luna_causal_attention_layer_config attention = li_causal_config(c);
   li_part parts[LI_MAX_PARTS];
   const int count = li_causal_layer_parts(layer, parts);
   char name[LI_MAX_NAME];
+  if (li_is_luna(c)) layer->attention.config = *c;
   return li_name(params, name, prefix, "self_attn.") && li_parts_init(params, prefix, parts, 2) &&
-         (li_is_luna(c) ? luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
-                             li_other_init(&layer->other_attention, &layer->hook_state, params, name, c, true)) &&
+         (li_is_luna(c) ? li_causal_attention_init(&layer->attention, params, name) :
+                          li_other_init(&layer->other_attention, &layer->hook_state, params, name, c)) &&
          li_parts_init(params, prefix, parts + 2, count - 2);
 }
-LI_LAYER_INIT(luna_causal_layer, luna_layer_config, li_layer_defaults(params->ctx, &c, LI_CAUSAL_LAYER),
-              li_causal_layer_init)
+LI_LAYER_INIT(luna_causal_layer, li_layer_good(params->ctx, &c, LI_CAUSAL_LAYER), li_causal_layer_init)
 
 LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *x, li_past *past, int64_t horizon) {
   if (!li_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
@@ -16564,7 +16494,7 @@ LI_FN const char *li_lm_claims(const li_st *st, const luna_lm_config *c) {
   double numbers = 0, each = 0, found = 0;
   model.config = *c;
   layer.config = c->layer;
-  layer.attention.config = li_causal_config(&layer.config);
+  layer.attention.config = c->layer;
   int64_t tensors = li_parts_tensors(parts, li_causal_attention_parts(&layer.attention, parts), &each);
   tensors += li_parts_tensors(parts, li_causal_layer_parts(&layer, parts), &each);
   tensors = c->layers * tensors + li_parts_tensors(parts, li_lm_parts(&model, parts), &numbers);
@@ -16725,7 +16655,7 @@ LI_FN bool li_lm_defaults(luna_ctx *ctx, li_model_config *m) {
   if (c->layers == 0) c->layers = 2;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
-  return li_layer_defaults(ctx, &c->layer, LI_CAUSAL_LAYER) &&
+  return li_layer_good(ctx, &c->layer, LI_CAUSAL_LAYER) &&
          (c->outputs > 0 || li_is_unused(ctx, "output_norm", c->output_norm, "without outputs"));
 }
 LI_FN bool li_lm_init(luna_lm *model, luna_params *params) {
@@ -16892,7 +16822,7 @@ LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_c
     c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
         LUNA_EMBEDDING_SCALE_SQRT_DIM;
   if (!li_is_luna(&c->layer)) c->layer.own_memory = false;
-  if (!li_layer_defaults(ctx, &c->layer, LI_ENCODER_LAYER)) return false;
+  if (!li_layer_good(ctx, &c->layer, LI_ENCODER_LAYER)) return false;
   m->vocab = vocab;
   m->encoder = *c;
   return true;
@@ -19287,7 +19217,7 @@ LI_FN bool li_stream_layer_own(luna_stream *s, int64_t index, const void *layers
   }
   if (layers) *causal = ((const luna_causal_layer *)layers)[index];
   causal->config = s->model.config.layer;
-  causal->attention.config = li_causal_config(&causal->config);
+  causal->attention.config = causal->config;
   li_put(&text, "layers.");
   li_put_number(&text, index);
   li_put(&text, ".");

@@ -372,7 +372,7 @@ static luna_status compare(luna_ctx *ctx, int64_t heads, luna_sharing sharing) {
 static luna_status compare_causal(luna_ctx *ctx) {
   luna_params *params = luna_params_open(ctx);
   luna_causal_attention_layer causal, gated;
-  luna_causal_attention_layer_config config = { .dim = d, .heads = 1, .memory = l };
+  luna_layer_config config = { .dim = d, .heads = 1, .memory = l };
   luna_causal_attention_layer_init(&causal, params, "causal.", &config);
   config.forget = LUNA_FORGET_GATED;
   luna_causal_attention_layer_init(&gated, params, "gated.", &config);
@@ -429,7 +429,7 @@ static double loss_on_new(luna_ctx *ctx, const learner *m) {
 static luna_status train(luna_ctx *ctx, int64_t slot_count, bool frozen, bool says, learner *m) {
   luna_params *params = luna_params_open(ctx);
   luna_nested_attention_layer_init(&m->attention, params, "",
-                                   &(luna_nested_attention_layer_config){ .dim = d, .heads = 2 });
+                                   &(luna_layer_config){ .dim = d, .heads = 2 });
   m->memory = luna_param(params, "memory", 2, (int64_t[]){ slot_count, d }, (luna_init){ LUNA_INIT_NORMAL, 1 });
   double mean = 0;
   for (int step = 1; step <= steps; step++) {

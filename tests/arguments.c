@@ -196,8 +196,8 @@ static bool models_open(void) {
 }
 static bool layers_open(void) {
   const luna_init init = {LUNA_INIT_XAVIER, 0};
-  luna_nested_attention_layer_config nested = {0};
-  luna_causal_attention_layer_config causal = {0};
+  luna_layer_config nested = {0};
+  luna_layer_config causal = {0};
   luna_layer_config layer = small_layer();
   luna_status status = LUNA_OK;
   nested.dim = causal.dim = DIM;
@@ -207,8 +207,8 @@ static bool layers_open(void) {
   status |= luna_nested_attention_layer_init(&w->nested, w->set[0], "nested.", &nested);
   status |= luna_causal_attention_layer_init(&w->causal, w->set[0], "causal.", &causal);
   for (int i = 1; i < 3; i++) {
-    luna_attention_layer_config attention = {0};
-    attention.kind = (luna_attention_kind)i;
+    luna_layer_config attention = {0};
+    attention.attention = (luna_attention_kind)i;
     attention.dim = DIM;
     attention.heads = HEADS;
     status |= luna_attention_layer_init(&w->attention[i], w->set[0], i == 1 ? "1." : "2.", &attention);
@@ -1481,12 +1481,12 @@ static void nested(const luna_nested_attention_layer *layer) {
 }
 static void case_luna_nested_attention_layer_init(void) {
   luna_nested_attention_layer layer;
-  luna_nested_attention_layer_config c = {0};
+  luna_layer_config c = {0};
   c.dim = size(DIM);
   c.heads = size(pick(3));
   c.pack_heads = size(pick(3));
   c.sharing = ENUM(luna_sharing, 4);
-  c.dropout = probability();
+  c.attention_dropout = probability();
   c.bert_init = coin();
   const luna_status status = luna_nested_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(),
                                                               turn() ? NULL : &c);
@@ -1501,12 +1501,12 @@ static void causal(const luna_causal_attention_layer *layer) {
 }
 static void case_luna_causal_attention_layer_init(void) {
   luna_causal_attention_layer layer;
-  luna_causal_attention_layer_config c = {0};
+  luna_layer_config c = {0};
   c.dim = size(DIM);
   c.heads = size(pick(3));
   c.sharing = ENUM(luna_sharing, 2);
   c.omega = turn() ? (luna_activation)number(0) : LUNA_ACTIVATION_ELU1;
-  c.dropout = probability();
+  c.attention_dropout = probability();
   const luna_status status = luna_causal_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(),
                                                               turn() ? NULL : &c);
   got_status(status, true);
@@ -1521,12 +1521,12 @@ static void other_attention(const luna_attention_layer *layer) {
 }
 static void case_luna_attention_layer_init(void) {
   luna_attention_layer layer;
-  luna_attention_layer_config c = {0};
-  c.kind = (luna_attention_kind)number(1 + (int)pick(2));
+  luna_layer_config c = {0};
+  c.attention = (luna_attention_kind)number(1 + (int)pick(2));
   c.dim = size(DIM);
   c.heads = size(pick(3));
   c.causal = coin();
-  c.dropout = probability();
+  c.attention_dropout = probability();
   const luna_status status = luna_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(), turn() ? NULL : &c);
   got_status(status, true);
   if (status == LUNA_OK) other_attention(&layer);
@@ -2460,9 +2460,9 @@ static void null_forwards(void) {
 }
 static void null_inits(void) {
   const luna_init odd = {LUNA_INIT_XAVIER, NAN};
-  luna_nested_attention_layer_config nested_c = {0};
-  luna_causal_attention_layer_config causal_c = {0};
-  luna_attention_layer_config attention_c = {0};
+  luna_layer_config nested_c = {0};
+  luna_layer_config causal_c = {0};
+  luna_layer_config attention_c = {0};
   luna_layer_config layer_c = small_layer();
   luna_lm_config lm_c = {0};
   luna_encoder_config encoder_c = small_encoder();
@@ -2471,7 +2471,7 @@ static void null_inits(void) {
   luna_seq2seq_config seq2seq_c = {0};
   luna_tensor *p;
   now(&p);
-  attention_c.kind = LUNA_ATTENTION_SOFTMAX;
+  attention_c.attention = LUNA_ATTENTION_SOFTMAX;
   nested_c.dim = causal_c.dim = attention_c.dim = DIM;
   nested_c.heads = causal_c.heads = attention_c.heads = layer_c.heads = 3; /* 8 is no multiple */
   encoder_c.layer.heads = 3;

@@ -86,12 +86,12 @@ static void check_naive(const char *options, bool causal, bool cross, bool lengt
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_attention_layer layer;
-  luna_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   luna_layer_config sizes = {0};
   attentions choice;
   linformer *l = NULL;
   char where[160];
-  config.kind = LUNA_ATTENTION_LINEAR, config.causal = causal;
+  config.attention = LUNA_ATTENTION_LINEAR, config.causal = causal;
   config.dim = sizes.dim = DIM, config.heads = sizes.heads = HEADS;
   if (!options) CHECK(luna_attention_layer_init(&layer, params, "attention.", &config) == LUNA_OK, "%s: %s", what,
                       luna_error(ctx));
@@ -179,7 +179,7 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
   const int64_t rows = cross ? QUERIES : KEYS;
   luna_options options = plain_options();
   luna_nested_attention_layer layer;
-  luna_nested_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   luna_tensor *packed_context = NULL;
   char what[100];
   options.form = form;
@@ -321,7 +321,7 @@ static void check_linformer_refusals(void) {
   luna_lm lm;
   luna_lm_config lm_config = {0};
   luna_attention_layer layer;
-  luna_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
     CHECK(!attentions_open(&choice, bad[i]) && choice.error[0], "%s is accepted", bad[i]);
   for (size_t i = 0; i < sizeof made / sizeof *made; i++) {
@@ -346,7 +346,7 @@ static void check_linformer_refusals(void) {
   attentions_close(&choice);
   ctx = ctx_open(), params = luna_params_open(ctx);
   for (int kind = 0; kind < 5; kind += 3) { /* Luna's kind, and what was Linformer's */
-    config.kind = (luna_attention_kind)kind, config.dim = DIM;
+    config.attention = (luna_attention_kind)kind, config.dim = DIM;
     refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "an attention layer of kind %d", kind);
   }

@@ -324,13 +324,13 @@ static void layer_row(const char *text, layer_kind kind, int64_t l, bool trainin
   b.p = input(&b, "p", 3, 1, l, DIM);
   if (kind == CORE) b.q = input(&b, "q", 3, 1, N, DIM);
   if (kind == NESTED) {
-    luna_nested_attention_layer_config config = {};
+    luna_layer_config config = {};
     config.dim = DIM;
     config.heads = HEADS;
     luna_nested_attention_layer_init(&b.nested, b.params, "", &config);
   }
   if (kind == CAUSAL) {
-    luna_causal_attention_layer_config config = {};
+    luna_layer_config config = {};
     config.dim = DIM;
     config.heads = HEADS;
     luna_causal_attention_layer_init(&b.causal, b.params, "", &config);

@@ -52,7 +52,7 @@ static const struct {
 
 static bool net_open(net *m, luna_isa isa, luna_form form) {
   luna_options options = {0};
-  luna_causal_attention_layer_config attention = {0};
+  luna_layer_config attention = {0};
   luna_layer_config layer = {0};
   const int64_t kernel[2] = {DIM, 4}, memory[2] = {SLOTS, DIM};
   const luna_init init = {LUNA_INIT_NORMAL, 1};

@@ -128,7 +128,7 @@ static luna_status pack_counted(luna_op *op) {
 static void check_product_cost(void) {
   enum { ROWS = 200, SLOTS = 16, DIM = 64 };
   const int64_t rows[3] = {1, ROWS, DIM}, slots[3] = {1, SLOTS, DIM};
-  const luna_nested_attention_layer_config config = {.dim = DIM, .heads = 2};
+  const luna_layer_config config = {.dim = DIM, .heads = 2};
   float *values = common_random(ROWS * DIM, 1, 1);
   for (int cheap = 0; cheap < 2; cheap++) {
     luna_backend priced = *luna_cpu_backend();

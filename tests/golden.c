@@ -170,12 +170,12 @@ typedef union golden_layer {
 static luna_status golden_init(const golden *g, golden_layer *layer, luna_params *params) {
   const luna_sharing sharing = g->tied ? LUNA_SHARING_TIED : LUNA_SHARING_FULL;
   if (strcmp(g->kind, "attention") == 0) {
-    luna_nested_attention_layer_config config = {0};
+    luna_layer_config config = {0};
     config.dim = g->dim, config.heads = g->heads, config.pack_heads = g->pack_heads, config.sharing = sharing;
     return luna_nested_attention_layer_init(&layer->attention, params, NULL, &config);
   }
   if (strcmp(g->kind, "causal") == 0) {
-    luna_causal_attention_layer_config config = {0};
+    luna_layer_config config = {0};
     config.dim = g->dim, config.heads = g->heads, config.sharing = sharing, config.omega = g->omega;
     return luna_causal_attention_layer_init(&layer->causal, params, NULL, &config);
   }

@@ -399,9 +399,9 @@ static bool lookup_init(lookup *m, luna_params *params) {
   const int64_t table[2] = {6, DIM}, slots[2] = {4, DIM};
   const luna_init normal = {LUNA_INIT_NORMAL, 0.5f}, xavier = {LUNA_INIT_XAVIER, 1};
   luna_layer_config layer = {0};
-  luna_attention_layer_config attention = {0};
+  luna_layer_config attention = {0};
   layer.dim = DIM, layer.heads = 2, layer.ffn = 16;
-  attention.kind = LUNA_ATTENTION_SOFTMAX, attention.dim = DIM, attention.heads = 2;
+  attention.attention = LUNA_ATTENTION_SOFTMAX, attention.dim = DIM, attention.heads = 2;
   m->embedding = luna_param(params, "embedding", 2, table, normal);
   m->question = luna_param(params, "question", 2, table, normal);
   m->memory = luna_param(params, "memory", 2, slots, normal);

@@ -1108,14 +1108,14 @@ static void op_nested_layer(trial *t, int v) {
   const luna_form form = (v / 4) % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED;
   const int what = v / 8;
   luna_nested_attention_layer layer;
-  luna_nested_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   luna_tensor *packed_context = NULL;
   const int64_t n = SIZE(5, 37), m = SIZE(7, 70), l = SIZE(3, 9);
   config.dim = SIZE(4, 48);
   config.heads = what == 2 ? 1 : 2;
   config.pack_heads = what == 0 ? 4 : what == 1 ? 1 : 2;
   config.sharing = (luna_sharing)(v % 4);
-  config.dropout = what == 2 ? (float)0.3 : 0;
+  config.attention_dropout = what == 2 ? (float)0.3 : 0;
   config.output_gate = v % 3 == 2;
   if (luna_nested_attention_layer_init(&layer, trial_params(t, form), "attn.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, n, config.dim), *p = in3(t, 2, l, config.dim),
@@ -1128,12 +1128,12 @@ static void op_causal_attention_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
   static const luna_activation omega[3] = {LUNA_ACTIVATION_DEFAULT, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   luna_causal_attention_layer layer;
-  luna_causal_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   config.dim = SIZE(4, 48);
   config.heads = 2;
   config.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.omega = omega[(v / 2) % 3];
-  config.dropout = v >= 9 ? (float)0.3 : 0;
+  config.attention_dropout = v >= 9 ? (float)0.3 : 0;
   if (luna_causal_attention_layer_init(&layer, trial_params(t, v >= 6 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "",
                                        &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 131), config.dim);
@@ -1145,7 +1145,7 @@ static void op_causal_attention_layer(trial *t, int v) {
 static void op_forgetting_attention(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
   luna_causal_attention_layer layer;
-  luna_causal_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   config.dim = SIZE(4, 48);
   config.heads = 2;
   config.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
@@ -1227,12 +1227,12 @@ static void op_forgetting_layer(trial *t, int v) {
 static void op_attention_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
   luna_attention_layer layer;
-  luna_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   config.dim = SIZE(4, 48);
   config.heads = 2;
-  config.kind = v % 2 ? LUNA_ATTENTION_LINEAR : LUNA_ATTENTION_SOFTMAX;
+  config.attention = v % 2 ? LUNA_ATTENTION_LINEAR : LUNA_ATTENTION_SOFTMAX;
   config.causal = v == 2 || v == 3;
-  config.dropout = v == 0 ? (float)0.3 : 0;
+  config.attention_dropout = v == 0 ? (float)0.3 : 0;
   config.output_gate = v % 3 == 1;
   if (luna_attention_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "attn.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *context =

@@ -124,13 +124,13 @@ static void check_composed(const op_case *c, int variant) {
 static void run_form(trial *t, int v) { /* sharing, dropout, lengths; t->options.form is set before */
   static const int32_t lengths[3] = {6, 29, 0};
   luna_nested_attention_layer layer;
-  luna_nested_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   luna_tensor *packed_context = NULL;
   config.dim = 40;
   config.heads = 5;
   config.pack_heads = 4;
   config.sharing = (luna_sharing)(v % 4);
-  config.dropout = v & 4 ? 0.25f : 0;
+  config.attention_dropout = v & 4 ? 0.25f : 0;
   if (luna_nested_attention_layer_init(&layer, trial_params(t, t->options.form), "", &config)) t->broken = true;
   luna_tensor *x = in3(t, 3, 21, 40), *p = in3(t, 3, 8, 40), *context = in3(t, 3, 29, 40);
   in_params(t);
@@ -806,7 +806,7 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   luna_nested_attention_layer attention;
   luna_encoder_layer encoder;
   luna_lm lm;
-  luna_nested_attention_layer_config config = {0};
+  luna_layer_config config = {0};
   luna_layer_config layer = {0};
   luna_lm_config model = {0};
   const int64_t size = luna_params_tensor_count(params);
