@@ -1075,8 +1075,8 @@ typedef struct luna_layer_config {
   luna_activation activation;        /* of the feed-forward; 0 = ReLU */
   bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
                                         with LUNA_ACTIVATION_SILU */
-  luna_activation omega;             /* of causal Luna attention, without forget: 0 = SOFTPLUS2, of the authors' code; or
-                                        SOFTPLUS, ELU1, of the paper's text */
+  luna_activation omega;             /* of causal Luna attention without forget: 0 = SOFTPLUS2, of the authors' code;
+                                        or SOFTPLUS, ELU1, of the paper's text */
   bool pre_norm;                     /* default: post-norm */
   luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
@@ -15286,7 +15286,7 @@ typedef struct li_model_config {
 } li_model_config;
 /* The configs that have fields: LI_OF_LM is a luna_lm_config, LI_OF_ENCODER an li_model_config, the metadata of all
    models with an encoder alike, where a field of another model is 0, and LI_OF_LAYER a luna_layer_config. */
-enum { LI_OF_LM = 1, LI_OF_ENCODER = 2, LI_OF_LAYER = 4, LI_OF_MODELS = 3, LI_OF_ALL = 7 };
+enum { LI_OF_LM = 1, LI_OF_ENCODER = 2, LI_OF_LAYER = 4, LI_OF_ALL = 7 };
 /* Linformer, which luna.h 0.2 had and examples/attentions has: luna.attention is LI_OLD_LINFORMER in its files, and a
    setting is luna.linformer_<key>. Such a file is one of the hook LI_LINFORMER. */
 #define LI_OLD_LINFORMER 3
@@ -15302,65 +15302,65 @@ typedef struct li_field {
 #define LI_FIELD(of, config, name, field, in_layer, fraction, min, max) \
   { "luna." #name, (uint16_t)offsetof(config, field), (uint8_t)sizeof(((config *)NULL)->field), of, in_layer, \
     fraction, min, max },
-#define LI_LM_FIELD(name, min, max) LI_FIELD(LI_OF_LM, luna_lm_config, name, name, false, false, min, max)
-#define LI_MODEL_FIELD(name, in, min, max) \
+#define LI_LM(name, min, max) LI_FIELD(LI_OF_LM, luna_lm_config, name, name, false, false, min, max)
+#define LI_MODEL(name, in, min, max) \
   LI_FIELD(LI_OF_ENCODER, li_model_config, name, in name, false, false, min, max)
-#define LI_LAYER_FIELD(of, name, min, max) LI_FIELD(of, luna_layer_config, name, name, true, false, min, max)
+#define LI_LAYER(of, name, min, max) LI_FIELD(of, luna_layer_config, name, name, true, false, min, max)
 #define LI_FRACTION(name) LI_FIELD(LI_OF_ALL, luna_layer_config, name, name, true, true, 0, 999999999)
 /* A language model's rows are in the order in which a stream's state has them: add others at the end. */
 static const li_field li_fields[] = {
-  LI_LM_FIELD(vocab, 1, 1 << 24)
-  LI_LM_FIELD(layers, 1, 1024)
-  LI_MODEL_FIELD(vocab, , 1, 1 << 24)
-  LI_MODEL_FIELD(layers, encoder., 1, 1024)
-  LI_LAYER_FIELD(LI_OF_ALL, memory, 1, 1 << 20)
-  LI_LAYER_FIELD(LI_OF_ALL, dim, 1, 1 << 20)
-  LI_LAYER_FIELD(LI_OF_ALL, heads, 1, 1 << 16)
-  LI_LAYER_FIELD(LI_OF_ENCODER, pack_heads, 0, 1 << 16)
-  LI_LAYER_FIELD(LI_OF_ALL, ffn, 1, 1 << 22)
-  LI_LAYER_FIELD(LI_OF_LM | LI_OF_LAYER, convolution, 0, 1024)
-  LI_LAYER_FIELD(LI_OF_LM, sharing, 0, LUNA_SHARING_FULL)
-  LI_LAYER_FIELD(LI_OF_ENCODER, sharing, 0, LUNA_SHARING_QK)
-  LI_LAYER_FIELD(LI_OF_ALL, activation, 1, LUNA_ACTIVATION_NONE)
-  LI_LAYER_FIELD(LI_OF_MODELS, gated, 0, 1)
-  LI_LAYER_FIELD(LI_OF_LM, omega, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS2)
-  LI_LAYER_FIELD(LI_OF_ENCODER, omega, 0, LUNA_ACTIVATION_SOFTPLUS2) /* 0 in files of 0.1 */
-  LI_LAYER_FIELD(LI_OF_MODELS, pre_norm, 0, 1)
-  LI_LAYER_FIELD(LI_OF_LM | LI_OF_LAYER, attention, 0, LUNA_ATTENTION_LINEAR)
-  LI_LAYER_FIELD(LI_OF_ENCODER, attention, 0, LI_OLD_LINFORMER)
-  LI_LM_FIELD(positions, 0, LUNA_POSITIONS_LEARNED)
-  LI_MODEL_FIELD(positions, encoder., 1, LUNA_POSITIONS_LEARNED)
-  LI_LM_FIELD(max_length, 0, 1 << 26)
-  LI_MODEL_FIELD(max_length, encoder., 1, 1 << 26)
-  LI_MODEL_FIELD(first_position, encoder., 0, 1 << 26)
-  LI_MODEL_FIELD(embedding_scale, encoder., 0, LUNA_EMBEDDING_SCALE_SQRT_DIM)
-  LI_MODEL_FIELD(norm_embedding, encoder., 0, 1)
-  LI_MODEL_FIELD(tied_layers, encoder., 0, 1)
-  LI_LAYER_FIELD(LI_OF_ENCODER | LI_OF_LAYER, own_memory, 0, 1)
-  LI_MODEL_FIELD(keep_padding, encoder., 0, 1)
-  LI_MODEL_FIELD(classes, classifier., 0, 1 << 24)
-  LI_MODEL_FIELD(pooling, classifier., 0, LUNA_POOLING_MEMORY_BATCH)
-  LI_MODEL_FIELD(pre_logits, classifier., 0, 1 << 22)
-  LI_MODEL_FIELD(pair, classifier., 0, 1)
-  LI_MODEL_FIELD(target_vocab, seq2seq., 0, 1 << 24)
-  LI_MODEL_FIELD(share_embeddings, seq2seq., 0, 1)
-  LI_MODEL_FIELD(separate_output, seq2seq., 0, 1)
-  LI_MODEL_FIELD(decoder_layers, seq2seq., 0, 1024)
-  LI_MODEL_FIELD(max_target_length, seq2seq., 0, 1 << 26)
-  LI_LM_FIELD(features, 0, 1 << 20)
-  LI_MODEL_FIELD(features, encoder., 0, 1 << 20)
-  LI_MODEL_FIELD(per_step, classifier., 0, 1)
-  LI_LM_FIELD(outputs, 0, 1 << 24)
-  LI_LAYER_FIELD(LI_OF_ALL, norm, 0, LUNA_NORM_RMS)
-  LI_LAYER_FIELD(LI_OF_ALL, forget, 0, LUNA_FORGET_GATED)
-  LI_LAYER_FIELD(LI_OF_MODELS, output_gate, 0, 1)
-  LI_LAYER_FIELD(LI_OF_MODELS, rotary, 0, 1)
-  LI_LM_FIELD(output_norm, 0, 1)
+  LI_LM(vocab, 1, 1 << 24)
+  LI_LM(layers, 1, 1024)
+  LI_MODEL(vocab, , 1, 1 << 24)
+  LI_MODEL(layers, encoder., 1, 1024)
+  LI_LAYER(LI_OF_ALL, memory, 1, 1 << 20)
+  LI_LAYER(LI_OF_ALL, dim, 1, 1 << 20)
+  LI_LAYER(LI_OF_ALL, heads, 1, 1 << 16)
+  LI_LAYER(LI_OF_ENCODER, pack_heads, 0, 1 << 16)
+  LI_LAYER(LI_OF_ALL, ffn, 1, 1 << 22)
+  LI_LAYER(LI_OF_LM | LI_OF_LAYER, convolution, 0, 1024)
+  LI_LAYER(LI_OF_LM, sharing, 0, LUNA_SHARING_FULL)
+  LI_LAYER(LI_OF_ENCODER, sharing, 0, LUNA_SHARING_QK)
+  LI_LAYER(LI_OF_ALL, activation, 1, LUNA_ACTIVATION_NONE)
+  LI_LAYER(LI_OF_ALL, gated, 0, 1)
+  LI_LAYER(LI_OF_LM, omega, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS2)
+  LI_LAYER(LI_OF_ENCODER, omega, 0, LUNA_ACTIVATION_SOFTPLUS2) /* 0 in files of 0.1 */
+  LI_LAYER(LI_OF_ALL, pre_norm, 0, 1)
+  LI_LAYER(LI_OF_LM | LI_OF_LAYER, attention, 0, LUNA_ATTENTION_LINEAR)
+  LI_LAYER(LI_OF_ENCODER, attention, 0, LI_OLD_LINFORMER)
+  LI_LM(positions, 0, LUNA_POSITIONS_LEARNED)
+  LI_MODEL(positions, encoder., 1, LUNA_POSITIONS_LEARNED)
+  LI_LM(max_length, 0, 1 << 26)
+  LI_MODEL(max_length, encoder., 1, 1 << 26)
+  LI_MODEL(first_position, encoder., 0, 1 << 26)
+  LI_MODEL(embedding_scale, encoder., 0, LUNA_EMBEDDING_SCALE_SQRT_DIM)
+  LI_MODEL(norm_embedding, encoder., 0, 1)
+  LI_MODEL(tied_layers, encoder., 0, 1)
+  LI_LAYER(LI_OF_ENCODER | LI_OF_LAYER, own_memory, 0, 1)
+  LI_MODEL(keep_padding, encoder., 0, 1)
+  LI_MODEL(classes, classifier., 0, 1 << 24)
+  LI_MODEL(pooling, classifier., 0, LUNA_POOLING_MEMORY_BATCH)
+  LI_MODEL(pre_logits, classifier., 0, 1 << 22)
+  LI_MODEL(pair, classifier., 0, 1)
+  LI_MODEL(target_vocab, seq2seq., 0, 1 << 24)
+  LI_MODEL(share_embeddings, seq2seq., 0, 1)
+  LI_MODEL(separate_output, seq2seq., 0, 1)
+  LI_MODEL(decoder_layers, seq2seq., 0, 1024)
+  LI_MODEL(max_target_length, seq2seq., 0, 1 << 26)
+  LI_LM(features, 0, 1 << 20)
+  LI_MODEL(features, encoder., 0, 1 << 20)
+  LI_MODEL(per_step, classifier., 0, 1)
+  LI_LM(outputs, 0, 1 << 24)
+  LI_LAYER(LI_OF_ALL, norm, 0, LUNA_NORM_RMS)
+  LI_LAYER(LI_OF_ALL, forget, 0, LUNA_FORGET_GATED)
+  LI_LAYER(LI_OF_ALL, output_gate, 0, 1)
+  LI_LAYER(LI_OF_ALL, rotary, 0, 1)
+  LI_LM(output_norm, 0, 1)
   LI_FRACTION(dropout)
   LI_FRACTION(attention_dropout)
   LI_FRACTION(activation_dropout)
-  LI_LAYER_FIELD(LI_OF_LAYER, recompute, 0, LUNA_RECOMPUTE_LAYER)
-  LI_LAYER_FIELD(LI_OF_LAYER, horizon, LUNA_HORIZON_NONE, INT32_MAX)
+  LI_LAYER(LI_OF_LAYER, recompute, 0, LUNA_RECOMPUTE_LAYER)
+  LI_LAYER(LI_OF_LAYER, horizon, LUNA_HORIZON_NONE, INT32_MAX)
 };
 /* The next row after f, null: the first, that a config of this kind has; null after the last. */
 LI_FN const li_field *li_field_next(const li_field *f, int kind) {
@@ -16167,15 +16167,16 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
-/* Completes a config, and rejects what this kind of layer does not have. Fields of the attentions not chosen are ignored, so that changing
-   `attention` alone compares them. */
+/* Completes a config, and rejects what this kind of layer does not have. Fields of the attentions not chosen are
+   ignored, so that changing `attention` alone compares them. */
 typedef enum li_layer_kind { LI_ENCODER_LAYER, LI_DECODER_LAYER, LI_CAUSAL_LAYER } li_layer_kind;
 LI_FN bool li_layer_good(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind) {
   const bool causal = kind == LI_CAUSAL_LAYER, encoder = kind == LI_ENCODER_LAYER;
   const bool tied = causal && li_is_luna(c) && c->sharing != LUNA_SHARING_FULL;
+  static const char other[] = "in an encoder or decoder layer";
   const bool agrees = (!c->hook || li_is_unused(ctx, "layer.attention", c->attention, "with a hook")) &&
-      (causal || li_is_unused(ctx, "layer.causal", c->causal, "in an encoder or decoder layer")) &&
-      (causal || li_is_unused(ctx, "layer.convolution", c->convolution, "in an encoder or decoder layer")) &&
+      (causal || (li_is_unused(ctx, "layer.causal", c->causal, other) &&
+                  li_is_unused(ctx, "layer.convolution", c->convolution, other))) &&
       (encoder || li_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) &&
       (!tied || li_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer"));
   c->causal = causal;

@@ -428,8 +428,7 @@ static double loss_on_new(luna_ctx *ctx, const learner *m) {
 /* Makes a learner with so many slots, and trains it. frozen: P stays as it began. */
 static luna_status train(luna_ctx *ctx, int64_t slot_count, bool frozen, bool says, learner *m) {
   luna_params *params = luna_params_open(ctx);
-  luna_nested_attention_layer_init(&m->attention, params, "",
-                                   &(luna_layer_config){ .dim = d, .heads = 2 });
+  luna_nested_attention_layer_init(&m->attention, params, "", &(luna_layer_config){ .dim = d, .heads = 2 });
   m->memory = luna_param(params, "memory", 2, (int64_t[]){ slot_count, d }, (luna_init){ LUNA_INIT_NORMAL, 1 });
   double mean = 0;
   for (int step = 1; step <= steps; step++) {

@@ -373,7 +373,8 @@ static void check_defaults(void) {
   for (int i = 0; i < 8; i++)
     CHECK(dim[i] == 128 && heads[i] == 4, "default %d: dim %d, heads %d", i, (int)dim[i], (int)heads[i]);
   CHECK(attention.config.attention == LUNA_ATTENTION_SOFTMAX && causal_layer.memory->shape[0] == 16 &&
-            encoder.embedding->shape[0] == 256 && lm.config.layer.ffn == 512 && lm.config.layer.dim == 128,
+            causal_layer.config.causal && encoder.embedding->shape[0] == 256 && lm.config.layer.ffn == 512 &&
+            lm.config.layer.dim == 128,
         "attention, memory, vocab, ffn by default");
   CHECK(luna_encoder_layer_init(&encoder_layer, params, "h.", &narrow) == LUNA_OK && encoder_layer.config.heads == 4 &&
             encoder_layer.config.ffn == 48,
@@ -705,15 +706,17 @@ static void check_contradictions(void) {
               "%s, %s, %s: \"%s\"", kind_names[kind], part[i], same ? "the same" : "another", luna_error(ctx));
         luna_close(ctx);
       }
-  for (int i = 0; i < 5; i++) { /* what a layer would leave aside */
+  for (int i = 0; i < 8; i++) { /* what a layer would leave aside */
     luna_layer_config c = {.dim = DIM, .heads = 2};
     if (i == 0 || i == 1) c.convolution = 2;
     if (i == 2 || i == 3) c.own_memory = true;
     if (i == 4) c.sharing = LUNA_SHARING_NO_KEY;
+    if (i > 4) c.causal = true;
     luna_ctx *ctx = ctx_open();
     luna_params *params = luna_params_open(ctx);
-    const luna_status status = i == 0             ? luna_encoder_layer_init(&m.encoder_layer, params, "", &c)
-                               : i == 1 || i == 2 ? luna_decoder_layer_init(&m.decoder_layer, params, "", &c)
+    const luna_status status = i == 0 || i == 5   ? luna_encoder_layer_init(&m.encoder_layer, params, "", &c)
+                               : i == 7           ? luna_nested_attention_layer_init(&m.nested, params, "", &c)
+                               : i < 3 || i == 6  ? luna_decoder_layer_init(&m.decoder_layer, params, "", &c)
                                                   : luna_causal_layer_init(&m.causal_layer, params, "", &c);
     CHECK(status == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_FIELD_UNUSED,
           "an option that layer %d does not have: \"%s\"", i, luna_error(ctx));
