@@ -8647,7 +8647,9 @@ static const li_kernels *const li_all_kernels[] = {
 LI_CALL const li_kernels *li_kernels_of(luna_isa isa) {
   const int known = li_isa_known(), slow = known & 1 ? 0 : 1 << LUNA_ISA_AVX512_BF16;
   const int best = known & ~(1 << LUNA_ISA_AMX | 1 << LUNA_ISA_REFERENCE | slow);
-  const int wanted = isa == LUNA_ISA_BEST ? best : (unsigned)isa <= LUNA_ISA_AMX ? known & 1 << isa : 0;
+  int wanted = 0;
+  if (isa == LUNA_ISA_BEST) wanted = best;
+  else if ((unsigned)isa <= LUNA_ISA_AMX) wanted = known & 1 << isa;
   if (isa == LUNA_ISA_AMX && wanted && !li_tiles_permitted()) return NULL;
   for (int i = 0; i < LI_LENGTH(li_all_kernels); i++)
     if (wanted >> li_all_kernels[i]->isa & 1) return li_all_kernels[i];
@@ -8739,8 +8741,10 @@ LI_FN int64_t li_extent_shared(int64_t extent, int64_t count, int64_t given, int
 /* --- gemm --- */
 LI_FN luna_status li_gemm_of(const luna_gemm_args *args, li_gemm *g) {
   const int64_t batch = args->batch ? args->batch : 1;
-  const int64_t a_width = args->transpose_a ? args->m : args->k, b_width = args->transpose_b ? args->k : args->n;
-  const int64_t a_height = args->transpose_a ? args->k : args->m, b_height = args->transpose_b ? args->n : args->k;
+  const int64_t a_width = args->transpose_a ? args->m : args->k;
+  const int64_t b_width = args->transpose_b ? args->k : args->n;
+  const int64_t a_height = args->transpose_a ? args->k : args->m;
+  const int64_t b_height = args->transpose_b ? args->n : args->k;
   memset(g, 0, sizeof *g);
   if (args->m < 0 || args->n < 0 || args->k < 0) return LUNA_BAD_ARGUMENT;
   if (!li_is_activation(args->activation) || !li_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
@@ -8824,8 +8828,10 @@ LI_FN luna_status li_attention_of(const luna_attention_args *args, li_attention 
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
   if (li_product(li_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
-  if (a->lengths) for (int64_t b = 0; b < a->batch; b++)
-    if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if (a->lengths) {
+    for (int64_t b = 0; b < a->batch; b++)
+      if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  }
   if (a->grad_log_sum_exp && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
   li_attention_band(a);
   return LUNA_OK;
@@ -8845,7 +8851,8 @@ LI_FN luna_status li_attention_call(const luna_attention_args *args, bool backwa
   const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_attention a;
   if (!args || li_attention_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  const int64_t queries = a.query_offsets ? li_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
+  int64_t queries = a.batch > 0 ? a.queries : 0;
+  if (a.query_offsets) queries = li_ragged_rows(a.query_offsets, a.batch);
   const int64_t keys = a.key_offsets ? li_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
   if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
@@ -8920,8 +8927,10 @@ LI_FN luna_status li_causal_nested_of(const luna_causal_nested_args *args, li_ca
   if (args->heads < 1 || args->rows < 0 || !li_causal_fits(args->head_dim, args->slots) ||
       li_checked(rows, args->head_dim) < 0 || li_checked(rows, args->slots) < 0 || args->horizon < 0 ||
       !li_is_finite(args->scale) || args->position < 0) return LUNA_BAD_ARGUMENT;
-  if (args->lengths) for (int64_t b = 0; b < args->batch; b++)
-    if (args->lengths[b] < 0 || args->lengths[b] > args->slots) return LUNA_BAD_ARGUMENT;
+  if (args->lengths) {
+    for (int64_t b = 0; b < args->batch; b++)
+      if (args->lengths[b] < 0 || args->lengths[b] > args->slots) return LUNA_BAD_ARGUMENT;
+  }
   a->batch = args->batch; a->rows = args->rows; a->heads = args->heads;
   a->head_dim = args->head_dim; a->slots = args->slots;
   a->q = args->q; a->k = args->k; a->v = args->v; a->s = args->s; a->gates = args->forget;
@@ -9044,7 +9053,7 @@ LI_FN uint32_t li_st_utf8(const char **at, const char *end) {
   static const uint32_t min[4] = {0, 0x80, 0x800, 0x10000};
   const uint8_t *s = (const uint8_t *)*at;
   if (s[0] < 0x80) return (uint8_t)*(*at)++;
-  const int more = s[0] < 0xC0 ? 0 : s[0] < 0xE0 ? 1 : s[0] < 0xF0 ? 2 : 3;
+  const int more = (s[0] >= 0xC0) + (s[0] >= 0xE0) + (s[0] >= 0xF0);
   uint32_t code = s[0] & 0x3Fu >> more;
   if (more == 0 || s[0] > 0xF4 || end - *at <= more) return LI_ST_BAD;
   for (int i = 1; i <= more; i++) {
@@ -9057,7 +9066,7 @@ LI_FN uint32_t li_st_utf8(const char **at, const char *end) {
 }
 
 LI_FN size_t li_st_encode(uint32_t code, char out[4]) {
-  const size_t n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+  const size_t n = (size_t)1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000);
   for (size_t i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3F));
   out[0] = (char)(n == 1 ? code : ((0xF00u >> n) & 0xFF) | code);
   return n;
@@ -9494,24 +9503,28 @@ LI_FN float li_st_float(const uint8_t *at) {
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64, and not I8 with scales */
 LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
   const int size = li_st_formats[t->dtype].size, exponent = li_st_formats[t->dtype].exponent;
-  if (t->scale) for (int64_t i = 0; i < t->count; i++) {
-    const int value = t->data[i] < 128 ? t->data[i] : t->data[i] - 256;
-    out[i] = (float)value * li_st_float(t->scale + 4 * ((t->first + i) / t->shape[1]));
+  if (t->scale) {
+    for (int64_t i = 0; i < t->count; i++) {
+      const int value = t->data[i] < 128 ? t->data[i] : t->data[i] - 256;
+      out[i] = (float)value * li_st_float(t->scale + 4 * ((t->first + i) / t->shape[1]));
+    }
   }
   if (t->scale) return true;
   if (t->dtype == LI_ST_F32 && li_st_little()) {
     li_copy(out, t->data, t->bytes);
     return true;
   }
-  if (exponent) for (int64_t i = 0; i < t->count; i++) {
-    const uint8_t *at = t->data + (size_t)i * (size_t)size;
-    uint64_t bits = 0;
-    for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
-    if (exponent == 8) { /* a float, or its upper half: keeps NaNs as they are */
-      const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
-      memcpy(&out[i], &pattern, sizeof(pattern));
-    } else {
-      out[i] = (float)li_st_real(bits, exponent, 8 * size - 1 - exponent);
+  if (exponent) {
+    for (int64_t i = 0; i < t->count; i++) {
+      const uint8_t *at = t->data + (size_t)i * (size_t)size;
+      uint64_t bits = 0;
+      for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
+      if (exponent == 8) { /* a float, or its upper half: keeps NaNs as they are */
+        const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
+        memcpy(&out[i], &pattern, sizeof(pattern));
+      } else {
+        out[i] = (float)li_st_real(bits, exponent, 8 * size - 1 - exponent);
+      }
     }
   }
   return exponent > 0;
@@ -9635,7 +9648,8 @@ LI_FN int li_cores(void) {
   return (int)info.dwNumberOfProcessors;
 #else
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  return cores < 1 ? 1 : cores > LI_MAX_THREADS ? LI_MAX_THREADS : (int)cores;
+  if (cores < 1) return 1;
+  return cores > LI_MAX_THREADS ? LI_MAX_THREADS : (int)cores;
 #endif
 }
 
@@ -10227,8 +10241,9 @@ LI_HOT void *li_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   /* outside training free pieces are joined, though not across chunks: a chunk of up to 64 MB more, untouched until it
      is needed, and until the next begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->step.bytes[remote];
-  const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
-  const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
+  size_t bytes = remote ? 0 : used;
+  if (!ctx->training && remote) bytes = used / 16;
+  else if (!ctx->training) bytes += 7 * used < more ? 7 * used : more;
   li_chunk *chunk = li_chunk_for(ctx, remote, size, bytes > min && li_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
   if (ctx->step.chunk[remote] != chunk && li_computes(ctx)) ctx->step.gaps[remote] += LI_ALIGN;
@@ -10389,7 +10404,8 @@ LI_FN li_piece *li_pieces_list(luna_ctx *ctx) {
 /* the smallest free piece that is large enough; else a new one */
 LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = li_pieces_alone(ctx) ? bytes : li_round(bytes);
-  const size_t slack = li_pieces_split(ctx) ? 24 * size : li_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
+  size_t slack = li_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
+  if (li_pieces_split(ctx)) slack = 24 * size;
   const bool remote = li_on_device(ctx);
   li_piece *best = NULL, *rest;
   void *at;                          /* li_piece_at finds it */
@@ -10456,12 +10472,14 @@ LI_FN void li_step_clear(luna_ctx *ctx) {
   memset(&nothing, 0, sizeof nothing);
   li_step_rewind(ctx, nothing);
   ctx->begins++;
-  if (!ctx->options.measure) for (int i = 0; i < 2; i++) { /* a measuring context owns nothing that it counts */
-    li_arena *arena = &ctx->arena[i];
-    if (!arena->steps || !arena->steps->next) continue;
-    while (arena->steps) li_chunk_close(ctx, &arena->steps);
-    if (!(i == 1 && LI_SEPARATE)) arena->steps = li_chunk_open(ctx, i == 1, arena->step_peak);
-    ctx->step.chunk[i] = arena->steps;
+  if (!ctx->options.measure) { /* a measuring context owns nothing that it counts */
+    for (int i = 0; i < 2; i++) {
+      li_arena *arena = &ctx->arena[i];
+      if (!arena->steps || !arena->steps->next) continue;
+      while (arena->steps) li_chunk_close(ctx, &arena->steps);
+      if (!(i == 1 && LI_SEPARATE)) arena->steps = li_chunk_open(ctx, i == 1, arena->step_peak);
+      ctx->step.chunk[i] = arena->steps;
+    }
   }
 }
 
@@ -10495,7 +10513,8 @@ LUNA_API void luna_close(luna_ctx *ctx) {
 
 LI_FN bool li_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
-  const int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : li_cores();
+  int threads = o->threads;
+  if (threads <= 0) threads = o->parallel_for ? 1 : li_cores();
   ctx->parallel.run = o->parallel_for;
   ctx->parallel.user = o->parallel_user;
   ctx->parallel.threads = threads < LI_MAX_THREADS ? threads : LI_MAX_THREADS;
@@ -10775,8 +10794,10 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
         const int64_t row = i / shape[1] * stride[0] + i % shape[1] * stride[1] + j * stride[2] + first * stride[3];
         if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)n * sizeof(float));
         else if (stride[3] == 1) li_k(op)->add(n, to + row, from + at, to + row);
-        else if (!back) for (int64_t k = 0; k < n; k++) to[at + k] = from[row + k * stride[3]];
-        else for (int64_t k = 0; k < n; k++) to[row + k * stride[3]] += from[at + k];
+        else if (!back)
+          for (int64_t k = 0; k < n; k++) to[at + k] = from[row + k * stride[3]];
+        else
+          for (int64_t k = 0; k < n; k++) to[row + k * stride[3]] += from[at + k];
       }
   return LUNA_OK;
 }
@@ -10795,7 +10816,8 @@ LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna
   for (int64_t r = 0; r < rows; r++) {
     float *w = (back ? whole->grad : whole->data) + r * stride + start * inner;
     float *p = (back ? part->grad : part->data) + r * width;
-    float *to = to_whole ? w : p, *from = to_whole ? p : w;
+    float *to = to_whole ? w : p;
+    const float *from = to_whole ? p : w;
     if (back) li_k(op)->add(width, to, from, to);
     else li_copy(to, from, (size_t)width * sizeof(float));
   }
@@ -10840,11 +10862,15 @@ typedef struct li_sum_work {
 LI_HOT void li_sum_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sum_work *w = (const li_sum_work *)work;
   (void)thread;
-  if (w->inner > 1) for (int64_t o = 0; o < w->outer; o++)
-    w->kernels->sum_rows(li_columns(li_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
-                         w->factor, w->y + o * w->inner + first);
-  if (w->inner == 1) for (int64_t o = first; o < last; o++)
-    w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
+  if (w->inner > 1) {
+    for (int64_t o = 0; o < w->outer; o++)
+      w->kernels->sum_rows(li_columns(li_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
+                           w->factor, w->y + o * w->inner + first);
+  }
+  if (w->inner == 1) {
+    for (int64_t o = first; o < last; o++)
+      w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
+  }
 }
 LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
   li_sum_work w = { li_k(op), shape[0], shape[1], shape[2], factor, x, y };
@@ -10939,9 +10965,11 @@ LI_FN luna_status li_elementwise_forward(luna_op *op) {
 LI_FN bool li_gives_grad(const luna_op *op) { return li_ops[op->kind].reads == 0; }
 LI_FN void li_elementwise_query(luna_op *op) {
   const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
-  if (LI_TRAINS && op->training) for (int k = 0; k < op->inputs; k++)
-    if (op->in[k]->needs_grad && li_is_repeated(op, k))
-      op->backward_workspace_size = li_gives_grad(op) ? bytes : 2 * bytes;
+  if (LI_TRAINS && op->training) {
+    for (int k = 0; k < op->inputs; k++)
+      if (op->in[k]->needs_grad && li_is_repeated(op, k))
+        op->backward_workspace_size = li_gives_grad(op) ? bytes : 2 * bytes;
+  }
 }
 LI_FN void li_unbroadcast(luna_op *op, int k) {
   const int64_t *stride = op->arg.elementwise.stride[k];
@@ -10953,7 +10981,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
   for (int a = 0; a < LUNA_MAX_RANK; a++) {
     int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, after it */
     if (stride[a] != 0 || shape[a] == 1) continue;
-    for (int b = 0; b < LUNA_MAX_RANK; b++) sums[b < a ? 0 : b == a ? 1 : 2] *= shape[b];
+    for (int b = 0; b < LUNA_MAX_RANK; b++) sums[(b >= a) + (b > a)] *= shape[b];
     left /= shape[a];
     float *to = left == 1 ? op->in[k]->grad : next;
     if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(sums[0] * sums[2]) * sizeof(float));
@@ -11035,15 +11063,19 @@ LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const float *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad, same[256];
   int64_t n;
-  if (inner > 1) for (int64_t r = first; r < last; r++) {
-    if (set) li_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
-    else li_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
+  if (inner > 1) {
+    for (int64_t r = first; r < last; r++) {
+      if (set) li_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
+      else li_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
+    }
   }
-  if (inner == 1) for (int64_t r = first; r < last; r += n) {
-    n = li_min(li_min(256, last - r), axis - r % axis);
-    for (int64_t i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
-    if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
-    else li_k(op)->add(n, dx + r, same, dx + r);
+  if (inner == 1) {
+    for (int64_t r = first; r < last; r += n) {
+      n = li_min(li_min(256, last - r), axis - r % axis);
+      for (int64_t i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
+      if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
+      else li_k(op)->add(n, dx + r, same, dx + r);
+    }
   }
 }
 LI_SPLIT_ALL(li_reduce_backward, li_reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
@@ -11105,7 +11137,8 @@ LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
     float *to = (back ? x->grad : y->data) + r * n;
     if (!masked && back) li_k(op)->add(n, to, y->grad + r * n, to);
     else if (!masked) memcpy(to, x->data + r * n, (size_t)n * sizeof(float));
-    else if (!back) for (int64_t i = 0; i < n; i++) to[i] = op->arg.mask.fill;
+    else if (!back)
+      for (int64_t i = 0; i < n; i++) to[i] = op->arg.mask.fill;
   }
 }
 LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
@@ -11116,8 +11149,10 @@ LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
 LI_HOT float li_function_at(const luna_op *op, float x, bool slope) {
   const double p = (double)op->arg.function.exponent;
   double sine, cosine;
-  if (op->arg.function.which == LUNA_FUNCTION_POW)
-    return (float)(!slope ? pow((double)x, p) : p != 0 ? p * pow((double)x, p - 1) : 0);
+  if (op->arg.function.which == LUNA_FUNCTION_POW) {
+    if (!slope) return (float)pow((double)x, p);
+    return (float)(p != 0 ? p * pow((double)x, p - 1) : 0);
+  }
   if (x < 1e9f && x > -1e9f) li_sine((double)x, &sine, &cosine);
   else sine = sin((double)x), cosine = cos((double)x);
   if (op->arg.function.which == LUNA_FUNCTION_SIN) return (float)(slope ? cosine : sine);
@@ -11145,7 +11180,8 @@ LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
     const float *x = op->in[0]->data + r * (n + 1), inverse = 1 / x[n];
     float *y = op->out[0]->data + r * n;
     if (li_is_finite(inverse)) li_k(op)->scale(n, inverse, x, y);
-    else for (int64_t i = 0; i < n; i++) y[i] = li_ratio_of(x[i], x[n]);
+    else
+      for (int64_t i = 0; i < n; i++) y[i] = li_ratio_of(x[i], x[n]);
   }
 }
 LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) {
@@ -11155,7 +11191,8 @@ LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) {
     const float inverse = 1 / x[n], dot = li_k(op)->dot(n, dy, op->out[0]->data + r * n);
     float *dx = op->in[0]->grad + r * (n + 1);
     if (li_is_finite(inverse)) li_k(op)->scale_add(n, inverse, dy, dx);
-    else for (int64_t i = 0; i < n; i++) dx[i] += li_ratio_of(dy[i], x[n]);
+    else
+      for (int64_t i = 0; i < n; i++) dx[i] += li_ratio_of(dy[i], x[n]);
     dx[n] -= li_is_finite(inverse) ? inverse * dot : li_ratio_of(dot, x[n]);
   }
 }
@@ -11428,7 +11465,8 @@ LI_FN bool li_ffn_words(const luna_op *op) {
 /* floats between rows of the hidden layer: of words whole cache lines, an odd number of them */
 LI_FN int64_t li_ffn_row(const luna_op *op) {
   const int64_t hidden = li_last(op->in[3]);
-  return li_ffn_words(op) ? hidden / 2 + (hidden % 64 ? 0 : 16) : hidden;
+  if (!li_ffn_words(op)) return hidden;
+  return hidden / 2 + (hidden % 64 ? 0 : 16);
 }
 /* Returns the rows that a product multiplies at a time. A thread's own blocks are whole multiples of them. */
 LI_FN int64_t li_ffn_tile(const luna_op *op) {
@@ -11540,8 +11578,10 @@ LI_FN luna_status li_feed_forward_forward(luna_op *op) {
   li_ffn_work w;
   li_ffn_start(&w, op, false, op->workspace);
   if (w.own > 1) li_each(&op->ctx->parallel, w.blocks, li_ffn_blocks, &w);
-  else for (int64_t first = 0; li_ffn_next(&w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS)
-    li_ffn_block(&w);
+  else {
+    for (int64_t first = 0; li_ffn_next(&w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS)
+      li_ffn_block(&w);
+  }
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
@@ -11798,7 +11838,8 @@ LI_HOT void li_angles_block(luna_op *op, int64_t first, int64_t last) {
         rows[j * a.d + half + i] = (float)(c * place[1] - s * place[0]);
       }
     }
-    if (a.d % 2) for (int64_t j = from; j < to; j++) rows[j * a.d + a.d - 1] = 0;
+    if (a.d % 2)
+      for (int64_t j = from; j < to; j++) rows[j * a.d + a.d - 1] = 0;
   }
 }
 LI_FN luna_status li_angles_make(luna_op *op) {
@@ -12308,8 +12349,9 @@ LI_FN luna_status li_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_u
   }
   const double sum = sqrt(w.sums[0]);
   state->norm = (float)sum;
-  state->factor = !(rule->clip > 0 && state->norm > rule->clip) ? 1.0f : state->norm < (float)INFINITY ?
-                  rule->clip / state->norm : (float)((double)rule->clip / sum);
+  state->factor = 1;
+  if (rule->clip > 0 && state->norm > rule->clip)
+    state->factor = state->norm < (float)INFINITY ? rule->clip / state->norm : (float)((double)rule->clip / sum);
   state->nonfinite = ctx->state->nonfinite || !(sum * (double)state->factor <= (double)rule->largest);
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
@@ -12329,7 +12371,8 @@ LI_HOT void li_update_task(void *work, int64_t thread, int64_t first, int64_t la
   } else {
     (w->rule->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
   }
-  if (u.average) for (int64_t i = 0; i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
+  if (u.average)
+    for (int64_t i = 0; i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
 }
 LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
   const luna_step_state *state = rule->state;
