@@ -12740,7 +12740,8 @@ LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool re
     s.tape = ctx->tape;
     s.begins = ctx->begins;
     ctx->recomputing = ctx->recomputing || recompute;
-    if (ctx->bump) for (int i = 0; i < 2; i++) s.used[i] = ctx->bump->part[i].used;
+    if (ctx->bump)
+      for (int i = 0; i < 2; i++) s.used[i] = ctx->bump->part[i].used;
     s.outer = ctx->scope;
     if (ctx->trace) li_trace_enter(ctx, name ? name : "scope");
   }
@@ -12764,8 +12765,10 @@ LI_HOT bool li_scope_leaves(const luna_tensor *t, luna_tensor *const *results, i
 LI_HOT void li_scope_depths(li_scope scope, luna_tensor *const *results, int count) {
   for (luna_op *op = li_scope_first(scope); op; op = op->own->next) {
     op->own->depth = li_op_depth(op);
-    if (op->own->depth > 0 && !scope.recompute) for (int i = 0; i < op->outputs; i++)
-      if (!li_scope_leaves(op->out[i], results, count)) li_release(op->out[i]);
+    if (op->own->depth > 0 && !scope.recompute) {
+      for (int i = 0; i < op->outputs; i++)
+        if (!li_scope_leaves(op->out[i], results, count)) li_release(op->out[i]);
+    }
   }
 }
 /* The ops since the scope's beginning are to be run again, with those of scopes that ended inside and began before it:
@@ -12967,7 +12970,8 @@ LI_FN luna_status li_host_values(const luna_tensor *t, const char *name, li_mark
   return status;
 }
 LI_FN luna_status li_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values, const char *name) {
-  const int64_t n = x ? li_last(x) : 0, rows = x ? li_rows(x) : 0;
+  const int64_t n = x ? li_last(x) : 0;
+  const int64_t rows = x ? li_rows(x) : 0;
   const float *from;
   li_mark mark;
   int64_t at;
@@ -12979,12 +12983,14 @@ LI_FN luna_status li_top_k(const luna_tensor *x, int64_t k, int32_t *indices, fl
     int32_t *best = indices + r * k;
     const float *row = from ? from + r * n : NULL;
     int64_t count = 0;
-    if (row) for (int64_t i = 0; i < n; i++) { /* best: the largest so far in falling order */
-      for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
-          row[best[at - 1]] == row[best[at - 1]])); at--)
-        if (at < k) best[at] = best[at - 1];
-      if (at < k) best[at] = (int32_t)i;
-      count = li_min(count + 1, k);
+    if (row) {
+      for (int64_t i = 0; i < n; i++) { /* best: the largest so far in falling order */
+        for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
+            row[best[at - 1]] == row[best[at - 1]])); at--)
+          if (at < k) best[at] = best[at - 1];
+        if (at < k) best[at] = (int32_t)i;
+        count = li_min(count + 1, k);
+      }
     }
     for (int64_t i = 0; i < k; i++) {
       if (!row) best[i] = 0;
@@ -13236,7 +13242,8 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
   void *memory;
   if (ctx->bump) return li_bump_finish(s, rank, shape);
   if (!li_is_buildable(s, rank, shape)) return li_abandon(s);
-  if (tapes) for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
+  if (tapes)
+    for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
   const bool record = wanted || (tapes && op->inputs == 0); /* without inputs too: it may be run again */
   if (record) {
     const size_t size = sizeof *op + sizeof *op->own;
@@ -13456,8 +13463,10 @@ LI_HOT bool li_op_backward(luna_op *op, luna_status *status) {
     if (!li_grad_take(op->ctx, op->out[i], false)) return false;
     if (!(reads & LUNA_READS_OUT(i))) li_result_done(op->out[i]);
   }
-  if (reached) for (int i = 0; i < op->inputs; i++)
-    if (op->in[i] && (reads & LUNA_READS_IN(i)) && !li_recompute_data(op->in[i], status)) return false;
+  if (reached) {
+    for (int i = 0; i < op->inputs; i++)
+      if (op->in[i] && (reads & LUNA_READS_IN(i)) && !li_recompute_data(op->in[i], status)) return false;
+  }
   if (reached && !li_op_give(op, status)) return false;
   li_op_done(op);
   return *status == LUNA_OK;
@@ -13718,7 +13727,8 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     t->grad = frozen ? NULL : p->frozen_grad;
     t->own->has_grad = !frozen && p->had_grad;
   }
-  return status == LUNA_OK && !matched ? li_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "") : status;
+  if (status != LUNA_OK || matched) return status;
+  return li_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "");
 }
 
 /* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every
@@ -13763,10 +13773,12 @@ LI_FN void li_first_values(const li_first *f, float *out, int64_t first, int64_t
 LI_FN luna_status li_first_write(const li_first *f, luna_tensor *t) {
   float block[1024];
   luna_status status = LUNA_OK;
-  if (!t->ctx->options.measure) for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK; at += 1024) {
-    const int64_t n = li_min(1024, luna_count(t) - at);
-    li_first_values(f, block, at, n);
-    status = t->ctx->backend->copy(t->ctx, t->data + at, block, (size_t)n * sizeof(float), 1);
+  if (!t->ctx->options.measure) {
+    for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK; at += 1024) {
+      const int64_t n = li_min(1024, luna_count(t) - at);
+      li_first_values(f, block, at, n);
+      status = t->ctx->backend->copy(t->ctx, t->data + at, block, (size_t)n * sizeof(float), 1);
+    }
   }
   return status;
 }
@@ -13831,14 +13843,16 @@ LI_FN luna_status li_fill(luna_ctx *ctx, float *data, const li_st_tensor *t) {
   ctx->writes++;
   if (!li_on_device(ctx)) li_st_floats(t, data);
   else if (li_st_borrow(t)) status = ctx->backend->copy(ctx, data, t->data, t->bytes, 1);
-  else for (int64_t at = 0; at < t->count && status == LUNA_OK; at += 1024) {
-    li_st_tensor part = *t;
-    part.data += at * size;
-    part.first = at;
-    part.count = li_min(1024, t->count - at);
-    part.bytes = (size_t)(part.count * size);
-    li_st_floats(&part, block);
-    status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
+  else {
+    for (int64_t at = 0; at < t->count && status == LUNA_OK; at += 1024) {
+      li_st_tensor part = *t;
+      part.data += at * size;
+      part.first = at;
+      part.count = li_min(1024, t->count - at);
+      part.bytes = (size_t)(part.count * size);
+      li_st_floats(&part, block);
+      status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
+    }
   }
   return li_backend_result(ctx, "a parameter's values", status);
 }
@@ -14134,8 +14148,10 @@ LI_FN bool li_fits_not(const li_build *s, const char *pattern, const li_pattern 
   if (!t) return li_refused(li_fail_null(s->op.ctx, s->name, name));
   const int64_t size = wrong >= 'A' && wrong != '[' ? p->sizes[wrong - 'A'] : 0;
   li_pattern_name(pattern, wrong, first, sizeof first);
-  li_print(why, sizeof why, wrong == '[' ? "the number of axes" : wrong == '.' ? "the leading axes" :
-           size != p->wrong ? "its %s is %d, that of %s is %d" : "%s is at least 1", letter, p->wrong, first, size);
+  const char *format = size != p->wrong ? "its %s is %d, that of %s is %d" : "%s is at least 1";
+  if (wrong == '[') format = "the number of axes";
+  if (wrong == '.') format = "the leading axes";
+  li_print(why, sizeof why, format, letter, p->wrong, first, size);
   return li_refuse(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why);
 }
 LI_HOT bool li_fits(const li_build *s, const char *pattern) {
@@ -14258,7 +14274,9 @@ LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
   if (!x) return NULL;
   if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)axis);
   if (other < 0 || other >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)other);
-  for (int a = 0; a < x->rank; a++) axes[a] = a == axis ? other : a == other ? axis : a;
+  for (int a = 0; a < x->rank; a++) axes[a] = a;
+  axes[axis] = other;
+  axes[other] = axis;
   return luna_permute(x, axes);
 }
 
@@ -14356,7 +14374,11 @@ LI_FN luna_tensor *li_binary(luna_op_kind kind, const char *name, luna_tensor *a
 }
 #define LI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
-    return li_binary(LUNA_OP_##NAME, "luna_" #name, (inputs) ? a : luna_detach(a), (inputs) ? b : luna_detach(b)); \
+    if (!(inputs)) { \
+      a = luna_detach(a); \
+      b = luna_detach(b); \
+    } \
+    return li_binary(LUNA_OP_##NAME, "luna_" #name, a, b); \
   }
 LUNA_BINARIES(LI_BINARY) /* luna_add, luna_sub, luna_mul, luna_div, luna_minimum, luna_maximum, luna_less, ... */
 #undef LI_BINARY
@@ -14988,9 +15010,11 @@ LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targe
 LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
   const luna_scope scope = luna_scope_begin(logits ? logits->ctx : NULL);
   li_targets t;
-  if (targets) for (int64_t i = 0; i < luna_count(logits); i++)
-    if (targets[i] < 0 || targets[i] > 1)
-      return li_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
+  if (targets) {
+    for (int64_t i = 0; i < luna_count(logits); i++)
+      if (targets[i] < 0 || targets[i] > 1)
+        return li_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
+  }
   if (!li_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
   luna_tensor *y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
   luna_tensor *no = li_select(luna_add_scalar(luna_scale(y, -1), 1), t.given, 0, "luna_binary_cross_entropy");
@@ -15122,8 +15146,10 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
   const float *before = (const float *)(const void *)((const char *)past->history + past->before * 8);
   if (rows == 0) return li_short_convolution(x, weight, bias, NULL);
   luna_tensor *const with[] = { luna_tensor_new(x->ctx, before, 3, shape), x }, *all = luna_concat(with, 2, 1);
-  if (all && li_computes(x->ctx)) for (int64_t b = 0; b < batch; b++)
-    memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, (size_t)(rows * d) * sizeof(float));
+  if (all && li_computes(x->ctx)) {
+    for (int64_t b = 0; b < batch; b++)
+      memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, (size_t)(rows * d) * sizeof(float));
+  }
   all = li_short_convolution(all, weight, bias, NULL);
   return all ? luna_slice(all, 1, rows, n) : NULL;
 }
@@ -15137,7 +15163,8 @@ LI_FN luna_attention_config li_attention_config(int64_t heads, float dropout, co
   return a;
 }
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config) {
-  luna_attention_config c = li_attention_config(1, config ? config->dropout : 0, config ? config->lengths : NULL);
+  const int32_t *lengths = config ? config->lengths : NULL;
+  luna_attention_config c = li_attention_config(1, config ? config->dropout : 0, lengths);
   luna_tensor *const in[] = { weights, context };
   li_build s;
   if (!li_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
@@ -15187,7 +15214,8 @@ LI_FN luna_tensor *li_unpack_with(luna_tensor *const in[6], const int32_t *lengt
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
                                   const luna_unpack_config *config) {
   luna_tensor *const in[6] = { x, k, bias, v, config ? config->out_bias : NULL, NULL };
-  return li_unpack_with(in, config ? config->lengths : NULL, config ? config->dropout : 0, 0);
+  const int32_t *lengths = config ? config->lengths : NULL;
+  return li_unpack_with(in, lengths, config ? config->dropout : 0, 0);
 }
 
 /* in: q, k, v, s */
@@ -15253,9 +15281,12 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   li_build s;
   if (!li_all(in, count, "luna_custom_op") || !li_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", in, 1, count))
     return NULL;
-  if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
-    return li_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
-                        !custom->backward ? "custom->backward" : "custom->state");
+  const char *null = NULL;
+  if (!custom) null = "custom";
+  else if (!custom->forward) null = "custom->forward";
+  else if (!custom->backward) null = "custom->backward";
+  else if (custom->state_size && !custom->state) null = "custom->state";
+  if (null) return li_fail_null(in[0]->ctx, "luna_custom_op", null);
   if (li_dropout_wrong(&s, custom->dropout)) return NULL;
   if (!li_step(in[0]->ctx, custom->state_size, false, &memory))
     return li_op_no_memory(&s, custom->state_size);
@@ -15270,7 +15301,8 @@ LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t
   if (!op) return;
   const li_dropout d = li_op_dropout(op, op->arg.custom.dropped);
   if (li_k(op)->panels) li_k(op)->dropout_mask(&d, first, count, factors);
-  else for (int64_t i = 0; i < count; i++) factors[i] = li_dropout_at(&d, first + i);
+  else
+    for (int64_t i = 0; i < count; i++) factors[i] = li_dropout_at(&d, first + i);
 }
 LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   const luna_op *op = out ? out->ctx->custom : NULL;
