@@ -15680,10 +15680,12 @@ LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char
       return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                        (int64_t)0, input->n);
   li_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
-  if (r->vocab) for (int64_t i = 0; i < count; i++)
-    if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
-      return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
-                       (int64_t)0, r->vocab - 1);
+  if (r->vocab) {
+    for (int64_t i = 0; i < count; i++)
+      if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
+        return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
+                         (int64_t)0, r->vocab - 1);
+  }
   for (int64_t i = 0; i < count && !r->vocab && !r->ctx->call; i++)
     if (!li_is_finite(input->features[i]) && input->features[i] == input->features[i] && li_is_real(input, i / k))
       return li_refuse(r->ctx, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
@@ -15691,7 +15693,8 @@ LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char
 }
 /* of an input layer; false without a sentence where its init failed or was not called */
 LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *input, const char *name) {
-  const li_reader r = { layer ? li_ctx_of(layer->params) : NULL, 0, layer ? luna_count(layer->mean) : 0, 0 };
+  if (!layer) return false;
+  const li_reader r = { li_ctx_of(layer->params), 0, luna_count(layer->mean), 0 };
   if (!r.ctx) return false;
   if (!layer->mean) return li_refuse(r.ctx, LUNA_ERROR_NO_FEATURES, name);
   return li_input_fits(&r, input, name, "input");
@@ -15702,8 +15705,10 @@ typedef struct li_features { const luna_input *input; int64_t k; bool second; } 
 /* whether there is a number to fit at all; false with a sentence */
 LI_FN bool li_features_given(luna_ctx *ctx, const li_features *w, const char *name) {
   const int64_t rows = w->input->batch * w->input->n;
-  if (li_computes(ctx)) for (int64_t i = 0; i < rows * w->k; i++)
-    if (li_is_real(w->input, i / w->k) && li_is_finite(w->input->features[i])) return true;
+  if (li_computes(ctx)) {
+    for (int64_t i = 0; i < rows * w->k; i++)
+      if (li_is_real(w->input, i / w->k) && li_is_finite(w->input->features[i])) return true;
+  }
   return w->k == 0 || !li_computes(ctx) || li_refuse_call(ctx, LUNA_ERROR_FIT_NOTHING, name, rows, w->k);
 }
 LI_FN float li_feature_fit(const li_features *w, int64_t f) {
@@ -15734,7 +15739,8 @@ LI_FN void li_features_fill(float *to, const void *from) {
     const bool real = li_is_real(w->input, i);
     for (int64_t f = 0; f < w->k; f++, to++) {
       const float x = real ? w->input->features[i * w->k + f] : 0;
-      *to = x != x || !real ? 0 : w->second ? 1 : x;
+      *to = w->second ? 1 : x;
+      if (x != x || !real) *to = 0;
     }
   }
 }
@@ -15744,8 +15750,10 @@ LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_
   luna_ctx *ctx = mean->ctx;
   li_features w = { input, luna_count(mean), true };
   if (!li_features_given(ctx, &w, name)) return ctx->last_status;
-  if (li_computes(ctx)) for (int64_t f = 0; f < w.k; f++)
-    if (li_feature_fit(&w, f) < FLT_MIN) return li_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
+  if (li_computes(ctx)) {
+    for (int64_t f = 0; f < w.k; f++)
+      if (li_feature_fit(&w, f) < FLT_MIN) return li_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
+  }
   const luna_status status = li_write_made(scale, name, fit, &w);
   w.second = false;
   return status == LUNA_OK ? li_write_made(mean, name, li_features_fit, &w) : status;
@@ -15925,8 +15933,10 @@ LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
 LI_FN const int32_t *li_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t n, int64_t w,
                                 int64_t max) {
   int32_t *out = (int32_t *)li_step_host(ctx, "lengths", (size_t)count * sizeof(int32_t));
-  if (out) for (int64_t i = 0; i < count; i++)
-    out[i] = (int32_t)li_min(li_divide_up(lengths ? lengths[i] : n, w), max);
+  if (out) {
+    for (int64_t i = 0; i < count; i++)
+      out[i] = (int32_t)li_min(li_divide_up(lengths ? lengths[i] : n, w), max);
+  }
   return out;
 }
 
@@ -16232,8 +16242,9 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
   qkv[2] = luna_linear_layer_forward(&layer->v, context);
-  if (c->rotary && c->attention == LUNA_ATTENTION_SOFTMAX && context == x) for (int i = 0; i < 2; i++)
-    qkv[i] = luna_rotary(qkv[i], c->heads, 0, 0);
+  if (c->rotary && c->attention == LUNA_ATTENTION_SOFTMAX && context == x) {
+    for (int i = 0; i < 2; i++) qkv[i] = luna_rotary(qkv[i], c->heads, 0, 0);
+  }
   luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
   a.causal = c->causal;
   luna_tensor *y = c->attention == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
@@ -16363,8 +16374,10 @@ LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attentio
   if (!li_nested_attention(attention, &in, f->x, c->dropout)) return false;
   if (f->wants_x) f->x = li_sum_normed(c, in.x, norm);
   if (f->wants_p) f->p = li_residual(c, f->p, in.p, memory_norm);
-  (void)li_results(scope, f->wants_x ? f->x : NULL, f->wants_p ? f->p : NULL);
-  return (!f->wants_x || f->x) && (!f->wants_p || f->p);
+  luna_tensor *x = f->wants_x ? f->x : NULL;
+  luna_tensor *p = f->wants_p ? f->p : NULL;
+  (void)li_results(scope, x, p);
+  return (!f->wants_x || x) && (!f->wants_p || p);
 }
 
 /* f->p: as it was where P' is not wanted or there is none */
@@ -16556,8 +16569,9 @@ LI_FN int64_t li_parts_tensors(const li_part *parts, int count, double *numbers)
   int64_t tensors = 0;
   for (const li_part *p = parts; p < parts + count; p++) {
     if (!p->has) continue;
-    tensors += p->bias ? 2 : 1;
-    *numbers += (double)p->rows * (double)((p->columns == LI_VECTOR ? 1 : p->columns) + (p->bias ? 1 : 0));
+    const int64_t bias = p->bias ? 1 : 0;
+    tensors += 1 + bias;
+    *numbers += (double)p->rows * (double)((p->columns == LI_VECTOR ? 1 : p->columns) + bias);
   }
   return tensors;
 }
@@ -16759,8 +16773,9 @@ LI_MODEL_INIT(lm, LI_LM_KIND, m.lm.layer, m.lm, LI_OF_LM)
 /* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
 LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table,
                              const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
-  const li_reader r = { li_ctx_of(params), table ? table->shape[0] : 0, input ? luna_count(input->mean) : 0,
-                           positions ? positions->shape[0] - first : 0 };
+  const int64_t vocab = table ? table->shape[0] : 0;
+  const int64_t features = input ? luna_count(input->mean) : 0;
+  const li_reader r = { li_ctx_of(params), vocab, features, positions ? positions->shape[0] - first : 0 };
   return r;
 }
 /* the context of a model whose init succeeded and whose input fits; else null */
@@ -16794,7 +16809,8 @@ LI_FN const int32_t *li_real_labels(const luna_tensor *x, const luna_input *inpu
   const int64_t all = input->batch * input->n;
   if (!x || !input->lengths) return labels;
   int32_t *real = (int32_t *)li_step_host(x->ctx, name, (size_t)all * sizeof *real);
-  if (real) for (int64_t i = 0; i < all; i++) real[i] = li_label(input, labels, i);
+  if (real)
+    for (int64_t i = 0; i < all; i++) real[i] = li_label(input, labels, i);
   return real;
 }
 LI_FN luna_part li_part_of(const luna_ctx *ctx) {
@@ -16817,7 +16833,8 @@ LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
   if (whole > 0) return whole;
   const int64_t n = li_max(input->n, 1);
   int64_t longest = input->lengths ? 1 : n;
-  if (input->lengths) for (int64_t b = 0; b < input->batch; b++) longest = li_max(longest, input->lengths[b]);
+  if (input->lengths)
+    for (int64_t b = 0; b < input->batch; b++) longest = li_max(longest, input->lengths[b]);
   return li_min(longest, n);
 }
 /* the state that this pass of the model goes on from, or null; false: it cannot */
@@ -17029,20 +17046,23 @@ LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tenso
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->layer.own_memory : last_p != NULL);
     if (!f.x || !li_encoder_layer(&e->layers[c->tied_layers ? 0 : i], &scope, &f)) return false;
-    (void)li_results_so_far(&scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
+    luna_tensor *result = f.wants_x ? f.x : f.p;
+    (void)li_results_so_far(&scope, result, f.wants_p ? f.p : NULL);
   }
   if (f.wants_p && e->memory_norm.weight) f.p = luna_norm_layer_forward(&e->memory_norm, f.p);
   if (f.wants_x && e->norm.weight) f.x = luna_norm_layer_forward(&e->norm, f.x);
   if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, own.lengths);
   if ((f.wants_x && !f.x) || (f.wants_p && is_luna && !f.p)) return false;
-  (void)li_results(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
+  luna_tensor *result = f.wants_x ? f.x : f.p;
+  (void)li_results(scope, result, f.wants_p ? f.p : NULL);
   if (f.wants_p) *last_p = f.p;
   if (f.wants_x) *last_x = f.x;
   return true;
 }
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_tensor *x = NULL;
-  return li_encoder(e, input, p ? *p : NULL, &x, p) ? x : NULL;
+  if (!li_encoder(e, input, p ? *p : NULL, &x, p)) return NULL;
+  return x;
 }
 
 /* --- classifier --- */
@@ -17061,7 +17081,8 @@ LI_FN bool li_classifier_defaults(luna_ctx *ctx, li_model_config *m) {
 }
 LI_FN bool li_classifier_init(luna_classifier *model, luna_params *params) {
   const luna_classifier_config *c = &model->config;
-  const int64_t pooled = c->encoder.layer.dim * (c->pair ? 4 : 1), features = c->pre_logits ? c->pre_logits : pooled;
+  const int64_t pooled = c->encoder.layer.dim * (c->pair ? 4 : 1);
+  const int64_t features = c->pre_logits ? c->pre_logits : pooled;
   const luna_init init = li_projection_init(c->encoder.layer.bert_init, true);
   const li_part parts[] = {
     { c->pre_logits != 0, LI_BOTH(model->pre_logits), "pre_logits.0.weight", c->pre_logits, pooled, init },
@@ -17087,8 +17108,9 @@ LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
   const bool memory = model && li_pools_memory(model->config.pooling);
+  const luna_tensor *made = model ? model->projection : NULL;
   luna_tensor *rows = memory ? p : x;
-  if (!li_layer_made(rows ? rows : x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
+  if (!li_layer_made(rows ? rows : x, made, "luna_classifier_pool")) return NULL;
   if (!rows) return li_fail_null(x->ctx, "luna_classifier_pool", "p");
   const int64_t dim = model->config.encoder.layer.dim;
   if (!li_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], dim))
@@ -17106,9 +17128,11 @@ LI_FN luna_tensor *li_classifier_features(const luna_classifier *model, const lu
   const bool memory = li_pools_memory(model->config.pooling) && !model->config.per_step;
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_tensor *x = NULL, *p = NULL;
+  luna_tensor **last_x = memory ? NULL : &x;
+  luna_tensor **last_p = memory ? &p : NULL;
   luna_input own;
   if (!li_empty_input(scope.ctx, "luna_classifier_forward", input, &own) ||
-      !li_encoder(&model->encoder, &own, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
+      !li_encoder(&model->encoder, &own, NULL, last_x, last_p)) return NULL;
   if (model->config.per_step) return x;
   return li_result(scope, luna_classifier_pool(model, x, p, own.lengths));
 }
