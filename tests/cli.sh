@@ -222,7 +222,9 @@ lm train text --out b.safetensors --plot b.svg --profile b.json --steps 40 $smal
 check "with a point for the start, each tenth and the end" [ "$(tags b.svg circle)" = 11 ]
 check "the time of each op is written" grep -q '"op": "FEED_FORWARD", "pass": "backward"' b.json
 check "of training steps alone" grep -q '"steps": 40,' b.json
-rm -f b.safetensors b.svg b.json
+check "or a timeline" lm train text --out b.safetensors --profile b.timeline.json --steps 3 $small
+check "of each op" grep -q '"name": "FEED_FORWARD", "cat": "backward", "ph": "X"' b.timeline.json
+rm -f b.safetensors b.svg b.json b.timeline.json
 # ---- what backward computes again
 deep="$small --layers 3 --window 256 --ffn 128 --steps 30 --dropout 0.1"
 losses() { sed -n 's/^\(step.*\) [0-9.]*k tokens.*/\1/p; s/.*validation loss/validation loss/p' out; }
