@@ -1,8 +1,8 @@
 /* page.c: what examples/web/page.html asks of luna.h, as WebAssembly. examples/web/build.sh compiles it with clang and
    puts it into the page; examples/web/engine.js calls it, in workers and under node. An instance belongs to one worker:
    it has one text and one language model in training, one detector, and arrays for measuring. It imports the clock of
-   WASI, for luna_trace, and page_write, which takes the bytes of a checkpoint. What fails returns 0, or NaN in place of a
-   number, with a sentence in page_error(), and leaves what was there before. */
+   WASI, for luna_trace, and page_write, which takes the bytes of a checkpoint. What fails returns 0, or NaN in place of
+   a number, with a sentence in page_error(), and leaves what was there before. */
 #define LUNA_IMPLEMENTATION
 #define LUNA_NO_STDIO
 #define LUNA_NO_THREADS
