@@ -1871,7 +1871,8 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
    thread that called luna.h calls it, in order, and it changes no bit of any result. Without it an op costs one
    comparison. On a device each op waits for the one before it, and a step of a luna_graph is never one launch. The
    function may call luna_trace and luna_seconds with the context, nothing else. An event is valid until the function
-   returns, names and scopes until luna_close. examples/luna_profile.h makes a table or a timeline of the events.
+   returns, names and scopes until luna_close. Streams send no events. examples/luna_profile.h makes a table or a
+   timeline of the events.
    ------------------------------------------------------------------------------------------------------------------ */
 typedef enum luna_trace_kind {
   LUNA_TRACE_BEGIN = 0,              /* luna_begin_step or luna_begin_inference, which ends all scopes */
