@@ -184,7 +184,7 @@ TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples 
   snprintf(format, sizeof format, precision == precision ? "validation AP %%.1f%%%%, %.1f%%%% right" :
            "validation %%.1f%%%%", 100 * share);
   progress_validated(bar, since, loss, format, 100 * (precision == precision ? precision : share));
-  const double error = precision == precision ? 1 - precision : 1 - share;
+  const double error = precision == precision ? ranking_error(precision, bar->step) : 1 - share;
   if (best && share >= 0 && best_keep(best, model->params, bar->step, error, loss) != LUNA_OK) return -1;
   return share;
 }

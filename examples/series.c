@@ -778,7 +778,7 @@ static int validate_now(luna_params *params) {
   const double loss = own.forecast ? score.loss / count : calibration_loss(&score.all, 1);
   const double precision = own.forecast ? NAN : calibration_rank(&score.all, rare_class).precision;
   const bool ranks_them = precision == precision;          /* without two classes there only the loss can tell */
-  const double error = ranks_them ? 1 - precision : loss;
+  const double error = ranks_them ? ranking_error(precision, bar.step) : loss;
   progress_validated(&bar, since, loss, own.forecast ? "validation error %.4g" : ranks_them ? "validation AP %.1f%%" :
                      "validation log loss %.4f", ranks_them ? 100 * precision : loss);
   return best_keep(&best, params, bar.step, error, loss) == LUNA_OK ? 0 : failed(luna_params_ctx(params));

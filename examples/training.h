@@ -184,6 +184,9 @@ TOOL luna_status best_keep(best_model *best, const luna_params *params, int64_t 
   best->error = error, best->loss = loss, best->step = step, best->worse = 0;
   return status;
 }
+/* The error of a model that ranks with this average precision. Before the first step it is 1: what has learnt nothing
+   ranks by chance, and chance may be high where a class is rare. */
+TOOL double ranking_error(double precision, int64_t step) { return step > 0 ? 1 - precision : 1; }
 /* Whether --patience waits for a better one still. */
 TOOL bool best_awaited(const best_model *best) { return set.patience == 0 || best->worse < set.patience; }
 /* Gives the parameters the kept values, if there are any, and frees those. */

@@ -367,6 +367,15 @@ check "of noise nothing can be learnt" run train noise.csv --forecast --window 5
 check "so that training ends early" grep -q 'training ends early: the model of step [0-9]* is the best' out
 best=$(sed -n 's/.*the model of step \([0-9]*\) is.*/\1/p' out)
 check "at its best" [ "${best:-400}" -lt 300 ]
+# by chance a model may rank a rare class best before it has learnt anything: that is never the one that is kept
+awk 'BEGIN { x = 7; print "a,b,state"; for (i = 0; i < 1500; i++) { x = x * 16807 % 2147483647; y = x % 1000
+  x = x * 16807 % 2147483647; print y / 100 "," x % 1000 / 100 "," (x % 23 == 0 ? "rare" : "ok") } }' >chance.csv
+for seed in 2 3 4 5; do
+  check "classes by chance, seed $seed" run train chance.csv --label state --window 50 --steps 12 --patience 3 \
+    --seed $seed --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --out v.safetensors
+  check "the model of step 0 is not the best" \
+    sh -c "grep -q 'validation AP' out && ! grep -q 'the model of step 0 is' out"
+done
 
 # what is wrong is said in one sentence, and nothing is written
 cp a.safetensors before
