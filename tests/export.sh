@@ -115,7 +115,7 @@ number=0
 while read -r fields; do
   number=$((number + 1))
   check "a model of $fields" model "m$number" 300 $small $fields
-  for flag in --weights=f32 --weights=8; do
+  for flag in --weights=f32 --weights=i8; do
     [ $flag = --weights=f32 ] && odd=1 || odd=0
     [ -n "$TEST_FULL" ] || [ $((number % 2)) = $odd ] || continue
     check "$fields: $flag" exported "m$number" $flag
@@ -153,7 +153,7 @@ careful="$cc -std=c99 -O1 -fsanitize=undefined -fno-sanitize-recover=all"
 built m1 $careful || careful="$cc -std=c99 -O1"
 while read -r fields; do
   check "a model of $fields" model big 60 $small $fields
-  for flag in --weights=f32 --weights=8; do
+  for flag in --weights=f32 --weights=i8; do
     [ $flag = --weights=f32 ] && bound=1e-5 || bound=inf
     check "$fields: $flag" exported big $flag
     check "$fields: $flag is built" built big $careful
