@@ -17323,11 +17323,16 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
   if (step < s->warmup) return (float)(from + (1 - from) * t / warmup);
   const double done = t < total && total > warmup ? (t - warmup) / (total - warmup) : 1;
   double factor = 1;
-  if (s->decay == LUNA_DECAY_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
+  if (s->decay == LUNA_DECAY_INVERSE_SQRT) {
+    const double first = warmup > 1 ? warmup : 1;
+    factor = sqrt(first / (t > 1 ? t : 1));
+  }
   if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
-  if (s->decay == LUNA_DECAY_MILESTONES) for (int i = 0; i < 4; i++)
-    if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
+  if (s->decay == LUNA_DECAY_MILESTONES) {
+    for (int i = 0; i < 4; i++)
+      if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
+  }
   return (float)(factor > floor ? factor : floor);
 }
 
@@ -17366,7 +17371,10 @@ LI_FN void li_gradients_forget(luna_ctx *ctx) {
 LI_FN bool li_group_fits(const luna_param_group *group, const li_trained *t) {
   return (!group->name || strstr(t->name, group->name)) && (group->max_rank <= 0 || t->tensor->rank <= group->max_rank);
 }
-LI_FN float li_group_factor(float factor) { return factor == 0 ? 1.0f : factor < 0 ? 0.0f : factor; }
+LI_FN float li_group_factor(float factor) {
+  if (factor == 0) return 1;
+  return factor < 0 ? 0.0f : factor;
+}
 LI_FN void li_group_set(const luna_optimizer *o, const luna_param_group *group, li_trained *t) {
   if (!li_group_fits(group, t)) return;
   t->lr = li_group_factor(group->lr_factor);
@@ -17701,14 +17709,16 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   if (!li_step(ctx, room, true, &scratch)) return li_fail_memory(ctx, name, room);
   luna_status status = ctx->open_status;
   ctx->writes++;
-  if (!ctx->options.measure) for (const li_trained *t = o->trained; t < o->trained + o->size; t++)
-    if (t->averaged) for (int64_t at = 0; at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
+  for (const li_trained *t = o->trained; t < o->trained + o->size; t++) {
+    if (!t->averaged || ctx->options.measure) continue;
+    for (int64_t at = 0; at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
       const size_t bytes = (size_t)li_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE) * sizeof(float);
       float *value = t->tensor->data + at, *average = t->moment[o->moments] + at;
       status = ctx->backend->copy(ctx, scratch, value, bytes, 0);
       if (status == LUNA_OK) status = ctx->backend->copy(ctx, value, average, bytes, 0);
       if (status == LUNA_OK) status = ctx->backend->copy(ctx, average, scratch, bytes, 0);
     }
+  }
   li_step_rewind(ctx, mark);
   if (status == LUNA_OK) o->swapped = !o->swapped;
   return li_backend_result(ctx, name, status);
@@ -17719,14 +17729,17 @@ LI_FN luna_status li_gradient_pieces(luna_tensor *t, float *piece, float factor,
   luna_ctx *ctx = t->ctx;
   const bool device = li_on_device(ctx);
   luna_status status = LUNA_OK;
-  if (t->grad) for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK; at += LI_SUM_BLOCK) {
-    const int64_t n = li_min(luna_count(t) - at, LI_SUM_BLOCK);
-    float *g = device ? piece : t->grad + at;
-    if (device) status = ctx->backend->copy(ctx, g, t->grad + at, (size_t)n * sizeof(float), 2);
-    if (squares) *squares += ctx->kernels->sum_squares(n, g);
-    if (!squares) for (int64_t i = 0; i < n; i++) g[i] *= factor;
-    if (device && !squares && status == LUNA_OK)
-      status = ctx->backend->copy(ctx, t->grad + at, g, (size_t)n * sizeof(float), 1);
+  if (t->grad) {
+    for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK; at += LI_SUM_BLOCK) {
+      const int64_t n = li_min(luna_count(t) - at, LI_SUM_BLOCK);
+      float *g = device ? piece : t->grad + at;
+      if (device) status = ctx->backend->copy(ctx, g, t->grad + at, (size_t)n * sizeof(float), 2);
+      if (squares) *squares += ctx->kernels->sum_squares(n, g);
+      if (!squares)
+        for (int64_t i = 0; i < n; i++) g[i] *= factor;
+      if (device && !squares && status == LUNA_OK)
+        status = ctx->backend->copy(ctx, t->grad + at, g, (size_t)n * sizeof(float), 1);
+    }
   }
   return status;
 }
@@ -17742,12 +17755,16 @@ LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm) {
   void *piece;
   if (!li_step(ctx, bytes, false, &piece)) return (void)li_fail_memory(ctx, name, bytes), (float)NAN;
   const bool computes = !ctx->options.measure;
-  if (computes) for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
-    status = li_gradient_pieces(&p->tensor, (float *)piece, 1, &sum);
+  if (computes) {
+    for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
+      status = li_gradient_pieces(&p->tensor, (float *)piece, 1, &sum);
+  }
   sum = sqrt(sum);
   const bool clips = max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY;
-  if (clips) for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
-    status = li_gradient_pieces(&p->tensor, (float *)piece, (float)((double)max_norm / sum), NULL);
+  if (clips) {
+    for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
+      status = li_gradient_pieces(&p->tensor, (float *)piece, (float)((double)max_norm / sum), NULL);
+  }
   li_step_rewind(ctx, mark);
   return li_backend_result(ctx, name, status) == LUNA_OK ? (float)sum : (float)NAN;
 }
@@ -17947,7 +17964,8 @@ LI_FN void li_put_int8(li_st_writer *w, const li_param *p, bool scales) {
   const luna_tensor *t = &p->tensor, like = li_like(t->ctx, 1, t->shape);
   char name[LI_ST_NAME];
   li_print(name, sizeof name, scales ? "%s.scale" : "%s", p->name);
-  if (li_st_put_entry(w, name, scales ? "F32" : "I8", scales ? &like : t, scales ? 4 : 1)) return;
+  const bool in_header = scales ? li_st_put_entry(w, name, "F32", &like, 4) : li_st_put_entry(w, name, "I8", t, 1);
+  if (in_header) return;
   for (int64_t r = 0; r < t->shape[0] && !w->failed; r++) {
     const float *row = t->data + r * t->shape[1], scale = li_put_row(w, row, t->shape[1], NULL);
     if (scales) li_st_write_little(w, li_bits_of(scale), 4);
@@ -18180,19 +18198,23 @@ LI_FN luna_status li_inspect(luna_ctx *ctx, void *into, li_st *st) {
   const li_mark mark = li_step_mark(ctx);
   li_st_tensor t;
   li_st_text key, value;
-  if (inspection->pair) for (size_t cursor = 0; li_st_meta_next(st, &cursor, &key, &value);) {
-    const char *k = li_step_text(ctx, key), *v = k ? li_step_text(ctx, value) : NULL;
-    if (!v) return LUNA_OUT_OF_MEMORY;
-    inspection->pair(inspection->user, k, v);
-    li_step_rewind(ctx, mark);
+  if (inspection->pair) {
+    for (size_t cursor = 0; li_st_meta_next(st, &cursor, &key, &value);) {
+      const char *k = li_step_text(ctx, key), *v = k ? li_step_text(ctx, value) : NULL;
+      if (!v) return LUNA_OUT_OF_MEMORY;
+      inspection->pair(inspection->user, k, v);
+      li_step_rewind(ctx, mark);
+    }
   }
-  if (inspection->tensor) for (size_t cursor = 0; li_st_next(st, &cursor, &t);) {
-    const char *name = li_step_text(ctx, t.name);
-    luna_file_tensor entry = { name, li_st_formats[t.dtype].name, t.rank, { 0 }, t.count, t.data, t.bytes };
-    if (!name) return LUNA_OUT_OF_MEMORY;
-    memcpy(entry.shape, t.shape, (size_t)t.rank * sizeof t.shape[0]);
-    inspection->tensor(inspection->user, &entry);
-    li_step_rewind(ctx, mark);
+  if (inspection->tensor) {
+    for (size_t cursor = 0; li_st_next(st, &cursor, &t);) {
+      const char *name = li_step_text(ctx, t.name);
+      luna_file_tensor entry = { name, li_st_formats[t.dtype].name, t.rank, { 0 }, t.count, t.data, t.bytes };
+      if (!name) return LUNA_OUT_OF_MEMORY;
+      memcpy(entry.shape, t.shape, (size_t)t.rank * sizeof t.shape[0]);
+      inspection->tensor(inspection->user, &entry);
+      li_step_rewind(ctx, mark);
+    }
   }
   return LUNA_OK;
 }
@@ -18209,8 +18231,10 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
   if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
-    const char *why = !li_st_value(st, p->name, &t) ? "is not in the file" : !li_st_like(&t, &p->tensor) ?
-        "has another shape in the file" : li_st_is_real(&t) ? NULL : "is not stored as real numbers";
+    const char *why = NULL;
+    if (!li_st_value(st, p->name, &t)) why = "is not in the file";
+    else if (!li_st_like(&t, &p->tensor)) why = "has another shape in the file";
+    else if (!li_st_is_real(&t)) why = "is not stored as real numbers";
     if (!why) m->loaded++;
     if (!why && !ctx->options.measure) status = li_param_load(p, &t);
     if (why) m->missing++;
@@ -18902,7 +18926,8 @@ LI_FN li_state_part li_state_part_of(const li_past *past, const luna_layer_confi
   const int64_t weights = c->forget ? c->heads * c->memory : 0, history = li_max(0, c->convolution - 1) * c->dim;
   const li_state_part mean = { part == 0 ? past->mean_ka : past->mean_av, (size_t)(c->dim * c->memory) * 8 },
       weight = { past->weights, (size_t)weights * 8 }, last = { past->history, (size_t)history * sizeof(float) };
-  return part < 2 ? mean : part == 2 ? weight : last;
+  if (part < 2) return mean;
+  return part == 2 ? weight : last;
 }
 LI_FN void *li_stream_take(char *base, size_t *used, int64_t count, size_t size) {
   const size_t bytes = li_round((size_t)count * size);
