@@ -17964,8 +17964,8 @@ LI_FN void li_put_int8(li_st_writer *w, const li_param *p, bool scales) {
   const luna_tensor *t = &p->tensor, like = li_like(t->ctx, 1, t->shape);
   char name[LI_ST_NAME];
   li_print(name, sizeof name, scales ? "%s.scale" : "%s", p->name);
-  const bool in_header = scales ? li_st_put_entry(w, name, "F32", &like, 4) : li_st_put_entry(w, name, "I8", t, 1);
-  if (in_header) return;
+  const bool entered = scales ? li_st_put_entry(w, name, "F32", &like, 4) : li_st_put_entry(w, name, "I8", t, 1);
+  if (entered) return;
   for (int64_t r = 0; r < t->shape[0] && !w->failed; r++) {
     const float *row = t->data + r * t->shape[1], scale = li_put_row(w, row, t->shape[1], NULL);
     if (scales) li_st_write_little(w, li_bits_of(scale), 4);
