@@ -722,6 +722,12 @@ static void check_contradictions(void) {
           "an option that layer %d does not have: \"%s\"", i, luna_error(ctx));
     luna_close(ctx);
   }
+  const luna_layer_config no_key = {.dim = DIM, .heads = 2, .sharing = LUNA_SHARING_NO_KEY};
+  luna_ctx *causal = ctx_open();
+  CHECK(luna_causal_attention_layer_init(&m.causal_attention, luna_params_open(causal), "", &no_key) ==
+            LUNA_BAD_ARGUMENT && luna_error_id_of(causal) == LUNA_ERROR_VALUE_RANGE,
+        "causal attention without a key: \"%s\"", luna_error(causal));
+  luna_close(causal);
   static const luna_error_id sgd_errors[10] = {
       LUNA_ERROR_NESTEROV, LUNA_ERROR_PROBABILITY, LUNA_ERROR_NEGATIVE, LUNA_ERROR_SCHEDULE_TOTAL,
       LUNA_ERROR_VALUE_RANGE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_PROBABILITY, LUNA_ERROR_PROBABILITY,
@@ -1093,8 +1099,9 @@ static void check_bounds(void) {
     {{.dim = (1 << 20) + 1, .heads = 1, .ffn = 8}, "dim is 1048577, outside 1..1048576"},
     {{.dim = 8, .heads = 1, .ffn = (1 << 22) + 1}, "ffn is 4194305, outside 1..4194304"},
     {{.dim = 8, .heads = 1, .omega = LUNA_ACTIVATION_GELU}, "omega is 2"},
-    {{.dim = 8, .heads = 1, .omega = LUNA_ACTIVATION_SIGMOID}, "omega is 6"}};
-  for (int i = sizeof(size_t) < 8; i < 5; i++) /* where the largest does not fit */
+    {{.dim = 8, .heads = 1, .omega = LUNA_ACTIVATION_SIGMOID}, "omega is 6"},
+    {{.dim = 8, .heads = 1, .sharing = (luna_sharing)4}, "sharing is 4"}};
+  for (int i = sizeof(size_t) < 8; i < 6; i++) /* where the largest does not fit */
     for (int kind = 0; kind < BOUND_KINDS; kind++) {
       const bool refused = bounds[i].says != NULL;
       luna_ctx *ctx = luna_open(&(luna_options){.measure = true, .threads = 1});
