@@ -2001,7 +2001,6 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
   R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
   R(SHORT_CONVOLUTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(CUSTOM, 1, 0xffff, false) \
-  R(PACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(FORGETTING_LUNA, 1, \
@@ -12075,10 +12074,10 @@ LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
   }
 
 /* --- softmax attention: in q, k, v; out y, and sums, log-sum-exp or nothing; arg: heads, batch, queries, keys, scale,
-   band. kept: log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
+   band. kept: log-sum-exp. luna_pack's in are weights and context, keys and values in one; one head, scale 1 --- */
 LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
-  const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
-  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
+  const bool ragged = op->query_offsets != NULL;
+  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
   a->log_sum_exp = (float *)op->kept;
@@ -12121,7 +12120,6 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
 LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
 #define LI_CPU_SOFTMAX_ATTENTION \
   LI_CPU_OP(li_attention_query, li_attention_forward, li_attention_backward, 0)
-#define LI_CPU_PACK LI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
@@ -12520,8 +12518,7 @@ LI_FN double li_op_flops(const luna_op *op) {
       return 2 * (double)li_rows(a) * (double)(luna_count(b) + luna_count(op->in[3]) + luna_count(op->in[6]));
     case LUNA_OP_SOFTMAX_ATTENTION:  /* of a ragged batch: as if its sequences were of one length */
       pairs = (double)li_rows(a) * (double)li_rows(b) / (double)li_max(op->arg.attention.batch, 1);
-      return 2 * pairs * (double)(li_last(a) + li_last(c)) * (op->arg.attention.causal ? 0.5 : 1);
-    case LUNA_OP_PACK: return 4 * count * (double)b->shape[1];
+      return 2 * pairs * (double)(li_last(a) + li_last(op->in[op->inputs - 1])) * (op->arg.attention.causal ? 0.5 : 1);
     case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
     case LUNA_OP_CAUSAL_PRODUCT: return 4 * count * (double)li_last(c) / (double)op->arg.causal.heads;
     case LUNA_OP_CAUSAL_LUNA: case LUNA_OP_FORGETTING_LUNA:
@@ -15168,12 +15165,10 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   luna_attention_config c = li_attention_config(1, config ? config->dropout : 0, lengths);
   luna_tensor *const in[] = { weights, context };
   li_build s;
-  if (!li_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
+  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_pack", in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
       !li_fits(&s, "weights [b,r,D] context [b,m,D]") || !li_heads_fit(&s, 1)) return NULL;
   c.scale = 1;
   c.sums = config ? config->sums : NULL;
-  if (!li_has_op(weights, LUNA_OP_PACK))
-    return luna_softmax_attention(weights, context, context, &c);
   s.op.arg.attention.heads = 1;
   s.op.arg.attention.batch = weights->shape[0];
   s.op.arg.attention.queries = weights->shape[1];

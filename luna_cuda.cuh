@@ -3388,7 +3388,7 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.keys = op->arg.attention.keys;
   a.q = lunacu_operand_of(op->in[0], a.batch, a.queries, a.heads, ragged);
   a.k = lunacu_operand_of(op->in[1], a.batch, a.keys, a.heads, ragged);
-  a.v = lunacu_operand_of(op->in[op->kind == LUNA_OP_PACK ? 1 : 2], a.batch, a.keys, a.heads, ragged);
+  a.v = lunacu_operand_of(op->in[op->inputs - 1], a.batch, a.keys, a.heads, ragged);
   a.out = lunacu_operand_of(op->out[0], a.batch, a.queries, a.heads, ragged);
   a.lengths = op->lengths; a.query_offsets = op->query_offsets; a.key_offsets = op->key_offsets;
   a.scale = op->arg.attention.scale;
@@ -5789,7 +5789,6 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_BOTH(CAUSAL_PRODUCT, causal_product, causal_product_run, LUNA_SETS_GRAD(3) - 1)
         LUNACU_OP(SHORT_CONVOLUTION, short_convolution, short_convolution, LUNA_SETS_GRAD(0))
         LUNACU_BOTH(CUSTOM, nothing, custom, 0)
-        LUNACU_OP(PACK, attention, attention, 0)
         LUNACU_OP(UNPACK, unpack, unpack, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
         LUNACU_OP(CAUSAL_LUNA, causal_luna, causal_luna, LUNA_SETS_GRAD(4) - 1)
         LUNACU_OP(FORGETTING_LUNA, causal_luna, forgetting_luna, LUNA_SETS_GRAD(5) - 1)

@@ -205,14 +205,14 @@ plants("CROSS_ENTROPY", "li_cross_entropy_reference", "(float)(log_sum - target)
        sign="(float)(log_sum + target)")
 
 # ---- attention
-for op in ("SOFTMAX_ATTENTION", "PACK"):
-    kind = f"op->kind == LUNA_OP_{op}"
-    plants(op, "li_attention_args", "a->scale = op->arg.attention.scale", when=kind,
-           sign="a->scale = -op->arg.attention.scale")
-    plants(op, "li_attention_args", "a->v = v->data", when=kind, index="a->v = v->data + 1")
-    plants(op, "li_attention_args", "a->k_batch = ragged || k->shape[0] != a->batch ? 0 : a->keys * a->k_row",
-           when=kind + " && !ragged", order="(a->k_batch = k->shape[0] != a->batch ? 0 : a->keys * a->k_row, "
-           "a->k = k->data + (a->keys - 1) * a->k_row, a->k_row = -a->k_row, a->k_batch)")
+for more, kind in (("", "op->inputs == 3"), (" of luna_pack", "op->inputs == 2")):
+    plant("SOFTMAX_ATTENTION", "sign" + more, "li_attention_args", "a->scale = op->arg.attention.scale",
+          "a->scale = -op->arg.attention.scale", kind)
+    plant("SOFTMAX_ATTENTION", "index" + more, "li_attention_args", "a->v = v->data", "a->v = v->data + 1", kind)
+    plant("SOFTMAX_ATTENTION", "order" + more, "li_attention_args",
+          "a->k_batch = ragged || k->shape[0] != a->batch ? 0 : a->keys * a->k_row",
+          "(a->k_batch = k->shape[0] != a->batch ? 0 : a->keys * a->k_row, "
+          "a->k = k->data + (a->keys - 1) * a->k_row, a->k_row = -a->k_row, a->k_batch)", kind + " && !ragged")
 plant("SOFTMAX_ATTENTION", "order of time", "li_attention_args", "a->causal = op->arg.attention.causal",
       "a->causal = false")
 plant("SOFTMAX_ATTENTION", "index of window", "li_seen", "first - a->left", "first + 1 - a->left")

@@ -118,7 +118,8 @@ static void check_unread(int v, luna_recompute_kind recompute, luna_form form, b
             (int)calls[1][LUNA_OP_FEED_FORWARD]);
   if (form == LUNA_FORM_FOLDED)
     CHECK(calls[0][LUNA_OP_UNPACK] == times * (encoder.layers - 1) &&
-          calls[1][LUNA_OP_UNPACK] == times * encoder.layers && calls[0][LUNA_OP_PACK] == times * encoder.layers,
+          calls[1][LUNA_OP_UNPACK] == times * encoder.layers &&
+          calls[0][LUNA_OP_SOFTMAX_ATTENTION] == times * encoder.layers,
           "%s, pair %d: %d unpacks, by hand %d", encoder_names[v], pair, (int)calls[0][LUNA_OP_UNPACK],
               (int)calls[1][LUNA_OP_UNPACK]);
   for (int64_t i = 0; i < luna_params_tensor_count(u->params); i++) {
