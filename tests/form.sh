@@ -1,7 +1,7 @@
 #!/bin/sh
 # form.sh: what holds the form of luna.h: its size, its columns, its chapters' tags, and companions that use only what is public.
 cd "$(dirname "$0")/.." || exit 1
-limit=1074500 # bytes of luna.h; 1000000 when the parts that leave it have left
+limit=1062000 # bytes of luna.h; 1000000 when the parts that leave it have left
 passed=0 failed=0
 check() { # SENTENCE COMMAND...
   sentence=$1
