@@ -84,7 +84,7 @@ ONCE = tests/compile.sh tests/form.sh tests/convert.sh $(SCRIPTS) tests/torch.sh
 # what takes too long for make test: make test-long, test-all and sanitize run it
 LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of
-LONG = $(if $(GATE),,tests/coverage.sh $(LATER)) tests/cuda/peers_check.sh tests/export.sh tests/install.sh \
+LONG = tests/coverage.sh $(LATER) tests/cuda/peers_check.sh tests/export.sh tests/install.sh \
   $(addprefix $(BUILD)/tests/,private failures arguments causality soak)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
@@ -246,11 +246,13 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
+# GATE=1: without coverage, and without what sanitize runs too
+LONG_HERE = $(filter-out $(if $(GATE),tests/coverage.sh $(LATER)),$(LONG))
 test-long:
-	-@$(MAKE) -k -j$(JOBS) $(filter $(BUILD)/%,$(LONG)) $(if $(HOST),$(BUILD)/peers_host.so) \
+	-@$(MAKE) -k -j$(JOBS) $(filter $(BUILD)/%,$(LONG_HERE)) $(if $(HOST),$(BUILD)/peers_host.so) \
 	  $(addprefix $(BUILD)/,export series classify mcu/models)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG)
+	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG_HERE)
 
 # what make test and make test-long run, but for the chapters of private
 names:
