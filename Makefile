@@ -83,6 +83,7 @@ ONCE = tests/compile.sh tests/form.sh tests/convert.sh $(SCRIPTS) tests/torch.sh
   tests/cuda/gpu_check.sh
 # what takes too long for make test: make test-long, test-all and sanitize run it
 LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
+LATER_SANITIZED = $(filter-out $(if $(GATE),%/cuda_forgetting),$(LATER))
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of
 LONG = tests/coverage.sh $(LATER) tests/cuda/peers_check.sh tests/export.sh tests/install.sh \
   $(addprefix $(BUILD)/tests/,private failures arguments causality soak)
@@ -247,7 +248,7 @@ test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
 # GATE=1: without coverage, and without what sanitize runs too
-LONG_HERE = $(filter-out $(if $(GATE),tests/coverage.sh $(LATER)),$(LONG))
+LONG_HERE = $(filter-out $(if $(GATE),tests/coverage.sh $(LATER_SANITIZED)),$(LONG))
 test-long:
 	-@$(MAKE) -k -j$(JOBS) $(filter $(BUILD)/%,$(LONG_HERE)) $(if $(HOST),$(BUILD)/peers_host.so) \
 	  $(addprefix $(BUILD)/,export series classify mcu/models)
@@ -270,16 +271,18 @@ test:
 	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(filter-out $(if $(GATE),tests/compile.sh $(LONG)),\
 	  $(BUILD)/tests/private $(ONCE) $(if $(TEST_FULL),$(LATER) tests/install.sh) $(filter-out %/private,$(PROGRAMS)))
 
+# GATE=1: scripts and programs that take longest run in other stages alone
+MSAN_HERE = $(filter-out $(if $(GATE),private),$(MSAN_TESTS))
 # gradients is the reference in double, which ops and others run in float
 sanitize:
-	-@$(MAKE) -k -j$(JOBS) programs $(LATER:$(BUILD)/%=$(BUILD)/asan/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' \
+	-@$(MAKE) -k -j$(JOBS) programs $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' \
 	  SKIP=%/gradients
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
-	-@$(if $(MSAN_TESTS),$(MAKE) -k -j$(JOBS) $(MSAN_TESTS:%=$(BUILD)/msan/tests/%) BUILD=$(BUILD)/msan CFLAGS='$(MSAN)')
+	-@$(if $(MSAN_HERE),$(MAKE) -k -j$(JOBS) $(MSAN_HERE:%=$(BUILD)/msan/tests/%) BUILD=$(BUILD)/msan CFLAGS='$(MSAN)')
 	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/asan/tests/private \
-	  $(LATER:$(BUILD)/%=$(BUILD)/asan/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
-	  $(BUILD)/tsan/tests/threads $(MSAN_TESTS:%=$(BUILD)/msan/tests/%) \
-	  $(filter-out $(if $(GATE),tests/examples_more.sh tests/export.sh),$(SCRIPTS))
+	  $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
+	  $(BUILD)/tsan/tests/threads $(MSAN_HERE:%=$(BUILD)/msan/tests/%) \
+	  $(filter-out $(if $(GATE),$(addprefix tests/,arena.sh cli.sh examples_more.sh export.sh lra.sh)),$(SCRIPTS))
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models
 	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh
