@@ -178,10 +178,11 @@
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
                           >>stream >>functions >>trace >>backend
      2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>unpack >>causal
-                          >>table >>dispatch >>status.c >>functions.c >>safetensors >>threads >>context.c
-                          >>backend.c >>trace.c >>tensors.c >>params.c >>past >>ops.c >>metadata >>layers.c
-                          >>models.c >>trainer.c >>checkpoints.c >>stream.c >>sampling >>decoder
-   A tag that ends in .c implements the public chapter of its name. */
+                          >>table >>dispatch >>impl_status >>impl_functions >>safetensors >>threads
+                          >>impl_context >>impl_backend >>impl_trace >>impl_tensors >>impl_params >>past
+                          >>impl_ops >>metadata >>impl_layers >>impl_models >>impl_trainer >>impl_checkpoints
+                          >>impl_stream >>sampling >>decoder
+   The tag impl_NAME opens the implementation of the public chapter NAME. */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -8682,7 +8683,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
 #define LUNA_API LI_RARE
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>status.c: version, statuses, and the sentences of errors. Guarded by tests/contact.c.
+   >>impl_status: version, statuses, and the sentences of errors. Guarded by tests/contact.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
@@ -8705,7 +8706,7 @@ LI_FN const char *li_sentence_of(luna_error_id id) {
 static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) };
 #undef LI_ERROR
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>functions.c: the context-free calls
+   >>impl_functions: the context-free calls
    Without scratch they run the reference. Guarded by tests/ops.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
@@ -9752,7 +9753,7 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 #endif /* !LI_NO_POOL */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>context.c
+   >>impl_context
    All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin).
    Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a
    block must hold: there the step grows up from the block's start and what persists down from its end. Guarded by
@@ -10700,7 +10701,7 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>backend.c: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
+   >>impl_backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the reference) and tests/gradients.c (finite differences).
    ------------------------------------------------------------------------------------------------------------------ */
 static const struct { const char *name; int reads; bool cheap; } li_ops[] = {
@@ -12411,10 +12412,9 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
 }
 #endif /* !LUNA_NO_TRAIN */
 
-
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>trace.c: the events of luna_trace. Paths of scopes are kept once each, so that an op of the tape can name its own.
-   First the clock, then scopes and begins, then ops and what they cost. Guarded by tests/profile.c.
+   >>impl_trace: the events of luna_trace. Paths of scopes are kept once each, so that an op of the tape can name its
+   own. First the clock, then scopes and begins, then ops and what they cost. Guarded by tests/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
@@ -12566,7 +12566,7 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>tensors.c and the tape
+   >>impl_tensors and the tape
    An op is built on the caller's stack (li_start), its outputs, what it keeps and its workspace are taken from the
    step (li_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
    everything. Guarded by tests/ops.c.
@@ -13539,7 +13539,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>params.c: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
+   >>impl_params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_PARAM_NAME 1024       /* with its end */
 typedef struct li_param {
@@ -14091,7 +14091,7 @@ typedef struct li_past {
 } li_past;
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>ops.c: shape checks, then a call of the backend
+   >>impl_ops: shape checks, then a call of the backend
    ------------------------------------------------------------------------------------------------------------------ */
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
@@ -15522,7 +15522,7 @@ LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>layers.c. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
+   >>impl_layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_NAME 192
 /* prefix + name as one parameter name, with one dot between "fc1." and ".weight"; false when too long */
@@ -16514,7 +16514,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>models.c: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
+   >>impl_models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
    tests/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_LM_KIND "causal_lm"
@@ -17309,7 +17309,7 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
   return li_result(scope, li_linear_cross_entropy_loss(name, x, model->output, NULL, real, config));
 }
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>trainer.c: schedules and optimisers. Guarded by tests/trainer.c.
+   >>impl_trainer: schedules and optimisers. Guarded by tests/trainer.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
@@ -17787,7 +17787,7 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>checkpoints.c: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
+   >>impl_checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
 typedef struct li_st_writer {
@@ -18858,7 +18858,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
 #pragma GCC pop_options
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>stream.c: the layers in step form: a few rows of each sequence, and of the tokens before them what li_past has.
+   >>impl_stream: the layers in step form: a few rows of each sequence, and of the tokens before them what li_past has.
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step. Measuring finds what that takes by a step that computes nothing; recording keeps
    the ops of the first single row, which stepping runs again. What the parameters and a decoder's sources alone make is
@@ -18983,7 +18983,8 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
   const bool folds = li_stream_folds(c);
   const int one = n == 1;
   luna_tensor *const each[4] = { &past->scores, &past->scores_bias, &past->keys, &past->values };
-  past->scores = li_stream_tensor(s, NULL, (folds ? 3 : 4) - one, (folds ? folded : queries) + one);
+  if (folds) past->scores = li_stream_tensor(s, NULL, 3 - one, folded + one);
+  else past->scores = li_stream_tensor(s, NULL, 4 - one, queries + one);
   if (folds) past->scores_bias = li_stream_tensor(s, NULL, one ? 1 : 3, bias + 2 * one);
   if (s->cross) past->keys = past->values = li_stream_tensor(s, NULL, 3, memory);
   for (int k = 0; k < 4; k++)

@@ -103,7 +103,7 @@ def chapters_of(text):
     chapter, out = "", [""]
     inside = False
     for line in text:
-        match = re.match(r" {3}>>([a-z]+)", line)
+        match = re.match(r" {3}>>(?:impl_)?([a-z]+)", line)
         inside = inside or line.startswith("/* >>base")
         if inside and match:
             chapter = match.group(1)

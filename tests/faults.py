@@ -1,5 +1,5 @@
 """Plants faults in a copy of luna.h, one after the other, and tells which no check notices: in the forward pass of each
-op of >>backend.c a wrong sign, a wrong index and a wrong order. The copy is compiled once, with every fault behind a
+op of >>impl_backend a wrong sign, a wrong index and a wrong order. The copy is compiled once, with every fault behind a
 number that the environment chooses; then the oracles of tests/op_cases.h run once a fault (tests/ops.c with an
 argument, to the first that fails; of sinusoidal positions tests/positions.c). A fault is planted in every kernel of an
 op, the reference with it, so that instruction sets agree. An expression that is not there, or more than once, fails the

@@ -10,7 +10,7 @@ ${CC:-gcc} -O0 --coverage -w -I"$root" "$root/tests/fuzz_safetensors.c" -o fuzz_
 (cd "$root" && "$OLDPWD/fuzz_safetensors" "$corpus") | tail -n 1
 gcov -p ./*.gcno >/dev/null 2>&1
 awk -F : -v files="$(find "$corpus" -type f | wc -l)" '
-  $3 ~ /^   >>[a-z]/ { chapter = $3; sub(/^ *>>/, "", chapter); sub(/[^a-z].*/, "", chapter) }
+  $3 ~ /^   >>[a-z]/ { chapter = $3; sub(/^ *>>(impl_)?/, "", chapter); sub(/[^a-z].*/, "", chapter) }
   $1 ~ /[0-9]/ || $1 ~ /#####/ { lines[chapter]++ }
   $1 ~ /[0-9]/ { ran[chapter]++ }
   $1 ~ /#####/ { print chapter ": " substr($0, index($0, ":") + 1) >"not_run" }

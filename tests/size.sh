@@ -101,7 +101,7 @@ LC_ALL=C awk '
   FNR == 1 { order[chapters = 1] = "manual" }
   /^(\/\* |   )>>[a-z]/ {
     tag = $0
-    sub(/^.*>>/, "", tag); sub(/[^a-z0-9.].*/, "", tag); sub(/\.$/, "", tag)
+    sub(/^.*>>/, "", tag); sub(/[^a-z0-9_].*/, "", tag)
     order[++chapters] = tag
   }
   { source[chapters] += length($0) + 1; chapter_of[FNR] = chapters }
