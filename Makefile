@@ -13,7 +13,7 @@
 #   make test-clang          numbers, their bits and threads, built by clang
 #   make sanitize            the same tests under the address, undefined and thread sanitizers; CC=clang: and memory's
 #   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
-#                            tests/cross.sh, these tests
+#                            tests/tools/cross.sh, these tests
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang), FUZZ_FLAGS: of libFuzzer; make
@@ -22,22 +22,24 @@
 #   make faults              plants a wrong sign, a wrong index and a wrong order in every op's forward pass, one after
 #                            the other, and tells which no check notices; OPS="cumsum rotary": in these (python3)
 #   make coverage            the lines and branches of luna.h that tests run, by chapter, and what is not run of those
-#                            that must be; part of make test-long (gcc, gcov, python3): tests/coverage.py
+#                            that must be; part of make test-long (gcc, gcov, python3): tests/tools/coverage.py
 #   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
 #   make mcu                 exports the gesture detector of examples/models and one of random weights, and runs them on
 #                            microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
-#   make analyze             clang-tidy's bugprone checks, clang's analyser and gcc's over luna.h: what is not explained in
-#                            tests/analyze.txt fails. Four minutes on a quiet core: not in the gate, but before releases
-#   make soak                streams of 2^26 steps and a training of 10^7, of tiny models: tests/soak.c, ten minutes on
-#                            a quiet core; make test-long has a short form
+#   make analyze             clang-tidy's bugprone checks, clang's analyser and gcc's over luna.h: what
+#                            tests/tools/analyze.txt does not explain fails. Four minutes on a quiet core: not in the
+#                            gate, but before releases
+#   make soak                streams of 2^26 steps and a training of 10^7, of tiny models: tests/robust/soak.c, ten
+#                            minutes on a quiet core; make test-long has a short form
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
 #                            build/bench.json; it warns where other programs or machines had the processors
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in
 #                            build/arena.md and .svg; 10 minutes at most
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision)
-#                            and now: tests/compare.sh. While it, bench or arena times, /tmp/luna.timing.lock is there
+#                            and now: tests/bench/compare.sh. While it, bench or arena times, there is a file
+#                            /tmp/luna.timing.lock
 #   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines:
 #                            build/mpi/lm
 #   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
@@ -48,8 +50,8 @@
 #                            build/cuda to that machine. Its files go to OUT (build/gpu): tests/cuda/gpu.sh
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test-long runs them without one
 #   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels in C++
-#                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda.c
-#   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
+#                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda/cuda.c
+#   make cuda-bench          speed on the GPU: tests/cuda/bench_cuda.cu; rows also in build/bench_cuda.json
 CC ?= cc
 CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
@@ -61,32 +63,36 @@ FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 WARN = -Wall -Wextra
+# tests/*/NAME.c becomes build/tests/NAME; headers are included from their folder or from tests/
+TEST_C = $(wildcard tests/*.c tests/*/*.c)
+TEST_H = $(wildcard tests/*.h tests/*/*.h)
+TEST_I = -I. -Itests
+vpath %.c $(sort $(dir $(TEST_C)))
 # tests/private.c includes these: they are no programs of their own
-CHAPTERS = $(shell sed -n 's/^\#include "\(.*\)\.c".*/\1/p' tests/private.c)
-NAMES = $(filter-out bench_% cuda ptx mpi% soak tiles tiles_emulated $(CHAPTERS),\
-  $(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+CHAPTERS = $(shell sed -n 's/^\#include "\(.*\.c\)".*/\1/p' tests/private.c)
+NAMES = $(filter-out bench_% cuda ptx mpi% soak tiles tiles_emulated $(basename $(notdir $(CHAPTERS))),\
+  $(basename $(notdir $(TEST_C))))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
-SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
-  tests/export.sh tests/models.sh tests/long_line.sh tests/flags.sh tests/busy.sh
-PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'li_\|LI_\|kernels.h' tests/*.c))
-PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,\
-  $(filter-out tests/cuda.c tests/ptx.c tests/mpi.c,$(PUBLIC_C)))
-BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
+SCRIPTS = $(addprefix tests/programs/,cli.sh classifiers.sh examples_more.sh series.sh arena.sh lra.sh export.sh \
+  models.sh long_line.sh) tests/tools/flags.sh tests/bench/busy.sh
+PUBLIC_C = $(shell grep -L 'li_\|LI_\|kernels.h' $(filter-out tests/private.c,$(TEST_C)))
+PUBLIC = $(patsubst %.c,$(BUILD)/tests/%,$(filter-out cuda.c ptx.c mpi.c,$(notdir $(PUBLIC_C))))
+BENCHES = $(patsubst tests/bench/%.c,$(BUILD)/tests/%,$(wildcard tests/bench/*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -DTEST_QUICK=1
-# luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
+# luna_cuda.cuh's kernels without a GPU: tests/cuda/cuda_host.h, where there is a C++ compiler
 CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
 HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && \
   echo cuda_forgetting $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
 # what need not run again with a second compiler: compile.sh itself takes all that are here
-ONCE = tests/compile.sh tests/form.sh tests/convert.sh $(SCRIPTS) tests/torch.sh tests/promises.sh \
-  tests/cuda/gpu_check.sh
+ONCE = tests/tools/compile.sh tests/tools/form.sh tests/programs/convert.sh $(SCRIPTS) tests/programs/torch.sh \
+  tests/tools/promises.sh tests/cuda/gpu_check.sh
 # what takes too long for make test: make test-long, test-all and sanitize run it
 LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
 LATER_SANITIZED = $(filter-out $(if $(GATE),%/cuda_forgetting),$(LATER))
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of
-LONG = tests/coverage.sh $(LATER) tests/cuda/peers_check.sh tests/export.sh tests/install.sh \
-  $(addprefix $(BUILD)/tests/,private failures arguments causality soak)
+LONG = tests/tools/coverage.sh $(LATER) tests/cuda/peers_check.sh tests/programs/export.sh tests/tools/install.sh \
+  $(addprefix $(BUILD)/tests/,private out_of_memory arguments causality soak)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
 NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
@@ -98,9 +104,9 @@ NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-u
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Of clang alone, in scalar C: it does not know all vector instructions, nor a C++ library that was built without it.
 MSAN = -O1 -g1 -fsanitize=memory -DLUNA_NO_SIMD -DTEST_QUICK=1
-MSAN_TESTS = $(if $(findstring clang,$(CC)),arguments attention_layers checkpoints classifier device empty features \
-  forgetting golden hooks masked_lm model_files ops private profile resume scopes setup state stream trainer translation \
-  unread)
+MSAN_TESTS = $(if $(findstring clang,$(CC)),arguments attention_layers checkpoints classifier dead_results device \
+  empty features forgetting golden hooks masked_lm model_files ops private profile resume scopes setup state stream \
+  trainer translation)
 # Comparisons are not traced, since the mutations know the format: it takes a third of the time. Rare features are not
 # counted (-entropic=0): it takes half, and more as the corpus grows. More than two mutations (-mutate_depth) seldom
 # load. The address sanitizer finds null pointers.
@@ -134,9 +140,9 @@ run: $(BUILD)/lm
 examples: $(EXAMPLES)
 
 docs: $(BUILD)/luna_reference.html
-$(BUILD)/luna_reference.html: luna.h README.md tests/docs.py
+$(BUILD)/luna_reference.html: luna.h README.md tests/tools/docs.py
 	@mkdir -p $(@D)
-	python3 tests/docs.py luna.h README.md $@
+	python3 tests/tools/docs.py luna.h README.md $@
 
 VERSION = $(shell sed -n 's/^.define LUNA_VERSION "\(.*\)"/\1/p' luna.h)
 # A program that links libluna.a only includes luna.h: it does not define LUNA_IMPLEMENTATION.
@@ -185,9 +191,9 @@ $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
 # null for each pointer of each public function
 $(BUILD)/tests/arguments: TEST_OPT += -I$(BUILD)/tests
 $(BUILD)/tests/arguments: $(BUILD)/tests/nulls.h
-$(BUILD)/tests/nulls.h: tests/nulls.awk tests/api.txt
+$(BUILD)/tests/nulls.h: tests/robust/nulls.awk tests/tools/api.txt
 	@mkdir -p $(@D)
-	awk -f tests/nulls.awk tests/api.txt >$@.$$PPID
+	awk -f tests/robust/nulls.awk tests/tools/api.txt >$@.$$PPID
 	@mv $@.$$PPID $@
 
 # what exported models are compared with
@@ -197,43 +203,42 @@ $(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
 # most tests take longer to compile than to run; a benchmark's loops are as a user's
 TEST_OPT = -O1
 $(BENCHES): TEST_OPT =
-$(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
-	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+$(PUBLIC): $(BUILD)/tests/%: %.c $(BUILD)/luna.o $(TEST_H)
+	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o,$(LIBS))
 
 $(addprefix $(BUILD)/,arena classify listops lra mlm mnist mpi/lra summary) \
-  $(addprefix $(BUILD)/tests/,attention_layers attentions failures golden lra memory model_files): \
+  $(addprefix $(BUILD)/tests/,attention_layers attentions out_of_memory golden lra memory model_files): \
   $(wildcard examples/attentions/*.h)
-$(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops contact empty masked_lm profile): \
+$(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops mistakes empty masked_lm profile): \
   $(wildcard examples/luna_*.h)
 $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
 $(BUILD)/tests/model_files: tests/data/old/use.h
-$(BUILD)/tests/private: $(CHAPTERS:%=tests/%.c)
+$(BUILD)/tests/private: $(CHAPTERS:%=tests/%)
 # these take longer to compile than to run
 $(addprefix $(BUILD)/,tests/gradients tests/stream_bytes tests/cuda.o tests/cuda_device.o peers_host.so): CFLAGS += -O1
 
-$(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -I. $<,$(LIBS))
+$(BUILD)/tests/%: %.c luna.h $(TEST_H)
+	$(call build,$(CC) $(CFLAGS) $(WARN) $(TEST_I) $<,$(LIBS))
 
-$(BUILD)/tests/tiles_emulated.o: tests/tiles_emulated.c luna.h $(wildcard tests/*.h) tests/bf16.c tests/gemm.c \
-  tests/int8.c tests/bf16_models.c
-	$(call build,$(CC) $(CFLAGS) -O1 $(WARN) -I. -c $<)
-$(BUILD)/tests/tiles: tests/tiles.c luna.h $(wildcard tests/*.h) $(BUILD)/tests/tiles_emulated.o
-	$(call build,$(CC) $(CFLAGS) -O1 $(WARN) -I. $< $(BUILD)/tests/tiles_emulated.o,$(LIBS))
+$(BUILD)/tests/tiles_emulated.o: tiles_emulated.c luna.h $(TEST_H) bf16.c gemm.c int8.c bf16_models.c
+	$(call build,$(CC) $(CFLAGS) -O1 $(WARN) $(TEST_I) -c $<)
+$(BUILD)/tests/tiles: tiles.c luna.h $(TEST_H) $(BUILD)/tests/tiles_emulated.o
+	$(call build,$(CC) $(CFLAGS) -O1 $(WARN) $(TEST_I) $< $(BUILD)/tests/tiles_emulated.o,$(LIBS))
 
-$(BUILD)/tests/cuda_device.o: tests/cuda_device.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/cuda_host.h
-	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -I. -x c++ -c $<)
+$(BUILD)/tests/cuda_device.o: tests/cuda/cuda_device.cu luna_cuda.cuh luna.h $(TEST_H)
+	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function $(TEST_I) -x c++ -c $<)
 
-$(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c tests/features.c
-	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $<)
+$(BUILD)/tests/cuda.o: cuda.c luna.h $(TEST_H) golden.c features.c
+	$(call build,$(CC) $(CFLAGS) $(WARN) $(TEST_I) -c $<)
 
-$(BUILD)/tests/cuda_small.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c tests/features.c
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DCUDA_SMALL=1 -I. -c $<)
+$(BUILD)/tests/cuda_small.o: cuda.c luna.h $(TEST_H) golden.c features.c
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DCUDA_SMALL=1 $(TEST_I) -c $<)
 
 $(BUILD)/tests/cuda_small: $(BUILD)/tests/cuda_small.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
 	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
 
-$(BUILD)/tests/cuda_forgetting.o: tests/forgetting.c luna.h $(wildcard tests/*.h)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DFORGETTING_CUDA -I. -c $<)
+$(BUILD)/tests/cuda_forgetting.o: forgetting.c luna.h $(TEST_H)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DFORGETTING_CUDA $(TEST_I) -c $<)
 
 $(BUILD)/tests/cuda_forgetting: $(BUILD)/tests/cuda_forgetting.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
 	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
@@ -241,14 +246,14 @@ $(BUILD)/tests/cuda_forgetting: $(BUILD)/tests/cuda_forgetting.o $(BUILD)/tests/
 $(BUILD)/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/tests/cuda_device.o
 	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
 
-$(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h tests/test.h $(BUILD)/luna.o
-	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -I. -Itests $< $(BUILD)/luna.o,$(LIBS))
+$(BUILD)/tests/cuda_host_check: tests/cuda/cuda_host_check.cpp tests/cuda/cuda_host.h tests/test.h $(BUILD)/luna.o
+	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) $(TEST_I) $< $(BUILD)/luna.o,$(LIBS))
 
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
 # GATE=1: without coverage, and without what sanitize runs too
-LONG_HERE = $(filter-out $(if $(GATE),tests/coverage.sh $(LATER_SANITIZED)),$(LONG))
+LONG_HERE = $(filter-out $(if $(GATE),tests/tools/coverage.sh $(LATER_SANITIZED)),$(LONG))
 test-long:
 	-@$(MAKE) -k -j$(JOBS) $(filter $(BUILD)/%,$(LONG_HERE)) $(if $(HOST),$(BUILD)/peers_host.so) \
 	  $(addprefix $(BUILD)/,export series classify mcu/models)
@@ -268,8 +273,9 @@ test-clang:
 export TEST_FULL
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(if $(TEST_FULL),$(LATER))
-	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(filter-out $(if $(GATE),tests/compile.sh $(LONG)),\
-	  $(BUILD)/tests/private $(ONCE) $(if $(TEST_FULL),$(LATER) tests/install.sh) $(filter-out %/private,$(PROGRAMS)))
+	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(filter-out $(if $(GATE),tests/tools/compile.sh $(LONG)),\
+	  $(BUILD)/tests/private $(ONCE) $(if $(TEST_FULL),$(LATER) tests/tools/install.sh) \
+	  $(filter-out %/private,$(PROGRAMS)))
 
 # GATE=1: scripts and programs that take longest run in other stages alone
 MSAN_HERE = $(filter-out $(if $(GATE),private),$(MSAN_TESTS))
@@ -282,23 +288,23 @@ sanitize:
 	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/asan/tests/private \
 	  $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
 	  $(BUILD)/tsan/tests/threads $(MSAN_HERE:%=$(BUILD)/msan/tests/%) \
-	  $(filter-out $(if $(GATE),$(addprefix tests/,arena.sh cli.sh examples_more.sh export.sh lra.sh)),$(SCRIPTS))
+	  $(filter-out $(if $(GATE),$(addprefix tests/programs/,arena.sh cli.sh examples_more.sh export.sh lra.sh)),$(SCRIPTS))
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models
 	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh
 
 cross:
-	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' TESTS='$(TESTS)' JOBS=$(JOBS) sh tests/cross.sh
+	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' TESTS='$(TESTS)' JOBS=$(JOBS) sh tests/tools/cross.sh
 
 golden: $(BUILD)/tests/golden
 	$(BUILD)/tests/golden $(DIR)
 
 headers:
-	@BUILD=$(BUILD) CC='$(CC)' TEST_FULL=1 sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' TEST_FULL=1 sh tests/tools/compile.sh
 
-$(BUILD)/fuzz/fuzz_safetensors: tests/fuzz_safetensors.c luna.h $(wildcard tests/*.h)
+$(BUILD)/fuzz/fuzz_safetensors: fuzz_safetensors.c luna.h $(TEST_H)
 	@mkdir -p $(BUILD)/fuzz
-	$(CLANG) $(FUZZ) $(WARN) -I. $< -o $@ $(LIBS)
+	$(CLANG) $(FUZZ) $(WARN) $(TEST_I) $< -o $@ $(LIBS)
 
 fuzz: $(BUILD)/fuzz/fuzz_safetensors
 	@mkdir -p $(BUILD)/fuzz/corpus && cp tests/data/fuzz/* $(BUILD)/fuzz/corpus
@@ -306,42 +312,43 @@ fuzz: $(BUILD)/fuzz/fuzz_safetensors
 	  -artifact_prefix=$(BUILD)/fuzz/ $(FUZZ_FLAGS) $(BUILD)/fuzz/corpus
 
 fuzz-coverage:
-	@BUILD=$(BUILD) sh tests/fuzz_coverage.sh $(if $(wildcard $(BUILD)/fuzz/corpus),$(BUILD)/fuzz/corpus,tests/data/fuzz)
+	@BUILD=$(BUILD) sh tests/tools/fuzz_coverage.sh \
+	  $(if $(wildcard $(BUILD)/fuzz/corpus),$(BUILD)/fuzz/corpus,tests/data/fuzz)
 
 faults:
-	@BUILD=$(BUILD) CC='$(CC)' python3 tests/faults.py $(OPS)
+	@BUILD=$(BUILD) CC='$(CC)' python3 tests/tools/faults.py $(OPS)
 
 coverage:
-	@BUILD=$(BUILD) JOBS=$(JOBS) sh tests/coverage.sh
+	@BUILD=$(BUILD) JOBS=$(JOBS) sh tests/tools/coverage.sh
 
 analyze:
-	@python3 tests/analyze.py $(BUILD)/analyze
+	@python3 tests/tools/analyze.py $(BUILD)/analyze
 
 soak: $(BUILD)/tests/soak
 	$< --full
 
 size:
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/tools/size.sh
 
 # each benchmark leaves a line of JSON a row; build/bench.json holds them all
 bench: $(BENCHES)
-	@. tests/timing.sh; for bench in $(BENCHES); do $$bench $$bench.json || exit 1; done
+	@. tests/bench/timing.sh; for bench in $(BENCHES); do $$bench $$bench.json || exit 1; done
 	@{ echo '['; cat $(BENCHES:%=%.json) | sed '$$!s/$$/,/'; echo ']'; } >$(BUILD)/bench.json
 	@echo "every row is in $(BUILD)/bench.json"
 
 arena: $(BUILD)/arena
-	. tests/timing.sh; $(BUILD)/arena table $(TEXT) --svg $(BUILD)/arena.svg >$(BUILD)/arena.md
+	. tests/bench/timing.sh; $(BUILD)/arena table $(TEXT) --svg $(BUILD)/arena.svg >$(BUILD)/arena.md
 	@cat $(BUILD)/arena.md
 
 REF ?= HEAD
 compare:
-	@BUILD=$(BUILD) CC='$(CC)' CFLAGS='$(CFLAGS)' LIBS='$(LIBS)' sh tests/compare.sh $(REF)
+	@BUILD=$(BUILD) CC='$(CC)' CFLAGS='$(CFLAGS)' LIBS='$(LIBS)' sh tests/bench/compare.sh $(REF)
 
 # objects lie beside what is carried to a machine with a GPU, build/cuda
-$(BUILD)/nvcc/%.o: tests/%.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/registers.sh
+$(BUILD)/nvcc/%.o: tests/cuda/%.cu luna_cuda.cuh luna.h tests/cuda/cuda_device.h tests/cuda/registers.sh
 	@mkdir -p $(BUILD)/cuda/tests $(BUILD)/nvcc
-	$(NVCC) $(NVCC_FLAGS) -Xptxas -v -I. -c $< -o $@ 2>$@.log || { cat $@.log; exit 1; }
-	@sh tests/registers.sh $@.log
+	$(NVCC) $(NVCC_FLAGS) -Xptxas -v $(TEST_I) -c $< -o $@ 2>$@.log || { cat $@.log; exit 1; }
+	@sh tests/cuda/registers.sh $@.log
 
 # CUDA's own library is linked statically; cuBLAS is not, being far larger than all else
 NVCC_LINK = $(NVCC) -cudart static -Xcompiler -static-libgcc,-static-libstdc++
@@ -362,7 +369,7 @@ $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o $(wild
 	$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/nvcc/lm.o
 	$(NVCC_LINK) $(BUILD)/nvcc/lm.o $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o -o $@ $(NVCC_LIBS)
 
-# luna.h's side of tests/bench_cuda_peers.py: for a GPU, and by the emulator, to try it without one
+# luna.h's side of tests/cuda/bench_cuda_peers.py: for a GPU, and by the emulator, to try it without one
 $(BUILD)/luna_pic.o: luna.h
 	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$(BUILD)/luna_pic.c
 	$(CC) $(CFLAGS) $(WARN) -fPIC -I. -c $(BUILD)/luna_pic.c -o $@
@@ -370,9 +377,9 @@ $(BUILD)/luna_pic.o: luna.h
 $(BUILD)/cuda/peers.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o $(BUILD)/nvcc/luna_cuda.o
 	$(NVCC_LINK) -std=c++17 -O2 -Xcompiler -fPIC,-Wall,-Wextra -DLI_IMPLEMENTED -I. -shared $^ -o $@ $(NVCC_LIBS)
 
-$(BUILD)/peers_host.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o luna_cuda.cuh tests/cuda_host.h
-	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -fPIC -shared -DPEERS_HOST -DLI_IMPLEMENTED -I. \
-	  -Itests $< $(BUILD)/luna_pic.o -o $@ $(LIBS)
+$(BUILD)/peers_host.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o luna_cuda.cuh tests/cuda/cuda_host.h
+	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -fPIC -shared -DPEERS_HOST -DLI_IMPLEMENTED \
+	  $(TEST_I) $< $(BUILD)/luna_pic.o -o $@ $(LIBS)
 
 # the hook of examples/luna_nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
 NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/nvcc/nccl.o)
@@ -397,18 +404,18 @@ gpu:
 	@BUILD=$(BUILD) sh tests/cuda/gpu.sh
 
 # vectors of 32 lanes, bytes seen as many types, and no multiply-add but where the PTX says so
-$(BUILD)/ptx/ptx_host.o: tests/ptx_host.cpp tests/ptx_host.h tests/ptx.h tests/cuda_host.h
+$(BUILD)/ptx/ptx_host.o: tests/cuda/ptx_host.cpp tests/cuda/ptx_host.h tests/cuda/ptx.h tests/cuda/cuda_host.h
 	@mkdir -p $(BUILD)/ptx
 	$(CXX) -std=c++17 -O3 -march=native -ffp-contract=off -fno-strict-aliasing $(WARN) -Wno-unused-function -I. -c $< -o $@
 
-$(BUILD)/tests/ptx.o: tests/ptx.c luna.h $(wildcard tests/*.h)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. -c $<)
+$(BUILD)/tests/ptx.o: ptx.c luna.h $(TEST_H)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED $(TEST_I) -c $<)
 
 # the kernels' names are looked up in the program itself
 $(BUILD)/ptx/%: $(BUILD)/tests/%.o $(BUILD)/ptx/ptx_host.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
 	$(CXX) -rdynamic $(filter-out $(if $(findstring /tests/cuda.o,$<),%/luna.o),$^) -o $@ $(LIBS) -ldl
 
-$(BUILD)/ptx/cuda_device.ptx: tests/cuda_device.cu luna_cuda.cuh luna.h tests/cuda_device.h
+$(BUILD)/ptx/cuda_device.ptx: tests/cuda/cuda_device.cu luna_cuda.cuh luna.h tests/cuda/cuda_device.h
 	@mkdir -p $(BUILD)/ptx
 	$(NVCC) -std=c++17 -O3 -lineinfo -arch=compute_80 -ptx -I. $< -o $@
 
@@ -435,9 +442,9 @@ MPICC ?= mpicc
 MPIRUN ?= mpirun
 MPI_EXAMPLES = $(addprefix $(BUILD)/mpi/,lm classify listops series lra)
 
-$(BUILD)/mpi/tests/%: tests/%.c $(BUILD)/luna.o examples/luna_mpi.h $(wildcard tests/*.h)
+$(BUILD)/mpi/tests/%: %.c $(BUILD)/luna.o examples/luna_mpi.h $(TEST_H)
 	@mkdir -p $(BUILD)/mpi/tests && rm -f $@
-	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o -o $@ $(LIBS)
 
 $(BUILD)/mpi/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
 	@mkdir -p $(BUILD)/mpi && rm -f $@
@@ -449,7 +456,7 @@ mpi:
 
 mpi-test:
 	@$(MAKE) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
-	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/run.sh tests/mpi.sh
+	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/run.sh tests/ranks/mpi.sh
 
 $(BUILD)/luna.html: luna.h $(wildcard examples/web/*) examples/models/english.safetensors
 	@CLANG='$(CLANG)' sh examples/web/build.sh $@
@@ -457,7 +464,7 @@ $(BUILD)/luna.html: luna.h $(wildcard examples/web/*) examples/models/english.sa
 web: $(BUILD)/luna.html
 
 web-test: web
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/web.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/programs/web.sh
 
 clean:
 	rm -rf build $(BUILD)

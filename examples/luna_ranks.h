@@ -26,7 +26,7 @@
    no more calls leaves the others waiting: end them all (MPI_Abort), and resume from the last checkpoint. What one rank
    does alone, such as sampling or a validation, needs nothing of this file. With one rank nothing is sent.
 
-   One sequence cannot be shared by several ranks. Guarded by tests/collective.c and tests/mpi.sh. */
+   One sequence cannot be shared by several ranks. Guarded by tests/ranks/collective.c and tests/ranks/mpi.sh. */
 #ifndef LUNA_RANKS_H
 #define LUNA_RANKS_H
 #include "luna.h"

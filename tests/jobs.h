@@ -1,10 +1,10 @@
-/* What memory.c and failures.c do with a context: train and run every model, and what stands around them. Include it
-   after luna.h, test.h and common.h. A call that fails for want of memory is made a second time, so that a job in which
-   one allocation fails ends with the bits of one where none does. */
+/* What memory.c and out_of_memory.c do with a context: train and run every model, and what stands around them. Include
+   it after luna.h, test.h and common.h. A call that fails for want of memory is made a second time, so that a job in
+   which one allocation fails ends with the bits of one where none does. */
 #ifndef JOBS_H
 #define JOBS_H
-#include "../examples/attentions/attentions.h"
-#include "../examples/luna_apollo.h"
+#include "examples/attentions/attentions.h"
+#include "examples/luna_apollo.h"
 
 enum { VOCAB = 23, LARGE_VOCAB = 1100, DIM = 16 };
 

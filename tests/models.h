@@ -2,7 +2,7 @@
    Include it after test.h, luna.h and common.h. Tolerances are those of test_close: ||a - b|| / ||b||. */
 #ifndef MODELS_H
 #define MODELS_H
-#include "../examples/attentions/attentions.h"
+#include "examples/attentions/attentions.h"
 #include <sys/stat.h>
 #include <unistd.h>
 

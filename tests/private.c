@@ -2,35 +2,35 @@
    itself, too: build/tests/gemm.
      private [CHAPTER]     runs them all, or one; CHAPTERS="int8 bf16": these */
 #define main vectors_main
-#include "vectors.c"                 /* first: it adds to every pass */
+#include "kernels/vectors.c"                 /* first: it adds to every pass */
 #undef main
 #define main attention_main
-#include "attention.c"
+#include "kernels/attention.c"
 #undef main
 #define main causal_main
-#include "causal.c"
+#include "kernels/causal.c"
 #undef main
 #define main bf16_main
-#include "bf16.c"
+#include "kernels/bf16.c"
 #undef main
 #define main elementwise_main
-#include "elementwise.c"
+#include "kernels/elementwise.c"
 #undef main
 #define main gemm_main
-#include "gemm.c"
+#include "kernels/gemm.c"
 #undef main
 #define main int8_main
-#include "int8.c"
+#include "kernels/int8.c"
 #undef main
 #define main safetensors_main
-#include "safetensors.c"
+#include "files/safetensors.c"
 #undef main
 #define main stream_main
-#include "stream.c"
+#include "models/stream.c"
 #undef main
 
 #define main fuzz_safetensors_main
-#include "fuzz_safetensors.c"
+#include "files/fuzz_safetensors.c"
 #undef main
 static int fuzz_main(void) {
   char *arguments[2] = {NULL, NULL};

@@ -14,7 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* 1: fewer repetitions of what is alike, for emulators (tests/cross.sh) */
+/* 1: fewer repetitions of what is alike, for emulators (tests/tools/cross.sh) */
 #ifndef TEST_QUICK
 #define TEST_QUICK 0
 #endif

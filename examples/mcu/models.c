@@ -1,5 +1,5 @@
-/* models: what tests/export.sh and make mcu export and compare with. A series that is the same everywhere, a model with
-   random weights, and what luna_stream makes of both.
+/* models: what tests/programs/export.sh and make mcu export and compare with. A series that is the same everywhere, a
+   model with random weights, and what luna_stream makes of both.
 
      models write NAME STEPS [field=value ...]       NAME.safetensors, NAME.csv (of tokens: a number a line), NAME.out
      models stream NAME                              NAME.out of NAME.safetensors, of features, and NAME.csv

@@ -1,7 +1,7 @@
 #!/bin/sh
 # build.sh PAGE.html: compiles page.c with clang for WASM SIMD and puts it, with page.js, engine.js, pieces of luna.h,
 # a text to learn and a model of English, into page.html: one file that needs nothing else. Beside it is left
-# web/page.wasm, for tests/web.mjs. Debian has what it takes: clang, lld, wasi-libc, libclang-rt-*-dev-wasm32.
+# web/page.wasm, for tests/programs/web.mjs. Debian has what it takes: clang, lld, wasi-libc, libclang-rt-*-dev-wasm32.
 here=$(dirname "$0") out=$1 header=$(dirname "$0")/../../luna.h
 work=$(dirname "$out")/web
 wasm=$work/page.wasm

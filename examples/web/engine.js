@@ -1,4 +1,5 @@
-/* engine.js: luna.h for JavaScript. In the page it is the source of every worker; tests/web.mjs runs it under node. */
+/* engine.js: luna.h for JavaScript. In the page it is the source of every worker; tests/programs/web.mjs runs it under
+   node. */
 'use strict';
 
 class Luna {

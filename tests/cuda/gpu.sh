@@ -129,7 +129,7 @@ need 'bench' @bench && { seconds_for 60; part 'bench' 66 bench.txt "$bin/bench" 
 
 # ---- 5. PyTorch beside it
 need 'peers' @peers.so "$python" && { seconds_for 150; part 'peers' 160 peers.md env BUILD="$(dirname "$bin")" \
-  "$python" tests/bench_cuda_peers.py --seconds $((seconds - 15 > 0 ? seconds - 15 : 1)); }
+  "$python" tests/cuda/bench_cuda_peers.py --seconds $((seconds - 15 > 0 ? seconds - 15 : 1)); }
 
 # ---- 6. a training, on the device and on the CPU; a stream
 text=tests/data/excerpt.txt

@@ -1,4 +1,4 @@
-/* luna.h's side of tests/bench_cuda_peers.py: one layer or model, its inputs on the device, run, timed and read by
+/* luna.h's side of tests/cuda/bench_cuda_peers.py: one layer or model, its inputs on the device, run, timed and read by
    functions in C. Linked with luna_cuda.o it is for a GPU; with PEERS_HOST it holds the kernels itself and runs them
    through cuda_host.h, so that the whole comparison can be tried without one. */
 #ifdef PEERS_HOST

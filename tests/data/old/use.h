@@ -1,5 +1,5 @@
 /* What is done with a model of each kind when its file is written (write.c) and when a later luna.h has read it
-   (tests/model_files.c). Calls alone that are the same in every version; include it after luna.h. */
+   (tests/files/model_files.c). Calls alone that are the same in every version; include it after luna.h. */
 #ifndef OLD_USE_H
 #define OLD_USE_H
 

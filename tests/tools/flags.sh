@@ -1,0 +1,98 @@
+#!/bin/sh
+# flags.sh: the table "Flags" of examples/guide.md beside each program's --help: the same flags, the same programs, and
+# for each flag the words of the programs that have it. One name says one thing: what a flag's words begin with, up to
+# the first ":", is the same in all programs, and no two flags say the same. flags.sh --write makes the table anew.
+# Needs the programs in $BUILD.
+cd "$(dirname "$0")/../.." || exit 1
+build=${BUILD:-build}
+guide=examples/guide.md
+work=$build/flags
+programs="lm mlm translate classify listops mnist series lra compress arena attention_map summary export lesson"
+passed=0 failed=0
+rm -rf "$work"
+mkdir -p "$work"
+
+# none SENTENCE: one check: nothing is wrong, or the sentence and the lines of what is
+none() {
+  if [ -s "$work/wrong" ]; then
+    failed=$((failed + 1))
+    echo "flags: $1"
+    head -n 10 "$work/wrong"
+  else passed=$((passed + 1)); fi
+}
+
+# "flag<tab>program<tab>value<tab>help", without the default in brackets and the commands that take it
+for program in $programs; do
+  "$build/$program" --help 2>/dev/null | awk -v program="$program" '/^  --/ {
+    flag = $1; value = $2; sub(/^  --[a-z0-9-]* (FILE|TEXT|NAME|N|X|\[yes\|no\]) */, "")
+    if (match($0, /^[a-z, ]*  /)) $0 = substr($0, RLENGTH + 1)
+    sub(/ *\([^()]*\)$/, ""); gsub(/\|/, "or"); sub(/^\[yes\|no\]$/, "yes or no", value)
+    print flag "\t" program "\t" value "\t" $0 }'
+done >"$work/flags"
+
+# a row for each flag: the programs, and what they say: the words that all have, then what some say besides
+table() {
+  echo '| flag | programs | what it says |'
+  echo '|---|---|---|'
+  awk -F '\t' '
+    function meaning(help) { sub(/:.*/, "", help); return help }
+    function rest(help) { return index(help, ":") ? substr(help, index(help, ":") + 2) : "" }
+    !($1 in help) { help[$1] = $4 }
+    help[$1] != $4 { differ[$1] = 1 }
+    { programs[$1] = programs[$1] (programs[$1] ? ", " : "") $2 }
+    rest($4) { if (!(($1, $4) in who)) order[$1] = order[$1] (order[$1] ? "\n" : "") $4
+      who[$1, $4] = who[$1, $4] (who[$1, $4] ? ", " : "") $2 }
+    END { for (f in help) {
+      text = help[f]
+      if (f in differ) {
+        text = meaning(help[f]) "."
+        count = split(order[f], each, "\n")
+        for (i = 1; i <= count; i++) text = text " " who[f, each[i]] ": " rest(each[i]) "."
+      }
+      print "| `" f "` | " programs[f] " | " text " |" } }' "$work/flags" | LC_ALL=C sort
+}
+table >"$work/made"
+sed -n '/^## Flags$/,/^## [^F]/p' "$guide" | grep '^|' >"$work/kept"
+if [ "$1" = --write ]; then
+  awk -v table="$work/made" '/^## Flags$/ { on = 1 } on && /^\|/ { if (!done++) while ((getline line <table) > 0) print line
+    next } /^## [^F]/ { on = 0 } { print }' "$guide" >"$work/guide" && cp "$work/guide" "$guide"
+  exit
+fi
+for program in $programs; do                              # each flag of a program is one check
+  for flag in $(awk -F '\t' -v p="$program" '$2 == p { print $1 }' "$work/flags"); do
+    if grep -F "| \`$flag\` |" "$work/kept" | cut -d '|' -f 3 | tr ',' '\n' | grep -q "^ $program *$"; then
+      passed=$((passed + 1))
+    else
+      failed=$((failed + 1))
+      echo "flags: $guide does not say that $program has $flag; tests/tools/flags.sh --write writes the table"
+    fi
+  done
+done
+diff "$work/kept" "$work/made" >"$work/wrong"
+none "the table in $guide is not what --help says; tests/tools/flags.sh --write writes it:"
+
+# one name, one meaning; one meaning, one name
+awk -F '\t' '{ help = $4; sub(/:.*/, "", help) }
+  !($1 in first) { first[$1] = help; whose[$1] = $2 }
+  first[$1] != help { print $1 " is \"" first[$1] "\" in " whose[$1] " and \"" help "\" in " $2 }' \
+  "$work/flags" >"$work/wrong"
+none "a flag has two meanings:"
+awk -F '\t' '($4 in flag) && flag[$4] != $1 { print flag[$4] " and " $1 " are both \"" $4 "\"" } { flag[$4] = $1 }' \
+  "$work/flags" >"$work/wrong"
+none "a meaning has two flags:"
+# the names of attentions are those of lra, which has all
+awk -F '\t' '$1 == "--attention" { sub(/.*: /, "", $4); print $2 "\t" $4 }' "$work/flags" >"$work/attentions"
+awk -F '\t' 'NR == FNR && $1 == "lra" { count = split($2, all, " "); for (i = 1; i <= count; i++) known[all[i]] = 1 }
+  NR == FNR { next }
+  { n = split($2, own, " "); for (i = 1; i <= n; i++) if (!(own[i] in known)) print $1 " has " own[i] ", lra has not" }
+  END { if (NR < 14 || !("softmax" in known)) print "names of attentions are not found in --help" }' \
+  "$work/attentions" "$work/attentions" >"$work/wrong"
+none "--attention has other names in one program than in another:"
+# a command that is not there is the first thing that is said
+for program in lm mlm translate classify listops mnist series lra compress arena attention_map; do
+  if "$build/$program" nonsense 2>&1 >/dev/null | head -n 1 | grep -q "^$program: there is no command nonsense"; then
+    passed=$((passed + 1))
+  else failed=$((failed + 1)) && echo "flags: $program does not begin with what is wrong"; fi
+done
+echo "flags: $passed passed, $failed failed"
+[ "$failed" = 0 ]
