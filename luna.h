@@ -199,7 +199,7 @@
    goes on with its trainings; within a minor number results keep their bits on one instruction set. Structs may grow at
    their end, so header and library are of one version (luna_version). Not promised: >>backend, what luna_cuda.cuh has
    beyond its declarations, names that start with li_, the numbers of errors and ops, stream states in a file, speed.
-   tests/api.txt lists all that is declared. */
+   tests/tools/api.txt lists all that is declared. */
 #define LUNA_VERSION "1.0.0"
 #define LUNA_VERSION_NUMBER 10000    /* 10000 major + 100 minor + patch */
 
@@ -2225,7 +2225,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LUNA_API                     /* a function is defined as it was declared */
 
 /* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for
-   Windows with gcc and this macro (tests/cross.sh), never yet by that compiler. */
+   Windows with gcc and this macro (tests/tools/cross.sh), never yet by that compiler. */
 #if defined(_MSC_VER) && !defined(__clang__) && !defined(LI_MSVC)
 #define LI_MSVC
 #endif
@@ -2910,7 +2910,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD, LI_FIELD)
    >>vector: VF floats at a time, and the functions every kernel needs of them
    a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
    vf_max(a, b) is a > b ? a : b, so b when either is NaN. Macros that are the same in every pass are defined once.
-   Guarded by tests/vectors.c.
+   Guarded by tests/kernels/vectors.c.
    .................................................................................................................. */
 #undef LI_MM
 #undef LI_MZ
@@ -3431,7 +3431,7 @@ LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, flo
    A row of W or x has the scale s = max |x| / 127 and the integers q = x / s, to nearest, ties to even. An element of y
    is (float)(sum of q_w q_x) (s_w s_x) + bias. The sum is exact in int32 for k <= LI_INT8_MAX: it is the same in any
    order and on every machine. A row whose largest is below 1e-30 counts as zeros; of one with NaN or Inf all of y is
-   NaN. Guarded by tests/int8.c.
+   NaN. Guarded by tests/kernels/int8.c.
    .................................................................................................................. */
 #define LI_INT8_MIN 16            /* columns of a weight that is worth it */
 #define LI_INT8_MAX 132104        /* 128 127 k < 2^31 */
@@ -3979,7 +3979,8 @@ LI_FN void li_int8_run(const li_kernels *kernels, const li_gemm *g, const li_par
    in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
    element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
    order. With `bf16`, tiles read words of rounded numbers, of A and of panels alike: in the passes _bf16 and _amx a
-   word is two of k side by side, elsewhere one, as float32. Guarded by tests/gemm.c, tests/bf16.c, tests/tiles.c.
+   word is two of k side by side, elsewhere one, as float32. Guarded by tests/kernels/gemm.c, tests/kernels/bf16.c,
+   tests/kernels/tiles.c.
    .................................................................................................................. */
 #ifndef LI_PASS
 /* The reference: from the definition, sums in double */
@@ -5100,7 +5101,7 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
    All arrays are dense, of any size and alignment; a map may be computed in place. Long sums are short float sums,
    added up in double in a fixed order. Column sums treat each column alone, so that its bits do not depend on which
-   columns are computed with it. Guarded by tests/elementwise.c
+   columns are computed with it. Guarded by tests/kernels/elementwise.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 /* ---- the reference ---- */
@@ -5854,7 +5855,7 @@ LI_FN void LI_K(adam)(const li_update *update) {
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
    result (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later
    where the blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each
-   row's log-sum-exp. Guarded by tests/attention.c
+   row's log-sum-exp. Guarded by tests/kernels/attention.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
@@ -6607,7 +6608,7 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>unpack: the folded unpack (eq. 4), forward and backward: row panels of 64 against all heads' slots at once. Guarded
-   by tests/attention.c.
+   by tests/kernels/attention.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 /* The reference. A row's probabilities p [heads, slots] before dropout, from its log-sum-exps once these are known [eq.
@@ -6961,7 +6962,7 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
    The state between chunks is double: S forward, as the running mean M = S / t, and R in reverse; inside a chunk all is
    float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
-   so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
+   so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/kernels/causal.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 /* where a row of item (batch row, head) lies in x and y, in z and out */
@@ -8683,7 +8684,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
 #define LUNA_API LI_RARE
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_status: version, statuses, and the sentences of errors. Guarded by tests/contact.c.
+   >>impl_status: version, statuses, and the sentences of errors. Guarded by tests/robust/mistakes.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
@@ -8707,7 +8708,7 @@ static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) }
 #undef LI_ERROR
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_functions: the context-free calls
-   Without scratch they run the reference. Guarded by tests/ops.c.
+   Without scratch they run the reference. Guarded by tests/engine/ops.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   if (counter && out) li_philox(counter, key, out);
@@ -8998,7 +8999,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
    "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without
    holes. li_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
    li_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n.
-   Guarded by tests/safetensors.c.
+   Guarded by tests/files/safetensors.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_ST_RANK 8                          /* dimensions a tensor may have */
 #define LI_ST_NAME 1032                       /* bytes of a parameter's name and ".scale" */
@@ -9533,7 +9534,7 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
-   wait for one. Guarded by tests/threads.c.
+   wait for one. Guarded by tests/engine/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifdef _WIN32 /* threads, the clock, files */
 #ifndef WIN32_LEAN_AND_MEAN
@@ -9757,7 +9758,7 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
    All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin).
    Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a
    block must hold: there the step grows up from the block's start and what persists down from its end. Guarded by
-   tests/memory.c.
+   tests/engine/memory.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #include <stdarg.h>
 #if !defined(LUNA_MALLOC) && !defined(LUNA_FREE)
@@ -10116,7 +10117,7 @@ LI_HOT size_t li_used(const luna_ctx *ctx) {
 }
 
 #ifndef LI_SEPARATE
-#define LI_SEPARATE false         /* tests/cuda.c: each tensor of a device alone in an allocation of its size */
+#define LI_SEPARATE false         /* tests/cuda/cuda.c: each tensor of a device alone in an allocation of its size */
 #endif
 
 LI_FN li_chunk *li_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
@@ -10702,7 +10703,7 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
-   Guarded by tests/ops.c (against the reference) and tests/gradients.c (finite differences).
+   Guarded by tests/engine/ops.c (against the reference) and tests/engine/gradients.c (finite differences).
    ------------------------------------------------------------------------------------------------------------------ */
 static const struct { const char *name; int reads; bool cheap; } li_ops[] = {
 #define LI_OP_KIND(name, tier, reads, cheap) { #name, reads, cheap },
@@ -12414,7 +12415,7 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_trace: the events of luna_trace. Paths of scopes are kept once each, so that an op of the tape can name its
-   own. First the clock, then scopes and begins, then ops and what they cost. Guarded by tests/profile.c.
+   own. First the clock, then scopes and begins, then ops and what they cost. Guarded by tests/engine/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
@@ -12569,7 +12570,7 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
    >>impl_tensors and the tape
    An op is built on the caller's stack (li_start), its outputs, what it keeps and its workspace are taken from the
    step (li_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
-   everything. Guarded by tests/ops.c.
+   everything. Guarded by tests/engine/ops.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* not for size, as the others of LUNA_API are: every op asks for it */
 int64_t luna_count(const luna_tensor *t) {
@@ -13539,7 +13540,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
+   >>impl_params: named tensors, their first values, and text pairs. Guarded by tests/engine/trainer.c and
+   tests/files/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_PARAM_NAME 1024       /* with its end */
 typedef struct li_param {
@@ -15344,7 +15346,7 @@ LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
    >>metadata: one table of all configs' fields, by which they are checked, written to a checkpoint's metadata as
    luna.NAME and read from there, and by which a stream's state says what it is of. In metadata a field whose min is 0
    may be absent. A fraction is a float from 0 to below 1, and there in units of 10^-9, which give the same float again.
-   Guarded by tests/checkpoints.c.
+   Guarded by tests/files/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* a model's config; vocab and encoder are those of classifier, masked_lm or seq2seq */
 typedef struct li_model_config {
@@ -15522,7 +15524,7 @@ LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
+   >>impl_layers. Guarded by tests/models/golden.c (the authors' outputs and gradients) and tests/engine/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_NAME 192
 /* prefix + name as one parameter name, with one dot between "fc1." and ".weight"; false when too long */
@@ -16515,7 +16517,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
-   tests/golden.c and the tests that include tests/models.h.
+   tests/models/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_LM_KIND "causal_lm"
 #define LI_LM_BEFORE 5              /* of li_lm_parts: those made before the layers */
@@ -17309,7 +17311,7 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
   return li_result(scope, li_linear_cross_entropy_loss(name, x, model->output, NULL, real, config));
 }
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_trainer: schedules and optimisers. Guarded by tests/trainer.c.
+   >>impl_trainer: schedules and optimisers. Guarded by tests/engine/trainer.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
@@ -17787,7 +17789,7 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
+   >>impl_checkpoints: parameter sets to and from safetensors. Guarded by tests/files/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
 typedef struct li_st_writer {
@@ -18862,8 +18864,9 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step. Measuring finds what that takes by a step that computes nothing; recording keeps
    the ops of the first single row, which stepping runs again. What the parameters and a decoder's sources alone make is
-   computed once. For a model on a device all values are there, in a block of their own. Guarded by tests/stream.c, a
-   decoder by tests/translation.c, on a device by tests/device.c and tests/cuda.c.
+   computed once. For a model on a device all values are there, in a block of their own. Guarded by
+   tests/models/stream.c, a decoder by tests/models/translation.c, on a device by tests/engine/device.c and
+   tests/cuda/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 typedef struct li_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
@@ -19981,7 +19984,7 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>sampling: a token out of logits. Guarded by tests/stream.c.
+   >>sampling: a token out of logits. Guarded by tests/models/stream.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* the k-th largest of n numbers, and how many are larger than it */
 LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
@@ -20069,7 +20072,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>decoder: a decoder's stream, and greedy decoding. Guarded by tests/translation.c.
+   >>decoder: a decoder's stream, and greedy decoding. Guarded by tests/models/translation.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
    target changes none of it) */

@@ -48,7 +48,7 @@
    Chapters: >>base >>context >>maps >>gemm >>rows >>attention >>unpack >>causal >>optimisers >>graphs >>backend
 
    The kernels are plain CUDA C++ over a small vocabulary (LUNACU_LAUNCH, LUNACU_SHARED, lunacu_shared), so that
-   tests/cuda_host.h can compile and run them on a machine without a GPU. */
+   tests/cuda/cuda_host.h can compile and run them on a machine without a GPU. */
 #ifndef LUNA_CUDA_CUH
 #define LUNA_CUDA_CUH
 #include "luna.h"
@@ -5399,7 +5399,7 @@ static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const lun
    While a graph has begun, the table's entries note their calls: each note has a copy of its call's arguments, tensors
    and all, which go into a hash, the values that are copied to the device excepted. At the end the notes are run: as
    they are; or while the stream is captured, with those copies made from one place on the device; or not at all, where
-   a launch with their hash exists: then that place alone is written. Guarded by tests/cuda.c.
+   a launch with their hash exists: then that place alone is written. Guarded by tests/cuda/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 struct lunacu_note {                 /* followed by the call's arguments */
   luna_status (*run)(luna_graph *g, lunacu_note *note);
