@@ -1,7 +1,7 @@
 # luna.h is one file and needs no build; this makes its examples, its tests and its tables. GNU make and a C compiler
 # are enough.
 #   make run                 trains a Luna language model on 0.4 MB of source text, about a minute
-#   make examples            builds examples/*.c
+#   make examples            builds the programs of examples/
 #   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled), luna.pc for
 #                            pkg-config and lunaConfig.cmake for CMake; DESTDIR before it
 #   make dist                build/luna-VERSION.tar.gz, the same bytes wherever it is made (GNU tar)
@@ -72,7 +72,8 @@ vpath %.c $(sort $(dir $(TEST_C)))
 CHAPTERS = $(shell sed -n 's/^\#include "\(.*\.c\)".*/\1/p' tests/private.c)
 NAMES = $(filter-out bench_% cuda ptx mpi% soak tiles tiles_emulated $(basename $(notdir $(CHAPTERS))),\
   $(basename $(notdir $(TEST_C))))
-EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
+EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c)) $(BUILD)/lra
+EXAMPLE_H = $(wildcard examples/*.h examples/*/*.h)
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = $(addprefix tests/programs/,cli.sh classifiers.sh examples_more.sh series.sh arena.sh lra.sh export.sh \
   models.sh long_line.sh) tests/tools/flags.sh tests/bench/busy.sh
@@ -125,7 +126,7 @@ endef
 # make alone prints this: what users want, then what the comment above says of the other targets
 help:
 	@echo 'make run        train a small language model on source text, about a minute'
-	@echo 'make examples   build examples/*.c into build/'
+	@echo 'make examples   build the programs of examples/ into build/'
 	@echo 'make test       the tests; the last line is: N passed, N failed'
 	@echo 'make install    install luna.h, libluna.a, luna.pc, CMake files; PREFIX=/usr/local'
 	@echo 'make docs       build/luna_reference.html, a page of the public functions'
@@ -155,7 +156,7 @@ install: $(BUILD)/luna.o
 	  'Cflags: -I$${prefix}/include' 'Libs: -L$${prefix}/lib -lluna $(LIBS)' \
 	  >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
 	for file in lunaConfig lunaConfigVersion; do \
-	  sed 's/@PROJECT_VERSION@/$(VERSION)/; s/@LIBRARIES@/$(strip $(LIBS))/' examples/cmake/$$file.cmake.in \
+	  sed 's/@PROJECT_VERSION@/$(VERSION)/; s/@LIBRARIES@/$(strip $(LIBS))/' examples/packaging/cmake/$$file.cmake.in \
 	    >$(DESTDIR)$(PREFIX)/lib/cmake/luna/$$file.cmake || exit 1; done
 
 # The tarball holds all that git knows but the gate, so that each command of README works in it: tests are most of its
@@ -185,7 +186,10 @@ $(BUILD)/luna.o: luna.h
 	@mv $@.$$PPID.c $(BUILD)/luna.c
 	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/luna.c)
 
-$(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
+$(BUILD)/%: examples/%.c $(BUILD)/luna.o $(EXAMPLE_H)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+
+$(BUILD)/%: examples/lra/%.c $(BUILD)/luna.o $(EXAMPLE_H)
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 # null for each pointer of each public function
@@ -206,12 +210,9 @@ $(BENCHES): TEST_OPT =
 $(PUBLIC): $(BUILD)/tests/%: %.c $(BUILD)/luna.o $(TEST_H)
 	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o,$(LIBS))
 
-$(addprefix $(BUILD)/,arena classify listops lra mlm mnist mpi/lra summary) \
-  $(addprefix $(BUILD)/tests/,attention_layers attentions out_of_memory golden lra memory model_files): \
-  $(wildcard examples/attentions/*.h)
-$(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops mistakes empty masked_lm profile): \
-  $(wildcard examples/luna_*.h)
-$(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
+$(addprefix $(BUILD)/tests/,attention_layers attentions out_of_memory golden lra memory model_files) \
+  $(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops mistakes empty masked_lm profile): $(EXAMPLE_H)
+$(BUILD)/tests/lra: examples/lra/lra.c
 $(BUILD)/tests/model_files: tests/data/old/use.h
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%)
 # these take longer to compile than to run
@@ -365,7 +366,7 @@ $(BUILD)/cuda/tests/cuda_small $(BUILD)/cuda/tests/cuda_forgetting: $(BUILD)/cud
   $(BUILD)/luna.o $(BUILD)/nvcc/cuda_device.o
 	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
 
-$(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o $(wildcard examples/*.h)
+$(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o $(EXAMPLE_H)
 	$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/nvcc/lm.o
 	$(NVCC_LINK) $(BUILD)/nvcc/lm.o $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o -o $@ $(NVCC_LIBS)
 
@@ -446,7 +447,10 @@ $(BUILD)/mpi/tests/%: %.c $(BUILD)/luna.o examples/luna_mpi.h $(TEST_H)
 	@mkdir -p $(BUILD)/mpi/tests && rm -f $@
 	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o -o $@ $(LIBS)
 
-$(BUILD)/mpi/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
+$(BUILD)/mpi/%: examples/%.c $(BUILD)/luna.o $(EXAMPLE_H)
+	@mkdir -p $(BUILD)/mpi && rm -f $@
+	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+$(BUILD)/mpi/lra: examples/lra/lra.c $(BUILD)/luna.o $(EXAMPLE_H)
 	@mkdir -p $(BUILD)/mpi && rm -f $@
 	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 

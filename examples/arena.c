@@ -18,7 +18,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
+#include "common/example.h"
 #include "attentions/attentions.h"
 
 static struct settings set = { .out = "luna.h", .steps = 5, .layers = 2, .dim = 256, .heads = 4, .memory = 16,

@@ -13,8 +13,8 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
-#include "tokens.h"
+#include "common/example.h"
+#include "common/tokens.h"
 
 #define TOKENS 1024                  /* at most */
 #define COLUMNS 64                   /* tokens side by side, at most; longer texts go on below */

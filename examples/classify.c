@@ -17,9 +17,9 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
-#include "tokens.h"
-#include "classifier.h"
+#include "common/example.h"
+#include "common/tokens.h"
+#include "common/classifier.h"
 
 #define LABELS 1000                  /* different labels, at most, */
 #define LABEL 1000                   /* and bytes of each */

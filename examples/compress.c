@@ -17,7 +17,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
+#include "common/example.h"
 #include "ngrams.h"
 
 enum {

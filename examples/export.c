@@ -13,7 +13,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
+#include "common/example.h"
 
 #include <ctype.h>
 

@@ -16,10 +16,10 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
-#include "tokens.h"
-#include "lists.h"
-#include "classifier.h"
+#include "common/example.h"
+#include "common/tokens.h"
+#include "common/lists.h"
+#include "common/classifier.h"
 
 static struct settings set = {
   .out = "listops.safetensors",

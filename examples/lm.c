@@ -15,7 +15,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
+#include "common/example.h"
 
 #define LN2 0.69314718055994530942
 #define SAMPLE 400                   /* bytes of the samples that training shows */

@@ -12,10 +12,10 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
-#include "attention_choice.h"
+#include "common/example.h"
+#include "common/attention_choice.h"
 #include "luna_mask.h"
-#include "tokens.h"
+#include "common/tokens.h"
 
 #define MOST_CLASSES 1000
 

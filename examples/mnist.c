@@ -13,8 +13,8 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
-#include "classifier.h"
+#include "common/example.h"
+#include "common/classifier.h"
 
 static struct settings set = {
   .out = "mnist.safetensors",

@@ -23,7 +23,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
+#include "common/example.h"
 
 static struct settings set = {
   .out = "series.safetensors",

@@ -6,7 +6,7 @@
      score_table()                     a line for each class or column, which classes are taken for which, and what
                                        other thresholds would find of a rare class
      score_lines(begin, deviations)    the whole in a line, or one for each number of steps ahead */
-#include "calibration.h"
+#include "common/calibration.h"
 
 #define SHOWN_CLASSES 20             /* in the matrix, at most */
 #define NAME_WIDTH 24                /* of a class or a column in a table */

@@ -11,7 +11,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
+#include "common/example.h"
 #include "attentions/attentions.h"
 
 /* numbers in luna.h's pairs that stand for names, of 0, 1, 2, ... */

@@ -14,9 +14,9 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
+#include "common/example.h"
 #include "luna_beam.h"
-#include "tokens.h"
+#include "common/tokens.h"
 
 #define HELD 500                     /* pairs kept for validation, at most, and at most one in 20 */
 

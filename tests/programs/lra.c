@@ -1,9 +1,9 @@
-/* lra.c: examples/lra.c from inside. What it generates and how it works lists out, against the published rules:
+/* lra.c: examples/lra/lra.c from inside. What it generates and how it works lists out, against the published rules:
    ListOps' lengths, depth, members and operators; its evaluator on tests/data/listops.tsv and on LRA_LISTS, files with
    spaces between; Pathfinder's paddles, turns, ends, discs and labels. That no sample is both learnt from and measured.
    What --settings stands for: each number, each attention's line, the first values of weights. */
 #define main lra_main
-#include "examples/lra.c"
+#include "examples/lra/lra.c"
 #undef main
 
 #include "test.h"

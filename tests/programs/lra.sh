@@ -1,6 +1,6 @@
 #!/bin/sh
-# lra.sh: examples/lra.c from outside, on small tasks made here: its five tasks, every attention (without TEST_FULL a
-# few), a training that goes on, tables, bad files.
+# lra.sh: examples/lra/lra.c from outside, on small tasks made here: its five tasks, every attention (without TEST_FULL
+# a few), a training that goes on, tables, bad files.
 # Needs $BUILD/lra.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD

@@ -1,7 +1,8 @@
-/* rare.c: examples/calibration.h: temperatures, average precision and area, thresholds, against plain definitions. */
+/* rare.c: examples/common/calibration.h: temperatures, average precision and area, thresholds, against plain
+   definitions. */
 #include "luna.h"
-#include "examples/example.h"
-#include "examples/calibration.h"
+#include "examples/common/example.h"
+#include "examples/common/calibration.h"
 #include "test.h"
 
 static uint64_t state = 1;

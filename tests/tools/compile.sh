@@ -76,7 +76,7 @@ for c; do
   for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD LUNA_NO_INT8 LUNA_NO_BF16; do
     add "$c: $switch" "$c -std=c99 $c_strict -D$switch -fsyntax-only implementation.c"
   done
-  for example in "$root"/examples/*.c; do
+  for example in "$root"/examples/*.c "$root/examples/lra/lra.c"; do
     add "$c: $(basename "$example")" "$c -std=c99 $c_strict -fsyntax-only $example"
   done
 done
@@ -137,7 +137,7 @@ for c in x86_64-w64-mingw32-gcc; do
   simd="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave"
   add "$c: the way of Visual C++" \
     "$c -std=c99 -O1 -Wall -Wextra -Werror -DLI_MSVC -D_M_X64 $simd -I$root -fsyntax-only implementation.c"
-  for example in "$root"/examples/*.c; do
+  for example in "$root"/examples/*.c "$root/examples/lra/lra.c"; do
     add "$c: $(basename "$example")" \
       "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $example -o $(basename "$example").exe"
   done

@@ -93,9 +93,9 @@ points_at() {                                            # the pages' links to f
   done
 }
 check "what the pages point at is in the tarball" points_at
-wrap=examples/meson/subprojects/luna.wrap
+wrap=examples/packaging/meson/subprojects/luna.wrap
 check "luna.wrap names $version" [ "$(grep -c "luna-$version\(.tar.gz\)*\$" $wrap)" = 2 ]
-check "vcpkg.json names $version" grep -q "\"version\": \"$version\"" examples/vcpkg/luna/vcpkg.json
+check "vcpkg.json names $version" grep -q "\"version\": \"$version\"" examples/packaging/vcpkg/luna/vcpkg.json
 check "README names $tarball" grep -q "/$tarball " README.md
 
 # ---- CMake: an installed one, which has been moved since; then README's lines with the tarball beside them
@@ -155,7 +155,7 @@ function(vcpkg_install_copyright)
   file(COPY \${arg_FILE_LIST} DESTINATION $work/packages)
 endfunction()
 set(CURRENT_PACKAGES_DIR $work/packages)
-include($root/examples/vcpkg/luna/portfile.cmake)
+include($root/examples/packaging/vcpkg/luna/portfile.cmake)
 EOF
   check "vcpkg's port builds" env CC="$cc" "$cmake" -P "$work/port.cmake"
   check "cmake configures with vcpkg's package" configure port-user -Dluna_DIR="$work/packages/lib/cmake/fixed"
@@ -165,7 +165,7 @@ EOF
     conan=${CONAN:-conan}
     export CONAN_HOME="$work/conan"
     check "conan profile" env -u CC "$conan" profile detect
-    check "conan create" "$conan" create examples/conan -s build_type=Debug
+    check "conan create" "$conan" create examples/packaging/conan -s build_type=Debug
     check "conan install" "$conan" install --requires="luna/$version" -s build_type=Debug -g CMakeDeps -of "$work/deps"
     check "cmake configures with Conan's package" configure conan-user -DCMAKE_PREFIX_PATH="$work/deps"
     check "cmake builds with Conan's package" "$cmake" --build "$work/conan-user"
@@ -188,7 +188,7 @@ if have "${MESON:-meson}" && have ninja; then
     sed "s,^prefix=.*,prefix=$work/moved," "$work/moved/lib/pkgconfig/luna.pc" >"$work/pc/luna.pc"
     check "Meson takes what was installed" meson_runs meson-found
   fi
-  cp -r examples/meson/subprojects "$work/mine"
+  cp -r examples/packaging/meson/subprojects "$work/mine"
   cp "$work/dist/$tarball" "$work/mine/subprojects/packagefiles"
   check "Meson takes the tarball" meson_runs meson-wrap --force-fallback-for=luna
 fi

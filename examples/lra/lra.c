@@ -1,7 +1,7 @@
 /* lra: the Long Range Arena (arXiv 2011.04006), end to end: its five tasks, Luna and what Luna's Table 1 compares it
    with. TASK is listops, text, retrieval, image or pathfinder.
 
-     cc -O2 -I. examples/lra.c -o lra -lm -lpthread
+     cc -O2 -I. examples/lra/lra.c -o lra -lm -lpthread
 
      lra train TASK [--attention NAME] [--data FILE] [--valid FILE] [--out RUN] ...     one run
      lra train TASK --quick ...                    a model of minutes; --settings lra: LRA's own; else Luna's authors'
@@ -22,12 +22,12 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
-#include "example.h"
-#include "attentions/attentions.h"
-#include "tokens.h"
-#include "lists.h"
-#include "classifier.h"
-#include "luna_mask.h"
+#include "../common/example.h"
+#include "../attentions/attentions.h"
+#include "../common/tokens.h"
+#include "../common/lists.h"
+#include "../common/classifier.h"
+#include "../luna_mask.h"
 #include "pathfinder.h"
 #include "lra_tasks.h"
 #include "lra_settings.h"

@@ -2,7 +2,7 @@
    a program's main ends with example_of_attentions in place of example. */
 #ifndef ATTENTION_CHOICE_H
 #define ATTENTION_CHOICE_H
-#include "attentions/attentions.h"
+#include "../attentions/attentions.h"
 
 enum { CHOICE_LINFORMER = LUNA_ATTENTION_LINEAR + 1 }; /* set.attention, after luna_attention_kind's */
 static attentions linformer_choice;

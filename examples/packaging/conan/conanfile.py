@@ -1,4 +1,4 @@
-"""luna.h as a Conan 2 package, of the sources that this file lies in: conan create examples/conan"""
+"""luna.h as a Conan 2 package, of the sources that this file lies in: conan create examples/packaging/conan"""
 import os
 import re
 
@@ -17,14 +17,14 @@ class Luna(ConanFile):
 
     @property
     def root(self):
-        return os.path.join(self.recipe_folder, "..", "..")
+        return os.path.join(self.recipe_folder, "..", "..", "..")
 
     def set_version(self):
         with open(os.path.join(self.root, "luna.h"), encoding="utf-8") as header:
             self.version = re.search(r'#define LUNA_VERSION "(.*)"', header.read())[1]
 
     def export_sources(self):
-        for pattern in ("luna.h", "luna_cuda.cuh", "LICENSE", "examples/cmake/*"):
+        for pattern in ("luna.h", "luna_cuda.cuh", "LICENSE", "examples/packaging/cmake/*"):
             copy(self, pattern, src=self.root, dst=self.export_sources_folder)
 
     def configure(self):
@@ -36,7 +36,7 @@ class Luna(ConanFile):
 
     def build(self):
         cmake = CMake(self)
-        cmake.configure(build_script_folder="examples/cmake")
+        cmake.configure(build_script_folder="examples/packaging/cmake")
         cmake.build()
 
     def package(self):

@@ -1,6 +1,6 @@
 """curves.py: the validation curves of runs of lra, as one SVG of few bytes. Needs matplotlib (pip install matplotlib).
 
-    python3 examples/curves.py text.svg runs/text-luna16-1.csv runs/text-linear-1.csv ...
+    python3 examples/lra/curves.py text.svg runs/text-luna16-1.csv runs/text-linear-1.csv ...
 
 A run's name, without its seed, is its label; runs of one label have one colour."""
 import csv

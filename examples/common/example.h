@@ -65,11 +65,11 @@ TOOL bool same_file(const char *a, const char *b) { /* by other paths too, and t
 }
 #endif
 
-#include "luna_profile.h"
+#include "../luna_profile.h"
 #ifdef EXAMPLE_MPI
-#include "luna_mpi.h"
+#include "../luna_mpi.h"
 #else
-#include "luna_ranks.h"
+#include "../luna_ranks.h"
 #endif
 
 /* ---- settings, sentences, random numbers ------------------------------------------------------------------------- */
