@@ -60,7 +60,7 @@ static luna_status square_backward(luna_tensor *const *in, int count, const luna
 }
 static const float square_factor = 0.5f;
 extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor, 0,
-                                            false, false};
+                                            false, 0, 0};
 
 static luna_status overrun_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t n = luna_count(out) + 1;
@@ -76,9 +76,9 @@ static luna_status unlaunched_forward(const luna_tensor *const *in, int count, l
   return LUNA_OK;
 }
 extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor, 0,
-                                             false, false};
+                                             false, 0, 0};
 extern "C" const luna_custom cuda_unlaunched = {unlaunched_forward, square_backward, &square_factor,
-                                                sizeof square_factor, 0, false, false};
+                                                sizeof square_factor, 0, false, 0, 0};
 
 extern "C" void cuda_leave_error(void) {
   void *memory = NULL;
