@@ -2,10 +2,13 @@
 # are enough.
 #   make run                 trains a Luna language model on 0.4 MB of source text, about a minute
 #   make examples            builds the programs of examples/
+#   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled), luna.pc for
 #                            pkg-config and lunaConfig.cmake for CMake; DESTDIR before it
+#   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
+#   make clean               removes what was built
+# For maintainers:
 #   make dist                build/luna-VERSION.tar.gz, the same bytes wherever it is made (GNU tar)
-#   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
 #   make test-long           what make test leaves out: luna_cuda.cuh's kernels without a GPU, emulated tiles, packages;
 #                            every case of five tests of which make test takes a part (the others' are in test-all);
@@ -26,32 +29,20 @@
 #   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
 #   make mcu                 exports the gesture detector of examples/models and one of random weights, and runs them on
 #                            microcontrollers in qemu: examples/mcu; STEPS=10000
-#   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
 #   make analyze             clang-tidy's bugprone checks, clang's analyser and gcc's over luna.h: what
 #                            tests/tools/analyze.txt does not explain fails. Four minutes on a quiet core: not in the
 #                            gate, but before releases
 #   make soak                streams of 2^26 steps and a training of 10^7, of tiny models: tests/robust/soak.c, ten
 #                            minutes on a quiet core; make test-long has a short form
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
-#   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
+#   make bench               speed, as shares of this machine's peak: tests/bench, under 3 minutes; rows also in
 #                            build/bench.json; it warns where other programs or machines had the processors
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in
 #                            build/arena.md and .svg; 10 minutes at most
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision)
 #                            and now: tests/bench/compare.sh. While it, bench or arena times, there is a file
 #                            /tmp/luna.timing.lock
-#   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines:
-#                            build/mpi/lm
-#   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
-#   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
-#                            and spills; and all else that make gpu runs
-#   make gpu                 all that a GPU is wanted for, in nine minutes (GPU_SECONDS=540): tests, sanitizers, speed,
-#                            PyTorch beside it, profiles. It compiles nothing: run make cuda before it, or carry
-#                            build/cuda to that machine. Its files go to OUT (build/gpu): tests/cuda/gpu.sh
-#   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test-long runs them without one
-#   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels in C++
-#                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda/cuda.c
-#   make cuda-bench          speed on the GPU: tests/cuda/bench_cuda.cu; rows also in build/bench_cuda.json
+# The files at the end have the targets of CUDA, PTX, MPI and the page, and say there what these do.
 CC ?= cc
 CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
@@ -81,10 +72,6 @@ PUBLIC_C = $(shell grep -L 'li_\|LI_\|kernels.h' $(filter-out tests/private.c,$(
 PUBLIC = $(patsubst %.c,$(BUILD)/tests/%,$(filter-out cuda.c ptx.c mpi.c,$(notdir $(PUBLIC_C))))
 BENCHES = $(patsubst tests/bench/%.c,$(BUILD)/tests/%,$(wildcard tests/bench/*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -DTEST_QUICK=1
-# luna_cuda.cuh's kernels without a GPU: tests/cuda/cuda_host.h, where there is a C++ compiler
-CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
-HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && \
-  echo cuda_forgetting $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
 # what need not run again with a second compiler: compile.sh itself takes all that are here
 ONCE = tests/tools/compile.sh tests/tools/form.sh tests/programs/convert.sh $(SCRIPTS) tests/programs/torch.sh \
   tests/tools/promises.sh tests/cuda/gpu_check.sh
@@ -94,14 +81,6 @@ LATER_SANITIZED = $(filter-out $(if $(GATE),%/cuda_forgetting),$(LATER))
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of
 LONG = tests/tools/coverage.sh $(LATER) tests/cuda/peers_check.sh tests/programs/export.sh tests/tools/install.sh \
   $(addprefix $(BUILD)/tests/,private out_of_memory arguments causality soak)
-NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
-# machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
-NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
-NVCC_ARCHS += -gencode arch=compute_90,code=compute_90
-# smaller programs, of a compiler that knows how (12.8 or newer): they are carried to machines with a GPU
-NVCC_SMALL = $(shell $(NVCC) --help 2>/dev/null | grep -q -- --compress-mode && echo -compress-mode=size)
-NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function $(NVCC_ARCHS) \
-  $(NVCC_SMALL)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Of clang alone, in scalar C: it does not know all vector instructions, nor a C++ library that was built without it.
 MSAN = -O1 -g1 -fsanitize=memory -DLUNA_NO_SIMD -DTEST_QUICK=1
@@ -123,27 +102,37 @@ define build
   mv -f $$new/* $(@D); status=$$?; rm -rf $$new $$new.time; exit $$status
 endef
 
-# make alone prints this: what users want, then what the comment above says of the other targets
+PARTS = tests/cuda/cuda.mk tests/cuda/ptx.mk tests/ranks/mpi.mk examples/web/web.mk
+# make alone prints what the comments at the head of these files say
 help:
-	@echo 'make run        train a small language model on source text, about a minute'
-	@echo 'make examples   build the programs of examples/ into build/'
-	@echo 'make test       the tests; the last line is: N passed, N failed'
-	@echo 'make install    install luna.h, libluna.a, luna.pc, CMake files; PREFIX=/usr/local'
-	@echo 'make docs       build/luna_reference.html, a page of the public functions'
-	@echo 'make clean      remove what was built'
-	@echo
-	@echo 'For maintainers:'
-	@sed -n '/^#   make dist /,/^CC /s/^#   /  /p' Makefile | sed '/^  make test  /d;/^  make docs  /d'
+	@awk 'FNR == 1 { on = NR > 1 } /^#   make run / { on = 1 } !/^#/ { on = 0 } \
+	  on && sub(/^#   /, "") { print } on && sub(/^# For /, "\nFor ") { print }' Makefile $(PARTS)
 
 run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
 
 examples: $(EXAMPLES)
 
-docs: $(BUILD)/luna_reference.html
-$(BUILD)/luna_reference.html: luna.h README.md tests/tools/docs.py
-	@mkdir -p $(@D)
-	python3 tests/tools/docs.py luna.h README.md $@
+# Examples, and the tests that look at nothing private, share one compiled implementation; LI_IMPLEMENTED says that
+# they have it.
+$(BUILD)/luna.o: luna.h
+	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$@.$$PPID.c
+	@mv $@.$$PPID.c $(BUILD)/luna.c
+	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/luna.c)
+
+$(BUILD)/%: examples/%.c $(BUILD)/luna.o $(EXAMPLE_H)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+
+$(BUILD)/%: examples/lra/%.c $(BUILD)/luna.o $(EXAMPLE_H)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+
+# GATE=1: without what other stages of the gate run in full: test-long, headers, sanitize
+export TEST_FULL
+test:
+	-@$(MAKE) -k -j$(JOBS) programs $(if $(TEST_FULL),$(LATER))
+	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(filter-out $(if $(GATE),tests/tools/compile.sh $(LONG)),\
+	  $(BUILD)/tests/private $(ONCE) $(if $(TEST_FULL),$(LATER) tests/tools/install.sh) \
+	  $(filter-out %/private,$(PROGRAMS)))
 
 VERSION = $(shell sed -n 's/^.define LUNA_VERSION "\(.*\)"/\1/p' luna.h)
 # A program that links libluna.a only includes luna.h: it does not define LUNA_IMPLEMENTATION.
@@ -159,38 +148,18 @@ install: $(BUILD)/luna.o
 	  sed 's/@PROJECT_VERSION@/$(VERSION)/; s/@LIBRARIES@/$(strip $(LIBS))/' examples/packaging/cmake/$$file.cmake.in \
 	    >$(DESTDIR)$(PREFIX)/lib/cmake/luna/$$file.cmake || exit 1; done
 
-# The tarball holds all that git knows but the gate, so that each command of README works in it: tests are most of its
-# 6 MB. In an unpacked one, where git knows nothing, all of these parts but what was built. Names are sorted, owners and
-# modes fixed; the time is the last commit's, which unpacked files have.
-DIST_PARTS = .github LICENSE Makefile README.md examples luna.h luna_cuda.cuh tests
-DIST = luna-$(VERSION)
-dist:
-	@mkdir -p $(BUILD)
-	@tar --version 2>/dev/null | grep -q GNU || { echo "make dist needs GNU tar"; exit 1; }
-	@files=$$(git ls-files -- $(DIST_PARTS) 2>/dev/null); time=$${files:+$$(git log -1 --format=%ct)}; \
-	files=$${files:-$$(find $(DIST_PARTS) -type f ! -path '*/__pycache__/*')}; \
-	time=$${time:-$$(date -r luna.h +%s)}; echo "$$files" | LC_ALL=C sort | \
-	  tar -c --format=ustar --no-recursion --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$time \
-	    --transform 's,^,$(DIST)/,' -T - -f $(BUILD)/$(DIST).tar
-	@gzip -n -9 -f $(BUILD)/$(DIST).tar
-	@echo "$(BUILD)/$(DIST).tar.gz: $$(wc -c <$(BUILD)/$(DIST).tar.gz) bytes"
+docs: $(BUILD)/luna_reference.html
+$(BUILD)/luna_reference.html: luna.h README.md tests/tools/docs.py
+	@mkdir -p $(@D)
+	python3 tests/tools/docs.py luna.h README.md $@
 
+clean:
+	rm -rf build $(BUILD)
+
+# ---- for maintainers: programs and their rules
 # those that take longest to compile first, so that all cores have work to the end
 programs: $(filter %/private,$(PROGRAMS)) $(filter $(BUILD)/%,$(ONCE)) $(EXAMPLES) $(filter-out $(SKIP),$(PROGRAMS)) \
   $(BUILD)/mcu/models
-
-# Examples, and the tests that look at nothing private, share one compiled implementation; LI_IMPLEMENTED says that
-# they have it.
-$(BUILD)/luna.o: luna.h
-	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$@.$$PPID.c
-	@mv $@.$$PPID.c $(BUILD)/luna.c
-	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/luna.c)
-
-$(BUILD)/%: examples/%.c $(BUILD)/luna.o $(EXAMPLE_H)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
-
-$(BUILD)/%: examples/lra/%.c $(BUILD)/luna.o $(EXAMPLE_H)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 # null for each pointer of each public function
 $(BUILD)/tests/arguments: TEST_OPT += -I$(BUILD)/tests
@@ -211,12 +180,12 @@ $(PUBLIC): $(BUILD)/tests/%: %.c $(BUILD)/luna.o $(TEST_H)
 	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o,$(LIBS))
 
 $(addprefix $(BUILD)/tests/,attention_layers attentions out_of_memory golden lra memory model_files) \
-  $(addprefix $(BUILD)/tests/,translation device cuda.o cuda_small.o ops mistakes empty masked_lm profile): $(EXAMPLE_H)
+  $(addprefix $(BUILD)/tests/,translation device ops mistakes empty masked_lm profile): $(EXAMPLE_H)
 $(BUILD)/tests/lra: examples/lra/lra.c
 $(BUILD)/tests/model_files: tests/data/old/use.h
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%)
 # these take longer to compile than to run
-$(addprefix $(BUILD)/,tests/gradients tests/stream_bytes tests/cuda.o tests/cuda_device.o peers_host.so): CFLAGS += -O1
+$(BUILD)/tests/gradients $(BUILD)/tests/stream_bytes: CFLAGS += -O1
 
 $(BUILD)/tests/%: %.c luna.h $(TEST_H)
 	$(call build,$(CC) $(CFLAGS) $(WARN) $(TEST_I) $<,$(LIBS))
@@ -226,30 +195,7 @@ $(BUILD)/tests/tiles_emulated.o: tiles_emulated.c luna.h $(TEST_H) bf16.c gemm.c
 $(BUILD)/tests/tiles: tiles.c luna.h $(TEST_H) $(BUILD)/tests/tiles_emulated.o
 	$(call build,$(CC) $(CFLAGS) -O1 $(WARN) $(TEST_I) $< $(BUILD)/tests/tiles_emulated.o,$(LIBS))
 
-$(BUILD)/tests/cuda_device.o: tests/cuda/cuda_device.cu luna_cuda.cuh luna.h $(TEST_H)
-	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function $(TEST_I) -x c++ -c $<)
-
-$(BUILD)/tests/cuda.o: cuda.c luna.h $(TEST_H) golden.c features.c
-	$(call build,$(CC) $(CFLAGS) $(WARN) $(TEST_I) -c $<)
-
-$(BUILD)/tests/cuda_small.o: cuda.c luna.h $(TEST_H) golden.c features.c
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DCUDA_SMALL=1 $(TEST_I) -c $<)
-
-$(BUILD)/tests/cuda_small: $(BUILD)/tests/cuda_small.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
-	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
-
-$(BUILD)/tests/cuda_forgetting.o: forgetting.c luna.h $(TEST_H)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DFORGETTING_CUDA $(TEST_I) -c $<)
-
-$(BUILD)/tests/cuda_forgetting: $(BUILD)/tests/cuda_forgetting.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
-	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
-
-$(BUILD)/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/tests/cuda_device.o
-	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
-
-$(BUILD)/tests/cuda_host_check: tests/cuda/cuda_host_check.cpp tests/cuda/cuda_host.h tests/test.h $(BUILD)/luna.o
-	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) $(TEST_I) $< $(BUILD)/luna.o,$(LIBS))
-
+# ---- for maintainers: what is run
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
 
@@ -269,14 +215,6 @@ names:
 CLANG_TESTS = private golden gradients stream_bytes ops forgetting int8_models bf16_models threads
 test-clang:
 	@$(MAKE) CC='$(CLANG)' BUILD=$(BUILD)/clang ONCE= EXAMPLES= NAMES='$(CLANG_TESTS)' GATE= test
-
-# GATE=1: without what other stages of the gate run in full: test-long, headers, sanitize
-export TEST_FULL
-test:
-	-@$(MAKE) -k -j$(JOBS) programs $(if $(TEST_FULL),$(LATER))
-	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(filter-out $(if $(GATE),tests/tools/compile.sh $(LONG)),\
-	  $(BUILD)/tests/private $(ONCE) $(if $(TEST_FULL),$(LATER) tests/tools/install.sh) \
-	  $(filter-out %/private,$(PROGRAMS)))
 
 # GATE=1: scripts and programs that take longest run in other stages alone
 MSAN_HERE = $(filter-out $(if $(GATE),private),$(MSAN_TESTS))
@@ -345,134 +283,23 @@ REF ?= HEAD
 compare:
 	@BUILD=$(BUILD) CC='$(CC)' CFLAGS='$(CFLAGS)' LIBS='$(LIBS)' sh tests/bench/compare.sh $(REF)
 
-# objects lie beside what is carried to a machine with a GPU, build/cuda
-$(BUILD)/nvcc/%.o: tests/cuda/%.cu luna_cuda.cuh luna.h tests/cuda/cuda_device.h tests/cuda/registers.sh
-	@mkdir -p $(BUILD)/cuda/tests $(BUILD)/nvcc
-	$(NVCC) $(NVCC_FLAGS) -Xptxas -v $(TEST_I) -c $< -o $@ 2>$@.log || { cat $@.log; exit 1; }
-	@sh tests/cuda/registers.sh $@.log
+# The tarball holds all that git knows but the gate, so that each command of README works in it: tests are most of its
+# 6 MB. In an unpacked one, where git knows nothing, all of these parts but what was built. Names are sorted, owners and
+# modes fixed; the time is the last commit's, which unpacked files have.
+DIST_PARTS = .github LICENSE Makefile README.md examples luna.h luna_cuda.cuh tests
+DIST = luna-$(VERSION)
+dist:
+	@mkdir -p $(BUILD)
+	@tar --version 2>/dev/null | grep -q GNU || { echo "make dist needs GNU tar"; exit 1; }
+	@files=$$(git ls-files -- $(DIST_PARTS) 2>/dev/null); time=$${files:+$$(git log -1 --format=%ct)}; \
+	files=$${files:-$$(find $(DIST_PARTS) -type f ! -path '*/__pycache__/*')}; \
+	time=$${time:-$$(date -r luna.h +%s)}; echo "$$files" | LC_ALL=C sort | \
+	  tar -c --format=ustar --no-recursion --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@$$time \
+	    --transform 's,^,$(DIST)/,' -T - -f $(BUILD)/$(DIST).tar
+	@gzip -n -9 -f $(BUILD)/$(DIST).tar
+	@echo "$(BUILD)/$(DIST).tar.gz: $$(wc -c <$(BUILD)/$(DIST).tar.gz) bytes"
 
-# CUDA's own library is linked statically; cuBLAS is not, being far larger than all else
-NVCC_LINK = $(NVCC) -cudart static -Xcompiler -static-libgcc,-static-libstdc++
-NVCC_LIBS = -lcublas -lcublasLt $(LIBS)
-$(BUILD)/nvcc/luna_cuda.o: luna_cuda.cuh luna.h
-	@mkdir -p $(BUILD)/cuda $(BUILD)/nvcc
-	@printf '#include "luna_cuda.cuh"\n' >$(BUILD)/nvcc/luna_cuda.cu
-	$(NVCC) $(NVCC_FLAGS) -Xcompiler -fPIC -I. -c $(BUILD)/nvcc/luna_cuda.cu -o $@
+include $(PARTS)
 
-$(BUILD)/cuda/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/nvcc/cuda_device.o
-	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
-
-$(BUILD)/cuda/tests/cuda_small $(BUILD)/cuda/tests/cuda_forgetting: $(BUILD)/cuda/tests/%: $(BUILD)/tests/%.o \
-  $(BUILD)/luna.o $(BUILD)/nvcc/cuda_device.o
-	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
-
-$(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o $(EXAMPLE_H)
-	$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/nvcc/lm.o
-	$(NVCC_LINK) $(BUILD)/nvcc/lm.o $(BUILD)/luna.o $(BUILD)/nvcc/luna_cuda.o -o $@ $(NVCC_LIBS)
-
-# luna.h's side of tests/cuda/bench_cuda_peers.py: for a GPU, and by the emulator, to try it without one
-$(BUILD)/luna_pic.o: luna.h
-	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$(BUILD)/luna_pic.c
-	$(CC) $(CFLAGS) $(WARN) -fPIC -I. -c $(BUILD)/luna_pic.c -o $@
-
-$(BUILD)/cuda/peers.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o $(BUILD)/nvcc/luna_cuda.o
-	$(NVCC_LINK) -std=c++17 -O2 -Xcompiler -fPIC,-Wall,-Wextra -DLI_IMPLEMENTED -I. -shared $^ -o $@ $(NVCC_LIBS)
-
-$(BUILD)/peers_host.so: tests/cuda/peers.cpp $(BUILD)/luna_pic.o luna_cuda.cuh tests/cuda/cuda_host.h
-	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -fPIC -shared -DPEERS_HOST -DLI_IMPLEMENTED \
-	  $(TEST_I) $< $(BUILD)/luna_pic.o -o $@ $(LIBS)
-
-# the hook of examples/luna_nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
-NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/nvcc/nccl.o)
-$(BUILD)/nvcc/nccl.o: examples/luna_nccl.h luna.h
-	@mkdir -p $(BUILD)/nvcc
-	@printf '%s\n' '#include "luna.h"' '#include "examples/luna_nccl.h"' \
-	  'bool opens(nccl_ranks *n, ncclComm_t c) { bool good = nccl_open(n, c); nccl_close(n); return good; }' \
-	  >$(BUILD)/nvcc/nccl.cu
-	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/nvcc/nccl.cu -o $@
-
-CUDA_TESTS = cuda_small cuda_forgetting cuda
-CUDA_PROGRAMS = $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%) $(BUILD)/cuda/lm $(BUILD)/cuda/bench $(BUILD)/cuda/peers.so
-cuda:
-	@if command -v $(NVCC) >/dev/null 2>&1; \
-	  then $(MAKE) $(CUDA_PROGRAMS) $(NCCL) && du -sm $(BUILD)/cuda | sed 's/\t.*/ MB in build\/cuda/'; \
-	  else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
-
-cuda-test: cuda
-	@BUILD=$(BUILD) JOBS=1 sh tests/run.sh $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%)
-
-gpu:
-	@BUILD=$(BUILD) sh tests/cuda/gpu.sh
-
-# vectors of 32 lanes, bytes seen as many types, and no multiply-add but where the PTX says so
-$(BUILD)/ptx/ptx_host.o: tests/cuda/ptx_host.cpp tests/cuda/ptx_host.h tests/cuda/ptx.h tests/cuda/cuda_host.h
-	@mkdir -p $(BUILD)/ptx
-	$(CXX) -std=c++17 -O3 -march=native -ffp-contract=off -fno-strict-aliasing $(WARN) -Wno-unused-function -I. -c $< -o $@
-
-$(BUILD)/tests/ptx.o: ptx.c luna.h $(TEST_H)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED $(TEST_I) -c $<)
-
-# the kernels' names are looked up in the program itself
-$(BUILD)/ptx/%: $(BUILD)/tests/%.o $(BUILD)/ptx/ptx_host.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
-	$(CXX) -rdynamic $(filter-out $(if $(findstring /tests/cuda.o,$<),%/luna.o),$^) -o $@ $(LIBS) -ldl
-
-$(BUILD)/ptx/cuda_device.ptx: tests/cuda/cuda_device.cu luna_cuda.cuh luna.h tests/cuda/cuda_device.h
-	@mkdir -p $(BUILD)/ptx
-	$(NVCC) -std=c++17 -O3 -lineinfo -arch=compute_80 -ptx -I. $< -o $@
-
-$(BUILD)/ptx/registers.log: $(BUILD)/ptx/cuda_device.ptx
-	$(NVCC) -cubin -arch=sm_80 -Xptxas -v $< -o $(BUILD)/ptx/cuda_device.cubin >$@ 2>&1 || { cat $@; rm -f $@; exit 1; }
-
-PTX_TESTS = ptx $(if $(TEST_FULL),cuda,cuda_small)
-.SECONDARY: $(PTX_TESTS:%=$(BUILD)/tests/%.o)
-ptx:
-	@if command -v $(NVCC) >/dev/null 2>&1; \
-	  then $(MAKE) $(PTX_TESTS:%=$(BUILD)/ptx/%) $(BUILD)/ptx/registers.log && PTX=$(BUILD)/ptx/cuda_device.ptx \
-	    PTX_REGISTERS=$(BUILD)/ptx/registers.log BUILD=$(BUILD) sh tests/run.sh $(PTX_TESTS:%=$(BUILD)/ptx/%); \
-	  else echo "nvcc is not here: its PTX is not run"; fi
-
-$(BUILD)/cuda/bench: $(BUILD)/nvcc/bench_cuda.o $(BUILD)/luna.o
-	$(NVCC_LINK) $^ -o $@ $(NVCC_LIBS)
-
-cuda-bench:
-	@if command -v $(NVCC) >/dev/null 2>&1; \
-	  then $(MAKE) $(BUILD)/cuda/bench && $(BUILD)/cuda/bench $(BUILD)/bench_cuda.json; \
-	  else echo "nvcc is not here: nothing is measured"; fi
-
-MPICC ?= mpicc
-MPIRUN ?= mpirun
-MPI_EXAMPLES = $(addprefix $(BUILD)/mpi/,lm classify listops series lra)
-
-$(BUILD)/mpi/tests/%: %.c $(BUILD)/luna.o examples/luna_mpi.h $(TEST_H)
-	@mkdir -p $(BUILD)/mpi/tests && rm -f $@
-	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o -o $@ $(LIBS)
-
-$(BUILD)/mpi/%: examples/%.c $(BUILD)/luna.o $(EXAMPLE_H)
-	@mkdir -p $(BUILD)/mpi && rm -f $@
-	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
-$(BUILD)/mpi/lra: examples/lra/lra.c $(BUILD)/luna.o $(EXAMPLE_H)
-	@mkdir -p $(BUILD)/mpi && rm -f $@
-	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
-
-mpi:
-	@if command -v $(MPICC) >/dev/null 2>&1; then $(MAKE) $(MPI_EXAMPLES); \
-	  else echo "$(MPICC) is not here (Debian: openmpi-bin libopenmpi-dev): nothing is built"; fi
-
-mpi-test:
-	@$(MAKE) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
-	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/run.sh tests/ranks/mpi.sh
-
-$(BUILD)/luna.html: luna.h $(wildcard examples/web/*) examples/models/english.safetensors
-	@CLANG='$(CLANG)' sh examples/web/build.sh $@
-
-web: $(BUILD)/luna.html
-
-web-test: web
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/programs/web.sh
-
-clean:
-	rm -rf build $(BUILD)
-
-.PHONY: help run examples docs install dist programs names test test-clang test-all test-long mcu sanitize cross golden headers fuzz \
-  fuzz-coverage coverage analyze faults soak size bench arena compare cuda cuda-test gpu cuda-bench ptx mpi mpi-test \
-  web web-test clean
+.PHONY: help run examples test install docs clean dist programs names test-clang test-all test-long mcu sanitize cross \
+  golden headers fuzz fuzz-coverage coverage analyze faults soak size bench arena compare
