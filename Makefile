@@ -34,7 +34,8 @@
 #                            gate, but before releases
 #   make soak                streams of 2^26 steps and a training of 10^7, of tiny models: tests/robust/soak.c, ten
 #                            minutes on a quiet core; make test-long has a short form
-#   make size                object sizes by build switch; a streaming detector's program, weights and memory
+#   make size                bytes of luna.h by chapter, of objects by build switch, and of a streaming detector;
+#                            PART=chapters: the first alone, in a moment
 #   make bench               speed, as shares of this machine's peak: tests/bench, under 3 minutes; rows also in
 #                            build/bench.json; it warns where other programs or machines had the processors
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in
@@ -267,7 +268,7 @@ soak: $(BUILD)/tests/soak
 	$< --full
 
 size:
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/tools/size.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/tools/size.sh $(PART)
 
 # each benchmark leaves a line of JSON a row; build/bench.json holds them all
 bench: $(BENCHES)

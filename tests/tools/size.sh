@@ -1,16 +1,24 @@
 #!/bin/sh
-# size.sh: object sizes of luna.h (code and constants, bytes) by build switch; for Cortex-M4 where its compiler is
-# there. Then a detector's program, 9 numbers a step, 2 outputs, 2 layers of d = 32, l = 16: its weights, its stream's
-# memory, and what it takes of a Cortex-M4 with all of the C library that it calls. Last, the bytes of each chapter.
+# size.sh [PART]: bytes of luna.h. Parts, of which all are printed without an argument:
+#   chapters   each chapter of the file: a moment when it is asked for alone, else with its object's code too
+#   objects    code and constants by build switch; for Cortex-M4 where its compiler is there
+#   detector   a detector of 9 numbers a step, 2 outputs, 2 layers of d = 32, l = 16: its weights, its stream's memory
+# And --check: whether the detector's program compiles and runs, by $BUILD/luna.o where that is there.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
-work=${BUILD:-build}/size
+build=${BUILD:-build} part=$1
+case $build in /*) ;; *) build=$root/$build ;; esac
+work=$build/size
 cc=${CC:-cc}
 arm=arm-none-eabi-gcc
 m4="-mcpu=cortex-m4 -mthumb -mfloat-abi=hard -mfpu=fpv4-sp-d16"
 mkdir -p "$work"
 cd "$work" || exit 1
 printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >luna.c
+case $part in
+  "" | chapters | objects | detector | --check) ;;
+  *) echo "size.sh: there is no part $part; there are chapters, objects and detector" >&2; exit 2 ;;
+esac
 
 rows="whole
 LUNA_NO_TRAIN
@@ -29,30 +37,32 @@ build() {
     echo "-" >"$out"
   fi
 }
-number=0
-echo "$rows" | while read -r switches; do
-  number=$((number + 1))
-  flags=$(echo "$switches" | sed 's/whole//;s/LUNA/-DLUNA/g')
-  build "$number.Os" $cc -Os $flags &
-  build "$number.O2" $cc -O2 $flags &
-  if command -v $arm >/dev/null 2>&1; then
-    size=arm-none-eabi-size build "$number.m4Os" $arm $m4 -Os $flags
-    size=arm-none-eabi-size build "$number.m4O2" $arm $m4 -O2 $flags
-  fi
-  wait
-done
+objects() {
+  number=0
+  echo "$rows" | while read -r switches; do
+    number=$((number + 1))
+    flags=$(echo "$switches" | sed 's/whole//;s/LUNA/-DLUNA/g')
+    build "$number.Os" $cc -Os $flags &
+    build "$number.O2" $cc -O2 $flags &
+    if command -v $arm >/dev/null 2>&1; then
+      size=arm-none-eabi-size build "$number.m4Os" $arm $m4 -Os $flags
+      size=arm-none-eabi-size build "$number.m4O2" $arm $m4 -O2 $flags
+    fi
+    wait
+  done
 
-machine=$($cc -dumpmachine 2>/dev/null | cut -d - -f 1)
-printf '%-58s %12s %12s' "object size, bytes" "${machine:-here} -Os" "-O2"
-command -v $arm >/dev/null 2>&1 && printf ' %14s %12s' "Cortex-M4 -Os" "-O2" || echo
-echo
-number=0
-echo "$rows" | while read -r switches; do
-  number=$((number + 1))
-  printf '%-58s %12s %12s' "$switches" "$(cat $number.Os)" "$(cat $number.O2)"
-  [ -e "$number.m4Os" ] && printf ' %14s %12s' "$(cat $number.m4Os)" "$(cat $number.m4O2)"
+  machine=$($cc -dumpmachine 2>/dev/null | cut -d - -f 1)
+  printf '%-58s %12s %12s' "object size, bytes" "${machine:-here} -Os" "-O2"
+  command -v $arm >/dev/null 2>&1 && printf ' %14s %12s' "Cortex-M4 -Os" "-O2" || echo
   echo
-done
+  number=0
+  echo "$rows" | while read -r switches; do
+    number=$((number + 1))
+    printf '%-58s %12s %12s' "$switches" "$(cat $number.Os)" "$(cat $number.O2)"
+    [ -e "$number.m4Os" ] && printf ' %14s %12s' "$(cat $number.m4Os)" "$(cat $number.m4O2)"
+    echo
+  done
+}
 
 # writes the detector, prints the bytes of its file and of its stream's memory: with this machine's pointers, a little
 # more than a Cortex-M4's takes
@@ -65,12 +75,12 @@ int main(void) {
   luna_ctx *ctx = luna_open(NULL);
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
-  luna_lm_config config = {.features = 9, .outputs = 2, .layers = 2, .memory = 16,
-    .layer = {.dim = 32, .heads = 4, .ffn = 64, .convolution = 4, .pre_norm = true}};
+  luna_lm_config config = {.features = 9, .outputs = 2, .layers = 2,
+    .layer = {.dim = 32, .heads = 4, .ffn = 64, .memory = 16, .convolution = 4, .pre_norm = true}};
   const char *error = luna_error(ctx);
   size_t size = 0, memory = 0;
-  if (luna_lm_init(&model, params, &config) == LUNA_OK && luna_save(params,
-                                                                    luna_path("detector.safetensors")) == LUNA_OK) {
+  if (luna_lm_init(&model, params, &config) == LUNA_OK &&
+      luna_save(params, luna_path("detector.safetensors")) == LUNA_OK) {
     FILE *from = fopen("detector.safetensors", "rb");
     size = from ? fread(file.at, 1, sizeof file.at, from) : 0;
     if (from) fclose(from);
@@ -83,16 +93,24 @@ int main(void) {
   return memory == 0;
 }
 END
-$cc -std=c99 -O0 -DLUNA_NO_SIMD -I"$root" write.c -o write -lm -lpthread && found=$(./write) || exit 1
-weights=${found% *} memory=${found#* }
-printf '\n%-58s %12s %12s\n' "a streaming detector, bytes" "weights" "stream"
-printf '%-58s %12s %12s\n' "9 numbers, 2 outputs, 2 layers, d = 32, l = 16" "$weights" "$memory"
+detector() {
+  $cc -std=c99 -O0 -DLUNA_NO_SIMD -I"$root" write.c -o write -lm -lpthread && found=$(./write) || exit 1
+  printf '%-58s %12s %12s\n' "a streaming detector, bytes" "weights" "stream"
+  printf '%-58s %12s %12s\n\n' "9 numbers, 2 outputs, 2 layers, d = 32, l = 16" "${found% *}" "${found#* }"
+}
+check() {
+  unit=
+  [ ! -e "$build/luna.o" ] || unit="-DLI_IMPLEMENTED $build/luna.o"
+  $cc -std=c99 -Wall -Wextra -Werror -O0 -I"$root" write.c $unit -o write $CFLAGS -lm -lpthread && found=$(./write) &&
+    [ "${found% *}" -gt 10000 ] && [ "${found#* }" -gt 1000 ]
+}
 
 # by chapter: bytes of luna.h, and of the object's code, where nm can tell the line that a function begins in
-printf '\n%-58s %12s %12s\n' "chapter, bytes" "luna.h" "code, -O2"
-$cc -std=c99 -O2 -g -I"$root" -c luna.c -o lines.o && nm -S -l lines.o 2>/dev/null |
-  sed -n 's/^[0-9a-f]* \([0-9a-f]*\) [TtWw] .*luna\.h:\([0-9]*\).*/\2 \1/p' >functions
-LC_ALL=C awk '
+chapters() {
+  : >functions
+  [ -n "$part" ] || { $cc -std=c99 -O2 -g -I"$root" -c luna.c -o lines.o && nm -S -l lines.o 2>/dev/null |
+    sed -n 's/^[0-9a-f]* \([0-9a-f]*\) [TtWw] .*luna\.h:\([0-9]*\).*/\2 \1/p' >functions; }
+  LC_ALL=C awk '
   function hex(text,  value, i) {
     for (i = 1; i <= length(text); i++) value = 16 * value + index("0123456789abcdef", substr(text, i, 1)) - 1
     return value
@@ -107,5 +125,20 @@ LC_ALL=C awk '
   { source[chapters] += length($0) + 1; chapter_of[FNR] = chapters }
   END {
     for (i = 1; i <= functions; i++) code[chapter_of[line[i]]] += bytes[i]
-    for (i = 1; i <= chapters; i++) printf "%-58s %12d %12d\n", order[i], source[i], code[i]
+    printf "%-58s %12s%s\n", "chapter, bytes", "luna.h", functions ? "    code, -O2" : ""
+    for (i = 1; i <= chapters; i++) {
+      printf "%-58s %12d", order[i], source[i]
+      if (functions) printf " %12d", code[i]
+      print ""
+      all += source[i]
+    }
+    printf "%-58s %12d\n", "all", all
   }' functions "$root/luna.h"
+  echo
+}
+
+case $part in
+  "") chapters && objects && detector ;;
+  --check) check ;;
+  *) "$part" ;;
+esac
