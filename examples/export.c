@@ -530,8 +530,12 @@ static void write_c(void) {
   write_weights();
   write_code(export_numbers);
   write_function("activation", model.config.layer.activation);
-  if (!forgets()) write_function("omega", model.config.layer.omega);
-  else fputs("static float omega(float x) { return exponential((x < -15.0f) ? -15.0f : ((x > 15.0f) ? 15.0f : x)); }\n", out);
+  if (forgets()) {
+    fputs("static float omega(float x) {"
+          " return exponential((x < -15.0f) ? -15.0f : ((x > 15.0f) ? 15.0f : x)); }\n", out);
+  } else {
+    write_function("omega", model.config.layer.omega);
+  }
   fputc('\n', out);
   write_code(export_vectors);
   write_code(export_model);

@@ -422,7 +422,8 @@ static luna_tensor *loss_of(luna_tensor *y, int64_t *counted) {
     *counted = luna_counted(loss);
     if (!taught) return loss;
     luna_tensor *like_teacher = luna_mse(luna_log_softmax(y), batch.taught);
-    return luna_add(loss, luna_scale(like_teacher, (float)(own.teach * share_as(luna_counted(like_teacher), *counted))));
+    const double share = own.teach * share_as(luna_counted(like_teacher), *counted);
+    return luna_add(loss, luna_scale(like_teacher, (float)share));
   }
   y = luna_reshape(y, 2, (int64_t[]){ -1, level_count });
   luna_tensor *median = luna_slice(y, 1, level_count / 2, 1);

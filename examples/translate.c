@@ -211,8 +211,8 @@ static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t 
   int32_t *out = (int32_t *)grow(NULL, rows * (search.max_length + 1), sizeof(int32_t)),
       *lengths = out + rows * search.max_length;
   unsigned char *text = (unsigned char *)grow(NULL, search.max_length * UNIT + 1, 1);
-  int status = luna_beam_search(model, &(luna_input){ b->source, b->lengths[0], rows, b->n, NULL }, &search, out, lengths,
-                                NULL) == LUNA_OK ? 0 : failed(ctx);
+  const luna_input source = { b->source, b->lengths[0], rows, b->n, NULL };
+  int status = luna_beam_search(model, &source, &search, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
   for (int64_t r = 0; r < rows && !status; r++)
     take(d->pairs + first + r, decode(&d->v, out + r * search.max_length, lengths[r], text));
   free(out), free(text);

@@ -404,7 +404,8 @@ typedef struct flag {
   { "--memory", commands, WHOLE(set.memory, 1, 65536), "memory slots, l" }, \
   { "--ffn", commands, WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" }, \
   { "--dropout", commands, REAL(set.dropout, 0, 0.95), "probability that training sets a number to 0" }
-#define FLAGS_CLASSIFIER /* names in the order of luna_attention_kind, luna_pooling, luna_positions; see attention_choice.h */ \
+/* names in the order of luna_attention_kind, luna_pooling, luna_positions; see attention_choice.h */
+#define FLAGS_CLASSIFIER \
   { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" }, \
   { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is predicted from" }, \
   { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how positions are encoded" }

@@ -713,7 +713,8 @@ async function learn() {
     const { found, state } = await tools.ask('read', { signal: copy });
     signal.found.set(found);
     signal.learnt = true, signal.seen = signal.right = signal.wrong = 0;
-    say('stream-says', `Learnt. All that the detector keeps of the past is ${whole(state)} bytes, and the last 64 numbers. Let it run.`);
+    say('stream-says',
+      `Learnt. All that the detector keeps of the past is ${whole(state)} bytes, and the last 64 numbers. Let it run.`);
   } finally { ['learn', 'play'].forEach((id) => { $(id).disabled = false; }); }
   redraw('signal');
 }

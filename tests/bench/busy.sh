@@ -46,7 +46,8 @@ check "other machines" grep -q "^warning: during the timing 10% of the time that
 stat 1020 1002 0 >end
 own() { timing_warn "then" "$(head -n 1 second)" "$(head -n 1 end)" "$1" 3 >out 2>err; }
 timing_stat=$work/second
-(. "$root/tests/bench/timing.sh"; own 23; cp err all; own 13; cat err >>all; trap 'rm -f "$timing_lock"' EXIT) >out 2>err
+(. "$root/tests/bench/timing.sh"; own 23; cp err all; own 13; cat err >>all
+  trap 'rm -f "$timing_lock"' EXIT) >out 2>err
 check "the timed programs are not others" [ "$(cat all)" = \
   "warning: then other programs took 1.0 of 2 processors: times are too long" ]
 (. "$root/tests/bench/timing.sh"; awk 'BEGIN { for (i = 0; i < 3000000; i++) x += i }'; timing_own

@@ -34,7 +34,8 @@ check "a wrong result is not found" test $? = 1
 check "the values of both sides are not printed" grep -q 'FAILED: .*number [0-9]* is .*, in PyTorch' "$log"
 rm -rf "$build/peers_wrong"
 
-"$python" tests/cuda/bench_cuda_peers.py --dry --seconds 3000 --runs 1 --only 'encoder layer, l = 16, forward' >"$log" 2>&1
+"$python" tests/cuda/bench_cuda_peers.py --dry --seconds 3000 --runs 1 --only 'encoder layer, l = 16, forward' \
+  >"$log" 2>&1
 check "measuring ends with an error" test $? = 0
 check "it does not say that the times are nothing" grep -q 'A DRY RUN' "$log"
 row='^\| encoder layer, l = 16, forward \| 2 x 128 \| BF16 \| [0-9.]+ \| [0-9.]+ \| [0-9.]+ \| - \| - \| - \| - \| - \|'

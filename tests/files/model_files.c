@@ -442,8 +442,8 @@ static void check_old_linformer(void) {
   same.kind = LUNA_MODEL_CLASSIFIER;
   CHECK(luna_classifier_init(&same.classifier, other, &model.classifier.config) == LUNA_OK &&
         luna_load(other, luna_path(path.text)) == LUNA_OK, "%s: %s", path.text, luna_error(ctx));
-  CHECK(luna_save(other, luna_path("linformer.tmp")) == LUNA_OK && luna_load(other, luna_path("linformer.tmp")) == LUNA_OK,
-        "a new file of the hook: %s", luna_error(ctx));
+  CHECK(luna_save(other, luna_path("linformer.tmp")) == LUNA_OK &&
+        luna_load(other, luna_path("linformer.tmp")) == LUNA_OK, "a new file of the hook: %s", luna_error(ctx));
   remove("linformer.tmp");
   luna_classifier refuses;
   luna_classifier_config unlike = model.classifier.config;
@@ -457,9 +457,11 @@ static void check_old_linformer(void) {
   unlike.encoder.layer.heads = unlike.encoder.layer.heads == 1 ? 2 : 1;
   third = luna_params_open(ctx);
   CHECK(luna_classifier_init(&refuses, third, &unlike) == LUNA_OK, "other heads: %s", luna_error(ctx));
-  refused(ctx, luna_load(third, luna_path(path.text)) != LUNA_OK, FILE_CONFIG, "an old file into a model of other heads");
-  CHECK(luna_params_find(params, "encoder.e_proj") && luna_params_find(params, "encoder.layers.1.self_attn.q_proj.bias"),
-        "%s: its parameters have other names", path.text);
+  refused(ctx, luna_load(third, luna_path(path.text)) != LUNA_OK, FILE_CONFIG,
+          "an old file into a model of other heads");
+  CHECK(luna_params_find(params, "encoder.e_proj") &&
+        luna_params_find(params, "encoder.layers.1.self_attn.q_proj.bias"), "%s: its parameters have other names",
+        path.text);
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
     float *values = values_of(ctx, old_logits(i ? &same : &model), path.text);

@@ -76,8 +76,8 @@ static void int8_multiply(const li_int8_loops *loops, const int8_trial *t, bool 
 }
 static void int8_check_sums(void) {
   static const int64_t sizes[][3] = {
-    {1, 1, 1}, {3, 2, 1}, {1, 5, 3}, {2, 33, 17}, {5, 16, 31}, {14, 32, 64}, {15, 70, 129}, {29, 31, 255}, {32, 32, 64}, {70, 70, 130},
-    {40, 65, 100}, {1, 3, LI_INT8_MAX}, {17, 2, LI_INT8_MAX}, {2, 1, LI_INT8_MAX - 1}
+    {1, 1, 1}, {3, 2, 1}, {1, 5, 3}, {2, 33, 17}, {5, 16, 31}, {14, 32, 64}, {15, 70, 129}, {29, 31, 255},
+    {32, 32, 64}, {70, 70, 130}, {40, 65, 100}, {1, 3, LI_INT8_MAX}, {17, 2, LI_INT8_MAX}, {2, 1, LI_INT8_MAX - 1}
   };
   int8_set sets[9];
   const int count = int8_sets(sets);

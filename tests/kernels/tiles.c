@@ -30,9 +30,10 @@ static void tiles_check(const tiles_case *t) {
   tiles_emulated_multiply(t, a, b, want);
   for (int64_t i = 0; i < t->m * t->n && wrong < 0; i++)
     if (memcmp(got + i, want + i, sizeof(float)) != 0 && !(got[i] != got[i] && want[i] != want[i])) wrong = i;
-  CHECK(wrong < 0, "[%d,%d] x [%d,%d], layout %d, epilogue %d, numbers %d: element %d is %.9g, emulated %.9g", (int)t->m,
-        (int)t->k, (int)t->k, (int)t->n, t->layout, t->epilogue, t->kind, (int)wrong, (double)got[wrong < 0 ? 0 : wrong],
-        (double)want[wrong < 0 ? 0 : wrong]);
+  const int64_t at = wrong < 0 ? 0 : wrong;
+  CHECK(wrong < 0, "[%d,%d] x [%d,%d], layout %d, epilogue %d, numbers %d: element %d is %.9g, emulated %.9g",
+        (int)t->m, (int)t->k, (int)t->k, (int)t->n, t->layout, t->epilogue, t->kind, (int)wrong, (double)got[at],
+        (double)want[at]);
   free(a), free(b), free(got), free(want);
 }
 static void tiles_compare(void) {

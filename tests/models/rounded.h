@@ -23,7 +23,8 @@ typedef void (*rounded_run)(void *user, const rounded_how *how, rounded *out);
 /* by a few of float32's units in the last place: in turn at most 3, 6, 9 and 12 */
 TEST_UNUSED static void rounded_nudge(uint64_t nudge, float *x, int64_t n) {
   const double most = 4e-7 * (double)(1 + nudge % 4);
-  for (int64_t i = 0; nudge && i < n; i++) x[i] = (float)((double)x[i] * (1 + most * common_number(nudge, (uint64_t)i)));
+  for (int64_t i = 0; nudge && i < n; i++)
+    x[i] = (float)((double)x[i] * (1 + most * common_number(nudge, (uint64_t)i)));
 }
 static void rounded_put(rounded *out, const char *name, bool gradient, const float *values, int64_t count) {
   if (!CHECK(out->count < ROUNDED_TENSORS, "%s: more than %d tensors", name, ROUNDED_TENSORS)) return;

@@ -185,7 +185,8 @@ printf 'x,y\n' >f.csv
 awk 'BEGIN { for (t = 0; t < 200; t++) print t % 7 "," t % 5 }' >>f.csv
 check "a forecaster is made" sh -c "'$build/series' train f.csv --forecast --steps 3 --out f.safetensors >out"
 check "it is shown" run f.safetensors
-check "with what its outputs are" grep -q "^  outputs: .* the change from its column's last number, in its unit: add" out
+check "with what its outputs are" \
+  grep -q "^  outputs: .* the change from its column's last number, in its unit: add" out
 check "a model of features is made" sh -c "'$build/series' train w.csv --label state --steps 3 --out s.safetensors >out"
 run s.safetensors
 check "it has no vocabulary" sh -c '! grep -q "[ ,] vocab" out'
@@ -249,8 +250,8 @@ check "it is a whole SVG" good e.svg
 printf 'a\377\200\001\302\002b' >odd
 check "odd bytes do no harm" sh -c "'$build/attention_map' draw m.safetensors --svg f.svg <odd"
 check "not to the SVG either" good f.svg
-check "an encoder-decoder's encoder, with numbers for tokens" run draw a.safetensors --tokens numbers --text '5 6 7 300' \
-  --svg g.svg
+check "an encoder-decoder's encoder, with numbers for tokens" \
+  run draw a.safetensors --tokens numbers --text '5 6 7 300' --svg g.svg
 check "it says how many" grep -q ' 4 tokens' out
 check "a text is cut into byte pairs, as it was trained" run draw a.safetensors --text 'one two three' --svg g.svg
 check "words are tokens" grep -q ' 4 tokens' out

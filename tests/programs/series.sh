@@ -305,7 +305,10 @@ check "to the last one's step" grep -q '>steps 1325 to 1524<' three.svg
 check "of three quantiles" [ "$(grep -c '^1,\(1\|6\|24\),0.[159],[0-9.]*$' out)" = 9 ]
 check "that do not cross" awk -F, 'NR > 1 { if ($2 == ahead && $4 < was) bad = 1; ahead = $2; was = $4 }
   END { exit bad }' out
-awk 'BEGIN { print "x,hour,y"; for (t = 0; t < 600; t++) print 10 * (t % 24 == 5) + t % 3 "," t % 24 "," t % 5 }' >hours.csv
+awk 'BEGIN {
+  print "x,hour,y"
+  for (t = 0; t < 600; t++) print 10 * (t % 24 == 5) + t % 3 "," t % 24 "," t % 5
+}' >hours.csv
 check "a column that is read alone" run train hours.csv --forecast --inputs hour --window 60 --out i.safetensors \
   --steps 60 $small
 check "is not measured" sh -c "grep -q '^x  ' out && grep -q '^y  ' out && ! grep -q '^hour  ' out"
@@ -462,7 +465,8 @@ check "large numbers" run train big.csv --forecast --out n.safetensors --steps 3
 check "give a finite error" \
   grep -q 'in deviations, [0-9.e+]*, of the last value [0-9.e+]*, of the season [0-9.e+]*;' out
 check "what is no number is said" grep -q "column 'typo' is left out: line 10 has '[^']*', which is no number" out
-check "or is too large" grep -q "column 'huge' is left out: line 2 has '[^']*', which is no number, or too large a one" out
+check "or is too large" \
+  grep -q "column 'huge' is left out: line 2 has '[^']*', which is no number, or too large a one" out
 check "or never changes" grep -q "column 'same' is left out: it never changes" out
 sed 's/1e30/2e38/' big.csv | cut -d , -f 1 >huge.csv
 refuses "no column of numbers" train huge.csv --forecast --steps 3 --out a.safetensors

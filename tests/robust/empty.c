@@ -378,7 +378,8 @@ static void check_models(luna_form form) {
         luna_status s = luna_seq2seq_generate(&seq2seq, &in, &search, out, out_lengths);
         CHECK(s == LUNA_OK || luna_error(ctx)[0], "%s: no sentence", what);
         for (int i = 0; i < b && s == LUNA_OK; i++)
-          CHECK(out_lengths[i] >= 0 && out_lengths[i] <= (m ? m : 2 * n + 10), "%s: length %d", what, (int)out_lengths[i]);
+          CHECK(out_lengths[i] >= 0 && out_lengths[i] <= (m ? m : 2 * n + 10), "%s: length %d", what,
+                (int)out_lengths[i]);
         begin();
         luna_stream *d = luna_seq2seq_stream_open(&seq2seq, &in, 1);
         CHECK(d || luna_error(ctx)[0], "%s: no stream, no sentence", what);

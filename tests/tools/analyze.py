@@ -101,9 +101,9 @@ def said_by_gcc(folder, text):
             sys.exit(f"gcc's analyser fails in {name}: {done.stdout[-2000:]}")
         if "bailed out early" in done.stdout:
             print(f"gcc's analyser does not look at all paths of {name}")
-        found += [(int(line), "gcc-" + check, sentence) for line, sentence, check in
-                  re.findall(r"luna\.h:(\d+):\d+: warning: (.*?)(?: \[CWE-\d+\])? \[-Wanalyzer-(?!too-complex)([\w-]+)\]$",
-                             done.stdout, re.M)]
+        warning = r"luna\.h:(\d+):\d+: warning: (.*?)(?: \[CWE-\d+\])? \[-Wanalyzer-(?!too-complex)([\w-]+)\]$"
+        found += [(int(line), "gcc-" + check, sentence)
+                  for line, sentence, check in re.findall(warning, done.stdout, re.M)]
     return found
 
 

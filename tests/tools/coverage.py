@@ -1,6 +1,6 @@
 """Which lines and branches of luna.h the tests run: a table by chapter, by gcov.
 
-    python3 tests/tools/coverage.py FOLDER [TEST...]   builds there, runs these tests, or TESTS below, and prints the table
+    python3 tests/tools/coverage.py FOLDER [TEST...]   builds there, runs these tests or TESTS below, prints the table
 
 What reads a stranger's bytes, and what goes on from a saved state, must be run to the last branch: the chapters and
 functions of WHOLE, but for how a file takes its place (SAVING), whose branches are mostly errors of the system and

@@ -12,17 +12,19 @@ limit=${LIMIT:-600}                                      # seconds a program
 # windows-vc: the way of Visual C++, in luna.h's base chapter, as far as gcc can go it.
 # 64-bit offsets: without them readdir of a 32-bit program under qemu fails where a folder's offsets are hashes (ext4).
 # name    | compiler                   | flags                              | runner; nothing: this kernel | without
-table='
+vc="-DLI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mxsave"
+trap="-fsanitize=undefined -fsanitize-undefined-trap-on-error"
+table="
 s390x     | s390x-linux-gnu-gcc        | -static -DTEST_QUICK=1             | qemu-s390x  |
 aarch64   | aarch64-linux-gnu-gcc      | -static -DTEST_QUICK=1             | qemu-aarch64 |
 armhf     | arm-linux-gnueabihf-gcc    | -static -DTEST_QUICK=1 -D_FILE_OFFSET_BITS=64 | qemu-arm    |
 riscv64   | riscv64-linux-gnu-gcc      | -static -DTEST_QUICK=1             | qemu-riscv64 |
-i686      | i686-linux-gnu-gcc         | -static -msse2 -mfpmath=sse -fsanitize=undefined -fsanitize-undefined-trap-on-error |  |
+i686      | i686-linux-gnu-gcc         | -static -msse2 -mfpmath=sse $trap |  |
 musl      | musl-gcc                   | -static                            |             |
 windows   | x86_64-w64-mingw32-gcc     | -static -D__USE_MINGW_ANSI_STDIO=1 | wine        |
-windows-vc | x86_64-w64-mingw32-gcc    | -static -D__USE_MINGW_ANSI_STDIO=1 -DLI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mxsave | wine |
-wasm      | clang --target=wasm32-wasi | -msimd128                          | node --no-warnings tests/tools/wasi.mjs | threads
-'
+windows-vc | x86_64-w64-mingw32-gcc    | -static -D__USE_MINGW_ANSI_STDIO=1 $vc | wine |
+wasm      | clang --target=wasm32-wasi | -msimd128                 | node --no-warnings tests/tools/wasi.mjs | threads
+"
 export WINEDEBUG=-all WINEPREFIX="$PWD/$build/wine"
 
 run_row() {                                              # NAME; the last line: "N passed, N failed", or "skipped: ..."

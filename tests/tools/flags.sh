@@ -54,8 +54,9 @@ table() {
 table >"$work/made"
 sed -n '/^## Flags$/,/^## [^F]/p' "$guide" | grep '^|' >"$work/kept"
 if [ "$1" = --write ]; then
-  awk -v table="$work/made" '/^## Flags$/ { on = 1 } on && /^\|/ { if (!done++) while ((getline line <table) > 0) print line
-    next } /^## [^F]/ { on = 0 } { print }' "$guide" >"$work/guide" && cp "$work/guide" "$guide"
+  awk -v table="$work/made" '/^## Flags$/ { on = 1 } /^## [^F]/ { on = 0 }
+    on && /^\|/ { if (!done++) while ((getline line <table) > 0) print line; next }
+    { print }' "$guide" >"$work/guide" && cp "$work/guide" "$guide"
   exit
 fi
 for program in $programs; do                              # each flag of a program is one check

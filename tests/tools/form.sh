@@ -1,6 +1,7 @@
 #!/bin/sh
-# form.sh: what holds the form of luna.h: its size, its columns, its chapters' tags, and companions that use only what
-# is public.
+# form.sh: what holds the form: of luna.h its size, its columns and its chapters' tags; companions that use only what is
+# public; sources of at most 120 columns; texts that name only files that are there; what make alone prints; and whether
+# the program of make size compiles.
 cd "$(dirname "$0")/../.." || exit 1
 limit=1062000 # bytes of luna.h; 1000000 when the parts that leave it have left
 passed=0 failed=0
@@ -11,13 +12,53 @@ check() { # SENTENCE COMMAND...
 }
 bytes=$(($(wc -c <luna.h)))
 check "luna.h has $bytes bytes, more than $limit" [ "$bytes" -le "$limit" ]
-long=$(awk 'length($0) > 120 { print NR; exit }' luna.h)
-check "line $long of luna.h has more than 120 columns" [ -z "$long" ]
+sources=$(find luna.h luna_cuda.cuh Makefile examples tests -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
+  -o -name '*.cpp' -o -name '*.py' -o -name '*.sh' -o -name '*.mk' -o -name '*.awk' -o -name '*.js' -o -name '*.mjs' \
+  -o -name Makefile \) ! -path 'tests/data/*' ! -path '*/__pycache__/*')
+for file in $sources; do
+  long=$(LC_ALL=C awk '{ gsub(/[\200-\277]/, "") } length($0) > 120 { print FNR; exit }' "$file")
+  check "line $long of $file has more than 120 columns" [ -z "$long" ]
+done
 twice=$(sed -n 's,^\(/\* \|   \)\(>>[a-z0-9_]*\).*,\2,p' luna.h | sort | uniq -d)
 check "a tag of luna.h opens two chapters: $twice" [ -z "$twice" ]
 for companion in examples/luna_*.h examples/attentions/*.h; do
   found=$(grep -n '\bli_\|\bLI_' "$companion" | grep -v LI_IMPLEMENTED | head -n 1)
   check "$companion uses what is private: $found" [ -z "$found" ]
 done
+# what comments and documents name by its path
+for text in $sources README.md .github/SECURITY.md examples/*.md; do
+  gone=
+  for path in $(grep -oE '(^|[^A-Za-z0-9_./)}-])(\$root/)?(tests|examples)/[a-z0-9_/]*[.][a-z][a-z0-9]*' "$text" |
+      sed 's/^.*\(tests\|examples\)\//\1\//' | grep -v '[.]o$' | sort -u); do
+    [ -e "$path" ] || gone="$gone $path"
+  done
+  check "$text names what is not there:$gone" [ -z "$gone" ]
+done
+
+# make alone builds nothing and says what there is: first what users want, then every other target
+work=${BUILD:-build}/form
+rm -rf "$work"
+mkdir -p "$work"
+MAKEFLAGS='' make --no-print-directory BUILD="$work/none" >"$work/help" 2>&1
+check "make alone fails" [ $? = 0 ]
+check "make alone builds something" [ ! -e "$work/none" ]
+first=$(sed -n '/^$/q; s/^make \([a-z]*\).*/\1/p' "$work/help" | tr '\n' ' ')
+check "make alone begins with $first" [ "$first" = "run examples test install docs clean " ]
+check "make alone does not go on for maintainers" grep -q '^For maintainers:$' "$work/help"
+rules="Makefile tests/*/*.mk examples/*/*.mk"
+phony=$(awk '/^\.PHONY:/ { on = 1 } on { print } !/\\$/ { on = 0 }' $rules | sed 's/\.PHONY://; s/\\$//')
+for target in $phony; do
+  case $target in help | programs | names) continue ;; esac   # these are for the Makefile and the scripts alone
+  check "make alone does not name $target" grep -q "^make $target\( \|\$\)" "$work/help"
+done
+for target in $(sed -n 's/^make \([a-z-]*\).*/\1/p' "$work/help"); do
+  check "there is no target $target" grep -q "^$target:" $rules
+done
+
+# make size
+check "the program of make size does not compile and run" sh tests/tools/size.sh --check
+sh tests/tools/size.sh chapters >"$work/chapters"
+check "the chapters of make size are not all of luna.h" grep -q "^all  *$bytes\$" "$work/chapters"
+rm -rf "$work"
 echo "form: $passed passed, $failed failed"
 [ "$failed" = 0 ]
