@@ -1,7 +1,8 @@
 #!/bin/sh
 # compile.sh: compiles luna.h strictly in every language, mode and build switch, looks at the symbols of the objects,
-# and compiles the programs of README and of the guide. Only $CC is needed; other compilers are used where they are
-# there. Without TEST_FULL it compiles the six cases that find most, by $CC and g++ alone.
+# and compiles the examples, which README's programs are among, and the programs of the guide. Only $CC is needed; other
+# compilers are used where they are there. Without TEST_FULL it compiles the six cases that find most, by $CC and g++
+# alone.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
 work=${BUILD:-build}/compile
@@ -42,10 +43,10 @@ sed -i.old 's/^luna_isa which(void);/extern "C" luna_isa which(void);/' declarat
 
 awk '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
      /^```/ {
-       if (kind != "" && text ~ /int main\(/) { printf "%s", text > ("readme" ++count "." kind) }
+       if (kind != "" && text ~ /int main\(/) { printf "%s", text > ("guide" ++count "." kind) }
        kind = ""; next
      }
-     kind != "" { text = text $0 "\n" }' "$root/README.md" "$root/examples/guide.md"
+     kind != "" { text = text $0 "\n" }' "$root/examples/guide.md"
 
 # ---- cases: one a line, "name<TAB>command"; `few` are those that run without TEST_FULL
 : >cases
@@ -152,11 +153,11 @@ if have python3; then
 else
   echo "skipped: the public part is not compared: python3 is not here"
 fi
-for program in readme*.c readme*.cpp; do
+for program in guide*.c guide*.cpp; do
   [ -e "$program" ] || continue
   case $program in
-    *.cpp) have g++ && add "README: $program" "g++ -std=c++11 -fsyntax-only $cpp_strict $program" ;;
-    *) add "README: $program" "$cc -std=c99 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -I$root $program" ;;
+    *.cpp) have g++ && add "the guide: $program" "g++ -std=c++11 -fsyntax-only $cpp_strict $program" ;;
+    *) add "the guide: $program" "$cc -std=c99 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -I$root $program" ;;
   esac
 done
 
@@ -183,7 +184,7 @@ for number in $(seq 1 "$count"); do
     head -n 20 "log$number"
   fi
 done
-[ -e readme1.c ] || bad "README.md has no program to compile"
+[ -e guide1.c ] || bad "the guide has no program to compile"
 
 # ---- what the objects hold
 symbols() { nm "$@" 2>/dev/null | awk 'NF >= 3 && $(NF - 1) ~ /[A-TV-Z]/ { print $NF }' | sed 's/^_//'; }

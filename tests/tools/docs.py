@@ -1,11 +1,14 @@
-"""One page of reference out of luna.h: its manual, every public declaration beside its comment, the programs of README.
+"""One page of reference out of luna.h: its manual, every public declaration beside its comment, the programs of
+README, which are files of examples/: a quote and its file must be the same.
 
     python3 tests/tools/docs.py luna.h README.md build/luna_reference.html
 
 A chapter is a comment that opens with >>tag; an entry is a comment and the declarations that follow it up to the next
 one. Names link to where they are declared, numbers of equations to a table of what implements them. The page needs
 nothing else: the search reads what stands in it."""
+import glob
 import html
+import os
 import re
 import sys
 
@@ -143,6 +146,18 @@ def prose(text, link, own=()):
     return "".join(out)
 
 
+def quotes(readme):
+    """The files examples/1_*.c and so on that README does not quote to the letter, their opening comment apart."""
+    blocks = re.findall(r"^```c\n(.*?)^```", open(readme, encoding="utf-8").read(), re.S | re.M)
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "examples")
+    files = sorted(glob.glob(os.path.join(folder, "[0-9]_*.c")))
+    if len(files) != len(blocks):
+        return [f"README has {len(blocks)} programs, examples/ {len(files)}"]
+    texts = [re.sub(r"\A/\*.*?\*/\n", "", open(file, encoding="utf-8").read(), flags=re.S) for file in files]
+    return [f"examples/{os.path.basename(file)} is not what README quotes"
+            for file, text, block in zip(files, texts, blocks) if text != block]
+
+
 def main(header, readme, target):
     source = open(header, encoding="utf-8").read()
     manual = strip_comment(source[:source.index("*/") + 2])
@@ -192,10 +207,12 @@ them.</p><table><tr><th></th><th>equation</th><th>declarations</th></tr>{rows}</
     open(target, "w", encoding="utf-8").write(page)
     missing = sorted(set(re.findall(r"^LUNA_API [^;=]*?\b(luna_\w+)\(", public, re.M)) - places)
     empty = [n for n in EQUATIONS if not cited[n]]
-    for problem in [f"{name} has no entry" for name in missing] + [f"equation {n} is nobody's" for n in empty]:
+    wrong = [f"{name} has no entry" for name in missing] + [f"equation {n} is nobody's" for n in empty]
+    wrong += quotes(readme)
+    for problem in wrong:
         print(f"docs: {problem}")
     print(f"{target}: {len(chapters)} chapters, {entries} entries, {len(places)} names, {len(programs)} programs")
-    return bool(missing or empty)
+    return bool(wrong)
 
 
 if __name__ == "__main__":

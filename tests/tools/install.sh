@@ -26,7 +26,7 @@ block() {
 }
 
 # the README's first program, as one that only includes luna.h
-block c | grep -v '^#define LUNA_IMPLEMENTATION' >"$work/project/main.c"
+grep -v '^#define LUNA_IMPLEMENTATION' examples/1_attention.c >"$work/project/main.c"
 
 # ---- make install, into a staging folder as packagers do, and into a prefix
 check "make install" make -s install BUILD="$build" PREFIX="$work/prefix"
@@ -47,13 +47,16 @@ check "and runs" "$work/main"
 
 # ---- the programs of the guide and, with TEST_FULL, of README run, in their order: some read what others wrote
 mkdir "$work/run"
+[ -z "$TEST_FULL" ] || for program in examples/[0-9]_*.c; do
+  grep -v '^#define LUNA_IMPLEMENTATION' "$program" >"$work/run/program0$(basename "$program")"
+done
 awk '/^```c$/ { inside = 1; text = ""; next }
      /^```/ {
        if (inside && text ~ /int main\(/) printf "%s", text > (folder "/program" 10 + count++ ".c")
        inside = 0; next
      }
      inside && !/^#define LUNA_IMPLEMENTATION/ { text = text $0 "\n" }' folder="$work/run" \
-  ${TEST_FULL:+"$root/README.md"} "$root/examples/guide.md"
+  "$root/examples/guide.md"
 awk 'BEGIN {
   split("the moon and sun goes round a day , with night", w); split("good bad", label); split("splendid dreadful", own)
   for (i = 0; i < 400; i++) {
