@@ -114,12 +114,15 @@ run: $(BUILD)/lm
 
 examples: $(EXAMPLES)
 
-# Examples, and the tests that look at nothing private, share one compiled implementation; LI_IMPLEMENTED says that
-# they have it.
-$(BUILD)/luna.o: luna.h
-	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$@.$$PPID.c
-	@mv $@.$$PPID.c $(BUILD)/luna.c
-	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/luna.c)
+# Examples, and the tests that look at nothing private, share one compiled implementation, luna.o; LI_IMPLEMENTED says
+# that they have it. It has the backward pass of the tests' reference, too, which the installed one does not have.
+REFERENCE = '\#define LI_BACKWARD_REFERENCE "tests/kernels/backward_reference.h"\n'
+$(BUILD)/luna.o: luna.h tests/kernels/backward_reference.h
+$(BUILD)/luna.o $(BUILD)/libluna.o: $(BUILD)/%.o: luna.h
+	@mkdir -p $(BUILD)
+	@printf $(if $(filter luna,$*),$(REFERENCE))'#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$@.$$PPID.c
+	@mv $@.$$PPID.c $(BUILD)/$*.c
+	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/$*.c)
 
 $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(EXAMPLE_H)
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
@@ -137,11 +140,11 @@ test:
 
 VERSION = $(shell sed -n 's/^.define LUNA_VERSION "\(.*\)"/\1/p' luna.h)
 # A program that links libluna.a only includes luna.h: it does not define LUNA_IMPLEMENTATION.
-install: $(BUILD)/luna.o
+install: $(BUILD)/libluna.o
 	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig $(DESTDIR)$(PREFIX)/lib/cmake/luna
 	cp luna.h luna_cuda.cuh $(DESTDIR)$(PREFIX)/include
 	rm -f $(DESTDIR)$(PREFIX)/lib/libluna.a
-	$(AR) rcs $(DESTDIR)$(PREFIX)/lib/libluna.a $(BUILD)/luna.o
+	$(AR) rcs $(DESTDIR)$(PREFIX)/lib/libluna.a $(BUILD)/libluna.o
 	printf '%s\n' prefix=$(PREFIX) 'Name: luna' 'Description: Luna attention' 'Version: $(VERSION)' \
 	  'Cflags: -I$${prefix}/include' 'Libs: -L$${prefix}/lib -lluna $(LIBS)' \
 	  >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc

@@ -305,6 +305,8 @@ LUNA_API int luna_version(void);
   X(TOO_LARGE, BAD_ARGUMENT, "%s: %d times %d elements are more than %d") \
   X(NOT_UTF8, BAD_ARGUMENT, "%s: %s is not UTF-8") \
   /* tensors */ \
+  X(REFERENCE_STEP, UNSUPPORTED, "luna_begin_step: LUNA_ISA_REFERENCE has no backward pass. Use luna_begin_inference, " \
+    "or train in a context with another options.isa") \
   X(NO_GRAD, BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
@@ -452,7 +454,7 @@ typedef enum luna_error_id {
 
 /* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). SCALAR is there
    where no other is. REFERENCE: plain loops from the equations, slow, on the caller's thread, the same bits on every
-   machine; a context that was opened with it runs whole models. The last four are AVX2 or AVX-512 with other products
+   machine; a context that was opened with it runs whole models, but cannot train them. The last four are AVX2 or AVX-512 with other products
    of 8 bits (VNNI) and of bfloat16 (BF16: vdpbf16ps; AMX: tiles). */
 typedef enum luna_isa {
   LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM,
@@ -534,7 +536,7 @@ typedef struct luna_options {
   int threads;                       /* 0 = one a core; of more than cores, no more run at once */
   luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
   void *parallel_user;
-  luna_isa isa;                      /* 0 = best */
+  luna_isa isa;                      /* 0 = best; LUNA_ISA_REFERENCE: for inference alone */
   uint64_t seed;                     /* of initial parameters and dropout */
   luna_allocator allocator;          /* zero = LUNA_MALLOC, LUNA_FREE */
   void *block;                       /* all memory, once and for all: then no allocator is ever called */
@@ -1752,8 +1754,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
    reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
    Threads: the caller's alone, or at most `threads` tasks (and 256) through parallel_for; the bits do not depend on it.
-   Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where
-   that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
+   Scratch: luna_..._scratch(&args) bytes. Without it (null) a forward call uses at most 8 KB of stack and is slower or,
+   where that cannot be enough, returns LUNA_OUT_OF_MEMORY, as each backward call then does. LUNA_ISA_REFERENCE has no
+   backward pass: LUNA_UNSUPPORTED. Nothing is written on failure.
    ------------------------------------------------------------------------------------------------------------------ */
 
 /* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times. */
@@ -2740,33 +2743,33 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
 #define LI_TRAINS true
 #endif
 
-/* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does,
-   R the rest. The pass below defines li_<name>_<isa> for each; what a build leaves out is null in its table, and so
-   nothing refers to it. */
-#define LI_KERNELS(K, R, T) \
+/* Every kernel of an instruction set, as K(result, name, arguments), as T when only training needs it, as B when the
+   reference does not have it either. The pass below defines li_<name>_<isa> for each; what a build leaves out is null
+   in its table, and so nothing refers to it. */
+#define LI_KERNELS(K, T, B) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
-  T(void, activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx)) \
+  B(void, activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, elementwise, (const li_elements *e, float *y)) \
-  T(void, elementwise_slope, (const li_elements *e, int input, const float *dy, float *y, bool add)) \
+  K(void, elementwise, (const li_elements *e, float *y)) \
+  B(void, elementwise_slope, (const li_elements *e, int input, const float *dy, float *y, bool add)) \
   K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
-  R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
-  R(double, sum, (int64_t n, const float *x)) \
+  K(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
+  K(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
-  R(float, dot, (int64_t n, const float *a, const float *b)) \
+  K(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
-  T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
+  B(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (const li_layer_norm *a)) \
-  T(void, layer_norm_backward, (const li_layer_norm *a)) \
-  T(void, layer_norm_weights, (const li_layer_norm *a, int64_t first, int64_t last)) \
-  R(void, sum_rows, (li_matrix x, float factor, float *y)) \
-  R(void, cross_entropy, (const li_cross_entropy *a)) \
-  T(void, cross_entropy_backward, (const li_cross_entropy *a)) \
+  B(void, layer_norm_backward, (const li_layer_norm *a)) \
+  B(void, layer_norm_weights, (const li_layer_norm *a, int64_t first, int64_t last)) \
+  K(void, sum_rows, (li_matrix x, float factor, float *y)) \
+  K(void, cross_entropy, (const li_cross_entropy *a)) \
+  B(void, cross_entropy_backward, (const li_cross_entropy *a)) \
   K(void, short_convolution, (const li_convolution *a)) \
-  T(void, short_convolution_backward, (const li_convolution *a)) \
-  T(void, short_convolution_weights, (const li_convolution *a, int64_t first, int64_t last)) \
-  R(void, dropout, (const li_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, \
+  B(void, short_convolution_backward, (const li_convolution *a)) \
+  B(void, short_convolution_weights, (const li_convolution *a, int64_t first, int64_t last)) \
+  K(void, dropout, (const li_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, \
                     bool accumulate)) \
   T(void, sgd, (const li_update *update)) \
   T(void, adam, (const li_update *update))
@@ -2866,6 +2869,21 @@ LI_FN double li_sinusoid_rate(int64_t half) {
 #undef LI_MATH
 #ifndef LI_PASS
 #define LI_FN static LI_UNUSED LI_RARE
+/* The reference only infers. Tests have its backward pass in a header, whose name LI_BACKWARD_REFERENCE is. */
+#ifdef LI_BACKWARD_REFERENCE
+LI_FN void li_attention_backward_reference(const li_attention *a);
+LI_FN void li_unpack_backward_reference(const li_unpack *u, void *scratch);
+LI_FN void li_causal_backward_reference(const li_causal *c);
+LI_FN void li_causal_luna_backward_reference(const li_causal_luna *a, void *scratch);
+LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
+#define LI_REFERENCE_TRAINS true
+#define LI_BY_BACKWARD_REFERENCE(kernels, call) LI_BY_REFERENCE(kernels, call)
+#define LI_BACKWARD_OF_REFERENCE(name) li_##name##_reference
+#else
+#define LI_REFERENCE_TRAINS false
+#define LI_BY_BACKWARD_REFERENCE(kernels, call)
+#define LI_BACKWARD_OF_REFERENCE(name) NULL
+#endif
 #else
 #define LI_FN LI_HOT
 #define LI_MATH LI_INLINE      /* exp and its like */
@@ -5105,15 +5123,12 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 /* ---- the reference ---- */
-/* li_activate_reference, li_activate_grad_reference, li_add_reference, li_mul_reference,
-   li_scale_reference, li_scale_add_reference */
+/* li_activate_reference, li_add_reference, li_mul_reference, li_scale_reference, li_scale_add_reference */
 #define LI_MAP_REFERENCE(name, arguments, y, value) \
   LI_FN void li_##name##_reference arguments { \
     for (int64_t i = 0; i < n; i++) (y)[i] = (value); \
   }
 LI_MAP_REFERENCE(activate, (int kind, int64_t n, const float *x, float *y), y, li_activation_scalar(kind, x[i]))
-LI_MAP_REFERENCE(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
-                 dy[i] * li_slope_scalar(kind, x[i]) + (add ? dx[i] : 0))
 LI_MAP_REFERENCE(add, (int64_t n, const float *a, const float *b, float *y), y, a[i] + b[i])
 LI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), y, a[i] * b[i])
 LI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
@@ -5123,12 +5138,6 @@ LI_FN void li_elementwise_reference(const li_elements *e, float *y) {
   const float *const *x = e->x;
   for (int64_t i = 0; i < e->n; i++)
     y[i] = li_each_scalar(e->kind, x[0][i * e->step[0]], x[1][i * e->step[1]], x[2][i * e->step[2]]);
-}
-LI_FN void li_elementwise_slope_reference(const li_elements *e, int input, const float *dy, float *y, bool add) {
-  const float *const *x = e->x;
-  for (int64_t i = 0; i < e->n; i++)
-    y[i] = (add ? y[i] : 0) + li_each_slope_scalar(e->kind, input, x[0][i * e->step[0]], x[1][i * e->step[1]],
-                                                   x[2][i * e->step[2]], dy[i]);
 }
 
 LI_FN double li_sum_reference(int64_t n, const float *x) {
@@ -5152,13 +5161,6 @@ LI_FN void li_softmax_reference(int64_t rows, int64_t n, const float *x, float *
     for (int64_t i = 0; i < n; i++) y[i] = sum == 0 ? 0 : (float)((double)y[i] / sum);
   }
 }
-/* dx += y (dy - sum of y dy) */
-LI_FN void li_softmax_backward_reference(int64_t rows, int64_t n, const float *y, const float *dy, float *dx) {
-  for (; rows > 0; rows--, y += n, dy += n, dx += n) {
-    const double mean = li_inner(n, y, 1, dy, 1);
-    for (int64_t i = 0; i < n; i++) dx[i] += (float)((double)y[i] * ((double)dy[i] - mean));
-  }
-}
 
 /* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: the mean is 0 [arXiv 1910.07467] */
 LI_FN void li_layer_norm_reference(const li_layer_norm *a) {
@@ -5177,37 +5179,6 @@ LI_FN void li_layer_norm_reference(const li_layer_norm *a) {
     }
     if (a->mean) a->mean[row] = (float)center;
     if (a->rstd) a->rstd[row] = (float)r;
-  }
-}
-/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LI_FN void li_layer_norm_backward_reference(const li_layer_norm *a) {
-  for (int64_t row = 0; row < a->rows; row++) {
-    const float *x = a->x + row * a->n, *dy = a->dy + row * a->n;
-    const double n = (double)a->n, center = (double)a->mean[row], r = (double)a->rstd[row];
-    double mean_g = 0, mean_gx = 0;
-    for (int64_t i = 0; i < a->n; i++) {
-      const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1);
-      mean_g += a->rms ? 0 : g / n;
-      mean_gx += g * ((double)x[i] - center) * r / n;
-    }
-    for (int64_t i = 0; i < a->n; i++) {
-      const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1), xhat = ((double)x[i] - center) * r;
-      float *dx = a->dx + row * a->n + i;
-      *dx = (float)(r * (g - mean_g - xhat * mean_gx)) + (a->add ? *dx : 0);
-    }
-  }
-}
-/* columns [first, last): dweight += sum over rows of dy xhat, dbias += sum over rows of dy */
-LI_FN void li_layer_norm_weights_reference(const li_layer_norm *a, int64_t first, int64_t last) {
-  for (int64_t i = first; i < last; i++) {
-    double scaled = 0, sum = 0;
-    for (int64_t row = 0; row < a->rows; row++) {
-      const double g = (double)a->dy[row * a->n + i];
-      scaled += g * ((double)a->x[row * a->n + i] - (double)a->mean[row]) * (double)a->rstd[row];
-      sum += g;
-    }
-    if (a->dweight) a->dweight[i] += (float)scaled;
-    if (a->dbias) a->dbias[i] += (float)sum;
   }
 }
 /* y_j += factor sum_i x_ij */
@@ -5244,18 +5215,6 @@ LI_FN void li_cross_entropy_reference(const li_cross_entropy *a) {
     if (a->lse) a->lse[row] = (float)log_sum;
   }
 }
-/* grad = factor (softmax(logits) - target) (+ grad) */
-LI_FN void li_cross_entropy_backward_reference(const li_cross_entropy *a) {
-  for (int64_t row = 0; row < a->rows; row++)
-    for (int64_t j = 0; j < a->columns; j++) {
-      float *grad = a->grad + row * a->grad_row + j, slope = 0;
-      if (a->labels[row] >= 0) {
-        slope = li_exp1_scalar(a->logits[row * a->logits_row + j] - a->lse[row]) - a->smoothing / (float)a->classes;
-        if (a->labels[row] == a->first + j) slope -= 1 - a->smoothing;
-      }
-      *grad = a->factor * slope + (a->add ? *grad : 0);
-    }
-}
 
 /* y_t = bias + sum_i weight_i x_(t - width + 1 + i); rows before the first are history's, or 0 */
 LI_FN void li_short_convolution_reference(const li_convolution *a) {
@@ -5271,28 +5230,6 @@ LI_FN void li_short_convolution_reference(const li_convolution *a) {
       }
       a->y[t * a->n + c] = sum;
     }
-}
-LI_FN void li_short_convolution_backward_reference(const li_convolution *a) {
-  for (int64_t t = 0; t < a->rows; t++)
-    for (int64_t c = 0; c < a->n; c++)
-      for (int64_t i = 0; i < a->width; i++) {
-        const int64_t later = t + a->width - 1 - i;
-        if (later < a->rows) a->dx[t * a->n + c] += a->weight[c * a->width + i] * a->dy[later * a->n + c];
-      }
-}
-/* of channels [first, last) */
-LI_FN void li_short_convolution_weights_reference(const li_convolution *a, int64_t first, int64_t last) {
-  const int64_t n = a->n, width = a->width;
-  for (int64_t c = first; c < last; c++)
-    if (a->dweight) {
-      for (int64_t i = 0; i < width; i++) {
-        double sum = 0;
-        for (int64_t t = li_min(a->rows, width - 1 - i); t < a->rows; t++)
-          sum += (double)a->dy[t * n + c] * (double)a->x[(t - width + 1 + i) * n + c];
-        a->dweight[c * width + i] += (float)sum;
-      }
-    }
-  if (a->dbias) li_sum_rows_reference(li_columns(li_dense(a->dy, a->rows, n), first, last), 1, a->dbias + first);
 }
 
 LI_FN float li_dropout_at(const li_dropout *d, int64_t element) {
@@ -5937,44 +5874,10 @@ LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t 
   if (a->sums) a->sums[stat] = some ? (float)(kept / total) : 0;
 }
 
-/* y += factor x */
-LI_HOT void li_add_scaled(int64_t n, double factor, const float *x, float *y) {
-  if (y)
-    for (int64_t i = 0; i < n; i++) y[i] += (float)(factor * (double)x[i]);
-}
-/* y += scale factor x, by bf16 of rounded factor and x */
-LI_HOT void li_add_scaled_by(bool bf16, int64_t n, float scale, double factor, const float *x, float *y) {
-  if (!bf16) li_add_scaled(n, (double)scale * factor, x, y);
-  else if (y)
-    for (int64_t i = 0; i < n; i++) y[i] += scale * (li_bf16_of((float)factor) * li_bf16_of(x[i]));
-}
-/* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
-LI_FN void li_attention_row_backward(const li_attention *a, const li_head *head, int64_t query) {
-  const li_dropout dropout = li_attention_dropout(a);
-  const li_span seen = li_seen(a, head, query, query + 1);
-  const int64_t q = head->q + query * a->q_row, out = head->out + query * a->out_row,
-      stat = head->row + query * a->heads;
-  const float *g = a->grad_out + out;
-  const bool bf16 = li_attention_bf16(a);
-  const double extra = a->grad_sums && li_drops(a) ? (double)a->grad_sums[stat] : 0;
-  const double mean = li_inner(a->value_dim, g, 1, a->out + out, 1) + (extra != 0 ? extra * (double)a->sums[stat] : 0) -
-                      (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[stat] : 0);
-  for (int64_t j = seen.from; j < seen.to; j++) {
-    const int64_t k = head->k + j * a->k_row, v = head->v + j * a->v_row;
-    const double score = li_attention_score(a, head, query, j) - (double)a->log_sum_exp[stat];
-    const double p = (double)li_exp1_scalar((float)score);
-    const double mask = (double)li_dropout_at(&dropout, head->element + query * a->keys + j);
-    const double dp = mask * (li_inner_by(bf16, a->value_dim, g, 1, a->v + v, 1) + extra), ds = p * (dp - mean);
-    li_add_scaled_by(bf16, a->head_dim, a->scale, ds, a->k + k, li_offset(a->grad_q, q));
-    li_add_scaled_by(bf16, a->head_dim, a->scale, ds, a->q + q, li_offset(a->grad_k, k));
-    li_add_scaled_by(bf16, a->value_dim, 1, p * mask, g, li_offset(a->grad_v, v));
-  }
-}
-LI_FN void li_attention_reference(const li_attention *a, bool backward) {
+LI_FN void li_attention_reference(const li_attention *a) {
   for (int64_t pair = 0; pair < a->batch * a->heads; pair++) {
     const li_head head = li_head_at(a, pair);
-    for (int64_t query = 0; query < head.queries; query++)
-      (backward ? li_attention_row_backward : li_attention_row)(a, &head, query);
+    for (int64_t query = 0; query < head.queries; query++) li_attention_row(a, &head, query);
   }
 }
 #endif
@@ -6587,7 +6490,7 @@ LI_FN size_t li_attention_scratch(const li_kernels *kernels, const li_attention 
 LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
                             const li_parallel *parallel, void *scratch) {
   li_attention_work w;
-  LI_BY_REFERENCE(kernels, li_attention_reference(a, false); return);
+  LI_BY_REFERENCE(kernels, li_attention_reference(a); return);
   li_attention_start(&w, kernels, a, li_threads(parallel), false, scratch);
   const int64_t runs = w.pairs * li_divide_up(w.queries, w.run), tiles = w.pairs * li_divide_up(w.queries, LI_TILE);
   li_each(parallel, w.split ? runs * w.blocks : runs, li_attention_task, &w);
@@ -6596,7 +6499,7 @@ LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
 LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attention *a,
                                      const li_parallel *parallel, void *scratch) {
   li_attention_work w;
-  LI_BY_REFERENCE(kernels, li_attention_reference(a, true); return);
+  LI_BY_BACKWARD_REFERENCE(kernels, li_attention_backward_reference(a); return);
   li_attention_start(&w, kernels, a, li_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = li_min(w.first + w.wave, w.pairs * w.blocks);
@@ -6611,9 +6514,8 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
    by tests/kernels/attention.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
-/* The reference. A row's probabilities p [heads, slots] before dropout, from its log-sum-exps once these are known [eq.
-   4] */
-LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, bool backward, float *p) {
+/* The reference. A row's probabilities p [heads, slots] before dropout [eq. 4] */
+LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, float *p) {
   const int64_t slots = li_real_slots(u->lengths, b, u->slots), row = b * u->rows + i;
   for (int64_t h = 0; h < u->heads; h++) {
     const int64_t at = (b * u->heads + h) * u->slots;
@@ -6626,10 +6528,9 @@ LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, bool backward
       if (!(*s <= max)) max = *s;
     }
     for (int64_t l = 0; l < slots; l++) sum += (double)li_exp1_scalar(p[h * u->slots + l] - max);
-    float lse = slots > 0 ? max + li_log1_scalar((float)sum) : 0;
-    if (backward) lse = u->lse[row * u->heads + h];
+    const float lse = slots > 0 ? max + li_log1_scalar((float)sum) : 0;
     for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] = li_exp1_scalar(p[h * u->slots + l] - lse);
-    if (!backward && u->lse) u->lse[row * u->heads + h] = lse;
+    if (u->lse) u->lse[row * u->heads + h] = lse;
   }
 }
 LI_FN float li_unpack_mask_at(const li_unpack *u, int64_t b, int64_t h, int64_t i, int64_t l) {
@@ -6640,7 +6541,7 @@ LI_FN void li_unpack_reference(const li_unpack *u, void *scratch) {
   for (int64_t b = 0; b < u->batch; b++)
     for (int64_t i = 0; i < u->rows; i++) {
       const int64_t row = (b * u->rows + i) * u->dim, slots = li_real_slots(u->lengths, b, u->slots);
-      li_unpack_row(u, b, i, false, p);
+      li_unpack_row(u, b, i, p);
       for (int64_t h = 0; h < u->heads; h++)
         for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] *= li_unpack_mask_at(u, b, h, i, l);
       for (int64_t e = 0; e < u->dim; e++) {
@@ -6649,34 +6550,6 @@ LI_FN void li_unpack_reference(const li_unpack *u, void *scratch) {
           sum += li_inner_by(u->bf16, slots, p + h * u->slots, 1,
                              u->v + (b * u->heads + h) * u->slots * u->dim + e, u->dim);
         u->out[row + e] = (u->residual ? u->residual[row + e] : 0) + (float)sum * li_dropout_at(&u->last, row + e);
-      }
-    }
-}
-/* dP = m (g . v), dS = P (dP - sum of P dP), g = dOut through its dropout */
-LI_FN void li_unpack_backward_reference(const li_unpack *u, void *scratch) {
-  float *p = (float *)scratch, *g = p + u->heads * u->slots;
-  for (int64_t b = 0; b < u->batch; b++)
-    for (int64_t i = 0; i < u->rows; i++) {
-      const int64_t row = (b * u->rows + i) * u->dim, slots = li_real_slots(u->lengths, b, u->slots);
-      li_unpack_row(u, b, i, true, p);
-      for (int64_t e = 0; e < u->dim; e++) g[e] = u->grad_out[row + e] * li_dropout_at(&u->last, row + e);
-      if (u->grad_out_bias) li_add_scaled(u->dim, 1, g, u->grad_out_bias);
-      for (int64_t h = 0; h < u->heads; h++) {
-        const int64_t at = (b * u->heads + h) * u->slots;
-        double mean = 0;
-        for (int64_t l = 0; l < slots; l++)
-          mean += (double)p[h * u->slots + l] * (double)li_unpack_mask_at(u, b, h, i, l) *
-                  li_inner_by(u->bf16, u->dim, g, 1, u->v + (at + l) * u->dim, 1);
-        for (int64_t l = 0; l < slots; l++) {
-          const int64_t slot = (at + l) * u->dim;
-          const double prob = (double)p[h * u->slots + l], mask = (double)li_unpack_mask_at(u, b, h, i, l);
-          const double ds = prob * (mask * li_inner_by(u->bf16, u->dim, g, 1, u->v + slot, 1) - mean);
-          if (u->grad_bias) u->grad_bias[at + l] += (float)ds;
-          if (u->grad_k) li_add_scaled_by(u->bf16, u->dim, 1, ds, u->x + row, u->grad_k + slot);
-          if (u->grad_v) li_add_scaled_by(u->bf16, u->dim, 1, prob * mask, g, u->grad_v + slot);
-          /* it may be grad_out: g is a copy */
-          if (u->grad_x) li_add_scaled_by(u->bf16, u->dim, 1, ds, u->k + slot, u->grad_x + row);
-        }
       }
     }
 }
@@ -6947,7 +6820,7 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
                                   const li_parallel *parallel, void *scratch) {
   const int64_t threads = li_threads(parallel), units = u->batch * li_divide_up(u->rows, LI_KEY_BLOCK);
   li_unpack_work w;
-  LI_BY_REFERENCE(kernels, li_unpack_backward_reference(u, scratch); return);
+  LI_BY_BACKWARD_REFERENCE(kernels, li_unpack_backward_reference(u, scratch); return);
   li_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = li_min(w.first + 2 * threads, units);
@@ -6985,10 +6858,6 @@ LI_HOT double li_horizon_fade(int64_t horizon, int64_t n) {
   for (; n > 0; n /= 2, power *= power) if (n % 2) y *= power;
   return y;
 }
-LI_FN double li_horizon_share(int64_t horizon, int64_t t, int64_t j) {
-  const double fade = li_horizon_fade(horizon, li_beyond(t, horizon) - li_beyond(j, horizon));
-  return fade / (double)li_within(t, horizon);
-}
 /* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, which is eq. 7 with the products in another order: n^2 of
    them. The sweep over chunks, and li_luna_step for a row of a stream, carry the mean of y^T z along and are linear.
    Columns of z go by sixty-fours, whose sums are kept in double. */
@@ -7008,20 +6877,6 @@ LI_FN void li_causal_reference(const li_causal *c) {
           c->out[z + t * c->z_row + first + e] = (float)(sum[e] / (double)li_within(t + 1, c->horizon));
       }
   }
-}
-LI_FN void li_causal_backward_reference(const li_causal *c) {
-  for (int64_t item = 0; item < c->batch * c->heads; item++)
-    for (int64_t t = 0; t < c->rows; t++)
-      for (int64_t j = 0; j <= t; j++) {
-        const int64_t x = li_causal_xy(c, item, t), y = li_causal_xy(c, item, j), z = li_causal_z(c, item, j);
-        const float *g = c->grad_out + li_causal_z(c, item, t);
-        const double share = li_horizon_share(c->horizon, t + 1, j + 1);
-        const double score = li_inner(c->dim, c->x + x, 1, c->y + y, 1) * share;
-        const double slope = li_inner(c->value_dim, g, 1, c->z + z, 1) * share;
-        if (c->grad_x) li_add_scaled(c->dim, slope, c->y + y, c->grad_x + x);
-        if (c->grad_y) li_add_scaled(c->dim, slope, c->x + x, c->grad_y + y);
-        if (c->grad_z) li_add_scaled(c->value_dim, score, g, c->grad_z + z);
-      }
 }
 
 /* The reference of a step: M += (y^T z - M) / t, result = factor x M */
@@ -7148,120 +7003,9 @@ LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
     }
   }
 }
-/* With c_tj = 1 / t, the share of row j in a mean over t, g_t = dOut_t and h_t = scale dU_t, sums over j <= t:
-   dW_t = sum c_tj (g_t . v_j) A_j, dU = softmax's backward; dv_j += c_tj (w_t . A_j) g_t, dq_t += c_tj (h_t . A_j) k_j,
-   dk_j += c_tj (h_t . A_j) q_t, dA_j += c_tj ((g_t . v_j) w_t + (q_t . k_j) h_t) */
-LI_FN void li_causal_luna_row_backward(const li_causal_luna *a, int64_t first, int64_t t, int64_t real,
-                                       float *scratch) {
-  const int64_t d = a->head_dim, row = first + t * a->heads;
-  float *omega = scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots, *h = dw + a->slots;
-  const float *g = a->grad_out + row * d, *w = a->w + row * a->slots, *q = a->q + row * d;
-  for (int64_t l = 0; l < real; l++) dw[l] = h[l] = 0;
-  for (int64_t j = 0; j <= t; j++)
-    li_add_scaled(real, li_horizon_share(a->horizon, t + 1, j + 1) *
-                           li_inner(d, g, 1, a->v + (first + j * a->heads) * d, 1), omega + j * a->slots, dw);
-  li_softmax_backward_reference(1, real, w, dw, h);
-  for (int64_t l = 0; l < real; l++) h[l] = (float)((double)a->scale * (double)h[l]);
-  for (int64_t j = 0; j <= t; j++) {
-    const int64_t at = (first + j * a->heads) * d;
-    const double share = li_horizon_share(a->horizon, t + 1, j + 1);
-    const double ha = share * li_inner(real, h, 1, omega + j * a->slots, 1),
-                 wa = li_inner(real, w, 1, omega + j * a->slots, 1);
-    if (a->grad_q) li_add_scaled(d, ha, a->k + at, a->grad_q + row * d);
-    if (a->grad_k) li_add_scaled(d, ha, q, a->grad_k + at);
-    if (a->grad_v) li_add_scaled(d, share * wa, g, a->grad_v + at);
-    li_add_scaled(real, share * li_inner(d, g, 1, a->v + at, 1), w, domega + j * a->slots);
-    li_add_scaled(real, share * li_inner(d, q, 1, a->k + at, 1), h, domega + j * a->slots);
-  }
-}
-/* Of one item that forgets, where a_tj = A_j e^{G_t - G_j} / Z_t is row j's share in a slot's means at t, G the sum of
-   the gates' logs: with g the gradient of out, da_tj = scale du q . k_j + w g . v_j, and a is a softmax over j of
-   s_j - G_j. x: the gradient of that, [rows, slots]; shares as large; row: [6, slots]. */
-LI_FN void li_forget_row_backward(const li_causal_luna *a, int64_t item, int64_t t, double *shares, double *x,
-                                  float *row) {
-  const int64_t d = a->head_dim, l = a->slots, real = li_luna_slots(a, item);
-  const int64_t at = li_luna_row(a, item, t), first = li_luna_row(a, item, 0), step = a->heads;
-  const float *q = a->q + at * d, *g = a->grad_out + at * d;
-  float *u = row, *w = u + l, *r = w + l, *dr = r + l, *dw = dr + l, *du = dw + l;
-  for (int64_t i = 0; i < real; i++) {
-    const double gate = li_gate_reference(a->gates[at * l + i]);
-    double z = 0, sum = 0, slope = 0;
-    for (int64_t j = 0; j < t; j++) shares[j * l + i] *= gate;
-    shares[t * l + i] = li_weight_reference(a->s[at * l + i]) * LUNA_FORGET_SCALE;
-    for (int64_t j = 0; j <= t; j++) {
-      const int64_t other = (first + j * step) * d;
-      z += shares[j * l + i];
-      sum += shares[j * l + i] * li_inner(d, q, 1, a->k + other, 1);
-      slope += shares[j * l + i] * li_inner(d, g, 1, a->v + other, 1);
-    }
-    r[i] = (float)(LUNA_FORGET_SCALE / z);
-    u[i] = (float)((double)a->scale * sum / z);
-    dr[i] = dw[i] = (float)(slope / z);
-    du[i] = 0;
-  }
-  li_softmax_reference(1, real, u, w);
-  if (LI_DROPS(a)) li_dropout_reference(&a->dropout, at * l, real, dw, dw, false);
-  li_softmax_backward_reference(1, real, w, dw, du);
-  if (LI_DROPS(a)) li_dropout_reference(&a->dropout, at * l, real, w, w, false);
-  for (int64_t j = 0; j <= t; j++) {
-    const int64_t other = (first + j * step) * d;
-    const double qk = (double)a->scale * li_inner(d, q, 1, a->k + other, 1);
-    const double gv = li_inner(d, g, 1, a->v + other, 1);
-    for (int64_t i = 0; i < real; i++) {
-      const double share = shares[j * l + i] / LUNA_FORGET_SCALE * (double)r[i];
-      const double dk = share * (double)a->scale * (double)du[i], mean = (double)u[i] * (double)du[i];
-      x[j * l + i] += share * ((double)du[i] * qk + (double)w[i] * gv - mean - (double)w[i] * (double)dr[i]);
-      if (a->grad_q) li_add_scaled(d, dk, a->k + other, a->grad_q + at * d);
-      if (a->grad_k) li_add_scaled(d, dk, q, a->grad_k + other);
-      if (a->grad_v) li_add_scaled(d, share * (double)w[i], g, a->grad_v + other);
-    }
-  }
-}
-LI_FN void li_forget_backward_reference(const li_causal_luna *a, double *shares) {
-  const int64_t l = a->slots, count = a->rows * l;
-  double *x = shares + count;
-  for (int64_t item = 0; item < a->batch * a->heads; item++) {
-    for (int64_t i = 0; i < count; i++) x[i] = 0;
-    for (int64_t t = 0; t < a->rows; t++)
-      li_forget_row_backward(a, item, t, shares, x, (float *)(void *)(x + count));
-    for (int64_t i = 0; i < li_luna_slots(a, item); i++) {
-      double later = 0;
-      for (int64_t t = a->rows - 1; t >= 0; t--) {
-        const int64_t at = li_luna_row(a, item, t) * l + i;
-        const float s = a->s[at], gate = a->gates[at];
-        const bool moves = -li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -gate) / 16 > -1;
-        const float slope = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -gate) / 16;
-        later += x[t * l + i];
-        if (a->grad_s && s >= -LUNA_FORGET_SCORE && s <= LUNA_FORGET_SCORE) a->grad_s[at] += (float)x[t * l + i];
-        if (a->grad_gates && moves) a->grad_gates[at] -= (float)(later * (double)slope);
-      }
-    }
-  }
-}
-LI_FN void li_causal_luna_backward_reference(const li_causal_luna *a, void *scratch) {
-  float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
-  if (a->forgets) {
-    li_forget_backward_reference(a, (double *)scratch);
-    return;
-  }
-  for (int64_t item = 0; item < a->batch * a->heads; item++) {
-    const int64_t real = li_luna_slots(a, item);
-    const int64_t first = li_luna_row(a, item, 0), step = a->heads * a->slots;
-    const float *s = a->s + first * a->slots;
-    memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
-    for (int64_t t = 0; t < a->rows; t++)
-      li_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
-    for (int64_t t = 0; t < a->rows; t++) li_causal_luna_row_backward(a, first, t, real, omega);
-    if (!a->grad_s) continue;
-    for (int64_t t = 0; t < a->rows; t++)
-      li_activate_grad_reference(a->activation, real, s + t * step, domega + t * a->slots, true,
-                                 a->grad_s + first * a->slots + t * step);
-  }
-}
 /* whether it is a stream's single row */
 LI_INLINE bool li_luna_steps(const li_causal_luna *a) { return a->mean_ka && a->rows == 1 && !a->positions; }
-LI_FN size_t li_causal_luna_scratch_reference(const li_causal_luna *a, bool backward) {
-  if (backward) return (size_t)li_floats((a->forgets ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
+LI_FN size_t li_causal_luna_scratch_reference(const li_causal_luna *a) {
   return li_round((size_t)((2 * a->head_dim + 1) * a->slots) * sizeof(double)) + (size_t)li_floats(2 * a->slots);
 }
 #endif
@@ -7878,7 +7622,7 @@ LI_FN void li_run_causal(const li_kernels *kernels, const li_causal *a, const li
 }
 LI_FN void li_run_causal_backward(const li_kernels *kernels, const li_causal *a,
                                   const li_parallel *parallel, void *scratch) {
-  LI_BY_REFERENCE(kernels, li_causal_backward_reference(a); return);
+  LI_BY_BACKWARD_REFERENCE(kernels, li_causal_backward_reference(a); return);
   if (a->grad_x) li_causal_sweep(kernels, a, &li_sweep_grad_x, parallel, scratch);
   if (a->grad_y || a->grad_z) li_causal_sweep(kernels, a, &li_sweep_grad_yz, parallel, scratch);
 }
@@ -8293,7 +8037,8 @@ LI_FN size_t li_causal_luna_scratch(const li_kernels *kernels, const li_causal_l
                                     bool backward) {
   li_sweep s;
   threads = li_max(1, threads);
-  LI_BY_REFERENCE(kernels, return li_causal_luna_scratch_reference(a, backward));
+  LI_BY_BACKWARD_REFERENCE(kernels, if (backward) return li_causal_luna_backward_scratch_reference(a));
+  LI_BY_REFERENCE(kernels, return li_causal_luna_scratch_reference(a));
   if (li_luna_steps(a)) return (size_t)(threads * li_step_bytes(a));
   li_luna_sweep(&s, kernels, a, backward);
   size_t bytes = li_sweep_plan(&s, threads, NULL);
@@ -8326,7 +8071,7 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
   float *sums = a->forgets ? li_take(&rest, li_forget_sums(a)) : NULL;
   const bool forgets = a->forgets;
   li_sweep s;
-  LI_BY_REFERENCE(kernels, li_causal_luna_backward_reference(a, scratch); return);
+  LI_BY_BACKWARD_REFERENCE(kernels, li_causal_luna_backward_reference(a, scratch); return);
   li_luna_sweep(&s, kernels, a, false);
   s.h = h;
   s.sums = sums;
@@ -8347,15 +8092,20 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
    >>table: the kernels of an instruction set, and its loops
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
+#ifdef LI_BACKWARD_REFERENCE
+#include LI_BACKWARD_REFERENCE
+#endif
 static LI_UNUSED const li_kernels li_kernels_reference = {
   1, 1, LUNA_ISA_REFERENCE, NULL, NULL,
 #define LI_FIELD(result, name, arguments) li_##name##_reference,
 #define LI_FIELD_TRAIN(result, name, arguments) LI_TRAIN(li_##name##_reference),
+#define LI_FIELD_BACKWARD(result, name, arguments) LI_BACKWARD_OF_REFERENCE(name),
 #define LI_NONE(result, name, arguments) NULL,
-  LI_KERNELS(LI_FIELD, LI_FIELD, LI_FIELD_TRAIN)
+  LI_KERNELS(LI_FIELD, LI_FIELD_TRAIN, LI_FIELD_BACKWARD)
   LI_LOOPS(LI_NONE, LI_NONE, LI_NONE)
 #undef LI_FIELD
 #undef LI_FIELD_TRAIN
+#undef LI_FIELD_BACKWARD
 #undef LI_NONE
 };
 #endif
@@ -8383,7 +8133,7 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 #define LI_FIELD(result, name, arguments) LI_G(name),
 #define LI_FIELD_REST(result, name, arguments) LI_G(name),
 #define LI_FIELD_TRAIN(result, name, arguments) LI_TRAIN(LI_G(name)),
-  LI_KERNELS(LI_FIELD, LI_FIELD_REST, LI_FIELD_TRAIN)
+  LI_KERNELS(LI_FIELD, LI_FIELD_TRAIN, LI_FIELD_TRAIN)
   LI_LOOPS(LI_FIELD, LI_FIELD_REST, LI_FIELD_TRAIN)
 #undef LI_FIELD
 #undef LI_FIELD_REST
@@ -8708,7 +8458,7 @@ static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) }
 #undef LI_ERROR
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_functions: the context-free calls
-   Without scratch they run the reference. Guarded by tests/engine/ops.c.
+   Without scratch they run the reference. Guarded by tests/engine/ops.c and tests/engine/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   if (counter && out) li_philox(counter, key, out);
@@ -8725,6 +8475,13 @@ LI_FN void *li_scratch_of(const luna_run *run, size_t need) {
   const uintptr_t at = (uintptr_t)run->scratch, aligned = (at + (LI_ALIGN - 1)) & ~(uintptr_t)(LI_ALIGN - 1);
   if (!run->scratch || run->scratch_size < aligned - at || run->scratch_size - (aligned - at) < need) return NULL;
   return (void *)aligned;
+}
+
+/* A call without scratch runs the reference, which has no backward pass. */
+LI_FN luna_status li_reference_status(const li_kernels *kernels, const void *scratch, bool backward) {
+  if (!backward || LI_REFERENCE_TRAINS) return LUNA_OK;
+  if (kernels == &li_kernels_reference) return LUNA_UNSUPPORTED;
+  return scratch ? LUNA_OK : LUNA_OUT_OF_MEMORY;
 }
 
 /* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach
@@ -8863,6 +8620,8 @@ LI_FN luna_status li_attention_call(const luna_attention_args *args, bool backwa
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_attention_scratch(kernels, &a, parallel.threads, backward));
+  const luna_status status = li_reference_status(kernels, scratch, backward);
+  if (status != LUNA_OK) return status;
   if (!scratch) kernels = &li_kernels_reference;
   if (LI_TRAINS && backward) li_run_attention_backward(kernels, &a, &parallel, scratch);
   else li_run_attention(kernels, &a, &parallel, scratch);
@@ -8910,6 +8669,8 @@ LI_FN luna_status li_causal_call(const luna_causal_args *args, bool backward) {
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_causal_scratch(kernels, &c, parallel.threads, backward));
+  const luna_status status = li_reference_status(kernels, scratch, backward);
+  if (status != LUNA_OK) return status;
   if (!scratch) kernels = &li_kernels_reference;
   if (LI_TRAINS && backward) li_run_causal_backward(kernels, &c, &parallel, scratch);
   else li_run_causal(kernels, &c, &parallel, scratch);
@@ -8975,6 +8736,8 @@ LI_FN luna_status li_causal_nested_call(const luna_causal_nested_args *args, boo
   if (a.batch == 0 || a.rows == 0) return LUNA_OK;
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_causal_luna_scratch(kernels, &a, parallel.threads, backward));
+  const luna_status status = li_reference_status(kernels, scratch, backward);
+  if (status != LUNA_OK) return status;
   if (!scratch) {
     kernels = &li_kernels_reference;
     if (li_causal_luna_scratch(kernels, &a, 1, backward) > sizeof small) return LUNA_OUT_OF_MEMORY;
@@ -10655,6 +10418,8 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   li_clear_error(ctx);
   luna_status status = li_wait_for_owners(ctx);
+  if (status == LUNA_OK && training && !LI_REFERENCE_TRAINS && ctx->options.isa == LUNA_ISA_REFERENCE)
+    status = li_fail_status(ctx, LUNA_ERROR_REFERENCE_STEP);
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   li_step_clear(ctx);

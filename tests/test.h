@@ -14,6 +14,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* what luna.h's reference trains by in tests: with LUNA_IMPLEMENTATION, include this before luna.h */
+#ifndef LI_BACKWARD_REFERENCE
+#define LI_BACKWARD_REFERENCE "tests/kernels/backward_reference.h"
+#endif
+
 /* 1: fewer repetitions of what is alike, for emulators (tests/tools/cross.sh) */
 #ifndef TEST_QUICK
 #define TEST_QUICK 0

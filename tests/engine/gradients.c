@@ -1,5 +1,7 @@
 /* Every op and layer of op_cases.h: luna_backward against central finite differences, in a double-precision build of
-   the scalar path (`float` is double inside luna.h and here), 1e-6 relative for each input and parameter. */
+   the scalar path (`float` is double inside luna.h and here), 1e-6 relative for each input and parameter. Then, since
+   this build has no tests/kernels/backward_reference.h, as a user's: the reference infers every case, and says that it cannot
+   train. */
 #include <float.h>
 #include <limits.h>
 #include <math.h>
@@ -19,6 +21,7 @@
 #include <windows.h>
 #endif
 #include "test.h"
+#undef LI_BACKWARD_REFERENCE
 
 #define float double
 #define LI_DOUBLE
@@ -134,12 +137,95 @@ static void carried(trial *t, int v) {
   give(t, luna_scale(t->tensor[0], 1));
 }
 
+/* ---- the reference without a backward pass ---- */
+/* A case's results in inference, beside those of the scalar kernels. Where these fail, as what is for training alone
+   does, the reference fails with the same sentence. */
+static void reference_case(const op_case *c, int variant) {
+  trial want, got;
+  memset(&want, 0, sizeof want);
+  memset(&got, 0, sizeof got);
+  want.infers = got.infers = true;
+  want.options.threads = got.options.threads = 1;
+  got.options.isa = LUNA_ISA_REFERENCE;
+  const bool good = trial_run(&want, c, variant, false);
+  CHECK(trial_run(&got, c, variant, false) == good && strcmp(got.error, want.error) == 0,
+        "%s, variant %d: \"%s\", by the reference \"%s\"", c->name, variant, want.error, got.error);
+  for (int i = 0; good && i < want.outputs; i++) {
+    const double error = common_error(got.output[i].values, want.output[i].values, want.output[i].count, FLOOR);
+    CHECK(error <= TOLERANCE, "%s, variant %d: output %d of the reference is off by %.3g", c->name, variant, i, error);
+  }
+  trial_free(&want);
+  trial_free(&got);
+}
+
+/* luna_begin_step fails, and luna_backward then, too, until the next begin. An optimiser still takes gradients. */
+static void reference_step(void) {
+  const luna_options options = {.isa = LUNA_ISA_REFERENCE};
+  const int64_t two = 2;
+  const float ones[2] = {1, 1};
+  const luna_optimizer_config config = {.lr = 1};
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *w = luna_param(params, "w", 1, &two, (luna_init){LUNA_INIT_ZEROS, 0});
+  for (int again = 0; again < 2; again++) {
+    CHECK(luna_begin_step(ctx) == LUNA_UNSUPPORTED && luna_error_id_of(ctx) == LUNA_ERROR_REFERENCE_STEP,
+          "a step begins: \"%s\"", luna_error(ctx));
+    CHECK(strstr(luna_error(ctx), "LUNA_ISA_REFERENCE") && strstr(luna_error(ctx), "luna_begin_inference"),
+          "it says \"%s\"", luna_error(ctx));
+    CHECK(luna_backward(luna_sum(luna_exp(w), 0)) == LUNA_UNSUPPORTED && !w->grad, "a gradient is computed after it");
+    CHECK(luna_begin_inference(ctx) == LUNA_OK && fabs(luna_item(luna_sum(luna_exp(w), 0)) - 2) < 1e-6,
+          "inference after it: \"%s\"", luna_error(ctx));
+  }
+  luna_optimizer *optimizer = luna_sgd(params, &config);
+  CHECK(luna_write_grad(w, ones) == LUNA_OK && fabs(luna_params_clip_grad(params, 0) - sqrt(2.0)) < 1e-9,
+        "the norm of a gradient: \"%s\"", luna_error(ctx));
+  CHECK(luna_optimizer_advance(optimizer) == LUNA_OK && luna_optimizer_apply(optimizer) == LUNA_OK &&
+            w->data[0] < 0 && w->data[0] == w->data[1], "an update: \"%s\"", luna_error(ctx));
+  luna_close(ctx);
+}
+
+/* The backward functions refuse the reference, and what they would run by it: a call without scratch. */
+static void reference_calls(void) {
+  enum { ROWS = 3, HEADS = 2, DIM = 4, COUNT = ROWS * HEADS * DIM };
+  float in[COUNT], out[COUNT], grad[COUNT], kept[COUNT], lse[ROWS * HEADS];
+  for (int i = 0; i < COUNT; i++) in[i] = (float)i / COUNT, grad[i] = 7;
+  luna_attention_args a = {.q = in, .k = in, .v = in, .out = out, .log_sum_exp = lse, .batch = 1, .heads = HEADS,
+                           .queries = ROWS, .keys = ROWS, .head_dim = DIM, .grad_out = in, .grad_q = grad,
+                           .grad_k = grad, .grad_v = grad};
+  luna_causal_args c = {.x = in, .y = in, .z = in, .out = out, .batch = 1, .rows = ROWS, .heads = HEADS, .dim = DIM,
+                        .value_dim = DIM, .grad_out = in, .grad_x = grad, .grad_y = grad, .grad_z = grad};
+  luna_causal_nested_args n = {.q = in, .k = in, .v = in, .s = in, .out = out, .kept = kept, .batch = 1, .rows = ROWS,
+                               .heads = HEADS, .head_dim = DIM, .slots = DIM, .grad_out = in, .grad_q = grad,
+                               .grad_k = grad, .grad_v = grad, .grad_s = grad};
+  void *scratch = malloc(1 << 22);
+  for (int way = 0; way < 3; way++) { /* without scratch; the reference; the scalar kernels with scratch */
+    static const luna_status backward[3] = {LUNA_OUT_OF_MEMORY, LUNA_UNSUPPORTED, LUNA_OK};
+    a.run = c.run = n.run = (luna_run){.isa = way == 1 ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST,
+                                       .scratch = way ? scratch : NULL, .scratch_size = 1 << 22};
+    CHECK(luna_softmax_attention_f32(&a) == LUNA_OK && luna_causal_product_f32(&c) == LUNA_OK &&
+              luna_causal_nested_attention_f32(&n) == LUNA_OK, "way %d: a forward call fails", way);
+    const luna_status got[3] = {luna_softmax_attention_backward_f32(&a), luna_causal_product_backward_f32(&c),
+                                luna_causal_nested_attention_backward_f32(&n)};
+    for (int i = 0; i < 3; i++)
+      CHECK(got[i] == backward[way], "way %d: backward call %d gives \"%s\"", way, i, luna_status_text(got[i]));
+    int same = 0;
+    for (int i = 0; i < COUNT; i++) same += grad[i] == 7;
+    CHECK(way == 2 ? same < COUNT : same == COUNT, "way %d: %d of %d gradients are as before", way, same, COUNT);
+  }
+  free(scratch);
+}
+
 int main(int argc, char **argv) { /* a name runs that case alone */
   static const op_case state = {"a carried state", carried, 4};
   for (int v = 0; v < 4; v++) gradient_case(&state, v);
   for (int i = 0; i < OP_CASES; i++)
     if (argc < 2 || strcmp(argv[1], op_cases[i].name) == 0)
-      for (int v = 0; v < op_cases[i].variants; v++) gradient_case(&op_cases[i], v);
+      for (int v = 0; v < op_cases[i].variants; v++) {
+        gradient_case(&op_cases[i], v);
+        reference_case(&op_cases[i], v);
+      }
+  reference_step();
+  reference_calls();
   printf("gradients: worst relative error %.2g (%s)\n", worst, worst_name);
   return test_report("gradients");
 }

@@ -20,6 +20,7 @@ typedef struct trial {
   luna_options options;
   bool big;    /* sizes for comparing instruction sets, not for finite differences */
   bool oracles; /* results are compared with their oracles */
+  bool infers; /* inference in place of a step */
   double off;  /* their largest error; NaN where there is one */
   void (*compared)(void); /* called after a result was compared, or null */
   bool broken; /* something returned null */
@@ -61,7 +62,7 @@ static luna_tensor *trial_input(trial *t, double scale, int rank, int64_t a, int
   const int64_t shape[4] = {a, b, c, d};
   const int64_t count = a * b * c * d;
   const int i = t->inputs;
-  if (i == 0) luna_begin_step(trial_open(t, LUNA_FORM_CHEAPEST));
+  if (i == 0) (t->infers ? luna_begin_inference : luna_begin_step)(trial_open(t, LUNA_FORM_CHEAPEST));
   trial_keep(t, NULL, count, scale);
   return t->tensor[i] = luna_require_grad(luna_tensor_new(t->ctx, t->input[i].values, rank, shape));
 }

@@ -42,7 +42,8 @@ def build(folder, tests):
     code, nulls = run(["awk", "-f", "tests/robust/nulls.awk", "tests/tools/api.txt"], ROOT) # of arguments.c
     with open(folder + "/nulls.h", "w", encoding="utf-8") as file:
         file.write(nulls)
-    luna = ["-DLUNA_IMPLEMENTATION", "-x", "c", "-c", ROOT + "/luna.h", "-o"]
+    luna = ["-DLUNA_IMPLEMENTATION", '-DLI_BACKWARD_REFERENCE="tests/kernels/backward_reference.h"']
+    luna += ["-x", "c", "-c", ROOT + "/luna.h", "-o"]
     for command in flags + luna + ["luna.o"], flags + ["-fprofile-update=atomic"] + luna + ["luna_threads.o"]:
         code, said = run(command, folder)
         if code:

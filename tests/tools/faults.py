@@ -297,7 +297,8 @@ def main():
     os.makedirs(build, exist_ok=True)
     numbers = {fault: number for number, fault in enumerate(faults, 1)}
     write = {"luna.h": planted(header, numbers), "faults.h": PRELUDE, "faults.c": FUNCTIONS,
-             "luna.c": '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n'}
+             "luna.c": '#define LI_BACKWARD_REFERENCE "tests/kernels/backward_reference.h"\n'
+                       '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n'}
     for name, text in write.items():
         with open(os.path.join(build, name), "w") as file:
             file.write(text)
