@@ -1849,6 +1849,7 @@ typedef struct luna_causal_nested_args {
   const float *grad_out;             /* backward */
   float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* backward adds; any may be null */
   luna_run run;
+  const struct li_attention_own *own; /* null; luna.h's */
 } luna_causal_nested_args;
 LUNA_API luna_status luna_causal_nested_attention_f32(const luna_causal_nested_args *args);
 #ifndef LUNA_NO_TRAIN
@@ -2078,9 +2079,9 @@ typedef struct luna_op {
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and
      updates; else null */
-  /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
-  double *mean_ka, *mean_av;
-  double *weights;                   /* FORGETTING_LUNA: [batch, heads, slots], of the means */
+  /* means of k^T A [batch, heads, head_dim, slots] and of A^T v [batch, heads, slots, head_dim] over `position` rows,
+     and FORGETTING_LUNA's weights of them [batch, heads, slots], one behind the other */
+  double *state;
   /* 0, or where a state that training carries lies before the rows, in doubles from the above */
   ptrdiff_t before;
   /* in backend memory, of all sequences or, with `before`, [batch]; where it is 0 the means are 0, and not read */
@@ -2594,13 +2595,23 @@ typedef struct li_convolution {
 #else
 #define LI_BF16(g) ((g)->bf16)
 #endif
-/* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
-   batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
-   when ragged. grad_k may equal grad_v. */
+/* Attention, eq. 1, the causal product, eq. 7, and causal Luna: the public arguments, with sizes, strides and scale
+   resolved: a batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or
+   query_offsets[b] + i when ragged. grad_k may equal grad_v. Causal Luna's U = f(scale q, k, A) and out = f(W, A, v),
+   where f is eq. 7, A = omega(s), and W the softmax of U over the slots, which `kept` gets. With forget, A = e^s, the
+   means are weighted by A and by the gates, and `kept` gets U and the sums of the weights. */
 typedef luna_attention_args li_attention;
 typedef luna_causal_args li_causal;
-/* bf16: the operands of its products are rounded */
-typedef struct li_attention_own { li_dropout dropout; bool bf16; } li_attention_own;
+typedef luna_causal_nested_args li_causal_luna;
+/* What luna.h's own calls say beside the public arguments of attention and causal Luna */
+typedef struct li_attention_own {
+  li_dropout dropout;                /* causal Luna's, with forget alone, is of W */
+  bool bf16;                         /* the operands of attention's products are rounded */
+  /* A state that training carries: [batch] positions in place of one, and where the state before row 0 lies, in doubles
+     from causal Luna's `state`, to which forward writes the one after the last row. Else null and 0 */
+  const int64_t *positions;
+  ptrdiff_t before;
+} li_attention_own;
 LI_FN li_dropout li_attention_dropout(const li_attention *a) {
   return a->own ? a->own->dropout : li_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
 }
@@ -2638,36 +2649,6 @@ typedef struct li_unpack_space {
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
   float *words;                         /* li_panels' */
 } li_unpack_space;
-
-/* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
-   q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
-typedef struct li_causal_luna {
-  const float *q, *k, *v, *s;
-  float *out, *w;                    /* w: forward writes it unless null, backward reads it */
-  int64_t batch, rows, heads, head_dim, slots;
-  const int32_t *lengths;            /* [batch] real memory slots; null: all */
-  float scale;
-  /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
-  int activation;
-  int64_t position;              /* tokens before row 0 (streaming); 0 without a state */
-  /* of a state that training carries: [batch] positions in place of one, and where the state before row 0 lies, in
-     doubles from each of the pointers below, to which forward writes the one after the last row; else null and 0 */
-  const int64_t *positions;
-  ptrdiff_t before;
-  /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] running means of k^T A
-     and A^T v over the tokens so far; read and updated by forward */
-  double *mean_ka, *mean_av;
-  const float *grad_out;
-  float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
-  /* The memory that forgets: A = e^s, means weighted by A and by gates [batch, rows, heads, slots], whose logits these
-     are. In w are U and the sums of the weights, [2, batch, heads, rows, slots]. */
-  bool forgets;                      /* false: the published form */
-  const float *gates;
-  float *grad_gates;
-  double *weights;                   /* streaming state beside the means: [batch, heads, slots] their weights */
-  int64_t horizon;               /* without gates: means are over the past to this many tokens, then exponential */
-  li_dropout dropout;             /* of W; with gates alone */
-} li_causal_luna;
 
 /* A chunk of the memory that forgets, backward, all [rows, slots]: U, Z, R = W / Z and its gradient; in: the gradient
    of U, out: H = scale / Z dU and the gradient of Z */
@@ -2734,7 +2715,7 @@ LI_FN float li_each_scalar(int kind, float a, float b, float c);
 LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c, float g);
 
 /* whether the memory that forgets has dropout */
-#define LI_DROPS(a) (LI_TRAINS && (a)->dropout.threshold > 0)
+#define LI_DROPS(a) (LI_TRAINS && (a)->own && (a)->own->dropout.threshold > 0)
 #ifdef LUNA_NO_TRAIN
 #define LI_TRAIN(function) NULL
 #define LI_TRAINS false           /* no tape, no dropout */
@@ -6902,6 +6883,18 @@ LI_INLINE int64_t li_luna_row(const li_causal_luna *a, int64_t item, int64_t t) 
 LI_INLINE int64_t li_luna_slots(const li_causal_luna *a, int64_t item) {
   return li_real_slots(a->lengths, item / a->heads, a->slots);
 }
+/* whether its state is one that training carries */
+LI_INLINE bool li_luna_carries(const li_causal_luna *a) { return a->own && a->own->positions; }
+/* An item's part of `state`, or else of `one`, which has one item's: the means of k^T A [head_dim, slots] and of A^T v
+   [slots, head_dim] over the tokens so far, and with forget their weights [slots] */
+typedef struct li_luna_state { double *ka, *av, *weights; } li_luna_state;
+LI_HOT li_luna_state li_luna_state_of(const li_causal_luna *a, int64_t item, double *one) {
+  const int64_t items = a->state ? a->batch * a->heads : 1, size = a->head_dim * a->slots;
+  double *at = a->state ? a->state : one;
+  if (!a->state) item = 0;
+  const li_luna_state s = { at + item * size, at + (items + item) * size, at + 2 * items * size + item * a->slots };
+  return s;
+}
 /* e^x for x of -64 to 0: e^(x/512) by its series, to the power of 512 */
 LI_HOT double li_decay(double x) {
   const double r = x / 512;
@@ -6915,9 +6908,9 @@ LI_HOT double li_decay(double x) {
 LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool skipping) {
   const int64_t d = a->head_dim, l = li_luna_slots(a, item), row = li_luna_row(a, item, t);
   const int64_t wide = row * d, narrow = row * a->slots;
-  if (!a->mean_ka || a->positions) return false;
+  if (!a->state || li_luna_carries(a)) return false;
   if (!skipping && li_are_finite(d, a->k + wide) && li_are_finite(d, a->v + wide) &&
-      li_are_finite(l, a->s + narrow) && (!a->forgets || li_are_finite(l, a->gates + narrow))) return false;
+      li_are_finite(l, a->s + narrow) && (!a->forget || li_are_finite(l, a->forget + narrow))) return false;
   for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)NAN;
   return true;
 }
@@ -6939,9 +6932,8 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
   float *w = (float *)(void *)(means + 2 * state + l);
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = li_luna_slots(a, item);
-    double *k = a->mean_ka ? a->mean_ka + item * state : means;
-    double *v = a->mean_ka ? a->mean_av + item * state : k + state;
-    double *weight = a->mean_ka ? a->weights + item * l : means + 2 * state;
+    const li_luna_state m = li_luna_state_of(a, item, means);
+    double *k = m.ka, *v = m.av, *weight = m.weights;
     bool skips = false;
     if (a->position == 0) {
       for (int64_t i = 0; i < l; i++) weight[i] = 0;
@@ -6952,7 +6944,7 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
       if ((skips = li_luna_skips(a, item, t, skips))) continue;
       for (int64_t i = 0; i < real; i++) {
         const double new_weight = li_weight_reference(a->s[narrow + i]) * LUNA_FORGET_SCALE;
-        weight[i] = weight[i] * li_gate_reference(a->gates[narrow + i]) + new_weight;
+        weight[i] = weight[i] * li_gate_reference(a->forget[narrow + i]) + new_weight;
         const double share = new_weight / weight[i];
         double u = 0;
         for (int64_t j = 0; j < d; j++) {
@@ -6964,7 +6956,7 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
         w[i] = (float)(u * (double)a->scale);
       }
       li_softmax_reference(1, real, w, w);
-      if (LI_DROPS(a)) li_dropout_reference(&a->dropout, narrow, real, w, w, false);
+      if (LI_DROPS(a)) li_dropout_reference(&a->own->dropout, narrow, real, w, w, false);
       for (int64_t j = 0; j < d; j++) {
         double sum = 0;
         for (int64_t i = 0; i < real; i++) sum += (double)w[i] * v[i * d + j];
@@ -6978,33 +6970,32 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
 LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
   const int64_t d = a->head_dim, state = d * a->slots;
   double *means = (double *)scratch;
-  if (a->forgets) {
+  if (a->forget) {
     li_forget_reference(a, means);
     return;
   }
   float *omega = (float *)(void *)(means + 2 * state), *w = omega + a->slots;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = li_luna_slots(a, item);
-    double *ka = a->mean_ka ? a->mean_ka + item * state : means;
-    double *av = a->mean_ka ? a->mean_av + item * state : means + state;
+    const li_luna_state m = li_luna_state_of(a, item, means);
     bool skips = false;
     if (a->position == 0)
-      for (int64_t l = 0; l < state; l++) ka[l] = av[l] = 0;
+      for (int64_t l = 0; l < state; l++) m.ka[l] = m.av[l] = 0;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = li_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
       const int64_t now = li_within(a->position + t + 1, a->horizon);
       if ((skips = li_luna_skips(a, item, t, skips))) continue;
-      li_activate_reference(a->activation, real, a->s + narrow, omega);
-      li_mean_step(li_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
+      li_activate_reference((int)a->omega, real, a->s + narrow, omega);
+      li_mean_step(li_mean_of(m.ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       li_softmax_reference(1, real, w, w);
-      li_mean_step(li_mean_of(av, real, d, d, now), omega, a->v + wide, w, 1, a->out + wide);
-      if (a->w)
-        for (int64_t l = 0; l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
+      li_mean_step(li_mean_of(m.av, real, d, d, now), omega, a->v + wide, w, 1, a->out + wide);
+      if (a->kept)
+        for (int64_t l = 0; l < a->slots; l++) a->kept[narrow + l] = l < real ? w[l] : 0;
     }
   }
 }
 /* whether it is a stream's single row */
-LI_INLINE bool li_luna_steps(const li_causal_luna *a) { return a->mean_ka && a->rows == 1 && !a->positions; }
+LI_INLINE bool li_luna_steps(const li_causal_luna *a) { return a->state && a->rows == 1 && !li_luna_carries(a); }
 LI_FN size_t li_causal_luna_scratch_reference(const li_causal_luna *a) {
   return li_round((size_t)((2 * a->head_dim + 1) * a->slots) * sizeof(double)) + (size_t)li_floats(2 * a->slots);
 }
@@ -7646,7 +7637,7 @@ LI_FN li_out li_luna_into(const li_causal_luna *a, const li_causal_chunk *c, flo
 LI_FN li_matrix li_luna_omega(const li_causal_luna *a, const li_causal_chunk *c) {
   const li_matrix s = li_luna_narrow(a, c, a->s);
   c->kernels->copy_rows(s, c->kept, s.columns);
-  c->kernels->activate(a->activation, s.rows * s.columns, c->kept, c->kept);
+  c->kernels->activate((int)a->omega, s.rows * s.columns, c->kept, c->kept);
   return li_dense(c->kept, s.rows, s.columns);
 }
 
@@ -7666,10 +7657,10 @@ LI_FN void li_luna_out(const void *args, const li_causal_chunk *c) {
   li_chunk_scores(c, q, li_luna_wide(a, c, a->k));
   li_causal_mix(c, a->scale, q, c->state, omega, li_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
-  if (LI_TRAINS && a->w) {
-    c->kernels->copy_rows(w, a->w + narrow, a->heads * a->slots);
+  if (LI_TRAINS && a->kept) {
+    c->kernels->copy_rows(w, a->kept + narrow, a->heads * a->slots);
     for (int64_t t = 0; t < c->rows; t++)
-      memset(a->w + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
+      memset(a->kept + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
   }
   li_chunk_scores(c, w, omega);
   li_causal_mix(c, 1, w, c->state + a->head_dim * l, li_luna_wide(a, c, a->v), li_luna_into(a, c, a->out, false));
@@ -7677,7 +7668,7 @@ LI_FN void li_luna_out(const void *args, const li_causal_chunk *c) {
 
 /* a stream's state is left as it was where the new one is not finite */
 LI_FN bool li_luna_stores(const li_causal_luna *a, int64_t n, const double *state) {
-  if (a->positions) return true;
+  if (li_luna_carries(a)) return true;
   for (int64_t i = 0; i < n; i++)
     if (state[i] - state[i] != 0) return false;
   return true;
@@ -7686,8 +7677,9 @@ LI_FN void li_luna_exchange(const void *args, int64_t item, double *state, bool 
   const li_causal_luna *a = (const li_causal_luna *)args;
   const int64_t d = a->head_dim, l = li_luna_slots(a, item);
   if (store && !li_luna_stores(a, 2 * d * l, state)) return;
-  const ptrdiff_t before = store ? 0 : a->before;
-  double *ka = a->mean_ka + before + item * d * a->slots, *av = a->mean_av + before + item * d * a->slots;
+  const ptrdiff_t before = !store && a->own ? a->own->before : 0;
+  const li_luna_state m = li_luna_state_of(a, item, NULL);
+  double *ka = m.ka + before, *av = m.av + before;
   for (int64_t i = 0; i < d; i++) {
     double *own = state + i * l, *callers = ka + i * a->slots;
     if (store) memcpy(callers, own, (size_t)l * sizeof(double));
@@ -7698,7 +7690,7 @@ LI_FN void li_luna_exchange(const void *args, int64_t item, double *state, bool 
 }
 
 LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
-  return li_floats((a->forgets ? 4 : 1) * a->slots) + li_floats(a->slots) +
+  return li_floats((a->forget ? 4 : 1) * a->slots) + li_floats(a->slots) +
          (int64_t)li_round((size_t)(a->slots + li_max(a->slots, a->head_dim)) * sizeof(double));
 }
 /* The memory that forgets, one row of one item: weights <- (weights + W) e^gate, with a share W / (weights + W) of the
@@ -7706,9 +7698,10 @@ LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
 LI_HOT void li_forget_shares(const li_kernels *kernels, const li_causal_luna *a, int64_t item, float *w,
                              double *share) {
   const int64_t l = li_luna_slots(a, item), narrow = item * a->slots;
-  kernels->forget_weights(li_dense(a->s + narrow, 1, l), li_dense(a->gates + narrow, 1, l), w, w + l);
+  const li_luna_state m = li_luna_state_of(a, item, NULL);
+  kernels->forget_weights(li_dense(a->s + narrow, 1, l), li_dense(a->forget + narrow, 1, l), w, w + l);
   for (int64_t i = 0; i < l; i++) {
-    double *weight = a->weights + narrow + i;
+    double *weight = m.weights + i;
     const double gate = li_decay((double)w[l + i]), total = *weight + (double)w[i];
     share[i] = (double)w[i] / total;
     *weight = total * gate;
@@ -7722,29 +7715,29 @@ LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last
   const li_causal_luna *a = (const li_causal_luna *)s->args;
   const int64_t d = a->head_dim;
   const int64_t now = li_within(a->position + 1, a->horizon);
-  const li_mean_kind k_step = a->forgets ? LI_STEP_KEYS : LI_STEP_MEAN,
-      v_step = a->forgets ? LI_STEP_VALUES : LI_STEP_MEAN;
+  const li_mean_kind k_step = a->forget ? LI_STEP_KEYS : LI_STEP_MEAN,
+      v_step = a->forget ? LI_STEP_VALUES : LI_STEP_MEAN;
   char *scratch = s->threads_at + thread * li_step_bytes(a);
-  float *omega = li_take(&scratch, (a->forgets ? 4 : 1) * a->slots), *w = li_take(&scratch, a->slots);
+  float *omega = li_take(&scratch, (a->forget ? 4 : 1) * a->slots), *w = li_take(&scratch, a->slots);
   double *share = (double *)(void *)scratch, *sum = share + a->slots;
   for (int64_t item = first; item < last; item++) {
     const int64_t l = li_luna_slots(a, item), wide = item * d, narrow = item * a->slots;
-    double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
+    const li_luna_state m = li_luna_state_of(a, item, NULL);
     if (a->position == 0) {
-      for (int64_t i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
-      memset(av, 0, (size_t)(l * d) * sizeof(double));
-      if (a->forgets) memset(a->weights + narrow, 0, (size_t)l * sizeof(double));
+      for (int64_t i = 0; i < d; i++) memset(m.ka + i * a->slots, 0, (size_t)l * sizeof(double));
+      memset(m.av, 0, (size_t)(l * d) * sizeof(double));
+      if (a->forget) memset(m.weights, 0, (size_t)l * sizeof(double));
     }
     if (li_luna_skips(a, item, 0, false)) continue;
-    if (a->forgets) li_forget_shares(kernels, a, item, omega, share);
-    else kernels->activate(a->activation, l, a->s + narrow, omega);
-    kernels->step_mean(k_step, li_mean_of(ka, d, l, a->slots, now), share, a->k + wide, omega, a->q + wide, sum);
+    if (a->forget) li_forget_shares(kernels, a, item, omega, share);
+    else kernels->activate((int)a->omega, l, a->s + narrow, omega);
+    kernels->step_mean(k_step, li_mean_of(m.ka, d, l, a->slots, now), share, a->k + wide, omega, a->q + wide, sum);
     for (int64_t i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
     kernels->softmax(1, l, w, w);
-    kernels->step_mean(v_step, li_mean_of(av, l, d, d, now), share, omega, a->v + wide, w, sum);
+    kernels->step_mean(v_step, li_mean_of(m.av, l, d, d, now), share, omega, a->v + wide, w, sum);
     for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
-    if (LI_TRAINS && a->w && !a->forgets)
-      for (int64_t i = 0; i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
+    if (LI_TRAINS && a->kept && !a->forget)
+      for (int64_t i = 0; i < a->slots; i++) a->kept[narrow + i] = i < l ? w[i] : 0;
   }
 }
 
@@ -7758,7 +7751,7 @@ LI_FN void li_luna_out_up(const void *args, const li_causal_chunk *c) {
   const li_matrix g = li_causal_divide(c, 1, li_luna_wide(a, c, a->grad_out), c->buffer[0]);
   float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
   li_causal_grad_x(c, g, li_luna_wide(a, c, a->v), c->state + a->head_dim * l, omega, li_into(dw, l, false));
-  c->kernels->copy_rows(li_luna_narrow(a, c, a->w), w, l);
+  c->kernels->copy_rows(li_luna_narrow(a, c, a->kept), w, l);
   li_clear(du, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
   const li_matrix h = li_causal_divide(c, a->scale, li_dense(du, c->rows, l), c->h);
@@ -7772,14 +7765,14 @@ LI_FN void li_luna_sum_down(const void *args, const li_causal_chunk *c) {
   const int64_t l = li_luna_omega(a, c).columns;
   const li_matrix g = li_causal_divide(c, 1, li_luna_wide(a, c, a->grad_out), c->kept + LI_CHUNK * l);
   li_causal_sum(c, li_luna_wide(a, c, a->q), li_dense(c->h, c->rows, l), c->state);
-  li_causal_sum(c, li_luna_narrow(a, c, a->w), g, c->state + a->head_dim * l);
+  li_causal_sum(c, li_luna_narrow(a, c, a->kept), g, c->state + a->head_dim * l);
 }
 
 LI_FN void li_luna_out_down(const void *args, const li_causal_chunk *c) {
   const li_causal_luna *a = (const li_causal_luna *)args;
   const int64_t d = a->head_dim, l = li_luna_slots(a, c->item);
   const li_matrix omega = li_dense(c->kept, c->rows, l), g = li_dense(c->kept + LI_CHUNK * l, c->rows, d);
-  const li_matrix h = li_dense(c->h, c->rows, l), w = li_luna_narrow(a, c, a->w);
+  const li_matrix h = li_dense(c->h, c->rows, l), w = li_luna_narrow(a, c, a->kept);
   const li_matrix r = li_dense(c->state, d, l), r2 = li_dense(c->state + d * l, l, d);
   const li_matrix q = li_luna_wide(a, c, a->q), k = li_luna_wide(a, c, a->k), v = li_luna_wide(a, c, a->v);
   if (a->grad_k)
@@ -7792,7 +7785,7 @@ LI_FN void li_luna_out_down(const void *args, const li_causal_chunk *c) {
     li_causal_grad_yz(c, g, v, li_transposed(r2), w, li_into(domega, l, true));
     c->kernels->copy_rows(li_luna_narrow(a, c, a->s), s, l);
     c->kernels->copy_rows(li_luna_narrow(a, c, a->grad_s), ds, l);
-    c->kernels->activate_grad(a->activation, c->rows * l, s, domega, true, ds);
+    c->kernels->activate_grad((int)a->omega, c->rows * l, s, domega, true, ds);
     c->kernels->copy_rows(li_dense(ds, c->rows, l), a->grad_s + li_luna_row(a, c->item, c->first) * a->slots,
                           a->heads * a->slots);
   }
@@ -7821,7 +7814,7 @@ LI_FN li_forget_state li_forget_state_of(const li_causal_luna *a, const li_causa
 /* kept = W, c->logs: its sums */
 LI_FN li_matrix li_forget_weights(const li_causal_luna *a, const li_causal_chunk *c) {
   const li_matrix s = li_luna_narrow(a, c, a->s);
-  c->kernels->forget_weights(s, li_luna_narrow(a, c, a->gates), c->kept, c->logs);
+  c->kernels->forget_weights(s, li_luna_narrow(a, c, a->forget), c->kept, c->logs);
   return li_dense(c->kept, s.rows, s.columns);
 }
 /* the chunk's own sum: state = (a^T x, b^T y, totals) */
@@ -7852,7 +7845,7 @@ LI_HOT void li_forget_drop(const li_causal_luna *a, const li_causal_chunk *c, fl
   const int64_t l = li_luna_slots(a, c->item);
   if (!LI_DROPS(a)) return;
   for (int64_t t = 0; t < c->rows; t++, w += l)
-    c->kernels->dropout(&a->dropout, li_luna_row(a, c->item, c->first + t) * a->slots, l, w, w, false);
+    c->kernels->dropout(&a->own->dropout, li_luna_row(a, c->item, c->first + t) * a->slots, l, w, w, false);
 }
 /* floats of U, Z, H, ... over all rows; a chunk's are dense, at its first row */
 LI_INLINE int64_t li_forget_all(const li_causal_luna *a) { return a->batch * a->heads * a->rows * a->slots; }
@@ -7861,7 +7854,7 @@ LI_INLINE int64_t li_forget_sums(const li_causal_luna *a) {
   return a->batch * a->heads * li_divide_up(a->rows, LI_CHUNK) * a->slots * li_forget_unit(a);
 }
 LI_INLINE float *li_forget_kept(const li_causal_luna *a, const li_causal_chunk *c) {
-  return li_offset(LI_TRAINS ? a->w : NULL, (c->item * a->rows + c->first) * a->slots);
+  return li_offset(LI_TRAINS ? a->kept : NULL, (c->item * a->rows + c->first) * a->slots);
 }
 
 LI_FN void li_forget_out(const void *args, const li_causal_chunk *c) {
@@ -7890,12 +7883,11 @@ LI_FN void li_forget_out(const void *args, const li_causal_chunk *c) {
 LI_FN void li_forget_exchange(const void *args, int64_t item, double *state, bool store) {
   const li_causal_luna *a = (const li_causal_luna *)args;
   const int64_t d = a->head_dim, l = li_luna_slots(a, item), unit = li_forget_unit(a);
-  const ptrdiff_t before = store ? 0 : a->before;
+  const ptrdiff_t before = !store && a->own ? a->own->before : 0;
+  const li_luna_state m = li_luna_state_of(a, item, NULL);
   if (store && !li_luna_stores(a, l * unit, state)) return;
   for (int64_t slot = 0; slot < l; slot++, state += unit) {
-    double *k = a->mean_ka + before + item * d * a->slots + slot;
-    double *v = a->mean_av + before + (item * a->slots + slot) * d;
-    double *weight = a->weights + before + item * a->slots + slot;
+    double *k = m.ka + before + slot, *v = m.av + before + slot * d, *weight = m.weights + before + slot;
     if (store) *weight = state[2 * d];
     for (int64_t i = 0; i < d; i++) {
       if (store) k[i * a->slots] = state[i] / *weight;
@@ -7978,7 +7970,7 @@ LI_FN void li_forget_out_down(const void *args, const li_causal_chunk *c) {
     }
   if (a->grad_k) li_causal_grad_yz(c, h, w, state.k, q, li_luna_into(a, c, a->grad_k, true));
   if (a->grad_v) li_causal_grad_yz(c, r, w, state.v, g, li_luna_into(a, c, a->grad_v, true));
-  if (!a->grad_s && !a->grad_gates) return;
+  if (!a->grad_s && !a->grad_forget) return;
   li_clear(dw, (size_t)(c->rows * l) * sizeof(float));
   li_causal_grad_yz(c, q, k, li_transposed(state.k), h, li_into(dw, l, true));
   li_causal_grad_yz(c, g, v, li_transposed(state.v), r, li_into(dw, l, true));
@@ -7994,7 +7986,7 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
     memset(after, 0, (size_t)(2 * a->slots) * sizeof(float));
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, 0, thread);
-      const li_matrix gates = li_luna_narrow(a, &c, a->gates);
+      const li_matrix gates = li_luna_narrow(a, &c, a->forget);
       const float *next = c.sums + a->slots * s->unit;
       if (k > 0)
         for (int64_t i = 0; i < gates.columns; i++, next += s->unit) {
@@ -8002,7 +7994,7 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
           after[i] = next[0];
           after[gates.columns + i] = next[1];
         }
-      s->kernels->forget_gates(gates, c.h, after, a->grad_gates + (gates.at - a->gates));
+      s->kernels->forget_gates(gates, c.h, after, a->grad_forget + (gates.at - a->forget));
     }
   }
 }
@@ -8022,12 +8014,12 @@ LI_FN void li_luna_sweep(li_sweep *s, const li_kernels *kernels, const li_causal
   s->heads = a->heads;
   s->rows = a->rows;
   s->position = a->position;
-  s->positions = a->positions;
+  s->positions = a->own ? a->own->positions : NULL;
   s->horizon = a->horizon;
   s->dim = a->head_dim;
   s->value_dim = s->slots = a->slots;
   s->lengths = a->lengths;
-  s->forgets = a->forgets;
+  s->forgets = a->forget != NULL;
   s->unit = s->forgets ? li_forget_unit(a) : 2 * a->head_dim;
   s->kept = s->forgets ? (LI_CHUNK + 4) * a->slots :
                          LI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
@@ -8042,8 +8034,8 @@ LI_FN size_t li_causal_luna_scratch(const li_kernels *kernels, const li_causal_l
   if (li_luna_steps(a)) return (size_t)(threads * li_step_bytes(a));
   li_luna_sweep(&s, kernels, a, backward);
   size_t bytes = li_sweep_plan(&s, threads, NULL);
-  if (backward) bytes += (size_t)li_floats((a->forgets ? 3 : 1) * s.items * s.rows * s.slots);
-  if (backward && a->forgets) bytes += (size_t)li_floats(li_forget_sums(a));
+  if (backward) bytes += (size_t)li_floats((a->forget ? 3 : 1) * s.items * s.rows * s.slots);
+  if (backward && a->forget) bytes += (size_t)li_floats(li_forget_sums(a));
   return bytes;
 }
 
@@ -8060,30 +8052,30 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
     return;
   }
   li_luna_sweep(&s, kernels, a, false);
-  if (a->mean_ka && a->rows > 0) s.exchange = a->forgets ? li_forget_exchange : li_luna_exchange;
-  li_sweep_run(&s, a->forgets ? &li_forget_result : &li_luna_result, parallel, scratch);
+  if (a->state && a->rows > 0) s.exchange = a->forget ? li_forget_exchange : li_luna_exchange;
+  li_sweep_run(&s, a->forget ? &li_forget_result : &li_luna_result, parallel, scratch);
 }
 
 LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causal_luna *a,
                                        const li_parallel *parallel, void *scratch) {
   char *rest = (char *)scratch;
-  float *h = li_take(&rest, (a->forgets ? 3 : 1) * li_forget_all(a));
-  float *sums = a->forgets ? li_take(&rest, li_forget_sums(a)) : NULL;
-  const bool forgets = a->forgets;
+  float *h = li_take(&rest, (a->forget ? 3 : 1) * li_forget_all(a));
+  float *sums = a->forget ? li_take(&rest, li_forget_sums(a)) : NULL;
+  const bool forgets = a->forget != NULL;
   li_sweep s;
   LI_BY_BACKWARD_REFERENCE(kernels, li_causal_luna_backward_reference(a, scratch); return);
   li_luna_sweep(&s, kernels, a, false);
   s.h = h;
   s.sums = sums;
   s.reads = true;
-  if (a->mean_ka) s.exchange = forgets ? li_forget_exchange : li_luna_exchange;
+  if (a->state) s.exchange = forgets ? li_forget_exchange : li_luna_exchange;
   li_sweep_run(&s, forgets ? &li_forget_grad_up : &li_luna_grad_up, parallel, rest);
-  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates) return;
+  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_forget) return;
   li_luna_sweep(&s, kernels, a, true);
   s.h = h;
   s.sums = sums;
   li_sweep_run(&s, forgets ? &li_forget_grad_down : &li_luna_grad_down, parallel, rest);
-  if (a->grad_gates)
+  if (a->grad_forget)
     li_each(li_worth(parallel, s.items * s.rows * s.dim * s.value_dim), s.items, li_forget_gates, &s);
 }
 #endif
@@ -8685,35 +8677,21 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 
 /* --- causal Luna attention --- */
 LI_FN luna_status li_causal_nested_of(const luna_causal_nested_args *args, li_causal_luna *a) {
-  const int64_t items = li_checked(args->batch, args->heads), rows = li_checked(items, args->rows);
-  memset(a, 0, sizeof *a);
-  if (args->heads < 1 || args->rows < 0 || !li_causal_fits(args->head_dim, args->slots) ||
-      li_checked(rows, args->head_dim) < 0 || li_checked(rows, args->slots) < 0 || args->horizon < 0 ||
-      !li_is_finite(args->scale) || args->position < 0) return LUNA_BAD_ARGUMENT;
-  if (args->lengths) {
-    for (int64_t b = 0; b < args->batch; b++)
-      if (args->lengths[b] < 0 || args->lengths[b] > args->slots) return LUNA_BAD_ARGUMENT;
+  const int64_t rows = li_checked(li_checked(args->batch, args->heads), args->rows);
+  *a = *args;
+  if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)a->head_dim));
+  if (a->omega == LUNA_ACTIVATION_DEFAULT) a->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  if (a->heads < 1 || a->rows < 0 || !li_causal_fits(a->head_dim, a->slots) || li_checked(rows, a->head_dim) < 0 ||
+      li_checked(rows, a->slots) < 0 || a->horizon < 0 || !li_is_finite(a->scale) || a->position < 0 ||
+      !li_is_omega((int)a->omega)) return LUNA_BAD_ARGUMENT;
+  if (a->lengths) {
+    for (int64_t b = 0; b < a->batch; b++)
+      if (a->lengths[b] < 0 || a->lengths[b] > a->slots) return LUNA_BAD_ARGUMENT;
   }
-  a->batch = args->batch; a->rows = args->rows; a->heads = args->heads;
-  a->head_dim = args->head_dim; a->slots = args->slots;
-  a->q = args->q; a->k = args->k; a->v = args->v; a->s = args->s; a->gates = args->forget;
-  a->out = args->out;
-  a->w = args->state ? NULL : args->kept;
-  a->lengths = args->lengths;
-  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
-  a->activation = (int)(args->omega ? args->omega : LUNA_ACTIVATION_SOFTPLUS2);
-  a->forgets = args->forget != NULL;
-  a->horizon = a->forgets ? 0 : args->horizon;
-  a->grad_out = args->grad_out;
-  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
-  a->grad_s = args->grad_s; a->grad_gates = a->forgets ? args->grad_forget : NULL;
-  if (!li_is_omega(a->activation)) return LUNA_BAD_ARGUMENT;
-  if (args->state) {
-    a->position = args->position;
-    a->mean_ka = args->state;
-    a->mean_av = a->mean_ka + items * a->head_dim * a->slots;
-    a->weights = a->mean_av + items * a->head_dim * a->slots;
-  }
+  if (a->forget) a->horizon = 0;
+  else a->grad_forget = NULL;
+  if (a->state) a->kept = NULL;
+  else a->position = 0;
   return LUNA_OK;
 }
 LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_args *args) {
@@ -8722,7 +8700,7 @@ LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_ar
   if (!kernels || li_causal_nested_of(args, &a) != LUNA_OK) return 0;
   const int64_t threads = li_parallel_of(&args->run).threads;
   const size_t forward = li_causal_luna_scratch(kernels, &a, threads, false);
-  const size_t backward = a.mean_ka ? 0 : li_causal_luna_scratch(kernels, &a, threads, true);
+  const size_t backward = a.state ? 0 : li_causal_luna_scratch(kernels, &a, threads, true);
   return (forward > backward ? forward : backward) + LI_ALIGN;
 }
 LI_FN luna_status li_causal_nested_call(const luna_causal_nested_args *args, bool backward) {
@@ -8730,7 +8708,7 @@ LI_FN luna_status li_causal_nested_call(const luna_causal_nested_args *args, boo
   li_causal_luna a;
   double small[900];
   if (!args || li_causal_nested_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  if (a.batch > 0 && a.rows > 0 && (!a.q || !a.k || !a.v || !a.s || (backward ? !a.grad_out || !a.w : !a.out)))
+  if (a.batch > 0 && a.rows > 0 && (!a.q || !a.k || !a.v || !a.s || (backward ? !a.grad_out || !a.kept : !a.out)))
     return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (a.batch == 0 || a.rows == 0) return LUNA_OK;
@@ -9592,7 +9570,7 @@ typedef struct li_op_state {
   uint8_t depth;                     /* of the cheap ops that compute its result again: li_op_depth */
   int readers;                       /* of its result, among the ops that are now computed again */
   const luna_trace_scope *scope;     /* in which its forward ran */
-  li_attention_own attention;     /* its dropout may be that of a part of a batch */
+  li_attention_own attention;        /* its dropout may be that of a part of a batch */
 } li_op_state;
 /* A part of a batch: the sequences before it, and how many it has; 0: the tensor is no part */
 typedef struct li_cut { int64_t first, own; } li_cut;
@@ -11933,35 +11911,35 @@ LI_KERNEL_OP(causal, 0)
 #define LI_CPU_CAUSAL_PRODUCT LI_CPU_OP(li_causal_query, li_causal_forward, li_causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
-   stream: mean_ka, mean_av, weights, position. kept: W, or U and sums of weights --- */
+   stream: state, position. kept: W, or U and sums of weights --- */
 LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   const luna_tensor *q = op->in[0];
+  const bool forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
   li_clear(c, sizeof *c);
   c->q = q->data; c->k = op->in[1]->data; c->v = op->in[2]->data; c->s = op->in[3]->data;
   c->out = op->out[0]->data;
-  c->w = (float *)op->kept;
+  c->kept = (float *)op->kept;
   c->batch = q->shape[0]; c->rows = q->shape[1]; c->heads = op->arg.causal.heads;
   c->head_dim = li_last(q) / c->heads;
   c->slots = li_last(op->in[3]) / c->heads;
   c->lengths = op->lengths;
   c->scale = op->arg.causal.scale;
-  c->activation = (int)op->activation;
+  c->omega = op->activation;
   c->position = op->position ? *op->position : 0;
   c->horizon = op->arg.causal.horizon;
-  c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
-  c->before = op->before;
-  if (c->before) c->positions = op->position;
-  c->forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
-  if (c->forgets) {
-    c->gates = op->in[4]->data;
-    c->weights = op->weights;
-    if (op->dropout > 0)
-      c->dropout = li_op_dropout(op, luna_count(op->in[3]));
+  c->state = op->state;
+  if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null where memory is only counted */
+  if (op->own) {                     /* a stream's recorded op has none, no dropout and nothing carried */
+    li_attention_own *own = &op->own->attention;
+    own->dropout = li_op_dropout(op, forgets ? luna_count(op->in[3]) : 0);
+    own->positions = op->before ? op->position : NULL;
+    own->before = op->before;
+    c->own = own;
   }
   if (LI_TRAINS) {
     c->grad_out = op->out[0]->grad;
     c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
-    if (c->forgets) c->grad_gates = op->in[4]->grad;
+    if (forgets) c->grad_forget = op->in[4]->grad;
   }
 }
 LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
@@ -13845,8 +13823,7 @@ LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, 
 typedef struct li_past {
   const int64_t *position;           /* as in luna_op */
   ptrdiff_t before;                  /* likewise, of the history as many eights of bytes; with it only these are set: */
-  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
-  double *weights;                   /* of a memory that forgets, [batch, heads, slots] */
+  double *state;                     /* as in luna_op */
   float *history;                    /* [batch, convolution - 1, dim] */
   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
   int64_t sources;
@@ -15019,9 +14996,7 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
   build.op.activation = c->omega;
   if (c->forget) build.op.dropout = c->dropout;
   if (past) {
-    build.op.mean_ka = past->mean_ka;
-    build.op.mean_av = past->mean_av;
-    build.op.weights = past->weights;
+    build.op.state = past->state;
     build.op.before = past->before;
     build.op.position = past->position;
   }
@@ -18686,12 +18661,13 @@ LI_FN bool li_stream_rounds_scores(const luna_stream *s) {
    the convolution's history */
 #define LI_STATE_PARTS 4
 typedef struct li_state_part { void *at; size_t bytes; } li_state_part;
-LI_FN li_state_part li_state_part_of(const li_past *past, const luna_layer_config *c, int part) {
-  const int64_t weights = c->forget ? c->heads * c->memory : 0, history = li_max(0, c->convolution - 1) * c->dim;
-  const li_state_part mean = { part == 0 ? past->mean_ka : past->mean_av, (size_t)(c->dim * c->memory) * 8 },
-      weight = { past->weights, (size_t)weights * 8 }, last = { past->history, (size_t)history * sizeof(float) };
-  if (part < 2) return mean;
-  return part == 2 ? weight : last;
+LI_FN li_state_part li_state_part_of(const li_past *past, const luna_layer_config *c, int64_t batch, int part) {
+  const int64_t mean = c->dim * c->memory, weights = c->forget ? c->heads * c->memory : 0;
+  li_state_part p = { past->history, (size_t)(li_max(0, c->convolution - 1) * c->dim) * sizeof(float) };
+  if (part == 3) return p;
+  p.at = past->state + part * batch * mean;
+  p.bytes = (size_t)(part < 2 ? mean : weights) * sizeof(double);
+  return p;
 }
 LI_FN void *li_stream_take(char *base, size_t *used, int64_t count, size_t size) {
   const size_t bytes = li_round((size_t)count * size);
@@ -18701,13 +18677,9 @@ LI_FN void *li_stream_take(char *base, size_t *used, int64_t count, size_t size)
 }
 /* Says where they are, from base on; null only counts them. */
 LI_FN void li_past_take(li_past *past, const luna_layer_config *c, int64_t batch, char *base, size_t *used) {
-  void *at[LI_STATE_PARTS];
-  for (int k = 0; k < LI_STATE_PARTS; k++)
-    at[k] = li_stream_take(base, used, batch, li_state_part_of(past, c, k).bytes);
-  past->mean_ka = (double *)at[0];
-  past->mean_av = (double *)at[1];
-  past->weights = (double *)at[2];
-  past->history = (float *)at[3];
+  const int64_t slots = c->memory * (2 * c->dim + (c->forget ? c->heads : 0));
+  past->state = (double *)li_stream_take(base, used, batch * slots, sizeof(double));
+  past->history = (float *)li_stream_take(base, used, batch * li_max(0, c->convolution - 1) * c->dim, sizeof(float));
 }
 LI_FN bool li_stream_on_device(const luna_stream *s) { return li_on_device(&s->ctx); }
 
@@ -18877,7 +18849,7 @@ LI_FN bool li_stream_reorder_all(luna_stream *s) {
   const int32_t *from = li_stream_inputs(s, s->inputs, 1).tokens;
   for (int64_t i = 0; i < (s->batch > 1 ? s->model.config.layers : 0); i++)
     for (int k = 0; k < LI_STATE_PARTS; k++) {
-      const li_state_part part = li_state_part_of(&s->layers[i].past, &s->model.config.layer, k);
+      const li_state_part part = li_state_part_of(&s->layers[i].past, &s->model.config.layer, s->batch, k);
       const int64_t width = (int64_t)(part.bytes / sizeof(float));
       if (width == 0) continue;
       li_bump_begin(&s->bump, false);
@@ -19169,7 +19141,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   s->ctx.bump = b;
   s->layers = &layer;
   s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
-  layer.past.mean_ka = layer.past.mean_av = layer.past.weights = (double *)(void *)s;
+  layer.past.state = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
   li_stream_take_once(s, &layer.past, NULL, &used);
   b->part[0].start = (char *)small;
@@ -19685,7 +19657,7 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
       size_t used = 0;
       const li_past past = li_state_at(s, s->half[s->now] + (size_t)layer * s->layer_size, &used);
       for (int k = 0; k < LI_STATE_PARTS; k++) {
-        const li_state_part part = li_state_part_of(&past, &s->config.layer, k);
+        const li_state_part part = li_state_part_of(&past, &s->config.layer, s->batch, k);
         memset((char *)part.at + (size_t)b * part.bytes, 0, part.bytes);
       }
     }

@@ -4732,11 +4732,13 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
 static void lunacu_causal_luna_stream(luna_op *op) {
   const luna_tensor *q = op->in[0];
   const int64_t heads = op->arg.causal.heads;
+  const int64_t mean = q->shape[0] * lunacu_last(q) * lunacu_last(op->in[3]) / heads; /* numbers of ka, and of av */
   const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data,
                                   op->inputs > 4 ? op->in[4]->data : NULL, op->out[0]->data, (double *)op->workspace,
-                                  op->mean_ka, op->mean_av, op->weights, op->lengths, q->shape[0], q->shape[1], heads,
-                                  lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads, (int64_t)op->activation,
-                                  op->position, (double)op->arg.causal.scale, op->arg.causal.horizon};
+                                  op->state, op->state + mean, op->state + 2 * mean, op->lengths, q->shape[0],
+                                  q->shape[1], heads, lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads,
+                                  (int64_t)op->activation, op->position, (double)op->arg.causal.scale,
+                                  op->arg.causal.horizon};
   if (a.batch * a.heads > 0 && a.rows > 0)
     LUNACU_LAUNCH(a.gates ? lunacu_causal_stream_kernel<true> : lunacu_causal_stream_kernel<false>,
                   (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
@@ -4760,7 +4762,7 @@ static void lunacu_causal_luna_run(const lunacu_causal_luna &c, lunacu_causal_pr
 }
 static void lunacu_causal_luna_forward(luna_op *op) {
   lunacu_causal_luna c;
-  if (op->mean_ka) return lunacu_causal_luna_stream(op);
+  if (op->state) return lunacu_causal_luna_stream(op);
   lunacu_causal_luna_start(op, &c, false, op->workspace);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
     const lunacu_causal_rows k = c.in(1), v = c.in(2), w = op->training ? lunacu_causal_windowed(c.sweep, c.w) : c.w;
@@ -5045,7 +5047,7 @@ static size_t lunacu_forget_start(const luna_op *op, lunacu_forgetting *f, bool 
 static void lunacu_causal_luna_query(luna_op *op) { /* of both */
   const bool forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
   lunacu_forgetting f;
-  if (op->mean_ka) {                 /* a stream's room */
+  if (op->state) {                 /* a stream's room */
     op->workspace_size = (size_t)(2 * op->in[3]->shape[0] * lunacu_last(op->in[3])) * sizeof(double);
     return;
   }
@@ -5069,7 +5071,7 @@ static lunacu_forget_drop lunacu_forget_drop_of(const lunacu_causal_luna &c) {
 static void lunacu_forgetting_luna_forward(luna_op *op) {
   lunacu_forgetting f;
   lunacu_causal_luna &c = f.luna;
-  if (op->mean_ka) return lunacu_causal_luna_stream(op);
+  if (op->state) return lunacu_causal_luna_stream(op);
   lunacu_forget_start(op, &f, false, op->workspace);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
     const lunacu_causal_rows k = c.in(1), v = c.in(2), u = op->training ? lunacu_causal_windowed(c.sweep, f.u) : f.u,
@@ -5504,7 +5506,7 @@ static void lunacu_note_tensors(luna_graph *g, luna_op *to, const luna_op *op) {
   *to = *op;
   lunacu_mix(g, op->kind, op->inputs, op->outputs, op->dropout_op, op->last_dropout_op, op->activation, op->training,
              op->sets, op->dots, op->dropout, op->last_dropout, op->index, op->lengths, op->query_offsets,
-             op->key_offsets, op->mean_ka, op->mean_av, op->weights, op->position, op->history, op->kept,
+             op->key_offsets, op->state, op->position, op->history, op->kept,
              op->workspace, op->arg);
   if (op->kind == LUNA_OP_CUSTOM) lunacu_mix_bytes(g, op->arg.custom.state, op->arg.custom.state_size);
   for (int i = 0; i < tensors; i++) {

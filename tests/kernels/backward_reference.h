@@ -197,7 +197,7 @@ LI_FN void li_causal_luna_row_backward(const li_causal_luna *a, int64_t first, i
                                        float *scratch) {
   const int64_t d = a->head_dim, row = first + t * a->heads;
   float *omega = scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots, *h = dw + a->slots;
-  const float *g = a->grad_out + row * d, *w = a->w + row * a->slots, *q = a->q + row * d;
+  const float *g = a->grad_out + row * d, *w = a->kept + row * a->slots, *q = a->q + row * d;
   for (int64_t l = 0; l < real; l++) dw[l] = h[l] = 0;
   for (int64_t j = 0; j <= t; j++)
     li_add_scaled(real, li_horizon_share(a->horizon, t + 1, j + 1) *
@@ -227,7 +227,7 @@ LI_FN void li_forget_row_backward(const li_causal_luna *a, int64_t item, int64_t
   const float *q = a->q + at * d, *g = a->grad_out + at * d;
   float *u = row, *w = u + l, *r = w + l, *dr = r + l, *dw = dr + l, *du = dw + l;
   for (int64_t i = 0; i < real; i++) {
-    const double gate = li_gate_reference(a->gates[at * l + i]);
+    const double gate = li_gate_reference(a->forget[at * l + i]);
     double z = 0, sum = 0, slope = 0;
     for (int64_t j = 0; j < t; j++) shares[j * l + i] *= gate;
     shares[t * l + i] = li_weight_reference(a->s[at * l + i]) * LUNA_FORGET_SCALE;
@@ -243,9 +243,9 @@ LI_FN void li_forget_row_backward(const li_causal_luna *a, int64_t item, int64_t
     du[i] = 0;
   }
   li_softmax_reference(1, real, u, w);
-  if (LI_DROPS(a)) li_dropout_reference(&a->dropout, at * l, real, dw, dw, false);
+  if (LI_DROPS(a)) li_dropout_reference(&a->own->dropout, at * l, real, dw, dw, false);
   li_softmax_backward_reference(1, real, w, dw, du);
-  if (LI_DROPS(a)) li_dropout_reference(&a->dropout, at * l, real, w, w, false);
+  if (LI_DROPS(a)) li_dropout_reference(&a->own->dropout, at * l, real, w, w, false);
   for (int64_t j = 0; j <= t; j++) {
     const int64_t other = (first + j * step) * d;
     const double qk = (double)a->scale * li_inner(d, q, 1, a->k + other, 1);
@@ -272,12 +272,12 @@ LI_FN void li_forget_backward_reference(const li_causal_luna *a, double *shares)
       double later = 0;
       for (int64_t t = a->rows - 1; t >= 0; t--) {
         const int64_t at = li_luna_row(a, item, t) * l + i;
-        const float s = a->s[at], gate = a->gates[at];
+        const float s = a->s[at], gate = a->forget[at];
         const bool moves = -li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -gate) / 16 > -1;
         const float slope = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -gate) / 16;
         later += x[t * l + i];
         if (a->grad_s && s >= -LUNA_FORGET_SCORE && s <= LUNA_FORGET_SCORE) a->grad_s[at] += (float)x[t * l + i];
-        if (a->grad_gates && moves) a->grad_gates[at] -= (float)(later * (double)slope);
+        if (a->grad_forget && moves) a->grad_forget[at] -= (float)(later * (double)slope);
       }
     }
   }
@@ -285,7 +285,7 @@ LI_FN void li_forget_backward_reference(const li_causal_luna *a, double *shares)
 
 LI_FN void li_causal_luna_backward_reference(const li_causal_luna *a, void *scratch) {
   float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
-  if (a->forgets) {
+  if (a->forget) {
     li_forget_backward_reference(a, (double *)scratch);
     return;
   }
@@ -295,14 +295,14 @@ LI_FN void li_causal_luna_backward_reference(const li_causal_luna *a, void *scra
     const float *s = a->s + first * a->slots;
     memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
     for (int64_t t = 0; t < a->rows; t++)
-      li_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
+      li_activate_reference((int)a->omega, real, s + t * step, omega + t * a->slots);
     for (int64_t t = 0; t < a->rows; t++) li_causal_luna_row_backward(a, first, t, real, omega);
     if (!a->grad_s) continue;
     for (int64_t t = 0; t < a->rows; t++)
-      li_activate_grad_reference(a->activation, real, s + t * step, domega + t * a->slots, true,
+      li_activate_grad_reference((int)a->omega, real, s + t * step, domega + t * a->slots, true,
                                  a->grad_s + first * a->slots + t * step);
   }
 }
 LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a) {
-  return (size_t)li_floats((a->forgets ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
+  return (size_t)li_floats((a->forget ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
 }

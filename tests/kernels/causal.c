@@ -124,7 +124,8 @@ static luna_call luna_open_call(int64_t batch, int64_t rows, int64_t heads, int6
   l.c.q = l.q = random_floats(l.dims, 1), l.c.k = l.k = random_floats(l.dims, 1),
       l.c.v = l.v = random_floats(l.dims, 1), l.c.s = l.s = random_floats(l.slots, 1);
   for (int64_t i = 0; i < l.dims; i++) l.q[i] += 0.2f, l.k[i] += 0.3f, l.v[i] += 0.1f;
-  l.c.batch = batch, l.c.rows = rows, l.c.heads = heads, l.c.head_dim = dim, l.c.slots = slots, l.c.activation = omega;
+  l.c.batch = batch, l.c.rows = rows, l.c.heads = heads, l.c.head_dim = dim, l.c.slots = slots;
+  l.c.omega = (luna_activation)omega;
   l.c.scale = (float)(2 / sqrt((double)dim));
   return l;
 }
@@ -143,7 +144,7 @@ static void luna_reference(const li_causal_luna *c, int64_t b, int64_t h, int64_
   double *dq = doubles(n * d), *dk = doubles(n * d), *dv = doubles(n * d), *da = doubles(n * real),
       *dw = doubles(n * real);
   for (int64_t i = 0; i < n * d; i++) q[i] *= (double)c->scale;
-  for (int64_t i = 0; i < n * real; i++) a[i] = naive_activation(c->activation, s[i]);
+  for (int64_t i = 0; i < n * real; i++) a[i] = naive_activation(c->omega, s[i]);
   product_exact(n, d, real, q, k, a, w, NULL, NULL, NULL, NULL);
   for (int64_t t = 0; t < n; t++) (void)naive_softmax(w + t * real, real);
   product_exact(n, real, d, w, a, v, out, g, dw, da, dv);
@@ -154,7 +155,7 @@ static void luna_reference(const li_causal_luna *c, int64_t b, int64_t h, int64_
   }
   product_exact(n, d, real, q, k, a, NULL, dw, dq, dk, da);
   for (int64_t i = 0; i < n * d; i++) dq[i] *= (double)c->scale;
-  for (int64_t i = 0; i < n * real; i++) da[i] *= naive_slope(c->activation, s[i]);
+  for (int64_t i = 0; i < n * real; i++) da[i] *= naive_slope(c->omega, s[i]);
   push(want[L_W] + s_at, row_l, n, l, none, false);
   push(want[L_OUT] + at, row_d, n, d, out, false), push(want[L_W] + s_at, row_l, n, real, w, false);
   push(want[L_Q] + at, row_d, n, d, dq, true), push(want[L_K] + at, row_d, n, d, dk, true),
@@ -168,7 +169,7 @@ static void luna_alone(const li_causal_luna *all, const outputs *o) {
   const int64_t rows = all->rows * all->heads, first = (all->batch - 1) * rows, d = all->head_dim, l = all->slots;
   float *out = zeros(rows * d), *w = zeros(rows * l);
   li_causal_luna c = *all;
-  c.batch = 1, c.q += first * d, c.k += first * d, c.v += first * d, c.s += first * l, c.out = out, c.w = w;
+  c.batch = 1, c.q += first * d, c.k += first * d, c.v += first * d, c.s += first * l, c.out = out, c.kept = w;
   if (c.lengths) c.lengths += all->batch - 1;
   run_luna(&c, kernels, 1, false);
   CHECK(same(out, o->got[L_OUT] + first * d, rows * d) && same(w, o->got[L_W] + first * l, rows * l),
@@ -188,7 +189,7 @@ static void check_luna(int64_t batch, int64_t rows, int64_t heads, int64_t dim, 
   }
   if (masked) l.c.lengths = lengths;
   l.c.grad_out = grad_out;
-  l.c.out = outputs_add(&o, "out", false, l.dims), l.c.w = outputs_add(&o, "weights", false, l.slots);
+  l.c.out = outputs_add(&o, "out", false, l.dims), l.c.kept = outputs_add(&o, "weights", false, l.slots);
   l.c.grad_q = outputs_add(&o, "grad_q", true, l.dims), l.c.grad_k = outputs_add(&o, "grad_k", true, l.dims);
   l.c.grad_v = outputs_add(&o, "grad_v", true, l.dims), l.c.grad_s = outputs_add(&o, "grad_s", true, l.slots);
   for (int64_t b = 0; b < batch; b++)
@@ -204,15 +205,15 @@ static void check_luna(int64_t batch, int64_t rows, int64_t heads, int64_t dim, 
 }
 
 /* ---- streaming, batch 1: rows in pieces of sizes[0], sizes[1], ... again and again ---- */
-typedef struct state { double *ka, *av; } state;
+typedef struct state { double *ka, *av; } state; /* av lies behind ka */
 static void stream(const li_causal_luna *all, const int64_t *sizes, int count, float *out, state *s) {
   const int64_t d = all->heads * all->head_dim, l = all->heads * all->slots;
   int64_t at = 0;
   for (int i = 0; at < all->rows; i++) {
     li_causal_luna c = *all;
     c.rows = sizes[i % count] < all->rows - at ? sizes[i % count] : all->rows - at;
-    c.q += at * d, c.k += at * d, c.v += at * d, c.s += at * l, c.out = out + at * d, c.w = NULL;
-    c.position = all->position + at, c.mean_ka = s->ka, c.mean_av = s->av;
+    c.q += at * d, c.k += at * d, c.v += at * d, c.s += at * l, c.out = out + at * d, c.kept = NULL;
+    c.position = all->position + at, c.state = s->ka;
     run_luna(&c, kernels, 1 + i % 2, false);
     at += c.rows;
   }
@@ -235,7 +236,7 @@ static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots
   l.c.out = expected;
   run_luna(&l.c, kernels, 1, false);
   for (int i = 0; i < 3; i++) {
-    s[i].ka = doubles(n), s[i].av = doubles(n), out[i] = zeros(l.dims);
+    s[i].ka = doubles(2 * n), s[i].av = s[i].ka + n, out[i] = zeros(l.dims);
     for (int64_t j = 0; j < n; j++) s[i].ka[j] = s[i].av[j] = NAN; /* at position 0 a state is set, never read */
     stream(&l.c, sizes[i], (int)counts[i], out[i], &s[i]);
     const double error = test_error(out[i], expected, (size_t)l.dims),
@@ -250,7 +251,7 @@ static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots
   }
   CHECK(same(out[0], expected, l.dims), "%s: a stream of %d rows at once has other bits than no stream", kernels_name,
         (int)rows);
-  for (int i = 0; i < 3; i++) free(s[i].ka), free(s[i].av), release(out[i]);
+  for (int i = 0; i < 3; i++) free(s[i].ka), release(out[i]);
   release(expected), luna_close_call(&l);
 }
 
@@ -260,7 +261,7 @@ static void far_reference(const li_causal_luna *c, state *s, double *out) {
   for (int64_t t = 0; t < FAR_ROWS; t++) {
     const double count = (double)c->position + (double)t + 1;
     double a[FAR_SLOTS], u[FAR_SLOTS] = {0};
-    for (int64_t j = 0; j < FAR_SLOTS; j++) a[j] = naive_activation(c->activation, (double)c->s[t * FAR_SLOTS + j]);
+    for (int64_t j = 0; j < FAR_SLOTS; j++) a[j] = naive_activation(c->omega, (double)c->s[t * FAR_SLOTS + j]);
     for (int64_t i = 0; i < FAR_DIM; i++)
       for (int64_t j = 0; j < FAR_SLOTS; j++) {
         double *ka = &s->ka[i * FAR_SLOTS + j], *av = &s->av[j * FAR_DIM + i];
@@ -279,7 +280,8 @@ static void check_far(const int64_t *sizes, int count, int64_t position) {
   luna_call l = luna_open_call(1, FAR_ROWS, 1, FAR_DIM, FAR_SLOTS, LUNA_ACTIVATION_SOFTPLUS2);
   float *out = zeros(l.dims), *want_out = zeros(l.dims);
   double *exact = doubles(l.dims), before[FAR_STATE];
-  state got = {doubles(FAR_STATE), doubles(FAR_STATE)}, want = {doubles(FAR_STATE), doubles(FAR_STATE)};
+  state got = {doubles(2 * FAR_STATE), NULL}, want = {doubles(2 * FAR_STATE), NULL};
+  got.av = got.ka + FAR_STATE, want.av = want.ka + FAR_STATE;
   for (int i = 0; i < FAR_STATE; i++) {
     want.ka[i] = got.ka[i] = common_number(3, (uint64_t)i);
     before[i] = want.av[i] = got.av[i] = common_number(4, (uint64_t)i);
@@ -297,7 +299,7 @@ static void check_far(const int64_t *sizes, int count, int64_t position) {
             kernels_name,
           (long long)position,
         (int)sizes[0], error, ka, max, change);
-  release(out), release(want_out), free(exact), free(got.ka), free(got.av), free(want.ka), free(want.av),
+  release(out), release(want_out), free(exact), free(got.ka), free(want.ka),
       luna_close_call(&l);
 }
 
@@ -348,9 +350,9 @@ static void causality_check(int64_t n, int64_t d, int64_t l, bool tiny) {
   c.p.x = factors[0], c.p.y = factors[1], c.p.z = factors[2], c.p.batch = 1, c.p.rows = n, c.p.heads = 2,
       c.p.dim = c.p.value_dim = d;
   c.p.xy_row = c.p.z_row = 2 * d, c.p.xy_head = c.p.z_head = d;
-  c.p.out = c.product, c.u.c.out = c.out, c.u.c.w = c.w;
+  c.p.out = c.product, c.u.c.out = c.out, c.u.c.kept = c.w;
   run_product(&c.p, kernels, 1, false), run_luna(&c.u.c, kernels, 1, false);
-  c.p.out = c.product2, c.u.c.out = c.out2, c.u.c.w = c.w2;
+  c.p.out = c.product2, c.u.c.out = c.out2, c.u.c.kept = c.w2;
   for (int r = 0; r < 5 && rows[r] < n; r++)
     for (int f = 0; f < FACTORS; f++)
       for (int o = 0; o < 6; o++)
@@ -381,8 +383,8 @@ static void causality_check_state(int64_t rows, int64_t position) {
   li_causal_luna c;
   memset(&c, 0, sizeof c);
   c.batch = 2, c.rows = rows, c.heads = HEADS, c.head_dim = DIM / HEADS, c.slots = SLOTS, c.scale = 0.4f;
-  c.activation = LUNA_ACTIVATION_SOFTPLUS2, c.position = position;
-  c.mean_ka = state, c.mean_av = state + 2 * STATE;
+  c.omega = LUNA_ACTIVATION_SOFTPLUS2, c.position = position;
+  c.state = state;
   for (int i = 0; i < 4; i++) in[i] = random_floats(2 * rows * row[i], 1), changed[i] = zeros(2 * rows * row[i]);
   for (int i = 0; i < 4 * STATE; i++) start[i] = position ? common_number(30, (uint64_t)i) : 0;
   for (int64_t t = -1; t < rows; t += t == 1 && rows > 66 ? 61 : 1)
@@ -398,7 +400,7 @@ static void causality_check_state(int64_t rows, int64_t position) {
       c.q = changed[0], c.k = changed[1], c.v = changed[2], c.s = changed[3], c.out = t < 0 ? before : after;
       run_luna(&c, kernels, 1, false);
       if (t < 0) continue;
-      for (int i = 0; i < STATE; i++) kept = kept && isfinite(c.mean_ka[i]) && isfinite(c.mean_av[i]);
+      for (int i = 0; i < STATE; i++) kept = kept && isfinite(state[i]) && isfinite(state[2 * STATE + i]);
       CHECK(same(before, after, size) && kept, "%s: from token %lld on, %d rows: token %d of one sequence, odd in way "
             "%d, reached another", kernels_name, (long long)position, (int)rows, (int)t, kind);
       CHECK(same(before + size, after + size, t * DIM), "%s: from token %lld on, %d rows: token %d, odd in way %d, "
