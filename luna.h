@@ -2939,19 +2939,19 @@ LI_LOOPS(LI_FIELD, LI_FIELD, LI_FIELD)
 #define vf_of(number) vf_set((float)(number))
 #define vf_zero() vf_set((float)0)
 #define vf_neg(x) vf_sub(vf_zero(), x)
-#define vf_exp2(x) LI_K(exp2)(x)
-#define vf_log1p(x) LI_K(log1p)(x)
-#define vf_tanh(x) LI_K(tanh)(x)
-#define vf_half_gauss(x) LI_K(half_gauss)(x)
+#define vf_exp2 LI_K(exp2)
+#define vf_log1p LI_K(log1p)
+#define vf_tanh LI_K(tanh)
+#define vf_half_gauss LI_K(half_gauss)
 #define vf_normal_cdf(x) LI_K(normal_cdf)(x, LI_K(half_gauss)(x))
 #define vf_gt(a, b) vf_lt(b, a)
-#define vf_load_part(p, n) LI_K(load_part)(p, n)
-#define vf_store_part(p, v, n) LI_K(store_part)(p, v, n)
-#define vf_sum(v) LI_K(sum_lanes)(v)
-#define vf_hmax(v) LI_K(max_lanes)(v)
-#define vf_exp(x) LI_K(exp)(x)
-#define vf_log(x) LI_K(log)(x)
-#define vf_erf(x) LI_K(erf)(x)
+#define vf_load_part LI_K(load_part)
+#define vf_store_part LI_K(store_part)
+#define vf_sum LI_K(sum_lanes)
+#define vf_hmax LI_K(max_lanes)
+#define vf_exp LI_K(exp)
+#define vf_log LI_K(log)
+#define vf_erf LI_K(erf)
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LI_PREFETCH(p) __builtin_prefetch(p)
@@ -2980,9 +2980,9 @@ LI_LOOPS(LI_FIELD, LI_FIELD, LI_FIELD)
 #define LI_MM(name) _mm512_##name
 #define LI_MZ(mask, name, ...) _mm512_maskz_##name(mask, __VA_ARGS__)
 #define LI_SI(name) _mm512_##name##_si512
-#define LI_PS(bits) _mm512_castsi512_ps(bits)
-#define vf_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define vf_fnma(a, b, c) _mm512_fnmadd_ps(a, b, c)
+#define LI_PS _mm512_castsi512_ps
+#define vf_fma _mm512_fmadd_ps
+#define vf_fnma _mm512_fnmadd_ps
 #define vf_lt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)
 #define vf_le(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ)
 #define vf_select(m, a, b) _mm512_mask_blend_ps(m, b, a)
@@ -3007,9 +3007,9 @@ LI_INLINE vf LI_K(scale2)(vf x, vf n) { return _mm512_maskz_scalef_ps(0xFFFF, x,
 #define LI_MM(name) _mm256_##name
 #define LI_MZ(mask, name, ...) _mm256_##name(__VA_ARGS__)
 #define LI_SI(name) _mm256_##name##_si256
-#define LI_PS(bits) _mm256_castsi256_ps(bits)
-#define vf_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define vf_fnma(a, b, c) _mm256_fnmadd_ps(a, b, c)
+#define LI_PS _mm256_castsi256_ps
+#define vf_fma _mm256_fmadd_ps
+#define vf_fnma _mm256_fnmadd_ps
 #define vf_lt(a, b) _mm256_cmp_ps(a, b, _CMP_LT_OQ)
 #define vf_le(a, b) _mm256_cmp_ps(a, b, _CMP_LE_OQ)
 #define vf_select(m, a, b) _mm256_blendv_ps(b, a, m)
@@ -3032,12 +3032,12 @@ LI_INLINE vf LI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEARE
 #define LI_MM(name) _mm_##name
 #define LI_MZ(mask, name, ...) _mm_##name(__VA_ARGS__)
 #define LI_SI(name) _mm_##name##_si128
-#define LI_PS(bits) _mm_castsi128_ps(bits)
+#define LI_PS _mm_castsi128_ps
 #define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
 #define vf_fnma(a, b, c) _mm_sub_ps(c, _mm_mul_ps(a, b))
-#define vf_lt(a, b) _mm_cmplt_ps(a, b)
-#define vf_le(a, b) _mm_cmple_ps(a, b)
-#define vf_select(m, a, b) LI_K(select)(m, a, b)
+#define vf_lt _mm_cmplt_ps
+#define vf_le _mm_cmple_ps
+#define vf_select LI_K(select)
 LI_INLINE vf vf_select(vm m, vf a, vf b) { return _mm_or_ps(_mm_and_ps(m, a), _mm_andnot_ps(m, b)); }
 LI_CALL vf vf_load_part(const float *p, int64_t n) {
   if (n >= 3)
@@ -3064,23 +3064,23 @@ LI_INLINE vf LI_K(nearest)(vf x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }
 #define VF 4
 #define vf float32x4_t
 #define vm uint32x4_t
-#define vf_set(x) vdupq_n_f32(x)
-#define vf_load(p) vld1q_f32(p)
-#define vf_store(p, v) vst1q_f32(p, v)
+#define vf_set vdupq_n_f32
+#define vf_load vld1q_f32
+#define vf_store vst1q_f32
 #define vf_first(v) vgetq_lane_f32(v, 0)
-#define vf_add(a, b) vaddq_f32(a, b)
-#define vf_sub(a, b) vsubq_f32(a, b)
-#define vf_mul(a, b) vmulq_f32(a, b)
-#define vf_div(a, b) vdivq_f32(a, b)
+#define vf_add vaddq_f32
+#define vf_sub vsubq_f32
+#define vf_mul vmulq_f32
+#define vf_div vdivq_f32
 #define vf_fma(a, b, c) vfmaq_f32(c, a, b)
 #define vf_fnma(a, b, c) vfmsq_f32(c, a, b)
-#define vf_max(a, b) LI_K(max)(a, b)
-#define vf_min(a, b) LI_K(min)(a, b)
-#define vf_sqrt(a) vsqrtq_f32(a)
-#define vf_abs(a) vabsq_f32(a)
-#define vf_lt(a, b) vcltq_f32(a, b)
-#define vf_le(a, b) vcleq_f32(a, b)
-#define vf_select(m, a, b) vbslq_f32(m, a, b)
+#define vf_max LI_K(max)
+#define vf_min LI_K(min)
+#define vf_sqrt vsqrtq_f32
+#define vf_abs vabsq_f32
+#define vf_lt vcltq_f32
+#define vf_le vcleq_f32
+#define vf_select vbslq_f32
 LI_INLINE vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 LI_INLINE vf vf_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 LI_INLINE float vf_sum(vf v) {
@@ -3088,8 +3088,8 @@ LI_INLINE float vf_sum(vf v) {
   return vget_lane_f32(a, 0) + vget_lane_f32(a, 1);
 }
 LI_INLINE float vf_hmax(vf v) { return vmaxvq_f32(v); }
-#define v4_low(a, b) vzip1q_f32(a, b)
-#define v4_high(a, b) vzip2q_f32(a, b)
+#define v4_low vzip1q_f32
+#define v4_high vzip2q_f32
 LI_INLINE vf LI_K(nearest)(vf x) { return vrndnq_f32(x); }
 LI_INLINE vf LI_K(upper)(vf x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -3109,22 +3109,22 @@ LI_INLINE vf LI_K(split)(vf x, vf *e) {
 #define VF 4
 #define vf v128_t
 #define vm v128_t
-#define vf_set(x) wasm_f32x4_splat(x)
-#define vf_load(p) wasm_v128_load(p)
-#define vf_store(p, v) wasm_v128_store(p, v)
+#define vf_set wasm_f32x4_splat
+#define vf_load wasm_v128_load
+#define vf_store wasm_v128_store
 #define vf_first(v) wasm_f32x4_extract_lane(v, 0)
-#define vf_add(a, b) wasm_f32x4_add(a, b)
-#define vf_sub(a, b) wasm_f32x4_sub(a, b)
-#define vf_mul(a, b) wasm_f32x4_mul(a, b)
-#define vf_div(a, b) wasm_f32x4_div(a, b)
+#define vf_add wasm_f32x4_add
+#define vf_sub wasm_f32x4_sub
+#define vf_mul wasm_f32x4_mul
+#define vf_div wasm_f32x4_div
 #define vf_fma(a, b, c) wasm_f32x4_add(wasm_f32x4_mul(a, b), c)
 #define vf_fnma(a, b, c) wasm_f32x4_sub(c, wasm_f32x4_mul(a, b))
 #define vf_max(a, b) wasm_f32x4_pmax(b, a)
 #define vf_min(a, b) wasm_f32x4_pmin(b, a)
-#define vf_sqrt(a) wasm_f32x4_sqrt(a)
-#define vf_abs(a) wasm_f32x4_abs(a)
-#define vf_lt(a, b) wasm_f32x4_lt(a, b)
-#define vf_le(a, b) wasm_f32x4_le(a, b)
+#define vf_sqrt wasm_f32x4_sqrt
+#define vf_abs wasm_f32x4_abs
+#define vf_lt wasm_f32x4_lt
+#define vf_le wasm_f32x4_le
 #define vf_select(m, a, b) wasm_v128_bitselect(a, b, m)
 LI_INLINE float vf_sum(vf v) {
   const vf a = wasm_f32x4_add(v, wasm_i32x4_shuffle(v, v, 2, 3, 0, 1));
@@ -3164,14 +3164,14 @@ LI_INLINE vf LI_K(split)(vf x, vf *e) {
 #define vf_div(a, b) ((a) / (b))
 #define vf_fma(a, b, c) ((a) * (b) + (c))
 #define vf_fnma(a, b, c) ((c) - (a) * (b))
-#define vf_max(a, b) LI_K(max)(a, b)
-#define vf_min(a, b) LI_K(min)(a, b)
+#define vf_max LI_K(max)
+#define vf_min LI_K(min)
 #ifdef LI_DOUBLE
-#define vf_sqrt(a) sqrt(a)
-#define vf_abs(a) fabs(a)
+#define vf_sqrt sqrt
+#define vf_abs fabs
 #else
-#define vf_sqrt(a) sqrtf(a)
-#define vf_abs(a) fabsf(a)
+#define vf_sqrt sqrtf
+#define vf_abs fabsf
 #endif
 #define vf_lt(a, b) ((a) < (b))
 #define vf_le(a, b) ((a) <= (b))
@@ -3199,14 +3199,14 @@ LI_INLINE vf LI_K(split)(vf x, vf *e) {
 
 /* the largest and the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
 #ifdef LI_MM
-#define vf_set(x) LI_MM(set1_ps)(x)
-#define vf_load(p) LI_MM(loadu_ps)(p)
-#define vf_store(p, v) LI_MM(storeu_ps)(p, v)
-#define vf_first(v) LI_MM(cvtss_f32)(v)
-#define vf_add(a, b) LI_MM(add_ps)(a, b)
-#define vf_sub(a, b) LI_MM(sub_ps)(a, b)
-#define vf_mul(a, b) LI_MM(mul_ps)(a, b)
-#define vf_div(a, b) LI_MM(div_ps)(a, b)
+#define vf_set LI_MM(set1_ps)
+#define vf_load LI_MM(loadu_ps)
+#define vf_store LI_MM(storeu_ps)
+#define vf_first LI_MM(cvtss_f32)
+#define vf_add LI_MM(add_ps)
+#define vf_sub LI_MM(sub_ps)
+#define vf_mul LI_MM(mul_ps)
+#define vf_div LI_MM(div_ps)
 #define vf_max(a, b) LI_MZ(0xFFFF, max_ps, a, b)
 #define vf_min(a, b) LI_MZ(0xFFFF, min_ps, a, b)
 #define vf_sqrt(a) LI_MZ(0xFFFF, sqrt_ps, a)
@@ -3230,10 +3230,10 @@ LI_INLINE vf LI_K(split)(vf x, vf *e) {
   return LI_PS(LI_MM(sub_epi32)(bits, LI_MZ(0xFFFF, slli_epi32, n, 23)));
 }
 #define v4 __m128
-#define v4_load(p) _mm_loadu_ps(p)
-#define v4_store(p, v) _mm_storeu_ps(p, v)
-#define v4_low(a, b) _mm_unpacklo_ps(a, b)
-#define v4_high(a, b) _mm_unpackhi_ps(a, b)
+#define v4_load _mm_loadu_ps
+#define v4_store _mm_storeu_ps
+#define v4_low _mm_unpacklo_ps
+#define v4_high _mm_unpackhi_ps
 LI_INLINE float vf_hmax(vf v) {
   const __m128 b = LI_K(four)(true, v), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
@@ -3257,8 +3257,8 @@ LI_INLINE void LI_K(sum4)(const vf *v, float alpha, float *out) {
 
 #if LI_IS(neon) || LI_IS(wasm)
 #define v4 vf
-#define v4_load(p) vf_load(p)
-#define v4_store(p, v) vf_store(p, v)
+#define v4_load vf_load
+#define v4_store vf_store
 LI_CALL vf vf_load_part(const float *p, int64_t n) {
   float lanes[VF] = {0, 0, 0, 0};
   for (int64_t i = 0; i < n; i++) lanes[i] = p[i];
@@ -3577,7 +3577,7 @@ LI_INLINE int32_t LI_K(int8_word)(const void *p) {
 #define LI_QT int8_t
 #define LI_QK 4
 #define LI_QM 14
-#define vi_multiply(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
+#define vi_multiply _mm512_dpbusd_epi32
 LI_INLINE void LI_K(int8_put)(char *q, vf x) {
   const __m512i n = _mm512_add_epi32(_mm512_maskz_cvtps_epi32(0xFFFF, x), _mm512_set1_epi32(128));
   _mm_storeu_si128((__m128i *)(void *)q, _mm512_maskz_cvtepi32_epi8(0xFFFF, n));
@@ -3586,7 +3586,7 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #define LI_QT int8_t
 #define LI_QK 4
 #define LI_QM 6
-#define vi_multiply(sum, x, w) _mm256_dpbusd_avx_epi32(sum, x, w)
+#define vi_multiply _mm256_dpbusd_avx_epi32
 LI_INLINE void LI_K(int8_put)(char *q, vf x) {
   const __m256i n = _mm256_cvtps_epi32(x);
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
@@ -3627,7 +3627,7 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #elif LI_IS(neon)
 #define vi int32x4_t
 #define vi_zero() vdupq_n_s32(0)
-#define vi_store(p, v) vst1q_s32(p, v)
+#define vi_store vst1q_s32
 #define LI_QM 8
 #ifdef __ARM_FEATURE_DOTPROD
 #define LI_QT int8_t
@@ -3645,7 +3645,7 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #define LI_QK 1
 #define vi_panel(p) vld1_s16((const int16_t *)(const void *)(p))
 #define vi_each(p) vld1_dup_s16((const int16_t *)(const void *)(p))
-#define vi_multiply(sum, x, w) vmlal_s16(sum, x, w)
+#define vi_multiply vmlal_s16
 #define vi_dot(sum, x, w) LI_K(int8_dot)(sum, (const int16_t *)(const void *)(x), w)
 LI_INLINE vi LI_K(int8_dot)(vi sum, const int16_t *x, const int8_t *w) {
   const int16x8_t a = vld1q_s16(x), b = vmovl_s8(vld1_s8(w));
@@ -3662,9 +3662,9 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #define LI_QM 4
 #define vi v128_t
 #define vi_zero() wasm_i32x4_splat(0)
-#define vi_store(p, v) wasm_v128_store(p, v)
-#define vi_panel(p) wasm_v128_load(p)
-#define vi_each(p) wasm_v128_load32_splat(p)
+#define vi_store wasm_v128_store
+#define vi_panel wasm_v128_load
+#define vi_each wasm_v128_load32_splat
 #define vi_multiply(sum, x, w) wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(x, w))
 #define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), wasm_i16x8_load8x8(w))
 #define vi_floats(p, sums, left) wasm_f32x4_convert_i32x4(vi_panel(p))
@@ -3680,18 +3680,18 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #define vi_zero() 0
 #define vi_store(p, v) ((void)(*(p) = (v)))
 #define vi_panel(p) (*(const int16_t *)(const void *)(p))
-#define vi_each(p) vi_panel(p)
+#define vi_each vi_panel
 #define vi_multiply(sum, x, w) ((sum) + (x) * (w))
 #define vi_dot(sum, x, w) ((sum) + vi_panel(x) * *(w))
 #define vi_floats(p, sums, left) ((float)*(p))
 LI_INLINE void LI_K(int8_put)(char *q, vf x) { *(int16_t *)(void *)q = li_int8_of(x, 1); }
 #endif
 #ifdef LI_MM
-#define vi_zero() LI_SI(setzero)()
+#define vi_zero LI_SI(setzero)
 #define vi_store(p, v) LI_SI(storeu)((vi *)(void *)(p), v)
 #define vi_panel(p) LI_SI(loadu)((const vi *)(const void *)(p))
 #define vi_each(p) LI_MM(set1_epi32)(LI_K(int8_word)(p))
-#define vi_add(a, b) LI_MM(add_epi32)(a, b)
+#define vi_add LI_MM(add_epi32)
 #ifdef vi_multiply                   /* vpdpbusd */
 #define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), vi_panel(w))
 #define vi_floats(p, sums, left) LI_K(int8_floats)(p, (const float *)(const void *)(sums), left)
@@ -3720,10 +3720,10 @@ LI_INLINE __m128i LI_K(int8_four)(vi v) {
 #elif LI_IS(sse2)
 LI_INLINE __m128i LI_K(int8_four)(vi v) { return v; }
 #elif LI_IS(neon)
-#define vi_add(a, b) vaddq_s32(a, b)
-#define LI_INT8_SUM(v) vaddvq_s32(v)
+#define vi_add vaddq_s32
+#define LI_INT8_SUM vaddvq_s32
 #elif LI_IS(wasm)
-#define vi_add(a, b) wasm_i32x4_add(a, b)
+#define vi_add wasm_i32x4_add
 #define LI_INT8_SUM(v) \
   (wasm_i32x4_extract_lane(v, 0) + wasm_i32x4_extract_lane(v, 1) + wasm_i32x4_extract_lane(v, 2) + \
    wasm_i32x4_extract_lane(v, 3))
