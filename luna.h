@@ -170,7 +170,6 @@
      LUNA_NO_BF16           no products in 16 bits
      LUNA_NO_AMX            no products by tiles
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
-     LUNA_ASSERT(c)         checks internal invariants; default: nothing
      LUNA_API               prefix of public functions
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
 
@@ -2266,9 +2265,6 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 #endif
 
-#ifndef LUNA_ASSERT
-#define LUNA_ASSERT(condition) ((void)0)
-#endif
 #ifdef LI_DOUBLE                  /* float rounds as a double there */
 #undef LUNA_NO_INT8
 #define LUNA_NO_INT8
@@ -2724,9 +2720,9 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
 #define LI_TRAINS true
 #endif
 
-/* Every kernel of an instruction set, as K(result, name, arguments), as T when only training needs it, as B when the
-   reference does not have it either. The pass below defines li_<name>_<isa> for each; what a build leaves out is null
-   in its table, and so nothing refers to it. */
+/* Every kernel of an instruction set, as K(result, name, arguments), as T where only training needs it, as B where the
+   reference does not have it either. Each pass below defines li_<name>_<isa>; LUNA_NO_TRAIN leaves null in the tables,
+   so that nothing refers to it. */
 #define LI_KERNELS(K, T, B) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   B(void, activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx)) \
@@ -2754,27 +2750,20 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
                     bool accumulate)) \
   T(void, sgd, (const li_update *update)) \
   T(void, adam, (const li_update *update))
-#ifdef LUNA_NO_BF16
-#define LI_BF16_LOOPS(R)
-#else
-#define LI_BF16_LOOPS(R) \
-  R(void, bf16_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels))
-#endif
 /* the inner loops that drivers call */
-#define LI_LOOPS(K, R, T) \
+#define LI_LOOPS(K, T) \
   K(void, fill_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels)) \
   K(void, panels, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, \
                    float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const li_target *t)) \
-  LI_BF16_LOOPS(R) \
   K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
                      const li_target *t)) \
-  R(void, dropout_mask, (const li_dropout *d, int64_t first, int64_t n, float *mask)) \
-  R(void, tile_softmax, (const li_tile *t, float *s, const float *mask, float *stats)) \
+  K(void, dropout_mask, (const li_dropout *d, int64_t first, int64_t n, float *mask)) \
+  K(void, tile_softmax, (const li_tile *t, float *s, const float *mask, float *stats)) \
   T(void, tile_slopes, (const li_tile *t, float *s, float *slopes, const float *mask, const float *stats)) \
-  R(void, tile_hide, (int64_t lines, const li_tile *t, int64_t from, int64_t to, float value, float *x)) \
-  R(void, attention_merge, (li_matrix part, const float *stats, float *state, float *out, int64_t out_row)) \
-  R(void, attention_finish, (int64_t width, int64_t dim, float *state, float *out, int64_t out_row)) \
-  R(void, unpack_softmax, (const li_unpack *u, const li_unpack_space *m, int64_t row, int64_t rows)) \
+  K(void, tile_hide, (int64_t lines, const li_tile *t, int64_t from, int64_t to, float value, float *x)) \
+  K(void, attention_merge, (li_matrix part, const float *stats, float *state, float *out, int64_t out_row)) \
+  K(void, attention_finish, (int64_t width, int64_t dim, float *state, float *out, int64_t out_row)) \
+  K(void, unpack_softmax, (const li_unpack *u, const li_unpack_space *m, int64_t row, int64_t rows)) \
   T(void, unpack_slopes, (const li_unpack *u, const li_unpack_space *m, int64_t row, int64_t rows)) \
   K(void, scan, (int64_t n, double joins, double leaves, float *state, double *carried)) \
   K(bool, all_finite, (li_matrix x)) \
@@ -2796,7 +2785,7 @@ typedef struct li_kernels {
   const struct li_int8_loops *int8;
 #define LI_FIELD(result, name, arguments) result (*name) arguments;
   LI_KERNELS(LI_FIELD, LI_FIELD, LI_FIELD)
-  LI_LOOPS(LI_FIELD, LI_FIELD, LI_FIELD)
+  LI_LOOPS(LI_FIELD, LI_FIELD)
 #undef LI_FIELD
 } li_kernels;
 
@@ -2901,7 +2890,7 @@ LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
 #define LI_PASS_PRODUCTS
 #define LI_FIELD(result, name, arguments) LI_FN result LI_K(name) arguments;
 LI_KERNELS(LI_FIELD, LI_FIELD, LI_FIELD)
-LI_LOOPS(LI_FIELD, LI_FIELD, LI_FIELD)
+LI_LOOPS(LI_FIELD, LI_FIELD)
 #undef LI_FIELD
 #endif
 
@@ -8094,7 +8083,7 @@ static LI_UNUSED const li_kernels li_kernels_reference = {
 #define LI_FIELD_BACKWARD(result, name, arguments) LI_BACKWARD_OF_REFERENCE(name),
 #define LI_NONE(result, name, arguments) NULL,
   LI_KERNELS(LI_FIELD, LI_FIELD_TRAIN, LI_FIELD_BACKWARD)
-  LI_LOOPS(LI_NONE, LI_NONE, LI_NONE)
+  LI_LOOPS(LI_NONE, LI_NONE)
 #undef LI_FIELD
 #undef LI_FIELD_TRAIN
 #undef LI_FIELD_BACKWARD
@@ -8123,12 +8112,10 @@ static LI_UNUSED const li_kernels li_kernels_reference = {
 static LI_UNUSED const li_kernels LI_K(kernels) = {
   LI_MR, LI_NR, (luna_isa)LI_ISA(LI_PASS), LI_WORDS, LI_INTEGERS,
 #define LI_FIELD(result, name, arguments) LI_G(name),
-#define LI_FIELD_REST(result, name, arguments) LI_G(name),
 #define LI_FIELD_TRAIN(result, name, arguments) LI_TRAIN(LI_G(name)),
   LI_KERNELS(LI_FIELD, LI_FIELD_TRAIN, LI_FIELD_TRAIN)
-  LI_LOOPS(LI_FIELD, LI_FIELD_REST, LI_FIELD_TRAIN)
+  LI_LOOPS(LI_FIELD, LI_FIELD_TRAIN)
 #undef LI_FIELD
-#undef LI_FIELD_REST
 #undef LI_FIELD_TRAIN
 };
 #endif
