@@ -171,13 +171,14 @@
      LUNA_NO_AMX            no products by tiles
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_API               prefix of public functions
+     LUNA_BACKEND           for a file without the implementation: declares what a backend needs (>>backend)
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
 
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
-                          >>stream >>functions >>trace >>backend
-     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>unpack >>causal
-                          >>table >>dispatch >>impl_status >>impl_functions >>safetensors >>threads
+                          >>stream >>functions >>trace
+     2. Implementation    >>backend >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>unpack
+                          >>causal >>table >>dispatch >>impl_status >>impl_functions >>safetensors >>threads
                           >>impl_context >>impl_backend >>impl_trace >>impl_tensors >>impl_params >>past
                           >>impl_ops >>metadata >>impl_layers >>impl_models >>impl_trainer >>impl_checkpoints
                           >>impl_stream >>sampling >>decoder
@@ -498,9 +499,6 @@ typedef struct luna_input {
   const float *features;
 } luna_input;
 
-#endif /* what every build has */
-
-#ifndef LI_REST_H
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -606,6 +604,9 @@ LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part); /* n
 LUNA_API luna_tensor *luna_as_part(luna_tensor *x);
 /* The options that a context was opened with, but `threads` is how many run its ops; null for null. */
 LUNA_API const luna_options *luna_options_of(const luna_ctx *ctx);
+/* The table that runs a context's ops, null for null, and this CPU's table (>>backend). */
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
+LUNA_API const luna_backend *luna_cpu_backend(void);
 /* The status of the first failure since the last begin; LUNA_OK without one. */
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
 /* the instruction set that runs a context's ops; of null: luna_isa_best's */
@@ -723,9 +724,10 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
 /* A copy in which two axes have changed places. */
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);
-/* Up to 8 tensors one after another along an axis; they differ in no other. */
+#define LUNA_MAX_INPUTS 8            /* tensors that one op can take */
+/* Up to LUNA_MAX_INPUTS tensors one after another along an axis; they differ in no other. */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);
-/* Up to 8 tensors of one shape, along a new axis. */
+/* Up to LUNA_MAX_INPUTS tensors of one shape, along a new axis. */
 LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis);
 /* Writes x in `count` equal parts along the axis to parts [count]. On failure each is null. */
 LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count);
@@ -1636,10 +1638,6 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_fi
 LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file file);
 #endif
 
-#endif /* LI_REST_H */
-
-#ifndef LI_STREAM_H
-#define LI_STREAM_H
 /* ---------------------------------------------------------------------------------------------------------------------
    >>stream: a causal language model with Luna attention, one token at a time, in constant memory
    A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a
@@ -1744,10 +1742,6 @@ typedef struct luna_generate_config {
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths);
 
-#endif /* LI_STREAM_H */
-
-#ifndef LI_REST_H
-#define LI_REST_H
 /* ---------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
@@ -1908,14 +1902,21 @@ typedef void (*luna_tracer)(void *user, const luna_trace_event *event);
 LUNA_API luna_status luna_trace(luna_ctx *ctx, luna_tracer function, void *user);
 /* Waits for the context's device and returns the time in seconds, from any origin; 0 on a machine without a clock. */
 LUNA_API double luna_seconds(luna_ctx *ctx);
+#endif /* LUNA_H */
 
+/* =====================================================================================================================
+   2. Implementation
+   ================================================================================================================== */
+#if (defined(LUNA_IMPLEMENTATION) || defined(LUNA_BACKEND)) && !defined(LI_BACKEND_H)
+#define LI_BACKEND_H
 /* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the table of functions that a device implements
    An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
    a status. It takes and returns no host value that changes from step to step: those are in luna_step_state, in backend
    memory. Entries of tier 2 may be null: the op is then composed from tier 1.
-   This chapter is not frozen: ops, entries and structs may change with any version of luna.h, and luna_open takes no
-   backend that was compiled with another.
+   A file without the implementation sees this chapter if it defines LUNA_BACKEND before it includes luna.h. It is not
+   frozen: ops, entries and structs may change with any version of luna.h, and luna_open takes no backend that was
+   compiled with another.
    ------------------------------------------------------------------------------------------------------------------ */
 /* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
    its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). */
@@ -2025,7 +2026,6 @@ typedef enum luna_function { LUNA_FUNCTION_SIN, LUNA_FUNCTION_COS, LUNA_FUNCTION
 /* a memory that forgets: scores are held to within this of 0; a factor of all weights */
 #define LUNA_FORGET_SCORE 15
 #define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32, which holds e^-15 .. e^(15 + LI_CHUNK) in range */
-#define LUNA_MAX_INPUTS 8
 typedef struct luna_op {
   luna_op_kind kind;
   int inputs, outputs;
@@ -2181,19 +2181,13 @@ struct luna_backend {
   void (*forget)(void *self, void *kept);
   luna_op_functions op[LUNA_OP_COUNT];
 };
-/* The table of this CPU's functions. */
-LUNA_API const luna_backend *luna_cpu_backend(void);
 /* A kind's name as in LUNA_OPS, which stays valid. */
 LUNA_API const char *luna_op_name(luna_op_kind kind);
-/* A context's table, what its `open` made, and its state: seed, step, nonfinite. */
-LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
+/* What the `open` of a context's table made, and the context's state: seed, step, nonfinite. */
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
-#endif /* LUNA_H */
+#endif /* LI_BACKEND_H */
 
-/* =====================================================================================================================
-   2. Implementation
-   ================================================================================================================== */
 #if (defined(LUNA_IMPLEMENTATION) && !defined(LI_IMPLEMENTED)) || defined(LI_PASS)
 
 #ifndef LI_PASS

@@ -51,6 +51,9 @@
    tests/cuda/cuda_host.h can compile and run them on a machine without a GPU. */
 #ifndef LUNA_CUDA_CUH
 #define LUNA_CUDA_CUH
+#if (defined(__CUDACC__) || defined(LUNA_CUDA_HOST)) && !defined(LUNA_BACKEND)
+#define LUNA_BACKEND
+#endif
 #include "luna.h"
 #if defined(__CUDACC__) && !defined(LUNA_CUDA_HOST)
 #include <cublasLt.h>

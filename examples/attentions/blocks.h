@@ -559,7 +559,7 @@ BLOCK_FN bool block_sizes(block_state *s, luna_tensor *const in[3], const block_
     return block_refuse(ctx, LUNA_BAD_ARGUMENT, "block_attention: %lld patterns: there must be 1, heads, or batch * "
                         "heads of them (batch %lld, heads %lld), with ascending queries and offsets, queries of %lld "
                         "rows and runs of %lld keys", c->pattern_count, s->batch, heads, s->queries, s->keys);
-  if (luna_backend_of(ctx)->allocate)
+  if (in[0]->device != 0)
     return block_refuse(ctx, LUNA_UNSUPPORTED, "block_attention: it runs on the CPU only", 0, 0, 0, 0, 0);
   return true;
 }

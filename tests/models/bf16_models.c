@@ -2,6 +2,7 @@
    finite; each op beside the reference, which rounds the same operands; what the option changes and what not; what a
    checkpoint and its loading say of it. */
 #include "test.h"
+#define LUNA_BACKEND
 #include "luna.h"
 #include "common.h"
 #include "rounded.h"

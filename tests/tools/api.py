@@ -32,7 +32,7 @@ def expanded(source):
 
 def preprocessed(folder):
     """The lines that come from the headers themselves: declarations as one text, and the lines of macros."""
-    out = expanded(f'#include "{os.path.abspath(folder)}/luna_cuda.cuh"\n')
+    out = expanded(f'#define LUNA_BACKEND\n#include "{os.path.abspath(folder)}/luna_cuda.cuh"\n')
     code, macros, ours = [], [], False
     for line in out.split("\n"):
         if re.match(r'# \d+ "', line):

@@ -22,8 +22,11 @@ printf '#include <stdio.h>\n#include <stdlib.h>\n#include <time.h>\n#define LUNA
   >after.c
 printf '%s\n' '#define LUNA_STATIC' '#define LUNA_IMPLEMENTATION' '#include "luna.h"' \
   'int main(void) { return luna_isa_best() == LUNA_ISA_BEST; }' >static.c
-printf '%s\n' '#include "luna.h"' '#include "luna.h"' 'luna_isa which(void);' \
-  'luna_isa which(void) { return luna_isa_best(); }' >declarations.c
+printf '%s\n' '#include "luna.h"' '#define LUNA_BACKEND' '#include "luna.h"' 'luna_isa which(void);' \
+  'luna_isa which(void) { return luna_isa_best(); }' \
+  'typedef char backend[sizeof(luna_backend) > sizeof(luna_op_functions) && LUNA_OP_COUNT > LUNA_OP_CUSTOM ? 1 : -1];' \
+  >declarations.c
+printf '#include "luna.h"\nluna_op op;\n' >hidden.c
 printf '%s\n' '#include "luna.h"' '#define LUNA_IMPLEMENTATION' '#include "luna.h"' '#include "luna.h"' \
   '#define LUNA_IMPLEMENTATION' '#include "luna.h"' >twice.c
 printf '%s\n' '#include "luna.h"' 'luna_isa which(void);' \
@@ -71,6 +74,7 @@ for c; do
   few "$c: LUNA_STATIC" "$c -std=c99 $c_strict static.c -o $id-static -lm -lpthread && ./$id-static"
   few "$c: a user's macros of capital letters" "$c -std=c99 $c_strict -fsyntax-only capitals.c"
   few "$c: declarations alone" "$c -std=c99 $c_strict -c declarations.c -o $id-declarations.o"
+  few "$c: without LUNA_BACKEND no backend" "$c -I$root -fsyntax-only hidden.c 2>&1 | grep -q 'error: unknown type name'"
   add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
   switches="LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD"
   few "$c: $switches" "$c -std=c99 $c_strict -D$switches -fsyntax-only implementation.c"
