@@ -21,19 +21,16 @@
      computed and have no gradient, and a parameter without gradient is changed by no optimiser, nor by weight decay.
 
    WHEN NOT TO USE IT
-     When sequences are short: what Luna saves grows with n / l, and softmax attention (layer.attention =
-     LUNA_ATTENTION_SOFTMAX) loses nothing. When a task must copy or find single distant tokens exactly: all that
-     passes between tokens goes through l slots. When weights of a pretrained Transformer must be used: they belong to
-     another function. The attentions that the papers compare with are here, so that this can be measured on your own
-     data.
+     Use softmax attention (layer.attention = LUNA_ATTENTION_SOFTMAX) when sequences are short, since Luna's gain grows
+     with n / l, and when a task must find or copy single distant tokens exactly, since all that passes between tokens
+     goes through l slots. Weights of a pre-trained Transformer belong to another function.
 
    HOW TO USE IT
      0. In one C or C++ file of its own:
             #define LUNA_IMPLEMENTATION
             #include "luna.h"
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
-        8 to 20 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
-        configure: it holds SSE2, AVX2 and AVX-512 kernels (NEON or WASM SIMD128 where the target has them, else scalar
+        8 to 20 s to compile at -O2. It holds kernels for SSE2, AVX2 and AVX-512 (or NEON, WASM SIMD128, else scalar
         ones) and picks the best at run time.
      1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
             luna_ctx *ctx = luna_open(NULL);              null: the defaults, here and for every config below
@@ -51,64 +48,46 @@
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
         labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and to
-        the last place where nothing follows. A loss of which nothing counts (no rows, all labels ignored, all targets
-        NaN) is 0, without a gradient, and options.log has a sentence. A begin, here and below, is luna_begin_step or
-        luna_begin_inference.
-        Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
-        Regression is a classifier of one class with another loss: luna_mse, luna_huber or luna_quantile_loss; several
-        questions with yes and no are luna_binary_cross_entropy. NaN targets are ignored.
-        Sequences of numbers: with .features = k in its config, or its encoder's, a model reads input.features
-        [batch,n,k] in place of tokens; call luna_input_layer_fit on training data first. A luna_lm of features has
-        .outputs a step, classes or values: a detector, a forecaster; with .output_norm call luna_lm_fit_outputs. A
-        classifier with .per_step has classes at each step, found from the whole sequence.
+        the last place. Several rounds of begin, forward and luna_backward before one optimiser step accumulate.
+        Sequences of numbers: set .features in the config and give input.features in place of tokens, after
+        luna_input_layer_fit on training data. For a forecast or a regression the model's outputs go into another loss,
+        such as luna_mse.
      4. Save it, use it.
             if (luna_save(params, luna_path("model.safetensors")) != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
             luna_close(ctx);
-     5. Resume. luna_save_training writes parameters, moments, counters, learning rate and seed; after
-        luna_load_training into a model and an optimiser made with the same config (schedule, betas, decay, clip,
-        average, groups), training goes on with the bits of a run that never stopped. The position in the data is
-        yours to keep: luna_params_set_text before, luna_params_get_text after. luna_load_model opens any saved model by
-        what its file says, with its attention hook if options.hooks has it. Where a hook has no name, init the model
-        with its config and hook, then luna_load.
-     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token, or
-        luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
-        and reads the others in place. One thread a stream, any number of streams on one model.
-        luna_stream_open_bytes streams a file in memory without a context or an allocator.
+     5. Later: luna_load_model opens any saved model, luna_save_training and luna_load_training resume a run with the
+        same bits, and luna_stream_open runs a language model one token at a time in constant memory.
+     Companion headers in examples/ have what few programs need: luna_ranks.h trains on several machines, luna_profile.h
+     shows where the time goes, luna_beam.h searches by beams, and attentions/ has other attentions as hooks.
+     examples/guide.md has a program for each task.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
-     empties: a steady step allocates nothing, and a loop without begin takes more in each round. `options.block` gives
-     a context one block for everything; then no allocator is called. A context opened with `options.measure` computes
-     nothing, and after one dry run of the same calls at the largest sizes, with the same threads and isa and the files
-     that it loads, luna_memory(ctx).peak is the exact size of that block. Streams have memory of their own: with a
-     block, luna_stream_open_bytes.
-     Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
-     except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
-     again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
-     two. In training some inner tensors therefore stay readable until luna_backward, but only luna_keep promises it:
-     call it for hidden values to look at, or to hand out of an attention hook. Functions of your own:
-     luna_scope_begin, luna_scope_end.
-     luna_backward releases the gradient of an op's result after its last use unless luna_require_grad asked for it.
-     Where it fails, as memory ends, the gradients of all parameters become zero, and accumulation starts again.
-     luna_linear_cross_entropy and the models' losses store neither the logits of more than 1024 classes nor their
-     gradient; luna_cross_entropy of such logits stores both. Folded Luna layers (luna_form) keep 2 dim + ffn floats a
-     token for backward, or 2 dim with the feed-forward recomputed (layer.recompute trades time for memory and changes
-     no bit). Several rounds of begin, forward and luna_backward before one optimiser step accumulate.
+     (luna_begin_step or luna_begin_inference) empties: a steady step allocates nothing. A loop without begin takes more
+     in each round. options.block gives a context one block for everything, and no allocator is called. A context opened
+     with options.measure computes nothing: after one dry run of the same calls at the largest sizes, with the same
+     threads and isa and the files that it loads, luna_memory(ctx).peak is the exact size of that block. A stream has
+     memory of its own.
+     Within a step, layers and models are scopes (luna_scope_begin). A scope's end releases the values of the tensors
+     made in it, except its results and, in training, what backward reads and cannot compute again by cheap ops (norms,
+     embeddings, activations). So an inference of many layers takes little more than one of two. To read a hidden value,
+     or return one from an attention hook, call luna_keep; otherwise it may be gone. luna_backward releases the gradient
+     of an op's result after its last use, unless luna_require_grad asked for it.
+     Folded Luna layers (luna_form) keep 2 dim + ffn floats a token for backward, or 2 dim with the feed-forward
+     recomputed: layer.recompute trades time for memory and changes no bit.
 
    ERRORS
      Nothing aborts or prints. A failed call leaves every object as it was; only a failed luna_backward zeroes the
-     gradients. Where luna_open returns null, options.error says why. A failed op returns null, and ops given null
-     return null. luna_error_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
-     is a sentence that names the call, the sizes and the remedy, and luna_error_id_of(ctx) its id in LUNA_ERRORS,
-     for programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init)
-     fails, which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes
-     nothing and returns it. An init that fails leaves a zeroed struct, and the next begin fails with its sentence,
-     once. A forward of a zeroed layer repeats that sentence. A forward of a zeroed model returns null; no context
-     is known then, and no sentence: an empty one after an op that has returned null says that an earlier call had
-     failed. luna_optimizer_step then reports that there was no luna_backward. What no call can see is an array
-     that is too short: of tokens, labels or lengths. options.log gets each failure as it happens. A step whose
-     loss or gradients are not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
+     gradients. A failed op returns null, and ops given null return null. luna_error_status(ctx) is the status of the
+     first failure since the last begin, luna_error(ctx) a sentence that names the call, the sizes and the remedy, and
+     luna_error_id_of(ctx) its id in LUNA_ERRORS. A later failure of a call that is not an op (luna_load, an init)
+     leaves its own sentence. One check a step is enough: after a failure luna_optimizer_step changes nothing and
+     returns it.
+     A failed init leaves a zeroed struct, and the next begin fails with its sentence, once. A forward of a zeroed layer
+     repeats it. A forward of a zeroed model returns null without a sentence, since no context is known;
+     luna_optimizer_step then reports that there was no luna_backward. What no call can see is an array that is too
+     short: of tokens, labels or lengths.
 
    PROMISES
      Results are the same bits for any number of threads. float32; long sums in double; FMA only where written, never
@@ -116,21 +95,6 @@
      bit of anything before it. Random numbers are Philox4x32-10: initial values depend on seed and parameter name,
      dropout on seed, step and place, the same on every machine. A context is for one thread at a time; several may read
      one set that nobody trains (luna_params_share). A forked child goes on with one thread.
-
-   SEVERAL RANKS
-     examples/luna_ranks.h trains one model on any number of machines, each of which has sequences of its own: over MPI
-     with luna_mpi.h, over NCCL with luna_nccl.h. One sequence cannot be shared by several machines.
-
-   WHERE TIME GOES
-     luna_trace calls a function of yours after each op, with its time, bytes and flops. examples/luna_profile.h makes a
-     table, JSON or a timeline of them; most examples that train take --profile FILE.
-
-   OTHER ATTENTIONS, OTHER OPS
-     layer.attention puts softmax or linear attention in Luna's place, layer.hook any other, such as those of
-     examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
-     luna_custom_op makes an op of a forward and a backward function. An op in luna.h itself: examples/guide.md, "Adding
-     an op to luna.h". luna_softmax_attention takes sliding windows (config.window, left, right); lists of the keys that
-     blocks of queries see are examples/attentions/blocks.h.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -173,6 +137,10 @@
      LUNA_API               prefix of public functions
      LUNA_BACKEND           for a file without the implementation: declares what a backend needs (>>backend)
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
+
+   PAPER MAP
+     Equation (3) is li_nested_pack, (4) li_nested_unpack, (6) li_nested_half and li_ffn_half, and (7)
+     li_causal_reference and, for a row of a stream, li_luna_step. examples/lesson.c has all of them in plain loops.
 
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
