@@ -8704,7 +8704,7 @@ typedef struct li_st {
   size_t meta;
   size_t tensors, pairs;                         /* their number */
   bool contiguous;                               /* each tensor's data begins where the one before ends */
-  uint64_t *names, *keys;                        /* the index: hash << 32 | where it opens in the header, sorted */
+  uint64_t *names, *keys;                        /* the index: where each opens in the header, sorted by its text */
 } li_st;
 
 /* a JSON string between its quotes, escapes not decoded */
@@ -8835,24 +8835,10 @@ LI_FN size_t li_st_decode(li_st_text text, char *out, size_t room) {
   return size;
 }
 
-LI_FN uint64_t li_hash_bytes(uint64_t h, const char *at, size_t size) { /* FNV-1a */
-  for (size_t i = 0; i < size; i++) h = (h ^ (unsigned char)at[i]) * 0x100000001B3u;
-  return h;
-}
-LI_FN uint64_t li_hash(const char *name) { return li_hash_bytes(0xCBF29CE484222325u, name, strlen(name)); }
-/* a text of the header as an item of an index: its hash, decoded, and where it opens */
-LI_FN uint64_t li_st_item(const li_st *st, li_st_text text) {
-  const char *at = text.at, *end = text.at + text.size;
-  uint64_t hash = li_hash("");
-  char utf8[4];
-  while (at < end) hash = li_hash_bytes(hash, utf8, li_st_encode(li_st_character(&at, end), utf8));
-  return (hash >> 32) << 32 | (uint64_t)(text.at - 1 - st->header);
-}
-/* The order of two items: by hash, then by character, so that colliding names are only slower. Without st: of
-   numbers. */
+/* The order of two items of an index, by their texts. Without st: of numbers. */
 LI_FN int li_st_compare(const li_st *st, uint64_t a, uint64_t b) {
-  if (!st || a >> 32 != b >> 32) return (a > b) - (a < b);
-  return li_st_order(st->header + (uint32_t)a + 1, st->header + st->header_size, st->header + (uint32_t)b + 1, true);
+  if (!st) return (a > b) - (a < b);
+  return li_st_order(st->header + (size_t)a + 1, st->header + st->header_size, st->header + (size_t)b + 1, true);
 }
 
 /* The JSON of a header. The grammar nests three deep and rejects other keys and values, so nothing recurses. */
@@ -9008,13 +8994,11 @@ LI_FN bool li_st_next(const li_st *st, size_t *cursor, li_st_tensor *out) {
 
 /* moves the reader after the opening quote of `name`, found in the sorted items; false when absent */
 LI_FN bool li_st_look(const li_st *st, const uint64_t *items, size_t count, const char *name, li_st_json *j) {
-  const uint64_t hash = li_hash(name) >> 32;
   size_t low = 0, high = count;
   while (low < high) {
     const size_t middle = low + (high - low) / 2;
-    int order = items[middle] >> 32 < hash ? -1 : items[middle] >> 32 > hash;
-    *j = li_st_json_at(st, (uint32_t)items[middle]);
-    if (order == 0) order = li_st_order(j->at + 1, j->end, name, false);
+    *j = li_st_json_at(st, (size_t)items[middle]);
+    const int order = li_st_order(j->at + 1, j->end, name, false);
     if (order == 0) return true;
     if (order < 0) low = middle + 1;
     else high = middle;
@@ -9123,11 +9107,12 @@ LI_FN const char *li_st_index(li_st *st, uint64_t *names, uint64_t *keys) {
   li_st_tensor t;
   li_st_text key, value;
   if (!st->contiguous && !li_st_covers(st, names)) return "two tensors overlap";
-  for (size_t cursor = 0, i = 0; li_st_next(st, &cursor, &t); i++) names[i] = li_st_item(st, t.name);
+  for (size_t cursor = 0, i = 0; li_st_next(st, &cursor, &t); i++) names[i] = (uint64_t)(t.name.at - 1 - st->header);
   if (!li_st_unique(st, names, st->tensors)) return "two tensors have the same name";
   st->names = names;
   if (!keys) return NULL;
-  for (size_t cursor = 0, i = 0; li_st_meta_next(st, &cursor, &key, &value); i++) keys[i] = li_st_item(st, key);
+  for (size_t cursor = 0, i = 0; li_st_meta_next(st, &cursor, &key, &value); i++)
+    keys[i] = (uint64_t)(key.at - 1 - st->header);
   if (!li_st_unique(st, keys, st->pairs)) return "two keys of __metadata__ are the same";
   st->keys = keys;
   return NULL;
@@ -10308,12 +10293,6 @@ LI_FN luna_status li_wait_for_owners(luna_ctx *ctx) {
   return status;
 }
 
-/* what tells a context's bits: products in 8 bits are exact */
-LI_FN luna_isa li_isa_of(const luna_ctx *ctx) {
-  const luna_isa isa = ctx->kernels->isa;
-  if (isa == LUNA_ISA_AVX2_VNNI) return LUNA_ISA_AVX2;
-  return isa > LUNA_ISA_AVX2_VNNI && ctx->options.products == LUNA_DTYPE_F32 ? LUNA_ISA_AVX512 : isa;
-}
 LUNA_API luna_isa luna_isa_of(const luna_ctx *ctx) { return ctx ? ctx->kernels->isa : luna_isa_best(); }
 /* whether the next begin makes this step again */
 LI_FN bool li_step_failed(const luna_ctx *ctx) {
@@ -13487,6 +13466,11 @@ LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t
   const li_first f = { init, init.scale == 0 ? 1.0f : init.scale, 1, use, seed };
   const luna_status status = li_first_write(&f, t);
   return status == LUNA_OK ? t : li_fail_backend(ctx, name, status);
+}
+LI_FN uint64_t li_hash(const char *name) { /* FNV-1a */
+  uint64_t h = 0xCBF29CE484222325u;
+  for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
+  return h;
 }
 LI_FN luna_status li_param_fill(luna_ctx *ctx, li_param *p, luna_init init) {
   luna_tensor *t = &p->tensor;

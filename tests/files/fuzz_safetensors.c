@@ -30,7 +30,8 @@ static const char *current = "";
 /* ---- what a run chooses by itself: a function of the bytes ---- */
 static struct { luna_isa isa; luna_form form; uint64_t random; } chosen = {LUNA_ISA_BEST, LUNA_FORM_CHEAPEST, 0};
 static void choose(const uint8_t *bytes, size_t size) {
-  uint64_t r = li_hash_bytes(size, (const char *)bytes, size);
+  uint64_t r = size;
+  for (size_t i = 0; i < size; i++) r = (r ^ bytes[i]) * 0x100000001B3u;
   do chosen.isa = common_isas[random_below(&r, COMMON_ISAS)];
   while (!luna_isa_available(chosen.isa));
   chosen.form = (luna_form)random_below(&r, 3), chosen.random = random_next(&r);

@@ -476,10 +476,6 @@ static const char *open_many(size_t n, int order, int damage) {
     if (!li_st_find(&st, name, &t) || t.data != st.data + begin[i] || t.bytes != length[i])
       wrong = "a name is not found";
   }
-  if (memory && damage != OVERLAP && n < 10000) { /* names as if all had one hash: their characters decide */
-    for (size_t i = 0; i < n; i++) memory[i] = (uint32_t)memory[i];
-    if (li_st_unique(&st, memory, n) != (damage == SOUND)) wrong = "names of one hash are taken for another's";
-  }
   free(file), free(json), free(begin), free(length), free(at), free(memory);
   return wrong;
 }
