@@ -15371,64 +15371,42 @@ LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *
   if (!layer->mean) return li_refuse(r.ctx, LUNA_ERROR_NO_FEATURES, name);
   return li_input_fits(&r, input, name, "input");
 }
-/* Of an input's features their means, or 1 / deviation, [k]; or [batch, n, k] they themselves with 0 for what is
-   missing, or 1 where one is there and 0 where not */
-typedef struct li_features { const luna_input *input; int64_t k; bool second; } li_features;
-/* whether there is a number to fit at all; false with a sentence */
-LI_FN bool li_features_given(luna_ctx *ctx, const li_features *w, const char *name) {
-  const int64_t rows = w->input->batch * w->input->n;
-  if (li_computes(ctx)) {
-    for (int64_t i = 0; i < rows * w->k; i++)
-      if (li_is_real(w->input, i / w->k) && li_is_finite(w->input->features[i])) return true;
-  }
-  return w->k == 0 || !li_computes(ctx) || li_refuse_call(ctx, LUNA_ERROR_FIT_NOTHING, name, rows, w->k);
-}
-LI_FN float li_feature_fit(const li_features *w, int64_t f) {
-  const luna_input *input = w->input;
-  double sum = 0, squares = 0;
-  int64_t count = 0;
-  /* Welford's recurrence: one pass, no difference of large sums */
-  for (int64_t i = 0; i < input->batch * input->n; i++)
-    if (li_is_real(input, i) && li_is_finite(input->features[i * w->k + f])) {
-      const double x = (double)input->features[i * w->k + f], off = x - sum;
-      sum += off / (double)++count;
-      squares += off * (x - sum);
-    }
-  const float fit = (float)(w->second ? sqrt((double)count / squares) : sum);
-  return w->second && !li_is_finite(fit) ? 1 : fit;
-}
-LI_FN void li_features_fit(float *to, const void *from) {
-  const li_features *w = (const li_features *)from;
-  for (int64_t f = 0; f < w->k; f++) to[f] = li_feature_fit(w, f);
-}
-LI_FN void li_outputs_fit(float *to, const void *from) { /* deviations */
-  const li_features *w = (const li_features *)from;
-  for (int64_t f = 0; f < w->k; f++) to[f] = 1 / li_feature_fit(w, f);
-}
-LI_FN void li_features_fill(float *to, const void *from) {
-  const li_features *w = (const li_features *)from;
-  for (int64_t i = 0; i < w->input->batch * w->input->n; i++) {
-    const bool real = li_is_real(w->input, i);
-    for (int64_t f = 0; f < w->k; f++, to++) {
-      const float x = real ? w->input->features[i * w->k + f] : 0;
-      *to = w->second ? 1 : x;
-      if (x != x || !real) *to = 0;
-    }
-  }
-}
-/* writes the input's means, and 1 / deviations by li_features_fit or deviations by li_outputs_fit */
-LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_tensor *scale,
-                               void (*fit)(float *to, const void *from), const char *name) {
+/* Sets means and deviations, or with `inverse` 1 / deviation, of the finite numbers of an input's real steps: both, or
+   neither. A number that never changes has the deviation 1. */
+LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_tensor *scale, bool inverse,
+                               const char *name) {
   luna_ctx *ctx = mean->ctx;
-  li_features w = { input, luna_count(mean), true };
-  if (!li_features_given(ctx, &w, name)) return ctx->last_status;
-  if (li_computes(ctx)) {
-    for (int64_t f = 0; f < w.k; f++)
-      if (li_feature_fit(&w, f) < FLT_MIN) return li_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
+  const int64_t k = luna_count(mean), rows = input->batch * input->n;
+  const li_mark mark = li_step_mark(ctx);
+  luna_status status = LUNA_OK;
+  int64_t found = 0;
+  float *means = (float *)li_step_host(ctx, name, 2 * (size_t)k * sizeof(float));
+  if (!means) return LUNA_OUT_OF_MEMORY;
+  float *scales = means + k;
+
+  for (int64_t f = 0; f < k && li_computes(ctx) && status == LUNA_OK; f++) {
+    double middle = 0, squares = 0;
+    int64_t count = 0;
+    /* Welford's recurrence: one pass, no difference of large sums */
+    for (int64_t i = 0; i < rows; i++) {
+      const double x = (double)input->features[i * k + f], off = x - middle;
+      if (!li_is_finite(input->features[i * k + f]) || !li_is_real(input, i)) continue;
+      middle += off / (double)++count;
+      squares += off * (x - middle);
+    }
+    const float fit = (float)sqrt((double)count / squares);
+    if (fit < FLT_MIN) status = li_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
+    found += count;
+    means[f] = (float)middle;
+    scales[f] = li_is_finite(fit) ? fit : 1;
+    if (!inverse) scales[f] = 1 / scales[f];
   }
-  const luna_status status = li_write_made(scale, name, fit, &w);
-  w.second = false;
-  return status == LUNA_OK ? li_write_made(mean, name, li_features_fit, &w) : status;
+
+  if (li_computes(ctx) && k > 0 && found == 0) status = li_fail_status(ctx, LUNA_ERROR_FIT_NOTHING, name, rows, k);
+  if (status == LUNA_OK) status = luna_write(scale, scales);
+  if (status == LUNA_OK) status = luna_write(mean, means);
+  li_step_rewind(ctx, mark);
+  return status;
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
   static const char name[] = "luna_input_layer_fit";
@@ -15437,9 +15415,20 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
   const char *outer = li_enter(ctx, name);
   luna_status status = LUNA_OK;
   if (!li_layer_input_fits(layer, input, name)) status = ctx->last_status;
-  else status = li_write_fit(input, layer->mean, layer->scale, li_features_fit, name);
+  else status = li_write_fit(input, layer->mean, layer->scale, true, name);
   li_leave(ctx, outer);
   return status;
+}
+/* An input's features [batch, n, k], 0 where one is missing; or `present`, which is 1 where there is one and else 0 */
+typedef struct li_features { const luna_input *input; int64_t k; bool present; } li_features;
+LI_FN void li_features_fill(float *to, const void *from) {
+  const li_features *w = (const li_features *)from;
+  for (int64_t i = 0; i < w->input->batch * w->input->n * w->k; i++) {
+    const bool real = li_is_real(w->input, i / w->k);
+    const float x = real ? w->input->features[i] : (float)NAN;
+    to[i] = w->present ? 1 : x;
+    if (x != x) to[i] = 0;
+  }
 }
 /* Both always, so that neither memory nor the ops of a step depend on the data. */
 LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
@@ -15452,45 +15441,38 @@ LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_
 }
 /* whether what a model computes of a feature stays in float's range: products of three of them are formed */
 LI_FN bool li_feature_fits(float standardised) { return standardised <= 1e9f && standardised >= -1e9f; }
-/* the same of all real features of an input, where the host has their means and scales; false with a sentence */
-LI_FN bool li_features_fit_in(const luna_input_layer *layer, const luna_input *input) {
+/* The same of all real features of an input, where the host has their means and scales; false with a sentence. Notes
+   once that a training begins on features far from 1, whose means (0) and scales (1) were forgotten: from then on they
+   are taken as meant. */
+LI_FN bool li_features_fit(const luna_input_layer *layer, const luna_input *input) {
   luna_ctx *ctx = layer->mean->ctx;
   const int64_t k = layer->mean->shape[0];
   const float *mean = layer->mean->data, *scale = layer->scale->data;
-  if (li_on_device(ctx) || !li_computes(ctx)) return true;
-  for (int64_t i = 0; i < input->batch * input->n * k; i++) {
-    const float x = input->features[i];
-    if (x != x || li_feature_fits((x - mean[i % k]) * scale[i % k]) || !li_is_real(input, i / k)) continue;
-    return li_refuse(ctx, LUNA_ERROR_FEATURE_LARGE, "luna_input_layer_forward", i, (double)x);
-  }
-  return true;
-}
-/* Notes once that a training begins on features far from 1, whose means and deviations were forgotten: from then on
-   they are taken as meant. */
-LI_FN void li_log_unfitted(const luna_input_layer *layer, const luna_input *input) {
-  luna_ctx *ctx = layer->mean->ctx;
-  const int64_t k = layer->mean->shape[0];
   const bool host = !li_on_device(ctx);
+  const bool forgotten = ctx->training && !layer->scale->own->given && !layer->mean->own->given;
   double squares = 0;
   int64_t count = 0;
-  if (layer->scale->own->given || layer->mean->own->given || !ctx->training || !li_computes(ctx)) return;
+  if (!li_computes(ctx) || !(host || forgotten)) return true;
+
   for (int64_t i = 0; i < input->batch * input->n * k; i++) {
-    double x = (double)input->features[i];
-    if (!li_is_finite(input->features[i]) || !li_is_real(input, i / k)) continue;
-    if (host) x = (x - (double)layer->mean->data[i % k]) * (double)layer->scale->data[i % k];
-    squares += x * x, count++;
+    const float x = input->features[i];
+    if (x != x || !li_is_real(input, i / k)) continue;
+    if (host && !li_feature_fits((x - mean[i % k]) * scale[i % k]))
+      return li_refuse(ctx, LUNA_ERROR_FEATURE_LARGE, "luna_input_layer_forward", i, (double)x);
+    squares += (double)x * (double)x;
+    count++;
   }
+
   const double size = count ? sqrt(squares / (double)count) : 0;
-  if (size == 0) return;
+  if (!forgotten || size == 0) return true;
   layer->scale->own->given = true;
   if (size < 0.1 || size > 10)
     li_note(ctx, "luna_input_layer_forward: features whose root mean square is %f are read as they are, since their "
             "means and deviations were never set: call luna_input_layer_fit on training data", size);
+  return true;
 }
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
-  if (!li_layer_input_fits(layer, input, "luna_input_layer_forward") ||
-      !li_features_fit_in(layer, input)) return NULL;
-  li_log_unfitted(layer, input);
+  if (!li_layer_input_fits(layer, input, "luna_input_layer_forward") || !li_features_fit(layer, input)) return NULL;
   const luna_scope scope = luna_scope_begin(layer->mean->ctx);
   luna_tensor *x = li_features_of(scope.ctx, input, layer->mean->shape[0], false);
   luna_tensor *present = li_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -16545,7 +16527,7 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   memset(&input, 0, sizeof input);
   input.features = targets, input.batch = 1, input.n = rows;
   const char *outer = li_enter(ctx, name);
-  const luna_status status = li_write_fit(&input, model->output_mean, model->output_scale, li_outputs_fit, name);
+  const luna_status status = li_write_fit(&input, model->output_mean, model->output_scale, false, name);
   li_leave(ctx, outer);
   return status;
 }
