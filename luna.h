@@ -15236,6 +15236,16 @@ LI_FN li_part li_norm_part(bool has, luna_norm_layer *norm, const char *name, co
   const li_part part = { has, &norm->weight, bias, name, c->dim, LI_VECTOR, li_init(LUNA_INIT_ONES, 0) };
   return part;
 }
+LI_FN luna_init li_projection_init(bool bert, bool output) {
+  if (bert) return li_init(LUNA_INIT_NORMAL, 0.02f);
+  return li_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
+}
+/* a projection of dim numbers to dim; `output`: an attention's last one */
+LI_FN li_part li_projection(bool has, luna_linear_layer *layer, const char *name, const luna_layer_config *c,
+                            bool output) {
+  const li_part part = { has, LI_BOTH(*layer), name, c->dim, c->dim, li_projection_init(c->bert_init, output) };
+  return part;
+}
 LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part *parts, int count) {
   char name[LI_MAX_NAME];
   for (const li_part *p = parts; p < parts + count; p++) {
@@ -15283,9 +15293,13 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
+/* x itself where there is no projection */
+LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
+  return layer->weight ? luna_linear(x, layer->weight, layer->bias) : x;
+}
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
   if (!li_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward")) return NULL;
-  return luna_linear(x, layer->weight, layer->bias);
+  return li_project(layer, x);
 }
 
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
@@ -15301,9 +15315,14 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
+/* x itself where there is no norm */
+LI_FN luna_tensor *li_normalise(const luna_norm_layer *layer, luna_tensor *x) {
+  if (!layer->weight || !x) return x;
+  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias, 0) : luna_rms_norm(x, layer->weight, 0);
+}
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!li_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
-  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias, 0) : luna_rms_norm(x, layer->weight, 0);
+  return li_normalise(layer, x);
 }
 
 LI_FN int li_input_parts(luna_input_layer *layer, int64_t features, int64_t dim, luna_init init, li_part *parts) {
@@ -15478,7 +15497,7 @@ LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, co
   luna_tensor *present = li_features_of(scope.ctx, input, layer->mean->shape[0], true);
   x = luna_add(x, luna_scale(luna_detach(layer->mean), -1));
   x = luna_mul(luna_mul(x, luna_detach(layer->scale)), present);
-  return li_result(scope, luna_linear_layer_forward(&layer->projection, x));
+  return li_result(scope, li_project(&layer->projection, x));
 }
 
 LI_FN bool li_is_luna(const luna_layer_config *c) {
@@ -15514,17 +15533,8 @@ LI_FN bool li_is_sequence(const char *name, const char *what, const luna_tensor 
 LI_FN luna_init li_embedding_init(int64_t dim, bool bert) {
   return li_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
 }
-LI_FN luna_init li_projection_init(bool bert, bool output) {
-  if (bert) return li_init(LUNA_INIT_NORMAL, 0.02f);
-  return li_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
-}
 
 /* The output gate: "gate_proj", silu(x W_g + b_g), and y times that, or y itself without a gate */
-LI_FN li_part li_gate_part(bool has, luna_linear_layer *gate, int64_t dim, bool bert_init) {
-  const luna_init init = li_projection_init(bert_init, false);
-  const li_part part = { has, &gate->weight, &gate->bias, "gate_proj.weight", dim, dim, init };
-  return part;
-}
 LI_FN luna_tensor *li_gate(const luna_linear_layer *gate, luna_tensor *x) {
   return li_linear_activated(x, gate->weight, gate->bias, LUNA_ACTIVATION_SILU);
 }
@@ -15537,16 +15547,15 @@ LI_FN bool li_nested_attention_init(luna_nested_attention_layer *layer, luna_par
   const bool full = c->sharing == LUNA_SHARING_FULL, tied = c->sharing == LUNA_SHARING_TIED;
   if (!li_divides(params->ctx, "heads", c->heads, c->dim) ||
       !li_divides(params->ctx, "pack_heads", c->pack_heads, c->dim)) return false;
-  const luna_init in = li_projection_init(c->bert_init, false), out = li_projection_init(c->bert_init, true);
   const li_part parts[] = {
-    { true, LI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
-    { full, LI_BOTH(layer->pk), "pk_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->pv), tied ? "pc_proj.weight" : "pv_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
-    { full, LI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->v), tied ? "c_proj.weight" : "v_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
-    li_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init) };
+    li_projection(true, &layer->pq, "pq_proj.weight", c, false),
+    li_projection(full, &layer->pk, "pk_proj.weight", c, false),
+    li_projection(true, &layer->pv, tied ? "pc_proj.weight" : "pv_proj.weight", c, false),
+    li_projection(true, &layer->q, "q_proj.weight", c, false),
+    li_projection(full, &layer->k, "k_proj.weight", c, false),
+    li_projection(true, &layer->v, tied ? "c_proj.weight" : "v_proj.weight", c, false),
+    li_projection(true, &layer->out, "out_proj.weight", c, true),
+    li_projection(c->output_gate, &layer->gate, "gate_proj.weight", c, false) };
   if (!li_parts_init(params, prefix, parts, LI_LENGTH(parts))) return false;
   if (tied) { layer->pk = layer->pv; layer->k = layer->v; }
   if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
@@ -15579,19 +15588,14 @@ LI_FN luna_tensor *li_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer
     status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
   return status == LUNA_OK ? w : li_fail_backend(ctx, "luna_nested_attention_layer_forward", status);
 }
-LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
-  return layer->weight ? luna_linear_layer_forward(layer, x) : x;
-}
 
-/* lengths of `count` sequences, without lengths n each, in windows of w rows, at most `max`; host memory of the step */
-LI_FN const int32_t *li_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t n, int64_t w,
-                                int64_t max) {
+/* Makes lengths, where there are some, at most `max`, in memory of the step; false: no memory. */
+LI_FN bool li_lengths_below(luna_ctx *ctx, const int32_t **lengths, int64_t count, int64_t max) {
+  if (!*lengths) return true;
   int32_t *out = (int32_t *)li_step_host(ctx, "lengths", (size_t)count * sizeof(int32_t));
-  if (out) {
-    for (int64_t i = 0; i < count; i++)
-      out[i] = (int32_t)li_min(li_divide_up(lengths ? lengths[i] : n, w), max);
-  }
-  return out;
+  for (int64_t i = 0; out && i < count; i++) out[i] = (int32_t)li_min((*lengths)[i], max);
+  *lengths = out;
+  return out != NULL;
 }
 
 /* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
@@ -15619,7 +15623,7 @@ LI_FN luna_tensor *li_unpack_folded(const luna_nested_attention_layer *layer, lu
   const int64_t b = packed_context->shape[0], l = packed_context->shape[1];
   luna_tensor *k = li_split_heads(luna_scale(li_project(&layer->k, packed_context),
                                              (float)(1.0 / sqrt((double)(d / h)))), h);
-  luna_tensor *v = li_split_heads(luna_linear_layer_forward(&layer->v, packed_context), h);
+  luna_tensor *v = li_split_heads(li_project(&layer->v, packed_context), h);
   luna_tensor *bias = luna_matmul(k, li_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = li_reshape(li_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
   luna_tensor *in[6];
@@ -15644,11 +15648,11 @@ LI_FN luna_tensor *li_nested_pack(const luna_nested_attention_layer *layer, luna
                                   const int32_t *lengths) {
   const luna_layer_config *c = &layer->config;
   const bool own_keys = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
-  luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p);
+  luna_tensor *pq = li_project(&layer->pq, p);
   if (li_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + own_keys))
     return li_pack_folded(layer, pq, context, lengths);
   luna_attention_config a = li_attention_config(c->pack_heads, c->attention_dropout, lengths);
-  luna_tensor *pv = luna_linear_layer_forward(&layer->pv, context);
+  luna_tensor *pv = li_project(&layer->pv, context);
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : li_project(&layer->pk, context), pv, &a);
 }
 
@@ -15656,7 +15660,7 @@ LI_FN luna_tensor *li_nested_pack(const luna_nested_attention_layer *layer, luna
 LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna_tensor *x,
                                   luna_tensor *residual, li_past *past) {
   const luna_attention_config a = li_attention_config(layer->config.heads, 0, past->source_slots);
-  luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
+  luna_tensor *q = li_project(&layer->q, x);
   q = li_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1);
   luna_tensor *y = luna_softmax_attention(q, &past->keys, &past->values, &a);
   y = li_gated(&layer->gate, x, luna_reshape(y, x->rank, x->shape));
@@ -15666,14 +15670,13 @@ LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna
 LI_FN luna_tensor *li_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                     luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_layer_config *c = &layer->config;
-  if (!y_p) return NULL;
-  if (lengths && (lengths = li_lengths(x->ctx, lengths, x->shape[0], 0, 1, y_p->shape[1])) == NULL) return NULL;
+  if (!y_p || !li_lengths_below(x->ctx, &lengths, x->shape[0], y_p->shape[1])) return NULL;
   if (!c->output_gate && li_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
     return li_unpack_folded(layer, x, y_p, residual, dropout, lengths);
   luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
-  luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
+  luna_tensor *v = li_project(&layer->v, y_p);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, y_p);
-  luna_tensor *y = luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a);
+  luna_tensor *y = luna_softmax_attention(li_project(&layer->q, x), k, v, &a);
   y = li_gated(&layer->gate, x, y);
   return li_linear_with(y, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, dropout);
 }
@@ -15722,15 +15725,14 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 LI_FN int li_causal_attention_parts(luna_causal_attention_layer *layer, li_part *parts) {
   const luna_layer_config *c = &layer->config;
   const bool full = c->sharing == LUNA_SHARING_FULL;
-  const luna_init in = li_projection_init(c->bert_init, false), out = li_projection_init(c->bert_init, true);
   const li_part all[] = {
-    { true, LI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->pc), "pc_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
-    { full, LI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->v), full ? "v_proj.weight" : "c_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
-    li_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init),
+    li_projection(true, &layer->pq, "pq_proj.weight", c, false),
+    li_projection(true, &layer->pc, "pc_proj.weight", c, false),
+    li_projection(true, &layer->q, "q_proj.weight", c, false),
+    li_projection(full, &layer->k, "k_proj.weight", c, false),
+    li_projection(true, &layer->v, full ? "v_proj.weight" : "c_proj.weight", c, false),
+    li_projection(true, &layer->out, "out_proj.weight", c, true),
+    li_projection(c->output_gate, &layer->gate, "gate_proj.weight", c, false),
     { c->forget == LUNA_FORGET_GATED, LI_ALONE(layer->forget.weight), "forget_proj.weight", c->heads * c->memory,
       c->dim, li_init(LUNA_INIT_XAVIER, 0.5f) },
     { c->forget != LUNA_FORGET_NONE, LI_ALONE(layer->forget.bias), "forget_proj.bias", c->heads * c->memory,
@@ -15752,7 +15754,7 @@ LI_LAYER_INIT(luna_causal_attention_layer, li_layer_defaults(params->ctx, &c) &&
 /* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
 LI_FN luna_tensor *li_causal_queries(const luna_causal_attention_layer *layer, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads;
-  luna_tensor *pq = luna_scale(luna_linear_layer_forward(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h))));
+  luna_tensor *pq = luna_scale(li_project(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h))));
   return li_split_heads(li_reshape(pq, 3, p->rank == 2 ? 1 : p->shape[0], p->shape[p->rank - 2], d, 1), h);
 }
 /* folded: pq_h Wpc_h [b, h, l, d]; *bias, unless null: pq_h bpc_h [b, h, l, 1] */
@@ -15770,7 +15772,7 @@ LI_FN luna_tensor *li_scores_past(const luna_causal_attention_layer *layer, luna
   const bool split = n > 1 || x->shape[0] > 1;
   luna_tensor *s = split ? li_reshape(x, 3, n, rows / n, x->shape[2], 1) : x;
   if (past->scores_bias.rank == 0) {
-    s = li_split_heads(luna_linear_layer_forward(&layer->pc, s), h);
+    s = li_split_heads(li_project(&layer->pc, s), h);
     s = li_merge_heads(luna_matmul(s, &past->scores, false, true));
   } else if (n == 1) s = luna_linear(s, &past->scores, &past->scores_bias);
   else s = luna_add(li_matmul_by(s, &past->scores, false, true, li_is_single_row(x)), &past->scores_bias);
@@ -15782,7 +15784,7 @@ LI_FN luna_tensor *li_causal_scores(const luna_causal_attention_layer *layer, lu
   const bool shared = p->rank == 2 || p->shape[0] == 1;
   luna_tensor *pq = li_causal_queries(layer, p), *bias;
   if (!li_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
-    luna_tensor *k = li_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
+    luna_tensor *k = li_split_heads(li_project(&layer->pc, x), h);
     if (shared && pq) pq = li_reshape(pq, 3, h, l, d / h, 1);
     return li_merge_heads(luna_matmul(k, pq, false, true));
   }
@@ -15820,12 +15822,11 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
     return li_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, name, p, c->dim, x->shape[0], c->dim);
   const luna_scope scope = luna_scope_begin(x->ctx);
   const int32_t *lengths = x->ctx->bump ? f->past->slots : f->lengths;
-  if (!x->ctx->bump && lengths &&
-      (lengths = li_lengths(x->ctx, lengths, x->shape[0], 0, 1, p->shape[p->rank - 2])) == NULL) return NULL;
+  if (!x->ctx->bump && !li_lengths_below(x->ctx, &lengths, x->shape[0], p->shape[p->rank - 2])) return NULL;
   luna_tensor *s = x->ctx->bump ? li_scores_past(layer, x, f->past) : li_causal_scores(layer, x, p);
-  luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
-  luna_tensor *v = luna_linear_layer_forward(&layer->v, x);
-  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x), *gates = NULL;
+  luna_tensor *q = li_project(&layer->q, x);
+  luna_tensor *v = li_project(&layer->v, x);
+  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, x), *gates = NULL;
   if (c->forget && s) gates = li_forget_logits(layer, x, li_last(s) / c->heads);
   if (c->forget && !gates) return li_result(scope, NULL);
   luna_tensor *const in[] = { q, k, v, s };
@@ -15844,13 +15845,12 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
 /* --- the attentions Luna is compared with: softmax, linear --- */
 LI_FN bool li_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
-  const luna_init in = li_projection_init(c->bert_init, false), out = li_projection_init(c->bert_init, true);
   const li_part parts[] = {
-    { true, LI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->v), "v_proj.weight", c->dim, c->dim, in },
-    { true, LI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
-    li_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init) };
+    li_projection(true, &layer->q, "q_proj.weight", c, false),
+    li_projection(true, &layer->k, "k_proj.weight", c, false),
+    li_projection(true, &layer->v, "v_proj.weight", c, false),
+    li_projection(true, &layer->out, "out_proj.weight", c, true),
+    li_projection(c->output_gate, &layer->gate, "gate_proj.weight", c, false) };
   if (!li_divides(params->ctx, "heads", c->heads, c->dim)) return false;
   if (c->rotary && c->attention == LUNA_ATTENTION_SOFTMAX && c->dim / c->heads % 2 != 0)
     return li_refuse_call(params->ctx, LUNA_ERROR_ROTARY_ODD, params->ctx->call, c->dim / c->heads);
@@ -15893,9 +15893,9 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   if (!li_is_sequence(name, "x", x, x->shape[0], c->dim) ||
       !li_is_sequence(name, "context", context, x->shape[0], c->dim)) return NULL;
   const luna_scope scope = luna_scope_begin(x->ctx);
-  qkv[0] = luna_linear_layer_forward(&layer->q, x);
-  qkv[1] = luna_linear_layer_forward(&layer->k, context);
-  qkv[2] = luna_linear_layer_forward(&layer->v, context);
+  qkv[0] = li_project(&layer->q, x);
+  qkv[1] = li_project(&layer->k, context);
+  qkv[2] = li_project(&layer->v, context);
   if (c->rotary && c->attention == LUNA_ATTENTION_SOFTMAX && context == x) {
     for (int i = 0; i < 2; i++) qkv[i] = luna_rotary(qkv[i], c->heads, 0, 0);
   }
@@ -15903,7 +15903,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   a.causal = c->causal;
   luna_tensor *y = c->attention == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
                        li_linear_attention(qkv, c->heads, c->causal, lengths);
-  return li_result(scope, luna_linear_layer_forward(&layer->out, li_gated(&layer->gate, x, y)));
+  return li_result(scope, li_project(&layer->out, li_gated(&layer->gate, x, y)));
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
@@ -15937,7 +15937,7 @@ LI_FN int li_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer
 
 /* the end of a half-layer: its sum, normed when post-norm */
 LI_FN luna_tensor *li_sum_normed(const luna_layer_config *c, luna_tensor *sum, const luna_norm_layer *norm) {
-  return c->pre_norm || !sum ? sum : luna_norm_layer_forward(norm, sum);
+  return c->pre_norm ? sum : li_normalise(norm, sum);
 }
 /* x + y after y's dropout, normed when post-norm */
 LI_FN luna_tensor *li_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y,
@@ -15946,7 +15946,7 @@ LI_FN luna_tensor *li_residual(const luna_layer_config *c, luna_tensor *x, luna_
 }
 /* the input of a half-layer: normed when pre-norm */
 LI_FN luna_tensor *li_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
-  return c->pre_norm && x ? luna_norm_layer_forward(norm, x) : x;
+  return c->pre_norm ? li_normalise(norm, x) : x;
 }
 
 /* a layer's second half, at the end of its scope: x + FFN(x), of which p, unless null, stays beside */
@@ -15966,7 +15966,7 @@ LI_FN luna_tensor *li_ffn_half(luna_scope *scope, const luna_layer_config *c,
 LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                          const char *prefix, const luna_layer_config *c) {
   if (c->hook) {
-    const li_part gate = li_gate_part(c->output_gate, &other_attention->gate, c->dim, c->bert_init);
+    const li_part gate = li_projection(c->output_gate, &other_attention->gate, "gate_proj.weight", c, false);
     if (!li_parts_init(params, prefix, &gate, 1)) return false;
     li_hooked *hooked = (li_hooked *)li_persist_host(params->ctx, params->ctx->call, sizeof *hooked);
     if (!hooked) return false;
@@ -16368,9 +16368,25 @@ LI_FN bool li_fields_describe(luna_params *params, const char *name, const luna_
   if (described) li_params_fix_horizon(params, layer->horizon);
   return described;
 }
-/* memory for a model's layers, zeroed; null with a sentence */
-LI_FN void *li_layers_memory(luna_params *params, int64_t count, size_t size) {
-  return li_persist_host(params->ctx, params->ctx->call, (size_t)count * size);
+/* The layers "PREFIXlayers.N." of a model; null with a sentence */
+LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kind kind, int64_t count,
+                           const luna_layer_config *config, int64_t max_length) {
+  static const size_t sizes[] = { sizeof(luna_encoder_layer), sizeof(luna_decoder_layer), sizeof(luna_causal_layer) };
+  luna_layer_config c = *config;
+  luna_status status = LUNA_OK;
+  char name[LI_MAX_NAME], number[32];
+  char *layers = (char *)li_persist_host(params->ctx, params->ctx->call, (size_t)count * sizes[kind]);
+  c.layers = count;
+  c.max_length = max_length;
+  for (c.layer = 0; layers && c.layer < count && status == LUNA_OK; c.layer++) {
+    void *layer = layers + (size_t)c.layer * sizes[kind];
+    li_print(number, sizeof number, "layers.%d.", c.layer);
+    if (!li_name(params, name, prefix, number)) return NULL;
+    if (kind == LI_ENCODER_LAYER) status = luna_encoder_layer_init((luna_encoder_layer *)layer, params, name, &c);
+    if (kind == LI_DECODER_LAYER) status = luna_decoder_layer_init((luna_decoder_layer *)layer, params, name, &c);
+    if (kind == LI_CAUSAL_LAYER) status = luna_causal_layer_init((luna_causal_layer *)layer, params, name, &c);
+  }
+  return status == LUNA_OK ? layers : NULL;
 }
 
 /* A model's public init, by li_<kind>_defaults and li_<kind>_init. `name`: its kind in metadata, `layer`: its
@@ -16406,20 +16422,11 @@ LI_FN bool li_lm_init(luna_lm *model, luna_params *params) {
   const luna_lm_config *c = &model->config;
   li_part parts[LI_MAX_PARTS];
   const int count = li_lm_parts(model, parts);
-  char prefix[48];
   model->params = model->input.params = params;
   if (!li_parts_init(params, "", parts, LI_LM_BEFORE)) return false;
-  model->layers = (luna_causal_layer *)li_layers_memory(params, c->layers, sizeof(luna_causal_layer));
-  if (!model->layers) return false;
-  luna_layer_config layer = c->layer;
-  layer.layers = c->layers;
-  layer.max_length = c->max_length;
-  for (int64_t i = 0; i < c->layers; i++) {
-    li_print(prefix, sizeof prefix, "layers.%d.", i);
-    layer.layer = i;
-    if (luna_causal_layer_init(&model->layers[i], params, prefix, &layer) != LUNA_OK) return false;
-  }
-  return li_parts_init(params, "", parts + LI_LM_BEFORE, count - LI_LM_BEFORE);
+  model->layers = (luna_causal_layer *)li_layers_init(params, "", LI_CAUSAL_LAYER, c->layers, &c->layer,
+                                                      c->max_length);
+  return model->layers && li_parts_init(params, "", parts + LI_LM_BEFORE, count - LI_LM_BEFORE);
 }
 /* luna_lm_init: li_lm_defaults, li_lm_init */
 LI_MODEL_INIT(lm, LI_LM_KIND, m.lm.layer, m.lm, LI_OF_LM)
@@ -16513,7 +16520,7 @@ LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input)
     li_past past = li_state_layer(state, i);
     x = li_result_so_far(&scope, li_causal_layer(&model->layers[i], x, state ? &past : NULL, horizon));
   }
-  return li_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
+  return li_result(scope, li_normalise(&model->norm, x));
 }
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows) {
   static const char name[] = "luna_lm_fit_outputs";
@@ -16575,23 +16582,6 @@ LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_c
   return true;
 }
 
-LI_FN bool li_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
-  const luna_encoder_config *c = &e->config;
-  const int64_t count = c->tied_layers ? 1 : c->layers;
-  luna_layer_config layer = c->layer;
-  char name[LI_MAX_NAME], number[32];
-  e->layers = (luna_encoder_layer *)li_layers_memory(params, count, sizeof(luna_encoder_layer));
-  if (!e->layers) return false;
-  layer.layers = count;
-  layer.max_length = c->max_length;
-  for (int64_t i = 0; i < count; i++) {
-    li_print(number, sizeof number, "layers.%d.", i);
-    layer.layer = i;
-    if (!li_name(params, name, prefix, number) ||
-        luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
-  }
-  return true;
-}
 LI_FN bool li_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
   const luna_encoder_config *c = &e->config;
   const bool is_luna = li_is_luna(&c->layer), memory = is_luna && !c->layer.own_memory;
@@ -16610,8 +16600,10 @@ LI_FN bool li_encoder_init(luna_encoder *e, luna_params *params, const char *pre
     li_norm_part(c->layer.pre_norm, &e->norm, "layer_norm.weight", &c->layer),
     li_norm_part(c->layer.pre_norm && is_luna, &e->memory_norm, "proj_layer_norm.weight", &c->layer) };
   e->params = e->input.params = params;
-  return li_parts_init(params, prefix, inputs, count) && li_parts_init(params, prefix, parts, 4) &&
-         li_encoder_layers(e, params, prefix) && li_parts_init(params, prefix, parts + 4, 2);
+  if (!li_parts_init(params, prefix, inputs, count) || !li_parts_init(params, prefix, parts, 4)) return false;
+  e->layers = (luna_encoder_layer *)li_layers_init(params, prefix, LI_ENCODER_LAYER, c->tied_layers ? 1 : c->layers,
+                                                   &c->layer, c->max_length);
+  return e->layers && li_parts_init(params, prefix, parts + 4, 2);
 }
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
                                        const luna_encoder_config *config) {
@@ -16641,7 +16633,7 @@ LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
   if (factor != 1 && e->embedding) x = li_result_so_far(&scope, luna_scale(x, factor));
   x = li_result_so_far(&scope, li_add_positions(x, c->positions, e->positions, c->first_position));
   if (c->keep_padding) x = li_result_so_far(&scope, luna_mask(x, input->lengths));
-  if (norm->weight) x = li_result_so_far(&scope, luna_norm_layer_forward(norm, x));
+  if (norm->weight) x = li_result_so_far(&scope, li_normalise(norm, x));
   x = li_result_so_far(&scope, luna_dropout(x, c->layer.dropout));
   return li_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
@@ -16673,7 +16665,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (factor != 1) memory = luna_scale(memory, factor);
     if (c->positions == LUNA_POSITIONS_SINUSOIDAL)
       memory = luna_add(memory, li_sinusoids(ctx, 0, slots, c->layer.dim));
-    if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
+    memory = li_normalise(&e->memory_embedding_norm, memory);
     memory = luna_expand(memory, input->batch);
     memory = luna_dropout(luna_as_part(memory), c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
@@ -16703,8 +16695,8 @@ LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tenso
     luna_tensor *result = f.wants_x ? f.x : f.p;
     (void)li_results_so_far(&scope, result, f.wants_p ? f.p : NULL);
   }
-  if (f.wants_p && e->memory_norm.weight) f.p = luna_norm_layer_forward(&e->memory_norm, f.p);
-  if (f.wants_x && e->norm.weight) f.x = luna_norm_layer_forward(&e->norm, f.x);
+  if (f.wants_p) f.p = li_normalise(&e->memory_norm, f.p);
+  if (f.wants_x) f.x = li_normalise(&e->norm, f.x);
   if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, own.lengths);
   if ((f.wants_x && !f.x) || (f.wants_p && is_luna && !f.p)) return false;
   luna_tensor *result = f.wants_x ? f.x : f.p;
@@ -16844,7 +16836,7 @@ LI_ENCODER_MODEL_INIT(masked_lm) /* luna_masked_lm_init: li_masked_lm_defaults, 
 /* what the logits are made of */
 LI_FN luna_tensor *li_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   x = li_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
-  return luna_norm_layer_forward(&model->norm, x);
+  return li_normalise(&model->norm, x);
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
   luna_ctx *ctx = li_encoder_ctx(model ? &model->encoder : NULL, input, "luna_masked_lm_forward", "input");
@@ -16903,19 +16895,14 @@ LI_FN bool li_seq2seq_init(luna_seq2seq *model, luna_params *params) {
     li_norm_part(layer->pre_norm, &model->norm, "layer_norm.weight", layer),
     li_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
     { c->separate_output, LI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
-  char prefix[48];
   model->params = params;
   if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
   model->embedding = model->encoder.embedding;
   if (!li_parts_init(params, "decoder.", parts, 2)) return false;
   model->output = model->embedding;
-  model->layers = (luna_decoder_layer *)li_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer));
-  if (!model->layers) return false;
-  for (int64_t i = 0; i < c->decoder_layers; i++) {
-    li_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
-    if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
-  }
-  return li_parts_init(params, "decoder.", parts + 2, LI_LENGTH(parts) - 2);
+  model->layers = (luna_decoder_layer *)li_layers_init(params, "decoder.", LI_DECODER_LAYER, c->decoder_layers, layer,
+                                                       c->max_target_length);
+  return model->layers && li_parts_init(params, "decoder.", parts + 2, LI_LENGTH(parts) - 2);
 }
 LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init: li_seq2seq_defaults, li_seq2seq_init */
 
@@ -16948,7 +16935,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
     x = li_decoder_layer(&model->layers[i], &f);
     f.x = x = li_results_so_far(&inner, x, f.p);
   }
-  return li_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
+  return li_result(scope, li_normalise(&model->norm, x));
 }
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
