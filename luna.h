@@ -17015,10 +17015,15 @@ LI_FN float li_group_factor(float factor) {
   if (factor == 0) return 1;
   return factor < 0 ? 0.0f : factor;
 }
-LI_FN void li_group_set(const luna_optimizer *o, const luna_param_group *group, li_trained *t) {
-  if (!li_group_fits(group, t)) return;
-  t->lr = li_group_factor(group->lr_factor);
-  t->decay = o->config.weight_decay * li_group_factor(group->decay_factor);
+/* a parameter's rates, by the config and the last group that fits it */
+LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
+  t->lr = 1;
+  t->decay = o->config.weight_decay;
+  for (const li_group *at = o->groups; at; at = at->next) {
+    if (!li_group_fits(&at->group, t)) continue;
+    t->lr = li_group_factor(at->group.lr_factor);
+    t->decay = o->config.weight_decay * li_group_factor(at->group.decay_factor);
+  }
 }
 /* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
 LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
@@ -17036,10 +17041,8 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
     li_trained *t = (li_trained *)trained + k;
     t->tensor = &p->tensor;
     t->name = p->name;
-    t->lr = 1;
-    t->decay = o->config.weight_decay;
-    for (const li_group *group = o->groups; group; group = group->next) li_group_set(o, &group->group, t);
     t->averaged = false;
+    li_rates_set(o, t);
     for (int i = 0; i < o->kept && good; i++) {
       good = li_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment);
       t->moment[i] = (float *)moment;
@@ -17199,15 +17202,18 @@ LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *o, const luna_para
   if (!matched)
     return li_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!li_group_keep(o, group)) return li_fail_memory(ctx, "luna_optimizer_add_group", sizeof(li_group));
-  for (int64_t i = 0; i < o->size; i++) li_group_set(o, group, &o->trained[i]);
+  for (int64_t i = 0; i < o->size; i++) li_rates_set(o, &o->trained[i]);
   return LUNA_OK;
 }
 
-/* a failed call stops an optimiser; another optimiser's LUNA_NOT_FINITE does not */
-LI_FN luna_status li_optimizer_stopped(const luna_optimizer *o) {
-  const luna_status status = o->params->ctx->status;
-  if (o->swapped) return li_fail_status(o->params->ctx, LUNA_ERROR_AVERAGE_SWAPPED, "luna_optimizer_step");
-  return status == LUNA_NOT_FINITE ? LUNA_OK : status;
+/* Adds the parameters made since the last step. A failed call stops an optimiser; another optimiser's LUNA_NOT_FINITE
+   does not. */
+LI_FN luna_status li_optimizer_ready(luna_optimizer *o) {
+  if (!o) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = o->params->ctx;
+  if (o->swapped) return li_fail_status(ctx, LUNA_ERROR_AVERAGE_SWAPPED, "luna_optimizer_step");
+  if (ctx->status != LUNA_OK && ctx->status != LUNA_NOT_FINITE) return ctx->status;
+  return li_optimizer_join(o, "luna_optimizer_step");
 }
 LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) {
   for (luna_optimizer *o = ctx->optimizers; o; o = o->next)
@@ -17228,10 +17234,9 @@ LI_FN const li_trained *li_rates_too_large(const luna_optimizer *o, float lr) {
   return NULL;
 }
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
-  if (!o) return LUNA_BAD_ARGUMENT;
+  luna_status status = li_optimizer_ready(o);
+  if (status != LUNA_OK || o->params->ctx->options.measure) return status;
   luna_ctx *ctx = o->params->ctx;
-  luna_status status = li_optimizer_stopped(o);
-  if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
   const float lr = li_scheduled_lr(o, o->attempts);
   const li_trained *large = li_rates_too_large(o, lr);
@@ -17277,19 +17282,6 @@ LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
   if (!changed || o->table == o->parts || status != LUNA_OK) return status;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
-/* The bytes that the norm or the update of an optimiser's parts reads and writes. */
-LI_FN double li_optimizer_bytes(const luna_optimizer *o, bool update) {
-  double floats = 0;
-  for (int64_t i = 0; i < o->reached; i++) {
-    int passes = 1;                  /* the norm reads gradients */
-    if (update) {
-      passes = o->parts[i].average ? 7 : 4; /* values and gradients are read and written; an average takes three more */
-      for (int k = 0; k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
-    }
-    floats += (double)o->parts[i].count * passes;
-  }
-  return floats * (double)sizeof(float);
-}
 /* Runs the backend's norm or update of all parts. */
 LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
   luna_ctx *ctx = o->params->ctx;
@@ -17298,21 +17290,21 @@ LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bo
   if (!ctx->trace) return call(ctx, rule, o->parts, o->table, o->reached);
 
   luna_trace_event e = li_trace_start(ctx, LUNA_TRACE_OPTIMIZER, update ? "optimizer update" : "optimizer norm", NULL);
-  e.bytes = li_optimizer_bytes(o, update);
+  /* The norm reads gradients. The update reads and writes these, values and moments; an average takes three more. */
+  const int passes = update ? 4 + 2 * o->moments + 3 * (o->kept - o->moments) : 1;
+  for (int64_t i = 0; i < o->reached; i++) e.bytes += (double)o->parts[i].count * (double)sizeof(float) * passes;
   const luna_status status = call(ctx, rule, o->parts, o->table, o->reached);
   li_trace_send(ctx, e);
   return status;
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
-  if (!o) return LUNA_BAD_ARGUMENT;
+  luna_status status = li_optimizer_ready(o);
+  if (status != LUNA_OK) return status;
   luna_ctx *ctx = o->params->ctx;
   const luna_optimizer_config *c = &o->config;
-  luna_status status = li_optimizer_stopped(o);
-  if (status == LUNA_OK) status = li_optimizer_join(o, "luna_optimizer_step");
-  if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
   ctx->writes++;
-  if (ctx->options.measure || status != LUNA_OK) return status;
+  if (ctx->options.measure) return LUNA_OK;
   /* Adam squares gradients */
   const float largest = o->hook && o->hook->largest > 0 ? o->hook->largest : 1e18f;
   const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, c->average,
@@ -17328,11 +17320,9 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   return li_fail_status(ctx, LUNA_ERROR_SKIPPED_STEPS, (int64_t)o->skipped_in_row, o->attempts);
 }
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
-  if (!o) return LUNA_BAD_ARGUMENT;
-  luna_status status = li_optimizer_stopped(o);
+  luna_status status = li_optimizer_ready(o);
   if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
     return li_fail_status(o->params->ctx, LUNA_ERROR_NO_BACKWARD);
-  if (status == LUNA_OK) status = li_optimizer_join(o, "luna_optimizer_step");
   if (status == LUNA_OK) status = luna_optimizer_advance(o);
   return status == LUNA_OK ? luna_optimizer_apply(o) : status;
 }
@@ -17364,47 +17354,40 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   return li_backend_result(ctx, name, status);
 }
 
-/* The squares of a gradient are summed as the optimisers sum them; on a device they come to the host by pieces. */
-LI_FN luna_status li_gradient_pieces(luna_tensor *t, float *piece, float factor, double *squares) {
-  luna_ctx *ctx = t->ctx;
+/* Adds the squares of all gradients, as the optimisers sum them, or for null multiplies them by the factor. On a device
+   they come to the host by pieces. */
+LI_FN luna_status li_gradients_pass(luna_params *params, float *piece, double *squares, float factor) {
+  luna_ctx *ctx = params->ctx;
   const bool device = li_on_device(ctx);
   luna_status status = LUNA_OK;
-  if (t->grad) {
-    for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK; at += LI_SUM_BLOCK) {
-      const int64_t n = li_min(luna_count(t) - at, LI_SUM_BLOCK);
-      float *g = device ? piece : t->grad + at;
-      if (device) status = ctx->backend->copy(ctx, g, t->grad + at, (size_t)n * sizeof(float), 2);
+  for (li_param *p = params->first; p; p = p->next)
+    for (int64_t at = 0; p->tensor.grad && at < luna_count(&p->tensor) && status == LUNA_OK; at += LI_SUM_BLOCK) {
+      const int64_t n = li_min(luna_count(&p->tensor) - at, LI_SUM_BLOCK);
+      float *grad = p->tensor.grad + at, *g = device ? piece : grad;
+      if (device) status = ctx->backend->copy(ctx, g, grad, (size_t)n * sizeof(float), 2);
       if (squares) *squares += ctx->kernels->sum_squares(n, g);
-      if (!squares)
-        for (int64_t i = 0; i < n; i++) g[i] *= factor;
-      if (device && !squares && status == LUNA_OK)
-        status = ctx->backend->copy(ctx, t->grad + at, g, (size_t)n * sizeof(float), 1);
+      if (squares || status != LUNA_OK) continue;
+      for (int64_t i = 0; i < n; i++) g[i] *= factor;
+      if (device) status = ctx->backend->copy(ctx, grad, g, (size_t)n * sizeof(float), 1);
     }
-  }
   return status;
 }
 LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm) {
   static const char name[] = "luna_params_clip_grad";
   luna_ctx *ctx = li_ctx_of(params);
   double sum = 0;
+  void *piece = NULL;
   luna_status status = ctx ? ctx->open_status : LUNA_BAD_ARGUMENT;
   if (status != LUNA_OK || !(max_norm >= 0 || li_is_rate(ctx, name, "max_norm", max_norm))) return (float)NAN;
   if (ctx->status != LUNA_OK && ctx->status != LUNA_NOT_FINITE) return (float)NAN;
   const li_mark mark = li_step_mark(ctx);
   const size_t bytes = li_on_device(ctx) ? LI_SUM_BLOCK * sizeof(float) : 1;
-  void *piece;
   if (!li_step(ctx, bytes, false, &piece)) return (void)li_fail_memory(ctx, name, bytes), (float)NAN;
-  const bool computes = !ctx->options.measure;
-  if (computes) {
-    for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
-      status = li_gradient_pieces(&p->tensor, (float *)piece, 1, &sum);
-  }
+
+  status = li_gradients_pass(params, (float *)piece, &sum, 1);
   sum = sqrt(sum);
-  const bool clips = max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY;
-  if (clips) {
-    for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
-      status = li_gradient_pieces(&p->tensor, (float *)piece, (float)((double)max_norm / sum), NULL);
-  }
+  if (status == LUNA_OK && max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY)
+    status = li_gradients_pass(params, (float *)piece, NULL, (float)((double)max_norm / sum));
   li_step_rewind(ctx, mark);
   return li_backend_result(ctx, name, status) == LUNA_OK ? (float)sum : (float)NAN;
 }
