@@ -13221,7 +13221,7 @@ typedef struct li_param {
   uint64_t key;                      /* the name's */
   luna_tensor tensor;
   li_tensor_state state;          /* the tensor's */
-  float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen */
+  float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen, else null and false */
   bool had_grad;
 } li_param;
 /* Where a set finds parameters, by index and by name. A map that is full becomes another one of twice the size; the old
@@ -13264,11 +13264,6 @@ LI_FN void li_remember(luna_ctx *ctx, luna_status status) {
 }
 
 LI_FN bool li_is_ours(const char *name) { return strncmp(name, "luna.", 5) == 0; }
-LI_FN char *li_persist_text(luna_ctx *ctx, const char *text) {
-  void *memory;
-  const size_t size = strlen(text) + 1;
-  return li_persist(ctx, size, false, &memory) ? (char *)memcpy(memory, text, size) : NULL;
-}
 
 /* UTF-8, as names and pairs must be to go into a checkpoint */
 LI_FN bool li_is_text(const char *s) {
@@ -13390,13 +13385,13 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     if (frozen && t->grad) status = li_backend_result(ctx, "luna_params_freeze", ctx->backend->zero(ctx, t->grad,
         (size_t)luna_count(t) * sizeof(float)));
     if (status != LUNA_OK) continue;
+    float *grad = t->grad;
+    const bool has_grad = t->own->has_grad;
     t->needs_grad = !frozen;
-    if (frozen) {
-      p->frozen_grad = t->grad;
-      p->had_grad = t->own->has_grad;
-    }
-    t->grad = frozen ? NULL : p->frozen_grad;
-    t->own->has_grad = !frozen && p->had_grad;
+    t->grad = p->frozen_grad;
+    t->own->has_grad = p->had_grad;
+    p->frozen_grad = grad;
+    p->had_grad = has_grad;
   }
   if (status != LUNA_OK || matched) return status;
   return li_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "");
@@ -13581,15 +13576,16 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   }
   if (params->filling && !li_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
   const li_persistent_mark mark = li_persistent(ctx);
+  const size_t name_size = strlen(name) + 1;
   li_names names = params->names;
-  li_param *p = li_persist(ctx, sizeof(li_param), false, &memory) ? (li_param *)memory : NULL;
-  if (p) p->name = li_persist_text(ctx, name);
-  if (!p || !p->name || !li_names_grow(ctx, &names, params->size) ||
+  if (!li_persist(ctx, sizeof(li_param) + name_size, false, &memory) || !li_names_grow(ctx, &names, params->size) ||
       (!params->borrowing && !li_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     li_persistent_rewind(ctx, mark);
     li_fail_memory(ctx, "luna_param", (size_t)count * sizeof(float));
     return NULL;
   }
+  li_param *p = (li_param *)memory;
+  p->name = (char *)memcpy(p + 1, name, name_size);
   p->key = li_param_key(params, name);
   li_tensor_set(&p->tensor, ctx, rank, shape);
   p->tensor.own = &p->state;
@@ -13705,40 +13701,32 @@ LUNA_API const char *luna_params_get_text(const luna_params *params, const char 
   li_meta *m = key ? li_meta_find(params, key) : NULL;
   return m ? m->value : NULL;
 }
-/* takes a pair, in persistent memory, into the set; of the same key the newer value counts */
-LI_FN void li_meta_put(luna_params *params, li_meta *pair) {
-  li_meta *m = li_meta_find(params, pair->key);
-  if (m) {
-    const char *value = m->value;
-    m->value = pair->value;
-    pair->value = value;
+/* Adds a pair, or gives that of the same key another value: in place where it fits, unless a setup may restore it. */
+LI_FN luna_status li_params_put(luna_params *params, const char *key, const char *value) {
+  luna_ctx *ctx = params->ctx;
+  const size_t key_size = strlen(key) + 1, size = strlen(value) + 1;
+  if (!li_is_text(key) || !li_is_text(value))
+    return li_fail_status(ctx, LUNA_ERROR_NOT_UTF8, "luna_params_set_text", li_is_text(key) ? "value" : "key");
+  li_meta *same = li_meta_find(params, key);
+  if (same && ctx->setups == 0 && size <= strlen(same->value) + 1) {
+    memmove((char *)(uintptr_t)same->value, value, size);
+    return LUNA_OK;
+  }
+  li_meta *pair = (li_meta *)li_persist_host(ctx, "luna_params_set_text", sizeof *pair + key_size + size);
+  if (!pair) return ctx->last_status;
+  pair->key = (char *)memcpy(pair + 1, key, key_size);
+  pair->value = (char *)memcpy((char *)(pair + 1) + key_size, value, size);
+  if (same) {
+    const char *replaced = same->value;
+    same->value = pair->value;
+    pair->value = replaced;
     pair->next = params->replaced;
     params->replaced = pair;
-    return;
+    return LUNA_OK;
   }
-  pair->next = NULL;
   if (params->last_meta) params->last_meta->next = pair;
   else params->metas = pair;
   params->last_meta = pair;
-}
-LI_FN luna_status li_params_put(luna_params *params, const char *key, const char *value) {
-  void *memory;
-  if (!li_is_text(key) || !li_is_text(value))
-    return li_fail_status(params->ctx, LUNA_ERROR_NOT_UTF8, "luna_params_set_text", li_is_text(key) ? "value" : "key");
-  li_meta *same = params->ctx->setups ? NULL : li_meta_find(params, key); /* a setup may restore the old one */
-  if (same && strlen(value) <= strlen(same->value)) {
-    memmove((char *)(uintptr_t)same->value, value, strlen(value) + 1);
-    return LUNA_OK;
-  }
-  const li_persistent_mark mark = li_persistent(params->ctx);
-  li_meta *pair = li_persist(params->ctx, sizeof(li_meta), false, &memory) ? (li_meta *)memory : NULL;
-  if (pair) pair->key = li_persist_text(params->ctx, key);
-  if (pair && pair->key) pair->value = li_persist_text(params->ctx, value);
-  if (!pair || !pair->value) {
-    li_persistent_rewind(params->ctx, mark);
-    return li_fail_memory(params->ctx, "luna_params_set_text", strlen(key) + strlen(value));
-  }
-  li_meta_put(params, pair);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, const char *value) {
@@ -16449,30 +16437,21 @@ LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char 
 }
 /* the label of step i of an input; -1 in padding */
 LI_FN int32_t li_label(const luna_input *input, const int32_t *labels, int64_t i) {
-  return !input->lengths || i % input->n < input->lengths[i / input->n] ? labels[i] : -1;
+  return li_is_real(input, i) ? labels[i] : -1;
 }
-/* how many of an input's labels are not ignored; -1 with a sentence */
-LI_FN int64_t li_labels_count(luna_ctx *ctx, const char *name, const luna_input *input, const int32_t *labels,
-                              int64_t classes) {
+/* The cross-entropy of luna_linear(x, weight, bias), of a null weight x itself, by labels of an input */
+LI_FN luna_tensor *li_labels_loss(const char *name, luna_tensor *const in[3], const luna_input *input,
+                                  const int32_t *labels, const luna_cross_entropy_config *config) {
+  luna_tensor *x = in[0];
   const int64_t all = input->batch * input->n;
-  int64_t count = 0;
-  if (!labels && all > 0) return li_fail_null(ctx, name, "labels"), -1;
-  for (int64_t i = 0; i < all; i++) {
-    const int32_t label = li_label(input, labels, i);
-    if (label >= classes) return li_fail(ctx, LUNA_ERROR_LABEL_RANGE, name, i, (int64_t)label, classes), -1;
-    count += label >= 0;
-  }
-  return count;
-}
-/* an input's labels for a loss of x, in the step where padding has some; null: no memory */
-LI_FN const int32_t *li_real_labels(const luna_tensor *x, const luna_input *input, const int32_t *labels,
-                                    const char *name) {
-  const int64_t all = input->batch * input->n;
-  if (!x || !input->lengths) return labels;
-  int32_t *real = (int32_t *)li_step_host(x->ctx, name, (size_t)all * sizeof *real);
-  if (real)
+  if (x && labels && input->lengths) {
+    int32_t *real = (int32_t *)li_step_host(x->ctx, name, (size_t)all * sizeof *real);
+    if (!real) return NULL;
     for (int64_t i = 0; i < all; i++) real[i] = li_label(input, labels, i);
-  return real;
+    labels = real;
+  }
+  if (!in[1]) return li_cross_entropy_loss(name, x, labels, config);
+  return li_linear_cross_entropy_loss(name, x, in[1], in[2], labels, config);
 }
 LI_FN luna_part li_part_of(const luna_ctx *ctx) {
   const luna_part whole = { 0, 0, 0 };
@@ -16557,13 +16536,16 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   static const char name[] = "luna_lm_loss";
   luna_ctx *ctx = li_lm_ctx(model, input, name);
   const luna_scope scope = luna_scope_begin(ctx);
-  if (!ctx || li_labels_count(ctx, name, input, labels, li_lm_output(model)->shape[0]) < 0) return NULL;
-  luna_tensor *x = model->output_scale ? luna_lm_forward(model, input) : li_lm_features(model, input);
-  const int32_t *real = li_real_labels(x, input, labels, name);
-  if (!x || (!real && labels)) return NULL;
-  x = model->output_scale ? li_cross_entropy_loss(name, x, real, NULL) :
-      li_linear_cross_entropy_loss(name, x, li_lm_output(model), model->output.bias, real, NULL);
-  return li_state_written(model, li_result(scope, x), input->n);
+  if (!ctx) return NULL;
+  luna_tensor *in[3] = { NULL, NULL, NULL };
+  if (model->output_scale) in[0] = luna_lm_forward(model, input);
+  else {
+    in[0] = li_lm_features(model, input);
+    in[1] = li_lm_output(model);
+    in[2] = model->output.bias;
+  }
+  luna_tensor *loss = in[0] ? li_labels_loss(name, in, input, labels, NULL) : NULL;
+  return li_state_written(model, li_result(scope, loss), input->n);
 }
 
 /* --- encoder --- */
@@ -16848,18 +16830,22 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   luna_ctx *ctx = li_encoder_ctx(model ? &model->encoder : NULL, input, name, "input");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   if (!x) return NULL;
-  const int64_t all = input->batch * input->n;
-  int64_t count = li_labels_count(ctx, name, input, labels, model->config.vocab);
-  if (count < 0) return NULL;
+  const int64_t all = input->batch * input->n, classes = model->config.vocab;
+  int64_t count = 0;
+  if (!labels && all > 0) return li_fail_null(ctx, name, "labels");
+  for (int64_t i = 0; i < all; i++) {
+    const int32_t label = li_label(input, labels, i);
+    if (label >= classes) return li_fail(ctx, LUNA_ERROR_LABEL_RANGE, name, i, (int64_t)label, classes);
+    count += label >= 0;
+  }
   int32_t *places = (int32_t *)li_step_host(ctx, name, (size_t)(2 * count) * sizeof(int32_t));
   if (!places) return NULL;
   int32_t *chosen = places + count;
-  count = 0;
-  for (int64_t i = 0; i < all; i++)
-    if (li_label(input, labels, i) >= 0) {
-      places[count] = (int32_t)i;
-      chosen[count++] = labels[i];
-    }
+  for (int64_t i = 0, k = 0; i < all; i++) {
+    if (li_label(input, labels, i) < 0) continue;
+    places[k] = (int32_t)i;
+    chosen[k++] = labels[i];
+  }
   /* the rows at those places */
   x = luna_embedding(li_reshape(x, 2, all, model->config.encoder.layer.dim, 1, 1), places, 1, count);
   x = li_masked_lm_head(model, x);
@@ -16948,9 +16934,9 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
   static const char name[] = "luna_seq2seq_loss";
   const luna_scope scope = luna_scope_begin(model ? li_ctx_of(model->params) : NULL);
   luna_tensor *x = li_seq2seq_features(model, source, target, name);
-  const int32_t *real = x && labels ? li_real_labels(x, target, labels, name) : NULL;
-  if (!x || (!real && labels)) return NULL;
-  return li_result(scope, li_linear_cross_entropy_loss(name, x, model->output, NULL, real, config));
+  if (!x) return NULL;
+  luna_tensor *const in[3] = { x, model->output, NULL };
+  return li_result(scope, li_labels_loss(name, in, target, labels, config));
 }
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_trainer: schedules and optimisers. Guarded by tests/engine/trainer.c.
@@ -17164,26 +17150,23 @@ LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_opt
   return li_optimizer_open(params, LUNA_OPTIMIZER_HOOK, hook, &defaults, config);
 }
 
-/* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
+/* Makes a group the optimiser's last, in place of an earlier one that fits the same parameters; false: no memory. */
 LI_FN bool li_group_keep(luna_optimizer *o, const luna_param_group *group) {
-  luna_ctx *ctx = o->params->ctx;
-  const li_persistent_mark mark = li_persistent(ctx);
-  const char *name = group->name ? group->name : "";
+  const char *name = group->name ? group->name : "";   /* "" is in every name */
+  const size_t size = strlen(name) + 1;
   li_group **at = &o->groups;
-  void *memory;
   while (*at && ((*at)->group.max_rank != group->max_rank || strcmp((*at)->group.name, name) != 0)) at = &(*at)->next;
   li_group *kept = *at;
   if (kept) {
     *at = kept->next;
     name = kept->group.name;
   } else {
-    if (!li_persist(ctx, sizeof *kept, false, &memory)) return false;
-    kept = (li_group *)memory;
-    name = li_persist_text(ctx, name);
-    if (!name) return li_persistent_rewind(ctx, mark), false;
+    kept = (li_group *)li_persist_host(o->params->ctx, "luna_optimizer_add_group", sizeof *kept + size);
+    if (!kept) return false;
+    name = (char *)memcpy(kept + 1, name, size);
   }
   kept->group = *group;
-  kept->group.name = name;             /* "" is in every name */
+  kept->group.name = name;
   kept->next = NULL;
   while (*at) at = &(*at)->next;
   *at = kept;
@@ -17201,7 +17184,7 @@ LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *o, const luna_para
   for (int64_t i = 0; i < o->size; i++) matched += li_group_fits(group, &o->trained[i]);
   if (!matched)
     return li_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
-  if (!li_group_keep(o, group)) return li_fail_memory(ctx, "luna_optimizer_add_group", sizeof(li_group));
+  if (!li_group_keep(o, group)) return ctx->last_status;
   for (int64_t i = 0; i < o->size; i++) li_rates_set(o, &o->trained[i]);
   return LUNA_OK;
 }
