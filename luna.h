@@ -15483,8 +15483,7 @@ LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, co
   const luna_scope scope = luna_scope_begin(layer->mean->ctx);
   luna_tensor *x = li_features_of(scope.ctx, input, layer->mean->shape[0], false);
   luna_tensor *present = li_features_of(scope.ctx, input, layer->mean->shape[0], true);
-  x = luna_add(x, luna_scale(luna_detach(layer->mean), -1));
-  x = luna_mul(luna_mul(x, luna_detach(layer->scale)), present);
+  x = luna_mul(luna_mul(luna_sub(x, luna_detach(layer->mean)), luna_detach(layer->scale)), present);
   return li_result(scope, li_project(&layer->projection, x));
 }
 
@@ -15780,7 +15779,7 @@ LI_FN luna_tensor *li_causal_scores(const luna_causal_attention_layer *layer, lu
   if (shared) return luna_linear(x, li_reshape(g, 2, h * l, d, 1, 1), li_reshape(bias, 1, h * l, 1, 1, 1));
   const int64_t b = p->shape[0];
   g = luna_matmul(x, li_reshape(g, 3, b, h * l, d, 1), false, true);
-  return li_permute(luna_add(li_permute(g, 1, 0, 2, 3), li_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
+  return luna_add(g, li_reshape(bias, 3, b, 1, h * l, 1));
 }
 
 /* logits of forget gates [batch, n, h slots]: x F^T + f, or f alone; of the first slots where p has fewer */
@@ -15858,7 +15857,7 @@ LI_FN luna_tensor *li_linear_attention(luna_tensor *const qkv[3], int64_t heads,
   if (!q || !k || !v) return NULL;
   const int64_t batch = v->shape[0], n = v->shape[1], width = v->shape[2], shape[] = { batch, n, heads, 1 };
   luna_tensor *parts[2] = { li_reshape(v, 4, batch, n, heads, width / heads), NULL };
-  parts[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
+  parts[1] = luna_tensor_full(v->ctx, 1, 4, shape);
   v = luna_mask(li_reshape(luna_concat(parts, 2, 3), 3, batch, n, width + heads, 1), lengths);
   q = luna_elu1(q);
   k = luna_mask(luna_elu1(k), lengths);
@@ -16730,8 +16729,8 @@ LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!factor) return NULL;
   for (int64_t b = 0; b < x->shape[0]; b++)
     factor[b] = 1.0f / (float)li_max(1, li_min(lengths[b], x->shape[1]));
-  luna_tensor *factors = luna_tensor_new(x->ctx, factor, 1, x->shape);
-  return li_permute(luna_mul(li_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
+  const int64_t shape[] = { x->shape[0], 1 };
+  return luna_mul(y, luna_tensor_new(x->ctx, factor, 2, shape));
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
@@ -16790,7 +16789,7 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
   part[0] = li_classifier_features(model, first);
   part[1] = li_classifier_features(model, second);
   part[2] = luna_mul(part[0], part[1]);
-  part[3] = luna_add(part[0], luna_scale(part[1], -1));
+  part[3] = luna_sub(part[0], part[1]);
   return li_classifier_logits(model, luna_concat(part, 4, 1));
 }
 
