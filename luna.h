@@ -13410,8 +13410,8 @@ LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's 
     }
   }
 }
-/* what a parameter's first values come from */
-typedef struct li_first { luna_init init; float bound; int64_t width; uint64_t hash, seed; } li_first;
+/* what the first values of a tensor come from, with rows of `width` */
+typedef struct li_first { luna_init_kind kind; float scale; int64_t width; uint64_t hash, seed; } li_first;
 /* the logit of a forget gate whose time constant is 8 128^(slot / (slots - 1)) tokens */
 LI_FN float li_forget_logit(int64_t slot, int64_t slots) {
   const float place = slots > 1 ? (float)slot / (float)(slots - 1) : 0.5f;
@@ -13419,60 +13419,53 @@ LI_FN float li_forget_logit(int64_t slot, int64_t slots) {
   return -li_log1_scalar(li_exp1_scalar(16 / time) - 1);
 }
 LI_FN void li_first_values(const li_first *f, float *out, int64_t first, int64_t count) {
-  const luna_init_kind kind = f->init.kind;
-  const int64_t slots = f->bound >= 1 && f->bound < 1e9f ? (int64_t)f->bound : 1;
-  for (int64_t i = 0; i < count; i++) {
+  const int64_t slots = f->scale >= 1 && f->scale < 1e9f ? (int64_t)f->scale : 1;
+  for (int64_t i = 0, at = first; i < count; i++, at++) {
     uint32_t word[4];
-    uint32_t counter[4] = { (uint32_t)(first + i), (uint32_t)((uint64_t)(first + i) >> 32), (uint32_t)f->hash,
-                           (uint32_t)(f->hash >> 32) };
-    if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
-    else if (kind == LUNA_INIT_FORGET) out[i] = li_forget_logit((first + i) % slots, slots);
-    else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * li_normal(counter, f->seed);
-    else {
-      li_philox(counter, f->seed, word);
-      out[i] = f->bound * (2 * li_unit(word[0]) - 1);
-      if (kind == LUNA_INIT_IDENTITY && (first + i + 1) % f->width == 0) out[i] += 1.0f;
+    uint32_t counter[4] = { (uint32_t)at, (uint32_t)((uint64_t)at >> 32), (uint32_t)f->hash,
+                            (uint32_t)(f->hash >> 32) };
+    switch (f->kind) {
+      case LUNA_INIT_ZEROS: out[i] = 0; break;
+      case LUNA_INIT_ONES: out[i] = f->scale; break;
+      case LUNA_INIT_FORGET: out[i] = li_forget_logit(at % slots, slots); break;
+      case LUNA_INIT_NORMAL: out[i] = f->scale * li_normal(counter, f->seed); break;
+      default:
+        li_philox(counter, f->seed, word);
+        out[i] = f->scale * (2 * li_unit(word[0]) - 1);
+        if (f->kind == LUNA_INIT_IDENTITY && (at + 1) % f->width == 0) out[i] += 1.0f;
     }
   }
 }
-/* into a tensor or parameter */
-LI_FN luna_status li_first_write(const li_first *f, luna_tensor *t) {
+/* Writes the first values of a tensor or parameter. */
+LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, uint64_t seed) {
+  const int64_t all = luna_count(t), out = t->shape[0], in = t->rank > 1 ? all / li_max(1, out) : all;
+  li_first f = { init.kind, init.scale == 0 ? 1.0f : init.scale, li_last(t), hash, seed };
   float block[1024];
   luna_status status = LUNA_OK;
-  if (!t->ctx->options.measure) {
-    for (int64_t at = 0; at < luna_count(t) && status == LUNA_OK; at += 1024) {
-      const int64_t n = li_min(1024, luna_count(t) - at);
-      li_first_values(f, block, at, n);
-      status = t->ctx->backend->copy(t->ctx, t->data + at, block, (size_t)n * sizeof(float), 1);
-    }
+  if (init.kind == LUNA_INIT_XAVIER) f.scale *= (float)sqrt(6.0 / (double)li_max(1, in + out));
+  for (int64_t at = 0; at < all && status == LUNA_OK && !t->ctx->options.measure; at += 1024) {
+    const int64_t n = li_min(1024, all - at);
+    li_first_values(&f, block, at, n);
+    status = t->ctx->backend->copy(t->ctx, t->data + at, block, (size_t)n * sizeof(float), 1);
   }
   return status;
 }
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape) {
   static const char name[] = "luna_tensor_random";
   const int64_t kind = (int64_t)init.kind, low = LUNA_INIT_NORMAL, high = LUNA_INIT_UNIFORM;
-  if (ctx && (kind < low || kind > high))
-    return li_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "init.kind", kind, low, high);
-  if (ctx && !li_is_finite(init.scale))
+  const uint64_t use = 0x52616E64u;    /* distinct from other uses of the seed */
+  if (!ctx) return NULL;
+  if (kind < low || kind > high) return li_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "init.kind", kind, low, high);
+  if (!li_is_finite(init.scale))
     return li_fail(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "init.scale", (double)init.scale);
   luna_tensor *t = luna_tensor_new(ctx, NULL, rank, shape);
-  if (!t) return NULL;
-  const uint64_t use = 0x52616E64u;    /* distinct from other uses of the seed */
-  const li_first f = { init, init.scale == 0 ? 1.0f : init.scale, 1, use, seed };
-  const luna_status status = li_first_write(&f, t);
+  const luna_status status = t ? li_first_write(t, init, use, seed) : LUNA_OK;
   return status == LUNA_OK ? t : li_fail_backend(ctx, name, status);
 }
 LI_FN uint64_t li_hash(const char *name) { /* FNV-1a */
   uint64_t h = 0xCBF29CE484222325u;
   for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
   return h;
-}
-LI_FN luna_status li_param_fill(luna_ctx *ctx, li_param *p, luna_init init) {
-  luna_tensor *t = &p->tensor;
-  const int64_t count = luna_count(t), in = t->rank > 1 ? count / li_max(1, t->shape[0]) : count, out = t->shape[0];
-  li_first f = { init, init.scale == 0 ? 1.0f : init.scale, li_last(t), li_hash(p->name), ctx->options.seed };
-  if (init.kind == LUNA_INIT_XAVIER) f.bound *= (float)sqrt(6.0 / (double)li_max(1, in + out));
-  return li_first_write(&f, t);
 }
 
 /* whether the shapes are the same */
@@ -13568,12 +13561,8 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
     li_fail_status(ctx, LUNA_ERROR_SHAPE, "luna_param", name ? name : "the shape", &like, (int64_t)rank, LI_MAX_COUNT);
     return NULL;
   }
-  if (!li_param_named(params, name) || !li_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_FORGET))
-    return NULL;
-  if (!li_is_finite(init.scale)) {
-    li_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "init.scale", (double)init.scale);
-    return NULL;
-  }
+  if (!li_param_named(params, name) || !li_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_FORGET) ||
+      !li_is_number(ctx, name, "init.scale", init.scale)) return NULL;
   if (params->filling && !li_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
   const li_persistent_mark mark = li_persistent(ctx);
   const size_t name_size = strlen(name) + 1;
@@ -13593,7 +13582,8 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   p->tensor.needs_grad = true;
   p->tensor.data = (float *)data;
   if (params->borrowing) li_borrow(p, li_borrowed(params, name, &p->tensor, &params->source, &wrong));
-  else if (!params->filling) status = li_backend_result(ctx, "luna_param", li_param_fill(ctx, p, init));
+  else if (!params->filling)
+    status = li_backend_result(ctx, "luna_param", li_first_write(&p->tensor, init, li_hash(name), ctx->options.seed));
   else if (!ctx->options.measure) status = li_param_load(p, &stored);
   if (wrong) status = li_fail_status(ctx, (int)wrong, "luna_param", p->name, &p->tensor);
   if (status != LUNA_OK) {
@@ -15040,7 +15030,7 @@ typedef struct li_field {
 #define LI_MODEL(name, in, min, max) \
   LI_FIELD(LI_OF_ENCODER, li_model_config, name, in name, false, false, min, max)
 #define LI_LAYER_OF(of, name, min, max) LI_FIELD(of, luna_layer_config, name, name, true, false, min, max)
-#define LI_LAYER(name, min, max) LI_LAYER_OF(LI_OF_ALL, name, min, max)
+#define LI_LAYER(name, min, max) LI_FIELD(LI_OF_ALL, luna_layer_config, name, name, true, false, min, max)
 #define LI_FRACTION(name) LI_FIELD(LI_OF_ALL, luna_layer_config, name, name, true, true, 0, 999999999)
 /* A language model's rows are in the order in which a stream's state has them: add others at the end. */
 static const li_field li_fields[] = {
@@ -15341,6 +15331,7 @@ typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li
    which is a call. */
 LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char *name, const char *what) {
   char field[100];
+  if (!r->ctx) return false;
   if (!input) return li_refuse(r->ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
   const int64_t k = r->vocab ? 1 : r->features, shape[] = { (int64_t)input->batch, (int64_t)input->n, k };
   const int64_t count = li_shape_count(3, shape);
@@ -15643,27 +15634,26 @@ LI_FN luna_tensor *li_nested_pack(const luna_nested_attention_layer *layer, luna
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : li_project(&layer->pk, context), pv, &a);
 }
 
-/* the second half of a stream's: its sources' sequences are queries side by side */
-LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna_tensor *x,
-                                  luna_tensor *residual, li_past *past) {
-  const luna_attention_config a = li_attention_config(layer->config.heads, 0, past->source_slots);
-  luna_tensor *q = li_project(&layer->q, x);
-  q = li_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1);
-  luna_tensor *y = luna_softmax_attention(q, &past->keys, &past->values, &a);
-  y = li_gated(&layer->gate, x, luna_reshape(y, x->rank, x->shape));
-  return li_linear_with(y, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, 0);
-}
-/* The second half, eq. 4: x [b,n,d], y_p [b,l,d] -> Y_X + residual [b,n,d], after a dropout; residual may be null. */
+/* The second half, eq. 4: x [b,n,d], y_p [b,l,d] -> Y_X + residual [b,n,d], after a dropout; residual may be null. A
+   stream has keys and values in place of y_p, and its sources' sequences are queries side by side. */
 LI_FN luna_tensor *li_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
-                                    luna_tensor *residual, float dropout, const int32_t *lengths) {
+                                    luna_tensor *residual, float dropout, const int32_t *lengths, li_past *past) {
   const luna_layer_config *c = &layer->config;
-  if (!y_p || !li_lengths_below(x->ctx, &lengths, x->shape[0], y_p->shape[1])) return NULL;
-  if (!c->output_gate && li_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
-    return li_unpack_folded(layer, x, y_p, residual, dropout, lengths);
-  luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
-  luna_tensor *v = li_project(&layer->v, y_p);
-  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, y_p);
-  luna_tensor *y = luna_softmax_attention(li_project(&layer->q, x), k, v, &a);
+  luna_tensor *y;
+  if (past) {
+    const luna_attention_config a = li_attention_config(c->heads, 0, past->source_slots);
+    y = li_project(&layer->q, x);
+    y = li_reshape(y, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, c->dim, 1);
+    y = luna_reshape(luna_softmax_attention(y, &past->keys, &past->values, &a), 3, x->shape);
+  } else {
+    if (!y_p || !li_lengths_below(x->ctx, &lengths, x->shape[0], y_p->shape[1])) return NULL;
+    if (!c->output_gate && li_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
+      return li_unpack_folded(layer, x, y_p, residual, dropout, lengths);
+    const luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
+    luna_tensor *v = li_project(&layer->v, y_p);
+    luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, y_p);
+    y = luna_softmax_attention(li_project(&layer->q, x), k, v, &a);
+  }
   y = li_gated(&layer->gate, x, y);
   return li_linear_with(y, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, dropout);
 }
@@ -15694,7 +15684,7 @@ LI_FN bool li_nested_attention(const luna_nested_attention_layer *layer, li_flow
       !li_is_sequence(name, "context", context, batch, d)) return false;
   const luna_scope scope = luna_scope_begin(x->ctx);
   f->p = li_nested_pack(layer, f->p, context, f->lengths); /* eq. 3 */
-  if (f->wants_x) y = f->x = li_nested_unpack(layer, x, f->p, residual, dropout, f->lengths); /* eq. 4 */
+  if (f->wants_x) y = f->x = li_nested_unpack(layer, x, f->p, residual, dropout, f->lengths, NULL); /* eq. 4 */
   (void)li_results(scope, f->p, y);
   return f->p && f->x;
 }
@@ -15799,18 +15789,20 @@ LI_FN luna_tensor *li_forget_logits(const luna_causal_attention_layer *layer, lu
 LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
                                        luna_tensor *residual, float dropout, const li_flow *f) {
   static const char name[] = "luna_causal_attention_layer_forward";
-  luna_tensor *p = f->p;
+  luna_tensor *p = f->p, *s;
   if (!li_layer_made(x, layer ? layer->pq.weight : NULL, name)) return NULL;
   const luna_layer_config *c = &layer->config;
-  if (!p && !x->ctx->bump) return li_fail_null(x->ctx, name, "p");
+  const bool stream = x->ctx->bump;
+  if (!p && !stream) return li_fail_null(x->ctx, name, "p");
   if (!li_is_sequence(name, "x", x, x->shape[0], c->dim)) return NULL;
-  if (!x->ctx->bump && (p->rank < 2 || p->rank > 3 || li_last(p) != c->dim ||
-                            (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1)))
+  if (!stream && (p->rank < 2 || p->rank > 3 || li_last(p) != c->dim ||
+                  (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1)))
     return li_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, name, p, c->dim, x->shape[0], c->dim);
   const luna_scope scope = luna_scope_begin(x->ctx);
-  const int32_t *lengths = x->ctx->bump ? f->past->slots : f->lengths;
-  if (!x->ctx->bump && !li_lengths_below(x->ctx, &lengths, x->shape[0], p->shape[p->rank - 2])) return NULL;
-  luna_tensor *s = x->ctx->bump ? li_scores_past(layer, x, f->past) : li_causal_scores(layer, x, p);
+  const int32_t *lengths = stream ? f->past->slots : f->lengths;
+  if (stream) s = li_scores_past(layer, x, f->past);
+  else if (li_lengths_below(x->ctx, &lengths, x->shape[0], p->shape[p->rank - 2])) s = li_causal_scores(layer, x, p);
+  else return NULL;
   luna_tensor *q = li_project(&layer->q, x);
   luna_tensor *v = li_project(&layer->v, x);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, x), *gates = NULL;
@@ -16091,7 +16083,7 @@ LI_FN luna_tensor *li_decoder_layer(const luna_decoder_layer *layer, li_flow *f)
   x = li_causal_attention(&layer->self_attention, li_normed(c, x, &layer->self_norm), x, c->dropout, f);
   f->x = x = li_result_so_far(&scope, li_sum_normed(c, x, &layer->self_norm));
   if (f->past) {
-    x = li_unpack_past(&layer->cross_attention, li_normed(c, x, &layer->cross_norm), x, f->past);
+    x = li_nested_unpack(&layer->cross_attention, li_normed(c, x, &layer->cross_norm), NULL, x, 0, NULL, f->past);
     f->x = li_sum_normed(c, x, &layer->cross_norm);
   } else if (!li_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
   return f->x = li_ffn_half(&scope, c, &layer->feed_forward, f->x, f->wants_p ? f->p : NULL);
@@ -16427,12 +16419,10 @@ LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table
   return r;
 }
 /* the context of a model whose init succeeded and whose input fits; else null */
-LI_FN luna_ctx *li_model_ctx(li_reader r, const luna_input *input, const char *name, const char *what) {
-  return r.ctx && li_input_fits(&r, input, name, what) ? r.ctx : NULL;
-}
 LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char *name) {
   if (!m) return NULL;
-  return li_model_ctx(li_reader_of(m->params, m->embedding, &m->input, m->positions, 0), input, name, "input");
+  const li_reader r = li_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
+  return li_input_fits(&r, input, name, "input") ? r.ctx : NULL;
 }
 /* the label of step i of an input; -1 in padding */
 LI_FN int32_t li_label(const luna_input *input, const int32_t *labels, int64_t i) {
@@ -16620,8 +16610,8 @@ LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
 }
 LI_FN luna_ctx *li_encoder_ctx(const luna_encoder *e, const luna_input *input, const char *name, const char *what) {
   if (!e) return NULL;
-  return li_model_ctx(li_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position), input,
-                      name, what);
+  const li_reader r = li_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
+  return li_input_fits(&r, input, name, what) ? r.ctx : NULL;
 }
 /* the input; of sequences of no rows the lengths are 0 of each, so that no slot of P is real; false: no memory */
 LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
@@ -16734,14 +16724,13 @@ LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
+  static const char name[] = "luna_classifier_pool";
   const bool memory = model && li_pools_memory(model->config.pooling);
-  const luna_tensor *made = model ? model->projection : NULL;
   luna_tensor *rows = memory ? p : x;
-  if (!li_layer_made(rows ? rows : x, made, "luna_classifier_pool")) return NULL;
-  if (!rows) return li_fail_null(x->ctx, "luna_classifier_pool", "p");
+  if (!li_layer_made(rows ? rows : x, model ? model->projection : NULL, name)) return NULL;
+  if (!rows) return li_fail_null(x->ctx, name, "p");
   const int64_t dim = model->config.encoder.layer.dim;
-  if (!li_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], dim))
-    return NULL;
+  if (!li_is_sequence(name, memory ? "p" : "x", rows, rows->shape[0], dim)) return NULL;
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS:
       if (x->shape[1] < 1) return li_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
@@ -16901,7 +16890,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   luna_tensor *p = NULL;
   luna_encoder e;                    /* what embeds the target */
   luna_input from;
-  if (!li_model_ctx(to, target, name, "target") || !li_is_one_batch(ctx, source, target, name) ||
+  if (!li_input_fits(&to, target, name, "target") || !li_is_one_batch(ctx, source, target, name) ||
       !li_empty_input(ctx, name, source, &from)) return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *context = luna_encoder_forward(&model->encoder, &from, &p);
@@ -17325,10 +17314,9 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
     if (!t->averaged || ctx->options.measure) continue;
     for (int64_t at = 0; at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
       const size_t bytes = (size_t)li_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE) * sizeof(float);
-      float *value = t->tensor->data + at, *average = t->moment[o->moments] + at;
-      status = ctx->backend->copy(ctx, scratch, value, bytes, 0);
-      if (status == LUNA_OK) status = ctx->backend->copy(ctx, value, average, bytes, 0);
-      if (status == LUNA_OK) status = ctx->backend->copy(ctx, average, scratch, bytes, 0);
+      void *const moves[] = { scratch, t->tensor->data + at, t->moment[o->moments] + at, scratch };
+      for (int i = 0; i < 3 && status == LUNA_OK; i++)
+        status = ctx->backend->copy(ctx, moves[i], moves[i + 1], bytes, 0);
     }
   }
   li_step_rewind(ctx, mark);
