@@ -13216,19 +13216,19 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_PARAM_NAME 1024       /* with its end */
 typedef struct li_param {
-  struct li_param *next;          /* in the set */
+  struct li_param *next;             /* in the set */
   const char *name;
-  uint64_t key;                      /* the name's */
+  uint64_t hash;                     /* the name's */
   luna_tensor tensor;
-  li_tensor_state state;          /* the tensor's */
+  li_tensor_state state;             /* the tensor's */
   float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen, else null and false */
   bool had_grad;
 } li_param;
 /* Where a set finds parameters, by index and by name. A map that is full becomes another one of twice the size; the old
    one stays as it was, for an init that is undone. */
 typedef struct li_names {
-  li_param **at;                  /* [room], in the set's order */
-  li_param **slots;               /* [2 room], from the key's place on; null: free */
+  li_param **at;                     /* [room], in the set's order */
+  li_param **slots;                  /* [2 room], from the hash's place on; null: free */
   int64_t room;                      /* 0 or a power of two */
 } li_names;
 typedef struct li_meta { struct li_meta *next; const char *key, *value; } li_meta;
@@ -13303,27 +13303,15 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   return li_backend_result(ctx, "luna_params_share", li_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
 }
 
-/* A name's place in the set's map: Philox of 16 bytes at a time. It starts from the set's address, so that nobody who
-   chooses names knows which of them collide. */
-LI_FN uint64_t li_param_key(const luna_params *params, const char *name) {
-  uint64_t key = (uintptr_t)params;
-  for (size_t left = strlen(name), n; left > 0; name += n, left -= n) {
-    uint32_t counter[4] = { 0 }, word[4];
-    memcpy(counter, name, n = left < sizeof counter ? left : sizeof counter);
-    li_philox(counter, key, word);
-    key = (uint64_t)word[1] << 32 | word[0];
-  }
-  return key;
-}
-/* the slot where a name is or belongs; one is free */
-LI_FN li_param **li_names_slot(const li_names *names, const char *name, uint64_t key) {
-  for (uint64_t i = key;; i++) {
+/* the slot where a name of this hash is or belongs; one is free */
+LI_FN li_param **li_names_slot(const li_names *names, const char *name, uint64_t hash) {
+  for (uint64_t i = hash;; i++) {
     li_param **slot = &names->slots[i & (uint64_t)(2 * names->room - 1)];
-    if (!*slot || ((*slot)->key == key && strcmp((*slot)->name, name) == 0)) return slot;
+    if (!*slot || ((*slot)->hash == hash && strcmp((*slot)->name, name) == 0)) return slot;
   }
 }
 LI_FN void li_names_put(li_names *names, int64_t index, li_param *p) {
-  names->at[index] = *li_names_slot(names, p->name, p->key) = p;
+  names->at[index] = *li_names_slot(names, p->name, p->hash) = p;
 }
 /* Makes room for one more than `size` parameters. False: there is no memory, and nothing has changed. */
 LI_FN bool li_names_grow(luna_ctx *ctx, li_names *names, int64_t size) {
@@ -13340,7 +13328,7 @@ LI_FN bool li_names_grow(luna_ctx *ctx, li_names *names, int64_t size) {
 }
 LI_FN li_param *li_param_find(const luna_params *params, const char *name) {
   if (!params || params->size == 0) return NULL;
-  return *li_names_slot(&params->names, name, li_param_key(params, name));
+  return *li_names_slot(&params->names, name, li_hash(name));
 }
 LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name) {
   li_param *p = name ? li_param_find(params, name) : NULL;
@@ -13480,17 +13468,20 @@ LI_FN const float *li_borrowed(const luna_params *params, const char *name, cons
                                const li_st *st, luna_error_id *wrong) {
   const luna_params *from = params->shared;
   const li_param *other = li_param_find(from, name);
-  const float *values = NULL;
   li_st_tensor t;
-  memset(&t, 0, sizeof t);
   *wrong = LUNA_ERROR_NONE;
-  if (from && !li_same_device(from->ctx, params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
-  else if (!from && li_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
-  else if (from ? !other : !li_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
-  else if (from ? !li_is_like(&other->tensor, like) : !li_st_like(&t, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  else if ((values = from ? other->tensor.data : li_st_borrow(&t)) == NULL && !from)
-    *wrong = LUNA_ERROR_BORROW_FORMAT;
-  return values;
+  if (from) {
+    if (!li_same_device(from->ctx, params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
+    else if (!other) *wrong = LUNA_ERROR_BORROW_MISSING;
+    else if (!li_is_like(&other->tensor, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
+    else return other->tensor.data;
+    return NULL;
+  }
+  if (li_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
+  else if (!li_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
+  else if (!li_st_like(&t, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
+  else if (!li_st_borrow(&t)) *wrong = LUNA_ERROR_BORROW_FORMAT;
+  return *wrong ? NULL : li_st_borrow(&t);
 }
 LI_FN void li_borrow(li_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
@@ -13575,7 +13566,7 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   }
   li_param *p = (li_param *)memory;
   p->name = (char *)memcpy(p + 1, name, name_size);
-  p->key = li_param_key(params, name);
+  p->hash = li_hash(name);
   li_tensor_set(&p->tensor, ctx, rank, shape);
   p->tensor.own = &p->state;
   p->tensor.parameter = true;
@@ -13583,7 +13574,7 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   p->tensor.data = (float *)data;
   if (params->borrowing) li_borrow(p, li_borrowed(params, name, &p->tensor, &params->source, &wrong));
   else if (!params->filling)
-    status = li_backend_result(ctx, "luna_param", li_first_write(&p->tensor, init, li_hash(name), ctx->options.seed));
+    status = li_backend_result(ctx, "luna_param", li_first_write(&p->tensor, init, p->hash, ctx->options.seed));
   else if (!ctx->options.measure) status = li_param_load(p, &stored);
   if (wrong) status = li_fail_status(ctx, (int)wrong, "luna_param", p->name, &p->tensor);
   if (status != LUNA_OK) {
@@ -13646,7 +13637,7 @@ LI_FN void li_setup_undo(const li_setup *s) {
     li_meta_find(params, params->replaced->key)->value = params->replaced->value;
   if (before->size > 0) /* the newest first: its slot was free when it came */
     for (int64_t i = params->size - 1; i >= before->size; i--)
-      *li_names_slot(&before->names, params->names.at[i]->name, params->names.at[i]->key) = NULL;
+      *li_names_slot(&before->names, params->names.at[i]->name, params->names.at[i]->hash) = NULL;
   *params = *before;
   if (params->last) params->last->next = NULL;
   if (params->last_meta) params->last_meta->next = NULL;
@@ -15330,35 +15321,36 @@ typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li
 /* Whether it can; `what` and `name`: the argument and the call, for the sentence. A feature may be Inf in a fit alone,
    which is a call. */
 LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char *name, const char *what) {
+  luna_ctx *ctx = r->ctx;
   char field[100];
-  if (!r->ctx) return false;
-  if (!input) return li_refuse(r->ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
-  const int64_t k = r->vocab ? 1 : r->features, shape[] = { (int64_t)input->batch, (int64_t)input->n, k };
+  if (!ctx) return false;
+  if (!input) return li_refuse(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
+  const bool tokens = r->vocab > 0;
+  const char *own = tokens ? "tokens" : "features", *other = tokens ? "features" : "tokens";
+  const int64_t k = tokens ? 1 : r->features, n = input->n, shape[] = { input->batch, n, k };
   const int64_t count = li_shape_count(3, shape);
-  const luna_tensor like = li_like(r->ctx, 3, shape);
-  if (count < 0)
-    return li_refuse(r->ctx, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LI_MAX_COUNT);
-  li_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
-                                              "%s.features, which it reads in place of tokens,", what);
-  if (count > 0 && (r->vocab ? !input->tokens : !input->features))
-    return li_refuse(r->ctx, LUNA_ERROR_NULL_ARGUMENT, name, field);
-  if (r->longest && input->n > r->longest)
-    return li_refuse(r->ctx, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
+  const luna_tensor like = li_like(ctx, 3, shape);
+  if (count < 0) return li_refuse(ctx, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LI_MAX_COUNT);
+  li_print(field, sizeof field, "%s.%s, which it reads in place of %s,", what, own, other);
+  if (count > 0 && (tokens ? !input->tokens : !input->features))
+    return li_refuse(ctx, LUNA_ERROR_NULL_ARGUMENT, name, field);
+  if (r->longest && n > r->longest) return li_refuse(ctx, LUNA_ERROR_MAX_LENGTH, name, n, r->longest);
+
   li_print(field, sizeof field, "%s.lengths", what);
   for (int64_t i = 0; input->lengths && i < input->batch; i++)
-    if (input->lengths[i] < 0 || input->lengths[i] > input->n)
-      return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
-                       (int64_t)0, input->n);
-  li_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
-  if (r->vocab) {
-    for (int64_t i = 0; i < count; i++)
-      if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
-        return li_refuse(r->ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
-                         (int64_t)0, r->vocab - 1);
+    if (input->lengths[i] < 0 || input->lengths[i] > n)
+      return li_refuse(ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i], (int64_t)0, n);
+
+  li_print(field, sizeof field, "%s.%s", what, own);
+  for (int64_t i = 0; i < count && tokens; i++)
+    if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
+      return li_refuse(ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i], (int64_t)0,
+                       r->vocab - 1);
+  for (int64_t i = 0; i < count && !tokens && !ctx->call; i++) {
+    const float x = input->features[i];
+    if (!li_is_finite(x) && x == x && li_is_real(input, i / k))
+      return li_refuse(ctx, LUNA_ERROR_FEATURE, name, field, i, (double)x);
   }
-  for (int64_t i = 0; i < count && !r->vocab && !r->ctx->call; i++)
-    if (!li_is_finite(input->features[i]) && input->features[i] == input->features[i] && li_is_real(input, i / k))
-      return li_refuse(r->ctx, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
 }
 /* of an input layer; false without a sentence where its init failed or was not called */
@@ -15431,7 +15423,7 @@ LI_FN void li_features_fill(float *to, const void *from) {
 /* Both always, so that neither memory nor the ops of a step depend on the data. */
 LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
   static const char name[] = "luna_input_layer_forward";
-  const int64_t shape[3] = { (int64_t)input->batch, (int64_t)input->n, k };
+  const int64_t shape[3] = { input->batch, input->n, k };
   const li_features w = { input, k, present };
   luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
   const luna_status status = out ? li_write_made(out, name, li_features_fill, &w) : LUNA_OK;
