@@ -13516,11 +13516,17 @@ LI_FN luna_status li_param_load(li_param *p, const li_st_tensor *t) {
   return li_fill(p->tensor.ctx, p->tensor.data, t);
 }
 
-/* whether the file has a tensor of that name and shape, in numbers that can be read */
+/* what a file has by a parameter's name: values that fit it, nothing, another shape, or numbers that are not real */
+typedef enum li_fit { LI_FIT, LI_FIT_ABSENT, LI_FIT_SHAPE, LI_FIT_FORMAT } li_fit;
+LI_FN li_fit li_st_fit(const li_st *st, const char *name, const luna_tensor *like, li_st_tensor *t) {
+  if (!li_st_value(st, name, t)) return LI_FIT_ABSENT;
+  if (!li_st_like(t, like)) return LI_FIT_SHAPE;
+  return li_st_is_real(t) ? LI_FIT : LI_FIT_FORMAT;
+}
 LI_FN bool li_fills(const li_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape, li_st_tensor *t) {
   luna_tensor like;
   li_tensor_set(&like, ctx, rank, shape);
-  if (li_st_value(st, name, t) && li_st_like(t, &like) && li_st_is_real(t)) return true;
+  if (li_st_fit(st, name, &like, t) == LI_FIT) return true;
   li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, li_file_name(ctx), name, &like);
   return false;
 }
@@ -17581,21 +17587,17 @@ LI_FN bool li_buffer_write(void *to, const void *bytes, size_t size) {
   *file->written += size;
   return true;
 }
-/* the parameter a tensor of a file belongs to, or null */
-LI_FN li_param *li_param_of(const luna_params *params, const li_st_tensor *t) {
-  char name[LI_MAX_PARAM_NAME];
-  const size_t size = li_st_decode(t->name, name, sizeof name);
-  /* a name with a zero byte in it is no parameter's */
-  return size < sizeof name && strlen(name) == size ? li_param_find(params, name) : NULL;
-}
-/* whether a tensor of a file is the scales of a parameter that is I8 there */
-LI_FN bool li_st_scales(const luna_params *params, const li_st *st, const li_st_tensor *t) {
+/* whether a tensor of a file is the set's: a parameter, the scales of one that is I8 there, or luna.h's own */
+LI_FN bool li_st_known(const luna_params *params, const li_st *st, const li_st_tensor *t) {
   char name[LI_ST_NAME];
-  li_st_tensor of;
+  li_st_tensor matrix;
   const size_t size = li_st_decode(t->name, name, sizeof name);
-  if (size < 6 || size >= sizeof name || strlen(name) != size || strcmp(name + size - 6, ".scale") != 0) return false;
+  if (li_st_ours(t->name)) return true;
+  if (size >= sizeof name || strlen(name) != size) return false; /* no parameter's name has a zero byte */
+  if (li_param_find(params, name)) return true;
+  if (size < 6 || strcmp(name + size - 6, ".scale") != 0) return false;
   name[size - 6] = 0;
-  return li_param_find(params, name) && li_st_find(st, name, &of) && of.dtype == LI_ST_I8;
+  return li_param_find(params, name) && li_st_find(st, name, &matrix) && matrix.dtype == LI_ST_I8;
 }
 LI_FN luna_status li_not_a_model(luna_ctx *ctx, const char *why) {
   return li_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, li_file_name(ctx), why);
@@ -17621,28 +17623,23 @@ LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
 LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = li_file_name(ctx);
+  char name[80];
   li_st_tensor t;
   size_t cursor = 0;
-  int64_t matched = 0;
   const luna_status status = li_load_config(params, st);
   if (status != LUNA_OK) return status;
   while (li_st_next(st, &cursor, &t)) {
-    char name[80];
-    if (li_st_ours(t.name)) continue;
+    if (li_st_known(params, st, &t)) continue;
     li_st_decode(t.name, name, sizeof name);
-    li_param *p = li_param_of(params, &t);
-    if (!p && li_st_scales(params, st, &t)) continue;
-    if (!p) return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_EXTRA, ctx->call, name, file);
-    (void)li_st_value(st, p->name, &t);
-    if (!li_st_like(&t, &p->tensor))
-      return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_SHAPE, ctx->call, name, &p->tensor, file);
-    if (!li_st_is_real(&t))
-      return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, name, &p->tensor);
-    matched++;
+    return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_EXTRA, ctx->call, name, file);
   }
-  for (li_param *p = params->first; p && matched < params->size; p = p->next)
-    if (!li_st_find(st, p->name, &t))
-      return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, p->name, &p->tensor);
+  for (li_param *p = params->first; p; p = p->next) {
+    const li_fit fit = li_st_fit(st, p->name, &p->tensor, &t);
+    if (fit == LI_FIT) continue;
+    if (fit == LI_FIT_SHAPE)
+      return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_SHAPE, ctx->call, p->name, &p->tensor, file);
+    return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, p->name, &p->tensor);
+  }
   return LUNA_OK;
 }
 /* All of the file's text pairs or none, in its order, but for those that begin with "luna.", which describe the
@@ -17805,6 +17802,8 @@ LI_FN luna_status li_inspect(luna_ctx *ctx, void *into, li_st *st) {
 }
 typedef struct li_matching { luna_params *params; luna_load_report *report; } li_matching;
 LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
+  static const char *const why[] = { NULL, "is not in the file", "has another shape in the file",
+                                     "is not stored as real numbers" };
   luna_params *params = ((li_matching *)into)->params;
   luna_load_report none, *m = ((li_matching *)into)->report;
   char name[LI_MAX_PARAM_NAME];
@@ -17816,18 +17815,18 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
   if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
-    const char *why = NULL;
-    if (!li_st_value(st, p->name, &t)) why = "is not in the file";
-    else if (!li_st_like(&t, &p->tensor)) why = "has another shape in the file";
-    else if (!li_st_is_real(&t)) why = "is not stored as real numbers";
-    if (!why) m->loaded++;
-    if (!why && !ctx->options.measure) status = li_param_load(p, &t);
-    if (why) m->missing++;
-    if (why && m->report) m->report(m->user, p->name, why);
+    const li_fit fit = li_st_fit(st, p->name, &p->tensor, &t);
+    if (fit != LI_FIT) {
+      m->missing++;
+      if (m->report) m->report(m->user, p->name, why[fit]);
+      continue;
+    }
+    m->loaded++;
+    if (!ctx->options.measure) status = li_param_load(p, &t);
   }
   if (status != LUNA_OK) return status;
   while (li_st_next(st, &cursor, &t)) {
-    if (li_st_ours(t.name) || li_param_of(params, &t) || li_st_scales(params, st, &t)) continue;
+    if (li_st_known(params, st, &t)) continue;
     m->unused++;
     li_st_decode(t.name, name, sizeof name);
     if (m->report) m->report(m->user, name, "is in the file and no parameter here");
@@ -17902,11 +17901,11 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
 #ifndef LUNA_NO_TRAIN
-static const char *const li_training_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped",
-                                                 "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
-enum { LI_TRAINING_KIND, LI_TRAINING_ATTEMPTS, LI_TRAINING_UPDATES, LI_TRAINING_SKIPPED, LI_TRAINING_LR,
-       LI_TRAINING_STEP, LI_TRAINING_SEED, LI_TRAINING_ROW, LI_TRAINING_KEYS };
-#define LI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
+/* a run's counters, and their keys in the same order; lr has a float's bits */
+typedef struct li_counters { uint64_t kind, attempts, updates, skipped, lr, step, seed, skipped_in_row; } li_counters;
+static const char *const li_counter_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped",
+                                               "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
+#define LI_COUNTERS LI_LENGTH(li_counter_keys)
 #define LI_PRODUCTS "luna.products" /* "bf16", or float32's */
 #define LI_OPTIMIZER_NAME "luna.optimizer_name"
 
@@ -17921,10 +17920,19 @@ LI_FN bool li_unhex(const li_st *st, const char *key, uint64_t *out) {
   }
   return true;
 }
-LI_FN void li_moment_name(char *out, int moment, const char *name) { /* -1: its average */
-  memcpy(out, moment < 0 ? "luna.average." : "luna.moment1.", LI_MOMENT_NAME - 1);
-  if (moment >= 0) out[11] = (char)('1' + moment);
-  memcpy(out + LI_MOMENT_NAME - 1, name, strlen(name) + 1);
+/* What an optimiser keeps: of each parameter its moments and, where it has one, its average, which is the last. */
+LI_FN int64_t li_kept_count(const luna_optimizer *o) { return o->size * o->kept; }
+typedef struct li_kept { char name[LI_MAX_PARAM_NAME + 24]; const luna_tensor *like; float *data; } li_kept;
+LI_FN void li_kept_at(const luna_optimizer *o, int64_t index, li_kept *kept) {
+  const li_trained *t = &o->trained[index / o->kept];
+  const int64_t k = index % o->kept;
+  if (k < o->moments) li_print(kept->name, sizeof kept->name, "luna.moment%d.%s", k + 1, t->name);
+  else li_print(kept->name, sizeof kept->name, "luna.average.%s", t->name);
+  kept->like = t->tensor;
+  kept->data = t->moment[k];
+}
+LI_FN bool li_kept_find(const li_st *st, const li_kept *kept, li_st_tensor *out) {
+  return li_st_find(st, kept->name, out) && li_st_like(out, kept->like) && out->dtype == LI_ST_F32;
 }
 
 /* a half of the carried state, positions too, as this machine has it in memory, called floats */
@@ -17934,43 +17942,31 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
   const luna_optimizer *o = (const luna_optimizer *)optimizer;
   luna_ctx *ctx = o->params->ctx;
   luna_step_state updates, step;
-  char text[17], name[LI_MAX_PARAM_NAME + LI_MOMENT_NAME];
-  uint64_t value[LI_TRAINING_KEYS];
+  li_kept kept;
+  char text[17];
+  uint64_t value[LI_COUNTERS];
   luna_tensor like;
-  uint32_t lr;
   if (li_state_read(ctx, o->state, &updates)) w->failed = true;
   if (li_state_read(ctx, ctx->state, &step)) w->failed = true;
-  memcpy(&lr, &o->config.lr, sizeof lr);
-  value[LI_TRAINING_KIND] = (uint64_t)o->kind;
-  value[LI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
-  value[LI_TRAINING_UPDATES] = updates.updates;
-  value[LI_TRAINING_SKIPPED] = updates.skipped;
-  value[LI_TRAINING_ROW] = updates.skipped_in_row;
-  value[LI_TRAINING_LR] = lr;
-  value[LI_TRAINING_STEP] = step.step;
-  value[LI_TRAINING_SEED] = step.seed;
-  for (int k = 0; k < LI_TRAINING_KEYS; k++) {
+  const li_counters counters = { (uint64_t)o->kind, (uint64_t)o->attempts, updates.updates, updates.skipped,
+                                 li_bits_of(o->config.lr), step.step, step.seed, updates.skipped_in_row };
+  memcpy(value, &counters, sizeof value);
+  for (int k = 0; k < LI_COUNTERS; k++) {
     for (int i = 0; i < 16; i++) text[i] = li_hex_digits[value[k] >> (60 - 4 * i) & 15];
     text[16] = 0;
-    li_st_put_pair(w, li_training_keys[k], text);
+    li_st_put_pair(w, li_counter_keys[k], text);
   }
   if (o->hook) li_st_put_pair(w, LI_OPTIMIZER_NAME, o->hook->name);
   if (ctx->options.products == LUNA_DTYPE_BF16) li_st_put_pair(w, LI_PRODUCTS, "bf16");
   li_put_set(w, o->params);
-  for (const li_trained *t = o->trained; t < o->trained + o->size; t++)
-    for (int k = 0; k < o->kept; k++) {
-      li_moment_name(name, k < o->moments ? k : -1, t->name);
-      li_st_put_tensor(w, name, t->tensor, t->moment[k]);
-    }
+  for (int64_t i = 0; i < li_kept_count(o); i++) {
+    li_kept_at(o, i, &kept);
+    li_st_put_tensor(w, kept.name, kept.like, kept.data);
+  }
   if (o->params->state) {
     const float *data = li_state_bytes(o->params->state, &like);
     li_st_put_tensor(w, LI_STATE, &like, data);
   }
-}
-LI_FN bool li_moment_find(const li_st *st, const li_trained *t, int moment, li_st_tensor *out) {
-  char name[LI_MAX_PARAM_NAME + LI_MOMENT_NAME];
-  li_moment_name(name, moment, t->name);
-  return li_st_find(st, name, out) && li_st_like(out, t->tensor) && out->dtype == LI_ST_F32;
 }
 /* An optimiser's name, in a file and of the one it is loaded into. The first files of hooks have none: they were all
    Apollo's. */
@@ -17991,41 +17987,44 @@ LI_FN luna_status li_optimizer_compare(const luna_optimizer *o, const li_st *st,
   if (kind == (uint64_t)o->kind && strcmp(name, own) == 0) return LUNA_OK;
   return li_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, li_file_name(ctx), name, own);
 }
-LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, uint64_t value[LI_TRAINING_KEYS]) {
+LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_counters *c) {
   luna_ctx *ctx = o->params->ctx;
   const char *file = li_file_name(ctx);
+  uint64_t value[LI_COUNTERS];
+  li_kept kept;
   li_st_tensor t;
   li_st_text text;
   size_t cursor = 0;
   int64_t count = 0;
-  if (!li_st_meta(st, li_training_keys[LI_TRAINING_KIND], &text))
-    return li_fail_status(ctx, LUNA_ERROR_NOT_TRAINING, ctx->call, file);
-  for (int k = 0; k < LI_TRAINING_KEYS; k++)
-    if (!li_unhex(st, li_training_keys[k], &value[k]) &&
-        (k != LI_TRAINING_ROW || li_st_meta(st, li_training_keys[k], &text))) /* which older files lack */
-      return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, li_training_keys[k], file);
-  const luna_status compared = li_optimizer_compare(o, st, value[LI_TRAINING_KIND]);
+  if (!li_st_meta(st, li_counter_keys[0], &text)) return li_fail_status(ctx, LUNA_ERROR_NOT_TRAINING, ctx->call, file);
+  for (int k = 0; k < LI_COUNTERS; k++) {
+    const bool optional = k == LI_COUNTERS - 1; /* older files lack it */
+    if (!li_unhex(st, li_counter_keys[k], &value[k]) && !(optional && !li_st_meta(st, li_counter_keys[k], &text)))
+      return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, li_counter_keys[k], file);
+  }
+  memcpy(c, value, sizeof value);
+  const luna_status compared = li_optimizer_compare(o, st, c->kind);
   if (compared != LUNA_OK) return compared;
-  const float lr = li_float_of((uint32_t)(value[LI_TRAINING_LR] & UINT32_MAX));
-  if (value[LI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) || li_rates_too_large(o, lr))
-    return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, li_training_keys[LI_TRAINING_LR], file);
+  const float lr = li_float_of((uint32_t)(c->lr & UINT32_MAX));
+  if (c->lr >> 32 || !(lr >= 0 && lr < (float)INFINITY) || li_rates_too_large(o, lr))
+    return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, "luna.lr", file);
   /* attempts are luna_optimizer_advance's, the others luna_optimizer_apply's, which need not be called as often */
-  if ((value[LI_TRAINING_ATTEMPTS] | value[LI_TRAINING_UPDATES] | value[LI_TRAINING_SKIPPED]) >> 62 ||
-      value[LI_TRAINING_ROW] > value[LI_TRAINING_SKIPPED])
-    return li_fail_status(ctx, LUNA_ERROR_FILE_COUNTERS, ctx->call, file, (int64_t)value[LI_TRAINING_ATTEMPTS],
-                          (int64_t)value[LI_TRAINING_UPDATES], (int64_t)value[LI_TRAINING_SKIPPED],
-                          (int64_t)value[LI_TRAINING_ROW]);
+  if ((c->attempts | c->updates | c->skipped) >> 62 || c->skipped_in_row > c->skipped)
+    return li_fail_status(ctx, LUNA_ERROR_FILE_COUNTERS, ctx->call, file, (int64_t)c->attempts, (int64_t)c->updates,
+                          (int64_t)c->skipped, (int64_t)c->skipped_in_row);
   while (li_st_next(st, &cursor, &t)) count += li_st_ours(t.name) && !li_st_equal(t.name, LI_STATE);
-  if (count != o->size * o->kept)
-    return li_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->kept,
-                          o->size == 0 ? "init the model before" :
-                          count == o->size * (o->kept + 1) && o->kept == o->moments ? "set .average in its config" :
-                          count == o->size * o->moments ? "leave .average 0 in its config" :
-                          "make model and optimiser with the configs of that training");
-  for (int64_t i = 0; i < o->size; i++)
-    for (int k = 0; k < o->kept; k++)
-      if (!li_moment_find(st, &o->trained[i], k < o->moments ? k : -1, &t))
-        return li_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
+  if (count != li_kept_count(o)) {
+    const char *advice = "make model and optimiser with the configs of that training";
+    if (o->size == 0) advice = "init the model before";
+    else if (count == o->size * (o->kept + 1) && o->kept == o->moments) advice = "set .average in its config";
+    else if (count == o->size * o->moments) advice = "leave .average 0 in its config";
+    return li_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, li_kept_count(o), advice);
+  }
+  for (int64_t i = 0; i < count; i++) {
+    li_kept_at(o, i, &kept);
+    if (!li_kept_find(st, &kept, &t))
+      return li_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, i % o->kept + 1, o->trained[i / o->kept].name, file);
+  }
   return LUNA_OK;
 }
 LI_FN bool li_state_places(const luna_lm_state *s, const li_st_tensor *bytes);
@@ -18054,36 +18053,35 @@ LI_FN void li_training_differs(const luna_params *params, const li_st *st) {
 }
 LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   luna_optimizer *o = (luna_optimizer *)into;
-  li_st_tensor state_bytes;
+  li_st_tensor state_bytes, t;
   luna_tensor like;
-  uint64_t value[LI_TRAINING_KEYS];
-  li_st_tensor t;
+  li_counters counters;
+  li_kept kept;
   luna_status status = li_optimizer_join(o, "luna_load_training");
-  if (status == LUNA_OK) status = li_training_check(o, st, value);
+  if (status == LUNA_OK) status = li_training_check(o, st, &counters);
   if (status == LUNA_OK) status = li_state_find(o->params, st, &state_bytes);
   if (status == LUNA_OK) status = li_load(ctx, o->params, st);
-  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* pending gradients belong to no step of that
-                                                                       run */
+  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* those pending belong to no step of that run */
   if (status != LUNA_OK || ctx->options.measure) return status;
-  for (int64_t i = 0; i < o->size; i++)
-    for (int k = 0; k < o->kept && status == LUNA_OK; k++)
-      if (li_moment_find(st, &o->trained[i], k < o->moments ? k : -1, &t))
-        status = li_fill(ctx, o->trained[i].moment[k], &t);
+  for (int64_t i = 0; i < li_kept_count(o) && status == LUNA_OK; i++) {
+    li_kept_at(o, i, &kept);
+    if (li_kept_find(st, &kept, &t)) status = li_fill(ctx, kept.data, &t);
+  }
   if (status != LUNA_OK) return status;
   for (int64_t i = 0; i < o->size; i++) o->trained[i].averaged = o->kept > o->moments;
   o->swapped = false;
   if (o->params->state) li_st_floats(&state_bytes, li_state_bytes(o->params->state, &like));
   luna_step_state state;
   status = li_state_read(ctx, o->state, &state);
-  state.updates = value[LI_TRAINING_UPDATES];
-  state.skipped = value[LI_TRAINING_SKIPPED];
-  state.skipped_in_row = o->skipped_in_row = value[LI_TRAINING_ROW];
-  o->attempts = (int64_t)value[LI_TRAINING_ATTEMPTS];
-  o->config.lr = li_float_of((uint32_t)(value[LI_TRAINING_LR] & UINT32_MAX));
+  state.updates = counters.updates;
+  state.skipped = counters.skipped;
+  state.skipped_in_row = o->skipped_in_row = counters.skipped_in_row;
+  o->attempts = (int64_t)counters.attempts;
+  o->config.lr = li_float_of((uint32_t)counters.lr);
   if (status == LUNA_OK) status = ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
   if (status == LUNA_OK) status = li_state_read(ctx, ctx->state, &state);
-  state.step = value[LI_TRAINING_STEP];
-  state.seed = value[LI_TRAINING_SEED];
+  state.step = counters.step;
+  state.seed = counters.seed;
   if (status == LUNA_OK) li_training_differs(o->params, st);
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
