@@ -18768,14 +18768,14 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
 }
 
 /* --- opening --- */
-/* The stream can go on unless its device has failed. */
-LI_FN bool li_stream_ready(luna_stream *s) {
+/* Begins or ends a call: without an error, or with the device's failure, after which a stream cannot go on. */
+LI_FN luna_status li_stream_status(luna_stream *s) {
   s->error = s->ctx.status == LUNA_OK ? LUNA_ERROR_NONE : LUNA_ERROR_BACKEND;
-  return s->ctx.status == LUNA_OK;
+  return s->ctx.status;
 }
 
 LUNA_API void luna_stream_reset(luna_stream *s) {
-  if (!s || !li_stream_ready(s)) return;
+  if (!s || li_stream_status(s) != LUNA_OK) return;
   s->position = 0;
   (void)li_backend_result(&s->ctx, "luna_stream_reset", s->ctx.backend->zero(&s->ctx, s->state, s->state_size));
 }
@@ -19101,17 +19101,6 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   return wrong ? 0 : need + (LI_ALIGN - 1);
 }
 
-/* Writes the sentence into the memory itself where that holds it. */
-LI_FN const char *li_stream_too_small(char *memory, size_t size, size_t need) {
-  if (!memory || size < 100) return "memory_size is less than luna_stream_size";
-  li_text text = { memory, memory + 99 };
-  li_put(&text, "memory_size is ");
-  li_put_number(&text, (int64_t)size);
-  li_put(&text, ", and luna_stream_size ");
-  li_put_number(&text, (int64_t)(need + (LI_ALIGN - 1)));
-  *text.at = 0;
-  return memory;
-}
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error) {
   luna_stream first, *s = NULL;
@@ -19119,8 +19108,14 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   const size_t shift = (LI_ALIGN - (uintptr_t)memory % LI_ALIGN) % LI_ALIGN;
   size_t need;
   const char *wrong = li_stream_describe(&first, &st, bytes, size, config, &need);
-  if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
-    wrong = li_stream_too_small((char *)memory, memory_size, need);
+  if (!wrong && (!memory || memory_size < shift || memory_size - shift < need)) {
+    wrong = "memory_size is less than luna_stream_size";
+    if (memory && memory_size >= 100) { /* then the memory itself holds the sentence */
+      li_print((char *)memory, 100, "memory_size is %d, and luna_stream_size %d", (int64_t)memory_size,
+               (int64_t)(need + (LI_ALIGN - 1)));
+      wrong = (const char *)memory;
+    }
+  }
   if (!wrong) {
     s = li_stream_place(&first, (char *)memory + shift, need);
     wrong = li_st_index(&st, (uint64_t *)(void *)s->bump.part[1].start, NULL);
@@ -19241,7 +19236,7 @@ LI_FN const float *li_stream_run(luna_stream *s, const luna_input *input) {
   const int64_t n = li_size(input->n);
   luna_tensor *y = NULL;
   bool finite = true;
-  if (!s || !li_stream_ready(s)) return NULL;
+  if (!s || li_stream_status(s) != LUNA_OK) return NULL;
   if ((s->error = li_stream_wrong(s, input)) != LUNA_ERROR_NONE) return NULL;
   const int64_t misfits = li_stream_misfits(s, input);
   const luna_error_id misfit = misfits > 0 ? LUNA_ERROR_STREAM_FEATURE : LUNA_ERROR_NONE;
@@ -19259,7 +19254,7 @@ LI_FN const float *li_stream_run(luna_stream *s, const luna_input *input) {
     if (y && at + rows < n && !li_stream_on_device(s)) finite = finite && li_are_finite(luna_count(y), y->data);
   }
   if (y) (void)li_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
-  if (!li_stream_ready(s) || !y) return NULL;
+  if (li_stream_status(s) != LUNA_OK || !y) return NULL;
   for (int64_t i = 0, k = s->model.config.outputs; i < (s->model.config.output_norm ? luna_count(y) : 0); i++)
     s->logits[i] = s->logits[i] * s->output_norm[k + i % k] + s->output_norm[i % k];
   s->error = misfit;
@@ -19282,7 +19277,7 @@ LUNA_API const float *luna_stream_step_features(luna_stream *s, const float *fea
   return li_stream_one(s, NULL, features);
 }
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
-  if (!s || !li_stream_ready(s)) return NULL;
+  if (!s || li_stream_status(s) != LUNA_OK) return NULL;
   if (input && !input->lengths && (input->batch == 0 || input->batch == s->batch)) return li_stream_run(s, input);
   s->error = LUNA_ERROR_STREAM_INPUT;
   return NULL;
@@ -19299,11 +19294,6 @@ LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->posi
 LI_FN luna_status li_stream_fail(luna_stream *s, luna_error_id error) {
   if (s) s->error = error;
   return LUNA_BAD_ARGUMENT;
-}
-/* ends a call: the device's failure, or no error */
-LI_FN luna_status li_stream_status(luna_stream *s) {
-  (void)li_stream_ready(s);
-  return s->ctx.status;
 }
 /* copies the state to host memory */
 LI_FN luna_status li_stream_read(const luna_stream *s, void *to) {
@@ -19324,31 +19314,31 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   return li_stream_status(s);
 }
 
-/* A saved state's header. Its sizes identify the model: all numbers of its config that are in metadata. */
-#define LI_STREAM_SIZES 22
-typedef struct li_stream_head { uint64_t magic; int64_t batch, position, sizes[LI_STREAM_SIZES]; } li_stream_head;
-#define LI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
+/* A saved state begins with numbers: a mark, batch, position and, to identify the model, its config's whole numbers. */
+#define LI_STREAM_MARK 0x316D61657274736C /* "lstream1" as this machine reads it */
+typedef struct li_stream_head {
+  int64_t mark, batch, position, sizes[LI_LENGTH(li_fields)];
+  size_t bytes;                      /* of those that a state has */
+} li_stream_head;
 LI_FN li_stream_head li_stream_head_of(int64_t batch, int64_t position, const luna_lm_config *config) {
-  li_stream_head head;
-  int size = 0;
-  memset(&head, 0, sizeof head);
-  head.magic = LI_STREAM_MAGIC;
-  head.batch = batch;
-  head.position = position;
-  for (const li_field *f = NULL; (f = li_field_next(f, LI_OF_LM)) != NULL && size < LI_STREAM_SIZES;)
-    head.sizes[size++] = li_field_get(f, LI_OF_LM, config);
+  li_stream_head head = { LI_STREAM_MARK, batch, position, { 0 }, offsetof(li_stream_head, sizes) };
+  int count = 0;
+  for (const li_field *f = NULL; (f = li_field_next(f, LI_OF_LM)) != NULL;)
+    if (!f->fraction) head.sizes[count++] = li_field_get(f, LI_OF_LM, config);
+  head.bytes += (size_t)count * sizeof head.sizes[0];
   return head;
 }
-LI_FN bool li_stream_head_fits(const li_stream_head *head, int64_t batch, const luna_lm_config *config) {
-  const li_stream_head like = li_stream_head_of(batch, head->position, config);
-  return head->position >= 0 && head->position <= (int64_t)1 << 53 && memcmp(head, &like, sizeof like) == 0;
-}
-LI_FN bool li_stream_same(const luna_stream *a, const luna_stream *b) {
-  const li_stream_head head = li_stream_head_of(b->batch, 0, &b->model.config);
-  return li_stream_head_fits(&head, a->batch, &a->model.config);
+/* the position that a saved state is at; -1: it is of another model or batch, or damaged */
+LI_FN int64_t li_stream_head_read(const void *bytes, int64_t batch, const luna_lm_config *config) {
+  int64_t position;
+  memcpy(&position, (const char *)bytes + offsetof(li_stream_head, position), sizeof position);
+  const li_stream_head like = li_stream_head_of(batch, position, config);
+  return position <= (int64_t)1 << 53 && memcmp(bytes, &like, like.bytes) == 0 ? position : -1;
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
-  if (!to || !from || !li_stream_same(to, from))
+  if (!to || !from) return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
+  const li_stream_head head = li_stream_head_of(from->batch, 0, &from->model.config);
+  if (li_stream_head_read(&head, to->batch, &to->model.config) < 0)
     return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
   luna_status status = from->ctx.status;
   if (li_stream_on_device(to) && li_stream_on_device(from) && to->model_ctx != from->model_ctx)
@@ -19366,20 +19356,20 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 }
 
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
-  return s ? sizeof(li_stream_head) + s->state_size : 0;
+  return s ? li_stream_head_of(0, 0, &s->model.config).bytes + s->state_size : 0;
 }
 LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
   if (!s || !bytes || size < luna_stream_state_size(s)) return LUNA_BAD_ARGUMENT;
   const li_stream_head head = li_stream_head_of(s->batch, s->position, &s->model.config);
-  memcpy(bytes, &head, sizeof head);
-  return li_stream_read(s, (char *)bytes + sizeof head);
+  memcpy(bytes, &head, head.bytes);
+  return li_stream_read(s, (char *)bytes + head.bytes);
 }
 LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, size_t size) {
-  li_stream_head head;
   if (!s || !bytes || size != luna_stream_state_size(s)) return li_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
-  memcpy(&head, bytes, sizeof head);
-  if (!li_stream_head_fits(&head, s->batch, &s->model.config)) return li_stream_fail(s, LUNA_ERROR_STREAM_STATE);
-  if (li_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
+  const int64_t position = li_stream_head_read(bytes, s->batch, &s->model.config);
+  if (position < 0) return li_stream_fail(s, LUNA_ERROR_STREAM_STATE);
+  if (li_stream_move(s, s->state, (const char *)bytes + (size - s->state_size), s->state_size, 1))
+    s->position = position;
   return li_stream_status(s);
 }
 
@@ -19530,7 +19520,7 @@ LI_FN bool li_state_places(const luna_lm_state *s, const li_st_tensor *bytes) {
   return true;
 }
 LUNA_API size_t luna_lm_state_size(const luna_lm_state *s) {
-  return s ? sizeof(li_stream_head) + s->layer_size * (size_t)s->config.layers : 0;
+  return s ? li_stream_head_of(0, 0, &s->config).bytes + s->layer_size * (size_t)s->config.layers : 0;
 }
 LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, size_t size) {
   static const char name[] = "luna_lm_state_save";
@@ -19546,22 +19536,22 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
     return li_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, name, "a stream");
   for (int64_t b = 0; b < s->batch; b++) farthest = li_max(farthest, positions[b]);
   const li_stream_head head = li_stream_head_of(s->batch, farthest, &s->config);
-  memcpy(bytes, &head, sizeof head);
-  memcpy((char *)bytes + sizeof head, s->half[newest], luna_lm_state_size(s) - sizeof head);
+  memcpy(bytes, &head, head.bytes);
+  memcpy((char *)bytes + head.bytes, s->half[newest], s->layer_size * (size_t)s->config.layers);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, size_t size) {
   static const char name[] = "luna_lm_state_load";
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
-  li_stream_head head;
+  const size_t state = s->layer_size * (size_t)s->config.layers;
+  int64_t position = -1;
   if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
   if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
-  if (size != luna_lm_state_size(s) ||
-      !li_stream_head_fits((memcpy(&head, bytes, sizeof head), &head), s->batch, &s->config))
-    return li_fail_status(ctx, LUNA_ERROR_STATE_OTHER, name);
-  memcpy(s->half[s->now], (const char *)bytes + sizeof head, size - sizeof head);
-  for (int64_t b = 0; b < s->batch; b++) s->position[s->now][b] = head.position;
+  if (size == luna_lm_state_size(s)) position = li_stream_head_read(bytes, s->batch, &s->config);
+  if (position < 0) return li_fail_status(ctx, LUNA_ERROR_STATE_OTHER, name);
+  memcpy(s->half[s->now], (const char *)bytes + (size - state), state);
+  for (int64_t b = 0; b < s->batch; b++) s->position[s->now][b] = position;
   return LUNA_OK;
 }
 
@@ -19725,86 +19715,59 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   return li_seq2seq_stream(model, source, beam == 0 ? 1 : beam, "luna_seq2seq_stream_open");
 }
 
-/* --- greedy decoding --- */
-typedef struct li_decoding {
-  luna_generate_config config;
-  int64_t batch, vocab, stride;      /* stride: of the caller's rows */
-  int32_t *last;                     /* [batch] tokens of the next step */
-  int32_t *out, *out_lengths;        /* the caller's */
-} li_decoding;
+/* Greedy decoding: each sequence gets its likeliest token, until all have ended. `stride` is of rows of `out`. */
+LI_FN luna_status li_decode(luna_ctx *ctx, luna_stream *s, const luna_generate_config *c, int64_t stride, int32_t *out,
+                            int32_t *out_lengths) {
+  static const char name[] = "luna_seq2seq_generate";
+  const int64_t vocab = s->model.config.vocab;
+  int32_t *last = li_stream_inputs(s, s->host_inputs, 1).tokens; /* where a step puts its tokens */
+  int64_t going = s->batch;
+  for (int64_t b = 0; b < s->batch; b++) {
+    last[b] = c->begin;
+    out_lengths[b] = 0;
+  }
 
-/* Adds to each sequence that has not ended the likeliest token. Returns how many have not ended then, or -1. */
-LI_FN int64_t li_decode_step(luna_ctx *ctx, li_decoding *d, const float *logits, int64_t length) {
-  int64_t going = 0;
-  for (int64_t b = 0; b < d->batch; b++) {
-    if (d->out_lengths[b] < length) continue;
-
-    const float *x = logits + b * d->vocab;
-    const int32_t token = luna_sample(x, d->vocab, NULL);
-    if (token < 0 || !li_is_finite(x[token])) {
-      li_fail_status(ctx, LUNA_ERROR_LOGITS_NOT_FINITE, b);
-      return -1;
+  for (int64_t length = 0; going > 0 && length < c->max_length; length++) {
+    const float *logits = luna_stream_step(s, last);
+    if (!logits && s->ctx.status != LUNA_OK) return li_stream_report(ctx, s, name);
+    if (!logits) return li_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, luna_stream_error(s));
+    going = 0;
+    for (int64_t b = 0; b < s->batch; b++) {
+      if (out_lengths[b] < length) continue;
+      last[b] = luna_sample(logits + b * vocab, vocab, NULL);
+      if (last[b] < 0 || !li_is_finite(logits[b * vocab + last[b]]))
+        return li_fail_status(ctx, LUNA_ERROR_LOGITS_NOT_FINITE, b);
+      if (last[b] == c->end) continue;
+      out[b * stride + length] = last[b];
+      out_lengths[b]++;
+      going++;
     }
-
-    d->last[b] = token;
-    if (token == d->config.end) continue;
-    d->out[b * d->stride + length] = token;
-    d->out_lengths[b]++;
-    going++;
-  }
-  return going;
-}
-
-LI_FN luna_status li_decode(luna_ctx *ctx, li_decoding *d, luna_stream *stream) {
-  const char *name = "luna_seq2seq_generate";
-  int64_t going = d->batch;
-  const size_t bytes = (size_t)d->batch * sizeof *d->last;
-  void *last;
-  if (!li_step(ctx, bytes, false, &last)) return li_fail_memory(ctx, name, bytes);
-  d->last = (int32_t *)last;
-
-  for (int64_t b = 0; b < d->batch; b++) {
-    d->last[b] = d->config.begin;
-    d->out_lengths[b] = 0;
-  }
-  for (int64_t length = 0; going > 0 && length < d->config.max_length; length++) {
-    const float *logits = luna_stream_step(stream, d->last);
-    if (!logits && stream->ctx.status != LUNA_OK) return li_stream_report(ctx, stream, name);
-    if (!logits) return li_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, luna_stream_error(stream));
-
-    going = li_decode_step(ctx, d, logits, length);
-    if (going < 0) return ctx->last_status;
   }
   return LUNA_OK;
 }
 
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths) {
-  const char *name = "luna_seq2seq_generate";
+  static const char name[] = "luna_seq2seq_generate";
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  li_decoding d;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!li_is_given(ctx, name, "source", source != NULL) ||
       !li_is_given(ctx, name, "config, out or out_lengths", config && out && out_lengths)) return ctx->last_status;
 
-  memset(&d, 0, sizeof d);
-  d.config = *config;
-  if (d.config.max_length == 0) d.config.max_length = li_checked(2, source->n) + 10; /* negative n: an error below */
-  d.stride = d.config.max_length;
-  if (model->positions) d.config.max_length = li_min(d.config.max_length, model->config.max_target_length - 1);
-  d.batch = source->batch;
-  d.vocab = model->config.target_vocab;
-  d.out = out;
-  d.out_lengths = out_lengths;
+  luna_generate_config c = *config;
+  const int64_t vocab = model->config.target_vocab;
+  if (c.max_length == 0) c.max_length = li_checked(2, source->n) + 10; /* negative n: an error below */
+  const int64_t stride = c.max_length;
+  if (model->positions) c.max_length = li_min(c.max_length, model->config.max_target_length - 1);
   if (!li_in(ctx, name, "source->batch", source->batch, 1, LI_MAX_COUNT) ||
       !li_in(ctx, name, "source->n", source->n, 0, LI_MAX_COUNT) ||
-      !li_in(ctx, name, "max_length", d.config.max_length, 1, LI_MAX_COUNT / source->batch) ||
-      !li_in(ctx, name, "begin", config->begin, 0, d.vocab - 1) ||
-      !li_in(ctx, name, "end", config->end, 0, d.vocab - 1)) return ctx->last_status;
+      !li_in(ctx, name, "max_length", c.max_length, 1, LI_MAX_COUNT / source->batch) ||
+      !li_in(ctx, name, "begin", c.begin, 0, vocab - 1) ||
+      !li_in(ctx, name, "end", c.end, 0, vocab - 1)) return ctx->last_status;
 
   luna_stream *stream = li_seq2seq_stream(model, source, 1, name);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
-  const luna_status status = li_decode(ctx, &d, stream);
+  const luna_status status = li_decode(ctx, stream, &c, stride, out, out_lengths);
   luna_stream_close(stream);
   return status;
 }
