@@ -18716,16 +18716,12 @@ LI_FN void li_stream_fold_bias(const luna_layer_config *c, const float *queries,
 #else
 /* While a stream is measured, a weight's copy in 8 bits: nothing reads it. */
 static const li_int8 li_int8_placeholder = { NULL, NULL, NULL, 0, 0, NULL, 0 };
-/* Returns a weight as float; it is in the step's memory where a file may have it in 8 bits. */
+/* Returns a weight as float, in the step's memory where a file has it in 8 bits. */
 LI_FN luna_tensor *li_stream_floats(luna_stream *s, luna_tensor *w) {
-  void *memory = NULL;
   if (!w || !s->int8) return w;
-  if (s->model_ctx) return li_stream_view(s, w->data, 2, w->shape[0], w->shape[1], 1);
-  if (!li_bump_take(&s->bump, true, (size_t)luna_count(w) * sizeof(float), &memory)) return NULL;
-  if (memory && li_computes(&s->ctx)) {
-    if (w->data) memcpy(memory, w->data, (size_t)luna_count(w) * sizeof(float));
-    else li_int8_floats(w->int8, 0, w->shape[0], (float *)memory);
-  }
+  void *memory = w->data;
+  if (!memory && !li_bump_take(&s->bump, true, (size_t)luna_count(w) * sizeof(float), &memory)) return NULL;
+  if (!w->data && li_computes(&s->ctx)) li_int8_floats(w->int8, 0, w->shape[0], (float *)memory);
   return li_stream_view(s, (float *)memory, 2, w->shape[0], w->shape[1], 1);
 }
 /* Makes a copy in 8 bits of w's values in the stream's memory or, while that is measured, counts its bytes. */
@@ -18784,28 +18780,30 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
 LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *config) {
   const luna_lm_config *model = &s->model.config;
   const luna_layer_config *c = &model->layer;
-  const int64_t batch = config && config->batch ? li_size(config->batch) : 1,
-      chunk = config && config->chunk ? li_size(config->chunk) : 64, rows = li_checked(batch, chunk);
+  luna_stream_config own;
+  memset(&own, 0, sizeof own);
+  if (config) own = *config;
+  const int64_t batch = own.batch ? li_size(own.batch) : 1, chunk = own.chunk ? li_size(own.chunk) : 64,
+      rows = li_checked(batch, chunk);
   const int64_t product[8][2] = { { rows, c->dim }, { rows, c->ffn }, { rows, model->features + 1 },
     { li_checked(rows, c->heads), c->memory }, { li_checked(batch, c->dim), li_max(1, c->convolution) },
     { li_checked(batch, c->dim), 16 * c->memory }, { batch, li_lm_outputs(model) },
     { li_checked(c->heads, c->memory), c->dim } };
   s->batch = batch;
   s->chunk = chunk;
-  if (config && config->horizon) s->horizon = config->horizon;
-  s->ctx.kernels = li_kernels_for(config ? config->isa : LUNA_ISA_BEST, config && config->weights);
+  if (own.horizon) s->horizon = own.horizon;
+  s->ctx.kernels = li_kernels_for(own.isa, own.weights != LUNA_DTYPE_F32);
   s->ctx.parallel.threads = 1;
   if (s->sources == 0) s->sources = 1;
   if (s->scale == 0) s->scale = 1;
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
-  if (config && (unsigned)config->weights > LUNA_DTYPE_I8) return "config.weights is neither F32 nor I8";
-#ifndef LUNA_NO_INT8
-  if (config && config->weights == LUNA_DTYPE_I8) s->int8 = true;
+  if ((unsigned)own.weights > LUNA_DTYPE_I8) return "config.weights is neither F32 nor I8";
+  s->int8 = own.weights == LUNA_DTYPE_I8;
+#ifdef LUNA_NO_INT8
+  if (s->int8) return "config.weights: this build has no products in 8 bits";
+#endif
   if (s->int8 && li_stream_on_device(s))
     return "products in 8 bits are the CPU's; on a device config.weights must be 0";
-#else
-  if (config && config->weights) return "config.weights: this build has no products in 8 bits";
-#endif
   if (s->horizon < LUNA_HORIZON_NONE) return "config.horizon is less than LUNA_HORIZON_NONE";
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
   for (int i = 0; i < 8; i++)
@@ -18860,15 +18858,11 @@ LI_FN void li_stream_int8_file(luna_stream *s, const li_st *st) {
 /* Finds the values of a part, or of its bias, in the file. When it is false, s->ctx.error says what is wrong. */
 LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, const char *prefix,
                                const li_st *st, luna_tensor *own) {
+  char name[LI_MAX_NAME];
   li_st_tensor found;
-  li_text name = { s->ctx.error, s->ctx.error + sizeof s->ctx.error - 1 };
-  li_put(&name, prefix);
-  li_put(&name, p->name);
-  if (bias) name.at -= sizeof "weight" - 1;
-  if (bias) li_put(&name, "bias");
-  *name.at = 0;
-  if (li_st_value(st, s->ctx.error, &found) && found.rank == own->rank && found.shape[0] == own->shape[0] &&
-      (own->rank == 1 || found.shape[1] == own->shape[1])) {
+  li_print(name, sizeof name, "%s%s", prefix, p->name);
+  if (bias) memcpy(strrchr(name, '.'), ".bias", sizeof ".bias");
+  if (li_st_value(st, name, &found) && li_st_like(&found, own)) {
     own->data = (float *)(uintptr_t)li_st_borrow(&found);
     if (own->data && !bias) own->int8 = li_stream_int8_of(s, p->name, own);
 #ifndef LUNA_NO_INT8
@@ -18876,9 +18870,8 @@ LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, cons
 #endif
   }
   if (own->data || own->int8) return true;
-  li_put(&name, " is missing, of another shape, not F32 (nor I8 with scales), not aligned to 4 bytes, "
-                   "or this machine is not little-endian");
-  *name.at = 0;
+  li_print(s->ctx.error, sizeof s->ctx.error, "%s is missing, of another shape, not F32 (nor I8 with scales), not "
+           "aligned to 4 bytes, or this machine is not little-endian", name);
   return false;
 }
 /* Makes the stream's own tensors of parts, which then point to them. They are copies of those that a model's point to,
@@ -18901,54 +18894,37 @@ LI_FN bool li_stream_own(luna_stream *s, const li_part *parts, int count, const 
 }
 /* Lists what a step needs of a decoder layer; of cross-attention the rest is in `past`. */
 LI_FN int li_decoder_parts(luna_decoder_layer *layer, li_part *parts) {
-  int count = li_causal_attention_parts(&layer->self_attention, parts);
-  const li_part q = { true, LI_BOTH(layer->cross_attention.q), "", 1, 1, parts[0].init };
-  const li_part out = { true, LI_BOTH(layer->cross_attention.out), "", 1, 1, parts[0].init };
-  const li_part gate = { layer->config.output_gate, LI_BOTH(layer->cross_attention.gate), "", 1, 1,
-                            parts[0].init };
-  parts[count++] = q;
-  parts[count++] = out;
-  parts[count++] = gate;
-  parts[count++] = li_norm_part(true, &layer->self_norm, "", &layer->config);
-  parts[count++] = li_norm_part(true, &layer->cross_norm, "", &layer->config);
-  return count + li_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
+  luna_nested_attention_layer *cross = &layer->cross_attention;
+  const int count = li_causal_attention_parts(&layer->self_attention, parts);
+  const luna_init init = parts[0].init;
+  const li_part own[] = { { true, LI_BOTH(cross->q), "", 1, 1, init }, { true, LI_BOTH(cross->out), "", 1, 1, init },
+                          { true, LI_BOTH(cross->gate), "", 1, 1, init },
+                          li_norm_part(true, &layer->self_norm, "", &layer->config),
+                          li_norm_part(true, &layer->cross_norm, "", &layer->config) };
+  memcpy(parts + count, own, sizeof own);
+  return count + LI_LENGTH(own) +
+         li_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count + LI_LENGTH(own));
 }
 /* Makes layer `index` as that of a model's `layers` is, or as the file and the config say. */
-LI_FN bool li_stream_layer_own(luna_stream *s, int64_t index, const void *layers, const li_st *st) {
+LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, const void *layers, const li_st *st) {
   luna_causal_layer *causal = &s->layers[index].of.causal;
+  li_past *past = &s->layers[index].past;
   li_part parts[LI_MAX_PARTS];
   char prefix[48];
-  li_text text = { prefix, prefix + sizeof prefix - 1 };
+  past->position = li_stream_inputs(s, s->inputs, 1).position;
+  past->sources = s->sources;
+  past->slots = s->slots;
+  past->source_slots = s->source_slots;
   if (s->cross) {
     s->layers[index].of.decoder = ((const luna_decoder_layer *)layers)[index];
     return li_stream_own(s, parts, li_decoder_parts(&s->layers[index].of.decoder, parts), "", NULL);
   }
   if (layers) *causal = ((const luna_causal_layer *)layers)[index];
-  causal->config = s->model.config.layer;
-  causal->attention.config = causal->config;
-  li_put(&text, "layers.");
-  li_put_number(&text, index);
-  li_put(&text, ".");
-  *text.at = 0;
+  causal->config = causal->attention.config = s->model.config.layer;
+  li_print(prefix, sizeof prefix, "layers.%d.", index);
   if (!li_stream_own(s, parts, li_causal_layer_parts(causal, parts), prefix, st)) return false;
-  li_put(&text, "self_attn.");
-  *text.at = 0;
+  li_print(prefix, sizeof prefix, "layers.%d.self_attn.", index);
   return li_stream_own(s, parts, li_causal_attention_parts(&causal->attention, parts), prefix, st);
-}
-LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, const void *layers, const li_st *st) {
-  li_past *past = &s->layers[index].past;
-  past->position = li_stream_inputs(s, s->inputs, 1).position;
-  past->sources = s->sources;
-  past->slots = s->slots;
-  past->source_slots = s->source_slots;
-  return li_stream_layer_own(s, index, layers, st);
-}
-/* the parameters beside the layers */
-LI_FN bool li_stream_model_open(luna_stream *s, const li_st *st) {
-  li_part parts[LI_MAX_PARTS];
-  if (!li_stream_own(s, parts, li_lm_parts(&s->model, parts), "", st)) return false;
-  if (!s->model.config.outputs) s->model.output.weight = s->model.embedding;
-  return true;
 }
 /* Copies the mean and the scale of numbers to the host, one after the other. */
 LI_FN bool li_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, const luna_tensor *scale) {
@@ -18959,11 +18935,14 @@ LI_FN bool li_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, 
 /* Makes all tensors, of a model with `layers` or of the file, and computes what is computed once, but for what depends
    on a decoder's sources. */
 LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
-  const luna_lm *m = &s->model;
-  if (!li_stream_model_open(s, st)) return false;
+  luna_lm *m = &s->model;
+  li_part parts[LI_MAX_PARTS];
+  if (!li_stream_own(s, parts, li_lm_parts(m, parts), "", st)) return false;
+  if (!m->config.outputs) m->output.weight = m->embedding;
   s->head = s->bump.part[0].used;
   s->head_int8 = s->int8_size;
-  for (int64_t i = 0; i < s->model.config.layers; i++) if (!li_stream_layer_open(s, i, layers, st)) return false;
+  for (int64_t i = 0; i < m->config.layers; i++)
+    if (!li_stream_layer_open(s, i, layers, st)) return false;
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (m->config.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
   if (m->config.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
@@ -19132,7 +19111,6 @@ LI_FN luna_status li_stream_report(luna_ctx *ctx, const luna_stream *s, const ch
 }
 /* Ends opening: null where that has failed, which is then reported in the context. */
 LI_FN luna_stream *li_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, const char *name) {
-  if (!s) return NULL;
   if (good) return s;
   (void)li_stream_report(ctx, s, name);
   luna_stream_close(s);
@@ -19142,11 +19120,16 @@ LI_FN luna_stream *li_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, co
    and, of a model on a device, from there. When it is null, the context says why. */
 LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config,
                                   const void *layers, const char *name) {
+  const luna_op_kind kind = first->model.config.layer.forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
   luna_stream_config own;
+  size_t size = 0;
+  char *raw = NULL;
+  bool good = true;
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   if (own.weights == LUNA_DTYPE_F32) own.weights = ctx->options.weights;
+  first->horizon = li_params_horizon(first->model.params, 0);
   first->model_ctx = ctx;
   first->ctx.backend = ctx->backend;
   first->ctx.self = ctx->self;
@@ -19154,22 +19137,21 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
   first->ctx.options.allocator = ctx->options.allocator;
   first->ctx.options.log = ctx->options.log;
   first->ctx.options.log_user = ctx->options.log_user;
-  const char *wrong = ctx->options.measure ? "a context that measures has no weights" :
-      li_stream_config(first, &own);
-  if (wrong) return li_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong), (luna_stream *)NULL;
-  const luna_op_kind kind = first->model.config.layer.forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
-  if (li_stream_on_device(first) && !ctx->backend->op[kind].forward)
-    return li_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(kind)), (luna_stream *)NULL;
-  if (!li_stream_measure(first, layers)) return li_stream_report(ctx, first, name), (luna_stream *)NULL;
-  const size_t size = li_stream_lay_out(first, NULL);
-  first->memory_size = size + LI_ALIGN;
-  if (ctx->options.block)
-    return li_fail_status(ctx, LUNA_ERROR_STREAM_BLOCK, name, (int64_t)first->memory_size), (luna_stream *)NULL;
-  char *raw = (char *)li_raw_allocate(&ctx->options.allocator, first->memory_size);
-  if (!raw) return li_fail_memory(ctx, name, first->memory_size), (luna_stream *)NULL;
+  const char *wrong = ctx->options.measure ? "a context that measures has no weights" : li_stream_config(first, &own);
+  if (wrong) li_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong);
+  else if (li_stream_on_device(first) && !ctx->backend->op[kind].forward)
+    li_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(kind));
+  else if (!li_stream_measure(first, layers)) li_stream_report(ctx, first, name);
+  else {
+    size = li_stream_lay_out(first, NULL);
+    first->memory_size = size + LI_ALIGN;
+    if (ctx->options.block) li_fail_status(ctx, LUNA_ERROR_STREAM_BLOCK, name, (int64_t)first->memory_size);
+    else if ((raw = (char *)li_raw_allocate(&ctx->options.allocator, first->memory_size)) == NULL)
+      li_fail_memory(ctx, name, first->memory_size);
+  }
+  if (!raw) return NULL;
   luna_stream *s = (luna_stream *)(void *)(raw + (LI_ALIGN - (uintptr_t)raw % LI_ALIGN));
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
-  bool good = true;
   if (li_stream_on_device(first)) {
     first->device_memory = (char *)ctx->backend->allocate(ctx->self, first->device_size);
     if (!first->device_memory) good = li_fail_memory(ctx, name, first->device_size) == LUNA_OK;
@@ -19177,8 +19159,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
   s = li_stream_place(first, s, size);
   if (!li_stream_on_device(s)) s->ctx.state = &s->step_state;
   if (good) luna_stream_reset(s);
-  if (good && li_stream_fill(s, layers, NULL)) return s;
-  return li_stream_opened(ctx, s, false, name);
+  return li_stream_opened(ctx, s, good && li_stream_fill(s, layers, NULL), name);
 }
 
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
@@ -19186,14 +19167,15 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   luna_stream first;
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   if (!ctx) return NULL;
+  if (!li_is_luna(&model->config.layer)) {
+    li_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
+    return NULL;
+  }
+  if (li_backend_result(ctx, name, li_wait_for_owners(ctx)) != LUNA_OK) return NULL;
   memset(&first, 0, sizeof first);
-  first.horizon = li_params_horizon(model->params, 0);
   first.model = *model;
   first.model.config.layer.recompute = LUNA_RECOMPUTE_NONE;
-  if (!li_is_luna(&model->config.layer)) li_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
-  else if (li_backend_result(ctx, name, li_wait_for_owners(ctx)) == LUNA_OK)
-    return li_stream_opened(ctx, li_stream_make(ctx, &first, config, model->layers, name), true, name);
-  return NULL;
+  return li_stream_make(ctx, &first, config, model->layers, name);
 }
 
 LUNA_API void luna_stream_close(luna_stream *s) {
@@ -19694,17 +19676,18 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
   as->layer.memory = p->shape[1];
   as->positions = e->positions;
   as->max_length = c->max_target_length;
-  first.horizon = li_params_horizon(model->params, 0);
   first.sources = source->batch;
   first.cross = true;
   first.scale = li_embedding_factor(e);
   first.first_position = e->first_position;
+  first.model.params = model->params;
   first.model.embedding = model->embedding;
   first.model.positions = model->positions;
   first.model.norm = model->norm;
   first.model.output.weight = model->output;
   luna_stream *s = li_stream_make(ctx, &first, &config, model->layers, name);
-  bool good = s && li_stream_real(s, s->slots, s->batch, source) &&
+  if (!s) return NULL;
+  bool good = li_stream_real(s, s->slots, s->batch, source) &&
               li_stream_real(s, s->source_slots, source->batch, source);
   for (int64_t i = 0; good && i < s->model.config.layers; i++)
     good = li_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
