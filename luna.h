@@ -13326,6 +13326,11 @@ LI_FN bool li_names_grow(luna_ctx *ctx, li_names *names, int64_t size) {
   *names = grown;
   return true;
 }
+LI_FN uint64_t li_hash(const char *name) { /* FNV-1a */
+  uint64_t h = 0xCBF29CE484222325u;
+  for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
+  return h;
+}
 LI_FN li_param *li_param_find(const luna_params *params, const char *name) {
   if (!params || params->size == 0) return NULL;
   return *li_names_slot(&params->names, name, li_hash(name));
@@ -13449,11 +13454,6 @@ LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t
   luna_tensor *t = luna_tensor_new(ctx, NULL, rank, shape);
   const luna_status status = t ? li_first_write(t, init, use, seed) : LUNA_OK;
   return status == LUNA_OK ? t : li_fail_backend(ctx, name, status);
-}
-LI_FN uint64_t li_hash(const char *name) { /* FNV-1a */
-  uint64_t h = 0xCBF29CE484222325u;
-  for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
-  return h;
 }
 
 /* whether the shapes are the same */
