@@ -10447,6 +10447,39 @@ LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
 #endif
 }
 
+/* y [outer, columns] += factor * the sums of the rows of x, `outer` matrices that lie one behind the other. Threads
+   share the columns. */
+typedef struct li_sum_work {
+  const li_kernels *kernels;
+  int64_t outer;
+  li_matrix x;
+  float factor;
+  float *y;
+} li_sum_work;
+LI_HOT void li_sum_columns_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_sum_work *w = (const li_sum_work *)work;
+  li_matrix x = w->x;
+  (void)thread;
+  for (int64_t o = 0; o < w->outer; o++, x.at += x.rows * x.row)
+    w->kernels->sum_rows(li_columns(x, first, last), w->factor, w->y + o * x.columns + first);
+}
+LI_HOT void li_sum_lines_task(void *work, int64_t thread, int64_t first, int64_t last) { /* x has one column */
+  const li_sum_work *w = (const li_sum_work *)work;
+  (void)thread;
+  for (int64_t o = first; o < last; o++)
+    w->y[o] += (float)(w->kernels->sum(w->x.rows, w->x.at + o * w->x.rows) * (double)w->factor);
+}
+LI_HOT void li_sum_columns(const luna_op *op, li_matrix x, float *y) {
+  li_sum_work w = { li_k(op), 1, x, 1, y };
+  if (y) li_each(x.rows * x.columns > LI_SPLIT ? &op->ctx->parallel : NULL, x.columns, li_sum_columns_task, &w);
+}
+LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
+  li_sum_work w = { li_k(op), shape[0], li_dense(x, shape[1], shape[2]), factor, y };
+  const li_parallel *parallel = shape[0] * shape[1] * shape[2] > LI_SPLIT ? &op->ctx->parallel : NULL;
+  if (shape[2] > 1) li_each(parallel, shape[2], li_sum_columns_task, &w);
+  else if (shape[2] == 1) li_each(parallel, shape[0], li_sum_lines_task, &w);
+}
+
 /* --- shapes: permute, slice, concat, repeat --- */
 LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
@@ -10518,38 +10551,10 @@ LI_FN luna_status li_expand_forward(luna_op *op) {
   return LUNA_OK;
 }
 LI_FN luna_status li_expand_backward(luna_op *op) {
-  const li_matrix dy = li_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0]));
-  li_k(op)->sum_rows(dy, 1.0f, op->in[0]->grad);
+  li_sum_columns(op, li_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0])), op->in[0]->grad);
   return LUNA_OK;
 }
 #define LI_CPU_EXPAND LI_CPU_OP(li_query_nothing, li_expand_forward, li_expand_backward, 0)
-
-/* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
-typedef struct li_sum_work {
-  const li_kernels *kernels;
-  int64_t outer, axis, inner;
-  float factor;
-  const float *x;
-  float *y;
-} li_sum_work;
-LI_HOT void li_sum_task(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_sum_work *w = (const li_sum_work *)work;
-  (void)thread;
-  if (w->inner > 1) {
-    for (int64_t o = 0; o < w->outer; o++)
-      w->kernels->sum_rows(li_columns(li_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
-                           w->factor, w->y + o * w->inner + first);
-  }
-  if (w->inner == 1) {
-    for (int64_t o = first; o < last; o++)
-      w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
-  }
-}
-LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
-  li_sum_work w = { li_k(op), shape[0], shape[1], shape[2], factor, x, y };
-  li_each(shape[0] * shape[1] * shape[2] > LI_SPLIT ? &op->ctx->parallel : NULL,
-          w.inner > 1 ? w.inner : w.outer, li_sum_task, &w);
-}
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: li_unbroadcast --- */
 /* li_broadcast where in[1]'s shape is that of in[0], or of its last axes */
@@ -11028,10 +11033,6 @@ LI_FN void li_linear_slope(luna_op *op, int64_t first, int64_t last) {
 LI_FN const float *li_linear_dy(const luna_op *op) {
   return li_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
 }
-LI_FN void li_linear_bias(luna_op *op, int64_t first, int64_t last) {
-  const li_matrix dy = li_dense(li_linear_dy(op), li_rows(op->in[0]), li_last(op->out[0]));
-  li_k(op)->sum_rows(li_columns(dy, first, last), 1.0f, op->in[2]->grad + first);
-}
 /* the gradient of an input that is added to the result, the last one or scatter-add's x, unless it shares out[0]'s */
 LI_FN luna_tensor *li_added(const luna_op *op) {
   return op->in[op->kind == LUNA_OP_SCATTER_ADD ? 0 : op->inputs - 1];
@@ -11055,7 +11056,7 @@ LI_FN luna_status li_linear_backward(luna_op *op) {
     li_linear_product(op, which, li_linear_dy(op), &g);
     if (g.c) li_run_gemm(li_k(op), &g, &op->ctx->parallel, scratch);
   }
-  if (li_grad(op, 2)) li_split(op, li_last(op->out[0]), li_rows(op->in[0]), li_linear_bias);
+  li_sum_columns(op, li_dense(li_linear_dy(op), li_rows(op->in[0]), li_last(op->out[0])), li_grad(op, 2));
   li_added_backward(op);
   return LUNA_OK;
 }
@@ -11306,9 +11307,8 @@ LI_FN luna_status li_feed_forward_backward(luna_op *op) {
     for (int which = 2; which < 4; which++) li_ffn_multiply(&w, which);
     li_each(parallel, LI_FFN_PARTS, li_ffn_slope, &w);
     const li_matrix sums = li_dense(w.sums, LI_FFN_PARTS, w.hidden + w.out);
-    if (li_grad(op, 2)) li_k(op)->sum_rows(li_columns(sums, 0, w.hidden), 1.0f, op->in[2]->grad);
-    if (li_grad(op, 4))
-      li_k(op)->sum_rows(li_columns(sums, w.hidden, w.hidden + w.out), 1.0f, op->in[4]->grad);
+    li_sum_columns(op, li_columns(sums, 0, w.hidden), li_grad(op, 2));
+    li_sum_columns(op, li_columns(sums, w.hidden, w.hidden + w.out), li_grad(op, 4));
     for (int which = 4; which < 6; which++) li_ffn_multiply(&w, which);
   }
   return LUNA_OK;
@@ -11391,18 +11391,13 @@ LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
     if (a.dx) li_k(op)->layer_norm_backward(&a);
   }
 }
-LI_FN void li_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = li_last(op->in[0]), blocks = li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS);
-  const li_matrix sums = li_dense((const float *)op->workspace, blocks, 2 * n);
-  for (int i = 0; i < 2; i++)
-    if (li_grad(op, 1 + i))
-      li_k(op)->sum_rows(li_columns(sums, i * n + first, i * n + last), 1.0f, li_grad(op, 1 + i) + first);
-}
 LI_SPLIT_ALL(li_layer_norm_forward, li_layer_norm_body, li_rows(op->in[0]), li_last(op->in[0]))
 LI_FN luna_status li_layer_norm_backward(luna_op *op) {
   const int64_t n = li_last(op->in[0]), blocks = li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS);
+  const li_matrix sums = li_dense((const float *)op->workspace, blocks, 2 * n);
   li_split(op, blocks, LI_NORM_ROWS * n, li_layer_norm_back);
-  if (li_grad(op, 1) || li_grad(op, 2)) li_split(op, n, blocks, li_layer_norm_columns);
+  li_sum_columns(op, li_columns(sums, 0, n), li_grad(op, 1));
+  li_sum_columns(op, li_columns(sums, n, 2 * n), li_grad(op, 2));
   return LUNA_OK;
 }
 #define LI_CPU_LAYER_NORM \
@@ -11623,9 +11618,11 @@ typedef struct li_logits {
   float *panels;                     /* x, as the products for W's gradient read it */
   void *scratch;
 } li_logits;
+LI_FN li_matrix li_logits_matrix(const li_logits *w) {
+  return li_strided(w->panel, w->part.rows, w->part.columns, w->part.grad_row);
+}
 LI_FN void li_logits_product(const li_logits *w, int which, li_gemm *g) {
-  const li_matrix y = li_strided(w->panel, w->part.rows, w->part.columns, w->part.grad_row);
-  li_linear_columns(w->op, which, y, w->part.first, g);
+  li_linear_columns(w->op, which, li_logits_matrix(w), w->part.first, g);
   if (which == 2) g->b_panels = w->panels;
 }
 LI_FN void li_logits_multiply(const li_logits *w, int which) {
@@ -11684,12 +11681,6 @@ LI_FN void li_logits_panel(void *work, int64_t thread, int64_t first, int64_t la
   if (a.sums) li_k(w->op)->cross_entropy(&a);
   else li_k(w->op)->cross_entropy_backward(&a);
 }
-LI_FN void li_logits_bias(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_logits *w = (const li_logits *)work;
-  const li_matrix dy = li_strided(w->panel, w->part.rows, w->part.columns, w->part.grad_row);
-  (void)thread;
-  li_k(w->op)->sum_rows(li_columns(dy, first, last), 1.0f, w->op->in[2]->grad + w->part.first + first);
-}
 LI_FN void li_linear_cross_entropy_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * sizeof(float);
   op->workspace_size = li_logits_workspace(op, false);
@@ -11715,7 +11706,7 @@ LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
     li_each(parallel, w.part.rows, li_logits_panel, &w);
     li_logits_multiply(&w, 1);
     li_logits_multiply(&w, 2);
-    if (li_grad(op, 2)) li_each(parallel, w.part.columns, li_logits_bias, &w);
+    li_sum_columns(op, li_logits_matrix(&w), li_offset(li_grad(op, 2), first));
   }
   return LUNA_OK;
 }
