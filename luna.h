@@ -2020,7 +2020,7 @@ typedef struct luna_op {
     struct { bool rms; float epsilon; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t heads, first; float base; } rotary;
-    struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
+    struct { int64_t width; } mask;  /* floats a row */
     /* a: outer * inner matrices, b: inner */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul;
     struct { bool recompute; } feed_forward;
@@ -10806,7 +10806,7 @@ LI_PART_OP(cumsum, op->arg.reduce.outer * li_divide_up(op->arg.reduce.inner, LI_
            op->arg.reduce.axis * li_min(op->arg.reduce.inner, LI_CUMSUM_COLUMNS))
 #define LI_CPU_CUMSUM LI_CPU_OP(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
 
-/* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
+/* --- mask: rows from lengths[b] on become 0, and what they hold is not read --- */
 LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   const int64_t n = op->arg.mask.width;
@@ -10815,8 +10815,7 @@ LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
     float *to = (back ? x->grad : y->data) + r * n;
     if (!masked && back) li_k(op)->add(n, to, y->grad + r * n, to);
     else if (!masked) memcpy(to, x->data + r * n, (size_t)n * sizeof(float));
-    else if (!back)
-      for (int64_t i = 0; i < n; i++) to[i] = op->arg.mask.fill;
+    else if (!back) memset(to, 0, (size_t)n * sizeof(float));
   }
 }
 LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
@@ -12699,7 +12698,6 @@ typedef struct li_build {
   li_mark mark;
   const char *name;
   bool failed;                       /* integers did not fit, which is reported: li_finish gives null */
-  int uncut;                         /* bits of the inputs that may be parts of a batch while the result is none */
   int64_t counted;                   /* of a loss: see luna_counted */
 } li_build;
 
@@ -12707,7 +12705,6 @@ LI_HOT void li_start_in(li_build *s, luna_ctx *ctx, luna_op_kind kind, const cha
   li_clear(&s->op, sizeof s->op);
   s->name = LI_NAME(name);
   s->failed = false;
-  s->uncut = 0;
   if (ctx->bump) {                   /* the rest is not read */
     s->mark.bytes[0] = ctx->bump->part[0].used;
     s->mark.bytes[1] = ctx->bump->part[1].used;
@@ -12863,13 +12860,12 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
 LI_FN uint32_t li_part_masks(const luna_ctx *ctx) {
   return ctx->shares && li_on_device(ctx) ? (uint32_t)ctx->part.first << 16 : 0;
 }
-/* what an op's result is of a batch that is shared: the same as the first input that is a part */
-LI_HOT li_cut li_cut_made(const li_build *s) {
+/* what an op's result is of a batch that is shared: the same as the first input that is a part, but not where rows are
+   gathered, in any order */
+LI_HOT li_cut li_cut_made(const luna_op *op) {
   const li_cut none = { 0, 0 };
-  for (int i = 0; i < s->op.inputs; i++) {
-    const luna_tensor *in = s->op.in[i];
-    if (in && in->own->cut.own > 0 && !(s->uncut >> i & 1)) return in->own->cut;
-  }
+  for (int i = 0; i < op->inputs && op->kind != LUNA_OP_EMBEDDING; i++)
+    if (op->in[i] && op->in[i]->own->cut.own > 0) return op->in[i]->own->cut;
   return none;
 }
 /* whether an op may be run; if not, the failure is reported */
@@ -12920,7 +12916,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
   if (op->out[0] && extra) op->out[op->outputs++] = li_tensor_make(ctx, extra_rank, extra_shape);
   if (!op->out[op->outputs - 1])
     return li_op_no_memory(s, (size_t)li_shape_count(rank, shape) * sizeof(float));
-  for (int i = 0; i < op->outputs; i++) op->out[i]->own->cut = li_cut_made(s);
+  for (int i = 0; i < op->outputs; i++) op->out[i]->own->cut = li_cut_made(op);
   if (!li_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!li_op_run(op, &status)) {
     li_piece_give(ctx, &op->own->kept_piece);
@@ -14107,7 +14103,7 @@ LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool m
   s.op.arg.reduce.axis = x->shape[axis];
   s.op.arg.reduce.factor = mean && size ? 1.0f / (float)size : 1.0f;
   if (kind == LUNA_OP_CUMSUM) return li_finish_like(&s, x);
-  return x->rank == 1 ? li_finish(&s, 1, shape) : li_finish(&s, x->rank - 1, shape);
+  return li_finish(&s, x->rank == 1 ? 1 : x->rank - 1, shape);
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
   return li_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
@@ -14290,15 +14286,14 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-/* x as [count, 1], with `fill` where keep, in the step, has 0 and not 1; what was there is not read */
-LI_FN luna_tensor *li_select(luna_tensor *x, const int32_t *keep, float fill, const char *name) {
+/* x as [count, 1], with 0 where keep, in the step, has 0 and not 1; what was there is not read */
+LI_FN luna_tensor *li_select(luna_tensor *x, const int32_t *keep, const char *name) {
   const int64_t count = luna_count(x);
   li_build s;
   x = li_reshape(x, 2, count, 1, 1, 1);
   if (!li_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
   s.op.lengths = li_on_device(x->ctx) ? li_integers_copy(&s, keep, count) : keep;
   s.op.arg.mask.width = 1;
-  s.op.arg.mask.fill = fill;
   return s.op.lengths ? li_finish_like(&s, x) : li_abandon(&s);
 }
 
@@ -14386,7 +14381,6 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
   luna_tensor *flat = li_as_rows(x, "luna_gather_rows");
   li_build s;
   if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
-  s.uncut = 1;                       /* rows in any order */
   return li_indexed(&s, x, indices, count, count);
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
@@ -14579,13 +14573,13 @@ LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targ
   if (counted == 0) li_log_ignored(values->ctx, name, "targets", count);
   t->given = given;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
-  t->x = li_select(values, given, 0, name);
+  t->x = li_select(values, given, name);
   return t->x != NULL;
 }
 /* the values less their targets [count, 1], 0 where there is none */
 LI_FN luna_tensor *li_errors(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
   if (!li_targets_take(t, values, targets, name)) return NULL;
-  return li_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, 0, name);
+  return li_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, name);
 }
 LI_FN luna_tensor *li_mean_given(const li_targets *t, luna_tensor *losses) {
   return li_counts(luna_scale(luna_sum(losses, 0), t->share), t->counted);
@@ -14658,8 +14652,8 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
   }
   if (!li_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
   luna_tensor *y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
-  luna_tensor *no = li_select(luna_add_scalar(luna_scale(y, -1), 1), t.given, 0, "luna_binary_cross_entropy");
-  y = li_select(y, t.given, 0, "luna_binary_cross_entropy");
+  luna_tensor *no = li_select(luna_add_scalar(luna_scale(y, -1), 1), t.given, "luna_binary_cross_entropy");
+  y = li_select(y, t.given, "luna_binary_cross_entropy");
   luna_tensor *yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y);
   no = luna_mul(luna_softplus(t.x), no);
   return li_result(scope, li_mean_given(&t, luna_add(yes, no)));

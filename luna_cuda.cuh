@@ -1155,23 +1155,22 @@ static void lunacu_drop_out(luna_op *op, bool back) {
   lunacu_map_way<8>(op, w, true, lunacu_drops{w.from, lunacu_op_dropout(op)});
 }
 
-/* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
+/* --- mask: rows from lengths[b] on become 0, and what they hold is not read --- */
 struct lunacu_masked {
   const float *x;
   const int32_t *lengths;
   int64_t n, width;                  /* rows of a sequence, floats of a row */
-  float fill;
   template <int Width> __device__ void at(int64_t i, float (&v)[Width]) const {
     const int64_t row = i / width;
     if (row % n < lengths[row / n]) lunacu_get(x + i, v);
     else
-      LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] = fill;
+      LUNACU_UNROLL for (int k = 0; k < Width; k++) v[k] = 0;
   }
 };
 static void lunacu_mask(luna_op *op, bool back) {
   const lunacu_way w = lunacu_way_of(op, back);
   const int64_t width = op->arg.mask.width;
-  const lunacu_masked f = {w.from, op->lengths, op->in[0]->shape[1], width, back ? 0 : op->arg.mask.fill};
+  const lunacu_masked f = {w.from, op->lengths, op->in[0]->shape[1], width};
   lunacu_map_way(op, w, width % 4 == 0, f);
 }
 
