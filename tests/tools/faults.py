@@ -109,11 +109,11 @@ for name in re.findall(r"^  M\(([A-Z0-9_]+), ", header, re.M):
           f"(li_k(op)->activate((int)op->activation, last - first, x, y), {NEGATE}(y, last - first))",
           f"op->activation == LUNA_ACTIVATION_{name}")
 plants("REDUCE", "li_reduce_forward", "op->arg.reduce.factor", sign="-op->arg.reduce.factor")
-plants("REDUCE", "li_sum_task", "w->y + o * w->inner", order="w->y + (w->outer - 1 - o) * w->inner")
-plants("REDUCE", "li_sum_task", "w->y[o]", order="w->y[w->outer - 1 - o]")
-plants("REDUCE", "li_sum_task", "w->x + o * w->axis * w->inner", index="w->x + o * w->axis * w->inner - (o > 0)")
-plants("REDUCE", "li_sum_task", "w->kernels->sum(w->axis, w->x + o * w->axis)",
-       index="w->kernels->sum(w->axis, w->x + o * w->axis - (o > 0))")
+plants("REDUCE", "li_sum_columns_task", "w->y + o * x.columns", order="w->y + (w->outer - 1 - o) * x.columns")
+plants("REDUCE", "li_sum_columns_task", "x.rows * x.row", index="x.rows * x.row - 1")
+plants("REDUCE", "li_sum_lines_task", "w->y[o]", order="w->y[w->outer - 1 - o]")
+plants("REDUCE", "li_sum_lines_task", "w->kernels->sum(w->x.rows, w->x.at + o * w->x.rows)",
+       index="w->kernels->sum(w->x.rows, w->x.at + o * w->x.rows - (o > 0))")
 plants("MAX", "li_max_run", "found ? x->data[start + at * inner] : 0",
        sign="found ? -x->data[start + at * inner] : 0", index="found ? x->data[start + at / 2 * inner] : 0")
 plants("MAX", "li_first_max", "x[i * stride] > x[*at * stride]", order="x[i * stride] < x[*at * stride]")
