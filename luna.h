@@ -10373,8 +10373,9 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
-   Guarded by tests/engine/ops.c (against the reference) and tests/engine/gradients.c (finite differences).
+   >>impl_backend: the kinds of ops, and what the CPU's backend does beside them: it copies and zeroes memory, counts
+   steps, and makes the optimisers' norm and update. >>impl_ops has the ops, and at its end the table with all of this.
+   Guarded by tests/engine/trainer.c and tests/engine/optimizer_hook.c.
    ------------------------------------------------------------------------------------------------------------------ */
 static const struct { const char *name; int reads; bool cheap; } li_ops[] = {
 #define LI_OP_KIND(name, tier, reads, cheap) { #name, reads, cheap },
@@ -10387,47 +10388,8 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   return (unsigned)kind < LUNA_OP_COUNT ? li_ops[kind].name : "unknown";
 }
 
-/* LI_CPU_<NAME>, beside its functions, is an op's entry in the table */
-#define LI_CPU_OP(query, forward, backward, can) \
-  { query, forward, LI_TRAIN(backward), can }
-
 #define LI_SPLIT 8192             /* elements worth handing to a thread */
 
-/* body(op, first, last) over [0, count) in shares of whole units */
-typedef void (*li_body)(luna_op *op, int64_t first, int64_t last);
-typedef struct li_split_work { luna_op *op; li_body body; int64_t count, unit; } li_split_work;
-LI_HOT void li_split_task(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_split_work *w = (const li_split_work *)work;
-  (void)thread;
-  w->body(w->op, first * w->unit, li_min(last * w->unit, w->count));
-}
-LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body body) {
-  li_split_work w = { op, body, count, li_max(1, LI_SPLIT / li_max(1, width)) };
-  li_each(&op->ctx->parallel, li_divide_up(count, w.unit), li_split_task, &w);
-  return LUNA_OK;
-}
-/* What these four macros define has its whole name in the op's LI_CPU_<NAME> below. `function`: all of `body` */
-#define LI_SPLIT_ALL(function, body, count, width) \
-  LI_FN luna_status function(luna_op *op) { return li_split(op, count, width, body); }
-/* li_<name>_forward and li_<name>_backward, by li_<name>_body and li_<name>_back */
-#define LI_SPLIT_OP(name, count, width) \
-  LI_SPLIT_ALL(li_##name##_forward, li_##name##_body, count, width) \
-  LI_SPLIT_ALL(li_##name##_backward, li_##name##_back, count, width)
-/* where both are li_<name>_part(op, back, first, last) */
-#define LI_PART_OP(name, count, width) \
-  LI_FN void li_##name##_body(luna_op *op, int64_t first, int64_t last) { \
-    li_##name##_part(op, false, first, last); \
-  } \
-  LI_FN void li_##name##_back(luna_op *op, int64_t first, int64_t last) { \
-    li_##name##_part(op, true, first, last); \
-  } \
-  LI_SPLIT_OP(name, count, width)
-/* of an op that is not split: li_<name>_run(op, back) */
-#define LI_RUN_OP(name) \
-  LI_FN luna_status li_##name##_forward(luna_op *op) { return li_##name##_run(op, false); } \
-  LI_FN luna_status li_##name##_backward(luna_op *op) { return li_##name##_run(op, true); }
-
-LI_INLINE const li_kernels *li_k(const luna_op *op) { return op->ctx->kernels; }
 LI_INLINE int64_t li_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
 LI_HOT int64_t li_rows(const luna_tensor *t) { /* of the last axis, which may have no elements */
   int64_t rows = 1;
@@ -10435,1492 +10397,6 @@ LI_HOT int64_t li_rows(const luna_tensor *t) { /* of the last axis, which may ha
   return rows;
 }
 LI_INLINE const luna_tensor *li_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
-LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
-LI_FN void li_query_nothing(luna_op *op) { (void)op; }
-LI_INLINE bool li_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
-/* input i in 8 bits, for a product of an inference */
-LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
-#ifdef LUNA_NO_INT8
-  return (void)op, (void)i, (const li_int8 *)NULL;
-#else
-  return op->ctx->training ? NULL : op->in[i]->int8;
-#endif
-}
-
-/* y [outer, columns] += factor * the sums of the rows of x, `outer` matrices that lie one behind the other. Threads
-   share the columns. */
-typedef struct li_sum_work {
-  const li_kernels *kernels;
-  int64_t outer;
-  li_matrix x;
-  float factor;
-  float *y;
-} li_sum_work;
-LI_HOT void li_sum_columns_task(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_sum_work *w = (const li_sum_work *)work;
-  li_matrix x = w->x;
-  (void)thread;
-  for (int64_t o = 0; o < w->outer; o++, x.at += x.rows * x.row)
-    w->kernels->sum_rows(li_columns(x, first, last), w->factor, w->y + o * x.columns + first);
-}
-LI_HOT void li_sum_lines_task(void *work, int64_t thread, int64_t first, int64_t last) { /* x has one column */
-  const li_sum_work *w = (const li_sum_work *)work;
-  (void)thread;
-  for (int64_t o = first; o < last; o++)
-    w->y[o] += (float)(w->kernels->sum(w->x.rows, w->x.at + o * w->x.rows) * (double)w->factor);
-}
-LI_HOT void li_sum_columns(const luna_op *op, li_matrix x, float *y) {
-  li_sum_work w = { li_k(op), 1, x, 1, y };
-  if (y) li_each(x.rows * x.columns > LI_SPLIT ? &op->ctx->parallel : NULL, x.columns, li_sum_columns_task, &w);
-}
-LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
-  li_sum_work w = { li_k(op), shape[0], li_dense(x, shape[1], shape[2]), factor, y };
-  const li_parallel *parallel = shape[0] * shape[1] * shape[2] > LI_SPLIT ? &op->ctx->parallel : NULL;
-  if (shape[2] > 1) li_each(parallel, shape[2], li_sum_columns_task, &w);
-  else if (shape[2] == 1) li_each(parallel, shape[0], li_sum_lines_task, &w);
-}
-
-/* --- shapes: permute, slice, concat, repeat --- */
-LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
-  const luna_tensor *x = op->in[0], *y = op->out[0];
-  const float *from = back ? y->grad : x->data;
-  float *to = back ? x->grad : y->data;
-  int64_t stride[4], shape[4];
-  for (int a = 0; a < 4; a++) {      /* of y's axes, after axes of size 1 */
-    const int own = a - (4 - x->rank);
-    shape[a] = own < 0 ? 1 : y->shape[own];
-    stride[a] = 1;
-    for (int i = own < 0 ? 0 : (int)op->arg.permute.axes[own] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
-  }
-  const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* of a transposed row: 16 lines stay in cache */
-  for (int64_t i = 0; i < shape[0] * shape[1]; i++)
-    for (int64_t first = 0; first < shape[3]; first += run)
-      for (int64_t j = 0; j < shape[2]; j++) {
-        const int64_t n = li_min(run, shape[3] - first), at = (i * shape[2] + j) * shape[3] + first;
-        const int64_t row = i / shape[1] * stride[0] + i % shape[1] * stride[1] + j * stride[2] + first * stride[3];
-        if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)n * sizeof(float));
-        else if (stride[3] == 1) li_k(op)->add(n, to + row, from + at, to + row);
-        else if (!back)
-          for (int64_t k = 0; k < n; k++) to[at + k] = from[row + k * stride[3]];
-        else
-          for (int64_t k = 0; k < n; k++) to[row + k * stride[3]] += from[at + k];
-      }
-  return LUNA_OK;
-}
-LI_RUN_OP(permute)
-#define LI_CPU_PERMUTE LI_CPU_OP(li_query_nothing, li_permute_forward, li_permute_backward, 0)
-
-/* Copies the part of an axis that begins at `start` out of the whole, of a slice, or into it; back: adds the gradient
-   the other way. */
-LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
-                         int64_t start, bool back) {
-  const bool to_whole = (op->kind == LUNA_OP_SLICE) == back;
-  int64_t inner = 1;
-  for (int64_t a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
-  const int64_t width = part->shape[axis] * inner, stride = whole->shape[axis] * inner;
-  const int64_t rows = stride > 0 ? luna_count(whole) / stride : 0;
-  for (int64_t r = 0; r < rows; r++) {
-    float *w = (back ? whole->grad : whole->data) + r * stride + start * inner;
-    float *p = (back ? part->grad : part->data) + r * width;
-    float *to = to_whole ? w : p;
-    const float *from = to_whole ? p : w;
-    if (back) li_k(op)->add(width, to, from, to);
-    else li_copy(to, from, (size_t)width * sizeof(float));
-  }
-}
-LI_FN luna_status li_slice_run(luna_op *op, bool back) {
-  li_axis_part(op, op->in[0], op->out[0], op->arg.slice.axis, op->arg.slice.start, back);
-  return LUNA_OK;
-}
-LI_RUN_OP(slice)
-#define LI_CPU_SLICE LI_CPU_OP(li_query_nothing, li_slice_forward, li_slice_backward, 0)
-LI_HOT luna_status li_concat_run(luna_op *op, bool back) {
-  const int64_t axis = op->arg.concat.axis;
-  int64_t start = 0;
-  for (int i = 0; i < op->inputs; start += op->in[i++]->shape[axis])
-    if (!back || op->in[i]->grad) li_axis_part(op, op->out[0], op->in[i], axis, start, back);
-  return LUNA_OK;
-}
-LI_RUN_OP(concat)
-#define LI_CPU_CONCAT LI_CPU_OP(li_query_nothing, li_concat_forward, li_concat_backward, 0)
-
-LI_FN luna_status li_expand_forward(luna_op *op) {
-  const int64_t n = luna_count(op->in[0]);
-  for (int64_t i = 0; i < op->arg.expand.count; i++)
-    memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
-  return LUNA_OK;
-}
-LI_FN luna_status li_expand_backward(luna_op *op) {
-  li_sum_columns(op, li_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0])), op->in[0]->grad);
-  return LUNA_OK;
-}
-#define LI_CPU_EXPAND LI_CPU_OP(li_query_nothing, li_expand_forward, li_expand_backward, 0)
-
-/* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: li_unbroadcast --- */
-/* li_broadcast where in[1]'s shape is that of in[0], or of its last axes */
-LI_FN bool li_broadcasts_rows(luna_op *op, int64_t *shape) {
-  const luna_tensor *a = op->in[0], *b = op->in[1];
-  int64_t rows = 1, n = 1;
-  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
-  for (int i = 0; i < a->rank; i++) {
-    const int at = i - a->rank + b->rank;
-    shape[i] = a->shape[i];
-    *(at < 0 ? &rows : &n) *= shape[i];
-    if (at >= 0 && shape[i] != b->shape[at]) return false;
-  }
-  if (n < 1) return false;
-  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
-  op->arg.elementwise.shape[2] = rows;
-  op->arg.elementwise.shape[3] = n;
-  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
-  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
-  return true;
-}
-/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
-   which are 0 before */
-LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
-  int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
-  int rank = 0, to = LUNA_MAX_RANK;
-  if (li_broadcasts_rows(op, shape)) return op->in[0]->rank;
-  for (int k = 0; k < op->inputs; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
-  for (int a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
-  for (int a = rank - 1; a >= 0; a--) {
-    shape[a] = 1;
-    for (int k = 0; k < op->inputs; k++) {
-      const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
-      size[k] = at >= 0 ? op->in[k]->shape[at] : 1;
-      if (size[k] == 1) continue;
-      if (shape[a] != 1 && shape[a] != size[k]) return -1;
-      shape[a] = size[k];
-    }
-    if (total >= 0) total = li_checked(total, shape[a]);
-    if (shape[a] == 1 || total < 0) continue; /* too large: li_finish says so */
-    bool joins = to < LUNA_MAX_RANK;
-    for (int k = 0; k < op->inputs; k++) {
-      stride[k] = size[k] == 1 ? 0 : count[k];
-      count[k] *= size[k];
-      joins = joins && stride[k] == op->arg.elementwise.stride[k][to] * op->arg.elementwise.shape[to];
-    }
-    if (!joins) to--;
-    op->arg.elementwise.shape[to] *= shape[a];
-    for (int k = 0; k < op->inputs && !joins; k++) op->arg.elementwise.stride[k][to] = stride[k];
-  }
-  return rank;
-}
-LI_HOT bool li_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
-/* elements [first, last) of the result or, where arg names an input, of its gradient before it is summed */
-LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t *shape = op->arg.elementwise.shape;
-  const int input = op->arg.elementwise.input;
-  const bool back = LI_TRAINS && input >= 0, repeated = back && li_is_repeated(op, input);
-  float *y = back ? op->in[input]->grad : op->out[0]->data;
-  li_elements e;
-  if (repeated) y = (float *)op->workspace;
-  e.kind = (int)op->kind;
-  for (int64_t at = first; at < last; at += e.n) {
-    const int64_t i = at % shape[3], row = at / shape[3];
-    e.n = li_min(shape[3] - i, last - at);
-    for (int k = 0; k < 3; k++) {
-      const int64_t *stride = op->arg.elementwise.stride[k];
-      const bool there = op->in[k] && (!back || (li_ops[op->kind].reads & LUNA_READS_IN(k)));
-      e.step[k] = there ? stride[3] : 0;
-      e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
-                       row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
-    }
-    if (back) li_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at,
-                                          !repeated && !(op->sets >> input & 1));
-    else if (op->kind == LUNA_OP_ADD && e.step[0] && e.step[1]) li_k(op)->add(e.n, e.x[0], e.x[1], y + at);
-    else if (op->kind == LUNA_OP_MUL && e.step[0] && e.step[1]) li_k(op)->mul(e.n, e.x[0], e.x[1], y + at);
-    else li_k(op)->elementwise(&e, y + at);
-  }
-}
-LI_FN luna_status li_elementwise_forward(luna_op *op) {
-  op->arg.elementwise.input = -1;
-  return li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
-}
-/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is
-   that of the result but for its sign, there already), then the sums over each axis along which it repeats. */
-LI_FN bool li_gives_grad(const luna_op *op) { return li_ops[op->kind].reads == 0; }
-LI_FN void li_elementwise_query(luna_op *op) {
-  const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
-  if (LI_TRAINS && op->training) {
-    for (int k = 0; k < op->inputs; k++)
-      if (op->in[k]->needs_grad && li_is_repeated(op, k))
-        op->backward_workspace_size = li_gives_grad(op) ? bytes : 2 * bytes;
-  }
-}
-LI_FN void li_unbroadcast(luna_op *op, int k) {
-  const int64_t *stride = op->arg.elementwise.stride[k];
-  const float *from = li_gives_grad(op) ? op->out[0]->grad : (float *)op->workspace;
-  float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
-  float *next = (float *)op->workspace + (li_gives_grad(op) ? 0 : luna_count(op->out[0]));
-  int64_t shape[LUNA_MAX_RANK], left = luna_count(op->out[0]) / luna_count(op->in[k]);
-  memcpy(shape, op->arg.elementwise.shape, sizeof shape);
-  for (int a = 0; a < LUNA_MAX_RANK; a++) {
-    int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, after it */
-    if (stride[a] != 0 || shape[a] == 1) continue;
-    for (int b = 0; b < LUNA_MAX_RANK; b++) sums[(b >= a) + (b > a)] *= shape[b];
-    left /= shape[a];
-    float *to = left == 1 ? op->in[k]->grad : next;
-    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(sums[0] * sums[2]) * sizeof(float));
-    li_sum_axis(op, sums, factor, from, to);
-    shape[a] = 1;
-    factor = 1;
-    from = to;
-    next += sums[0] * sums[2];
-  }
-}
-LI_FN luna_status li_elementwise_backward(luna_op *op) {
-  for (int k = 0; k < op->inputs; k++) {
-    const bool repeated = li_is_repeated(op, k);
-    if (!li_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
-    op->arg.elementwise.input = k;
-    if (!repeated || !li_gives_grad(op)) li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
-    if (repeated) li_unbroadcast(op, k);
-  }
-  return LUNA_OK;
-}
-
-/* --- scale, activation, dropout --- */
-LI_FN void li_same_body(luna_op *op, int64_t first, int64_t last) {
-  const float *x = op->in[0]->data + first;
-  float *y = op->out[0]->data + first;
-  if (op->kind == LUNA_OP_SCALE) li_k(op)->scale(last - first, op->arg.scale.factor, x, y);
-  else li_k(op)->activate((int)op->activation, last - first, x, y);
-}
-LI_FN void li_same_back(luna_op *op, int64_t first, int64_t last) {
-  const float *dy = op->out[0]->grad + first;
-  float *dx = op->in[0]->grad + first;
-  if (op->kind == LUNA_OP_SCALE) li_k(op)->scale_add(last - first, op->arg.scale.factor, dy, dx);
-  else li_k(op)->activate_grad((int)op->activation, last - first, op->in[0]->data + first, dy, true, dx);
-}
-LI_SPLIT_OP(same, luna_count(op->out[0]), 1)
-#define LI_CPU_SCALE \
-  LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, LUNA_FORWARD_IN_PLACE)
-#define LI_CPU_ACTIVATION LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, 0)
-
-/* a b modulo 2^64: a context that measures meets more elements than there are numbers */
-LI_INLINE int64_t li_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
-/* An op's dropout of `count` elements. Where they are a part of a batch, it goes by their place in the whole. */
-LI_HOT li_dropout li_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count) {
-  const luna_step_state *state = op->ctx->state;
-  li_dropout d = li_dropout_of(probability, state->seed, number, (uint32_t)state->step);
-  li_cut cut = op->out[0]->own->cut;
-  if (cut.own == 0 && op->inputs > 1 && op->in[1]) cut = op->in[1]->own->cut;
-  if (cut.own > 0) d.first = (uint64_t)cut.first * (uint64_t)(count / cut.own);
-  return d;
-}
-LI_FN li_dropout li_op_dropout(const luna_op *op, int64_t count) {
-  return li_dropout_in(op, op->dropout, op->dropout_op, count);
-}
-LI_FN li_dropout li_op_last_dropout(const luna_op *op) {
-  return li_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]));
-}
-LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
-  const luna_tensor *x = op->in[0], *y = op->out[0];
-  const li_dropout d = li_op_dropout(op, luna_count(y));
-  const float *from = back ? y->grad : x->data;
-  float *to = back ? x->grad : y->data;
-  li_k(op)->dropout(&d, first, last - first, from + first, to + first, back);
-}
-LI_PART_OP(dropout, luna_count(op->in[0]), 1)
-#define LI_CPU_DROPOUT \
-  LI_CPU_OP(li_query_nothing, li_dropout_forward, li_dropout_backward, LUNA_FORWARD_IN_PLACE)
-
-/* --- reduce --- */
-LI_FN luna_status li_reduce_forward(luna_op *op) {
-  const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
-  memset(op->out[0]->data, 0, (size_t)(shape[0] * shape[2]) * sizeof(float));
-  li_sum_axis(op, shape, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
-  return LUNA_OK;
-}
-/* rows [first, last) of outer * axis: each gets its group's gradient */
-LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  const bool set = op->sets & 1;
-  const float *dy = op->out[0]->grad;
-  float *dx = op->in[0]->grad, same[256];
-  int64_t n;
-  if (inner > 1) {
-    for (int64_t r = first; r < last; r++) {
-      if (set) li_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
-      else li_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
-    }
-  }
-  if (inner == 1) {
-    for (int64_t r = first; r < last; r += n) {
-      n = li_min(li_min(256, last - r), axis - r % axis);
-      for (int64_t i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
-      if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
-      else li_k(op)->add(n, dx + r, same, dx + r);
-    }
-  }
-}
-LI_SPLIT_ALL(li_reduce_backward, li_reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
-#define LI_CPU_REDUCE \
-  LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
-
-LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
-  int64_t i;
-  for (*at = 0, i = 0; i < axis; i++) {
-    if (x[i * stride] > x[*at * stride]) *at = i;
-    if (x[i * stride] != x[i * stride]) return *at = i, true;
-  }
-  return axis > 0;
-}
-LI_HOT luna_status li_max_run(luna_op *op, bool back) {
-  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  const luna_tensor *x = op->in[0], *y = op->out[0];
-  int64_t at;
-  for (int64_t r = 0; r < outer * inner; r++) {
-    const int64_t start = r / inner * axis * inner + r % inner;
-    const bool found = li_first_max(x->data + start, axis, inner, &at);
-    if (!back) y->data[r] = found ? x->data[start + at * inner] : 0;
-    else if (found) x->grad[start + at * inner] += y->grad[r];
-  }
-  return LUNA_OK;
-}
-LI_RUN_OP(max)
-#define LI_CPU_MAX LI_CPU_OP(li_query_nothing, li_max_forward, li_max_backward, 0)
-
-/* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
-#define LI_CUMSUM_COLUMNS 64
-LI_HOT void li_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
-  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  const int64_t panels = li_divide_up(inner, LI_CUMSUM_COLUMNS);
-  const float *x = back ? op->out[0]->grad : op->in[0]->data;
-  float *y = back ? op->in[0]->grad : op->out[0]->data;
-  for (int64_t p = first; p < last; p++) {
-    const int64_t start = p % panels * LI_CUMSUM_COLUMNS, n = li_min(LI_CUMSUM_COLUMNS, inner - start);
-    double sum[LI_CUMSUM_COLUMNS] = { 0 };
-    for (int64_t r = 0; r < axis; r++) {
-      const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
-      for (int64_t i = 0; i < n; i++) {
-        sum[i] += (double)x[at + i];
-        y[at + i] = back ? y[at + i] + (float)sum[i] : (float)sum[i];
-      }
-    }
-  }
-}
-LI_PART_OP(cumsum, op->arg.reduce.outer * li_divide_up(op->arg.reduce.inner, LI_CUMSUM_COLUMNS),
-           op->arg.reduce.axis * li_min(op->arg.reduce.inner, LI_CUMSUM_COLUMNS))
-#define LI_CPU_CUMSUM LI_CPU_OP(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
-
-/* --- mask: rows from lengths[b] on become 0, and what they hold is not read --- */
-LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
-  const luna_tensor *x = op->in[0], *y = op->out[0];
-  const int64_t n = op->arg.mask.width;
-  for (int64_t r = first; r < last; r++) {
-    const bool masked = r % x->shape[1] >= op->lengths[r / x->shape[1]];
-    float *to = (back ? x->grad : y->data) + r * n;
-    if (!masked && back) li_k(op)->add(n, to, y->grad + r * n, to);
-    else if (!masked) memcpy(to, x->data + r * n, (size_t)n * sizeof(float));
-    else if (!back) memset(to, 0, (size_t)n * sizeof(float));
-  }
-}
-LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
-#define LI_CPU_MASK LI_CPU_OP(li_query_nothing, li_mask_forward, li_mask_backward, 0)
-
-/* --- sine, cosine, power: in double, one by one --- */
-/* the function or, when `slope`, its derivative */
-LI_HOT float li_function_at(const luna_op *op, float x, bool slope) {
-  const double p = (double)op->arg.function.exponent;
-  double sine, cosine;
-  if (op->arg.function.which == LUNA_FUNCTION_POW) {
-    if (!slope) return (float)pow((double)x, p);
-    return (float)(p != 0 ? p * pow((double)x, p - 1) : 0);
-  }
-  if (x < 1e9f && x > -1e9f) li_sine((double)x, &sine, &cosine);
-  else sine = sin((double)x), cosine = cos((double)x);
-  if (op->arg.function.which == LUNA_FUNCTION_SIN) return (float)(slope ? cosine : sine);
-  return (float)(slope ? -sine : cosine);
-}
-LI_HOT void li_function_body(luna_op *op, int64_t first, int64_t last) {
-  const float *x = op->in[0]->data;
-  float *y = op->out[0]->data;
-  for (int64_t i = first; i < last; i++) y[i] = li_function_at(op, x[i], false);
-}
-LI_HOT void li_function_back(luna_op *op, int64_t first, int64_t last) {
-  const float *x = op->in[0]->data, *dy = op->out[0]->grad;
-  float *dx = op->in[0]->grad;
-  for (int64_t i = first; i < last; i++) dx[i] += dy[i] * li_function_at(op, x[i], true);
-}
-LI_SPLIT_OP(function, luna_count(op->out[0]), 16)
-#define LI_CPU_FUNCTION LI_CPU_OP(li_query_nothing, li_function_forward, li_function_backward, 0)
-
-/* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
-/* of a divisor that is 0, or so small that 1 / x is Inf, the numbers are divided one by one */
-LI_HOT float li_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
-LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = li_last(op->out[0]);
-  for (int64_t r = first; r < last; r++) {
-    const float *x = op->in[0]->data + r * (n + 1), inverse = 1 / x[n];
-    float *y = op->out[0]->data + r * n;
-    if (li_is_finite(inverse)) li_k(op)->scale(n, inverse, x, y);
-    else
-      for (int64_t i = 0; i < n; i++) y[i] = li_ratio_of(x[i], x[n]);
-  }
-}
-LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = li_last(op->out[0]);
-  for (int64_t r = first; r < last; r++) {
-    const float *x = op->in[0]->data + r * (n + 1), *dy = op->out[0]->grad + r * n;
-    const float inverse = 1 / x[n], dot = li_k(op)->dot(n, dy, op->out[0]->data + r * n);
-    float *dx = op->in[0]->grad + r * (n + 1);
-    if (li_is_finite(inverse)) li_k(op)->scale_add(n, inverse, dy, dx);
-    else
-      for (int64_t i = 0; i < n; i++) dx[i] += li_ratio_of(dy[i], x[n]);
-    dx[n] -= li_is_finite(inverse) ? inverse * dot : li_ratio_of(dot, x[n]);
-  }
-}
-LI_SPLIT_OP(ratio, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_RATIO LI_CPU_OP(li_query_nothing, li_ratio_forward, li_ratio_backward, 0)
-
-/* --- matmul --- */
-/* C = A B, dense */
-LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
-  li_clear(g, sizeof *g);
-  g->a = a.at; g->b = b.at; g->c = c;
-  g->m = a.rows; g->n = g->c_row = b.columns; g->k = a.columns;
-  g->a_row = a.row; g->a_column = a.column;
-  g->b_row = b.row; g->b_column = b.column;
-  g->batch[0] = g->batch[1] = 1;
-  g->alpha = 1;
-}
-LI_FN void li_matmul_batch(const luna_op *op, li_gemm *g, int64_t a, int64_t b, int64_t c) {
-  g->batch[0] = op->arg.matmul.outer;
-  g->batch[1] = op->arg.matmul.inner;
-  g->a_batch[0] = a * op->arg.matmul.inner; g->a_batch[1] = a;
-  g->b_batch[0] = 0; g->b_batch[1] = b;
-  g->c_batch[0] = c * op->arg.matmul.inner; g->c_batch[1] = c;
-}
-/* the three products of a matmul: 0 forward, 1 for a's gradient, 2 for b's (one of `outer`) */
-LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
-  const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
-  const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const bool at = op->arg.matmul.transpose_a, bt = op->arg.matmul.transpose_b;
-  const li_matrix a = at ? li_transposed(li_dense(x->data, k, m)) : li_dense(x->data, m, k);
-  const li_matrix b = bt ? li_transposed(li_dense(w->data, n, k)) : li_dense(w->data, k, n);
-  const li_matrix dc = li_dense(y->grad, m, n);
-  if (which == 0) {
-    li_gemm_set(g, a, b, y->data);
-    g->dots = op->dots;
-    li_matmul_batch(op, g, m * k, k * n, m * n);
-  } else if (which == 1) {
-    if (at) li_gemm_set(g, b, li_transposed(dc), x->grad);  /* dA^T = B dC^T */
-    else li_gemm_set(g, dc, li_transposed(b), x->grad);     /* dA = dC B^T */
-    li_matmul_batch(op, g, m * n, k * n, m * k);
-    if (at) {
-      g->a_batch[0] = 0; g->a_batch[1] = k * n;
-      g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
-    }
-  } else {
-    if (bt) li_gemm_set(g, li_transposed(dc), a, w->grad);  /* dB^T = dC^T A */
-    else li_gemm_set(g, li_transposed(a), dc, w->grad);     /* dB = A^T dC */
-    g->batch[1] = op->arg.matmul.inner;
-    g->a_batch[1] = bt ? m * n : m * k;
-    g->b_batch[1] = bt ? m * k : m * n;
-    g->c_batch[1] = k * n;
-  }
-  if (which) g->accumulate = true;
-  /* one b for all: the batch is more rows */
-  if (op->arg.matmul.inner == 1 && !at && op->arg.matmul.outer > 1) {
-    if (which < 2) g->m *= op->arg.matmul.outer;
-    else g->k *= op->arg.matmul.outer;
-    g->batch[0] = 1;
-  }
-}
-LI_FN void li_matmul_query(luna_op *op) {
-  li_gemm g;
-  for (int which = 0; which < (LI_TRAINS && op->training ? 3 : 1); which++) {
-    li_matmul_product(op, which, &g);
-    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads);
-    if (which == 0) op->workspace_size = need;
-    else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
-  }
-}
-LI_FN luna_status li_matmul_forward(luna_op *op) {
-  li_gemm g;
-  li_matmul_product(op, 0, &g);
-  li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
-LI_FN luna_status li_matmul_backward(luna_op *op) {
-  li_gemm g;
-  li_matmul_product(op, 1, &g);
-  if (g.c) li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
-  li_matmul_product(op, 2, &g);
-  for (int64_t o = 0; g.c && o < (op->arg.matmul.inner == 1 &&
-                                  !op->arg.matmul.transpose_a ? 1 : op->arg.matmul.outer); o++) {
-    li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
-    g.a += g.a_batch[1] * op->arg.matmul.inner;
-    g.b += g.b_batch[1] * op->arg.matmul.inner;
-  }
-  return LUNA_OK;
-}
-#define LI_CPU_MATMUL LI_CPU_OP(li_matmul_query, li_matmul_forward, li_matmul_backward, 0)
-
-/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
-   --- */
-/* its products, of y's columns from `first` on, which lie in `y`, or their gradient: 0 forward, 1 for x's gradient, 2
-   for W's */
-LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
-  const luna_tensor *x = op->in[0], *weight = op->in[1], *bias = op->in[2];
-  const int64_t in = li_last(x);
-  const li_matrix xs = li_dense(x->data, y.rows, in);
-  const li_matrix ws = li_dense(li_offset(weight->data, first * in), y.columns, in);
-  if (which == 0) {
-    li_gemm_set(g, xs, li_transposed(ws), (float *)(uintptr_t)y.at);
-    g->c_row = y.row;
-    g->bias = bias ? li_offset(bias->data, first) : NULL;
-    g->b_int8 = li_op_int8(op, 1);
-    g->b_first = first;
-  } else if (which == 1) li_gemm_set(g, y, ws, x->grad);
-  else li_gemm_set(g, li_transposed(y), xs, li_offset(weight->grad, first * in));
-  g->bf16 = li_op_bf16(op);
-  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
-}
-/* y: the result, or its gradient */
-LI_FN void li_linear_product(const luna_op *op, int which, const float *y, li_gemm *g) {
-  li_linear_columns(op, which, li_dense(y, li_rows(op->in[0]), li_last(op->out[0])), 0, g);
-  if (which != 0) return;
-  g->activation = (int)op->activation;
-  g->pre = op->kept_size ? (float *)op->kept : NULL;
-  g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
-  g->dots = op->dots;
-}
-LI_FN bool li_drops_last(const luna_op *op) { return LI_TRAINS && op->last_dropout > 0; }
-/* whether something comes between the product and y */
-LI_FN bool li_linear_changes(const luna_op *op) {
-  return op->activation != LI_NO_ACTIVATION || li_drops_last(op);
-}
-LI_FN void li_linear_query(luna_op *op) {
-  li_gemm g;
-  size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
-  if (op->dots && !li_op_int8(op, 1)) return; /* they need no scratch */
-  if (li_linear_changes(op)) slope = li_round((size_t)luna_count(op->out[0]) * sizeof(float));
-  if (op->training && op->activation != LI_NO_ACTIVATION) op->kept_size = slope;
-  for (int which = 0; which < (LI_TRAINS && op->training ? 3 : 1); which++) {
-    li_linear_product(op, which, NULL, &g);
-    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads) + (which ? slope : 0);
-    if (which == 0) op->workspace_size = need;
-    else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
-  }
-}
-/* y = drop(y) + the residual, the last input */
-LI_FN void li_drop_and_add(luna_op *op, int64_t first, int64_t last) {
-  const li_dropout d = li_op_last_dropout(op);
-  const luna_tensor *residual = op->in[op->inputs - 1];
-  float *y = op->out[0]->data + first;
-  li_k(op)->dropout(&d, first, last - first, y, y, false);
-  if (residual) li_k(op)->add(last - first, residual->data + first, y, y);
-}
-LI_FN luna_status li_linear_forward(luna_op *op) {
-  li_gemm g;
-  li_linear_product(op, 0, op->out[0]->data, &g);
-  li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
-  if (li_drops_last(op)) li_split(op, luna_count(op->out[0]), 1, li_drop_and_add);
-  return LUNA_OK;
-}
-LI_FN void li_linear_slope(luna_op *op, int64_t first, int64_t last) {
-  const li_dropout d = li_op_last_dropout(op);
-  const float *dy = op->out[0]->grad + first;
-  float *to = (float *)op->workspace + first;
-  if (op->last_dropout > 0) li_k(op)->dropout(&d, first, last - first, dy, to, false);
-  else li_k(op)->activate_grad((int)op->activation, last - first, (const float *)op->kept + first, dy, false, to);
-}
-LI_FN const float *li_linear_dy(const luna_op *op) {
-  return li_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
-}
-/* the gradient of an input that is added to the result, the last one or scatter-add's x, unless it shares out[0]'s */
-LI_FN luna_tensor *li_added(const luna_op *op) {
-  return op->in[op->kind == LUNA_OP_SCATTER_ADD ? 0 : op->inputs - 1];
-}
-LI_FN void li_added_body(luna_op *op, int64_t first, int64_t last) {
-  float *to = li_added(op)->grad + first;
-  li_k(op)->add(last - first, to, op->out[0]->grad + first, to);
-}
-LI_FN void li_added_backward(luna_op *op) {
-  const luna_tensor *x = li_added(op);
-  if (x && x->grad && x->grad != op->out[0]->grad) li_split(op, luna_count(x), 1, li_added_body);
-}
-LI_FN luna_status li_linear_backward(luna_op *op) {
-  char *scratch = (char *)op->workspace;
-  li_gemm g;
-  if (li_linear_changes(op)) {
-    li_split(op, luna_count(op->out[0]), 1, li_linear_slope);
-    (void)li_take(&scratch, luna_count(op->out[0]));
-  }
-  for (int which = 1; which < 3; which++) {
-    li_linear_product(op, which, li_linear_dy(op), &g);
-    if (g.c) li_run_gemm(li_k(op), &g, &op->ctx->parallel, scratch);
-  }
-  li_sum_columns(op, li_dense(li_linear_dy(op), li_rows(op->in[0]), li_last(op->out[0])), li_grad(op, 2));
-  li_added_backward(op);
-  return LUNA_OK;
-}
-#define LI_CPU_LINEAR \
-  LI_CPU_OP(li_linear_query, li_linear_forward, li_linear_backward, \
-            LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
-
-/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
-   blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
-   ReLU's output, or another activation's input. Forward each thread has blocks of its own, backward a share of each:
-   the weights' gradients are sums over blocks in order --- */
-#define LI_FFN_ROWS 256          /* of all threads' blocks; whole tiles of AMX, and an even number */
-#define LI_FFN_PARTS 8           /* of a block, where it is not multiplied: 32 rows, as a tile of AMX has */
-typedef struct li_ffn_work {
-  luna_op *op;
-  int64_t first, rows, in, hidden, out;
-  /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h.
-     words: these lie in words, rows `row` floats apart, else row is hidden */
-  bool words;
-  int64_t row;
-  float *given, *active, *a, *dh;
-  float *dy;                         /* [rows, out]: y's gradient, through its dropout */
-  float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
-  /* of the weights, made once for all blocks of rows, by the product that reads them */
-  float *panels[6];
-  void *scratch;
-  /* forward: threads with blocks and bytes of their own, and those blocks; one: its products are shared out */
-  int64_t own, blocks;
-  size_t own_size;
-} li_ffn_work;
-LI_FN const li_parallel *li_ffn_parallel(const li_ffn_work *w) {
-  return w->own > 1 ? NULL : &w->op->ctx->parallel;
-}
-/* 0 and 1: the two products forward, 2 to 5 their gradients */
-LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
-  const luna_op *op = w->op;
-  const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
-  const li_matrix xs = li_dense(li_offset(op->in[0]->data, x), n, in), as = li_strided(w->a, n, f, w->row);
-  const li_matrix w1 = li_dense(op->in[1]->data, f, in), w2 = li_dense(op->in[3]->data, out, f);
-  const li_matrix dhs = li_strided(w->dh, n, f, w->row), dys = li_dense(w->dy, n, out);
-  switch (which) {
-    case 0: li_gemm_set(g, xs, li_transposed(w1), w->active); break;                             /* h */
-    case 1: li_gemm_set(g, as, li_transposed(w2), li_offset(op->out[0]->data, y)); break;     /* y */
-    case 2: li_gemm_set(g, li_transposed(dys), as, op->in[3]->grad); break;                      /* dW2 */
-    case 3: li_gemm_set(g, dys, w2, w->dh); break;                                                  /* da */
-    case 4: li_gemm_set(g, li_transposed(dhs), xs, op->in[1]->grad); break;                      /* dW1 */
-    default: li_gemm_set(g, dhs, w1, li_offset(op->in[0]->grad, x)); break;                      /* dx */
-  }
-  if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
-  if (which < 2) g->b_int8 = li_op_int8(op, 1 + 2 * which);
-  if (which == 0) {
-    g->activation = (int)op->activation;
-    g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
-  }
-  if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = li_offset(op->in[5]->data, y);
-  g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->sets & 1));
-  g->bf16 = li_op_bf16(op);
-  g->b_panels = w->panels[which];
-  if (!w->words) return;
-  g->a_words = which == 1 || which >= 4;
-  g->b_words = which == 2;
-  if (which == 0 || which == 3) g->words_row = w->row;
-  if (which == 0) g->words = w->active;
-  if (which != 3) return;
-  g->words = w->dh;
-  g->slope = w->active;
-  g->sums = w->sums;
-  g->sums_row = f + out;
-}
-LI_FN void li_ffn_multiply(const li_ffn_work *w, int which) {
-  li_gemm g;
-  li_ffn_product(w, which, &g);
-  if (g.c) li_run_gemm(li_k(w->op), &g, li_ffn_parallel(w), w->scratch);
-}
-/* By tiles a hidden layer of ReLU is kept in the words that the products read, and its gradient too. */
-LI_FN bool li_ffn_words(const luna_op *op) {
-  return li_op_bf16(op) && li_k(op)->words && li_k(op)->words->word_panels && !li_op_int8(op, 1) &&
-         op->activation == LUNA_ACTIVATION_RELU && !(op->dropout > 0) && li_last(op->in[3]) % 32 == 0;
-}
-/* floats between rows of the hidden layer: of words whole cache lines, an odd number of them */
-LI_FN int64_t li_ffn_row(const luna_op *op) {
-  const int64_t hidden = li_last(op->in[3]);
-  if (!li_ffn_words(op)) return hidden;
-  return hidden / 2 + (hidden % 64 ? 0 : 16);
-}
-/* Returns the rows that a product multiplies at a time. A thread's own blocks are whole multiples of them. */
-LI_FN int64_t li_ffn_tile(const luna_op *op) {
-  const li_kernels *kernels = li_k(op);
-#ifndef LUNA_NO_INT8
-  if (li_op_int8(op, 1) && kernels->int8) return kernels->int8->qm;
-#endif
-  return li_op_bf16(op) && kernels->words ? kernels->words->rows : kernels->mr;
-}
-/* Sets the sizes and the layout in the workspace; returns its bytes */
-LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w; /* without one only offsets are used */
-  char *const start = at;
-  const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
-  const int64_t rows = li_rows(op->in[0]), tile = li_ffn_tile(op);
-  size_t scratch = 0;                /* of the product that needs most */
-  li_gemm g;
-  memset(w, 0, sizeof *w);
-  w->op = op;
-  w->own = backward || rows <= LI_FFN_ROWS ? 1 : li_max(1, op->ctx->parallel.threads);
-  w->rows = w->own == 1 ? LI_FFN_ROWS : li_max(4, LI_FFN_ROWS / w->own / tile) * tile;
-  w->blocks = w->own * li_divide_up(rows, w->own * w->rows);
-  w->rows = li_min(w->rows, rows);
-  w->in = li_last(op->in[0]);
-  w->hidden = li_last(op->in[3]);
-  w->out = li_last(op->out[0]);
-  w->words = li_ffn_words(op);
-  w->row = li_ffn_row(op);
-  for (int which = 0; which < 6 && w->rows < rows; which++) {
-    if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
-    w->panels[which] = (float *)(void *)at;
-    li_ffn_product(w, which, &g);
-    at += li_panels_bytes(li_k(op), &g);
-    if (workspace) li_run_make_panels(li_k(op), &g, &op->ctx->parallel, w->panels[which]);
-  }
-  char *const own = at;
-  const int64_t size = w->rows * w->row;
-  if (!keeps || !relu) w->active = li_take(&at, size);
-  if (!keeps && !relu && backward) w->given = li_take(&at, size);
-  if (op->dropout > 0) w->a = li_take(&at, size);
-  if (backward) w->dh = li_take(&at, size);
-  if (backward && op->last_dropout > 0) w->dy = li_take(&at, w->rows * w->out);
-  if (backward) w->sums = li_take(&at, LI_FFN_PARTS * (w->hidden + w->out));
-  w->scratch = at;
-  for (int which = 0; which < (backward ? 6 : 2); which++) {
-    li_ffn_product(w, which, &g);
-    const size_t need = li_gemm_scratch(li_k(op), &g, w->own > 1 ? 1 : op->ctx->parallel.threads);
-    if (need > scratch) scratch = need;
-  }
-  w->own_size = li_round((size_t)(at - own) + scratch);
-  return (size_t)(own - start) + (size_t)w->own * w->own_size;
-}
-/* to the block of rows [first, last); false: there are none */
-LI_FN bool li_ffn_next(li_ffn_work *w, int64_t first, int64_t last) {
-  const luna_op *op = w->op;
-  const bool relu = op->activation == LUNA_ACTIVATION_RELU;
-  float *kept = op->kept_size ? (float *)op->kept + first * w->row : NULL;
-  w->first = first;
-  w->rows = li_min(last, li_rows(op->in[0])) - first;
-  if (kept && relu) w->active = kept;
-  if (kept && !relu) w->given = kept;
-  if (relu) w->given = w->active;
-  if (!(op->dropout > 0)) w->a = w->active;
-  if (!(op->last_dropout > 0) && op->out[0]->grad) w->dy = op->out[0]->grad + first * w->out;
-  return w->rows > 0;
-}
-LI_FN void li_feed_forward_query(luna_op *op) {
-  li_ffn_work w;
-  op->kept_size = 0;
-  if (op->training && !op->arg.feed_forward.recompute)
-    op->kept_size = (size_t)(li_rows(op->in[0]) * li_ffn_row(op)) * sizeof(float);
-  op->workspace_size = li_ffn_start(&w, op, false, NULL);
-  op->backward_workspace_size = li_ffn_start(&w, op, true, NULL);
-}
-/* of rows [first, last) of the block */
-LI_FN void li_ffn_drop(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_ffn_work *w = (const li_ffn_work *)work;
-  const li_dropout d = li_op_dropout(w->op, li_rows(w->op->in[0]) * w->hidden);
-  const int64_t at = first * w->hidden, n = (last - first) * w->hidden;
-  (void)thread;
-  li_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
-}
-LI_FN void li_ffn_result(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_ffn_work *w = (const li_ffn_work *)work;
-  (void)thread;
-  li_drop_and_add(w->op, (w->first + first) * w->out, (w->first + last) * w->out);
-}
-LI_FN void li_ffn_block(li_ffn_work *w) {
-  li_ffn_multiply(w, 0);
-  if (w->op->dropout > 0) li_each(li_ffn_parallel(w), w->rows, li_ffn_drop, w);
-  li_ffn_multiply(w, 1);
-  if (w->op->last_dropout > 0) li_each(li_ffn_parallel(w), w->rows, li_ffn_result, w);
-}
-/* blocks of a thread's own */
-LI_FN void li_ffn_blocks(void *work, int64_t thread, int64_t first, int64_t last) {
-  li_ffn_work w = *(const li_ffn_work *)work;
-  const int64_t tile = li_ffn_tile(w.op), tiles = li_divide_up(li_rows(w.op->in[0]), tile);
-  const int64_t skip = thread * (int64_t)(w.own_size / sizeof(float));
-  w.active = li_offset(w.active, skip);
-  w.a = li_offset(w.a, skip);
-  w.scratch = (float *)w.scratch + skip;
-  for (int64_t i = first; i < last; i++) {
-    li_ffn_work block = w;
-    if (li_ffn_next(&block, li_share(tiles, i, w.blocks) * tile, li_share(tiles, i + 1, w.blocks) * tile))
-      li_ffn_block(&block);
-  }
-}
-LI_FN luna_status li_feed_forward_forward(luna_op *op) {
-  li_ffn_work w;
-  li_ffn_start(&w, op, false, op->workspace);
-  if (w.own > 1) li_each(&op->ctx->parallel, w.blocks, li_ffn_blocks, &w);
-  else {
-    for (int64_t first = 0; li_ffn_next(&w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS)
-      li_ffn_block(&w);
-  }
-  return LUNA_OK;
-}
-#ifndef LUNA_NO_TRAIN
-/* before the products of the gradients: a and dy */
-LI_FN void li_ffn_before(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_ffn_work *w = (const li_ffn_work *)work;
-  const luna_op *op = w->op;
-  const li_dropout d = li_op_last_dropout(op);
-  int64_t at = first * w->hidden, n = (last - first) * w->hidden;
-  if (op->kept_size && w->given != w->active)
-    li_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
-  if (op->dropout > 0) li_ffn_drop(work, thread, first, last);
-  if (!(op->last_dropout > 0)) return;
-  at = first * w->out;
-  n = (last - first) * w->out;
-  li_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
-}
-/* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the
-   biases. Of words the product has done so. */
-LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_ffn_work *w = (const li_ffn_work *)work;
-  const luna_op *op = w->op;
-  const int64_t f = w->hidden, out = w->out;
-  const li_dropout d = li_op_dropout(op, li_times(li_rows(op->in[0]), f));
-  (void)thread;
-  for (int64_t part = first; part < last; part++) {
-    float *sums = w->sums + part * (f + out);
-    const int64_t row = li_share(w->rows, part, LI_FFN_PARTS);
-    const int64_t rows = li_share(w->rows, part + 1, LI_FFN_PARTS) - row;
-    const int64_t at = row * f, n = rows * f;
-    float *dh = w->dh + at;
-    if (op->dropout > 0) li_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
-    if (!w->words) li_k(op)->activate_grad((int)op->activation, n, w->given + at, dh, false, dh);
-    if (!w->words && li_grad(op, 2)) li_k(op)->sum_rows(li_dense(dh, rows, f), 1.0f, sums);
-    if (li_grad(op, 4)) li_k(op)->sum_rows(li_dense(w->dy + row * out, rows, out), 1.0f, sums + f);
-  }
-}
-/* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
-LI_FN luna_status li_feed_forward_backward(luna_op *op) {
-  const li_parallel *parallel = &op->ctx->parallel;
-  li_ffn_work w;
-  li_ffn_start(&w, op, true, op->workspace);
-  li_added_backward(op);
-  for (int64_t first = 0; li_ffn_next(&w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS) {
-    if (!op->kept_size) li_ffn_multiply(&w, 0);
-    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
-      li_each(parallel, w.rows, li_ffn_before, &w);
-    li_clear(w.sums, (size_t)(LI_FFN_PARTS * (w.hidden + w.out)) * sizeof(float));
-    for (int which = 2; which < 4; which++) li_ffn_multiply(&w, which);
-    li_each(parallel, LI_FFN_PARTS, li_ffn_slope, &w);
-    const li_matrix sums = li_dense(w.sums, LI_FFN_PARTS, w.hidden + w.out);
-    li_sum_columns(op, li_columns(sums, 0, w.hidden), li_grad(op, 2));
-    li_sum_columns(op, li_columns(sums, w.hidden, w.hidden + w.out), li_grad(op, 4));
-    for (int which = 4; which < 6; which++) li_ffn_multiply(&w, which);
-  }
-  return LUNA_OK;
-}
-#endif
-#define LI_CPU_FEED_FORWARD \
-  LI_CPU_OP(li_feed_forward_query, li_feed_forward_forward, li_feed_forward_backward, \
-              LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
-
-/* --- softmax over the last axis; lengths mask it by axis 0 --- */
-LI_HOT int64_t li_softmax_width(const luna_op *op, int64_t row) {
-  const luna_tensor *x = op->in[0];
-  const int64_t n = li_last(x);
-  return op->lengths ? li_min(n, op->lengths[row / (li_rows(x) / x->shape[0])]) : n;
-}
-LI_HOT void li_softmax_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = li_last(op->in[0]);
-  for (int64_t r = first; r < last; r++) {
-    const int64_t width = li_softmax_width(op, r);
-    li_k(op)->softmax(1, width, op->in[0]->data + r * n, op->out[0]->data + r * n);
-    memset(op->out[0]->data + r * n + width, 0, (size_t)(n - width) * sizeof(float));
-  }
-}
-LI_HOT void li_softmax_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = li_last(op->in[0]);
-  for (int64_t r = first; r < last; r++)
-    li_k(op)->softmax_backward(1, li_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
-                               op->in[0]->grad + r * n);
-}
-LI_SPLIT_OP(softmax, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_SOFTMAX LI_CPU_OP(li_query_nothing, li_softmax_forward, li_softmax_backward, 0)
-
-/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
-   block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
-#define LI_NORM_ROWS 64
-LI_FN void li_layer_norm_query(luna_op *op) {
-  if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * 2 * sizeof(float);
-  op->backward_workspace_size = (size_t)(li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS) * 2 *
-                                         li_last(op->in[0])) * sizeof(float);
-}
-LI_FN const float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
-/* the norm of rows [first, last) */
-LI_FN li_layer_norm li_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = li_last(op->in[0]), rows = li_rows(op->in[0]);
-  float *kept = (float *)op->kept;
-  li_layer_norm a;
-  memset(&a, 0, sizeof a);
-  a.rms = op->arg.norm.rms;
-  a.epsilon = op->arg.norm.epsilon;
-  a.rows = last - first;
-  a.n = n;
-  a.x = li_offset(op->in[0]->data, first * n);
-  a.weight = li_data(op, 1);
-  a.bias = li_data(op, 2);
-  a.y = li_offset(op->out[0]->data, first * n);
-  if (LI_TRAINS && kept) {
-    a.mean = kept + first;
-    a.rstd = kept + rows + first;
-  }
-  return a;
-}
-LI_FN void li_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
-  const li_layer_norm a = li_layer_norm_of(op, first, last);
-  li_k(op)->layer_norm(&a);
-}
-LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
-  for (; first < last; first++) {
-    const int64_t row = first * LI_NORM_ROWS;
-    li_layer_norm a = li_layer_norm_of(op, row, li_min(row + LI_NORM_ROWS, li_rows(op->in[0])));
-    float *sums = (float *)op->workspace + first * 2 * a.n;
-    a.dy = op->out[0]->grad + row * a.n;
-    a.dx = li_offset(op->in[0]->grad, row * a.n);
-    a.add = !(op->sets & 1) && a.dx != a.dy;
-    if (li_grad(op, 1)) a.dweight = sums;
-    if (li_grad(op, 2)) a.dbias = sums + a.n;
-    if (a.dweight || a.dbias) {
-      memset(sums, 0, (size_t)(2 * a.n) * sizeof(float));
-      li_k(op)->layer_norm_weights(&a, 0, a.n);
-    }
-    if (a.dx) li_k(op)->layer_norm_backward(&a);
-  }
-}
-LI_SPLIT_ALL(li_layer_norm_forward, li_layer_norm_body, li_rows(op->in[0]), li_last(op->in[0]))
-LI_FN luna_status li_layer_norm_backward(luna_op *op) {
-  const int64_t n = li_last(op->in[0]), blocks = li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS);
-  const li_matrix sums = li_dense((const float *)op->workspace, blocks, 2 * n);
-  li_split(op, blocks, LI_NORM_ROWS * n, li_layer_norm_back);
-  li_sum_columns(op, li_columns(sums, 0, n), li_grad(op, 1));
-  li_sum_columns(op, li_columns(sums, n, 2 * n), li_grad(op, 2));
-  return LUNA_OK;
-}
-#define LI_CPU_LAYER_NORM \
-  LI_CPU_OP(li_layer_norm_query, li_layer_norm_forward, li_layer_norm_backward, \
-            LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(0))
-
-/* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
-/* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
-LI_HOT void li_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
-                            float *table) {
-  const int64_t d = li_last(op->out[0]);
-  for (int64_t i = 0; i < count; i++) {
-    float *row = table + op->index[i] * d + first;
-    li_k(op)->add(last - first, row, rows + i * d + first, row);
-  }
-}
-LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t d = li_last(op->in[0]);
-#ifndef LUNA_NO_INT8
-  if (!op->in[0]->data) {            /* a stream's, stored in 8 bits alone */
-    for (int64_t i = first; i < last; i++)
-      li_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
-    return;
-  }
-#endif
-  for (int64_t i = first; i < last; i++)
-    memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
-}
-LI_FN void li_embedding_back(luna_op *op, int64_t first, int64_t last) {
-  li_scatter_rows(op, li_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
-}
-LI_SPLIT_ALL(li_embedding_forward, li_embedding_body, li_rows(op->out[0]), li_last(op->in[0]))
-LI_SPLIT_ALL(li_embedding_backward, li_embedding_back, li_last(op->in[0]), li_rows(op->out[0]))
-#define LI_CPU_EMBEDDING LI_CPU_OP(li_query_nothing, li_embedding_forward, li_embedding_backward, 0)
-
-/* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
-LI_FN void li_scatter_body(luna_op *op, int64_t first, int64_t last) {
-  li_scatter_rows(op, op->in[1]->shape[0], first, last, op->in[1]->data, op->out[0]->data);
-}
-LI_HOT void li_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
-  const int64_t d = op->in[1]->shape[1];
-  for (int64_t i = first; i < last; i++)
-    li_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
-}
-LI_FN luna_status li_scatter_add_forward(luna_op *op) {
-  memcpy(op->out[0]->data, op->in[0]->data, (size_t)luna_count(op->in[0]) * sizeof(float));
-  return li_split(op, op->in[1]->shape[1], op->in[1]->shape[0], li_scatter_body);
-}
-LI_FN luna_status li_scatter_add_backward(luna_op *op) {
-  if (op->in[1]->grad) li_split(op, op->in[1]->shape[0], op->in[1]->shape[1], li_scatter_back);
-  li_added_backward(op);
-  return LUNA_OK;
-}
-#define LI_CPU_SCATTER_ADD \
-  LI_CPU_OP(li_query_nothing, li_scatter_add_forward, li_scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
-
-/* --- angles of positions: sinusoidal positions [n, d], of no inputs; rotary positions, which turn pairs of x --- */
-/* Of rows first, first + 1, .. the sines, then the cosines, in rows of d. By blocks of positions: an angle is the sum
-   of its block's and its place's in the block, so that a row's bits do not depend on the first. */
-#define LI_ANGLES 64
-typedef struct li_angles {
-  int64_t first, rows, d;
-  double rate;
-  double *places;                    /* sine and cosine of the places' [li_angles_places, d/2, 2] */
-  float *out;                        /* [rows, d] */
-} li_angles;
-LI_FN int64_t li_angles_places(const li_angles *a) {
-  return li_min(a->first % LI_ANGLES + a->rows, LI_ANGLES);
-}
-LI_HOT size_t li_angles_room(const li_angles *a) {
-  return li_round((size_t)(li_angles_places(a) * (a->d / 2)) * 2 * sizeof(double));
-}
-/* of an op, in its workspace */
-LI_HOT li_angles li_angles_of(const luna_op *op) {
-  const bool rotary = op->kind == LUNA_OP_ROTARY;
-  const luna_tensor *y = op->out[0];
-  const int64_t d = rotary ? li_last(y) / op->arg.rotary.heads : li_last(y);
-  const double rate = rotary ? log((double)op->arg.rotary.base) / (double)(d / 2) : li_sinusoid_rate(d / 2);
-  li_angles a = { rotary ? op->arg.rotary.first : op->arg.sinusoids.first, y->shape[rotary], d, rate,
-                     (double *)op->workspace, NULL };
-  a.out = rotary && op->workspace ? (float *)(void *)((char *)op->workspace + li_angles_room(&a)) : y->data;
-  return a;
-}
-LI_HOT void li_angles_place(luna_op *op, int64_t first, int64_t last) {
-  const li_angles a = li_angles_of(op);
-  const int64_t half = a.d / 2;
-  for (int64_t t = first; t < last; t++)
-    for (int64_t i = 0; i < half; i++) {
-      double *at = a.places + (t * half + i) * 2;
-      li_sine((double)t * li_frequency(i, a.rate), &at[0], &at[1]);
-    }
-}
-LI_HOT void li_angles_block(luna_op *op, int64_t first, int64_t last) {
-  const li_angles a = li_angles_of(op);
-  const int64_t half = a.d / 2;
-  for (int64_t block = a.first / LI_ANGLES + first; first < last; first++, block++) {
-    const int64_t start = block * LI_ANGLES, from = li_max(a.first - start, 0);
-    const int64_t to = li_min(a.first + a.rows - start, LI_ANGLES);
-    float *rows = a.out + (start - a.first) * a.d;
-    for (int64_t i = 0; i < half; i++) {
-      double s, c;
-      li_sine((double)start * li_frequency(i, a.rate), &s, &c);
-      for (int64_t j = from; j < to; j++) {
-        const double *place = a.places + (j * half + i) * 2;
-        rows[j * a.d + i] = (float)(s * place[1] + c * place[0]);
-        rows[j * a.d + half + i] = (float)(c * place[1] - s * place[0]);
-      }
-    }
-    if (a.d % 2)
-      for (int64_t j = from; j < to; j++) rows[j * a.d + a.d - 1] = 0;
-  }
-}
-LI_FN luna_status li_angles_make(luna_op *op) {
-  const li_angles a = li_angles_of(op);
-  const int64_t blocks = li_divide_up(a.first % LI_ANGLES + a.rows, LI_ANGLES);
-  if (a.rows == 0) return LUNA_OK;
-  li_split(op, li_angles_places(&a), a.d, li_angles_place);
-  return li_split(op, blocks, LI_ANGLES * a.d, li_angles_block);
-}
-
-LI_FN void li_sinusoids_query(luna_op *op) {
-  const li_angles a = li_angles_of(op);
-  op->workspace_size = li_angles_room(&a);
-}
-LI_FN luna_status li_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
-#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, li_sinusoids_backward, 0)
-
-/* in x [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, in backward back */
-LI_FN void li_rotary_query(luna_op *op) {
-  const li_angles a = li_angles_of(op);
-  op->workspace_size = li_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
-  op->backward_workspace_size = op->workspace_size;
-}
-LI_HOT void li_rotary_rows_part(luna_op *op, bool back, int64_t first, int64_t last) {
-  const li_angles a = li_angles_of(op);
-  const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
-  for (int64_t head = first * heads; head < last * heads; head++) {
-    const float *s = a.out + head / heads % a.rows * a.d, *c = s + half;
-    const float *x = (back ? op->out[0]->grad : op->in[0]->data) + head * a.d;
-    float *y = (back ? op->in[0]->grad : op->out[0]->data) + head * a.d;
-    for (int64_t i = 0; i < half; i++) {
-      const float sine = back ? -s[i] : s[i];
-      const float upper = x[i] * c[i] - x[half + i] * sine, lower = x[half + i] * c[i] + x[i] * sine;
-      y[i] = back ? y[i] + upper : upper;
-      y[half + i] = back ? y[half + i] + lower : lower;
-    }
-  }
-}
-LI_PART_OP(rotary_rows, li_rows(op->in[0]), li_last(op->in[0]))
-LI_FN luna_status li_rotary_forward(luna_op *op) {
-  li_angles_make(op);
-  return li_rotary_rows_forward(op);
-}
-LI_FN luna_status li_rotary_backward(luna_op *op) {
-  li_angles_make(op);
-  return li_rotary_rows_backward(op);
-}
-#define LI_CPU_ROTARY LI_CPU_OP(li_rotary_query, li_rotary_forward, li_rotary_backward, 0)
-
-/* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
-/* of logits [rows, classes] */
-LI_HOT li_cross_entropy li_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
-  li_cross_entropy a;
-  memset(&a, 0, sizeof a);
-  a.logits = logits;
-  a.labels = op->index;
-  a.rows = rows;
-  a.classes = a.columns = a.logits_row = a.grad_row = classes;
-  a.smoothing = op->arg.cross_entropy.smoothing;
-  a.lse = (float *)op->kept;
-  return a;
-}
-LI_FN float li_cross_entropy_factor(const luna_op *op) {
-  return op->arg.cross_entropy.factor * op->out[0]->grad[0];
-}
-LI_HOT li_cross_entropy li_cross_entropy_args(const luna_op *op) {
-  return li_cross_entropy_of(op, li_rows(op->in[0]), li_last(op->in[0]), op->in[0]->data);
-}
-LI_FN void li_cross_entropy_query(luna_op *op) {
-  const size_t rows = (size_t)li_rows(op->in[0]) * sizeof(float);
-  if (op->training) op->kept_size = rows;
-  op->workspace_size = rows;
-}
-LI_HOT void li_cross_entropy_body(luna_op *op, int64_t first, int64_t last) {
-  li_cross_entropy a = li_cross_entropy_args(op);
-  a.loss = (float *)op->workspace;
-  a = li_cross_entropy_rows(&a, first, last);
-  li_k(op)->cross_entropy(&a);
-}
-LI_HOT void li_cross_entropy_back(luna_op *op, int64_t first, int64_t last) {
-  li_cross_entropy a = li_cross_entropy_args(op);
-  a.grad = op->in[0]->grad;
-  a.factor = li_cross_entropy_factor(op);
-  a.add = !(op->sets & 1);
-  a = li_cross_entropy_rows(&a, first, last);
-  li_k(op)->cross_entropy_backward(&a);
-}
-LI_FN luna_status li_cross_entropy_forward(luna_op *op) {
-  const int64_t rows = li_rows(op->in[0]);
-  li_split(op, rows, li_last(op->in[0]), li_cross_entropy_body);
-  op->out[0]->data[0] = (float)(li_k(op)->sum(rows, (const float *)op->workspace) *
-                                (double)op->arg.cross_entropy.factor);
-  return LUNA_OK;
-}
-LI_SPLIT_ALL(li_cross_entropy_backward, li_cross_entropy_back, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_CROSS_ENTROPY \
-  LI_CPU_OP(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, \
-              LUNA_SETS_GRAD(0))
-
-/* --- linear cross-entropy: in x, W, b; index, arguments and kept as of the cross-entropy of logits = x W^T + b, which
-   it makes by panels of columns: forward with sums from panel to panel, and once more in backward --- */
-/* of a panel of logits: a multiple of the gemm's LI_KC, for x's gradient is a sum over columns */
-#define LI_LOGIT_COLUMNS 1024
-typedef struct li_logits {
-  luna_op *op;                       /* with x, W and b */
-  li_cross_entropy part;          /* of the panel */
-  float *panel;                      /* [rows, part.columns] in rows of part.grad_row: logits, then their gradient */
-  float *panels;                     /* x, as the products for W's gradient read it */
-  void *scratch;
-} li_logits;
-LI_FN li_matrix li_logits_matrix(const li_logits *w) {
-  return li_strided(w->panel, w->part.rows, w->part.columns, w->part.grad_row);
-}
-LI_FN void li_logits_product(const li_logits *w, int which, li_gemm *g) {
-  li_linear_columns(w->op, which, li_logits_matrix(w), w->part.first, g);
-  if (which == 2) g->b_panels = w->panels;
-}
-LI_FN void li_logits_multiply(const li_logits *w, int which) {
-  li_gemm g;
-  li_logits_product(w, which, &g);
-  if (g.c) li_run_gemm(li_k(w->op), &g, &w->op->ctx->parallel, w->scratch);
-}
-/* to the panel from column `first` on; false after the last */
-LI_FN bool li_logits_next(li_logits *w, int64_t first) {
-  w->part.first = first;
-  w->part.columns = li_min(LI_LOGIT_COLUMNS, w->part.classes - first);
-  return w->part.columns > 0;
-}
-/* The sizes, and where the parts lie in the workspace; the bytes of them without the products' scratch */
-LI_FN size_t li_logits_start(li_logits *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* without one only distances count */
-  const int64_t rows = li_rows(op->in[0]);
-  li_gemm g;
-  memset(w, 0, sizeof *w);
-  w->op = op;
-  w->part = li_cross_entropy_of(op, rows, op->in[1]->shape[0], NULL);
-  /* no power of two, or rows would share cache sets */
-  w->part.grad_row = w->part.logits_row = LI_LOGIT_COLUMNS + 16;
-  li_logits_next(w, 0);
-  w->panel = li_take(&at, rows * w->part.grad_row);
-  w->part.logits = w->part.grad = w->panel;
-  if (backward) {
-    w->panels = (float *)(void *)at;
-    li_logits_product(w, 2, &g);
-    at += li_panels_bytes(li_k(op), &g);
-    if (workspace && g.c) li_run_make_panels(li_k(op), &g, &op->ctx->parallel, w->panels);
-  } else {
-    w->part.sums = (li_row_sums *)(void *)at;
-    at += li_round((size_t)rows * sizeof *w->part.sums);
-    w->part.loss = li_take(&at, rows);
-  }
-  w->scratch = at;
-  return (size_t)(at - start);
-}
-LI_FN size_t li_logits_workspace(luna_op *op, bool backward) {
-  li_logits w;
-  size_t bytes = li_logits_start(&w, op, backward, NULL), gemm = 0;
-  for (int which = 0; which < (backward ? 3 : 1); which++) {
-    li_gemm g;
-    li_logits_product(&w, which, &g);
-    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads);
-    if (need > gemm) gemm = need;
-  }
-  return bytes + gemm;
-}
-/* a panel's part of the rows' sums, or in backward its gradient */
-LI_FN void li_logits_panel(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_logits *w = (const li_logits *)work;
-  const li_cross_entropy a = li_cross_entropy_rows(&w->part, first, last);
-  (void)thread;
-  if (a.sums) li_k(w->op)->cross_entropy(&a);
-  else li_k(w->op)->cross_entropy_backward(&a);
-}
-LI_FN void li_linear_cross_entropy_query(luna_op *op) {
-  if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * sizeof(float);
-  op->workspace_size = li_logits_workspace(op, false);
-  op->backward_workspace_size = li_logits_workspace(op, true);
-}
-LI_FN luna_status li_linear_cross_entropy_forward(luna_op *op) {
-  li_logits w;
-  li_logits_start(&w, op, false, op->workspace);
-  for (int64_t first = 0; li_logits_next(&w, first); first += LI_LOGIT_COLUMNS) {
-    li_logits_multiply(&w, 0);
-    li_each(&op->ctx->parallel, w.part.rows, li_logits_panel, &w);
-  }
-  op->out[0]->data[0] = (float)(li_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
-  return LUNA_OK;
-}
-LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
-  const li_parallel *parallel = &op->ctx->parallel;
-  li_logits w;
-  li_logits_start(&w, op, true, op->workspace);
-  w.part.factor = li_cross_entropy_factor(op);
-  for (int64_t first = 0; li_logits_next(&w, first); first += LI_LOGIT_COLUMNS) {
-    li_logits_multiply(&w, 0);
-    li_each(parallel, w.part.rows, li_logits_panel, &w);
-    li_logits_multiply(&w, 1);
-    li_logits_multiply(&w, 2);
-    li_sum_columns(op, li_logits_matrix(&w), li_offset(li_grad(op, 2), first));
-  }
-  return LUNA_OK;
-}
-#define LI_CPU_LINEAR_CROSS_ENTROPY \
-  LI_CPU_OP(li_linear_cross_entropy_query, li_linear_cross_entropy_forward, \
-              li_linear_cross_entropy_backward, LUNA_SETS_GRAD(0))
-
-/* An op that is one kernel with an argument struct: query, forward and backward from li_<name>_args. kept_floats:
-   for backward */
-#define LI_KERNEL_OP(name, kept_floats) \
-  LI_FN void li_##name##_query(luna_op *op) { \
-    li_##name a; \
-    if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
-    li_##name##_args(op, &a); \
-    op->workspace_size = li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, false); \
-    op->backward_workspace_size = li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, true); \
-  } \
-  LI_FN luna_status li_##name##_forward(luna_op *op) { \
-    li_##name a; \
-    li_##name##_args(op, &a); \
-    li_run_##name(li_k(op), &a, &op->ctx->parallel, op->workspace); \
-    return LUNA_OK; \
-  } \
-  LI_FN luna_status li_##name##_backward(luna_op *op) { \
-    li_##name a; \
-    li_##name##_args(op, &a); \
-    li_run_##name##_backward(li_k(op), &a, &op->ctx->parallel, op->workspace); \
-    return LUNA_OK; \
-  }
-
-/* --- softmax attention: in q, k, v; out y, and sums, log-sum-exp or nothing; arg: heads, batch, queries, keys, scale,
-   band. kept: log-sum-exp. luna_pack's in are weights and context, keys and values in one; one head, scale 1 --- */
-LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
-  const bool ragged = op->query_offsets != NULL;
-  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
-  memset(a, 0, sizeof *a);
-  a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
-  a->log_sum_exp = (float *)op->kept;
-  a->sums = op->out[1] ? op->out[1]->data : NULL;
-  a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
-  a->keys = op->arg.attention.keys;
-  a->q_row = li_last(q); a->k_row = li_last(k); a->v_row = li_last(v);
-  a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
-  a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
-  a->out_row = a->v_row;
-  a->q_batch = ragged || q->shape[0] != a->batch ? 0 : a->queries * a->q_row;
-  a->k_batch = ragged || k->shape[0] != a->batch ? 0 : a->keys * a->k_row;
-  a->v_batch = ragged || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
-  a->out_batch = ragged ? 0 : a->queries * a->out_row;
-  a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
-  a->scale = op->arg.attention.scale;
-  a->causal = op->arg.attention.causal;
-  a->window = op->arg.attention.window;
-  a->left = op->arg.attention.left;
-  a->right = op->arg.attention.right;
-  li_attention_band(a);
-  a->dropout = op->dropout;
-  a->seed = op->ctx->state->seed;
-  a->dropout_op = op->dropout_op;
-  a->step = (uint32_t)op->ctx->state->step;
-  if (op->own) {                     /* a stream's recorded op has none, and no dropout */
-    op->own->attention.bf16 = li_op_bf16(op);
-    op->own->attention.dropout = li_op_dropout(op, li_times(a->batch * a->heads * a->queries, a->keys));
-    a->own = &op->own->attention;
-  }
-  a->grad_out = op->out[0]->grad;
-  a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
-  a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
-  if (!op->arg.attention.scores) return;
-  a->log_sum_exp = op->out[1]->data;
-  a->sums = NULL;
-  a->grad_log_sum_exp = op->out[1]->grad;
-  a->grad_sums = NULL;
-}
-LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
-#define LI_CPU_SOFTMAX_ATTENTION \
-  LI_CPU_OP(li_attention_query, li_attention_forward, li_attention_backward, 0)
-
-/* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
-LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
-  const luna_tensor *x = op->in[0], *k = op->in[1];
-  memset(u, 0, sizeof *u);
-  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = li_data(op, 4);
-  u->residual = li_data(op, 5);
-  u->out = op->out[0]->data;
-  u->lse = (float *)op->kept;
-  u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
-  u->lengths = op->lengths;
-  u->bf16 = li_op_bf16(op);
-  u->dropout = li_op_dropout(op, li_times(u->batch * u->heads * u->rows, u->slots));
-  u->last = li_op_last_dropout(op);
-  u->grad_out = op->out[0]->grad;
-  u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
-  u->grad_out_bias = li_grad(op, 4);
-}
-LI_KERNEL_OP(unpack, li_rows(op->in[0]) * op->in[1]->shape[1])
-LI_FN luna_status li_unpack_residual_backward(luna_op *op) {
-  li_added_backward(op);
-  return li_unpack_backward(op);
-}
-#define LI_CPU_UNPACK \
-  LI_CPU_OP(li_unpack_query, li_unpack_forward, li_unpack_residual_backward, \
-              LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
-
-/* --- causal product: in x, y, z; arg: heads --- */
-LI_FN void li_causal_args(const luna_op *op, li_causal *c) {
-  const luna_tensor *x = op->in[0], *z = op->in[2];
-  memset(c, 0, sizeof *c);
-  c->x = x->data; c->y = op->in[1]->data; c->z = z->data; c->out = op->out[0]->data;
-  c->batch = x->shape[0]; c->rows = x->shape[1]; c->heads = op->arg.causal.heads;
-  c->xy_row = li_last(x); c->z_row = li_last(z);
-  c->dim = c->xy_head = c->xy_row / c->heads;
-  c->value_dim = c->z_head = c->z_row / c->heads;
-  c->xy_batch = c->rows * c->xy_row;
-  c->z_batch = c->rows * c->z_row;
-  c->grad_out = op->out[0]->grad;
-  c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
-  c->horizon = op->arg.causal.horizon;
-}
-LI_KERNEL_OP(causal, 0)
-#define LI_CPU_CAUSAL_PRODUCT LI_CPU_OP(li_causal_query, li_causal_forward, li_causal_backward, 0)
-
-/* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
-   stream: state, position. kept: W, or U and sums of weights --- */
-LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
-  const luna_tensor *q = op->in[0];
-  const bool forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
-  li_clear(c, sizeof *c);
-  c->q = q->data; c->k = op->in[1]->data; c->v = op->in[2]->data; c->s = op->in[3]->data;
-  c->out = op->out[0]->data;
-  c->kept = (float *)op->kept;
-  c->batch = q->shape[0]; c->rows = q->shape[1]; c->heads = op->arg.causal.heads;
-  c->head_dim = li_last(q) / c->heads;
-  c->slots = li_last(op->in[3]) / c->heads;
-  c->lengths = op->lengths;
-  c->scale = op->arg.causal.scale;
-  c->omega = op->activation;
-  c->position = op->position ? *op->position : 0;
-  c->horizon = op->arg.causal.horizon;
-  c->state = op->state;
-  if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null where memory is only counted */
-  if (op->own) {                     /* a stream's recorded op has none, no dropout and nothing carried */
-    li_attention_own *own = &op->own->attention;
-    own->dropout = li_op_dropout(op, forgets ? luna_count(op->in[3]) : 0);
-    own->positions = op->before ? op->position : NULL;
-    own->before = op->before;
-    c->own = own;
-  }
-  if (LI_TRAINS) {
-    c->grad_out = op->out[0]->grad;
-    c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
-    if (forgets) c->grad_forget = op->in[4]->grad;
-  }
-}
-LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
-#define LI_CPU_CAUSAL_LUNA \
-  LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
-#define LI_CPU_FORGETTING_LUNA LI_CPU_CAUSAL_LUNA
-
-/* --- short convolution: in x, weight, bias; of a stream: history --- */
-LI_FN li_convolution li_convolution_of(const luna_op *op, int64_t b) {
-  const int64_t n = li_last(op->in[0]), rows = op->in[0]->shape[1], width = li_last(op->in[1]);
-  li_convolution a;
-  a.rows = rows; a.n = n; a.width = width;
-  a.x = li_offset(op->in[0]->data, b * rows * n);
-  a.history = li_offset(op->history, b * (width - 1) * n);
-  a.weight = op->in[1]->data;
-  a.bias = li_data(op, 2);
-  a.y = li_offset(op->out[0]->data, b * rows * n);
-  a.dy = li_offset(op->out[0]->grad, b * rows * n);
-  a.dx = li_offset(op->in[0]->grad, b * rows * n);
-  a.dweight = li_grad(op, 1);
-  a.dbias = li_grad(op, 2);
-  return a;
-}
-LI_HOT void li_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) { /* of sequences */
-  for (; first < last; first++) {
-    const li_convolution a = li_convolution_of(op, first);
-    if (back) li_k(op)->short_convolution_backward(&a);
-    else li_k(op)->short_convolution(&a);
-    if (a.history) li_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
-  }
-}
-LI_PART_OP(convolution_rows, op->in[0]->shape[0], op->in[0]->shape[1] * li_last(op->in[0]))
-LI_FN void li_convolution_columns(luna_op *op, int64_t first, int64_t last) {
-  for (int64_t b = 0; b < op->in[0]->shape[0]; b++) {
-    const li_convolution a = li_convolution_of(op, b);
-    li_k(op)->short_convolution_weights(&a, first, last);
-  }
-}
-LI_FN luna_status li_convolution_backward(luna_op *op) {
-  const luna_tensor *x = op->in[0];
-  if (x->grad) li_convolution_rows_backward(op);
-  if (li_grad(op, 1) || li_grad(op, 2))
-    li_split(op, li_last(x), x->shape[0] * x->shape[1], li_convolution_columns);
-  return LUNA_OK;
-}
-#define LI_CPU_SHORT_CONVOLUTION \
-  LI_CPU_OP(li_query_nothing, li_convolution_rows_forward, li_convolution_backward, 0)
-
-/* --- custom --- */
-LI_FN void li_custom_query(luna_op *op) {
-  op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
-}
-LI_FN luna_status li_custom_run(luna_op *op, bool back) {
-  const luna_custom *custom = &op->arg.custom;
-  void *state = (void *)(uintptr_t)custom->state;
-  op->ctx->custom = op;
-  const luna_status status = back ? custom->backward(op->in, op->inputs, op->out[0], state) :
-      custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], state);
-  op->ctx->custom = NULL;
-  return status;
-}
-LI_RUN_OP(custom)
-#define LI_CPU_CUSTOM LI_CPU_OP(li_custom_query, li_custom_forward, li_custom_backward, 0)
 
 LI_HOT luna_status li_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx, (void)direction;
@@ -13730,8 +12206,13 @@ typedef struct li_past {
 } li_past;
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_ops: shape checks, then a call of the backend
+   >>impl_ops: each op in one place. Its query says what memory it needs, its forward and backward fill the arguments of
+   kernels from a luna_op, LI_CPU_<NAME> is its row in the CPU's table, and its public function checks shapes and builds
+   the op (>>impl_tensors: li_start, li_finish). First come the checks and what ops share, last the table. The guide's
+   "Adding an op to luna.h" has the steps. Guarded by tests/engine/ops.c (against naive loops and the reference) and
+   tests/engine/gradients.c (finite differences).
    ------------------------------------------------------------------------------------------------------------------ */
+
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
 
@@ -13824,7 +12305,170 @@ LI_FN bool li_heads_fit(const li_build *s, int64_t heads) {
   return true;
 }
 
-/* --- shapes --- */
+LI_FN bool li_dropout_wrong(li_build *s, float probability) {
+  if (li_is_checked(s->op.ctx) || (probability >= 0 && probability < 1)) return false;
+  li_fail(s->op.ctx, LUNA_ERROR_PROBABILITY, s->name, "dropout", (double)probability);
+  return true;
+}
+
+LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
+  return t->ctx->backend->op[kind].forward != NULL;
+}
+
+/* ---- what ops share ---- */
+/* LI_CPU_<NAME>, beside its functions, is an op's entry in the table */
+#define LI_CPU_OP(query, forward, backward, can) \
+  { query, forward, LI_TRAIN(backward), can }
+
+/* body(op, first, last) over [0, count) in shares of whole units */
+typedef void (*li_body)(luna_op *op, int64_t first, int64_t last);
+typedef struct li_split_work { luna_op *op; li_body body; int64_t count, unit; } li_split_work;
+LI_HOT void li_split_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_split_work *w = (const li_split_work *)work;
+  (void)thread;
+  w->body(w->op, first * w->unit, li_min(last * w->unit, w->count));
+}
+LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body body) {
+  li_split_work w = { op, body, count, li_max(1, LI_SPLIT / li_max(1, width)) };
+  li_each(&op->ctx->parallel, li_divide_up(count, w.unit), li_split_task, &w);
+  return LUNA_OK;
+}
+/* What these four macros define has its whole name in the op's LI_CPU_<NAME> below. `function`: all of `body` */
+#define LI_SPLIT_ALL(function, body, count, width) \
+  LI_FN luna_status function(luna_op *op) { return li_split(op, count, width, body); }
+/* li_<name>_forward and li_<name>_backward, by li_<name>_body and li_<name>_back */
+#define LI_SPLIT_OP(name, count, width) \
+  LI_SPLIT_ALL(li_##name##_forward, li_##name##_body, count, width) \
+  LI_SPLIT_ALL(li_##name##_backward, li_##name##_back, count, width)
+/* where both are li_<name>_part(op, back, first, last) */
+#define LI_PART_OP(name, count, width) \
+  LI_FN void li_##name##_body(luna_op *op, int64_t first, int64_t last) { \
+    li_##name##_part(op, false, first, last); \
+  } \
+  LI_FN void li_##name##_back(luna_op *op, int64_t first, int64_t last) { \
+    li_##name##_part(op, true, first, last); \
+  } \
+  LI_SPLIT_OP(name, count, width)
+/* of an op that is not split: li_<name>_run(op, back) */
+#define LI_RUN_OP(name) \
+  LI_FN luna_status li_##name##_forward(luna_op *op) { return li_##name##_run(op, false); } \
+  LI_FN luna_status li_##name##_backward(luna_op *op) { return li_##name##_run(op, true); }
+
+LI_INLINE const li_kernels *li_k(const luna_op *op) { return op->ctx->kernels; }
+
+LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
+LI_FN void li_query_nothing(luna_op *op) { (void)op; }
+LI_INLINE bool li_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
+/* input i in 8 bits, for a product of an inference */
+LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
+#ifdef LUNA_NO_INT8
+  return (void)op, (void)i, (const li_int8 *)NULL;
+#else
+  return op->ctx->training ? NULL : op->in[i]->int8;
+#endif
+}
+
+/* y [outer, columns] += factor * the sums of the rows of x, `outer` matrices that lie one behind the other. Threads
+   share the columns. */
+typedef struct li_sum_work {
+  const li_kernels *kernels;
+  int64_t outer;
+  li_matrix x;
+  float factor;
+  float *y;
+} li_sum_work;
+LI_HOT void li_sum_columns_task(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_sum_work *w = (const li_sum_work *)work;
+  li_matrix x = w->x;
+  (void)thread;
+  for (int64_t o = 0; o < w->outer; o++, x.at += x.rows * x.row)
+    w->kernels->sum_rows(li_columns(x, first, last), w->factor, w->y + o * x.columns + first);
+}
+LI_HOT void li_sum_lines_task(void *work, int64_t thread, int64_t first, int64_t last) { /* x has one column */
+  const li_sum_work *w = (const li_sum_work *)work;
+  (void)thread;
+  for (int64_t o = first; o < last; o++)
+    w->y[o] += (float)(w->kernels->sum(w->x.rows, w->x.at + o * w->x.rows) * (double)w->factor);
+}
+LI_HOT void li_sum_columns(const luna_op *op, li_matrix x, float *y) {
+  li_sum_work w = { li_k(op), 1, x, 1, y };
+  if (y) li_each(x.rows * x.columns > LI_SPLIT ? &op->ctx->parallel : NULL, x.columns, li_sum_columns_task, &w);
+}
+LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
+  li_sum_work w = { li_k(op), shape[0], li_dense(x, shape[1], shape[2]), factor, y };
+  const li_parallel *parallel = shape[0] * shape[1] * shape[2] > LI_SPLIT ? &op->ctx->parallel : NULL;
+  if (shape[2] > 1) li_each(parallel, shape[2], li_sum_columns_task, &w);
+  else if (shape[2] == 1) li_each(parallel, shape[0], li_sum_lines_task, &w);
+}
+
+/* --- dropout, as ops share it --- */
+/* a b modulo 2^64: a context that measures meets more elements than there are numbers */
+LI_INLINE int64_t li_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
+/* An op's dropout of `count` elements. Where they are a part of a batch, it goes by their place in the whole. */
+LI_HOT li_dropout li_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count) {
+  const luna_step_state *state = op->ctx->state;
+  li_dropout d = li_dropout_of(probability, state->seed, number, (uint32_t)state->step);
+  li_cut cut = op->out[0]->own->cut;
+  if (cut.own == 0 && op->inputs > 1 && op->in[1]) cut = op->in[1]->own->cut;
+  if (cut.own > 0) d.first = (uint64_t)cut.first * (uint64_t)(count / cut.own);
+  return d;
+}
+LI_FN li_dropout li_op_dropout(const luna_op *op, int64_t count) {
+  return li_dropout_in(op, op->dropout, op->dropout_op, count);
+}
+LI_FN li_dropout li_op_last_dropout(const luna_op *op) {
+  return li_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]));
+}
+
+/* the gradient of an input that is added to the result, the last one or scatter-add's x, unless it shares out[0]'s */
+LI_FN luna_tensor *li_added(const luna_op *op) {
+  return op->in[op->kind == LUNA_OP_SCATTER_ADD ? 0 : op->inputs - 1];
+}
+LI_FN void li_added_body(luna_op *op, int64_t first, int64_t last) {
+  float *to = li_added(op)->grad + first;
+  li_k(op)->add(last - first, to, op->out[0]->grad + first, to);
+}
+LI_FN void li_added_backward(luna_op *op) {
+  const luna_tensor *x = li_added(op);
+  if (x && x->grad && x->grad != op->out[0]->grad) li_split(op, luna_count(x), 1, li_added_body);
+}
+
+/* C = A B, dense */
+LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
+  li_clear(g, sizeof *g);
+  g->a = a.at; g->b = b.at; g->c = c;
+  g->m = a.rows; g->n = g->c_row = b.columns; g->k = a.columns;
+  g->a_row = a.row; g->a_column = a.column;
+  g->b_row = b.row; g->b_column = b.column;
+  g->batch[0] = g->batch[1] = 1;
+  g->alpha = 1;
+}
+
+/* An op that is one kernel with an argument struct: query, forward and backward from li_<name>_args. kept_floats:
+   for backward */
+#define LI_KERNEL_OP(name, kept_floats) \
+  LI_FN void li_##name##_query(luna_op *op) { \
+    li_##name a; \
+    if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
+    li_##name##_args(op, &a); \
+    op->workspace_size = li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, false); \
+    op->backward_workspace_size = li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, true); \
+  } \
+  LI_FN luna_status li_##name##_forward(luna_op *op) { \
+    li_##name a; \
+    li_##name##_args(op, &a); \
+    li_run_##name(li_k(op), &a, &op->ctx->parallel, op->workspace); \
+    return LUNA_OK; \
+  } \
+  LI_FN luna_status li_##name##_backward(luna_op *op) { \
+    li_##name a; \
+    li_##name##_args(op, &a); \
+    li_run_##name##_backward(li_k(op), &a, &op->ctx->parallel, op->workspace); \
+    return LUNA_OK; \
+  }
+
+/* ---- ops that move numbers: views, permute, slice, concat, expand, embedding, gather, scatter ---- */
+/* --- reshape, detach: views, which run nothing --- */
 LI_FN luna_tensor *li_view(li_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   luna_tensor *t = li_tensor_take(x->ctx, rank, shape);
   if (!t) return li_op_no_memory(s, sizeof(luna_tensor));
@@ -13870,20 +12514,35 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   return t;
 }
 
-LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
-  int64_t shape[LUNA_MAX_RANK];
-  li_build s;
-  if (!li_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
-  if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
-  if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
-    return li_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
-  memcpy(shape, x->shape, sizeof shape);
-  shape[axis] = count;
-  if (axis == 0) return li_view(&s, x, x->rank, shape, start * (x->shape[1] * x->shape[2] * x->shape[3]));
-  s.op.arg.slice.axis = axis;
-  s.op.arg.slice.start = start;
-  return li_finish(&s, x->rank, shape);
+/* --- permute, transpose --- */
+LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  const float *from = back ? y->grad : x->data;
+  float *to = back ? x->grad : y->data;
+  int64_t stride[4], shape[4];
+  for (int a = 0; a < 4; a++) {      /* of y's axes, after axes of size 1 */
+    const int own = a - (4 - x->rank);
+    shape[a] = own < 0 ? 1 : y->shape[own];
+    stride[a] = 1;
+    for (int i = own < 0 ? 0 : (int)op->arg.permute.axes[own] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
+  }
+  const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* of a transposed row: 16 lines stay in cache */
+  for (int64_t i = 0; i < shape[0] * shape[1]; i++)
+    for (int64_t first = 0; first < shape[3]; first += run)
+      for (int64_t j = 0; j < shape[2]; j++) {
+        const int64_t n = li_min(run, shape[3] - first), at = (i * shape[2] + j) * shape[3] + first;
+        const int64_t row = i / shape[1] * stride[0] + i % shape[1] * stride[1] + j * stride[2] + first * stride[3];
+        if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)n * sizeof(float));
+        else if (stride[3] == 1) li_k(op)->add(n, to + row, from + at, to + row);
+        else if (!back)
+          for (int64_t k = 0; k < n; k++) to[at + k] = from[row + k * stride[3]];
+        else
+          for (int64_t k = 0; k < n; k++) to[row + k * stride[3]] += from[at + k];
+      }
+  return LUNA_OK;
 }
+LI_RUN_OP(permute)
+#define LI_CPU_PERMUTE LI_CPU_OP(li_query_nothing, li_permute_forward, li_permute_backward, 0)
 
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
@@ -13917,6 +12576,71 @@ LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
   return luna_permute(x, axes);
 }
 
+/* --- slice, split --- */
+/* Copies the part of an axis that begins at `start` out of the whole, of a slice, or into it; back: adds the gradient
+   the other way. */
+LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
+                         int64_t start, bool back) {
+  const bool to_whole = (op->kind == LUNA_OP_SLICE) == back;
+  int64_t inner = 1;
+  for (int64_t a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
+  const int64_t width = part->shape[axis] * inner, stride = whole->shape[axis] * inner;
+  const int64_t rows = stride > 0 ? luna_count(whole) / stride : 0;
+  for (int64_t r = 0; r < rows; r++) {
+    float *w = (back ? whole->grad : whole->data) + r * stride + start * inner;
+    float *p = (back ? part->grad : part->data) + r * width;
+    float *to = to_whole ? w : p;
+    const float *from = to_whole ? p : w;
+    if (back) li_k(op)->add(width, to, from, to);
+    else li_copy(to, from, (size_t)width * sizeof(float));
+  }
+}
+LI_FN luna_status li_slice_run(luna_op *op, bool back) {
+  li_axis_part(op, op->in[0], op->out[0], op->arg.slice.axis, op->arg.slice.start, back);
+  return LUNA_OK;
+}
+LI_RUN_OP(slice)
+#define LI_CPU_SLICE LI_CPU_OP(li_query_nothing, li_slice_forward, li_slice_backward, 0)
+
+LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
+  int64_t shape[LUNA_MAX_RANK];
+  li_build s;
+  if (!li_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
+  if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
+  if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
+    return li_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = count;
+  if (axis == 0) return li_view(&s, x, x->rank, shape, start * (x->shape[1] * x->shape[2] * x->shape[3]));
+  s.op.arg.slice.axis = axis;
+  s.op.arg.slice.start = start;
+  return li_finish(&s, x->rank, shape);
+}
+
+LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count) {
+  for (int i = 0; i < count && parts; i++) parts[i] = NULL;
+  if (!x) return LUNA_BAD_ARGUMENT;
+  if (!parts) return li_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_split", "parts");
+  if (axis < 0 || axis >= x->rank) return li_fail_status(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis);
+  if (count < 1 || x->shape[axis] % count != 0)
+    return li_fail_status(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count);
+  const int64_t rows = x->shape[axis] / count;
+  for (int i = 0; i < count; i++) parts[i] = luna_slice(x, axis, i * rows, rows);
+  for (int i = 0; i < count; i++) if (!parts[i]) return memset(parts, 0, (size_t)count * sizeof *parts), x->ctx->status;
+  return LUNA_OK;
+}
+
+/* --- concat, stack, pad --- */
+LI_HOT luna_status li_concat_run(luna_op *op, bool back) {
+  const int64_t axis = op->arg.concat.axis;
+  int64_t start = 0;
+  for (int i = 0; i < op->inputs; start += op->in[i++]->shape[axis])
+    if (!back || op->in[i]->grad) li_axis_part(op, op->out[0], op->in[i], axis, start, back);
+  return LUNA_OK;
+}
+LI_RUN_OP(concat)
+#define LI_CPU_CONCAT LI_CPU_OP(li_query_nothing, li_concat_forward, li_concat_backward, 0)
+
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
@@ -13934,18 +12658,6 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   return li_finish(&s, x[0]->rank, shape);
 }
 
-LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count) {
-  for (int i = 0; i < count && parts; i++) parts[i] = NULL;
-  if (!x) return LUNA_BAD_ARGUMENT;
-  if (!parts) return li_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_split", "parts");
-  if (axis < 0 || axis >= x->rank) return li_fail_status(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis);
-  if (count < 1 || x->shape[axis] % count != 0)
-    return li_fail_status(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count);
-  const int64_t rows = x->shape[axis] / count;
-  for (int i = 0; i < count; i++) parts[i] = luna_slice(x, axis, i * rows, rows);
-  for (int i = 0; i < count; i++) if (!parts[i]) return memset(parts, 0, (size_t)count * sizeof *parts), x->ctx->status;
-  return LUNA_OK;
-}
 LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
   luna_tensor *with[LUNA_MAX_INPUTS];
   int64_t shape[LUNA_MAX_RANK + 1];
@@ -13976,6 +12688,19 @@ LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t
   return li_result(scope, luna_concat(with, 3, axis));
 }
 
+/* --- expand: x repeated along a new first axis --- */
+LI_FN luna_status li_expand_forward(luna_op *op) {
+  const int64_t n = luna_count(op->in[0]);
+  for (int64_t i = 0; i < op->arg.expand.count; i++)
+    memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
+  return LUNA_OK;
+}
+LI_FN luna_status li_expand_backward(luna_op *op) {
+  li_sum_columns(op, li_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0])), op->in[0]->grad);
+  return LUNA_OK;
+}
+#define LI_CPU_EXPAND LI_CPU_OP(li_query_nothing, li_expand_forward, li_expand_backward, 0)
+
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
@@ -13989,7 +12714,233 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   return li_finish(&s, x->rank + 1, shape);
 }
 
-/* --- elementwise --- */
+/* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
+/* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
+LI_HOT void li_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
+                            float *table) {
+  const int64_t d = li_last(op->out[0]);
+  for (int64_t i = 0; i < count; i++) {
+    float *row = table + op->index[i] * d + first;
+    li_k(op)->add(last - first, row, rows + i * d + first, row);
+  }
+}
+LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t d = li_last(op->in[0]);
+#ifndef LUNA_NO_INT8
+  if (!op->in[0]->data) {            /* a stream's, stored in 8 bits alone */
+    for (int64_t i = first; i < last; i++)
+      li_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
+    return;
+  }
+#endif
+  for (int64_t i = first; i < last; i++)
+    memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
+}
+LI_FN void li_embedding_back(luna_op *op, int64_t first, int64_t last) {
+  li_scatter_rows(op, li_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
+}
+LI_SPLIT_ALL(li_embedding_forward, li_embedding_body, li_rows(op->out[0]), li_last(op->in[0]))
+LI_SPLIT_ALL(li_embedding_backward, li_embedding_back, li_last(op->in[0]), li_rows(op->out[0]))
+#define LI_CPU_EMBEDDING LI_CPU_OP(li_query_nothing, li_embedding_forward, li_embedding_backward, 0)
+
+LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
+  int64_t shape[3];
+  li_build s;
+  if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1) || !li_fits(&s, "table [v,d]")) return NULL;
+  shape[0] = batch;
+  shape[1] = n;
+  if (li_shape_count(2, shape) < 0) return li_fail_shape(table->ctx, "luna_embedding", 2, shape);
+  if (!tokens && batch * n > 0) return li_fail_null(table->ctx, "luna_embedding", "tokens");
+  s.op.index = li_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens");
+  shape[2] = table->shape[1];
+  return li_finish(&s, 3, shape);
+}
+
+/* --- gather: an embedding of any rows --- */
+/* x [n, ...] as [n, d] */
+LI_FN luna_tensor *li_as_rows(luna_tensor *x, const char *name) {
+  if (!x || x->rank == 2) return x;
+  if (x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
+  return li_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
+}
+/* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
+LI_FN luna_tensor *li_indexed(li_build *s, const luna_tensor *x, const int32_t *indices, int64_t count, int64_t rows) {
+  int64_t shape[LUNA_MAX_RANK], flat[2];
+  memcpy(shape, x->shape, sizeof shape);
+  shape[0] = flat[0] = rows;
+  flat[1] = s->op.in[0]->shape[1];
+  if (li_shape_count(x->rank, shape) < 0) return li_fail_shape(x->ctx, s->name, x->rank, shape);
+  if (!indices && count > 0) return li_fail_null(x->ctx, s->name, "indices");
+  s->op.index = li_integers(s, indices, count, 0, x->shape[0] - 1, "indices");
+  luna_tensor *y = li_finish(s, 2, flat);
+  return y && x->rank != 2 ? luna_reshape(y, x->rank, shape) : y;
+}
+LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
+  luna_tensor *flat = li_as_rows(x, "luna_gather_rows");
+  li_build s;
+  if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
+  return li_indexed(&s, x, indices, count, count);
+}
+
+/* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
+LI_FN void li_scatter_body(luna_op *op, int64_t first, int64_t last) {
+  li_scatter_rows(op, op->in[1]->shape[0], first, last, op->in[1]->data, op->out[0]->data);
+}
+LI_HOT void li_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
+  const int64_t d = op->in[1]->shape[1];
+  for (int64_t i = first; i < last; i++)
+    li_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
+}
+LI_FN luna_status li_scatter_add_forward(luna_op *op) {
+  memcpy(op->out[0]->data, op->in[0]->data, (size_t)luna_count(op->in[0]) * sizeof(float));
+  return li_split(op, op->in[1]->shape[1], op->in[1]->shape[0], li_scatter_body);
+}
+LI_FN luna_status li_scatter_add_backward(luna_op *op) {
+  if (op->in[1]->grad) li_split(op, op->in[1]->shape[0], op->in[1]->shape[1], li_scatter_back);
+  li_added_backward(op);
+  return LUNA_OK;
+}
+#define LI_CPU_SCATTER_ADD \
+  LI_CPU_OP(li_query_nothing, li_scatter_add_forward, li_scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
+
+LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
+  luna_tensor *flat = li_as_rows(x, "luna_scatter_add_rows");
+  luna_tensor *const in[] = { flat, flat ? li_as_rows(rows, "luna_scatter_add_rows") : NULL };
+  li_build s;
+  if (!flat && rows && !x) return li_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
+  if (!li_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
+  for (int a = 1; a < LUNA_MAX_RANK; a++)
+    if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
+      return li_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
+  return li_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
+}
+
+/* ---- ops of single numbers: broadcasting, scale, activation, function, dropout, mask ---- */
+/* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: li_unbroadcast --- */
+/* li_broadcast where in[1]'s shape is that of in[0], or of its last axes */
+LI_FN bool li_broadcasts_rows(luna_op *op, int64_t *shape) {
+  const luna_tensor *a = op->in[0], *b = op->in[1];
+  int64_t rows = 1, n = 1;
+  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
+  for (int i = 0; i < a->rank; i++) {
+    const int at = i - a->rank + b->rank;
+    shape[i] = a->shape[i];
+    *(at < 0 ? &rows : &n) *= shape[i];
+    if (at >= 0 && shape[i] != b->shape[at]) return false;
+  }
+  if (n < 1) return false;
+  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
+  op->arg.elementwise.shape[2] = rows;
+  op->arg.elementwise.shape[3] = n;
+  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
+  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
+  return true;
+}
+/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
+   which are 0 before */
+LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
+  int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
+  int rank = 0, to = LUNA_MAX_RANK;
+  if (li_broadcasts_rows(op, shape)) return op->in[0]->rank;
+  for (int k = 0; k < op->inputs; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
+  for (int a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
+  for (int a = rank - 1; a >= 0; a--) {
+    shape[a] = 1;
+    for (int k = 0; k < op->inputs; k++) {
+      const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
+      size[k] = at >= 0 ? op->in[k]->shape[at] : 1;
+      if (size[k] == 1) continue;
+      if (shape[a] != 1 && shape[a] != size[k]) return -1;
+      shape[a] = size[k];
+    }
+    if (total >= 0) total = li_checked(total, shape[a]);
+    if (shape[a] == 1 || total < 0) continue; /* too large: li_finish says so */
+    bool joins = to < LUNA_MAX_RANK;
+    for (int k = 0; k < op->inputs; k++) {
+      stride[k] = size[k] == 1 ? 0 : count[k];
+      count[k] *= size[k];
+      joins = joins && stride[k] == op->arg.elementwise.stride[k][to] * op->arg.elementwise.shape[to];
+    }
+    if (!joins) to--;
+    op->arg.elementwise.shape[to] *= shape[a];
+    for (int k = 0; k < op->inputs && !joins; k++) op->arg.elementwise.stride[k][to] = stride[k];
+  }
+  return rank;
+}
+LI_HOT bool li_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+/* elements [first, last) of the result or, where arg names an input, of its gradient before it is summed */
+LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t *shape = op->arg.elementwise.shape;
+  const int input = op->arg.elementwise.input;
+  const bool back = LI_TRAINS && input >= 0, repeated = back && li_is_repeated(op, input);
+  float *y = back ? op->in[input]->grad : op->out[0]->data;
+  li_elements e;
+  if (repeated) y = (float *)op->workspace;
+  e.kind = (int)op->kind;
+  for (int64_t at = first; at < last; at += e.n) {
+    const int64_t i = at % shape[3], row = at / shape[3];
+    e.n = li_min(shape[3] - i, last - at);
+    for (int k = 0; k < 3; k++) {
+      const int64_t *stride = op->arg.elementwise.stride[k];
+      const bool there = op->in[k] && (!back || (li_ops[op->kind].reads & LUNA_READS_IN(k)));
+      e.step[k] = there ? stride[3] : 0;
+      e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
+                       row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
+    }
+    if (back) li_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at,
+                                          !repeated && !(op->sets >> input & 1));
+    else if (op->kind == LUNA_OP_ADD && e.step[0] && e.step[1]) li_k(op)->add(e.n, e.x[0], e.x[1], y + at);
+    else if (op->kind == LUNA_OP_MUL && e.step[0] && e.step[1]) li_k(op)->mul(e.n, e.x[0], e.x[1], y + at);
+    else li_k(op)->elementwise(&e, y + at);
+  }
+}
+LI_FN luna_status li_elementwise_forward(luna_op *op) {
+  op->arg.elementwise.input = -1;
+  return li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
+}
+/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is
+   that of the result but for its sign, there already), then the sums over each axis along which it repeats. */
+LI_FN bool li_gives_grad(const luna_op *op) { return li_ops[op->kind].reads == 0; }
+LI_FN void li_elementwise_query(luna_op *op) {
+  const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
+  if (LI_TRAINS && op->training) {
+    for (int k = 0; k < op->inputs; k++)
+      if (op->in[k]->needs_grad && li_is_repeated(op, k))
+        op->backward_workspace_size = li_gives_grad(op) ? bytes : 2 * bytes;
+  }
+}
+LI_FN void li_unbroadcast(luna_op *op, int k) {
+  const int64_t *stride = op->arg.elementwise.stride[k];
+  const float *from = li_gives_grad(op) ? op->out[0]->grad : (float *)op->workspace;
+  float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
+  float *next = (float *)op->workspace + (li_gives_grad(op) ? 0 : luna_count(op->out[0]));
+  int64_t shape[LUNA_MAX_RANK], left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  memcpy(shape, op->arg.elementwise.shape, sizeof shape);
+  for (int a = 0; a < LUNA_MAX_RANK; a++) {
+    int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, after it */
+    if (stride[a] != 0 || shape[a] == 1) continue;
+    for (int b = 0; b < LUNA_MAX_RANK; b++) sums[(b >= a) + (b > a)] *= shape[b];
+    left /= shape[a];
+    float *to = left == 1 ? op->in[k]->grad : next;
+    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(sums[0] * sums[2]) * sizeof(float));
+    li_sum_axis(op, sums, factor, from, to);
+    shape[a] = 1;
+    factor = 1;
+    from = to;
+    next += sums[0] * sums[2];
+  }
+}
+LI_FN luna_status li_elementwise_backward(luna_op *op) {
+  for (int k = 0; k < op->inputs; k++) {
+    const bool repeated = li_is_repeated(op, k);
+    if (!li_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
+    op->arg.elementwise.input = k;
+    if (!repeated || !li_gives_grad(op)) li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
+    if (repeated) li_unbroadcast(op, k);
+  }
+  return LUNA_OK;
+}
+
 LI_FN luna_tensor *li_elementwise(li_build *s) {
   int64_t shape[LUNA_MAX_RANK];
   const int rank = li_broadcast(&s->op, shape);
@@ -14045,6 +12996,24 @@ LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   return li_elementwise(&s);
 }
 
+/* --- scale, activation --- */
+LI_FN void li_same_body(luna_op *op, int64_t first, int64_t last) {
+  const float *x = op->in[0]->data + first;
+  float *y = op->out[0]->data + first;
+  if (op->kind == LUNA_OP_SCALE) li_k(op)->scale(last - first, op->arg.scale.factor, x, y);
+  else li_k(op)->activate((int)op->activation, last - first, x, y);
+}
+LI_FN void li_same_back(luna_op *op, int64_t first, int64_t last) {
+  const float *dy = op->out[0]->grad + first;
+  float *dx = op->in[0]->grad + first;
+  if (op->kind == LUNA_OP_SCALE) li_k(op)->scale_add(last - first, op->arg.scale.factor, dy, dx);
+  else li_k(op)->activate_grad((int)op->activation, last - first, op->in[0]->data + first, dy, true, dx);
+}
+LI_SPLIT_OP(same, luna_count(op->out[0]), 1)
+#define LI_CPU_SCALE \
+  LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, LUNA_FORWARD_IN_PLACE)
+#define LI_CPU_ACTIVATION LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, 0)
+
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   li_build s;
   if (!li_start(&s, LUNA_OP_SCALE, "luna_scale", &x, 1, 1)) return NULL;
@@ -14072,11 +13041,58 @@ LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) 
   return li_map(x, li_activation_or(activation, LI_NO_ACTIVATION), "luna_activate");
 }
 
-LI_FN bool li_dropout_wrong(li_build *s, float probability) {
-  if (li_is_checked(s->op.ctx) || (probability >= 0 && probability < 1)) return false;
-  li_fail(s->op.ctx, LUNA_ERROR_PROBABILITY, s->name, "dropout", (double)probability);
-  return true;
+/* --- sine, cosine, power: in double, one by one --- */
+/* the function or, when `slope`, its derivative */
+LI_HOT float li_function_at(const luna_op *op, float x, bool slope) {
+  const double p = (double)op->arg.function.exponent;
+  double sine, cosine;
+  if (op->arg.function.which == LUNA_FUNCTION_POW) {
+    if (!slope) return (float)pow((double)x, p);
+    return (float)(p != 0 ? p * pow((double)x, p - 1) : 0);
+  }
+  if (x < 1e9f && x > -1e9f) li_sine((double)x, &sine, &cosine);
+  else sine = sin((double)x), cosine = cos((double)x);
+  if (op->arg.function.which == LUNA_FUNCTION_SIN) return (float)(slope ? cosine : sine);
+  return (float)(slope ? -sine : cosine);
 }
+LI_HOT void li_function_body(luna_op *op, int64_t first, int64_t last) {
+  const float *x = op->in[0]->data;
+  float *y = op->out[0]->data;
+  for (int64_t i = first; i < last; i++) y[i] = li_function_at(op, x[i], false);
+}
+LI_HOT void li_function_back(luna_op *op, int64_t first, int64_t last) {
+  const float *x = op->in[0]->data, *dy = op->out[0]->grad;
+  float *dx = op->in[0]->grad;
+  for (int64_t i = first; i < last; i++) dx[i] += dy[i] * li_function_at(op, x[i], true);
+}
+LI_SPLIT_OP(function, luna_count(op->out[0]), 16)
+#define LI_CPU_FUNCTION LI_CPU_OP(li_query_nothing, li_function_forward, li_function_backward, 0)
+
+LI_FN luna_tensor *li_function(luna_tensor *x, luna_function which, float exponent, const char *name) {
+  li_build s;
+  if (!li_start(&s, LUNA_OP_FUNCTION, name, &x, 1, 1)) return NULL;
+  s.op.arg.function.which = which;
+  s.op.arg.function.exponent = exponent;
+  return li_finish_like(&s, x);
+}
+LUNA_API luna_tensor *luna_sin(luna_tensor *x) { return li_function(x, LUNA_FUNCTION_SIN, 0, "luna_sin"); }
+LUNA_API luna_tensor *luna_cos(luna_tensor *x) { return li_function(x, LUNA_FUNCTION_COS, 0, "luna_cos"); }
+LUNA_API luna_tensor *luna_pow(luna_tensor *x, float exponent) {
+  return li_function(x, LUNA_FUNCTION_POW, exponent, "luna_pow");
+}
+
+/* --- dropout --- */
+LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  const li_dropout d = li_op_dropout(op, luna_count(y));
+  const float *from = back ? y->grad : x->data;
+  float *to = back ? x->grad : y->data;
+  li_k(op)->dropout(&d, first, last - first, from + first, to + first, back);
+}
+LI_PART_OP(dropout, luna_count(op->in[0]), 1)
+#define LI_CPU_DROPOUT \
+  LI_CPU_OP(li_query_nothing, li_dropout_forward, li_dropout_backward, LUNA_FORWARD_IN_PLACE)
+
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   li_build s;
   if (!x || x->ctx->bump) return x; /* a stream trains nothing */
@@ -14087,7 +13103,128 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   return li_finish_like(&s, x);
 }
 
-/* --- reductions --- */
+/* --- mask: rows from lengths[b] on become 0, and what they hold is not read --- */
+LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  const int64_t n = op->arg.mask.width;
+  for (int64_t r = first; r < last; r++) {
+    const bool masked = r % x->shape[1] >= op->lengths[r / x->shape[1]];
+    float *to = (back ? x->grad : y->data) + r * n;
+    if (!masked && back) li_k(op)->add(n, to, y->grad + r * n, to);
+    else if (!masked) memcpy(to, x->data + r * n, (size_t)n * sizeof(float));
+    else if (!back) memset(to, 0, (size_t)n * sizeof(float));
+  }
+}
+LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
+#define LI_CPU_MASK LI_CPU_OP(li_query_nothing, li_mask_forward, li_mask_backward, 0)
+
+LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
+  bool full = true;
+  li_build s;
+  if (!li_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
+  if (lengths && !li_fits(&s, "x [...,m,n]")) return NULL;
+  if (lengths) {
+    for (int64_t b = 0; b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
+  }
+  if (full) return x;
+  s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
+  s.op.arg.mask.width = x->shape[2] * x->shape[3];
+  return li_finish_like(&s, x);
+}
+
+/* x as [count, 1], with 0 where keep, in the step, has 0 and not 1; what was there is not read */
+LI_FN luna_tensor *li_select(luna_tensor *x, const int32_t *keep, const char *name) {
+  const int64_t count = luna_count(x);
+  li_build s;
+  x = li_reshape(x, 2, count, 1, 1, 1);
+  if (!li_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
+  s.op.lengths = li_on_device(x->ctx) ? li_integers_copy(&s, keep, count) : keep;
+  s.op.arg.mask.width = 1;
+  return s.op.lengths ? li_finish_like(&s, x) : li_abandon(&s);
+}
+
+/* ---- reductions: sum, mean, maximum, cumulative sum ---- */
+/* --- maximum: its gradient goes to the first of equal ones --- */
+LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
+  int64_t i;
+  for (*at = 0, i = 0; i < axis; i++) {
+    if (x[i * stride] > x[*at * stride]) *at = i;
+    if (x[i * stride] != x[i * stride]) return *at = i, true;
+  }
+  return axis > 0;
+}
+
+LI_HOT luna_status li_max_run(luna_op *op, bool back) {
+  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  int64_t at;
+  for (int64_t r = 0; r < outer * inner; r++) {
+    const int64_t start = r / inner * axis * inner + r % inner;
+    const bool found = li_first_max(x->data + start, axis, inner, &at);
+    if (!back) y->data[r] = found ? x->data[start + at * inner] : 0;
+    else if (found) x->grad[start + at * inner] += y->grad[r];
+  }
+  return LUNA_OK;
+}
+LI_RUN_OP(max)
+#define LI_CPU_MAX LI_CPU_OP(li_query_nothing, li_max_forward, li_max_backward, 0)
+
+/* --- sum, mean, and what is made of them --- */
+LI_FN luna_status li_reduce_forward(luna_op *op) {
+  const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
+  memset(op->out[0]->data, 0, (size_t)(shape[0] * shape[2]) * sizeof(float));
+  li_sum_axis(op, shape, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
+  return LUNA_OK;
+}
+/* rows [first, last) of outer * axis: each gets its group's gradient */
+LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const bool set = op->sets & 1;
+  const float *dy = op->out[0]->grad;
+  float *dx = op->in[0]->grad, same[256];
+  int64_t n;
+  if (inner > 1) {
+    for (int64_t r = first; r < last; r++) {
+      if (set) li_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
+      else li_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
+    }
+  }
+  if (inner == 1) {
+    for (int64_t r = first; r < last; r += n) {
+      n = li_min(li_min(256, last - r), axis - r % axis);
+      for (int64_t i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
+      if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
+      else li_k(op)->add(n, dx + r, same, dx + r);
+    }
+  }
+}
+LI_SPLIT_ALL(li_reduce_backward, li_reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
+#define LI_CPU_REDUCE \
+  LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
+
+/* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
+#define LI_CUMSUM_COLUMNS 64
+LI_HOT void li_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const int64_t panels = li_divide_up(inner, LI_CUMSUM_COLUMNS);
+  const float *x = back ? op->out[0]->grad : op->in[0]->data;
+  float *y = back ? op->in[0]->grad : op->out[0]->data;
+  for (int64_t p = first; p < last; p++) {
+    const int64_t start = p % panels * LI_CUMSUM_COLUMNS, n = li_min(LI_CUMSUM_COLUMNS, inner - start);
+    double sum[LI_CUMSUM_COLUMNS] = { 0 };
+    for (int64_t r = 0; r < axis; r++) {
+      const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
+      for (int64_t i = 0; i < n; i++) {
+        sum[i] += (double)x[at + i];
+        y[at + i] = back ? y[at + i] + (float)sum[i] : (float)sum[i];
+      }
+    }
+  }
+}
+LI_PART_OP(cumsum, op->arg.reduce.outer * li_divide_up(op->arg.reduce.inner, LI_CUMSUM_COLUMNS),
+           op->arg.reduce.axis * li_min(op->arg.reduce.inner, LI_CUMSUM_COLUMNS))
+#define LI_CPU_CUMSUM LI_CPU_OP(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
+
 LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int to = 0;
@@ -14140,7 +13277,81 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
   return li_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
 }
 
-/* --- products --- */
+/* ---- products: matmul, linear, feed-forward ---- */
+/* --- matmul: a batch of products, of a with a batch of b, or with one b --- */
+LI_FN void li_matmul_batch(const luna_op *op, li_gemm *g, int64_t a, int64_t b, int64_t c) {
+  g->batch[0] = op->arg.matmul.outer;
+  g->batch[1] = op->arg.matmul.inner;
+  g->a_batch[0] = a * op->arg.matmul.inner; g->a_batch[1] = a;
+  g->b_batch[0] = 0; g->b_batch[1] = b;
+  g->c_batch[0] = c * op->arg.matmul.inner; g->c_batch[1] = c;
+}
+/* the three products of a matmul: 0 forward, 1 for a's gradient, 2 for b's (one of `outer`) */
+LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
+  const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
+  const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
+  const bool at = op->arg.matmul.transpose_a, bt = op->arg.matmul.transpose_b;
+  const li_matrix a = at ? li_transposed(li_dense(x->data, k, m)) : li_dense(x->data, m, k);
+  const li_matrix b = bt ? li_transposed(li_dense(w->data, n, k)) : li_dense(w->data, k, n);
+  const li_matrix dc = li_dense(y->grad, m, n);
+  if (which == 0) {
+    li_gemm_set(g, a, b, y->data);
+    g->dots = op->dots;
+    li_matmul_batch(op, g, m * k, k * n, m * n);
+  } else if (which == 1) {
+    if (at) li_gemm_set(g, b, li_transposed(dc), x->grad);  /* dA^T = B dC^T */
+    else li_gemm_set(g, dc, li_transposed(b), x->grad);     /* dA = dC B^T */
+    li_matmul_batch(op, g, m * n, k * n, m * k);
+    if (at) {
+      g->a_batch[0] = 0; g->a_batch[1] = k * n;
+      g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
+    }
+  } else {
+    if (bt) li_gemm_set(g, li_transposed(dc), a, w->grad);  /* dB^T = dC^T A */
+    else li_gemm_set(g, li_transposed(a), dc, w->grad);     /* dB = A^T dC */
+    g->batch[1] = op->arg.matmul.inner;
+    g->a_batch[1] = bt ? m * n : m * k;
+    g->b_batch[1] = bt ? m * k : m * n;
+    g->c_batch[1] = k * n;
+  }
+  if (which) g->accumulate = true;
+  /* one b for all: the batch is more rows */
+  if (op->arg.matmul.inner == 1 && !at && op->arg.matmul.outer > 1) {
+    if (which < 2) g->m *= op->arg.matmul.outer;
+    else g->k *= op->arg.matmul.outer;
+    g->batch[0] = 1;
+  }
+}
+LI_FN void li_matmul_query(luna_op *op) {
+  li_gemm g;
+  for (int which = 0; which < (LI_TRAINS && op->training ? 3 : 1); which++) {
+    li_matmul_product(op, which, &g);
+    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads);
+    if (which == 0) op->workspace_size = need;
+    else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
+  }
+}
+LI_FN luna_status li_matmul_forward(luna_op *op) {
+  li_gemm g;
+  li_matmul_product(op, 0, &g);
+  li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+LI_FN luna_status li_matmul_backward(luna_op *op) {
+  li_gemm g;
+  li_matmul_product(op, 1, &g);
+  if (g.c) li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
+  li_matmul_product(op, 2, &g);
+  for (int64_t o = 0; g.c && o < (op->arg.matmul.inner == 1 &&
+                                  !op->arg.matmul.transpose_a ? 1 : op->arg.matmul.outer); o++) {
+    li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
+    g.a += g.a_batch[1] * op->arg.matmul.inner;
+    g.b += g.b_batch[1] * op->arg.matmul.inner;
+  }
+  return LUNA_OK;
+}
+#define LI_CPU_MATMUL LI_CPU_OP(li_matmul_query, li_matmul_forward, li_matmul_backward, 0)
+
 LI_FN luna_tensor *li_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   luna_tensor *const in[] = { a, b };
@@ -14174,6 +13385,7 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return li_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
+/* --- weights in 8 bits, for the products of an inference --- */
 #ifdef LUNA_NO_INT8
 #define li_int8_ready(s, i) ((void)(s), true)
 #else
@@ -14207,6 +13419,99 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
   return true;
 }
 #endif
+
+/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
+   --- */
+/* its products, of y's columns from `first` on, which lie in `y`, or their gradient: 0 forward, 1 for x's gradient, 2
+   for W's */
+LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
+  const luna_tensor *x = op->in[0], *weight = op->in[1], *bias = op->in[2];
+  const int64_t in = li_last(x);
+  const li_matrix xs = li_dense(x->data, y.rows, in);
+  const li_matrix ws = li_dense(li_offset(weight->data, first * in), y.columns, in);
+  if (which == 0) {
+    li_gemm_set(g, xs, li_transposed(ws), (float *)(uintptr_t)y.at);
+    g->c_row = y.row;
+    g->bias = bias ? li_offset(bias->data, first) : NULL;
+    g->b_int8 = li_op_int8(op, 1);
+    g->b_first = first;
+  } else if (which == 1) li_gemm_set(g, y, ws, x->grad);
+  else li_gemm_set(g, li_transposed(y), xs, li_offset(weight->grad, first * in));
+  g->bf16 = li_op_bf16(op);
+  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
+}
+/* y: the result, or its gradient */
+LI_FN void li_linear_product(const luna_op *op, int which, const float *y, li_gemm *g) {
+  li_linear_columns(op, which, li_dense(y, li_rows(op->in[0]), li_last(op->out[0])), 0, g);
+  if (which != 0) return;
+  g->activation = (int)op->activation;
+  g->pre = op->kept_size ? (float *)op->kept : NULL;
+  g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
+  g->dots = op->dots;
+}
+LI_FN bool li_drops_last(const luna_op *op) { return LI_TRAINS && op->last_dropout > 0; }
+/* whether something comes between the product and y */
+LI_FN bool li_linear_changes(const luna_op *op) {
+  return op->activation != LI_NO_ACTIVATION || li_drops_last(op);
+}
+LI_FN void li_linear_query(luna_op *op) {
+  li_gemm g;
+  size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
+  if (op->dots && !li_op_int8(op, 1)) return; /* they need no scratch */
+  if (li_linear_changes(op)) slope = li_round((size_t)luna_count(op->out[0]) * sizeof(float));
+  if (op->training && op->activation != LI_NO_ACTIVATION) op->kept_size = slope;
+  for (int which = 0; which < (LI_TRAINS && op->training ? 3 : 1); which++) {
+    li_linear_product(op, which, NULL, &g);
+    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads) + (which ? slope : 0);
+    if (which == 0) op->workspace_size = need;
+    else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
+  }
+}
+/* y = drop(y) + the residual, the last input */
+LI_FN void li_drop_and_add(luna_op *op, int64_t first, int64_t last) {
+  const li_dropout d = li_op_last_dropout(op);
+  const luna_tensor *residual = op->in[op->inputs - 1];
+  float *y = op->out[0]->data + first;
+  li_k(op)->dropout(&d, first, last - first, y, y, false);
+  if (residual) li_k(op)->add(last - first, residual->data + first, y, y);
+}
+LI_FN luna_status li_linear_forward(luna_op *op) {
+  li_gemm g;
+  li_linear_product(op, 0, op->out[0]->data, &g);
+  li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
+  if (li_drops_last(op)) li_split(op, luna_count(op->out[0]), 1, li_drop_and_add);
+  return LUNA_OK;
+}
+LI_FN void li_linear_slope(luna_op *op, int64_t first, int64_t last) {
+  const li_dropout d = li_op_last_dropout(op);
+  const float *dy = op->out[0]->grad + first;
+  float *to = (float *)op->workspace + first;
+  if (op->last_dropout > 0) li_k(op)->dropout(&d, first, last - first, dy, to, false);
+  else li_k(op)->activate_grad((int)op->activation, last - first, (const float *)op->kept + first, dy, false, to);
+}
+LI_FN const float *li_linear_dy(const luna_op *op) {
+  return li_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
+}
+
+LI_FN luna_status li_linear_backward(luna_op *op) {
+  char *scratch = (char *)op->workspace;
+  li_gemm g;
+  if (li_linear_changes(op)) {
+    li_split(op, luna_count(op->out[0]), 1, li_linear_slope);
+    (void)li_take(&scratch, luna_count(op->out[0]));
+  }
+  for (int which = 1; which < 3; which++) {
+    li_linear_product(op, which, li_linear_dy(op), &g);
+    if (g.c) li_run_gemm(li_k(op), &g, &op->ctx->parallel, scratch);
+  }
+  li_sum_columns(op, li_dense(li_linear_dy(op), li_rows(op->in[0]), li_last(op->out[0])), li_grad(op, 2));
+  li_added_backward(op);
+  return LUNA_OK;
+}
+#define LI_CPU_LINEAR \
+  LI_CPU_OP(li_linear_query, li_linear_forward, li_linear_backward, \
+            LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
+
 /* whether a stream computes single rows */
 LI_FN bool li_is_single_row(const luna_tensor *x) { return x->ctx->bump && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
@@ -14231,6 +13536,260 @@ LI_FN luna_tensor *li_linear_activated(luna_tensor *x, luna_tensor *weight, luna
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   return li_linear_activated(x, weight, bias, LI_NO_ACTIVATION);
 }
+
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
+   blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
+   ReLU's output, or another activation's input. Forward each thread has blocks of its own, backward a share of each:
+   the weights' gradients are sums over blocks in order --- */
+#define LI_FFN_ROWS 256          /* of all threads' blocks; whole tiles of AMX, and an even number */
+#define LI_FFN_PARTS 8           /* of a block, where it is not multiplied: 32 rows, as a tile of AMX has */
+typedef struct li_ffn_work {
+  luna_op *op;
+  int64_t first, rows, in, hidden, out;
+  /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h.
+     words: these lie in words, rows `row` floats apart, else row is hidden */
+  bool words;
+  int64_t row;
+  float *given, *active, *a, *dh;
+  float *dy;                         /* [rows, out]: y's gradient, through its dropout */
+  float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
+  /* of the weights, made once for all blocks of rows, by the product that reads them */
+  float *panels[6];
+  void *scratch;
+  /* forward: threads with blocks and bytes of their own, and those blocks; one: its products are shared out */
+  int64_t own, blocks;
+  size_t own_size;
+} li_ffn_work;
+LI_FN const li_parallel *li_ffn_parallel(const li_ffn_work *w) {
+  return w->own > 1 ? NULL : &w->op->ctx->parallel;
+}
+/* 0 and 1: the two products forward, 2 to 5 their gradients */
+LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
+  const luna_op *op = w->op;
+  const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
+  const li_matrix xs = li_dense(li_offset(op->in[0]->data, x), n, in), as = li_strided(w->a, n, f, w->row);
+  const li_matrix w1 = li_dense(op->in[1]->data, f, in), w2 = li_dense(op->in[3]->data, out, f);
+  const li_matrix dhs = li_strided(w->dh, n, f, w->row), dys = li_dense(w->dy, n, out);
+  switch (which) {
+    case 0: li_gemm_set(g, xs, li_transposed(w1), w->active); break;                             /* h */
+    case 1: li_gemm_set(g, as, li_transposed(w2), li_offset(op->out[0]->data, y)); break;     /* y */
+    case 2: li_gemm_set(g, li_transposed(dys), as, op->in[3]->grad); break;                      /* dW2 */
+    case 3: li_gemm_set(g, dys, w2, w->dh); break;                                                  /* da */
+    case 4: li_gemm_set(g, li_transposed(dhs), xs, op->in[1]->grad); break;                      /* dW1 */
+    default: li_gemm_set(g, dhs, w1, li_offset(op->in[0]->grad, x)); break;                      /* dx */
+  }
+  if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
+  if (which < 2) g->b_int8 = li_op_int8(op, 1 + 2 * which);
+  if (which == 0) {
+    g->activation = (int)op->activation;
+    g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
+  }
+  if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = li_offset(op->in[5]->data, y);
+  g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->sets & 1));
+  g->bf16 = li_op_bf16(op);
+  g->b_panels = w->panels[which];
+  if (!w->words) return;
+  g->a_words = which == 1 || which >= 4;
+  g->b_words = which == 2;
+  if (which == 0 || which == 3) g->words_row = w->row;
+  if (which == 0) g->words = w->active;
+  if (which != 3) return;
+  g->words = w->dh;
+  g->slope = w->active;
+  g->sums = w->sums;
+  g->sums_row = f + out;
+}
+LI_FN void li_ffn_multiply(const li_ffn_work *w, int which) {
+  li_gemm g;
+  li_ffn_product(w, which, &g);
+  if (g.c) li_run_gemm(li_k(w->op), &g, li_ffn_parallel(w), w->scratch);
+}
+/* By tiles a hidden layer of ReLU is kept in the words that the products read, and its gradient too. */
+LI_FN bool li_ffn_words(const luna_op *op) {
+  return li_op_bf16(op) && li_k(op)->words && li_k(op)->words->word_panels && !li_op_int8(op, 1) &&
+         op->activation == LUNA_ACTIVATION_RELU && !(op->dropout > 0) && li_last(op->in[3]) % 32 == 0;
+}
+/* floats between rows of the hidden layer: of words whole cache lines, an odd number of them */
+LI_FN int64_t li_ffn_row(const luna_op *op) {
+  const int64_t hidden = li_last(op->in[3]);
+  if (!li_ffn_words(op)) return hidden;
+  return hidden / 2 + (hidden % 64 ? 0 : 16);
+}
+/* Returns the rows that a product multiplies at a time. A thread's own blocks are whole multiples of them. */
+LI_FN int64_t li_ffn_tile(const luna_op *op) {
+  const li_kernels *kernels = li_k(op);
+#ifndef LUNA_NO_INT8
+  if (li_op_int8(op, 1) && kernels->int8) return kernels->int8->qm;
+#endif
+  return li_op_bf16(op) && kernels->words ? kernels->words->rows : kernels->mr;
+}
+/* Sets the sizes and the layout in the workspace; returns its bytes */
+LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
+  char *at = workspace ? (char *)workspace : (char *)w; /* without one only offsets are used */
+  char *const start = at;
+  const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
+  const int64_t rows = li_rows(op->in[0]), tile = li_ffn_tile(op);
+  size_t scratch = 0;                /* of the product that needs most */
+  li_gemm g;
+  memset(w, 0, sizeof *w);
+  w->op = op;
+  w->own = backward || rows <= LI_FFN_ROWS ? 1 : li_max(1, op->ctx->parallel.threads);
+  w->rows = w->own == 1 ? LI_FFN_ROWS : li_max(4, LI_FFN_ROWS / w->own / tile) * tile;
+  w->blocks = w->own * li_divide_up(rows, w->own * w->rows);
+  w->rows = li_min(w->rows, rows);
+  w->in = li_last(op->in[0]);
+  w->hidden = li_last(op->in[3]);
+  w->out = li_last(op->out[0]);
+  w->words = li_ffn_words(op);
+  w->row = li_ffn_row(op);
+  for (int which = 0; which < 6 && w->rows < rows; which++) {
+    if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
+    w->panels[which] = (float *)(void *)at;
+    li_ffn_product(w, which, &g);
+    at += li_panels_bytes(li_k(op), &g);
+    if (workspace) li_run_make_panels(li_k(op), &g, &op->ctx->parallel, w->panels[which]);
+  }
+  char *const own = at;
+  const int64_t size = w->rows * w->row;
+  if (!keeps || !relu) w->active = li_take(&at, size);
+  if (!keeps && !relu && backward) w->given = li_take(&at, size);
+  if (op->dropout > 0) w->a = li_take(&at, size);
+  if (backward) w->dh = li_take(&at, size);
+  if (backward && op->last_dropout > 0) w->dy = li_take(&at, w->rows * w->out);
+  if (backward) w->sums = li_take(&at, LI_FFN_PARTS * (w->hidden + w->out));
+  w->scratch = at;
+  for (int which = 0; which < (backward ? 6 : 2); which++) {
+    li_ffn_product(w, which, &g);
+    const size_t need = li_gemm_scratch(li_k(op), &g, w->own > 1 ? 1 : op->ctx->parallel.threads);
+    if (need > scratch) scratch = need;
+  }
+  w->own_size = li_round((size_t)(at - own) + scratch);
+  return (size_t)(own - start) + (size_t)w->own * w->own_size;
+}
+/* to the block of rows [first, last); false: there are none */
+LI_FN bool li_ffn_next(li_ffn_work *w, int64_t first, int64_t last) {
+  const luna_op *op = w->op;
+  const bool relu = op->activation == LUNA_ACTIVATION_RELU;
+  float *kept = op->kept_size ? (float *)op->kept + first * w->row : NULL;
+  w->first = first;
+  w->rows = li_min(last, li_rows(op->in[0])) - first;
+  if (kept && relu) w->active = kept;
+  if (kept && !relu) w->given = kept;
+  if (relu) w->given = w->active;
+  if (!(op->dropout > 0)) w->a = w->active;
+  if (!(op->last_dropout > 0) && op->out[0]->grad) w->dy = op->out[0]->grad + first * w->out;
+  return w->rows > 0;
+}
+LI_FN void li_feed_forward_query(luna_op *op) {
+  li_ffn_work w;
+  op->kept_size = 0;
+  if (op->training && !op->arg.feed_forward.recompute)
+    op->kept_size = (size_t)(li_rows(op->in[0]) * li_ffn_row(op)) * sizeof(float);
+  op->workspace_size = li_ffn_start(&w, op, false, NULL);
+  op->backward_workspace_size = li_ffn_start(&w, op, true, NULL);
+}
+/* of rows [first, last) of the block */
+LI_FN void li_ffn_drop(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_ffn_work *w = (const li_ffn_work *)work;
+  const li_dropout d = li_op_dropout(w->op, li_rows(w->op->in[0]) * w->hidden);
+  const int64_t at = first * w->hidden, n = (last - first) * w->hidden;
+  (void)thread;
+  li_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
+}
+LI_FN void li_ffn_result(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_ffn_work *w = (const li_ffn_work *)work;
+  (void)thread;
+  li_drop_and_add(w->op, (w->first + first) * w->out, (w->first + last) * w->out);
+}
+LI_FN void li_ffn_block(li_ffn_work *w) {
+  li_ffn_multiply(w, 0);
+  if (w->op->dropout > 0) li_each(li_ffn_parallel(w), w->rows, li_ffn_drop, w);
+  li_ffn_multiply(w, 1);
+  if (w->op->last_dropout > 0) li_each(li_ffn_parallel(w), w->rows, li_ffn_result, w);
+}
+/* blocks of a thread's own */
+LI_FN void li_ffn_blocks(void *work, int64_t thread, int64_t first, int64_t last) {
+  li_ffn_work w = *(const li_ffn_work *)work;
+  const int64_t tile = li_ffn_tile(w.op), tiles = li_divide_up(li_rows(w.op->in[0]), tile);
+  const int64_t skip = thread * (int64_t)(w.own_size / sizeof(float));
+  w.active = li_offset(w.active, skip);
+  w.a = li_offset(w.a, skip);
+  w.scratch = (float *)w.scratch + skip;
+  for (int64_t i = first; i < last; i++) {
+    li_ffn_work block = w;
+    if (li_ffn_next(&block, li_share(tiles, i, w.blocks) * tile, li_share(tiles, i + 1, w.blocks) * tile))
+      li_ffn_block(&block);
+  }
+}
+LI_FN luna_status li_feed_forward_forward(luna_op *op) {
+  li_ffn_work w;
+  li_ffn_start(&w, op, false, op->workspace);
+  if (w.own > 1) li_each(&op->ctx->parallel, w.blocks, li_ffn_blocks, &w);
+  else {
+    for (int64_t first = 0; li_ffn_next(&w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS)
+      li_ffn_block(&w);
+  }
+  return LUNA_OK;
+}
+#ifndef LUNA_NO_TRAIN
+/* before the products of the gradients: a and dy */
+LI_FN void li_ffn_before(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_ffn_work *w = (const li_ffn_work *)work;
+  const luna_op *op = w->op;
+  const li_dropout d = li_op_last_dropout(op);
+  int64_t at = first * w->hidden, n = (last - first) * w->hidden;
+  if (op->kept_size && w->given != w->active)
+    li_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
+  if (op->dropout > 0) li_ffn_drop(work, thread, first, last);
+  if (!(op->last_dropout > 0)) return;
+  at = first * w->out;
+  n = (last - first) * w->out;
+  li_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
+}
+/* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the
+   biases. Of words the product has done so. */
+LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_ffn_work *w = (const li_ffn_work *)work;
+  const luna_op *op = w->op;
+  const int64_t f = w->hidden, out = w->out;
+  const li_dropout d = li_op_dropout(op, li_times(li_rows(op->in[0]), f));
+  (void)thread;
+  for (int64_t part = first; part < last; part++) {
+    float *sums = w->sums + part * (f + out);
+    const int64_t row = li_share(w->rows, part, LI_FFN_PARTS);
+    const int64_t rows = li_share(w->rows, part + 1, LI_FFN_PARTS) - row;
+    const int64_t at = row * f, n = rows * f;
+    float *dh = w->dh + at;
+    if (op->dropout > 0) li_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
+    if (!w->words) li_k(op)->activate_grad((int)op->activation, n, w->given + at, dh, false, dh);
+    if (!w->words && li_grad(op, 2)) li_k(op)->sum_rows(li_dense(dh, rows, f), 1.0f, sums);
+    if (li_grad(op, 4)) li_k(op)->sum_rows(li_dense(w->dy + row * out, rows, out), 1.0f, sums + f);
+  }
+}
+/* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
+LI_FN luna_status li_feed_forward_backward(luna_op *op) {
+  const li_parallel *parallel = &op->ctx->parallel;
+  li_ffn_work w;
+  li_ffn_start(&w, op, true, op->workspace);
+  li_added_backward(op);
+  for (int64_t first = 0; li_ffn_next(&w, first, first + LI_FFN_ROWS); first += LI_FFN_ROWS) {
+    if (!op->kept_size) li_ffn_multiply(&w, 0);
+    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
+      li_each(parallel, w.rows, li_ffn_before, &w);
+    li_clear(w.sums, (size_t)(LI_FFN_PARTS * (w.hidden + w.out)) * sizeof(float));
+    for (int which = 2; which < 4; which++) li_ffn_multiply(&w, which);
+    li_each(parallel, LI_FFN_PARTS, li_ffn_slope, &w);
+    const li_matrix sums = li_dense(w.sums, LI_FFN_PARTS, w.hidden + w.out);
+    li_sum_columns(op, li_columns(sums, 0, w.hidden), li_grad(op, 2));
+    li_sum_columns(op, li_columns(sums, w.hidden, w.hidden + w.out), li_grad(op, 4));
+    for (int which = 4; which < 6; which++) li_ffn_multiply(&w, which);
+  }
+  return LUNA_OK;
+}
+#endif
+#define LI_CPU_FEED_FORWARD \
+  LI_CPU_OP(li_feed_forward_query, li_feed_forward_forward, li_feed_forward_backward, \
+              LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
@@ -14263,7 +13822,30 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   return li_finish_rows(&s, w2->shape[0]);
 }
 
-/* --- rows --- */
+/* ---- ops of rows: softmax, log softmax, norms, ratio ---- */
+/* --- softmax over the last axis; lengths mask it by axis 0 --- */
+LI_HOT int64_t li_softmax_width(const luna_op *op, int64_t row) {
+  const luna_tensor *x = op->in[0];
+  const int64_t n = li_last(x);
+  return op->lengths ? li_min(n, op->lengths[row / (li_rows(x) / x->shape[0])]) : n;
+}
+LI_HOT void li_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = li_last(op->in[0]);
+  for (int64_t r = first; r < last; r++) {
+    const int64_t width = li_softmax_width(op, r);
+    li_k(op)->softmax(1, width, op->in[0]->data + r * n, op->out[0]->data + r * n);
+    memset(op->out[0]->data + r * n + width, 0, (size_t)(n - width) * sizeof(float));
+  }
+}
+LI_HOT void li_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = li_last(op->in[0]);
+  for (int64_t r = first; r < last; r++)
+    li_k(op)->softmax_backward(1, li_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
+                               op->in[0]->grad + r * n);
+}
+LI_SPLIT_OP(softmax, li_rows(op->in[0]), li_last(op->in[0]))
+#define LI_CPU_SOFTMAX LI_CPU_OP(li_query_nothing, li_softmax_forward, li_softmax_backward, 0)
+
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   li_build s;
   if (!li_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1) ||
@@ -14272,49 +13854,120 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
-  bool full = true;
-  li_build s;
-  if (!li_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
-  if (lengths && !li_fits(&s, "x [...,m,n]")) return NULL;
-  if (lengths) {
-    for (int64_t b = 0; b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
+/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
+LI_FN void li_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = li_last(op->in[0]);
+  float part[256], number;
+  li_elements less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
+  int64_t at;
+  less.n = n;
+  less.x[1] = less.x[2] = &number;
+  for (int64_t r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    double sum = 0;
+    less.x[0] = op->in[0]->data + r * n;
+    (void)li_first_max(less.x[0], n, 1, &at);
+    number = less.x[0][at];
+    li_k(op)->elementwise(&less, y);
+    for (int64_t i = 0; i < n; i += 256) {
+      li_k(op)->activate(LUNA_ACTIVATION_EXP, li_min(256, n - i), y + i, part);
+      sum += li_k(op)->sum(li_min(256, n - i), part);
+    }
+    number = li_log1_scalar((float)sum);
+    less.x[0] = y;
+    li_k(op)->elementwise(&less, y);
   }
-  if (full) return x;
-  s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
-  s.op.arg.mask.width = x->shape[2] * x->shape[3];
-  return li_finish_like(&s, x);
+}
+LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = li_last(op->in[0]);
+  for (int64_t r = first; r < last; r++) {
+    const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
+    const float sum = (float)li_k(op)->sum(n, dy);
+    float *dx = op->in[0]->grad + r * n, part[256];
+    li_k(op)->add(n, dx, dy, dx);
+    for (int64_t i = 0; i < n; i += 256) {
+      li_k(op)->activate(LUNA_ACTIVATION_EXP, li_min(256, n - i), y + i, part);
+      li_k(op)->scale_add(li_min(256, n - i), -sum, part, dx + i);
+    }
+  }
+}
+LI_SPLIT_OP(log_softmax, li_rows(op->in[0]), li_last(op->in[0]))
+#define LI_CPU_LOG_SOFTMAX \
+  LI_CPU_OP(li_query_nothing, li_log_softmax_forward, li_log_softmax_backward, 0)
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
+  int64_t shape[LUNA_MAX_RANK];
+  li_build s;
+  if (!li_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !li_fits(&s, "x [...,N]")) return NULL;
+  if (li_has_op(x, LUNA_OP_LOG_SOFTMAX)) return li_finish_like(&s, x);
+  const int axis = x->rank - 1;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  luna_tensor *z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
+  return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
-/* x as [count, 1], with 0 where keep, in the step, has 0 and not 1; what was there is not read */
-LI_FN luna_tensor *li_select(luna_tensor *x, const int32_t *keep, const char *name) {
-  const int64_t count = luna_count(x);
-  li_build s;
-  x = li_reshape(x, 2, count, 1, 1, 1);
-  if (!li_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
-  s.op.lengths = li_on_device(x->ctx) ? li_integers_copy(&s, keep, count) : keep;
-  s.op.arg.mask.width = 1;
-  return s.op.lengths ? li_finish_like(&s, x) : li_abandon(&s);
+/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
+   block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
+#define LI_NORM_ROWS 64
+LI_FN void li_layer_norm_query(luna_op *op) {
+  if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * 2 * sizeof(float);
+  op->backward_workspace_size = (size_t)(li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS) * 2 *
+                                         li_last(op->in[0])) * sizeof(float);
 }
-
-LI_FN luna_tensor *li_function(luna_tensor *x, luna_function which, float exponent, const char *name) {
-  li_build s;
-  if (!li_start(&s, LUNA_OP_FUNCTION, name, &x, 1, 1)) return NULL;
-  s.op.arg.function.which = which;
-  s.op.arg.function.exponent = exponent;
-  return li_finish_like(&s, x);
+LI_FN const float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
+/* the norm of rows [first, last) */
+LI_FN li_layer_norm li_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = li_last(op->in[0]), rows = li_rows(op->in[0]);
+  float *kept = (float *)op->kept;
+  li_layer_norm a;
+  memset(&a, 0, sizeof a);
+  a.rms = op->arg.norm.rms;
+  a.epsilon = op->arg.norm.epsilon;
+  a.rows = last - first;
+  a.n = n;
+  a.x = li_offset(op->in[0]->data, first * n);
+  a.weight = li_data(op, 1);
+  a.bias = li_data(op, 2);
+  a.y = li_offset(op->out[0]->data, first * n);
+  if (LI_TRAINS && kept) {
+    a.mean = kept + first;
+    a.rstd = kept + rows + first;
+  }
+  return a;
 }
-LUNA_API luna_tensor *luna_sin(luna_tensor *x) { return li_function(x, LUNA_FUNCTION_SIN, 0, "luna_sin"); }
-LUNA_API luna_tensor *luna_cos(luna_tensor *x) { return li_function(x, LUNA_FUNCTION_COS, 0, "luna_cos"); }
-LUNA_API luna_tensor *luna_pow(luna_tensor *x, float exponent) {
-  return li_function(x, LUNA_FUNCTION_POW, exponent, "luna_pow");
+LI_FN void li_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
+  const li_layer_norm a = li_layer_norm_of(op, first, last);
+  li_k(op)->layer_norm(&a);
 }
-
-LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
-  li_build s;
-  if (!li_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1) || !li_fits(&s, "x [...,N]")) return NULL;
-  return li_finish_rows(&s, li_last(x) - 1);
+LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
+  for (; first < last; first++) {
+    const int64_t row = first * LI_NORM_ROWS;
+    li_layer_norm a = li_layer_norm_of(op, row, li_min(row + LI_NORM_ROWS, li_rows(op->in[0])));
+    float *sums = (float *)op->workspace + first * 2 * a.n;
+    a.dy = op->out[0]->grad + row * a.n;
+    a.dx = li_offset(op->in[0]->grad, row * a.n);
+    a.add = !(op->sets & 1) && a.dx != a.dy;
+    if (li_grad(op, 1)) a.dweight = sums;
+    if (li_grad(op, 2)) a.dbias = sums + a.n;
+    if (a.dweight || a.dbias) {
+      memset(sums, 0, (size_t)(2 * a.n) * sizeof(float));
+      li_k(op)->layer_norm_weights(&a, 0, a.n);
+    }
+    if (a.dx) li_k(op)->layer_norm_backward(&a);
+  }
 }
+LI_SPLIT_ALL(li_layer_norm_forward, li_layer_norm_body, li_rows(op->in[0]), li_last(op->in[0]))
+LI_FN luna_status li_layer_norm_backward(luna_op *op) {
+  const int64_t n = li_last(op->in[0]), blocks = li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS);
+  const li_matrix sums = li_dense((const float *)op->workspace, blocks, 2 * n);
+  li_split(op, blocks, LI_NORM_ROWS * n, li_layer_norm_back);
+  li_sum_columns(op, li_columns(sums, 0, n), li_grad(op, 1));
+  li_sum_columns(op, li_columns(sums, n, 2 * n), li_grad(op, 2));
+  return LUNA_OK;
+}
+#define LI_CPU_LAYER_NORM \
+  LI_CPU_OP(li_layer_norm_query, li_layer_norm_forward, li_layer_norm_backward, \
+            LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(0))
 
 LI_FN luna_tensor *li_norm(luna_tensor *const in[3], float epsilon, bool rms, const char *name) {
   li_build s;
@@ -14334,6 +13987,144 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float e
   return li_norm(in, epsilon, true, "luna_rms_norm");
 }
 
+/* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
+/* of a divisor that is 0, or so small that 1 / x is Inf, the numbers are divided one by one */
+LI_HOT float li_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
+LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = li_last(op->out[0]);
+  for (int64_t r = first; r < last; r++) {
+    const float *x = op->in[0]->data + r * (n + 1), inverse = 1 / x[n];
+    float *y = op->out[0]->data + r * n;
+    if (li_is_finite(inverse)) li_k(op)->scale(n, inverse, x, y);
+    else
+      for (int64_t i = 0; i < n; i++) y[i] = li_ratio_of(x[i], x[n]);
+  }
+}
+LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = li_last(op->out[0]);
+  for (int64_t r = first; r < last; r++) {
+    const float *x = op->in[0]->data + r * (n + 1), *dy = op->out[0]->grad + r * n;
+    const float inverse = 1 / x[n], dot = li_k(op)->dot(n, dy, op->out[0]->data + r * n);
+    float *dx = op->in[0]->grad + r * (n + 1);
+    if (li_is_finite(inverse)) li_k(op)->scale_add(n, inverse, dy, dx);
+    else
+      for (int64_t i = 0; i < n; i++) dx[i] += li_ratio_of(dy[i], x[n]);
+    dx[n] -= li_is_finite(inverse) ? inverse * dot : li_ratio_of(dot, x[n]);
+  }
+}
+LI_SPLIT_OP(ratio, li_rows(op->in[0]), li_last(op->in[0]))
+#define LI_CPU_RATIO LI_CPU_OP(li_query_nothing, li_ratio_forward, li_ratio_backward, 0)
+
+LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
+  li_build s;
+  if (!li_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1) || !li_fits(&s, "x [...,N]")) return NULL;
+  return li_finish_rows(&s, li_last(x) - 1);
+}
+
+/* ---- positions: sinusoids, rotary ---- */
+/* --- angles of positions: sinusoidal positions [n, d], of no inputs; rotary positions, which turn pairs of x --- */
+/* Of rows first, first + 1, .. the sines, then the cosines, in rows of d. By blocks of positions: an angle is the sum
+   of its block's and its place's in the block, so that a row's bits do not depend on the first. */
+#define LI_ANGLES 64
+typedef struct li_angles {
+  int64_t first, rows, d;
+  double rate;
+  double *places;                    /* sine and cosine of the places' [li_angles_places, d/2, 2] */
+  float *out;                        /* [rows, d] */
+} li_angles;
+LI_FN int64_t li_angles_places(const li_angles *a) {
+  return li_min(a->first % LI_ANGLES + a->rows, LI_ANGLES);
+}
+LI_HOT size_t li_angles_room(const li_angles *a) {
+  return li_round((size_t)(li_angles_places(a) * (a->d / 2)) * 2 * sizeof(double));
+}
+/* of an op, in its workspace */
+LI_HOT li_angles li_angles_of(const luna_op *op) {
+  const bool rotary = op->kind == LUNA_OP_ROTARY;
+  const luna_tensor *y = op->out[0];
+  const int64_t d = rotary ? li_last(y) / op->arg.rotary.heads : li_last(y);
+  const double rate = rotary ? log((double)op->arg.rotary.base) / (double)(d / 2) : li_sinusoid_rate(d / 2);
+  li_angles a = { rotary ? op->arg.rotary.first : op->arg.sinusoids.first, y->shape[rotary], d, rate,
+                     (double *)op->workspace, NULL };
+  a.out = rotary && op->workspace ? (float *)(void *)((char *)op->workspace + li_angles_room(&a)) : y->data;
+  return a;
+}
+LI_HOT void li_angles_place(luna_op *op, int64_t first, int64_t last) {
+  const li_angles a = li_angles_of(op);
+  const int64_t half = a.d / 2;
+  for (int64_t t = first; t < last; t++)
+    for (int64_t i = 0; i < half; i++) {
+      double *at = a.places + (t * half + i) * 2;
+      li_sine((double)t * li_frequency(i, a.rate), &at[0], &at[1]);
+    }
+}
+LI_HOT void li_angles_block(luna_op *op, int64_t first, int64_t last) {
+  const li_angles a = li_angles_of(op);
+  const int64_t half = a.d / 2;
+  for (int64_t block = a.first / LI_ANGLES + first; first < last; first++, block++) {
+    const int64_t start = block * LI_ANGLES, from = li_max(a.first - start, 0);
+    const int64_t to = li_min(a.first + a.rows - start, LI_ANGLES);
+    float *rows = a.out + (start - a.first) * a.d;
+    for (int64_t i = 0; i < half; i++) {
+      double s, c;
+      li_sine((double)start * li_frequency(i, a.rate), &s, &c);
+      for (int64_t j = from; j < to; j++) {
+        const double *place = a.places + (j * half + i) * 2;
+        rows[j * a.d + i] = (float)(s * place[1] + c * place[0]);
+        rows[j * a.d + half + i] = (float)(c * place[1] - s * place[0]);
+      }
+    }
+    if (a.d % 2)
+      for (int64_t j = from; j < to; j++) rows[j * a.d + a.d - 1] = 0;
+  }
+}
+LI_FN luna_status li_angles_make(luna_op *op) {
+  const li_angles a = li_angles_of(op);
+  const int64_t blocks = li_divide_up(a.first % LI_ANGLES + a.rows, LI_ANGLES);
+  if (a.rows == 0) return LUNA_OK;
+  li_split(op, li_angles_places(&a), a.d, li_angles_place);
+  return li_split(op, blocks, LI_ANGLES * a.d, li_angles_block);
+}
+
+LI_FN void li_sinusoids_query(luna_op *op) {
+  const li_angles a = li_angles_of(op);
+  op->workspace_size = li_angles_room(&a);
+}
+LI_FN luna_status li_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
+#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, li_sinusoids_backward, 0)
+
+/* in x [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, in backward back */
+LI_FN void li_rotary_query(luna_op *op) {
+  const li_angles a = li_angles_of(op);
+  op->workspace_size = li_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
+  op->backward_workspace_size = op->workspace_size;
+}
+LI_HOT void li_rotary_rows_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const li_angles a = li_angles_of(op);
+  const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
+  for (int64_t head = first * heads; head < last * heads; head++) {
+    const float *s = a.out + head / heads % a.rows * a.d, *c = s + half;
+    const float *x = (back ? op->out[0]->grad : op->in[0]->data) + head * a.d;
+    float *y = (back ? op->in[0]->grad : op->out[0]->data) + head * a.d;
+    for (int64_t i = 0; i < half; i++) {
+      const float sine = back ? -s[i] : s[i];
+      const float upper = x[i] * c[i] - x[half + i] * sine, lower = x[half + i] * c[i] + x[i] * sine;
+      y[i] = back ? y[i] + upper : upper;
+      y[half + i] = back ? y[half + i] + lower : lower;
+    }
+  }
+}
+LI_PART_OP(rotary_rows, li_rows(op->in[0]), li_last(op->in[0]))
+LI_FN luna_status li_rotary_forward(luna_op *op) {
+  li_angles_make(op);
+  return li_rotary_rows_forward(op);
+}
+LI_FN luna_status li_rotary_backward(luna_op *op) {
+  li_angles_make(op);
+  return li_rotary_rows_backward(op);
+}
+#define LI_CPU_ROTARY LI_CPU_OP(li_rotary_query, li_rotary_forward, li_rotary_backward, 0)
+
 LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, float base) {
   li_build s;
   if (!li_start(&s, LUNA_OP_ROTARY, "luna_rotary", &x, 1, 1) || !li_fits(&s, "x [b,n,D]") ||
@@ -14346,54 +14137,474 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
   return li_finish_like(&s, x);
 }
 
-LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
-  int64_t shape[3];
-  li_build s;
-  if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1) || !li_fits(&s, "table [v,d]")) return NULL;
-  shape[0] = batch;
-  shape[1] = n;
-  if (li_shape_count(2, shape) < 0) return li_fail_shape(table->ctx, "luna_embedding", 2, shape);
-  if (!tokens && batch * n > 0) return li_fail_null(table->ctx, "luna_embedding", "tokens");
-  s.op.index = li_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens");
-  shape[2] = table->shape[1];
-  return li_finish(&s, 3, shape);
+/* ---- attention: softmax attention, pack, unpack ---- */
+/* --- softmax attention: in q, k, v; out y, and sums, log-sum-exp or nothing; arg: heads, batch, queries, keys, scale,
+   band. kept: log-sum-exp. luna_pack's in are weights and context, keys and values in one; one head, scale 1 --- */
+LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
+  const bool ragged = op->query_offsets != NULL;
+  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
+  memset(a, 0, sizeof *a);
+  a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
+  a->log_sum_exp = (float *)op->kept;
+  a->sums = op->out[1] ? op->out[1]->data : NULL;
+  a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
+  a->keys = op->arg.attention.keys;
+  a->q_row = li_last(q); a->k_row = li_last(k); a->v_row = li_last(v);
+  a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
+  a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
+  a->out_row = a->v_row;
+  a->q_batch = ragged || q->shape[0] != a->batch ? 0 : a->queries * a->q_row;
+  a->k_batch = ragged || k->shape[0] != a->batch ? 0 : a->keys * a->k_row;
+  a->v_batch = ragged || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
+  a->out_batch = ragged ? 0 : a->queries * a->out_row;
+  a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
+  a->scale = op->arg.attention.scale;
+  a->causal = op->arg.attention.causal;
+  a->window = op->arg.attention.window;
+  a->left = op->arg.attention.left;
+  a->right = op->arg.attention.right;
+  li_attention_band(a);
+  a->dropout = op->dropout;
+  a->seed = op->ctx->state->seed;
+  a->dropout_op = op->dropout_op;
+  a->step = (uint32_t)op->ctx->state->step;
+  if (op->own) {                     /* a stream's recorded op has none, and no dropout */
+    op->own->attention.bf16 = li_op_bf16(op);
+    op->own->attention.dropout = li_op_dropout(op, li_times(a->batch * a->heads * a->queries, a->keys));
+    a->own = &op->own->attention;
+  }
+  a->grad_out = op->out[0]->grad;
+  a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
+  a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
+  if (!op->arg.attention.scores) return;
+  a->log_sum_exp = op->out[1]->data;
+  a->sums = NULL;
+  a->grad_log_sum_exp = op->out[1]->grad;
+  a->grad_sums = NULL;
+}
+LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
+#define LI_CPU_SOFTMAX_ATTENTION \
+  LI_CPU_OP(li_attention_query, li_attention_forward, li_attention_backward, 0)
+
+/* offsets of a ragged batch: from 0 up, never down, to the number of rows */
+LI_FN const int32_t *li_offsets(li_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what) {
+  const int32_t *kept = li_integers(s, offsets, count + 1, 0, rows, what);
+  for (int64_t i = 0; i <= count && !s->failed; i++)
+    if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
+      li_fail(s->op.ctx, LUNA_ERROR_OFFSETS, s->name, what, i, (int64_t)offsets[i], rows);
+      s->failed = true;
+    }
+  return kept;
 }
 
-/* x [n, ...] as [n, d] */
-LI_FN luna_tensor *li_as_rows(luna_tensor *x, const char *name) {
-  if (!x || x->rank == 2) return x;
-  if (x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
-  return li_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
+/* the longest sequence of a ragged batch */
+LI_FN int64_t li_ragged_longest(const int32_t *offsets, int64_t sequences) {
+  int64_t longest = 0;
+  for (int64_t b = 0; b < sequences; b++) longest = li_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
+  return longest;
 }
-/* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
-LI_FN luna_tensor *li_indexed(li_build *s, const luna_tensor *x, const int32_t *indices, int64_t count, int64_t rows) {
-  int64_t shape[LUNA_MAX_RANK], flat[2];
-  memcpy(shape, x->shape, sizeof shape);
-  shape[0] = flat[0] = rows;
-  flat[1] = s->op.in[0]->shape[1];
-  if (li_shape_count(x->rank, shape) < 0) return li_fail_shape(x->ctx, s->name, x->rank, shape);
-  if (!indices && count > 0) return li_fail_null(x->ctx, s->name, "indices");
-  s->op.index = li_integers(s, indices, count, 0, x->shape[0] - 1, "indices");
-  luna_tensor *y = li_finish(s, 2, flat);
-  return y && x->rank != 2 ? luna_reshape(y, x->rank, shape) : y;
+LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
+  const bool ragged = c->sequences > 0;
+  int64_t batch = 1;
+  s->op.arg.attention.heads = c->heads ? c->heads : 1;
+  if (!li_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
+      !li_heads_fit(s, s->op.arg.attention.heads)) return false;
+  for (int i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+    const int64_t own = s->op.in[i]->shape[0];
+    if (batch != 1 && own != 1 && own != batch)
+      return li_refuse(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own);
+    if (own != 1) batch = own;
+  }
+  s->op.arg.attention.batch = ragged ? c->sequences : batch;
+  s->op.arg.attention.queries = ragged ? li_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
+  s->op.arg.attention.keys = ragged ? li_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
+  return true;
 }
-LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
-  luna_tensor *flat = li_as_rows(x, "luna_gather_rows");
+
+/* of an op whose inputs and sizes fit */
+LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[s->op.inputs - 1];
+  const int64_t batch = s->op.arg.attention.batch, heads = s->op.arg.attention.heads, value_dim = li_last(v);
+  const int64_t queries = s->op.arg.attention.queries, keys = s->op.arg.attention.keys;
+  const bool ragged = c->sequences > 0;
+  s->op.lengths = li_integers(s, c->lengths, batch, 0, keys, "lengths");
+  if (ragged) {
+    s->op.query_offsets = li_offsets(s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
+    s->op.key_offsets = li_offsets(s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
+  }
+  if (s->failed) return li_abandon(s);
+  if (c->log_sum_exp && (ragged || c->sums)) {
+    li_fail(s->op.ctx, LUNA_ERROR_LOG_SUM_EXP, s->name, ragged ? "sequences" : "sums");
+    return li_abandon(s);
+  }
+  if (li_on_device(s->op.ctx) && (c->window || c->log_sum_exp)) {
+    li_fail(s->op.ctx, LUNA_ERROR_NO_OP, s->name, c->window ? "attention of a window" : "log-sum-exp as a result");
+    return li_abandon(s);
+  }
+  s->op.arg.attention.scores = c->log_sum_exp != NULL;
+  s->op.arg.attention.window = c->window;
+  s->op.arg.attention.left = c->left;
+  s->op.arg.attention.right = c->right;
+  s->op.arg.attention.causal = c->causal;
+  s->op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(li_last(q) / heads))) : c->scale;
+  s->op.dropout = c->dropout;
+  const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
+  const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
+  luna_tensor **extra = c->log_sum_exp ? c->log_sum_exp : c->sums;
+  return ragged ? li_finish_two(s, 2, rows, extra, 2, row_sums) : li_finish_two(s, 3, shape, extra, 3, sums);
+}
+
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                             const luna_attention_config *config) {
+  luna_tensor *const in[] = { q, k, v };
+  luna_attention_config c;
   li_build s;
-  if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
-  return li_indexed(&s, x, indices, count, count);
+  memset(&c, 0, sizeof c);
+  if (config) c = *config;
+  const bool ragged = c.sequences > 0;
+  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3, 3) ||
+      li_dropout_wrong(&s, c.dropout)) return NULL;
+  if (!li_is_finite(c.scale))
+    return li_fail(q->ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s.name, "scale", (double)c.scale);
+  if (li_checked(c.sequences, 1) < 0)
+    return li_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, s.name, "sequences", c.sequences, (int64_t)0, LI_MAX_COUNT);
+  if (ragged && !c.query_offsets) return li_fail_null(q->ctx, s.name, "query_offsets");
+  if (ragged && !c.key_offsets) return li_fail_null(q->ctx, s.name, "key_offsets");
+  if (ragged && c.lengths) return li_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c.sequences);
+  return li_attention_fits(&s, &c) ? li_finish_attention(&s, &c) : NULL;
 }
-LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
-  luna_tensor *flat = li_as_rows(x, "luna_scatter_add_rows");
-  luna_tensor *const in[] = { flat, flat ? li_as_rows(rows, "luna_scatter_add_rows") : NULL };
+
+LI_FN luna_attention_config li_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
+  luna_attention_config a;
+  memset(&a, 0, sizeof a);
+  a.heads = heads;
+  a.lengths = lengths;
+  a.dropout = dropout;
+  return a;
+}
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config) {
+  const int32_t *lengths = config ? config->lengths : NULL;
+  luna_attention_config c = li_attention_config(1, config ? config->dropout : 0, lengths);
+  luna_tensor *const in[] = { weights, context };
   li_build s;
-  if (!flat && rows && !x) return li_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  if (!li_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
-  for (int a = 1; a < LUNA_MAX_RANK; a++)
-    if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
-      return li_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
-  return li_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
+  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_pack", in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
+      !li_fits(&s, "weights [b,r,D] context [b,m,D]") || !li_heads_fit(&s, 1)) return NULL;
+  c.scale = 1;
+  c.sums = config ? config->sums : NULL;
+  s.op.arg.attention.heads = 1;
+  s.op.arg.attention.batch = weights->shape[0];
+  s.op.arg.attention.queries = weights->shape[1];
+  s.op.arg.attention.keys = context->shape[1];
+  return li_finish_attention(&s, &c);
 }
+
+/* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
+LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
+  const luna_tensor *x = op->in[0], *k = op->in[1];
+  memset(u, 0, sizeof *u);
+  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = li_data(op, 4);
+  u->residual = li_data(op, 5);
+  u->out = op->out[0]->data;
+  u->lse = (float *)op->kept;
+  u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
+  u->lengths = op->lengths;
+  u->bf16 = li_op_bf16(op);
+  u->dropout = li_op_dropout(op, li_times(u->batch * u->heads * u->rows, u->slots));
+  u->last = li_op_last_dropout(op);
+  u->grad_out = op->out[0]->grad;
+  u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
+  u->grad_out_bias = li_grad(op, 4);
+}
+LI_KERNEL_OP(unpack, li_rows(op->in[0]) * op->in[1]->shape[1])
+LI_FN luna_status li_unpack_residual_backward(luna_op *op) {
+  li_added_backward(op);
+  return li_unpack_backward(op);
+}
+#define LI_CPU_UNPACK \
+  LI_CPU_OP(li_unpack_query, li_unpack_forward, li_unpack_residual_backward, \
+              LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
+
+/* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
+LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
+  luna_tensor *x = in[0], *k = in[1];
+  const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
+  luna_tensor *s = luna_matmul(x, li_reshape(k, 3, batch, h * l, d, 1), false, true);
+  s = luna_add(li_permute(s, 1, 0, 2, 3), li_reshape(in[2], 2, batch, h * l, 1, 1));
+  s = luna_softmax(li_reshape(li_permute(s, 1, 0, 2, 3), 4, batch, n, h, l), lengths);
+  /* the fused op's order of elements */
+  if (dropout > 0) s = li_permute(luna_dropout(li_permute(s, 0, 2, 1, 3), dropout), 0, 2, 1, 3);
+  k = li_reshape(in[3], 3, batch, h * l, d, 1);
+  s = luna_matmul(li_reshape(s, 3, batch, n, h * l, 1), k, false, false);
+  return in[4] ? luna_add(s, in[4]) : s;
+}
+
+/* in: x, k, bias, v, out_bias, residual */
+LI_FN luna_tensor *li_unpack_with(luna_tensor *const in[6], const int32_t *lengths, float dropout, float last_dropout) {
+  luna_tensor *x = in[0], *k = in[1];
+  li_build s;
+  if (!li_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || li_dropout_wrong(&s, dropout) ||
+      !li_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
+      !li_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LI_MAX_SCRATCH) ||
+      !li_product_fits(&s, li_rows(x), k->shape[1], LI_MAX_COUNT)) return NULL;
+  if (!li_has_op(x, LUNA_OP_UNPACK)) {
+    x = luna_dropout(li_unpack_composed(in, lengths, dropout), last_dropout);
+    return in[5] ? luna_add(in[5], x) : x;
+  }
+  s.op.last_dropout = last_dropout;
+  s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
+  s.op.dropout = dropout;
+  return li_finish_like(&s, x);
+}
+LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+                                  const luna_unpack_config *config) {
+  luna_tensor *const in[6] = { x, k, bias, v, config ? config->out_bias : NULL, NULL };
+  const int32_t *lengths = config ? config->lengths : NULL;
+  return li_unpack_with(in, lengths, config ? config->dropout : 0, 0);
+}
+
+/* ---- causal ops: the causal product, causal Luna, the short convolution ---- */
+/* --- causal product: in x, y, z; arg: heads --- */
+LI_FN void li_causal_args(const luna_op *op, li_causal *c) {
+  const luna_tensor *x = op->in[0], *z = op->in[2];
+  memset(c, 0, sizeof *c);
+  c->x = x->data; c->y = op->in[1]->data; c->z = z->data; c->out = op->out[0]->data;
+  c->batch = x->shape[0]; c->rows = x->shape[1]; c->heads = op->arg.causal.heads;
+  c->xy_row = li_last(x); c->z_row = li_last(z);
+  c->dim = c->xy_head = c->xy_row / c->heads;
+  c->value_dim = c->z_head = c->z_row / c->heads;
+  c->xy_batch = c->rows * c->xy_row;
+  c->z_batch = c->rows * c->z_row;
+  c->grad_out = op->out[0]->grad;
+  c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
+  c->horizon = op->arg.causal.horizon;
+}
+LI_KERNEL_OP(causal, 0)
+#define LI_CPU_CAUSAL_PRODUCT LI_CPU_OP(li_causal_query, li_causal_forward, li_causal_backward, 0)
+
+LI_FN luna_tensor *li_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads, int64_t horizon) {
+  luna_tensor *const in[] = { x, y, z };
+  li_build s;
+  if (!li_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
+      !li_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !li_heads_fit(&s, heads) ||
+      !li_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
+  s.op.arg.causal.heads = heads;
+  s.op.arg.causal.horizon = horizon;
+  return li_finish_like(&s, z);
+}
+LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  return li_causal_product(x, y, z, heads, 0);
+}
+
+/* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
+   stream: state, position. kept: W, or U and sums of weights --- */
+LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
+  const luna_tensor *q = op->in[0];
+  const bool forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
+  li_clear(c, sizeof *c);
+  c->q = q->data; c->k = op->in[1]->data; c->v = op->in[2]->data; c->s = op->in[3]->data;
+  c->out = op->out[0]->data;
+  c->kept = (float *)op->kept;
+  c->batch = q->shape[0]; c->rows = q->shape[1]; c->heads = op->arg.causal.heads;
+  c->head_dim = li_last(q) / c->heads;
+  c->slots = li_last(op->in[3]) / c->heads;
+  c->lengths = op->lengths;
+  c->scale = op->arg.causal.scale;
+  c->omega = op->activation;
+  c->position = op->position ? *op->position : 0;
+  c->horizon = op->arg.causal.horizon;
+  c->state = op->state;
+  if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null where memory is only counted */
+  if (op->own) {                     /* a stream's recorded op has none, no dropout and nothing carried */
+    li_attention_own *own = &op->own->attention;
+    own->dropout = li_op_dropout(op, forgets ? luna_count(op->in[3]) : 0);
+    own->positions = op->before ? op->position : NULL;
+    own->before = op->before;
+    c->own = own;
+  }
+  if (LI_TRAINS) {
+    c->grad_out = op->out[0]->grad;
+    c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
+    if (forgets) c->grad_forget = op->in[4]->grad;
+  }
+}
+LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
+#define LI_CPU_CAUSAL_LUNA \
+  LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
+#define LI_CPU_FORGETTING_LUNA LI_CPU_CAUSAL_LUNA
+
+/* in: q, k, v, s */
+LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c,
+                                      float scale) {
+  const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2], h = c->heads;
+  luna_tensor *a = luna_activate(in[3], c->omega);
+  luna_tensor *w = li_causal_product(luna_scale(in[0], scale), in[1], a, h, c->horizon);
+  w = luna_dropout(luna_softmax(li_reshape(w, 4, batch, n, h, slots / h), c->lengths), c->dropout);
+  return li_causal_product(li_reshape(w, 3, batch, n, slots, 1), a, in[2], h, c->horizon);
+}
+
+/* c: with heads and omega */
+LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
+                                    const li_past *past) {
+  luna_tensor *q = qkvs[0], *s = qkvs[3], *const in[5] = { q, qkvs[1], qkvs[2], s, c->forget };
+  const luna_op_kind kind = c->forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
+  const int64_t heads = c->heads;
+  const int count = c->forget ? 5 : 4;
+  li_build build;
+  if (!li_start(&build, kind, "luna_causal_nested_attention", in, count, count) ||
+      li_dropout_wrong(&build, c->dropout) ||
+      !li_fits(&build, c->forget ? "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [b,n,L]" :
+                                  "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") || !li_heads_fit(&build, heads) ||
+      !li_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
+  if (!li_is_omega((int)c->omega) && !li_is_checked(q->ctx))
+    return li_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)c->omega);
+  if (c->horizon < LUNA_HORIZON_NONE && !li_is_checked(q->ctx) &&
+      !li_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
+    return NULL;
+  const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
+  if (!c->forget && !q->ctx->bump && (!li_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
+    return li_causal_composed(in, c, scale);
+  build.op.lengths = li_integers(&build, c->lengths, q->shape[0], 0, INT32_MAX, "lengths");
+  build.op.arg.causal.heads = heads;
+  build.op.arg.causal.horizon = c->horizon > 0 && !c->forget ? c->horizon : 0;
+  build.op.arg.causal.scale = scale;
+  build.op.activation = c->omega;
+  if (c->forget) build.op.dropout = c->dropout;
+  if (past) {
+    build.op.state = past->state;
+    build.op.before = past->before;
+    build.op.position = past->position;
+  }
+  return li_finish_like(&build, q);
+}
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+                                                   const luna_causal_nested_config *config) {
+  luna_causal_nested_config c;
+  luna_tensor *const in[4] = { q, k, v, s };
+  memset(&c, 0, sizeof c);
+  if (config) c = *config;
+  if (c.heads == 0) c.heads = 1;
+  if (c.omega == LUNA_ACTIVATION_DEFAULT) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
+  return li_causal_nested(in, &c, NULL);
+}
+
+/* --- short convolution: in x, weight, bias; of a stream: history --- */
+LI_FN li_convolution li_convolution_of(const luna_op *op, int64_t b) {
+  const int64_t n = li_last(op->in[0]), rows = op->in[0]->shape[1], width = li_last(op->in[1]);
+  li_convolution a;
+  a.rows = rows; a.n = n; a.width = width;
+  a.x = li_offset(op->in[0]->data, b * rows * n);
+  a.history = li_offset(op->history, b * (width - 1) * n);
+  a.weight = op->in[1]->data;
+  a.bias = li_data(op, 2);
+  a.y = li_offset(op->out[0]->data, b * rows * n);
+  a.dy = li_offset(op->out[0]->grad, b * rows * n);
+  a.dx = li_offset(op->in[0]->grad, b * rows * n);
+  a.dweight = li_grad(op, 1);
+  a.dbias = li_grad(op, 2);
+  return a;
+}
+LI_HOT void li_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) { /* of sequences */
+  for (; first < last; first++) {
+    const li_convolution a = li_convolution_of(op, first);
+    if (back) li_k(op)->short_convolution_backward(&a);
+    else li_k(op)->short_convolution(&a);
+    if (a.history) li_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
+  }
+}
+LI_PART_OP(convolution_rows, op->in[0]->shape[0], op->in[0]->shape[1] * li_last(op->in[0]))
+LI_FN void li_convolution_columns(luna_op *op, int64_t first, int64_t last) {
+  for (int64_t b = 0; b < op->in[0]->shape[0]; b++) {
+    const li_convolution a = li_convolution_of(op, b);
+    li_k(op)->short_convolution_weights(&a, first, last);
+  }
+}
+LI_FN luna_status li_convolution_backward(luna_op *op) {
+  const luna_tensor *x = op->in[0];
+  if (x->grad) li_convolution_rows_backward(op);
+  if (li_grad(op, 1) || li_grad(op, 2))
+    li_split(op, li_last(x), x->shape[0] * x->shape[1], li_convolution_columns);
+  return LUNA_OK;
+}
+#define LI_CPU_SHORT_CONVOLUTION \
+  LI_CPU_OP(li_query_nothing, li_convolution_rows_forward, li_convolution_backward, 0)
+
+LI_FN luna_tensor *li_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
+  luna_tensor *const in[] = { x, weight, bias };
+  li_build s;
+  if (!li_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
+      !li_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
+  if (past) s.op.history = past->history;
+  return li_finish_like(&s, x);
+}
+LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  return li_short_convolution(x, weight, bias, NULL);
+}
+/* the same after the rows that a carried state has, where those that it will have are written */
+LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
+  const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], rows = weight->shape[1] - 1;
+  const int64_t shape[3] = { batch, rows, d };
+  const float *before = (const float *)(const void *)((const char *)past->history + past->before * 8);
+  if (rows == 0) return li_short_convolution(x, weight, bias, NULL);
+  luna_tensor *const with[] = { luna_tensor_new(x->ctx, before, 3, shape), x }, *all = luna_concat(with, 2, 1);
+  if (all && li_computes(x->ctx)) {
+    for (int64_t b = 0; b < batch; b++)
+      memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, (size_t)(rows * d) * sizeof(float));
+  }
+  all = li_short_convolution(all, weight, bias, NULL);
+  return all ? luna_slice(all, 1, rows, n) : NULL;
+}
+
+/* ---- losses: cross-entropy, linear cross-entropy, losses of numbers ---- */
+/* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
+/* of logits [rows, classes] */
+LI_HOT li_cross_entropy li_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
+  li_cross_entropy a;
+  memset(&a, 0, sizeof a);
+  a.logits = logits;
+  a.labels = op->index;
+  a.rows = rows;
+  a.classes = a.columns = a.logits_row = a.grad_row = classes;
+  a.smoothing = op->arg.cross_entropy.smoothing;
+  a.lse = (float *)op->kept;
+  return a;
+}
+LI_FN float li_cross_entropy_factor(const luna_op *op) {
+  return op->arg.cross_entropy.factor * op->out[0]->grad[0];
+}
+LI_HOT li_cross_entropy li_cross_entropy_args(const luna_op *op) {
+  return li_cross_entropy_of(op, li_rows(op->in[0]), li_last(op->in[0]), op->in[0]->data);
+}
+LI_FN void li_cross_entropy_query(luna_op *op) {
+  const size_t rows = (size_t)li_rows(op->in[0]) * sizeof(float);
+  if (op->training) op->kept_size = rows;
+  op->workspace_size = rows;
+}
+LI_HOT void li_cross_entropy_body(luna_op *op, int64_t first, int64_t last) {
+  li_cross_entropy a = li_cross_entropy_args(op);
+  a.loss = (float *)op->workspace;
+  a = li_cross_entropy_rows(&a, first, last);
+  li_k(op)->cross_entropy(&a);
+}
+LI_HOT void li_cross_entropy_back(luna_op *op, int64_t first, int64_t last) {
+  li_cross_entropy a = li_cross_entropy_args(op);
+  a.grad = op->in[0]->grad;
+  a.factor = li_cross_entropy_factor(op);
+  a.add = !(op->sets & 1);
+  a = li_cross_entropy_rows(&a, first, last);
+  li_k(op)->cross_entropy_backward(&a);
+}
+LI_FN luna_status li_cross_entropy_forward(luna_op *op) {
+  const int64_t rows = li_rows(op->in[0]);
+  li_split(op, rows, li_last(op->in[0]), li_cross_entropy_body);
+  op->out[0]->data[0] = (float)(li_k(op)->sum(rows, (const float *)op->workspace) *
+                                (double)op->arg.cross_entropy.factor);
+  return LUNA_OK;
+}
+LI_SPLIT_ALL(li_cross_entropy_backward, li_cross_entropy_back, li_rows(op->in[0]), li_last(op->in[0]))
+#define LI_CPU_CROSS_ENTROPY \
+  LI_CPU_OP(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, \
+              LUNA_SETS_GRAD(0))
 
 /* a loss, and how many labels it is the mean of */
 LI_FN luna_tensor *li_counts(luna_tensor *loss, int64_t counted) {
@@ -14405,6 +14616,7 @@ LUNA_API int64_t luna_counted(const luna_tensor *loss) { return loss ? loss->own
 LI_FN void li_log_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
   if (li_computes(ctx) && !ctx->shares) li_note(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
 }
+
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */
 LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *labels,
                      const luna_cross_entropy_config *config) {
@@ -14476,9 +14688,113 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
   return li_cross_entropy_loss("luna_cross_entropy", logits, labels, config);
 }
 
-LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
-  return t->ctx->backend->op[kind].forward != NULL;
+/* --- linear cross-entropy: in x, W, b; index, arguments and kept as of the cross-entropy of logits = x W^T + b, which
+   it makes by panels of columns: forward with sums from panel to panel, and once more in backward --- */
+/* of a panel of logits: a multiple of the gemm's LI_KC, for x's gradient is a sum over columns */
+#define LI_LOGIT_COLUMNS 1024
+typedef struct li_logits {
+  luna_op *op;                       /* with x, W and b */
+  li_cross_entropy part;          /* of the panel */
+  float *panel;                      /* [rows, part.columns] in rows of part.grad_row: logits, then their gradient */
+  float *panels;                     /* x, as the products for W's gradient read it */
+  void *scratch;
+} li_logits;
+LI_FN li_matrix li_logits_matrix(const li_logits *w) {
+  return li_strided(w->panel, w->part.rows, w->part.columns, w->part.grad_row);
 }
+LI_FN void li_logits_product(const li_logits *w, int which, li_gemm *g) {
+  li_linear_columns(w->op, which, li_logits_matrix(w), w->part.first, g);
+  if (which == 2) g->b_panels = w->panels;
+}
+LI_FN void li_logits_multiply(const li_logits *w, int which) {
+  li_gemm g;
+  li_logits_product(w, which, &g);
+  if (g.c) li_run_gemm(li_k(w->op), &g, &w->op->ctx->parallel, w->scratch);
+}
+/* to the panel from column `first` on; false after the last */
+LI_FN bool li_logits_next(li_logits *w, int64_t first) {
+  w->part.first = first;
+  w->part.columns = li_min(LI_LOGIT_COLUMNS, w->part.classes - first);
+  return w->part.columns > 0;
+}
+/* The sizes, and where the parts lie in the workspace; the bytes of them without the products' scratch */
+LI_FN size_t li_logits_start(li_logits *w, luna_op *op, bool backward, void *workspace) {
+  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* without one only distances count */
+  const int64_t rows = li_rows(op->in[0]);
+  li_gemm g;
+  memset(w, 0, sizeof *w);
+  w->op = op;
+  w->part = li_cross_entropy_of(op, rows, op->in[1]->shape[0], NULL);
+  /* no power of two, or rows would share cache sets */
+  w->part.grad_row = w->part.logits_row = LI_LOGIT_COLUMNS + 16;
+  li_logits_next(w, 0);
+  w->panel = li_take(&at, rows * w->part.grad_row);
+  w->part.logits = w->part.grad = w->panel;
+  if (backward) {
+    w->panels = (float *)(void *)at;
+    li_logits_product(w, 2, &g);
+    at += li_panels_bytes(li_k(op), &g);
+    if (workspace && g.c) li_run_make_panels(li_k(op), &g, &op->ctx->parallel, w->panels);
+  } else {
+    w->part.sums = (li_row_sums *)(void *)at;
+    at += li_round((size_t)rows * sizeof *w->part.sums);
+    w->part.loss = li_take(&at, rows);
+  }
+  w->scratch = at;
+  return (size_t)(at - start);
+}
+LI_FN size_t li_logits_workspace(luna_op *op, bool backward) {
+  li_logits w;
+  size_t bytes = li_logits_start(&w, op, backward, NULL), gemm = 0;
+  for (int which = 0; which < (backward ? 3 : 1); which++) {
+    li_gemm g;
+    li_logits_product(&w, which, &g);
+    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads);
+    if (need > gemm) gemm = need;
+  }
+  return bytes + gemm;
+}
+/* a panel's part of the rows' sums, or in backward its gradient */
+LI_FN void li_logits_panel(void *work, int64_t thread, int64_t first, int64_t last) {
+  const li_logits *w = (const li_logits *)work;
+  const li_cross_entropy a = li_cross_entropy_rows(&w->part, first, last);
+  (void)thread;
+  if (a.sums) li_k(w->op)->cross_entropy(&a);
+  else li_k(w->op)->cross_entropy_backward(&a);
+}
+LI_FN void li_linear_cross_entropy_query(luna_op *op) {
+  if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * sizeof(float);
+  op->workspace_size = li_logits_workspace(op, false);
+  op->backward_workspace_size = li_logits_workspace(op, true);
+}
+LI_FN luna_status li_linear_cross_entropy_forward(luna_op *op) {
+  li_logits w;
+  li_logits_start(&w, op, false, op->workspace);
+  for (int64_t first = 0; li_logits_next(&w, first); first += LI_LOGIT_COLUMNS) {
+    li_logits_multiply(&w, 0);
+    li_each(&op->ctx->parallel, w.part.rows, li_logits_panel, &w);
+  }
+  op->out[0]->data[0] = (float)(li_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
+  return LUNA_OK;
+}
+LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
+  const li_parallel *parallel = &op->ctx->parallel;
+  li_logits w;
+  li_logits_start(&w, op, true, op->workspace);
+  w.part.factor = li_cross_entropy_factor(op);
+  for (int64_t first = 0; li_logits_next(&w, first); first += LI_LOGIT_COLUMNS) {
+    li_logits_multiply(&w, 0);
+    li_each(parallel, w.part.rows, li_logits_panel, &w);
+    li_logits_multiply(&w, 1);
+    li_logits_multiply(&w, 2);
+    li_sum_columns(op, li_logits_matrix(&w), li_offset(li_grad(op, 2), first));
+  }
+  return LUNA_OK;
+}
+#define LI_CPU_LINEAR_CROSS_ENTROPY \
+  LI_CPU_OP(li_linear_cross_entropy_query, li_linear_cross_entropy_forward, \
+              li_linear_cross_entropy_backward, LUNA_SETS_GRAD(0))
+
 LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x, luna_tensor *weight,
                                                  luna_tensor *bias, const int32_t *labels,
                                                  const luna_cross_entropy_config *config) {
@@ -14499,58 +14815,6 @@ LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
   return li_linear_cross_entropy_loss("luna_linear_cross_entropy", x, weight, bias, labels, config);
-}
-
-/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
-LI_FN void li_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = li_last(op->in[0]);
-  float part[256], number;
-  li_elements less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
-  int64_t at;
-  less.n = n;
-  less.x[1] = less.x[2] = &number;
-  for (int64_t r = first; r < last; r++) {
-    float *y = op->out[0]->data + r * n;
-    double sum = 0;
-    less.x[0] = op->in[0]->data + r * n;
-    (void)li_first_max(less.x[0], n, 1, &at);
-    number = less.x[0][at];
-    li_k(op)->elementwise(&less, y);
-    for (int64_t i = 0; i < n; i += 256) {
-      li_k(op)->activate(LUNA_ACTIVATION_EXP, li_min(256, n - i), y + i, part);
-      sum += li_k(op)->sum(li_min(256, n - i), part);
-    }
-    number = li_log1_scalar((float)sum);
-    less.x[0] = y;
-    li_k(op)->elementwise(&less, y);
-  }
-}
-LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = li_last(op->in[0]);
-  for (int64_t r = first; r < last; r++) {
-    const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
-    const float sum = (float)li_k(op)->sum(n, dy);
-    float *dx = op->in[0]->grad + r * n, part[256];
-    li_k(op)->add(n, dx, dy, dx);
-    for (int64_t i = 0; i < n; i += 256) {
-      li_k(op)->activate(LUNA_ACTIVATION_EXP, li_min(256, n - i), y + i, part);
-      li_k(op)->scale_add(li_min(256, n - i), -sum, part, dx + i);
-    }
-  }
-}
-LI_SPLIT_OP(log_softmax, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_LOG_SOFTMAX \
-  LI_CPU_OP(li_query_nothing, li_log_softmax_forward, li_log_softmax_backward, 0)
-LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
-  int64_t shape[LUNA_MAX_RANK];
-  li_build s;
-  if (!li_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !li_fits(&s, "x [...,N]")) return NULL;
-  if (li_has_op(x, LUNA_OP_LOG_SOFTMAX)) return li_finish_like(&s, x);
-  const int axis = x->rank - 1;
-  memcpy(shape, x->shape, sizeof shape);
-  shape[axis] = 1;
-  luna_tensor *z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
-  return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
 /* --- losses of numbers, composed of the ops above --- */
@@ -14659,252 +14923,22 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
   return li_result(scope, li_mean_given(&t, luna_add(yes, no)));
 }
 
-/* --- attention --- */
-/* offsets of a ragged batch: from 0 up, never down, to the number of rows */
-LI_FN const int32_t *li_offsets(li_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what) {
-  const int32_t *kept = li_integers(s, offsets, count + 1, 0, rows, what);
-  for (int64_t i = 0; i <= count && !s->failed; i++)
-    if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
-      li_fail(s->op.ctx, LUNA_ERROR_OFFSETS, s->name, what, i, (int64_t)offsets[i], rows);
-      s->failed = true;
-    }
-  return kept;
+/* ---- custom ops ---- */
+/* --- custom --- */
+LI_FN void li_custom_query(luna_op *op) {
+  op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
 }
-
-/* the longest sequence of a ragged batch */
-LI_FN int64_t li_ragged_longest(const int32_t *offsets, int64_t sequences) {
-  int64_t longest = 0;
-  for (int64_t b = 0; b < sequences; b++) longest = li_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
-  return longest;
+LI_FN luna_status li_custom_run(luna_op *op, bool back) {
+  const luna_custom *custom = &op->arg.custom;
+  void *state = (void *)(uintptr_t)custom->state;
+  op->ctx->custom = op;
+  const luna_status status = back ? custom->backward(op->in, op->inputs, op->out[0], state) :
+      custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], state);
+  op->ctx->custom = NULL;
+  return status;
 }
-LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
-  const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
-  const bool ragged = c->sequences > 0;
-  int64_t batch = 1;
-  s->op.arg.attention.heads = c->heads ? c->heads : 1;
-  if (!li_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
-      !li_heads_fit(s, s->op.arg.attention.heads)) return false;
-  for (int i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
-    const int64_t own = s->op.in[i]->shape[0];
-    if (batch != 1 && own != 1 && own != batch)
-      return li_refuse(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own);
-    if (own != 1) batch = own;
-  }
-  s->op.arg.attention.batch = ragged ? c->sequences : batch;
-  s->op.arg.attention.queries = ragged ? li_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
-  s->op.arg.attention.keys = ragged ? li_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
-  return true;
-}
-
-/* of an op whose inputs and sizes fit */
-LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config *c) {
-  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[s->op.inputs - 1];
-  const int64_t batch = s->op.arg.attention.batch, heads = s->op.arg.attention.heads, value_dim = li_last(v);
-  const int64_t queries = s->op.arg.attention.queries, keys = s->op.arg.attention.keys;
-  const bool ragged = c->sequences > 0;
-  s->op.lengths = li_integers(s, c->lengths, batch, 0, keys, "lengths");
-  if (ragged) {
-    s->op.query_offsets = li_offsets(s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
-    s->op.key_offsets = li_offsets(s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
-  }
-  if (s->failed) return li_abandon(s);
-  if (c->log_sum_exp && (ragged || c->sums)) {
-    li_fail(s->op.ctx, LUNA_ERROR_LOG_SUM_EXP, s->name, ragged ? "sequences" : "sums");
-    return li_abandon(s);
-  }
-  if (li_on_device(s->op.ctx) && (c->window || c->log_sum_exp)) {
-    li_fail(s->op.ctx, LUNA_ERROR_NO_OP, s->name, c->window ? "attention of a window" : "log-sum-exp as a result");
-    return li_abandon(s);
-  }
-  s->op.arg.attention.scores = c->log_sum_exp != NULL;
-  s->op.arg.attention.window = c->window;
-  s->op.arg.attention.left = c->left;
-  s->op.arg.attention.right = c->right;
-  s->op.arg.attention.causal = c->causal;
-  s->op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(li_last(q) / heads))) : c->scale;
-  s->op.dropout = c->dropout;
-  const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
-  const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
-  luna_tensor **extra = c->log_sum_exp ? c->log_sum_exp : c->sums;
-  return ragged ? li_finish_two(s, 2, rows, extra, 2, row_sums) : li_finish_two(s, 3, shape, extra, 3, sums);
-}
-
-LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                             const luna_attention_config *config) {
-  luna_tensor *const in[] = { q, k, v };
-  luna_attention_config c;
-  li_build s;
-  memset(&c, 0, sizeof c);
-  if (config) c = *config;
-  const bool ragged = c.sequences > 0;
-  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3, 3) ||
-      li_dropout_wrong(&s, c.dropout)) return NULL;
-  if (!li_is_finite(c.scale))
-    return li_fail(q->ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s.name, "scale", (double)c.scale);
-  if (li_checked(c.sequences, 1) < 0)
-    return li_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, s.name, "sequences", c.sequences, (int64_t)0, LI_MAX_COUNT);
-  if (ragged && !c.query_offsets) return li_fail_null(q->ctx, s.name, "query_offsets");
-  if (ragged && !c.key_offsets) return li_fail_null(q->ctx, s.name, "key_offsets");
-  if (ragged && c.lengths) return li_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c.sequences);
-  return li_attention_fits(&s, &c) ? li_finish_attention(&s, &c) : NULL;
-}
-
-LI_FN luna_tensor *li_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads, int64_t horizon) {
-  luna_tensor *const in[] = { x, y, z };
-  li_build s;
-  if (!li_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
-      !li_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !li_heads_fit(&s, heads) ||
-      !li_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
-  s.op.arg.causal.heads = heads;
-  s.op.arg.causal.horizon = horizon;
-  return li_finish_like(&s, z);
-}
-LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
-  return li_causal_product(x, y, z, heads, 0);
-}
-
-LI_FN luna_tensor *li_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
-  luna_tensor *const in[] = { x, weight, bias };
-  li_build s;
-  if (!li_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
-      !li_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
-  if (past) s.op.history = past->history;
-  return li_finish_like(&s, x);
-}
-LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
-  return li_short_convolution(x, weight, bias, NULL);
-}
-/* the same after the rows that a carried state has, where those that it will have are written */
-LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
-  const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], rows = weight->shape[1] - 1;
-  const int64_t shape[3] = { batch, rows, d };
-  const float *before = (const float *)(const void *)((const char *)past->history + past->before * 8);
-  if (rows == 0) return li_short_convolution(x, weight, bias, NULL);
-  luna_tensor *const with[] = { luna_tensor_new(x->ctx, before, 3, shape), x }, *all = luna_concat(with, 2, 1);
-  if (all && li_computes(x->ctx)) {
-    for (int64_t b = 0; b < batch; b++)
-      memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, (size_t)(rows * d) * sizeof(float));
-  }
-  all = li_short_convolution(all, weight, bias, NULL);
-  return all ? luna_slice(all, 1, rows, n) : NULL;
-}
-
-LI_FN luna_attention_config li_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
-  luna_attention_config a;
-  memset(&a, 0, sizeof a);
-  a.heads = heads;
-  a.lengths = lengths;
-  a.dropout = dropout;
-  return a;
-}
-LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config) {
-  const int32_t *lengths = config ? config->lengths : NULL;
-  luna_attention_config c = li_attention_config(1, config ? config->dropout : 0, lengths);
-  luna_tensor *const in[] = { weights, context };
-  li_build s;
-  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_pack", in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
-      !li_fits(&s, "weights [b,r,D] context [b,m,D]") || !li_heads_fit(&s, 1)) return NULL;
-  c.scale = 1;
-  c.sums = config ? config->sums : NULL;
-  s.op.arg.attention.heads = 1;
-  s.op.arg.attention.batch = weights->shape[0];
-  s.op.arg.attention.queries = weights->shape[1];
-  s.op.arg.attention.keys = context->shape[1];
-  return li_finish_attention(&s, &c);
-}
-
-/* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
-LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
-  luna_tensor *x = in[0], *k = in[1];
-  const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
-  luna_tensor *s = luna_matmul(x, li_reshape(k, 3, batch, h * l, d, 1), false, true);
-  s = luna_add(li_permute(s, 1, 0, 2, 3), li_reshape(in[2], 2, batch, h * l, 1, 1));
-  s = luna_softmax(li_reshape(li_permute(s, 1, 0, 2, 3), 4, batch, n, h, l), lengths);
-  /* the fused op's order of elements */
-  if (dropout > 0) s = li_permute(luna_dropout(li_permute(s, 0, 2, 1, 3), dropout), 0, 2, 1, 3);
-  k = li_reshape(in[3], 3, batch, h * l, d, 1);
-  s = luna_matmul(li_reshape(s, 3, batch, n, h * l, 1), k, false, false);
-  return in[4] ? luna_add(s, in[4]) : s;
-}
-
-/* in: x, k, bias, v, out_bias, residual */
-LI_FN luna_tensor *li_unpack_with(luna_tensor *const in[6], const int32_t *lengths, float dropout, float last_dropout) {
-  luna_tensor *x = in[0], *k = in[1];
-  li_build s;
-  if (!li_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || li_dropout_wrong(&s, dropout) ||
-      !li_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
-      !li_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LI_MAX_SCRATCH) ||
-      !li_product_fits(&s, li_rows(x), k->shape[1], LI_MAX_COUNT)) return NULL;
-  if (!li_has_op(x, LUNA_OP_UNPACK)) {
-    x = luna_dropout(li_unpack_composed(in, lengths, dropout), last_dropout);
-    return in[5] ? luna_add(in[5], x) : x;
-  }
-  s.op.last_dropout = last_dropout;
-  s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
-  s.op.dropout = dropout;
-  return li_finish_like(&s, x);
-}
-LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                  const luna_unpack_config *config) {
-  luna_tensor *const in[6] = { x, k, bias, v, config ? config->out_bias : NULL, NULL };
-  const int32_t *lengths = config ? config->lengths : NULL;
-  return li_unpack_with(in, lengths, config ? config->dropout : 0, 0);
-}
-
-/* in: q, k, v, s */
-LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c,
-                                      float scale) {
-  const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2], h = c->heads;
-  luna_tensor *a = luna_activate(in[3], c->omega);
-  luna_tensor *w = li_causal_product(luna_scale(in[0], scale), in[1], a, h, c->horizon);
-  w = luna_dropout(luna_softmax(li_reshape(w, 4, batch, n, h, slots / h), c->lengths), c->dropout);
-  return li_causal_product(li_reshape(w, 3, batch, n, slots, 1), a, in[2], h, c->horizon);
-}
-
-/* c: with heads and omega */
-LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
-                                    const li_past *past) {
-  luna_tensor *q = qkvs[0], *s = qkvs[3], *const in[5] = { q, qkvs[1], qkvs[2], s, c->forget };
-  const luna_op_kind kind = c->forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
-  const int64_t heads = c->heads;
-  const int count = c->forget ? 5 : 4;
-  li_build build;
-  if (!li_start(&build, kind, "luna_causal_nested_attention", in, count, count) ||
-      li_dropout_wrong(&build, c->dropout) ||
-      !li_fits(&build, c->forget ? "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [b,n,L]" :
-                                  "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") || !li_heads_fit(&build, heads) ||
-      !li_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
-  if (!li_is_omega((int)c->omega) && !li_is_checked(q->ctx))
-    return li_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)c->omega);
-  if (c->horizon < LUNA_HORIZON_NONE && !li_is_checked(q->ctx) &&
-      !li_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
-    return NULL;
-  const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!c->forget && !q->ctx->bump && (!li_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
-    return li_causal_composed(in, c, scale);
-  build.op.lengths = li_integers(&build, c->lengths, q->shape[0], 0, INT32_MAX, "lengths");
-  build.op.arg.causal.heads = heads;
-  build.op.arg.causal.horizon = c->horizon > 0 && !c->forget ? c->horizon : 0;
-  build.op.arg.causal.scale = scale;
-  build.op.activation = c->omega;
-  if (c->forget) build.op.dropout = c->dropout;
-  if (past) {
-    build.op.state = past->state;
-    build.op.before = past->before;
-    build.op.position = past->position;
-  }
-  return li_finish_like(&build, q);
-}
-LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-                                                   const luna_causal_nested_config *config) {
-  luna_causal_nested_config c;
-  luna_tensor *const in[4] = { q, k, v, s };
-  memset(&c, 0, sizeof c);
-  if (config) c = *config;
-  if (c.heads == 0) c.heads = 1;
-  if (c.omega == LUNA_ACTIVATION_DEFAULT) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
-  return li_causal_nested(in, &c, NULL);
-}
+LI_RUN_OP(custom)
+#define LI_CPU_CUSTOM LI_CPU_OP(li_custom_query, li_custom_forward, li_custom_backward, 0)
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom) {
