@@ -12817,31 +12817,11 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
 
 /* ---- ops of single numbers: broadcasting, scale, activation, function, dropout, mask ---- */
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: li_unbroadcast --- */
-/* li_broadcast where in[1]'s shape is that of in[0], or of its last axes */
-LI_FN bool li_broadcasts_rows(luna_op *op, int64_t *shape) {
-  const luna_tensor *a = op->in[0], *b = op->in[1];
-  int64_t rows = 1, n = 1;
-  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
-  for (int i = 0; i < a->rank; i++) {
-    const int at = i - a->rank + b->rank;
-    shape[i] = a->shape[i];
-    *(at < 0 ? &rows : &n) *= shape[i];
-    if (at >= 0 && shape[i] != b->shape[at]) return false;
-  }
-  if (n < 1) return false;
-  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
-  op->arg.elementwise.shape[2] = rows;
-  op->arg.elementwise.shape[3] = n;
-  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
-  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
-  return true;
-}
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK;
-  if (li_broadcasts_rows(op, shape)) return op->in[0]->rank;
   for (int k = 0; k < op->inputs; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (int a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (int a = rank - 1; a >= 0; a--) {
