@@ -1,5 +1,5 @@
 """Plants faults in a copy of luna.h, one after the other, and tells which no check notices: in the forward pass of each
-op of >>impl_backend a wrong sign, a wrong index and a wrong order. The copy is compiled once, with every fault behind a
+op of >>impl_ops a wrong sign, a wrong index and a wrong order. The copy is compiled once, with every fault behind a
 number that the environment chooses; then the oracles of tests/engine/op_cases.h run once a fault (tests/engine/ops.c
 with an argument, to the first that fails; of sinusoidal positions tests/models/positions.c). A fault is planted in
 every kernel of an op, the reference with it, so that instruction sets agree. An expression that is not there, or more
