@@ -2558,7 +2558,7 @@ static void check_table(void) {
     puts("luna.h is not beside the tests: that each of its functions is tested is not checked");
     return;
   }
-  while (fgets(line, sizeof line, in) && !strstr(line, "#endif /* LI_BACKEND_H */")) {
+  while (fgets(line, sizeof line, in) && !strstr(line, "_BACKEND_H */")) {
     char *end = strncmp(line, "LUNA_API ", 9) == 0 ? strchr(line, '(') : NULL, *name = end;
     while (name && name > line && (name[-1] == '_' || (name[-1] >= '0' && name[-1] <= '9') ||
         (name[-1] >= 'a' && name[-1] <= 'z') || (name[-1] >= 'A' && name[-1] <= 'Z'))) name--;
