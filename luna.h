@@ -14397,7 +14397,8 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null where memory is only counted */
   if (op->own) {                     /* a stream's recorded op has none, no dropout and nothing carried */
     li_attention_own *own = &op->own->attention;
-    own->dropout = li_op_dropout(op, forgets ? luna_count(op->in[3]) : 0);
+    memset(own, 0, sizeof *own);
+    if (op->dropout > 0) own->dropout = li_op_dropout(op, luna_count(op->in[3]));
     own->positions = op->before ? op->position : NULL;
     own->before = op->before;
     c->own = own;
