@@ -7146,13 +7146,11 @@ typedef struct li_causal_chunk {
   float *logs;                       /* the memory that forgets: in kept, what forget_weights says of the chunk */
 } li_causal_chunk;
 typedef void (*li_chunk_step)(const void *args, const li_causal_chunk *c);
-/* A sweep: what becomes of a chunk before the states are scanned, and after it. */
-typedef struct li_chunk_steps { bool reverse; li_chunk_step sum, output; } li_chunk_steps;
-
 typedef struct li_sweep {
   const li_kernels *kernels;
   const void *args;
-  li_chunk_step sum, output, now; /* now: the one that threads share */
+  /* what becomes of a chunk before the states are scanned, and after it; now: the one that threads share */
+  li_chunk_step sum, output, now;
   /* loads or stores the caller's state; null: starts at 0 */
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
   int64_t items, heads, rows, dim, value_dim;
@@ -7261,33 +7259,45 @@ LI_HOT double li_chunk_faded(const li_causal_chunk *c, int64_t first, int64_t en
 LI_HOT double li_chunk_fade(const li_causal_chunk *c, int64_t slots, int64_t slot) {
   return li_decay((double)c->logs[slot] + (double)c->logs[slots + slot]);
 }
-LI_HOT void li_sweep_fade(const li_sweep *s, const li_causal_chunk *c, double *carried, int64_t first, int64_t end) {
-  const int64_t slots = li_sweep_state(s, c->item) / s->unit;
-  for (int64_t from = first, to = first; from < end; from = to) {
-    const int64_t slot = from / s->unit;
-    const double fade = li_chunk_fade(c, slots, slot);
-    to = li_min(end, (slot + 1) * s->unit);
-    s->kernels->scan(to - from, s->reverse ? 1 : fade, 1 - fade, c->state + from, carried + from);
-  }
-}
-
+/* Moves elements [first, end) of the carried state past a chunk: c->state has the chunk's own sum S_c, and gets the
+   state before the chunk in its place. After the chunk the mean is over t tokens, before it over b:
+     a mean M       M <- (left b M + S_c) / t; left = (1 - 1/T)^n, where n rows are beyond the horizon T
+     a sum R        R <- left R + S_c, in reverse
+     which forgets  S <- fade (S + S_c), or R <- fade R + S_c in reverse; each slot has a fade
+   The scan computes M += joins S_c - leaves M. Without rows beyond the horizon 1 - b / t is rows / t, which is exact.
+   */
 LI_HOT void li_sweep_scan(const li_sweep *s, const li_causal_chunk *c, double *carried, int64_t first, int64_t end) {
   const double t = c->before + (double)c->within, left = li_chunk_faded(c, 0, c->rows);
-  const double joins = s->reverse ? 1 : 1 / t;
-  double leaves = s->reverse ? 0 : (double)c->rows / t;
-  if (left < 1) leaves = 1 - left * (s->reverse ? 1 : c->before / t);
-  if (c->last)
+  double joins = 1, leaves = 1 - left;
+
+  if (c->last) {
     for (int64_t i = first; i < end; i++) c->state[i] = (float)carried[i];
-  else if (s->forgets) li_sweep_fade(s, c, carried, first, end);
-  else if (first < end) s->kernels->scan(end - first, joins, leaves, c->state + first, carried + first);
+  } else if (s->forgets) {
+    const int64_t slots = li_sweep_state(s, c->item) / s->unit;
+    for (int64_t from = first, to; from < end; from = to) {
+      const double fade = li_chunk_fade(c, slots, from / s->unit);
+      to = li_min(end, (from / s->unit + 1) * s->unit);
+      s->kernels->scan(to - from, s->reverse ? 1 : fade, 1 - fade, c->state + from, carried + from);
+    }
+  } else if (first < end) {
+    if (!s->reverse) {
+      joins = 1 / t;
+      leaves = left < 1 ? 1 - left * (c->before / t) : (double)c->rows / t;
+    }
+    s->kernels->scan(end - first, joins, leaves, c->state + first, carried + first);
+  }
 }
 
 LI_HOT void li_sweep_start(const li_sweep *s, int64_t item, double *carried) {
   if (s->exchange && li_sweep_continues(s, item)) s->exchange(s->args, item, carried, false);
   else memset(carried, 0, (size_t)li_sweep_state(s, item) * sizeof(double));
 }
+/* A stream's state is left as it was where the new one is not finite. */
 LI_FN void li_sweep_end(const li_sweep *s, int64_t item, double *carried) {
-  if (s->exchange && !s->reads) s->exchange(s->args, item, carried, true);
+  if (!s->exchange || s->reads) return;
+  for (int64_t i = 0; i < li_sweep_state(s, item) && !s->positions; i++)
+    if (carried[i] - carried[i] != 0) return;
+  s->exchange(s->args, item, carried, true);
 }
 
 /* each thread sweeps whole items */
@@ -7326,9 +7336,10 @@ LI_FN void li_sweep_scans(void *work, int64_t thread, int64_t first, int64_t las
   }
 }
 
-LI_FN void li_sweep_run(li_sweep *s, const li_chunk_steps *steps, const li_parallel *parallel, void *scratch) {
-  s->sum = steps->sum;
-  s->output = steps->output;
+LI_FN void li_sweep_run(li_sweep *s, li_chunk_step sum, li_chunk_step output, const li_parallel *parallel,
+                        void *scratch) {
+  s->sum = sum;
+  s->output = output;
   parallel = li_worth(parallel, s->items * s->rows * s->dim * s->value_dim);
   (void)li_sweep_plan(s, li_threads(parallel), scratch);
   if (s->window == 1) {
@@ -7408,24 +7419,30 @@ LI_HOT void li_causal_factors(const li_causal_chunk *c, float factor, double bas
     factors[t] = (float)((double)factor * base / (c->before + (double)li_min(t + 1, c->within)));
 }
 
-/* out = X state + alpha scores Z. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no
-   bit but the sign of a zero; a z that is not finite is 0 in the product, and added from its own row on. Uses
-   buffer[1]. */
-LI_FN void li_causal_bracket(const li_causal_chunk *c, float alpha, li_matrix x, li_matrix state,
+/* out (+)= a X S + b ((X Y^T) o L) Z, S the state before the chunk: eq. 7's bracket, and that of its gradients */
+LI_FN void li_causal_bracket(const li_causal_chunk *c, float a, float b, li_matrix x, li_matrix y, li_matrix state,
                              li_matrix z, li_out out) {
+  li_chunk_scores(c, x, y);
+  if (!c->begins) {
+    li_matmul(c->kernels, a, li_chunk_rows(c, false, x), state, out, c->panels);
+    out.add = true;
+  }
+  li_causal_apply(c, b, z, out);
+}
+/* The same, with a = 1, exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit but the
+   sign of a zero; a z that is not finite is 0 in the product, and added from its own row on. Uses buffer[1]. */
+LI_FN void li_causal_exact(const li_causal_chunk *c, float b, li_matrix x, li_matrix y, li_matrix state, li_matrix z,
+                           li_out out) {
   const bool clean = c->kernels->all_finite(z);
-  out.add = !c->begins;
-  if (!c->begins)
-    li_matmul(c->kernels, 1, li_chunk_rows(c, false, x), state, li_into(out.at, out.row, false), c->panels);
-  li_causal_apply(c, alpha, clean ? z : li_finite_copy(z, c->buffer[1]), out);
+  li_causal_bracket(c, 1, b, x, y, state, clean ? z : li_finite_copy(z, c->buffer[1]), out);
   if (!clean) li_add_infinite(li_strided(c->scores, c->rows, c->rows, LI_CHUNK), z, 0, LI_CHUNK, out);
 }
-/* out = diag(factor / t) [before X M + scores Z]; the last addition removes the sign of a zero */
-LI_FN void li_causal_mix(const li_causal_chunk *c, float factor, li_matrix x, const float *mean,
+/* Eq. 7: out = diag(factor / t) [before X M + ((X Y^T) o L) Z]. The last addition removes the sign of a zero. */
+LI_FN void li_causal_mix(const li_causal_chunk *c, float factor, li_matrix x, li_matrix y, const float *mean,
                          li_matrix z, li_out out) {
   float factors[LI_CHUNK];
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
-  li_causal_bracket(c, (float)(1 / base), x, li_dense(mean, x.columns, z.columns), z, out);
+  li_causal_exact(c, (float)(1 / base), x, y, li_dense(mean, x.columns, z.columns), z, out);
   li_causal_factors(c, factor, base, factors);
   c->kernels->scale_rows(li_strided(out.at, c->rows, z.columns, out.row), factors, out.at, out.row);
 }
@@ -7438,21 +7455,10 @@ LI_FN li_matrix li_causal_divide(const li_causal_chunk *c, float factor, li_matr
   return li_dense(y, x.rows, x.columns);
 }
 
-/* grad (+)= alpha G S + ((G Z^T) o L) Y */
-LI_FN void li_causal_bracket_back(const li_causal_chunk *c, float alpha, li_matrix g, li_matrix z,
-                                  li_matrix state, li_matrix y, li_out grad) {
-  li_chunk_scores(c, g, z);
-  if (!c->begins) {
-    li_matmul(c->kernels, alpha, li_chunk_rows(c, false, g), state, grad, c->panels);
-    grad.add = true;
-  }
-  li_causal_apply(c, 1, y, grad);
-}
-/* grad (+)= G S^T + ((G Z^T) o L) Y, S = before M: the gradient of the causal product's X */
+/* grad (+)= before G M^T + ((G Z^T) o L) Y: the gradient of eq. 7's X */
 LI_FN void li_causal_grad_x(const li_causal_chunk *c, li_matrix g, li_matrix z, const float *mean,
                             li_matrix y, li_out grad) {
-  const li_matrix state = li_transposed(li_dense(mean, y.columns, g.columns));
-  li_causal_bracket_back(c, (float)c->before, g, z, state, y, grad);
+  li_causal_bracket(c, (float)c->before, 1, g, z, li_transposed(li_dense(mean, y.columns, g.columns)), y, grad);
 }
 
 /* grad += A R + ((B A^T) o L)^T X, R the reverse state: with A = Z, R^T and B = G the gradient of Y, with A = Y, B = X
@@ -7496,9 +7502,7 @@ LI_FN void li_causal_sum_yz(const void *args, const li_causal_chunk *c) {
 
 LI_FN void li_causal_out(const void *args, const li_causal_chunk *c) {
   const li_causal *a = (const li_causal *)args;
-  const li_matrix x = li_causal_at_x(a, c, a->x);
-  li_chunk_scores(c, x, li_causal_at_x(a, c, a->y));
-  li_causal_mix(c, 1, x, c->state, li_causal_at_z(a, c, a->z),
+  li_causal_mix(c, 1, li_causal_at_x(a, c, a->x), li_causal_at_x(a, c, a->y), c->state, li_causal_at_z(a, c, a->z),
                 li_into(a->out + li_causal_z(a, c->item, c->first), a->z_row, false));
 }
 
@@ -7548,25 +7552,20 @@ LI_FN size_t li_causal_scratch(const li_kernels *kernels, const li_causal *a, in
   return li_sweep_plan(&s, li_max(1, threads), NULL);
 }
 
-/* the sweeps of eq. 7: for its result, for the gradient of x, and in reverse for those of y and z */
-static LI_UNUSED const li_chunk_steps li_sweep_result = { false, li_causal_sum_yz, li_causal_out };
-static LI_UNUSED const li_chunk_steps li_sweep_grad_x = { false, li_causal_sum_yz, li_causal_out_x };
-static LI_UNUSED const li_chunk_steps li_sweep_grad_yz = { true, li_causal_sum_xg, li_causal_out_yz };
-LI_FN void li_causal_sweep(const li_kernels *kernels, const li_causal *a, const li_chunk_steps *steps,
-                           const li_parallel *parallel, void *scratch) {
-  li_sweep s;
-  li_causal_start(&s, kernels, a, steps->reverse);
-  li_sweep_run(&s, steps, parallel, scratch);
-}
 LI_FN void li_run_causal(const li_kernels *kernels, const li_causal *a, const li_parallel *parallel, void *scratch) {
+  li_sweep s;
   LI_BY_REFERENCE(kernels, li_causal_reference(a); return);
-  li_causal_sweep(kernels, a, &li_sweep_result, parallel, scratch);
+  li_causal_start(&s, kernels, a, false);
+  li_sweep_run(&s, li_causal_sum_yz, li_causal_out, parallel, scratch);
 }
 LI_FN void li_run_causal_backward(const li_kernels *kernels, const li_causal *a,
                                   const li_parallel *parallel, void *scratch) {
+  li_sweep s;
   LI_BY_BACKWARD_REFERENCE(kernels, li_causal_backward_reference(a); return);
-  if (a->grad_x) li_causal_sweep(kernels, a, &li_sweep_grad_x, parallel, scratch);
-  if (a->grad_y || a->grad_z) li_causal_sweep(kernels, a, &li_sweep_grad_yz, parallel, scratch);
+  li_causal_start(&s, kernels, a, false);
+  if (a->grad_x) li_sweep_run(&s, li_causal_sum_yz, li_causal_out_x, parallel, scratch);
+  li_causal_start(&s, kernels, a, true);
+  if (a->grad_y || a->grad_z) li_sweep_run(&s, li_causal_sum_xg, li_causal_out_yz, parallel, scratch);
 }
 
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
@@ -7605,29 +7604,20 @@ LI_FN void li_luna_out(const void *args, const li_causal_chunk *c) {
   const int64_t l = li_luna_slots(a, c->item), narrow = li_luna_row(a, c->item, c->first) * a->slots;
   const li_matrix q = li_luna_wide(a, c, a->q), omega = li_dense(c->kept, c->rows, l);
   const li_matrix w = li_dense(c->buffer[0], c->rows, l);
-  li_chunk_scores(c, q, li_luna_wide(a, c, a->k));
-  li_causal_mix(c, a->scale, q, c->state, omega, li_into(c->buffer[0], l, false));
+  li_causal_mix(c, a->scale, q, li_luna_wide(a, c, a->k), c->state, omega, li_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
   if (LI_TRAINS && a->kept) {
     c->kernels->copy_rows(w, a->kept + narrow, a->heads * a->slots);
     for (int64_t t = 0; t < c->rows; t++)
       memset(a->kept + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
   }
-  li_chunk_scores(c, w, omega);
-  li_causal_mix(c, 1, w, c->state + a->head_dim * l, li_luna_wide(a, c, a->v), li_luna_into(a, c, a->out, false));
+  li_causal_mix(c, 1, w, omega, c->state + a->head_dim * l, li_luna_wide(a, c, a->v),
+                li_luna_into(a, c, a->out, false));
 }
 
-/* a stream's state is left as it was where the new one is not finite */
-LI_FN bool li_luna_stores(const li_causal_luna *a, int64_t n, const double *state) {
-  if (li_luna_carries(a)) return true;
-  for (int64_t i = 0; i < n; i++)
-    if (state[i] - state[i] != 0) return false;
-  return true;
-}
 LI_FN void li_luna_exchange(const void *args, int64_t item, double *state, bool store) {
   const li_causal_luna *a = (const li_causal_luna *)args;
   const int64_t d = a->head_dim, l = li_luna_slots(a, item);
-  if (store && !li_luna_stores(a, 2 * d * l, state)) return;
   const ptrdiff_t before = !store && a->own ? a->own->before : 0;
   const li_luna_state m = li_luna_state_of(a, item, NULL);
   double *ka = m.ka + before, *av = m.av + before;
@@ -7812,20 +7802,18 @@ LI_FN void li_forget_out(const void *args, const li_causal_chunk *c) {
   const li_causal_luna *a = (const li_causal_luna *)args;
   const li_forget_state state = li_forget_state_of(a, c);
   const int64_t l = state.slots, n = c->rows * l;
-  const li_matrix q = li_luna_wide(a, c, a->q), w = li_dense(c->kept, c->rows, l);
+  const li_matrix k = li_luna_wide(a, c, a->k), w = li_dense(c->kept, c->rows, l);
   const li_out out = li_luna_into(a, c, a->out, false);
   float *kept = li_forget_kept(a, c), *r = c->buffer[0], ones[LI_CHUNK];
   float *u = kept ? kept : r;
   float *z = kept ? kept + li_forget_all(a) : c->buffer[2];
   c->kernels->forget_totals(w, li_forget_before(c, state), z);
-  li_chunk_scores(c, q, li_luna_wide(a, c, a->k));
-  li_causal_bracket(c, 1, q, li_transposed(state.k), w, li_into(u, l, false));
+  li_causal_exact(c, 1, li_luna_wide(a, c, a->q), k, li_transposed(state.k), w, li_into(u, l, false));
   c->kernels->forget_divide(n, a->scale, u, z, u);
   c->kernels->softmax(c->rows, l, u, r);
   li_forget_drop(a, c, r);
   c->kernels->forget_divide(n, 1, r, z, r);
-  li_chunk_scores(c, li_dense(r, c->rows, l), w);
-  li_causal_bracket(c, 1, li_dense(r, c->rows, l), state.v, li_luna_wide(a, c, a->v), out);
+  li_causal_exact(c, 1, li_dense(r, c->rows, l), w, state.v, li_luna_wide(a, c, a->v), out);
   for (int i = 0; i < LI_CHUNK; i++) ones[i] = 1; /* the sign of a zero is removed */
   c->kernels->scale_rows(li_strided(out.at, c->rows, a->head_dim, out.row), ones, out.at, out.row);
 }
@@ -7836,7 +7824,6 @@ LI_FN void li_forget_exchange(const void *args, int64_t item, double *state, boo
   const int64_t d = a->head_dim, l = li_luna_slots(a, item), unit = li_forget_unit(a);
   const ptrdiff_t before = !store && a->own ? a->own->before : 0;
   const li_luna_state m = li_luna_state_of(a, item, NULL);
-  if (store && !li_luna_stores(a, l * unit, state)) return;
   for (int64_t slot = 0; slot < l; slot++, state += unit) {
     double *k = m.ka + before + slot, *v = m.av + before + slot * d, *weight = m.weights + before + slot;
     if (store) *weight = state[2 * d];
@@ -7863,15 +7850,15 @@ LI_FN void li_forget_out_up(const void *args, const li_causal_chunk *c) {
   memcpy(r, p, (size_t)n * sizeof(float));
   li_forget_drop(a, c, r);
   c->kernels->forget_divide(n, 1, r, f.z, r);
-  li_causal_bracket_back(c, 1, g, li_luna_wide(a, c, a->v), li_transposed(state.v), w, li_into(dr, l, false));
+  li_causal_bracket(c, 1, 1, g, li_luna_wide(a, c, a->v), li_transposed(state.v), w, li_into(dr, l, false));
   c->kernels->forget_divide(n, 1, dr, f.z, dp);
   li_forget_drop(a, c, dp);
   li_clear(c->h, (size_t)n * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, p, dp, c->h);
   c->kernels->forget_slopes(&f, n);
   if (a->grad_q)
-    li_causal_bracket_back(c, 1, li_dense(c->h, c->rows, l), w, state.k, li_luna_wide(a, c, a->k),
-                           li_luna_into(a, c, a->grad_q, true));
+    li_causal_bracket(c, 1, 1, li_dense(c->h, c->rows, l), w, state.k, li_luna_wide(a, c, a->k),
+                      li_luna_into(a, c, a->grad_q, true));
   memcpy(c->sums, c->state, (size_t)(l * state.unit) * sizeof(float));
   for (int64_t slot = 0; slot < l; slot++)
     c->sums[slot * state.unit + state.unit - 1] = (float)li_chunk_fade(c, l, slot);
@@ -7950,15 +7937,6 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
   }
 }
 
-/* the sweeps of causal Luna: for its result; backward forward in time (H, and the gradient of q), and in reverse */
-static LI_UNUSED const li_chunk_steps li_luna_result = { false, li_luna_sum, li_luna_out };
-static LI_UNUSED const li_chunk_steps li_luna_grad_up = { false, li_luna_sum, li_luna_out_up };
-static LI_UNUSED const li_chunk_steps li_luna_grad_down = { true, li_luna_sum_down, li_luna_out_down };
-static LI_UNUSED const li_chunk_steps li_forget_result = { false, li_forget_sum, li_forget_out };
-static LI_UNUSED const li_chunk_steps li_forget_grad_up = { false, li_forget_sum, li_forget_out_up };
-static LI_UNUSED const li_chunk_steps li_forget_grad_down = {
-  true, li_forget_sum_down, li_forget_out_down
-};
 LI_FN void li_luna_sweep(li_sweep *s, const li_kernels *kernels, const li_causal_luna *a, bool reverse) {
   li_sweep_clear(s, kernels, a, reverse);
   s->items = a->batch * a->heads;
@@ -7972,6 +7950,7 @@ LI_FN void li_luna_sweep(li_sweep *s, const li_kernels *kernels, const li_causal
   s->lengths = a->lengths;
   s->forgets = a->forget != NULL;
   s->unit = s->forgets ? li_forget_unit(a) : 2 * a->head_dim;
+  if (a->state && a->rows > 0 && !reverse) s->exchange = a->forget ? li_forget_exchange : li_luna_exchange;
   s->kept = s->forgets ? (LI_CHUNK + 4) * a->slots :
                          LI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
 }
@@ -8003,29 +7982,32 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
     return;
   }
   li_luna_sweep(&s, kernels, a, false);
-  if (a->state && a->rows > 0) s.exchange = a->forget ? li_forget_exchange : li_luna_exchange;
-  li_sweep_run(&s, a->forget ? &li_forget_result : &li_luna_result, parallel, scratch);
+  if (a->forget) li_sweep_run(&s, li_forget_sum, li_forget_out, parallel, scratch);
+  else li_sweep_run(&s, li_luna_sum, li_luna_out, parallel, scratch);
 }
 
+/* A sweep forward in time leaves H and the gradient of q, then one in reverse makes the other gradients. */
 LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causal_luna *a,
                                        const li_parallel *parallel, void *scratch) {
   char *rest = (char *)scratch;
   float *h = li_take(&rest, (a->forget ? 3 : 1) * li_forget_all(a));
   float *sums = a->forget ? li_take(&rest, li_forget_sums(a)) : NULL;
-  const bool forgets = a->forget != NULL;
   li_sweep s;
   LI_BY_BACKWARD_REFERENCE(kernels, li_causal_luna_backward_reference(a, scratch); return);
+
   li_luna_sweep(&s, kernels, a, false);
   s.h = h;
   s.sums = sums;
   s.reads = true;
-  if (a->state) s.exchange = forgets ? li_forget_exchange : li_luna_exchange;
-  li_sweep_run(&s, forgets ? &li_forget_grad_up : &li_luna_grad_up, parallel, rest);
+  if (a->forget) li_sweep_run(&s, li_forget_sum, li_forget_out_up, parallel, rest);
+  else li_sweep_run(&s, li_luna_sum, li_luna_out_up, parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_forget) return;
+
   li_luna_sweep(&s, kernels, a, true);
   s.h = h;
   s.sums = sums;
-  li_sweep_run(&s, forgets ? &li_forget_grad_down : &li_luna_grad_down, parallel, rest);
+  if (a->forget) li_sweep_run(&s, li_forget_sum_down, li_forget_out_down, parallel, rest);
+  else li_sweep_run(&s, li_luna_sum_down, li_luna_out_down, parallel, rest);
   if (a->grad_forget)
     li_each(li_worth(parallel, s.items * s.rows * s.dim * s.value_dim), s.items, li_forget_gates, &s);
 }
