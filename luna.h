@@ -124,6 +124,27 @@
      cos(t w_i) at d/2 + i, as in fairseq. X enters as s E[token] + sinusoid, s = sqrt(d) or 1
      (config.embedding_scale), and P as s P + sinusoid.
 
+   THE PAPER IN THIS FILE
+     A row leads from an equation through its layer, op and driver to the loop that runs with SIMD; below them are the
+     same in plain loops and the test. Search for a name in the chapter that stands beside it. LI_K(name) is compiled
+     for each instruction set. Eq. 7 has two rows: chunks of rows, in training and prefill, and a stream's single rows.
+   equation layer                              op                                      driver
+            inner loop                         reference                               test
+   1/3 pack li_nested_pack >>impl_layers       luna_pack >>impl_ops                    li_attention_tile >>attention
+            LI_K(tile_softmax) >>attention     li_attention_row >>attention            tests/attention.c
+   4 unpack li_nested_unpack >>impl_layers     luna_unpack >>impl_ops                  li_unpack_panel >>unpack
+            LI_K(group_softmax) >>unpack       li_unpack_reference >>unpack            tests/attention.c
+   6 layer  li_nested_half >>impl_layers       luna_layer_norm >>impl_ops              li_layer_norm_body >>impl_backend
+            LI_K(layer_norm) >>elementwise     li_layer_norm_reference >>elementwise   tests/elementwise.c
+   7 chunks li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_causal_mix >>causal
+            LI_K(panels) >>gemm                li_causal_reference >>causal            tests/causal.c
+   7 stream li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_luna_step >>causal
+            LI_K(step_block) >>causal          li_mean_step >>causal                   tests/causal.c
+   forgets  li_forget_logits >>impl_layers     luna_causal_nested_attention >>impl_ops li_forget_out >>causal
+            LI_K(forget_weights) >>causal      li_forget_reference >>causal            tests/forgetting.c
+   Adam     luna_optimizer_step >>impl_trainer li_cpu_update >>impl_backend            li_update_task >>impl_backend
+            LI_K(adam) >>elementwise           li_adam_reference >>elementwise         tests/trainer.c
+
    SWITCHES, defined before the implementation (and, for those marked *, before every include)
      LUNA_STATIC *          all functions static
      LUNA_NO_TRAIN *        no backward pass, no optimisers
@@ -4294,8 +4315,8 @@ LI_INLINE const float *LI_K(tile_a)(bool words, int64_t m, int64_t k, int64_t ro
 }
 #endif
 
-/* m rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next tile's
-   rows are prefetched; C is accessed row by row. */
+/* C (+)= alpha A B: m rows of A by the panels of a block of B. The tile's rows stay in L1 while the panels stream from
+   L2 and the next tile's rows are prefetched; C is accessed row by row. */
 LI_FN void LI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                         float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row,
                         const li_target *t) {
@@ -5696,6 +5717,8 @@ LI_FN void LI_K(sgd)(const li_update *update) {
   }
 }
 
+/* m <- beta1 m + (1 - beta1) g, s <- beta2 s + (1 - beta2) g^2, v <- v - decay v - step m / (sqrt(s) root + epsilon),
+   where step and root take the bias out of m and s */
 LI_FN void LI_K(adam)(const li_update *update) {
   const int64_t n = update->count;
   const vf beta1 = vf_set(update->beta1), rest1 = vf_set(1 - update->beta1);
@@ -5833,7 +5856,8 @@ LI_INLINE void LI_K(softmax_step)(float *x, vf top, const float *mask, float *su
   vf_store(x, p);
 }
 
-/* The scores become exp(s - maximum), times the mask; stats gets each query's maximum, sum before the mask and sum
+/* Eq. 1's softmax, e^(s - top) / sum of e^(s - top), but for the division, which attention_finish makes: the scores
+   become the numerators, times the mask; stats gets each query's maximum, sum before the mask and sum
    after it. The sums go by 16 classes of keys and then by halves, as vf_sum does. */
 LI_FN void LI_K(tile_softmax)(const li_tile *t, float *s, const float *mask, float *stats) {
   const int64_t depth = t->depth, width = t->width, step = t->step;
@@ -6488,7 +6512,8 @@ LI_FN void li_unpack_reference(const li_unpack *u, void *scratch) {
 #endif
 
 #ifdef LI_PASS_LOOPS
-/* a group's scores s (+ bias) become its softmax; returns the log-sum-exp */
+/* Eq. 4's softmax of a group's scores: s <- e^(s + bias - lse). It returns lse, the logarithm of the sum of
+   e^(s + bias). */
 LI_INLINE float LI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   const vf lowest = vf_set(-INFINITY);
   vf top = lowest, sum = vf_zero();
@@ -6638,7 +6663,8 @@ LI_HOT void li_unpack_mask(const li_kernels *kernels, const li_unpack *u, const 
 LI_FN void li_unpack_panel(const li_kernels *kernels, const li_unpack *u, const li_unpack_space *m,
                            int64_t b, int64_t first, int64_t rows) {
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
-  const bool starts = u->out_bias || (u->residual && !u->last.threshold); /* out has a value before the product */
+  /* out has a value before the product: eq. 6's + X is this residual */
+  const bool starts = u->out_bias || (u->residual && !u->last.threshold);
   float *out = u->out + row * d;
   li_matmul_panels(kernels, 1, li_dense(u->x + row * d, rows, d),
                    li_words_in(kernels, m->score_panels, n, d, m->words), li_into(m->scores, n, false));
@@ -7005,9 +7031,9 @@ LI_FN void LI_K(scale_rows)(li_matrix x, const float *factors, float *y, int64_t
   }
 }
 
-/* Columns [first, first + n) of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1. In the memory that forgets M
-   <- M + share (new - M): of keys [head_dim, slots] the new is y, a number a row, and a share a column's; of values
-   [slots, head_dim] the new is z, a number a column, and a share a row's. */
+/* Eq. 7 for one row of a stream: M <- M + (y^T z - M) / t, result = x M, in columns [first, first + n), n 8 or 1.
+   In the memory that forgets M <- M + share (new - M): new is y and a column has a share in keys [head_dim, slots],
+   new is z and a row has one in values [slots, head_dim]. */
 LI_INLINE void LI_K(step_block)(int64_t n, li_mean_kind kind, const li_mean *m, int64_t first,
                                 const double *share, const float *y, const float *z, const float *x,
                                 double *result) {
@@ -7017,9 +7043,11 @@ LI_INLINE void LI_K(step_block)(int64_t n, li_mean_kind kind, const li_mean *m, 
   for (int64_t j = 0; j < n; j++) wide[j] = kind == LI_STEP_KEYS ? share[first + j] : (double)z[first + j];
   for (int64_t i = 0; i < m->rows; i++, mean += m->row) {
     const double row = kind == LI_STEP_VALUES ? share[i] : (double)y[i], xi = (double)x[i];
-    for (int64_t j = 0; j < n; j++)
-      mean[j] += kind == LI_STEP_MEAN ? (row * wide[j] - mean[j]) * part :
-                 kind == LI_STEP_KEYS ? wide[j] * (row - mean[j]) : row * (wide[j] - mean[j]);
+    for (int64_t j = 0; j < n; j++) {
+      if (kind == LI_STEP_MEAN) mean[j] += (row * wide[j] - mean[j]) * part;
+      else if (kind == LI_STEP_KEYS) mean[j] += wide[j] * (row - mean[j]);
+      else mean[j] += row * (wide[j] - mean[j]);
+    }
     for (int64_t j = 0; j < n; j++) sum[j] += xi * mean[j];
   }
   for (int64_t j = 0; j < n; j++) result[first + j] = sum[j];
