@@ -12366,6 +12366,12 @@ LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body bo
 
 LI_INLINE const li_kernels *li_k(const luna_op *op) { return op->ctx->kernels; }
 
+/* what an op of one input reads and writes: its data or, back, the gradients the other way */
+typedef struct li_way { const float *from; float *to; } li_way;
+LI_INLINE li_way li_way_of(const luna_op *op, bool back) {
+  const li_way forward = { op->in[0]->data, op->out[0]->data }, backward = { op->out[0]->grad, op->in[0]->grad };
+  return back ? backward : forward;
+}
 LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LI_FN void li_query_nothing(luna_op *op) { (void)op; }
 LI_INLINE bool li_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
@@ -12478,6 +12484,13 @@ LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
   }
 
 /* ---- ops that move numbers: views, permute, slice, concat, expand, embedding, gather, scatter ---- */
+LI_FN bool li_has_axis(const luna_tensor *x, int axis, const char *name) {
+  return (axis >= 0 && axis < x->rank) || li_refuse(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
+}
+LI_FN bool li_is_count(luna_ctx *ctx, const char *name, const char *what, int64_t count) {
+  return count >= 0 || li_refuse(ctx, LUNA_ERROR_VALUE_RANGE, name, what, count, (int64_t)0, LI_MAX_COUNT);
+}
+
 /* --- reshape, detach: views, which run nothing --- */
 LI_FN luna_tensor *li_view(li_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   luna_tensor *t = li_tensor_take(x->ctx, rank, shape);
@@ -12526,15 +12539,14 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
 
 /* --- permute, transpose --- */
 LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
-  const luna_tensor *x = op->in[0], *y = op->out[0];
-  const float *from = back ? y->grad : x->data;
-  float *to = back ? x->grad : y->data;
-  int64_t stride[4], shape[4];
-  for (int a = 0; a < 4; a++) {      /* of y's axes, after axes of size 1 */
-    const int own = a - (4 - x->rank);
-    shape[a] = own < 0 ? 1 : y->shape[own];
+  const luna_tensor *x = op->in[0];
+  const li_way w = li_way_of(op, back);
+  int64_t stride[4] = { 0, 0, 0, 0 }, shape[4] = { 1, 1, 1, 1 };
+  const int before = 4 - x->rank;    /* axes of size 1 before those of y */
+  for (int a = before; a < 4; a++) {
+    shape[a] = op->out[0]->shape[a - before];
     stride[a] = 1;
-    for (int i = own < 0 ? 0 : (int)op->arg.permute.axes[own] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
+    for (int i = (int)op->arg.permute.axes[a - before] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
   }
   const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* of a transposed row: 16 lines stay in cache */
   for (int64_t i = 0; i < shape[0] * shape[1]; i++)
@@ -12542,12 +12554,12 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
       for (int64_t j = 0; j < shape[2]; j++) {
         const int64_t n = li_min(run, shape[3] - first), at = (i * shape[2] + j) * shape[3] + first;
         const int64_t row = i / shape[1] * stride[0] + i % shape[1] * stride[1] + j * stride[2] + first * stride[3];
-        if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)n * sizeof(float));
-        else if (stride[3] == 1) li_k(op)->add(n, to + row, from + at, to + row);
+        if (stride[3] == 1 && !back) memcpy(w.to + at, w.from + row, (size_t)n * sizeof(float));
+        else if (stride[3] == 1) li_k(op)->add(n, w.to + row, w.from + at, w.to + row);
         else if (!back)
-          for (int64_t k = 0; k < n; k++) to[at + k] = from[row + k * stride[3]];
+          for (int64_t k = 0; k < n; k++) w.to[at + k] = w.from[row + k * stride[3]];
         else
-          for (int64_t k = 0; k < n; k++) to[row + k * stride[3]] += from[at + k];
+          for (int64_t k = 0; k < n; k++) w.to[row + k * stride[3]] += w.from[at + k];
       }
   return LUNA_OK;
 }
@@ -12578,8 +12590,7 @@ LI_FN luna_tensor *li_permute(luna_tensor *x, int a, int b, int c, int d) {
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
   int axes[LUNA_MAX_RANK];
   if (!x) return NULL;
-  if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)axis);
-  if (other < 0 || other >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)other);
+  if (!li_has_axis(x, axis, "luna_transpose") || !li_has_axis(x, other, "luna_transpose")) return NULL;
   for (int a = 0; a < x->rank; a++) axes[a] = a;
   axes[axis] = other;
   axes[other] = axis;
@@ -12615,8 +12626,7 @@ LI_RUN_OP(slice)
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
-  if (!li_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
-  if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
+  if (!li_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1) || !li_has_axis(x, axis, s.name)) return NULL;
   if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return li_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
   memcpy(shape, x->shape, sizeof shape);
@@ -12654,9 +12664,8 @@ LI_RUN_OP(concat)
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
-  if (!li_all(x, count, "luna_concat") || !li_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count))
-    return NULL;
-  if (axis < 0 || axis >= x[0]->rank) return li_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
+  if (!li_all(x, count, "luna_concat") || !li_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count) ||
+      !li_has_axis(x[0], axis, "luna_concat")) return NULL;
   memcpy(shape, x[0]->shape, sizeof shape);
   for (int i = 1; i < count; i++) {
     for (int a = 0; a < LUNA_MAX_RANK; a++)
@@ -12684,11 +12693,8 @@ LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
 }
 LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value) {
   int64_t shape[LUNA_MAX_RANK];
-  if (!x) return NULL;
-  if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_pad", x, (int64_t)axis);
-  if (before < 0 || after < 0)
-    return li_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_pad", before < 0 ? "before" : "after",
-                   before < 0 ? before : after, (int64_t)0, LI_MAX_COUNT);
+  if (!x || !li_has_axis(x, axis, "luna_pad") || !li_is_count(x->ctx, "luna_pad", "before", before) ||
+      !li_is_count(x->ctx, "luna_pad", "after", after)) return NULL;
   const luna_scope scope = luna_scope_begin(x->ctx);
   memcpy(shape, x->shape, sizeof shape);
   shape[axis] = before;
@@ -12716,8 +12722,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   li_build s;
   if (!li_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return li_fail(x->ctx, LUNA_ERROR_NEW_AXIS, "luna_expand", x);
-  if (count < 0)
-    return li_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LI_MAX_COUNT);
+  if (!li_is_count(x->ctx, "luna_expand", "count", count)) return NULL;
   shape[0] = count;
   for (int a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
   s.op.arg.expand.count = count;
@@ -13073,11 +13078,9 @@ LUNA_API luna_tensor *luna_pow(luna_tensor *x, float exponent) {
 
 /* --- dropout --- */
 LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
-  const luna_tensor *x = op->in[0], *y = op->out[0];
-  const li_dropout d = li_op_dropout(op, luna_count(y));
-  const float *from = back ? y->grad : x->data;
-  float *to = back ? x->grad : y->data;
-  li_k(op)->dropout(&d, first, last - first, from + first, to + first, back);
+  const li_dropout d = li_op_dropout(op, luna_count(op->out[0]));
+  const li_way w = li_way_of(op, back);
+  li_k(op)->dropout(&d, first, last - first, w.from + first, w.to + first, back);
 }
 LI_PART_OP(dropout, luna_count(op->in[0]), 1)
 #define LI_CPU_DROPOUT \
@@ -13095,13 +13098,14 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
 
 /* --- mask: rows from lengths[b] on become 0, and what they hold is not read --- */
 LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
-  const luna_tensor *x = op->in[0], *y = op->out[0];
+  const luna_tensor *x = op->in[0];
+  const li_way w = li_way_of(op, back);
   const int64_t n = op->arg.mask.width;
   for (int64_t r = first; r < last; r++) {
     const bool masked = r % x->shape[1] >= op->lengths[r / x->shape[1]];
-    float *to = (back ? x->grad : y->data) + r * n;
-    if (!masked && back) li_k(op)->add(n, to, y->grad + r * n, to);
-    else if (!masked) memcpy(to, x->data + r * n, (size_t)n * sizeof(float));
+    float *to = w.to + r * n;
+    if (!masked && back) li_k(op)->add(n, to, w.from + r * n, to);
+    else if (!masked) memcpy(to, w.from + r * n, (size_t)n * sizeof(float));
     else if (!back) memset(to, 0, (size_t)n * sizeof(float));
   }
 }
@@ -13197,16 +13201,17 @@ LI_SPLIT_ALL(li_reduce_backward, li_reduce_back, op->arg.reduce.outer * op->arg.
 LI_HOT void li_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const int64_t panels = li_divide_up(inner, LI_CUMSUM_COLUMNS);
-  const float *x = back ? op->out[0]->grad : op->in[0]->data;
-  float *y = back ? op->in[0]->grad : op->out[0]->data;
+  const li_way w = li_way_of(op, back);
   for (int64_t p = first; p < last; p++) {
     const int64_t start = p % panels * LI_CUMSUM_COLUMNS, n = li_min(LI_CUMSUM_COLUMNS, inner - start);
     double sum[LI_CUMSUM_COLUMNS] = { 0 };
     for (int64_t r = 0; r < axis; r++) {
       const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
       for (int64_t i = 0; i < n; i++) {
-        sum[i] += (double)x[at + i];
-        y[at + i] = back ? y[at + i] + (float)sum[i] : (float)sum[i];
+        float *to = w.to + at + i;
+        sum[i] += (double)w.from[at + i];
+        if (back) *to += (float)sum[i];
+        else *to = (float)sum[i];
       }
     }
   }
@@ -13219,8 +13224,7 @@ LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool m
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int to = 0;
   li_build s;
-  if (!li_start(&s, kind, name, &x, 1, 1)) return NULL;
-  if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
+  if (!li_start(&s, kind, name, &x, 1, 1) || !li_has_axis(x, axis, name)) return NULL;
   const int64_t size = x->shape[axis];
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (int a = 0; a < x->rank; a++) {
@@ -13250,8 +13254,7 @@ LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
 }
 LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis) {
   int64_t shape[LUNA_MAX_RANK];
-  if (!x) return NULL;
-  if (axis < 0 || axis >= x->rank) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_var", x, (int64_t)axis);
+  if (!x || !li_has_axis(x, axis, "luna_var")) return NULL;
   const luna_scope scope = luna_scope_begin(x->ctx);
   memcpy(shape, x->shape, sizeof shape);
   shape[axis] = 1;
@@ -13269,6 +13272,21 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
 
 /* ---- products: matmul, linear, feed-forward ---- */
 /* --- matmul: a batch of products, of a with a batch of b, or with one b --- */
+LI_FN void li_multiply(const luna_op *op, const li_gemm *g, void *scratch) {
+  if (g->c) li_run_gemm(li_k(op), g, &op->ctx->parallel, scratch);
+}
+LI_FN size_t li_larger(size_t a, size_t b) { return a > b ? a : b; }
+/* The workspaces for an op's products: `product` describes number 0, forward's, and 1 and 2, backward's, which come
+   after `before` bytes. */
+LI_FN void li_products_query(luna_op *op, void (*product)(const luna_op *op, int which, li_gemm *g), size_t before) {
+  li_gemm g;
+  for (int which = 0; which < (LI_TRAINS && op->training ? 3 : 1); which++) {
+    product(op, which, &g);
+    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads);
+    if (which == 0) op->workspace_size = need;
+    else op->backward_workspace_size = li_larger(op->backward_workspace_size, before + need);
+  }
+}
 LI_FN void li_matmul_batch(const luna_op *op, li_gemm *g, int64_t a, int64_t b, int64_t c) {
   g->batch[0] = op->arg.matmul.outer;
   g->batch[1] = op->arg.matmul.inner;
@@ -13312,31 +13330,24 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
     g->batch[0] = 1;
   }
 }
-LI_FN void li_matmul_query(luna_op *op) {
-  li_gemm g;
-  for (int which = 0; which < (LI_TRAINS && op->training ? 3 : 1); which++) {
-    li_matmul_product(op, which, &g);
-    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads);
-    if (which == 0) op->workspace_size = need;
-    else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
-  }
-}
+LI_FN void li_matmul_query(luna_op *op) { li_products_query(op, li_matmul_product, 0); }
 LI_FN luna_status li_matmul_forward(luna_op *op) {
   li_gemm g;
   li_matmul_product(op, 0, &g);
-  li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
+  li_multiply(op, &g, op->workspace);
   return LUNA_OK;
 }
 LI_FN luna_status li_matmul_backward(luna_op *op) {
+  const int64_t inner = op->arg.matmul.inner;
+  const bool one = inner == 1 && !op->arg.matmul.transpose_a; /* product makes b's gradient, and not one of `outer` */
   li_gemm g;
   li_matmul_product(op, 1, &g);
-  if (g.c) li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
+  li_multiply(op, &g, op->workspace);
   li_matmul_product(op, 2, &g);
-  for (int64_t o = 0; g.c && o < (op->arg.matmul.inner == 1 &&
-                                  !op->arg.matmul.transpose_a ? 1 : op->arg.matmul.outer); o++) {
-    li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
-    g.a += g.a_batch[1] * op->arg.matmul.inner;
-    g.b += g.b_batch[1] * op->arg.matmul.inner;
+  for (int64_t o = 0; g.c && o < (one ? 1 : op->arg.matmul.outer); o++) {
+    li_multiply(op, &g, op->workspace);
+    g.a += g.a_batch[1] * inner;
+    g.b += g.b_batch[1] * inner;
   }
   return LUNA_OK;
 }
@@ -13351,10 +13362,8 @@ LI_FN luna_tensor *li_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a
   for (int i = 3; good && i <= b->rank && !li_is_checked(a->ctx); i++)
     good = a->shape[a->rank - i] == b->shape[b->rank - i];
   if (!good) return li_fail(a->ctx, LUNA_ERROR_MATMUL_AXES, a, b);
-  const int64_t m = a->shape[a->rank - (transpose_a ? 1 : 2)];
-  const int64_t k = a->shape[a->rank - (transpose_a ? 2 : 1)];
-  const int64_t kb = b->shape[b->rank - (transpose_b ? 1 : 2)];
-  const int64_t n = b->shape[b->rank - (transpose_b ? 2 : 1)];
+  const int64_t m = a->shape[a->rank - 2 + transpose_a], k = a->shape[a->rank - 1 - transpose_a];
+  const int64_t n = b->shape[b->rank - 1 - transpose_b], kb = b->shape[b->rank - 2 + transpose_b];
   if (k != kb) return li_fail(a->ctx, LUNA_ERROR_MATMUL_INNER, a, b, k, kb);
   s.op.arg.matmul.outer = s.op.arg.matmul.inner = 1;
   for (int i = 0; i < a->rank - 2; i++) {
@@ -13430,32 +13439,32 @@ LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t 
   g->bf16 = li_op_bf16(op);
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
 }
-/* y: the result, or its gradient */
-LI_FN void li_linear_product(const luna_op *op, int which, const float *y, li_gemm *g) {
-  li_linear_columns(op, which, li_dense(y, li_rows(op->in[0]), li_last(op->out[0])), 0, g);
+LI_FN bool li_drops_last(const luna_op *op) { return LI_TRAINS && op->last_dropout > 0; }
+/* whether something comes between the product and y */
+LI_FN bool li_linear_changes(const luna_op *op) {
+  return op->activation != LI_NO_ACTIVATION || li_drops_last(op);
+}
+/* the gradient of the product */
+LI_FN li_matrix li_linear_dy(const luna_op *op) {
+  const float *dy = li_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
+  return li_dense(dy, li_rows(op->in[0]), li_last(op->out[0]));
+}
+LI_FN void li_linear_product(const luna_op *op, int which, li_gemm *g) {
+  li_matrix y = li_linear_dy(op);
+  if (which == 0) y.at = op->out[0]->data;
+  li_linear_columns(op, which, y, 0, g);
   if (which != 0) return;
   g->activation = (int)op->activation;
   g->pre = op->kept_size ? (float *)op->kept : NULL;
   g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
   g->dots = op->dots;
 }
-LI_FN bool li_drops_last(const luna_op *op) { return LI_TRAINS && op->last_dropout > 0; }
-/* whether something comes between the product and y */
-LI_FN bool li_linear_changes(const luna_op *op) {
-  return op->activation != LI_NO_ACTIVATION || li_drops_last(op);
-}
 LI_FN void li_linear_query(luna_op *op) {
-  li_gemm g;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
   if (op->dots && !li_op_int8(op, 1)) return; /* they need no scratch */
   if (li_linear_changes(op)) slope = li_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LI_NO_ACTIVATION) op->kept_size = slope;
-  for (int which = 0; which < (LI_TRAINS && op->training ? 3 : 1); which++) {
-    li_linear_product(op, which, NULL, &g);
-    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads) + (which ? slope : 0);
-    if (which == 0) op->workspace_size = need;
-    else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
-  }
+  li_products_query(op, li_linear_product, slope);
 }
 /* y = drop(y) + the residual, the last input */
 LI_FN void li_drop_and_add(luna_op *op, int64_t first, int64_t last) {
@@ -13467,8 +13476,8 @@ LI_FN void li_drop_and_add(luna_op *op, int64_t first, int64_t last) {
 }
 LI_FN luna_status li_linear_forward(luna_op *op) {
   li_gemm g;
-  li_linear_product(op, 0, op->out[0]->data, &g);
-  li_run_gemm(li_k(op), &g, &op->ctx->parallel, op->workspace);
+  li_linear_product(op, 0, &g);
+  li_multiply(op, &g, op->workspace);
   if (li_drops_last(op)) li_split(op, luna_count(op->out[0]), 1, li_drop_and_add);
   return LUNA_OK;
 }
@@ -13479,9 +13488,6 @@ LI_FN void li_linear_slope(luna_op *op, int64_t first, int64_t last) {
   if (op->last_dropout > 0) li_k(op)->dropout(&d, first, last - first, dy, to, false);
   else li_k(op)->activate_grad((int)op->activation, last - first, (const float *)op->kept + first, dy, false, to);
 }
-LI_FN const float *li_linear_dy(const luna_op *op) {
-  return li_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
-}
 
 LI_FN luna_status li_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
@@ -13491,10 +13497,10 @@ LI_FN luna_status li_linear_backward(luna_op *op) {
     (void)li_take(&scratch, luna_count(op->out[0]));
   }
   for (int which = 1; which < 3; which++) {
-    li_linear_product(op, which, li_linear_dy(op), &g);
-    if (g.c) li_run_gemm(li_k(op), &g, &op->ctx->parallel, scratch);
+    li_linear_product(op, which, &g);
+    li_multiply(op, &g, scratch);
   }
-  li_sum_columns(op, li_dense(li_linear_dy(op), li_rows(op->in[0]), li_last(op->out[0])), li_grad(op, 2));
+  li_sum_columns(op, li_linear_dy(op), li_grad(op, 2));
   li_added_backward(op);
   return LUNA_OK;
 }
@@ -13650,8 +13656,7 @@ LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *work
   w->scratch = at;
   for (int which = 0; which < (backward ? 6 : 2); which++) {
     li_ffn_product(w, which, &g);
-    const size_t need = li_gemm_scratch(li_k(op), &g, w->own > 1 ? 1 : op->ctx->parallel.threads);
-    if (need > scratch) scratch = need;
+    scratch = li_larger(scratch, li_gemm_scratch(li_k(op), &g, w->own > 1 ? 1 : op->ctx->parallel.threads));
   }
   w->own_size = li_round((size_t)(at - own) + scratch);
   return (size_t)(own - start) + (size_t)w->own * w->own_size;
@@ -14091,11 +14096,12 @@ LI_FN void li_rotary_query(luna_op *op) {
 }
 LI_HOT void li_rotary_rows_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const li_angles a = li_angles_of(op);
+  const li_way w = li_way_of(op, back);
   const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
   for (int64_t head = first * heads; head < last * heads; head++) {
     const float *s = a.out + head / heads % a.rows * a.d, *c = s + half;
-    const float *x = (back ? op->out[0]->grad : op->in[0]->data) + head * a.d;
-    float *y = (back ? op->in[0]->grad : op->out[0]->data) + head * a.d;
+    const float *x = w.from + head * a.d;
+    float *y = w.to + head * a.d;
     for (int64_t i = 0; i < half; i++) {
       const float sine = back ? -s[i] : s[i];
       const float upper = x[i] * c[i] - x[half + i] * sine, lower = x[half + i] * c[i] + x[i] * sine;
@@ -14131,22 +14137,22 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
 /* --- softmax attention: in q, k, v; out y, and sums, log-sum-exp or nothing; arg: heads, batch, queries, keys, scale,
    band. kept: log-sum-exp. luna_pack's in are weights and context, keys and values in one; one head, scale 1 --- */
 LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
-  const bool ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
   a->log_sum_exp = (float *)op->kept;
-  a->sums = op->out[1] ? op->out[1]->data : NULL;
   a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
   a->keys = op->arg.attention.keys;
   a->q_row = li_last(q); a->k_row = li_last(k); a->v_row = li_last(v);
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
   a->out_row = a->v_row;
-  a->q_batch = ragged || q->shape[0] != a->batch ? 0 : a->queries * a->q_row;
-  a->k_batch = ragged || k->shape[0] != a->batch ? 0 : a->keys * a->k_row;
-  a->v_batch = ragged || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
-  a->out_batch = ragged ? 0 : a->queries * a->out_row;
+  if (!op->query_offsets) {          /* the batch is not ragged; an input of batch 1 is the same for all */
+    if (q->shape[0] == a->batch) a->q_batch = a->queries * a->q_row;
+    if (k->shape[0] == a->batch) a->k_batch = a->keys * a->k_row;
+    if (v->shape[0] == a->batch) a->v_batch = a->keys * a->v_row;
+    a->out_batch = a->queries * a->out_row;
+  }
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
@@ -14164,13 +14170,14 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
     a->own = &op->own->attention;
   }
   a->grad_out = op->out[0]->grad;
-  a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
-  if (!op->arg.attention.scores) return;
-  a->log_sum_exp = op->out[1]->data;
-  a->sums = NULL;
-  a->grad_log_sum_exp = op->out[1]->grad;
-  a->grad_sums = NULL;
+  if (op->arg.attention.scores) {
+    a->log_sum_exp = op->out[1]->data;
+    a->grad_log_sum_exp = op->out[1]->grad;
+  } else if (op->out[1]) {
+    a->sums = op->out[1]->data;
+    a->grad_sums = op->out[1]->grad;
+  }
 }
 LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
 #define LI_CPU_SOFTMAX_ATTENTION \
@@ -14274,14 +14281,15 @@ LI_FN luna_attention_config li_attention_config(int64_t heads, float dropout, co
   return a;
 }
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config) {
-  const int32_t *lengths = config ? config->lengths : NULL;
-  luna_attention_config c = li_attention_config(1, config ? config->dropout : 0, lengths);
+  static const luna_pack_config defaults = { NULL, 0, NULL };
+  const luna_pack_config *own = config ? config : &defaults;
+  luna_attention_config c = li_attention_config(1, own->dropout, own->lengths);
   luna_tensor *const in[] = { weights, context };
   li_build s;
   if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_pack", in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
       !li_fits(&s, "weights [b,r,D] context [b,m,D]") || !li_heads_fit(&s, 1)) return NULL;
   c.scale = 1;
-  c.sums = config ? config->sums : NULL;
+  c.sums = own->sums;
   s.op.arg.attention.heads = 1;
   s.op.arg.attention.batch = weights->shape[0];
   s.op.arg.attention.queries = weights->shape[1];
@@ -14348,9 +14356,10 @@ LI_FN luna_tensor *li_unpack_with(luna_tensor *const in[6], const int32_t *lengt
 }
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
                                   const luna_unpack_config *config) {
-  luna_tensor *const in[6] = { x, k, bias, v, config ? config->out_bias : NULL, NULL };
-  const int32_t *lengths = config ? config->lengths : NULL;
-  return li_unpack_with(in, lengths, config ? config->dropout : 0, 0);
+  static const luna_unpack_config defaults = { NULL, NULL, 0 };
+  const luna_unpack_config *c = config ? config : &defaults;
+  luna_tensor *const in[6] = { x, k, bias, v, c->out_bias, NULL };
+  return li_unpack_with(in, c->lengths, c->dropout, 0);
 }
 
 /* ---- causal ops: the causal product, causal Luna, the short convolution ---- */
@@ -14700,7 +14709,7 @@ LI_FN void li_logits_product(const li_logits *w, int which, li_gemm *g) {
 LI_FN void li_logits_multiply(const li_logits *w, int which) {
   li_gemm g;
   li_logits_product(w, which, &g);
-  if (g.c) li_run_gemm(li_k(w->op), &g, &w->op->ctx->parallel, w->scratch);
+  li_multiply(w->op, &g, w->scratch);
 }
 /* to the panel from column `first` on; false after the last */
 LI_FN bool li_logits_next(li_logits *w, int64_t first) {
@@ -14740,8 +14749,7 @@ LI_FN size_t li_logits_workspace(luna_op *op, bool backward) {
   for (int which = 0; which < (backward ? 3 : 1); which++) {
     li_gemm g;
     li_logits_product(&w, which, &g);
-    const size_t need = li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads);
-    if (need > gemm) gemm = need;
+    gemm = li_larger(gemm, li_gemm_scratch(li_k(op), &g, op->ctx->parallel.threads));
   }
   return bytes + gemm;
 }
@@ -14839,6 +14847,7 @@ LI_FN luna_tensor *li_errors(li_targets *t, luna_tensor *values, const float *ta
 LI_FN luna_tensor *li_mean_given(const li_targets *t, luna_tensor *losses) {
   return li_counts(luna_scale(luna_sum(losses, 0), t->share), t->counted);
 }
+LI_FN luna_scope li_scope_with(const luna_tensor *t) { return luna_scope_begin(t ? t->ctx : NULL); }
 
 LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities) {
   if (!logits || !probabilities) return NULL;
@@ -14851,7 +14860,7 @@ LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *
   return li_result(scope, li_counts(luna_scale(sum, counted ? (float)(-1.0 / (double)counted) : 0), counted));
 }
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
-  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  const luna_scope scope = li_scope_with(values);
   li_targets t;
   luna_tensor *e = li_errors(&t, values, targets, "luna_mse");
   return e ? li_result(scope, li_mean_given(&t, luna_mul(e, e))) : NULL;
@@ -14859,7 +14868,7 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
 
 /* r (e - r / 2), r = e within delta of 0: no difference of large numbers */
 LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
-  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  const luna_scope scope = li_scope_with(values);
   li_targets t;
   luna_tensor *e;
   if (delta == 0) delta = 1;
@@ -14874,14 +14883,15 @@ LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, floa
 LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels,
                                          int64_t count) {
   static const char name[] = "luna_quantile_loss";
-  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  const luna_scope scope = li_scope_with(values);
   li_targets t;
-  luna_ctx *ctx = values ? values->ctx : NULL;
   if (!values) return NULL;
+  luna_ctx *ctx = values->ctx;
   const int64_t all = luna_count(values);
   if (count < 1 || values->rank < 1 || values->shape[values->rank - 1] != count)
     return li_fail(ctx, LUNA_ERROR_LEVELS, name, values, count);
-  if (!levels || (!targets && all > 0)) return li_fail_null(ctx, name, levels ? "targets" : "levels");
+  if (!levels) return li_fail_null(ctx, name, "levels");
+  if (!targets && all > 0) return li_fail_null(ctx, name, "targets");
   for (int64_t i = 0; i < count; i++)
     if (!(levels[i] > 0 && levels[i] < 1))
       return li_fail(ctx, LUNA_ERROR_LEVEL, name, i, (double)levels[i]);
@@ -14898,7 +14908,7 @@ LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targe
 
 /* t ln(1 + e^-x) + (1 - t) ln(1 + e^x): accurate for confident logits too */
 LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
-  const luna_scope scope = luna_scope_begin(logits ? logits->ctx : NULL);
+  const luna_scope scope = li_scope_with(logits);
   li_targets t;
   if (targets) {
     for (int64_t i = 0; i < luna_count(logits); i++)

@@ -70,8 +70,8 @@ def after(op, function, call, data, count, width="1", when="", faults_of=("sign"
 Y, N = "op->out[0]->data", "luna_count(op->out[0])"
 
 # ---- shapes
-plants("PERMUTE", "li_permute_run", "to[at + k] = from[row + k * stride[3]]",
-       sign="to[at + k] = -from[row + k * stride[3]]")
+plants("PERMUTE", "li_permute_run", "w.to[at + k] = w.from[row + k * stride[3]]",
+       sign="w.to[at + k] = -w.from[row + k * stride[3]]")
 plants("PERMUTE", "li_permute_run", "first * stride[3]", index="(first - (first > 0)) * stride[3]")
 plants("PERMUTE", "li_permute_run", "j * stride[2]", order="(shape[2] - 1 - j) * stride[2]")
 plants("SLICE", "li_slice_run", "op->arg.slice.start", index="op->arg.slice.start - (op->arg.slice.start > 0)")
@@ -117,13 +117,13 @@ plants("REDUCE", "li_sum_lines_task", "w->kernels->sum(w->x.rows, w->x.at + o * 
 plants("MAX", "li_max_run", "found ? x->data[start + at * inner] : 0",
        sign="found ? -x->data[start + at * inner] : 0", index="found ? x->data[start + at / 2 * inner] : 0")
 plants("MAX", "li_first_max", "x[i * stride] > x[*at * stride]", order="x[i * stride] < x[*at * stride]")
-plants("CUMSUM", "li_cumsum_part", "(double)x[at + i]", when="!back", sign="-(double)x[at + i]",
-       index="(double)x[at + (i + 1) % n]")
+plants("CUMSUM", "li_cumsum_part", "(double)w.from[at + i]", when="!back", sign="-(double)w.from[at + i]",
+       index="(double)w.from[at + (i + 1) % n]")
 plants("CUMSUM", "li_cumsum_part", "(back ? axis - 1 - r : r)", order="(back ? r : axis - 1 - r)")
 plants("MASK", "li_mask_part", "r % x->shape[1]", index="r % x->shape[1] + 1")
 plants("MASK", "li_mask_part", "op->lengths[r / x->shape[1]]",
        order="op->lengths[x->shape[0] - 1 - r / x->shape[1]]")
-after("MASK", "li_mask_part", "memcpy(to, x->data + r * n, (size_t)n * sizeof(float))", "to", "n",
+after("MASK", "li_mask_part", "memcpy(to, w.from + r * n, (size_t)n * sizeof(float))", "to", "n",
       faults_of=("sign",))
 plants("FUNCTION", "li_function_body", "li_function_at(op, x[i], false)",
        index="li_function_at(op, x[i ? i - 1 : 0], false)",
@@ -135,8 +135,8 @@ plants("RATIO", "li_ratio_body", "li_k(op)->scale(n, inverse, x, y)",
        sign="li_k(op)->scale(n, -inverse, x, y)")
 plants("RATIO", "li_ratio_body", "1 / x[n]", index="1 / x[n - 1]")
 plants("RATIO", "li_ratio_body", "op->out[0]->data + r * n", order=f"{Y} + (li_rows(op->in[0]) - 1 - r) * n")
-call = "li_k(op)->dropout(&d, first, last - first, from + first, to + first, back)"
-after("DROPOUT", "li_dropout_part", call, "to + first", "last - first", when="!back", faults_of=("sign", "order"))
+call = "li_k(op)->dropout(&d, first, last - first, w.from + first, w.to + first, back)"
+after("DROPOUT", "li_dropout_part", call, "w.to + first", "last - first", when="!back", faults_of=("sign", "order"))
 plants("DROPOUT", "li_dropout_part", call, index=call.replace("&d, first", "&d, first + 1"))
 
 # ---- products
@@ -210,9 +210,9 @@ for more, kind in (("", "op->inputs == 3"), (" of luna_pack", "op->inputs == 2")
           "a->scale = -op->arg.attention.scale", kind)
     plant("SOFTMAX_ATTENTION", "index" + more, "li_attention_args", "a->v = v->data", "a->v = v->data + 1", kind)
     plant("SOFTMAX_ATTENTION", "order" + more, "li_attention_args",
-          "a->k_batch = ragged || k->shape[0] != a->batch ? 0 : a->keys * a->k_row",
-          "(a->k_batch = k->shape[0] != a->batch ? 0 : a->keys * a->k_row, "
-          "a->k = k->data + (a->keys - 1) * a->k_row, a->k_row = -a->k_row, a->k_batch)", kind + " && !ragged")
+          "a->out_batch = a->queries * a->out_row",
+          "(a->k = k->data + (a->keys - 1) * a->k_row, a->k_row = -a->k_row, a->out_batch = a->queries * a->out_row)",
+          kind)
 plant("SOFTMAX_ATTENTION", "order of time", "li_attention_args", "a->causal = op->arg.attention.causal",
       "a->causal = false")
 plant("SOFTMAX_ATTENTION", "index of window", "li_seen", "first - a->left", "first + 1 - a->left")
