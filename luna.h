@@ -10398,10 +10398,10 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   return (unsigned)kind < LUNA_OP_COUNT ? li_ops[kind].name : "unknown";
 }
 
-#define LI_SPLIT 8192             /* elements worth handing to a thread */
+#define LI_SPLIT 8192             /* elements that are worth a thread */
 
 LI_INLINE int64_t li_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
-LI_HOT int64_t li_rows(const luna_tensor *t) { /* of the last axis, which may have no elements */
+LI_HOT int64_t li_rows(const luna_tensor *t) {
   int64_t rows = 1;
   for (int a = 0; a + 1 < t->rank; a++) rows *= t->shape[a];
   return rows;
@@ -10437,7 +10437,7 @@ LI_FN luna_status li_cpu_check(luna_ctx *ctx, const luna_tensor *loss, luna_step
 typedef struct li_update_work {
   const li_kernels *kernels;
   li_update update;
-  const luna_rule *rule;             /* null: what is summed is the gradient's squares */
+  const luna_rule *rule;             /* null: the sums are of the gradient's squares */
   double sums[4], partial[64][4];
 } li_update_work;
 LI_HOT li_update li_update_part(const li_update *whole, int64_t first, int64_t last) {
@@ -10449,14 +10449,12 @@ LI_HOT li_update li_update_part(const li_update *whole, int64_t first, int64_t l
   u.count = last - first;
   return u;
 }
-/* what a hook's functions get of a part */
 LI_HOT luna_optimizer_part li_hook_part(const li_update_work *w, const li_update *u) {
   const luna_optimizer_part part = { u->value, u->grad, { u->moment[0], u->moment[1], u->moment[2] }, u->count, u->lr,
                                      u->decay, u->factor, (int64_t)w->rule->state->updates, w->rule->config,
                                      w->kernels->isa };
   return part;
 }
-/* of a part of at most 64 blocks */
 LI_HOT void li_sums_task(void *work, int64_t thread, int64_t first, int64_t last) {
   li_update_work *w = (li_update_work *)work;
   (void)thread;
@@ -10470,7 +10468,7 @@ LI_HOT void li_sums_task(void *work, int64_t thread, int64_t first, int64_t last
     }
   }
 }
-/* adds to w->sums the hook's, or to the first of them the gradient's squares */
+/* Adds the hook's sums to w->sums, or the gradient's squares to the first of them. */
 LI_HOT void li_sums_add(luna_ctx *ctx, li_update_work *w) {
   const int count = w->rule ? 4 : 1;
   const li_update whole = w->update;
@@ -10719,13 +10717,13 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
    step (li_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
    everything. Guarded by tests/engine/ops.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* not for size, as the others of LUNA_API are: every op asks for it */
+/* Every op asks for it, so it is not compiled for size, as other public functions are. */
 int64_t luna_count(const luna_tensor *t) {
   return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0;
 }
 
-/* elements of a shape; -1 when it is none: rank, a negative size, or too many, counted with each 0 as 1, so that no
-   product of some of its axes overflows */
+/* Returns the elements of a shape, -1 for no shape: its rank, a negative size, or too many. There a 0 counts as 1, so
+   that no product of axes overflows. */
 LI_HOT int64_t li_shape_count(int rank, const int64_t *shape) {
   int64_t count = 1, bound = 1;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank > 0 && !shape)) return -1;
@@ -10744,7 +10742,7 @@ LI_HOT void li_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t
   t->ctx = ctx;
   t->own = &ctx->none;
 }
-/* a tensor of the step, without data; null: no memory */
+/* Returns a tensor of the step without data, or null: no memory. */
 LI_HOT luna_tensor *li_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
   li_mark *step = &ctx->step;
   void *memory;
@@ -10772,7 +10770,6 @@ LI_HOT luna_tensor *li_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape
   return step->made = t;
 }
 
-/* a shape for a sentence: rank 0 where it has none */
 LI_FN luna_tensor li_like(luna_ctx *ctx, int rank, const int64_t *shape) {
   luna_tensor t;
   li_tensor_set(&t, ctx, shape && rank > 0 && rank <= LUNA_MAX_RANK ? rank : 0, shape);
@@ -10785,13 +10782,13 @@ LI_FN luna_tensor *li_fail_shape(luna_ctx *ctx, const char *name, int rank, cons
   return li_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LI_MAX_COUNT);
 }
 
-/* memory for a tensor's data, values not set */
 LI_HOT bool li_data_take(luna_tensor *t) {
   t->own->data_piece = li_piece_take(t->ctx, (size_t)luna_count(t) * sizeof(float));
   if (t->own->data_piece) t->data = (float *)li_piece_at(t->ctx, t->own->data_piece);
   return t->own->data_piece != NULL;
 }
-/* a tensor of the step, values not set; null without a sentence when there is no memory or no such shape */
+/* Returns a tensor of the step whose values are not set; null, without a sentence, when there is no memory or no such
+   shape. */
 LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
   const int64_t count = li_shape_count(rank, shape);
   luna_tensor *t = count < 0 ? NULL : li_tensor_take(ctx, rank, shape);
@@ -10803,7 +10800,7 @@ LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape
     return t;
   }
   if (count > 0 && !li_data_take(t)) return NULL;
-  /* nothing lies somewhere too: null + 0 is undefined */
+  /* null + 0 is undefined */
   if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   return t;
 }
@@ -10817,7 +10814,7 @@ LI_HOT void li_release(luna_tensor *t) {
   t->data = NULL;
   t->own->released = true;
 }
-/* its step is over, or has gone back to where memory ended at `end` */
+/* Its step is over, or has gone back to where memory ended at `end`. */
 LI_HOT void li_tensor_end(luna_tensor *t, size_t end) {
   if (t->own->data_piece && t->own->data_piece->place < end) li_release(t);
   t->data = t->grad = NULL;
@@ -10830,8 +10827,8 @@ LI_HOT void li_tensor_end(luna_tensor *t, size_t end) {
   t->own->released = t->own->ended = true;
 }
 
-/* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
-   computed again; not those made from nothing, as sinusoids are. */
+/* Marks what an op will read in backward. A cheap op also keeps its small inputs, so that its result can be computed
+   again, but not those made from nothing, as sinusoids are. */
 LI_HOT void li_op_saves(luna_op *op) {
   for (int i = 0; i < op->inputs; i++) {
     luna_tensor *in = li_base(op->in[i]);
@@ -10844,8 +10841,8 @@ LI_HOT void li_op_saves(luna_op *op) {
   for (int i = 0; i < op->outputs; i++)
     if (li_ops[op->kind].reads & LUNA_READS_OUT(i)) op->out[i]->own->saved = true;
 }
-/* How many cheap ops, one after another, compute an op's result again, in backward, from data that are there; 0: none
-   do, or too many, so that backward takes a time that grows with the tape, and little stack. */
+/* Returns how many cheap ops in a row compute an op's result again from data that are there. 0: none do, or too many:
+   backward takes time that grows with the tape, and little stack. */
 #define LI_MAX_DEPTH 16
 LI_HOT uint8_t li_op_depth(const luna_op *op) {
   int depth = 1;
@@ -10859,15 +10856,15 @@ LI_HOT uint8_t li_op_depth(const luna_op *op) {
   return (uint8_t)(depth <= LI_MAX_DEPTH ? depth : 0);
 }
 
-/* what a luna_scope holds: how far its context had come when it began */
+/* A luna_scope holds how far its context had come when it began. */
 typedef struct li_scope {
   luna_ctx *ctx;
   luna_tensor *made;
   luna_op *tape;
-  size_t used[2];                    /* of a stream's memory */
+  size_t used[2];
   uint32_t begins;
   bool recompute;
-  const luna_trace_scope *outer;     /* the scope around it, as far as it is traced */
+  const luna_trace_scope *outer;     /* the traced scope around it */
 } li_scope;
 typedef char li_scope_size[sizeof(li_scope) <= sizeof(luna_scope) ? 1 : -1];
 LI_HOT li_scope li_scope_of(const luna_scope *scope) {
@@ -10895,19 +10892,18 @@ LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool re
   memcpy(&scope, &s, sizeof s);
   return scope;
 }
-/* the oldest op since the scope's beginning */
 LI_HOT luna_op *li_scope_first(li_scope scope) {
   luna_op *first = NULL;
   for (luna_op *op = scope.ctx->tape; op && op != scope.tape; op = op->own->previous) first = op;
   return first;
 }
-/* whether a scope's end leaves a tensor that was made inside as it is */
+/* Says whether a scope's end leaves alone a tensor that was made inside. */
 LI_HOT bool li_scope_leaves(const luna_tensor *t, luna_tensor *const *results, int count) {
   while (count > 0 && li_base(results[count - 1]) != t) count--;
   return count > 0 || t->own->keep_data;
 }
-/* Finds which of the results since the scope's beginning can be computed again, the oldest first, and releases them, so
-   that the next one counts what is needed for that too. */
+/* Releases the results that can be computed again. The oldest comes first, so that the next one counts what the ones
+   before it need. */
 LI_HOT void li_scope_depths(li_scope scope, luna_tensor *const *results, int count) {
   for (luna_op *op = li_scope_first(scope); op; op = op->own->next) {
     op->own->depth = li_op_depth(op);
@@ -10917,8 +10913,8 @@ LI_HOT void li_scope_depths(li_scope scope, luna_tensor *const *results, int cou
     }
   }
 }
-/* The ops since the scope's beginning are to be run again, with those of scopes that ended inside and began before it:
-   what they kept goes, what they read from outside stays. */
+/* The scope's ops will run again, and those of scopes that ended inside and began before it: what they kept goes, and
+   what they read from outside stays. */
 LI_FN void li_scope_forget(li_scope scope) {
   luna_op *first = li_scope_first(scope);
   for (luna_op *op = scope.ctx->tape; op && first && op->own->number >= first->own->number; op = op->own->previous)
@@ -10934,8 +10930,8 @@ LI_FN void li_scope_forget(li_scope scope) {
   }
   if (first) scope.ctx->tape->own->recompute_from = first;
 }
-/* Of a stream. What runs on a device or is recorded moves only at the ends of scopes from the step's beginning on.
-   Its recorded op, the newest, makes it at its new place from then on, and reads nothing there or is elementwise. */
+/* Streams only. On a device, or while recording, results move only when the outermost scope ends. The newest recorded
+   op then makes its result at the new place; it reads nothing there, or is elementwise. */
 LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   li_bump *b = scope.ctx->bump;
   char *start = b->part[0].start + scope.used[0];
@@ -10946,7 +10942,6 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   b->part[1].used = scope.used[1];
   if (!records) {
     b->part[0].used = scope.used[0];
-    /* from outside */
     if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
     (void)li_bump_take(b, false, sizeof *x, &memory);
     x = (luna_tensor *)memmove(memory, x, sizeof *x);
@@ -10961,7 +10956,7 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   memmove(memory, data, bytes);
   return x;
 }
-/* Releases what was made since the scope's beginning and is not needed; the scope goes on. */
+/* Releases what the scope has made and nobody needs; the scope goes on. */
 LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused && !ctx->differentiated;
@@ -10973,8 +10968,8 @@ LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results,
   else if (taped) li_scope_depths(scope, results, count);
   for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->own->older) {
     const luna_op *maker = t->own->maker;
-    const bool again = maker && (scope.recompute || maker->own->depth > 0); /* its op is run again */
-    const bool given = ctx->recomputing && !maker && t->own->last_reader; /* to an op that may be run again */
+    const bool again = maker && (scope.recompute || maker->own->depth > 0);
+    const bool given = ctx->recomputing && !maker && t->own->last_reader;
     if (!t->own->data_piece || li_scope_leaves(t, results, count)) continue;
     if (taped && (t->own->saved || given) && !again) t->own->internal = true;
     else li_release(t);
@@ -10988,13 +10983,12 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope began, luna_tensor *const *resul
   return li_scope_release(scope, results, count);
 }
 LI_FN luna_tensor *li_result(luna_scope scope, luna_tensor *x) { return luna_scope_end(scope, &x, 1); }
-/* x, beside which p stays, where there is one */
 LI_FN luna_tensor *li_results(luna_scope scope, luna_tensor *x, luna_tensor *p) {
   luna_tensor *results[2] = { x, p };
   return luna_scope_end(scope, results, 2);
 }
-/* The same of a scope that goes on. What is older than both results stays as this end leaves it, and the next end need
-   not look at it: the time of a model grows with its layers, not with their square. */
+/* Ends a scope that goes on. The next end does not look at what is older than both results, so a model's time grows
+   with its layers and not with their square. */
 LI_FN luna_tensor *li_results_so_far(luna_scope *scope, luna_tensor *x, luna_tensor *p) {
   li_scope s = li_scope_of(scope);
   luna_tensor *results[2] = { x, p };
@@ -11014,7 +11008,7 @@ LI_FN luna_tensor *li_results_so_far(luna_scope *scope, luna_tensor *x, luna_ten
 LI_FN luna_tensor *li_result_so_far(luna_scope *scope, luna_tensor *x) {
   return li_results_so_far(scope, x, NULL);
 }
-/* whether a tensor's data were released, as all are that belong to an earlier step: then that is the failure */
+/* Says whether a tensor's data were released, as those of earlier steps are, and fails then. */
 LI_HOT bool li_is_released(const luna_tensor *t, const char *name) {
   if (!t || !li_owner(t)->own->released) return false;
   li_fail(t->ctx, LUNA_ERROR_RELEASED, name, t);
@@ -11053,7 +11047,7 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
-/* Reports the steps that optimisers skipped on the device. It is asked only when it is read anyway, and for each
+/* Reports the steps that optimisers skipped. It waits for the device only when a read does so anyway, and asks each
    optimiser only when steps were skipped. */
 LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped);
 LI_FN void li_look(luna_ctx *ctx) {
@@ -11068,7 +11062,7 @@ LI_FN void li_look(luna_ctx *ctx) {
             "large", (int64_t)now.skipped, (int64_t)now.step);
 }
 
-/* data, or the gradient, of which `from` is null before backward has reached it */
+/* `from` is data, or a gradient, which is null until backward reaches it. */
 LI_FN luna_status li_read_floats(const luna_tensor *t, const float *from, float *out, const char *name, bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
@@ -11099,8 +11093,8 @@ LUNA_API float luna_item(const luna_tensor *t) {
   else if (t && li_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
   return value;
 }
-/* A tensor's values on the host, in memory of the step where they are not there already, which the caller gives back by
-   `mark`; null where the context measures. */
+/* Finds a tensor's values on the host, or copies them into memory of the step, which the caller gives back by `mark`.
+   They are null where the context measures. */
 LI_FN luna_status li_host_values(const luna_tensor *t, const char *name, li_mark *mark, const float **values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   void *memory = NULL;
@@ -11130,7 +11124,7 @@ LI_FN luna_status li_top_k(const luna_tensor *x, int64_t k, int32_t *indices, fl
     const float *row = from ? from + r * n : NULL;
     int64_t count = 0;
     if (row) {
-      for (int64_t i = 0; i < n; i++) { /* best: the largest so far in falling order */
+      for (int64_t i = 0; i < n; i++) { /* best has the largest so far, falling */
         for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
             row[best[at - 1]] == row[best[at - 1]])); at--)
           if (at < k) best[at] = best[at - 1];
@@ -11165,7 +11159,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   t->ctx->writes++;
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
-/* writes what `make` makes of `from`, on the host */
+/* Writes what `make` makes of `from` on the host. */
 LI_FN luna_status li_write_made(luna_tensor *t, const char *name, void (*make)(float *to, const void *from),
                                 const void *from) {
   const li_mark mark = li_step_mark(t->ctx);
@@ -11183,15 +11177,15 @@ typedef struct li_build {
   li_op_state state;
   li_mark mark;
   const char *name;
-  bool failed;                       /* integers did not fit, which is reported: li_finish gives null */
-  int64_t counted;                   /* of a loss: see luna_counted */
+  bool failed;                       /* integers did not fit, and this is reported */
+  int64_t counted;
 } li_build;
 
 LI_HOT void li_start_in(li_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   li_clear(&s->op, sizeof s->op);
   s->name = LI_NAME(name);
   s->failed = false;
-  if (ctx->bump) {                   /* the rest is not read */
+  if (ctx->bump) {
     s->mark.bytes[0] = ctx->bump->part[0].used;
     s->mark.bytes[1] = ctx->bump->part[1].used;
   } else s->mark = li_step_mark(ctx);
@@ -11202,7 +11196,7 @@ LI_HOT void li_start_in(li_build *s, luna_ctx *ctx, luna_op_kind kind, const cha
   s->op.outputs = 1;
   s->state.scope = ctx->scope;
 }
-/* `count` inputs, of which the first `required` must not be null */
+/* The first `required` inputs must not be null. */
 LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
                      int count) {
   static const char *const numbers[] = { "the first input", "the second input", "the third input",
@@ -11214,7 +11208,7 @@ LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tens
   s->op.inputs = count;
   for (int i = 0; i < count; i++) {
     s->op.in[i] = in[i];
-    if (!ctx->bump && in[i] && in[i]->ctx != ctx) { /* both say it: either's step may be looked at */
+    if (!ctx->bump && in[i] && in[i]->ctx != ctx) { /* both contexts say it */
       li_fail(in[i]->ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
       return li_refuse(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
     }
@@ -11223,8 +11217,7 @@ LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tens
   }
   return true;
 }
-/* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
-   not null fails. */
+/* Says whether no input is null. If one is, or they are too many, the context of the first other one fails. */
 LI_FN bool li_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
   int missing = 0;
@@ -11238,7 +11231,7 @@ LI_FN bool li_all(luna_tensor *const *x, int count, const char *name) {
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
 
-/* Copies host integers into the step; null: no memory, or the backend failed */
+/* Copies host integers into the step; null: no memory, or the backend failed. */
 LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_t count) {
   luna_ctx *ctx = s->op.ctx;
   void *memory;
@@ -11246,15 +11239,15 @@ LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_
     li_fail_op_memory(ctx, s->name, (size_t)count * sizeof(int32_t));
     return NULL;
   }
-  if (!memory) return values;        /* on a device, counted alone */
+  if (!memory) return values;        /* a device that measures */
   luna_status status = LUNA_OK;
   if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
-  else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* they say what an op needs */
+  else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* an op's query reads them */
   if (status == LUNA_OK) return (const int32_t *)memory;
   li_fail_backend(ctx, s->name, status);
   return NULL;
 }
-/* the same, each checked to be in [min, max]; null when null; a stream's are checked, and in backend memory */
+/* The same, after a check that each is in [min, max]. A stream's were checked, and are in backend memory. */
 LI_FN const int32_t *li_integers(li_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max,
                                  const char *what) {
   luna_ctx *ctx = s->op.ctx;
@@ -11280,11 +11273,11 @@ LI_FN luna_tensor *li_op_no_memory(li_build *s, size_t bytes) {
   return li_abandon(s);
 }
 
-/* A result of no elements is not computed: an op may still have 2^40 rows of nothing. */
+/* A result of no elements is not computed: it may have 2^40 rows of nothing. */
 LI_HOT bool li_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
 LI_HOT bool li_is_run(const luna_op *op) { return li_computes(op->ctx) && !li_is_empty(op); }
 
-/* Runs one of an op's functions with a workspace at the step's end; false: no memory */
+/* Runs an op with a workspace at the step's end; false: no memory. */
 LI_HOT bool li_op_run_in_step(luna_op *op, bool backward, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   const li_mark mark = li_step_mark(ctx);
@@ -11293,8 +11286,8 @@ LI_HOT bool li_op_run_in_step(luna_op *op, bool backward, luna_status *status) {
   li_step_rewind(ctx, mark);
   return good;
 }
-/* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is
-   LUNA_OK */
+/* Runs an op's forward with memory for what it keeps and its workspace. False: *status says why, or there is no memory
+   if that is LUNA_OK. */
 LI_HOT bool li_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   li_piece *workspace = NULL;
@@ -11306,7 +11299,7 @@ LI_HOT bool li_op_run(luna_op *op, luna_status *status) {
   if (op->workspace_size > 0 && !li_pieces_split(ctx))
     return li_op_run_in_step(op, false, status) && *status == LUNA_OK;
   op->workspace = NULL;
-  if (op->workspace_size > 0) {      /* memory between other pieces will do */
+  if (op->workspace_size > 0) {
     if ((workspace = li_piece_take(ctx, op->workspace_size)) == NULL) return false;
     op->workspace = li_piece_at(ctx, workspace);
   }
@@ -11315,7 +11308,7 @@ LI_HOT bool li_op_run(luna_op *op, luna_status *status) {
   return *status == LUNA_OK;
 }
 
-/* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
+/* li_finish in a stream: its tensors stay until their memory is taken again. */
 LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
   luna_op *op = &s->op;
   li_bump *b = op->ctx->bump;
@@ -11332,7 +11325,7 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
     if (b->count == b->room) return li_op_no_memory(s, sizeof *op);
     if (b->ops) {
       b->ops[b->count] = *op;
-      b->ops[b->count].own = NULL;   /* it lies in `s`, which ends before the op is run again */
+      b->ops[b->count].own = NULL;   /* `s` ends before the op runs again */
     }
     b->count++;
   }
@@ -11342,19 +11335,18 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
   return li_abandon(s);
 }
 
-/* A device's dropout does not know of parts: each has op numbers of its own there. */
+/* A device's dropout knows no parts, so each part has op numbers of its own there. */
 LI_FN uint32_t li_part_masks(const luna_ctx *ctx) {
   return ctx->shares && li_on_device(ctx) ? (uint32_t)ctx->part.first << 16 : 0;
 }
-/* what an op's result is of a batch that is shared: the same as the first input that is a part, but not where rows are
-   gathered, in any order */
+/* An op's result is the same part of a shared batch as its first input that is one. Gathered rows have any order, so
+   they are no part. */
 LI_HOT li_cut li_cut_made(const luna_op *op) {
   const li_cut none = { 0, 0 };
   for (int i = 0; i < op->inputs && op->kind != LUNA_OP_EMBEDDING; i++)
     if (op->in[i] && op->in[i]->own->cut.own > 0) return op->in[i]->own->cut;
   return none;
 }
-/* whether an op may be run; if not, the failure is reported */
 LI_HOT bool li_is_buildable(const li_build *s, int rank, const int64_t *shape) {
   luna_ctx *ctx = s->op.ctx;
   if (s->failed) return false;
@@ -11363,7 +11355,6 @@ LI_HOT bool li_is_buildable(const li_build *s, int rank, const int64_t *shape) {
   for (int i = 0; i < s->op.inputs; i++) if (li_is_released(s->op.in[i], s->name)) return false;
   return li_shape_count(rank, shape) >= 0 || li_refused(li_fail_shape(ctx, s->name, rank, shape));
 }
-/* the newest op of the tape */
 LI_HOT void li_tape(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   li_op_saves(op);
@@ -11374,20 +11365,20 @@ LI_HOT void li_tape(luna_op *op) {
   op->own->number = op->own->previous ? op->own->previous->own->number + 1 : 0;
   ctx->tape = op;
 }
-/* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
+/* Takes the output, and `extra`, a second one, when asked; runs the op; puts it on the tape. */
 LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, luna_tensor **extra,
                                   int extra_rank, const int64_t *extra_shape) {
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
   const bool tapes = LI_TRAINS && ctx->training && !ctx->paused;
-  bool wanted = false;               /* a gradient */
+  bool wanted = false;
   void *memory;
   if (ctx->bump) return li_bump_finish(s, rank, shape);
   if (!li_is_buildable(s, rank, shape)) return li_abandon(s);
   if (tapes)
     for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
-  const bool record = wanted || (tapes && op->inputs == 0); /* without inputs too: it may be run again */
+  const bool record = wanted || (tapes && op->inputs == 0); /* an op without inputs may run again too */
   if (record) {
     const size_t size = sizeof *op + sizeof *op->own;
     if (!li_step_small(ctx, size, &memory)) return li_op_no_memory(s, size);
@@ -11418,7 +11409,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
 LI_HOT luna_tensor *li_finish(li_build *s, int rank, const int64_t *shape) {
   return li_finish_two(s, rank, shape, NULL, 0, NULL);
 }
-/* in[0]'s shape but for the last axis */
+/* The result has in[0]'s shape but for the last axis. */
 LI_HOT luna_tensor *li_finish_rows(li_build *s, int64_t last) {
   int64_t shape[LUNA_MAX_RANK];
   memcpy(shape, s->op.in[0]->shape, sizeof shape);
@@ -11431,7 +11422,7 @@ LI_FN luna_tensor *li_finish_like(li_build *s, const luna_tensor *t) {
 
 /* --- backward --- */
 #ifndef LUNA_NO_TRAIN
-/* the gradient of a tensor that wants one: when new, zeros unless `set`; of a view, its part of the owner's */
+/* Takes a gradient, which is zeros when it is new, unless `set`. A view has a part of its owner's. */
 LI_HOT bool li_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   luna_tensor *owner = li_base(t);
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
@@ -11451,9 +11442,9 @@ LI_HOT bool li_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   return true;
 }
 
-/* what the backend's functions can do: nothing for an empty result, where they are not called */
+/* No function is called for an empty result. */
 LI_HOT int li_op_can(const luna_op *op) { return li_is_empty(op) ? 0 : op->ctx->backend->op[op->kind].can; }
-/* bits of an op's inputs that are one tensor with in[at], or views of it */
+/* Returns bits of the inputs that are the same tensor as in[at], or views of it. */
 LI_HOT int li_same_inputs(const luna_op *op, int at) {
   int same = 0;
   for (int i = 0; i < op->inputs; i++) if (li_owner(op->in[i]) == li_owner(op->in[at])) same |= 1 << i;
@@ -11461,7 +11452,6 @@ LI_HOT int li_same_inputs(const luna_op *op, int at) {
 }
 LI_FN bool li_is_single(const luna_op *op, int at) { return li_same_inputs(op, at) == 1 << at; }
 
-/* memory for those of an op's results that are computed again */
 LI_FN bool li_outputs_take(luna_op *op) {
   for (int i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
@@ -11472,7 +11462,7 @@ LI_FN bool li_outputs_take(luna_op *op) {
   }
   return true;
 }
-/* Counts, for all that must be computed for a tensor's data to be there again, who reads it. */
+/* Counts the readers of all that must be computed again for a tensor's data. */
 LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
   const luna_tensor *owner = li_base(t);
   luna_op *op = owner->own->maker;
@@ -11485,11 +11475,11 @@ LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
   for (int i = 0; i < op->inputs; i++) if (op->in[i] && !li_recompute_count(op->in[i], status)) return false;
   return true;
 }
-/* one that has been computed again for an op is released after its last reader */
+/* After its last reader, releases a tensor that was computed again. */
 LI_HOT void li_recompute_read(luna_tensor *t) {
   if (!t || !t->own->maker || t->own->maker->own->readers == 0 || --t->own->maker->own->readers > 0) return;
   if (t->own->data_piece) li_release(t);
-  t->data = NULL;                    /* or its data have become the result's */
+  t->data = NULL;                    /* its data may have become the result's */
   t->own->released = true;
 }
 LI_HOT bool li_recompute(luna_tensor *t, luna_status *status) {
@@ -11511,8 +11501,7 @@ LI_HOT bool li_recompute(luna_tensor *t, luna_status *status) {
   if (t->base && owner->data) t->data = owner->data + t->own->offset;
   return true;
 }
-/* The data of an input, computed again by cheap ops, each once, when they were released; what those needed is released
-   at once. */
+/* Computes an input's released data again by cheap ops, each once, and releases what those needed. */
 LI_HOT bool li_recompute_data(luna_tensor *t, luna_status *status) {
   luna_op *op = li_base(t)->own->maker;
   const bool good = li_recompute_count(t, status) && li_recompute(t, status);
@@ -11520,8 +11509,7 @@ LI_HOT bool li_recompute_data(luna_tensor *t, luna_status *status) {
   return good;
 }
 
-/* Runs the ops of a recomputed scope again, of which `newest` is the newest. What no later op of them reads and
-   backward does not need is released at once. */
+/* Runs the ops of a recomputed scope again, up to `newest`, and releases what no later one and no backward reads. */
 LI_FN bool li_scope_again(luna_op *newest, luna_status *status) {
   luna_op *op = newest->own->recompute_from;
   for (;; op = op->own->next) {
@@ -11535,7 +11523,7 @@ LI_FN bool li_scope_again(luna_op *newest, luna_status *status) {
   }
 }
 
-/* whether an op is the newest of a recomputed scope, to which backward has come */
+/* Says whether backward has come to a recomputed scope, whose newest op this is. */
 LI_HOT bool li_scope_is_reached(const luna_op *op) {
   const luna_op *first = op->own->recompute_from;
   for (; first; op = op->own->previous) {
@@ -11545,18 +11533,17 @@ LI_HOT bool li_scope_is_reached(const luna_op *op) {
   return false;
 }
 
-/* an op's result whose gradient nothing has reached yet, and nobody keeps */
+/* Says whether nothing has reached a result's gradient, and nobody keeps it. */
 LI_HOT bool li_is_new(const luna_tensor *t) {
   return t->needs_grad && !t->own->has_grad && t->own->maker && !t->own->keep_grad;
 }
 
-/* Releases a result's data when all that read it have run their backward, unless somebody else may want them. */
+/* All readers of a result have run their backward: releases its data, unless somebody may want them. */
 LI_HOT void li_result_done(luna_tensor *t) {
   if (t->own->keep_data || !t->own->data_piece) return;
   if (t->own->recomputed || t->own->internal) li_release(t);
 }
-/* Releases what nothing reads any more once an op's backward is over: its results' gradients and data, and what it
-   kept. */
+/* Releases what nothing reads after an op's backward: its results' gradients and data, and what it kept. */
 LI_HOT void li_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   li_piece_give(ctx, &op->own->kept_piece);
@@ -11571,7 +11558,7 @@ LI_HOT void li_op_done(luna_op *op) {
   }
 }
 
-/* whether the gradient of an op's result becomes that of its input in place */
+/* Says whether the gradient of an op's result becomes its input's, in place. */
 LI_HOT bool li_grad_in_place(const luna_op *op, int i) {
   const int can = li_op_can(op), others = li_same_inputs(op, i) & ~(1 << i);
   return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->own->grad_piece && li_is_new(op->in[i]) &&
@@ -11579,7 +11566,7 @@ LI_HOT bool li_grad_in_place(const luna_op *op, int i) {
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
-/* Backward, with memory for the gradients that it gives, in place of the result's where it may be */
+/* Runs a backward, with memory for the gradients it gives, or in place of the result's. */
 LI_HOT bool li_op_give(luna_op *op, luna_status *status) {
   const int can = li_op_can(op);
   op->sets = 0;
@@ -11628,12 +11615,11 @@ LI_FN luna_status li_walk_failed(luna_ctx *ctx, const luna_op *op, luna_status s
   return li_backend_result(ctx, name, status);
 }
 
-/* from the loss back over the tape */
 LI_FN luna_status li_walk_back(luna_tensor *loss) {
   const float one = 1;
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
-  luna_op *again = NULL;        /* the oldest op of the outermost recomputed scope under way */
+  luna_op *again = NULL;        /* the oldest op of the recomputed scope under way */
   if (!li_grad_take(ctx, loss, true)) return li_fail_backward(ctx, sizeof(float));
   if (li_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (li_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
@@ -12223,19 +12209,18 @@ typedef struct li_past {
    tests/engine/gradients.c (finite differences).
    ------------------------------------------------------------------------------------------------------------------ */
 
-/* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
+/* A stream's shapes were checked when it was opened. */
 LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
 
-/* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
-   it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
+/* A pattern has the shapes of an op's inputs, as "x [...,i] weight [o,i] bias? [o]". A letter is the same size wherever
+   it stands, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
 typedef struct li_pattern {
   int64_t sizes[64];                 /* of the letters, from 'A' on; -1: not met */
   int64_t wrong;                     /* the size that differs */
   const luna_tensor *leading;        /* the first input with leading axes */
   int after;                         /* its axes after them */
 } li_pattern;
-/* One input's axes, from the bracket on: 0 when they fit, else the letter whose size differs, '.' for the leading axes,
-   '[' for their number */
+/* Returns 0 when an input's axes fit, else the letter whose size differs, '.' for leading axes '[' for their count. */
 LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes) {
   const bool open = axes[1] == '.';
   const char *first = axes + (open ? 5 : 1), *at = first;
@@ -12255,7 +12240,7 @@ LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes)
   return !open || (p->leading->rank - p->after == before &&
                    memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
 }
-/* the name of the first input with that letter, as far as room allows */
+/* Copies the name of the first input with that letter. */
 LI_FN void li_pattern_name(const char *pattern, char letter, char *name, size_t room) {
   const char *start = pattern, *at = pattern;
   for (bool inside = false; *at && !(inside && *at == letter); at++) {
@@ -12265,7 +12250,7 @@ LI_FN void li_pattern_name(const char *pattern, char letter, char *name, size_t 
   for (; room > 1 && *start != ' ' && *start != '?'; room--) *name++ = *start++;
   *name = 0;
 }
-/* what an input's axes should have been: `wrong` is of li_axes_wrong, and the name begins at `at`; false */
+/* Says what an input's axes should have been. `wrong` is from li_axes_wrong; the name begins at `at`. */
 LI_FN bool li_fits_not(const li_build *s, const char *pattern, const li_pattern *p, const luna_tensor *t,
                        const char *at, char wrong) {
   char name[16], first[16], why[80];
@@ -12304,7 +12289,7 @@ LI_HOT bool li_product_fits(const li_build *s, int64_t a, int64_t b, int64_t max
   if (li_is_checked(s->op.ctx) || li_product(a, b, max) >= 0) return true;
   return li_refuse(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max);
 }
-/* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
+/* Says whether all inputs' last axes can be cut into heads of a size that kernels can hold. */
 LI_FN bool li_heads_fit(const li_build *s, int64_t heads) {
   for (int i = 0; i < s->op.inputs && !li_is_checked(s->op.ctx); i++) {
     const int64_t dim = li_last(s->op.in[i]);
@@ -12326,11 +12311,11 @@ LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
 }
 
 /* ---- what ops share ---- */
-/* LI_CPU_<NAME>, beside its functions, is an op's entry in the table */
+/* An op defines its row of the table, LI_CPU_<NAME>, beside its functions. */
 #define LI_CPU_OP(query, forward, backward, can) \
   { query, forward, LI_TRAIN(backward), can }
 
-/* body(op, first, last) over [0, count) in shares of whole units */
+/* Threads share body(op, first, last) over [0, count), in whole units. */
 typedef void (*li_body)(luna_op *op, int64_t first, int64_t last);
 typedef struct li_split_work { luna_op *op; li_body body; int64_t count, unit; } li_split_work;
 LI_HOT void li_split_task(void *work, int64_t thread, int64_t first, int64_t last) {
@@ -12343,14 +12328,15 @@ LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body bo
   li_each(&op->ctx->parallel, li_divide_up(count, w.unit), li_split_task, &w);
   return LUNA_OK;
 }
-/* What these four macros define has its whole name in the op's LI_CPU_<NAME> below. `function`: all of `body` */
+/* The next four macros make an op's functions, whose whole names its LI_CPU_<NAME> spells out. This one makes
+   `function`, which runs all of `body`. */
 #define LI_SPLIT_ALL(function, body, count, width) \
   LI_FN luna_status function(luna_op *op) { return li_split(op, count, width, body); }
-/* li_<name>_forward and li_<name>_backward, by li_<name>_body and li_<name>_back */
+/* Makes li_<name>_forward and li_<name>_backward from li_<name>_body and li_<name>_back. */
 #define LI_SPLIT_OP(name, count, width) \
   LI_SPLIT_ALL(li_##name##_forward, li_##name##_body, count, width) \
   LI_SPLIT_ALL(li_##name##_backward, li_##name##_back, count, width)
-/* where both are li_<name>_part(op, back, first, last) */
+/* Makes the same from li_<name>_part(op, back, first, last), which is both. */
 #define LI_PART_OP(name, count, width) \
   LI_FN void li_##name##_body(luna_op *op, int64_t first, int64_t last) { \
     li_##name##_part(op, false, first, last); \
@@ -12359,7 +12345,7 @@ LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body bo
     li_##name##_part(op, true, first, last); \
   } \
   LI_SPLIT_OP(name, count, width)
-/* of an op that is not split: li_<name>_run(op, back) */
+/* Makes the same from li_<name>_run(op, back), which threads do not share. */
 #define LI_RUN_OP(name) \
   LI_FN luna_status li_##name##_forward(luna_op *op) { return li_##name##_run(op, false); } \
   LI_FN luna_status li_##name##_backward(luna_op *op) { return li_##name##_run(op, true); }
@@ -12375,7 +12361,7 @@ LI_INLINE li_way li_way_of(const luna_op *op, bool back) {
 LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LI_FN void li_query_nothing(luna_op *op) { (void)op; }
 LI_INLINE bool li_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
-/* input i in 8 bits, for a product of an inference */
+/* input i in 8 bits, in an inference */
 LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
 #ifdef LUNA_NO_INT8
   return (void)op, (void)i, (const li_int8 *)NULL;
@@ -12384,7 +12370,7 @@ LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
 #endif
 }
 
-/* y [outer, columns] += factor * the sums of the rows of x, `outer` matrices that lie one behind the other. Threads
+/* y [outer, columns] += factor * sums over the rows of x, which is `outer` matrices, one behind the other. Threads
    share the columns. */
 typedef struct li_sum_work {
   const li_kernels *kernels;
@@ -12418,9 +12404,9 @@ LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, 
 }
 
 /* --- dropout, as ops share it --- */
-/* a b modulo 2^64: a context that measures meets more elements than there are numbers */
+/* The product wraps: a context that measures may meet more elements than there are numbers. */
 LI_INLINE int64_t li_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
-/* An op's dropout of `count` elements. Where they are a part of a batch, it goes by their place in the whole. */
+/* Where an op's elements are a part of a batch, dropout goes by their place in the whole. */
 LI_HOT li_dropout li_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count) {
   const luna_step_state *state = op->ctx->state;
   li_dropout d = li_dropout_of(probability, state->seed, number, (uint32_t)state->step);
@@ -12436,7 +12422,8 @@ LI_FN li_dropout li_op_last_dropout(const luna_op *op) {
   return li_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]));
 }
 
-/* the gradient of an input that is added to the result, the last one or scatter-add's x, unless it shares out[0]'s */
+/* An input that is added to the result, the last one or scatter-add's x, gets the result's gradient, unless both share
+   it. */
 LI_FN luna_tensor *li_added(const luna_op *op) {
   return op->in[op->kind == LUNA_OP_SCATTER_ADD ? 0 : op->inputs - 1];
 }
@@ -12460,8 +12447,8 @@ LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
   g->alpha = 1;
 }
 
-/* An op that is one kernel with an argument struct: query, forward and backward from li_<name>_args. kept_floats:
-   for backward */
+/* Makes li_<name>_query, _forward and _backward of an op that is one kernel, whose arguments li_<name>_args fills; it
+   keeps kept_floats for backward. */
 #define LI_KERNEL_OP(name, kept_floats) \
   LI_FN void li_##name##_query(luna_op *op) { \
     li_##name a; \
@@ -12498,7 +12485,7 @@ LI_FN luna_tensor *li_view(li_build *s, luna_tensor *x, int rank, const int64_t 
   t->data = x->data ? x->data + offset : NULL;
   t->needs_grad = x->needs_grad;
   t->base = li_base(x);
-  if (x->ctx->bump) return t; /* its tensors share one state */
+  if (x->ctx->bump) return t; /* a stream's tensors share one state */
   t->own->offset = x->own->offset + offset;
   t->own->cut = x->own->cut;
   return t;
@@ -12548,7 +12535,7 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
     stride[a] = 1;
     for (int i = (int)op->arg.permute.axes[a - before] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
   }
-  const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* of a transposed row: 16 lines stay in cache */
+  const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* 16 lines of a transposed row stay in cache */
   for (int64_t i = 0; i < shape[0] * shape[1]; i++)
     for (int64_t first = 0; first < shape[3]; first += run)
       for (int64_t j = 0; j < shape[2]; j++) {
@@ -12598,8 +12585,8 @@ LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
 }
 
 /* --- slice, split --- */
-/* Copies the part of an axis that begins at `start` out of the whole, of a slice, or into it; back: adds the gradient
-   the other way. */
+/* A slice copies the part of an axis from `start` on out of the whole, concat into it. Back, the gradient is added the
+   other way. */
 LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
                          int64_t start, bool back) {
   const bool to_whole = (op->kind == LUNA_OP_SLICE) == back;
@@ -12730,7 +12717,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
 }
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
-/* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
+/* Adds columns [first, last) of rows [count, d] to the table's rows index[i]. */
 LI_HOT void li_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
                             float *table) {
   const int64_t d = li_last(op->out[0]);
@@ -12742,7 +12729,7 @@ LI_HOT void li_scatter_rows(const luna_op *op, int64_t count, int64_t first, int
 LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = li_last(op->in[0]);
 #ifndef LUNA_NO_INT8
-  if (!op->in[0]->data) {            /* a stream's, stored in 8 bits alone */
+  if (!op->in[0]->data) {            /* a stream stores 8 bits alone */
     for (int64_t i = first; i < last; i++)
       li_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
     return;
@@ -12772,13 +12759,12 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 }
 
 /* --- gather: an embedding of any rows --- */
-/* x [n, ...] as [n, d] */
 LI_FN luna_tensor *li_as_rows(luna_tensor *x, const char *name) {
   if (!x || x->rank == 2) return x;
   if (x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
   return li_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
 }
-/* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
+/* Finishes an op of rows: indices are in 0..n - 1; the result [rows, d] gets x's shape but for its first axis. */
 LI_FN luna_tensor *li_indexed(li_build *s, const luna_tensor *x, const int32_t *indices, int64_t count, int64_t rows) {
   int64_t shape[LUNA_MAX_RANK], flat[2];
   memcpy(shape, x->shape, sizeof shape);
@@ -12801,7 +12787,7 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
 LI_FN void li_scatter_body(luna_op *op, int64_t first, int64_t last) {
   li_scatter_rows(op, op->in[1]->shape[0], first, last, op->in[1]->data, op->out[0]->data);
 }
-LI_HOT void li_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
+LI_HOT void li_scatter_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = op->in[1]->shape[1];
   for (int64_t i = first; i < last; i++)
     li_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
@@ -12832,8 +12818,8 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
 
 /* ---- ops of single numbers: broadcasting, scale, activation, function, dropout, mask ---- */
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: li_unbroadcast --- */
-/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
-   which are 0 before */
+/* Returns the rank of the result, -1 where the inputs do not fit, and sets its shape, and the arg's shape and strides,
+   which were 0. */
 LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK;
@@ -12849,7 +12835,7 @@ LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
       shape[a] = size[k];
     }
     if (total >= 0) total = li_checked(total, shape[a]);
-    if (shape[a] == 1 || total < 0) continue; /* too large: li_finish says so */
+    if (shape[a] == 1 || total < 0) continue; /* li_finish says it is too large */
     bool joins = to < LUNA_MAX_RANK;
     for (int k = 0; k < op->inputs; k++) {
       stride[k] = size[k] == 1 ? 0 : count[k];
@@ -12863,7 +12849,7 @@ LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
   return rank;
 }
 LI_HOT bool li_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
-/* elements [first, last) of the result or, where arg names an input, of its gradient before it is summed */
+/* Computes elements [first, last) of the result or, where arg names an input, of its gradient before it is summed. */
 LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t *shape = op->arg.elementwise.shape;
   const int input = op->arg.elementwise.input;
@@ -12893,8 +12879,8 @@ LI_FN luna_status li_elementwise_forward(luna_op *op) {
   op->arg.elementwise.input = -1;
   return li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
 }
-/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is
-   that of the result but for its sign, there already), then the sums over each axis along which it repeats. */
+/* An input that repeats first gets its gradient for each element of the result, in the workspace, unless the result's
+   gradient will do but for its sign. Then it is summed over each axis along which the input repeats. */
 LI_FN bool li_gives_grad(const luna_op *op) { return li_ops[op->kind].reads == 0; }
 LI_FN void li_elementwise_query(luna_op *op) {
   const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
@@ -12912,7 +12898,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
   int64_t shape[LUNA_MAX_RANK], left = luna_count(op->out[0]) / luna_count(op->in[k]);
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
   for (int a = 0; a < LUNA_MAX_RANK; a++) {
-    int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, after it */
+    int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, behind it */
     if (stride[a] != 0 || shape[a] == 1) continue;
     for (int b = 0; b < LUNA_MAX_RANK; b++) sums[(b >= a) + (b > a)] *= shape[b];
     left /= shape[a];
@@ -12941,7 +12927,7 @@ LI_FN luna_tensor *li_elementwise(li_build *s) {
   const int rank = li_broadcast(&s->op, shape);
   int k;
   if (rank >= 0 || li_is_checked(s->op.ctx)) return li_finish(s, rank, shape);
-  for (k = 0; k < 2; k++) {          /* which two do not fit: all but k */
+  for (k = 0; k < 2; k++) {          /* all but k do not fit */
     luna_tensor *left_out = s->op.in[k];
     s->op.in[k] = NULL;
     const bool fits = li_broadcast(&s->op, shape) >= 0;
@@ -13037,7 +13023,6 @@ LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) 
 }
 
 /* --- sine, cosine, power: in double, one by one --- */
-/* the function or, when `slope`, its derivative */
 LI_HOT float li_function_at(const luna_op *op, float x, bool slope) {
   const double p = (double)op->arg.function.exponent;
   double sine, cosine;
@@ -13126,7 +13111,7 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-/* x as [count, 1], with 0 where keep, in the step, has 0 and not 1; what was there is not read */
+/* Returns x as [count, 1], with 0 where `keep` has 0. What x has there is not read. */
 LI_FN luna_tensor *li_select(luna_tensor *x, const int32_t *keep, const char *name) {
   const int64_t count = luna_count(x);
   li_build s;
@@ -13170,7 +13155,7 @@ LI_FN luna_status li_reduce_forward(luna_op *op) {
   li_sum_axis(op, shape, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
   return LUNA_OK;
 }
-/* rows [first, last) of outer * axis: each gets its group's gradient */
+/* Each row [first, last) of outer * axis gets its group's gradient. */
 LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const bool set = op->sets & 1;
@@ -13294,7 +13279,7 @@ LI_FN void li_matmul_batch(const luna_op *op, li_gemm *g, int64_t a, int64_t b, 
   g->b_batch[0] = 0; g->b_batch[1] = b;
   g->c_batch[0] = c * op->arg.matmul.inner; g->c_batch[1] = c;
 }
-/* the three products of a matmul: 0 forward, 1 for a's gradient, 2 for b's (one of `outer`) */
+/* Product 0 is forward's, 1 gives a's gradient, 2 b's, for one of `outer`. */
 LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
@@ -13388,7 +13373,7 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
 #ifdef LUNA_NO_INT8
 #define li_int8_ready(s, i) ((void)(s), true)
 #else
-/* how often the values of a context's parameters have changed, its own and those that it shares */
+/* Counts writes to a context's parameters, its own and those that it shares. */
 LI_FN uint64_t li_writes(const luna_ctx *ctx) {
   uint64_t writes = ctx->writes;
   for (const luna_params *set = ctx->newest, *root; set; set = set->older) {
@@ -13397,8 +13382,8 @@ LI_FN uint64_t li_writes(const luna_ctx *ctx) {
   }
   return writes;
 }
-/* An inference's weight, input i, gets its copy in 8 bits, or a new one when parameters were written. False: there is
-   no memory, which is reported. */
+/* In an inference, weight i gets its copy in 8 bits, and a new one when parameters were written. False: there is no
+   memory, and this is reported. */
 LI_HOT bool li_int8_ready(li_build *s, int i) {
   luna_ctx *ctx = s->op.ctx;
   luna_tensor *w = s->op.in[i];
@@ -13421,8 +13406,7 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
-/* its products, of y's columns from `first` on, which lie in `y`, or their gradient: 0 forward, 1 for x's gradient, 2
-   for W's */
+/* Product 0 makes y's columns from `first` on in `y`. Product 1 gives x's gradient and 2 W's, from y's in `y`. */
 LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
   const luna_tensor *x = op->in[0], *weight = op->in[1], *bias = op->in[2];
   const int64_t in = li_last(x);
@@ -13440,11 +13424,9 @@ LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t 
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
 }
 LI_FN bool li_drops_last(const luna_op *op) { return LI_TRAINS && op->last_dropout > 0; }
-/* whether something comes between the product and y */
 LI_FN bool li_linear_changes(const luna_op *op) {
   return op->activation != LI_NO_ACTIVATION || li_drops_last(op);
 }
-/* the gradient of the product */
 LI_FN li_matrix li_linear_dy(const luna_op *op) {
   const float *dy = li_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
   return li_dense(dy, li_rows(op->in[0]), li_last(op->out[0]));
@@ -13460,13 +13442,13 @@ LI_FN void li_linear_product(const luna_op *op, int which, li_gemm *g) {
   g->dots = op->dots;
 }
 LI_FN void li_linear_query(luna_op *op) {
-  size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
-  if (op->dots && !li_op_int8(op, 1)) return; /* they need no scratch */
+  size_t slope = 0; /* bytes for y's gradient before the activation or the dropout */
+  if (op->dots && !li_op_int8(op, 1)) return;
   if (li_linear_changes(op)) slope = li_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LI_NO_ACTIVATION) op->kept_size = slope;
   li_products_query(op, li_linear_product, slope);
 }
-/* y = drop(y) + the residual, the last input */
+/* y = drop(y) + residual */
 LI_FN void li_drop_and_add(luna_op *op, int64_t first, int64_t last) {
   const li_dropout d = li_op_last_dropout(op);
   const luna_tensor *residual = op->in[op->inputs - 1];
@@ -13508,9 +13490,8 @@ LI_FN luna_status li_linear_backward(luna_op *op) {
   LI_CPU_OP(li_linear_query, li_linear_forward, li_linear_backward, \
             LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
 
-/* whether a stream computes single rows */
 LI_FN bool li_is_single_row(const luna_tensor *x) { return x->ctx->bump && x->ctx->bump->single; }
-/* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
+/* In a stream, adding the residual is an op of its own. */
 LI_FN luna_tensor *li_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                   luna_activation activation, luna_tensor *residual, float dropout) {
   luna_tensor *const in[] = { x, weight, bias, residual };
@@ -13542,24 +13523,24 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
 typedef struct li_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
-  /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h.
-     words: these lie in words, rows `row` floats apart, else row is hidden */
+  /* [rows, hidden]: the slope's argument; after the activation; after its dropout; gradients of a, then of h. With
+     `words` they are words, rows `row` floats apart; else row is hidden. */
   bool words;
   int64_t row;
   float *given, *active, *a, *dh;
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
   float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
-  /* of the weights, made once for all blocks of rows, by the product that reads them */
+  /* weights for each product, made once for all blocks */
   float *panels[6];
   void *scratch;
-  /* forward: threads with blocks and bytes of their own, and those blocks; one: its products are shared out */
+  /* Forward `own` threads have `blocks` and own_size bytes of their own; if it is 1, threads share each product. */
   int64_t own, blocks;
   size_t own_size;
 } li_ffn_work;
 LI_FN const li_parallel *li_ffn_parallel(const li_ffn_work *w) {
   return w->own > 1 ? NULL : &w->op->ctx->parallel;
 }
-/* 0 and 1: the two products forward, 2 to 5 their gradients */
+/* Products 0 and 1 are forward's, 2 to 5 give gradients. */
 LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
@@ -13600,18 +13581,18 @@ LI_FN void li_ffn_multiply(const li_ffn_work *w, int which) {
   li_ffn_product(w, which, &g);
   if (g.c) li_run_gemm(li_k(w->op), &g, li_ffn_parallel(w), w->scratch);
 }
-/* By tiles a hidden layer of ReLU is kept in the words that the products read, and its gradient too. */
+/* With tiles, a hidden layer of ReLU and its gradient are kept in the words that products read. */
 LI_FN bool li_ffn_words(const luna_op *op) {
   return li_op_bf16(op) && li_k(op)->words && li_k(op)->words->word_panels && !li_op_int8(op, 1) &&
          op->activation == LUNA_ACTIVATION_RELU && !(op->dropout > 0) && li_last(op->in[3]) % 32 == 0;
 }
-/* floats between rows of the hidden layer: of words whole cache lines, an odd number of them */
+/* Rows of the hidden layer in words are an odd number of whole cache lines apart. */
 LI_FN int64_t li_ffn_row(const luna_op *op) {
   const int64_t hidden = li_last(op->in[3]);
   if (!li_ffn_words(op)) return hidden;
   return hidden / 2 + (hidden % 64 ? 0 : 16);
 }
-/* Returns the rows that a product multiplies at a time. A thread's own blocks are whole multiples of them. */
+/* Returns how many rows a product multiplies at a time. A thread's own blocks are multiples of it. */
 LI_FN int64_t li_ffn_tile(const luna_op *op) {
   const li_kernels *kernels = li_k(op);
 #ifndef LUNA_NO_INT8
@@ -13619,13 +13600,13 @@ LI_FN int64_t li_ffn_tile(const luna_op *op) {
 #endif
   return li_op_bf16(op) && kernels->words ? kernels->words->rows : kernels->mr;
 }
-/* Sets the sizes and the layout in the workspace; returns its bytes */
+/* Sets the sizes and the layout in the workspace, and returns its bytes. */
 LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w; /* without one only offsets are used */
+  char *at = workspace ? (char *)workspace : (char *)w; /* without it only offsets count */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   const int64_t rows = li_rows(op->in[0]), tile = li_ffn_tile(op);
-  size_t scratch = 0;                /* of the product that needs most */
+  size_t scratch = 0;
   li_gemm g;
   memset(w, 0, sizeof *w);
   w->op = op;
@@ -13661,7 +13642,7 @@ LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *work
   w->own_size = li_round((size_t)(at - own) + scratch);
   return (size_t)(own - start) + (size_t)w->own * w->own_size;
 }
-/* to the block of rows [first, last); false: there are none */
+/* Goes to the block of rows [first, last); false: there are none. */
 LI_FN bool li_ffn_next(li_ffn_work *w, int64_t first, int64_t last) {
   const luna_op *op = w->op;
   const bool relu = op->activation == LUNA_ACTIVATION_RELU;
@@ -13683,7 +13664,6 @@ LI_FN void li_feed_forward_query(luna_op *op) {
   op->workspace_size = li_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = li_ffn_start(&w, op, true, NULL);
 }
-/* of rows [first, last) of the block */
 LI_FN void li_ffn_drop(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const li_dropout d = li_op_dropout(w->op, li_rows(w->op->in[0]) * w->hidden);
@@ -13702,7 +13682,6 @@ LI_FN void li_ffn_block(li_ffn_work *w) {
   li_ffn_multiply(w, 1);
   if (w->op->last_dropout > 0) li_each(li_ffn_parallel(w), w->rows, li_ffn_result, w);
 }
-/* blocks of a thread's own */
 LI_FN void li_ffn_blocks(void *work, int64_t thread, int64_t first, int64_t last) {
   li_ffn_work w = *(const li_ffn_work *)work;
   const int64_t tile = li_ffn_tile(w.op), tiles = li_divide_up(li_rows(w.op->in[0]), tile);
@@ -13727,7 +13706,7 @@ LI_FN luna_status li_feed_forward_forward(luna_op *op) {
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
-/* before the products of the gradients: a and dy */
+/* Makes a and dy, before the gradients' products. */
 LI_FN void li_ffn_before(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const luna_op *op = w->op;
@@ -13741,8 +13720,8 @@ LI_FN void li_ffn_before(void *work, int64_t thread, int64_t first, int64_t last
   n = (last - first) * w->out;
   li_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
-/* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the
-   biases. Of words the product has done so. */
+/* Turns the gradient of a into that of h. Each part of the block leaves sums of columns in w->sums for the biases. With
+   words, the product has done so. */
 LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const luna_op *op = w->op;
@@ -13761,7 +13740,7 @@ LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last)
     if (li_grad(op, 4)) li_k(op)->sum_rows(li_dense(w->dy + row * out, rows, out), 1.0f, sums + f);
   }
 }
-/* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
+/* x's gradient may be made in place of y's: it is written last, where y's is not read again. */
 LI_FN luna_status li_feed_forward_backward(luna_op *op) {
   const li_parallel *parallel = &op->ctx->parallel;
   li_ffn_work w;
@@ -13910,7 +13889,6 @@ LI_FN void li_layer_norm_query(luna_op *op) {
                                          li_last(op->in[0])) * sizeof(float);
 }
 LI_FN const float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
-/* the norm of rows [first, last) */
 LI_FN li_layer_norm li_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]), rows = li_rows(op->in[0]);
   float *kept = (float *)op->kept;
@@ -13983,7 +13961,7 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float e
 }
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
-/* of a divisor that is 0, or so small that 1 / x is Inf, the numbers are divided one by one */
+/* Where the divisor is 0, or so small that 1 / x is Inf, numbers are divided one by one. */
 LI_HOT float li_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
 LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->out[0]);
@@ -14018,13 +13996,13 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
 
 /* ---- positions: sinusoids, rotary ---- */
 /* --- angles of positions: sinusoidal positions [n, d], of no inputs; rotary positions, which turn pairs of x --- */
-/* Of rows first, first + 1, .. the sines, then the cosines, in rows of d. By blocks of positions: an angle is the sum
-   of its block's and its place's in the block, so that a row's bits do not depend on the first. */
+/* Row i has the sines, then the cosines, of position first + i. An angle is the sum of its block's and of its place's
+   in the block, so that a row's bits do not depend on `first`. */
 #define LI_ANGLES 64
 typedef struct li_angles {
   int64_t first, rows, d;
   double rate;
-  double *places;                    /* sine and cosine of the places' [li_angles_places, d/2, 2] */
+  double *places;                    /* sines and cosines [li_angles_places, d/2, 2] */
   float *out;                        /* [rows, d] */
 } li_angles;
 LI_FN int64_t li_angles_places(const li_angles *a) {
@@ -14033,7 +14011,6 @@ LI_FN int64_t li_angles_places(const li_angles *a) {
 LI_HOT size_t li_angles_room(const li_angles *a) {
   return li_round((size_t)(li_angles_places(a) * (a->d / 2)) * 2 * sizeof(double));
 }
-/* of an op, in its workspace */
 LI_HOT li_angles li_angles_of(const luna_op *op) {
   const bool rotary = op->kind == LUNA_OP_ROTARY;
   const luna_tensor *y = op->out[0];
@@ -14085,10 +14062,10 @@ LI_FN void li_sinusoids_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
   op->workspace_size = li_angles_room(&a);
 }
-LI_FN luna_status li_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
+LI_FN luna_status li_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* never called */
 #define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, li_sinusoids_backward, 0)
 
-/* in x [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, in backward back */
+/* x is [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, and in backward turned back. */
 LI_FN void li_rotary_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
   op->workspace_size = li_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
@@ -14147,7 +14124,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
   a->out_row = a->v_row;
-  if (!op->query_offsets) {          /* the batch is not ragged; an input of batch 1 is the same for all */
+  if (!op->query_offsets) {          /* not ragged; an input of batch 1 serves all */
     if (q->shape[0] == a->batch) a->q_batch = a->queries * a->q_row;
     if (k->shape[0] == a->batch) a->k_batch = a->keys * a->k_row;
     if (v->shape[0] == a->batch) a->v_batch = a->keys * a->v_row;
@@ -14164,7 +14141,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   a->seed = op->ctx->state->seed;
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
-  if (op->own) {                     /* a stream's recorded op has none, and no dropout */
+  if (op->own) {                     /* a recorded op has none, and no dropout */
     op->own->attention.bf16 = li_op_bf16(op);
     op->own->attention.dropout = li_op_dropout(op, li_times(a->batch * a->heads * a->queries, a->keys));
     a->own = &op->own->attention;
@@ -14183,7 +14160,7 @@ LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
 #define LI_CPU_SOFTMAX_ATTENTION \
   LI_CPU_OP(li_attention_query, li_attention_forward, li_attention_backward, 0)
 
-/* offsets of a ragged batch: from 0 up, never down, to the number of rows */
+/* Offsets of a ragged batch rise from 0 to the number of rows. */
 LI_FN const int32_t *li_offsets(li_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what) {
   const int32_t *kept = li_integers(s, offsets, count + 1, 0, rows, what);
   for (int64_t i = 0; i <= count && !s->failed; i++)
@@ -14194,7 +14171,6 @@ LI_FN const int32_t *li_offsets(li_build *s, const int32_t *offsets, int64_t cou
   return kept;
 }
 
-/* the longest sequence of a ragged batch */
 LI_FN int64_t li_ragged_longest(const int32_t *offsets, int64_t sequences) {
   int64_t longest = 0;
   for (int64_t b = 0; b < sequences; b++) longest = li_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
@@ -14207,7 +14183,7 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   s->op.arg.attention.heads = c->heads ? c->heads : 1;
   if (!li_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
       !li_heads_fit(s, s->op.arg.attention.heads)) return false;
-  for (int i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+  for (int i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 serves all */
     const int64_t own = s->op.in[i]->shape[0];
     if (batch != 1 && own != 1 && own != batch)
       return li_refuse(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own);
@@ -14219,7 +14195,6 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   return true;
 }
 
-/* of an op whose inputs and sizes fit */
 LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config *c) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[s->op.inputs - 1];
   const int64_t batch = s->op.arg.attention.batch, heads = s->op.arg.attention.heads, value_dim = li_last(v);
@@ -14323,14 +14298,14 @@ LI_FN luna_status li_unpack_residual_backward(luna_op *op) {
   LI_CPU_OP(li_unpack_query, li_unpack_forward, li_unpack_residual_backward, \
               LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
-/* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
+/* Composes it from primitives, with all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l]. */
 LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
   luna_tensor *x = in[0], *k = in[1];
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
   luna_tensor *s = luna_matmul(x, li_reshape(k, 3, batch, h * l, d, 1), false, true);
   s = luna_add(li_permute(s, 1, 0, 2, 3), li_reshape(in[2], 2, batch, h * l, 1, 1));
   s = luna_softmax(li_reshape(li_permute(s, 1, 0, 2, 3), 4, batch, n, h, l), lengths);
-  /* the fused op's order of elements */
+  /* the fused op's order */
   if (dropout > 0) s = li_permute(luna_dropout(li_permute(s, 0, 2, 1, 3), dropout), 0, 2, 1, 3);
   k = li_reshape(in[3], 3, batch, h * l, d, 1);
   s = luna_matmul(li_reshape(s, 3, batch, n, h * l, 1), k, false, false);
@@ -14443,7 +14418,7 @@ LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causa
   return li_causal_product(li_reshape(w, 3, batch, n, slots, 1), a, in[2], h, c->horizon);
 }
 
-/* c: with heads and omega */
+/* c has heads and omega. */
 LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
                                     const li_past *past) {
   luna_tensor *q = qkvs[0], *s = qkvs[3], *const in[5] = { q, qkvs[1], qkvs[2], s, c->forget };
@@ -14504,7 +14479,7 @@ LI_FN li_convolution li_convolution_of(const luna_op *op, int64_t b) {
   a.dbias = li_grad(op, 2);
   return a;
 }
-LI_HOT void li_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) { /* of sequences */
+LI_HOT void li_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) {
   for (; first < last; first++) {
     const li_convolution a = li_convolution_of(op, first);
     if (back) li_k(op)->short_convolution_backward(&a);
@@ -14540,7 +14515,7 @@ LI_FN luna_tensor *li_short_convolution(luna_tensor *x, luna_tensor *weight, lun
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   return li_short_convolution(x, weight, bias, NULL);
 }
-/* the same after the rows that a carried state has, where those that it will have are written */
+/* The same after the rows that a carried state has. It also writes those that the state will have. */
 LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], rows = weight->shape[1] - 1;
   const int64_t shape[3] = { batch, rows, d };
@@ -14557,7 +14532,6 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
 
 /* ---- losses: cross-entropy, linear cross-entropy, losses of numbers ---- */
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
-/* of logits [rows, classes] */
 LI_HOT li_cross_entropy li_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
   li_cross_entropy a;
   memset(&a, 0, sizeof a);
@@ -14606,18 +14580,18 @@ LI_SPLIT_ALL(li_cross_entropy_backward, li_cross_entropy_back, li_rows(op->in[0]
   LI_CPU_OP(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, \
               LUNA_SETS_GRAD(0))
 
-/* a loss, and how many labels it is the mean of */
+/* A loss knows how many labels it is the mean of. */
 LI_FN luna_tensor *li_counts(luna_tensor *loss, int64_t counted) {
   if (loss) loss->own->counted = 1 + counted;
   return loss;
 }
 LUNA_API int64_t luna_counted(const luna_tensor *loss) { return loss ? loss->own->counted - 1 : -1; }
-/* A loss that is 0 because all is ignored looks like a perfect one. In other parts of a batch some labels may count. */
+/* A loss of 0 because all is ignored looks perfect. Other parts of a batch may have labels that count. */
 LI_FN void li_log_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
   if (li_computes(ctx) && !ctx->shares) li_note(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
 }
 
-/* Labels of `rows` rows and the config into an op; false: the failure is reported */
+/* Puts labels and the config into an op; false: the failure is reported. */
 LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *labels,
                      const luna_cross_entropy_config *config) {
   luna_ctx *ctx = s->op.ctx;
@@ -14647,7 +14621,7 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return s->op.index != NULL;
 }
-/* With class weights, from other ops: the log-probabilities of the labels that count, times their weights */
+/* With class weights the loss is composed: log-probabilities of the labels that count, times their weights. */
 LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int32_t *labels,
                                     const luna_cross_entropy_config *c) {
   const luna_scope scope = luna_scope_begin(logits->ctx);
@@ -14672,7 +14646,7 @@ LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int3
   y = luna_sum_all(luna_mul(li_reshape(y, 1, count, 1, 1, 1), luna_tensor_new(logits->ctx, weights, 1, &count)));
   return li_result(scope, li_counts(luna_scale(y, -s->op.arg.cross_entropy.factor), s->counted));
 }
-/* name: of the call that this loss is of, or a part of */
+/* `name` is the public call, of which this loss may be a part. */
 LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, const int32_t *labels,
                                           const luna_cross_entropy_config *config) {
   const int64_t one = 1;
@@ -14690,13 +14664,13 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
 
 /* --- linear cross-entropy: in x, W, b; index, arguments and kept as of the cross-entropy of logits = x W^T + b, which
    it makes by panels of columns: forward with sums from panel to panel, and once more in backward --- */
-/* of a panel of logits: a multiple of the gemm's LI_KC, for x's gradient is a sum over columns */
+/* A panel's columns are a multiple of LI_KC, since x's gradient is a sum over them. */
 #define LI_LOGIT_COLUMNS 1024
 typedef struct li_logits {
-  luna_op *op;                       /* with x, W and b */
-  li_cross_entropy part;          /* of the panel */
-  float *panel;                      /* [rows, part.columns] in rows of part.grad_row: logits, then their gradient */
-  float *panels;                     /* x, as the products for W's gradient read it */
+  luna_op *op;
+  li_cross_entropy part;
+  float *panel;                      /* [rows, part.columns], rows part.grad_row apart: logits, then their gradient */
+  float *panels;                     /* x, for W's gradient */
   void *scratch;
 } li_logits;
 LI_FN li_matrix li_logits_matrix(const li_logits *w) {
@@ -14711,21 +14685,21 @@ LI_FN void li_logits_multiply(const li_logits *w, int which) {
   li_logits_product(w, which, &g);
   li_multiply(w->op, &g, w->scratch);
 }
-/* to the panel from column `first` on; false after the last */
+/* Goes to the panel from column `first` on; false after the last. */
 LI_FN bool li_logits_next(li_logits *w, int64_t first) {
   w->part.first = first;
   w->part.columns = li_min(LI_LOGIT_COLUMNS, w->part.classes - first);
   return w->part.columns > 0;
 }
-/* The sizes, and where the parts lie in the workspace; the bytes of them without the products' scratch */
+/* Sets the sizes and the layout in the workspace, and returns its bytes without the products' scratch. */
 LI_FN size_t li_logits_start(li_logits *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* without one only distances count */
+  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* without it only offsets count */
   const int64_t rows = li_rows(op->in[0]);
   li_gemm g;
   memset(w, 0, sizeof *w);
   w->op = op;
   w->part = li_cross_entropy_of(op, rows, op->in[1]->shape[0], NULL);
-  /* no power of two, or rows would share cache sets */
+  /* A power of two would let rows share cache sets. */
   w->part.grad_row = w->part.logits_row = LI_LOGIT_COLUMNS + 16;
   li_logits_next(w, 0);
   w->panel = li_take(&at, rows * w->part.grad_row);
@@ -14753,7 +14727,7 @@ LI_FN size_t li_logits_workspace(luna_op *op, bool backward) {
   }
   return bytes + gemm;
 }
-/* a panel's part of the rows' sums, or in backward its gradient */
+/* Adds a panel to the rows' sums or, in backward, makes its gradient. */
 LI_FN void li_logits_panel(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_logits *w = (const li_logits *)work;
   const li_cross_entropy a = li_cross_entropy_rows(&w->part, first, last);
@@ -14802,7 +14776,7 @@ LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x
   li_build s;
   if (!li_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, name, in, 2, 3) ||
       !li_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
-  /* a panel is all the logits, or the backend has none */
+  /* One panel would have all the logits, or the backend has no such op. */
   if (weight->shape[0] <= LI_LOGIT_COLUMNS || !li_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY) ||
       (config && config->class_weights))
     return li_cross_entropy_loss(name, luna_linear(x, weight, bias), labels, config);
@@ -14820,8 +14794,8 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 typedef struct li_targets {
   luna_tensor *x;                    /* the values [count, 1], 0 where there is no target */
   const int32_t *given;              /* [count], 1 where there is one */
-  int64_t counted;                   /* how many there are; */
-  float share;                       /* 1 / of it */
+  int64_t counted;                   /* how many there are */
+  float share;                       /* 1 / counted */
 } li_targets;
 LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
   const int64_t count = luna_count(values);
@@ -14839,7 +14813,7 @@ LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targ
   t->x = li_select(values, given, name);
   return t->x != NULL;
 }
-/* the values less their targets [count, 1], 0 where there is none */
+/* Returns the values less their targets [count, 1], 0 where there is none. */
 LI_FN luna_tensor *li_errors(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
   if (!li_targets_take(t, values, targets, name)) return NULL;
   return li_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, name);
@@ -14866,7 +14840,7 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   return e ? li_result(scope, li_mean_given(&t, luna_mul(e, e))) : NULL;
 }
 
-/* r (e - r / 2), r = e within delta of 0: no difference of large numbers */
+/* The loss is r (e - r / 2), where r is e within delta of 0: no difference of large numbers. */
 LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
   const luna_scope scope = li_scope_with(values);
   li_targets t;
@@ -14879,7 +14853,7 @@ LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, floa
   return li_result(scope, li_mean_given(&t, luna_mul(r, luna_sub(e, luna_scale(r, 0.5f)))));
 }
 
-/* max(-q e, (1 - q) e) of the errors e = x - t */
+/* The loss is max(-q e, (1 - q) e) of the errors e = x - t. */
 LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels,
                                          int64_t count) {
   static const char name[] = "luna_quantile_loss";
@@ -14906,7 +14880,7 @@ LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targe
   return li_result(scope, li_mean_given(&t, li_reshape(luna_maximum(below, above), 2, all, 1, 1, 1)));
 }
 
-/* t ln(1 + e^-x) + (1 - t) ln(1 + e^x): accurate for confident logits too */
+/* The loss is t ln(1 + e^-x) + (1 - t) ln(1 + e^x), accurate for confident logits too. */
 LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
   const luna_scope scope = li_scope_with(logits);
   li_targets t;
@@ -15004,8 +14978,7 @@ static const luna_backend li_cpu = {
 };
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
 
-/* Layers, models, trainer and checkpoints call ops and have no long loops of their own: gcc makes them small, which
-   takes it less time, and steps no more. (Not what copies many small pieces, as beam search: rep movs.) */
+/* Layers, models, trainer and checkpoints have no long loops of their own, so gcc makes them small, in less time. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC push_options
 #pragma GCC optimize("Os")
