@@ -10502,7 +10502,8 @@ LI_FN luna_status li_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_u
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
   ctx->state->skipped += (uint64_t)state->nonfinite;
-  state->skipped_in_row = state->nonfinite ? state->skipped_in_row + 1 : 0;
+  state->skipped_in_row++;
+  if (!state->nonfinite) state->skipped_in_row = 0;
   return LUNA_OK;
 }
 
@@ -10514,8 +10515,10 @@ LI_HOT void li_update_task(void *work, int64_t thread, int64_t first, int64_t la
     const luna_optimizer_part part = li_hook_part(w, &u);
     w->rule->hook->update(&part, w->sums);
     memset(u.grad, 0, (size_t)u.count * sizeof(float));
+  } else if (w->rule->kind == LUNA_OPTIMIZER_SGD) {
+    w->kernels->sgd(&u);
   } else {
-    (w->rule->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
+    w->kernels->adam(&u);
   }
   if (u.average)
     for (int64_t i = 0; i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
@@ -12358,6 +12361,7 @@ LI_INLINE li_way li_way_of(const luna_op *op, bool back) {
   const li_way forward = { op->in[0]->data, op->out[0]->data }, backward = { op->out[0]->grad, op->in[0]->grad };
   return back ? backward : forward;
 }
+LI_INLINE float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LI_FN void li_query_nothing(luna_op *op) { (void)op; }
 LI_INLINE bool li_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
@@ -12519,7 +12523,8 @@ LI_FN luna_tensor *li_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, in
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   li_build s;
-  luna_tensor *t = li_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ? li_view(&s, x, x->rank, x->shape, 0) : NULL;
+  if (!li_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1)) return NULL;
+  luna_tensor *t = li_view(&s, x, x->rank, x->shape, 0);
   if (t) t->needs_grad = false;
   return t;
 }
@@ -12593,12 +12598,16 @@ LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna
   int64_t inner = 1;
   for (int64_t a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
   const int64_t width = part->shape[axis] * inner, stride = whole->shape[axis] * inner;
-  const int64_t rows = stride > 0 ? luna_count(whole) / stride : 0;
-  for (int64_t r = 0; r < rows; r++) {
-    float *w = (back ? whole->grad : whole->data) + r * stride + start * inner;
-    float *p = (back ? part->grad : part->data) + r * width;
-    float *to = to_whole ? w : p;
-    const float *from = to_whole ? p : w;
+  const int64_t count = luna_count(whole);
+  float *w = whole->data, *p = part->data;
+  if (back) {
+    w = whole->grad;
+    p = part->grad;
+  }
+  for (int64_t r = 0; r * stride < count; r++) {
+    float *inside = w + r * stride + start * inner, *alone = p + r * width;
+    float *to = to_whole ? inside : alone;
+    const float *from = to_whole ? alone : inside;
     if (back) li_k(op)->add(width, to, from, to);
     else li_copy(to, from, (size_t)width * sizeof(float));
   }
@@ -12673,7 +12682,8 @@ LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
     const int rank = x[i]->rank;
     if (axis < 0 || axis > rank) return li_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_stack", x[i], (int64_t)axis);
     if (rank == LUNA_MAX_RANK) return li_fail(x[0]->ctx, LUNA_ERROR_NEW_AXIS, "luna_stack", x[i]);
-    for (int a = 0; a < rank + 1; a++) shape[a] = a == axis ? 1 : x[i]->shape[a - (a > axis)];
+    for (int a = 0; a < rank; a++) shape[a + (a >= axis)] = x[i]->shape[a];
+    shape[axis] = 1;
     with[i] = luna_reshape(x[i], rank + 1, shape);
   }
   return li_result(scope, luna_concat(with, count, axis));
@@ -12774,7 +12784,8 @@ LI_FN luna_tensor *li_indexed(li_build *s, const luna_tensor *x, const int32_t *
   if (!indices && count > 0) return li_fail_null(x->ctx, s->name, "indices");
   s->op.index = li_integers(s, indices, count, 0, x->shape[0] - 1, "indices");
   luna_tensor *y = li_finish(s, 2, flat);
-  return y && x->rank != 2 ? luna_reshape(y, x->rank, shape) : y;
+  if (x->rank != 2) y = luna_reshape(y, x->rank, shape);
+  return y;
 }
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = li_as_rows(x, "luna_gather_rows");
@@ -12829,7 +12840,8 @@ LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
     shape[a] = 1;
     for (int k = 0; k < op->inputs; k++) {
       const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
-      size[k] = at >= 0 ? op->in[k]->shape[at] : 1;
+      size[k] = 1;
+      if (at >= 0) size[k] = op->in[k]->shape[at];
       if (size[k] == 1) continue;
       if (shape[a] != 1 && shape[a] != size[k]) return -1;
       shape[a] = size[k];
@@ -12892,10 +12904,14 @@ LI_FN void li_elementwise_query(luna_op *op) {
 }
 LI_FN void li_unbroadcast(luna_op *op, int k) {
   const int64_t *stride = op->arg.elementwise.stride[k];
-  const float *from = li_gives_grad(op) ? op->out[0]->grad : (float *)op->workspace;
+  const float *from = op->out[0]->grad;
   float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
-  float *next = (float *)op->workspace + (li_gives_grad(op) ? 0 : luna_count(op->out[0]));
+  float *next = (float *)op->workspace;
   int64_t shape[LUNA_MAX_RANK], left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  if (!li_gives_grad(op)) {
+    from = next;
+    next += luna_count(op->out[0]);
+  }
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
   for (int a = 0; a < LUNA_MAX_RANK; a++) {
     int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, behind it */
@@ -12939,7 +12955,8 @@ LI_FN luna_tensor *li_elementwise(li_build *s) {
 LI_FN luna_tensor *li_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
   luna_tensor *const in[] = { a, b };
   li_build s;
-  return li_start(&s, kind, name, in, 2, 2) ? li_elementwise(&s) : NULL;
+  if (!li_start(&s, kind, name, in, 2, 2)) return NULL;
+  return li_elementwise(&s);
 }
 #define LI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
@@ -12960,7 +12977,8 @@ LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
   luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   li_build s;
-  return li_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3) ? li_elementwise(&s) : NULL;
+  if (!li_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3)) return NULL;
+  return li_elementwise(&s);
 }
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   li_build s;
@@ -13214,12 +13232,14 @@ LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool m
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (int a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
-    if (a != axis) *(a < axis ? &s.op.arg.reduce.outer : &s.op.arg.reduce.inner) *= x->shape[a];
+    if (a < axis) s.op.arg.reduce.outer *= x->shape[a];
+    if (a > axis) s.op.arg.reduce.inner *= x->shape[a];
   }
-  s.op.arg.reduce.axis = x->shape[axis];
-  s.op.arg.reduce.factor = mean && size ? 1.0f / (float)size : 1.0f;
+  s.op.arg.reduce.axis = size;
+  s.op.arg.reduce.factor = 1;
+  if (mean && size) s.op.arg.reduce.factor /= (float)size;
   if (kind == LUNA_OP_CUMSUM) return li_finish_like(&s, x);
-  return li_finish(&s, x->rank == 1 ? 1 : x->rank - 1, shape);
+  return li_finish(&s, (int)li_max(1, x->rank - 1), shape);
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
   return li_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
@@ -13353,7 +13373,8 @@ LI_FN luna_tensor *li_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a
   s.op.arg.matmul.outer = s.op.arg.matmul.inner = 1;
   for (int i = 0; i < a->rank - 2; i++) {
     shape[i] = a->shape[i];
-    *(a->rank - i <= b->rank ? &s.op.arg.matmul.inner : &s.op.arg.matmul.outer) *= a->shape[i];
+    if (a->rank - i <= b->rank) s.op.arg.matmul.inner *= a->shape[i];
+    else s.op.arg.matmul.outer *= a->shape[i];
   }
   shape[a->rank - 2] = m;
   shape[a->rank - 1] = n;
@@ -13408,14 +13429,14 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
    --- */
 /* Product 0 makes y's columns from `first` on in `y`. Product 1 gives x's gradient and 2 W's, from y's in `y`. */
 LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
-  const luna_tensor *x = op->in[0], *weight = op->in[1], *bias = op->in[2];
+  const luna_tensor *x = op->in[0], *weight = op->in[1];
   const int64_t in = li_last(x);
   const li_matrix xs = li_dense(x->data, y.rows, in);
   const li_matrix ws = li_dense(li_offset(weight->data, first * in), y.columns, in);
   if (which == 0) {
     li_gemm_set(g, xs, li_transposed(ws), (float *)(uintptr_t)y.at);
     g->c_row = y.row;
-    g->bias = bias ? li_offset(bias->data, first) : NULL;
+    g->bias = li_offset(li_data(op, 2), first);
     g->b_int8 = li_op_int8(op, 1);
     g->b_first = first;
   } else if (which == 1) li_gemm_set(g, y, ws, x->grad);
@@ -13437,8 +13458,8 @@ LI_FN void li_linear_product(const luna_op *op, int which, li_gemm *g) {
   li_linear_columns(op, which, y, 0, g);
   if (which != 0) return;
   g->activation = (int)op->activation;
-  g->pre = op->kept_size ? (float *)op->kept : NULL;
-  g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
+  if (op->kept_size) g->pre = (float *)op->kept;
+  if (!(op->last_dropout > 0)) g->residual = li_data(op, 3);
   g->dots = op->dots;
 }
 LI_FN void li_linear_query(luna_op *op) {
@@ -13555,13 +13576,13 @@ LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
     case 4: li_gemm_set(g, li_transposed(dhs), xs, op->in[1]->grad); break;                      /* dW1 */
     default: li_gemm_set(g, dhs, w1, li_offset(op->in[0]->grad, x)); break;                      /* dx */
   }
-  if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
-  if (which < 2) g->b_int8 = li_op_int8(op, 1 + 2 * which);
-  if (which == 0) {
-    g->activation = (int)op->activation;
-    g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
+  if (which < 2) {
+    g->bias = li_data(op, 2 + 2 * which);
+    g->b_int8 = li_op_int8(op, 1 + 2 * which);
   }
-  if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = li_offset(op->in[5]->data, y);
+  if (which == 0) g->activation = (int)op->activation;
+  if (which == 0 && op->activation != LUNA_ACTIVATION_RELU) g->pre = w->given;
+  if (which == 1 && !(op->last_dropout > 0)) g->residual = li_offset(li_data(op, 5), y);
   g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->sets & 1));
   g->bf16 = li_op_bf16(op);
   g->b_panels = w->panels[which];
@@ -13785,7 +13806,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     luna_tensor *y = li_linear_activated(x, w1, b1, activation);
     if (c->gate) y = luna_mul(y, luna_linear(x, c->gate, c->gate_bias));
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
-    return li_result(scope, c->residual ? luna_add(c->residual, y) : y);
+    if (c->residual) y = luna_add(c->residual, y);
+    return li_result(scope, y);
   }
   if (!li_int8_ready(&s, 1) || !li_int8_ready(&s, 3)) return NULL;
   s.op.inputs = 6;                   /* no gate */
@@ -13888,7 +13910,6 @@ LI_FN void li_layer_norm_query(luna_op *op) {
   op->backward_workspace_size = (size_t)(li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS) * 2 *
                                          li_last(op->in[0])) * sizeof(float);
 }
-LI_FN const float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LI_FN li_layer_norm li_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]), rows = li_rows(op->in[0]);
   float *kept = (float *)op->kept;
@@ -14012,13 +14033,17 @@ LI_HOT size_t li_angles_room(const li_angles *a) {
   return li_round((size_t)(li_angles_places(a) * (a->d / 2)) * 2 * sizeof(double));
 }
 LI_HOT li_angles li_angles_of(const luna_op *op) {
-  const bool rotary = op->kind == LUNA_OP_ROTARY;
   const luna_tensor *y = op->out[0];
-  const int64_t d = rotary ? li_last(y) / op->arg.rotary.heads : li_last(y);
-  const double rate = rotary ? log((double)op->arg.rotary.base) / (double)(d / 2) : li_sinusoid_rate(d / 2);
-  li_angles a = { rotary ? op->arg.rotary.first : op->arg.sinusoids.first, y->shape[rotary], d, rate,
-                     (double *)op->workspace, NULL };
-  a.out = rotary && op->workspace ? (float *)(void *)((char *)op->workspace + li_angles_room(&a)) : y->data;
+  li_angles a = { op->arg.sinusoids.first, y->shape[0], li_last(y), 0, (double *)op->workspace, y->data };
+  if (op->kind != LUNA_OP_ROTARY) {
+    a.rate = li_sinusoid_rate(a.d / 2);
+    return a;
+  }
+  a.first = op->arg.rotary.first;
+  a.rows = y->shape[1];
+  a.d /= op->arg.rotary.heads;
+  a.rate = log((double)op->arg.rotary.base) / (double)(a.d / 2);
+  if (op->workspace) a.out = (float *)(void *)((char *)op->workspace + li_angles_room(&a));
   return a;
 }
 LI_HOT void li_angles_place(luna_op *op, int64_t first, int64_t last) {
@@ -14189,9 +14214,14 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
       return li_refuse(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own);
     if (own != 1) batch = own;
   }
-  s->op.arg.attention.batch = ragged ? c->sequences : batch;
-  s->op.arg.attention.queries = ragged ? li_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
-  s->op.arg.attention.keys = ragged ? li_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
+  s->op.arg.attention.batch = batch;
+  s->op.arg.attention.queries = q->shape[1];
+  s->op.arg.attention.keys = k->shape[1];
+  if (ragged) {
+    s->op.arg.attention.batch = c->sequences;
+    s->op.arg.attention.queries = li_ragged_longest(c->query_offsets, c->sequences);
+    s->op.arg.attention.keys = li_ragged_longest(c->key_offsets, c->sequences);
+  }
   return true;
 }
 
@@ -14223,8 +14253,8 @@ LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config 
   s->op.dropout = c->dropout;
   const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
   const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
-  luna_tensor **extra = c->log_sum_exp ? c->log_sum_exp : c->sums;
-  return ragged ? li_finish_two(s, 2, rows, extra, 2, row_sums) : li_finish_two(s, 3, shape, extra, 3, sums);
+  if (ragged) return li_finish_two(s, 2, rows, c->sums, 2, row_sums);
+  return li_finish_two(s, 3, shape, c->log_sum_exp ? c->log_sum_exp : c->sums, 3, sums);
 }
 
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
@@ -14309,7 +14339,8 @@ LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *l
   if (dropout > 0) s = li_permute(luna_dropout(li_permute(s, 0, 2, 1, 3), dropout), 0, 2, 1, 3);
   k = li_reshape(in[3], 3, batch, h * l, d, 1);
   s = luna_matmul(li_reshape(s, 3, batch, n, h * l, 1), k, false, false);
-  return in[4] ? luna_add(s, in[4]) : s;
+  if (in[4]) s = luna_add(s, in[4]);
+  return s;
 }
 
 /* in: x, k, bias, v, out_bias, residual */
@@ -14322,7 +14353,8 @@ LI_FN luna_tensor *li_unpack_with(luna_tensor *const in[6], const int32_t *lengt
       !li_product_fits(&s, li_rows(x), k->shape[1], LI_MAX_COUNT)) return NULL;
   if (!li_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(li_unpack_composed(in, lengths, dropout), last_dropout);
-    return in[5] ? luna_add(in[5], x) : x;
+    if (in[5]) x = luna_add(in[5], x);
+    return x;
   }
   s.op.last_dropout = last_dropout;
   s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
@@ -14385,7 +14417,7 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   c->lengths = op->lengths;
   c->scale = op->arg.causal.scale;
   c->omega = op->activation;
-  c->position = op->position ? *op->position : 0;
+  if (op->position) c->position = *op->position;
   c->horizon = op->arg.causal.horizon;
   c->state = op->state;
   if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null where memory is only counted */
@@ -14422,14 +14454,18 @@ LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causa
 LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
                                     const li_past *past) {
   luna_tensor *q = qkvs[0], *s = qkvs[3], *const in[5] = { q, qkvs[1], qkvs[2], s, c->forget };
-  const luna_op_kind kind = c->forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
+  const char *pattern = "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [b,n,L]";
+  luna_op_kind kind = LUNA_OP_FORGETTING_LUNA;
   const int64_t heads = c->heads;
-  const int count = c->forget ? 5 : 4;
+  int count = 5;
   li_build build;
+  if (!c->forget) {
+    pattern = "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]";
+    kind = LUNA_OP_CAUSAL_LUNA;
+    count = 4;
+  }
   if (!li_start(&build, kind, "luna_causal_nested_attention", in, count, count) ||
-      li_dropout_wrong(&build, c->dropout) ||
-      !li_fits(&build, c->forget ? "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [b,n,L]" :
-                                  "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") || !li_heads_fit(&build, heads) ||
+      li_dropout_wrong(&build, c->dropout) || !li_fits(&build, pattern) || !li_heads_fit(&build, heads) ||
       !li_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
   if (!li_is_omega((int)c->omega) && !li_is_checked(q->ctx))
     return li_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)c->omega);
@@ -14441,7 +14477,7 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
     return li_causal_composed(in, c, scale);
   build.op.lengths = li_integers(&build, c->lengths, q->shape[0], 0, INT32_MAX, "lengths");
   build.op.arg.causal.heads = heads;
-  build.op.arg.causal.horizon = c->horizon > 0 && !c->forget ? c->horizon : 0;
+  if (!c->forget) build.op.arg.causal.horizon = li_max(c->horizon, 0);
   build.op.arg.causal.scale = scale;
   build.op.activation = c->omega;
   if (c->forget) build.op.dropout = c->dropout;
@@ -14526,8 +14562,7 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
     for (int64_t b = 0; b < batch; b++)
       memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, (size_t)(rows * d) * sizeof(float));
   }
-  all = li_short_convolution(all, weight, bias, NULL);
-  return all ? luna_slice(all, 1, rows, n) : NULL;
+  return luna_slice(li_short_convolution(all, weight, bias, NULL), 1, rows, n);
 }
 
 /* ---- losses: cross-entropy, linear cross-entropy, losses of numbers ---- */

@@ -151,11 +151,11 @@ for op in ("LINEAR", "LINEAR_CROSS_ENTROPY"):
     plants(op, "li_linear_columns", "g->b_first = first", when=kind, sign="(g->alpha = -1, g->b_first = first)")
     plants(op, "li_linear_columns", weight, when=kind,
            order="li_strided(weight->data + (first + y.columns - 1) * in, y.columns, in, -in)")
-    plants(op, "li_linear_columns", "li_offset(bias->data, first)", when=kind + " && first + y.columns > 1",
-           index="bias->data + first + (first ? -1 : 1)")
+    plants(op, "li_linear_columns", "li_offset(li_data(op, 2), first)",
+           when=kind + " && op->in[2] && first + y.columns > 1", index="li_data(op, 2) + first + (first ? -1 : 1)")
 plants("FEED_FORWARD", "li_ffn_product", "g->b_panels = w->panels[which]", when="which == 1",
        sign="(g->alpha = -1, g->b_panels = w->panels[which])")
-plants("FEED_FORWARD", "li_ffn_product", "op->in[2 + 2 * which]->data", index="op->in[2 + 2 * which]->data + 1")
+plants("FEED_FORWARD", "li_ffn_product", "li_data(op, 2 + 2 * which)", index="li_offset(li_data(op, 2 + 2 * which), 1)")
 plants("FEED_FORWARD", "li_ffn_product", "li_dense(op->in[1]->data, f, in)",
        order="li_strided(op->in[1]->data + (f - 1) * in, f, in, -in)")
 
