@@ -10470,14 +10470,13 @@ LI_HOT void li_sums_task(void *work, int64_t thread, int64_t first, int64_t last
 }
 /* Adds the hook's sums to w->sums, or the gradient's squares to the first of them. */
 LI_HOT void li_sums_add(luna_ctx *ctx, li_update_work *w) {
-  const int count = w->rule ? 4 : 1;
   const li_update whole = w->update;
   for (int64_t at = 0; at < whole.count; at += 64 * LI_SUM_BLOCK) {
     w->update = li_update_part(&whole, at, li_min(at + 64 * LI_SUM_BLOCK, whole.count));
     const int64_t blocks = li_divide_up(w->update.count, LI_SUM_BLOCK);
     li_each(&ctx->parallel, blocks, li_sums_task, w);
     for (int64_t i = 0; i < blocks; i++)
-      for (int k = 0; k < count; k++) w->sums[k] += w->partial[i][k];
+      for (int k = 0; k < 4; k++) w->sums[k] += w->partial[i][k];
   }
   w->update = whole;
 }
@@ -10794,8 +10793,9 @@ LI_HOT bool li_data_take(luna_tensor *t) {
    shape. */
 LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
   const int64_t count = li_shape_count(rank, shape);
-  luna_tensor *t = count < 0 ? NULL : li_tensor_take(ctx, rank, shape);
+  luna_tensor *t = NULL;
   void *data;
+  if (count >= 0) t = li_tensor_take(ctx, rank, shape);
   if (!t) return NULL;
   if (ctx->bump) {
     if (!li_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
@@ -11086,8 +11086,8 @@ LI_FN luna_status li_read_data(const luna_tensor *t, float *out, const char *nam
 }
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return li_read_data(t, out, "luna_read"); }
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
-  const luna_tensor *owner = li_owner(t);
-  const float *grad = !owner || !owner->grad ? NULL : owner->grad + t->own->offset;
+  const float *grad = NULL;
+  if (t && li_owner(t)->grad) grad = li_owner(t)->grad + t->own->offset;
   return li_read_floats(t, grad, out, "luna_read_grad", true);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
@@ -11113,12 +11113,11 @@ LI_FN luna_status li_host_values(const luna_tensor *t, const char *name, li_mark
   return status;
 }
 LI_FN luna_status li_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values, const char *name) {
-  const int64_t n = x ? li_last(x) : 0;
-  const int64_t rows = x ? li_rows(x) : 0;
   const float *from;
   li_mark mark;
   int64_t at;
   if (!x) return LUNA_BAD_ARGUMENT;
+  const int64_t n = li_last(x), rows = li_rows(x);
   if (!li_in(x->ctx, name, "k", k, 1, n <= INT32_MAX ? n : 0)) return x->ctx->last_status;
   if (!indices && rows > 0) return li_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "indices");
   const luna_status status = li_host_values(x, name, &mark, &from);
@@ -11126,19 +11125,15 @@ LI_FN luna_status li_top_k(const luna_tensor *x, int64_t k, int32_t *indices, fl
     int32_t *best = indices + r * k;
     const float *row = from ? from + r * n : NULL;
     int64_t count = 0;
-    if (row) {
-      for (int64_t i = 0; i < n; i++) { /* best has the largest so far, falling */
-        for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
-            row[best[at - 1]] == row[best[at - 1]])); at--)
-          if (at < k) best[at] = best[at - 1];
-        if (at < k) best[at] = (int32_t)i;
-        count = li_min(count + 1, k);
-      }
+    memset(best, 0, (size_t)k * sizeof *best);
+    for (int64_t i = 0; row && i < n; i++) { /* best has the largest so far, falling */
+      for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
+          row[best[at - 1]] == row[best[at - 1]])); at--)
+        if (at < k) best[at] = best[at - 1];
+      if (at < k) best[at] = (int32_t)i;
+      count = li_min(count + 1, k);
     }
-    for (int64_t i = 0; i < k; i++) {
-      if (!row) best[i] = 0;
-      if (values) values[r * k + i] = row ? row[best[i]] : 0;
-    }
+    for (int64_t i = 0; values && i < k; i++) values[r * k + i] = row ? row[best[i]] : 0;
   }
   li_step_rewind(x->ctx, mark);
   return status;
@@ -11364,8 +11359,10 @@ LI_HOT void li_tape(luna_op *op) {
   op->own->depth = li_op_depth(op);
   for (int i = 0; i < op->outputs; i++) op->out[i]->own->maker = op;
   op->own->previous = ctx->tape;
-  if (op->own->previous) op->own->previous->own->next = op;
-  op->own->number = op->own->previous ? op->own->previous->own->number + 1 : 0;
+  if (ctx->tape) {
+    op->own->number = ctx->tape->own->number + 1;
+    ctx->tape->own->next = op;
+  }
   ctx->tape = op;
 }
 /* Takes the output, and `extra`, a second one, when asked; runs the op; puts it on the tape. */
@@ -11486,12 +11483,12 @@ LI_HOT void li_recompute_read(luna_tensor *t) {
   t->own->released = true;
 }
 LI_HOT bool li_recompute(luna_tensor *t, luna_status *status) {
-  luna_tensor *owner = li_base(t), *first;
-  luna_op *op = owner->own->maker, *maker;
+  luna_tensor *owner = li_base(t), *first = NULL;
+  luna_op *op = owner->own->maker, *maker = NULL;
   if (owner->own->released) {
     for (int i = 0; i < op->inputs; i++) if (op->in[i] && !li_recompute(op->in[i], status)) return false;
-    first = op->inputs > 0 ? li_base(op->in[0]) : NULL;
-    maker = first ? first->own->maker : NULL;
+    if (op->inputs > 0) first = li_base(op->in[0]);
+    if (first) maker = first->own->maker;
     if (maker && maker->own->readers == 1 && (li_op_can(op) & LUNA_FORWARD_IN_PLACE) &&
         luna_count(first) == luna_count(owner) && li_is_single(op, 0)) {
       owner->own->data_piece = first->own->data_piece;
@@ -11647,7 +11644,8 @@ LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values) {
   if (!t->parameter || !t->needs_grad) return li_fail_status(ctx, LUNA_ERROR_GRAD_OF, t);
   if (!values && bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "values");
   if (!li_grad_take(ctx, t, true)) return li_fail_memory(ctx, name, bytes);
-  return li_computes(ctx) ? li_backend_result(ctx, name, ctx->backend->copy(ctx, t->grad, values, bytes, 1)) : LUNA_OK;
+  if (!li_computes(ctx)) return LUNA_OK;
+  return li_backend_result(ctx, name, ctx->backend->copy(ctx, t->grad, values, bytes, 1));
 }
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss ? loss->ctx : NULL;
@@ -12230,7 +12228,7 @@ LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes)
   while (at[0] && at[1] == ',') at += 2;
   const int rank = (int)(at - first) / 2 + 1;
   const int before = t->rank - rank;
-  if (open ? before < 0 : before != 0) return '[';
+  if (before < 0 || (before > 0 && !open)) return '[';
   for (int a = 0; a < rank; a++) {
     const char letter = first[2 * a];
     const int64_t size = t->shape[before + a];
@@ -12239,9 +12237,10 @@ LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes)
     p->wrong = size;
     if (size != *known || (size < 1 && letter < 'a')) return letter;
   }
-  if (open && !p->leading) p->leading = t, p->after = rank;
-  return !open || (p->leading->rank - p->after == before &&
-                   memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
+  if (!open) return 0;
+  if (!p->leading) p->leading = t, p->after = rank;
+  if (p->leading->rank - p->after != before) return '.';
+  return memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0 ? 0 : '.';
 }
 /* Copies the name of the first input with that letter. */
 LI_FN void li_pattern_name(const char *pattern, char letter, char *name, size_t room) {
@@ -12383,6 +12382,9 @@ typedef struct li_sum_work {
   float factor;
   float *y;
 } li_sum_work;
+LI_HOT const li_parallel *li_sum_parallel(const luna_op *op, int64_t count) {
+  return count > LI_SPLIT ? &op->ctx->parallel : NULL;
+}
 LI_HOT void li_sum_columns_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sum_work *w = (const li_sum_work *)work;
   li_matrix x = w->x;
@@ -12398,11 +12400,11 @@ LI_HOT void li_sum_lines_task(void *work, int64_t thread, int64_t first, int64_t
 }
 LI_HOT void li_sum_columns(const luna_op *op, li_matrix x, float *y) {
   li_sum_work w = { li_k(op), 1, x, 1, y };
-  if (y) li_each(x.rows * x.columns > LI_SPLIT ? &op->ctx->parallel : NULL, x.columns, li_sum_columns_task, &w);
+  if (y) li_each(li_sum_parallel(op, x.rows * x.columns), x.columns, li_sum_columns_task, &w);
 }
 LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
   li_sum_work w = { li_k(op), shape[0], li_dense(x, shape[1], shape[2]), factor, y };
-  const li_parallel *parallel = shape[0] * shape[1] * shape[2] > LI_SPLIT ? &op->ctx->parallel : NULL;
+  const li_parallel *parallel = li_sum_parallel(op, shape[0] * shape[1] * shape[2]);
   if (shape[2] > 1) li_each(parallel, shape[2], li_sum_columns_task, &w);
   else if (shape[2] == 1) li_each(parallel, shape[0], li_sum_lines_task, &w);
 }
@@ -12895,11 +12897,12 @@ LI_FN luna_status li_elementwise_forward(luna_op *op) {
    gradient will do but for its sign. Then it is summed over each axis along which the input repeats. */
 LI_FN bool li_gives_grad(const luna_op *op) { return li_ops[op->kind].reads == 0; }
 LI_FN void li_elementwise_query(luna_op *op) {
-  const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
+  size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
+  if (!li_gives_grad(op)) bytes *= 2;
   if (LI_TRAINS && op->training) {
     for (int k = 0; k < op->inputs; k++)
       if (op->in[k]->needs_grad && li_is_repeated(op, k))
-        op->backward_workspace_size = li_gives_grad(op) ? bytes : 2 * bytes;
+        op->backward_workspace_size = bytes;
   }
 }
 LI_FN void li_unbroadcast(luna_op *op, int k) {
@@ -13320,11 +13323,16 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
       g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
     }
   } else {
-    if (bt) li_gemm_set(g, li_transposed(dc), a, w->grad);  /* dB^T = dC^T A */
-    else li_gemm_set(g, li_transposed(a), dc, w->grad);     /* dB = A^T dC */
+    if (bt) {
+      li_gemm_set(g, li_transposed(dc), a, w->grad);  /* dB^T = dC^T A */
+      g->a_batch[1] = m * n;
+      g->b_batch[1] = m * k;
+    } else {
+      li_gemm_set(g, li_transposed(a), dc, w->grad);  /* dB = A^T dC */
+      g->a_batch[1] = m * k;
+      g->b_batch[1] = m * n;
+    }
     g->batch[1] = op->arg.matmul.inner;
-    g->a_batch[1] = bt ? m * n : m * k;
-    g->b_batch[1] = bt ? m * k : m * n;
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
@@ -14274,7 +14282,8 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (ragged && !c.query_offsets) return li_fail_null(q->ctx, s.name, "query_offsets");
   if (ragged && !c.key_offsets) return li_fail_null(q->ctx, s.name, "key_offsets");
   if (ragged && c.lengths) return li_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c.sequences);
-  return li_attention_fits(&s, &c) ? li_finish_attention(&s, &c) : NULL;
+  if (!li_attention_fits(&s, &c)) return NULL;
+  return li_finish_attention(&s, &c);
 }
 
 LI_FN luna_attention_config li_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
@@ -14872,7 +14881,8 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   const luna_scope scope = li_scope_with(values);
   li_targets t;
   luna_tensor *e = li_errors(&t, values, targets, "luna_mse");
-  return e ? li_result(scope, li_mean_given(&t, luna_mul(e, e))) : NULL;
+  if (!e) return NULL;
+  return li_result(scope, li_mean_given(&t, luna_mul(e, e)));
 }
 
 /* The loss is r (e - r / 2), where r is e within delta of 0: no difference of large numbers. */
@@ -14942,8 +14952,9 @@ LI_FN luna_status li_custom_run(luna_op *op, bool back) {
   const luna_custom *custom = &op->arg.custom;
   void *state = (void *)(uintptr_t)custom->state;
   op->ctx->custom = op;
-  const luna_status status = back ? custom->backward(op->in, op->inputs, op->out[0], state) :
-      custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], state);
+  luna_status status;
+  if (back) status = custom->backward(op->in, op->inputs, op->out[0], state);
+  else status = custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], state);
   op->ctx->custom = NULL;
   return status;
 }
