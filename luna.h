@@ -10449,6 +10449,7 @@ LI_HOT li_update li_update_part(const li_update *whole, int64_t first, int64_t l
   u.count = last - first;
   return u;
 }
+
 LI_HOT luna_optimizer_part li_hook_part(const li_update_work *w, const li_update *u) {
   const luna_optimizer_part part = { u->value, u->grad, { u->moment[0], u->moment[1], u->moment[2] }, u->count, u->lr,
                                      u->decay, u->factor, (int64_t)w->rule->state->updates, w->rule->config,
@@ -10468,6 +10469,7 @@ LI_HOT void li_sums_task(void *work, int64_t thread, int64_t first, int64_t last
     }
   }
 }
+
 /* Adds the hook's sums to w->sums, or the gradient's squares to the first of them. */
 LI_HOT void li_sums_add(luna_ctx *ctx, li_update_work *w) {
   const li_update whole = w->update;
@@ -10480,6 +10482,7 @@ LI_HOT void li_sums_add(luna_ctx *ctx, li_update_work *w) {
   }
   w->update = whole;
 }
+
 LI_FN luna_status li_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                               const luna_update *table, int64_t count) {
   luna_step_state *state = rule->state;
@@ -10522,6 +10525,7 @@ LI_HOT void li_update_task(void *work, int64_t thread, int64_t first, int64_t la
   if (u.average)
     for (int64_t i = 0; i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
 }
+
 LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
   const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
@@ -10549,6 +10553,7 @@ LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_u
   if (rule->hook && rule->hook->reduce) li_sums_add(ctx, &w);
   li_each(&ctx->parallel, li_divide_up(w.update.count, LI_SPLIT), li_update_task, &w);
 }
+
 LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                 const luna_update *table, int64_t count) {
   (void)table;
@@ -10744,6 +10749,7 @@ LI_HOT void li_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t
   t->ctx = ctx;
   t->own = &ctx->none;
 }
+
 /* Returns a tensor of the step without data, or null: no memory. */
 LI_HOT luna_tensor *li_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
   li_mark *step = &ctx->step;
@@ -10789,6 +10795,7 @@ LI_HOT bool li_data_take(luna_tensor *t) {
   if (t->own->data_piece) t->data = (float *)li_piece_at(t->ctx, t->own->data_piece);
   return t->own->data_piece != NULL;
 }
+
 /* Returns a tensor of the step whose values are not set; null, without a sentence, when there is no memory or no such
    shape. */
 LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
@@ -10844,6 +10851,7 @@ LI_HOT void li_op_saves(luna_op *op) {
   for (int i = 0; i < op->outputs; i++)
     if (li_ops[op->kind].reads & LUNA_READS_OUT(i)) op->out[i]->own->saved = true;
 }
+
 /* Returns how many cheap ops in a row compute an op's result again from data that are there. 0: none do, or too many:
    backward takes time that grows with the tape, and little stack. */
 #define LI_MAX_DEPTH 16
@@ -10875,6 +10883,7 @@ LI_HOT li_scope li_scope_of(const luna_scope *scope) {
   memcpy(&s, scope, sizeof s);
   return s;
 }
+
 LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
   li_scope s;
@@ -10916,6 +10925,7 @@ LI_HOT void li_scope_depths(li_scope scope, luna_tensor *const *results, int cou
     }
   }
 }
+
 /* The scope's ops will run again, and those of scopes that ended inside and began before it: what they kept goes, and
    what they read from outside stays. */
 LI_FN void li_scope_forget(li_scope scope) {
@@ -10933,6 +10943,7 @@ LI_FN void li_scope_forget(li_scope scope) {
   }
   if (first) scope.ctx->tape->own->recompute_from = first;
 }
+
 /* Streams only. On a device, or while recording, results move only when the outermost scope ends. The newest recorded
    op then makes its result at the new place; it reads nothing there, or is elementwise. */
 LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
@@ -10959,6 +10970,7 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   memmove(memory, data, bytes);
   return x;
 }
+
 /* Releases what the scope has made and nobody needs; the scope goes on. */
 LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
@@ -10980,6 +10992,7 @@ LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results,
   if (taped && scope.recompute) li_scope_depths(scope, results, count);
   return results[0];
 }
+
 LUNA_API luna_tensor *luna_scope_end(luna_scope began, luna_tensor *const *results, int count) {
   const li_scope scope = li_scope_of(&began);
   if (scope.ctx && scope.begins == scope.ctx->begins) li_trace_leave(scope.ctx, scope.outer);
@@ -10990,6 +11003,7 @@ LI_FN luna_tensor *li_results(luna_scope scope, luna_tensor *x, luna_tensor *p) 
   luna_tensor *results[2] = { x, p };
   return luna_scope_end(scope, results, 2);
 }
+
 /* Ends a scope that goes on. The next end does not look at what is older than both results, so a model's time grows
    with its layers and not with their square. */
 LI_FN luna_tensor *li_results_so_far(luna_scope *scope, luna_tensor *x, luna_tensor *p) {
@@ -11040,6 +11054,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
       ctx->backend->zero(ctx, t->data, bytes);
   return status == LUNA_OK ? t : li_fail_backend(ctx, "luna_tensor_new", status);
 }
+
 LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, const int64_t *shape) {
   return luna_add_scalar(luna_tensor_new(ctx, NULL, rank, shape), value);
 }
@@ -11096,6 +11111,7 @@ LUNA_API float luna_item(const luna_tensor *t) {
   else if (t && li_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
   return value;
 }
+
 /* Finds a tensor's values on the host, or copies them into memory of the step, which the caller gives back by `mark`.
    They are null where the context measures. */
 LI_FN luna_status li_host_values(const luna_tensor *t, const char *name, li_mark *mark, const float **values) {
@@ -11112,6 +11128,7 @@ LI_FN luna_status li_host_values(const luna_tensor *t, const char *name, li_mark
   if (status != LUNA_OK || !li_computes(t->ctx)) *values = NULL;
   return status;
 }
+
 LI_FN luna_status li_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values, const char *name) {
   const float *from;
   li_mark mark;
@@ -11138,6 +11155,7 @@ LI_FN luna_status li_top_k(const luna_tensor *x, int64_t k, int32_t *indices, fl
   li_step_rewind(x->ctx, mark);
   return status;
 }
+
 LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values) {
   return li_top_k(x, k, indices, values, "luna_top_k");
 }
@@ -11157,6 +11175,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   t->ctx->writes++;
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
+
 /* Writes what `make` makes of `from` on the host. */
 LI_FN luna_status li_write_made(luna_tensor *t, const char *name, void (*make)(float *to, const void *from),
                                 const void *from) {
@@ -11194,6 +11213,7 @@ LI_HOT void li_start_in(li_build *s, luna_ctx *ctx, luna_op_kind kind, const cha
   s->op.outputs = 1;
   s->state.scope = ctx->scope;
 }
+
 /* The first `required` inputs must not be null. */
 LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
                      int count) {
@@ -11215,6 +11235,7 @@ LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tens
   }
   return true;
 }
+
 /* Says whether no input is null. If one is, or they are too many, the context of the first other one fails. */
 LI_FN bool li_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
@@ -11245,6 +11266,7 @@ LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_
   li_fail_backend(ctx, s->name, status);
   return NULL;
 }
+
 /* The same, after a check that each is in [min, max]. A stream's were checked, and are in backend memory. */
 LI_FN const int32_t *li_integers(li_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max,
                                  const char *what) {
@@ -11284,6 +11306,7 @@ LI_HOT bool li_op_run_in_step(luna_op *op, bool backward, luna_status *status) {
   li_step_rewind(ctx, mark);
   return good;
 }
+
 /* Runs an op's forward with memory for what it keeps and its workspace. False: *status says why, or there is no memory
    if that is LUNA_OK. */
 LI_HOT bool li_op_run(luna_op *op, luna_status *status) {
@@ -11365,6 +11388,7 @@ LI_HOT void li_tape(luna_op *op) {
   }
   ctx->tape = op;
 }
+
 /* Takes the output, and `extra`, a second one, when asked; runs the op; puts it on the tape. */
 LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, luna_tensor **extra,
                                   int extra_rank, const int64_t *extra_shape) {
@@ -11406,6 +11430,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
   if (record) li_tape(op);
   return op->out[0];
 }
+
 LI_HOT luna_tensor *li_finish(li_build *s, int rank, const int64_t *shape) {
   return li_finish_two(s, rank, shape, NULL, 0, NULL);
 }
@@ -11462,6 +11487,7 @@ LI_FN bool li_outputs_take(luna_op *op) {
   }
   return true;
 }
+
 /* Counts the readers of all that must be computed again for a tensor's data. */
 LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
   const luna_tensor *owner = li_base(t);
@@ -11482,6 +11508,7 @@ LI_HOT void li_recompute_read(luna_tensor *t) {
   t->data = NULL;                    /* its data may have become the result's */
   t->own->released = true;
 }
+
 LI_HOT bool li_recompute(luna_tensor *t, luna_status *status) {
   luna_tensor *owner = li_base(t), *first = NULL;
   luna_op *op = owner->own->maker, *maker = NULL;
@@ -11501,6 +11528,7 @@ LI_HOT bool li_recompute(luna_tensor *t, luna_status *status) {
   if (t->base && owner->data) t->data = owner->data + t->own->offset;
   return true;
 }
+
 /* Computes an input's released data again by cheap ops, each once, and releases what those needed. */
 LI_HOT bool li_recompute_data(luna_tensor *t, luna_status *status) {
   luna_op *op = li_base(t)->own->maker;
@@ -11584,6 +11612,7 @@ LI_HOT bool li_op_give(luna_op *op, luna_status *status) {
   }
   return li_op_run_in_step(op, true, status);
 }
+
 LI_HOT bool li_op_backward(luna_op *op, luna_status *status) {
   const int reads = li_ops[op->kind].reads;
   bool reached = false;
@@ -11647,6 +11676,7 @@ LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values) {
   if (!li_computes(ctx)) return LUNA_OK;
   return li_backend_result(ctx, name, ctx->backend->copy(ctx, t->grad, values, bytes, 1));
 }
+
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss ? loss->ctx : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -12221,6 +12251,7 @@ typedef struct li_pattern {
   const luna_tensor *leading;        /* the first input with leading axes */
   int after;                         /* its axes after them */
 } li_pattern;
+
 /* Returns 0 when an input's axes fit, else the letter whose size differs, '.' for leading axes '[' for their count. */
 LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes) {
   const bool open = axes[1] == '.';
@@ -12242,6 +12273,7 @@ LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes)
   if (p->leading->rank - p->after != before) return '.';
   return memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0 ? 0 : '.';
 }
+
 /* Copies the name of the first input with that letter. */
 LI_FN void li_pattern_name(const char *pattern, char letter, char *name, size_t room) {
   const char *start = pattern, *at = pattern;
@@ -12252,6 +12284,7 @@ LI_FN void li_pattern_name(const char *pattern, char letter, char *name, size_t 
   for (; room > 1 && *start != ' ' && *start != '?'; room--) *name++ = *start++;
   *name = 0;
 }
+
 /* Says what an input's axes should have been. `wrong` is from li_axes_wrong; the name begins at `at`. */
 LI_FN bool li_fits_not(const li_build *s, const char *pattern, const li_pattern *p, const luna_tensor *t,
                        const char *at, char wrong) {
@@ -12269,6 +12302,7 @@ LI_FN bool li_fits_not(const li_build *s, const char *pattern, const li_pattern 
   li_print(why, sizeof why, format, letter, p->wrong, first, size);
   return li_refuse(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why);
 }
+
 LI_HOT bool li_fits(const li_build *s, const char *pattern) {
   li_pattern p;
   if (li_is_checked(s->op.ctx)) return true;
@@ -12330,6 +12364,7 @@ LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body bo
   li_each(&op->ctx->parallel, li_divide_up(count, w.unit), li_split_task, &w);
   return LUNA_OK;
 }
+
 /* The next four macros make an op's functions, whose whole names its LI_CPU_<NAME> spells out. This one makes
    `function`, which runs all of `body`. */
 #define LI_SPLIT_ALL(function, body, count, width) \
@@ -12557,6 +12592,7 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
       }
   return LUNA_OK;
 }
+
 LI_RUN_OP(permute)
 #define LI_CPU_PERMUTE LI_CPU_OP(li_query_nothing, li_permute_forward, li_permute_backward, 0)
 
@@ -12614,6 +12650,7 @@ LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna
     else li_copy(to, from, (size_t)width * sizeof(float));
   }
 }
+
 LI_FN luna_status li_slice_run(luna_op *op, bool back) {
   li_axis_part(op, op->in[0], op->out[0], op->arg.slice.axis, op->arg.slice.start, back);
   return LUNA_OK;
@@ -12656,6 +12693,7 @@ LI_HOT luna_status li_concat_run(luna_op *op, bool back) {
     if (!back || op->in[i]->grad) li_axis_part(op, op->out[0], op->in[i], axis, start, back);
   return LUNA_OK;
 }
+
 LI_RUN_OP(concat)
 #define LI_CPU_CONCAT LI_CPU_OP(li_query_nothing, li_concat_forward, li_concat_backward, 0)
 
@@ -12690,6 +12728,7 @@ LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
   }
   return li_result(scope, luna_concat(with, count, axis));
 }
+
 LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value) {
   int64_t shape[LUNA_MAX_RANK];
   if (!x || !li_has_axis(x, axis, "luna_pad") || !li_is_count(x->ctx, "luna_pad", "before", before) ||
@@ -12776,6 +12815,7 @@ LI_FN luna_tensor *li_as_rows(luna_tensor *x, const char *name) {
   if (x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
   return li_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
 }
+
 /* Finishes an op of rows: indices are in 0..n - 1; the result [rows, d] gets x's shape but for its first axis. */
 LI_FN luna_tensor *li_indexed(li_build *s, const luna_tensor *x, const int32_t *indices, int64_t count, int64_t rows) {
   int64_t shape[LUNA_MAX_RANK], flat[2];
@@ -12789,6 +12829,7 @@ LI_FN luna_tensor *li_indexed(li_build *s, const luna_tensor *x, const int32_t *
   if (x->rank != 2) y = luna_reshape(y, x->rank, shape);
   return y;
 }
+
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = li_as_rows(x, "luna_gather_rows");
   li_build s;
@@ -12862,7 +12903,9 @@ LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
+
 LI_HOT bool li_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+
 /* Computes elements [first, last) of the result or, where arg names an input, of its gradient before it is summed. */
 LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t *shape = op->arg.elementwise.shape;
@@ -12889,6 +12932,7 @@ LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
     else li_k(op)->elementwise(&e, y + at);
   }
 }
+
 LI_FN luna_status li_elementwise_forward(luna_op *op) {
   op->arg.elementwise.input = -1;
   return li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
@@ -12905,6 +12949,7 @@ LI_FN void li_elementwise_query(luna_op *op) {
         op->backward_workspace_size = bytes;
   }
 }
+
 LI_FN void li_unbroadcast(luna_op *op, int k) {
   const int64_t *stride = op->arg.elementwise.stride[k];
   const float *from = op->out[0]->grad;
@@ -12930,6 +12975,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
     next += sums[0] * sums[2];
   }
 }
+
 LI_FN luna_status li_elementwise_backward(luna_op *op) {
   for (int k = 0; k < op->inputs; k++) {
     const bool repeated = li_is_repeated(op, k);
@@ -12974,6 +13020,7 @@ LUNA_BINARIES(LI_BINARY) /* luna_add, luna_sub, luna_mul, luna_div, luna_minimum
 LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) {
   return li_binary(LUNA_OP_LESS, "luna_greater", luna_detach(b), luna_detach(a));
 }
+
 LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
   return li_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
 }
@@ -12991,6 +13038,7 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   s.op.arg.elementwise.scalar[2] = high;
   return li_elementwise(&s);
 }
+
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   li_build s;
   if (!li_start(&s, LUNA_OP_ADD, "luna_add_scalar", &x, 1, 1)) return NULL;
@@ -13115,6 +13163,7 @@ LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
     else if (!back) memset(to, 0, (size_t)n * sizeof(float));
   }
 }
+
 LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
 #define LI_CPU_MASK LI_CPU_OP(li_query_nothing, li_mask_forward, li_mask_backward, 0)
 
@@ -13166,6 +13215,7 @@ LI_HOT luna_status li_max_run(luna_op *op, bool back) {
   }
   return LUNA_OK;
 }
+
 LI_RUN_OP(max)
 #define LI_CPU_MAX LI_CPU_OP(li_query_nothing, li_max_forward, li_max_backward, 0)
 
@@ -13176,6 +13226,7 @@ LI_FN luna_status li_reduce_forward(luna_op *op) {
   li_sum_axis(op, shape, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
   return LUNA_OK;
 }
+
 /* Each row [first, last) of outer * axis gets its group's gradient. */
 LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
@@ -13198,6 +13249,7 @@ LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
     }
   }
 }
+
 LI_SPLIT_ALL(li_reduce_backward, li_reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
 #define LI_CPU_REDUCE \
   LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
@@ -13222,6 +13274,7 @@ LI_HOT void li_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) 
     }
   }
 }
+
 LI_PART_OP(cumsum, op->arg.reduce.outer * li_divide_up(op->arg.reduce.inner, LI_CUMSUM_COLUMNS),
            op->arg.reduce.axis * li_min(op->arg.reduce.inner, LI_CUMSUM_COLUMNS))
 #define LI_CPU_CUMSUM LI_CPU_OP(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
@@ -13244,6 +13297,7 @@ LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool m
   if (kind == LUNA_OP_CUMSUM) return li_finish_like(&s, x);
   return li_finish(&s, (int)li_max(1, x->rank - 1), shape);
 }
+
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
   return li_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
 }
@@ -13269,6 +13323,7 @@ LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis) {
   luna_tensor *e = luna_sub(x, luna_reshape(luna_mean(x, axis), x->rank, shape));
   return li_result(scope, luna_mean(luna_mul(e, e), axis));
 }
+
 LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis) {
   if (!x) return NULL;
   const luna_scope scope = luna_scope_begin(x->ctx);
@@ -13302,6 +13357,7 @@ LI_FN void li_matmul_batch(const luna_op *op, li_gemm *g, int64_t a, int64_t b, 
   g->b_batch[0] = 0; g->b_batch[1] = b;
   g->c_batch[0] = c * op->arg.matmul.inner; g->c_batch[1] = c;
 }
+
 /* Product 0 is forward's, 1 gives a's gradient, 2 b's, for one of `outer`. */
 LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
@@ -13343,6 +13399,7 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
     g->batch[0] = 1;
   }
 }
+
 LI_FN void li_matmul_query(luna_op *op) { li_products_query(op, li_matmul_product, 0); }
 LI_FN luna_status li_matmul_forward(luna_op *op) {
   li_gemm g;
@@ -13394,6 +13451,7 @@ LI_FN luna_tensor *li_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a
   s.op.dots = dots;
   return li_finish(&s, a->rank, shape);
 }
+
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b) {
   return li_matmul_by(a, b, transpose_a, transpose_b, false);
 }
@@ -13411,6 +13469,7 @@ LI_FN uint64_t li_writes(const luna_ctx *ctx) {
   }
   return writes;
 }
+
 /* In an inference, weight i gets its copy in 8 bits, and a new one when parameters were written. False: there is no
    memory, and this is reported. */
 LI_HOT bool li_int8_ready(li_build *s, int i) {
@@ -13520,6 +13579,7 @@ LI_FN luna_status li_linear_backward(luna_op *op) {
             LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
 
 LI_FN bool li_is_single_row(const luna_tensor *x) { return x->ctx->bump && x->ctx->bump->single; }
+
 /* In a stream, adding the residual is an op of its own. */
 LI_FN luna_tensor *li_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                   luna_activation activation, luna_tensor *residual, float dropout) {
@@ -13566,9 +13626,11 @@ typedef struct li_ffn_work {
   int64_t own, blocks;
   size_t own_size;
 } li_ffn_work;
+
 LI_FN const li_parallel *li_ffn_parallel(const li_ffn_work *w) {
   return w->own > 1 ? NULL : &w->op->ctx->parallel;
 }
+
 /* Products 0 and 1 are forward's, 2 to 5 give gradients. */
 LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
   const luna_op *op = w->op;
@@ -13605,6 +13667,7 @@ LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
   g->sums = w->sums;
   g->sums_row = f + out;
 }
+
 LI_FN void li_ffn_multiply(const li_ffn_work *w, int which) {
   li_gemm g;
   li_ffn_product(w, which, &g);
@@ -13629,6 +13692,7 @@ LI_FN int64_t li_ffn_tile(const luna_op *op) {
 #endif
   return li_op_bf16(op) && kernels->words ? kernels->words->rows : kernels->mr;
 }
+
 /* Sets the sizes and the layout in the workspace, and returns its bytes. */
 LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w; /* without it only offsets count */
@@ -13671,6 +13735,7 @@ LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *work
   w->own_size = li_round((size_t)(at - own) + scratch);
   return (size_t)(own - start) + (size_t)w->own * w->own_size;
 }
+
 /* Goes to the block of rows [first, last); false: there are none. */
 LI_FN bool li_ffn_next(li_ffn_work *w, int64_t first, int64_t last) {
   const luna_op *op = w->op;
@@ -13685,6 +13750,7 @@ LI_FN bool li_ffn_next(li_ffn_work *w, int64_t first, int64_t last) {
   if (!(op->last_dropout > 0) && op->out[0]->grad) w->dy = op->out[0]->grad + first * w->out;
   return w->rows > 0;
 }
+
 LI_FN void li_feed_forward_query(luna_op *op) {
   li_ffn_work w;
   op->kept_size = 0;
@@ -13724,6 +13790,7 @@ LI_FN void li_ffn_blocks(void *work, int64_t thread, int64_t first, int64_t last
       li_ffn_block(&block);
   }
 }
+
 LI_FN luna_status li_feed_forward_forward(luna_op *op) {
   li_ffn_work w;
   li_ffn_start(&w, op, false, op->workspace);
@@ -13749,6 +13816,7 @@ LI_FN void li_ffn_before(void *work, int64_t thread, int64_t first, int64_t last
   n = (last - first) * w->out;
   li_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
+
 /* Turns the gradient of a into that of h. Each part of the block leaves sums of columns in w->sums for the biases. With
    words, the product has done so. */
 LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last) {
@@ -13769,6 +13837,7 @@ LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last)
     if (li_grad(op, 4)) li_k(op)->sum_rows(li_dense(w->dy + row * out, rows, out), 1.0f, sums + f);
   }
 }
+
 /* x's gradient may be made in place of y's: it is written last, where y's is not read again. */
 LI_FN luna_status li_feed_forward_backward(luna_op *op) {
   const li_parallel *parallel = &op->ctx->parallel;
@@ -13882,6 +13951,7 @@ LI_FN void li_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
     li_k(op)->elementwise(&less, y);
   }
 }
+
 LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]);
   for (int64_t r = first; r < last; r++) {
@@ -13895,9 +13965,11 @@ LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
     }
   }
 }
+
 LI_SPLIT_OP(log_softmax, li_rows(op->in[0]), li_last(op->in[0]))
 #define LI_CPU_LOG_SOFTMAX \
   LI_CPU_OP(li_query_nothing, li_log_softmax_forward, li_log_softmax_backward, 0)
+
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
@@ -13918,6 +13990,7 @@ LI_FN void li_layer_norm_query(luna_op *op) {
   op->backward_workspace_size = (size_t)(li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS) * 2 *
                                          li_last(op->in[0])) * sizeof(float);
 }
+
 LI_FN li_layer_norm li_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]), rows = li_rows(op->in[0]);
   float *kept = (float *)op->kept;
@@ -13937,6 +14010,7 @@ LI_FN li_layer_norm li_layer_norm_of(const luna_op *op, int64_t first, int64_t l
   }
   return a;
 }
+
 LI_FN void li_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
   const li_layer_norm a = li_layer_norm_of(op, first, last);
   li_k(op)->layer_norm(&a);
@@ -13958,6 +14032,7 @@ LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
     if (a.dx) li_k(op)->layer_norm_backward(&a);
   }
 }
+
 LI_SPLIT_ALL(li_layer_norm_forward, li_layer_norm_body, li_rows(op->in[0]), li_last(op->in[0]))
 LI_FN luna_status li_layer_norm_backward(luna_op *op) {
   const int64_t n = li_last(op->in[0]), blocks = li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS);
@@ -14002,6 +14077,7 @@ LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
       for (int64_t i = 0; i < n; i++) y[i] = li_ratio_of(x[i], x[n]);
   }
 }
+
 LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->out[0]);
   for (int64_t r = first; r < last; r++) {
@@ -14054,6 +14130,7 @@ LI_HOT li_angles li_angles_of(const luna_op *op) {
   if (op->workspace) a.out = (float *)(void *)((char *)op->workspace + li_angles_room(&a));
   return a;
 }
+
 LI_HOT void li_angles_place(luna_op *op, int64_t first, int64_t last) {
   const li_angles a = li_angles_of(op);
   const int64_t half = a.d / 2;
@@ -14063,6 +14140,7 @@ LI_HOT void li_angles_place(luna_op *op, int64_t first, int64_t last) {
       li_sine((double)t * li_frequency(i, a.rate), &at[0], &at[1]);
     }
 }
+
 LI_HOT void li_angles_block(luna_op *op, int64_t first, int64_t last) {
   const li_angles a = li_angles_of(op);
   const int64_t half = a.d / 2;
@@ -14083,6 +14161,7 @@ LI_HOT void li_angles_block(luna_op *op, int64_t first, int64_t last) {
       for (int64_t j = from; j < to; j++) rows[j * a.d + a.d - 1] = 0;
   }
 }
+
 LI_FN luna_status li_angles_make(luna_op *op) {
   const li_angles a = li_angles_of(op);
   const int64_t blocks = li_divide_up(a.first % LI_ANGLES + a.rows, LI_ANGLES);
@@ -14104,6 +14183,7 @@ LI_FN void li_rotary_query(luna_op *op) {
   op->workspace_size = li_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
   op->backward_workspace_size = op->workspace_size;
 }
+
 LI_HOT void li_rotary_rows_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const li_angles a = li_angles_of(op);
   const li_way w = li_way_of(op, back);
@@ -14189,6 +14269,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
     a->grad_sums = op->out[1]->grad;
   }
 }
+
 LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
 #define LI_CPU_SOFTMAX_ATTENTION \
   LI_CPU_OP(li_attention_query, li_attention_forward, li_attention_backward, 0)
@@ -14209,6 +14290,7 @@ LI_FN int64_t li_ragged_longest(const int32_t *offsets, int64_t sequences) {
   for (int64_t b = 0; b < sequences; b++) longest = li_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
   return longest;
 }
+
 LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
   const bool ragged = c->sequences > 0;
@@ -14294,6 +14376,7 @@ LI_FN luna_attention_config li_attention_config(int64_t heads, float dropout, co
   a.dropout = dropout;
   return a;
 }
+
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config) {
   static const luna_pack_config defaults = { NULL, 0, NULL };
   const luna_pack_config *own = config ? config : &defaults;
@@ -14328,6 +14411,7 @@ LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
   u->grad_out_bias = li_grad(op, 4);
 }
+
 LI_KERNEL_OP(unpack, li_rows(op->in[0]) * op->in[1]->shape[1])
 LI_FN luna_status li_unpack_residual_backward(luna_op *op) {
   li_added_backward(op);
@@ -14370,6 +14454,7 @@ LI_FN luna_tensor *li_unpack_with(luna_tensor *const in[6], const int32_t *lengt
   s.op.dropout = dropout;
   return li_finish_like(&s, x);
 }
+
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
                                   const luna_unpack_config *config) {
   static const luna_unpack_config defaults = { NULL, NULL, 0 };
@@ -14394,6 +14479,7 @@ LI_FN void li_causal_args(const luna_op *op, li_causal *c) {
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
   c->horizon = op->arg.causal.horizon;
 }
+
 LI_KERNEL_OP(causal, 0)
 #define LI_CPU_CAUSAL_PRODUCT LI_CPU_OP(li_causal_query, li_causal_forward, li_causal_backward, 0)
 
@@ -14444,6 +14530,7 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
     if (forgets) c->grad_forget = op->in[4]->grad;
   }
 }
+
 LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 #define LI_CPU_CAUSAL_LUNA \
   LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
@@ -14497,6 +14584,7 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
   }
   return li_finish_like(&build, q);
 }
+
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config) {
   luna_causal_nested_config c;
@@ -14524,6 +14612,7 @@ LI_FN li_convolution li_convolution_of(const luna_op *op, int64_t b) {
   a.dbias = li_grad(op, 2);
   return a;
 }
+
 LI_HOT void li_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) {
   for (; first < last; first++) {
     const li_convolution a = li_convolution_of(op, first);
@@ -14560,6 +14649,7 @@ LI_FN luna_tensor *li_short_convolution(luna_tensor *x, luna_tensor *weight, lun
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   return li_short_convolution(x, weight, bias, NULL);
 }
+
 /* The same after the rows that a carried state has. It also writes those that the state will have. */
 LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], rows = weight->shape[1] - 1;
@@ -14665,6 +14755,7 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return s->op.index != NULL;
 }
+
 /* With class weights the loss is composed: log-probabilities of the labels that count, times their weights. */
 LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int32_t *labels,
                                     const luna_cross_entropy_config *c) {
@@ -14690,6 +14781,7 @@ LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int3
   y = luna_sum_all(luna_mul(li_reshape(y, 1, count, 1, 1, 1), luna_tensor_new(logits->ctx, weights, 1, &count)));
   return li_result(scope, li_counts(luna_scale(y, -s->op.arg.cross_entropy.factor), s->counted));
 }
+
 /* `name` is the public call, of which this loss may be a part. */
 LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, const int32_t *labels,
                                           const luna_cross_entropy_config *config) {
@@ -14701,6 +14793,7 @@ LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, 
   if (config && config->class_weights) return li_weighted_loss(&s, logits, labels, config);
   return li_counts(li_finish(&s, 1, &one), s.counted);
 }
+
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
                                          const luna_cross_entropy_config *config) {
   return li_cross_entropy_loss("luna_cross_entropy", logits, labels, config);
@@ -14735,6 +14828,7 @@ LI_FN bool li_logits_next(li_logits *w, int64_t first) {
   w->part.columns = li_min(LI_LOGIT_COLUMNS, w->part.classes - first);
   return w->part.columns > 0;
 }
+
 /* Sets the sizes and the layout in the workspace, and returns its bytes without the products' scratch. */
 LI_FN size_t li_logits_start(li_logits *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* without it only offsets count */
@@ -14761,6 +14855,7 @@ LI_FN size_t li_logits_start(li_logits *w, luna_op *op, bool backward, void *wor
   w->scratch = at;
   return (size_t)(at - start);
 }
+
 LI_FN size_t li_logits_workspace(luna_op *op, bool backward) {
   li_logits w;
   size_t bytes = li_logits_start(&w, op, backward, NULL), gemm = 0;
@@ -14771,6 +14866,7 @@ LI_FN size_t li_logits_workspace(luna_op *op, bool backward) {
   }
   return bytes + gemm;
 }
+
 /* Adds a panel to the rows' sums or, in backward, makes its gradient. */
 LI_FN void li_logits_panel(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_logits *w = (const li_logits *)work;
@@ -14794,6 +14890,7 @@ LI_FN luna_status li_linear_cross_entropy_forward(luna_op *op) {
   op->out[0]->data[0] = (float)(li_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
+
 LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
   const li_parallel *parallel = &op->ctx->parallel;
   li_logits w;
@@ -14829,6 +14926,7 @@ LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x
   return li_labels(&s, li_rows(x), weight->shape[0], labels, config) ?
       li_counts(li_finish(&s, 1, &one), s.counted) : li_abandon(&s);
 }
+
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
   return li_linear_cross_entropy_loss("luna_linear_cross_entropy", x, weight, bias, labels, config);
@@ -14841,6 +14939,7 @@ typedef struct li_targets {
   int64_t counted;                   /* how many there are */
   float share;                       /* 1 / counted */
 } li_targets;
+
 LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
   const int64_t count = luna_count(values);
   int64_t counted = 0;
@@ -14857,6 +14956,7 @@ LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targ
   t->x = li_select(values, given, name);
   return t->x != NULL;
 }
+
 /* Returns the values less their targets [count, 1], 0 where there is none. */
 LI_FN luna_tensor *li_errors(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
   if (!li_targets_take(t, values, targets, name)) return NULL;
@@ -14877,6 +14977,7 @@ LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *
   luna_tensor *sum = luna_sum_all(luna_mul(probabilities, luna_log_softmax(logits)));
   return li_result(scope, li_counts(luna_scale(sum, counted ? (float)(-1.0 / (double)counted) : 0), counted));
 }
+
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   const luna_scope scope = li_scope_with(values);
   li_targets t;
@@ -14958,6 +15059,7 @@ LI_FN luna_status li_custom_run(luna_op *op, bool back) {
   op->ctx->custom = NULL;
   return status;
 }
+
 LI_RUN_OP(custom)
 #define LI_CPU_CUSTOM LI_CPU_OP(li_custom_query, li_custom_forward, li_custom_backward, 0)
 
@@ -14982,6 +15084,7 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   s.op.dropout = custom->dropout;
   return li_finish(&s, rank, shape);
 }
+
 LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors) {
   const luna_op *op = out ? out->ctx->custom : NULL;
   if (!op) return;
@@ -14990,6 +15093,7 @@ LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t
   else
     for (int64_t i = 0; i < count; i++) factors[i] = li_dropout_at(&d, first + i);
 }
+
 LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   const luna_op *op = out ? out->ctx->custom : NULL;
   luna_run run;
@@ -15022,6 +15126,7 @@ static const luna_backend li_cpu = {
 #undef LI_OP_KIND
   }
 };
+
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
 
 /* Layers, models, trainer and checkpoints have no long loops of their own, so gcc makes them small, in less time. */
