@@ -12365,14 +12365,11 @@ LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body bo
   return LUNA_OK;
 }
 
-/* The next four macros make an op's functions, whose whole names its LI_CPU_<NAME> spells out. This one makes
-   `function`, which runs all of `body`. */
-#define LI_SPLIT_ALL(function, body, count, width) \
-  LI_FN luna_status function(luna_op *op) { return li_split(op, count, width, body); }
-/* Makes li_<name>_forward and li_<name>_backward from li_<name>_body and li_<name>_back. */
+/* The next three macros make an op's functions, whose whole names its LI_CPU_<NAME> spells out. This one makes
+   li_<name>_forward and li_<name>_backward from li_<name>_body and li_<name>_back. */
 #define LI_SPLIT_OP(name, count, width) \
-  LI_SPLIT_ALL(li_##name##_forward, li_##name##_body, count, width) \
-  LI_SPLIT_ALL(li_##name##_backward, li_##name##_back, count, width)
+  LI_FN luna_status li_##name##_forward(luna_op *op) { return li_split(op, count, width, li_##name##_body); } \
+  LI_FN luna_status li_##name##_backward(luna_op *op) { return li_split(op, count, width, li_##name##_back); }
 /* Makes the same from li_<name>_part(op, back, first, last), which is both. */
 #define LI_PART_OP(name, count, width) \
   LI_FN void li_##name##_body(luna_op *op, int64_t first, int64_t last) { \
@@ -12792,8 +12789,12 @@ LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
 LI_FN void li_embedding_back(luna_op *op, int64_t first, int64_t last) {
   li_scatter_rows(op, li_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
-LI_SPLIT_ALL(li_embedding_forward, li_embedding_body, li_rows(op->out[0]), li_last(op->in[0]))
-LI_SPLIT_ALL(li_embedding_backward, li_embedding_back, li_last(op->in[0]), li_rows(op->out[0]))
+LI_FN luna_status li_embedding_forward(luna_op *op) {
+  return li_split(op, li_rows(op->out[0]), li_last(op->in[0]), li_embedding_body);
+}
+LI_FN luna_status li_embedding_backward(luna_op *op) {
+  return li_split(op, li_last(op->in[0]), li_rows(op->out[0]), li_embedding_back);
+}
 #define LI_CPU_EMBEDDING LI_CPU_OP(li_query_nothing, li_embedding_forward, li_embedding_backward, 0)
 
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
@@ -13250,7 +13251,9 @@ LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
   }
 }
 
-LI_SPLIT_ALL(li_reduce_backward, li_reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
+LI_FN luna_status li_reduce_backward(luna_op *op) {
+  return li_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, li_reduce_back);
+}
 #define LI_CPU_REDUCE \
   LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
 
@@ -14033,7 +14036,9 @@ LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
   }
 }
 
-LI_SPLIT_ALL(li_layer_norm_forward, li_layer_norm_body, li_rows(op->in[0]), li_last(op->in[0]))
+LI_FN luna_status li_layer_norm_forward(luna_op *op) {
+  return li_split(op, li_rows(op->in[0]), li_last(op->in[0]), li_layer_norm_body);
+}
 LI_FN luna_status li_layer_norm_backward(luna_op *op) {
   const int64_t n = li_last(op->in[0]), blocks = li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS);
   const li_matrix sums = li_dense((const float *)op->workspace, blocks, 2 * n);
@@ -14709,7 +14714,9 @@ LI_FN luna_status li_cross_entropy_forward(luna_op *op) {
                                 (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
-LI_SPLIT_ALL(li_cross_entropy_backward, li_cross_entropy_back, li_rows(op->in[0]), li_last(op->in[0]))
+LI_FN luna_status li_cross_entropy_backward(luna_op *op) {
+  return li_split(op, li_rows(op->in[0]), li_last(op->in[0]), li_cross_entropy_back);
+}
 #define LI_CPU_CROSS_ENTROPY \
   LI_CPU_OP(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, \
               LUNA_SETS_GRAD(0))
