@@ -10719,10 +10719,12 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_tensors and the tape
-   An op is built on the caller's stack (li_start), its outputs, what it keeps and its workspace are taken from the
-   step (li_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
-   everything. Guarded by tests/engine/ops.c.
+   >>impl_tensors: tensors, scopes, and the tape
+   Tensors come first, then scopes, which release what nobody needs, reading and writing, building an op, and backward.
+   An op is built on the caller's stack (li_build, li_start). li_finish takes memory for its outputs, what it keeps and
+   its workspace from the step, runs it, and puts it on the tape when a gradient may be wanted; a failure undoes
+   everything. luna_backward walks the tape back. li_op_state and li_tensor_state (>>impl_context) have what it knows of
+   ops and tensors. Guarded by tests/engine: ops.c, scopes.c, recompute.c and memory.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* Every op asks for it, so it is not compiled for size, as other public functions are. */
 int64_t luna_count(const luna_tensor *t) {
@@ -12215,8 +12217,8 @@ LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, 
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>past: what a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that
-   look back read and update, and what its parameters and its sources alone make, which is computed once.
+   >>past: what a layer of a stream has beside its rows, in backend memory. Ops that look back read and update what it
+   keeps of earlier tokens. What parameters and sources alone make is computed once.
    ------------------------------------------------------------------------------------------------------------------ */
 typedef struct li_past {
   const int64_t *position;           /* as in luna_op */
@@ -12294,9 +12296,11 @@ LI_FN bool li_fits_not(const li_build *s, const char *pattern, const li_pattern 
   for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
   name[length] = 0;
   if (!t) return li_refused(li_fail_null(s->op.ctx, s->name, name));
-  const int64_t size = wrong >= 'A' && wrong != '[' ? p->sizes[wrong - 'A'] : 0;
+  int64_t size = 0;
+  if (wrong >= 'A' && wrong != '[') size = p->sizes[wrong - 'A'];
   li_pattern_name(pattern, wrong, first, sizeof first);
-  const char *format = size != p->wrong ? "its %s is %d, that of %s is %d" : "%s is at least 1";
+  const char *format = "its %s is %d, that of %s is %d";
+  if (size == p->wrong) format = "%s is at least 1";
   if (wrong == '[') format = "the number of axes";
   if (wrong == '.') format = "the leading axes";
   li_print(why, sizeof why, format, letter, p->wrong, first, size);
@@ -12764,7 +12768,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   return li_finish(&s, x->rank + 1, shape);
 }
 
-/* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
+/* --- embedding: rows of a table. Back, a thread owns columns, so that sums keep the tokens' order --- */
 /* Adds columns [first, last) of rows [count, d] to the table's rows index[i]. */
 LI_HOT void li_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
                             float *table) {
@@ -12838,7 +12842,7 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
   return li_indexed(&s, x, indices, count, count);
 }
 
-/* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
+/* --- scatter-add: adds rows [count, d] to x [n, d] at index [count] --- */
 LI_FN void li_scatter_body(luna_op *op, int64_t first, int64_t last) {
   li_scatter_rows(op, op->in[1]->shape[0], first, last, op->in[1]->data, op->out[0]->data);
 }
@@ -12872,7 +12876,7 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
 }
 
 /* ---- ops of single numbers: broadcasting, scale, activation, function, dropout, mask ---- */
-/* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: li_unbroadcast --- */
+/* --- elementwise: up to three inputs, which broadcast --- */
 /* Returns the rank of the result, -1 where the inputs do not fit, and sets its shape, and the arg's shape and strides,
    which were 0. */
 LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
@@ -13092,7 +13096,7 @@ LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) 
   return li_map(x, li_activation_or(activation, LI_NO_ACTIVATION), "luna_activate");
 }
 
-/* --- sine, cosine, power: in double, one by one --- */
+/* --- sine, cosine, power: made in double, one by one --- */
 LI_HOT float li_function_at(const luna_op *op, float x, bool slope) {
   const double p = (double)op->arg.function.exponent;
   double sine, cosine;
@@ -13337,7 +13341,7 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
 }
 
 /* ---- products: matmul, linear, feed-forward ---- */
-/* --- matmul: a batch of products, of a with a batch of b, or with one b --- */
+/* --- matmul: each a has its own b, or all share one --- */
 LI_FN void li_multiply(const luna_op *op, const li_gemm *g, void *scratch) {
   if (g->c) li_run_gemm(li_k(op), g, &op->ctx->parallel, scratch);
 }
@@ -13495,8 +13499,8 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
 }
 #endif
 
-/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
-   --- */
+/* --- linear: inputs x, W, b, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. It keeps what goes into the
+   activation. --- */
 /* Product 0 makes y's columns from `first` on in `y`. Product 1 gives x's gradient and 2 W's, from y's in `y`. */
 LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
   const luna_tensor *x = op->in[0], *weight = op->in[1];
@@ -13519,7 +13523,8 @@ LI_FN bool li_linear_changes(const luna_op *op) {
   return op->activation != LI_NO_ACTIVATION || li_drops_last(op);
 }
 LI_FN li_matrix li_linear_dy(const luna_op *op) {
-  const float *dy = li_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
+  const float *dy = op->out[0]->grad;
+  if (li_linear_changes(op)) dy = (const float *)op->workspace;
   return li_dense(dy, li_rows(op->in[0]), li_last(op->out[0]));
 }
 LI_FN void li_linear_product(const luna_op *op, int which, li_gemm *g) {
@@ -13606,10 +13611,10 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return li_linear_activated(x, weight, bias, LI_NO_ACTIVATION);
 }
 
-/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
-   blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
-   ReLU's output, or another activation's input. Forward each thread has blocks of its own, backward a share of each:
-   the weights' gradients are sums over blocks in order --- */
+/* --- feed-forward: inputs x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual. It goes
+   by blocks of rows, so that a block's hidden layer stays in cache, and keeps ReLU's output or another activation's
+   input; with `recompute` nothing. Forward, each thread has blocks of its own; backward, threads share each block, for
+   the weights' gradients are sums over blocks in order. --- */
 #define LI_FFN_ROWS 256          /* of all threads' blocks; whole tiles of AMX, and an even number */
 #define LI_FFN_PARTS 8           /* of a block, where it is not multiplied: 32 rows, as a tile of AMX has */
 typedef struct li_ffn_work {
@@ -13685,7 +13690,7 @@ LI_FN bool li_ffn_words(const luna_op *op) {
 LI_FN int64_t li_ffn_row(const luna_op *op) {
   const int64_t hidden = li_last(op->in[3]);
   if (!li_ffn_words(op)) return hidden;
-  return hidden / 2 + (hidden % 64 ? 0 : 16);
+  return hidden / 2 + (hidden % 64 == 0) * 16;
 }
 /* Returns how many rows a product multiplies at a time. A thread's own blocks are multiples of it. */
 LI_FN int64_t li_ffn_tile(const luna_op *op) {
@@ -13706,8 +13711,10 @@ LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *work
   li_gemm g;
   memset(w, 0, sizeof *w);
   w->op = op;
-  w->own = backward || rows <= LI_FFN_ROWS ? 1 : li_max(1, op->ctx->parallel.threads);
-  w->rows = w->own == 1 ? LI_FFN_ROWS : li_max(4, LI_FFN_ROWS / w->own / tile) * tile;
+  w->own = 1;
+  w->rows = LI_FFN_ROWS;
+  if (!backward && rows > LI_FFN_ROWS) w->own = li_max(1, op->ctx->parallel.threads);
+  if (w->own > 1) w->rows = li_max(4, LI_FFN_ROWS / w->own / tile) * tile;
   w->blocks = w->own * li_divide_up(rows, w->own * w->rows);
   w->rows = li_min(w->rows, rows);
   w->in = li_last(op->in[0]);
@@ -13743,7 +13750,8 @@ LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *work
 LI_FN bool li_ffn_next(li_ffn_work *w, int64_t first, int64_t last) {
   const luna_op *op = w->op;
   const bool relu = op->activation == LUNA_ACTIVATION_RELU;
-  float *kept = op->kept_size ? (float *)op->kept + first * w->row : NULL;
+  float *kept = NULL;
+  if (op->kept_size) kept = (float *)op->kept + first * w->row;
   w->first = first;
   w->rows = li_min(last, li_rows(op->in[0])) - first;
   if (kept && relu) w->active = kept;
@@ -13903,7 +13911,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 LI_HOT int64_t li_softmax_width(const luna_op *op, int64_t row) {
   const luna_tensor *x = op->in[0];
   const int64_t n = li_last(x);
-  return op->lengths ? li_min(n, op->lengths[row / (li_rows(x) / x->shape[0])]) : n;
+  if (!op->lengths) return n;
+  return li_min(n, op->lengths[row / (li_rows(x) / x->shape[0])]);
 }
 LI_HOT void li_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]);
@@ -13985,8 +13994,8 @@ LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
-/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
-   block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
+/* --- layer norm: inputs x, weight, bias. It keeps mean and 1/deviation of each row. Backward goes by blocks of rows: a
+   block's sums of columns go to the workspace [blocks, 2, n] while it is in cache. --- */
 #define LI_NORM_ROWS 64
 LI_FN void li_layer_norm_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * 2 * sizeof(float);
@@ -14057,7 +14066,8 @@ LI_FN luna_tensor *li_norm(luna_tensor *const in[3], float epsilon, bool rms, co
   if (!(epsilon >= 0 && li_is_finite(epsilon)))
     return li_fail(in[0]->ctx, LUNA_ERROR_EPSILON, name, (double)epsilon);
   s.op.arg.norm.rms = rms;
-  s.op.arg.norm.epsilon = epsilon > 0 ? epsilon : LI_NORM_EPSILON;
+  s.op.arg.norm.epsilon = epsilon;
+  if (epsilon == 0) s.op.arg.norm.epsilon = LI_NORM_EPSILON;
   return li_finish_like(&s, in[0]);
 }
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, float epsilon) {
@@ -14105,7 +14115,7 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
 }
 
 /* ---- positions: sinusoids, rotary ---- */
-/* --- angles of positions: sinusoidal positions [n, d], of no inputs; rotary positions, which turn pairs of x --- */
+/* --- angles: sinusoidal positions [n, d], without inputs; rotary positions, which turn pairs of x --- */
 /* Row i has the sines, then the cosines, of position first + i. An angle is the sum of its block's and of its place's
    in the block, so that a row's bits do not depend on `first`. */
 #define LI_ANGLES 64
@@ -14224,13 +14234,14 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
   if (!(base >= 0 && li_is_finite(base))) return li_fail(x->ctx, LUNA_ERROR_ROTARY_BASE, (double)base);
   s.op.arg.rotary.heads = heads;
   s.op.arg.rotary.first = first;
-  s.op.arg.rotary.base = base > 0 ? base : 10000;
+  s.op.arg.rotary.base = base;
+  if (base == 0) s.op.arg.rotary.base = 10000;
   return li_finish_like(&s, x);
 }
 
 /* ---- attention: softmax attention, pack, unpack ---- */
-/* --- softmax attention: in q, k, v; out y, and sums, log-sum-exp or nothing; arg: heads, batch, queries, keys, scale,
-   band. kept: log-sum-exp. luna_pack's in are weights and context, keys and values in one; one head, scale 1 --- */
+/* --- softmax attention [eq. 1]: inputs q, k, v; results y and, when asked, row sums or log-sum-exp.
+   luna_pack [eq. 3] has weights and context, keys and values in one; one head, scale 1. --- */
 LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
   memset(a, 0, sizeof *a);
@@ -14299,10 +14310,12 @@ LI_FN int64_t li_ragged_longest(const int32_t *offsets, int64_t sequences) {
 LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
   const bool ragged = c->sequences > 0;
+  const char *pattern = "q [b,n,D] k [c,m,D] v [e,m,E]";
   int64_t batch = 1;
-  s->op.arg.attention.heads = c->heads ? c->heads : 1;
-  if (!li_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
-      !li_heads_fit(s, s->op.arg.attention.heads)) return false;
+  s->op.arg.attention.heads = c->heads;
+  if (c->heads == 0) s->op.arg.attention.heads = 1;
+  if (ragged) pattern = "q [n,D] k [m,D] v [m,E]";
+  if (!li_fits(s, pattern) || !li_heads_fit(s, s->op.arg.attention.heads)) return false;
   for (int i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 serves all */
     const int64_t own = s->op.in[i]->shape[0];
     if (batch != 1 && own != 1 && own != batch)
@@ -14344,7 +14357,8 @@ LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config 
   s->op.arg.attention.left = c->left;
   s->op.arg.attention.right = c->right;
   s->op.arg.attention.causal = c->causal;
-  s->op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(li_last(q) / heads))) : c->scale;
+  s->op.arg.attention.scale = c->scale;
+  if (c->scale == 0) s->op.arg.attention.scale = (float)(1.0 / sqrt((double)(li_last(q) / heads)));
   s->op.dropout = c->dropout;
   const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
   const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
@@ -14399,7 +14413,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   return li_finish_attention(&s, &c);
 }
 
-/* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
+/* --- unpack [eq. 4]: inputs x, k, bias, v, out_bias, residual. It keeps the log-sum-exp of each row and head. --- */
 LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
   memset(u, 0, sizeof *u);
@@ -14469,7 +14483,7 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
 }
 
 /* ---- causal ops: the causal product, causal Luna, the short convolution ---- */
-/* --- causal product: in x, y, z; arg: heads --- */
+/* --- causal product [eq. 7]: inputs x, y, z --- */
 LI_FN void li_causal_args(const luna_op *op, li_causal *c) {
   const luna_tensor *x = op->in[0], *z = op->in[2];
   memset(c, 0, sizeof *c);
@@ -14502,8 +14516,8 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   return li_causal_product(x, y, z, heads, 0);
 }
 
-/* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
-   stream: state, position. kept: W, or U and sums of weights --- */
+/* --- causal Luna [section 3.3]: inputs q, k, v, s and, where it forgets, gates. A stream has a state and a position.
+   It keeps W, or U and sums of weights. --- */
 LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   const luna_tensor *q = op->in[0];
   const bool forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
@@ -14601,7 +14615,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   return li_causal_nested(in, &c, NULL);
 }
 
-/* --- short convolution: in x, weight, bias; of a stream: history --- */
+/* --- short convolution: inputs x, weight, bias; a stream has a history --- */
 LI_FN li_convolution li_convolution_of(const luna_op *op, int64_t b) {
   const int64_t n = li_last(op->in[0]), rows = op->in[0]->shape[1], width = li_last(op->in[1]);
   li_convolution a;
@@ -14670,7 +14684,7 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
 }
 
 /* ---- losses: cross-entropy, linear cross-entropy, losses of numbers ---- */
-/* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
+/* --- cross-entropy of logits and labels (-1: ignored). It keeps the log-sum-exp of each row. --- */
 LI_HOT li_cross_entropy li_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
   li_cross_entropy a;
   memset(&a, 0, sizeof a);
@@ -14755,11 +14769,13 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
       return li_refuse(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)kept[i], classes);
     counted += !ignored;
   }
-  s->counted = c.sum ? -1 : counted;
+  s->counted = counted;
+  s->op.arg.cross_entropy.factor = 1;
+  if (c.sum) s->counted = -1;
+  else if (counted > 0) s->op.arg.cross_entropy.factor /= (float)counted;
   if (counted == 0) li_log_ignored(ctx, s->name, "labels", rows);
   s->op.index = li_on_device(ctx) ? li_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
-  s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return s->op.index != NULL;
 }
 
@@ -14806,8 +14822,8 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
   return li_cross_entropy_loss("luna_cross_entropy", logits, labels, config);
 }
 
-/* --- linear cross-entropy: in x, W, b; index, arguments and kept as of the cross-entropy of logits = x W^T + b, which
-   it makes by panels of columns: forward with sums from panel to panel, and once more in backward --- */
+/* --- linear cross-entropy: inputs x, W, b. Logits x W^T + b are made by panels of columns, with sums from panel to
+   panel, and once more in backward. It keeps what cross-entropy keeps. --- */
 /* A panel's columns are a multiple of LI_KC, since x's gradient is a sum over them. */
 #define LI_LOGIT_COLUMNS 1024
 typedef struct li_logits {
@@ -14959,7 +14975,7 @@ LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targ
   t->counted = counted;
   if (counted == 0) li_log_ignored(values->ctx, name, "targets", count);
   t->given = given;
-  t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
+  t->share = (float)(1.0 / (double)li_max(counted, 1));
   t->x = li_select(values, given, name);
   return t->x != NULL;
 }
@@ -15052,7 +15068,6 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 }
 
 /* ---- custom ops ---- */
-/* --- custom --- */
 LI_FN void li_custom_query(luna_op *op) {
   op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
 }
@@ -15092,8 +15107,10 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   return li_finish(&s, rank, shape);
 }
 
+/* the op whose functions run now; null: none */
+LI_FN const luna_op *li_custom_of(const luna_tensor *out) { return out ? out->ctx->custom : NULL; }
 LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors) {
-  const luna_op *op = out ? out->ctx->custom : NULL;
+  const luna_op *op = li_custom_of(out);
   if (!op) return;
   const li_dropout d = li_op_dropout(op, op->arg.custom.dropped);
   if (li_k(op)->panels) li_k(op)->dropout_mask(&d, first, count, factors);
@@ -15102,7 +15119,7 @@ LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t
 }
 
 LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
-  const luna_op *op = out ? out->ctx->custom : NULL;
+  const luna_op *op = li_custom_of(out);
   luna_run run;
   memset(&run, 0, sizeof run);
   if (!op) return run;
