@@ -4021,12 +4021,7 @@ LI_FN void li_gemm_reference(const li_gemm *g) {
    words of 2 VF numbers in a row, bf16_line of VF numbers of x and those of `next` beside them. */
 #if LI_IS(bf16)
 #define LI_PAIR 2
-#ifdef LI_TILES_EMULATED          /* this instruction too */
-#define vf_terms(x, panel, sum) \
-  vf_fma(LI_K(word)(x, 0), LI_K(word)(panel, 0), vf_fma(LI_K(word)(x, 1), LI_K(word)(panel, 1), sum))
-#else
 #define vf_terms(x, panel, sum) _mm512_dpbf16_ps(sum, (__m512bh)(x), (__m512bh)(panel))
-#endif
 #else
 #define LI_PAIR 1
 #define vf_terms(x, panel, sum) vf_fma(x, panel, sum)
@@ -4092,23 +4087,7 @@ LI_FN void LI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, int64_
 #endif
 
 #if LI_IS(bf16)
-#ifdef LI_TILES_EMULATED
-/* one of the two numbers in each word */
-LI_INLINE vf LI_K(word)(vf words, int which) {
-  const __m512i bits = (__m512i)words;
-  return (vf)(which ? _mm512_and_si512(bits, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(bits, 16));
-}
-LI_INLINE __m256i LI_K(bf16_half)(vf v) {
-  const vf flushed = vf_select(vf_lt(vf_abs(v), vf_set(FLT_MIN)), vf_mul(v, vf_zero()), LI_K(upper)(v));
-  const vf rounded = vf_select(vf_le(v, v), flushed, vf_set(NAN));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)rounded, 16));
-}
-LI_INLINE vf LI_K(bf16_pair)(vf high, vf low) {
-  return (vf)_mm512_inserti64x4(_mm512_castsi256_si512(LI_K(bf16_half)(low)), LI_K(bf16_half)(high), 1);
-}
-#else
-#define li_bf16_pair_bf16(high, low) (vf)_mm512_cvtne2ps_pbh(high, low)
-#endif
+LI_INLINE vf LI_K(bf16_pair)(vf high, vf low) { return (vf)_mm512_cvtne2ps_pbh(high, low); }
 LI_INLINE vf LI_K(bf16_words)(const float *p) { return LI_K(bf16_pair)(vf_load(p + VF), vf_load(p)); }
 LI_INLINE vf LI_K(bf16_line)(vf x, vf next) {
   const __m512i order = _mm512_add_epi32(_mm512_set1_epi32(16 << 16), _mm512_mullo_epi32(_mm512_set1_epi32(0x10001),
@@ -4357,51 +4336,8 @@ static const li_products LI_K(word_products) = {
    hold rows of A, 6 and 7 lines of a panel. A block of 32 k is 2 sums of 16 terms in order, of even and of odd k, from
    0; the one is added to the other, and that to C's. ---- */
 #define LI_WA (LI_KC / 2 + 16) /* words between gathered rows: whole cache lines, and no power of two */
-#ifdef LI_TILES_EMULATED
-static __thread char li_tiles[8][16][64];
-#define LI_MEMORY ((void)0)
-#define tile_start() ((void)0)
-#define tile_end() ((void)0)
-#define tile_zero(t) memset(li_tiles[t], 0, sizeof li_tiles[t])
-#define tile_load(t, from, step) LI_K(tile_copy)(li_tiles[t][0], 64, (const char *)(from), step)
-#define tile_store(t, to, step) LI_K(tile_copy)((char *)(to), step, li_tiles[t][0], 64)
-#define tile_terms(c, a, b) LI_K(tile_words)(li_tiles[c], li_tiles[a], li_tiles[b])
-#define tile_integers(c, a, b) LI_K(tile_bytes)(li_tiles[c], li_tiles[a], li_tiles[b])
-LI_INLINE void LI_K(tile_copy)(char *to, int64_t to_step, const char *from, int64_t step) {
-  for (int i = 0; i < 16; i++) memcpy(to + i * to_step, from + i * step, 64);
-}
-LI_INLINE vf LI_K(tile_flush)(vf x) {
-  return vf_select(vf_lt(vf_abs(x), vf_set(FLT_MIN)), vf_mul(x, vf_zero()), x);
-}
-LI_FN void LI_K(tile_words)(char (*c)[64], char (*a)[64], char (*b)[64]) {
-  for (int i = 0; i < 16; i++) {
-    float *const to = (float *)(void *)c[i];
-    vf sum[2] = { vf_zero(), vf_zero() };
-    for (int p = 0; p < 16; p++)
-      for (int h = 0; h < 2; h++) {
-        const vf x = li_word_bf16(vf_set(((const float *)(void *)a[i])[p]), h);
-        const vf y = li_word_bf16(vf_load((const float *)(void *)b[p]), h);
-        sum[h] = LI_K(tile_flush)(vf_fma(x, y, sum[h]));
-      }
-    const vf both = LI_K(tile_flush)(vf_add(sum[0], sum[1]));
-    vf_store(to, LI_K(tile_flush)(vf_add(LI_K(tile_flush)(vf_load(to)), both)));
-  }
-}
-LI_FN void LI_K(tile_bytes)(char (*c)[64], char (*a)[64], char (*b)[64]) {
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++)
-      for (int p = 0; p < 64; p++)
-        ((int32_t *)(void *)c[i])[j] += (uint8_t)a[i][p] * (int8_t)b[p / 4][4 * j + p % 4];
-}
-#else
 /* gcc's intrinsics do not say what memory they read, and their configuration not all that it does */
 #define LI_MEMORY __asm__ volatile("" ::: "memory")
-#define tile_zero(t) _tile_zero(t)
-#define tile_load(t, from, step) _tile_loadd(t, from, step)
-#define tile_store(t, to, step) _tile_stored(t, to, step)
-#define tile_terms(c, a, b) _tile_dpbf16ps(c, a, b)
-#define tile_integers(c, a, b) _tile_dpbusd(c, a, b)
-#define tile_end() _tile_release()
 LI_INLINE void tile_start(void) {
   static const struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t lines[16]; } tiles = {
     1, 0, { 0 }, { 64, 64, 64, 64, 64, 64, 64, 64 }, { 16, 16, 16, 16, 16, 16, 16, 16 }
@@ -4409,7 +4345,6 @@ LI_INLINE void tile_start(void) {
   LI_MEMORY;
   _tile_loadconfig(&tiles);
 }
-#endif
 
 /* 16 vectors as lines become columns */
 #define turn_quarters(x, y, which) LI_MZ(0xFFFF, shuffle_f32x4, x, y, which)
@@ -4544,22 +4479,22 @@ LI_INLINE void LI_K(tile_late)(li_tile_work *w, int64_t rows) {
 }
 LI_INLINE void LI_K(tile_sums_load)(const float *from, int64_t step) {
   if (!from) {
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     return;
   }
-  tile_load(0, from, 4 * step);
-  tile_load(1, from + 16, 4 * step);
-  tile_load(2, from + 16 * step, 4 * step);
-  tile_load(3, from + 16 * step + 16, 4 * step);
+  _tile_loadd(0, from, 4 * step);
+  _tile_loadd(1, from + 16, 4 * step);
+  _tile_loadd(2, from + 16 * step, 4 * step);
+  _tile_loadd(3, from + 16 * step + 16, 4 * step);
 }
 LI_INLINE void LI_K(tile_sums_store)(float *to, int64_t step) {
-  tile_store(0, to, 4 * step);
-  tile_store(1, to + 16, 4 * step);
-  tile_store(2, to + 16 * step, 4 * step);
-  tile_store(3, to + 16 * step + 16, 4 * step);
+  _tile_stored(0, to, 4 * step);
+  _tile_stored(1, to + 16, 4 * step);
+  _tile_stored(2, to + 16 * step, 4 * step);
+  _tile_stored(3, to + 16 * step + 16, 4 * step);
   LI_MEMORY;
 }
 /* A block of rows x columns at (row, j) of C, both up to 32; a: words; b, tail: whole blocks of lines, and the last
@@ -4582,12 +4517,12 @@ LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t
   LI_K(tile_sums_load)(from, step);
   for (int64_t p = 0; p < w->k; p += 16, a += 16, b += 16 * 32) {
     if (p + 16 > w->k) b = tail;
-    tile_load(4, a, 4 * w->a_row);
-    tile_load(6, b, 128);
-    tile_terms(0, 4, 6);
+    _tile_loadd(4, a, 4 * w->a_row);
+    _tile_loadd(6, b, 128);
+    _tile_dpbf16ps(0, 4, 6);
     if (wide) {
-      tile_load(7, b + 16, 128);
-      tile_terms(1, 4, 7);
+      _tile_loadd(7, b + 16, 128);
+      _tile_dpbf16ps(1, 4, 7);
     }
     if (w->late) LI_K(tile_late)(w, 4);
     if (lines-- > 0)
@@ -4597,9 +4532,9 @@ LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t
       }
     if (w->coming) LI_K(tile_coming)(w, w->share);
     if (tall) {
-      tile_load(5, a + 16 * w->a_row, 4 * w->a_row);
-      tile_terms(2, 5, 6);
-      if (wide) tile_terms(3, 5, 7);
+      _tile_loadd(5, a + 16 * w->a_row, 4 * w->a_row);
+      _tile_dpbf16ps(2, 5, 6);
+      if (wide) _tile_dpbf16ps(3, 5, 7);
     }
   }
   LI_K(tile_late)(w, w->late);
@@ -4672,7 +4607,7 @@ LI_FN void LI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t
     }
   }
   LI_K(tile_late)(&w, w.late);
-  tile_end();
+  _tile_release();
 }
 static const li_products LI_K(word_products) = {
   2, 32, 2 * 32 * LI_WA, li_bf16_panels_bf16, LI_K(panels), LI_K(word_panels)
@@ -4696,20 +4631,20 @@ LI_FN void LI_K(int8_rows)(const li_int8_block *b) {
     LI_K(tile_sums_load)(NULL, 0);
     for (int64_t p = 0; p < lines; p += 16, q += 64, panel += 16 * 128) {
       if (p == whole) panel = (const char *)tail;
-      tile_load(4, q, b->q_row);
-      tile_load(6, panel, 128);
-      tile_integers(0, 4, 6);
-      tile_load(7, panel + 64, 128);
-      tile_integers(1, 4, 7);
-      tile_load(5, q + 16 * b->q_row, b->q_row);
-      tile_integers(2, 5, 6);
-      tile_integers(3, 5, 7);
+      _tile_loadd(4, q, b->q_row);
+      _tile_loadd(6, panel, 128);
+      _tile_dpbusd(0, 4, 6);
+      _tile_loadd(7, panel + 64, 128);
+      _tile_dpbusd(1, 4, 7);
+      _tile_loadd(5, q + 16 * b->q_row, b->q_row);
+      _tile_dpbusd(2, 5, 6);
+      _tile_dpbusd(3, 5, 7);
     }
     LI_K(tile_sums_store)(out, 32);
     for (int64_t r = 0; r < 32; r++)
       li_int8_finish_vnni(b, (const int32_t *)(const void *)(out + r * 32), r, j, li_min(32, b->n - j));
   }
-  tile_end();
+  _tile_release();
 }
 static const li_int8_loops LI_K(int8_loops) = {
   32, 32, 4, 1, li_int8_quantize_vnni, li_int8_panels_vnni, LI_K(int8_rows)
@@ -8204,25 +8139,17 @@ LI_TARGET_END
 #if !defined(LUNA_NO_BF16) && !defined(LI_MSVC) && \
     ((defined(__clang__) && __clang_major__ >= 9) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 10))
 #define LI_AVX512BF16
-#ifdef LI_TILES_EMULATED          /* what tests compile, to run this and the next pass on any machine of VNNI */
-LI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#else
 LI_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#endif
 #define LI_PASS _bf16
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
 LI_TARGET_END
 #endif
 
-#if defined(LI_AVX512BF16) && !defined(LUNA_NO_AMX) && (defined(LI_TILES_EMULATED) || (defined(__linux__) && \
-    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))))
+#if defined(LI_AVX512BF16) && !defined(LUNA_NO_AMX) && defined(__linux__) && \
+    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
 #define LI_AMX
-#ifdef LI_TILES_EMULATED
-LI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#else
 LI_TARGET("amx-tile,amx-bf16,amx-int8,avx512vnni,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#endif
 #define LI_PASS _amx
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
@@ -8269,7 +8196,7 @@ LI_FN int li_isa_detect(void) {
   known |= 1 << LUNA_ISA_AVX512;
   if ((r[2] & (1u << 11)) == 0) return known;
   known |= 1 << LUNA_ISA_AVX512_VNNI;
-#ifdef LI_TILES_EMULATED
+#ifdef LI_TILES_EMULATED          /* tests put functions in place of these passes' own instructions */
   known |= 1 << LUNA_ISA_AVX512_BF16 | 1 << LUNA_ISA_AMX;
 #endif
   if ((more[0] & (1u << 5)) == 0) return known;

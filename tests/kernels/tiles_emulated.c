@@ -1,6 +1,7 @@
 /* The tests of products with tiles that are emulated, and one product for tests/kernels/tiles.c, which this is linked
    with. It needs AVX-512 with VNNI, not AMX. */
 #define LI_TILES_EMULATED
+#include "emulated.h"
 #define TILES_EMULATED
 #define LUNA_STATIC
 #define main bf16_main
