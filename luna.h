@@ -2471,8 +2471,8 @@ LI_INLINE li_out li_into(float *at, int64_t row, bool add) {
   const li_out c = { at, row, add };
   return c;
 }
-/* n columns of B in panels of nr: row p of panel j is at[j * step + p * row]. With `words`, room for a tile of A's,
-   operands are rounded to bfloat16, and a row may be two of k */
+/* n columns of B in panels of nr: row p of panel j is at[j * step + p * row]. words: room for a tile's rows of A, or
+   null; for li_matmul_panels it means that operands are rounded to bfloat16. Then a row may be two of k. */
 typedef struct li_panels { const float *at; int64_t n, step, row; float *words; } li_panels;
 /* The running mean M [rows, columns] of y^T z over t tokens, or the keys or values of the memory that forgets */
 typedef struct li_mean { double *at; int64_t rows, columns, row; double t; } li_mean;
@@ -2678,11 +2678,9 @@ typedef struct li_epilogue {
 /* The loops of a gemm, which read lines of `pair` values of k */
 typedef struct li_products {
   int64_t pair, rows, words;         /* rows: of a tile; words: floats of room for a tile's words, or 0: of one row */
-  void (*fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels);
-  void (*panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_gathered,
-                 const float *panel, int64_t panel_step, int64_t b_row, const li_target *t);
-  /* of a B that lies in words; null: words are not kept */
-  void (*word_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, float *panels);
+  void (*fill_panels)(li_matrix b, float *panels);
+  void (*multiply)(li_matrix a, li_panels b, const li_target *t);
+  void (*word_panels)(li_matrix b, float *panels); /* of a B that lies in words; null: words are not kept */
 } li_products;
 
 /* of one number, the same bits on every machine: >>vector, compiled without SIMD */
@@ -2735,11 +2733,7 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
   T(void, adam, (const li_update *update))
 /* the inner loops that drivers call */
 #define LI_LOOPS(K, T) \
-  K(void, fill_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels)) \
-  K(void, panels, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, \
-                   float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const li_target *t)) \
-  K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
-                     const li_target *t)) \
+  K(void, dot_rows, (li_matrix a, li_matrix b, const li_target *t)) \
   K(void, dropout_mask, (const li_dropout *d, int64_t first, int64_t n, float *mask)) \
   K(void, tile_softmax, (const li_tile *t, float *s, const float *mask, float *stats)) \
   T(void, tile_slopes, (const li_tile *t, float *s, float *slopes, const float *mask, const float *stats)) \
@@ -2764,7 +2758,8 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
 typedef struct li_kernels {
   int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
   luna_isa isa;
-  const li_products *words;       /* products of bfloat16, and of 8 bits; null: this build has none */
+  const li_products *panels;         /* float32's products; null: the reference, which has no loops */
+  const li_products *words;          /* those of bfloat16, and of 8 bits; null: this build has none */
   const struct li_int8_loops *int8;
 #define LI_FIELD(result, name, arguments) result (*name) arguments;
   LI_KERNELS(LI_FIELD, LI_FIELD, LI_FIELD)
@@ -4030,58 +4025,59 @@ LI_FN void li_gemm_reference(const li_gemm *g) {
 #ifdef LI_PASS_LOOPS
 /* Fills one panel, of which `columns` exist; from its first on B has `ahead` in memory, which may be prefetched. What a
    row-major B has is read by vectors; of another B, these write zeros alone, before its numbers come. */
-LI_FN void LI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
-                            int64_t b_column, float *to) {
-  const bool whole = b_column == 1;
+LI_FN void LI_K(fill_panel)(li_matrix b, int64_t ahead, float *to) {
+  const bool whole = b.column == 1;
+  const int64_t columns = b.columns, k = b.rows;
   int64_t j = 0, p;
   for (p = 0; (whole || columns < LI_NR) && p < k; p++)
     for (int64_t i = whole ? 0 : columns / VF * VF; i < LI_NR; i += VF)
       vf_store(to + p * LI_NR + i,
-               whole && i < columns ? LI_K(get)(b + p * b_row + i, columns - i) : vf_zero());
+               whole && i < columns ? LI_K(get)(b.at + p * b.row + i, columns - i) : vf_zero());
   if (whole) return;
-  if (LI_MR > 1 && b_row == 1)
+  if (LI_MR > 1 && b.row == 1)
     for (; j + 4 <= columns; j += 4) {
-      const float *x = b + j * b_column, *next = x + li_min(4, ahead - 4 - j) * b_column;
+      const float *x = b.at + j * b.column, *next = x + li_min(4, ahead - 4 - j) * b.column;
       for (p = 0; p + 4 <= k; p += 4) {
-        LI_PREFETCH(next + p + (p / 4 & 3) * b_column); /* one cache line of each of four columns every sixteen k */
-        LI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LI_NR + j, LI_NR);
+        LI_PREFETCH(next + p + (p / 4 & 3) * b.column); /* one cache line of each of four columns every sixteen k */
+        LI_K(turn4)(x + p, x + p + b.column, x + p + 2 * b.column, x + p + 3 * b.column, to + p * LI_NR + j, LI_NR);
       }
       for (; p < k; p++) {
-        for (int64_t i = 0; i < 4; i++) to[p * LI_NR + j + i] = x[p + i * b_column];
+        for (int64_t i = 0; i < 4; i++) to[p * LI_NR + j + i] = x[p + i * b.column];
       }
     }
   for (p = 0; j < columns && p < k; p++) {
-    for (int64_t i = j; i < columns; i++) to[p * LI_NR + i] = b[p * b_row + i * b_column];
+    for (int64_t i = j; i < columns; i++) to[p * LI_NR + i] = b.at[p * b.row + i * b.column];
   }
 }
-LI_FN void LI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels) {
+LI_FN void LI_K(fill_panels)(li_matrix b, float *panels) {
+  const int64_t n = b.columns, k = b.rows;
   int64_t j = 0;
-  while (b_column == 1 && n - j >= LI_NR) { /* four panels at a time: longer contiguous reads */
+  while (b.column == 1 && n - j >= LI_NR) { /* four panels at a time: longer contiguous reads */
     const int64_t end = j + li_min((n - j) / LI_NR, LI_MR > 1 ? 4 : 1) * LI_NR;
     for (int64_t p = 0; p < k; p++)
       for (int64_t i = j; i < end; i += LI_NR)
-        memcpy(panels + i * k + p * LI_NR, b + p * b_row + i, LI_NR * sizeof(float));
+        memcpy(panels + i * k + p * LI_NR, b.at + p * b.row + i, LI_NR * sizeof(float));
     j = end;
   }
   for (; j < n; j += LI_NR)
-    LI_K(fill_panel)(li_min(n - j, LI_NR), n - j, k, b + j * b_column, b_row, b_column, panels + j * k);
+    LI_K(fill_panel)(li_columns(b, j, li_min(n, j + LI_NR)), n - j, panels + j * k);
 }
 
-/* copies `rows` <= MR rows of A: LI_KA floats apart or, where A is column-major, as [k][MR] */
-LI_FN void LI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
-  if (a_column == 1)
-    for (int64_t i = 0; i < rows; i++) memcpy(to + i * LI_KA, a + i * a_row, (size_t)k * sizeof(float));
+/* Copies up to MR rows of A, LI_KA floats apart or, where A is column-major, as [k][MR]. */
+LI_FN void LI_K(gather_rows)(li_matrix a, float *to) {
+  if (a.column == 1)
+    for (int64_t i = 0; i < a.rows; i++) memcpy(to + i * LI_KA, a.at + i * a.row, (size_t)a.columns * sizeof(float));
   else
-    for (int64_t p = 0; p < k; p++)
-      for (int64_t i = 0; i < rows; i++) to[p * LI_MR + i] = a[i * a_row + p * a_column];
+    for (int64_t p = 0; p < a.columns; p++)
+      for (int64_t i = 0; i < a.rows; i++) to[p * LI_MR + i] = a.at[i * a.row + p * a.column];
 }
 /* Copies whole tiles of a column-major A, whose cache lines are far apart: each is read once, and asked for before. */
-LI_FN void LI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, int64_t a_column, float *to) {
-  for (int64_t p = 0; p < k; p++, a += a_column) {
-    const float *coming = a + li_min(k - 1 - p, 24) * a_column;
+LI_FN void LI_K(gather_columns)(int64_t tiles, li_matrix a, float *to) {
+  for (int64_t p = 0; p < a.columns; p++, a.at += a.column) {
+    const float *coming = a.at + li_min(a.columns - 1 - p, 24) * a.column;
     for (int64_t i = 0; i < tiles * LI_MR; i += 16) LI_PREFETCH(coming + i);
     for (int64_t t = 0; t < tiles; t++)
-      memcpy(to + t * LI_MR * LI_KA + p * LI_MR, a + t * LI_MR, LI_MR * sizeof(float));
+      memcpy(to + t * LI_MR * LI_KA + p * LI_MR, a.at + t * LI_MR, LI_MR * sizeof(float));
   }
 }
 #endif
@@ -4117,41 +4113,40 @@ LI_INLINE void LI_K(bf16_lines)(int64_t parts, int64_t width, int64_t k, const f
       }
 }
 /* fill_panels of words */
-LI_FN void LI_K(bf16_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels) {
-  const int64_t size = li_divide_up(k, 2) * LI_NR;
+LI_FN void LI_K(bf16_panels)(li_matrix b, float *panels) {
+  const int64_t n = b.columns, k = b.rows, size = li_divide_up(k, 2) * LI_NR;
   int64_t j = 0;
   float words[LI_NR * VF];
-  for (int64_t some; b_column == 1 && n - j >= LI_NR; j += some * LI_NR, panels += some * size) {
+  for (int64_t some; b.column == 1 && n - j >= LI_NR; j += some * LI_NR, panels += some * size) {
     some = li_min((n - j) / LI_NR, 4);
-    LI_K(bf16_lines)(some, LI_NR, k, b + j, b_row, panels, LI_NR, size);
+    LI_K(bf16_lines)(some, LI_NR, k, b.at + j, b.row, panels, LI_NR, size);
   }
   for (; j < n; j += LI_NR, panels += size) {
     const int64_t columns = li_min(n - j, LI_NR);
     for (int64_t p = 0; p < k; p += 2 * VF) {
       const int64_t terms = li_min(k - p, 2 * VF);
+      const li_matrix turned = { words, li_divide_up(terms, 2), columns, 1, VF };
       for (int64_t i = 0; i < columns; i++)
-        LI_K(bf16_run)(terms, b + p * b_row + (j + i) * b_column, b_row, words + i * VF);
-      LI_G(fill_panel)(columns, columns, li_divide_up(terms, 2), words, 1, VF, panels + p / 2 * LI_NR);
+        LI_K(bf16_run)(terms, b.at + p * b.row + (j + i) * b.column, b.row, words + i * VF);
+      LI_G(fill_panel)(turned, columns, panels + p / 2 * LI_NR);
     }
   }
 }
 /* tile_a of words */
-LI_INLINE const float *LI_K(tile_a)(bool words, int64_t m, int64_t k, int64_t row, int64_t rows, const float *a,
-                                    float *to, int64_t *a_row, int64_t *a_column) {
-  const int64_t place = row / LI_MR % LI_WORDS_ABREAST;
+LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t rows, float *to) {
+  const int64_t place = row / LI_MR % LI_WORDS_ABREAST, whole = (a.rows - row) / LI_MR, k = a.columns;
   (void)words;
-  a += row * *a_row;
-  if (*a_column == 1 || *a_row != 1) {
-    for (int64_t i = 0; i < rows; i++) LI_K(bf16_run)(k, a + i * *a_row, *a_column, to + i * LI_KA);
-    *a_row = LI_KA;
-    *a_column = 1;
-    return to;
+  a.at += row * a.row;
+  if (a.column == 1 || a.row != 1) {
+    for (int64_t i = 0; i < rows; i++) LI_K(bf16_run)(k, a.at + i * a.row, a.column, to + i * LI_KA);
+    return li_strided(to, rows, k, LI_KA);
   }
-  if (rows < LI_MR) LI_K(bf16_lines)(1, rows, k, a, *a_column, to, LI_MR, 0);
+  if (rows < LI_MR) LI_K(bf16_lines)(1, rows, k, a.at, a.column, to, LI_MR, 0);
   else if (place == 0)
-    LI_K(bf16_lines)(li_min((m - row) / LI_MR, LI_WORDS_ABREAST), LI_MR, k, a, *a_column, to, LI_MR, LI_MR * LI_KA);
-  *a_column = LI_MR;
-  return to + (rows < LI_MR ? 0 : place * LI_MR * LI_KA);
+    LI_K(bf16_lines)(li_min(whole, LI_WORDS_ABREAST), LI_MR, k, a.at, a.column, to, LI_MR, LI_MR * LI_KA);
+  a.at = to + (rows < LI_MR ? 0 : place * LI_MR * LI_KA);
+  a.column = LI_MR;
+  return a;
 }
 #elif !defined(LUNA_NO_BF16)
 /* without vdpbf16ps a word is a rounded number: fill_panels and tile_a round what they have copied */
@@ -4163,22 +4158,22 @@ LI_FN void LI_K(bf16_round)(int64_t rows, int64_t n, float *x, int64_t row) {
       LI_K(put)(x + i, vf_select(vf_le(v, v), normal, v), n - i);
     }
 }
-LI_FN void LI_K(bf16_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels) {
-  LI_K(fill_panels)(n, k, b, b_row, b_column, panels);
-  LI_K(bf16_round)(li_divide_up(n, LI_NR) * k, LI_NR, panels, LI_NR);
+LI_FN void LI_K(bf16_panels)(li_matrix b, float *panels) {
+  LI_K(fill_panels)(b, panels);
+  LI_K(bf16_round)(li_divide_up(b.columns, LI_NR) * b.rows, LI_NR, panels, LI_NR);
 }
 #endif
 
 /* A tile is rows by `vectors` vectors, both constants in every call below. gcc keeps an array in registers only when
    every index is a constant, so all its loops are unrolled. Rows of A are addressed from every third one, as an x86
    address holds a base plus one or two strides at no cost. */
-LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                               const float *b, int64_t b_row, const li_epilogue *e) {
+LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, li_matrix a, const float *b, int64_t b_row,
+                               const li_epilogue *e) {
   vf sum[2 * LI_MR][LI_NV], panel[LI_NV];
   const float *at[2 * LI_MR / 3 + 1];
   LI_UNROLL
   for (int i = 0; i < rows; i++) {
-    if (i % 3 == 0) at[i / 3] = a + i * a_row;
+    if (i % 3 == 0) at[i / 3] = a.at + i * a.row;
     LI_UNROLL
     for (int j = 0; j < vectors; j++) sum[i][j] = vf_zero();
     LI_PREFETCH(e->c + i * e->c_row);
@@ -4189,12 +4184,12 @@ LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, const float *a,
     for (int j = 0; j < vectors; j++) panel[j] = vf_load(b + j * VF);
     LI_UNROLL
     for (int i = 0; i < rows; i++) {
-      const vf x = vf_set(at[i / 3][i % 3 * a_row]);
+      const vf x = vf_set(at[i / 3][i % 3 * a.row]);
       LI_UNROLL
       for (int j = 0; j < vectors; j++) sum[i][j] = vf_terms(x, panel[j], sum[i][j]);
     }
     LI_UNROLL
-    for (int i = 0; i < rows; i += 3) at[i / 3] += a_column;
+    for (int i = 0; i < rows; i += 3) at[i / 3] += a.column;
   }
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *from = e->from;
@@ -4221,16 +4216,15 @@ LI_INLINE int64_t LI_K(tile_height)(int64_t left, bool half) {
   if (LI_MR > 8 && left >= 8) return 8;
   return LI_MR > 4 && left >= 4 ? 4 : li_min(left, 3);
 }
-LI_INLINE void LI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                          const float *b, int64_t b_row, const li_epilogue *e) {
-  if (rows == LI_MR) LI_K(tile_rows)(LI_MR, LI_NV, k, a, a_row, a_column, b, b_row, e);
-  else if (LI_NV == 2 && !LI_IS(bf16) && rows == 2 * LI_MR)
-    LI_K(tile_rows)(2 * LI_MR, 1, k, a, a_row, a_column, b, b_row, e);
-  else if (LI_MR > 8 && rows == 8) LI_K(tile_rows)(8, LI_NV, k, a, a_row, a_column, b, b_row, e);
-  else if (LI_MR > 4 && rows == 4) LI_K(tile_rows)(4, LI_NV, k, a, a_row, a_column, b, b_row, e);
-  else if (LI_MR > 1 && rows == 3) LI_K(tile_rows)(3, LI_NV, k, a, a_row, a_column, b, b_row, e);
-  else if (LI_MR > 1 && rows == 2) LI_K(tile_rows)(2, LI_NV, k, a, a_row, a_column, b, b_row, e);
-  else LI_K(tile_rows)(1, LI_NV, k, a, a_row, a_column, b, b_row, e);
+LI_INLINE void LI_K(tile)(int64_t rows, int64_t k, li_matrix a, const float *b, int64_t b_row,
+                          const li_epilogue *e) {
+  if (rows == LI_MR) LI_K(tile_rows)(LI_MR, LI_NV, k, a, b, b_row, e);
+  else if (LI_NV == 2 && !LI_IS(bf16) && rows == 2 * LI_MR) LI_K(tile_rows)(2 * LI_MR, 1, k, a, b, b_row, e);
+  else if (LI_MR > 8 && rows == 8) LI_K(tile_rows)(8, LI_NV, k, a, b, b_row, e);
+  else if (LI_MR > 4 && rows == 4) LI_K(tile_rows)(4, LI_NV, k, a, b, b_row, e);
+  else if (LI_MR > 1 && rows == 3) LI_K(tile_rows)(3, LI_NV, k, a, b, b_row, e);
+  else if (LI_MR > 1 && rows == 2) LI_K(tile_rows)(2, LI_NV, k, a, b, b_row, e);
+  else LI_K(tile_rows)(1, LI_NV, k, a, b, b_row, e);
 }
 
 #ifdef LI_PASS_LOOPS
@@ -4272,62 +4266,60 @@ LI_INLINE li_epilogue LI_K(epilogue_of)(const li_target *t, int64_t row, int64_t
 }
 
 #ifdef LI_PASS_LOOPS
-/* The rows of A of the tile at row `row`. They are copied to a_gathered unless that is null: whole tiles of a
-   column-major A go several at a time. With `words` what was copied is rounded. */
-LI_INLINE const float *LI_K(tile_a)(bool words, int64_t m, int64_t k, int64_t row, int64_t rows, const float *a,
-                                    float *a_gathered, int64_t *a_row, int64_t *a_column) {
-  const float *at = a + row * *a_row;
+/* The rows of A of the tile at row `row`. They are copied to `room` unless that is null: whole tiles of a column-major
+   A go several at a time. With `words` what was copied is rounded. */
+LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t rows, float *room) {
   const int64_t abreast = words ? LI_WORDS_ABREAST : LI_TILES_ABREAST, place = row / LI_MR % abreast;
-  if (LI_MR == 1 || !a_gathered) return at;
-  if (*a_column != 1 && *a_row == 1 && rows == LI_MR) {
-    if (place == 0)
-      LI_K(gather_columns)(li_min((m - row) / LI_MR, abreast), k, at, *a_column, a_gathered);
-    a_gathered += place * LI_MR * LI_KA;
-  } else LI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
+  const int64_t whole = (a.rows - row) / LI_MR;
+  a = li_lines(a, row, row + rows);
+  if (LI_MR == 1 || !room) return a;
+  if (a.column != 1 && a.row == 1 && rows == LI_MR) {
+    if (place == 0) LI_K(gather_columns)(li_min(whole, abreast), a, room);
+    room += place * LI_MR * LI_KA;
+  } else LI_K(gather_rows)(a, room);
 #ifndef LUNA_NO_BF16
-  if (words && *a_column == 1) LI_K(bf16_round)(rows, k, a_gathered, LI_KA);
-  else if (words) LI_K(bf16_round)(k, rows, a_gathered, LI_MR);
+  if (words && a.column == 1) LI_K(bf16_round)(rows, a.columns, room, LI_KA);
+  else if (words) LI_K(bf16_round)(a.columns, rows, room, LI_MR);
 #endif
-  *a_row = *a_column == 1 ? LI_KA : 1;
-  *a_column = *a_column == 1 ? 1 : LI_MR;
-  return a_gathered;
+  a.at = room;
+  a.row = a.column == 1 ? LI_KA : 1;
+  if (a.column != 1) a.column = LI_MR;
+  return a;
 }
 #endif
 
-/* C (+)= alpha A B: m rows of A by the panels of a block of B. The tile's rows stay in L1 while the panels stream from
-   L2 and the next tile's rows are prefetched; C is accessed row by row. */
-LI_FN void LI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                        float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row,
-                        const li_target *t) {
+/* C (+)= alpha A B: the rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next
+   tile's rows are prefetched; C is accessed row by row. */
+LI_FN void LI_K(panels)(li_matrix a, li_panels b, const li_target *t) {
   const bool plain = t->activation == LI_NO_ACTIVATION || t->activation == LUNA_ACTIVATION_RELU;
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
-  const bool words = LI_IS(bf16) || LI_BF16(t), half = n <= VF && LI_NV == 2 && !words;
-  const int64_t all = li_divide_up(n, LI_NR), lines = li_divide_up(k, LI_PAIR);
+  const bool words = LI_IS(bf16) || LI_BF16(t), half = b.n <= VF && LI_NV == 2 && !words;
+  const int64_t all = li_divide_up(b.n, LI_NR), lines = li_divide_up(a.columns, LI_PAIR);
   float edge[2 * LI_MR * LI_NR];
-  if (half) a_gathered = NULL;         /* which has room for MR rows */
-  for (int64_t row = 0, rows; row < m; row += rows) {
-    const float *b = panel;
-    int64_t at_row = a_row, at_column = a_column;
-    rows = LI_K(tile_height)(m - row, half);
-    const float *at = LI_K(tile_a)(words, m, k, row, rows, a, a_gathered, &at_row, &at_column);
-    const float *next = a + (row + rows) * a_row;
-    const int64_t coming = half ? 0 : li_min(rows, m - row - rows);
+  if (half) b.words = NULL;          /* which has room for MR rows */
+  for (int64_t row = 0, rows; row < a.rows; row += rows) {
+    const float *panel = b.at;
+    rows = LI_K(tile_height)(a.rows - row, half);
+    const li_matrix at = LI_K(tile_a)(words, a, row, rows, b.words);
+    const float *next = a.at + (row + rows) * a.row;
+    const int64_t coming = half ? 0 : li_min(rows, a.rows - row - rows);
     const int64_t width = rows > LI_MR ? VF : LI_NR;
-    for (int64_t j = 0; j < n; j += LI_NR, b += panel_step) {
-      const int64_t columns = li_min(n - j, LI_NR);
-      if (LI_MR > 1 && a_column == 1)
+    for (int64_t j = 0; j < b.n; j += LI_NR, panel += b.step) {
+      const int64_t columns = li_min(b.n - j, LI_NR);
+      if (LI_MR > 1 && a.column == 1)
         for (int64_t p = j / LI_NR; p < coming; p += all)
-          for (int64_t x = 0; x < k; x += 16) LI_PREFETCH(next + p * a_row + x);
+          for (int64_t x = 0; x < a.columns; x += 16) LI_PREFETCH(next + p * a.row + x);
       li_epilogue e = LI_K(epilogue_of)(t, row, j, simple && columns == width ? NULL : edge);
-      LI_K(tile)(rows, lines, at, at_row, at_column, b, b_row, &e);
+      LI_K(tile)(rows, lines, at, panel, b.row, &e);
       if (e.c == edge) LI_G(finish_tile)(t, row, j, rows, columns, edge);
     }
   }
 }
+#ifdef LI_PASS_LOOPS
+static const li_products LI_K(float_products) = { 1, LI_MR, 0, LI_K(fill_panels), LI_K(panels), NULL };
+#endif
 #ifndef LUNA_NO_BF16
-static const li_products LI_K(word_products) = {
-  LI_PAIR, LI_MR, 0, LI_K(bf16_panels), LI_K(panels), NULL
-};
+static const li_products LI_K(word_products) = { LI_PAIR, LI_MR, 0, LI_K(bf16_panels), LI_K(panels), NULL };
 #endif
 #endif
 
@@ -4385,29 +4377,28 @@ LI_INLINE vf LI_K(tile_line)(bool words, int64_t left, const float *at, int64_t 
   const __m512i next = LI_MZ(0xFFFF, cvtepu16_epi32, after);
   return (vf)_mm512_or_si512(first, _mm512_maskz_slli_epi32(0xFFFF, next, 16));
 }
-/* `rows` rows of A as words, with zeros to whole blocks of 32 k */
-LI_FN void LI_K(gather)(bool words, int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                        float *to) {
-  if (a_row != 1 || a_column == 1) {
-    for (int64_t i = 0; i < rows; i++) li_bf16_run_bf16(k, a + i * a_row, a_column, to + i * LI_WA);
+/* rows of A as words, with zeros to whole blocks of 32 k */
+LI_FN void LI_K(gather)(bool words, li_matrix a, float *to) {
+  if (a.row != 1 || a.column == 1) {
+    for (int64_t i = 0; i < a.rows; i++) li_bf16_run_bf16(a.columns, a.at + i * a.row, a.column, to + i * LI_WA);
     return;
   }
-  for (int64_t p = 0; p < k; p += 32, to += 16)
-    for (int64_t i = 0; i < rows; i += 16) {
-      const float *at = a + p * a_column + (words ? i / 2 : i);
+  for (int64_t p = 0; p < a.columns; p += 32, to += 16)
+    for (int64_t i = 0; i < a.rows; i += 16) {
+      const float *at = a.at + p * a.column + (words ? i / 2 : i);
       vf lines[16];
       LI_UNROLL
       for (int q = 0; q < 16; q++)
-        lines[q] = LI_K(tile_line)(words, k - p - 2 * q, at + 2 * q * a_column, a_column, rows - i);
+        lines[q] = LI_K(tile_line)(words, a.columns - p - 2 * q, at + 2 * q * a.column, a.column, a.rows - i);
       LI_K(turn16)(lines, to + i * LI_WA, LI_WA);
     }
 }
 /* panels of a B that lies in words */
-LI_FN void LI_K(word_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, float *panels) {
-  for (int64_t j = 0; j < n; j += 32)
-    for (int64_t p = 0; p < k; p += 2, panels += 32)
+LI_FN void LI_K(word_panels)(li_matrix b, float *panels) {
+  for (int64_t j = 0; j < b.columns; j += 32)
+    for (int64_t p = 0; p < b.rows; p += 2, panels += 32)
       for (int64_t i = 0; i < 32; i += 16)
-        vf_store(panels + i, LI_K(tile_line)(true, k - p, b + p * b_row + (j + i) / 2, b_row, 16));
+        vf_store(panels + i, LI_K(tile_line)(true, b.rows - p, b.at + p * b.row + (j + i) / 2, b.row, 16));
 }
 
 /* What a product by tiles has for all its blocks. Sums begin with `from`, rows from_row apart: what is added, or the
@@ -4556,23 +4547,20 @@ LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t
     w->late_sums[l] = vf_zero();
   }
 }
-LI_FN void LI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                        float *words, const float *panel, int64_t panel_step, int64_t b_row,
-                        const li_target *t) {
+LI_FN void LI_K(panels)(li_matrix a, li_panels b, const li_target *t) {
   const bool relu = t->finish && t->activation == LUNA_ACTIVATION_RELU, first = t->alpha == 1;
   const bool plain = t->activation == LI_NO_ACTIVATION || t->activation == LUNA_ACTIVATION_RELU;
   const float *const bias = t->finish ? t->bias : NULL;
-  const int64_t lines = li_divide_up(k, 2), whole = lines / 16 * 16, some = lines - whole;
-  const bool ready = t->a_words && a_column == 1;
-  const bool dense = !ready && a_column == 1 && k > 0 && k % 32 == 0 && n > 0;
+  const int64_t k = a.columns, lines = li_divide_up(k, 2), whole = lines / 16 * 16, some = lines - whole;
+  const bool ready = t->a_words && a.column == 1;
+  const bool dense = !ready && a.column == 1 && k > 0 && k % 32 == 0 && b.n > 0;
   float memory[3 * 32 * 32];
-  float *edge = memory + (16 - (uintptr_t)memory / 4 % 16) % 16, *const tail = edge + 2 * 32 * 32;
+  float *words = b.words, *edge = memory + (16 - (uintptr_t)memory / 4 % 16) % 16, *const tail = edge + 2 * 32 * 32;
   li_tile_work w;
-  (void)b_row;
   memset(&w, 0, sizeof w);
   w.t = t;
   w.k = lines;
-  w.a_row = ready ? a_row : LI_WA;
+  w.a_row = ready ? a.row : LI_WA;
   w.simple = !t->finish || (!t->pre && !t->late && plain);
   w.from = NULL;
   if (first && w.simple) w.from = t->from ? t->from : bias;
@@ -4584,25 +4572,28 @@ LI_FN void LI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t
   w.lowest = vf_set(relu ? 0 : -(float)INFINITY);
   memset(tail + some * 32, 0, (size_t)(16 - some) * 32 * sizeof(float) * (some > 0));
   w.across = k / 32;
-  w.gap = a_row - k;
-  w.ahead = a_row;
-  w.share = li_divide_up(32 * 32, n);
+  w.gap = a.row - k;
+  w.ahead = a.row;
+  w.share = li_divide_up(32 * 32, b.n);
   tile_start();
-  for (int64_t row = 0, rows; row < m; row += rows) {
-    const float *b = panel, *at = a + (t->a_words && !ready ? row / 2 : row * a_row);
-    rows = li_min(m - row, 32);
-    if (!ready && (!dense || row == 0)) LI_K(gather)(t->a_words, rows, k, at, a_row, a_column, words);
+  for (int64_t row = 0, rows; row < a.rows; row += rows) {
+    const float *panel = b.at;
+    rows = li_min(a.rows - row, 32);
+    const li_matrix some_rows = {
+      a.at + (t->a_words && !ready ? row / 2 : row * a.row), rows, k, a.row, a.column
+    };
+    if (!ready && (!dense || row == 0)) LI_K(gather)(t->a_words, some_rows, words);
     if (dense) {
       LI_K(tile_coming)(&w, w.coming);
       if (row > 0) words += row % 64 ? 32 * LI_WA : -32 * LI_WA;
-      w.coming = li_min(m - row - rows, 32) * w.across;
-      w.coming_a = at + rows * a_row;
+      w.coming = li_min(a.rows - row - rows, 32) * w.across;
+      w.coming_a = some_rows.at + rows * a.row;
       w.coming_words = words + (row % 64 ? -32 : 32) * LI_WA;
       w.line = 0;
     }
-    for (int64_t j = 0; j < n; j += 32, b += panel_step) {
-      if (some) memcpy(tail, b + whole * 32, (size_t)some * 32 * sizeof(float));
-      LI_K(tile_block)(&w, row, j, rows, li_min(n - j, 32), ready ? at : words, b, tail, edge);
+    for (int64_t j = 0; j < b.n; j += 32, panel += b.step) {
+      if (some) memcpy(tail, panel + whole * 32, (size_t)some * 32 * sizeof(float));
+      LI_K(tile_block)(&w, row, j, rows, li_min(b.n - j, 32), ready ? some_rows.at : words, panel, tail, edge);
       if (w.late) edge = tail - (tail - edge == 1024 ? 2048 : 1024);
     }
   }
@@ -4677,22 +4668,22 @@ LI_INLINE void LI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, cons
   for (; i % 4; i++) dot[i] = vf_zero();
   for (i = 0; i < n; i += 4) LI_K(sum4)(dot + i, alpha, out + i);
 }
-LI_FN void LI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b,
-                          int64_t b_column, const li_target *t) {
+LI_FN void LI_K(dot_rows)(li_matrix a, li_matrix b, const li_target *t) {
+  const int64_t m = a.rows, n = b.columns, k = a.columns;
   const int64_t group = m > 1 ? 4 : LI_NR; /* columns that stay in L1 for several rows */
   float edge[4 * LI_NR];
   if (n % VF) memset(edge, 0, sizeof edge); /* all lanes of a vector are read */
   for (int64_t j = 0; j < n; j += LI_NR)
     for (int64_t i = 0; i < m; i += 4) {
       const int64_t columns = li_min(n - j, LI_NR), rows = li_min(m - i, 4);
-      const float *x = a + i * a_row, *y = b + j * b_column;
+      const float *x = a.at + i * a.row, *y = b.at + j * b.column;
       for (int64_t l = 0; l < columns; l += group)
         for (int64_t r = 0; r < rows; r++) {
           const int64_t count = li_min(columns - l, group);
           float *to = edge + r * LI_NR + l;
           if (VF > 1 && k % (4 * VF) == 0)
-            LI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
-          else LI_K(dots)(false, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
+            LI_K(dots)(true, count, k, x + r * a.row, y + l * b.column, b.column, t->alpha, to);
+          else LI_K(dots)(false, count, k, x + r * a.row, y + l * b.column, b.column, t->alpha, to);
         }
       LI_K(finish_tile)(t, i, j, rows, columns, edge);
     }
@@ -4705,31 +4696,27 @@ LI_HOT int64_t li_panels_size(const li_kernels *kernels, int64_t n, int64_t k) {
   return li_divide_up(n, kernels->nr) * kernels->nr * k;
 }
 
-LI_HOT li_products li_products_of(const li_kernels *kernels, bool bf16);
+LI_INLINE const li_products *li_products_of(const li_kernels *kernels, bool bf16) {
+  return bf16 ? kernels->words : kernels->panels;
+}
 /* floats of room for a tile's words */
 LI_HOT int64_t li_words_size(const li_kernels *kernels, bool column_major) {
-  const int64_t words = li_products_of(kernels, true).words;
-  if (words) return words;
+  if (kernels->words->words) return kernels->words->words;
   return kernels->mr * LI_KA * (column_major ? LI_WORDS_ABREAST : 1);
 }
 LI_HOT li_panels li_words_in(const li_kernels *kernels, const float *at, int64_t n, int64_t k, float *words) {
-  const int64_t rows = words ? li_divide_up(k, li_products_of(kernels, true).pair) : k;
+  const int64_t rows = li_divide_up(k, li_products_of(kernels, words != NULL)->pair);
   const li_panels b = { at, n, kernels->nr * rows, kernels->nr, words };
   return b;
 }
 LI_HOT li_panels li_words_of(const li_kernels *kernels, li_matrix b, float *room, float *words) {
-  li_products_of(kernels, words != NULL).fill_panels(b.columns, b.rows, b.at, b.row, b.column, room);
+  li_products_of(kernels, words != NULL)->fill_panels(b, room);
   return li_words_in(kernels, room, b.columns, b.rows, words);
-}
-LI_HOT li_panels li_panels_in(const li_kernels *kernels, const float *at, int64_t n, int64_t k) {
-  return li_words_in(kernels, at, n, k, NULL);
-}
-LI_HOT li_panels li_panels_of(const li_kernels *kernels, li_matrix b, float *room) {
-  return li_words_of(kernels, b, room, NULL);
 }
 /* C = alpha A B (+ C) */
 LI_HOT void li_matmul_panels(const li_kernels *kernels, float alpha, li_matrix a, li_panels b, li_out c) {
-  const li_products products = li_products_of(kernels, b.words != NULL);
+  const li_products *products = li_products_of(kernels, b.words != NULL);
+  const float *panels = b.at;
   li_target t;
   int64_t p = 0;
   memset(&t, 0, sizeof t);
@@ -4739,8 +4726,8 @@ LI_HOT void li_matmul_panels(const li_kernels *kernels, float alpha, li_matrix a
   t.from = c.add ? c.at : NULL;
   t.bf16 = b.words != NULL;
   do {
-    products.panels(a.rows, b.n, li_min(a.columns - p, LI_KC), a.at + p * a.column, a.row, a.column, b.words,
-                    b.at + p / products.pair * b.row, b.step, b.row, &t);
+    b.at = panels + p / products->pair * b.row;
+    products->multiply(li_columns(a, p, li_min(a.columns, p + LI_KC)), b, &t);
     t.from = c.at;
     p += LI_KC;
   } while (p < a.columns);
@@ -4754,7 +4741,7 @@ LI_HOT void li_matmul(const li_kernels *kernels, float alpha, li_matrix a, li_ma
   if (whole) li_matmul_panels(kernels, alpha, a, own, c);
   if (whole == b.columns) return;
   c.at += whole;
-  li_matmul_panels(kernels, alpha, a, li_panels_of(kernels, li_columns(b, whole, b.columns), panels), c);
+  li_matmul_panels(kernels, alpha, a, li_words_of(kernels, li_columns(b, whole, b.columns), panels, NULL), c);
 }
 /* C = A B (+ C), of rounded operands with `words` */
 LI_HOT void li_matmul_words(const li_kernels *kernels, float alpha, li_matrix a, li_matrix b,
@@ -4769,7 +4756,7 @@ LI_HOT void li_matmul_words(const li_kernels *kernels, float alpha, li_matrix a,
 typedef struct li_gemm_plan {
   const li_kernels *kernels;
   const li_gemm *g;
-  li_products products;
+  const li_products *products;
   char *scratch;
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
@@ -4790,8 +4777,8 @@ LI_HOT const float *li_place(const float *x, bool words, int64_t row, int64_t x_
 }
 
 LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g, int64_t threads) {
-  const li_products products = li_products_of(kernels, LI_BF16(g));
-  const int64_t batch = g->batch[0] * g->batch[1], block_k = li_min(g->k, LI_KC), mr = products.rows,
+  const li_products *products = li_products_of(kernels, LI_BF16(g));
+  const int64_t batch = g->batch[0] * g->batch[1], block_k = li_min(g->k, LI_KC), mr = products->rows,
                 nr = kernels->nr;
   const int64_t parts = threads == 1 || batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
   const bool dense = g->a_column == 1 && g->a_row == g->k && g->k <= LI_KC;
@@ -4811,7 +4798,7 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
   /* few rows: panels are read at once, so keep them in the cache */
   p.columns = g->m <= 2 * mr ? 4 * nr : LI_NC / nr * nr;
   p.columns = li_min(p.columns, li_divide_up(li_max(g->n, 1), nr) * nr);
-  p.b_size = g->b_panels ? 0 : p.columns * li_divide_up(block_k, p.products.pair);
+  p.b_size = g->b_panels ? 0 : p.columns * li_divide_up(block_k, products->pair);
   if (LI_BF16(g)) p.a_size = li_words_size(kernels, g->a_row == 1 && g->a_column != 1);
   else if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LI_KA * (g->a_row == 1 && g->a_column != 1 ? LI_TILES_ABREAST : 1);
@@ -4837,16 +4824,19 @@ LI_HOT void li_panels_task(void *work, int64_t thread, int64_t first, int64_t la
   const li_gemm_work *w = (const li_gemm_work *)work;
   const li_gemm *g = w->g;
   const int64_t column = first * w->kernels->nr, n = li_min(g->n, last * w->kernels->nr) - column;
-  const li_products products = li_products_of(w->kernels, LI_BF16(g));
+  const li_products *products = li_products_of(w->kernels, LI_BF16(g));
   (void)thread;
-  for (int64_t p = 0; p < g->k; p += LI_KC)
-    products.fill_panels(n, li_min(g->k - p, LI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
-                         g->b_column, w->panels + li_panels_at(w->kernels, g, products.pair, column, p));
+  for (int64_t p = 0; p < g->k; p += LI_KC) {
+    const li_matrix b = {
+      g->b + p * g->b_row + column * g->b_column, li_min(g->k - p, LI_KC), n, g->b_row, g->b_column
+    };
+    products->fill_panels(b, w->panels + li_panels_at(w->kernels, g, products->pair, column, p));
+  }
 }
 LI_FN size_t li_panels_bytes(const li_kernels *kernels, const li_gemm *g) {
   LI_BY_REFERENCE(kernels, return 0);
   LI_BY_INT8(g, return li_int8_panels_bytes(kernels, g));
-  const int64_t lines = li_divide_up(g->k, li_products_of(kernels, LI_BF16(g)).pair);
+  const int64_t lines = li_divide_up(g->k, li_products_of(kernels, LI_BF16(g))->pair);
   return li_round((size_t)li_panels_size(kernels, g->n, lines) * sizeof(float));
 }
 LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *panels) {
@@ -4860,7 +4850,7 @@ LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, cons
 LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int64_t m, int64_t n,
                           int64_t column, const float *a, const float *b, li_target *t) {
   const li_kernels *kernels = plan->kernels;
-  const li_products *products = &plan->products;
+  const li_products *products = plan->products;
   const li_gemm *g = plan->g;
   int64_t p = 0;
   if (g->accumulate && !plan->late) {
@@ -4869,18 +4859,18 @@ LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int6
   }
   do {
     const int64_t k = li_min(g->k - p, LI_KC);
-    const float *from = b + p * g->b_row, *at = li_place(a, g->a_words, 0, g->a_row, p, g->a_column);
-    const float *panels = g->b_panels ? g->b_panels + li_panels_at(kernels, g, products->pair, column, p) :
-        thread->b;
-    if (panels == thread->b && g->b_words) products->word_panels(n, k, from, g->b_row, thread->b);
-    else if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k))
-      products->fill_panels(n, k, from, g->b_row, g->b_column, thread->b);
-    thread->held = from;
+    const li_matrix x = { li_place(a, g->a_words, 0, g->a_row, p, g->a_column), m, k, g->a_row, g->a_column };
+    const li_matrix y = { b + p * g->b_row, k, n, g->b_row, g->b_column };
+    li_panels panels = { thread->b, n, kernels->nr * li_divide_up(k, products->pair), kernels->nr,
+                         plan->a_size ? thread->a : NULL };
+    if (g->b_panels) panels.at = g->b_panels + li_panels_at(kernels, g, products->pair, column, p);
+    else if (g->b_words) products->word_panels(y, thread->b);
+    else if (thread->held != y.at || thread->held_n != n || thread->held_k != k) products->fill_panels(y, thread->b);
+    thread->held = y.at;
     thread->held_n = n;
     thread->held_k = k;
     t->finish = p + k >= g->k && (t->bias || t->pre || t->words || t->activation != LI_NO_ACTIVATION || plan->late);
-    products->panels(m, n, k, at, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels,
-                     kernels->nr * li_divide_up(k, products->pair), kernels->nr, t);
+    products->multiply(x, panels, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
     p += LI_KC;
@@ -4935,7 +4925,7 @@ LI_HOT li_gemm_thread *li_gemm_thread_at(const li_gemm_plan *p, int64_t thread) 
 LI_HOT void li_gemm_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_gemm_plan *p = (const li_gemm_plan *)work;
   const li_gemm *g = p->g;
-  const int64_t parts = p->row_parts * p->column_parts, mr = p->products.rows, nr = p->kernels->nr;
+  const int64_t parts = p->row_parts * p->column_parts, mr = p->products->rows, nr = p->kernels->nr;
   li_gemm_thread *own = li_gemm_thread_at(p, thread);
   for (int64_t u = first; u < last; u++) {
     const int64_t r = u % parts / p->column_parts, c = u % p->column_parts;
@@ -4966,8 +4956,11 @@ LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last
       t.pre = g->pre ? g->pre + at : NULL;
       t.from = g->residual ? g->residual + at : NULL;
       if (g->accumulate && !t.late) t.from = t.c;
-      w->kernels->dot_rows(g->m, end - column, g->k, g->a + x * g->a_batch[0] + y * g->a_batch[1], g->a_row,
-                           g->b + x * g->b_batch[0] + y * g->b_batch[1] + column * g->b_column, g->b_column, &t);
+      const li_matrix a = { g->a + x * g->a_batch[0] + y * g->a_batch[1], g->m, g->k, g->a_row, 1 };
+      const li_matrix b = {
+        g->b + x * g->b_batch[0] + y * g->b_batch[1] + column * g->b_column, g->k, end - column, 1, g->b_column
+      };
+      w->kernels->dot_rows(a, b, &t);
     }
 }
 LI_HOT size_t li_gemm_scratch(const li_kernels *kernels, const li_gemm *g, int64_t threads) {
@@ -6138,7 +6131,7 @@ LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_spa
     return;
   }
   li_panels panels = li_words_in(kernels, m->values, b->values.columns, b->depth, m->words);
-  panels.at += first / li_products_of(kernels, m->words != NULL).pair * panels.row;
+  panels.at += first / li_products_of(kernels, m->words != NULL)->pair * panels.row;
   li_matmul_panels(kernels, factor, s, panels, to);
 }
 /* The tile of queries from `query` on against a block: into out, where it is merged with the blocks before; or, where
@@ -7335,7 +7328,7 @@ LI_FN void li_sweep_clear(li_sweep *s, const li_kernels *kernels, const void *ar
 /* scores = (X Y^T) o L. Above its diagonal a triangle gets 0, whatever was there; the square above both is neither
    written nor read. */
 LI_HOT void li_chunk_scores(const li_causal_chunk *c, li_matrix x, li_matrix y) {
-  li_panels b = li_panels_of(c->kernels, li_transposed(y), c->panels);
+  li_panels b = li_words_of(c->kernels, li_transposed(y), c->panels, NULL);
   for (int64_t first = 0; first < c->rows; first = b.n) {
     float *scores = c->scores + first * LI_CHUNK;
     b.n = li_min(first + LI_HALF, c->rows);
@@ -7984,7 +7977,7 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
 #include LI_BACKWARD_REFERENCE
 #endif
 static LI_UNUSED const li_kernels li_kernels_reference = {
-  1, 1, LUNA_ISA_REFERENCE, NULL, NULL,
+  1, 1, LUNA_ISA_REFERENCE, NULL, NULL, NULL,
 #define LI_FIELD(result, name, arguments) li_##name##_reference,
 #define LI_FIELD_TRAIN(result, name, arguments) LI_TRAIN(li_##name##_reference),
 #define LI_FIELD_BACKWARD(result, name, arguments) LI_BACKWARD_OF_REFERENCE(name),
@@ -8017,7 +8010,7 @@ static LI_UNUSED const li_kernels li_kernels_reference = {
 #define LI_INTEGERS &LI_K(int8_loops)
 #endif
 static LI_UNUSED const li_kernels LI_K(kernels) = {
-  LI_MR, LI_NR, (luna_isa)LI_ISA(LI_PASS), LI_WORDS, LI_INTEGERS,
+  LI_MR, LI_NR, (luna_isa)LI_ISA(LI_PASS), &LI_G(float_products), LI_WORDS, LI_INTEGERS,
 #define LI_FIELD(result, name, arguments) LI_G(name),
 #define LI_FIELD_TRAIN(result, name, arguments) LI_TRAIN(LI_G(name)),
   LI_KERNELS(LI_FIELD, LI_FIELD_TRAIN, LI_FIELD_TRAIN)
@@ -8292,11 +8285,6 @@ LI_FN const li_kernels *li_kernels_for(luna_isa isa, bool tiles) {
 }
 LUNA_API luna_isa luna_isa_best(void) { return li_kernels_of(LUNA_ISA_BEST)->isa; }
 LUNA_API bool luna_isa_available(luna_isa isa) { return li_kernels_of(isa) != NULL; }
-
-LI_FN li_products li_products_of(const li_kernels *kernels, bool bf16) {
-  const li_products p = { 1, kernels->mr, 0, kernels->fill_panels, kernels->panels, NULL };
-  return bf16 ? *kernels->words : p;
-}
 
 LUNA_API const char *luna_isa_name(luna_isa isa) {
   static const char *const name[] = { /* in luna_isa's order */
