@@ -9653,7 +9653,6 @@ LI_FN luna_status li_backend_result(luna_ctx *ctx, const char *name, luna_status
   if (ctx->status == LUNA_OK) li_fail_backend(ctx, name, status);
   return ctx->last_status = ctx->status;
 }
-#define LI_NAME(name) (name)
 /* A check that fails says why and is false: in calls that give tensors, and in those that give a status. refused: after
    a function that says it. */
 #define li_refused(said) ((void)(said), false)
@@ -9921,9 +9920,7 @@ LI_HOT bool li_step_small(luna_ctx *ctx, size_t bytes, void **out) {
    that finding, taking and giving one takes the logarithm of their number. */
 typedef struct li_piece {
   struct li_piece *by_size[2];    /* its children there; [0] of a piece that is taken is itself */
-  /* where pieces are cut up and joined: its neighbours, free or taken; in training `below` is the next of those that
-     were free before luna_backward counted what it needs */
-  struct li_piece *below, *above;
+  struct li_piece *below, *above; /* where pieces are cut up and joined: its neighbours, free or taken */
   size_t place, size;
 } li_piece;
 LI_HOT bool li_pieces_alone(const luna_ctx *ctx) { return LI_SEPARATE && li_on_device(ctx); }
@@ -9991,18 +9988,6 @@ LI_HOT void li_piece_remove(luna_ctx *ctx, li_piece *piece) {
   *link = before ? before : after;
   piece->by_size[0] = piece;
 }
-/* the free ones in their order, as a list by by_size[1]; none is free any more */
-LI_FN li_piece *li_pieces_list(luna_ctx *ctx) {
-  li_piece *list = ctx->pieces, **link = &list, *before;
-  ctx->pieces = NULL;
-  while (*link)
-    if ((before = (*link)->by_size[0]) != NULL) {
-      (*link)->by_size[0] = before->by_size[1];
-      before->by_size[1] = *link;
-      *link = before;
-    } else link = &(*link)->by_size[1];
-  return list;
-}
 /* the smallest free piece that is large enough; else a new one */
 LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = li_pieces_alone(ctx) ? bytes : li_round(bytes);
@@ -10056,13 +10041,19 @@ LI_HOT void li_piece_give(luna_ctx *ctx, li_piece **given) {
 /* The step goes back to where memory ended at `end`: free is what was free then, less what has been taken and not given
    back since; but nothing where pieces are cut up, some of which are themselves in memory that goes. */
 LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end) {
-  li_piece *piece, *next;
+  li_piece *piece, *next, *list = NULL; /* by by_size[1] */
   for (piece = ctx->highest; piece; piece = next) {
     next = piece->below;
     piece->below = piece->above = NULL;
   }
   ctx->highest = NULL;
-  for (piece = li_pieces_list(ctx); piece && !li_pieces_split(ctx); piece = next) {
+  if (end == 0 || li_pieces_split(ctx)) ctx->pieces = NULL;
+  while ((piece = ctx->pieces) != NULL) {
+    li_piece_remove(ctx, piece);
+    piece->by_size[1] = list;
+    list = piece;
+  }
+  for (piece = list; piece; piece = next) {
     next = piece->by_size[1];
     if (piece->place < end) li_piece_insert(ctx, piece);
   }
@@ -11117,7 +11108,7 @@ typedef struct li_build {
 
 LI_HOT void li_start_in(li_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   li_clear(&s->op, sizeof s->op);
-  s->name = LI_NAME(name);
+  s->name = name;
   s->failed = false;
   if (ctx->bump) {
     s->mark.bytes[0] = ctx->bump->part[0].used;
