@@ -8300,7 +8300,8 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
 #define LUNA_API LI_RARE
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_status: version, statuses, and the sentences of errors. Guarded by tests/robust/mistakes.c.
+   >>impl_status: version, statuses, and the sentences of errors
+   All of them come from LUNA_ERRORS and luna_status, where another one is added. Guarded by tests/robust/mistakes.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
@@ -8322,9 +8323,13 @@ LI_FN const char *li_sentence_of(luna_error_id id) {
 #define LI_ERROR(id, status, sentence) (uint8_t)LUNA_##status,
 static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) };
 #undef LI_ERROR
+
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_functions: the context-free calls
-   Without scratch they run the reference. Guarded by tests/engine/ops.c and tests/engine/gradients.c.
+   >>impl_functions: the calls without a context
+   For each kind, li_..._of checks public arguments and makes a kernel's of them, with strides in place of zeros; then
+   come the size of the scratch and the call. A call runs the reference where its scratch is too small. To add a kind,
+   write these three, and cases in tests/engine/ops.c and tests/robust/arguments.c, which guard this chapter with
+   tests/engine/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   if (counter && out) li_philox(counter, key, out);
@@ -8336,27 +8341,33 @@ LI_FN li_parallel li_parallel_of(const luna_run *run) {
   return p;
 }
 
-/* the aligned scratch of a run when it holds `need` bytes, else null */
-LI_FN void *li_scratch_of(const luna_run *run, size_t need) {
+/* Returns a run's scratch, aligned. Where it holds less than `need` bytes, returns null and sets the reference, which
+   needs none. */
+LI_FN void *li_scratch_of(const luna_run *run, size_t need, const li_kernels **kernels) {
   const uintptr_t at = (uintptr_t)run->scratch, aligned = (at + (LI_ALIGN - 1)) & ~(uintptr_t)(LI_ALIGN - 1);
-  if (!run->scratch || run->scratch_size < aligned - at || run->scratch_size - (aligned - at) < need) return NULL;
-  return (void *)aligned;
+  const size_t shift = (size_t)(aligned - at);
+  if (run->scratch && run->scratch_size >= shift && run->scratch_size - shift >= need) return (void *)aligned;
+  *kernels = &li_kernels_reference;
+  return NULL;
+}
+/* The scratch that holds what forward and backward need, wherever it begins. */
+LI_FN size_t li_scratch_for(size_t forward, size_t backward) {
+  return (forward > backward ? forward : backward) + LI_ALIGN;
 }
 
-/* A call without scratch runs the reference, which has no backward pass. */
-LI_FN luna_status li_reference_status(const li_kernels *kernels, const void *scratch, bool backward) {
-  if (!backward || LI_REFERENCE_TRAINS) return LUNA_OK;
-  if (kernels == &li_kernels_reference) return LUNA_UNSUPPORTED;
-  return scratch ? LUNA_OK : LUNA_OUT_OF_MEMORY;
+/* A call by the reference, which runs too where there is no scratch, has no backward pass. */
+LI_FN luna_status li_reference_status(const luna_run *run, const li_kernels *kernels, bool backward) {
+  if (!backward || LI_REFERENCE_TRAINS || kernels != &li_kernels_reference) return LUNA_OK;
+  return run->isa == LUNA_ISA_REFERENCE ? LUNA_UNSUPPORTED : LUNA_OUT_OF_MEMORY;
 }
 
-/* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach
-   over together; -1 when a size or a stride is negative, or a product too large. */
+/* Sets *stride to the distance of `count` parts of `extent` floats: `given`, or `dense` where that is 0. Returns how
+   many floats they reach over; -1 where a size or a stride is negative, or a product too large. */
 LI_FN int64_t li_extent(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   const int64_t last = li_checked(li_max(count, 1) - 1, *stride = given ? given : dense);
   return extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LI_MAX_COUNT - last ? -1 : extent + last;
 }
-/* the same for the batch of an input, which may share one part */
+/* Does the same for the batch of an input, which may share one part. */
 LI_FN int64_t li_extent_shared(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   if (given != LUNA_BATCH_SHARED) return li_extent(extent, count, given, dense, stride);
   *stride = 0;
@@ -8364,24 +8375,31 @@ LI_FN int64_t li_extent_shared(int64_t extent, int64_t count, int64_t given, int
 }
 
 /* --- gemm --- */
-LI_FN luna_status li_gemm_of(const luna_gemm_args *args, li_gemm *g) {
+LI_FN bool li_gemm_of(const luna_gemm_args *args, li_gemm *g) {
   const int64_t batch = args->batch ? args->batch : 1;
   const int64_t a_width = args->transpose_a ? args->m : args->k;
   const int64_t b_width = args->transpose_b ? args->k : args->n;
   const int64_t a_height = args->transpose_a ? args->k : args->m;
   const int64_t b_height = args->transpose_b ? args->n : args->k;
   memset(g, 0, sizeof *g);
-  if (args->m < 0 || args->n < 0 || args->k < 0) return LUNA_BAD_ARGUMENT;
-  if (!li_is_activation(args->activation) || !li_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
+  if (args->m < 0 || args->n < 0 || args->k < 0) return false;
+  if (!li_is_activation(args->activation) || !li_is_finite(args->scale)) return false;
+
   int64_t a = li_extent(a_width, a_height, args->a_row, a_width, &g->a_row);
   int64_t b = li_extent(b_width, b_height, args->b_row, b_width, &g->b_row);
   int64_t c = li_extent(args->n, args->m, args->c_row, args->n, &g->c_row);
   a = li_extent_shared(a, batch, args->a_batch, li_checked(g->a_row, a_height), &g->a_batch[1]);
   b = li_extent_shared(b, batch, args->b_batch, li_checked(g->b_row, b_height), &g->b_batch[1]);
   c = li_extent(c, batch, args->c_batch, li_checked(g->c_row, args->m), &g->c_batch[1]);
-  if (a < 0 || b < 0 || c < 0) return LUNA_BAD_ARGUMENT;
-  g->a = args->a; g->b = args->b; g->c = args->c; g->bias = args->bias;
-  g->m = args->m; g->n = args->n; g->k = args->k;
+  if (a < 0 || b < 0 || c < 0) return false;
+
+  g->a = args->a;
+  g->b = args->b;
+  g->c = args->c;
+  g->bias = args->bias;
+  g->m = args->m;
+  g->n = args->n;
+  g->k = args->k;
   g->batch[0] = 1;
   g->batch[1] = batch;
   g->a_column = args->transpose_a ? g->a_row : 1;
@@ -8392,37 +8410,40 @@ LI_FN luna_status li_gemm_of(const luna_gemm_args *args, li_gemm *g) {
   g->activation = (int)li_activation_or(args->activation, LI_NO_ACTIVATION);
   g->accumulate = args->accumulate;
   g->dots = g->m == 1 && args->transpose_b;
-  return LUNA_OK;
+  return true;
 }
 
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
   const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_gemm g;
-  if (!kernels || li_gemm_of(args, &g) != LUNA_OK) return 0;
-  return li_gemm_scratch(kernels, &g, li_parallel_of(&args->run).threads) + LI_ALIGN;
+  if (!kernels || !li_gemm_of(args, &g)) return 0;
+  return li_scratch_for(li_gemm_scratch(kernels, &g, li_parallel_of(&args->run).threads), 0);
 }
 
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
-  const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_gemm g;
-  if (!args || li_gemm_of(args, &g) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  if (g.m > 0 && g.n > 0 && (!g.c || (g.k > 0 && (!g.a || !g.b)))) return LUNA_BAD_ARGUMENT;
+  if (!args || !li_gemm_of(args, &g)) return LUNA_BAD_ARGUMENT;
+  const bool empty = g.m == 0 || g.n == 0;
+  if (!empty && (!g.c || (g.k > 0 && (!g.a || !g.b)))) return LUNA_BAD_ARGUMENT;
+  const li_kernels *kernels = li_kernels_of(args->run.isa);
   if (!kernels) return LUNA_UNSUPPORTED;
-  if (g.m == 0 || g.n == 0) return LUNA_OK;
-  if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
+  if (empty) return LUNA_OK;
+
+  if (g.k == 0) g.a = g.b = g.c;     /* these may be null, to which nothing may be added */
   li_parallel parallel = li_parallel_of(&args->run);
-  void *scratch = li_scratch_of(&args->run, li_gemm_scratch(kernels, &g, parallel.threads));
-  li_run_gemm(scratch ? kernels : &li_kernels_reference, &g, &parallel, scratch);
+  void *scratch = li_scratch_of(&args->run, li_gemm_scratch(kernels, &g, parallel.threads), &kernels);
+  li_run_gemm(kernels, &g, &parallel, scratch);
   return LUNA_OK;
 }
 
 /* --- softmax attention --- */
-/* rows of a ragged batch; -1 when the offsets fall, or start below 0 */
+/* Returns the rows of a ragged batch; -1 where the offsets fall, or start below 0. */
 LI_FN int64_t li_ragged_rows(const int32_t *offsets, int64_t batch) {
-  for (int64_t b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
+  for (int64_t b = 0; b < batch; b++)
+    if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* Resolves the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+/* Finds the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
 LI_FN bool li_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row, int64_t *head) {
   int64_t extent = li_extent(size[3], size[2], *head, size[3], head);
   extent = li_extent(extent, size[1], *row, li_checked(size[2], size[3]), row);
@@ -8431,7 +8452,12 @@ LI_FN bool li_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t 
   else extent = li_extent(extent, size[0], *batch, li_checked(size[1], *row), batch);
   return extent >= 0;
 }
-LI_FN luna_status li_attention_of(const luna_attention_args *args, li_attention *a) {
+LI_FN bool li_lengths_fit(const int32_t *lengths, int64_t batch, int64_t most) {
+  for (int64_t b = 0; lengths && b < batch; b++)
+    if (lengths[b] < 0 || lengths[b] > most) return false;
+  return true;
+}
+LI_FN bool li_attention_of(const luna_attention_args *args, li_attention *a) {
   const int64_t pairs = li_checked(args->batch, args->heads), d = args->head_dim;
   const int64_t dv = args->value_dim ? args->value_dim : d;
   const bool ragged = args->query_offsets != NULL;
@@ -8442,53 +8468,49 @@ LI_FN luna_status li_attention_of(const luna_attention_args *args, li_attention 
   *a = *args;
   a->value_dim = dv;
   if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
-  if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
-  if (li_max(d, dv) > LI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
-  if (!(a->dropout >= 0 && a->dropout < 1) || !li_is_finite(a->scale)) return LUNA_BAD_ARGUMENT;
-  if (ragged != (a->key_offsets != NULL) || (ragged && a->lengths)) return LUNA_BAD_ARGUMENT;
+  if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return false;
+  if (li_max(d, dv) > LI_MAX_SCRATCH) return false;
+  if (!(a->dropout >= 0 && a->dropout < 1) || !li_is_finite(a->scale)) return false;
+  if (ragged != (a->key_offsets != NULL) || (ragged && a->lengths)) return false;
   if (!li_heads_of(q, ragged, true, &a->q_batch, &a->q_row, &a->q_head) ||
       !li_heads_of(k, ragged, true, &a->k_batch, &a->k_row, &a->k_head) ||
       !li_heads_of(v, ragged, true, &a->v_batch, &a->v_row, &a->v_head) ||
       !li_heads_of(out, ragged, false, &a->out_batch, &a->out_row, &a->out_head))
-    return LUNA_BAD_ARGUMENT;
-  /* dropout numbers the scores */
-  if (li_product(li_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
-  if (a->lengths) {
-    for (int64_t b = 0; b < a->batch; b++)
-      if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
-  }
-  if (a->grad_log_sum_exp && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+    return false;
+  /* Dropout numbers the scores. */
+  if (li_product(li_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return false;
+  if (!li_lengths_fit(a->lengths, a->batch, keys)) return false;
+  if (a->grad_log_sum_exp && (ragged || a->sums || a->grad_sums)) return false;
   li_attention_band(a);
-  return LUNA_OK;
+  return true;
 }
 
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_attention a;
-  if (!kernels || li_attention_of(args, &a) != LUNA_OK) return 0;
+  if (!kernels || !li_attention_of(args, &a)) return 0;
   const int64_t threads = li_parallel_of(&args->run).threads;
-  const size_t forward = li_attention_scratch(kernels, &a, threads, false);
-  const size_t backward = li_attention_scratch(kernels, &a, threads, true);
-  return (forward > backward ? forward : backward) + LI_ALIGN;
+  return li_scratch_for(li_attention_scratch(kernels, &a, threads, false),
+                        li_attention_scratch(kernels, &a, threads, true));
 }
 
 LI_FN luna_status li_attention_call(const luna_attention_args *args, bool backward) {
-  const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_attention a;
-  if (!args || li_attention_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
+  if (!args || !li_attention_of(args, &a)) return LUNA_BAD_ARGUMENT;
   int64_t queries = a.batch > 0 ? a.queries : 0;
   if (a.query_offsets) queries = li_ragged_rows(a.query_offsets, a.batch);
   const int64_t keys = a.key_offsets ? li_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
   if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
+  const li_kernels *kernels = li_kernels_of(args->run.isa);
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
-  if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
+
+  if (keys == 0) a.k = a.v = a.out;  /* these may be null, to which nothing may be added */
   li_parallel parallel = li_parallel_of(&args->run);
-  void *scratch = li_scratch_of(&args->run, li_attention_scratch(kernels, &a, parallel.threads, backward));
-  const luna_status status = li_reference_status(kernels, scratch, backward);
+  void *scratch = li_scratch_of(&args->run, li_attention_scratch(kernels, &a, parallel.threads, backward), &kernels);
+  const luna_status status = li_reference_status(&args->run, kernels, backward);
   if (status != LUNA_OK) return status;
-  if (!scratch) kernels = &li_kernels_reference;
   if (LI_TRAINS && backward) li_run_attention_backward(kernels, &a, &parallel, scratch);
   else li_run_attention(kernels, &a, &parallel, scratch);
   return LUNA_OK;
@@ -8506,38 +8528,36 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 LI_FN bool li_causal_fits(int64_t dim, int64_t value_dim) {
   return li_product(dim, value_dim, LI_MAX_SCRATCH) > 0;
 }
-LI_FN luna_status li_causal_of(const luna_causal_args *args, li_causal *c) {
+LI_FN bool li_causal_of(const luna_causal_args *args, li_causal *c) {
   const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
   const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
   *c = *args;
   return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && li_causal_fits(c->dim, c->value_dim) &&
          li_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
-         li_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
+         li_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head);
 }
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
   const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_causal c;
-  if (!kernels || li_causal_of(args, &c) != LUNA_OK) return 0;
+  if (!kernels || !li_causal_of(args, &c)) return 0;
   const int64_t threads = li_parallel_of(&args->run).threads;
-  const size_t forward = li_causal_scratch(kernels, &c, threads, false);
-  const size_t backward = li_causal_scratch(kernels, &c, threads, true);
-  return (forward > backward ? forward : backward) + LI_ALIGN;
+  return li_scratch_for(li_causal_scratch(kernels, &c, threads, false), li_causal_scratch(kernels, &c, threads, true));
 }
 
 LI_FN luna_status li_causal_call(const luna_causal_args *args, bool backward) {
-  const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_causal c;
-  if (!args || li_causal_of(args, &c) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  if (c.batch > 0 && c.rows > 0 && (!c.x || !c.y || !c.z || (backward ? !c.grad_out : !c.out)))
-    return LUNA_BAD_ARGUMENT;
+  if (!args || !li_causal_of(args, &c)) return LUNA_BAD_ARGUMENT;
+  const bool empty = c.batch == 0 || c.rows == 0;
+  if (!empty && (!c.x || !c.y || !c.z || (backward ? !c.grad_out : !c.out))) return LUNA_BAD_ARGUMENT;
+  const li_kernels *kernels = li_kernels_of(args->run.isa);
   if (!kernels) return LUNA_UNSUPPORTED;
-  if (c.batch == 0 || c.rows == 0) return LUNA_OK;
+  if (empty) return LUNA_OK;
+
   li_parallel parallel = li_parallel_of(&args->run);
-  void *scratch = li_scratch_of(&args->run, li_causal_scratch(kernels, &c, parallel.threads, backward));
-  const luna_status status = li_reference_status(kernels, scratch, backward);
+  void *scratch = li_scratch_of(&args->run, li_causal_scratch(kernels, &c, parallel.threads, backward), &kernels);
+  const luna_status status = li_reference_status(&args->run, kernels, backward);
   if (status != LUNA_OK) return status;
-  if (!scratch) kernels = &li_kernels_reference;
   if (LI_TRAINS && backward) li_run_causal_backward(kernels, &c, &parallel, scratch);
   else li_run_causal(kernels, &c, &parallel, scratch);
   return LUNA_OK;
@@ -8550,48 +8570,44 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 #endif
 
 /* --- causal Luna attention --- */
-LI_FN luna_status li_causal_nested_of(const luna_causal_nested_args *args, li_causal_luna *a) {
+LI_FN bool li_causal_nested_of(const luna_causal_nested_args *args, li_causal_luna *a) {
   const int64_t rows = li_checked(li_checked(args->batch, args->heads), args->rows);
   *a = *args;
   if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)a->head_dim));
   if (a->omega == LUNA_ACTIVATION_DEFAULT) a->omega = LUNA_ACTIVATION_SOFTPLUS2;
   if (a->heads < 1 || a->rows < 0 || !li_causal_fits(a->head_dim, a->slots) || li_checked(rows, a->head_dim) < 0 ||
       li_checked(rows, a->slots) < 0 || a->horizon < 0 || !li_is_finite(a->scale) || a->position < 0 ||
-      !li_is_omega((int)a->omega)) return LUNA_BAD_ARGUMENT;
-  if (a->lengths) {
-    for (int64_t b = 0; b < a->batch; b++)
-      if (a->lengths[b] < 0 || a->lengths[b] > a->slots) return LUNA_BAD_ARGUMENT;
-  }
+      !li_is_omega((int)a->omega)) return false;
+  if (!li_lengths_fit(a->lengths, a->batch, a->slots)) return false;
   if (a->forget) a->horizon = 0;
   else a->grad_forget = NULL;
   if (a->state) a->kept = NULL;
   else a->position = 0;
-  return LUNA_OK;
+  return true;
 }
 LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_args *args) {
   const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_causal_luna a;
-  if (!kernels || li_causal_nested_of(args, &a) != LUNA_OK) return 0;
+  if (!kernels || !li_causal_nested_of(args, &a)) return 0;
   const int64_t threads = li_parallel_of(&args->run).threads;
-  const size_t forward = li_causal_luna_scratch(kernels, &a, threads, false);
   const size_t backward = a.state ? 0 : li_causal_luna_scratch(kernels, &a, threads, true);
-  return (forward > backward ? forward : backward) + LI_ALIGN;
+  return li_scratch_for(li_causal_luna_scratch(kernels, &a, threads, false), backward);
 }
 LI_FN luna_status li_causal_nested_call(const luna_causal_nested_args *args, bool backward) {
-  const li_kernels *kernels = args ? li_kernels_of(args->run.isa) : NULL;
   li_causal_luna a;
   double small[900];
-  if (!args || li_causal_nested_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  if (a.batch > 0 && a.rows > 0 && (!a.q || !a.k || !a.v || !a.s || (backward ? !a.grad_out || !a.kept : !a.out)))
-    return LUNA_BAD_ARGUMENT;
+  if (!args || !li_causal_nested_of(args, &a)) return LUNA_BAD_ARGUMENT;
+  const bool empty = a.batch == 0 || a.rows == 0, lacks = backward ? !a.grad_out || !a.kept : !a.out;
+  if (!empty && (!a.q || !a.k || !a.v || !a.s || lacks)) return LUNA_BAD_ARGUMENT;
+  const li_kernels *kernels = li_kernels_of(args->run.isa);
   if (!kernels) return LUNA_UNSUPPORTED;
-  if (a.batch == 0 || a.rows == 0) return LUNA_OK;
+  if (empty) return LUNA_OK;
+
   li_parallel parallel = li_parallel_of(&args->run);
-  void *scratch = li_scratch_of(&args->run, li_causal_luna_scratch(kernels, &a, parallel.threads, backward));
-  const luna_status status = li_reference_status(kernels, scratch, backward);
+  void *scratch = li_scratch_of(&args->run, li_causal_luna_scratch(kernels, &a, parallel.threads, backward), &kernels);
+  const luna_status status = li_reference_status(&args->run, kernels, backward);
   if (status != LUNA_OK) return status;
   if (!scratch) {
-    kernels = &li_kernels_reference;
     if (li_causal_luna_scratch(kernels, &a, 1, backward) > sizeof small) return LUNA_OUT_OF_MEMORY;
     scratch = small;
   }
@@ -8610,11 +8626,12 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>safetensors: reading files of tensors, without allocation or stdio
-   8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype":
-   "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without
-   holes. li_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
-   li_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n.
-   Guarded by tests/files/safetensors.c.
+   A file has 8 bytes, little-endian, that are the header's size; the header, {"__metadata__": {"key": "value", ...},
+   "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces; and the data, which the tensors
+   cover without holes. li_st_open validates untrusted bytes once. The functions that use its li_st walk the same header
+   and stay inside it. li_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header
+   costs n log n. In this order: text, JSON, tensors and pairs, the index, numbers. A new dtype is a row of
+   LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_ST_RANK 8                          /* dimensions a tensor may have */
 #define LI_ST_NAME 1032                       /* bytes of a parameter's name and ".scale" */
@@ -8625,17 +8642,16 @@ typedef struct li_st {
   const uint8_t *data;
   const char *header;
   size_t data_size, header_size;
-  /* where the object __metadata__ begins in the header; 0: there is none */
-  size_t meta;
+  size_t meta;                                   /* where __metadata__ begins in the header; 0: there is none */
   size_t tensors, pairs;                         /* their number */
   bool contiguous;                               /* each tensor's data begins where the one before ends */
   uint64_t *names, *keys;                        /* the index: where each opens in the header, sorted by its text */
 } li_st;
 
-/* a JSON string between its quotes, escapes not decoded */
+/* A JSON string between its quotes, whose escapes are not decoded. */
 typedef struct li_st_text { const char *at; size_t size; } li_st_text;
 
-/* name, bytes of an element, and bits of the exponent of those that can be read as real numbers */
+/* F(name, bytes of an element, bits of the exponent, or 0 where it cannot be read as a real number) */
 #define LI_ST_FORMATS(F) \
   F(BOOL, 1, 0) F(U8, 1, 0) F(I8, 1, 0) F(F8_E4M3, 1, 0) F(F8_E5M2, 1, 0) F(I16, 2, 0) F(U16, 2, 0) F(F16, 2, 5) \
   F(BF16, 2, 8) F(I32, 4, 0) F(U32, 4, 0) F(F32, 4, 8) F(F64, 8, 11) F(I64, 8, 0) F(U64, 8, 0)
@@ -8661,15 +8677,18 @@ LI_FN bool li_st_is_real(const li_st_tensor *t) {
   return li_st_formats[t->dtype].exponent > 0 || t->scale;
 }
 
-/* Text: UTF-8 and the escapes of JSON. */
+/* --- text: UTF-8 and the escapes of JSON --- */
 static LI_UNUSED const char li_hex_digits[] = "0123456789abcdefABCDEF";
 
-/* the UTF-8 character at *at (before end), which moves past it; LI_ST_BAD when it is cut short, overlong or no
-   character */
+/* Returns the UTF-8 character at *at, which moves past it; LI_ST_BAD where it is cut short, overlong or none. */
 LI_FN uint32_t li_st_utf8(const char **at, const char *end) {
-  static const uint32_t min[4] = {0, 0x80, 0x800, 0x10000};
+  static const uint32_t min[4] = { 0, 0x80, 0x800, 0x10000 };
   const uint8_t *s = (const uint8_t *)*at;
-  if (s[0] < 0x80) return (uint8_t)*(*at)++;
+  if (s[0] < 0x80) {
+    ++*at;
+    return s[0];
+  }
+
   const int more = (s[0] >= 0xC0) + (s[0] >= 0xE0) + (s[0] >= 0xF0);
   uint32_t code = s[0] & 0x3Fu >> more;
   if (more == 0 || s[0] > 0xF4 || end - *at <= more) return LI_ST_BAD;
@@ -8684,8 +8703,9 @@ LI_FN uint32_t li_st_utf8(const char **at, const char *end) {
 
 LI_FN size_t li_st_encode(uint32_t code, char out[4]) {
   const size_t n = (size_t)1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000);
+  const uint32_t mark = n > 1 ? (0xF00u >> n) & 0xFF : 0;
   for (size_t i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3F));
-  out[0] = (char)(n == 1 ? code : ((0xF00u >> n) & 0xFF) | code);
+  out[0] = (char)(mark | code);
   return n;
 }
 
@@ -8695,12 +8715,12 @@ LI_FN uint32_t li_st_hex(const char *at, const char *end) {
   for (int i = 0; i < 4; i++) {
     const char *digit = (const char *)memchr(li_hex_digits, at[i], 22);
     if (!digit) return LI_ST_BAD;
-    value = value << 4 | (uint32_t)(digit - li_hex_digits - (*digit >= 'A' && *digit <= 'F' ? 6 : 0));
+    value = value << 4 | (uint32_t)(digit - li_hex_digits - (*digit >= 'A' && *digit <= 'F') * 6);
   }
   return value;
 }
 
-/* the character of a JSON string at *at, which moves past it; LI_ST_BAD when there is none */
+/* Returns the character of a JSON string at *at, which moves past it; LI_ST_BAD where there is none. */
 LI_FN uint32_t li_st_character(const char **at, const char *end) {
   static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
   const char *s = *at;
@@ -8713,10 +8733,12 @@ LI_FN uint32_t li_st_character(const char **at, const char *end) {
     *at += 2;
     return (uint32_t)meanings[letter - letters];
   }
+
   const uint32_t code = li_st_hex(s + 2, end);
   if (code == LI_ST_BAD) return LI_ST_BAD;
   *at += 6;
   if (code < 0xD800 || code > 0xDFFF) return code;
+
   if (code > 0xDBFF || end - s < 12 || s[6] != '\\' || s[7] != 'u') return LI_ST_BAD;
   const uint32_t low = li_st_hex(s + 8, end);
   if (low < 0xDC00 || low > 0xDFFF) return LI_ST_BAD;
@@ -8724,11 +8746,11 @@ LI_FN uint32_t li_st_character(const char **at, const char *end) {
   return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
 }
 
-/* The order of a JSON string at p, to its closing quote or `end`, and of one at q, which is JSON too or UTF-8 with a 0
-   after it: by character, decoded. */
+/* Returns the order, by decoded characters, of a JSON string at p, to its closing quote or `end`, and of one at q,
+   which is JSON too or UTF-8 with a 0 after it. */
 LI_FN int li_st_order(const char *p, const char *end, const char *q, bool json) {
   for (;;) {
-    while (p < end && *p == *q && *p != '"' && *p != '\\' && (int8_t)*p > 0) p++, q++; /* ASCII is itself */
+    for (; p < end && *p == *q && *p != '"' && *p != '\\' && (int8_t)*p > 0; p++) q++; /* ASCII is itself */
     const bool p_ends = p == end || *p == '"', q_ends = *q == (json ? '"' : 0);
     if (p_ends || q_ends) return q_ends - p_ends;
     const uint32_t c = li_st_character(&p, end);
@@ -8740,8 +8762,8 @@ LI_FN bool li_st_equal(li_st_text text, const char *string) {
   return li_st_order(text.at, text.at + text.size, string, false) == 0;
 }
 
-/* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size
-   without the 0, so it was not cut if that is below room. */
+/* Writes the decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in `room` bytes. Returns its full
+   size without the 0: the text was cut unless that is below room. */
 LI_FN size_t li_st_decode(li_st_text text, char *out, size_t room) {
   const char *at = text.at, *end = text.at + text.size;
   char utf8[4];
@@ -8760,13 +8782,13 @@ LI_FN size_t li_st_decode(li_st_text text, char *out, size_t room) {
   return size;
 }
 
-/* The order of two items of an index, by their texts. Without st: of numbers. */
+/* Returns the order of two items of an index, by their texts; without st, of two numbers. */
 LI_FN int li_st_compare(const li_st *st, uint64_t a, uint64_t b) {
   if (!st) return (a > b) - (a < b);
   return li_st_order(st->header + (size_t)a + 1, st->header + st->header_size, st->header + (size_t)b + 1, true);
 }
 
-/* The JSON of a header. The grammar nests three deep and rejects other keys and values, so nothing recurses. */
+/* --- JSON: a header's nests three deep, and other keys and values are rejected, so that nothing recurses --- */
 typedef struct li_st_json {
   const char *at, *end;
   const char *wrong;                             /* the first error, or null */
@@ -8779,7 +8801,7 @@ LI_FN bool li_st_fail(li_st_json *j, const char *wrong) {
   if (!j->wrong) j->wrong = wrong;
   return false;
 }
-/* whether c is next after white space */
+/* Skips white space. */
 LI_FN bool li_st_next_is(li_st_json *j, char c) {
   while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
   return j->at < j->end && *j->at == c;
@@ -8803,7 +8825,7 @@ LI_FN bool li_st_string(li_st_json *j, li_st_text *text) {
   return li_st_take(j, '"');
 }
 
-/* a list of at most `max` integers; returns how many, -1 on failure */
+/* Reads a list of at most `max` integers; returns how many, or -1. */
 LI_FN int li_st_list(li_st_json *j, int64_t *out, int max) {
   int count = 0;
   if (!li_st_take(j, '[')) return -1;
@@ -8814,13 +8836,17 @@ LI_FN int li_st_list(li_st_json *j, int64_t *out, int max) {
     int64_t value = 0;
     for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++) {
       const int digit = *j->at - '0';
-      if (value > (INT64_MAX - digit) / 10) return (void)li_st_fail(j, "a number is too large"), -1;
+      if (value > (INT64_MAX - digit) / 10) {
+        li_st_fail(j, "a number is too large");
+        return -1;
+      }
       value = value * 10 + digit;
     }
     if (j->at == start || (zero && j->at - start > 1))
-      return (void)li_st_fail(j, "a shape or data_offsets has something other than whole numbers"), -1;
-    if (count == max)
-      return (void)li_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers"), -1;
+      li_st_fail(j, "a shape or data_offsets has something other than whole numbers");
+    else if (count == max)
+      li_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers");
+    if (j->wrong) return -1;
     out[count++] = value;
   } while (li_st_skip(j, ','));
   return li_st_take(j, ']') ? count : -1;
@@ -8829,7 +8855,7 @@ LI_FN int li_st_list(li_st_json *j, int64_t *out, int max) {
 LI_FN bool li_st_key(li_st_json *j, li_st_text *key) {
   return li_st_string(j, key) && li_st_take(j, ':');
 }
-/* the key and the colon of an object's next member; false at the object's end, or when something is wrong */
+/* Reads the key and the colon of an object's next member; false at the object's end, or where something is wrong. */
 LI_FN bool li_st_member(li_st_json *j, li_st_text *key) {
   const bool first = j->first;
   j->first = false;
@@ -8850,13 +8876,13 @@ LI_FN bool li_st_metadata(li_st_json *j) {
   return !j->wrong;
 }
 
-/* elements of a shape; -1: too many, or a negative size */
+/* Returns the elements of a shape; -1: they are too many, or a size is negative. */
 LI_FN int64_t li_st_count(int rank, const int64_t *shape) {
   int64_t count = 1;
   for (int i = 0; i < rank && count >= 0; i++) count = li_checked(count, shape[i]);
   return count;
 }
-/* {"dtype": ..., "shape": ..., "data_offsets": ...} in any order, each once */
+/* Reads {"dtype": ..., "shape": ..., "data_offsets": ...}, in any order, each once. */
 LI_FN bool li_st_entry(const li_st *st, li_st_json *j, li_st_tensor *t) {
   int64_t offsets[2] = { 0, 0 };
   li_st_text key, dtype;
@@ -8867,8 +8893,8 @@ LI_FN bool li_st_entry(const li_st *st, li_st_json *j, li_st_tensor *t) {
     if (li_st_equal(key, "dtype")) {
       part = 1;
       if (!li_st_string(j, &dtype)) return false;
-      for (t->dtype = 0; t->dtype < LI_ST_DTYPES && !li_st_equal(dtype, li_st_formats[t->dtype].name);)
-        t->dtype++;
+      t->dtype = 0;
+      while (t->dtype < LI_ST_DTYPES && !li_st_equal(dtype, li_st_formats[t->dtype].name)) t->dtype++;
       if (t->dtype == LI_ST_DTYPES) return li_st_fail(j, "a tensor has an unknown dtype");
     } else if (li_st_equal(key, "shape")) {
       part = 2;
@@ -8884,6 +8910,7 @@ LI_FN bool li_st_entry(const li_st *st, li_st_json *j, li_st_tensor *t) {
   }
   if (j->wrong) return false;
   if (seen != 7) return li_st_fail(j, "a tensor lacks dtype, shape or data_offsets");
+
   t->count = li_st_count(t->rank, t->shape);
   if (t->count < 0) return li_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return li_st_fail(j, "a tensor ends before it begins");
@@ -8909,7 +8936,7 @@ LI_FN li_st_json li_st_json_at(const li_st *st, size_t offset) {
   return j;
 }
 
-/* the next tensor in the order of the header; *cursor starts at 0 */
+/* --- tensors and pairs: by a cursor, which starts at 0, or by name --- */
 LI_FN bool li_st_next(const li_st *st, size_t *cursor, li_st_tensor *out) {
   li_st_json j = li_st_json_at(st, *cursor);
   if (!li_st_read(st, &j, out)) return false;
@@ -8917,7 +8944,7 @@ LI_FN bool li_st_next(const li_st *st, size_t *cursor, li_st_tensor *out) {
   return true;
 }
 
-/* moves the reader after the opening quote of `name`, found in the sorted items; false when absent */
+/* Finds a name in sorted items, and sets the reader to where it opens; false: it is absent. */
 LI_FN bool li_st_look(const li_st *st, const uint64_t *items, size_t count, const char *name, li_st_json *j) {
   size_t low = 0, high = count;
   while (low < high) {
@@ -8941,7 +8968,7 @@ LI_FN bool li_st_find(const li_st *st, const char *name, li_st_tensor *out) {
   return false;
 }
 
-/* the same, and where a matrix is I8 its scales: the tensor NAME.scale, F32 [rows] */
+/* Does the same and, where a matrix is I8, finds its scales: the tensor NAME.scale, F32 [rows]. */
 LI_FN bool li_st_value(const li_st *st, const char *name, li_st_tensor *out) {
   static const char end[] = ".scale";
   char text[LI_ST_NAME];
@@ -8949,6 +8976,7 @@ LI_FN bool li_st_value(const li_st *st, const char *name, li_st_tensor *out) {
   const size_t size = strlen(name);
   if (!li_st_find(st, name, out)) return false;
   if (out->dtype != LI_ST_I8 || out->rank != 2 || size + sizeof end > sizeof text) return true;
+
   memcpy(text, name, size);
   memcpy(text + size, end, sizeof end);
   if (li_st_find(st, text, &scale) && scale.dtype == LI_ST_F32 && scale.rank == 1 &&
@@ -8975,7 +9003,8 @@ LI_FN bool li_st_meta(const li_st *st, const char *key, li_st_text *value) {
   return false;
 }
 
-/* Heapsort: in place, and n log n for any input. */
+/* --- the index --- */
+/* This is heapsort: in place, and n log n for any input. */
 LI_FN void li_st_sort(const li_st *st, uint64_t *items, size_t count) {
   size_t start = count / 2, end = count, root, child;
   uint64_t item;
@@ -9018,7 +9047,7 @@ LI_FN bool li_st_covers(const li_st *st, uint64_t *begins) {
   return true;
 }
 
-/* whether sorted items are unique */
+/* Sorts items, and returns whether they are unique. */
 LI_FN bool li_st_unique(const li_st *st, uint64_t *items, size_t count) {
   li_st_sort(st, items, count);
   for (size_t i = 1; i < count; i++)
@@ -9059,6 +9088,7 @@ LI_FN const char *li_st_open(li_st *st, const void *bytes, size_t size) {
   st->header_size = (size_t)header_size;
   st->data = (const uint8_t *)bytes + 8 + st->header_size;
   st->data_size = size - 8 - st->header_size;
+
   li_st_json j = li_st_json_at(st, 0);
   if (header_size == 0) return "it does not begin as safetensors files do";
   for (st->contiguous = true; li_st_read(st, &j, &t); st->tensors++) {
@@ -9075,24 +9105,25 @@ LI_FN const char *li_st_open(li_st *st, const void *bytes, size_t size) {
   return NULL;
 }
 
-/* Numbers: byte by byte, so that neither the machine's byte order nor alignment matters. */
-
+/* --- numbers: byte by byte, so that neither the machine's byte order nor alignment matters --- */
 LI_FN bool li_st_little(void) {
   const uint16_t one = 1;
   return *(const uint8_t *)&one == 1;
 }
 
-/* the value of a floating-point pattern with so many bits of exponent and mantissa */
+/* Returns the value of a pattern with so many bits of exponent and mantissa. */
 LI_FN double li_st_real(uint64_t bits, int exponent_bits, int mantissa_bits) {
   const int max = (1 << exponent_bits) - 1, exponent = (int)(bits >> mantissa_bits) & max;
   const uint64_t one = (uint64_t)1 << mantissa_bits, mantissa = bits & (one - 1);
   const double sign = (bits >> (exponent_bits + mantissa_bits)) & 1 ? -1.0 : 1.0;
-  if (exponent == max) return mantissa ? (double)NAN : sign * (double)INFINITY;
-  return sign * ldexp((double)(exponent ? mantissa + one : mantissa),
-                      (exponent ? exponent : 1) - max / 2 - mantissa_bits);
+  const int shift = -(max / 2) - mantissa_bits;
+  if (exponent == max && mantissa) return (double)NAN;
+  if (exponent == max) return sign * (double)INFINITY;
+  if (exponent == 0) return sign * ldexp((double)mantissa, 1 + shift);
+  return sign * ldexp((double)(mantissa + one), exponent + shift);
 }
 
-/* the tensor's data in place where this machine can read it as float, else null */
+/* Returns the tensor's data in place where this machine can read it as float, else null. */
 LI_FN const float *li_st_borrow(const li_st_tensor *t) {
   const bool fits = t->dtype == LI_ST_F32 && li_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
   return fits ? (const float *)(const void *)t->data : NULL;
@@ -9102,39 +9133,41 @@ LI_FN float li_st_float(const uint8_t *at) {
   const uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
   return li_float_of(bits);
 }
-/* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64, and not I8 with scales */
+/* Writes a tensor's elements as float; false: its dtype is none of F32, F16, BF16, F64, and not I8 with scales. */
 LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
   const int size = li_st_formats[t->dtype].size, exponent = li_st_formats[t->dtype].exponent;
   if (t->scale) {
     for (int64_t i = 0; i < t->count; i++) {
-      const int value = t->data[i] < 128 ? t->data[i] : t->data[i] - 256;
+      const int value = t->data[i] - (t->data[i] & 128) * 2;
       out[i] = (float)value * li_st_float(t->scale + 4 * ((t->first + i) / t->shape[1]));
     }
+    return true;
   }
-  if (t->scale) return true;
+
   if (t->dtype == LI_ST_F32 && li_st_little()) {
     li_copy(out, t->data, t->bytes);
     return true;
   }
-  if (exponent) {
-    for (int64_t i = 0; i < t->count; i++) {
-      const uint8_t *at = t->data + (size_t)i * (size_t)size;
-      uint64_t bits = 0;
-      for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
-      if (exponent == 8) { /* a float, or its upper half: keeps NaNs as they are */
-        const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
-        memcpy(&out[i], &pattern, sizeof(pattern));
-      } else {
-        out[i] = (float)li_st_real(bits, exponent, 8 * size - 1 - exponent);
-      }
+  if (exponent == 0) return false;
+
+  for (int64_t i = 0; i < t->count; i++) {
+    const uint8_t *at = t->data + (size_t)i * (size_t)size;
+    uint64_t bits = 0;
+    for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
+    if (exponent == 8) {             /* a float, or its upper half: NaNs stay as they are */
+      const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
+      memcpy(&out[i], &pattern, sizeof(pattern));
+    } else {
+      out[i] = (float)li_st_real(bits, exponent, 8 * size - 1 - exponent);
     }
   }
-  return exponent > 0;
+  return true;
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
-   wait for one. Guarded by tests/engine/threads.c.
+   >>threads: a pool that hands work over in microseconds: its threads spin, then sleep
+   It has at most one thread a core; shares beyond wait for one. First come the system's threads, locks and atomics,
+   then li_pool. Another system takes a block of the same macros. Guarded by tests/engine/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifdef _WIN32 /* threads, the clock, files */
 #ifndef WIN32_LEAN_AND_MEAN
@@ -9187,13 +9220,14 @@ typedef pthread_cond_t li_condition;
 #ifdef LI_NO_POOL
 LI_FN int li_cores(void) { return 1; }
 #else
-/* pauses, of 40 to 140 cycles, before a thread sleeps: longer than an op that runs on one thread, for a thread that is
-   woken often is put on the caller's core, and costs a step its second core for tens of milliseconds */
+/* A thread makes so many pauses, of 40 to 140 cycles, before it sleeps. That is longer than an op on one thread takes:
+   a thread that is woken often is put on the caller's core, and costs a step its second core for tens of milliseconds.
+   */
 #define LI_SPINS 10000
 
 typedef struct li_pool {
   int64_t workers;                   /* besides the caller */
-  li_thread *thread;              /* theirs */
+  li_thread *thread;                 /* theirs */
   void (*task)(void *work, int64_t index);
   void *work;
   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds
@@ -9217,7 +9251,6 @@ LI_INLINE void li_pause(void) {
 #endif
 }
 
-/* atomics, sequentially consistent */
 #ifdef LI_MSVC
 LI_INLINE uint64_t li_atomic_load(uint64_t *at) {
   const uint64_t v = *(volatile uint64_t *)at;
@@ -9255,7 +9288,7 @@ LI_FN int li_cores(void) {
 #endif
 }
 
-/* the number of the newest call */
+/* Returns the number of the newest call. */
 LI_INLINE uint32_t li_pool_call(li_pool *pool) { return (uint32_t)(li_atomic_load(&pool->ticket) >> 32); }
 LI_HOT void li_pool_wake(li_pool *pool, li_condition *condition) {
   li_mutex_lock(&pool->mutex);
@@ -9263,7 +9296,7 @@ LI_HOT void li_pool_wake(li_pool *pool, li_condition *condition) {
   li_mutex_unlock(&pool->mutex);
 }
 
-/* runs a call's remaining indices; task and work do not change until all that were taken are done */
+/* Runs a call's remaining indices. Task and work do not change until all that were taken are done. */
 LI_HOT void li_pool_work(li_pool *pool, uint32_t call) {
   uint64_t ticket = li_atomic_load(&pool->ticket);
   while (ticket >> 32 == call && (uint32_t)ticket < li_atomic_load(&pool->count)) {
@@ -9294,16 +9327,15 @@ static LI_THREAD_MAIN li_worker_main(void *user) {
   }
 }
 
-/* False in a child of fork, where there are no workers, and mutex and condition may be in any state. The process id
-   is compared only where sleepers are woken or threads joined: a call's own thread runs every share that no other
-   takes. */
+/* Returns false in a child of fork, where there are no workers, and mutex and condition may be in any state. It is
+   asked only where sleepers are woken or threads joined: a call's own thread runs every share that no other takes. */
 LI_HOT bool li_pool_has_workers(const li_pool *pool) { return pool->process == li_process(); }
 
-/* a new call of `count` tasks; returns its number */
+/* Begins a call of `count` tasks; returns its number. */
 LI_HOT uint32_t li_pool_publish(li_pool *pool, int64_t count) {
   const uint32_t call = li_pool_call(pool) + 2;
   li_atomic_store(&pool->done, 0);
-  /* so that no thread pairs the new count with the old call */
+  /* No thread pairs the new count with the old call. */
   li_atomic_store(&pool->ticket, (uint64_t)(call - 1) << 32 | UINT32_MAX);
   li_atomic_store(&pool->count, (uint64_t)count);
   li_atomic_store(&pool->ticket, (uint64_t)call << 32);
@@ -9311,7 +9343,7 @@ LI_HOT uint32_t li_pool_publish(li_pool *pool, int64_t count) {
   return call;
 }
 
-/* a luna_parallel_for */
+/* This is a luna_parallel_for. */
 LI_HOT void li_pool_run(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
   li_pool *pool = (li_pool *)user;
   pool->task = task;
@@ -9319,7 +9351,8 @@ LI_HOT void li_pool_run(void *user, int64_t count, void (*task)(void *work, int6
   li_pool_work(pool, li_pool_publish(pool, count));
   for (int spins = 0; li_atomic_load(&pool->done) != (uint64_t)count && spins < LI_SPINS; spins++) li_pause();
   if (li_atomic_load(&pool->done) == (uint64_t)count) return;
-  /* a worker was stopped in its share: sleep, and its core or this one's is free for it */
+
+  /* A worker was stopped in its share: sleep, so that its core or this one is free for it. */
   li_mutex_lock(&pool->mutex);
   li_atomic_store(&pool->waits, 1);
   while (li_atomic_load(&pool->done) != (uint64_t)count) li_condition_wait(&pool->finished, &pool->mutex);
@@ -9337,7 +9370,7 @@ LI_FN void li_pool_close(li_pool *pool) {
   li_mutex_close(&pool->mutex);
 }
 
-/* the caller owns the memory of pool and threads; if the system gives too few the pool has none */
+/* Starts the threads, in memory that is the caller's. Where the system gives too few, the pool has none. */
 LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
   memset(pool, 0, sizeof *pool);
   pool->thread = thread;
@@ -9354,11 +9387,13 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 #endif /* !LI_NO_POOL */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_context
-   All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin).
-   Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a
-   block must hold: there the step grows up from the block's start and what persists down from its end. Guarded by
-   tests/engine/memory.c.
+   >>impl_context: contexts, failures and memory
+   Memory is persistent (parameters and moments: until close) or belongs to the step (activations: a stack that a begin
+   empties). Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows what
+   a block must hold: there the step grows up from the block's start, and what persists down from its end. First come
+   the structs (luna_ctx, li_tensor_state, li_op_state), then sentences and failures, memory (li_persist, li_step,
+   li_piece), and open, close and begin. A new failure is a row of LUNA_ERRORS. Guarded by tests/engine/memory.c and
+   tests/robust/mistakes.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #include <stdarg.h>
 #if !defined(LUNA_MALLOC) && !defined(LUNA_FREE)
@@ -9374,25 +9409,25 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 
 #define LI_HUGE_PAGE ((size_t)2 << 20)
 
-typedef struct li_chunk {         /* header of one allocation; its memory follows, aligned, or is on the device */
+typedef struct li_chunk {            /* header of one allocation; its memory follows, aligned, or is on the device */
   struct li_chunk *next;
   size_t raw_size;
   char *start;
   size_t size, used, place;          /* step blocks; place: of start, as pieces count it */
   bool remote;                       /* on the device */
 } li_chunk;
-typedef struct li_arena {         /* the allocations of one kind of memory */
-  li_chunk *persistent;           /* allocator mode: list, newest first */
-  li_chunk *steps;                /* allocator mode: list of step blocks */
+typedef struct li_arena {            /* the allocations of one kind of memory */
+  li_chunk *persistent;              /* allocator mode: list, newest first */
+  li_chunk *steps;                   /* allocator mode: list of step blocks */
   size_t persistent_bytes, step_peak;
 } li_arena;
 
-/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began.
-   A step of single rows reads and writes the same memory each time: its ops are recorded, with their tensors, and later
-   steps run them again. */
+/* The memory of a stream's step: what is taken lies in a row, and a scope's end moves its result down to where the
+   scope began. A step of single rows reads and writes the same memory each time: its ops are recorded, with their
+   tensors, and later steps run them again. */
 typedef struct li_bump {
-  struct { char *start; size_t size, used, peak; } part[2]; /* small things of the host; data: start is null where they
-                                                               are only counted */
+  struct { char *start; size_t size, used, peak; } part[2]; /* [0]: small things of the host; [1]: data, where start is
+                                                               null if they are only counted */
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
   bool records;                      /* ops run now are recorded */
   luna_op *ops;                      /* those that are recorded */
@@ -9409,31 +9444,32 @@ LI_FN void li_bump_forget(li_bump *b) {
   b->kept = b->floor;
 }
 
-typedef struct li_hooked {        /* what hooks have made for layers, newest first */
+typedef struct li_hooked {           /* what hooks have made for layers, newest first */
   struct li_hooked *older;
   void (*close)(void *layer);
   void *layer;
 } li_hooked;
 
-typedef struct li_failure {       /* of a call that makes something: a begin clears the status, and the rest stays */
+typedef struct li_failure {          /* of a call that makes something: a begin clears the status, and the rest stays */
   luna_status status;
   luna_error_id id;
   char error[320];
 } li_failure;
-/* What the tape and the step's memory know of an op */
+
+/* What the tape and the step's memory know of an op. */
 typedef struct li_op_state {
   luna_op *previous, *next;          /* the tape */
   int64_t number;                    /* on the tape */
   luna_op *recompute_from;           /* of the newest op of a recomputed scope: its oldest */
-  struct li_piece *kept_piece;    /* where kept lies */
+  struct li_piece *kept_piece;       /* where kept lies */
   uint8_t depth;                     /* of the cheap ops that compute its result again: li_op_depth */
   int readers;                       /* of its result, among the ops that are now computed again */
   const luna_trace_scope *scope;     /* in which its forward ran */
   li_attention_own attention;        /* its dropout may be that of a part of a batch */
 } li_op_state;
-/* A part of a batch: the sequences before it, and how many it has; 0: the tensor is no part */
+/* A part of a batch: the sequences before it, and how many it has; 0: the tensor is no part. */
 typedef struct li_cut { int64_t first, own; } li_cut;
-/* What they know of a tensor */
+/* What they know of a tensor. */
 typedef struct li_tensor_state {
   luna_op *maker;                    /* the op of the tape whose result this is */
   luna_op *last_reader;              /* the newest op of the tape that reads it */
@@ -9449,23 +9485,24 @@ typedef struct li_tensor_state {
   li_cut cut;                        /* what it is of a batch that is shared */
   int64_t counted;                   /* 1 + luna_counted */
 } li_tensor_state;
-/* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
-   places: a tensor that a begin has ended stays one, which says so and points to nothing, until another one is made in
-   its place, and none is in the step after it. */
+
+/* The step's tensors, without their data, lie in slabs that stay until close. Those of two steps in a row have
+   different places: a tensor from an earlier step stays a valid struct, marked ended, until its slot is used again two
+   steps later. */
 #define LI_SLAB 16
 typedef struct li_slab {
   struct li_slab *next;
   luna_tensor of_step[2][LI_SLAB];
   li_tensor_state state[2][LI_SLAB];
 } li_slab;
-typedef struct li_mark {          /* how far a step has come */
-  li_chunk *chunk[2];             /* allocator mode: the step block in use, of the host and of the device, */
+typedef struct li_mark {             /* how far a step has come */
+  li_chunk *chunk[2];                /* allocator mode: the step block in use, of the host and of the device, */
   size_t used[2];                    /* and, in a mark, what is used of it */
   size_t bytes[2];                   /* of the step; of a stream's parts */
   size_t gaps[2];                    /* between chunks, in the places of pieces: those of two chunks are not joined */
   int64_t pieces_made;
   luna_tensor *made;                 /* the newest tensor */
-  li_slab *slab;                  /* the one in use, null before the first tensor */
+  li_slab *slab;                     /* the one in use, null before the first tensor */
   int slab_used;
   char *small, *small_end;           /* what is left for small things of the host */
 } li_mark;
@@ -9476,17 +9513,17 @@ typedef struct li_trace_paths { int count; luna_trace_scope path[LI_TRACE_PATHS]
 
 struct luna_ctx {
   luna_options options;
-  li_tensor_state none;           /* of shapes and of a stream's tensors, which have nothing in it */
+  li_tensor_state none;              /* of shapes and of a stream's tensors, which have nothing in it */
   const li_kernels *kernels;
   const luna_backend *backend;
   li_parallel parallel;
   void *self;                        /* the backend's own, of this context */
-  struct li_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
+  struct li_sharing *sharing;        /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
-  li_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
-  struct li_bump *bump;           /* a stream's own context: all its step has; else null */
-  struct li_piece *pieces;        /* free ones of the step's memory; */
-  struct li_piece *highest;       /* of all of them, where they are cut up and joined */
+  li_arena arena[2];                 /* the host's, and a device's, which holds tensors' values */
+  struct li_bump *bump;              /* a stream's own context: all its step has; else null */
+  struct li_piece *pieces;           /* free ones of the step's memory; */
+  struct li_piece *highest;          /* of all of them, where they are cut up and joined */
   li_mark step;
   li_slab *slabs;
   size_t slabs_end;                  /* the newest slab's, in bytes that persist */
@@ -9512,7 +9549,7 @@ struct luna_ctx {
   const char *call;                  /* the outermost init, load or save under way, which failures inside it name */
   const char *path;                  /* its file; null: bytes or luna_io */
   int setups;                        /* inits under way, one inside another */
-  li_failure failure;             /* the first since the last begin, or an earlier one: the next begin reports it */
+  li_failure failure;                /* the first since the last begin, or an earlier one: the next begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
   uint64_t writes;                   /* calls that changed parameters */
   struct luna_optimizer *optimizers; /* newest first */
@@ -9527,7 +9564,7 @@ struct luna_ctx {
   const luna_trace_scope *scope;     /* the one under way, as far as it is traced */
 };
 
-/* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for li_leave. */
+/* Names the call that failures belong to, unless it is inside another call. Returns the outer one, for li_leave. */
 LI_FN const char *li_enter(luna_ctx *ctx, const char *name) {
   const char *outer = ctx->call;
   if (!outer) ctx->call = name;
@@ -9544,14 +9581,17 @@ LI_FN void li_put_number(li_text *text, int64_t value) {
   int i = (int)sizeof digits - 1;
   uint64_t rest = value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value;
   digits[i] = 0;
-  do digits[--i] = (char)('0' + rest % 10); while ((rest /= 10) != 0);
+  do {
+    digits[--i] = (char)('0' + rest % 10);
+    rest /= 10;
+  } while (rest != 0);
   if (value < 0) digits[--i] = '-';
   li_put(text, digits + i);
 }
-/* to six decimals */
+/* Writes a number to six decimals. */
 LI_FN void li_put_real(li_text *text, double value) {
   int exponent = 0, digits = 6;
-  double size = value < 0 ? -value : value;
+  double size = fabs(value);
   if (value < 0) li_put_char(text, '-');
   if (!(size < (double)INFINITY)) {
     li_put(text, value != value ? "NaN" : "Inf");
@@ -9561,6 +9601,7 @@ LI_FN void li_put_real(li_text *text, double value) {
     for (; size >= 9.9999995; exponent++) size /= 10;
     for (; size < 0.99999995; exponent--) size *= 10;
   }
+
   int64_t part = (int64_t)(size * 1e6 + 0.5);
   const int64_t whole = part / 1000000;
   part %= 1000000;
@@ -9596,11 +9637,15 @@ LI_FN void li_print(char *out, size_t room, const char *format, ...) {
   va_end(values);
 }
 
-/* A failure. In a call that is no op (ctx->call) the newest sentence counts; elsewhere the first since begin stays. */
+/* Keeps a failure. In a call that is no op (ctx->call) the newest sentence counts; elsewhere the first since begin. */
 LI_FN void li_report(luna_ctx *ctx, luna_error_id id, luna_status status, const char *sentence) {
   const bool open = ctx->open_status == LUNA_OK, in_call = ctx->call != NULL;
-  if (in_call) ctx->last_status = open ? status : ctx->open_status;
-  if (in_call && !open) return;
+  if (in_call && !open) {
+    ctx->last_status = ctx->open_status;
+    return;
+  }
+
+  if (in_call) ctx->last_status = status;
   if (open && (in_call || ctx->status == LUNA_OK)) {
     ctx->error_id = id;
     li_print(ctx->error, sizeof ctx->error, "%s", sentence);
@@ -9613,7 +9658,7 @@ LI_FN void li_report_values(luna_ctx *ctx, int id, va_list values) {
   li_format(sentence, sizeof sentence, li_sentence_of((luna_error_id)id), values);
   li_report(ctx, (luna_error_id)id, (luna_status)li_statuses[id], sentence);
 }
-/* A sentence to options.log: what is no failure, but seldom meant. */
+/* Sends options.log a sentence: what it says is no failure, but seldom meant. */
 LI_FN void li_note(const luna_ctx *ctx, const char *format, ...) {
   char sentence[sizeof ctx->error];
   va_list values;
@@ -9630,7 +9675,7 @@ LI_FN luna_tensor *li_fail(luna_ctx *ctx, int id, ...) {
   va_end(values);
   return NULL;
 }
-/* The same as a call that is no op, which returns the status: it leaves its own sentence always. */
+/* Does the same for a call that is no op: it returns the status, and always leaves its own sentence. */
 LI_FN luna_status li_fail_status(luna_ctx *ctx, int id, ...) {
   const char *outer = li_enter(ctx, "a call");
   va_list values;
@@ -9640,21 +9685,21 @@ LI_FN luna_status li_fail_status(luna_ctx *ctx, int id, ...) {
   li_leave(ctx, outer);
   return ctx->last_status;
 }
-/* what the backend did not say itself */
+/* Says what the backend did not say itself. */
 LI_FN luna_tensor *li_fail_backend(luna_ctx *ctx, const char *name, luna_status status) {
   char sentence[sizeof ctx->error];
   li_print(sentence, sizeof sentence, li_sentence_of(LUNA_ERROR_BACKEND), name, luna_status_text(status));
   li_report(ctx, LUNA_ERROR_BACKEND, status, sentence);
   return NULL;
 }
-/* reports what a backend call returned, for `return`; the backend's own sentence stays */
+/* Reports what a backend call returned, for `return`; the backend's own sentence stays. */
 LI_FN luna_status li_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
   if (status == LUNA_OK) return LUNA_OK;
   if (ctx->status == LUNA_OK) li_fail_backend(ctx, name, status);
   return ctx->last_status = ctx->status;
 }
-/* A check that fails says why and is false: in calls that give tensors, and in those that give a status. refused: after
-   a function that says it. */
+/* A check that fails says why and is false: by li_refuse in calls that give tensors, by li_refuse_call in those that
+   give a status, and by li_refused after a function that says it. */
 #define li_refused(said) ((void)(said), false)
 #define li_refuse(...) li_refused(li_fail(__VA_ARGS__))
 #define li_refuse_call(...) li_refused(li_fail_status(__VA_ARGS__))
@@ -9665,7 +9710,7 @@ LI_FN luna_status li_fail_memory(luna_ctx *ctx, const char *name, uint64_t bytes
 LI_FN luna_tensor *li_fail_op_memory(luna_ctx *ctx, const char *name, size_t bytes) {
   return li_fail(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
 }
-/* a null input: its own failure is already reported, or this is the first */
+/* Reports a null input, unless its own failure is reported already. */
 LI_FN luna_tensor *li_fail_null(luna_ctx *ctx, const char *name, const char *what) {
   return ctx->status == LUNA_OK ? li_fail(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what) : NULL;
 }
@@ -9702,11 +9747,11 @@ LI_FN void li_raw_release(const luna_allocator *a, void *at, size_t bytes) {
   else LUNA_FREE(at);
 }
 
-/* values are in memory that the host cannot read */
+/* Whether values are in memory that the host cannot read. */
 LI_HOT bool li_on_device(const luna_ctx *ctx) {
   return ctx->backend->allocate && !ctx->options.measure;
 }
-/* false: data pointers may be null, only sizes are used */
+/* False: data pointers may be null, and only sizes are used. */
 LI_HOT bool li_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LI_FN bool li_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
@@ -9716,23 +9761,24 @@ LI_HOT size_t li_used(const luna_ctx *ctx) {
 }
 
 #ifndef LI_SEPARATE
-#define LI_SEPARATE false         /* tests/cuda/cuda.c: each tensor of a device alone in an allocation of its size */
+#define LI_SEPARATE false            /* tests/cuda/cuda.c: each tensor of a device alone in an allocation of its size */
 #endif
 
 LI_FN li_chunk *li_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
   const size_t align = !remote && size >= 2 * LI_HUGE_PAGE ? LI_HUGE_PAGE : LI_ALIGN;
-  const size_t raw_size = (remote ? 0 : size) + sizeof(li_chunk) + align;
-  char *raw = raw_size < sizeof(li_chunk) + align ? NULL :
-      (char *)li_raw_allocate(&ctx->options.allocator, raw_size);
+  const size_t extra = sizeof(li_chunk) + align, raw_size = remote ? extra : size + extra;
+  char *raw = raw_size < extra ? NULL : (char *)li_raw_allocate(&ctx->options.allocator, raw_size);
   li_chunk *chunk = (li_chunk *)(void *)raw;
   if (!raw) return NULL;
+
   memset(chunk, 0, sizeof *chunk);
   chunk->raw_size = raw_size;
   chunk->start = raw + sizeof(li_chunk);
   chunk->start += (align - (uintptr_t)chunk->start % align) % align;
   chunk->size = size;
   chunk->remote = remote;
-  if (remote && (chunk->start = (char *)ctx->backend->allocate(ctx->self, size)) == NULL) {
+  if (remote) chunk->start = (char *)ctx->backend->allocate(ctx->self, size);
+  if (!chunk->start) {
     li_raw_release(&ctx->options.allocator, raw, raw_size);
     return NULL;
   }
@@ -9750,7 +9796,8 @@ LI_FN void li_chunk_close(const luna_ctx *ctx, li_chunk **list) {
 }
 
 LI_HOT bool li_room(const luna_ctx *ctx, size_t bytes) {
-  return bytes <= (ctx->options.block ? (size_t)(ctx->block_end - ctx->block_start) : SIZE_MAX / 2) - li_used(ctx);
+  const size_t most = ctx->options.block ? (size_t)(ctx->block_end - ctx->block_start) : SIZE_MAX / 2;
+  return bytes <= most - li_used(ctx);
 }
 LI_HOT void li_count_peak(luna_ctx *ctx, bool remote) {
   const size_t used = li_used(ctx), bytes = ctx->step.bytes[remote];
@@ -9758,8 +9805,8 @@ LI_HOT void li_count_peak(luna_ctx *ctx, bool remote) {
   if (bytes > ctx->arena[remote].step_peak) ctx->arena[remote].step_peak = bytes;
 }
 
-/* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context
-   that has one. False: none left. */
+/* Takes memory until close, zeroed; false: there is none. `data` is only counted where the context measures, when *out
+   is null, and lies on the device of a context that has one. */
 LI_FN bool li_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = li_round(bytes);
   const bool remote = data && li_on_device(ctx);
@@ -9775,6 +9822,7 @@ LI_FN bool li_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
       arena->persistent = chunk;
       *out = chunk->start;
     }
+
     if (!remote) memset(*out, 0, size);
     else if (ctx->backend->zero(ctx, *out, remote && LI_SEPARATE ? bytes : size) != LUNA_OK) {
       li_chunk_close(ctx, &arena->persistent);
@@ -9794,7 +9842,9 @@ LI_FN li_persistent_mark li_persistent(const luna_ctx *ctx) {
 }
 LI_FN void li_persistent_rewind(luna_ctx *ctx, li_persistent_mark mark) {
   const li_arena *was = mark.arena;
-  if (ctx->slabs_end > was[0].persistent_bytes) return; /* an init ran ops: their tensors stay, and all before them */
+  /* An init ran ops: their tensors stay, and all before them. */
+  if (ctx->slabs_end > was[0].persistent_bytes) return;
+
   for (int i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != was[i].persistent) li_chunk_close(ctx, &ctx->arena[i].persistent);
     ctx->arena[i].persistent_bytes = was[i].persistent_bytes;
@@ -9803,9 +9853,10 @@ LI_FN void li_persistent_rewind(luna_ctx *ctx, li_persistent_mark mark) {
 
 LI_HOT li_mark li_step_mark(const luna_ctx *ctx) {
   li_mark mark = ctx->step;
-  for (int i = 0; i < 2; i++)
+  for (int i = 0; i < 2; i++) {
     if (ctx->bump) mark.bytes[i] = ctx->bump->part[i].used;
     else if (mark.chunk[i]) mark.used[i] = mark.chunk[i]->used;
+  }
   return mark;
 }
 LI_HOT void li_tensor_end(luna_tensor *t, size_t end);
@@ -9813,6 +9864,7 @@ LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end);
 LI_HOT void li_step_rewind(luna_ctx *ctx, li_mark mark) {
   for (int i = 0; i < 2 && ctx->bump; i++) ctx->bump->part[i].used = mark.bytes[i];
   if (ctx->bump) return;
+
   const size_t end = mark.bytes[li_on_device(ctx)] + mark.gaps[li_on_device(ctx)];
   for (luna_tensor *t = ctx->step.made; t != mark.made; t = t->own->older) li_tensor_end(t, end);
   if (ctx->step.pieces_made != mark.pieces_made) li_pieces_rewind(ctx, end);
@@ -9825,13 +9877,15 @@ LI_HOT void li_step_rewind(luna_ctx *ctx, li_mark mark) {
   ctx->step = mark;
 }
 
-/* the first chunk from the current one on that has `size` bytes left, else a new last one of `grown` bytes or more */
+/* Returns the first chunk from the current one on that has `size` bytes left, else a new last one of `grown`. */
 LI_HOT li_chunk *li_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
   const bool alone = remote && LI_SEPARATE;
   li_chunk *chunk = ctx->step.chunk[remote], **last = &ctx->arena[remote].steps;
-  while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size))
-    chunk = chunk->next;
-  if (chunk) return chunk;
+  for (; chunk; chunk = chunk->next) {
+    if (alone && chunk->size == size && chunk->used == 0) return chunk;
+    if (!alone && chunk->size - chunk->used >= size) return chunk;
+  }
+
   chunk = li_chunk_open(ctx, remote, alone || size > grown ? size : grown);
   if (!chunk && grown > size) chunk = li_chunk_open(ctx, remote, size);
   while (*last) last = &(*last)->next;
@@ -9839,14 +9893,16 @@ LI_HOT li_chunk *li_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t gr
   return chunk;
 }
 LI_HOT void *li_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: a chunk of up to 64 MB more, untouched until it
-     is needed, and until the next begin; of a device, where memory is short, little more than is asked for */
+  /* Outside training free pieces are joined, though not across chunks. So the host takes up to 64 MB more, which stay
+     untouched until they are needed, until the next begin; a device, where memory is short, takes little more. */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->step.bytes[remote];
   size_t bytes = remote ? 0 : used;
   if (!ctx->training && remote) bytes = used / 16;
   else if (!ctx->training) bytes += 7 * used < more ? 7 * used : more;
-  li_chunk *chunk = li_chunk_for(ctx, remote, size, bytes > min && li_computes(ctx) ? bytes : min);
+  if (bytes < min || !li_computes(ctx)) bytes = min;
+  li_chunk *chunk = li_chunk_for(ctx, remote, size, bytes);
   if (!chunk) return NULL;
+
   if (ctx->step.chunk[remote] != chunk && li_computes(ctx)) ctx->step.gaps[remote] += LI_ALIGN;
   ctx->step.chunk[remote] = chunk;
   if (chunk->used == 0) chunk->place = used + ctx->step.gaps[remote];
@@ -9866,7 +9922,7 @@ LI_FN bool li_bump_take(li_bump *b, bool data, size_t bytes, void **out) {
   if (b->part[data].used > b->part[data].peak) b->part[data].peak = b->part[data].used;
   return true;
 }
-/* Memory of the step, not zeroed; `data` as above. */
+/* Takes memory of the step, not zeroed; `data` as for li_persist. */
 LI_HOT bool li_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = li_round(bytes);
   if (ctx->bump) return li_bump_take(ctx->bump, data, bytes, out);
@@ -9875,25 +9931,25 @@ LI_HOT bool li_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   if (size < bytes || !li_room(ctx, size)) return false;
   if ((!data || li_computes(ctx)) && size > 0) {
     if (ctx->options.block) *out = ctx->block_start + ctx->step.bytes[remote];
-    else if ((*out = li_step_from_chunks(ctx, remote, remote && LI_SEPARATE ? bytes : size)) == NULL)
-      return false;
+    else *out = li_step_from_chunks(ctx, remote, remote && LI_SEPARATE ? bytes : size);
+    if (!*out) return false;
   }
   ctx->step.bytes[remote] += size;
   li_count_peak(ctx, remote);
   return true;
 }
 
-/* host memory of the step; null with a sentence */
+/* Returns host memory of the step; null with a sentence. */
 LI_FN void *li_step_host(luna_ctx *ctx, const char *name, size_t bytes) {
   void *memory;
   if (!li_step(ctx, bytes ? bytes : 1, false, &memory)) li_fail_op_memory(ctx, name, bytes);
   return memory;
 }
-/* host memory until close, zeroed; null with the sentence of a call that returns a status */
+/* Returns host memory until close, zeroed; null with the sentence of a call that returns a status. */
 LI_FN void *li_persist_host(luna_ctx *ctx, const char *name, size_t bytes) {
   void *memory;
-  if (li_persist(ctx, bytes, false, &memory)) return memory;
-  return li_fail_memory(ctx, name, bytes), (void *)NULL;
+  if (!li_persist(ctx, bytes, false, &memory)) li_fail_memory(ctx, name, bytes);
+  return memory;
 }
 
 /* Small things of the host that last until the next begin lie together, so that they part no pieces. */
@@ -9912,14 +9968,14 @@ LI_HOT bool li_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
-/* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
-   ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
-   bytes from the step's start, alike in every mode, and so do all decisions; but in a step that takes new chunks two
-   pieces of different chunks are not joined, so that it can take a little more or less than it will from then on.
-   Free ones are a treap: sorted by size, of equal ones the highest place first, with priorities as if at random, so
-   that finding, taking and giving one takes the logarithm of their number. */
+/* Pieces are parts of the step's memory that can be released before the step ends; tensors' data and gradients lie in
+   them. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
+   bytes from the step's start, alike in every mode, and so decisions are alike. But pieces of two chunks are not
+   joined: a step that takes new chunks can take a little more or less than it will from then on. Free pieces are a
+   treap, sorted by size, of equal ones the highest place first, with priorities as if at random: finding, taking and
+   giving one takes the logarithm of their number. */
 typedef struct li_piece {
-  struct li_piece *by_size[2];    /* its children there; [0] of a piece that is taken is itself */
+  struct li_piece *by_size[2];       /* its children there; [0] of a piece that is taken is itself */
   struct li_piece *below, *above; /* where pieces are cut up and joined: its neighbours, free or taken */
   size_t place, size;
 } li_piece;
@@ -9937,7 +9993,7 @@ LI_HOT li_piece *li_piece_make(luna_ctx *ctx, size_t size) {
   ctx->step.pieces_made++;
   return piece;
 }
-/* a piece's memory; null where memory is only counted */
+/* Returns a piece's memory; null where memory is only counted. */
 LI_HOT void *li_piece_at(const luna_ctx *ctx, const li_piece *piece) {
   const li_chunk *chunk = ctx->arena[li_on_device(ctx)].steps;
   if (!li_computes(ctx)) return NULL;
@@ -9988,27 +10044,30 @@ LI_HOT void li_piece_remove(luna_ctx *ctx, li_piece *piece) {
   *link = before ? before : after;
   piece->by_size[0] = piece;
 }
-/* the smallest free piece that is large enough; else a new one */
+/* Takes the smallest free piece that is large enough, else a new one. */
 LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
-  const size_t size = li_pieces_alone(ctx) ? bytes : li_round(bytes);
-  size_t slack = li_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
-  if (li_pieces_split(ctx)) slack = 24 * size;
+  const bool alone = li_pieces_alone(ctx), splits = li_pieces_split(ctx);
+  const size_t size = alone ? bytes : li_round(bytes);
+  size_t slack = alone ? 0 : size / 8; /* how much too large it may be */
+  if (splits) slack = 24 * size;
   const bool remote = li_on_device(ctx);
   li_piece *best = NULL, *rest;
   void *at;                          /* li_piece_at finds it */
   for (li_piece *piece = ctx->pieces; piece; piece = piece->by_size[piece->size < size])
     if (piece->size >= size) best = piece;
+
   if (!best || best->size - size > slack) {
     li_piece *piece = li_piece_make(ctx, size);
     if (!piece || !li_step(ctx, bytes, true, &at)) return NULL;
     piece->place = ctx->step.bytes[remote] + ctx->step.gaps[remote] - li_round(bytes);
-    if (li_pieces_split(ctx)) li_piece_link(ctx, piece, ctx->highest);
+    if (splits) li_piece_link(ctx, piece, ctx->highest);
     return piece;
   }
-  if (best->size == size || !li_pieces_split(ctx)) {
+  if (best->size == size || !splits) {
     li_piece_remove(ctx, best);
     return best;
   }
+
   if ((rest = li_piece_make(ctx, best->size - size)) == NULL) return NULL;
   li_piece_remove(ctx, best);
   best->size = size;
@@ -10017,7 +10076,7 @@ LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   li_piece_insert(ctx, rest);
   return best;
 }
-/* Two neighbours, of which `other` may be free and the other one is not, become one, the lower, where they can. */
+/* Joins two neighbours, of which only `other` may be free, to one, the lower, where that is possible. */
 LI_FN bool li_piece_join(luna_ctx *ctx, li_piece *lower, li_piece *upper, li_piece *other) {
   if (!other || other->by_size[0] == other || lower->place + lower->size != upper->place) return false;
   li_piece_remove(ctx, other);
@@ -10038,8 +10097,8 @@ LI_HOT void li_piece_give(luna_ctx *ctx, li_piece **given) {
   }
   li_piece_insert(ctx, piece);
 }
-/* The step goes back to where memory ended at `end`: free is what was free then, less what has been taken and not given
-   back since; but nothing where pieces are cut up, some of which are themselves in memory that goes. */
+/* Goes back to where the step's memory ended at `end`: free is what was free then, less what has been taken and not
+   given back since; but nothing where pieces are cut up, since some of them are themselves in memory that goes. */
 LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end) {
   li_piece *piece, *next, *list = NULL; /* by by_size[1] */
   for (piece = ctx->highest; piece; piece = next) {
@@ -10079,13 +10138,14 @@ LI_FN void li_step_clear(luna_ctx *ctx) {
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
   luna_memory_usage use = { 0, 0 };
   if (!ctx) return use;
+
   use.current = li_used(ctx) + (LI_ALIGN - 1); /* a block may have any alignment */
   use.peak = ctx->peak + (LI_ALIGN - 1);
   return use;
 }
 
 /* --- open and close --- */
-/* closes those that are newer than `last` */
+/* Closes what hooks have made since `last`. */
 LI_FN void li_close_hooked(luna_ctx *ctx, const li_hooked *last) {
   for (; ctx->hooked != last; ctx->hooked = ctx->hooked->older)
     if (ctx->hooked->close) ctx->hooked->close(ctx->hooked->layer);
@@ -10118,6 +10178,7 @@ LI_FN bool li_open_threads(luna_ctx *ctx) {
   const size_t pool_size = li_round(sizeof(li_pool));
   const int64_t workers = li_min(ctx->parallel.threads, li_cores()) - 1;
   void *memory;                      /* enough for a machine of as many cores */
+
   if (!li_persist(ctx, pool_size + (size_t)(ctx->parallel.threads - 1) * sizeof(li_thread), false, &memory))
     return false;
   if (o->measure || workers == 0) return true;
@@ -10138,7 +10199,7 @@ LI_FN luna_ctx *li_open_no_memory(const luna_options *o) {
   return li_open_failed(o, LUNA_OUT_OF_MEMORY, o->block ? "luna_open: options.block is too small" :
                         "luna_open: no memory for a context");
 }
-/* what is wrong with a context's options, or null */
+/* Returns what is wrong with a context's options, or null. */
 LI_FN const char *li_options_wrong(const luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   if (!ctx->kernels) return "luna_open: this build or machine lacks the instruction set options.isa";
@@ -10174,6 +10235,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   first.backend = o->backend ? o->backend : luna_cpu_backend();
   const char *wrong = li_options_wrong(&first);
   if (wrong) return li_open_failed(o, LUNA_BAD_ARGUMENT, wrong);
+
   if (o->block) {
     char *start = (char *)o->block;
     const size_t shift = (LI_ALIGN - (uintptr_t)start % LI_ALIGN) % LI_ALIGN;
@@ -10181,6 +10243,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
     first.block_start = start + shift;
     first.block_end = first.block_start + (o->block_size - shift) / LI_ALIGN * LI_ALIGN;
   }
+
   if (!li_persist(&first, sizeof first, false, &memory)) return li_open_no_memory(o);
   luna_ctx *ctx = (luna_ctx *)memory;
   *ctx = first;
@@ -10195,13 +10258,14 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
     ctx->options.threads = (int)li_threads(&ctx->parallel);
     if (!o->measure) status = ctx->backend->copy(ctx, &ctx->state->seed, &o->seed, sizeof o->seed, 1);
   }
+
   if (status != LUNA_OK && ctx->status == LUNA_OK)
     luna_fail(ctx, status, "luna_open: the device could not be opened");
   ctx->open_status = status;
   return ctx;
 }
 
-/* On a device: orders what this context does next after what the owners of its shared sets have queued. */
+/* On a device, orders what this context does next after what the owners of its shared sets have queued. */
 LI_FN luna_status li_wait_for_owners(luna_ctx *ctx) {
   luna_status status = LUNA_OK;
   for (const li_sharing *one = ctx->sharing; one && status == LUNA_OK; one = one->next)
@@ -10210,12 +10274,12 @@ LI_FN luna_status li_wait_for_owners(luna_ctx *ctx) {
 }
 
 LUNA_API luna_isa luna_isa_of(const luna_ctx *ctx) { return ctx ? ctx->kernels->isa : luna_isa_best(); }
-/* whether the next begin makes this step again */
+/* Whether the next begin makes this step again. */
 LI_FN bool li_step_failed(const luna_ctx *ctx) {
   return ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
 }
 LI_FN void li_state_turn(struct luna_lm_state *s);
-/* a begin's: no error, or that of what could not be made since the last one */
+/* Begins with no error, or that of what could not be made since the last begin. */
 LI_FN void li_clear_error(luna_ctx *ctx) {
   ctx->status = ctx->failure.status;
   ctx->error_id = LUNA_ERROR_NONE;
@@ -10230,6 +10294,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->open_status != LUNA_OK) return ctx->open_status;
+
   const bool repeated = li_step_failed(ctx); /* keeps its number: the same dropout */
   if (ctx->carried) li_state_turn(ctx->carried);
   ctx->tape = NULL;
@@ -10239,6 +10304,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   ctx->carried = NULL;
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   li_clear_error(ctx);
+
   luna_status status = li_wait_for_owners(ctx);
   if (status == LUNA_OK && training && !LI_REFERENCE_TRAINS && ctx->options.isa == LUNA_ISA_REFERENCE)
     status = li_fail_status(ctx, LUNA_ERROR_REFERENCE_STEP);
@@ -10259,6 +10325,7 @@ LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part) {
   if (part && !(li_in(ctx, name, "first", part->first, 0, LI_MAX_COUNT) &&
                 li_in(ctx, name, "longest", part->longest, 0, LI_MAX_COUNT) &&
                 li_in(ctx, name, "target_longest", part->target_longest, 0, LI_MAX_COUNT))) return ctx->last_status;
+
   ctx->shares = part != NULL;
   if (part) ctx->part = *part;
   return LUNA_OK;
@@ -10277,7 +10344,7 @@ LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *se
   if (ctx) li_report(ctx, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
-/* Reads the state, and waits for the device; zeros where there is none or it fails. */
+/* Reads the state, and waits for the device; gives zeros where there is none or it fails. */
 LI_FN luna_status li_state_read(luna_ctx *ctx, const luna_step_state *state, luna_step_state *now) {
   memset(now, 0, sizeof *now);
   return state && !ctx->options.measure ? ctx->backend->copy(ctx, now, state, sizeof *now, 2) : LUNA_OK;

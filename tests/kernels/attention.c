@@ -411,7 +411,7 @@ static const struct { shape s; band window; } windows[] = {
 /* a's part of a whole, whose dropout's numbers are those of li_dropout */
 static void run_part(const luna_attention_args *args, uint64_t first) {
   li_attention a;
-  CHECK(li_attention_of(args, &a) == LUNA_OK, "attention of a part");
+  CHECK(li_attention_of(args, &a), "attention of a part");
   li_attention_own part = {li_attention_dropout(&a), false};
   part.dropout.first = first;
   a.own = &part;
