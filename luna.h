@@ -1934,6 +1934,7 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
   M(RSQRT, rsqrt, vf_div(vf_of(1), vf_sqrt(x)), vf_div(vf_mul(vf_of(-0.5), y), x)) \
   M(ABS, abs, vf_abs(x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_select(vf_lt(x, vf_zero()), vf_of(-1), x)))
 #define LUNA_READS_IN(i) (1 << (i))
+#define LUNA_READS_INS(count) ((1 << (count)) - 1) /* the first inputs */
 #define LUNA_READS_OUT(i) (256 << (i))
 /* Ops that compute each number of the result from one of each input, which broadcast: E(name, tier, reads, cheap,
    function, differentiable inputs, value, and its gradient for each of them) in a, b and c, of the inputs, and g, of
@@ -1941,13 +1942,13 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
 #define LUNA_BINARIES(E) \
   E(ADD, 1, 0, true, add, 3, vf_add(a, b), g, g, g) \
   E(SUB, 1, 0, true, sub, 3, vf_sub(a, b), g, vf_neg(g), g) \
-  E(MUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, mul, 3, vf_mul(a, b), vf_mul(g, b), vf_mul(g, a), g) \
-  E(DIV, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, div, 3, vf_div(a, b), vf_div(g, b), \
+  E(MUL, 1, LUNA_READS_INS(2), false, mul, 3, vf_mul(a, b), vf_mul(g, b), vf_mul(g, a), g) \
+  E(DIV, 1, LUNA_READS_INS(2), false, div, 3, vf_div(a, b), vf_div(g, b), \
     vf_neg(vf_mul(vf_div(g, b), vf_div(a, b))), g) \
-  E(MINIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, minimum, 3, \
+  E(MINIMUM, 1, LUNA_READS_INS(2), false, minimum, 3, \
     vf_select(vf_le(a, b), a, vf_select(vf_lt(b, a), b, vf_add(a, b))), vf_select(vf_lt(b, a), vf_zero(), g), \
     vf_select(vf_lt(b, a), g, vf_zero()), g) \
-  E(MAXIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, maximum, 3, \
+  E(MAXIMUM, 1, LUNA_READS_INS(2), false, maximum, 3, \
     vf_select(vf_le(b, a), a, vf_select(vf_lt(a, b), b, vf_add(a, b))), vf_select(vf_lt(a, b), vf_zero(), g), \
     vf_select(vf_lt(a, b), g, vf_zero()), g) \
   E(LESS, 1, 0, false, less, 0, vf_select(vf_lt(a, b), vf_of(1), vf_zero()), g, g, g) \
@@ -1975,8 +1976,8 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
   R(REDUCE, 1, 0, false) \
   R(MAX, 1, LUNA_READS_IN(0), false) \
   R(CUMSUM, 1, 0, false) \
-  R(MATMUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
-  R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
+  R(MATMUL, 1, LUNA_READS_INS(2), false) \
+  R(LINEAR, 1, LUNA_READS_INS(2), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
   R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
@@ -1984,23 +1985,21 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
   R(FUNCTION, 1, LUNA_READS_IN(0), false) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
-  R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
+  R(LAYER_NORM, 1, LUNA_READS_INS(2), true) \
   R(EMBEDDING, 1, 0, true) \
   R(SCATTER_ADD, 1, 0, false) \
   R(SINUSOIDS, 1, 0, true) \
   R(ROTARY, 1, 0, false) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
-  R(SOFTMAX_ATTENTION, 1, \
-    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
-  R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
-  R(SHORT_CONVOLUTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
+  R(SOFTMAX_ATTENTION, 1, LUNA_READS_INS(3) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
+  R(CAUSAL_PRODUCT, 1, LUNA_READS_INS(3), false) \
+  R(SHORT_CONVOLUTION, 1, LUNA_READS_INS(2), false) \
   R(CUSTOM, 1, 0xffff, false) \
-  R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(FORGETTING_LUNA, 1, \
-    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3) | LUNA_READS_IN(4), false) \
-  R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false)
+  R(UNPACK, 2, LUNA_READS_INS(4), false) \
+  R(CAUSAL_LUNA, 2, LUNA_READS_INS(4), false) \
+  R(FORGETTING_LUNA, 1, LUNA_READS_INS(5), false) \
+  R(FEED_FORWARD, 2, LUNA_READS_INS(4), false) \
+  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_INS(3), false)
 typedef enum luna_op_kind {
 #define LI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
 #define LI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) LUNA_OP_##name,
