@@ -2623,7 +2623,7 @@ typedef struct li_unpack {
 typedef struct li_unpack_space {
   int64_t prepared;                     /* the batch row of these, or -1 */
   int64_t slots, n;                     /* real slots; heads of them */
-  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
+  float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels: V, or backward K */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
   float *words;                         /* li_panels' */
 } li_unpack_space;
@@ -4999,7 +4999,9 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
    All arrays are dense, of any size and alignment; a map may be computed in place. Long sums are short float sums,
    added up in double in a fixed order. Column sums treat each column alone, so that its bits do not depend on which
-   columns are computed with it. Guarded by tests/kernels/elementwise.c
+   columns are computed with it. The references stand first, then the loops in their order. A new kernel is a row of
+   LI_KERNELS, a reference here or, if it is backward, in tests/kernels/backward_reference.h, and a loop. Guarded by
+   tests/kernels/elementwise.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 /* ---- the reference ---- */
@@ -5030,31 +5032,38 @@ LI_FN float li_dot_reference(int64_t n, const float *a, const float *b) {
   return (float)li_inner(n, a, 1, b, 1);
 }
 
-/* y = exp(x - max) / sum; a row of -Inf alone gives 0 */
+/* y = exp(x - max) / sum, but a row of -Inf alone gives 0 */
 LI_FN void li_softmax_reference(int64_t rows, int64_t n, const float *x, float *y) {
   for (; rows > 0; rows--, x += n, y += n) {
     float max = -(float)INFINITY;
     double sum = 0;
-    for (int64_t i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
+    for (int64_t i = 0; i < n; i++)
+      if (x[i] > max) max = x[i];
     if (max == -(float)INFINITY) max = 0;
     for (int64_t i = 0; i < n; i++) sum += (double)(y[i] = li_exp1_scalar(x[i] - max));
-    for (int64_t i = 0; i < n; i++) y[i] = sum == 0 ? 0 : (float)((double)y[i] / sum);
+    if (sum == 0) sum = 1;
+    for (int64_t i = 0; i < n; i++) y[i] = (float)((double)y[i] / sum);
   }
 }
 
-/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: the mean is 0 [arXiv 1910.07467] */
+/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon). With rms the mean is 0 [arXiv 1910.07467]. */
 LI_FN void li_layer_norm_reference(const li_layer_norm *a) {
   if (a->n <= 0) return;
   for (int64_t row = 0; row < a->rows; row++) {
     const float *x = a->x + row * a->n;
-    const double n = (double)a->n, center = a->rms ? 0 : li_sum_reference(a->n, x) / n;
-    double variance = a->rms ? li_sum_squares_reference(a->n, x) / n : 0;
-    if (!a->rms)
+    const double n = (double)a->n;
+    double center = 0, variance = 0;
+    if (a->rms) variance = li_sum_squares_reference(a->n, x) / n;
+    else {
+      center = li_sum_reference(a->n, x) / n;
       for (int64_t i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
+    }
     const double r = 1 / sqrt(variance + (double)a->epsilon);
+
     for (int64_t i = 0; i < a->n; i++) {
-      double y = ((double)x[i] - center) * r * (a->weight ? (double)a->weight[i] : 1);
-      if (!a->rms) y += a->bias ? (double)a->bias[i] : 0;
+      double y = ((double)x[i] - center) * r;
+      if (a->weight) y *= (double)a->weight[i];
+      if (a->bias && !a->rms) y += (double)a->bias[i];
       a->y[row * a->n + i] = (float)y;
     }
     if (a->mean) a->mean[row] = (float)center;
@@ -5075,32 +5084,36 @@ LI_FN void li_cross_entropy_reference(const li_cross_entropy *a) {
   for (int64_t row = 0; row < a->rows; row++) {
     const float *x = a->logits + row * a->logits_row;
     const int64_t label = a->labels[row] - a->first;
-    li_row_sums own, *s = a->sums ? a->sums + row : &own;
-    double log_sum = 0;
+    li_row_sums own, *s = &own;
+    double log_sum = 0, target = 0;
+    if (a->sums) s = a->sums + row;
     if (a->first == 0) s->exps = s->logits = s->label = 0, s->shift = -(float)INFINITY;
     for (int64_t j = 0; j < a->columns; j++) {
       if (x[j] > s->shift) {
         s->exps *= (double)li_exp1_scalar(s->shift - x[j]);
         s->shift = x[j];
       }
-      s->exps += x[j] == -(float)INFINITY ? 0 : (double)li_exp1_scalar(x[j] - s->shift);
+      if (x[j] != -(float)INFINITY) s->exps += (double)li_exp1_scalar(x[j] - s->shift);
       s->logits += (double)x[j];
     }
     if (label >= 0 && label < a->columns) s->label = x[label];
     if (a->first + a->columns < a->classes) continue;
+
     if (a->labels[row] >= 0 && s->exps != 0) log_sum = (double)s->shift + (double)li_log1_scalar((float)s->exps);
-    double target = a->smoothing < 1 ? (double)(1 - a->smoothing) * (double)s->label : 0;
+    if (a->smoothing < 1) target = (double)(1 - a->smoothing) * (double)s->label;
     if (a->smoothing > 0) target += (double)a->smoothing * s->logits / (double)a->classes;
-    a->loss[row] = a->labels[row] < 0 ? 0 : (float)(log_sum - target);
+    a->loss[row] = (float)(log_sum - target);
+    if (a->labels[row] < 0) a->loss[row] = 0;
     if (a->lse) a->lse[row] = (float)log_sum;
   }
 }
 
-/* y_t = bias + sum_i weight_i x_(t - width + 1 + i); rows before the first are history's, or 0 */
+/* y_t = bias + sum_i weight_i x_(t - width + 1 + i). Rows before the first are history's, or 0. */
 LI_FN void li_short_convolution_reference(const li_convolution *a) {
   for (int64_t t = 0; t < a->rows; t++)
     for (int64_t c = 0; c < a->n; c++) {
-      float sum = a->bias ? a->bias[c] : 0;
+      float sum = 0;
+      if (a->bias) sum = a->bias[c];
       for (int64_t i = 0; i < a->width; i++) {
         const int64_t row = t - a->width + 1 + i;
         float x = 0;
@@ -5123,8 +5136,11 @@ LI_FN float li_dropout_at(const li_dropout *d, int64_t element) {
 LI_FN void li_dropout_reference(const li_dropout *d, int64_t first, int64_t n, const float *x, float *y,
                                 bool accumulate) {
   for (int64_t i = 0; i < n; i++) {
-    const float mask = li_dropout_at(d, first + i), kept = mask > 0 ? x[i] * mask : 0; /* a dropped NaN is 0 */
-    y[i] = accumulate ? y[i] + kept : kept;
+    const float mask = li_dropout_at(d, first + i);
+    float kept = 0;                  /* also of a dropped NaN */
+    if (mask > 0) kept = x[i] * mask;
+    if (accumulate) kept += y[i];
+    y[i] = kept;
   }
 }
 
@@ -5133,7 +5149,8 @@ LI_FN void li_sgd_reference(const li_update *u) {
     float g = u->grad[i] * u->factor + u->decay * u->value[i];
     if (u->momentum != 0) {
       const float m = u->moment[0][i] = u->momentum * u->moment[0][i] + g;
-      g = u->nesterov ? u->momentum * m + g : m;
+      if (u->nesterov) g += u->momentum * m;
+      else g = m;
     }
     u->value[i] -= u->lr * g;
     u->grad[i] = 0;
@@ -5142,10 +5159,11 @@ LI_FN void li_sgd_reference(const li_update *u) {
 /* m = beta1 m + (1 - beta1) g, s = beta2 s + (1 - beta2) g^2, value -= lr mhat / (sqrt(shat) + epsilon) + lr decay
    value */
 LI_FN void li_adam_reference(const li_update *u) {
-  const float decay = u->coupled ? 0 : u->lr * u->decay, step = (float)((double)u->lr / (double)u->correction1);
+  const float coupled = u->coupled ? u->decay : 0, decay = u->coupled ? 0 : u->lr * u->decay;
+  const float step = (float)((double)u->lr / (double)u->correction1);
   const float root = (float)(1 / sqrt((double)u->correction2));
   for (int64_t i = 0; i < u->count; i++) {
-    const float v = u->value[i], g = u->grad[i] * u->factor + (u->coupled ? u->decay : 0) * v;
+    const float v = u->value[i], g = u->grad[i] * u->factor + coupled * v;
     const float m = u->moment[0][i] = u->beta1 * u->moment[0][i] + (1 - u->beta1) * g;
     const float s = u->moment[1][i] = u->beta2 * u->moment[1][i] + (1 - u->beta2) * (g * g);
     u->value[i] = v - decay * v - step * m / ((float)sqrt((double)s) * root + u->epsilon);
@@ -5157,8 +5175,10 @@ LI_FN void li_adam_reference(const li_update *u) {
 #ifdef LI_PASS_LOOPS
 #define LI_GET(p) LI_K(get)((p) + i, n - i)
 #define LI_PUT(p, v) LI_K(put)((p) + i, v, n - i)
+#define LI_BEFORE(add, p) ((add) ? LI_GET(p) : vf_zero())
 
 /* ---- maps: LI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
+/* LI_K of activate and activate_grad, then of add, mul, scale and scale_add */
 #define LI_MAP(name, arguments, y, value) \
   LI_FN void LI_K(name) arguments { \
     for (int64_t i = 0; i < n; i += VF) LI_PUT(y, value); \
@@ -5171,7 +5191,7 @@ LI_FN void li_adam_reference(const li_update *u) {
   }
 LI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LI_K(map1)(kind, LI_GET(x)))
 LI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
-       vf_fma(LI_GET(dy), LI_K(map1_slope)(kind, LI_GET(x)), add ? LI_GET(dx) : vf_zero()))
+       vf_fma(LI_GET(dy), LI_K(map1_slope)(kind, LI_GET(x)), LI_BEFORE(add, dx)))
 LI_SHORT_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LI_GET(a), LI_GET(b)))
 LI_SHORT_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LI_GET(a), LI_GET(b)))
 LI_SHORT_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LI_GET(x)))
@@ -5179,7 +5199,7 @@ LI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
        vf_fma(vf_set(factor), LI_GET(x), LI_GET(y)))
 #undef LI_MAP
 
-/* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
+/* ---- LUNA_ELEMENTWISE: an input whose step is 0 is a single number ---- */
 #define LI_INPUT(k) step[k] ? LI_GET(x[k]) : vf_set(*x[k])
 LI_FN void LI_K(elementwise)(const li_elements *e, float *y) {
   const float *const *x = e->x;
@@ -5208,7 +5228,7 @@ LI_FN void LI_K(elementwise_slope)(const li_elements *e, int input, const float 
 #define LI_MOMENTS 3            /* d and d^2, where d = a - shift */
 #define LI_NORM 4               /* g and g (a - shift) factor, where g = b c, or b when c is null */
 
-/* adds to p and q the terms of the vector at i, of which `left` floats exist; the others add 0 */
+/* Adds to p and q the terms of the vector at i, of which `left` floats exist. */
 LI_INLINE void LI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c,
                           vf shift, vf factor,
                           vf *p, vf *q) {
@@ -5262,7 +5282,7 @@ LI_FN double LI_K(products)(int64_t n, const float *a, const float *b) {
 }
 LI_FN double LI_K(sum_squares)(int64_t n, const float *x) {
   const double sum = LI_K(products)(n, x, x);
-  return sum < (double)INFINITY ? sum : li_sum_squares_reference(n, x); /* squares beyond a float */
+  return sum < (double)INFINITY ? sum : li_sum_squares_reference(n, x); /* squares passed a float's range */
 }
 LI_FN float LI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LI_K(products)(n, a, b); }
 
@@ -5295,19 +5315,23 @@ LI_FN void LI_K(softmax_backward)(int64_t rows, int64_t n, const float *y, const
 
 /* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: mean 0, no bias ---- */
 LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
-  const float *x = a->x, *const weight = a->weight, *const bias = a->rms ? NULL : a->bias;
+  const float *x = a->x, *bias = a->bias, *const weight = a->weight;
   const int64_t n = a->n;
   const bool rms = a->rms;
   float *y = a->y;
   if (n <= 0) return;
+  if (rms) bias = NULL;
   for (int64_t row = 0; row < a->rows; row++, x += n, y += n) {
-    /* the second pass also computes the rounding error of the mean */
-    const float center = rms ? 0 : (float)(LI_K(sum)(n, x) / (double)n);
+    float center = 0;
     double squares, off = 0;
     if (rms) squares = LI_K(products)(n, x, x);
-    else off = LI_K(reduce)(LI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
-    const double variance = squares / (double)n - off * off;
-    const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
+    else { /* the second pass also computes the rounding error of the mean */
+      center = (float)(LI_K(sum)(n, x) / (double)n);
+      off = LI_K(reduce)(LI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
+    }
+    double variance = squares / (double)n - off * off;
+    if (variance < 0) variance = 0;
+    const float r = (float)(1 / sqrt(variance + (double)a->epsilon));
     const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
     for (int64_t i = 0; i < n; i += VF) {
       vf v = vf_mul(vf_sub(vf_sub(LI_GET(x), vcenter), voff), vr);
@@ -5320,7 +5344,7 @@ LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
   }
 }
 
-/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd. With rms mean(g) is 0. */
 LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
   const float *x = a->x, *dy = a->dy, *const weight = a->weight;
   const int64_t n = a->n;
@@ -5331,24 +5355,25 @@ LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
     const float mean = a->mean[row], rstd = a->rstd[row];
     double moment, sum = LI_K(reduce)(LI_NORM, n, x, dy, weight, mean, rstd, &moment);
     const vf center = vf_set(mean), r = vf_set(rstd);
-    const vf mean_g = vf_set(a->rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
+    if (a->rms) sum = 0;
+    const vf mean_g = vf_set((float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
     for (int64_t i = 0; i < n; i += VF) {
       const vf xhat = vf_mul(vf_sub(LI_GET(x), center), r);
       vf g = LI_GET(dy);
       if (weight) g = vf_mul(g, LI_GET(weight));
-      LI_PUT(dx, vf_fma(r, vf_fnma(xhat, mean_moment, vf_sub(g, mean_g)), add ? LI_GET(dx) : vf_zero()));
+      LI_PUT(dx, vf_fma(r, vf_fnma(xhat, mean_moment, vf_sub(g, mean_g)), LI_BEFORE(add, dx)));
     }
   }
 }
 
 /* ---- sums along columns, over rows in order ---- */
-#define LI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
+#define LI_SUM_COLUMNS (4 * VF) /* columns that registers hold */
 #define LI_COLUMN(i) \
   if (vectors > i) \
     sum##i = b ? vf_fma(LI_K(get)(at + i * VF, left - i * VF), \
                         vf_mul(vf_sub(LI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LI_K(get)(at + i * VF, left - i * VF));
-/* part = the sums of up to LI_FLOAT_ROWS rows and LI_SUM_COLUMNS columns, as below */
+/* The float sums of LI_FLOAT_ROWS rows at most; li_column_sums adds them up. */
 LI_INLINE void LI_K(column_part)(int vectors, li_matrix a, const float *b, const float *mean,
                                  const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
@@ -5366,8 +5391,8 @@ LI_INLINE void LI_K(column_part)(int vectors, li_matrix a, const float *b, const
   vf_store(part + 3 * VF, sum3);
 }
 
-/* y[j y_column] += factor * sum over rows of a (b - mean) rstd, where mean and rstd are those of `norm`, or 0 and 1
-   where it is null; where b is null the sum is that of a. b has a's strides. */
+/* y[j y_column] += factor * sum over rows of a (b - mean) rstd. mean and rstd are those of `norm`, or 0 and 1. Without
+   b the sum is that of a; b has a's strides. */
 LI_FN void LI_K(column_sums)(li_matrix a, const float *b, const li_layer_norm *norm, float factor,
                              float *y, int64_t y_column) {
   float part[LI_SUM_COLUMNS];
@@ -5402,10 +5427,10 @@ LI_FN void LI_K(sum_rows)(li_matrix x, float factor, float *y) {
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
    ---- */
-/* shift: of the row; label: its logit; log_sum: of exp(logit - shift) */
+/* Writes the loss of a row whose logits have all been met. */
 LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, const li_row_sums *s) {
-  /* exps: 0 of logits of -Inf alone, or NaN */
-  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) : s->exps;
+  double log_sum = s->exps;
+  if (s->exps > 0) log_sum = (double)vf_first(vf_log(vf_set((float)s->exps)));
   double result = log_sum + ((double)s->shift - (double)s->label);
   if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
   if (s->label == -(float)INFINITY) result = log_sum + (double)INFINITY;
@@ -5417,7 +5442,8 @@ LI_FN void LI_K(cross_entropy)(const li_cross_entropy *a) {
   for (int64_t row = 0; row < a->rows; row++) {
     const float *logits = a->logits + row * a->logits_row;
     const int64_t label = a->labels[row] - a->first;
-    li_row_sums s = a->first == 0 ? none : a->sums[row];
+    li_row_sums s = none;
+    if (a->first > 0) s = a->sums[row];
     if (a->labels[row] < 0) {
       a->loss[row] = 0;
       if (a->lse) a->lse[row] = 0;
@@ -5426,7 +5452,7 @@ LI_FN void LI_K(cross_entropy)(const li_cross_entropy *a) {
     const float shift = LI_K(softmax_shift)(a->columns, logits, s.shift);
     if (s.exps != 0 && shift > s.shift) s.exps *= (double)LI_K(exp1)(s.shift - shift);
     s.exps += LI_K(reduce)(LI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
-    if (shift != 0 || s.exps != 0) s.shift = shift; /* not of columns of -Inf alone */
+    if (shift != 0 || s.exps != 0) s.shift = shift; /* columns of -Inf alone do not count */
     if (a->smoothing > 0) s.logits += LI_K(sum)(a->columns, logits);
     if (label >= 0 && label < a->columns) s.label = logits[label];
     if (a->first + a->columns == a->classes) LI_K(cross_entropy_finish)(a, row, &s);
@@ -5438,7 +5464,8 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
   const int64_t n = a->columns;
   if (n <= 0) return;
   for (int64_t row = 0; row < a->rows; row++) {
-    const float *logits = a->logits + row * a->logits_row, *next = row + 1 < a->rows ? logits + a->logits_row : logits;
+    const float *logits = a->logits + row * a->logits_row, *next = logits;
+    if (row + 1 < a->rows) next += a->logits_row;
     float *grad = a->grad + row * a->grad_row;
     const int64_t label = a->labels[row] - a->first;
     const vf total = vf_set(a->lse[row]);
@@ -5448,24 +5475,22 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
     }
     for (int64_t i = 0; i < n; i += VF) {
       LI_PREFETCH(next + i);
-      LI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LI_GET(logits), total)), base), a->add ? LI_GET(grad) : vf_zero()));
+      LI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LI_GET(logits), total)), base), LI_BEFORE(a->add, grad)));
     }
     if (label >= 0 && label < n) grad[label] -= a->factor * (1 - a->smoothing);
   }
 }
 
 /* ---- short convolution over time, each channel alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) ---- */
-#define LI_TAPS 8               /* taps and channels transposed at a time: what fits the stack */
+#define LI_TAPS 8               /* taps and channels that the stack has room for, transposed */
 #define LI_TAP_COLUMNS 64
 
-/* y_t = start + sum_i weight_i x_(t - width + 1 + i), or backward: y_t = y_t + sum_i weight_i x_(t + width - 1 - i).
-   A row that does not exist has no term: in both directions that is a lower bound on i */
+/* y_t = bias + sum_i weight_i x_(t - width + 1 + i), or backward y_t += sum_i weight_i x_(t + width - 1 - i). Rows that
+   do not exist have no term, which in both directions is a lower bound on i. */
 LI_FN void LI_K(convolve)(bool backward, const li_convolution *a) {
   const int64_t rows = a->rows, channels = a->n, width = a->width;
-  const float *const x = backward ? a->dy : a->x;
-  const float *const history = backward ? NULL : a->history;
-  const float *const weight = a->weight, *const bias = backward ? NULL : a->bias;
-  float *const y = backward ? a->dx : a->y;
+  const float *const x = a->x, *const history = a->history, *const weight = a->weight, *const bias = a->bias;
+  float *const y = a->y;
   float taps[LI_TAPS * LI_TAP_COLUMNS];
   const float *from[LI_TAPS];
   int64_t i;
@@ -5476,20 +5501,25 @@ LI_FN void LI_K(convolve)(bool backward, const li_convolution *a) {
       for (int64_t k = 0; k < count; k++)
         for (i = 0; i < n; i++) taps[k * LI_TAP_COLUMNS + i] = weight[(first + i) * width + base + k];
       for (int64_t t = 0; t < rows; t++) {
-        const int64_t missing = history ? 0 : width - 1 - t;
-        const int64_t low = li_max(0, (backward ? t + width - rows : missing) - base);
+        int64_t low = width - 1 - t;
+        if (backward) low = t + width - rows;
+        else if (history) low = 0;
+        low = li_max(0, low - base);
         float *y_at = y + t * channels + first;
         for (int64_t k = low; k < count; k++) {
-          const int64_t row = backward ? t + width - 1 - base - k : t - width + 1 + base + k;
+          const int64_t away = width - 1 - base - k, row = backward ? t + away : t - away;
           from[k] = (row < 0 ? history + (row + width - 1) * channels : x + row * channels) + first;
         }
         for (i = 0; n - i >= 4 * VF; i += 4 * VF) {
           const float *start = bias ? bias + first + i : NULL;
           if (backward || base > 0) start = y_at + i;
-          vf sum0 = start ? vf_load(start) : vf_zero();
-          vf sum1 = start ? vf_load(start + VF) : vf_zero();
-          vf sum2 = start ? vf_load(start + 2 * VF) : vf_zero();
-          vf sum3 = start ? vf_load(start + 3 * VF) : vf_zero();
+          vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+          if (start) {
+            sum0 = vf_load(start);
+            sum1 = vf_load(start + VF);
+            sum2 = vf_load(start + 2 * VF);
+            sum3 = vf_load(start + 3 * VF);
+          }
           for (int64_t k = low; k < count; k++) {
             const float *tap = taps + k * LI_TAP_COLUMNS + i, *x_at = from[k] + i;
             sum0 = vf_fma(vf_load(tap), vf_load(x_at), sum0);
@@ -5516,12 +5546,18 @@ LI_FN void LI_K(convolve)(bool backward, const li_convolution *a) {
 }
 
 LI_FN void LI_K(short_convolution)(const li_convolution *a) { LI_K(convolve)(false, a); }
-LI_FN void LI_K(short_convolution_backward)(const li_convolution *a) { LI_K(convolve)(true, a); }
+LI_FN void LI_K(short_convolution_backward)(const li_convolution *a) {
+  li_convolution back = *a;
+  back.x = a->dy;
+  back.y = a->dx;
+  back.history = back.bias = NULL;
+  LI_K(convolve)(true, &back);
+}
 LI_FN void LI_K(short_convolution_weights)(const li_convolution *a, int64_t first, int64_t last) {
   const li_matrix dy = li_columns(li_dense(a->dy, a->rows, a->n), first, last);
   if (a->dweight) {
     for (int64_t i = 0; i < a->width; i++) {
-      const int64_t skip = li_min(a->rows, a->width - 1 - i); /* the first rows have no such term */
+      const int64_t skip = li_min(a->rows, a->width - 1 - i); /* the first rows have no term of this weight */
       const li_matrix rest = li_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
       LI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
     }
@@ -5532,9 +5568,9 @@ LI_FN void LI_K(short_convolution_weights)(const li_convolution *a, int64_t firs
 /* ---- dropout ---- */
 
 #ifdef LI_MM
-/* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b) puts words a and b
-   side by side. VU_ORDER says which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd
-   ones', lie in order. */
+/* x86 multiplies the lower halves of 64-bit lanes, so Philox's words lie there. vu_join(a, b) puts words a and b side
+   by side. VU_ORDER says which counter a lane holds, so that the results of even lanes (vu_even), then of odd ones, lie
+   in order. */
 #undef VU_ORDER
 #undef vu_set
 #if LI_IS(sse2)
@@ -5590,7 +5626,7 @@ LI_FN void LI_K(dropout_words)(const li_dropout *d, uint64_t at, uint16_t *half)
 }
 #endif
 
-/* mask[i] = keep or 0 for element first + i */
+/* Sets mask[i] to `keep` or 0, for element first + i. */
 LI_FN void LI_K(dropout_mask)(const li_dropout *d, int64_t first, int64_t n, float *mask) {
   float block[64];
   uint16_t half[64];
@@ -5624,7 +5660,7 @@ LI_FN void LI_K(dropout)(const li_dropout *dropout, int64_t first, int64_t n, co
   }
 }
 
-/* ---- optimisers: consume the gradient and clear it ---- */
+/* ---- optimisers, which clear the gradient ---- */
 LI_FN void LI_K(sgd)(const li_update *update) {
   const int64_t n = update->count;
   const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum),
@@ -5637,7 +5673,8 @@ LI_FN void LI_K(sgd)(const li_update *update) {
     if (moving) {
       const vf m = vf_fma(momentum, LI_GET(first), g);
       LI_PUT(first, m);
-      g = nesterov ? vf_fma(momentum, m, g) : m;
+      if (nesterov) g = vf_fma(momentum, m, g);
+      else g = m;
     }
     LI_PUT(value, vf_fnma(lr, g, v));
     LI_PUT(grad, vf_zero());
@@ -5674,44 +5711,52 @@ LI_FN void LI_K(adam)(const li_update *update) {
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
    result (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later
    where the blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each
-   row's log-sum-exp. Guarded by tests/kernels/attention.c
+   row's log-sum-exp. li_attention has the arguments, li_head a head's place in them, li_tile a tile. The band and the
+   reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward pass. What
+   scores become is in tile_softmax, and its derivative in tile_slopes. Guarded by tests/kernels/attention.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
   return lengths ? li_max(0, li_min(lengths[b], slots)) : slots;
 }
 
-/* One head of one batch row: its real sizes, and where it starts in each tensor, in log_sum_exp and sums (row), and
-   among dropout's elements. */
+/* A head of a batch row has these real sizes and starts here in each tensor, in log_sum_exp and sums (row), and among
+   dropout's elements. */
 typedef struct li_head { int64_t queries, keys, q, k, v, out, row, element; } li_head;
 LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
   const int64_t b = pair / a->heads, h = pair % a->heads;
-  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0;
-  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
+  int64_t query = 0, key = 0, row = b * a->queries, keys = a->keys;
   li_head r;
-  r.queries = a->query_offsets ? a->query_offsets[b + 1] - query : a->queries;
-  r.keys = li_real_slots(a->lengths, b, a->key_offsets ? a->key_offsets[b + 1] - key : a->keys);
-  r.keys = li_max(0, li_min(r.keys, r.queries + a->right));
-  r.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + h * a->q_head;
-  r.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + h * a->out_head;
-  r.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
-  r.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
-  r.row = (a->query_offsets ? query : b * a->queries) * a->heads + h;
+  r.queries = a->queries;
+  if (a->query_offsets) {            /* a ragged batch, whose strides from row to row of the batch are 0 */
+    row = query = a->query_offsets[b];
+    key = a->key_offsets[b];
+    r.queries = a->query_offsets[b + 1] - query;
+    keys = a->key_offsets[b + 1] - key;
+  }
+  keys = li_real_slots(a->lengths, b, keys);
+  r.keys = li_max(0, li_min(keys, r.queries + a->right));
+  r.q = b * a->q_batch + query * a->q_row + h * a->q_head;
+  r.k = b * a->k_batch + key * a->k_row + h * a->k_head;
+  r.v = b * a->v_batch + key * a->v_row + h * a->v_head;
+  r.out = b * a->out_batch + query * a->out_row + h * a->out_head;
+  r.row = row * a->heads + h;
   r.element = pair * a->queries * a->keys;
   return r;
 }
 
 /* ---- the band: which keys a query sees ---- */
-/* Resolves the arguments: every attention then has a band -left <= j - i <= right, which may be without a limit. */
+/* Gives every attention a band -left <= j - i <= right; LI_MAX_COUNT is no limit. */
 LI_FN void li_attention_band(li_attention *a) {
-  a->left = a->window ? li_max(-LI_MAX_COUNT, li_min(a->left, LI_MAX_COUNT)) : LI_MAX_COUNT;
-  a->right = a->window ? li_max(-LI_MAX_COUNT, li_min(a->right, LI_MAX_COUNT)) : LI_MAX_COUNT;
+  if (!a->window) a->left = a->right = LI_MAX_COUNT;
+  a->left = li_max(-LI_MAX_COUNT, li_min(a->left, LI_MAX_COUNT));
+  a->right = li_max(-LI_MAX_COUNT, li_min(a->right, LI_MAX_COUNT));
   if (a->causal) a->right = li_min(a->right, 0);
 }
 LI_HOT bool li_is_banded(const li_attention *a) { return a->left < LI_MAX_COUNT || a->right < LI_MAX_COUNT; }
-/* Keys [from, to); from >= to: none */
+/* Keys [from, to), none if from >= to */
 typedef struct li_span { int64_t from, to; } li_span;
-/* what some query in [first, last) of a head sees */
+/* Returns the keys that some query in [first, last) sees. */
 LI_HOT li_span li_seen(const li_attention *a, const li_head *head, int64_t first, int64_t last) {
   const li_span span = { li_max(0, first - a->left), li_min(head->keys, last + a->right) };
   return span;
@@ -5722,38 +5767,44 @@ LI_FN double li_attention_score(const li_attention *a, const li_head *head, int6
   return (double)a->scale * li_inner_by(li_attention_bf16(a), a->head_dim, a->q + head->q + query * a->q_row,
                                         1, a->k + head->k + key * a->k_row, 1);
 }
+/* What a query that sees no key has. */
+LI_FN void li_attention_nothing(const li_attention *a, int64_t out, int64_t stat) {
+  memset(a->out + out, 0, (size_t)a->value_dim * sizeof(float));
+  if (a->log_sum_exp) a->log_sum_exp[stat] = a->window ? -INFINITY : 0;
+  if (a->sums) a->sums[stat] = 0;
+}
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]. Columns of V go by sixty-fours, whose sums are in double. */
 LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t query) {
   const li_dropout dropout = li_attention_dropout(a);
   const li_span seen = li_seen(a, head, query, query + 1);
-  const int64_t stat = head->row + query * a->heads, element = head->element + query * a->keys;
-  const bool bf16 = li_attention_bf16(a), some = seen.from < seen.to;
+  const int64_t out = head->out + query * a->out_row, stat = head->row + query * a->heads;
+  const bool bf16 = li_attention_bf16(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
+  if (seen.from >= seen.to) {
+    li_attention_nothing(a, out, stat);
+    return;
+  }
   for (int64_t j = seen.from; j < seen.to; j++) {
     const double score = li_attention_score(a, head, query, j);
     if (!(score <= max)) max = score;
   }
   for (int64_t first = 0; first == 0 || first < a->value_dim; first += 64) {
     const int64_t n = li_min(64, a->value_dim - first);
-    float *out = a->out + head->out + query * a->out_row + first;
     double sum[64] = {0};
     total = kept = 0;
     for (int64_t j = seen.from; j < seen.to; j++) {
       const float *v = a->v + head->v + j * a->v_row + first;
       const double p = (double)li_exp1_scalar((float)(li_attention_score(a, head, query, j) - max));
-      const double masked = p * (double)li_dropout_at(&dropout, element + j);
+      const double masked = p * (double)li_dropout_at(&dropout, head->element + query * a->keys + j);
+      const double weight = bf16 ? (double)li_bf16_of((float)masked) : masked;
       total += p;
       kept += masked;
-      for (int64_t e = 0; e < n; e++)
-        sum[e] += bf16 ? (double)li_bf16_of((float)masked) * (double)li_bf16_of(v[e]) : masked * (double)v[e];
+      for (int64_t e = 0; e < n; e++) sum[e] += weight * (double)(bf16 ? li_bf16_of(v[e]) : v[e]);
     }
-    for (int64_t e = 0; e < n; e++) out[e] = some ? (float)(sum[e] / total) : 0;
+    for (int64_t e = 0; e < n; e++) a->out[out + first + e] = (float)(sum[e] / total);
   }
-  if (a->log_sum_exp) {
-    a->log_sum_exp[stat] = a->window ? -INFINITY : 0;
-    if (some) a->log_sum_exp[stat] = (float)(max + (double)li_log1_scalar((float)total));
-  }
-  if (a->sums) a->sums[stat] = some ? (float)(kept / total) : 0;
+  if (a->log_sum_exp) a->log_sum_exp[stat] = (float)(max + (double)li_log1_scalar((float)total));
+  if (a->sums) a->sums[stat] = (float)(kept / total);
 }
 
 LI_FN void li_attention_reference(const li_attention *a) {
@@ -5765,14 +5816,14 @@ LI_FN void li_attention_reference(const li_attention *a) {
 #endif
 
 #ifdef LI_PASS_LOOPS
-/* sums n floats to a vector, halving */
+/* Sums n floats to a vector, by halves. */
 LI_INLINE vf LI_K(fold)(float *x, int64_t n) {
   for (int64_t half = n / 2; half >= VF; half /= 2)
     for (int64_t i = 0; i < half; i += VF) vf_store(x + i, vf_add(vf_load(x + i), vf_load(x + i + half)));
   return vf_load(x);
 }
 
-/* x = exp(x - top), times the mask; added to the sums before and after it */
+/* x becomes exp(x - top), which `sum` adds up, times the mask, which `kept` adds up. */
 LI_INLINE void LI_K(softmax_step)(float *x, vf top, const float *mask, float *sum, float *kept) {
   vf p = vf_exp(vf_sub(vf_load(x), top));
   vf_store(sum, vf_add(vf_load(sum), p));
@@ -5801,7 +5852,7 @@ LI_FN void LI_K(tile_softmax)(const li_tile *t, float *s, const float *mask, flo
   }
 }
 
-/* of line j of x the elements before `from` + j, and from `to` + j on, become `value` */
+/* In line j of x the elements before `from` + j, and from `to` + j on, become `value`. */
 LI_FN void LI_K(tile_hide)(int64_t lines, const li_tile *t, int64_t from, int64_t to, float value, float *x) {
   const int64_t width = t->width, step = t->step;
   for (int64_t j = 0; j < lines; j++, x += step)
@@ -5812,7 +5863,7 @@ LI_FN void LI_K(tile_hide)(int64_t lines, const li_tile *t, int64_t from, int64_
     }
 }
 
-/* merges a block's partial result into that of the blocks before it */
+/* Merges a block's partial result into that of the blocks before it. */
 LI_FN void LI_K(attention_merge)(li_matrix part, const float *stats, float *state, float *out, int64_t out_row) {
   const int64_t width = part.rows, dim = part.columns;
   for (int64_t i = 0; i < width; i++) {
@@ -5829,7 +5880,7 @@ LI_FN void LI_K(attention_merge)(li_matrix part, const float *stats, float *stat
   }
 }
 
-/* divides the rows by their sums. state: the sums after the mask are divided too, the maxima become log-sum-exps */
+/* Divides the rows, and in `state` the sums after the mask, by their sums; the maxima become log-sum-exps. */
 LI_FN void LI_K(attention_finish)(int64_t width, int64_t dim, float *state, float *out, int64_t out_row) {
   for (int64_t i = 0; i < width; i++, out += out_row) {
     const float sum = state[LI_TILE + i], factor = 1 / sum;
@@ -5861,34 +5912,34 @@ LI_FN void LI_K(tile_slopes)(const li_tile *t, float *s, float *slopes, const fl
 
 #elif !defined(LI_PASS)
 
-#define LI_RUN 256                /* queries of one item of the forward work, at most */
-#define LI_HIDDEN (-3.0e38f)      /* a score: finite, so that a block of which a query sees nothing gives no NaN */
+#define LI_RUN 256                /* the most queries of an item of the forward work */
+#define LI_HIDDEN (-3.0e38f)      /* a hidden score is finite: a block of them gives no NaN */
 
 typedef struct li_attention_work {
   const li_kernels *kernels;
   const li_attention *a;
-  char *scratch;                        /* the threads' parts, then `partial` */
+  char *scratch;                        /* the threads' spaces, then `partial` */
   size_t thread_bytes;
-  int64_t queries, keys;                /* the maximum over the batch */
-  int64_t pairs, blocks, run;           /* (batch row, head) pairs; key blocks of a pair; queries of an item */
-  int64_t query_blocks;                 /* backward: how many blocks of queries may see a block of keys */
-  int64_t wave, first, last;            /* backward: units (pair, key block) at a time, and those of this wave */
-  int64_t unit;                         /* floats a unit keeps in `partial` */
+  int64_t queries, keys;                /* the most of a batch row */
+  int64_t pairs, blocks, run;           /* pairs (batch row, head), key blocks of one, queries of an item */
+  int64_t query_blocks;                 /* backward: the most blocks of queries that see a block of keys */
+  int64_t wave, first, last;            /* backward: a wave has so many units (pair, key block); this one's */
+  int64_t unit;                         /* floats that a unit keeps in `partial` */
   float *partial;
-  bool q_shared, k_shared, v_shared;     /* by the batch */
-  bool split, backward;                 /* split: blocks of a tile go to several threads */
-  int64_t parts;                        /* in which the gradients are gathered */
+  bool q_shared, k_shared, v_shared;     /* the batch shares one */
+  bool split, backward;                 /* split: several threads share a tile's blocks */
+  int64_t parts;                        /* shares in which the gradients are gathered */
 } li_attention_work;
 
-/* a thread's part of the scratch; see li_attention_layout */
+/* What a thread has of the scratch, as li_attention_layout lays it out; null: not needed. */
 typedef struct li_attention_space {
   float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
   float *own, *part, *stats, *state;
   float *words;                         /* li_panels' */
 } li_attention_space;
 
-/* Returns the tile of the queries from `query` on, before `end`, and of those keys in [key, key + depth) that one of
-   them may see. It begins a multiple of 32 keys after `key`, where panels of two keys can be cut. depth 0: none */
+/* Returns the tile of the queries from `query` on, before `end`, by those keys in [key, key + depth) that one of them
+   may see, none if its depth is 0. It begins a multiple of 32 keys after `key`, where panels of two keys can be cut. */
 LI_FN li_tile li_tile_at(const li_attention *a, int64_t query, int64_t end, int64_t key, int64_t depth) {
   li_tile t;
   t.query = query;
@@ -5899,63 +5950,65 @@ LI_FN li_tile li_tile_at(const li_attention *a, int64_t query, int64_t end, int6
   return t;
 }
 
-/* what kernels read behind a line's end becomes 0 */
+/* Kernels read on behind a line's end: that becomes 0. */
 LI_HOT void li_tile_pad(const li_tile *t, float *x) {
   if (t->width % 16 == 0) return;
   for (int64_t i = 0; i < t->depth; i++)
     for (int64_t j = t->width; j % 16 != 0; j++) x[i * t->step + j] = 0;
 }
 
-/* Whether some query may see nothing of a block of keys that its tile meets. Of a causal head each sees something:
-   blocks begin where tiles do. */
-LI_HOT bool li_is_ragged_band(const li_attention *a) {
-  return a->left < LI_MAX_COUNT || (a->right != 0 && a->right < LI_MAX_COUNT);
+/* Scores of keys that a query does not see become `value`, in the lines of some keys. li_tile_hide takes those before
+   some query's band, then those after it. */
+LI_HOT void li_tile_hide_lines(const li_kernels *kernels, const li_tile *t, const li_attention *a, int64_t first,
+                               int64_t last, float value, float *x) {
+  const int64_t key = t->key + first - t->query;
+  const int64_t from = li_max(key - a->right, -LI_KEY_BLOCK), to = li_min(key + a->left + 1, t->width);
+  if (last > first) kernels->tile_hide(last - first, t, from, to, value, x + first * t->step);
 }
-/* Scores of keys that a query does not see become `value`: of keys before some query's band, then of those after */
 LI_HOT void li_tile_hide(const li_kernels *kernels, const li_tile *t, const li_attention *a, float value, float *x) {
   const int64_t before = li_max(0, li_min(t->query + t->width - 1 - a->left - t->key, t->depth));
   const int64_t after = li_max(before, li_min(t->query + 1 + a->right - t->key, t->depth));
-  for (int i = 0; i < 2; i++) {
-    const int64_t first = i ? after : 0;
-    const int64_t lines = i ? t->depth - after : before;
-    const int64_t key = t->key + first - t->query;
-    const int64_t from = li_max(key - a->right, -LI_KEY_BLOCK), to = li_min(key + a->left + 1, t->width);
-    if (lines > 0) kernels->tile_hide(lines, t, from, to, value, x + first * t->step);
-  }
+  li_tile_hide_lines(kernels, t, a, 0, before, value, x);
+  li_tile_hide_lines(kernels, t, a, after, t->depth, value, x);
 }
 
-/* a thread's part of the scratch, from `scratch` on; returns its end */
+/* Lays out a thread's space from `scratch` on, and returns its end. */
 LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_attention_space *m) {
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, depth = li_min(w->keys, LI_KEY_BLOCK);
-  const int64_t scores = LI_TILE * depth, back = w->backward ? 1 : 0;
-  const int64_t masked = li_drops(a) ? 1 : 0;
+  const int64_t d = a->head_dim, dv = a->value_dim, depth = li_min(w->keys, LI_KEY_BLOCK), scores = LI_TILE * depth;
+  const bool back = w->backward, banded = li_is_banded(a);
   const int64_t tiles = back ? 1 : w->run / LI_TILE;
-  const int64_t cleaned = back ? d : dv;
+  memset(m, 0, sizeof *m);
   m->scores = li_take(&scratch, scores);
-  m->slopes = li_take(&scratch, back * scores);
-  m->mask = li_take(&scratch, masked * scores);
-  m->mask_row = li_take(&scratch, masked * depth);
-  m->clean = li_take(&scratch, li_is_banded(a) ? depth * cleaned : 0);
   m->score_panels = li_take(&scratch, tiles * li_panels_size(kernels, LI_TILE, d));
-  m->slope_panels = li_take(&scratch, back * li_panels_size(kernels, LI_TILE, dv));
-  m->values = li_take(&scratch, li_panels_size(kernels, back ? d : dv, depth)); /* backward: the keys, for dQ */
-  m->product = li_take(&scratch, back * li_panels_size(kernels, li_max(d, dv), LI_TILE));
-  m->own = li_take(&scratch, back * depth * (d + dv));
-  m->part = li_take(&scratch, back ? 0 : LI_TILE * dv);
-  m->stats = li_take(&scratch, back ? 0 : 3 * LI_TILE);
-  m->state = li_take(&scratch, back ? 0 : tiles * 3 * LI_TILE);
-  m->words = li_attention_bf16(a) ? li_take(&scratch, li_words_size(kernels, true)) : NULL;
+  if (li_drops(a)) {
+    m->mask = li_take(&scratch, scores);
+    m->mask_row = li_take(&scratch, depth);
+  }
+  if (back) {
+    if (banded) m->clean = li_take(&scratch, depth * d);
+    m->values = li_take(&scratch, li_panels_size(kernels, d, depth)); /* the keys', for dQ */
+    m->slopes = li_take(&scratch, scores);
+    m->slope_panels = li_take(&scratch, li_panels_size(kernels, LI_TILE, dv));
+    m->product = li_take(&scratch, li_panels_size(kernels, li_max(d, dv), LI_TILE));
+    m->own = li_take(&scratch, depth * (d + dv));
+  } else {
+    if (banded) m->clean = li_take(&scratch, depth * dv);
+    m->values = li_take(&scratch, li_panels_size(kernels, dv, depth));
+    m->part = li_take(&scratch, LI_TILE * dv);
+    m->stats = li_take(&scratch, 3 * LI_TILE);
+    m->state = li_take(&scratch, tiles * 3 * LI_TILE);
+  }
+  if (li_attention_bf16(a)) m->words = li_take(&scratch, li_words_size(kernels, true));
   return scratch;
 }
 
-/* how many queries have rows in a unit's partial dQ */
+/* Returns how many queries have rows in a unit's partial dQ. */
 LI_HOT int64_t li_unit_queries(const li_attention_work *w) {
   return li_min(w->queries, w->query_blocks * LI_KEY_BLOCK);
 }
-/* Finds the largest sizes and how to share the work among `threads`, which never changes a bit; returns the bytes of
-   scratch. */
+/* Finds the largest sizes and how `threads` share the work, which changes no bit. Returns the bytes of scratch. */
 LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels, const li_attention *a,
                                 int64_t threads, bool backward, void *scratch) {
   li_attention_space space;
@@ -5969,20 +6022,22 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   w->q_shared = !a->query_offsets && a->q_batch == 0 && a->batch > 1;
   w->k_shared = !a->key_offsets && a->k_batch == 0 && a->batch > 1;
   w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
-  w->queries = a->query_offsets ? 0 : a->queries;
-  w->keys = a->key_offsets ? 0 : a->keys;
-  if (a->query_offsets)
+  w->queries = a->queries;
+  w->keys = a->keys;
+  if (a->query_offsets) {
+    w->queries = w->keys = 0;
     for (int64_t b = 0; b < a->batch; b++) {
       w->queries = li_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
       w->keys = li_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
     }
+  }
   w->keys = li_max(0, li_min(w->keys, w->queries + a->right));
   w->blocks = li_divide_up(w->keys, LI_KEY_BLOCK);
   const int64_t tiles = li_divide_up(w->queries, LI_TILE);
   w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
   w->run = LI_RUN;
   while (!w->split && w->run > LI_TILE && w->pairs * li_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
-  /* queries in [key - right, key + LI_KEY_BLOCK + left) see a block's keys */
+  /* queries in [key - right, key + LI_KEY_BLOCK + left) see a key of a block */
   w->query_blocks = li_min(li_divide_up(w->queries, LI_KEY_BLOCK),
                            li_divide_up(li_max(1, LI_KEY_BLOCK + a->left + a->right), LI_KEY_BLOCK) + 1);
   w->wave = li_min(w->pairs * w->blocks, li_divide_up(2 * threads, li_max(w->query_blocks, 1)));
@@ -5999,28 +6054,28 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   return (size_t)threads * w->thread_bytes + (size_t)li_floats(units * w->unit);
 }
 
-/* those keys of a block that the queries [first, last) see */
+/* Returns the keys of a block that queries in [first, last) see. */
 LI_HOT li_span li_block_seen(const li_attention *a, const li_head *head, int64_t block, int64_t first, int64_t last) {
   li_span span = li_seen(a, head, first, last);
   span.from = li_max(span.from, block * LI_KEY_BLOCK);
   span.to = li_min(span.to, (block + 1) * LI_KEY_BLOCK);
   return span;
 }
-/* Returns the number of the first block of queries that may see a block of keys. */
+/* Returns the first block of queries that may see a block of keys. */
 LI_HOT int64_t li_first_query_block(const li_attention *a, int64_t block) {
   return li_max(0, block * LI_KEY_BLOCK - a->right) / LI_KEY_BLOCK;
 }
 
-/* in a split's partial result, after the values: maximum, sum and sum after dropout of each query of a tile */
+/* A split's partial result has, after the values, a tile's maxima, sums, and sums after dropout. */
 LI_HOT float *li_stats_of(const li_attention_work *w, float *partial, int64_t query) {
   return partial + li_divide_up(w->queries, LI_TILE) * LI_TILE * w->a->value_dim + 3 * query;
 }
 
-/* whether this unit alone writes its keys' gradients */
+/* Whether a unit alone writes its keys' gradients. */
 LI_HOT bool li_direct(const li_head *head, bool shared) { return !shared && head->queries <= LI_KEY_BLOCK; }
 
-/* The partial gradients a unit keeps: dQ [queries, head_dim] from its first query block on, then dK [keys, head_dim]
-   and dV [keys, value_dim] of each query block, numbered from that one on */
+/* A unit keeps dQ [queries, head_dim] from its first query block on, then dK [keys, head_dim] and dV [keys, value_dim]
+   of each query block, numbered from that one on. */
 LI_HOT float *li_grad_part(const li_attention_work *w, int64_t unit, int64_t query_block) {
   return w->partial + (unit - w->first) * w->unit + li_unit_queries(w) * w->a->head_dim +
          query_block * li_min(w->keys, LI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
@@ -6029,7 +6084,7 @@ LI_HOT float *li_grad_part(const li_attention_work *w, int64_t unit, int64_t que
 LI_FN li_matrix li_scores(const li_tile *t, const float *s) { /* [width, depth] */
   return li_transposed(li_strided(s, t->depth, t->width, t->step));
 }
-/* s = factor Y X^T, as a tile lies: X are rows of its queries, in `panels`, and Y of its keys */
+/* s = factor Y X^T, in a tile's layout. `panels` has X, rows of its queries; Y has rows of its keys. */
 LI_HOT void li_tile_product(const li_kernels *kernels, const li_tile *t, float factor, li_matrix y,
                             const float *panels, float *s, float *words) {
   li_matmul_panels(kernels, factor, y, li_words_in(kernels, panels, t->width, y.columns, words),
@@ -6037,18 +6092,18 @@ LI_HOT void li_tile_product(const li_kernels *kernels, const li_tile *t, float f
   li_tile_pad(t, s);
 }
 
-/* keep or 0 for each score of the tile */
-LI_HOT void li_tile_mask(const li_kernels *kernels, const li_attention *a, const li_head *head,
-                         const li_tile *t, float *row, float *mask) {
+/* Fills the mask with `keep` or 0 for each score. */
+LI_HOT void li_tile_mask(const li_kernels *kernels, const li_attention *a, const li_head *head, const li_tile *t,
+                         const li_attention_space *m) {
   const li_dropout dropout = li_attention_dropout(a);
   for (int64_t i = 0; i < t->width; i++) {
-    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, row);
-    for (int64_t j = 0; j < t->depth; j++) mask[j * t->step + i] = row[j];
+    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, m->mask_row);
+    for (int64_t j = 0; j < t->depth; j++) m->mask[j * t->step + i] = m->mask_row[j];
   }
-  li_tile_pad(t, mask);
+  li_tile_pad(t, m->mask);
 }
 
-/* x with 0 for NaN and Inf, in y. A weight of 0 then masks them, where 0 * NaN would be NaN. */
+/* Copies x to y, with 0 in place of NaN and Inf: times a weight of 0 they would be NaN. */
 LI_FN li_matrix li_finite_copy(li_matrix x, float *y) {
   for (int64_t i = 0; i < x.rows; i++)
     for (int64_t j = 0; j < x.columns; j++) {
@@ -6057,7 +6112,7 @@ LI_FN li_matrix li_finite_copy(li_matrix x, float *y) {
     }
   return li_dense(y, x.rows, x.columns);
 }
-/* adds what that left out of V to the rows of S V that see it: V's row j is seen by rows j + from .. j + to - 1 */
+/* Adds what that left out of V to the rows of S V that see it. Rows j + from to j + to - 1 see row j of V. */
 LI_HOT void li_add_infinite(li_matrix s, li_matrix v, int64_t from, int64_t to, li_out out) {
   for (int64_t j = 0; j < s.columns; j++)
     for (int64_t c = 0; c < v.columns; c++) {
@@ -6068,8 +6123,8 @@ LI_HOT void li_add_infinite(li_matrix s, li_matrix v, int64_t from, int64_t to, 
     }
 }
 
-/* Divides the tile's rows by their sums and writes its statistics. The reference has the rows that see no key, or that
-   see only scores as low as a hidden one's. */
+/* Divides the tile's rows by their sums and writes its statistics. The reference computes the rows that see no key, or
+   only scores as low as a hidden one. */
 LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a, const li_head *head,
                                 int64_t query, float *state) {
   const int64_t width = li_min(LI_TILE, head->queries - query);
@@ -6079,7 +6134,7 @@ LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a
   if (some) kernels->attention_finish(width, a->value_dim, state, out, a->out_row);
   for (int64_t i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
-    if (!some || (li_is_ragged_band(a) && state[i] < 0.5f * LI_HIDDEN)) {
+    if (!some || state[i] < 0.5f * LI_HIDDEN) {
       li_attention_row(a, head, query + i);
       continue;
     }
@@ -6088,17 +6143,17 @@ LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a
   }
 }
 
-/* A block of keys as queries [first, last) of a head meet it. `values` are the rows that probabilities multiply, V's,
-   or backward those that slopes multiply, K's. */
+/* What the queries [first, last) of a head see of a block of keys. `values` are V's rows, which probabilities multiply,
+   or backward K's, which slopes multiply. */
 typedef struct li_attention_block {
-  int64_t first, last;               /* the queries */
-  int64_t key, depth;                /* those of its keys that one of them sees */
+  int64_t first, last;
+  int64_t key, depth;                /* the keys that one of them sees */
   li_matrix k, v, values;
   bool edge;                         /* some query does not see some key, */
   bool nonfinite;                    /* and something in values was not finite, which is 0 there */
   bool copied;                       /* several tiles read values: they lie in panels */
 } li_attention_block;
-/* false: the queries see none of it */
+/* Returns false if the queries see nothing of the block. */
 LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_space *m,
                              const li_head *head, int64_t first, int64_t last, int64_t block,
                              li_attention_block *b) {
@@ -6112,7 +6167,8 @@ LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_spac
   if (first >= last || b->depth <= 0) return false;
   b->k = li_strided(a->k + head->k + b->key * a->k_row, b->depth, a->head_dim, a->k_row);
   b->v = li_strided(a->v + head->v + b->key * a->v_row, b->depth, a->value_dim, a->v_row);
-  b->values = w->backward ? b->k : b->v;
+  b->values = b->v;
+  if (w->backward) b->values = b->k;
   b->edge = b->key + b->depth > first + 1 + a->right || b->key < last - 1 - a->left;
   b->nonfinite = b->edge && !kernels->all_finite(b->values);
   if (b->nonfinite) b->values = li_finite_copy(b->values, m->clean);
@@ -6133,8 +6189,8 @@ LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_spa
   panels.at += first / li_products_of(kernels, m->words != NULL)->pair * panels.row;
   li_matmul_panels(kernels, factor, s, panels, to);
 }
-/* The tile of queries from `query` on against a block: into out, where it is merged with the blocks before; or, where
-   split, into the block's partial result. panels: of the tile's queries */
+/* Takes the tile of queries from `query` on, whose panels are given, to a block. The result goes to `out`, where it is
+   merged with the blocks before or, in a split, to the block's partial result. */
 LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_space *m,
                              const li_head *head, const li_attention_block *b, int64_t query,
                              const float *panels, float *partial) {
@@ -6143,43 +6199,50 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   const int64_t dv = a->value_dim;
   const li_tile t = li_tile_at(a, query, b->last, b->key, b->depth);
   const int64_t first = t.key - b->key;
-  /* it has met a block before */
+  /* it met a block before */
   const bool merge = !partial && li_max(0, query - a->left) / LI_KEY_BLOCK < b->key / LI_KEY_BLOCK;
   const li_matrix s = li_scores(&t, m->scores);
-  float *mask = li_drops(a) ? m->mask : NULL, *out = a->out + head->out + query * a->out_row;
-  float *state = m->state + 3 * (query - b->first);
-  float *part = merge ? m->part : out, *stats = state;
-  if (merge) stats = m->stats;
-  if (partial) {
-    part = partial + query * dv;
+  float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - b->first), *stats = state;
+  li_out to = li_into(out, a->out_row, false);
+  if (t.depth == 0) return;
+  if (merge) {
+    to = li_into(m->part, dv, false);
+    stats = m->stats;
+  } else if (partial) {
+    to = li_into(partial + query * dv, dv, false);
     stats = li_stats_of(w, partial, query);
   }
-  const li_out to = li_into(part, part == out ? a->out_row : dv, false);
-  if (t.depth == 0) return;
+
   li_tile_product(kernels, &t, a->scale, li_lines(b->k, first, first + t.depth), panels, m->scores, m->words);
-  if (b->edge) li_tile_hide(kernels, &t, a, li_is_ragged_band(a) ? LI_HIDDEN : -INFINITY, m->scores);
-  if (mask) li_tile_mask(kernels, a, head, &t, m->mask_row, mask);
-  kernels->tile_softmax(&t, m->scores, mask, stats);
+  if (b->edge) li_tile_hide(kernels, &t, a, LI_HIDDEN, m->scores);
+  if (m->mask) li_tile_mask(kernels, a, head, &t, m);
+  kernels->tile_softmax(&t, m->scores, m->mask, stats);
   li_attention_values(kernels, m, b, &t, 1, s, to);
   if (b->nonfinite) {
     const int64_t ahead = t.key - query;
     li_add_infinite(s, li_lines(b->v, first, first + t.depth), ahead - a->right, ahead + a->left + 1, to);
   }
-  if (merge) kernels->attention_merge(li_dense(part, t.width, dv), stats, state, out, a->out_row);
+  if (merge) kernels->attention_merge(li_dense(m->part, t.width, dv), stats, state, out, a->out_row);
 }
-/* A run of a pair's queries, from `first` on, against all key blocks; or, where split, against `block` */
+/* Takes a run of a pair's queries, from `first` on, to all key blocks or, in a split, to `block`. */
 LI_FN void li_attention_item(const li_attention_work *w, const li_attention_space *m, int64_t pair,
                              int64_t first, int64_t block) {
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, pair);
-  const int64_t last = li_min(first + w->run, head.queries), end = w->split ? block + 1 : w->blocks;
+  const int64_t last = li_min(first + w->run, head.queries);
   const int64_t step = li_panels_size(w->kernels, LI_TILE, a->head_dim);
   const li_matrix q = li_strided(a->q + head.q, head.queries, a->head_dim, a->q_row);
-  float *partial = w->split ? w->partial + (pair * w->blocks + block) * w->unit : NULL, *panels = m->score_panels;
+  float *partial = NULL, *panels = m->score_panels;
+  int64_t end = w->blocks;
   li_attention_block b;
   for (int64_t query = first; query < last; query += LI_TILE, panels += step)
     li_words_of(w->kernels, li_transposed(li_lines(q, query, li_min(query + LI_TILE, last))), panels, m->words);
-  if (!w->split) block = li_seen(a, &head, first, last).from / LI_KEY_BLOCK;
+  if (w->split) {
+    partial = w->partial + (pair * w->blocks + block) * w->unit;
+    end = block + 1;
+  } else {
+    block = li_seen(a, &head, first, last).from / LI_KEY_BLOCK;
+  }
   for (; block < end && li_attention_meet(w, m, &head, first, last, block, &b); block++) {
     panels = m->score_panels;
     for (int64_t query = first; query < last; query += LI_TILE, panels += step)
@@ -6190,7 +6253,7 @@ LI_FN void li_attention_item(const li_attention_work *w, const li_attention_spac
     li_attention_finish(w->kernels, a, &head, query, m->state + 3 * (query - first));
 }
 
-/* items (pair, run of queries), or (pair, run of queries, key block) */
+/* Items are (pair, run of queries) or, in a split, (pair, run of queries, key block). */
 LI_FN void li_attention_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_attention_work *w = (const li_attention_work *)work;
   const int64_t runs = li_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1;
@@ -6202,7 +6265,7 @@ LI_FN void li_attention_task(void *work, int64_t thread, int64_t first, int64_t 
   }
 }
 
-/* merges what the split left, by tiles */
+/* Merges a split's partial results, tile by tile. */
 LI_HOT void li_attention_merge_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_attention_work *w = (const li_attention_work *)work;
   const li_kernels *kernels = w->kernels;
@@ -6231,8 +6294,8 @@ LI_HOT void li_attention_merge_task(void *work, int64_t thread, int64_t first, i
   }
 }
 
-/* stats gets of each query of a tile its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout
-   makes that vary), and that gradient. */
+/* Sets stats to each query's log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that
+   vary), and that gradient. */
 LI_HOT void li_attention_rows(const li_kernels *kernels, const li_attention *a, const li_head *head,
                               const li_tile *t, float *stats) {
   float *lse = stats, *delta = stats + LI_TILE, *add = stats + 2 * LI_TILE;
@@ -6249,12 +6312,12 @@ LI_HOT void li_attention_rows(const li_kernels *kernels, const li_attention *a, 
   }
 }
 
-/* y += x, both [rows, n] */
+/* y += x, both [rows, n]. */
 LI_HOT void li_add_rows(const li_kernels *kernels, int64_t rows, int64_t n, const float *x, float *y, int64_t y_row) {
   for (int64_t i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
 }
 
-/* the partial gradients of unit (pair, key block) from one of the query blocks that may see it */
+/* Computes a unit's partial gradients from one of the query blocks that may see it. */
 LI_FN void li_attention_backward_item(const li_attention_work *w, const li_attention_space *m, int64_t unit,
                                       int64_t query_block) {
   const li_kernels *kernels = w->kernels;
@@ -6267,10 +6330,10 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
   if (!li_attention_meet(w, m, &head, first, last, unit % w->blocks, &b)) return;
   const int64_t key = b.key, depth = b.depth;
   const bool k_direct = li_direct(&head, w->k_shared), v_direct = li_direct(&head, w->v_shared);
-  float *dq = w->partial + (unit - w->first) * w->unit, *part = li_grad_part(w, unit, query_block);
-  float *dk = k_direct ? m->own : part;
-  float *dvalue = (v_direct ? m->own : part) + depth * d;
-  float stats[3 * LI_TILE], *mask = li_drops(a) ? m->mask : NULL;
+  float *dq = w->partial + (unit - w->first) * w->unit, *dk = li_grad_part(w, unit, query_block);
+  float *dvalue = dk + depth * d, stats[3 * LI_TILE];
+  if (k_direct) dk = m->own;
+  if (v_direct) dvalue = m->own + depth * d;
   if (li_is_banded(a)) {
     memset(dk, 0, (size_t)(depth * d) * sizeof(float));
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
@@ -6288,8 +6351,8 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
     li_tile_product(kernels, &t, a->scale, li_lines(b.k, from, to), m->score_panels, m->scores, m->words);
     li_tile_product(kernels, &t, 1, li_lines(b.v, from, to), m->slope_panels, m->slopes, m->words);
     li_attention_rows(kernels, a, &head, &t, stats);
-    if (mask) li_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
-    kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
+    if (m->mask) li_tile_mask(kernels, a, &head, &t, m);
+    kernels->tile_slopes(&t, m->scores, m->slopes, m->mask, stats);
     if (b.edge) li_tile_hide(kernels, &t, a, 0, m->scores);
     if (b.edge) li_tile_hide(kernels, &t, a, 0, m->slopes);
     if (a->grad_v)
@@ -6310,13 +6373,12 @@ LI_FN void li_attention_backward_task(void *work, int64_t thread, int64_t first,
     li_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
-/* this wave's dK and dV of `unit`, query block after query block */
+/* Adds up a unit's dK or dV, query block after query block. */
 LI_HOT void li_attention_merge_keys(const li_attention_work *w, int64_t unit, bool keys) {
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
   const int64_t block = unit % w->blocks, start = li_first_query_block(a, block) * LI_KEY_BLOCK;
-  if (li_direct(&head, keys ? w->k_shared : w->v_shared)) return;
   for (int64_t i = 0; i < w->query_blocks && start + i * LI_KEY_BLOCK < head.queries; i++) {
     const int64_t first = start + i * LI_KEY_BLOCK, last = li_min(first + LI_KEY_BLOCK, head.queries);
     const li_span seen = li_block_seen(a, &head, block, first, last);
@@ -6329,7 +6391,7 @@ LI_HOT void li_attention_merge_keys(const li_attention_work *w, int64_t unit, bo
   }
 }
 
-/* one tile of queries of a unit's partial dQ */
+/* Adds a tile of a unit's partial dQ. */
 LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit, int64_t query) {
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
@@ -6341,27 +6403,30 @@ LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit,
                 w->partial + (unit - w->first) * w->unit + (query - start) * a->head_dim,
                 a->grad_q + head.q + query * a->q_row, a->q_row);
 }
-/* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
-   batch order. Keys of a unit and tiles of queries that have one destination are in one part; where one tensor is
-   queries and keys or values, so is all of a head. */
+/* Adds the wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in batch
+   order. One thread adds all that has one destination, which has a number. Where one tensor is queries and keys or
+   values, a head is one destination. */
 LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_attention_work *w = (const li_attention_work *)work;
   const li_attention *a = w->a;
   const bool by_head = a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v);
-  const int64_t tiles = a->grad_q ? li_divide_up(w->queries, LI_TILE) : 0;
+  const int64_t tiles = li_divide_up(w->queries, LI_TILE);
   (void)thread;
   for (int64_t unit = w->first; unit < w->last; unit++) {
-    const int64_t pair = unit / w->blocks, head = pair % a->heads;
-    const int64_t own = by_head ? head : unit - w->first;
-    const int64_t shared = by_head ? head : own % (a->heads * w->blocks);
-    const int64_t group = w->q_shared ? head : pair - w->first / w->blocks;
-    if (a->grad_k && li_dealt(w->k_shared ? shared : own, w->parts, first, last))
+    const int64_t pair = unit / w->blocks;
+    const li_head head = li_head_at(a, pair);
+    int64_t k = unit - w->first, v = k, q = (pair - w->first / w->blocks) * tiles;
+    if (w->k_shared) k %= a->heads * w->blocks;
+    if (w->v_shared) v %= a->heads * w->blocks;
+    if (w->q_shared) q = pair % a->heads * tiles;
+    if (by_head) k = v = q = pair % a->heads;
+
+    if (a->grad_k && !li_direct(&head, w->k_shared) && li_dealt(k, w->parts, first, last))
       li_attention_merge_keys(w, unit, true);
-    if (a->grad_v && li_dealt(w->v_shared ? shared : own, w->parts, first, last))
+    if (a->grad_v && !li_direct(&head, w->v_shared) && li_dealt(v, w->parts, first, last))
       li_attention_merge_keys(w, unit, false);
-    for (int64_t tile = 0; tile < tiles; tile++)
-      if (li_dealt(by_head ? head : group * tiles + tile, w->parts, first, last))
-        li_attention_merge_queries(w, unit, tile * LI_TILE);
+    for (int64_t tile = 0; a->grad_q && tile < tiles; tile++, q += by_head ? 0 : 1)
+      if (li_dealt(q, w->parts, first, last)) li_attention_merge_queries(w, unit, tile * LI_TILE);
   }
 }
 
@@ -6393,11 +6458,12 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>unpack: the folded unpack (eq. 4), forward and backward: row panels of 64 against all heads' slots at once. Guarded
-   by tests/kernels/attention.c.
+   >>unpack: the folded unpack (eq. 4), forward and backward: panels of 64 rows by all heads' slots at once
+   li_unpack has the arguments, li_unpack_space what a thread has of scratch. The reference stands first, then the
+   softmax of a panel and its derivative, the plan, the forward pass, the backward pass. Guarded by tests/kernels/attention.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
-/* The reference. A row's probabilities p [heads, slots] before dropout [eq. 4] */
+/* The reference. Computes a row's probabilities p [heads, slots] before dropout [eq. 4]. */
 LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, float *p) {
   const int64_t slots = li_real_slots(u->lengths, b, u->slots), row = b * u->rows + i;
   for (int64_t h = 0; h < u->heads; h++) {
@@ -6412,6 +6478,7 @@ LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, float *p) {
     }
     for (int64_t l = 0; l < slots; l++) sum += (double)li_exp1_scalar(p[h * u->slots + l] - max);
     const float lse = slots > 0 ? max + li_log1_scalar((float)sum) : 0;
+
     for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] = li_exp1_scalar(p[h * u->slots + l] - lse);
     if (u->lse) u->lse[row * u->heads + h] = lse;
   }
@@ -6428,11 +6495,13 @@ LI_FN void li_unpack_reference(const li_unpack *u, void *scratch) {
       for (int64_t h = 0; h < u->heads; h++)
         for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] *= li_unpack_mask_at(u, b, h, i, l);
       for (int64_t e = 0; e < u->dim; e++) {
-        double sum = u->out_bias ? (double)u->out_bias[e] : 0;
+        double sum = 0;
+        if (u->out_bias) sum = (double)u->out_bias[e];
         for (int64_t h = 0; h < u->heads; h++)
           sum += li_inner_by(u->bf16, slots, p + h * u->slots, 1,
                              u->v + (b * u->heads + h) * u->slots * u->dim + e, u->dim);
-        u->out[row + e] = (u->residual ? u->residual[row + e] : 0) + (float)sum * li_dropout_at(&u->last, row + e);
+        const float before = u->residual ? u->residual[row + e] : 0;
+        u->out[row + e] = before + (float)sum * li_dropout_at(&u->last, row + e);
       }
     }
 }
@@ -6458,18 +6527,19 @@ LI_INLINE float LI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-/* the same for each head of `rows` rows from `row` on, counted over the batch */
+/* Does this for each head of `rows` rows from `row` on, counted over the batch. */
 LI_FN void LI_K(unpack_softmax)(const li_unpack *u, const li_unpack_space *m, int64_t row, int64_t rows) {
   const int64_t n = m->slots;
   float *s = m->scores;
   for (int64_t i = row; i < row + rows; i++)
     for (int64_t h = 0; h < u->heads; h++, s += n) {
-      const float natural = n ? LI_K(group_softmax)(n, m->bias + h * n, s) : 0;
-      if (u->lse) u->lse[i * u->heads + h] = natural;
+      float lse = 0;
+      if (n) lse = LI_K(group_softmax)(n, m->bias + h * n, s);
+      if (u->lse) u->lse[i * u->heads + h] = lse;
     }
 }
 
-/* a group's scores s become P m, its slopes dP become dS = P (dP m - sum of P dP m) */
+/* A group's scores s become P m, and its slopes dP become dS = P (dP m - sum of P dP m). */
 LI_INLINE void LI_K(group_slopes)(int64_t n, const float *bias, const float *mask, float lse, float *s, float *slopes) {
   vf delta = vf_zero();
   for (int64_t i = 0; i < n; i += VF) {
@@ -6503,9 +6573,9 @@ typedef struct li_unpack_work {
   const li_unpack *u;
   char *scratch;
   size_t thread_bytes;
-  /* blocks of LI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
+  /* blocks of LI_KEY_BLOCK rows; backward, the units (batch row, block) of a wave */
   int64_t blocks, first, last, unit;
-  /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
+  /* each unit's dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
   float *partial;
 } li_unpack_work;
 LI_FN li_unpack_space *li_unpack_own(const li_unpack_work *w, int64_t thread) {
@@ -6514,21 +6584,25 @@ LI_FN li_unpack_space *li_unpack_own(const li_unpack_work *w, int64_t thread) {
 
 LI_FN char *li_unpack_layout(const li_kernels *kernels, const li_unpack *u, bool backward, char *scratch,
                              li_unpack_space *m) {
-  const int64_t n = u->heads * u->slots, back = backward ? 1 : 0;
+  const int64_t n = u->heads * u->slots, d = u->dim;
+  memset(m, 0, sizeof *m);
   m->prepared = -1;
-  m->k = li_take(&scratch, u->lengths ? n * u->dim : 0);
-  m->v = li_take(&scratch, u->lengths ? n * u->dim : 0);
+  if (u->lengths) {
+    m->k = li_take(&scratch, n * d);
+    m->v = li_take(&scratch, n * d);
+  }
   m->bias = li_take(&scratch, n);
-  m->score_panels = li_take(&scratch, li_panels_size(kernels, n, u->dim));
-  m->out_panels = li_take(&scratch, back ? 0 : li_panels_size(kernels, u->dim, n));
-  m->dx_panels = li_take(&scratch, back * li_panels_size(kernels, u->dim, n));
-  m->slope_panels = li_take(&scratch, back * li_panels_size(kernels, n, u->dim));
+  m->score_panels = li_take(&scratch, li_panels_size(kernels, n, d));
+  m->out_panels = li_take(&scratch, li_panels_size(kernels, d, n));
   m->scores = li_take(&scratch, LI_TILE * n);
-  m->slopes = li_take(&scratch, back * LI_TILE * n);
-  m->mask = li_take(&scratch, u->dropout.threshold ? LI_TILE * n : 0);
-  m->product = li_take(&scratch, back * li_panels_size(kernels, u->dim, LI_TILE));
-  m->grad = li_take(&scratch, u->last.threshold ? back * LI_TILE * u->dim : 0);
-  m->words = LI_BF16(u) ? li_take(&scratch, li_words_size(kernels, backward)) : NULL;
+  if (u->dropout.threshold) m->mask = li_take(&scratch, LI_TILE * n);
+  if (LI_BF16(u)) m->words = li_take(&scratch, li_words_size(kernels, backward));
+  if (!backward) return scratch;
+
+  m->slope_panels = li_take(&scratch, li_panels_size(kernels, n, d));
+  m->slopes = li_take(&scratch, LI_TILE * n);
+  m->product = li_take(&scratch, li_panels_size(kernels, d, LI_TILE));
+  if (u->last.threshold) m->grad = li_take(&scratch, LI_TILE * d);
   return scratch;
 }
 
@@ -6542,7 +6616,7 @@ LI_FN size_t li_unpack_start(li_unpack_work *w, const li_kernels *kernels, const
   w->scratch = (char *)scratch;
   w->thread_bytes = li_round(sizeof space) + (size_t)(li_unpack_layout(kernels, u, backward, zero, &space) - zero);
   w->blocks = li_divide_up(u->rows, LI_KEY_BLOCK);
-  w->unit = backward ? u->heads * u->slots * (2 * u->dim + 1) + u->dim : 0;
+  if (backward) w->unit = u->heads * u->slots * (2 * u->dim + 1) + u->dim;
   for (int64_t t = 0; scratch && t < threads; t++)
     li_unpack_layout(kernels, u, backward, (char *)li_unpack_own(w, t) + li_round(sizeof space), li_unpack_own(w, t));
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
@@ -6571,14 +6645,11 @@ LI_HOT void li_unpack_prepare(const li_kernels *kernels, const li_unpack *u, int
   }
   if (m->slots < u->slots) k = m->k, v = m->v;
   li_words_of(kernels, li_transposed(li_dense(k, m->n, d)), m->score_panels, m->words);
-  if (!backward) li_words_of(kernels, li_dense(v, m->n, d), m->out_panels, m->words);
-  else {
-    li_words_of(kernels, li_dense(k, m->n, d), m->dx_panels, m->words);
-    li_words_of(kernels, li_transposed(li_dense(v, m->n, d)), m->slope_panels, m->words);
-  }
+  li_words_of(kernels, li_dense(backward ? k : v, m->n, d), m->out_panels, m->words);
+  if (backward) li_words_of(kernels, li_transposed(li_dense(v, m->n, d)), m->slope_panels, m->words);
 }
 
-/* keep or 0 for each score of a panel of rows */
+/* Fills the mask with `keep` or 0 for each score of a panel of rows. */
 LI_HOT void li_unpack_mask(const li_kernels *kernels, const li_unpack *u, const li_unpack_space *m,
                            int64_t b, int64_t first, int64_t rows) {
   for (int64_t i = 0; i < rows; i++)
@@ -6590,9 +6661,9 @@ LI_HOT void li_unpack_mask(const li_kernels *kernels, const li_unpack *u, const 
 LI_FN void li_unpack_panel(const li_kernels *kernels, const li_unpack *u, const li_unpack_space *m,
                            int64_t b, int64_t first, int64_t rows) {
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
-  /* out has a value before the product: eq. 6's + X is this residual */
-  const bool starts = u->out_bias || (u->residual && !u->last.threshold);
+  const float *residual = u->residual, *bias = u->out_bias;
   float *out = u->out + row * d;
+  if (residual) residual += row * d;
   li_matmul_panels(kernels, 1, li_dense(u->x + row * d, rows, d),
                    li_words_in(kernels, m->score_panels, n, d, m->words), li_into(m->scores, n, false));
   kernels->unpack_softmax(u, m, row, rows);
@@ -6600,16 +6671,20 @@ LI_FN void li_unpack_panel(const li_kernels *kernels, const li_unpack *u, const 
     li_unpack_mask(kernels, u, m, b, first, rows);
     kernels->mul(rows * n, m->scores, m->mask, m->scores);
   }
+
+  /* The product is added to what is there before it: bias, and the residual, eq. 6's + X, unless there is dropout
+     between. */
+  const bool early = residual && !u->last.threshold;
   for (int64_t i = 0; i < rows; i++) {
-    const float *residual = u->residual && !u->last.threshold ? u->residual + (row + i) * d : NULL;
-    if (residual && u->out_bias) kernels->add(d, residual, u->out_bias, out + i * d);
-    else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
+    if (early && bias) kernels->add(d, residual + i * d, bias, out + i * d);
+    else if (early) memcpy(out + i * d, residual + i * d, (size_t)d * sizeof(float));
+    else if (bias) memcpy(out + i * d, bias, (size_t)d * sizeof(float));
   }
   li_matmul_panels(kernels, 1, li_dense(m->scores, rows, n),
-                   li_words_in(kernels, m->out_panels, d, n, m->words), li_into(out, d, starts));
+                   li_words_in(kernels, m->out_panels, d, n, m->words), li_into(out, d, bias || early));
   if (!u->last.threshold) return;
   kernels->dropout(&u->last, row * d, rows * d, out, out, false);
-  if (u->residual) kernels->add(rows * d, u->residual + row * d, out, out);
+  if (residual) kernels->add(rows * d, residual, out, out);
 }
 
 LI_FN void li_unpack_task(void *work, int64_t thread, int64_t first, int64_t last) {
@@ -6631,7 +6706,7 @@ LI_FN void li_run_unpack(const li_kernels *kernels, const li_unpack *u, const li
   li_each(parallel, u->batch * li_divide_up(u->rows, LI_TILE), li_unpack_task, &w);
 }
 
-/* a panel's dX, and its share of the unit's partial gradients */
+/* Adds a panel's dX, and its share of the unit's partial gradients. */
 LI_FN void li_unpack_backward_panel(const li_unpack_work *w, const li_unpack_space *m, int64_t b,
                                     int64_t first, int64_t rows, float *part) {
   const li_kernels *kernels = w->kernels;
@@ -6657,12 +6732,11 @@ LI_FN void li_unpack_backward_panel(const li_unpack_work *w, const li_unpack_spa
     li_matmul_words(kernels, 1, li_transposed(ds), x, li_into(part, d, true), m->product, m->words);
   if (u->grad_v)
     li_matmul_words(kernels, 1, li_transposed(p), g, li_into(part + n * d, d, true), m->product, m->words);
-  if (!u->grad_x) return;            /* last: it may be grad_out */
-  li_matmul_panels(kernels, 1, ds, li_words_in(kernels, m->dx_panels, d, n, m->words),
+  if (!u->grad_x) return;            /* comes last, since it may be grad_out */
+  li_matmul_panels(kernels, 1, ds, li_words_in(kernels, m->out_panels, d, n, m->words),
                    li_into(u->grad_x + row * d, d, true));
 }
 
-/* units of this wave */
 LI_FN void li_unpack_backward_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_unpack_work *w = (const li_unpack_work *)work;
   const li_unpack *u = w->u;
@@ -6678,7 +6752,7 @@ LI_FN void li_unpack_backward_task(void *work, int64_t thread, int64_t first, in
   }
 }
 
-/* adds this wave's partial gradients in order; items: each memory slot of each head, and dout_bias */
+/* Adds the wave's partial gradients in order. Items are the slots of each head, then dout_bias. */
 LI_HOT void li_unpack_gather_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_unpack_work *w = (const li_unpack_work *)work;
   const li_kernels *kernels = w->kernels;
@@ -6690,7 +6764,7 @@ LI_HOT void li_unpack_gather_task(void *work, int64_t thread, int64_t first, int
       const int64_t b = unit / w->blocks, at = b * items + item;
       const int64_t real = li_real_slots(u->lengths, b, u->slots), n = u->heads * real;
       const float *part = w->partial + (unit - w->first) * w->unit;
-      const int64_t from = item < items ? item / u->slots * real + item % u->slots : 0;
+      const int64_t from = item / u->slots * real + item % u->slots;
       if (item == items) {
         if (u->grad_out_bias) kernels->add(d, u->grad_out_bias, part + 2 * n * d + n, u->grad_out_bias);
       } else if (item % u->slots < real) {
@@ -6723,7 +6797,7 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
    so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/kernels/causal.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
-/* where a row of item (batch row, head) lies in x and y, in z and out */
+/* Return where a row of item (batch row, head) lies in x and y, and in z and out. */
 LI_INLINE int64_t li_causal_xy(const li_causal *c, int64_t item, int64_t row) {
   return item / c->heads * c->xy_batch + item % c->heads * c->xy_head + row * c->xy_row;
 }
@@ -6740,7 +6814,9 @@ LI_INLINE int64_t li_beyond(int64_t t, int64_t horizon) { return t - li_within(t
 /* (1 - 1/T)^n */
 LI_HOT double li_horizon_fade(int64_t horizon, int64_t n) {
   double power = horizon > 0 ? 1 - 1 / (double)horizon : 1, y = 1;
-  for (; n > 0; n /= 2, power *= power) if (n % 2) y *= power;
+  for (; n > 0; n /= 2, power *= power) {
+    if (n % 2) y *= power;
+  }
   return y;
 }
 /* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, which is eq. 7 with the products in another order: n^2 of
@@ -6764,7 +6840,7 @@ LI_FN void li_causal_reference(const li_causal *c) {
   }
 }
 
-/* The reference of a step: M += (y^T z - M) / t, result = factor x M */
+/* The reference's step: M += (y^T z - M) / t, result = factor x M */
 LI_HOT void li_mean_step(li_mean m, const float *y, const float *z, const float *x, double factor, float *result) {
   for (int64_t j = 0; j < m.columns; j++) {
     double sum = 0;
@@ -6780,7 +6856,7 @@ LI_INLINE li_mean li_mean_of(double *at, int64_t rows, int64_t columns, int64_t 
   const li_mean m = { at, rows, columns, row, (double)t };
   return m;
 }
-/* row t of item (batch row, head) of causal Luna's tensors, and the item's real slots */
+/* Return where row t of item (batch row, head) is in causal Luna's tensors, and how many real slots the item has. */
 LI_INLINE int64_t li_luna_row(const li_causal_luna *a, int64_t item, int64_t t) {
   return (item / a->heads * a->rows + t) * a->heads + item % a->heads;
 }
@@ -6807,7 +6883,7 @@ LI_HOT double li_decay(double x) {
   for (int i = 0; i < 9; i++) y *= y;
   return y;
 }
-/* A stream's row t that is not finite would stay in the means for ever: from it on rows have no result, and are not
+/* A stream's row that is not finite would stay in the means for ever. From it on rows have no result, and are not
    remembered. `skipping` says that there was one before. */
 LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool skipping) {
   const int64_t d = a->head_dim, l = li_luna_slots(a, item), row = li_luna_row(a, item, t);
@@ -6818,10 +6894,11 @@ LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool
   for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)NAN;
   return true;
 }
-/* a forget gate out of its logit, and a weight out of its score */
+/* Return a forget gate from its logit, and a weight from its score. */
 LI_FN double li_gate_reference(float x) {
-  const float log = -li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -x) / 16;
-  return li_decay((double)(log < -1 ? -1 : log));
+  float log = -li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -x) / 16;
+  if (log < -1) log = -1;
+  return li_decay((double)log);
 }
 LI_FN double li_weight_reference(float s) {
   const float limit = LUNA_FORGET_SCORE;
@@ -6841,7 +6918,7 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
     bool skips = false;
     if (a->position == 0) {
       for (int64_t i = 0; i < l; i++) weight[i] = 0;
-      for (int64_t i = 0; i < state; i++) k[i] = v[i] = 0; /* a first weight that is NaN reads them */
+      for (int64_t i = 0; i < state; i++) k[i] = v[i] = 0; /* a first weight may be NaN, which reads them */
     }
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = li_luna_row(a, item, t), wide = row * d, narrow = row * l;
@@ -6853,8 +6930,9 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
         double u = 0;
         for (int64_t j = 0; j < d; j++) {
           double *kj = k + j * l + i, *vj = v + i * d + j;
-          *kj = share == 1 ? (double)a->k[wide + j] : *kj + share * ((double)a->k[wide + j] - *kj);
-          *vj = share == 1 ? (double)a->v[wide + j] : *vj + share * ((double)a->v[wide + j] - *vj);
+          if (share == 1) *kj = *vj = 0; /* which may be NaN */
+          *kj += share * ((double)a->k[wide + j] - *kj);
+          *vj += share * ((double)a->v[wide + j] - *vj);
           u += (double)a->q[wide + j] * *kj;
         }
         w[i] = (float)(u * (double)a->scale);
@@ -6898,7 +6976,7 @@ LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
     }
   }
 }
-/* whether it is a stream's single row */
+/* Whether it is a stream's single row. */
 LI_INLINE bool li_luna_steps(const li_causal_luna *a) { return a->state && a->rows == 1 && !li_luna_carries(a); }
 LI_FN size_t li_causal_luna_scratch_reference(const li_causal_luna *a) {
   return li_round((size_t)((2 * a->head_dim + 1) * a->slots) * sizeof(double)) + (size_t)li_floats(2 * a->slots);
