@@ -5709,9 +5709,8 @@ LI_FN void LI_K(adam)(const li_update *update) {
 /* ---------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
-   result (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later
-   where the blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each
-   row's log-sum-exp. li_attention has the arguments, li_head a head's place in them, li_tile a tile. The band and the
+   result (maximum, sum, values), and a tile's thread merges them in block order. Backward recomputes P from each row's
+   log-sum-exp. li_attention has the arguments, li_head a head's place in them, li_tile a tile. The band and the
    reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward pass. What
    scores become is in tile_softmax, and its derivative in tile_slopes. Guarded by tests/kernels/attention.c.
    ------------------------------------------------------------------------------------------------------------------ */
@@ -5927,7 +5926,7 @@ typedef struct li_attention_work {
   int64_t unit;                         /* floats that a unit keeps in `partial` */
   float *partial;
   bool q_shared, k_shared, v_shared;     /* the batch shares one */
-  bool split, backward;                 /* split: several threads share a tile's blocks */
+  bool backward;
   int64_t parts;                        /* shares in which the gradients are gathered */
 } li_attention_work;
 
@@ -6033,25 +6032,20 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   }
   w->keys = li_max(0, li_min(w->keys, w->queries + a->right));
   w->blocks = li_divide_up(w->keys, LI_KEY_BLOCK);
-  const int64_t tiles = li_divide_up(w->queries, LI_TILE);
-  w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
   w->run = LI_RUN;
-  while (!w->split && w->run > LI_TILE && w->pairs * li_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
+  while (w->run > LI_TILE && w->pairs * li_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
   /* queries in [key - right, key + LI_KEY_BLOCK + left) see a key of a block */
   w->query_blocks = li_min(li_divide_up(w->queries, LI_KEY_BLOCK),
                            li_divide_up(li_max(1, LI_KEY_BLOCK + a->left + a->right), LI_KEY_BLOCK) + 1);
   w->wave = li_min(w->pairs * w->blocks, li_divide_up(2 * threads, li_max(w->query_blocks, 1)));
-  if (!backward) w->unit = tiles * LI_TILE * (a->value_dim + 3);
-  else w->unit = li_unit_queries(w) * a->head_dim;
-  if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
+  w->unit = li_unit_queries(w) * a->head_dim;
+  if (w->query_blocks > 1 || w->k_shared || w->v_shared)
     w->unit += w->query_blocks * li_min(w->keys, LI_KEY_BLOCK) * (a->head_dim + a->value_dim);
   w->thread_bytes = (size_t)(li_attention_layout(w, zero, &space) - zero);
   w->scratch = (char *)scratch;
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
-  int64_t units = 0;                 /* that have a partial result */
-  if (backward) units = w->wave;
-  else if (w->split) units = w->pairs * w->blocks;
-  return (size_t)threads * w->thread_bytes + (size_t)li_floats(units * w->unit);
+  if (!backward) w->wave = 0;
+  return (size_t)threads * w->thread_bytes + (size_t)li_floats(w->wave * w->unit);
 }
 
 /* Returns the keys of a block that queries in [first, last) see. */
@@ -6064,11 +6058,6 @@ LI_HOT li_span li_block_seen(const li_attention *a, const li_head *head, int64_t
 /* Returns the first block of queries that may see a block of keys. */
 LI_HOT int64_t li_first_query_block(const li_attention *a, int64_t block) {
   return li_max(0, block * LI_KEY_BLOCK - a->right) / LI_KEY_BLOCK;
-}
-
-/* A split's partial result has, after the values, a tile's maxima, sums, and sums after dropout. */
-LI_HOT float *li_stats_of(const li_attention_work *w, float *partial, int64_t query) {
-  return partial + li_divide_up(w->queries, LI_TILE) * LI_TILE * w->a->value_dim + 3 * query;
 }
 
 /* Whether a unit alone writes its keys' gradients. */
@@ -6190,17 +6179,16 @@ LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_spa
   li_matmul_panels(kernels, factor, s, panels, to);
 }
 /* Takes the tile of queries from `query` on, whose panels are given, to a block. The result goes to `out`, where it is
-   merged with the blocks before or, in a split, to the block's partial result. */
-LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_space *m,
-                             const li_head *head, const li_attention_block *b, int64_t query,
-                             const float *panels, float *partial) {
+   merged with the blocks before. */
+LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_space *m, const li_head *head,
+                             const li_attention_block *b, int64_t query, const float *panels) {
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const int64_t dv = a->value_dim;
   const li_tile t = li_tile_at(a, query, b->last, b->key, b->depth);
   const int64_t first = t.key - b->key;
   /* it met a block before */
-  const bool merge = !partial && li_max(0, query - a->left) / LI_KEY_BLOCK < b->key / LI_KEY_BLOCK;
+  const bool merge = li_max(0, query - a->left) / LI_KEY_BLOCK < b->key / LI_KEY_BLOCK;
   const li_matrix s = li_scores(&t, m->scores);
   float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - b->first), *stats = state;
   li_out to = li_into(out, a->out_row, false);
@@ -6208,9 +6196,6 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   if (merge) {
     to = li_into(m->part, dv, false);
     stats = m->stats;
-  } else if (partial) {
-    to = li_into(partial + query * dv, dv, false);
-    stats = li_stats_of(w, partial, query);
   }
 
   li_tile_product(kernels, &t, a->scale, li_lines(b->k, first, first + t.depth), panels, m->scores, m->words);
@@ -6224,73 +6209,36 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   }
   if (merge) kernels->attention_merge(li_dense(m->part, t.width, dv), stats, state, out, a->out_row);
 }
-/* Takes a run of a pair's queries, from `first` on, to all key blocks or, in a split, to `block`. */
-LI_FN void li_attention_item(const li_attention_work *w, const li_attention_space *m, int64_t pair,
-                             int64_t first, int64_t block) {
+/* Takes a run of a pair's queries, from `first` on, to all key blocks. */
+LI_FN void li_attention_item(const li_attention_work *w, const li_attention_space *m, int64_t pair, int64_t first) {
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, pair);
   const int64_t last = li_min(first + w->run, head.queries);
   const int64_t step = li_panels_size(w->kernels, LI_TILE, a->head_dim);
   const li_matrix q = li_strided(a->q + head.q, head.queries, a->head_dim, a->q_row);
-  float *partial = NULL, *panels = m->score_panels;
-  int64_t end = w->blocks;
+  float *panels = m->score_panels;
   li_attention_block b;
   for (int64_t query = first; query < last; query += LI_TILE, panels += step)
     li_words_of(w->kernels, li_transposed(li_lines(q, query, li_min(query + LI_TILE, last))), panels, m->words);
-  if (w->split) {
-    partial = w->partial + (pair * w->blocks + block) * w->unit;
-    end = block + 1;
-  } else {
-    block = li_seen(a, &head, first, last).from / LI_KEY_BLOCK;
-  }
-  for (; block < end && li_attention_meet(w, m, &head, first, last, block, &b); block++) {
+  int64_t block = li_seen(a, &head, first, last).from / LI_KEY_BLOCK;
+  for (; block < w->blocks && li_attention_meet(w, m, &head, first, last, block, &b); block++) {
     panels = m->score_panels;
     for (int64_t query = first; query < last; query += LI_TILE, panels += step)
-      li_attention_tile(w, m, &head, &b, query, panels, partial);
+      li_attention_tile(w, m, &head, &b, query, panels);
   }
-  if (partial) return;
   for (int64_t query = first; query < last; query += LI_TILE)
     li_attention_finish(w->kernels, a, &head, query, m->state + 3 * (query - first));
 }
 
-/* Items are (pair, run of queries) or, in a split, (pair, run of queries, key block). */
+/* Items are (pair, run of queries). */
 LI_FN void li_attention_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_attention_work *w = (const li_attention_work *)work;
-  const int64_t runs = li_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1;
+  const int64_t runs = li_divide_up(w->queries, w->run);
   li_attention_space space;
   li_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (int64_t item = first; item < last; item++) {
-    const int64_t pair = item / (runs * blocks), query = item / blocks % runs * w->run;
-    if (query < li_head_at(w->a, pair).queries) li_attention_item(w, &space, pair, query, item % blocks);
-  }
-}
-
-/* Merges a split's partial results, tile by tile. */
-LI_HOT void li_attention_merge_task(void *work, int64_t thread, int64_t first, int64_t last) {
-  const li_attention_work *w = (const li_attention_work *)work;
-  const li_kernels *kernels = w->kernels;
-  const li_attention *a = w->a;
-  const int64_t tiles = li_divide_up(w->queries, LI_TILE), dv = a->value_dim;
-  (void)thread;
-  for (int64_t item = first; item < last; item++) {
-    const int64_t pair = item / tiles, query = item % tiles * LI_TILE;
-    const li_head head = li_head_at(a, pair);
-    const int64_t width = li_min(LI_TILE, head.queries - query);
-    li_span seen = li_seen(a, &head, query, query + width);
-    const int64_t start = li_min(seen.from / LI_KEY_BLOCK, w->blocks - 1);
-    float *partial = w->partial + (pair * w->blocks + start) * w->unit, *state = li_stats_of(w, partial, query);
-    float *out = a->out + head.out + query * a->out_row;
-    if (width <= 0) continue;
-    if (seen.from >= seen.to) seen.to = 0;
-    for (int64_t block = start; block * LI_KEY_BLOCK < seen.to; block++, partial += w->unit) {
-      const float *part = partial + query * dv;
-      if (block > start)
-        kernels->attention_merge(li_dense(part, width, dv), li_stats_of(w, partial, query), state, out, a->out_row);
-      else
-        for (int64_t i = 0; i < width; i++)
-          memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
-    }
-    li_attention_finish(kernels, a, &head, query, state);
+    const int64_t pair = item / runs, query = item % runs * w->run;
+    if (query < li_head_at(w->a, pair).queries) li_attention_item(w, &space, pair, query);
   }
 }
 
@@ -6440,9 +6388,7 @@ LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
   li_attention_work w;
   LI_BY_REFERENCE(kernels, li_attention_reference(a); return);
   li_attention_start(&w, kernels, a, li_threads(parallel), false, scratch);
-  const int64_t runs = w.pairs * li_divide_up(w.queries, w.run), tiles = w.pairs * li_divide_up(w.queries, LI_TILE);
-  li_each(parallel, w.split ? runs * w.blocks : runs, li_attention_task, &w);
-  if (w.split) li_each(parallel, tiles, li_attention_merge_task, &w);
+  li_each(parallel, w.pairs * li_divide_up(w.queries, w.run), li_attention_task, &w);
 }
 LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attention *a,
                                      const li_parallel *parallel, void *scratch) {
