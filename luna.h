@@ -294,8 +294,8 @@ LUNA_API int luna_version(void);
   X(TOO_LARGE, BAD_ARGUMENT, "%s: %d times %d elements are more than %d") \
   X(NOT_UTF8, BAD_ARGUMENT, "%s: %s is not UTF-8") \
   /* tensors */ \
-  X(REFERENCE_STEP, UNSUPPORTED, "luna_begin_step: LUNA_ISA_REFERENCE has no backward pass. Use luna_begin_inference, " \
-    "or train in a context with another options.isa") \
+  X(REFERENCE_STEP, UNSUPPORTED, "luna_begin_step: LUNA_ISA_REFERENCE has no backward pass. Call " \
+    "luna_begin_inference, or train in a context with another options.isa") \
   X(NO_GRAD, BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
@@ -443,8 +443,8 @@ typedef enum luna_error_id {
 
 /* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). SCALAR is there
    where no other is. REFERENCE: plain loops from the equations, slow, on the caller's thread, the same bits on every
-   machine; a context that was opened with it runs whole models, but cannot train them. The last four are AVX2 or AVX-512 with other products
-   of 8 bits (VNNI) and of bfloat16 (BF16: vdpbf16ps; AMX: tiles). */
+   machine; a context that was opened with it runs whole models, but cannot train them. The last four are AVX2 or
+   AVX-512 with other products of 8 bits (VNNI) and of bfloat16 (BF16: vdpbf16ps; AMX: tiles). */
 typedef enum luna_isa {
   LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM,
   LUNA_ISA_REFERENCE, LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AVX512_BF16, LUNA_ISA_AMX
@@ -5081,13 +5081,15 @@ LI_FN void li_sum_rows_reference(li_matrix x, float factor, float *y) {
 
 /* loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / classes */
 LI_FN void li_cross_entropy_reference(const li_cross_entropy *a) {
+  const li_row_sums none = { 0, 0, -(float)INFINITY, 0 };
   for (int64_t row = 0; row < a->rows; row++) {
     const float *x = a->logits + row * a->logits_row;
     const int64_t label = a->labels[row] - a->first;
     li_row_sums own, *s = &own;
     double log_sum = 0, target = 0;
     if (a->sums) s = a->sums + row;
-    if (a->first == 0) s->exps = s->logits = s->label = 0, s->shift = -(float)INFINITY;
+    if (a->first == 0) *s = none;
+
     for (int64_t j = 0; j < a->columns; j++) {
       if (x[j] > s->shift) {
         s->exps *= (double)li_exp1_scalar(s->shift - x[j]);
@@ -5159,9 +5161,13 @@ LI_FN void li_sgd_reference(const li_update *u) {
 /* m = beta1 m + (1 - beta1) g, s = beta2 s + (1 - beta2) g^2, value -= lr mhat / (sqrt(shat) + epsilon) + lr decay
    value */
 LI_FN void li_adam_reference(const li_update *u) {
-  const float coupled = u->coupled ? u->decay : 0, decay = u->coupled ? 0 : u->lr * u->decay;
+  float coupled = 0, decay = u->lr * u->decay;
   const float step = (float)((double)u->lr / (double)u->correction1);
   const float root = (float)(1 / sqrt((double)u->correction2));
+  if (u->coupled) {
+    coupled = u->decay;
+    decay = 0;
+  }
   for (int64_t i = 0; i < u->count; i++) {
     const float v = u->value[i], g = u->grad[i] * u->factor + coupled * v;
     const float m = u->moment[0][i] = u->beta1 * u->moment[0][i] + (1 - u->beta1) * g;
@@ -5230,8 +5236,7 @@ LI_FN void LI_K(elementwise_slope)(const li_elements *e, int input, const float 
 
 /* Adds to p and q the terms of the vector at i, of which `left` floats exist. */
 LI_INLINE void LI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c,
-                          vf shift, vf factor,
-                          vf *p, vf *q) {
+                          vf shift, vf factor, vf *p, vf *q) {
   if (kind == LI_SUM) *p = vf_add(*p, LI_K(get)(a + i, left));
   if (kind == LI_PRODUCT) *p = vf_fma(LI_K(get)(a + i, left), LI_K(get)(b + i, left), *p);
   if (kind == LI_EXP)
@@ -5252,8 +5257,7 @@ LI_INLINE void LI_K(term)(int kind, int64_t i, int64_t left, const float *a, con
 /* Returns the first sum; *second gets the other of a kind that has two. Sixteen float terms at a time are summed in
    each of four chains, then these in double. */
 LI_INLINE double LI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift,
-                              float factor,
-                              double *second) {
+                              float factor, double *second) {
   const vf s = vf_set(shift), f = vf_set(factor);
   double sum = 0, other = 0;
   int64_t i = 0;
@@ -5374,14 +5378,17 @@ LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
                         vf_mul(vf_sub(LI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LI_K(get)(at + i * VF, left - i * VF));
 /* The float sums of LI_FLOAT_ROWS rows at most; li_column_sums adds them up. */
-LI_INLINE void LI_K(column_part)(int vectors, li_matrix a, const float *b, const float *mean,
-                                 const float *rstd, float *part) {
+LI_INLINE void LI_K(column_part)(int vectors, li_matrix a, const float *b, const li_layer_norm *norm, int64_t row,
+                                 float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   const float *at = a.at;
   const int64_t left = a.columns;
   for (int64_t r = 0; r < a.rows; r++, at += a.row) {
-    const vf center = mean ? vf_set(mean[r]) : vf_zero();
-    const vf scale = rstd ? vf_set(rstd[r]) : vf_set(1);
+    vf center = vf_zero(), scale = vf_set(1);
+    if (norm) {
+      center = vf_set(norm->mean[row + r]);
+      scale = vf_set(norm->rstd[row + r]);
+    }
     LI_COLUMN(0) LI_COLUMN(1) LI_COLUMN(2) LI_COLUMN(3)
     if (b) b += a.row;
   }
@@ -5404,11 +5411,9 @@ LI_FN void LI_K(column_sums)(li_matrix a, const float *b, const li_layer_norm *n
     for (int64_t r = 0; r < a.rows; r += LI_FLOAT_ROWS) {
       const int64_t count = li_min(a.rows - r, LI_FLOAT_ROWS), at = r * a.row + first;
       const li_matrix rows = li_strided(a.at + at, count, n, a.row);
-      const float *mean = norm ? norm->mean + r : NULL;
-      const float *rstd = norm ? norm->rstd + r : NULL;
-      if (n < LI_SUM_COLUMNS) LI_K(column_part)(1, rows, b ? b + at : NULL, mean, rstd, part);
-      else if (b) LI_K(column_part)(4, rows, b + at, mean, rstd, part);
-      else LI_K(column_part)(4, rows, NULL, NULL, NULL, part);
+      if (n < LI_SUM_COLUMNS) LI_K(column_part)(1, rows, b ? b + at : NULL, norm, r, part);
+      else if (b) LI_K(column_part)(4, rows, b + at, norm, r, part);
+      else LI_K(column_part)(4, rows, NULL, NULL, 0, part);
       for (int64_t i = 0; i < n; i++) total[i] += (double)part[i];
     }
     for (int64_t i = 0; i < n; i++) y[(first + i) * y_column] += (float)((double)factor * total[i]);
@@ -5636,7 +5641,8 @@ LI_FN void LI_K(dropout_mask)(const li_dropout *d, int64_t first, int64_t n, flo
     const uint64_t at = d->first + (uint64_t)first;
     const int64_t skip = (int64_t)(at % 8);
     const int64_t count = li_min(n, 64 - skip);
-    float *const to = count == 64 ? mask : block;
+    float *to = block;
+    if (count == 64) to = mask;
     LI_K(dropout_words)(d, at / 8, half);
     for (int i = 0; i < 64; i++) to[i] = half[i] < threshold ? 0 : keep;
     if (count < 64) memcpy(mask, block + skip, (size_t)count * sizeof(float));
@@ -5687,12 +5693,15 @@ LI_FN void LI_K(adam)(const li_update *update) {
   const int64_t n = update->count;
   const vf beta1 = vf_set(update->beta1), rest1 = vf_set(1 - update->beta1);
   const vf beta2 = vf_set(update->beta2), rest2 = vf_set(1 - update->beta2);
-  const vf coupled = vf_set(update->coupled ? update->decay : 0),
-      decay = vf_set(update->coupled ? 0 : update->lr * update->decay);
+  vf coupled = vf_zero(), decay = vf_set(update->lr * update->decay);
   const vf factor = vf_set(update->factor), epsilon = vf_set(update->epsilon);
   const vf step = vf_set((float)((double)update->lr / (double)update->correction1));
   const vf root = vf_set((float)(1 / sqrt((double)update->correction2)));
   float *value = update->value, *grad = update->grad, *first = update->moment[0], *second = update->moment[1];
+  if (update->coupled) {
+    coupled = vf_set(update->decay);
+    decay = vf_zero();
+  }
   for (int64_t i = 0; i < n; i += VF) {
     const vf v = LI_GET(value), g = vf_fma(LI_GET(grad), factor, vf_mul(coupled, v));
     const vf m = vf_fma(beta1, LI_GET(first), vf_mul(rest1, g));
@@ -5711,8 +5720,8 @@ LI_FN void LI_K(adam)(const li_update *update) {
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
    result (maximum, sum, values), and a tile's thread merges them in block order. Backward recomputes P from each row's
    log-sum-exp. li_attention has the arguments, li_head a head's place in them, li_tile a tile. The band and the
-   reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward pass. What
-   scores become is in tile_softmax, and its derivative in tile_slopes. Guarded by tests/kernels/attention.c.
+   reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward pass. To
+   change what becomes of scores, see tile_softmax and its derivative, tile_slopes. Guarded by tests/kernels/attention.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
@@ -5724,21 +5733,22 @@ LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots
 typedef struct li_head { int64_t queries, keys, q, k, v, out, row, element; } li_head;
 LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
   const int64_t b = pair / a->heads, h = pair % a->heads;
-  int64_t query = 0, key = 0, row = b * a->queries, keys = a->keys;
+  int64_t batch = b, query = 0, key = 0, row = b * a->queries, keys = a->keys;
   li_head r;
   r.queries = a->queries;
-  if (a->query_offsets) {            /* a ragged batch, whose strides from row to row of the batch are 0 */
+  if (a->query_offsets) {            /* a ragged batch, whose rows are one sequence after the other */
     row = query = a->query_offsets[b];
     key = a->key_offsets[b];
     r.queries = a->query_offsets[b + 1] - query;
     keys = a->key_offsets[b + 1] - key;
+    batch = 0;
   }
   keys = li_real_slots(a->lengths, b, keys);
   r.keys = li_max(0, li_min(keys, r.queries + a->right));
-  r.q = b * a->q_batch + query * a->q_row + h * a->q_head;
-  r.k = b * a->k_batch + key * a->k_row + h * a->k_head;
-  r.v = b * a->v_batch + key * a->v_row + h * a->v_head;
-  r.out = b * a->out_batch + query * a->out_row + h * a->out_head;
+  r.q = batch * a->q_batch + query * a->q_row + h * a->q_head;
+  r.k = batch * a->k_batch + key * a->k_row + h * a->k_head;
+  r.v = batch * a->v_batch + key * a->v_row + h * a->v_head;
+  r.out = batch * a->out_batch + query * a->out_row + h * a->out_head;
   r.row = row * a->heads + h;
   r.element = pair * a->queries * a->keys;
   return r;
@@ -5787,6 +5797,7 @@ LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t 
     const double score = li_attention_score(a, head, query, j);
     if (!(score <= max)) max = score;
   }
+
   for (int64_t first = 0; first == 0 || first < a->value_dim; first += 64) {
     const int64_t n = li_min(64, a->value_dim - first);
     double sum[64] = {0};
@@ -5802,6 +5813,7 @@ LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t 
     }
     for (int64_t e = 0; e < n; e++) a->out[out + first + e] = (float)(sum[e] / total);
   }
+
   if (a->log_sum_exp) a->log_sum_exp[stat] = (float)(max + (double)li_log1_scalar((float)total));
   if (a->sums) a->sums[stat] = (float)(kept / total);
 }
@@ -6021,6 +6033,7 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   w->q_shared = !a->query_offsets && a->q_batch == 0 && a->batch > 1;
   w->k_shared = !a->key_offsets && a->k_batch == 0 && a->batch > 1;
   w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
+
   w->queries = a->queries;
   w->keys = a->keys;
   if (a->query_offsets) {
@@ -6030,10 +6043,12 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
       w->keys = li_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
     }
   }
+
   w->keys = li_max(0, li_min(w->keys, w->queries + a->right));
   w->blocks = li_divide_up(w->keys, LI_KEY_BLOCK);
   w->run = LI_RUN;
   while (w->run > LI_TILE && w->pairs * li_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
+
   /* queries in [key - right, key + LI_KEY_BLOCK + left) see a key of a block */
   w->query_blocks = li_min(li_divide_up(w->queries, LI_KEY_BLOCK),
                            li_divide_up(li_max(1, LI_KEY_BLOCK + a->left + a->right), LI_KEY_BLOCK) + 1);
@@ -6041,6 +6056,7 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   w->unit = li_unit_queries(w) * a->head_dim;
   if (w->query_blocks > 1 || w->k_shared || w->v_shared)
     w->unit += w->query_blocks * li_min(w->keys, LI_KEY_BLOCK) * (a->head_dim + a->value_dim);
+
   w->thread_bytes = (size_t)(li_attention_layout(w, zero, &space) - zero);
   w->scratch = (char *)scratch;
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
@@ -6294,6 +6310,7 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
     const li_matrix g = li_strided(a->grad_out + head.out + query * a->out_row, t.width, dv, a->out_row);
     const li_matrix p = li_scores(&t, m->scores), ds = li_scores(&t, m->slopes);
     if (t.depth == 0) continue;
+
     li_words_of(kernels, li_transposed(q), m->score_panels, m->words);
     li_words_of(kernels, li_transposed(g), m->slope_panels, m->words);
     li_tile_product(kernels, &t, a->scale, li_lines(b.k, from, to), m->score_panels, m->scores, m->words);
@@ -6303,6 +6320,7 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
     kernels->tile_slopes(&t, m->scores, m->slopes, m->mask, stats);
     if (b.edge) li_tile_hide(kernels, &t, a, 0, m->scores);
     if (b.edge) li_tile_hide(kernels, &t, a, 0, m->slopes);
+
     if (a->grad_v)
       li_matmul_words(kernels, 1, li_transposed(p), g, li_into(dvalue + from * dv, dv, more), m->product, m->words);
     if (a->grad_k)
@@ -6373,8 +6391,10 @@ LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, 
       li_attention_merge_keys(w, unit, true);
     if (a->grad_v && !li_direct(&head, w->v_shared) && li_dealt(v, w->parts, first, last))
       li_attention_merge_keys(w, unit, false);
-    for (int64_t tile = 0; a->grad_q && tile < tiles; tile++, q += by_head ? 0 : 1)
+    for (int64_t tile = 0; a->grad_q && tile < tiles; tile++) {
       if (li_dealt(q, w->parts, first, last)) li_attention_merge_queries(w, unit, tile * LI_TILE);
+      if (!by_head) q++;
+    }
   }
 }
 
@@ -6589,7 +6609,10 @@ LI_HOT void li_unpack_prepare(const li_kernels *kernels, const li_unpack *u, int
     memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
     memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
   }
-  if (m->slots < u->slots) k = m->k, v = m->v;
+  if (m->slots < u->slots) {
+    k = m->k;
+    v = m->v;
+  }
   li_words_of(kernels, li_transposed(li_dense(k, m->n, d)), m->score_panels, m->words);
   li_words_of(kernels, li_dense(backward ? k : v, m->n, d), m->out_panels, m->words);
   if (backward) li_words_of(kernels, li_transposed(li_dense(v, m->n, d)), m->slope_panels, m->words);
@@ -6765,6 +6788,7 @@ LI_HOT double li_horizon_fade(int64_t horizon, int64_t n) {
   }
   return y;
 }
+
 /* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, which is eq. 7 with the products in another order: n^2 of
    them. The sweep over chunks, and li_luna_step for a row of a stream, carry the mean of y^T z along and are linear.
    Columns of z go by sixty-fours, whose sums are kept in double. */
@@ -6809,7 +6833,7 @@ LI_INLINE int64_t li_luna_row(const li_causal_luna *a, int64_t item, int64_t t) 
 LI_INLINE int64_t li_luna_slots(const li_causal_luna *a, int64_t item) {
   return li_real_slots(a->lengths, item / a->heads, a->slots);
 }
-/* whether its state is one that training carries */
+/* Whether training carries its state. */
 LI_INLINE bool li_luna_carries(const li_causal_luna *a) { return a->own && a->own->positions; }
 /* An item's part of `state`, or else of `one`, which has one item's: the means of k^T A [head_dim, slots] and of A^T v
    [slots, head_dim] over the tokens so far, and with forget their weights [slots] */
@@ -6821,6 +6845,7 @@ LI_HOT li_luna_state li_luna_state_of(const li_causal_luna *a, int64_t item, dou
   const li_luna_state s = { at + item * size, at + (items + item) * size, at + 2 * items * size + item * a->slots };
   return s;
 }
+
 /* e^x for x of -64 to 0: e^(x/512) by its series, to the power of 512 */
 LI_HOT double li_decay(double x) {
   const double r = x / 512;
@@ -6829,6 +6854,7 @@ LI_HOT double li_decay(double x) {
   for (int i = 0; i < 9; i++) y *= y;
   return y;
 }
+
 /* A stream's row that is not finite would stay in the means for ever. From it on rows have no result, and are not
    remembered. `skipping` says that there was one before. */
 LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool skipping) {
@@ -6840,6 +6866,7 @@ LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool
   for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)NAN;
   return true;
 }
+
 /* Return a forget gate from its logit, and a weight from its score. */
 LI_FN double li_gate_reference(float x) {
   float log = -li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -x) / 16;
@@ -6852,6 +6879,7 @@ LI_FN double li_weight_reference(float s) {
   if (s > limit) s = limit;
   return (double)li_exp1_scalar(s);
 }
+
 /* u = scale K q, w = softmax(u), out = w V, where K and V, a row a slot, are means of k and v over the tokens so far,
    weighted by A = e^s, which the gates make less with each token: the gates give the pack's softmax a causal form. */
 LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
@@ -6866,6 +6894,7 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
       for (int64_t i = 0; i < l; i++) weight[i] = 0;
       for (int64_t i = 0; i < state; i++) k[i] = v[i] = 0; /* a first weight may be NaN, which reads them */
     }
+
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = li_luna_row(a, item, t), wide = row * d, narrow = row * l;
       if ((skips = li_luna_skips(a, item, t, skips))) continue;
@@ -6883,6 +6912,7 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
         }
         w[i] = (float)(u * (double)a->scale);
       }
+
       li_softmax_reference(1, real, w, w);
       if (LI_DROPS(a)) li_dropout_reference(&a->own->dropout, narrow, real, w, w, false);
       for (int64_t j = 0; j < d; j++) {
@@ -6893,6 +6923,7 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
     }
   }
 }
+
 /* u = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
    3.3] */
 LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
@@ -6909,6 +6940,7 @@ LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
     bool skips = false;
     if (a->position == 0)
       for (int64_t l = 0; l < state; l++) m.ka[l] = m.av[l] = 0;
+
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = li_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
       const int64_t now = li_within(a->position + t + 1, a->horizon);

@@ -1,7 +1,7 @@
 /* The backward pass of luna.h's reference: plain loops from the equations, one row at a time, sums in double. Tests
-   compare the gradients of every instruction set with it. luna.h includes this header before its table of kernels, where
-   LI_BACKWARD_REFERENCE names it, as test.h does and the Makefile for the tests' luna.o; contexts of LUNA_ISA_REFERENCE
-   then train, too. */
+   compare the gradients of every instruction set with it. luna.h includes this header before its table of kernels where
+   LI_BACKWARD_REFERENCE names it, as tests/test.h does, and the Makefile for luna.o. Then contexts of
+   LUNA_ISA_REFERENCE train, too. */
 
 /* ---- elementwise ---- */
 LI_FN void li_activate_grad_reference(int kind, int64_t n, const float *x, const float *dy, bool add, float *dx) {
