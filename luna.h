@@ -15828,28 +15828,29 @@ LI_FN luna_tensor *li_nested_pack(const luna_nested_attention_layer *layer, luna
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : li_project(&layer->pk, context), pv, &a);
 }
 
-/* The second half, eq. 4: x [b,n,d], y_p [b,l,d] -> Y_X + residual [b,n,d], after a dropout; residual may be null. A
-   stream has keys and values in place of y_p, and its sources' sequences are queries side by side. */
+/* The second half, eq. 4: x [b,n,d], y_p [b,l,d] -> Y_X + residual [b,n,d], after a dropout; residual may be null. */
 LI_FN luna_tensor *li_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
-                                    luna_tensor *residual, float dropout, const int32_t *lengths, li_past *past) {
+                                    luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_layer_config *c = &layer->config;
-  luna_tensor *y;
-  if (past) {
-    const luna_attention_config a = li_attention_config(c->heads, 0, past->source_slots);
-    y = li_project(&layer->q, x);
-    y = li_reshape(y, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, c->dim, 1);
-    y = luna_reshape(luna_softmax_attention(y, &past->keys, &past->values, &a), 3, x->shape);
-  } else {
-    if (!y_p || !li_lengths_below(x->ctx, &lengths, x->shape[0], y_p->shape[1])) return NULL;
-    if (!c->output_gate && li_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
-      return li_unpack_folded(layer, x, y_p, residual, dropout, lengths);
-    const luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
-    luna_tensor *v = li_project(&layer->v, y_p);
-    luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, y_p);
-    y = luna_softmax_attention(li_project(&layer->q, x), k, v, &a);
-  }
+  if (!y_p || !li_lengths_below(x->ctx, &lengths, x->shape[0], y_p->shape[1])) return NULL;
+  if (!c->output_gate && li_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
+    return li_unpack_folded(layer, x, y_p, residual, dropout, lengths);
+  luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
+  luna_tensor *v = li_project(&layer->v, y_p);
+  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, y_p);
+  luna_tensor *y = luna_softmax_attention(li_project(&layer->q, x), k, v, &a);
   y = li_gated(&layer->gate, x, y);
   return li_linear_with(y, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, dropout);
+}
+/* The same of a stream, which has keys and values: the sequences of a source are queries side by side. */
+LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *residual,
+                                  li_past *past) {
+  const luna_attention_config a = li_attention_config(layer->config.heads, 0, past->source_slots);
+  luna_tensor *q = li_project(&layer->q, x);
+  q = li_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1);
+  luna_tensor *y = luna_softmax_attention(q, &past->keys, &past->values, &a);
+  y = li_gated(&layer->gate, x, luna_reshape(y, 3, x->shape));
+  return li_linear_with(y, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, 0);
 }
 
 /* What goes through a layer: x and P, which become X' and P' where these are wanted. */
@@ -15878,7 +15879,7 @@ LI_FN bool li_nested_attention(const luna_nested_attention_layer *layer, li_flow
       !li_is_sequence(name, "context", context, batch, d)) return false;
   const luna_scope scope = luna_scope_begin(x->ctx);
   f->p = li_nested_pack(layer, f->p, context, f->lengths); /* eq. 3 */
-  if (f->wants_x) y = f->x = li_nested_unpack(layer, x, f->p, residual, dropout, f->lengths, NULL); /* eq. 4 */
+  if (f->wants_x) y = f->x = li_nested_unpack(layer, x, f->p, residual, dropout, f->lengths); /* eq. 4 */
   (void)li_results(scope, f->p, y);
   return f->p && f->x;
 }
@@ -16208,15 +16209,14 @@ LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attentio
 }
 
 /* f->p: as it was where P' is not wanted or there is none */
-LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, li_flow *f) {
+LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, li_flow *f) {
   luna_tensor *p = f->p;
-  luna_scope own;
   if (!li_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
     return false;
   const luna_layer_config *c = &layer->config;
   if (li_is_luna(c) && !p && !layer->memory)
     return li_refused(li_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p"));
-  if (c->recompute == LUNA_RECOMPUTE_LAYER) own = luna_scope_recompute(f->x->ctx), scope = &own;
+  luna_scope scope = luna_scope_begin_as(f->x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   if (!li_is_luna(c)) {
     luna_tensor *y = li_normed(c, f->x, &layer->attention_norm);
     y = li_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
@@ -16229,8 +16229,8 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, 
     if (!li_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
   if (!f->wants_p) f->p = NULL;
-  if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* eq. 6, its last line */
-  else (void)li_result(*scope, f->p);
+  if (f->wants_x) f->x = li_ffn_half(&scope, c, &layer->feed_forward, f->x, f->p); /* eq. 6, its last line */
+  else (void)li_result(scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;
 }
@@ -16238,8 +16238,7 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
                                                  const int32_t *lengths) {
   li_flow f = li_flow_of(x, p ? *p : NULL, lengths);
   f.wants_p = p != NULL;
-  luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
-  if (!li_encoder_layer(layer, &scope, &f)) return NULL;
+  if (!li_encoder_layer(layer, &f)) return NULL;
   if (p) *p = f.p;
   return f.x;
 }
@@ -16277,7 +16276,7 @@ LI_FN luna_tensor *li_decoder_layer(const luna_decoder_layer *layer, li_flow *f)
   x = li_causal_attention(&layer->self_attention, li_normed(c, x, &layer->self_norm), x, c->dropout, f);
   f->x = x = li_result_so_far(&scope, li_sum_normed(c, x, &layer->self_norm));
   if (f->past) {
-    x = li_nested_unpack(&layer->cross_attention, li_normed(c, x, &layer->cross_norm), NULL, x, 0, NULL, f->past);
+    x = li_unpack_past(&layer->cross_attention, li_normed(c, x, &layer->cross_norm), x, f->past);
     f->x = li_sum_normed(c, x, &layer->cross_norm);
   } else if (!li_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
   return f->x = li_ffn_half(&scope, c, &layer->feed_forward, f->x, f->wants_p ? f->p : NULL);
@@ -16856,7 +16855,7 @@ LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tenso
   for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->layer.own_memory : last_p != NULL);
-    if (!f.x || !li_encoder_layer(&e->layers[c->tied_layers ? 0 : i], &scope, &f)) return false;
+    if (!f.x || !li_encoder_layer(&e->layers[c->tied_layers ? 0 : i], &f)) return false;
     luna_tensor *result = f.wants_x ? f.x : f.p;
     (void)li_results_so_far(&scope, result, f.wants_p ? f.p : NULL);
   }
