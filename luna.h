@@ -11731,10 +11731,13 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_params: named tensors, their first values, and text pairs. Guarded by tests/engine/trainer.c and
-   tests/files/checkpoints.c.
+   >>impl_params: named tensors, their first values, and text pairs. A set (luna_params) has its parameters (li_param)
+   in a list, and finds them by index or name (li_names). An init (li_setup) makes all of its parameters or none. In
+   this order: sets, freezing, first values, values of a file or another set, new parameters, inits, text pairs. A new
+   kind of first values is a case of li_first_values. Guarded by tests/robust/setup.c,
+   tests/engine/trainer.c and tests/files/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
-#define LI_MAX_PARAM_NAME 1024       /* with its end */
+#define LI_MAX_PARAM_NAME 1024 /* with its end */
 typedef struct li_param {
   struct li_param *next;             /* in the set */
   const char *name;
@@ -11744,12 +11747,12 @@ typedef struct li_param {
   float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen, else null and false */
   bool had_grad;
 } li_param;
-/* Where a set finds parameters, by index and by name. A map that is full becomes another one of twice the size; the old
-   one stays as it was, for an init that is undone. */
+/* A set finds parameters here, by index and by name. A full map becomes another one of twice the size. The old one
+   stays as it was, for an init that is undone. */
 typedef struct li_names {
   li_param **at;                     /* [room], in the set's order */
   li_param **slots;                  /* [2 room], from the hash's place on; null: free */
-  int64_t room;                      /* 0 or a power of two */
+  int64_t room;                      /* 0, or a power of two */
 } li_names;
 typedef struct li_meta { struct li_meta *next; const char *key, *value; } li_meta;
 
@@ -11758,23 +11761,21 @@ struct luna_params {
   const luna_params *older;          /* the set opened before it */
   li_param *first, *last;
   li_meta *metas, *last_meta;
-  li_meta *replaced;              /* earlier values of pairs, newest first */
+  li_meta *replaced;                 /* earlier values of pairs, newest first */
   li_names names;
   int64_t size;
-  /* of causal models: the longest sequence that they were trained on, or what a config says; 0: none */
-  int64_t horizon;
-  bool horizon_fixed;                /* by a config */
+  int64_t horizon;                   /* of causal models: the longest sequence of training; 0: none */
+  bool horizon_fixed;                /* a config says it */
   struct luna_lm_state *state;       /* the newest of its models, which a training's checkpoint has */
   bool borrowing;                    /* values are read in place: */
   const luna_params *shared;         /* from this set, */
-  li_sharing sharing;             /* which ctx->sharing lists where work is queued; */
-  li_st source;                   /* or from this file */
-  /* while a model is loaded: new parameters must be in this file, and take their values from it */
-  const li_st *filling;
+  li_sharing sharing;                /* which ctx->sharing lists where work is queued; */
+  li_st source;                      /* or from this file */
+  const li_st *filling;              /* while a model is loaded: the file that new parameters take their values from */
 };
 
-/* Records the outcome of a call that makes something. The next begin fails with the first failure; failures inside an
-   init are the init's. */
+/* Records the outcome of a call that makes something. The next begin fails with the first failure. A failure inside an
+   init is the init's. */
 LI_FN void li_remember(luna_ctx *ctx, luna_status status) {
   li_failure *f = &ctx->failure;
   if (status == LUNA_OK || f->status != LUNA_OK || ctx->setups > 0) return;
@@ -11785,10 +11786,11 @@ LI_FN void li_remember(luna_ctx *ctx, luna_status status) {
 
 LI_FN bool li_is_ours(const char *name) { return strncmp(name, "luna.", 5) == 0; }
 
-/* UTF-8, as names and pairs must be to go into a checkpoint */
+/* Names and pairs must be UTF-8 to go into a checkpoint. */
 LI_FN bool li_is_text(const char *s) {
   const char *end = s + strlen(s);
-  while (s < end) if (li_st_utf8(&s, end) == LI_ST_BAD) return false;
+  while (s < end)
+    if (li_st_utf8(&s, end) == LI_ST_BAD) return false;
   return true;
 }
 
@@ -11802,15 +11804,20 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   ctx->newest = params;
   return params;
 }
-/* tables of one device may differ in their rows */
+/* Tables of one device may differ in their rows. */
 LI_FN bool li_same_device(const luna_ctx *a, const luna_ctx *b) {
   const luna_backend *x = a->backend, *y = b->backend;
   return x == y || (x->device != 0 && x->device == y->device && x->allocate == y->allocate && x->wait == y->wait);
 }
+
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
-  luna_params *params = from ? luna_params_open(ctx) : NULL;
+  if (!ctx) return NULL;
+  if (!from) {
+    li_remember(ctx, li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_share", "from"));
+    return NULL;
+  }
+  luna_params *params = luna_params_open(ctx);
   const luna_params *root = from;
-  if (ctx && !from) li_remember(ctx, li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_share", "from"));
   if (!params) return NULL;
   params->borrowing = true;
   params->shared = from;
@@ -11823,7 +11830,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   return li_backend_result(ctx, "luna_params_share", li_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
 }
 
-/* the slot where a name of this hash is or belongs; one is free */
+/* Returns the slot where a name of this hash is, or the free one where it belongs. */
 LI_FN li_param **li_names_slot(const li_names *names, const char *name, uint64_t hash) {
   for (uint64_t i = hash;; i++) {
     li_param **slot = &names->slots[i & (uint64_t)(2 * names->room - 1)];
@@ -11833,7 +11840,7 @@ LI_FN li_param **li_names_slot(const li_names *names, const char *name, uint64_t
 LI_FN void li_names_put(li_names *names, int64_t index, li_param *p) {
   names->at[index] = *li_names_slot(names, p->name, p->hash) = p;
 }
-/* Makes room for one more than `size` parameters. False: there is no memory, and nothing has changed. */
+/* Makes room for one more than `size` parameters. When it is false, there is no memory, and nothing has changed. */
 LI_FN bool li_names_grow(luna_ctx *ctx, li_names *names, int64_t size) {
   li_names grown;
   void *memory;
@@ -11856,48 +11863,52 @@ LI_FN li_param *li_param_find(const luna_params *params, const char *name) {
   return *li_names_slot(&params->names, name, li_hash(name));
 }
 LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name) {
-  li_param *p = name ? li_param_find(params, name) : NULL;
+  if (!name) return NULL;
+  li_param *p = li_param_find(params, name);
   return p ? &p->tensor : NULL;
 }
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params) { return params ? params->ctx : NULL; }
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return params ? params->size : 0; }
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
-  li_param *p = params && index >= 0 && index < params->size ? params->names.at[index] : NULL;
-  if (p && name) *name = p->name;
-  return p ? &p->tensor : NULL;
+  if (!params || index < 0 || index >= params->size) return NULL;
+  li_param *p = params->names.at[index];
+  if (name) *name = p->name;
+  return &p->tensor;
 }
 LUNA_API int64_t luna_params_element_count(const luna_params *params) {
   int64_t count = 0;
-  for (li_param *p = params ? params->first : NULL; p; p = p->next) count += luna_count(&p->tensor);
+  if (!params) return 0;
+  for (li_param *p = params->first; p; p = p->next) count += luna_count(&p->tensor);
   return count;
 }
 LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (params->ctx->open_status != LUNA_OK) return params->ctx->open_status;
-  /* nonfinite came from the loss of these gradients */
-  luna_status status = params->ctx->options.measure ? LUNA_OK :
-                       params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
-  for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
-    if (p->tensor.grad)
-      status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
+  luna_ctx *ctx = params->ctx;
+  luna_status status = ctx->open_status;
+  /* The state's nonfinite came from the loss of these gradients. */
+  if (status == LUNA_OK && !ctx->options.measure) status = ctx->backend->begin(ctx, ctx->state, false, true);
+  for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
+    const size_t bytes = (size_t)luna_count(&p->tensor) * sizeof(float);
+    if (p->tensor.grad) status = ctx->backend->zero(ctx, p->tensor.grad, bytes);
+  }
   return status;
 }
 
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen) {
-  luna_ctx *ctx = params ? params->ctx : NULL;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = params->ctx;
   int64_t matched = 0;
-  luna_status status = LUNA_OK;
-  if (!ctx) return LUNA_BAD_ARGUMENT;
   if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_params_freeze");
   if (ctx->tape) return li_fail_status(ctx, LUNA_ERROR_FREEZE_TAPE);
-  for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
+  for (li_param *p = params->first; p; p = p->next) {
     luna_tensor *t = &p->tensor;
     if (name && !strstr(p->name, name)) continue;
     matched++;
     if (t->needs_grad != frozen) continue;
-    if (frozen && t->grad) status = li_backend_result(ctx, "luna_params_freeze", ctx->backend->zero(ctx, t->grad,
-        (size_t)luna_count(t) * sizeof(float)));
-    if (status != LUNA_OK) continue;
+    const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+    const luna_status status = t->grad ? ctx->backend->zero(ctx, t->grad, bytes) : LUNA_OK;
+    if (status != LUNA_OK) return li_backend_result(ctx, "luna_params_freeze", status);
+
     float *grad = t->grad;
     const bool has_grad = t->own->has_grad;
     t->needs_grad = !frozen;
@@ -11906,12 +11917,11 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     p->frozen_grad = grad;
     p->had_grad = has_grad;
   }
-  if (status != LUNA_OK || matched) return status;
+  if (matched) return LUNA_OK;
   return li_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "");
 }
 
-/* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every
-   machine --- */
+/* --- first values: element e's words are Philox of counter (e, hash of the name), key = seed, on every machine --- */
 LI_FN float li_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
 LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method: a log, no sine */
   for (;; counter[1] += 0x10000u) {
@@ -11923,9 +11933,9 @@ LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's 
     }
   }
 }
-/* what the first values of a tensor come from, with rows of `width` */
+/* what the first values of a tensor come from */
 typedef struct li_first { luna_init_kind kind; float scale; int64_t width; uint64_t hash, seed; } li_first;
-/* the logit of a forget gate whose time constant is 8 128^(slot / (slots - 1)) tokens */
+/* Returns the logit of a forget gate whose time constant is 8 128^(slot / (slots - 1)) tokens. */
 LI_FN float li_forget_logit(int64_t slot, int64_t slots) {
   const float place = slots > 1 ? (float)slot / (float)(slots - 1) : 0.5f;
   const float time = 8 * li_exp1_scalar(4.852030264f * place); /* ln 128 */
@@ -11951,11 +11961,15 @@ LI_FN void li_first_values(const li_first *f, float *out, int64_t first, int64_t
 }
 /* Writes the first values of a tensor or parameter. */
 LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, uint64_t seed) {
-  const int64_t all = luna_count(t), out = t->shape[0], in = t->rank > 1 ? all / li_max(1, out) : all;
-  li_first f = { init.kind, init.scale == 0 ? 1.0f : init.scale, li_last(t), hash, seed };
+  const int64_t all = luna_count(t), out = t->shape[0];
+  li_first f = { init.kind, init.scale, li_last(t), hash, seed };
   float block[1024];
   luna_status status = LUNA_OK;
-  if (init.kind == LUNA_INIT_XAVIER) f.scale *= (float)sqrt(6.0 / (double)li_max(1, in + out));
+  if (f.scale == 0) f.scale = 1;
+  if (f.kind == LUNA_INIT_XAVIER) {
+    const int64_t in = t->rank > 1 ? all / li_max(1, out) : all;
+    f.scale *= (float)sqrt(6.0 / (double)li_max(1, in + out));
+  }
   for (int64_t at = 0; at < all && status == LUNA_OK && !t->ctx->options.measure; at += 1024) {
     const int64_t n = li_min(1024, all - at);
     li_first_values(&f, block, at, n);
@@ -11966,13 +11980,14 @@ LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, 
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape) {
   static const char name[] = "luna_tensor_random";
   const int64_t kind = (int64_t)init.kind, low = LUNA_INIT_NORMAL, high = LUNA_INIT_UNIFORM;
-  const uint64_t use = 0x52616E64u;    /* distinct from other uses of the seed */
+  const uint64_t use = 0x52616E64u;  /* No other use of the seed has this number. */
   if (!ctx) return NULL;
   if (kind < low || kind > high) return li_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "init.kind", kind, low, high);
   if (!li_is_finite(init.scale))
     return li_fail(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "init.scale", (double)init.scale);
   luna_tensor *t = luna_tensor_new(ctx, NULL, rank, shape);
-  const luna_status status = t ? li_first_write(t, init, use, seed) : LUNA_OK;
+  if (!t) return NULL;
+  const luna_status status = li_first_write(t, init, use, seed);
   return status == LUNA_OK ? t : li_fail_backend(ctx, name, status);
 }
 
@@ -11983,7 +11998,7 @@ LI_FN bool li_is_like(const luna_tensor *a, const luna_tensor *b) {
 LI_FN bool li_st_like(const li_st_tensor *t, const luna_tensor *tensor) {
   return t->rank == tensor->rank && memcmp(t->shape, tensor->shape, (size_t)t->rank * sizeof t->shape[0]) == 0;
 }
-/* the address of a borrowed parameter's values; null, and *wrong says why */
+/* Returns the address of a borrowed parameter's values. When it is null, *wrong says why. */
 LI_FN const float *li_borrowed(const luna_params *params, const char *name, const luna_tensor *like,
                                const li_st *st, luna_error_id *wrong) {
   const luna_params *from = params->shared;
@@ -12005,12 +12020,12 @@ LI_FN const float *li_borrowed(const luna_params *params, const char *name, cons
 }
 LI_FN void li_borrow(li_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
-  p->tensor.grad = p->frozen_grad = NULL; /* of an earlier training: optimisers go by it */
+  p->tensor.grad = p->frozen_grad = NULL; /* Optimisers look at it, and an earlier training may have set it. */
   p->state.has_grad = p->had_grad = p->tensor.needs_grad = false;
   p->state.borrowed = p->state.given = true;
 }
 
-/* a tensor of a file into a parameter or a moment */
+/* Reads a tensor of a file into a parameter or a moment. */
 LI_FN luna_status li_fill(luna_ctx *ctx, float *data, const li_st_tensor *t) {
   const int64_t size = (int64_t)li_st_formats[t->dtype].size;
   luna_status status = LUNA_OK;
@@ -12036,7 +12051,7 @@ LI_FN luna_status li_param_load(li_param *p, const li_st_tensor *t) {
   return li_fill(p->tensor.ctx, p->tensor.data, t);
 }
 
-/* what a file has by a parameter's name: values that fit it, nothing, another shape, or numbers that are not real */
+/* What a file has by a parameter's name: values that fit it, nothing, another shape, or numbers that are not real */
 typedef enum li_fit { LI_FIT, LI_FIT_ABSENT, LI_FIT_SHAPE, LI_FIT_FORMAT } li_fit;
 LI_FN li_fit li_st_fit(const li_st *st, const char *name, const luna_tensor *like, li_st_tensor *t) {
   if (!li_st_value(st, name, t)) return LI_FIT_ABSENT;
@@ -12051,11 +12066,11 @@ LI_FN bool li_fills(const li_st *st, luna_ctx *ctx, const char *name, int rank, 
   return false;
 }
 
-/* whether a parameter may be made by that name */
+/* Whether a parameter may be made by that name. */
 LI_FN bool li_param_named(const luna_params *params, const char *name) {
   luna_ctx *ctx = params->ctx;
-  const size_t size = name ? strlen(name) : 0;
   if (!li_is_given(ctx, "luna_param", "name", name != NULL)) return false;
+  const size_t size = strlen(name);
   if (!li_is_text(name)) li_fail_status(ctx, LUNA_ERROR_NOT_UTF8, "luna_param", "the name");
   else if (size >= LI_MAX_PARAM_NAME)
     li_fail_status(ctx, LUNA_ERROR_NAME_LENGTH, "luna_param", (int64_t)size, (int64_t)LI_MAX_PARAM_NAME - 1, name, "");
@@ -12116,22 +12131,23 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
 }
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape,
                                  luna_init init) {
-  luna_tensor *t = params ? li_param_make(params, name, rank, shape, init) : NULL;
-  if (params) li_remember(params->ctx, t ? LUNA_OK : params->ctx->last_status);
+  if (!params) return NULL;
+  luna_tensor *t = li_param_make(params, name, rank, shape, init);
+  li_remember(params->ctx, t ? LUNA_OK : params->ctx->last_status);
   return t;
 }
 
-/* --- an init: all of its parameters, or none and its struct zeroed. Inits nest; the outermost is remembered. --- */
+/* --- an init makes all of its parameters, or none and zeroes its struct. Inits nest; the outermost is remembered. --- */
 typedef struct li_setup {
   luna_params *params;
   void *made;                        /* the struct */
   size_t size;
   const char *outer;                 /* for li_leave */
   li_persistent_mark memory;
-  const li_hooked *hooked;        /* the newest */
+  const li_hooked *hooked;           /* the newest */
   luna_params before;                /* what the set was */
 } li_setup;
-/* Begins an init; false, with a sentence where there is a context, when it cannot succeed. li_setup_end must
+/* Begins an init. It is false when that cannot succeed, with a sentence where there is a context. li_setup_end must
    follow either way. */
 LI_FN bool li_setup_begin(li_setup *s, const char *name, luna_params *params, void *made, size_t size) {
   memset(s, 0, sizeof *s);
@@ -12148,7 +12164,7 @@ LI_FN bool li_setup_begin(li_setup *s, const char *name, luna_params *params, vo
   if (params->ctx->open_status != LUNA_OK) return false;
   return li_is_given(params->ctx, name, "the layer or model", made != NULL);
 }
-/* the struct becomes what of it comes first, often its config, and zeros */
+/* Sets what comes first in the struct, often its config, and zeroes the rest. */
 LI_FN bool li_setup_config(const li_setup *s, const void *config, size_t size) {
   memset(s->made, 0, s->size);
   memcpy(s->made, config, size);
@@ -12161,32 +12177,31 @@ LI_FN void li_setup_undo(const li_setup *s) {
   li_close_hooked(params->ctx, s->hooked);
   for (; params->replaced != before->replaced; params->replaced = params->replaced->next)
     li_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  if (before->size > 0) /* the newest first: its slot was free when it came */
-    for (int64_t i = params->size - 1; i >= before->size; i--)
-      *li_names_slot(&before->names, params->names.at[i]->name, params->names.at[i]->hash) = NULL;
+  for (int64_t i = params->size - 1; i >= before->size && before->size > 0; i--) /* the newest first */
+    *li_names_slot(&before->names, params->names.at[i]->name, params->names.at[i]->hash) = NULL;
   *params = *before;
   if (params->last) params->last->next = NULL;
   if (params->last_meta) params->last_meta->next = NULL;
   li_persistent_rewind(params->ctx, s->memory);
 }
 LI_FN luna_status li_setup_end(const li_setup *s, bool good) {
-  luna_ctx *ctx = s->params ? s->params->ctx : NULL;
   luna_status status = LUNA_OK;
   if (!good && s->made) memset(s->made, 0, s->size);
-  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!s->params) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = s->params->ctx;
   if (!good) {
     li_setup_undo(s);
-    status = ctx->last_status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->last_status;
+    status = ctx->last_status;
+    if (status == LUNA_OK) status = LUNA_OUT_OF_MEMORY;
   }
   ctx->setups--;
   li_leave(ctx, s->outer);
   li_remember(ctx, status);
   return status;
 }
-/* the context of a set, or null */
 LI_FN luna_ctx *li_ctx_of(const luna_params *params) { return params ? params->ctx : NULL; }
 
-/* The horizon of a set's models, whose pass at hand has sequences of up to n rows: those count when it trains. */
+/* Returns the horizon of a set's models. This pass has sequences of up to n rows, which count when it trains. */
 LI_FN int64_t li_params_horizon(luna_params *params, int64_t n) {
   const luna_params *source = params;
   if (params->ctx->training && !params->horizon_fixed && n > params->horizon) params->horizon = n;
@@ -12201,14 +12216,16 @@ LI_FN void li_params_fix_horizon(luna_params *params, int64_t horizon) {
 
 /* --- text pairs --- */
 LI_FN li_meta *li_meta_find(const luna_params *params, const char *key) {
-  for (li_meta *m = params ? params->metas : NULL; m; m = m->next) if (strcmp(m->key, key) == 0) return m;
+  for (li_meta *m = params->metas; m; m = m->next)
+    if (strcmp(m->key, key) == 0) return m;
   return NULL;
 }
 LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key) {
-  li_meta *m = key ? li_meta_find(params, key) : NULL;
+  if (!params || !key) return NULL;
+  const li_meta *m = li_meta_find(params, key);
   return m ? m->value : NULL;
 }
-/* Adds a pair, or gives that of the same key another value: in place where it fits, unless a setup may restore it. */
+/* Adds a pair, or changes the value of the one of that key: in place where it fits, unless an init may be undone. */
 LI_FN luna_status li_params_put(luna_params *params, const char *key, const char *value) {
   luna_ctx *ctx = params->ctx;
   const size_t key_size = strlen(key) + 1, size = strlen(value) + 1;
@@ -12223,6 +12240,7 @@ LI_FN luna_status li_params_put(luna_params *params, const char *key, const char
   if (!pair) return ctx->last_status;
   pair->key = (char *)memcpy(pair + 1, key, key_size);
   pair->value = (char *)memcpy((char *)(pair + 1) + key_size, value, size);
+
   if (same) {
     const char *replaced = same->value;
     same->value = pair->value;
@@ -14217,8 +14235,7 @@ LI_FN void li_sinusoids_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
   op->workspace_size = li_angles_room(&a);
 }
-LI_FN luna_status li_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* never called */
-#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, li_sinusoids_backward, 0)
+#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, NULL, 0) /* they have no input */
 
 /* x is [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, and in backward turned back. */
 LI_FN void li_rotary_query(luna_op *op) {
