@@ -12137,7 +12137,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   return t;
 }
 
-/* --- an init makes all of its parameters, or none and zeroes its struct. Inits nest; the outermost is remembered. --- */
+/* --- an init makes all its parameters, or none and zeroes its struct. Inits nest: the outermost is remembered --- */
 typedef struct li_setup {
   luna_params *params;
   void *made;                        /* the struct */
@@ -15204,12 +15204,12 @@ LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
 #pragma GCC optimize("Os")
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>metadata: one table of all configs' fields, by which they are checked, written to a checkpoint's metadata as
-   luna.NAME and read from there, and by which a stream's state says what it is of. In metadata a field whose min is 0
-   may be absent. A fraction is a float from 0 to below 1, and there in units of 10^-9, which give the same float again.
-   Guarded by tests/files/checkpoints.c.
+   >>metadata: li_fields, one table of all configs' fields. By it configs are checked, written to a checkpoint's
+   metadata as luna.NAME and read from there, and a stream's state says what it is of. In metadata a field whose min is
+   0 may be absent. A fraction is a float from 0 to below 1, there in units of 10^-9, which give the same float again.
+   A config's new field is a new row. Guarded by tests/files/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* a model's config; vocab and encoder are those of classifier, masked_lm or seq2seq */
+/* A model's config. vocab and encoder are those of classifier, masked_lm or seq2seq. */
 typedef struct li_model_config {
   int64_t vocab;
   luna_encoder_config encoder;
@@ -15218,14 +15218,14 @@ typedef struct li_model_config {
   luna_seq2seq_config seq2seq;
   luna_lm_config lm;
 } li_model_config;
-/* The configs that have fields: LI_OF_LM is a luna_lm_config, LI_OF_ENCODER an li_model_config, the metadata of all
-   models with an encoder alike, where a field of another model is 0, and LI_OF_LAYER a luna_layer_config. */
+/* The configs that have fields: LI_OF_LM is a luna_lm_config, LI_OF_LAYER a luna_layer_config, and LI_OF_ENCODER an
+   li_model_config. All models with an encoder have its metadata, where a field of another model is 0. */
 enum { LI_OF_LM = 1, LI_OF_ENCODER = 2, LI_OF_LAYER = 4, LI_OF_ALL = 7 };
-/* Linformer, which luna.h 0.2 had and examples/attentions has: luna.attention is LI_OLD_LINFORMER in its files, and a
+/* luna.h 0.2 had Linformer, which examples/attentions has: luna.attention is LI_OLD_LINFORMER in its files, and a
    setting is luna.linformer_<key>. Such a file is one of the hook LI_LINFORMER. */
 #define LI_OLD_LINFORMER 3
 #define LI_LINFORMER "linformer"
-/* a field, which kinds of config have it, and what it may hold there */
+/* a field, the kinds of config that have it, and what it may hold there */
 typedef struct li_field {
   const char *key;
   uint16_t at;
@@ -15242,7 +15242,7 @@ typedef struct li_field {
 #define LI_LAYER_OF(of, name, min, max) LI_FIELD(of, luna_layer_config, name, name, true, false, min, max)
 #define LI_LAYER(name, min, max) LI_FIELD(LI_OF_ALL, luna_layer_config, name, name, true, false, min, max)
 #define LI_FRACTION(name) LI_FIELD(LI_OF_ALL, luna_layer_config, name, name, true, true, 0, 999999999)
-/* A language model's rows are in the order in which a stream's state has them: add others at the end. */
+/* A stream's state has a language model's rows in this order: add others at the end. */
 static const li_field li_fields[] = {
   LI_LM(vocab, 1, 1 << 24)
   LI_LM(layers, 1, 1024)
@@ -15297,12 +15297,13 @@ static const li_field li_fields[] = {
   LI_LAYER_OF(LI_OF_LAYER, recompute, 0, LUNA_RECOMPUTE_LAYER)
   LI_LAYER_OF(LI_OF_LAYER, horizon, LUNA_HORIZON_NONE, INT32_MAX)
 };
-/* The next row after f, null: the first, that a config of this kind has; null after the last. */
+/* Returns the next row after f that a config of this kind has, the first for null; null after the last. */
 LI_FN const li_field *li_field_next(const li_field *f, int kind) {
-  for (f = f ? f + 1 : li_fields; f < li_fields + LI_LENGTH(li_fields); f++) if (f->of & kind) return f;
+  for (f = f ? f + 1 : li_fields; f < li_fields + LI_LENGTH(li_fields); f++)
+    if (f->of & kind) return f;
   return NULL;
 }
-/* where a field is in a config of this kind */
+/* Returns where a field is in a config of this kind. */
 LI_FN size_t li_field_at(const li_field *f, int kind) {
   if (f->in_layer && kind == LI_OF_LM) return f->at + offsetof(luna_lm_config, layer);
   if (f->in_layer && kind == LI_OF_ENCODER) return f->at + offsetof(li_model_config, encoder.layer);
@@ -15327,13 +15328,15 @@ LI_FN void li_field_set(const li_field *f, int kind, void *config, int64_t value
   else if (f->fraction) memcpy(at, &fraction, sizeof fraction);
   else memcpy(at, &word, sizeof word);
 }
-/* whether all fields of a config of this kind hold what they may; false with a sentence */
+/* Whether all fields of a config of this kind hold what they may; false with a sentence. */
 LI_FN bool li_fields_good(luna_ctx *ctx, int kind, const void *config) {
   float fraction;
   for (const li_field *f = NULL; (f = li_field_next(f, kind)) != NULL;) {
-    if (f->fraction) memcpy(&fraction, (const char *)config + li_field_at(f, kind), sizeof fraction);
-    if (f->fraction ? !li_is_probability(ctx, ctx->call, f->key + 5, fraction) :
-                      !li_in(ctx, ctx->call, f->key + 5, li_field_get(f, kind, config), f->min, f->max)) return false;
+    const char *name = f->key + sizeof "luna." - 1;
+    if (f->fraction) {
+      memcpy(&fraction, (const char *)config + li_field_at(f, kind), sizeof fraction);
+      if (!li_is_probability(ctx, ctx->call, name, fraction)) return false;
+    } else if (!li_in(ctx, ctx->call, name, li_field_get(f, kind, config), f->min, f->max)) return false;
   }
   return true;
 }
@@ -15346,12 +15349,12 @@ LI_FN bool li_fields_put(luna_params *params, int kind, const void *config) {
   return true;
 }
 
-/* luna.format of a file whose model luna.h 0.1 did not know; what is new after it will have larger numbers. */
+/* The luna.format of a file whose model luna.h 0.1 did not know. Newer models will have larger numbers. */
 #define LI_FORMAT 2
 #define LI_QUOTE(x) #x
 #define LI_QUOTED(x) LI_QUOTE(x)
 #define LI_NEWER "its luna.format is newer than that of luna.h " LUNA_VERSION ", " LI_QUOTED(LI_FORMAT)
-/* a decimal number of at most nine digits, or -1 */
+/* Returns a decimal number of at most nine digits, or -1. */
 LI_FN int64_t li_st_number(li_st_text text) {
   int64_t value = 0;
   if (text.size == 0 || text.size > 9) return -1;
@@ -15367,12 +15370,11 @@ LI_FN bool li_st_is_newer(const li_st *st) {
   const int64_t format = li_st_number(text);
   return format < 0 || format > LI_FORMAT;
 }
-/* the horizon of a file's model; 0: none */
 LI_FN int64_t li_st_horizon(const li_st *st) {
   li_st_text text;
   return li_st_meta(st, "luna.horizon", &text) ? li_max(0, li_st_number(text)) : 0;
 }
-/* returns the first field that a file's metadata lacks or has out of range, or null */
+/* Returns the first field that a file's metadata lacks or has out of range, or null. */
 LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
   li_st_text text;
   for (const li_field *f = NULL; (f = li_field_next(f, kind)) != NULL;) {
@@ -15385,20 +15387,25 @@ LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_layers. Guarded by tests/models/golden.c (the authors' outputs and gradients) and tests/engine/gradients.c.
+   >>impl_layers: a layer's init makes the rows (li_part) of a table of parameters, and its forward calls ops. What goes
+   through a layer is an li_flow. In this order: rows; linear, norm and input layers; Luna attention, causal Luna
+   attention, the other attentions; encoder, decoder and causal layers. A config's new field is a row of li_fields too,
+   and li_layer_good rejects it where a layer does not have it. Guarded by tests/models/golden.c (the authors' outputs and
+   gradients), gradients.c and attention_layers.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_NAME 192
-/* prefix + name as one parameter name, with one dot between "fc1." and ".weight"; false when too long */
+/* Joins prefix and name, with one dot between "fc1." and ".weight"; false when they are too long. */
 LI_FN bool li_name(luna_params *params, char out[LI_MAX_NAME], const char *prefix, const char *name) {
-  const size_t a = prefix ? strlen(prefix) : 0;
+  if (!prefix) prefix = "";
+  const size_t a = strlen(prefix);
   if (a && prefix[a - 1] == '.' && *name == '.') name++;
   const size_t b = strlen(name);
   if (a + b >= LI_MAX_NAME) {
     li_fail_status(params->ctx, LUNA_ERROR_NAME_LENGTH, params->ctx->call, (int64_t)(a + b),
-                   (int64_t)LI_MAX_NAME - 1, prefix ? prefix : "", name);
+                   (int64_t)LI_MAX_NAME - 1, prefix, name);
     return false;
   }
-  if (a) memcpy(out, prefix, a);
+  memcpy(out, prefix, a);
   memcpy(out + a, name, b + 1);
   return true;
 }
@@ -15407,8 +15414,8 @@ LI_FN luna_init li_init(luna_init_kind kind, float scale) {
   return init;
 }
 /* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
-   ".weight", and beside it is ".bias" [rows], zeros. */
-#define LI_VECTOR INT32_MIN          /* columns of a vector */
+   ".weight", and ".bias" [rows], zeros, is beside it. */
+#define LI_VECTOR INT32_MIN /* columns of a vector */
 #define LI_MAX_PARTS 24
 typedef struct li_part {
   bool has;                          /* whether this layer has it */
@@ -15449,7 +15456,8 @@ LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part 
   }
   return true;
 }
-/* A layer's public init: `defaults` completes and checks c, a copy of the config; then its parameters: all, or none */
+/* A layer's public init, LAYER_TYPE_init: `defaults` completes and checks c, a copy of the config; then come its
+   parameters, all or none. */
 #define LI_LAYER_INIT(layer_type, defaults, parameters) \
   LUNA_API luna_status layer_type##_init(layer_type *layer, luna_params *params, const char *prefix, \
                                          const luna_layer_config *config) { \
@@ -15462,7 +15470,7 @@ LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part 
     return li_setup_end(&s, good); \
   }
 
-/* whether a forward has its input and a layer whose init succeeded; `made`: a tensor that every such layer has */
+/* Whether a forward has its input and a layer whose init succeeded. Every such layer has the tensor `made`. */
 LI_FN bool li_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
   if (x && !made) {
     const char *why = x->ctx->failure.error;
@@ -15481,7 +15489,7 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
-/* x itself where there is no projection */
+/* Returns x itself where there is no projection. */
 LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
   return layer->weight ? luna_linear(x, layer->weight, layer->bias) : x;
 }
@@ -15503,7 +15511,7 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
-/* x itself where there is no norm */
+/* Returns x itself where there is no norm. */
 LI_FN luna_tensor *li_normalise(const luna_norm_layer *layer, luna_tensor *x) {
   if (!layer->weight || !x) return x;
   return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias, 0) : luna_rms_norm(x, layer->weight, 0);
@@ -15535,10 +15543,10 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
 LI_FN bool li_is_real(const luna_input *input, int64_t step) {
   return !input->lengths || step % input->n < input->lengths[step / input->n];
 }
-/* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
+/* What reads an input: tokens below vocab or, where vocab is 0, `features` a step; at most `longest` steps, 0 = any. */
 typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li_reader;
-/* Whether it can; `what` and `name`: the argument and the call, for the sentence. A feature may be Inf in a fit alone,
-   which is a call. */
+/* Whether it can read it. The sentence has `what`, the argument, and `name`, the call. A feature may be Inf in a fit
+   alone, which is a call. */
 LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char *name, const char *what) {
   luna_ctx *ctx = r->ctx;
   char field[100];
@@ -15572,7 +15580,7 @@ LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char
   }
   return true;
 }
-/* of an input layer; false without a sentence where its init failed or was not called */
+/* Whether an input layer can read it; false without a sentence where its init failed or was not called. */
 LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *input, const char *name) {
   if (!layer) return false;
   const li_reader r = { li_ctx_of(layer->params), 0, luna_count(layer->mean), 0 };
@@ -15580,8 +15588,8 @@ LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *
   if (!layer->mean) return li_refuse(r.ctx, LUNA_ERROR_NO_FEATURES, name);
   return li_input_fits(&r, input, name, "input");
 }
-/* Sets means and deviations, or with `inverse` 1 / deviation, of the finite numbers of an input's real steps: both, or
-   neither. A number that never changes has the deviation 1. */
+/* Sets the means and deviations, or with `inverse` 1 / deviation, of the finite numbers of an input's real steps: both,
+   or neither. A number that never changes has the deviation 1. */
 LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_tensor *scale, bool inverse,
                                const char *name) {
   luna_ctx *ctx = mean->ctx;
@@ -15619,8 +15627,8 @@ LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
   static const char name[] = "luna_input_layer_fit";
-  luna_ctx *ctx = layer ? li_ctx_of(layer->params) : NULL;
-  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!layer || !layer->params) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = layer->params->ctx;
   const char *outer = li_enter(ctx, name);
   luna_status status = LUNA_OK;
   if (!li_layer_input_fits(layer, input, name)) status = ctx->last_status;
@@ -15628,31 +15636,30 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
   li_leave(ctx, outer);
   return status;
 }
-/* An input's features [batch, n, k], 0 where one is missing; or `present`, which is 1 where there is one and else 0 */
+/* An input's features [batch, n, k], 0 where one is missing; or with `present` 1, and 0 where one is missing */
 typedef struct li_features { const luna_input *input; int64_t k; bool present; } li_features;
 LI_FN void li_features_fill(float *to, const void *from) {
   const li_features *w = (const li_features *)from;
   for (int64_t i = 0; i < w->input->batch * w->input->n * w->k; i++) {
-    const bool real = li_is_real(w->input, i / w->k);
-    const float x = real ? w->input->features[i] : (float)NAN;
+    const float x = w->input->features[i];
     to[i] = w->present ? 1 : x;
-    if (x != x) to[i] = 0;
+    if (x != x || !li_is_real(w->input, i / w->k)) to[i] = 0;
   }
 }
-/* Both always, so that neither memory nor the ops of a step depend on the data. */
+/* Both are always made, so that neither memory nor the ops of a step depend on the data. */
 LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
   static const char name[] = "luna_input_layer_forward";
   const int64_t shape[3] = { input->batch, input->n, k };
   const li_features w = { input, k, present };
   luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
-  const luna_status status = out ? li_write_made(out, name, li_features_fill, &w) : LUNA_OK;
+  if (!out) return NULL;
+  const luna_status status = li_write_made(out, name, li_features_fill, &w);
   return status == LUNA_OK ? out : li_fail_backend(ctx, name, status);
 }
-/* whether what a model computes of a feature stays in float's range: products of three of them are formed */
+/* Whether what a model computes of a feature stays in float's range: it forms products of three of them. */
 LI_FN bool li_feature_fits(float standardised) { return standardised <= 1e9f && standardised >= -1e9f; }
-/* The same of all real features of an input, where the host has their means and scales; false with a sentence. Notes
-   once that a training begins on features far from 1, whose means (0) and scales (1) were forgotten: from then on they
-   are taken as meant. */
+/* The same for all real features of an input, where the host has their means and scales; false with a sentence. It
+   notes once that a training begins on features far from 1, whose means (0) and scales (1) were forgotten. */
 LI_FN bool li_features_fit(const luna_input_layer *layer, const luna_input *input) {
   luna_ctx *ctx = layer->mean->ctx;
   const int64_t k = layer->mean->shape[0];
@@ -15672,8 +15679,8 @@ LI_FN bool li_features_fit(const luna_input_layer *layer, const luna_input *inpu
     count++;
   }
 
-  const double size = count ? sqrt(squares / (double)count) : 0;
-  if (!forgotten || size == 0) return true;
+  if (!forgotten || squares == 0) return true;
+  const double size = sqrt(squares / (double)count);
   layer->scale->own->given = true;
   if (size < 0.1 || size > 10)
     li_note(ctx, "luna_input_layer_forward: features whose root mean square is %f are read as they are, since their "
@@ -15692,11 +15699,11 @@ LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, co
 LI_FN bool li_is_luna(const luna_layer_config *c) {
   return c->attention == LUNA_ATTENTION_LUNA && !c->hook;
 }
-/* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
+/* Rejects a number other than 0 for what there is not; why: "with ...", "in ...". */
 LI_FN bool li_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
   return value == 0 || li_refuse_call(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why);
 }
-/* fills in the defaults of any layer; false with a sentence when the config is invalid */
+/* Fills in the defaults of any layer; false with a sentence when the config is invalid. */
 LI_FN bool li_layer_defaults(luna_ctx *ctx, luna_layer_config *c) {
   if (c->dim == 0) c->dim = 128;
   if (c->heads == 0) c->heads = 4;
@@ -15714,7 +15721,7 @@ LI_FN bool li_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t d
   if (heads >= 1 && dim % heads == 0) return true;
   return li_refuse_call(ctx, LUNA_ERROR_HEADS, ctx->call, dim, field, heads);
 }
-/* whether t is [batch, n, dim] */
+/* Whether t is [batch, n, dim]; false with a sentence. */
 LI_FN bool li_is_sequence(const char *name, const char *what, const luna_tensor *t, int64_t batch, int64_t dim) {
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
   return li_refuse(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim);
@@ -15750,11 +15757,12 @@ LI_FN bool li_nested_attention_init(luna_nested_attention_layer *layer, luna_par
   if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
   return true;
 }
+/* luna_nested_attention_layer_init */
 LI_LAYER_INIT(luna_nested_attention_layer, li_layer_defaults(params->ctx, &c) &&
               li_is_unused(params->ctx, "causal", c.causal, "in attention that is not causal"),
               li_nested_attention_init)
 
-/* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
+/* [batch, n, h d_h] -> [batch, h, n, d_h], and back; one row has the same order in both */
 LI_FN luna_tensor *li_split_heads(luna_tensor *x, int64_t heads) {
   if (!x) return NULL;
   const int64_t n = x->shape[1], d_h = x->shape[2] / heads;
@@ -15766,7 +15774,7 @@ LI_FN luna_tensor *li_merge_heads(luna_tensor *x) {
   const int64_t n = x->shape[2], d = x->shape[1] * x->shape[3];
   return li_reshape(n == 1 ? x : li_permute(x, 0, 2, 1, 3), 3, x->shape[0], n, d, 1);
 }
-/* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
+/* Returns the weight of a projection by heads, [h, d_h, d]; for no projection, the identity. */
 LI_FN luna_tensor *li_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer, int64_t dim, int64_t heads) {
   const float one = 1;
   const int64_t shape[] = { heads, dim / heads, dim };
@@ -15823,10 +15831,10 @@ LI_FN luna_tensor *li_unpack_folded(const luna_nested_attention_layer *layer, lu
 }
 
 /* Whether the folded form costs less: 4 h l d flops a row and 4 l d d of products a sequence, against 2 d d of products
-   for each projection of the long side and 4 l d */
+   for each projection of the long side and 4 l d. */
 LI_FN bool li_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int64_t projections) {
-  const double d = (double)dim, l = (double)slots, n = (double)rows, cost = (double)ctx->backend->product_cost,
-               products = (cost > 0 ? cost : 1) * d * d;
+  const double d = (double)dim, l = (double)slots, n = (double)rows, cost = (double)ctx->backend->product_cost;
+  const double products = (cost > 0 ? cost : 1) * d * d;
   if (ctx->options.form != LUNA_FORM_CHEAPEST) return ctx->options.form == LUNA_FORM_FOLDED;
   return n * 4 * (double)heads * l * d + 4 * l * products < n * (2 * (double)projections * products + 4 * l * d);
 }
@@ -15870,13 +15878,13 @@ LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna
   return li_linear_with(y, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, 0);
 }
 
-/* What goes through a layer: x and P, which become X' and P' where these are wanted. */
+/* What goes through a layer: x and P. They become X' and P' where these are wanted. */
 typedef struct li_flow {
   luna_tensor *x, *p;
   luna_tensor *context;              /* what is packed; null = x */
   const int32_t *lengths;            /* of the context */
   bool wants_x, wants_p, causal;
-  li_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
+  li_past *past;                     /* of a stream's layer, in place of p, context and lengths; or null */
   int64_t horizon;                   /* of causal Luna attention; 0: none */
 } li_flow;
 LI_FN li_flow li_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
@@ -15888,7 +15896,8 @@ LI_FN li_flow li_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths)
 LI_FN bool li_nested_attention(const luna_nested_attention_layer *layer, li_flow *f, luna_tensor *residual,
                                float dropout) {
   static const char name[] = "luna_nested_attention_layer_forward";
-  luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
+  luna_tensor *x = f->x, *context = f->context, *y = NULL;
+  if (!context) context = x;
   if (!li_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
   if (!f->p) return li_refused(li_fail_null(x->ctx, name, "p"));
   const int64_t batch = x->shape[0], d = layer->config.dim;
@@ -15936,6 +15945,7 @@ LI_FN bool li_causal_attention_init(luna_causal_attention_layer *layer, luna_par
   if (layer->config.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
   return true;
 }
+/* luna_causal_attention_layer_init */
 LI_LAYER_INIT(luna_causal_attention_layer, li_layer_defaults(params->ctx, &c) &&
               li_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL),
               li_causal_attention_init)
@@ -15984,7 +15994,7 @@ LI_FN luna_tensor *li_causal_scores(const luna_causal_attention_layer *layer, lu
   return luna_add(g, li_reshape(bias, 3, b, 1, h * l, 1));
 }
 
-/* logits of forget gates [batch, n, h slots]: x F^T + f, or f alone; of the first slots where p has fewer */
+/* Returns logits of forget gates [batch, n, h slots]: x F^T + f, or f alone; of the first slots where p has fewer. */
 LI_FN luna_tensor *li_forget_logits(const luna_causal_attention_layer *layer, luna_tensor *x, int64_t slots) {
   const int64_t h = layer->config.heads, l = layer->config.memory, d = layer->config.dim;
   luna_tensor *weight = layer->forget.weight, *bias = layer->forget.bias;
@@ -15997,7 +16007,7 @@ LI_FN luna_tensor *li_forget_logits(const luna_causal_attention_layer *layer, lu
   if (layer->forget.weight) return luna_linear(x, weight, bias);
   return li_reshape(luna_expand(bias, x->shape[0] * x->shape[1]), 3, x->shape[0], x->shape[1], h * slots, 1);
 }
-/* y of x after f->p, + residual, or null, after a dropout */
+/* Returns y of x after f->p, + residual, or null, after a dropout. */
 LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
                                        luna_tensor *residual, float dropout, const li_flow *f) {
   static const char name[] = "luna_causal_attention_layer_forward";
@@ -16052,10 +16062,11 @@ LI_FN bool li_attention_defaults(luna_ctx *ctx, luna_layer_config *c, bool given
   return li_layer_defaults(ctx, c) &&
          li_in(ctx, ctx->call, "attention", (int64_t)c->attention, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR);
 }
+/* luna_attention_layer_init */
 LI_LAYER_INIT(luna_attention_layer, li_attention_defaults(params->ctx, &c, config != NULL), li_attention_init)
 
-/* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
-   divided by its last column */
+/* Features phi are elu + 1. A column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T
+   [v 1], divided by its last column. */
 LI_FN luna_tensor *li_linear_attention(luna_tensor *const qkv[3], int64_t heads, bool causal, const int32_t *lengths) {
   luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   if (!q || !k || !v) return NULL;
@@ -16087,19 +16098,20 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   qkv[0] = li_project(&layer->q, x);
   qkv[1] = li_project(&layer->k, context);
   qkv[2] = li_project(&layer->v, context);
-  if (c->rotary && c->attention == LUNA_ATTENTION_SOFTMAX && context == x) {
-    for (int i = 0; i < 2; i++) qkv[i] = luna_rotary(qkv[i], c->heads, 0, 0);
-  }
+  const bool softmax = c->attention == LUNA_ATTENTION_SOFTMAX;
+  for (int i = 0; i < 2 && c->rotary && softmax && context == x; i++)
+    qkv[i] = luna_rotary(qkv[i], c->heads, 0, 0);
   luna_attention_config a = li_attention_config(c->heads, c->attention_dropout, lengths);
   a.causal = c->causal;
-  luna_tensor *y = c->attention == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
-                       li_linear_attention(qkv, c->heads, c->causal, lengths);
+  luna_tensor *y;
+  if (softmax) y = luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a);
+  else y = li_linear_attention(qkv, c->heads, c->causal, lengths);
   return li_result(scope, li_project(&layer->out, li_gated(&layer->gate, x, y)));
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
-/* Completes a config, and rejects what this kind of layer does not have. Fields of the attentions not chosen are
-   ignored, so that changing `attention` alone compares them. */
+/* Completes a config, and rejects what this kind of layer does not have. It ignores the fields of attentions that are
+   not chosen, so that changing `attention` alone compares them. */
 typedef enum li_layer_kind { LI_ENCODER_LAYER, LI_DECODER_LAYER, LI_CAUSAL_LAYER } li_layer_kind;
 LI_FN bool li_layer_good(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind) {
   const bool causal = kind == LI_CAUSAL_LAYER, encoder = kind == LI_ENCODER_LAYER;
@@ -16126,25 +16138,25 @@ LI_FN int li_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer
   return LI_LENGTH(all);
 }
 
-/* the end of a half-layer: its sum, normed when post-norm */
+/* Ends a half-layer: its sum, normed when post-norm. */
 LI_FN luna_tensor *li_sum_normed(const luna_layer_config *c, luna_tensor *sum, const luna_norm_layer *norm) {
   return c->pre_norm ? sum : li_normalise(norm, sum);
 }
-/* x + y after y's dropout, normed when post-norm */
+/* Returns x + y after y's dropout, normed when post-norm. */
 LI_FN luna_tensor *li_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y,
                                const luna_norm_layer *norm) {
   return li_sum_normed(c, luna_add(x, luna_dropout(y, c->dropout)), norm);
 }
-/* the input of a half-layer: normed when pre-norm */
+/* Begins a half-layer: its input, normed when pre-norm. */
 LI_FN luna_tensor *li_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
   return c->pre_norm ? li_normalise(norm, x) : x;
 }
 
-/* a layer's second half, at the end of its scope: x + FFN(x), of which p, unless null, stays beside */
+/* A layer's second half, x + FFN(x), at the end of its scope. p, unless null, stays beside it. */
 LI_FN luna_tensor *li_ffn_half(luna_scope *scope, const luna_layer_config *c,
                                const luna_feed_forward_layer *layer, luna_tensor *x, luna_tensor *p) {
   x = li_results_so_far(scope, x, p);
-  /* recomputed also in a layer that is computed again as a whole: it need not hold a hidden layer then either */
+  /* A layer that is computed again as a whole need not hold its hidden layer then either. */
   const luna_feed_forward_config f = { c->activation, c->activation_dropout, c->dropout, x,
                                        c->recompute != LUNA_RECOMPUTE_NONE, layer->fc3.weight, layer->fc3.bias };
   x = luna_feed_forward(li_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
@@ -16174,7 +16186,7 @@ LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_stat
   other_attention->config = *c;
   return li_attention_init(other_attention, params, prefix);
 }
-/* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
+/* x is f->x after the norm, when pre-norm. f->p becomes what a hook hands out, else null. */
 LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
                             void *hook_state, luna_tensor *x, const luna_norm_layer *norm, li_flow *f) {
   const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
@@ -16186,7 +16198,8 @@ LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_lay
   luna_tensor *y = c->hook->forward(hook_state, &call);
   f->p = call.next_p;
   for (int i = 0; i < LI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
-  if (!y) return x->ctx->status == LUNA_OK ? li_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
+  if (!y && x->ctx->status != LUNA_OK) return NULL;
+  if (!y) return li_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name);
   if (li_is_like(y, x)) return y;
   return li_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
@@ -16207,9 +16220,10 @@ LI_FN bool li_encoder_layer_init(luna_encoder_layer *layer, luna_params *params,
                     li_other_init(&layer->other_attention, &layer->hook_state, params, name, c)) &&
          li_parts_init(params, prefix, parts + 1, count - 1);
 }
+/* luna_encoder_layer_init */
 LI_LAYER_INIT(luna_encoder_layer, li_layer_good(params->ctx, &c, LI_ENCODER_LAYER), li_encoder_layer_init)
 
-/* Luna attention with both residuals: eq. 6, but for its last line */
+/* Luna attention with both residuals: eq. 6 without its last line. */
 LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
                           const luna_norm_layer *norm, const luna_norm_layer *memory_norm, li_flow *f) {
   const luna_scope scope = luna_scope_begin(f->x ? f->x->ctx : NULL);
@@ -16225,7 +16239,7 @@ LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attentio
   return (!f->wants_x || x) && (!f->wants_p || p);
 }
 
-/* f->p: as it was where P' is not wanted or there is none */
+/* f->p stays as it was where P' is not wanted or there is none. */
 LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, li_flow *f) {
   luna_tensor *p = f->p;
   if (!li_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
@@ -16279,10 +16293,11 @@ LI_FN bool li_decoder_layer_init(luna_decoder_layer *layer, luna_params *params,
          li_nested_attention_init(&layer->cross_attention, params, name) &&
          li_parts_init(params, prefix, parts + 1, count - 1);
 }
+/* luna_decoder_layer_init */
 LI_LAYER_INIT(luna_decoder_layer, (li_is_luna(&c) || li_is_luna_only(params->ctx, "a decoder layer")) &&
               li_layer_good(params->ctx, &c, LI_DECODER_LAYER), li_decoder_layer_init)
 
-/* -> X', also in f->x */
+/* Returns X', which is in f->x too. */
 LI_FN luna_tensor *li_decoder_layer(const luna_decoder_layer *layer, li_flow *f) {
   luna_tensor *x = f->x;
   if (!li_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
@@ -16309,7 +16324,7 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
   return x;
 }
 
-/* its own parameters, in front of the attention's memory and kernel */
+/* A causal layer's own parameters; memory and kernel come before the attention's. */
 LI_FN int li_causal_layer_parts(luna_causal_layer *layer, li_part *parts) {
   const luna_layer_config *c = &layer->config;
   const int64_t d = c->dim, width = c->convolution;
@@ -16332,6 +16347,7 @@ LI_FN bool li_causal_layer_init(luna_causal_layer *layer, luna_params *params, c
                           li_other_init(&layer->other_attention, &layer->hook_state, params, name, c)) &&
          li_parts_init(params, prefix, parts + 2, count - 2);
 }
+/* luna_causal_layer_init */
 LI_LAYER_INIT(luna_causal_layer, li_layer_good(params->ctx, &c, LI_CAUSAL_LAYER), li_causal_layer_init)
 
 LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *x, li_past *past, int64_t horizon) {
@@ -16360,11 +16376,14 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
-   tests/models/golden.c and the tests that include tests/models.h.
+   >>impl_models: each model has defaults, which check its config, an init and a forward. In this order: the language
+   model's parameters and how a file describes it; positions; hooks in files; what inits share; the causal language
+   model, encoder, classifier, masked language model and encoder-decoder. A new model has an LI_MODEL_INIT, rows of
+   li_fields, and a kind that luna_load_model knows. Guarded by tests/models/golden.c and the tests that include
+   tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_LM_KIND "causal_lm"
-#define LI_LM_BEFORE 5              /* of li_lm_parts: those made before the layers */
+#define LI_LM_BEFORE 5 /* of li_lm_parts, those made before the layers */
 LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
   const luna_lm_config *c = &model->config;
   const bool learned = c->positions == LUNA_POSITIONS_LEARNED;
@@ -16391,11 +16410,11 @@ LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
 #define LI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 LI_FN int64_t li_lm_outputs(const luna_lm_config *c) { return c->outputs ? c->outputs : c->vocab; }
 
-/* not the model's: an optimiser's moments */
+/* Whether a tensor is not the model's, but an optimiser's moments. */
 LI_FN bool li_st_ours(li_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
-/* The tensors of a file that are the model's, and the numbers in them. One of I8 has another beside it, its scales,
-   which are not counted: whether they are there is seen when it is read. */
+/* Counts the tensors of a file that are the model's, and the numbers in them. One of I8 has its scales beside it, which
+   do not count: whether they are there is seen when it is read. */
 LI_FN int64_t li_st_tensors(const li_st *st, double *numbers) {
   li_st_tensor t;
   size_t cursor = 0;
@@ -16407,7 +16426,7 @@ LI_FN int64_t li_st_tensors(const li_st *st, double *numbers) {
   }
   return count;
 }
-/* the same of parts */
+/* Counts those of parts. */
 LI_FN int64_t li_parts_tensors(const li_part *parts, int count, double *numbers) {
   int64_t tensors = 0;
   for (const li_part *p = parts; p < parts + count; p++) {
@@ -16436,7 +16455,7 @@ LI_FN const char *li_lm_claims(const li_st *st, const luna_lm_config *c) {
   return NULL;
 }
 
-/* reads the config of the model in a checkpoint, but for dropouts; null, or what is wrong */
+/* Reads the config of the model in a checkpoint, without dropouts. Returns null, or what is wrong. */
 LI_FN const char *li_lm_read(const li_st *st, luna_lm_config *config) {
   li_st_text text;
   memset(config, 0, sizeof *config);
@@ -16450,7 +16469,7 @@ LI_FN const char *li_lm_read(const li_st *st, luna_lm_config *config) {
   return config->layer.dim % config->layer.heads ? LI_NO_HEADS : li_lm_claims(st, config);
 }
 
-/* one row of sinusoidal positions */
+/* Writes a row of sinusoidal positions. */
 LI_FN void li_sinusoid(int64_t position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
@@ -16462,7 +16481,7 @@ LI_FN void li_sinusoid(int64_t position, int64_t d, float *out) {
   if (d % 2) out[d - 1] = 0;
 }
 
-/* positions first .. first + n as a tensor [n, d] */
+/* Returns the sinusoids of positions first .. first + n - 1 as [n, d]. */
 LI_FN luna_tensor *li_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
   li_build s;
   int64_t shape[2] = { n, d };
@@ -16471,7 +16490,7 @@ LI_FN luna_tensor *li_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t
   return li_finish(&s, 2, shape);
 }
 
-/* x + positions: sinusoids, or rows of a learned table, from `first` on */
+/* Returns x + positions from `first` on: sinusoids, or rows of a learned table. */
 LI_FN luna_tensor *li_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
   if (positions == LUNA_POSITIONS_SINUSOIDAL)
@@ -16481,12 +16500,10 @@ LI_FN luna_tensor *li_add_positions(luna_tensor *x, luna_positions positions, lu
   return luna_add(x, luna_slice(table, 0, first, x->shape[1]));
 }
 
-/* --- what all models' inits have in common --- */
-
-/* --- an attention hook in a model's file: its name, and its settings --- */
+/* --- an attention hook in a model's file: its name and its settings --- */
 #define LI_HOOK_KEY "luna.hook"
 #define LI_HOOK_PREFIX LI_HOOK_KEY "."
-#define LI_HOOK_TEXT 1024           /* bytes of a key and of a value */
+#define LI_HOOK_TEXT 1024 /* bytes of a key and of a value */
 LI_FN bool li_hook_put(void *file, const char *key, const char *value) {
   char full[LI_HOOK_TEXT];
   if (strlen(key) + sizeof LI_HOOK_PREFIX > sizeof full || strlen(value) >= LI_HOOK_TEXT) return false;
@@ -16522,7 +16539,7 @@ LI_FN bool li_st_is_linformer(const li_st *st) {
   return !li_st_meta(st, LI_HOOK_KEY, &text) && li_st_meta(st, "luna.attention", &text) &&
          li_st_number(text) == LI_OLD_LINFORMER;
 }
-/* the hook that a file names, with the file's settings; null where it names none. False with a sentence. */
+/* Finds the hook that a file names, or null where it names none, and loads its settings; false with a sentence. */
 LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hook **hook) {
   const luna_attention_hook *const *at = ctx->options.hooks;
   li_hook_file file;
@@ -16544,8 +16561,8 @@ LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hoo
   return !(*at)->load || (*at)->load((*at)->user, li_hook_get, &file) || li_hook_fails(ctx, *at, "loaded");
 }
 
-/* The model's pairs: its name and the fields of its config, which is of this kind. There are none with a hook that has
-   no name. */
+/* Puts the model's pairs: its name and the fields of its config, which is of this kind. A model whose hook has no name
+   has none. */
 LI_FN bool li_fields_describe(luna_params *params, const char *name, const luna_layer_config *layer, int kind,
                               const void *config) {
   const luna_attention_hook *hook = layer->hook;
@@ -16557,7 +16574,7 @@ LI_FN bool li_fields_describe(luna_params *params, const char *name, const luna_
   if (described) li_params_fix_horizon(params, layer->horizon);
   return described;
 }
-/* The layers "PREFIXlayers.N." of a model; null with a sentence */
+/* Makes the layers "PREFIXlayers.N." of a model; null with a sentence. */
 LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kind kind, int64_t count,
                            const luna_layer_config *config, int64_t max_length) {
   static const size_t sizes[] = { sizeof(luna_encoder_layer), sizeof(luna_decoder_layer), sizeof(luna_causal_layer) };
@@ -16578,8 +16595,8 @@ LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kin
   return status == LUNA_OK ? layers : NULL;
 }
 
-/* A model's public init, by li_<kind>_defaults and li_<kind>_init. `name`: its kind in metadata, `layer`: its
-   layers' config, `described`: all of the config m that is checked and becomes metadata, which is of kind `of` */
+/* A model's public init, luna_<kind>_init, by li_<kind>_defaults and li_<kind>_init. `name` is its kind in metadata,
+   `layer` its layers' config, and `described`, which is of kind `of`, what is checked and becomes metadata. */
 #define LI_MODEL_INIT(kind, name, layer, described, of) \
   LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
                                           const luna_##kind##_config *config) { \
@@ -16617,10 +16634,10 @@ LI_FN bool li_lm_init(luna_lm *model, luna_params *params) {
                                                       c->max_length);
   return model->layers && li_parts_init(params, "", parts + LI_LM_BEFORE, count - LI_LM_BEFORE);
 }
-/* luna_lm_init: li_lm_defaults, li_lm_init */
+/* luna_lm_init */
 LI_MODEL_INIT(lm, LI_LM_KIND, m.lm.layer, m.lm, LI_OF_LM)
 
-/* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
+/* Returns what a model's embedding reads. `first` positions stand before the first token's. */
 LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table,
                              const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
   const int64_t vocab = table ? table->shape[0] : 0;
@@ -16628,17 +16645,17 @@ LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table
   const li_reader r = { li_ctx_of(params), vocab, features, positions ? positions->shape[0] - first : 0 };
   return r;
 }
-/* the context of a model whose init succeeded and whose input fits; else null */
+/* Returns the context of a model whose init succeeded and whose input fits, else null. */
 LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char *name) {
   if (!m) return NULL;
   const li_reader r = li_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
   return li_input_fits(&r, input, name, "input") ? r.ctx : NULL;
 }
-/* the label of step i of an input; -1 in padding */
+/* Returns the label of step i of an input; -1 in padding. */
 LI_FN int32_t li_label(const luna_input *input, const int32_t *labels, int64_t i) {
   return li_is_real(input, i) ? labels[i] : -1;
 }
-/* The cross-entropy of luna_linear(x, weight, bias), of a null weight x itself, by labels of an input */
+/* Returns the cross-entropy of luna_linear(x, weight, bias), for a null weight of x, by labels of an input. */
 LI_FN luna_tensor *li_labels_loss(const char *name, luna_tensor *const in[3], const luna_input *input,
                                   const int32_t *labels, const luna_cross_entropy_config *config) {
   luna_tensor *x = in[0];
@@ -16656,7 +16673,6 @@ LI_FN luna_part li_part_of(const luna_ctx *ctx) {
   const luna_part whole = { 0, 0, 0 };
   return ctx->shares ? ctx->part : whole;
 }
-/* x as sequences of the part of a batch that the step has */
 LUNA_API luna_tensor *luna_as_part(luna_tensor *x) {
   if (!x || li_is_released(x, "luna_as_part")) return NULL;
   if (!x->ctx->shares) return x;
@@ -16667,7 +16683,7 @@ LUNA_API luna_tensor *luna_as_part(luna_tensor *x) {
   y->own->cut.own = x->shape[0];
   return y;
 }
-/* real rows of the longest sequence of an input, at least 1; `whole`: of the batch that it is a part of, or 0 */
+/* Returns the rows of an input's longest sequence, at least 1, or `whole`, those of the batch that it is a part of. */
 LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
   if (whole > 0) return whole;
   const int64_t n = li_max(input->n, 1);
@@ -16676,13 +16692,13 @@ LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
     for (int64_t b = 0; b < input->batch; b++) longest = li_max(longest, input->lengths[b]);
   return li_min(longest, n);
 }
-/* the state that this pass of the model goes on from, or null; false: it cannot */
+/* Finds the state that this pass of the model continues, or null; false: it cannot. */
 LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_state **state);
 LI_FN int64_t li_state_position(const luna_lm_state *state);
 LI_FN li_past li_state_layer(luna_lm_state *state, int64_t layer);
-/* x; if it is there, the state that the pass of the model has gone on from stands after its rows */
+/* Returns x. If it is there, the state that the pass has continued stands after its rows. */
 LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_t rows);
-/* what the logits are made of */
+/* Returns what the logits are made of. */
 LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input) {
   luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_lm_state *state;
@@ -16716,7 +16732,8 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   li_leave(ctx, outer);
   return status;
 }
-LI_FN luna_tensor *li_lm_output(const luna_lm *model) { /* the matrix of the logits */
+/* Returns the matrix of the logits. */
+LI_FN luna_tensor *li_lm_output(const luna_lm *model) {
   return model->output.weight ? model->output.weight : model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
@@ -16748,7 +16765,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 }
 
 /* --- encoder --- */
-/* c: of m's model, which has vocab too */
+/* c is the encoder's config in m's model. */
 LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_config *c, int64_t vocab) {
   if (c->layers == 0) c->layers = 2;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -16802,7 +16819,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 LI_FN float li_embedding_factor(const luna_encoder_config *c) {
   return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->layer.dim) : 1.0f;
 }
-/* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
+/* Returns s E[token] + position or, without a table, a projection of features + position; zeros where padded. */
 LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
   const luna_encoder_config *c = &e->config;
   const luna_norm_layer *norm = &e->embedding_norm;
@@ -16823,7 +16840,7 @@ LI_FN luna_ctx *li_encoder_ctx(const luna_encoder *e, const luna_input *input, c
   const li_reader r = li_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
   return li_input_fits(&r, input, name, what) ? r.ctx : NULL;
 }
-/* the input; of sequences of no rows the lengths are 0 of each, so that no slot of P is real; false: no memory */
+/* Copies the input. Sequences without rows get lengths of 0, so that no slot of P is real. False: no memory. */
 LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
   const size_t bytes = (size_t)input->batch * sizeof(int32_t);
   *own = *input;
@@ -16856,7 +16873,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   return li_results(scope, li_embed(e, input), memory);
 }
 
-/* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
+/* p is the memory that comes in, or null. *last_x and *last_p become what the last layer makes of both. One of them is
    null where its result is not wanted, and what only that needs is not computed. */
 LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                       luna_tensor **last_p) {
@@ -16918,9 +16935,9 @@ LI_FN bool li_classifier_init(luna_classifier *model, luna_params *params) {
   return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
          li_parts_init(params, "", parts, LI_LENGTH(parts));
 }
-LI_ENCODER_MODEL_INIT(classifier) /* luna_classifier_init: li_classifier_defaults, li_classifier_init */
+LI_ENCODER_MODEL_INIT(classifier) /* luna_classifier_init */
 
-/* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
+/* Returns the mean of the first min(lengths[b], n) of a sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none. */
 LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!x || !lengths) return luna_mean(x, 1);
   luna_tensor *y = luna_sum(luna_mask(x, lengths), 1);
@@ -17012,8 +17029,8 @@ LI_FN bool li_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   model->output = model->encoder.embedding;
   return li_parts_init(params, "", parts, LI_LENGTH(parts));
 }
-LI_ENCODER_MODEL_INIT(masked_lm) /* luna_masked_lm_init: li_masked_lm_defaults, li_masked_lm_init */
-/* what the logits are made of */
+LI_ENCODER_MODEL_INIT(masked_lm) /* luna_masked_lm_init */
+/* Returns what the logits are made of. */
 LI_FN luna_tensor *li_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   x = li_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
   return li_normalise(&model->norm, x);
@@ -17088,9 +17105,9 @@ LI_FN bool li_seq2seq_init(luna_seq2seq *model, luna_params *params) {
                                                        c->max_target_length);
   return model->layers && li_parts_init(params, "decoder.", parts + 2, LI_LENGTH(parts) - 2);
 }
-LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init: li_seq2seq_defaults, li_seq2seq_init */
+LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init */
 
-/* what the logits are made of */
+/* Returns what the logits are made of. */
 LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                        const char *name) {
   luna_ctx *ctx = li_encoder_ctx(model ? &model->encoder : NULL, source, name, "source");
@@ -17098,7 +17115,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   const li_reader to = li_reader_of(model->params, model->embedding, NULL, model->positions,
                                     model->config.encoder.first_position);
   luna_tensor *p = NULL;
-  luna_encoder e;                    /* what embeds the target */
+  luna_encoder e;                    /* embeds the target */
   luna_input from;
   if (!li_input_fits(&to, target, name, "target") || !li_is_one_batch(ctx, source, target, name) ||
       !li_empty_input(ctx, name, source, &from)) return NULL;
@@ -17106,7 +17123,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   luna_tensor *context = luna_encoder_forward(&model->encoder, &from, &p);
   memset(&e, 0, sizeof e);
   e.config = model->config.encoder;
-  e.config.keep_padding = true;      /* padding of the target: a zero embedding, no more */
+  e.config.keep_padding = true;      /* padding of the target has a zero embedding, no more */
   e.embedding = model->embedding;
   e.positions = model->positions;
   luna_tensor *x = context ? li_embed(&e, target) : NULL;
@@ -17115,7 +17132,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   f.context = context;
   f.horizon = li_params_horizon(model->params, li_longest(target, li_part_of(ctx).target_longest));
   for (int64_t i = 0; i < model->config.decoder_layers && x; i++) {
-    f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
+    f.wants_p = i < model->config.decoder_layers - 1;
     x = li_decoder_layer(&model->layers[i], &f);
     f.x = x = li_results_so_far(&inner, x, f.p);
   }
@@ -17137,7 +17154,10 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
   return li_result(scope, li_labels_loss(name, in, target, labels, config));
 }
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_trainer: schedules and optimisers. Guarded by tests/engine/trainer.c.
+   >>impl_trainer: schedules and optimisers. An optimiser (luna_optimizer) keeps an li_trained for each parameter, and
+   hands those that have a gradient to the backend as a table of luna_update. In this order: schedules, parameters that
+   join, opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by tests/engine/trainer.c and
+   optimizer_hook.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
@@ -17164,7 +17184,7 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
 typedef struct li_trained {
   luna_tensor *tensor;
   const char *name;
-  float *moment[4];                  /* after the optimiser's own its average */
+  float *moment[4];                  /* the optimiser's own, then the average */
   float lr, decay;
   bool averaged;                     /* an update has reached it */
 } li_trained;
@@ -17172,20 +17192,20 @@ typedef struct li_group { luna_param_group group; struct li_group *next; } li_gr
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  const luna_optimizer_hook *hook;   /* null but of LUNA_OPTIMIZER_HOOK */
+  const luna_optimizer_hook *hook;   /* LUNA_OPTIMIZER_HOOK's, else null */
   luna_optimizer_config config;
-  int moments, kept;                 /* tensors beside each parameter: its moments; with its average */
+  int moments, kept;                 /* how many moments each parameter has; with its average */
   int64_t attempts, size, reached;
-  li_trained *trained;            /* [size] */
-  luna_update *parts, *table;        /* [reached] of those that have a gradient; the same in backend memory */
-  li_group *groups;               /* in the order they were given, for parameters that join later */
+  li_trained *trained;               /* [size] */
+  luna_update *parts, *table;        /* [reached] with a gradient; the same in backend memory */
+  li_group *groups;                  /* in the order they were given */
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
-  uint64_t skipped_in_row;           /* the state's, as far as the host knows */
+  uint64_t skipped_in_row;           /* as far as the host knows */
   bool swapped;                      /* parameters and averages have changed places */
   luna_optimizer *next;              /* of the context */
 };
-/* after a backward that failed half-way: no gradient is only a part, and no optimiser steps by what is left */
+/* Ends a backward that failed half-way: no gradient is only a part, and no optimiser steps by what is left. */
 LI_FN void li_gradients_forget(luna_ctx *ctx) {
   for (const luna_params *set = ctx->newest; set; set = set->older)
     (void)luna_params_zero_grad((luna_params *)(uintptr_t)set);
@@ -17199,7 +17219,7 @@ LI_FN float li_group_factor(float factor) {
   if (factor == 0) return 1;
   return factor < 0 ? 0.0f : factor;
 }
-/* a parameter's rates, by the config and the last group that fits it */
+/* Sets a parameter's rates, by the config and the last group that fits it. */
 LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
   t->lr = 1;
   t->decay = o->config.weight_decay;
@@ -17209,7 +17229,7 @@ LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
     t->decay = o->config.weight_decay * li_group_factor(at->group.decay_factor);
   }
 }
-/* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
+/* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends. */
 LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
@@ -17244,7 +17264,7 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   return LUNA_OK;
 }
 
-/* whether a config is valid; false with a sentence */
+/* Whether a config is valid; false with a sentence. */
 LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
   const luna_optimizer_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
@@ -17261,7 +17281,7 @@ LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char 
          (!total || s->total > 0 || li_refuse_call(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total));
 }
 
-/* O(name, KIND, tensors beside each parameter (SGD: with momentum), lr, beta1, beta2, epsilon), by kind */
+/* O(name, KIND, moments (SGD: with momentum), lr, beta1, beta2, epsilon), by kind */
 #define LI_OPTIMIZERS(O) \
   O(sgd, SGD, 1, 0.01f, 0, 0, 0) O(adam, ADAM, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) \
   O(adamw, ADAMW, 2, 1e-3f, 0.9f, 0.999f, 1e-8f)
@@ -17270,7 +17290,7 @@ typedef struct li_optimizer_defaults {
   int moments;
   float lr, beta1, beta2, epsilon;
 } li_optimizer_defaults;
-/* its config with defaults; what it does not have is 0 */
+/* Fills in its config's defaults. What it does not have is 0. */
 LI_FN void li_optimizer_default(luna_optimizer *o, const li_optimizer_defaults *d) {
   luna_optimizer_config *c = &o->config;
   const bool sgd = o->kind == LUNA_OPTIMIZER_SGD;
@@ -17324,7 +17344,7 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
   }
 LI_OPTIMIZERS(LI_OPTIMIZER_OPEN) /* luna_sgd, luna_adam, luna_adamw */
 
-/* whether a hook is valid and runs on the context's device; false with a sentence */
+/* Whether a hook is valid and runs on the context's device; false with a sentence. */
 LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_optimizer_hook *hook) {
   const luna_backend *backend = ctx->backend;
   if (!li_is_given(ctx, name, "hook", hook != NULL) ||
@@ -17350,7 +17370,7 @@ LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_opt
 
 /* Makes a group the optimiser's last, in place of an earlier one that fits the same parameters; false: no memory. */
 LI_FN bool li_group_keep(luna_optimizer *o, const luna_param_group *group) {
-  const char *name = group->name ? group->name : "";   /* "" is in every name */
+  const char *name = group->name ? group->name : ""; /* "" is in every name */
   const size_t size = strlen(name) + 1;
   li_group **at = &o->groups;
   while (*at && ((*at)->group.max_rank != group->max_rank || strcmp((*at)->group.name, name) != 0)) at = &(*at)->next;
@@ -17405,7 +17425,7 @@ LI_FN float li_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
   const bool from_zero = o->hook && o->hook->from_zero;
   return o->config.lr * luna_schedule_at(&o->config.schedule, from_zero ? attempt : attempt + 1);
 }
-/* The first parameter whose rates are too large, or null. With others no update of a gradient of at most
+/* Returns the first parameter whose rates are too large, or null: then no update of a gradient of at most
    luna_rule.largest makes a parameter or a moment Inf. */
 LI_FN const li_trained *li_rates_too_large(const luna_optimizer *o, float lr) {
   for (int64_t i = 0; i < o->size; i++) {
@@ -17427,7 +17447,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return li_backend_result(ctx, "luna_optimizer_advance", status);
 }
-/* an average begins at the parameter's value */
+/* Begins an average at the parameter's value. */
 LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
   luna_ctx *ctx = o->params->ctx;
   if (o->kept == o->moments || t->averaged || ctx->options.measure) return LUNA_OK;
@@ -17435,7 +17455,7 @@ LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
   return ctx->backend->copy(ctx, t->moment[o->moments], t->tensor->data, (size_t)luna_count(t->tensor) * sizeof(float),
                             0);
 }
-/* the parts of those parameters that have a gradient; what changed goes to the device */
+/* Lists the parameters that have a gradient. What changed goes to the device. */
 LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
   luna_ctx *ctx = o->params->ctx;
   int64_t reached = 0, first = 0;
@@ -17486,8 +17506,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   o->backwards = ctx->backwards;
   ctx->writes++;
   if (ctx->options.measure) return LUNA_OK;
-  /* Adam squares gradients */
-  const float largest = o->hook && o->hook->largest > 0 ? o->hook->largest : 1e18f;
+  float largest = 1e18f;             /* Adam squares gradients */
+  if (o->hook && o->hook->largest > 0) largest = o->hook->largest;
   const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, c->average,
                            largest, o->state, o->hook, c };
   status = li_optimizer_parts(o);
@@ -17508,7 +17528,6 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   return status == LUNA_OK ? luna_optimizer_apply(o) : status;
 }
 
-/* through scratch of the step */
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   static const char name[] = "luna_optimizer_swap_average";
   luna_ctx *ctx = o ? o->params->ctx : NULL;
