@@ -11737,6 +11737,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    kind of first values is a case of li_first_values. Guarded by tests/robust/setup.c,
    tests/engine/trainer.c and tests/files/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
+/* a field of what a pointer points to; 0 for null */
+#define LI_OF(pointer, field) ((pointer) ? (pointer)->field : 0)
 #define LI_MAX_PARAM_NAME 1024 /* with its end */
 typedef struct li_param {
   struct li_param *next;             /* in the set */
@@ -11867,8 +11869,8 @@ LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *na
   li_param *p = li_param_find(params, name);
   return p ? &p->tensor : NULL;
 }
-LUNA_API luna_ctx *luna_params_ctx(const luna_params *params) { return params ? params->ctx : NULL; }
-LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return params ? params->size : 0; }
+LUNA_API luna_ctx *luna_params_ctx(const luna_params *params) { return LI_OF(params, ctx); }
+LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return LI_OF(params, size); }
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
   if (!params || index < 0 || index >= params->size) return NULL;
   li_param *p = params->names.at[index];
@@ -12199,7 +12201,7 @@ LI_FN luna_status li_setup_end(const li_setup *s, bool good) {
   li_remember(ctx, status);
   return status;
 }
-LI_FN luna_ctx *li_ctx_of(const luna_params *params) { return params ? params->ctx : NULL; }
+LI_FN luna_ctx *li_ctx_of(const luna_params *params) { return LI_OF(params, ctx); }
 
 /* Returns the horizon of a set's models. This pass has sequences of up to n rows, which count when it trains. */
 LI_FN int64_t li_params_horizon(luna_params *params, int64_t n) {
@@ -15494,7 +15496,7 @@ LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
   return layer->weight ? luna_linear(x, layer->weight, layer->bias) : x;
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
-  if (!li_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward")) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, weight), "luna_linear_layer_forward")) return NULL;
   return li_project(layer, x);
 }
 
@@ -15517,7 +15519,7 @@ LI_FN luna_tensor *li_normalise(const luna_norm_layer *layer, luna_tensor *x) {
   return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias, 0) : luna_rms_norm(x, layer->weight, 0);
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
-  if (!li_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, weight), "luna_norm_layer_forward")) return NULL;
   return li_normalise(layer, x);
 }
 
@@ -15898,7 +15900,7 @@ LI_FN bool li_nested_attention(const luna_nested_attention_layer *layer, li_flow
   static const char name[] = "luna_nested_attention_layer_forward";
   luna_tensor *x = f->x, *context = f->context, *y = NULL;
   if (!context) context = x;
-  if (!li_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
+  if (!li_layer_made(x, LI_OF(layer, pq.weight), name)) return false;
   if (!f->p) return li_refused(li_fail_null(x->ctx, name, "p"));
   const int64_t batch = x->shape[0], d = layer->config.dim;
   if (!li_is_sequence(name, "x", x, batch, d) || !li_is_sequence(name, "p", f->p, batch, d) ||
@@ -16012,7 +16014,7 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
                                        luna_tensor *residual, float dropout, const li_flow *f) {
   static const char name[] = "luna_causal_attention_layer_forward";
   luna_tensor *p = f->p, *s;
-  if (!li_layer_made(x, layer ? layer->pq.weight : NULL, name)) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, pq.weight), name)) return NULL;
   const luna_layer_config *c = &layer->config;
   const bool stream = x->ctx->bump;
   if (!p && !stream) return li_fail_null(x->ctx, name, "p");
@@ -16039,7 +16041,7 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths) {
   li_flow f = li_flow_of(x, p, lengths);
-  f.horizon = layer ? layer->config.horizon : 0;
+  f.horizon = LI_OF(layer, config.horizon);
   return li_causal_attention(layer, x, NULL, 0, &f);
 }
 
@@ -16089,7 +16091,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
                                                    luna_tensor *context, const int32_t *lengths) {
   static const char name[] = "luna_attention_layer_forward";
   luna_tensor *qkv[3];
-  if (!li_layer_made(x, layer ? layer->q.weight : NULL, name)) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, q.weight), name)) return NULL;
   const luna_layer_config *c = &layer->config;
   if (!context) context = x;
   if (!li_is_sequence(name, "x", x, x->shape[0], c->dim) ||
@@ -16242,7 +16244,7 @@ LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attentio
 /* f->p stays as it was where P' is not wanted or there is none. */
 LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, li_flow *f) {
   luna_tensor *p = f->p;
-  if (!li_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
+  if (!li_layer_made(f->x, LI_OF(layer, feed_forward.fc1.weight), "luna_encoder_layer_forward"))
     return false;
   const luna_layer_config *c = &layer->config;
   if (li_is_luna(c) && !p && !layer->memory)
@@ -16300,7 +16302,7 @@ LI_LAYER_INIT(luna_decoder_layer, (li_is_luna(&c) || li_is_luna_only(params->ctx
 /* Returns X', which is in f->x too. */
 LI_FN luna_tensor *li_decoder_layer(const luna_decoder_layer *layer, li_flow *f) {
   luna_tensor *x = f->x;
-  if (!li_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, feed_forward.fc1.weight), "luna_decoder_layer_forward")) return NULL;
   if (!f->past && (!f->p || !f->context))
     return li_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
   const luna_layer_config *c = &layer->config;
@@ -16318,7 +16320,7 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
   li_flow f = li_flow_of(x, p ? *p : NULL, lengths);
   f.context = context;
   f.wants_p = p != NULL;
-  f.horizon = layer ? layer->config.horizon : 0;
+  f.horizon = LI_OF(layer, config.horizon);
   x = li_decoder_layer(layer, &f);
   if (x && p) *p = f.p;
   return x;
@@ -16351,7 +16353,7 @@ LI_FN bool li_causal_layer_init(luna_causal_layer *layer, luna_params *params, c
 LI_LAYER_INIT(luna_causal_layer, li_layer_good(params->ctx, &c, LI_CAUSAL_LAYER), li_causal_layer_init)
 
 LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *x, li_past *past, int64_t horizon) {
-  if (!li_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, feed_forward.fc1.weight), "luna_causal_layer_forward")) return NULL;
   const luna_layer_config *c = &layer->config;
   luna_scope scope = luna_scope_begin_as(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   li_flow f = li_flow_of(x, layer->memory, NULL);
@@ -16372,7 +16374,7 @@ LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *
   return li_ffn_half(&scope, c, &layer->feed_forward, y, NULL);
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
-  return li_causal_layer(layer, x, NULL, layer ? layer->config.horizon : 0);
+  return li_causal_layer(layer, x, NULL, LI_OF(layer, config.horizon));
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -16683,6 +16685,11 @@ LUNA_API luna_tensor *luna_as_part(luna_tensor *x) {
   y->own->cut.own = x->shape[0];
   return y;
 }
+/* Embeds tokens by a table or, where that is null, features. */
+LI_FN luna_tensor *li_embedded(luna_tensor *table, const luna_input_layer *layer, const luna_input *input) {
+  if (!table) return luna_as_part(luna_input_layer_forward(layer, input));
+  return luna_as_part(luna_embedding(table, input->tokens, input->batch, input->n));
+}
 /* Returns the rows of an input's longest sequence, at least 1, or `whole`, those of the batch that it is a part of. */
 LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
   if (whole > 0) return whole;
@@ -16703,9 +16710,7 @@ LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input)
   luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_lm_state *state;
   if (!li_state_take(model, input, &state)) return NULL;
-  luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
-                                      luna_input_layer_forward(&model->input, input);
-  x = luna_as_part(x);
+  luna_tensor *x = li_embedded(model->embedding, &model->input, input);
   x = li_result_so_far(&scope, li_add_positions(x, model->config.positions, model->positions,
                                                      li_state_position(state)));
   x = li_result_so_far(&scope, luna_dropout(x, model->config.layer.dropout));
@@ -16718,11 +16723,11 @@ LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input)
 }
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows) {
   static const char name[] = "luna_lm_fit_outputs";
-  luna_ctx *ctx = model ? li_ctx_of(model->params) : NULL;
-  if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!model->output_scale || (!targets && rows > 0))
-    return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, model->output_scale ? "targets" :
-                          "the model's output_scale, which an init with .output_norm = true makes,");
+  if (!model || !model->params) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = model->params->ctx;
+  if (!li_is_given(ctx, name, "the model's output_scale, which an init with .output_norm = true makes,",
+                   model->output_scale != NULL) ||
+      !li_is_given(ctx, name, "targets", targets || rows <= 0)) return ctx->last_status;
   if (!li_in(ctx, name, "rows", rows, 0, LI_MAX_COUNT / luna_count(model->output_mean))) return ctx->last_status;
   luna_input input;
   memset(&input, 0, sizeof input);
@@ -16760,7 +16765,8 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
     in[1] = li_lm_output(model);
     in[2] = model->output.bias;
   }
-  luna_tensor *loss = in[0] ? li_labels_loss(name, in, input, labels, NULL) : NULL;
+  if (!in[0]) return NULL;
+  luna_tensor *loss = li_labels_loss(name, in, input, labels, NULL);
   return li_state_written(model, li_result(scope, loss), input->n);
 }
 
@@ -16824,10 +16830,8 @@ LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
   const luna_encoder_config *c = &e->config;
   const luna_norm_layer *norm = &e->embedding_norm;
   const float factor = li_embedding_factor(c);
-  luna_scope scope = luna_scope_begin(e->embedding ? e->embedding->ctx : e->input.mean->ctx);
-  luna_tensor *x = e->embedding ? luna_embedding(e->embedding, input->tokens, input->batch, input->n) :
-                                  luna_input_layer_forward(&e->input, input);
-  x = luna_as_part(x);
+  luna_scope scope = luna_scope_begin(e->params->ctx);
+  luna_tensor *x = li_embedded(e->embedding, &e->input, input);
   if (factor != 1 && e->embedding) x = li_result_so_far(&scope, luna_scale(x, factor));
   x = li_result_so_far(&scope, li_add_positions(x, c->positions, e->positions, c->first_position));
   if (c->keep_padding) x = li_result_so_far(&scope, luna_mask(x, input->lengths));
@@ -16954,7 +16958,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   static const char name[] = "luna_classifier_pool";
   const bool memory = model && li_pools_memory(model->config.pooling);
   luna_tensor *rows = memory ? p : x;
-  if (!li_layer_made(rows ? rows : x, model ? model->projection : NULL, name)) return NULL;
+  if (!li_layer_made(rows ? rows : x, LI_OF(model, projection), name)) return NULL;
   if (!rows) return li_fail_null(x->ctx, name, "p");
   const int64_t dim = model->config.encoder.layer.dim;
   if (!li_is_sequence(name, memory ? "p" : "x", rows, rows->shape[0], dim)) return NULL;
@@ -16985,7 +16989,8 @@ LI_FN luna_tensor *li_classifier_logits(const luna_classifier *model, luna_tenso
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
-  luna_ctx *ctx = li_encoder_ctx(model ? &model->encoder : NULL, input, "luna_classifier_forward", "input");
+  if (!model) return NULL;
+  luna_ctx *ctx = li_encoder_ctx(&model->encoder, input, "luna_classifier_forward", "input");
   if (!ctx) return NULL;
   if (model->config.pair) return li_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return li_classifier_logits(model, li_classifier_features(model, input));
@@ -16996,10 +17001,10 @@ LI_FN bool li_is_one_batch(luna_ctx *ctx, const luna_input *first, const luna_in
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second) {
   static const char name[] = "luna_classifier_forward_pair";
-  const luna_encoder *e = model ? &model->encoder : NULL;
-  luna_ctx *ctx = li_encoder_ctx(e, first, name, "first");
   luna_tensor *part[4];
-  if (!ctx || !li_encoder_ctx(e, second, name, "second") || !li_is_one_batch(ctx, first, second, name))
+  if (!model) return NULL;
+  luna_ctx *ctx = li_encoder_ctx(&model->encoder, first, name, "first");
+  if (!ctx || !li_encoder_ctx(&model->encoder, second, name, "second") || !li_is_one_batch(ctx, first, second, name))
     return NULL;
   if (!model->config.pair) return li_fail(ctx, LUNA_ERROR_CLASSIFIER_SINGLE);
   part[0] = li_classifier_features(model, first);
@@ -17036,15 +17041,17 @@ LI_FN luna_tensor *li_masked_lm_head(const luna_masked_lm *model, luna_tensor *x
   return li_normalise(&model->norm, x);
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
-  luna_ctx *ctx = li_encoder_ctx(model ? &model->encoder : NULL, input, "luna_masked_lm_forward", "input");
-  luna_tensor *x = ctx ? li_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
-  return x ? luna_linear(x, model->output, model->bias) : NULL;
+  if (!model || !li_encoder_ctx(&model->encoder, input, "luna_masked_lm_forward", "input")) return NULL;
+  luna_tensor *x = luna_encoder_forward(&model->encoder, input, NULL);
+  if (!x) return NULL;
+  return luna_linear(li_masked_lm_head(model, x), model->output, model->bias);
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
   static const char name[] = "luna_masked_lm_loss";
-  luna_ctx *ctx = li_encoder_ctx(model ? &model->encoder : NULL, input, name, "input");
-  luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
+  if (!model || !li_encoder_ctx(&model->encoder, input, name, "input")) return NULL;
+  luna_tensor *x = luna_encoder_forward(&model->encoder, input, NULL);
   if (!x) return NULL;
+  luna_ctx *ctx = x->ctx;
   const int64_t all = input->batch * input->n, classes = model->config.vocab;
   int64_t count = 0;
   if (!labels && all > 0) return li_fail_null(ctx, name, "labels");
@@ -17110,7 +17117,7 @@ LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init */
 /* Returns what the logits are made of. */
 LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                        const char *name) {
-  luna_ctx *ctx = li_encoder_ctx(model ? &model->encoder : NULL, source, name, "source");
+  luna_ctx *ctx = li_encoder_ctx(&model->encoder, source, name, "source");
   if (!ctx) return NULL;
   const li_reader to = li_reader_of(model->params, model->embedding, NULL, model->positions,
                                     model->config.encoder.first_position);
@@ -17124,6 +17131,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   memset(&e, 0, sizeof e);
   e.config = model->config.encoder;
   e.config.keep_padding = true;      /* padding of the target has a zero embedding, no more */
+  e.params = model->params;
   e.embedding = model->embedding;
   e.positions = model->positions;
   luna_tensor *x = context ? li_embed(&e, target) : NULL;
@@ -17140,14 +17148,17 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
 }
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
-  const luna_scope scope = luna_scope_begin(model ? li_ctx_of(model->params) : NULL);
+  if (!model) return NULL;
+  const luna_scope scope = luna_scope_begin(li_ctx_of(model->params));
   luna_tensor *x = li_seq2seq_features(model, source, target, "luna_seq2seq_forward");
-  return li_result(scope, x ? luna_linear(x, model->output, NULL) : NULL);
+  if (!x) return NULL;
+  return li_result(scope, luna_linear(x, model->output, NULL));
 }
 LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                         const int32_t *labels, const luna_cross_entropy_config *config) {
   static const char name[] = "luna_seq2seq_loss";
-  const luna_scope scope = luna_scope_begin(model ? li_ctx_of(model->params) : NULL);
+  if (!model) return NULL;
+  const luna_scope scope = luna_scope_begin(li_ctx_of(model->params));
   luna_tensor *x = li_seq2seq_features(model, source, target, name);
   if (!x) return NULL;
   luna_tensor *const in[3] = { x, model->output, NULL };
@@ -17156,8 +17167,8 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_trainer: schedules and optimisers. An optimiser (luna_optimizer) keeps an li_trained for each parameter, and
    hands those that have a gradient to the backend as a table of luna_update. In this order: schedules, parameters that
-   join, opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by tests/engine/trainer.c and
-   optimizer_hook.c.
+   join, opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by tests/engine/trainer.c
+   and optimizer_hook.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
