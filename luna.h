@@ -11798,7 +11798,7 @@ LI_FN bool li_is_text(const char *s) {
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   if (!ctx) return NULL;
-  luna_params *params = (luna_params *)li_persist_host(ctx, "luna_params_open", sizeof(luna_params));
+  luna_params *params = (luna_params *)li_persist_host(ctx, __func__, sizeof(luna_params));
   li_remember(ctx, params ? LUNA_OK : ctx->last_status);
   if (!params) return NULL;
   params->ctx = ctx;
@@ -11815,7 +11815,7 @@ LI_FN bool li_same_device(const luna_ctx *a, const luna_ctx *b) {
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
   if (!ctx) return NULL;
   if (!from) {
-    li_remember(ctx, li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_share", "from"));
+    li_remember(ctx, li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, "from"));
     return NULL;
   }
   luna_params *params = luna_params_open(ctx);
@@ -11829,7 +11829,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
   ctx->sharing = &params->sharing;
-  return li_backend_result(ctx, "luna_params_share", li_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
+  return li_backend_result(ctx, __func__, li_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
 }
 
 /* Returns the slot where a name of this hash is, or the free one where it belongs. */
@@ -11900,7 +11900,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
   if (!params) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = params->ctx;
   int64_t matched = 0;
-  if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_params_freeze");
+  if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, __func__);
   if (ctx->tape) return li_fail_status(ctx, LUNA_ERROR_FREEZE_TAPE);
   for (li_param *p = params->first; p; p = p->next) {
     luna_tensor *t = &p->tensor;
@@ -11909,7 +11909,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     if (t->needs_grad != frozen) continue;
     const size_t bytes = (size_t)luna_count(t) * sizeof(float);
     const luna_status status = t->grad ? ctx->backend->zero(ctx, t->grad, bytes) : LUNA_OK;
-    if (status != LUNA_OK) return li_backend_result(ctx, "luna_params_freeze", status);
+    if (status != LUNA_OK) return li_backend_result(ctx, __func__, status);
 
     float *grad = t->grad;
     const bool has_grad = t->own->has_grad;
@@ -11980,17 +11980,16 @@ LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, 
   return status;
 }
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape) {
-  static const char name[] = "luna_tensor_random";
   const int64_t kind = (int64_t)init.kind, low = LUNA_INIT_NORMAL, high = LUNA_INIT_UNIFORM;
   const uint64_t use = 0x52616E64u;  /* No other use of the seed has this number. */
   if (!ctx) return NULL;
-  if (kind < low || kind > high) return li_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "init.kind", kind, low, high);
+  if (kind < low || kind > high) return li_fail(ctx, LUNA_ERROR_VALUE_RANGE, __func__, "init.kind", kind, low, high);
   if (!li_is_finite(init.scale))
-    return li_fail(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "init.scale", (double)init.scale);
+    return li_fail(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, __func__, "init.scale", (double)init.scale);
   luna_tensor *t = luna_tensor_new(ctx, NULL, rank, shape);
   if (!t) return NULL;
   const luna_status status = li_first_write(t, init, use, seed);
-  return status == LUNA_OK ? t : li_fail_backend(ctx, name, status);
+  return status == LUNA_OK ? t : li_fail_backend(ctx, __func__, status);
 }
 
 /* whether the shapes are the same */
@@ -12259,8 +12258,8 @@ LI_FN luna_status li_params_put(luna_params *params, const char *key, const char
 LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, const char *value) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!key || !value)
-    return li_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_set_text", key ? "value" : "key");
-  if (li_is_ours(key)) return li_fail_status(params->ctx, LUNA_ERROR_NAME_RESERVED, "luna_params_set_text", key);
+    return li_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, key ? "value" : "key");
+  if (li_is_ours(key)) return li_fail_status(params->ctx, LUNA_ERROR_NAME_RESERVED, __func__, key);
   return li_params_put(params, key, value);
 }
 
@@ -15467,7 +15466,7 @@ LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part 
     luna_layer_config c; \
     if (config) c = *config; \
     else memset(&c, 0, sizeof c); \
-    const bool good = li_setup_begin(&s, #layer_type "_init", params, layer, sizeof *layer) && \
+    const bool good = li_setup_begin(&s, __func__, params, layer, sizeof *layer) && \
                       (defaults) && li_setup_config(&s, &c, sizeof c) && parameters(layer, params, prefix); \
     return li_setup_end(&s, good); \
   }
@@ -15487,7 +15486,7 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
   luna_linear_layer made = { NULL, NULL };
   const li_part part = { true, LI_BOTH(made), ".weight", out, in, init };
   li_setup s;
-  const bool good = li_setup_begin(&s, "luna_linear_layer_init", params, layer, sizeof *layer) &&
+  const bool good = li_setup_begin(&s, __func__, params, layer, sizeof *layer) &&
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
@@ -15496,7 +15495,7 @@ LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
   return layer->weight ? luna_linear(x, layer->weight, layer->bias) : x;
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
-  if (!li_layer_made(x, LI_OF(layer, weight), "luna_linear_layer_forward")) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, weight), __func__)) return NULL;
   return li_project(layer, x);
 }
 
@@ -15508,7 +15507,7 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
   c.norm = kind;
   const li_part part = li_norm_part(true, &made, ".weight", &c);
   li_setup s;
-  const bool good = li_setup_begin(&s, "luna_norm_layer_init", params, layer, sizeof *layer) &&
+  const bool good = li_setup_begin(&s, __func__, params, layer, sizeof *layer) &&
                     li_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS) &&
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
@@ -15519,7 +15518,7 @@ LI_FN luna_tensor *li_normalise(const luna_norm_layer *layer, luna_tensor *x) {
   return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias, 0) : luna_rms_norm(x, layer->weight, 0);
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
-  if (!li_layer_made(x, LI_OF(layer, weight), "luna_norm_layer_forward")) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, weight), __func__)) return NULL;
   return li_normalise(layer, x);
 }
 
@@ -15538,7 +15537,7 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
   li_part parts[LI_MAX_PARTS];
   const int count = li_input_parts(&made, features, dim, init, parts);
   li_setup s;
-  const bool good = li_setup_begin(&s, "luna_input_layer_init", params, layer, sizeof *layer) &&
+  const bool good = li_setup_begin(&s, __func__, params, layer, sizeof *layer) &&
                     li_parts_init(params, prefix, parts, count) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
@@ -15628,13 +15627,12 @@ LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_
   return status;
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
-  static const char name[] = "luna_input_layer_fit";
   if (!layer || !layer->params) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = layer->params->ctx;
-  const char *outer = li_enter(ctx, name);
+  const char *outer = li_enter(ctx, __func__);
   luna_status status = LUNA_OK;
-  if (!li_layer_input_fits(layer, input, name)) status = ctx->last_status;
-  else status = li_write_fit(input, layer->mean, layer->scale, true, name);
+  if (!li_layer_input_fits(layer, input, __func__)) status = ctx->last_status;
+  else status = li_write_fit(input, layer->mean, layer->scale, true, __func__);
   li_leave(ctx, outer);
   return status;
 }
@@ -15690,7 +15688,7 @@ LI_FN bool li_features_fit(const luna_input_layer *layer, const luna_input *inpu
   return true;
 }
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
-  if (!li_layer_input_fits(layer, input, "luna_input_layer_forward") || !li_features_fit(layer, input)) return NULL;
+  if (!li_layer_input_fits(layer, input, __func__) || !li_features_fit(layer, input)) return NULL;
   const luna_scope scope = luna_scope_begin(layer->mean->ctx);
   luna_tensor *x = li_features_of(scope.ctx, input, layer->mean->shape[0], false);
   luna_tensor *present = li_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -16089,13 +16087,12 @@ LI_FN luna_tensor *li_linear_attention(luna_tensor *const qkv[3], int64_t heads,
 
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
                                                    luna_tensor *context, const int32_t *lengths) {
-  static const char name[] = "luna_attention_layer_forward";
   luna_tensor *qkv[3];
-  if (!li_layer_made(x, LI_OF(layer, q.weight), name)) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, q.weight), __func__)) return NULL;
   const luna_layer_config *c = &layer->config;
   if (!context) context = x;
-  if (!li_is_sequence(name, "x", x, x->shape[0], c->dim) ||
-      !li_is_sequence(name, "context", context, x->shape[0], c->dim)) return NULL;
+  if (!li_is_sequence(__func__, "x", x, x->shape[0], c->dim) ||
+      !li_is_sequence(__func__, "context", context, x->shape[0], c->dim)) return NULL;
   const luna_scope scope = luna_scope_begin(x->ctx);
   qkv[0] = li_project(&layer->q, x);
   qkv[1] = li_project(&layer->k, context);
@@ -16606,7 +16603,7 @@ LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kin
     li_model_config m; \
     memset(&m, 0, sizeof m); \
     if (config) m.kind = *config; \
-    const bool good = li_setup_begin(&s, "luna_" #kind "_init", params, model, sizeof *model) && \
+    const bool good = li_setup_begin(&s, __func__, params, model, sizeof *model) && \
                       li_##kind##_defaults(params->ctx, &m) && \
                       li_fields_good(params->ctx, of, &described) && \
                       li_setup_config(&s, &m.kind, sizeof m.kind) && li_##kind##_init(model, params) && \
@@ -16676,9 +16673,9 @@ LI_FN luna_part li_part_of(const luna_ctx *ctx) {
   return ctx->shares ? ctx->part : whole;
 }
 LUNA_API luna_tensor *luna_as_part(luna_tensor *x) {
-  if (!x || li_is_released(x, "luna_as_part")) return NULL;
+  if (!x || li_is_released(x, __func__)) return NULL;
   if (!x->ctx->shares) return x;
-  if (x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_as_part", x, (int64_t)0);
+  if (x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, __func__, x, (int64_t)0);
   luna_tensor *y = luna_reshape(x, x->rank, x->shape);
   if (!y) return NULL;
   y->own->cut.first = x->ctx->part.first;
@@ -16722,18 +16719,17 @@ LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input)
   return li_result(scope, li_normalise(&model->norm, x));
 }
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows) {
-  static const char name[] = "luna_lm_fit_outputs";
   if (!model || !model->params) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = model->params->ctx;
-  if (!li_is_given(ctx, name, "the model's output_scale, which an init with .output_norm = true makes,",
+  if (!li_is_given(ctx, __func__, "the model's output_scale, which an init with .output_norm = true makes,",
                    model->output_scale != NULL) ||
-      !li_is_given(ctx, name, "targets", targets || rows <= 0)) return ctx->last_status;
-  if (!li_in(ctx, name, "rows", rows, 0, LI_MAX_COUNT / luna_count(model->output_mean))) return ctx->last_status;
+      !li_is_given(ctx, __func__, "targets", targets || rows <= 0)) return ctx->last_status;
+  if (!li_in(ctx, __func__, "rows", rows, 0, LI_MAX_COUNT / luna_count(model->output_mean))) return ctx->last_status;
   luna_input input;
   memset(&input, 0, sizeof input);
   input.features = targets, input.batch = 1, input.n = rows;
-  const char *outer = li_enter(ctx, name);
-  const luna_status status = li_write_fit(&input, model->output_mean, model->output_scale, false, name);
+  const char *outer = li_enter(ctx, __func__);
+  const luna_status status = li_write_fit(&input, model->output_mean, model->output_scale, false, __func__);
   li_leave(ctx, outer);
   return status;
 }
@@ -16742,20 +16738,18 @@ LI_FN luna_tensor *li_lm_output(const luna_lm *model) {
   return model->output.weight ? model->output.weight : model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
-  static const char name[] = "luna_lm_forward";
-  luna_ctx *ctx = li_lm_ctx(model, input, name);
+  luna_ctx *ctx = li_lm_ctx(model, input, __func__);
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
   const luna_tensor *scale = model->output_scale;
   if (scale && ctx->training && !scale->own->given && li_computes(ctx))
-    return li_fail(ctx, LUNA_ERROR_OUTPUTS_NOT_FITTED, name);
+    return li_fail(ctx, LUNA_ERROR_OUTPUTS_NOT_FITTED, __func__);
   luna_tensor *y = luna_linear(li_lm_features(model, input), li_lm_output(model), model->output.bias);
   if (scale) y = luna_add(luna_mul(y, luna_detach(model->output_scale)), luna_detach(model->output_mean));
   return li_state_written(model, li_result(scope, y), input->n);
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
-  static const char name[] = "luna_lm_loss";
-  luna_ctx *ctx = li_lm_ctx(model, input, name);
+  luna_ctx *ctx = li_lm_ctx(model, input, __func__);
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
   luna_tensor *in[3] = { NULL, NULL, NULL };
@@ -16766,7 +16760,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
     in[2] = model->output.bias;
   }
   if (!in[0]) return NULL;
-  luna_tensor *loss = li_labels_loss(name, in, input, labels, NULL);
+  luna_tensor *loss = li_labels_loss(__func__, in, input, labels, NULL);
   return li_state_written(model, li_result(scope, loss), input->n);
 }
 
@@ -16815,7 +16809,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   li_model_config m;
   memset(&m, 0, sizeof m);
   if (config) m.encoder = *config;
-  const bool good = li_setup_begin(&s, "luna_encoder_init", params, e, sizeof *e) &&
+  const bool good = li_setup_begin(&s, __func__, params, e, sizeof *e) &&
                     li_encoder_defaults(params->ctx, &m, &m.encoder, vocab ? vocab : 256) &&
                     li_fields_good(params->ctx, LI_OF_ENCODER, &m) &&
                     li_setup_config(&s, &m.encoder, sizeof m.encoder) && li_encoder_init(e, params, prefix, m.vocab);
@@ -16855,7 +16849,7 @@ LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *inp
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
-  luna_ctx *ctx = li_encoder_ctx(e, input, "luna_encoder_embed", "input");
+  luna_ctx *ctx = li_encoder_ctx(e, input, __func__, "input");
   if (!ctx) return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
   const luna_encoder_config *c = &e->config;
@@ -16955,13 +16949,12 @@ LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
-  static const char name[] = "luna_classifier_pool";
   const bool memory = model && li_pools_memory(model->config.pooling);
   luna_tensor *rows = memory ? p : x;
-  if (!li_layer_made(rows ? rows : x, LI_OF(model, projection), name)) return NULL;
-  if (!rows) return li_fail_null(x->ctx, name, "p");
+  if (!li_layer_made(rows ? rows : x, LI_OF(model, projection), __func__)) return NULL;
+  if (!rows) return li_fail_null(x->ctx, __func__, "p");
   const int64_t dim = model->config.encoder.layer.dim;
-  if (!li_is_sequence(name, memory ? "p" : "x", rows, rows->shape[0], dim)) return NULL;
+  if (!li_is_sequence(__func__, memory ? "p" : "x", rows, rows->shape[0], dim)) return NULL;
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS:
       if (x->shape[1] < 1) return li_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
@@ -16990,7 +16983,7 @@ LI_FN luna_tensor *li_classifier_logits(const luna_classifier *model, luna_tenso
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
   if (!model) return NULL;
-  luna_ctx *ctx = li_encoder_ctx(&model->encoder, input, "luna_classifier_forward", "input");
+  luna_ctx *ctx = li_encoder_ctx(&model->encoder, input, __func__, "input");
   if (!ctx) return NULL;
   if (model->config.pair) return li_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return li_classifier_logits(model, li_classifier_features(model, input));
@@ -17000,12 +16993,11 @@ LI_FN bool li_is_one_batch(luna_ctx *ctx, const luna_input *first, const luna_in
 }
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second) {
-  static const char name[] = "luna_classifier_forward_pair";
   luna_tensor *part[4];
   if (!model) return NULL;
-  luna_ctx *ctx = li_encoder_ctx(&model->encoder, first, name, "first");
-  if (!ctx || !li_encoder_ctx(&model->encoder, second, name, "second") || !li_is_one_batch(ctx, first, second, name))
-    return NULL;
+  luna_ctx *ctx = li_encoder_ctx(&model->encoder, first, __func__, "first");
+  if (!ctx || !li_encoder_ctx(&model->encoder, second, __func__, "second") ||
+      !li_is_one_batch(ctx, first, second, __func__)) return NULL;
   if (!model->config.pair) return li_fail(ctx, LUNA_ERROR_CLASSIFIER_SINGLE);
   part[0] = li_classifier_features(model, first);
   part[1] = li_classifier_features(model, second);
@@ -17041,26 +17033,25 @@ LI_FN luna_tensor *li_masked_lm_head(const luna_masked_lm *model, luna_tensor *x
   return li_normalise(&model->norm, x);
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
-  if (!model || !li_encoder_ctx(&model->encoder, input, "luna_masked_lm_forward", "input")) return NULL;
+  if (!model || !li_encoder_ctx(&model->encoder, input, __func__, "input")) return NULL;
   luna_tensor *x = luna_encoder_forward(&model->encoder, input, NULL);
   if (!x) return NULL;
   return luna_linear(li_masked_lm_head(model, x), model->output, model->bias);
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
-  static const char name[] = "luna_masked_lm_loss";
-  if (!model || !li_encoder_ctx(&model->encoder, input, name, "input")) return NULL;
+  if (!model || !li_encoder_ctx(&model->encoder, input, __func__, "input")) return NULL;
   luna_tensor *x = luna_encoder_forward(&model->encoder, input, NULL);
   if (!x) return NULL;
   luna_ctx *ctx = x->ctx;
   const int64_t all = input->batch * input->n, classes = model->config.vocab;
   int64_t count = 0;
-  if (!labels && all > 0) return li_fail_null(ctx, name, "labels");
+  if (!labels && all > 0) return li_fail_null(ctx, __func__, "labels");
   for (int64_t i = 0; i < all; i++) {
     const int32_t label = li_label(input, labels, i);
-    if (label >= classes) return li_fail(ctx, LUNA_ERROR_LABEL_RANGE, name, i, (int64_t)label, classes);
+    if (label >= classes) return li_fail(ctx, LUNA_ERROR_LABEL_RANGE, __func__, i, (int64_t)label, classes);
     count += label >= 0;
   }
-  int32_t *places = (int32_t *)li_step_host(ctx, name, (size_t)(2 * count) * sizeof(int32_t));
+  int32_t *places = (int32_t *)li_step_host(ctx, __func__, (size_t)(2 * count) * sizeof(int32_t));
   if (!places) return NULL;
   int32_t *chosen = places + count;
   for (int64_t i = 0, k = 0; i < all; i++) {
@@ -17071,7 +17062,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   /* the rows at those places */
   x = luna_embedding(li_reshape(x, 2, all, model->config.encoder.layer.dim, 1, 1), places, 1, count);
   x = li_masked_lm_head(model, x);
-  return li_linear_cross_entropy_loss(name, x, model->output, model->bias, chosen, NULL);
+  return li_linear_cross_entropy_loss(__func__, x, model->output, model->bias, chosen, NULL);
 }
 
 LI_FN bool li_seq2seq_defaults(luna_ctx *ctx, li_model_config *m) {
@@ -17150,19 +17141,18 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
                                            const luna_input *target) {
   if (!model) return NULL;
   const luna_scope scope = luna_scope_begin(li_ctx_of(model->params));
-  luna_tensor *x = li_seq2seq_features(model, source, target, "luna_seq2seq_forward");
+  luna_tensor *x = li_seq2seq_features(model, source, target, __func__);
   if (!x) return NULL;
   return li_result(scope, luna_linear(x, model->output, NULL));
 }
 LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                         const int32_t *labels, const luna_cross_entropy_config *config) {
-  static const char name[] = "luna_seq2seq_loss";
   if (!model) return NULL;
   const luna_scope scope = luna_scope_begin(li_ctx_of(model->params));
-  luna_tensor *x = li_seq2seq_features(model, source, target, name);
+  luna_tensor *x = li_seq2seq_features(model, source, target, __func__);
   if (!x) return NULL;
   luna_tensor *const in[3] = { x, model->output, NULL };
-  return li_result(scope, li_labels_loss(name, in, target, labels, config));
+  return li_result(scope, li_labels_loss(__func__, in, target, labels, config));
 }
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_trainer: schedules and optimisers. An optimiser (luna_optimizer) keeps an li_trained for each parameter, and
@@ -17368,14 +17358,13 @@ LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_op
 }
 LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_optimizer_hook *hook,
                                              const luna_optimizer_config *config) {
-  static const char name[] = "luna_optimizer_open";
   luna_ctx *ctx = li_ctx_of(params);
   if (!ctx) return NULL;
-  if (!li_optimizer_hook_good(ctx, name, hook)) {
+  if (!li_optimizer_hook_good(ctx, __func__, hook)) {
     li_remember(ctx, ctx->last_status);
     return NULL;
   }
-  const li_optimizer_defaults defaults = { name, hook->moments, 1e-3f, 0, 0, 0 };
+  const li_optimizer_defaults defaults = { __func__, hook->moments, 1e-3f, 0, 0, 0 };
   return li_optimizer_open(params, LUNA_OPTIMIZER_HOOK, hook, &defaults, config);
 }
 
@@ -17405,10 +17394,10 @@ LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *o, const luna_para
   luna_ctx *ctx = o ? o->params->ctx : NULL;
   int64_t matched = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (!li_is_given(ctx, "luna_optimizer_add_group", "group", group != NULL) ||
-      !li_is_number(ctx, "luna_optimizer_add_group", "lr_factor", group->lr_factor) ||
-      !li_is_number(ctx, "luna_optimizer_add_group", "decay_factor", group->decay_factor)) return ctx->last_status;
-  const luna_status status = li_optimizer_join(o, "luna_optimizer_add_group");
+  if (!li_is_given(ctx, __func__, "group", group != NULL) ||
+      !li_is_number(ctx, __func__, "lr_factor", group->lr_factor) ||
+      !li_is_number(ctx, __func__, "decay_factor", group->decay_factor)) return ctx->last_status;
+  const luna_status status = li_optimizer_join(o, __func__);
   if (status != LUNA_OK) return status;
   for (int64_t i = 0; i < o->size; i++) matched += li_group_fits(group, &o->trained[i]);
   if (!matched)
@@ -17456,7 +17445,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
     return li_fail_status(ctx, LUNA_ERROR_RATES, (double)(lr * large->lr), (double)large->decay, large->name);
   o->attempts++;
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
-  return li_backend_result(ctx, "luna_optimizer_advance", status);
+  return li_backend_result(ctx, __func__, status);
 }
 /* Begins an average at the parameter's value. */
 LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
@@ -17540,14 +17529,13 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
 }
 
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
-  static const char name[] = "luna_optimizer_swap_average";
   luna_ctx *ctx = o ? o->params->ctx : NULL;
   void *scratch;
   if (!o) return LUNA_BAD_ARGUMENT;
   if (o->kept == o->moments) return li_fail_status(ctx, LUNA_ERROR_AVERAGE_NONE);
   const li_mark mark = li_step_mark(ctx);
   const size_t room = LUNA_UPDATE_PIECE * sizeof(float);
-  if (!li_step(ctx, room, true, &scratch)) return li_fail_memory(ctx, name, room);
+  if (!li_step(ctx, room, true, &scratch)) return li_fail_memory(ctx, __func__, room);
   luna_status status = ctx->open_status;
   ctx->writes++;
   for (const li_trained *t = o->trained; t < o->trained + o->size; t++) {
@@ -17561,7 +17549,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   }
   li_step_rewind(ctx, mark);
   if (status == LUNA_OK) o->swapped = !o->swapped;
-  return li_backend_result(ctx, name, status);
+  return li_backend_result(ctx, __func__, status);
 }
 
 /* Adds the squares of all gradients, as the optimisers sum them, or for null multiplies them by the factor. On a device
@@ -17583,28 +17571,27 @@ LI_FN luna_status li_gradients_pass(luna_params *params, float *piece, double *s
   return status;
 }
 LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm) {
-  static const char name[] = "luna_params_clip_grad";
   luna_ctx *ctx = li_ctx_of(params);
   double sum = 0;
   void *piece = NULL;
   luna_status status = ctx ? ctx->open_status : LUNA_BAD_ARGUMENT;
-  if (status != LUNA_OK || !(max_norm >= 0 || li_is_rate(ctx, name, "max_norm", max_norm))) return (float)NAN;
+  if (status != LUNA_OK || !(max_norm >= 0 || li_is_rate(ctx, __func__, "max_norm", max_norm))) return (float)NAN;
   if (ctx->status != LUNA_OK && ctx->status != LUNA_NOT_FINITE) return (float)NAN;
   const li_mark mark = li_step_mark(ctx);
   const size_t bytes = li_on_device(ctx) ? LI_SUM_BLOCK * sizeof(float) : 1;
-  if (!li_step(ctx, bytes, false, &piece)) return (void)li_fail_memory(ctx, name, bytes), (float)NAN;
+  if (!li_step(ctx, bytes, false, &piece)) return (void)li_fail_memory(ctx, __func__, bytes), (float)NAN;
 
   status = li_gradients_pass(params, (float *)piece, &sum, 1);
   sum = sqrt(sum);
   if (status == LUNA_OK && max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY)
     status = li_gradients_pass(params, (float *)piece, NULL, (float)((double)max_norm / sum));
   li_step_rewind(ctx, mark);
-  return li_backend_result(ctx, name, status) == LUNA_OK ? (float)sum : (float)NAN;
+  return li_backend_result(ctx, __func__, status) == LUNA_OK ? (float)sum : (float)NAN;
 }
 
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (!li_is_rate(o->params->ctx, "luna_optimizer_set_lr", "lr", lr)) return o->params->ctx->last_status;
+  if (!li_is_rate(o->params->ctx, __func__, "lr", lr)) return o->params->ctx->last_status;
   o->config.lr = lr;
   return LUNA_OK;
 }
