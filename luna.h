@@ -17673,19 +17673,22 @@ LI_FN void li_st_put_pair(li_st_writer *w, const char *key, const char *value) {
 /* a tensor's entry in the header; false: it is the data's turn */
 LI_FN bool li_st_put_entry(li_st_writer *w, const char *name, const char *dtype, const luna_tensor *like, int size) {
   const int64_t count = li_shape_count(like->rank, like->shape), begin = w->begin;
-  char places[160];
+  char entry[240];
   if (count < 0 || strcmp(name, "__metadata__") == 0) w->failed = true;
   if (w->failed || !w->tensor) return w->failed;
   w->begin += size * count;
-  li_print(places, sizeof places, "%t,\"data_offsets\":[%d,%d]}", like, begin, w->begin);
+  li_print(entry, sizeof entry, ":{\"dtype\":\"%s\",\"shape\":%t,\"data_offsets\":[%d,%d]}", dtype, like, begin,
+           w->begin);
   li_st_write_text(w, w->tensor);
   li_st_write_string(w, name);
-  li_st_write_text(w, ":{\"dtype\":\"");
-  li_st_write_text(w, dtype);
-  li_st_write_text(w, "\",\"shape\":");
-  li_st_write_text(w, places);
+  li_st_write_text(w, entry);
   w->tensor = ",", w->end = "}";
   return true;
+}
+/* Copies n floats of a tensor to `block`. */
+LI_FN void li_st_fetch(li_st_writer *w, float *block, const float *from, int64_t n) {
+  if (!w->fetch) memcpy(block, from, (size_t)n * sizeof(float));
+  else if (!w->failed) w->failed = !w->fetch(w->device, block, from, n);
 }
 /* data: like's, may be null without elements */
 LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
@@ -17696,17 +17699,9 @@ LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor
   if (li_st_put_entry(w, name, "F32", like, 4)) return;
   for (int64_t i = 0; i < count && !w->failed; i += step) {
     const int64_t n = li_min(step, count - i);
-    const float *from = w->fetch ? block : data + i;
-    if (w->fetch) w->failed = !w->fetch(w->device, block, data + i, n);
-    if (li_st_little()) {
-      li_st_write_bytes(w, from, (size_t)n * sizeof(float));
-      continue;
-    }
-    for (int64_t k = 0; k < n; k++) {
-      uint32_t pattern;
-      memcpy(&pattern, &from[k], sizeof(pattern));
-      li_st_write_little(w, pattern, 4);
-    }
+    if (w->fetch || !li_st_little()) li_st_fetch(w, block, data + i, n);
+    if (li_st_little()) li_st_write_bytes(w, w->fetch ? block : data + i, (size_t)n * sizeof(float));
+    for (int64_t k = 0; k < (li_st_little() ? 0 : n); k++) li_st_write_little(w, li_bits_of(block[k]), 4);
   }
 }
 
@@ -17762,50 +17757,42 @@ LI_FN void li_put_set(li_st_writer *w, const void *set) {
     li_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
 #ifndef LUNA_NO_INT8
-/* a row's scale, or with `scale` its integers */
+/* Returns a row's scale or, given it, writes the row's integers. */
 LI_FN float li_put_row(li_st_writer *w, const float *x, int64_t n, const float *scale) {
   float block[1024], largest = 0;
   int8_t q[1024];
   for (int64_t i = 0, part; i < n && !w->failed; i += part) {
     part = li_min(1024, n - i);
-    if (!w->fetch) memcpy(block, x + i, (size_t)part * sizeof(float));
-    else w->failed = !w->fetch(w->device, block, x + i, part);
+    li_st_fetch(w, block, x + i, part);
     for (int64_t j = 0; j < part && !w->failed; j++) {
       if (scale) q[j] = li_int8_of(block[j], *scale);
       else if (!li_is_finite(block[j])) return (float)NAN;
       else if (fabsf(block[j]) > largest) largest = fabsf(block[j]);
     }
-    if (scale && !w->failed) li_st_write_bytes(w, q, (size_t)part);
+    if (scale) li_st_write_bytes(w, q, (size_t)part);
   }
   return li_int8_scale(largest);
 }
-/* the scales of a weight, or its integers, with their entries in the header */
-LI_FN void li_put_int8(li_st_writer *w, const li_param *p, bool scales) {
-  const luna_tensor *t = &p->tensor, like = li_like(t->ctx, 1, t->shape);
-  char name[LI_ST_NAME];
-  li_print(name, sizeof name, scales ? "%s.scale" : "%s", p->name);
-  const bool entered = scales ? li_st_put_entry(w, name, "F32", &like, 4) : li_st_put_entry(w, name, "I8", t, 1);
-  if (entered) return;
-  for (int64_t r = 0; r < t->shape[0] && !w->failed; r++) {
-    const float *row = t->data + r * t->shape[1], scale = li_put_row(w, row, t->shape[1], NULL);
-    if (scales) li_st_write_little(w, li_bits_of(scale), 4);
-    else (void)li_put_row(w, row, t->shape[1], &scale);
-  }
-}
-/* whether it is saved in 8 bits: not where its scales' name is another parameter's */
-LI_FN bool li_saves_int8(const luna_params *params, const li_param *p) {
-  char name[LI_ST_NAME];
-  li_print(name, sizeof name, "%s.scale", p->name);
-  return li_int8_part(p->name, p->tensor.rank, p->tensor.shape) && !li_param_find(params, name);
-}
-/* floats first, so that they stay aligned */
+/* In 8 bits: scales and what stays float come first, so that they are aligned, then integers. A weight stays float
+   where another parameter has its scales' name. */
 LI_FN void li_put_set_int8(li_st_writer *w, const void *set) {
   const luna_params *params = (const luna_params *)set;
+  char scales[LI_ST_NAME];
   li_put_pairs(w, params);
   for (int pass = 0; pass < 2; pass++)
     for (const li_param *p = params->first; p; p = p->next) {
-      if (li_saves_int8(params, p)) li_put_int8(w, p, pass == 0);
-      else if (pass == 0) li_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
+      const luna_tensor *t = &p->tensor, like = li_like(t->ctx, 1, t->shape);
+      li_print(scales, sizeof scales, "%s.scale", p->name);
+      if (!li_int8_part(p->name, t->rank, t->shape) || li_param_find(params, scales)) {
+        if (pass == 0) li_st_put_tensor(w, p->name, t, t->data);
+        continue;
+      }
+      if (pass == 0 ? li_st_put_entry(w, scales, "F32", &like, 4) : li_st_put_entry(w, p->name, "I8", t, 1)) continue;
+      for (int64_t r = 0; r < t->shape[0] && !w->failed; r++) {
+        const float *row = t->data + r * t->shape[1], scale = li_put_row(w, row, t->shape[1], NULL);
+        if (pass == 0) li_st_write_little(w, li_bits_of(scale), 4);
+        else (void)li_put_row(w, row, t->shape[1], &scale);
+      }
     }
 }
 #endif
@@ -18063,14 +18050,11 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
   if (m->loaded) return LUNA_OK;
   return li_fail_status(ctx, LUNA_ERROR_NOTHING_MATCHES, ctx->call, params->size, li_file_name(ctx));
 }
-/* a model's config from a file */
-LI_FN luna_status li_config_read(luna_ctx *ctx, const li_st *st, int kind, void *config,
-                                 const luna_layer_config *layer) {
-  if (li_st_is_newer(st)) return li_not_a_model(ctx, LI_NEWER);
-  const char *wrong = li_fields_read(st, kind, config);
-  if (wrong) return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, li_file_name(ctx));
-  return layer->dim % layer->heads ? li_not_a_model(ctx, LI_NO_HEADS) : LUNA_OK;
-}
+/* The kinds of model in the order of luna_model_kind: their names in a file, and where a luna_model has them. */
+#define LI_KIND(name, member) { name, offsetof(luna_model, member), sizeof(((luna_model *)NULL)->member) }
+static const struct { const char *name; size_t at, size; } li_kinds[] = {
+  LI_KIND(LI_LM_KIND, lm), LI_KIND("classifier", classifier), LI_KIND("masked_lm", masked_lm),
+  LI_KIND("seq2seq", seq2seq) };
 LI_FN luna_status li_model_init(luna_model *model, luna_params *params, li_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
   m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
@@ -18079,12 +18063,11 @@ LI_FN luna_status li_model_init(luna_model *model, luna_params *params, li_model
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-/* into setup's struct, its bytes of the member of luna_model at `at`; kind: that the file must have, 0: any */
-typedef struct li_kind_load { li_setup setup; luna_model_kind kind; size_t at; } li_kind_load;
+/* loads into setup's struct: a luna_model, or the struct of `kind` */
+typedef struct li_kind_load { li_setup setup; luna_model_kind kind; } li_kind_load;
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
    name and shape; then the file may have no more. */
 LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
-  static const char *const kinds[] = { LI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
   const li_kind_load *load = (const li_kind_load *)into;
   luna_params *params = load->setup.params;
   const int64_t count = li_st_tensors(st, NULL);
@@ -18096,16 +18079,18 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   memset(&m, 0, sizeof m);
   if (params->size) return li_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size);
   if (!li_st_meta(st, "luna.kind", &kind)) return li_not_a_model(ctx, LI_NO_KIND);
-  while (k < LI_LENGTH(kinds) && !li_st_equal(kind, kinds[k])) k++;
-  if (k == LI_LENGTH(kinds)) return li_not_a_model(ctx, "its luna.kind is unknown");
+  while (k < LI_LENGTH(li_kinds) && !li_st_equal(kind, li_kinds[k].name)) k++;
+  if (k == LI_LENGTH(li_kinds)) return li_not_a_model(ctx, "its luna.kind is unknown");
   model.kind = (luna_model_kind)(LUNA_MODEL_LM + k);
   if (load->kind && load->kind != model.kind)
-    return li_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, li_file_name(ctx), kinds[k],
-                          kinds[load->kind - LUNA_MODEL_LM]);
-  luna_status status = model.kind == LUNA_MODEL_LM ?
-      li_config_read(ctx, st, LI_OF_LM, &m.lm, &m.lm.layer) :
-      li_config_read(ctx, st, LI_OF_ENCODER, &m, &m.encoder.layer);
-  if (status != LUNA_OK) return status;
+    return li_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, li_file_name(ctx), li_kinds[k].name,
+                          li_kinds[load->kind - LUNA_MODEL_LM].name);
+  if (li_st_is_newer(st)) return li_not_a_model(ctx, LI_NEWER);
+  const bool lm = model.kind == LUNA_MODEL_LM;
+  const luna_layer_config *layer = lm ? &m.lm.layer : &m.encoder.layer;
+  const char *wrong = lm ? li_fields_read(st, LI_OF_LM, &m.lm) : li_fields_read(st, LI_OF_ENCODER, &m);
+  if (wrong) return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, li_file_name(ctx));
+  if (layer->dim % layer->heads) return li_not_a_model(ctx, LI_NO_HEADS);
   /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
      memory comes first, are at most as many as tensors. */
   const int64_t layers = m.encoder.tied_layers ? 1 : m.encoder.layers;
@@ -18116,16 +18101,17 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   m.encoder.layer.hook = m.lm.layer.hook;
   if (li_st_is_linformer(st)) m.encoder.layer.attention = LUNA_ATTENTION_LUNA;
   params->filling = params->borrowing ? NULL : st;
-  status = li_model_init(&model, params, &m);
+  luna_status status = li_model_init(&model, params, &m);
   params->filling = NULL;
   if (status == LUNA_OK && params->size != count)
     status = li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_COUNT, ctx->call, li_file_name(ctx), count, params->size);
   /* a hook's init may have drawn values of its own */
   if (status == LUNA_OK && !params->borrowing && m.lm.layer.hook) status = li_load_values(params, st);
   if (status == LUNA_OK && !params->borrowing) status = li_load_pairs(params, st);
-  if (status == LUNA_OK) li_load_horizon(params, st);
-  if (status == LUNA_OK) memcpy(load->setup.made, (const char *)&model + load->at, load->setup.size);
-  return status;
+  if (status != LUNA_OK) return status;
+  li_load_horizon(params, st);
+  memcpy(load->setup.made, (const char *)&model + (load->kind ? li_kinds[k].at : 0), load->setup.size);
+  return LUNA_OK;
 }
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
@@ -18624,31 +18610,23 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_insp
   if (ctx && !inspection) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
   return li_read_file(ctx, "luna_inspect", li_inspect, (void *)(uintptr_t)inspection, &file);
 }
-LI_FN luna_status li_load_model(li_kind_load *k, const char *name, void *model, size_t size,
+LI_FN luna_status li_load_model(luna_model_kind kind, const char *name, void *model, size_t size,
                                 luna_params *params, const luna_file *file) {
-  const bool good = li_setup_begin(&k->setup, name, params, model, size) &&
-                    li_read_file(params->ctx, name, li_load_kind, k, file) == LUNA_OK;
-  return li_setup_end(&k->setup, good);
+  li_kind_load load;
+  load.kind = kind;
+  const bool good = li_setup_begin(&load.setup, name, params, model, size) &&
+                    li_read_file(params->ctx, name, li_load_kind, &load, file) == LUNA_OK;
+  return li_setup_end(&load.setup, good);
 }
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file) {
-  li_kind_load k;
-  k.kind = (luna_model_kind)0;
-  k.at = 0;
-  return li_load_model(&k, "luna_load_model", model, sizeof *model, params, &file);
+  return li_load_model((luna_model_kind)0, "luna_load_model", model, sizeof *model, params, &file);
 }
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file) {
-#define LI_MEMBER(member) { offsetof(luna_model, member), sizeof(((luna_model *)NULL)->member) }
-  static const struct { size_t at, size; } members[] = { LI_MEMBER(lm), LI_MEMBER(classifier),
-                                                         LI_MEMBER(masked_lm), LI_MEMBER(seq2seq) };
-#undef LI_MEMBER
+  static const char name[] = "luna_load_model_of";
   const int i = (int)kind - LUNA_MODEL_LM;
-  li_kind_load k;
-  if (i < 0 || i > 3)
-    return params ? li_fail_status(params->ctx, LUNA_ERROR_VALUE_RANGE, "luna_load_model_of", "kind", (int64_t)kind,
-                                   (int64_t)LUNA_MODEL_LM, (int64_t)LUNA_MODEL_SEQ2SEQ) : LUNA_BAD_ARGUMENT;
-  k.kind = kind;
-  k.at = members[i].at;
-  return li_load_model(&k, "luna_load_model_of", model, members[i].size, params, &file);
+  if (i >= 0 && i < LI_LENGTH(li_kinds)) return li_load_model(kind, name, model, li_kinds[i].size, params, &file);
+  return params ? li_fail_status(params->ctx, LUNA_ERROR_VALUE_RANGE, name, "kind", (int64_t)kind,
+                                 (int64_t)LUNA_MODEL_LM, (int64_t)LUNA_MODEL_SEQ2SEQ) : LUNA_BAD_ARGUMENT;
 }
 #ifndef LUNA_NO_TRAIN
 /* All parameters have moments, which are zeros, and averages, which are their values, for who loads them. */
