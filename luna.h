@@ -17971,7 +17971,7 @@ LI_FN luna_status li_load_borrowed(luna_ctx *ctx, void *set, li_st *st) {
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  return li_read_bytes(li_ctx_of(params), "luna_load_borrowed", li_load_borrowed, params, bytes, size);
+  return li_read_bytes(li_ctx_of(params), __func__, li_load_borrowed, params, bytes, size);
 }
 
 LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
@@ -18272,7 +18272,7 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   luna_tensor like;
   li_counters counters;
   li_kept kept;
-  luna_status status = li_optimizer_join(o, "luna_load_training");
+  luna_status status = li_optimizer_join(o, ctx->call);
   if (status == LUNA_OK) status = li_training_check(o, st, &counters);
   if (status == LUNA_OK) status = li_state_find(o->params, st, &state_bytes);
   if (status == LUNA_OK) status = li_load(ctx, o->params, st);
@@ -18592,23 +18592,23 @@ LI_FN luna_status li_read_file(luna_ctx *ctx, const char *name, li_loader load, 
   return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "the file's path, bytes or read");
 }
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file) {
-  return params ? li_save(params->ctx, "luna_save", li_put_set, params, &file) : LUNA_BAD_ARGUMENT;
+  return params ? li_save(params->ctx, __func__, li_put_set, params, &file) : LUNA_BAD_ARGUMENT;
 }
 #ifndef LUNA_NO_INT8
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file) {
-  return params ? li_save(params->ctx, "luna_save_int8", li_put_set_int8, params, &file) : LUNA_BAD_ARGUMENT;
+  return params ? li_save(params->ctx, __func__, li_put_set_int8, params, &file) : LUNA_BAD_ARGUMENT;
 }
 #endif
 LUNA_API luna_status luna_load(luna_params *params, luna_file file) {
-  return li_read_file(li_ctx_of(params), "luna_load", li_load, params, &file);
+  return li_read_file(li_ctx_of(params), __func__, li_load, params, &file);
 }
 LUNA_API luna_status luna_load_matching(luna_params *params, luna_file file, luna_load_report *report) {
   li_matching m = { params, report };
-  return li_read_file(li_ctx_of(params), "luna_load_matching", li_load_matching, &m, &file);
+  return li_read_file(li_ctx_of(params), __func__, li_load_matching, &m, &file);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_inspection *inspection) {
-  if (ctx && !inspection) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
-  return li_read_file(ctx, "luna_inspect", li_inspect, (void *)(uintptr_t)inspection, &file);
+  if (ctx && !inspection) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, "inspection");
+  return li_read_file(ctx, __func__, li_inspect, (void *)(uintptr_t)inspection, &file);
 }
 LI_FN luna_status li_load_model(luna_model_kind kind, const char *name, void *model, size_t size,
                                 luna_params *params, const luna_file *file) {
@@ -18619,10 +18619,10 @@ LI_FN luna_status li_load_model(luna_model_kind kind, const char *name, void *mo
   return li_setup_end(&load.setup, good);
 }
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file) {
-  return li_load_model((luna_model_kind)0, "luna_load_model", model, sizeof *model, params, &file);
+  return li_load_model((luna_model_kind)0, __func__, model, sizeof *model, params, &file);
 }
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file) {
-  static const char name[] = "luna_load_model_of";
+  const char *name = __func__;
   const int i = (int)kind - LUNA_MODEL_LM;
   if (i >= 0 && i < LI_LENGTH(li_kinds)) return li_load_model(kind, name, model, li_kinds[i].size, params, &file);
   return params ? li_fail_status(params->ctx, LUNA_ERROR_VALUE_RANGE, name, "kind", (int64_t)kind,
@@ -18633,18 +18633,18 @@ LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_
 LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file) {
   luna_optimizer *o = (luna_optimizer *)(uintptr_t)optimizer;
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (o->swapped) return li_fail_status(o->params->ctx, LUNA_ERROR_AVERAGE_SWAPPED, "luna_save_training");
-  luna_status status = li_optimizer_join(o, "luna_save_training");
+  if (o->swapped) return li_fail_status(o->params->ctx, LUNA_ERROR_AVERAGE_SWAPPED, __func__);
+  luna_status status = li_optimizer_join(o, __func__);
   for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) {
     const bool averaged = o->trained[i].averaged;
     status = li_average_begin(o, &o->trained[i]);
     o->trained[i].averaged = averaged;
   }
   if (status != LUNA_OK) return status;
-  return li_save(o->params->ctx, "luna_save_training", li_put_training, o, &file);
+  return li_save(o->params->ctx, __func__, li_put_training, o, &file);
 }
 LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
-  return li_read_file(o ? o->params->ctx : NULL, "luna_load_training", li_load_training, o, &file);
+  return li_read_file(o ? o->params->ctx : NULL, __func__, li_load_training, o, &file);
 }
 #endif
 
@@ -18980,7 +18980,7 @@ LI_FN luna_status li_stream_status(luna_stream *s) {
 LUNA_API void luna_stream_reset(luna_stream *s) {
   if (!s || li_stream_status(s) != LUNA_OK) return;
   s->position = 0;
-  (void)li_backend_result(&s->ctx, "luna_stream_reset", s->ctx.backend->zero(&s->ctx, s->state, s->state_size));
+  (void)li_backend_result(&s->ctx, __func__, s->ctx.backend->zero(&s->ctx, s->state, s->state_size));
 }
 
 #define LI_STREAM_TOO_LARGE "a stream of these sizes is too large"
@@ -19370,7 +19370,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
 }
 
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
-  static const char name[] = "luna_stream_open";
+  const char *name = __func__;
   luna_stream first;
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   if (!ctx) return NULL;
@@ -19536,7 +19536,7 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
     (void)li_stream_move(to, to->state, from->state, to->state_size, li_stream_on_device(from) ? 0 : 1);
   else if (to != from) status = li_stream_read(from, to->state);
   if (status != LUNA_OK) {
-    li_print(to->ctx.error, sizeof to->ctx.error, li_sentence_of(LUNA_ERROR_BACKEND), "luna_stream_copy",
+    li_print(to->ctx.error, sizeof to->ctx.error, li_sentence_of(LUNA_ERROR_BACKEND), __func__,
              luna_status_text(status));
     return li_stream_fail(to, LUNA_ERROR_BACKEND), status;
   }
@@ -19619,7 +19619,7 @@ LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_
 }
 
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) {
-  static const char name[] = "luna_lm_state_open";
+  const char *name = __func__;
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   luna_lm_state first;
   if (!ctx) return NULL;
@@ -19660,13 +19660,13 @@ LI_FN void li_state_turn(luna_lm_state *s) {
 LUNA_API luna_status luna_lm_state_continue(luna_lm_state *s) {
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
-  if (ctx->carried) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, "luna_lm_state_continue");
+  if (ctx->carried) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, __func__);
   if (ctx->training) s->params->state = s;
   ctx->carried = s;
   return LUNA_OK;
 }
 LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequences, int64_t count) {
-  static const char name[] = "luna_lm_state_restart";
+  const char *name = __func__;
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
@@ -19712,7 +19712,7 @@ LUNA_API size_t luna_lm_state_size(const luna_lm_state *s) {
   return s ? li_stream_head_of(0, 0, &s->config).bytes + s->layer_size * (size_t)s->config.layers : 0;
 }
 LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, size_t size) {
-  static const char name[] = "luna_lm_state_save";
+  const char *name = __func__;
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   const int newest = li_state_newest(s);
@@ -19730,7 +19730,7 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   return LUNA_OK;
 }
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, size_t size) {
-  static const char name[] = "luna_lm_state_load";
+  const char *name = __func__;
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   const size_t state = s->layer_size * (size_t)s->config.layers;
@@ -19902,7 +19902,7 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
   if (!model || !model->params) return NULL;
-  return li_seq2seq_stream(model, source, beam == 0 ? 1 : beam, "luna_seq2seq_stream_open");
+  return li_seq2seq_stream(model, source, beam == 0 ? 1 : beam, __func__);
 }
 
 /* Greedy decoding: each sequence gets its likeliest token, until all have ended. `stride` is of rows of `out`. */
@@ -19938,7 +19938,7 @@ LI_FN luna_status li_decode(luna_ctx *ctx, luna_stream *s, const luna_generate_c
 
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths) {
-  static const char name[] = "luna_seq2seq_generate";
+  const char *name = __func__;
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!li_is_given(ctx, name, "source", source != NULL) ||
