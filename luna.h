@@ -17717,7 +17717,7 @@ LI_FN void li_st_write_header(li_st_writer *w, li_st_contents contents, const vo
    place. Nothing is written when the header cannot be. */
 LI_FN bool li_st_write(li_st_writer *w, li_st_contents contents, const void *what) {
   li_st_writer counter;
-  memset(&counter, 0, sizeof(counter));
+  memset(&counter, 0, sizeof counter);
   li_st_write_header(&counter, contents, what);
   const uint64_t size = (counter.written + 8 + LI_ALIGN - 1) / LI_ALIGN * LI_ALIGN - 8;
   if (counter.failed || size > LI_ST_HEADER) w->failed = true;
@@ -18526,8 +18526,7 @@ LI_FN luna_status li_save_path(luna_ctx *ctx, const char *name, li_st_contents c
   li_saving_close(&s, status == LUNA_OK);
   return status;
 }
-LI_FN luna_status li_read_path(luna_ctx *ctx, const char *name, li_loader load, void *into,
-                               const char *path) {
+LI_FN luna_status li_read_path(luna_ctx *ctx, const char *name, li_loader load, void *into, const char *path) {
   luna_status status;
   FILE *file = fopen(path, "rb");
   if (!file) return li_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
@@ -18543,30 +18542,22 @@ LI_FN luna_status li_read_path(luna_ctx *ctx, const char *name, li_loader load, 
   return status;
 }
 LUNA_API luna_file luna_path(const char *path) {
-  luna_file file;
-  memset(&file, 0, sizeof file);
-  file.path = path;
+  const luna_file file = { path, NULL, NULL, 0, NULL, NULL };
   return file;
 }
 #endif /* !LUNA_NO_STDIO */
 
 /* --- files of any source or sink --- */
 LUNA_API luna_file luna_bytes(const void *bytes, size_t size) {
-  luna_file file;
-  memset(&file, 0, sizeof file);
-  file.bytes = bytes;
-  file.size = size;
+  const luna_file file = { NULL, bytes, NULL, size, NULL, NULL };
   return file;
 }
 LUNA_API luna_file luna_buffer(void *buffer, size_t capacity, size_t *written) {
-  luna_file file = luna_bytes(NULL, capacity);
-  file.buffer = buffer;
-  file.written = written;
+  const luna_file file = { NULL, NULL, buffer, capacity, written, NULL };
   return file;
 }
 LUNA_API luna_file luna_callbacks(const luna_io *io) {
-  luna_file file = luna_bytes(NULL, 0);
-  file.io = io;
+  const luna_file file = { NULL, NULL, NULL, 0, NULL, io };
   return file;
 }
 LI_FN luna_status li_save(luna_ctx *ctx, const char *name, li_st_contents contents, const void *what, luna_file *file) {
@@ -18843,8 +18834,7 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   li_bump_begin(&s->bump, rows == 1);
   luna_scope scope = luna_scope_begin(&s->ctx);
   luna_tensor *x = !k ? luna_embedding(s->model.embedding, in.tokens, s->batch, rows) :
-      luna_linear_layer_forward(&s->model.input.projection,
-                                li_stream_view(s, in.features, 3, s->batch, rows, k));
+      luna_linear_layer_forward(&s->model.input.projection, li_stream_view(s, in.features, 3, s->batch, rows, k));
   if (s->scale != 1) x = luna_scale(x, s->scale);
   if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, li_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
@@ -18951,8 +18941,7 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
     float *p = li_offset((float *)(uintptr_t)memory, i * c->memory * c->dim),
         *to = li_offset(layer->past.scores.data, i * li_stream_fold_size(c)),
         *to_bias = li_offset(layer->past.scores_bias.data, i * c->heads * c->memory);
-    luna_causal_attention_layer attention = s->cross ? layer->of.decoder.self_attention :
-        layer->of.causal.attention;
+    luna_causal_attention_layer attention = s->cross ? layer->of.decoder.self_attention : layer->of.causal.attention;
     li_bump_begin(&s->bump, false);
     attention.pq.weight = li_stream_floats(s, attention.pq.weight);
     attention.pc.weight = li_stream_floats(s, attention.pc.weight);
@@ -19192,8 +19181,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   for (int64_t rows = s->chunk; good && rows > 1; rows = li_stream_on_device(s) ? rows - 1 : 1)
     good = li_stream_forward(s, rows, true) != NULL;
   good = good && li_stream_reorder_all(s);
-  *peak = (opening > *peak + kept ? opening : *peak + kept) +
-          (b->floor - s->head + s->body_kept - s->head_kept) * more;
+  *peak = (opening > *peak + kept ? opening : *peak + kept) + (b->floor - s->head + s->body_kept - s->head_kept) * more;
   b->part[0].used = 0;
   s->int8_size += (s->int8_size - s->head_int8) * more;
   s->ctx.reserving = false;
@@ -19425,7 +19413,6 @@ LI_FN const float *li_stream_run(luna_stream *s, const luna_input *input) {
   const int64_t n = li_size(input->n);
   luna_tensor *y = NULL;
   bool finite = true;
-  if (!s || li_stream_status(s) != LUNA_OK) return NULL;
   if ((s->error = li_stream_wrong(s, input)) != LUNA_ERROR_NONE) return NULL;
   const int64_t misfits = li_stream_misfits(s, input);
   const luna_error_id misfit = misfits > 0 ? LUNA_ERROR_STREAM_FEATURE : LUNA_ERROR_NONE;
@@ -19451,25 +19438,19 @@ LI_FN const float *li_stream_run(luna_stream *s, const luna_input *input) {
   if (misfits == 0 && !finite) s->error = LUNA_ERROR_STREAM_NOT_FINITE;
   return s->logits;
 }
-LI_FN const float *li_stream_one(luna_stream *s, const int32_t *tokens, const float *features) {
-  luna_input one;
-  memset(&one, 0, sizeof one);
-  one.n = 1;
-  one.tokens = tokens;
-  one.features = features;
-  return li_stream_run(s, &one);
-}
-LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) {
-  return li_stream_one(s, tokens, NULL);
-}
-LUNA_API const float *luna_stream_step_features(luna_stream *s, const float *features) {
-  return li_stream_one(s, NULL, features);
-}
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
   if (!s || li_stream_status(s) != LUNA_OK) return NULL;
   if (input && !input->lengths && (input->batch == 0 || input->batch == s->batch)) return li_stream_run(s, input);
   s->error = LUNA_ERROR_STREAM_INPUT;
   return NULL;
+}
+LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) {
+  const luna_input one = { tokens, NULL, 0, 1, NULL };
+  return luna_stream_prefill(s, &one);
+}
+LUNA_API const float *luna_stream_step_features(luna_stream *s, const float *features) {
+  const luna_input one = { NULL, NULL, 0, 1, features };
+  return luna_stream_prefill(s, &one);
 }
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {
@@ -19625,9 +19606,11 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   if (!ctx) return NULL;
   const luna_layer_config *c = &model->config.layer;
   if (!li_is_luna(c) || li_on_device(ctx) || ctx->options.isa == LUNA_ISA_REFERENCE ||
-      (c->attention_dropout > 0 && !c->forget))
-    return li_fail_status(ctx, LUNA_ERROR_STATE_MODEL, name), (luna_lm_state *)NULL;
-  if (!li_in(ctx, name, "batch", batch, 1, LI_MAX_COUNT / li_max(1, model->config.layer.dim))) return NULL;
+      (c->attention_dropout > 0 && !c->forget)) {
+    li_fail_status(ctx, LUNA_ERROR_STATE_MODEL, name);
+    return NULL;
+  }
+  if (!li_in(ctx, name, "batch", batch, 1, LI_MAX_COUNT / li_max(1, c->dim))) return NULL;
   memset(&first, 0, sizeof first);
   first.config = model->config;
   first.params = model->params;
@@ -19841,8 +19824,7 @@ LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li
                              luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
-  luna_tensor *packed_context = li_nested_pack(cross, li_normed(c, *p, &layer->memory_norm), context,
-                                               lengths);
+  luna_tensor *packed_context = li_nested_pack(cross, li_normed(c, *p, &layer->memory_norm), context, lengths);
   if (!li_stream_fold(s, own, (*p)->data)) return false;
   luna_tensor *v = luna_linear_layer_forward(&cross->v, packed_context);
   luna_tensor *k = cross->config.sharing == LUNA_SHARING_TIED ||
@@ -19850,12 +19832,13 @@ LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li
   *p = li_residual(c, *p, packed_context, &layer->memory_norm);
   return *p && li_stream_store(s, own->past.keys.data, k) && li_stream_store(s, own->past.values.data, v);
 }
-/* how many memory slots each of `count` sequences has, as many for each source */
+/* Writes how many memory slots each of `count` sequences has, as many for each source. */
 LI_FN bool li_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
   int32_t *slots = li_stream_on_device(s) ? li_stream_inputs(s, s->host_inputs, 1).tokens : to;
-  for (int64_t i = 0; i < count; i++)
-    slots[i] = (int32_t)li_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
-                               s->model.config.layer.memory);
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t length = source->lengths ? source->lengths[i * s->sources / count] : source->n;
+    slots[i] = (int32_t)li_min(length, s->model.config.layer.memory);
+  }
   return slots == to || li_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input *source, int64_t beam,

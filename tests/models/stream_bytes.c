@@ -1,12 +1,31 @@
 /* A detector and a forecaster from bytes, as a microcontroller has them: the file's bytes and the stream's
    memory are static arrays, no allocator is called. Against the outputs in tests/data/features. It has an
-   implementation of its own: not that of build/luna.o (LI_IMPLEMENTED). */
+   implementation of its own: not that of build/luna.o (LI_IMPLEMENTED). Its calls of malloc and the like are counted. */
 #include "test.h"
+#include <stdlib.h>
+#include <string.h>
+static int allocations;
+static void *counted_malloc(size_t size) {
+  allocations++;
+  return malloc(size);
+}
+TEST_UNUSED static void *counted_calloc(size_t count, size_t size) {
+  allocations++;
+  return calloc(count, size);
+}
+TEST_UNUSED static void *counted_realloc(void *old, size_t size) {
+  allocations++;
+  return realloc(old, size);
+}
+#define malloc counted_malloc
+#define calloc counted_calloc
+#define realloc counted_realloc
 #define LUNA_NO_INT8
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
-#include <stdlib.h>
-#include <string.h>
+#undef malloc
+#undef calloc
+#undef realloc
 
 enum { BATCH = 3, N = 7, K = 3 };
 static const int64_t huge = (int64_t)1 << 50;
@@ -25,6 +44,21 @@ static const float *find(const char *name) {
   return at ? (const float *)(const void *)(file.at + 8 + header + strtoul(at + 17, NULL, 10)) : NULL;
 }
 
+/* every call that a stream from bytes has, after its steps: none may allocate */
+static void check_allocations(const char *name, luna_stream *s, const float *x) {
+  static char state[1 << 14];
+  const int32_t order[BATCH] = {2, 0, 1};
+  const luna_input two = {.batch = BATCH, .n = 2, .features = x};
+  const size_t size = luna_stream_state_size(s);
+  CHECK(size <= sizeof state && luna_stream_state_save(s, state, sizeof state) == LUNA_OK, "%s: save", name);
+  CHECK(luna_stream_reorder(s, order) == LUNA_OK, "%s: reorder", name);
+  CHECK(luna_stream_prefill(s, &two) && luna_stream_position(s) == N + 2, "%s: %s", name, luna_stream_error(s));
+  luna_stream_reset(s);
+  CHECK(luna_stream_state_load(s, state, size) == LUNA_OK && luna_stream_position(s) == N, "%s: load", name);
+  CHECK(luna_stream_copy(s, s) == LUNA_OK, "%s: copy", name);
+  CHECK(allocations == 0, "%s: opening, stepping and saving call malloc %d times", name, allocations);
+}
+
 static void check(const char *name, int outputs) {
   char path[100];
   const char *error = "";
@@ -38,6 +72,7 @@ static void check(const char *name, int outputs) {
   if (from) fclose(from);
   const float *x = find("features"), *want = find("output");
   if (!CHECK(x && want, "%s cannot be read", path)) return;
+  allocations = 0;
   const size_t need = luna_stream_size(file.at, size, &config, &error);
   CHECK(need > 0 && need <= sizeof memory, "%s: %lu bytes: %s", name, (unsigned long)need, error);
   luna_stream *s = luna_stream_open_bytes(file.at, size, &config, memory, sizeof memory, &error);
@@ -53,6 +88,7 @@ static void check(const char *name, int outputs) {
   CHECK(luna_stream_position(s) == N, "%s: after %d steps it is at %d", name, (int)N, (int)luna_stream_position(s));
   CHECK(!luna_stream_step_features(s, NULL) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES,
         "%s: null features", name);
+  check_allocations(name, s, x);
   const luna_input longer = {.batch = BATCH, .n = huge + 1, .features = x};
   CHECK(!luna_stream_prefill(s, &longer) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_TOO_MANY_TOKENS,
         "%s: too large an n", name);
@@ -124,5 +160,8 @@ int main(void) {
     check("rms_steps", 2);
   } else CHECK(true, "never");
   check_sample();
+  luna_ctx *ctx = luna_open(NULL);     /* what does allocate is counted */
+  CHECK(ctx && allocations > 0, "a context is opened without a call of malloc: nothing is counted");
+  luna_close(ctx);
   return test_report("stream_bytes");
 }
