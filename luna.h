@@ -17611,19 +17611,23 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_checkpoints: parameter sets to and from safetensors. Guarded by tests/files/checkpoints.c.
+   >>impl_checkpoints: parameter sets to and from safetensors. What is saved is an li_st_contents, which puts text pairs
+   and tensors: it runs once to count the header, once to write it, once for the data. What is loaded is an li_loader,
+   which gets the open file: li_load, li_load_matching, li_load_borrowed, li_load_kind, li_load_training, li_inspect.
+   Then come files by path, and the public calls. A new kind of file content needs a contents and a loader. Guarded by
+   tests/files/checkpoints.c, tests/files/model_files.c and tests/files/resume.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
+/* Writes through a callback, which takes `size` bytes or returns false. The first failure sticks. */
 typedef struct li_st_writer {
-  bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
+  bool (*write)(void *user, const void *bytes, size_t size); /* null: bytes are only counted */
   void *user;
-  /* copies a tensor's elements to the host; null: they are read in place */
+  /* copies a tensor's elements to the host; null: they are there */
   bool (*fetch)(void *device, float *out, const float *from, int64_t count);
   void *device;
   uint64_t written;
   bool failed;
-  const char *pair, *tensor, *end;               /* what comes before the next of the header; null: the data's turn */
-  int64_t begin;                                 /* where the next tensor's data begins */
+  const char *pair, *tensor, *end;   /* what comes before the header's next pair and tensor; null: the data's turn */
+  int64_t begin;                     /* where the next tensor's data begins */
 } li_st_writer;
 
 LI_FN void li_st_write_bytes(li_st_writer *w, const void *bytes, size_t size) {
@@ -17640,7 +17644,7 @@ LI_FN void li_st_write_little(li_st_writer *w, uint64_t value, int size) {
   li_st_write_bytes(w, bytes, (size_t)size);
 }
 
-/* a UTF-8 string as JSON; invalid UTF-8 fails, as it could not be read back */
+/* Writes a string as JSON. Invalid UTF-8 fails, as it could not be read back. */
 LI_FN void li_st_write_string(li_st_writer *w, const char *string) {
   const char *at = string, *end = string + strlen(string), *start = string;
   char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
@@ -17670,7 +17674,7 @@ LI_FN void li_st_put_pair(li_st_writer *w, const char *key, const char *value) {
   li_st_write_string(w, value);
   w->pair = ",", w->tensor = "},", w->end = "}}";
 }
-/* a tensor's entry in the header; false: it is the data's turn */
+/* Writes a tensor's entry in the header; false: it is the data's turn. */
 LI_FN bool li_st_put_entry(li_st_writer *w, const char *name, const char *dtype, const luna_tensor *like, int size) {
   const int64_t count = li_shape_count(like->rank, like->shape), begin = w->begin;
   char entry[240];
@@ -17690,7 +17694,7 @@ LI_FN void li_st_fetch(li_st_writer *w, float *block, const float *from, int64_t
   if (!w->fetch) memcpy(block, from, (size_t)n * sizeof(float));
   else if (!w->failed) w->failed = !w->fetch(w->device, block, from, n);
 }
-/* data: like's, may be null without elements */
+/* Writes a tensor, whose `data` may be null where it has no elements. */
 LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
   float block[1024];
   const int64_t count = li_shape_count(like->rank, like->shape);
@@ -17705,7 +17709,7 @@ LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor
   }
 }
 
-/* what puts a file's pairs, then its tensors; their names and keys must be unique */
+/* Puts a file's pairs, then its tensors. Names and keys must be unique. */
 typedef void (*li_st_contents)(li_st_writer *w, const void *what);
 LI_FN void li_st_write_header(li_st_writer *w, li_st_contents contents, const void *what) {
   w->pair = "{\"__metadata__\":{", w->tensor = "{", w->end = "{}";
@@ -17713,7 +17717,7 @@ LI_FN void li_st_write_header(li_st_writer *w, li_st_contents contents, const vo
   li_st_write_text(w, w->end);
   w->pair = w->tensor = NULL;
 }
-/* A whole file. Spaces after the JSON make the data begin at a multiple of LI_ALIGN, so that it can be used in
+/* Writes a whole file. Spaces after the JSON make the data begin at a multiple of LI_ALIGN, so that it can be used in
    place. Nothing is written when the header cannot be. */
 LI_FN bool li_st_write(li_st_writer *w, li_st_contents contents, const void *what) {
   li_st_writer counter;
@@ -17773,8 +17777,8 @@ LI_FN float li_put_row(li_st_writer *w, const float *x, int64_t n, const float *
   }
   return li_int8_scale(largest);
 }
-/* In 8 bits: scales and what stays float come first, so that they are aligned, then integers. A weight stays float
-   where another parameter has its scales' name. */
+/* Puts a set in 8 bits. Scales and what stays float come first, so that they are aligned, then integers. A weight stays
+   float where another parameter has its scales' name. */
 LI_FN void li_put_set_int8(li_st_writer *w, const void *set) {
   const luna_params *params = (const luna_params *)set;
   char scales[LI_ST_NAME];
@@ -17803,7 +17807,7 @@ LI_FN bool li_buffer_write(void *to, const void *bytes, size_t size) {
   *file->written += size;
   return true;
 }
-/* whether a tensor of a file is the set's: a parameter, the scales of one that is I8 there, or luna.h's own */
+/* Whether a tensor of a file is a parameter, the scales of one that is I8 there, or luna.h's own. */
 LI_FN bool li_st_known(const luna_params *params, const li_st *st, const li_st_tensor *t) {
   char name[LI_ST_NAME];
   li_st_tensor matrix;
@@ -17818,7 +17822,7 @@ LI_FN bool li_st_known(const luna_params *params, const li_st *st, const li_st_t
 LI_FN luna_status li_not_a_model(luna_ctx *ctx, const char *why) {
   return li_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, li_file_name(ctx), why);
 }
-/* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
+/* Compares what the file and the set say of their models: most of it is in no tensor's name or shape. Dropouts may
    differ, and so may the longest sequence, which a learned table has as its shape. */
 LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
   luna_ctx *ctx = params->ctx;
@@ -17858,14 +17862,14 @@ LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
   }
   return LUNA_OK;
 }
-/* All of the file's text pairs or none, in its order, but for those that begin with "luna.", which describe the
+/* Loads all of the file's text pairs or none, in its order, but for those that begin with "luna.", which describe the
    model, and keys with a zero byte, which no string can hold. */
 LI_FN luna_status li_load_pairs(luna_params *params, const li_st *st) {
   li_meta *pairs, *pair, **link = &params->metas;
   li_st_text key, value;
   size_t cursor = 0, size = st->pairs * sizeof *pairs;
   if (st->pairs == 0) return LUNA_OK;
-  while (li_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* no longer when decoded */
+  while (li_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* undecoded: no shorter */
   pairs = pair = (li_meta *)li_persist_host(params->ctx, params->ctx->call, size);
   if (!pairs) return params->ctx->last_status;
   char *text = (char *)(pairs + st->pairs);
@@ -17907,10 +17911,10 @@ LI_FN luna_status li_load(luna_ctx *ctx, void *set, li_st *st) {
   return status == LUNA_OK ? li_load_values(params, st) : status;
 }
 
-/* What loads a file `into` something. The file's index is in the step. */
+/* Loads a file `into` something. The file's index is in the step. */
 typedef luna_status (*li_loader)(luna_ctx *ctx, void *into, li_st *st);
-/* Reads a file whole, unless io has no read and `user` is its bytes, and loads it. Chunks of the step that this needed
-   go back to the allocator: no step may ever be as large. */
+/* Reads a whole file and loads it. Where io has no read, `user` is the file's bytes. Chunks of the step that this
+   needed go back to the allocator: no step may ever be as large. */
 LI_FN luna_status li_read(luna_ctx *ctx, const char *name, li_loader load, void *into, const luna_io *io) {
   luna_status status = LUNA_OK;
   const char *wrong = NULL;
@@ -17984,7 +17988,7 @@ LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float 
   t.bytes = entry->bytes;
   return t.dtype < LI_ST_DTYPES && li_st_floats(&t, out) ? LUNA_OK : LUNA_UNSUPPORTED;
 }
-/* a JSON string of the file as text in the step; null when there is no memory */
+/* Decodes a string of the file in the step; null when there is no memory. */
 LI_FN const char *li_step_text(luna_ctx *ctx, li_st_text text) {
   const size_t size = li_st_decode(text, NULL, 0) + 1;
   char *out = (char *)li_step_host(ctx, ctx->call, size);
@@ -18063,10 +18067,10 @@ LI_FN luna_status li_model_init(luna_model *model, luna_params *params, li_model
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-/* loads into setup's struct: a luna_model, or the struct of `kind` */
+/* what li_load_kind loads into setup's struct: that of `kind`, 0: a luna_model of any */
 typedef struct li_kind_load { li_setup setup; luna_model_kind kind; } li_kind_load;
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
-   name and shape; then the file may have no more. */
+   name and shape. Then the file may have no more. */
 LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   const li_kind_load *load = (const li_kind_load *)into;
   luna_params *params = load->setup.params;
@@ -18116,12 +18120,12 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
 #ifndef LUNA_NO_TRAIN
-/* a run's counters, and their keys in the same order; lr has a float's bits */
+/* A run's counters, and their keys in the same order. lr has a float's bits. */
 typedef struct li_counters { uint64_t kind, attempts, updates, skipped, lr, step, seed, skipped_in_row; } li_counters;
 static const char *const li_counter_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped",
                                                "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
 #define LI_COUNTERS LI_LENGTH(li_counter_keys)
-#define LI_PRODUCTS "luna.products" /* "bf16", or float32's */
+#define LI_PRODUCTS "luna.products" /* absent: float32 */
 #define LI_OPTIMIZER_NAME "luna.optimizer_name"
 
 LI_FN bool li_unhex(const li_st *st, const char *key, uint64_t *out) {
@@ -18150,7 +18154,7 @@ LI_FN bool li_kept_find(const li_st *st, const li_kept *kept, li_st_tensor *out)
   return li_st_find(st, kept->name, out) && li_st_like(out, kept->like) && out->dtype == LI_ST_F32;
 }
 
-/* a half of the carried state, positions too, as this machine has it in memory, called floats */
+/* The carried state is saved as a half of it is in memory, positions too, as if it were floats. */
 #define LI_STATE "luna.state"
 LI_FN float *li_state_bytes(const luna_lm_state *s, luna_tensor *like);
 LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
@@ -18183,8 +18187,7 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
     li_st_put_tensor(w, LI_STATE, &like, data);
   }
 }
-/* An optimiser's name, in a file and of the one it is loaded into. The first files of hooks have none: they were all
-   Apollo's. */
+/* An optimiser's name. A file has no name where a hook's is one of the first files: they were all Apollo's. */
 LI_FN const char *li_optimizer_name(uint64_t kind) {
   static const char *const names[] = { "SGD", "Adam", "AdamW", "Apollo" };
   return kind < (uint64_t)LI_LENGTH(names) ? names[kind] : "an unknown kind";
@@ -18223,7 +18226,7 @@ LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_count
   const float lr = li_float_of((uint32_t)(c->lr & UINT32_MAX));
   if (c->lr >> 32 || !(lr >= 0 && lr < (float)INFINITY) || li_rates_too_large(o, lr))
     return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, "luna.lr", file);
-  /* attempts are luna_optimizer_advance's, the others luna_optimizer_apply's, which need not be called as often */
+  /* luna_optimizer_advance counts attempts, luna_optimizer_apply the others: it need not be called as often */
   if ((c->attempts | c->updates | c->skipped) >> 62 || c->skipped_in_row > c->skipped)
     return li_fail_status(ctx, LUNA_ERROR_FILE_COUNTERS, ctx->call, file, (int64_t)c->attempts, (int64_t)c->updates,
                           (int64_t)c->skipped, (int64_t)c->skipped_in_row);
@@ -18251,7 +18254,7 @@ LI_FN luna_status li_state_find(const luna_params *params, const li_st *st, li_s
       bytes->bytes == (size_t)bytes->count * sizeof(float) && li_state_places(params->state, bytes)) return LUNA_OK;
   return li_fail_status(params->ctx, LUNA_ERROR_STATE_MISSING, params->ctx->call, li_file_name(params->ctx));
 }
-/* tells options.log when a run goes on with other products, or without the state that it carried */
+/* Tells options.log when a run goes on with other products, or without the state that it carried. */
 LI_FN void li_training_differs(const luna_params *params, const li_st *st) {
   static const char *const names[2] = { "float32", "bf16" };
   const luna_ctx *ctx = params->ctx;
@@ -18302,7 +18305,7 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
 }
 #endif /* !LUNA_NO_TRAIN */
 
-/* --- the same by path --- */
+/* --- files by path --- */
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
@@ -18338,8 +18341,8 @@ LI_FN bool li_file_read(void *user, void *bytes, size_t size) {
   return fread(bytes, 1, size, (FILE *)user) == size;
 }
 
-/* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, is
-   luna.h's: one whose process has ended is removed by a later save in that folder. --- */
+/* --- A save writes a new file, .luna-<n>.tmp, in the folder of the old one, whose place it takes then. A later save in
+   that folder removes such a file whose process has ended. --- */
 #define LI_LONGEST_PATH 4096
 #define LI_SAVERS 1000             /* at once in one folder */
 typedef struct li_saving_file {
@@ -18369,7 +18372,7 @@ LI_FN void li_saving_name(li_saving_file *s, const char *format, int64_t number)
 }
 
 #ifdef _WIN32
-/* A number is held by a lock file of its own, which no other process can open and which goes with its process; an old
+/* A number is held by a lock file of its own, which no other process can open and which goes with its process. An old
    temporary file of a number so held is abandoned. */
 LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   struct _stat old;
@@ -18396,7 +18399,7 @@ LI_FN bool li_saving_flush(li_saving_file *s) {
   s->file = NULL;
   return flushed && closed;
 }
-/* retries for a second: another process may have the file open */
+/* It retries for a second: another process may have the file open. */
 LI_FN bool li_saving_replace(const li_saving_file *s) {
   for (int i = 0; i < 200; i++, Sleep(5)) {
     if (MoveFileExA(s->temporary, s->path, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH)) return true;
@@ -18429,7 +18432,7 @@ LI_FN void li_saving_sweep(const char *name) {
   if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && li_saving_locks(descriptor, name)) unlink(name);
   close(descriptor);
 }
-/* replaces a path that is a symbolic link by its target, which need not exist */
+/* Replaces a path that is a symbolic link by its target, which need not exist. */
 LI_FN luna_error_id li_saving_resolve(li_saving_file *s) {
   for (int links = 0; links < 40; links++) {
     const ssize_t size = readlink(s->path, s->temporary, sizeof s->temporary);
@@ -18484,7 +18487,7 @@ LI_FN void li_saving_close(li_saving_file *s, bool replaced) {
   fclose(s->file);                   /* which releases the lock, after the rename */
 }
 #else
-/* standard C only: one saver at a time in a folder */
+/* Standard C can do no more: one saver at a time in a folder. */
 LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   li_saving_name(s, ".luna-%d.tmp", 0);
   s->file = fopen(s->temporary, "wb");
@@ -18620,7 +18623,7 @@ LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_
                                  (int64_t)LUNA_MODEL_LM, (int64_t)LUNA_MODEL_SEQ2SEQ) : LUNA_BAD_ARGUMENT;
 }
 #ifndef LUNA_NO_TRAIN
-/* All parameters have moments, which are zeros, and averages, which are their values, for who loads them. */
+/* Parameters that have not joined yet are saved with moments of zeros, and with their values as averages. */
 LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file) {
   luna_optimizer *o = (luna_optimizer *)(uintptr_t)optimizer;
   if (!o) return LUNA_BAD_ARGUMENT;
@@ -19409,11 +19412,14 @@ LI_FN luna_error_id li_stream_wrong(luna_stream *s, const luna_input *input) {
     return LUNA_ERROR_STREAM_POSITIONS;
   return LUNA_ERROR_NONE;
 }
-LI_FN const float *li_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = li_size(input->n);
+LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
   luna_tensor *y = NULL;
   bool finite = true;
-  if ((s->error = li_stream_wrong(s, input)) != LUNA_ERROR_NONE) return NULL;
+  if (!s || li_stream_status(s) != LUNA_OK) return NULL;
+  if (!input || input->lengths || (input->batch != 0 && input->batch != s->batch)) s->error = LUNA_ERROR_STREAM_INPUT;
+  else s->error = li_stream_wrong(s, input);
+  if (s->error != LUNA_ERROR_NONE) return NULL;
+  const int64_t n = li_size(input->n);
   const int64_t misfits = li_stream_misfits(s, input);
   const luna_error_id misfit = misfits > 0 ? LUNA_ERROR_STREAM_FEATURE : LUNA_ERROR_NONE;
   if (misfits > 0 && (misfits == s->batch || n > 1)) {
@@ -19438,12 +19444,6 @@ LI_FN const float *li_stream_run(luna_stream *s, const luna_input *input) {
   if (misfits == 0 && !finite) s->error = LUNA_ERROR_STREAM_NOT_FINITE;
   return s->logits;
 }
-LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
-  if (!s || li_stream_status(s) != LUNA_OK) return NULL;
-  if (input && !input->lengths && (input->batch == 0 || input->batch == s->batch)) return li_stream_run(s, input);
-  s->error = LUNA_ERROR_STREAM_INPUT;
-  return NULL;
-}
 LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) {
   const luna_input one = { tokens, NULL, 0, 1, NULL };
   return luna_stream_prefill(s, &one);
@@ -19460,7 +19460,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 }
 LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
-/* --- the state --- */
+/* --- saved states --- */
 LI_FN luna_status li_stream_fail(luna_stream *s, luna_error_id error) {
   if (s) s->error = error;
   return LUNA_BAD_ARGUMENT;
