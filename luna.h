@@ -18650,51 +18650,51 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step. Measuring finds what that takes by a step that computes nothing; recording keeps
    the ops of the first single row, which stepping runs again. What the parameters and a decoder's sources alone make is
-   computed once. For a model on a device all values are there, in a block of their own. Guarded by
-   tests/models/stream.c, a decoder by tests/models/translation.c, on a device by tests/engine/device.c and
-   tests/cuda/cuda.c.
+   computed once. For a model on a device all values are there, in a block of their own. In order: memory and inputs,
+   the step, opening (config, weights, measuring, layout, from bytes, from a model), running, saved states, the state
+   that training carries. What else a layer is to keep from step to step is added to li_state_bytes. Guarded by
+   tests/models/stream.c, a decoder by tests/models/translation.c, on a device by tests/engine/device.c and tests/cuda/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 typedef struct li_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   li_past past;
 } li_stream_layer;
 struct luna_stream {
-  luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
-  li_bump bump;                   /* with the tensors of the layers and the model, which are its own too */
-  size_t head_ops, body;             /* of the recorded ops those before the layers, and before the logits */
+  luna_ctx ctx;                      /* its status and sentence are the stream's */
+  li_bump bump;                      /* the tensors of the layers and the model, then a step */
+  size_t head_ops, body;             /* recorded ops before the layers, and before the logits */
   luna_step_state step_state;        /* of a stream on the host */
   li_stream_layer *layers;
   luna_lm model;                     /* what there is beside the layers */
-  float *standard;                   /* mean and scale of features on the host, [2, features] */
-  float *output_norm;                /* likewise of outputs, [2, outputs], with output_norm */
+  float *standard, *output_norm;     /* means and scales of features and of outputs, on the host: [2, features] ... */
   int64_t batch, chunk, horizon;
   int64_t position, first_position;
   int64_t sources;                   /* as in li_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
-  bool int8;                         /* weights are in 8 bits: */
-  size_t int8_size, int8_used;       /* bytes of what they take beside a file, */
-  char *int8_at;                     /* where they are */
-  char *state;                       /* all layers' means and histories */
+  bool int8;                         /* some weights are in 8 bits */
+  size_t int8_size, int8_used;       /* bytes of those that are not in a file */
+  char *int8_at;
+  char *state;                       /* all layers' parts, as li_past_take lays them out */
   size_t state_size;
   char *inputs, *host_inputs;        /* of a step: li_inputs; on the host the same */
   float *logits;                     /* [batch, outputs], on the host */
   int32_t *slots, *source_slots;     /* as in li_past, or null */
-  size_t head, head_int8;            /* bytes of tensors and of weights in 8 bits that are made before the layers */
+  size_t head, head_int8;            /* bytes of tensors and of weights in 8 bits before the layers */
   size_t head_kept, body_kept;       /* bytes of recorded tensors before the layers, and before the logits */
   luna_error_id error;               /* of the last call */
   const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced */
   size_t memory_size;
-  char *device_memory;               /* in the device's memory */
+  char *device_memory;
   size_t device_size;
-  void *kept;                        /* by the device, of steps of single tokens */
+  void *kept;                        /* what the device keeps for steps of single tokens */
 };
 
 LI_FN bool li_stream_folds(const luna_layer_config *c) { return c->heads * c->memory <= c->dim + c->memory; }
 LI_FN int64_t li_stream_fold_size(const luna_layer_config *c) {
   return (li_stream_folds(c) ? c->heads : 1) * c->memory * c->dim;
 }
-/* whether folded scores are a product in 8 bits */
+/* Whether folded scores are a product in 8 bits. */
 LI_FN bool li_stream_rounds_scores(const luna_stream *s) {
 #ifdef LUNA_NO_INT8
   return (void)s, false;
@@ -18741,14 +18741,14 @@ LI_FN bool li_stream_store(luna_stream *s, void *to, const luna_tensor *t) {
   return t && li_stream_move(s, to, t->data, (size_t)luna_count(t) * sizeof(float), 0);
 }
 
-/* a tensor on memory that is there */
+/* Makes a tensor on memory that is there. */
 LI_FN luna_tensor li_stream_tensor(luna_stream *s, float *data, int rank, const int64_t *shape) {
   luna_tensor t;
   li_tensor_set(&t, &s->ctx, rank, shape);
   t.data = data;
   return t;
 }
-/* the same in the bump arena */
+/* Puts a tensor into the bump arena. */
 LI_FN luna_tensor *li_stream_put(luna_stream *s, luna_tensor t) {
   void *memory;
   if (!li_bump_take(&s->bump, false, sizeof t, &memory)) return NULL;
@@ -18778,7 +18778,7 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
                                             luna_count(each[k]), sizeof(float));
 }
 
-/* What changes from step to step, in one place, which a device is sent before the step. */
+/* What changes from step to step: a device is sent it before the step. */
 typedef struct li_inputs {
   int64_t *position;             /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
@@ -18802,7 +18802,7 @@ LI_FN li_inputs li_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   in.features = in.angles + li_stream_angles(s) * rows;
   return in;
 }
-/* a feature standardised, as luna_input_layer_forward does */
+/* Standardises a feature, as luna_input_layer_forward does. */
 LI_FN float li_stream_feature(const luna_stream *s, float x, int64_t f) {
   return x == x ? (x - s->standard[f]) * s->standard[s->model.config.features + f] : 0;
 }
@@ -18914,7 +18914,7 @@ LI_FN void li_stream_fold_bias(const luna_layer_config *c, const float *queries,
 #define li_stream_floats(s, w) (w)
 #define li_stream_int8(s, w, values) ((void)(s), (void)(w), (void)(values), (li_int8 *)NULL)
 #else
-/* While a stream is measured, a weight's copy in 8 bits: nothing reads it. */
+/* It stands for a weight's copy in 8 bits while a stream is measured: nothing reads it. */
 static const li_int8 li_int8_placeholder = { NULL, NULL, NULL, 0, 0, NULL, 0 };
 /* Returns a weight as float, in the step's memory where a file has it in 8 bits. */
 LI_FN luna_tensor *li_stream_floats(luna_stream *s, luna_tensor *w) {
@@ -19010,8 +19010,8 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
   return NULL;
 }
 
-/* A parameter's copy in 8 bits, or null where it has none: made of its values or, while the stream is measured, counted
-   (of a file, li_stream_int8_file has) */
+/* Makes a parameter's copy in 8 bits or, while the stream is measured, counts it (for a file, li_stream_int8_file has).
+   Null: it has none. */
 LI_FN li_int8 *li_stream_int8_of(luna_stream *s, const char *name, const luna_tensor *t) {
 #ifndef LUNA_NO_INT8
   if (!s->int8 || !li_int8_part(*name ? name : ".weight", t->rank, t->shape)) return NULL; /* a decoder's are "" */
@@ -19150,9 +19150,9 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   return true;
 }
 
-/* --- measuring: what a stream takes is found by opening it with one layer (from: a model's first, or null), and by
-   running its steps, without computing. Each other layer takes as much. --- */
-#define LI_MEASURED 80               /* tensors at most at once: parameters, and what a step records */
+/* --- measuring: opens the stream with one layer (`from`: a model's first, or null) and runs its steps, without
+   computing. Each other layer takes as much. --- */
+#define LI_MEASURED 80               /* the most tensors at once: parameters, and what a step records */
 LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   const luna_lm model = s->model;
   const size_t more = (size_t)s->model.config.layers - 1;
@@ -19302,7 +19302,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   return wrong ? NULL : s;
 }
 
-/* the stream's failure becomes its model's context's */
+/* Reports the stream's failure in its model's context. */
 LI_FN luna_status li_stream_report(luna_ctx *ctx, const luna_stream *s, const char *name) {
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_fail(ctx, s->ctx.status, s->ctx.error);
   return li_backend_result(ctx, name, s->ctx.status);
@@ -19465,7 +19465,7 @@ LI_FN luna_status li_stream_fail(luna_stream *s, luna_error_id error) {
   if (s) s->error = error;
   return LUNA_BAD_ARGUMENT;
 }
-/* copies the state to host memory */
+/* Copies the state to host memory. */
 LI_FN luna_status li_stream_read(const luna_stream *s, void *to) {
   luna_ctx *ctx = (luna_ctx *)(uintptr_t)&s->ctx;
   return ctx->status != LUNA_OK ? ctx->status : ctx->backend->copy(ctx, to, s->state, s->state_size, 2);
@@ -19498,7 +19498,7 @@ LI_FN li_stream_head li_stream_head_of(int64_t batch, int64_t position, const lu
   head.bytes += (size_t)count * sizeof head.sizes[0];
   return head;
 }
-/* the position that a saved state is at; -1: it is of another model or batch, or damaged */
+/* Returns the position that a saved state is at; -1: it is of another model or batch, or damaged. */
 LI_FN int64_t li_stream_head_read(const void *bytes, int64_t batch, const luna_lm_config *config) {
   int64_t position;
   memcpy(&position, (const char *)bytes + offsetof(li_stream_head, position), sizeof position);
@@ -19631,11 +19631,11 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   if (!model->params->state) model->params->state = s;
   return s;
 }
-/* the half that holds the newest state */
+/* Returns the half that holds the newest state. */
 LI_FN int li_state_newest(const luna_lm_state *s) {
   return s->written && !li_step_failed(s->params->ctx) ? !s->now : s->now;
 }
-/* ends the step that continues the state */
+/* Ends the step that continues the state. */
 LI_FN void li_state_turn(luna_lm_state *s) {
   s->now = li_state_newest(s);
   s->written = false;
@@ -19676,7 +19676,7 @@ LI_FN float *li_state_bytes(const luna_lm_state *s, luna_tensor *like) {
   *like = li_like(s->params->ctx, 1, &count);
   return (float *)(void *)s->half[li_state_newest(s)];
 }
-/* whether a stored half's positions are ones */
+/* Whether the positions in a stored half can be ones. */
 LI_FN bool li_state_places(const luna_lm_state *s, const li_st_tensor *bytes) {
   for (int64_t b = 0; b < s->batch; b++) {
     li_st_tensor part = *bytes;
@@ -19728,9 +19728,10 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>sampling: a token out of logits. Guarded by tests/models/stream.c.
+   >>sampling: luna_sample draws a token from logits. top_k and top_p each become a limit, below which no logit counts;
+   then one random number chooses among the others. Guarded by tests/models/stream.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* the k-th largest of n numbers, and how many are larger than it */
+/* Finds the k-th largest of n numbers, and how many are larger than it. */
 LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   float limit = INFINITY, next = -INFINITY;
   int64_t count = 0, equal = 0, i;
@@ -19749,8 +19750,8 @@ LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
 LI_HOT double li_weight(float logit, float max, float temperature) {
   return (double)li_exp1_scalar((logit - max) / temperature);
 }
-/* The smallest of the largest logits, of those from `limit` on, whose share of the probability reaches p, by bisection.
-   above: the sum, of exp(logit - max), over what is `high` or more */
+/* Finds, by bisection, the smallest of the largest logits whose share of the probability reaches p; those below `limit`
+   do not count. `above` is the sum of exp(logit - max) over what is `high` or more. */
 LI_HOT float li_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
   float low = max, high = (float)INFINITY;
   double total = 0, above = 0;
@@ -19800,8 +19801,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   counter[2] = 0x53616D70u;          /* distinct from other uses of the seed */
   li_philox(counter, sampling->seed, word);
   sampling->drawn++;
-  for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
-                                                    limit the first few count */
+  /* Pass 0 sums, pass 1 finds the place in the sum. Of equals at the limit the first few count. */
+  for (target = 0, pass = 0; pass < 2; pass++) {
     double sum = 0;
     for (int64_t ties = k - above, i = 0; i < n; i++) {
       if (logits[i] < limit || (k < n && logits[i] == limit && ties-- <= 0)) continue;
@@ -19816,10 +19817,11 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>decoder: a decoder's stream, and greedy decoding. Guarded by tests/models/translation.c.
+   >>decoder: a decoder's stream, which is a language model's with `cross` and with what its sources give in li_past, and
+   greedy decoding. Guarded by tests/models/translation.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
-   target changes none of it) */
+/* Computes what a decoder layer has of its sources: scores from P, keys and values from Y_P. *p becomes the next
+   layer's P. The target changes none of it. */
 LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li_stream_layer *own,
                              luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
