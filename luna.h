@@ -17621,9 +17621,7 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 typedef struct li_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* null: bytes are only counted */
   void *user;
-  /* copies a tensor's elements to the host; null: they are there */
-  bool (*fetch)(void *device, float *out, const float *from, int64_t count);
-  void *device;
+  luna_ctx *device;                  /* that has the tensors' elements; null: they are on the host */
   uint64_t written;
   bool failed;
   const char *pair, *tensor, *end;   /* what comes before the header's next pair and tensor; null: the data's turn */
@@ -17691,20 +17689,21 @@ LI_FN bool li_st_put_entry(li_st_writer *w, const char *name, const char *dtype,
 }
 /* Copies n floats of a tensor to `block`. */
 LI_FN void li_st_fetch(li_st_writer *w, float *block, const float *from, int64_t n) {
-  if (!w->fetch) memcpy(block, from, (size_t)n * sizeof(float));
-  else if (!w->failed) w->failed = !w->fetch(w->device, block, from, n);
+  const size_t bytes = (size_t)n * sizeof(float);
+  if (!w->device) memcpy(block, from, bytes);
+  else if (!w->failed) w->failed = w->device->backend->copy(w->device, block, from, bytes, 2) != LUNA_OK;
 }
 /* Writes a tensor, whose `data` may be null where it has no elements. */
 LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
   float block[1024];
   const int64_t count = li_shape_count(like->rank, like->shape);
-  const int64_t step = w->fetch || !li_st_little() ? 1024 : count;
+  const int64_t step = w->device || !li_st_little() ? 1024 : count;
   if (count > 0 && !data) w->failed = true;
   if (li_st_put_entry(w, name, "F32", like, 4)) return;
   for (int64_t i = 0; i < count && !w->failed; i += step) {
     const int64_t n = li_min(step, count - i);
-    if (w->fetch || !li_st_little()) li_st_fetch(w, block, data + i, n);
-    if (li_st_little()) li_st_write_bytes(w, w->fetch ? block : data + i, (size_t)n * sizeof(float));
+    if (w->device || !li_st_little()) li_st_fetch(w, block, data + i, n);
+    if (li_st_little()) li_st_write_bytes(w, w->device ? block : data + i, (size_t)n * sizeof(float));
     for (int64_t k = 0; k < (li_st_little() ? 0 : n); k++) li_st_write_little(w, li_bits_of(block[k]), 4);
   }
 }
@@ -17732,18 +17731,13 @@ LI_FN bool li_st_write(li_st_writer *w, li_st_contents contents, const void *wha
   return !w->failed;
 }
 
-LI_FN bool li_save_fetch(void *device, float *out, const float *from, int64_t count) {
-  luna_ctx *ctx = (luna_ctx *)device;
-  return ctx->backend->copy(ctx, out, from, (size_t)count * sizeof(float), 2) == LUNA_OK;
-}
 LI_FN luna_status li_save_io(luna_ctx *ctx, const char *name, li_st_contents contents, const void *what,
                              const luna_io *io) {
   li_st_writer w;
   memset(&w, 0, sizeof w);
   w.write = io->write;
   w.user = io->user;
-  w.fetch = li_on_device(ctx) ? li_save_fetch : NULL;
-  w.device = ctx;
+  w.device = li_on_device(ctx) ? ctx : NULL;
   if (ctx->options.measure || li_st_write(&w, contents, what)) return LUNA_OK;
   return li_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, li_file_name(ctx));
 }
@@ -19421,11 +19415,8 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
   if (s->error != LUNA_ERROR_NONE) return NULL;
   const int64_t n = li_size(input->n);
   const int64_t misfits = li_stream_misfits(s, input);
-  const luna_error_id misfit = misfits > 0 ? LUNA_ERROR_STREAM_FEATURE : LUNA_ERROR_NONE;
-  if (misfits > 0 && (misfits == s->batch || n > 1)) {
-    s->error = misfit;
-    return NULL;
-  }
+  if (misfits > 0) s->error = LUNA_ERROR_STREAM_FEATURE;
+  if (misfits > 0 && (misfits == s->batch || n > 1)) return NULL;
   for (int64_t at = 0, rows; at < n; at += rows) {
     const bool single = n == 1 && s->ctx.backend->token;
     rows = li_min(s->chunk, n - at);
@@ -19439,9 +19430,9 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
   if (li_stream_status(s) != LUNA_OK || !y) return NULL;
   for (int64_t i = 0, k = s->model.config.outputs; i < (s->model.config.output_norm ? luna_count(y) : 0); i++)
     s->logits[i] = s->logits[i] * s->output_norm[k + i % k] + s->output_norm[i % k];
-  s->error = misfit;
   finite = finite && li_are_finite(luna_count(y), s->logits);
-  if (misfits == 0 && !finite) s->error = LUNA_ERROR_STREAM_NOT_FINITE;
+  if (misfits > 0) s->error = LUNA_ERROR_STREAM_FEATURE;
+  else if (!finite) s->error = LUNA_ERROR_STREAM_NOT_FINITE;
   return s->logits;
 }
 LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) {
@@ -19700,16 +19691,16 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   luna_ctx *ctx = s->params->ctx;
   const int newest = li_state_newest(s);
   const int64_t *positions = s->position[newest];
+  const size_t need = luna_lm_state_size(s);
   int64_t farthest = 0; /* stands for all: a memory that forgets and has read nothing is zero at any position */
   if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
-  if (size < luna_lm_state_size(s))
-    return li_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, name, (int64_t)size, (int64_t)luna_lm_state_size(s));
+  if (size < need) return li_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, name, (int64_t)size, (int64_t)need);
   if ((!s->config.layer.forget || s->config.positions > LUNA_POSITIONS_NONE) && !li_state_even(s, positions))
     return li_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, name, "a stream");
   for (int64_t b = 0; b < s->batch; b++) farthest = li_max(farthest, positions[b]);
   const li_stream_head head = li_stream_head_of(s->batch, farthest, &s->config);
   memcpy(bytes, &head, head.bytes);
-  memcpy((char *)bytes + head.bytes, s->half[newest], s->layer_size * (size_t)s->config.layers);
+  memcpy((char *)bytes + head.bytes, s->half[newest], need - head.bytes);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, size_t size) {
@@ -19774,14 +19765,13 @@ LI_HOT float li_nucleus(const float *logits, int64_t n, float limit, float max, 
 }
 
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
-  const float temperature = sampling ? sampling->temperature : 0;
-  const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
+  const luna_sampling greedy = { 0, 0, 0, 0, 0 }, *s = sampling ? sampling : &greedy;
+  const float temperature = s->temperature, top_p = s->top_p != 0 ? s->top_p : 1.0f;
   const int64_t n = li_size(vocab);
-  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < n ? sampling->top_k : n;
-  uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
+  int64_t k = s->top_k != 0 && s->top_k < n ? s->top_k : n, above = 0;
+  uint32_t counter[4] = { (uint32_t)s->drawn, (uint32_t)(s->drawn >> 32), 0x53616D70u, 0 }, word[4]; /* its own */
   float limit = -INFINITY, max = -INFINITY;
-  double total = 0, target;
-  int64_t above = 0, pass;
+  double target = (double)INFINITY;
   int32_t chosen = -1;
   if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature >= 0 && li_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
@@ -19796,29 +19786,24 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
     if (nucleus > limit) k = n;    /* all that are equal to it */
     limit = nucleus;
   }
-  counter[0] = (uint32_t)sampling->drawn;
-  counter[1] = (uint32_t)(sampling->drawn >> 32);
-  counter[2] = 0x53616D70u;          /* distinct from other uses of the seed */
-  li_philox(counter, sampling->seed, word);
+  li_philox(counter, s->seed, word);
   sampling->drawn++;
-  /* Pass 0 sums, pass 1 finds the place in the sum. Of equals at the limit the first few count. */
-  for (target = 0, pass = 0; pass < 2; pass++) {
+  /* The first pass sums, the second finds the place in the sum. Of equals at the limit the first few count. */
+  for (int pass = 0; pass < 2; pass++) {
     double sum = 0;
     for (int64_t ties = k - above, i = 0; i < n; i++) {
       if (logits[i] < limit || (k < n && logits[i] == limit && ties-- <= 0)) continue;
       sum += li_weight(logits[i], max, temperature);
-      if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
     }
-    total = sum;
-    target = total * ((double)word[0] + 0.5) / 4294967296.0;
+    target = sum * ((double)word[0] + 0.5) / 4294967296.0;
   }
   return chosen;
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>decoder: a decoder's stream, which is a language model's with `cross` and with what its sources give in li_past, and
-   greedy decoding. Guarded by tests/models/translation.c.
+   >>decoder: a decoder's stream, which is a language model's with `cross` and with what its sources give in li_past,
+   and greedy decoding. Guarded by tests/models/translation.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* Computes what a decoder layer has of its sources: scores from P, keys and values from Y_P. *p becomes the next
    layer's P. The target changes none of it. */
