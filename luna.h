@@ -17704,7 +17704,7 @@ LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor
     const int64_t n = li_min(step, count - i);
     if (w->device || !li_st_little()) li_st_fetch(w, block, data + i, n);
     if (li_st_little()) li_st_write_bytes(w, w->device ? block : data + i, (size_t)n * sizeof(float));
-    for (int64_t k = 0; k < (li_st_little() ? 0 : n); k++) li_st_write_little(w, li_bits_of(block[k]), 4);
+    for (int64_t k = 0; !li_st_little() && k < n; k++) li_st_write_little(w, li_bits_of(block[k]), 4);
   }
 }
 
@@ -17785,7 +17785,8 @@ LI_FN void li_put_set_int8(li_st_writer *w, const void *set) {
         if (pass == 0) li_st_put_tensor(w, p->name, t, t->data);
         continue;
       }
-      if (pass == 0 ? li_st_put_entry(w, scales, "F32", &like, 4) : li_st_put_entry(w, p->name, "I8", t, 1)) continue;
+      if (pass == 0 && li_st_put_entry(w, scales, "F32", &like, 4)) continue;
+      if (pass == 1 && li_st_put_entry(w, p->name, "I8", t, 1)) continue;
       for (int64_t r = 0; r < t->shape[0] && !w->failed; r++) {
         const float *row = t->data + r * t->shape[1], scale = li_put_row(w, row, t->shape[1], NULL);
         if (pass == 0) li_st_write_little(w, li_bits_of(scale), 4);
@@ -17898,11 +17899,12 @@ LI_FN luna_status li_load_values(luna_params *params, const li_st *st) {
 }
 LI_FN luna_status li_load(luna_ctx *ctx, void *set, li_st *st) {
   luna_params *params = (luna_params *)set;
-  luna_status status = params->borrowing ? li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call) :
-                       li_load_check(params, st);
+  if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
+  luna_status status = li_load_check(params, st);
   if (status == LUNA_OK) status = li_load_pairs(params, st);
-  if (status == LUNA_OK) li_load_horizon(params, st);
-  return status == LUNA_OK ? li_load_values(params, st) : status;
+  if (status != LUNA_OK) return status;
+  li_load_horizon(params, st);
+  return li_load_values(params, st);
 }
 
 /* Loads a file `into` something. The file's index is in the step. */
@@ -18294,8 +18296,9 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   if (status == LUNA_OK) status = li_state_read(ctx, ctx->state, &state);
   state.step = counters.step;
   state.seed = counters.seed;
-  if (status == LUNA_OK) li_training_differs(o->params, st);
-  return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
+  if (status != LUNA_OK) return status;
+  li_training_differs(o->params, st);
+  return ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1);
 }
 #endif /* !LUNA_NO_TRAIN */
 
@@ -18558,6 +18561,7 @@ LUNA_API luna_file luna_callbacks(const luna_io *io) {
   return file;
 }
 LI_FN luna_status li_save(luna_ctx *ctx, const char *name, li_st_contents contents, const void *what, luna_file *file) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
 #ifndef LUNA_NO_STDIO
   if (file->path) return li_save_path(ctx, name, contents, what, file->path);
 #endif
@@ -18580,11 +18584,11 @@ LI_FN luna_status li_read_file(luna_ctx *ctx, const char *name, li_loader load, 
   return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "the file's path, bytes or read");
 }
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file) {
-  return params ? li_save(params->ctx, __func__, li_put_set, params, &file) : LUNA_BAD_ARGUMENT;
+  return li_save(li_ctx_of(params), __func__, li_put_set, params, &file);
 }
 #ifndef LUNA_NO_INT8
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file) {
-  return params ? li_save(params->ctx, __func__, li_put_set_int8, params, &file) : LUNA_BAD_ARGUMENT;
+  return li_save(li_ctx_of(params), __func__, li_put_set_int8, params, &file);
 }
 #endif
 LUNA_API luna_status luna_load(luna_params *params, luna_file file) {
@@ -18613,8 +18617,9 @@ LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_
   const char *name = __func__;
   const int i = (int)kind - LUNA_MODEL_LM;
   if (i >= 0 && i < LI_LENGTH(li_kinds)) return li_load_model(kind, name, model, li_kinds[i].size, params, &file);
-  return params ? li_fail_status(params->ctx, LUNA_ERROR_VALUE_RANGE, name, "kind", (int64_t)kind,
-                                 (int64_t)LUNA_MODEL_LM, (int64_t)LUNA_MODEL_SEQ2SEQ) : LUNA_BAD_ARGUMENT;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  return li_fail_status(params->ctx, LUNA_ERROR_VALUE_RANGE, name, "kind", (int64_t)kind, (int64_t)LUNA_MODEL_LM,
+                        (int64_t)LUNA_MODEL_SEQ2SEQ);
 }
 #ifndef LUNA_NO_TRAIN
 /* Parameters that have not joined yet are saved with moments of zeros, and with their values as averages. */
@@ -18685,9 +18690,6 @@ struct luna_stream {
 };
 
 LI_FN bool li_stream_folds(const luna_layer_config *c) { return c->heads * c->memory <= c->dim + c->memory; }
-LI_FN int64_t li_stream_fold_size(const luna_layer_config *c) {
-  return (li_stream_folds(c) ? c->heads : 1) * c->memory * c->dim;
-}
 /* Whether folded scores are a product in 8 bits. */
 LI_FN bool li_stream_rounds_scores(const luna_stream *s) {
 #ifdef LUNA_NO_INT8
@@ -18765,11 +18767,12 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
   luna_tensor *const each[4] = { &past->scores, &past->scores_bias, &past->keys, &past->values };
   if (folds) past->scores = li_stream_tensor(s, NULL, 3 - one, folded + one);
   else past->scores = li_stream_tensor(s, NULL, 4 - one, queries + one);
-  if (folds) past->scores_bias = li_stream_tensor(s, NULL, one ? 1 : 3, bias + 2 * one);
+  if (folds) past->scores_bias = li_stream_tensor(s, NULL, 3 - 2 * one, bias + 2 * one);
   if (s->cross) past->keys = past->values = li_stream_tensor(s, NULL, 3, memory);
-  for (int k = 0; k < 4; k++)
-    each[k]->data = (float *)li_stream_take(base, used, k == 0 && li_stream_rounds_scores(s) ? 0 :
-                                            luna_count(each[k]), sizeof(float));
+  for (int k = 0; k < 4; k++) {
+    const bool rounded = k == 0 && li_stream_rounds_scores(s);
+    each[k]->data = (float *)li_stream_take(base, used, rounded ? 0 : luna_count(each[k]), sizeof(float));
+  }
 }
 
 /* What changes from step to step: a device is sent it before the step. */
@@ -18806,14 +18809,14 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
   const li_inputs in = li_stream_inputs(s, s->host_inputs, rows);
   const int64_t first = s->first_position + s->position;
   const int64_t k = s->model.config.features;
-  float x;
   *in.position = s->position;
   for (int64_t i = 0; i < s->batch * rows; i++) {
     const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
-    for (int64_t f = 0; f < k; f++)
-      in.features[i * k + f] = li_feature_fits(x = li_stream_feature(s, from->features[row * k + f], f)) ? x :
-          (float)NAN;
+    for (int64_t f = 0; f < k; f++) {
+      const float x = li_stream_feature(s, from->features[row * k + f], f);
+      in.features[i * k + f] = li_feature_fits(x) ? x : (float)NAN;
+    }
   }
   for (int64_t i = 0; i < rows; i++) {
     in.places[i] = (int32_t)(first + i);
@@ -18830,8 +18833,10 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const int64_t positions = s->model.config.positions, d = s->model.config.layer.dim, k = s->model.config.features;
   li_bump_begin(&s->bump, rows == 1);
   luna_scope scope = luna_scope_begin(&s->ctx);
-  luna_tensor *x = !k ? luna_embedding(s->model.embedding, in.tokens, s->batch, rows) :
-      luna_linear_layer_forward(&s->model.input.projection, li_stream_view(s, in.features, 3, s->batch, rows, k));
+  luna_tensor *x;
+  if (k == 0) x = luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
+  else x = luna_linear_layer_forward(&s->model.input.projection,
+                                     li_stream_view(s, in.features, 3, s->batch, rows, k));
   if (s->scale != 1) x = luna_scale(x, s->scale);
   if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, li_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
@@ -18886,7 +18891,7 @@ LI_FN luna_tensor *li_stream_rows(luna_stream *s, int64_t rows, bool last) {
 /* Row b of each part of the state, [batch, width] floats, becomes row from[b], which is in the inputs. */
 LI_FN bool li_stream_reorder_all(luna_stream *s) {
   const int32_t *from = li_stream_inputs(s, s->inputs, 1).tokens;
-  for (int64_t i = 0; i < (s->batch > 1 ? s->model.config.layers : 0); i++)
+  for (int64_t i = 0; s->batch > 1 && i < s->model.config.layers; i++)
     for (int k = 0; k < LI_STATE_PARTS; k++) {
       const li_state_part part = li_state_part_of(&s->layers[i].past, &s->model.config.layer, s->batch, k);
       const int64_t width = (int64_t)(part.bytes / sizeof(float));
@@ -18936,7 +18941,7 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
   const bool device = li_stream_on_device(s), folds = li_stream_folds(c);
   for (int64_t i = 0; i < s->sources; i++) {
     float *p = li_offset((float *)(uintptr_t)memory, i * c->memory * c->dim),
-        *to = li_offset(layer->past.scores.data, i * li_stream_fold_size(c)),
+        *to = li_offset(layer->past.scores.data, i * luna_count(&layer->past.scores) / s->sources),
         *to_bias = li_offset(layer->past.scores_bias.data, i * c->heads * c->memory);
     luna_causal_attention_layer attention = s->cross ? layer->of.decoder.self_attention : layer->of.causal.attention;
     li_bump_begin(&s->bump, false);
@@ -18944,7 +18949,8 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
     attention.pc.weight = li_stream_floats(s, attention.pc.weight);
     if (!attention.pq.weight || !attention.pc.weight) return false;
     luna_tensor *queries = li_causal_queries(&attention, li_stream_view(s, p, 2, c->memory, c->dim, 1)),
-        *bias = NULL, *scores = folds ? li_causal_folded(&attention, queries, device ? &bias : NULL) : queries;
+        *bias = NULL, *scores = queries;
+    if (folds) scores = li_causal_folded(&attention, queries, device ? &bias : NULL);
     if (li_stream_rounds_scores(s)) {
       luna_tensor *kept = &layer->past.scores;
       if (!scores || !(kept->int8 = li_stream_int8(s, kept, scores->data))) return false;
@@ -19043,8 +19049,8 @@ LI_FN void li_stream_int8_file(luna_stream *s, const li_st *st) {
   for (size_t cursor = 0; li_st_next(st, &cursor, &t);) {
     if (li_st_decode(t.name, name, sizeof name) >= sizeof name || li_st_ours(t.name) ||
         !li_int8_part(name, t.rank, t.shape)) continue;
-    s->int8_size += t.dtype == LI_ST_I8 ? li_round(sizeof(li_int8)) + li_round((size_t)t.shape[0] * 4) :
-        li_int8_bytes(t.shape[0], t.shape[1]);
+    if (t.dtype == LI_ST_I8) s->int8_size += li_round(sizeof(li_int8)) + li_round((size_t)t.shape[0] * 4);
+    else s->int8_size += li_int8_bytes(t.shape[0], t.shape[1]);
   }
 }
 #endif
@@ -19139,7 +19145,7 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (m->config.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
   if (m->config.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
-  for (int64_t i = 0; i < (s->cross ? 0 : m->config.layers); i++)
+  for (int64_t i = 0; !s->cross && i < m->config.layers; i++)
     if (!li_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data)) return false;
   return true;
 }
@@ -19178,7 +19184,9 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   for (int64_t rows = s->chunk; good && rows > 1; rows = li_stream_on_device(s) ? rows - 1 : 1)
     good = li_stream_forward(s, rows, true) != NULL;
   good = good && li_stream_reorder_all(s);
-  *peak = (opening > *peak + kept ? opening : *peak + kept) + (b->floor - s->head + s->body_kept - s->head_kept) * more;
+  *peak += kept;
+  if (*peak < opening) *peak = opening;
+  *peak += (b->floor - s->head + s->body_kept - s->head_kept) * more;
   b->part[0].used = 0;
   s->int8_size += (s->int8_size - s->head_int8) * more;
   s->ctx.reserving = false;
@@ -19393,10 +19401,10 @@ LI_FN int64_t li_stream_misfits(const luna_stream *s, const luna_input *input) {
 LI_FN luna_error_id li_stream_wrong(luna_stream *s, const luna_input *input) {
   const int64_t n = li_size(input->n), k = s->model.config.features;
   if (input->n < 1) return LUNA_ERROR_STREAM_NO_STEPS;
-  if (k ? !input->features : !input->tokens)
-    return k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
+  if (k > 0 && !input->features) return LUNA_ERROR_STREAM_NO_FEATURES;
+  if (k == 0 && !input->tokens) return LUNA_ERROR_STREAM_NO_TOKENS;
   if (li_checked(li_checked(n, s->batch), k + 1) < 0) return LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
-  for (int64_t i = 0; i < (k ? 0 : n * s->batch); i++)
+  for (int64_t i = 0; k == 0 && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->model.config.vocab) {
       li_print(s->ctx.error, sizeof s->ctx.error, "%s: tokens[%d] is %d, vocab is %d",
                li_sentence_of(LUNA_ERROR_STREAM_TOKEN), i, (int64_t)input->tokens[i], s->model.config.vocab);
@@ -19428,7 +19436,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
   }
   if (y) (void)li_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
   if (li_stream_status(s) != LUNA_OK || !y) return NULL;
-  for (int64_t i = 0, k = s->model.config.outputs; i < (s->model.config.output_norm ? luna_count(y) : 0); i++)
+  for (int64_t i = 0, k = s->model.config.outputs; s->model.config.output_norm && i < luna_count(y); i++)
     s->logits[i] = s->logits[i] * s->output_norm[k + i % k] + s->output_norm[i % k];
   finite = finite && li_are_finite(luna_count(y), s->logits);
   if (misfits > 0) s->error = LUNA_ERROR_STREAM_FEATURE;
@@ -19459,7 +19467,8 @@ LI_FN luna_status li_stream_fail(luna_stream *s, luna_error_id error) {
 /* Copies the state to host memory. */
 LI_FN luna_status li_stream_read(const luna_stream *s, void *to) {
   luna_ctx *ctx = (luna_ctx *)(uintptr_t)&s->ctx;
-  return ctx->status != LUNA_OK ? ctx->status : ctx->backend->copy(ctx, to, s->state, s->state_size, 2);
+  if (ctx->status != LUNA_OK) return ctx->status;
+  return ctx->backend->copy(ctx, to, s->state, s->state_size, 2);
 }
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
@@ -19563,7 +19572,8 @@ LI_FN li_past li_state_layer(luna_lm_state *s, int64_t layer) {
 }
 LI_FN int64_t li_state_position(const luna_lm_state *s) { return s ? (int64_t)s->position[s->now][0] : 0; }
 LI_FN bool li_state_even(const luna_lm_state *s, const int64_t *position) {
-  for (int64_t b = 1; b < s->batch; b++) if (position[b] != position[0]) return false;
+  for (int64_t b = 1; b < s->batch; b++)
+    if (position[b] != position[0]) return false;
   return true;
 }
 LI_FN luna_lm_state *li_state_carried(const luna_lm *model) {
@@ -19644,11 +19654,12 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
-  for (int64_t i = 0; i < (sequences ? count : 0); i++)
+  if (!sequences) count = s->batch;
+  for (int64_t i = 0; sequences && i < count; i++)
     if (sequences[i] < 0 || sequences[i] >= s->batch)
       return li_fail_status(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "sequences", i, (int64_t)sequences[i], (int64_t)0,
                             s->batch - 1);
-  for (int64_t i = 0; i < (sequences ? count : s->batch); i++) {
+  for (int64_t i = 0; i < count; i++) {
     const int64_t b = sequences ? sequences[i] : i;
     s->position[s->now][b] = 0;
     for (int64_t layer = 0; layer < s->config.layers; layer++) {
@@ -19813,9 +19824,8 @@ LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li
   const luna_layer_config *c = &layer->config;
   luna_tensor *packed_context = li_nested_pack(cross, li_normed(c, *p, &layer->memory_norm), context, lengths);
   if (!li_stream_fold(s, own, (*p)->data)) return false;
-  luna_tensor *v = luna_linear_layer_forward(&cross->v, packed_context);
-  luna_tensor *k = cross->config.sharing == LUNA_SHARING_TIED ||
-      !packed_context ? v : li_project(&cross->k, packed_context);
+  luna_tensor *v = luna_linear_layer_forward(&cross->v, packed_context), *k = v;
+  if (cross->config.sharing != LUNA_SHARING_TIED && packed_context) k = li_project(&cross->k, packed_context);
   *p = li_residual(c, *p, packed_context, &layer->memory_norm);
   return *p && li_stream_store(s, own->past.keys.data, k) && li_stream_store(s, own->past.values.data, v);
 }
