@@ -17660,6 +17660,7 @@ LI_FN void li_st_write_string(li_st_writer *w, const char *string) {
     else li_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
     start = at;
   }
+
   li_st_write_bytes(w, start, (size_t)(end - start));
   li_st_write_text(w, "\"");
 }
@@ -17769,6 +17770,7 @@ LI_FN float li_put_row(li_st_writer *w, const float *x, int64_t n, const float *
     }
     if (scale) li_st_write_bytes(w, q, (size_t)part);
   }
+
   return li_int8_scale(largest);
 }
 /* Puts a set in 8 bits. Scales and what stays float come first, so that they are aligned, then integers. A weight stays
@@ -17824,6 +17826,7 @@ LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
   char in_file[40];
   li_st_text value;
   if (li_st_is_newer(st)) return li_not_a_model(ctx, LI_NEWER);
+
   const char *hook = luna_params_get_text(params, LI_HOOK_KEY);
   const bool linformer = hook && strcmp(hook, LI_LINFORMER) == 0 && li_st_is_linformer(st);
   for (const li_meta *m = params->metas; m && li_st_meta(st, "luna.kind", &value); m = m->next) {
@@ -17833,6 +17836,7 @@ LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
     li_st_decode(value, in_file, sizeof in_file);
     return li_fail_status(ctx, LUNA_ERROR_FILE_CONFIG, ctx->call, m->key, in_file, li_file_name(ctx), m->value);
   }
+
   return LUNA_OK;
 }
 LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
@@ -17843,11 +17847,13 @@ LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
   size_t cursor = 0;
   const luna_status status = li_load_config(params, st);
   if (status != LUNA_OK) return status;
+
   while (li_st_next(st, &cursor, &t)) {
     if (li_st_known(params, st, &t)) continue;
     li_st_decode(t.name, name, sizeof name);
     return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_EXTRA, ctx->call, name, file);
   }
+
   for (li_param *p = params->first; p; p = p->next) {
     const li_fit fit = li_st_fit(st, p->name, &p->tensor, &t);
     if (fit == LI_FIT) continue;
@@ -17855,6 +17861,7 @@ LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
       return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_SHAPE, ctx->call, p->name, &p->tensor, file);
     return li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, p->name, &p->tensor);
   }
+
   return LUNA_OK;
 }
 /* Loads all of the file's text pairs or none, in its order, but for those that begin with "luna.", which describe the
@@ -17864,6 +17871,7 @@ LI_FN luna_status li_load_pairs(luna_params *params, const li_st *st) {
   li_st_text key, value;
   size_t cursor = 0, size = st->pairs * sizeof *pairs;
   if (st->pairs == 0) return LUNA_OK;
+
   while (li_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* undecoded: no shorter */
   pairs = pair = (li_meta *)li_persist_host(params->ctx, params->ctx->call, size);
   if (!pairs) return params->ctx->last_status;
@@ -17872,6 +17880,7 @@ LI_FN luna_status li_load_pairs(luna_params *params, const li_st *st) {
     if (!li_is_ours((*link)->key) && li_st_meta(st, (*link)->key, &value)) *link = (*link)->next;
     else link = &(params->last_meta = *link)->next;
   }
+
   for (cursor = 0; li_st_meta_next(st, &cursor, &key, &value);) {
     const size_t length = li_st_decode(key, text, key.size + 1);
     if (li_is_ours(text) || strlen(text) != length) continue;
@@ -17881,6 +17890,7 @@ LI_FN luna_status li_load_pairs(luna_params *params, const li_st *st) {
     *link = params->last_meta = pair;
     link = &pair++->next;
   }
+
   return LUNA_OK;
 }
 LI_FN void li_load_horizon(luna_params *params, const li_st *st) {
@@ -17917,6 +17927,7 @@ LI_FN luna_status li_read(luna_ctx *ctx, const char *name, li_loader load, void 
   void *bytes = io->user;
   li_st st;
   if (!ctx) return LUNA_BAD_ARGUMENT;
+
   const char *outer = li_enter(ctx, name);
   const li_mark mark = li_step_mark(ctx);
   li_chunk **newer = &ctx->arena[0].steps;
@@ -17932,12 +17943,14 @@ LI_FN luna_status li_read(luna_ctx *ctx, const char *name, li_loader load, void 
     if (!index) status = ctx->last_status;
     else wrong = li_st_index(&st, index, index + st.tensors);
   }
+
   if (wrong) status = li_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, li_file_name(ctx), wrong);
   if (status == LUNA_OK) status = load(ctx, into, &st);
   li_step_rewind(ctx, mark);
   while (*newer) li_chunk_close(ctx, newer);
   if (newer == &ctx->arena[0].steps) ctx->step.chunk[0] = NULL;
   li_leave(ctx, outer);
+
   return status;
 }
 LI_FN luna_status li_read_bytes(luna_ctx *ctx, const char *name, li_loader load, void *into,
@@ -17952,6 +17965,7 @@ LI_FN luna_status li_load_borrowed(luna_ctx *ctx, void *set, li_st *st) {
   luna_error_id wrong;
   if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
   if (li_load_config(params, st) != LUNA_OK) return ctx->last_status;
+
   for (li_param *p = params->first; p; p = p->next) {
     li_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return li_fail_status(ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
@@ -17960,11 +17974,13 @@ LI_FN luna_status li_load_borrowed(luna_ctx *ctx, void *set, li_st *st) {
     names = (uint64_t *)li_persist_host(ctx, "luna_load_borrowed", st->tensors * sizeof *names);
     if (!names) return ctx->last_status;
   }
+
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
   params->borrowing = true;
   params->source = *st;
   params->source.names = names;
   params->source.keys = NULL;
+
   for (li_param *p = params->first; p; p = p->next)
     li_borrow(p, li_borrowed(params, p->name, &p->tensor, st, &wrong));
   li_load_horizon(params, st);
@@ -18004,6 +18020,7 @@ LI_FN luna_status li_inspect(luna_ctx *ctx, void *into, li_st *st) {
       li_step_rewind(ctx, mark);
     }
   }
+
   if (inspection->tensor) {
     for (size_t cursor = 0; li_st_next(st, &cursor, &t);) {
       const char *name = li_step_text(ctx, t.name);
@@ -18014,6 +18031,7 @@ LI_FN luna_status li_inspect(luna_ctx *ctx, void *into, li_st *st) {
       li_step_rewind(ctx, mark);
     }
   }
+
   return LUNA_OK;
 }
 typedef struct li_matching { luna_params *params; luna_load_report *report; } li_matching;
@@ -18029,6 +18047,7 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
   memset(&none, 0, sizeof none);
   if (!m) m = &none;
   if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
+
   m->loaded = m->missing = m->unused = 0;
   for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
     const li_fit fit = li_st_fit(st, p->name, &p->tensor, &t);
@@ -18040,6 +18059,7 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
     m->loaded++;
     if (!ctx->options.measure) status = li_param_load(p, &t);
   }
+
   if (status != LUNA_OK) return status;
   while (li_st_next(st, &cursor, &t)) {
     if (li_st_known(params, st, &t)) continue;
@@ -18047,6 +18067,7 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
     li_st_decode(t.name, name, sizeof name);
     if (m->report) m->report(m->user, name, "is in the file and no parameter here");
   }
+
   if (m->loaded) return LUNA_OK;
   return li_fail_status(ctx, LUNA_ERROR_NOTHING_MATCHES, ctx->call, params->size, li_file_name(ctx));
 }
@@ -18079,6 +18100,7 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   memset(&m, 0, sizeof m);
   if (params->size) return li_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size);
   if (!li_st_meta(st, "luna.kind", &kind)) return li_not_a_model(ctx, LI_NO_KIND);
+
   while (k < LI_LENGTH(li_kinds) && !li_st_equal(kind, li_kinds[k].name)) k++;
   if (k == LI_LENGTH(li_kinds)) return li_not_a_model(ctx, "its luna.kind is unknown");
   model.kind = (luna_model_kind)(LUNA_MODEL_LM + k);
@@ -18086,11 +18108,13 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
     return li_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, li_file_name(ctx), li_kinds[k].name,
                           li_kinds[load->kind - LUNA_MODEL_LM].name);
   if (li_st_is_newer(st)) return li_not_a_model(ctx, LI_NEWER);
+
   const bool lm = model.kind == LUNA_MODEL_LM;
   const luna_layer_config *layer = lm ? &m.lm.layer : &m.encoder.layer;
   const char *wrong = lm ? li_fields_read(st, LI_OF_LM, &m.lm) : li_fields_read(st, LI_OF_ENCODER, &m);
   if (wrong) return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, li_file_name(ctx));
   if (layer->dim % layer->heads) return li_not_a_model(ctx, LI_NO_HEADS);
+
   /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
      memory comes first, are at most as many as tensors. */
   const int64_t layers = m.encoder.tied_layers ? 1 : m.encoder.layers;
@@ -18098,6 +18122,7 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
     return li_not_a_model(ctx, LI_NO_LAYERS);
   if (m.lm.features && !m.lm.outputs) return li_not_a_model(ctx, "it has luna.features without luna.outputs");
   if (!li_hook_load(ctx, st, &m.lm.layer.hook)) return ctx->last_status;
+
   m.encoder.layer.hook = m.lm.layer.hook;
   if (li_st_is_linformer(st)) m.encoder.layer.attention = LUNA_ATTENTION_LUNA;
   params->filling = params->borrowing ? NULL : st;
@@ -18105,12 +18130,14 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   params->filling = NULL;
   if (status == LUNA_OK && params->size != count)
     status = li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_COUNT, ctx->call, li_file_name(ctx), count, params->size);
+
   /* a hook's init may have drawn values of its own */
   if (status == LUNA_OK && !params->borrowing && m.lm.layer.hook) status = li_load_values(params, st);
   if (status == LUNA_OK && !params->borrowing) status = li_load_pairs(params, st);
   if (status != LUNA_OK) return status;
   li_load_horizon(params, st);
   memcpy(load->setup.made, (const char *)&model + (load->kind ? li_kinds[k].at : 0), load->setup.size);
+
   return LUNA_OK;
 }
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
@@ -18166,11 +18193,13 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
   const li_counters counters = { (uint64_t)o->kind, (uint64_t)o->attempts, updates.updates, updates.skipped,
                                  li_bits_of(o->config.lr), step.step, step.seed, updates.skipped_in_row };
   memcpy(value, &counters, sizeof value);
+
   for (int k = 0; k < LI_COUNTERS; k++) {
     for (int i = 0; i < 16; i++) text[i] = li_hex_digits[value[k] >> (60 - 4 * i) & 15];
     text[16] = 0;
     li_st_put_pair(w, li_counter_keys[k], text);
   }
+
   if (o->hook) li_st_put_pair(w, LI_OPTIMIZER_NAME, o->hook->name);
   if (ctx->options.products == LUNA_DTYPE_BF16) li_st_put_pair(w, LI_PRODUCTS, "bf16");
   li_put_set(w, o->params);
@@ -18178,6 +18207,7 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
     li_kept_at(o, i, &kept);
     li_st_put_tensor(w, kept.name, kept.like, kept.data);
   }
+
   if (o->params->state) {
     const float *data = li_state_bytes(o->params->state, &like);
     li_st_put_tensor(w, LI_STATE, &like, data);
@@ -18211,17 +18241,20 @@ LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_count
   size_t cursor = 0;
   int64_t count = 0;
   if (!li_st_meta(st, li_counter_keys[0], &text)) return li_fail_status(ctx, LUNA_ERROR_NOT_TRAINING, ctx->call, file);
+
   for (int k = 0; k < LI_COUNTERS; k++) {
     const bool optional = k == LI_COUNTERS - 1; /* older files lack it */
     if (!li_unhex(st, li_counter_keys[k], &value[k]) && !(optional && !li_st_meta(st, li_counter_keys[k], &text)))
       return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, li_counter_keys[k], file);
   }
+
   memcpy(c, value, sizeof value);
   const luna_status compared = li_optimizer_compare(o, st, c->kind);
   if (compared != LUNA_OK) return compared;
   const float lr = li_float_of((uint32_t)(c->lr & UINT32_MAX));
   if (c->lr >> 32 || !(lr >= 0 && lr < (float)INFINITY) || li_rates_too_large(o, lr))
     return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, "luna.lr", file);
+
   /* luna_optimizer_advance counts attempts, luna_optimizer_apply the others: it need not be called as often */
   if ((c->attempts | c->updates | c->skipped) >> 62 || c->skipped_in_row > c->skipped)
     return li_fail_status(ctx, LUNA_ERROR_FILE_COUNTERS, ctx->call, file, (int64_t)c->attempts, (int64_t)c->updates,
@@ -18234,11 +18267,13 @@ LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_count
     else if (count == o->size * o->moments) advice = "leave .average 0 in its config";
     return li_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, li_kept_count(o), advice);
   }
+
   for (int64_t i = 0; i < count; i++) {
     li_kept_at(o, i, &kept);
     if (!li_kept_find(st, &kept, &t))
       return li_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, i % o->kept + 1, o->trained[i / o->kept].name, file);
   }
+
   return LUNA_OK;
 }
 LI_FN bool li_state_places(const luna_lm_state *s, const li_st_tensor *bytes);
@@ -18277,11 +18312,13 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   if (status == LUNA_OK) status = li_load(ctx, o->params, st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* those pending belong to no step of that run */
   if (status != LUNA_OK || ctx->options.measure) return status;
+
   for (int64_t i = 0; i < li_kept_count(o) && status == LUNA_OK; i++) {
     li_kept_at(o, i, &kept);
     if (li_kept_find(st, &kept, &t)) status = li_fill(ctx, kept.data, &t);
   }
   if (status != LUNA_OK) return status;
+
   for (int64_t i = 0; i < o->size; i++) o->trained[i].averaged = o->kept > o->moments;
   o->swapped = false;
   if (o->params->state) li_st_floats(&state_bytes, li_state_bytes(o->params->state, &like));
@@ -18297,6 +18334,7 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   state.step = counters.step;
   state.seed = counters.seed;
   if (status != LUNA_OK) return status;
+
   li_training_differs(o->params, st);
   return ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1);
 }
@@ -18389,6 +18427,7 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
     if (s->file) return LUNA_ERROR_NONE;
     CloseHandle(s->lock);
   }
+
   return LUNA_ERROR_SAVE_TEMPORARY;
 }
 LI_FN bool li_saving_flush(li_saving_file *s) {
@@ -18447,6 +18486,7 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   if (wrong) return wrong;
   s->replaces = stat(s->path, &old) == 0;
   if (s->replaces && !S_ISREG(old.st_mode)) return LUNA_ERROR_SAVE_IRREGULAR;
+
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
   if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
   else if (!s->replaces && errno != ENOENT) return LUNA_ERROR_SAVE_LOOKUP;
@@ -18454,6 +18494,7 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
     li_saving_name(s, ".luna-%d.tmp", number);
     li_saving_sweep(s->temporary);
   }
+
   for (int64_t number = 0; number < LI_SAVERS; number++) {
     li_saving_name(s, ".luna-%d.tmp", number);
     int descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
@@ -18464,6 +18505,7 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
       return LUNA_ERROR_NONE;
     close(descriptor);
   }
+
   return LUNA_ERROR_SAVE_TEMPORARY;
 }
 LI_FN bool li_saving_flush(li_saving_file *s) {
@@ -18508,12 +18550,14 @@ LI_FN luna_status li_save_path(luna_ctx *ctx, const char *name, li_st_contents c
   luna_io io = { NULL, li_file_write, NULL, 0 };
   luna_error_id wrong = LUNA_ERROR_SAVE_PATH;
   if (ctx->options.measure) return LUNA_OK;
+
   memset(&s, 0, sizeof s);
   if (strlen(path) + 32 <= sizeof s.path) {
     memcpy(s.path, path, strlen(path));
     s.folder = li_folder_of(path);
     wrong = li_saving_open(&s);
   }
+
   if (wrong) return li_fail_status(ctx, (int)wrong, name, path, (int64_t)sizeof s.path - 32);
   io.user = s.file;
   ctx->path = path;
@@ -18524,6 +18568,7 @@ LI_FN luna_status li_save_path(luna_ctx *ctx, const char *name, li_st_contents c
   if (status == LUNA_OK && !li_saving_replace(&s))
     status = li_fail_status(ctx, LUNA_ERROR_SAVE_REPLACE, name, path);
   li_saving_close(&s, status == LUNA_OK);
+
   return status;
 }
 LI_FN luna_status li_read_path(luna_ctx *ctx, const char *name, li_loader load, void *into, const char *path) {
@@ -18539,6 +18584,7 @@ LI_FN luna_status li_read_path(luna_ctx *ctx, const char *name, li_loader load, 
   else status = li_read(ctx, name, load, into, &io);
   ctx->path = NULL;
   fclose(file);
+
   return status;
 }
 LUNA_API luna_file luna_path(const char *path) {
@@ -18769,6 +18815,7 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
   else past->scores = li_stream_tensor(s, NULL, 4 - one, queries + one);
   if (folds) past->scores_bias = li_stream_tensor(s, NULL, 3 - 2 * one, bias + 2 * one);
   if (s->cross) past->keys = past->values = li_stream_tensor(s, NULL, 3, memory);
+
   for (int k = 0; k < 4; k++) {
     const bool rounded = k == 0 && li_stream_rounds_scores(s);
     each[k]->data = (float *)li_stream_take(base, used, rounded ? 0 : luna_count(each[k]), sizeof(float));
@@ -18810,6 +18857,7 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
   const int64_t first = s->first_position + s->position;
   const int64_t k = s->model.config.features;
   *in.position = s->position;
+
   for (int64_t i = 0; i < s->batch * rows; i++) {
     const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
@@ -18818,11 +18866,13 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
       in.features[i * k + f] = li_feature_fits(x) ? x : (float)NAN;
     }
   }
+
   for (int64_t i = 0; i < rows; i++) {
     in.places[i] = (int32_t)(first + i);
     if (s->model.config.positions == LUNA_POSITIONS_SINUSOIDAL)
       li_sinusoid(first + i, s->model.config.layer.dim, in.angles + i * s->model.config.layer.dim);
   }
+
   return s->inputs == s->host_inputs || li_stream_move(s, s->inputs, s->host_inputs, li_stream_inputs_size(s, rows), 1);
 }
 
@@ -18845,6 +18895,7 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
     s->head_ops = s->bump.count;
     s->head_kept = s->bump.part[0].used;
   }
+
   for (int64_t i = 0; i < s->model.config.layers && x; i++) {
     li_stream_layer *layer = &s->layers[i];
     if (s->cross) {
@@ -18855,11 +18906,13 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
     } else x = li_causal_layer(&layer->of.causal, x, &layer->past, s->horizon);
     x = li_result_so_far(&scope, x);
   }
+
   if (s->bump.records) {
     s->body = s->bump.count;
     s->body_kept = s->bump.part[0].used;
   }
   if (!last) return x;
+
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
   if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
@@ -18959,6 +19012,7 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
     if (folds && !device && li_computes(&s->ctx))
       li_stream_fold_bias(c, queries->data, attention.pc.bias->data, to_bias);
   }
+
   return true;
 }
 
@@ -18997,6 +19051,7 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
   if (s->scale == 0) s->scale = 1;
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if ((unsigned)own.weights > LUNA_DTYPE_I8) return "config.weights is neither F32 nor I8";
+
   s->int8 = own.weights == LUNA_DTYPE_I8;
 #ifdef LUNA_NO_INT8
   if (s->int8) return "config.weights: this build has no products in 8 bits";
@@ -19005,6 +19060,7 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
     return "products in 8 bits are the CPU's; on a device config.weights must be 0";
   if (s->horizon < LUNA_HORIZON_NONE) return "config.horizon is less than LUNA_HORIZON_NONE";
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
+
   for (int i = 0; i < 8; i++)
     if (li_checked(product[i][0], product[i][1]) < 0) return LI_STREAM_TOO_LARGE;
   return NULL;
@@ -19037,6 +19093,7 @@ LI_FN li_int8 *li_stream_int8_in(luna_stream *s, const char *name, const li_st_t
   w->scale = (const float *)(const void *)t->scale;
   w->sums = (const int32_t *)(const void *)((char *)w + head);
   li_int8_sum(w);
+
   return w;
 }
 /* Counts what a file's weights will take: sums of those in I8 and, where the stream is in 8 bits, copies of others. It
@@ -19068,6 +19125,7 @@ LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, cons
     if (!own->data) own->int8 = li_stream_int8_in(s, p->name, &found);
 #endif
   }
+
   if (own->data || own->int8) return true;
   li_print(s->ctx.error, sizeof s->ctx.error, "%s is missing, of another shape, not F32 (nor I8 with scales), not "
            "aligned to 4 bytes, or this machine is not little-endian", name);
@@ -19089,6 +19147,7 @@ LI_FN bool li_stream_own(luna_stream *s, const li_part *parts, int count, const 
       if (st && !li_stream_read_part(s, p, i == 1, prefix, st, &own)) return false;
       if ((*at = li_stream_put(s, own)) == NULL) return false;
     }
+
   return true;
 }
 /* Lists what a step needs of a decoder layer; of cross-attention the rest is in `past`. */
@@ -19118,11 +19177,13 @@ LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, const void *layer
     s->layers[index].of.decoder = ((const luna_decoder_layer *)layers)[index];
     return li_stream_own(s, parts, li_decoder_parts(&s->layers[index].of.decoder, parts), "", NULL);
   }
+
   if (layers) *causal = ((const luna_causal_layer *)layers)[index];
   causal->config = causal->attention.config = s->model.config.layer;
   li_print(prefix, sizeof prefix, "layers.%d.", index);
   if (!li_stream_own(s, parts, li_causal_layer_parts(causal, parts), prefix, st)) return false;
   li_print(prefix, sizeof prefix, "layers.%d.self_attn.", index);
+
   return li_stream_own(s, parts, li_causal_attention_parts(&causal->attention, parts), prefix, st);
 }
 /* Copies the mean and the scale of numbers to the host, one after the other. */
@@ -19140,11 +19201,13 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   if (!m->config.outputs) m->output.weight = m->embedding;
   s->head = s->bump.part[0].used;
   s->head_int8 = s->int8_size;
+
   for (int64_t i = 0; i < m->config.layers; i++)
     if (!li_stream_layer_open(s, i, layers, st)) return false;
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (m->config.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
   if (m->config.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
+
   for (int64_t i = 0; !s->cross && i < m->config.layers; i++)
     if (!li_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data)) return false;
   return true;
@@ -19180,6 +19243,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   b->room = b->count + (s->body - s->head_ops) * more;
   li_bump_forget(b);
   *peak = b->floor;
+
   /* on the host more rows take more */
   for (int64_t rows = s->chunk; good && rows > 1; rows = li_stream_on_device(s) ? rows - 1 : 1)
     good = li_stream_forward(s, rows, true) != NULL;
@@ -19217,17 +19281,20 @@ LI_FN size_t li_stream_lay_out(luna_stream *s, char *base) {
   if (device) { base = s->device_memory; used = 0; }
   const size_t state = used;
   s->state = base ? base + used : NULL;
+
   for (int64_t i = 0; i < 2 * c->layers; i++) {
     li_past *past = base ? &s->layers[i % c->layers].past : &none;
     if (i == c->layers) s->state_size = used - state;
     if (i < c->layers) li_past_take(past, &c->layer, s->batch, base, &used);
     else li_stream_take_once(s, past, base, &used);
   }
+
   s->slots = s->source_slots = NULL;
   if (s->cross) s->slots = (int32_t *)li_stream_take(base, &used, s->batch, sizeof(int32_t));
   if (s->cross) s->source_slots = (int32_t *)li_stream_take(base, &used, s->sources, sizeof(int32_t));
   s->inputs = (char *)li_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
+
   for (int i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
   s->bump.part[1].start = (char *)li_stream_take(base, &used, (int64_t)s->bump.part[1].peak, 1);
   s->device_size = used;
@@ -19254,17 +19321,20 @@ LI_FN const char *li_stream_describe(luna_stream *s, li_st *st, const void *byte
   if ((uintptr_t)st->data % sizeof(float) != 0) return "the values in bytes are not aligned to 4 bytes";
 #ifdef LUNA_NO_INT8
   li_st_tensor t;
+
   for (size_t cursor = 0; li_st_next(st, &cursor, &t);)
     if (t.dtype == LI_ST_I8)
       return "the file has weights in 8 bits (luna_save_int8), which LUNA_NO_INT8 does not read";
 #endif
   if ((wrong = li_lm_read(st, &s->model.config)) != NULL) return wrong;
+
   s->horizon = li_st_horizon(st);
   if ((wrong = li_stream_config(s, config)) != NULL) return wrong;
 #ifndef LUNA_NO_INT8
   li_stream_int8_file(s, st);
 #endif
   if (!li_stream_measure(s, NULL)) return LI_STREAM_TOO_LARGE;
+
   const size_t all = li_stream_lay_out(s, NULL);
   const size_t index = li_round(all - li_round(s->bump.part[1].size) + st->tensors * sizeof(uint64_t));
   *need = all > index ? all : index;
@@ -19295,12 +19365,14 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
       wrong = (const char *)memory;
     }
   }
+
   if (!wrong) {
     s = li_stream_place(&first, (char *)memory + shift, need);
     wrong = li_st_index(&st, (uint64_t *)(void *)s->bump.part[1].start, NULL);
   }
   if (!wrong && !li_stream_fill(s, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
+
   return wrong ? NULL : s;
 }
 
@@ -19349,6 +19421,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
     else if ((raw = (char *)li_raw_allocate(&ctx->options.allocator, first->memory_size)) == NULL)
       li_fail_memory(ctx, name, first->memory_size);
   }
+
   if (!raw) return NULL;
   luna_stream *s = (luna_stream *)(void *)(raw + (LI_ALIGN - (uintptr_t)raw % LI_ALIGN));
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
@@ -19356,6 +19429,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
     first->device_memory = (char *)ctx->backend->allocate(ctx->self, first->device_size);
     if (!first->device_memory) good = li_fail_memory(ctx, name, first->device_size) == LUNA_OK;
   }
+
   s = li_stream_place(first, s, size);
   if (!li_stream_on_device(s)) s->ctx.state = &s->step_state;
   if (good) luna_stream_reset(s);
@@ -19371,6 +19445,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     li_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
     return NULL;
   }
+
   if (li_backend_result(ctx, name, li_wait_for_owners(ctx)) != LUNA_OK) return NULL;
   memset(&first, 0, sizeof first);
   first.model = *model;
@@ -19404,6 +19479,7 @@ LI_FN luna_error_id li_stream_wrong(luna_stream *s, const luna_input *input) {
   if (k > 0 && !input->features) return LUNA_ERROR_STREAM_NO_FEATURES;
   if (k == 0 && !input->tokens) return LUNA_ERROR_STREAM_NO_TOKENS;
   if (li_checked(li_checked(n, s->batch), k + 1) < 0) return LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
+
   for (int64_t i = 0; k == 0 && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->model.config.vocab) {
       li_print(s->ctx.error, sizeof s->ctx.error, "%s: tokens[%d] is %d, vocab is %d",
@@ -19412,6 +19488,7 @@ LI_FN luna_error_id li_stream_wrong(luna_stream *s, const luna_input *input) {
     }
   if (s->model.config.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->model.config.max_length)
     return LUNA_ERROR_STREAM_POSITIONS;
+
   return LUNA_ERROR_NONE;
 }
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
@@ -19421,6 +19498,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
   if (!input || input->lengths || (input->batch != 0 && input->batch != s->batch)) s->error = LUNA_ERROR_STREAM_INPUT;
   else s->error = li_stream_wrong(s, input);
   if (s->error != LUNA_ERROR_NONE) return NULL;
+
   const int64_t n = li_size(input->n);
   const int64_t misfits = li_stream_misfits(s, input);
   if (misfits > 0) s->error = LUNA_ERROR_STREAM_FEATURE;
@@ -19434,6 +19512,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
     s->position += rows;
     if (y && at + rows < n && !li_stream_on_device(s)) finite = finite && li_are_finite(luna_count(y), y->data);
   }
+
   if (y) (void)li_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
   if (li_stream_status(s) != LUNA_OK || !y) return NULL;
   for (int64_t i = 0, k = s->model.config.outputs; s->model.config.output_norm && i < luna_count(y); i++)
@@ -19441,6 +19520,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
   finite = finite && li_are_finite(luna_count(y), s->logits);
   if (misfits > 0) s->error = LUNA_ERROR_STREAM_FEATURE;
   else if (!finite) s->error = LUNA_ERROR_STREAM_NOT_FINITE;
+
   return s->logits;
 }
 LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) {
@@ -19521,6 +19601,7 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
              luna_status_text(status));
     return li_stream_fail(to, LUNA_ERROR_BACKEND), status;
   }
+
   to->position = from->position;
   return li_stream_status(to);
 }
@@ -19605,12 +19686,14 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   luna_lm_state first;
   if (!ctx) return NULL;
+
   const luna_layer_config *c = &model->config.layer;
   if (!li_is_luna(c) || li_on_device(ctx) || ctx->options.isa == LUNA_ISA_REFERENCE ||
       (c->attention_dropout > 0 && !c->forget)) {
     li_fail_status(ctx, LUNA_ERROR_STATE_MODEL, name);
     return NULL;
   }
+
   if (!li_in(ctx, name, "batch", batch, 1, LI_MAX_COUNT / li_max(1, c->dim))) return NULL;
   memset(&first, 0, sizeof first);
   first.config = model->config;
@@ -19621,6 +19704,7 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   const size_t head = li_round(sizeof first);
   char *at = (char *)li_persist_host(ctx, name, head + 2 * first.size + LI_ALIGN);
   if (!at) return NULL;
+
   luna_lm_state *s = (luna_lm_state *)(void *)at;
   at += head + (LI_ALIGN - (uintptr_t)(at + head) % LI_ALIGN) % LI_ALIGN;
   memset(at, 0, 2 * first.size);
@@ -19629,6 +19713,7 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
     s->half[i] = at + (size_t)i * s->size;
     s->position[i] = (int64_t *)(void *)(s->half[i] + s->layer_size * (size_t)model->config.layers);
   }
+
   if (!model->params->state) model->params->state = s;
   return s;
 }
@@ -19655,6 +19740,7 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
   luna_ctx *ctx = s->params->ctx;
   if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
   if (!sequences) count = s->batch;
+
   for (int64_t i = 0; sequences && i < count; i++)
     if (sequences[i] < 0 || sequences[i] >= s->batch)
       return li_fail_status(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "sequences", i, (int64_t)sequences[i], (int64_t)0,
@@ -19671,6 +19757,7 @@ LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequ
       }
     }
   }
+
   return LUNA_OK;
 }
 LI_FN float *li_state_bytes(const luna_lm_state *s, luna_tensor *like) {
@@ -19708,6 +19795,7 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   if (size < need) return li_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, name, (int64_t)size, (int64_t)need);
   if ((!s->config.layer.forget || s->config.positions > LUNA_POSITIONS_NONE) && !li_state_even(s, positions))
     return li_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, name, "a stream");
+
   for (int64_t b = 0; b < s->batch; b++) farthest = li_max(farthest, positions[b]);
   const li_stream_head head = li_stream_head_of(s->batch, farthest, &s->config);
   memcpy(bytes, &head, head.bytes);
@@ -19762,6 +19850,7 @@ LI_HOT float li_nucleus(const float *logits, int64_t n, float limit, float max, 
     if (logits[i] < low) low = logits[i];
     total += li_weight(logits[i], max, temperature);
   }
+
   for (float middle = max; middle > low && middle < high; middle = low * 0.5f + (high < max ? high : max) * 0.5f) {
     double sum = above;
     for (int64_t i = 0; i < n; i++)
@@ -19772,6 +19861,7 @@ LI_HOT float li_nucleus(const float *logits, int64_t n, float limit, float max, 
       high = middle;
     }
   }
+
   return low;
 }
 
@@ -19786,6 +19876,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   int32_t chosen = -1;
   if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature >= 0 && li_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
+
   for (int64_t i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
@@ -19797,6 +19888,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
     if (nucleus > limit) k = n;    /* all that are equal to it */
     limit = nucleus;
   }
+
   li_philox(counter, s->seed, word);
   sampling->drawn++;
   /* The first pass sums, the second finds the place in the sum. Of equals at the limit the first few count. */
@@ -19809,6 +19901,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
     }
     target = sum * ((double)word[0] + 0.5) / 4294967296.0;
   }
+
   return chosen;
 }
 
@@ -19853,6 +19946,7 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
       !li_in(ctx, name, "beam", beam, 1, LI_MAX_COUNT / source->batch)) return NULL;
   luna_tensor *context = luna_encoder_forward(&model->encoder, source, &p);
   if (!context) return NULL;
+
   memset(&first, 0, sizeof first);
   memset(&config, 0, sizeof config);
   config.batch = source->batch * beam;
@@ -19874,6 +19968,7 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
   first.model.output.weight = model->output;
   luna_stream *s = li_stream_make(ctx, &first, &config, model->layers, name);
   if (!s) return NULL;
+
   bool good = li_stream_real(s, s->slots, s->batch, source) &&
               li_stream_real(s, s->source_slots, source->batch, source);
   for (int64_t i = 0; good && i < s->model.config.layers; i++)
@@ -19892,6 +19987,7 @@ LI_FN luna_status li_decode(luna_ctx *ctx, luna_stream *s, const luna_generate_c
   const int64_t vocab = s->model.config.vocab;
   int32_t *last = li_stream_inputs(s, s->host_inputs, 1).tokens; /* where a step puts its tokens */
   int64_t going = s->batch;
+
   for (int64_t b = 0; b < s->batch; b++) {
     last[b] = c->begin;
     out_lengths[b] = 0;
@@ -19913,6 +20009,7 @@ LI_FN luna_status li_decode(luna_ctx *ctx, luna_stream *s, const luna_generate_c
       going++;
     }
   }
+
   return LUNA_OK;
 }
 
@@ -19939,6 +20036,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
   const luna_status status = li_decode(ctx, stream, &c, stride, out, out_lengths);
   luna_stream_close(stream);
+
   return status;
 }
 
