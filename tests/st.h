@@ -107,6 +107,21 @@ TEST_UNUSED static const char *st_open(st_file *s, const uint8_t *bytes, size_t 
   s->size = size - 8 - (size_t)header;
   return NULL;
 }
+/* a file of disk; *bytes, which s points into, is to be freed */
+TEST_UNUSED static const char *st_read(st_file *s, const char *path, uint8_t **bytes, size_t *size) {
+  FILE *file = fopen(path, "rb");
+  long length = -1;
+  *bytes = NULL, *size = 0;
+  if (file && fseek(file, 0, SEEK_END) == 0) length = ftell(file);
+  if (length > 0) {
+    *bytes = (uint8_t *)common_alloc((size_t)length);
+    rewind(file);
+    *size = fread(*bytes, 1, (size_t)length, file);
+  }
+  if (file) fclose(file);
+  if (length <= 0) return "it cannot be read";
+  return *size == (size_t)length ? st_open(s, *bytes, *size) : "it is cut short";
+}
 
 static uint64_t st_little(const uint8_t *at, int size) {
   uint64_t bits = 0;

@@ -629,17 +629,9 @@ typedef struct stored {
 } stored;
 
 static void stored_open(stored *s) {
-  FILE *file = fopen(STORED, "rb");
-  long size = -1;
+  size_t size;
   memset(s, 0, sizeof *s);
-  if (file && fseek(file, 0, SEEK_END) == 0) size = ftell(file);
-  if (size > 0) {
-    s->bytes = (uint8_t *)common_alloc((size_t)size);
-    rewind(file);
-    if (fread(s->bytes, 1, (size_t)size, file) != (size_t)size) size = -1;
-  }
-  if (file) fclose(file);
-  const char *wrong = size > 0 ? st_open(&s->st, s->bytes, (size_t)size) : "it cannot be read";
+  const char *wrong = st_read(&s->st, STORED, &s->bytes, &size);
   CHECK(!wrong, STORED ": %s", wrong);
 }
 /* the n numbers of tensor "kind.a", or "kind.a.b"; null when there is none */

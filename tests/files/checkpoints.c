@@ -6,8 +6,8 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include "files.h"
 #include "st.h"
-#include <dirent.h>
 #ifdef _WIN32
 #define WINDOWS true                 /* where opening a folder fails, and a folder is not searched */
 #else
@@ -51,41 +51,7 @@ static void ctx_close(luna_ctx *ctx, const heap *h) {
   CHECK(h->live == 0, "%d bytes leaked", (int)h->live);
 }
 
-/* ---- bytes; limit: how many a writer takes, a reader gives ---- */
-typedef struct buffer {
-  uint8_t *at;
-  size_t size, room, read, limit;
-} buffer;
-static bool buffer_write(void *user, const void *bytes, size_t size) {
-  buffer *b = (buffer *)user;
-  if (b->size + size > b->limit) return false;
-  if (b->size + size > b->room) {
-    b->room = 2 * (b->size + size);
-    b->at = (uint8_t *)realloc(b->at, b->room);
-    if (!b->at) exit(2);
-  }
-  memcpy(b->at + b->size, bytes, size);
-  b->size += size;
-  return true;
-}
-static bool buffer_read(void *user, void *bytes, size_t size) {
-  buffer *b = (buffer *)user;
-  if (b->read + size > b->limit) return false;
-  memcpy(bytes, b->at + b->read, size);
-  b->read += size;
-  return true;
-}
-static luna_io io_of(buffer *b, size_t limit) {
-  luna_io io = {buffer_read, buffer_write, b, b->size};
-  b->limit = limit, b->read = 0;
-  return io;
-}
-static buffer saved(const luna_params *params) {
-  buffer b = {NULL, 0, 0, 0, 0};
-  const luna_io io = io_of(&b, SIZE_MAX);
-  CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "luna_save fails");
-  return b;
-}
+/* ---- files that are made here ---- */
 /* a file of this header and of data_size bytes, all `data` */
 static buffer forged(const char *json, size_t data_size, int data) {
   buffer b = {NULL, 0, 0, 0, SIZE_MAX};
@@ -453,39 +419,10 @@ static void check_many_pairs(void) {
 }
 
 /* ---- paths ---- */
-static char folder[200], path[300];
-/* the files in the folder, but for the one that is saved */
-static int leftovers(void) {
-  int count = 0;
-  struct dirent *entry;
-  DIR *dir = opendir(folder);
-  while (dir && (entry = readdir(dir)) != NULL)
-    count += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 &&
-        strcmp(entry->d_name, "model.safetensors") != 0;
-  if (dir) closedir(dir);
-  return count;
-}
 static bool exists(const char *name) {
   FILE *file = fopen(name, "rb");
   if (file) fclose(file);
   return file != NULL;
-}
-static bool holds(const char *name, const buffer *want) {
-  FILE *file = fopen(name, "rb");
-  uint8_t *bytes = (uint8_t *)common_alloc(want->size + 1);
-  const bool same = file && fread(bytes, 1, want->size + 1, file) == want->size &&
-                    (want->size == 0 || memcmp(bytes, want->at, want->size) == 0);
-  if (file) fclose(file);
-  free(bytes);
-  return same;
-}
-static void paths_open(void) {
-  mkdir(common_build(), 0777);
-  snprintf(folder, sizeof folder, "%s/checkpoints_test", common_build());
-  mkdir(folder, 0777);
-  snprintf(path, sizeof path, "%s/model.safetensors", folder);
-  remove(path);
-  CHECK(leftovers() == 0, "%s is not empty", folder);
 }
 /* what could not be written into a checkpoint is refused when it comes, not when hours later it is saved */
 static void check_names(void) {
@@ -968,8 +905,8 @@ static void check_stream_bytes(void) {
   }
 }
 
-/* the file with `from` in its header replaced by `to` */
-static buffer edited(const buffer *file, const char *from, const char *to) {
+/* the file with `from` in its header replaced by `to`; its data lie aligned again */
+static buffer forged_from(const buffer *file, const char *from, const char *to) {
   size_t header = 0, data;
   for (int i = 7; i >= 0; i--) header = header << 8 | file->at[i];
   char *json = (char *)common_alloc(header + strlen(to) + 1), *at;
@@ -1033,7 +970,7 @@ static void check_claims(void) {
     luna_lm model;
     luna_ctx *ctx = ctx_open(&h);
     luna_params *params = luna_params_open(ctx);
-    buffer wrong = edited(&file, lm_claims[i][0], lm_claims[i][1]);
+    buffer wrong = forged_from(&file, lm_claims[i][0], lm_claims[i][1]);
     const int64_t before = h.live;
     const luna_status status = luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(wrong.at, wrong.size));
     CHECK((status == LUNA_MISMATCH || status == LUNA_BAD_FILE) && luna_error(ctx)[0] &&
@@ -1390,7 +1327,7 @@ static void check_dropout(void) {
 int main(void) {
   check_inspect();
   check_dropout();
-  paths_open();
+  paths_open("checkpoints_test", "model.safetensors");
   check_round_trip();
   check_dtypes();
   check_refusals();

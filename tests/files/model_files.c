@@ -3,58 +3,18 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include "files.h"
 #include "models.h"
 #include "data/old/use.h"
 
 /* ---- checkpoints that say what they are ---- */
-typedef struct bytes {
-  uint8_t *at;
-  size_t size, room;
-} bytes;
-static bool bytes_write(void *user, const void *from, size_t size) {
-  bytes *b = (bytes *)user;
-  if (b->size + size > b->room) {
-    b->room = 2 * (b->size + size);
-    b->at = (uint8_t *)realloc(b->at, b->room);
-    if (!b->at) exit(2);
-  }
-  memcpy(b->at + b->size, from, size);
-  b->size += size;
-  return true;
-}
-static bytes saved(const luna_params *params) {
-  bytes b = {NULL, 0, 0};
-  luna_io io = {NULL, bytes_write, NULL, 0};
-  io.user = &b;
-  CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "luna_save fails");
-  return b;
-}
-/* the file with the first `from` of its header replaced */
-static bytes edited(const bytes *file, const char *from, const char *to) {
-  uint64_t size = 0;
-  bytes out = {NULL, 0, 0};
-  for (int i = 0; i < 8; i++) size |= (uint64_t)file->at[i] << 8 * i;
-  char *header = (char *)common_alloc((size_t)size + 1);
-  memcpy(header, file->at + 8, (size_t)size);
-  const char *found = strstr(header, from);
-  if (CHECK(found != NULL, "the header has no %s", from)) {
-    const uint64_t length = size - strlen(from) + strlen(to);
-    for (int i = 0; i < 8; i++) bytes_write(&out, &(uint8_t){(uint8_t)(length >> 8 * i)}, 1);
-    bytes_write(&out, header, (size_t)(found - header));
-    bytes_write(&out, to, strlen(to));
-    bytes_write(&out, found + strlen(from), (size_t)size - (size_t)(found - header) - strlen(from));
-    bytes_write(&out, file->at + 8 + size, file->size - 8 - (size_t)size);
-  }
-  free(header);
-  return out;
-}
 /* a model of its own context, from a file; the context tells why not */
 typedef struct opened {
   luna_ctx *ctx;
   luna_params *params;
   luna_model model;
 } opened;
-static luna_status open_bytes(opened *o, const bytes *file) {
+static luna_status open_bytes(opened *o, const buffer *file) {
   o->ctx = ctx_open();
   o->params = luna_params_open(o->ctx);
   return luna_load_model(&o->model, o->params, luna_bytes(file->at, file->size));
@@ -98,13 +58,13 @@ static void check_comes_back(luna_model_kind kind, int v) {
   opened a, b;
   if (!opened_init(&a, kind, v)) return;
   luna_params_set_text(a.params, "note", "kept");
-  bytes file = saved(a.params);
+  buffer file = saved(a.params);
   const luna_status status = open_bytes(&b, &file);
   CHECK(status == LUNA_OK && comes_back(&a, &b), "%s %d does not come back from its file: %s", model_names[kind], v,
         luna_error(b.ctx));
   const char *note = luna_params_get_text(b.params, "note");
   CHECK(note && strcmp(note, "kept") == 0, "%s %d: a text pair is lost", model_names[kind], v);
-  bytes again = saved(b.params);
+  buffer again = saved(b.params);
   CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0,
         "%s %d: saved, loaded and saved it is another file",
         model_names[kind], v);
@@ -126,7 +86,7 @@ static void check_nothing_left(const opened *o, int64_t before, const char *what
   CHECK(heap_live - before <= 0, "%s: %lld bytes more than before stay in use", what, (long long)(heap_live - before));
 }
 /* a file of changed metadata: a model of all its tensors, or nothing at all; whether it was loaded */
-static bool check_claim(const bytes *file, int64_t tensors, const char *what) {
+static bool check_claim(const buffer *file, int64_t tensors, const char *what) {
   opened o, again;
   o.ctx = ctx_open();
   o.params = luna_params_open(o.ctx);
@@ -137,7 +97,7 @@ static bool check_claim(const bytes *file, int64_t tensors, const char *what) {
         (long long)(heap_most - before));
   if (status != LUNA_OK) check_nothing_left(&o, before, what);
   else {
-    bytes copy = saved(o.params);
+    buffer copy = saved(o.params);
     CHECK(luna_params_tensor_count(o.params) == tensors, "%s: a model of %d tensors is loaded from %d", what,
           (int)luna_params_tensor_count(o.params),
           (int)tensors);
@@ -167,7 +127,7 @@ static void check_claims(luna_model_kind kind, int v) {
   luna_inspection inspection = {pairs_take, NULL, NULL};
   int loaded = 0, refusals = 0;
   if (!opened_init(&o, kind, v)) return;
-  bytes file = saved(o.params);
+  buffer file = saved(o.params);
   all.count = 0;
   inspection.user = &all;
   CHECK(luna_inspect(o.ctx, luna_bytes(file.at, file.size), &inspection) == LUNA_OK && all.count >= 15,
@@ -181,7 +141,7 @@ static void check_claims(luna_model_kind kind, int v) {
       if (values[j]) snprintf(to, sizeof to, "\"%s\":\"%s\"", all.key[i], values[j]);
       else snprintf(to, sizeof to, "\"removed\":\"%s\"", all.value[i]);
       snprintf(what, sizeof what, "%s %d with %s", model_names[kind], v, to);
-      bytes wrong = edited(&file, from, to);
+      buffer wrong = edited(&file, from, to);
       if (check_claim(&wrong, luna_params_tensor_count(o.params), what)) loaded++;
       else refusals++;
       free(wrong.at);
@@ -190,7 +150,7 @@ static void check_claims(luna_model_kind kind, int v) {
         v,
         loaded + refusals, loaded);
   for (size_t cut = 0; cut < file.size; cut += cut < 64 ? 1 : 131) {
-    const bytes piece = {file.at, cut, 0};
+    const buffer piece = {file.at, cut, 0, 0, 0};
     opened part;
     char what[80];
     part.ctx = ctx_open();
@@ -221,7 +181,7 @@ static void check_model_paths(void) {
     refused(b.ctx, luna_load_model(NULL, empty, luna_path(path.text)) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for a model");
     CHECK(luna_load_model(&b.model, NULL, luna_path(path.text)) == LUNA_BAD_ARGUMENT, "no set");
-    bytes file = saved(a.params), other = edited(&file, "\"luna.kind\":\"", "\"luna.kind\":\"un");
+    buffer file = saved(a.params), other = edited(&file, "\"luna.kind\":\"", "\"luna.kind\":\"un");
     refused(b.ctx, luna_load_model(&b.model, empty, luna_bytes(other.at, other.size)) == LUNA_BAD_FILE, NOT_A_MODEL,
         "a kind that is none");
     free(file.at), free(other.at);
@@ -264,8 +224,8 @@ static void check_matching(void) {
   luna_classifier classifier;
   luna_classifier_config config = {0};
   luna_lm lm;
-  bytes file = {NULL, 0, 0};
-  luna_io io = {NULL, bytes_write, NULL, 0};
+  buffer file = {NULL, 0, 0, 0, SIZE_MAX};
+  luna_io io = {NULL, buffer_write, NULL, 0};
   reported t;
   luna_load_report match = {told_take, NULL, -1, -1, -1}, quiet = {NULL, NULL, -1, -1, -1};
   masked_config.vocab = config.vocab = VOCAB, masked_config.encoder = config.encoder = encoder_config(6);
@@ -345,16 +305,16 @@ static void check_checkpoints(void) {
 static void check_newer(luna_model_kind kind) {
   opened a, later, known;
   opened_init(&a, kind, 0);
-  bytes file = saved(a.params);
-  bytes newer = edited(&file, "\"luna.kind\":", "\"luna.format\":\"3\",\"luna.kind\":");
-  bytes unknown = edited(&file, "\"luna.kind\":", "\"luna.later\":\"1\",\"luna.kind\":");
+  buffer file = saved(a.params);
+  buffer newer = edited(&file, "\"luna.kind\":", "\"luna.format\":\"3\",\"luna.kind\":");
+  buffer unknown = edited(&file, "\"luna.kind\":", "\"luna.later\":\"1\",\"luna.kind\":");
   const luna_status status = open_bytes(&later, &newer);
   CHECK(strstr(luna_error(later.ctx), LUNA_VERSION), "it does not name this version: %s", luna_error(later.ctx));
   refused(later.ctx, status == LUNA_BAD_FILE, NOT_A_MODEL, "%s of a later format", model_names[kind]);
   refused(a.ctx, luna_load(a.params, luna_bytes(newer.at, newer.size)) == LUNA_BAD_FILE, NOT_A_MODEL,
           "%s of a later format, into a set", model_names[kind]);
   for (int i = 0; i < 2; i++) { /* no number */
-    bytes odd = edited(&file, "\"luna.kind\":", i ? "\"luna.format\":\"\",\"luna.kind\":" :
+    buffer odd = edited(&file, "\"luna.kind\":", i ? "\"luna.format\":\"\",\"luna.kind\":" :
                                                    "\"luna.format\":\"two\",\"luna.kind\":");
     refused(a.ctx, luna_load(a.params, luna_bytes(odd.at, odd.size)) == LUNA_BAD_FILE, NOT_A_MODEL,
             "%s of a format that is no number", model_names[kind]);
@@ -362,7 +322,7 @@ static void check_newer(luna_model_kind kind) {
   }
   CHECK(open_bytes(&known, &unknown) == LUNA_OK && comes_back(&a, &known), "%s with luna.later: %s",
         model_names[kind], luna_error(known.ctx));
-  bytes again = saved(known.params);
+  buffer again = saved(known.params);
   CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "%s keeps luna.later", model_names[kind]);
   free(file.at), free(newer.at), free(unknown.at), free(again.at);
   luna_close(a.ctx), luna_close(later.ctx), luna_close(known.ctx);

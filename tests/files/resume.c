@@ -7,8 +7,7 @@
 #include "luna.h"
 #include "examples/luna_apollo.h"
 #include "common.h"
-#include <dirent.h>
-#include <sys/stat.h>
+#include "files.h"
 #include <unistd.h>
 #if !defined(_WIN32) && !defined(__wasm__)
 #include <signal.h>
@@ -20,72 +19,12 @@
 enum { STEPS = 12, BATCH = 3, N = 11, VOCAB = 13, BAD_STEP = 5, SLOW_STEP = 7 };
 static const char *const kind_names[4] = {"SGD", "Adam", "AdamW", "Apollo"};
 
-/* ---- files in memory; limit: how many bytes a writer takes ---- */
-typedef struct buffer {
-  uint8_t *at;
-  size_t size, room, limit;
-} buffer;
-static bool buffer_write(void *user, const void *bytes, size_t size) {
-  buffer *b = (buffer *)user;
-  if (b->size + size > b->limit) return false;
-  if (b->size + size > b->room) {
-    b->room = 2 * (b->size + size);
-    b->at = (uint8_t *)realloc(b->at, b->room);
-    if (!b->at) exit(2);
-  }
-  memcpy(b->at + b->size, bytes, size);
-  b->size += size;
-  return true;
-}
-static buffer saved(const luna_optimizer *optimizer) {
-  buffer b = {NULL, 0, 0, SIZE_MAX};
-  const luna_io io = {NULL, buffer_write, &b, 0};
-  CHECK(luna_save_training(optimizer, luna_callbacks(&io)) == LUNA_OK, "luna_save_training fails");
-  return b;
-}
-static buffer saved_params(const luna_params *params) {
-  buffer b = {NULL, 0, 0, SIZE_MAX};
-  const luna_io io = {NULL, buffer_write, &b, 0};
-  CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "luna_save fails");
-  return b;
-}
-static bool same(const buffer *a, const buffer *b) { return a->size == b->size && memcmp(a->at, b->at, a->size) == 0; }
 /* does the optimiser, saved, still make these bytes? */
 static bool unchanged(const luna_optimizer *optimizer, const buffer *before) {
-  buffer now = saved(optimizer);
+  buffer now = saved_training(optimizer);
   const bool result = same(&now, before);
   free(now.at);
   return result;
-}
-
-static char folder[200], path[300];
-/* the files in the folder, but for the one that is saved */
-static int leftovers(void) {
-  int count = 0;
-  struct dirent *entry;
-  DIR *dir = opendir(folder);
-  while (dir && (entry = readdir(dir)) != NULL)
-    count += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 &&
-        strcmp(entry->d_name, "training.safetensors") != 0;
-  if (dir) closedir(dir);
-  return count;
-}
-static bool holds(const char *name, const buffer *want) {
-  FILE *file = fopen(name, "rb");
-  uint8_t *bytes = (uint8_t *)common_alloc(want->size + 1);
-  const bool result = file && fread(bytes, 1, want->size + 1, file) == want->size &&
-      memcmp(bytes, want->at, want->size) == 0;
-  if (file) fclose(file);
-  free(bytes);
-  return result;
-}
-static void paths_open(void) {
-  mkdir(common_build(), 0777);
-  snprintf(folder, sizeof folder, "%s/resume_test", common_build());
-  mkdir(folder, 0777);
-  snprintf(path, sizeof path, "%s/training.safetensors", folder);
-  remove(path);
-  CHECK(leftovers() == 0, "%s is not empty", folder);
 }
 
 /* ---- a run: a language model or a classifier, both with dropout; schedule, clipping, a group, a step that is skipped,
@@ -174,7 +113,7 @@ static void check_resume(bool classifies, int kind) {
   for (int step = 1; step <= STEPS; step++) {
     const float loss = run_step(&saving, step);
     losses[step] = run_step(&whole, step);
-    files[step] = saved(saving.optimizer); /* in the step that made them, as a program would */
+    files[step] = saved_training(saving.optimizer); /* in the step that made them, as a program would */
     CHECK(memcmp(&loss, &losses[step], sizeof loss) == 0, "%s, %s: saving, or two threads, change the loss of step %d",
           what, kind_names[kind], step);
   }
@@ -234,7 +173,7 @@ static void check_plain(bool classifies) {
   float *expected = common_floats(BATCH * N * VOCAB), *got = common_floats(BATCH * N * VOCAB);
   run_open(&r, classifies, LUNA_OPTIMIZER_ADAMW, 5, 1);
   for (int step = 1; step <= 3; step++) run_step(&r, step);
-  buffer weights = saved_params(r.params), training = saved(r.optimizer);
+  buffer weights = saved(r.params), training = saved_training(r.optimizer);
   luna_begin_inference(r.ctx);
   luna_tensor *logits = run_logits(&r, 1);
   CHECK(luna_read(logits, expected) == LUNA_OK, "%s", luna_error(r.ctx));
@@ -255,7 +194,7 @@ static void check_plain(bool classifies) {
     CHECK(luna_read(run_logits(&other, 1), got) == LUNA_OK &&
           memcmp(got, expected, (size_t)luna_count(logits) * sizeof(float)) == 0,
           "way %d: the model loaded from a training file has other logits: %s", way, luna_error(other.ctx));
-    buffer again = saved_params(other.params);
+    buffer again = saved(other.params);
     CHECK(same(&again, &weights), "way %d: loaded from a training file and saved, it has other bytes", way);
     free(again.at);
     luna_close(other.ctx);
@@ -263,7 +202,7 @@ static void check_plain(bool classifies) {
   run set; /* and into a set that is there already */
   run_open(&set, classifies, LUNA_OPTIMIZER_SGD, 9, 1);
   CHECK(luna_load(set.params, luna_path(path)) == LUNA_OK, "luna_load: %s", luna_error(set.ctx));
-  buffer again = saved_params(set.params);
+  buffer again = saved(set.params);
   CHECK(same(&again, &weights), "a training file loaded by luna_load makes another checkpoint");
   luna_close(set.ctx), luna_close(r.ctx), remove(path);
   free(again.at), free(weights.at), free(training.at), free(expected), free(got);
@@ -295,7 +234,7 @@ static void small_open(small *s, int kind, float momentum, uint64_t seed) {
 }
 static void small_refuses(small *s, const void *bytes, size_t size, luna_status want, luna_error_id id,
                           const char *what) {
-  const buffer before = saved(s->optimizer);
+  const buffer before = saved_training(s->optimizer);
   const luna_status got = luna_load_training(s->optimizer, luna_bytes(bytes, size));
   CHECK(got == want && luna_error(s->ctx)[0] && luna_error_id_of(s->ctx) == id,
       "%s: %s, error %d \"%s\", not %s with error %d", what,
@@ -303,21 +242,6 @@ static void small_refuses(small *s, const void *bytes, size_t size, luna_status 
   CHECK(unchanged(s->optimizer, &before), "%s: refused, but something has changed", what);
   free(before.at);
   luna_begin_inference(s->ctx);
-}
-/* the file with the first `from` in its header replaced by `to` */
-static buffer edited(const buffer *file, const char *from, const char *to) {
-  buffer b = {NULL, 0, 0, SIZE_MAX};
-  const size_t header = (size_t)(file->at[0] | file->at[1] << 8 | file->at[2] << 16), nf = strlen(from),
-      nt = strlen(to);
-  size_t at = 8;
-  while (at + nf <= 8 + header && memcmp(file->at + at, from, nf) != 0) at++;
-  CHECK(at + nf <= 8 + header, "the file's header has no %s", from);
-  const size_t size = header - nf + nt;
-  for (int i = 0; i < 8; i++) buffer_write(&b, &(uint8_t){(uint8_t)((uint64_t)size >> 8 * i)}, 1);
-  buffer_write(&b, file->at + 8, at - 8);
-  buffer_write(&b, to, nt);
-  buffer_write(&b, file->at + at + nf, file->size - at - nf);
-  return b;
 }
 #define ZEROS "0000000000000000"
 static const struct {
@@ -381,7 +305,7 @@ static void check_refusals(void) {
   small from, to;
   small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(from.optimizer, 0);
-  const buffer file = saved(from.optimizer), weights = saved_params(from.params);
+  const buffer file = saved_training(from.optimizer), weights = saved(from.params);
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_HOOK; kind++) {
     small_open(&to, kind, 0.9f, 8);
     if (kind != LUNA_OPTIMIZER_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, LUNA_ERROR_OPTIMIZER_KIND,
@@ -422,7 +346,7 @@ static void check_refusals(void) {
     small other;
     small_open(&to, LUNA_OPTIMIZER_SGD, moving ? 0.9f : 0, 8),
         small_open(&other, LUNA_OPTIMIZER_SGD, moving ? 0 : 0.9f, 3);
-    const buffer sgd = saved(other.optimizer);
+    const buffer sgd = saved_training(other.optimizer);
     small_refuses(&to, sgd.at, sgd.size, LUNA_MISMATCH, LUNA_ERROR_MOMENT_COUNT, "SGD with momentum and without");
     free(sgd.at);
     luna_close(to.ctx), luna_close(other.ctx);
@@ -433,14 +357,14 @@ static void check_refusals(void) {
 /* SGD whose moment is an average alone, and a file of a moment and an average */
 static void check_averages(void) {
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
-  buffer file = {NULL, 0, 0, SIZE_MAX};
+  buffer file = {NULL, 0, 0, 0, SIZE_MAX};
   for (int i = 0; i < 2; i++) {
     small s;
     s.ctx = luna_open(NULL), s.params = luna_params_open(s.ctx);
     luna_param(s.params, "first", 2, matrix, normal);
     s.optimizer = luna_sgd(s.params, &(luna_optimizer_config){.average = 0.9f, .momentum = i ? 0 : 0.5f});
     if (i) small_refuses(&s, file.at, file.size, LUNA_MISMATCH, LUNA_ERROR_MOMENT_COUNT, "a moment too many");
-    else file = saved(s.optimizer);
+    else file = saved_training(s.optimizer);
     luna_close(s.ctx);
   }
   free(file.at);
@@ -455,7 +379,7 @@ static void check_products(void) {
   static const char *const products[3] = {"bf16", "bf17", "bf16"};
   small s;
   small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
-  const buffer file = saved(s.optimizer);
+  const buffer file = saved_training(s.optimizer);
   luna_close(s.ctx);
   for (int i = 0; i < 3; i++) {
     char pair[64];
@@ -485,7 +409,7 @@ static void scarce_release(void *user, void *pointer, size_t bytes) { (void)user
 static void check_scarce(void) {
   const int64_t large[2] = {1000, 1000};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
-  buffer file = {NULL, 0, 0, SIZE_MAX};
+  buffer file = {NULL, 0, 0, 0, SIZE_MAX};
   luna_status status = LUNA_OUT_OF_MEMORY;
   for (int fail = 0; fail <= 1 || (status != LUNA_OK && fail < 100); fail++) {
     scarce left = {0, 0};
@@ -497,7 +421,7 @@ static void check_scarce(void) {
     luna_params *params = luna_params_open(ctx);
     luna_optimizer *adam = luna_adam(params, NULL); /* which its parameters join when it loads */
     luna_param(params, "first", 2, large, normal);
-    if (fail == 0) file = saved(adam);
+    if (fail == 0) file = saved_training(adam);
     left.calls = 0, left.fail_at = fail;
     status = luna_load_training(adam, luna_bytes(file.at, file.size));
     CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error_id_of(ctx) == LUNA_ERROR_NO_MEMORY),
@@ -513,19 +437,19 @@ static void check_scarce(void) {
 static void check_borrowed(void) { /* a set that has been borrowed since */
   small from, to;
   small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3), small_open(&to, LUNA_OPTIMIZER_ADAMW, 0, 8);
-  const buffer file = saved(from.optimizer), weights = saved_params(from.params);
+  const buffer file = saved_training(from.optimizer), weights = saved(from.params);
   CHECK(luna_load_borrowed(to.params, weights.at, weights.size) == LUNA_OK, "%s", luna_error(to.ctx));
-  const buffer copy = saved_params(to.params);
+  const buffer copy = saved(to.params);
   CHECK(luna_load_training(to.optimizer, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT &&
       luna_error_id_of(to.ctx) == LUNA_ERROR_SET_BORROWED, "into a borrowed set: %s", luna_error(to.ctx));
-  buffer after = saved_params(to.params);
+  buffer after = saved(to.params);
   CHECK(same(&copy, &after), "loading into a borrowed set changes it");
   /* its optimiser, which trained it before, leaves what is borrowed alone, also beside a set that learns */
   luna_tensor *other = luna_param(luna_params_open(to.ctx), "other", 2, matrix, (luna_init){LUNA_INIT_ONES, 0});
   luna_begin_step(to.ctx);
   luna_backward(luna_sum_all(luna_mul(other, luna_params_find(to.params, "first"))));
   (void)luna_optimizer_step(to.optimizer);
-  buffer again = saved_params(to.params);
+  buffer again = saved(to.params);
   CHECK(same(&copy, &again), "an optimiser changes a borrowed set");
   free(again.at);
   luna_close(to.ctx), luna_close(from.ctx);
@@ -542,7 +466,7 @@ static void check_halves(void) {
       if (more || i == 0) luna_optimizer_advance(s.optimizer);
       if (!more || i == 0) CHECK(luna_optimizer_apply(s.optimizer) == LUNA_OK, "%s", luna_error(s.ctx));
     }
-    const buffer file = saved(s.optimizer);
+    const buffer file = saved_training(s.optimizer);
     CHECK(luna_load_training(s.optimizer, luna_bytes(file.at, file.size)) == LUNA_OK && unchanged(s.optimizer, &file),
           "%s than the other: %s", more ? "advance more often" : "apply more often", luna_error(s.ctx));
     free(file.at);
@@ -576,11 +500,8 @@ static void fixed_step(small *s) {
         luna_error(s->ctx));
 }
 static buffer fixed_read(const char *name) {
-  buffer b = {NULL, 0, 0, SIZE_MAX};
-  uint8_t bytes[4096];
-  FILE *file = fopen(name, "rb");
-  if (CHECK(file != NULL, "%s cannot be read", name)) buffer_write(&b, bytes, fread(bytes, 1, sizeof bytes, file));
-  if (file) fclose(file);
+  const buffer b = read_file(name);
+  CHECK(b.size > 0, "%s cannot be read", name);
   return b;
 }
 static const char *const fixed_files[2] = {"tests/data/resume/before.safetensors",
@@ -613,9 +534,9 @@ static void check_failed_saves(void) {
   small s;
   char below[400];
   small_open(&s, LUNA_OPTIMIZER_HOOK, 0, 3);
-  const buffer file = saved(s.optimizer);
+  const buffer file = saved_training(s.optimizer);
   for (size_t limit = 0; limit < file.size; limit++) {
-    buffer half = {NULL, 0, 0, limit};
+    buffer half = {NULL, 0, 0, 0, limit};
     const luna_io io = {NULL, buffer_write, &half, 0};
     luna_begin_inference(s.ctx);
     CHECK(luna_save_training(s.optimizer, luna_callbacks(&io)) == LUNA_CANNOT_WRITE &&
@@ -663,9 +584,9 @@ static void check_killed_saves(void) {
   run_open(&r, true, LUNA_OPTIMIZER_ADAMW, 5, 1);
   run_step(&r, 1);
   CHECK(luna_save_training(r.optimizer, luna_path(path)) == LUNA_OK, "%s", luna_error(r.ctx));
-  const buffer old = saved(r.optimizer);
+  const buffer old = saved_training(r.optimizer);
   run_step(&r, 2);
-  const buffer next = saved(r.optimizer);
+  const buffer next = saved_training(r.optimizer);
   for (size_t limit = 0; limit < next.size; limit += limit == 0 ? 1 : next.size / 9) {
     int status = save_limited(r.optimizer, limit, false);
     CHECK(status == LUNA_CANNOT_WRITE && holds(path, &old) && leftovers() == 0,
@@ -692,13 +613,13 @@ static void check_pitfalls(void) {
   /* a pair with the name of one of luna.h's own: refused, or the file still loads */
   small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_params_set_text(s.params, "luna.step", "7");
-  buffer file = saved(s.optimizer);
+  buffer file = saved_training(s.optimizer);
   CHECK(luna_load_training(s.optimizer, luna_bytes(file.at, file.size)) == LUNA_OK,
         "a pair luna.step makes a file that does not load: %s", luna_error(s.ctx));
   free(file.at);
   /* gradients and a NaN that wait when a run is loaded are not the run's */
   small_open(&other, LUNA_OPTIMIZER_ADAMW, 0, 3);
-  file = saved(other.optimizer);
+  file = saved_training(other.optimizer);
   for (int bad = 0; bad < 2; bad++) {
     luna_begin_step(s.ctx);
     CHECK(luna_backward(luna_scale(common_loss(luna_params_find(s.params, "first"), 9), bad ? NAN : 1)) == LUNA_OK,
@@ -711,7 +632,7 @@ static void check_pitfalls(void) {
       luna_backward(common_loss(luna_params_find(run->params, "first"), 10));
       CHECK(luna_optimizer_step(run->optimizer) == LUNA_OK, "%s", luna_error(run->ctx));
     }
-    buffer a = saved(s.optimizer), b = saved(other.optimizer);
+    buffer a = saved_training(s.optimizer), b = saved_training(other.optimizer);
     CHECK(same(&a, &b), "a run loaded over %s goes on with other bits",
           bad ? "a NaN that waits" : "gradients that wait");
     free(a.at), free(b.at);
@@ -721,7 +642,7 @@ static void check_pitfalls(void) {
   /* a rate that can be set can be loaded */
   small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(s.optimizer, INFINITY);
-  buffer rate = saved(s.optimizer);
+  buffer rate = saved_training(s.optimizer);
   CHECK(luna_load_training(s.optimizer, luna_bytes(rate.at, rate.size)) == LUNA_OK,
         "a learning rate that can be set makes a file that does not load: %s", luna_error(s.ctx));
   luna_close(s.ctx), free(rate.at);
@@ -749,7 +670,7 @@ int main(int argc, char **argv) {
     fixed_write();
     return test_report("resume");
   }
-  paths_open();
+  paths_open("resume_test", "training.safetensors");
   check_fixed();
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_HOOK; kind++)
     check_resume(false, kind), check_resume(true, kind);

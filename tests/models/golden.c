@@ -98,18 +98,8 @@ static int32_t *golden_numbers(const golden *g, const char *name, int64_t *colum
 }
 
 static bool golden_open(golden *g) {
-  FILE *file = fopen(g->path, "rb");
   st_item kind;
-  const char *wrong;
-  long size = 0;
-  if (file && fseek(file, 0, SEEK_END) == 0) size = ftell(file);
-  if (!CHECK(file && size > 0, "%s cannot be read", g->path)) return false;
-  g->size = (size_t)size;
-  g->bytes = (uint8_t *)common_alloc(g->size);
-  rewind(file);
-  const size_t got = fread(g->bytes, 1, g->size, file);
-  fclose(file);
-  wrong = got == g->size ? st_open(&g->st, g->bytes, g->size) : "it is cut short";
+  const char *wrong = st_read(&g->st, g->path, &g->bytes, &g->size);
   if (!CHECK(!wrong, "%s: %s", g->name, wrong) || !CHECK(st_meta(&g->st, "kind", &kind),
                                                          "%s does not say its kind", g->name))
     return false;
