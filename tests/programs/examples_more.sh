@@ -372,6 +372,13 @@ refuses "says which file" pack short.txt
 refuses "overwrite the file" pack short.txt --out short.txt
 check "and nothing is written" [ "$(cat kept)$(echo *.part)" = "old*.part" ]
 
+# ---- README's programs: all are built, and the first one runs (make test-long runs them all)
+for each in "$root"/examples/[0-9]_*.c; do
+  each=$(basename "$each" .c)
+  check "$each is built" [ -x "$build/$each" ]
+done
+check "1_attention runs" sh -c "'$build/1_attention' >out && [ \"\$(grep -c '^query [0-2], head 0: [0-9.]*\$' out)\" = 3 ]"
+
 # ---- make docs: each public function has a place on the page, each equation somebody
 docs() { python3 "$root/tests/tools/docs.py" "$1" "$root/README.md" docs.html >out; }
 has() { grep -q "$1" docs.html; }
@@ -384,6 +391,10 @@ if command -v python3 >/dev/null 2>&1; then
   sed 's/eq\. 7/equation seven/' "$root/luna.h" >other.h
   docs other.h
   check "and says what it lacks" grep -q 'equation 7 is nobody' out
+  sed 's/LUNA_DECAY_COSINE/LUNA_DECAY_LINEAR/' "$root/README.md" >readme.md
+  quoted() { python3 "$root/tests/tools/docs.py" "$root/luna.h" readme.md docs.html >out; }
+  check "and which quote of README is not its file" sh -c '[ "$1" = 1 ] && grep -q "$2" out' - "$(quoted; echo $?)" \
+    'examples/2_language_model.c is not what README quotes'
   plant() { (cd "$root" && BUILD=$work python3 tests/tools/faults.py --plant) >out 2>&1; }
   check "the faults of make faults are those of this luna.h" plant
 else
