@@ -131,19 +131,19 @@
    equation layer                              op                                      driver
             inner loop                         reference                               test
    1/3 pack li_nested_pack >>impl_layers       luna_pack >>impl_ops                    li_attention_tile >>attention
-            LI_K(tile_softmax) >>attention     li_attention_row >>attention            tests/attention.c
+            LI_K(tile_softmax) >>attention     li_attention_row >>attention            tests/kernels/attention.c
    4 unpack li_nested_unpack >>impl_layers     luna_unpack >>impl_ops                  li_unpack_panel >>unpack
-            LI_K(group_softmax) >>unpack       li_unpack_reference >>unpack            tests/attention.c
-   6 layer  li_nested_half >>impl_layers       luna_layer_norm >>impl_ops              li_layer_norm_body >>impl_backend
-            LI_K(layer_norm) >>elementwise     li_layer_norm_reference >>elementwise   tests/elementwise.c
+            LI_K(group_softmax) >>unpack       li_unpack_reference >>unpack            tests/kernels/attention.c
+   6 layer  li_nested_half >>impl_layers       luna_layer_norm >>impl_ops              li_layer_norm_body >>impl_ops
+            LI_K(layer_norm) >>elementwise     li_layer_norm_reference >>elementwise   tests/kernels/elementwise.c
    7 chunks li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_causal_mix >>causal
-            LI_K(panels) >>gemm                li_causal_reference >>causal            tests/causal.c
+            LI_K(panels) >>gemm                li_causal_reference >>causal            tests/kernels/causal.c
    7 stream li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_luna_step >>causal
-            LI_K(step_block) >>causal          li_mean_step >>causal                   tests/causal.c
+            LI_K(step_block) >>causal          li_mean_step >>causal                   tests/kernels/causal.c
    forgets  li_forget_logits >>impl_layers     luna_causal_nested_attention >>impl_ops li_forget_out >>causal
-            LI_K(forget_weights) >>causal      li_forget_reference >>causal            tests/forgetting.c
+            LI_K(forget_weights) >>causal      li_forget_reference >>causal            tests/models/forgetting.c
    Adam     luna_optimizer_step >>impl_trainer li_cpu_update >>impl_backend            li_update_task >>impl_backend
-            LI_K(adam) >>elementwise           li_adam_reference >>elementwise         tests/trainer.c
+            LI_K(adam) >>elementwise           li_adam_reference >>elementwise         tests/engine/trainer.c
 
    SWITCHES, defined before the implementation (and, for those marked *, before every include)
      LUNA_STATIC *          all functions static
@@ -4287,8 +4287,8 @@ LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t r
 }
 #endif
 
-/* C (+)= alpha A B: the rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next
-   tile's rows are prefetched; C is accessed row by row. */
+/* C (+)= alpha A B: the rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2
+   and the next tile's rows are prefetched; C is accessed row by row. */
 LI_FN void LI_K(panels)(li_matrix a, li_panels b, const li_target *t) {
   const bool plain = t->activation == LI_NO_ACTIVATION || t->activation == LUNA_ACTIVATION_RELU;
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
@@ -5721,7 +5721,8 @@ LI_FN void LI_K(adam)(const li_update *update) {
    result (maximum, sum, values), and a tile's thread merges them in block order. Backward recomputes P from each row's
    log-sum-exp. li_attention has the arguments, li_head a head's place in them, li_tile a tile. The band and the
    reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward pass. To
-   change what becomes of scores, see tile_softmax and its derivative, tile_slopes. Guarded by tests/kernels/attention.c.
+   change what becomes of scores, see tile_softmax and its derivative, tile_slopes. Guarded by
+   tests/kernels/attention.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
@@ -6426,7 +6427,8 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
 /* ---------------------------------------------------------------------------------------------------------------------
    >>unpack: the folded unpack (eq. 4), forward and backward: panels of 64 rows by all heads' slots at once
    li_unpack has the arguments, li_unpack_space what a thread has of scratch. The reference stands first, then the
-   softmax of a panel and its derivative, the plan, the forward pass, the backward pass. Guarded by tests/kernels/attention.c.
+   softmax of a panel and its derivative, the plan, the forward pass, the backward pass. Guarded by
+   tests/kernels/attention.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 /* The reference. Computes a row's probabilities p [heads, slots] before dropout [eq. 4]. */
@@ -15391,8 +15393,8 @@ LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
    >>impl_layers: a layer's init makes the rows (li_part) of a table of parameters, and its forward calls ops. What goes
    through a layer is an li_flow. In this order: rows; linear, norm and input layers; Luna attention, causal Luna
    attention, the other attentions; encoder, decoder and causal layers. A config's new field is a row of li_fields too,
-   and li_layer_good rejects it where a layer does not have it. Guarded by tests/models/golden.c (the authors' outputs and
-   gradients), gradients.c and attention_layers.c.
+   and li_layer_good rejects it where a layer does not have it. Guarded by tests/models/golden.c (the authors' outputs
+   and gradients), gradients.c and attention_layers.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LI_MAX_NAME 192
 /* Joins prefix and name, with one dot between "fc1." and ".weight"; false when they are too long. */
@@ -17157,8 +17159,8 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
 /* ---------------------------------------------------------------------------------------------------------------------
    >>impl_trainer: schedules and optimisers. An optimiser (luna_optimizer) keeps an li_trained for each parameter, and
    hands those that have a gradient to the backend as a table of luna_update. In this order: schedules, parameters that
-   join, opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by tests/engine/trainer.c
-   and optimizer_hook.c.
+   join, opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by
+   tests/engine/trainer.c and optimizer_hook.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
@@ -18698,7 +18700,8 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
    computed once. For a model on a device all values are there, in a block of their own. In order: memory and inputs,
    the step, opening (config, weights, measuring, layout, from bytes, from a model), running, saved states, the state
    that training carries. What else a layer is to keep from step to step is added to li_state_bytes. Guarded by
-   tests/models/stream.c, a decoder by tests/models/translation.c, on a device by tests/engine/device.c and tests/cuda/cuda.c.
+   tests/models/stream.c, a decoder by tests/models/translation.c, on a device by tests/engine/device.c and
+   tests/cuda/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 typedef struct li_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;

@@ -1,7 +1,7 @@
 /* Every op and layer of op_cases.h: luna_backward against central finite differences, in a double-precision build of
    the scalar path (`float` is double inside luna.h and here), 1e-6 relative for each input and parameter. Then, since
-   this build has no tests/kernels/backward_reference.h, as a user's: the reference infers every case, and says that it cannot
-   train. */
+   this build has no tests/kernels/backward_reference.h, as a user's: the reference infers every case, and says that it
+   cannot train. */
 #include <float.h>
 #include <limits.h>
 #include <math.h>

@@ -1,6 +1,6 @@
 /* A detector and a forecaster from bytes, as a microcontroller has them: the file's bytes and the stream's
    memory are static arrays, no allocator is called. Against the outputs in tests/data/features. It has an
-   implementation of its own: not that of build/luna.o (LI_IMPLEMENTED). Its calls of malloc and the like are counted. */
+   implementation of its own: not that of build/luna.o (LI_IMPLEMENTED). It counts its calls of malloc and the like. */
 #include "test.h"
 #include <stdlib.h>
 #include <string.h>

@@ -174,8 +174,8 @@ awk 'BEGIN { x = 7; for (i = 0; i < 1500; i++) { line = ""
   for (k = 0; k < 5; k++) { x = x * 16807 % 2147483647; line = line (k ? " " : "") "word" x % 50 }
   x = x * 16807 % 2147483647; print (x % 23 == 0 ? "rare" : "ok") "\t" line } }' >chance
 for seed in 20 22 35; do
-  check "labels by chance, seed $seed" run train chance --steps 12 --patience 3 --lr 0.03 --seed $seed --layers 1 --dim 8 \
-    --heads 2 --memory 4 --ffn 16 --out c.safetensors
+  check "labels by chance, seed $seed" run train chance --steps 12 --patience 3 --lr 0.03 --seed $seed \
+    --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --out c.safetensors
   check "the model of step 0 ranks best" awk '/validation AP/ { sub(/.*validation AP /, ""); at[n++] = $1 + 0 }
     END { for (i = 1; i < n; i++) worse += at[i] >= at[0]; exit worse > 0 || n < 4 }' out
   check "and is not kept" sh -c "grep -q 'the model of step [1-9][0-9]* is the best' out"

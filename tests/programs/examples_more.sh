@@ -377,7 +377,8 @@ for each in "$root"/examples/[0-9]_*.c; do
   each=$(basename "$each" .c)
   check "$each is built" [ -x "$build/$each" ]
 done
-check "1_attention runs" sh -c "'$build/1_attention' >out && [ \"\$(grep -c '^query [0-2], head 0: [0-9.]*\$' out)\" = 3 ]"
+check "1_attention runs" \
+  sh -c "'$build/1_attention' >out && [ \"\$(grep -c '^query [0-2], head 0: [0-9.]*\$' out)\" = 3 ]"
 
 # ---- make docs: each public function has a place on the page, each equation somebody
 docs() { python3 "$root/tests/tools/docs.py" "$1" "$root/README.md" docs.html >out; }

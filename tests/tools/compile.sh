@@ -74,7 +74,8 @@ for c; do
   few "$c: LUNA_STATIC" "$c -std=c99 $c_strict static.c -o $id-static -lm -lpthread && ./$id-static"
   few "$c: a user's macros of capital letters" "$c -std=c99 $c_strict -fsyntax-only capitals.c"
   few "$c: declarations alone" "$c -std=c99 $c_strict -c declarations.c -o $id-declarations.o"
-  few "$c: without LUNA_BACKEND no backend" "$c -I$root -fsyntax-only hidden.c 2>&1 | grep -q 'error: unknown type name'"
+  few "$c: without LUNA_BACKEND no backend" \
+    "$c -I$root -fsyntax-only hidden.c 2>&1 | grep -q 'error: unknown type name'"
   add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
   switches="LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD"
   few "$c: $switches" "$c -std=c99 $c_strict -D$switches -fsyntax-only implementation.c"
