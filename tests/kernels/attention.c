@@ -412,7 +412,7 @@ static const struct { shape s; band window; } windows[] = {
 static void run_part(const luna_attention_args *args, uint64_t first) {
   li_attention a;
   CHECK(li_attention_of(args, &a), "attention of a part");
-  li_attention_own part = {li_attention_dropout(&a), false};
+  li_attention_own part = {.dropout = li_attention_dropout(&a)};
   part.dropout.first = first;
   a.own = &part;
   const li_parallel parallel = kernels_parallel(1);
