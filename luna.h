@@ -16241,14 +16241,16 @@ LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attentio
 }
 
 /* f->p stays as it was where P' is not wanted or there is none. */
-LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, li_flow *f) {
+LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, li_flow *f) {
   luna_tensor *p = f->p;
+  luna_scope own;
   if (!li_layer_made(f->x, LI_OF(layer, feed_forward.fc1.weight), "luna_encoder_layer_forward"))
     return false;
   const luna_layer_config *c = &layer->config;
   if (li_is_luna(c) && !p && !layer->memory)
     return li_refused(li_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p"));
-  luna_scope scope = luna_scope_begin_as(f->x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
+  /* A layer of an encoder ends the encoder's scope, which releases the last layer's x early. */
+  if (c->recompute == LUNA_RECOMPUTE_LAYER) own = luna_scope_recompute(f->x->ctx), scope = &own;
   if (!li_is_luna(c)) {
     luna_tensor *y = li_normed(c, f->x, &layer->attention_norm);
     y = li_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
@@ -16261,8 +16263,8 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, li_flow *f) {
     if (!li_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
   if (!f->wants_p) f->p = NULL;
-  if (f->wants_x) f->x = li_ffn_half(&scope, c, &layer->feed_forward, f->x, f->p); /* eq. 6, its last line */
-  else (void)li_result(scope, f->p);
+  if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* eq. 6, its last line */
+  else (void)li_result(*scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;
 }
@@ -16270,7 +16272,8 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
                                                  const int32_t *lengths) {
   li_flow f = li_flow_of(x, p ? *p : NULL, lengths);
   f.wants_p = p != NULL;
-  if (!li_encoder_layer(layer, &f)) return NULL;
+  luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
+  if (!li_encoder_layer(layer, &scope, &f)) return NULL;
   if (p) *p = f.p;
   return f.x;
 }
@@ -16889,7 +16892,7 @@ LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tenso
   for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->layer.own_memory : last_p != NULL);
-    if (!f.x || !li_encoder_layer(&e->layers[c->tied_layers ? 0 : i], &f)) return false;
+    if (!f.x || !li_encoder_layer(&e->layers[c->tied_layers ? 0 : i], &scope, &f)) return false;
     luna_tensor *result = f.wants_x ? f.x : f.p;
     (void)li_results_so_far(&scope, result, f.wants_p ? f.p : NULL);
   }
