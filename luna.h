@@ -2569,10 +2569,11 @@ typedef struct li_convolution {
 } li_convolution;
 
 #ifdef LUNA_NO_BF16
-#define LI_BF16(g) false
+#define LI_HAS_BF16 false
 #else
-#define LI_BF16(g) ((g)->bf16)
+#define LI_HAS_BF16 true
 #endif
+#define LI_BF16(g) (LI_HAS_BF16 && (g)->bf16)
 /* Attention, eq. 1, the causal product, eq. 7, and causal Luna: the public arguments, with sizes, strides and scale
    resolved: a batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or
    query_offsets[b] + i when ragged. grad_k may equal grad_v. Causal Luna's U = f(scale q, k, A) and out = f(W, A, v),
@@ -3400,14 +3401,14 @@ LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, flo
    .................................................................................................................. */
 #define LI_INT8_MIN 16            /* columns of a weight that is worth it */
 #define LI_INT8_MAX 132104        /* 128 127 k < 2^31 */
-#if defined(LUNA_NO_INT8)
-#define LI_BY_INT8(g, call)
+#ifdef LUNA_NO_INT8
+#define LI_HAS_INT8 false
 #else
-#define LI_BY_INT8(g, call) if ((g)->b_int8) { call; }
+#define LI_HAS_INT8 true
 #endif
 /* the reference has no loops */
 #define LI_BY_REFERENCE(kernels, call) if (!(kernels)->panels) { call; }
-#if !defined(LI_PASS) && !defined(LUNA_NO_INT8)
+#ifndef LI_PASS
 /* The reference */
 LI_HOT float li_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
 /* |x| <= 127 scale, or scale is 0: adding 1.5 2^23 rounds, and leaves the integer in the low bits */
@@ -3502,15 +3503,11 @@ typedef struct li_int8_block {    /* m <= LI_QM rows by n columns */
   float *c;
   int64_t c_row;
 } li_int8_block;
-#define LI_INT8_LOOPS(K) \
-  K(float, int8_quantize, (int64_t k, const float *x, char *q)) \
-  K(void, int8_panels, (int64_t n, int64_t k, const int8_t *w, char *panels)) \
-  K(void, int8_rows, (const li_int8_block *b))
 typedef struct li_int8_loops {
   int64_t qm, qn, qk, bytes;
-#define LI_FIELD(result, name, arguments) result (*name) arguments;
-  LI_INT8_LOOPS(LI_FIELD)
-#undef LI_FIELD
+  float (*quantize)(int64_t k, const float *x, char *q);
+  void (*panels)(int64_t n, int64_t k, const int8_t *w, char *panels);
+  void (*rows)(const li_int8_block *b);
 } li_int8_loops;
 #endif
 
@@ -3825,12 +3822,9 @@ LI_FN void LI_K(int8_rows)(const li_int8_block *b) {
     }
 }
 static const li_int8_loops LI_K(int8_loops) = {
-  LI_QM, LI_QN, LI_QK, LI_QB,
-#define LI_FIELD(result, name, arguments) LI_K(name),
-  LI_INT8_LOOPS(LI_FIELD)
-#undef LI_FIELD
+  LI_QM, LI_QN, LI_QK, LI_QB, LI_K(int8_quantize), LI_K(int8_panels), LI_K(int8_rows)
 };
-#elif !defined(LI_PASS) && !defined(LUNA_NO_INT8)
+#elif !defined(LI_PASS)
 
 /* ---- the driver: x's rows become integers, then each thread has rows or columns of y ---- */
 #define LI_INT8_FEW 16            /* rows of x that read W as it lies; more read panels */
@@ -3877,7 +3871,7 @@ LI_FN void li_int8_panels_task(void *work, int64_t thread, int64_t first, int64_
   const li_gemm *g = w->g;
   const int64_t column = first * w->loops->qn, n = li_min(g->n, last * w->loops->qn) - column;
   (void)thread;
-  w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + column) * g->k, w->panels + first * w->panel);
+  w->loops->panels(n, g->k, g->b_int8->at + (g->b_first + column) * g->k, w->panels + first * w->panel);
 }
 LI_FN void li_int8_make_panels(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *panels) {
   li_int8_work w = li_int8_start(kernels, g, 1, NULL);
@@ -3888,7 +3882,7 @@ LI_FN void li_int8_quantize_task(void *work, int64_t thread, int64_t first, int6
   const li_int8_work *w = (const li_int8_work *)work;
   (void)thread;
   for (int64_t i = first; i < last; i++)
-    w->scales[i] = w->loops->int8_quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
+    w->scales[i] = w->loops->quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
 }
 /* rows [row, end) by columns [column, column + n), a block */
 LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int64_t column, int64_t n,
@@ -3908,7 +3902,7 @@ LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int
     b.q = w->q + row * w->q_row;
     b.q_scale = w->scales + row;
     b.c = g->c + row * g->c_row + column;
-    w->loops->int8_rows(&b);
+    w->loops->rows(&b);
     for (int64_t i = 0; i < b.m; i++) {
       float *y = b.c + i * b.c_row;
       if (g->activation != LI_NO_ACTIVATION) w->kernels->activate(g->activation, n, y, y);
@@ -3927,7 +3921,7 @@ LI_FN void li_int8_task(void *work, int64_t thread, int64_t first, int64_t last)
   char *own = w->panels + thread * (w->columns / qn * w->panel);
   for (int64_t j = column, n; j < column_end && row < row_end; j += n) {
     n = li_min(w->columns, column_end - j);
-    if (!w->dots && !g->b_panels) w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + j) * g->k, own);
+    if (!w->dots && !g->b_panels) w->loops->panels(n, g->k, g->b_int8->at + (g->b_first + j) * g->k, own);
     li_int8_multiply(w, row, row_end, j, n, g->b_panels ? (const char *)g->b_panels + j / qn * w->panel : own);
   }
 }
@@ -3970,7 +3964,10 @@ LI_FN double li_inner_by(bool bf16, int64_t n, const float *a, int64_t a_step, c
   return sum;
 }
 LI_FN void li_gemm_reference(const li_gemm *g) {
-  LI_BY_INT8(g, li_int8_reference(g); return);
+  if (LI_HAS_INT8 && g->b_int8) {
+    li_int8_reference(g);
+    return;
+  }
   for (int64_t item = 0; item < g->batch[0] * g->batch[1]; item++) {
     const int64_t x = item / g->batch[1], y = item % g->batch[1], first = x * g->c_batch[0] + y * g->c_batch[1];
     const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
@@ -4750,8 +4747,7 @@ LI_HOT void li_matmul_words(const li_kernels *kernels, float alpha, li_matrix a,
 }
 
 /* How a gemm is shared out, and what scratch a thread needs. Each batch item has row_parts x column_parts, each part
-   with panels of its own, so that threads never wait for each other. `late` means that C is added after the activation:
-   partial sums need their own place. */
+   with panels of its own, so that threads never wait for each other. */
 typedef struct li_gemm_plan {
   const li_kernels *kernels;
   const li_gemm *g;
@@ -4760,7 +4756,6 @@ typedef struct li_gemm_plan {
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
   int64_t thread_bytes;                           /* of scratch: these, and among several a li_gemm_thread */
-  bool late;
 } li_gemm_plan;
 /* a thread's own memory, and the block of B whose panels it holds: batch items often share B */
 typedef struct li_gemm_thread {
@@ -4775,6 +4770,10 @@ LI_HOT const float *li_place(const float *x, bool words, int64_t row, int64_t x_
   return x + down + across;
 }
 
+/* whether C is added after the activation, so that partial sums need a place of their own */
+LI_HOT bool li_gemm_late(const li_gemm *g) {
+  return g->accumulate && (g->activation != LI_NO_ACTIVATION || g->pre);
+}
 LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g, int64_t threads) {
   const li_products *products = li_products_of(kernels, LI_BF16(g));
   const int64_t batch = g->batch[0] * g->batch[1], block_k = li_min(g->k, LI_KC), mr = products->rows,
@@ -4793,7 +4792,6 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
     p.row_parts = li_min(parts / p.column_parts, tiles);
     if (g->m >= g->n) p.column_parts = li_min(parts / p.row_parts, panels);
   }
-  p.late = g->accumulate && (g->activation != LI_NO_ACTIVATION || g->pre);
   /* few rows: panels are read at once, so keep them in the cache */
   p.columns = g->m <= 2 * mr ? 4 * nr : LI_NC / nr * nr;
   p.columns = li_min(p.columns, li_divide_up(li_max(g->n, 1), nr) * nr);
@@ -4806,7 +4804,7 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
     p.row_parts = li_min(LI_GROUPS * p.row_parts, li_max(li_divide_up(g->m, mr), 1));
   else if (parts > 1 && p.row_parts == 1 && !p.a_size)
     p.column_parts = li_min(LI_GROUPS * p.column_parts, li_max(li_divide_up(g->n, nr), 1));
-  if (((p.late && !g->pre) || g->words_row) && g->k > LI_KC)
+  if (((li_gemm_late(g) && !g->pre) || g->words_row) && g->k > LI_KC)
     p.sum_size = li_min(LI_SUM_ROWS, g->m) * p.columns;
   p.thread_bytes = li_floats(p.a_size) + li_floats(p.b_size) + li_floats(p.sum_size);
   if (threads > 1) p.thread_bytes += (int64_t)li_round(sizeof(li_gemm_thread));
@@ -4834,17 +4832,33 @@ LI_HOT void li_panels_task(void *work, int64_t thread, int64_t first, int64_t la
 }
 LI_FN size_t li_panels_bytes(const li_kernels *kernels, const li_gemm *g) {
   LI_BY_REFERENCE(kernels, return 0);
-  LI_BY_INT8(g, return li_int8_panels_bytes(kernels, g));
+  if (LI_HAS_INT8 && g->b_int8) return li_int8_panels_bytes(kernels, g);
   const int64_t lines = li_divide_up(g->k, li_products_of(kernels, LI_BF16(g))->pair);
   return li_round((size_t)li_panels_size(kernels, g->n, lines) * sizeof(float));
 }
 LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *panels) {
   li_gemm_work w = { kernels, g, (float *)panels };
   LI_BY_REFERENCE(kernels, return);
-  LI_BY_INT8(g, li_int8_make_panels(kernels, g, parallel, panels); return);
-  li_each(parallel, li_divide_up(g->n, kernels->nr), li_panels_task, &w);
+  if (LI_HAS_INT8 && g->b_int8) li_int8_make_panels(kernels, g, parallel, panels);
+  else li_each(parallel, li_divide_up(g->n, kernels->nr), li_panels_task, &w);
 }
 
+/* the target of the block at (row, column) of batch item x, y */
+LI_HOT li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t row, int64_t column) {
+  const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + column;
+  li_target t;
+  memset(&t, 0, sizeof t);
+  t.late = li_gemm_late(g);
+  t.c = t.sum = g->c + at;
+  t.pre = g->pre ? g->pre + at : NULL;
+  t.bias = g->bias ? g->bias + column : NULL;
+  if (g->residual) t.from = g->residual + at;
+  if (g->accumulate && !t.late) t.from = t.c;
+  t.c_row = t.sum_row = t.from_row = g->c_row;
+  t.alpha = g->alpha;
+  t.activation = g->activation;
+  return t;
+}
 /* m rows by the n columns of a block from `column` on, over all of k */
 LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int64_t m, int64_t n,
                           int64_t column, const float *a, const float *b, li_target *t) {
@@ -4852,10 +4866,6 @@ LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int6
   const li_products *products = plan->products;
   const li_gemm *g = plan->g;
   int64_t p = 0;
-  if (g->accumulate && !plan->late) {
-    t->from = t->sum;
-    t->from_row = t->sum_row;
-  }
   do {
     const int64_t k = li_min(g->k - p, LI_KC);
     const li_matrix x = { li_place(a, g->a_words, 0, g->a_row, p, g->a_column), m, k, g->a_row, g->a_column };
@@ -4868,7 +4878,7 @@ LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int6
     thread->held = y.at;
     thread->held_n = n;
     thread->held_k = k;
-    t->finish = p + k >= g->k && (t->bias || t->pre || t->words || t->activation != LI_NO_ACTIVATION || plan->late);
+    t->finish = p + k >= g->k && (t->bias || t->pre || t->words || t->activation != LI_NO_ACTIVATION || t->late);
     products->multiply(x, panels, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
@@ -4877,33 +4887,23 @@ LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int6
 }
 
 /* rows [row, row_end) by columns [column, column_end) of batch item x, y */
-LI_HOT void li_gemm_part(const li_gemm_plan *plan, li_gemm_thread *thread, int64_t x, int64_t y,
-                         int64_t row,
-                              int64_t row_end, int64_t column, int64_t column_end) {
+LI_HOT void li_gemm_part(const li_gemm_plan *plan, li_gemm_thread *thread, int64_t x, int64_t y, int64_t row,
+                         int64_t row_end, int64_t column, int64_t column_end) {
   const li_gemm *g = plan->g;
   const int64_t step = plan->sum_size ? LI_SUM_ROWS : row_end - row;
   const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
-  li_target t;
-  memset(&t, 0, sizeof t);
-  t.c_row = g->c_row;
-  t.alpha = g->alpha;
-  t.activation = g->activation;
-  t.late = plan->late;
-  t.bf16 = g->bf16;
-  t.a_words = g->a_words;
-  t.words_row = g->words_row;
-  t.sums_row = g->sums_row;
   for (; row < row_end; row += step)
     for (int64_t j = column; j < column_end; j += plan->columns) {
-      const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + j;
-      t.c = g->c + at;
-      t.pre = g->pre ? g->pre + at : NULL;
-      t.bias = g->bias ? g->bias + j : NULL;
-      t.sum = plan->late && t.pre ? t.pre : t.c;
-      if (plan->sum_size) t.sum = thread->sum;
-      t.sum_row = plan->sum_size ? plan->columns : g->c_row;
-      t.from = g->residual ? g->residual + at : NULL;
-      t.from_row = g->c_row;
+      li_target t = li_gemm_target(g, x, y, row, j);
+      if (t.late && t.pre) t.sum = t.pre;
+      if (plan->sum_size) {
+        t.sum = thread->sum;
+        t.sum_row = plan->columns;
+      }
+      t.bf16 = g->bf16;
+      t.a_words = g->a_words;
+      t.words_row = g->words_row;
+      t.sums_row = g->sums_row;
       t.words = g->words ? g->words + row * g->words_row + j / 2 : NULL;
       t.slope = g->slope ? g->slope + row * g->words_row + j / 2 : NULL;
       t.sums = g->sums ? g->sums + row / 32 * g->sums_row + j : NULL;
@@ -4939,22 +4939,11 @@ LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last
   const li_gemm_work *w = (const li_gemm_work *)work;
   const li_gemm *g = w->g;
   const int64_t column = first * w->kernels->nr, end = li_min(g->n, last * w->kernels->nr);
-  li_target t;
   (void)thread;
-  memset(&t, 0, sizeof t);
-  t.sum_row = t.from_row = t.c_row = g->c_row;
-  t.bias = g->bias ? g->bias + column : NULL;
-  t.alpha = g->alpha;
-  t.activation = g->activation;
-  t.late = g->accumulate && (g->activation != LI_NO_ACTIVATION || g->pre);
-  t.finish = g->bias || g->pre || g->activation != LI_NO_ACTIVATION;
   for (int64_t x = 0; x < g->batch[0]; x++)
     for (int64_t y = 0; y < g->batch[1]; y++) {
-      const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + column;
-      t.c = t.sum = g->c + at;
-      t.pre = g->pre ? g->pre + at : NULL;
-      t.from = g->residual ? g->residual + at : NULL;
-      if (g->accumulate && !t.late) t.from = t.c;
+      li_target t = li_gemm_target(g, x, y, 0, column);
+      t.finish = g->bias || g->pre || g->activation != LI_NO_ACTIVATION;
       const li_matrix a = { g->a + x * g->a_batch[0] + y * g->a_batch[1], g->m, g->k, g->a_row, 1 };
       const li_matrix b = {
         g->b + x * g->b_batch[0] + y * g->b_batch[1] + column * g->b_column, g->k, end - column, 1, g->b_column
@@ -4965,7 +4954,7 @@ LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last
 LI_HOT size_t li_gemm_scratch(const li_kernels *kernels, const li_gemm *g, int64_t threads) {
   const int64_t count = li_max(threads, 1);
   LI_BY_REFERENCE(kernels, return 0);
-  LI_BY_INT8(g, return li_int8_start(kernels, g, count, NULL).bytes);
+  if (LI_HAS_INT8 && g->b_int8) return li_int8_start(kernels, g, count, NULL).bytes;
   if (li_gemm_dots(g)) return 0;
   li_gemm_plan p = li_gemm_plan_of(kernels, g, count);
   return (size_t)(p.thread_bytes * count);
@@ -4974,7 +4963,10 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
   const int64_t threads = li_threads(parallel);
   LI_BY_REFERENCE(kernels, li_gemm_reference(g); return);
   if (g->m <= 0 || g->n <= 0) return;
-  LI_BY_INT8(g, li_int8_run(kernels, g, parallel, scratch); return);
+  if (LI_HAS_INT8 && g->b_int8) {
+    li_int8_run(kernels, g, parallel, scratch);
+    return;
+  }
   if (li_gemm_dots(g)) {
     li_gemm_work dots = { kernels, g, NULL };
     li_each(parallel, li_divide_up(g->n, kernels->nr), li_dots_task, &dots);
@@ -8148,18 +8140,15 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 
 #define LI_PASS _scalar
 #include LUNA_HEADER_FILENAME
-#undef LI_PASS
 #if LI_ISA(LI_BASELINE) != LI_ISA_scalar
 #define LI_PASS LI_BASELINE
 #include LUNA_HEADER_FILENAME
-#undef LI_PASS
 #endif
 #ifdef LI_X86
 #if LI_ISA(LI_BASELINE) < LI_ISA_avx2
 LI_TARGET("avx2,fma")
 #define LI_PASS _avx2
 #include LUNA_HEADER_FILENAME
-#undef LI_PASS
 LI_TARGET_END
 #endif
 #if !defined(LUNA_NO_INT8) && LI_ISA(LI_BASELINE) <= LI_ISA_avx2 && \
@@ -8168,21 +8157,18 @@ LI_TARGET_END
 LI_TARGET("avxvnni,avx2,fma")
 #define LI_PASS _avxvnni
 #include LUNA_HEADER_FILENAME
-#undef LI_PASS
 LI_TARGET_END
 #endif
 #if LI_ISA(LI_BASELINE) < LI_ISA_avx512
 LI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS _avx512
 #include LUNA_HEADER_FILENAME
-#undef LI_PASS
 LI_TARGET_END
 #endif
 #ifndef LUNA_NO_INT8
 LI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS _vnni
 #include LUNA_HEADER_FILENAME
-#undef LI_PASS
 LI_TARGET_END
 #endif
 
@@ -8192,7 +8178,6 @@ LI_TARGET_END
 LI_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS _bf16
 #include LUNA_HEADER_FILENAME
-#undef LI_PASS
 LI_TARGET_END
 #endif
 
@@ -8202,7 +8187,6 @@ LI_TARGET_END
 LI_TARGET("amx-tile,amx-bf16,amx-int8,avx512vnni,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS _amx
 #include LUNA_HEADER_FILENAME
-#undef LI_PASS
 LI_TARGET_END
 #endif
 
@@ -20054,5 +20038,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
 #endif
+#else
+#undef LI_PASS
 #endif /* !LI_PASS */
 #endif /* LUNA_IMPLEMENTATION */
