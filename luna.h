@@ -2207,7 +2207,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #pragma push_macro("LI_FN")
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
-#define LUNA_API                     /* a function is defined as it was declared */
+#define LUNA_API /* a function is defined as it was declared */
 
 /* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for
    Windows with gcc and this macro (tests/tools/cross.sh), never yet by that compiler. */
@@ -2223,7 +2223,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LI_HOT static __attribute__((hot, unused))
 #ifdef __clang__
 #define LI_RARE __attribute__((cold)) /* compiled for size */
-#else                                /* and without what takes gcc longest and gains little there */
+#else /* and without what takes gcc longest and gains little there */
 #define LI_RARE \
   __attribute__((cold, optimize("no-expensive-optimizations", "no-gcse", "no-ivopts", "no-schedule-insns2", \
                                 "no-tree-dominator-opts", "no-tree-pre", "no-tree-pta", "no-tree-vrp")))
@@ -2247,27 +2247,27 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 #endif
 
-#ifdef LI_DOUBLE                  /* float rounds as a double there */
+#ifdef LI_DOUBLE /* float rounds as a double there */
 #undef LUNA_NO_INT8
 #define LUNA_NO_INT8
 #undef LUNA_NO_BF16
 #define LUNA_NO_BF16
 #endif
 
-#define LI_ALIGN 64             /* every allocation and every part of scratch starts at a multiple of this */
-#define LI_HOOK_NAME 64            /* a hook's name is shorter */
-#define LI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
-#define LI_TILE 64              /* queries of an attention tile; LI_KEY_BLOCK is a multiple */
-#define LI_CHUNK 64             /* rows of a causal chunk */
-#define LI_KC 512               /* a gemm's terms in registers at a time */
-#define LI_KA (LI_KC + 16)   /* between gathered rows of A: no power of two, or they would share cache sets */
-#define LI_FLOAT_ROWS 64        /* rows summed in float before double takes over */
-#define LI_NC 512               /* columns of B in panels at a time */
-#define LI_TILES_ABREAST 8      /* tiles of a column-major A gathered at a time, */
-#define LI_WORDS_ABREAST 4      /* and rounded to bfloat16 */
-#define LI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
+#define LI_ALIGN 64 /* every allocation and every part of scratch starts at a multiple of this */
+#define LI_HOOK_NAME 64 /* a hook's name is shorter */
+#define LI_KEY_BLOCK 512 /* keys an attention block holds; partial results merge in block order */
+#define LI_TILE 64 /* queries of an attention tile; LI_KEY_BLOCK is a multiple */
+#define LI_CHUNK 64 /* rows of a causal chunk */
+#define LI_KC 512 /* a gemm's terms in registers at a time */
+#define LI_KA (LI_KC + 16) /* between gathered rows of A: no power of two, or they would share cache sets */
+#define LI_FLOAT_ROWS 64 /* rows summed in float before double takes over */
+#define LI_NC 512 /* columns of B in panels at a time */
+#define LI_TILES_ABREAST 8 /* tiles of a column-major A gathered at a time, */
+#define LI_WORDS_ABREAST 4 /* and rounded to bfloat16 */
+#define LI_SUM_ROWS 256 /* rows of C whose partial sums are kept apart */
 #define LI_MAX_THREADS 256
-#define LI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
+#define LI_NORM_EPSILON 1e-5f /* of layer norm, the authors' */
 LI_INLINE bool li_is_omega(int kind) { return kind >= LUNA_ACTIVATION_ELU1 && kind <= LUNA_ACTIVATION_SOFTPLUS2; }
 
 LI_INLINE int64_t li_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2285,33 +2285,32 @@ LI_INLINE float li_float_of(uint32_t bits) {
   memcpy(&x, &bits, sizeof bits);
   return x;
 }
-/* x, unless NaN, rounded to its upper 16 bits, to nearest, ties to even */
+/* Rounds x, which is no NaN, to its upper 16 bits, to nearest, ties to even. */
 LI_INLINE float li_upper(float x) {
   const uint32_t bits = li_bits_of(x);
   return li_float_of((bits + (bits >> 16 & 1) + 0x7FFF) & 0xFFFF0000u);
 }
 LI_INLINE bool li_is_finite(float x) { return x - x == 0; }
 LI_FN bool li_are_finite(int64_t n, const float *x) {
-  float sum[4] = { 0, 0, 0, 0 };     /* of zeros, or NaN */
+  float sum[4] = { 0, 0, 0, 0 }; /* 0, or NaN */
   int64_t i = 0;
   for (; i + 4 <= n; i += 4)
     for (int j = 0; j < 4; j++) sum[j] += x[i + j] - x[i + j];
   for (; i < n; i++) sum[0] += x[i] - x[i];
   return sum[0] + sum[1] + sum[2] + sum[3] == 0;
 }
-/* Ops and kernels know no defaults: there 0 is none. */
+/* Ops and kernels know no defaults: there 0 means none. */
 #define LI_NO_ACTIVATION LUNA_ACTIVATION_DEFAULT
 LI_INLINE luna_activation li_activation_or(luna_activation a, luna_activation fallback) {
   if (a == LUNA_ACTIVATION_DEFAULT) return fallback;
   return a == LUNA_ACTIVATION_NONE ? LI_NO_ACTIVATION : a;
 }
-/* of a layer */
 LI_INLINE bool li_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_NONE; }
 
-/* Max elements of an array, so that bytes and sums never wrap; and of a matrix in each thread's scratch. */
+/* The most elements of an array, so that bytes and sums never wrap, and of a matrix in each thread's scratch */
 #define LI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
 #define LI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
-/* a * b for sizes; -1 when either is negative or the product passes the limit */
+/* Returns a * b for sizes; -1 when either is negative or the product passes the limit. */
 LI_FN int64_t li_product(int64_t a, int64_t b, int64_t limit) {
   if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
@@ -2319,30 +2318,30 @@ LI_FN int64_t li_product(int64_t a, int64_t b, int64_t limit) {
   return a > limit / b ? -1 : a * b;
 }
 LI_FN int64_t li_checked(int64_t a, int64_t b) { return li_product(a, b, LI_MAX_COUNT); }
-/* a caller's size; -1 when it is negative or too large */
+/* Returns a caller's size; -1 when it is negative or too large. */
 LI_FN int64_t li_size(int64_t size) { return size < 0 || size > LI_MAX_COUNT ? -1 : size; }
 
-/* The compiler knows nothing of x from here on. */
+/* From here on the compiler knows nothing about x. */
 #if defined(__GNUC__)
 #define LI_HIDE(x) __asm__("" : "+r"(x))
 #else
 #define LI_HIDE(x) ((void)0)
 #endif
-/* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
+/* This memset stays a call: what compilers put in its place for a struct takes several times as long. */
 LI_CALL void li_clear(void *at, size_t bytes) {
-  LI_HIDE(bytes);                 /* for the sizes it is called with gcc takes rep stos */
+  LI_HIDE(bytes); /* for the sizes it is called with gcc takes rep stos */
   memset(at, 0, bytes);
 }
 
-/* memcpy that allows null pointers for 0 bytes */
+/* Pointers may be null for 0 bytes. */
 LI_INLINE void li_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
 
 #define LI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 
-/* null stays null, where memory is only counted */
+/* Null stays null, where memory is only counted. */
 LI_INLINE float *li_offset(float *at, int64_t floats) { return at ? at + floats : NULL; }
 
-/* the next `count` floats of a scratch area, kept aligned; the area was sized by the same calls on a null pointer */
+/* Takes the next `count` floats of scratch, aligned. The same calls on a null pointer tell its size. */
 LI_INLINE float *li_take(char **scratch, int64_t count) {
   char *at = *scratch;
   *scratch = at + li_round((size_t)count * sizeof(float));
@@ -2359,40 +2358,40 @@ LI_FN void li_history_move(float *history, int64_t past, const float *x, int64_t
            (size_t)d * sizeof(float));
 }
 
-/* The one way to share work among threads: li_each(parallel, pieces, task, work). A task does pieces [first, last), as
-   thread `thread` of those of `parallel`: by that number it has its own part of the scratch, which it finds as its
-   pieces before have left it. Who does what never changes a bit of the result. */
+/* Work is shared among threads by li_each(parallel, pieces, task, work) alone. A task does pieces [first, last). By the
+   number of its thread it has a part of the scratch, which it finds as its earlier pieces left it. Who does what never
+   changes a bit of the result. */
 typedef void (*li_task)(void *work, int64_t thread, int64_t first, int64_t last);
 typedef struct li_parallel { luna_parallel_for run; void *user; int64_t threads; } li_parallel;
 LI_INLINE int64_t li_threads(const li_parallel *parallel) {
   return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
-/* where share `share` of `count` things begins; the shares lie one behind the other */
+/* Returns where share `share` of `count` things begins. */
 LI_INLINE int64_t li_share(int64_t count, int64_t share, int64_t shares) {
   return shares == 1 ? count * share : count / shares * share + count % shares * share / shares;
 }
-/* where part `part` of n lines begins: at a whole tile of `unit` */
+/* Returns where part `part` of n lines begins, a multiple of `unit`. */
 LI_INLINE int64_t li_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
   return parts == 1 ? part * n : li_min(n, li_share(li_divide_up(n, unit), part, parts) * unit);
 }
-/* whether one of the parts [first, last) has `item`, where items are dealt out in turn */
+/* Items are dealt out to parts in turn: tells whether one of [first, last) has `item`. */
 LI_INLINE bool li_dealt(int64_t item, int64_t parts, int64_t first, int64_t last) {
   return item % parts >= first && item % parts < last;
 }
 
-#define LI_GROUPS 4               /* of pieces, for each thread */
-#define LI_SHARES 16              /* of groups, at most: more threads have one between several */
+#define LI_GROUPS 4 /* of pieces, for each thread */
+#define LI_SHARES 16 /* of groups, at most: more threads have one between several */
 typedef struct li_call {
   li_task task;
   void *work;
   int64_t pieces, groups, threads;
-  uint32_t taken[LI_SHARES];         /* groups of each share */
+  uint32_t taken[LI_SHARES]; /* groups of each share */
 } li_call;
 
-/* A thread's next group, or `groups` where none is left; passed: shares that it found used up, at first 0. It takes
-   those of its own share, in order, so that it finds in its caches the rows that it wrote in the op before; then one
-   that another thread has not begun, so that a thread which the system has stopped holds up one group and not its whole
-   share. Without atomics, every `threads`-th. */
+/* Returns a thread's next group, or `groups` where none is left; passed: shares that it found used up, at first 0. It
+   takes groups of its own share first, in order: its caches have the rows that it wrote in the op before. Then it takes
+   groups that no thread has begun: a thread that the system has stopped holds up one group, not a share. Without
+   atomics it takes every `threads`-th. */
 LI_INLINE int64_t li_next_group(li_call *c, int64_t thread, int64_t *passed) {
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(LUNA_NO_THREADS) && \
     (defined(_WIN32) || defined(__unix__) || defined(__APPLE__))
@@ -2431,7 +2430,7 @@ typedef struct li_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first;                    /* element e is e + first of a whole, of which this is a part */
+  uint64_t first; /* element e is e + first of a whole, of which this is a part */
 } li_dropout;
 LI_FN uint32_t li_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LI_FN li_dropout li_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
@@ -2453,7 +2452,6 @@ LI_INLINE li_matrix li_transposed(li_matrix a) {
   const li_matrix b = { a.at, a.columns, a.rows, a.column, a.row };
   return b;
 }
-/* its columns, or rows, [first, last) */
 LI_INLINE li_matrix li_columns(li_matrix a, int64_t first, int64_t last) {
   a.at += first * a.column;
   a.columns = last - first;
@@ -2480,38 +2478,38 @@ typedef enum li_mean_kind { LI_STEP_MEAN, LI_STEP_KEYS, LI_STEP_VALUES } li_mean
 /* A weight [rows, columns] in 8 bits, row-major: element i of row r is at[r * columns + i] * scale[r] */
 typedef struct li_int8 {
   const int8_t *at;
-  const float *scale;                /* [rows], finite */
-  const int32_t *sums;               /* [rows] of the integers */
+  const float *scale; /* [rows], finite */
+  const int32_t *sums; /* [rows] of the integers */
   int64_t rows, columns;
-  const float *from;                 /* of a context's parameter: the values that it was made of, */
-  uint64_t writes;                   /* and how many writes of parameters had been before */
+  const float *from; /* of a context's parameter: the values that it was made of, */
+  uint64_t writes; /* and how many writes of parameters had been before */
 } li_int8;
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct li_gemm {
   const float *a, *b, *bias;
-  const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
-  const struct li_int8 *b_int8;   /* its rows from b_first on in place of b^T, and A's rows in 8 bits too: >>int8 */
+  const float *b_panels; /* b in panels, by make_panels, for several products; or null */
+  const struct li_int8 *b_int8; /* its rows from b_first on in place of b^T, and A's rows in 8 bits too: >>int8 */
   int64_t b_first;
   float *c, *pre;
   int64_t m, n, k;
   int64_t a_row, a_column, b_row, b_column, c_row;
   int64_t batch[2], a_batch[2], b_batch[2], c_batch[2];
   float alpha;
-  int activation;                    /* luna_activation */
+  int activation; /* luna_activation */
   bool accumulate;
-  const float *residual;             /* added, in C's layout; null: none. Without `accumulate`, activation or pre */
+  const float *residual; /* added, in C's layout; null: none. Without `accumulate`, activation or pre */
   /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
   bool dots;
-  bool bf16;                         /* A and B are rounded to bfloat16; not with dots */
+  bool bf16; /* A and B are rounded to bfloat16; not with dots */
   /* Where products.keeps: A or B lies in words, two numbers of a row each (then a_row or a_column, b_row are of words).
      In C's place its words are written, words_row apart, a multiple of 32 numbers each; with `slope`, ReLU's words, C
      is 0 where those are, and each 32 rows leave the sums of their columns, sums_row apart. */
   bool a_words, b_words;
   float *words, *sums;
   const float *slope;
-  int64_t words_row, sums_row;       /* words_row: 0 without words */
+  int64_t words_row, sums_row; /* words_row: 0 without words */
 } li_gemm;
 
 /* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts
@@ -2520,15 +2518,15 @@ typedef struct li_gemm {
 /* so far: sum of exp(logit - shift), of logits; the largest logit; that of the label */
 typedef struct li_row_sums { double exps, logits; float shift, label; } li_row_sums;
 typedef struct li_cross_entropy {
-  const float *logits;               /* [rows, columns] in rows of logits_row */
-  const int32_t *labels;             /* [rows] */
+  const float *logits; /* [rows, columns] in rows of logits_row */
+  const int32_t *labels; /* [rows] */
   int64_t rows, classes, first, columns, logits_row, grad_row;
-  float smoothing, factor;           /* factor: of the gradient */
-  li_row_sums *sums;              /* [rows] from one part to the next; null: one part is all */
+  float smoothing, factor; /* factor: of the gradient */
+  li_row_sums *sums; /* [rows] from one part to the next; null: one part is all */
   /* [rows]; lse: log-sum-exp of each row, which forward writes (may be null) and backward reads */
   float *loss, *lse;
-  float *grad;                       /* [rows, columns] in rows of grad_row; may be the logits themselves */
-  bool add;                          /* to what is in grad, which is else set */
+  float *grad; /* [rows, columns] in rows of grad_row; may be the logits themselves */
+  bool add; /* to what is in grad, which is else set */
 } li_cross_entropy;
 LI_FN li_cross_entropy li_cross_entropy_rows(const li_cross_entropy *all, int64_t first, int64_t last) {
   li_cross_entropy a = *all;
@@ -2551,21 +2549,21 @@ typedef struct li_layer_norm {
   bool rms;
   float epsilon;
   int64_t rows, n;
-  const float *x, *weight, *bias;    /* [rows, n]; [n] or null */
-  float *y, *mean, *rstd;            /* mean, rstd [rows]: forward writes them unless null, backward reads them */
+  const float *x, *weight, *bias; /* [rows, n]; [n] or null */
+  float *y, *mean, *rstd; /* mean, rstd [rows]: forward writes them unless null, backward reads them */
   const float *dy;
-  float *dx, *dweight, *dbias;       /* backward adds to dweight and dbias, where not null, */
-  bool add;                          /* and to what is in dx, which is else set */
+  float *dx, *dweight, *dbias; /* backward adds to dweight and dbias, where not null, */
+  bool add; /* and to what is in dx, which is else set */
 } li_layer_norm;
 
 /* The short convolution over time, each of n channels alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) */
 typedef struct li_convolution {
   int64_t rows, n, width;
-  const float *x, *history;          /* [rows, n]; the width - 1 rows before them, null: zeros */
-  const float *weight, *bias;        /* [n, width]; [n] or null */
+  const float *x, *history; /* [rows, n]; the width - 1 rows before them, null: zeros */
+  const float *weight, *bias; /* [n, width]; [n] or null */
   float *y;
   const float *dy;
-  float *dx, *dweight, *dbias;       /* backward adds; dweight and dbias may be null */
+  float *dx, *dweight, *dbias; /* backward adds; dweight and dbias may be null */
 } li_convolution;
 
 #ifdef LUNA_NO_BF16
@@ -2599,7 +2597,7 @@ LI_FN bool li_drops(const li_attention *a) { return li_dropout_threshold(a->drop
 
 /* The scores of some queries by some keys: those of a key are contiguous, lines of `width`, `step` apart */
 typedef struct li_tile {
-  int64_t query, key, width, depth;     /* first query and key; how many */
+  int64_t query, key, width, depth; /* first query and key; how many */
   int64_t step;
 } li_tile;
 
@@ -2609,12 +2607,12 @@ typedef struct li_tile {
 typedef struct li_unpack {
   const float *x, *k, *bias, *v, *out_bias, *residual; /* out_bias [dim], residual (out's shape, added): or null */
   float *out;
-  float *lse;                        /* [batch, rows, heads]; forward writes it unless null, backward reads it */
+  float *lse; /* [batch, rows, heads]; forward writes it unless null, backward reads it */
   int64_t batch, rows, dim, heads, slots;
-  const int32_t *lengths;            /* [batch] real slots; null: all */
-  bool bf16;                         /* the products' operands are rounded to bfloat16 */
-  li_dropout dropout;             /* element ((b heads + head) rows + i) slots + j */
-  li_dropout last;                /* of the sum, before the residual is added: element of out */
+  const int32_t *lengths; /* [batch] real slots; null: all */
+  bool bf16; /* the products' operands are rounded to bfloat16 */
+  li_dropout dropout; /* element ((b heads + head) rows + i) slots + j */
+  li_dropout last; /* of the sum, before the residual is added: element of out */
   const float *grad_out;
   /* backward adds; any may be null; grad_x may be grad_out: added in place */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
@@ -2626,7 +2624,7 @@ typedef struct li_unpack_space {
   int64_t slots, n;                     /* real slots; heads of them */
   float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels: V, or backward K */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
-  float *words;                         /* li_panels' */
+  float *words; /* li_panels' */
 } li_unpack_space;
 
 /* A chunk of the memory that forgets, backward, all [rows, slots]: U, Z, R = W / Z and its gradient; in: the gradient
@@ -2644,21 +2642,21 @@ typedef struct li_update {
   int64_t count;
   /* factor: gradients times this (clipping) */
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
-  float share;                       /* of what the average is off */
-  bool nesterov, coupled;            /* coupled: decay goes into the gradient */
+  float share; /* of what the average is off */
+  bool nesterov, coupled; /* coupled: decay goes into the gradient */
 } li_update;
 
 /* Where a block of columns is written: partial sums over k to `sum` (C itself where that is safe), finished ones to
    C */
 typedef struct li_target {
   float *sum, *c, *pre;
-  const float *bias, *from;          /* from: added, rows from_row apart; null: none */
+  const float *bias, *from; /* from: added, rows from_row apart; null: none */
   int64_t sum_row, c_row, from_row;
-  int activation;                    /* in li_gemm's order one load would take both, and wait for two stores */
+  int activation; /* in li_gemm's order one load would take both, and wait for two stores */
   float alpha;
-  bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
-  bool bf16;                         /* A is rounded, as the panels are */
-  bool a_words;                      /* as li_gemm's, and so are these */
+  bool finish, late; /* finish: the last block over k, with an epilogue; late: which adds C last */
+  bool bf16; /* A is rounded, as the panels are */
+  bool a_words; /* as li_gemm's, and so are these */
   float *words, *sums;
   const float *slope;
   int64_t words_row, sums_row;
@@ -2677,13 +2675,13 @@ typedef struct li_epilogue {
 
 /* The loops of a gemm, which read lines of `pair` values of k */
 typedef struct li_products {
-  int64_t pair, rows, words;         /* rows: of a tile; words: floats of room for a tile's words, or 0: of one row */
+  int64_t pair, rows, words; /* rows: of a tile; words: floats of room for a tile's words, or 0: of one row */
   void (*fill_panels)(li_matrix b, float *panels);
   void (*multiply)(li_matrix a, li_panels b, const li_target *t);
   void (*word_panels)(li_matrix b, float *panels); /* of a B that lies in words; null: words are not kept */
 } li_products;
 
-/* of one number, the same bits on every machine: >>vector, compiled without SIMD */
+/* Functions of one number, from >>vector without SIMD: they have the same bits on every machine. */
 LI_FN float li_exp1_scalar(float x);
 LI_FN float li_log1_scalar(float x);
 LI_FN float li_activation_scalar(int kind, float x);
@@ -2691,11 +2689,10 @@ LI_FN float li_slope_scalar(int kind, float x);
 LI_FN float li_each_scalar(int kind, float a, float b, float c);
 LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c, float g);
 
-/* whether the memory that forgets has dropout */
 #define LI_DROPS(a) (LI_TRAINS && (a)->own && (a)->own->dropout.threshold > 0)
 #ifdef LUNA_NO_TRAIN
 #define LI_TRAIN(function) NULL
-#define LI_TRAINS false           /* no tape, no dropout */
+#define LI_TRAINS false /* no tape, no dropout */
 #else
 #define LI_TRAIN(function) function
 #define LI_TRAINS true
@@ -2731,7 +2728,7 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
                     bool accumulate)) \
   T(void, sgd, (const li_update *update)) \
   T(void, adam, (const li_update *update))
-/* the inner loops that drivers call */
+/* Inner loops that drivers call */
 #define LI_LOOPS(K, T) \
   K(void, dot_rows, (li_matrix a, li_matrix b, const li_target *t)) \
   K(void, dropout_mask, (const li_dropout *d, int64_t first, int64_t n, float *mask)) \
@@ -2756,10 +2753,10 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
                       const float *x, double *result))
 
 typedef struct li_kernels {
-  int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
+  int64_t mr, nr; /* rows of a gemm's register tile; columns of a panel of B */
   luna_isa isa;
-  const li_products *panels;         /* float32's products; null: the reference, which has no loops */
-  const li_products *words;          /* those of bfloat16, and of 8 bits; null: this build has none */
+  const li_products *panels; /* float32's products; null: the reference, which has no loops */
+  const li_products *words; /* those of bfloat16, and of 8 bits; null: this build has none */
   const struct li_int8_loops *int8;
 #define LI_FIELD(result, name, arguments) result (*name) arguments;
   LI_KERNELS(LI_FIELD, LI_FIELD, LI_FIELD)
@@ -2767,7 +2764,7 @@ typedef struct li_kernels {
 #undef LI_FIELD
 } li_kernels;
 
-/* Philox4x32-10 (Salmon et al. 2011): four words out of counter and key */
+/* Philox4x32-10 (Salmon et al. 2011) makes four words of counter and key. */
 LI_FN void li_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
   uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -2783,7 +2780,7 @@ LI_FN void li_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
 }
 
-/* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
+/* sin x and cos x to 1e-14 for |x| < 1e9: Taylor's polynomials of x less a multiple of pi/2 */
 LI_FN void li_sine(double x, double *sine, double *cosine) {
   const double turns = floor(x * 0.63661977236758134308 + 0.5),
       r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
@@ -2834,7 +2831,7 @@ LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
 #endif
 #else
 #define LI_FN LI_HOT
-#define LI_MATH LI_INLINE      /* exp and its like */
+#define LI_MATH LI_INLINE /* exp and its like */
 #undef LI_PASS_LOOPS
 #undef LI_PASS_INT8
 #undef LI_PASS_PRODUCTS
@@ -2853,9 +2850,9 @@ LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
 #endif
 #if LI_IS(vnni) || LI_IS(avxvnni) /* the vocabulary and >>int8 */
 #define LI_PASS_INT8
-#elif LI_IS(bf16)                 /* the vocabulary and a product's tiles */
+#elif LI_IS(bf16) /* the vocabulary and a product's tiles */
 #define LI_PASS_PRODUCTS
-#elif LI_IS(amx)                  /* the vocabulary and the tiles of >>gemm's end */
+#elif LI_IS(amx) /* the vocabulary and the tiles of >>gemm's end */
 #define LI_PASS_TILES
 #elif LI_IS(scalar) && LI_ISA(LI_BASELINE) != LI_ISA_scalar /* only the vocabulary, for single numbers */
 #undef LI_MATH
@@ -2924,7 +2921,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #define LI_PREFETCH(p) __builtin_prefetch(p)
 #ifdef __clang__
 #define LI_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__CUDACC__)            /* which warns of it */
+#elif defined(__CUDACC__) /* which warns of it */
 #define LI_UNROLL
 #else
 #define LI_UNROLL _Pragma("GCC unroll 28")
@@ -3164,7 +3161,7 @@ LI_INLINE vf LI_K(split)(vf x, vf *e) {
 #endif
 #endif
 
-/* the largest and the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
+/* sum4: out[i] = alpha times the sum of v[i]'s lanes, with vf_sum's bits */
 #ifdef LI_MM
 #define vf_set LI_MM(set1_ps)
 #define vf_load LI_MM(loadu_ps)
@@ -3240,7 +3237,7 @@ LI_CALL void vf_store_part(float *p, vf v, int64_t n) {
 
 static const float LI_K(lanes)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* loads a vector of which `left` > 0 floats exist; the rest is 0, or `fill` */
+/* Loads a vector of which `left` > 0 floats exist. The rest is 0, or `fill`. */
 LI_INLINE vf LI_K(get)(const float *p, int64_t left) { return left >= VF ? vf_load(p) : vf_load_part(p, left); }
 LI_INLINE vf LI_K(get_filled)(const float *p, int64_t left, vf fill) {
   if (left >= VF) return vf_load(p);
@@ -3251,7 +3248,7 @@ LI_INLINE void LI_K(put)(float *p, vf v, int64_t left) {
   else vf_store_part(p, v, left);
 }
 
-/* to[p * step + i] = row i [p] for i, p < 4: a transposition in registers */
+/* Transposes in registers: to[p * step + i] = row i [p] for i, p < 4. */
 LI_INLINE void LI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to,
                            int64_t step) {
 #ifdef v4
@@ -3343,7 +3340,7 @@ LI_MATH vf LI_K(tanh)(vf x) {
   p = vf_mul(vf_fma(vf_fma(p, square, vf_set(-3.33332819422e-1f)), square, one), x);
   return vf_select(vf_lt(a, vf_set(0.625f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
-/* P(X <= x) of a standard normal X with e = exp(-x^2/2): the smaller tail is computed, so that neither loses digits */
+/* P(X <= x) of a standard normal X, e = exp(-x^2/2). The smaller tail is computed, so that neither loses digits. */
 LI_MATH vf LI_K(normal_cdf)(vf x, vf e) {
   const vf tail = vf_mul(vf_set(0.5f), LI_K(erfc_of)(vf_mul(vf_abs(x), vf_set(0.707106781f)), e));
   return vf_select(vf_lt(x, vf_zero()), tail, vf_sub(vf_set(1.0f), tail));
@@ -3358,7 +3355,7 @@ LI_INLINE vf LI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of(-0.5)
 #define LI_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
 #define LI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
     return slope; }
-/* of a layer: what a product's epilogue applies */
+/* Layers' activations, which a product's epilogue applies */
 LI_INLINE vf LI_K(activation1)(int kind, vf x) {
   switch (kind) { LUNA_ACTIVATIONS(LI_VALUE) default: return x; }
 }
@@ -3399,8 +3396,8 @@ LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, flo
    order and on every machine. A row whose largest is below 1e-30 counts as zeros; of one with NaN or Inf all of y is
    NaN. Guarded by tests/kernels/int8.c.
    .................................................................................................................. */
-#define LI_INT8_MIN 16            /* columns of a weight that is worth it */
-#define LI_INT8_MAX 132104        /* 128 127 k < 2^31 */
+#define LI_INT8_MIN 16 /* columns of a weight that is worth it */
+#define LI_INT8_MAX 132104 /* 128 127 k < 2^31 */
 #ifdef LUNA_NO_INT8
 #define LI_HAS_INT8 false
 #else
@@ -3411,7 +3408,7 @@ LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, flo
 #ifndef LI_PASS
 /* The reference */
 LI_HOT float li_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
-/* |x| <= 127 scale, or scale is 0: adding 1.5 2^23 rounds, and leaves the integer in the low bits */
+/* |x| <= 127 scale, or scale is 0. Adding 1.5 2^23 rounds, and leaves the integer in the low bits. */
 LI_INLINE int8_t li_int8_of(float x, float scale) {
   return (int8_t)(uint8_t)(li_bits_of((scale > 0 ? x / scale : 0) + 12582912.0f) & 255);
 }
@@ -3442,13 +3439,13 @@ LI_FN bool li_ends(const char *name, const char *with) {
   const size_t size = strlen(name), end = strlen(with);
   return size >= end && strcmp(name + size - end, with) == 0;
 }
-/* whether a parameter is stored and used in 8 bits: matrices of products and embeddings are called NAME.weight */
+/* Tells whether a parameter may have 8 bits: matrices of products and embeddings are called NAME.weight. */
 LI_FN bool li_int8_part(const char *name, int rank, const int64_t *shape) {
   return rank == 2 && li_int8_fits(shape[1]) && li_ends(name, ".weight") && !li_ends(name, "conv.weight") &&
          !li_ends(name, "positions.weight");
 }
 
-/* A weight in memory: bytes for it, its place there, and its values. */
+/* A weight in memory: its bytes, its place, its values */
 LI_FN size_t li_int8_bytes(int64_t rows, int64_t columns) {
   return li_round(sizeof(li_int8)) + 2 * li_round((size_t)rows * 4) + li_round((size_t)(rows * columns));
 }
@@ -3470,7 +3467,7 @@ LI_HOT void li_int8_sum(li_int8 *w) {
     for (int64_t i = 0; i < w->columns; i++) sums[r] += w->at[r * w->columns + i];
   }
 }
-/* false: a value is not finite; the scale of its row is NaN */
+/* Returns false where a value is not finite; then the scale of its row is NaN. */
 LI_HOT bool li_int8_fill(li_int8 *w, const float *values) {
   float *scale = (float *)(uintptr_t)w->scale;
   int8_t *at = (int8_t *)(uintptr_t)w->at;
@@ -3492,14 +3489,14 @@ LI_HOT void li_int8_floats(const li_int8 *w, int64_t row, int64_t count, float *
 
 /* An instruction set's loops take x in its own integers, q: LI_QB bytes each, rows q_row bytes apart. Panels hold W
    likewise, [panel][k / LI_QK][LI_QN][LI_QK], with zeros where there is none. */
-typedef struct li_int8_block {    /* m <= LI_QM rows by n columns */
+typedef struct li_int8_block { /* m <= LI_QM rows by n columns */
   int64_t m, n, k, q_row;
   const char *q;
-  const float *q_scale;              /* [m] */
-  const int8_t *w;                   /* row-major, or null: by */
+  const float *q_scale; /* [m] */
+  const int8_t *w; /* row-major, or null: by */
   const char *panels;
-  const float *scale, *bias;         /* [n]; bias may be null */
-  const int32_t *sums;               /* [n] */
+  const float *scale, *bias; /* [n]; bias may be null */
+  const int32_t *sums; /* [n] */
   float *c;
   int64_t c_row;
 } li_int8_block;
@@ -3569,7 +3566,7 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #elif LI_IS(avx2)
 #define LI_QT int16_t
 #define LI_QK 2
-#define LI_QM 5                 /* of 6 one sum would be stored in each turn */
+#define LI_QM 5 /* of 6 one sum would be stored in each turn */
 LI_INLINE vi LI_K(int8_wide)(const void *w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w)); }
 LI_INLINE void LI_K(int8_put)(char *q, vf x) {
   const __m256i n = _mm256_cvtps_epi32(x);
@@ -3655,7 +3652,7 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) { *(int16_t *)(void *)q = li_int8_o
 #define vi_panel(p) LI_SI(loadu)((const vi *)(const void *)(p))
 #define vi_each(p) LI_MM(set1_epi32)(LI_K(int8_word)(p))
 #define vi_add LI_MM(add_epi32)
-#ifdef vi_multiply                   /* vpdpbusd */
+#ifdef vi_multiply /* vpdpbusd */
 #define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), vi_panel(w))
 #define vi_floats(p, sums, left) LI_K(int8_floats)(p, (const float *)(const void *)(sums), left)
 LI_INLINE vf LI_K(int8_floats)(const int32_t *p, const float *sums, int64_t left) {
@@ -3706,13 +3703,13 @@ LI_INLINE void LI_K(int8_sum4)(const vi *v, int32_t *out) {
 #endif
 }
 
-/* a row of x; q has room for whole vectors; -> its scale */
+/* Rounds a row of x and returns its scale. q has room for whole vectors. */
 LI_FN float LI_K(int8_quantize)(int64_t k, const float *x, char *q) {
   vf largest = vf_zero(), zero = vf_zero();
   for (int64_t i = 0; i < k; i += VF) {
     const vf v = LI_K(get)(x + i, k - i);
     largest = vf_max(vf_abs(v), largest);
-    zero = vf_add(zero, vf_sub(v, v));  /* NaN for NaN and Inf */
+    zero = vf_add(zero, vf_sub(v, v)); /* NaN for NaN and Inf */
   }
   const float scale = vf_sum(zero) == 0 ? li_int8_scale(vf_hmax(largest)) : (float)NAN;
   const bool some = scale > 0;
@@ -3721,7 +3718,7 @@ LI_FN float LI_K(int8_quantize)(int64_t k, const float *x, char *q) {
     LI_K(int8_put)(q + i * LI_QB, some ? vf_div(LI_K(get)(x + i, k - i), divisor) : vf_zero());
   return scale;
 }
-/* n columns of W^T, the last panel filled up with zeros */
+/* Copies n columns of W^T. The last panel is filled up with zeros. */
 LI_FN void LI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels) {
   const int64_t lines = li_divide_up(k, LI_QK), whole = k / LI_QK;
   for (int64_t j = 0; j < n; j += LI_QN, panels += lines * LI_QN * LI_QK * LI_QB) {
@@ -3742,7 +3739,7 @@ LI_FN void LI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels
   }
 }
 
-/* y of a row: `columns` <= LI_QN sums become floats */
+/* `columns` <= LI_QN sums become floats of y. */
 LI_INLINE void LI_K(int8_finish)(const li_int8_block *b, const int32_t *sum, int64_t row, int64_t j, int64_t columns) {
   const vf scale = vf_set(b->q_scale[row]);
   float *c = b->c + row * b->c_row + j;
@@ -3780,7 +3777,7 @@ LI_INLINE void LI_K(int8_tile)(int rows, int64_t lines, const char *q, int64_t q
     for (int j = 0; j < LI_QV; j++) vi_store(out + i * LI_QN + j * VF, sum[i][j]);
   }
 }
-/* a row of x by one of W, by lanes; a tail is copied, for nothing may be read behind W */
+/* Multiplies a row of x by one of W, by lanes. A tail is copied, as nothing may be read behind W. */
 LI_INLINE vi LI_K(int8_lanes)(int64_t k, const char *q, const int8_t *w) {
   vi sum0 = vi_zero(), sum1 = sum0;
   int64_t p = 0;
@@ -3827,19 +3824,19 @@ static const li_int8_loops LI_K(int8_loops) = {
 #elif !defined(LI_PASS)
 
 /* ---- the driver: x's rows become integers, then each thread has rows or columns of y ---- */
-#define LI_INT8_FEW 16            /* rows of x that read W as it lies; more read panels */
+#define LI_INT8_FEW 16 /* rows of x that read W as it lies; more read panels */
 typedef struct li_int8_work {
   const li_kernels *kernels;
   const li_int8_loops *loops;
   const li_gemm *g;
-  char *q, *panels;                  /* x's integers; panels of each thread's own, `columns` columns */
-  float *scales;                     /* of x */
-  int64_t q_row, panel, columns;     /* panel: bytes of one */
-  size_t bytes;                      /* of scratch */
+  char *q, *panels; /* x's integers; panels of each thread's own, `columns` columns */
+  float *scales; /* of x */
+  int64_t q_row, panel, columns; /* panel: bytes of one */
+  size_t bytes; /* of scratch */
   bool dots, by_rows;
-  int64_t parts;                     /* of the rows, or of the columns */
+  int64_t parts; /* of the rows, or of the columns */
 } li_int8_work;
-/* lays the work out in scratch, or where that is null only counts */
+/* Lays the work out in scratch; where that is null, only counts. */
 LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, int64_t threads, void *scratch) {
   li_int8_work w;
   char *at = scratch ? (char *)scratch : (char *)&w, *const start = at;
@@ -3951,7 +3948,7 @@ LI_FN double li_inner(int64_t n, const float *a, int64_t a_step, const float *b,
 #ifdef LUNA_NO_BF16
 #define li_bf16_of(x) (x)
 #else
-/* to nearest, ties to even; a denormal is 0 of its sign and NaN stays NaN, as of vcvtneps2bf16 */
+/* Rounds as vcvtneps2bf16: to nearest, ties to even; a denormal is 0 of its sign, NaN stays NaN. */
 LI_HOT float li_bf16_of(float x) {
   if (x != x) return x;
   return fabsf(x) < FLT_MIN ? x * 0 : li_upper(x);
@@ -4019,8 +4016,8 @@ LI_FN void li_gemm_reference(const li_gemm *g) {
 #endif
 
 #ifdef LI_PASS_LOOPS
-/* Fills one panel, of which `columns` exist; from its first on B has `ahead` in memory, which may be prefetched. What a
-   row-major B has is read by vectors; of another B, these write zeros alone, before its numbers come. */
+/* Fills one panel with B's columns; from the first on `ahead` lie in memory, which may be prefetched. A row-major B is
+   read by vectors; for another, these write zeros alone, before the numbers come. */
 LI_FN void LI_K(fill_panel)(li_matrix b, int64_t ahead, float *to) {
   const bool whole = b.column == 1;
   const int64_t columns = b.columns, k = b.rows;
@@ -4086,7 +4083,7 @@ LI_INLINE vf LI_K(bf16_line)(vf x, vf next) {
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
   return (vf)_mm512_permutexvar_epi16(order, (__m512i)LI_K(bf16_pair)(next, x));
 }
-/* n numbers, `step` floats apart, as words, with zeros to whole vectors */
+/* Makes words of n numbers, `step` floats apart, with zeros to whole vectors. */
 LI_FN void LI_K(bf16_run)(int64_t n, const float *x, int64_t step, float *to) {
   float part[2 * VF];
   for (int64_t left = n; left > 0; left -= 2 * VF, x += 2 * VF * step, to += VF) {
@@ -4097,7 +4094,7 @@ LI_FN void LI_K(bf16_run)(int64_t n, const float *x, int64_t step, float *to) {
     vf_store(to, LI_K(bf16_words)(some || step != 1 ? part : x));
   }
 }
-/* `parts` times `width` columns of k rows as lines of words: line i of a part at i * line, the parts `step` apart */
+/* Makes lines of words of `parts` times `width` columns of k rows: line i of a part at i * line, parts `step` apart. */
 LI_INLINE void LI_K(bf16_lines)(int64_t parts, int64_t width, int64_t k, const float *x, int64_t row, float *to,
                                 int64_t line, int64_t step) {
   for (; k > 0; k -= 2, x += 2 * row, to += line)
@@ -4145,7 +4142,7 @@ LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t r
   return a;
 }
 #elif !defined(LUNA_NO_BF16)
-/* without vdpbf16ps a word is a rounded number: fill_panels and tile_a round what they have copied */
+/* Without vdpbf16ps a word is a rounded number: bf16_panels and tile_a round copies. */
 LI_FN void LI_K(bf16_round)(int64_t rows, int64_t n, float *x, int64_t row) {
   for (; rows > 0; rows--, x += row)
     for (int64_t i = 0; i < n; i += VF) {
@@ -4190,7 +4187,7 @@ LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, li_matrix a, co
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *from = e->from;
   float *c = e->c;
-  if (vectors > 1) LI_HIDE(c);      /* or all rows' addresses would be kept through the loop above */
+  if (vectors > 1) LI_HIDE(c); /* or all rows' addresses would be kept through the loop above */
   LI_UNROLL
   for (int j = 0; j < vectors; j++) panel[j] = e->bias ? vf_load(e->bias + j * VF) : vf_zero();
   LI_UNROLL
@@ -4224,7 +4221,7 @@ LI_INLINE void LI_K(tile)(int64_t rows, int64_t k, li_matrix a, const float *b, 
 }
 
 #ifdef LI_PASS_LOOPS
-/* does what a tile's epilogue cannot: edges, activations other than ReLU, two results; `tile` is [rows, NR] */
+/* Does what a tile's epilogue cannot: edges, activations other than ReLU, two results. `tile` is [rows, NR]. */
 LI_FN void LI_K(finish_tile)(const li_target *t, int64_t i, int64_t j, int64_t rows, int64_t columns, float *tile) {
   const int64_t sum_at = i * t->sum_row + j, from_at = i * t->from_row + j, c_at = i * t->c_row + j;
   for (int64_t r = 0; r < rows; r++)
@@ -4248,7 +4245,7 @@ LI_FN void LI_K(finish_tile)(const li_target *t, int64_t i, int64_t j, int64_t r
 }
 #endif
 
-/* the epilogue of the tile at (row, column j), written to C or (`edge`) to a buffer first */
+/* Returns the epilogue of the tile at (row, j). It writes to C or, with `edge`, to that buffer first. */
 LI_INLINE li_epilogue LI_K(epilogue_of)(const li_target *t, int64_t row, int64_t j, float *edge) {
   li_epilogue e;
   e.bias = !edge && t->finish && t->bias ? t->bias + j : NULL;
@@ -4292,7 +4289,7 @@ LI_FN void LI_K(panels)(li_matrix a, li_panels b, const li_target *t) {
   const bool words = LI_IS(bf16) || LI_BF16(t), half = b.n <= VF && LI_NV == 2 && !words;
   const int64_t all = li_divide_up(b.n, LI_NR), lines = li_divide_up(a.columns, LI_PAIR);
   float edge[2 * LI_MR * LI_NR];
-  if (half) b.words = NULL;          /* which has room for MR rows */
+  if (half) b.words = NULL; /* which has room for MR rows */
   for (int64_t row = 0, rows; row < a.rows; row += rows) {
     const float *panel = b.at;
     rows = LI_K(tile_height)(a.rows - row, half);
@@ -4353,7 +4350,7 @@ LI_INLINE void LI_K(turn16)(vf *x, float *to, int64_t step) {
     }
   }
   LI_UNROLL
-  for (int i = 0; i < 4; i++) {      /* column 4 q + i of lines 0 to 15 is in quarter q of x[i], x[4 + i], ... */
+  for (int i = 0; i < 4; i++) { /* column 4 q + i of lines 0 to 15 is in quarter q of x[i], x[4 + i], ... */
     const vf a = turn_quarters(x[i], x[4 + i], 0x88), b = turn_quarters(x[i], x[4 + i], 0xDD);
     const vf c = turn_quarters(x[8 + i], x[12 + i], 0x88), d = turn_quarters(x[8 + i], x[12 + i], 0xDD);
     vf_store(to + i * step, turn_quarters(a, c, 0x88));
@@ -4362,7 +4359,7 @@ LI_INLINE void LI_K(turn16)(vf *x, float *to, int64_t step) {
     vf_store(to + (i + 12) * step, turn_quarters(b, d, 0xDD));
   }
 }
-/* 16 columns of two rows, as words of both: of rows of numbers, or of words, which have the second row if left > 1 */
+/* Makes words of 16 columns of two rows of numbers, or of words. The second row exists if left > 1. */
 LI_INLINE vf LI_K(tile_line)(bool words, int64_t left, const float *at, int64_t row, int64_t columns) {
   if (left <= 0) return vf_zero();
   if (!words)
@@ -4373,7 +4370,7 @@ LI_INLINE vf LI_K(tile_line)(bool words, int64_t left, const float *at, int64_t 
   const __m512i next = LI_MZ(0xFFFF, cvtepu16_epi32, after);
   return (vf)_mm512_or_si512(first, _mm512_maskz_slli_epi32(0xFFFF, next, 16));
 }
-/* rows of A as words, with zeros to whole blocks of 32 k */
+/* Copies rows of A as words, with zeros to whole blocks of 32 k. */
 LI_FN void LI_K(gather)(bool words, li_matrix a, float *to) {
   if (a.row != 1 || a.column == 1) {
     for (int64_t i = 0; i < a.rows; i++) li_bf16_run_bf16(a.columns, a.at + i * a.row, a.column, to + i * LI_WA);
@@ -4389,7 +4386,6 @@ LI_FN void LI_K(gather)(bool words, li_matrix a, float *to) {
       LI_K(turn16)(lines, to + i * LI_WA, LI_WA);
     }
 }
-/* panels of a B that lies in words */
 LI_FN void LI_K(word_panels)(li_matrix b, float *panels) {
   for (int64_t j = 0; j < b.columns; j += 32)
     for (int64_t p = 0; p < b.rows; p += 2, panels += 32)
@@ -4403,13 +4399,13 @@ LI_FN void LI_K(word_panels)(li_matrix b, float *panels) {
 typedef struct li_tile_work {
   const li_target *t;
   const float *from;
-  int64_t from_row, a_row, k;        /* a_row, k: words */
+  int64_t from_row, a_row, k; /* a_row, k: words */
   bool simple, direct;
   vf scale, lowest;
   int64_t late, late_row, late_j, late_columns[2];
   const float *late_at;
   vf late_bias[2], late_sums[2];
-  const float *bias, *added;         /* what the epilogue adds, or null */
+  const float *bias, *added; /* what the epilogue adds, or null */
   /* the next rows of A, dense, `coming` vectors of words to `words`, `share` of them in each step */
   const float *coming_a;
   float *coming_words;
@@ -4427,7 +4423,7 @@ LI_INLINE void LI_K(tile_coming)(li_tile_work *w, int64_t count) {
     w->coming_a += w->gap;
   }
 }
-/* C as words: of the row, from column j on */
+/* Writes 32 numbers of C as words. */
 LI_INLINE void LI_K(tile_words_out)(li_tile_work *w, vf *v) {
   const li_target *t = w->t;
   const int64_t at = w->late_row * t->words_row + w->late_j / 2;
@@ -4443,7 +4439,7 @@ LI_INLINE void LI_K(tile_words_out)(li_tile_work *w, vf *v) {
   }
   vf_store(t->words + at, li_bf16_pair_bf16(v[1], v[0]));
 }
-/* the epilogue of up to `rows` rows of the block before */
+/* Does the epilogue of up to `rows` rows of the block before. */
 LI_INLINE void LI_K(tile_late)(li_tile_work *w, int64_t rows) {
   const li_target *t = w->t;
   for (rows = li_min(rows, w->late); rows > 0; rows--, w->late--, w->late_row++, w->late_at += 32) {
@@ -4492,7 +4488,7 @@ LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t
   const bool tall = rows > 16, wide = columns > 16, whole = rows == 32 && columns == 32;
   const float *from = w->from ? w->from + row * w->from_row + j : NULL;
   float *const c = t->sum + row * t->sum_row + j, *const to = w->direct && whole ? c : edge;
-  const float *next = c + 32;        /* the next panel's block of C, of which a step asks for four rows */
+  const float *next = c + 32; /* the next panel's block of C, of which a step asks for four rows */
   int64_t step = w->from_row, lines = t->words ? 0 : 8;
   if (from && !whole) {
     for (int64_t r = 0; r < rows; r++)
@@ -4655,7 +4651,7 @@ LI_INLINE vf LI_K(dot_lanes)(bool whole, int64_t k, const float *a, const float 
   for (; p < k && !whole; p += VF) sum0 = vf_fma(LI_K(get)(a + p, k - p), LI_K(get)(b + p, k - p), sum0);
   return vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3));
 }
-/* by n <= NR columns from b on; a loop, as hardware prefetchers go by the load instruction's address */
+/* By n <= NR columns. One loop loads them all, as hardware prefetchers go by the load's address. */
 LI_INLINE void LI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column,
                           float alpha, float *out) {
   vf dot[LI_NR];
@@ -4695,7 +4691,7 @@ LI_HOT int64_t li_panels_size(const li_kernels *kernels, int64_t n, int64_t k) {
 LI_INLINE const li_products *li_products_of(const li_kernels *kernels, bool bf16) {
   return bf16 ? kernels->words : kernels->panels;
 }
-/* floats of room for a tile's words */
+/* Floats of room for a tile's words */
 LI_HOT int64_t li_words_size(const li_kernels *kernels, bool column_major) {
   if (kernels->words->words) return kernels->words->words;
   return kernels->mr * LI_KA * (column_major ? LI_WORDS_ABREAST : 1);
@@ -4753,24 +4749,24 @@ typedef struct li_gemm_plan {
   const li_gemm *g;
   const li_products *products;
   char *scratch;
-  int64_t row_parts, column_parts, columns;       /* columns: of a block */
-  int64_t a_size, b_size, sum_size;               /* floats */
-  int64_t thread_bytes;                           /* of scratch: these, and among several a li_gemm_thread */
+  int64_t row_parts, column_parts, columns; /* columns: of a block */
+  int64_t a_size, b_size, sum_size; /* floats */
+  int64_t thread_bytes; /* of scratch: these, and among several a li_gemm_thread */
 } li_gemm_plan;
-/* a thread's own memory, and the block of B whose panels it holds: batch items often share B */
+/* A thread's own memory. `held` is the block of B whose panels it has: batch items often share B. */
 typedef struct li_gemm_thread {
   float *a, *b, *sum;
   const float *held;
   int64_t held_n, held_k;
 } li_gemm_thread;
-/* row and column of A or B, of which two numbers may be a word */
+/* Returns the place of (row, column) in A or B, of which two numbers may be a word. */
 LI_HOT const float *li_place(const float *x, bool words, int64_t row, int64_t x_row, int64_t column, int64_t x_column) {
   const int64_t down = words && x_row == 1 ? row / 2 : row * x_row;
   const int64_t across = words && x_column == 1 ? column / 2 : column * x_column;
   return x + down + across;
 }
 
-/* whether C is added after the activation, so that partial sums need a place of their own */
+/* Tells whether C is added after the activation: then partial sums need a place of their own. */
 LI_HOT bool li_gemm_late(const li_gemm *g) {
   return g->accumulate && (g->activation != LI_NO_ACTIVATION || g->pre);
 }
@@ -4813,7 +4809,7 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
 
 typedef struct li_gemm_work { const li_kernels *kernels; const li_gemm *g; float *panels; } li_gemm_work;
 
-/* the panels of a B that several products read, block of k after block of k */
+/* Panels that several products read lie block of k after block of k. */
 LI_HOT int64_t li_panels_at(const li_kernels *kernels, const li_gemm *g, int64_t pair, int64_t column, int64_t p) {
   return li_panels_size(kernels, g->n, p / pair) + column * li_divide_up(li_min(g->k - p, LI_KC), pair);
 }
@@ -4843,7 +4839,7 @@ LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, cons
   else li_each(parallel, li_divide_up(g->n, kernels->nr), li_panels_task, &w);
 }
 
-/* the target of the block at (row, column) of batch item x, y */
+/* Returns the target of the block at (row, column) of batch item x, y. */
 LI_HOT li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t row, int64_t column) {
   const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + column;
   li_target t;
@@ -4859,7 +4855,7 @@ LI_HOT li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t 
   t.activation = g->activation;
   return t;
 }
-/* m rows by the n columns of a block from `column` on, over all of k */
+/* Multiplies m rows by the n columns of a block from `column` on, over all of k. */
 LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int64_t m, int64_t n,
                           int64_t column, const float *a, const float *b, li_target *t) {
   const li_kernels *kernels = plan->kernels;
@@ -4886,7 +4882,7 @@ LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int6
   } while (p < g->k);
 }
 
-/* rows [row, row_end) by columns [column, column_end) of batch item x, y */
+/* Multiplies rows [row, row_end) by columns [column, column_end) of batch item x, y. */
 LI_HOT void li_gemm_part(const li_gemm_plan *plan, li_gemm_thread *thread, int64_t x, int64_t y, int64_t row,
                          int64_t row_end, int64_t column, int64_t column_end) {
   const li_gemm *g = plan->g;
@@ -4933,7 +4929,7 @@ LI_HOT void li_gemm_task(void *work, int64_t thread, int64_t first, int64_t last
                  li_part_at(g->n, nr, c, p->column_parts), li_part_at(g->n, nr, c + 1, p->column_parts));
   }
 }
-/* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
+/* Products by dots need neither panels nor partial sums: each thread has columns of its own. */
 LI_HOT bool li_gemm_dots(const li_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
 LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_gemm_work *w = (const li_gemm_work *)work;
@@ -4981,7 +4977,7 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
     return;
   }
   li_gemm_thread own;
-  li_gemm_own(&p, p.scratch, &own);              /* one part, without a division */
+  li_gemm_own(&p, p.scratch, &own); /* one part, without a division */
   for (int64_t x = 0; x < g->batch[0]; x++)
     for (int64_t y = 0; y < g->batch[1]; y++) li_gemm_part(&p, &own, x, y, 0, g->m, 0, g->n);
 }
@@ -8088,10 +8084,10 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 #define LI_ISA_avx512 4
 #define LI_ISA_neon 5
 #define LI_ISA_wasm 6
-#define LI_ISA_avxvnni 8          /* AVX2 with >>int8 of its own */
-#define LI_ISA_vnni 9             /* AVX-512 with it, */
-#define LI_ISA_bf16 10            /* then with >>gemm's products of bfloat16, */
-#define LI_ISA_amx 11             /* then with both by tiles */
+#define LI_ISA_avxvnni 8 /* AVX2 with >>int8 of its own */
+#define LI_ISA_vnni 9 /* AVX-512 with it, */
+#define LI_ISA_bf16 10 /* then with >>gemm's products of bfloat16, */
+#define LI_ISA_amx 11 /* then with both by tiles */
 #ifndef LUNA_HEADER_FILENAME
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
@@ -8230,7 +8226,7 @@ LI_FN int li_isa_detect(void) {
   known |= 1 << LUNA_ISA_AVX512;
   if ((r[2] & (1u << 11)) == 0) return known;
   known |= 1 << LUNA_ISA_AVX512_VNNI;
-#ifdef LI_TILES_EMULATED          /* tests put functions in place of these passes' own instructions */
+#ifdef LI_TILES_EMULATED /* tests put functions in place of these passes' own instructions */
   known |= 1 << LUNA_ISA_AVX512_BF16 | 1 << LUNA_ISA_AMX;
 #endif
   if ((more[0] & (1u << 5)) == 0) return known;
@@ -8264,7 +8260,7 @@ LI_FN int li_isa_known(void) {
    small for them. False where it does not, for instance since a thread has such a stack. */
 LI_FN bool li_tiles_permitted(void) {
 #if defined(LI_AMX) && !defined(LI_TILES_EMULATED)
-  const uint64_t tiles = 1u << 18;   /* XTILEDATA */
+  const uint64_t tiles = 1u << 18; /* XTILEDATA */
   for (int attempt = 0; attempt < 2; attempt++) {
     uint64_t have = 0;
     long result;
@@ -8281,7 +8277,7 @@ LI_FN bool li_tiles_permitted(void) {
 #endif
 }
 
-/* this build's, the best first */
+/* The kernels of this build, the best first */
 static const li_kernels *const li_all_kernels[] = {
 #ifdef LI_AMX
   &li_kernels_amx,
@@ -8306,8 +8302,8 @@ static const li_kernels *const li_all_kernels[] = {
   &LI_JOIN(li_kernels, LI_BASELINE),
   &li_kernels_reference
 };
-/* the kernels of an instruction set, LUNA_ISA_BEST: the best available, but not AMX; null when this build or machine
-   lacks it */
+/* Returns the kernels of an instruction set, or null when this build or machine lacks it. LUNA_ISA_BEST is the best
+   available, but not AMX. */
 LI_CALL const li_kernels *li_kernels_of(luna_isa isa) {
   const int known = li_isa_known(), slow = known & 1 ? 0 : 1 << LUNA_ISA_AVX512_BF16;
   const int best = known & ~(1 << LUNA_ISA_AMX | 1 << LUNA_ISA_REFERENCE | slow);
@@ -8319,7 +8315,7 @@ LI_CALL const li_kernels *li_kernels_of(luna_isa isa) {
     if (wanted >> li_all_kernels[i]->isa & 1) return li_all_kernels[i];
   return NULL;
 }
-/* those of a context or stream; tiles: it has products of 16 or 8 bits, best by AMX where that is permitted */
+/* Returns those of a context or stream; tiles: it has products of 16 or 8 bits, best by AMX where that is permitted. */
 LI_FN const li_kernels *li_kernels_for(luna_isa isa, bool tiles) {
   const li_kernels *amx = tiles && isa == LUNA_ISA_BEST ? li_kernels_of(LUNA_ISA_AMX) : NULL;
   return amx ? amx : li_kernels_of(isa);
