@@ -2338,8 +2338,9 @@ LI_INLINE void li_copy(void *to, const void *from, size_t bytes) { if (bytes) me
 
 #define LI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 
-/* Null stays null, where memory is only counted. */
+/* Null stays null: what is not wanted, or memory that is only counted. */
 LI_INLINE float *li_offset(float *at, int64_t floats) { return at ? at + floats : NULL; }
+LI_INLINE const float *li_from(const float *at, int64_t floats) { return at ? at + floats : NULL; }
 
 /* Takes the next `count` floats of scratch, aligned. The same calls on a null pointer tell its size. */
 LI_INLINE float *li_take(char **scratch, int64_t count) {
@@ -3893,7 +3894,7 @@ LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int
   b.panels = panels;
   b.scale = g->b_int8->scale + weight;
   b.sums = g->b_int8->sums + weight;
-  b.bias = g->bias ? g->bias + column : NULL;
+  b.bias = li_from(g->bias, column);
   for (; row < end; row += b.m) {
     b.m = li_min(end - row, w->loops->qm);
     b.q = w->q + row * w->q_row;
@@ -4443,7 +4444,7 @@ LI_INLINE void LI_K(tile_words_out)(li_tile_work *w, vf *v) {
 LI_INLINE void LI_K(tile_late)(li_tile_work *w, int64_t rows) {
   const li_target *t = w->t;
   for (rows = li_min(rows, w->late); rows > 0; rows--, w->late--, w->late_row++, w->late_at += 32) {
-    const float *added = w->added ? w->added + w->late_row * t->from_row + w->late_j : NULL;
+    const float *added = li_from(w->added, w->late_row * t->from_row + w->late_j);
     float *c = t->sum + w->late_row * t->sum_row + w->late_j;
     vf v[2];
     LI_UNROLL
@@ -4486,7 +4487,7 @@ LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t
                                 const float *a, const float *b, const float *tail, float *edge) {
   const li_target *t = w->t;
   const bool tall = rows > 16, wide = columns > 16, whole = rows == 32 && columns == 32;
-  const float *from = w->from ? w->from + row * w->from_row + j : NULL;
+  const float *from = li_from(w->from, row * w->from_row + j);
   float *const c = t->sum + row * t->sum_row + j, *const to = w->direct && whole ? c : edge;
   const float *next = c + 32; /* the next panel's block of C, of which a step asks for four rows */
   int64_t step = w->from_row, lines = t->words ? 0 : 8;
@@ -4846,9 +4847,9 @@ LI_HOT li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t 
   memset(&t, 0, sizeof t);
   t.late = li_gemm_late(g);
   t.c = t.sum = g->c + at;
-  t.pre = g->pre ? g->pre + at : NULL;
-  t.bias = g->bias ? g->bias + column : NULL;
-  if (g->residual) t.from = g->residual + at;
+  t.pre = li_offset(g->pre, at);
+  t.bias = li_from(g->bias, column);
+  t.from = li_from(g->residual, at);
   if (g->accumulate && !t.late) t.from = t.c;
   t.c_row = t.sum_row = t.from_row = g->c_row;
   t.alpha = g->alpha;
@@ -4900,9 +4901,9 @@ LI_HOT void li_gemm_part(const li_gemm_plan *plan, li_gemm_thread *thread, int64
       t.a_words = g->a_words;
       t.words_row = g->words_row;
       t.sums_row = g->sums_row;
-      t.words = g->words ? g->words + row * g->words_row + j / 2 : NULL;
-      t.slope = g->slope ? g->slope + row * g->words_row + j / 2 : NULL;
-      t.sums = g->sums ? g->sums + row / 32 * g->sums_row + j : NULL;
+      t.words = li_offset(g->words, row * g->words_row + j / 2);
+      t.slope = li_from(g->slope, row * g->words_row + j / 2);
+      t.sums = li_offset(g->sums, row / 32 * g->sums_row + j);
       li_gemm_block(plan, thread, li_min(row_end - row, step), li_min(column_end - j, plan->columns), j,
                     li_place(a, g->a_words, row, g->a_row, 0, 1),
                     li_place(b, g->b_words, 0, 1, j, g->b_column), &t);
@@ -8136,15 +8137,18 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 
 #define LI_PASS _scalar
 #include LUNA_HEADER_FILENAME
+#undef LI_PASS
 #if LI_ISA(LI_BASELINE) != LI_ISA_scalar
 #define LI_PASS LI_BASELINE
 #include LUNA_HEADER_FILENAME
+#undef LI_PASS
 #endif
 #ifdef LI_X86
 #if LI_ISA(LI_BASELINE) < LI_ISA_avx2
 LI_TARGET("avx2,fma")
 #define LI_PASS _avx2
 #include LUNA_HEADER_FILENAME
+#undef LI_PASS
 LI_TARGET_END
 #endif
 #if !defined(LUNA_NO_INT8) && LI_ISA(LI_BASELINE) <= LI_ISA_avx2 && \
@@ -8153,18 +8157,21 @@ LI_TARGET_END
 LI_TARGET("avxvnni,avx2,fma")
 #define LI_PASS _avxvnni
 #include LUNA_HEADER_FILENAME
+#undef LI_PASS
 LI_TARGET_END
 #endif
 #if LI_ISA(LI_BASELINE) < LI_ISA_avx512
 LI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS _avx512
 #include LUNA_HEADER_FILENAME
+#undef LI_PASS
 LI_TARGET_END
 #endif
 #ifndef LUNA_NO_INT8
 LI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS _vnni
 #include LUNA_HEADER_FILENAME
+#undef LI_PASS
 LI_TARGET_END
 #endif
 
@@ -8174,6 +8181,7 @@ LI_TARGET_END
 LI_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS _bf16
 #include LUNA_HEADER_FILENAME
+#undef LI_PASS
 LI_TARGET_END
 #endif
 
@@ -8183,6 +8191,7 @@ LI_TARGET_END
 LI_TARGET("amx-tile,amx-bf16,amx-int8,avx512vnni,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS _amx
 #include LUNA_HEADER_FILENAME
+#undef LI_PASS
 LI_TARGET_END
 #endif
 
@@ -20034,7 +20043,5 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
 #endif
-#else
-#undef LI_PASS
 #endif /* !LI_PASS */
 #endif /* LUNA_IMPLEMENTATION */

@@ -65,12 +65,12 @@ static void int8_multiply(const li_int8_loops *loops, const int8_trial *t, bool 
   char *q = (char *)common_alloc((size_t)(t->m * q_row) + 64), *memory = (char *)common_alloc(panel_size);
   float *scales = common_floats(t->m);
   memset(q, 0x55, (size_t)(t->m * q_row));
-  for (int64_t i = 0; i < t->m; i++) scales[i] = loops->int8_quantize(t->k, t->x + i * t->k, q + i * q_row);
-  loops->int8_panels(t->n, t->k, t->w->at, memory);
+  for (int64_t i = 0; i < t->m; i++) scales[i] = loops->quantize(t->k, t->x + i * t->k, q + i * q_row);
+  loops->panels(t->n, t->k, t->w->at, memory);
   for (int64_t i = 0; i < t->m; i += loops->qm) {
     const li_int8_block b = {li_min(loops->qm, t->m - i), t->n, t->k, q_row, q + i * q_row, scales + i,
                              panels ? NULL : t->w->at, memory, t->w->scale, NULL, t->w->sums, y + i * t->n, t->n};
-    loops->int8_rows(&b);
+    loops->rows(&b);
   }
   free(q), free(memory), free(scales);
 }
@@ -138,7 +138,7 @@ static void int8_check_rows(void) {
     CHECK(finite ? own == scale : own != own, "row %d: the reference's scale is %g, not %g", row, (double)own,
           (double)scale);
     for (int s = 0; s < count; s++) {
-      const float got = sets[s].loops->int8_quantize(K, x, q);
+      const float got = sets[s].loops->quantize(K, x, q);
       CHECK(finite ? got == scale : got != got, "%s, row %d: scale %g, not %g", sets[s].name, row, (double)got,
             (double)scale);
       for (int i = 0; i < K; i++) {
