@@ -2628,14 +2628,6 @@ typedef struct li_unpack_space {
   float *words; /* li_panels' */
 } li_unpack_space;
 
-/* A chunk of the memory that forgets, backward, all [rows, slots]: U, Z, R = W / Z and its gradient; in: the gradient
-   of U, out: H = scale / Z dU and the gradient of Z */
-typedef struct li_forget {
-  float scale;
-  const float *u, *z, *r, *dr;
-  float *h, *dz;
-} li_forget;
-
 /* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
    argument. */
 typedef struct li_update {
@@ -2747,7 +2739,8 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
   K(void, forget_weights, (li_matrix s, li_matrix gates, float *w, float *sums)) \
   K(void, forget_totals, (li_matrix w, const float *before, float *z)) \
   K(void, forget_divide, (int64_t n, float factor, const float *x, const float *z, float *y)) \
-  T(void, forget_slopes, (const li_forget *f, int64_t n)) \
+  T(void, forget_slopes, (int64_t n, float scale, const float *u, const float *z, const float *r, const float *dr, \
+                          float *h, float *dz)) \
   T(void, forget_scores, (li_matrix s, const float *w, const float *dz, const float *after, float *dw, float *ds)) \
   T(void, forget_gates, (li_matrix gates, const float *dw, float *after, float *dgates)) \
   K(void, step_mean, (li_mean_kind kind, li_mean m, const double *share, const float *y, const float *z, \
@@ -6824,6 +6817,8 @@ LI_INLINE int64_t li_luna_row(const li_causal_luna *a, int64_t item, int64_t t) 
 LI_INLINE int64_t li_luna_slots(const li_causal_luna *a, int64_t item) {
   return li_real_slots(a->lengths, item / a->heads, a->slots);
 }
+/* floats of a slot's state in a sweep: A^T k, A^T v and, with forget, z and how much of the slot a chunk leaves */
+LI_INLINE int64_t li_luna_unit(const li_causal_luna *a) { return 2 * a->head_dim + (a->forget ? 2 : 0); }
 /* Whether training carries its state. */
 LI_INLINE bool li_luna_carries(const li_causal_luna *a) { return a->own && a->own->positions; }
 /* An item's part of `state`, or else of `one`, which has one item's: the means of k^T A [head_dim, slots] and of A^T v
@@ -7086,13 +7081,13 @@ LI_FN void LI_K(forget_totals)(li_matrix w, const float *before, float *z) {
 LI_FN void LI_K(forget_divide)(int64_t n, float factor, const float *x, const float *z, float *y) {
   for (int64_t i = 0; i < n; i += VF) LI_PUT(y, vf_div(vf_mul(vf_set(factor), LI_GET(x)), LI_GET(z)));
 }
-/* H = scale / Z dU, dZ = -(R dR + U dU) / Z */
-LI_FN void LI_K(forget_slopes)(const li_forget *f, int64_t n) {
+/* H = scale / Z dU, which is in h, and dZ = -(R dR + U dU) / Z */
+LI_FN void LI_K(forget_slopes)(int64_t n, float scale, const float *u, const float *z, const float *r, const float *dr,
+                               float *h, float *dz) {
   for (int64_t i = 0; i < n; i += VF) {
-    const vf du = LI_GET(f->h), z = LI_GET(f->z);
-    const vf sum = vf_fma(LI_GET(f->r), LI_GET(f->dr), vf_mul(LI_GET(f->u), du));
-    LI_PUT(f->dz, vf_neg(vf_div(sum, z)));
-    LI_PUT(f->h, vf_div(vf_mul(vf_set(f->scale), du), z));
+    const vf du = LI_GET(h), sum = vf_fma(LI_GET(r), LI_GET(dr), vf_mul(LI_GET(u), du));
+    LI_PUT(dz, vf_neg(vf_div(sum, LI_GET(z))));
+    LI_PUT(h, vf_div(vf_mul(vf_set(scale), du), LI_GET(z)));
   }
 }
 /* dW += after + the sum of dZ from t on; it becomes W dW, which ds, unless null, gets where the score is within its
@@ -7131,38 +7126,36 @@ LI_FN void LI_K(forget_gates)(li_matrix gates, const float *dw, float *after, fl
 
 #elif !defined(LI_PASS)
 
-/* one chunk of one (batch, head), and its buffers */
+/* One chunk of one item (batch row, head), and its buffers */
 typedef struct li_causal_chunk {
   const li_kernels *kernels;
-  int64_t item, first, rows;
+  const li_causal *product;          /* the sweep is of one of these */
+  const li_causal_luna *luna;
+  int64_t item, first, rows, slots;  /* slots: the item's real ones */
   double before;                     /* the tokens before the first row that the mean before it counts */
   int64_t within;                    /* rows up to the horizon, `rows` where there is none: the others' means fade */
   double fade;                       /* 1 - 1 / horizon */
-  bool reverse, begins, last;                 /* the state before it is empty; the state after it is unused */
-  float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output`
-                                        reads the state before the chunk, and kept */
+  bool reverse, begins, last;        /* begins, last: the state before it is empty; that after it is unused */
+  float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output` reads
+                                        the state before the chunk, and kept */
   /* [rows, LI_CHUNK]; for products; each [LI_CHUNK, the wider of dim and value_dim] */
   float *scores, *panels, *buffer[3];
   float *h;                          /* causal Luna, backward: its rows of H */
   float *sums;                       /* the memory that forgets, backward: the forward state before it; or null */
   float *logs;                       /* the memory that forgets: in kept, what forget_weights says of the chunk */
 } li_causal_chunk;
-typedef void (*li_chunk_step)(const void *args, const li_causal_chunk *c);
+typedef void (*li_chunk_step)(const li_causal_chunk *c);
 typedef struct li_sweep {
   const li_kernels *kernels;
-  const void *args;
+  const li_causal *product;          /* what it is of: one of these; the other is null */
+  const li_causal_luna *luna;
   /* what becomes of a chunk before the states are scanned, and after it; now: the one that threads share */
   li_chunk_step sum, output, now;
-  /* loads or stores the caller's state; null: starts at 0 */
-  void (*exchange)(const void *args, int64_t item, double *state, bool store);
-  int64_t items, heads, rows, dim, value_dim;
-  int64_t position, horizon;
-  const int64_t *positions;      /* [batch], in place of position, or null */
-  bool reads;                        /* the caller's state is not stored */
-  const int32_t *lengths;            /* [batch] of `slots`; null: all */
-  int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
-  bool forgets;                      /* states are sums, [slots, unit], whose slots fade by the gates of each chunk */
+  bool forgets;                      /* states are sums, whose slots fade by the gates of each chunk */
+  bool continues, reads;             /* continues: from the caller's state; reads: which is not stored */
+  int64_t items, heads, rows, dim, value_dim, horizon;
+  int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   float *h;                          /* [items, rows, slots], or null: see li_causal_chunk */
   float *sums;                       /* [items, chunks, slots, unit], likewise */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
@@ -7210,36 +7203,39 @@ LI_FN size_t li_sweep_plan(li_sweep *s, int64_t threads, void *memory) {
   return (size_t)(threads * s->thread_bytes + states * s->state_bytes + records * s->record_bytes);
 }
 
-LI_INLINE int64_t li_sweep_state(const li_sweep *s, int64_t item) {
-  return s->unit * li_real_slots(s->lengths, item / s->heads, s->slots);
+/* an item's real slots, and the numbers of its state */
+LI_HOT int64_t li_sweep_slots(const li_sweep *s, int64_t item) {
+  return s->luna ? li_luna_slots(s->luna, item) : s->slots;
 }
+LI_INLINE int64_t li_sweep_state(const li_sweep *s, int64_t item) { return s->unit * li_sweep_slots(s, item); }
 LI_INLINE double *li_sweep_carried(const li_sweep *s, int64_t place) {
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
-
-LI_INLINE int64_t li_sweep_position(const li_sweep *s, int64_t item) {
-  return s->positions ? s->positions[item / s->heads] : s->position;
-}
-/* whether there are rows before the first chunk */
-LI_INLINE bool li_sweep_continues(const li_sweep *s, int64_t item) {
-  return !s->reverse && li_sweep_position(s, item) > 0;
+/* rows before the first chunk */
+LI_HOT int64_t li_sweep_position(const li_sweep *s, int64_t item) {
+  if (!s->luna) return 0;
+  return li_luna_carries(s->luna) ? s->luna->own->positions[item / s->heads] : s->luna->position;
 }
 /* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
 LI_FN li_causal_chunk li_sweep_chunk(const li_sweep *s, int64_t item, int64_t k, int64_t place, int64_t thread) {
-  const int64_t wide = LI_CHUNK * li_max(s->dim, s->value_dim);
+  const int64_t wide = LI_CHUNK * li_max(s->dim, s->value_dim), position = li_sweep_position(s, item);
   char *record = s->record_at + place * s->record_bytes, *buffer = s->threads_at + thread * s->thread_bytes;
   li_causal_chunk c;
   c.kernels = s->kernels;
+  c.product = s->product;
+  c.luna = s->luna;
   c.item = item;
+  c.slots = li_sweep_slots(s, item);
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LI_CHUNK;
   c.rows = li_min(LI_CHUNK, s->rows - c.first);
-  const int64_t position = li_sweep_position(s, item) + c.first;
-  c.before = (double)li_within(position, s->horizon);
-  c.within = c.rows - (int64_t)(li_beyond(position + c.rows, s->horizon) - li_beyond(position, s->horizon));
+  c.before = (double)li_within(position + c.first, s->horizon);
+  c.within = c.rows - (int64_t)(li_beyond(position + c.first + c.rows, s->horizon) -
+                                li_beyond(position + c.first, s->horizon));
   c.fade = li_horizon_fade(s->horizon, 1);
   c.reverse = s->reverse;
-  c.begins = k == 0 && !li_sweep_continues(s, item);
-  c.last = k == s->chunks - 1 && !s->exchange;
+  c.begins = k == 0 && (s->reverse || position == 0);
+  c.last = k == s->chunks - 1 && !s->continues;
+
   c.state = li_take(&record, s->unit * s->slots);
   c.kept = li_take(&record, s->kept);
   c.scores = li_take(&buffer, LI_CHUNK * LI_CHUNK);
@@ -7258,8 +7254,8 @@ LI_HOT double li_chunk_faded(const li_causal_chunk *c, int64_t first, int64_t en
   return y;
 }
 /* what a slot keeps of its state through a chunk */
-LI_HOT double li_chunk_fade(const li_causal_chunk *c, int64_t slots, int64_t slot) {
-  return li_decay((double)c->logs[slot] + (double)c->logs[slots + slot]);
+LI_HOT double li_chunk_fade(const li_causal_chunk *c, int64_t slot) {
+  return li_decay((double)c->logs[slot] + (double)c->logs[c->slots + slot]);
 }
 /* Moves elements [first, end) of the carried state past a chunk: c->state has the chunk's own sum S_c, and gets the
    state before the chunk in its place. After the chunk the mean is over t tokens, before it over b:
@@ -7275,9 +7271,8 @@ LI_HOT void li_sweep_scan(const li_sweep *s, const li_causal_chunk *c, double *c
   if (c->last) {
     for (int64_t i = first; i < end; i++) c->state[i] = (float)carried[i];
   } else if (s->forgets) {
-    const int64_t slots = li_sweep_state(s, c->item) / s->unit;
     for (int64_t from = first, to; from < end; from = to) {
-      const double fade = li_chunk_fade(c, slots, from / s->unit);
+      const double fade = li_chunk_fade(c, from / s->unit);
       to = li_min(end, (from / s->unit + 1) * s->unit);
       s->kernels->scan(to - from, s->reverse ? 1 : fade, 1 - fade, c->state + from, carried + from);
     }
@@ -7290,16 +7285,37 @@ LI_HOT void li_sweep_scan(const li_sweep *s, const li_causal_chunk *c, double *c
   }
 }
 
+/* Loads the caller's state of an item, or stores it there. The sweep has a slot's parts side by side and, with forget,
+   sums in place of means. */
+LI_FN void li_luna_exchange(const li_causal_luna *a, int64_t item, double *state, bool store) {
+  const int64_t d = a->head_dim;
+  const ptrdiff_t before = !store && a->own ? a->own->before : 0;
+  const li_luna_state m = li_luna_state_of(a, item, NULL);
+  for (int64_t slot = 0; slot < li_luna_slots(a, item); slot++, state += li_luna_unit(a)) {
+    double *k = m.ka + before + slot, *v = m.av + before + slot * d, weight = 1;
+    if (a->forget && store) m.weights[slot] = state[2 * d];
+    if (a->forget) weight = m.weights[before + slot];
+    for (int64_t i = 0; i < d; i++) {
+      if (store) k[i * a->slots] = state[i] / weight;
+      else state[i] = k[i * a->slots] * weight;
+      if (store) v[i] = state[d + i] / weight;
+      else state[d + i] = v[i] * weight;
+    }
+    if (!a->forget) continue;
+    state[2 * d] = weight;
+    state[2 * d + 1] = 0;
+  }
+}
 LI_HOT void li_sweep_start(const li_sweep *s, int64_t item, double *carried) {
-  if (s->exchange && li_sweep_continues(s, item)) s->exchange(s->args, item, carried, false);
+  if (s->continues && li_sweep_position(s, item) > 0) li_luna_exchange(s->luna, item, carried, false);
   else memset(carried, 0, (size_t)li_sweep_state(s, item) * sizeof(double));
 }
 /* A stream's state is left as it was where the new one is not finite. */
 LI_FN void li_sweep_end(const li_sweep *s, int64_t item, double *carried) {
-  if (!s->exchange || s->reads) return;
-  for (int64_t i = 0; i < li_sweep_state(s, item) && !s->positions; i++)
+  if (!s->continues || s->reads) return;
+  for (int64_t i = 0; i < li_sweep_state(s, item) && !li_luna_carries(s->luna); i++)
     if (carried[i] - carried[i] != 0) return;
-  s->exchange(s->args, item, carried, true);
+  li_luna_exchange(s->luna, item, carried, true);
 }
 
 /* each thread sweeps whole items */
@@ -7310,9 +7326,9 @@ LI_FN void li_sweep_items(void *work, int64_t thread, int64_t first, int64_t las
     li_sweep_start(s, item, carried);
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, thread, thread);
-      s->sum(s->args, &c);
+      s->sum(&c);
       li_sweep_scan(s, &c, carried, 0, li_sweep_state(s, item));
-      s->output(s->args, &c);
+      s->output(&c);
     }
     li_sweep_end(s, item, carried);
   }
@@ -7325,7 +7341,7 @@ LI_FN void li_sweep_window(void *work, int64_t thread, int64_t first, int64_t la
   const int64_t window = li_min(s->window, s->chunks - s->start);
   for (int64_t i = first; i < last; i++) {
     const li_causal_chunk c = li_sweep_chunk(s, i / window, s->start + i % window, i, thread);
-    s->now(s->args, &c);
+    s->now(&c);
   }
 }
 LI_FN void li_sweep_scans(void *work, int64_t thread, int64_t first, int64_t last) {
@@ -7348,6 +7364,7 @@ LI_FN void li_sweep_run(li_sweep *s, li_chunk_step sum, li_chunk_step output, co
     li_each(parallel, s->items, li_sweep_items, s);
     return;
   }
+
   for (int64_t item = 0; item < s->items; item++) li_sweep_start(s, item, li_sweep_carried(s, item));
   for (s->start = 0; s->start < s->chunks; s->start += s->window) {
     const int64_t chunks = s->items * li_min(s->window, s->chunks - s->start);
@@ -7358,12 +7375,6 @@ LI_FN void li_sweep_run(li_sweep *s, li_chunk_step sum, li_chunk_step output, co
     li_each(parallel, chunks, li_sweep_window, s);
   }
   for (int64_t item = 0; item < s->items; item++) li_sweep_end(s, item, li_sweep_carried(s, item));
-}
-LI_FN void li_sweep_clear(li_sweep *s, const li_kernels *kernels, const void *args, bool reverse) {
-  li_clear(s, sizeof *s);
-  s->kernels = kernels;
-  s->args = args;
-  s->reverse = reverse;
 }
 
 /* ---- parts of a chunk ---- */
@@ -7403,18 +7414,6 @@ LI_HOT li_matrix li_chunk_part(const li_causal_chunk *c, int64_t first, int64_t 
   return li_strided(c->scores + first * LI_CHUNK + column, last - first, end - column, LI_CHUNK);
 }
 
-/* out = alpha scores Z (+ out) */
-LI_HOT void li_causal_apply(const li_causal_chunk *c, float alpha, li_matrix z, li_out out) {
-  int64_t last;
-  for (int64_t first = 0; first < c->rows; first = last) {
-    last = li_min(first + LI_HALF, c->rows);
-    li_matmul(c->kernels, alpha, li_chunk_part(c, first, c->rows, first, last), li_lines(z, first, last), out,
-              c->panels);
-    out.at += LI_HALF * out.row;
-    out.add = true;
-  }
-}
-
 /* factor base / t of each row */
 LI_HOT void li_causal_factors(const li_causal_chunk *c, float factor, double base, float *factors) {
   for (int64_t t = 0; t < c->rows; t++)
@@ -7424,12 +7423,18 @@ LI_HOT void li_causal_factors(const li_causal_chunk *c, float factor, double bas
 /* out (+)= a X S + b ((X Y^T) o L) Z, S the state before the chunk: eq. 7's bracket, and that of its gradients */
 LI_FN void li_causal_bracket(const li_causal_chunk *c, float a, float b, li_matrix x, li_matrix y, li_matrix state,
                              li_matrix z, li_out out) {
+  int64_t last;
   li_chunk_scores(c, x, y);
   if (!c->begins) {
     li_matmul(c->kernels, a, li_chunk_rows(c, false, x), state, out, c->panels);
     out.add = true;
   }
-  li_causal_apply(c, b, z, out);
+  for (int64_t first = 0; first < c->rows; first = last) {
+    last = li_min(first + LI_HALF, c->rows);
+    li_matmul(c->kernels, b, li_chunk_part(c, first, c->rows, first, last), li_lines(z, first, last), out, c->panels);
+    out.at += LI_HALF * out.row;
+    out.add = true;
+  }
 }
 /* The same, with a = 1, exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit but the
    sign of a zero; a z that is not finite is 0 in the product, and added from its own row on. Uses buffer[1]. */
@@ -7440,11 +7445,11 @@ LI_FN void li_causal_exact(const li_causal_chunk *c, float b, li_matrix x, li_ma
   if (!clean) li_add_infinite(li_strided(c->scores, c->rows, c->rows, LI_CHUNK), z, 0, LI_CHUNK, out);
 }
 /* Eq. 7: out = diag(factor / t) [before X M + ((X Y^T) o L) Z]. The last addition removes the sign of a zero. */
-LI_FN void li_causal_mix(const li_causal_chunk *c, float factor, li_matrix x, li_matrix y, const float *mean,
-                         li_matrix z, li_out out) {
+LI_FN void li_causal_mix(const li_causal_chunk *c, float factor, li_matrix x, li_matrix y, li_matrix mean, li_matrix z,
+                         li_out out) {
   float factors[LI_CHUNK];
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
-  li_causal_exact(c, (float)(1 / base), x, y, li_dense(mean, x.columns, z.columns), z, out);
+  li_causal_exact(c, (float)(1 / base), x, y, mean, z, out);
   li_causal_factors(c, factor, base, factors);
   c->kernels->scale_rows(li_strided(out.at, c->rows, z.columns, out.row), factors, out.at, out.row);
 }
@@ -7455,12 +7460,6 @@ LI_FN li_matrix li_causal_divide(const li_causal_chunk *c, float factor, li_matr
   li_causal_factors(c, factor, 1, factors);
   c->kernels->scale_rows(x, factors, y, x.columns);
   return li_dense(y, x.rows, x.columns);
-}
-
-/* grad (+)= before G M^T + ((G Z^T) o L) Y: the gradient of eq. 7's X */
-LI_FN void li_causal_grad_x(const li_causal_chunk *c, li_matrix g, li_matrix z, const float *mean,
-                            li_matrix y, li_out grad) {
-  li_causal_bracket(c, (float)c->before, 1, g, z, li_transposed(li_dense(mean, y.columns, g.columns)), y, grad);
 }
 
 /* grad += A R + ((B A^T) o L)^T X, R the reverse state: with A = Z, R^T and B = G the gradient of Y, with A = Y, B = X
@@ -7477,65 +7476,70 @@ LI_FN void li_causal_grad_yz(const li_causal_chunk *c, li_matrix b, li_matrix a,
   }
 }
 
-/* state = Y^T Z */
-LI_FN void li_causal_sum(const li_causal_chunk *c, li_matrix y, li_matrix z, float *state) {
-  if (c->last) return;
-  y = li_chunk_rows(c, !c->reverse, y);
-  li_matmul(c->kernels, 1, li_transposed(y), z, li_into(state, z.columns, false), c->panels);
-}
-
 /* ---- the causal product ---- */
 
 /* the chunk's rows of a tensor with x's strides, or z's; of a gradient */
-LI_FN li_matrix li_causal_at_x(const li_causal *a, const li_causal_chunk *c, const float *x) {
+LI_FN li_matrix li_causal_at_x(const li_causal_chunk *c, const float *x) {
+  const li_causal *a = c->product;
   return li_strided(x + li_causal_xy(a, c->item, c->first), c->rows, a->dim, a->xy_row);
 }
-LI_FN li_matrix li_causal_at_z(const li_causal *a, const li_causal_chunk *c, const float *z) {
+LI_FN li_matrix li_causal_at_z(const li_causal_chunk *c, const float *z) {
+  const li_causal *a = c->product;
   return li_strided(z + li_causal_z(a, c->item, c->first), c->rows, a->value_dim, a->z_row);
 }
-LI_FN li_out li_causal_into_x(const li_causal *a, const li_causal_chunk *c, float *grad) {
-  return li_into(grad + li_causal_xy(a, c->item, c->first), a->xy_row, true);
+LI_FN li_out li_causal_into_x(const li_causal_chunk *c, float *grad) {
+  return li_into(grad + li_causal_xy(c->product, c->item, c->first), c->product->xy_row, true);
+}
+LI_FN li_out li_causal_into_z(const li_causal_chunk *c, float *z, bool add) {
+  return li_into(z + li_causal_z(c->product, c->item, c->first), c->product->z_row, add);
+}
+LI_FN li_matrix li_causal_state(const li_causal_chunk *c) {
+  return li_dense(c->state, c->product->dim, c->product->value_dim);
+}
+/* state = Y^T Z, or in reverse X^T G */
+LI_FN void li_causal_sum(const li_causal_chunk *c, li_matrix y, li_matrix z) {
+  if (c->last) return;
+  y = li_chunk_rows(c, !c->reverse, y);
+  li_matmul(c->kernels, 1, li_transposed(y), z, li_into(c->state, z.columns, false), c->panels);
 }
 
-LI_FN void li_causal_sum_yz(const void *args, const li_causal_chunk *c) {
-  const li_causal *a = (const li_causal *)args;
-  li_causal_sum(c, li_causal_at_x(a, c, a->y), li_causal_at_z(a, c, a->z), c->state);
+LI_FN void li_causal_sum_yz(const li_causal_chunk *c) {
+  li_causal_sum(c, li_causal_at_x(c, c->product->y), li_causal_at_z(c, c->product->z));
 }
 
-LI_FN void li_causal_out(const void *args, const li_causal_chunk *c) {
-  const li_causal *a = (const li_causal *)args;
-  li_causal_mix(c, 1, li_causal_at_x(a, c, a->x), li_causal_at_x(a, c, a->y), c->state, li_causal_at_z(a, c, a->z),
-                li_into(a->out + li_causal_z(a, c->item, c->first), a->z_row, false));
+LI_FN void li_causal_out(const li_causal_chunk *c) {
+  const li_causal *a = c->product;
+  li_causal_mix(c, 1, li_causal_at_x(c, a->x), li_causal_at_x(c, a->y), li_causal_state(c), li_causal_at_z(c, a->z),
+                li_causal_into_z(c, a->out, false));
 }
 
-LI_FN void li_causal_out_x(const void *args, const li_causal_chunk *c) {
-  const li_causal *a = (const li_causal *)args;
-  const li_matrix g = li_causal_divide(c, 1, li_causal_at_z(a, c, a->grad_out), c->buffer[0]);
-  li_causal_grad_x(c, g, li_causal_at_z(a, c, a->z), c->state, li_causal_at_x(a, c, a->y),
-                   li_causal_into_x(a, c, a->grad_x));
+LI_FN void li_causal_out_x(const li_causal_chunk *c) {
+  const li_causal *a = c->product;
+  const li_matrix g = li_causal_divide(c, 1, li_causal_at_z(c, a->grad_out), c->buffer[0]);
+  li_causal_bracket(c, (float)c->before, 1, g, li_causal_at_z(c, a->z), li_transposed(li_causal_state(c)),
+                    li_causal_at_x(c, a->y), li_causal_into_x(c, a->grad_x));
 }
 
 /* reverse: kept = G, the state is R */
-LI_FN void li_causal_sum_xg(const void *args, const li_causal_chunk *c) {
-  const li_causal *a = (const li_causal *)args;
-  const li_matrix g = li_causal_divide(c, 1, li_causal_at_z(a, c, a->grad_out), c->kept);
-  li_causal_sum(c, li_causal_at_x(a, c, a->x), g, c->state);
+LI_FN void li_causal_sum_xg(const li_causal_chunk *c) {
+  const li_causal *a = c->product;
+  const li_matrix g = li_causal_divide(c, 1, li_causal_at_z(c, a->grad_out), c->kept);
+  li_causal_sum(c, li_causal_at_x(c, a->x), g);
 }
 
-LI_FN void li_causal_out_yz(const void *args, const li_causal_chunk *c) {
-  const li_causal *a = (const li_causal *)args;
-  const li_matrix g = li_dense(c->kept, c->rows, a->value_dim), r = li_dense(c->state, a->dim, a->value_dim);
-  const li_matrix x = li_causal_at_x(a, c, a->x), y = li_causal_at_x(a, c, a->y);
-  const li_matrix z = li_causal_at_z(a, c, a->z);
-  if (a->grad_y)
-    li_causal_grad_yz(c, g, z, li_transposed(r), x, li_causal_into_x(a, c, a->grad_y));
-  if (a->grad_z)
-    li_causal_grad_yz(c, x, y, r, g,
-                      li_into(a->grad_z + li_causal_z(a, c->item, c->first), a->z_row, true));
+LI_FN void li_causal_out_yz(const li_causal_chunk *c) {
+  const li_causal *a = c->product;
+  const li_matrix g = li_dense(c->kept, c->rows, a->value_dim), r = li_causal_state(c);
+  const li_matrix x = li_causal_at_x(c, a->x), y = li_causal_at_x(c, a->y), z = li_causal_at_z(c, a->z);
+  if (a->grad_y) li_causal_grad_yz(c, g, z, li_transposed(r), x, li_causal_into_x(c, a->grad_y));
+  if (a->grad_z) li_causal_grad_yz(c, x, y, r, g, li_causal_into_z(c, a->grad_z, true));
 }
 
 LI_FN void li_causal_start(li_sweep *s, const li_kernels *kernels, const li_causal *a, bool reverse) {
-  li_sweep_clear(s, kernels, a, reverse);
+  li_clear(s, sizeof *s);
+  s->kernels = kernels;
+  s->product = a;
+  s->reverse = reverse;
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -7553,7 +7557,6 @@ LI_FN size_t li_causal_scratch(const li_kernels *kernels, const li_causal *a, in
   li_causal_start(&s, kernels, a, backward); /* the reverse sweep needs more */
   return li_sweep_plan(&s, li_max(1, threads), NULL);
 }
-
 LI_FN void li_run_causal(const li_kernels *kernels, const li_causal *a, const li_parallel *parallel, void *scratch) {
   li_sweep s;
   LI_BY_REFERENCE(kernels, li_causal_reference(a); return);
@@ -7573,63 +7576,75 @@ LI_FN void li_run_causal_backward(const li_kernels *kernels, const li_causal *a,
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
 
 /* the chunk's rows of q, k, v or out; of s or w, without the masked slots */
-LI_FN li_matrix li_luna_wide(const li_causal_luna *a, const li_causal_chunk *c, const float *x) {
-  const int64_t d = a->head_dim;
-  return li_strided(x + li_luna_row(a, c->item, c->first) * d, c->rows, d, a->heads * d);
+LI_FN li_matrix li_luna_wide(const li_causal_chunk *c, const float *x) {
+  const int64_t d = c->luna->head_dim;
+  return li_strided(x + li_luna_row(c->luna, c->item, c->first) * d, c->rows, d, c->luna->heads * d);
 }
-LI_HOT li_matrix li_luna_narrow(const li_causal_luna *a, const li_causal_chunk *c, const float *x) {
-  return li_strided(x + li_luna_row(a, c->item, c->first) * a->slots, c->rows, li_luna_slots(a, c->item),
-                    a->heads * a->slots);
+LI_HOT li_matrix li_luna_narrow(const li_causal_chunk *c, const float *x) {
+  const int64_t slots = c->luna->slots;
+  return li_strided(x + li_luna_row(c->luna, c->item, c->first) * slots, c->rows, c->slots, c->luna->heads * slots);
 }
 /* where out, or the gradient of q, k or v, is written */
-LI_FN li_out li_luna_into(const li_causal_luna *a, const li_causal_chunk *c, float *x, bool add) {
-  return li_into(x + li_luna_row(a, c->item, c->first) * a->head_dim, a->heads * a->head_dim, add);
+LI_FN li_out li_luna_into(const li_causal_chunk *c, float *x, bool add) {
+  const int64_t d = c->luna->head_dim;
+  return li_into(x + li_luna_row(c->luna, c->item, c->first) * d, c->luna->heads * d, add);
 }
-/* A = omega(s), into kept */
-LI_FN li_matrix li_luna_omega(const li_causal_luna *a, const li_causal_chunk *c) {
-  const li_matrix s = li_luna_narrow(a, c, a->s);
-  c->kernels->copy_rows(s, c->kept, s.columns);
-  c->kernels->activate((int)a->omega, s.rows * s.columns, c->kept, c->kept);
-  return li_dense(c->kept, s.rows, s.columns);
+/* rows of the chunk's slots, dense */
+LI_FN li_matrix li_luna_dense(const li_causal_chunk *c, const float *x) { return li_dense(x, c->rows, c->slots); }
+
+/* The state's parts, [slots, head_dim] each: A^T k, A^T v, or in reverse H^T q and W^T G */
+typedef struct li_luna_sums { li_matrix k, v; } li_luna_sums;
+LI_FN li_luna_sums li_luna_sums_of(const li_causal_chunk *c) {
+  const int64_t d = c->luna->head_dim, unit = li_luna_unit(c->luna);
+  const li_luna_sums s = { li_strided(c->state, c->slots, d, unit), li_strided(c->state + d, c->slots, d, unit) };
+  return s;
+}
+/* the chunk's own sums: state = (a^T x, b^T y) and, with forget, the totals of a */
+LI_FN void li_luna_own(const li_causal_chunk *c, li_matrix a, li_matrix x, li_matrix b, li_matrix y,
+                       const float *totals) {
+  const int64_t d = c->luna->head_dim, unit = li_luna_unit(c->luna);
+  if (c->last) return;
+  x = li_chunk_rows(c, !c->reverse, x);
+  li_matmul(c->kernels, 1, li_transposed(a), x, li_into(c->state, unit, false), c->panels);
+  b = li_chunk_rows(c, !c->reverse, b);
+  li_matmul(c->kernels, 1, li_transposed(b), y, li_into(c->state + d, unit, false), c->panels);
+  for (int64_t slot = 0; totals && slot < c->slots; slot++) {
+    c->state[slot * unit + 2 * d] = totals[slot];
+    c->state[slot * unit + 2 * d + 1] = 0;
+  }
 }
 
-/* kept = A [rows, slots]; the states are k^T A and A^T v */
-LI_FN void li_luna_sum(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const li_matrix omega = li_luna_omega(a, c);
-  li_causal_sum(c, li_luna_wide(a, c, a->k), omega, c->state);
-  li_causal_sum(c, omega, li_luna_wide(a, c, a->v), c->state + a->head_dim * omega.columns);
+/* kept = A: omega(s), or with forget the weights W, and c->logs their sums */
+LI_FN li_matrix li_luna_weights(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const li_matrix s = li_luna_narrow(c, a->s);
+  if (a->forget) c->kernels->forget_weights(s, li_luna_narrow(c, a->forget), c->kept, c->logs);
+  else {
+    c->kernels->copy_rows(s, c->kept, s.columns);
+    c->kernels->activate((int)a->omega, s.rows * s.columns, c->kept, c->kept);
+  }
+  return li_luna_dense(c, c->kept);
+}
+LI_FN void li_luna_sum(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const li_matrix w = li_luna_weights(c);
+  li_luna_own(c, w, li_luna_wide(c, a->k), w, li_luna_wide(c, a->v), a->forget ? c->logs + 2 * c->slots : NULL);
 }
 
-LI_FN void li_luna_out(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const int64_t l = li_luna_slots(a, c->item), narrow = li_luna_row(a, c->item, c->first) * a->slots;
-  const li_matrix q = li_luna_wide(a, c, a->q), omega = li_dense(c->kept, c->rows, l);
-  const li_matrix w = li_dense(c->buffer[0], c->rows, l);
-  li_causal_mix(c, a->scale, q, li_luna_wide(a, c, a->k), c->state, omega, li_into(c->buffer[0], l, false));
+LI_FN void li_luna_out(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const int64_t l = c->slots, narrow = li_luna_row(a, c->item, c->first) * a->slots;
+  const li_luna_sums state = li_luna_sums_of(c);
+  const li_matrix omega = li_luna_dense(c, c->kept), w = li_luna_dense(c, c->buffer[0]);
+  li_causal_mix(c, a->scale, li_luna_wide(c, a->q), li_luna_wide(c, a->k), li_transposed(state.k), omega,
+                li_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
   if (LI_TRAINS && a->kept) {
     c->kernels->copy_rows(w, a->kept + narrow, a->heads * a->slots);
     for (int64_t t = 0; t < c->rows; t++)
       memset(a->kept + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
   }
-  li_causal_mix(c, 1, w, omega, c->state + a->head_dim * l, li_luna_wide(a, c, a->v),
-                li_luna_into(a, c, a->out, false));
-}
-
-LI_FN void li_luna_exchange(const void *args, int64_t item, double *state, bool store) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const int64_t d = a->head_dim, l = li_luna_slots(a, item);
-  const ptrdiff_t before = !store && a->own ? a->own->before : 0;
-  const li_luna_state m = li_luna_state_of(a, item, NULL);
-  double *ka = m.ka + before, *av = m.av + before;
-  for (int64_t i = 0; i < d; i++) {
-    double *own = state + i * l, *callers = ka + i * a->slots;
-    if (store) memcpy(callers, own, (size_t)l * sizeof(double));
-    else memcpy(own, callers, (size_t)l * sizeof(double));
-  }
-  if (store) memcpy(av, state + d * l, (size_t)(d * l) * sizeof(double));
-  else memcpy(state + d * l, av, (size_t)(d * l) * sizeof(double));
+  li_causal_mix(c, 1, w, omega, state.v, li_luna_wide(c, a->v), li_luna_into(c, a->out, false));
 }
 
 LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
@@ -7638,24 +7653,22 @@ LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
 }
 /* The memory that forgets, one row of one item: weights <- (weights + W) e^gate, with a share W / (weights + W) of the
    new row in the means. w: [4, slots] */
-LI_HOT void li_forget_shares(const li_kernels *kernels, const li_causal_luna *a, int64_t item, float *w,
-                             double *share) {
+LI_HOT void li_forget_shares(const li_kernels *kernels, const li_causal_luna *a, int64_t item, double *weights,
+                             float *w, double *share) {
   const int64_t l = li_luna_slots(a, item), narrow = item * a->slots;
-  const li_luna_state m = li_luna_state_of(a, item, NULL);
   kernels->forget_weights(li_dense(a->s + narrow, 1, l), li_dense(a->forget + narrow, 1, l), w, w + l);
   for (int64_t i = 0; i < l; i++) {
-    double *weight = m.weights + i;
-    const double gate = li_decay((double)w[l + i]), total = *weight + (double)w[i];
+    const double gate = li_decay((double)w[l + i]), total = weights[i] + (double)w[i];
     share[i] = (double)w[i] / total;
-    *weight = total * gate;
+    weights[i] = total * gate;
   }
 }
 
-/* one row: no chunk; of the sweep kernels, args and threads_at are set */
+/* one row: no chunk; of the sweep kernels, luna and threads_at are set */
 LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_kernels *kernels = s->kernels;
-  const li_causal_luna *a = (const li_causal_luna *)s->args;
+  const li_causal_luna *a = s->luna;
   const int64_t d = a->head_dim;
   const int64_t now = li_within(a->position + 1, a->horizon);
   const li_mean_kind k_step = a->forget ? LI_STEP_KEYS : LI_STEP_MEAN,
@@ -7672,7 +7685,8 @@ LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last
       if (a->forget) memset(m.weights, 0, (size_t)l * sizeof(double));
     }
     if (li_luna_skips(a, item, 0, false)) continue;
-    if (a->forget) li_forget_shares(kernels, a, item, omega, share);
+
+    if (a->forget) li_forget_shares(kernels, a, item, m.weights, omega, share);
     else kernels->activate((int)a->omega, l, a->s + narrow, omega);
     kernels->step_mean(k_step, li_mean_of(m.ka, d, l, a->slots, now), share, a->k + wide, omega, a->q + wide, sum);
     for (int64_t i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
@@ -7687,51 +7701,58 @@ LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last
 /* ---- causal Luna, backward ----
    G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the forward sweep leaves for the reverse one. */
 /* H, and the gradient of q */
-LI_FN void li_luna_out_up(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const int64_t l = li_luna_slots(a, c->item);
-  const li_matrix omega = li_dense(c->kept, c->rows, l);
-  const li_matrix g = li_causal_divide(c, 1, li_luna_wide(a, c, a->grad_out), c->buffer[0]);
+LI_FN void li_luna_out_up(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const int64_t l = c->slots;
+  const li_luna_sums state = li_luna_sums_of(c);
+  const li_matrix omega = li_luna_dense(c, c->kept);
+  const li_matrix g = li_causal_divide(c, 1, li_luna_wide(c, a->grad_out), c->buffer[0]);
+  const float before = (float)c->before;
   float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
-  li_causal_grad_x(c, g, li_luna_wide(a, c, a->v), c->state + a->head_dim * l, omega, li_into(dw, l, false));
-  c->kernels->copy_rows(li_luna_narrow(a, c, a->kept), w, l);
+  li_causal_bracket(c, before, 1, g, li_luna_wide(c, a->v), li_transposed(state.v), omega, li_into(dw, l, false));
+  c->kernels->copy_rows(li_luna_narrow(c, a->kept), w, l);
   li_clear(du, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
-  const li_matrix h = li_causal_divide(c, a->scale, li_dense(du, c->rows, l), c->h);
+  const li_matrix h = li_causal_divide(c, a->scale, li_luna_dense(c, du), c->h);
   if (a->grad_q)
-    li_causal_grad_x(c, h, omega, c->state, li_luna_wide(a, c, a->k), li_luna_into(a, c, a->grad_q, true));
+    li_causal_bracket(c, before, 1, h, omega, state.k, li_luna_wide(c, a->k), li_luna_into(c, a->grad_q, true));
 }
 
-/* kept = A, then G; the states are q^T H and W^T G */
-LI_FN void li_luna_sum_down(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const int64_t l = li_luna_omega(a, c).columns;
-  const li_matrix g = li_causal_divide(c, 1, li_luna_wide(a, c, a->grad_out), c->kept + LI_CHUNK * l);
-  li_causal_sum(c, li_luna_wide(a, c, a->q), li_dense(c->h, c->rows, l), c->state);
-  li_causal_sum(c, li_luna_narrow(a, c, a->kept), g, c->state + a->head_dim * l);
+/* kept = A, then G; the states are H^T q and W^T G */
+LI_FN void li_luna_sum_down(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const int64_t l = li_luna_weights(c).columns;
+  const li_matrix g = li_causal_divide(c, 1, li_luna_wide(c, a->grad_out), c->kept + LI_CHUNK * l);
+  li_luna_own(c, li_luna_dense(c, c->h), li_luna_wide(c, a->q), li_luna_narrow(c, a->kept), g, NULL);
 }
-
-LI_FN void li_luna_out_down(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const int64_t d = a->head_dim, l = li_luna_slots(a, c->item);
-  const li_matrix omega = li_dense(c->kept, c->rows, l), g = li_dense(c->kept + LI_CHUNK * l, c->rows, d);
-  const li_matrix h = li_dense(c->h, c->rows, l), w = li_luna_narrow(a, c, a->kept);
-  const li_matrix r = li_dense(c->state, d, l), r2 = li_dense(c->state + d * l, l, d);
-  const li_matrix q = li_luna_wide(a, c, a->q), k = li_luna_wide(a, c, a->k), v = li_luna_wide(a, c, a->v);
-  if (a->grad_k)
-    li_causal_grad_yz(c, h, omega, li_transposed(r), q, li_luna_into(a, c, a->grad_k, true));
-  if (a->grad_v) li_causal_grad_yz(c, w, omega, r2, g, li_luna_into(a, c, a->grad_v, true));
-  if (a->grad_s) {
-    float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
-    li_clear(domega, (size_t)(c->rows * l) * sizeof(float));
-    li_causal_grad_yz(c, q, k, r, h, li_into(domega, l, true));
-    li_causal_grad_yz(c, g, v, li_transposed(r2), w, li_into(domega, l, true));
-    c->kernels->copy_rows(li_luna_narrow(a, c, a->s), s, l);
-    c->kernels->copy_rows(li_luna_narrow(a, c, a->grad_s), ds, l);
-    c->kernels->activate_grad((int)a->omega, c->rows * l, s, domega, true, ds);
-    c->kernels->copy_rows(li_dense(ds, c->rows, l), a->grad_s + li_luna_row(a, c->item, c->first) * a->slots,
-                          a->heads * a->slots);
-  }
+/* The gradients of k and v, and that of A, which it returns; null: none is wanted. g is the gradient of out, by whose
+   weights r v was read. */
+LI_FN float *li_luna_grads(const li_causal_chunk *c, li_matrix g, li_matrix r) {
+  const li_causal_luna *a = c->luna;
+  const li_luna_sums state = li_luna_sums_of(c);
+  const li_matrix w = li_luna_dense(c, c->kept), h = li_luna_dense(c, c->h);
+  const li_matrix q = li_luna_wide(c, a->q), k = li_luna_wide(c, a->k), v = li_luna_wide(c, a->v);
+  float *dw = c->buffer[0];
+  if (a->grad_k) li_causal_grad_yz(c, h, w, state.k, q, li_luna_into(c, a->grad_k, true));
+  if (a->grad_v) li_causal_grad_yz(c, r, w, state.v, g, li_luna_into(c, a->grad_v, true));
+  if (!a->grad_s && !a->grad_forget) return NULL;
+  li_clear(dw, (size_t)(c->rows * c->slots) * sizeof(float));
+  li_causal_grad_yz(c, q, k, li_transposed(state.k), h, li_into(dw, c->slots, true));
+  li_causal_grad_yz(c, g, v, li_transposed(state.v), r, li_into(dw, c->slots, true));
+  return dw;
+}
+LI_FN void li_luna_out_down(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const int64_t l = c->slots;
+  float *s = c->buffer[1], *ds = c->buffer[2];
+  const li_matrix g = li_dense(c->kept + LI_CHUNK * l, c->rows, a->head_dim);
+  const float *domega = li_luna_grads(c, g, li_luna_narrow(c, a->kept));
+  if (!domega) return;
+  c->kernels->copy_rows(li_luna_narrow(c, a->s), s, l);
+  c->kernels->copy_rows(li_luna_narrow(c, a->grad_s), ds, l);
+  c->kernels->activate_grad((int)a->omega, c->rows * l, s, domega, true, ds);
+  c->kernels->copy_rows(li_luna_dense(c, ds), a->grad_s + li_luna_row(a, c->item, c->first) * a->slots,
+                        a->heads * a->slots);
 }
 
 /* ---- the memory that forgets ----
@@ -7745,47 +7766,17 @@ LI_FN void li_luna_out_down(const void *args, const li_causal_chunk *c) {
    makes all weights before it smaller, which is to make all from it on larger: its gradient is minus the sum of their
    W dW. From a chunk's end on that sum is also minus R . S, as out does not change when all weights and the state are
    scaled; where a slot forgets soon that is more exact, as the long sum adds up rounding. */
-/* The floats of a state's slot: S_K, S_V, z, and how much of the slot a chunk leaves (li_forget_out_up). */
-LI_INLINE int64_t li_forget_unit(const li_causal_luna *a) { return 2 * a->head_dim + 2; }
-typedef struct li_forget_state { li_matrix k, v; float *z; int64_t slots, unit; } li_forget_state;
-LI_FN li_forget_state li_forget_state_of(const li_causal_luna *a, const li_causal_chunk *c) {
-  const int64_t d = a->head_dim, slots = li_luna_slots(a, c->item), unit = li_forget_unit(a);
-  const li_forget_state s = { li_strided(c->state, slots, d, unit), li_strided(c->state + d, slots, d, unit),
-                                 c->state + 2 * d, slots, unit };
-  return s;
-}
-/* kept = W, c->logs: its sums */
-LI_FN li_matrix li_forget_weights(const li_causal_luna *a, const li_causal_chunk *c) {
-  const li_matrix s = li_luna_narrow(a, c, a->s);
-  c->kernels->forget_weights(s, li_luna_narrow(a, c, a->forget), c->kept, c->logs);
-  return li_dense(c->kept, s.rows, s.columns);
-}
-/* the chunk's own sum: state = (a^T x, b^T y, totals) */
-LI_HOT void li_forget_own(const li_causal_luna *a, const li_causal_chunk *c, const li_matrix weights[2],
-                          const li_matrix rows[2], const float *totals) {
-  const int64_t d = a->head_dim, unit = li_forget_unit(a);
-  for (int i = 0; i < 2; i++)
-    li_matmul(c->kernels, 1, li_transposed(weights[i]), rows[i], li_into(c->state + i * d, unit, false), c->panels);
-  for (int64_t slot = 0; slot < weights[0].columns; slot++) {
-    c->state[slot * unit + 2 * d] = totals[slot];
-    c->state[slot * unit + 2 * d + 1] = 0;
-  }
-}
-LI_FN void li_forget_sum(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const li_matrix w = li_forget_weights(a, c), weights[2] = { w, w };
-  const li_matrix rows[2] = { li_luna_wide(a, c, a->k), li_luna_wide(a, c, a->v) };
-  if (!c->last) li_forget_own(a, c, weights, rows, c->logs + 2 * w.columns);
-}
 /* the state's z, or 0, as an array */
-LI_HOT const float *li_forget_before(const li_causal_chunk *c, li_forget_state state) {
-  float *before = c->logs + 3 * state.slots;
-  for (int64_t i = 0; i < state.slots; i++) before[i] = c->begins ? 0 : state.z[i * state.unit];
+LI_HOT const float *li_forget_before(const li_causal_chunk *c) {
+  const int64_t unit = li_luna_unit(c->luna);
+  float *before = c->logs + 3 * c->slots;
+  for (int64_t i = 0; i < c->slots; i++) before[i] = c->begins ? 0 : c->state[i * unit + unit - 2];
   return before;
 }
 /* dropout of the chunk's rows of W */
-LI_HOT void li_forget_drop(const li_causal_luna *a, const li_causal_chunk *c, float *w) {
-  const int64_t l = li_luna_slots(a, c->item);
+LI_HOT void li_forget_drop(const li_causal_chunk *c, float *w) {
+  const li_causal_luna *a = c->luna;
+  const int64_t l = c->slots;
   if (!LI_DROPS(a)) return;
   for (int64_t t = 0; t < c->rows; t++, w += l)
     c->kernels->dropout(&a->own->dropout, li_luna_row(a, c->item, c->first + t) * a->slots, l, w, w, false);
@@ -7794,84 +7785,63 @@ LI_HOT void li_forget_drop(const li_causal_luna *a, const li_causal_chunk *c, fl
 LI_INLINE int64_t li_forget_all(const li_causal_luna *a) { return a->batch * a->heads * a->rows * a->slots; }
 /* floats of the states before all chunks */
 LI_INLINE int64_t li_forget_sums(const li_causal_luna *a) {
-  return a->batch * a->heads * li_divide_up(a->rows, LI_CHUNK) * a->slots * li_forget_unit(a);
+  return a->batch * a->heads * li_divide_up(a->rows, LI_CHUNK) * a->slots * li_luna_unit(a);
 }
-LI_INLINE float *li_forget_kept(const li_causal_luna *a, const li_causal_chunk *c) {
-  return li_offset(LI_TRAINS ? a->kept : NULL, (c->item * a->rows + c->first) * a->slots);
+LI_INLINE float *li_forget_kept(const li_causal_chunk *c) {
+  return li_offset(LI_TRAINS ? c->luna->kept : NULL, (c->item * c->luna->rows + c->first) * c->luna->slots);
 }
 
-LI_FN void li_forget_out(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const li_forget_state state = li_forget_state_of(a, c);
-  const int64_t l = state.slots, n = c->rows * l;
-  const li_matrix k = li_luna_wide(a, c, a->k), w = li_dense(c->kept, c->rows, l);
-  const li_out out = li_luna_into(a, c, a->out, false);
-  float *kept = li_forget_kept(a, c), *r = c->buffer[0], ones[LI_CHUNK];
+LI_FN void li_forget_out(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const li_luna_sums state = li_luna_sums_of(c);
+  const int64_t l = c->slots, n = c->rows * l;
+  const li_matrix q = li_luna_wide(c, a->q), k = li_luna_wide(c, a->k), w = li_luna_dense(c, c->kept);
+  const li_out out = li_luna_into(c, a->out, false);
+  float *kept = li_forget_kept(c), *r = c->buffer[0], ones[LI_CHUNK];
   float *u = kept ? kept : r;
   float *z = kept ? kept + li_forget_all(a) : c->buffer[2];
-  c->kernels->forget_totals(w, li_forget_before(c, state), z);
-  li_causal_exact(c, 1, li_luna_wide(a, c, a->q), k, li_transposed(state.k), w, li_into(u, l, false));
+  c->kernels->forget_totals(w, li_forget_before(c), z);
+  li_causal_exact(c, 1, q, k, li_transposed(state.k), w, li_into(u, l, false));
   c->kernels->forget_divide(n, a->scale, u, z, u);
   c->kernels->softmax(c->rows, l, u, r);
-  li_forget_drop(a, c, r);
+  li_forget_drop(c, r);
   c->kernels->forget_divide(n, 1, r, z, r);
-  li_causal_exact(c, 1, li_dense(r, c->rows, l), w, state.v, li_luna_wide(a, c, a->v), out);
+  li_causal_exact(c, 1, li_luna_dense(c, r), w, state.v, li_luna_wide(c, a->v), out);
   for (int i = 0; i < LI_CHUNK; i++) ones[i] = 1; /* the sign of a zero is removed */
   c->kernels->scale_rows(li_strided(out.at, c->rows, a->head_dim, out.row), ones, out.at, out.row);
 }
 
-/* a stream's state, K, V and their weights, as sums */
-LI_FN void li_forget_exchange(const void *args, int64_t item, double *state, bool store) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const int64_t d = a->head_dim, l = li_luna_slots(a, item), unit = li_forget_unit(a);
-  const ptrdiff_t before = !store && a->own ? a->own->before : 0;
-  const li_luna_state m = li_luna_state_of(a, item, NULL);
-  for (int64_t slot = 0; slot < l; slot++, state += unit) {
-    double *k = m.ka + before + slot, *v = m.av + before + slot * d, *weight = m.weights + before + slot;
-    if (store) *weight = state[2 * d];
-    for (int64_t i = 0; i < d; i++) {
-      if (store) k[i * a->slots] = state[i] / *weight;
-      else state[i] = k[i * a->slots] * *weight;
-      if (store) v[i] = state[d + i] / *weight;
-      else state[d + i] = v[i] * *weight;
-    }
-    state[2 * d] = *weight;
-    state[2 * d + 1] = 0;
-  }
-}
-
 /* The forward sweep leaves H = scale / Z dU, R = W / Z and dZ for the reverse one, and the gradient of q. */
-LI_FN void li_forget_out_up(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const li_forget_state state = li_forget_state_of(a, c);
-  const int64_t l = state.slots, n = c->rows * l, all = li_forget_all(a);
-  const li_matrix w = li_dense(c->kept, c->rows, l), g = li_luna_wide(a, c, a->grad_out);
-  float *dr = c->buffer[0], *p = c->buffer[1], *dp = c->buffer[2], *u = li_forget_kept(a, c), *r = c->h + all;
-  const li_forget f = { a->scale, u, u + all, r, dr, c->h, r + all };
+LI_FN void li_forget_out_up(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const li_luna_sums state = li_luna_sums_of(c);
+  const int64_t l = c->slots, n = c->rows * l, all = li_forget_all(a), unit = li_luna_unit(a);
+  const li_matrix w = li_luna_dense(c, c->kept), g = li_luna_wide(c, a->grad_out);
+  float *dr = c->buffer[0], *p = c->buffer[1], *dp = c->buffer[2], *r = c->h + all;
+  const float *u = li_forget_kept(c), *z = u + all;
   c->kernels->softmax(c->rows, l, u, p);
   memcpy(r, p, (size_t)n * sizeof(float));
-  li_forget_drop(a, c, r);
-  c->kernels->forget_divide(n, 1, r, f.z, r);
-  li_causal_bracket(c, 1, 1, g, li_luna_wide(a, c, a->v), li_transposed(state.v), w, li_into(dr, l, false));
-  c->kernels->forget_divide(n, 1, dr, f.z, dp);
-  li_forget_drop(a, c, dp);
+  li_forget_drop(c, r);
+  c->kernels->forget_divide(n, 1, r, z, r);
+  li_causal_bracket(c, 1, 1, g, li_luna_wide(c, a->v), li_transposed(state.v), w, li_into(dr, l, false));
+  c->kernels->forget_divide(n, 1, dr, z, dp);
+  li_forget_drop(c, dp);
   li_clear(c->h, (size_t)n * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, p, dp, c->h);
-  c->kernels->forget_slopes(&f, n);
+  c->kernels->forget_slopes(n, a->scale, u, z, r, dr, c->h, r + all);
   if (a->grad_q)
-    li_causal_bracket(c, 1, 1, li_dense(c->h, c->rows, l), w, state.k, li_luna_wide(a, c, a->k),
-                      li_luna_into(a, c, a->grad_q, true));
-  memcpy(c->sums, c->state, (size_t)(l * state.unit) * sizeof(float));
-  for (int64_t slot = 0; slot < l; slot++)
-    c->sums[slot * state.unit + state.unit - 1] = (float)li_chunk_fade(c, l, slot);
+    li_causal_bracket(c, 1, 1, li_luna_dense(c, c->h), w, state.k, li_luna_wide(c, a->k),
+                      li_luna_into(c, a->grad_q, true));
+  memcpy(c->sums, c->state, (size_t)(l * unit) * sizeof(float));
+  for (int64_t slot = 0; slot < l; slot++) c->sums[slot * unit + unit - 1] = (float)li_chunk_fade(c, slot);
 }
 /* Computes the sum of W dW after the chunk out of the states' gradient. It is left as the sum of two floats in place of
    the next chunk's first sums, which nothing else reads then. */
-LI_HOT void li_forget_anchor(const li_causal_luna *a, const li_causal_chunk *c) {
-  const int64_t l = li_luna_slots(a, c->item), unit = li_forget_unit(a);
-  float *next = c->sums + a->slots * unit;
-  if (c->first + c->rows >= a->rows) return;
-  for (int64_t slot = 0; slot < l; slot++, next += unit) {
+LI_HOT void li_forget_anchor(const li_causal_chunk *c) {
+  const int64_t unit = li_luna_unit(c->luna);
+  float *next = c->sums + c->luna->slots * unit;
+  if (c->first + c->rows >= c->luna->rows) return;
+  for (int64_t slot = 0; slot < c->slots; slot++, next += unit) {
     double sum = 0;
     for (int64_t i = 0; i < unit - 1; i++) sum -= (double)c->state[slot * unit + i] * (double)next[i];
     next[0] = (float)sum;
@@ -7880,53 +7850,40 @@ LI_HOT void li_forget_anchor(const li_causal_luna *a, const li_causal_chunk *c) 
 }
 
 /* the state is the gradient of the forward one as it is after the chunk */
-LI_FN void li_forget_sum_down(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const int64_t l = li_forget_weights(a, c).columns, all = li_forget_all(a);
-  const li_matrix weights[2] = { li_dense(c->h, c->rows, l), li_dense(c->h + all, c->rows, l) };
-  const li_matrix rows[2] = { li_luna_wide(a, c, a->q), li_luna_wide(a, c, a->grad_out) };
+LI_FN void li_forget_sum_down(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const int64_t l = li_luna_weights(c).columns, all = li_forget_all(a);
   float *totals = c->logs + 3 * l;
   if (c->last) return;
   memset(totals, 0, (size_t)l * sizeof(float));
-  c->kernels->sum_rows(li_dense(c->h + 2 * all, c->rows, l), 1, totals);
-  li_forget_own(a, c, weights, rows, totals);
+  c->kernels->sum_rows(li_luna_dense(c, c->h + 2 * all), 1, totals);
+  li_luna_own(c, li_luna_dense(c, c->h), li_luna_wide(c, a->q), li_luna_dense(c, c->h + all),
+              li_luna_wide(c, a->grad_out), totals);
 }
 
 /* the gradients of k, v and s; H becomes W dW */
-LI_FN void li_forget_out_down(const void *args, const li_causal_chunk *c) {
-  const li_causal_luna *a = (const li_causal_luna *)args;
-  const li_forget_state state = li_forget_state_of(a, c);
-  const int64_t l = state.slots, all = li_forget_all(a);
-  const li_matrix h = li_dense(c->h, c->rows, l), r = li_dense(c->h + all, c->rows, l);
-  const li_matrix w = li_dense(c->kept, c->rows, l), s = li_luna_narrow(a, c, a->s);
-  const li_matrix q = li_luna_wide(a, c, a->q), k = li_luna_wide(a, c, a->k), v = li_luna_wide(a, c, a->v);
-  const li_matrix g = li_luna_wide(a, c, a->grad_out);
-  float *dw = c->buffer[0];
-  li_forget_anchor(a, c);
-  if (!c->begins)
-    for (int64_t slot = 0; slot < l; slot++) {
-      const float fade = (float)li_chunk_fade(c, l, slot);
-      c->kernels->scale(state.unit, fade, c->state + slot * state.unit, c->state + slot * state.unit);
-    }
-  if (a->grad_k) li_causal_grad_yz(c, h, w, state.k, q, li_luna_into(a, c, a->grad_k, true));
-  if (a->grad_v) li_causal_grad_yz(c, r, w, state.v, g, li_luna_into(a, c, a->grad_v, true));
-  if (!a->grad_s && !a->grad_forget) return;
-  li_clear(dw, (size_t)(c->rows * l) * sizeof(float));
-  li_causal_grad_yz(c, q, k, li_transposed(state.k), h, li_into(dw, l, true));
-  li_causal_grad_yz(c, g, v, li_transposed(state.v), r, li_into(dw, l, true));
-  c->kernels->forget_scores(s, w.at, c->h + 2 * all, li_forget_before(c, state), dw, li_offset(a->grad_s, s.at - a->s));
+LI_FN void li_forget_out_down(const li_causal_chunk *c) {
+  const li_causal_luna *a = c->luna;
+  const int64_t l = c->slots, all = li_forget_all(a), unit = li_luna_unit(a);
+  const li_matrix s = li_luna_narrow(c, a->s);
+  li_forget_anchor(c);
+  for (int64_t slot = 0; slot < l && !c->begins; slot++)
+    c->kernels->scale(unit, (float)li_chunk_fade(c, slot), c->state + slot * unit, c->state + slot * unit);
+  float *dw = li_luna_grads(c, li_luna_wide(c, a->grad_out), li_luna_dense(c, c->h + all));
+  if (!dw) return;
+  c->kernels->forget_scores(s, c->kept, c->h + 2 * all, li_forget_before(c), dw, li_offset(a->grad_s, s.at - a->s));
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
 /* the gates' gradients, of whole items */
 LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
-  const li_causal_luna *a = (const li_causal_luna *)s->args;
+  const li_causal_luna *a = s->luna;
   float *after = (float *)(void *)(s->threads_at + thread * s->thread_bytes);
   for (int64_t item = first; item < last; item++) {
     memset(after, 0, (size_t)(2 * a->slots) * sizeof(float));
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, 0, thread);
-      const li_matrix gates = li_luna_narrow(a, &c, a->forget);
+      const li_matrix gates = li_luna_narrow(&c, a->forget);
       const float *next = c.sums + a->slots * s->unit;
       if (k > 0)
         for (int64_t i = 0; i < gates.columns; i++, next += s->unit) {
@@ -7939,20 +7896,20 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
   }
 }
 
-LI_FN void li_luna_sweep(li_sweep *s, const li_kernels *kernels, const li_causal_luna *a, bool reverse) {
-  li_sweep_clear(s, kernels, a, reverse);
+LI_FN void li_luna_start(li_sweep *s, const li_kernels *kernels, const li_causal_luna *a, bool reverse) {
+  li_clear(s, sizeof *s);
+  s->kernels = kernels;
+  s->luna = a;
+  s->reverse = reverse;
+  s->forgets = a->forget != NULL;
+  s->continues = a->state && a->rows > 0 && !reverse;
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
-  s->position = a->position;
-  s->positions = a->own ? a->own->positions : NULL;
   s->horizon = a->horizon;
   s->dim = a->head_dim;
   s->value_dim = s->slots = a->slots;
-  s->lengths = a->lengths;
-  s->forgets = a->forget != NULL;
-  s->unit = s->forgets ? li_forget_unit(a) : 2 * a->head_dim;
-  if (a->state && a->rows > 0 && !reverse) s->exchange = a->forget ? li_forget_exchange : li_luna_exchange;
+  s->unit = li_luna_unit(a);
   s->kept = s->forgets ? (LI_CHUNK + 4) * a->slots :
                          LI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
 }
@@ -7964,9 +7921,9 @@ LI_FN size_t li_causal_luna_scratch(const li_kernels *kernels, const li_causal_l
   LI_BY_BACKWARD_REFERENCE(kernels, if (backward) return li_causal_luna_backward_scratch_reference(a));
   LI_BY_REFERENCE(kernels, return li_causal_luna_scratch_reference(a));
   if (li_luna_steps(a)) return (size_t)(threads * li_step_bytes(a));
-  li_luna_sweep(&s, kernels, a, backward);
+  li_luna_start(&s, kernels, a, backward);
   size_t bytes = li_sweep_plan(&s, threads, NULL);
-  if (backward) bytes += (size_t)li_floats((a->forget ? 3 : 1) * s.items * s.rows * s.slots);
+  if (backward) bytes += (size_t)li_floats((a->forget ? 3 : 1) * li_forget_all(a));
   if (backward && a->forget) bytes += (size_t)li_floats(li_forget_sums(a));
   return bytes;
 }
@@ -7975,17 +7932,13 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
                               const li_parallel *parallel, void *scratch) {
   li_sweep s;
   LI_BY_REFERENCE(kernels, li_causal_luna_reference(a, scratch); return);
+  li_luna_start(&s, kernels, a, false);
   if (li_luna_steps(a)) {
-    s.kernels = kernels;
-    s.args = a;
     s.threads_at = (char *)scratch;
-    const int64_t items = a->batch * a->heads;
-    li_each(li_worth(parallel, items * a->head_dim * a->slots), items, li_luna_step, &s);
-    return;
+    li_each(li_worth(parallel, s.items * s.dim * s.slots), s.items, li_luna_step, &s);
+  } else {
+    li_sweep_run(&s, li_luna_sum, a->forget ? li_forget_out : li_luna_out, parallel, scratch);
   }
-  li_luna_sweep(&s, kernels, a, false);
-  if (a->forget) li_sweep_run(&s, li_forget_sum, li_forget_out, parallel, scratch);
-  else li_sweep_run(&s, li_luna_sum, li_luna_out, parallel, scratch);
 }
 
 /* A sweep forward in time leaves H and the gradient of q, then one in reverse makes the other gradients. */
@@ -7997,15 +7950,14 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
   li_sweep s;
   LI_BY_BACKWARD_REFERENCE(kernels, li_causal_luna_backward_reference(a, scratch); return);
 
-  li_luna_sweep(&s, kernels, a, false);
+  li_luna_start(&s, kernels, a, false);
   s.h = h;
   s.sums = sums;
   s.reads = true;
-  if (a->forget) li_sweep_run(&s, li_forget_sum, li_forget_out_up, parallel, rest);
-  else li_sweep_run(&s, li_luna_sum, li_luna_out_up, parallel, rest);
+  li_sweep_run(&s, li_luna_sum, a->forget ? li_forget_out_up : li_luna_out_up, parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_forget) return;
 
-  li_luna_sweep(&s, kernels, a, true);
+  li_luna_start(&s, kernels, a, true);
   s.h = h;
   s.sums = sums;
   if (a->forget) li_sweep_run(&s, li_forget_sum_down, li_forget_out_down, parallel, rest);
