@@ -6743,11 +6743,14 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>causal: the causal product and causal Luna, forward and backward, in chunks of LI_CHUNK rows [section 3.3]
+   >>causal: the causal product (eq. 7) and causal Luna [section 3.3], forward and backward, by chunks of LI_CHUNK rows
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
-   The state between chunks is double: S forward, as the running mean M = S / t, and R in reverse; inside a chunk all is
-   float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
-   so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/kernels/causal.c
+   A sweep (li_sweep) takes an item, a head of a batch row, chunk by chunk (li_causal_chunk) in three steps: the chunk's
+   own sum, a scan that moves the state past it, its output. A form of attention is a pair of functions, sum and output,
+   for each of its sweeps. The state is double: forward the running mean M = S / t, in reverse the sum R. All else is
+   float. A chunk's outputs depend on its rows and the state before it alone, and states are summed in chunk order, so
+   the bits do not depend on threads. References come first, then inner loops, sweeps, the parts of a chunk, and the
+   forms: the product, causal Luna, and the memory that forgets. Guarded by tests/kernels/causal.c and tests/models/forgetting.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LI_PASS
 /* Return where a row of item (batch row, head) lies in x and y, and in z and out. */
@@ -6970,7 +6973,7 @@ LI_FN bool LI_K(all_finite)(li_matrix x) {
   const vf zero = vf_zero();
   const float *at = x.at;
   const int64_t n = x.columns;
-  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
+  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* 0 as long as x is finite */
   int64_t i;
   for (int64_t t = 0; t < x.rows; t++, at += x.row) {
     for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
@@ -7036,13 +7039,13 @@ LI_FN void LI_K(step_mean)(li_mean_kind kind, li_mean m, const double *share, co
 
 /* ---- the memory that forgets: [rows, slots] each; s and gates may have rows apart ---- */
 
-/* sum + rest, which is more exact than a float, += x */
+/* Adds x to sum + rest, which is more exact than a float. */
 LI_INLINE void LI_K(add_exact)(vf *sum, vf *rest, vf x) {
   const vf total = vf_add(*sum, x), part = vf_sub(total, *sum);
   *rest = vf_add(*rest, vf_add(vf_sub(*sum, vf_sub(total, part)), vf_sub(x, part)));
   *sum = total;
 }
-/* ln(sigmoid(x)) / 16; a forget gate's log is that, or -1 */
+/* Returns ln(sigmoid(x)) / 16. A forget gate's log is that, or -1 if it is less. */
 LI_INLINE vf LI_K(gate_log)(vf x) {
   const vf rest = vf_log1p(vf_exp(vf_neg(vf_abs(x))));
   return vf_mul(vf_sub(vf_min(vf_zero(), x), rest), vf_of(1.0 / 16));
@@ -7126,51 +7129,50 @@ LI_FN void LI_K(forget_gates)(li_matrix gates, const float *dw, float *after, fl
 
 #elif !defined(LI_PASS)
 
-/* One chunk of one item (batch row, head), and its buffers */
+/* A chunk of an item, with its buffers */
 typedef struct li_causal_chunk {
   const li_kernels *kernels;
-  const li_causal *product;          /* the sweep is of one of these */
+  const li_causal *product;          /* what is swept: one of these */
   const li_causal_luna *luna;
   int64_t item, first, rows, slots;  /* slots: the item's real ones */
-  double before;                     /* the tokens before the first row that the mean before it counts */
-  int64_t within;                    /* rows up to the horizon, `rows` where there is none: the others' means fade */
+  double before;                     /* the mean before the first row is over so many tokens */
+  int64_t within;                    /* so many rows lie within the horizon; the means of the others fade */
   double fade;                       /* 1 - 1 / horizon */
-  bool reverse, begins, last;        /* begins, last: the state before it is empty; that after it is unused */
+  bool reverse;
+  bool begins, last;                 /* begins: the state before it is empty; last: nothing reads the state after it */
   float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output` reads
                                         the state before the chunk, and kept */
-  /* [rows, LI_CHUNK]; for products; each [LI_CHUNK, the wider of dim and value_dim] */
-  float *scores, *panels, *buffer[3];
+  float *scores, *panels, *buffer[3]; /* scores [rows, LI_CHUNK]; buffers [LI_CHUNK, the wider of dim and value_dim] */
   float *h;                          /* causal Luna, backward: its rows of H */
-  float *sums;                       /* the memory that forgets, backward: the forward state before it; or null */
-  float *logs;                       /* the memory that forgets: in kept, what forget_weights says of the chunk */
+  float *sums, *logs;                /* of the memory that forgets: backward, the forward state before the chunk; what
+                                        forget_weights says of the chunk, in kept */
 } li_causal_chunk;
 typedef void (*li_chunk_step)(const li_causal_chunk *c);
 typedef struct li_sweep {
   const li_kernels *kernels;
-  const li_causal *product;          /* what it is of: one of these; the other is null */
+  const li_causal *product;          /* what is swept: one of these; the other is null */
   const li_causal_luna *luna;
-  /* what becomes of a chunk before the states are scanned, and after it; now: the one that threads share */
-  li_chunk_step sum, output, now;
+  li_chunk_step sum, output, now;    /* the steps before and after the scan; now: the one that threads share */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
   bool forgets;                      /* states are sums, whose slots fade by the gates of each chunk */
   bool continues, reads;             /* continues: from the caller's state; reads: which is not stored */
   int64_t items, heads, rows, dim, value_dim, horizon;
-  int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
+  int64_t slots, unit, kept;         /* a state has unit * slots floats, a chunk keeps `kept` */
   float *h;                          /* [items, rows, slots], or null: see li_causal_chunk */
   float *sums;                       /* [items, chunks, slots, unit], likewise */
-  /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
+  /* Threads share `window` chunks of every item between two barriers; where it is 1 each sweeps items of its own. */
   int64_t chunks, window, start;
   int64_t parts;                     /* of each state, in which a window's scan is shared out */
   int64_t thread_bytes, state_bytes, record_bytes;
   char *threads_at, *state_at, *record_at;
 } li_sweep;
 
-/* threads, when the work is worth waking them */
+/* Returns the threads when the work is worth waking them. */
 LI_INLINE const li_parallel *li_worth(const li_parallel *parallel, int64_t products) {
   return products >= (int64_t)1 << 18 ? parallel : NULL;
 }
 
-/* floats of panels for any product between a chunk's rows, dim and value_dim */
+/* Returns the floats that panels take for any product between a chunk's rows, dim and value_dim. */
 LI_HOT int64_t li_chunk_panels(const li_kernels *kernels, int64_t dim, int64_t value_dim) {
   const int64_t size[3] = {LI_CHUNK, dim, value_dim};
   int64_t max = li_panels_size(kernels, LI_CHUNK, LI_CHUNK);
@@ -7180,17 +7182,20 @@ LI_HOT int64_t li_chunk_panels(const li_kernels *kernels, int64_t dim, int64_t v
   return max;
 }
 
-/* lays the sweep out in `memory` (null: only counts); returns its bytes */
+/* Lays the sweep out in `memory`, or only counts where that is null, and returns its bytes. */
 LI_FN size_t li_sweep_plan(li_sweep *s, int64_t threads, void *memory) {
   const int64_t wide = li_max(s->dim, s->value_dim), state = s->unit * s->slots;
   s->chunks = li_divide_up(s->rows, LI_CHUNK);
   s->window = 1;
   s->parts = threads;
-  /* else whole items keep the threads busy */
+  /* Else whole items keep the threads busy. */
   if (s->chunks > 1 && s->items > 0 && threads > 1 && s->items % threads != 0 && s->items < 8 * threads)
     s->window = li_min(s->chunks, li_divide_up(16 * threads, s->items));
-  const int64_t states = s->window > 1 ? s->items : threads;
-  const int64_t records = s->window > 1 ? s->items * s->window : threads;
+  int64_t states = threads, records = threads;
+  if (s->window > 1) {
+    states = s->items;
+    records = s->items * s->window;
+  }
   s->thread_bytes = li_floats(LI_CHUNK * LI_CHUNK) + li_floats(li_chunk_panels(s->kernels, s->dim, s->value_dim)) +
                   3 * li_floats(LI_CHUNK * wide);
   s->state_bytes = (int64_t)li_round((size_t)state * sizeof(double));
@@ -7203,7 +7208,6 @@ LI_FN size_t li_sweep_plan(li_sweep *s, int64_t threads, void *memory) {
   return (size_t)(threads * s->thread_bytes + states * s->state_bytes + records * s->record_bytes);
 }
 
-/* an item's real slots, and the numbers of its state */
 LI_HOT int64_t li_sweep_slots(const li_sweep *s, int64_t item) {
   return s->luna ? li_luna_slots(s->luna, item) : s->slots;
 }
@@ -7211,12 +7215,11 @@ LI_INLINE int64_t li_sweep_state(const li_sweep *s, int64_t item) { return s->un
 LI_INLINE double *li_sweep_carried(const li_sweep *s, int64_t place) {
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
-/* rows before the first chunk */
 LI_HOT int64_t li_sweep_position(const li_sweep *s, int64_t item) {
   if (!s->luna) return 0;
   return li_luna_carries(s->luna) ? s->luna->own->positions[item / s->heads] : s->luna->position;
 }
-/* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
+/* Returns an item's k-th chunk in the sweep's order, with the record at `place` and the buffers of `thread`. */
 LI_FN li_causal_chunk li_sweep_chunk(const li_sweep *s, int64_t item, int64_t k, int64_t place, int64_t thread) {
   const int64_t wide = LI_CHUNK * li_max(s->dim, s->value_dim), position = li_sweep_position(s, item);
   char *record = s->record_at + place * s->record_bytes, *buffer = s->threads_at + thread * s->thread_bytes;
@@ -7247,13 +7250,13 @@ LI_FN li_causal_chunk li_sweep_chunk(const li_sweep *s, int64_t item, int64_t k,
   return c;
 }
 
-/* (1 - 1/T)^n, n the rows beyond the horizon in [first, end) */
+/* Returns (1 - 1/T)^n, where n of the rows [first, end) are beyond the horizon T. */
 LI_HOT double li_chunk_faded(const li_causal_chunk *c, int64_t first, int64_t end) {
   double y = 1;
   for (int64_t t = li_max(first, c->within); t < end; t++) y *= c->fade;
   return y;
 }
-/* what a slot keeps of its state through a chunk */
+/* Returns how much of its state a slot keeps through a chunk. */
 LI_HOT double li_chunk_fade(const li_causal_chunk *c, int64_t slot) {
   return li_decay((double)c->logs[slot] + (double)c->logs[c->slots + slot]);
 }
@@ -7318,7 +7321,7 @@ LI_FN void li_sweep_end(const li_sweep *s, int64_t item, double *carried) {
   li_luna_exchange(s->luna, item, carried, true);
 }
 
-/* each thread sweeps whole items */
+/* Each thread sweeps whole items, */
 LI_FN void li_sweep_items(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   double *carried = li_sweep_carried(s, thread);
@@ -7334,7 +7337,7 @@ LI_FN void li_sweep_items(void *work, int64_t thread, int64_t first, int64_t las
   }
 }
 
-/* Or the threads share a window of chunks: their sums, then the scan, where each thread has elements of every state,
+/* or the threads share a window of chunks: their sums, then the scan, where each thread has elements of every state,
    and their outputs. */
 LI_FN void li_sweep_window(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
@@ -7379,7 +7382,7 @@ LI_FN void li_sweep_run(li_sweep *s, li_chunk_step sum, li_chunk_step output, co
 
 /* ---- parts of a chunk ---- */
 
-/* the triangle is computed as two triangles of half a chunk and the square below them */
+/* The triangle is computed as two triangles of half a chunk and the square below them. */
 #define LI_HALF (LI_CHUNK / 2)
 
 /* scores = (X Y^T) o L. Above its diagonal a triangle gets 0, whatever was there; the square above both is neither
@@ -7394,13 +7397,13 @@ LI_HOT void li_chunk_scores(const li_causal_chunk *c, li_matrix x, li_matrix y) 
       memset(scores + t + 1, 0, (size_t)(b.n - t - 1) * sizeof(float));
   }
   if (c->within == c->rows) return;
-  for (int64_t j = 0; j < c->rows; j++) { /* each row beyond the horizon leaves less of row j */
+  for (int64_t j = 0; j < c->rows; j++) { /* Each row beyond the horizon leaves less of row j. */
     double left = 1;
     for (int64_t t = li_max(c->within, j + 1); t < c->rows; t++)
       c->scores[t * LI_CHUNK + j] *= (float)(left *= c->fade);
   }
 }
-/* X with its rows faded, in buffer[2]; X itself where none is beyond the horizon */
+/* Returns X with its rows faded, in buffer[2], or X itself where none is beyond the horizon. */
 LI_FN li_matrix li_chunk_rows(const li_causal_chunk *c, bool to_end, li_matrix x) {
   float fades[LI_CHUNK];
   if (c->within == c->rows) return x;
@@ -7409,7 +7412,7 @@ LI_FN li_matrix li_chunk_rows(const li_causal_chunk *c, bool to_end, li_matrix x
   c->kernels->scale_rows(x, fades, c->buffer[2], x.columns);
   return li_dense(c->buffer[2], x.rows, x.columns);
 }
-/* rows and columns [first, last) of the scores, and from `column` on */
+/* Returns rows [first, last) of the scores, in columns [column, end). */
 LI_HOT li_matrix li_chunk_part(const li_causal_chunk *c, int64_t first, int64_t last, int64_t column, int64_t end) {
   return li_strided(c->scores + first * LI_CHUNK + column, last - first, end - column, LI_CHUNK);
 }
@@ -7448,7 +7451,7 @@ LI_FN void li_causal_exact(const li_causal_chunk *c, float b, li_matrix x, li_ma
 LI_FN void li_causal_mix(const li_causal_chunk *c, float factor, li_matrix x, li_matrix y, li_matrix mean, li_matrix z,
                          li_out out) {
   float factors[LI_CHUNK];
-  const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
+  const double base = c->begins ? 1 : c->before; /* The bracket is divided by it, to stay in range. */
   li_causal_exact(c, (float)(1 / base), x, y, mean, z, out);
   li_causal_factors(c, factor, base, factors);
   c->kernels->scale_rows(li_strided(out.at, c->rows, z.columns, out.row), factors, out.at, out.row);
@@ -7478,7 +7481,7 @@ LI_FN void li_causal_grad_yz(const li_causal_chunk *c, li_matrix b, li_matrix a,
 
 /* ---- the causal product ---- */
 
-/* the chunk's rows of a tensor with x's strides, or z's; of a gradient */
+/* These return the chunk's rows of a tensor with x's strides or z's, to read or to write. */
 LI_FN li_matrix li_causal_at_x(const li_causal_chunk *c, const float *x) {
   const li_causal *a = c->product;
   return li_strided(x + li_causal_xy(a, c->item, c->first), c->rows, a->dim, a->xy_row);
@@ -7554,7 +7557,7 @@ LI_FN void li_causal_start(li_sweep *s, const li_kernels *kernels, const li_caus
 LI_FN size_t li_causal_scratch(const li_kernels *kernels, const li_causal *a, int64_t threads, bool backward) {
   li_sweep s;
   LI_BY_REFERENCE(kernels, return 0);
-  li_causal_start(&s, kernels, a, backward); /* the reverse sweep needs more */
+  li_causal_start(&s, kernels, a, backward); /* reverse needs more */
   return li_sweep_plan(&s, li_max(1, threads), NULL);
 }
 LI_FN void li_run_causal(const li_kernels *kernels, const li_causal *a, const li_parallel *parallel, void *scratch) {
@@ -7575,7 +7578,7 @@ LI_FN void li_run_causal_backward(const li_kernels *kernels, const li_causal *a,
 
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
 
-/* the chunk's rows of q, k, v or out; of s or w, without the masked slots */
+/* These return the chunk's rows: of q, k, v or out; of s or w, without the masked slots; */
 LI_FN li_matrix li_luna_wide(const li_causal_chunk *c, const float *x) {
   const int64_t d = c->luna->head_dim;
   return li_strided(x + li_luna_row(c->luna, c->item, c->first) * d, c->rows, d, c->luna->heads * d);
@@ -7584,12 +7587,12 @@ LI_HOT li_matrix li_luna_narrow(const li_causal_chunk *c, const float *x) {
   const int64_t slots = c->luna->slots;
   return li_strided(x + li_luna_row(c->luna, c->item, c->first) * slots, c->rows, c->slots, c->luna->heads * slots);
 }
-/* where out, or the gradient of q, k or v, is written */
+/* of out or a gradient, to write; */
 LI_FN li_out li_luna_into(const li_causal_chunk *c, float *x, bool add) {
   const int64_t d = c->luna->head_dim;
   return li_into(x + li_luna_row(c->luna, c->item, c->first) * d, c->luna->heads * d, add);
 }
-/* rows of the chunk's slots, dense */
+/* and of a buffer that is dense. */
 LI_FN li_matrix li_luna_dense(const li_causal_chunk *c, const float *x) { return li_dense(x, c->rows, c->slots); }
 
 /* The state's parts, [slots, head_dim] each: A^T k, A^T v, or in reverse H^T q and W^T G */
@@ -7599,7 +7602,7 @@ LI_FN li_luna_sums li_luna_sums_of(const li_causal_chunk *c) {
   const li_luna_sums s = { li_strided(c->state, c->slots, d, unit), li_strided(c->state + d, c->slots, d, unit) };
   return s;
 }
-/* the chunk's own sums: state = (a^T x, b^T y) and, with forget, the totals of a */
+/* Sets the state to the chunk's own sums: a^T x, b^T y and, with forget, the totals of a. */
 LI_FN void li_luna_own(const li_causal_chunk *c, li_matrix a, li_matrix x, li_matrix b, li_matrix y,
                        const float *totals) {
   const int64_t d = c->luna->head_dim, unit = li_luna_unit(c->luna);
@@ -7639,6 +7642,7 @@ LI_FN void li_luna_out(const li_causal_chunk *c) {
   li_causal_mix(c, a->scale, li_luna_wide(c, a->q), li_luna_wide(c, a->k), li_transposed(state.k), omega,
                 li_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
+
   if (LI_TRAINS && a->kept) {
     c->kernels->copy_rows(w, a->kept + narrow, a->heads * a->slots);
     for (int64_t t = 0; t < c->rows; t++)
@@ -7664,18 +7668,21 @@ LI_HOT void li_forget_shares(const li_kernels *kernels, const li_causal_luna *a,
   }
 }
 
-/* one row: no chunk; of the sweep kernels, luna and threads_at are set */
+/* A stream runs eq. 7 row by row, without chunks. */
 LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_kernels *kernels = s->kernels;
   const li_causal_luna *a = s->luna;
   const int64_t d = a->head_dim;
   const int64_t now = li_within(a->position + 1, a->horizon);
-  const li_mean_kind k_step = a->forget ? LI_STEP_KEYS : LI_STEP_MEAN,
-      v_step = a->forget ? LI_STEP_VALUES : LI_STEP_MEAN;
+  li_mean_kind k_step = LI_STEP_MEAN, v_step = LI_STEP_MEAN;
   char *scratch = s->threads_at + thread * li_step_bytes(a);
   float *omega = li_take(&scratch, (a->forget ? 4 : 1) * a->slots), *w = li_take(&scratch, a->slots);
   double *share = (double *)(void *)scratch, *sum = share + a->slots;
+  if (a->forget) {
+    k_step = LI_STEP_KEYS;
+    v_step = LI_STEP_VALUES;
+  }
   for (int64_t item = first; item < last; item++) {
     const int64_t l = li_luna_slots(a, item), wide = item * d, narrow = item * a->slots;
     const li_luna_state m = li_luna_state_of(a, item, NULL);
@@ -7766,14 +7773,13 @@ LI_FN void li_luna_out_down(const li_causal_chunk *c) {
    makes all weights before it smaller, which is to make all from it on larger: its gradient is minus the sum of their
    W dW. From a chunk's end on that sum is also minus R . S, as out does not change when all weights and the state are
    scaled; where a slot forgets soon that is more exact, as the long sum adds up rounding. */
-/* the state's z, or 0, as an array */
+/* Returns the state's z, or 0, as an array. */
 LI_HOT const float *li_forget_before(const li_causal_chunk *c) {
   const int64_t unit = li_luna_unit(c->luna);
   float *before = c->logs + 3 * c->slots;
   for (int64_t i = 0; i < c->slots; i++) before[i] = c->begins ? 0 : c->state[i * unit + unit - 2];
   return before;
 }
-/* dropout of the chunk's rows of W */
 LI_HOT void li_forget_drop(const li_causal_chunk *c, float *w) {
   const li_causal_luna *a = c->luna;
   const int64_t l = c->slots;
@@ -7798,16 +7804,21 @@ LI_FN void li_forget_out(const li_causal_chunk *c) {
   const li_matrix q = li_luna_wide(c, a->q), k = li_luna_wide(c, a->k), w = li_luna_dense(c, c->kept);
   const li_out out = li_luna_into(c, a->out, false);
   float *kept = li_forget_kept(c), *r = c->buffer[0], ones[LI_CHUNK];
-  float *u = kept ? kept : r;
-  float *z = kept ? kept + li_forget_all(a) : c->buffer[2];
+  float *u = r, *z = c->buffer[2];
+  if (kept) {
+    u = kept;
+    z = kept + li_forget_all(a);
+  }
+
   c->kernels->forget_totals(w, li_forget_before(c), z);
   li_causal_exact(c, 1, q, k, li_transposed(state.k), w, li_into(u, l, false));
   c->kernels->forget_divide(n, a->scale, u, z, u);
   c->kernels->softmax(c->rows, l, u, r);
   li_forget_drop(c, r);
   c->kernels->forget_divide(n, 1, r, z, r);
+
   li_causal_exact(c, 1, li_luna_dense(c, r), w, state.v, li_luna_wide(c, a->v), out);
-  for (int i = 0; i < LI_CHUNK; i++) ones[i] = 1; /* the sign of a zero is removed */
+  for (int i = 0; i < LI_CHUNK; i++) ones[i] = 1; /* scaling removes a zero's sign */
   c->kernels->scale_rows(li_strided(out.at, c->rows, a->head_dim, out.row), ones, out.at, out.row);
 }
 
@@ -7823,12 +7834,14 @@ LI_FN void li_forget_out_up(const li_causal_chunk *c) {
   memcpy(r, p, (size_t)n * sizeof(float));
   li_forget_drop(c, r);
   c->kernels->forget_divide(n, 1, r, z, r);
+
   li_causal_bracket(c, 1, 1, g, li_luna_wide(c, a->v), li_transposed(state.v), w, li_into(dr, l, false));
   c->kernels->forget_divide(n, 1, dr, z, dp);
   li_forget_drop(c, dp);
   li_clear(c->h, (size_t)n * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, p, dp, c->h);
   c->kernels->forget_slopes(n, a->scale, u, z, r, dr, c->h, r + all);
+
   if (a->grad_q)
     li_causal_bracket(c, 1, 1, li_luna_dense(c, c->h), w, state.k, li_luna_wide(c, a->k),
                       li_luna_into(c, a->grad_q, true));
@@ -7849,7 +7862,7 @@ LI_HOT void li_forget_anchor(const li_causal_chunk *c) {
   }
 }
 
-/* the state is the gradient of the forward one as it is after the chunk */
+/* The state is the gradient of the forward one as it is after the chunk. */
 LI_FN void li_forget_sum_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = li_luna_weights(c).columns, all = li_forget_all(a);
@@ -7861,7 +7874,7 @@ LI_FN void li_forget_sum_down(const li_causal_chunk *c) {
               li_luna_wide(c, a->grad_out), totals);
 }
 
-/* the gradients of k, v and s; H becomes W dW */
+/* Makes the gradients of k, v and s; H becomes W dW. */
 LI_FN void li_forget_out_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = c->slots, all = li_forget_all(a), unit = li_luna_unit(a);
@@ -7874,7 +7887,7 @@ LI_FN void li_forget_out_down(const li_causal_chunk *c) {
   c->kernels->forget_scores(s, c->kept, c->h + 2 * all, li_forget_before(c), dw, li_offset(a->grad_s, s.at - a->s));
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
-/* the gates' gradients, of whole items */
+/* Makes the gates' gradients, item by item. */
 LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_causal_luna *a = s->luna;
@@ -7910,8 +7923,9 @@ LI_FN void li_luna_start(li_sweep *s, const li_kernels *kernels, const li_causal
   s->dim = a->head_dim;
   s->value_dim = s->slots = a->slots;
   s->unit = li_luna_unit(a);
-  s->kept = s->forgets ? (LI_CHUNK + 4) * a->slots :
-                         LI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
+  s->kept = LI_CHUNK * a->slots;
+  if (s->forgets) s->kept += 4 * a->slots;
+  else if (reverse) s->kept += LI_CHUNK * a->head_dim;
 }
 
 LI_FN size_t li_causal_luna_scratch(const li_kernels *kernels, const li_causal_luna *a, int64_t threads,
