@@ -126,24 +126,24 @@
 
    THE PAPER IN THIS FILE
      A row leads from an equation through its layer, op and driver to the loop that runs with SIMD; below them are the
-     same in plain loops and the test. Search for a name in the chapter that stands beside it. LI_K(name) is compiled
-     for each instruction set. Eq. 7 has two rows: chunks of rows, in training and prefill, and a stream's single rows.
+     same in plain loops and the test, a file in tests. A name is defined in the chapter beside it. LI_K(name) is
+     compiled for each instruction set. Eq. 7 has two rows: chunks of rows, in training and prefill, and single rows.
    equation layer                              op                                      driver
             inner loop                         reference                               test
    1/3 pack li_nested_pack >>impl_layers       luna_pack >>impl_ops                    li_attention_tile >>attention
-            LI_K(tile_softmax) >>attention     li_attention_row >>attention            tests/kernels/attention.c
+            LI_K(tile_softmax) >>attention     li_attention_row >>attention            attention.c
    4 unpack li_nested_unpack >>impl_layers     luna_unpack >>impl_ops                  li_unpack_panel >>unpack
-            LI_K(group_softmax) >>unpack       li_unpack_reference >>unpack            tests/kernels/attention.c
+            LI_K(group_softmax) >>unpack       li_unpack_reference >>unpack            attention.c
    6 layer  li_nested_half >>impl_layers       luna_layer_norm >>impl_ops              li_layer_norm_body >>impl_ops
-            LI_K(layer_norm) >>elementwise     li_layer_norm_reference >>elementwise   tests/kernels/elementwise.c
+            LI_K(layer_norm) >>elementwise     li_layer_norm_reference >>elementwise   elementwise.c
    7 chunks li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_causal_mix >>causal
-            LI_K(panels) >>gemm                li_causal_reference >>causal            tests/kernels/causal.c
+            LI_K(panels) >>gemm                li_causal_reference >>causal            causal.c
    7 stream li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_luna_step >>causal
-            LI_K(step_block) >>causal          li_mean_step >>causal                   tests/kernels/causal.c
+            LI_K(step_block) >>causal          li_mean_step >>causal                   causal.c
    forgets  li_forget_logits >>impl_layers     luna_causal_nested_attention >>impl_ops li_forget_out >>causal
-            LI_K(forget_weights) >>causal      li_forget_reference >>causal            tests/models/forgetting.c
+            LI_K(forget_weights) >>causal      li_forget_reference >>causal            forgetting.c
    Adam     luna_optimizer_step >>impl_trainer li_cpu_update >>impl_backend            li_update_task >>impl_backend
-            LI_K(adam) >>elementwise           li_adam_reference >>elementwise         tests/engine/trainer.c
+            LI_K(adam) >>elementwise           li_adam_reference >>elementwise         trainer.c
 
    SWITCHES, defined before the implementation (and, for those marked *, before every include)
      LUNA_STATIC *          all functions static
