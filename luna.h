@@ -7380,6 +7380,16 @@ LI_FN void li_sweep_run(li_sweep *s, li_chunk_step sum, li_chunk_step output, co
   for (int64_t item = 0; item < s->items; item++) li_sweep_end(s, item, li_sweep_carried(s, item));
 }
 
+LI_FN void li_sweep_set(li_sweep *s, const li_kernels *kernels, int64_t batch, int64_t heads, int64_t rows,
+                        bool reverse) {
+  li_clear(s, sizeof *s);
+  s->kernels = kernels;
+  s->items = batch * heads;
+  s->heads = heads;
+  s->rows = rows;
+  s->reverse = reverse;
+}
+
 /* ---- parts of a chunk ---- */
 
 /* The triangle is computed as two triangles of half a chunk and the square below them. */
@@ -7412,11 +7422,6 @@ LI_FN li_matrix li_chunk_rows(const li_causal_chunk *c, bool to_end, li_matrix x
   c->kernels->scale_rows(x, fades, c->buffer[2], x.columns);
   return li_dense(c->buffer[2], x.rows, x.columns);
 }
-/* Returns rows [first, last) of the scores, in columns [column, end). */
-LI_HOT li_matrix li_chunk_part(const li_causal_chunk *c, int64_t first, int64_t last, int64_t column, int64_t end) {
-  return li_strided(c->scores + first * LI_CHUNK + column, last - first, end - column, LI_CHUNK);
-}
-
 /* factor base / t of each row */
 LI_HOT void li_causal_factors(const li_causal_chunk *c, float factor, double base, float *factors) {
   for (int64_t t = 0; t < c->rows; t++)
@@ -7434,7 +7439,8 @@ LI_FN void li_causal_bracket(const li_causal_chunk *c, float a, float b, li_matr
   }
   for (int64_t first = 0; first < c->rows; first = last) {
     last = li_min(first + LI_HALF, c->rows);
-    li_matmul(c->kernels, b, li_chunk_part(c, first, c->rows, first, last), li_lines(z, first, last), out, c->panels);
+    const li_matrix scores = li_strided(c->scores + first * LI_CHUNK + first, c->rows - first, last - first, LI_CHUNK);
+    li_matmul(c->kernels, b, scores, li_lines(z, first, last), out, c->panels);
     out.at += LI_HALF * out.row;
     out.add = true;
   }
@@ -7474,8 +7480,8 @@ LI_FN void li_causal_grad_yz(const li_causal_chunk *c, li_matrix b, li_matrix a,
   if (!c->begins) li_matmul(c->kernels, 1, li_chunk_rows(c, true, a), r, grad, c->panels);
   for (int64_t first = 0; first < c->rows; first = last) {
     last = li_min(first + LI_HALF, c->rows);
-    li_matmul(c->kernels, 1, li_transposed(li_chunk_part(c, first, last, 0, last)),
-              li_lines(x, first, last), grad, c->panels);
+    const li_matrix scores = li_strided(c->scores + first * LI_CHUNK, last - first, last, LI_CHUNK);
+    li_matmul(c->kernels, 1, li_transposed(scores), li_lines(x, first, last), grad, c->panels);
   }
 }
 
@@ -7539,13 +7545,8 @@ LI_FN void li_causal_out_yz(const li_causal_chunk *c) {
 }
 
 LI_FN void li_causal_start(li_sweep *s, const li_kernels *kernels, const li_causal *a, bool reverse) {
-  li_clear(s, sizeof *s);
-  s->kernels = kernels;
+  li_sweep_set(s, kernels, a->batch, a->heads, a->rows, reverse);
   s->product = a;
-  s->reverse = reverse;
-  s->items = a->batch * a->heads;
-  s->heads = a->heads;
-  s->rows = a->rows;
   s->dim = a->dim;
   s->value_dim = a->value_dim;
   s->horizon = a->horizon;
@@ -7910,15 +7911,10 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
 }
 
 LI_FN void li_luna_start(li_sweep *s, const li_kernels *kernels, const li_causal_luna *a, bool reverse) {
-  li_clear(s, sizeof *s);
-  s->kernels = kernels;
+  li_sweep_set(s, kernels, a->batch, a->heads, a->rows, reverse);
   s->luna = a;
-  s->reverse = reverse;
   s->forgets = a->forget != NULL;
   s->continues = a->state && a->rows > 0 && !reverse;
-  s->items = a->batch * a->heads;
-  s->heads = a->heads;
-  s->rows = a->rows;
   s->horizon = a->horizon;
   s->dim = a->head_dim;
   s->value_dim = s->slots = a->slots;
@@ -7946,13 +7942,17 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
                               const li_parallel *parallel, void *scratch) {
   li_sweep s;
   LI_BY_REFERENCE(kernels, li_causal_luna_reference(a, scratch); return);
-  li_luna_start(&s, kernels, a, false);
-  if (li_luna_steps(a)) {
+  if (li_luna_steps(a)) {            /* it reads these three fields alone */
+    const int64_t items = a->batch * a->heads;
+    s.kernels = kernels;
+    s.luna = a;
     s.threads_at = (char *)scratch;
-    li_each(li_worth(parallel, s.items * s.dim * s.slots), s.items, li_luna_step, &s);
-  } else {
-    li_sweep_run(&s, li_luna_sum, a->forget ? li_forget_out : li_luna_out, parallel, scratch);
+    li_each(li_worth(parallel, items * a->head_dim * a->slots), items, li_luna_step, &s);
+    return;
   }
+
+  li_luna_start(&s, kernels, a, false);
+  li_sweep_run(&s, li_luna_sum, a->forget ? li_forget_out : li_luna_out, parallel, scratch);
 }
 
 /* A sweep forward in time leaves H and the gradient of q, then one in reverse makes the other gradients. */
