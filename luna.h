@@ -6717,10 +6717,12 @@ LI_HOT void li_unpack_gather_task(void *work, int64_t thread, int64_t first, int
       const int64_t b = unit / w->blocks, at = b * items + item;
       const int64_t real = li_real_slots(u->lengths, b, u->slots), n = u->heads * real;
       const float *part = w->partial + (unit - w->first) * w->unit;
-      const int64_t from = item / u->slots * real + item % u->slots;
       if (item == items) {
         if (u->grad_out_bias) kernels->add(d, u->grad_out_bias, part + 2 * n * d + n, u->grad_out_bias);
-      } else if (item % u->slots < real) {
+        continue;
+      }
+      const int64_t from = item / u->slots * real + item % u->slots;
+      if (item % u->slots < real) {
         if (u->grad_k) kernels->add(d, u->grad_k + at * d, part + from * d, u->grad_k + at * d);
         if (u->grad_v) kernels->add(d, u->grad_v + at * d, part + (n + from) * d, u->grad_v + at * d);
         if (u->grad_bias) u->grad_bias[at] += part[2 * n * d + from];
