@@ -2808,7 +2808,7 @@ LI_FN double li_sinusoid_rate(int64_t half) {
 #undef LI_MATH
 #ifndef LI_PASS
 #define LI_FN static LI_UNUSED LI_RARE
-/* The reference only infers. Tests have its backward pass in a header, whose name LI_BACKWARD_REFERENCE is. */
+/* The reference only infers. Its backward pass is in a header of the tests, which LI_BACKWARD_REFERENCE names. */
 #ifdef LI_BACKWARD_REFERENCE
 LI_FN void li_attention_backward_reference(const li_attention *a);
 LI_FN void li_unpack_backward_reference(const li_unpack *u, void *scratch);
@@ -5759,7 +5759,7 @@ LI_FN double li_attention_score(const li_attention *a, const li_head *head, int6
   return (double)a->scale * li_inner_by(li_attention_bf16(a), a->head_dim, a->q + head->q + query * a->q_row,
                                         1, a->k + head->k + key * a->k_row, 1);
 }
-/* What a query that sees no key has. */
+/* Writes the result of a query that sees no key. */
 LI_FN void li_attention_nothing(const li_attention *a, int64_t out, int64_t stat) {
   memset(a->out + out, 0, (size_t)a->value_dim * sizeof(float));
   if (a->log_sum_exp) a->log_sum_exp[stat] = a->window ? -INFINITY : 0;
@@ -6059,7 +6059,7 @@ LI_HOT int64_t li_first_query_block(const li_attention *a, int64_t block) {
   return li_max(0, block * LI_KEY_BLOCK - a->right) / LI_KEY_BLOCK;
 }
 
-/* Whether a unit alone writes its keys' gradients. */
+/* Says whether a unit alone writes its keys' gradients. */
 LI_HOT bool li_direct(const li_head *head, bool shared) { return !shared && head->queries <= LI_KEY_BLOCK; }
 
 /* A unit keeps dQ [queries, head_dim] from its first query block on, then dK [keys, head_dim] and dV [keys, value_dim]
@@ -6945,7 +6945,7 @@ LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
     }
   }
 }
-/* Whether it is a stream's single row. */
+/* Says whether the call is a stream's single row. */
 LI_INLINE bool li_luna_steps(const li_causal_luna *a) { return a->state && a->rows == 1 && !li_luna_carries(a); }
 LI_FN size_t li_causal_luna_scratch_reference(const li_causal_luna *a) {
   return li_round((size_t)((2 * a->head_dim + 1) * a->slots) * sizeof(double)) + (size_t)li_floats(2 * a->slots);
