@@ -13204,32 +13204,6 @@ LI_FN luna_tensor *li_select(luna_tensor *x, const int32_t *keep, const char *na
 }
 
 /* ---- reductions: sum, mean, maximum, cumulative sum ---- */
-/* --- maximum: its gradient goes to the first of equal ones --- */
-LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
-  int64_t i;
-  for (*at = 0, i = 0; i < axis; i++) {
-    if (x[i * stride] > x[*at * stride]) *at = i;
-    if (x[i * stride] != x[i * stride]) return *at = i, true;
-  }
-  return axis > 0;
-}
-
-LI_HOT luna_status li_max_run(luna_op *op, bool back) {
-  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  const luna_tensor *x = op->in[0], *y = op->out[0];
-  int64_t at;
-  for (int64_t r = 0; r < outer * inner; r++) {
-    const int64_t start = r / inner * axis * inner + r % inner;
-    const bool found = li_first_max(x->data + start, axis, inner, &at);
-    if (!back) y->data[r] = found ? x->data[start + at * inner] : 0;
-    else if (found) x->grad[start + at * inner] += y->grad[r];
-  }
-  return LUNA_OK;
-}
-
-LI_RUN_OP(max)
-#define LI_CPU_MAX LI_CPU_OP(li_query_nothing, li_max_forward, li_max_backward, 0)
-
 /* --- sum, mean, and what is made of them --- */
 LI_FN luna_status li_reduce_forward(luna_op *op) {
   const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
@@ -13267,31 +13241,6 @@ LI_FN luna_status li_reduce_backward(luna_op *op) {
 #define LI_CPU_REDUCE \
   LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
 
-/* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
-#define LI_CUMSUM_COLUMNS 64
-LI_HOT void li_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
-  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  const int64_t panels = li_divide_up(inner, LI_CUMSUM_COLUMNS);
-  const li_way w = li_way_of(op, back);
-  for (int64_t p = first; p < last; p++) {
-    const int64_t start = p % panels * LI_CUMSUM_COLUMNS, n = li_min(LI_CUMSUM_COLUMNS, inner - start);
-    double sum[LI_CUMSUM_COLUMNS] = { 0 };
-    for (int64_t r = 0; r < axis; r++) {
-      const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
-      for (int64_t i = 0; i < n; i++) {
-        float *to = w.to + at + i;
-        sum[i] += (double)w.from[at + i];
-        if (back) *to += (float)sum[i];
-        else *to = (float)sum[i];
-      }
-    }
-  }
-}
-
-LI_PART_OP(cumsum, op->arg.reduce.outer * li_divide_up(op->arg.reduce.inner, LI_CUMSUM_COLUMNS),
-           op->arg.reduce.axis * li_min(op->arg.reduce.inner, LI_CUMSUM_COLUMNS))
-#define LI_CPU_CUMSUM LI_CPU_OP(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
-
 LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int to = 0;
@@ -13324,9 +13273,7 @@ LUNA_API luna_tensor *luna_sum_all(luna_tensor *x) {
 LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
   return li_reduce(li_flat(x), LUNA_OP_REDUCE, 0, true, "luna_mean_all");
 }
-LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
-  return li_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum");
-}
+
 LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   if (!x || !li_has_axis(x, axis, "luna_var")) return NULL;
@@ -13337,13 +13284,68 @@ LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis) {
   return li_result(scope, luna_mean(luna_mul(e, e), axis));
 }
 
+/* --- maximum: its gradient goes to the first of equal ones --- */
+LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
+  int64_t i;
+  for (*at = 0, i = 0; i < axis; i++) {
+    if (x[i * stride] > x[*at * stride]) *at = i;
+    if (x[i * stride] != x[i * stride]) return *at = i, true;
+  }
+  return axis > 0;
+}
+
+LI_HOT luna_status li_max_run(luna_op *op, bool back) {
+  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  int64_t at;
+  for (int64_t r = 0; r < outer * inner; r++) {
+    const int64_t start = r / inner * axis * inner + r % inner;
+    const bool found = li_first_max(x->data + start, axis, inner, &at);
+    if (!back) y->data[r] = found ? x->data[start + at * inner] : 0;
+    else if (found) x->grad[start + at * inner] += y->grad[r];
+  }
+  return LUNA_OK;
+}
+
+LI_RUN_OP(max)
+#define LI_CPU_MAX LI_CPU_OP(li_query_nothing, li_max_forward, li_max_backward, 0)
+
+LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
+  return li_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
+}
 LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis) {
   if (!x) return NULL;
   const luna_scope scope = luna_scope_begin(x->ctx);
   return li_result(scope, luna_neg(luna_max(luna_neg(x), axis)));
 }
-LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
-  return li_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
+
+/* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
+#define LI_CUMSUM_COLUMNS 64
+LI_HOT void li_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const int64_t panels = li_divide_up(inner, LI_CUMSUM_COLUMNS);
+  const li_way w = li_way_of(op, back);
+  for (int64_t p = first; p < last; p++) {
+    const int64_t start = p % panels * LI_CUMSUM_COLUMNS, n = li_min(LI_CUMSUM_COLUMNS, inner - start);
+    double sum[LI_CUMSUM_COLUMNS] = { 0 };
+    for (int64_t r = 0; r < axis; r++) {
+      const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
+      for (int64_t i = 0; i < n; i++) {
+        float *to = w.to + at + i;
+        sum[i] += (double)w.from[at + i];
+        if (back) *to += (float)sum[i];
+        else *to = (float)sum[i];
+      }
+    }
+  }
+}
+
+LI_PART_OP(cumsum, op->arg.reduce.outer * li_divide_up(op->arg.reduce.inner, LI_CUMSUM_COLUMNS),
+           op->arg.reduce.axis * li_min(op->arg.reduce.inner, LI_CUMSUM_COLUMNS))
+#define LI_CPU_CUMSUM LI_CPU_OP(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
+
+LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
+  return li_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum");
 }
 
 /* ---- products: matmul, linear, feed-forward ---- */
