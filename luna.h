@@ -11003,7 +11003,8 @@ LI_FN luna_tensor *li_results_so_far(luna_scope *scope, luna_tensor *x, luna_ten
   const luna_tensor *of_x = li_base(x), *of_p = p ? li_base(p) : of_x;
   luna_tensor *made = s.ctx->step.made;
   luna_op *tape = s.ctx->tape;
-  for (luna_tensor *t = made; t && t != s.made; t = t->own->older) if (t == of_x || t == of_p) made = t->own->older;
+  for (luna_tensor *t = made; t && t != s.made; t = t->own->older)
+    if (t == of_x || t == of_p) made = t->own->older;
   for (luna_op *op = tape; op && op != s.tape; op = op->own->previous)
     if (op == of_x->own->maker || op == of_p->own->maker) tape = op->own->previous;
   s.made = made;
@@ -11209,7 +11210,8 @@ LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tens
   static const char *const numbers[] = { "the first input", "the second input", "the third input",
                                          "the fourth input", "the fifth input" };
   luna_ctx *ctx = NULL;
-  for (int i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
+  for (int i = 0; i < count && !ctx; i++)
+    if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
   li_start_in(s, ctx, kind, name);
   s->op.inputs = count;
@@ -11362,7 +11364,8 @@ LI_HOT bool li_is_buildable(const li_build *s, int rank, const int64_t *shape) {
   if (s->failed) return false;
   if (!ctx->backend->op[s->op.kind].forward)
     return li_refuse(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind));
-  for (int i = 0; i < s->op.inputs; i++) if (li_is_released(s->op.in[i], s->name)) return false;
+  for (int i = 0; i < s->op.inputs; i++)
+    if (li_is_released(s->op.in[i], s->name)) return false;
   return li_shape_count(rank, shape) >= 0 || li_refused(li_fail_shape(ctx, s->name, rank, shape));
 }
 LI_HOT void li_tape(luna_op *op) {
@@ -11461,7 +11464,8 @@ LI_HOT int li_op_can(const luna_op *op) { return li_is_empty(op) ? 0 : op->ctx->
 /* Returns bits of the inputs that are the same tensor as in[at], or views of it. */
 LI_HOT int li_same_inputs(const luna_op *op, int at) {
   int same = 0;
-  for (int i = 0; i < op->inputs; i++) if (li_owner(op->in[i]) == li_owner(op->in[at])) same |= 1 << i;
+  for (int i = 0; i < op->inputs; i++)
+    if (li_owner(op->in[i]) == li_owner(op->in[at])) same |= 1 << i;
   return same;
 }
 LI_FN bool li_is_single(const luna_op *op, int at) { return li_same_inputs(op, at) == 1 << at; }
@@ -11487,7 +11491,8 @@ LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
     return false;
   }
   if (op->own->readers++ > 0) return true;
-  for (int i = 0; i < op->inputs; i++) if (op->in[i] && !li_recompute_count(op->in[i], status)) return false;
+  for (int i = 0; i < op->inputs; i++)
+    if (op->in[i] && !li_recompute_count(op->in[i], status)) return false;
   return true;
 }
 /* After its last reader, releases a tensor that was computed again. */
@@ -11502,7 +11507,8 @@ LI_HOT bool li_recompute(luna_tensor *t, luna_status *status) {
   luna_tensor *owner = li_base(t), *first = NULL;
   luna_op *op = owner->own->maker, *maker = NULL;
   if (owner->own->released) {
-    for (int i = 0; i < op->inputs; i++) if (op->in[i] && !li_recompute(op->in[i], status)) return false;
+    for (int i = 0; i < op->inputs; i++)
+      if (op->in[i] && !li_recompute(op->in[i], status)) return false;
     if (op->inputs > 0) first = li_base(op->in[0]);
     if (first) maker = first->own->maker;
     if (maker && maker->own->readers == 1 && (li_op_can(op) & LUNA_FORWARD_IN_PLACE) &&
@@ -11530,7 +11536,8 @@ LI_HOT bool li_recompute_data(luna_tensor *t, luna_status *status) {
 LI_FN bool li_scope_again(luna_op *newest, luna_status *status) {
   luna_op *op = newest->own->recompute_from;
   for (;; op = op->own->next) {
-    for (int i = 0; i < op->inputs; i++) if (op->in[i] && !li_recompute_data(op->in[i], status)) return false;
+    for (int i = 0; i < op->inputs; i++)
+      if (op->in[i] && !li_recompute_data(op->in[i], status)) return false;
     if (!li_outputs_take(op) || !li_op_run(op, status)) return false;
     for (int i = 0; i < op->inputs; i++) {
       luna_tensor *in = li_base(op->in[i]);
@@ -11544,7 +11551,8 @@ LI_FN bool li_scope_again(luna_op *newest, luna_status *status) {
 LI_HOT bool li_scope_is_reached(const luna_op *op) {
   const luna_op *first = op->own->recompute_from;
   for (; first; op = op->own->previous) {
-    for (int i = 0; i < op->outputs; i++) if (op->out[i]->own->has_grad) return true;
+    for (int i = 0; i < op->outputs; i++)
+      if (op->out[i]->own->has_grad) return true;
     if (op == first) return false;
   }
   return false;
@@ -12277,7 +12285,10 @@ LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes)
     if (size != *known || (size < 1 && letter < 'a')) return letter;
   }
   if (!open) return 0;
-  if (!p->leading) p->leading = t, p->after = rank;
+  if (!p->leading) {
+    p->leading = t;
+    p->after = rank;
+  }
   if (p->leading->rank - p->after != before) return '.';
   return memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0 ? 0 : '.';
 }
@@ -12299,7 +12310,8 @@ LI_FN bool li_fits_not(const li_build *s, const char *pattern, const li_pattern 
   char name[16], first[16], why[80];
   const char letter[2] = { wrong, 0 };
   size_t length = 0;
-  for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
+  for (; *at != ' ' && *at != '?'; at++)
+    if (length + 1 < sizeof name) name[length++] = *at;
   name[length] = 0;
   if (!t) return li_refused(li_fail_null(s->op.ctx, s->name, name));
   int64_t size = 0;
@@ -12487,10 +12499,16 @@ LI_FN void li_added_backward(luna_op *op) {
 /* C = A B, dense */
 LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
   li_clear(g, sizeof *g);
-  g->a = a.at; g->b = b.at; g->c = c;
-  g->m = a.rows; g->n = g->c_row = b.columns; g->k = a.columns;
-  g->a_row = a.row; g->a_column = a.column;
-  g->b_row = b.row; g->b_column = b.column;
+  g->a = a.at;
+  g->b = b.at;
+  g->c = c;
+  g->m = a.rows;
+  g->n = g->c_row = b.columns;
+  g->k = a.columns;
+  g->a_row = a.row;
+  g->a_column = a.column;
+  g->b_row = b.row;
+  g->b_column = b.column;
   g->batch[0] = g->batch[1] = 1;
   g->alpha = 1;
 }
@@ -12688,7 +12706,11 @@ LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, i
     return li_fail_status(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count);
   const int64_t rows = x->shape[axis] / count;
   for (int i = 0; i < count; i++) parts[i] = luna_slice(x, axis, i * rows, rows);
-  for (int i = 0; i < count; i++) if (!parts[i]) return memset(parts, 0, (size_t)count * sizeof *parts), x->ctx->status;
+  for (int i = 0; i < count; i++) {
+    if (parts[i]) continue;
+    memset(parts, 0, (size_t)count * sizeof *parts);
+    return x->ctx->status;
+  }
   return LUNA_OK;
 }
 
@@ -12888,7 +12910,8 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
 LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK;
-  for (int k = 0; k < op->inputs; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
+  for (int k = 0; k < op->inputs; k++)
+    if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (int a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (int a = rank - 1; a >= 0; a--) {
     shape[a] = 1;
@@ -12931,10 +12954,12 @@ LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
     e.n = li_min(shape[3] - i, last - at);
     for (int k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
-      const bool there = op->in[k] && (!back || (li_ops[op->kind].reads & LUNA_READS_IN(k)));
-      e.step[k] = there ? stride[3] : 0;
-      e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
-                       row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
+      e.step[k] = 0;
+      e.x[k] = &op->arg.elementwise.scalar[k];
+      if (!op->in[k] || (back && !(li_ops[op->kind].reads & LUNA_READS_IN(k)))) continue;
+      e.step[k] = stride[3];
+      e.x[k] = op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
+               row % shape[2] * stride[2] + i * stride[3];
     }
     if (back) li_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at,
                                           !repeated && !(op->sets >> input & 1));
@@ -13111,7 +13136,10 @@ LI_HOT float li_function_at(const luna_op *op, float x, bool slope) {
     return (float)(p != 0 ? p * pow((double)x, p - 1) : 0);
   }
   if (x < 1e9f && x > -1e9f) li_sine((double)x, &sine, &cosine);
-  else sine = sin((double)x), cosine = cos((double)x);
+  else {
+    sine = sin((double)x);
+    cosine = cos((double)x);
+  }
   if (op->arg.function.which == LUNA_FUNCTION_SIN) return (float)(slope ? cosine : sine);
   return (float)(slope ? -sine : cosine);
 }
@@ -13289,7 +13317,10 @@ LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *
   int64_t i;
   for (*at = 0, i = 0; i < axis; i++) {
     if (x[i * stride] > x[*at * stride]) *at = i;
-    if (x[i * stride] != x[i * stride]) return *at = i, true;
+    if (x[i * stride] != x[i * stride]) {
+      *at = i;
+      break;
+    }
   }
   return axis > 0;
 }
@@ -13368,9 +13399,12 @@ LI_FN void li_products_query(luna_op *op, void (*product)(const luna_op *op, int
 LI_FN void li_matmul_batch(const luna_op *op, li_gemm *g, int64_t a, int64_t b, int64_t c) {
   g->batch[0] = op->arg.matmul.outer;
   g->batch[1] = op->arg.matmul.inner;
-  g->a_batch[0] = a * op->arg.matmul.inner; g->a_batch[1] = a;
-  g->b_batch[0] = 0; g->b_batch[1] = b;
-  g->c_batch[0] = c * op->arg.matmul.inner; g->c_batch[1] = c;
+  g->a_batch[0] = a * op->arg.matmul.inner;
+  g->a_batch[1] = a;
+  g->b_batch[0] = 0;
+  g->b_batch[1] = b;
+  g->c_batch[0] = c * op->arg.matmul.inner;
+  g->c_batch[1] = c;
 }
 
 /* Product 0 is forward's, 1 gives a's gradient, 2 b's, for one of `outer`. */
@@ -13390,8 +13424,10 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
     else li_gemm_set(g, dc, li_transposed(b), x->grad);     /* dA = dC B^T */
     li_matmul_batch(op, g, m * n, k * n, m * k);
     if (at) {
-      g->a_batch[0] = 0; g->a_batch[1] = k * n;
-      g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
+      g->a_batch[0] = 0;
+      g->a_batch[1] = k * n;
+      g->b_batch[0] = m * n * op->arg.matmul.inner;
+      g->b_batch[1] = m * n;
     }
   } else {
     if (bt) {
@@ -13709,6 +13745,11 @@ LI_FN int64_t li_ffn_tile(const luna_op *op) {
   return li_op_bf16(op) && kernels->words ? kernels->words->rows : kernels->mr;
 }
 
+/* Products that read weights: 0 and 1 forward, 3 and 5 backward, and 0 again where nothing was kept. */
+LI_FN bool li_ffn_reads_weights(int which, bool backward, bool keeps) {
+  if (!backward) return which < 2;
+  return which == 3 || which == 5 || (which == 0 && !keeps);
+}
 /* Sets the sizes and the layout in the workspace, and returns its bytes. */
 LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w; /* without it only offsets count */
@@ -13731,7 +13772,7 @@ LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *work
   w->words = li_ffn_words(op);
   w->row = li_ffn_row(op);
   for (int which = 0; which < 6 && w->rows < rows; which++) {
-    if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
+    if (!li_ffn_reads_weights(which, backward, keeps)) continue;
     w->panels[which] = (float *)(void *)at;
     li_ffn_product(w, which, &g);
     at += li_panels_bytes(li_k(op), &g);
@@ -14252,11 +14293,18 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
 LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
   memset(a, 0, sizeof *a);
-  a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
+  a->q = q->data;
+  a->k = k->data;
+  a->v = v->data;
+  a->out = op->out[0]->data;
   a->log_sum_exp = (float *)op->kept;
-  a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
+  a->heads = op->arg.attention.heads;
+  a->batch = op->arg.attention.batch;
+  a->queries = op->arg.attention.queries;
   a->keys = op->arg.attention.keys;
-  a->q_row = li_last(q); a->k_row = li_last(k); a->v_row = li_last(v);
+  a->q_row = li_last(q);
+  a->k_row = li_last(k);
+  a->v_row = li_last(v);
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
   a->out_row = a->v_row;
@@ -14266,7 +14314,9 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
     if (v->shape[0] == a->batch) a->v_batch = a->keys * a->v_row;
     a->out_batch = a->queries * a->out_row;
   }
-  a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
+  a->lengths = op->lengths;
+  a->query_offsets = op->query_offsets;
+  a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
   a->window = op->arg.attention.window;
@@ -14283,7 +14333,9 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
     a->own = &op->own->attention;
   }
   a->grad_out = op->out[0]->grad;
-  a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
+  a->grad_q = q->grad;
+  a->grad_k = k->grad;
+  a->grad_v = v->grad;
   if (op->arg.attention.scores) {
     a->log_sum_exp = op->out[1]->data;
     a->grad_log_sum_exp = op->out[1]->grad;
@@ -14300,11 +14352,14 @@ LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
 /* Offsets of a ragged batch rise from 0 to the number of rows. */
 LI_FN const int32_t *li_offsets(li_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what) {
   const int32_t *kept = li_integers(s, offsets, count + 1, 0, rows, what);
-  for (int64_t i = 0; i <= count && !s->failed; i++)
-    if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
-      li_fail(s->op.ctx, LUNA_ERROR_OFFSETS, s->name, what, i, (int64_t)offsets[i], rows);
-      s->failed = true;
-    }
+  for (int64_t i = 0; i <= count && !s->failed; i++) {
+    bool rises = offsets[0] == 0;
+    if (i > 0) rises = offsets[i] >= offsets[i - 1];
+    if (i == count) rises = rises && offsets[i] == rows;
+    if (rises) continue;
+    li_fail(s->op.ctx, LUNA_ERROR_OFFSETS, s->name, what, i, (int64_t)offsets[i], rows);
+    s->failed = true;
+  }
   return kept;
 }
 
@@ -14626,7 +14681,9 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
 LI_FN li_convolution li_convolution_of(const luna_op *op, int64_t b) {
   const int64_t n = li_last(op->in[0]), rows = op->in[0]->shape[1], width = li_last(op->in[1]);
   li_convolution a;
-  a.rows = rows; a.n = n; a.width = width;
+  a.rows = rows;
+  a.n = n;
+  a.width = width;
   a.x = li_offset(op->in[0]->data, b * rows * n);
   a.history = li_offset(op->history, b * (width - 1) * n);
   a.weight = op->in[1]->data;
@@ -15049,7 +15106,10 @@ LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targe
   if (!made) return NULL;
   float *sides = made + all;
   for (int64_t i = 0; i < all; i++) made[i] = targets[i / count];
-  for (int64_t i = 0; i < count; i++) sides[i] = -levels[i], sides[count + i] = 1 - levels[i];
+  for (int64_t i = 0; i < count; i++) {
+    sides[i] = -levels[i];
+    sides[count + i] = 1 - levels[i];
+  }
   luna_tensor *e = li_reshape(li_errors(&t, values, made, name), 2, all / count, count, 1, 1);
   luna_tensor *below = luna_mul(e, luna_tensor_new(ctx, sides, 1, &count));
   luna_tensor *above = luna_mul(e, luna_tensor_new(ctx, sides + count, 1, &count));
