@@ -10954,10 +10954,12 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   (void)li_bump_take(b, true, bytes, &memory);
   x->data = (float *)memory;
   if (!memory || memory == data) return x;
-  if (device) return li_backend_result(scope.ctx, "luna_stream", scope.ctx->backend->copy(scope.ctx, memory, data,
-                         bytes, 0)) == LUNA_OK ? x : NULL;
-  memmove(memory, data, bytes);
-  return x;
+  if (!device) {
+    memmove(memory, data, bytes);
+    return x;
+  }
+  const luna_status status = scope.ctx->backend->copy(scope.ctx, memory, data, bytes, 0);
+  return li_backend_result(scope.ctx, "luna_stream", status) == LUNA_OK ? x : NULL;
 }
 
 /* Releases what the scope has made and nobody needs; the scope goes on. */
@@ -11040,8 +11042,9 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
     return li_fail_op_memory(ctx, "luna_tensor_new", bytes);
   }
   if (!li_computes(ctx) || count == 0) return t;
-  luna_status status = values ? ctx->backend->copy(ctx, t->data, values, bytes, 1) :
-      ctx->backend->zero(ctx, t->data, bytes);
+  luna_status status;
+  if (values) status = ctx->backend->copy(ctx, t->data, values, bytes, 1);
+  else status = ctx->backend->zero(ctx, t->data, bytes);
   return status == LUNA_OK ? t : li_fail_backend(ctx, "luna_tensor_new", status);
 }
 
@@ -11615,15 +11618,17 @@ LI_HOT bool li_op_backward(luna_op *op, luna_status *status) {
   bool reached = false;
   *status = LUNA_OK;
   for (int i = 0; i < op->outputs; i++) reached = reached || op->out[i]->own->has_grad;
-  for (int i = 0; i < op->outputs && reached; i++) {
+  if (!reached) {
+    li_op_done(op);
+    return true;
+  }
+  for (int i = 0; i < op->outputs; i++) {
     if (!li_grad_take(op->ctx, op->out[i], false)) return false;
     if (!(reads & LUNA_READS_OUT(i))) li_result_done(op->out[i]);
   }
-  if (reached) {
-    for (int i = 0; i < op->inputs; i++)
-      if (op->in[i] && (reads & LUNA_READS_IN(i)) && !li_recompute_data(op->in[i], status)) return false;
-  }
-  if (reached && !li_op_give(op, status)) return false;
+  for (int i = 0; i < op->inputs; i++)
+    if (op->in[i] && (reads & LUNA_READS_IN(i)) && !li_recompute_data(op->in[i], status)) return false;
+  if (!li_op_give(op, status)) return false;
   li_op_done(op);
   return *status == LUNA_OK;
 }
@@ -14627,7 +14632,6 @@ LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causa
   return li_causal_product(li_reshape(w, 3, batch, n, slots, 1), a, in[2], h, c->horizon);
 }
 
-/* c has heads and omega. */
 LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
                                     const li_past *past) {
   luna_tensor *q = qkvs[0], *s = qkvs[3], *const in[5] = { q, qkvs[1], qkvs[2], s, c->forget };
