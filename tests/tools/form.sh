@@ -21,6 +21,8 @@ for file in $sources; do
 done
 twice=$(sed -n 's,^\(/\* \|   \)\(>>[a-z0-9_]*\).*,\2,p' luna.h | sort | uniq -d)
 check "a tag of luna.h opens two chapters: $twice" [ -z "$twice" ]
+outside=$(awk '/^   >>/ { tag = $1 } /^#define LI_CPU_/ && tag != ">>impl_ops:" { print NR; exit }' luna.h)
+check "line $outside of luna.h has an op's row outside >>impl_ops, where all of the op belongs" [ -z "$outside" ]
 # the paper map of the manual: each "name >>chapter" is a function that begins a line in that chapter, each test a file
 map=$(sed -n '/^   THE PAPER IN THIS FILE/,/^   SWITCHES/p' luna.h)
 names=$(echo "$map" | grep -o '[A-Za-z_]*(*[a-z0-9_]*)* >>[a-z_]*')
