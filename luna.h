@@ -11384,9 +11384,9 @@ LI_HOT void li_tape(luna_op *op) {
   ctx->tape = op;
 }
 
-/* Takes the output, and `extra`, a second one, when asked; runs the op; puts it on the tape. */
-LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, luna_tensor **extra,
-                                  int extra_rank, const int64_t *extra_shape) {
+/* Takes the output and, when asked, a second one, `extra`, whose last axis has `last`; runs the op; puts it on the
+   tape. */
+LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, luna_tensor **extra, int64_t last) {
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
@@ -11409,7 +11409,12 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
   if (op->dropout > 0) op->dropout_op = li_part_masks(ctx) + ctx->dropout_ops++;
   if (op->last_dropout > 0) op->last_dropout_op = li_part_masks(ctx) + ctx->dropout_ops++;
   op->out[0] = li_tensor_make(ctx, rank, shape);
-  if (op->out[0] && extra) op->out[op->outputs++] = li_tensor_make(ctx, extra_rank, extra_shape);
+  if (op->out[0] && extra) {
+    int64_t other[LUNA_MAX_RANK];
+    memcpy(other, shape, (size_t)rank * sizeof *shape);
+    other[rank - 1] = last;
+    op->out[op->outputs++] = li_tensor_make(ctx, rank, other);
+  }
   if (!op->out[op->outputs - 1])
     return li_op_no_memory(s, (size_t)li_shape_count(rank, shape) * sizeof(float));
   for (int i = 0; i < op->outputs; i++) op->out[i]->own->cut = li_cut_made(op);
@@ -11427,7 +11432,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
 }
 
 LI_HOT luna_tensor *li_finish(li_build *s, int rank, const int64_t *shape) {
-  return li_finish_two(s, rank, shape, NULL, 0, NULL);
+  return li_finish_two(s, rank, shape, NULL, 0);
 }
 /* The result has in[0]'s shape but for the last axis. */
 LI_HOT luna_tensor *li_finish_rows(li_build *s, int64_t last) {
@@ -14427,10 +14432,9 @@ LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config 
   s->op.arg.attention.scale = c->scale;
   if (c->scale == 0) s->op.arg.attention.scale = (float)(1.0 / sqrt((double)(li_last(q) / heads)));
   s->op.dropout = c->dropout;
-  const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
-  const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
-  if (ragged) return li_finish_two(s, 2, rows, c->sums, 2, row_sums);
-  return li_finish_two(s, 3, shape, c->log_sum_exp ? c->log_sum_exp : c->sums, 3, sums);
+  const int64_t shape[3] = { batch, queries, value_dim }, rows[2] = { q->shape[0], value_dim };
+  if (ragged) return li_finish_two(s, 2, rows, c->sums, heads);
+  return li_finish_two(s, 3, shape, c->log_sum_exp ? c->log_sum_exp : c->sums, heads);
 }
 
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
