@@ -19103,7 +19103,7 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
    Null: it has none. */
 LI_FN li_int8 *li_stream_int8_of(luna_stream *s, const char *name, const luna_tensor *t) {
 #ifndef LUNA_NO_INT8
-  if (!s->int8 || !li_int8_part(*name ? name : ".weight", t->rank, t->shape)) return NULL; /* a decoder's are "" */
+  if (!s->int8 || !li_int8_part(name, t->rank, t->shape)) return NULL;
   if (s->ctx.reserving && !s->model_ctx) return (li_int8 *)(uintptr_t)&li_int8_placeholder;
   return li_stream_int8(s, t, t->data);
 #else
@@ -19147,7 +19147,7 @@ LI_FN void li_stream_int8_file(luna_stream *s, const li_st *st) {
 /* Finds the values of a part, or of its bias, in the file. When it is false, s->ctx.error says what is wrong. */
 LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, const char *prefix,
                                const li_st *st, luna_tensor *own) {
-  char name[LI_MAX_NAME];
+  char name[96];
   li_st_tensor found;
   li_print(name, sizeof name, "%s%s", prefix, p->name);
   if (bias) memcpy(strrchr(name, '.'), ".bias", sizeof ".bias");
@@ -19180,27 +19180,26 @@ LI_FN bool li_stream_own(luna_stream *s, const li_part *parts, int count, const 
       if (st && !li_stream_read_part(s, p, i == 1, prefix, st, &own)) return false;
       if ((*at = li_stream_put(s, own)) == NULL) return false;
     }
-
   return true;
 }
 /* Lists what a step needs of a decoder layer; of cross-attention the rest is in `past`. */
 LI_FN int li_decoder_parts(luna_decoder_layer *layer, li_part *parts) {
   luna_nested_attention_layer *cross = &layer->cross_attention;
-  const int count = li_causal_attention_parts(&layer->self_attention, parts);
-  const luna_init init = parts[0].init;
-  const li_part own[] = { { true, LI_BOTH(cross->q), "", 1, 1, init }, { true, LI_BOTH(cross->out), "", 1, 1, init },
-                          { true, LI_BOTH(cross->gate), "", 1, 1, init },
-                          li_norm_part(true, &layer->self_norm, "", &layer->config),
-                          li_norm_part(true, &layer->cross_norm, "", &layer->config) };
-  memcpy(parts + count, own, sizeof own);
-  return count + LI_LENGTH(own) +
-         li_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count + LI_LENGTH(own));
+  luna_linear_layer *const linear[] = { &cross->q, &cross->out, &cross->gate };
+  int count = li_causal_attention_parts(&layer->self_attention, parts);
+  for (int i = 0; i < LI_LENGTH(linear); i++, count++) {
+    parts[count] = parts[0];           /* a product's, too */
+    parts[count].weight = &linear[i]->weight;
+    parts[count].bias = &linear[i]->bias;
+  }
+  parts[count++] = li_norm_part(true, &layer->self_norm, ".weight", &layer->config);
+  parts[count++] = li_norm_part(true, &layer->cross_norm, ".weight", &layer->config);
+  return count + li_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
-/* Makes layer `index` as that of a model's `layers` is, or as the file and the config say. */
-LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, const void *layers, const li_st *st) {
+/* Makes layer `index` as that of a model's `layers` is, or as the file and the config say. `parts` is room. */
+LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, li_part *parts, const void *layers, const li_st *st) {
   luna_causal_layer *causal = &s->layers[index].of.causal;
   li_past *past = &s->layers[index].past;
-  li_part parts[LI_MAX_PARTS];
   char prefix[48];
   past->position = li_stream_inputs(s, s->inputs, 1).position;
   past->sources = s->sources;
@@ -19236,7 +19235,7 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   s->head_int8 = s->int8_size;
 
   for (int64_t i = 0; i < m->config.layers; i++)
-    if (!li_stream_layer_open(s, i, layers, st)) return false;
+    if (!li_stream_layer_open(s, i, parts, layers, st)) return false;
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (m->config.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
   if (m->config.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
