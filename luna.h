@@ -19471,7 +19471,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
   const char *name = __func__;
   luna_stream first;
-  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  luna_ctx *ctx = li_ctx_of(model ? model->params : NULL);
   if (!ctx) return NULL;
   if (!li_is_luna(&model->config.layer)) {
     li_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
@@ -19620,8 +19620,7 @@ LI_FN int64_t li_stream_head_read(const void *bytes, int64_t batch, const luna_l
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
   if (!to || !from) return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
   const li_stream_head head = li_stream_head_of(from->batch, 0, &from->model.config);
-  if (li_stream_head_read(&head, to->batch, &to->model.config) < 0)
-    return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
+  if (li_stream_head_read(&head, to->batch, &to->model.config) < 0) return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
   luna_status status = from->ctx.status;
   if (li_stream_on_device(to) && li_stream_on_device(from) && to->model_ctx != from->model_ctx)
     return li_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
@@ -19664,7 +19663,7 @@ struct luna_lm_state {
   int64_t batch;
   size_t size, layer_size;           /* bytes of a half, as a stream lays its state out, and of a layer in it */
   char *half[2];
-  int64_t *position[2];          /* [batch] */
+  int64_t *position[2];              /* [batch] */
   int now;                           /* the half to go on from */
   bool written;                      /* the step that goes on from it has written the other one */
 };
@@ -19715,8 +19714,9 @@ LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_
 
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) {
   const char *name = __func__;
-  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  luna_lm_state first;
+  luna_ctx *ctx = li_ctx_of(model ? model->params : NULL);
+  size_t layer_size = 0;
+  li_past none;
   if (!ctx) return NULL;
 
   const luna_layer_config *c = &model->config.layer;
@@ -19727,23 +19727,22 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   }
 
   if (!li_in(ctx, name, "batch", batch, 1, LI_MAX_COUNT / li_max(1, c->dim))) return NULL;
-  memset(&first, 0, sizeof first);
-  first.config = model->config;
-  first.params = model->params;
-  first.batch = batch;
-  (void)li_state_at(&first, NULL, &first.layer_size);
-  first.size = li_round(first.layer_size * (size_t)model->config.layers + (size_t)batch * sizeof(int64_t));
-  const size_t head = li_round(sizeof first);
-  char *at = (char *)li_persist_host(ctx, name, head + 2 * first.size + LI_ALIGN);
+  li_past_take(&none, c, batch, NULL, &layer_size);
+  const size_t layers = layer_size * (size_t)model->config.layers, head = li_round(sizeof(luna_lm_state));
+  const size_t size = li_round(layers + (size_t)batch * sizeof(int64_t));
+  char *at = (char *)li_persist_host(ctx, name, head + 2 * size + LI_ALIGN);
   if (!at) return NULL;
 
   luna_lm_state *s = (luna_lm_state *)(void *)at;
+  s->config = model->config;
+  s->params = model->params;
+  s->batch = batch;
+  s->size = size;
+  s->layer_size = layer_size;
   at += head + (LI_ALIGN - (uintptr_t)(at + head) % LI_ALIGN) % LI_ALIGN;
-  memset(at, 0, 2 * first.size);
-  *s = first;
   for (int i = 0; i < 2; i++) {
-    s->half[i] = at + (size_t)i * s->size;
-    s->position[i] = (int64_t *)(void *)(s->half[i] + s->layer_size * (size_t)model->config.layers);
+    s->half[i] = at + (size_t)i * size;
+    s->position[i] = (int64_t *)(void *)(s->half[i] + layers);
   }
 
   if (!model->params->state) model->params->state = s;
@@ -20048,7 +20047,7 @@ LI_FN luna_status li_decode(luna_ctx *ctx, luna_stream *s, const luna_generate_c
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths) {
   const char *name = __func__;
-  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  luna_ctx *ctx = li_ctx_of(model ? model->params : NULL);
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!li_is_given(ctx, name, "source", source != NULL) ||
       !li_is_given(ctx, name, "config, out or out_lengths", config && out && out_lengths)) return ctx->last_status;
