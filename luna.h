@@ -17724,7 +17724,7 @@ LI_FN bool li_st_put_entry(li_st_writer *w, const char *name, const char *dtype,
 LI_FN void li_st_fetch(li_st_writer *w, float *block, const float *from, int64_t n) {
   const size_t bytes = (size_t)n * sizeof(float);
   if (!w->device) memcpy(block, from, bytes);
-  else if (!w->failed) w->failed = w->device->backend->copy(w->device, block, from, bytes, 2) != LUNA_OK;
+  else w->failed = w->device->backend->copy(w->device, block, from, bytes, 2) != LUNA_OK;
 }
 /* Writes a tensor, whose `data` may be null where it has no elements. */
 LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
@@ -17995,15 +17995,15 @@ LI_FN luna_status li_load_borrowed(luna_ctx *ctx, void *set, li_st *st) {
   luna_params *params = (luna_params *)set;
   uint64_t *names = params->source.names;
   luna_error_id wrong;
-  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
+  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
   if (li_load_config(params, st) != LUNA_OK) return ctx->last_status;
 
   for (li_param *p = params->first; p; p = p->next) {
     li_borrowed(params, p->name, &p->tensor, st, &wrong);
-    if (wrong) return li_fail_status(ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
+    if (wrong) return li_fail_status(ctx, (int)wrong, ctx->call, p->name, &p->tensor);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
-    names = (uint64_t *)li_persist_host(ctx, "luna_load_borrowed", st->tensors * sizeof *names);
+    names = (uint64_t *)li_persist_host(ctx, ctx->call, st->tensors * sizeof *names);
     if (!names) return ctx->last_status;
   }
 
