@@ -18245,23 +18245,20 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
     li_st_put_tensor(w, LI_STATE, &like, data);
   }
 }
-/* An optimiser's name. A file has no name where a hook's is one of the first files: they were all Apollo's. */
-LI_FN const char *li_optimizer_name(uint64_t kind) {
-  static const char *const names[] = { "SGD", "Adam", "AdamW", "Apollo" };
-  return kind < (uint64_t)LI_LENGTH(names) ? names[kind] : "an unknown kind";
-}
+/* Compares the optimiser with that of a file, where the first hooks have no name: they were all Apollo's. */
 LI_FN luna_status li_optimizer_compare(const luna_optimizer *o, const li_st *st, uint64_t kind) {
-  luna_ctx *ctx = o->params->ctx;
-  li_st_text text;
+  static const char *const names[] = { "SGD", "Adam", "AdamW", "Apollo" };
   char hook[LI_HOOK_NAME + 1];
-  const char *name = li_optimizer_name(kind), *own = li_optimizer_name((uint64_t)o->kind);
+  li_st_text text;
+  const char *name = kind < (uint64_t)LI_LENGTH(names) ? names[kind] : "an unknown kind";
+  const char *own = o->hook ? o->hook->name : names[o->kind];
   if (kind == LUNA_OPTIMIZER_HOOK && li_st_meta(st, LI_OPTIMIZER_NAME, &text)) {
     (void)li_st_decode(text, hook, sizeof hook); /* cut where it is longer than any hook's */
     name = hook;
   }
-  if (o->hook) own = o->hook->name;
   if (kind == (uint64_t)o->kind && strcmp(name, own) == 0) return LUNA_OK;
-  return li_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, li_file_name(ctx), name, own);
+  return li_fail_status(o->params->ctx, LUNA_ERROR_OPTIMIZER_KIND, o->params->ctx->call, li_file_name(o->params->ctx),
+                        name, own);
 }
 LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_counters *c) {
   luna_ctx *ctx = o->params->ctx;
