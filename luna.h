@@ -19144,9 +19144,9 @@ LI_FN void li_stream_int8_file(luna_stream *s, const li_st *st) {
 /* Finds the values of a part, or of its bias, in the file. When it is false, s->ctx.error says what is wrong. */
 LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, const char *prefix,
                                const li_st *st, luna_tensor *own) {
-  char name[96];
+  char *name = s->ctx.error;
   li_st_tensor found;
-  li_print(name, sizeof name, "%s%s", prefix, p->name);
+  li_print(name, sizeof s->ctx.error, "%s%s", prefix, p->name);
   if (bias) memcpy(strrchr(name, '.'), ".bias", sizeof ".bias");
   if (li_st_value(st, name, &found) && li_st_like(&found, own)) {
     own->data = (float *)(uintptr_t)li_st_borrow(&found);
@@ -19157,8 +19157,8 @@ LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, cons
   }
 
   if (own->data || own->int8) return true;
-  li_print(s->ctx.error, sizeof s->ctx.error, "%s is missing, of another shape, not F32 (nor I8 with scales), not "
-           "aligned to 4 bytes, or this machine is not little-endian", name);
+  li_print(name + strlen(name), sizeof s->ctx.error - strlen(name), " is missing, of another shape, not F32 (nor I8 "
+           "with scales), not aligned to 4 bytes, or this machine is not little-endian");
   return false;
 }
 /* Makes the stream's own tensors of parts, which then point to them. They are copies of those that a model's point to,
@@ -19221,18 +19221,22 @@ LI_FN bool li_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, 
   return li_stream_move(s, to, mean->data, bytes, 2) &&
          li_stream_move(s, li_offset(to, luna_count(mean)), scale->data, bytes, 2);
 }
-/* Makes all tensors, of a model with `layers` or of the file, and computes what is computed once, but for what depends
-   on a decoder's sources. */
-LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
+/* Makes all tensors, of a model with `layers` or of the file. */
+LI_FN bool li_stream_tensors(luna_stream *s, const void *layers, const li_st *st) {
   luna_lm *m = &s->model;
   li_part parts[LI_MAX_PARTS];
   if (!li_stream_own(s, parts, li_lm_parts(m, parts), "", st)) return false;
   if (!m->config.outputs) m->output.weight = m->embedding;
   s->head = s->bump.part[0].used;
   s->head_int8 = s->int8_size;
-
   for (int64_t i = 0; i < m->config.layers; i++)
     if (!li_stream_layer_open(s, i, parts, layers, st)) return false;
+  return true;
+}
+/* Fills an opened stream: its tensors, and what is computed once, but for what depends on a decoder's sources. */
+LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
+  const luna_lm *m = &s->model;
+  if (!li_stream_tensors(s, layers, st)) return false;
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (m->config.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
   if (m->config.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
