@@ -16804,7 +16804,7 @@ LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_c
   if (c->max_length == 0) c->max_length = 512;
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
-        LUNA_EMBEDDING_SCALE_SQRT_DIM;
+                             LUNA_EMBEDDING_SCALE_SQRT_DIM;
   if (!li_is_luna(&c->layer)) c->layer.own_memory = false;
   if (!li_layer_good(ctx, &c->layer, LI_ENCODER_LAYER)) return false;
   m->vocab = vocab;
@@ -16816,15 +16816,15 @@ LI_FN bool li_encoder_init(luna_encoder *e, luna_params *params, const char *pre
   const luna_encoder_config *c = &e->config;
   const bool is_luna = li_is_luna(&c->layer), memory = is_luna && !c->layer.own_memory;
   const bool learned = c->positions == LUNA_POSITIONS_LEARNED, normed = c->norm_embedding;
-  const luna_init init = li_embedding_init(c->layer.dim, c->layer.bert_init);
+  const int64_t d = c->layer.dim;
+  const luna_init init = li_embedding_init(d, c->layer.bert_init);
   const luna_init projection = li_projection_init(c->layer.bert_init, true);
   li_part inputs[LI_MAX_PARTS] = {
-    { memory, LI_ALONE(e->memory), "projected_embeddings", c->layer.memory, c->layer.dim, init } };
-  const int count = 1 + li_input_parts(&e->input, c->features, c->layer.dim, projection, inputs + 1);
+    { memory, LI_ALONE(e->memory), "projected_embeddings", c->layer.memory, d, init } };
+  const int count = 1 + li_input_parts(&e->input, c->features, d, projection, inputs + 1);
   const li_part parts[] = {
-    { !c->features, LI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->layer.dim, init },
-    { learned, LI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, c->layer.dim,
-      init },
+    { !c->features, LI_ALONE(e->embedding), "embed_tokens.weight", vocab, d, init },
+    { learned, LI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, d, init },
     li_norm_part(normed, &e->embedding_norm, "emb_layer_norm.weight", &c->layer),
     li_norm_part(normed && memory, &e->memory_embedding_norm, "proj_emb_layer_norm.weight", &c->layer),
     li_norm_part(c->layer.pre_norm, &e->norm, "layer_norm.weight", &c->layer),
@@ -16914,23 +16914,24 @@ LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tenso
   const bool is_luna = li_is_luna(&c->layer);
   const bool hands_p = is_luna || c->layer.hook;
   luna_scope scope = luna_scope_begin(ctx);
+  luna_tensor *x = NULL;
   li_flow f = li_flow_of(NULL, p, own.lengths);
   f.x = luna_encoder_embed(e, &own, &f.p);
   for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->layer.own_memory : last_p != NULL);
     if (!f.x || !li_encoder_layer(&e->layers[c->tied_layers ? 0 : i], &scope, &f)) return false;
-    luna_tensor *result = f.wants_x ? f.x : f.p;
-    (void)li_results_so_far(&scope, result, f.wants_p ? f.p : NULL);
+    x = f.wants_x ? f.x : NULL;
+    p = f.wants_p ? f.p : NULL;
+    (void)li_results_so_far(&scope, x, p);
   }
-  if (f.wants_p) f.p = li_normalise(&e->memory_norm, f.p);
-  if (f.wants_x) f.x = li_normalise(&e->norm, f.x);
-  if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, own.lengths);
-  if ((f.wants_x && !f.x) || (f.wants_p && is_luna && !f.p)) return false;
-  luna_tensor *result = f.wants_x ? f.x : f.p;
-  (void)li_results(scope, result, f.wants_p ? f.p : NULL);
-  if (f.wants_p) *last_p = f.p;
-  if (f.wants_x) *last_x = f.x;
+  p = li_normalise(&e->memory_norm, p);
+  x = li_normalise(&e->norm, x);
+  if (!c->keep_padding) x = luna_mask(x, own.lengths);
+  if ((f.wants_x && !x) || (f.wants_p && is_luna && !p)) return false;
+  (void)li_results(scope, x, p);
+  if (f.wants_p) *last_p = p;
+  if (f.wants_x) *last_x = x;
   return true;
 }
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
@@ -17297,11 +17298,23 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   return LUNA_OK;
 }
 
-/* Whether a config is valid; false with a sentence. */
+/* Whether a hook is valid and runs on the context's device; false with a sentence. */
+LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_optimizer_hook *hook) {
+  const luna_backend *backend = ctx->backend;
+  if (!li_is_given(ctx, name, "hook", hook != NULL) ||
+      !li_is_given(ctx, name, "hook->name or hook->update", hook->name && hook->update) ||
+      !li_in(ctx, name, "the length of hook->name", (int64_t)strlen(hook->name), 1, LI_HOOK_NAME - 1) ||
+      !li_in(ctx, name, "hook->moments", hook->moments, 0, 3) ||
+      !li_is_rate(ctx, name, "hook->largest", hook->largest)) return false;
+  if (!li_on_device(ctx) || (backend->knows && backend->knows(hook))) return true;
+  return li_refuse_call(ctx, LUNA_ERROR_HOOK_CPU_ONLY, name, hook->name);
+}
+/* Whether a hook and a config are valid; false with a sentence. */
 LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
   const luna_optimizer_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
   const bool total = s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE;
+  if (o->kind == LUNA_OPTIMIZER_HOOK && !li_optimizer_hook_good(ctx, name, o->hook)) return false;
   if (!li_is_rate(ctx, name, "lr", c->lr) || !li_is_rate(ctx, name, "weight_decay", c->weight_decay) ||
       !li_is_rate(ctx, name, "epsilon", c->epsilon) || !li_is_probability(ctx, name, "momentum", c->momentum) ||
       !(c->clip >= 0 || li_is_rate(ctx, name, "clip", c->clip))) return false;
@@ -17314,21 +17327,22 @@ LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char 
          (!total || s->total > 0 || li_refuse_call(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total));
 }
 
-/* O(name, KIND, moments (SGD: with momentum), lr, beta1, beta2, epsilon), by kind */
-#define LI_OPTIMIZERS(O) \
-  O(sgd, SGD, 1, 0.01f, 0, 0, 0) O(adam, ADAM, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) \
-  O(adamw, ADAMW, 2, 1e-3f, 0.9f, 0.999f, 1e-8f)
+/* By luna_optimizer_kind: moments, SGD's with momentum, and defaults. What an optimiser does not have is 0. */
 typedef struct li_optimizer_defaults {
   const char *name;
   int moments;
   float lr, beta1, beta2, epsilon;
 } li_optimizer_defaults;
-/* Fills in its config's defaults. What it does not have is 0. */
-LI_FN void li_optimizer_default(luna_optimizer *o, const li_optimizer_defaults *d) {
+static const li_optimizer_defaults li_optimizers[] = {
+  { "luna_sgd", 1, 0.01f, 0, 0, 0 }, { "luna_adam", 2, 1e-3f, 0.9f, 0.999f, 1e-8f },
+  { "luna_adamw", 2, 1e-3f, 0.9f, 0.999f, 1e-8f }, { "luna_optimizer_open", 0, 1e-3f, 0, 0, 0 } };
+LI_FN void li_optimizer_default(luna_optimizer *o) {
   luna_optimizer_config *c = &o->config;
+  const li_optimizer_defaults *d = &li_optimizers[o->kind];
   const bool sgd = o->kind == LUNA_OPTIMIZER_SGD;
   if (c->lr == 0) c->lr = d->lr;
-  o->moments = sgd && c->momentum == 0 ? 0 : d->moments;
+  o->moments = o->hook ? o->hook->moments : d->moments;
+  if (sgd && c->momentum == 0) o->moments = 0;
   o->kept = o->moments + (c->average > 0);
   if (o->hook) return;
   if (c->beta1 == 0 || d->beta1 == 0) c->beta1 = d->beta1;
@@ -17338,7 +17352,8 @@ LI_FN void li_optimizer_default(luna_optimizer *o, const li_optimizer_defaults *
   if (!sgd) c->nesterov = false;
 }
 LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind kind, const luna_optimizer_hook *hook,
-                                        const li_optimizer_defaults *d, const luna_optimizer_config *config) {
+                                        const luna_optimizer_config *config) {
+  const char *name = li_optimizers[kind].name;
   luna_ctx *ctx = li_ctx_of(params);
   luna_optimizer like, *o = NULL;
   void *memory, *state;
@@ -17348,19 +17363,19 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
   like.hook = hook;
   like.params = params;
   if (config) like.config = *config;
-  li_optimizer_default(&like, d);
+  li_optimizer_default(&like);
   const li_persistent_mark mark = li_persistent(ctx);
   luna_status status = ctx->open_status;
-  if (params->borrowing) status = li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, d->name);
-  if (status == LUNA_OK && !li_optimizer_good(ctx, &like, d->name)) status = ctx->last_status;
+  if (params->borrowing) status = li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, name);
+  if (status == LUNA_OK && !li_optimizer_good(ctx, &like, name)) status = ctx->last_status;
   if (status == LUNA_OK && (!li_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
                             !li_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state)))
-    status = li_fail_memory(ctx, d->name, sizeof(luna_optimizer));
+    status = li_fail_memory(ctx, name, sizeof(luna_optimizer));
   if (status == LUNA_OK) {
     o = (luna_optimizer *)memory;
     *o = like;
     o->state = (luna_step_state *)state;
-    status = li_optimizer_join(o, d->name);
+    status = li_optimizer_join(o, name);
   }
   li_remember(ctx, status);
   if (status != LUNA_OK) {
@@ -17370,34 +17385,18 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
   o->next = ctx->optimizers;
   return ctx->optimizers = o;
 }
-#define LI_OPTIMIZER_OPEN(name, kind, ...) \
-  LUNA_API luna_optimizer *luna_##name(luna_params *params, const luna_optimizer_config *config) { \
-    static const li_optimizer_defaults defaults = { "luna_" #name, __VA_ARGS__ }; \
-    return li_optimizer_open(params, LUNA_OPTIMIZER_##kind, NULL, &defaults, config); \
-  }
-LI_OPTIMIZERS(LI_OPTIMIZER_OPEN) /* luna_sgd, luna_adam, luna_adamw */
-
-/* Whether a hook is valid and runs on the context's device; false with a sentence. */
-LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_optimizer_hook *hook) {
-  const luna_backend *backend = ctx->backend;
-  if (!li_is_given(ctx, name, "hook", hook != NULL) ||
-      !li_is_given(ctx, name, "hook->name or hook->update", hook->name && hook->update) ||
-      !li_in(ctx, name, "the length of hook->name", (int64_t)strlen(hook->name), 1, LI_HOOK_NAME - 1) ||
-      !li_in(ctx, name, "hook->moments", hook->moments, 0, 3) ||
-      !li_is_rate(ctx, name, "hook->largest", hook->largest)) return false;
-  if (!li_on_device(ctx) || (backend->knows && backend->knows(hook))) return true;
-  return li_refuse_call(ctx, LUNA_ERROR_HOOK_CPU_ONLY, name, hook->name);
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config) {
+  return li_optimizer_open(params, LUNA_OPTIMIZER_SGD, NULL, config);
+}
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config) {
+  return li_optimizer_open(params, LUNA_OPTIMIZER_ADAM, NULL, config);
+}
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config) {
+  return li_optimizer_open(params, LUNA_OPTIMIZER_ADAMW, NULL, config);
 }
 LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_optimizer_hook *hook,
                                              const luna_optimizer_config *config) {
-  luna_ctx *ctx = li_ctx_of(params);
-  if (!ctx) return NULL;
-  if (!li_optimizer_hook_good(ctx, __func__, hook)) {
-    li_remember(ctx, ctx->last_status);
-    return NULL;
-  }
-  const li_optimizer_defaults defaults = { __func__, hook->moments, 1e-3f, 0, 0, 0 };
-  return li_optimizer_open(params, LUNA_OPTIMIZER_HOOK, hook, &defaults, config);
+  return li_optimizer_open(params, LUNA_OPTIMIZER_HOOK, hook, config);
 }
 
 /* Makes a group the optimiser's last, in place of an earlier one that fits the same parameters; false: no memory. */
