@@ -12133,14 +12133,14 @@ LI_FN bool li_setup_begin(li_setup *s, const char *name, luna_params *params, vo
   s->made = made;
   s->size = size;
   if (!params) return false;
-  s->memory = li_persistent(params->ctx);
-  s->hooked = params->ctx->hooked;
+  luna_ctx *ctx = params->ctx;
+  s->memory = li_persistent(ctx);
+  s->hooked = ctx->hooked;
   s->before = *params;
-  params->ctx->setups++;
-  s->outer = li_enter(params->ctx, name);
-  params->ctx->last_status = params->ctx->open_status;
-  if (params->ctx->open_status != LUNA_OK) return false;
-  return li_is_given(params->ctx, name, "the layer or model", made != NULL);
+  ctx->setups++;
+  s->outer = li_enter(ctx, name);
+  ctx->last_status = ctx->open_status;
+  return ctx->open_status == LUNA_OK && li_is_given(ctx, name, "the layer or model", made != NULL);
 }
 /* Sets what comes first in the struct, often its config, and zeroes the rest. */
 LI_FN bool li_setup_config(const li_setup *s, const void *config, size_t size) {
@@ -15493,6 +15493,7 @@ LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part 
                                          const luna_layer_config *config) { \
     li_setup s; \
     luna_layer_config c; \
+    luna_ctx *ctx = li_ctx_of(params); \
     if (config) c = *config; \
     else memset(&c, 0, sizeof c); \
     const bool good = li_setup_begin(&s, __func__, params, layer, sizeof *layer) && \
@@ -15787,8 +15788,8 @@ LI_FN bool li_nested_attention_init(luna_nested_attention_layer *layer, luna_par
   return true;
 }
 /* luna_nested_attention_layer_init */
-LI_LAYER_INIT(luna_nested_attention_layer, li_layer_defaults(params->ctx, &c) &&
-              li_is_unused(params->ctx, "causal", c.causal, "in attention that is not causal"),
+LI_LAYER_INIT(luna_nested_attention_layer, li_layer_defaults(ctx, &c) &&
+              li_is_unused(ctx, "causal", c.causal, "in attention that is not causal"),
               li_nested_attention_init)
 
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; one row has the same order in both */
@@ -15975,8 +15976,8 @@ LI_FN bool li_causal_attention_init(luna_causal_attention_layer *layer, luna_par
   return true;
 }
 /* luna_causal_attention_layer_init */
-LI_LAYER_INIT(luna_causal_attention_layer, li_layer_defaults(params->ctx, &c) &&
-              li_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL),
+LI_LAYER_INIT(luna_causal_attention_layer, li_layer_defaults(ctx, &c) &&
+              li_in(ctx, ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL),
               li_causal_attention_init)
 
 /* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
@@ -16092,7 +16093,7 @@ LI_FN bool li_attention_defaults(luna_ctx *ctx, luna_layer_config *c, bool given
          li_in(ctx, ctx->call, "attention", (int64_t)c->attention, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR);
 }
 /* luna_attention_layer_init */
-LI_LAYER_INIT(luna_attention_layer, li_attention_defaults(params->ctx, &c, config != NULL), li_attention_init)
+LI_LAYER_INIT(luna_attention_layer, li_attention_defaults(ctx, &c, config != NULL), li_attention_init)
 
 /* Features phi are elu + 1. A column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T
    [v 1], divided by its last column. */
@@ -16196,19 +16197,20 @@ LI_FN luna_tensor *li_ffn_half(luna_scope *scope, const luna_layer_config *c,
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
 LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                          const char *prefix, const luna_layer_config *c) {
+  luna_ctx *ctx = params->ctx;
   if (c->hook) {
     const li_part gate = li_projection(c->output_gate, &other_attention->gate, "gate_proj.weight", c, false);
     if (!li_parts_init(params, prefix, &gate, 1)) return false;
-    li_hooked *hooked = (li_hooked *)li_persist_host(params->ctx, params->ctx->call, sizeof *hooked);
+    li_hooked *hooked = (li_hooked *)li_persist_host(ctx, ctx->call, sizeof *hooked);
     if (!hooked) return false;
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
-    if (!*hook_state && params->ctx->last_status == LUNA_OK)
-      li_fail_status(params->ctx, LUNA_ERROR_HOOK_INIT, params->ctx->call, prefix);
+    if (!*hook_state && ctx->last_status == LUNA_OK)
+      li_fail_status(ctx, LUNA_ERROR_HOOK_INIT, ctx->call, prefix);
     if (!*hook_state) return false;
-    hooked->older = params->ctx->hooked;
+    hooked->older = ctx->hooked;
     hooked->close = c->hook->close;
     hooked->layer = *hook_state;
-    params->ctx->hooked = hooked;
+    ctx->hooked = hooked;
     return true;
   }
   other_attention->config = *c;
@@ -16249,7 +16251,7 @@ LI_FN bool li_encoder_layer_init(luna_encoder_layer *layer, luna_params *params,
          li_parts_init(params, prefix, parts + 1, count - 1);
 }
 /* luna_encoder_layer_init */
-LI_LAYER_INIT(luna_encoder_layer, li_layer_good(params->ctx, &c, LI_ENCODER_LAYER), li_encoder_layer_init)
+LI_LAYER_INIT(luna_encoder_layer, li_layer_good(ctx, &c, LI_ENCODER_LAYER), li_encoder_layer_init)
 
 /* Luna attention with both residuals: eq. 6 without its last line. */
 LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
@@ -16325,8 +16327,8 @@ LI_FN bool li_decoder_layer_init(luna_decoder_layer *layer, luna_params *params,
          li_parts_init(params, prefix, parts + 1, count - 1);
 }
 /* luna_decoder_layer_init */
-LI_LAYER_INIT(luna_decoder_layer, (li_is_luna(&c) || li_is_luna_only(params->ctx, "a decoder layer")) &&
-              li_layer_good(params->ctx, &c, LI_DECODER_LAYER), li_decoder_layer_init)
+LI_LAYER_INIT(luna_decoder_layer, (li_is_luna(&c) || li_is_luna_only(ctx, "a decoder layer")) &&
+              li_layer_good(ctx, &c, LI_DECODER_LAYER), li_decoder_layer_init)
 
 /* Returns X', which is in f->x too. */
 LI_FN luna_tensor *li_decoder_layer(const luna_decoder_layer *layer, li_flow *f) {
@@ -16379,7 +16381,7 @@ LI_FN bool li_causal_layer_init(luna_causal_layer *layer, luna_params *params, c
          li_parts_init(params, prefix, parts + 2, count - 2);
 }
 /* luna_causal_layer_init */
-LI_LAYER_INIT(luna_causal_layer, li_layer_good(params->ctx, &c, LI_CAUSAL_LAYER), li_causal_layer_init)
+LI_LAYER_INIT(luna_causal_layer, li_layer_good(ctx, &c, LI_CAUSAL_LAYER), li_causal_layer_init)
 
 LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *x, li_past *past, int64_t horizon) {
   if (!li_layer_made(x, LI_OF(layer, feed_forward.fc1.weight), "luna_causal_layer_forward")) return NULL;
