@@ -11879,6 +11879,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
   int64_t matched = 0;
   if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, __func__);
   if (ctx->tape) return li_fail_status(ctx, LUNA_ERROR_FREEZE_TAPE);
+
   for (li_param *p = params->first; p; p = p->next) {
     luna_tensor *t = &p->tensor;
     if (name && !strstr(p->name, name)) continue;
@@ -11896,6 +11897,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     p->frozen_grad = grad;
     p->had_grad = has_grad;
   }
+
   if (matched) return LUNA_OK;
   return li_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "");
 }
@@ -11949,11 +11951,13 @@ LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, 
     const int64_t in = t->rank > 1 ? all / li_max(1, out) : all;
     f.scale *= (float)sqrt(6.0 / (double)li_max(1, in + out));
   }
+
   for (int64_t at = 0; at < all && status == LUNA_OK && !t->ctx->options.measure; at += 1024) {
     const int64_t n = li_min(1024, all - at);
     li_first_values(&f, block, at, n);
     status = t->ctx->backend->copy(t->ctx, t->data + at, block, (size_t)n * sizeof(float), 1);
   }
+
   return status;
 }
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape) {
@@ -11983,6 +11987,7 @@ LI_FN const float *li_borrowed(const luna_params *params, const char *name, cons
   const li_param *other = li_param_find(from, name);
   li_st_tensor t;
   *wrong = LUNA_ERROR_NONE;
+
   if (from) {
     if (!li_same_device(from->ctx, params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
     else if (!other) *wrong = LUNA_ERROR_BORROW_MISSING;
@@ -11990,6 +11995,7 @@ LI_FN const float *li_borrowed(const luna_params *params, const char *name, cons
     else return other->tensor.data;
     return NULL;
   }
+
   if (li_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   else if (!li_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
   else if (!li_st_like(&t, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
@@ -12022,6 +12028,7 @@ LI_FN luna_status li_fill(luna_ctx *ctx, float *data, const li_st_tensor *t) {
       status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
     }
   }
+
   return li_backend_result(ctx, "a parameter's values", status);
 }
 LI_FN luna_status li_param_load(li_param *p, const li_st_tensor *t) {
@@ -12066,11 +12073,13 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   void *memory, *data = NULL;
   luna_status status = LUNA_OK;
   luna_error_id wrong = LUNA_ERROR_NONE;
+
   if (count < 0) {
     const luna_tensor like = li_like(ctx, rank, shape);
     li_fail_status(ctx, LUNA_ERROR_SHAPE, "luna_param", name ? name : "the shape", &like, (int64_t)rank, LI_MAX_COUNT);
     return NULL;
   }
+
   if (!li_param_named(params, name) || !li_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_FORGET) ||
       !li_is_number(ctx, name, "init.scale", init.scale)) return NULL;
   if (params->filling && !li_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
@@ -12083,6 +12092,7 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
     li_fail_memory(ctx, "luna_param", (size_t)count * sizeof(float));
     return NULL;
   }
+
   li_param *p = (li_param *)memory;
   p->name = (char *)memcpy(p + 1, name, name_size);
   p->hash = li_hash(name);
@@ -12167,11 +12177,13 @@ LI_FN luna_status li_setup_end(const li_setup *s, bool good) {
   if (!good && s->made) memset(s->made, 0, s->size);
   if (!s->params) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
+
   if (!good) {
     li_setup_undo(s);
     status = ctx->last_status;
     if (status == LUNA_OK) status = LUNA_OUT_OF_MEMORY;
   }
+
   ctx->setups--;
   li_leave(ctx, s->outer);
   li_remember(ctx, status);
@@ -12227,6 +12239,7 @@ LI_FN luna_status li_params_put(luna_params *params, const char *key, const char
     params->replaced = pair;
     return LUNA_OK;
   }
+
   if (params->last_meta) params->last_meta->next = pair;
   else params->metas = pair;
   params->last_meta = pair;
@@ -15333,6 +15346,7 @@ LI_FN const li_field *li_field_next(const li_field *f, int kind) {
     if (f->of & kind) return f;
   return NULL;
 }
+
 /* Returns where a field is in a config of this kind. */
 LI_FN size_t li_field_at(const li_field *f, int kind) {
   if (f->in_layer && kind == LI_OF_LM) return f->at + offsetof(luna_lm_config, layer);
@@ -15358,6 +15372,7 @@ LI_FN void li_field_set(const li_field *f, int kind, void *config, int64_t value
   else if (f->fraction) memcpy(at, &fraction, sizeof fraction);
   else memcpy(at, &word, sizeof word);
 }
+
 /* Whether all fields of a config of this kind hold what they may; false with a sentence. */
 LI_FN bool li_fields_good(luna_ctx *ctx, int kind, const void *config) {
   float fraction;
@@ -15404,6 +15419,7 @@ LI_FN int64_t li_st_horizon(const li_st *st) {
   li_st_text text;
   return li_st_meta(st, "luna.horizon", &text) ? li_max(0, li_st_number(text)) : 0;
 }
+
 /* Returns the first field that a file's metadata lacks or has out of range, or null. */
 LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
   li_st_text text;
@@ -15430,11 +15446,13 @@ LI_FN bool li_name(luna_params *params, char out[LI_MAX_NAME], const char *prefi
   const size_t a = strlen(prefix);
   if (a && prefix[a - 1] == '.' && *name == '.') name++;
   const size_t b = strlen(name);
+
   if (a + b >= LI_MAX_NAME) {
     li_fail_status(params->ctx, LUNA_ERROR_NAME_LENGTH, params->ctx->call, (int64_t)(a + b),
                    (int64_t)LI_MAX_NAME - 1, prefix, name);
     return false;
   }
+
   memcpy(out, prefix, a);
   memcpy(out + a, name, b + 1);
   return true;
@@ -15484,6 +15502,7 @@ LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part 
     *p->bias = luna_param(params, name, 1, shape, li_init(LUNA_INIT_ZEROS, 0));
     if (!*p->bias) return false;
   }
+
   return true;
 }
 /* A layer's public init, LAYER_TYPE_init: `defaults` completes and checks c, a copy of the config; then come its
@@ -15604,11 +15623,13 @@ LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char
     if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
       return li_refuse(ctx, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i], (int64_t)0,
                        r->vocab - 1);
+
   for (int64_t i = 0; i < count && !tokens && !ctx->call; i++) {
     const float x = input->features[i];
     if (!li_is_finite(x) && x == x && li_is_real(input, i / k))
       return li_refuse(ctx, LUNA_ERROR_FEATURE, name, field, i, (double)x);
   }
+
   return true;
 }
 /* Whether an input layer can read it; false without a sentence where its init failed or was not called. */
@@ -16012,11 +16033,13 @@ LI_FN luna_tensor *li_causal_scores(const luna_causal_attention_layer *layer, lu
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2];
   const bool shared = p->rank == 2 || p->shape[0] == 1;
   luna_tensor *pq = li_causal_queries(layer, p), *bias;
+
   if (!li_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = li_split_heads(li_project(&layer->pc, x), h);
     if (shared && pq) pq = li_reshape(pq, 3, h, l, d / h, 1);
     return li_merge_heads(luna_matmul(k, pq, false, true));
   }
+
   luna_tensor *g = li_causal_folded(layer, pq, &bias);
   if (shared) return luna_linear(x, li_reshape(g, 2, h * l, d, 1, 1), li_reshape(bias, 1, h * l, 1, 1, 1));
   const int64_t b = p->shape[0];
@@ -16106,11 +16129,13 @@ LI_FN luna_tensor *li_linear_attention(luna_tensor *const qkv[3], int64_t heads,
   v = luna_mask(li_reshape(luna_concat(parts, 2, 3), 3, batch, n, width + heads, 1), lengths);
   q = luna_elu1(q);
   k = luna_mask(luna_elu1(k), lengths);
+
   if (causal) {
     luna_tensor *y = luna_causal_product(q, k, v, heads);
     y = luna_ratio(li_reshape(y, 4, batch, n, heads, width / heads + 1));
     return li_reshape(y, 3, batch, n, width, 1);
   }
+
   luna_tensor *y = luna_matmul(li_split_heads(k, heads), li_split_heads(v, heads), true, false);
   return li_merge_heads(luna_ratio(luna_matmul(li_split_heads(q, heads), y, false, false)));
 }
@@ -16213,6 +16238,7 @@ LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_stat
     ctx->hooked = hooked;
     return true;
   }
+
   other_attention->config = *c;
   return li_attention_init(other_attention, params, prefix);
 }
@@ -16291,6 +16317,7 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, 
     }
     if (!li_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
+
   if (!f->wants_p) f->p = NULL;
   if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* eq. 6, its last line */
   else (void)li_result(*scope, f->p);
@@ -16402,6 +16429,7 @@ LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *
     y = li_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, &f);
     y = li_residual(c, x, y, &layer->attention_norm);
   }
+
   return li_ffn_half(&scope, c, &layer->feed_forward, y, NULL);
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
@@ -16459,6 +16487,7 @@ LI_FN int64_t li_st_tensors(const li_st *st, double *numbers) {
   }
   return count;
 }
+
 /* Counts those of parts. */
 LI_FN int64_t li_parts_tensors(const li_part *parts, int count, double *numbers) {
   int64_t tensors = 0;
@@ -16470,6 +16499,7 @@ LI_FN int64_t li_parts_tensors(const li_part *parts, int count, double *numbers)
   }
   return tensors;
 }
+
 /* Sizes in a file's metadata are untrusted: before memory is laid out by them, the file's tensors must be as many and
    hold as many numbers. */
 LI_FN const char *li_lm_claims(const li_st *st, const luna_lm_config *c) {
@@ -16572,6 +16602,7 @@ LI_FN bool li_st_is_linformer(const li_st *st) {
   return !li_st_meta(st, LI_HOOK_KEY, &text) && li_st_meta(st, "luna.attention", &text) &&
          li_st_number(text) == LI_OLD_LINFORMER;
 }
+
 /* Finds the hook that a file names, or null where it names none, and loads its settings; false with a sentence. */
 LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hook **hook) {
   const luna_attention_hook *const *at = ctx->options.hooks;
@@ -16581,6 +16612,7 @@ LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hoo
   *hook = NULL;
   file.st = st;
   file.prefix = LI_HOOK_PREFIX;
+
   if (li_st_is_linformer(st)) {
     file.prefix = "luna." LI_LINFORMER "_";
     text.at = LI_LINFORMER;
@@ -16607,6 +16639,7 @@ LI_FN bool li_fields_describe(luna_params *params, const char *name, const luna_
   if (described) li_params_fix_horizon(params, layer->horizon);
   return described;
 }
+
 /* Makes the layers "PREFIXlayers.N." of a model; null with a sentence. */
 LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kind kind, int64_t count,
                            const luna_layer_config *config, int64_t max_length) {
@@ -16617,6 +16650,7 @@ LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kin
   char *layers = (char *)li_persist_host(params->ctx, params->ctx->call, (size_t)count * sizes[kind]);
   c.layers = count;
   c.max_length = max_length;
+
   for (c.layer = 0; layers && c.layer < count && status == LUNA_OK; c.layer++) {
     void *layer = layers + (size_t)c.layer * sizes[kind];
     li_print(number, sizeof number, "layers.%d.", c.layer);
@@ -16625,6 +16659,7 @@ LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kin
     if (kind == LI_DECODER_LAYER) status = luna_decoder_layer_init((luna_decoder_layer *)layer, params, name, &c);
     if (kind == LI_CAUSAL_LAYER) status = luna_causal_layer_init((luna_causal_layer *)layer, params, name, &c);
   }
+
   return status == LUNA_OK ? layers : NULL;
 }
 
@@ -16667,6 +16702,7 @@ LI_FN bool li_lm_init(luna_lm *model, luna_params *params) {
                                                       c->max_length);
   return model->layers && li_parts_init(params, "", parts + LI_LM_BEFORE, count - LI_LM_BEFORE);
 }
+
 /* luna_lm_init */
 LI_MODEL_INIT(lm, LI_LM_KIND, m.lm.layer, m.lm, LI_OF_LM)
 
@@ -16678,16 +16714,19 @@ LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table
   const li_reader r = { li_ctx_of(params), vocab, features, positions ? positions->shape[0] - first : 0 };
   return r;
 }
+
 /* Returns the context of a model whose init succeeded and whose input fits, else null. */
 LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char *name) {
   if (!m) return NULL;
   const li_reader r = li_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
   return li_input_fits(&r, input, name, "input") ? r.ctx : NULL;
 }
+
 /* Returns the label of step i of an input; -1 in padding. */
 LI_FN int32_t li_label(const luna_input *input, const int32_t *labels, int64_t i) {
   return li_is_real(input, i) ? labels[i] : -1;
 }
+
 /* Returns the cross-entropy of luna_linear(x, weight, bias), for a null weight of x, by labels of an input. */
 LI_FN luna_tensor *li_labels_loss(const char *name, luna_tensor *const in[3], const luna_input *input,
                                   const int32_t *labels, const luna_cross_entropy_config *config) {
@@ -16716,11 +16755,13 @@ LUNA_API luna_tensor *luna_as_part(luna_tensor *x) {
   y->own->cut.own = x->shape[0];
   return y;
 }
+
 /* Embeds tokens by a table or, where that is null, features. */
 LI_FN luna_tensor *li_embedded(luna_tensor *table, const luna_input_layer *layer, const luna_input *input) {
   if (!table) return luna_as_part(luna_input_layer_forward(layer, input));
   return luna_as_part(luna_embedding(table, input->tokens, input->batch, input->n));
 }
+
 /* Returns the rows of an input's longest sequence, at least 1, or `whole`, those of the batch that it is a part of. */
 LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
   if (whole > 0) return whole;
@@ -16730,6 +16771,7 @@ LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
     for (int64_t b = 0; b < input->batch; b++) longest = li_max(longest, input->lengths[b]);
   return li_min(longest, n);
 }
+
 /* Finds the state that this pass of the model continues, or null; false: it cannot. */
 LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_state **state);
 LI_FN int64_t li_state_position(const luna_lm_state *state);
@@ -16767,6 +16809,7 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   li_leave(ctx, outer);
   return status;
 }
+
 /* Returns the matrix of the logits. */
 LI_FN luna_tensor *li_lm_output(const luna_lm *model) {
   return model->output.weight ? model->output.weight : model->embedding;
@@ -16793,6 +16836,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
     in[1] = li_lm_output(model);
     in[2] = model->output.bias;
   }
+
   if (!in[0]) return NULL;
   luna_tensor *loss = li_labels_loss(__func__, in, input, labels, NULL);
   return li_state_written(model, li_result(scope, loss), input->n);
@@ -16853,6 +16897,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 LI_FN float li_embedding_factor(const luna_encoder_config *c) {
   return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->layer.dim) : 1.0f;
 }
+
 /* Returns s E[token] + position or, without a table, a projection of features + position; zeros where padded. */
 LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
   const luna_encoder_config *c = &e->config;
@@ -16872,6 +16917,7 @@ LI_FN luna_ctx *li_encoder_ctx(const luna_encoder *e, const luna_input *input, c
   const li_reader r = li_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
   return li_input_fits(&r, input, name, what) ? r.ctx : NULL;
 }
+
 /* Copies the input. Sequences without rows get lengths of 0, so that no slot of P is real. False: no memory. */
 LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
   const size_t bytes = (size_t)input->batch * sizeof(int32_t);
@@ -16890,6 +16936,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   const int64_t slots = li_min(c->layer.memory, li_longest(input, li_part_of(ctx).longest));
   const float factor = li_embedding_factor(c);
   luna_tensor *memory = p ? *p : NULL;
+
   if (e->memory && !memory) {
     memory = luna_slice(e->memory, 0, 0, slots);
     if (factor != 1) memory = luna_scale(memory, factor);
@@ -16901,6 +16948,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
   }
+
   if (p) *p = memory;
   return li_results(scope, li_embed(e, input), memory);
 }
@@ -16919,6 +16967,7 @@ LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tenso
   luna_tensor *x = NULL;
   li_flow f = li_flow_of(NULL, p, own.lengths);
   f.x = luna_encoder_embed(e, &own, &f.p);
+
   for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->layer.own_memory : last_p != NULL);
@@ -16927,6 +16976,7 @@ LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tenso
     p = f.wants_p ? f.p : NULL;
     (void)li_results_so_far(&scope, x, p);
   }
+
   p = li_normalise(&e->memory_norm, p);
   x = li_normalise(&e->norm, x);
   if (!c->keep_padding) x = luna_mask(x, own.lengths);
@@ -16990,6 +17040,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   if (!rows) return li_fail_null(x->ctx, __func__, "p");
   const int64_t dim = model->config.encoder.layer.dim;
   if (!li_is_sequence(__func__, memory ? "p" : "x", rows, rows->shape[0], dim)) return NULL;
+
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS:
       if (x->shape[1] < 1) return li_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
@@ -17081,19 +17132,23 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   const int64_t all = input->batch * input->n, classes = model->config.vocab;
   int64_t count = 0;
   if (!labels && all > 0) return li_fail_null(ctx, __func__, "labels");
+
   for (int64_t i = 0; i < all; i++) {
     const int32_t label = li_label(input, labels, i);
     if (label >= classes) return li_fail(ctx, LUNA_ERROR_LABEL_RANGE, __func__, i, (int64_t)label, classes);
     count += label >= 0;
   }
+
   int32_t *places = (int32_t *)li_step_host(ctx, __func__, (size_t)(2 * count) * sizeof(int32_t));
   if (!places) return NULL;
   int32_t *chosen = places + count;
+
   for (int64_t i = 0, k = 0; i < all; i++) {
     if (li_label(input, labels, i) < 0) continue;
     places[k] = (int32_t)i;
     chosen[k++] = labels[i];
   }
+
   /* the rows at those places */
   x = luna_embedding(li_reshape(x, 2, all, model->config.encoder.layer.dim, 1, 1), places, 1, count);
   x = li_masked_lm_head(model, x);
@@ -17165,11 +17220,13 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   li_flow f = li_flow_of(x, p, from.lengths);
   f.context = context;
   f.horizon = li_params_horizon(model->params, li_longest(target, li_part_of(ctx).target_longest));
+
   for (int64_t i = 0; i < model->config.decoder_layers && x; i++) {
     f.wants_p = i < model->config.decoder_layers - 1;
     x = li_decoder_layer(&model->layers[i], &f);
     f.x = x = li_results_so_far(&inner, x, f.p);
   }
+
   return li_result(scope, li_normalise(&model->norm, x));
 }
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
@@ -17255,6 +17312,7 @@ LI_FN float li_group_factor(float factor) {
   if (factor == 0) return 1;
   return factor < 0 ? 0.0f : factor;
 }
+
 /* Sets a parameter's rates, by the config and the last group that fits it. */
 LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
   t->lr = 1;
@@ -17265,6 +17323,7 @@ LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
     t->decay = o->config.weight_decay * li_group_factor(at->group.decay_factor);
   }
 }
+
 /* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends. */
 LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
@@ -17276,6 +17335,7 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
               li_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
               (!ctx->backend->allocate || li_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(li_trained));
+
   for (int64_t k = o->size; k < size && good; k++) {
     li_param *p = o->params->names.at[k];
     li_trained *t = (li_trained *)trained + k;
@@ -17288,6 +17348,7 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
       t->moment[i] = (float *)moment;
     }
   }
+
   if (!good) {
     li_persistent_rewind(ctx, mark);
     return li_fail_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
@@ -17311,6 +17372,7 @@ LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_op
   if (!li_on_device(ctx) || (backend->knows && backend->knows(hook))) return true;
   return li_refuse_call(ctx, LUNA_ERROR_HOOK_CPU_ONLY, name, hook->name);
 }
+
 /* Whether a hook and a config are valid; false with a sentence. */
 LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
   const luna_optimizer_config *c = &o->config;
@@ -17373,12 +17435,14 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
   if (status == LUNA_OK && (!li_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
                             !li_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state)))
     status = li_fail_memory(ctx, name, sizeof(luna_optimizer));
+
   if (status == LUNA_OK) {
     o = (luna_optimizer *)memory;
     *o = like;
     o->state = (luna_step_state *)state;
     status = li_optimizer_join(o, name);
   }
+
   li_remember(ctx, status);
   if (status != LUNA_OK) {
     li_persistent_rewind(ctx, mark);
@@ -17416,6 +17480,7 @@ LI_FN bool li_group_keep(luna_optimizer *o, const luna_param_group *group) {
     if (!kept) return false;
     name = (char *)memcpy(kept + 1, name, size);
   }
+
   kept->group = *group;
   kept->group.name = name;
   kept->next = NULL;
@@ -17458,6 +17523,7 @@ LI_FN float li_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
   const bool from_zero = o->hook && o->hook->from_zero;
   return o->config.lr * luna_schedule_at(&o->config.schedule, from_zero ? attempt : attempt + 1);
 }
+
 /* Returns the first parameter whose rates are too large, or null: then no update of a gradient of at most
    luna_rule.largest makes a parameter or a moment Inf. */
 LI_FN const li_trained *li_rates_too_large(const luna_optimizer *o, float lr) {
@@ -17480,6 +17546,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return li_backend_result(ctx, __func__, status);
 }
+
 /* Begins an average at the parameter's value. */
 LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
   luna_ctx *ctx = o->params->ctx;
@@ -17488,12 +17555,14 @@ LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
   return ctx->backend->copy(ctx, t->moment[o->moments], t->tensor->data, (size_t)luna_count(t->tensor) * sizeof(float),
                             0);
 }
+
 /* Lists the parameters that have a gradient. What changed goes to the device. */
 LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
   luna_ctx *ctx = o->params->ctx;
   int64_t reached = 0, first = 0;
   bool changed = false;
   luna_status status = LUNA_OK;
+
   for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) {
     li_trained *t = &o->trained[i];
     luna_update part;
@@ -17512,10 +17581,12 @@ LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
     changed = changed || reached >= o->reached || memcmp(&o->parts[reached], &part, sizeof part) != 0;
     memcpy(&o->parts[reached++], &part, sizeof part);
   }
+
   o->reached = reached;
   if (!changed || o->table == o->parts || status != LUNA_OK) return status;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
+
 /* Runs the backend's norm or update of all parts. */
 LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
   luna_ctx *ctx = o->params->ctx;
@@ -17571,6 +17642,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   if (!li_step(ctx, room, true, &scratch)) return li_fail_memory(ctx, __func__, room);
   luna_status status = ctx->open_status;
   ctx->writes++;
+
   for (const li_trained *t = o->trained; t < o->trained + o->size; t++) {
     if (!t->averaged || ctx->options.measure) continue;
     for (int64_t at = 0; at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
@@ -17580,6 +17652,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
         status = ctx->backend->copy(ctx, moves[i], moves[i + 1], bytes, 0);
     }
   }
+
   li_step_rewind(ctx, mark);
   if (status == LUNA_OK) o->swapped = !o->swapped;
   return li_backend_result(ctx, __func__, status);
