@@ -16171,15 +16171,15 @@ LI_FN bool li_layer_good(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind
   const bool causal = kind == LI_CAUSAL_LAYER, encoder = kind == LI_ENCODER_LAYER;
   const bool tied = causal && li_is_luna(c) && c->sharing != LUNA_SHARING_FULL;
   static const char other[] = "in an encoder or decoder layer";
-  const bool agrees = (!c->hook || li_is_unused(ctx, "layer.attention", c->attention, "with a hook")) &&
-      (causal || (li_is_unused(ctx, "layer.causal", c->causal, other) &&
-                  li_is_unused(ctx, "layer.convolution", c->convolution, other))) &&
-      (encoder || li_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) &&
-      (!tied || li_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer"));
+  const char *const not_tied = "or LUNA_SHARING_FULL in a causal layer";
+  if (c->hook && !li_is_unused(ctx, "layer.attention", c->attention, "with a hook")) return false;
+  if (!causal && (!li_is_unused(ctx, "layer.causal", c->causal, other) ||
+                  !li_is_unused(ctx, "layer.convolution", c->convolution, other))) return false;
+  if (!encoder && !li_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) return false;
+  if (tied && !li_is_unused(ctx, "layer.sharing", c->sharing, not_tied)) return false;
   c->causal = causal;
-  return agrees && li_layer_defaults(ctx, c) &&
-         li_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
-                     !c->hook || (c->hook->init && c->hook->forward));
+  return li_layer_defaults(ctx, c) && li_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
+                                                  !c->hook || (c->hook->init && c->hook->forward));
 }
 LI_FN int li_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, li_part *parts) {
   const luna_init init = li_projection_init(c->bert_init, true);
@@ -16242,22 +16242,31 @@ LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_stat
   other_attention->config = *c;
   return li_attention_init(other_attention, params, prefix);
 }
-/* x is f->x after the norm, when pre-norm. f->p becomes what a hook hands out, else null. */
+/* Returns f->x + attention of x, f->x after the norm when pre-norm. f->p becomes what a hook hands out, else null. */
 LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
                             void *hook_state, luna_tensor *x, const luna_norm_layer *norm, li_flow *f) {
   const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
-  luna_attention_call call = { x, f->x, c->pre_norm ? norm : NULL, f->p, f->lengths, f->causal,
-                               NULL, NULL, { NULL, NULL, NULL, NULL }, NULL };
+  luna_attention_call call;
+  luna_tensor *y;
+  memset(&call, 0, sizeof call);
+  call.x = x;
+  call.input = f->x;
+  if (c->pre_norm) call.norm = norm;
+  call.p = f->p;
+  call.lengths = f->lengths;
+  call.causal = f->causal;
   f->p = NULL;
-  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
-  if (c->output_gate) call.gate = li_gate(&other_attention->gate, x);
-  luna_tensor *y = c->hook->forward(hook_state, &call);
-  f->p = call.next_p;
-  for (int i = 0; i < LI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
-  if (!y && x->ctx->status != LUNA_OK) return NULL;
-  if (!y) return li_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name);
-  if (li_is_like(y, x)) return y;
-  return li_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
+
+  if (x && c->hook) {
+    if (c->output_gate) call.gate = li_gate(&other_attention->gate, x);
+    y = c->hook->forward(hook_state, &call);
+    f->p = call.next_p;
+    for (int i = 0; i < LI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
+    if (!y && x->ctx->status == LUNA_OK) return li_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name);
+    if (y && !li_is_like(y, x)) return li_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
+  } else y = luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
+
+  return li_residual(c, f->x, y, norm);
 }
 
 LI_FN bool li_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix) {
@@ -16308,8 +16317,7 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, 
   if (c->recompute == LUNA_RECOMPUTE_LAYER) own = luna_scope_recompute(f->x->ctx), scope = &own;
   if (!li_is_luna(c)) {
     luna_tensor *y = li_normed(c, f->x, &layer->attention_norm);
-    y = li_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
-    f->x = li_residual(c, f->x, y, &layer->attention_norm);
+    f->x = li_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
   } else {
     if (layer->memory) {
       f->p = luna_slice(layer->memory, 0, 0, li_min(c->memory, li_max(1, f->x->shape[1])));
@@ -16427,7 +16435,6 @@ LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *
     y = li_sum_normed(c, y, &layer->attention_norm);
   } else {
     y = li_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, &f);
-    y = li_residual(c, x, y, &layer->attention_norm);
   }
 
   return li_ffn_half(&scope, c, &layer->feed_forward, y, NULL);
