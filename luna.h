@@ -16304,7 +16304,8 @@ LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attentio
   return (!f->wants_x || x) && (!f->wants_p || p);
 }
 
-/* f->p stays as it was where P' is not wanted or there is none. */
+/* f->p stays as it was where P' is not wanted or there is none. The scope is what the layer's input lies in: its end
+   releases that, too. */
 LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, li_flow *f) {
   luna_tensor *p = f->p;
   luna_scope own;
@@ -16313,8 +16314,11 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, 
   const luna_layer_config *c = &layer->config;
   if (li_is_luna(c) && !p && !layer->memory)
     return li_refused(li_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p"));
-  /* A layer of an encoder ends the encoder's scope, which releases the last layer's x early. */
-  if (c->recompute == LUNA_RECOMPUTE_LAYER) own = luna_scope_recompute(f->x->ctx), scope = &own;
+  if (c->recompute == LUNA_RECOMPUTE_LAYER) {
+    own = luna_scope_recompute(f->x->ctx);
+    scope = &own;
+  }
+
   if (!li_is_luna(c)) {
     luna_tensor *y = li_normed(c, f->x, &layer->attention_norm);
     f->x = li_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
