@@ -471,7 +471,7 @@ typedef enum luna_activation {
    luna_stream_config.weights); BF16 for the operands of products (options.products). */
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_I8, LUNA_DTYPE_BF16 } luna_dtype;
 
-/* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
+/* Positions in a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions {
   LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED
 } luna_positions;
@@ -528,8 +528,8 @@ typedef struct luna_options {
   void *block;                       /* all memory, once and for all: then no allocator is ever called */
   size_t block_size;
   bool measure;                      /* compute nothing; luna_memory().peak is the block_size the same calls need */
-  /* each failure as it happens; with LUNA_OK what is none: skipped steps, a loss of which nothing counts, features that
-     were never fitted, a training that goes on with other products */
+  /* gets each failure as it happens and, with LUNA_OK, messages that are not failures: skipped steps, a loss of which
+     nothing counts, features that were never fitted, a resumed run with other products */
   void (*log)(void *user, luna_status status, const char *sentence);
   void *log_user;
   luna_form form;                    /* 0 = by cost */
@@ -572,15 +572,14 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all tensors made before it, the loss and views of parameters too, and all
-   scopes: luna_item gives NaN for these tensors, and every call that takes one fails with a sentence. A pointer to one
-   stays a pointer to a tensor until luna_close; from the second begin on that may be a new one, made in its place. So
-   keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails with
-   the first init, luna_load_model or _of, luna_params_open, luna_params_share, luna_param or optimiser that has failed
-   since the begin before it; the next begin no longer does. To try a file or a config whose failure is to have no
-   effect, use a context of its own and close it. */
-/* For steps that several processes share (examples/luna_ranks.h). After a begin it says which part of a larger batch
-   the inputs of models are, until the next begin: dropout then draws what it draws for the whole batch (on a device:
+/* A begin is either of these two. It ends all scopes and all tensors made before it, the loss and views of parameters
+   too: luna_item gives NaN for these tensors, and every other call that takes one fails with a sentence. A pointer to
+   one stays valid until luna_close, but from the second begin on another tensor may be in its place: keep the numbers.
+   Without a begin, memory grows with each forward. A begin fails with the first init, luna_load_model or _of,
+   luna_params_open, luna_params_share, luna_param or optimiser that has failed since the begin before it, once. To try
+   a file or a config whose failure has no effect, use a context of its own and close it. */
+/* For steps that several processes share (examples/luna_ranks.h). Says, after a begin and until the next one, which
+   part of a larger batch the inputs of models are. Dropout then draws what it draws for the whole batch (on a device:
    other masks for each part), and the memory's slots go by the whole batch's longest sequence. */
 typedef struct luna_part {
   int64_t first;                     /* sequences of the batch that are before this part */
@@ -659,7 +658,7 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
 typedef struct luna_scope { luna_ctx *ctx; uint64_t own[6]; } luna_scope; /* own: luna.h's */
-/* name: of the scope, for luna_trace; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
+/* `name`, which must stay valid, is the scope's for luna_trace; luna_scope_begin(ctx) gives the calling function's. */
 LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute);
 #define luna_scope_begin(ctx) luna_scope_begin_as(ctx, __func__, false)
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
@@ -696,7 +695,7 @@ LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values);
    context that measures says beforehand what is needed. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
-/* How many labels, targets or rows a mean loss of luna.h divides by: those that are not ignored. -1 for a sum and for
+/* The number of labels, targets or rows that a mean loss of luna.h divides by, without ignored ones; -1 for a sum and
    any other tensor. Processes that share a batch weight their losses by it. */
 LUNA_API int64_t luna_counted(const luna_tensor *loss);
 
@@ -707,7 +706,7 @@ LUNA_API int64_t luna_counted(const luna_tensor *loss);
    ------------------------------------------------------------------------------------------------------------------ */
 /* x in another shape of as many elements: a view. One size may be -1 and is then what the others leave. */
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);
-/* The places start .. start + count - 1 of an axis: of axis 0 a view, of another a copy. */
+/* The places start .. start + count - 1 of an axis: a view for axis 0, a copy for another. */
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count);
 /* A copy whose axis i is x's axis axes[i]. */
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
@@ -851,8 +850,8 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config);
 
-/* Of a student and its teacher: the mean over the rows of logits [...,V] of the cross-entropy with the rows of
-   `probabilities` [...,V], a tensor, into which a gradient flows too: luna_detach the teacher's. */
+/* For a student and its teacher: the mean, over rows of logits [...,V], of the cross-entropy with the rows of
+   `probabilities` [...,V]. A gradient flows into that tensor too: luna_detach the teacher's. */
 LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities);
 
 /* Losses of numbers: values of any shape and luna_count(values) targets in the same order -> [1], the mean over the
@@ -1015,17 +1014,17 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
                                             int64_t in, int64_t out, luna_init init);
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
-/* Likewise a norm over the last axis, of size dim: weight [dim], ones, and bias [dim], zeros, of a layer norm; an RMS
-   norm [arXiv 1910.07467] has no mean and no bias. */
+/* A norm over the last axis, of size dim: weight [dim], ones, and bias [dim], zeros; an RMS norm [arXiv 1910.07467] has
+   no mean and no bias. */
 typedef enum luna_norm_kind { LUNA_NORM_LAYER = 0, LUNA_NORM_RMS } luna_norm_kind;
 typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer; /* bias null: RMS norm */
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
                                           luna_norm_kind kind);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
-/* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
-   counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
-   luna_input_layer_fit, or luna_write. Where a training begins without, on numbers far from 1, options.log has it. */
+/* The embedding of a model of features: ((x - mean) scale) W^T + b, where a missing number (NaN) counts as its mean.
+   Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by luna_input_layer_fit,
+   or luna_write. Where training begins without them, on numbers far from 1, options.log says so. */
 typedef struct luna_input_layer {
   luna_params *params;               /* of a model of tokens there is nothing else */
   luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
@@ -1033,21 +1032,21 @@ typedef struct luna_input_layer {
 } luna_input_layer;
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init);
-/* From training data, all in one input: means and deviations over the real steps. What is not finite is left out; it is
-   an error where nothing at all is left. A feature that never changes, or of which nothing is left, gets scale 1. */
+/* Sets means and deviations from training data, all in one input, over the real steps. Numbers that are not finite are
+   left out; nothing left at all is an error. A feature that never changes, or has no number left, gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
 /* The input's features, standardised and projected: [batch,n,dim]. */
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
-/* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key
-   projection, keys with queries. Section 3.1 of version 2 names W_K and W_Q where
-   4.2 and its tables tie W_k with W_v, as the authors' code does: a slip. */
+/* How the projections are shared [section 3.1, also of version 1]: keys with values, not at all, no key projection,
+   keys with queries. Section 3.1 of version 2 names W_K and W_Q by mistake: section 4.2, its tables and the authors'
+   code tie W_k with W_v. */
 typedef enum luna_sharing {
   LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK
 } luna_sharing;
 
-/* Whether the memory of causal Luna attention forgets, which is not in the paper: NONE, its published form, is a mean
-   over the whole past; CONSTANT, each slot forgets at a learned rate; GATED, at a rate that each token decides
+/* Whether the memory of causal Luna attention forgets, which is not in the paper. NONE, the published form, is a mean
+   over the whole past; with CONSTANT each slot forgets at a learned rate, with GATED at a rate that each token decides
    (luna_causal_nested_config). */
 typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED } luna_forget;
 typedef enum luna_attention_kind {
@@ -1269,19 +1268,17 @@ typedef struct luna_lm {
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
 /* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths change nothing before a
-   sequence's end: they may be null. Given, they say what is padding: features there count as missing, and luna_lm_loss
-   ignores the labels. Fails in training where output_norm's means and deviations were never set (luna_lm_fit_outputs,
+   sequence's end, and may be null. Where they are given, features in the padding count as missing, and luna_lm_loss
+   ignores its labels. Fails in training where output_norm's means and deviations were never set (luna_lm_fit_outputs,
    luna_write or a load). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
-/* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts) or, with
-   .outputs, its class; labels that are negative or stand beyond input.lengths are ignored. As luna_cross_entropy finds
-   it, which knows no lengths, up to rounding, but of a large vocabulary no logits are stored
-   (luna_linear_cross_entropy). */
+/* The mean loss of those logits by labels [batch,n]: the next token of each place (the caller shifts) or, with
+   .outputs, its class. Negative labels and those beyond input.lengths are ignored. It is luna_cross_entropy's up to
+   rounding, but logits of a large vocabulary are not stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
-/* Sets the mean and the deviation of each output, of a model with output_norm, from training targets [rows,outputs],
-   all at once. NaN and Inf are left out; it is an error where nothing is left. An output that never changes gets
-   scale 1. */
+/* For a model with output_norm: sets the mean and the deviation of each output from all training targets
+   [rows,outputs]. NaN and Inf are left out; nothing left is an error. An output that never changes gets scale 1. */
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows);
 
 /* Encoder: embeddings and encoder layers; part of the models below. The default scale of embeddings is sqrt(dim), with
@@ -1434,7 +1431,7 @@ typedef struct luna_schedule {
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
 
 typedef struct luna_optimizer luna_optimizer;
-/* Of every optimiser: 0 = its default, and what it does not have has no effect. */
+/* The config of every optimiser. 0 is the default, and fields that an optimiser does not use have no effect. */
 typedef struct luna_optimizer_config {
   float lr;                          /* 0 = 1e-3; SGD: 0.01 */
   float momentum;                    /* SGD; below 1 */
@@ -1449,8 +1446,8 @@ typedef struct luna_optimizer_config {
   int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
                                         never */
 } luna_optimizer_config;
-/* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
-   with the context. Null config: defaults. */
+/* An optimiser trains all parameters of the set; those made later join at the next step, as if no loss had reached them
+   before. It is freed with the context. Null config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config);
 LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);   /* arXiv 1412.6980 */
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1711.05101 */
@@ -1482,35 +1479,34 @@ typedef struct luna_optimizer_hook {
 LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_optimizer_hook *hook,
                                              const luna_optimizer_config *config);
 
-/* A group: parameters that learn in another way than the config says, those that join later included.
-   { .max_rank = 1, .decay_factor = -1 }: no decay on norms and biases. luna_params_freeze is for those that do not
-   learn at all. */
+/* Overrides learning rate and decay for some parameters, including those that join later. With { .max_rank = 1,
+   .decay_factor = -1 } norms and biases have no decay. luna_params_freeze stops learning altogether. */
 typedef struct luna_param_group {
   const char *name;                  /* whose name has this in it; null = any */
   int max_rank;                      /* and of at most so many axes; 0 = any */
   float lr_factor;                   /* on the learning rate; 0 = 1, negative = 0 */
   float decay_factor;                /* on the weight decay; 0 = 1, negative = 0 */
 } luna_param_group;
-/* Adds a group, which is copied; of those that fit a parameter the last counts. LUNA_MISMATCH where none fits it. */
+/* Adds a group, which is copied; the last one that fits a parameter counts. LUNA_MISMATCH: it fits no parameter. */
 LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *optimizer, const luna_param_group *group);
 
-/* Exchanges the parameters with their averages, by .average of the config, a: after update t an average moves to its
-   parameter by (1 - a) / (1 - a^t) of the difference, so that first values leave no trace. Validate or save between
-   two such calls: between them the optimiser's other calls, and luna_save_training, fail. Parameters that no update has
-   reached stay as they are. */
+/* Exchanges the parameters with their averages. With a = config.average, an average moves to its parameter by (1 - a) /
+   (1 - a^t) of the difference after update t, so that first values leave no trace. Validate or save between two such
+   calls; the optimiser's other calls, and luna_save_training, fail there. Parameters that no update has reached stay as
+   they are. */
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *optimizer);
 /* For updates of your own: multiplies all gradients of the set by max_norm / norm where their global norm is larger (0:
-   never), and returns the norm before. One that is not finite changes nothing; NaN after a failure. Optimisers have
-   .clip, which on a device waits for nothing. */
+   never), and returns the norm before, NaN after a failure. A norm that is not finite changes nothing. Optimisers have
+   .clip, which does not wait for a device. */
 LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm);
 
-/* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
-   decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
-   optimiser's last step, it changes nothing and returns that failure: gradients come from luna_backward alone. A NaN or
-   Inf in the loss or among the gradients skips the update, and so does a norm that clipping leaves above 1e18 (a hook's
-   `largest`), whose moments could become Inf: parameters stay as they are, the next luna_item or luna_read reports it
-   to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
-   LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
+/* Uses and zeroes the gradients. A parameter that no luna_backward has reached has none and stays as it is, without
+   weight decay too. When a call since the last begin failed, or there was no luna_backward since this optimiser's last
+   step, it changes nothing and returns that failure. A NaN or Inf in the loss or a gradient skips the update, and so
+   does a norm that clipping leaves above 1e18 (a hook's `largest`), since moments could become Inf: parameters stay as
+   they are, the next luna_item or luna_read reports it to options.log, and luna_optimizer_skipped counts it. From
+   max_skips such steps in a row on it returns LUNA_NOT_FINITE until a step is good; on a device, by what luna_item or
+   luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 /* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
@@ -1519,7 +1515,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
 /* The rate now, by the schedule at the last step; before any, at the first. */
 LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
-/* Updates that were made, and those that were skipped as not finite, which do not count as made. */
+/* The updates that were made, and those that were skipped as not finite. */
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
 /* The global norm of the last step's gradients, before clipping; Inf above FLT_MAX. */
@@ -1536,9 +1532,9 @@ typedef struct luna_io {
   void *user;
   uint64_t size;                     /* bytes that can be read */
 } luna_io;
-/* Where a file is read from or written to: what one of these makes. luna_path: a file by its name. luna_bytes: bytes in
-   memory, to read. luna_buffer: memory to write to; *written is the file's size, also where that is more than the
-   capacity and the call fails: so a null buffer of capacity 0 asks for the size. luna_callbacks: functions. */
+/* Where a file is read from or written to, made by one of these calls. luna_path: a file by its name. luna_bytes: bytes
+   in memory, to read. luna_buffer: memory to write to; *written becomes the file's size, even if that is more than the
+   capacity and the call fails, so a null buffer of capacity 0 asks for the size. luna_callbacks: functions. */
 typedef struct luna_file {
   const char *path;
   const void *bytes;
@@ -1564,17 +1560,17 @@ LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
    into a set its values come as float. */
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
 #endif
-/* Copies the values into a set whose parameters have the file's names and shapes, and whose model, where the file says
-   what its model is, has the same config, heads and pooling too; not compared are dropouts and max_length.
-   luna_load_model takes the config from the file. luna_load_matching compares names and shapes alone. While it runs it
-   needs, as every call that opens a file, 8 bytes of the step's memory for each tensor and each text pair. */
+/* Copies the values into a set whose parameters have the file's names and shapes. Where the file has a model's config,
+   the set's model has the same one, but for dropouts and max_length. luna_load_model takes the config from the file,
+   luna_load_matching compares names and shapes alone. Every call that opens a file needs 8 bytes of the step's memory
+   for each tensor and each text pair while it runs. */
 LUNA_API luna_status luna_load(luna_params *params, luna_file file);
 /* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it
    cannot be trained. Called before init, it skips allocating initial values. */
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
-/* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a
-   classifier). Nothing matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter
-   left unchanged and each tensor not used. */
+/* Loads each parameter whose name and shape the file has, such as a pre-trained encoder into a classifier. Nothing
+   matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter left unchanged and each
+   tensor not used. */
 typedef struct luna_load_report {
   void (*report)(void *user, const char *name, const char *why);
   void *user;
@@ -1599,9 +1595,8 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_insp
 /* Writes the tensor's values as floats to out [count]; LUNA_UNSUPPORTED when they are not F32, F16, BF16 or F64. */
 LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out);
 
-/* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
-   checked against its tensors. Of a model with an attention hook options.hooks must have it. Else init the model, then
-   luna_load. */
+/* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are checked
+   against its tensors. A model's attention hook must be in options.hooks; else init the model, then luna_load. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
@@ -1613,8 +1608,8 @@ typedef struct luna_model {
   luna_seq2seq seq2seq;
 } luna_model;
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file);
-/* The same of one kind, into a luna_lm, luna_classifier, luna_masked_lm or luna_seq2seq: `model` points to the struct
-   of that kind, which no compiler checks. */
+/* Opens a model of one kind: `model` points to the struct of that kind (luna_lm, luna_classifier, luna_masked_lm or
+   luna_seq2seq), which no compiler checks. */
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file);
 
 #ifndef LUNA_NO_TRAIN
@@ -1652,16 +1647,16 @@ typedef struct luna_stream_config {
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error);
-/* Of a model with Luna attention. Open it after training: it copies what it folds (luna_form) of the weights, and reads
-   the others in place. Memory from the model's context's allocator, on a device from the device: all at once, a step
-   takes none. Null: the context says why. */
+/* Opens a stream of a model with Luna attention, after training: it copies the weights that it folds (luna_form), and
+   reads the others in place. Its memory comes from the allocator of the model's context, or from the device, all at
+   once: a step takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 /* Null is fine. A stream on the CPU may be closed after its model's context, too. */
 LUNA_API void luna_stream_close(luna_stream *stream);
 /* Logits [batch,vocab] after one token of each sequence [batch], valid until the next call; null for a token out of
    range. */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
-/* The same of a model of features: [batch,features], NaN where one is missing -> [batch,outputs].
+/* The same for a model of features: [batch,features], NaN where one is missing -> [batch,outputs].
    A sequence with a feature that luna_input does not allow does not make the step: its logits are NaN, its state stays,
    and LUNA_ERROR_STREAM_FEATURE says so; null when that is every sequence. These three calls also return logits that
    are not finite for another reason, and say so (LUNA_ERROR_STREAM_NOT_FINITE); no state becomes Inf or NaN. */
@@ -1709,7 +1704,7 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes,
 typedef struct luna_sampling {
   float temperature;                 /* logits are divided by it; 0 = greedy: the likeliest token */
   int32_t top_k;                     /* 0 = all */
-  float top_p;                       /* of these the likeliest whose probabilities reach it; 0 = 1, all
+  float top_p;                       /* among these, the likeliest whose probabilities reach it; 0 = 1, all
                                         [arXiv 1904.09751] */
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
@@ -1867,8 +1862,8 @@ typedef enum luna_trace_kind {
   LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* an op; what backward computes again is a forward once more */
   LUNA_TRACE_OPTIMIZER               /* the norm of an optimiser's gradients, or the update of its parameters */
 } luna_trace_kind;
-/* A path of scopes, without those that began while no function was set. A context holds 128 paths: a scope that would
-   need another sends no events, and its ops are in the scope around it. */
+/* A path of scopes, without those that began while no function was set. A context holds 128 paths. A scope beyond them
+   sends no events, and its ops are in the scope around it. */
 typedef struct luna_trace_scope {
   const char *name;                  /* a function's name without "luna_" */
   const struct luna_trace_scope *outer; /* the scope around it; null: none */
