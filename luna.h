@@ -8345,8 +8345,8 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 }
 
 LI_FN li_parallel li_parallel_of(const luna_run *run) {
-  const int64_t threads = run->parallel_for && run->threads > 1 ? li_min(run->threads, LI_MAX_THREADS) : 1;
-  const li_parallel p = { run->parallel_for, run->parallel_user, threads };
+  li_parallel p = { run->parallel_for, run->parallel_user, 1 };
+  if (run->parallel_for && run->threads > 1) p.threads = li_min(run->threads, LI_MAX_THREADS);
   return p;
 }
 
@@ -8411,10 +8411,15 @@ LI_FN bool li_gemm_of(const luna_gemm_args *args, li_gemm *g) {
   g->k = args->k;
   g->batch[0] = 1;
   g->batch[1] = batch;
-  g->a_column = args->transpose_a ? g->a_row : 1;
-  if (args->transpose_a) g->a_row = 1;
-  g->b_column = args->transpose_b ? g->b_row : 1;
-  if (args->transpose_b) g->b_row = 1;
+  g->a_column = g->b_column = 1;
+  if (args->transpose_a) {
+    g->a_column = g->a_row;
+    g->a_row = 1;
+  }
+  if (args->transpose_b) {
+    g->b_column = g->b_row;
+    g->b_row = 1;
+  }
   g->alpha = args->scale == 0 ? 1.0f : args->scale;
   g->activation = (int)li_activation_or(args->activation, LI_NO_ACTIVATION);
   g->accumulate = args->accumulate;
@@ -8470,8 +8475,9 @@ LI_FN bool li_attention_of(const luna_attention_args *args, li_attention *a) {
   const int64_t pairs = li_checked(args->batch, args->heads), d = args->head_dim;
   const int64_t dv = args->value_dim ? args->value_dim : d;
   const bool ragged = args->query_offsets != NULL;
-  const int64_t queries = ragged ? li_ragged_rows(args->query_offsets, args->batch) : args->queries;
-  const int64_t keys = ragged && args->key_offsets ? li_ragged_rows(args->key_offsets, args->batch) : args->keys;
+  int64_t queries = args->queries, keys = args->keys;
+  if (ragged) queries = li_ragged_rows(args->query_offsets, args->batch);
+  if (ragged && args->key_offsets) keys = li_ragged_rows(args->key_offsets, args->batch);
   const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
   const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
   *a = *args;
@@ -8506,9 +8512,13 @@ LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) 
 LI_FN luna_status li_attention_call(const luna_attention_args *args, bool backward) {
   li_attention a;
   if (!args || !li_attention_of(args, &a)) return LUNA_BAD_ARGUMENT;
-  int64_t queries = a.batch > 0 ? a.queries : 0;
-  if (a.query_offsets) queries = li_ragged_rows(a.query_offsets, a.batch);
-  const int64_t keys = a.key_offsets ? li_ragged_rows(a.key_offsets, a.batch) : a.keys;
+  int64_t queries = a.queries, keys = a.keys;
+  if (a.query_offsets) {
+    queries = li_ragged_rows(a.query_offsets, a.batch);
+    keys = li_ragged_rows(a.key_offsets, a.batch);
+  } else if (a.batch == 0) {
+    queries = 0;
+  }
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
   if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   const li_kernels *kernels = li_kernels_of(args->run.isa);
@@ -9292,8 +9302,7 @@ LI_FN int li_cores(void) {
   return (int)info.dwNumberOfProcessors;
 #else
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  if (cores < 1) return 1;
-  return cores > LI_MAX_THREADS ? LI_MAX_THREADS : (int)cores;
+  return (int)li_max(1, li_min(cores, LI_MAX_THREADS));
 #endif
 }
 
@@ -9588,7 +9597,8 @@ LI_FN void li_put(li_text *text, const char *s) { while (*s) li_put_char(text, *
 LI_FN void li_put_number(li_text *text, int64_t value) {
   char digits[24];
   int i = (int)sizeof digits - 1;
-  uint64_t rest = value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value;
+  uint64_t rest = (uint64_t)value;
+  if (value < 0) rest = 0 - rest;
   digits[i] = 0;
   do {
     digits[--i] = (char)('0' + rest % 10);
@@ -9721,7 +9731,8 @@ LI_FN luna_tensor *li_fail_op_memory(luna_ctx *ctx, const char *name, size_t byt
 }
 /* Reports a null input, unless its own failure is reported already. */
 LI_FN luna_tensor *li_fail_null(luna_ctx *ctx, const char *name, const char *what) {
-  return ctx->status == LUNA_OK ? li_fail(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what) : NULL;
+  if (ctx->status == LUNA_OK) li_fail(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
+  return NULL;
 }
 
 /* --- what configs may hold: true, or false with a sentence --- */
@@ -10008,7 +10019,8 @@ LI_HOT void *li_piece_at(const luna_ctx *ctx, const li_piece *piece) {
   if (!li_computes(ctx)) return NULL;
   if (ctx->options.block) return ctx->block_start + piece->place;
   while (chunk && piece->place - chunk->place >= chunk->used) chunk = chunk->next;
-  return chunk ? chunk->start + (piece->place - chunk->place) : NULL; /* null: one of no bytes */
+  if (!chunk) return NULL;           /* a piece of no bytes */
+  return chunk->start + (piece->place - chunk->place);
 }
 LI_FN void li_piece_link(luna_ctx *ctx, li_piece *piece, li_piece *below) {
   piece->below = below;
@@ -10044,11 +10056,15 @@ LI_HOT void li_piece_remove(luna_ctx *ctx, li_piece *piece) {
   li_piece **link = &ctx->pieces, *before = piece->by_size[0], *after = piece->by_size[1];
   while (*link != piece) link = &(*link)->by_size[li_piece_before(*link, piece)];
   while (before && after) {
-    const bool first = li_piece_priority(before) > li_piece_priority(after);
-    *link = first ? before : after;
-    link = &(*link)->by_size[first];
-    if (first) before = *link;
-    else after = *link;
+    if (li_piece_priority(before) > li_piece_priority(after)) {
+      *link = before;
+      link = &before->by_size[1];
+      before = *link;
+    } else {
+      *link = after;
+      link = &after->by_size[0];
+      after = *link;
+    }
   }
   *link = before ? before : after;
   piece->by_size[0] = piece;
@@ -10179,8 +10195,9 @@ LI_FN bool li_open_threads(luna_ctx *ctx) {
   if (threads <= 0) threads = o->parallel_for ? 1 : li_cores();
   ctx->parallel.run = o->parallel_for;
   ctx->parallel.user = o->parallel_user;
-  ctx->parallel.threads = threads < LI_MAX_THREADS ? threads : LI_MAX_THREADS;
+  ctx->parallel.threads = li_min(threads, LI_MAX_THREADS);
   if (o->parallel_for || threads == 1) return true;
+
 #ifdef LI_NO_POOL
   ctx->parallel.threads = 1;
 #else
@@ -10191,6 +10208,7 @@ LI_FN bool li_open_threads(luna_ctx *ctx) {
   if (!li_persist(ctx, pool_size + (size_t)(ctx->parallel.threads - 1) * sizeof(li_thread), false, &memory))
     return false;
   if (o->measure || workers == 0) return true;
+
   li_pool_open((li_pool *)memory, (li_thread *)(void *)((char *)memory + pool_size), workers);
   if (((li_pool *)memory)->workers == 0) return true;
   ctx->parallel.run = li_pool_run;
@@ -10548,8 +10566,10 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
 #endif /* !LUNA_NO_TRAIN */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>impl_trace: the events of luna_trace. Paths of scopes are kept once each, so that an op of the tape can name its
-   own. First the clock, then scopes and begins, then ops and what they cost. Guarded by tests/engine/profile.c.
+   >>impl_trace: the events of luna_trace
+   Paths of scopes are kept once each (li_trace_paths), so that an op of the tape can name its own. First comes the
+   clock, then scopes and begins, then ops and what they cost: an op with products of its own takes a case of
+   li_op_flops. Guarded by tests/engine/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
@@ -10582,7 +10602,7 @@ LUNA_API luna_status luna_trace(luna_ctx *ctx, luna_tracer function, void *user)
   return LUNA_OK;
 }
 
-/* An event that starts now. */
+/* Returns an event that starts now. */
 LI_FN luna_trace_event li_trace_start(luna_ctx *ctx, luna_trace_kind kind, const char *name,
                                       const luna_trace_scope *scope) {
   luna_trace_event e;
@@ -10600,7 +10620,7 @@ LI_FN void li_trace_send(luna_ctx *ctx, luna_trace_event e) {
   if (ctx->trace) ctx->trace(ctx->trace_user, &e);
 }
 
-/* The path from the scope under way to one of this name inside it; null when no more are held. */
+/* Returns the path of a scope of this name inside the one under way; null where no more are held. */
 LI_FN luna_trace_scope *li_trace_path(luna_ctx *ctx, const char *name) {
   li_trace_paths *paths = ctx->paths;
   if (strncmp(name, "luna_", 5) == 0) name += 5;
@@ -10640,7 +10660,7 @@ LI_FN void li_trace_begin(luna_ctx *ctx, const char *name) {
   if (ctx->trace) li_trace_send(ctx, li_trace_start(ctx, LUNA_TRACE_BEGIN, name, NULL));
 }
 
-/* The flops of an op's products, forward. */
+/* Returns the flops of an op's products, forward. */
 LI_FN double li_op_flops(const luna_op *op) {
   const luna_tensor *a = op->in[0], *b = op->in[1], *c = op->in[2];
   const double count = (double)luna_count(a), out = (double)luna_count(op->out[0]);
@@ -10662,20 +10682,20 @@ LI_FN double li_op_flops(const luna_op *op) {
     default: return 0;
   }
 }
-/* The bytes that an op reads and writes: forward all inputs and results; backward the gradients of both, and the data
-   that it reads. */
+/* Returns the bytes that an op reads and writes: forward, all inputs and results; backward, the gradients of both and
+   the data that it reads. */
 LI_FN double li_op_bytes(const luna_op *op, bool backward) {
   const int reads = li_ops[op->kind].reads;
   double floats = 0;
   for (int i = 0; i < op->outputs; i++)
-    floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
+    floats += (double)luna_count(op->out[i]) * (1 + (backward && reads & LUNA_READS_OUT(i)));
   for (int i = 0; i < op->inputs; i++) {
     const luna_tensor *t = op->in[i];
     const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* of which only rows are read */
     const double count = (double)luna_count(table ? op->out[0] : t);
     if (!t) continue;
     if (!backward || reads & LUNA_READS_IN(i)) floats += count;
-    if (backward && t->needs_grad) floats += count * (op->sets >> i & 1 ? 1 : 2);
+    if (backward && t->needs_grad) floats += count * (2 - (op->sets >> i & 1));
   }
   return floats * (double)sizeof(float) + (double)op->kept_size;
 }
