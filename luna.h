@@ -20,11 +20,6 @@
      A classifier that pools P (the default) does not use its last layer's unpack and feed-forward: they are not
      computed and have no gradient, and a parameter without gradient is changed by no optimiser, nor by weight decay.
 
-   WHEN NOT TO USE IT
-     Use softmax attention (layer.attention = LUNA_ATTENTION_SOFTMAX) when sequences are short, since Luna's gain grows
-     with n / l, and when a task must find or copy single distant tokens exactly, since all that passes between tokens
-     goes through l slots. Weights of a pre-trained Transformer belong to another function.
-
    HOW TO USE IT
      0. In one C or C++ file of its own:
             #define LUNA_IMPLEMENTATION
