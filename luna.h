@@ -171,9 +171,9 @@
 #ifndef LUNA_H
 #define LUNA_H
 
-/* =====================================================================================================================
+/* ========================================
    1. Public API
-   ================================================================================================================== */
+   ======================================== */
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -203,9 +203,9 @@
 #endif
 
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>status
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 typedef enum luna_status {
   LUNA_OK = 0,
   LUNA_BAD_ARGUMENT,                 /* invalid argument */
@@ -485,9 +485,9 @@ typedef struct luna_input {
 
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>context: memory, threads, errors, the step protocol
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 typedef struct luna_ctx luna_ctx;
 typedef struct luna_tensor luna_tensor;
 typedef struct luna_backend luna_backend;
@@ -607,11 +607,11 @@ LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *se
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage;
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
    on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #define LUNA_MAX_RANK 4
 
 struct luna_tensor {
@@ -694,11 +694,11 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
    any other tensor. Processes that share a batch weight their losses by it. */
 LUNA_API int64_t luna_counted(const luna_tensor *loss);
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>ops: functions of tensors, which luna_backward differentiates
    Comments give the shapes of tensors; "..." stands for any leading axes. The source is in brackets. What a call is
    given, arrays and configs too, it copies or reads before it returns.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* x in another shape of as many elements: a view. One size may be -1 and is then what the others leave. */
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);
 /* The places start .. start + count - 1 of an axis: a view for axis 0, a copy for another. */
@@ -946,9 +946,9 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out);
    by the rule of luna_dropout, the same in both functions. Each is 0 or 1 / (1 - dropout). */
 LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors);
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>params: named parameters, what optimisers and checkpoints go by
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 typedef struct luna_params luna_params;
 typedef enum luna_init_kind {
   LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY,
@@ -996,12 +996,12 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
 LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key);
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
    An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
    with a sentence in the context of its input, a model's without one, as no context is known. Fields of an attention
    that is not chosen have no effect.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* luna_linear with parameters: "PREFIX.weight" [out,in], by init, and "PREFIX.bias" [out], zeros; the prefix may end in
    the dot or not. x [...,in] -> [...,out]. */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
@@ -1230,10 +1230,10 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 /* x [batch,n,d] -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do. model.config has the
    defaults in place of zeros.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
    it finds classes or values at each step: a detector, a forecaster. */
 typedef struct luna_lm_config {
@@ -1405,9 +1405,9 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
 LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                         const int32_t *labels, const luna_cross_entropy_config *config);
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>trainer
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 /* A factor on the learning rate, a pure function of the step (from 1): linear warm-up, then a decay. */
 typedef enum luna_decay {
@@ -1517,10 +1517,10 @@ LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
 LUNA_API float luna_optimizer_grad_norm(const luna_optimizer *optimizer);
 #endif
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file
    whole.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
   bool (*write)(void *user, const void *bytes, size_t size);
@@ -1617,13 +1617,13 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_fi
 LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file file);
 #endif
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>stream: a causal language model with Luna attention, one token at a time, in constant memory
    A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a
    device is stored and runs there, only tokens and logits are copied: it is used by the thread of its model's context,
    its work is queued on that context's stream, and it is closed before that context is. When the device fails, a step
    returns null, and so do all later ones. A saved state loads on host and device alike.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
   int64_t batch;                     /* sequences side by side; 0 = 1 */
@@ -1721,7 +1721,7 @@ typedef struct luna_generate_config {
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths);
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
    reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
@@ -1729,7 +1729,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    Scratch: luna_..._scratch(&args) bytes. Without it (null) a forward call uses at most 8 KB of stack and is slower or,
    where that cannot be enough, returns LUNA_OUT_OF_MEMORY, as each backward call then does. LUNA_ISA_REFERENCE has no
    backward pass: LUNA_UNSUPPORTED. Nothing is written on failure.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 
 /* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times. */
 typedef struct luna_gemm_args {
@@ -1833,7 +1833,7 @@ LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_ar
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>trace: a function of yours sees each op, forward and backward, with its time.
 
        static void show(void *user, const luna_trace_event *e) {
@@ -1850,7 +1850,7 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
    function may call luna_trace and luna_seconds with the context, nothing else. An event is valid until the function
    returns, names and scopes until luna_close. Streams send no events. examples/luna_profile.h makes a table or a
    timeline of the events.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 typedef enum luna_trace_kind {
   LUNA_TRACE_BEGIN = 0,              /* luna_begin_step or luna_begin_inference, which ends all scopes */
   LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* a scope that is ended several times ends at the first */
@@ -1883,12 +1883,12 @@ LUNA_API luna_status luna_trace(luna_ctx *ctx, luna_tracer function, void *user)
 LUNA_API double luna_seconds(luna_ctx *ctx);
 #endif /* LUNA_H */
 
-/* =====================================================================================================================
+/* ========================================
    2. Implementation
-   ================================================================================================================== */
+   ======================================== */
 #if (defined(LUNA_IMPLEMENTATION) || defined(LUNA_BACKEND)) && !defined(LI_BACKEND_H)
 #define LI_BACKEND_H
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>backend: the table of functions that a device implements
    An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
    a status. It takes and returns no host value that changes from step to step: those are in luna_step_state, in backend
@@ -1896,7 +1896,7 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
    A file without the implementation sees this chapter if it defines LUNA_BACKEND before it includes luna.h. It is not
    frozen: ops, entries and structs may change with any version of luna.h, and luna_open takes no backend that was
    compiled with another.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
    its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). */
 #define LUNA_ACTIVATIONS(M) \
@@ -8303,10 +8303,10 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
 #undef LUNA_API
 #define LUNA_API LI_RARE
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_status: version, statuses, and the sentences of errors
    All of them come from LUNA_ERRORS and luna_status, where another one is added. Guarded by tests/robust/mistakes.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
   static const char *const text[] = { /* in luna_status's order */
@@ -8328,13 +8328,13 @@ LI_FN const char *li_sentence_of(luna_error_id id) {
 static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) };
 #undef LI_ERROR
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_functions: the calls without a context
    For each kind, li_..._of checks public arguments and makes a kernel's of them, with strides in place of zeros; then
    come the size of the scratch and the call. A call runs the reference where its scratch is too small. To add a kind,
    write these three, and cases in tests/engine/ops.c and tests/robust/arguments.c, which guard this chapter with
    tests/engine/gradients.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   if (counter && out) li_philox(counter, key, out);
 }
@@ -8638,7 +8638,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
 }
 #endif
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>safetensors: reading files of tensors, without allocation or stdio
    A file has 8 bytes, little-endian, that are the header's size; the header, {"__metadata__": {"key": "value", ...},
    "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces; and the data, which the tensors
@@ -8646,7 +8646,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
    and stay inside it. li_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header
    costs n log n. In this order: text, JSON, tensors and pairs, the index, numbers. A new dtype is a row of
    LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #define LI_ST_RANK 8                          /* dimensions a tensor may have */
 #define LI_ST_NAME 1032                       /* bytes of a parameter's name and ".scale" */
 #define LI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
@@ -9178,11 +9178,11 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
   return true;
 }
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>threads: a pool that hands work over in microseconds: its threads spin, then sleep
    It has at most one thread a core; shares beyond wait for one. First come the system's threads, locks and atomics,
    then li_pool. Another system takes a block of the same macros. Guarded by tests/engine/threads.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #ifdef _WIN32 /* threads, the clock, files */
 #ifndef WIN32_LEAN_AND_MEAN
 #define WIN32_LEAN_AND_MEAN
@@ -9399,7 +9399,7 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 }
 #endif /* !LI_NO_POOL */
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_context: contexts, failures and memory
    Memory is persistent (parameters and moments: until close) or belongs to the step (activations: a stack that a begin
    empties). Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows what
@@ -9407,7 +9407,7 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
    the structs (luna_ctx, li_tensor_state, li_op_state), then sentences and failures, memory (li_persist, li_step,
    li_piece), and open, close and begin. A new failure is a row of LUNA_ERRORS. Guarded by tests/engine/memory.c and
    tests/robust/mistakes.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #include <stdarg.h>
 #if !defined(LUNA_MALLOC) && !defined(LUNA_FREE)
 #include <stdlib.h>
@@ -10560,12 +10560,12 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
 }
 #endif /* !LUNA_NO_TRAIN */
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_trace: the events of luna_trace
    Paths of scopes are kept once each (li_trace_paths), so that an op of the tape can name its own. First comes the
    clock, then scopes and begins, then ops and what they cost: an op with products of its own takes a case of
    li_op_flops. Guarded by tests/engine/profile.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
 #endif
