@@ -767,9 +767,9 @@ typedef struct luna_feed_forward_config {
   luna_tensor *residual;             /* [...,out], added to the result, or null */
   /* the hidden layer is computed again in backward, to the same bits, instead of kept */
   bool recompute;
-  luna_tensor *gate, *gate_bias;     /* [hidden,in], and [hidden] or null: the hidden layer is act(x W1^T + b1) times
-                                        x G^T + g [arXiv 2002.05202]: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with
-                                        LUNA_ACTIVATION_SILU; null: not gated */
+  /* [hidden,in], and [hidden] or null: the hidden layer is act(x W1^T + b1) times x G^T + g [arXiv 2002.05202]: GLU
+     with LUNA_ACTIVATION_SIGMOID, SwiGLU with LUNA_ACTIVATION_SILU; null: not gated */
+  luna_tensor *gate, *gate_bias;
 } luna_feed_forward_config;
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config);
@@ -829,10 +829,11 @@ typedef struct luna_cross_entropy_config {
   float smoothing;                   /* label smoothing, 0..1 */
   bool ignore;                       /* ignore labels equal to ignore_index; negative labels are ignored anyway */
   int32_t ignore_index;
-  bool sum;                          /* default: mean over labels that count (0 when none does, and options.log has
-                                        a sentence) */
-  const float *class_weights;        /* [V] or null: factors of the rows' losses, by their labels. A mean divides by the
-                                        number of labels that count, not by the sum of their factors */
+  /* default: mean over labels that count (0 when none does, and options.log has a sentence) */
+  bool sum;
+  /* [V] or null: factors of the rows' losses, by their labels. A mean divides by the number of labels that count, not
+     by the sum of their factors */
+  const float *class_weights;
 } luna_cross_entropy_config;
 /* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
    -Inf gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay
@@ -932,8 +933,9 @@ typedef struct luna_custom {
   const void *state;
   size_t state_size;
   size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
-  bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which a
-                                        graph may keep a recording; they read nothing back and never wait */
+  /* on a device: what they do with the same tensors is the same work, of which a graph may keep a recording; they read
+     nothing back and never wait */
+  bool recordable;
   float dropout;                     /* the op drops with this probability: luna_custom_dropout; outside training 0 */
   int64_t dropped;                   /* how many elements it numbers for that, those of one sequence after another's */
 } luna_custom;
@@ -1060,36 +1062,41 @@ typedef struct luna_layer_config {
   int64_t ffn;                       /* 0 = 4 dim; at most 2^22 */
   luna_sharing sharing;              /* 0 = tied; causal Luna attention: tied or full */
   luna_activation activation;        /* of the feed-forward; 0 = ReLU */
-  bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
-                                        with LUNA_ACTIVATION_SILU */
-  luna_activation omega;             /* of causal Luna attention without forget: 0 = SOFTPLUS2, of the authors' code;
-                                        or SOFTPLUS, ELU1, of the paper's text */
+  /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with LUNA_ACTIVATION_SILU */
+  bool gated;
+  /* of causal Luna attention without forget: 0 = SOFTPLUS2, of the authors' code; or SOFTPLUS, ELU1, of the paper's
+     text */
+  luna_activation omega;
   bool pre_norm;                     /* default: post-norm */
   luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
-  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
-                                        models also of embeddings and of a classifier's features */
+  /* of attention's and the feed-forward's result, before each residual sum; in models also of embeddings and of a
+     classifier's features */
+  float dropout;
   float attention_dropout;           /* of attention matrices (encoder: pack and unpack; causal: unpack) */
   float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
   bool bert_init;                    /* N(0, 0.02) instead of Xavier */
   bool causal;                       /* of a luna_attention_layer: query i sees keys j <= i. A causal layer sets it */
-  luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too. A luna_attention_layer
-                                        has one of the others, with a null config softmax attention */
+  /* 0 = Luna; encoder and causal layers take the others too. A luna_attention_layer has one of the others, with a null
+     config softmax attention */
+  luna_attention_kind attention;
   const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
   /* for a hook's init, set by models: the layer's number from 0, how many there are (of tied layers 1), and the model's
      max_length */
   int64_t layer, layers, max_length;
-  bool own_memory;                   /* encoder layer: a learned P of its own in place of the incoming one (the paper's
-                                        non-contextual P) */
+  /* encoder layer: a learned P of its own in place of the incoming one (the paper's non-contextual P) */
+  bool own_memory;
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
-  bool output_gate;                  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook
-                                        gets silu(x W_g + b_g) as call->gate, and applies it */
+  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook gets silu(x W_g + b_g) as
+     call->gate, and applies it */
+  bool output_gate;
   bool rotary;                       /* softmax attention of x on itself: queries and keys go through luna_rotary */
-  luna_forget forget;                /* causal Luna attention: whether its memory forgets. A model for new data should
-                                        have LUNA_FORGET_GATED: it learns better, and runs on for ever as in training */
-  int64_t memory;                    /* l, the slots of P: an encoder's, a causal layer's, with own_memory an encoder
-                                        layer's, with forget the most of a decoder layer's; 0 = 16. An encoder uses the
-                                        first min(l, longest) of them for a batch of shorter sequences */
+  /* causal Luna attention: whether its memory forgets. A model for new data should have LUNA_FORGET_GATED: it learns
+     better, and runs on for ever as in training */
+  luna_forget forget;
+  /* l, the slots of P: an encoder's, a causal layer's, with own_memory an encoder layer's, with forget the most of a
+     decoder layer's; 0 = 16. An encoder uses the first min(l, longest) of them for a batch of shorter sequences */
+  int64_t memory;
   /* T: the means of causal Luna attention that does not forget are exponential ones from token T on. The new token
      counts 1 / T, where the published form has 1 / t: it never counts less than in training. 0: of a model the longest
      sequence that its set of parameters was trained on, which is saved with it (none before training); of a layer by
@@ -1151,16 +1158,18 @@ typedef struct luna_attention_call {
   luna_tensor *x;                    /* [batch,n,d], after the layer's norm when pre-norm */
   luna_tensor *input;                /* what the layer was given: x itself when post-norm; */
   const luna_norm_layer *norm;       /* and the norm between both, or null */
-  luna_tensor *p;                    /* the one given to luna_encoder_layer_forward; in the library's models null, or
-                                        the layer before's next_p */
+  /* the one given to luna_encoder_layer_forward; in the library's models null, or the layer before's next_p */
+  luna_tensor *p;
   const int32_t *lengths;            /* [batch] or null */
   bool causal;
   luna_tensor *gate;                 /* with output_gate: what the output projection's input is multiplied by */
   luna_tensor *next_p;               /* to hand out: the next layer's p; null leaves p as it is; */
-  luna_tensor *kept[4];              /* and what else shall stay until the next begin, as the next segment's memory or
-                                        a loss to be added to the model's: the hook's `layer` says where they are */
-  luna_tensor *context;              /* cross-attention, which a caller of `forward` may ask for: keys and values are of
-                                        context [batch,m,d], and so are lengths. luna.h's layers give null: x */
+  /* and what else shall stay until the next begin, as the next segment's memory or a loss to be added to the model's:
+     the hook's `layer` says where they are */
+  luna_tensor *kept[4];
+  /* cross-attention, which a caller of `forward` may ask for: keys and values are of context [batch,m,d], and so are
+     lengths. luna.h's layers give null: x */
+  luna_tensor *context;
 } luna_attention_call;
 struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
@@ -1239,15 +1248,16 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
   int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
-  int64_t outputs;                   /* a step, by a matrix of their own; 0 = the next token's logits, or of features as
-                                        many as features */
+  /* a step, by a matrix of their own; 0 = the next token's logits, or of features as many as features */
+  int64_t outputs;
   int64_t layers;                    /* 0 = 2 */
-  luna_layer_config layer;           /* of every layer: dim, heads, ffn, memory, ...; attention: Luna, softmax, linear,
-                                        or a hook */
+  /* of every layer: dim, heads, ffn, memory, ...; attention: Luna, softmax, linear, or a hook */
+  luna_layer_config layer;
   luna_positions positions;          /* 0 = none */
   int64_t max_length;                /* learned positions: the longest sequence; 0 = 512 */
-  bool output_norm;                  /* with outputs that are values: they are what the matrix gives times a deviation,
-                                        plus a mean, so that what is learnt is of size 1: luna_lm_fit_outputs */
+  /* with outputs that are values: they are what the matrix gives times a deviation, plus a mean, so that what is learnt
+     is of size 1: luna_lm_fit_outputs */
+  bool output_norm;
 } luna_lm_config;
 typedef struct luna_lm {
   luna_lm_config config;
@@ -1258,8 +1268,8 @@ typedef struct luna_lm {
   luna_causal_layer *layers;         /* "layers.N." */
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
   luna_linear_layer output;          /* "output_projection" [outputs,d], with outputs only */
-  luna_tensor *output_mean, *output_scale; /* "output_norm.mean", zeros, and "output_norm.scale", ones, [outputs], with
-                                        output_norm only; never trained */
+  /* "output_norm.mean", zeros, and "output_norm.scale", ones, [outputs], with output_norm only; never trained */
+  luna_tensor *output_mean, *output_scale;
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
 /* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths change nothing before a
@@ -1290,8 +1300,8 @@ typedef struct luna_encoder_config {
   luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; features are not scaled, P is */
   bool norm_embedding;               /* layer norm on both embeddings */
   bool tied_layers;                  /* one layer, applied `layers` times */
-  bool keep_padding;                 /* keep the outputs at padded places (the authors' translation model); default:
-                                        zeros */
+  /* keep the outputs at padded places (the authors' translation model); default: zeros */
+  bool keep_padding;
   luna_layer_config layer;           /* of every layer: dim, heads, ffn, memory, ... */
 } luna_encoder_config;
 typedef struct luna_encoder {
@@ -1438,8 +1448,8 @@ typedef struct luna_optimizer_config {
   float clip;                        /* max global gradient norm; 0 = none */
   float average;                     /* decay of a moving average of each parameter, 0.999 say; 0 = none */
   luna_schedule schedule;
-  int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
-                                        never */
+  /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative = never */
+  int64_t max_skips;
 } luna_optimizer_config;
 /* An optimiser trains all parameters of the set; those made later join at the next step, as if no loss had reached them
    before. It is freed with the context. Null config: defaults. */
@@ -1699,8 +1709,8 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes,
 typedef struct luna_sampling {
   float temperature;                 /* logits are divided by it; 0 = greedy: the likeliest token */
   int32_t top_k;                     /* 0 = all */
-  float top_p;                       /* among these, the likeliest whose probabilities reach it; 0 = 1, all
-                                        [arXiv 1904.09751] */
+  /* among these, the likeliest whose probabilities reach it; 0 = 1, all [arXiv 1904.09751] */
+  float top_p;
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
 } luna_sampling;
@@ -1807,8 +1817,8 @@ typedef struct luna_causal_nested_args {
   const float *q, *k, *v, *s;
   const float *forget;               /* logits of forget gates, or null: the published form */
   float *out;
-  float *kept;                       /* forward writes and backward reads as many floats as s has, with forget twice as
-                                        many; null: there is no backward */
+  /* forward writes and backward reads as many floats as s has, with forget twice as many; null: there is no backward */
+  float *kept;
   int64_t batch, rows, heads, head_dim, slots;
   const int32_t *lengths;            /* [batch] real slots, or null: all */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
@@ -2126,8 +2136,8 @@ struct luna_backend {
   uint32_t size;                     /* sizeof(luna_backend) */
   int device;
   size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
-  float product_cost;                /* of a flop of products by parameters, in those of attention, for luna_form;
-                                        0 = 1 */
+  /* of a flop of products by parameters, in those of attention, for luna_form; 0 = 1 */
+  float product_cost;
   /* what one context needs of the device; null: nothing. When it fails (luna_fail says why) the context exists and
      every call in it fails with that sentence */
   luna_status (*open)(luna_ctx *ctx, int device, void **self);
@@ -9439,8 +9449,8 @@ typedef struct li_arena {            /* the allocations of one kind of memory */
    scope began. A step of single rows reads and writes the same memory each time: its ops are recorded, with their
    tensors, and later steps run them again. */
 typedef struct li_bump {
-  struct { char *start; size_t size, used, peak; } part[2]; /* [0]: small things of the host; [1]: data, where start is
-                                                               null if they are only counted */
+  /* [0]: small things of the host; [1]: data, where start is null if they are only counted */
+  struct { char *start; size_t size, used, peak; } part[2];
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
   bool records;                      /* ops run now are recorded */
   luna_op *ops;                      /* those that are recorded */
