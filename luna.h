@@ -208,15 +208,15 @@
    ---------------------------------------- */
 typedef enum luna_status {
   LUNA_OK = 0,
-  LUNA_BAD_ARGUMENT,                 /* invalid argument */
-  LUNA_OUT_OF_MEMORY,                /* the allocator or the block has no more */
-  LUNA_BAD_FILE,                     /* the bytes are not a valid file of this kind */
-  LUNA_CANNOT_READ,                  /* the file is missing or unreadable */
-  LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
-  LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
-  LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a call of a device or between ranks failed, or work queued on a device did */
-  LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
+  LUNA_BAD_ARGUMENT,  /* invalid argument */
+  LUNA_OUT_OF_MEMORY, /* the allocator or the block has no more */
+  LUNA_BAD_FILE,      /* the bytes are not a valid file of this kind */
+  LUNA_CANNOT_READ,   /* the file is missing or unreadable */
+  LUNA_CANNOT_WRITE,  /* the file could not be written; an older one is untouched */
+  LUNA_MISMATCH,      /* names or shapes of a file and of a parameter set differ */
+  LUNA_UNSUPPORTED,   /* this build, machine or backend does not have it */
+  LUNA_DEVICE_FAILED, /* a call of a device or between ranks failed, or work queued on a device did */
+  LUNA_NOT_FINITE     /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 /* A status in a few words, which stay valid. */
 LUNA_API const char *luna_status_text(luna_status status);
@@ -454,10 +454,10 @@ LUNA_API const char *luna_isa_name(luna_isa isa);
    luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU the exact (erf) form, SOFTPLUS ln(1 + e^x),
    SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), LEAKY_RELU 0.01 x below 0, RSQRT 1 / sqrt(x). NaN stays NaN. */
 typedef enum luna_activation {
-  LUNA_ACTIVATION_DEFAULT = 0,       /* none, but ReLU of a feed-forward and softplus2 of an omega */
+  LUNA_ACTIVATION_DEFAULT = 0, /* none, but ReLU of a feed-forward and softplus2 of an omega */
   LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2,
   LUNA_ACTIVATION_SIGMOID, LUNA_ACTIVATION_SILU, LUNA_ACTIVATION_TANH, LUNA_ACTIVATION_LEAKY_RELU,
-  LUNA_ACTIVATION_NONE,              /* x itself */
+  LUNA_ACTIVATION_NONE,        /* x itself */
   LUNA_ACTIVATION_EXP, LUNA_ACTIVATION_LOG, LUNA_ACTIVATION_SQRT, LUNA_ACTIVATION_RSQRT, LUNA_ACTIVATION_ABS,
   LUNA_ACTIVATION_COUNT
 } luna_activation;
@@ -476,7 +476,7 @@ typedef enum luna_positions {
 typedef struct luna_input {
   /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
   const int32_t *tokens;
-  const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
+  const int32_t *lengths; /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
   /* [batch,n,features]; NaN is a missing number. Inf, and what is more than 1e9 deviations (luna_input_layer_fit's)
      from its mean, is an error: it would spoil all later steps of a causal model. Padding may hold anything. */
@@ -494,12 +494,12 @@ typedef struct luna_backend luna_backend;
 
 /* How a call runs that has no context (>>functions), and what luna_custom_run says. */
 typedef struct luna_run {
-  luna_isa isa;                      /* 0: best */
-  void *scratch;                     /* any alignment */
+  luna_isa isa;                   /* 0: best */
+  void *scratch;                  /* any alignment */
   size_t scratch_size;
-  luna_parallel_for parallel_for;    /* null: the caller's thread */
+  luna_parallel_for parallel_for; /* null: the caller's thread */
   void *parallel_user;
-  int threads;                       /* tasks for parallel_for, at most; 0 = 1 */
+  int threads;                    /* tasks for parallel_for, at most; 0 = 1 */
 } luna_run;
 
 typedef struct luna_allocator {      /* set both functions or neither; allocate may return null and need not align */
@@ -514,24 +514,24 @@ typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_F
 
 typedef struct luna_attention_hook luna_attention_hook;
 typedef struct luna_options {
-  int threads;                       /* 0 = one a core; of more than cores, no more run at once */
-  luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
+  int threads;              /* 0 = one a core; of more than cores, no more run at once */
+  luna_parallel_for parallel_for; /* the caller's threads instead of a pool; give `threads` too */
   void *parallel_user;
   luna_isa isa;                      /* 0 = best; LUNA_ISA_REFERENCE: for inference alone */
   uint64_t seed;                     /* of initial parameters and dropout */
   luna_allocator allocator;          /* zero = LUNA_MALLOC, LUNA_FREE */
   void *block;                       /* all memory, once and for all: then no allocator is ever called */
   size_t block_size;
-  bool measure;                      /* compute nothing; luna_memory().peak is the block_size the same calls need */
+  bool measure;             /* compute nothing; luna_memory().peak is the block_size the same calls need */
   /* gets each failure as it happens and, with LUNA_OK, messages that are not failures: skipped steps, a loss of which
      nothing counts, features that were never fitted, a resumed run with other products */
   void (*log)(void *user, luna_status status, const char *sentence);
   void *log_user;
-  luna_form form;                    /* 0 = by cost */
+  luna_form form;           /* 0 = by cost */
   /* 0 = this CPU; luna_cuda.cuh has an NVIDIA GPU's. The host then reads and writes values by luna_read, luna_item and
      luna_write alone. Checkpoints and saved streams move between devices. */
   const luna_backend *backend;
-  const char **error;                /* where luna_open puts why it returns null; 0 = nowhere */
+  const char **error;       /* where luna_open puts why it returns null; 0 = nowhere */
   /* LUNA_DTYPE_I8: an inference's products by parameters of 16 columns or more (luna_linear, luna_feed_forward and
      what is made of them) are exact ones of 8 bits, with rounded weights and rows of x, each row with its scale:
      faster where weights are read from memory for few rows, or with AVX-512 VNNI or AMX, by about 1% of error. Norms,
@@ -577,9 +577,9 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    part of a larger batch the inputs of models are. Dropout then draws what it draws for the whole batch (on a device:
    other masks for each part), and the memory's slots go by the whole batch's longest sequence. */
 typedef struct luna_part {
-  int64_t first;                     /* sequences of the batch that are before this part */
-  int64_t longest;                   /* rows of the batch's longest sequence; 0 = of this part's */
-  int64_t target_longest;            /* the same of luna_seq2seq_forward's targets */
+  int64_t first;          /* sequences of the batch that are before this part */
+  int64_t longest;        /* rows of the batch's longest sequence; 0 = of this part's */
+  int64_t target_longest; /* the same of luna_seq2seq_forward's targets */
 } luna_part;
 LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part); /* null: the inputs are whole batches */
 /* For models of your own: marks x [batch,...], and what ops make of it, as sequences of that part. The models do this
@@ -620,16 +620,16 @@ struct luna_tensor {
      date: luna_read and luna_read_grad know. */
   float *data;
   float *grad;
-  int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
+  int64_t shape[LUNA_MAX_RANK]; /* axes at and beyond rank are 1 */
   int rank;
   luna_dtype dtype;
-  int device;                        /* the backend's number; 0 = CPU, of luna_cuda.cuh the CUDA device's + 1 */
+  int device;                   /* the backend's number; 0 = CPU, of luna_cuda.cuh the CUDA device's + 1 */
   bool needs_grad;
-  bool parameter;                    /* its grad lives until close, not with the step */
+  bool parameter;               /* its grad lives until close, not with the step */
   luna_ctx *ctx;
-  struct luna_tensor *base;          /* a view's owner, else null */
-  struct li_int8 *int8;           /* luna.h's own: a weight in 8 bits, for inference, whose data may then be null; */
-  struct li_tensor_state *own;    /* and how the tensor was made */
+  struct luna_tensor *base;     /* a view's owner, else null */
+  struct li_int8 *int8;         /* luna.h's own: a weight in 8 bits, for inference, whose data may then be null; */
+  struct li_tensor_state *own;  /* and how the tensor was made */
 };
 
 /* The number of elements; 0 for null. */
@@ -826,8 +826,8 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows);
 
 typedef struct luna_cross_entropy_config {
-  float smoothing;                   /* label smoothing, 0..1 */
-  bool ignore;                       /* ignore labels equal to ignore_index; negative labels are ignored anyway */
+  float smoothing; /* label smoothing, 0..1 */
+  bool ignore;     /* ignore labels equal to ignore_index; negative labels are ignored anyway */
   int32_t ignore_index;
   /* default: mean over labels that count (0 when none does, and options.log has a sentence) */
   bool sum;
@@ -865,16 +865,16 @@ LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targe
                                          int64_t count);
 
 typedef struct luna_attention_config {
-  int64_t heads;                     /* 0 = 1 */
-  const int32_t *lengths;            /* [batch] real keys, or null; 0 gives zeros */
+  int64_t heads;          /* 0 = 1 */
+  const int32_t *lengths; /* [batch] real keys, or null; 0 gives zeros */
   const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
-  int64_t sequences;                 /* of a ragged batch; 0 = padded, the batch is an axis */
-  bool causal;                       /* query i sees keys j <= i */
-  bool window;                       /* query i sees keys j with -left <= j - i <= right; time by what is seen */
-  int64_t left, right;               /* may be negative. A query that sees no key gets zeros, and -Inf below */
-  float scale;                       /* 0 = 1/sqrt(head_dim) */
-  float dropout;                     /* of the attention matrix */
-  luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
+  int64_t sequences;      /* of a ragged batch; 0 = padded, the batch is an axis */
+  bool causal;            /* query i sees keys j <= i */
+  bool window;            /* query i sees keys j with -left <= j - i <= right; time by what is seen */
+  int64_t left, right;    /* may be negative. A query that sees no key gets zeros, and -Inf below */
+  float scale;            /* 0 = 1/sqrt(head_dim) */
+  float dropout;          /* of the attention matrix */
+  luna_tensor **sums;     /* where to put the row sums [batch, queries, heads], or null */
   /* where to put the scores' [batch, queries, heads], or null; it has a gradient; not beside sums or sequences */
   luna_tensor **log_sum_exp;
 } luna_attention_config;
@@ -892,17 +892,17 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 /* The folded pack [eq. 3, projections moved to the short memory]: weights [batch,r,d], which are queries times the key
    projection, and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. Null config: the defaults. */
 typedef struct luna_pack_config {
-  const int32_t *lengths;            /* [batch] real rows of the context, or null: all; 0 gives zeros */
-  float dropout;                     /* of the attention matrix */
-  luna_tensor **sums;                /* where to put its row sums [batch,r,1], or null */
+  const int32_t *lengths; /* [batch] real rows of the context, or null: all; 0 gives zeros */
+  float dropout;          /* of the attention matrix */
+  luna_tensor **sums;     /* where to put its row sums [batch,r,1], or null */
 } luna_pack_config;
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config);
 /* The folded unpack [eq. 4]: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d],
    k, v [batch,h,l,d], bias [batch,h,l] -> [batch,n,d]. Null config: the defaults. */
 typedef struct luna_unpack_config {
-  luna_tensor *out_bias;             /* [d], or null */
-  const int32_t *lengths;            /* [batch] real slots, or null: all */
-  float dropout;                     /* of the attention matrix */
+  luna_tensor *out_bias;  /* [d], or null */
+  const int32_t *lengths; /* [batch] real slots, or null: all */
+  float dropout;          /* of the attention matrix */
 } luna_unpack_config;
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
                                   const luna_unpack_config *config);
@@ -913,12 +913,12 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
    those before it by its gate, e^max(ln(sigmoid(forget)) / 16, -1). With gates of 1 that is the pack's softmax,
    made causal. */
 typedef struct luna_causal_nested_config {
-  int64_t heads;                     /* 0 = 1 */
-  luna_activation omega;             /* 0 = SOFTPLUS2; or SOFTPLUS, ELU1 */
-  const int32_t *lengths;            /* [batch] real slots, or null: all */
-  float dropout;                     /* of the unpack matrix */
-  luna_tensor *forget;               /* logits of forget gates [batch,n,h l], or null: the published form */
-  int64_t horizon;                   /* without forget: T, as of luna_layer_config; 0 = none */
+  int64_t heads;          /* 0 = 1 */
+  luna_activation omega;  /* 0 = SOFTPLUS2; or SOFTPLUS, ELU1 */
+  const int32_t *lengths; /* [batch] real slots, or null: all */
+  float dropout;          /* of the unpack matrix */
+  luna_tensor *forget;    /* logits of forget gates [batch,n,h l], or null: the published form */
+  int64_t horizon;        /* without forget: T, as of luna_layer_config; 0 = none */
 } luna_causal_nested_config;
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config);
@@ -932,12 +932,12 @@ typedef struct luna_custom {
   luna_status (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
   const void *state;
   size_t state_size;
-  size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
+  size_t workspace_size; /* bytes that either function may use while it runs; on the CPU only */
   /* on a device: what they do with the same tensors is the same work, of which a graph may keep a recording; they read
      nothing back and never wait */
   bool recordable;
-  float dropout;                     /* the op drops with this probability: luna_custom_dropout; outside training 0 */
-  int64_t dropped;                   /* how many elements it numbers for that, those of one sequence after another's */
+  float dropout;         /* the op drops with this probability: luna_custom_dropout; outside training 0 */
+  int64_t dropped;       /* how many elements it numbers for that, those of one sequence after another's */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom);
@@ -1023,9 +1023,9 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
    Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by luna_input_layer_fit,
    or luna_write. Where training begins without them, on numbers far from 1, options.log says so. */
 typedef struct luna_input_layer {
-  luna_params *params;               /* of a model of tokens there is nothing else */
-  luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
-  luna_linear_layer projection;      /* "input_proj" [dim,features] */
+  luna_params *params;          /* of a model of tokens there is nothing else */
+  luna_tensor *mean, *scale;    /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
+  luna_linear_layer projection; /* "input_proj" [dim,features] */
 } luna_input_layer;
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init);
@@ -1057,40 +1057,40 @@ typedef enum luna_recompute_kind {
    attention reads dim, heads, sharing, attention_dropout, bert_init and output_gate; Luna attention pack_heads too,
    causal Luna attention omega, forget, memory and horizon, the others attention, causal and rotary. */
 typedef struct luna_layer_config {
-  int64_t dim, heads;                /* 0 = 128, 4; dim is at most 2^20 */
-  int64_t pack_heads;                /* 0 = heads */
-  int64_t ffn;                       /* 0 = 4 dim; at most 2^22 */
-  luna_sharing sharing;              /* 0 = tied; causal Luna attention: tied or full */
-  luna_activation activation;        /* of the feed-forward; 0 = ReLU */
+  int64_t dim, heads;         /* 0 = 128, 4; dim is at most 2^20 */
+  int64_t pack_heads;         /* 0 = heads */
+  int64_t ffn;                /* 0 = 4 dim; at most 2^22 */
+  luna_sharing sharing;       /* 0 = tied; causal Luna attention: tied or full */
+  luna_activation activation; /* of the feed-forward; 0 = ReLU */
   /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with LUNA_ACTIVATION_SILU */
   bool gated;
   /* of causal Luna attention without forget: 0 = SOFTPLUS2, of the authors' code; or SOFTPLUS, ELU1, of the paper's
      text */
   luna_activation omega;
-  bool pre_norm;                     /* default: post-norm */
-  luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
-  int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
+  bool pre_norm;              /* default: post-norm */
+  luna_norm_kind norm;        /* of the layers and, in models, of all other norms; 0 = layer norm */
+  int64_t convolution;        /* causal layer: width of the short convolution on attention's input; 0 = none */
   /* of attention's and the feed-forward's result, before each residual sum; in models also of embeddings and of a
      classifier's features */
   float dropout;
-  float attention_dropout;           /* of attention matrices (encoder: pack and unpack; causal: unpack) */
-  float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
-  bool bert_init;                    /* N(0, 0.02) instead of Xavier */
-  bool causal;                       /* of a luna_attention_layer: query i sees keys j <= i. A causal layer sets it */
+  float attention_dropout;    /* of attention matrices (encoder: pack and unpack; causal: unpack) */
+  float activation_dropout;   /* of the feed-forward's hidden layer, after the activation */
+  bool bert_init;             /* N(0, 0.02) instead of Xavier */
+  bool causal;                /* of a luna_attention_layer: query i sees keys j <= i. A causal layer sets it */
   /* 0 = Luna; encoder and causal layers take the others too. A luna_attention_layer has one of the others, with a null
      config softmax attention */
   luna_attention_kind attention;
-  const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
+  const luna_attention_hook *hook; /* or a user-defined attention; must outlive the layer */
   /* for a hook's init, set by models: the layer's number from 0, how many there are (of tied layers 1), and the model's
      max_length */
   int64_t layer, layers, max_length;
   /* encoder layer: a learned P of its own in place of the incoming one (the paper's non-contextual P) */
   bool own_memory;
-  luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
+  luna_recompute_kind recompute; /* training: what backward computes again instead of keeping it */
   /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook gets silu(x W_g + b_g) as
      call->gate, and applies it */
   bool output_gate;
-  bool rotary;                       /* softmax attention of x on itself: queries and keys go through luna_rotary */
+  bool rotary;                /* softmax attention of x on itself: queries and keys go through luna_rotary */
   /* causal Luna attention: whether its memory forgets. A model for new data should have LUNA_FORGET_GATED: it learns
      better, and runs on for ever as in training */
   luna_forget forget;
@@ -1110,7 +1110,7 @@ typedef struct luna_nested_attention_layer {
   luna_layer_config config;
   /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
   luna_linear_layer pq, pk, pv, q, k, v, out;
-  luna_linear_layer gate;            /* "gate_proj", with output_gate */
+  luna_linear_layer gate; /* "gate_proj", with output_gate */
 } luna_nested_attention_layer;
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix, const luna_layer_config *config);
@@ -1125,8 +1125,8 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 typedef struct luna_causal_attention_layer {
   luna_layer_config config;
   luna_linear_layer pq, pc, q, k, v, out;
-  luna_linear_layer gate;            /* "gate_proj", with output_gate */
-  luna_linear_layer forget;          /* "forget_proj" [heads memory,dim]; CONSTANT: its bias alone */
+  luna_linear_layer gate;   /* "gate_proj", with output_gate */
+  luna_linear_layer forget; /* "forget_proj" [heads memory,dim]; CONSTANT: its bias alone */
 } luna_causal_attention_layer;
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix, const luna_layer_config *config);
@@ -1140,7 +1140,7 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
 typedef struct luna_attention_layer {
   luna_layer_config config;
   luna_linear_layer q, k, v, out;
-  luna_linear_layer gate;            /* "gate_proj", with output_gate */
+  luna_linear_layer gate; /* "gate_proj", with output_gate */
 } luna_attention_layer;
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
                                                const luna_layer_config *config);
@@ -1155,15 +1155,15 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
    what `save` gives, and luna_load_model finds the hook in options.hooks. Where a hook has no name the file has no
    luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
 typedef struct luna_attention_call {
-  luna_tensor *x;                    /* [batch,n,d], after the layer's norm when pre-norm */
-  luna_tensor *input;                /* what the layer was given: x itself when post-norm; */
-  const luna_norm_layer *norm;       /* and the norm between both, or null */
+  luna_tensor *x;              /* [batch,n,d], after the layer's norm when pre-norm */
+  luna_tensor *input;          /* what the layer was given: x itself when post-norm; */
+  const luna_norm_layer *norm; /* and the norm between both, or null */
   /* the one given to luna_encoder_layer_forward; in the library's models null, or the layer before's next_p */
   luna_tensor *p;
-  const int32_t *lengths;            /* [batch] or null */
+  const int32_t *lengths;      /* [batch] or null */
   bool causal;
-  luna_tensor *gate;                 /* with output_gate: what the output projection's input is multiplied by */
-  luna_tensor *next_p;               /* to hand out: the next layer's p; null leaves p as it is; */
+  luna_tensor *gate;           /* with output_gate: what the output projection's input is multiplied by */
+  luna_tensor *next_p;         /* to hand out: the next layer's p; null leaves p as it is; */
   /* and what else shall stay until the next begin, as the next segment's memory or a loss to be added to the model's:
      the hook's `layer` says where they are */
   luna_tensor *kept[4];
@@ -1175,8 +1175,8 @@ struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
   luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
-  void (*close)(void *layer);        /* or null: called once, by luna_close or an init that fails after all */
-  const char *name;                  /* or null: models with it cannot be opened by luna_load_model */
+  void (*close)(void *layer); /* or null: called once, by luna_close or an init that fails after all */
+  const char *name;           /* or null: models with it cannot be opened by luna_load_model */
   /* The settings in a model's file, as pairs of text, or both null: `save` gives each pair to `put`, `load` asks `get`
      for the value of a key, null where the file has none; the text is `get`'s until it is called again. False: they
      failed, and may have said why by luna_fail. */
@@ -1194,7 +1194,7 @@ typedef struct luna_feed_forward_layer {
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
-  luna_attention_layer other_attention;        /* softmax, linear; of a hook its gate alone */
+  luna_attention_layer other_attention; /* softmax, linear; of a hook its gate alone */
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [memory,d] */
   luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
@@ -1229,7 +1229,7 @@ typedef struct luna_causal_layer {
   luna_tensor *kernel;               /* "conv.weight" [d,width], null without */
   luna_tensor *kernel_bias;          /* "conv.bias" [d] */
   luna_causal_attention_layer attention;
-  luna_attention_layer other_attention;        /* softmax, linear; of a hook its gate alone */
+  luna_attention_layer other_attention; /* softmax, linear; of a hook its gate alone */
   void *hook_state;                  /* the hook's */
   luna_norm_layer attention_norm;
   luna_feed_forward_layer feed_forward;
@@ -1246,15 +1246,15 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 /* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
    it finds classes or values at each step: a detector, a forecaster. */
 typedef struct luna_lm_config {
-  int64_t vocab;                     /* 0 = 256, bytes */
-  int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
+  int64_t vocab;            /* 0 = 256, bytes */
+  int64_t features;         /* numbers a step, in place of tokens; 0 = tokens */
   /* a step, by a matrix of their own; 0 = the next token's logits, or of features as many as features */
   int64_t outputs;
-  int64_t layers;                    /* 0 = 2 */
+  int64_t layers;           /* 0 = 2 */
   /* of every layer: dim, heads, ffn, memory, ...; attention: Luna, softmax, linear, or a hook */
   luna_layer_config layer;
-  luna_positions positions;          /* 0 = none */
-  int64_t max_length;                /* learned positions: the longest sequence; 0 = 512 */
+  luna_positions positions; /* 0 = none */
+  int64_t max_length;       /* learned positions: the longest sequence; 0 = 512 */
   /* with outputs that are values: they are what the matrix gives times a deviation, plus a mean, so that what is learnt
      is of size 1: luna_lm_fit_outputs */
   bool output_norm;
@@ -1262,12 +1262,12 @@ typedef struct luna_lm_config {
 typedef struct luna_lm {
   luna_lm_config config;
   luna_params *params;
-  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d], or, of features, null and */
-  luna_input_layer input;            /* "input_norm", "input_proj" */
-  luna_tensor *positions;            /* "embed_positions.weight" [max_length,d], learned only */
-  luna_causal_layer *layers;         /* "layers.N." */
-  luna_norm_layer norm;              /* "layer_norm", pre-norm only */
-  luna_linear_layer output;          /* "output_projection" [outputs,d], with outputs only */
+  luna_tensor *embedding;    /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_input_layer input;    /* "input_norm", "input_proj" */
+  luna_tensor *positions;    /* "embed_positions.weight" [max_length,d], learned only */
+  luna_causal_layer *layers; /* "layers.N." */
+  luna_norm_layer norm;      /* "layer_norm", pre-norm only */
+  luna_linear_layer output;  /* "output_projection" [outputs,d], with outputs only */
   /* "output_norm.mean", zeros, and "output_norm.scale", ones, [outputs], with output_norm only; never trained */
   luna_tensor *output_mean, *output_scale;
 } luna_lm;
@@ -1292,17 +1292,17 @@ typedef enum luna_embedding_scale {
   LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM
 } luna_embedding_scale;
 typedef struct luna_encoder_config {
-  int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
-  int64_t layers;                    /* 0 = 2 */
-  luna_positions positions;          /* 0 = sinusoidal */
-  int64_t max_length;                /* learned positions, some hooks: the longest sequence; 0 = 512 */
-  int64_t first_position;            /* of the first token; the authors' is padding index + 1 */
+  int64_t features;         /* numbers a step, in place of tokens; 0 = tokens */
+  int64_t layers;           /* 0 = 2 */
+  luna_positions positions; /* 0 = sinusoidal */
+  int64_t max_length;       /* learned positions, some hooks: the longest sequence; 0 = 512 */
+  int64_t first_position;   /* of the first token; the authors' is padding index + 1 */
   luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; features are not scaled, P is */
-  bool norm_embedding;               /* layer norm on both embeddings */
-  bool tied_layers;                  /* one layer, applied `layers` times */
+  bool norm_embedding;      /* layer norm on both embeddings */
+  bool tied_layers;         /* one layer, applied `layers` times */
   /* keep the outputs at padded places (the authors' translation model); default: zeros */
   bool keep_padding;
-  luna_layer_config layer;           /* of every layer: dim, heads, ffn, memory, ... */
+  luna_layer_config layer;  /* of every layer: dim, heads, ffn, memory, ... */
 } luna_encoder_config;
 typedef struct luna_encoder {
   luna_encoder_config config;
@@ -1326,27 +1326,27 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const lu
 
 /* Classifier, also of each step; with another loss (luna_mse) it is a regression, and a class a value. */
 typedef enum luna_pooling {
-  LUNA_POOLING_DEFAULT = 0,          /* the memory, or without one the mean */
-  LUNA_POOLING_CLS,                  /* X[0] */
-  LUNA_POOLING_MEAN,                 /* mean of X over real tokens */
-  LUNA_POOLING_MEMORY,               /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
-  LUNA_POOLING_MEMORY_BATCH          /* mean of P over the batch's min(l, longest) slots: the authors' */
+  LUNA_POOLING_DEFAULT = 0, /* the memory, or without one the mean */
+  LUNA_POOLING_CLS,         /* X[0] */
+  LUNA_POOLING_MEAN,        /* mean of X over real tokens */
+  LUNA_POOLING_MEMORY,      /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
+  LUNA_POOLING_MEMORY_BATCH /* mean of P over the batch's min(l, longest) slots: the authors' */
 } luna_pooling;
 typedef struct luna_classifier_config {
-  int64_t vocab;                     /* 0 = 256, bytes */
-  int64_t classes;                   /* 0 = 2 */
+  int64_t vocab;      /* 0 = 256, bytes */
+  int64_t classes;    /* 0 = 2 */
   luna_pooling pooling;
-  int64_t pre_logits;                /* width of a GELU layer before the logits; 0 = none */
-  bool pair;                         /* two sequences: features a, b, ab, a - b */
-  bool per_step;                     /* logits of every step, from X; nothing is pooled */
+  int64_t pre_logits; /* width of a GELU layer before the logits; 0 = none */
+  bool pair;          /* two sequences: features a, b, ab, a - b */
+  bool per_step;      /* logits of every step, from X; nothing is pooled */
   luna_encoder_config encoder;
 } luna_classifier_config;
 typedef struct luna_classifier {
   luna_classifier_config config;
   luna_params *params;
-  luna_encoder encoder;              /* "encoder." */
-  luna_linear_layer pre_logits;      /* "pre_logits.0" */
-  luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
+  luna_encoder encoder;         /* "encoder." */
+  luna_linear_layer pre_logits; /* "pre_logits.0" */
+  luna_tensor *projection;      /* "sentence_projection_layer.weight" [classes, features] */
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config);
@@ -1363,17 +1363,17 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
 
 /* Masked language model: an encoder and the head LN(gelu(x Wd)) E^T + b. */
 typedef struct luna_masked_lm_config {
-  int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask; of features: the classes that are found */
+  int64_t vocab; /* 0 = 257: bytes, and 256 for the mask; of features: the classes that are found */
   luna_encoder_config encoder;
 } luna_masked_lm_config;
 typedef struct luna_masked_lm {
   luna_masked_lm_config config;
   luna_params *params;
-  luna_encoder encoder;              /* "encoder." */
-  luna_linear_layer dense;           /* "lm_head.dense" */
-  luna_norm_layer norm;              /* "lm_head.layer_norm" */
-  luna_tensor *output;               /* the encoder's embedding or, of features, "lm_head.weight" [vocab,d] */
-  luna_tensor *bias;                 /* "lm_head.bias" [vocab] */
+  luna_encoder encoder;    /* "encoder." */
+  luna_linear_layer dense; /* "lm_head.dense" */
+  luna_norm_layer norm;    /* "lm_head.layer_norm" */
+  luna_tensor *output;     /* the encoder's embedding or, of features, "lm_head.weight" [vocab,d] */
+  luna_tensor *bias;       /* "lm_head.bias" [vocab] */
 } luna_masked_lm;
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config);
@@ -1385,25 +1385,25 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
 
 /* Encoder-decoder, for translation. */
 typedef struct luna_seq2seq_config {
-  int64_t vocab;                     /* of the source; 0 = 256, bytes */
-  int64_t target_vocab;              /* 0 = vocab */
-  bool share_embeddings;             /* one embedding for source, target and output; vocab = target_vocab */
-  bool separate_output;              /* logits by a matrix of their own; default: tied to the target's embedding */
-  int64_t decoder_layers;            /* 0 = encoder.layers */
-  int64_t max_target_length;         /* learned positions; 0 = encoder.max_length */
+  int64_t vocab;             /* of the source; 0 = 256, bytes */
+  int64_t target_vocab;      /* 0 = vocab */
+  bool share_embeddings;     /* one embedding for source, target and output; vocab = target_vocab */
+  bool separate_output;      /* logits by a matrix of their own; default: tied to the target's embedding */
+  int64_t decoder_layers;    /* 0 = encoder.layers */
+  int64_t max_target_length; /* learned positions; 0 = encoder.max_length */
   /* its layer config is the decoder's too; attention: Luna. Default scale: sqrt(dim) */
   luna_encoder_config encoder;
 } luna_seq2seq_config;
 typedef struct luna_seq2seq {
   luna_seq2seq_config config;
   luna_params *params;
-  luna_encoder encoder;              /* "encoder." */
-  luna_tensor *embedding;            /* "decoder.embed_tokens.weight" [target_vocab,d], or the encoder's */
-  luna_tensor *positions;            /* "decoder.embed_positions.weight", learned only */
-  luna_decoder_layer *layers;        /* "decoder.layers.N." */
+  luna_encoder encoder;       /* "encoder." */
+  luna_tensor *embedding;     /* "decoder.embed_tokens.weight" [target_vocab,d], or the encoder's */
+  luna_tensor *positions;     /* "decoder.embed_positions.weight", learned only */
+  luna_decoder_layer *layers; /* "decoder.layers.N." */
   /* "decoder.layer_norm", "decoder.proj_layer_norm" (which nothing reads), pre-norm only */
   luna_norm_layer norm, memory_norm;
-  luna_tensor *output;               /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
+  luna_tensor *output;        /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
 } luna_seq2seq;
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config);
 /* Logits [batch,m,target_vocab] of the source [batch,n] and the target so far [batch,m], whose padding has a zero
@@ -1425,12 +1425,12 @@ typedef enum luna_decay {
 } luna_decay;
 typedef struct luna_schedule {
   luna_decay decay;
-  int64_t warmup;                    /* steps from warmup_from to 1 */
-  int64_t total;                     /* linear, cosine: the step that reaches `floor` */
-  float floor;                       /* the smallest factor */
-  float warmup_from;                 /* the factor at step 0 */
-  int64_t milestone[4];              /* steps after each of which the factor is multiplied by gamma; 0 = no more */
-  float gamma;                       /* 0 = 0.1 */
+  int64_t warmup;       /* steps from warmup_from to 1 */
+  int64_t total;        /* linear, cosine: the step that reaches `floor` */
+  float floor;          /* the smallest factor */
+  float warmup_from;    /* the factor at step 0 */
+  int64_t milestone[4]; /* steps after each of which the factor is multiplied by gamma; 0 = no more */
+  float gamma;          /* 0 = 0.1 */
 } luna_schedule;
 /* The factor at a step, from 1 on; of a null schedule 1. */
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
@@ -1438,15 +1438,15 @@ LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
 typedef struct luna_optimizer luna_optimizer;
 /* The config of every optimiser. 0 is the default, and fields that an optimiser does not use have no effect. */
 typedef struct luna_optimizer_config {
-  float lr;                          /* 0 = 1e-3; SGD: 0.01 */
-  float momentum;                    /* SGD; below 1 */
-  bool nesterov;                     /* SGD with momentum */
-  float beta1;                       /* Adam, AdamW; 0 = 0.9 */
-  float beta2;                       /* Adam, AdamW; 0 = 0.999 */
-  float epsilon;                     /* 0 = 1e-8 */
-  float weight_decay;                /* AdamW: decoupled; others: added to the gradient; 0 = none */
-  float clip;                        /* max global gradient norm; 0 = none */
-  float average;                     /* decay of a moving average of each parameter, 0.999 say; 0 = none */
+  float lr;       /* 0 = 1e-3; SGD: 0.01 */
+  float momentum; /* SGD; below 1 */
+  bool nesterov;  /* SGD with momentum */
+  float beta1;    /* Adam, AdamW; 0 = 0.9 */
+  float beta2;    /* Adam, AdamW; 0 = 0.999 */
+  float epsilon;  /* 0 = 1e-8 */
+  float weight_decay; /* AdamW: decoupled; others: added to the gradient; 0 = none */
+  float clip;     /* max global gradient norm; 0 = none */
+  float average;  /* decay of a moving average of each parameter, 0.999 say; 0 = none */
   luna_schedule schedule;
   /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative = never */
   int64_t max_skips;
@@ -1461,15 +1461,15 @@ LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_co
    once, each for some elements of a parameter; they keep nothing. A device runs the hooks that it knows by name
    (luna_backend.knows), and luna_optimizer_open refuses the others there. */
 typedef struct luna_optimizer_part {
-  float *value;                      /* [count], which `update` changes; it may be one element or many */
-  const float *grad;                 /* before clipping */
-  float *moment[3];                  /* the optimiser's own numbers beside each value, at first 0; null: it has none */
+  float *value;     /* [count], which `update` changes; it may be one element or many */
+  const float *grad; /* before clipping */
+  float *moment[3]; /* the optimiser's own numbers beside each value, at first 0; null: it has none */
   int64_t count;
-  float lr, decay;                   /* of this parameter in this step: learning rate, weight decay */
-  float factor;                      /* of clipping: the gradient is grad[i] * factor */
-  int64_t step;                      /* updates so far, this one counted */
+  float lr, decay;  /* of this parameter in this step: learning rate, weight decay */
+  float factor;     /* of clipping: the gradient is grad[i] * factor */
+  int64_t step;     /* updates so far, this one counted */
   const luna_optimizer_config *config;
-  luna_isa isa;                      /* what the context's kernels use */
+  luna_isa isa;     /* what the context's kernels use */
 } luna_optimizer_part;
 typedef struct luna_optimizer_hook {
   const char *name;                  /* luna_save_training keeps it, luna_load_training compares it */
@@ -1487,10 +1487,10 @@ LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_opt
 /* Overrides learning rate and decay for some parameters, including those that join later. With { .max_rank = 1,
    .decay_factor = -1 } norms and biases have no decay. luna_params_freeze stops learning altogether. */
 typedef struct luna_param_group {
-  const char *name;                  /* whose name has this in it; null = any */
-  int max_rank;                      /* and of at most so many axes; 0 = any */
-  float lr_factor;                   /* on the learning rate; 0 = 1, negative = 0 */
-  float decay_factor;                /* on the weight decay; 0 = 1, negative = 0 */
+  const char *name;   /* whose name has this in it; null = any */
+  int max_rank;       /* and of at most so many axes; 0 = any */
+  float lr_factor;    /* on the learning rate; 0 = 1, negative = 0 */
+  float decay_factor; /* on the weight decay; 0 = 1, negative = 0 */
 } luna_param_group;
 /* Adds a group, which is copied; the last one that fits a parameter counts. LUNA_MISMATCH: it fits no parameter. */
 LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *optimizer, const luna_param_group *group);
@@ -1532,7 +1532,7 @@ LUNA_API float luna_optimizer_grad_norm(const luna_optimizer *optimizer);
    whole.
    ---------------------------------------- */
 typedef struct luna_io {
-  bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
+  bool (*read)(void *user, void *bytes, size_t size); /* exactly size bytes */
   bool (*write)(void *user, const void *bytes, size_t size);
   void *user;
   uint64_t size;                     /* bytes that can be read */
@@ -1579,16 +1579,16 @@ LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, 
 typedef struct luna_load_report {
   void (*report)(void *user, const char *name, const char *why);
   void *user;
-  int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
+  int64_t loaded, missing, unused; /* parameters loaded, parameters left as they were, tensors of the file left out */
 } luna_load_report;
 LUNA_API luna_status luna_load_matching(luna_params *params, luna_file file, luna_load_report *report);
 /* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during
    the call. */
 typedef struct luna_file_tensor {
-  const char *name, *dtype;          /* "F32", "I64", ... */
+  const char *name, *dtype; /* "F32", "I64", ... */
   int rank;
   int64_t shape[8], count;
-  const void *data;                  /* within the file, at any alignment, little-endian */
+  const void *data;         /* within the file, at any alignment, little-endian */
   size_t bytes;
 } luna_file_tensor;
 typedef struct luna_inspection {
@@ -1606,7 +1606,7 @@ typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
 typedef struct luna_model {
-  luna_model_kind kind;              /* which of the members below is initialised */
+  luna_model_kind kind; /* which of the members below is initialised */
   luna_lm lm;
   luna_classifier classifier;
   luna_masked_lm masked_lm;
@@ -1636,10 +1636,10 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file fil
    ---------------------------------------- */
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
-  int64_t batch;                     /* sequences side by side; 0 = 1 */
-  int64_t chunk;                     /* rows of a prefill done at once; 0 = 64 */
-  luna_isa isa;                      /* 0 = best; not on a device */
-  int64_t horizon;                   /* as of luna_layer_config; 0 = the model's */
+  int64_t batch;   /* sequences side by side; 0 = 1 */
+  int64_t chunk;   /* rows of a prefill done at once; 0 = 64 */
+  luna_isa isa;    /* 0 = best; not on a device */
+  int64_t horizon; /* as of luna_layer_config; 0 = the model's */
   /* LUNA_DTYPE_I8: products as luna_options.weights says, in about 0.26 of the weights' bytes, which the stream takes
      beside them; on the CPU alone. 0 = as the file stores them, or as the model's context says */
   luna_dtype weights;
@@ -1707,12 +1707,12 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *state, void *bytes,
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes, size_t size);
 
 typedef struct luna_sampling {
-  float temperature;                 /* logits are divided by it; 0 = greedy: the likeliest token */
-  int32_t top_k;                     /* 0 = all */
+  float temperature; /* logits are divided by it; 0 = greedy: the likeliest token */
+  int32_t top_k;     /* 0 = all */
   /* among these, the likeliest whose probabilities reach it; 0 = 1, all [arXiv 1904.09751] */
   float top_p;
   uint64_t seed;
-  uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
+  uint64_t drawn;    /* numbers drawn so far; luna_sample counts */
 } luna_sampling;
 /* Null sampling is greedy. -1 for null logits or NaN, where temperature or top_k is negative or not finite, and top_p
    outside 0..1. */
@@ -1723,8 +1723,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
    on the model's context. beam: 0 = 1. */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_generate_config {
-  int32_t begin, end;                /* the token a target starts from, and the one that ends it */
-  int64_t max_length;                /* tokens of a result, its end not counted; 0 = 2 n + 10 */
+  int32_t begin, end; /* the token a target starts from, and the one that ends it */
+  int64_t max_length; /* tokens of a result, its end not counted; 0 = 2 n + 10 */
 } luna_generate_config;
 /* Translates by greedy decoding, each token the likeliest one: source [batch,n] -> out [batch,max_length] with
    out_lengths [batch], without begin and end. Beam search is in examples/luna_beam.h. */
@@ -1743,15 +1743,15 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 
 /* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times. */
 typedef struct luna_gemm_args {
-  const float *a, *b, *bias;         /* bias [n] or null */
+  const float *a, *b, *bias;     /* bias [n] or null */
   float *c;
-  int64_t m, n, k, batch;            /* batch 0 = 1 */
-  bool transpose_a, transpose_b;     /* A stored [k, m]; B stored [n, k] */
-  int64_t a_row, b_row, c_row;       /* floats from one stored row to the next */
+  int64_t m, n, k, batch;        /* batch 0 = 1 */
+  bool transpose_a, transpose_b; /* A stored [k, m]; B stored [n, k] */
+  int64_t a_row, b_row, c_row;   /* floats from one stored row to the next */
   int64_t a_batch, b_batch, c_batch; /* from one product to the next; A and B: LUNA_BATCH_SHARED, the same for all */
-  float scale;                       /* 0 = 1 */
+  float scale;                   /* 0 = 1 */
   luna_activation activation;
-  bool accumulate;                   /* add to C */
+  bool accumulate;               /* add to C */
   luna_run run;
 } luna_gemm_args;
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
@@ -1815,20 +1815,20 @@ LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
    [batch, rows, heads, slots], and their gradients alike: all dense. */
 typedef struct luna_causal_nested_args {
   const float *q, *k, *v, *s;
-  const float *forget;               /* logits of forget gates, or null: the published form */
+  const float *forget;    /* logits of forget gates, or null: the published form */
   float *out;
   /* forward writes and backward reads as many floats as s has, with forget twice as many; null: there is no backward */
   float *kept;
   int64_t batch, rows, heads, head_dim, slots;
-  const int32_t *lengths;            /* [batch] real slots, or null: all */
-  float scale;                       /* 0 = 1/sqrt(head_dim) */
-  luna_activation omega;             /* as of luna_causal_nested_config */
-  int64_t horizon;                   /* without forget, as of luna_causal_args */
+  const int32_t *lengths; /* [batch] real slots, or null: all */
+  float scale;            /* 0 = 1/sqrt(head_dim) */
+  luna_activation omega;  /* as of luna_causal_nested_config */
+  int64_t horizon;        /* without forget, as of luna_causal_args */
   /* A sequence in pieces, or null: batch heads slots (2 head_dim + 1) numbers, which forward reads, unless position is
      0, and writes. There is no backward then. */
   double *state;
-  int64_t position;                  /* rows of the pieces before */
-  const float *grad_out;             /* backward */
+  int64_t position;       /* rows of the pieces before */
+  const float *grad_out;  /* backward */
   float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* backward adds; any may be null */
   luna_run run;
   const struct li_attention_own *own; /* null; luna.h's */
@@ -1877,13 +1877,13 @@ typedef struct luna_trace_scope {
 typedef struct luna_trace_event {
   luna_trace_kind kind;
   const char *name;
-  const luna_trace_scope *scope;     /* that begins or ends, or in which the op's forward ran; null: none */
-  double start, seconds;             /* by luna_seconds */
-  double bytes;                      /* what an op or optimiser must read and write, once */
-  double flops;                      /* those of an op's products; backward has twice those of forward */
-  luna_tensor *const *in;            /* an op's inputs, of which some may be null, for their shapes */
-  luna_tensor *const *out;           /* its results */
-  int inputs, outputs;               /* how many; 0 where the event is no op */
+  const luna_trace_scope *scope; /* that begins or ends, or in which the op's forward ran; null: none */
+  double start, seconds;   /* by luna_seconds */
+  double bytes;            /* what an op or optimiser must read and write, once */
+  double flops;            /* those of an op's products; backward has twice those of forward */
+  luna_tensor *const *in;  /* an op's inputs, of which some may be null, for their shapes */
+  luna_tensor *const *out; /* its results */
+  int inputs, outputs;     /* how many; 0 where the event is no op */
 } luna_trace_event;
 
 typedef void (*luna_tracer)(void *user, const luna_trace_event *event);
@@ -2017,19 +2017,19 @@ typedef enum luna_function { LUNA_FUNCTION_SIN, LUNA_FUNCTION_COS, LUNA_FUNCTION
 typedef struct luna_op {
   luna_op_kind kind;
   int inputs, outputs;
-  luna_tensor *in[LUNA_MAX_INPUTS];  /* null where an optional input is absent */
+  luna_tensor *in[LUNA_MAX_INPUTS]; /* null where an optional input is absent */
   luna_tensor *out[2];
-  const int32_t *index;              /* tokens or labels, in backend memory */
+  const int32_t *index;             /* tokens or labels, in backend memory */
   const int32_t *lengths, *query_offsets, *key_offsets;
-  union {                            /* the arguments of its kind, where it has any */
+  union {                           /* the arguments of its kind, where it has any */
     struct { int64_t axes[LUNA_MAX_RANK]; } permute;
     struct { int64_t axis, start; } slice;
     struct { int64_t axis; } concat;
     struct { int64_t count; } expand;
-    struct {                         /* LUNA_ELEMENTWISE: the result as [shape], axes joined where that is possible; */
+    struct {                        /* LUNA_ELEMENTWISE: the result as [shape], axes joined where that is possible; */
       int64_t shape[LUNA_MAX_RANK], stride[3][LUNA_MAX_RANK]; /* each input's strides in it, 0 where it repeats; */
-      float scalar[3];               /* a number in place of an input that is null; */
-      int input;                     /* backward: the input whose gradient is being computed */
+      float scalar[3];              /* a number in place of an input that is null; */
+      int input;                    /* backward: the input whose gradient is being computed */
     } elementwise;
     struct { float factor; } scale;
     struct { luna_function which; float exponent; } function;
@@ -2049,9 +2049,9 @@ typedef struct luna_op {
     struct {
       int64_t heads, batch, queries, keys;
       float scale;
-      bool causal, window;           /* of a window: left, right */
+      bool causal, window; /* of a window: left, right */
       int64_t left, right;
-      bool scores;                   /* the second result is the log-sum-exp, not the row sums */
+      bool scores;         /* the second result is the log-sum-exp, not the row sums */
     } attention;                     /* softmax attention, pack */
     struct { int64_t heads, horizon; float scale; } causal; /* causal product, causal Luna; horizon 0: none */
     luna_custom custom;
@@ -2125,17 +2125,17 @@ typedef struct luna_rule {           /* reads and writes the state */
 } luna_rule;
 typedef struct luna_update {
   float *value, *grad;
-  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; a hook's own. Or null */
-  float *average;                    /* or null: moves by (1 - a) / (1 - a^updates) of what it is off, a of the rule */
-  int64_t count, first;              /* elements; the number of its first piece */
-  float decay, lr;                   /* lr: factor on the state's */
+  float *moment[3];     /* SGD: momentum; Adam: of the gradient and its square; a hook's own. Or null */
+  float *average;       /* or null: moves by (1 - a) / (1 - a^updates) of what it is off, a of the rule */
+  int64_t count, first; /* elements; the number of its first piece */
+  float decay, lr;      /* lr: factor on the state's */
 } luna_update;
 
 struct luna_backend {
-  uint32_t version;                  /* 1 */
-  uint32_t size;                     /* sizeof(luna_backend) */
+  uint32_t version; /* 1 */
+  uint32_t size;    /* sizeof(luna_backend) */
   int device;
-  size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
+  size_t opened;    /* bytes that `open` takes of the device, for luna_memory */
   /* of a flop of products by parameters, in those of attention, for luna_form; 0 = 1 */
   float product_cost;
   /* what one context needs of the device; null: nothing. When it fails (luna_fail says why) the context exists and
@@ -8666,10 +8666,10 @@ typedef struct li_st {
   const uint8_t *data;
   const char *header;
   size_t data_size, header_size;
-  size_t meta;                                   /* where __metadata__ begins in the header; 0: there is none */
-  size_t tensors, pairs;                         /* their number */
-  bool contiguous;                               /* each tensor's data begins where the one before ends */
-  uint64_t *names, *keys;                        /* the index: where each opens in the header, sorted by its text */
+  size_t meta;            /* where __metadata__ begins in the header; 0: there is none */
+  size_t tensors, pairs;  /* their number */
+  bool contiguous;        /* each tensor's data begins where the one before ends */
+  uint64_t *names, *keys; /* the index: where each opens in the header, sorted by its text */
 } li_st;
 
 /* A JSON string between its quotes, whose escapes are not decoded. */
@@ -8687,14 +8687,14 @@ static LI_UNUSED const li_st_format li_st_formats[] = { LI_ST_FORMATS(LI_ST_FORM
 
 typedef struct li_st_tensor {
   li_st_text name;
-  int dtype;                                     /* li_st_dtype */
+  int dtype;            /* li_st_dtype */
   int rank;
   int64_t shape[LI_ST_RANK];
-  int64_t count;                                 /* elements */
-  const uint8_t *data;                           /* at any alignment */
+  int64_t count;        /* elements */
+  const uint8_t *data;  /* at any alignment */
   size_t bytes;
-  const uint8_t *scale;                          /* of I8 rows, F32 [shape[0]], by li_st_value; or null */
-  int64_t first;                                 /* element of a whole that data begins with */
+  const uint8_t *scale; /* of I8 rows, F32 [shape[0]], by li_st_value; or null */
+  int64_t first;        /* element of a whole that data begins with */
 } li_st_tensor;
 
 LI_FN bool li_st_is_real(const li_st_tensor *t) {
@@ -8815,10 +8815,10 @@ LI_FN int li_st_compare(const li_st *st, uint64_t a, uint64_t b) {
 /* --- JSON: a header's nests three deep, and other keys and values are rejected, so that nothing recurses --- */
 typedef struct li_st_json {
   const char *at, *end;
-  const char *wrong;                             /* the first error, or null */
-  const char *meta;                              /* where __metadata__ starts */
-  size_t pairs;                                  /* in __metadata__ */
-  bool first;                                    /* an object begins here: its first member is next */
+  const char *wrong; /* the first error, or null */
+  const char *meta;  /* where __metadata__ starts */
+  size_t pairs;      /* in __metadata__ */
+  bool first;        /* an object begins here: its first member is next */
 } li_st_json;
 
 LI_FN bool li_st_fail(li_st_json *j, const char *wrong) {
@@ -9250,19 +9250,19 @@ LI_FN int li_cores(void) { return 1; }
 #define LI_SPINS 10000
 
 typedef struct li_pool {
-  int64_t workers;                   /* besides the caller */
-  li_thread *thread;                 /* theirs */
+  int64_t workers;   /* besides the caller */
+  li_thread *thread; /* theirs */
   void (*task)(void *work, int64_t index);
   void *work;
   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds
      nothing left */
   uint64_t ticket;
-  uint64_t count;                    /* atomic */
-  uint64_t done;                     /* atomic */
-  uint64_t sleepers;                 /* atomic: workers that wait for a call, */
-  uint64_t waits;                    /* atomic: and whether the call's own thread waits for its end */
-  uint64_t stop;                     /* atomic */
-  int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
+  uint64_t count;    /* atomic */
+  uint64_t done;     /* atomic */
+  uint64_t sleepers; /* atomic: workers that wait for a call, */
+  uint64_t waits;    /* atomic: and whether the call's own thread waits for its end */
+  uint64_t stop;     /* atomic */
+  int64_t process;   /* the workers': a child of fork has the pool's memory but not its threads */
   li_mutex mutex;
   li_condition wake, finished;
 } li_pool;
@@ -9451,11 +9451,11 @@ typedef struct li_arena {            /* the allocations of one kind of memory */
 typedef struct li_bump {
   /* [0]: small things of the host; [1]: data, where start is null if they are only counted */
   struct { char *start; size_t size, used, peak; } part[2];
-  bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
-  bool records;                      /* ops run now are recorded */
-  luna_op *ops;                      /* those that are recorded */
+  bool single;        /* the rows are single ones of their sequences: luna_op.dots */
+  bool records;       /* ops run now are recorded */
+  luna_op *ops;       /* those that are recorded */
   size_t count, room;
-  size_t floor, kept;                /* bytes of small things that stay: of the stream, and of what is recorded */
+  size_t floor, kept; /* bytes of small things that stay: of the stream, and of what is recorded */
 } li_bump;
 LI_FN void li_bump_begin(li_bump *b, bool single) {
   b->part[0].used = b->kept;
@@ -9481,32 +9481,32 @@ typedef struct li_failure {          /* of a call that makes something: a begin 
 
 /* What the tape and the step's memory know of an op. */
 typedef struct li_op_state {
-  luna_op *previous, *next;          /* the tape */
-  int64_t number;                    /* on the tape */
-  luna_op *recompute_from;           /* of the newest op of a recomputed scope: its oldest */
-  struct li_piece *kept_piece;       /* where kept lies */
-  uint8_t depth;                     /* of the cheap ops that compute its result again: li_op_depth */
-  int readers;                       /* of its result, among the ops that are now computed again */
-  const luna_trace_scope *scope;     /* in which its forward ran */
-  li_attention_own attention;        /* its dropout may be that of a part of a batch */
+  luna_op *previous, *next;    /* the tape */
+  int64_t number;              /* on the tape */
+  luna_op *recompute_from;     /* of the newest op of a recomputed scope: its oldest */
+  struct li_piece *kept_piece; /* where kept lies */
+  uint8_t depth;               /* of the cheap ops that compute its result again: li_op_depth */
+  int readers;                 /* of its result, among the ops that are now computed again */
+  const luna_trace_scope *scope; /* in which its forward ran */
+  li_attention_own attention;  /* its dropout may be that of a part of a batch */
 } li_op_state;
 /* A part of a batch: the sequences before it, and how many it has; 0: the tensor is no part. */
 typedef struct li_cut { int64_t first, own; } li_cut;
 /* What they know of a tensor. */
 typedef struct li_tensor_state {
-  luna_op *maker;                    /* the op of the tape whose result this is */
-  luna_op *last_reader;              /* the newest op of the tape that reads it */
-  luna_tensor *older;                /* the tensor made before this one in the step */
-  int64_t offset;                    /* a view's first element within base */
+  luna_op *maker;                   /* the op of the tape whose result this is */
+  luna_op *last_reader;             /* the newest op of the tape that reads it */
+  luna_tensor *older;               /* the tensor made before this one in the step */
+  int64_t offset;                   /* a view's first element within base */
   struct li_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends */
-  bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
-  bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
-  bool ended;                        /* its step is over: it is released, and points to nothing */
-  bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
-  bool has_grad;                     /* backward has reached it (grad stays null in a context that measures) */
-  bool given, borrowed;              /* of a parameter: its values are no longer its init's; they are another's */
-  li_cut cut;                        /* what it is of a batch that is shared */
-  int64_t counted;                   /* 1 + luna_counted */
+  bool keep_data, keep_grad;        /* luna_keep and luna_require_grad: stays until the next begin */
+  bool saved, released, recomputed; /* a backward reads data; data was released; and computed again */
+  bool ended;                       /* its step is over: it is released, and points to nothing */
+  bool internal;                    /* its scope has ended: data are released once backward no longer reads them */
+  bool has_grad;                    /* backward has reached it (grad stays null in a context that measures) */
+  bool given, borrowed;             /* of a parameter: its values are no longer its init's; they are another's */
+  li_cut cut;                       /* what it is of a batch that is shared */
+  int64_t counted;                  /* 1 + luna_counted */
 } li_tensor_state;
 
 /* The step's tensors, without their data, lie in slabs that stay until close. Those of two steps in a row have
@@ -9536,55 +9536,55 @@ typedef struct li_trace_paths { int count; luna_trace_scope path[LI_TRACE_PATHS]
 
 struct luna_ctx {
   luna_options options;
-  li_tensor_state none;              /* of shapes and of a stream's tensors, which have nothing in it */
+  li_tensor_state none;      /* of shapes and of a stream's tensors, which have nothing in it */
   const li_kernels *kernels;
   const luna_backend *backend;
   li_parallel parallel;
-  void *self;                        /* the backend's own, of this context */
-  struct li_sharing *sharing;        /* contexts whose parameters this one reads, where work is queued; newest first */
-  char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
-  li_arena arena[2];                 /* the host's, and a device's, which holds tensors' values */
-  struct li_bump *bump;              /* a stream's own context: all its step has; else null */
-  struct li_piece *pieces;           /* free ones of the step's memory; */
-  struct li_piece *highest;          /* of all of them, where they are cut up and joined */
+  void *self;                /* the backend's own, of this context */
+  struct li_sharing *sharing; /* contexts whose parameters this one reads, where work is queued; newest first */
+  char *block_start, *block_end; /* block mode: what is left between step and persistent is free */
+  li_arena arena[2];         /* the host's, and a device's, which holds tensors' values */
+  struct li_bump *bump;      /* a stream's own context: all its step has; else null */
+  struct li_piece *pieces;   /* free ones of the step's memory; */
+  struct li_piece *highest;  /* of all of them, where they are cut up and joined */
   li_mark step;
   li_slab *slabs;
-  size_t slabs_end;                  /* the newest slab's, in bytes that persist */
-  uint32_t begins;                   /* odd and even steps have one half of the slabs each */
+  size_t slabs_end;          /* the newest slab's, in bytes that persist */
+  uint32_t begins;           /* odd and even steps have one half of the slabs each */
   size_t peak;
-  luna_step_state *state;            /* in backend memory */
+  luna_step_state *state;    /* in backend memory */
   luna_op *tape;
-  const luna_op *custom;             /* the custom op that runs */
-  struct luna_lm_state *carried;     /* the state that the step continues, or null */
+  const luna_op *custom;     /* the custom op that runs */
+  struct luna_lm_state *carried; /* the state that the step continues, or null */
   uint32_t dropout_ops;
   bool training;
-  bool recomputing;                  /* the step has recomputed scopes: constants that ops of the tape read stay */
-  bool paused;                       /* training, but nothing joins the tape: a stream is opened */
-  bool reserving;                    /* a stream's opening: memory is counted, nothing is computed */
-  bool differentiated;               /* luna_backward has succeeded since begin */
-  bool stepped;                      /* an optimiser has made its step since begin */
-  uint64_t reported;                 /* skipped steps that options.log has had */
+  bool recomputing;          /* the step has recomputed scopes: constants that ops of the tape read stay */
+  bool paused;               /* training, but nothing joins the tape: a stream is opened */
+  bool reserving;            /* a stream's opening: memory is counted, nothing is computed */
+  bool differentiated;       /* luna_backward has succeeded since begin */
+  bool stepped;              /* an optimiser has made its step since begin */
+  uint64_t reported;         /* skipped steps that options.log has had */
   /* the first failure since begin; that of the last call which returned a status */
   luna_status status, last_status;
-  luna_status open_status;                /* the device could not be opened: every call says so */
-  luna_error_id error_id;            /* of: */
+  luna_status open_status;   /* the device could not be opened: every call says so */
+  luna_error_id error_id;    /* of: */
   char error[320];
-  const char *call;                  /* the outermost init, load or save under way, which failures inside it name */
-  const char *path;                  /* its file; null: bytes or luna_io */
-  int setups;                        /* inits under way, one inside another */
-  li_failure failure;                /* the first since the last begin, or an earlier one: the next begin reports it */
-  uint64_t backwards;                /* luna_backward calls that succeeded */
-  uint64_t writes;                   /* calls that changed parameters */
+  const char *call;          /* the outermost init, load or save under way, which failures inside it name */
+  const char *path;          /* its file; null: bytes or luna_io */
+  int setups;                /* inits under way, one inside another */
+  li_failure failure;        /* the first since the last begin, or an earlier one: the next begin reports it */
+  uint64_t backwards;        /* luna_backward calls that succeeded */
+  uint64_t writes;           /* calls that changed parameters */
   struct luna_optimizer *optimizers; /* newest first */
-  bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
-  luna_part part;                    /* what luna_begin_part said; */
-  bool shares;                       /* and whether it did */
-  const luna_params *newest;         /* of its parameter sets */
+  bool unread;               /* an optimiser on a device has made a step whose result the host has not read */
+  luna_part part;            /* what luna_begin_part said; */
+  bool shares;               /* and whether it did */
+  const luna_params *newest; /* of its parameter sets */
   li_hooked *hooked;
-  luna_tracer trace;                 /* null: none */
+  luna_tracer trace;         /* null: none */
   void *trace_user;
-  li_trace_paths *paths;             /* null before the first luna_trace */
-  const luna_trace_scope *scope;     /* the one under way, as far as it is traced */
+  li_trace_paths *paths;     /* null before the first luna_trace */
+  const luna_trace_scope *scope; /* the one under way, as far as it is traced */
 };
 
 /* Names the call that failures belong to, unless it is inside another call. Returns the outer one, for li_leave. */
@@ -10000,7 +10000,7 @@ LI_HOT bool li_step_small(luna_ctx *ctx, size_t bytes, void **out) {
    treap, sorted by size, of equal ones the highest place first, with priorities as if at random: finding, taking and
    giving one takes the logarithm of their number. */
 typedef struct li_piece {
-  struct li_piece *by_size[2];       /* its children there; [0] of a piece that is taken is itself */
+  struct li_piece *by_size[2]; /* its children there; [0] of a piece that is taken is itself */
   struct li_piece *below, *above; /* where pieces are cut up and joined: its neighbours, free or taken */
   size_t place, size;
 } li_piece;
