@@ -2033,7 +2033,7 @@ typedef struct luna_op {
     } elementwise;
     struct { float factor; } scale;
     struct { luna_function which; float exponent; } function;
-    struct {                         /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct {                        /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
       int64_t outer, axis, inner;
       float factor;
     } reduce;
@@ -2049,21 +2049,21 @@ typedef struct luna_op {
     struct {
       int64_t heads, batch, queries, keys;
       float scale;
-      bool causal, window; /* of a window: left, right */
+      bool causal, window;          /* of a window: left, right */
       int64_t left, right;
-      bool scores;         /* the second result is the log-sum-exp, not the row sums */
-    } attention;                     /* softmax attention, pack */
+      bool scores;                  /* the second result is the log-sum-exp, not the row sums */
+    } attention;                    /* softmax attention, pack */
     struct { int64_t heads, horizon; float scale; } causal; /* causal product, causal Luna; horizon 0: none */
     luna_custom custom;
   } arg;
-  float dropout;                     /* 0 outside training */
-  uint32_t dropout_op;               /* this op's number among those of the step that drop */
-  float last_dropout;                /* of the result, before a residual is added: a second drop of the same op, */
-  uint32_t last_dropout_op;          /* with a number of its own */
-  luna_activation activation;        /* 0 = none */
-  bool training;                     /* keep what backward needs: this op is on the tape */
-  bool dots;                         /* a stream's single rows: products by the decoding kernels */
-  int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
+  float dropout;                    /* 0 outside training */
+  uint32_t dropout_op;              /* this op's number among those of the step that drop */
+  float last_dropout;               /* of the result, before a residual is added: a second drop of the same op, */
+  uint32_t last_dropout_op;         /* with a number of its own */
+  luna_activation activation;       /* 0 = none */
+  bool training;                    /* keep what backward needs: this op is on the tape */
+  bool dots;                        /* a stream's single rows: products by the decoding kernels */
+  int sets;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and
      updates; else null */
   /* means of k^T A [batch, heads, head_dim, slots] and of A^T v [batch, heads, slots, head_dim] over `position` rows,
@@ -2073,12 +2073,12 @@ typedef struct luna_op {
   ptrdiff_t before;
   /* in backend memory, of all sequences or, with `before`, [batch]; where it is 0 the means are 0, and not read */
   const int64_t *position;
-  float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
-  void *kept;                        /* kept_size bytes, from forward to backward */
-  void *workspace;                   /* during one call */
+  float *history;                   /* [batch, width - 1, d]: the convolution's last inputs */
+  void *kept;                       /* kept_size bytes, from forward to backward */
+  void *workspace;                  /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
   luna_ctx *ctx;
-  struct li_op_state *own;        /* luna.h's */
+  struct li_op_state *own;          /* luna.h's */
 } luna_op;
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
@@ -10000,7 +10000,7 @@ LI_HOT bool li_step_small(luna_ctx *ctx, size_t bytes, void **out) {
    treap, sorted by size, of equal ones the highest place first, with priorities as if at random: finding, taking and
    giving one takes the logarithm of their number. */
 typedef struct li_piece {
-  struct li_piece *by_size[2]; /* its children there; [0] of a piece that is taken is itself */
+  struct li_piece *by_size[2];    /* its children there; [0] of a piece that is taken is itself */
   struct li_piece *below, *above; /* where pieces are cut up and joined: its neighbours, free or taken */
   size_t place, size;
 } li_piece;
