@@ -517,10 +517,10 @@ typedef struct luna_options {
   int threads;              /* 0 = one a core; of more than cores, no more run at once */
   luna_parallel_for parallel_for; /* the caller's threads instead of a pool; give `threads` too */
   void *parallel_user;
-  luna_isa isa;                      /* 0 = best; LUNA_ISA_REFERENCE: for inference alone */
-  uint64_t seed;                     /* of initial parameters and dropout */
-  luna_allocator allocator;          /* zero = LUNA_MALLOC, LUNA_FREE */
-  void *block;                       /* all memory, once and for all: then no allocator is ever called */
+  luna_isa isa;             /* 0 = best; LUNA_ISA_REFERENCE: for inference alone */
+  uint64_t seed;            /* of initial parameters and dropout */
+  luna_allocator allocator; /* zero = LUNA_MALLOC, LUNA_FREE */
+  void *block;              /* all memory, once and for all: then no allocator is ever called */
   size_t block_size;
   bool measure;             /* compute nothing; luna_memory().peak is the block_size the same calls need */
   /* gets each failure as it happens and, with LUNA_OK, messages that are not failures: skipped steps, a loss of which
@@ -1815,20 +1815,20 @@ LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
    [batch, rows, heads, slots], and their gradients alike: all dense. */
 typedef struct luna_causal_nested_args {
   const float *q, *k, *v, *s;
-  const float *forget;    /* logits of forget gates, or null: the published form */
+  const float *forget;               /* logits of forget gates, or null: the published form */
   float *out;
   /* forward writes and backward reads as many floats as s has, with forget twice as many; null: there is no backward */
   float *kept;
   int64_t batch, rows, heads, head_dim, slots;
-  const int32_t *lengths; /* [batch] real slots, or null: all */
-  float scale;            /* 0 = 1/sqrt(head_dim) */
-  luna_activation omega;  /* as of luna_causal_nested_config */
-  int64_t horizon;        /* without forget, as of luna_causal_args */
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float scale;                       /* 0 = 1/sqrt(head_dim) */
+  luna_activation omega;             /* as of luna_causal_nested_config */
+  int64_t horizon;                   /* without forget, as of luna_causal_args */
   /* A sequence in pieces, or null: batch heads slots (2 head_dim + 1) numbers, which forward reads, unless position is
      0, and writes. There is no backward then. */
   double *state;
-  int64_t position;       /* rows of the pieces before */
-  const float *grad_out;  /* backward */
+  int64_t position;                  /* rows of the pieces before */
+  const float *grad_out;             /* backward */
   float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* backward adds; any may be null */
   luna_run run;
   const struct li_attention_own *own; /* null; luna.h's */
@@ -2040,7 +2040,7 @@ typedef struct luna_op {
     struct { bool rms; float epsilon; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t heads, first; float base; } rotary;
-    struct { int64_t width; } mask;  /* floats a row */
+    struct { int64_t width; } mask; /* floats a row */
     /* a: outer * inner matrices, b: inner */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul;
     struct { bool recompute; } feed_forward;
@@ -2479,18 +2479,18 @@ typedef enum li_mean_kind { LI_STEP_MEAN, LI_STEP_KEYS, LI_STEP_VALUES } li_mean
 /* A weight [rows, columns] in 8 bits, row-major: element i of row r is at[r * columns + i] * scale[r] */
 typedef struct li_int8 {
   const int8_t *at;
-  const float *scale; /* [rows], finite */
+  const float *scale;  /* [rows], finite */
   const int32_t *sums; /* [rows] of the integers */
   int64_t rows, columns;
-  const float *from; /* of a context's parameter: the values that it was made of, */
-  uint64_t writes; /* and how many writes of parameters had been before */
+  const float *from;   /* of a context's parameter: the values that it was made of, */
+  uint64_t writes;     /* and how many writes of parameters had been before */
 } li_int8;
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct li_gemm {
   const float *a, *b, *bias;
-  const float *b_panels; /* b in panels, by make_panels, for several products; or null */
+  const float *b_panels;        /* b in panels, by make_panels, for several products; or null */
   const struct li_int8 *b_int8; /* its rows from b_first on in place of b^T, and A's rows in 8 bits too: >>int8 */
   int64_t b_first;
   float *c, *pre;
@@ -2498,19 +2498,19 @@ typedef struct li_gemm {
   int64_t a_row, a_column, b_row, b_column, c_row;
   int64_t batch[2], a_batch[2], b_batch[2], c_batch[2];
   float alpha;
-  int activation; /* luna_activation */
+  int activation;               /* luna_activation */
   bool accumulate;
-  const float *residual; /* added, in C's layout; null: none. Without `accumulate`, activation or pre */
+  const float *residual;        /* added, in C's layout; null: none. Without `accumulate`, activation or pre */
   /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
   bool dots;
-  bool bf16; /* A and B are rounded to bfloat16; not with dots */
+  bool bf16;                    /* A and B are rounded to bfloat16; not with dots */
   /* Where products.keeps: A or B lies in words, two numbers of a row each (then a_row or a_column, b_row are of words).
      In C's place its words are written, words_row apart, a multiple of 32 numbers each; with `slope`, ReLU's words, C
      is 0 where those are, and each 32 rows leave the sums of their columns, sums_row apart. */
   bool a_words, b_words;
   float *words, *sums;
   const float *slope;
-  int64_t words_row, sums_row; /* words_row: 0 without words */
+  int64_t words_row, sums_row;  /* words_row: 0 without words */
 } li_gemm;
 
 /* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts
@@ -2519,15 +2519,15 @@ typedef struct li_gemm {
 /* so far: sum of exp(logit - shift), of logits; the largest logit; that of the label */
 typedef struct li_row_sums { double exps, logits; float shift, label; } li_row_sums;
 typedef struct li_cross_entropy {
-  const float *logits; /* [rows, columns] in rows of logits_row */
-  const int32_t *labels; /* [rows] */
+  const float *logits;     /* [rows, columns] in rows of logits_row */
+  const int32_t *labels;   /* [rows] */
   int64_t rows, classes, first, columns, logits_row, grad_row;
   float smoothing, factor; /* factor: of the gradient */
-  li_row_sums *sums; /* [rows] from one part to the next; null: one part is all */
+  li_row_sums *sums;       /* [rows] from one part to the next; null: one part is all */
   /* [rows]; lse: log-sum-exp of each row, which forward writes (may be null) and backward reads */
   float *loss, *lse;
-  float *grad; /* [rows, columns] in rows of grad_row; may be the logits themselves */
-  bool add; /* to what is in grad, which is else set */
+  float *grad;             /* [rows, columns] in rows of grad_row; may be the logits themselves */
+  bool add;                /* to what is in grad, which is else set */
 } li_cross_entropy;
 LI_FN li_cross_entropy li_cross_entropy_rows(const li_cross_entropy *all, int64_t first, int64_t last) {
   li_cross_entropy a = *all;
@@ -2551,17 +2551,17 @@ typedef struct li_layer_norm {
   float epsilon;
   int64_t rows, n;
   const float *x, *weight, *bias; /* [rows, n]; [n] or null */
-  float *y, *mean, *rstd; /* mean, rstd [rows]: forward writes them unless null, backward reads them */
+  float *y, *mean, *rstd;         /* mean, rstd [rows]: forward writes them unless null, backward reads them */
   const float *dy;
-  float *dx, *dweight, *dbias; /* backward adds to dweight and dbias, where not null, */
-  bool add; /* and to what is in dx, which is else set */
+  float *dx, *dweight, *dbias;    /* backward adds to dweight and dbias, where not null, */
+  bool add;                       /* and to what is in dx, which is else set */
 } li_layer_norm;
 
 /* The short convolution over time, each of n channels alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) */
 typedef struct li_convolution {
   int64_t rows, n, width;
-  const float *x, *history; /* [rows, n]; the width - 1 rows before them, null: zeros */
-  const float *weight, *bias; /* [n, width]; [n] or null */
+  const float *x, *history;    /* [rows, n]; the width - 1 rows before them, null: zeros */
+  const float *weight, *bias;  /* [n, width]; [n] or null */
   float *y;
   const float *dy;
   float *dx, *dweight, *dbias; /* backward adds; dweight and dbias may be null */
@@ -2583,8 +2583,8 @@ typedef luna_causal_args li_causal;
 typedef luna_causal_nested_args li_causal_luna;
 /* What luna.h's own calls say beside the public arguments of attention and causal Luna */
 typedef struct li_attention_own {
-  li_dropout dropout;                /* causal Luna's, with forget alone, is of W */
-  bool bf16;                         /* the operands of attention's products are rounded */
+  li_dropout dropout; /* causal Luna's, with forget alone, is of W */
+  bool bf16;          /* the operands of attention's products are rounded */
   /* A state that training carries: [batch] positions in place of one, and where the state before row 0 lies, in doubles
      from causal Luna's `state`, to which forward writes the one after the last row. Else null and 0 */
   const int64_t *positions;
@@ -2608,12 +2608,12 @@ typedef struct li_tile {
 typedef struct li_unpack {
   const float *x, *k, *bias, *v, *out_bias, *residual; /* out_bias [dim], residual (out's shape, added): or null */
   float *out;
-  float *lse; /* [batch, rows, heads]; forward writes it unless null, backward reads it */
+  float *lse;                        /* [batch, rows, heads]; forward writes it unless null, backward reads it */
   int64_t batch, rows, dim, heads, slots;
-  const int32_t *lengths; /* [batch] real slots; null: all */
-  bool bf16; /* the products' operands are rounded to bfloat16 */
-  li_dropout dropout; /* element ((b heads + head) rows + i) slots + j */
-  li_dropout last; /* of the sum, before the residual is added: element of out */
+  const int32_t *lengths;            /* [batch] real slots; null: all */
+  bool bf16;                         /* the products' operands are rounded to bfloat16 */
+  li_dropout dropout;                /* element ((b heads + head) rows + i) slots + j */
+  li_dropout last;                   /* of the sum, before the residual is added: element of out */
   const float *grad_out;
   /* backward adds; any may be null; grad_x may be grad_out: added in place */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
@@ -2621,11 +2621,11 @@ typedef struct li_unpack {
 
 /* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
 typedef struct li_unpack_space {
-  int64_t prepared;                     /* the batch row of these, or -1 */
-  int64_t slots, n;                     /* real slots; heads of them */
+  int64_t prepared;                  /* the batch row of these, or -1 */
+  int64_t slots, n;                  /* real slots; heads of them */
   float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels: V, or backward K */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
-  float *words; /* li_panels' */
+  float *words;                      /* li_panels' */
 } li_unpack_space;
 
 /* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
@@ -2635,8 +2635,8 @@ typedef struct li_update {
   int64_t count;
   /* factor: gradients times this (clipping) */
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
-  float share; /* of what the average is off */
-  bool nesterov, coupled; /* coupled: decay goes into the gradient */
+  float share;                       /* of what the average is off */
+  bool nesterov, coupled;            /* coupled: decay goes into the gradient */
 } li_update;
 
 /* Where a block of columns is written: partial sums over k to `sum` (C itself where that is safe), finished ones to
@@ -2645,11 +2645,11 @@ typedef struct li_target {
   float *sum, *c, *pre;
   const float *bias, *from; /* from: added, rows from_row apart; null: none */
   int64_t sum_row, c_row, from_row;
-  int activation; /* in li_gemm's order one load would take both, and wait for two stores */
+  int activation;           /* in li_gemm's order one load would take both, and wait for two stores */
   float alpha;
-  bool finish, late; /* finish: the last block over k, with an epilogue; late: which adds C last */
-  bool bf16; /* A is rounded, as the panels are */
-  bool a_words; /* as li_gemm's, and so are these */
+  bool finish, late;        /* finish: the last block over k, with an epilogue; late: which adds C last */
+  bool bf16;                /* A is rounded, as the panels are */
+  bool a_words;             /* as li_gemm's, and so are these */
   float *words, *sums;
   const float *slope;
   int64_t words_row, sums_row;
@@ -2668,7 +2668,7 @@ typedef struct li_epilogue {
 
 /* The loops of a gemm, which read lines of `pair` values of k */
 typedef struct li_products {
-  int64_t pair, rows, words; /* rows: of a tile; words: floats of room for a tile's words, or 0: of one row */
+  int64_t pair, rows, words;         /* rows: of a tile; words: floats of room for a tile's words, or 0: of one row */
   void (*fill_panels)(li_matrix b, float *panels);
   void (*multiply)(li_matrix a, li_panels b, const li_target *t);
   void (*word_panels)(li_matrix b, float *panels); /* of a B that lies in words; null: words are not kept */
@@ -2747,10 +2747,10 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
                       const float *x, double *result))
 
 typedef struct li_kernels {
-  int64_t mr, nr; /* rows of a gemm's register tile; columns of a panel of B */
+  int64_t mr, nr;            /* rows of a gemm's register tile; columns of a panel of B */
   luna_isa isa;
   const li_products *panels; /* float32's products; null: the reference, which has no loops */
-  const li_products *words; /* those of bfloat16, and of 8 bits; null: this build has none */
+  const li_products *words;  /* those of bfloat16, and of 8 bits; null: this build has none */
   const struct li_int8_loops *int8;
 #define LI_FIELD(result, name, arguments) result (*name) arguments;
   LI_KERNELS(LI_FIELD, LI_FIELD, LI_FIELD)
@@ -2797,13 +2797,13 @@ LI_FN double li_sinusoid_rate(int64_t half) {
 }
 #endif /* !LI_PASS */
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>kernels: each chapter has the reference, then the inner loops, then the driver
    Inner loops are compiled once for each instruction set: luna.h includes itself with LI_PASS set to _<isa>, and
    LI_K(name) is then li_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops
    through the table that they are given. They, the references and all that follows are compiled for size, but for
    functions that are LI_HOT: loops over numbers, and what every op of a step runs.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #undef LI_FN
 #undef LI_MATH
 #ifndef LI_PASS
@@ -3823,12 +3823,12 @@ typedef struct li_int8_work {
   const li_kernels *kernels;
   const li_int8_loops *loops;
   const li_gemm *g;
-  char *q, *panels; /* x's integers; panels of each thread's own, `columns` columns */
-  float *scales; /* of x */
+  char *q, *panels;              /* x's integers; panels of each thread's own, `columns` columns */
+  float *scales;                 /* of x */
   int64_t q_row, panel, columns; /* panel: bytes of one */
-  size_t bytes; /* of scratch */
+  size_t bytes;                  /* of scratch */
   bool dots, by_rows;
-  int64_t parts; /* of the rows, or of the columns */
+  int64_t parts;                 /* of the rows, or of the columns */
 } li_int8_work;
 /* Lays the work out in scratch; where that is null, only counts. */
 LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, int64_t threads, void *scratch) {
@@ -4399,7 +4399,7 @@ typedef struct li_tile_work {
   int64_t late, late_row, late_j, late_columns[2];
   const float *late_at;
   vf late_bias[2], late_sums[2];
-  const float *bias, *added; /* what the epilogue adds, or null */
+  const float *bias, *added;  /* what the epilogue adds, or null */
   /* the next rows of A, dense, `coming` vectors of words to `words`, `share` of them in each step */
   const float *coming_a;
   float *coming_words;
@@ -4744,8 +4744,8 @@ typedef struct li_gemm_plan {
   const li_products *products;
   char *scratch;
   int64_t row_parts, column_parts, columns; /* columns: of a block */
-  int64_t a_size, b_size, sum_size; /* floats */
-  int64_t thread_bytes; /* of scratch: these, and among several a li_gemm_thread */
+  int64_t a_size, b_size, sum_size;  /* floats */
+  int64_t thread_bytes;              /* of scratch: these, and among several a li_gemm_thread */
 } li_gemm_plan;
 /* A thread's own memory. `held` is the block of B whose panels it has: batch items often share B. */
 typedef struct li_gemm_thread {
@@ -4977,14 +4977,14 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
 }
 #endif
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
    All arrays are dense, of any size and alignment; a map may be computed in place. Long sums are short float sums,
    added up in double in a fixed order. Column sums treat each column alone, so that its bits do not depend on which
    columns are computed with it. The references stand first, then the loops in their order. A new kernel is a row of
    LI_KERNELS, a reference here or, if it is backward, in tests/kernels/backward_reference.h, and a loop. Guarded by
    tests/kernels/elementwise.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #ifndef LI_PASS
 /* ---- the reference ---- */
 /* li_activate_reference, li_add_reference, li_mul_reference, li_scale_reference, li_scale_add_reference */
@@ -5697,7 +5697,7 @@ LI_FN void LI_K(adam)(const li_update *update) {
 }
 #endif
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
    result (maximum, sum, values), and a tile's thread merges them in block order. Backward recomputes P from each row's
@@ -5705,7 +5705,7 @@ LI_FN void LI_K(adam)(const li_update *update) {
    reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward pass. To
    change what becomes of scores, see tile_softmax and its derivative, tile_slopes. Guarded by
    tests/kernels/attention.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #ifndef LI_PASS
 LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
   return lengths ? li_max(0, li_min(lengths[b], slots)) : slots;
@@ -5912,24 +5912,24 @@ LI_FN void LI_K(tile_slopes)(const li_tile *t, float *s, float *slopes, const fl
 typedef struct li_attention_work {
   const li_kernels *kernels;
   const li_attention *a;
-  char *scratch;                        /* the threads' spaces, then `partial` */
+  char *scratch;              /* the threads' spaces, then `partial` */
   size_t thread_bytes;
-  int64_t queries, keys;                /* the most of a batch row */
-  int64_t pairs, blocks, run;           /* pairs (batch row, head), key blocks of one, queries of an item */
-  int64_t query_blocks;                 /* backward: the most blocks of queries that see a block of keys */
-  int64_t wave, first, last;            /* backward: a wave has so many units (pair, key block); this one's */
-  int64_t unit;                         /* floats that a unit keeps in `partial` */
+  int64_t queries, keys;      /* the most of a batch row */
+  int64_t pairs, blocks, run; /* pairs (batch row, head), key blocks of one, queries of an item */
+  int64_t query_blocks;       /* backward: the most blocks of queries that see a block of keys */
+  int64_t wave, first, last;  /* backward: a wave has so many units (pair, key block); this one's */
+  int64_t unit;               /* floats that a unit keeps in `partial` */
   float *partial;
-  bool q_shared, k_shared, v_shared;     /* the batch shares one */
+  bool q_shared, k_shared, v_shared; /* the batch shares one */
   bool backward;
-  int64_t parts;                        /* shares in which the gradients are gathered */
+  int64_t parts;              /* shares in which the gradients are gathered */
 } li_attention_work;
 
 /* What a thread has of the scratch, as li_attention_layout lays it out; null: not needed. */
 typedef struct li_attention_space {
   float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
   float *own, *part, *stats, *state;
-  float *words;                         /* li_panels' */
+  float *words; /* li_panels' */
 } li_attention_space;
 
 /* Returns the tile of the queries from `query` on, before `end`, by those keys in [key, key + depth) that one of them
@@ -6135,11 +6135,11 @@ LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a
    or backward K's, which slopes multiply. */
 typedef struct li_attention_block {
   int64_t first, last;
-  int64_t key, depth;                /* the keys that one of them sees */
+  int64_t key, depth; /* the keys that one of them sees */
   li_matrix k, v, values;
-  bool edge;                         /* some query does not see some key, */
-  bool nonfinite;                    /* and something in values was not finite, which is 0 there */
-  bool copied;                       /* several tiles read values: they lie in panels */
+  bool edge;          /* some query does not see some key, */
+  bool nonfinite;     /* and something in values was not finite, which is 0 there */
+  bool copied;        /* several tiles read values: they lie in panels */
 } li_attention_block;
 /* Returns false if the queries see nothing of the block. */
 LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_space *m,
@@ -6406,12 +6406,12 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
 }
 #endif
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>unpack: the folded unpack (eq. 4), forward and backward: panels of 64 rows by all heads' slots at once
    li_unpack has the arguments, li_unpack_space what a thread has of scratch. The reference stands first, then the
    softmax of a panel and its derivative, the plan, the forward pass, the backward pass. Guarded by
    tests/kernels/attention.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #ifndef LI_PASS
 /* The reference. Computes a row's probabilities p [heads, slots] before dropout [eq. 4]. */
 LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, float *p) {
@@ -6744,7 +6744,7 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
 }
 #endif
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>causal: the causal product (eq. 7) and causal Luna [section 3.3], forward and backward, by chunks of LI_CHUNK rows
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
    A sweep (li_sweep) takes an item, a head of a batch row, chunk by chunk (li_causal_chunk) in three steps: the chunk's
@@ -6752,8 +6752,9 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
    for each of its sweeps. The state is double: forward the running mean M = S / t, in reverse the sum R. All else is
    float. A chunk's outputs depend on its rows and the state before it alone, and states are summed in chunk order, so
    the bits do not depend on threads. References come first, then inner loops, sweeps, the parts of a chunk, and the
-   forms: the product, causal Luna, and the memory that forgets. Guarded by tests/kernels/causal.c and tests/models/forgetting.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   forms: the product, causal Luna, and the memory that forgets. Guarded by tests/kernels/causal.c and
+   tests/models/forgetting.c.
+   ---------------------------------------- */
 #ifndef LI_PASS
 /* Return where a row of item (batch row, head) lies in x and y, and in z and out. */
 LI_INLINE int64_t li_causal_xy(const li_causal *c, int64_t item, int64_t row) {
@@ -7134,37 +7135,39 @@ LI_FN void LI_K(forget_gates)(li_matrix gates, const float *dw, float *after, fl
 /* A chunk of an item, with its buffers */
 typedef struct li_causal_chunk {
   const li_kernels *kernels;
-  const li_causal *product;          /* what is swept: one of these */
+  const li_causal *product;         /* what is swept: one of these */
   const li_causal_luna *luna;
-  int64_t item, first, rows, slots;  /* slots: the item's real ones */
-  double before;                     /* the mean before the first row is over so many tokens */
-  int64_t within;                    /* so many rows lie within the horizon; the means of the others fade */
-  double fade;                       /* 1 - 1 / horizon */
+  int64_t item, first, rows, slots; /* slots: the item's real ones */
+  double before;                    /* the mean before the first row is over so many tokens */
+  int64_t within;                   /* so many rows lie within the horizon; the means of the others fade */
+  double fade;                      /* 1 - 1 / horizon */
   bool reverse;
-  bool begins, last;                 /* begins: the state before it is empty; last: nothing reads the state after it */
-  float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output` reads
-                                        the state before the chunk, and kept */
+  bool begins, last;                /* begins: the state before it is empty; last: nothing reads the state after it */
+  /* `sum` writes the chunk's own sum to state, and anything to kept; `output` reads the state before the chunk, and
+     kept */
+  float *state, *kept;
   float *scores, *panels, *buffer[3]; /* scores [rows, LI_CHUNK]; buffers [LI_CHUNK, the wider of dim and value_dim] */
-  float *h;                          /* causal Luna, backward: its rows of H */
-  float *sums, *logs;                /* of the memory that forgets: backward, the forward state before the chunk; what
-                                        forget_weights says of the chunk, in kept */
+  float *h;                         /* causal Luna, backward: its rows of H */
+  /* of the memory that forgets: backward, the forward state before the chunk; what forget_weights says of the chunk, in
+     kept */
+  float *sums, *logs;
 } li_causal_chunk;
 typedef void (*li_chunk_step)(const li_causal_chunk *c);
 typedef struct li_sweep {
   const li_kernels *kernels;
-  const li_causal *product;          /* what is swept: one of these; the other is null */
+  const li_causal *product;  /* what is swept: one of these; the other is null */
   const li_causal_luna *luna;
-  li_chunk_step sum, output, now;    /* the steps before and after the scan; now: the one that threads share */
-  bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
-  bool forgets;                      /* states are sums, whose slots fade by the gates of each chunk */
-  bool continues, reads;             /* continues: from the caller's state; reads: which is not stored */
+  li_chunk_step sum, output, now; /* the steps before and after the scan; now: the one that threads share */
+  bool reverse;              /* from the last chunk to the first; the state is a sum, not a mean */
+  bool forgets;              /* states are sums, whose slots fade by the gates of each chunk */
+  bool continues, reads;     /* continues: from the caller's state; reads: which is not stored */
   int64_t items, heads, rows, dim, value_dim, horizon;
-  int64_t slots, unit, kept;         /* a state has unit * slots floats, a chunk keeps `kept` */
-  float *h;                          /* [items, rows, slots], or null: see li_causal_chunk */
-  float *sums;                       /* [items, chunks, slots, unit], likewise */
+  int64_t slots, unit, kept; /* a state has unit * slots floats, a chunk keeps `kept` */
+  float *h;                  /* [items, rows, slots], or null: see li_causal_chunk */
+  float *sums;               /* [items, chunks, slots, unit], likewise */
   /* Threads share `window` chunks of every item between two barriers; where it is 1 each sweeps items of its own. */
   int64_t chunks, window, start;
-  int64_t parts;                     /* of each state, in which a window's scan is shared out */
+  int64_t parts;             /* of each state, in which a window's scan is shared out */
   int64_t thread_bytes, state_bytes, record_bytes;
   char *threads_at, *state_at, *record_at;
 } li_sweep;
@@ -7983,9 +7986,9 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
 }
 #endif
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>table: the kernels of an instruction set, and its loops
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #ifndef LI_PASS
 #ifdef LI_BACKWARD_REFERENCE
 #include LI_BACKWARD_REFERENCE
@@ -8038,9 +8041,9 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 #ifndef LI_PASS
 #define LI_IMPLEMENTED
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>dispatch: one pass an instruction set, and the choice among them at run time
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* LI_PASS is the suffix of a pass; LI_ISA(suffix) the luna_isa, as a number for #if */
 #define LI_JOIN2(a, b) a##b
 #define LI_JOIN(a, b) LI_JOIN2(a, b)
@@ -10387,11 +10390,11 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
   return now;
 }
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_backend: the kinds of ops, and what the CPU's backend does beside them: it copies and zeroes memory, counts
    steps, and makes the optimisers' norm and update. >>impl_ops has the ops, and at its end the table with all of this.
    Guarded by tests/engine/trainer.c and tests/engine/optimizer_hook.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 static const struct { const char *name; int reads; bool cheap; } li_ops[] = {
 #define LI_OP_KIND(name, tier, reads, cheap) { #name, reads, cheap },
 #define LI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) { #name, reads, cheap },
@@ -10442,7 +10445,7 @@ LI_FN luna_status li_cpu_check(luna_ctx *ctx, const luna_tensor *loss, luna_step
 typedef struct li_update_work {
   const li_kernels *kernels;
   li_update update;
-  const luna_rule *rule;             /* null: the sums are of the gradient's squares */
+  const luna_rule *rule; /* null: the sums are of the gradient's squares */
   double sums[4], partial[64][4];
 } li_update_work;
 LI_HOT li_update li_update_part(const li_update *whole, int64_t first, int64_t last) {
@@ -10725,14 +10728,14 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
   return status;
 }
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_tensors: tensors, scopes, and the tape
    Tensors come first, then scopes, which release what nobody needs, reading and writing, building an op, and backward.
    An op is built on the caller's stack (li_build, li_start). li_finish takes memory for its outputs, what it keeps and
    its workspace from the step, runs it, and puts it on the tape when a gradient may be wanted; a failure undoes
    everything. luna_backward walks the tape back. li_op_state and li_tensor_state (>>impl_context) have what it knows of
    ops and tensors. Guarded by tests/engine: ops.c, scopes.c, recompute.c and memory.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* Every op asks for it, so it is not compiled for size, as other public functions are. */
 int64_t luna_count(const luna_tensor *t) {
   return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0;
@@ -10884,7 +10887,7 @@ typedef struct li_scope {
   size_t used[2];
   uint32_t begins;
   bool recompute;
-  const luna_trace_scope *outer;     /* the traced scope around it */
+  const luna_trace_scope *outer; /* the traced scope around it */
 } li_scope;
 typedef char li_scope_size[sizeof(li_scope) <= sizeof(luna_scope) ? 1 : -1];
 LI_HOT li_scope li_scope_of(const luna_scope *scope) {
@@ -11207,7 +11210,7 @@ typedef struct li_build {
   li_op_state state;
   li_mark mark;
   const char *name;
-  bool failed;                       /* integers did not fit, and this is reported */
+  bool failed; /* integers did not fit, and this is reported */
   int64_t counted;
 } li_build;
 
@@ -11727,50 +11730,50 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 
 #endif /* !LUNA_NO_TRAIN */
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_params: named tensors, their first values, and text pairs. A set (luna_params) has its parameters (li_param)
    in a list, and finds them by index or name (li_names). An init (li_setup) makes all of its parameters or none. In
    this order: sets, freezing, first values, values of a file or another set, new parameters, inits, text pairs. A new
    kind of first values is a case of li_first_values. Guarded by tests/robust/setup.c,
    tests/engine/trainer.c and tests/files/checkpoints.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* a field of what a pointer points to; 0 for null */
 #define LI_OF(pointer, field) ((pointer) ? (pointer)->field : 0)
 #define LI_MAX_PARAM_NAME 1024 /* with its end */
 typedef struct li_param {
-  struct li_param *next;             /* in the set */
+  struct li_param *next; /* in the set */
   const char *name;
-  uint64_t hash;                     /* the name's */
+  uint64_t hash;         /* the name's */
   luna_tensor tensor;
-  li_tensor_state state;             /* the tensor's */
-  float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen, else null and false */
+  li_tensor_state state; /* the tensor's */
+  float *frozen_grad;    /* the tensor's gradient and has_grad while it is frozen, else null and false */
   bool had_grad;
 } li_param;
 /* A set finds parameters here, by index and by name. A full map becomes another one of twice the size. The old one
    stays as it was, for an init that is undone. */
 typedef struct li_names {
-  li_param **at;                     /* [room], in the set's order */
-  li_param **slots;                  /* [2 room], from the hash's place on; null: free */
-  int64_t room;                      /* 0, or a power of two */
+  li_param **at;    /* [room], in the set's order */
+  li_param **slots; /* [2 room], from the hash's place on; null: free */
+  int64_t room;     /* 0, or a power of two */
 } li_names;
 typedef struct li_meta { struct li_meta *next; const char *key, *value; } li_meta;
 
 struct luna_params {
   luna_ctx *ctx;
-  const luna_params *older;          /* the set opened before it */
+  const luna_params *older;  /* the set opened before it */
   li_param *first, *last;
   li_meta *metas, *last_meta;
-  li_meta *replaced;                 /* earlier values of pairs, newest first */
+  li_meta *replaced;         /* earlier values of pairs, newest first */
   li_names names;
   int64_t size;
-  int64_t horizon;                   /* of causal models: the longest sequence of training; 0: none */
-  bool horizon_fixed;                /* a config says it */
-  struct luna_lm_state *state;       /* the newest of its models, which a training's checkpoint has */
-  bool borrowing;                    /* values are read in place: */
-  const luna_params *shared;         /* from this set, */
-  li_sharing sharing;                /* which ctx->sharing lists where work is queued; */
-  li_st source;                      /* or from this file */
-  const li_st *filling;              /* while a model is loaded: the file that new parameters take their values from */
+  int64_t horizon;           /* of causal models: the longest sequence of training; 0: none */
+  bool horizon_fixed;        /* a config says it */
+  struct luna_lm_state *state; /* the newest of its models, which a training's checkpoint has */
+  bool borrowing;            /* values are read in place: */
+  const luna_params *shared; /* from this set, */
+  li_sharing sharing;        /* which ctx->sharing lists where work is queued; */
+  li_st source;              /* or from this file */
+  const li_st *filling;      /* while a model is loaded: the file that new parameters take their values from */
 };
 
 /* Records the outcome of a call that makes something. The next begin fails with the first failure. A failure inside an
@@ -12148,12 +12151,12 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
 /* --- an init makes all its parameters, or none and zeroes its struct. Inits nest: the outermost is remembered --- */
 typedef struct li_setup {
   luna_params *params;
-  void *made;                        /* the struct */
+  void *made;              /* the struct */
   size_t size;
-  const char *outer;                 /* for li_leave */
+  const char *outer;       /* for li_leave */
   li_persistent_mark memory;
-  const li_hooked *hooked;           /* the newest */
-  luna_params before;                /* what the set was */
+  const li_hooked *hooked; /* the newest */
+  luna_params before;      /* what the set was */
 } li_setup;
 /* Begins an init. It is false when that cannot succeed, with a sentence where there is a context. li_setup_end must
    follow either way. */
@@ -12273,31 +12276,32 @@ LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, 
   return li_params_put(params, key, value);
 }
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>past: what a layer of a stream has beside its rows, in backend memory. Ops that look back read and update what it
    keeps of earlier tokens. What parameters and sources alone make is computed once.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 typedef struct li_past {
-  const int64_t *position;           /* as in luna_op */
-  ptrdiff_t before;                  /* likewise, of the history as many eights of bytes; with it only these are set: */
-  double *state;                     /* as in luna_op */
-  float *history;                    /* [batch, convolution - 1, dim] */
+  const int64_t *position;  /* as in luna_op */
+  ptrdiff_t before;         /* likewise, of the history as many eights of bytes; with it only these are set: */
+  double *state;            /* as in luna_op */
+  float *history;           /* [batch, convolution - 1, dim] */
   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
   int64_t sources;
-  luna_tensor scores;                /* folded [sources, heads slots, dim], else scaled queries [sources, heads, slots,
-                                        head_dim]; of one source without its axis */
-  luna_tensor scores_bias;           /* rank 0: not folded; [heads slots], or [sources, 1, heads slots] */
-  luna_tensor keys, values;          /* a decoder's, of the packed context: [sources, slots, dim] */
+  /* folded [sources, heads slots, dim], else scaled queries [sources, heads, slots, head_dim]; of one source without
+     its axis */
+  luna_tensor scores;
+  luna_tensor scores_bias;  /* rank 0: not folded; [heads slots], or [sources, 1, heads slots] */
+  luna_tensor keys, values; /* a decoder's, of the packed context: [sources, slots, dim] */
   const int32_t *slots, *source_slots; /* a decoder's real memory slots: [batch], [sources] */
 } li_past;
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_ops: each op in one place. Its query says what memory it needs, its forward and backward fill the arguments of
    kernels from a luna_op, LI_CPU_<NAME> is its row in the CPU's table, and its public function checks shapes and builds
    the op (>>impl_tensors: li_start, li_finish). First come the checks and what ops share, last the table. The guide's
    "Adding an op to luna.h" has the steps. Guarded by tests/engine/ops.c (against naive loops and the reference) and
    tests/engine/gradients.c (finite differences).
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 
 /* A stream's shapes were checked when it was opened. */
 LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
@@ -12305,10 +12309,10 @@ LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
 /* A pattern has the shapes of an op's inputs, as "x [...,i] weight [o,i] bias? [o]". A letter is the same size wherever
    it stands, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
 typedef struct li_pattern {
-  int64_t sizes[64];                 /* of the letters, from 'A' on; -1: not met */
-  int64_t wrong;                     /* the size that differs */
-  const luna_tensor *leading;        /* the first input with leading axes */
-  int after;                         /* its axes after them */
+  int64_t sizes[64];          /* of the letters, from 'A' on; -1: not met */
+  int64_t wrong;              /* the size that differs */
+  const luna_tensor *leading; /* the first input with leading axes */
+  int after;                  /* its axes after them */
 } li_pattern;
 
 /* Returns 0 when an input's axes fit, else the letter whose size differs, '.' for leading axes '[' for their count. */
@@ -13712,8 +13716,8 @@ typedef struct li_ffn_work {
   bool words;
   int64_t row;
   float *given, *active, *a, *dh;
-  float *dy;                         /* [rows, out]: y's gradient, through its dropout */
-  float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
+  float *dy;   /* [rows, out]: y's gradient, through its dropout */
+  float *sums; /* [parts, hidden + out]: columns of dh and dy */
   /* weights for each product, made once for all blocks */
   float *panels[6];
   void *scratch;
@@ -14214,8 +14218,8 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
 typedef struct li_angles {
   int64_t first, rows, d;
   double rate;
-  double *places;                    /* sines and cosines [li_angles_places, d/2, 2] */
-  float *out;                        /* [rows, d] */
+  double *places; /* sines and cosines [li_angles_places, d/2, 2] */
+  float *out;     /* [rows, d] */
 } li_angles;
 LI_FN int64_t li_angles_places(const li_angles *a) {
   return li_min(a->first % LI_ANGLES + a->rows, LI_ANGLES);
@@ -14934,8 +14938,8 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
 typedef struct li_logits {
   luna_op *op;
   li_cross_entropy part;
-  float *panel;                      /* [rows, part.columns], rows part.grad_row apart: logits, then their gradient */
-  float *panels;                     /* x, for W's gradient */
+  float *panel;  /* [rows, part.columns], rows part.grad_row apart: logits, then their gradient */
+  float *panels; /* x, for W's gradient */
   void *scratch;
 } li_logits;
 LI_FN li_matrix li_logits_matrix(const li_logits *w) {
@@ -15062,10 +15066,10 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 
 /* --- losses of numbers, composed of the ops above --- */
 typedef struct li_targets {
-  luna_tensor *x;                    /* the values [count, 1], 0 where there is no target */
-  const int32_t *given;              /* [count], 1 where there is one */
-  int64_t counted;                   /* how many there are */
-  float share;                       /* 1 / counted */
+  luna_tensor *x;       /* the values [count, 1], 0 where there is no target */
+  const int32_t *given; /* [count], 1 where there is one */
+  int64_t counted;      /* how many there are */
+  float share;          /* 1 / counted */
 } li_targets;
 
 LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
@@ -15266,12 +15270,12 @@ LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
 #pragma GCC push_options
 #pragma GCC optimize("Os")
 #endif
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>metadata: li_fields, one table of all configs' fields. By it configs are checked, written to a checkpoint's
    metadata as luna.NAME and read from there, and a stream's state says what it is of. In metadata a field whose min is
    0 may be absent. A fraction is a float from 0 to below 1, there in units of 10^-9, which give the same float again.
    A config's new field is a new row. Guarded by tests/files/checkpoints.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* A model's config. vocab and encoder are those of classifier, masked_lm or seq2seq. */
 typedef struct li_model_config {
   int64_t vocab;
@@ -15293,7 +15297,7 @@ typedef struct li_field {
   const char *key;
   uint16_t at;
   uint8_t size, of;
-  bool in_layer, fraction;           /* in_layer: `at` counts from the config's luna_layer_config */
+  bool in_layer, fraction; /* in_layer: `at` counts from the config's luna_layer_config */
   int32_t min, max;
 } li_field;
 #define LI_FIELD(of, config, name, field, in_layer, fraction, min, max) \
@@ -15452,13 +15456,13 @@ LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
   return NULL;
 }
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_layers: a layer's init makes the rows (li_part) of a table of parameters, and its forward calls ops. What goes
    through a layer is an li_flow. In this order: rows; linear, norm and input layers; Luna attention, causal Luna
    attention, the other attentions; encoder, decoder and causal layers. A config's new field is a row of li_fields too,
    and li_layer_good rejects it where a layer does not have it. Guarded by tests/models/golden.c (the authors' outputs
    and gradients), gradients.c and attention_layers.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #define LI_MAX_NAME 192
 /* Joins prefix and name, with one dot between "fc1." and ".weight"; false when they are too long. */
 LI_FN bool li_name(luna_params *params, char out[LI_MAX_NAME], const char *prefix, const char *name) {
@@ -15486,8 +15490,8 @@ LI_FN luna_init li_init(luna_init_kind kind, float scale) {
 #define LI_VECTOR INT32_MIN /* columns of a vector */
 #define LI_MAX_PARTS 24
 typedef struct li_part {
-  bool has;                          /* whether this layer has it */
-  luna_tensor **weight, **bias;      /* where they go; bias may be null */
+  bool has;                     /* whether this layer has it */
+  luna_tensor **weight, **bias; /* where they go; bias may be null */
   const char *name;
   int64_t rows, columns;
   luna_init init;
@@ -15952,11 +15956,11 @@ LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna
 /* What goes through a layer: x and P. They become X' and P' where these are wanted. */
 typedef struct li_flow {
   luna_tensor *x, *p;
-  luna_tensor *context;              /* what is packed; null = x */
-  const int32_t *lengths;            /* of the context */
+  luna_tensor *context;   /* what is packed; null = x */
+  const int32_t *lengths; /* of the context */
   bool wants_x, wants_p, causal;
-  li_past *past;                     /* of a stream's layer, in place of p, context and lengths; or null */
-  int64_t horizon;                   /* of causal Luna attention; 0: none */
+  li_past *past;          /* of a stream's layer, in place of p, context and lengths; or null */
+  int64_t horizon;        /* of causal Luna attention; 0: none */
 } li_flow;
 LI_FN li_flow li_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
   const li_flow f = { x, p, NULL, lengths, true, false, false, NULL, 0 };
@@ -16467,13 +16471,13 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   return li_causal_layer(layer, x, NULL, LI_OF(layer, config.horizon));
 }
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_models: each model has defaults, which check its config, an init and a forward. In this order: the language
    model's parameters and how a file describes it; positions; hooks in files; what inits share; the causal language
    model, encoder, classifier, masked language model and encoder-decoder. A new model has an LI_MODEL_INIT, rows of
    li_fields, and a kind that luna_load_model knows. Guarded by tests/models/golden.c and the tests that include
    tests/models.h.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #define LI_LM_KIND "causal_lm"
 #define LI_LM_BEFORE 5 /* of li_lm_parts, those made before the layers */
 LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
@@ -16606,7 +16610,7 @@ LI_FN bool li_hook_put(void *file, const char *key, const char *value) {
 }
 typedef struct li_hook_file {
   const li_st *st;
-  const char *prefix;                /* of the settings' keys */
+  const char *prefix; /* of the settings' keys */
   char value[LI_HOOK_TEXT];
 } li_hook_file;
 LI_FN const char *li_hook_get(void *file, const char *key) {
@@ -17277,12 +17281,12 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
   luna_tensor *const in[3] = { x, model->output, NULL };
   return li_result(scope, li_labels_loss(__func__, in, target, labels, config));
 }
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_trainer: schedules and optimisers. An optimiser (luna_optimizer) keeps an li_trained for each parameter, and
    hands those that have a gradient to the backend as a table of luna_update. In this order: schedules, parameters that
    join, opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by
    tests/engine/trainer.c and optimizer_hook.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
   if (!s) return 1;
@@ -17308,26 +17312,26 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
 typedef struct li_trained {
   luna_tensor *tensor;
   const char *name;
-  float *moment[4];                  /* the optimiser's own, then the average */
+  float *moment[4]; /* the optimiser's own, then the average */
   float lr, decay;
-  bool averaged;                     /* an update has reached it */
+  bool averaged;    /* an update has reached it */
 } li_trained;
 typedef struct li_group { luna_param_group group; struct li_group *next; } li_group;
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  const luna_optimizer_hook *hook;   /* LUNA_OPTIMIZER_HOOK's, else null */
+  const luna_optimizer_hook *hook; /* LUNA_OPTIMIZER_HOOK's, else null */
   luna_optimizer_config config;
-  int moments, kept;                 /* how many moments each parameter has; with its average */
+  int moments, kept;          /* how many moments each parameter has; with its average */
   int64_t attempts, size, reached;
-  li_trained *trained;               /* [size] */
-  luna_update *parts, *table;        /* [reached] with a gradient; the same in backend memory */
-  li_group *groups;                  /* in the order they were given */
-  luna_step_state *state;            /* in backend memory */
-  uint64_t backwards;                /* the context's, at the last step */
-  uint64_t skipped_in_row;           /* as far as the host knows */
-  bool swapped;                      /* parameters and averages have changed places */
-  luna_optimizer *next;              /* of the context */
+  li_trained *trained;        /* [size] */
+  luna_update *parts, *table; /* [reached] with a gradient; the same in backend memory */
+  li_group *groups;           /* in the order they were given */
+  luna_step_state *state;     /* in backend memory */
+  uint64_t backwards;         /* the context's, at the last step */
+  uint64_t skipped_in_row;    /* as far as the host knows */
+  bool swapped;               /* parameters and averages have changed places */
+  luna_optimizer *next;       /* of the context */
 };
 /* Ends a backward that failed half-way: no gradient is only a part, and no optimiser steps by what is left. */
 LI_FN void li_gradients_forget(luna_ctx *ctx) {
@@ -17747,13 +17751,13 @@ LUNA_API float luna_optimizer_grad_norm(const luna_optimizer *o) { return li_opt
 LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void)skipped; }
 #endif /* !LUNA_NO_TRAIN */
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_checkpoints: parameter sets to and from safetensors. What is saved is an li_st_contents, which puts text pairs
    and tensors: it runs once to count the header, once to write it, once for the data. What is loaded is an li_loader,
    which gets the open file: li_load, li_load_matching, li_load_borrowed, li_load_kind, li_load_training, li_inspect.
    Then come files by path, and the public calls. A new kind of file content needs a contents and a loader. Guarded by
    tests/files/checkpoints.c, tests/files/model_files.c and tests/files/resume.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* Writes through a callback, which takes `size` bytes or returns false. The first failure sticks. */
 typedef struct li_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* null: bytes are only counted */
@@ -18516,12 +18520,12 @@ LI_FN bool li_file_read(void *user, void *bytes, size_t size) {
 #define LI_SAVERS 1000             /* at once in one folder */
 typedef struct li_saving_file {
   char path[LI_LONGEST_PATH], temporary[LI_LONGEST_PATH]; /* what is to be replaced; what is written */
-  size_t folder;                      /* the length of path's folder, with its end */
+  size_t folder;                     /* the length of path's folder, with its end */
   FILE *file;
 #ifdef _WIN32
   HANDLE lock;
 #elif defined(LI_POSIX_FILES)
-  bool replaces;                      /* an old file, of this mode */
+  bool replaces;                     /* an old file, of this mode */
   mode_t mode;
 #endif
 } li_saving_file;
@@ -18824,7 +18828,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
 #endif
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>impl_stream: the layers in step form: a few rows of each sequence, and of the tokens before them what li_past has.
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step. Measuring finds what that takes by a step that computes nothing; recording keeps
@@ -18834,40 +18838,40 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
    that training carries. What else a layer is to keep from step to step is added to li_state_bytes. Guarded by
    tests/models/stream.c, a decoder by tests/models/translation.c, on a device by tests/engine/device.c and
    tests/cuda/cuda.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 typedef struct li_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   li_past past;
 } li_stream_layer;
 struct luna_stream {
-  luna_ctx ctx;                      /* its status and sentence are the stream's */
-  li_bump bump;                      /* the tensors of the layers and the model, then a step */
-  size_t head_ops, body;             /* recorded ops before the layers, and before the logits */
-  luna_step_state step_state;        /* of a stream on the host */
+  luna_ctx ctx;                /* its status and sentence are the stream's */
+  li_bump bump;                /* the tensors of the layers and the model, then a step */
+  size_t head_ops, body;       /* recorded ops before the layers, and before the logits */
+  luna_step_state step_state;  /* of a stream on the host */
   li_stream_layer *layers;
-  luna_lm model;                     /* what there is beside the layers */
-  float *standard, *output_norm;     /* means and scales of features and of outputs, on the host: [2, features] ... */
+  luna_lm model;               /* what there is beside the layers */
+  float *standard, *output_norm; /* means and scales of features and of outputs, on the host: [2, features] ... */
   int64_t batch, chunk, horizon;
   int64_t position, first_position;
-  int64_t sources;                   /* as in li_past */
-  float scale;                       /* of the embedding */
-  bool cross;                        /* a decoder */
-  bool int8;                         /* some weights are in 8 bits */
-  size_t int8_size, int8_used;       /* bytes of those that are not in a file */
+  int64_t sources;             /* as in li_past */
+  float scale;                 /* of the embedding */
+  bool cross;                  /* a decoder */
+  bool int8;                   /* some weights are in 8 bits */
+  size_t int8_size, int8_used; /* bytes of those that are not in a file */
   char *int8_at;
-  char *state;                       /* all layers' parts, as li_past_take lays them out */
+  char *state;                 /* all layers' parts, as li_past_take lays them out */
   size_t state_size;
-  char *inputs, *host_inputs;        /* of a step: li_inputs; on the host the same */
-  float *logits;                     /* [batch, outputs], on the host */
-  int32_t *slots, *source_slots;     /* as in li_past, or null */
-  size_t head, head_int8;            /* bytes of tensors and of weights in 8 bits before the layers */
-  size_t head_kept, body_kept;       /* bytes of recorded tensors before the layers, and before the logits */
-  luna_error_id error;               /* of the last call */
-  const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced */
+  char *inputs, *host_inputs;  /* of a step: li_inputs; on the host the same */
+  float *logits;               /* [batch, outputs], on the host */
+  int32_t *slots, *source_slots; /* as in li_past, or null */
+  size_t head, head_int8;      /* bytes of tensors and of weights in 8 bits before the layers */
+  size_t head_kept, body_kept; /* bytes of recorded tensors before the layers, and before the logits */
+  luna_error_id error;         /* of the last call */
+  const luna_ctx *model_ctx;   /* of a stream opened from a model: its context, never dereferenced */
   size_t memory_size;
   char *device_memory;
   size_t device_size;
-  void *kept;                        /* what the device keeps for steps of single tokens */
+  void *kept;                  /* what the device keeps for steps of single tokens */
 };
 
 LI_FN bool li_stream_folds(const luna_layer_config *c) { return c->heads * c->memory <= c->dim + c->memory; }
@@ -18959,10 +18963,10 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
 
 /* What changes from step to step: a device is sent it before the step. */
 typedef struct li_inputs {
-  int64_t *position;             /* rows before these */
-  int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
-  float *angles;                     /* sinusoidal positions [rows, dim] */
-  float *features;                   /* standardised, [batch, rows, features] */
+  int64_t *position;        /* rows before these */
+  int32_t *tokens, *places; /* [batch, rows]; of a learned table [rows] */
+  float *angles;            /* sinusoidal positions [rows, dim] */
+  float *features;          /* standardised, [batch, rows, features] */
 } li_inputs;
 LI_FN int64_t li_stream_angles(const luna_stream *s) {
   return s->model.config.positions == LUNA_POSITIONS_SINUSOIDAL ? s->model.config.layer.dim : 0;
@@ -19706,7 +19710,7 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
 #define LI_STREAM_MARK 0x316D61657274736C /* "lstream1" as this machine reads it */
 typedef struct li_stream_head {
   int64_t mark, batch, position, sizes[LI_LENGTH(li_fields)];
-  size_t bytes;                      /* of those that a state has */
+  size_t bytes; /* of those that a state has */
 } li_stream_head;
 LI_FN li_stream_head li_stream_head_of(int64_t batch, int64_t position, const luna_lm_config *config) {
   li_stream_head head = { LI_STREAM_MARK, batch, position, { 0 }, offsetof(li_stream_head, sizes) };
@@ -19767,11 +19771,11 @@ struct luna_lm_state {
   luna_params *params;
   luna_lm_config config;
   int64_t batch;
-  size_t size, layer_size;           /* bytes of a half, as a stream lays its state out, and of a layer in it */
+  size_t size, layer_size; /* bytes of a half, as a stream lays its state out, and of a layer in it */
   char *half[2];
-  int64_t *position[2];              /* [batch] */
-  int now;                           /* the half to go on from */
-  bool written;                      /* the step that goes on from it has written the other one */
+  int64_t *position[2];    /* [batch] */
+  int now;                 /* the half to go on from */
+  bool written;            /* the step that goes on from it has written the other one */
 };
 LI_FN li_past li_state_at(const luna_lm_state *s, char *base, size_t *used) {
   li_past past;
@@ -19954,10 +19958,10 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
   return LUNA_OK;
 }
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>sampling: luna_sample draws a token from logits. top_k and top_p each become a limit, below which no logit counts;
    then one random number chooses among the others. Guarded by tests/models/stream.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* Finds the k-th largest of n numbers, and how many are larger than it. */
 LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   float limit = INFINITY, next = -INFINITY;
@@ -20042,10 +20046,10 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   return chosen;
 }
 
-/* ---------------------------------------------------------------------------------------------------------------------
+/* ----------------------------------------
    >>decoder: a decoder's stream, which is a language model's with `cross` and with what its sources give in li_past,
    and greedy decoding. Guarded by tests/models/translation.c.
-   ------------------------------------------------------------------------------------------------------------------ */
+   ---------------------------------------- */
 /* Computes what a decoder layer has of its sources: scores from P, keys and values from Y_P. *p becomes the next
    layer's P. The target changes none of it. */
 LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li_stream_layer *own,

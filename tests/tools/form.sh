@@ -3,7 +3,7 @@
 # use only what is public; sources of at most 120 columns; texts that name only files that are there; what make alone
 # prints; and whether the program of make size compiles.
 cd "$(dirname "$0")/../.." || exit 1
-limit=1028000 # bytes of luna.h; 1000000 when the parts that leave it have left
+limit=1016000 # bytes of luna.h; 1000000 when the parts that leave it have left
 passed=0 failed=0
 check() { # SENTENCE COMMAND...
   sentence=$1
