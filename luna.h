@@ -5359,7 +5359,7 @@ LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
     sum##i = b ? vf_fma(LI_K(get)(at + i * VF, left - i * VF), \
                         vf_mul(vf_sub(LI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LI_K(get)(at + i * VF, left - i * VF));
-/* The float sums of LI_FLOAT_ROWS rows at most; li_column_sums adds them up. */
+/* The float sums of LI_FLOAT_ROWS rows at most; LI_K(column_sums) adds them up. */
 LI_INLINE void LI_K(column_part)(int vectors, li_matrix a, const float *b, const li_layer_norm *norm, int64_t row,
                                  float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
