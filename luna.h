@@ -18444,6 +18444,7 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   luna_tensor like;
   li_counters counters;
   li_kept kept;
+  memset(&counters, 0, sizeof counters); /* for compilers that do not see that the check sets them */
   luna_status status = li_optimizer_join(o, ctx->call);
   if (status == LUNA_OK) status = li_training_check(o, st, &counters);
   if (status == LUNA_OK) status = li_state_find(o->params, st, &state_bytes);
