@@ -15627,7 +15627,8 @@ LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char
   if (!ctx) return false;
   if (!input) return li_refuse(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
   const bool tokens = r->vocab > 0;
-  const char *own = tokens ? "tokens" : "features", *other = tokens ? "features" : "tokens";
+  const char *own = tokens ? "tokens" : "features";
+  const char *other = tokens ? "features" : "tokens";
   const int64_t k = tokens ? 1 : r->features, n = input->n, shape[] = { input->batch, n, k };
   const int64_t count = li_shape_count(3, shape);
   const luna_tensor like = li_like(ctx, 3, shape);
@@ -19176,8 +19177,9 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
   luna_stream_config own;
   memset(&own, 0, sizeof own);
   if (config) own = *config;
-  const int64_t batch = own.batch ? li_size(own.batch) : 1, chunk = own.chunk ? li_size(own.chunk) : 64,
-      rows = li_checked(batch, chunk);
+  const int64_t batch = own.batch ? li_size(own.batch) : 1;
+  const int64_t chunk = own.chunk ? li_size(own.chunk) : 64;
+  const int64_t rows = li_checked(batch, chunk);
   const int64_t product[8][2] = { { rows, c->dim }, { rows, c->ffn }, { rows, model->features + 1 },
     { li_checked(rows, c->heads), c->memory }, { li_checked(batch, c->dim), li_max(1, c->convolution) },
     { li_checked(batch, c->dim), 16 * c->memory }, { batch, li_lm_outputs(model) },
@@ -19716,6 +19718,8 @@ typedef struct li_stream_head {
 LI_FN li_stream_head li_stream_head_of(int64_t batch, int64_t position, const luna_lm_config *config) {
   li_stream_head head = { LI_STREAM_MARK, batch, position, { 0 }, offsetof(li_stream_head, sizes) };
   int count = 0;
+  /* Before 1.0 each mean began at a multiple of 64 bytes. Where that was another layout, the mark is "lstream2". */
+  if (batch * config->layer.dim * config->layer.memory % 8) head.mark += (int64_t)1 << 56;
   for (const li_field *f = NULL; (f = li_field_next(f, LI_OF_LM)) != NULL;)
     if (!f->fraction) head.sizes[count++] = li_field_get(f, LI_OF_LM, config);
   head.bytes += (size_t)count * sizeof head.sizes[0];

@@ -507,6 +507,38 @@ static void check_replay_features(int kind) {
   }
   luna_close(ctx);
 }
+/* A state's first eight bytes name its layout. Means that fill whole lines of 64 bytes keep the old mark; others have a
+   new one, and a state with the old mark is refused there. */
+static void check_state_mark(void) {
+  static const int32_t token = 3;
+  for (int whole = 0; whole < 2; whole++) {
+    luna_ctx *ctx = luna_open(NULL);
+    luna_params *params = luna_params_open(ctx);
+    luna_lm_config config = {0};
+    luna_lm model;
+    unsigned char state[1024];
+    config.vocab = 11;
+    config.layers = 1;
+    config.layer.dim = whole ? 8 : 6;
+    config.layer.heads = 2;
+    config.layer.memory = 3;
+    CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(ctx));
+    luna_stream *s = luna_stream_open(&model, NULL);
+    const size_t size = luna_stream_state_size(s);
+    if (CHECK(s && size <= sizeof state && luna_stream_step(s, &token) &&
+              luna_stream_state_save(s, state, size) == LUNA_OK, "saving: %s", luna_stream_error(s))) {
+      const uint16_t one = 1;
+      const size_t last = *(const unsigned char *)&one ? 7 : 0; /* of a little-endian machine's number, or else */
+      CHECK(state[last] == (whole ? '1' : '2'), "the mark ends with %d", state[last]);
+      CHECK(luna_stream_state_load(s, state, size) == LUNA_OK, "loading: %s", luna_stream_error(s));
+      state[last] = '1';
+      CHECK((luna_stream_state_load(s, state, size) == LUNA_OK) == (whole == 1), "another layout: %s",
+            luna_stream_error(s));
+    }
+    luna_stream_close(s);
+    luna_close(ctx);
+  }
+}
 static void check_replay_decoder(int kind) {
   static const int32_t source[12] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8}, lengths[2] = {6, 3};
   luna_ctx *ctx = luna_open(NULL);
@@ -641,6 +673,7 @@ int main(void) {
   check_memory();
   check_most();
   check_config();
+  check_state_mark();
   check_sampling();
   check_nucleus();
   return test_report("stream");
