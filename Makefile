@@ -1,6 +1,6 @@
 # luna.h is one file and needs no build; this makes its examples, its tests and its tables. GNU make and a C compiler
 # are enough.
-#   make run                 trains a Luna language model on 0.4 MB of source text, about a minute
+#   make run                 trains a Luna language model on 0.4 MB of source text, one to two minutes
 #   make examples            builds the programs of examples/
 #   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled), luna.pc for
