@@ -3,7 +3,7 @@
    same precision, measured beside every timed run; and a share of the card's peak, which its clocks give. Medians of 11
    runs or more, of 3 where the time is limited.
 
-     bench [FILE] [--seconds S]     all rows, in S seconds if possible; one line of JSON a row goes to FILE
+     bench [FILE] [--seconds S]     all rows, or those that begin within S seconds; one line of JSON a row goes to FILE
      bench --device                 the device's properties, or why there is none
      bench --stream                 tokens a second of a stream, one launch a token and call by call
      bench --profile                each kind of kernel once between cudaProfilerStart and Stop, for ncu
@@ -28,13 +28,14 @@
 #include <vector>
 
 #ifdef BENCH_TINY
-static const int64_t N = 64, DIM = 64, HEADS = 4, VOCAB = 503, ROWS = 16, SIDE = 64, COPIED = 1 << 16;
-static const int64_t BATCH = 2, LENGTH = 64, CLASSIFIER_DIM = 32, CLASSIFIER_FFN = 64;
+static const int64_t DIM = 64, HEADS = 4, VOCAB = 503, SIDE = 64, COPIED = 1 << 16;
+static int64_t N = 64, ROWS = 16, BATCH = 2;
+static const int64_t LENGTH = 64, CLASSIFIER_DIM = 32, CLASSIFIER_FFN = 64;
 static const int LEAST_RUNS = 1, MOST_RUNS = 1;
 #else
-static const int64_t N = 65536, DIM = 1024, HEADS = 16, VOCAB = 50257, ROWS = 8192, SIDE = 8192,
-    COPIED = (int64_t)1 << 30;
-static const int64_t BATCH = 32, LENGTH = 4096, CLASSIFIER_DIM = 256, CLASSIFIER_FFN = 1024;
+static const int64_t DIM = 1024, HEADS = 16, VOCAB = 50257, SIDE = 8192, COPIED = (int64_t)1 << 30;
+static int64_t N = 65536, ROWS = 8192, BATCH = 32; /* a profiler's are smaller */
+static const int64_t LENGTH = 4096, CLASSIFIER_DIM = 256, CLASSIFIER_FFN = 1024;
 static const int LEAST_RUNS = 11, MOST_RUNS = 51;
 #endif
 static const double BUDGET = 1000;   /* ms a row may take beyond its least number of runs */
@@ -43,16 +44,18 @@ static FILE *json;
 static luna_cuda_math math = LUNA_CUDA_F32; /* of the rows that follow, */
 static bool graphed;                 /* and whether their steps are graphs */
 static const char *const precisions[3] = {"float32", "TF32", "BF16"};
-static int rows_left;                /* with counting: so far */
+static int rows_left, rows_skipped;  /* with counting: so far; for want of time */
 static bool counting, profiling;
 static double deadline;              /* seconds, or 0 */
 static double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-/* whether the row is only counted now */
+/* whether the row is only counted now, or its time is over */
 static bool counted() {
   rows_left += counting ? 1 : -1;
-  return counting;
+  const bool late = !counting && deadline > 0 && seconds() > deadline;
+  rows_skipped += late;
+  return counting || late;
 }
 
 static void fail(const char *what, const char *why) {
@@ -556,18 +559,20 @@ static void memory_rows() {
 static void all_rows() {
   for (int i = LUNA_CUDA_F32; i <= LUNA_CUDA_BF16; i++) {
     math = (luna_cuda_math)i;
-    for (int with = 0; with < 2; with++) {
-      graphed = with;
-      model_rows();
-    }
+    model_rows();
+    graphed = true;                  /* of kernels that take milliseconds a graph saves nothing */
+    classifier_row();
     graphed = false;
     if (math == LUNA_CUDA_F32) memory_rows();
   }
 }
-/* what a profiler is to see: each kind of kernel once, since it runs each launch several times */
+/* what a profiler is to see: each kind of kernel once, and small, since it saves what a launch writes and runs it
+   several times */
 static int profile_rows() {
   profiling = true;
-  open_machine();
+#ifndef BENCH_TINY
+  N = 16384, ROWS = 1024, BATCH = 4;
+#endif
   memory_rows();
   layer_row("attention core, tied", CORE, 64, false, 0);
   for (int i = LUNA_CUDA_F32; i <= LUNA_CUDA_TF32; i++) {
@@ -576,7 +581,6 @@ static int profile_rows() {
     layer_row("causal attention layer", CAUSAL, 16, true, 0);
     classifier_row();
   }
-  close_machine();
   return 0;
 }
 
@@ -614,6 +618,7 @@ int main(int argc, char **argv) {
     row(text, &gpu.own, gemm_run, gemm_flops(), false, 0);
   }
   all_rows();
+  if (rows_skipped) printf("%d rows did not fit in the %.0f seconds\n", rows_skipped, limit);
   close_machine();
   if (json) fclose(json);
 #ifdef LUNA_CUDA_HOST

@@ -3,6 +3,7 @@
 in float32, TF32 and BF16, each with and without a graph, PyTorch eagerly and under torch.compile.
 
     python3 tests/cuda/bench_cuda_peers.py [--seconds 140] [--all] [--only TEXT] [--runs 15] [--check] [--python PYTHON]
+    python3 tests/cuda/bench_cuda_peers.py --kernels 20 [--only TEXT]
     python3 tests/cuda/bench_cuda_peers.py --dry [--compile]
 
 Both sides compute the same functions: the first lines compare results and gradients, of the same weights and inputs.
@@ -16,8 +17,9 @@ median of a step's time by CUDA events. A graph is luna_graph's, and torch.cuda.
 compiles, which has the first half of the time. The rows come in the order of their weight: what --seconds is too short
 for is counted at the end. The default takes each work at three shapes of a batch, --all at nine. --dry tries it all
 without a GPU, in small: luna.h's kernels by the emulator (build/peers_host.so), PyTorch on the CPU; its times say
-nothing. --check compares and measures nothing. Without a GPU, the library or PyTorch with CUDA it says so and ends with
-status 0."""
+nothing. --check compares and measures nothing. --kernels shows which kernels of a step take the time on both sides, of
+the rows whose name, shape and precision hold TEXT. Without a GPU, the library or PyTorch with CUDA it says so and ends
+with status 0."""
 import argparse, collections, ctypes, glob, json, os, select, statistics, subprocess, sys, threading, time
 
 sys.dont_write_bytecode = True        # no __pycache__ beside the tests
@@ -585,6 +587,39 @@ def bench(options):
         side.end()
 
 
+# ---- where the time goes ----
+def kernels_of(torch, step, steps):
+    """(microseconds a step, launches a step, name) of each kernel, by PyTorch's profiler, which sees luna.h's too"""
+    step(2)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step(steps)
+        torch.cuda.synchronize()
+    found = [(event.self_device_time_total / steps, event.count / steps, event.key)
+             for event in profiler.key_averages()]
+    return sorted((kernel for kernel in found if kernel[0] > 0), reverse=True)
+
+
+def show_kernels(options):
+    import torch
+    lib = library(False)
+    for row in rows(options.all, False):
+        if options.only not in f"{row.name}, {row.sizes.batch} x {row.sizes.n}, {PRECISIONS[row.sizes.math]}":
+            continue
+        luna = Luna(lib, row.sizes)
+        there = Torch(row.sizes, "cuda")
+        step = there.stepper(False)
+        sides = {"luna.h": lambda steps: luna.run(steps, False), "PyTorch": lambda steps: [step() for _ in range(steps)]}
+        for side, run in sides.items():
+            found = kernels_of(torch, run, 5)
+            print(f"\n{row.name}, {row.sizes.batch} x {row.sizes.n}, {PRECISIONS[row.sizes.math]}, {side}: "
+                  f"{sum(us for us, _, _ in found):.0f} us in {sum(count for _, count, _ in found):.0f} launches")
+            for us, count, name in found[:options.kernels]:
+                print(f"{us:9.1f} us {count:5.1f} x  {name[:150]}")
+            sys.stdout.flush()
+        luna.close()
+
+
 # ---- what is here ----
 def gpu():
     """the name of the first device that can be seen, or None"""
@@ -631,6 +666,7 @@ def main():
     options.add_argument("--all", action="store_true")
     options.add_argument("--only", default="")
     options.add_argument("--check", action="store_true")
+    options.add_argument("--kernels", type=int, default=0, metavar="COUNT")
     options.add_argument("--dry", action="store_true")
     options.add_argument("--compile", action="store_true", help="torch.compile in a dry run, too")
     options.add_argument("--python", default=sys.executable)
@@ -643,6 +679,8 @@ def main():
         return print(why)
     if options.check:
         return sys.exit(0 if check(options) else 1)
+    if options.kernels:
+        return show_kernels(options)
     print(what + "\n", flush=True)
     bench(options)
 

@@ -95,9 +95,9 @@ static void graph_run(bool graphed, int kind, graph_results *results) {
     CHECK(luna_graph_end(graph) == LUNA_OK, "step %d in a graph: %s", step, luna_error(r.ctx));
     const cuda_counts is = cuda_counted();
     const bool whole = graph && (step == 4 || step >= GRAPH_STEPS - 2);
-    CHECK((*luna_graph_reason(graph) == 0) == (graph && is.replays == 1), "step %d: %ld graphs run, the reason is: %s",
-          step,
-          is.replays, luna_graph_reason(graph));
+    const bool ran = cuda_emulated() ? is.replays == 1 : whole; /* a device does not count */
+    CHECK((!cuda_emulated() && !whole) || (*luna_graph_reason(graph) == 0) == (graph && ran),
+          "step %d: %ld graphs run, the reason is: %s", step, is.replays, luna_graph_reason(graph));
     CHECK(!whole || !cuda_emulated() || (is.replays == 1 && is.launches == 0 && is.copies == 1 &&
                                          is.synchronisations == 0),
           "optimiser %d, step %d is %ld graphs, %ld launches, %ld copies, %ld waits: %s", kind, step, is.replays,
@@ -442,8 +442,8 @@ static void check_foreign_errors(void) {
   device_run r;
   cuda_left_error();
   for (int kind = 0; kind < 3; kind++) {
-    static const char *const names[3] = {"cudaErrorMemoryAllocation", "cudaErrorNotReady",
-                                         "cudaErrorInvalidConfiguration"};
+    /* a query that is not ready leaves no error */
+    static const char *const names[3] = {"cudaErrorMemoryAllocation", "cudaSuccess", "cudaErrorInvalidValue"};
     const char *name = names[kind];
     if (kind == 0) cuda_leave_error();
     if (!device_run_start(&r, &cuda, 2, 1, name)) break;
@@ -464,7 +464,7 @@ static void check_foreign_errors(void) {
   CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_error_status(ctx) == LUNA_OK, "a custom op: %s",
         luna_error(ctx));
   CHECK(!luna_custom_op(&x, 1, 1, &n, &cuda_unlaunched) && luna_error_id_of(ctx) == LUNA_ERROR_BACKEND &&
-      strstr(luna_error(ctx), "invalid configuration"),
+      strstr(luna_error(ctx), "invalid argument"),
         "a custom op that cannot be launched: %s", luna_error(ctx));
   const char *left = cuda_left_error();
   CHECK(strcmp(left, "cudaSuccess") == 0, "a custom op's error was reported and stays: %s", left);

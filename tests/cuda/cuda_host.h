@@ -58,7 +58,8 @@
      Devices      With cuda_host.devices > 1 errors are: a launch, fill or product while another device than that of its
                   stream or handle is current, memory of another device given to one, an event recorded in another
                   device's stream. Copies, waits and cudaFree may be called with any device current, as in CUDA.
-     Errors       A failed call's, and a query's cudaErrorNotReady, stay until somebody calls cudaGetLastError.
+     Errors       A failed call's stays until somebody calls cudaGetLastError; a query's cudaErrorNotReady does not, as
+                  a device with CUDA 13.0 showed, which also calls a block that is too large an invalid value.
    What it cannot see: races in global memory within one order, __launch_bounds__ overrun, rounding of the GPU's expf
    and its like, reads of uninitialised registers. The arithmetic of kernels is the host's. */
 #ifndef CUDA_HOST_H
@@ -1174,7 +1175,7 @@ inline void on_signal(int number, siginfo_t *info, void *) {
 }
 
 inline cudaError_t fail(cudaError_t error) {
-  if (error != cudaSuccess) last_error = error;  /* also cudaErrorNotReady, though it is no failure */
+  if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
   return error;
 }
 
@@ -1304,7 +1305,7 @@ inline cudaError_t check_launch(const launch &l) {
   const size_t maximum = k.max_dynamic >= 0 ? (size_t)k.max_dynamic : DEFAULT_SHARED - k.fixed;
   if (!g.x || !g.y || !g.z || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535) return cudaErrorInvalidConfiguration;
   if (!b.x || !b.y || !b.z || b.x > 1024 || b.y > 1024 || b.z > 64 || (uint64_t)b.x * b.y * b.z > MAX_THREADS)
-    return cudaErrorInvalidConfiguration;
+    return cudaErrorInvalidValue;
   if (l.shared > maximum || l.shared + k.fixed > shared_limit()) return cudaErrorInvalidConfiguration;
   if (cuda_host.no_image) return (cudaError_t)cuda_host.no_image;
   if (cuda_host.fail_launch && --cuda_host.fail_launch == 0) return cudaErrorLaunchFailure;

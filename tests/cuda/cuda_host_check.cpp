@@ -529,10 +529,10 @@ static cudaError_t launched(dim3 grid, dim3 block, size_t shared) {
 }
 
 static void limits() {
-  const cudaError_t bad = cudaErrorInvalidConfiguration;
-  CHECK(launched(1, 1024, 0) == cudaSuccess && launched(1, 1025, 0) == bad && launched(1, dim3(32, 33), 0) == bad &&
-        launched(1, dim3(1, 1, 65), 0) == bad, "threads");
-  CHECK(launched(0, 1, 0) == bad && launched(1, 0, 0) == bad && launched(dim3(1, 65536), 1, 0) == bad &&
+  const cudaError_t bad = cudaErrorInvalidConfiguration, large = cudaErrorInvalidValue;
+  CHECK(launched(1, 1024, 0) == cudaSuccess && launched(1, 1025, 0) == large && launched(1, dim3(32, 33), 0) == large &&
+        launched(1, dim3(1, 1, 65), 0) == large, "threads");
+  CHECK(launched(0, 1, 0) == bad && launched(1, 0, 0) == large && launched(dim3(1, 65536), 1, 0) == bad &&
         launched(dim3(1, 1, 65536), 1, 0) == bad && launched(0x80000000u, 1, 0) == bad, "grid");
   CHECK(launched(1, 1, 48 << 10) == cudaSuccess && launched(1, 1, (48 << 10) + 1) == bad, "shared");
   CHECK(cudaFuncSetAttribute(dynamic_only, cudaFuncAttributeMaxDynamicSharedMemorySize, (227 << 10) + 1) ==
@@ -628,9 +628,7 @@ static void streams() {
   cudaMemsetAsync(x, 0, 16, s);
   LUNACU_LAUNCH(add_one, 1, 4, 0, s, x);
   CHECK(cudaStreamQuery(s) == cudaErrorNotReady && cudaStreamQuery(s) == cudaSuccess, "asking often makes progress");
-  CHECK(cudaPeekAtLastError() == cudaErrorNotReady && cudaGetLastError() == cudaErrorNotReady &&
-            cudaGetLastError() == cudaSuccess,
-        "an answer of not ready stays until somebody takes it");
+  CHECK(cudaPeekAtLastError() == cudaSuccess, "an answer of not ready is no error");
   CHECK(fetch(x, 1)[0] == 1, "after the queries");
 
   float *copy = device<float>(4);
@@ -652,7 +650,7 @@ static void streams() {
   cudaStreamWaitEvent(t, f);
   LUNACU_LAUNCH(add_one, 1, 4, 0, t, x);
   float ms = -1;
-  CHECK(cudaEventElapsedTime(&ms, e, f) == cudaErrorNotReady && cudaGetLastError() == cudaErrorNotReady, "no time yet");
+  CHECK(cudaEventElapsedTime(&ms, e, f) == cudaErrorNotReady, "no time yet");
   CHECK(cudaStreamSynchronize(t) == cudaSuccess && fetch(x, 1)[0] == 7, "one stream waits for another's event");
   CHECK(cudaEventSynchronize(f) == cudaSuccess && cudaEventQuery(e) == cudaSuccess &&
         cudaEventElapsedTime(&ms, e, f) == cudaSuccess && ms >= 0, "time between events: %g", ms);

@@ -117,10 +117,13 @@ if need 'memcheck' @tests/cuda_small compute-sanitizer; then
   part 'memcheck' 60 sanitizer.txt compute-sanitizer --tool memcheck --report-api-errors no --print-limit 50 \
     --error-exitcode 9 "$bin/tests/cuda_small"
 fi
+# each case by a process of its own, since racecheck takes a minute for some
+cases='softmax_attention pack unpack causal_product causal_nested forgetting optimizers'
 for tool in racecheck synccheck; do
-  need "$tool" @tests/cuda_small compute-sanitizer && part "$tool" 30 sanitizer.txt compute-sanitizer --tool "$tool" \
-    --print-limit 50 --error-exitcode 9 "$bin/tests/cuda_small" softmax_attention pack unpack causal_product \
-    causal_nested forgetting optimizers
+  # shellcheck disable=SC2086,SC2016
+  need "$tool" @tests/cuda_small compute-sanitizer && part "$tool" 60 sanitizer.txt sh -c \
+    'program=$1 tool=$2 && shift 2 && printf "%s\n" "$@" | xargs -P 8 -I{} compute-sanitizer --tool "$tool" \
+    --print-limit 50 --error-exitcode 9 "$program" {}' sh "$bin/tests/cuda_small" "$tool" $cases
 done
 
 # ---- 4. speed, as shares of what the card gives
