@@ -3449,7 +3449,9 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
   g.tall = rows <= 32 && g.to.width <= 64 ? 32 : rows <= 16 ? 16 : g.to.width <= 64 ? 128 : 64;
   g.wide = g.tall == 16 ? 256 : g.tall == 64 ? 128 : 64;
   const int64_t units = maximum.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.to.width, g.wide);
-  const int64_t splits = lunacu_splits(units, 1024, count, 128, maximum.pairs * rows * g.to.width, LUNACU_WORKSPACE);
+  /* where there are many tiles, adding parts takes longer than they save */
+  const int64_t splits = units >= 256 ? 1 : lunacu_splits(units, 1024, count, 128, maximum.pairs * rows * g.to.width,
+                                                          LUNACU_WORKSPACE);
   g.tiles_down = (int)lunacu_divide_up(g.rows, g.tall);
   g.tiles_across = (int)lunacu_divide_up(g.to.width, g.wide);
   g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
@@ -5741,7 +5743,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->size = sizeof *b;
         b->device = device + 1;
         b->opened = LUNACU_BLAS_WORKSPACE + LUNACU_PARTIALS_SIZE * sizeof(double);
-        b->product_cost = math == LUNA_CUDA_BF16 ? 0.25f : math == LUNA_CUDA_TF32 ? 0.5f : 1.0f; /* by their counts */
+        b->product_cost = math == LUNA_CUDA_F32 ? 1.0f : 0.25f; /* of float32 factors, both take as long */
         b->open = lunacu_open;
         b->close = lunacu_close;
         b->allocate = lunacu_allocate;

@@ -463,7 +463,7 @@ class Side:
 
 # ---- measuring ----
 def compile_rows(side, table, chosen, deadline, done):
-    """opens rows of one precision in turn, as long as another one is likely to be ready in time"""
+    """opens rows in turn, as long as another one is likely to be ready in time"""
     longest = 0
     for i in chosen:
         start = time.monotonic()
@@ -528,12 +528,13 @@ def bench(options):
     chosen = [i for i, row in enumerate(table) if options.only in row.name]
     end, patience = started + options.seconds, 600 if options.dry else 60 # a CPU and an emulator share it with others
     compiling = options.compile or not options.dry
-    compiled, threads, done = {}, [], {}
-    for math, name in enumerate(PRECISIONS if compiling else []):
-        compiled[math], done[math] = Side(options.python, "torch.compile", options), {}
-        mine = [i for i in chosen if table[i].sizes.math == math]
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")       # of each of these processes
+    compilers = 1 if options.dry else max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+    compiled, threads, done = [], [], {}
+    for k in range(compilers if compiling else 0):
+        compiled.append(Side(options.python, "torch.compile", options))
         threads.append(threading.Thread(target=compile_rows, daemon=True, args=(
-            compiled[math], table, mine, started + 0.55 * options.seconds, done[math])))
+            compiled[k], table, chosen[k::compilers], started + 0.5 * options.seconds, done)))
     for thread in threads:
         thread.start()
     checker = subprocess.Popen([options.python, os.path.abspath(__file__), "--check", "--only", options.only]
@@ -558,11 +559,11 @@ def bench(options):
         if left < 1:
             break
         reached += 1
-        here, known = dict(sides), done.get(math, {})
-        if known.get(i) == "":
-            here["torch.compile"] = compiled[math]
-        elif i in known:
-            notes.append("torch.compile: " + known[i])
+        here = dict(sides)
+        if done.get(i) == "":
+            here["torch.compile"] = compiled[place % compilers]
+        elif i in done:
+            notes.append("torch.compile: " + done[i])
         elif compiling:
             notes.append("not compiled in time")
         for name in list(sides):
@@ -583,7 +584,7 @@ def bench(options):
           + (f"; the others did not fit in --seconds {options.seconds:.0f}" if reached < len(chosen) else ""))
     if behind:
         print("behind torch.compile: " + "; ".join(behind))
-    for side in [*sides.values(), *compiled.values()]:
+    for side in [*sides.values(), *compiled]:
         side.end()
 
 
