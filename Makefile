@@ -5,7 +5,7 @@
 #   make test                what finds most, in three minutes on two cores; last line: N passed, N failed
 #   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled), luna.pc for
 #                            pkg-config and lunaConfig.cmake for CMake; DESTDIR before it
-#   make docs                build/luna_reference.html: one page of the public part and README's programs (Python 3)
+#   make docs                build/luna_reference.html: one page of the public part and the guide's programs (Python 3)
 #   make clean               removes what was built
 # For maintainers:
 #   make dist                build/luna-VERSION.tar.gz, the same bytes wherever it is made (GNU tar)
@@ -153,7 +153,7 @@ install: $(BUILD)/libluna.o
 	    >$(DESTDIR)$(PREFIX)/lib/cmake/luna/$$file.cmake || exit 1; done
 
 docs: $(BUILD)/luna_reference.html
-$(BUILD)/luna_reference.html: luna.h README.md tests/tools/docs.py
+$(BUILD)/luna_reference.html: luna.h README.md examples/guide.md tests/tools/docs.py
 	@mkdir -p $(@D)
 	python3 tests/tools/docs.py luna.h README.md $@
 

@@ -372,7 +372,7 @@ refuses "says which file" pack short.txt
 refuses "overwrite the file" pack short.txt --out short.txt
 check "and nothing is written" [ "$(cat kept)$(echo *.part)" = "old*.part" ]
 
-# ---- README's programs: all are built, and the first one runs (make test-long runs them all)
+# ---- the programs that README and the guide quote: all are built, and the first one runs (make test-long runs all)
 for each in "$root"/examples/[0-9]_*.c; do
   each=$(basename "$each" .c)
   check "$each is built" [ -x "$build/$each" ]
@@ -382,20 +382,26 @@ check "1_attention runs" \
 
 # ---- make docs: each public function has a place on the page, each equation somebody
 docs() { python3 "$root/tests/tools/docs.py" "$1" "$root/README.md" docs.html >out; }
+quoted() { python3 "$root/tests/tools/docs.py" "$root/luna.h" "$1" docs.html "$2" >out; }
 has() { grep -q "$1" docs.html; }
 if command -v python3 >/dev/null 2>&1; then
   check "the page of reference is whole" docs "$root/luna.h"
   check "it has chapters" has 'id="trainer"'
   check "and entries" has '<a id="luna_adamw"></a>'
   check "and equations" has 'id="equation7".*luna_causal_product'
-  check "and programs" has 'luna_lm_init.*&amp;model, params'
+  check "and programs of README" has 'luna_lm_init.*&amp;model, params'
+  check "and of the guide" has 'luna_custom_op.*&amp;op'
   sed 's/eq\. 7/equation seven/' "$root/luna.h" >other.h
   docs other.h
   check "and says what it lacks" grep -q 'equation 7 is nobody' out
   sed 's/LUNA_DECAY_COSINE/LUNA_DECAY_LINEAR/' "$root/README.md" >readme.md
-  quoted() { python3 "$root/tests/tools/docs.py" "$root/luna.h" readme.md docs.html >out; }
-  check "and which quote of README is not its file" sh -c '[ "$1" = 1 ] && grep -q "$2" out' - "$(quoted; echo $?)" \
-    'examples/2_language_model.c is not what README quotes'
+  check "and which quote of README is not its file" sh -c '[ "$1" = 1 ] && grep -q "$2" out' - \
+    "$(quoted readme.md "$root/examples/guide.md"; echo $?)" \
+    'examples/2_language_model.c is not what README or the guide quotes'
+  sed 's/LUNA_POOLING_MEAN/LUNA_POOLING_CLS/; s/i < 400 && token >= 0/i < 500 \&\& token >= 0/' \
+    "$root/examples/guide.md" >guide.md
+  check "and which quote of the guide is not its file" sh -c '[ "$1" = 1 ] && grep -q "$2" out' - \
+    "$(quoted "$root/README.md" guide.md; echo $?)" 'examples/3_generate.c is not what README or the guide quotes'
   plant() { (cd "$root" && BUILD=$work python3 tests/tools/faults.py --plant) >out 2>&1; }
   check "the faults of make faults are those of this luna.h" plant
 else

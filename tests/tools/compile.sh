@@ -1,8 +1,7 @@
 #!/bin/sh
 # compile.sh: compiles luna.h strictly in every language, mode and build switch, looks at the symbols of the objects,
-# and compiles the examples, which README's programs are among, and the programs of the guide. Only $CC is needed; other
-# compilers are used where they are there. Without TEST_FULL it compiles the six cases that find most, by $CC and g++
-# alone.
+# and compiles the examples and the programs of README and of the guide. Only $CC is needed; other compilers are used
+# where they are there. Without TEST_FULL it compiles the cases that find most, by $CC and g++ alone.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
 work=${BUILD:-build}/compile
@@ -44,12 +43,14 @@ printf '#include "tests/cuda/cuda_host.h"\n#include "capitals.h"\n#include "luna
 for source in implementation after static declarations twice main attentions; do cp $source.c $source.cpp; done
 sed -i.old 's/^luna_isa which(void);/extern "C" luna_isa which(void);/' declarations.cpp main.cpp
 
-awk '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
+for page in README examples/guide; do
+  awk -v page="$(basename $page)" '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
      /^```/ {
-       if (kind != "" && text ~ /int main\(/) { printf "%s", text > ("guide" ++count "." kind) }
+       if (kind != "" && text ~ /int main\(/) { printf "%s", text > (page ++count "." kind) }
        kind = ""; next
      }
-     kind != "" { text = text $0 "\n" }' "$root/examples/guide.md"
+     kind != "" { text = text $0 "\n" }' "$root/$page.md"
+done
 
 # ---- cases: one a line, "name<TAB>command"; `few` are those that run without TEST_FULL
 : >cases
@@ -158,9 +159,10 @@ if have python3; then
 else
   echo "skipped: the public part is not compared: python3 is not here"
 fi
-for program in guide*.c guide*.cpp; do
+for program in README*.c guide*.c guide*.cpp; do
   [ -e "$program" ] || continue
   case $program in
+    README*) few "$program" "$cc -std=c99 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -I$root $program" ;;
     *.cpp) have g++ && add "the guide: $program" "g++ -std=c++11 -fsyntax-only $cpp_strict $program" ;;
     *) add "the guide: $program" "$cc -std=c99 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -I$root $program" ;;
   esac
@@ -189,6 +191,7 @@ for number in $(seq 1 "$count"); do
     head -n 20 "log$number"
   fi
 done
+[ -e README1.c ] || bad "README has no program to compile"
 [ -e guide1.c ] || bad "the guide has no program to compile"
 
 # ---- what the objects hold

@@ -1,7 +1,7 @@
-"""One page of reference out of luna.h: its manual, every public declaration beside its comment, the programs of
-README, which are files of examples/: a quote and its file must be the same.
+"""One page of reference out of luna.h: its manual, every public declaration beside its comment, and the programs of
+README and of the guide. Those that are files of examples/ as well must be the same there.
 
-    python3 tests/tools/docs.py luna.h README.md build/luna_reference.html
+    python3 tests/tools/docs.py luna.h README.md build/luna_reference.html [examples/guide.md]
 
 A chapter is a comment that opens with >>tag; an entry is a comment and the declarations that follow it up to the next
 one. Names link to where they are declared, numbers of equations to a table of what implements them. The page needs
@@ -12,6 +12,7 @@ import os
 import re
 import sys
 
+EXAMPLES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "examples")
 STYLE = """
 :root { --text: #1c1e21; --dim: #5c6370; --line: #d9dce1; --back: #fff; --side: #f5f6f8; --link: #0b57a4; }
 @media (prefers-color-scheme: dark) {
@@ -146,19 +147,16 @@ def prose(text, link, own=()):
     return "".join(out)
 
 
-def quotes(readme):
-    """The files examples/1_*.c and so on that README does not quote to the letter, their opening comment apart."""
-    blocks = re.findall(r"^```c\n(.*?)^```", open(readme, encoding="utf-8").read(), re.S | re.M)
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "examples")
-    files = sorted(glob.glob(os.path.join(folder, "[0-9]_*.c")))
-    if len(files) != len(blocks):
-        return [f"README has {len(blocks)} programs, examples/ {len(files)}"]
+def quotes(blocks):
+    """The files examples/1_*.c and so on that no block of README and the guide quotes to the letter, their opening
+    comment apart."""
+    files = sorted(glob.glob(os.path.join(EXAMPLES, "[0-9]_*.c")))
     texts = [re.sub(r"\A/\*.*?\*/\n", "", open(file, encoding="utf-8").read(), flags=re.S) for file in files]
-    return [f"examples/{os.path.basename(file)} is not what README quotes"
-            for file, text, block in zip(files, texts, blocks) if text != block]
+    wrong = [file for file, text in zip(files, texts) if text not in blocks]
+    return [f"examples/{os.path.basename(file)} is not what README or the guide quotes" for file in wrong]
 
 
-def main(header, readme, target):
+def main(header, readme, target, guide=os.path.join(EXAMPLES, "guide.md")):
     source = open(header, encoding="utf-8").read()
     manual = strip_comment(source[:source.index("*/") + 2])
     public = source[source.index("#define LUNA_H\n"):source.index("   2. Implementation\n   ====")]
@@ -189,8 +187,9 @@ def main(header, readme, target):
                    f"{', '.join(link(x) for x in cited[n])}</td></tr>" for n, (name, formula) in EQUATIONS.items())
     sections = "".join(f'<section class="entry"><pre class="text">{link(text)}</pre></section>'
                        for text in re.split(r"\n\n(?=[A-Z][A-Z ,:]+(?:\n|, ))", manual))
-    programs = re.findall(r"((?:^[^\n`#|][^\n]*\n)+)\n```c\n(.*?)```", open(readme, encoding="utf-8").read(),
-                          re.S | re.M)
+    pages = open(readme, encoding="utf-8").read() + "\n" + open(guide, encoding="utf-8").read()
+    programs = [program for program in re.findall(r"((?:^[^\n`#|][^\n]*\n)+)\n```c\n(.*?)```", pages, re.S | re.M)
+                if "int main(" in program[1]]
     examples = "".join(f'<section class="entry"><p>{html.escape(" ".join(text.split()))}</p><pre>{link(code)}</pre>'
                        "</section>" for text, code in programs)
     nav = "".join(f'<a href="#{tag}">{tag}</a>' for tag, *_ in chapters)
@@ -208,7 +207,7 @@ them.</p><table><tr><th></th><th>equation</th><th>declarations</th></tr>{rows}</
     missing = sorted(set(re.findall(r"^LUNA_API [^;=]*?\b(luna_\w+)\(", public, re.M)) - places)
     empty = [n for n in EQUATIONS if not cited[n]]
     wrong = [f"{name} has no entry" for name in missing] + [f"equation {n} is nobody's" for n in empty]
-    wrong += quotes(readme)
+    wrong += quotes(re.findall(r"^```c\n(.*?)^```", pages, re.S | re.M))
     for problem in wrong:
         print(f"docs: {problem}")
     print(f"{target}: {len(chapters)} chapters, {entries} entries, {len(places)} names, {len(programs)} programs")
@@ -216,4 +215,4 @@ them.</p><table><tr><th></th><th>equation</th><th>declarations</th></tr>{rows}</
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:]))

@@ -1,7 +1,7 @@
 #!/bin/sh
 # form.sh: what holds the form: of luna.h its size, its columns, its chapters' tags and its paper map; companions that
-# use only what is public; sources of at most 120 columns; texts that name only files that are there; what make alone
-# prints; and whether the program of make size compiles.
+# use only what is public; sources of at most 120 columns; texts that name only files that are there, and links that
+# lead to a file and a heading; README's length; what make alone prints; and whether the program of make size compiles.
 cd "$(dirname "$0")/../.." || exit 1
 limit=1016000 # bytes of luna.h; 1000000 when the parts that leave it have left
 passed=0 failed=0
@@ -59,6 +59,36 @@ for text in $sources README.md .github/SECURITY.md examples/*.md; do
   done
   check "$text names what is not there:$gone" [ -z "$gone" ]
 done
+
+# links of the documents: to a file that is there, and to one heading in it, as GitHub names headings
+headings() { # FILE
+  awk '/^```/ { code = !code } !code && /^#+ / {
+    sub(/^#+ /, ""); $0 = tolower($0); gsub(/[^a-z0-9 _-]/, ""); gsub(/ /, "-"); print }' "$1"
+}
+links() { # FILE
+  awk '/^```/ { code = !code } !code' "$1" | sed 's/](/\n](/g' | sed -n 's/^](\([^) ]*\)).*/\1/p' |
+    grep -v '^https\{0,1\}:'
+}
+count=0
+for page in README.md .github/SECURITY.md examples/*.md; do
+  for link in $(links $page); do
+    file=${link%%#*}
+    [ -n "$file" ] && file=$(dirname $page)/$file || file=$page
+    count=$((count + 1))
+    check "$page has a link to $link, which is not there" [ -e "$file" ]
+    case $link in *\#*) check "$page has a link to $link, which is not one heading" \
+      [ "$(headings "$file" | grep -cx -- "${link#*#}")" = 1 ] ;;
+    esac
+  done
+done
+check "only $count links were found" [ "$count" -ge 150 ]
+for heading in $(sed -n 's/^## //p' examples/guide.md | sed 's/[^A-Za-z0-9 _-]//g' | tr 'A-Z ' 'a-z-'); do
+  check "the guide's contents have no chapter $heading" sh -c 'sed -n 1,20p examples/guide.md | grep -q "(#$1)"' - "$heading"
+done
+lines=$(($(wc -l <README.md)))
+check "README has $lines lines, more than 220" [ "$lines" -le 220 ]
+check "README's first program begins below line 12" \
+  [ "$(sed -n '/^#define LUNA_IMPLEMENTATION/{=;q;}' README.md)" -le 12 ]
 
 # make alone builds nothing and says what there is: first what users want, then every other target
 work=${BUILD:-build}/form

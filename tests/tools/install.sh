@@ -1,6 +1,7 @@
 #!/bin/sh
-# install.sh: what the README says of installing: make install and pkg-config, its CMake and its Meson lines, make dist,
-# the Conan and the vcpkg recipe; and the programs of the guide, linked so. What is not here is named and left out.
+# install.sh: what the guide says of installing: make install and pkg-config, its CMake and its Meson lines, make dist,
+# the Conan and the vcpkg recipe; and the programs of README and the guide, linked so. What is not here is named and
+# left out.
 # CMAKE, MESON, PKG_CONFIG, CONAN: the programs.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
@@ -22,10 +23,10 @@ check() {                                                # a sentence, then a co
 }
 have() { command -v "$1" >/dev/null 2>&1 || { echo "skipped: $1 is not here"; return 1; }; }
 block() {
-  awk -v kind="$1" '$0 == "```" kind { inside = 1; next } /^```/ { if (inside) exit } inside' "$root/README.md"
+  awk -v kind="$1" '$0 == "```" kind { inside = 1; next } /^```/ { if (inside) exit } inside' "$root/examples/guide.md"
 }
 
-# the README's first program, as one that only includes luna.h
+# the first of the examples, as a program that only includes luna.h
 grep -v '^#define LUNA_IMPLEMENTATION' examples/1_attention.c >"$work/project/main.c"
 
 # ---- make install, into a staging folder as packagers do, and into a prefix
@@ -45,18 +46,16 @@ fi
 check "a program links the library" $cc "$work/project/main.c" $flags -o "$work/main"
 check "and runs" "$work/main"
 
-# ---- the programs of the guide and, with TEST_FULL, of README run, in their order: some read what others wrote
+# ---- the programs of README and of the guide run, in their order: some read what others wrote, one what is in examples
 mkdir "$work/run"
-[ -z "$TEST_FULL" ] || for program in examples/[0-9]_*.c; do
-  grep -v '^#define LUNA_IMPLEMENTATION' "$program" >"$work/run/program0$(basename "$program")"
-done
+ln -s "$root/examples" "$work/run/examples"
 awk '/^```c$/ { inside = 1; text = ""; next }
      /^```/ {
        if (inside && text ~ /int main\(/) printf "%s", text > (folder "/program" 10 + count++ ".c")
        inside = 0; next
      }
      inside && !/^#define LUNA_IMPLEMENTATION/ { text = text $0 "\n" }' folder="$work/run" \
-  "$root/examples/guide.md"
+  "$root/README.md" "$root/examples/guide.md"
 awk 'BEGIN {
   split("the moon and sun goes round a day , with night", w); split("good bad", label); split("splendid dreadful", own)
   for (i = 0; i < 400; i++) {
@@ -70,8 +69,9 @@ awk 'BEGIN {
 cd "$work/run" || exit 1
 for program in program*.c; do
   check "$program is compiled" $cc -std=c99 -Wall -Wextra -Werror "$program" $flags -o "${program%.c}"
-  check "$program runs" "./${program%.c}"
+  check "$program runs" sh -c '"./$1" >"$1.out" || { cat "$1.out"; exit 1; }' - "${program%.c}"
 done
+check "README's first program writes 300 bytes" [ "$(wc -c <program10.out)" -ge 300 ]
 ask=$(grep -l '"what a film"' program*.c)
 asked() { "./${ask%.c}" "a splendid day" | grep -q '^good: [5-9][0-9]\.\|^good: 100'; }
 check "it has learnt from a file" asked
@@ -99,9 +99,9 @@ check "what the pages point at is in the tarball" points_at
 wrap=examples/packaging/meson/subprojects/luna.wrap
 check "luna.wrap names $version" [ "$(grep -c "luna-$version\(.tar.gz\)*\$" $wrap)" = 2 ]
 check "vcpkg.json names $version" grep -q "\"version\": \"$version\"" examples/packaging/vcpkg/luna/vcpkg.json
-check "README names $tarball" grep -q "/$tarball " README.md
+check "the guide names $tarball" grep -q "/$tarball " examples/guide.md
 
-# ---- CMake: an installed one, which has been moved since; then README's lines with the tarball beside them
+# ---- CMake: an installed one, which has been moved since; then the guide's lines with the tarball beside them
 mv "$work/prefix" "$work/moved"
 if have "${CMAKE:-cmake}"; then
   cmake=${CMAKE:-cmake}

@@ -1,7 +1,7 @@
 #!/bin/sh
-# promises.sh: each row of the table "What is promised" in examples/guide.md names what holds it: files of tests/*/,
-# which are there and which make test or make test-long runs, functions in them (`state.c: restart`), and targets of the
-# Makefile, which the gate runs, the long ones apart.
+# promises.sh: each row of the table "Promises and their tests" in examples/guide.md names what holds it: files of
+# tests/*/, which are there and which make test or make test-long runs, functions in them (`state.c: restart`), and
+# targets of the Makefile, which the gate runs, the long ones apart.
 cd "$(dirname "$0")/../.." || exit 1
 guide=${GUIDE:-examples/guide.md}
 runs=$(MAKEFLAGS='' make --no-print-directory names) || exit 1
@@ -30,7 +30,7 @@ check() { # one name between backquotes
   passed=$((passed + 1))
 }
 list=${BUILD:-build}/promises
-sed -n '/^## What is promised/,/^## [^W]/s/^| \(.*\) | \([^|]*\) |$/\1|\2/p' "$guide" | sed 1d >"$list"
+sed -n '/^## Promises and their tests$/,/^## [^P]/s/^| \(.*\) | \([^|]*\) |$/\1|\2/p' "$guide" | sed 1d >"$list"
 while IFS= read -r row; do
   rows=$((rows + 1)) named=0
   names=$(echo "${row##*|}" | grep -o '`[^`]*`' | tr -d '`')
