@@ -147,6 +147,11 @@ def prose(text, link, own=()):
     return "".join(out)
 
 
+def unlinked(text):
+    """The text of Markdown with the words of its links alone."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
 def quotes(blocks):
     """The files examples/1_*.c and so on that no block of README and the guide quotes to the letter, their opening
     comment apart."""
@@ -188,10 +193,11 @@ def main(header, readme, target, guide=os.path.join(EXAMPLES, "guide.md")):
     sections = "".join(f'<section class="entry"><pre class="text">{link(text)}</pre></section>'
                        for text in re.split(r"\n\n(?=[A-Z][A-Z ,:]+(?:\n|, ))", manual))
     pages = open(readme, encoding="utf-8").read() + "\n" + open(guide, encoding="utf-8").read()
-    programs = [program for program in re.findall(r"((?:^[^\n`#|][^\n]*\n)+)\n```c\n(.*?)```", pages, re.S | re.M)
-                if "int main(" in program[1]]
-    examples = "".join(f'<section class="entry"><p>{html.escape(" ".join(text.split()))}</p><pre>{link(code)}</pre>'
-                       "</section>" for text, code in programs)
+    blocks = re.findall(r"^```c\n(.*?)^```", pages, re.S | re.M)
+    programs = re.findall(r"((?:^(?!```|#|\|)[^\n]+\n)+)\n```c\n(.*?)^```", pages, re.S | re.M)
+    programs = [(text, code) for text, code in programs if "int main(" in code]
+    examples = "".join(f'<section class="entry"><p>{html.escape(unlinked(" ".join(text.split())))}</p>'
+                       f"<pre>{link(code)}</pre></section>" for text, code in programs)
     nav = "".join(f'<a href="#{tag}">{tag}</a>' for tag, *_ in chapters)
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>luna.h {version}: reference</title><style>{STYLE}</style>
@@ -207,7 +213,9 @@ them.</p><table><tr><th></th><th>equation</th><th>declarations</th></tr>{rows}</
     missing = sorted(set(re.findall(r"^LUNA_API [^;=]*?\b(luna_\w+)\(", public, re.M)) - places)
     empty = [n for n in EQUATIONS if not cited[n]]
     wrong = [f"{name} has no entry" for name in missing] + [f"equation {n} is nobody's" for n in empty]
-    wrong += quotes(re.findall(r"^```c\n(.*?)^```", pages, re.S | re.M))
+    wrong += quotes(blocks)
+    wrong += [f"no sentence stands before: {block[:80]}" for block in blocks
+              if "int main(" in block and block not in [code for _, code in programs]]
     for problem in wrong:
         print(f"docs: {problem}")
     print(f"{target}: {len(chapters)} chapters, {entries} entries, {len(places)} names, {len(programs)} programs")

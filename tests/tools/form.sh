@@ -83,7 +83,8 @@ for page in README.md .github/SECURITY.md examples/*.md; do
 done
 check "only $count links were found" [ "$count" -ge 150 ]
 for heading in $(sed -n 's/^## //p' examples/guide.md | sed 's/[^A-Za-z0-9 _-]//g' | tr 'A-Z ' 'a-z-'); do
-  check "the guide's contents have no chapter $heading" sh -c 'sed -n 1,20p examples/guide.md | grep -q "(#$1)"' - "$heading"
+  check "the guide's contents have no chapter $heading" \
+    sh -c 'sed -n 1,20p examples/guide.md | grep -q "(#$1)"' - "$heading"
 done
 lines=$(($(wc -l <README.md)))
 check "README has $lines lines, more than 220" [ "$lines" -le 220 ]
