@@ -46,7 +46,7 @@ sed -i.old 's/^luna_isa which(void);/extern "C" luna_isa which(void);/' declarat
 for page in README examples/guide; do
   awk -v page="$(basename $page)" '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
      /^```/ {
-       if (kind != "" && text ~ /int main\(/) { printf "%s", text > (page ++count "." kind) }
+       if (kind != "" && text ~ /int main\(/) { printf "%s", text > (page (++count) "." kind) }
        kind = ""; next
      }
      kind != "" { text = text $0 "\n" }' "$root/$page.md"
