@@ -1,7 +1,7 @@
 #!/bin/sh
 # install.sh: what the guide says of installing: make install and pkg-config, its CMake and its Meson lines, make dist,
-# the Conan and the vcpkg recipe; and the programs of README and the guide, linked so. What is not here is named and
-# left out.
+# the Conan and the vcpkg recipe; and the programs of README and the guide, linked so, and the guide's commands for a
+# microcontroller. What is not here is named and left out.
 # CMAKE, MESON, PKG_CONFIG, CONAN: the programs.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
@@ -100,6 +100,16 @@ wrap=examples/packaging/meson/subprojects/luna.wrap
 check "luna.wrap names $version" [ "$(grep -c "luna-$version\(.tar.gz\)*\$" $wrap)" = 2 ]
 check "vcpkg.json names $version" grep -q "\"version\": \"$version\"" examples/packaging/vcpkg/luna/vcpkg.json
 check "the guide names $tarball" grep -q "/$tarball " examples/guide.md
+
+# ---- the guide's commands that bring a detector to a microcontroller, but the make before them
+if [ -x "$build/export" ] && have arm-none-eabi-gcc && have qemu-system-arm; then
+  cd "$work/luna-$version" || exit 1
+  mkdir -p build && cp "$build/export" build
+  awk '/^    build\/export examples\/models\/motions/ { on = 1 } on && !/^    / { exit } on' examples/guide.md >commands
+  check "the guide's commands for a microcontroller" sh -e commands
+  check "which tell what the watch sees" grep -q '^line 48: Walking' "$work/out"
+  cd "$root" || exit 1
+fi
 
 # ---- CMake: an installed one, which has been moved since; then the guide's lines with the tarball beside them
 mv "$work/prefix" "$work/moved"
