@@ -106,8 +106,8 @@ if [ -x "$build/export" ] && have arm-none-eabi-gcc && have qemu-system-arm; the
   cd "$work/luna-$version" || exit 1
   mkdir -p build && cp "$build/export" build
   awk '/^    build\/export examples\/models\/motions/ { on = 1 } on && !/^    / { exit } on' examples/guide.md >commands
-  check "the guide's commands for a microcontroller" sh -e commands
-  check "which tell what the watch sees" grep -q '^line 48: Walking' "$work/out"
+  check "the guide's commands for a microcontroller" sh -c 'sh -e commands >seen 2>&1 || { cat seen; exit 1; }'
+  check "which tell what the watch sees" grep -q '^line 48: Walking' seen
   cd "$root" || exit 1
 fi
 
