@@ -280,7 +280,7 @@ bench: $(BENCHES)
 	@echo "every row is in $(BUILD)/bench.json"
 
 arena: $(BUILD)/arena
-	. tests/bench/timing.sh; $(BUILD)/arena table $(TEXT) --svg $(BUILD)/arena.svg >$(BUILD)/arena.md
+	. tests/bench/timing.sh; $(BUILD)/arena table $(TEXT) --plot $(BUILD)/arena.svg >$(BUILD)/arena.md
 	@cat $(BUILD)/arena.md
 
 REF ?= HEAD

@@ -3,10 +3,10 @@
 
      cc -O2 -I. examples/arena.c -o arena -lm -lpthread
 
-     arena table [FILE] [--svg arena.svg] [--minutes N] ...
+     arena table [FILE] [--plot arena.svg] [--seconds X] ...
        Table 2 of arXiv 2106.01540v2: byte-level text, batch 1, 1K to 4K tokens, and 16K where cost is linear; Markdown;
        the paper's numbers in brackets
-     arena one SYSTEM [FILE] [--length N] ...
+     arena one SYSTEM [FILE] [--window N] ...
        one system: "performer features=64" (attentions/attentions.h), or softmax, luna
      arena ablate [FILE] [--steps N] ...
        of Luna: contextual and own P, l, sharing, pooling: loss, accuracy, speed, memory
@@ -23,24 +23,21 @@
 
 static struct settings set = { .out = "luna.h", .steps = 5, .layers = 2, .dim = 256, .heads = 4, .memory = 16,
                               .ffn = 1024, .lr = 1e-2, .seed = 1 };
-static struct { const char *svg; int64_t tokens, causal; double seconds, minutes; } own =
-    { .tokens = 4096, .seconds = 8, .minutes = 10 };
+static struct { const char *svg; int64_t tokens, causal; double one_seconds, table_seconds; } own =
+    { .tokens = 4096, .one_seconds = 8, .table_seconds = 600 };
 
 static const flag flags[] = {
-  { "--svg", "t", WRITES(own.svg), "file to draw in, SVG: the table at --length" },
-  { "--length", "to", WHOLE(own.tokens, 4, 1 << 20),
-   "length of the text; table: also at a quarter, half, three quarters and four times that" },
+  { "--plot", "t", WRITES(own.svg), "Draws a picture in FILE, as SVG. It shows the table at --window." },
+  { "--window", "to", WHOLE(own.tokens, 4, 1 << 20),
+   "Reads N tokens or steps at once. table also reads a quarter, half, three quarters and four times as many." },
   { "--causal", "o", SWITCH(own.causal),
-   "each step sees itself and earlier ones alone: also where the system has both forms" },
+   "Lets each step see itself and earlier ones alone. It chooses this form of systems that have both." },
   { "--steps", "toa", WHOLE(set.steps, 1, 1e6),
-   "optimiser steps: those that are timed, after one that is not; ablate: a hundred times as many" },
-  { "--seconds", "o", REAL(own.seconds, 0.01, 1e4), "time for them: fewer steps, if they take longer" },
-  { "--minutes", "t", REAL(own.minutes, 0.01, 1e4),
-   "time for all of them: fewer steps, but at least one a length, if they take longer" },
-  { "--layers", "toa", WHOLE(set.layers, 1, 1000), "layers" },
-  { "--dim", "toa", WHOLE(set.dim, 1, 65536), "width of the model, d" },
-  { "--heads", "toa", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
-  { "--ffn", "toa", WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" },
+   "Makes N optimiser steps. They are timed, after one that is not; ablate makes a hundred times as many." },
+  { "--seconds", "o", REAL(own.one_seconds, 0.01, 1e6), "Takes at most X seconds. It makes fewer steps if it must." },
+  { "--seconds", "t", REAL(own.table_seconds, 0.01, 1e6),
+   "Takes at most X seconds. It makes fewer steps if it must, but at least one at each length." },
+  FLAGS_SIZES("toa"),
   FLAG_SEED("toa"),
   FLAG_THREADS("toa"),
   { 0 }
@@ -261,9 +258,10 @@ static int run_rows(const row *rows, int count, const contents *text, bool write
     for (int l = 0; l < LENGTHS + rows[i].linear; l++) {
       const double n = (double)length(l), allowed = (end - seconds()) * n / *tokens;
       result *r = &all[i].at[l];
-      if (measure(&rows[i], text, length(l), writer, allowed, r)) return fail("%s at %.0f tokens", rows[i].title, n);
+      if (measure(&rows[i], text, length(l), writer, allowed, r))
+        return fail("%s failed at %.0f tokens", rows[i].title, n);
       *tokens -= n;
-      fprintf(stderr, "%s%s, %.0f tokens: %.2f steps per second, %.0f MB, loss %.3f; at most %.0f s left\n",
+      fprintf(stderr, "%s%s, %.0f tokens: %.2f steps per second, %.0f MB, loss %.3f; at most %.0f s are left.\n",
               rows[i].title, writer ? " (causal)" : "", n, r->rate, r->bytes / 1e6, r->loss, end - seconds());
     }
   return 0;
@@ -313,12 +311,12 @@ static int draw_table(const results *all) {
 static int table_command(luna_ctx *ctx, const char **words) {
   results first[COUNT(classifiers)], second[COUNT(writers)];
   contents text;
-  const double begun = seconds(), end = begun + 60 * own.minutes;
+  const double begun = seconds(), end = begun + own.table_seconds;
   double tokens = tokens_of(classifiers, COUNT(classifiers)) + tokens_of(writers, COUNT(writers));
   warn_if_busy();
   (void)ctx;
   if (!words[0] && own.svg && same_file(own.svg, set.out))
-    return fail("--svg %s would overwrite the text itself", own.svg);
+    return fail("--plot %s would overwrite the text itself", own.svg);
   memset(first, 0, sizeof first), memset(second, 0, sizeof second);
   if (read_file(words[0] ? words[0] : set.out, &text)) return 2;
   int status = run_rows(classifiers, COUNT(classifiers), &text, false, end, &tokens, first);
@@ -332,7 +330,7 @@ static int table_command(luna_ctx *ctx, const char **words) {
   print_tables(classifiers, first, COUNT(classifiers));
   printf("\n## Language models\n");
   print_tables(writers, second, COUNT(writers));
-  printf("\n%.0f s in all.\n", seconds() - begun);
+  printf("\nThe tables took %.0f s in all.\n", seconds() - begun);
   return own.svg ? draw_table(first) : 0;
 }
 
@@ -348,7 +346,7 @@ static int one_command(luna_ctx *ctx, const char **words) {
   const bool writer = own.causal || (r.system && !a.system->bidirectional);
   if (r.system) attentions_close(&a);
   if (read_file(words[1] ? words[1] : set.out, &text)) return 2;
-  const int status = measure(&r, &text, own.tokens, writer, own.seconds, &out);
+  const int status = measure(&r, &text, own.tokens, writer, own.one_seconds, &out);
   free(text.data);
   if (!status)
     say("%s, %lld tokens: %.3f steps per second, %.1f MB, loss %.3f", words[0], (long long)own.tokens, out.rate,
@@ -427,7 +425,8 @@ static int ablate_command(luna_ctx *ctx, const char **words) {
   (void)ctx;
   if (read_file(words[0] ? words[0] : set.out, &text)) return 2;
   if (text.size < 20 * SPAN)
-    return free(text.data), fail("the file is too short: it has %lld bytes", (long long)text.size);
+    return free(text.data), fail("the text is too short: it has %lld bytes of the %d that are needed",
+                                 (long long)text.size, 20 * SPAN);
   printf("# Luna's parts, %lld steps of %d windows of %d bytes: which half of the file are they from?\n\n"
          "| variant | loss | right | steps per second | MB |\n|---|---|---|---|---|\n", (long long)(100 * set.steps),
          BATCH, WINDOW);
@@ -435,10 +434,13 @@ static int ablate_command(luna_ctx *ctx, const char **words) {
   return free(text.data), status;
 }
 
+#define TEXT_FILE "?text: Any file. Its bytes are the tokens. Without it luna.h is read."
+#define SYSTEM_WORD "system: It is luna, softmax or a line of attentions/attentions.h, such as performer."
 static const command commands[] = {
-  { "table", { "?text" }, "all systems, 1K to 4K tokens and 16K, in about --minutes", table_command },
-  { "one", { "system", "?text" }, "one system", one_command },
-  { "ablate", { "?text" }, "Luna without one of its parts", ablate_command },
+  { "table", { TEXT_FILE }, "Times all systems, by default at 1K to 4K and at 16K tokens.", table_command,
+    "luna.h --plot arena.svg" },
+  { "one", { SYSTEM_WORD, TEXT_FILE }, "Times one system.", one_command, "\"performer features=64\" --window 4096" },
+  { "ablate", { TEXT_FILE }, "Trains Luna without one of its parts at a time.", ablate_command, "luna.h --steps 5" },
   { 0 }
 };
 int main(int count, char **given) { return example("arena", commands, flags, count, given); }

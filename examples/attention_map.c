@@ -3,7 +3,7 @@
 
      cc -O2 -I. examples/attention_map.c -o attention_map -lm -lpthread
 
-     attention_map draw M --text "great acting but a dull and boring story" [--layer 1] [--head 2] [--svg map.svg]
+     attention_map draw M --text "great acting but a dull and boring story" [--layer 1] [--head 2] [--plot map.svg]
      attention_map draw M <FILE      the text from the input
 
    M is a classifier, a masked language model or an encoder-decoder of the other examples, whose encoder it shows; the
@@ -27,11 +27,11 @@ enum { AS_TRAINED, BYTES, NUMBERS };
 static struct { const char *text, *svg; int64_t layer, head, tokens; } own = { .svg = "map.svg", .layer = 1 };
 
 static const flag flags[] = {
-  { "--text", "d", STRING(own.text), "text to look at; without it the input is read" },
-  { "--tokens", "d", CHOICE(own.tokens, "trained bytes numbers"), "what a text is cut into" },
-  { "--layer", "d", WHOLE(own.layer, 1, 1024), "layer, from 1" },
-  { "--head", "d", WHOLE(own.head, 0, 65536), "head, from 1; 0 for each" },
-  { "--svg", "d", WRITES(own.svg), "file to draw in, SVG" },
+  { "--text", "d", STRING(own.text), "Reads TEXT instead of the input." },
+  { "--tokens", "d", CHOICE(own.tokens, "trained bytes numbers"), "Chooses what a text is cut into." },
+  { "--layer", "d", WHOLE(own.layer, 1, 1024), "Shows layer N, from 1." },
+  { "--head", "d", WHOLE(own.head, 0, 65536), "Shows head N, from 1. 0 shows each head." },
+  { "--plot", "d", WRITES(own.svg), "Draws a picture in FILE, as SVG. It shows where attention looks." },
   FLAG_THREADS("d"),
   { 0 }
 };
@@ -82,7 +82,7 @@ static int cut_as_pairs(span t, const char *pairs) {
               (span){ (const unsigned char *)"END", 3 });
   }
   free(v.pairs.entries), free(v.pairs.buckets), free(list.at);
-  return fine ? 0 : fail("the vocabulary in the model makes no sense");
+  return fine ? 0 : fail("the vocabulary in the model is not one that translate wrote");
 }
 
 static int cut_as_symbols(span t) {
@@ -90,8 +90,8 @@ static int cut_as_symbols(span t) {
     const int64_t start = at;
     const int s = t.at[at] == ' ' ? SYMBOLS : symbol(t.at, t.size, &at);
     if (s < 0)
-      return fail("the model reads lists as [MAX 2 9 ], not '%.*s'", (int)strcspn((const char *)t.at + start, " \n"),
-                  (const char *)t.at + start);
+      return fail("the model reads lists such as [MAX 2 9 ], not '%.*s'",
+                  (int)strcspn((const char *)t.at + start, " \n"), (const char *)t.at + start);
     if (s == SYMBOLS) at++;
     else add_token(s, (span){ t.at + start, at - start });
   }
@@ -106,7 +106,7 @@ static int cut(const luna_params *params, const char *path, span t, int64_t voca
   for (size_t i = 0; i < sizeof keys / sizeof keys[0] && !as; i++) as = luna_params_get_text(params, keys[i]);
   if (own.tokens == NUMBERS) return cut_numbers(t);
   if (!as)
-    return fail("%s does not say how its texts were cut into tokens; --tokens bytes or --tokens numbers does", path);
+    return fail("%s does not say how its texts were cut into tokens; give --tokens bytes or --tokens numbers", path);
   const bool masks = luna_params_get_text(params, "mlm.tokens") != NULL; /* by the last token, which is no word */
   if (strcmp(as, "words") == 0) return cut_as_words(t, vocab - masks);
   if (strcmp(as, "pairs") == 0) return cut_as_pairs(t, luna_params_get_text(params, "translate.pairs"));
@@ -270,7 +270,7 @@ static int find_answer(luna_ctx *ctx, const luna_classifier *model) {
   return free(values), 0;
 }
 
-static const char no_unpack[] = "no unpack: this model predicts from P, and its last unpack is not trained";
+static const char no_unpack[] = "no unpack: this model predicts from P, so its last unpack is not trained";
 
 /* maps[0] pack, maps[1] unpack, without the second where it is not trained; slots: `given` at most, a token each */
 static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t given, int64_t layers) {
@@ -320,11 +320,11 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
       min_heads = pack_heads < heads ? pack_heads : heads;
   luna_tensor *pack, *unpack;
   if (layer->attention != LUNA_ATTENTION_LUNA)
-    return fail("the model's attention is not Luna's: it has no memory to look at");
+    return fail("the model's attention is not Luna's, so it has no memory to look at");
   if (own.layer > e->config.layers)
-    return fail("the model has %lld layers, no layer %lld", (long long)e->config.layers, (long long)own.layer);
+    return fail("the model has %lld layers and no layer %lld", (long long)e->config.layers, (long long)own.layer);
   if (own.head > min_heads)
-    return fail("the model has %lld heads, no head %lld", (long long)min_heads, (long long)own.head);
+    return fail("the model has %lld heads and no head %lld", (long long)min_heads, (long long)own.head);
   luna_begin_inference(ctx);
   if (!look(e, &pack, &unpack)) return failed(ctx);
   const int64_t slots = pack->shape[2];
@@ -342,7 +342,7 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   if (!status)
     status = write_picture(maps, trained ? 2 : 1, slots, e->config.layer.memory, e->config.layers);
   if (!status)
-    say("%s: layer %lld of %lld, %lld slots, %lld tokens%s%s", own.svg, (long long)own.layer,
+    say("%s shows layer %lld of %lld with %lld slots and %lld tokens%s%s.", own.svg, (long long)own.layer,
         (long long)e->config.layers, (long long)slots, (long long)count, trained ? "" : "; ",
         trained ? "" : no_unpack);
   return free(values), status;
@@ -353,7 +353,7 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   luna_model model;
   luna_params *params = luna_params_open(ctx);
   if (luna_load_model(&model, params, luna_path(words[0])) != LUNA_OK) return failed(ctx);
-  if (model.kind == LUNA_MODEL_LM) return fail("%s is a causal language model: it has no encoder", words[0]);
+  if (model.kind == LUNA_MODEL_LM) return fail("%s is a causal language model, which has no encoder", words[0]);
   const luna_encoder *e = model.kind == LUNA_MODEL_CLASSIFIER ? &model.classifier.encoder :
                           model.kind == LUNA_MODEL_MASKED_LM ? &model.masked_lm.encoder : &model.seq2seq.encoder;
   if (!e->embedding) return fail("%s reads numbers, not a text", words[0]);
@@ -366,12 +366,12 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   if (size > 0 && cut(params, words[0], (span){ text, (int64_t)size }, e->embedding->shape[0])) return 2;
   if (count > 0 && model.kind == LUNA_MODEL_CLASSIFIER && find_answer(ctx, &model.classifier)) return 2;
   return count > 0 ? draw_on(ctx, e, pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH) :
-      fail("there is no text");
+      fail("there is no text to look at");
 }
 
 static const command commands[] = {
-  { "draw", { "model: a file that classify, listops, mlm or translate wrote" }, "draws where attention looks",
-   draw_command },
+  { "draw", { "model: A file that classify, listops, mlm or translate wrote." }, "Draws where attention looks.",
+   draw_command, "reviews.safetensors --text \"great acting but a dull story\" --plot map.svg" },
   { 0 }
 };
 

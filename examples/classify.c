@@ -34,10 +34,12 @@ static struct { int64_t tokens, vocab, longest, top; } own = { .vocab = 20000, .
 
 static const flag flags[] = {
   FLAGS_TRAIN,
-  { "--tokens", "t", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
-  { "--vocab", "t", WHOLE(own.vocab, 2, 1e7), "kinds of tokens, at most: words by their hash; bytes are 256" },
-  { "--longest", "t", WHOLE(own.longest, 1, 1e6), "tokens of a sequence, at most: the rest of a text is not read" },
-  { "--top", "p", WHOLE(own.top, 1, LABELS), "labels of a line, the likeliest first" },
+  { "--tokens", "t", CHOICE(own.tokens, "words bytes"), "Chooses what a text is cut into." },
+  { "--vocab", "t", WHOLE(own.vocab, 2, 1e7),
+    "Limits the vocabulary to N tokens. Words are hashed into it; there are 256 bytes." },
+  { "--longest", "t", WHOLE(own.longest, 1, 1e6),
+    "Limits a sequence to N tokens. The rest of a text is not read." },
+  { "--top", "p", WHOLE(own.top, 1, LABELS), "Prints the N likeliest labels of a line, the likeliest first." },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_PATIENCE,
@@ -104,7 +106,7 @@ static int read_lines(const char *path, bool training, int64_t *held) {
     if (length == 0) continue;
     if (!tab || tab == next) return fail("%s: line %lld is not a label, a tab and a text", path, (long long)number);
     if (tab - next > LABEL || memchr(next, 0, (size_t)(tab - next)))
-      return fail("%s: line %lld has a label of more than %d bytes, or with a zero byte", path, (long long)number,
+      return fail("%s: line %lld has a label of more than %d bytes or with a zero byte", path, (long long)number,
                   LABEL);
     int32_t label = label_of(next, tab - next, training);
     if (label < 0 && training) return fail("%s has more than %d labels", path, LABELS);
@@ -207,7 +209,7 @@ static int train(luna_ctx *ctx, const char **words) {
   int status = read_lines(words[0], true, &held);
   if (own.tokens) own.vocab = 256;
   if (!status && (label_count < 2 || held < 1))
-    status = fail("%s has %d labels, and %lld of its %lld lines to validate on; it takes more", words[0],
+    status = fail("%s has %d labels and gives %lld of its %lld lines to validate on; it takes more", words[0],
                   (int)label_count, (long long)held, (long long)(file.count + held));
   if (!status && remember(params) != LUNA_OK) status = failed(ctx);
   samples s = the_samples(words[0], held);
@@ -271,13 +273,15 @@ static int predict(luna_ctx *ctx, const char **words) {
   return status;
 }
 
-#define TEXT_FILE "text: lines of a label, a tab and a text, without a header; a label is any word"
-#define MODEL_FILE "model: a file that train wrote"
+#define TEXT_FILE "text: Each line has a label, a tab and a text. There is no header. A label is any word."
+#define MODEL_FILE "model: A file that train wrote."
+#define TEXTS_FILE "?texts: Each line is a text without a label. Without the file the input is read."
 static const command commands[] = {
-  { "train", { TEXT_FILE }, "learns labels of texts, and writes a model", train },
-  { "eval", { MODEL_FILE, TEXT_FILE }, "the share of a file's labels that a model finds", eval },
-  { "predict", { MODEL_FILE, "?texts: a text a line, without labels; left out: what is typed or piped in" },
-    "labels the lines of texts", predict },
+  { "train", { TEXT_FILE }, "Trains a classifier on labelled texts.", train, "reviews.tsv --out reviews.safetensors" },
+  { "eval", { MODEL_FILE, TEXT_FILE }, "Measures a model's accuracy on labelled texts.", eval,
+    "reviews.safetensors other.tsv" },
+  { "predict", { MODEL_FILE, TEXTS_FILE }, "Labels each line of a file or of the input.", predict,
+    "reviews.safetensors lines.txt --top 2" },
   { 0 }
 };
 

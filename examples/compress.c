@@ -2,7 +2,7 @@
 
      cc -O2 -I. examples/compress.c -o compress -lm -lpthread
 
-     compress pack FILE --out P     packs FILE; --predict network: by the model alone, ngrams: without it
+     compress pack FILE --out P     packs FILE; --by network: by the model alone, ngrams: without it
      compress unpack P --out FILE   gives its bytes back
 
    The file is cut into a few parts that are read side by side. A stream says how likely each byte is to come next in
@@ -31,8 +31,9 @@ static int64_t predict;              /* of enum predict */
 enum predict { PREDICT_BOTH, PREDICT_NETWORK, PREDICT_NGRAMS };
 
 static const flag flags[] = {
-  { "--out", "pu", WRITES(set.out), "where to write: the file" },
-  { "--predict", "p", CHOICE(predict, "both network ngrams"), "what foretells the bytes" },
+  { "--out", "pu", WRITES(set.out), "Says where to write the result. FILE gets what is packed or unpacked." },
+  { "--by", "p", CHOICE(predict, "both network ngrams"),
+   "Chooses whose predictions are used. They are the network's, those of n-grams, or both mixed." },
   FLAG_THREADS("pu"),
   { 0 }
 };
@@ -170,7 +171,7 @@ static int code_text(coder *c, unsigned char *text, int64_t size, luna_isa isa) 
     if (n.ctx && fine && ++n.column % WINDOW == 0) fine = network_learns(&n, text, size, length);
   }
   if (!c->decodes) code_close(c);
-  if (fine && predict == PREDICT_BOTH) printf("the network alone would take %.0f bytes\n", n.bits / 8);
+  if (fine && predict == PREDICT_BOTH) printf("The network alone would take %.0f bytes.\n", n.bits / 8);
   if (!fine) fail("%s", *luna_error(n.ctx) ? luna_error(n.ctx) : luna_stream_error(n.stream));
   luna_stream_close(n.stream);
   luna_close(n.ctx);
@@ -208,12 +209,12 @@ static int write_whole(const unsigned char *at, int64_t size) {
 }
 static void report(int64_t text, int64_t code, double start) {
   const double took = seconds() - start;
-  say("%s: a text of %lld bytes, packed %lld, %.4f bits a byte, in %.1f s, %.1f KB/s", set.out, (long long)text,
-      (long long)code, 8.0 * (double)code / (double)text, took, (double)text / 1000 / took);
+  say("%s: The file has %lld bytes, packed %lld (%.4f bits a byte). It took %.1f s (%.1f KB/s).", set.out,
+      (long long)text, (long long)code, 8.0 * (double)code / (double)text, took, (double)text / 1000 / took);
 }
 
 static int read_input(const char *path, contents *file) {
-  return set.out ? read_file(path, file) : fail("--out says which file to write");
+  return set.out ? read_file(path, file) : fail("--out FILE is missing; it says which file to write");
 }
 /* The best instruction set for float32, which more machines have than the best for 8 and 16 bits. */
 static luna_isa network_isa(void) {
@@ -250,20 +251,21 @@ static int unpack_code(const char *name, contents file) {
   const uint64_t size = number_at(file.data + LENGTH, 8);
   /* a bit of a likelihood of at most 65535 / 65536 takes more than 1 / 65536 */
   if (code_sum(file.data, file.size) != number_at(file.data + CODE_SUM, 8) || size >> 16 > (uint64_t)file.size ||
-      file.data[PREDICT] > PREDICT_NGRAMS) return fail("%s is damaged or cut short: its sum is another one", name);
+      file.data[PREDICT] > PREDICT_NGRAMS) return fail("%s is damaged or cut short; its checksum does not match", name);
   predict = file.data[PREDICT];
   if (version != luna_version())
-    return fail("%s was packed with luna.h %d.%d.%d, whose bits are others than this one's", name, version / 10000,
-                version / 100 % 100, version % 100);
+    return fail("%s was packed with luna.h %d.%d.%d, which computes other bits than this version", name,
+                version / 10000, version / 100 % 100, version % 100);
   if (predict != PREDICT_NGRAMS && !luna_isa_available(isa))
-    return fail("%s was packed with %s, which this machine or build does not have: no other gives the same bits", name,
-                luna_isa_name(isa));
+    return fail("%s was packed with %s, which this machine or build lacks; no other set gives the same bits",
+                name, luna_isa_name(isa));
   unsigned char *text = size < SIZE_MAX / 16 ? (unsigned char *)calloc((size_t)size, 1) : NULL;
   if (!text) return fail("%s does not fit in memory", name);
   coder c = { .decodes = true, .at = file.data, .size = file.size, .read = HEAD };
   int status = code_text(&c, text, (int64_t)size, isa);
   if (!status && sum_of(text, (int64_t)size, SUM_OF_NONE) != number_at(file.data + SUM, 8))
-    status = fail("%s came out otherwise than it was packed: by another build of this program or C library", name);
+    status = fail("%s does not unpack to what was packed; another build of this program or C library has packed it",
+                  name);
   if (!status) status = write_whole(text, (int64_t)size);
   if (!status) report((int64_t)size, file.size, start);
   return free(text), status;
@@ -277,8 +279,8 @@ static int unpack(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "pack", { "file: any" }, "writes it in fewer bytes", pack },
-  { "unpack", { "packed: a file that pack wrote" }, "gives the file back", unpack },
+  { "pack", { "file: Any file." }, "Writes a file in fewer bytes.", pack, "notes.txt --out notes.packed" },
+  { "unpack", { "packed: A file that pack wrote." }, "Gives the file back.", unpack, "notes.packed --out notes.txt" },
   { 0 }
 };
 

@@ -23,9 +23,10 @@ enum { LEARN_NOTHING, LEARN_CLASSES, LEARN_VALUES };
 static struct { const char *out; int64_t weights, learn; } own = { .weights = LUNA_DTYPE_I8 };
 static const flag flags[] = {
   { "--out", "", STRING(own.out),
-   "where to write: folder and name of the files, without .c; the name is a C identifier" },
-  { "--weights", "", CHOICE(own.weights, "f32 i8"), "type of the weights: i8 takes a quarter of the bytes" },
-  { "--learn", "", CHOICE(own.learn, "no classes values"), "the output layer learns on the device: its outputs are" },
+   "Says where to write the result. TEXT is the folder and name of two files, without .c. The name is one for C." },
+  { "--weights", "", CHOICE(own.weights, "f32 i8"), "Sets the type of the weights. i8 takes a quarter of the bytes." },
+  { "--learn", "", CHOICE(own.learn, "no classes values"),
+   "Lets the output layer learn on the device. Its outputs are classes or values." },
   { 0 }
 };
 
@@ -568,24 +569,25 @@ static int check_model(luna_ctx *ctx, const char *path) {
   if (luna_load_model(&found, params, luna_path(path)) != LUNA_OK || luna_inspect(ctx, luna_path(path),
                                                                                   &look) != LUNA_OK) return failed(ctx);
   if (found.kind != LUNA_MODEL_LM)
-    return fail("%s is no causal model: only those see no later step, and stream (luna_lm; series --causal)", path);
+    return fail("%s is no causal model; only a causal model can stream (luna_lm, or series --causal)", path);
   model = found.lm;
   const luna_lm_config *c = &model.config;
   if (c->layer.attention != LUNA_ATTENTION_LUNA)
-    return fail("%s has another attention than Luna's, which alone streams in constant memory", path);
+    return fail("%s has another attention than Luna's, and only Luna's streams in constant memory", path);
   if (*about.key) return fail("%s has an option that export does not know: %s", path, about.key);
   if (about.horizon) return fail("%s: luna.horizon is not a number of steps", path);
   const int64_t widest = c->layer.ffn > c->layer.dim ? c->layer.ffn : c->layer.dim;
   const int64_t rows = outputs() > c->layer.heads * c->layer.memory ? outputs() : c->layer.heads * c->layer.memory;
   if (widest > LONGEST_ROW || c->features > LONGEST_ROW || rows > INT32_MAX / 4 / LONGEST_ROW * 1024 ||
       luna_params_element_count(params) > INT32_MAX / 8)
-    return fail("%s is too large: rows of more than %d numbers, or more than a GB of weights", path, LONGEST_ROW);
+    return fail("%s is too large; it has rows of more than %d numbers or more than a GB of weights", path, LONGEST_ROW);
   return 0;
 }
 /* With output_norm outputs are (W x + b) scale + mean, which is one matrix and one bias: W scale, b scale + mean. */
 static int fold_output_norm(void) {
   if (!model.config.output_norm) return 0;
-  if (own.learn) return fail("its outputs are scaled (output_norm): such an output layer cannot learn on the device");
+  if (own.learn)
+    return fail("the model's outputs are scaled (output_norm), and such an output layer cannot learn on the device");
   const float *mean = values(model.output_mean), *scale = values(model.output_scale);
   float *weight = model.output.weight->data, *bias = model.output.bias->data;
   for (int64_t i = 0; i < luna_count(model.output.weight); i++) weight[i] *= scale[i / model.config.layer.dim];
@@ -604,7 +606,8 @@ static int check_parameters(void) {
       if (!isfinite(t->data[at])) return fail("%s has a number that is not finite", parameter);
   }
   if (!*too_large.text) return 0;
-  return fail("%s, which export computes from the model's weights, has a number too large for a float", too_large.text);
+  return fail("%s, which export computes from the model's weights, has a number that is too large for a float",
+              too_large.text);
 }
 /* What the C includes, and what headers of C libraries include in turn: compilers find NAME.h in their place. */
 static bool is_header(const char *of) {
@@ -615,12 +618,13 @@ static bool is_header(const char *of) {
   return strstr(headers, strcat(word, " ")) != NULL;
 }
 static int check_name(void) {
-  if (!own.out || !*own.out) return fail("--out NAME is missing: the files to write are NAME.h and NAME.c");
+  if (!own.out || !*own.out) return fail("--out NAME is missing; it says which files to write, NAME.h and NAME.c");
   name = strrchr(own.out, '/') ? strrchr(own.out, '/') + 1 : own.out;
   bool good = isalpha((unsigned char)*name) && strlen(name) < 64;
   for (const char *s = name; *s; s++) good = good && (isalnum((unsigned char)*s) || *s == '_');
   if (!good)
-    return fail("--out %s: '%s' is no name for C: up to 63 letters, digits and _, a letter first", own.out, name);
+    return fail("--out %s: '%s' is no name for C; it takes up to 63 letters, digits and _, a letter first", own.out,
+                name);
   if (is_header(name))
     return fail("--out %s: a header of the C library is called %s.h", own.out, name);
   return 0;
@@ -661,14 +665,14 @@ static int export_model_of(luna_ctx *ctx, const char **words) {
   free(made);
   free((void *)used);
   if (status == 0)
-    say("%s.h, %s.c: %lld bytes of weights, %lld bytes of state", own.out, own.out, (long long)flash,
+    say("%s.h and %s.c have %lld bytes of weights and %lld bytes of state.", own.out, own.out, (long long)flash,
         (long long)state_bytes());
   return status;
 }
 
 static const command commands[] = {
-  { "", { "model: a causal model that lm or series --causal wrote" }, "a causal model becomes two files of C",
-    export_model_of },
+  { "", { "model: A causal model that lm or series --causal wrote." }, "Turns a causal model into two files of C.",
+    export_model_of, "detector.safetensors --out detector" },
   { 0 }
 };
 

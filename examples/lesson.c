@@ -534,7 +534,10 @@ static luna_status answer(luna_ctx *ctx) {
   return luna_error_status(ctx);
 }
 
-int main(void) {
+int main(int count, char **given) {
+  if (count > 1)
+    return puts("Example:\n  lesson\n\nPrints the lesson. It takes no flags and less than a second."),
+           strcmp(given[1], "--help") != 0 && strcmp(given[1], "-h") != 0 ? 2 : 0;
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
   show_sentence();
   count_products();

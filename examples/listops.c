@@ -35,13 +35,15 @@ static struct {
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--data", "te", READS(own.data),
-   "file to learn from, or to measure: lines \"answer TAB list\"; without it lists are made" },
-  { "--shortest", "tew", WHOLE(own.shortest, 1, 1e5), "tokens of a sequence, at least" },
-  { "--longest", "tew", WHOLE(own.longest, 1, 1e5), "tokens of a sequence, at most" },
-  { "--depth", "tew", WHOLE(own.depth, 2, 100), "how deep lists are nested, at most" },
-  { "--args", "tew", WHOLE(own.args, 2, 1000), "members of a list, at most" },
-  { "--valid", "t", WHOLE(own.valid, 1, 1e6), "what chooses the model: so many lists, at most a tenth of --data" },
-  { "--count", "ew", WHOLE(own.count, 1, 1e9), "how many: lists to measure on, where they are made, or to write" },
+   "Reads the samples from FILE. Its lines are \"answer TAB list\"; without it lists are generated." },
+  { "--shortest", "tew", WHOLE(own.shortest, 1, 1e5), "Makes sequences of at least N tokens." },
+  { "--longest", "tew", WHOLE(own.longest, 1, 1e5), "Limits a sequence to N tokens." },
+  { "--depth", "tew", WHOLE(own.depth, 2, 100), "Nests lists at most N deep." },
+  { "--args", "tew", WHOLE(own.args, 2, 1000), "Gives a list at most N members." },
+  { "--valid", "t", WHOLE(own.valid, 1, 1e6),
+   "Says which samples choose the model. They are N lists, at most a tenth of --data." },
+  { "--count", "ew", WHOLE(own.count, 1, 1e9),
+   "Sets the count to N. It is of lists to write or, where they are generated, to measure on." },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_PATIENCE,
@@ -88,7 +90,7 @@ static int open_lists(samples *s, int64_t held) {
   if (!tokens) return fail("out of memory");
   const bool made = list_make(sizes(), (uint64_t)set.seed, 1000000, tokens, &length) >= 0;
   free(tokens);
-  return made ? 0 : fail("lists of --shortest %lld to --longest %lld tokens are too rare to be made",
+  return made ? 0 : fail("lists of --shortest %lld to --longest %lld tokens are too rare to be generated",
                          (long long)own.shortest, (long long)own.longest);
 }
 
@@ -130,9 +132,10 @@ static int write_lists(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "train", { NULL }, "learns to work out lists, and writes a model", train },
-  { "eval", { "model: a file that train wrote" }, "the share of lists that a model works out", eval },
-  { "write", { NULL }, "writes lists and their answers", write_lists },
+  { "train", { NULL }, "Trains a classifier that works out lists.", train, "--out lists.safetensors" },
+  { "eval", { "model: A file that train wrote." }, "Measures a model's accuracy on lists.", eval,
+    "lists.safetensors --count 1000" },
+  { "write", { NULL }, "Writes lists and their answers.", write_lists, "--count 100 >lists.tsv" },
   { 0 }
 };
 

@@ -7,7 +7,7 @@
      lm train FILE --save-every N ...                           saves the training in M as it goes, and
      lm train FILE --resume M                                   goes on from there, to the same bits as if never stopped
      mpirun -n 4 build/mpi/lm train FILE --parallel data        4 processes, of several machines if need be: make mpi
-     lm generate M [--prompt "..."] [--bytes N] [--temperature T] ...
+     lm generate M [--prompt "..."] [--count N] [--temperature T] ...
        writes on from the prompt, in constant memory
      lm eval M FILE                                             how well M foretells FILE, in bits per byte
 
@@ -40,17 +40,19 @@ static struct {
 static const flag flags[] = {
   FLAGS_TRAIN,
   FLAGS_RESUME,
-  { "--window", "te", WHOLE(own.window, 1, 1e6), "tokens or steps that are learnt from at once: bytes" },
-  { "--carry", "te", SWITCH(own.carry), "windows continue one another, and the memory goes on" },
+  { "--window", "te", WHOLE(own.window, 1, 1e6), "Reads N tokens or steps at once. A token is a byte." },
+  { "--carry", "te", SWITCH(own.carry), "Lets windows continue one another, with the memory carried over." },
   FLAGS_MODEL,
   FLAGS_FORGET,
   { "--attention", "t", CHOICE(set.attention, "luna softmax linear"),
-    "kind of attention: softmax has rotary positions, and only luna generates" },
-  { "--convolution", "t", WHOLE(own.convolution, 0, 64), "bytes that the short convolution sees, 0 for none" },
-  { "--prompt", "g", STRING(own.prompt), "text to write on from" },
-  { "--bytes", "g", WHOLE(own.bytes, 0, 1e18), "how much to write, 0 for no end" },
-  { "--temperature", "g", REAL(own.temperature, 0, 100), "lower is safer, higher is wilder; 0: the likeliest byte" },
-  { "--top-k", "g", WHOLE(own.top_k, 0, 256), "choose among the k likeliest bytes, 0 for all" },
+    "Chooses the kind of attention. softmax has rotary positions. Only luna generates." },
+  { "--convolution", "t", WHOLE(own.convolution, 0, 64),
+    "Lets the short convolution see N bytes. 0 leaves it out." },
+  { "--prompt", "g", STRING(own.prompt), "Continues TEXT." },
+  { "--count", "g", WHOLE(own.bytes, 0, 1e18), "Sets the count to N. It is of bytes to write; 0 has no end." },
+  { "--temperature", "g", REAL(own.temperature, 0, 100),
+    "Samples at temperature X. Lower is safer, higher is wilder. 0 takes the likeliest byte." },
+  { "--top-k", "g", WHOLE(own.top_k, 0, 256), "Samples among the N likeliest bytes. 0 samples among all." },
   FLAG_SEED("tg"),
   FLAG_THREADS("tge"),
   FLAG_WEIGHTS("ge"),
@@ -58,7 +60,7 @@ static const flag flags[] = {
   FLAG_DEVICE("te"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
-  { "--graph", "t", SWITCH(own.graph), "on a GPU each step is one launch; the same result" },
+  { "--graph", "t", SWITCH(own.graph), "Makes each step one launch on a GPU. The result is the same." },
   { 0 }
 };
 
@@ -153,7 +155,8 @@ static int show_sample(luna_ctx *ctx, const char *when, const luna_lm *model, co
   for (int64_t i = 0; i < prompt->size; i++) shown[i] = (unsigned char)prompt->bytes[i];
   luna_sampling sampling = { .temperature = 0.8f, .seed = (uint64_t)set.seed };
   if (write_on(ctx, model, prompt, sampling, SAMPLE, shown + prompt->size)) return 2;
-  printf("\n---- %s: after %d bytes of the text, the model's own\n", when, (int)prompt->size);
+  printf("\n---- A sample %s. Its first %d bytes are from the text, the others from the model.\n", when,
+         (int)prompt->size);
   put_text_of(stdout, shown, size, true);
   printf("\n----\n\n");
   fflush(stdout);
@@ -259,13 +262,14 @@ static int take_training(luna_ctx *ctx, const char *path, const char *mark, int6
 static int train_on(luna_ctx *ctx, const char *path, text all) {
   text held = { all.bytes + (all.size - all.size / 10), all.size / 10 }, t = { all.bytes, all.size - held.size },
       prompt = some_lines(held);
-  if (held.size < 2) return fail("%s has %lld bytes; to train and validate takes 20", path, (long long)all.size);
+  if (held.size < 2)
+    return fail("%s has %lld bytes; training and validation take at least 20", path, (long long)all.size);
   const phrase mark = text_mark(all);
   int64_t begin = 0;
   if (set.resume && take_training(ctx, path, mark.text, &begin)) return 2;
   if (begin == set.steps) return training_finished();
   own.cut = own.window < t.size ? own.window : t.size - 1;
-  if (own.cut < own.window) printf("windows cut to %lld bytes: the text is short\n", (long long)own.cut);
+  if (own.cut < own.window) printf("The text is short, so windows have %lld bytes.\n", (long long)own.cut);
 
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
@@ -284,7 +288,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
                   .total = set.steps, .floor = 0.05f }
   });
   if (!adam) return failed(ctx);
-  say("%s: %lld bytes to learn from, %lld to validate on; %lld parameters", path, (long long)t.size,
+  say("%s: The model trains on %lld bytes and is validated on %lld. It has %lld parameters.", path, (long long)t.size,
       (long long)held.size, (long long)luna_params_element_count(params));
   if (own.carry && !(carried = luna_lm_state_open(&model, rank_part(set.batch).count)))
     return failed(ctx);
@@ -292,7 +296,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if ((set.save_every || set.resume) && luna_params_set_text(params, "lm.text", mark.text) != LUNA_OK)
     return failed(ctx);
   if (!share_training(params, adam)) return failed(ctx);
-  if (set.resume) say("going on from step %lld of %s", (long long)begin, set.resume);
+  if (set.resume) say("The training of %s is resumed after step %lld.", set.resume, (long long)begin);
   double first = mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION);
   if (!(first >= 0)) return failed(ctx);
   if (show_sample(ctx, "before the first step", &model, &prompt)) return 2;
@@ -304,22 +308,23 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   progress_start(&bar, begin);
   bool fine = learn(ctx, &model, adam, t, held, bytes, bytes + set.batch * own.cut);
   free(bytes);
-  if (fine && bar.step == begin) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (fine && bar.step == begin) return fail("the training was stopped before its first step, so no model was written");
   if (!fine || !save(adam, params)) return failed(ctx);
   const bool more = windows > VALIDATION;                  /* other windows than those of the lines and the plot */
   const double took = seconds() - bar.start, last = more ? mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION) :
       validate(ctx, &model, held, LAST_VALIDATION);
-  if (interrupted) say("stopped at step %lld: what has been learnt is in %s", (long long)bar.step, set.out);
+  if (interrupted) say("The training was stopped at step %lld. Its model is in %s.", (long long)bar.step, set.out);
   if (luna_optimizer_skipped(adam))
-    printf("%lld steps skipped, their gradients were not finite\n", (long long)luna_optimizer_skipped(adam));
+    printf("%lld steps were skipped, as their gradients were not finite.\n", (long long)luna_optimizer_skipped(adam));
 
   if (!(last >= 0)) return failed(ctx);
   if (show_sample(ctx, "after the last step", &model, &prompt) || plot(&bar, path)) return 2;
   char windows_of[120] = "";
   if (more)
-    snprintf(windows_of, sizeof windows_of, ", on %lld windows; lines of steps have the loss of the first %d",
+    snprintf(windows_of, sizeof windows_of, " It is of %lld windows; lines of steps have that of the first %d.",
              (long long)(windows < LAST_VALIDATION ? windows : LAST_VALIDATION), VALIDATION);
-  say("%s: %lld steps in %.0f s and %.1f MB, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte%s",
+  say("%s: Training made %lld steps in %.0f s and %.1f MB. The validation loss went from %.3f to %.3f nats, from "
+      "%.3f to %.3f bits per byte.%s",
       set.out, (long long)(bar.step - begin), took, megabytes(ctx), first, last, first / LN2, last / LN2, windows_of);
   return 0;
 }
@@ -337,9 +342,10 @@ static int load(luna_ctx *ctx, luna_lm *model, const char *path) {
   if (luna_load_model_of(LUNA_MODEL_LM, model, luna_params_open(ctx), luna_path(path)) != LUNA_OK) return failed(ctx);
   const int64_t outputs = model->config.outputs;
   if (model->config.vocab == 256 && outputs != 0 && outputs != 256)
-    return fail("%s has %lld outputs; lm foretells bytes, 256", path, (long long)outputs);
+    return fail("%s has %lld outputs; lm predicts bytes, of which there are 256", path, (long long)outputs);
   if (model->config.vocab == 256) return 0;
-  return fail("%s has a vocabulary of %lld tokens; lm works on bytes, 256", path, (long long)model->config.vocab);
+  return fail("%s has a vocabulary of %lld tokens; lm reads bytes, of which there are 256", path,
+              (long long)model->config.vocab);
 }
 
 static int generate(luna_ctx *ctx, const char **words) {
@@ -365,18 +371,19 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (load(ctx, &model, words[0]) || read_text(words[1], &t)) return 2;
   double loss = t.size < 2 ? 0 : mean_loss(ctx, &model, t, own.window, INT64_MAX);
   free(t.bytes);
-  if (t.size < 2) return fail("%s has one byte: there is nothing to foretell", words[1]);
+  if (t.size < 2) return fail("%s has only one byte, so there is nothing to predict", words[1]);
   if (!(loss >= 0)) return failed(ctx);
-  say("%s on %s: %.4f bits per byte, %.4f nats, %s windows of %lld bytes", words[0], words[1], loss / LN2, loss,
-      own.carry ? "as one sequence, in" : "in", (long long)own.window);
+  say("%s has a loss of %.4f bits per byte (%.4f nats) on %s, read %s windows of %lld bytes.", words[0], loss / LN2,
+      loss, words[1], own.carry ? "as one sequence in" : "in", (long long)own.window);
   return 0;
 }
 
+#define TEXT_FILE "text: Any file. Its bytes are the tokens."
+#define MODEL_FILE "model: A file that train wrote."
 static const command commands[] = {
-  { "train", { "text: any file, whose bytes are the tokens" }, "learns a text and writes a model", train },
-  { "generate", { "model: a file that train wrote" }, "writes on from a prompt", generate },
-  { "eval", { "model: a file that train wrote", "text: any file, whose bytes are the tokens" },
-   "bits per byte of a text", eval },
+  { "train", { TEXT_FILE }, "Trains a language model on a text.", train, "book.txt --out book.safetensors" },
+  { "generate", { MODEL_FILE }, "Continues a prompt.", generate, "book.safetensors --prompt \"It was \" --count 500" },
+  { "eval", { MODEL_FILE, TEXT_FILE }, "Measures the bits per byte of a text.", eval, "book.safetensors other.txt" },
   { 0 }
 };
 

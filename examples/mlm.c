@@ -34,18 +34,21 @@ static struct {
 
 static const flag flags[] = {
   FLAGS_TRAIN_OF("pt"),
-  { "--tokens", "p", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
-  { "--vocab", "p", WHOLE(own.vocab, 2, 1e7), "kinds of tokens, at most: words by their hash; bytes are 256" },
-  { "--window", "pt", WHOLE(own.window, 2, 65536), "tokens or steps that are learnt from at once: words or bytes" },
-  { "--masked", "p", REAL(own.masked, 0.001, 1), "share of the tokens to fill in" },
-  { "--begin", "p", READS(own.begin), "model to begin with, as far as its tensors have the same names and shapes" },
-  { "--head-lr", "t", REAL(own.head_lr, 1e-9, 10), "learning rate of the new layer on a pre-trained encoder" },
-  { "--encoder-lr", "t", REAL(own.encoder_lr, 0, 10), "of that encoder, 0: it stays; --lr is of all from scratch" },
-  { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most, chosen by chance; 0 for all" },
+  { "--tokens", "p", CHOICE(own.tokens, "words bytes"), "Chooses what a text is cut into." },
+  { "--vocab", "p", WHOLE(own.vocab, 2, 1e7),
+    "Limits the vocabulary to N tokens. Words are hashed into it; there are 256 bytes." },
+  { "--window", "pt", WHOLE(own.window, 2, 65536), "Reads N tokens or steps at once. A token is a word or a byte." },
+  { "--masked", "p", REAL(own.masked, 0.001, 1), "Masks a share X of the tokens." },
+  { "--begin", "p", READS(own.begin), "Begins with those tensors of model FILE whose names and shapes fit." },
+  { "--head-lr", "t", REAL(own.head_lr, 1e-9, 10),
+    "Sets the learning rate of the new layer on a pre-trained encoder to X." },
+  { "--encoder-lr", "t", REAL(own.encoder_lr, 0, 10),
+    "Sets the learning rate of a pre-trained encoder to X. 0 freezes it. From scratch all layers learn at --lr." },
+  { "--rows", "t", WHOLE(own.rows, 0, 1e9), "Trains on at most N lines, chosen at random. 0 takes all." },
   { "--held", "t", READS(own.held),
-   "held out, to measure on: lines of this file; without it a tenth of the others, chosen by chance" },
+   "Says which data are held out. They are the lines of FILE or, without it, a random tenth of the lines." },
   FLAGS_MODEL_OF("p"),
-  { "--attention", "p", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" },
+  { "--attention", "p", CHOICE(set.attention, "luna softmax linear linformer"), "Chooses the kind of attention." },
   FLAG_SEED("pt"),
   FLAG_THREADS("pt"),
   FLAG_PRODUCTS("pt"),
@@ -72,12 +75,12 @@ static luna_optimizer *optimizer(luna_params *params, double lr) {
 
 static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentence */
   progress_end(&bar);
-  if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (bar.step == 0) return fail("the training was stopped before its first step, so no model was written");
   if (luna_params_set_text(params, "mlm.tokens", own.tokens ? "bytes" : "words") != LUNA_OK ||
       luna_save(params, luna_path(set.out)) != LUNA_OK)
     return failed(ctx);
-  say("%s: %lld steps in %.0f s%s", set.out, (long long)bar.step, seconds() - bar.start,
-      interrupted ? ", stopped early" : "");
+  say("%s: Training made %lld steps in %.0f s%s.", set.out, (long long)bar.step, seconds() - bar.start,
+      interrupted ? " and was stopped early" : "");
   return 0;
 }
 
@@ -117,7 +120,7 @@ static int pretrain_on(luna_ctx *ctx, ints text, ints held) {
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (own.begin && begin_with(ctx, params, own.begin, true)) return 2;
   luna_optimizer *adam = optimizer(params, set.lr);
-  printf("%lld %s to learn from, %lld to validate on; %lld parameters\n", (long long)text.size,
+  printf("The model trains on %lld %s and is validated on %lld. It has %lld parameters.\n", (long long)text.size,
          own.tokens ? "bytes" : "words", (long long)held.size, (long long)luna_params_element_count(params));
   if (!adam) return failed(ctx);
   progress_start(&bar, 0);
@@ -131,7 +134,8 @@ static int pretrain_on(luna_ctx *ctx, ints text, ints held) {
   }
   if (keep(ctx, params)) return 2;
   double first = bar.validation.y[0], last = validate(ctx, &model, held);
-  printf("validation loss %.3f -> %.3f nats, %.3f bits per masked %s\n", first, last, last / 0.69314718055994530942,
+  printf("The validation loss went from %.3f to %.3f nats, %.3f bits per masked %s.\n", first, last,
+         last / 0.69314718055994530942,
          own.tokens ? "byte" : "word");
   return last >= 0 ? plot(&bar, "masked language model") : failed(ctx);
 }
@@ -145,9 +149,10 @@ static int pretrain(luna_ctx *ctx, const char **words) {
   ints text = { all.at, all.size - all.size / 10, 0 }, held = { all.at + text.size, all.size / 10, 0 };
   int status = 0;
   if (held.size >= 2 && own.window > held.size)
-    printf("windows cut to %lld tokens: the text is short\n", (long long)(own.window = held.size));
+    printf("The text is short, so windows have %lld tokens.\n", (long long)(own.window = held.size));
   make_batch();
-  if (held.size < 2) status = fail("%s has %lld tokens; to train and validate takes 20", words[0], (long long)all.size);
+  if (held.size < 2)
+    status = fail("%s has %lld tokens; training and validation take at least 20", words[0], (long long)all.size);
   else status = pretrain_on(ctx, text, held);
   return free(tokens), free(all.at), free(file.data), status;
 }
@@ -170,7 +175,8 @@ static int read_rows(data *d, contents *file, const char *path) {
     row r = { (unsigned char *)end + 1, line + size - (unsigned char *)end - 1, (int32_t)label };
     number++;
     if (label >= MOST_CLASSES || *end != '\t' || r.size < 1)
-      return fail("line %lld of %s is no label from 0 to %d, tab, text", (long long)number, path, MOST_CLASSES - 1);
+      return fail("line %lld of %s is not a label from 0 to %d, a tab and a text", (long long)number, path,
+                  MOST_CLASSES - 1);
     d->rows[d->learnt++] = r;
     if (label >= d->classes) d->classes = label + 1;
   }
@@ -188,7 +194,7 @@ static void shuffle(row *rows, int64_t count, uint64_t seed) {
 static int read_data(data *d, const char *path) { /* 0, or 2 after a sentence */
   if (read_rows(d, &d->files[0], path)) return 2;
   int64_t lines = d->learnt;
-  if (lines < 10) return fail("%s has %lld lines; to train and test takes 10", path, (long long)lines);
+  if (lines < 10) return fail("%s has %lld lines; training and testing take at least 10", path, (long long)lines);
   if (!own.held) shuffle(d->rows, lines, 0);              /* for files have an order; the same tenth for any --seed */
   if (own.held && read_rows(d, &d->files[1], own.held)) return 2;
   if (own.held && d->learnt == lines) return fail("%s has no lines", own.held);
@@ -263,17 +269,18 @@ static int tune_on(luna_ctx *ctx, const char *path, const data *d) {
   own.tokens = as && strcmp(as, "bytes") == 0;
   own.vocab = model.kind == LUNA_MODEL_MASKED_LM ? model.masked_lm.config.vocab - 1 : 0;
   if (own.vocab < 2 || !as || (own.tokens ? own.vocab != 256 : strcmp(as, "words") != 0))
-    return fail("%s holds no masked language model of this program", path);
+    return fail("%s is no masked language model that mlm pretrain made", path);
   for (int i = 0; i < 2 && !interrupted; i++) {            /* from the checkpoint, which is kept, then from scratch */
     luna_params *params = luna_params_open(ctx);
-    printf("---- a classifier %s\n", i ? "from scratch" : "with the encoder of the masked language model");
+    printf("---- A classifier is trained %s.\n", i ? "from scratch" : "on the encoder of the masked language model");
     memset(&bar, 0, sizeof bar);
     if (train(ctx, params, &model.masked_lm.config.encoder, i ? NULL : path, d, &right[i])) return 2;
     if (i == 0 && (keep(ctx, params) || plot(&bar, "fine-tuning"))) return 2;
-    printf("accuracy on %lld lines: %.4f\n", (long long)d->held, right[i]);
+    printf("Its accuracy on %lld held-out lines is %.4f.\n", (long long)d->held, right[i]);
   }
   if (!interrupted)
-    printf("accuracy after %lld steps: %.4f pre-trained, %.4f from scratch\n", (long long)bar.step, right[0], right[1]);
+    printf("The accuracy after %lld steps is %.4f pre-trained and %.4f from scratch.\n", (long long)bar.step, right[0],
+           right[1]);
   return 0;
 }
 
@@ -286,9 +293,11 @@ static int tune(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "pretrain", { "text: any file, as one long text" }, "learns to fill in what is masked", pretrain },
-  { "tune", { "model: a file that pretrain wrote", "lines: a number from 0, a tab and a text" },
-   "makes a classifier of it", tune },
+  { "pretrain", { "text: Any file. It is read as one text." }, "Trains a model to fill in masked tokens.", pretrain,
+    "book.txt --out book.safetensors" },
+  { "tune", { "model: A file that pretrain wrote.", "lines: Each line has a label from 0 on, a tab and a text." },
+   "Trains a classifier on a pre-trained encoder, and one from scratch.", tune,
+    "book.safetensors labels.tsv --out tuned.safetensors" },
   { 0 }
 };
 

@@ -26,8 +26,8 @@ static struct { int64_t grays, count; } own = { .grays = 16, .count = 5 };
 
 static const flag flags[] = {
   FLAGS_TRAIN,
-  { "--grays", "t", WHOLE(own.grays, 2, 256), "shades of gray that are told apart: of a pixel's 256, the vocabulary" },
-  { "--count", "s", WHOLE(own.count, 1, 1e9), "how many: images to draw" },
+  { "--grays", "t", WHOLE(own.grays, 2, 256), "Sets how many shades of gray are told apart. N is the vocabulary." },
+  { "--count", "s", WHOLE(own.count, 1, 1e9), "Sets the count to N. It is of images to draw." },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_PATIENCE,
@@ -51,7 +51,8 @@ static int read_idx(const char *path, int axes, idx *x) {
   for (int a = 0; a < axes; a++) {
     x->size[a] = (int64_t)b[4 + 4 * a] << 24 | b[5 + 4 * a] << 16 | b[6 + 4 * a] << 8 | b[7 + 4 * a];
     if (x->size[a] == 0 || x->size[a] > left)
-      return fail("%s promises %lld along an axis, and has %lld bytes", path, (long long)x->size[a], (long long)left);
+      return fail("%s promises %lld along an axis, but only %lld bytes follow", path, (long long)x->size[a],
+                  (long long)left);
     left /= x->size[a];                                    /* so that no product of hostile sizes is ever made */
   }
   if (x->size[1] * x->size[2] > 1 << 20) return fail("%s has images of more than a million pixels", path);
@@ -71,7 +72,7 @@ static int32_t fetch(int64_t index, int32_t *tokens, int32_t *length) {
 static int read_both(const char **paths) {
   if (read_idx(paths[0], 3, &images) || read_idx(paths[1], 1, &labels)) return 2;
   if (images.size[0] != labels.size[0])
-    return fail("%s has %lld images, %s %lld labels", paths[0], (long long)images.size[0], paths[1],
+    return fail("%s has %lld images, but %s has %lld labels", paths[0], (long long)images.size[0], paths[1],
                 (long long)labels.size[0]);
   return 0;
 }
@@ -129,7 +130,7 @@ static int show_one(luna_ctx *ctx, const luna_classifier *model, int64_t index, 
   if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length, NULL }), NULL),
                 shares) != LUNA_OK) return failed(ctx);
   for (int32_t c = 1; c < model->config.classes; c++) if (shares[c] > shares[best]) best = c;
-  printf("image %lld: %d, with probability %.3f\n\n", (long long)index, (int)best, (double)shares[best]);
+  printf("Image %lld shows %d, with probability %.3f.\n\n", (long long)index, (int)best, (double)shares[best]);
   return 0;
 }
 
@@ -150,14 +151,17 @@ static int show(luna_ctx *ctx, const char **words) {
   return status;
 }
 
-#define IMAGES_FILE "images: an IDX file of bytes with 3 axes, unzipped (train-images-idx3-ubyte)"
-#define LABELS_FILE "labels: an IDX file of bytes with 1 axis, unzipped (train-labels-idx1-ubyte)"
-#define MODEL_FILE "model: a file that train wrote"
+#define IMAGES_FILE "images: An unzipped IDX file of bytes with 3 axes, such as train-images-idx3-ubyte."
+#define LABELS_FILE "labels: An unzipped IDX file of bytes with 1 axis, such as train-labels-idx1-ubyte."
+#define MODEL_FILE "model: A file that train wrote."
 static const command commands[] = {
-  { "train", { IMAGES_FILE, LABELS_FILE }, "learns what images show, and writes a model", train },
+  { "train", { IMAGES_FILE, LABELS_FILE }, "Trains a classifier on labelled images.", train,
+    "train-images-idx3-ubyte train-labels-idx1-ubyte --out mnist.safetensors" },
   { "eval", { MODEL_FILE, IMAGES_FILE, LABELS_FILE },
-    "the share of images that a model reads as they are labelled", eval },
-  { "show", { MODEL_FILE, IMAGES_FILE }, "draws images, and says what the model reads in them", show },
+    "Measures a model's accuracy on labelled images.", eval,
+    "mnist.safetensors t10k-images-idx3-ubyte t10k-labels-idx1-ubyte" },
+  { "show", { MODEL_FILE, IMAGES_FILE }, "Draws images and says what the model reads in them.", show,
+    "mnist.safetensors t10k-images-idx3-ubyte --count 3" },
   { 0 }
 };
 

@@ -14,39 +14,40 @@ build=${BUILD:-build} data=$1 out=$2 lock=${TMPDIR:-/tmp}/luna.timing.lock
 shift 2
 mkdir -p "$out"
 
+quick="--settings quick"
 runs() {
   for seed in 1 2; do
     for system in "luna16 luna" "luna128 luna --memory 128" "linear linear" "transformer softmax"; do
-      echo "text-${system%% *}-$seed lra train text --quick --data $data/imdb.tsv --attention ${system#* }" \
+      echo "text-${system%% *}-$seed lra train text $quick --data $data/imdb.tsv --attention ${system#* }" \
         "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
     done
   done
   for seed in 1 2; do
     for system in "luna16 luna" "transformer softmax"; do
-      echo "text-${system%% *}-larger-$seed lra train text --quick --data $data/imdb.tsv --attention ${system#* }" \
+      echo "text-${system%% *}-larger-$seed lra train text $quick --data $data/imdb.tsv --attention ${system#* }" \
         "--layers 4 --dim 128 --ffn 256 --lr 1e-3 --steps 2000 --warmup 200 --products bf16 --seed $seed" \
         "--save-every 100"
     done
   done
   for seed in 1 2; do
     for system in "luna16 luna" "linear linear"; do
-      echo "retrieval-${system%% *}-$seed lra train retrieval --quick --data $out/pairs.tsv --attention ${system#* }" \
+      echo "retrieval-${system%% *}-$seed lra train retrieval $quick --data $out/pairs.tsv --attention ${system#* }" \
         "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
     done
   done
   for seed in 1 2; do                                      # self-pretraining: what is masked in the reviews, first
-    echo "masked-$seed lra pretrain text --quick --data $data/imdb.tsv --steps 8000 --warmup 400 --products bf16" \
+    echo "masked-$seed lra pretrain text $quick --data $data/imdb.tsv --steps 8000 --warmup 400 --products bf16" \
       "--seed $seed --save-every 200"
-    echo "text-masked-$seed lra train text --quick --data $data/imdb.tsv --begin $out/masked-$seed.safetensors" \
+    echo "text-masked-$seed lra train text $quick --data $data/imdb.tsv --begin $out/masked-$seed.safetensors" \
       "--steps 8000 --warmup 400 --products bf16 --seed $seed --save-every 200"
-    echo "masked-lists-$seed lra pretrain listops --quick --products bf16 --seed $seed --save-every 50"
-    echo "lists-masked-$seed lra train listops --quick --begin $out/masked-lists-$seed.safetensors --products bf16" \
+    echo "masked-lists-$seed lra pretrain listops $quick --products bf16 --seed $seed --save-every 50"
+    echo "lists-masked-$seed lra train listops $quick --begin $out/masked-lists-$seed.safetensors --products bf16" \
       "--seed $seed --save-every 50"
-    echo "lists-$seed lra train listops --quick --products bf16 --seed $seed --save-every 50"
+    echo "lists-$seed lra train listops $quick --products bf16 --seed $seed --save-every 50"
   done
   for seed in 1 2; do
     for system in "luna16 luna" "transformer softmax"; do
-      image="lra train image --quick --data $data/cifar.bin --attention ${system#* } --products bf16 --seed $seed"
+      image="lra train image $quick --data $data/cifar.bin --attention ${system#* } --products bf16 --seed $seed"
       image="$image --save-every 200"
       echo "image-${system%% *}-$seed $image --steps 12000 --warmup 600"
       echo "image-${system%% *}-dropout-$seed $image --steps 12000 --warmup 600 --dropout 0.2"
@@ -54,11 +55,11 @@ runs() {
       echo "image-${system%% *}-short-$seed $image --steps 3000 --warmup 150 --dropout 0.2 --mirror yes"
     done
   done
-  echo "pathfinder-easy-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8 --lr 2e-3" \
+  echo "pathfinder-easy-1 lra train pathfinder $quick --difficulty easy --positions grid --growing 0.8 --lr 2e-3" \
     "--warmup 200 --batch 32 --steps 6000 --validations 10 --products bf16 --seed 1 --save-every 200"
-  echo "pathfinder-easy-long-1 lra train pathfinder --quick --difficulty easy --positions grid --growing 0.8" \
+  echo "pathfinder-easy-long-1 lra train pathfinder $quick --difficulty easy --positions grid --growing 0.8" \
     "--lr 2e-3 --warmup 200 --batch 32 --steps 24000 --products bf16 --seed 1 --save-every 200"
-  number="--quick --difficulty easy --pixels number --decay constant --warmup 1000 --save-every 100"
+  number="$quick --difficulty easy --pixels number --decay constant --warmup 1000 --save-every 100"
   for system in "luna16 luna" "transformer softmax"; do   # four seeds each, ended after 300,000 pictures if stuck
     echo "pathfinder-number-${system%% *} lra train pathfinder $number --attention ${system#* } --segment 1" \
       "--steps 15000 --trial 4700 --seeds 1-4 --products bf16"
@@ -70,7 +71,7 @@ runs() {
     echo "pathfinder-begun-$seed lra train pathfinder $number --begin $out/pathfinder-hidden-$seed.safetensors" \
       "--lr 5e-4 --steps 15000 --products bf16 --seed $seed"
     for system in "luna16 luna" "transformer softmax"; do
-      image="--quick --data $data/cifar.bin --attention ${system#* } --pixels number --mirror yes --shift 4"
+      image="$quick --data $data/cifar.bin --attention ${system#* } --pixels number --mirror yes --shift 4"
       image="$image --products bf16 --seed $seed --save-every 200"
       echo "image-hidden-${system%% *}-$seed lra pretrain image $image --steps 4000 --warmup 400"
       echo "image-number-${system%% *}-$seed lra train image $image --dropout 0.2 --steps 12000 --warmup 600"

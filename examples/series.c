@@ -11,7 +11,7 @@
      series train FILE.csv --forecast --inputs hour,weekday     with columns that are read, but not forecast
      series train FILE.csv ... --carry                          learnt as one endless sequence, window by window
      series eval M FILE                                         how well M does on a file
-     series predict M FILE [--svg PICTURE]                      what M finds, as CSV with all probabilities
+     series predict M FILE [--plot PICTURE]                      what M finds, as CSV with all probabilities
 
    .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last. .csv: the first row
    may name the columns; those that are numbers are read, but for columns that never change; --columns and --drop
@@ -51,43 +51,48 @@ static float *mean, *deviation, *change;
 
 static const flag flags[] = {
   FLAGS_TRAIN,
-  { "--label", "t", STRING(own.label), "CSV: the column, by name or number from 1, that is each row's class" },
-  { "--per-step", "t", SWITCH(own.per_step), "a class at each step; of .ts in recordings joined from cases" },
-  { "--causal", "t", SWITCH(own.causal), "each step sees itself and earlier ones alone: of CSV yes unless no is said" },
-  { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
-  { "--ahead", "t", STRING(own.ahead), "how many steps ahead forecasts are for, \"1,6,24\"" },
+  { "--label", "t", STRING(own.label),
+   "Takes each row's class from this column of a CSV file. TEXT is its name or its number from 1." },
+  { "--per-step", "t", SWITCH(own.per_step), "Finds a class at each step. Cases of .ts are joined into recordings." },
+  { "--causal", "t", SWITCH(own.causal),
+   "Lets each step see itself and earlier ones alone. With CSV this is so unless you say no." },
+  { "--forecast", "t", SWITCH(own.forecast), "Forecasts the numbers of the next step." },
+  { "--ahead", "t", STRING(own.ahead), "Forecasts so many steps ahead. TEXT is a number or a list such as 1,6,24." },
   { "--interval", "t", WHOLE(own.interval, 0, 99),
-   "percent of what comes that should lie between a forecast's bounds; 0: no bounds" },
-  { "--window", "t", WHOLE(own.window, 2, 1e6), "tokens or steps that are learnt from at once: steps of a recording" },
-  { "--carry", "t", SWITCH(own.carry), "windows continue one another, and the memory goes on" },
-  { "--columns", "t", STRING(own.columns), "CSV: the columns to read, \"a,b,7\", by names or numbers from 1" },
-  { "--drop", "t", STRING(own.drop), "CSV: columns to leave out, likewise" },
-  { "--inputs", "t", STRING(own.inputs), "CSV: columns that forecasts read but that are not forecast, likewise" },
+   "Gives forecasts bounds that should hold N percent of the later numbers. 0 gives none." },
+  { "--window", "t", WHOLE(own.window, 2, 1e6), "Reads N tokens or steps at once. A step is a row of a recording." },
+  { "--carry", "t", SWITCH(own.carry), "Lets windows continue one another, with the memory carried over." },
+  { "--columns", "t", STRING(own.columns),
+   "Reads only these columns of a CSV file. TEXT has names or numbers from 1, such as a,b,7." },
+  { "--drop", "t", STRING(own.drop), "Leaves these columns of a CSV file out. TEXT is as for --columns." },
+  { "--inputs", "t", STRING(own.inputs),
+   "Reads these columns of a CSV file, but does not forecast them. TEXT is as for --columns." },
   { "--held", "t", WHOLE(own.held, 0, 5),
-   "held out, to measure on: this fifth of the data, 1 to 5; 0: none of .ts, of CSV the fifth" },
-  { "--valid", "t", REAL(own.valid, 0, 0.5), "what chooses the model: this share of the rest, if it is 20 cases" },
+   "Says which data are held out. They are fifth N of the data; with 0 none of .ts and the last fifth of CSV." },
+  { "--valid", "t", REAL(own.valid, 0, 0.5),
+   "Says which samples choose the model. They are a share X of what is not held out, if that is 20 cases." },
   FLAG_PATIENCE,
   FLAGS_RARE,
-  { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
-  { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
-  { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
+  { "--noise", "t", REAL(own.noise, 0, 10), "Adds noise of X standard deviations to the training data." },
+  { "--stretch", "t", REAL(own.stretch, 0, 0.9), "Stretches the training data in time by at most a share X." },
+  { "--scale", "t", REAL(own.scale, 0, 0.9), "Scales the training data's values by at most a share X." },
   { "--teach", "t", REAL(own.teach, 0, 100),
-   "CSV: weight of the linear model's log-probabilities as targets beside the classes; 0: none" },
+   "Weighs the linear model's log-probabilities as targets beside a CSV file's classes by X. 0 leaves them out." },
   { "--average", "t", REAL(own.average, 0, 0.9999),
-   "CSV: the decay of the parameters' moving average, which is what a model of classes keeps; 0: none" },
+   "Averages the parameters with decay X where a CSV file has classes, and keeps the average. 0 does not." },
   FLAGS_MODEL,
   FLAGS_FORGET,
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
   { "--by", "ep", CHOICE(own.by, "model linear both"),
-   "whose probabilities: the model's, the linear model's beside it, or both's, as the mean of their logits" },
+   "Chooses whose predictions are used. They are the model's, the linear model's, or those of their mean logits." },
   FLAG_THREADS("tep"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
-  { "--every", "p", SWITCH(own.every), "the forecasts of every step, not of the last alone" },
-  { "--svg", "p", WRITES(own.svg), "file to draw in, SVG: the series and what is found in them" },
-  { "--from", "p", WHOLE(own.from, 0, 1e12), "the first step of the first series that is drawn; 0: what matters" },
-  { "--to", "p", WHOLE(own.to, 0, 1e12), "the last one, likewise" },
+  { "--every", "p", SWITCH(own.every), "Prints the forecasts of every step, not of the last one alone." },
+  { "--plot", "p", WRITES(own.svg), "Draws a picture in FILE, as SVG. It shows the series and what is found in them." },
+  { "--from", "p", WHOLE(own.from, 0, 1e12), "Draws the first series from step N on. 0 draws the parts that matter." },
+  { "--to", "p", WHOLE(own.to, 0, 1e12), "Draws the first series up to step N. 0 draws the parts that matter." },
   { 0 }
 };
 
@@ -579,8 +584,8 @@ static void compare(int64_t first, int64_t last) {
   const double its = put_rank(own.per_step ? "linear model of rolling means and deviations" :
                               "linear model of means and deviations", &c).precision;
   const double mixed = put_rank("both together", &both).precision;
-  if (its > ours && its >= mixed) printf("use the linear model: it ranks best here; --by linear of eval and predict\n");
-  else if (mixed > ours) printf("use both together: they rank best here; --by both of eval and predict\n");
+  if (its > ours && its >= mixed) printf("The linear model ranks best here: use --by linear in eval and predict.\n");
+  else if (mixed > ours) printf("Both together rank best here: use --by both in eval and predict.\n");
   calibration_close(&c), calibration_close(&both);
 }
 /* Measures the model on series first .. last - 1, and prints it; the last line after `begin`, without which there must
@@ -725,7 +730,7 @@ static int load(luna_ctx *ctx, const char *path) {
   fine = fine && (lm ? model.lm.config.outputs : model.classifier.config.classes) == outputs();
   fine = fine && (!classifier || (model.classifier.config.per_step == steps_have_labels() && !own.forecast));
   data.k = column_count ? 0 : k;
-  if (fine && own.by && !linear.weights) return fail("%s has no linear model beside the other", path);
+  if (fine && own.by && !linear.weights) return fail("%s has no linear model in it", path);
   return fine ? 0 : fail("%s is not a model that series made", path);
 }
 
@@ -745,7 +750,7 @@ static int measure_held(luna_ctx *ctx, int64_t first, int64_t last) { /* each ra
 }
 static int print_held(luna_ctx *ctx) {
   const int64_t first = data.training + data.validation;
-  return data.count > first ? print_score(ctx, first, data.count, "on what was not learnt from: ", true) : 0;
+  return data.count > first ? print_score(ctx, first, data.count, "On held-out data: ", true) : 0;
 }
 
 /* Of recordings with classes the linear model teaches: what it says of each row is learnt beside the class. Few events
@@ -821,7 +826,8 @@ static int learn(luna_ctx *ctx, luna_params *params) {
     else progress_step(&bar, learnt_loss(loss), (double)(batch.rows * batch.n * ranks.ranks));
   }
   free(order);
-  if (!status && bar.step == 0) status = fail("stopped before the first step: nothing learnt, nothing written");
+  if (!status && bar.step == 0)
+    status = fail("the training was stopped before its first step, so no model was written");
   if (!status) status = validate(params, adam);
   if (!status && averages() && luna_optimizer_swap_average(adam) != LUNA_OK) status = failed(ctx);
   if (!status) progress_end(&bar);
@@ -856,7 +862,7 @@ static void put_rare(void) {
 /* "; 'incident' is 431 of 14400 steps, 23 times, to learn from, ..." */
 static void say_parts(void) {
   const int64_t ends[] = { 0, data.training, data.training + data.validation, data.count };
-  static const char *const what[] = { "to learn from", "to choose the model by", "held out" };
+  static const char *const what[] = { "to train on", "to choose the model by", "held out" };
   const char *gap = " is ";
   printf("; "), put_rare();
   for (int part = 0; part < 3; part++) {
@@ -870,9 +876,9 @@ static void say_parts(void) {
 }
 static void warn_of_parts(void) {
   const int64_t ends[] = { 0, data.training, data.training + data.validation, data.count };
-  static const char *const what[] = { "the part to learn from: little can be learnt of it",
-    "the part that chooses the model: what is chosen is mostly chance",
-    "the part held out: what is measured is mostly chance" };
+  static const char *const what[] = { "the part to train on. Little can be learnt of it.",
+    "the part that chooses the model. The choice is mostly chance.",
+    "the part held out. What is measured is mostly chance." };
   for (int part = 0; part < 3; part++) {
     const presence p = presence_of(ends[part], ends[part + 1], rare_class);
     const int64_t times = own.per_step ? p.runs : p.is;
@@ -887,7 +893,8 @@ static void warn_of_parts(void) {
 static int set_temperature(const calibration *c) {
   temperature = calibration_temperature(c);
   if (temperature >= 1 && temperature <= 1) return 0;
-  printf("temperature %.3f on %lld to validate: expected calibration error on the same %.2f%%, was %.2f%%\n",
+  printf("The temperature %.3f is chosen by %lld validation samples. It changes their expected calibration error to "
+         "%.2f%% from %.2f%%.\n",
          temperature, (long long)c->count, 100 * calibration_error(c, temperature), 100 * calibration_error(c, 1));
   luna_tensor *weight = own.causal ? model.lm.output.weight : model.classifier.projection;
   luna_status done = calibration_apply(weight, temperature);
@@ -918,14 +925,14 @@ static void set_threshold(const calibration *c) {
   if (!set.aim || !read_aim(set.aim, &wanted)) return;
   ranked *list = calibration_ranking(c, rare_class, temperature);
   const ranking r = ranking_of(list, c->count);
-  if (r.is == 0 || r.is == c->count) printf("no threshold: the part to validate on does not have and lack ");
+  if (r.is == 0 || r.is == c->count) printf("There is no threshold: validation takes samples with and without ");
   else {
     threshold = threshold_for(list, c->count, wanted, &got);
-    printf("threshold %.4f for %s%s, where validation has a precision of %.1f%% and a recall of %.1f%%, of ", threshold,
-           set.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
+    printf("The threshold is %.4f for %s%s. In validation it has a precision of %.1f%% and a recall of %.1f%% of ",
+           threshold, set.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
   }
   free(list);
-  put_rare(), printf("\n");
+  put_rare(), printf(".\n");
 }
 static calibration *validated;
 static void collect(const series *s, int64_t row, const float *y) {
@@ -976,7 +983,7 @@ static void fit_window(const char *path) {
   }
   learnt_window = own.window < rows ? own.window : rows;
   if (learnt_window < own.window && (own.forecast || own.per_step) && ranks.rank == 0)
-    say("%s: --window %lld is longer than the %lld steps to learn from, which are read at once", path,
+    say("%s: --window %lld is longer than the %lld steps to train on, so all of these are read at once.", path,
         (long long)own.window, (long long)rows);
 }
 
@@ -997,18 +1004,18 @@ static int read_task(const char *path) {
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
   if (read_data(path, true)) return 2;
   if (data.csv && !own.label && !own.forecast)
-    return fail("%s is a table: say what to learn by --label COLUMN or --forecast", path);
+    return fail("%s is a table (CSV); say what to learn by --label COLUMN or --forecast", path);
   if (!data.csv && own.label) return fail("%s has cases with a class each; --label is for tables (CSV)", path);
   if (own.carry && !(own.causal && (own.forecast || data.csv)))
     return fail("--carry is for a recording and --causal or --forecast");
   if (check_flags()) return 2;
   if (!own.forecast && label_count == 1)
-    return own.label ? fail("%s: column '%s' is '%.*s' in every row; it takes two classes", path, own.label,
+    return own.label ? fail("%s: column '%s' is '%.*s' in every row; a classifier takes two classes", path, own.label,
                             shown_size(classes[0]), (const char *)classes[0].at) :
-        fail("%s: '%.*s' is the class of every case; it takes two", path, shown_size(classes[0]),
+        fail("%s: '%.*s' is the class of every case; a classifier takes two", path, shown_size(classes[0]),
              (const char *)classes[0].at);
-  if (!own.forecast && label_count < 2) return fail("%s has no classes; it takes two", path);
-  if (data.training == 0) return fail("%s has too few series to hold a fifth back", path);
+  if (!own.forecast && label_count < 2) return fail("%s has no classes; a classifier takes two", path);
+  if (data.training == 0) return fail("%s has too few series to hold a fifth out", path);
   return fit_window(path), 0;
 }
 static void join_unlearnt(void) {                          /* cases are measured on as they are learnt from */
@@ -1031,7 +1038,7 @@ static int train(luna_ctx *ctx, const char **words) {
     return failed(ctx);
   put_shown(stdout, words[0], (int64_t)strlen(words[0]));
   printf(": %lld %s, %lld steps of %lld numbers", (long long)data.count,
-         data.csv ? "parts of one recording (to learn from, to choose the model by, to measure on)" : "series",
+         data.csv ? "parts of one recording (to train on, to choose the model by, held out)" : "series",
          (long long)data.size, (long long)data.k);
   if (!own.forecast) printf(", %d classes", (int)label_count);
   printf("; %lld parameters", (long long)luna_params_element_count(params));
@@ -1049,7 +1056,7 @@ static int train(luna_ctx *ctx, const char **words) {
   if (remember_choices(params) != LUNA_OK) return failed(ctx);
   if (ranks.rank > 0) return 0;
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
-  say("%s: %lld steps in %.0f s", set.out, (long long)bar.step, seconds() - start);
+  say("%s: Training made %lld steps in %.0f s.", set.out, (long long)bar.step, seconds() - start);
   return print_held(ctx) || plot(&bar, words[0]) ? 2 : 0;
 }
 
@@ -1130,23 +1137,25 @@ static void print_found(const series *s, int64_t row, const float *y) {
 }
 
 static int predict(luna_ctx *ctx, const char **words) {
-  if ((own.from || own.to) && !own.svg) return fail("--from and --to say what --svg draws; add it");
+  if ((own.from || own.to) && !own.svg) return fail("--from and --to say what --plot draws; add it");
   if (own.to && own.to < own.from)
     return fail("--from %lld is after --to %lld", (long long)own.from, (long long)own.to);
   if (load_both(ctx, words)) return 2;
-  if (own.every && !own.forecast) return fail("--every is for forecasts; of classes each step is printed anyway");
+  if (own.every && !own.forecast) return fail("--every is for forecasts; the classes of all steps are printed anyway");
   if (own.svg) drawn_open();
   print_header();
   if (find_all(ctx, 0, data.count, print_found)) return 2;
-  if (ferror(stdout)) return fail("cannot write what is found: %s", strerror(errno));
+  if (ferror(stdout)) return fail("cannot write the predictions: %s", strerror(errno));
   return own.svg ? draw_series(own.svg, words[1], (const float *const *)drawn) : 0;
 }
 
+#define DATA_FILE "data: A .ts file of the UEA/UCR archive, or a CSV file of one recording, a row a step."
+#define MODEL_FILE "model: A file that train wrote."
 static const command commands[] = {
-  { "train", { "data: .ts or CSV" }, "learns from series, and writes a model", train },
-  { "eval", { "model: a file that train wrote", "data: .ts or CSV" }, "how well a model does on a file", eval },
-  { "predict", { "model: a file that train wrote", "data: .ts or CSV" },
-    "what a model finds in a file; a causal one reads it as a stream does", predict },
+  { "train", { DATA_FILE }, "Trains a model on series.", train, "sensors.csv --label state --out sensors.safetensors" },
+  { "eval", { MODEL_FILE, DATA_FILE }, "Measures a model on a file.", eval, "sensors.safetensors other.csv" },
+  { "predict", { MODEL_FILE, DATA_FILE }, "Prints what a model finds in a file. A causal model streams it.", predict,
+    "sensors.safetensors other.csv --plot found.svg" },
   { 0 }
 };
 

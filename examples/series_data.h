@@ -166,8 +166,8 @@ TOOL void warn_of_cells(const char *path, const cells *all, const char *where, b
   put_shown(to, path, (int64_t)strlen(path)), fprintf(to, ": line %lld, ", (long long)all->line);
   put_shown(to, where, (int64_t)strlen(where));
   fprintf(to, ": '"), put_shown(to, all->first.at, shown_size(all->first));
-  fprintf(to, "' is not a number, and counts as missing");
-  if (all->bad > 1) fprintf(to, ", as %lld more", (long long)all->bad - 1);
+  fprintf(to, "' is not a number and counts as missing");
+  if (all->bad > 1) fprintf(to, ", like %lld more", (long long)all->bad - 1);
   fputc('\n', to);
 }
 
@@ -180,7 +180,7 @@ TOOL int read_case(const char *path, const unsigned char *line, int64_t length, 
   static word parts[COLUMNS + 1];
   int64_t count = cut(line, length, ':', parts) - !data.classless, at = data.size, longest = 0;
   if (count < 1)
-    return fail("%s: line %lld is not a case, dimensions and a class with ':' between", path, (long long)number);
+    return fail("%s: line %lld is not a case: dimensions and a class with ':' between", path, (long long)number);
   if (count > COLUMNS)
     return fail("%s: line %lld has more than %d dimensions", path, (long long)number, COLUMNS);
   if (data.k == 0) data.k = count;
@@ -223,7 +223,7 @@ TOOL int read_ts(const char *path, bool learns) {
   while ((line = next_line(data.text, &at, &length)) != NULL) {
     word w = trimmed(line, line + length);
     number++;
-    if (!begun && says(w, "@timeStamps", "true")) return fail("%s has time stamps, which are not read", path);
+    if (!begun && says(w, "@timeStamps", "true")) return fail("%s has time stamps, which series cannot read", path);
     data.classless = data.classless || (!begun && says(w, "@classLabel", "false"));
     if (data.classless && learns && !own.forecast) return fail("%s has no classes to learn (@classLabel false)", path);
     if (begun && w.size > 0 && *w.at != '#' && read_case(path, w.at, w.size, number, learns)) return 2;
@@ -386,16 +386,16 @@ TOOL int choose_columns(const char *path) {
       say_of_column(path, c, "is left out: ");
       if (ranks.rank == 0)
         printf("line %lld has '", (long long)of->line), put_shown(stdout, of->first.at, of->first.size),
-            puts("', which is no number, or too large a one");
-    } else if (!csv.is[c].varies) say_of_column(path, c, "is left out: it never changes\n");
+            puts("', which is no number or too large.");
+    } else if (!csv.is[c].varies) say_of_column(path, c, "is left out, as it never changes.\n");
     else {
       input_only[column_count] = csv.is[c].input, forecast += !csv.is[c].input;
       columns[column_count++] = csv.names[c];
       if (csv.is[c].wanted || (!csv.is[c].rises && !csv.is[c].falls)) continue;
       say_of_column(path, c, csv.is[c].rises ? "only rises" : "only falls");
       if (ranks.rank == 0)
-        say(", as a clock or a counter, and is read like any other, though later numbers are none that were learnt "
-            "from; --drop %.*s leaves it out", shown_size(csv.names[c]), (const char *)csv.names[c].at);
+        say(", as a clock or counter does. Later numbers will lie outside those of the training. It is read like any "
+            "other; --drop %.*s leaves it out.", shown_size(csv.names[c]), (const char *)csv.names[c].at);
     }
   }
   if (own.inputs && column_count && !forecast) return fail("%s: --inputs leaves no column to forecast", path);

@@ -152,10 +152,10 @@ TOOL void table_of_classes(void) {
     else printf(" %12s", "-");
     printf(" %12lld", (long long)score.alarms[c]);
   }
-  printf("\nAP: average precision; AUC: the area under the ROC curve, 50%% by chance\n");
+  printf("\nAP is the average precision. AUC is the area under the ROC curve; chance has 50%%.\n");
   if (own.per_step)
-    printf("a beginning is found if the class is, at any step before it ends; a false one: the model changes to "
-           "the class while another is true\n");
+    printf("A beginning is found if the class is found at any step before it ends. It is false if the model changes to "
+           "the class while another is true.\n");
 }
 /* What more alarms would find: the rare class of two at five recalls. */
 TOOL void table_of_thresholds(void) {
@@ -164,7 +164,7 @@ TOOL void table_of_thresholds(void) {
   ranked *list = calibration_ranking(&score.all, rare_class, 1);
   int64_t found = 0, wanted = 10;
   printf("'"), put_shown(stdout, classes[rare_class].at, shown_size(classes[rare_class]));
-  printf("' by the probability from which on it is found\n%11s %10s %10s %10s %10s\n", "probability", "recall",
+  printf("' by the least probability that counts as found\n%11s %10s %10s %10s %10s\n", "probability", "recall",
          "precision", "F1", "found");
   for (int64_t i = 0; i < score.all.count; i++) {
     found += list[i].is;
@@ -242,12 +242,12 @@ TOOL void class_line(const char *begin) {
 }
 /* What the probabilities are worth. */
 TOOL void loss_line(void) {
-  printf("log loss %.4f", calibration_loss(&score.all, 1));
+  printf("The log loss is %.4f", calibration_loss(&score.all, 1));
   if (own.by == BY_MODEL && (temperature < 1 || temperature > 1)) /* logits times it are what the model gave */
     printf(", before the temperature %.4f", calibration_loss(&score.all, 1 / temperature));
   if (class_counts[rare_class] > 0)                        /* models of older versions do not say */
-    printf("; the shares of classes in the data learnt from have %.4f", calibration_base(&score.all, class_counts));
-  printf("\n");
+    printf("; the class shares of the training data alone have %.4f", calibration_base(&score.all, class_counts));
+  printf(".\n");
 }
 TOOL void score_lines(const char *begin, const float *deviations) {
   if (!own.forecast && score.all.count > 0) loss_line();

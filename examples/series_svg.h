@@ -276,7 +276,7 @@ TOOL void plan_panels(plan *all, const float *const *found) {
 TOOL int draw_series(const char *path, const char *title, const float *const *found) {
   static plan all;
   plan_panels(&all, found);
-  if (all.count == 0) return fail("--from and --to leave no step of the first series, which has %lld",
+  if (all.count == 0) return fail("--from and --to leave no step of the first series, which has %lld steps",
                                   (long long)data.list[0].n);
   const int64_t entries = draws_strips() ? label_count : ahead_count + 1;
   const double top = 46 + 20 * (double)((entries + 4) / 5 + 1), height = top + all.count * panel_height();

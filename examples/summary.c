@@ -72,7 +72,7 @@ static void find_column(void *user, const char *key, const char *value) {
 static void print_norm(luna_ctx *ctx, const char *path, const totals *sum, int from) {
   const int64_t size = sum->sizes[from] < sum->sizes[from + 1] ? sum->sizes[from] : sum->sizes[from + 1];
   if (size) printf("\n  %-32s %10s %10s\n", from == MEAN ? "feature" : "output", "mean", "deviation");
-  if (size > LINES) printf("  the first %d of %lld:\n", LINES, (long long)size);
+  if (size > LINES) printf("  These are the first %d of %lld.\n", LINES, (long long)size);
   for (int64_t i = 0; i < size && i < LINES; i++) {
     column c = { .number = i };
     if (from == MEAN) luna_inspect(ctx, luna_path(path), &(luna_inspection){ .pair = find_column, .user = &c });
@@ -158,8 +158,8 @@ static int summary(luna_ctx *ctx, const char *path) {
                                                  .user = &sum }) != LUNA_OK) return failed(ctx);
   if (sum.column) printf("\n");
   if (sum.forecasts)
-    printf("  outputs: [steps ahead, columns, quantiles], each the change from its column's last number%s\n",
-           sum.scaled ? ", in units of series.change" : ", in its unit: add that number");
+    printf("  outputs: [steps ahead, columns, quantiles]; each is the change from its column's last number%s\n",
+           sum.scaled ? ", in units of series.change" : ", in its unit, so add that number");
   for (int i = MEAN; i < NORMS; i += OUT_MEAN) print_norm(ctx, path, &sum, i);
   printf("\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.width, "tensor", "kind", "shape",
          "size", "min", "mean", "deviation", "max");
@@ -184,11 +184,13 @@ int main(int count, char **given) {
   const char *first = count > 1 ? given[1] : "";
   const bool quantizes = strcmp(first, "--quantize") == 0;
   program = "summary";
-  if (strcmp(first, "--help") == 0)
-    return puts("summary FILE               what is in a safetensors file\n"
-                "summary --quantize IN OUT  a model's copy whose matrices are in 8 bits"), 0;
+  if (asks_help(first))
+    return puts("Example:\n  summary model.safetensors\n\nUsage:\n"
+                "  summary FILE               Prints what is in a safetensors file.\n"
+                "  summary --quantize IN OUT  Writes a copy of a model whose matrices are in 8 bits."), 0;
   if (count != (quantizes ? 4 : 2))
-    return fail(quantizes ? "summary --quantize IN OUT: two files are wanted" : "summary FILE: one file is wanted");
+    return fail(quantizes ? "summary --quantize IN OUT takes two files" :
+                "summary FILE takes one file; summary --help says more");
   attentions keeps;
   if (!attentions_open(&keeps, "linformer")) return fail("%s", keeps.error);
   const luna_attention_hook *const hooks[] = { &keeps.hook, NULL };

@@ -31,12 +31,12 @@ static struct { int64_t vocab, longest, beam; double length; } own =
 
 static const flag flags[] = {
   FLAGS_TRAIN,
-  { "--vocab", "t", WHOLE(own.vocab, 257, 65536), "kinds of tokens, at most: bytes and byte pairs" },
-  { "--longest", "t", WHOLE(own.longest, 2, 4096), "tokens of a sequence, at most: pairs with more are left out" },
+  { "--vocab", "t", WHOLE(own.vocab, 257, 65536), "Limits the vocabulary to N tokens. They are bytes and byte pairs." },
+  { "--longest", "t", WHOLE(own.longest, 2, 4096), "Limits a sequence to N tokens. Pairs with more are left out." },
   FLAGS_MODEL,
-  { "--beam", "er", WHOLE(own.beam, 1, 64), "translations pursued at once; 1 is greedy" },
+  { "--beam", "er", WHOLE(own.beam, 1, 64), "Searches with N translations at once. 1 is greedy search." },
   { "--length-power", "er", REAL(own.length, 0.01, 10),
-   "more is longer: scores are divided by the tokens to this power" },
+   "Divides scores by the number of tokens to the power X. Larger powers give longer translations." },
   FLAG_SEED("t"),
   FLAG_THREADS("ter"),
   FLAG_PRODUCTS("t"),
@@ -292,14 +292,15 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 4000 ? set.steps / 10 : 400,
                   .total = set.steps } });
   if (!adam) return failed(ctx);
-  printf("%lld pairs to learn from, %lld to validate on; %d tokens, %lld parameters\n", (long long)(d->count - held),
-         (long long)held, (int)d->v.end + 1, (long long)luna_params_element_count(params));
+  printf("The model trains on %lld pairs and is validated on %lld. It has %d tokens and %lld parameters.\n",
+         (long long)(d->count - held), (long long)held, (int)d->v.end + 1,
+         (long long)luna_params_element_count(params));
   if (learn(ctx, &model, adam, d, held)) return 2;
-  if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (bar.step == 0) return fail("the training was stopped before its first step, so no model was written");
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   if (!progress_due(&bar) && validate(ctx, &model, d, held)) return 2; /* of what has been saved */
-  say("%s: %lld steps in %.0f s%s", set.out, (long long)bar.step, seconds() - bar.start,
-      interrupted ? ", stopped early" : "");
+  say("%s: Training made %lld steps in %.0f s%s.", set.out, (long long)bar.step, seconds() - bar.start,
+      interrupted ? " and was stopped early" : "");
   return plot(&bar, "translation");
 }
 
@@ -317,7 +318,7 @@ static int train(luna_ctx *ctx, const char **words) {
   encode_pairs(&d, own.longest, held);
   free(units.at), free(seen.entries), free(seen.buckets);
   if (held < 1 || d.count <= held)
-    return done(&d, fail("%lld pairs can be used; to train and validate takes 20", (long long)d.count));
+    return done(&d, fail("only %lld pairs can be used; training and validation take at least 20", (long long)d.count));
   return done(&d, train_on(ctx, &d, held));
 }
 
@@ -328,10 +329,10 @@ static int load(luna_ctx *ctx, luna_model *model, byte_pairs *v, const char *pat
   luna_params *params = luna_params_open(ctx);
   if (luna_load_model(model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
   const char *text = luna_params_get_text(params, "translate.pairs");
-  if (model->kind != LUNA_MODEL_SEQ2SEQ || !text) return fail("%s was not made by translate", path);
+  if (model->kind != LUNA_MODEL_SEQ2SEQ || !text) return fail("%s is not a model that translate made", path);
   bool fine = read_vocab(v, text);
   fine = fine && model->seq2seq.config.vocab == v->end + 1 && model->seq2seq.config.target_vocab == v->end + 1;
-  return fine ? 0 : fail("the vocabulary in %s makes no sense", path);
+  return fine ? 0 : fail("the vocabulary in %s is not one that translate wrote", path);
 }
 
 /* BLEU-4 of a corpus, one reference each, case kept, words split as mteval-v13a does. */
@@ -387,7 +388,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   for (int i = 0; i < 4; i++) mean += log(bleu.found[i] / fmax(bleu.grams[i], 1)) / 4;
   const double brevity = bleu.words[0] < bleu.words[1] ? exp(1 - bleu.words[1] / fmax(bleu.words[0], 1)) : 1;
   if (!status)
-    say("%s: BLEU %.2f (13a words, brevity %.3f), beam %lld, %lld lines in %.1f s", words[0],
+    say("%s has BLEU %.2f (13a words, brevity %.3f) with beam %lld. It translated %lld lines in %.1f s.", words[0],
         100 * brevity * exp(mean), brevity, (long long)own.beam, (long long)d.count, seconds() - start);
   return done(&d, status);
 }
@@ -412,13 +413,15 @@ static int run(luna_ctx *ctx, const char **words) {
   return done(&d, status);
 }
 
-#define SOURCE_FILE "source: lines, or, without a target, lines of a source, a tab and a target"
-#define TARGET_FILE "?target: the translation of each line"
-#define MODEL_FILE "model: a file that train wrote"
+#define SOURCE_FILE "source: A text a line; without a target, each line has a source, a tab and a target."
+#define TARGET_FILE "?target: The translation of each line."
+#define MODEL_FILE "model: A file that train wrote."
 static const command commands[] = {
-  { "train", { SOURCE_FILE, TARGET_FILE }, "learns from lines that belong together", train },
-  { "eval", { MODEL_FILE, SOURCE_FILE, TARGET_FILE }, "BLEU of its translations", eval },
-  { "run", { MODEL_FILE }, "translates the lines of the input", run },
+  { "train", { SOURCE_FILE, TARGET_FILE }, "Trains a translator on pairs of lines.", train,
+    "train.en train.de --out de.safetensors" },
+  { "eval", { MODEL_FILE, SOURCE_FILE, TARGET_FILE }, "Measures the BLEU of a model's translations.", eval,
+    "de.safetensors test.en test.de --beam 5" },
+  { "run", { MODEL_FILE }, "Translates each line of the input.", run, "de.safetensors --beam 5 <lines.en" },
   { 0 }
 };
 

@@ -194,13 +194,14 @@ TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples 
 TOOL int set_temperature(luna_ctx *ctx, const luna_classifier *model, const samples *s) {
   const double t = calibration_temperature(&looked_at);
   if (looked_at.count == 0) return 0;
-  printf("log loss %.4f", calibration_loss(&looked_at, 1));
-  if (t < 1 || t > 1) printf(", %.4f with temperatures of the other half", calibration_crossed(&looked_at));
+  printf("The log loss is %.4f", calibration_loss(&looked_at, 1));
+  if (t < 1 || t > 1) printf(", with temperatures of the other half %.4f", calibration_crossed(&looked_at));
   if (s->counts)
-    printf("; the shares of classes in the data learnt from have %.4f", calibration_base(&looked_at, s->counts));
-  printf("\n");
+    printf("; the class shares of the training data alone have %.4f", calibration_base(&looked_at, s->counts));
+  printf(".\n");
   if (t >= 1 && t <= 1) return 0;
-  printf("temperature %.3f, by the loss on these samples: expected calibration error %.2f%%, was %.2f%%\n", t,
+  printf("The temperature %.3f is chosen by these samples. It changes their expected calibration error to %.2f%% from "
+         "%.2f%%.\n", t,
          100 * calibration_error(&looked_at, t), 100 * calibration_error(&looked_at, 1));
   for (int64_t i = 0; i < looked_at.count * looked_at.classes; i++)
     looked_at.logits[i] = (float)((double)looked_at.logits[i] / t);
@@ -215,15 +216,16 @@ TOOL void say_rarest(const char *name, int64_t size) {
   reached got;
   if (r.precision == r.precision) {
     printf("'"), put_shown(stdout, name, size);
-    printf("': %lld of %lld samples, average precision %.1f%%, area under the ROC curve %.1f%%%s\n", (long long)r.is,
-           (long long)looked_at.count, 100 * r.precision, 100 * r.area,
-           r.is < FEW ? "; of so few that is mostly chance" : "");
+    printf("' is the label of %lld of %lld samples. Its average precision is %.1f%%, the area under its ROC curve "
+           "%.1f%%.%s\n",
+           (long long)r.is, (long long)looked_at.count, 100 * r.precision, 100 * r.area,
+           r.is < FEW ? " With so few samples that is mostly chance." : "");
   }
   if (set.aim && read_aim(set.aim, &wanted) && r.precision == r.precision) {
     threshold = threshold_for(list, looked_at.count, wanted, &got);
-    printf("threshold %.4f for %s%s: a precision of %.1f%% and a recall of %.1f%% on the same samples\n", threshold,
-           set.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
-  } else if (set.aim) printf("no threshold: validation does not have and lack the rarest class\n");
+    printf("The threshold is %.4f for %s%s. On the same samples it has a precision of %.1f%% and a recall of %.1f%%.\n",
+           threshold, set.aim, got.met ? "" : ", which it cannot reach", 100 * got.precision, 100 * got.recall);
+  } else if (set.aim) printf("There is no threshold: validation takes samples with and without the rarest class.\n");
   free(list);
 }
 
@@ -233,17 +235,17 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
                          best_model *best) {
   const double took = seconds() - bar->start;
   progress_end(bar);
-  if (bar->step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (bar->step == 0) return fail("the training was stopped before its first step, so no model was written");
   if (best_end(best, model->params, bar) != LUNA_OK) return failed(ctx);
   if (ranks.rank == 0 && luna_save(model->params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
-  if (interrupted) say("stopped at step %lld: what has been learnt is in %s", (long long)bar->step, set.out);
+  if (interrupted) say("The training was stopped at step %lld. Its model is in %s.", (long long)bar->step, set.out);
   const double share = validate(ctx, model, s, bar, s->held, NULL);
   int status = share < 0 ? failed(ctx) : set_temperature(ctx, model, s);
   if (!status && s->chosen) status = s->chosen(model->params);
   calibration_close(&looked_at);
   if (!status && ranks.rank == 0 && luna_save(model->params, luna_path(set.out)) != LUNA_OK) status = failed(ctx);
   if (status) return status;
-  say("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from%s: %.2f%% (loss %.3f)",
+  say("%s: Training made %lld steps in %.0f s and %.1f MB. Accuracy on %lld held-out samples%s: %.2f%% (loss %.3f)",
       set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held,
       s->held < LEAST_CALIBRATED ? "" : ", which chose the model and its temperature", 100 * share,
       bar->validation.y[bar->validation.count - 1]);
@@ -276,8 +278,8 @@ TOOL int train_classifier_on(luna_ctx *ctx, luna_params *params, const samples *
   if (!adam) return failed(ctx);
   if (s->counts) rarest = rarest_of(s->counts, s->classes);
   if (set.balance) balance_of(s->counts, s->classes, balance = (float *)grow(NULL, s->classes, sizeof(float)));
-  say("%s: %lld classes, %lld samples to validate on; %lld parameters", s->title, (long long)s->classes,
-      (long long)s->held, (long long)luna_params_element_count(params));
+  say("%s: There are %lld classes and %lld samples to validate on. The model has %lld parameters.", s->title,
+      (long long)s->classes, (long long)s->held, (long long)luna_params_element_count(params));
   fflush(stdout);
 
   best_model *const keeps = s->held >= LEAST_CALIBRATED ? &best : NULL; /* of fewer chance would choose */
@@ -323,7 +325,7 @@ TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samp
   if (!status && (share = accuracy(ctx, model, s, 0, count, &loss)) < 0) status = failed(ctx);
   if (!status && s->chosen) status = s->chosen(NULL);
   if (!status)
-    say("%s: accuracy on %lld samples: %.2f%% (loss %.3f, expected calibration error %.2f%%)", s->title,
+    say("%s: Accuracy on %lld samples: %.2f%% (loss %.3f, expected calibration error %.2f%%)", s->title,
         (long long)count, 100 * share, loss, 100 * calibration_error(&looked_at, 1));
   return batch_close(), status;
 }

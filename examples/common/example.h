@@ -4,7 +4,7 @@
    A program includes it once, after luna.h, and defines
      static struct settings set = { ... };                      its defaults of the common settings
      static const flag flags[] = { ..., { 0 } };                FLAGS_TRAIN, FLAGS_MODEL, FLAGS_CLASSIFIER and its own
-     static const command commands[] = { ..., { 0 } };          files with their format: "text: any file"
+     static const command commands[] = { ..., { 0 } };          files with their format: "text: Any file."
      int main(int count, char **given) { return example("name", commands, flags, count, given); }
    example() reads the command line, tries whether the files that will be written can be, opens a context, runs the
    command, closes the context, and returns what the command returned: 0, or 2 after one sentence by fail().
@@ -387,67 +387,79 @@ typedef struct flag {
 #define NO_YES "no yes"              /* its value may be left out: --name is --name yes */
 #define SWITCH(place) CHOICE(place, NO_YES)
 
+/* Help texts are sentences. What the first one says is the same in all programs that have the flag; what a program adds
+   stands in the next ones. They name the value as usage() does: FILE, TEXT, NAME, N, X. */
 #define FLAGS_TRAIN FLAGS_TRAIN_OF("t")
 #define FLAGS_TRAIN_OF(commands) \
-  { "--out", commands, WRITES(set.out), "where to write: the model" }, \
-  { "--plot", commands, WRITES(set.plot), "file to draw the loss in, SVG" }, \
+  { "--out", commands, WRITES(set.out), "Says where to write the result. FILE gets the model." }, \
+  { "--plot", commands, WRITES(set.plot), "Draws a picture in FILE, as SVG. It shows the loss." }, \
   { "--profile", commands, WRITES(set.profile), \
-    "file to write the time of each op to: a table, .json or .timeline.json" }, \
-  { "--steps", commands, WHOLE(set.steps, 1, 1e9), "optimiser steps" }, \
-  { "--batch", commands, WHOLE(set.batch, 1, 65536), "sequences a step" }, \
-  { "--lr", commands, REAL(set.lr, 1e-9, 10), "learning rate, after warm-up and before its decay" }
+   "Writes the time of each op to FILE. It is a table, or for names in .json or .timeline.json JSON or a timeline." }, \
+  { "--steps", commands, WHOLE(set.steps, 1, 1e9), "Makes N optimiser steps." }, \
+  { "--batch", commands, WHOLE(set.batch, 1, 65536), "Trains on N sequences a step." }, \
+  FLAG_LR(commands)
+#define FLAG_LR(commands) \
+  { "--lr", commands, REAL(set.lr, 1e-9, 10), "Sets the learning rate between warm-up and decay to X." }
 #define FLAGS_MODEL FLAGS_MODEL_OF("t")
 #define FLAGS_MODEL_OF(commands) \
-  { "--layers", commands, WHOLE(set.layers, 1, 1000), "layers" }, \
-  { "--dim", commands, WHOLE(set.dim, 1, 65536), "width of the model, d" }, \
-  { "--heads", commands, WHOLE(set.heads, 1, 65536), "attention heads; they divide d" }, \
-  { "--memory", commands, WHOLE(set.memory, 1, 65536), "memory slots, l" }, \
-  { "--ffn", commands, WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" }, \
-  { "--dropout", commands, REAL(set.dropout, 0, 0.95), "probability that training sets a number to 0" }
+  FLAGS_SIZES(commands), \
+  { "--memory", commands, WHOLE(set.memory, 1, 65536), "Sets the number of memory slots, l, to N." }, \
+  { "--dropout", commands, REAL(set.dropout, 0, 0.95), "Sets numbers to 0 with probability X in training." }
+#define FLAGS_SIZES(commands) \
+  { "--layers", commands, WHOLE(set.layers, 1, 1000), "Sets the number of layers to N." }, \
+  { "--dim", commands, WHOLE(set.dim, 1, 65536), "Sets the width of the model, d, to N." }, \
+  { "--heads", commands, WHOLE(set.heads, 1, 65536), "Sets the number of attention heads to N. They must divide d." }, \
+  { "--ffn", commands, WHOLE(set.ffn, 1, 1e6), "Sets the width of the feed-forward to N." }
 /* names in the order of luna_attention_kind, luna_pooling, luna_positions; see attention_choice.h */
 #define FLAGS_CLASSIFIER \
-  { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" }, \
-  { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is predicted from" }, \
-  { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how positions are encoded" }
+  { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "Chooses the kind of attention." }, \
+  { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "Chooses what the class is predicted from." }, \
+  { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "Chooses how positions are encoded." }
 #define FLAG_PATIENCE \
   { "--patience", "t", WHOLE(set.patience, 0, 1e6), \
-   "validations without a better model that end the training; 0: none do" }
+   "Ends the training after N validations without a better model. 0 never ends it early." }
 #define FLAGS_RARE \
-  { "--balance", "t", SWITCH(set.balance), "the loss counts each class alike, however rare it is" }, \
-  { "--aim", "t", STRING(set.aim), "what the rarest class's threshold is for: f1, precision=0.9 or recall=0.9" }
+  { "--balance", "t", SWITCH(set.balance), "Lets the loss count each class alike, however rare it is." }, \
+  { "--aim", "t", STRING(set.aim), \
+   "Chooses a threshold for the rarest class. TEXT says for what: f1, precision=0.9 or recall=0.9." }
 #define FLAGS_FORGET /* names in the order of luna_forget */ \
   { "--forget", "t", CHOICE(set.forget, "no constant gated"), \
-   "whether a causal memory forgets, at a learned rate or as each step decides; no: as published" }, \
-  { "--output-gate", "t", SWITCH(set.output_gate), "a gate on what attention gives" }
+   "Chooses how a causal memory forgets. constant has a learned rate, gated lets each step decide, no is as in the " \
+   "paper." }, \
+  { "--output-gate", "t", SWITCH(set.output_gate), "Puts a gate on the output of attention." }
 #define FLAGS_RESUME FLAGS_RESUME_OF("t")
 #define FLAGS_RESUME_OF(commands) \
   { "--save-every", commands, WHOLE(set.save_every, 0, 1e9), \
-   "steps between checkpoints of the training in --out; 0 for none" }, \
-  { "--resume", commands, READS(set.resume), "such a checkpoint to go on from; its settings hold" }
-#define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
+   "Saves a checkpoint of the training in --out every N steps. 0 saves none." }, \
+  { "--resume", commands, READS(set.resume), "Resumes the training of checkpoint FILE, with its settings." }
+#define FLAG_SEED(commands) \
+  { "--seed", commands, WHOLE(set.seed, 0, 9e15), \
+   "Seeds the random numbers with N. The same seed gives the same result." }
 #define FLAG_THREADS(commands) \
-  { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
+  { "--threads", commands, WHOLE(set.threads, 0, 1024), \
+   "Computes on N threads. 0 takes one a core. Any number gives the same result." }
 #define FLAG_WEIGHTS(commands) /* names in the order of luna_dtype */ \
   { "--weights", commands, CHOICE(set.weights, "f32 i8"), \
-   "type of the weights: i8 has products in 8 bits, faster and within about 1%" }
+   "Sets the type of the weights. i8 multiplies in 8 bits, which is faster and within about 1%." }
 #define FLAG_PRODUCTS(commands) \
   { "--products", commands, CHOICE(set.products, "f32 bf16"), \
-   "type of the products: bf16 rounds their numbers to 16 bits, faster with AVX-512 BF16" }
+   "Sets the type of the products. bf16 rounds their numbers to 16 bits, faster with AVX-512 BF16 or AMX." }
 #define FLAG_PARALLEL \
   { "--parallel", "t", CHOICE(set.parallel, "no data"), \
-   "what the ranks of mpirun share, of a program that make mpi built" }
+   "Shares the work among the ranks of mpirun. This takes a program that make mpi built." }
 #define FLAG_RECOMPUTE /* names in the order of luna_recompute_kind */ \
   { "--recompute", "t", CHOICE(set.recompute, "no ffn layer"), \
-   "what backward computes again instead of keeping it: less memory, the same result" }
+   "Computes this part again in the backward pass. It takes less memory and gives the same result." }
 #define FLAG_DEVICE(commands) \
   { "--device", commands, CHOICE(set.device, "cpu cuda"), \
-   "where to compute: cuda is the first NVIDIA GPU, of a program that make cuda built" }
+   "Computes on this device. cuda is the first NVIDIA GPU and takes a program that make cuda built." }
 
 typedef struct command {
-  /* the files that follow it, "model" or "text: any file"; "?target" may be left out */
+  /* the files that follow it, "model" or "text: Any file."; "?target" may be left out */
   const char *name, *files[4];
-  const char *help;
+  const char *help;                  /* a sentence */
   int (*run)(luna_ctx *ctx, const char **words); /* words: the file names. Returns 0, or 2 after a sentence */
+  const char *example;               /* what follows its name in the command that --help begins with */
 } command;
 static const command *program_commands;
 static const flag *program_flags;
@@ -490,47 +502,70 @@ TOOL phrase takers(const flag *f, const command *commands) { /* "train, eval": t
 }
 
 TOOL const char *gap_of(const command *c) { return *c->name ? " " : ""; } /* a program of one command names none */
-/* Of one command, or of all (null). */
-TOOL void usage(FILE *to, const command *commands, const flag *flags, const command *one) {
-  int wide = 0, formats = 0;
+/* "a, b or c": the names of a list */
+TOOL void put_names(FILE *to, const char *names) {
+  const char *name, *gap = "";
+  int length = 0;
+  for (int64_t i = 0; (name = name_at(names, i, &length)) != NULL; i++) {
+    fprintf(to, "%s%.*s", gap, length, name);
+    gap = strchr(name + length + (name[length] == ' '), ' ') ? ", " : " or ";
+  }
+}
+/* The commands, and the formats of their files, each once. */
+TOOL void usage_commands(FILE *to, const command *commands, const command *one) {
+  int formats = 0;
+  fprintf(to, one ? "\nUsage:\n" : "\nCommands:\n");
   for (const command *c = commands; c->name; c++) {
     if (one && c != one) continue;
-    int width = fprintf(to, "%s%s%s ", program, gap_of(c), c->name);
+    int width = fprintf(to, "  %s%s%s ", program, gap_of(c), c->name);
     for (int i = 0; c->files[i]; i++)
       width += fprintf(to, *c->files[i] == '?' ? "[%s] " : "<%s> ", file_name(c, i).text);
-    fprintf(to, "[flags]%*s%s\n", width < 32 ? 32 - width : 1, "", c->help);
+    fprintf(to, "[flags]%*s%s\n", width < 34 ? 34 - width : 1, "", c->help);
   }
-  for (const command *c = commands; c->name; c++)          /* the formats of files, each once */
+  for (const command *c = commands; c->name; c++)
     for (int i = 0; c->files[i] && (!one || c == one); i++) {
       bool known = !strchr(c->files[i], ':');
       for (const command *d = commands; d < c && !one; d++)
         for (int k = 0; d->files[k]; k++) known = known || strcmp(d->files[k], c->files[i]) == 0;
-      if (!known)
-        fprintf(to, "%s  %-18s%s\n", formats++ ? "" : "\nfiles\n", file_name(c, i).text, strchr(c->files[i], ':') + 1);
+      if (known) continue;
+      fprintf(to, "%s  %-18s%s\n", formats++ ? "" : "\nFiles:\n", file_name(c, i).text, strchr(c->files[i], ':') + 2);
     }
+}
+/* A flag's line, with its takers in a column of this width; 0: without. */
+TOOL void usage_flag(FILE *to, const flag *f, const command *commands, int wide) {
+  char value[40];
+  const double number = f->whole ? (double)*f->whole : f->real ? *f->real : 0;
+  const bool yes = !f->text && f->kind && strcmp(f->kind, NO_YES) == 0, names = !f->text && f->kind && !yes;
+  const char *what = f->kind ? "NAME" : "N";
+  if (f->real) what = "X";
+  if (f->text) what = f->kind ? "FILE" : "TEXT";
+  if (yes) what = "[yes|no]";
+  if (f->kind || (number >= f->min && number <= f->max)) flag_text(f, value, sizeof value);
+  else snprintf(value, sizeof value, "set by other flags");  /* no value that could be given */
+  const int width = fprintf(to, "  %s %s", f->name, what);
+  fprintf(to, "%*s", width < 26 ? 26 - width : 1, "");
+  if (wide) fprintf(to, "%-*s  ", wide, takers(f, commands).text);
+  fprintf(to, "%s", f->help);
+  if (names) fprintf(to, " NAME is "), put_names(to, f->kind), fprintf(to, ".");
+  if (f->text && *f->text) fprintf(to, " (%s)", **f->text == '\n' ? "a line break" : *f->text);
+  if (!f->text) fprintf(to, " (%s)", value);
+  fprintf(to, "\n");
+}
+/* Help for one command, or for all (null). It begins with an example. */
+TOOL void usage(FILE *to, const command *commands, const flag *flags, const command *one) {
+  const command *shown = one ? one : commands;
+  int wide = 0;
+  fprintf(to, "Example:\n  %s%s%s %s\n", program, gap_of(shown), shown->name, shown->example);
+  usage_commands(to, commands, one);
   for (const flag *f = flags; f->name && !one; f++) {
     int size = (int)strlen(takers(f, commands).text);
     if (size > wide) wide = size;
   }
-  fprintf(to, one ? "\nflags (default)\n" : "\nflags, which commands take them, what they say (default)\n");
-  for (const flag *f = flags; f->name; f++) {
-    char value[40];
-    if (one && !takes(one, f)) continue;
-    const double number = f->whole ? (double)*f->whole : f->real ? *f->real : 0;
-    if (f->kind || (number >= f->min && number <= f->max)) flag_text(f, value, sizeof value);
-    else snprintf(value, sizeof value, "by other flags");    /* no value that could be given */
-    const bool yes = !f->text && f->kind && strcmp(f->kind, NO_YES) == 0;
-    int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : yes ? "[yes|no]" : f->real ? "X" :
-                        f->kind ? "NAME" : "N");
-    fprintf(to, "%*s", width < 26 ? 26 - width : 1, "");
-    if (!one) fprintf(to, "%-*s  ", wide, takers(f, commands).text);
-    fprintf(to, "%s", f->help);
-    if (f->text && *f->text) fprintf(to, " (%s)", **f->text == '\n' ? "a line break" : *f->text);
-    if (!f->text) fprintf(to, f->kind && !yes ? ": %s (%s)" : "%s (%s)", f->kind && !yes ? f->kind : "", value);
-    fprintf(to, "\n");
-  }
+  fprintf(to, one ? "\nFlags (default in brackets):\n" :
+          "\nFlags, the commands that take them, and what they do (default in brackets):\n");
+  for (const flag *f = flags; f->name; f++) if (!one || takes(one, f)) usage_flag(to, f, commands, wide);
   if (!one && commands[1].name)
-    fprintf(to, "\n%s %s --help lists what %s takes\n", program, commands->name, commands->name);
+    fprintf(to, "\n%s %s --help lists the flags of %s alone.\n", program, commands->name, commands->name);
 }
 
 TOOL int set_flag(const flag *f, const char *value) {
@@ -540,7 +575,7 @@ TOOL int set_flag(const flag *f, const char *value) {
     const char *name;
     for (*f->whole = 0; (name = name_at(f->kind, *f->whole, &length)) != NULL; ++*f->whole)
       if (strlen(value) == (size_t)length && memcmp(name, value, (size_t)length) == 0) return 0;
-    return fail("%s takes one of these: %s; not '%s'", f->name, f->kind, value);
+    return fail("%s takes one of these names, not '%s': %s", f->name, value, f->kind);
   }
   char *end;
   double number = strtod(value, &end);
@@ -566,7 +601,7 @@ TOOL void warn_if_busy(void) {
   FILE *f = fopen("/proc/loadavg", "r");
   const double cores = (double)sysconf(_SC_NPROCESSORS_ONLN);
   if (f && fscanf(f, "%lf", &load) == 1 && load > 0.5 * cores)
-    fprintf(stderr, "warning: the load of this machine is %.1f on %.0f cores: times are longer than on a quiet one\n",
+    fprintf(stderr, "warning: This machine has a load of %.1f on %.0f cores. Times are longer than on a quiet one.\n",
             load, cores);
   if (f) fclose(f);
 #endif
@@ -583,7 +618,7 @@ TOOL int check_files(const command *c, const flag *flags, const char **words) {
     for (const flag *g = flags; g->name; g++)
       if (g != f && g->text && *g->text && g->kind && !(f->text == &set.out && g->text == &set.resume) &&
           takes(c, g) && same_file(*g->text, *f->text))
-        return fail("%s and %s are both %s", f->name, g->name, *f->text);
+        return fail("%s and %s are both %s; they must be two files", f->name, g->name, *f->text);
     if (!writable(*f->text)) return fail("cannot write %s: %s", *f->text, strerror(errno));
   }
   return 0;
@@ -598,7 +633,8 @@ TOOL int parse_flag(const command *c, const flag *flags, int count, char **given
   const flag *f = flags;
   while (f->name && (strlen(f->name) != size || memcmp(f->name, word, size) != 0 || !takes(c, f))) f++;
   if (!f->name)
-    return fail("this command has no flag %.*s; see %s%s%s --help", (int)size, word, program, gap_of(c), c->name);
+    return fail("this command has no flag %.*s; %s%s%s --help lists its flags", (int)size, word, program, gap_of(c),
+                c->name);
   const char *next = *at + 1 < count ? given[*at + 1] : "";
   flags_given |= (uint64_t)1 << (f - flags);
   if (!word[size] && f->whole && f->kind && strcmp(f->kind, NO_YES) == 0 && strcmp(next, "yes") != 0 &&
@@ -615,11 +651,13 @@ TOOL int parse(const command *c, const flag *flags, int count, char **given, con
       continue;
     }
     if (!c->files[found])
-      return fail("'%s' is one word too many; see %s%s%s --help", given[i], program, gap_of(c), c->name);
+      return fail("'%s' is one word too many; %s%s%s --help says what the command takes", given[i], program, gap_of(c),
+                  c->name);
     words[found++] = given[i];
   }
   if (c->files[found] && *c->files[found] != '?')
-    return fail("the %s file is missing; see %s%s%s --help", file_name(c, found).text, program, gap_of(c), c->name);
+    return fail("the %s file is missing; %s%s%s --help says what the command takes", file_name(c, found).text, program,
+                gap_of(c), c->name);
   return ranks.rank > 0 ? 0 : check_files(c, flags, words);
 }
 
@@ -674,29 +712,30 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   if (!c->name) {
     char list[80] = "";
     for (c = commands; c->name; c++) strcat(strcat(list, c == commands ? "" : c[1].name ? ", " : " or "), c->name);
-    const int status = *word ? fail("there is no command %s; there are %s", word, list) : fail("%s?", list);
+    const int status = *word ? fail("there is no command %s; the commands are %s", word, list) :
+        fail("the command is missing: %s", list);
     return fprintf(stderr, "\n"), usage(stderr, commands, flags, NULL), status;
   }
   for (int i = 2; i < count; i++)
     if (asks_help(given[i])) return usage(stdout, commands, flags, c), 0;
   if (parse(c, flags, count - 2, given + 2, words)) return 2;
 #ifndef EXAMPLE_CUDA
-  if (set.device) return fail("this program was built without CUDA: make cuda builds one with it");
+  if (set.device) return fail("this program was built without CUDA; make cuda builds one with it");
 #endif
 #ifdef EXAMPLE_MPI
   if (ranks.ranks > 1 && !set.parallel)
-    return fail("on %d ranks only train runs, with --parallel data", ranks.ranks);
+    return fail("there are %d ranks, on which only train runs, with --parallel data", ranks.ranks);
 #else
-  if (set.parallel) return fail("this program was built without MPI: make mpi builds one with it");
+  if (set.parallel) return fail("this program was built without MPI; make mpi builds one with it");
 #endif
   luna_ctx *ctx = open_context();
   if (!ctx) return 2;
   profile = profiled = set.profile ? luna_profile_open(ctx) : NULL;
-  if (set.profile && !profile) return luna_close(ctx), fail("no memory for a profile");
+  if (set.profile && !profile) return luna_close(ctx), fail("there is no memory for a profile");
   int status = luna_error_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
   if (status == 0 && profile && !profiled && ranks.rank == 0) status = write_profile();
   if (status == 0 && ranks.ranks > 1)
-    printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, megabytes(ctx));
+    printf("rank 0 of %d used at most %.1f MB of memory", ranks.ranks, megabytes(ctx));
   luna_ranks_close(&shared);
   luna_profile_close(profile);
   luna_close(ctx);
@@ -713,7 +752,7 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
   if (ranks.rank > 0 && !freopen("/dev/null", "w", stdout)) return fail("cannot write /dev/null");
   const int status = run_example(name, commands, flags, count, given);
   if (status == 0 && ranks.ranks > 1)
-    printf(", %lld bytes handed to MPI in %lld calls\n", (long long)mpi.bytes, (long long)mpi.calls);
+    printf(" and handed %lld bytes to MPI in %lld calls\n", (long long)mpi.bytes, (long long)mpi.calls);
   fflush(stdout);
   mpi_close(&mpi, status);
   return status;
@@ -765,7 +804,7 @@ TOOL luna_status keep_mark(luna_params *params, contents file) {
 TOOL void say_learnt(const luna_params *params, contents file, const char *path) {
   const char *mark = luna_params_get_text(params, "learnt_from");
   if (mark && strcmp(mark, mark_of(file).text) == 0)
-    say("%s is what the model learnt from, but for a part: train has measured on that part alone", path);
+    say("warning: The model was trained on %s, except for a part. train has measured on that part alone.", path);
 }
 
 TOOL void say_left(void *user, const char *name, const char *why) {
@@ -777,7 +816,7 @@ TOOL int begin_with(luna_ctx *ctx, luna_params *params, const char *path, bool n
   luna_load_report taken = { .report = names ? say_left : NULL };
   if (luna_load_matching(params, luna_path(path), &taken) != LUNA_OK) return failed(ctx);
   if (taken.loaded == 0) return fail("%s has no tensor that this model has", path);
-  say("%lld of %lld tensors taken from %s", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
+  say("%lld of %lld tensors were taken from %s", (long long)taken.loaded, (long long)luna_params_tensor_count(params),
       path);
   return 0;
 }

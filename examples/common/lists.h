@@ -130,7 +130,7 @@ TOOL int list_line(list_file *f, const char *path, unsigned char *line, int64_t 
     else line[size++] = (unsigned char)s;
   }
   if (size == 0 || size > LONGEST_LIST)
-    return fail("%s: line %lld has no list, or too long a one", path, (long long)number);
+    return fail("%s: line %lld has no list or one that is too long", path, (long long)number);
   if (size > f->longest) f->longest = size;
   f->lines[f->count++] = (struct list_line){ line, (int32_t)size, answer };
   return 0;
@@ -149,7 +149,7 @@ TOOL int lists_read(list_file *f, const char *path) {      /* returns 0, or 2 af
     const int64_t before = f->count;
     if (list_line(f, path, line, length, ++number)) return 2;
     if (f->count > before && (list_fetch(f, before, tokens, &size), list_value(tokens, size, &depth, &args) < 0))
-      return fail("%s: the brackets of line %lld make no list", path, (long long)number);
+      return fail("%s: the brackets of line %lld do not make a list", path, (long long)number);
   }
   return f->count >= 10 ? 0 : fail("%s has %lld lists; the minimum is 10", path, (long long)f->count);
 }

@@ -204,8 +204,8 @@ TOOL luna_status best_restore(best_model *best, const luna_params *params) {
 /* The same at the end of a training; says so where its last model is not the best. */
 TOOL luna_status best_end(best_model *best, const luna_params *params, const progress *p) {
   if (best->values && best->step < p->step)
-    printf("%sthe model of step %lld is the best by validation, and kept\n",
-           best_awaited(best) ? "" : "training ends early: ", (long long)best->step);
+    printf("%sThe model of step %lld is the best by validation and is kept.\n",
+           best_awaited(best) ? "" : "The training ends early. ", (long long)best->step);
   return best_restore(best, params);
 }
 
@@ -318,12 +318,12 @@ TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char 
     if (!shapes_training(&flags[i])) continue;
     snprintf(key, sizeof key, "%s.%s", program, flags[i].name + 2);
     const char *value = luna_params_get_text(pairs, key);
-    if (!value) return fail("%s holds no training of %s to go on with; --save-every writes one", path, program);
+    if (!value) return fail("%s holds no training of %s to resume; --save-every writes one", path, program);
     flag_text(&flags[i], before, sizeof before);
     if (set_flag(&flags[i], value)) return 2;
     flag_text(&flags[i], now, sizeof now);
     if (flags_given >> i & 1 && strcmp(before, now) != 0)
-      return fail("%s was %s in the training of %s, and cannot be %s now", flags[i].name, now, path, before);
+      return fail("%s was %s in the training of %s and cannot be %s now", flags[i].name, now, path, before);
   }
   return 0;
 }
@@ -334,14 +334,14 @@ TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
   const int64_t device = set.device;                       /* the context is open on it */
   const luna_params *pairs = kept_pairs(ctx, set.resume);
   if (!pairs || set_kept_flags(pairs, flags, set.resume)) return 2;
-  if (set.device != device) return fail("%s is a training on a GPU; say --device cuda again", set.resume);
+  if (set.device != device) return fail("%s is a training on a GPU; give --device cuda again", set.resume);
   snprintf(key, sizeof key, "%s.step", program);
   const char *value = luna_params_get_text(pairs, key);
   *step = value ? atoll(value) : 0;
   if (*step >= 1 && *step <= set.steps) return 0;
-  return fail("%s says that it is at step %s", set.resume, value ? value : "?");
+  return fail("%s says that it is at step %s, which cannot be", set.resume, value ? value : "?");
 }
 TOOL int training_finished(void) {                         /* returns 0: there is nothing to do */
-  say("%s has made all its %lld steps: this training is finished", set.resume, (long long)set.steps);
+  say("%s has made all its %lld steps. This training is finished.", set.resume, (long long)set.steps);
   return 0;
 }

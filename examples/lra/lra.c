@@ -4,7 +4,7 @@
      cc -O2 -I. examples/lra/lra.c -o lra -lm -lpthread
 
      lra train TASK [--attention NAME] [--data FILE] [--valid FILE] [--out RUN] ...     one run
-     lra train TASK --quick ...                    a model of minutes; --settings lra: LRA's own; else Luna's authors'
+     lra train TASK --settings quick ...           a model of minutes; lra: LRA's own settings; else Luna's authors'
      lra train TASK --resume RUN.training ...      goes on, to the same bits; --save-every N writes it
      lra pretrain TASK ...                         self-pretraining (arXiv 2310.02980): fills in what is masked in the
                                                    task's own samples, without labels
@@ -13,8 +13,8 @@
      lra train image --pixels number --shift 4 ... a gray is a number, not one of 256 tokens; images are moved
      lra train pathfinder --pixels number --segment 1 ...    a second loss says what the first disc's contour is
      lra eval RUN.safetensors [--data FILE]        accuracy on a file, or on generated test samples
-     lra table FOLDER [--svg FILE]                 Markdown of all runs in it, Table 1 of the paper beside
-     lra show TASK [--data FILE] [--svg FILE]      a few samples; of lists and Pathfinder also what they are like
+     lra table FOLDER [--plot FILE]                 Markdown of all runs in it, Table 1 of the paper beside
+     lra show TASK [--data FILE] [--plot FILE]      a few samples; of lists and Pathfinder also what they are like
 
    A run writes RUN.safetensors, the best model by validation; RUN.csv, its curves; RUN.txt, what lra table reads.
    ListOps and Pathfinder are generated; the files of the others are plain: gunzip or unxz them. Without --valid the
@@ -36,7 +36,7 @@
 static struct settings set = { .memory = 16, .seed = 1, .validations = 20, .dropout = -1 }; /* -1: by --settings */
 static struct {
   const char *data, *valid, *svg, *begin, *seeds;
-  int64_t settings, quick, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
+  int64_t settings, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
   int64_t pixels, shift, grays, trial;
   double weight_decay, attention_dropout, growing, segment, segment_for, masked, trial_loss;
 } own = { .difficulty = 2, .data_seed = 1, .count = 3, .hidden = -1, .warmup = -1, .weight_decay = -1,
@@ -44,54 +44,65 @@ static struct {
 
 #define GRAYS_NAMES "16 256"
 static const flag flags[] = {
-  { "--data", "tpes", READS(own.data), "file to learn from, or to measure" },
+  { "--data", "tpes", READS(own.data),
+   "Reads the samples from FILE. Without it those of listops and pathfinder are generated." },
   { "--valid", "tp", READS(own.valid),
-   "what chooses the model: half of this file, or of the last tenth of --data; the rest is measured at the end" },
-  { "--begin", "t", READS(own.begin), "model to begin with, as far as its tensors have the same names and shapes" },
-  { "--attention", "tp", CHOICE(set.attention, ATTENTION_NAMES), "kind of attention" },
-  { "--memory", "tp", WHOLE(set.memory, 1, 65536), "memory slots, l" },
-  { "--settings", "tp", CHOICE(own.settings, SETTINGS_NAMES), "what --steps to --attention-dropout are if not given" },
-  { "--quick", "tp", SWITCH(own.quick), "the same as --settings quick" },
+   "Says which samples choose the model. They are half of FILE, else of the last tenth of --data; the rest is for the "
+   "end." },
+  { "--begin", "t", READS(own.begin), "Begins with those tensors of model FILE whose names and shapes fit." },
+  { "--attention", "tp", CHOICE(set.attention, ATTENTION_NAMES), "Chooses the kind of attention." },
+  { "--memory", "tp", WHOLE(set.memory, 1, 65536), "Sets the number of memory slots, l, to N." },
+  { "--settings", "tp", CHOICE(own.settings, SETTINGS_NAMES),
+   "Chooses the values of --steps to --attention-dropout that are not given. quick takes minutes." },
   { "--out", "tp", STRING(set.out),
-   "where to write: begin of the names of a run's files; else TASK-ATTENTION-SEED or like it" },
-  { "--plot", "tp", WRITES(set.plot), "file to draw the loss in, SVG" },
-  { "--validations", "tp", WHOLE(set.validations, 1, 1e6), "of a run, at equal distances; the best model is kept" },
+   "Says where to write the result. The names of a run's files begin with TEXT, else with TASK-ATTENTION-SEED or the "
+   "like." },
+  { "--plot", "tp", WRITES(set.plot), "Draws a picture in FILE, as SVG. It shows the loss." },
+  { "--validations", "tp", WHOLE(set.validations, 1, 1e6),
+   "Validates N times, at equal distances. The best model is kept." },
   FLAGS_RESUME_OF("tp"),
-  { "--steps", "tp", WHOLE(set.steps, 1, 1e9), "optimiser steps" },
-  { "--batch", "tp", WHOLE(set.batch, 1, 65536), "sequences a step" },
-  { "--lr", "tp", REAL(set.lr, 1e-9, 10), "learning rate, after warm-up and before its decay" },
-  { "--warmup", "tp", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
-  { "--decay", "tp", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
-  { "--weight-decay", "tp", REAL(own.weight_decay, 0, 10), "decoupled" },
-  { "--growing", "tp", REAL(own.growing, 0, 1), "of the steps, with simple samples first: listops, pathfinder" },
-  { "--layers", "tp", WHOLE(set.layers, 1, 1000), "layers" },
-  { "--dim", "tp", WHOLE(set.dim, 1, 65536), "width of the model, d" },
-  { "--heads", "tp", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
-  { "--ffn", "tp", WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" },
-  { "--hidden", "t", WHOLE(own.hidden, 0, 1e6), "width of the classifier's ReLU layer, 0 for none" },
-  { "--longest", "tp", WHOLE(own.longest, 2, 1e6), "tokens of a sequence, at most: with CLS; more are cut off" },
-  { "--positions", "tp", CHOICE(own.positions, POSITION_NAMES), "how positions are encoded" },
-  { "--pooling", "tp", CHOICE(set.pooling, POOLING_NAMES), "what the class is predicted from" },
-  { "--dropout", "tp", REAL(set.dropout, 0, 0.95), "probability that training sets a number to 0" },
-  { "--attention-dropout", "tp", REAL(own.attention_dropout, 0, 0.95), "the same of attention's weights" },
-  { "--mirror", "tp", SWITCH(own.mirror), "image: half of those to learn from are mirrored, by chance" },
-  { "--shift", "tp", WHOLE(own.shift, 0, SIDE / 2), "image: training images are moved at random by up to N pixels" },
-  { "--pixels", "tp", CHOICE(own.pixels, "token number"), "image, pathfinder: a gray is a token or a number" },
+  { "--steps", "tp", WHOLE(set.steps, 1, 1e9), "Makes N optimiser steps." },
+  { "--batch", "tp", WHOLE(set.batch, 1, 65536), "Trains on N sequences a step." },
+  FLAG_LR("tp"),
+  { "--warmup", "tp", WHOLE(own.warmup, 0, 1e9), "Lets the learning rate rise for N steps." },
+  { "--decay", "tp", CHOICE(own.decay, DECAY_NAMES), "Chooses how the learning rate decays after warm-up." },
+  { "--weight-decay", "tp", REAL(own.weight_decay, 0, 10), "Sets the decoupled weight decay to X." },
+  { "--growing", "tp", REAL(own.growing, 0, 1),
+   "Trains on simpler samples in the first share X of the steps. It is for listops and pathfinder." },
+  FLAGS_SIZES("tp"),
+  { "--hidden", "t", WHOLE(own.hidden, 0, 1e6), "Gives the classifier a ReLU layer of width N. 0 leaves it out." },
+  { "--longest", "tp", WHOLE(own.longest, 2, 1e6),
+   "Limits a sequence to N tokens. CLS is one of them; more are cut off." },
+  { "--positions", "tp", CHOICE(own.positions, POSITION_NAMES), "Chooses how positions are encoded." },
+  { "--pooling", "tp", CHOICE(set.pooling, POOLING_NAMES), "Chooses what the class is predicted from." },
+  { "--dropout", "tp", REAL(set.dropout, 0, 0.95), "Sets numbers to 0 with probability X in training." },
+  { "--attention-dropout", "tp", REAL(own.attention_dropout, 0, 0.95),
+   "Sets attention weights to 0 with probability X in training." },
+  { "--mirror", "tp", SWITCH(own.mirror), "Mirrors half of the training images, at random. It is for image." },
+  { "--shift", "tp", WHOLE(own.shift, 0, SIDE / 2),
+   "Moves training images at random by up to N pixels. It is for image." },
+  { "--pixels", "tp", CHOICE(own.pixels, "token number"),
+   "Reads a gray as a token or as a number. It is for image and pathfinder." },
   { "--segment", "t", REAL(own.segment, 0, 1000),
-    "pathfinder: weight of a second loss: which lit pixels belong to the first disc's contour" },
-  { "--segment-for", "t", REAL(own.segment_for, 0.0001, 1), "share of the steps in which that weight falls to 0" },
+   "Adds a second loss of weight X. It asks which lit pixels belong to the first disc's contour, in pathfinder." },
+  { "--segment-for", "t", REAL(own.segment_for, 0.0001, 1),
+   "Lets the weight of --segment fall to 0 in the first share X of the steps." },
   { "--masked", "tp", REAL(own.masked, 0.01, 0.95),
-   "share of the tokens to fill in: of pretrain; of pixels as numbers 0.5 if not given" },
+   "Masks a share X of the tokens. It is for pretrain; of pixels as numbers it is 0.5 if not given." },
   { "--grays", "tp", CHOICE(own.grays, GRAYS_NAMES),
-   "shades of gray that are told apart: of a pixel that pretrain hides" },
-  { "--trial", "t", WHOLE(own.trial, 0, 1e9), "steps after which a run ends whose loss has not fallen; 0: none ends" },
-  { "--trial-loss", "t", REAL(own.trial_loss, 0, 1000), "loss above which it has not; 0: 98% of the loss of guessing" },
-  { "--difficulty", "tpse", CHOICE(own.difficulty, DIFFICULTY_NAMES), "pathfinder: a contour of 6, 9 or 14 paddles" },
-  { "--data-seed", "tpse", WHOLE(own.data_seed, 0, 9e15), "of what is generated; eval: if not given, the training's" },
-  { "--count", "s", WHOLE(own.count, 1, 1e6), "how many: samples to show" },
-  { "--svg", "Ts", WRITES(own.svg), "file to draw in, SVG: the runs, or the samples" },
+   "Sets how many shades of gray are told apart. They are those of the pixels that pretrain hides." },
+  { "--trial", "t", WHOLE(own.trial, 0, 1e9), "Ends a run after N steps if its loss has not fallen. 0 ends none." },
+  { "--trial-loss", "t", REAL(own.trial_loss, 0, 1000),
+   "Lets --trial end runs whose loss is above X. 0 is 98% of the loss of guessing." },
+  { "--difficulty", "tpse", CHOICE(own.difficulty, DIFFICULTY_NAMES),
+   "Chooses contours of 6, 9 or 14 paddles. It is for pathfinder." },
+  { "--data-seed", "tpse", WHOLE(own.data_seed, 0, 9e15),
+   "Seeds the generated samples with N. Without it eval takes that of the training." },
+  { "--count", "s", WHOLE(own.count, 1, 1e6), "Sets the count to N. It is of samples to show." },
+  { "--plot", "Ts", WRITES(own.svg), "Draws a picture in FILE, as SVG. It shows the runs, or the samples." },
   FLAG_SEED("tp"),
-  { "--seeds", "tp", STRING(own.seeds), "several seeds, FIRST-LAST, a run each; -SEED follows the name of --out" },
+  { "--seeds", "tp", STRING(own.seeds),
+   "Makes a run for each of several seeds. TEXT is FIRST-LAST, such as 1-4; --out gets -SEED at its end." },
   FLAG_THREADS("tpe"),
   FLAG_PRODUCTS("tp"),
   FLAG_RECOMPUTE,
@@ -113,7 +124,6 @@ static void whole(int64_t *place, int64_t value) { if (!given(place)) *place = v
 static void real(double *place, double value) { if (!given(place)) *place = value; }
 
 static void choose_settings(void) {
-  if (own.quick) own.settings = SMALL;
   const recipe r = recipe_of(own.settings, data.task - tasks, &attention_kinds[set.attention]);
   whole(&set.layers, r.layers), whole(&set.dim, r.dim), whole(&set.heads, r.heads), whole(&set.ffn, r.ffn);
   whole(&own.hidden, r.hidden), whole(&own.longest, r.longest);
@@ -144,7 +154,7 @@ static path describe(void) {
   size_t size = 0;
   for (const flag *f = flags; f->name; f++) {
     const int64_t *w = f->whole;
-    const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
+    const bool system = w == &set.attention || w == &set.memory || w == &own.settings;
     const bool run = w == &set.seed || w == &set.validations || w == &own.trial || f->real == &own.trial_loss;
     char value[40];
     if (!shapes_training(f) || system || run || is_idle(f) || size + 80 > sizeof out.text) continue;
@@ -549,11 +559,11 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
   const char *format = "%lf %lld %lf %lld %lf %lf %lf";
   if (!task || !text || sscanf(text, format, &run.best, &best_step, &run.loss, &losses, &run.before, &run.segment,
                                &run.recent) != 7)
-    return fail("%s holds no training of lra to go on with; --save-every writes one", set.resume);
+    return fail("%s holds no training of lra to resume; --save-every writes one", set.resume);
   if (strcmp(task, data.task->name) != 0) return fail("%s is a training of another task", set.resume);
   const char *words = luna_params_get_text(pairs, "lra.pretraining"), *begun = luna_params_get_text(pairs, "lra.begun");
   if ((words && *words) != pretraining)
-    return fail("%s is %s, which %s goes on with", set.resume, pretraining ? "a training by labels" : "a pre-training",
+    return fail("%s is %s, which %s resumes", set.resume, pretraining ? "a training by labels" : "a pre-training",
                 pretraining ? "train" : "pretrain");
   run.begun = begun && *begun ? "yes" : "";
   run.best_step = best_step, run.losses = losses;
@@ -672,12 +682,15 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   const int64_t chose = choosing(s), rest = s->held - chose;
   progress_end(&bar);
   if (run.stopped)
-    return printf("%s: stopped at step %lld by --trial, as its loss of %.4f is above %.4f\n", run.name,
+    return printf("%s: The run was stopped at step %lld by --trial, as its loss of %.4f is above %.4f.\n", run.name,
                   (long long)bar.step, run.recent, trial_loss()), 0;
-  if (interrupted && bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (interrupted && bar.step == 0)
+    return fail("the training was stopped before its first step, so no model was written");
   if (interrupted)
-    say("stopped at step %lld; goes on with --resume %s", (long long)bar.step, run_file("training").text);
-  if (run.best_step == 0) return printf("stopped before the first validation: no model was written\n"), 0;
+    say("The training was stopped at step %lld. --resume %s resumes it.", (long long)bar.step,
+        run_file("training").text);
+  if (run.best_step == 0)
+    return printf("The training was stopped before its first validation, so no model was written.\n"), 0;
   if (keep_better(ctx, params, s, &share, &loss)) return 2;
   const double untouched = rest ? accuracy(ctx, NULL, s, s->training + chose, rest, &loss) : share;
   if (untouched < 0) return failed(ctx);
@@ -686,8 +699,10 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   if (rest)
     snprintf(unseen, sizeof unseen, "; on %lld untouched ones %.2f%%, standard error %.2f", (long long)rest,
              100 * untouched, 100 * sqrt(untouched * (1 - untouched) / (double)rest));
-  say("%s: %lld steps in %.0f s, the best at step %lld, %s %lld samples that chose it: %.2f%%%s (loss %.3f)", best.text,
-      (long long)bar.step, took, (long long)run.best_step, pretraining ? "masked tokens found of" : "accuracy on",
+  say("%s: Training made %lld steps in %.0f s. The model of step %lld is the best. %s %lld samples that chose it: "
+      "%.2f%%%s (loss %.3f)",
+      best.text, (long long)bar.step, took, (long long)run.best_step,
+      pretraining ? "Masked tokens found in" : "Accuracy on",
       (long long)chose, 100 * share, unseen, loss);
   return plot(&bar, run.name);
 }
@@ -702,14 +717,14 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   }
   luna_optimizer *adam = optimizer_open(params);
   if (!adam || (begin && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK)) return failed(ctx);
-  printf("%s, %s: %lld samples to learn from, %lld to validate on; ", data.task->title, title().text,
+  printf("%s, %s: The model trains on %lld samples and is validated on %lld. ", data.task->title, title().text,
          (long long)s->training, (long long)s->held);
-  printf("%lld parameters\n%s\n", (long long)luna_params_element_count(params), describe().text);
-  if (begin) say("going on from step %lld of %s", (long long)begin, set.resume);
+  printf("It has %lld parameters.\n%s\n", (long long)luna_params_element_count(params), describe().text);
+  if (begin) say("The training of %s is resumed after step %lld.", set.resume, (long long)begin);
   fflush(stdout);
   FILE *old = run.best_step && ranks.rank == 0 ? fopen(best.text, "rb") : NULL;
   if (run.best_step && ranks.rank == 0 && !old)
-    return fail("%s, the best model so far, is not there; --out is the run's name", best.text);
+    return fail("%s, the best model so far, is not there; --out must be the run's name", best.text);
   if (old) fclose(old);
   if (begin_curve(begin)) return 2;
   if (!share_training(params, adam)) return failed(ctx);
@@ -720,12 +735,12 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
 /* Flags that this task or command cannot use: 0, or 2 after a sentence. */
 static int check_flags(void) {
   const bool pathfinder = data.task == &tasks[PATHFINDER], pictures = pathfinder || data.task == &tasks[IMAGE];
-  if (own.mirror && data.task != &tasks[IMAGE]) return fail("--mirror is of image alone");
-  if (own.shift && data.task != &tasks[IMAGE]) return fail("--shift is of image alone");
-  if (own.pixels && !pictures) return fail("--pixels number is of image and pathfinder alone");
-  if (own.segment > 0 && !pathfinder) return fail("--segment is of pathfinder alone");
+  if (own.mirror && data.task != &tasks[IMAGE]) return fail("--mirror is for image alone");
+  if (own.shift && data.task != &tasks[IMAGE]) return fail("--shift is for image alone");
+  if (own.pixels && !pictures) return fail("--pixels number is for image and pathfinder alone");
+  if (own.segment > 0 && !pathfinder) return fail("--segment is for pathfinder alone");
   if (own.segment > 0 && !own.pixels) return fail("--segment needs --pixels number");
-  if (!pretraining && (given(&own.masked) || given(&own.grays))) return fail("--masked and --grays are of pretrain");
+  if (!pretraining && (given(&own.masked) || given(&own.grays))) return fail("--masked and --grays are for pretrain");
   if (pretraining && given(&own.grays) && !own.pixels) return fail("--grays needs --pixels number");
   return 0;
 }
@@ -738,8 +753,8 @@ static int seeds_of(int64_t *last) {
   *last = set.seed;
   if (!own.seeds) return 0;
   if (sscanf(own.seeds, "%lld-%lld%c", &from, &to, &rest) != 2 || from < 0 || to < from || to - from > 999)
-    return fail("--seeds takes FIRST-LAST, such as 1-4, and at most 1000 of them; not '%s'", own.seeds);
-  if (!set.resume && given(&set.seed)) return fail("--seed is one of --seeds: leave one of them out");
+    return fail("--seeds takes FIRST-LAST, such as 1-4, of at most 1000 seeds, not '%s'", own.seeds);
+  if (!set.resume && given(&set.seed)) return fail("--seed and --seeds exclude each other; leave one of them out");
   if (set.plot) return fail("--plot draws one run; leave --seeds out");
   if (set.resume && (set.seed < from || set.seed > to))
     return fail("%s has the seed %lld, which is none of --seeds", set.resume, (long long)set.seed);
@@ -784,7 +799,7 @@ static int train(luna_ctx *ctx, const char **words) {
   s.logits = logits;
   if (!status) task_mark(&s, run.data, sizeof run.data);
   if (!status && set.resume && strcmp(run.data, run.data_before) != 0)
-    status = fail("%s began with other samples; --data and --valid must be as then", set.resume);
+    status = fail("%s began with other samples; --data and --valid must be those of then", set.resume);
   if (!status && !done) {
     luna_ctx *seeded = own.seeds && !set.resume ? open_context() : ctx;
     status = seeded ? train_seed(seeded, &s, begin) : 2;
@@ -810,7 +825,8 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!pairs) return 2;
   if (!task) return fail("%s is not a model that lra made", words[0]);
   const char *masked = luna_params_get_text(pairs, "lra.pretraining");
-  if (masked && *masked) return fail("%s has no classes yet: it is for lra train --begin", words[0]);
+  if (masked && *masked)
+    return fail("%s is a pre-trained model and has no classes yet; lra train --begin takes it", words[0]);
   const int64_t seed = own.data_seed, difficulty = own.difficulty;
   const bool other_seed = given(&own.data_seed), other_difficulty = given(&own.difficulty);
   flags_given = 0;                                         /* they are of what is measured, not of the training */
@@ -825,7 +841,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!status) status = batch_open(&s);
   if (!status && (share = accuracy(ctx, NULL, &s, 0, s.held, &loss)) < 0) status = failed(ctx);
   if (!status)
-    say("%s: %s, accuracy on %lld samples of %s: %.2f%% (loss %.3f)", words[0], data.task->title,
+    say("%s: %s. Accuracy on %lld samples of %s: %.2f%% (loss %.3f)", words[0], data.task->title,
         (long long)s.held, s.title, 100 * share, loss);
   batch_close(), model_close(), task_close();
   return status;
@@ -873,7 +889,7 @@ static void print_lists(const samples *s) {
   }
   free(tokens);
   const double operators = fmax(1, (double)kinds[END]);
-  printf("%lld lists, %lld whose answer is their value\n", (long long)count, (long long)right);
+  printf("Of %lld lists %lld have the right answer.\n", (long long)count, (long long)right);
   printf("tokens: %lld to %lld, mean %.1f\n", (long long)shortest, (long long)longest, (double)sum / (double)count);
   printf("depth: at most %lld; members: at most %lld\noperators:", (long long)deepest, (long long)members);
   for (int k = MIN; k <= SM; k++) printf(" %s %.1f%%", symbols[k] + 1, 100 * (double)kinds[k] / operators);
@@ -902,7 +918,7 @@ static void print_pictures(void) {
     else right += (seen[1] > seen[0]) == p.label;
   }
   const double share = (double)right / half;
-  printf("by the places of the discs alone %.1f%% of %d pictures are told\n", 100 * share, half);
+  printf("The places of the discs alone tell the answer of %.1f%% of %d pictures.\n", 100 * share, half);
 }
 
 static void show_sample(const int32_t *tokens, int64_t n) {
@@ -922,7 +938,7 @@ static int show(luna_ctx *ctx, const char **words) {
   const bool pictures = data.task - tasks >= IMAGE;
   own.longest = 4002;
   use_data_flags();
-  if (own.svg && !pictures) return fail("--svg draws image and pathfinder alone");
+  if (own.svg && !pictures) return fail("--plot draws image and pathfinder alone");
   int status = task_open(&s, own.data, NULL, false);
   if (!status && own.svg && (to = file_begin(&file, own.svg)) == NULL) status = 2;
   if (to) fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='1126' height='%d' font-family='sans-serif' "
@@ -943,13 +959,19 @@ static int show(luna_ctx *ctx, const char **words) {
   return task_close(), status;
 }
 
-#define TASK_WORD "task: listops, text, retrieval, image, pathfinder"
+#define TASK_WORD "task: It is listops, text, retrieval, image or pathfinder."
+#define MODEL_FILE "model: A file RUN.safetensors that train wrote."
+#define RUNS_FOLDER "folder: It has runs that train wrote."
 static const command commands[] = {
-  { "train", { TASK_WORD }, "learns a task, and writes a run", train },
-  { "pretrain", { TASK_WORD }, "learns what is masked in a task's samples, for train --begin", pretrain },
-  { "eval", { "model: a file RUN.safetensors that train wrote" }, "accuracy on a file, or on generated samples", eval },
-  { "table", { "folder: runs that train wrote" }, "Markdown of a folder's runs, Table 1 beside", table_command },
-  { "show", { TASK_WORD }, "a few samples of a task", show },
+  { "train", { TASK_WORD }, "Trains a model on a task and writes a run.", train,
+    "listops --settings quick --out runs/luna-1" },
+  { "pretrain", { TASK_WORD }, "Trains a model to fill in a task's masked samples, for train --begin.", pretrain,
+    "text --settings quick --data imdb.tsv --out runs/masked-1" },
+  { "eval", { MODEL_FILE }, "Measures the accuracy on a file or on generated samples.", eval,
+    "runs/luna-1.safetensors --data test.tsv" },
+  { "table", { RUNS_FOLDER }, "Prints a folder's runs as Markdown, beside the paper's Table 1.", table_command,
+    "runs --plot runs.svg" },
+  { "show", { TASK_WORD }, "Shows a few samples of a task.", show, "pathfinder --count 3 --plot samples.svg" },
   { 0 }
 };
 

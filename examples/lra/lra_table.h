@@ -299,7 +299,7 @@ static int draw_rows(const row *rows, int count, const char *path) {
 static int print_folder(const char *folder, const char *svg) {
   int count;
   row *rows = read_rows(folder, &count);
-  if (count == 0) return free(rows), fail("%s has no runs of lra: files RUN.txt that lra train wrote", folder);
+  if (count == 0) return free(rows), fail("%s has no runs of lra; they are files RUN.txt of lra train", folder);
   printf("# Long Range Arena\n\nAccuracy in percent, on samples that did not choose the model; its standard error is "
          "that of so many samples. Table 1: arXiv 2106.01540v2, trained longer, on GPUs and TPUs; its Text is IMDB's "
          "bytes, its Retrieval AAN's, its Image CIFAR-10's: on other data its numbers say nothing.\n");

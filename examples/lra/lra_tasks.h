@@ -43,7 +43,7 @@ static struct {
 static int task_find(const char *name) {                   /* 0, or 2 after a sentence */
   for (int i = 0; i < TASKS; i++)
     if (strcmp(name, tasks[i].name) == 0) return data.task = &tasks[i], 0;
-  return fail("there is no task %s; there are listops, text, retrieval, image and pathfinder", name);
+  return fail("there is no task %s; the tasks are listops, text, retrieval, image and pathfinder", name);
 }
 
 /* ---- files ------------------------------------------------------------------------------------------------------- */
@@ -86,7 +86,7 @@ static int read_line_items(const char *path, int file) {
       return fail("%s: line %lld is not a label%s, with a tab before each", path, (long long)number,
                   pair ? ", a text and a text, nor has it two ids between" : " and a text");
     if (label < 0)
-      return fail("%s: the label of line %lld is none of 0, 1, 0.0, 1.0, neg, pos", path, (long long)number);
+      return fail("%s: the label of line %lld is none of 0, 1, 0.0, 1.0, neg and pos", path, (long long)number);
     const unsigned char *last = cells[count - 1], *first = pair ? cells[count - 2] : last, *end = line + length;
     if (pair) add_item((item){ { first, last }, { last - 1 - first, end - last }, label });
     else add_item((item){ { last }, { end - last }, label });
@@ -113,7 +113,7 @@ static int read_image_items(const char *path, int file) {
     }
     return 0;
   }
-  return fail("%s, %lld bytes, is not records of a label, 0 to 9, and 3072 bytes, or 1024, of an image", path,
+  return fail("%s has %lld bytes; it is not records of a label, 0 to 9, and an image of 3072 or 1024 bytes", path,
               (long long)f->size);
 }
 
@@ -207,8 +207,8 @@ static int task_open(samples *s, const char *path, const char *valid, bool measu
   data.first = measure ? t->made[0] + t->made[1] : 0;
   data.made = s->training + s->held;
   data.growing = s->training, data.grown = 1;
-  if ((path || valid) && t == &tasks[PATHFINDER]) return fail("pathfinder is generated, not read");
-  if (!path && t->made[0] == 0) return fail("%s needs --data FILE: %s --help says what is in it", t->name, program);
+  if ((path || valid) && t == &tasks[PATHFINDER]) return fail("the samples of pathfinder are generated, not read");
+  if (!path && t->made[0] == 0) return fail("%s needs --data FILE; %s --help says what is in it", t->name, program);
   if (path && read_items(path, 0)) return 2;
   if (path) s->held = measure ? data.count : valid ? 0 : data.count / 10, s->training = data.count - s->held;
   if (valid && read_items(valid, 1)) return 2;

@@ -12,7 +12,7 @@ numbers() { ! grep -q -w -i -E 'nan|inf' "$1"; }
 good() { [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ] && numbers "$1" \
   && { ! command -v xmllint || xmllint --noout "$1"; }; }
 
-check "the whole table" run table "$root/luna.h" --length 64 --steps 1 --layers 2 $small --svg a.svg
+check "the whole table" run table "$root/luna.h" --window 64 --steps 1 --layers 2 $small --plot a.svg
 for title in Transformer Luna-16 Linear.Transformer Reformer Sinkhorn; do
   check "$title, twice" [ "$(rows $title)" = 6 ]
 done
@@ -29,20 +29,20 @@ check "the stored scores" grep -q '64: .* steps per second, .* MB of scores' out
 check "the plot" good a.svg
 check "a bar each, twice" [ "$(grep -c '<rect x=' a.svg)" = 34 ]
 printf 'a short text' >short
-check "in a short time" run table short --length 64 --minutes 0.01 --steps 1000000 $small
-check "no more than it was given, or one step each" awk '/ s in all/ { exit !($1 < 60) }' out
+check "in a short time" run table short --window 64 --seconds 0.6 --steps 1000000 $small
+check "no more than it was given, or one step each" awk '/ s in all/ { exit !($4 < 60) }' out
 
 for system in softmax luna performer "rfa gate=true" "local pattern=sliding window=3" sparse longformer \
   "bigbird block=4" reformer "sinkhorn block=8" "synthesizer length=40" workspace "transformer_xl memory=20" \
   "compressive memory=20 compressed=20" isab; do
   causal=no
   [ "$system" = "rfa gate=true" ] && causal=yes
-  check "$system alone" run one "$system" short --length 40 --steps 2 --causal $causal $small
+  check "$system alone" run one "$system" short --window 40 --steps 2 --causal $causal $small
   check "$system reports its speed" \
     grep -q "^$system, 40 tokens: [0-9.]* steps per second, [0-9.]* MB, loss [0-9.]*$" out
 done
 cp short luna.h
-refuses "overwrite the text" table --svg ./luna.h
+refuses "overwrite the text" table --plot ./luna.h
 check "the text is as it was" same short luna.h
 refuses "no such system" one dance short
 refuses "no such option" one "rfa dance=3" short

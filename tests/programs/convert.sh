@@ -226,7 +226,7 @@ check "arguments as a dictionary in cfg, old file format; the script by itself" 
   "$python" examples/convert_fairseq.py "$work/dict.pt" "$work/dict.safetensors"
 check "it is the same model" cmp "$work/dict.safetensors" "$work/classifier_listops.safetensors"
 check "what the checkpoint does not say, flags do" convert "$work/unsaid.pt" "$work/unsaid.safetensors" --heads 4 \
-  --activation gelu --pooling cls --max_length 100
+  --activation gelu --pooling cls --max-length 100
 check "an unknown tensor is named and left out" grep -q 'left out: encoder.strange.weight' "$work/log"
 check "it is the same model again" cmp "$work/unsaid.safetensors" "$work/classifier_listops.safetensors"
 

@@ -340,7 +340,7 @@ static const char *const recipe_lines[3][TASKS] = {
     "1x128 8 128 128 1025 learned cls; 256x35000 0.0005 175 cosine 0; 0.3 0.2 0",
     "4x32 4 32 32 1025 sinusoidal mean; 512x62400 0.001 312 cosine 0; 0.2 0.1 0",
   },
-  { /* --quick, luna.h's own */
+  { /* --settings quick, luna.h's own */
     "2x64 8 128 128 2001 learned mean; 128x1000 0.004 100 cosine 0.01; 0 0 0.8",
     "2x64 4 128 0 4001 sinusoidal mean; 8x300 0.002 30 cosine 0.01; 0 0 0",
     "2x64 4 128 0 2001 sinusoidal mean; 8x300 0.002 30 cosine 0.01; 0 0 0",

@@ -6,7 +6,8 @@ cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
 name=lra_sh program=lra
 . tests/programs/cli_checks.sh
-small="--quick --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --validations 10 --threads 2"
+small="--settings quick --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --validations 10"
+small="$small --threads 2"
 # an awk program that prints octal numbers
 bytes() { awk "$1" | sed 's/[0-9][0-9]*/\\0&/g' | tr -d '\n ' >octal; printf '%b' "$(cat octal)"; }
 
@@ -33,7 +34,7 @@ check "lra train succeeds" run $train --out whole --plot loss.svg
 check "it prints its settings" grep -q '^steps 20, batch 4, .*layers 1, dim 8, ' out
 check "plain lines when the output is no terminal" grep -q '^step   18/20 loss .* validation [0-9.]*% .* left$' out
 check "the last one is the best model's accuracy" \
-  grep -q '^whole.safetensors: 20 steps in .* accuracy on 4 samples that chose it: [0-9.]*%; on 4 untouched' out
+  grep -q '^whole.safetensors: Training made 20 steps .* Accuracy on 4 samples that chose it: [0-9.]*%; on 4 unto' out
 check "beside its standard error" grep -q 'untouched ones [0-9.]*%, standard error [0-9.]* (loss' out
 check "its files are there" [ "$(echo whole.*)" = "whole.csv whole.safetensors whole.training whole.txt" ]
 check "the loss is drawn" drawn loss.svg
@@ -52,7 +53,7 @@ cp whole.csv on.csv
 cp whole.safetensors on.safetensors
 cp whole.training on.training && cp whole.training early.training
 check "a training goes on" run train listops --data lists --resume on.training --save-every 20
-check "it says from where" grep -q '^going on from step 14 of on.training' out
+check "it says from where" grep -q '^The training of on.training is resumed after step 14' out
 run $train --out other --save-every 20
 check "to the same bits" \
   sh -c "LC_ALL=C; export LC_ALL; sed 's/lra.run.*//' on.training >a; sed 's/lra.run.*//' other.training >b; cmp a b"
@@ -74,7 +75,8 @@ awk -F '\t' '{ line[NR] = $0 } END { for (i = 0; i < 2000; i++) {
   split(line[i % 80 + 1], c, "\t"); print (i < 500 ? (c[1] + 5) % 10 : c[1]) "\t" c[2] } }' lists >wrong
 check "the last model is measured too" \
   run train listops --data lists --valid wrong $small --steps 200 --lr 0.02 --save-every 200 --out last
-check "and kept where it is better" grep -q 'the best at step 200, accuracy on 1000 samples that chose it: [45]' out
+check "and kept where it is better" \
+  grep -q 'model of step 200 is the best. Accuracy on 1000 samples that chose it: [45]' out
 check "what did not choose it is right far more often" \
   awk '/untouched/ { sub(/.*untouched ones /, ""); exit !($1 + 0 > 80) }' out
 run eval last.training --data wrong
@@ -97,11 +99,11 @@ refuses "[a-z]" train listops --data lists --resume text
 learns="train text --data texts $small --steps 4 --validations 1 --lr 1e-9 --out t"
 check "lra pretrain succeeds" run pretrain text --data texts $small --steps 120 --lr 0.02 --save-every 60 --out words
 check "it tells what was found" \
-  grep -q '^words.safetensors: 120 steps .* masked tokens found of 6 samples that chose it: ' out
+  grep -q '^words.safetensors: Training made 120 steps .* Masked tokens found in 6 samples that chose it: ' out
 check "most of what is masked here can be told" awk -F '[: %]+' '/^words.safetensors/ { exit !($(NF - 3) > 60) }' out
 check "it is no row of a table" [ ! -e words.txt ]
 check "a training begins with it" run $learns --begin words.safetensors
-check "and says what it takes" grep -q '^3[0-9] of 3[0-9] tensors taken from words.safetensors' out
+check "and says what it takes" grep -q '^3[0-9] of 3[0-9] tensors were taken from words.safetensors' out
 check "its report says so too" grep -q '^model .*, begun with another model$' t.txt
 LC_ALL=C tail -c 20000 t.safetensors >begun
 run $learns
@@ -130,7 +132,8 @@ check "as if it had never ended" same on.safetensors numbers.safetensors
 run train image $moving --steps 45 --save-every 45 --out numbers
 check "to the same bits" bits on numbers
 for shift in 0 3; do
-  run train image --data uneven --quick --steps 2 --batch 4 --validations 1 --threads 1 --shift $shift --out shift$shift
+  run train image --data uneven --settings quick --steps 2 --batch 4 --validations 1 --threads 1 --shift $shift \
+    --out shift$shift
   cut -d , -f 1,2 shift$shift.csv >shift$shift
 done
 check "images that are moved have another loss" differ shift0 shift3
@@ -154,25 +157,27 @@ check "256 grays" run pretrain image $numbers --steps 1 --masked 0.25 --grays 25
 check "are classes of their own" grep -q 'masked 0.25, grays 256' out
 check "a training begins with the encoder" \
   run train image $numbers --steps 4 --validations 1 --begin hidden.safetensors --out t
-check "all of it" grep -q '^\([0-9]*\) of [0-9]* tensors taken from hidden.safetensors' out
-taken=$(sed -n 's/ of .* tensors taken from hidden.*//p' out) all=$(sed -n 's/^[0-9]* of \([0-9]*\) tensors.*/\1/p' out)
+check "all of it" grep -q '^\([0-9]*\) of [0-9]* tensors were taken from hidden.safetensors' out
+taken=$(sed -n 's/ of .* tensors were taken from hidden.*//p' out)
+all=$(sed -n 's/^[0-9]* of \([0-9]*\) tensors.*/\1/p' out)
 check "but for the layers of the classes" [ "$((all - taken))" = 2 ]
-refuses "of image alone" train text --data texts --shift 2 --out bad
-refuses "of image and pathfinder alone" train text --data texts --pixels number --out bad
-refuses "of pathfinder alone" train image --data gray --pixels number --segment 1 --out bad
-refuses "needs --pixels number" train pathfinder --quick --segment 1 --out bad
-refuses "are of pretrain" train image --data gray --pixels number --masked 0.3 --out bad
-refuses "are of pretrain" train image --data gray --pixels number --grays 256 --out bad
+refuses "for image alone" train text --data texts --shift 2 --out bad
+refuses "for image and pathfinder alone" train text --data texts --pixels number --out bad
+refuses "for pathfinder alone" train image --data gray --pixels number --segment 1 --out bad
+refuses "needs --pixels number" train pathfinder --settings quick --segment 1 --out bad
+refuses "are for pretrain" train image --data gray --pixels number --masked 0.3 --out bad
+refuses "are for pretrain" train image --data gray --pixels number --grays 256 --out bad
 refuses "needs --pixels number" pretrain image --data gray --grays 256 --out bad
 rm -f numbers* on.* shift* hidden* decay.* constant* cosine* t.*
 
 # ---- pictures with a second loss, and runs that learn nothing: --trial ends them before all that is held is measured
-second="--quick --difficulty easy --longest 300 --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --threads 2"
+second="--settings quick --difficulty easy --longest 300 --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4"
+second="$second --threads 2"
 second="$second --pixels number --segment 1 --segment-for 0.2 --steps 240 --validations 1 --lr 0.01"
 check "a second loss" run train pathfinder $second --trial 30 --trial-loss 0.01 --save-every 9 --out second
 check "is among the settings" grep -q 'segment 1, segment-for 0.2' out
 check "a run that has learnt nothing ends" \
-  grep -q '^second: stopped at step 30 by --trial, as its loss of .* is above 0.01' out
+  grep -q '^second: The run was stopped at step 30 by --trial, as its loss of .* is above 0.01' out
 check "the second loss is in the curve" [ "$(head -n 1 second.csv | sed 's/.*,//')" = segment_loss ]
 check "in each row" [ "$(grep -c '^[0-9]*,[0-9.]*,,,[0-9.][0-9.]*$' second.csv)" = 15 ]
 sed -n 's/^second: //p' out >ended
@@ -195,21 +200,21 @@ rm -f second* on.* whole.second
 seeds="--data gray $small --pixels number --steps 10 --validations 2 --lr 0.01"
 for seed in 4 5 6; do run train image $seeds --seed $seed --out one-$seed; done
 check "several seeds" run train image $seeds --seeds 4-6 --save-every 5 --out several
-check "have a run each" [ "$(grep -c '^several-[456].safetensors: 10 steps' out)" = 3 ]
+check "have a run each" [ "$(grep -c '^several-[456].safetensors: Training made 10 steps' out)" = 3 ]
 for seed in 4 5 6; do
   check "seed $seed is what a command of its own makes" same one-$seed.safetensors several-$seed.safetensors
   check "with its curve" same one-$seed.csv several-$seed.csv
 done
 check "a seed each" [ "$(cat several-?.txt | grep '^seed' | tr '\n' ' ')" = "seed 4 seed 5 seed 6 " ]
 check "to go on from the first of them" run train image --data gray --resume several-4.training --seeds 4-5
-check "which is finished" grep -q 'this training is finished' out
-check "makes the next one" grep -q '^several-5.safetensors: 10 steps' out
+check "which is finished" grep -q 'This training is finished' out
+check "makes the next one" grep -q '^several-5.safetensors: Training made 10 steps' out
 check "and no more" sh -c '! grep -q "several-6" out'
 check "as it was" same one-5.safetensors several-5.safetensors
 check "runs that have not moved" run train image $seeds --lr 1e-9 --seeds 1-3 --trial 5 --trial-loss 0.5 --out still
-check "end, one after the other" [ "$(grep -c '^still-[123]: stopped at step 5 by --trial' out)" = 3 ]
+check "end, one after the other" [ "$(grep -c '^still-[123]: The run was stopped at step 5 by --trial' out)" = 3 ]
 check "one that has" run train image $seeds --steps 60 --lr 0.02 --seeds 1-2 --trial 55 --trial-loss 0.5 --out moved
-check "is made to its end" [ "$(grep -c '^moved-[12].safetensors: 60 steps' out)" = 2 ]
+check "is made to its end" [ "$(grep -c '^moved-[12].safetensors: Training made 60 steps' out)" = 2 ]
 check "names without --out" run train image --data gray $small --steps 1 --validations 1 --seeds 8-9
 check "have the seed at their end" [ -s image-quick-luna4-8.txt ] && [ -s image-quick-luna4-9.txt ]
 refuses "FIRST-LAST" train image $seeds --seeds 3-1 --out bad
@@ -226,7 +231,7 @@ stopped() {
   kill -"$1" $pid; wait $pid
 }
 check "SIGTERM ends a training" stopped TERM
-check "which says how to go on" grep -q 'goes on with --resume stop.training' out
+check "which says how to go on" grep -q ' --resume stop.training resumes it' out
 check "and holds what it has learnt" grep -aq 'lra.run' stop.training
 rm -f stop.*
 
@@ -247,12 +252,12 @@ check "is called by its task, settings, system and seed" [ -s text-quick-luna4-1
 
 # ---- tasks and their files
 check "lra eval succeeds" run eval whole.safetensors --data lists
-check "it gives the accuracy" grep -q 'ListOps, accuracy on 80 samples of lists: [0-9.]*%' out
+check "it gives the accuracy" grep -q 'ListOps. Accuracy on 80 samples of lists: [0-9.]*%' out
 sed 's/.*lists://' out >plain
 run eval whole.safetensors --data release
 check "the release's lines are the same lists" [ "$(sed 's/.*release://' out)" = "$(cat plain)" ]
 check "lra show listops counts" run show listops --data lists
-check "whether answers are right" grep -q '^80 lists, 80 whose answer is their value$' out
+check "whether answers are right" grep -q '^Of 80 lists 80 have the right answer.$' out
 for task in "text --data texts" "retrieval --data pairs" "retrieval --data pairs3" "image --data gray"; do
   check "train $task" run train $small $task --out t
   check "eval $task" run eval t.safetensors ${task#* }
@@ -275,10 +280,10 @@ for attention in $attentions; do
   check "its model is measured" run eval t.safetensors --data texts
 done
 for attention in $settings; do
-  check "--settings lra for $attention" run $learns --quick no --settings lra --longest 80 --warmup 5 --dropout 0 \
+  check "--settings lra for $attention" run $learns --settings lra --longest 80 --warmup 5 --dropout 0 \
     --attention-dropout 0 --attention $attention --out t
   check "CLS sees the text there with $attention" beyond_half
-  check "--settings lra for $attention on lists" run train listops --data lists $small --quick no --settings lra \
+  check "--settings lra for $attention on lists" run train listops --data lists $small --settings lra \
     --longest 40 --steps 1 --attention $attention --out t
 done
 check "blocks of LRA's for images" run train image --data gray --settings lra --attention sinkhorn --steps 1 --batch 2 \
@@ -301,7 +306,7 @@ bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 || k % 32 == 26 ? i % 2 * 100 
 bytes "$image int(k / 32) % 2 * 20 + (k % 32 == 5 ? i % 2 * 100 : 7) } }" >uneven
 for images in even uneven; do
   for mirror in no yes; do
-    check "images, mirror $mirror" run train image --data $images --quick --steps 2 --batch 4 --validations 1 \
+    check "images, mirror $mirror" run train image --data $images --settings quick --steps 2 --batch 4 --validations 1 \
       --threads 1 --mirror $mirror --out mirror-$mirror
     cut -d , -f 1,2 mirror-$mirror.csv >mirror-$mirror
   done
@@ -309,12 +314,13 @@ for images in even uneven; do
   else check "but to others" differ mirror-no mirror-yes; fi
 done
 check "the mirror is among the settings" grep -q 'mirror yes' mirror-yes.txt
-refuses "is of image alone" train text --data texts --mirror yes --out bad
+refuses "is for image alone" train text --data texts --mirror yes --out bad
 rm -f mirror-*
-check "lra show pathfinder draws" run show pathfinder --difficulty easy --count 2 --svg p.svg
+check "lra show pathfinder draws" run show pathfinder --difficulty easy --count 2 --plot p.svg
 check "two pictures with labels" [ "$(tags p.svg rect) $(tags p.svg text)" = "2048 2" ]
 check "and prints them" [ "$(grep -c '^sample [01], label [01]:$' out) $(grep -c '^[ .:=+*#%@-]\{64\}$' out)" = "2 64" ]
-check "and says what places tell" grep -q "^by the places of the discs alone \(59\|6[0-2]\)\.[0-9]% of 4000" out
+check "and says what places tell" \
+  grep -q "^The places of the discs alone tell the answer of \(59\|6[0-2]\)\.[0-9]% of 4000" out
 cp out before
 run show pathfinder --difficulty easy --count 2
 check "the same ones again" same out before
@@ -332,7 +338,7 @@ sed 's/^accuracy .*/accuracy 1e9/' whole.txt >runs/e.txt
 sed 's/^system .*/system <script>|/; s/^from .*/from `x`/' whole.txt >runs/f.txt
 head -c 3000 whole.safetensors >runs/g.txt
 cp text runs/h.txt && cp empty runs/i.txt && mkdir runs/j.txt
-check "lra table succeeds" run table runs --svg table.svg
+check "lra table succeeds" run table runs --plot table.svg
 check "a row for the seeds of a system" grep -q '^| Luna-4 | [0-9.]* | [0-9.]*, 50.00 | 1, 2 | 20 | 4 | ' out
 check "the paper's number beside" grep -q '^| Transformer | 40.00 | 40.00 | 1 | 20 | 4 | .* | 37.11 |$' out
 check "all of the paper's table" [ "$(grep -c '^| .* (' out)" -ge 15 ]
@@ -382,7 +388,7 @@ report heads/a 's/^accuracy .*/accuracy 70/'
 report heads/b 's/^held .*/held 3/; s/^accuracy .*/accuracy 60/; s/^steps .*/steps 10/'
 report heads/c 's/^seed .*/seed 2/; s/^steps .*/steps 10/; s/^accuracy .*/accuracy 50/'
 report heads/d 's/^settings .*/settings authors/'
-run table heads --svg table.svg
+run table heads --plot table.svg
 awk '/^Settings/ { head = $2 " " } /Measured on/ { sub(/.*Measured on/, ""); head = head $1 }
   /^. Luna-4/ && head { print head, $4, $10, $11 } /Beside/ { head = "" }' out >heads.txt
 printf '%s\n' 'quick: 4 70.00 20 |' 'quick: 4 50.00 10 (not' 'quick: 3 60.00 10 (not' >heads_expected
@@ -421,7 +427,7 @@ cat >expected <<'END'
 | Luna-256 | (37.98) | (65.78) | (79.56) | (47.86) | (78.55) |
 END
 mkdir papers
-beside() { run table papers --svg table.svg && sed '1,/^## Beside/d' out | grep '^|' >beside.txt; }
+beside() { run table papers --plot table.svg && sed '1,/^## Beside/d' out | grep '^|' >beside.txt; }
 rings() { grep -c "r='5'" table.svg; }
 report papers/a 's/^system .*/system Local/; s/^of .*/of 21/; s/^accuracy .*/accuracy 90.00/'
 easy='s/^task .*/task pathfinder/; s/^system .*/system Local/; s/^model /model difficulty easy, /'
@@ -454,7 +460,7 @@ printf '\t\n\t\n' >tabs
 refuses "train, eval, table or show"
 refuses "no task pictures" train pictures
 refuses "task file is missing" train
-refuses "needs --data" train text --quick
+refuses "needs --data" train text --settings quick
 refuses "generated, not read" train pathfinder --data lists
 refuses "no flag --lr" table runs --lr 3
 refuses "line 2 is not" train listops --data badlists --out bad
@@ -476,7 +482,7 @@ refuses "is not records" train image --data text --out bad
 refuses "is empty" train image --data empty --out bad
 refuses "cannot read folder" train image --data folder --out bad
 refuses "cannot read missing" train text --data missing --out bad
-refuses "cannot write" train listops --quick --out nowhere/run
+refuses "cannot write" train listops --settings quick --out nowhere/run
 refuses "[a-z]" eval text
 refuses "[a-z]" eval p.svg
 refuses "[a-z]" eval whole.csv

@@ -15,7 +15,7 @@ done
 check "they take 300 KB at most" [ "$(cat "$models"/*.safetensors | wc -c)" -le 300000 ]
 
 program=lm
-check "English is written" run generate "$models/english.safetensors" --prompt "The " --bytes 600 --temperature 0.5
+check "English is written" run generate "$models/english.safetensors" --prompt "The " --count 600 --temperature 0.5
 # of its words, without names in capitals, most are among these
 check "of common words" sh -c "tr 'A-Z' 'a-z' <out | tr -cs 'a-z' '\n' | grep -c -x -E \
   'the|and|to|i|of|my|a|you|that|in|is|not|for|with|me|it|be|this|his|he|your|but|have|as|him|so|will|what|her|by|all' |

@@ -23,7 +23,7 @@ done
 # the losses of the progress lines and of the last one; whether those of two runs are within a share of 1e-3
 losses() {
   sed -n 's/^step *\([0-9]*\).*[0-9]  *\([0-9.]*\) nats.*/\1 \2/p
-          s/.*validation loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/p' "$1"
+          s/.*validation loss went from \([0-9.]*\) to \([0-9.]*\) nats.*/\1 \2/p' "$1"
 }
 near() {
   losses "$1" >a; losses "$2" >b
@@ -38,7 +38,7 @@ for ranks in 2 3; do
   check "$ranks ranks: the losses of one rank" near out one
   check "$ranks ranks: rank 0 alone talks" [ "$(grep -c 'validation loss' out)" = 1 ]
   check "$ranks ranks: what was sent is counted" \
-    grep -q "^rank 0 of $ranks: .* bytes handed to MPI in [1-9]" out
+    grep -q "^rank 0 of $ranks .* and handed [0-9]* bytes to MPI in [1-9]" out
   check "$ranks ranks: one picture" drawn many.svg
   cp many.st first
   [ $ranks = 2 ] || mpi -n $ranks "$lm" train text --steps 200 --out many.st --parallel data $small --threads 2
@@ -82,11 +82,11 @@ check "a run that is not killed" cp out whole
 killed "the last rank killed" tail 0 $run_3
 cp killed.st other.st
 mpi -n 3 "$lm" train text --resume killed.st --out killed.st --save-every 20 --parallel data --threads 1
-check "it goes on" grep -q "^going on from step" out
+check "it goes on" grep -q "is resumed after step" out
 check "to the bits of a run that was never killed" same whole.st killed.st
 check "what a killed rank had begun to write is removed" [ -z "$(ls -A | grep '^\.luna')" ]
 mpi -n 2 "$lm" train text --resume other.st --out other.st --save-every 20 --parallel data --threads 1
-sed -n 's/.*-> \([0-9.]*\) nats.*/\1/p' whole out >ends
+sed -n 's/.* to \([0-9.]*\) nats.*/\1/p' whole out >ends
 check "on two ranks within rounding" \
   awk 'NR == 1 { a = $1 } NR == 2 { d = $1 / a - 1; good = d * d < 1e-6 } END { exit !good }' ends
 
@@ -117,10 +117,10 @@ classes() { # PROGRAM ARGUMENTS...
   what=$1
   shift
   mpi -n 1 "$build/mpi/$what" train "$@" --out one.st
-  sed -n 's/.*accuracy on/accuracy on/p' out >one
+  sed -n 's/.*Accuracy on/Accuracy on/p' out >one
   check "$what on one rank" [ -s one ]
   mpi -n 3 "$build/mpi/$what" train "$@" --out many.st --parallel data
-  sed -n 's/.*accuracy on/accuracy on/p' out >many
+  sed -n 's/.*Accuracy on/Accuracy on/p' out >many
   check "$what: as on one rank, $(cat one many)" same one many
 }
 awk 'BEGIN { srand(4); for (i = 0; i < 200; i++) { good = i % 2; line = ""
@@ -140,7 +140,7 @@ awk 'BEGIN { print "wave,other,state"; for (t = 0; t < 400; t++) { f = int(t / 5
   a += f ? 1.2 : 0.3; printf "%.4f,%.4f,%s\n", sin(a) + f, cos(a), f ? "fast" : "slow" } }' >waves.csv
 series_losses() {
   sed -n 's/^step *\([0-9]*\).* loss \([0-9.]*\).*/\1 \2/p
-          s/^on what.* \(accuracy\|deviations,\) \([0-9.]*\).*/\1 \2/p' "$1"
+          s/^On held.* \(accuracy\|deviations,\) \([0-9.]*\).*/\1 \2/p' "$1"
 }
 series_near() {
   series_losses one >a; series_losses out >b
@@ -161,7 +161,7 @@ done
 # lra: the curve of one rank, its best model, a training that goes on
 program=lra
 rm -f one.* many.*
-sizes="--quick --longest 80 --layers 2 --dim 16 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --threads 1"
+sizes="--settings quick --longest 80 --layers 2 --dim 16 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --threads 1"
 sizes="$sizes --dropout 0.1 --attention-dropout 0.1"
 awk 'BEGIN { for (i = 0; i < 60; i++) { s = ""
   for (k = 0; k < 5 + i % 9; k++) s = s (i % 2 ? " good" : " bad")
@@ -190,7 +190,7 @@ done
 mpi -n 3 "$build/mpi/lra" train text --data texts --out whole --parallel data $sizes --save-every 12
 cp whole.training on.training && cp whole.safetensors on.safetensors && cp whole.csv on.csv
 mpi -n 3 "$build/mpi/lra" train text --data texts --resume on.training --parallel data --threads 1
-check "lra goes on" grep -q "^going on from step 12" out
+check "lra goes on" grep -q "is resumed after step 12" out
 check "to the bits of a run that was never stopped" same whole.safetensors on.safetensors
 check "and its curve" same whole.csv on.csv
 finish
