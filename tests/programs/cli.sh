@@ -259,7 +259,7 @@ check "and says so" grep -q 'had products in float32, and goes on in bf16' out
 refuses "was 1500 in the training of middle.safetensors" train text --resume middle.safetensors --steps 9
 refuses "began with another text" train other.text --resume middle.safetensors
 LC_ALL=C sed 's/"lm.device":"cpu"/"lm.device":"cuda"/; s/"lm.lr":"0.005"/"lm.lr":".005"/' middle.safetensors >gpu
-refuses "say --device cuda" train text --resume gpu --out b.safetensors
+refuses "give --device cuda" train text --resume gpu --out b.safetensors
 cp middle.safetensors on.safetensors
 check "it goes on without --save-every" lm train text --resume on.safetensors --out on.safetensors
 check "and is saved as a training" same on.safetensors whole.safetensors
