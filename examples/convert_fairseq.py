@@ -1,13 +1,11 @@
 #!/usr/bin/env python3
-"""convert_fairseq: a checkpoint of the Luna authors' PyTorch code as one safetensors file that luna_load_model opens.
+"""Converts a checkpoint of the Luna authors' PyTorch code into a safetensors file that luna_load_model opens.
 
-     python3 examples/convert_fairseq.py checkpoint_best.pt model.safetensors [--heads 8] [--pooling memory_batch] ...
-
-Takes what github.com/XuezheMax/fairseq-apollo saves: translation models (luna), masked language models (luna_bert) and
-the text classifiers of Long Range Arena (lra). Seconds. Needs torch and numpy, not fairseq; no code out of the
-checkpoint is run. Sizes are read off the tensors, the rest (heads, pooling, ...) off the arguments that the checkpoint
-carries; where it carries none, or others are wanted, say it with flags. What luna.h cannot compute is refused, what it
-does not need is named and left out."""
+It reads what github.com/XuezheMax/fairseq-apollo saves: translation models (luna), masked language models (luna_bert)
+and the text classifiers of Long Range Arena (lra). It takes seconds. It needs torch and numpy, not fairseq, and runs no
+code out of the checkpoint. Sizes come from the tensors. The rest (heads, pooling, ...) comes from the arguments in the
+checkpoint, or from flags where those are missing or others are wanted. It refuses what luna.h cannot compute, and names
+and leaves out what luna.h does not need."""
 import argparse
 import json
 import pickle
@@ -19,8 +17,12 @@ import types
 try:
     import torch
 except ImportError:
-    sys.exit("convert_fairseq: this needs PyTorch: pip install torch numpy")
+    torch = None
 
+EXAMPLE = """Example:
+  convert_fairseq.py checkpoint_best.pt model.safetensors
+
+"""
 POOLING = {"cls": 1, "mean": 2, "memory": 3, "memory_batch": 4}
 BUFFERS = re.compile(r"(^|\.)(version|_float_tensor|projected_positions|embed_positions\.weights|_future_mask)$")
 
@@ -106,12 +108,13 @@ def configuration(t, args, flags):
             if args.get(name) is not None:
                 return args[name]
         if default is None:
-            refuse("the checkpoint does not say its %s: give --%s" % (flag, flag))
+            name = flag.replace("_", "-")
+            refuse("the checkpoint does not say its %s; give --%s" % (name, name))
         return default
 
     def size(name, axis):
         if name not in t:
-            refuse("%s is not there: this is no Luna checkpoint of the authors' translation, masked language or LRA "
+            refuse("%s is missing, so this is no Luna checkpoint of the authors' translation, masked language or LRA "
                    "text models" % name)
         return t[name].shape[axis]
 
@@ -121,7 +124,7 @@ def configuration(t, args, flags):
     seq2seq, masked = "decoder.layers.0.fc1.weight" in t, "lm_head.dense.weight" in t
     dim, first = size("encoder.embed_tokens.weight", 1), flags.padding + 1
     if "encoder.embed_tokens.bias" in t:
-        refuse("luna.h reads tokens; this model embeds pixels by a linear layer")
+        refuse("this model embeds pixels by a linear layer, but luna.h reads tokens")
     learned, positions = "encoder.embed_positions.weight" in t, not args.get("no_token_positional_embeddings")
     heads = ask("heads", None, "encoder_attention_heads")
     activation = ask("activation", "relu" if seq2seq else "gelu", "activation_fn")
@@ -147,15 +150,15 @@ def configuration(t, args, flags):
                          ("activation_dropout", "act_dropout")):
         c[name] = round(1e9 * float(args.get(name) or args.get(theirs) or 0))  # luna.h keeps billionths
     if args.get("fix_projection_length"):
-        print("note: trained with --fix-projection-length; luna.h uses no more memory slots than the longest sequence "
-              "has tokens")
+        print("note: The model was trained with --fix-projection-length. luna.h uses no more memory slots than the "
+              "longest sequence has tokens.")
     if seq2seq:
         for mine, theirs in (("encoder_attention_heads", "decoder_attention_heads"),
                              ("encoder_projected_attention_heads", "decoder_projected_attention_heads"),
                              ("encoder_normalize_before", "decoder_normalize_before"),
                              ("encoder_learned_pos", "decoder_learned_pos")):
             if args.get(theirs) is not None and args.get(mine) is not None and args[mine] != args[theirs]:
-                refuse("encoder and decoder differ in %s and %s; in luna.h they are alike" % (mine, theirs))
+                refuse("encoder and decoder differ in %s and %s; in luna.h they must be alike" % (mine, theirs))
         if any("decoder.%s.weight" % n in t for n in ("layernorm_embedding", "project_in_dim", "project_out_dim")):
             refuse("the decoder has a norm or a projection on its embedding; luna.h has neither")
         target = "decoder.embed_tokens.weight" if "decoder.embed_tokens.weight" in t else "encoder.embed_tokens.weight"
@@ -258,16 +261,21 @@ def write(path, tensors, metadata):
 def main():
     parser = argparse.ArgumentParser(prog="convert_fairseq", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint")
-    parser.add_argument("out")
-    for name in ("heads", "pack_heads", "layers", "max_length"):
-        parser.add_argument("--" + name, type=int)
-    parser.add_argument("--pooling", choices=POOLING, help="of a classifier; memory_batch is the authors' --use-p")
-    parser.add_argument("--activation", choices=("relu", "gelu"))
+    parser.add_argument("checkpoint", help="The file to read.")
+    parser.add_argument("out", help="The safetensors file to write.")
+    for name, what in (("heads", "the number of attention heads"), ("pack-heads", "the number of heads of the pack"),
+                       ("layers", "the number of layers"), ("max-length", "the most tokens of a sequence")):
+        parser.add_argument("--" + name, type=int, metavar="N", help="Sets %s to N." % what)
+    parser.add_argument("--pooling", choices=POOLING,
+                        help="Chooses what the class is predicted from. memory_batch is the authors' --use-p.")
+    parser.add_argument("--activation", choices=("relu", "gelu"), help="Chooses the activation of the feed-forward.")
     parser.add_argument("--omega", choices=("softplus2", "elu1"), default="softplus2",
-                        help="of causal attention; elu1: the authors' code before September 2021")
-    parser.add_argument("--padding", type=int, default=1, help="index of the padding token")
+                        help="Chooses omega of causal attention. elu1 is for the authors' code before September 2021.")
+    parser.add_argument("--padding", type=int, default=1, metavar="N", help="Makes N the index of the padding token.")
+    parser.format_help = lambda of=parser.format_help: EXAMPLE + of()
     flags = parser.parse_args()
+    if torch is None:
+        sys.exit("convert_fairseq: PyTorch is missing; pip install torch numpy installs it")
 
     tensors, args = read(flags.checkpoint)
     tensors = rename(tensors)
@@ -278,10 +286,10 @@ def main():
         if name not in tensors:
             refuse("%s is missing from %s" % (name, flags.checkpoint))
         if tuple(tensors[name].shape) != shape:
-            refuse("%s is %s, not %s" % (name, list(tensors[name].shape), list(shape)))
+            refuse("%s has the shape %s, not %s" % (name, list(tensors[name].shape), list(shape)))
     for name in tensors:
         if name not in shapes:
-            print("left out: %s %s, which luna.h does not have" % (name, list(tensors[name].shape)))
+            print("%s %s is left out, as luna.h does not have it." % (name, list(tensors[name].shape)))
     try:
         write(flags.out, {name: tensors[name] for name in shapes},
               {"luna." + key: str(value) for key, value in c.items()})

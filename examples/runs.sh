@@ -1,16 +1,20 @@
 #!/bin/sh
-# The longer trainings of examples/measurements.md and examples/guide.md. Each line of `runs` is a name and the command
-# that gives its figures.
+# Example:
+#   runs.sh data folder 'text-luna16-*'
 #
-#   examples/runs.sh DATA FOLDER [PATTERN ...]     runs what matches a pattern ("text-luna16-*"), or everything
+# Makes the longer trainings of examples/measurements.md and examples/guide.md:
 #
-# DATA has imdb.tsv (0 or 1, a tab and a review a line), cifar.bin (gray), shakespeare.txt, Multi30k's train.en and
-# train.de, and the archives' .ts files, as NAME.train.ts. Each run takes one thread at the lowest priority and leaves
-# FOLDER/NAME.log, whose last line says "ended 0". Runs that have ended are left out, and those that keep checkpoints go
-# on from their last one, so that the script may be stopped and called again, or called twice for two cores. While
-# `make bench`, `arena` or `compare` measures, which /tmp/luna.timing.lock (in TMPDIR) says, the runs stand still.
+#   runs.sh DATA FOLDER [PATTERN ...]     makes the runs whose names match a pattern, or all
+#
+# Each line of `runs` below is a name and the command that gives its figures. DATA has imdb.tsv (each line 0 or 1, a tab
+# and a review), cifar.bin (gray), shakespeare.txt, Multi30k's train.en and train.de, and the archives' .ts files as
+# NAME.train.ts. Each run takes one thread at the lowest priority and leaves FOLDER/NAME.log, whose last line says
+# "ended 0". Runs that have ended are left out. Runs that keep checkpoints resume their last one. So the script may be
+# stopped and called again, or called twice for two cores. The runs pause while `make bench`, `arena` or `compare`
+# measures, which the file /tmp/luna.timing.lock (in TMPDIR) says.
 build=${BUILD:-build} data=$1 out=$2 lock=${TMPDIR:-/tmp}/luna.timing.lock
-[ $# -ge 2 ] && [ -d "$data" ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
+[ "$1" != --help ] && [ "$1" != -h ] || { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0; }
+[ $# -ge 2 ] && [ -d "$data" ] || { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 shift 2
 mkdir -p "$out"
 

@@ -1,11 +1,15 @@
-"""curves.py: the validation curves of runs of lra, as one SVG of few bytes. Needs matplotlib (pip install matplotlib).
+"""Example:
+  curves.py text.svg runs/text-luna16-1.csv runs/text-linear-1.csv
 
-    python3 examples/lra/curves.py text.svg runs/text-luna16-1.csv runs/text-linear-1.csv ...
-
-A run's name, without its seed, is its label; runs of one label have one colour."""
+Draws the validation curves of runs of lra as one small SVG. It needs matplotlib (pip install matplotlib). A run's name,
+without its seed, is its label. Runs of one label have one colour."""
 import csv
 import pathlib
 import sys
+
+if sys.argv[1:] in (["--help"], ["-h"]):
+    print(__doc__)
+    sys.exit()
 
 import matplotlib
 

@@ -1,7 +1,8 @@
 #!/bin/sh
-# models.sh: the small models beside it, and the commands that made them.
+# Example:
+#   models.sh data folder
 #
-#   examples/models/models.sh DATA FOLDER     makes them again, in FOLDER; some minutes
+# Makes the small models beside this script again, from the files in DATA, in FOLDER. It takes some minutes.
 #
 #   english.safetensors     bytes of English: build/lm generate; 2 layers of 40 dimensions, a memory that forgets
 #   motions.safetensors     standing, running, walking or badminton, at each tenth of a second, from three numbers of a
@@ -10,10 +11,11 @@
 #   sentiment.safetensors   negative or positive: build/classify predict
 #
 # DATA has shakespeare.txt, BasicMotions.train.ts and imdb.tsv, a line "0 or 1, a tab, a review"; examples/guide.md says
-# where they come from ("Data sets"). All are stored in 8 bits. On one instruction set the same commands give the
-# same bytes: those beside this script are of AVX-512. What each reaches on what it has not learnt from is in the guide.
+# where they come from ("Data sets"). All are stored in 8 bits. On one instruction set the same commands give the same
+# bytes: those beside this script are of AVX-512. The guide says how well each does on held-out data.
 build=${BUILD:-build} data=$1 out=$2
-[ -d "$data" ] && [ -n "$out" ] || { sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2; }
+[ "$1" != --help ] && [ "$1" != -h ] || { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0; }
+[ -d "$data" ] && [ -n "$out" ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$out" && set -e
 
 "$build/lm" train "$data/shakespeare.txt" --dim 40 --ffn 96 --memory 12 --batch 8 --steps 12000 \

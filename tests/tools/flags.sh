@@ -110,6 +110,22 @@ helps() {
     sed 's/^[a-z_, ]*  *\([A-Z]\)/\1/; s/ *([^()]*)$//' | grep -v '^[A-Z"].*\.$' >"$work/wrong"
   none "$* --help has lines that are no sentences:"
 }
+# script NAME COMMAND ...: the name in its example, and how it is called
+script() {
+  name=$1
+  shift
+  "$@" --help >"$work/help" 2>"$work/wrong" </dev/null || echo "it ends with $?" >>"$work/wrong"
+  none "$name --help fails:"
+  awk -v begin="  $name " 'NR == 1 && $0 != "Example:" || NR == 2 && index($0, begin) != 1 { print }
+    END { if (NR < 2) print "it has no example" }' "$work/help" >"$work/wrong"
+  none "$name --help does not begin with an example command:"
+}
+script runs.sh sh examples/runs.sh
+script models.sh sh examples/models/models.sh
+if command -v python3 >/dev/null 2>&1; then
+  script convert_fairseq.py python3 examples/convert_fairseq.py
+  script curves.py python3 examples/lra/curves.py
+fi
 for program in $programs; do
   helps "$program"
   [ "$(grep -c '^  .*\[flags\]' "$work/help")" -lt 2 ] && continue
