@@ -139,8 +139,8 @@ static void count_products(void) {
     }
     printf("\n");
   }
-  printf("\nTen times the tokens are a hundred times the work of softmax attention, and ten times that of Luna. In a\n"
-         "sentence of 12 tokens Luna with 16 slots costs more: it is for long sequences.\n\n");
+  printf("\nTen times the tokens take a hundred times the work in softmax attention, and ten times the work in\n"
+         "Luna. In a sentence of 12 tokens Luna with 16 slots costs more. It is for long sequences.\n\n");
 }
 
 /* Luna's two steps, on the same words */
@@ -148,18 +148,19 @@ static void show_nested(const float *x) {
   matrix p, y, y_p;
   float all[n * n], pack[l * n], unpack[n * l];
   for (int s = 0; s < l; s++) read_columns(slots[s].columns, p + s * d);
-  printf("\n3. Luna's pack (equation 3). Not words but l = %d slots of a memory P look at the words. Each slot has a\n"
-         "vector too; a model learns it. These ask who, where, how and why. The columns of \"why\" are cause and\n"
-         "article, so it finds \"because\" and each \"the\":\n\n", l);
+  printf("\n3. Luna's pack (equation 3). Instead of words, l = %d slots of a memory P look at the words. Each slot\n"
+         "has a vector, too, which a model learns. These ask who, where, how and why. The columns of \"why\" are\n"
+         "cause and article, so it finds \"because\" and each \"the\":\n\n", l);
   products = 0;
   attention(1, l, n, p, x, x, y_p, pack);
   print_shares(of_slots, of_words, pack);
-  printf("4. Luna's unpack (equation 4). Each word looks at the slots, which hold what they have read:\n\n");
+  printf("4. Luna's unpack (equation 4). Each word looks at the slots, which hold what they read in the pack:\n\n");
   attention(1, n, l, x, y_p, y_p, y, unpack);
   print_shares(of_words, of_slots, unpack);
-  printf("What a word so gets of each word is unpack times pack: a matrix of n n shares that nobody computes, of\n"
-         "rank l = %d at most. It is less sharp than the first one: what passes between words goes through the slots.\n"
-         "\"sat\" gets little of itself; what keeps a word is the residual of equation 6, X + Y_X.\n\n", l);
+  printf("The share of each word that a word gets is unpack times pack. This matrix of n n shares is never\n"
+         "computed. Its rank is l = %d at most. It is less sharp than the first one, since everything between\n"
+         "words goes through the slots. \"sat\" gets little of itself. The residual of equation 6, X + Y_X, keeps\n"
+         "the word.\n\n", l);
   multiply(n, l, n, unpack, pack, all);
   print_shares(of_words, of_words, all);
   printf("%lld products.\n\n", products);
@@ -169,17 +170,17 @@ static void show_sentence(void) {
   matrix x, y;
   float all[n * n], heads[2 * n * n];
   for (int t = 0; t < n; t++) read_columns(words[t].columns, x + t * d);
-  printf("1. Softmax attention (equation 1). Each row is a word, and says in percent where it looks: at words whose\n"
-         "vectors have a large dot product with its own, likeness times length: \"tired\" is \"warm\" and more, so\n"
-         "\"warm\" looks at both alike, \"tired\" at itself. In a layer Q, K and V are X times learned matrices; here\n"
-         "all three are X.\n\n");
+  printf("1. Softmax attention (equation 1). Each row is a word and says in percent where it looks. It looks at\n"
+         "words whose vectors have a large dot product with its own. That product is large for vectors that are\n"
+         "alike or long: \"tired\" is \"warm\" and more, so \"warm\" looks at both alike and \"tired\" at itself.\n"
+         "In a layer Q, K and V are X times learned matrices. Here all three are X.\n\n");
   products = 0;
   attention(1, n, n, x, x, x, y, all);
   print_shares(of_words, of_words, all);
   printf("%lld products. \"it\" looks at itself and at the cat.\n\n", products);
 
-  printf("2. Two heads: the first compares columns 0 to 3, the kind of word, the second columns 4 to 7, what it is\n"
-         "about. Where \"sat\" looks, by the first head and by the second:\n\n");
+  printf("2. Two heads. The first compares columns 0 to 3, the kind of word. The second compares columns 4 to 7, the\n"
+         "topic. These rows say where \"sat\" looks by the first head and by the second:\n\n");
   attention(2, n, n, x, x, x, y, heads);
   for (int h = 0; h < 2; h++) print_row(heads + (h * n + word("sat")) * n);
   show_nested(x);
@@ -194,12 +195,13 @@ static void show_gates(void) {
     gates[0][t] = 1, gates[1][t] = 0.84f;                  /* 0.84: half is forgotten in four words */
     gates[2][t] = strcmp(words[t].text, "because") == 0 || strcmp(words[t].text, "it") == 0 ? 0.37f : 1;
   }
-  printf("5. The past. A causal model has no pack: a word must not see later ones. Its memory is a sum over the\n"
-         "words so far divided by their number (equation 7): of t words a slot holds each by softplus(score) / t,\n"
-         "which need not sum to 1, so that the newest counts less and less: of 12 words with equal scores 8%% of\n"
-         "the whole, of 1,200 0.08%%. Such a memory blurs, and in the end hardly moves. A gate (.forget, not in the\n"
-         "paper) multiplies what was before, by e^-1 = 0.37 a word at least; with it a word weighs e^score, and the\n"
-         "weights are divided by their sum. If all scores are equal, a slot holds after the last word, in percent:\n\n"
+  printf("5. The past. A causal model has no pack, since a word must not see later words. Its memory is a sum\n"
+         "over the words so far, divided by their number (equation 7). After t words a slot holds each with the\n"
+         "weight softplus(score) / t. These weights need not sum to 1. The newest word counts less and less: with\n"
+         "equal scores it is 8%% of the whole after 12 words and 0.08%% after 1,200. Such a memory blurs and in\n"
+         "the end hardly changes. A gate (.forget, not in the paper) multiplies the memory before each word, by\n"
+         "at least e^-1 = 0.37. With a gate a word weighs e^score, and the weights are divided by their sum. If\n"
+         "all scores are equal, a slot holds this after the last word, in percent:\n\n"
          "%8s", "");
   for (int t = 0; t < n; t++) printf(" %5.5s", words[t].text);
   for (int g = 0; g < 3; g++) {
@@ -213,7 +215,8 @@ static void show_gates(void) {
     for (int t = 0; t < n; t++) printf(" %5.0f", 100 * (double)(share[t] / sum));
   }
   printf("\n\nThe constant gate forgets half in four words, at any length. The third one forgets at \"because\" and\n"
-         "\"it\": the old clause fades, the new one is kept whole. A model learns from the words when to forget.\n\n");
+         "\"it\", so the old clause fades and the new one is kept whole. A model learns from the words when to\n"
+         "forget.\n\n");
 }
 
 /* ---- the equations ----------------------------------------------------------------------------------------------- */
@@ -479,19 +482,19 @@ static luna_status show_training(luna_ctx *ctx) {
     make_sample(i, x, target);
     for (int c = 1; c < d; c++) variance += target[c] * target[c] / (1000 * d);
   }
-  printf("\n7. Training: tell every token what the first token was.\n\n");
+  printf("\n7. Training. The task is to tell every token what the first token was.\n\n");
   if (train(ctx, l, false, true, &m) != LUNA_OK) return luna_error_status(ctx);
   const double loss = loss_on_new(ctx, &m);
   const double blind = (double)variance * (n - 1) / n;
-  printf("\nWhat the loss means: it is a mean squared error. A model that looks at no other token can only say the\n"
-         "mean, but at the first token itself, and has (n - 1)/n of the variance of what is to be told, %.4f: %.4f.\n"
-         "0 is perfect. When a slot has found the first token, all tokens can read it there, and the loss falls. On\n"
-         "50 new sequences it is %.4f, %.1f%% of that: a number is off by %.2f, the root of it. A loss says nothing\n"
-         "without such a comparison. In one of those sequences the slots look, in percent:\n\n",
+  printf("\nThe loss is a mean squared error. A model that looks at no other token can only say the mean, except at\n"
+         "the first token itself. Its loss is (n - 1)/n of the target's variance %.4f, which is %.4f. 0 is\n"
+         "perfect. When a slot has found the first token, all tokens can read it there, and the loss falls. On 50\n"
+         "new sequences it is %.4f, %.1f%% of that. So a number is off by %.2f, the square root. A loss says\n"
+         "nothing without such a comparison. In one of those sequences the slots look here, in percent:\n\n",
          (double)variance, blind, loss, 100 * loss / blind, sqrt(loss));
   print_pack(&m);
-  printf("\nA slot that looks everywhere alike has found nothing. Where others have the first token, the loss\n"
-         "is small without it.\n");
+  printf("\nA slot that looks everywhere alike has found nothing. The loss is small without it if other slots have\n"
+         "the first token.\n");
   return luna_error_status(ctx);
 }
 
@@ -504,32 +507,31 @@ static luna_status answer(luna_ctx *ctx) {
   if (train(ctx, 1, false, false, &one) != LUNA_OK || train(ctx, n, false, false, &many) != LUNA_OK ||
       train(ctx, l, true, false, &frozen) != LUNA_OK) return luna_error_status(ctx);
   for (int t = 0; t < n; t++) read_columns(words[t].columns, x + t * d);
-  printf("\n8. Exercises. Think first: the answers follow.\n\n"
+  printf("\n8. Exercises. Think first; the answers follow.\n\n"
          "a) l = 1. What do the words get? Is it enough for the task of 7?\n"
          "b) l = n, and P = X. Is Luna then softmax attention? What does it cost?\n"
-         "c) P is frozen: it stays as it began, random. Does the model still learn?\n"
+         "c) P is frozen and stays random. Does the model still learn?\n"
          "d) From how many tokens on does Luna make fewer products than softmax attention?\n"
-         "e) All gates are g, below 1. How much does a slot hold in all, before it is divided, after many words? And\n"
-         "   with equation 7's mean?\n\n"
+         "e) All gates are g, below 1. How much does a slot hold in all after many words, before the division? How\n"
+         "   much does it hold with equation 7's mean?\n\n"
          "Answers.\n\n"
-         "a) A softmax over one slot is 1: every word gets the same vector, a summary of the sentence; what words ask\n"
-         "   does not matter. For the task of 7 that is enough, as all ask for the first token: loss %.4f. With more\n"
-         "   slots words have to learn as well which of them to read.\n"
-         "b) No, it is softmax attention twice, and costs twice the products. What \"sat\" gets of each word, once\n"
-         "   and twice, in percent:\n", loss_on_new(ctx, &one));
+         "a) A softmax over one slot is 1. Every word gets the same vector, a summary of the sentence, whatever it\n"
+         "   asks. For the task of 7 that is enough, since all ask for the first token. The loss is %.4f. With more\n"
+         "   slots words must also learn which of them to read.\n"
+         "b) No, it is softmax attention twice and costs twice the products. \"sat\" gets these shares of each word,\n"
+         "   once and twice, in percent:\n", loss_on_new(ctx, &one));
   attention(1, n, n, x, x, x, y, all);
   products = 0;
   attention(1, n, n, x, x, x, y_p, pack), attention(1, n, n, x, y_p, y_p, y, unpack);
   print_row(all + word("sat") * n);
   multiply(n, n, n, unpack, pack, all);
   print_row(all + word("sat") * n);
-  printf("   %lld products instead of %d. With %d slots of a learned P the task of 7 ends at a\n"
-         "   loss of %.4f.\n"
-         "c) Yes, %.4f: what a slot asks is P times a learned matrix (pq_proj), and of independent rows, %d of %d\n"
-         "   numbers here, a matrix makes any queries.\n"
-         "d) 2 l n < n n where n > 2 l: with 16 slots beyond 32 tokens. In time it takes more (README).\n"
-         "e) 1 + g + g g + ... = 1/(1 - g), with 0.84 about six words, however many came; of the mean's sum t words\n"
-         "   after t, so that each new one counts 1/t.\n",
+  printf("   %lld products instead of %d. With %d slots of a learned P the task of 7 ends at a loss of %.4f.\n"
+         "c) Yes, its loss is %.4f. A slot's query is P times a learned matrix (pq_proj). From independent rows,\n"
+         "   here %d rows of %d numbers, a matrix can make any queries.\n"
+         "d) 2 l n < n n if n > 2 l: with 16 slots, from 33 tokens on. In time it takes more tokens (README).\n"
+         "e) It holds 1 + g + g g + ... = 1/(1 - g). With g = 0.84 that is about six words, however many came.\n"
+         "   The sum of the mean holds t words after t, so each new one counts 1/t.\n",
          products, n * n, n, loss_on_new(ctx, &many), loss_on_new(ctx, &frozen), l, d);
   return luna_error_status(ctx);
 }
@@ -543,8 +545,8 @@ int main(int count, char **given) {
   count_products();
   show_gates();
   printf("6. The equations beside luna.h's calls, on the same numbers. Tied sharing, luna.h's default, makes key and\n"
-         "value by one projection, in the pack and in the unpack, and so saves two matrices. So does section 4.2 of\n"
-         "the paper; that section 3.1 names W_K and W_Q is a slip.\n\n");
+         "value by one projection, in the pack and in the unpack. That saves two matrices. Section 4.2 of the paper\n"
+         "does the same; that section 3.1 names W_K and W_Q is a slip.\n\n");
   if (compare(ctx, 1, LUNA_SHARING_FULL) != LUNA_OK || compare(ctx, 2, LUNA_SHARING_TIED) != LUNA_OK ||
       compare_causal(ctx) != LUNA_OK || show_training(ctx) != LUNA_OK || answer(ctx) != LUNA_OK)
     failures++, puts(luna_error(ctx));

@@ -71,7 +71,7 @@ double EXPORT(page_memory)(void) { return lm.ctx ? (double)luna_memory(lm.ctx).p
 int EXPORT(page_text)(unsigned char *bytes, int32_t size) {
   if (size < 100) {
     free(bytes);
-    return fail("The text is too short: nine tenths of it are learnt and the last tenth is foretold, for which 100 "
+    return fail("The text is too short. The page trains on nine tenths of it and validates on the rest, for which 100 "
                 "bytes are the least.");
   }
   free(text.bytes);
@@ -93,7 +93,7 @@ static int begin_training(training *t) {
   t->ctx = luna_open(&options);
   t->params = luna_params_open(t->ctx);
   t->tokens = (int32_t *)malloc(2 * sizeof(int32_t) * (size_t)chosen.window * (size_t)chosen.batch);
-  return (t->params && t->tokens) || fail("There is no memory for another model: a page has 2 GB at most.");
+  return (t->params && t->tokens) || fail("There is no memory for another model; a page has 2 GB at most.");
 }
 static luna_optimizer *optimizer(luna_params *params) {
   return luna_adamw(params, &(luna_optimizer_config){ .lr = 5e-3f, .weight_decay = 0.01f, .clip = 1 });
@@ -143,7 +143,7 @@ double EXPORT(page_train)(double lr, int32_t steps) {
   const luna_schedule schedule = { .decay = LUNA_DECAY_COSINE, .warmup = steps < 1000 ? steps / 10 : 100,
                                    .total = steps, .floor = 0.05f };
   const int64_t learnt = text.size - text.held, n = lm.set.window < learnt ? lm.set.window : learnt - 1;
-  if (!lm.adam || !text.bytes) return fail("There is no model, or no text, to train."), no_number();
+  if (!lm.adam || !text.bytes) return fail("There is no model to train, or no text."), no_number();
   fill_batch();
   const luna_input input = { lm.tokens, NULL, lm.set.batch, n, NULL };
   luna_begin_step(lm.ctx);
@@ -179,7 +179,7 @@ double EXPORT(page_validate)(int32_t first, int32_t windows, int32_t *count) {
 int EXPORT(page_sample)(const unsigned char *prompt, int32_t size, unsigned char *out, int32_t count,
                         double temperature) {
   luna_sampling sampling = { .temperature = (float)temperature, .seed = (uint64_t)lm.step };
-  if (!lm.ctx || lm.set.softmax) return fail("Only a model with Luna attention writes here.");
+  if (!lm.ctx || lm.set.softmax) return fail("Only a model with Luna attention generates text here.");
   luna_stream *stream = luna_stream_open(&lm.model, NULL);
   const float *logits = NULL;
   int32_t token = 0;
@@ -191,7 +191,7 @@ int EXPORT(page_sample)(const unsigned char *prompt, int32_t size, unsigned char
     logits = luna_stream_step(stream, &token);
   }
   luna_stream_close(stream);
-  return token >= 0 || fail("The model's logits are not finite: learn anew, at a lower rate.");
+  return token >= 0 || fail("The model's logits are not finite. Start over with a lower learning rate.");
 }
 
 /* bytes of a stream's state, whatever it has read */
@@ -288,7 +288,7 @@ static bool look_forgetting(const luna_causal_layer *layer, luna_tensor *x, int6
 int EXPORT(page_look)(const unsigned char *bytes, int32_t n, int32_t layer, float *out) {
   if (!lm.ctx || lm.set.softmax) return fail("Only a model with Luna attention has a memory to look at.");
   if (lm.model.config.layer.forget == LUNA_FORGET_CONSTANT)
-    return fail("This model's memory forgets at a constant rate: drawn here are the published form and the gated one.");
+    return fail("This model's memory forgets at a constant rate. Only the published and the gated form are drawn.");
   if (n < 1 || layer < 0 || layer >= lm.model.config.layers) return fail("There is no such text or layer.");
   int32_t *tokens = (int32_t *)malloc((size_t)n * sizeof(int32_t));
   for (int32_t i = 0; tokens && i < n; i++) tokens[i] = bytes[i];
@@ -338,7 +338,7 @@ int EXPORT(page_load)(const void *bytes, int32_t size) {
   const luna_lm_config *c = &t.model.config;
   if (c->vocab != 256 || c->features || c->outputs || (c->layer.attention && c->layer.attention !=
       LUNA_ATTENTION_SOFTMAX) || c->positions > LUNA_POSITIONS_NONE)
-    return close_training(&t), fail("The file's model is not one of bytes as this page makes, or lm train.");
+    return close_training(&t), fail("The file's model is not a model of bytes that this page or lm train made.");
   set->window = kept(&t, "page.window", 1, chosen.window), set->batch = kept(&t, "page.batch", 1, chosen.batch);
   set->seed = kept(&t, "page.seed", 0, chosen.seed), t.step = kept(&t, "page.step", 0, 0);
   if (set->window > 65536 || set->batch > 1024) set->window = chosen.window, set->batch = chosen.batch;
@@ -347,7 +347,7 @@ int EXPORT(page_load)(const void *bytes, int32_t size) {
   free(t.tokens);
   t.tokens = (int32_t *)malloc(2 * sizeof(int32_t) * (size_t)set->window * (size_t)set->batch);
   t.adam = t.tokens ? optimizer(t.params) : NULL;
-  if (!t.adam) return close_training(&t), fail("There is no memory for another model: a page has 2 GB at most.");
+  if (!t.adam) return close_training(&t), fail("There is no memory for another model; a page has 2 GB at most.");
   if (luna_load_training(t.adam, luna_bytes(bytes, (size_t)size)) != LUNA_OK) t.step = 0;
   close_training(&lm);
   lm = t, chosen = t.set;
@@ -369,7 +369,7 @@ int EXPORT(page_time_open)(int32_t n, int32_t l) {
   float *floats = (float *)malloc(sizeof(float) * WIDTH * (2 * (size_t)n + 2 * (size_t)l));
   free(timed.x), free(timed.scratch);
   timed.x = floats, timed.scratch = NULL;
-  if (!floats) return fail("There is no memory for so long a sequence: a page has 2 GB at most.");
+  if (!floats) return fail("There is no memory for so long a sequence; a page has 2 GB at most.");
   timed.p = floats + (int64_t)n * WIDTH, timed.y_p = timed.p + (int64_t)l * WIDTH;
   timed.y = timed.y_p + (int64_t)l * WIDTH;
   for (int64_t i = 0; i < ((int64_t)n + l) * WIDTH; i++) floats[i] = (float)draw(1, i, 0, 2001) / 1000 - 1;
@@ -383,12 +383,13 @@ int EXPORT(page_time_open)(int32_t n, int32_t l) {
   timed.scratch = malloc(scratch + 1);
   for (int i = 0; i < LENGTH(timed.args) && timed.scratch; i++)
     timed.args[i].run.scratch = timed.scratch, timed.args[i].run.scratch_size = scratch;
-  return timed.scratch != NULL || fail("There is no memory for so long a sequence: a page has 2 GB at most.");
+  return timed.scratch != NULL || fail("There is no memory for so long a sequence; a page has 2 GB at most.");
 }
 /* once softmax attention, or once Luna's two */
 int EXPORT(page_time_run)(int32_t luna) {
   for (int i = luna ? 1 : 0; i < (luna ? 3 : 1); i++)
-    if (!timed.scratch || luna_softmax_attention_f32(&timed.args[i]) != LUNA_OK) return fail("Attention failed.");
+    if (!timed.scratch || luna_softmax_attention_f32(&timed.args[i]) != LUNA_OK)
+      return fail("Attention could not be computed.");
   return 1;
 }
 
@@ -456,7 +457,7 @@ int EXPORT(page_detector_open)(const float *signal, int32_t n) {
   const bool good = adam && changes && n > 2 * WINDOW && luna_input_layer_fit(&model.input, &all) == LUNA_OK;
   free(changes);
   if (!good) {
-    if (n <= 2 * WINDOW) fail("The signal is too short to learn from.");
+    if (n <= 2 * WINDOW) fail("The signal is too short to train on.");
     else if (ctx) failed(ctx);
     else fail("There is no memory for a detector.");
     return luna_close(ctx), 0;

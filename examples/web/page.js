@@ -161,7 +161,7 @@ function see() {
   const n = +$('n').value, l = +$('l').value;
   $('n-is').textContent = n, $('l-is').textContent = l;
   $('picture').innerHTML = picture(n, l, { stacked: $('picture').clientWidth < 560 });
-  $('counts').textContent = `With 100,000 tokens and ${l} slots: ${whole(1e10)} products or ${whole(2e5 * l)}.`;
+  $('counts').textContent = `With 100,000 tokens and ${l} slots: ${whole(1e10)} products and ${whole(2e5 * l)}.`;
 }
 
 const lengths = [256, 512, 1024, 2048, 4096, 8192, 16384];
@@ -208,8 +208,8 @@ async function measure(module) {
       redraw('times');
     }
     const [n, softmax, luna] = times.at(-1);
-    say('time-says', `Measured. Of ${whole(n)} tokens Luna's attention takes ${number(luna, 1)} ms, softmax ` +
-      `attention ${number(softmax, 0)} ms.`);
+    say('time-says', `For ${whole(n)} tokens Luna's attention takes ${number(luna, 1)} ms, softmax attention ` +
+      `${number(softmax, 0)} ms.`);
     $('times').setAttribute('aria-label', 'Time by length: ' + times.map(([a, b, c]) =>
       `${a} tokens, softmax ${b.toFixed(2)} ms, Luna ${c.toFixed(2)} ms`).join('; '));
   } catch (error) { say('time-says', error.message, true); }
@@ -372,7 +372,7 @@ function heard(data, isOther) {
     redraw('loss');
     if (!isOther) peek();
   } else if (data.what === 'sample' && !isOther) $('sample').textContent = lm.promptText + printable(data.bytes);
-  else if (data.what === 'ended') ended(isOther, 'All steps are made. More steps in all, and Go on, would continue.');
+  else if (data.what === 'ended') ended(isOther, 'All steps are made. Raise Steps in all and press Continue for more.');
   else if (data.what === 'failed')
     ended(isOther, `${data.error} Training stopped at step ${data.step}; nothing learnt is lost.`, true);
 }
@@ -383,13 +383,13 @@ function ended(isOther, text, bad) {
     return;
   }
   lm.running = false;
-  $('go').textContent = 'Go on';
+  $('go').textContent = 'Continue';
   say('train-says', text, bad);
 }
 
 const limit = 64e6, visible = 10000;
-const tooLarge = (what, size, unit) => `${what} has ${whole(size)} ${unit}, which is too much for a page; ` +
-  'what was there before has stayed.';
+const tooLarge = (what, size, unit) => `${what} has ${whole(size)} ${unit}, which is too much for a page. ` +
+  'The text from before is kept.';
 /* The text to learn, of which the box shows the beginning. */
 function setText(text, what) {
   if (text.length > limit)
@@ -421,7 +421,7 @@ async function start() {
     lm.promptBytes }, options));
   lm.running = true;
   $('go').textContent = 'Stop', $('anew').disabled = false;
-  say('train-says', 'Training. The learning rate rises for a tenth of the steps, or a hundred, and then falls.');
+  say('train-says', 'The model is training. Its learning rate rises for a tenth of the steps, or 100, and then falls.');
 }
 /* The same, with softmax attention in Luna's place, in a worker of its own. */
 async function startOther(bytes, options) {
@@ -444,8 +444,8 @@ async function stop() {
   const { step } = await trainer.ask('stop');
   await stopOther();
   lm.running = false, lm.step = step;
-  $('go').textContent = 'Go on';
-  say('train-says', `Stopped at step ${whole(step)}. What has been learnt stays.`);
+  $('go').textContent = 'Continue';
+  say('train-says', `The training is stopped at step ${whole(step)}. The model is kept.`);
 }
 /* A new model by the settings; where it fails the old one stays. */
 async function anew() {
@@ -461,8 +461,8 @@ function forget(shape, parameters, step) {
   for (const name of Object.keys(curves)) curves[name] = [];
   ['f-loss', 'f-held', 'f-rate', 'f-left', 'f-other', 'f-other-rate'].forEach((id) => { $(id).textContent = '–'; });
   $('f-step').textContent = whole(step), $('f-size').textContent = whole(parameters);
-  $('sample').textContent = 'Nothing yet.';
-  $('go').textContent = step ? 'Go on' : 'Start', $('anew').disabled = !step;
+  $('sample').textContent = 'There is no sample yet.';
+  $('go').textContent = step ? 'Continue' : 'Start', $('anew').disabled = !step;
   const before = $('layer').value;
   $('layer').innerHTML = Array.from({ length: shape.layers }, (unused, i) => `<option value="${i}">${i + 1}`).join('');
   $('layer').value = before && +before < shape.layers ? before : shape.layers - 1;
@@ -479,15 +479,15 @@ async function go() {
   if (lm.running) return stop();
   if (!lm.cut) lm.text = $('text').value;
   if (encode(lm.text.slice(0, 100)).length < 100)
-    throw new Error('The text is too short: nine tenths of it are learnt and the last tenth is foretold, for which ' +
-                    '100 bytes are the least.');
+    throw new Error('The text is too short. The page trains on nine tenths of it and validates on the rest, ' +
+                    'for which 100 bytes are the least.');
   const wanted = settings();
   if (lm.step === 0 && !sameShape(wanted, lm.shape)) await anew();
   else if (!sameShape(wanted, lm.shape))
     throw new Error(`The model has other sizes than the boxes say (${lm.shape.layers} layers of ${lm.shape.dim}, ` +
-      `${lm.shape.memory} slots, ${lm.shape.batch} windows of ${lm.shape.window}): Begin anew makes one by the boxes.`);
+      `${lm.shape.memory} slots, ${lm.shape.batch} windows of ${lm.shape.window}). Start over makes a new one.`);
   if (lm.step >= speed().steps)
-    throw new Error(`The model has made ${whole(lm.step)} steps: raise Steps in all to go on.`);
+    throw new Error(`The model has made ${whole(lm.step)} steps. Raise Steps in all to continue.`);
   return start();
 }
 
@@ -502,7 +502,7 @@ async function peek() {
     peekAgain = false;
     const bytes = encode($('sentence').value).slice(0, 64);
     try {
-      if (lm.shape.softmax) throw new Error('This model has softmax attention: it has no memory to look at.');
+      if (lm.shape.softmax) throw new Error('This model has softmax attention, so it has no memory to look at.');
       if (!bytes.length) throw new Error('There is no text to look at.');
       inside = Object.assign(await trainer.ask('look', { bytes, layer: +$('layer').value }), { bytes });
       const keys = 8 * lm.shape.dim * lm.shape.layers;
@@ -590,7 +590,7 @@ async function save() {
   link.download = 'luna.safetensors';
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
-  say('take-says', `luna.safetensors: ${whole(bytes.length)} bytes, the training at step ${whole(step)}.`);
+  say('take-says', `luna.safetensors has ${whole(bytes.length)} bytes. It is the training at step ${whole(step)}.`);
 }
 async function load(file) {
   if (file.size > 1e9) throw new Error(tooLarge(file.name, file.size, 'bytes'));
@@ -598,23 +598,23 @@ async function load(file) {
   if (lm.running) await stop();
   let got;
   try { got = await trainer.ask('load', { bytes }, [bytes.buffer]); } catch (error) {
-    throw new Error(`${file.name} is no checkpoint that this page can go on from; the model is as it was. (luna.h: ` +
+    throw new Error(`${file.name} is no checkpoint that this page can resume; the model is as it was. (luna.h: ` +
       `${error.message})`);
   }
   ['layers', 'dim', 'memory', 'window', 'batch'].forEach((name) => { $(name).value = got.settings[name]; });
   forget(got.settings, got.parameters, got.step);
   say('take-says', `${file.name}: a model of ${got.settings.layers} layers of ${got.settings.dim}, at step ` +
-    `${whole(got.step)}. Go on, in part 3, trains it further.`);
-  say('train-says', `The model is that of ${file.name}.`);
+    `${whole(got.step)}. Continue, in part 3, trains it further.`);
+  say('train-says', `The model is now that of ${file.name}.`);
 }
-/* The model that comes along, in 8 bits: examples/models/english.safetensors. */
+/* The bundled model, in 8 bits: examples/models/english.safetensors. */
 async function takeEnglish() {
   await load(new File([await unpacked('english-file')], 'english.safetensors'));
   const prompt = encode('The king'), wanted = { bytes: prompt, count: 400, temperature: 0.6 };
   const { bytes } = await trainer.ask('sample', wanted);
   $('sample').textContent = `${printable(prompt)}┃${printable(bytes)}`;
-  say('take-says', 'The model of English that comes along: 2 layers of 40, which have learnt Shakespeare\'s plays. ' +
-    'What it writes is in part 3, and part 4 looks inside it. Start, in part 3, teaches it your text.');
+  say('take-says', 'The bundled model of English is loaded. It has 2 layers of 40 and has read Shakespeare\'s plays. ' +
+    'Its sample is in part 3, and part 4 looks inside it. Start, in part 3, trains it on your text.');
 }
 function dropZone(zone, take) {
   ['dragenter', 'dragover'].forEach((kind) => $(zone).addEventListener(kind, (event) => {
@@ -698,7 +698,7 @@ drawings.set('signal', () => {
 async function learn() {
   const marks = signal.marks.map(([a, b]) => [Math.min(a, b), Math.max(a, b)]), labels = new Int32Array(length);
   if (marks.some(([a, b]) => b - a < 6 || b - a > 120))
-    throw new Error('An example has 6 to 120 numbers: mark both again.');
+    throw new Error('An example has 6 to 120 numbers. Mark both again.');
   if (signal.running) await play();
   /* A yes is due when most of the example has been seen; before that, and just after it, either is right. */
   for (const [a, b] of marks) {
@@ -707,14 +707,15 @@ async function learn() {
   }
   ['learn', 'play'].forEach((id) => { $(id).disabled = true; });
   const steps = 200, copy = signal.values.slice();
-  tools.hear = (data) => say('stream-says', `Learning: step ${data.step} of ${steps}, loss ${data.loss.toFixed(3)}.`);
+  tools.hear = (data) =>
+    say('stream-says', `The detector is training: step ${data.step} of ${steps}, loss ${data.loss.toFixed(3)}.`);
   try {
     await tools.ask('learn', { signal: copy, labels, steps });
     const { found, state } = await tools.ask('read', { signal: copy });
     signal.found.set(found);
     signal.learnt = true, signal.seen = signal.right = signal.wrong = 0;
     say('stream-says',
-      `Learnt. All that the detector keeps of the past is ${whole(state)} bytes, and the last 64 numbers. Let it run.`);
+      `The detector is trained. It keeps ${whole(state)} bytes of the past, and the last 64 numbers. Press Run.`);
   } finally { ['learn', 'play'].forEach((id) => { $(id).disabled = false; }); }
   redraw('signal');
 }
@@ -730,11 +731,11 @@ function count() {
 }
 async function play() {
   signal.running = !signal.running;
-  $('play').textContent = signal.running ? 'Stop' : 'Let it run';
+  $('play').textContent = signal.running ? 'Stop' : 'Run';
   if (!signal.running) {
     signal.marks = [[0, 0], [0, 0]], writeMarks();
-    say('stream-says', 'It stands still. Drag over the signal to mark two examples, all there are in it, and learn ' +
-      'from them; or let it run on.');
+    say('stream-says', 'The signal is stopped. Drag over it to mark two examples, all that it has, and train ' +
+      'on them, or press Run.');
     return redraw('signal');
   }
   let last = performance.now(), due = 0;
@@ -752,13 +753,14 @@ async function play() {
       const found = signal.learnt ? (await tools.ask('read', { signal: values })).found : new Float32Array(fresh);
       for (let i = 0; i < fresh; i++) push(values[i], truths[i], found[i]), count();
     } catch (error) {
-      signal.running = false, $('play').textContent = 'Let it run';
+      signal.running = false, $('play').textContent = 'Run';
       say('stream-says', error.message, true);
     }
     if (signal.running && signal.learnt)
-      say('stream-says', `Running: ${perSecond} numbers a second. Of ${signal.seen} double pulses of the demo wave ` +
+      say('stream-says', `It runs at ${perSecond} numbers a second. Of ${signal.seen} double pulses of the demo wave ` +
         `${signal.right} were found, and ${signal.wrong} times there was none where it said yes.`);
-    else if (signal.running) say('stream-says', 'Running. It has not learnt yet: stop, mark two examples, and learn.');
+    else if (signal.running)
+      say('stream-says', 'The signal runs, but the detector is not trained yet. Stop it, mark two examples and train.');
     redraw('signal');
   }
 }
@@ -797,7 +799,7 @@ function listen() {
   $('go').addEventListener('click', guarded('train-says', go));
   $('anew').addEventListener('click', guarded('train-says', async () => {
     await anew();
-    say('train-says', 'A new model, which has learnt nothing yet.');
+    say('train-says', 'This is a new model, which is not trained yet.');
   }));
   ['lr', 'steps'].forEach((id) => $(id).addEventListener('change', guarded('train-says', async () => {
     await trainer.ask('change', speed());
@@ -816,7 +818,7 @@ function listen() {
   chosen('load', 'take-says', load);
   $('text').addEventListener('input', () => {
     lm.text = $('text').value;
-    say('text-says', `Your text: ${whole(lm.text.length)} characters.`);
+    say('text-says', `Your text has ${whole(lm.text.length)} characters.`);
   });
   /* a long text would make the box slow: it goes past it */
   $('text').addEventListener('paste', (event) => {
@@ -856,7 +858,7 @@ async function begin() {
   }
   redraw(...drawings.keys());
   if (typeof WebAssembly !== 'object' || !simd())
-    return say('state', 'This browser has no WebAssembly SIMD, which luna.h is compiled for here: any browser since ' +
+    return say('state', 'This browser has no WebAssembly SIMD, which this page needs; any browser since ' +
       '2023 has it. The picture of part 1 works without it; nothing else does.', true);
   try {
     compiled = await WebAssembly.compile(await unpacked('wasm'));
@@ -871,6 +873,6 @@ async function begin() {
   follow();
   try { await anew(); } catch (error) { say('train-says', error.message, true); }
   ['measure', 'go', 'save', 'english', 'learn', 'play'].forEach((id) => { $(id).disabled = false; });
-  say('state', 'Ready: luna.h runs in this page, on WebAssembly SIMD, one thread a model.');
+  say('state', 'Ready. luna.h runs in this page on WebAssembly SIMD, with one thread a model.');
 }
 begin();
