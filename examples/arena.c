@@ -349,8 +349,8 @@ static int one_command(luna_ctx *ctx, const char **words) {
   const int status = measure(&r, &text, own.tokens, writer, own.one_seconds, &out);
   free(text.data);
   if (!status)
-    say("%s, %lld tokens: %.3f steps per second, %.1f MB, loss %.3f", words[0], (long long)own.tokens, out.rate,
-        out.bytes / 1e6, out.loss);
+    say("%s reads %lld tokens at %.3f steps per second in %.1f MB. Its loss is %.3f.", words[0], (long long)own.tokens,
+        out.rate, out.bytes / 1e6, out.loss);
   return status;
 }
 

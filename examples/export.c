@@ -23,7 +23,8 @@ enum { LEARN_NOTHING, LEARN_CLASSES, LEARN_VALUES };
 static struct { const char *out; int64_t weights, learn; } own = { .weights = LUNA_DTYPE_I8 };
 static const flag flags[] = {
   { "--out", "", STRING(own.out),
-   "Says where to write the result. TEXT is the folder and name of two files, without .c. The name is one for C." },
+   "Says where to write the result. TEXT is the folder and name of two files, without .c. The name must be valid in "
+   "C." },
   { "--weights", "", CHOICE(own.weights, "f32 i8"), "Sets the type of the weights. i8 takes a quarter of the bytes." },
   { "--learn", "", CHOICE(own.learn, "no classes values"),
    "Lets the output layer learn on the device. Its outputs are classes or values." },

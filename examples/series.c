@@ -68,7 +68,7 @@ static const flag flags[] = {
   { "--inputs", "t", STRING(own.inputs),
    "Reads these columns of a CSV file, but does not forecast them. TEXT is as for --columns." },
   { "--held", "t", WHOLE(own.held, 0, 5),
-   "Says which data are held out. They are fifth N of the data; with 0 none of .ts and the last fifth of CSV." },
+   "Says which data are held out. N is the fifth held out, from 1 to 5; 0 is none of .ts and the last of CSV." },
   { "--valid", "t", REAL(own.valid, 0, 0.5),
    "Says which samples choose the model. They are a share X of what is not held out, if that is 20 cases." },
   FLAG_PATIENCE,
@@ -859,12 +859,12 @@ static void count_classes(void) {
 static void put_rare(void) {
   printf("'"), put_shown(stdout, classes[rare_class].at, shown_size(classes[rare_class])), printf("'");
 }
-/* "; 'incident' is 431 of 14400 steps, 23 times, to learn from, ..." */
+/* " 'incident' is 431 of 14400 steps, 23 times, to train on; ... ." */
 static void say_parts(void) {
   const int64_t ends[] = { 0, data.training, data.training + data.validation, data.count };
   static const char *const what[] = { "to train on", "to choose the model by", "held out" };
   const char *gap = " is ";
-  printf("; "), put_rare();
+  printf(" "), put_rare();
   for (int part = 0; part < 3; part++) {
     const presence p = presence_of(ends[part], ends[part + 1], rare_class);
     if (p.all == 0) continue;
@@ -873,6 +873,7 @@ static void say_parts(void) {
     printf(" %s", what[part]);
     gap = "; ";
   }
+  printf(".");
 }
 static void warn_of_parts(void) {
   const int64_t ends[] = { 0, data.training, data.training + data.validation, data.count };
@@ -1037,11 +1038,11 @@ static int train(luna_ctx *ctx, const char **words) {
   if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(set.batch).count)))
     return failed(ctx);
   put_shown(stdout, words[0], (int64_t)strlen(words[0]));
-  printf(": %lld %s, %lld steps of %lld numbers", (long long)data.count,
-         data.csv ? "parts of one recording (to train on, to choose the model by, held out)" : "series",
-         (long long)data.size, (long long)data.k);
-  if (!own.forecast) printf(", %d classes", (int)label_count);
-  printf("; %lld parameters", (long long)luna_params_element_count(params));
+  printf(" has %lld %s with %lld steps of %lld numbers", (long long)data.count,
+         data.csv ? "parts (to train on, to choose the model by, held out)" : "series", (long long)data.size,
+         (long long)data.k);
+  if (!own.forecast) printf(" in %d classes", (int)label_count);
+  printf(". The model has %lld parameters.", (long long)luna_params_element_count(params));
   if (!own.forecast) say_parts();
   printf("\n");
   if (!own.forecast) warn_of_parts();

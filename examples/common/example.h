@@ -394,7 +394,7 @@ typedef struct flag {
   { "--out", commands, WRITES(set.out), "Says where to write the result. FILE gets the model." }, \
   { "--plot", commands, WRITES(set.plot), "Draws a picture in FILE, as SVG. It shows the loss." }, \
   { "--profile", commands, WRITES(set.profile), \
-   "Writes the time of each op to FILE. It is a table, or for names in .json or .timeline.json JSON or a timeline." }, \
+   "Writes the time of each op to FILE. The name's end chooses: .timeline.json, .json or, with any other, a table." }, \
   { "--steps", commands, WHOLE(set.steps, 1, 1e9), "Makes N optimiser steps." }, \
   { "--batch", commands, WHOLE(set.batch, 1, 65536), "Trains on N sequences a step." }, \
   FLAG_LR(commands)

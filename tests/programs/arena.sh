@@ -39,7 +39,7 @@ for system in softmax luna performer "rfa gate=true" "local pattern=sliding wind
   [ "$system" = "rfa gate=true" ] && causal=yes
   check "$system alone" run one "$system" short --window 40 --steps 2 --causal $causal $small
   check "$system reports its speed" \
-    grep -q "^$system, 40 tokens: [0-9.]* steps per second, [0-9.]* MB, loss [0-9.]*$" out
+    grep -q "^$system reads 40 tokens at [0-9.]* steps per second in [0-9.]* MB. Its loss is [0-9.]*.$" out
 done
 cp short luna.h
 refuses "overwrite the text" table --plot ./luna.h

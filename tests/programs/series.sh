@@ -207,7 +207,7 @@ awk 'BEGIN { srand(11); print "load,noise,state"; for (t = 0; t < 4000; t++) { b
   printf "%.3f,%.3f,%s\n", sin(t / 20) + (bad ? 1.2 : 0) + rand(), rand(), bad ? "incident" : "ok" } }' >rare.csv
 check "a rare class" run train rare.csv --label state --held 2 --steps 150 $small --window 100 --out rare.safetensors \
   --aim f1
-check "is counted in each part" awk '/numbers, 2 classes/ { sub(/.*incident. is /, ""); n = split($0, part, ";")
+check "is counted in each part" awk '/numbers in 2 classes/ { sub(/.*incident. is /, ""); n = split($0, part, ";")
   for (i = 1; i <= n; i++) { split(part[i], of, " "); is += of[1]; all += of[3]; if (!(of[1] > 0)) bad = 1 }
   exit bad || n != 3 || is != 190 || all != 4000 }' out
 check "which warns of few" grep -q "^warning: 'incident' comes [1-9] times* in the part that chooses the model" out
