@@ -405,7 +405,7 @@ refuses "another attention" softmax.safetensors --out x
 echo text >text
 refuses "safetensors" text --out x
 refuses "missing" nothing.safetensors
-refuses "see export --help"
+refuses "export --help says"
 refuses "nothing.safetensors" nothing.safetensors --out x
 refuses "is no name for C" float/model.safetensors --out 9x
 refuses "is no name for C" float/model.safetensors --out a-b

@@ -319,7 +319,7 @@ static void check_moved(void) {
 /* ---- settings ---------------------------------------------------------------------------------------------------- */
 
 static void choose(int settings, int task, int kind) {
-  own.settings = settings, own.quick = 0, set.attention = kind, data.task = &tasks[task], flags_given = 0;
+  own.settings = settings, set.attention = kind, data.task = &tasks[task], flags_given = 0;
   choose_settings();
 }
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # flags.sh: what each program's --help says. It ends with 0 and begins with an example command whose flags are there;
-# each line of help is a sentence. The table "Flags" of examples/guide.md has the same flags, programs and sentences. One
-# name says one thing: the first sentence of a flag is the same in all programs, and no two flags say the same.
+# each line of help is a sentence. The table "Flags" of examples/guide.md has the same flags, programs and sentences.
+# One name says one thing: the first sentence of a flag is the same in all programs, and no two flags say the same.
 # flags.sh --write makes the table anew. Needs the programs in $BUILD.
 cd "$(dirname "$0")/../.." || exit 1
 build=${BUILD:-build}
