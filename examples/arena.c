@@ -1,20 +1,21 @@
-/* arena: the systems that papers compare with Luna, side by side: steps per second and memory, relative to the
-   Transformer.
+/* arena: compares Luna with the systems that papers compare it with, side by side: steps per second and memory,
+   relative to the Transformer.
 
      cc -O2 -I. examples/arena.c -o arena -lm -lpthread
 
      arena table [FILE] [--plot arena.svg] [--seconds X] ...
-       Table 2 of arXiv 2106.01540v2: byte-level text, batch 1, 1K to 4K tokens, and 16K where cost is linear; Markdown;
-       the paper's numbers in brackets
+       prints Table 2 of arXiv 2106.01540v2 as Markdown: byte-level text, batch 1, 1K to 4K tokens, and 16K where the
+       cost is linear; the paper's numbers are in brackets
      arena one SYSTEM [FILE] [--window N] ...
-       one system: "performer features=64" (attentions/attentions.h), or softmax, luna
+       measures one system: softmax, luna or a line such as "performer features=64" (attentions/attentions.h)
      arena ablate [FILE] [--steps N] ...
-       of Luna: contextual and own P, l, sharing, pooling: loss, accuracy, speed, memory
+       trains variants of Luna, with contextual and own P, other l, sharing and pooling, and prints their loss,
+       accuracy, speed and memory
 
-   FILE: any bytes, luna.h without one. A training step is forward, backward and SGD, so that memory is the
-   activations'. The first table's models classify a text, by the mean of X (pooling P, Luna would not compute all of
-   its last layer); those of the second, of what is causal, write it on. The Transformer here stores no scores; what
-   they would take is computed and stands beside it. */
+   FILE is any file; without it luna.h is read. A training step is forward, backward and SGD, so that the memory is
+   that of the activations. The models of the first table classify a text by the mean of X. (If they pooled P, Luna
+   would not compute all of its last layer.) The models of the second table are causal and continue the text. The
+   Transformer here stores no scores. The memory that scores would take is computed and stands beside it. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

@@ -1,15 +1,14 @@
-/* attention_map: a picture of Luna attention: where each memory slot looks (pack), and which slots each token reads
-   (unpack).
+/* attention_map: draws Luna attention: where each memory slot looks (pack), and which slots each token reads (unpack).
 
      cc -O2 -I. examples/attention_map.c -o attention_map -lm -lpthread
 
      attention_map draw M --text "great acting but a dull and boring story" [--layer 1] [--head 2] [--plot map.svg]
-     attention_map draw M <FILE      the text from the input
+     attention_map draw M <FILE      reads the text from the input
 
-   M is a classifier, a masked language model or an encoder-decoder of the other examples, whose encoder it shows; the
-   text is cut into tokens as M was trained, which M says. Of other models --tokens says it. Of a classifier the picture
-   says which class the text has, and with which probability. Colours compare with attention
-   that is the same everywhere, 1/n of n tokens or 1/l of l slots: white is that much, blue more, brown less. */
+   M is a classifier, a masked language model or an encoder-decoder of the other examples. The picture shows its
+   encoder. The text is cut into tokens as in training, which M records; --tokens says it for other models. For a
+   classifier the picture says which class the text has, and with which probability. Colours compare with attention
+   that is the same everywhere, 1/n for n tokens or 1/l for l slots: white is that much, blue more, brown less. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

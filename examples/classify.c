@@ -1,19 +1,20 @@
-/* classify: learns to tell texts apart, from lines of a label, a tab and a text; for instance whether a film review
-   praises or damns.
+/* classify: tells texts apart, for instance whether a film review praises or damns. It trains on lines of a label, a
+   tab and a text.
 
      cc -O2 -I. examples/classify.c -o classify -lm -lpthread
 
-     classify train imdb.tsv [--plot loss.svg] ...             about a minute; writes classify.safetensors
-     classify eval M FILE                                      how often M gives a file's labels
-     classify predict M [TEXTS] [--top 3]                      a label and its probability for each line, or more
+     classify train imdb.tsv [--plot loss.svg] ...             takes about a minute and writes classify.safetensors
+     classify eval M FILE                                      measures the accuracy of M on a labelled file
+     classify predict M [TEXTS] [--top 3]                      prints a label and its probability for each line, or more
 
-   imdb.tsv: 25,000 film reviews, made as examples/guide.md says ("Data sets").
+   imdb.tsv has 25,000 film reviews. examples/guide.md says how to make it ("Data sets").
 
-   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate: by them the
-   model of the best average precision is kept, training ends early (--patience), and the model's logits are divided by
-   a temperature, so that its probabilities are what they say. Of a rare label --aim precision=0.9 finds as many as it
-   can with that precision, and --balance makes it count as much as the others as the model learns. Labels and the
-   rest lie in the checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
+   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen at random, is for validation. It chooses the
+   model of the best average precision and ends the training early (--patience). It also sets a temperature, which
+   divides the model's logits so that its probabilities mean what they say. --aim precision=0.9 finds as many of a rare
+   label as it can with that precision. --balance makes a rare label count as much as the others in training. The
+   checkpoint holds labels and all the rest, so M is all that is needed. Ctrl-C ends the training early and keeps the
+   model. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

@@ -1,19 +1,19 @@
-/* compress: a lossless compressor that is a byte-level Luna language model, learning as it reads.
+/* compress: a lossless compressor. It is a byte-level Luna language model that learns as it reads.
 
      cc -O2 -I. examples/compress.c -o compress -lm -lpthread
 
-     compress pack FILE --out P     packs FILE; --by network: by the model alone, ngrams: without it
+     compress pack FILE --out P     packs FILE; --by network uses the model alone, --by ngrams leaves it out
      compress unpack P --out FILE   gives its bytes back
 
-   The file is cut into a few parts that are read side by side. A stream says how likely each byte is to come next in
-   each part, an arithmetic coder spends as many bits on the one that comes as that takes, and after every window of
-   bytes the model makes a training step on it, the memory that forgets carried on, and on a few windows from before.
-   Unpacking makes the same steps, by the same functions, on the bytes that it has just decoded: nothing of the model is
-   in the packed file. What followed the last bytes and words before (ngrams.h) is mixed in, since a model that has read
-   little knows little.
+   The file is cut into a few parts that are read side by side. A stream predicts the next byte of each part. An
+   arithmetic coder spends few bits on a byte that was likely and many on one that was not. After every window of bytes
+   the model makes a training step on it, with the memory that forgets carried over, and on a few windows from before.
+   Unpacking makes the same steps, by the same functions, on the bytes that it has just decoded. So the packed file
+   holds nothing of the model. Predictions from the bytes and words before (ngrams.h) are mixed in, since a model that
+   has read little knows little.
 
-   Both sides must compute the same bits. luna.h does, on one instruction set and for any number of threads: the packed
-   file says which one and which version that was, and has the sum of what must come out. */
+   Both sides must compute the same bits. luna.h does so on one instruction set, for any number of threads. The packed
+   file says which instruction set and which version that was, and has the checksum of the result. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

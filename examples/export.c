@@ -1,15 +1,16 @@
-/* export: a trained causal model becomes two files of C for a microcontroller: no allocation, no libm, no file format.
+/* export: turns a trained causal model into two files of C for a microcontroller, without allocation, libm or a file
+   format.
 
      cc -O2 -I. examples/export.c -o export -lm -lpthread
 
-     export detector.safetensors --out detector                   detector.h and detector.c, weights in 8 bits
-     export detector.safetensors --out src/detector --weights f32 weights in float: what luna_stream gives, to 1e-5
-     export detector.safetensors --out detector --learn classes   its output layer can learn on the device
+     export detector.safetensors --out detector                   writes detector.h and detector.c, weights in 8 bits
+     export detector.safetensors --out src/detector --weights f32 keeps float weights; luna_stream agrees to 1e-5
+     export detector.safetensors --out detector --learn classes   lets its output layer learn on the device
 
    The model is a luna_lm with Luna attention, of tokens or of features (lm; series --causal). examples/mcu runs it. In
-   8 bits each row of a matrix has a scale, max / 127, and so has each row that is multiplied with it; the products are
+   8 bits each row of a matrix has a scale, max / 127, and so has each row that is multiplied with it. The products are
    exact integers. Rows shorter than 16, norms, convolutions and positions stay float. The C gives the same bits on
-   every machine and by every compiler. */
+   every machine and with every compiler. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

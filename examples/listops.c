@@ -1,18 +1,18 @@
-/* listops: learns to work out nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], without knowing what a bracket is.
-   The task of the Long Range Arena (arXiv 2011.04006): operators MIN, MAX, MED (median) and SM (sum modulo 10), ten
-   answers.
+/* listops: works out nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], without knowing what a bracket is. This is the
+   task of the Long Range Arena (arXiv 2011.04006), with the operators MIN, MAX, MED (median) and SM (sum modulo 10),
+   and ten answers.
 
      cc -O2 -I. examples/listops.c -o listops -lm -lpthread
 
      listops train [--attention luna|softmax|linear|linformer] [--plot loss.svg] ...
-       short lists, about a minute
+       trains on short lists and takes about a minute
      listops train --shortest 500 --longest 2000 --batch 32 --lr 1e-3 --steps 1000
-       the Arena's lengths, 5 to 10 minutes
-     listops eval M [--data FILE]                 accuracy, on new lists or on a file's
-     listops write [--count 1000] >lists.tsv      lines: answer TAB list
+       trains on lists of the Arena's lengths and takes 5 to 10 minutes
+     listops eval M [--data FILE]                 measures the accuracy on new lists or on a file's
+     listops write [--count 1000] >lists.tsv      writes lines: answer TAB list
 
-   Lists to learn from are made as they are needed, or come from --data. Ctrl-C ends the training early and keeps what
-   has been learnt. */
+   Training generates its lists as it needs them, or reads them from --data. Ctrl-C ends the training early and keeps
+   the model. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

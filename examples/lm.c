@@ -1,17 +1,17 @@
-/* lm: a byte-level causal Luna language model: it reads a text, learns to continue it, and writes in its manner.
+/* lm: a byte-level causal Luna language model. It trains on a text and writes in its manner.
 
      cc -O2 -I. examples/lm.c -o lm -lm -lpthread
 
      lm train FILE [--out M] [--steps N] [--plot loss.svg] ...
-       learns FILE, all but its last tenth, and writes M; a minute
-     lm train FILE --save-every N ...                           saves the training in M as it goes, and
-     lm train FILE --resume M                                   goes on from there, to the same bits as if never stopped
-     mpirun -n 4 build/mpi/lm train FILE --parallel data        4 processes, of several machines if need be: make mpi
+       trains on FILE, except for its last tenth, and writes M; this takes a minute
+     lm train FILE --save-every N ...                           saves checkpoints of the training in M
+     lm train FILE --resume M                                   resumes one, to the same bits as if it had never stopped
+     mpirun -n 4 build/mpi/lm train FILE --parallel data        4 processes, on several machines if need be: make mpi
      lm generate M [--prompt "..."] [--count N] [--temperature T] ...
-       writes on from the prompt, in constant memory
-     lm eval M FILE                                             how well M foretells FILE, in bits per byte
+       continues the prompt, in constant memory
+     lm eval M FILE                                             measures how well M predicts FILE, in bits per byte
 
-   Ctrl-C ends the training early and keeps what has been learnt. */
+   Ctrl-C ends the training early and keeps the model. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

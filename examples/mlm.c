@@ -1,14 +1,14 @@
-/* mlm: a masked language model, and what it is for: a classifier that starts from it, to learn from fewer examples.
-   After an hour of pre-training it does, after minutes not yet (examples/measurements.md).
+/* mlm: a masked language model, and a classifier that starts from it to learn from fewer examples. An hour of
+   pre-training is enough for that, minutes are not (examples/measurements.md).
 
      cc -O2 -I. examples/mlm.c -o mlm -lm -lpthread
 
      mlm pretrain FILE [--out M] [--steps N] [--window W] ...
-       learns to fill in what is masked of a text, words or bytes
+       trains a model to fill in the masked words or bytes of a text
      mlm tune M FILE.tsv [--out C] [--rows N] [--held FILE.tsv] ...
-       from lines "label TAB text", labels 0, 1, ...: a classifier with M's encoder, and beside it, to compare, the same
-       from scratch; both are measured on --held or, without it, on a tenth of the lines, chosen by chance
-   Ctrl-C ends the training early and keeps what has been learnt. */
+       trains a classifier with M's encoder on lines "label TAB text", with labels 0, 1, ..., and for comparison the
+       same from scratch; both are measured on --held or, without it, on a random tenth of the lines
+   Ctrl-C ends the training early and keeps the model. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

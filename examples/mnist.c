@@ -1,15 +1,15 @@
-/* mnist: learns to read handwritten digits, or whatever else IDX files hold, from their pixels one after the other:
-   28 x 28 of them are a sequence of 784 tokens, and nothing tells the model which lie side by side.
+/* mnist: reads handwritten digits, or whatever else IDX files hold, from their pixels one after the other. The 28 x 28
+   pixels are a sequence of 784 tokens, and nothing tells the model which pixels are neighbours.
 
      cc -O2 -I. examples/mnist.c -o mnist -lm -lpthread
 
      gunzip train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz
      mnist train train-images-idx3-ubyte train-labels-idx1-ubyte [--plot loss.svg] ...
-       about 5 minutes; the last sixth is kept to validate
-     mnist eval M t10k-images-idx3-ubyte t10k-labels-idx1-ubyte      accuracy on other images
-     mnist show M t10k-images-idx3-ubyte [--count 5]                 draws images, and says what it reads in them
+       takes about 5 minutes; the last sixth is for validation
+     mnist eval M t10k-images-idx3-ubyte t10k-labels-idx1-ubyte      measures the accuracy on other images
+     mnist show M t10k-images-idx3-ubyte [--count 5]                 draws images and says what M reads in them
 
-   Ctrl-C ends the training early and keeps what has been learnt. */
+   Ctrl-C ends the training early and keeps the model. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

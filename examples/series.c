@@ -1,25 +1,25 @@
-/* series: sequences of numbers, from sensors, audio or prices: the class of a series, the class at each step, or the
-   next step's numbers.
+/* series: sequences of numbers, from sensors, audio or prices. It finds the class of a series or the class at each
+   step, or forecasts the next step's numbers.
 
      cc -O2 -I. examples/series.c -o series -lm -lpthread
 
-     series train FILE.ts [--out M] ...                         a class for each case (UEA/UCR archive), seconds
-     series train FILE.ts --per-step [--causal]                 cases joined to long recordings: the class at each step
-     series train FILE.csv --label COLUMN                       one recording: the class that COLUMN gives each row
-     series train FILE.csv --forecast                           one recording: the next row's numbers
-     series train FILE.csv --forecast --ahead 1,6,24            and of rows further ahead, each with an interval
-     series train FILE.csv --forecast --inputs hour,weekday     with columns that are read, but not forecast
-     series train FILE.csv ... --carry                          learnt as one endless sequence, window by window
-     series eval M FILE                                         how well M does on a file
-     series predict M FILE [--plot PICTURE]                      what M finds, as CSV with all probabilities
+     series train FILE.ts [--out M] ...                         finds a class for each case (UEA/UCR archive)
+     series train FILE.ts --per-step [--causal]                 joins cases to recordings; finds the class at each step
+     series train FILE.csv --label COLUMN                       reads one recording, whose COLUMN has each row's class
+     series train FILE.csv --forecast                           forecasts the next row of a recording
+     series train FILE.csv --forecast --ahead 1,6,24            forecasts rows further ahead, each with an interval
+     series train FILE.csv --forecast --inputs hour,weekday     reads columns that it does not forecast
+     series train FILE.csv ... --carry                          reads the recording as one sequence, window by window
+     series eval M FILE                                         measures M on a file
+     series predict M FILE [--plot PICTURE]                     prints what M finds, as CSV with all probabilities
 
-   .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last. .csv: the first row
-   may name the columns; those that are numbers are read, but for columns that never change; --columns and --drop
-   choose. Numbers are missing where there is nothing, ?, -, NA, N/A, NaN, null or none. Cases may differ in length. A
-   part of the data is not learnt from: on it the model is validated as it learns, and the best one is kept. A fifth of
-   a recording is held out, and measured on at the end beside a linear model. Causal models see no later step, so that
-   they can be streamed, and are measured as they stream. What a model must know besides its weights lies in it: M is
-   all one needs. With --label there are 600 steps unless --steps says otherwise, else 1200. */
+   In a .ts file each line after @data is a case: dimensions separated by ":", values by ",", and the class last. In a
+   .csv file the first row may name the columns. The columns of numbers are read, except those that never change;
+   --columns and --drop choose others. A number is missing if the cell is empty or is ?, -, NA, N/A, NaN, null or none.
+   Cases may differ in length. A part of the training data is for validation, which keeps the best model. A fifth of a
+   recording is held out and measured at the end, beside a linear model. Causal models see no later step, so they can
+   be streamed, and they are measured as they stream. The model holds all that it must know besides its weights, so M
+   is all that is needed. With --label there are 600 steps unless --steps says otherwise, else 1200. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

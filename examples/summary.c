@@ -1,13 +1,14 @@
-/* summary: what is in a safetensors file: its text pairs, its tensors, and of luna.h's own checkpoints the model and
-   how far its training was; and a model's copy in 8 bits.
+/* summary: shows what is in a safetensors file: its text pairs, its tensors and, for luna.h's own checkpoints, the
+   model and how far its training was. It also writes a model's copy in 8 bits.
 
      cc -O2 -I. examples/summary.c -o summary -lm -lpthread
 
-     summary FILE                                                 seconds
-     summary --quantize IN OUT      a model's matrices as I8, in about a quarter of the bytes; every program reads it
+     summary FILE                   takes seconds
+     summary --quantize IN OUT      stores a model's matrices as I8, in about a quarter of the bytes; every program
+                                    reads that
 
-   A tensor's values are summarised by min, mean, standard deviation and max; those not finite are counted. A model of
-   features has a line for each: its column, where the file names it, its mean and deviation. */
+   For a tensor's values it prints the min, mean, standard deviation and max, and counts those that are not finite. For
+   a model of features it prints a line each: the column, if the file names it, its mean and its deviation. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 

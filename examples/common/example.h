@@ -747,6 +747,7 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
 TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) {
   static mpi_ranks mpi;
   program = name;
+  setvbuf(stderr, NULL, _IOLBF, BUFSIZ);                   /* mpirun keeps whole lines together */
   if (!mpi_open(&mpi, &count, &given)) return fail("MPI could not be started");
   ranks = mpi.collective;
   if (ranks.rank > 0 && !freopen("/dev/null", "w", stdout)) return fail("cannot write /dev/null");

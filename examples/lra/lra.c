@@ -1,24 +1,24 @@
-/* lra: the Long Range Arena (arXiv 2011.04006), end to end: its five tasks, Luna and what Luna's Table 1 compares it
-   with. TASK is listops, text, retrieval, image or pathfinder.
+/* lra: the Long Range Arena (arXiv 2011.04006), end to end. It has the five tasks, Luna and what Luna's Table 1
+   compares it with. TASK is listops, text, retrieval, image or pathfinder.
 
      cc -O2 -I. examples/lra/lra.c -o lra -lm -lpthread
 
-     lra train TASK [--attention NAME] [--data FILE] [--valid FILE] [--out RUN] ...     one run
-     lra train TASK --settings quick ...           a model of minutes; lra: LRA's own settings; else Luna's authors'
-     lra train TASK --resume RUN.training ...      goes on, to the same bits; --save-every N writes it
-     lra pretrain TASK ...                         self-pretraining (arXiv 2310.02980): fills in what is masked in the
-                                                   task's own samples, without labels
+     lra train TASK [--attention NAME] [--data FILE] [--valid FILE] [--out RUN] ...     makes one run
+     lra train TASK --settings quick ...           makes a model of minutes; else lra (LRA's) or authors (Luna's)
+     lra train TASK --resume RUN.training ...      resumes a run, to the same bits; --save-every N writes that file
+     lra pretrain TASK ...                         self-pretraining (arXiv 2310.02980): trains on masked samples of the
+                                                   task, without labels
      lra train TASK --begin RUN.safetensors ...    begins with the encoder of such a run
-     lra train TASK --seeds 1-4 --trial 5000 ...   four runs; each ends after 5,000 steps if it has learnt nothing
-     lra train image --pixels number --shift 4 ... a gray is a number, not one of 256 tokens; images are moved
-     lra train pathfinder --pixels number --segment 1 ...    a second loss says what the first disc's contour is
-     lra eval RUN.safetensors [--data FILE]        accuracy on a file, or on generated test samples
-     lra table FOLDER [--plot FILE]                 Markdown of all runs in it, Table 1 of the paper beside
-     lra show TASK [--data FILE] [--plot FILE]      a few samples; of lists and Pathfinder also what they are like
+     lra train TASK --seeds 1-4 --trial 5000 ...   makes four runs; each ends after 5,000 steps if it has learnt nothing
+     lra train image --pixels number --shift 4 ... reads a gray as a number, not as one of 256 tokens, and moves images
+     lra train pathfinder --pixels number --segment 1 ...    adds a second loss, on the first disc's contour
+     lra eval RUN.safetensors [--data FILE]        measures the accuracy on a file or on generated test samples
+     lra table FOLDER [--plot FILE]                prints all runs in it as Markdown, beside Table 1 of the paper
+     lra show TASK [--data FILE] [--plot FILE]     shows a few samples, and for lists and Pathfinder what they are like
 
-   A run writes RUN.safetensors, the best model by validation; RUN.csv, its curves; RUN.txt, what lra table reads.
-   ListOps and Pathfinder are generated; the files of the others are plain: gunzip or unxz them. Without --valid the
-   last tenth of --data is held for validation. */
+   A run writes RUN.safetensors, the best model by validation; RUN.csv, its curves; and RUN.txt, which lra table reads.
+   ListOps and Pathfinder are generated. The files of the others are plain, so gunzip or unxz them first. Without
+   --valid the last tenth of --data is for validation. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
