@@ -133,6 +133,20 @@ for program in $programs; do
     helps "$program" "$command"
   done
 done
+# the commands in documents and scripts, "build/lm train ...", have no other flags than their programs
+awk -F '\t' 'NR == FNR { known[$2, $1] = 1; programs[$2] = 1; next }
+  { line = $0
+    while (match(line, /(build|\$build|\$\{build\}|\$\(BUILD\))"?\/(mpi\/|cuda\/)?[a-z_]+"? [^`&|#;]*/)) {
+      count = split(substr(line, RSTART, RLENGTH), word, " ")
+      line = substr(line, RSTART + RLENGTH)
+      program = word[1]; sub(/.*\//, "", program); sub(/"$/, "", program)
+      if (program in programs) for (i = 2; i <= count; i++) if (word[i] ~ /^--[a-z]/) {
+        found++; flag = word[i]; sub(/[=,.):].*/, "", flag)
+        if (!((program, flag) in known) && flag != "--help" && flag != "--quantize")
+          print FILENAME ": " program " has no flag " flag } } }
+  END { if (found < 40) print "only " found + 0 " flags are found in commands" }' "$work/flags" README.md \
+  examples/*.md Makefile examples/models/*.sh examples/mcu/*.sh >"$work/wrong"
+none "a document has a command with a flag that is not there:"
 # a command that is not there is the first thing that is said
 for program in lm mlm translate classify listops mnist series lra compress arena attention_map; do
   if "$build/$program" nonsense 2>&1 >/dev/null | head -n 1 | grep -q "^$program: there is no command nonsense"; then
