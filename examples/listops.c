@@ -43,7 +43,7 @@ static const flag flags[] = {
   { "--valid", "t", WHOLE(own.valid, 1, 1e6),
    "Says which samples choose the model. They are N lists, at most a tenth of --data." },
   { "--count", "ew", WHOLE(own.count, 1, 1e9),
-   "Sets the count to N. It is of lists to write or, where they are generated, to measure on." },
+   "Sets the count to N. It counts the lists to write or, where they are generated, to measure on." },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_PATIENCE,

@@ -49,7 +49,7 @@ static const flag flags[] = {
   { "--convolution", "t", WHOLE(own.convolution, 0, 64),
     "Lets the short convolution see N bytes. 0 leaves it out." },
   { "--prompt", "g", STRING(own.prompt), "Continues TEXT." },
-  { "--count", "g", WHOLE(own.bytes, 0, 1e18), "Sets the count to N. It is of bytes to write; 0 has no end." },
+  { "--count", "g", WHOLE(own.bytes, 0, 1e18), "Sets the count to N. It counts the bytes to write; 0 has no end." },
   { "--temperature", "g", REAL(own.temperature, 0, 100),
     "Samples at temperature X. Lower is safer, higher is wilder. 0 takes the likeliest byte." },
   { "--top-k", "g", WHOLE(own.top_k, 0, 256), "Samples among the N likeliest bytes. 0 samples among all." },

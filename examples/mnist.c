@@ -27,7 +27,7 @@ static struct { int64_t grays, count; } own = { .grays = 16, .count = 5 };
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--grays", "t", WHOLE(own.grays, 2, 256), "Sets how many shades of gray are told apart. N is the vocabulary." },
-  { "--count", "s", WHOLE(own.count, 1, 1e9), "Sets the count to N. It is of images to draw." },
+  { "--count", "s", WHOLE(own.count, 1, 1e9), "Sets the count to N. It counts the images to draw." },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_PATIENCE,

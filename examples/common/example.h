@@ -437,7 +437,7 @@ typedef struct flag {
    "Seeds the random numbers with N. The same seed gives the same result." }
 #define FLAG_THREADS(commands) \
   { "--threads", commands, WHOLE(set.threads, 0, 1024), \
-   "Computes on N threads. 0 takes one a core. Any number gives the same result." }
+   "Computes on N threads. 0 uses one per core. Any number gives the same result." }
 #define FLAG_WEIGHTS(commands) /* names in the order of luna_dtype */ \
   { "--weights", commands, CHOICE(set.weights, "f32 i8"), \
    "Sets the type of the weights. i8 multiplies in 8 bits, which is faster and within about 1%." }

@@ -47,8 +47,8 @@ static const flag flags[] = {
   { "--data", "tpes", READS(own.data),
    "Reads the samples from FILE. Without it those of listops and pathfinder are generated." },
   { "--valid", "tp", READS(own.valid),
-   "Says which samples choose the model. They are half of FILE, else of the last tenth of --data; the rest is for the "
-   "end." },
+   "Says which samples choose the model. They are half of FILE, else of the last tenth of --data; the rest is "
+   "measured at the end." },
   { "--begin", "t", READS(own.begin), "Begins with those tensors of model FILE whose names and shapes fit." },
   { "--attention", "tp", CHOICE(set.attention, ATTENTION_NAMES), "Chooses the kind of attention." },
   { "--memory", "tp", WHOLE(set.memory, 1, 65536), "Sets the number of memory slots, l, to N." },
@@ -98,7 +98,7 @@ static const flag flags[] = {
    "Chooses contours of 6, 9 or 14 paddles. It is for pathfinder." },
   { "--data-seed", "tpse", WHOLE(own.data_seed, 0, 9e15),
    "Seeds the generated samples with N. Without it eval takes that of the training." },
-  { "--count", "s", WHOLE(own.count, 1, 1e6), "Sets the count to N. It is of samples to show." },
+  { "--count", "s", WHOLE(own.count, 1, 1e6), "Sets the count to N. It counts the samples to show." },
   { "--plot", "Ts", WRITES(own.svg), "Draws a picture in FILE, as SVG. It shows the runs, or the samples." },
   FLAG_SEED("tp"),
   { "--seeds", "tp", STRING(own.seeds),
