@@ -20,7 +20,7 @@ without a GPU, in small: luna.h's kernels by the emulator (build/peers_host.so),
 nothing. --check compares and measures nothing. --kernels shows which kernels of a step take the time on both sides, of
 the rows whose name, shape and precision hold TEXT. Without a GPU, the library or PyTorch with CUDA it says so and ends
 with status 0."""
-import argparse, collections, ctypes, glob, json, os, select, statistics, subprocess, sys, threading, time
+import argparse, collections, ctypes, gc, glob, json, os, select, statistics, subprocess, sys, threading, time
 
 sys.dont_write_bytecode = True        # no __pycache__ beside the tests
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -391,6 +391,7 @@ def serve(side, options):
             for part in opened.pop(i, {}).values():
                 if side == "luna":
                     part.close()
+            gc.collect()              # graphs and models refer to each other
             return {}
         if i not in opened:
             raise RuntimeError("the process that had opened it has ended")
@@ -610,7 +611,8 @@ def show_kernels(options):
         luna = Luna(lib, row.sizes)
         there = Torch(row.sizes, "cuda")
         step = there.stepper(False)
-        sides = {"luna.h": lambda steps: luna.run(steps, False), "PyTorch": lambda steps: [step() for _ in range(steps)]}
+        sides = {"luna.h": lambda steps: luna.run(steps, False),
+                 "PyTorch": lambda steps: [step() for _ in range(steps)]}
         for side, run in sides.items():
             found = kernels_of(torch, run, 5)
             print(f"\n{row.name}, {row.sizes.batch} x {row.sizes.n}, {PRECISIONS[row.sizes.math]}, {side}: "

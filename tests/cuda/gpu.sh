@@ -137,10 +137,11 @@ need 'peers' @peers.so "$python" && { seconds_for 150; part 'peers' 160 peers.md
 # ---- 6. a training, on the device and on the CPU; a stream
 text=tests/data/excerpt.txt
 if need 'lm' @lm; then
-  for way in '--device cuda --graph' '--device cuda' '--device cpu'; do # the losses should agree
+  # the losses agree to four digits in the first fifty steps; later rounding decides when a plateau ends
+  for way in '--device cuda --graph' '--device cuda' '--device cpu'; do
     # shellcheck disable=SC2086
     part "lm $way" 15 lm.txt "$bin/lm" train "$text" --steps 150 --seed 1 $way --out "$out/.lm" &&
-      say "  $(grep 'bits/byte' "$out/lm.txt" | tail -n 1)"
+      say "  $(grep '49/150' "$out/lm.txt" | tail -n 1); at the end $(grep 'bits/byte' "$out/lm.txt" | tail -n 1)"
   done
   rm -f "$out"/.lm*
 fi

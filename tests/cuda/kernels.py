@@ -1,19 +1,12 @@
 #!/usr/bin/env python3
 """Reads what ncu --csv --page raw printed, and shows the ten kernels that took the most time, with the shares of the
-card's peaks that they reached, beside what examples/measurements.md estimates.
+card's peaks that they reached.
 
     python3 tests/cuda/kernels.py build/gpu/ncu.txt
 
 Without a row it says so and ends with status 1."""
-import csv, os, re, sys
+import csv, re, sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# what a kernel's name holds, and the beginning of its row in the estimates; the first that fits
-ROWS = [("attention_scores", "its backward: scores"), ("attention_gradient", "its backward: scores"),
-        ("attention_kernel", "attention, 512 x 512"), ("unpack_kernel", "folded unpack"),
-        ("causal_product_kernel", "causal product"), ("layer_norm", "layer norm"), ("adam", "AdamW"),
-        ("cross_entropy", "cross-entropy"), ("sums_kernel", "column sums"), ("convolution", "short convolution"),
-        ("map_kernel", "dropout")]
 COLUMNS = ["dram__throughput", "sm__throughput", "pipe_fma", "pipe_tensor"]
 
 
@@ -35,17 +28,6 @@ def launches(lines):
             for row in table if len(row) == len(head)]
 
 
-def estimates():
-    """row: (of memory's speed, of FP32), of the first table"""
-    found = {}
-    with open(os.path.join(ROOT, "examples", "measurements.md"), encoding="utf-8") as file:
-        for line in file.read().split("## On an NVIDIA GPU")[-1].splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if line.startswith("|") and len(cells) == 5:
-                found[cells[0]] = (cells[3], cells[4])
-    return found
-
-
 def short(name):
     return re.sub(r"^void ", "", re.sub(r"\(.*", "", name))[:64]
 
@@ -55,22 +37,18 @@ def main():
         rows = launches(file.read().splitlines())
     if not rows:
         sys.exit("ncu has measured no kernel")
-    total, kernels, known = sum(row[1] for row in rows), {}, estimates()
+    total, kernels = sum(row[1] for row in rows), {}
     for name, ns, shares in rows:
         kernels.setdefault(short(name), []).append((ns, shares))
     print(f"{len(rows)} launches, {total * 1e-6:.3f} ms; shares are weighted by time: of memory's speed, of all "
           "instructions', of multiply-adds', of tensor cores'")
-    print("| kernel | launches | of the time | memory | instructions | multiply-adds | tensor "
-          "| estimate: memory; FP32 |")
-    print("|---" * 8 + "|")
+    print("| kernel | launches | of the time | memory | instructions | multiply-adds | tensor |")
+    print("|---" * 7 + "|")
     for name, runs in sorted(kernels.items(), key=lambda item: -sum(ns for ns, _ in item[1]))[:10]:
         time = sum(ns for ns, _ in runs)
         mean = lambda i: sum(ns * shares[i] for ns, shares in runs) / max(time, 1)
         cells = [f"{mean(i):.0f}%" if mean(i) == mean(i) else "-" for i in range(len(COLUMNS))]
-        start = next((start for part, start in ROWS if part in name and "lunacu" in name), None)
-        guess = next((value for row, value in known.items() if start and row.startswith(start)), ("-", "-"))
-        print(f"| {name} | {len(runs)} | {100 * time / total:.1f}% | " + " | ".join(cells)
-              + f" | {guess[0] or '-'}; {guess[1] or '-'} |")
+        print(f"| {name} | {len(runs)} | {100 * time / total:.1f}% | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
