@@ -71,6 +71,7 @@ for program in program*.c; do
   check "$program is compiled" $cc -std=c99 -Wall -Wextra -Werror "$program" $flags -o "${program%.c}"
   check "$program runs" sh -c '"./$1" >"$1.out" || { cat "$1.out"; exit 1; }' - "${program%.c}"
 done
+check "the guide's encoder-decoder writes digits backwards" grep -q '^9 5 1 4 1 3 $' program*.out
 check "README's first program writes 300 bytes" [ "$(wc -c <program10.out)" -ge 300 ]
 ask=$(grep -l '"what a film"' program*.c)
 asked() { "./${ask%.c}" "a splendid day" | grep -q '^good: [5-9][0-9]\.\|^good: 100'; }
