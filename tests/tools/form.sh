@@ -1,7 +1,8 @@
 #!/bin/sh
 # form.sh: what holds the form: of luna.h its size, its columns, its chapters' tags and its paper map; companions that
 # use only what is public; sources of at most 120 columns; texts that name only files that are there, and links that
-# lead to a file and a heading; README's length; what make alone prints; and whether the program of make size compiles.
+# lead to a file and a heading; captions of the measurements; README's length; what make alone prints; and whether the
+# program of make size compiles.
 cd "$(dirname "$0")/../.." || exit 1
 limit=1016000 # bytes of luna.h; 1000000 when the parts that leave it have left
 passed=0 failed=0
@@ -90,6 +91,23 @@ lines=$(($(wc -l <README.md)))
 check "README has $lines lines, more than 220" [ "$lines" -le 220 ]
 check "README's first program begins below line 12" \
   [ "$(sed -n '/^#define LUNA_IMPLEMENTATION/{=;q;}' README.md)" -le 12 ]
+
+# each table of the measurements stands below a caption of its own, in bold, and a numbered one says on which processor,
+# by which command and how to read it; the numbers count up
+bare=$(awk '
+  /^## / { skip = /NVIDIA/; caption = "" }
+  /^\*\*/ { caption = "" }
+  !/^\|/ { caption = caption " " $0; row = 0; next }
+  row++ || skip { next }
+  { if (caption !~ /\*\*[A-Z].*\.\*\*/) print "line " FNR
+    text = tolower(caption)
+    if (match(text, /\*\*table [0-9]+\./)) {
+      if (substr(text, RSTART + 8, RLENGTH - 9) + 0 != ++count) print "line " FNR " (number)"
+      if (text !~ /processor/ || text !~ /command/ || text !~ /how to read/) print "line " FNR " (caption)"
+    }
+    caption = "" }
+  END { if (count < 20) print "there are only " count + 0 " numbered tables" }' examples/measurements.md)
+check "examples/measurements.md has tables without their captions: $bare" [ -z "$bare" ]
 
 # make alone builds nothing and says what there is: first what users want, then every other target
 work=${BUILD:-build}/form
