@@ -2179,7 +2179,9 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #if (defined(LUNA_IMPLEMENTATION) && !defined(LI_IMPLEMENTED)) || defined(LI_PASS)
 
 #ifndef LI_PASS
-/* >>base: shared by every chapter below */
+/* >>base: what all chapters below share: switches, sizes, li_each for threads, structs that describe work to kernels
+   (li_matrix, li_gemm and others), and the lists of kernels. A new kernel is a line of LI_KERNELS or LI_LOOPS, a
+   reference in its chapter, and a loop there that every instruction set compiles. */
 
 #ifdef __FAST_MATH__
 #error "luna.h promises exact results for NaN, Inf and rounding: compile without -ffast-math"
@@ -3503,7 +3505,7 @@ typedef struct li_int8_loops {
 #endif
 
 #ifdef LI_PASS_INT8
-/* A vi is VF int32; q's integers are LI_QT. vi_dot takes LI_QX elements of a row-major row of W; a tile has
+/* A vi is VF int32; q's integers are LI_QT. int8_dot takes LI_QX elements of a row-major row of W; a tile has
    LI_QM rows and LI_QV vectors. In vi_multiply(sum, x, w) each lane adds LI_QK products, of x the same in all
    lanes, vi_each(p). vpdpbusd wants x unsigned: q is 128 more, and vi_floats subtracts 128 times the sum of W's row. */
 #undef vi_zero
@@ -3511,7 +3513,6 @@ typedef struct li_int8_loops {
 #undef vi_panel
 #undef vi_each
 #undef vi_multiply
-#undef vi_dot
 #undef vi_add
 #undef vi_floats
 #undef LI_INT8_SUM
@@ -3589,7 +3590,9 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #define vi_panel(p) vld1q_s8((const int8_t *)(p))
 #define vi_each(p) vreinterpretq_s8_s32(vdupq_n_s32(LI_K(int8_word)(p)))
 #define vi_multiply(sum, x, w) vdotq_s32(sum, w, x)
-#define vi_dot(sum, x, w) vdotq_s32(sum, vi_panel(w), vi_panel(x))
+LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
+  return vdotq_s32(sum, vi_panel(w), vi_panel(x));
+}
 LI_INLINE void LI_K(int8_put)(char *q, vf x) {
   const int16x4_t n = vmovn_s32(vcvtnq_s32_f32(x));
   vst1_lane_s32((int32_t *)(void *)q, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(n, n))), 0);
@@ -3600,9 +3603,8 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #define vi_panel(p) vld1_s16((const int16_t *)(const void *)(p))
 #define vi_each(p) vld1_dup_s16((const int16_t *)(const void *)(p))
 #define vi_multiply vmlal_s16
-#define vi_dot(sum, x, w) LI_K(int8_dot)(sum, (const int16_t *)(const void *)(x), w)
-LI_INLINE vi LI_K(int8_dot)(vi sum, const int16_t *x, const int8_t *w) {
-  const int16x8_t a = vld1q_s16(x), b = vmovl_s8(vld1_s8(w));
+LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
+  const int16x8_t a = vld1q_s16((const int16_t *)(const void *)x), b = vmovl_s8(vld1_s8(w));
   return vmlal_high_s16(vmlal_s16(sum, vget_low_s16(a), vget_low_s16(b)), a, b);
 }
 LI_INLINE void LI_K(int8_put)(char *q, vf x) {
@@ -3620,7 +3622,9 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #define vi_panel wasm_v128_load
 #define vi_each wasm_v128_load32_splat
 #define vi_multiply(sum, x, w) wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(x, w))
-#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), wasm_i16x8_load8x8(w))
+LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
+  return vi_multiply(sum, vi_panel(x), wasm_i16x8_load8x8(w));
+}
 #define vi_floats(p, sums, left) wasm_f32x4_convert_i32x4(vi_panel(p))
 LI_INLINE void LI_K(int8_put)(char *q, vf x) {
   const v128_t n = wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_nearest(x));
@@ -3636,7 +3640,9 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #define vi_panel(p) (*(const int16_t *)(const void *)(p))
 #define vi_each vi_panel
 #define vi_multiply(sum, x, w) ((sum) + (x) * (w))
-#define vi_dot(sum, x, w) ((sum) + vi_panel(x) * *(w))
+LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
+  return sum + vi_panel(x) * *w;
+}
 #define vi_floats(p, sums, left) ((float)*(p))
 LI_INLINE void LI_K(int8_put)(char *q, vf x) { *(int16_t *)(void *)q = li_int8_of(x, 1); }
 #endif
@@ -3647,7 +3653,9 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) { *(int16_t *)(void *)q = li_int8_o
 #define vi_each(p) LI_MM(set1_epi32)(LI_K(int8_word)(p))
 #define vi_add LI_MM(add_epi32)
 #ifdef vi_multiply /* vpdpbusd */
-#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), vi_panel(w))
+LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
+  return vi_multiply(sum, vi_panel(x), vi_panel(w));
+}
 #define vi_floats(p, sums, left) LI_K(int8_floats)(p, (const float *)(const void *)(sums), left)
 LI_INLINE vf LI_K(int8_floats)(const int32_t *p, const float *sums, int64_t left) {
   const vi w = LI_SI(castps)(LI_K(get)(sums, left)), times128 = LI_MZ(0xFFFF, slli_epi32, w, 7);
@@ -3655,7 +3663,9 @@ LI_INLINE vf LI_K(int8_floats)(const int32_t *p, const float *sums, int64_t left
 }
 #else
 #define vi_multiply(sum, x, w) vi_add(sum, LI_MM(madd_epi16)(x, w))
-#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), LI_K(int8_wide)(w))
+LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
+  return vi_multiply(sum, vi_panel(x), LI_K(int8_wide)(w));
+}
 #define vi_floats(p, sums, left) LI_MZ(0xFFFF, cvtepi32_ps, vi_panel(p))
 #endif
 #endif
@@ -3776,14 +3786,14 @@ LI_INLINE vi LI_K(int8_lanes)(int64_t k, const char *q, const int8_t *w) {
   vi sum0 = vi_zero(), sum1 = sum0;
   int64_t p = 0;
   for (; p + 2 * LI_QX <= k; p += 2 * LI_QX) {
-    sum0 = vi_dot(sum0, q + p * LI_QB, w + p);
-    sum1 = vi_dot(sum1, q + (p + LI_QX) * LI_QB, w + p + LI_QX);
+    sum0 = LI_K(int8_dot)(sum0, q + p * LI_QB, w + p);
+    sum1 = LI_K(int8_dot)(sum1, q + (p + LI_QX) * LI_QB, w + p + LI_QX);
   }
   for (; p < k; p += LI_QX) {
     int8_t tail[LI_QX] = { 0 };
     const bool whole = p + LI_QX <= k;
     if (!whole) memcpy(tail, w + p, (size_t)(k - p));
-    sum0 = vi_dot(sum0, q + p * LI_QB, whole ? w + p : tail);
+    sum0 = LI_K(int8_dot)(sum0, q + p * LI_QB, whole ? w + p : tail);
   }
   return vi_add(sum0, sum1);
 }
@@ -3905,10 +3915,14 @@ LI_FN void li_int8_task(void *work, int64_t thread, int64_t first, int64_t last)
   const li_int8_work *w = (const li_int8_work *)work;
   const li_gemm *g = w->g;
   const int64_t qn = w->loops->qn;
-  const int64_t row = w->by_rows ? li_part_at(g->m, w->loops->qm, first, w->parts) : 0,
-      row_end = w->by_rows ? li_part_at(g->m, w->loops->qm, last, w->parts) : g->m,
-      column = w->by_rows ? 0 : li_part_at(g->n, qn, first, w->parts),
-      column_end = w->by_rows ? g->n : li_part_at(g->n, qn, last, w->parts);
+  int64_t row = 0, row_end = g->m, column = 0, column_end = g->n;
+  if (w->by_rows) {
+    row = li_part_at(g->m, w->loops->qm, first, w->parts);
+    row_end = li_part_at(g->m, w->loops->qm, last, w->parts);
+  } else {
+    column = li_part_at(g->n, qn, first, w->parts);
+    column_end = li_part_at(g->n, qn, last, w->parts);
+  }
   char *own = w->panels + thread * (w->columns / qn * w->panel);
   for (int64_t j = column, n; j < column_end && row < row_end; j += n) {
     n = li_min(w->columns, column_end - j);
@@ -3939,15 +3953,11 @@ LI_FN double li_inner(int64_t n, const float *a, int64_t a_step, const float *b,
   for (int64_t i = 0; i < n; i++) sum += (double)a[i * a_step] * (double)b[i * b_step];
   return sum;
 }
-#ifdef LUNA_NO_BF16
-#define li_bf16_of(x) (x)
-#else
 /* Rounds as vcvtneps2bf16: to nearest, ties to even; a denormal is 0 of its sign, NaN stays NaN. */
 LI_HOT float li_bf16_of(float x) {
   if (x != x) return x;
   return fabsf(x) < FLT_MIN ? x * 0 : li_upper(x);
 }
-#endif
 LI_FN double li_inner_by(bool bf16, int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
   if (!bf16) return li_inner(n, a, a_step, b, b_step);
@@ -4241,14 +4251,16 @@ LI_FN void LI_K(finish_tile)(const li_target *t, int64_t i, int64_t j, int64_t r
 
 /* Returns the epilogue of the tile at (row, j). It writes to C or, with `edge`, to that buffer first. */
 LI_INLINE li_epilogue LI_K(epilogue_of)(const li_target *t, int64_t row, int64_t j, float *edge) {
-  li_epilogue e;
-  e.bias = !edge && t->finish && t->bias ? t->bias + j : NULL;
-  e.c = edge ? edge : t->sum + row * t->sum_row + j;
-  e.c_row = edge ? LI_NR : t->sum_row;
-  e.alpha = t->alpha;
-  e.lowest = !edge && t->finish && t->activation == LUNA_ACTIVATION_RELU ? 0 : -(float)INFINITY;
-  e.from = !edge && t->from ? t->from + row * t->from_row + j : li_nothing;
-  e.from_row = !edge && t->from ? t->from_row : 0;
+  li_epilogue e = { NULL, li_nothing, edge, 0, LI_NR, t->alpha, -(float)INFINITY };
+  if (edge) return e;
+  e.c = t->sum + row * t->sum_row + j;
+  e.c_row = t->sum_row;
+  if (t->finish && t->bias) e.bias = t->bias + j;
+  if (t->finish && t->activation == LUNA_ACTIVATION_RELU) e.lowest = 0;
+  if (t->from) {
+    e.from = t->from + row * t->from_row + j;
+    e.from_row = t->from_row;
+  }
   return e;
 }
 
@@ -7987,7 +7999,7 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
 #endif
 
 /* ----------------------------------------
-   >>table: the kernels of an instruction set, and its loops
+   >>table: the kernels of an instruction set, and its loops; null where LUNA_NO_TRAIN leaves them out
    ---------------------------------------- */
 #ifndef LI_PASS
 #ifdef LI_BACKWARD_REFERENCE
@@ -8042,7 +8054,9 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 #define LI_IMPLEMENTED
 
 /* ----------------------------------------
-   >>dispatch: one pass an instruction set, and the choice among them at run time
+   >>dispatch: one pass for each instruction set, and the choice among them at run time
+   A new instruction set needs its number, a pass and a line in li_all_kernels here, a bit in li_isa_detect or a
+   LI_BASELINE, its words in >>vector and >>int8, the size of its tile in >>gemm, and its name in luna_isa.
    ---------------------------------------- */
 /* LI_PASS is the suffix of a pass; LI_ISA(suffix) the luna_isa, as a number for #if */
 #define LI_JOIN2(a, b) a##b
