@@ -2818,7 +2818,7 @@ LI_FN void li_causal_backward_reference(const li_causal *c);
 LI_FN void li_causal_luna_backward_reference(const li_causal_luna *a, void *scratch);
 LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
 #define LI_REFERENCE_TRAINS true
-#define LI_BY_BACKWARD_REFERENCE(kernels, call) LI_BY_REFERENCE(kernels, call)
+#define LI_BY_BACKWARD_REFERENCE(kernels, call) if (!(kernels)->panels) { call; }
 #define LI_BACKWARD_OF_REFERENCE(name) li_##name##_reference
 #else
 #define LI_REFERENCE_TRAINS false
@@ -3399,8 +3399,6 @@ LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, flo
 #else
 #define LI_HAS_INT8 true
 #endif
-/* the reference has no loops */
-#define LI_BY_REFERENCE(kernels, call) if (!(kernels)->panels) { call; }
 #ifndef LI_PASS
 /* The reference */
 LI_HOT float li_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
@@ -4833,14 +4831,14 @@ LI_HOT void li_panels_task(void *work, int64_t thread, int64_t first, int64_t la
   }
 }
 LI_FN size_t li_panels_bytes(const li_kernels *kernels, const li_gemm *g) {
-  LI_BY_REFERENCE(kernels, return 0);
+  if (!kernels->panels) return 0;
   if (LI_HAS_INT8 && g->b_int8) return li_int8_panels_bytes(kernels, g);
   const int64_t lines = li_divide_up(g->k, li_products_of(kernels, LI_BF16(g))->pair);
   return li_round((size_t)li_panels_size(kernels, g->n, lines) * sizeof(float));
 }
 LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *panels) {
   li_gemm_work w = { kernels, g, (float *)panels };
-  LI_BY_REFERENCE(kernels, return);
+  if (!kernels->panels) return;
   if (LI_HAS_INT8 && g->b_int8) li_int8_make_panels(kernels, g, parallel, panels);
   else li_each(parallel, li_divide_up(g->n, kernels->nr), li_panels_task, &w);
 }
@@ -4955,7 +4953,7 @@ LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last
 }
 LI_HOT size_t li_gemm_scratch(const li_kernels *kernels, const li_gemm *g, int64_t threads) {
   const int64_t count = li_max(threads, 1);
-  LI_BY_REFERENCE(kernels, return 0);
+  if (!kernels->panels) return 0;
   if (LI_HAS_INT8 && g->b_int8) return li_int8_start(kernels, g, count, NULL).bytes;
   if (li_gemm_dots(g)) return 0;
   li_gemm_plan p = li_gemm_plan_of(kernels, g, count);
@@ -4963,7 +4961,10 @@ LI_HOT size_t li_gemm_scratch(const li_kernels *kernels, const li_gemm *g, int64
 }
 LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *scratch) {
   const int64_t threads = li_threads(parallel);
-  LI_BY_REFERENCE(kernels, li_gemm_reference(g); return);
+  if (!kernels->panels) {
+    li_gemm_reference(g);
+    return;
+  }
   if (g->m <= 0 || g->n <= 0) return;
   if (LI_HAS_INT8 && g->b_int8) {
     li_int8_run(kernels, g, parallel, scratch);
@@ -6395,13 +6396,16 @@ LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, 
 
 LI_FN size_t li_attention_scratch(const li_kernels *kernels, const li_attention *a, int64_t threads, bool backward) {
   li_attention_work w;
-  LI_BY_REFERENCE(kernels, return 0);
+  if (!kernels->panels) return 0;
   return li_attention_start(&w, kernels, a, li_max(threads, 1), backward, NULL);
 }
 LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
                             const li_parallel *parallel, void *scratch) {
   li_attention_work w;
-  LI_BY_REFERENCE(kernels, li_attention_reference(a); return);
+  if (!kernels->panels) {
+    li_attention_reference(a);
+    return;
+  }
   li_attention_start(&w, kernels, a, li_threads(parallel), false, scratch);
   li_each(parallel, w.pairs * li_divide_up(w.queries, w.run), li_attention_task, &w);
 }
@@ -6587,7 +6591,7 @@ LI_FN size_t li_unpack_start(li_unpack_work *w, const li_kernels *kernels, const
 
 LI_FN size_t li_unpack_scratch(const li_kernels *kernels, const li_unpack *u, int64_t threads, bool backward) {
   li_unpack_work w;
-  LI_BY_REFERENCE(kernels, return (size_t)li_floats(u->heads * u->slots + u->dim));
+  if (!kernels->panels) return (size_t)li_floats(u->heads * u->slots + u->dim);
   return li_unpack_start(&w, kernels, u, li_max(threads, 1), backward, NULL);
 }
 
@@ -6666,7 +6670,10 @@ LI_FN void li_unpack_task(void *work, int64_t thread, int64_t first, int64_t las
 
 LI_FN void li_run_unpack(const li_kernels *kernels, const li_unpack *u, const li_parallel *parallel, void *scratch) {
   li_unpack_work w;
-  LI_BY_REFERENCE(kernels, li_unpack_reference(u, scratch); return);
+  if (!kernels->panels) {
+    li_unpack_reference(u, scratch);
+    return;
+  }
   li_unpack_start(&w, kernels, u, li_threads(parallel), false, scratch);
   li_each(parallel, u->batch * li_divide_up(u->rows, LI_TILE), li_unpack_task, &w);
 }
@@ -7574,13 +7581,16 @@ LI_FN void li_causal_start(li_sweep *s, const li_kernels *kernels, const li_caus
 
 LI_FN size_t li_causal_scratch(const li_kernels *kernels, const li_causal *a, int64_t threads, bool backward) {
   li_sweep s;
-  LI_BY_REFERENCE(kernels, return 0);
+  if (!kernels->panels) return 0;
   li_causal_start(&s, kernels, a, backward); /* reverse needs more */
   return li_sweep_plan(&s, li_max(1, threads), NULL);
 }
 LI_FN void li_run_causal(const li_kernels *kernels, const li_causal *a, const li_parallel *parallel, void *scratch) {
   li_sweep s;
-  LI_BY_REFERENCE(kernels, li_causal_reference(a); return);
+  if (!kernels->panels) {
+    li_causal_reference(a);
+    return;
+  }
   li_causal_start(&s, kernels, a, false);
   li_sweep_run(&s, li_causal_sum_yz, li_causal_out, parallel, scratch);
 }
@@ -7946,7 +7956,7 @@ LI_FN size_t li_causal_luna_scratch(const li_kernels *kernels, const li_causal_l
   li_sweep s;
   threads = li_max(1, threads);
   LI_BY_BACKWARD_REFERENCE(kernels, if (backward) return li_causal_luna_backward_scratch_reference(a));
-  LI_BY_REFERENCE(kernels, return li_causal_luna_scratch_reference(a));
+  if (!kernels->panels) return li_causal_luna_scratch_reference(a);
   if (li_luna_steps(a)) return (size_t)(threads * li_step_bytes(a));
   li_luna_start(&s, kernels, a, backward);
   size_t bytes = li_sweep_plan(&s, threads, NULL);
@@ -7958,7 +7968,10 @@ LI_FN size_t li_causal_luna_scratch(const li_kernels *kernels, const li_causal_l
 LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a,
                               const li_parallel *parallel, void *scratch) {
   li_sweep s;
-  LI_BY_REFERENCE(kernels, li_causal_luna_reference(a, scratch); return);
+  if (!kernels->panels) {
+    li_causal_luna_reference(a, scratch);
+    return;
+  }
   if (li_luna_steps(a)) {            /* it reads these three fields alone */
     const int64_t items = a->batch * a->heads;
     s.kernels = kernels;
