@@ -319,14 +319,10 @@ LUNA_API int luna_version(void);
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
-  X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
   X(ROTARY_ODD, BAD_ARGUMENT, "%s: a head has %d numbers, which rotary positions turn in pairs: its size must be " \
     "even") \
   X(ROTARY_BASE, BAD_ARGUMENT, "luna_rotary: base is %f; it is positive, or 0 for 10000") \
   X(EPSILON, BAD_ARGUMENT, "%s: epsilon is %f; it is positive, or 0 for 1e-5") \
-  X(SPLIT, BAD_ARGUMENT, "luna_split: axis %d of %t has %d rows, which are not %d equal parts") \
-  X(LEVEL, BAD_ARGUMENT, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
-  X(LEVELS, BAD_ARGUMENT, "%s: the last axis of values %t must have the size of levels, %d") \
   X(LOG_SUM_EXP, BAD_ARGUMENT, "%s: log_sum_exp cannot be had beside %s") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
     "and key_offsets say where sequences end") \
@@ -693,6 +689,9 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
 /* The number of labels, targets or rows that a mean loss of luna.h divides by, without ignored ones; -1 for a sum and
    any other tensor. Processes that share a batch weight their losses by it. */
 LUNA_API int64_t luna_counted(const luna_tensor *loss);
+/* For losses of your own: sets that for a mean over `counted` of so many targets, and returns the loss. Where none
+   counts options.log says so, by the name of your call. */
+LUNA_API luna_tensor *luna_set_counted(luna_tensor *loss, const char *name, int64_t counted, int64_t targets);
 
 /* ----------------------------------------
    >>ops: functions of tensors, which luna_backward differentiates
@@ -710,12 +709,6 @@ LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);
 #define LUNA_MAX_INPUTS 8            /* tensors that one op can take */
 /* Up to LUNA_MAX_INPUTS tensors one after another along an axis; they differ in no other. */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);
-/* Up to LUNA_MAX_INPUTS tensors of one shape, along a new axis. */
-LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis);
-/* Writes x in `count` equal parts along the axis to parts [count]. On failure each is null. */
-LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count);
-/* x with `before` and `after` more places along the axis, which hold `value`. */
-LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value);
 /* `count` copies of x along a new axis 0: [...] -> [count,...]. */
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);
 /* These broadcast as in NumPy: aligned at the last axis, sizes are equal or one of them is 1 or missing, and repeats;
@@ -846,23 +839,9 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config);
 
-/* For a student and its teacher: the mean, over rows of logits [...,V], of the cross-entropy with the rows of
-   `probabilities` [...,V]. A gradient flows into that tensor too: luna_detach the teacher's. */
-LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities);
-
-/* Losses of numbers: values of any shape and luna_count(values) targets in the same order -> [1], the mean over the
-   targets that are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
-   delta (|x - t| - delta / 2) beyond; and -t ln s(x) - (1 - t) ln (1 - s(x)) of logits x, where s is the logistic
-   function and t is in 0..1. */
+/* Values of any shape and luna_count(values) targets in the same order -> [1], the mean of (value - target)^2 over the
+   targets that are not NaN (0 when all are). examples/luna_ops.h has more losses. */
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
-LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta);
-LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets);
-/* The quantile loss, also called pinball loss [Koenker and Bassett 1978]: values [...,count] and one target a row ->
-   [1], the mean over targets t that are not NaN and over values x of max(q (t - x), (q - 1) (t - x)), q = levels[i] in
-   0..1. What it trains are quantiles: value i is above a share levels[i] of what comes. Two levels make an interval;
-   quantiles of one row can cross: sort them [Chernozhukov, Fernandez-Val and Galichon 2010]. */
-LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels,
-                                         int64_t count);
 
 typedef struct luna_attention_config {
   int64_t heads;          /* 0 = 1 */
@@ -1500,10 +1479,6 @@ LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *optimizer, const l
    calls; the optimiser's other calls, and luna_save_training, fail there. Parameters that no update has reached stay as
    they are. */
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *optimizer);
-/* For updates of your own: multiplies all gradients of the set by max_norm / norm where their global norm is larger (0:
-   never), and returns the norm before, NaN after a failure. A norm that is not finite changes nothing. Optimisers have
-   .clip, which does not wait for a device. */
-LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm);
 
 /* Uses and zeroes the gradients. A parameter that no luna_backward has reached has none and stays as it is, without
    weight decay too. When a call since the last begin failed, or there was no luna_backward since this optimiser's last
@@ -12771,24 +12746,7 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
   return li_finish(&s, x->rank, shape);
 }
 
-LUNA_API luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count) {
-  for (int i = 0; i < count && parts; i++) parts[i] = NULL;
-  if (!x) return LUNA_BAD_ARGUMENT;
-  if (!parts) return li_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_split", "parts");
-  if (axis < 0 || axis >= x->rank) return li_fail_status(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis);
-  if (count < 1 || x->shape[axis] % count != 0)
-    return li_fail_status(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count);
-  const int64_t rows = x->shape[axis] / count;
-  for (int i = 0; i < count; i++) parts[i] = luna_slice(x, axis, i * rows, rows);
-  for (int i = 0; i < count; i++) {
-    if (parts[i]) continue;
-    memset(parts, 0, (size_t)count * sizeof *parts);
-    return x->ctx->status;
-  }
-  return LUNA_OK;
-}
-
-/* --- concat, stack, pad --- */
+/* --- concat --- */
 LI_HOT luna_status li_concat_run(luna_op *op, bool back) {
   const int64_t axis = op->arg.concat.axis;
   int64_t start = 0;
@@ -12814,35 +12772,6 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   }
   s.op.arg.concat.axis = axis;
   return li_finish(&s, x[0]->rank, shape);
-}
-
-LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
-  luna_tensor *with[LUNA_MAX_INPUTS];
-  int64_t shape[LUNA_MAX_RANK + 1];
-  if (!li_all(x, count, "luna_stack")) return NULL;
-  const luna_scope scope = luna_scope_begin(x[0]->ctx);
-  for (int i = 0; i < count; i++) {
-    const int rank = x[i]->rank;
-    if (axis < 0 || axis > rank) return li_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_stack", x[i], (int64_t)axis);
-    if (rank == LUNA_MAX_RANK) return li_fail(x[0]->ctx, LUNA_ERROR_NEW_AXIS, "luna_stack", x[i]);
-    for (int a = 0; a < rank; a++) shape[a + (a >= axis)] = x[i]->shape[a];
-    shape[axis] = 1;
-    with[i] = luna_reshape(x[i], rank + 1, shape);
-  }
-  return li_result(scope, luna_concat(with, count, axis));
-}
-
-LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value) {
-  int64_t shape[LUNA_MAX_RANK];
-  if (!x || !li_has_axis(x, axis, "luna_pad") || !li_is_count(x->ctx, "luna_pad", "before", before) ||
-      !li_is_count(x->ctx, "luna_pad", "after", after)) return NULL;
-  const luna_scope scope = luna_scope_begin(x->ctx);
-  memcpy(shape, x->shape, sizeof shape);
-  shape[axis] = before;
-  luna_tensor *with[3] = { luna_tensor_full(x->ctx, value, x->rank, shape), x, NULL };
-  shape[axis] = after;
-  with[2] = luna_tensor_full(x->ctx, value, x->rank, shape);
-  return li_result(scope, luna_concat(with, 3, axis));
 }
 
 /* --- expand: x repeated along a new first axis --- */
@@ -13292,17 +13221,6 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
   return li_finish_like(&s, x);
-}
-
-/* Returns x as [count, 1], with 0 where `keep` has 0. What x has there is not read. */
-LI_FN luna_tensor *li_select(luna_tensor *x, const int32_t *keep, const char *name) {
-  const int64_t count = luna_count(x);
-  li_build s;
-  x = li_reshape(x, 2, count, 1, 1, 1);
-  if (!li_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
-  s.op.lengths = li_on_device(x->ctx) ? li_integers_copy(&s, keep, count) : keep;
-  s.op.arg.mask.width = 1;
-  return s.op.lengths ? li_finish_like(&s, x) : li_abandon(&s);
 }
 
 /* ---- reductions: sum, mean, maximum, cumulative sum ---- */
@@ -15091,119 +15009,25 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   return li_linear_cross_entropy_loss("luna_linear_cross_entropy", x, weight, bias, labels, config);
 }
 
-/* --- losses of numbers, composed of the ops above --- */
-typedef struct li_targets {
-  luna_tensor *x;       /* the values [count, 1], 0 where there is no target */
-  const int32_t *given; /* [count], 1 where there is one */
-  int64_t counted;      /* how many there are */
-  float share;          /* 1 / counted */
-} li_targets;
-
-LI_FN bool li_targets_take(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
-  const int64_t count = luna_count(values);
+/* --- the mean square error, composed of the ops above --- */
+LUNA_API luna_tensor *luna_set_counted(luna_tensor *loss, const char *name, int64_t counted, int64_t targets) {
+  if (loss && counted == 0) li_log_ignored(loss->ctx, name, "targets", targets);
+  return li_counts(loss, counted);
+}
+LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
+  const int64_t count = luna_count(values), one = 1;
   int64_t counted = 0;
   li_build s;
-  if (!li_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
-  if (!targets && count > 0) return li_refused(li_fail_null(values->ctx, name, "targets"));
-  int32_t *given = (int32_t *)li_step_host(values->ctx, name, (size_t)count * sizeof *given);
-  if (!given) return false;
-  for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
-  t->counted = counted;
-  if (counted == 0) li_log_ignored(values->ctx, name, "targets", count);
-  t->given = given;
-  t->share = (float)(1.0 / (double)li_max(counted, 1));
-  t->x = li_select(values, given, name);
-  return t->x != NULL;
-}
+  if (!li_start(&s, LUNA_OP_COUNT, "luna_mse", &values, 1, 1)) return NULL;
+  if (!targets && count > 0) return li_fail_null(values->ctx, "luna_mse", "targets");
+  const luna_scope scope = luna_scope_begin(values->ctx);
+  for (int64_t i = 0; i < count; i++) counted += targets[i] == targets[i];
 
-/* Returns the values less their targets [count, 1], 0 where there is none. */
-LI_FN luna_tensor *li_errors(li_targets *t, luna_tensor *values, const float *targets, const char *name) {
-  if (!li_targets_take(t, values, targets, name)) return NULL;
-  return li_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, name);
-}
-LI_FN luna_tensor *li_mean_given(const li_targets *t, luna_tensor *losses) {
-  return li_counts(luna_scale(luna_sum(losses, 0), t->share), t->counted);
-}
-LI_FN luna_scope li_scope_with(const luna_tensor *t) { return luna_scope_begin(t ? t->ctx : NULL); }
-
-LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities) {
-  if (!logits || !probabilities) return NULL;
-  const luna_scope scope = luna_scope_begin(logits->ctx);
-  for (int a = 0; a < LUNA_MAX_RANK; a++)
-    if (logits->rank != probabilities->rank || logits->shape[a] != probabilities->shape[a])
-      return li_fail(logits->ctx, LUNA_ERROR_BROADCAST, "luna_soft_cross_entropy", logits, probabilities);
-  const int64_t counted = li_rows(logits);
-  luna_tensor *sum = luna_sum_all(luna_mul(probabilities, luna_log_softmax(logits)));
-  return li_result(scope, li_counts(luna_scale(sum, counted ? (float)(-1.0 / (double)counted) : 0), counted));
-}
-
-LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
-  const luna_scope scope = li_scope_with(values);
-  li_targets t;
-  luna_tensor *e = li_errors(&t, values, targets, "luna_mse");
-  if (!e) return NULL;
-  return li_result(scope, li_mean_given(&t, luna_mul(e, e)));
-}
-
-/* The loss is r (e - r / 2), where r is e within delta of 0: no difference of large numbers. */
-LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
-  const luna_scope scope = li_scope_with(values);
-  li_targets t;
-  luna_tensor *e;
-  if (delta == 0) delta = 1;
-  if (values && !(delta > 0 && li_is_finite(delta)))
-    return li_fail(values->ctx, LUNA_ERROR_NEGATIVE, "luna_huber", "delta", (double)delta);
-  if ((e = li_errors(&t, values, targets, "luna_huber")) == NULL) return NULL;
-  luna_tensor *r = luna_clamp(e, -delta, delta);
-  return li_result(scope, li_mean_given(&t, luna_mul(r, luna_sub(e, luna_scale(r, 0.5f)))));
-}
-
-/* The loss is max(-q e, (1 - q) e) of the errors e = x - t. */
-LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels,
-                                         int64_t count) {
-  static const char name[] = "luna_quantile_loss";
-  const luna_scope scope = li_scope_with(values);
-  li_targets t;
-  if (!values) return NULL;
-  luna_ctx *ctx = values->ctx;
-  const int64_t all = luna_count(values);
-  if (count < 1 || values->rank < 1 || values->shape[values->rank - 1] != count)
-    return li_fail(ctx, LUNA_ERROR_LEVELS, name, values, count);
-  if (!levels) return li_fail_null(ctx, name, "levels");
-  if (!targets && all > 0) return li_fail_null(ctx, name, "targets");
-  for (int64_t i = 0; i < count; i++)
-    if (!(levels[i] > 0 && levels[i] < 1))
-      return li_fail(ctx, LUNA_ERROR_LEVEL, name, i, (double)levels[i]);
-  float *made = (float *)li_step_host(ctx, name, (size_t)(all + 2 * count) * sizeof *made);
-  if (!made) return NULL;
-  float *sides = made + all;
-  for (int64_t i = 0; i < all; i++) made[i] = targets[i / count];
-  for (int64_t i = 0; i < count; i++) {
-    sides[i] = -levels[i];
-    sides[count + i] = 1 - levels[i];
-  }
-  luna_tensor *e = li_reshape(li_errors(&t, values, made, name), 2, all / count, count, 1, 1);
-  luna_tensor *below = luna_mul(e, luna_tensor_new(ctx, sides, 1, &count));
-  luna_tensor *above = luna_mul(e, luna_tensor_new(ctx, sides + count, 1, &count));
-  return li_result(scope, li_mean_given(&t, li_reshape(luna_maximum(below, above), 2, all, 1, 1, 1)));
-}
-
-/* The loss is t ln(1 + e^-x) + (1 - t) ln(1 + e^x), accurate for confident logits too. */
-LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
-  const luna_scope scope = li_scope_with(logits);
-  li_targets t;
-  if (targets) {
-    for (int64_t i = 0; i < luna_count(logits); i++)
-      if (targets[i] < 0 || targets[i] > 1)
-        return li_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
-  }
-  if (!li_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
-  luna_tensor *y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
-  luna_tensor *no = li_select(luna_add_scalar(luna_scale(y, -1), 1), t.given, "luna_binary_cross_entropy");
-  y = li_select(y, t.given, "luna_binary_cross_entropy");
-  luna_tensor *yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y);
-  no = luna_mul(luna_softplus(t.x), no);
-  return li_result(scope, li_mean_given(&t, luna_add(yes, no)));
+  luna_tensor *t = luna_tensor_new(values->ctx, targets, values->rank, values->shape);
+  luna_tensor *nothing = luna_tensor_new(values->ctx, NULL, 1, &one);
+  luna_tensor *e = luna_where(luna_equal(t, t), luna_sub(values, t), nothing);
+  luna_tensor *mean = luna_scale(luna_sum_all(luna_mul(e, e)), (float)(1.0 / (double)li_max(counted, 1)));
+  return li_result(scope, luna_set_counted(mean, "luna_mse", counted, count));
 }
 
 /* ---- custom ops ---- */
@@ -17719,43 +17543,6 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   li_step_rewind(ctx, mark);
   if (status == LUNA_OK) o->swapped = !o->swapped;
   return li_backend_result(ctx, __func__, status);
-}
-
-/* Adds the squares of all gradients, as the optimisers sum them, or for null multiplies them by the factor. On a device
-   they come to the host by pieces. */
-LI_FN luna_status li_gradients_pass(luna_params *params, float *piece, double *squares, float factor) {
-  luna_ctx *ctx = params->ctx;
-  const bool device = li_on_device(ctx);
-  luna_status status = LUNA_OK;
-  for (li_param *p = params->first; p; p = p->next)
-    for (int64_t at = 0; p->tensor.grad && at < luna_count(&p->tensor) && status == LUNA_OK; at += LI_SUM_BLOCK) {
-      const int64_t n = li_min(luna_count(&p->tensor) - at, LI_SUM_BLOCK);
-      float *grad = p->tensor.grad + at, *g = device ? piece : grad;
-      if (device) status = ctx->backend->copy(ctx, g, grad, (size_t)n * sizeof(float), 2);
-      if (squares) *squares += ctx->kernels->sum_squares(n, g);
-      if (squares || status != LUNA_OK) continue;
-      for (int64_t i = 0; i < n; i++) g[i] *= factor;
-      if (device) status = ctx->backend->copy(ctx, grad, g, (size_t)n * sizeof(float), 1);
-    }
-  return status;
-}
-LUNA_API float luna_params_clip_grad(luna_params *params, float max_norm) {
-  luna_ctx *ctx = li_ctx_of(params);
-  double sum = 0;
-  void *piece = NULL;
-  luna_status status = ctx ? ctx->open_status : LUNA_BAD_ARGUMENT;
-  if (status != LUNA_OK || !(max_norm >= 0 || li_is_rate(ctx, __func__, "max_norm", max_norm))) return (float)NAN;
-  if (ctx->status != LUNA_OK && ctx->status != LUNA_NOT_FINITE) return (float)NAN;
-  const li_mark mark = li_step_mark(ctx);
-  const size_t bytes = li_on_device(ctx) ? LI_SUM_BLOCK * sizeof(float) : 1;
-  if (!li_step(ctx, bytes, false, &piece)) return (void)li_fail_memory(ctx, __func__, bytes), (float)NAN;
-
-  status = li_gradients_pass(params, (float *)piece, &sum, 1);
-  sum = sqrt(sum);
-  if (status == LUNA_OK && max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY)
-    status = li_gradients_pass(params, (float *)piece, NULL, (float)((double)max_norm / sum));
-  li_step_rewind(ctx, mark);
-  return li_backend_result(ctx, __func__, status) == LUNA_OK ? (float)sum : (float)NAN;
 }
 
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {

@@ -22,6 +22,7 @@
    is all that is needed. With --label there are 600 steps unless --steps says otherwise, else 1200. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "luna_ops.h"
 
 #include "common/example.h"
 

@@ -8,6 +8,7 @@
    element of the result from the inputs by the equation, in double. */
 #ifndef OP_CASES_H
 #define OP_CASES_H
+#include "examples/luna_ops.h"
 #include "common.h"
 #include "naive.h"
 

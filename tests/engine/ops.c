@@ -348,12 +348,13 @@ static void check_functions(luna_ctx *ctx) {
   CHECK(luna_split(x, 1, parts, 3) == LUNA_OK && parts[2]->shape[1] == COUNT / 6 &&
         parts[1]->data[0] == values[COUNT / 6],
         "three parts: %s", luna_error(ctx));
-  CHECK(luna_split(x, 0, parts, 3) == LUNA_BAD_ARGUMENT && !parts[0] && luna_error_id_of(ctx) == LUNA_ERROR_SPLIT,
+  CHECK(luna_split(x, 0, parts, 3) == LUNA_BAD_ARGUMENT && !parts[0] &&
+        strstr(luna_error(ctx), "which are not 3 equal parts"),
         "2 rows are 3 parts");
   luna_begin_inference(ctx);
   CHECK(luna_split(NULL, 0, none, 2) == LUNA_BAD_ARGUMENT && !none[1], "parts of null");
   x = luna_tensor_new(ctx, values, 1, &shape[0]);
-  CHECK(luna_split(x, 1, none, 1) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_AXIS,
+  CHECK(luna_split(x, 1, none, 1) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "luna_split: tensor [2] has no axis 1"),
         "parts along an axis that is not there");
   luna_begin_inference(ctx);
 }

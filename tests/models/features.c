@@ -5,6 +5,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "examples/luna_ops.h"
 #include "common.h"
 #include <float.h>
 #ifndef _WIN32
@@ -245,7 +246,7 @@ static void check_losses(void) {
     CHECK(!loss_of(kind, NULL, fine), "%s of null", names[kind]);
     luna_begin_inference(ctx);
     x = luna_tensor_new(ctx, fine, 1, &two);
-    CHECK(!loss_of(kind, x, NULL) && luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT, "%s without targets: %s",
+    CHECK(!loss_of(kind, x, NULL) && strstr(luna_error(ctx), "targets is null"), "%s without targets: %s",
           names[kind], luna_error(ctx));
   }
   static const float bad[] = {-0.5f, 1.5f, INFINITY, -INFINITY}, deltas[] = {-1, NAN, INFINITY};
@@ -253,13 +254,13 @@ static void check_losses(void) {
   for (int i = 0; i < 4; i++) {
     luna_begin_inference(ctx);
     CHECK(!luna_binary_cross_entropy(luna_tensor_new(ctx, NULL, 1, &one), &bad[i]) &&
-          luna_error_id_of(ctx) == LUNA_ERROR_TARGET_RANGE,
+          strstr(luna_error(ctx), "outside 0..1"),
           "a target of %g: %s", (double)bad[i], luna_error(ctx));
   }
   for (int i = 0; i < 3; i++) {
     luna_begin_inference(ctx);
     CHECK(!luna_huber(luna_tensor_new(ctx, NULL, 1, &one), &bad[0], deltas[i]) &&
-          luna_error_id_of(ctx) == LUNA_ERROR_NEGATIVE,
+          strstr(luna_error(ctx), "delta is"),
           "a delta of %g: %s", (double)deltas[i], luna_error(ctx));
   }
   luna_close(ctx);
@@ -311,14 +312,14 @@ static void check_quantiles(void) {
   for (int i = 0; i < 4; i++) {
     luna_begin_inference(ctx);
     CHECK(!luna_quantile_loss(luna_tensor_new(ctx, y, 2, many), targets, wrong + i, 1) &&
-          luna_error_id_of(ctx) == LUNA_ERROR_LEVEL, "a level of %g: %s", (double)wrong[i], luna_error(ctx));
+          strstr(luna_error(ctx), "between 0 and 1"), "a level of %g: %s", (double)wrong[i], luna_error(ctx));
   }
   luna_begin_inference(ctx);
   CHECK(!luna_quantile_loss(luna_tensor_new(ctx, x, 2, shape), t, levels, 2) &&
-        luna_error_id_of(ctx) == LUNA_ERROR_LEVELS, "two levels for three values: %s", luna_error(ctx));
+        strstr(luna_error(ctx), "the size of levels, 2"), "two levels for three values: %s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(!luna_quantile_loss(luna_tensor_new(ctx, x, 2, shape), t, NULL, 3) &&
-        luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT, "no levels: %s", luna_error(ctx));
+        strstr(luna_error(ctx), "levels is null"), "no levels: %s", luna_error(ctx));
   free(x), free(t), free(grad), free(y), free(targets);
   luna_close(ctx);
 }

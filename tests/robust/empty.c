@@ -5,6 +5,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "examples/luna_mask.h"
+#include "examples/luna_ops.h"
 #include "common.h"
 
 static luna_ctx *ctx;

@@ -3,6 +3,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "examples/luna_ops.h"
 #include "examples/luna_print.h"
 #include "common.h"
 

@@ -30,7 +30,7 @@ printf '%s\n' '#include "luna.h"' '#define LUNA_IMPLEMENTATION' '#include "luna.
   '#define LUNA_IMPLEMENTATION' '#include "luna.h"' >twice.c
 printf '%s\n' '#include "luna.h"' 'luna_isa which(void);' \
   'int main(void) { return luna_isa_best() == LUNA_ISA_BEST || which() != luna_isa_best(); }' >main.c
-printf '#include "examples/attentions/attentions.h"\n' >attentions.c
+printf '#include "examples/attentions/attentions.h"\n#include "examples/luna_ops.h"\n' >attentions.c
 # a user's macros before it, of letters and words that nothing of ours may be called
 for name in A B C D E F G H I J K L M N O P Q R S T U V W X Y Z A_PITCH ADD ALONG BATCH BF16 BLOCK BLOCK_SIZE CHUNK \
     COLUMNS COLS DEBUG DEEP DEPTH DIM DIV FADES FIRST FORGETS FUNCTION HEADS HEIGHT KEYS LAST LAYERS LINEAR MASK \
@@ -159,12 +159,13 @@ if have python3; then
 else
   echo "skipped: the public part is not compared: python3 is not here"
 fi
+c_warn="-Wall -Wextra -Wpedantic -Werror"
 for program in README*.c guide*.c guide*.cpp; do
   [ -e "$program" ] || continue
   case $program in
     README*) few "$program" "$cc -std=c99 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -I$root $program" ;;
     *.cpp) have g++ && add "the guide: $program" "g++ -std=c++11 -fsyntax-only $cpp_strict $program" ;;
-    *) add "the guide: $program" "$cc -std=c99 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -I$root $program" ;;
+    *) add "the guide: $program" "$cc -std=c99 -fsyntax-only $c_warn -I$root -I$root/examples $program" ;;
   esac
 done
 

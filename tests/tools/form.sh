@@ -4,7 +4,7 @@
 # lead to a file and a heading; captions of the measurements; README's length; what make alone prints; and whether the
 # program of make size compiles.
 cd "$(dirname "$0")/../.." || exit 1
-limit=1016000 # bytes of luna.h; 1000000 when the parts that leave it have left
+limit=1001000 # bytes of luna.h; 1000000 when the parts that leave it have left
 passed=0 failed=0
 check() { # SENTENCE COMMAND...
   sentence=$1

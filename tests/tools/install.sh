@@ -48,6 +48,7 @@ check "and runs" "$work/main"
 
 # ---- the programs of README and of the guide run, in their order: some read what others wrote, one what is in examples
 mkdir "$work/run"
+cp examples/luna_ops.h "$work/run"
 ln -s "$root/examples" "$work/run/examples"
 awk '/^```c$/ { inside = 1; text = ""; next }
      /^```/ {

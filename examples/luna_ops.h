@@ -1,0 +1,267 @@
+/* luna_ops.h: functions of tensors that few programs need, made of what luna.h declares. Include it after luna.h.
+
+     luna_tensor *loss = luna_huber(luna_lm_forward(&model, &input), targets, 1);
+
+   It has more losses of numbers, luna_soft_cross_entropy for a student and its teacher, luna_stack, luna_split and
+   luna_pad, which run wherever luna.h does, and luna_params_clip_grad. luna_sin, luna_cos, luna_pow, luna_cumsum and
+   luna_scatter_add_rows are custom ops: on the CPU alone, on all its threads, with the same bits for any number.
+   As luna.h's ops they return null for null and after a failure, and the context says why. */
+#ifndef LUNA_OPS_H
+#define LUNA_OPS_H
+#include "luna.h"
+#include <math.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define OPS_FN static __attribute__((unused))
+#else
+#define OPS_FN static
+#endif
+
+/* ---- failures ---- */
+OPS_FN luna_tensor *ops_fail(luna_ctx *ctx, const char *format, ...) {
+  char sentence[400];
+  va_list values;
+  va_start(values, format);
+  vsnprintf(sentence, sizeof sentence, format, values);
+  va_end(values);
+  luna_fail(ctx, LUNA_BAD_ARGUMENT, sentence);
+  return NULL;
+}
+typedef struct ops_text { char text[4 * 24 + 3]; } ops_text;
+/* A tensor's shape, as luna.h's sentences have it. */
+OPS_FN ops_text ops_shape(const luna_tensor *x) {
+  ops_text t;
+  size_t n = 1;
+  strcpy(t.text, "[");
+  for (int i = 0; i < x->rank; i++) {
+    snprintf(t.text + n, sizeof t.text - n, "%s%lld", i ? "," : "", (long long)x->shape[i]);
+    n += strlen(t.text + n);
+  }
+  strcpy(t.text + n, "]");
+  return t;
+}
+OPS_FN bool ops_has_axis(const luna_tensor *x, int axis, int most, const char *name) {
+  if (axis >= 0 && axis <= most) return true;
+  ops_fail(x->ctx, "%s: tensor %s has no axis %d", name, ops_shape(x).text, axis);
+  return false;
+}
+OPS_FN luna_tensor *ops_result(luna_scope scope, luna_tensor *y) { return luna_scope_end(scope, &y, 1); }
+
+/* ---- ops that move numbers ---- */
+/* Up to LUNA_MAX_INPUTS tensors of one shape, along a new axis. */
+OPS_FN luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
+  luna_tensor *with[LUNA_MAX_INPUTS];
+  int64_t shape[LUNA_MAX_RANK + 1];
+  bool whole = x && count > 0 && count <= LUNA_MAX_INPUTS;
+  for (int i = 0; whole && i < count; i++) whole = x[i] != NULL;
+  if (!whole) return luna_concat(x, count, axis); /* which says what is wrong */
+  const luna_scope scope = luna_scope_begin(x[0]->ctx);
+  for (int i = 0; i < count; i++) {
+    const int rank = x[i]->rank;
+    if (!ops_has_axis(x[i], axis, rank, "luna_stack")) return NULL;
+    if (rank == LUNA_MAX_RANK)
+      return ops_fail(x[i]->ctx, "luna_stack: tensor %s has 4 axes already, which is the maximum",
+                      ops_shape(x[i]).text);
+    for (int a = 0; a < rank; a++) shape[a + (a >= axis)] = x[i]->shape[a];
+    shape[axis] = 1;
+    with[i] = luna_reshape(x[i], rank + 1, shape);
+  }
+  return ops_result(scope, luna_concat(with, count, axis));
+}
+
+/* Writes x in `count` equal parts along the axis to parts [count]. On failure each is null. */
+OPS_FN luna_status luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count) {
+  for (int i = 0; i < count && parts; i++) parts[i] = NULL;
+  if (!x) return LUNA_BAD_ARGUMENT;
+  if (!parts) return luna_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_split: parts is null");
+  if (!ops_has_axis(x, axis, x->rank - 1, "luna_split")) return LUNA_BAD_ARGUMENT;
+  if (count < 1 || x->shape[axis] % count != 0) {
+    ops_fail(x->ctx, "luna_split: axis %d of %s has %lld rows, which are not %d equal parts", axis, ops_shape(x).text,
+             (long long)x->shape[axis], count);
+    return LUNA_BAD_ARGUMENT;
+  }
+
+  const int64_t rows = x->shape[axis] / count;
+  bool whole = true;
+  for (int i = 0; i < count; i++) {
+    parts[i] = luna_slice(x, axis, i * rows, rows);
+    whole = whole && parts[i];
+  }
+  for (int i = 0; i < count && !whole; i++) parts[i] = NULL;
+  return whole ? LUNA_OK : luna_error_status(x->ctx);
+}
+
+/* x with `before` and `after` more places along the axis, which hold `value`. */
+OPS_FN luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value) {
+  int64_t shape[LUNA_MAX_RANK];
+  if (!x || !ops_has_axis(x, axis, x->rank - 1, "luna_pad")) return NULL;
+  if (before < 0 || after < 0)
+    return ops_fail(x->ctx, "luna_pad: before is %lld and after is %lld; neither can be negative", (long long)before,
+                    (long long)after);
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = before;
+  luna_tensor *with[3] = { luna_tensor_full(x->ctx, value, x->rank, shape), x, NULL };
+  shape[axis] = after;
+  with[2] = luna_tensor_full(x->ctx, value, x->rank, shape);
+  return ops_result(scope, luna_concat(with, 3, axis));
+}
+
+/* ---- losses ---- */
+/* For a student and its teacher: the mean, over rows of logits [...,V], of the cross-entropy with the rows of
+   `probabilities` [...,V]. A gradient flows into that tensor too: luna_detach the teacher's. */
+OPS_FN luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities) {
+  if (!logits || !probabilities) return NULL;
+  for (int a = 0; a < LUNA_MAX_RANK; a++)
+    if (logits->rank != probabilities->rank || logits->shape[a] != probabilities->shape[a])
+      return ops_fail(logits->ctx, "luna_soft_cross_entropy: logits %s and probabilities %s have not one shape",
+                      ops_shape(logits).text, ops_shape(probabilities).text);
+  const luna_scope scope = luna_scope_begin(logits->ctx);
+  int64_t rows = 1;
+  for (int a = 0; a + 1 < logits->rank; a++) rows *= logits->shape[a];
+  luna_tensor *sum = luna_sum_all(luna_mul(probabilities, luna_log_softmax(logits)));
+  luna_tensor *mean = luna_scale(sum, rows ? (float)(-1.0 / (double)rows) : 0);
+  return ops_result(scope, luna_set_counted(mean, "luna_soft_cross_entropy", rows, rows));
+}
+
+/* The losses below are of values of any shape and luna_count(values) targets in the same order -> [1], the mean over
+   the targets that are not NaN (0 when all are). */
+typedef struct ops_targets {
+  const char *name;         /* of the call */
+  luna_tensor *target;      /* in the values' shape, or one a row of them */
+  luna_tensor *given;       /* 1 where a target is there, else 0 */
+  int64_t count, counted;   /* targets; those that are there */
+} ops_targets;
+OPS_FN bool ops_take(ops_targets *t, luna_ctx *ctx, const char *name, const float *targets, int rank,
+                     const int64_t *shape) {
+  t->name = name;
+  t->count = 1;
+  t->counted = 0;
+  for (int i = 0; i < rank; i++) t->count *= shape[i];
+  if (!targets && t->count > 0) return ops_fail(ctx, "%s: targets is null", name) != NULL;
+  for (int64_t i = 0; i < t->count; i++) t->counted += targets[i] == targets[i];
+  t->target = luna_tensor_new(ctx, targets, rank, shape);
+  t->given = luna_equal(t->target, t->target);
+  return t->given != NULL;
+}
+/* x, but 0 where there is no target. */
+OPS_FN luna_tensor *ops_given(const ops_targets *t, luna_tensor *x) {
+  const int64_t one = 1;
+  if (!x) return NULL;
+  return luna_where(t->given, x, luna_tensor_new(x->ctx, NULL, 1, &one));
+}
+OPS_FN luna_tensor *ops_mean(const ops_targets *t, luna_tensor *losses, int64_t each) {
+  const int64_t counted = t->counted * each;
+  luna_tensor *mean = luna_scale(luna_sum_all(losses), (float)(1.0 / (double)(counted > 0 ? counted : 1)));
+  return luna_set_counted(mean, t->name, counted, t->count * each);
+}
+
+/* (x - t)^2 / 2 up to |x - t| = delta (0 = 1), delta (|x - t| - delta / 2) beyond. It is made as r (e - r / 2), where r
+   is the error e within delta of 0: no difference of large numbers. */
+OPS_FN luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
+  ops_targets t;
+  if (!values) return NULL;
+  if (delta == 0) delta = 1;
+  if (!(delta > 0 && delta < (float)INFINITY))
+    return ops_fail(values->ctx, "luna_huber: delta is %g; it must be finite and not negative", (double)delta);
+  const luna_scope scope = luna_scope_begin(values->ctx);
+  if (!ops_take(&t, values->ctx, "luna_huber", targets, values->rank, values->shape)) return NULL;
+  luna_tensor *e = ops_given(&t, luna_sub(values, t.target));
+  luna_tensor *r = luna_clamp(e, -delta, delta);
+  return ops_result(scope, ops_mean(&t, luna_mul(r, luna_sub(e, luna_scale(r, 0.5f))), 1));
+}
+
+/* -t ln s(x) - (1 - t) ln (1 - s(x)) of logits x, where s is the logistic function and t is in 0..1. It is made as
+   t ln(1 + e^-x) + (1 - t) ln(1 + e^x), accurate for confident logits too. */
+OPS_FN luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
+  const char *name = "luna_binary_cross_entropy";
+  ops_targets t;
+  if (!logits) return NULL;
+  for (int64_t i = 0; targets && i < luna_count(logits); i++)
+    if (targets[i] < 0 || targets[i] > 1)
+      return ops_fail(logits->ctx, "%s: targets[%lld] is %g, outside 0..1 (NaN is ignored)", name, (long long)i,
+                      (double)targets[i]);
+  const luna_scope scope = luna_scope_begin(logits->ctx);
+  if (!ops_take(&t, logits->ctx, name, targets, logits->rank, logits->shape)) return NULL;
+  luna_tensor *x = ops_given(&t, logits), *y = ops_given(&t, t.target);
+  luna_tensor *no = ops_given(&t, luna_add_scalar(luna_scale(t.target, -1), 1));
+  luna_tensor *yes = luna_mul(luna_softplus(luna_scale(x, -1)), y);
+  no = luna_mul(luna_softplus(x), no);
+  return ops_result(scope, ops_mean(&t, luna_add(yes, no), 1));
+}
+
+/* The quantile loss, also called pinball loss [Koenker and Bassett 1978]: values [...,count] and one target a row ->
+   [1], the mean over targets t that are not NaN and over values x of max(q (t - x), (q - 1) (t - x)), q = levels[i] in
+   0..1. What it trains are quantiles: value i is above a share levels[i] of what comes. Two levels make an interval;
+   quantiles of one row can cross: sort them [Chernozhukov, Fernandez-Val and Galichon 2010]. */
+OPS_FN luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels, int64_t count) {
+  const char *name = "luna_quantile_loss";
+  ops_targets t;
+  if (!values) return NULL;
+  luna_ctx *ctx = values->ctx;
+  if (count < 1 || values->rank < 1 || values->shape[values->rank - 1] != count)
+    return ops_fail(ctx, "%s: the last axis of values %s must have the size of levels, %lld", name,
+                    ops_shape(values).text, (long long)count);
+  if (!levels) return ops_fail(ctx, "%s: levels is null", name);
+  for (int64_t i = 0; i < count; i++)
+    if (!(levels[i] > 0 && levels[i] < 1))
+      return ops_fail(ctx, "%s: levels[%lld] is %g; a quantile's level is between 0 and 1", name, (long long)i,
+                      (double)levels[i]);
+
+  const luna_scope scope = luna_scope_begin(ctx);
+  const int64_t rows = luna_count(values) / count, shape[2] = { rows, count }, column[2] = { rows, 1 };
+  if (!ops_take(&t, ctx, name, targets, 2, column)) return NULL;
+  luna_tensor *q = luna_tensor_new(ctx, levels, 1, &count);
+  luna_tensor *e = ops_given(&t, luna_sub(luna_reshape(values, 2, shape), t.target));
+  luna_tensor *below = luna_mul(e, luna_scale(q, -1));
+  luna_tensor *above = luna_mul(e, luna_add_scalar(luna_scale(q, -1), 1));
+  return ops_result(scope, ops_mean(&t, luna_maximum(below, above), count));
+}
+
+#ifndef LUNA_NO_TRAIN
+/* ---- gradients ---- */
+/* Adds the squares of a gradient, or for null multiplies it by the factor. False: the context says why. */
+OPS_FN bool ops_gradient(luna_tensor *p, double *squares, float factor) {
+  const int64_t count = luna_count(p);
+  float *g = p->grad, *copy = NULL;
+  if (p->device != 0) {
+    g = copy = (float *)malloc((size_t)count * sizeof *copy);
+    if (!copy) return luna_fail(p->ctx, LUNA_OUT_OF_MEMORY, "luna_params_clip_grad: no memory") == LUNA_OK;
+    if (luna_read_grad(p, copy) != LUNA_OK) return free(copy), false;
+  }
+  for (int64_t i = 0; i < count; i++) {
+    if (squares) *squares += (double)g[i] * (double)g[i];
+    else g[i] *= factor;
+  }
+  const bool done = squares || !copy || luna_write_grad(p, copy) == LUNA_OK;
+  free(copy);
+  return done;
+}
+/* For updates of your own: multiplies all gradients of the set by max_norm / norm where their global norm is larger (0:
+   never), and returns the norm before, NaN after a failure. A norm that is not finite changes nothing. Optimisers have
+   .clip, which does not wait for a device. */
+OPS_FN float luna_params_clip_grad(luna_params *params, float max_norm) {
+  luna_ctx *ctx = luna_params_ctx(params);
+  const luna_status status = luna_error_status(ctx);
+  double sum = 0;
+  luna_tensor *p;
+  if (!ctx || (status != LUNA_OK && status != LUNA_NOT_FINITE)) return (float)NAN;
+  if (!(max_norm >= 0 && max_norm < (float)INFINITY)) {
+    ops_fail(ctx, "luna_params_clip_grad: max_norm is %g; it must be finite and not negative", (double)max_norm);
+    return (float)NAN;
+  }
+  for (int64_t i = 0; (p = luna_params_at(params, i, NULL)) != NULL; i++)
+    if (p->grad && !ops_gradient(p, &sum, 1)) return (float)NAN;
+  sum = sqrt(sum);
+  if (!(max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY)) return (float)sum;
+  for (int64_t i = 0; (p = luna_params_at(params, i, NULL)) != NULL; i++)
+    if (p->grad && !ops_gradient(p, NULL, (float)((double)max_norm / sum))) return (float)NAN;
+  return (float)sum;
+}
+#endif
+#endif
