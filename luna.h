@@ -245,11 +245,8 @@ LUNA_API int luna_version(void);
   X(STREAM_POSITIONS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
   X(STREAM_INPUT, BAD_ARGUMENT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
   X(STREAM_ORDER, BAD_ARGUMENT, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
-  X(STREAM_COPY, BAD_ARGUMENT, "luna_stream_copy: from is null or of another model size or batch") \
   X(STREAM_STATE_SIZE, BAD_ARGUMENT, "luna_stream_state_load: bytes is null or size is not luna_stream_state_size") \
   X(STREAM_STATE, BAD_ARGUMENT, "luna_stream_state_load: the state is of another model size or batch, or damaged") \
-  X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
-    "luna_stream_state_save and luna_stream_state_load") \
   X(STATE_MODEL, UNSUPPORTED, "%s: a state can be carried of a model with Luna attention, on the CPU, not with " \
     "LUNA_ISA_REFERENCE, nor with attention dropout unless its memory forgets") \
   X(STATE_INPUT, BAD_ARGUMENT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and " \
@@ -1653,11 +1650,9 @@ LUNA_API int64_t luna_stream_position(const luna_stream *stream);
 LUNA_API void luna_stream_reset(luna_stream *stream);
 /* Each sequence b goes on from where from[b], of from [batch], is (beam search). */
 LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from);
-/* Copies the state of a stream of the same model sizes and batch; not between the devices of two contexts. */
-LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);
 /* The size of a saved state in bytes; writes one of that size; reads one, of the same model sizes and batch. Its bytes
    are in this machine's order, and another minor version of luna.h may refuse them: what is to be kept for years is a
-   checkpoint. A state that does not fit changes nothing. */
+   checkpoint. A state that does not fit changes nothing. By these calls one stream goes on from another's state. */
 LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
@@ -19545,25 +19540,6 @@ LI_FN int64_t li_stream_head_read(const void *bytes, int64_t batch, const luna_l
   memcpy(&position, (const char *)bytes + offsetof(li_stream_head, position), sizeof position);
   const li_stream_head like = li_stream_head_of(batch, position, config);
   return position <= (int64_t)1 << 53 && memcmp(bytes, &like, like.bytes) == 0 ? position : -1;
-}
-LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
-  if (!to || !from) return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
-  const li_stream_head head = li_stream_head_of(from->batch, 0, &from->model.config);
-  if (li_stream_head_read(&head, to->batch, &to->model.config) < 0) return li_stream_fail(to, LUNA_ERROR_STREAM_COPY);
-  luna_status status = from->ctx.status;
-  if (li_stream_on_device(to) && li_stream_on_device(from) && to->model_ctx != from->model_ctx)
-    return li_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
-  if (status == LUNA_OK && to != from && li_stream_on_device(to))
-    (void)li_stream_move(to, to->state, from->state, to->state_size, li_stream_on_device(from) ? 0 : 1);
-  else if (to != from) status = li_stream_read(from, to->state);
-  if (status != LUNA_OK) {
-    li_print(to->ctx.error, sizeof to->ctx.error, li_sentence_of(LUNA_ERROR_BACKEND), __func__,
-             luna_status_text(status));
-    return li_stream_fail(to, LUNA_ERROR_BACKEND), status;
-  }
-
-  to->position = from->position;
-  return li_stream_status(to);
 }
 
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {

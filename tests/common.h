@@ -158,4 +158,14 @@ TEST_UNUSED static float *common_parameters(const luna_params *params) {
   return out;
 }
 
+
+/* lets one stream go on from another's state */
+TEST_UNUSED static luna_status common_stream_copy(luna_stream *to, const luna_stream *from) {
+  const size_t size = luna_stream_state_size(from);
+  void *state = malloc(size ? size : 1);
+  luna_status status = state ? luna_stream_state_save(from, state, size) : LUNA_OUT_OF_MEMORY;
+  if (status == LUNA_OK) status = luna_stream_state_load(to, state, size);
+  free(state);
+  return status;
+}
 #endif

@@ -354,7 +354,8 @@ static void check_functions(luna_ctx *ctx) {
   luna_begin_inference(ctx);
   CHECK(luna_split(NULL, 0, none, 2) == LUNA_BAD_ARGUMENT && !none[1], "parts of null");
   x = luna_tensor_new(ctx, values, 1, &shape[0]);
-  CHECK(luna_split(x, 1, none, 1) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "luna_split: tensor [2] has no axis 1"),
+  CHECK(luna_split(x, 1, none, 1) == LUNA_BAD_ARGUMENT &&
+        strstr(luna_error(ctx), "luna_split: tensor [2] has no axis 1"),
         "parts along an axis that is not there");
   luna_begin_inference(ctx);
 }

@@ -277,7 +277,7 @@ static void *reader_stream(void *argument) { /* one stream steps while others op
     luna_stream *s = luna_stream_open(r->model, NULL), *copy = luna_stream_open(r->model, NULL);
     const float *y = s && copy ? luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 100, NULL }) : NULL;
     for (int i = 100; y && i < 150; i++) y = luna_stream_step(s, tokens + i);
-    y = y && luna_stream_copy(copy, s) == LUNA_OK ? luna_stream_prefill(copy,
+    y = y && common_stream_copy(copy, s) == LUNA_OK ? luna_stream_prefill(copy,
         &(luna_input){ tokens + 150, NULL, 0, 50, NULL }) : NULL;
     r->good = y != NULL;
     if (y) memcpy(r->out, y, 40 * sizeof(float));

@@ -282,7 +282,7 @@ static void use_streams(luna_ctx *ctx, const luna_lm *model, const common_bytes 
   luna_stream_state_save(s, state, size);
   luna_stream_reset(other);
   if (chosen.random >> 32 & 1)
-    HOLDS(luna_stream_copy(other, s) == LUNA_OK, "a stream cannot be copied: %s", luna_stream_error(other));
+    HOLDS(common_stream_copy(other, s) == LUNA_OK, "a stream cannot be copied: %s", luna_stream_error(other));
   else HOLDS(luna_stream_state_load(other, state, size) == LUNA_OK, "a state that was saved cannot be loaded: %s",
         luna_stream_error(other));
   if (e.features) logits_agree(s, other, luna_stream_step_features(s, e.features),

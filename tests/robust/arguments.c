@@ -1963,10 +1963,6 @@ static void case_luna_stream_reorder(void) {
   luna_stream *s = a_stream();
   got_stream(luna_stream_reorder(s, whole(tokens, 2, 1)) == LUNA_OK, s);
 }
-static void case_luna_stream_copy(void) {
-  luna_stream *s = a_stream();
-  got_stream(luna_stream_copy(s, turn() ? NULL : coin() ? w->stream : w->twin) == LUNA_OK, s);
-}
 static void case_luna_stream_state_size(void) {
   expect((luna_stream_state_size(a_stream()) > 0) == (hostile == 0), "the state's size");
 }
@@ -2146,7 +2142,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_optimizer_steps) F(luna_optimizer_skipped) F(luna_optimizer_grad_norm) \
   F(luna_save_training) F(luna_load_training) F(luna_stream_size) \
   F(luna_stream_open_bytes) F(luna_stream_open) F(luna_stream_close) F(luna_stream_step) F(luna_stream_prefill) \
-  F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
+  F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) \
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) \
   F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) \
   F(luna_backend_self) F(luna_backend_state) F(luna_fail) \
@@ -2166,7 +2162,8 @@ typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define BINARY_ROW(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) ROW(luna_##name)
 #define MAP_ROW(NAME, name, value, slope) ROW(luna_##name)
 #define UNARY_ROW(name) ROW(luna_##name)
-static row functions[] = {FUNCTIONS(ROW) COMPANIONS(ROW) COMMON_UNARY(UNARY_ROW) LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
+static row functions[] = {FUNCTIONS(ROW) COMPANIONS(ROW) COMMON_UNARY(UNARY_ROW) LUNA_BINARIES(BINARY_ROW)
+  LUNA_MAPS(MAP_ROW)};
 enum { COUNT = sizeof functions / sizeof functions[0] };
 
 static bool heavy(const char *name) {

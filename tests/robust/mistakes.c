@@ -482,7 +482,7 @@ static char *state_of(luna_stream *spare, const luna_stream *s, int32_t which, s
   const int32_t order[2] = {which, which};
   *size = luna_stream_state_size(s);
   char *bytes = malloc(*size);
-  CHECK(luna_stream_copy(spare, s) == LUNA_OK && luna_stream_reorder(spare, order) == LUNA_OK &&
+  CHECK(common_stream_copy(spare, s) == LUNA_OK && luna_stream_reorder(spare, order) == LUNA_OK &&
         luna_stream_state_save(spare, bytes, *size) == LUNA_OK, "%s", luna_stream_error(spare));
   memset(bytes + 16, 0, 8);
   return bytes;

@@ -36,7 +36,7 @@ static luna_status streams(job_run *r, uint64_t *bits) {
   if (status == LUNA_OK) {
     logits = luna_stream_prefill(stream, &(luna_input){ r->tokens, NULL, 0, 21, NULL });
     *bits = job_hash(*bits, logits, 2 * VOCAB * sizeof *logits);
-    status = luna_stream_copy(copy, stream);
+    status = common_stream_copy(copy, stream);
     logits = luna_stream_step(copy, r->tokens + 3);
     *bits = job_hash(*bits, logits, 2 * VOCAB * sizeof *logits);
   }
