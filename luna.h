@@ -290,7 +290,7 @@ LUNA_API int luna_version(void);
     "luna_begin_inference, or train in a context with another options.isa") \
   X(NO_GRAD, BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
     "luna_require_grad for the result of an op") \
-  X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
+  X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
   X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
     "not made after luna_begin_step") \
@@ -333,10 +333,8 @@ LUNA_API int luna_version(void);
     "another set, or prefix") \
   X(SET_BORROWED, BAD_ARGUMENT, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
   X(BORROW_DEVICE, MISMATCH, "%s: %s %t belongs to a context on another device") \
-  X(BORROW_ON_DEVICE, MISMATCH, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load)") \
   X(BORROW_MISSING, MISMATCH, "%s: there is no %s %t to borrow from") \
   X(BORROW_SHAPE, MISMATCH, "%s: %s %t has another shape where it is borrowed from") \
-  X(BORROW_FORMAT, MISMATCH, "%s: %s %t is read in place only as F32, aligned to 4 bytes, on a little-endian machine") \
   /* layers and models */ \
   X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called" \
     "%s%s") \
@@ -968,9 +966,9 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params);
    optimiser changes them; false: again. LUNA_MISMATCH where no name fits. Fails between a forward pass and its
    luna_backward. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
-/* Text pairs, saved in and loaded from the checkpoint's __metadata__ (but by luna_load_borrowed: luna_inspect);
-   keys, and names of parameters, that start with "luna." belong to luna.h. Text from luna_params_get_text is the set's:
-   luna_params_set_text of its key may change it in place. It is null where there is no such key. */
+/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with
+   "luna." belong to luna.h. Text from luna_params_get_text is the set's: luna_params_set_text of its key may change it
+   in place. It is null where there is no such key. */
 LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key);
 
@@ -1542,9 +1540,6 @@ LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
    luna_load_matching compares names and shapes alone. Every call that opens a file needs 8 bytes of the step's memory
    for each tensor and each text pair while it runs. */
 LUNA_API luna_status luna_load(luna_params *params, luna_file file);
-/* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it
-   cannot be trained. Called before init, it skips allocating initial values. */
-LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
 /* Loads each parameter whose name and shape the file has, such as a pre-trained encoder into a classifier. Nothing
    matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter left unchanged and each
    tensor not used. */
@@ -11766,10 +11761,8 @@ struct luna_params {
   int64_t horizon;           /* of causal models: the longest sequence of training; 0: none */
   bool horizon_fixed;        /* a config says it */
   struct luna_lm_state *state; /* the newest of its models, which a training's checkpoint has */
-  bool borrowing;            /* values are read in place: */
-  const luna_params *shared; /* from this set, */
-  li_sharing sharing;        /* which ctx->sharing lists where work is queued; */
-  li_st source;              /* or from this file */
+  const luna_params *shared; /* the set whose values this one reads in place, or null; */
+  li_sharing sharing;        /* ctx->sharing lists it where work is queued */
   const li_st *filling;      /* while a model is loaded: the file that new parameters take their values from */
 };
 
@@ -11818,7 +11811,6 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   luna_params *params = luna_params_open(ctx);
   const luna_params *root = from;
   if (!params) return NULL;
-  params->borrowing = true;
   params->shared = from;
   while (root->shared) root = root->shared;
   if (root->ctx == ctx || !li_same_device(ctx, root->ctx) || !li_queues(ctx) || !li_queues(root->ctx))
@@ -11897,7 +11889,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
   if (!params) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = params->ctx;
   int64_t matched = 0;
-  if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, __func__);
+  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, __func__);
   if (ctx->tape) return li_fail_status(ctx, LUNA_ERROR_FREEZE_TAPE);
 
   for (li_param *p = params->first; p; p = p->next) {
@@ -12000,33 +11992,17 @@ LI_FN bool li_is_like(const luna_tensor *a, const luna_tensor *b) {
 LI_FN bool li_st_like(const li_st_tensor *t, const luna_tensor *tensor) {
   return t->rank == tensor->rank && memcmp(t->shape, tensor->shape, (size_t)t->rank * sizeof t->shape[0]) == 0;
 }
-/* Returns the address of a borrowed parameter's values. When it is null, *wrong says why. */
-LI_FN const float *li_borrowed(const luna_params *params, const char *name, const luna_tensor *like,
-                               const li_st *st, luna_error_id *wrong) {
-  const luna_params *from = params->shared;
-  const li_param *other = li_param_find(from, name);
-  li_st_tensor t;
-  *wrong = LUNA_ERROR_NONE;
-
-  if (from) {
-    if (!li_same_device(from->ctx, params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
-    else if (!other) *wrong = LUNA_ERROR_BORROW_MISSING;
-    else if (!li_is_like(&other->tensor, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
-    else return other->tensor.data;
-    return NULL;
-  }
-
-  if (li_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
-  else if (!li_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
-  else if (!li_st_like(&t, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  else if (!li_st_borrow(&t)) *wrong = LUNA_ERROR_BORROW_FORMAT;
-  return *wrong ? NULL : li_st_borrow(&t);
-}
-LI_FN void li_borrow(li_param *p, const float *values) {
-  p->tensor.data = (float *)(uintptr_t)values;
+/* Makes a parameter of a set that shares another's read the other's values. */
+LI_FN luna_error_id li_borrow(li_param *p, const luna_params *params) {
+  const li_param *other = li_param_find(params->shared, p->name);
+  if (!li_same_device(params->shared->ctx, params->ctx)) return LUNA_ERROR_BORROW_DEVICE;
+  if (!other) return LUNA_ERROR_BORROW_MISSING;
+  if (!li_is_like(&other->tensor, &p->tensor)) return LUNA_ERROR_BORROW_SHAPE;
+  p->tensor.data = other->tensor.data;
   p->tensor.grad = p->frozen_grad = NULL; /* Optimisers look at it, and an earlier training may have set it. */
   p->state.has_grad = p->had_grad = p->tensor.needs_grad = false;
   p->state.borrowed = p->state.given = true;
+  return LUNA_ERROR_NONE;
 }
 
 /* Reads a tensor of a file into a parameter or a moment. */
@@ -12107,7 +12083,7 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   const size_t name_size = strlen(name) + 1;
   li_names names = params->names;
   if (!li_persist(ctx, sizeof(li_param) + name_size, false, &memory) || !li_names_grow(ctx, &names, params->size) ||
-      (!params->borrowing && !li_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
+      (!params->shared && !li_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     li_persistent_rewind(ctx, mark);
     li_fail_memory(ctx, "luna_param", (size_t)count * sizeof(float));
     return NULL;
@@ -12121,7 +12097,7 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   p->tensor.parameter = true;
   p->tensor.needs_grad = true;
   p->tensor.data = (float *)data;
-  if (params->borrowing) li_borrow(p, li_borrowed(params, name, &p->tensor, &params->source, &wrong));
+  if (params->shared) wrong = li_borrow(p, params);
   else if (!params->filling)
     status = li_backend_result(ctx, "luna_param", li_first_write(&p->tensor, init, p->hash, ctx->options.seed));
   else if (!ctx->options.measure) status = li_param_load(p, &stored);
@@ -17312,7 +17288,7 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
   li_optimizer_default(&like);
   const li_persistent_mark mark = li_persistent(ctx);
   luna_status status = ctx->open_status;
-  if (params->borrowing) status = li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, name);
+  if (params->shared) status = li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, name);
   if (status == LUNA_OK && !li_optimizer_good(ctx, &like, name)) status = ctx->last_status;
   if (status == LUNA_OK && (!li_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
                             !li_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state)))
@@ -17564,7 +17540,7 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 /* ----------------------------------------
    >>impl_checkpoints: parameter sets to and from safetensors. What is saved is an li_st_contents, which puts text pairs
    and tensors: it runs once to count the header, once to write it, once for the data. What is loaded is an li_loader,
-   which gets the open file: li_load, li_load_matching, li_load_borrowed, li_load_kind, li_load_training, li_inspect.
+   which gets the open file: li_load, li_load_matching, li_load_kind, li_load_training, li_inspect.
    Then come files by path, and the public calls. A new kind of file content needs a contents and a loader. Guarded by
    tests/files/checkpoints.c, tests/files/model_files.c and tests/files/resume.c.
    ---------------------------------------- */
@@ -17860,7 +17836,7 @@ LI_FN luna_status li_load_values(luna_params *params, const li_st *st) {
 }
 LI_FN luna_status li_load(luna_ctx *ctx, void *set, li_st *st) {
   luna_params *params = (luna_params *)set;
-  if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
+  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
   luna_status status = li_load_check(params, st);
   if (status == LUNA_OK) status = li_load_pairs(params, st);
   if (status != LUNA_OK) return status;
@@ -17908,37 +17884,6 @@ LI_FN luna_status li_read_bytes(luna_ctx *ctx, const char *name, li_loader load,
                                 const void *bytes, size_t size) {
   const luna_io io = { NULL, NULL, (void *)(uintptr_t)bytes, size };
   return li_read(ctx, name, load, into, &io);
-}
-
-LI_FN luna_status li_load_borrowed(luna_ctx *ctx, void *set, li_st *st) {
-  luna_params *params = (luna_params *)set;
-  uint64_t *names = params->source.names;
-  luna_error_id wrong;
-  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
-  if (li_load_config(params, st) != LUNA_OK) return ctx->last_status;
-
-  for (li_param *p = params->first; p; p = p->next) {
-    li_borrowed(params, p->name, &p->tensor, st, &wrong);
-    if (wrong) return li_fail_status(ctx, (int)wrong, ctx->call, p->name, &p->tensor);
-  }
-  if (params->source.tensors < st->tensors) { /* room for the index, which stays */
-    names = (uint64_t *)li_persist_host(ctx, ctx->call, st->tensors * sizeof *names);
-    if (!names) return ctx->last_status;
-  }
-
-  if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
-  params->borrowing = true;
-  params->source = *st;
-  params->source.names = names;
-  params->source.keys = NULL;
-
-  for (li_param *p = params->first; p; p = p->next)
-    li_borrow(p, li_borrowed(params, p->name, &p->tensor, st, &wrong));
-  li_load_horizon(params, st);
-  return LUNA_OK;
-}
-LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  return li_read_bytes(li_ctx_of(params), __func__, li_load_borrowed, params, bytes, size);
 }
 
 LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
@@ -17997,7 +17942,7 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
   size_t cursor = 0;
   memset(&none, 0, sizeof none);
   if (!m) m = &none;
-  if (params->borrowing) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
+  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
 
   m->loaded = m->missing = m->unused = 0;
   for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
@@ -18076,15 +18021,15 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
 
   m.encoder.layer.hook = m.lm.layer.hook;
   if (li_st_is_linformer(st)) m.encoder.layer.attention = LUNA_ATTENTION_LUNA;
-  params->filling = params->borrowing ? NULL : st;
+  params->filling = params->shared ? NULL : st;
   luna_status status = li_model_init(&model, params, &m);
   params->filling = NULL;
   if (status == LUNA_OK && params->size != count)
     status = li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_COUNT, ctx->call, li_file_name(ctx), count, params->size);
 
   /* a hook's init may have drawn values of its own */
-  if (status == LUNA_OK && !params->borrowing && m.lm.layer.hook) status = li_load_values(params, st);
-  if (status == LUNA_OK && !params->borrowing) status = li_load_pairs(params, st);
+  if (status == LUNA_OK && !params->shared && m.lm.layer.hook) status = li_load_values(params, st);
+  if (status == LUNA_OK && !params->shared) status = li_load_pairs(params, st);
   if (status != LUNA_OK) return status;
   li_load_horizon(params, st);
   memcpy(load->setup.made, (const char *)&model + (load->kind ? li_kinds[k].at : 0), load->setup.size);

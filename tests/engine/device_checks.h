@@ -463,9 +463,6 @@ static void device_refusals(const device *d) {
     io.write = device_file_write;
     io.user = &file;
     luna_save(on_host.params, luna_callbacks(&io));
-    status = luna_load_borrowed(on_device.params, file.bytes, file.size);
-    CHECK(status != LUNA_OK && luna_error_id_of(on_device.ctx) == LUNA_ERROR_BORROW_ON_DEVICE, "borrowing: %s",
-        luna_error(on_device.ctx));
     CHECK(luna_load(on_device.params, luna_bytes(file.bytes, file.size)) == LUNA_OK, "loading a copy fails");
     free(file.bytes);
   }

@@ -155,11 +155,11 @@ static void set_is(const luna_params *params, const uint8_t *bytes, size_t size,
   }
 }
 
-enum { COPIED, BORROWED, MATCHING, SET_WAYS };
+enum { COPIED, MATCHING, SET_WAYS };
 static void try_set(const uint8_t *bytes, size_t size) {
-  static const char *const names[SET_WAYS] = {"luna_load", "luna_load_borrowed", "luna_load_matching"};
+  static const char *const names[SET_WAYS] = {"luna_load", "luna_load_matching"};
   for (int way = 0; way < SET_WAYS; way++) {
-    if (!takes(way, SET_WAYS + 1)) continue;
+    if (!takes(way, SET_WAYS)) continue;
     heap h;
     float before[10];
     luna_load_report match = {0};
@@ -167,9 +167,8 @@ static void try_set(const uint8_t *bytes, size_t size) {
     luna_params *params = set_open(ctx);
     const int64_t live = h.live;
     set_read(params, before);
-    const luna_status status = way == COPIED     ? luna_load(params, luna_bytes(bytes, size))
-                               : way == BORROWED ? luna_load_borrowed(params, bytes, size)
-                                                 : luna_load_matching(params, luna_bytes(bytes, size), &match);
+    const luna_status status = way == COPIED ? luna_load(params, luna_bytes(bytes, size)) :
+        luna_load_matching(params, luna_bytes(bytes, size), &match);
     if (status != LUNA_OK) {
       set_unchanged(params, before, names[way]);
       refused(ctx, &h, live, names[way]);
@@ -189,19 +188,6 @@ static void try_set(const uint8_t *bytes, size_t size) {
     }
     ctx_close(ctx, &h);
   }
-  if (!takes(SET_WAYS, SET_WAYS + 1)) return;
-  /* borrowed before there are parameters */
-  heap h;
-  luna_ctx *ctx = ctx_open(&h, size);
-  luna_params *params = luna_params_open(ctx);
-  const luna_init normal = {LUNA_INIT_NORMAL, 1};
-  if (luna_load_borrowed(params, bytes, size) == LUNA_OK) {
-    luna_tensor *first = luna_param(params, "first", 2, square, normal);
-    float copy[6];
-    HOLDS(first ? luna_read(first, copy) == LUNA_OK : luna_error(ctx)[0] != 0,
-          "borrowed: no parameter and no sentence");
-  }
-  ctx_close(ctx, &h);
 }
 
 static void see_pair(void *user, const char *key, const char *value) { *(size_t *)user += strlen(key) + strlen(value); }

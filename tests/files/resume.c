@@ -434,27 +434,6 @@ static void check_scarce(void) {
   }
   free(file.at);
 }
-static void check_borrowed(void) { /* a set that has been borrowed since */
-  small from, to;
-  small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3), small_open(&to, LUNA_OPTIMIZER_ADAMW, 0, 8);
-  const buffer file = saved_training(from.optimizer), weights = saved(from.params);
-  CHECK(luna_load_borrowed(to.params, weights.at, weights.size) == LUNA_OK, "%s", luna_error(to.ctx));
-  const buffer copy = saved(to.params);
-  CHECK(luna_load_training(to.optimizer, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT &&
-      luna_error_id_of(to.ctx) == LUNA_ERROR_SET_BORROWED, "into a borrowed set: %s", luna_error(to.ctx));
-  buffer after = saved(to.params);
-  CHECK(same(&copy, &after), "loading into a borrowed set changes it");
-  /* its optimiser, which trained it before, leaves what is borrowed alone, also beside a set that learns */
-  luna_tensor *other = luna_param(luna_params_open(to.ctx), "other", 2, matrix, (luna_init){LUNA_INIT_ONES, 0});
-  luna_begin_step(to.ctx);
-  luna_backward(luna_sum_all(luna_mul(other, luna_params_find(to.params, "first"))));
-  (void)luna_optimizer_step(to.optimizer);
-  buffer again = saved(to.params);
-  CHECK(same(&copy, &again), "an optimiser changes a borrowed set");
-  free(again.at);
-  luna_close(to.ctx), luna_close(from.ctx);
-  free(file.at), free(weights.at), free(copy.at), free(after.at);
-}
 /* advance and apply need not be called equally often: what is saved then loads */
 static void check_halves(void) {
   small s;
@@ -677,7 +656,6 @@ int main(int argc, char **argv) {
   check_plain(false), check_plain(true);
   check_refusals();
   check_averages(), check_products(), check_scarce();
-  if (common_little_endian()) check_borrowed();
   check_halves();
   check_failed_saves();
 #ifdef HAS_FORK

@@ -313,7 +313,6 @@ static void check_file(int kind) {
     }
     luna_close(empty.ctx);
   }
-  CHECK(luna_load_borrowed(into.params, bytes8, size8) != LUNA_OK && *luna_error(into.ctx), "8 bits are borrowed");
   free(bytes), free(bytes8);
   luna_close(m.ctx), luna_close(into.ctx);
 }

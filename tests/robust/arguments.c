@@ -1303,12 +1303,6 @@ static void file_load_bytes(void) {
   luna_params *set = file_set();
   got_status(luna_load(set, luna_bytes(bytes, n)), set != NULL);
 }
-static void case_luna_load_borrowed(void) {
-  size_t n;
-  const void *bytes = bytes_of(&n);
-  luna_params *set = file_set();
-  got_status(luna_load_borrowed(set, bytes, n), set != NULL);
-}
 static void left_out(void *user, const char *name, const char *why) { *(int *)user += name && why; }
 static luna_load_report a_match(int *count) {
   luna_load_report m = {0};
@@ -2124,7 +2118,6 @@ static void case_luna_stream_error_id(void) {
   F(luna_params_find) \
   F(luna_params_tensor_count) F(luna_params_at) F(luna_params_element_count) F(luna_params_zero_grad) \
   F(luna_params_set_text) F(luna_params_get_text) F(luna_path) F(luna_bytes) F(luna_buffer) F(luna_callbacks) \
-  F(luna_load_borrowed) \
   F(luna_file_tensor_read) F(luna_inspect) F(luna_save) F(luna_save_int8) \
   F(luna_load) F(luna_load_matching) F(luna_linear_layer_init) F(luna_linear_layer_forward) F(luna_norm_layer_init) \
   F(luna_norm_layer_forward) F(luna_nested_attention_layer_init) F(luna_nested_attention_layer_forward) \
@@ -2229,8 +2222,8 @@ static void check_null(const null_row *null) {
 }
 
 /* ==== orders of closing: an owner of a model, a context that shares its parameters, streams of both, one that reads
-   borrowed bytes, the bytes ==== */
-enum { OWNER, SHARER, BORROWER, BYTES, OWNER_STREAM, SHARER_STREAM, OBJECTS };
+   loaded bytes, the bytes ==== */
+enum { OWNER, SHARER, LOADER, BYTES, OWNER_STREAM, SHARER_STREAM, OBJECTS };
 typedef struct closing {
   heap heap[3];
   luna_ctx *ctx[3];
@@ -2256,9 +2249,9 @@ static bool closing_open(closing *c) {
   if (luna_save(owned, luna_callbacks(&io)) != LUNA_OK) return false;
   c->bytes = common_alloc(file_size);
   memcpy(c->bytes, file.at, file_size);
-  set = luna_params_open(c->ctx[BORROWER]);
-  if (luna_load_borrowed(set, c->bytes, file_size) != LUNA_OK ||
-      luna_lm_init(&c->model[BORROWER], set, &w->lm.config) != LUNA_OK) return false;
+  set = luna_params_open(c->ctx[LOADER]);
+  if (luna_lm_init(&c->model[LOADER], set, &w->lm.config) != LUNA_OK ||
+      luna_load(set, luna_bytes(c->bytes, file_size)) != LUNA_OK) return false;
   for (int i = 0; i < 2; i++) c->stream[i] = luna_stream_open(&c->model[i], NULL);
   for (int i = 0; i < OBJECTS; i++) c->open[i] = true;
   luna_begin_step(c->ctx[OWNER]);     /* and it is closed in the middle of a step */
@@ -2271,13 +2264,13 @@ static bool closing_open(closing *c) {
 }
 static void closing_close(closing *c, int what) {
   c->open[what] = false;
-  if (what <= BORROWER) luna_close(c->ctx[what]);
+  if (what <= LOADER) luna_close(c->ctx[what]);
   else if (what == BYTES) free(c->bytes);
   else luna_stream_close(c->stream[what - OWNER_STREAM]);
 }
 /* all that still has what it reads computes what it did */
 static void closing_works(closing *c) {
-  const bool reads[3] = {c->open[OWNER], c->open[SHARER] && c->open[OWNER], c->open[BORROWER] && c->open[BYTES]};
+  const bool reads[3] = {c->open[OWNER], c->open[SHARER] && c->open[OWNER], c->open[LOADER]};
   for (int i = 0; i < 3; i++) {
     if (!reads[i]) continue;
     luna_begin_inference(c->ctx[i]);
