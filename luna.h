@@ -123,6 +123,7 @@
      A row leads from an equation through its layer, op and driver to the loop that runs with SIMD; below them are the
      same in plain loops and the test, a file in tests. A name is defined in the chapter beside it. LI_K(name) is
      compiled for each instruction set. Eq. 7 has two rows: chunks of rows, in training and prefill, and single rows.
+     examples/lesson.c has all equations in plain loops.
    equation layer                              op                                      driver
             inner loop                         reference                               test
    1/3 pack li_nested_pack >>impl_layers       luna_pack >>impl_ops                    li_attention_tile >>attention
@@ -153,10 +154,6 @@
      LUNA_API               prefix of public functions
      LUNA_BACKEND           for a file without the implementation: declares what a backend needs (>>backend)
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
-
-   PAPER MAP
-     Equation (3) is li_nested_pack, (4) li_nested_unpack, (6) li_nested_half and li_ffn_half, and (7)
-     li_causal_reference and, for a row of a stream, li_luna_step. examples/lesson.c has all of them in plain loops.
 
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
@@ -736,8 +733,6 @@ LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis);
 /* Sum and mean of all elements -> [1]. */
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);
 LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);
-/* y_i = x_0 + ... + x_i along the axis. */
-LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis);
 /* The largest and the smallest along an axis, which the result lacks. The gradient goes to the first of equals; where
    there is a NaN, it is the result. */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);
@@ -776,10 +771,6 @@ LUNA_API luna_tensor *luna_log(luna_tensor *x);
 LUNA_API luna_tensor *luna_sqrt(luna_tensor *x);
 LUNA_API luna_tensor *luna_rsqrt(luna_tensor *x);
 LUNA_API luna_tensor *luna_abs(luna_tensor *x);
-LUNA_API luna_tensor *luna_sin(luna_tensor *x);
-LUNA_API luna_tensor *luna_cos(luna_tensor *x);
-/* x^exponent; NaN of a negative x where the exponent is no integer. */
-LUNA_API luna_tensor *luna_pow(luna_tensor *x, float exponent);
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
 /* Softmax over the last axis. With lengths, one for each place of axis 0, the entries from lengths[b] on are left out
    and become 0; x has two axes or more then. Null: all count. */
@@ -810,8 +801,6 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n);
 /* x [n,...] -> [count,...], whose row i is x[indices[i]]; indices are in 0..n - 1, each as often as wanted. */
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count);
-/* x [n,...] with rows[i] of [count,...] added to x[indices[i]], in the order of i -> [n,...]. */
-LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows);
 
 typedef struct luna_cross_entropy_config {
   float smoothing; /* label smoothing, 0..1 */
@@ -1940,19 +1929,16 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
   R(SCALE, 1, 0, true) \
   R(REDUCE, 1, 0, false) \
   R(MAX, 1, LUNA_READS_IN(0), false) \
-  R(CUMSUM, 1, 0, false) \
   R(MATMUL, 1, LUNA_READS_INS(2), false) \
   R(LINEAR, 1, LUNA_READS_INS(2), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
   R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
   R(MASK, 1, 0, true) \
-  R(FUNCTION, 1, LUNA_READS_IN(0), false) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
   R(LAYER_NORM, 1, LUNA_READS_INS(2), true) \
   R(EMBEDDING, 1, 0, true) \
-  R(SCATTER_ADD, 1, 0, false) \
   R(SINUSOIDS, 1, 0, true) \
   R(ROTARY, 1, 0, false) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
@@ -1974,8 +1960,6 @@ typedef enum luna_op_kind {
   LUNA_OP_COUNT
 } luna_op_kind;
 
-/* What a FUNCTION op computes of each number: the sine, the cosine, x^exponent. */
-typedef enum luna_function { LUNA_FUNCTION_SIN, LUNA_FUNCTION_COS, LUNA_FUNCTION_POW } luna_function;
 /* a memory that forgets: scores are held to within this of 0; a factor of all weights */
 #define LUNA_FORGET_SCORE 15
 #define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32, which holds e^-15 .. e^(15 + LI_CHUNK) in range */
@@ -1997,8 +1981,7 @@ typedef struct luna_op {
       int input;                    /* backward: the input whose gradient is being computed */
     } elementwise;
     struct { float factor; } scale;
-    struct { luna_function which; float exponent; } function;
-    struct {                        /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct {                        /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
       int64_t outer, axis, inner;
       float factor;
     } reduce;
@@ -12502,11 +12485,8 @@ LI_FN li_dropout li_op_last_dropout(const luna_op *op) {
   return li_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]));
 }
 
-/* An input that is added to the result, the last one or scatter-add's x, gets the result's gradient, unless both share
-   it. */
-LI_FN luna_tensor *li_added(const luna_op *op) {
-  return op->in[op->kind == LUNA_OP_SCATTER_ADD ? 0 : op->inputs - 1];
-}
+/* The last input, which is added to the result, gets the result's gradient, unless both share it. */
+LI_FN luna_tensor *li_added(const luna_op *op) { return op->in[op->inputs - 1]; }
 LI_FN void li_added_body(luna_op *op, int64_t first, int64_t last) {
   float *to = li_added(op)->grad + first;
   li_k(op)->add(last - first, to, op->out[0]->grad + first, to);
@@ -12556,7 +12536,7 @@ LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
     return LUNA_OK; \
   }
 
-/* ---- ops that move numbers: views, permute, slice, concat, expand, embedding, gather, scatter ---- */
+/* ---- ops that move numbers: views, permute, slice, concat, expand, embedding, gather ---- */
 LI_FN bool li_has_axis(const luna_tensor *x, int axis, const char *name) {
   return (axis >= 0 && axis < x->rank) || li_refuse(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
 }
@@ -12770,16 +12750,6 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   return li_finish(&s, x->rank + 1, shape);
 }
 
-/* --- embedding: rows of a table. Back, a thread owns columns, so that sums keep the tokens' order --- */
-/* Adds columns [first, last) of rows [count, d] to the table's rows index[i]. */
-LI_HOT void li_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
-                            float *table) {
-  const int64_t d = li_last(op->out[0]);
-  for (int64_t i = 0; i < count; i++) {
-    float *row = table + op->index[i] * d + first;
-    li_k(op)->add(last - first, row, rows + i * d + first, row);
-  }
-}
 LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = li_last(op->in[0]);
 #ifndef LUNA_NO_INT8
@@ -12792,8 +12762,12 @@ LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; i++)
     memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
-LI_FN void li_embedding_back(luna_op *op, int64_t first, int64_t last) {
-  li_scatter_rows(op, li_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
+LI_HOT void li_embedding_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t d = li_last(op->out[0]), count = li_rows(op->out[0]);
+  for (int64_t i = 0; i < count; i++) {
+    float *row = op->in[0]->grad + op->index[i] * d + first;
+    li_k(op)->add(last - first, row, op->out[0]->grad + i * d + first, row);
+  }
 }
 LI_FN luna_status li_embedding_forward(luna_op *op) {
   return li_split(op, li_rows(op->out[0]), li_last(op->in[0]), li_embedding_body);
@@ -12823,61 +12797,22 @@ LI_FN luna_tensor *li_as_rows(luna_tensor *x, const char *name) {
   return li_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
 }
 
-/* Finishes an op of rows: indices are in 0..n - 1; the result [rows, d] gets x's shape but for its first axis. */
-LI_FN luna_tensor *li_indexed(li_build *s, const luna_tensor *x, const int32_t *indices, int64_t count, int64_t rows) {
-  int64_t shape[LUNA_MAX_RANK], flat[2];
-  memcpy(shape, x->shape, sizeof shape);
-  shape[0] = flat[0] = rows;
-  flat[1] = s->op.in[0]->shape[1];
-  if (li_shape_count(x->rank, shape) < 0) return li_fail_shape(x->ctx, s->name, x->rank, shape);
-  if (!indices && count > 0) return li_fail_null(x->ctx, s->name, "indices");
-  s->op.index = li_integers(s, indices, count, 0, x->shape[0] - 1, "indices");
-  luna_tensor *y = li_finish(s, 2, flat);
-  if (x->rank != 2) y = luna_reshape(y, x->rank, shape);
-  return y;
-}
-
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = li_as_rows(x, "luna_gather_rows");
+  int64_t shape[LUNA_MAX_RANK];
   li_build s;
   if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
-  return li_indexed(&s, x, indices, count, count);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[0] = count;
+  if (li_shape_count(x->rank, shape) < 0) return li_fail_shape(x->ctx, s.name, x->rank, shape);
+  if (!indices && count > 0) return li_fail_null(x->ctx, s.name, "indices");
+  s.op.index = li_integers(&s, indices, count, 0, x->shape[0] - 1, "indices");
+  const int64_t rows[2] = { count, flat->shape[1] };
+  luna_tensor *y = li_finish(&s, 2, rows);
+  return x->rank == 2 ? y : luna_reshape(y, x->rank, shape);
 }
 
-/* --- scatter-add: adds rows [count, d] to x [n, d] at index [count] --- */
-LI_FN void li_scatter_body(luna_op *op, int64_t first, int64_t last) {
-  li_scatter_rows(op, op->in[1]->shape[0], first, last, op->in[1]->data, op->out[0]->data);
-}
-LI_HOT void li_scatter_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t d = op->in[1]->shape[1];
-  for (int64_t i = first; i < last; i++)
-    li_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
-}
-LI_FN luna_status li_scatter_add_forward(luna_op *op) {
-  memcpy(op->out[0]->data, op->in[0]->data, (size_t)luna_count(op->in[0]) * sizeof(float));
-  return li_split(op, op->in[1]->shape[1], op->in[1]->shape[0], li_scatter_body);
-}
-LI_FN luna_status li_scatter_add_backward(luna_op *op) {
-  if (op->in[1]->grad) li_split(op, op->in[1]->shape[0], op->in[1]->shape[1], li_scatter_back);
-  li_added_backward(op);
-  return LUNA_OK;
-}
-#define LI_CPU_SCATTER_ADD \
-  LI_CPU_OP(li_query_nothing, li_scatter_add_forward, li_scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
-
-LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
-  luna_tensor *flat = li_as_rows(x, "luna_scatter_add_rows");
-  luna_tensor *const in[] = { flat, flat ? li_as_rows(rows, "luna_scatter_add_rows") : NULL };
-  li_build s;
-  if (!flat && rows && !x) return li_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  if (!li_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
-  for (int a = 1; a < LUNA_MAX_RANK; a++)
-    if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
-      return li_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
-  return li_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
-}
-
-/* ---- ops of single numbers: broadcasting, scale, activation, function, dropout, mask ---- */
+/* ---- ops of single numbers: broadcasting, scale, activation, dropout, mask ---- */
 /* --- elementwise: up to three inputs, which broadcast --- */
 /* Returns the rank of the result, -1 where the inputs do not fit, and sets its shape, and the arg's shape and strides,
    which were 0. */
@@ -13101,48 +13036,6 @@ LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) 
   return li_map(x, li_activation_or(activation, LI_NO_ACTIVATION), "luna_activate");
 }
 
-/* --- sine, cosine, power: made in double, one by one --- */
-LI_HOT float li_function_at(const luna_op *op, float x, bool slope) {
-  const double p = (double)op->arg.function.exponent;
-  double sine, cosine;
-  if (op->arg.function.which == LUNA_FUNCTION_POW) {
-    if (!slope) return (float)pow((double)x, p);
-    return (float)(p != 0 ? p * pow((double)x, p - 1) : 0);
-  }
-  if (x < 1e9f && x > -1e9f) li_sine((double)x, &sine, &cosine);
-  else {
-    sine = sin((double)x);
-    cosine = cos((double)x);
-  }
-  if (op->arg.function.which == LUNA_FUNCTION_SIN) return (float)(slope ? cosine : sine);
-  return (float)(slope ? -sine : cosine);
-}
-LI_HOT void li_function_body(luna_op *op, int64_t first, int64_t last) {
-  const float *x = op->in[0]->data;
-  float *y = op->out[0]->data;
-  for (int64_t i = first; i < last; i++) y[i] = li_function_at(op, x[i], false);
-}
-LI_HOT void li_function_back(luna_op *op, int64_t first, int64_t last) {
-  const float *x = op->in[0]->data, *dy = op->out[0]->grad;
-  float *dx = op->in[0]->grad;
-  for (int64_t i = first; i < last; i++) dx[i] += dy[i] * li_function_at(op, x[i], true);
-}
-LI_SPLIT_OP(function, luna_count(op->out[0]), 16)
-#define LI_CPU_FUNCTION LI_CPU_OP(li_query_nothing, li_function_forward, li_function_backward, 0)
-
-LI_FN luna_tensor *li_function(luna_tensor *x, luna_function which, float exponent, const char *name) {
-  li_build s;
-  if (!li_start(&s, LUNA_OP_FUNCTION, name, &x, 1, 1)) return NULL;
-  s.op.arg.function.which = which;
-  s.op.arg.function.exponent = exponent;
-  return li_finish_like(&s, x);
-}
-LUNA_API luna_tensor *luna_sin(luna_tensor *x) { return li_function(x, LUNA_FUNCTION_SIN, 0, "luna_sin"); }
-LUNA_API luna_tensor *luna_cos(luna_tensor *x) { return li_function(x, LUNA_FUNCTION_COS, 0, "luna_cos"); }
-LUNA_API luna_tensor *luna_pow(luna_tensor *x, float exponent) {
-  return li_function(x, LUNA_FUNCTION_POW, exponent, "luna_pow");
-}
-
 /* --- dropout --- */
 LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const li_dropout d = li_op_dropout(op, luna_count(op->out[0]));
@@ -13194,7 +13087,7 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-/* ---- reductions: sum, mean, maximum, cumulative sum ---- */
+/* ---- reductions: sum, mean, maximum ---- */
 /* --- sum, mean, and what is made of them --- */
 LI_FN luna_status li_reduce_forward(luna_op *op) {
   const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
@@ -13247,7 +13140,6 @@ LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool m
   s.op.arg.reduce.axis = size;
   s.op.arg.reduce.factor = 1;
   if (mean && size) s.op.arg.reduce.factor /= (float)size;
-  if (kind == LUNA_OP_CUMSUM) return li_finish_like(&s, x);
   return li_finish(&s, (int)li_max(1, x->rank - 1), shape);
 }
 
@@ -13311,35 +13203,6 @@ LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis) {
   if (!x) return NULL;
   const luna_scope scope = luna_scope_begin(x->ctx);
   return li_result(scope, luna_neg(luna_max(luna_neg(x), axis)));
-}
-
-/* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
-#define LI_CUMSUM_COLUMNS 64
-LI_HOT void li_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
-  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  const int64_t panels = li_divide_up(inner, LI_CUMSUM_COLUMNS);
-  const li_way w = li_way_of(op, back);
-  for (int64_t p = first; p < last; p++) {
-    const int64_t start = p % panels * LI_CUMSUM_COLUMNS, n = li_min(LI_CUMSUM_COLUMNS, inner - start);
-    double sum[LI_CUMSUM_COLUMNS] = { 0 };
-    for (int64_t r = 0; r < axis; r++) {
-      const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
-      for (int64_t i = 0; i < n; i++) {
-        float *to = w.to + at + i;
-        sum[i] += (double)w.from[at + i];
-        if (back) *to += (float)sum[i];
-        else *to = (float)sum[i];
-      }
-    }
-  }
-}
-
-LI_PART_OP(cumsum, op->arg.reduce.outer * li_divide_up(op->arg.reduce.inner, LI_CUMSUM_COLUMNS),
-           op->arg.reduce.axis * li_min(op->arg.reduce.inner, LI_CUMSUM_COLUMNS))
-#define LI_CPU_CUMSUM LI_CPU_OP(li_query_nothing, li_cumsum_forward, li_cumsum_backward, 0)
-
-LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
-  return li_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum");
 }
 
 /* ---- products: matmul, linear, feed-forward ---- */

@@ -1254,72 +1254,6 @@ static void lunacu_max_backward(luna_op *op) {
               (const uint32_t *)op->kept, op->out[0]->grad, op->in[0]->grad);
 }
 
-/* --- cumsum, in double: a block a line, by chunks of as many as it has threads, or a thread a line where there are
-   many side by side. back: from the end, added --- */
-struct lunacu_line { int64_t lines, axis, inner; bool back; };
-__global__ void lunacu_cumsum_block_kernel(lunacu_line l, const float *x, float *y) {
-  LUNACU_SHARED(double, part, 2 * LUNACU_BLOCK);
-  const int me = threadIdx.x;
-  for (int64_t line = blockIdx.x; line < l.lines; line += gridDim.x) {
-    const int64_t start = line / l.inner * l.axis * l.inner + line % l.inner;
-    double before = 0;
-    for (int64_t first = 0; first < l.axis; first += LUNACU_BLOCK) {
-      const int64_t r = first + me, at = start + (l.back ? l.axis - 1 - r : r) * l.inner;
-      int side = 0;
-      part[me] = r < l.axis ? (double)x[at] : 0;
-      __syncthreads();
-      for (int step = 1; step < LUNACU_BLOCK; step *= 2) {
-        double sum = part[side * LUNACU_BLOCK + me];
-        if (me >= step) sum += part[side * LUNACU_BLOCK + me - step];
-        side = 1 - side;
-        part[side * LUNACU_BLOCK + me] = sum;
-        __syncthreads();
-      }
-      if (r < l.axis) y[at] = (l.back ? y[at] : 0) + (float)(before + part[side * LUNACU_BLOCK + me]);
-      before += part[side * LUNACU_BLOCK + LUNACU_BLOCK - 1];
-      __syncthreads();
-    }
-  }
-}
-__global__ void lunacu_cumsum_kernel(lunacu_line l, const float *x, float *y) {
-  for (int64_t line = lunacu_index(); line < l.lines; line += lunacu_stride()) {
-    const int64_t start = line / l.inner * l.axis * l.inner + line % l.inner;
-    double sum = 0;
-    for (int64_t r = 0; r < l.axis; r++) {
-      const int64_t at = start + (l.back ? l.axis - 1 - r : r) * l.inner;
-      sum += (double)x[at];
-      y[at] = (l.back ? y[at] : 0) + (float)sum;
-    }
-  }
-}
-static void lunacu_cumsum(luna_op *op, bool back) {
-  const lunacu_line l = {op->arg.reduce.outer * op->arg.reduce.inner, op->arg.reduce.axis, op->arg.reduce.inner, back};
-  const lunacu_way w = lunacu_way_of(op, back);
-  if (l.inner >= LUNACU_WARP) LUNACU_OVER(op, lunacu_cumsum_kernel, l.lines, LUNACU_BLOCK, l, w.from, w.to);
-  else LUNACU_OVER(op, lunacu_cumsum_block_kernel, l.lines, 1, l, w.from, w.to);
-}
-
-/* --- sine, cosine, power: the function or, times dy, its derivative --- */
-struct lunacu_curve {
-  const float *x, *dy;               /* dy null: the function */
-  luna_function which;
-  float exponent;
-  __device__ void at(int64_t i, float (&v)[1]) const {
-    const float a = x[i];
-    if (which == LUNA_FUNCTION_POW) {
-      const double p = exponent;
-      v[0] = (float)(!dy ? pow((double)a, p) : p != 0 ? p * pow((double)a, p - 1) : 0);
-    } else if (which == LUNA_FUNCTION_SIN) v[0] = dy ? cosf(a) : sinf(a);
-    else v[0] = dy ? -sinf(a) : cosf(a);
-    if (dy) v[0] *= dy[i];
-  }
-};
-static void lunacu_function(luna_op *op, bool back) {
-  const lunacu_way w = lunacu_way_of(op, back);
-  lunacu_map_way<1>(op, w, false, lunacu_curve{op->in[0]->data, back ? w.from : NULL, op->arg.function.which,
-                                               op->arg.function.exponent});
-}
-
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNACU_INLINE float lunacu_quotient(float x, float divisor) { /* as the CPU rounds it */
   const float inverse = 1 / divisor;
@@ -2187,23 +2121,6 @@ static void lunacu_embedding_query(luna_op *op) {
 static void lunacu_embedding_backward(luna_op *op) {
   const int64_t count = lunacu_rows(op->out[0]), d = lunacu_last(op->in[0]);
   if (count > 0) lunacu_add_rows(op, count, d, op->out[0]->grad, op->in[0]->grad, op->workspace);
-}
-
-/* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
-static void lunacu_scatter_add_query(luna_op *op) {
-  op->workspace_size = lunacu_add_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], NULL, NULL, NULL);
-}
-static void lunacu_scatter_add_forward(luna_op *op) {
-  const luna_tensor *rows = op->in[1];
-  lunacu_scaled_way(op, lunacu_way_of(op, false), 1);
-  if (luna_count(rows) > 0)
-    lunacu_add_rows(op, rows->shape[0], rows->shape[1], rows->data, op->out[0]->data, op->workspace);
-}
-static void lunacu_scatter_add_backward(luna_op *op) {
-  const lunacu_embedded f = {op->out[0]->grad, op->index, op->in[1]->shape[1]};
-  float *dx = op->in[0]->grad, *drows = op->in[1]->grad;
-  if (drows) lunacu_map(op, luna_count(op->in[1]), drows, !lunacu_sets(op, 1), lunacu_wide(f.d, f.table), f);
-  if (dx && dx != op->out[0]->grad) lunacu_scaled_way(op, lunacu_way_of(op, true), 1);
 }
 
 /* --- angles of positions: a thread turns one angle over some rows, from a multiple of them on --- */
@@ -5776,18 +5693,15 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_BOTH(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_BOTH(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
         LUNACU_OP(MAX, max, max, 0)
-        LUNACU_BOTH(CUMSUM, nothing, cumsum, 0)
         LUNACU_BOTH(MATMUL, nothing, matmul, 0)
         LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
         LUNACU_BOTH(ACTIVATION, nothing, activate, LUNA_SETS_GRAD(0))
         LUNACU_BOTH(SOFTMAX, nothing, softmax, LUNA_SETS_GRAD(0))
         LUNACU_BOTH(MASK, nothing, mask, LUNA_SETS_GRAD(0))
-        LUNACU_BOTH(FUNCTION, nothing, function, LUNA_SETS_GRAD(0))
         LUNACU_BOTH(RATIO, nothing, ratio, LUNA_SETS_GRAD(0))
         LUNACU_BOTH(DROPOUT, nothing, drop_out, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(LAYER_NORM, layer_norm, layer_norm, LUNA_SETS_GRAD(0))
         LUNACU_OP(EMBEDDING, embedding, embedding, 0)
-        LUNACU_OP(SCATTER_ADD, scatter_add, scatter_add, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0))
         LUNACU_BOTH(SINUSOIDS, nothing, sinusoids, 0)
         LUNACU_BOTH(ROTARY, rotary, rotary, LUNA_SETS_GRAD(0))
         LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))

@@ -223,6 +223,200 @@ OPS_FN luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets
   return ops_result(scope, ops_mean(&t, luna_maximum(below, above), count));
 }
 
+/* ---- custom ops, on the CPU alone ---- */
+/* What threads share: pieces [first, last) of an op's `count`. */
+typedef struct ops_work {
+  void (*body)(const struct ops_work *w, int64_t first, int64_t last);
+  luna_tensor *const *in;
+  const luna_tensor *out;
+  const void *state;
+  bool back;
+  int64_t count, parts;
+} ops_work;
+OPS_FN void ops_task(void *work, int64_t part) {
+  const ops_work *w = (const ops_work *)work;
+  w->body(w, w->count / w->parts * part + w->count % w->parts * part / w->parts,
+          w->count / w->parts * (part + 1) + w->count % w->parts * (part + 1) / w->parts);
+}
+/* Runs the pieces, each of `size` numbers. */
+OPS_FN luna_status ops_run(ops_work *w, int64_t size) {
+  const luna_run run = luna_custom_run(w->out);
+  const int64_t least = 16384 / (size > 0 ? size : 1) + 1; /* pieces that are worth a thread */
+  w->parts = run.parallel_for ? w->count / least : 1;
+  if (w->parts > run.threads) w->parts = run.threads;
+  if (w->parts > 1) run.parallel_for(run.parallel_user, w->parts, ops_task, w);
+  else w->body(w, 0, w->count);
+  return LUNA_OK;
+}
+OPS_FN luna_tensor *ops_custom(luna_tensor *const *in, int count, const luna_custom *custom, const char *name) {
+  luna_tensor *x = in[0];
+  if (x && x->device == 0) return luna_custom_op(in, count, x->rank, x->shape, custom);
+  if (x) ops_fail(x->ctx, "%s: it runs on the CPU alone, and this tensor is on a device", name);
+  return NULL;
+}
+
+/* --- sine, cosine, power: made in double, one by one --- */
+enum { OPS_SINE, OPS_COSINE, OPS_POWER };
+typedef struct ops_function { int which; float exponent; } ops_function;
+/* sin x and cos x to 1e-14 for |x| < 1e9: Taylor's polynomials of x less a multiple of pi/2 */
+OPS_FN void ops_sine(double x, double *sine, double *cosine) {
+  const double turns = floor(x * 0.63661977236758134308 + 0.5);
+  const double r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
+  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q *
+      (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
+  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q *
+      (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
+  const int quarter = (int)((int64_t)turns & 3);
+  *sine = quarter & 1 ? c : s;
+  *cosine = quarter & 1 ? s : c;
+  if (quarter & 2) *sine = -*sine;
+  if (quarter == 1 || quarter == 2) *cosine = -*cosine;
+}
+OPS_FN float ops_function_at(const ops_function *f, float x, bool slope) {
+  const double p = (double)f->exponent;
+  double sine, cosine;
+  if (f->which == OPS_POWER) {
+    if (!slope) return (float)pow((double)x, p);
+    return (float)(p != 0 ? p * pow((double)x, p - 1) : 0);
+  }
+  if (x < 1e9f && x > -1e9f) ops_sine((double)x, &sine, &cosine);
+  else {
+    sine = sin((double)x);
+    cosine = cos((double)x);
+  }
+  if (f->which == OPS_SINE) return (float)(slope ? cosine : sine);
+  return (float)(slope ? -sine : cosine);
+}
+OPS_FN void ops_function_part(const ops_work *w, int64_t first, int64_t last) {
+  const ops_function *f = (const ops_function *)w->state;
+  const float *x = w->in[0]->data, *dy = w->out->grad;
+  for (int64_t i = first; i < last; i++) {
+    const float value = ops_function_at(f, x[i], w->back);
+    if (w->back) w->in[0]->grad[i] += dy[i] * value;
+    else w->out->data[i] = value;
+  }
+}
+OPS_FN luna_status ops_function_run(luna_tensor *const *in, const luna_tensor *out, const void *state, bool back) {
+  ops_work w = { ops_function_part, in, out, state, back, luna_count(out), 1 };
+  return back && !in[0]->grad ? LUNA_OK : ops_run(&w, 16);
+}
+OPS_FN luna_status ops_function_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  (void)count;
+  return ops_function_run((luna_tensor *const *)(uintptr_t)in, out, state, false);
+}
+OPS_FN luna_status ops_function_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  (void)count;
+  return ops_function_run(in, out, state, true);
+}
+OPS_FN luna_tensor *ops_function_of(luna_tensor *x, int which, float exponent, const char *name) {
+  const ops_function f = { which, exponent };
+  const luna_custom custom = { ops_function_forward, ops_function_backward, &f, sizeof f, 0, false, 0, 0 };
+  return ops_custom(&x, 1, &custom, name);
+}
+OPS_FN luna_tensor *luna_sin(luna_tensor *x) { return ops_function_of(x, OPS_SINE, 0, "luna_sin"); }
+OPS_FN luna_tensor *luna_cos(luna_tensor *x) { return ops_function_of(x, OPS_COSINE, 0, "luna_cos"); }
+/* x^exponent; NaN of a negative x where the exponent is no integer. */
+OPS_FN luna_tensor *luna_pow(luna_tensor *x, float exponent) {
+  return ops_function_of(x, OPS_POWER, exponent, "luna_pow");
+}
+
+/* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
+#define OPS_COLUMNS 64
+typedef struct ops_line { int64_t outer, axis, inner; } ops_line;
+OPS_FN void ops_cumsum_part(const ops_work *w, int64_t first, int64_t last) {
+  const ops_line *l = (const ops_line *)w->state;
+  const int64_t panels = (l->inner + OPS_COLUMNS - 1) / OPS_COLUMNS;
+  for (int64_t p = first; p < last; p++) {
+    const int64_t start = p % panels * OPS_COLUMNS;
+    const int64_t n = l->inner - start < OPS_COLUMNS ? l->inner - start : OPS_COLUMNS;
+    double sum[OPS_COLUMNS] = { 0 };
+    for (int64_t r = 0; r < l->axis; r++) {
+      const int64_t row = w->back ? l->axis - 1 - r : r;
+      const int64_t at = (p / panels * l->axis + row) * l->inner + start;
+      for (int64_t i = 0; i < n; i++) {
+        sum[i] += (double)(w->back ? w->out->grad : w->in[0]->data)[at + i];
+        if (w->back) w->in[0]->grad[at + i] += (float)sum[i];
+        else w->out->data[at + i] = (float)sum[i];
+      }
+    }
+  }
+}
+OPS_FN luna_status ops_cumsum_run(luna_tensor *const *in, const luna_tensor *out, const void *state, bool back) {
+  const ops_line *l = (const ops_line *)state;
+  const int64_t panels = l->outer * ((l->inner + OPS_COLUMNS - 1) / OPS_COLUMNS);
+  ops_work w = { ops_cumsum_part, in, out, state, back, panels, 1 };
+  if (back && !in[0]->grad) return LUNA_OK;
+  return ops_run(&w, l->axis * (l->inner < OPS_COLUMNS ? l->inner : OPS_COLUMNS));
+}
+OPS_FN luna_status ops_cumsum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  (void)count;
+  return ops_cumsum_run((luna_tensor *const *)(uintptr_t)in, out, state, false);
+}
+OPS_FN luna_status ops_cumsum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  (void)count;
+  return ops_cumsum_run(in, out, state, true);
+}
+/* y_i = x_0 + ... + x_i along the axis. */
+OPS_FN luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
+  ops_line l = { 1, 1, 1 };
+  const luna_custom custom = { ops_cumsum_forward, ops_cumsum_backward, &l, sizeof l, 0, false, 0, 0 };
+  if (!x || !ops_has_axis(x, axis, x->rank - 1, "luna_cumsum")) return NULL;
+  for (int a = 0; a < axis; a++) l.outer *= x->shape[a];
+  l.axis = x->shape[axis];
+  for (int a = axis + 1; a < x->rank; a++) l.inner *= x->shape[a];
+  return ops_custom(&x, 1, &custom, "luna_cumsum");
+}
+
+/* --- scatter-add: adds rows [count,d] to x [n,d] at indices [count], which are the op's state --- */
+OPS_FN int64_t ops_width(const luna_tensor *x) { return x->shape[1] * x->shape[2] * x->shape[3]; }
+/* Forward a thread owns columns, so that sums keep the order of the rows; backward it owns rows. */
+OPS_FN void ops_scatter_part(const ops_work *w, int64_t first, int64_t last) {
+  const int32_t *index = (const int32_t *)w->state;
+  const luna_tensor *rows = w->in[1];
+  const int64_t d = ops_width(rows), count = rows->shape[0];
+  if (!w->back) {
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t j = first; j < last; j++) w->out->data[index[i] * d + j] += rows->data[i * d + j];
+    return;
+  }
+  for (int64_t i = first; i < last; i++)
+    for (int64_t j = 0; j < d; j++) rows->grad[i * d + j] += w->out->grad[index[i] * d + j];
+}
+OPS_FN luna_status ops_scatter_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  ops_work w = { ops_scatter_part, (luna_tensor *const *)(uintptr_t)in, out, state, false, ops_width(in[1]), 1 };
+  (void)count;
+  if (luna_count(out) > 0) memcpy(out->data, in[0]->data, (size_t)luna_count(out) * sizeof *out->data);
+  return ops_run(&w, in[1]->shape[0]);
+}
+OPS_FN luna_status ops_scatter_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  ops_work w = { ops_scatter_part, in, out, state, true, in[1]->shape[0], 1 };
+  (void)count;
+  if (in[0]->grad) {
+    for (int64_t i = 0; i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+  }
+  return in[1]->grad ? ops_run(&w, ops_width(in[1])) : LUNA_OK;
+}
+/* x [n,...] with rows[i] of [count,...] added to x[indices[i]], in the order of i -> [n,...]. */
+OPS_FN luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
+  const char *name = "luna_scatter_add_rows";
+  luna_tensor *const in[2] = { x, rows };
+  if (!x || !rows) return x || rows ? ops_fail((x ? x : rows)->ctx, "%s: %s is null", name, x ? "rows" : "x") : NULL;
+  if (x->rank < 1) return ops_fail(x->ctx, "%s: tensor %s has no axis 0", name, ops_shape(x).text);
+  for (int a = 1; a < LUNA_MAX_RANK; a++)
+    if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
+      return ops_fail(x->ctx, "%s: %s and %s differ in an axis other than 0", name, ops_shape(x).text,
+                      ops_shape(rows).text);
+  const int64_t count = rows->shape[0];
+  if (!indices && count > 0) return ops_fail(x->ctx, "%s: indices is null", name);
+  for (int64_t i = 0; i < count; i++)
+    if (indices[i] < 0 || indices[i] >= x->shape[0])
+      return ops_fail(x->ctx, "%s: indices[%lld] is %d, outside 0..%lld", name, (long long)i, (int)indices[i],
+                      (long long)x->shape[0] - 1);
+  const luna_custom custom = { ops_scatter_forward, ops_scatter_backward, indices, (size_t)count * sizeof *indices, 0,
+                               false, 0, 0 };
+  return ops_custom(in, 2, &custom, name);
+}
+
 #ifndef LUNA_NO_TRAIN
 /* ---- gradients ---- */
 /* Adds the squares of a gradient, or for null multiplies it by the factor. False: the context says why. */

@@ -117,20 +117,11 @@ plants("REDUCE", "li_sum_lines_task", "w->kernels->sum(w->x.rows, w->x.at + o * 
 plants("MAX", "li_max_run", "found ? x->data[start + at * inner] : 0",
        sign="found ? -x->data[start + at * inner] : 0", index="found ? x->data[start + at / 2 * inner] : 0")
 plants("MAX", "li_first_max", "x[i * stride] > x[*at * stride]", order="x[i * stride] < x[*at * stride]")
-plants("CUMSUM", "li_cumsum_part", "(double)w.from[at + i]", when="!back", sign="-(double)w.from[at + i]",
-       index="(double)w.from[at + (i + 1) % n]")
-plants("CUMSUM", "li_cumsum_part", "(back ? axis - 1 - r : r)", order="(back ? r : axis - 1 - r)")
 plants("MASK", "li_mask_part", "r % x->shape[1]", index="r % x->shape[1] + 1")
 plants("MASK", "li_mask_part", "op->lengths[r / x->shape[1]]",
        order="op->lengths[x->shape[0] - 1 - r / x->shape[1]]")
 after("MASK", "li_mask_part", "memcpy(to, w.from + r * n, (size_t)n * sizeof(float))", "to", "n",
       faults_of=("sign",))
-plants("FUNCTION", "li_function_body", "li_function_at(op, x[i], false)",
-       index="li_function_at(op, x[i ? i - 1 : 0], false)",
-       order="li_function_at(op, x[first + last - 1 - i], false)")
-for name in ("SIN", "COS", "POW"):
-    plant(f"FUNCTION {name}", "sign", "li_function_body", "li_function_at(op, x[i], false)",
-          "-li_function_at(op, x[i], false)", f"op->arg.function.which == LUNA_FUNCTION_{name}")
 plants("RATIO", "li_ratio_body", "li_k(op)->scale(n, inverse, x, y)",
        sign="li_k(op)->scale(n, -inverse, x, y)")
 plants("RATIO", "li_ratio_body", "1 / x[n]", index="1 / x[n - 1]")
@@ -177,12 +168,6 @@ call = f"memcpy({Y} + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * siz
 plants("EMBEDDING", "li_embedding_body", call, index=call.replace("op->index[i]", "op->index[i ? i - 1 : 0]"),
        order=call.replace("op->index[i]", "op->index[first + last - 1 - i]"))
 after("EMBEDDING", "li_embedding_body", call, f"{Y} + i * d", "d", faults_of=("sign",))
-scatter = "op->kind == LUNA_OP_SCATTER_ADD"
-call = "li_k(op)->add(last - first, row, rows + i * d + first, row)"
-plants("SCATTER_ADD", "li_scatter_rows", call, when=scatter,
-       sign="li_k(op)->scale_add(last - first, -1, rows + i * d + first, row)",
-       order=call.replace("rows + i", "rows + (count - 1 - i)"))
-plants("SCATTER_ADD", "li_scatter_rows", "op->index[i]", when=scatter, index="op->index[i ? i - 1 : 0]")
 sinusoids = "op->kind == LUNA_OP_SINUSOIDS"
 plants("SINUSOIDS", "li_angles_block", "s * place[1] + c * place[0]", when=sinusoids,
        sign="-(s * place[1] + c * place[0])")
