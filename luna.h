@@ -5516,38 +5516,35 @@ LI_FN void LI_K(short_convolution_weights)(const li_convolution *a, int64_t firs
 /* ---- dropout ---- */
 
 #ifdef LI_MM
-/* x86 multiplies the lower halves of 64-bit lanes, so Philox's words lie there. vu_join(a, b) puts words a and b side
-   by side. VU_ORDER says which counter a lane holds, so that the results of even lanes (vu_even), then of odd ones, lie
-   in order. */
+/* x86 multiplies the lower halves of 64-bit lanes, so Philox's words lie there. VU_ORDER says which counter a lane
+   holds, so that the results of even lanes, then of odd ones, lie in order. */
 #undef VU_ORDER
 #undef vu_set
 #if LI_IS(sse2)
 #define VU_ORDER {0, 1}
-#define vu_set(x) _mm_set1_epi64x((long long)(x))
+#define vu_set _mm_set1_epi64x
 #elif LI_IS(avx2)
 #define VU_ORDER {0, 2, 1, 3}
-#define vu_set(x) _mm256_set1_epi64x((long long)(x))
+#define vu_set _mm256_set1_epi64x
 #else
 #define VU_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
-#define vu_set(x) _mm512_set1_epi64((long long)(x))
+#define vu_set _mm512_set1_epi64
 #endif
 #define VU (VF / 2)
-#define vu_load(p) LI_SI(loadu)((const vi *)(const void *)(p))
-#define vu_store(p, v) LI_SI(storeu)((vi *)(void *)(p), v)
 #define vu_add(a, b) LI_MZ(0xFF, add_epi64, a, b)
-#define vu_xor(a, b) LI_SI(xor)(a, b)
+#define vu_xor LI_SI(xor)
 #define vu_mul(a, b) LI_MZ(0xFF, mul_epu32, a, b)
 #define vu_high(a) LI_MZ(0xFF, srli_epi64, a, 32)
-#define vu_up(a) LI_MZ(0xFF, slli_epi64, a, 32)
-#define vu_even(a, b) LI_MZ(0xFF, unpacklo_epi64, a, b)
-#define vu_odd(a, b) LI_MZ(0xFF, unpackhi_epi64, a, b)
-#define vu_join(a, b) vu_xor(vu_high(vu_up(a)), vu_up(b))
+/* Puts words a and b side by side. */
+LI_INLINE vi LI_K(join)(vi a, vi b) {
+  const vi low = vu_high(LI_MZ(0xFF, slli_epi64, a, 32));
+  return vu_xor(low, LI_MZ(0xFF, slli_epi64, b, 32));
+}
 LI_FN void LI_K(dropout_words)(const li_dropout *d, uint64_t at, uint16_t *half) {
   static const uint64_t order[VU] = VU_ORDER;
   for (int i = 0; i < 8; i += VU) {
-    vi c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op),
-        c3 = vu_set(d->step);
-    vi k0 = vu_set(d->seed), k1 = vu_set(d->seed >> 32);
+    vi c0 = vu_add(vu_set((int64_t)at + i), LI_SI(loadu)((const vi *)(const void *)order)), c1 = vu_high(c0);
+    vi c2 = vu_set(d->op), c3 = vu_set(d->step), k0 = vu_set((int64_t)d->seed), k1 = vu_set((int64_t)(d->seed >> 32));
     for (int round = 0; round < 10; round++) {
       const vi p = vu_mul(c0, vu_set(0xD2511F53u)), r = vu_mul(c2, vu_set(0xCD9E8D57u));
       c0 = vu_xor(vu_xor(vu_high(r), c1), k0);
@@ -5557,10 +5554,10 @@ LI_FN void LI_K(dropout_words)(const li_dropout *d, uint64_t at, uint16_t *half)
       k0 = vu_add(k0, vu_set(0x9E3779B9u));
       k1 = vu_add(k1, vu_set(0xBB67AE85u));
     }
-    c0 = vu_join(c0, c1);
-    c2 = vu_join(c2, c3);
-    vu_store(half + 8 * i, vu_even(c0, c2));
-    vu_store(half + 8 * i + 4 * VU, vu_odd(c0, c2));
+    c0 = LI_K(join)(c0, c1);
+    c2 = LI_K(join)(c2, c3);
+    LI_SI(storeu)((vi *)(void *)(half + 8 * i), LI_MZ(0xFF, unpacklo_epi64, c0, c2));
+    LI_SI(storeu)((vi *)(void *)(half + 8 * i + 4 * VU), LI_MZ(0xFF, unpackhi_epi64, c0, c2));
   }
 }
 #else
@@ -9169,7 +9166,7 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
 /* ----------------------------------------
    >>threads: a pool that hands work over in microseconds: its threads spin, then sleep
    It has at most one thread a core; shares beyond wait for one. First come the system's threads, locks and atomics,
-   then li_pool. Another system takes a block of the same macros. Guarded by tests/engine/threads.c.
+   then li_pool. Another system takes a block of the same names. Guarded by tests/engine/threads.c.
    ---------------------------------------- */
 #ifdef _WIN32 /* threads, the clock, files */
 #ifndef WIN32_LEAN_AND_MEAN
@@ -9187,36 +9184,44 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
 typedef HANDLE li_thread;
 typedef CRITICAL_SECTION li_mutex;
 typedef CONDITION_VARIABLE li_condition;
-#define li_mutex_open(m) InitializeCriticalSection(m)
-#define li_mutex_close(m) DeleteCriticalSection(m)
-#define li_mutex_lock(m) EnterCriticalSection(m)
-#define li_mutex_unlock(m) LeaveCriticalSection(m)
-#define li_condition_open(c) InitializeConditionVariable(c)
-#define li_condition_close(c) ((void)(c))
-#define li_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
-#define li_condition_wake(c) WakeAllConditionVariable(c)
+#define li_mutex_open InitializeCriticalSection
+#define li_mutex_close DeleteCriticalSection
+#define li_mutex_lock EnterCriticalSection
+#define li_mutex_unlock LeaveCriticalSection
+#define li_condition_open InitializeConditionVariable
+#define li_condition_wake WakeAllConditionVariable
 #define LI_THREAD_MAIN DWORD WINAPI
-#define li_thread_start(t, main, user) ((*(t) = CreateThread(NULL, 0, main, user, 0, NULL)) != NULL)
-#define li_thread_join(t) (WaitForSingleObject(t, INFINITE), CloseHandle(t))
-#define li_process() ((int64_t)0) /* nothing forks */
+LI_FN void li_condition_close(li_condition *c) { (void)c; }
+LI_FN void li_condition_wait(li_condition *c, li_mutex *m) { SleepConditionVariableCS(c, m, INFINITE); }
+LI_FN bool li_thread_start(li_thread *t, LPTHREAD_START_ROUTINE main, void *user) {
+  *t = CreateThread(NULL, 0, main, user, 0, NULL);
+  return *t != NULL;
+}
+LI_FN void li_thread_join(li_thread t) {
+  WaitForSingleObject(t, INFINITE);
+  CloseHandle(t);
+}
+LI_FN int64_t li_process(void) { return 0; } /* nothing forks */
 #else
 #include <pthread.h>
 #include <unistd.h>
 typedef pthread_t li_thread;
 typedef pthread_mutex_t li_mutex;
 typedef pthread_cond_t li_condition;
-#define li_mutex_open(m) pthread_mutex_init(m, NULL)
-#define li_mutex_close(m) pthread_mutex_destroy(m)
-#define li_mutex_lock(m) pthread_mutex_lock(m)
-#define li_mutex_unlock(m) pthread_mutex_unlock(m)
-#define li_condition_open(c) pthread_cond_init(c, NULL)
-#define li_condition_close(c) pthread_cond_destroy(c)
-#define li_condition_wait(c, m) pthread_cond_wait(c, m)
-#define li_condition_wake(c) pthread_cond_broadcast(c)
+#define li_mutex_close pthread_mutex_destroy
+#define li_mutex_lock pthread_mutex_lock
+#define li_mutex_unlock pthread_mutex_unlock
+#define li_condition_close pthread_cond_destroy
+#define li_condition_wait pthread_cond_wait
+#define li_condition_wake pthread_cond_broadcast
 #define LI_THREAD_MAIN void *
-#define li_thread_start(t, main, user) (pthread_create(t, NULL, main, user) == 0)
-#define li_thread_join(t) pthread_join(t, NULL)
-#define li_process() ((int64_t)getpid())
+LI_FN void li_mutex_open(li_mutex *m) { pthread_mutex_init(m, NULL); }
+LI_FN void li_condition_open(li_condition *c) { pthread_cond_init(c, NULL); }
+LI_FN bool li_thread_start(li_thread *t, void *(*main)(void *), void *user) {
+  return pthread_create(t, NULL, main, user) == 0;
+}
+LI_FN void li_thread_join(li_thread t) { pthread_join(t, NULL); }
+LI_FN int64_t li_process(void) { return (int64_t)getpid(); }
 #endif
 
 #ifdef LI_NO_POOL
@@ -18104,11 +18109,11 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
 #include <fcntl.h>
 #include <io.h>
 #include <sys/stat.h>
-#define li_seek_end(f) _fseeki64(f, 0, SEEK_END)
-#define li_tell(f) ((int64_t)_ftelli64(f))
+#define li_seek _fseeki64
+#define li_tell _ftelli64
 #else
-#define li_seek_end(f) fseek(f, 0, SEEK_END)
-#define li_tell(f) ((int64_t)ftell(f))
+#define li_seek fseek
+#define li_tell ftell
 #endif
 #if defined(__unix__) || defined(__APPLE__)
 #define LI_POSIX_FILES
@@ -18332,7 +18337,7 @@ LI_FN luna_status li_read_path(luna_ctx *ctx, const char *name, li_loader load, 
   luna_status status;
   FILE *file = fopen(path, "rb");
   if (!file) return li_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
-  int64_t size = li_seek_end(file) == 0 ? li_tell(file) : -1;
+  int64_t size = li_seek(file, 0, SEEK_END) == 0 ? li_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   const luna_io io = { li_file_read, NULL, file, (uint64_t)size };
   rewind(file);
