@@ -2253,7 +2253,8 @@ LI_FN bool li_are_finite(int64_t n, const float *x) {
 #define LI_NO_ACTIVATION LUNA_ACTIVATION_DEFAULT
 LI_INLINE luna_activation li_activation_or(luna_activation a, luna_activation fallback) {
   if (a == LUNA_ACTIVATION_DEFAULT) return fallback;
-  return a == LUNA_ACTIVATION_NONE ? LI_NO_ACTIVATION : a;
+  if (a == LUNA_ACTIVATION_NONE) return LI_NO_ACTIVATION;
+  return a;
 }
 LI_INLINE bool li_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_NONE; }
 
@@ -2265,7 +2266,8 @@ LI_FN int64_t li_product(int64_t a, int64_t b, int64_t limit) {
   if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
-  return a > limit / b ? -1 : a * b;
+  if (a > limit / b) return -1;
+  return a * b;
 }
 LI_FN int64_t li_checked(int64_t a, int64_t b) { return li_product(a, b, LI_MAX_COUNT); }
 /* Returns a caller's size; -1 when it is negative or too large. */
@@ -2315,15 +2317,18 @@ LI_FN void li_history_move(float *history, int64_t past, const float *x, int64_t
 typedef void (*li_task)(void *work, int64_t thread, int64_t first, int64_t last);
 typedef struct li_parallel { luna_parallel_for run; void *user; int64_t threads; } li_parallel;
 LI_INLINE int64_t li_threads(const li_parallel *parallel) {
-  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
+  if (parallel && parallel->run && parallel->threads > 1) return parallel->threads;
+  return 1;
 }
 /* Returns where share `share` of `count` things begins. */
 LI_INLINE int64_t li_share(int64_t count, int64_t share, int64_t shares) {
-  return shares == 1 ? count * share : count / shares * share + count % shares * share / shares;
+  if (shares == 1) return count * share;
+  return count / shares * share + count % shares * share / shares;
 }
 /* Returns where part `part` of n lines begins, a multiple of `unit`. */
 LI_INLINE int64_t li_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
-  return parts == 1 ? part * n : li_min(n, li_share(li_divide_up(n, unit), part, parts) * unit);
+  if (parts == 1) return part * n;
+  return li_min(n, li_share(li_divide_up(n, unit), part, parts) * unit);
 }
 /* Items are dealt out to parts in turn: tells whether one of [first, last) has `item`. */
 LI_INLINE bool li_dealt(int64_t item, int64_t parts, int64_t first, int64_t last) {
@@ -2419,6 +2424,7 @@ LI_INLINE li_out li_into(float *at, int64_t row, bool add) {
   const li_out c = { at, row, add };
   return c;
 }
+
 /* n columns of B in panels of nr: row p of panel j is at[j * step + p * row]. words: room for a tile's rows of A, or
    null; for li_matmul_panels it means that operands are rounded to bfloat16. Then a row may be two of k. */
 typedef struct li_panels { const float *at; int64_t n, step, row; float *words; } li_panels;
@@ -2541,7 +2547,8 @@ typedef struct li_attention_own {
   ptrdiff_t before;
 } li_attention_own;
 LI_FN li_dropout li_attention_dropout(const li_attention *a) {
-  return a->own ? a->own->dropout : li_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+  if (a->own) return a->own->dropout;
+  return li_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
 }
 LI_FN bool li_attention_bf16(const li_attention *a) { return a->own && LI_BF16(a->own); }
 LI_FN bool li_drops(const li_attention *a) { return li_dropout_threshold(a->dropout) > 0; }
@@ -2743,7 +2750,8 @@ LI_FN void li_sine(double x, double *sine, double *cosine) {
    have sin(t w_i) in the first half, cos(t w_i) in the second, w_i = 10000^(-i / (d/2 - 1)); an odd last is 0. */
 LI_FN double li_frequency(int64_t i, double rate) { return (double)(float)exp(-(double)i * rate); }
 LI_FN double li_sinusoid_rate(int64_t half) {
-  return half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0;
+  if (half > 1) return 9.21034037197618273608 / (double)(half - 1);
+  return 0;
 }
 #endif /* !LI_PASS */
 
@@ -2951,7 +2959,8 @@ LI_CALL vf vf_load_part(const float *p, int64_t n) {
   if (n >= 3)
     return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
   if (n == 2) return _mm_setr_ps(p[0], p[1], 0, 0);
-  return n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
+  if (n == 1) return _mm_load_ss(p);
+  return _mm_setzero_ps();
 }
 LI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   if (n >= VF) {
@@ -3094,7 +3103,8 @@ LI_INLINE float vf_hmax(vf v) { return v; }
 LI_INLINE vf LI_K(upper)(vf x) { return li_upper(x); }
 LI_INLINE vf LI_K(nearest)(vf x) {
   const float half = x < 0 ? -0.5f : 0.5f;
-  return x > -1e6f && x < 1e6f ? (float)(int32_t)(x + half) : 0.0f;
+  if (x > -1e6f && x < 1e6f) return (float)(int32_t)(x + half);
+  return 0.0f;
 }
 LI_INLINE vf LI_K(scale2)(vf x, vf n) { return li_float_of(li_bits_of(x) + ((uint32_t)(int32_t)n << 23)); }
 LI_INLINE vf LI_K(split)(vf x, vf *e) {
@@ -3668,6 +3678,7 @@ LI_FN float LI_K(int8_quantize)(int64_t k, const float *x, char *q) {
     LI_K(int8_put)(q + i * LI_QB, some ? vf_div(LI_K(get)(x + i, k - i), divisor) : vf_zero());
   return scale;
 }
+
 /* Copies n columns of W^T. The last panel is filled up with zeros. */
 LI_FN void LI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels) {
   const int64_t lines = li_divide_up(k, LI_QK), whole = k / LI_QK;
@@ -3701,6 +3712,7 @@ LI_INLINE void LI_K(int8_finish)(const li_int8_block *b, const int32_t *sum, int
     LI_K(put)(c + l, y, left);
   }
 }
+
 LI_INLINE void LI_K(int8_tile)(int rows, int64_t lines, const char *q, int64_t q_row, const char *panel, int32_t *out) {
   vi sum[LI_QM][LI_QV];
   const char *at[LI_QM / 3 + 1];
@@ -3750,6 +3762,7 @@ LI_INLINE void LI_K(int8_dots)(int64_t n, int64_t k, const char *q, const int8_t
   for (; i % 4; i++) dot[i] = vi_zero();
   for (i = 0; i < n; i += 4) LI_K(int8_sum4)(dot + i, out + i);
 }
+
 LI_FN void LI_K(int8_rows)(const li_int8_block *b) {
   const int64_t lines = li_divide_up(b->k, LI_QK), panel = lines * LI_QN * LI_QK * LI_QB;
   int32_t out[LI_QM * LI_QN];
@@ -3831,6 +3844,7 @@ LI_FN void li_int8_quantize_task(void *work, int64_t thread, int64_t first, int6
   for (int64_t i = first; i < last; i++)
     w->scales[i] = w->loops->quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
 }
+
 /* rows [row, end) by columns [column, column + n), a block */
 LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int64_t column, int64_t n,
                             const char *panels) {
@@ -3857,6 +3871,7 @@ LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int
     }
   }
 }
+
 LI_FN void li_int8_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_int8_work *w = (const li_int8_work *)work;
   const li_gemm *g = w->g;
@@ -3902,7 +3917,8 @@ LI_FN double li_inner(int64_t n, const float *a, int64_t a_step, const float *b,
 /* Rounds as vcvtneps2bf16: to nearest, ties to even; a denormal is 0 of its sign, NaN stays NaN. */
 LI_HOT float li_bf16_of(float x) {
   if (x != x) return x;
-  return fabsf(x) < FLT_MIN ? x * 0 : li_upper(x);
+  if (fabsf(x) < FLT_MIN) return x * 0;
+  return li_upper(x);
 }
 LI_FN double li_inner_by(bool bf16, int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
@@ -3910,6 +3926,7 @@ LI_FN double li_inner_by(bool bf16, int64_t n, const float *a, int64_t a_step, c
   for (int64_t i = 0; i < n; i++) sum += (double)li_bf16_of(a[i * a_step]) * (double)li_bf16_of(b[i * b_step]);
   return sum;
 }
+
 LI_FN void li_gemm_reference(const li_gemm *g) {
   if (LI_HAS_INT8 && g->b_int8) {
     li_int8_reference(g);
@@ -4055,6 +4072,7 @@ LI_INLINE void LI_K(bf16_lines)(int64_t parts, int64_t width, int64_t k, const f
         LI_K(put)(to + t * step + i, LI_K(bf16_line)(LI_K(get)(at, width - i), next), width - i);
       }
 }
+
 /* fill_panels of words */
 LI_FN void LI_K(bf16_panels)(li_matrix b, float *panels) {
   const int64_t n = b.columns, k = b.rows, size = li_divide_up(k, 2) * LI_NR;
@@ -4157,7 +4175,8 @@ LI_INLINE int64_t LI_K(tile_height)(int64_t left, bool half) {
   if (half && left >= 2 * LI_MR) return 2 * LI_MR;
   if (left == LI_MR || left > LI_MR + 2 || LI_MR == 1) return LI_MR;
   if (LI_MR > 8 && left >= 8) return 8;
-  return LI_MR > 4 && left >= 4 ? 4 : li_min(left, 3);
+  if (LI_MR > 4 && left >= 4) return 4;
+  return li_min(left, 3);
 }
 LI_INLINE void LI_K(tile)(int64_t rows, int64_t k, li_matrix a, const float *b, int64_t b_row,
                           const li_epilogue *e) {
@@ -4391,6 +4410,7 @@ LI_INLINE void LI_K(tile_words_out)(li_tile_work *w, vf *v) {
   }
   vf_store(t->words + at, li_bf16_pair_bf16(v[1], v[0]));
 }
+
 /* Does the epilogue of up to `rows` rows of the block before. */
 LI_INLINE void LI_K(tile_late)(li_tile_work *w, int64_t rows) {
   const li_target *t = w->t;
@@ -4432,6 +4452,7 @@ LI_INLINE void LI_K(tile_sums_store)(float *to, int64_t step) {
   _tile_stored(3, to + 16 * step + 16, 4 * step);
   LI_MEMORY;
 }
+
 /* A block of rows x columns at (row, j) of C, both up to 32; a: words; b, tail: whole blocks of lines, and the last
    one. */
 LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t rows, int64_t columns,
@@ -4491,6 +4512,7 @@ LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t
     w->late_sums[l] = vf_zero();
   }
 }
+
 LI_FN void LI_K(panels)(li_matrix a, li_panels b, const li_target *t) {
   const bool relu = t->finish && t->activation == LUNA_ACTIVATION_RELU, first = t->alpha == 1;
   const bool plain = t->activation == LI_NO_ACTIVATION || t->activation == LUNA_ACTIVATION_RELU;
@@ -4612,6 +4634,7 @@ LI_INLINE void LI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, cons
   for (; i % 4; i++) dot[i] = vf_zero();
   for (i = 0; i < n; i += 4) LI_K(sum4)(dot + i, alpha, out + i);
 }
+
 LI_FN void LI_K(dot_rows)(li_matrix a, li_matrix b, const li_target *t) {
   const int64_t m = a.rows, n = b.columns, k = a.columns;
   const int64_t group = m > 1 ? 4 : LI_NR; /* columns that stay in L1 for several rows */
@@ -4641,7 +4664,8 @@ LI_HOT int64_t li_panels_size(const li_kernels *kernels, int64_t n, int64_t k) {
 }
 
 LI_INLINE const li_products *li_products_of(const li_kernels *kernels, bool bf16) {
-  return bf16 ? kernels->words : kernels->panels;
+  if (bf16) return kernels->words;
+  return kernels->panels;
 }
 /* Floats of room for a tile's words */
 LI_HOT int64_t li_words_size(const li_kernels *kernels, bool column_major) {
@@ -4657,6 +4681,7 @@ LI_HOT li_panels li_words_of(const li_kernels *kernels, li_matrix b, float *room
   li_products_of(kernels, words != NULL)->fill_panels(b, room);
   return li_words_in(kernels, room, b.columns, b.rows, words);
 }
+
 /* C = alpha A B (+ C) */
 LI_HOT void li_matmul_panels(const li_kernels *kernels, float alpha, li_matrix a, li_panels b, li_out c) {
   const li_products *products = li_products_of(kernels, b.words != NULL);
@@ -4722,6 +4747,7 @@ LI_HOT const float *li_place(const float *x, bool words, int64_t row, int64_t x_
 LI_HOT bool li_gemm_late(const li_gemm *g) {
   return g->accumulate && (g->activation != LI_NO_ACTIVATION || g->pre);
 }
+
 LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g, int64_t threads) {
   const li_products *products = li_products_of(kernels, LI_BF16(g));
   const int64_t batch = g->batch[0] * g->batch[1], block_k = li_min(g->k, LI_KC), mr = products->rows,
@@ -4807,6 +4833,7 @@ LI_HOT li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t 
   t.activation = g->activation;
   return t;
 }
+
 /* Multiplies m rows by the n columns of a block from `column` on, over all of k. */
 LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int64_t m, int64_t n,
                           int64_t column, const float *a, const float *b, li_target *t) {
@@ -4881,6 +4908,7 @@ LI_HOT void li_gemm_task(void *work, int64_t thread, int64_t first, int64_t last
                  li_part_at(g->n, nr, c, p->column_parts), li_part_at(g->n, nr, c + 1, p->column_parts));
   }
 }
+
 /* Products by dots need neither panels nor partial sums: each thread has columns of its own. */
 LI_HOT bool li_gemm_dots(const li_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
 LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last) {
@@ -4907,6 +4935,7 @@ LI_HOT size_t li_gemm_scratch(const li_kernels *kernels, const li_gemm *g, int64
   li_gemm_plan p = li_gemm_plan_of(kernels, g, count);
   return (size_t)(p.thread_bytes * count);
 }
+
 LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *scratch) {
   const int64_t threads = li_threads(parallel);
   if (!kernels->panels) {
@@ -5076,7 +5105,8 @@ LI_FN float li_dropout_at(const li_dropout *d, int64_t element) {
   const uint64_t place = d->first + (uint64_t)element;
   uint32_t counter[4] = { (uint32_t)(place / 8), (uint32_t)(place / 8 >> 32), d->op, d->step };
   li_philox(counter, d->seed, word);
-  return (word[place % 8 / 2] >> (place % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
+  if ((word[place % 8 / 2] >> (place % 2 * 16) & 0xFFFFu) < d->threshold) return 0.0f;
+  return d->keep;
 }
 LI_FN void li_dropout_reference(const li_dropout *d, int64_t first, int64_t n, const float *x, float *y,
                                 bool accumulate) {
@@ -5101,6 +5131,7 @@ LI_FN void li_sgd_reference(const li_update *u) {
     u->grad[i] = 0;
   }
 }
+
 /* m = beta1 m + (1 - beta1) g, s = beta2 s + (1 - beta2) g^2, value -= lr mhat / (sqrt(shat) + epsilon) + lr decay
    value */
 LI_FN void li_adam_reference(const li_update *u) {
@@ -5229,7 +5260,8 @@ LI_FN double LI_K(products)(int64_t n, const float *a, const float *b) {
 }
 LI_FN double LI_K(sum_squares)(int64_t n, const float *x) {
   const double sum = LI_K(products)(n, x, x);
-  return sum < (double)INFINITY ? sum : li_sum_squares_reference(n, x); /* squares passed a float's range */
+  if (sum < (double)INFINITY) return sum;
+  return li_sum_squares_reference(n, x); /* squares passed a float's range */
 }
 LI_FN float LI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LI_K(products)(n, a, b); }
 
@@ -5241,7 +5273,8 @@ LI_INLINE float LI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   for (int64_t i = 0; i < n; i += VF) max = vf_max(max, LI_K(get_filled)(x + i, n - i, max));
   largest = vf_hmax(max);
-  return largest > (float)-INFINITY ? largest : 0;
+  if (largest > (float)-INFINITY) return largest;
+  return 0;
 }
 
 LI_FN void LI_K(softmax)(int64_t rows, int64_t n, const float *x, float *y) {
@@ -5385,6 +5418,7 @@ LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, co
   if (a->lse) a->lse[row] = s->exps == 0 ? 0 : (float)((double)s->shift + log_sum);
   a->loss[row] = (float)result;
 }
+
 LI_FN void LI_K(cross_entropy)(const li_cross_entropy *a) {
   const li_row_sums none = { 0, 0, (float)-INFINITY, 0 };
   for (int64_t row = 0; row < a->rows; row++) {
@@ -5407,6 +5441,7 @@ LI_FN void LI_K(cross_entropy)(const li_cross_entropy *a) {
     else a->sums[row] = s;
   }
 }
+
 LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
   const int64_t n = a->columns;
@@ -5540,6 +5575,7 @@ LI_INLINE vi LI_K(join)(vi a, vi b) {
   const vi low = vu_high(LI_MZ(0xFF, slli_epi64, a, 32));
   return vu_xor(low, LI_MZ(0xFF, slli_epi64, b, 32));
 }
+
 LI_FN void LI_K(dropout_words)(const li_dropout *d, uint64_t at, uint16_t *half) {
   static const uint64_t order[VU] = VU_ORDER;
   for (int i = 0; i < 8; i += VU) {
@@ -5666,7 +5702,8 @@ LI_FN void LI_K(adam)(const li_update *update) {
    ---------------------------------------- */
 #ifndef LI_PASS
 LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
-  return lengths ? li_max(0, li_min(lengths[b], slots)) : slots;
+  if (lengths) return li_max(0, li_min(lengths[b], slots));
+  return slots;
 }
 
 /* A head of a batch row has these real sizes and starts here in each tensor, in log_sum_exp and sums (row), and among
@@ -5723,6 +5760,7 @@ LI_FN void li_attention_nothing(const li_attention *a, int64_t out, int64_t stat
   if (a->log_sum_exp) a->log_sum_exp[stat] = a->window ? -INFINITY : 0;
   if (a->sums) a->sums[stat] = 0;
 }
+
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]. Columns of V go by sixty-fours, whose sums are in double. */
 LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t query) {
   const li_dropout dropout = li_attention_dropout(a);
@@ -5960,6 +5998,7 @@ LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_at
 LI_HOT int64_t li_unit_queries(const li_attention_work *w) {
   return li_min(w->queries, w->query_blocks * LI_KEY_BLOCK);
 }
+
 /* Finds the largest sizes and how `threads` share the work, which changes no bit. Returns the bytes of scratch. */
 LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels, const li_attention *a,
                                 int64_t threads, bool backward, void *scratch) {
@@ -6135,6 +6174,7 @@ LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_spa
   panels.at += first / li_products_of(kernels, m->words != NULL)->pair * panels.row;
   li_matmul_panels(kernels, factor, s, panels, to);
 }
+
 /* Takes the tile of queries from `query` on, whose panels are given, to a block. The result goes to `out`, where it is
    merged with the blocks before. */
 LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_space *m, const li_head *head,
@@ -6166,6 +6206,7 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   }
   if (merge) kernels->attention_merge(li_dense(m->part, t.width, dv), stats, state, out, a->out_row);
 }
+
 /* Takes a run of a pair's queries, from `first` on, to all key blocks. */
 LI_FN void li_attention_item(const li_attention_work *w, const li_attention_space *m, int64_t pair, int64_t first) {
   const li_attention *a = w->a;
@@ -6310,6 +6351,7 @@ LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit,
                 w->partial + (unit - w->first) * w->unit + (query - start) * a->head_dim,
                 a->grad_q + head.q + query * a->q_row, a->q_row);
 }
+
 /* Adds the wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in batch
    order. One thread adds all that has one destination, which has a number. Where one tensor is queries and keys or
    values, a head is one destination. */
@@ -6397,6 +6439,7 @@ LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, float *p) {
 LI_FN float li_unpack_mask_at(const li_unpack *u, int64_t b, int64_t h, int64_t i, int64_t l) {
   return li_dropout_at(&u->dropout, ((b * u->heads + h) * u->rows + i) * u->slots + l);
 }
+
 LI_FN void li_unpack_reference(const li_unpack *u, void *scratch) {
   float *p = (float *)scratch;
   for (int64_t b = 0; b < u->batch; b++)
@@ -6731,7 +6774,8 @@ LI_INLINE int64_t li_causal_z(const li_causal *c, int64_t item, int64_t row) {
 /* With a horizon T the mean over rows 1 to t becomes an exponential one from T on: M += (y z - M) / min(t, T). Rows t
    and j are counted from 1. */
 LI_INLINE int64_t li_within(int64_t t, int64_t horizon) {
-  return horizon > 0 && t > horizon ? horizon : t;
+  if (horizon > 0 && t > horizon) return horizon;
+  return t;
 }
 LI_INLINE int64_t li_beyond(int64_t t, int64_t horizon) { return t - li_within(t, horizon); }
 /* (1 - 1/T)^n */
@@ -7017,6 +7061,7 @@ LI_INLINE vf LI_K(gate_log)(vf x) {
   const vf rest = vf_log1p(vf_exp(vf_neg(vf_abs(x))));
   return vf_mul(vf_sub(vf_min(vf_zero(), x), rest), vf_of(1.0 / 16));
 }
+
 /* W_t = e^{s_t - c_t} LUNA_FORGET_SCALE, where c_t is the sum of the gates' logs up to t. sums gets c after the last
    row as the sum of two floats, and the sum of W. */
 LI_FN void LI_K(forget_weights)(li_matrix s, li_matrix gates, float *w, float *sums) {
@@ -7138,7 +7183,8 @@ typedef struct li_sweep {
 
 /* Returns the threads when the work is worth waking them. */
 LI_INLINE const li_parallel *li_worth(const li_parallel *parallel, int64_t products) {
-  return products >= (int64_t)1 << 18 ? parallel : NULL;
+  if (products >= (int64_t)1 << 18) return parallel;
+  return NULL;
 }
 
 /* Returns the floats that panels take for any product between a chunk's rows, dim and value_dim. */
@@ -7178,7 +7224,8 @@ LI_FN size_t li_sweep_plan(li_sweep *s, int64_t threads, void *memory) {
 }
 
 LI_HOT int64_t li_sweep_slots(const li_sweep *s, int64_t item) {
-  return s->luna ? li_luna_slots(s->luna, item) : s->slots;
+  if (s->luna) return li_luna_slots(s->luna, item);
+  return s->slots;
 }
 LI_INLINE int64_t li_sweep_state(const li_sweep *s, int64_t item) { return s->unit * li_sweep_slots(s, item); }
 LI_INLINE double *li_sweep_carried(const li_sweep *s, int64_t place) {
@@ -7186,8 +7233,10 @@ LI_INLINE double *li_sweep_carried(const li_sweep *s, int64_t place) {
 }
 LI_HOT int64_t li_sweep_position(const li_sweep *s, int64_t item) {
   if (!s->luna) return 0;
-  return li_luna_carries(s->luna) ? s->luna->own->positions[item / s->heads] : s->luna->position;
+  if (li_luna_carries(s->luna)) return s->luna->own->positions[item / s->heads];
+  return s->luna->position;
 }
+
 /* Returns an item's k-th chunk in the sweep's order, with the record at `place` and the buffers of `thread`. */
 LI_FN li_causal_chunk li_sweep_chunk(const li_sweep *s, int64_t item, int64_t k, int64_t place, int64_t thread) {
   const int64_t wide = LI_CHUNK * li_max(s->dim, s->value_dim), position = li_sweep_position(s, item);
@@ -7229,6 +7278,7 @@ LI_HOT double li_chunk_faded(const li_causal_chunk *c, int64_t first, int64_t en
 LI_HOT double li_chunk_fade(const li_causal_chunk *c, int64_t slot) {
   return li_decay((double)c->logs[slot] + (double)c->logs[c->slots + slot]);
 }
+
 /* Moves elements [first, end) of the carried state past a chunk: c->state has the chunk's own sum S_c, and gets the
    state before the chunk in its place. After the chunk the mean is over t tokens, before it over b:
      a mean M       M <- (left b M + S_c) / t; left = (1 - 1/T)^n, where n rows are beyond the horizon T
@@ -7860,6 +7910,7 @@ LI_FN void li_forget_out_down(const li_causal_chunk *c) {
   c->kernels->forget_scores(s, c->kept, c->h + 2 * all, li_forget_before(c), dw, li_offset(a->grad_s, s.at - a->s));
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
+
 /* Makes the gates' gradients, item by item. */
 LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
@@ -8270,7 +8321,8 @@ LI_CALL const li_kernels *li_kernels_of(luna_isa isa) {
 /* Returns those of a context or stream; tiles: it has products of 16 or 8 bits, best by AMX where that is permitted. */
 LI_FN const li_kernels *li_kernels_for(luna_isa isa, bool tiles) {
   const li_kernels *amx = tiles && isa == LUNA_ISA_BEST ? li_kernels_of(LUNA_ISA_AMX) : NULL;
-  return amx ? amx : li_kernels_of(isa);
+  if (amx) return amx;
+  return li_kernels_of(isa);
 }
 LUNA_API luna_isa luna_isa_best(void) { return li_kernels_of(LUNA_ISA_BEST)->isa; }
 LUNA_API bool luna_isa_available(luna_isa isa) { return li_kernels_of(isa) != NULL; }
@@ -8280,7 +8332,8 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
     "best", "scalar", "SSE2", "AVX2", "AVX-512", "NEON", "WASM SIMD128", "reference", "AVX2 VNNI", "AVX-512 VNNI",
     "AVX-512 BF16", "AMX"
   };
-  return (unsigned)isa < LI_LENGTH(name) ? name[isa] : "unknown";
+  if ((unsigned)isa < LI_LENGTH(name)) return name[isa];
+  return "unknown";
 }
 
 #undef LI_FN
@@ -8298,7 +8351,8 @@ LUNA_API const char *luna_status_text(luna_status status) {
     "ok", "bad argument", "out of memory", "bad file", "cannot read", "cannot write", "names or shapes differ",
     "unsupported", "the device failed", "not finite"
   };
-  return (unsigned)status < LI_LENGTH(text) ? text[status] : "unknown status";
+  if ((unsigned)status < LI_LENGTH(text)) return text[status];
+  return "unknown status";
 }
 
 LI_FN const char *li_sentence_of(luna_error_id id) {
@@ -8347,20 +8401,23 @@ LI_FN size_t li_scratch_for(size_t forward, size_t backward) {
 /* A call by the reference, which runs too where there is no scratch, has no backward pass. */
 LI_FN luna_status li_reference_status(const luna_run *run, const li_kernels *kernels, bool backward) {
   if (!backward || LI_REFERENCE_TRAINS || kernels != &li_kernels_reference) return LUNA_OK;
-  return run->isa == LUNA_ISA_REFERENCE ? LUNA_UNSUPPORTED : LUNA_OUT_OF_MEMORY;
+  if (run->isa == LUNA_ISA_REFERENCE) return LUNA_UNSUPPORTED;
+  return LUNA_OUT_OF_MEMORY;
 }
 
 /* Sets *stride to the distance of `count` parts of `extent` floats: `given`, or `dense` where that is 0. Returns how
    many floats they reach over; -1 where a size or a stride is negative, or a product too large. */
 LI_FN int64_t li_extent(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   const int64_t last = li_checked(li_max(count, 1) - 1, *stride = given ? given : dense);
-  return extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LI_MAX_COUNT - last ? -1 : extent + last;
+  if (extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LI_MAX_COUNT - last) return -1;
+  return extent + last;
 }
 /* Does the same for the batch of an input, which may share one part. */
 LI_FN int64_t li_extent_shared(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   if (given != LUNA_BATCH_SHARED) return li_extent(extent, count, given, dense, stride);
   *stride = 0;
-  return li_checked(count, 1) < 0 ? -1 : extent;
+  if (li_checked(count, 1) < 0) return -1;
+  return extent;
 }
 
 /* --- gemm --- */
@@ -8435,7 +8492,8 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
 LI_FN int64_t li_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (int64_t b = 0; b < batch; b++)
     if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
-  return batch > 0 ? offsets[batch] : 0;
+  if (batch > 0) return offsets[batch];
+  return 0;
 }
 /* Finds the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
 LI_FN bool li_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row, int64_t *head) {
@@ -8451,6 +8509,7 @@ LI_FN bool li_lengths_fit(const int32_t *lengths, int64_t batch, int64_t most) {
     if (lengths[b] < 0 || lengths[b] > most) return false;
   return true;
 }
+
 LI_FN bool li_attention_of(const luna_attention_args *args, li_attention *a) {
   const int64_t pairs = li_checked(args->batch, args->heads), d = args->head_dim;
   const int64_t dv = args->value_dim ? args->value_dim : d;
@@ -8592,6 +8651,7 @@ LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_ar
   const size_t backward = a.state ? 0 : li_causal_luna_scratch(kernels, &a, threads, true);
   return li_scratch_for(li_causal_luna_scratch(kernels, &a, threads, false), backward);
 }
+
 LI_FN luna_status li_causal_nested_call(const luna_causal_nested_args *args, bool backward) {
   li_causal_luna a;
   double small[900];
@@ -8848,7 +8908,8 @@ LI_FN int li_st_list(li_st_json *j, int64_t *out, int max) {
     if (j->wrong) return -1;
     out[count++] = value;
   } while (li_st_skip(j, ','));
-  return li_st_take(j, ']') ? count : -1;
+  if (!li_st_take(j, ']')) return -1;
+  return count;
 }
 
 LI_FN bool li_st_key(li_st_json *j, li_st_text *key) {
@@ -8881,6 +8942,7 @@ LI_FN int64_t li_st_count(int rank, const int64_t *shape) {
   for (int i = 0; i < rank && count >= 0; i++) count = li_checked(count, shape[i]);
   return count;
 }
+
 /* Reads {"dtype": ..., "shape": ..., "data_offsets": ...}, in any order, each once. */
 LI_FN bool li_st_entry(const li_st *st, li_st_json *j, li_st_tensor *t) {
   int64_t offsets[2] = { 0, 0 };
@@ -9125,13 +9187,15 @@ LI_FN double li_st_real(uint64_t bits, int exponent_bits, int mantissa_bits) {
 /* Returns the tensor's data in place where this machine can read it as float, else null. */
 LI_FN const float *li_st_borrow(const li_st_tensor *t) {
   const bool fits = t->dtype == LI_ST_F32 && li_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
-  return fits ? (const float *)(const void *)t->data : NULL;
+  if (fits) return (const float *)(const void *)t->data;
+  return NULL;
 }
 
 LI_FN float li_st_float(const uint8_t *at) {
   const uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
   return li_float_of(bits);
 }
+
 /* Writes a tensor's elements as float; false: its dtype is none of F32, F16, BF16, F64, and not I8 with scales. */
 LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
   const int size = li_st_formats[t->dtype].size, exponent = li_st_formats[t->dtype].exponent;
@@ -9576,6 +9640,7 @@ LI_FN const char *li_enter(luna_ctx *ctx, const char *name) {
   if (!outer) ctx->call = name;
   return outer;
 }
+
 LI_FN void li_leave(luna_ctx *ctx, const char *outer) { ctx->call = outer; }
 
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
@@ -9595,6 +9660,7 @@ LI_FN void li_put_number(li_text *text, int64_t value) {
   if (value < 0) digits[--i] = '-';
   li_put(text, digits + i);
 }
+
 /* Writes a number to six decimals. */
 LI_FN void li_put_real(li_text *text, double value) {
   int exponent = 0, digits = 6;
@@ -9748,7 +9814,8 @@ LI_FN const char *li_file_name(const luna_ctx *ctx) { return ctx->path ? ctx->pa
 
 /* --- memory --- */
 LI_FN void *li_raw_allocate(const luna_allocator *a, size_t bytes) {
-  return a->allocate ? a->allocate(a->user, bytes) : LUNA_MALLOC(bytes);
+  if (a->allocate) return a->allocate(a->user, bytes);
+  return LUNA_MALLOC(bytes);
 }
 LI_FN void li_raw_release(const luna_allocator *a, void *at, size_t bytes) {
   if (a->allocate) a->release(a->user, at, bytes);
@@ -9867,6 +9934,7 @@ LI_HOT li_mark li_step_mark(const luna_ctx *ctx) {
   }
   return mark;
 }
+
 LI_HOT void li_tensor_end(luna_tensor *t, size_t end);
 LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end);
 LI_HOT void li_step_rewind(luna_ctx *ctx, li_mark mark) {
@@ -9900,6 +9968,7 @@ LI_HOT li_chunk *li_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t gr
   *last = chunk;
   return chunk;
 }
+
 LI_HOT void *li_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   /* Outside training free pieces are joined, though not across chunks. So the host takes up to 64 MB more, which stay
      untouched until they are needed, until the next begin; a device, where memory is short, takes little more. */
@@ -10040,6 +10109,7 @@ LI_HOT void li_piece_insert(luna_ctx *ctx, li_piece *piece) {
   }
   *side[0] = *side[1] = NULL;
 }
+
 LI_HOT void li_piece_remove(luna_ctx *ctx, li_piece *piece) {
   li_piece **link = &ctx->pieces, *before = piece->by_size[0], *after = piece->by_size[1];
   while (*link != piece) link = &(*link)->by_size[li_piece_before(*link, piece)];
@@ -10057,6 +10127,7 @@ LI_HOT void li_piece_remove(luna_ctx *ctx, li_piece *piece) {
   *link = before ? before : after;
   piece->by_size[0] = piece;
 }
+
 /* Takes the smallest free piece that is large enough, else a new one. */
 LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   const bool alone = li_pieces_alone(ctx), splits = li_pieces_split(ctx);
@@ -10110,6 +10181,7 @@ LI_HOT void li_piece_give(luna_ctx *ctx, li_piece **given) {
   }
   li_piece_insert(ctx, piece);
 }
+
 /* Goes back to where the step's memory ended at `end`: free is what was free then, less what has been taken and not
    given back since; but nothing where pieces are cut up, since some of them are themselves in memory that goes. */
 LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end) {
@@ -10239,6 +10311,7 @@ LI_FN const char *li_options_wrong(const luna_ctx *ctx) {
   if (o->block && li_on_device(ctx)) return "luna_open: a device has memory of its own; options.block must be null";
   return NULL;
 }
+
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
   luna_ctx first;
   luna_status status = LUNA_OK;
@@ -10304,6 +10377,7 @@ LI_FN void li_clear_error(luna_ctx *ctx) {
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
   ctx->failure.status = LUNA_OK;
 }
+
 LI_FN void li_trace_begin(luna_ctx *ctx, const char *name);
 LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   const char *name = training ? "luna_begin_step" : "luna_begin_inference";
@@ -10329,7 +10403,8 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   ctx->stepped = false;
   status = li_backend_result(ctx, name, status);
   li_trace_begin(ctx, name);
-  return status == LUNA_OK ? ctx->status : status;
+  if (status == LUNA_OK) return ctx->status;
+  return status;
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return li_begin(ctx, true); }
@@ -10349,7 +10424,8 @@ LUNA_API const luna_options *luna_options_of(const luna_ctx *ctx) { return ctx ?
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return li_begin(ctx, false); }
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 LUNA_API const char *luna_error(const luna_ctx *ctx) {
-  return ctx ? ctx->error : li_sentence_of(LUNA_ERROR_NO_CONTEXT);
+  if (ctx) return ctx->error;
+  return li_sentence_of(LUNA_ERROR_NO_CONTEXT);
 }
 LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
@@ -10362,7 +10438,8 @@ LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *se
 /* Reads the state, and waits for the device; gives zeros where there is none or it fails. */
 LI_FN luna_status li_state_read(luna_ctx *ctx, const luna_step_state *state, luna_step_state *now) {
   memset(now, 0, sizeof *now);
-  return state && !ctx->options.measure ? ctx->backend->copy(ctx, now, state, sizeof *now, 2) : LUNA_OK;
+  if (state && !ctx->options.measure) return ctx->backend->copy(ctx, now, state, sizeof *now, 2);
+  return LUNA_OK;
 }
 LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
   luna_step_state now;
@@ -10383,7 +10460,8 @@ static const struct { const char *name; int reads; bool cheap; } li_ops[] = {
 #undef LI_OP_KIND
 };
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
-  return (unsigned)kind < LUNA_OP_COUNT ? li_ops[kind].name : "unknown";
+  if ((unsigned)kind < LUNA_OP_COUNT) return li_ops[kind].name;
+  return "unknown";
 }
 
 #define LI_SPLIT 8192             /* elements that are worth a thread */
@@ -10670,6 +10748,7 @@ LI_FN double li_op_flops(const luna_op *op) {
     default: return 0;
   }
 }
+
 /* Returns the bytes that an op reads and writes: forward, all inputs and results; backward, the gradients of both and
    the data that it reads. */
 LI_FN double li_op_bytes(const luna_op *op, bool backward) {
@@ -10718,7 +10797,8 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
    ---------------------------------------- */
 /* Every op asks for it, so it is not compiled for size, as other public functions are. */
 int64_t luna_count(const luna_tensor *t) {
-  return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0;
+  if (t) return t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3];
+  return 0;
 }
 
 /* Returns the elements of a shape, -1 for no shape: its rank, a negative size, or too many. There a 0 counts as 1, so
@@ -10962,7 +11042,8 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
     return x;
   }
   const luna_status status = scope.ctx->backend->copy(scope.ctx, memory, data, bytes, 0);
-  return li_backend_result(scope.ctx, "luna_stream", status) == LUNA_OK ? x : NULL;
+  if (li_backend_result(scope.ctx, "luna_stream", status) != LUNA_OK) return NULL;
+  return x;
 }
 
 /* Releases what the scope has made and nobody needs; the scope goes on. */
@@ -11048,7 +11129,8 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   luna_status status;
   if (values) status = ctx->backend->copy(ctx, t->data, values, bytes, 1);
   else status = ctx->backend->zero(ctx, t->data, bytes);
-  return status == LUNA_OK ? t : li_fail_backend(ctx, "luna_tensor_new", status);
+  if (status == LUNA_OK) return t;
+  return li_fail_backend(ctx, "luna_tensor_new", status);
 }
 
 LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, const int64_t *shape) {
@@ -11355,7 +11437,8 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
 
 /* A device's dropout knows no parts, so each part has op numbers of its own there. */
 LI_FN uint32_t li_part_masks(const luna_ctx *ctx) {
-  return ctx->shares && li_on_device(ctx) ? (uint32_t)ctx->part.first << 16 : 0;
+  if (ctx->shares && li_on_device(ctx)) return (uint32_t)ctx->part.first << 16;
+  return 0;
 }
 /* An op's result is the same part of a shared batch as its first input that is one. Gathered rows have any order, so
    they are no part. */
@@ -11806,7 +11889,8 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
   ctx->sharing = &params->sharing;
-  return li_backend_result(ctx, __func__, li_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
+  if (li_backend_result(ctx, __func__, li_wait_for_owners(ctx)) == LUNA_OK) return params;
+  return NULL;
 }
 
 /* Returns the slot where a name of this hash is, or the free one where it belongs. */
@@ -11844,7 +11928,8 @@ LI_FN li_param *li_param_find(const luna_params *params, const char *name) {
 LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name) {
   if (!name) return NULL;
   li_param *p = li_param_find(params, name);
-  return p ? &p->tensor : NULL;
+  if (p) return &p->tensor;
+  return NULL;
 }
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params) { return LI_OF(params, ctx); }
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return LI_OF(params, size); }
@@ -11922,6 +12007,7 @@ LI_FN float li_forget_logit(int64_t slot, int64_t slots) {
   const float time = 8 * li_exp1_scalar(4.852030264f * place); /* ln 128 */
   return -li_log1_scalar(li_exp1_scalar(16 / time) - 1);
 }
+
 LI_FN void li_first_values(const li_first *f, float *out, int64_t first, int64_t count) {
   const int64_t slots = f->scale >= 1 && f->scale < 1e9f ? (int64_t)f->scale : 1;
   for (int64_t i = 0, at = first; i < count; i++, at++) {
@@ -11940,6 +12026,7 @@ LI_FN void li_first_values(const li_first *f, float *out, int64_t first, int64_t
     }
   }
 }
+
 /* Writes the first values of a tensor or parameter. */
 LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, uint64_t seed) {
   const int64_t all = luna_count(t), out = t->shape[0];
@@ -11970,7 +12057,8 @@ LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t
   luna_tensor *t = luna_tensor_new(ctx, NULL, rank, shape);
   if (!t) return NULL;
   const luna_status status = li_first_write(t, init, use, seed);
-  return status == LUNA_OK ? t : li_fail_backend(ctx, __func__, status);
+  if (status == LUNA_OK) return t;
+  return li_fail_backend(ctx, __func__, status);
 }
 
 /* whether the shapes are the same */
@@ -12025,7 +12113,8 @@ typedef enum li_fit { LI_FIT, LI_FIT_ABSENT, LI_FIT_SHAPE, LI_FIT_FORMAT } li_fi
 LI_FN li_fit li_st_fit(const li_st *st, const char *name, const luna_tensor *like, li_st_tensor *t) {
   if (!li_st_value(st, name, t)) return LI_FIT_ABSENT;
   if (!li_st_like(t, like)) return LI_FIT_SHAPE;
-  return li_st_is_real(t) ? LI_FIT : LI_FIT_FORMAT;
+  if (li_st_is_real(t)) return LI_FIT;
+  return LI_FIT_FORMAT;
 }
 LI_FN bool li_fills(const li_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape, li_st_tensor *t) {
   luna_tensor like;
@@ -12049,6 +12138,7 @@ LI_FN bool li_param_named(const luna_params *params, const char *name) {
   else return true;
   return false;
 }
+
 LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank, const int64_t *shape,
                                  luna_init init) {
   luna_ctx *ctx = params->ctx;
@@ -12156,6 +12246,7 @@ LI_FN void li_setup_undo(const li_setup *s) {
   if (params->last_meta) params->last_meta->next = NULL;
   li_persistent_rewind(params->ctx, s->memory);
 }
+
 LI_FN luna_status li_setup_end(const li_setup *s, bool good) {
   luna_status status = LUNA_OK;
   if (!good && s->made) memset(s->made, 0, s->size);
@@ -12197,8 +12288,10 @@ LI_FN li_meta *li_meta_find(const luna_params *params, const char *key) {
 LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key) {
   if (!params || !key) return NULL;
   const li_meta *m = li_meta_find(params, key);
-  return m ? m->value : NULL;
+  if (m) return m->value;
+  return NULL;
 }
+
 /* Adds a pair, or changes the value of the one of that key: in place where it fits, unless an init may be undone. */
 LI_FN luna_status li_params_put(luna_params *params, const char *key, const char *value) {
   luna_ctx *ctx = params->ctx;
@@ -12298,7 +12391,8 @@ LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes)
     p->after = rank;
   }
   if (p->leading->rank - p->after != before) return '.';
-  return memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0 ? 0 : '.';
+  if (memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) return 0;
+  return '.';
 }
 
 /* Copies the name of the first input with that letter. */
@@ -12420,7 +12514,8 @@ LI_INLINE const li_kernels *li_k(const luna_op *op) { return op->ctx->kernels; }
 typedef struct li_way { const float *from; float *to; } li_way;
 LI_INLINE li_way li_way_of(const luna_op *op, bool back) {
   const li_way forward = { op->in[0]->data, op->out[0]->data }, backward = { op->out[0]->grad, op->in[0]->grad };
-  return back ? backward : forward;
+  if (back) return backward;
+  return forward;
 }
 LI_INLINE float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
@@ -12445,7 +12540,8 @@ typedef struct li_sum_work {
   float *y;
 } li_sum_work;
 LI_HOT const li_parallel *li_sum_parallel(const luna_op *op, int64_t count) {
-  return count > LI_SPLIT ? &op->ctx->parallel : NULL;
+  if (count > LI_SPLIT) return &op->ctx->parallel;
+  return NULL;
 }
 LI_HOT void li_sum_columns_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sum_work *w = (const li_sum_work *)work;
@@ -12814,7 +12910,8 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
   s.op.index = li_integers(&s, indices, count, 0, x->shape[0] - 1, "indices");
   const int64_t rows[2] = { count, flat->shape[1] };
   luna_tensor *y = li_finish(&s, 2, rows);
-  return x->rank == 2 ? y : luna_reshape(y, x->rank, shape);
+  if (x->rank == 2) return y;
+  return luna_reshape(y, x->rank, shape);
 }
 
 /* ---- ops of single numbers: broadcasting, scale, activation, dropout, mask ---- */
@@ -13511,7 +13608,8 @@ typedef struct li_ffn_work {
 } li_ffn_work;
 
 LI_FN const li_parallel *li_ffn_parallel(const li_ffn_work *w) {
-  return w->own > 1 ? NULL : &w->op->ctx->parallel;
+  if (w->own > 1) return NULL;
+  return &w->op->ctx->parallel;
 }
 
 /* Products 0 and 1 are forward's, 2 to 5 give gradients. */
@@ -13581,6 +13679,7 @@ LI_FN bool li_ffn_reads_weights(int which, bool backward, bool keeps) {
   if (!backward) return which < 2;
   return which == 3 || which == 5 || (which == 0 && !keeps);
 }
+
 /* Sets the sizes and the layout in the workspace, and returns its bytes. */
 LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w; /* without it only offsets count */
@@ -13907,6 +14006,7 @@ LI_FN void li_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
   const li_layer_norm a = li_layer_norm_of(op, first, last);
   li_k(op)->layer_norm(&a);
 }
+
 LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
   for (; first < last; first++) {
     const int64_t row = first * LI_NORM_ROWS;
@@ -15131,7 +15231,8 @@ LI_FN bool li_st_is_newer(const li_st *st) {
 }
 LI_FN int64_t li_st_horizon(const li_st *st) {
   li_st_text text;
-  return li_st_meta(st, "luna.horizon", &text) ? li_max(0, li_st_number(text)) : 0;
+  if (!li_st_meta(st, "luna.horizon", &text)) return 0;
+  return li_max(0, li_st_number(text));
 }
 
 /* Returns the first field that a file's metadata lacks or has out of range, or null. */
@@ -15255,7 +15356,8 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
 }
 /* Returns x itself where there is no projection. */
 LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
-  return layer->weight ? luna_linear(x, layer->weight, layer->bias) : x;
+  if (layer->weight) return luna_linear(x, layer->weight, layer->bias);
+  return x;
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
   if (!li_layer_made(x, LI_OF(layer, weight), __func__)) return NULL;
@@ -15278,7 +15380,8 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
 /* Returns x itself where there is no norm. */
 LI_FN luna_tensor *li_normalise(const luna_norm_layer *layer, luna_tensor *x) {
   if (!layer->weight || !x) return x;
-  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias, 0) : luna_rms_norm(x, layer->weight, 0);
+  if (layer->bias) return luna_layer_norm(x, layer->weight, layer->bias, 0);
+  return luna_rms_norm(x, layer->weight, 0);
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!li_layer_made(x, LI_OF(layer, weight), __func__)) return NULL;
@@ -15307,6 +15410,7 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
 LI_FN bool li_is_real(const luna_input *input, int64_t step) {
   return !input->lengths || step % input->n < input->lengths[step / input->n];
 }
+
 /* What reads an input: tokens below vocab or, where vocab is 0, `features` a step; at most `longest` steps, 0 = any. */
 typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li_reader;
 /* Whether it can read it. The sentence has `what`, the argument, and `name`, the call. A feature may be Inf in a fit
@@ -15355,6 +15459,7 @@ LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *
   if (!layer->mean) return li_refuse(r.ctx, LUNA_ERROR_NO_FEATURES, name);
   return li_input_fits(&r, input, name, "input");
 }
+
 /* Sets the means and deviations, or with `inverse` 1 / deviation, of the finite numbers of an input's real steps: both,
    or neither. A number that never changes has the deviation 1. */
 LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_tensor *scale, bool inverse,
@@ -15420,8 +15525,10 @@ LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_
   luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
   if (!out) return NULL;
   const luna_status status = li_write_made(out, name, li_features_fill, &w);
-  return status == LUNA_OK ? out : li_fail_backend(ctx, name, status);
+  if (status == LUNA_OK) return out;
+  return li_fail_backend(ctx, name, status);
 }
+
 /* Whether what a model computes of a feature stays in float's range: it forms products of three of them. */
 LI_FN bool li_feature_fits(float standardised) { return standardised <= 1e9f && standardised >= -1e9f; }
 /* The same for all real features of an input, where the host has their means and scales; false with a sentence. It
@@ -15501,7 +15608,8 @@ LI_FN luna_tensor *li_gate(const luna_linear_layer *gate, luna_tensor *x) {
   return li_linear_activated(x, gate->weight, gate->bias, LUNA_ACTIVATION_SILU);
 }
 LI_FN luna_tensor *li_gated(const luna_linear_layer *gate, luna_tensor *x, luna_tensor *y) {
-  return gate->weight ? luna_mul(y, li_gate(gate, x)) : y;
+  if (gate->weight) return luna_mul(y, li_gate(gate, x));
+  return y;
 }
 
 LI_FN bool li_nested_attention_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix) {
@@ -15549,7 +15657,8 @@ LI_FN luna_tensor *li_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer
   luna_tensor *w = luna_tensor_new(ctx, NULL, 3, shape);
   for (int64_t i = 0; w && li_computes(ctx) && i < dim && status == LUNA_OK; i++)
     status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
-  return status == LUNA_OK ? w : li_fail_backend(ctx, "luna_nested_attention_layer_forward", status);
+  if (status == LUNA_OK) return w;
+  return li_fail_backend(ctx, "luna_nested_attention_layer_forward", status);
 }
 
 /* Makes lengths, where there are some, at most `max`, in memory of the step; false: no memory. */
@@ -15744,6 +15853,7 @@ LI_FN luna_tensor *li_scores_past(const luna_causal_attention_layer *layer, luna
   if (s && split) s = li_reshape(s, 3, x->shape[0], x->shape[1], s->shape[2], 1);
   return li_result(scope, s);
 }
+
 LI_FN luna_tensor *li_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2];
   const bool shared = p->rank == 2 || p->shape[0] == 1;
@@ -15775,6 +15885,7 @@ LI_FN luna_tensor *li_forget_logits(const luna_causal_attention_layer *layer, lu
   if (layer->forget.weight) return luna_linear(x, weight, bias);
   return li_reshape(luna_expand(bias, x->shape[0] * x->shape[1]), 3, x->shape[0], x->shape[1], h * slots, 1);
 }
+
 /* Returns y of x after f->p, + residual, or null, after a dropout. */
 LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
                                        luna_tensor *residual, float dropout, const li_flow *f) {
@@ -15830,6 +15941,7 @@ LI_FN bool li_attention_defaults(luna_ctx *ctx, luna_layer_config *c, bool given
   return li_layer_defaults(ctx, c) &&
          li_in(ctx, ctx->call, "attention", (int64_t)c->attention, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR);
 }
+
 /* luna_attention_layer_init */
 LI_LAYER_INIT(luna_attention_layer, li_attention_defaults(ctx, &c, config != NULL), li_attention_init)
 
@@ -15909,7 +16021,8 @@ LI_FN int li_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer
 
 /* Ends a half-layer: its sum, normed when post-norm. */
 LI_FN luna_tensor *li_sum_normed(const luna_layer_config *c, luna_tensor *sum, const luna_norm_layer *norm) {
-  return c->pre_norm ? sum : li_normalise(norm, sum);
+  if (c->pre_norm) return sum;
+  return li_normalise(norm, sum);
 }
 /* Returns x + y after y's dropout, normed when post-norm. */
 LI_FN luna_tensor *li_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y,
@@ -15918,7 +16031,8 @@ LI_FN luna_tensor *li_residual(const luna_layer_config *c, luna_tensor *x, luna_
 }
 /* Begins a half-layer: its input, normed when pre-norm. */
 LI_FN luna_tensor *li_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
-  return c->pre_norm ? li_normalise(norm, x) : x;
+  if (c->pre_norm) return li_normalise(norm, x);
+  return x;
 }
 
 /* A layer's second half, x + FFN(x), at the end of its scope. p, unless null, stays beside it. */
@@ -15957,6 +16071,7 @@ LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_stat
   other_attention->config = *c;
   return li_attention_init(other_attention, params, prefix);
 }
+
 /* Returns f->x + attention of x, f->x after the norm when pre-norm. f->p becomes what a hook hands out, else null. */
 LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
                             void *hook_state, luna_tensor *x, const luna_norm_layer *norm, li_flow *f) {
@@ -16000,6 +16115,7 @@ LI_FN bool li_encoder_layer_init(luna_encoder_layer *layer, luna_params *params,
                     li_other_init(&layer->other_attention, &layer->hook_state, params, name, c)) &&
          li_parts_init(params, prefix, parts + 1, count - 1);
 }
+
 /* luna_encoder_layer_init */
 LI_LAYER_INIT(luna_encoder_layer, li_layer_good(ctx, &c, LI_ENCODER_LAYER), li_encoder_layer_init)
 
@@ -16080,6 +16196,7 @@ LI_FN bool li_decoder_layer_init(luna_decoder_layer *layer, luna_params *params,
          li_nested_attention_init(&layer->cross_attention, params, name) &&
          li_parts_init(params, prefix, parts + 1, count - 1);
 }
+
 /* luna_decoder_layer_init */
 LI_LAYER_INIT(luna_decoder_layer, (li_is_luna(&c) || li_is_luna_only(ctx, "a decoder layer")) &&
               li_layer_good(ctx, &c, LI_DECODER_LAYER), li_decoder_layer_init)
@@ -16134,6 +16251,7 @@ LI_FN bool li_causal_layer_init(luna_causal_layer *layer, luna_params *params, c
                           li_other_init(&layer->other_attention, &layer->hook_state, params, name, c)) &&
          li_parts_init(params, prefix, parts + 2, count - 2);
 }
+
 /* luna_causal_layer_init */
 LI_LAYER_INIT(luna_causal_layer, li_layer_good(ctx, &c, LI_CAUSAL_LAYER), li_causal_layer_init)
 
@@ -16255,7 +16373,8 @@ LI_FN const char *li_lm_read(const li_st *st, luna_lm_config *config) {
     return "a size of the model is missing from the metadata, or out of range";
   if (config->layer.attention || li_st_meta(st, "luna.hook", &text))
     return "only Luna attention streams in constant memory";
-  return config->layer.dim % config->layer.heads ? LI_NO_HEADS : li_lm_claims(st, config);
+  if (config->layer.dim % config->layer.heads) return LI_NO_HEADS;
+  return li_lm_claims(st, config);
 }
 
 /* Writes a row of sinusoidal positions. */
@@ -16311,7 +16430,8 @@ LI_FN const char *li_hook_get(void *file, const char *key) {
   if (strlen(key) + strlen(f->prefix) >= sizeof full) return NULL;
   li_print(full, sizeof full, "%s%s", f->prefix, key);
   if (!li_st_meta(f->st, full, &text)) return NULL;
-  return li_st_decode(text, f->value, sizeof f->value) < sizeof f->value ? f->value : NULL;
+  if (li_st_decode(text, f->value, sizeof f->value) < sizeof f->value) return f->value;
+  return NULL;
 }
 LI_FN bool li_hook_fails(luna_ctx *ctx, const luna_attention_hook *hook, const char *done) {
   if (ctx->last_status == LUNA_OK) li_fail_status(ctx, LUNA_ERROR_HOOK_SETTINGS, ctx->call, hook->name, done);
@@ -16386,7 +16506,8 @@ LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kin
     if (kind == LI_CAUSAL_LAYER) status = luna_causal_layer_init((luna_causal_layer *)layer, params, name, &c);
   }
 
-  return status == LUNA_OK ? layers : NULL;
+  if (status == LUNA_OK) return layers;
+  return NULL;
 }
 
 /* A model's public init, luna_<kind>_init, by li_<kind>_defaults and li_<kind>_init. `name` is its kind in metadata,
@@ -16445,12 +16566,14 @@ LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table
 LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char *name) {
   if (!m) return NULL;
   const li_reader r = li_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
-  return li_input_fits(&r, input, name, "input") ? r.ctx : NULL;
+  if (!li_input_fits(&r, input, name, "input")) return NULL;
+  return r.ctx;
 }
 
 /* Returns the label of step i of an input; -1 in padding. */
 LI_FN int32_t li_label(const luna_input *input, const int32_t *labels, int64_t i) {
-  return li_is_real(input, i) ? labels[i] : -1;
+  if (li_is_real(input, i)) return labels[i];
+  return -1;
 }
 
 /* Returns the cross-entropy of luna_linear(x, weight, bias), for a null weight of x, by labels of an input. */
@@ -16469,7 +16592,8 @@ LI_FN luna_tensor *li_labels_loss(const char *name, luna_tensor *const in[3], co
 }
 LI_FN luna_part li_part_of(const luna_ctx *ctx) {
   const luna_part whole = { 0, 0, 0 };
-  return ctx->shares ? ctx->part : whole;
+  if (ctx->shares) return ctx->part;
+  return whole;
 }
 LUNA_API luna_tensor *luna_as_part(luna_tensor *x) {
   if (!x || li_is_released(x, __func__)) return NULL;
@@ -16538,7 +16662,8 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
 
 /* Returns the matrix of the logits. */
 LI_FN luna_tensor *li_lm_output(const luna_lm *model) {
-  return model->output.weight ? model->output.weight : model->embedding;
+  if (model->output.weight) return model->output.weight;
+  return model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
   luna_ctx *ctx = li_lm_ctx(model, input, __func__);
@@ -16621,7 +16746,8 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 }
 
 LI_FN float li_embedding_factor(const luna_encoder_config *c) {
-  return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->layer.dim) : 1.0f;
+  if (c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM) return (float)sqrt((double)c->layer.dim);
+  return 1.0f;
 }
 
 /* Returns s E[token] + position or, without a table, a projection of features + position; zeros where padded. */
@@ -16641,7 +16767,8 @@ LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
 LI_FN luna_ctx *li_encoder_ctx(const luna_encoder *e, const luna_input *input, const char *name, const char *what) {
   if (!e) return NULL;
   const li_reader r = li_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
-  return li_input_fits(&r, input, name, what) ? r.ctx : NULL;
+  if (li_input_fits(&r, input, name, what)) return r.ctx;
+  return NULL;
 }
 
 /* Copies the input. Sequences without rows get lengths of 0, so that no slot of P is real. False: no memory. */
@@ -16758,6 +16885,7 @@ LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   const int64_t shape[] = { x->shape[0], 1 };
   return luna_mul(y, luna_tensor_new(x->ctx, factor, 2, shape));
 }
+
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
   const bool memory = model && li_pools_memory(model->config.pooling);
@@ -16850,6 +16978,7 @@ LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const 
   if (!x) return NULL;
   return luna_linear(li_masked_lm_head(model, x), model->output, model->bias);
 }
+
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
   if (!model || !li_encoder_ctx(&model->encoder, input, __func__, "input")) return NULL;
   luna_tensor *x = luna_encoder_forward(&model->encoder, input, NULL);
@@ -16898,6 +17027,7 @@ LI_FN bool li_seq2seq_defaults(luna_ctx *ctx, li_model_config *m) {
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
   return true;
 }
+
 LI_FN bool li_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   const luna_seq2seq_config *c = &model->config;
   const luna_layer_config *layer = &c->encoder.layer;
@@ -16919,6 +17049,7 @@ LI_FN bool li_seq2seq_init(luna_seq2seq *model, luna_params *params) {
                                                        c->max_target_length);
   return model->layers && li_parts_init(params, "decoder.", parts + 2, LI_LENGTH(parts) - 2);
 }
+
 LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init */
 
 /* Returns what the logits are made of. */
@@ -17036,7 +17167,8 @@ LI_FN bool li_group_fits(const luna_param_group *group, const li_trained *t) {
 }
 LI_FN float li_group_factor(float factor) {
   if (factor == 0) return 1;
-  return factor < 0 ? 0.0f : factor;
+  if (factor < 0) return 0.0f;
+  return factor;
 }
 
 /* Sets a parameter's rates, by the config and the last group that fits it. */
@@ -17141,6 +17273,7 @@ LI_FN void li_optimizer_default(luna_optimizer *o) {
   if (!sgd) c->momentum = 0;
   if (!sgd) c->nesterov = false;
 }
+
 LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind kind, const luna_optimizer_hook *hook,
                                         const luna_optimizer_config *config) {
   const char *name = li_optimizers[kind].name;
@@ -17328,6 +17461,7 @@ LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bo
   li_trace_send(ctx, e);
   return status;
 }
+
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_status status = li_optimizer_ready(o);
   if (status != LUNA_OK) return status;
@@ -17355,7 +17489,8 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
     return li_fail_status(o->params->ctx, LUNA_ERROR_NO_BACKWARD);
   if (status == LUNA_OK) status = luna_optimizer_advance(o);
-  return status == LUNA_OK ? luna_optimizer_apply(o) : status;
+  if (status == LUNA_OK) return luna_optimizer_apply(o);
+  return status;
 }
 
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
@@ -17391,12 +17526,14 @@ LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   return LUNA_OK;
 }
 LUNA_API float luna_optimizer_lr(const luna_optimizer *o) {
-  return o ? li_scheduled_lr(o, li_max(o->attempts, 1) - 1) : 0;
+  if (o) return li_scheduled_lr(o, li_max(o->attempts, 1) - 1);
+  return 0;
 }
 LI_FN luna_step_state li_optimizer_state(const luna_optimizer *o) {
   luna_step_state none;
   memset(&none, 0, sizeof none);
-  return o ? li_state_of(o->params->ctx, o->state) : none;
+  if (o) return li_state_of(o->params->ctx, o->state);
+  return none;
 }
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *o) { return (int64_t)li_optimizer_state(o).updates; }
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *o) { return (int64_t)li_optimizer_state(o).skipped; }
@@ -17568,6 +17705,7 @@ LI_FN float li_put_row(li_st_writer *w, const float *x, int64_t n, const float *
 
   return li_int8_scale(largest);
 }
+
 /* Puts a set in 8 bits. Scales and what stays float come first, so that they are aligned, then integers. A weight stays
    float where another parameter has its scales' name. */
 LI_FN void li_put_set_int8(li_st_writer *w, const void *set) {
@@ -17614,6 +17752,7 @@ LI_FN bool li_st_known(const luna_params *params, const li_st *st, const li_st_t
 LI_FN luna_status li_not_a_model(luna_ctx *ctx, const char *why) {
   return li_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, li_file_name(ctx), why);
 }
+
 /* Compares what the file and the set say of their models: most of it is in no tensor's name or shape. Dropouts may
    differ, and so may the longest sequence, which a learned table has as its shape. */
 LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
@@ -17634,6 +17773,7 @@ LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
 
   return LUNA_OK;
 }
+
 LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = li_file_name(ctx);
@@ -17659,6 +17799,7 @@ LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
 
   return LUNA_OK;
 }
+
 /* Loads all of the file's text pairs or none, in its order, but for those that begin with "luna.", which describe the
    model, and keys with a zero byte, which no string can hold. */
 LI_FN luna_status li_load_pairs(luna_params *params, const li_st *st) {
@@ -17762,7 +17903,8 @@ LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float 
   t.count = entry->count;
   t.data = (const uint8_t *)entry->data;
   t.bytes = entry->bytes;
-  return t.dtype < LI_ST_DTYPES && li_st_floats(&t, out) ? LUNA_OK : LUNA_UNSUPPORTED;
+  if (t.dtype < LI_ST_DTYPES && li_st_floats(&t, out)) return LUNA_OK;
+  return LUNA_UNSUPPORTED;
 }
 /* Decodes a string of the file in the step; null when there is no memory. */
 LI_FN const char *li_step_text(luna_ctx *ctx, li_st_text text) {
@@ -17771,6 +17913,7 @@ LI_FN const char *li_step_text(luna_ctx *ctx, li_st_text text) {
   if (out) li_st_decode(text, out, size);
   return out;
 }
+
 LI_FN luna_status li_inspect(luna_ctx *ctx, void *into, li_st *st) {
   const luna_inspection *inspection = (const luna_inspection *)into;
   const li_mark mark = li_step_mark(ctx);
@@ -17848,6 +17991,7 @@ LI_FN luna_status li_model_init(luna_model *model, luna_params *params, li_model
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
+
 /* what li_load_kind loads into setup's struct: that of `kind`, 0: a luna_model of any */
 typedef struct li_kind_load { li_setup setup; luna_model_kind kind; } li_kind_load;
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
@@ -17992,6 +18136,7 @@ LI_FN luna_status li_optimizer_compare(const luna_optimizer *o, const li_st *st,
   return li_fail_status(o->params->ctx, LUNA_ERROR_OPTIMIZER_KIND, o->params->ctx->call, li_file_name(o->params->ctx),
                         name, own);
 }
+
 LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_counters *c) {
   luna_ctx *ctx = o->params->ctx;
   const char *file = li_file_name(ctx);
@@ -18061,6 +18206,7 @@ LI_FN void li_training_differs(const luna_params *params, const li_st *st) {
     li_note(ctx, "%s: the run in %s had products in %s, and goes on in %s (options.products)", ctx->call,
             li_file_name(ctx), names[before], names[own]);
 }
+
 LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   luna_optimizer *o = (luna_optimizer *)into;
   li_st_tensor state_bytes, t;
@@ -18242,6 +18388,7 @@ LI_FN luna_error_id li_saving_resolve(li_saving_file *s) {
   }
   return LUNA_ERROR_SAVE_LINK;
 }
+
 LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   const luna_error_id wrong = li_saving_resolve(s);
   struct stat old;
@@ -18292,7 +18439,8 @@ LI_FN void li_saving_close(li_saving_file *s, bool replaced) {
 LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   li_saving_name(s, ".luna-%d.tmp", 0);
   s->file = fopen(s->temporary, "wb");
-  return s->file ? LUNA_ERROR_NONE : LUNA_ERROR_SAVE_TEMPORARY;
+  if (s->file) return LUNA_ERROR_NONE;
+  return LUNA_ERROR_SAVE_TEMPORARY;
 }
 LI_FN bool li_saving_flush(li_saving_file *s) {
   const bool closed = fclose(s->file) == 0;
@@ -18593,7 +18741,8 @@ typedef struct li_inputs {
   float *features;          /* standardised, [batch, rows, features] */
 } li_inputs;
 LI_FN int64_t li_stream_angles(const luna_stream *s) {
-  return s->model.config.positions == LUNA_POSITIONS_SINUSOIDAL ? s->model.config.layer.dim : 0;
+  if (s->model.config.positions == LUNA_POSITIONS_SINUSOIDAL) return s->model.config.layer.dim;
+  return 0;
 }
 LI_FN size_t li_stream_inputs_size(const luna_stream *s, int64_t rows) {
   return sizeof(int64_t) +
@@ -18611,8 +18760,10 @@ LI_FN li_inputs li_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
 }
 /* Standardises a feature, as luna_input_layer_forward does. */
 LI_FN float li_stream_feature(const luna_stream *s, float x, int64_t f) {
-  return x == x ? (x - s->standard[f]) * s->standard[s->model.config.features + f] : 0;
+  if (x == x) return (x - s->standard[f]) * s->standard[s->model.config.features + f];
+  return 0;
 }
+
 /* Sends the inputs of the next `rows` rows of each sequence of n, from row `at` on. A feature that does not fit becomes
    NaN: no layer remembers such a row, so its sequence is as it was before. */
 LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
@@ -18701,7 +18852,8 @@ LI_FN luna_tensor *li_stream_replay(luna_stream *s, bool last) {
 }
 LI_FN luna_tensor *li_stream_rows(luna_stream *s, int64_t rows, bool last) {
   if (rows > 1) return li_stream_forward(s, rows, last);
-  return s->bump.count > 0 ? li_stream_replay(s, last) : li_stream_record(s);
+  if (s->bump.count > 0) return li_stream_replay(s, last);
+  return li_stream_record(s);
 }
 
 /* Row b of each part of the state, [batch, width] floats, becomes row from[b], which is in the inputs. */
@@ -18895,6 +19047,7 @@ LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, cons
            "with scales), not aligned to 4 bytes, or this machine is not little-endian");
   return false;
 }
+
 /* Makes the stream's own tensors of parts, which then point to them. They are copies of those that a model's point to,
    or have the values that a file has by their names; without a file they have a shape alone. */
 LI_FN bool li_stream_own(luna_stream *s, const li_part *parts, int count, const char *prefix, const li_st *st) {
@@ -18927,6 +19080,7 @@ LI_FN int li_decoder_parts(luna_decoder_layer *layer, li_part *parts) {
   parts[count++] = li_norm_part(true, &layer->cross_norm, ".weight", &layer->config);
   return count + li_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
+
 /* Makes layer `index` as that of a model's `layers` is, or as the file and the config say. `parts` is room. */
 LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, li_part *parts, const void *layers, const li_st *st) {
   luna_causal_layer *causal = &s->layers[index].of.causal;
@@ -19065,7 +19219,8 @@ LI_FN size_t li_stream_lay_out(luna_stream *s, char *base) {
   for (int i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
   s->bump.part[1].start = (char *)li_stream_take(base, &used, (int64_t)s->bump.part[1].peak, 1);
   s->device_size = used;
-  return device ? host_size : used;
+  if (device) return host_size;
+  return used;
 }
 /* Copies `first` to where it is to stay, of `size` bytes from li_stream_lay_out. */
 LI_FN luna_stream *li_stream_place(const luna_stream *first, void *memory, size_t size) {
@@ -19114,7 +19269,8 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   size_t need;
   const char *wrong = li_stream_describe(&s, &st, bytes, size, config, &need);
   if (error) *error = wrong ? wrong : "";
-  return wrong ? 0 : need + (LI_ALIGN - 1);
+  if (wrong) return 0;
+  return need + (LI_ALIGN - 1);
 }
 
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
@@ -19140,7 +19296,8 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   if (!wrong && !li_stream_fill(s, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
 
-  return wrong ? NULL : s;
+  if (wrong) return NULL;
+  return s;
 }
 
 /* Reports the stream's failure in its model's context. */
@@ -19155,6 +19312,7 @@ LI_FN luna_stream *li_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, co
   luna_stream_close(s);
   return NULL;
 }
+
 /* Makes a stream of the model in `first` and of a model's layers, in memory from the context's allocator
    and, of a model on a device, from there. When it is null, the context says why. */
 LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config,
@@ -19240,6 +19398,7 @@ LI_FN int64_t li_stream_misfits(const luna_stream *s, const luna_input *input) {
   }
   return misfits;
 }
+
 LI_FN luna_error_id li_stream_wrong(luna_stream *s, const luna_input *input) {
   const int64_t n = li_size(input->n), k = s->model.config.features;
   if (input->n < 1) return LUNA_ERROR_STREAM_NO_STEPS;
@@ -19258,6 +19417,7 @@ LI_FN luna_error_id li_stream_wrong(luna_stream *s, const luna_input *input) {
 
   return LUNA_ERROR_NONE;
 }
+
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
   luna_tensor *y = NULL;
   bool finite = true;
@@ -19352,11 +19512,13 @@ LI_FN int64_t li_stream_head_read(const void *bytes, int64_t batch, const luna_l
   int64_t position;
   memcpy(&position, (const char *)bytes + offsetof(li_stream_head, position), sizeof position);
   const li_stream_head like = li_stream_head_of(batch, position, config);
-  return position <= (int64_t)1 << 53 && memcmp(bytes, &like, like.bytes) == 0 ? position : -1;
+  if (position <= (int64_t)1 << 53 && memcmp(bytes, &like, like.bytes) == 0) return position;
+  return -1;
 }
 
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
-  return s ? li_stream_head_of(0, 0, &s->model.config).bytes + s->state_size : 0;
+  if (s) return li_stream_head_of(0, 0, &s->model.config).bytes + s->state_size;
+  return 0;
 }
 LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
   if (!s || !bytes || size < luna_stream_state_size(s)) return LUNA_BAD_ARGUMENT;
@@ -19408,7 +19570,8 @@ LI_FN bool li_state_even(const luna_lm_state *s, const int64_t *position) {
 }
 LI_FN luna_lm_state *li_state_carried(const luna_lm *model) {
   luna_lm_state *s = model->params->ctx->carried;
-  return s && s->params == model->params ? s : NULL;
+  if (s && s->params == model->params) return s;
+  return NULL;
 }
 LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_t rows) {
   luna_lm_state *s = li_state_carried(model);
@@ -19468,7 +19631,8 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
 }
 /* Returns the half that holds the newest state. */
 LI_FN int li_state_newest(const luna_lm_state *s) {
-  return s->written && !li_step_failed(s->params->ctx) ? !s->now : s->now;
+  if (s->written && !li_step_failed(s->params->ctx)) return !s->now;
+  return s->now;
 }
 /* Ends the step that continues the state. */
 LI_FN void li_state_turn(luna_lm_state *s) {
@@ -19483,6 +19647,7 @@ LUNA_API luna_status luna_lm_state_continue(luna_lm_state *s) {
   ctx->carried = s;
   return LUNA_OK;
 }
+
 LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequences, int64_t count) {
   const char *name = __func__;
   if (!s) return LUNA_BAD_ARGUMENT;
@@ -19530,8 +19695,10 @@ LI_FN bool li_state_places(const luna_lm_state *s, const li_st_tensor *bytes) {
   return true;
 }
 LUNA_API size_t luna_lm_state_size(const luna_lm_state *s) {
-  return s ? li_stream_head_of(0, 0, &s->config).bytes + s->layer_size * (size_t)s->config.layers : 0;
+  if (s) return li_stream_head_of(0, 0, &s->config).bytes + s->layer_size * (size_t)s->config.layers;
+  return 0;
 }
+
 LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, size_t size) {
   const char *name = __func__;
   if (!s) return LUNA_BAD_ARGUMENT;
@@ -19589,6 +19756,7 @@ LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
 LI_HOT double li_weight(float logit, float max, float temperature) {
   return (double)li_exp1_scalar((logit - max) / temperature);
 }
+
 /* Finds, by bisection, the smallest of the largest logits whose share of the probability reaches p; those below `limit`
    do not count. `above` is the sum of exp(logit - max) over what is `high` or more. */
 LI_HOT float li_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
@@ -19680,6 +19848,7 @@ LI_FN bool li_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna
   }
   return slots == to || li_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
+
 LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input *source, int64_t beam,
                                      const char *name) {
   luna_ctx *ctx = model->params->ctx;
