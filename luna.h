@@ -2907,10 +2907,11 @@ LI_INLINE vf vf_load_part(const float *p, int64_t n) {
 }
 LI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v); }
 LI_INLINE __m128 LI_K(four)(bool max, vf v) {
-  const __m256 a = max ? _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1)) :
-                         _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
-  return max ? _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)) :
-               _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m256 low8 = _mm512_extractf32x8_ps(v, 0), high8 = _mm512_extractf32x8_ps(v, 1);
+  const __m256 eight = max ? _mm256_max_ps(low8, high8) : _mm256_add_ps(low8, high8);
+  const __m128 low = _mm256_castps256_ps128(eight), high = _mm256_extractf128_ps(eight, 1);
+  if (max) return _mm_max_ps(low, high);
+  return _mm_add_ps(low, high);
 }
 LI_INLINE vf LI_K(nearest)(vf x) { return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtps_epi32(0xFFFF, x)); }
 LI_INLINE vf LI_K(scale2)(vf x, vf n) { return _mm512_maskz_scalef_ps(0xFFFF, x, n); }
@@ -2935,8 +2936,9 @@ LI_INLINE __m256i LI_K(first_lanes)(int64_t n) {
 LI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, LI_K(first_lanes)(n)); }
 LI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm256_maskstore_ps(p, LI_K(first_lanes)(n), v); }
 LI_INLINE __m128 LI_K(four)(bool max, vf v) {
-  return max ? _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)) :
-               _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 low = _mm256_castps256_ps128(v), high = _mm256_extractf128_ps(v, 1);
+  if (max) return _mm_max_ps(low, high);
+  return _mm_add_ps(low, high);
 }
 LI_INLINE vf LI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
@@ -10283,8 +10285,8 @@ LI_FN luna_ctx *li_open_failed(const luna_options *o, luna_status status, const 
   return NULL;
 }
 LI_FN luna_ctx *li_open_no_memory(const luna_options *o) {
-  return li_open_failed(o, LUNA_OUT_OF_MEMORY, o->block ? "luna_open: options.block is too small" :
-                        "luna_open: no memory for a context");
+  if (o->block) return li_open_failed(o, LUNA_OUT_OF_MEMORY, "luna_open: options.block is too small");
+  return li_open_failed(o, LUNA_OUT_OF_MEMORY, "luna_open: no memory for a context");
 }
 /* Returns what is wrong with a context's options, or null. */
 LI_FN const char *li_options_wrong(const luna_ctx *ctx) {
@@ -11542,8 +11544,9 @@ LI_HOT bool li_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
     if (owner->own->maker && !owner->own->keep_grad && !t->own->keep_grad) {
       if ((owner->own->grad_piece = li_piece_take(ctx, bytes)) == NULL) return false;
       memory = li_piece_at(ctx, owner->own->grad_piece);
-    } else if (!(owner->parameter ? li_persist(ctx, bytes, true, &memory) :
-                 li_step(ctx, bytes, true, &memory))) return false;
+    } else if (owner->parameter) {
+      if (!li_persist(ctx, bytes, true, &memory)) return false;
+    } else if (!li_step(ctx, bytes, true, &memory)) return false;
     owner->grad = (float *)memory;
     owner->own->has_grad = true;
     if (memory && !set && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
@@ -14757,7 +14760,8 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
   if (!kept) return false;
   for (int64_t i = 0; i < rows; i++) {
     const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
-    kept[i] = ignored ? -1 : labels[i];
+    kept[i] = labels[i];
+    if (ignored) kept[i] = -1;
     if (kept[i] >= classes)
       return li_refuse(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)kept[i], classes);
     counted += !ignored;
@@ -14939,8 +14943,8 @@ LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x
     return li_cross_entropy_loss(name, luna_linear(x, weight, bias), labels, config);
   if (!li_product_fits(&s, li_rows(x), weight->shape[0], LI_MAX_COUNT)) return li_abandon(&s);
   if (!li_int8_ready(&s, 1)) return NULL;
-  return li_labels(&s, li_rows(x), weight->shape[0], labels, config) ?
-      li_counts(li_finish(&s, 1, &one), s.counted) : li_abandon(&s);
+  if (!li_labels(&s, li_rows(x), weight->shape[0], labels, config)) return li_abandon(&s);
+  return li_counts(li_finish(&s, 1, &one), s.counted);
 }
 
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
@@ -15513,7 +15517,8 @@ LI_FN void li_features_fill(float *to, const void *from) {
   const li_features *w = (const li_features *)from;
   for (int64_t i = 0; i < w->input->batch * w->input->n * w->k; i++) {
     const float x = w->input->features[i];
-    to[i] = w->present ? 1 : x;
+    to[i] = x;
+    if (w->present) to[i] = 1;
     if (x != x || !li_is_real(w->input, i / w->k)) to[i] = 0;
   }
 }
@@ -16110,10 +16115,10 @@ LI_FN bool li_encoder_layer_init(luna_encoder_layer *layer, luna_params *params,
   const int count = 3 + li_feed_forward_parts(&layer->feed_forward, c, parts + 3);
   char name[LI_MAX_NAME];
   if (is_luna) layer->attention.config = *c;
-  return li_name(params, name, prefix, "self_attn.") && li_parts_init(params, prefix, parts, 1) &&
-         (is_luna ? li_nested_attention_init(&layer->attention, params, name) :
-                    li_other_init(&layer->other_attention, &layer->hook_state, params, name, c)) &&
-         li_parts_init(params, prefix, parts + 1, count - 1);
+  bool good = li_name(params, name, prefix, "self_attn.") && li_parts_init(params, prefix, parts, 1);
+  if (good && is_luna) good = li_nested_attention_init(&layer->attention, params, name);
+  else if (good) good = li_other_init(&layer->other_attention, &layer->hook_state, params, name, c);
+  return good && li_parts_init(params, prefix, parts + 1, count - 1);
 }
 
 /* luna_encoder_layer_init */
@@ -16246,10 +16251,10 @@ LI_FN bool li_causal_layer_init(luna_causal_layer *layer, luna_params *params, c
   const int count = li_causal_layer_parts(layer, parts);
   char name[LI_MAX_NAME];
   if (li_is_luna(c)) layer->attention.config = *c;
-  return li_name(params, name, prefix, "self_attn.") && li_parts_init(params, prefix, parts, 2) &&
-         (li_is_luna(c) ? li_causal_attention_init(&layer->attention, params, name) :
-                          li_other_init(&layer->other_attention, &layer->hook_state, params, name, c)) &&
-         li_parts_init(params, prefix, parts + 2, count - 2);
+  bool good = li_name(params, name, prefix, "self_attn.") && li_parts_init(params, prefix, parts, 2);
+  if (good && li_is_luna(c)) good = li_causal_attention_init(&layer->attention, params, name);
+  else if (good) good = li_other_init(&layer->other_attention, &layer->hook_state, params, name, c);
+  return good && li_parts_init(params, prefix, parts + 2, count - 2);
 }
 
 /* luna_causal_layer_init */
@@ -16326,7 +16331,7 @@ LI_FN int64_t li_st_tensors(const li_st *st, double *numbers) {
   int64_t count = 0;
   while (li_st_next(st, &cursor, &t)) {
     if (li_st_ours(t.name)) continue;
-    count += t.dtype == LI_ST_I8 ? 0 : 1;
+    count += t.dtype != LI_ST_I8;
     if (numbers) *numbers += (double)t.count - (t.dtype == LI_ST_I8 && t.rank > 0 ? (double)t.shape[0] : 0);
   }
   return count;
@@ -16337,7 +16342,7 @@ LI_FN int64_t li_parts_tensors(const li_part *parts, int count, double *numbers)
   int64_t tensors = 0;
   for (const li_part *p = parts; p < parts + count; p++) {
     if (!p->has) continue;
-    const int64_t bias = p->bias ? 1 : 0;
+    const int64_t bias = p->bias != NULL;
     tensors += 1 + bias;
     *numbers += (double)p->rows * (double)((p->columns == LI_VECTOR ? 1 : p->columns) + bias);
   }
@@ -16699,9 +16704,10 @@ LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_c
   if (c->layers == 0) c->layers = 2;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
   if (c->max_length == 0) c->max_length = 512;
-  if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
-    c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
-                             LUNA_EMBEDDING_SCALE_SQRT_DIM;
+  if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) {
+    c->embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
+    if (c->positions == LUNA_POSITIONS_LEARNED) c->embedding_scale = LUNA_EMBEDDING_SCALE_ONE;
+  }
   if (!li_is_luna(&c->layer)) c->layer.own_memory = false;
   if (!li_layer_good(ctx, &c->layer, LI_ENCODER_LAYER)) return false;
   m->vocab = vocab;
@@ -17127,7 +17133,8 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
     for (int i = 0; i < 4; i++)
       if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
   }
-  return (float)(factor > floor ? factor : floor);
+  if (factor > floor) return (float)factor;
+  return (float)floor;
 }
 
 /* a parameter, and how it is trained */
