@@ -660,10 +660,8 @@ LUNA_API float luna_item(const luna_tensor *t);
    (luna_keep), and where there is no gradient. */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
-/* Find, for the host, the k largest of each row of x [...,n], in falling order; of equals the first comes first, and
-   NaN before all numbers. indices is [...,k], values [...,k] or null. luna_argmax finds the largest alone: indices is
-   [...]. */
-LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
+/* Finds, for the host, the largest of each row of x [...,n]: its place in indices [...]; of equals the first, and NaN
+   before all numbers. */
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
 /* Sets luna_count(t) values. It fails for a tensor whose values are borrowed. */
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
@@ -11192,55 +11190,32 @@ LUNA_API float luna_item(const luna_tensor *t) {
   return value;
 }
 
-/* Finds a tensor's values on the host, or copies them into memory of the step, which the caller gives back by `mark`.
-   They are null where the context measures. */
-LI_FN luna_status li_host_values(const luna_tensor *t, const char *name, li_mark *mark, const float **values) {
-  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
-  void *memory = NULL;
-  *mark = li_step_mark(t->ctx);
-  *values = t->data;
-  if (li_owner(t)->own->released || (li_computes(t->ctx) && !t->data && bytes)) return li_fail_status(t->ctx,
-      LUNA_ERROR_RELEASED, name, t);
-  if (!li_on_device(t->ctx)) return LUNA_OK;
-  if (!li_step(t->ctx, bytes, false, &memory)) return li_fail_memory(t->ctx, name, bytes);
-  *values = (const float *)memory;
-  const luna_status status = li_computes(t->ctx) && bytes ? li_read_data(t, (float *)memory, name) : LUNA_OK;
-  if (status != LUNA_OK || !li_computes(t->ctx)) *values = NULL;
-  return status;
-}
-
-LI_FN luna_status li_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values, const char *name) {
-  const float *from;
-  li_mark mark;
-  int64_t at;
-  if (!x) return LUNA_BAD_ARGUMENT;
-  const int64_t n = li_last(x), rows = li_rows(x);
-  if (!li_in(x->ctx, name, "k", k, 1, n <= INT32_MAX ? n : 0)) return x->ctx->last_status;
-  if (!indices && rows > 0) return li_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "indices");
-  const luna_status status = li_host_values(x, name, &mark, &from);
-  for (int64_t r = 0; r < rows && status == LUNA_OK; r++) {
-    int32_t *best = indices + r * k;
-    const float *row = from ? from + r * n : NULL;
-    int64_t count = 0;
-    memset(best, 0, (size_t)k * sizeof *best);
-    for (int64_t i = 0; row && i < n; i++) { /* best has the largest so far, falling */
-      for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
-          row[best[at - 1]] == row[best[at - 1]])); at--)
-        if (at < k) best[at] = best[at - 1];
-      if (at < k) best[at] = (int32_t)i;
-      count = li_min(count + 1, k);
-    }
-    for (int64_t i = 0; values && i < k; i++) values[r * k + i] = row ? row[best[i]] : 0;
-  }
-  li_step_rewind(x->ctx, mark);
-  return status;
-}
-
-LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values) {
-  return li_top_k(x, k, indices, values, "luna_top_k");
-}
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
-  return li_top_k(x, 1, indices, NULL, "luna_argmax");
+  static const char name[] = "luna_argmax";
+  void *memory = NULL;
+  if (!x) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = x->ctx;
+  const int64_t n = li_last(x), rows = li_rows(x);
+  const size_t bytes = (size_t)luna_count(x) * sizeof(float);
+  const bool computes = li_computes(ctx), copies = li_on_device(ctx);
+  if (!li_in(ctx, name, "the last axis", n, 1, INT32_MAX)) return ctx->last_status;
+  if (!indices && rows > 0) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "indices");
+  if (li_owner(x)->own->released || (computes && !x->data && bytes))
+    return li_fail_status(ctx, LUNA_ERROR_RELEASED, name, x);
+
+  const li_mark mark = li_step_mark(ctx);
+  if (copies && !li_step(ctx, bytes, false, &memory)) return li_fail_memory(ctx, name, bytes);
+  luna_status status = LUNA_OK;
+  if (copies && computes && bytes) status = li_read_data(x, (float *)memory, name);
+  for (int64_t r = 0; r < rows && status == LUNA_OK; r++) {
+    const float *row = (copies ? (const float *)memory : x->data) + r * n;
+    int64_t at = 0;
+    for (int64_t i = 1; computes && i < n; i++)
+      if (row[i] > row[at] || (row[i] != row[i] && row[at] == row[at])) at = i;
+    indices[r] = (int32_t)at;
+  }
+  li_step_rewind(ctx, mark);
+  return status;
 }
 
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {

@@ -2,9 +2,10 @@
 
      luna_tensor *loss = luna_huber(luna_lm_forward(&model, &input), targets, 1);
 
-   It has more losses of numbers, luna_soft_cross_entropy for a student and its teacher, luna_stack, luna_split and
-   luna_pad, which run wherever luna.h does, and luna_params_clip_grad. luna_sin, luna_cos, luna_pow, luna_cumsum and
-   luna_scatter_add_rows are custom ops: on the CPU alone, on all its threads, with the same bits for any number.
+   It has more losses of numbers, luna_soft_cross_entropy for a student and its teacher, luna_stack, luna_split,
+   luna_pad, luna_top_k and luna_params_clip_grad, which run wherever luna.h does. luna_sin, luna_cos, luna_pow,
+   luna_cumsum and luna_scatter_add_rows are custom ops: on the CPU alone, on all its threads, with the same bits for
+   any number.
    As luna.h's ops they return null for null and after a failure, and the context says why. */
 #ifndef LUNA_OPS_H
 #define LUNA_OPS_H
@@ -110,6 +111,37 @@ OPS_FN luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t a
   shape[axis] = after;
   with[2] = luna_tensor_full(x->ctx, value, x->rank, shape);
   return ops_result(scope, luna_concat(with, 3, axis));
+}
+
+/* ---- what the host reads ---- */
+/* Finds the k largest of each row of x [...,n], in falling order; of equals the first comes first, and NaN before all
+   numbers. indices is [...,k], values [...,k] or null. */
+OPS_FN luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values) {
+  if (!x) return LUNA_BAD_ARGUMENT;
+  const int64_t n = x->rank ? x->shape[x->rank - 1] : 1, all = luna_count(x);
+  if (k < 1 || k > n || n > INT32_MAX)
+    return ops_fail(x->ctx, "luna_top_k: k is %lld, outside 1..%lld", (long long)k, (long long)n), LUNA_BAD_ARGUMENT;
+  if (!indices && all > 0) return luna_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_top_k: indices is null");
+  float *from = (float *)calloc((size_t)all + 1, sizeof *from);
+  if (!from) return luna_fail(x->ctx, LUNA_OUT_OF_MEMORY, "luna_top_k: no memory for the values");
+
+  luna_status status = LUNA_OK;
+  if (!luna_options_of(x->ctx)->measure) status = luna_read(x, from);
+  for (int64_t r = 0; r < all / n && status == LUNA_OK; r++) {
+    const float *row = from + r * n;
+    int32_t *best = indices + r * k; /* the largest so far, falling */
+    for (int64_t i = 0; i < n; i++) {
+      int64_t at = i < k ? i : k;
+      while (at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] && row[best[at - 1]] == row[best[at - 1]]))) {
+        at--;
+        if (at + 1 < k) best[at + 1] = best[at];
+      }
+      if (at < k) best[at] = (int32_t)i;
+    }
+    for (int64_t i = 0; values && i < k; i++) values[r * k + i] = row[best[i]];
+  }
+  free(from);
+  return status;
 }
 
 /* ---- losses ---- */

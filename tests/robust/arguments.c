@@ -2106,7 +2106,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_concat) F(luna_expand) F(luna_min) F(luna_var) F(luna_tensor_full) F(luna_tensor_random) \
   F(luna_transpose) F(luna_gather_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_swap_average) \
-  F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) \
+  F(luna_optimizer_lr) F(luna_argmax) \
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
   F(luna_mask) F(luna_ratio) F(luna_rotary) F(luna_as_part) \
@@ -2149,7 +2149,7 @@ static void case_luna_stream_error_id(void) {
 #define COMPANIONS(F) \
   F(luna_pad) F(luna_stack) F(luna_split) F(luna_soft_cross_entropy) F(luna_huber) F(luna_quantile_loss) \
   F(luna_binary_cross_entropy) F(luna_params_clip_grad) F(luna_sin) F(luna_cos) F(luna_pow) F(luna_cumsum) \
-  F(luna_scatter_add_rows)
+  F(luna_scatter_add_rows) F(luna_top_k)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define ONE_MORE(name) +1

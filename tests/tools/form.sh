@@ -1,10 +1,10 @@
 #!/bin/sh
 # form.sh: what holds the form: of luna.h its size, how it reads, its columns, its chapters' tags and its paper map;
-# companions that use only what is public; sources of at most 120 columns; texts that name only files that are there, and links that
-# lead to a file and a heading; captions of the measurements; README's length; what make alone prints; and whether the
-# program of make size compiles.
+# companions that use only what is public; sources of at most 120 columns; texts that name only files that are there,
+# and links that lead to a file and a heading; captions of the measurements; README's length; what make alone prints;
+# and whether the program of make size compiles.
 cd "$(dirname "$0")/../.." || exit 1
-limit=991000 # bytes of luna.h, which only falls; a million is the most that code hosts show
+limit=990000 # bytes of luna.h, which only falls; a million is the most that code hosts show
 passed=0 failed=0
 check() { # SENTENCE COMMAND...
   sentence=$1
