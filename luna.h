@@ -12870,16 +12870,12 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 }
 
 /* --- gather: an embedding of any rows --- */
-LI_FN luna_tensor *li_as_rows(luna_tensor *x, const char *name) {
-  if (!x || x->rank == 2) return x;
-  if (x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
-  return li_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
-}
-
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
-  luna_tensor *flat = li_as_rows(x, "luna_gather_rows");
+  luna_tensor *flat = x;
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
+  if (x && x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_gather_rows", x, (int64_t)0);
+  if (x && x->rank != 2) flat = li_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
   if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
   memcpy(shape, x->shape, sizeof shape);
   shape[0] = count;
