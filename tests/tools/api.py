@@ -6,7 +6,9 @@ macros.
 It is made of what the preprocessor ($CC -E) leaves, so that comments, line breaks and the order of declarations do not
 matter. Without --write it compares: what differs from tests/tools/api.txt is printed and fails. tests/tools/api.txt has
 a digest of itself, which README's newest entry under "Changes" has to name: whoever changes the public part writes
-there what has changed. And each li_... that a comment of luna.h, README or examples/guide.md names must be there."""
+there what has changed. And each li_... that a comment of luna.h, README or examples/guide.md names must be there, and
+each luna_... that these two name in it or in a companion."""
+import glob
 import hashlib
 import os
 import re
@@ -17,6 +19,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 LIST = os.path.join(HERE, "api.txt")
 README = os.path.join(HERE, "..", "..", "README.md")
+EXAMPLES = os.path.join(HERE, "..", "..", "examples")
 HEADER = re.compile(r'# \d+ "(?:.*/)?(luna\.h|luna_cuda\.cuh)"')
 
 
@@ -140,8 +143,16 @@ def strange_names(folder):
     comments = re.findall(r"/\*.*?\*/", header, re.S)
     code = re.sub(r"/\*.*?\*/", " ", header, flags=re.S)
     known = set(re.findall(r"\w+", code + expanded(f'#define LUNA_IMPLEMENTATION\n#include "{folder}/luna.h"\n')))
-    texts = comments + [read(README), read(os.path.join(HERE, "..", "..", "examples", "guide.md"))]
+    texts = comments + [read(README), read(os.path.join(EXAMPLES, "guide.md"))]
     named = {name for text in texts for name in re.findall(r"\bli_\w*[a-z0-9]\b", text)}
+    # what documents call luna_..., but the names of before 1.0: of the headers, the companions, or a file's name
+    companions = glob.glob(os.path.join(EXAMPLES, "luna_*")) + glob.glob(os.path.join(EXAMPLES, "attentions", "*.h"))
+    known |= {os.path.splitext(os.path.basename(path))[0] for path in companions}
+    for path in companions + [os.path.join(folder, "luna_cuda.cuh")]:
+        known |= set(re.findall(r"\w+", read(path)))
+    for text in texts[-2:]:
+        text = re.sub(r"^## Changes before 1\.0\n.*?(?=^## )", "", text, flags=re.M | re.S)
+        named |= set(re.findall(r"\bluna_\w*[a-z0-9]\b(?!\.[a-z])", text))
     return sorted(named - known)
 
 
