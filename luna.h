@@ -6411,12 +6411,11 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
 
 /* ----------------------------------------
    >>unpack: the folded unpack (eq. 4), forward and backward: panels of 64 rows by all heads' slots at once
-   li_unpack has the arguments, li_unpack_space what a thread has of scratch. The reference stands first, then the
-   softmax of a panel and its derivative, the plan, the forward pass, the backward pass. Guarded by
-   tests/kernels/attention.c.
+   li_unpack has the arguments and li_unpack_space is a thread's scratch. In order: the reference, the softmax of a
+   panel and its derivative, the plan, the forward pass, the backward pass. Guarded by tests/kernels/attention.c.
    ---------------------------------------- */
 #ifndef LI_PASS
-/* The reference. Computes a row's probabilities p [heads, slots] before dropout [eq. 4]. */
+/* The reference computes a row's probabilities p [heads, slots] before dropout [eq. 4]. */
 LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, float *p) {
   const int64_t slots = li_real_slots(u->lengths, b, u->slots), row = b * u->rows + i;
   for (int64_t h = 0; h < u->heads; h++) {
@@ -6462,8 +6461,8 @@ LI_FN void li_unpack_reference(const li_unpack *u, void *scratch) {
 #endif
 
 #ifdef LI_PASS_LOOPS
-/* Eq. 4's softmax of a group's scores: s <- e^(s + bias - lse). It returns lse, the logarithm of the sum of
-   e^(s + bias). */
+/* Computes eq. 4's softmax of n scores of a head in place: s <- e^(s + bias - lse). Returns lse, the logarithm of the
+   sum of e^(s + bias). */
 LI_INLINE float LI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   const vf lowest = vf_set(-INFINITY);
   vf top = lowest, sum = vf_zero();
@@ -6481,7 +6480,7 @@ LI_INLINE float LI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-/* Does this for each head of `rows` rows from `row` on, counted over the batch. */
+/* Applies group_softmax to each head of `rows` rows from `row` on, counted over the batch. */
 LI_FN void LI_K(unpack_softmax)(const li_unpack *u, const li_unpack_space *m, int64_t row, int64_t rows) {
   const int64_t n = m->slots;
   float *s = m->scores;
@@ -6493,7 +6492,7 @@ LI_FN void LI_K(unpack_softmax)(const li_unpack *u, const li_unpack_space *m, in
     }
 }
 
-/* A group's scores s become P m, and its slopes dP become dS = P (dP m - sum of P dP m). */
+/* Replaces a head's scores s by P m and its slopes dP by dS = P (dP m - sum of P dP m). */
 LI_INLINE void LI_K(group_slopes)(int64_t n, const float *bias, const float *mask, float lse, float *s, float *slopes) {
   vf delta = vf_zero();
   for (int64_t i = 0; i < n; i += VF) {
@@ -6527,9 +6526,9 @@ typedef struct li_unpack_work {
   const li_unpack *u;
   char *scratch;
   size_t thread_bytes;
-  /* blocks of LI_KEY_BLOCK rows; backward, the units (batch row, block) of a wave */
+  /* There are `blocks` of LI_KEY_BLOCK rows. Backward, a wave has units (batch row, block). */
   int64_t blocks, first, last, unit;
-  /* each unit's dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
+  /* Each unit has dK and dV [heads slots, dim], dbias [heads slots] and dout_bias [dim]. */
   float *partial;
 } li_unpack_work;
 LI_FN li_unpack_space *li_unpack_own(const li_unpack_work *w, int64_t thread) {
@@ -6606,7 +6605,7 @@ LI_HOT void li_unpack_prepare(const li_kernels *kernels, const li_unpack *u, int
   if (backward) li_words_of(kernels, li_transposed(li_dense(v, m->n, d)), m->slope_panels, m->words);
 }
 
-/* Fills the mask with `keep` or 0 for each score of a panel of rows. */
+/* Fills the mask with the dropout factor, `keep` or 0, of each score of a panel of rows. */
 LI_HOT void li_unpack_mask(const li_kernels *kernels, const li_unpack *u, const li_unpack_space *m,
                            int64_t b, int64_t first, int64_t rows) {
   for (int64_t i = 0; i < rows; i++)
@@ -6615,6 +6614,7 @@ LI_HOT void li_unpack_mask(const li_kernels *kernels, const li_unpack *u, const 
                             m->mask + i * m->n + h * m->slots);
 }
 
+/* x [rows, dim], k and v [n, dim] -> scores [rows, n], out [rows, dim], where n counts the slots of all heads. */
 LI_FN void li_unpack_panel(const li_kernels *kernels, const li_unpack *u, const li_unpack_space *m,
                            int64_t b, int64_t first, int64_t rows) {
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
@@ -6629,8 +6629,8 @@ LI_FN void li_unpack_panel(const li_kernels *kernels, const li_unpack *u, const 
     kernels->mul(rows * n, m->scores, m->mask, m->scores);
   }
 
-  /* The product is added to what is there before it: bias, and the residual, eq. 6's + X, unless there is dropout
-     between. */
+  /* The product is added to what out holds: the bias and, unless there is dropout between, the residual (eq. 6's +
+     X). */
   const bool early = residual && !u->last.threshold;
   for (int64_t i = 0; i < rows; i++) {
     if (early && bias) kernels->add(d, residual + i * d, bias, out + i * d);
@@ -6692,7 +6692,7 @@ LI_FN void li_unpack_backward_panel(const li_unpack_work *w, const li_unpack_spa
     li_matmul_words(kernels, 1, li_transposed(ds), x, li_into(part, d, true), m->product, m->words);
   if (u->grad_v)
     li_matmul_words(kernels, 1, li_transposed(p), g, li_into(part + n * d, d, true), m->product, m->words);
-  if (!u->grad_x) return;            /* comes last, since it may be grad_out */
+  if (!u->grad_x) return;            /* This comes last, since grad_x may be grad_out. */
   li_matmul_panels(kernels, 1, ds, li_words_in(kernels, m->out_panels, d, n, m->words),
                    li_into(u->grad_x + row * d, d, true));
 }
@@ -6754,16 +6754,16 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
 /* ----------------------------------------
    >>causal: the causal product (eq. 7) and causal Luna [section 3.3], forward and backward, by chunks of LI_CHUNK rows
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
-   A sweep (li_sweep) takes an item, a head of a batch row, chunk by chunk (li_causal_chunk) in three steps: the chunk's
-   own sum, a scan that moves the state past it, its output. A form of attention is a pair of functions, sum and output,
-   for each of its sweeps. The state is double: forward the running mean M = S / t, in reverse the sum R. All else is
-   float. A chunk's outputs depend on its rows and the state before it alone, and states are summed in chunk order, so
-   the bits do not depend on threads. References come first, then inner loops, sweeps, the parts of a chunk, and the
-   forms: the product, causal Luna, and the memory that forgets. Guarded by tests/kernels/causal.c and
+   An item is a head of a batch row. A sweep (li_sweep) takes an item's chunks (li_causal_chunk) in turn. Each chunk has
+   three steps: its own sum, a scan that moves the state past it, and its output. A form of attention has a sum and an
+   output function for each of its sweeps. The state is double: forward it is the running mean M = S / t, in reverse the
+   sum R. All else is float. A chunk's outputs depend only on its rows and the state before it, and states are summed in
+   chunk order, so the bits do not depend on threads. In order: references, inner loops, sweeps, the parts of a chunk,
+   and the forms (the product, causal Luna, the memory that forgets). Guarded by tests/kernels/causal.c and
    tests/models/forgetting.c.
    ---------------------------------------- */
 #ifndef LI_PASS
-/* Return where a row of item (batch row, head) lies in x and y, and in z and out. */
+/* These return the offset of an item's row in x and y, and in z and out. */
 LI_INLINE int64_t li_causal_xy(const li_causal *c, int64_t item, int64_t row) {
   return item / c->heads * c->xy_batch + item % c->heads * c->xy_head + row * c->xy_row;
 }
@@ -6771,14 +6771,14 @@ LI_INLINE int64_t li_causal_z(const li_causal *c, int64_t item, int64_t row) {
   return item / c->heads * c->z_batch + item % c->heads * c->z_head + row * c->z_row;
 }
 
-/* With a horizon T the mean over rows 1 to t becomes an exponential one from T on: M += (y z - M) / min(t, T). Rows t
-   and j are counted from 1. */
+/* With a horizon T, the mean over rows 1 to t is an exponential one from row T on: M += (y z - M) / min(t, T). Rows are
+   counted from 1. */
 LI_INLINE int64_t li_within(int64_t t, int64_t horizon) {
   if (horizon > 0 && t > horizon) return horizon;
   return t;
 }
 LI_INLINE int64_t li_beyond(int64_t t, int64_t horizon) { return t - li_within(t, horizon); }
-/* (1 - 1/T)^n */
+/* Returns (1 - 1/T)^n. */
 LI_HOT double li_horizon_fade(int64_t horizon, int64_t n) {
   double power = horizon > 0 ? 1 - 1 / (double)horizon : 1, y = 1;
   for (; n > 0; n /= 2, power *= power) {
@@ -6787,9 +6787,9 @@ LI_HOT double li_horizon_fade(int64_t horizon, int64_t n) {
   return y;
 }
 
-/* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, which is eq. 7 with the products in another order: n^2 of
-   them. The sweep over chunks, and li_luna_step for a row of a stream, carry the mean of y^T z along and are linear.
-   Columns of z go by sixty-fours, whose sums are kept in double. */
+/* The reference computes eq. 7 with the products in another order: out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j. It takes
+   n^2 products. The chunked sweep and li_luna_step carry the mean of y^T z and are linear in n. Columns of z go in
+   blocks of 64, with sums in double. */
 LI_FN void li_causal_reference(const li_causal *c) {
   for (int64_t item = 0; item < c->batch * c->heads; item++) {
     const int64_t xy = li_causal_xy(c, item, 0), z = li_causal_z(c, item, 0);
@@ -6808,7 +6808,7 @@ LI_FN void li_causal_reference(const li_causal *c) {
   }
 }
 
-/* The reference's step: M += (y^T z - M) / t, result = factor x M */
+/* The reference's step: M += (y^T z - M) / t, result = factor x M. */
 LI_HOT void li_mean_step(li_mean m, const float *y, const float *z, const float *x, double factor, float *result) {
   for (int64_t j = 0; j < m.columns; j++) {
     double sum = 0;
@@ -6824,19 +6824,19 @@ LI_INLINE li_mean li_mean_of(double *at, int64_t rows, int64_t columns, int64_t 
   const li_mean m = { at, rows, columns, row, (double)t };
   return m;
 }
-/* Return where row t of item (batch row, head) is in causal Luna's tensors, and how many real slots the item has. */
+/* These return an item's row t in causal Luna's tensors, and an item's number of real slots. */
 LI_INLINE int64_t li_luna_row(const li_causal_luna *a, int64_t item, int64_t t) {
   return (item / a->heads * a->rows + t) * a->heads + item % a->heads;
 }
 LI_INLINE int64_t li_luna_slots(const li_causal_luna *a, int64_t item) {
   return li_real_slots(a->lengths, item / a->heads, a->slots);
 }
-/* floats of a slot's state in a sweep: A^T k, A^T v and, with forget, z and how much of the slot a chunk leaves */
+/* Returns the floats of a slot's state in a sweep: A^T k, A^T v and, with forget, z and the fade of a chunk. */
 LI_INLINE int64_t li_luna_unit(const li_causal_luna *a) { return 2 * a->head_dim + (a->forget ? 2 : 0); }
-/* Whether training carries its state. */
+/* Returns whether training carries the state. */
 LI_INLINE bool li_luna_carries(const li_causal_luna *a) { return a->own && a->own->positions; }
-/* An item's part of `state`, or else of `one`, which has one item's: the means of k^T A [head_dim, slots] and of A^T v
-   [slots, head_dim] over the tokens so far, and with forget their weights [slots] */
+/* An item's part of `state`, or of `one`, which holds one item: the means of k^T A [head_dim, slots] and A^T v [slots,
+   head_dim] over the tokens so far and, with forget, their weights [slots]. */
 typedef struct li_luna_state { double *ka, *av, *weights; } li_luna_state;
 LI_HOT li_luna_state li_luna_state_of(const li_causal_luna *a, int64_t item, double *one) {
   const int64_t items = a->state ? a->batch * a->heads : 1, size = a->head_dim * a->slots;
@@ -6846,7 +6846,7 @@ LI_HOT li_luna_state li_luna_state_of(const li_causal_luna *a, int64_t item, dou
   return s;
 }
 
-/* e^x for x of -64 to 0: e^(x/512) by its series, to the power of 512 */
+/* Returns e^x for x in [-64, 0]: the series of e^(x/512), to the power of 512. */
 LI_HOT double li_decay(double x) {
   const double r = x / 512;
   double y = 1;
@@ -6855,8 +6855,8 @@ LI_HOT double li_decay(double x) {
   return y;
 }
 
-/* A stream's row that is not finite would stay in the means for ever. From it on rows have no result, and are not
-   remembered. `skipping` says that there was one before. */
+/* A row that is not finite would stay in a stream's means for ever. That row and all later ones (`skipping`) have no
+   result and do not enter the means. */
 LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool skipping) {
   const int64_t d = a->head_dim, l = li_luna_slots(a, item), row = li_luna_row(a, item, t);
   const int64_t wide = row * d, narrow = row * a->slots;
@@ -6867,7 +6867,7 @@ LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool
   return true;
 }
 
-/* Return a forget gate from its logit, and a weight from its score. */
+/* These return a forget gate from its logit, and a weight from its score. */
 LI_FN double li_gate_reference(float x) {
   float log = -li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -x) / 16;
   if (log < -1) log = -1;
@@ -6880,8 +6880,8 @@ LI_FN double li_weight_reference(float s) {
   return (double)li_exp1_scalar(s);
 }
 
-/* u = scale K q, w = softmax(u), out = w V, where K and V, a row a slot, are means of k and v over the tokens so far,
-   weighted by A = e^s, which the gates make less with each token: the gates give the pack's softmax a causal form. */
+/* Computes u = scale K q, w = softmax(u), out = w V. Row i of K and V is slot i's mean of k and v over the tokens so
+   far, weighted by A = e^s times the gates since. The gates give the pack's softmax a causal form. */
 LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
   const int64_t d = a->head_dim, l = a->slots, state = d * l;
   float *w = (float *)(void *)(means + 2 * state + l);
@@ -6892,7 +6892,7 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
     bool skips = false;
     if (a->position == 0) {
       for (int64_t i = 0; i < l; i++) weight[i] = 0;
-      for (int64_t i = 0; i < state; i++) k[i] = v[i] = 0; /* a first weight may be NaN, which reads them */
+      for (int64_t i = 0; i < state; i++) k[i] = v[i] = 0; /* The first share may be NaN and reads these. */
     }
 
     for (int64_t t = 0; t < a->rows; t++) {
@@ -6905,7 +6905,7 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
         double u = 0;
         for (int64_t j = 0; j < d; j++) {
           double *kj = k + j * l + i, *vj = v + i * d + j;
-          if (share == 1) *kj = *vj = 0; /* which may be NaN */
+          if (share == 1) *kj = *vj = 0; /* They may be NaN. */
           *kj += share * ((double)a->k[wide + j] - *kj);
           *vj += share * ((double)a->v[wide + j] - *vj);
           u += (double)a->q[wide + j] * *kj;
@@ -6924,8 +6924,8 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
   }
 }
 
-/* u = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
-   3.3] */
+/* Computes u = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, with A = omega(s)
+   [section 3.3]. */
 LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
   const int64_t d = a->head_dim, state = d * a->slots;
   double *means = (double *)scratch;
@@ -6954,7 +6954,7 @@ LI_FN void li_causal_luna_reference(const li_causal_luna *a, void *scratch) {
     }
   }
 }
-/* Says whether the call is a stream's single row. */
+/* Returns whether the call is a stream's single row. */
 LI_INLINE bool li_luna_steps(const li_causal_luna *a) { return a->state && a->rows == 1 && !li_luna_carries(a); }
 LI_FN size_t li_causal_luna_scratch_reference(const li_causal_luna *a) {
   return li_round((size_t)((2 * a->head_dim + 1) * a->slots) * sizeof(double)) + (size_t)li_floats(2 * a->slots);
@@ -6963,8 +6963,8 @@ LI_FN size_t li_causal_luna_scratch_reference(const li_causal_luna *a) {
 
 #ifdef LI_PASS_LOOPS
 
-/* The state before the chunk replaces the chunk's sum, which is added to the state. Strips of constant length and
-   one operation a loop let compilers vectorise this at -O2. */
+/* Puts the state before the chunk in place of the chunk's sum, and adds the sum to the carried state. Strips of
+   constant length and one operation a loop let compilers vectorise this at -O2. */
 #undef LI_STRIP
 #define LI_STRIP 64
 LI_INLINE void LI_K(scan_strip)(int64_t n, double joins, double leaves, float *state, double *carried) {
@@ -6984,7 +6984,7 @@ LI_FN bool LI_K(all_finite)(li_matrix x) {
   const vf zero = vf_zero();
   const float *at = x.at;
   const int64_t n = x.columns;
-  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* 0 as long as x is finite */
+  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* 0 while x is finite */
   int64_t i;
   for (int64_t t = 0; t < x.rows; t++, at += x.row) {
     for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
@@ -7004,7 +7004,7 @@ LI_FN void LI_K(copy_rows)(li_matrix x, float *y, int64_t y_row) {
       LI_K(put)(y + i, LI_K(get)(x.at + i, x.columns - i), x.columns - i);
 }
 
-/* y = diag(factors) x + 0, which makes -0 to 0 */
+/* Computes y = diag(factors) x + 0. Adding 0 turns -0 into 0. */
 LI_FN void LI_K(scale_rows)(li_matrix x, const float *factors, float *y, int64_t y_row) {
   const int64_t n = x.columns;
   for (int64_t t = 0; t < x.rows; t++, x.at += x.row, y += y_row) {
@@ -7014,9 +7014,9 @@ LI_FN void LI_K(scale_rows)(li_matrix x, const float *factors, float *y, int64_t
   }
 }
 
-/* Eq. 7 for one row of a stream: M <- M + (y^T z - M) / t, result = x M, in columns [first, first + n), n 8 or 1.
-   In the memory that forgets M <- M + share (new - M): new is y and a column has a share in keys [head_dim, slots],
-   new is z and a row has one in values [slots, head_dim]. */
+/* Computes eq. 7 for one row of a stream, M <- M + (y^T z - M) / t, result = x M, in columns [first, first + n), where
+   n is 8 or 1. The memory that forgets has M <- M + share (new - M). Its keys [head_dim, slots] have new = y and a
+   share for each column, its values [slots, head_dim] have new = z and a share for each row. */
 LI_INLINE void LI_K(step_block)(int64_t n, li_mean_kind kind, const li_mean *m, int64_t first,
                                 const double *share, const float *y, const float *z, const float *x,
                                 double *result) {
@@ -7056,14 +7056,14 @@ LI_INLINE void LI_K(add_exact)(vf *sum, vf *rest, vf x) {
   *rest = vf_add(*rest, vf_add(vf_sub(*sum, vf_sub(total, part)), vf_sub(x, part)));
   *sum = total;
 }
-/* Returns ln(sigmoid(x)) / 16. A forget gate's log is that, or -1 if it is less. */
+/* Returns ln(sigmoid(x)) / 16. The log of a forget gate is this value, but at least -1. */
 LI_INLINE vf LI_K(gate_log)(vf x) {
   const vf rest = vf_log1p(vf_exp(vf_neg(vf_abs(x))));
   return vf_mul(vf_sub(vf_min(vf_zero(), x), rest), vf_of(1.0 / 16));
 }
 
-/* W_t = e^{s_t - c_t} LUNA_FORGET_SCALE, where c_t is the sum of the gates' logs up to t. sums gets c after the last
-   row as the sum of two floats, and the sum of W. */
+/* Computes W_t = e^{s_t - c_t} LUNA_FORGET_SCALE, where c_t is the sum of the gates' logs up to t. `sums` gets the last
+   row's c as the sum of two floats, then the sum of W. */
 LI_FN void LI_K(forget_weights)(li_matrix s, li_matrix gates, float *w, float *sums) {
   const int64_t n = s.columns;
   for (int64_t i = 0; i < n; i += VF) {
@@ -7082,7 +7082,7 @@ LI_FN void LI_K(forget_weights)(li_matrix s, li_matrix gates, float *w, float *s
     LI_PUT(sums + 2 * n, vf_add(total, total_rest));
   }
 }
-/* Z_t = before + the sum of W up to t */
+/* Computes Z_t = before + the sum of W up to t. */
 LI_FN void LI_K(forget_totals)(li_matrix w, const float *before, float *z) {
   const int64_t n = w.columns;
   for (int64_t i = 0; i < n; i += VF) {
@@ -7096,7 +7096,7 @@ LI_FN void LI_K(forget_totals)(li_matrix w, const float *before, float *z) {
 LI_FN void LI_K(forget_divide)(int64_t n, float factor, const float *x, const float *z, float *y) {
   for (int64_t i = 0; i < n; i += VF) LI_PUT(y, vf_div(vf_mul(vf_set(factor), LI_GET(x)), LI_GET(z)));
 }
-/* H = scale / Z dU, which is in h, and dZ = -(R dR + U dU) / Z */
+/* Computes H = scale / Z dU, from dU in h, and dZ = -(R dR + U dU) / Z. */
 LI_FN void LI_K(forget_slopes)(int64_t n, float scale, const float *u, const float *z, const float *r, const float *dr,
                                float *h, float *dz) {
   for (int64_t i = 0; i < n; i += VF) {
@@ -7105,8 +7105,8 @@ LI_FN void LI_K(forget_slopes)(int64_t n, float scale, const float *u, const flo
     LI_PUT(h, vf_div(vf_mul(vf_set(scale), du), LI_GET(z)));
   }
 }
-/* dW += after + the sum of dZ from t on; it becomes W dW, which ds, unless null, gets where the score is within its
-   bounds. ds has s's rows. */
+/* Replaces dW by W (dW + after + the sum of dZ from t on). Adds the result to ds, unless null, where the score is
+   within its bounds. ds has s's rows. */
 LI_FN void LI_K(forget_scores)(li_matrix s, const float *w, const float *dz, const float *after, float *dw, float *ds) {
   const int64_t n = s.columns;
   for (int64_t i = 0; i < n; i += VF) {
@@ -7121,8 +7121,8 @@ LI_FN void LI_K(forget_scores)(li_matrix s, const float *w, const float *dz, con
     }
   }
 }
-/* The gradient of a gate's log is minus the sum of W dW (in dw) from its row on. `after` has that of later rows as the
-   sum of two floats, [2, slots]; these rows are added to it. */
+/* The gradient of a gate's log is minus the sum of W dW (in dw) from its row on. `after` [2, slots] holds the sum over
+   later rows as the sum of two floats, and these rows are added to it. */
 LI_FN void LI_K(forget_gates)(li_matrix gates, const float *dw, float *after, float *dgates) {
   const int64_t n = gates.columns;
   for (int64_t i = 0; i < n; i += VF) {
@@ -7141,53 +7141,54 @@ LI_FN void LI_K(forget_gates)(li_matrix gates, const float *dw, float *after, fl
 
 #elif !defined(LI_PASS)
 
-/* A chunk of an item, with its buffers */
+/* This is a chunk of an item, with its buffers. */
 typedef struct li_causal_chunk {
   const li_kernels *kernels;
-  const li_causal *product;         /* what is swept: one of these */
+  const li_causal *product;         /* The other is null. */
   const li_causal_luna *luna;
-  int64_t item, first, rows, slots; /* slots: the item's real ones */
-  double before;                    /* the mean before the first row is over so many tokens */
-  int64_t within;                   /* so many rows lie within the horizon; the means of the others fade */
+  int64_t item, first, rows, slots; /* slots: real ones */
+  double before;                    /* The mean before the first row is over this many tokens. */
+  int64_t within;                   /* This many rows are within the horizon. Later rows fade the means. */
   double fade;                      /* 1 - 1 / horizon */
   bool reverse;
-  bool begins, last;                /* begins: the state before it is empty; last: nothing reads the state after it */
-  /* `sum` writes the chunk's own sum to state, and anything to kept; `output` reads the state before the chunk, and
-     kept */
+  bool begins, last;                /* If begins, the state before is empty. If last, nothing reads the state after. */
+  /* `sum` writes the chunk's own sum to state, and may write to kept. `output` reads kept, and the state before the
+     chunk. */
   float *state, *kept;
-  float *scores, *panels, *buffer[3]; /* scores [rows, LI_CHUNK]; buffers [LI_CHUNK, the wider of dim and value_dim] */
-  float *h;                         /* causal Luna, backward: its rows of H */
-  /* of the memory that forgets: backward, the forward state before the chunk; what forget_weights says of the chunk, in
-     kept */
+  float *scores, *panels, *buffer[3]; /* scores [rows, LI_CHUNK], buffers [LI_CHUNK, max(dim, value_dim)] */
+  float *h;                         /* rows of H (backward) */
+  /* For the memory that forgets: the forward state before the chunk (backward only), and the sums of forget_weights,
+     which are part of kept. */
   float *sums, *logs;
 } li_causal_chunk;
 typedef void (*li_chunk_step)(const li_causal_chunk *c);
 typedef struct li_sweep {
   const li_kernels *kernels;
-  const li_causal *product;  /* what is swept: one of these; the other is null */
+  const li_causal *product;  /* The other is null. */
   const li_causal_luna *luna;
-  li_chunk_step sum, output, now; /* the steps before and after the scan; now: the one that threads share */
-  bool reverse;              /* from the last chunk to the first; the state is a sum, not a mean */
-  bool forgets;              /* states are sums, whose slots fade by the gates of each chunk */
-  bool continues, reads;     /* continues: from the caller's state; reads: which is not stored */
+  li_chunk_step sum, output, now; /* They are the steps before and after the scan, and the one that threads share. */
+  bool reverse;              /* The sweep goes from the last chunk to the first; the state is a sum, not a mean. */
+  bool forgets;              /* States are sums, which fade by each chunk's gates. */
+  bool continues, reads;     /* The sweep starts from the caller's state, and stores it unless `reads`. */
   int64_t items, heads, rows, dim, value_dim, horizon;
-  int64_t slots, unit, kept; /* a state has unit * slots floats, a chunk keeps `kept` */
-  float *h;                  /* [items, rows, slots], or null: see li_causal_chunk */
-  float *sums;               /* [items, chunks, slots, unit], likewise */
-  /* Threads share `window` chunks of every item between two barriers; where it is 1 each sweeps items of its own. */
+  int64_t slots, unit, kept; /* A state has unit * slots floats. A chunk keeps `kept`. */
+  float *h;                  /* [items, rows, slots], or null */
+  float *sums;               /* [items, chunks, slots, unit] */
+  /* Threads share `window` chunks of every item between two barriers. If window is 1, each thread sweeps whole
+     items. */
   int64_t chunks, window, start;
-  int64_t parts;             /* of each state, in which a window's scan is shared out */
+  int64_t parts;             /* Threads share out each state in this many parts for a window's scan. */
   int64_t thread_bytes, state_bytes, record_bytes;
   char *threads_at, *state_at, *record_at;
 } li_sweep;
 
-/* Returns the threads when the work is worth waking them. */
+/* Returns the threads, or null if there is too little work to wake them. */
 LI_INLINE const li_parallel *li_worth(const li_parallel *parallel, int64_t products) {
   if (products >= (int64_t)1 << 18) return parallel;
   return NULL;
 }
 
-/* Returns the floats that panels take for any product between a chunk's rows, dim and value_dim. */
+/* Returns the floats of the panels for any product among a chunk's rows, dim and value_dim. */
 LI_HOT int64_t li_chunk_panels(const li_kernels *kernels, int64_t dim, int64_t value_dim) {
   const int64_t size[3] = {LI_CHUNK, dim, value_dim};
   int64_t max = li_panels_size(kernels, LI_CHUNK, LI_CHUNK);
@@ -7197,13 +7198,13 @@ LI_HOT int64_t li_chunk_panels(const li_kernels *kernels, int64_t dim, int64_t v
   return max;
 }
 
-/* Lays the sweep out in `memory`, or only counts where that is null, and returns its bytes. */
+/* Lays the sweep out in `memory`, unless that is null, and returns its bytes. */
 LI_FN size_t li_sweep_plan(li_sweep *s, int64_t threads, void *memory) {
   const int64_t wide = li_max(s->dim, s->value_dim), state = s->unit * s->slots;
   s->chunks = li_divide_up(s->rows, LI_CHUNK);
   s->window = 1;
   s->parts = threads;
-  /* Else whole items keep the threads busy. */
+  /* Otherwise whole items keep the threads busy. */
   if (s->chunks > 1 && s->items > 0 && threads > 1 && s->items % threads != 0 && s->items < 8 * threads)
     s->window = li_min(s->chunks, li_divide_up(16 * threads, s->items));
   int64_t states = threads, records = threads;
@@ -7268,24 +7269,24 @@ LI_FN li_causal_chunk li_sweep_chunk(const li_sweep *s, int64_t item, int64_t k,
   return c;
 }
 
-/* Returns (1 - 1/T)^n, where n of the rows [first, end) are beyond the horizon T. */
+/* Returns (1 - 1/T)^n, where n rows of [first, end) are beyond the horizon T. */
 LI_HOT double li_chunk_faded(const li_causal_chunk *c, int64_t first, int64_t end) {
   double y = 1;
   for (int64_t t = li_max(first, c->within); t < end; t++) y *= c->fade;
   return y;
 }
-/* Returns how much of its state a slot keeps through a chunk. */
+/* Returns the fraction of a slot's state that is left after the chunk. */
 LI_HOT double li_chunk_fade(const li_causal_chunk *c, int64_t slot) {
   return li_decay((double)c->logs[slot] + (double)c->logs[c->slots + slot]);
 }
 
-/* Moves elements [first, end) of the carried state past a chunk: c->state has the chunk's own sum S_c, and gets the
-   state before the chunk in its place. After the chunk the mean is over t tokens, before it over b:
-     a mean M       M <- (left b M + S_c) / t; left = (1 - 1/T)^n, where n rows are beyond the horizon T
-     a sum R        R <- left R + S_c, in reverse
-     which forgets  S <- fade (S + S_c), or R <- fade R + S_c in reverse; each slot has a fade
-   The scan computes M += joins S_c - leaves M. Without rows beyond the horizon 1 - b / t is rows / t, which is exact.
-   */
+/* Moves elements [first, end) of the carried state past a chunk. c->state holds the chunk's own sum S_c and gets the
+   state before the chunk. The mean is over b tokens before the chunk and t tokens after it:
+     mean M         M <- (left b M + S_c) / t, where left = (1 - 1/T)^n and n rows are beyond the horizon T
+     sum R          R <- left R + S_c, in reverse
+     with forget    S <- fade (S + S_c), or R <- fade R + S_c in reverse, with a fade for each slot
+   The scan computes M += joins S_c - leaves M. With no row beyond the horizon, 1 - b / t is rows / t, which is
+   exact. */
 LI_HOT void li_sweep_scan(const li_sweep *s, const li_causal_chunk *c, double *carried, int64_t first, int64_t end) {
   const double t = c->before + (double)c->within, left = li_chunk_faded(c, 0, c->rows);
   double joins = 1, leaves = 1 - left;
@@ -7307,8 +7308,8 @@ LI_HOT void li_sweep_scan(const li_sweep *s, const li_causal_chunk *c, double *c
   }
 }
 
-/* Loads the caller's state of an item, or stores it there. The sweep has a slot's parts side by side and, with forget,
-   sums in place of means. */
+/* Loads or stores the caller's state of an item. In the sweep a slot's parts are side by side and, with forget, are
+   sums instead of means. */
 LI_FN void li_luna_exchange(const li_causal_luna *a, int64_t item, double *state, bool store) {
   const int64_t d = a->head_dim;
   const ptrdiff_t before = !store && a->own ? a->own->before : 0;
@@ -7332,7 +7333,7 @@ LI_HOT void li_sweep_start(const li_sweep *s, int64_t item, double *carried) {
   if (s->continues && li_sweep_position(s, item) > 0) li_luna_exchange(s->luna, item, carried, false);
   else memset(carried, 0, (size_t)li_sweep_state(s, item) * sizeof(double));
 }
-/* A stream's state is left as it was where the new one is not finite. */
+/* If a stream's new state is not finite, the old one stays. */
 LI_FN void li_sweep_end(const li_sweep *s, int64_t item, double *carried) {
   if (!s->continues || s->reads) return;
   for (int64_t i = 0; i < li_sweep_state(s, item) && !li_luna_carries(s->luna); i++)
@@ -7340,7 +7341,7 @@ LI_FN void li_sweep_end(const li_sweep *s, int64_t item, double *carried) {
   li_luna_exchange(s->luna, item, carried, true);
 }
 
-/* Each thread sweeps whole items, */
+/* Each thread sweeps whole items. */
 LI_FN void li_sweep_items(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   double *carried = li_sweep_carried(s, thread);
@@ -7356,8 +7357,8 @@ LI_FN void li_sweep_items(void *work, int64_t thread, int64_t first, int64_t las
   }
 }
 
-/* or the threads share a window of chunks: their sums, then the scan, where each thread has elements of every state,
-   and their outputs. */
+/* The threads share a window of chunks: first the sums, then the scan, where each thread has some elements of every
+   state, then the outputs. */
 LI_FN void li_sweep_window(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const int64_t window = li_min(s->window, s->chunks - s->start);
@@ -7411,11 +7412,11 @@ LI_FN void li_sweep_set(li_sweep *s, const li_kernels *kernels, int64_t batch, i
 
 /* ---- parts of a chunk ---- */
 
-/* The triangle is computed as two triangles of half a chunk and the square below them. */
+/* The triangle is two triangles of half a chunk and the square below them. */
 #define LI_HALF (LI_CHUNK / 2)
 
-/* scores = (X Y^T) o L. Above its diagonal a triangle gets 0, whatever was there; the square above both is neither
-   written nor read. */
+/* scores = (X Y^T) o L. Each of the two triangles gets 0 above its diagonal. The square above both is neither written
+   nor read. */
 LI_HOT void li_chunk_scores(const li_causal_chunk *c, li_matrix x, li_matrix y) {
   li_panels b = li_words_of(c->kernels, li_transposed(y), c->panels, NULL);
   for (int64_t first = 0; first < c->rows; first = b.n) {
@@ -7432,7 +7433,7 @@ LI_HOT void li_chunk_scores(const li_causal_chunk *c, li_matrix x, li_matrix y) 
       c->scores[t * LI_CHUNK + j] *= (float)(left *= c->fade);
   }
 }
-/* Returns X with its rows faded, in buffer[2], or X itself where none is beyond the horizon. */
+/* Returns X with its rows faded, in buffer[2], or X itself if no row is beyond the horizon. */
 LI_FN li_matrix li_chunk_rows(const li_causal_chunk *c, bool to_end, li_matrix x) {
   float fades[LI_CHUNK];
   if (c->within == c->rows) return x;
@@ -7441,13 +7442,14 @@ LI_FN li_matrix li_chunk_rows(const li_causal_chunk *c, bool to_end, li_matrix x
   c->kernels->scale_rows(x, fades, c->buffer[2], x.columns);
   return li_dense(c->buffer[2], x.rows, x.columns);
 }
-/* factor base / t of each row */
+/* Computes factor base / t for each row. */
 LI_HOT void li_causal_factors(const li_causal_chunk *c, float factor, double base, float *factors) {
   for (int64_t t = 0; t < c->rows; t++)
     factors[t] = (float)((double)factor * base / (c->before + (double)li_min(t + 1, c->within)));
 }
 
-/* out (+)= a X S + b ((X Y^T) o L) Z, S the state before the chunk: eq. 7's bracket, and that of its gradients */
+/* out (+)= a X S + b ((X Y^T) o L) Z, where S is the state before the chunk. This is the bracket of eq. 7 and of its
+   gradients. */
 LI_FN void li_causal_bracket(const li_causal_chunk *c, float a, float b, li_matrix x, li_matrix y, li_matrix state,
                              li_matrix z, li_out out) {
   int64_t last;
@@ -7464,8 +7466,9 @@ LI_FN void li_causal_bracket(const li_causal_chunk *c, float a, float b, li_matr
     out.add = true;
   }
 }
-/* The same, with a = 1, exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit but the
-   sign of a zero; a z that is not finite is 0 in the product, and added from its own row on. Uses buffer[1]. */
+/* Computes li_causal_bracket with a = 1, exactly causal. A score above the diagonal is 0, and 0 times a finite z
+   changes only the sign of a zero. A z that is not finite counts as 0 in the product and is added from its own row on.
+   Uses buffer[1]. */
 LI_FN void li_causal_exact(const li_causal_chunk *c, float b, li_matrix x, li_matrix y, li_matrix state, li_matrix z,
                            li_out out) {
   const bool clean = c->kernels->all_finite(z);
@@ -7476,7 +7479,7 @@ LI_FN void li_causal_exact(const li_causal_chunk *c, float b, li_matrix x, li_ma
 LI_FN void li_causal_mix(const li_causal_chunk *c, float factor, li_matrix x, li_matrix y, li_matrix mean, li_matrix z,
                          li_out out) {
   float factors[LI_CHUNK];
-  const double base = c->begins ? 1 : c->before; /* The bracket is divided by it, to stay in range. */
+  const double base = c->begins ? 1 : c->before; /* Dividing by it keeps the bracket in range. */
   li_causal_exact(c, (float)(1 / base), x, y, mean, z, out);
   li_causal_factors(c, factor, base, factors);
   c->kernels->scale_rows(li_strided(out.at, c->rows, z.columns, out.row), factors, out.at, out.row);
@@ -7490,8 +7493,8 @@ LI_FN li_matrix li_causal_divide(const li_causal_chunk *c, float factor, li_matr
   return li_dense(y, x.rows, x.columns);
 }
 
-/* grad += A R + ((B A^T) o L)^T X, R the reverse state: with A = Z, R^T and B = G the gradient of Y, with A = Y, B = X
-   and X = G that of Z */
+/* grad += A R + ((B A^T) o L)^T X, where R is the reverse state. The gradient of Y has A = Z, R^T, B = G; that of Z has
+   A = Y, B = X, X = G. */
 LI_FN void li_causal_grad_yz(const li_causal_chunk *c, li_matrix b, li_matrix a, li_matrix r,
                              li_matrix x, li_out grad) {
   int64_t last;
@@ -7506,7 +7509,7 @@ LI_FN void li_causal_grad_yz(const li_causal_chunk *c, li_matrix b, li_matrix a,
 
 /* ---- the causal product ---- */
 
-/* These return the chunk's rows of a tensor with x's strides or z's, to read or to write. */
+/* These return the chunk's rows of a tensor with the strides of x or z, to read or to write. */
 LI_FN li_matrix li_causal_at_x(const li_causal_chunk *c, const float *x) {
   const li_causal *a = c->product;
   return li_strided(x + li_causal_xy(a, c->item, c->first), c->rows, a->dim, a->xy_row);
@@ -7524,7 +7527,7 @@ LI_FN li_out li_causal_into_z(const li_causal_chunk *c, float *z, bool add) {
 LI_FN li_matrix li_causal_state(const li_causal_chunk *c) {
   return li_dense(c->state, c->product->dim, c->product->value_dim);
 }
-/* state = Y^T Z, or in reverse X^T G */
+/* Sets state to Y^T Z, or in reverse to X^T G. */
 LI_FN void li_causal_sum(const li_causal_chunk *c, li_matrix y, li_matrix z) {
   if (c->last) return;
   y = li_chunk_rows(c, !c->reverse, y);
@@ -7548,7 +7551,7 @@ LI_FN void li_causal_out_x(const li_causal_chunk *c) {
                     li_causal_at_x(c, a->y), li_causal_into_x(c, a->grad_x));
 }
 
-/* reverse: kept = G, the state is R */
+/* In reverse: kept = G, and the state is R. */
 LI_FN void li_causal_sum_xg(const li_causal_chunk *c) {
   const li_causal *a = c->product;
   const li_matrix g = li_causal_divide(c, 1, li_causal_at_z(c, a->grad_out), c->kept);
@@ -7580,6 +7583,7 @@ LI_FN size_t li_causal_scratch(const li_kernels *kernels, const li_causal *a, in
   li_causal_start(&s, kernels, a, backward); /* reverse needs more */
   return li_sweep_plan(&s, li_max(1, threads), NULL);
 }
+/* x, y [batch, rows, heads, dim], z [batch, rows, heads, value_dim] -> out as z. */
 LI_FN void li_run_causal(const li_kernels *kernels, const li_causal *a, const li_parallel *parallel, void *scratch) {
   li_sweep s;
   if (!kernels->panels) {
@@ -7601,7 +7605,8 @@ LI_FN void li_run_causal_backward(const li_kernels *kernels, const li_causal *a,
 
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
 
-/* These return the chunk's rows: of q, k, v or out; of s or w, without the masked slots; */
+/* These return the chunk's rows of q, k, v or out, of s or w without the masked slots, of an output, and of a dense
+   buffer. */
 LI_FN li_matrix li_luna_wide(const li_causal_chunk *c, const float *x) {
   const int64_t d = c->luna->head_dim;
   return li_strided(x + li_luna_row(c->luna, c->item, c->first) * d, c->rows, d, c->luna->heads * d);
@@ -7610,15 +7615,13 @@ LI_HOT li_matrix li_luna_narrow(const li_causal_chunk *c, const float *x) {
   const int64_t slots = c->luna->slots;
   return li_strided(x + li_luna_row(c->luna, c->item, c->first) * slots, c->rows, c->slots, c->luna->heads * slots);
 }
-/* of out or a gradient, to write; */
 LI_FN li_out li_luna_into(const li_causal_chunk *c, float *x, bool add) {
   const int64_t d = c->luna->head_dim;
   return li_into(x + li_luna_row(c->luna, c->item, c->first) * d, c->luna->heads * d, add);
 }
-/* and of a buffer that is dense. */
 LI_FN li_matrix li_luna_dense(const li_causal_chunk *c, const float *x) { return li_dense(x, c->rows, c->slots); }
 
-/* The state's parts, [slots, head_dim] each: A^T k, A^T v, or in reverse H^T q and W^T G */
+/* The state's parts are [slots, head_dim] each: A^T k and A^T v, or in reverse H^T q and W^T G. */
 typedef struct li_luna_sums { li_matrix k, v; } li_luna_sums;
 LI_FN li_luna_sums li_luna_sums_of(const li_causal_chunk *c) {
   const int64_t d = c->luna->head_dim, unit = li_luna_unit(c->luna);
@@ -7640,7 +7643,7 @@ LI_FN void li_luna_own(const li_causal_chunk *c, li_matrix a, li_matrix x, li_ma
   }
 }
 
-/* kept = A: omega(s), or with forget the weights W, and c->logs their sums */
+/* Computes kept = A = omega(s), or with forget the weights W, with their sums in c->logs. */
 LI_FN li_matrix li_luna_weights(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const li_matrix s = li_luna_narrow(c, a->s);
@@ -7678,8 +7681,8 @@ LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
   return li_floats((a->forget ? 4 : 1) * a->slots) + li_floats(a->slots) +
          (int64_t)li_round((size_t)(a->slots + li_max(a->slots, a->head_dim)) * sizeof(double));
 }
-/* The memory that forgets, one row of one item: weights <- (weights + W) e^gate, with a share W / (weights + W) of the
-   new row in the means. w: [4, slots] */
+/* One row of an item of the memory that forgets: weights <- (weights + W) e^gate. The new row has the share W /
+   (weights + W) in the means. w is [4, slots]. */
 LI_HOT void li_forget_shares(const li_kernels *kernels, const li_causal_luna *a, int64_t item, double *weights,
                              float *w, double *share) {
   const int64_t l = li_luna_slots(a, item), narrow = item * a->slots;
@@ -7729,8 +7732,8 @@ LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last
 }
 
 /* ---- causal Luna, backward ----
-   G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the forward sweep leaves for the reverse one. */
-/* H, and the gradient of q */
+   G = diag(1/t) dOut and H = diag(scale/t) dU [rows, slots]. The forward sweep leaves H for the reverse one. */
+/* Computes H and the gradient of q. */
 LI_FN void li_luna_out_up(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = c->slots;
@@ -7748,15 +7751,15 @@ LI_FN void li_luna_out_up(const li_causal_chunk *c) {
     li_causal_bracket(c, before, 1, h, omega, state.k, li_luna_wide(c, a->k), li_luna_into(c, a->grad_q, true));
 }
 
-/* kept = A, then G; the states are H^T q and W^T G */
+/* Sets kept to A, then G. The states are H^T q and W^T G. */
 LI_FN void li_luna_sum_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = li_luna_weights(c).columns;
   const li_matrix g = li_causal_divide(c, 1, li_luna_wide(c, a->grad_out), c->kept + LI_CHUNK * l);
   li_luna_own(c, li_luna_dense(c, c->h), li_luna_wide(c, a->q), li_luna_narrow(c, a->kept), g, NULL);
 }
-/* The gradients of k and v, and that of A, which it returns; null: none is wanted. g is the gradient of out, by whose
-   weights r v was read. */
+/* Adds the gradients of k and v, and returns the gradient of A, or null if it is not needed. g is the gradient of out,
+   and r the weights with which out read v. */
 LI_FN float *li_luna_grads(const li_causal_chunk *c, li_matrix g, li_matrix r) {
   const li_causal_luna *a = c->luna;
   const li_luna_sums state = li_luna_sums_of(c);
@@ -7786,17 +7789,19 @@ LI_FN void li_luna_out_down(const li_causal_chunk *c) {
 }
 
 /* ---- the memory that forgets ----
-   In a chunk c_t is the sum of the gates' logs up to row t and W_t = e^{s_t - c_t}. The state is k, v and 1 summed by
-   the weights; with S_K, S_V and z as they are before the chunk:
+   In a chunk, c_t is the sum of the gates' logs up to row t, and W_t = e^{s_t - c_t}. The state has the sums of k, v
+   and 1, weighted. With S_K, S_V and z the state before the chunk, and j <= t in the chunk:
      Z_t = z + sum W_j,  u_t = scale / Z_t (q_t S_K + sum (q_t . k_j) W_j),  r_t = softmax(u_t) / Z_t,
-     out_t = r_t S_V + sum (r_t . W_j) v_j,  j <= t in the chunk; after it S <- (S + sum W_j^T k_j) e^{c_end}.
-   Only ratios of weights count, so e^{-c_t} is no larger than LUNA_FORGET_SCALE allows for, and nothing reads a later
-   row. Backward, with g the gradient of out: dr = g S_V^T + sum (g . v_j) W_j, dZ = -(r dr + u du) / Z (never 1/Z^2,
-   which leaves float's range), and sums over later rows, with the state's gradient R in reverse, for k, v and W. A gate
-   makes all weights before it smaller, which is to make all from it on larger: its gradient is minus the sum of their
-   W dW. From a chunk's end on that sum is also minus R . S, as out does not change when all weights and the state are
-   scaled; where a slot forgets soon that is more exact, as the long sum adds up rounding. */
-/* Returns the state's z, or 0, as an array. */
+     out_t = r_t S_V + sum (r_t . W_j) v_j
+   After the chunk S <- (S + sum W_j^T k_j) e^{c_end}. Only ratios of weights count, so e^{-c_t} stays within what
+   LUNA_FORGET_SCALE allows for, and nothing reads a later row.
+   Backward, g is the gradient of out, dr = g S_V^T + sum (g . v_j) W_j, and dZ = -(r dr + u du) / Z (never 1/Z^2, which
+   leaves float's range). The gradients of k, v and W are sums over later rows, with the state's gradient R in reverse.
+   A gate makes all earlier weights smaller, which is the same as making all weights from its row on larger. Its
+   gradient is therefore minus the sum of their W dW. From a chunk's end on this sum is also minus R . S, because out
+   does not change when all weights and the state are scaled. Where a slot forgets fast, that is more exact than the
+   long sum, in which rounding errors add up. */
+/* Returns the state's z, or zeros, as an array. */
 LI_HOT const float *li_forget_before(const li_causal_chunk *c) {
   const int64_t unit = li_luna_unit(c->luna);
   float *before = c->logs + 3 * c->slots;
@@ -7810,9 +7815,9 @@ LI_HOT void li_forget_drop(const li_causal_chunk *c, float *w) {
   for (int64_t t = 0; t < c->rows; t++, w += l)
     c->kernels->dropout(&a->own->dropout, li_luna_row(a, c->item, c->first + t) * a->slots, l, w, w, false);
 }
-/* floats of U, Z, H, ... over all rows; a chunk's are dense, at its first row */
+/* Returns the floats of U, Z or H over all rows. A chunk begins at its first row, dense. */
 LI_INLINE int64_t li_forget_all(const li_causal_luna *a) { return a->batch * a->heads * a->rows * a->slots; }
-/* floats of the states before all chunks */
+/* Returns the floats of the states before all chunks. */
 LI_INLINE int64_t li_forget_sums(const li_causal_luna *a) {
   return a->batch * a->heads * li_divide_up(a->rows, LI_CHUNK) * a->slots * li_luna_unit(a);
 }
@@ -7841,11 +7846,11 @@ LI_FN void li_forget_out(const li_causal_chunk *c) {
   c->kernels->forget_divide(n, 1, r, z, r);
 
   li_causal_exact(c, 1, li_luna_dense(c, r), w, state.v, li_luna_wide(c, a->v), out);
-  for (int i = 0; i < LI_CHUNK; i++) ones[i] = 1; /* scaling removes a zero's sign */
+  for (int i = 0; i < LI_CHUNK; i++) ones[i] = 1; /* Scaling by 1 removes a zero's sign. */
   c->kernels->scale_rows(li_strided(out.at, c->rows, a->head_dim, out.row), ones, out.at, out.row);
 }
 
-/* The forward sweep leaves H = scale / Z dU, R = W / Z and dZ for the reverse one, and the gradient of q. */
+/* The forward sweep adds the gradient of q, and leaves H = scale / Z dU, R = W / Z and dZ for the reverse one. */
 LI_FN void li_forget_out_up(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const li_luna_sums state = li_luna_sums_of(c);
@@ -7871,8 +7876,8 @@ LI_FN void li_forget_out_up(const li_causal_chunk *c) {
   memcpy(c->sums, c->state, (size_t)(l * unit) * sizeof(float));
   for (int64_t slot = 0; slot < l; slot++) c->sums[slot * unit + unit - 1] = (float)li_chunk_fade(c, slot);
 }
-/* Computes the sum of W dW after the chunk out of the states' gradient. It is left as the sum of two floats in place of
-   the next chunk's first sums, which nothing else reads then. */
+/* Computes the sum of W dW after the chunk from the gradient of the state. The sum of two floats that holds it replaces
+   the first sums of the next chunk, which nothing else reads then. */
 LI_HOT void li_forget_anchor(const li_causal_chunk *c) {
   const int64_t unit = li_luna_unit(c->luna);
   float *next = c->sums + c->luna->slots * unit;
@@ -7885,7 +7890,7 @@ LI_HOT void li_forget_anchor(const li_causal_chunk *c) {
   }
 }
 
-/* The state is the gradient of the forward one as it is after the chunk. */
+/* The reverse state is the gradient of the forward state after the chunk. */
 LI_FN void li_forget_sum_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = li_luna_weights(c).columns, all = li_forget_all(a);
@@ -7897,7 +7902,7 @@ LI_FN void li_forget_sum_down(const li_causal_chunk *c) {
               li_luna_wide(c, a->grad_out), totals);
 }
 
-/* Makes the gradients of k, v and s; H becomes W dW. */
+/* Adds the gradients of k, v and s, and replaces H by W dW. */
 LI_FN void li_forget_out_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = c->slots, all = li_forget_all(a), unit = li_luna_unit(a);
@@ -7911,7 +7916,7 @@ LI_FN void li_forget_out_down(const li_causal_chunk *c) {
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
 
-/* Makes the gates' gradients, item by item. */
+/* Adds the gates' gradients, item by item. */
 LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_causal_luna *a = s->luna;
@@ -7924,7 +7929,7 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
       const float *next = c.sums + a->slots * s->unit;
       if (k > 0)
         for (int64_t i = 0; i < gates.columns; i++, next += s->unit) {
-          if (next[s->unit - 1] >= 0.5f) continue; /* the next chunk forgets less than half of it */
+          if (next[s->unit - 1] >= 0.5f) continue; /* The next chunk forgets less than half. */
           after[i] = next[0];
           after[gates.columns + i] = next[1];
         }
@@ -7961,6 +7966,7 @@ LI_FN size_t li_causal_luna_scratch(const li_kernels *kernels, const li_causal_l
   return bytes;
 }
 
+/* q, k, v [batch, rows, heads, head_dim], s [batch, rows, heads, slots] -> out as q. */
 LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a,
                               const li_parallel *parallel, void *scratch) {
   li_sweep s;
@@ -7968,7 +7974,7 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
     li_causal_luna_reference(a, scratch);
     return;
   }
-  if (li_luna_steps(a)) {            /* it reads these three fields alone */
+  if (li_luna_steps(a)) {            /* It reads only these three fields. */
     const int64_t items = a->batch * a->heads;
     s.kernels = kernels;
     s.luna = a;
@@ -7981,7 +7987,7 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
   li_sweep_run(&s, li_luna_sum, a->forget ? li_forget_out : li_luna_out, parallel, scratch);
 }
 
-/* A sweep forward in time leaves H and the gradient of q, then one in reverse makes the other gradients. */
+/* A forward sweep leaves H and adds the gradient of q, then a reverse sweep adds the other gradients. */
 LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causal_luna *a,
                                        const li_parallel *parallel, void *scratch) {
   char *rest = (char *)scratch;
@@ -8029,7 +8035,7 @@ static LI_UNUSED const li_kernels li_kernels_reference = {
 };
 #endif
 
-/* A pass of other products has the kernels of the pass before it. */
+/* A pass with other products has the kernels of the pass before it. */
 #ifdef LI_PASS_TABLE
 #undef LI_WORDS
 #undef LI_INTEGERS
@@ -8067,7 +8073,7 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
    A new instruction set needs its number, a pass and a line in li_all_kernels here, a bit in li_isa_detect or a
    LI_BASELINE, its words in >>vector and >>int8, the size of its tile in >>gemm, and its name in luna_isa.
    ---------------------------------------- */
-/* LI_PASS is the suffix of a pass; LI_ISA(suffix) the luna_isa, as a number for #if */
+/* LI_PASS is the suffix of a pass, and LI_ISA(suffix) its luna_isa as a number for #if. */
 #define LI_JOIN2(a, b) a##b
 #define LI_JOIN(a, b) LI_JOIN2(a, b)
 #define LI_K(name) LI_JOIN(LI_JOIN(li_, name), LI_PASS)
@@ -8079,23 +8085,23 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 #define LI_ISA_avx512 4
 #define LI_ISA_neon 5
 #define LI_ISA_wasm 6
-#define LI_ISA_avxvnni 8 /* AVX2 with >>int8 of its own */
-#define LI_ISA_vnni 9 /* AVX-512 with it, */
-#define LI_ISA_bf16 10 /* then with >>gemm's products of bfloat16, */
-#define LI_ISA_amx 11 /* then with both by tiles */
+#define LI_ISA_avxvnni 8 /* AVX2, own >>int8 */
+#define LI_ISA_vnni 9 /* AVX-512, own >>int8 */
+#define LI_ISA_bf16 10 /* bfloat16 >>gemm too */
+#define LI_ISA_amx 11 /* both by tiles */
 #ifndef LUNA_HEADER_FILENAME
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
 
-/* LI_BASELINE is the best that the compiler promises. Passes below it are left out; on x86 those above it follow,
+/* LI_BASELINE is the best that the compiler promises. Passes below it are left out. On x86, passes above it follow,
    each with its target switched on. */
 #if defined(LUNA_NO_SIMD) || defined(LI_DOUBLE) || defined(__CUDACC__)
 #define LI_BASELINE _scalar
 #elif (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
   (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LI_MSVC))
 #include <immintrin.h>
-/* clang-cl's immintrin.h had until lately no more than the instruction sets that the compiler promises: then there are
-   no others. */
+/* The immintrin.h of older clang-cl has only the instruction sets that the compiler promises, so there are no other
+   passes. */
 #if !defined(_MSC_VER) || !defined(__clang__) || defined(__AVX512BF16INTRIN_H)
 #define LI_X86
 #endif
@@ -8206,9 +8212,10 @@ LI_FN uint32_t li_xgetbv(void) {
   return low;
 }
 #endif
-/* What the processor has and the system saves, a bit for each luna_isa: xgetbv tells whether wide registers and tiles
-   survive a context switch. Bit 0: vdpbf16ps multiplies more in a cycle than float32's FMA, as on AMD's processors; on
-   Intel's it is half as much. CPUID's leaf 0x1D: some virtual machines show AMX and have no tiles. */
+/* Returns a bit for each luna_isa that the processor has and the system saves. xgetbv tells whether wide registers and
+   tiles survive a context switch. Bit 0 says that vdpbf16ps does more products in a cycle than float32's FMA, as on AMD
+   processors; on Intel's it does half as many. CPUID's leaf 0x1D is read because some virtual machines show AMX but
+   have no tiles. */
 LI_FN int li_isa_detect(void) {
   int known = 1 << LI_ISA(LI_BASELINE) | 1 << LUNA_ISA_REFERENCE;
   const uint32_t avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, amx = 1u << 22 | 3u << 24;
@@ -8229,7 +8236,7 @@ LI_FN int li_isa_detect(void) {
   known |= 1 << LUNA_ISA_AVX512;
   if ((r[2] & (1u << 11)) == 0) return known;
   known |= 1 << LUNA_ISA_AVX512_VNNI;
-#ifdef LI_TILES_EMULATED /* tests put functions in place of these passes' own instructions */
+#ifdef LI_TILES_EMULATED /* Tests put functions in place of these instructions. */
   known |= 1 << LUNA_ISA_AVX512_BF16 | 1 << LUNA_ISA_AMX;
 #endif
   if ((more[0] & (1u << 5)) == 0) return known;
@@ -8240,7 +8247,8 @@ LI_FN int li_isa_detect(void) {
 }
 #endif /* LI_X86 */
 
-/* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
+/* CPUID traps in virtual machines, so its answer is kept in the only global. It is written once, always with the same
+   value. */
 LI_FN int li_isa_known(void) {
 #if !defined(LI_X86)
   return 1 << LI_ISA(LI_BASELINE) | 1 << LUNA_ISA_REFERENCE;
@@ -8259,8 +8267,8 @@ LI_FN int li_isa_known(void) {
   return isa;
 #endif
 }
-/* Asks Linux to let all threads of this process use tiles, for good; from then on it refuses signal stacks that are too
-   small for them. False where it does not, for instance since a thread has such a stack. */
+/* Asks Linux to let all threads of this process use tiles, permanently. From then on Linux refuses signal stacks that
+   are too small for tiles. Returns false if Linux declines, for instance because a thread has such a stack. */
 LI_FN bool li_tiles_permitted(void) {
 #if defined(LI_AMX) && !defined(LI_TILES_EMULATED)
   const uint64_t tiles = 1u << 18; /* XTILEDATA */
@@ -8280,7 +8288,7 @@ LI_FN bool li_tiles_permitted(void) {
 #endif
 }
 
-/* The kernels of this build, the best first */
+/* These are the build's kernels, the best first. */
 static const li_kernels *const li_all_kernels[] = {
 #ifdef LI_AMX
   &li_kernels_amx,
@@ -8305,8 +8313,8 @@ static const li_kernels *const li_all_kernels[] = {
   &LI_JOIN(li_kernels, LI_BASELINE),
   &li_kernels_reference
 };
-/* Returns the kernels of an instruction set, or null when this build or machine lacks it. LUNA_ISA_BEST is the best
-   available, but not AMX. */
+/* Returns the kernels of an instruction set, or null if this build or machine lacks it. LUNA_ISA_BEST is the best
+   available set other than AMX. */
 LI_CALL const li_kernels *li_kernels_of(luna_isa isa) {
   const int known = li_isa_known(), slow = known & 1 ? 0 : 1 << LUNA_ISA_AVX512_BF16;
   const int best = known & ~(1 << LUNA_ISA_AMX | 1 << LUNA_ISA_REFERENCE | slow);
@@ -8318,7 +8326,8 @@ LI_CALL const li_kernels *li_kernels_of(luna_isa isa) {
     if (wanted >> li_all_kernels[i]->isa & 1) return li_all_kernels[i];
   return NULL;
 }
-/* Returns those of a context or stream; tiles: it has products of 16 or 8 bits, best by AMX where that is permitted. */
+/* Returns the kernels of a context or stream. `tiles` says that it has products in 16 or 8 bits, for which AMX is best
+   if permitted. */
 LI_FN const li_kernels *li_kernels_for(luna_isa isa, bool tiles) {
   const li_kernels *amx = tiles && isa == LUNA_ISA_BEST ? li_kernels_of(LUNA_ISA_AMX) : NULL;
   if (amx) return amx;
@@ -8343,7 +8352,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
 
 /* ----------------------------------------
    >>impl_status: version, statuses, and the sentences of errors
-   All of them come from LUNA_ERRORS and luna_status, where another one is added. Guarded by tests/robust/mistakes.c.
+   All come from LUNA_ERRORS and luna_status; add new ones there. Guarded by tests/robust/mistakes.c.
    ---------------------------------------- */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
@@ -8369,10 +8378,10 @@ static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) }
 
 /* ----------------------------------------
    >>impl_functions: the calls without a context
-   For each kind, li_..._of checks public arguments and makes a kernel's of them, with strides in place of zeros; then
-   come the size of the scratch and the call. A call runs the reference where its scratch is too small. To add a kind,
-   write these three, and cases in tests/engine/ops.c and tests/robust/arguments.c, which guard this chapter with
-   tests/engine/gradients.c.
+   Each kind has three functions: li_..._of, which checks public arguments and turns them into a kernel's, with strides
+   in place of zeros; the size of the scratch; and the call. A call runs the reference if its scratch is too small. To
+   add a kind, write these three, and cases in tests/engine/ops.c and tests/robust/arguments.c, which guard this chapter
+   with tests/engine/gradients.c.
    ---------------------------------------- */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   if (counter && out) li_philox(counter, key, out);
@@ -8384,7 +8393,7 @@ LI_FN li_parallel li_parallel_of(const luna_run *run) {
   return p;
 }
 
-/* Returns a run's scratch, aligned. Where it holds less than `need` bytes, returns null and sets the reference, which
+/* Returns a run's scratch, aligned. If it has less than `need` bytes, returns null and selects the reference, which
    needs none. */
 LI_FN void *li_scratch_of(const luna_run *run, size_t need, const li_kernels **kernels) {
   const uintptr_t at = (uintptr_t)run->scratch, aligned = (at + (LI_ALIGN - 1)) & ~(uintptr_t)(LI_ALIGN - 1);
@@ -8393,20 +8402,20 @@ LI_FN void *li_scratch_of(const luna_run *run, size_t need, const li_kernels **k
   *kernels = &li_kernels_reference;
   return NULL;
 }
-/* The scratch that holds what forward and backward need, wherever it begins. */
+/* Returns the size of a scratch that is enough for forward and backward at any alignment. */
 LI_FN size_t li_scratch_for(size_t forward, size_t backward) {
   return (forward > backward ? forward : backward) + LI_ALIGN;
 }
 
-/* A call by the reference, which runs too where there is no scratch, has no backward pass. */
+/* The reference, which also runs if there is no scratch, has no backward pass. */
 LI_FN luna_status li_reference_status(const luna_run *run, const li_kernels *kernels, bool backward) {
   if (!backward || LI_REFERENCE_TRAINS || kernels != &li_kernels_reference) return LUNA_OK;
   if (run->isa == LUNA_ISA_REFERENCE) return LUNA_UNSUPPORTED;
   return LUNA_OUT_OF_MEMORY;
 }
 
-/* Sets *stride to the distance of `count` parts of `extent` floats: `given`, or `dense` where that is 0. Returns how
-   many floats they reach over; -1 where a size or a stride is negative, or a product too large. */
+/* Sets *stride, the distance between `count` parts of `extent` floats, to `given`, or to `dense` if that is 0. Returns
+   how many floats the parts span, or -1 if a size or a stride is negative or a product is too large. */
 LI_FN int64_t li_extent(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   const int64_t last = li_checked(li_max(count, 1) - 1, *stride = given ? given : dense);
   if (extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LI_MAX_COUNT - last) return -1;
@@ -8480,7 +8489,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (!kernels) return LUNA_UNSUPPORTED;
   if (empty) return LUNA_OK;
 
-  if (g.k == 0) g.a = g.b = g.c;     /* these may be null, to which nothing may be added */
+  if (g.k == 0) g.a = g.b = g.c;     /* They may be null, which must not be added to. */
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_gemm_scratch(kernels, &g, parallel.threads), &kernels);
   li_run_gemm(kernels, &g, &parallel, scratch);
@@ -8488,14 +8497,14 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
 }
 
 /* --- softmax attention --- */
-/* Returns the rows of a ragged batch; -1 where the offsets fall, or start below 0. */
+/* Returns the rows of a ragged batch, or -1 if the offsets fall or start below 0. */
 LI_FN int64_t li_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (int64_t b = 0; b < batch; b++)
     if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   if (batch > 0) return offsets[batch];
   return 0;
 }
-/* Finds the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+/* Finds the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]. Returns false if there are none. */
 LI_FN bool li_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row, int64_t *head) {
   int64_t extent = li_extent(size[3], size[2], *head, size[3], head);
   extent = li_extent(extent, size[1], *row, li_checked(size[2], size[3]), row);
@@ -8564,7 +8573,7 @@ LI_FN luna_status li_attention_call(const luna_attention_args *args, bool backwa
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
 
-  if (keys == 0) a.k = a.v = a.out;  /* these may be null, to which nothing may be added */
+  if (keys == 0) a.k = a.v = a.out;  /* They may be null, which must not be added to. */
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_attention_scratch(kernels, &a, parallel.threads, backward), &kernels);
   const luna_status status = li_reference_status(&args->run, kernels, backward);
@@ -8685,32 +8694,32 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
 
 /* ----------------------------------------
    >>safetensors: reading files of tensors, without allocation or stdio
-   A file has 8 bytes, little-endian, that are the header's size; the header, {"__metadata__": {"key": "value", ...},
-   "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces; and the data, which the tensors
-   cover without holes. li_st_open validates untrusted bytes once. The functions that use its li_st walk the same header
-   and stay inside it. li_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header
-   costs n log n. In this order: text, JSON, tensors and pairs, the index, numbers. A new dtype is a row of
-   LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
+   A file has three parts: 8 bytes with the header's size, little-endian; the header, {"__metadata__": {"key": "value",
+   ...}, "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces; and the data, which the
+   tensors cover without holes. li_st_open validates untrusted bytes once. The functions that use its li_st walk the
+   same header and stay inside it. li_st_index, given memory, sorts names and keys, so that each is found in log n and a
+   hostile header costs n log n. In this order: text, JSON, tensors and pairs, the index, numbers. A new dtype is a row
+   of LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
    ---------------------------------------- */
-#define LI_ST_RANK 8                          /* dimensions a tensor may have */
-#define LI_ST_NAME 1032                       /* bytes of a parameter's name and ".scale" */
-#define LI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
+#define LI_ST_RANK 8                          /* maximal dimensions */
+#define LI_ST_NAME 1032                       /* parameter's name and ".scale" */
+#define LI_ST_HEADER 100000000u               /* the format's own limit */
 #define LI_ST_BAD 0xFFFFFFFFu                 /* no character */
 
 typedef struct li_st {
   const uint8_t *data;
   const char *header;
   size_t data_size, header_size;
-  size_t meta;            /* where __metadata__ begins in the header; 0: there is none */
-  size_t tensors, pairs;  /* their number */
-  bool contiguous;        /* each tensor's data begins where the one before ends */
-  uint64_t *names, *keys; /* the index: where each opens in the header, sorted by its text */
+  size_t meta;            /* offset of __metadata__, or 0 */
+  size_t tensors, pairs;  /* how many there are */
+  bool contiguous;        /* Each tensor's data begins where the previous one ends. */
+  uint64_t *names, *keys; /* The index holds where each opens in the header, sorted by text. */
 } li_st;
 
-/* A JSON string between its quotes, whose escapes are not decoded. */
+/* A JSON string stands between its quotes, and its escapes are not decoded. */
 typedef struct li_st_text { const char *at; size_t size; } li_st_text;
 
-/* F(name, bytes of an element, bits of the exponent, or 0 where it cannot be read as a real number) */
+/* The columns are the name, the bytes of an element, and the bits of the exponent, or 0 if it is not a real number. */
 #define LI_ST_FORMATS(F) \
   F(BOOL, 1, 0) F(U8, 1, 0) F(I8, 1, 0) F(F8_E4M3, 1, 0) F(F8_E5M2, 1, 0) F(I16, 2, 0) F(U16, 2, 0) F(F16, 2, 5) \
   F(BF16, 2, 8) F(I32, 4, 0) F(U32, 4, 0) F(F32, 4, 8) F(F64, 8, 11) F(I64, 8, 0) F(U64, 8, 0)
@@ -8728,8 +8737,8 @@ typedef struct li_st_tensor {
   int64_t count;        /* elements */
   const uint8_t *data;  /* at any alignment */
   size_t bytes;
-  const uint8_t *scale; /* of I8 rows, F32 [shape[0]], by li_st_value; or null */
-  int64_t first;        /* element of a whole that data begins with */
+  const uint8_t *scale; /* I8 rows have F32 [shape[0]], by li_st_value; or null. */
+  int64_t first;        /* Data begins at this element of a whole. */
 } li_st_tensor;
 
 LI_FN bool li_st_is_real(const li_st_tensor *t) {
@@ -8739,7 +8748,8 @@ LI_FN bool li_st_is_real(const li_st_tensor *t) {
 /* --- text: UTF-8 and the escapes of JSON --- */
 static LI_UNUSED const char li_hex_digits[] = "0123456789abcdefABCDEF";
 
-/* Returns the UTF-8 character at *at, which moves past it; LI_ST_BAD where it is cut short, overlong or none. */
+/* Returns the UTF-8 character at *at and moves *at past it. Returns LI_ST_BAD if it is cut short, overlong or
+   invalid. */
 LI_FN uint32_t li_st_utf8(const char **at, const char *end) {
   static const uint32_t min[4] = { 0, 0x80, 0x800, 0x10000 };
   const uint8_t *s = (const uint8_t *)*at;
@@ -8779,7 +8789,7 @@ LI_FN uint32_t li_st_hex(const char *at, const char *end) {
   return value;
 }
 
-/* Returns the character of a JSON string at *at, which moves past it; LI_ST_BAD where there is none. */
+/* Returns the character of a JSON string at *at and moves *at past it. Returns LI_ST_BAD if there is none. */
 LI_FN uint32_t li_st_character(const char **at, const char *end) {
   static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
   const char *s = *at;
@@ -8805,8 +8815,8 @@ LI_FN uint32_t li_st_character(const char **at, const char *end) {
   return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
 }
 
-/* Returns the order, by decoded characters, of a JSON string at p, to its closing quote or `end`, and of one at q,
-   which is JSON too or UTF-8 with a 0 after it. */
+/* Compares two strings by decoded characters. p is JSON, up to its closing quote or `end`; q is JSON too, or UTF-8 with
+   a 0 after it. */
 LI_FN int li_st_order(const char *p, const char *end, const char *q, bool json) {
   for (;;) {
     for (; p < end && *p == *q && *p != '"' && *p != '\\' && (int8_t)*p > 0; p++) q++; /* ASCII is itself */
@@ -8822,7 +8832,7 @@ LI_FN bool li_st_equal(li_st_text text, const char *string) {
 }
 
 /* Writes the decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in `room` bytes. Returns its full
-   size without the 0: the text was cut unless that is below room. */
+   size without the 0; the text was cut unless that is below room. */
 LI_FN size_t li_st_decode(li_st_text text, char *out, size_t room) {
   const char *at = text.at, *end = text.at + text.size;
   char utf8[4];
@@ -8841,26 +8851,25 @@ LI_FN size_t li_st_decode(li_st_text text, char *out, size_t room) {
   return size;
 }
 
-/* Returns the order of two items of an index, by their texts; without st, of two numbers. */
+/* Compares two items of an index by their texts or, without st, two numbers. */
 LI_FN int li_st_compare(const li_st *st, uint64_t a, uint64_t b) {
   if (!st) return (a > b) - (a < b);
   return li_st_order(st->header + (size_t)a + 1, st->header + st->header_size, st->header + (size_t)b + 1, true);
 }
 
-/* --- JSON: a header's nests three deep, and other keys and values are rejected, so that nothing recurses --- */
+/* --- JSON: headers nest three deep, and other keys and values are rejected, so that nothing recurses --- */
 typedef struct li_st_json {
   const char *at, *end;
   const char *wrong; /* the first error, or null */
   const char *meta;  /* where __metadata__ starts */
   size_t pairs;      /* in __metadata__ */
-  bool first;        /* an object begins here: its first member is next */
+  bool first;        /* An object's first member is next. */
 } li_st_json;
 
 LI_FN bool li_st_fail(li_st_json *j, const char *wrong) {
   if (!j->wrong) j->wrong = wrong;
   return false;
 }
-/* Skips white space. */
 LI_FN bool li_st_next_is(li_st_json *j, char c) {
   while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
   return j->at < j->end && *j->at == c;
@@ -8884,7 +8893,7 @@ LI_FN bool li_st_string(li_st_json *j, li_st_text *text) {
   return li_st_take(j, '"');
 }
 
-/* Reads a list of at most `max` integers; returns how many, or -1. */
+/* Reads a list of at most `max` integers. Returns how many there are, or -1. */
 LI_FN int li_st_list(li_st_json *j, int64_t *out, int max) {
   int count = 0;
   if (!li_st_take(j, '[')) return -1;
@@ -8915,7 +8924,8 @@ LI_FN int li_st_list(li_st_json *j, int64_t *out, int max) {
 LI_FN bool li_st_key(li_st_json *j, li_st_text *key) {
   return li_st_string(j, key) && li_st_take(j, ':');
 }
-/* Reads the key and the colon of an object's next member; false at the object's end, or where something is wrong. */
+/* Reads the key and the colon of an object's next member. Returns false at the object's end or if something is
+   wrong. */
 LI_FN bool li_st_member(li_st_json *j, li_st_text *key) {
   const bool first = j->first;
   j->first = false;
@@ -8936,7 +8946,7 @@ LI_FN bool li_st_metadata(li_st_json *j) {
   return !j->wrong;
 }
 
-/* Returns the elements of a shape; -1: they are too many, or a size is negative. */
+/* Returns the elements of a shape, or -1 if they are too many or a size is negative. */
 LI_FN int64_t li_st_count(int rank, const int64_t *shape) {
   int64_t count = 1;
   for (int i = 0; i < rank && count >= 0; i++) count = li_checked(count, shape[i]);
@@ -9005,7 +9015,7 @@ LI_FN bool li_st_next(const li_st *st, size_t *cursor, li_st_tensor *out) {
   return true;
 }
 
-/* Finds a name in sorted items, and sets the reader to where it opens; false: it is absent. */
+/* Finds a name in sorted items and sets the reader to where it opens. Returns false if it is absent. */
 LI_FN bool li_st_look(const li_st *st, const uint64_t *items, size_t count, const char *name, li_st_json *j) {
   size_t low = 0, high = count;
   while (low < high) {
@@ -9029,7 +9039,7 @@ LI_FN bool li_st_find(const li_st *st, const char *name, li_st_tensor *out) {
   return false;
 }
 
-/* Does the same and, where a matrix is I8, finds its scales: the tensor NAME.scale, F32 [rows]. */
+/* Finds a tensor and, if it is an I8 matrix, its scales: the tensor NAME.scale, F32 [rows]. */
 LI_FN bool li_st_value(const li_st *st, const char *name, li_st_tensor *out) {
   static const char end[] = ".scale";
   char text[LI_ST_NAME];
@@ -9065,7 +9075,7 @@ LI_FN bool li_st_meta(const li_st *st, const char *key, li_st_text *value) {
 }
 
 /* --- the index --- */
-/* This is heapsort: in place, and n log n for any input. */
+/* Heapsort works in place and takes n log n for any input. */
 LI_FN void li_st_sort(const li_st *st, uint64_t *items, size_t count) {
   size_t start = count / 2, end = count, root, child;
   uint64_t item;
@@ -9084,9 +9094,9 @@ LI_FN void li_st_sort(const li_st *st, uint64_t *items, size_t count) {
   }
 }
 
-/* Whether tensors whose sizes add up to the data's size cover it without overlap. They do when the beginnings are
-   distinct and every end is a beginning or the data's end: then none ends before the next begins, and by the sum
-   none ends after it. */
+/* Returns whether tensors whose sizes add up to the data's size cover it without overlap. They do if the beginnings are
+   distinct and every end is a beginning or the data's end: then no tensor ends before the next begins and, because of
+   the sum, none ends after it. */
 LI_FN bool li_st_covers(const li_st *st, uint64_t *begins) {
   li_st_tensor t;
   size_t cursor = 0, count = 0;
@@ -9116,8 +9126,9 @@ LI_FN bool li_st_unique(const li_st *st, uint64_t *items, size_t count) {
   return true;
 }
 
-/* Makes the index, in names [tensors] and keys [pairs; null: pairs are looked up by walking, and of two equal keys the
-   first counts]. Tensors without data may lie anywhere. Returns null, or a sentence that says what is wrong. */
+/* Makes the index in names [tensors] and keys [pairs]. If keys is null, pairs are looked up by walking, and the first
+   of two equal keys counts. Tensors without data may lie anywhere. Returns null, or a sentence that says what is
+   wrong. */
 LI_FN const char *li_st_index(li_st *st, uint64_t *names, uint64_t *keys) {
   li_st_tensor t;
   li_st_text key, value;
@@ -9133,8 +9144,8 @@ LI_FN const char *li_st_index(li_st *st, uint64_t *names, uint64_t *keys) {
   return NULL;
 }
 
-/* Opens a file in memory, which must outlive it; returns null, or a sentence that says what is wrong. Whether names
-   are unique and data overlap only li_st_index can say. */
+/* Opens a file in memory, which must outlive st. Returns null, or a sentence that says what is wrong. Only li_st_index
+   can say whether names are unique and data overlap. */
 LI_FN const char *li_st_open(li_st *st, const void *bytes, size_t size) {
   li_st_tensor t;
   uint64_t header_size = 0;
@@ -9172,7 +9183,7 @@ LI_FN bool li_st_little(void) {
   return *(const uint8_t *)&one == 1;
 }
 
-/* Returns the value of a pattern with so many bits of exponent and mantissa. */
+/* Returns the value of a bit pattern with these sizes of exponent and mantissa. */
 LI_FN double li_st_real(uint64_t bits, int exponent_bits, int mantissa_bits) {
   const int max = (1 << exponent_bits) - 1, exponent = (int)(bits >> mantissa_bits) & max;
   const uint64_t one = (uint64_t)1 << mantissa_bits, mantissa = bits & (one - 1);
@@ -9184,7 +9195,7 @@ LI_FN double li_st_real(uint64_t bits, int exponent_bits, int mantissa_bits) {
   return sign * ldexp((double)(mantissa + one), exponent + shift);
 }
 
-/* Returns the tensor's data in place where this machine can read it as float, else null. */
+/* Returns the tensor's data in place if this machine can read it as float, else null. */
 LI_FN const float *li_st_borrow(const li_st_tensor *t) {
   const bool fits = t->dtype == LI_ST_F32 && li_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
   if (fits) return (const float *)(const void *)t->data;
@@ -9196,7 +9207,7 @@ LI_FN float li_st_float(const uint8_t *at) {
   return li_float_of(bits);
 }
 
-/* Writes a tensor's elements as float; false: its dtype is none of F32, F16, BF16, F64, and not I8 with scales. */
+/* Writes a tensor's elements as float. Returns false unless its dtype is F32, F16, BF16, F64, or I8 with scales. */
 LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
   const int size = li_st_formats[t->dtype].size, exponent = li_st_formats[t->dtype].exponent;
   if (t->scale) {
@@ -9217,7 +9228,7 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
     const uint8_t *at = t->data + (size_t)i * (size_t)size;
     uint64_t bits = 0;
     for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
-    if (exponent == 8) {             /* a float, or its upper half: NaNs stay as they are */
+    if (exponent == 8) {             /* A float or its upper half keeps NaNs as they are. */
       const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
       memcpy(&out[i], &pattern, sizeof(pattern));
     } else {
@@ -9229,8 +9240,9 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
 
 /* ----------------------------------------
    >>threads: a pool that hands work over in microseconds: its threads spin, then sleep
-   It has at most one thread a core; shares beyond wait for one. First come the system's threads, locks and atomics,
-   then li_pool. Another system takes a block of the same names. Guarded by tests/engine/threads.c.
+   The pool has at most one thread per core; further shares wait for a free one. First come the system's threads, locks
+   and atomics, then li_pool. A port to another system adds a block with the same names. Guarded by
+   tests/engine/threads.c.
    ---------------------------------------- */
 #ifdef _WIN32 /* threads, the clock, files */
 #ifndef WIN32_LEAN_AND_MEAN
