@@ -9303,9 +9303,9 @@ LI_FN int64_t li_process(void) { return (int64_t)getpid(); }
 #ifdef LI_NO_POOL
 LI_FN int li_cores(void) { return 1; }
 #else
-/* A thread makes so many pauses, of 40 to 140 cycles, before it sleeps. That is longer than an op on one thread takes:
-   a thread that is woken often is put on the caller's core, and costs a step its second core for tens of milliseconds.
-   */
+/* A thread makes this many pauses, of 40 to 140 cycles each, before it sleeps. That is longer than an op on one thread
+   takes. A thread that is woken often is put on the caller's core, which costs a step its second core for tens of
+   milliseconds. */
 #define LI_SPINS 10000
 
 typedef struct li_pool {
@@ -9313,15 +9313,15 @@ typedef struct li_pool {
   li_thread *thread; /* theirs */
   void (*task)(void *work, int64_t index);
   void *work;
-  /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds
-     nothing left */
+  /* Atomic: the call's number in the high half, the next index in the low half. A thread that is late finds nothing
+     left. */
   uint64_t ticket;
   uint64_t count;    /* atomic */
   uint64_t done;     /* atomic */
-  uint64_t sleepers; /* atomic: workers that wait for a call, */
-  uint64_t waits;    /* atomic: and whether the call's own thread waits for its end */
+  uint64_t sleepers; /* atomic: workers that wait */
+  uint64_t waits;    /* atomic: the caller waits */
   uint64_t stop;     /* atomic */
-  int64_t process;   /* the workers': a child of fork has the pool's memory but not its threads */
+  int64_t process;   /* A child of fork has the pool's memory but not these threads. */
   li_mutex mutex;
   li_condition wake, finished;
 } li_pool;
@@ -9378,7 +9378,7 @@ LI_HOT void li_pool_wake(li_pool *pool, li_condition *condition) {
   li_mutex_unlock(&pool->mutex);
 }
 
-/* Runs a call's remaining indices. Task and work do not change until all that were taken are done. */
+/* Runs a call's remaining indices. Task and work do not change until all indices that were taken are done. */
 LI_HOT void li_pool_work(li_pool *pool, uint32_t call) {
   uint64_t ticket = li_atomic_load(&pool->ticket);
   while (ticket >> 32 == call && (uint32_t)ticket < li_atomic_load(&pool->count)) {
@@ -9409,15 +9409,15 @@ static LI_THREAD_MAIN li_worker_main(void *user) {
   }
 }
 
-/* Returns false in a child of fork, where there are no workers, and mutex and condition may be in any state. It is
-   asked only where sleepers are woken or threads joined: a call's own thread runs every share that no other takes. */
+/* Returns false in a child of fork, which has no workers, and where mutex and condition may be in any state. This is
+   asked only to wake sleepers or join threads, because a call's own thread runs every share that no other takes. */
 LI_HOT bool li_pool_has_workers(const li_pool *pool) { return pool->process == li_process(); }
 
-/* Begins a call of `count` tasks; returns its number. */
+/* Begins a call of `count` tasks and returns its number. */
 LI_HOT uint32_t li_pool_publish(li_pool *pool, int64_t count) {
   const uint32_t call = li_pool_call(pool) + 2;
   li_atomic_store(&pool->done, 0);
-  /* No thread pairs the new count with the old call. */
+  /* This keeps threads from pairing the new count with the old call. */
   li_atomic_store(&pool->ticket, (uint64_t)(call - 1) << 32 | UINT32_MAX);
   li_atomic_store(&pool->count, (uint64_t)count);
   li_atomic_store(&pool->ticket, (uint64_t)call << 32);
@@ -9434,7 +9434,7 @@ LI_HOT void li_pool_run(void *user, int64_t count, void (*task)(void *work, int6
   for (int spins = 0; li_atomic_load(&pool->done) != (uint64_t)count && spins < LI_SPINS; spins++) li_pause();
   if (li_atomic_load(&pool->done) == (uint64_t)count) return;
 
-  /* A worker was stopped in its share: sleep, so that its core or this one is free for it. */
+  /* A worker was stopped in its share. Sleeping leaves this core or the worker's free for it. */
   li_mutex_lock(&pool->mutex);
   li_atomic_store(&pool->waits, 1);
   while (li_atomic_load(&pool->done) != (uint64_t)count) li_condition_wait(&pool->finished, &pool->mutex);
@@ -9452,7 +9452,7 @@ LI_FN void li_pool_close(li_pool *pool) {
   li_mutex_close(&pool->mutex);
 }
 
-/* Starts the threads, in memory that is the caller's. Where the system gives too few, the pool has none. */
+/* Starts the threads in the caller's memory. If the system gives too few, the pool has none. */
 LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
   memset(pool, 0, sizeof *pool);
   pool->thread = thread;
@@ -9470,10 +9470,10 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 
 /* ----------------------------------------
    >>impl_context: contexts, failures and memory
-   Memory is persistent (parameters and moments: until close) or belongs to the step (activations: a stack that a begin
-   empties). Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows what
-   a block must hold: there the step grows up from the block's start, and what persists down from its end. First come
-   the structs (luna_ctx, li_tensor_state, li_op_state), then sentences and failures, memory (li_persist, li_step,
+   Memory is persistent (parameters and moments, until close) or belongs to the step (activations, a stack that a begin
+   empties). Both are counted in multiples of 64 bytes, alike in every mode, so that a measuring context knows the size
+   of a block. In a block the step grows up from the start, and persistent memory down from the end. First come the
+   structs (luna_ctx, li_tensor_state, li_op_state), then sentences and failures, memory (li_persist, li_step,
    li_piece), and open, close and begin. A new failure is a row of LUNA_ERRORS. Guarded by tests/engine/memory.c and
    tests/robust/mistakes.c.
    ---------------------------------------- */
@@ -9491,30 +9491,30 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 
 #define LI_HUGE_PAGE ((size_t)2 << 20)
 
-typedef struct li_chunk {            /* header of one allocation; its memory follows, aligned, or is on the device */
+typedef struct li_chunk {            /* It heads an allocation; the memory follows, aligned, or is on the device. */
   struct li_chunk *next;
   size_t raw_size;
   char *start;
-  size_t size, used, place;          /* step blocks; place: of start, as pieces count it */
+  size_t size, used, place;          /* For step blocks, place is start as pieces count it. */
   bool remote;                       /* on the device */
 } li_chunk;
-typedef struct li_arena {            /* the allocations of one kind of memory */
-  li_chunk *persistent;              /* allocator mode: list, newest first */
-  li_chunk *steps;                   /* allocator mode: list of step blocks */
+typedef struct li_arena {            /* one kind of memory */
+  li_chunk *persistent;              /* allocator mode, newest first */
+  li_chunk *steps;                   /* allocator mode: step blocks */
   size_t persistent_bytes, step_peak;
 } li_arena;
 
-/* The memory of a stream's step: what is taken lies in a row, and a scope's end moves its result down to where the
-   scope began. A step of single rows reads and writes the same memory each time: its ops are recorded, with their
-   tensors, and later steps run them again. */
+/* The memory of a stream's step is one row of allocations, and a scope's end moves its result down to where the scope
+   began. A step of single rows uses the same memory each time, so its ops are recorded, with their tensors, and later
+   steps run them again. */
 typedef struct li_bump {
-  /* [0]: small things of the host; [1]: data, where start is null if they are only counted */
+  /* [0] has small things of the host, [1] has data. If data are only counted, start is null. */
   struct { char *start; size_t size, used, peak; } part[2];
-  bool single;        /* the rows are single ones of their sequences: luna_op.dots */
-  bool records;       /* ops run now are recorded */
-  luna_op *ops;       /* those that are recorded */
+  bool single;        /* The rows are single ones of their sequences, as luna_op.dots says. */
+  bool records;       /* record the ops run */
+  luna_op *ops;       /* recorded ones */
   size_t count, room;
-  size_t floor, kept; /* bytes of small things that stay: of the stream, and of what is recorded */
+  size_t floor, kept; /* Bytes of small things that stay: the stream's, and recorded ones. */
 } li_bump;
 LI_FN void li_bump_begin(li_bump *b, bool single) {
   b->part[0].used = b->kept;
@@ -9526,67 +9526,67 @@ LI_FN void li_bump_forget(li_bump *b) {
   b->kept = b->floor;
 }
 
-typedef struct li_hooked {           /* what hooks have made for layers, newest first */
+typedef struct li_hooked {           /* made by hooks, newest first */
   struct li_hooked *older;
   void (*close)(void *layer);
   void *layer;
 } li_hooked;
 
-typedef struct li_failure {          /* of a call that makes something: a begin clears the status, and the rest stays */
+typedef struct li_failure {          /* It is left by a call that makes something. A begin clears only the status. */
   luna_status status;
   luna_error_id id;
   char error[320];
 } li_failure;
 
-/* What the tape and the step's memory know of an op. */
+/* This is what the tape and the step's memory know about an op. */
 typedef struct li_op_state {
   luna_op *previous, *next;    /* the tape */
   int64_t number;              /* on the tape */
-  luna_op *recompute_from;     /* of the newest op of a recomputed scope: its oldest */
+  luna_op *recompute_from;     /* The newest op of a recomputed scope points to the oldest. */
   struct li_piece *kept_piece; /* where kept lies */
-  uint8_t depth;               /* of the cheap ops that compute its result again: li_op_depth */
-  int readers;                 /* of its result, among the ops that are now computed again */
-  const luna_trace_scope *scope; /* in which its forward ran */
-  li_attention_own attention;  /* its dropout may be that of a part of a batch */
+  uint8_t depth;               /* This many cheap ops compute its result again (li_op_depth). */
+  int readers;                 /* This many ops, of those computed again now, read its result. */
+  const luna_trace_scope *scope; /* in which forward ran */
+  li_attention_own attention;  /* Its dropout may belong to a part of a batch. */
 } li_op_state;
-/* A part of a batch: the sequences before it, and how many it has; 0: the tensor is no part. */
+/* A part of a batch has `own` sequences after the `first` ones. If own is 0, the tensor is no part. */
 typedef struct li_cut { int64_t first, own; } li_cut;
-/* What they know of a tensor. */
+/* This is what the tape and the step's memory know about a tensor. */
 typedef struct li_tensor_state {
-  luna_op *maker;                   /* the op of the tape whose result this is */
-  luna_op *last_reader;             /* the newest op of the tape that reads it */
-  luna_tensor *older;               /* the tensor made before this one in the step */
-  int64_t offset;                   /* a view's first element within base */
-  struct li_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends */
-  bool keep_data, keep_grad;        /* luna_keep and luna_require_grad: stays until the next begin */
-  bool saved, released, recomputed; /* a backward reads data; data was released; and computed again */
-  bool ended;                       /* its step is over: it is released, and points to nothing */
-  bool internal;                    /* its scope has ended: data are released once backward no longer reads them */
-  bool has_grad;                    /* backward has reached it (grad stays null in a context that measures) */
-  bool given, borrowed;             /* of a parameter: its values are no longer its init's; they are another's */
-  li_cut cut;                       /* what it is of a batch that is shared */
+  luna_op *maker;                   /* made by this op */
+  luna_op *last_reader;             /* newest reader on tape */
+  luna_tensor *older;               /* the step's tensor before this */
+  int64_t offset;                   /* a view's offset in base */
+  struct li_piece *data_piece, *grad_piece; /* They can be released before the step ends. */
+  bool keep_data, keep_grad;        /* luna_keep and luna_require_grad keep them until the next begin. */
+  bool saved, released, recomputed; /* A backward reads data; data was released; it was computed again. */
+  bool ended;                       /* Its step is over. It is released and points to nothing. */
+  bool internal;                    /* Its scope has ended. Data are released once backward does not read them. */
+  bool has_grad;                    /* Backward has reached it. When measuring, grad stays null. */
+  bool given, borrowed;             /* A parameter's values are no longer its init's; they are another's. */
+  li_cut cut;                       /* its part of a batch */
   int64_t counted;                  /* 1 + luna_counted */
 } li_tensor_state;
 
-/* The step's tensors, without their data, lie in slabs that stay until close. Those of two steps in a row have
-   different places: a tensor from an earlier step stays a valid struct, marked ended, until its slot is used again two
-   steps later. */
+/* The step's tensors, without their data, are in slabs that stay until close. Two successive steps use different
+   places. A tensor from an earlier step stays a valid struct, marked ended, until its slot is reused two steps
+   later. */
 #define LI_SLAB 16
 typedef struct li_slab {
   struct li_slab *next;
   luna_tensor of_step[2][LI_SLAB];
   li_tensor_state state[2][LI_SLAB];
 } li_slab;
-typedef struct li_mark {             /* how far a step has come */
-  li_chunk *chunk[2];                /* allocator mode: the step block in use, of the host and of the device, */
-  size_t used[2];                    /* and, in a mark, what is used of it */
-  size_t bytes[2];                   /* of the step; of a stream's parts */
-  size_t gaps[2];                    /* between chunks, in the places of pieces: those of two chunks are not joined */
+typedef struct li_mark {             /* the state of a step */
+  li_chunk *chunk[2];                /* In allocator mode these are the host's and the device's current step block. */
+  size_t used[2];                    /* used there (marks only) */
+  size_t bytes[2];                   /* the step's, or stream's parts */
+  size_t gaps[2];                    /* Gaps between chunks, in places, keep pieces of two chunks from being joined. */
   int64_t pieces_made;
   luna_tensor *made;                 /* the newest tensor */
-  li_slab *slab;                     /* the one in use, null before the first tensor */
+  li_slab *slab;                     /* current, null without tensors */
   int slab_used;
-  char *small, *small_end;           /* what is left for small things of the host */
+  char *small, *small_end;           /* room for small things */
 } li_mark;
 typedef struct li_sharing { struct li_sharing *next; const luna_ctx *owner; } li_sharing;
 
@@ -9595,55 +9595,55 @@ typedef struct li_trace_paths { int count; luna_trace_scope path[LI_TRACE_PATHS]
 
 struct luna_ctx {
   luna_options options;
-  li_tensor_state none;      /* of shapes and of a stream's tensors, which have nothing in it */
+  li_tensor_state none;      /* It belongs to shapes and a stream's tensors, and is empty. */
   const li_kernels *kernels;
   const luna_backend *backend;
   li_parallel parallel;
-  void *self;                /* the backend's own, of this context */
-  struct li_sharing *sharing; /* contexts whose parameters this one reads, where work is queued; newest first */
-  char *block_start, *block_end; /* block mode: what is left between step and persistent is free */
-  li_arena arena[2];         /* the host's, and a device's, which holds tensors' values */
-  struct li_bump *bump;      /* a stream's own context: all its step has; else null */
-  struct li_piece *pieces;   /* free ones of the step's memory; */
-  struct li_piece *highest;  /* of all of them, where they are cut up and joined */
+  void *self;                /* the backend's, per context */
+  struct li_sharing *sharing; /* Newest first, it lists contexts whose parameters this one reads, if work is queued. */
+  char *block_start, *block_end; /* Block mode: what is between step and persistent memory is free. */
+  li_arena arena[2];         /* The host has one, and a device another, which holds tensors' values. */
+  struct li_bump *bump;      /* A stream's own context has all memory of its step here. */
+  struct li_piece *pieces;   /* free ones */
+  struct li_piece *highest;  /* The highest of all is here if pieces are cut up and joined. */
   li_mark step;
   li_slab *slabs;
-  size_t slabs_end;          /* the newest slab's, in bytes that persist */
-  uint32_t begins;           /* odd and even steps have one half of the slabs each */
+  size_t slabs_end;          /* The newest slab ends here, in persistent bytes. */
+  uint32_t begins;           /* Odd and even steps have one half of the slabs each. */
   size_t peak;
   luna_step_state *state;    /* in backend memory */
   luna_op *tape;
-  const luna_op *custom;     /* the custom op that runs */
-  struct luna_lm_state *carried; /* the state that the step continues, or null */
+  const luna_op *custom;     /* the one that runs */
+  struct luna_lm_state *carried; /* the step continues it; null */
   uint32_t dropout_ops;
   bool training;
-  bool recomputing;          /* the step has recomputed scopes: constants that ops of the tape read stay */
-  bool paused;               /* training, but nothing joins the tape: a stream is opened */
-  bool reserving;            /* a stream's opening: memory is counted, nothing is computed */
-  bool differentiated;       /* luna_backward has succeeded since begin */
-  bool stepped;              /* an optimiser has made its step since begin */
-  uint64_t reported;         /* skipped steps that options.log has had */
-  /* the first failure since begin; that of the last call which returned a status */
+  bool recomputing;          /* The step has recomputed scopes, so constants that the tape reads stay. */
+  bool paused;               /* A stream is opened in training, and nothing joins the tape. */
+  bool reserving;            /* A stream is opened: memory is counted, nothing computed. */
+  bool differentiated;       /* luna_backward succeeded since begin */
+  bool stepped;              /* stepped since begin */
+  uint64_t reported;         /* skipped steps already logged */
+  /* `status` is the first failure since begin, `last_status` is from the last call that returned a status. */
   luna_status status, last_status;
-  luna_status open_status;   /* the device could not be opened: every call says so */
-  luna_error_id error_id;    /* of: */
+  luna_status open_status;   /* If the device could not be opened, every call says so. */
+  luna_error_id error_id;    /* the id of error */
   char error[320];
-  const char *call;          /* the outermost init, load or save under way, which failures inside it name */
-  const char *path;          /* its file; null: bytes or luna_io */
-  int setups;                /* inits under way, one inside another */
-  li_failure failure;        /* the first since the last begin, or an earlier one: the next begin reports it */
-  uint64_t backwards;        /* luna_backward calls that succeeded */
+  const char *call;          /* Failures name the outermost init, load or save under way. */
+  const char *path;          /* The file of the call is null for bytes and luna_io. */
+  int setups;                /* inits under way, nested */
+  li_failure failure;        /* The next begin reports this one, the first since the last begin or an earlier one. */
+  uint64_t backwards;        /* successful luna_backward calls */
   uint64_t writes;           /* calls that changed parameters */
   struct luna_optimizer *optimizers; /* newest first */
-  bool unread;               /* an optimiser on a device has made a step whose result the host has not read */
-  luna_part part;            /* what luna_begin_part said; */
-  bool shares;               /* and whether it did */
-  const luna_params *newest; /* of its parameter sets */
+  bool unread;               /* An optimiser on a device has made a step that the host has not read. */
+  luna_part part;            /* from luna_begin_part */
+  bool shares;               /* whether part is set */
+  const luna_params *newest; /* newest parameter set */
   li_hooked *hooked;
   luna_tracer trace;         /* null: none */
   void *trace_user;
-  li_trace_paths *paths;     /* null before the first luna_trace */
-  const luna_trace_scope *scope; /* the one under way, as far as it is traced */
+  li_trace_paths *paths;     /* null before luna_trace */
+  const luna_trace_scope *scope; /* current, if traced */
 };
 
 /* Names the call that failures belong to, unless it is inside another call. Returns the outer one, for li_leave. */
@@ -9722,7 +9722,7 @@ LI_FN void li_print(char *out, size_t room, const char *format, ...) {
   va_end(values);
 }
 
-/* Keeps a failure. In a call that is no op (ctx->call) the newest sentence counts; elsewhere the first since begin. */
+/* Keeps a failure. In a call that is no op (ctx->call) the newest sentence counts, elsewhere the first since begin. */
 LI_FN void li_report(luna_ctx *ctx, luna_error_id id, luna_status status, const char *sentence) {
   const bool open = ctx->open_status == LUNA_OK, in_call = ctx->call != NULL;
   if (in_call && !open) {
@@ -9743,7 +9743,7 @@ LI_FN void li_report_values(luna_ctx *ctx, int id, va_list values) {
   li_format(sentence, sizeof sentence, li_sentence_of((luna_error_id)id), values);
   li_report(ctx, (luna_error_id)id, (luna_status)li_statuses[id], sentence);
 }
-/* Sends options.log a sentence: what it says is no failure, but seldom meant. */
+/* Sends options.log a sentence about something that is not a failure but seldom intended. */
 LI_FN void li_note(const luna_ctx *ctx, const char *format, ...) {
   char sentence[sizeof ctx->error];
   va_list values;
@@ -9752,7 +9752,7 @@ LI_FN void li_note(const luna_ctx *ctx, const char *format, ...) {
   va_end(values);
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
-/* Reports a failure, a LUNA_ERROR_... with its sentence's values. Returns null, for an op's `return li_fail(...)`. */
+/* Reports a failure: a LUNA_ERROR_... with its sentence's values. Returns null, for an op's `return li_fail(...)`. */
 LI_FN luna_tensor *li_fail(luna_ctx *ctx, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -9760,7 +9760,7 @@ LI_FN luna_tensor *li_fail(luna_ctx *ctx, int id, ...) {
   va_end(values);
   return NULL;
 }
-/* Does the same for a call that is no op: it returns the status, and always leaves its own sentence. */
+/* Does the same for a call that is no op. It returns the status and always leaves its own sentence. */
 LI_FN luna_status li_fail_status(luna_ctx *ctx, int id, ...) {
   const char *outer = li_enter(ctx, "a call");
   va_list values;
@@ -9770,21 +9770,21 @@ LI_FN luna_status li_fail_status(luna_ctx *ctx, int id, ...) {
   li_leave(ctx, outer);
   return ctx->last_status;
 }
-/* Says what the backend did not say itself. */
+/* Reports a failure for which the backend left no sentence. */
 LI_FN luna_tensor *li_fail_backend(luna_ctx *ctx, const char *name, luna_status status) {
   char sentence[sizeof ctx->error];
   li_print(sentence, sizeof sentence, li_sentence_of(LUNA_ERROR_BACKEND), name, luna_status_text(status));
   li_report(ctx, LUNA_ERROR_BACKEND, status, sentence);
   return NULL;
 }
-/* Reports what a backend call returned, for `return`; the backend's own sentence stays. */
+/* Reports what a backend call returned, for `return`. The backend's own sentence stays. */
 LI_FN luna_status li_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
   if (status == LUNA_OK) return LUNA_OK;
   if (ctx->status == LUNA_OK) li_fail_backend(ctx, name, status);
   return ctx->last_status = ctx->status;
 }
-/* A check that fails says why and is false: by li_refuse in calls that give tensors, by li_refuse_call in those that
-   give a status, and by li_refused after a function that says it. */
+/* A failed check is false and leaves a sentence: by li_refuse in calls that return tensors, by li_refuse_call in calls
+   that return a status, and by li_refused after a function that reports. */
 #define li_refused(said) ((void)(said), false)
 #define li_refuse(...) li_refused(li_fail(__VA_ARGS__))
 #define li_refuse_call(...) li_refused(li_fail_status(__VA_ARGS__))
@@ -9834,11 +9834,11 @@ LI_FN void li_raw_release(const luna_allocator *a, void *at, size_t bytes) {
   else LUNA_FREE(at);
 }
 
-/* Whether values are in memory that the host cannot read. */
+/* Returns whether the host cannot read values. */
 LI_HOT bool li_on_device(const luna_ctx *ctx) {
   return ctx->backend->allocate && !ctx->options.measure;
 }
-/* False: data pointers may be null, and only sizes are used. */
+/* If this is false, data pointers may be null, and only sizes are used. */
 LI_HOT bool li_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LI_FN bool li_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
@@ -9848,7 +9848,7 @@ LI_HOT size_t li_used(const luna_ctx *ctx) {
 }
 
 #ifndef LI_SEPARATE
-#define LI_SEPARATE false            /* tests/cuda/cuda.c: each tensor of a device alone in an allocation of its size */
+#define LI_SEPARATE false            /* For tests/cuda/cuda.c each tensor is alone in an allocation of its size. */
 #endif
 
 LI_FN li_chunk *li_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
@@ -9892,8 +9892,8 @@ LI_HOT void li_count_peak(luna_ctx *ctx, bool remote) {
   if (bytes > ctx->arena[remote].step_peak) ctx->arena[remote].step_peak = bytes;
 }
 
-/* Takes memory until close, zeroed; false: there is none. `data` is only counted where the context measures, when *out
-   is null, and lies on the device of a context that has one. */
+/* Takes zeroed memory until close. Returns false if there is none. `data` is on the device if the context has one; if
+   the context measures, it is only counted, and *out is null. */
 LI_FN bool li_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = li_round(bytes);
   const bool remote = data && li_on_device(ctx);
@@ -9929,7 +9929,7 @@ LI_FN li_persistent_mark li_persistent(const luna_ctx *ctx) {
 }
 LI_FN void li_persistent_rewind(luna_ctx *ctx, li_persistent_mark mark) {
   const li_arena *was = mark.arena;
-  /* An init ran ops: their tensors stay, and all before them. */
+  /* An init ran ops, so their tensors stay, and all memory before them. */
   if (ctx->slabs_end > was[0].persistent_bytes) return;
 
   for (int i = 0; i < 2; i++) {
@@ -9965,7 +9965,7 @@ LI_HOT void li_step_rewind(luna_ctx *ctx, li_mark mark) {
   ctx->step = mark;
 }
 
-/* Returns the first chunk from the current one on that has `size` bytes left, else a new last one of `grown`. */
+/* Returns the first chunk from the current one on with `size` bytes left, else a new last chunk of `grown` bytes. */
 LI_HOT li_chunk *li_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
   const bool alone = remote && LI_SEPARATE;
   li_chunk *chunk = ctx->step.chunk[remote], **last = &ctx->arena[remote].steps;
@@ -9982,8 +9982,8 @@ LI_HOT li_chunk *li_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t gr
 }
 
 LI_HOT void *li_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* Outside training free pieces are joined, though not across chunks. So the host takes up to 64 MB more, which stay
-     untouched until they are needed, until the next begin; a device, where memory is short, takes little more. */
+  /* Outside training free pieces are joined, but not across chunks. So the host takes up to 64 MB more until the next
+     begin, which stay untouched until needed. A device, where memory is short, takes little more. */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->step.bytes[remote];
   size_t bytes = remote ? 0 : used;
   if (!ctx->training && remote) bytes = used / 16;
@@ -10011,7 +10011,7 @@ LI_FN bool li_bump_take(li_bump *b, bool data, size_t bytes, void **out) {
   if (b->part[data].used > b->part[data].peak) b->part[data].peak = b->part[data].used;
   return true;
 }
-/* Takes memory of the step, not zeroed; `data` as for li_persist. */
+/* Takes memory of the step, not zeroed. `data` is as for li_persist. */
 LI_HOT bool li_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = li_round(bytes);
   if (ctx->bump) return li_bump_take(ctx->bump, data, bytes, out);
@@ -10028,20 +10028,20 @@ LI_HOT bool li_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   return true;
 }
 
-/* Returns host memory of the step; null with a sentence. */
+/* Returns host memory of the step, or null with a sentence. */
 LI_FN void *li_step_host(luna_ctx *ctx, const char *name, size_t bytes) {
   void *memory;
   if (!li_step(ctx, bytes ? bytes : 1, false, &memory)) li_fail_op_memory(ctx, name, bytes);
   return memory;
 }
-/* Returns host memory until close, zeroed; null with the sentence of a call that returns a status. */
+/* Returns zeroed host memory until close, or null with the sentence of a call that returns a status. */
 LI_FN void *li_persist_host(luna_ctx *ctx, const char *name, size_t bytes) {
   void *memory;
   if (!li_persist(ctx, bytes, false, &memory)) li_fail_memory(ctx, name, bytes);
   return memory;
 }
 
-/* Small things of the host that last until the next begin lie together, so that they part no pieces. */
+/* Small things of the host that last until the next begin are together, so that they do not separate pieces. */
 #define LI_SMALL 2048
 LI_HOT bool li_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   const size_t size = (bytes + 15) / 16 * 16;
@@ -10057,15 +10057,15 @@ LI_HOT bool li_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
-/* Pieces are parts of the step's memory that can be released before the step ends; tensors' data and gradients lie in
-   them. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
-   bytes from the step's start, alike in every mode, and so decisions are alike. But pieces of two chunks are not
-   joined: a step that takes new chunks can take a little more or less than it will from then on. Free pieces are a
-   treap, sorted by size, of equal ones the highest place first, with priorities as if at random: finding, taking and
-   giving one takes the logarithm of their number. */
+/* Pieces are parts of the step's memory that can be released before the step ends. Tensors' data and gradients are in
+   pieces. In training most sizes recur, and pieces stay as they are; otherwise they are cut up and joined. Places count
+   bytes from the step's start, alike in every mode, so all modes decide alike. But pieces of two chunks are not joined,
+   so a step that takes new chunks can take a little more or less than later steps. Free pieces are a treap, sorted by
+   size, then by falling place, with pseudo-random priorities. Finding, taking and giving back a piece takes logarithmic
+   time. */
 typedef struct li_piece {
-  struct li_piece *by_size[2];    /* its children there; [0] of a piece that is taken is itself */
-  struct li_piece *below, *above; /* where pieces are cut up and joined: its neighbours, free or taken */
+  struct li_piece *by_size[2];    /* Children in the treap; a taken piece has itself in [0]. */
+  struct li_piece *below, *above; /* If pieces are cut up and joined, these are its neighbours, free or taken. */
   size_t place, size;
 } li_piece;
 LI_HOT bool li_pieces_alone(const luna_ctx *ctx) { return LI_SEPARATE && li_on_device(ctx); }
@@ -10082,13 +10082,13 @@ LI_HOT li_piece *li_piece_make(luna_ctx *ctx, size_t size) {
   ctx->step.pieces_made++;
   return piece;
 }
-/* Returns a piece's memory; null where memory is only counted. */
+/* Returns a piece's memory, or null if memory is only counted. */
 LI_HOT void *li_piece_at(const luna_ctx *ctx, const li_piece *piece) {
   const li_chunk *chunk = ctx->arena[li_on_device(ctx)].steps;
   if (!li_computes(ctx)) return NULL;
   if (ctx->options.block) return ctx->block_start + piece->place;
   while (chunk && piece->place - chunk->place >= chunk->used) chunk = chunk->next;
-  if (!chunk) return NULL;           /* a piece of no bytes */
+  if (!chunk) return NULL;           /* a piece without bytes */
   return chunk->start + (piece->place - chunk->place);
 }
 LI_FN void li_piece_link(luna_ctx *ctx, li_piece *piece, li_piece *below) {
@@ -10103,7 +10103,7 @@ LI_FN void li_piece_link(luna_ctx *ctx, li_piece *piece, li_piece *below) {
 LI_HOT bool li_piece_before(const li_piece *a, const li_piece *b) {
   return a->size < b->size || (a->size == b->size && a->place > b->place);
 }
-LI_HOT uint64_t li_piece_priority(const li_piece *piece) { /* of different places never the same */
+LI_HOT uint64_t li_piece_priority(const li_piece *piece) { /* Different places never have the same one. */
   const uint64_t mixed = (uint64_t)piece->place * 0x9E3779B97F4A7C15u;
   return (mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15u;
 }
@@ -10113,7 +10113,7 @@ LI_HOT void li_piece_insert(luna_ctx *ctx, li_piece *piece) {
   while (*link && li_piece_priority(*link) > priority) link = &(*link)->by_size[li_piece_before(*link, piece)];
   li_piece *rest = *link;
   *link = piece;
-  while (rest) {                     /* those before it on one side, those after it on the other */
+  while (rest) {                     /* smaller and larger ones */
     const bool after = !li_piece_before(rest, piece);
     *side[after] = rest;
     side[after] = &rest->by_size[!after];
@@ -10144,7 +10144,7 @@ LI_HOT void li_piece_remove(luna_ctx *ctx, li_piece *piece) {
 LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   const bool alone = li_pieces_alone(ctx), splits = li_pieces_split(ctx);
   const size_t size = alone ? bytes : li_round(bytes);
-  size_t slack = alone ? 0 : size / 8; /* how much too large it may be */
+  size_t slack = alone ? 0 : size / 8; /* how much larger it may be */
   if (splits) slack = 24 * size;
   const bool remote = li_on_device(ctx);
   li_piece *best = NULL, *rest;
@@ -10172,7 +10172,7 @@ LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   li_piece_insert(ctx, rest);
   return best;
 }
-/* Joins two neighbours, of which only `other` may be free, to one, the lower, where that is possible. */
+/* Joins two neighbours into the lower one, if possible. Only `other` may be free. */
 LI_FN bool li_piece_join(luna_ctx *ctx, li_piece *lower, li_piece *upper, li_piece *other) {
   if (!other || other->by_size[0] == other || lower->place + lower->size != upper->place) return false;
   li_piece_remove(ctx, other);
@@ -10194,10 +10194,10 @@ LI_HOT void li_piece_give(luna_ctx *ctx, li_piece **given) {
   li_piece_insert(ctx, piece);
 }
 
-/* Goes back to where the step's memory ended at `end`: free is what was free then, less what has been taken and not
-   given back since; but nothing where pieces are cut up, since some of them are themselves in memory that goes. */
+/* Goes back to when the step's memory ended at `end`. The pieces free then are free again, unless taken since and not
+   given back. But if pieces are cut up none is free, since some are themselves in memory that goes. */
 LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end) {
-  li_piece *piece, *next, *list = NULL; /* by by_size[1] */
+  li_piece *piece, *next, *list = NULL; /* linked by by_size[1] */
   for (piece = ctx->highest; piece; piece = next) {
     next = piece->below;
     piece->below = piece->above = NULL;
@@ -10215,13 +10215,13 @@ LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end) {
   }
 }
 
-/* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
+/* Empties the step. Several blocks become one of their total size, so that a steady step allocates nothing. */
 LI_FN void li_step_clear(luna_ctx *ctx) {
   li_mark nothing;
   memset(&nothing, 0, sizeof nothing);
   li_step_rewind(ctx, nothing);
   ctx->begins++;
-  if (!ctx->options.measure) { /* a measuring context owns nothing that it counts */
+  if (!ctx->options.measure) { /* A measuring context owns nothing that it counts. */
     for (int i = 0; i < 2; i++) {
       li_arena *arena = &ctx->arena[i];
       if (!arena->steps || !arena->steps->next) continue;
@@ -10236,7 +10236,7 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
   luna_memory_usage use = { 0, 0 };
   if (!ctx) return use;
 
-  use.current = li_used(ctx) + (LI_ALIGN - 1); /* a block may have any alignment */
+  use.current = li_used(ctx) + (LI_ALIGN - 1); /* Any block alignment will do. */
   use.peak = ctx->peak + (LI_ALIGN - 1);
   return use;
 }
@@ -10253,7 +10253,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
 #ifndef LI_NO_POOL
   if (ctx->parallel.run == li_pool_run) li_pool_close((li_pool *)ctx->parallel.user);
 #endif
-  luna_ctx last = *ctx;              /* the oldest chunk of the host holds ctx */
+  luna_ctx last = *ctx;              /* The host's oldest chunk holds ctx. */
   for (int i = 1; i >= 0; i--) {
     if (i == 0 && last.self) last.backend->close(last.self);
     while (last.arena[i].steps) li_chunk_close(&last, &last.arena[i].steps);
@@ -10275,7 +10275,7 @@ LI_FN bool li_open_threads(luna_ctx *ctx) {
 #else
   const size_t pool_size = li_round(sizeof(li_pool));
   const int64_t workers = li_min(ctx->parallel.threads, li_cores()) - 1;
-  void *memory;                      /* enough for a machine of as many cores */
+  void *memory;                      /* enough for this many cores */
 
   if (!li_persist(ctx, pool_size + (size_t)(ctx->parallel.threads - 1) * sizeof(li_thread), false, &memory))
     return false;
@@ -10365,7 +10365,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   return ctx;
 }
 
-/* On a device, orders what this context does next after what the owners of its shared sets have queued. */
+/* On a device, orders this context's next work after what the owners of its shared sets have queued. */
 LI_FN luna_status li_wait_for_owners(luna_ctx *ctx) {
   luna_status status = LUNA_OK;
   for (const li_sharing *one = ctx->sharing; one && status == LUNA_OK; one = one->next)
@@ -10374,12 +10374,12 @@ LI_FN luna_status li_wait_for_owners(luna_ctx *ctx) {
 }
 
 LUNA_API luna_isa luna_isa_of(const luna_ctx *ctx) { return ctx ? ctx->kernels->isa : luna_isa_best(); }
-/* Whether the next begin makes this step again. */
+/* Returns whether the next begin repeats this step. */
 LI_FN bool li_step_failed(const luna_ctx *ctx) {
   return ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
 }
 LI_FN void li_state_turn(struct luna_lm_state *s);
-/* Begins with no error, or that of what could not be made since the last begin. */
+/* Clears the error, or sets that of a call that failed to make something since the last begin. */
 LI_FN void li_clear_error(luna_ctx *ctx) {
   ctx->status = ctx->failure.status;
   ctx->error_id = LUNA_ERROR_NONE;
@@ -10396,7 +10396,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->open_status != LUNA_OK) return ctx->open_status;
 
-  const bool repeated = li_step_failed(ctx); /* keeps its number: the same dropout */
+  const bool repeated = li_step_failed(ctx); /* keeps number and dropout */
   if (ctx->carried) li_state_turn(ctx->carried);
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
@@ -10447,7 +10447,7 @@ LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *se
   if (ctx) li_report(ctx, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
-/* Reads the state, and waits for the device; gives zeros where there is none or it fails. */
+/* Reads the state and waits for the device. Gives zeros if there is no state or this fails. */
 LI_FN luna_status li_state_read(luna_ctx *ctx, const luna_step_state *state, luna_step_state *now) {
   memset(now, 0, sizeof *now);
   if (state && !ctx->options.measure) return ctx->backend->copy(ctx, now, state, sizeof *now, 2);
