@@ -9532,7 +9532,7 @@ typedef struct li_hooked {           /* made by hooks, newest first */
   void *layer;
 } li_hooked;
 
-typedef struct li_failure {          /* It is left by a call that makes something. A begin clears only the status. */
+typedef struct li_failure {          /* A call that makes something leaves it. A begin clears only its status. */
   luna_status status;
   luna_error_id id;
   char error[320];
@@ -9561,7 +9561,7 @@ typedef struct li_tensor_state {
   bool keep_data, keep_grad;        /* luna_keep and luna_require_grad keep them until the next begin. */
   bool saved, released, recomputed; /* A backward reads data; data was released; it was computed again. */
   bool ended;                       /* Its step is over. It is released and points to nothing. */
-  bool internal;                    /* Its scope has ended. Data are released once backward does not read them. */
+  bool internal;                    /* Its scope has ended. Data are released once backward no longer reads them. */
   bool has_grad;                    /* Backward has reached it. When measuring, grad stays null. */
   bool given, borrowed;             /* A parameter's values are no longer its init's; they are another's. */
   li_cut cut;                       /* its part of a batch */
@@ -9614,14 +9614,14 @@ struct luna_ctx {
   luna_step_state *state;    /* in backend memory */
   luna_op *tape;
   const luna_op *custom;     /* the one that runs */
-  struct luna_lm_state *carried; /* the step continues it; null */
+  struct luna_lm_state *carried; /* continued by the step */
   uint32_t dropout_ops;
   bool training;
   bool recomputing;          /* The step has recomputed scopes, so constants that the tape reads stay. */
   bool paused;               /* A stream is opened in training, and nothing joins the tape. */
   bool reserving;            /* A stream is opened: memory is counted, nothing computed. */
   bool differentiated;       /* luna_backward succeeded since begin */
-  bool stepped;              /* stepped since begin */
+  bool stepped;              /* an optimiser has stepped */
   uint64_t reported;         /* skipped steps already logged */
   /* `status` is the first failure since begin, `last_status` is from the last call that returned a status. */
   luna_status status, last_status;
@@ -10236,7 +10236,7 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
   luna_memory_usage use = { 0, 0 };
   if (!ctx) return use;
 
-  use.current = li_used(ctx) + (LI_ALIGN - 1); /* Any block alignment will do. */
+  use.current = li_used(ctx) + (LI_ALIGN - 1); /* A block may have any alignment. */
   use.peak = ctx->peak + (LI_ALIGN - 1);
   return use;
 }
@@ -10275,7 +10275,7 @@ LI_FN bool li_open_threads(luna_ctx *ctx) {
 #else
   const size_t pool_size = li_round(sizeof(li_pool));
   const int64_t workers = li_min(ctx->parallel.threads, li_cores()) - 1;
-  void *memory;                      /* enough for this many cores */
+  void *memory;                      /* enough for all threads */
 
   if (!li_persist(ctx, pool_size + (size_t)(ctx->parallel.threads - 1) * sizeof(li_thread), false, &memory))
     return false;
@@ -10461,7 +10461,7 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
 
 /* ----------------------------------------
    >>impl_backend: the kinds of ops, and what the CPU's backend does beside them: it copies and zeroes memory, counts
-   steps, and makes the optimisers' norm and update. >>impl_ops has the ops, and at its end the table with all of this.
+   steps, and makes the optimisers' norm and update. >>impl_ops has the ops and, at its end, the table with all of this.
    Guarded by tests/engine/trainer.c and tests/engine/optimizer_hook.c.
    ---------------------------------------- */
 static const struct { const char *name; int reads; bool cheap; } li_ops[] = {
@@ -10476,7 +10476,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   return "unknown";
 }
 
-#define LI_SPLIT 8192             /* elements that are worth a thread */
+#define LI_SPLIT 8192             /* elements worth a thread */
 
 LI_INLINE int64_t li_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
 LI_HOT int64_t li_rows(const luna_tensor *t) {
@@ -10515,7 +10515,7 @@ LI_FN luna_status li_cpu_check(luna_ctx *ctx, const luna_tensor *loss, luna_step
 typedef struct li_update_work {
   const li_kernels *kernels;
   li_update update;
-  const luna_rule *rule; /* null: the sums are of the gradient's squares */
+  const luna_rule *rule; /* If this is null, the sums are of the gradient's squares. */
   double sums[4], partial[64][4];
 } li_update_work;
 LI_HOT li_update li_update_part(const li_update *whole, int64_t first, int64_t last) {
@@ -10645,9 +10645,9 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
 
 /* ----------------------------------------
    >>impl_trace: the events of luna_trace
-   Paths of scopes are kept once each (li_trace_paths), so that an op of the tape can name its own. First comes the
-   clock, then scopes and begins, then ops and what they cost: an op with products of its own takes a case of
-   li_op_flops. Guarded by tests/engine/profile.c.
+   Each path of scopes is kept once (li_trace_paths), so that an op of the tape can name its own. First comes the clock,
+   then scopes and begins, then ops and their costs. An op with new products needs a case in li_op_flops. Guarded by
+   tests/engine/profile.c.
    ---------------------------------------- */
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
@@ -10662,7 +10662,7 @@ LUNA_API double luna_seconds(luna_ctx *ctx) {
   QueryPerformanceCounter(&now);
   return (double)now.QuadPart / (double)second.QuadPart;
 #elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
-  struct timeval now;                /* clock_gettime is hidden where only C99 is asked for */
+  struct timeval now;                /* Strict C99 hides clock_gettime. */
   gettimeofday(&now, NULL);
   return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
 #else
@@ -10698,7 +10698,7 @@ LI_FN void li_trace_send(luna_ctx *ctx, luna_trace_event e) {
   if (ctx->trace) ctx->trace(ctx->trace_user, &e);
 }
 
-/* Returns the path of a scope of this name inside the one under way; null where no more are held. */
+/* Returns the path of a scope with this name inside the current one, or null if no more paths fit. */
 LI_FN luna_trace_scope *li_trace_path(luna_ctx *ctx, const char *name) {
   li_trace_paths *paths = ctx->paths;
   if (strncmp(name, "luna_", 5) == 0) name += 5;
@@ -10720,7 +10720,7 @@ LI_FN void li_trace_enter(luna_ctx *ctx, const char *name) {
   scope->start = e.start;
   li_trace_send(ctx, e);
 }
-/* Ends the scopes inside `outer`, unless the one under way is not inside it, because they have ended already. */
+/* Ends the scopes inside `outer`. If the current scope is not inside it, they have ended already. */
 LI_FN void li_trace_leave(luna_ctx *ctx, const luna_trace_scope *outer) {
   const luna_trace_scope *around = ctx->scope;
   while (around && around != outer) around = around->outer;
@@ -10749,7 +10749,7 @@ LI_FN double li_op_flops(const luna_op *op) {
     case LUNA_OP_LINEAR_CROSS_ENTROPY: return 2 * (double)li_rows(a) * (double)luna_count(b);
     case LUNA_OP_FEED_FORWARD:
       return 2 * (double)li_rows(a) * (double)(luna_count(b) + luna_count(op->in[3]) + luna_count(op->in[6]));
-    case LUNA_OP_SOFTMAX_ATTENTION:  /* of a ragged batch: as if its sequences were of one length */
+    case LUNA_OP_SOFTMAX_ATTENTION:  /* The sequences of a ragged batch count as equally long. */
       pairs = (double)li_rows(a) * (double)li_rows(b) / (double)li_max(op->arg.attention.batch, 1);
       return 2 * pairs * (double)(li_last(a) + li_last(op->in[op->inputs - 1])) * (op->arg.attention.causal ? 0.5 : 1);
     case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
@@ -10761,8 +10761,8 @@ LI_FN double li_op_flops(const luna_op *op) {
   }
 }
 
-/* Returns the bytes that an op reads and writes: forward, all inputs and results; backward, the gradients of both and
-   the data that it reads. */
+/* Returns the bytes that an op reads and writes. Forward these are all inputs and results; backward, the gradients of
+   both and the data that it reads. */
 LI_FN double li_op_bytes(const luna_op *op, bool backward) {
   const int reads = li_ops[op->kind].reads;
   double floats = 0;
@@ -10770,7 +10770,7 @@ LI_FN double li_op_bytes(const luna_op *op, bool backward) {
     floats += (double)luna_count(op->out[i]) * (1 + (backward && reads & LUNA_READS_OUT(i)));
   for (int i = 0; i < op->inputs; i++) {
     const luna_tensor *t = op->in[i];
-    const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* of which only rows are read */
+    const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* only rows are read */
     const double count = (double)luna_count(table ? op->out[0] : t);
     if (!t) continue;
     if (!backward || reads & LUNA_READS_IN(i)) floats += count;
@@ -10779,7 +10779,6 @@ LI_FN double li_op_bytes(const luna_op *op, bool backward) {
   return floats * (double)sizeof(float) + (double)op->kept_size;
 }
 
-/* Runs an op's forward or backward. */
 LI_FN luna_status li_op_call(luna_op *op, bool backward) {
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
@@ -10801,20 +10800,20 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
 
 /* ----------------------------------------
    >>impl_tensors: tensors, scopes, and the tape
-   Tensors come first, then scopes, which release what nobody needs, reading and writing, building an op, and backward.
-   An op is built on the caller's stack (li_build, li_start). li_finish takes memory for its outputs, what it keeps and
-   its workspace from the step, runs it, and puts it on the tape when a gradient may be wanted; a failure undoes
-   everything. luna_backward walks the tape back. li_op_state and li_tensor_state (>>impl_context) have what it knows of
+   Tensors come first, then scopes, which release what is no longer needed, reading and writing, building an op, and
+   backward. An op is built on the caller's stack (li_build, li_start). li_finish takes its outputs, what it keeps and
+   its workspace from the step's memory, runs it, and puts it on the tape if a gradient may be wanted; a failure undoes
+   everything. luna_backward walks the tape back. li_op_state and li_tensor_state (>>impl_context) are what it knows of
    ops and tensors. Guarded by tests/engine: ops.c, scopes.c, recompute.c and memory.c.
    ---------------------------------------- */
-/* Every op asks for it, so it is not compiled for size, as other public functions are. */
+/* Every op calls it, so unlike other public functions it is not compiled for size. */
 int64_t luna_count(const luna_tensor *t) {
   if (t) return t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3];
   return 0;
 }
 
-/* Returns the elements of a shape, -1 for no shape: its rank, a negative size, or too many. There a 0 counts as 1, so
-   that no product of axes overflows. */
+/* Returns the elements of a shape, or -1 if its rank or a size is invalid or they are too many. In that check 0 counts
+   as 1, so that no product of axes overflows. */
 LI_HOT int64_t li_shape_count(int rank, const int64_t *shape) {
   int64_t count = 1, bound = 1;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank > 0 && !shape)) return -1;
@@ -10834,7 +10833,7 @@ LI_HOT void li_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t
   t->own = &ctx->none;
 }
 
-/* Returns a tensor of the step without data, or null: no memory. */
+/* Returns a tensor of the step without data, or null if there is no memory. */
 LI_HOT luna_tensor *li_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
   li_mark *step = &ctx->step;
   void *memory;
@@ -10880,8 +10879,8 @@ LI_HOT bool li_data_take(luna_tensor *t) {
   return t->own->data_piece != NULL;
 }
 
-/* Returns a tensor of the step whose values are not set; null, without a sentence, when there is no memory or no such
-   shape. */
+/* Returns a tensor of the step with values not set. Returns null, without a sentence, if there is no memory or the
+   shape is invalid. */
 LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
   const int64_t count = li_shape_count(rank, shape);
   luna_tensor *t = NULL;
@@ -10908,7 +10907,7 @@ LI_HOT void li_release(luna_tensor *t) {
   t->data = NULL;
   t->own->released = true;
 }
-/* Its step is over, or has gone back to where memory ended at `end`. */
+/* Ends a tensor, because its step is over or has gone back to where memory ended at `end`. */
 LI_HOT void li_tensor_end(luna_tensor *t, size_t end) {
   if (t->own->data_piece && t->own->data_piece->place < end) li_release(t);
   t->data = t->grad = NULL;
@@ -10921,8 +10920,8 @@ LI_HOT void li_tensor_end(luna_tensor *t, size_t end) {
   t->own->released = t->own->ended = true;
 }
 
-/* Marks what an op will read in backward. A cheap op also keeps its small inputs, so that its result can be computed
-   again, but not those made from nothing, as sinusoids are. */
+/* Marks what backward will read. A cheap op also keeps its small inputs, so that its result can be computed again,
+   except inputs made from nothing, such as sinusoids. */
 LI_HOT void li_op_saves(luna_op *op) {
   for (int i = 0; i < op->inputs; i++) {
     luna_tensor *in = li_base(op->in[i]);
@@ -10936,8 +10935,8 @@ LI_HOT void li_op_saves(luna_op *op) {
     if (li_ops[op->kind].reads & LUNA_READS_OUT(i)) op->out[i]->own->saved = true;
 }
 
-/* Returns how many cheap ops in a row compute an op's result again from data that are there. 0: none do, or too many:
-   backward takes time that grows with the tape, and little stack. */
+/* Returns how many cheap ops in a row compute an op's result again from existing data. Returns 0 if none do or there
+   are too many: the limit keeps backward's time linear in the tape and its stack small. */
 #define LI_MAX_DEPTH 16
 LI_HOT uint8_t li_op_depth(const luna_op *op) {
   int depth = 1;
@@ -10959,7 +10958,7 @@ typedef struct li_scope {
   size_t used[2];
   uint32_t begins;
   bool recompute;
-  const luna_trace_scope *outer; /* the traced scope around it */
+  const luna_trace_scope *outer; /* the traced outer scope */
 } li_scope;
 typedef char li_scope_size[sizeof(li_scope) <= sizeof(luna_scope) ? 1 : -1];
 LI_HOT li_scope li_scope_of(const luna_scope *scope) {
@@ -10993,13 +10992,13 @@ LI_HOT luna_op *li_scope_first(li_scope scope) {
   for (luna_op *op = scope.ctx->tape; op && op != scope.tape; op = op->own->previous) first = op;
   return first;
 }
-/* Says whether a scope's end leaves alone a tensor that was made inside. */
+/* Returns whether a scope's end leaves alone a tensor that was made inside. */
 LI_HOT bool li_scope_leaves(const luna_tensor *t, luna_tensor *const *results, int count) {
   while (count > 0 && li_base(results[count - 1]) != t) count--;
   return count > 0 || t->own->keep_data;
 }
-/* Releases the results that can be computed again. The oldest comes first, so that the next one counts what the ones
-   before it need. */
+/* Releases the results that can be computed again. The oldest comes first, so that each counts what the ones before it
+   need. */
 LI_HOT void li_scope_depths(li_scope scope, luna_tensor *const *results, int count) {
   for (luna_op *op = li_scope_first(scope); op; op = op->own->next) {
     op->own->depth = li_op_depth(op);
@@ -11010,8 +11009,8 @@ LI_HOT void li_scope_depths(li_scope scope, luna_tensor *const *results, int cou
   }
 }
 
-/* The scope's ops will run again, and those of scopes that ended inside and began before it: what they kept goes, and
-   what they read from outside stays. */
+/* The scope's ops will run again, and so will those of scopes that began before it and ended inside. What they kept is
+   released, and what they read from outside stays. */
 LI_FN void li_scope_forget(li_scope scope) {
   luna_op *first = li_scope_first(scope);
   for (luna_op *op = scope.ctx->tape; op && first && op->own->number >= first->own->number; op = op->own->previous)
@@ -11028,8 +11027,8 @@ LI_FN void li_scope_forget(li_scope scope) {
   if (first) scope.ctx->tape->own->recompute_from = first;
 }
 
-/* Streams only. On a device, or while recording, results move only when the outermost scope ends. The newest recorded
-   op then makes its result at the new place; it reads nothing there, or is elementwise. */
+/* This is for streams only. On a device, or while recording, results move only when the outermost scope ends. The
+   newest recorded op then makes its result at the new place; it reads nothing there, or is elementwise. */
 LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   li_bump *b = scope.ctx->bump;
   char *start = b->part[0].start + scope.used[0];
@@ -11058,14 +11057,14 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   return x;
 }
 
-/* Releases what the scope has made and nobody needs; the scope goes on. */
+/* Releases what the scope has made and nothing needs. The scope continues. */
 LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused && !ctx->differentiated;
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (ctx->bump) return li_bump_end(scope, results[0]);
-  if (scope.begins != ctx->begins) return results[0]; /* a begin has ended it */
+  if (scope.begins != ctx->begins) return results[0]; /* a begin ended it */
   if (taped && scope.recompute) li_scope_forget(scope);
   else if (taped) li_scope_depths(scope, results, count);
   for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->own->older) {
@@ -11091,8 +11090,8 @@ LI_FN luna_tensor *li_results(luna_scope scope, luna_tensor *x, luna_tensor *p) 
   return luna_scope_end(scope, results, 2);
 }
 
-/* Ends a scope that goes on. The next end does not look at what is older than both results, so a model's time grows
-   with its layers and not with their square. */
+/* Ends a scope that continues. The next end skips what is older than both results, so a model's time grows linearly
+   with its layers, not quadratically. */
 LI_FN luna_tensor *li_results_so_far(luna_scope *scope, luna_tensor *x, luna_tensor *p) {
   li_scope s = li_scope_of(scope);
   luna_tensor *results[2] = { x, p };
@@ -11113,7 +11112,7 @@ LI_FN luna_tensor *li_results_so_far(luna_scope *scope, luna_tensor *x, luna_ten
 LI_FN luna_tensor *li_result_so_far(luna_scope *scope, luna_tensor *x) {
   return li_results_so_far(scope, x, NULL);
 }
-/* Says whether a tensor's data were released, as those of earlier steps are, and fails then. */
+/* Fails and returns true if a tensor's data were released, as those of earlier steps are. */
 LI_HOT bool li_is_released(const luna_tensor *t, const char *name) {
   if (!t || !li_owner(t)->own->released) return false;
   li_fail(t->ctx, LUNA_ERROR_RELEASED, name, t);
@@ -11156,7 +11155,7 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
 }
 
 /* Reports the steps that optimisers skipped. It waits for the device only when a read does so anyway, and asks each
-   optimiser only when steps were skipped. */
+   optimiser only if steps were skipped. */
 LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped);
 LI_FN void li_look(luna_ctx *ctx) {
   if (!ctx->options.log && !ctx->unread) return;
@@ -11243,7 +11242,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 
-/* Writes what `make` makes of `from` on the host. */
+/* Writes what `make` computes from `from` on the host. */
 LI_FN luna_status li_write_made(luna_tensor *t, const char *name, void (*make)(float *to, const void *from),
                                 const void *from) {
   const li_mark mark = li_step_mark(t->ctx);
@@ -11261,7 +11260,7 @@ typedef struct li_build {
   li_op_state state;
   li_mark mark;
   const char *name;
-  bool failed; /* integers did not fit, and this is reported */
+  bool failed; /* integers failed, already reported */
   int64_t counted;
 } li_build;
 
@@ -11294,7 +11293,7 @@ LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tens
   s->op.inputs = count;
   for (int i = 0; i < count; i++) {
     s->op.in[i] = in[i];
-    if (!ctx->bump && in[i] && in[i]->ctx != ctx) { /* both contexts say it */
+    if (!ctx->bump && in[i] && in[i]->ctx != ctx) { /* both contexts report it */
       li_fail(in[i]->ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
       return li_refuse(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
     }
@@ -11304,7 +11303,7 @@ LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tens
   return true;
 }
 
-/* Says whether no input is null. If one is, or they are too many, the context of the first other one fails. */
+/* Returns whether no input is null. If one is, or they are too many, the context of the first other input fails. */
 LI_FN bool li_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
   int missing = 0;
@@ -11318,7 +11317,7 @@ LI_FN bool li_all(luna_tensor *const *x, int count, const char *name) {
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
 
-/* Copies host integers into the step; null: no memory, or the backend failed. */
+/* Copies host integers into the step. Returns null if there is no memory or the backend failed. */
 LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_t count) {
   luna_ctx *ctx = s->op.ctx;
   void *memory;
@@ -11326,7 +11325,7 @@ LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_
     li_fail_op_memory(ctx, s->name, (size_t)count * sizeof(int32_t));
     return NULL;
   }
-  if (!memory) return values;        /* a device that measures */
+  if (!memory) return values;        /* a measuring device */
   luna_status status = LUNA_OK;
   if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
   else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* an op's query reads them */
@@ -11335,7 +11334,7 @@ LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_
   return NULL;
 }
 
-/* The same, after a check that each is in [min, max]. A stream's were checked, and are in backend memory. */
+/* Does the same after checking that each is in [min, max]. A stream's were checked before and are in backend memory. */
 LI_FN const int32_t *li_integers(li_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max,
                                  const char *what) {
   luna_ctx *ctx = s->op.ctx;
@@ -11361,11 +11360,11 @@ LI_FN luna_tensor *li_op_no_memory(li_build *s, size_t bytes) {
   return li_abandon(s);
 }
 
-/* A result of no elements is not computed: it may have 2^40 rows of nothing. */
+/* A result without elements is not computed, because it may have 2^40 empty rows. */
 LI_HOT bool li_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
 LI_HOT bool li_is_run(const luna_op *op) { return li_computes(op->ctx) && !li_is_empty(op); }
 
-/* Runs an op with a workspace at the step's end; false: no memory. */
+/* Runs an op with a workspace at the step's end. Returns false if there is no memory. */
 LI_HOT bool li_op_run_in_step(luna_op *op, bool backward, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   const li_mark mark = li_step_mark(ctx);
@@ -11375,8 +11374,8 @@ LI_HOT bool li_op_run_in_step(luna_op *op, bool backward, luna_status *status) {
   return good;
 }
 
-/* Runs an op's forward with memory for what it keeps and its workspace. False: *status says why, or there is no memory
-   if that is LUNA_OK. */
+/* Runs an op's forward with memory for what it keeps and its workspace. If this is false, *status has the failure, or
+   LUNA_OK if there is no memory. */
 LI_HOT bool li_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   li_piece *workspace = NULL;
@@ -11397,7 +11396,7 @@ LI_HOT bool li_op_run(luna_op *op, luna_status *status) {
   return *status == LUNA_OK;
 }
 
-/* li_finish in a stream: its tensors stay until their memory is taken again. */
+/* This is li_finish in a stream, whose tensors stay until their memory is taken again. */
 LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
   luna_op *op = &s->op;
   li_bump *b = op->ctx->bump;
@@ -11414,7 +11413,7 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
     if (b->count == b->room) return li_op_no_memory(s, sizeof *op);
     if (b->ops) {
       b->ops[b->count] = *op;
-      b->ops[b->count].own = NULL;   /* `s` ends before the op runs again */
+      b->ops[b->count].own = NULL;   /* `s` ends before the op runs again. */
     }
     b->count++;
   }
@@ -11424,7 +11423,7 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
   return li_abandon(s);
 }
 
-/* A device's dropout knows no parts, so each part has op numbers of its own there. */
+/* A device's dropout knows no parts, so each part has its own op numbers there. */
 LI_FN uint32_t li_part_masks(const luna_ctx *ctx) {
   if (ctx->shares && li_on_device(ctx)) return (uint32_t)ctx->part.first << 16;
   return 0;
@@ -11459,8 +11458,8 @@ LI_HOT void li_tape(luna_op *op) {
   ctx->tape = op;
 }
 
-/* Takes the output and, when asked, a second one, `extra`, whose last axis has `last`; runs the op; puts it on the
-   tape. */
+/* Takes the output and, if asked, a second one, `extra`, with `last` as its last axis. Then runs the op and puts it on
+   the tape. */
 LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, luna_tensor **extra, int64_t last) {
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
@@ -11472,7 +11471,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
   if (!li_is_buildable(s, rank, shape)) return li_abandon(s);
   if (tapes)
     for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
-  const bool record = wanted || (tapes && op->inputs == 0); /* an op without inputs may run again too */
+  const bool record = wanted || (tapes && op->inputs == 0); /* An op without inputs may run again too. */
   if (record) {
     const size_t size = sizeof *op + sizeof *op->own;
     if (!li_step_small(ctx, size, &memory)) return li_op_no_memory(s, size);
@@ -11509,7 +11508,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
 LI_HOT luna_tensor *li_finish(li_build *s, int rank, const int64_t *shape) {
   return li_finish_two(s, rank, shape, NULL, 0);
 }
-/* The result has in[0]'s shape but for the last axis. */
+/* The result has in[0]'s shape except for the last axis. */
 LI_HOT luna_tensor *li_finish_rows(li_build *s, int64_t last) {
   int64_t shape[LUNA_MAX_RANK];
   memcpy(shape, s->op.in[0]->shape, sizeof shape);
@@ -11522,7 +11521,7 @@ LI_FN luna_tensor *li_finish_like(li_build *s, const luna_tensor *t) {
 
 /* --- backward --- */
 #ifndef LUNA_NO_TRAIN
-/* Takes a gradient, which is zeros when it is new, unless `set`. A view has a part of its owner's. */
+/* Takes a gradient. A new one is zeroed unless `set`. A view has a part of its owner's. */
 LI_HOT bool li_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   luna_tensor *owner = li_base(t);
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
@@ -11543,7 +11542,7 @@ LI_HOT bool li_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   return true;
 }
 
-/* No function is called for an empty result. */
+/* An empty result calls no function. */
 LI_HOT int li_op_can(const luna_op *op) { return li_is_empty(op) ? 0 : op->ctx->backend->op[op->kind].can; }
 /* Returns bits of the inputs that are the same tensor as in[at], or views of it. */
 LI_HOT int li_same_inputs(const luna_op *op, int at) {
@@ -11565,12 +11564,12 @@ LI_FN bool li_outputs_take(luna_op *op) {
   return true;
 }
 
-/* Counts the readers of all that must be computed again for a tensor's data. */
+/* Counts the readers of everything that must be computed again for a tensor's data. */
 LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
   const luna_tensor *owner = li_base(t);
   luna_op *op = owner->own->maker;
   if (!owner->own->released) return true;
-  if (!op) {                         /* scopes did not end in order */
+  if (!op) {                         /* Scopes did not end in order. */
     *status = li_fail_status(owner->ctx, LUNA_ERROR_RELEASED, "luna_backward", owner);
     return false;
   }
@@ -11579,11 +11578,11 @@ LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
     if (op->in[i] && !li_recompute_count(op->in[i], status)) return false;
   return true;
 }
-/* After its last reader, releases a tensor that was computed again. */
+/* Releases a tensor that was computed again after its last reader. */
 LI_HOT void li_recompute_read(luna_tensor *t) {
   if (!t || !t->own->maker || t->own->maker->own->readers == 0 || --t->own->maker->own->readers > 0) return;
   if (t->own->data_piece) li_release(t);
-  t->data = NULL;                    /* its data may have become the result's */
+  t->data = NULL;                    /* The result may have its data. */
   t->own->released = true;
 }
 
@@ -11616,7 +11615,7 @@ LI_HOT bool li_recompute_data(luna_tensor *t, luna_status *status) {
   return good;
 }
 
-/* Runs the ops of a recomputed scope again, up to `newest`, and releases what no later one and no backward reads. */
+/* Runs the ops of a recomputed scope again, up to `newest`, and releases what no later op and no backward reads. */
 LI_FN bool li_scope_again(luna_op *newest, luna_status *status) {
   luna_op *op = newest->own->recompute_from;
   for (;; op = op->own->next) {
@@ -11631,7 +11630,7 @@ LI_FN bool li_scope_again(luna_op *newest, luna_status *status) {
   }
 }
 
-/* Says whether backward has come to a recomputed scope, whose newest op this is. */
+/* Returns whether backward has reached a recomputed scope. `op` is the scope's newest op. */
 LI_HOT bool li_scope_is_reached(const luna_op *op) {
   const luna_op *first = op->own->recompute_from;
   for (; first; op = op->own->previous) {
@@ -11642,12 +11641,12 @@ LI_HOT bool li_scope_is_reached(const luna_op *op) {
   return false;
 }
 
-/* Says whether nothing has reached a result's gradient, and nobody keeps it. */
+/* Returns whether a result has no gradient yet and nothing keeps it. */
 LI_HOT bool li_is_new(const luna_tensor *t) {
   return t->needs_grad && !t->own->has_grad && t->own->maker && !t->own->keep_grad;
 }
 
-/* All readers of a result have run their backward: releases its data, unless somebody may want them. */
+/* Releases a result's data after the backward of all its readers, unless the user may want them. */
 LI_HOT void li_result_done(luna_tensor *t) {
   if (t->own->keep_data || !t->own->data_piece) return;
   if (t->own->recomputed || t->own->internal) li_release(t);
@@ -11667,7 +11666,7 @@ LI_HOT void li_op_done(luna_op *op) {
   }
 }
 
-/* Says whether the gradient of an op's result becomes its input's, in place. */
+/* Returns whether the gradient of an op's result becomes its input's, in place. */
 LI_HOT bool li_grad_in_place(const luna_op *op, int i) {
   const int can = li_op_can(op), others = li_same_inputs(op, i) & ~(1 << i);
   return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->own->grad_piece && li_is_new(op->in[i]) &&
@@ -11675,7 +11674,7 @@ LI_HOT bool li_grad_in_place(const luna_op *op, int i) {
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
-/* Runs a backward, with memory for the gradients it gives, or in place of the result's. */
+/* Runs a backward with memory for the gradients that it writes, or in place of the result's. */
 LI_HOT bool li_op_give(luna_op *op, luna_status *status) {
   const int can = li_op_can(op);
   op->sets = 0;
@@ -11731,7 +11730,7 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
   const float one = 1;
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
-  luna_op *again = NULL;        /* the oldest op of the recomputed scope under way */
+  luna_op *again = NULL;        /* oldest op being recomputed */
   if (!li_grad_take(ctx, loss, true)) return li_fail_backward(ctx, sizeof(float));
   if (li_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (li_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
@@ -11787,10 +11786,10 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    >>impl_params: named tensors, their first values, and text pairs. A set (luna_params) has its parameters (li_param)
    in a list, and finds them by index or name (li_names). An init (li_setup) makes all of its parameters or none. In
    this order: sets, freezing, first values, values of a file or another set, new parameters, inits, text pairs. A new
-   kind of first values is a case of li_first_values. Guarded by tests/robust/setup.c,
-   tests/engine/trainer.c and tests/files/checkpoints.c.
+   kind of first values is a case of li_first_values. Guarded by tests/robust/setup.c, tests/engine/trainer.c and
+   tests/files/checkpoints.c.
    ---------------------------------------- */
-/* a field of what a pointer points to; 0 for null */
+/* Gives a field of what a pointer points to, or 0 for null. */
 #define LI_OF(pointer, field) ((pointer) ? (pointer)->field : 0)
 #define LI_MAX_PARAM_NAME 1024 /* with its end */
 typedef struct li_param {
@@ -11799,36 +11798,36 @@ typedef struct li_param {
   uint64_t hash;         /* the name's */
   luna_tensor tensor;
   li_tensor_state state; /* the tensor's */
-  float *frozen_grad;    /* the tensor's gradient and has_grad while it is frozen, else null and false */
+  float *frozen_grad;    /* While it is frozen, these hold the gradient and has_grad, otherwise null and false. */
   bool had_grad;
 } li_param;
-/* A set finds parameters here, by index and by name. A full map becomes another one of twice the size. The old one
-   stays as it was, for an init that is undone. */
+/* A set finds parameters here, by index and by name. A full map is replaced by one of twice the size. The old one stays
+   as it was, for an init that is undone. */
 typedef struct li_names {
   li_param **at;    /* [room], in the set's order */
-  li_param **slots; /* [2 room], from the hash's place on; null: free */
+  li_param **slots; /* [2 room], probed from the hash; null is free. */
   int64_t room;     /* 0, or a power of two */
 } li_names;
 typedef struct li_meta { struct li_meta *next; const char *key, *value; } li_meta;
 
 struct luna_params {
   luna_ctx *ctx;
-  const luna_params *older;  /* the set opened before it */
+  const luna_params *older;  /* opened before it */
   li_param *first, *last;
   li_meta *metas, *last_meta;
-  li_meta *replaced;         /* earlier values of pairs, newest first */
+  li_meta *replaced;         /* earlier values, newest first */
   li_names names;
   int64_t size;
-  int64_t horizon;           /* of causal models: the longest sequence of training; 0: none */
-  bool horizon_fixed;        /* a config says it */
-  struct luna_lm_state *state; /* the newest of its models, which a training's checkpoint has */
-  const luna_params *shared; /* the set whose values this one reads in place, or null; */
-  li_sharing sharing;        /* ctx->sharing lists it where work is queued */
-  const li_st *filling;      /* while a model is loaded: the file that new parameters take their values from */
+  int64_t horizon;           /* For causal models this is the longest training sequence, or 0. */
+  bool horizon_fixed;        /* set by a config */
+  struct luna_lm_state *state; /* It is the newest of its models' states, which training checkpoints save. */
+  const luna_params *shared; /* This set reads its values in place; or null. */
+  li_sharing sharing;        /* in ctx->sharing, where queued */
+  const li_st *filling;      /* While a model is loaded, new parameters take their values from this file. */
 };
 
 /* Records the outcome of a call that makes something. The next begin fails with the first failure. A failure inside an
-   init is the init's. */
+   init belongs to the init. */
 LI_FN void li_remember(luna_ctx *ctx, luna_status status) {
   li_failure *f = &ctx->failure;
   if (status == LUNA_OK || f->status != LUNA_OK || ctx->setups > 0) return;
@@ -11857,7 +11856,7 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   ctx->newest = params;
   return params;
 }
-/* Tables of one device may differ in their rows. */
+/* Backend tables of one device may differ in their rows. */
 LI_FN bool li_same_device(const luna_ctx *a, const luna_ctx *b) {
   const luna_backend *x = a->backend, *y = b->backend;
   return x == y || (x->device != 0 && x->device == y->device && x->allocate == y->allocate && x->wait == y->wait);
@@ -11883,7 +11882,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   return NULL;
 }
 
-/* Returns the slot where a name of this hash is, or the free one where it belongs. */
+/* Returns the slot of a name with this hash, or the free slot where it belongs. */
 LI_FN li_param **li_names_slot(const li_names *names, const char *name, uint64_t hash) {
   for (uint64_t i = hash;; i++) {
     li_param **slot = &names->slots[i & (uint64_t)(2 * names->room - 1)];
@@ -11893,7 +11892,7 @@ LI_FN li_param **li_names_slot(const li_names *names, const char *name, uint64_t
 LI_FN void li_names_put(li_names *names, int64_t index, li_param *p) {
   names->at[index] = *li_names_slot(names, p->name, p->hash) = p;
 }
-/* Makes room for one more than `size` parameters. When it is false, there is no memory, and nothing has changed. */
+/* Makes room for one more than `size` parameters. Returns false, with nothing changed, if there is no memory. */
 LI_FN bool li_names_grow(luna_ctx *ctx, li_names *names, int64_t size) {
   li_names grown;
   void *memory;
@@ -11977,9 +11976,9 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
   return li_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "");
 }
 
-/* --- first values: element e's words are Philox of counter (e, hash of the name), key = seed, on every machine --- */
+/* --- first values: on every machine element e has the Philox words of counter (e, hash of the name), key = seed --- */
 LI_FN float li_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
-LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method: a log, no sine */
+LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method */
   for (;; counter[1] += 0x10000u) {
     uint32_t word[4];
     li_philox(counter, seed, word);
@@ -11989,7 +11988,7 @@ LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's 
     }
   }
 }
-/* what the first values of a tensor come from */
+/* A tensor's first values depend on this. */
 typedef struct li_first { luna_init_kind kind; float scale; int64_t width; uint64_t hash, seed; } li_first;
 /* Returns the logit of a forget gate whose time constant is 8 128^(slot / (slots - 1)) tokens. */
 LI_FN float li_forget_logit(int64_t slot, int64_t slots) {
@@ -12017,7 +12016,6 @@ LI_FN void li_first_values(const li_first *f, float *out, int64_t first, int64_t
   }
 }
 
-/* Writes the first values of a tensor or parameter. */
 LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, uint64_t seed) {
   const int64_t all = luna_count(t), out = t->shape[0];
   li_first f = { init.kind, init.scale, li_last(t), hash, seed };
@@ -12051,14 +12049,13 @@ LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t
   return li_fail_backend(ctx, __func__, status);
 }
 
-/* whether the shapes are the same */
 LI_FN bool li_is_like(const luna_tensor *a, const luna_tensor *b) {
   return a->rank == b->rank && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 LI_FN bool li_st_like(const li_st_tensor *t, const luna_tensor *tensor) {
   return t->rank == tensor->rank && memcmp(t->shape, tensor->shape, (size_t)t->rank * sizeof t->shape[0]) == 0;
 }
-/* Makes a parameter of a set that shares another's read the other's values. */
+/* If a set shares another's values, makes its parameter read them. */
 LI_FN luna_error_id li_borrow(li_param *p, const luna_params *params) {
   const li_param *other = li_param_find(params->shared, p->name);
   if (!li_same_device(params->shared->ctx, params->ctx)) return LUNA_ERROR_BORROW_DEVICE;
@@ -12098,7 +12095,7 @@ LI_FN luna_status li_param_load(li_param *p, const li_st_tensor *t) {
   return li_fill(p->tensor.ctx, p->tensor.data, t);
 }
 
-/* What a file has by a parameter's name: values that fit it, nothing, another shape, or numbers that are not real */
+/* A file may have, by a parameter's name, values that fit, nothing, another shape, or numbers that are not real. */
 typedef enum li_fit { LI_FIT, LI_FIT_ABSENT, LI_FIT_SHAPE, LI_FIT_FORMAT } li_fit;
 LI_FN li_fit li_st_fit(const li_st *st, const char *name, const luna_tensor *like, li_st_tensor *t) {
   if (!li_st_value(st, name, t)) return LI_FIT_ABSENT;
@@ -12114,7 +12111,7 @@ LI_FN bool li_fills(const li_st *st, luna_ctx *ctx, const char *name, int rank, 
   return false;
 }
 
-/* Whether a parameter may be made by that name. */
+/* Returns whether a parameter may have that name. */
 LI_FN bool li_param_named(const luna_params *params, const char *name) {
   luna_ctx *ctx = params->ctx;
   if (!li_is_given(ctx, "luna_param", "name", name != NULL)) return false;
@@ -12196,11 +12193,11 @@ typedef struct li_setup {
   size_t size;
   const char *outer;       /* for li_leave */
   li_persistent_mark memory;
-  const li_hooked *hooked; /* the newest */
-  luna_params before;      /* what the set was */
+  const li_hooked *hooked; /* newest before */
+  luna_params before;      /* the set before */
 } li_setup;
-/* Begins an init. It is false when that cannot succeed, with a sentence where there is a context. li_setup_end must
-   follow either way. */
+/* Begins an init. Returns false if that cannot succeed, with a sentence if there is a context. li_setup_end must follow
+   either way. */
 LI_FN bool li_setup_begin(li_setup *s, const char *name, luna_params *params, void *made, size_t size) {
   memset(s, 0, sizeof *s);
   s->params = params;
@@ -12216,7 +12213,7 @@ LI_FN bool li_setup_begin(li_setup *s, const char *name, luna_params *params, vo
   ctx->last_status = ctx->open_status;
   return ctx->open_status == LUNA_OK && li_is_given(ctx, name, "the layer or model", made != NULL);
 }
-/* Sets what comes first in the struct, often its config, and zeroes the rest. */
+/* Sets the beginning of the struct, often its config, and zeroes the rest. */
 LI_FN bool li_setup_config(const li_setup *s, const void *config, size_t size) {
   memset(s->made, 0, s->size);
   memcpy(s->made, config, size);
@@ -12256,7 +12253,7 @@ LI_FN luna_status li_setup_end(const li_setup *s, bool good) {
 }
 LI_FN luna_ctx *li_ctx_of(const luna_params *params) { return LI_OF(params, ctx); }
 
-/* Returns the horizon of a set's models. This pass has sequences of up to n rows, which count when it trains. */
+/* Returns the horizon of a set's models. The sequences of this pass have up to n rows, which count when it trains. */
 LI_FN int64_t li_params_horizon(luna_params *params, int64_t n) {
   const luna_params *source = params;
   if (params->ctx->training && !params->horizon_fixed && n > params->horizon) params->horizon = n;
@@ -12282,7 +12279,7 @@ LUNA_API const char *luna_params_get_text(const luna_params *params, const char 
   return NULL;
 }
 
-/* Adds a pair, or changes the value of the one of that key: in place where it fits, unless an init may be undone. */
+/* Adds a pair, or changes the value of the pair with that key: in place if it fits and no init may be undone. */
 LI_FN luna_status li_params_put(luna_params *params, const char *key, const char *value) {
   luna_ctx *ctx = params->ctx;
   const size_t key_size = strlen(key) + 1, size = strlen(value) + 1;
@@ -12322,21 +12319,21 @@ LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, 
 
 /* ----------------------------------------
    >>past: what a layer of a stream has beside its rows, in backend memory. Ops that look back read and update what it
-   keeps of earlier tokens. What parameters and sources alone make is computed once.
+   keeps of earlier tokens. What depends only on parameters and sources is computed once.
    ---------------------------------------- */
 typedef struct li_past {
   const int64_t *position;  /* as in luna_op */
-  ptrdiff_t before;         /* likewise, of the history as many eights of bytes; with it only these are set: */
+  ptrdiff_t before;         /* As in luna_op; history counts it in 8 bytes. With it only these are set: */
   double *state;            /* as in luna_op */
   float *history;           /* [batch, convolution - 1, dim] */
-  /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
+  /* There is one memory for all sequences; a decoder has one for each batch / sources sequences. */
   int64_t sources;
-  /* folded [sources, heads slots, dim], else scaled queries [sources, heads, slots, head_dim]; of one source without
-     its axis */
+  /* Folded, they are [sources, heads slots, dim], else scaled queries [sources, heads, slots, head_dim]. One source has
+     no axis of its own. */
   luna_tensor scores;
-  luna_tensor scores_bias;  /* rank 0: not folded; [heads slots], or [sources, 1, heads slots] */
-  luna_tensor keys, values; /* a decoder's, of the packed context: [sources, slots, dim] */
-  const int32_t *slots, *source_slots; /* a decoder's real memory slots: [batch], [sources] */
+  luna_tensor scores_bias;  /* Not folded, its rank is 0; else it is [heads slots] or [sources, 1, heads slots]. */
+  luna_tensor keys, values; /* A decoder has those of the packed context: [sources, slots, dim]. */
+  const int32_t *slots, *source_slots; /* a decoder's: [batch], [sources] */
 } li_past;
 
 /* ----------------------------------------
