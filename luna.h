@@ -6605,7 +6605,7 @@ LI_HOT void li_unpack_prepare(const li_kernels *kernels, const li_unpack *u, int
   if (backward) li_words_of(kernels, li_transposed(li_dense(v, m->n, d)), m->slope_panels, m->words);
 }
 
-/* Fills the mask with the dropout factor, `keep` or 0, of each score of a panel of rows. */
+/* Fills the mask with `keep` or 0 for each score of a panel of rows. */
 LI_HOT void li_unpack_mask(const li_kernels *kernels, const li_unpack *u, const li_unpack_space *m,
                            int64_t b, int64_t first, int64_t rows) {
   for (int64_t i = 0; i < rows; i++)
@@ -6629,8 +6629,7 @@ LI_FN void li_unpack_panel(const li_kernels *kernels, const li_unpack *u, const 
     kernels->mul(rows * n, m->scores, m->mask, m->scores);
   }
 
-  /* The product is added to what out holds: the bias and, unless there is dropout between, the residual (eq. 6's +
-     X). */
+  /* The product is added to what out holds: the bias and, unless there is dropout between, the residual X of eq. 6. */
   const bool early = residual && !u->last.threshold;
   for (int64_t i = 0; i < rows; i++) {
     if (early && bias) kernels->add(d, residual + i * d, bias, out + i * d);
@@ -6835,8 +6834,8 @@ LI_INLINE int64_t li_luna_slots(const li_causal_luna *a, int64_t item) {
 LI_INLINE int64_t li_luna_unit(const li_causal_luna *a) { return 2 * a->head_dim + (a->forget ? 2 : 0); }
 /* Returns whether training carries the state. */
 LI_INLINE bool li_luna_carries(const li_causal_luna *a) { return a->own && a->own->positions; }
-/* An item's part of `state`, or of `one`, which holds one item: the means of k^T A [head_dim, slots] and A^T v [slots,
-   head_dim] over the tokens so far and, with forget, their weights [slots]. */
+/* This is an item's part of `state`, or of `one`, which holds one item: the means of k^T A [head_dim, slots] and A^T v
+   [slots, head_dim] over the tokens so far and, with forget, their weights [slots]. */
 typedef struct li_luna_state { double *ka, *av, *weights; } li_luna_state;
 LI_HOT li_luna_state li_luna_state_of(const li_causal_luna *a, int64_t item, double *one) {
   const int64_t items = a->state ? a->batch * a->heads : 1, size = a->head_dim * a->slots;
@@ -6964,7 +6963,7 @@ LI_FN size_t li_causal_luna_scratch_reference(const li_causal_luna *a) {
 #ifdef LI_PASS_LOOPS
 
 /* Puts the state before the chunk in place of the chunk's sum, and adds the sum to the carried state. Strips of
-   constant length and one operation a loop let compilers vectorise this at -O2. */
+   constant length and one operation per loop let compilers vectorise this at -O2. */
 #undef LI_STRIP
 #define LI_STRIP 64
 LI_INLINE void LI_K(scan_strip)(int64_t n, double joins, double leaves, float *state, double *carried) {
@@ -6984,7 +6983,7 @@ LI_FN bool LI_K(all_finite)(li_matrix x) {
   const vf zero = vf_zero();
   const float *at = x.at;
   const int64_t n = x.columns;
-  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* 0 while x is finite */
+  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* 0 for finite x */
   int64_t i;
   for (int64_t t = 0; t < x.rows; t++, at += x.row) {
     for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
@@ -7048,7 +7047,7 @@ LI_FN void LI_K(step_mean)(li_mean_kind kind, li_mean m, const double *share, co
   else LI_K(step_columns)(LI_STEP_VALUES, &m, share, y, z, x, result);
 }
 
-/* ---- the memory that forgets: [rows, slots] each; s and gates may have rows apart ---- */
+/* ---- the memory that forgets: [rows, slots] each; rows of s and gates may be apart ---- */
 
 /* Adds x to sum + rest, which is more exact than a float. */
 LI_INLINE void LI_K(add_exact)(vf *sum, vf *rest, vf x) {
@@ -7157,8 +7156,8 @@ typedef struct li_causal_chunk {
   float *state, *kept;
   float *scores, *panels, *buffer[3]; /* scores [rows, LI_CHUNK], buffers [LI_CHUNK, max(dim, value_dim)] */
   float *h;                         /* rows of H (backward) */
-  /* For the memory that forgets: the forward state before the chunk (backward only), and the sums of forget_weights,
-     which are part of kept. */
+  /* The memory that forgets has the forward state before the chunk here (backward only), and the sums of
+     forget_weights, which are part of kept. */
   float *sums, *logs;
 } li_causal_chunk;
 typedef void (*li_chunk_step)(const li_causal_chunk *c);
@@ -7166,7 +7165,7 @@ typedef struct li_sweep {
   const li_kernels *kernels;
   const li_causal *product;  /* The other is null. */
   const li_causal_luna *luna;
-  li_chunk_step sum, output, now; /* They are the steps before and after the scan, and the one that threads share. */
+  li_chunk_step sum, output, now; /* These are the steps before and after the scan, and the one that threads run now. */
   bool reverse;              /* The sweep goes from the last chunk to the first; the state is a sum, not a mean. */
   bool forgets;              /* States are sums, which fade by each chunk's gates. */
   bool continues, reads;     /* The sweep starts from the caller's state, and stores it unless `reads`. */
@@ -7485,7 +7484,7 @@ LI_FN void li_causal_mix(const li_causal_chunk *c, float factor, li_matrix x, li
   c->kernels->scale_rows(li_strided(out.at, c->rows, z.columns, out.row), factors, out.at, out.row);
 }
 
-/* y = diag(factor / t) x, dense */
+/* Computes y = diag(factor / t) x, dense. */
 LI_FN li_matrix li_causal_divide(const li_causal_chunk *c, float factor, li_matrix x, float *y) {
   float factors[LI_CHUNK];
   li_causal_factors(c, factor, 1, factors);
@@ -7605,8 +7604,8 @@ LI_FN void li_run_causal_backward(const li_kernels *kernels, const li_causal *a,
 
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
 
-/* These return the chunk's rows of q, k, v or out, of s or w without the masked slots, of an output, and of a dense
-   buffer. */
+/* These return the chunk's rows of q, k, v or out, of s or w without the masked slots, of an output to write, and of a
+   dense buffer. */
 LI_FN li_matrix li_luna_wide(const li_causal_chunk *c, const float *x) {
   const int64_t d = c->luna->head_dim;
   return li_strided(x + li_luna_row(c->luna, c->item, c->first) * d, c->rows, d, c->luna->heads * d);
@@ -7681,8 +7680,8 @@ LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
   return li_floats((a->forget ? 4 : 1) * a->slots) + li_floats(a->slots) +
          (int64_t)li_round((size_t)(a->slots + li_max(a->slots, a->head_dim)) * sizeof(double));
 }
-/* One row of an item of the memory that forgets: weights <- (weights + W) e^gate. The new row has the share W /
-   (weights + W) in the means. w is [4, slots]. */
+/* Steps one row of an item of the memory that forgets: weights <- (weights + W) e^gate. In the means the new row has
+   the share W / (weights + W). w is [4, slots]. */
 LI_HOT void li_forget_shares(const li_kernels *kernels, const li_causal_luna *a, int64_t item, double *weights,
                              float *w, double *share) {
   const int64_t l = li_luna_slots(a, item), narrow = item * a->slots;
@@ -7751,7 +7750,7 @@ LI_FN void li_luna_out_up(const li_causal_chunk *c) {
     li_causal_bracket(c, before, 1, h, omega, state.k, li_luna_wide(c, a->k), li_luna_into(c, a->grad_q, true));
 }
 
-/* Sets kept to A, then G. The states are H^T q and W^T G. */
+/* kept holds A and, after it, G. The states are H^T q and W^T G. */
 LI_FN void li_luna_sum_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = li_luna_weights(c).columns;
@@ -7789,8 +7788,8 @@ LI_FN void li_luna_out_down(const li_causal_chunk *c) {
 }
 
 /* ---- the memory that forgets ----
-   In a chunk, c_t is the sum of the gates' logs up to row t, and W_t = e^{s_t - c_t}. The state has the sums of k, v
-   and 1, weighted. With S_K, S_V and z the state before the chunk, and j <= t in the chunk:
+   In a chunk, c_t is the sum of the gates' logs up to row t, and W_t = e^{s_t - c_t}. The state has the weighted sums
+   of k, v and 1. With S_K, S_V and z the state before the chunk, and j <= t in the chunk:
      Z_t = z + sum W_j,  u_t = scale / Z_t (q_t S_K + sum (q_t . k_j) W_j),  r_t = softmax(u_t) / Z_t,
      out_t = r_t S_V + sum (r_t . W_j) v_j
    After the chunk S <- (S + sum W_j^T k_j) e^{c_end}. Only ratios of weights count, so e^{-c_t} stays within what
@@ -7815,9 +7814,8 @@ LI_HOT void li_forget_drop(const li_causal_chunk *c, float *w) {
   for (int64_t t = 0; t < c->rows; t++, w += l)
     c->kernels->dropout(&a->own->dropout, li_luna_row(a, c->item, c->first + t) * a->slots, l, w, w, false);
 }
-/* Returns the floats of U, Z or H over all rows. A chunk begins at its first row, dense. */
+/* Returns the floats of U, Z or H over all rows. A chunk's part starts at its first row and is dense. */
 LI_INLINE int64_t li_forget_all(const li_causal_luna *a) { return a->batch * a->heads * a->rows * a->slots; }
-/* Returns the floats of the states before all chunks. */
 LI_INLINE int64_t li_forget_sums(const li_causal_luna *a) {
   return a->batch * a->heads * li_divide_up(a->rows, LI_CHUNK) * a->slots * li_luna_unit(a);
 }
@@ -7916,7 +7914,6 @@ LI_FN void li_forget_out_down(const li_causal_chunk *c) {
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
 
-/* Adds the gates' gradients, item by item. */
 LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_causal_luna *a = s->luna;
@@ -8071,7 +8068,7 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 /* ----------------------------------------
    >>dispatch: one pass for each instruction set, and the choice among them at run time
    A new instruction set needs its number, a pass and a line in li_all_kernels here, a bit in li_isa_detect or a
-   LI_BASELINE, its words in >>vector and >>int8, the size of its tile in >>gemm, and its name in luna_isa.
+   LI_BASELINE, its definitions in >>vector and >>int8, the size of its tile in >>gemm, and its name in luna_isa.
    ---------------------------------------- */
 /* LI_PASS is the suffix of a pass, and LI_ISA(suffix) its luna_isa as a number for #if. */
 #define LI_JOIN2(a, b) a##b
@@ -8214,8 +8211,8 @@ LI_FN uint32_t li_xgetbv(void) {
 #endif
 /* Returns a bit for each luna_isa that the processor has and the system saves. xgetbv tells whether wide registers and
    tiles survive a context switch. Bit 0 says that vdpbf16ps does more products in a cycle than float32's FMA, as on AMD
-   processors; on Intel's it does half as many. CPUID's leaf 0x1D is read because some virtual machines show AMX but
-   have no tiles. */
+   processors; on Intel's it does half as many. Leaf 0x1D is read because some virtual machines show AMX but have no
+   tiles. */
 LI_FN int li_isa_detect(void) {
   int known = 1 << LI_ISA(LI_BASELINE) | 1 << LUNA_ISA_REFERENCE;
   const uint32_t avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, amx = 1u << 22 | 3u << 24;
@@ -8489,7 +8486,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (!kernels) return LUNA_UNSUPPORTED;
   if (empty) return LUNA_OK;
 
-  if (g.k == 0) g.a = g.b = g.c;     /* They may be null, which must not be added to. */
+  if (g.k == 0) g.a = g.b = g.c;     /* They may be null, and an offset from null is undefined. */
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_gemm_scratch(kernels, &g, parallel.threads), &kernels);
   li_run_gemm(kernels, &g, &parallel, scratch);
@@ -8573,7 +8570,7 @@ LI_FN luna_status li_attention_call(const luna_attention_args *args, bool backwa
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
 
-  if (keys == 0) a.k = a.v = a.out;  /* They may be null, which must not be added to. */
+  if (keys == 0) a.k = a.v = a.out;  /* They may be null, and an offset from null is undefined. */
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_attention_scratch(kernels, &a, parallel.threads, backward), &kernels);
   const luna_status status = li_reference_status(&args->run, kernels, backward);
@@ -8710,13 +8707,13 @@ typedef struct li_st {
   const uint8_t *data;
   const char *header;
   size_t data_size, header_size;
-  size_t meta;            /* offset of __metadata__, or 0 */
+  size_t meta;            /* __metadata__'s offset, or 0 */
   size_t tensors, pairs;  /* how many there are */
   bool contiguous;        /* Each tensor's data begins where the previous one ends. */
   uint64_t *names, *keys; /* The index holds where each opens in the header, sorted by text. */
 } li_st;
 
-/* A JSON string stands between its quotes, and its escapes are not decoded. */
+/* This is the text between the quotes of a JSON string. Its escapes are not decoded. */
 typedef struct li_st_text { const char *at; size_t size; } li_st_text;
 
 /* The columns are the name, the bytes of an element, and the bits of the exponent, or 0 if it is not a real number. */
@@ -8860,7 +8857,7 @@ LI_FN int li_st_compare(const li_st *st, uint64_t a, uint64_t b) {
 /* --- JSON: headers nest three deep, and other keys and values are rejected, so that nothing recurses --- */
 typedef struct li_st_json {
   const char *at, *end;
-  const char *wrong; /* the first error, or null */
+  const char *wrong; /* first error, or null */
   const char *meta;  /* where __metadata__ starts */
   size_t pairs;      /* in __metadata__ */
   bool first;        /* An object's first member is next. */
@@ -9228,7 +9225,7 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
     const uint8_t *at = t->data + (size_t)i * (size_t)size;
     uint64_t bits = 0;
     for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
-    if (exponent == 8) {             /* A float or its upper half keeps NaNs as they are. */
+    if (exponent == 8) {             /* It is a float or the upper half of one. NaNs stay as they are. */
       const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
       memcpy(&out[i], &pattern, sizeof(pattern));
     } else {
@@ -9310,7 +9307,7 @@ LI_FN int li_cores(void) { return 1; }
 
 typedef struct li_pool {
   int64_t workers;   /* besides the caller */
-  li_thread *thread; /* theirs */
+  li_thread *thread; /* the workers' */
   void (*task)(void *work, int64_t index);
   void *work;
   /* Atomic: the call's number in the high half, the next index in the low half. A thread that is late finds nothing
@@ -9321,7 +9318,7 @@ typedef struct li_pool {
   uint64_t sleepers; /* atomic: workers that wait */
   uint64_t waits;    /* atomic: the caller waits */
   uint64_t stop;     /* atomic */
-  int64_t process;   /* A child of fork has the pool's memory but not these threads. */
+  int64_t process;   /* It is the workers'. A child of fork has the pool's memory but not its threads. */
   li_mutex mutex;
   li_condition wake, finished;
 } li_pool;
@@ -9417,7 +9414,7 @@ LI_HOT bool li_pool_has_workers(const li_pool *pool) { return pool->process == l
 LI_HOT uint32_t li_pool_publish(li_pool *pool, int64_t count) {
   const uint32_t call = li_pool_call(pool) + 2;
   li_atomic_store(&pool->done, 0);
-  /* This keeps threads from pairing the new count with the old call. */
+  /* So no thread pairs the new count with the old call. */
   li_atomic_store(&pool->ticket, (uint64_t)(call - 1) << 32 | UINT32_MAX);
   li_atomic_store(&pool->count, (uint64_t)count);
   li_atomic_store(&pool->ticket, (uint64_t)call << 32);
@@ -9526,7 +9523,7 @@ LI_FN void li_bump_forget(li_bump *b) {
   b->kept = b->floor;
 }
 
-typedef struct li_hooked {           /* made by hooks, newest first */
+typedef struct li_hooked {           /* by hooks, newest first */
   struct li_hooked *older;
   void (*close)(void *layer);
   void *layer;
@@ -9555,8 +9552,8 @@ typedef struct li_cut { int64_t first, own; } li_cut;
 typedef struct li_tensor_state {
   luna_op *maker;                   /* made by this op */
   luna_op *last_reader;             /* newest reader on tape */
-  luna_tensor *older;               /* the step's tensor before this */
-  int64_t offset;                   /* a view's offset in base */
+  luna_tensor *older;               /* the step's previous tensor */
+  int64_t offset;                   /* view's offset in base */
   struct li_piece *data_piece, *grad_piece; /* They can be released before the step ends. */
   bool keep_data, keep_grad;        /* luna_keep and luna_require_grad keep them until the next begin. */
   bool saved, released, recomputed; /* A backward reads data; data was released; it was computed again. */
@@ -9564,7 +9561,7 @@ typedef struct li_tensor_state {
   bool internal;                    /* Its scope has ended. Data are released once backward no longer reads them. */
   bool has_grad;                    /* Backward has reached it. When measuring, grad stays null. */
   bool given, borrowed;             /* A parameter's values are no longer its init's; they are another's. */
-  li_cut cut;                       /* its part of a batch */
+  li_cut cut;                       /* part of a batch */
   int64_t counted;                  /* 1 + luna_counted */
 } li_tensor_state;
 
@@ -9577,10 +9574,10 @@ typedef struct li_slab {
   luna_tensor of_step[2][LI_SLAB];
   li_tensor_state state[2][LI_SLAB];
 } li_slab;
-typedef struct li_mark {             /* the state of a step */
+typedef struct li_mark {             /* a step's state */
   li_chunk *chunk[2];                /* In allocator mode these are the host's and the device's current step block. */
   size_t used[2];                    /* used there (marks only) */
-  size_t bytes[2];                   /* the step's, or stream's parts */
+  size_t bytes[2];                   /* step's, or stream's parts */
   size_t gaps[2];                    /* Gaps between chunks, in places, keep pieces of two chunks from being joined. */
   int64_t pieces_made;
   luna_tensor *made;                 /* the newest tensor */
@@ -9623,13 +9620,13 @@ struct luna_ctx {
   bool differentiated;       /* luna_backward succeeded since begin */
   bool stepped;              /* an optimiser has stepped */
   uint64_t reported;         /* skipped steps already logged */
-  /* `status` is the first failure since begin, `last_status` is from the last call that returned a status. */
+  /* `status` is the first failure since begin, `last_status` that of the last call that returned one. */
   luna_status status, last_status;
   luna_status open_status;   /* If the device could not be opened, every call says so. */
   luna_error_id error_id;    /* the id of error */
   char error[320];
   const char *call;          /* Failures name the outermost init, load or save under way. */
-  const char *path;          /* The file of the call is null for bytes and luna_io. */
+  const char *path;          /* its file, else null */
   int setups;                /* inits under way, nested */
   li_failure failure;        /* The next begin reports this one, the first since the last begin or an earlier one. */
   uint64_t backwards;        /* successful luna_backward calls */
@@ -9770,7 +9767,7 @@ LI_FN luna_status li_fail_status(luna_ctx *ctx, int id, ...) {
   li_leave(ctx, outer);
   return ctx->last_status;
 }
-/* Reports a failure for which the backend left no sentence. */
+/* Reports a failure if the backend left no sentence. */
 LI_FN luna_tensor *li_fail_backend(luna_ctx *ctx, const char *name, luna_status status) {
   char sentence[sizeof ctx->error];
   li_print(sentence, sizeof sentence, li_sentence_of(LUNA_ERROR_BACKEND), name, luna_status_text(status));
@@ -10144,7 +10141,7 @@ LI_HOT void li_piece_remove(luna_ctx *ctx, li_piece *piece) {
 LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   const bool alone = li_pieces_alone(ctx), splits = li_pieces_split(ctx);
   const size_t size = alone ? bytes : li_round(bytes);
-  size_t slack = alone ? 0 : size / 8; /* how much larger it may be */
+  size_t slack = alone ? 0 : size / 8; /* allowed excess */
   if (splits) slack = 24 * size;
   const bool remote = li_on_device(ctx);
   li_piece *best = NULL, *rest;
@@ -10298,7 +10295,6 @@ LI_FN luna_ctx *li_open_no_memory(const luna_options *o) {
   if (o->block) return li_open_failed(o, LUNA_OUT_OF_MEMORY, "luna_open: options.block is too small");
   return li_open_failed(o, LUNA_OUT_OF_MEMORY, "luna_open: no memory for a context");
 }
-/* Returns what is wrong with a context's options, or null. */
 LI_FN const char *li_options_wrong(const luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   if (!ctx->kernels) return "luna_open: this build or machine lacks the instruction set options.isa";
@@ -10680,7 +10676,6 @@ LUNA_API luna_status luna_trace(luna_ctx *ctx, luna_tracer function, void *user)
   return LUNA_OK;
 }
 
-/* Returns an event that starts now. */
 LI_FN luna_trace_event li_trace_start(luna_ctx *ctx, luna_trace_kind kind, const char *name,
                                       const luna_trace_scope *scope) {
   luna_trace_event e;
@@ -10691,10 +10686,9 @@ LI_FN luna_trace_event li_trace_start(luna_ctx *ctx, luna_trace_kind kind, const
   e.start = luna_seconds(ctx);
   return e;
 }
-/* Ends an event now and sends it. */
 LI_FN void li_trace_send(luna_ctx *ctx, luna_trace_event e) {
   const double seconds = luna_seconds(ctx) - e.start;
-  e.seconds = seconds > 0 ? seconds : 0; /* a clock may be set back */
+  e.seconds = seconds > 0 ? seconds : 0; /* Clocks may be set back. */
   if (ctx->trace) ctx->trace(ctx->trace_user, &e);
 }
 
@@ -10893,7 +10887,7 @@ LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape
     return t;
   }
   if (count > 0 && !li_data_take(t)) return NULL;
-  /* null + 0 is undefined */
+  /* Adding to null is undefined. */
   if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   return t;
 }
@@ -10907,7 +10901,7 @@ LI_HOT void li_release(luna_tensor *t) {
   t->data = NULL;
   t->own->released = true;
 }
-/* Ends a tensor, because its step is over or has gone back to where memory ended at `end`. */
+/* Ends a tensor whose step is over or has gone back to where memory ended at `end`. */
 LI_HOT void li_tensor_end(luna_tensor *t, size_t end) {
   if (t->own->data_piece && t->own->data_piece->place < end) li_release(t);
   t->data = t->grad = NULL;
@@ -11328,7 +11322,7 @@ LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_
   if (!memory) return values;        /* a measuring device */
   luna_status status = LUNA_OK;
   if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
-  else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* an op's query reads them */
+  else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* An op's query reads them. */
   if (status == LUNA_OK) return (const int32_t *)memory;
   li_fail_backend(ctx, s->name, status);
   return NULL;
@@ -11578,7 +11572,7 @@ LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
     if (op->in[i] && !li_recompute_count(op->in[i], status)) return false;
   return true;
 }
-/* Releases a tensor that was computed again after its last reader. */
+/* After its last reader, releases a tensor that was computed again. */
 LI_HOT void li_recompute_read(luna_tensor *t) {
   if (!t || !t->own->maker || t->own->maker->own->readers == 0 || --t->own->maker->own->readers > 0) return;
   if (t->own->data_piece) li_release(t);
@@ -11804,7 +11798,7 @@ typedef struct li_param {
 /* A set finds parameters here, by index and by name. A full map is replaced by one of twice the size. The old one stays
    as it was, for an init that is undone. */
 typedef struct li_names {
-  li_param **at;    /* [room], in the set's order */
+  li_param **at;    /* [room], in set order */
   li_param **slots; /* [2 room], probed from the hash; null is free. */
   int64_t room;     /* 0, or a power of two */
 } li_names;
@@ -12186,7 +12180,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   return t;
 }
 
-/* --- an init makes all its parameters, or none and zeroes its struct. Inits nest: the outermost is remembered --- */
+/* --- an init makes all its parameters, or makes none and zeroes its struct; the outermost one is remembered --- */
 typedef struct li_setup {
   luna_params *params;
   void *made;              /* the struct */
