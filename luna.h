@@ -2125,15 +2125,15 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #if (defined(LUNA_IMPLEMENTATION) && !defined(LI_IMPLEMENTED)) || defined(LI_PASS)
 
 #ifndef LI_PASS
-/* >>base: what all chapters below share: switches, sizes, li_each for threads, structs that describe work to kernels
-   (li_matrix, li_gemm and others), and the lists of kernels. A new kernel is a line of LI_KERNELS or LI_LOOPS, a
-   reference in its chapter, and a loop there that every instruction set compiles. */
+/* >>base: what all later chapters share: switches, sizes, li_each for threads, structs that describe work to kernels
+   (li_matrix, li_gemm and others), and the lists of kernels. A new kernel needs a line in LI_KERNELS or LI_LOOPS, and
+   in its chapter a reference and a loop that every instruction set compiles. */
 
 #ifdef __FAST_MATH__
 #error "luna.h promises exact results for NaN, Inf and rounding: compile without -ffast-math"
 #endif
 #include <float.h>
-#if FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16 /* 16 widens _Float16 alone */
+#if FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16 /* 16 widens only _Float16. */
 #error "luna.h promises float32 rounding: compile with -msse2 -mfpmath=sse (32-bit x86) or -fexcess-precision=fast"
 #endif
 #if defined(__clang__)
@@ -2155,10 +2155,10 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #pragma push_macro("LI_FN")
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
-#define LUNA_API /* a function is defined as it was declared */
+#define LUNA_API
 
-/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for
-   Windows with gcc and this macro (tests/tools/cross.sh), never yet by that compiler. */
+/* Visual C++ accepts every intrinsic without a target attribute, and has its own atomics and CPUID. This branch is
+   built for Windows with gcc and this macro (tests/tools/cross.sh), but was never compiled by Visual C++ itself. */
 #if defined(_MSC_VER) && !defined(__clang__) && !defined(LI_MSVC)
 #define LI_MSVC
 #endif
@@ -2171,7 +2171,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LI_HOT static __attribute__((hot, unused))
 #ifdef __clang__
 #define LI_RARE __attribute__((cold)) /* compiled for size */
-#else /* and without what takes gcc longest and gains little there */
+#else /* This also omits the passes that take gcc longest and gain little here. */
 #define LI_RARE \
   __attribute__((cold, optimize("no-expensive-optimizations", "no-gcse", "no-ivopts", "no-schedule-insns2", \
                                 "no-tree-dominator-opts", "no-tree-pre", "no-tree-pta", "no-tree-vrp")))
@@ -2181,7 +2181,8 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #if defined(__OPTIMIZE__) && !(defined(__OPTIMIZE_SIZE__) && defined(LUNA_NO_SIMD))
 #define LI_INLINE static inline __attribute__((always_inline, unused))
 #else
-#define LI_INLINE static inline __attribute__((unused)) /* calls: smaller, or a third of the time to compile */
+/* Calls make the code smaller, or cut compile time to a third. */
+#define LI_INLINE static inline __attribute__((unused))
 #endif
 #else
 #define LI_UNUSED
@@ -2195,27 +2196,27 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 #endif
 
-#ifdef LI_DOUBLE /* float rounds as a double there */
+#ifdef LI_DOUBLE /* float is defined as double there. */
 #undef LUNA_NO_INT8
 #define LUNA_NO_INT8
 #undef LUNA_NO_BF16
 #define LUNA_NO_BF16
 #endif
 
-#define LI_ALIGN 64 /* every allocation and every part of scratch starts at a multiple of this */
-#define LI_HOOK_NAME 64 /* a hook's name is shorter */
-#define LI_KEY_BLOCK 512 /* keys an attention block holds; partial results merge in block order */
-#define LI_TILE 64 /* queries of an attention tile; LI_KEY_BLOCK is a multiple */
+#define LI_ALIGN 64 /* Every allocation and every part of scratch is aligned to this. */
+#define LI_HOOK_NAME 64 /* A hook's name is shorter. */
+#define LI_KEY_BLOCK 512 /* An attention block holds so many keys. Partial results merge in block order. */
+#define LI_TILE 64 /* An attention tile has so many queries. LI_KEY_BLOCK is a multiple. */
 #define LI_CHUNK 64 /* rows of a causal chunk */
-#define LI_KC 512 /* a gemm's terms in registers at a time */
-#define LI_KA (LI_KC + 16) /* between gathered rows of A: no power of two, or they would share cache sets */
-#define LI_FLOAT_ROWS 64 /* rows summed in float before double takes over */
-#define LI_NC 512 /* columns of B in panels at a time */
-#define LI_TILES_ABREAST 8 /* tiles of a column-major A gathered at a time, */
-#define LI_WORDS_ABREAST 4 /* and rounded to bfloat16 */
-#define LI_SUM_ROWS 256 /* rows of C whose partial sums are kept apart */
+#define LI_KC 512 /* terms per gemm block */
+#define LI_KA (LI_KC + 16) /* The row stride of gathered A is no power of two, so that rows do not share cache sets. */
+#define LI_FLOAT_ROWS 64 /* So many rows are summed in float before a double takes over. */
+#define LI_NC 512 /* columns of B per block */
+#define LI_TILES_ABREAST 8 /* tiles of column-major A per gather */
+#define LI_WORDS_ABREAST 4 /* the same, rounded to bfloat16 */
+#define LI_SUM_ROWS 256 /* So many rows of C keep partial sums of their own. */
 #define LI_MAX_THREADS 256
-#define LI_NORM_EPSILON 1e-5f /* of layer norm, the authors' */
+#define LI_NORM_EPSILON 1e-5f /* layer norm's, the authors' */
 LI_INLINE bool li_is_omega(int kind) { return kind >= LUNA_ACTIVATION_ELU1 && kind <= LUNA_ACTIVATION_SOFTPLUS2; }
 
 LI_INLINE int64_t li_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2233,7 +2234,7 @@ LI_INLINE float li_float_of(uint32_t bits) {
   memcpy(&x, &bits, sizeof bits);
   return x;
 }
-/* Rounds x, which is no NaN, to its upper 16 bits, to nearest, ties to even. */
+/* Rounds x, which must not be NaN, to its upper 16 bits: to nearest, ties to even. */
 LI_INLINE float li_upper(float x) {
   const uint32_t bits = li_bits_of(x);
   return li_float_of((bits + (bits >> 16 & 1) + 0x7FFF) & 0xFFFF0000u);
@@ -2247,7 +2248,7 @@ LI_FN bool li_are_finite(int64_t n, const float *x) {
   for (; i < n; i++) sum[0] += x[i] - x[i];
   return sum[0] + sum[1] + sum[2] + sum[3] == 0;
 }
-/* Ops and kernels know no defaults: there 0 means none. */
+/* Ops and kernels have no defaults: 0 means no activation. */
 #define LI_NO_ACTIVATION LUNA_ACTIVATION_DEFAULT
 LI_INLINE luna_activation li_activation_or(luna_activation a, luna_activation fallback) {
   if (a == LUNA_ACTIVATION_DEFAULT) return fallback;
@@ -2256,12 +2257,12 @@ LI_INLINE luna_activation li_activation_or(luna_activation a, luna_activation fa
 }
 LI_INLINE bool li_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_NONE; }
 
-/* The most elements of an array, so that bytes and sums never wrap, and of a matrix in each thread's scratch */
+/* These limit the elements of an array, so that bytes and sums never wrap, and of a matrix in a thread's scratch. */
 #define LI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
 #define LI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* Returns a * b for sizes; -1 when either is negative or the product passes the limit. */
 LI_FN int64_t li_product(int64_t a, int64_t b, int64_t limit) {
-  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* This case needs no division. */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   if (a > limit / b) return -1;
@@ -2271,15 +2272,15 @@ LI_FN int64_t li_checked(int64_t a, int64_t b) { return li_product(a, b, LI_MAX_
 /* Returns a caller's size; -1 when it is negative or too large. */
 LI_FN int64_t li_size(int64_t size) { return size < 0 || size > LI_MAX_COUNT ? -1 : size; }
 
-/* From here on the compiler knows nothing about x. */
+/* Hides the value of x from the optimiser from here on. */
 #if defined(__GNUC__)
 #define LI_HIDE(x) __asm__("" : "+r"(x))
 #else
 #define LI_HIDE(x) ((void)0)
 #endif
-/* This memset stays a call: what compilers put in its place for a struct takes several times as long. */
+/* Zeroes a struct by a call of memset. The code that compilers inline for it takes several times as long. */
 LI_CALL void li_clear(void *at, size_t bytes) {
-  LI_HIDE(bytes); /* for the sizes it is called with gcc takes rep stos */
+  LI_HIDE(bytes); /* For the sizes used here gcc would inline rep stos. */
   memset(at, 0, bytes);
 }
 
@@ -2288,11 +2289,11 @@ LI_INLINE void li_copy(void *to, const void *from, size_t bytes) { if (bytes) me
 
 #define LI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 
-/* Null stays null: what is not wanted, or memory that is only counted. */
+/* Return null for null, which means "not wanted" or "only count the memory". */
 LI_INLINE float *li_offset(float *at, int64_t floats) { return at ? at + floats : NULL; }
 LI_INLINE const float *li_from(const float *at, int64_t floats) { return at ? at + floats : NULL; }
 
-/* Takes the next `count` floats of scratch, aligned. The same calls on a null pointer tell its size. */
+/* Takes the next `count` floats of scratch, aligned. From a null pointer the same calls compute the size. */
 LI_INLINE float *li_take(char **scratch, int64_t count) {
   char *at = *scratch;
   *scratch = at + li_round((size_t)count * sizeof(float));
@@ -2300,7 +2301,7 @@ LI_INLINE float *li_take(char **scratch, int64_t count) {
 }
 LI_INLINE int64_t li_floats(int64_t count) { return (int64_t)li_round((size_t)count * sizeof(float)); }
 
-/* The last `past` rows of those in history and x [rows, d] become the history, if they are finite. */
+/* Moves the last `past` rows of history followed by x [rows, d] into history, if they are finite. */
 LI_FN void li_history_move(float *history, int64_t past, const float *x, int64_t rows, int64_t d) {
   const int64_t newer = past < rows ? past : rows;
   if (!li_are_finite(newer * d, x + (rows - newer) * d)) return;
@@ -2309,43 +2310,43 @@ LI_FN void li_history_move(float *history, int64_t past, const float *x, int64_t
            (size_t)d * sizeof(float));
 }
 
-/* Work is shared among threads by li_each(parallel, pieces, task, work) alone. A task does pieces [first, last). By the
-   number of its thread it has a part of the scratch, which it finds as its earlier pieces left it. Who does what never
-   changes a bit of the result. */
+/* All work is shared among threads by li_each(parallel, pieces, task, work). A task does pieces [first, last). The
+   thread's number selects its part of the scratch, which keeps its contents between pieces. Which thread does a piece
+   never changes a bit of the result. */
 typedef void (*li_task)(void *work, int64_t thread, int64_t first, int64_t last);
 typedef struct li_parallel { luna_parallel_for run; void *user; int64_t threads; } li_parallel;
 LI_INLINE int64_t li_threads(const li_parallel *parallel) {
   if (parallel && parallel->run && parallel->threads > 1) return parallel->threads;
   return 1;
 }
-/* Returns where share `share` of `count` things begins. */
+/* Returns the start of share `share` when `count` items are split evenly. */
 LI_INLINE int64_t li_share(int64_t count, int64_t share, int64_t shares) {
   if (shares == 1) return count * share;
   return count / shares * share + count % shares * share / shares;
 }
-/* Returns where part `part` of n lines begins, a multiple of `unit`. */
+/* Returns the start of part `part` of n lines, a multiple of `unit`. */
 LI_INLINE int64_t li_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
   if (parts == 1) return part * n;
   return li_min(n, li_share(li_divide_up(n, unit), part, parts) * unit);
 }
-/* Items are dealt out to parts in turn: tells whether one of [first, last) has `item`. */
+/* Items are dealt to parts in turn. Tells whether one of the parts [first, last) has `item`. */
 LI_INLINE bool li_dealt(int64_t item, int64_t parts, int64_t first, int64_t last) {
   return item % parts >= first && item % parts < last;
 }
 
-#define LI_GROUPS 4 /* of pieces, for each thread */
-#define LI_SHARES 16 /* of groups, at most: more threads have one between several */
+#define LI_GROUPS 4 /* groups per thread */
+#define LI_SHARES 16 /* With more threads, several threads use one share. */
 typedef struct li_call {
   li_task task;
   void *work;
   int64_t pieces, groups, threads;
-  uint32_t taken[LI_SHARES]; /* groups of each share */
+  uint32_t taken[LI_SHARES]; /* groups taken per share */
 } li_call;
 
-/* Returns a thread's next group, or `groups` where none is left; passed: shares that it found used up, at first 0. It
-   takes groups of its own share first, in order: its caches have the rows that it wrote in the op before. Then it takes
-   groups that no thread has begun: a thread that the system has stopped holds up one group, not a share. Without
-   atomics it takes every `threads`-th. */
+/* Returns a thread's next group, or `groups` if none is left. `passed` counts the shares that it found used up, and
+   starts at 0. A thread first takes the groups of its own share, in order: its caches hold the rows that it wrote in
+   the op before. Then it takes groups that no thread has begun, so a thread that the system has stopped delays one
+   group, not a share. Without atomics it takes every `threads`-th group. */
 LI_INLINE int64_t li_next_group(li_call *c, int64_t thread, int64_t *passed) {
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(LUNA_NO_THREADS) && \
     (defined(_WIN32) || defined(__unix__) || defined(__APPLE__))
@@ -2378,13 +2379,13 @@ LI_FN void li_each(const li_parallel *parallel, int64_t pieces, li_task task, vo
 }
 
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
-   under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
-   dropout. */
+   under key `seed` is below `threshold` = round(65536 p); the others are multiplied by `keep` = 1/(1-p). A threshold of
+   0 means no dropout. */
 typedef struct li_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first; /* element e is e + first of a whole, of which this is a part */
+  uint64_t first; /* offset of e in a whole */
 } li_dropout;
 LI_FN uint32_t li_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LI_FN li_dropout li_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
@@ -2393,7 +2394,7 @@ LI_FN li_dropout li_dropout_of(float probability, uint64_t seed, uint32_t op, ui
   return d;
 }
 
-/* A matrix to read: element (i, j) is at[i * row + j * column] */
+/* Element (i, j) of this read-only matrix is at[i * row + j * column]. */
 typedef struct li_matrix { const float *at; int64_t rows, columns, row, column; } li_matrix;
 LI_INLINE li_matrix li_strided(const float *at, int64_t rows, int64_t columns, int64_t row) {
   const li_matrix a = { at, rows, columns, row, 1 };
@@ -2416,36 +2417,38 @@ LI_INLINE li_matrix li_lines(li_matrix a, int64_t first, int64_t last) {
   a.rows = last - first;
   return a;
 }
-/* Where a matrix goes, its rows `row` floats apart; add: to what is there */
+/* A matrix to write: rows are `row` floats apart, and `add` adds to them. */
 typedef struct li_out { float *at; int64_t row; bool add; } li_out;
 LI_INLINE li_out li_into(float *at, int64_t row, bool add) {
   const li_out c = { at, row, add };
   return c;
 }
 
-/* n columns of B in panels of nr: row p of panel j is at[j * step + p * row]. words: room for a tile's rows of A, or
-   null; for li_matmul_panels it means that operands are rounded to bfloat16. Then a row may be two of k. */
+/* n columns of B lie in panels of nr columns: row p of panel j is at[j * step + p * row]. `words` is room for a tile's
+   rows of A, or null. For li_matmul_panels a `words` that is not null means that operands are rounded to bfloat16; a
+   row may then hold two values of k. */
 typedef struct li_panels { const float *at; int64_t n, step, row; float *words; } li_panels;
-/* The running mean M [rows, columns] of y^T z over t tokens, or the keys or values of the memory that forgets */
+/* M [rows, columns] is the running mean of y^T z over t tokens, or the keys or values of the forgetting memory. */
 typedef struct li_mean { double *at; int64_t rows, columns, row; double t; } li_mean;
 typedef enum li_mean_kind { LI_STEP_MEAN, LI_STEP_KEYS, LI_STEP_VALUES } li_mean_kind;
 
-/* A weight [rows, columns] in 8 bits, row-major: element i of row r is at[r * columns + i] * scale[r] */
+/* An 8-bit weight [rows, columns], row-major: element i of row r is at[r * columns + i] * scale[r]. */
 typedef struct li_int8 {
   const int8_t *at;
   const float *scale;  /* [rows], finite */
-  const int32_t *sums; /* [rows] of the integers */
+  const int32_t *sums; /* [rows] sums of the integers */
   int64_t rows, columns;
-  const float *from;   /* of a context's parameter: the values that it was made of, */
-  uint64_t writes;     /* and how many writes of parameters had been before */
+  const float *from;   /* the parameter's values, or null */
+  uint64_t writes;     /* parameter writes before the copy */
 } li_int8;
 
-/* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
-   and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
+/* C = act(alpha A B + bias), plus C with `accumulate`, for each of batch[0] x batch[1] products. Strides are in floats
+   and resolved. The columns of C and of `pre` are contiguous; `pre` gets the pre-activation in C's layout and may be
+   null. */
 typedef struct li_gemm {
   const float *a, *b, *bias;
-  const float *b_panels;        /* b in panels, by make_panels, for several products; or null */
-  const struct li_int8 *b_int8; /* its rows from b_first on in place of b^T, and A's rows in 8 bits too: >>int8 */
+  const float *b_panels;        /* b from make_panels, or null */
+  const struct li_int8 *b_int8; /* Its rows from b_first on replace b^T; A is rounded to 8 bits too (>>int8). */
   int64_t b_first;
   float *c, *pre;
   int64_t m, n, k;
@@ -2454,34 +2457,34 @@ typedef struct li_gemm {
   float alpha;
   int activation;               /* luna_activation */
   bool accumulate;
-  const float *residual;        /* added, in C's layout; null: none. Without `accumulate`, activation or pre */
-  /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
+  const float *residual;        /* C's layout, or null; excludes accumulate, activation, pre */
+  /* For few rows: each element is the dot product of two rows, summed by lanes. Its bits differ from those without. */
   bool dots;
-  bool bf16;                    /* A and B are rounded to bfloat16; not with dots */
-  /* Where products.keeps: A or B lies in words, two numbers of a row each (then a_row or a_column, b_row are of words).
-     In C's place its words are written, words_row apart, a multiple of 32 numbers each; with `slope`, ReLU's words, C
-     is 0 where those are, and each 32 rows leave the sums of their columns, sums_row apart. */
+  bool bf16;                    /* A and B are rounded to bfloat16. Excludes dots. */
+  /* Only where products.keeps. With a_words or b_words A or B is stored as words, two numbers of a row each, and a_row
+     or a_column and b_row count words. Instead of C, its words are written, in rows of words_row, a multiple of 32
+     numbers. With `slope`, the words of a ReLU's result, C is 0 where they are, and each 32 rows also write their
+     column sums, in rows of sums_row. */
   bool a_words, b_words;
   float *words, *sums;
   const float *slope;
-  int64_t words_row, sums_row;  /* words_row: 0 without words */
+  int64_t words_row, sums_row;  /* words_row is 0 without words. */
 } li_gemm;
 
-/* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts
-   of a row in order, and with the last one writes loss and lse; backward meets them in any. A negative label is
-   ignored. */
-/* so far: sum of exp(logit - shift), of logits; the largest logit; that of the label */
+/* Cross-entropy of `rows` rows of logits. This part holds columns [first, first + columns). Forward gets a row's parts
+   in order, and the last part writes loss and lse. Backward takes them in any order. Negative labels are ignored. */
+/* These are the sums so far of exp(logit - shift) and of logits, then the largest logit and the label's logit. */
 typedef struct li_row_sums { double exps, logits; float shift, label; } li_row_sums;
 typedef struct li_cross_entropy {
-  const float *logits;     /* [rows, columns] in rows of logits_row */
+  const float *logits;     /* [rows, columns], stride logits_row */
   const int32_t *labels;   /* [rows] */
   int64_t rows, classes, first, columns, logits_row, grad_row;
   float smoothing, factor; /* factor: of the gradient */
-  li_row_sums *sums;       /* [rows] from one part to the next; null: one part is all */
-  /* [rows]; lse: log-sum-exp of each row, which forward writes (may be null) and backward reads */
+  li_row_sums *sums;       /* [rows], kept between parts; null: one part */
+  /* [rows]. lse is each row's log-sum-exp: forward writes it unless null, backward reads it. */
   float *loss, *lse;
-  float *grad;             /* [rows, columns] in rows of grad_row; may be the logits themselves */
-  bool add;                /* to what is in grad, which is else set */
+  float *grad;             /* [rows, columns], stride grad_row; may be logits */
+  bool add;                /* add to grad */
 } li_cross_entropy;
 LI_FN li_cross_entropy li_cross_entropy_rows(const li_cross_entropy *all, int64_t first, int64_t last) {
   li_cross_entropy a = *all;
@@ -2495,30 +2498,31 @@ LI_FN li_cross_entropy li_cross_entropy_rows(const li_cross_entropy *all, int64_
   return a;
 }
 
-/* An op of LUNA_ELEMENTWISE on n elements; step: 1, or 0 of an input that repeats */
+/* An op of LUNA_ELEMENTWISE on n elements. step is 0 for an input that repeats, else 1. */
 typedef struct li_elements { int kind; int64_t n; const float *x[3]; int64_t step[3]; } li_elements;
 
-/* y = (x - mean) rstd weight + bias of each row, rstd = 1 / sqrt(variance + epsilon); rms: mean 0 and no bias, rstd =
-   1 / sqrt(mean(x^2) + epsilon) [arXiv 1910.07467] */
+/* Each row: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon). With rms, y = x rstd weight and
+   rstd = 1 / sqrt(mean(x^2) + epsilon) [arXiv 1910.07467]. */
 typedef struct li_layer_norm {
   bool rms;
   float epsilon;
   int64_t rows, n;
   const float *x, *weight, *bias; /* [rows, n]; [n] or null */
-  float *y, *mean, *rstd;         /* mean, rstd [rows]: forward writes them unless null, backward reads them */
+  float *y, *mean, *rstd;         /* [rows]: forward writes unless null, backward reads */
   const float *dy;
-  float *dx, *dweight, *dbias;    /* backward adds to dweight and dbias, where not null, */
-  bool add;                       /* and to what is in dx, which is else set */
+  float *dx, *dweight, *dbias;    /* Backward adds to dweight and dbias unless null, */
+  bool add;                       /* and with `add` to dx, else sets it. */
 } li_layer_norm;
 
-/* The short convolution over time, each of n channels alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) */
+/* The short convolution over time, separately for each of n channels: y_t = bias + sum_i weight_i x_(t - width + 1 +
+   i). */
 typedef struct li_convolution {
   int64_t rows, n, width;
-  const float *x, *history;    /* [rows, n]; the width - 1 rows before them, null: zeros */
+  const float *x, *history;    /* [rows, n]; [width - 1, n] earlier rows, or null */
   const float *weight, *bias;  /* [n, width]; [n] or null */
   float *y;
   const float *dy;
-  float *dx, *dweight, *dbias; /* backward adds; dweight and dbias may be null */
+  float *dx, *dweight, *dbias; /* Backward adds. dweight and dbias may be null. */
 } li_convolution;
 
 #ifdef LUNA_NO_BF16
@@ -2527,20 +2531,20 @@ typedef struct li_convolution {
 #define LI_HAS_BF16 true
 #endif
 #define LI_BF16(g) (LI_HAS_BF16 && (g)->bf16)
-/* Attention, eq. 1, the causal product, eq. 7, and causal Luna: the public arguments, with sizes, strides and scale
-   resolved: a batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or
-   query_offsets[b] + i when ragged. grad_k may equal grad_v. Causal Luna's U = f(scale q, k, A) and out = f(W, A, v),
-   where f is eq. 7, A = omega(s), and W the softmax of U over the slots, which `kept` gets. With forget, A = e^s, the
-   means are weighted by A and by the gates, and `kept` gets U and the sums of the weights. */
+/* Attention (eq. 1), the causal product (eq. 7) and causal Luna take the public arguments with sizes, strides and scale
+   resolved. A batch stride of 0 shares. q, out and the [row, head] arrays index row = b * queries + i, or
+   query_offsets[b] + i if ragged. grad_k may equal grad_v. Causal Luna computes U = f(scale q, k, A) and out = f(W, A,
+   v), where f is eq. 7, A = omega(s), and W the softmax of U over the slots; `kept` gets W. With forget, A = e^s, the
+   means are weighted by A and the gates, and `kept` gets U and the sums of the weights. */
 typedef luna_attention_args li_attention;
 typedef luna_causal_args li_causal;
 typedef luna_causal_nested_args li_causal_luna;
-/* What luna.h's own calls say beside the public arguments of attention and causal Luna */
+/* luna.h's own calls pass these beside the public arguments. */
 typedef struct li_attention_own {
-  li_dropout dropout; /* causal Luna's, with forget alone, is of W */
-  bool bf16;          /* the operands of attention's products are rounded */
-  /* A state that training carries: [batch] positions in place of one, and where the state before row 0 lies, in doubles
-     from causal Luna's `state`, to which forward writes the one after the last row. Else null and 0 */
+  li_dropout dropout; /* causal Luna: of W, needs forget */
+  bool bf16;          /* round the products' operands */
+  /* For a state that training carries: positions [batch] replace `position`, and the state before row 0 lies `before`
+     doubles from `state`, to which forward writes the new one. Else null and 0. */
   const int64_t *positions;
   ptrdiff_t before;
 } li_attention_own;
@@ -2551,67 +2555,66 @@ LI_FN li_dropout li_attention_dropout(const li_attention *a) {
 LI_FN bool li_attention_bf16(const li_attention *a) { return a->own && LI_BF16(a->own); }
 LI_FN bool li_drops(const li_attention *a) { return li_dropout_threshold(a->dropout) > 0; }
 
-/* The scores of some queries by some keys: those of a key are contiguous, lines of `width`, `step` apart */
+/* The scores of some queries by some keys. A key's scores are contiguous, in lines of `width`, `step` apart. */
 typedef struct li_tile {
-  int64_t query, key, width, depth; /* first query and key; how many */
+  int64_t query, key, width, depth; /* first query and key; numbers of both */
   int64_t step;
 } li_tile;
 
-/* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
-   out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
-   dim_out = dim], dense. */
+/* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group per head), out = sum_h softmax_h V_h
+   + out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots] -> out [batch, rows,
+   dim_out = dim], all dense. */
 typedef struct li_unpack {
-  const float *x, *k, *bias, *v, *out_bias, *residual; /* out_bias [dim], residual (out's shape, added): or null */
+  const float *x, *k, *bias, *v, *out_bias, *residual; /* [dim] and [batch, rows, dim], or null */
   float *out;
-  float *lse;                        /* [batch, rows, heads]; forward writes it unless null, backward reads it */
+  float *lse;                        /* [batch, rows, heads]. Forward writes it unless null; backward reads it. */
   int64_t batch, rows, dim, heads, slots;
   const int32_t *lengths;            /* [batch] real slots; null: all */
-  bool bf16;                         /* the products' operands are rounded to bfloat16 */
+  bool bf16;                         /* round the products' operands */
   li_dropout dropout;                /* element ((b heads + head) rows + i) slots + j */
-  li_dropout last;                   /* of the sum, before the residual is added: element of out */
+  li_dropout last;                   /* of out's element, before the residual */
   const float *grad_out;
-  /* backward adds; any may be null; grad_x may be grad_out: added in place */
+  /* Backward adds; any may be null. grad_x may be grad_out, which then receives the sum in place. */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } li_unpack;
 
-/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
+/* K and V of one batch row, with its real slots packed. Each thread makes its own panels. */
 typedef struct li_unpack_space {
-  int64_t prepared;                  /* the batch row of these, or -1 */
-  int64_t slots, n;                  /* real slots; heads of them */
-  float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels: V, or backward K */
-  float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
-  float *words;                      /* li_panels' */
+  int64_t prepared;                  /* their batch row, or -1 */
+  int64_t slots, n;                  /* real slots; heads * slots */
+  float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels: V; in backward K */
+  float *scores, *slopes, *mask, *product, *grad; /* grad: grad_out's panel after dropout */
+  float *words;                      /* li_panels' words */
 } li_unpack_space;
 
-/* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
-   argument. */
+/* An optimiser's step on the elements of one parameter. */
 typedef struct li_update {
   float *value, *grad, *moment[3], *average; /* as in luna_update */
   int64_t count;
-  /* factor: gradients times this (clipping) */
+  /* Clipping multiplies gradients by `factor`. */
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
-  float share;                       /* of what the average is off */
-  bool nesterov, coupled;            /* coupled: decay goes into the gradient */
+  float share;                       /* the average's step, 0..1 */
+  bool nesterov, coupled;            /* coupled: decay is in the gradient */
 } li_update;
 
-/* Where a block of columns is written: partial sums over k to `sum` (C itself where that is safe), finished ones to
-   C */
+/* Where a block of columns is written. Partial sums over k go to `sum` (C itself where that is safe), finished ones to
+   C. */
 typedef struct li_target {
   float *sum, *c, *pre;
-  const float *bias, *from; /* from: added, rows from_row apart; null: none */
+  const float *bias, *from; /* from: added, in rows of from_row; or null */
   int64_t sum_row, c_row, from_row;
-  int activation;           /* in li_gemm's order one load would take both, and wait for two stores */
+  int activation;           /* In li_gemm's order one load would read both fields and wait for two stores. */
   float alpha;
-  bool finish, late;        /* finish: the last block over k, with an epilogue; late: which adds C last */
-  bool bf16;                /* A is rounded, as the panels are */
-  bool a_words;             /* as li_gemm's, and so are these */
+  bool finish, late;        /* finish: the last block over k, which runs the epilogue; late: C is added last */
+  bool bf16;                /* round A as the panels are */
+  bool a_words;             /* as in li_gemm, like those below */
   float *words, *sums;
   const float *slope;
   int64_t words_row, sums_row;
 } li_target;
 
-/* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; bias null: none. Where nothing is
-   added, `from` has -0, which added to a number leaves it, even a zero's sign. */
+/* A tile's epilogue: c = max(lowest, alpha A B + from + bias), with contiguous columns. bias may be null. Where nothing
+   is added, `from` points to -0, which changes no number, not even a zero's sign. */
 #define LI_MINUS_0 -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f
 static LI_UNUSED const float li_nothing[32] = { LI_MINUS_0, LI_MINUS_0, LI_MINUS_0, LI_MINUS_0 };
 typedef struct li_epilogue {
@@ -2621,15 +2624,15 @@ typedef struct li_epilogue {
   float alpha, lowest;
 } li_epilogue;
 
-/* The loops of a gemm, which read lines of `pair` values of k */
+/* The loops of a gemm, which read lines of `pair` values of k. */
 typedef struct li_products {
-  int64_t pair, rows, words;         /* rows: of a tile; words: floats of room for a tile's words, or 0: of one row */
+  int64_t pair, rows, words;         /* rows: of a tile; words: floats for a tile's words, or 0 for a single row */
   void (*fill_panels)(li_matrix b, float *panels);
   void (*multiply)(li_matrix a, li_panels b, const li_target *t);
-  void (*word_panels)(li_matrix b, float *panels); /* of a B that lies in words; null: words are not kept */
+  void (*word_panels)(li_matrix b, float *panels); /* for a B stored as words; null: unsupported */
 } li_products;
 
-/* Functions of one number, from >>vector without SIMD: they have the same bits on every machine. */
+/* Functions of one number, from >>vector without SIMD. They give the same bits on every machine. */
 LI_FN float li_exp1_scalar(float x);
 LI_FN float li_log1_scalar(float x);
 LI_FN float li_activation_scalar(int kind, float x);
@@ -2646,9 +2649,9 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
 #define LI_TRAINS true
 #endif
 
-/* Every kernel of an instruction set, as K(result, name, arguments), as T where only training needs it, as B where the
-   reference does not have it either. Each pass below defines li_<name>_<isa>; LUNA_NO_TRAIN leaves null in the tables,
-   so that nothing refers to it. */
+/* Every kernel of an instruction set: K(result, name, arguments), T if only training needs it, B if the reference lacks
+   it too. Each pass below defines li_<name>_<isa>. LUNA_NO_TRAIN leaves null in the tables, so that nothing refers to
+   those functions. */
 #define LI_KERNELS(K, T, B) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   B(void, activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx)) \
@@ -2676,7 +2679,7 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
                     bool accumulate)) \
   T(void, sgd, (const li_update *update)) \
   T(void, adam, (const li_update *update))
-/* Inner loops that drivers call */
+/* Inner loops that drivers call. */
 #define LI_LOOPS(K, T) \
   K(void, dot_rows, (li_matrix a, li_matrix b, const li_target *t)) \
   K(void, dropout_mask, (const li_dropout *d, int64_t first, int64_t n, float *mask)) \
@@ -2702,10 +2705,10 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
                       const float *x, double *result))
 
 typedef struct li_kernels {
-  int64_t mr, nr;            /* rows of a gemm's register tile; columns of a panel of B */
+  int64_t mr, nr;            /* a gemm tile's rows; a panel's columns */
   luna_isa isa;
-  const li_products *panels; /* float32's products; null: the reference, which has no loops */
-  const li_products *words;  /* those of bfloat16, and of 8 bits; null: this build has none */
+  const li_products *panels; /* float32 products; null: the reference */
+  const li_products *words;  /* bfloat16 and 8-bit products; null: none */
   const struct li_int8_loops *int8;
 #define LI_FIELD(result, name, arguments) result (*name) arguments;
   LI_KERNELS(LI_FIELD, LI_FIELD, LI_FIELD)
@@ -2713,7 +2716,6 @@ typedef struct li_kernels {
 #undef LI_FIELD
 } li_kernels;
 
-/* Philox4x32-10 (Salmon et al. 2011) makes four words of counter and key. */
 LI_FN void li_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
   uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -2729,7 +2731,7 @@ LI_FN void li_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
 }
 
-/* sin x and cos x to 1e-14 for |x| < 1e9: Taylor's polynomials of x less a multiple of pi/2 */
+/* Computes sin x and cos x to 1e-14 for |x| < 1e9, by Taylor polynomials of x minus a multiple of pi/2. */
 LI_FN void li_sine(double x, double *sine, double *cosine) {
   const double turns = floor(x * 0.63661977236758134308 + 0.5),
       r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
@@ -2738,14 +2740,15 @@ LI_FN void li_sine(double x, double *sine, double *cosine) {
   const double c = 1 + q *
       (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q *
                                                      (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = fabs(turns) < 9e15 ? (int)((int64_t)turns & 3) : 0; /* a larger angle means nothing */
+  const int quarter = fabs(turns) < 9e15 ? (int)((int64_t)turns & 3) : 0; /* Larger angles carry no information. */
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
   if (quarter & 2) *sine = -*sine;
   if (quarter == 1 || quarter == 2) *cosine = -*cosine;
 }
-/* Positions turn by the angles t w_i, w_i = e^(-i rate) rounded to float. Sinusoidal ones, in tensor2tensor's form,
-   have sin(t w_i) in the first half, cos(t w_i) in the second, w_i = 10000^(-i / (d/2 - 1)); an odd last is 0. */
+/* Position t turns by the angles t w_i, w_i = e^(-i rate) rounded to float. Sinusoidal positions, in tensor2tensor's
+   form, have sin(t w_i) in the first half and cos(t w_i) in the second, w_i = 10000^(-i / (d/2 - 1)). An odd last
+   element is 0. */
 LI_FN double li_frequency(int64_t i, double rate) { return (double)(float)exp(-(double)i * rate); }
 LI_FN double li_sinusoid_rate(int64_t half) {
   if (half > 1) return 9.21034037197618273608 / (double)(half - 1);
@@ -2755,16 +2758,16 @@ LI_FN double li_sinusoid_rate(int64_t half) {
 
 /* ----------------------------------------
    >>kernels: each chapter has the reference, then the inner loops, then the driver
-   Inner loops are compiled once for each instruction set: luna.h includes itself with LI_PASS set to _<isa>, and
-   LI_K(name) is then li_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops
-   through the table that they are given. They, the references and all that follows are compiled for size, but for
-   functions that are LI_HOT: loops over numbers, and what every op of a step runs.
+   Inner loops are compiled once per instruction set: luna.h includes itself with LI_PASS set to _<isa>, and LI_K(name)
+   becomes li_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops through a table.
+   Drivers, references and all later code are compiled for size, except LI_HOT functions: loops over numbers, and what
+   every op of a step runs.
    ---------------------------------------- */
 #undef LI_FN
 #undef LI_MATH
 #ifndef LI_PASS
 #define LI_FN static LI_UNUSED LI_RARE
-/* The reference only infers. Its backward pass is in a header of the tests, which LI_BACKWARD_REFERENCE names. */
+/* The reference has no backward pass. A header of the tests adds one and defines LI_BACKWARD_REFERENCE. */
 #ifdef LI_BACKWARD_REFERENCE
 LI_FN void li_attention_backward_reference(const li_attention *a);
 LI_FN void li_unpack_backward_reference(const li_unpack *u, void *scratch);
@@ -2789,7 +2792,7 @@ LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
 #undef LI_PASS_TILES
 #undef LI_G
 #if LI_ISA(LI_PASS) > LI_ISA_avxvnni
-#define LI_G(name) li_##name##_avx512 /* the same there */
+#define LI_G(name) li_##name##_avx512 /* These share AVX-512's code. */
 #elif LI_IS(avxvnni)
 #define LI_G(name) li_##name##_avx2
 #else
@@ -2800,11 +2803,11 @@ LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
 #endif
 #if LI_IS(vnni) || LI_IS(avxvnni) /* the vocabulary and >>int8 */
 #define LI_PASS_INT8
-#elif LI_IS(bf16) /* the vocabulary and a product's tiles */
+#elif LI_IS(bf16) /* the vocabulary, a product's tiles */
 #define LI_PASS_PRODUCTS
-#elif LI_IS(amx) /* the vocabulary and the tiles of >>gemm's end */
+#elif LI_IS(amx) /* The vocabulary and the tiles at the end of >>gemm. */
 #define LI_PASS_TILES
-#elif LI_IS(scalar) && LI_ISA(LI_BASELINE) != LI_ISA_scalar /* only the vocabulary, for single numbers */
+#elif LI_IS(scalar) && LI_ISA(LI_BASELINE) != LI_ISA_scalar /* the vocabulary, for single numbers */
 #undef LI_MATH
 #define LI_MATH LI_FN
 #else
@@ -2820,10 +2823,10 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #endif
 
 /* .....................................................................................................................
-   >>vector: VF floats at a time, and the functions every kernel needs of them
-   a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
-   vf_max(a, b) is a > b ? a : b, so b when either is NaN. Macros that are the same in every pass are defined once.
-   Guarded by tests/kernels/vectors.c.
+   >>vector: VF floats at a time, and the functions that every kernel needs
+   vf_fma and vf_fnma are fused where the instruction set can fuse; elsewhere they round twice. vf_max(a, b) is a > b ?
+   a : b, so it is b when either is NaN. Macros that are the same in every pass are defined once. Guarded by
+   tests/kernels/vectors.c.
    .................................................................................................................. */
 #undef LI_MM
 #undef LI_MZ
@@ -2871,7 +2874,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #define LI_PREFETCH(p) __builtin_prefetch(p)
 #ifdef __clang__
 #define LI_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__CUDACC__) /* which warns of it */
+#elif defined(__CUDACC__) /* It would warn. */
 #define LI_UNROLL
 #else
 #define LI_UNROLL _Pragma("GCC unroll 28")
@@ -2881,11 +2884,11 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #define LI_PREFETCH(p) ((void)0)
 #endif
 
-/* nearest(x) is the nearest whole number, for |x| < 2^20 (of anything else a whole number, or not finite). upper(x) is
-   x, unless NaN, rounded to its upper 16 bits, ties to even. scale2(x, n) is x 2^n by an addition to the exponent, and
-   split(x, e) gives m and e of x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0. On x86 four(max, v) makes a
-   vector's parts of four lanes one, by their sum or largest; a vi is a vector's bits; LI_MM and LI_SI make an
-   intrinsic's name, and LI_MZ its maskz form in AVX-512, as gcc 12 warns of an undefined operand in the other. */
+/* nearest(x) is the nearest whole number for |x| < 2^20; for any other x it is some whole number, or not finite.
+   upper(x) rounds x, unless NaN, to its upper 16 bits, ties to even. scale2(x, n) is x 2^n, by an addition to the
+   exponent. split(x, e) gives m and e with x = m 2^e and m in [sqrt(1/2), sqrt(2)), for normal x > 0. On x86, four(max,
+   v) reduces a vector to four lanes, by sum or maximum; a vi is a vector of integers; LI_MM and LI_SI make an
+   intrinsic's name. LI_MZ makes the maskz form for AVX-512, since gcc 12 warns of an undefined operand in the other. */
 #if LI_IS(avx512) || LI_IS(vnni) || LI_IS(bf16) || LI_IS(amx)
 #define VF 16
 #define vf __m512
@@ -3115,7 +3118,7 @@ LI_INLINE vf LI_K(split)(vf x, vf *e) {
 #endif
 #endif
 
-/* sum4: out[i] = alpha times the sum of v[i]'s lanes, with vf_sum's bits */
+/* sum4: out[i] = alpha times the sum of v[i]'s lanes, with vf_sum's bits. */
 #ifdef LI_MM
 #define vf_set LI_MM(set1_ps)
 #define vf_load LI_MM(loadu_ps)
@@ -3191,7 +3194,7 @@ LI_CALL void vf_store_part(float *p, vf v, int64_t n) {
 
 static const float LI_K(lanes)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* Loads a vector of which `left` > 0 floats exist. The rest is 0, or `fill`. */
+/* Loads a vector of which only `left` > 0 floats exist. The rest becomes 0, or `fill`. */
 LI_INLINE vf LI_K(get)(const float *p, int64_t left) { return left >= VF ? vf_load(p) : vf_load_part(p, left); }
 LI_INLINE vf LI_K(get_filled)(const float *p, int64_t left, vf fill) {
   if (left >= VF) return vf_load(p);
@@ -3202,7 +3205,7 @@ LI_INLINE void LI_K(put)(float *p, vf v, int64_t left) {
   else vf_store_part(p, v, left);
 }
 
-/* Transposes in registers: to[p * step + i] = row i [p] for i, p < 4. */
+/* Transposes in registers: to[p * step + i] = row_i[p] for i, p < 4. */
 LI_INLINE void LI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to,
                            int64_t step) {
 #ifdef v4
@@ -3226,11 +3229,11 @@ LI_MATH vf LI_K(log1p)(vf x) { return log1p(x); }
 LI_MATH vf LI_K(tanh)(vf x) { return tanh(x); }
 LI_MATH vf LI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
-/* three steps of Horner's scheme */
+/* Runs three steps of Horner's scheme. */
 LI_INLINE vf LI_K(horner)(vf p, vf x, float a, float b, float c) {
   return vf_fma(vf_fma(vf_fma(p, x, vf_set(a)), x, vf_set(b)), x, vf_set(c));
 }
-/* e^r 2^n for |r| <= ln(2)/2: 1 + r + r^2 P(r) */
+/* Computes e^r 2^n for |r| <= ln(2)/2, as 1 + r + r^2 P(r). */
 LI_INLINE vf LI_K(exp_of)(vf r, vf n) {
   vf p = LI_K(horner)(vf_set(1.381422187e-03f), r, 8.368898669e-03f, 4.166840572e-02f, 1.666651913e-01f);
   p = vf_fma(vf_fma(p, r, vf_set(4.999999335e-01f)), vf_mul(r, r), r);
@@ -3248,7 +3251,7 @@ LI_MATH vf LI_K(exp2)(vf x) {
                          LI_K(exp_of)(vf_mul(vf_sub(x, n), vf_set(0.693147181f)), n));
   return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set((float)INFINITY)));
 }
-/* ln x for normal x: m 2^e, f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */
+/* Computes ln x for normal x = m 2^e: f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f). */
 LI_INLINE vf LI_K(log_of)(vf x) {
   vf e;
   const vf f = vf_sub(LI_K(split)(x, &e), vf_set(1.0f)), square = vf_mul(f, f);
@@ -3259,19 +3262,19 @@ LI_INLINE vf LI_K(log_of)(vf x) {
   p = vf_fnma(vf_set(0.5f), square, p);
   return vf_fma(e, vf_set(0.693359375f), vf_add(p, f));
 }
-/* x > 0; 0 and below give -Inf */
+/* Computes ln x for x > 0; the result is -Inf for 0 and below. */
 LI_MATH vf vf_log(vf x) {
   const vm tiny = vf_lt(x, vf_set(1.17549435e-38f));
   const vf y = LI_K(log_of)(vf_select(tiny, vf_mul(x, vf_set(8388608.0f)), x));
   const vf z = vf_sub(y, vf_select(tiny, vf_set(15.9423851f), vf_zero()));
   return vf_select(vf_le(x, vf_zero()), vf_set(-(float)INFINITY), vf_select(vf_lt(x, vf_set((float)INFINITY)), z, x));
 }
-/* ln(1 + x), 0 <= x <= 1, corrected to first order for the rounding of 1 + x */
+/* Computes ln(1 + x) for 0 <= x <= 1, with a first-order correction for the rounding of 1 + x. */
 LI_MATH vf LI_K(log1p)(vf x) {
   const vf one = vf_set(1.0f), u = vf_add(one, x);
   return vf_add(LI_K(log_of)(u), vf_div(vf_sub(x, vf_sub(u, one)), u));
 }
-/* erfc(a) for a >= 0 with e = exp(-a^2): e times a polynomial in t = 1/(1 + 0.4 a) */
+/* Computes erfc(a) for a >= 0 and e = exp(-a^2), as e times a polynomial in t = 1/(1 + 0.4 a). */
 LI_INLINE vf LI_K(erfc_of)(vf a, vf e) {
   const vf t = vf_div(vf_set(1.0f), vf_fma(a, vf_set(0.4f), vf_set(1.0f)));
   vf p = LI_K(horner)(vf_set(4.125306336e-02f), t, -1.403193500e-01f, 8.398751562e-02f, 8.796408696e-02f);
@@ -3286,7 +3289,7 @@ LI_MATH vf vf_erf(vf x) {
   p = vf_mul(LI_K(horner)(p, square, 1.128358516e-01f, -3.761262583e-01f, 1.128379166e+00f), x);
   return vf_select(vf_lt(a, vf_set(1.0f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
-/* x + x^3 P(x^2) to 0.625 (Cephes' tanhf), then 1 - 2 / (e^(2 x) + 1) */
+/* Uses x + x^3 P(x^2) up to 0.625 (Cephes' tanhf), then 1 - 2 / (e^(2 x) + 1). */
 LI_MATH vf LI_K(tanh)(vf x) {
   const vf a = vf_abs(x), square = vf_mul(x, x), one = vf_set(1.0f);
   const vf large = vf_sub(one, vf_div(vf_set(2.0f), vf_add(vf_exp(vf_add(a, a)), one)));
@@ -3294,7 +3297,8 @@ LI_MATH vf LI_K(tanh)(vf x) {
   p = vf_mul(vf_fma(vf_fma(p, square, vf_set(-3.33332819422e-1f)), square, one), x);
   return vf_select(vf_lt(a, vf_set(0.625f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
-/* P(X <= x) of a standard normal X, e = exp(-x^2/2). The smaller tail is computed, so that neither loses digits. */
+/* Computes P(X <= x) for a standard normal X and e = exp(-x^2/2). The smaller tail is computed, so neither loses
+   digits. */
 LI_MATH vf LI_K(normal_cdf)(vf x, vf e) {
   const vf tail = vf_mul(vf_set(0.5f), LI_K(erfc_of)(vf_mul(vf_abs(x), vf_set(0.707106781f)), e));
   return vf_select(vf_lt(x, vf_zero()), tail, vf_sub(vf_set(1.0f), tail));
@@ -3309,7 +3313,7 @@ LI_INLINE vf LI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of(-0.5)
 #define LI_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
 #define LI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
     return slope; }
-/* Layers' activations, which a product's epilogue applies */
+/* These activations can run in a product's epilogue. */
 LI_INLINE vf LI_K(activation1)(int kind, vf x) {
   switch (kind) { LUNA_ACTIVATIONS(LI_VALUE) default: return x; }
 }
@@ -3317,7 +3321,7 @@ LI_INLINE vf LI_K(map1)(int kind, vf x) { switch (kind) { LUNA_MAPS(LI_VALUE) de
 LI_INLINE vf LI_K(map1_slope)(int kind, vf x) {
   switch (kind) { LUNA_MAPS(LI_SLOPE) default: return vf_of(1); }
 }
-/* LUNA_ELEMENTWISE: the value, and the gradient of an input where g is the result's */
+/* LUNA_ELEMENTWISE: the value, and the gradient of an input when the result's is g. */
 #undef LI_EACH
 #define LI_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return value;
 LI_INLINE vf LI_K(elementwise1)(int kind, vf a, vf b, vf c) {
@@ -3344,13 +3348,13 @@ LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, flo
 #endif /* LI_PASS */
 
 /* .....................................................................................................................
-   >>int8: y = act(x W^T + bias) + residual of W in 8 bits; x [m, k] float, W [n, k] li_int8
-   A row of W or x has the scale s = max |x| / 127 and the integers q = x / s, to nearest, ties to even. An element of y
-   is (float)(sum of q_w q_x) (s_w s_x) + bias. The sum is exact in int32 for k <= LI_INT8_MAX: it is the same in any
-   order and on every machine. A row whose largest is below 1e-30 counts as zeros; of one with NaN or Inf all of y is
-   NaN. Guarded by tests/kernels/int8.c.
+   >>int8: y = act(x W^T + bias) + residual in 8 bits; x [m, k] float, W [n, k] li_int8 -> y [m, n]
+   A row of W or x has the scale s = max |x| / 127 and the integers q = x / s, rounded to nearest, ties to even. An
+   element of y is (float)(sum of q_w q_x) (s_w s_x) + bias. The sum is exact in int32 for k <= LI_INT8_MAX: it is the
+   same in any order and on every machine. A row whose largest |x| is below 1e-30 counts as zeros. A row with NaN or Inf
+   makes its results NaN. Guarded by tests/kernels/int8.c.
    .................................................................................................................. */
-#define LI_INT8_MIN 16 /* columns of a weight that is worth it */
+#define LI_INT8_MIN 16 /* Narrower weights are not worth it. */
 #define LI_INT8_MAX 132104 /* 128 127 k < 2^31 */
 #ifdef LUNA_NO_INT8
 #define LI_HAS_INT8 false
@@ -3358,9 +3362,8 @@ LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, flo
 #define LI_HAS_INT8 true
 #endif
 #ifndef LI_PASS
-/* The reference */
 LI_HOT float li_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
-/* |x| <= 127 scale, or scale is 0. Adding 1.5 2^23 rounds, and leaves the integer in the low bits. */
+/* Needs |x| <= 127 scale, or scale 0. Adding 1.5 2^23 rounds, and leaves the integer in the low bits. */
 LI_INLINE int8_t li_int8_of(float x, float scale) {
   return (int8_t)(uint8_t)(li_bits_of((scale > 0 ? x / scale : 0) + 12582912.0f) & 255);
 }
@@ -3391,13 +3394,13 @@ LI_FN bool li_ends(const char *name, const char *with) {
   const size_t size = strlen(name), end = strlen(with);
   return size >= end && strcmp(name + size - end, with) == 0;
 }
-/* Tells whether a parameter may have 8 bits: matrices of products and embeddings are called NAME.weight. */
+/* Tells whether a parameter may have 8 bits. Matrices of products and embeddings are named NAME.weight. */
 LI_FN bool li_int8_part(const char *name, int rank, const int64_t *shape) {
   return rank == 2 && li_int8_fits(shape[1]) && li_ends(name, ".weight") && !li_ends(name, "conv.weight") &&
          !li_ends(name, "positions.weight");
 }
 
-/* A weight in memory: its bytes, its place, its values */
+/* These give a weight's bytes, lay it out in memory, and fill it. */
 LI_FN size_t li_int8_bytes(int64_t rows, int64_t columns) {
   return li_round(sizeof(li_int8)) + 2 * li_round((size_t)rows * 4) + li_round((size_t)(rows * columns));
 }
@@ -3419,7 +3422,7 @@ LI_HOT void li_int8_sum(li_int8 *w) {
     for (int64_t i = 0; i < w->columns; i++) sums[r] += w->at[r * w->columns + i];
   }
 }
-/* Returns false where a value is not finite; then the scale of its row is NaN. */
+/* Returns false if a value is not finite. The scale of its row is then NaN. */
 LI_HOT bool li_int8_fill(li_int8 *w, const float *values) {
   float *scale = (float *)(uintptr_t)w->scale;
   int8_t *at = (int8_t *)(uintptr_t)w->at;
@@ -3433,19 +3436,19 @@ LI_HOT bool li_int8_fill(li_int8 *w, const float *values) {
   return finite;
 }
 
-/* the values of `count` rows */
+/* Writes the values of `count` rows to out. */
 LI_HOT void li_int8_floats(const li_int8 *w, int64_t row, int64_t count, float *out) {
   for (int64_t i = 0; i < count * w->columns; i++)
     out[i] = (float)w->at[row * w->columns + i] * w->scale[row + i / w->columns];
 }
 
-/* An instruction set's loops take x in its own integers, q: LI_QB bytes each, rows q_row bytes apart. Panels hold W
-   likewise, [panel][k / LI_QK][LI_QN][LI_QK], with zeros where there is none. */
+/* An instruction set's loops read x as integers q of LI_QB bytes, in rows q_row bytes apart. Panels hold W in the
+   layout [panel][k / LI_QK][LI_QN][LI_QK], zero padded. */
 typedef struct li_int8_block { /* m <= LI_QM rows by n columns */
   int64_t m, n, k, q_row;
   const char *q;
   const float *q_scale; /* [m] */
-  const int8_t *w; /* row-major, or null: by */
+  const int8_t *w; /* row-major; null: use panels */
   const char *panels;
   const float *scale, *bias; /* [n]; bias may be null */
   const int32_t *sums; /* [n] */
@@ -3461,9 +3464,9 @@ typedef struct li_int8_loops {
 #endif
 
 #ifdef LI_PASS_INT8
-/* A vi is VF int32; q's integers are LI_QT. int8_dot takes LI_QX elements of a row-major row of W; a tile has
-   LI_QM rows and LI_QV vectors. In vi_multiply(sum, x, w) each lane adds LI_QK products, of x the same in all
-   lanes, vi_each(p). vpdpbusd wants x unsigned: q is 128 more, and vi_floats subtracts 128 times the sum of W's row. */
+/* A vi holds VF int32, and q's integers are LI_QT. int8_dot reads LI_QX elements of a row-major row of W. A tile has
+   LI_QM rows and LI_QV vectors. In vi_multiply(sum, x, w) each lane adds LI_QK products; all lanes have the same x,
+   vi_each(p). vpdpbusd needs an unsigned x: q is 128 larger, and vi_floats subtracts 128 times the sum of W's row. */
 #undef vi_zero
 #undef vi_store
 #undef vi_panel
@@ -3517,7 +3520,7 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 #elif LI_IS(avx2)
 #define LI_QT int16_t
 #define LI_QK 2
-#define LI_QM 5 /* of 6 one sum would be stored in each turn */
+#define LI_QM 5 /* With 6, one sum would be spilled in each iteration. */
 LI_INLINE vi LI_K(int8_wide)(const void *w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w)); }
 LI_INLINE void LI_K(int8_put)(char *q, vf x) {
   const __m256i n = _mm256_cvtps_epi32(x);
@@ -3626,7 +3629,7 @@ LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
 #endif
 #endif
 
-/* the sums of four vectors' lanes */
+/* Adds the lanes of each of four vectors. */
 #if LI_IS(vnni) || LI_IS(avx512)
 LI_INLINE __m128i LI_K(int8_four)(vi v) {
   const __m256i a = _mm256_add_epi32(_mm512_maskz_extracti32x8_epi32(0xFF, v, 0),
@@ -3669,7 +3672,7 @@ LI_FN float LI_K(int8_quantize)(int64_t k, const float *x, char *q) {
   for (int64_t i = 0; i < k; i += VF) {
     const vf v = LI_K(get)(x + i, k - i);
     largest = vf_max(vf_abs(v), largest);
-    zero = vf_add(zero, vf_sub(v, v)); /* NaN for NaN and Inf */
+    zero = vf_add(zero, vf_sub(v, v)); /* NaN for NaN, Inf */
   }
   const float scale = vf_sum(zero) == 0 ? li_int8_scale(vf_hmax(largest)) : (float)NAN;
   const bool some = scale > 0;
@@ -3679,7 +3682,7 @@ LI_FN float LI_K(int8_quantize)(int64_t k, const float *x, char *q) {
   return scale;
 }
 
-/* Copies n columns of W^T. The last panel is filled up with zeros. */
+/* Copies n columns of W^T into panels. The last panel is zero padded. */
 LI_FN void LI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels) {
   const int64_t lines = li_divide_up(k, LI_QK), whole = k / LI_QK;
   for (int64_t j = 0; j < n; j += LI_QN, panels += lines * LI_QN * LI_QK * LI_QB) {
@@ -3700,7 +3703,7 @@ LI_FN void LI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels
   }
 }
 
-/* `columns` <= LI_QN sums become floats of y. */
+/* Converts `columns` <= LI_QN sums to floats of y. */
 LI_INLINE void LI_K(int8_finish)(const li_int8_block *b, const int32_t *sum, int64_t row, int64_t j, int64_t columns) {
   const vf scale = vf_set(b->q_scale[row]);
   float *c = b->c + row * b->c_row + j;
@@ -3739,7 +3742,7 @@ LI_INLINE void LI_K(int8_tile)(int rows, int64_t lines, const char *q, int64_t q
     for (int j = 0; j < LI_QV; j++) vi_store(out + i * LI_QN + j * VF, sum[i][j]);
   }
 }
-/* Multiplies a row of x by one of W, by lanes. A tail is copied, as nothing may be read behind W. */
+/* Multiplies a row of x by one of W, by lanes. The tail is copied, since nothing behind W may be read. */
 LI_INLINE vi LI_K(int8_lanes)(int64_t k, const char *q, const int8_t *w) {
   vi sum0 = vi_zero(), sum1 = sum0;
   int64_t p = 0;
@@ -3786,20 +3789,21 @@ static const li_int8_loops LI_K(int8_loops) = {
 };
 #elif !defined(LI_PASS)
 
-/* ---- the driver: x's rows become integers, then each thread has rows or columns of y ---- */
-#define LI_INT8_FEW 16 /* rows of x that read W as it lies; more read panels */
+/* ---- driver: x [m, k], W [n, k] -> y [m, n]; x's rows become integers, then each thread does rows or columns of y
+   ---- */
+#define LI_INT8_FEW 16 /* Up to so many rows of x read W directly; more read panels. */
 typedef struct li_int8_work {
   const li_kernels *kernels;
   const li_int8_loops *loops;
   const li_gemm *g;
-  char *q, *panels;              /* x's integers; panels of each thread's own, `columns` columns */
+  char *q, *panels;              /* x's integers; each thread's panels, `columns` wide */
   float *scales;                 /* of x */
-  int64_t q_row, panel, columns; /* panel: bytes of one */
+  int64_t q_row, panel, columns; /* panel: bytes of a panel */
   size_t bytes;                  /* of scratch */
   bool dots, by_rows;
-  int64_t parts;                 /* of the rows, or of the columns */
+  int64_t parts;                 /* of rows or columns */
 } li_int8_work;
-/* Lays the work out in scratch; where that is null, only counts. */
+/* Lays the work out in scratch. With null it only counts. */
 LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, int64_t threads, void *scratch) {
   li_int8_work w;
   char *at = scratch ? (char *)scratch : (char *)&w, *const start = at;
@@ -3810,8 +3814,9 @@ LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, in
   w.dots = !g->b_panels && g->m <= LI_INT8_FEW;
   w.by_rows = !w.dots && g->m >= g->n;
   w.parts = w.by_rows ? li_divide_up(g->m, w.loops->qm) : li_divide_up(g->n, w.loops->qn);
-  if (w.by_rows && !g->b_panels) w.parts = li_min(w.parts, threads); /* each makes all panels */
-  w.q_row = (int64_t)li_round((size_t)(g->k * w.loops->bytes)) + LI_ALIGN; /* no power of two: gemm's KA */
+  if (w.by_rows && !g->b_panels) w.parts = li_min(w.parts, threads); /* Each part makes all panels. */
+  /* As LI_KA, this stride is no power of two. */
+  w.q_row = (int64_t)li_round((size_t)(g->k * w.loops->bytes)) + LI_ALIGN;
   w.panel = li_divide_up(g->k, w.loops->qk) * w.loops->qk * w.loops->qn * w.loops->bytes;
   w.columns = li_min(LI_NC / w.loops->qn, li_divide_up(g->n, w.loops->qn)) * w.loops->qn;
   w.scales = li_take(&at, g->m);
@@ -3845,7 +3850,7 @@ LI_FN void li_int8_quantize_task(void *work, int64_t thread, int64_t first, int6
     w->scales[i] = w->loops->quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
 }
 
-/* rows [row, end) by columns [column, column + n), a block */
+/* Computes the block of rows [row, end) by columns [column, column + n). */
 LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int64_t column, int64_t n,
                             const char *panels) {
   const li_gemm *g = w->g;
@@ -3900,21 +3905,20 @@ LI_FN void li_int8_run(const li_kernels *kernels, const li_gemm *g, const li_par
 
 /* .....................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
-   B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives
-   in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
-   element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
-   order. With `bf16`, tiles read words of rounded numbers, of A and of panels alike: in the passes _bf16 and _amx a
-   word is two of k side by side, elsewhere one, as float32. Guarded by tests/kernels/gemm.c, tests/kernels/bf16.c,
-   tests/kernels/tiles.c.
+   B is copied into panels of NR columns, [panel][k][NR], zero padded. A tile of up to MR rows of C by one panel stays
+   in registers while k runs in order over a block of KC, and blocks are added to C in order. An element's bits depend
+   only on its row of A, its column of B and k. Only `dots`, for decoding, sums in another order. With `bf16`, A and
+   panels are read as words of rounded numbers: a word holds two values of k in the passes _bf16 and _amx, elsewhere
+   one, as float32. Guarded by tests/kernels/gemm.c, tests/kernels/bf16.c, tests/kernels/tiles.c.
    .................................................................................................................. */
 #ifndef LI_PASS
-/* The reference: from the definition, sums in double */
+/* The reference follows the definition, with sums in double. */
 LI_FN double li_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
   for (int64_t i = 0; i < n; i++) sum += (double)a[i * a_step] * (double)b[i * b_step];
   return sum;
 }
-/* Rounds as vcvtneps2bf16: to nearest, ties to even; a denormal is 0 of its sign, NaN stays NaN. */
+/* Rounds as vcvtneps2bf16 does: to nearest, ties to even. A denormal becomes 0 with its sign; NaN stays NaN. */
 LI_HOT float li_bf16_of(float x) {
   if (x != x) return x;
   if (fabsf(x) < FLT_MIN) return x * 0;
@@ -3972,8 +3976,8 @@ LI_FN void li_gemm_reference(const li_gemm *g) {
 #define LI_NV 2
 #endif
 #define LI_NR (LI_NV * VF)
-/* A word holds LI_PAIR values of k, and vf_terms adds the products of two words' numbers to a sum. bf16_words makes
-   words of 2 VF numbers in a row, bf16_line of VF numbers of x and those of `next` beside them. */
+/* A word holds LI_PAIR values of k, and vf_terms adds the products of two words to a sum. bf16_words packs 2 VF
+   consecutive numbers into words; bf16_line pairs VF numbers of x with those of `next`. */
 #if LI_IS(bf16)
 #define LI_PAIR 2
 #define vf_terms(x, panel, sum) _mm512_dpbf16_ps(sum, (__m512bh)(x), (__m512bh)(panel))
@@ -3983,8 +3987,8 @@ LI_FN void li_gemm_reference(const li_gemm *g) {
 #endif
 
 #ifdef LI_PASS_LOOPS
-/* Fills one panel with B's columns; from the first on `ahead` lie in memory, which may be prefetched. A row-major B is
-   read by vectors; for another, these write zeros alone, before the numbers come. */
+/* Fills one panel with B's columns. In memory `ahead` columns follow from the first on, and may be prefetched. A
+   row-major B is copied by vectors. For any other B these stores only write the zero padding, before the numbers. */
 LI_FN void LI_K(fill_panel)(li_matrix b, int64_t ahead, float *to) {
   const bool whole = b.column == 1;
   const int64_t columns = b.columns, k = b.rows;
@@ -3998,7 +4002,7 @@ LI_FN void LI_K(fill_panel)(li_matrix b, int64_t ahead, float *to) {
     for (; j + 4 <= columns; j += 4) {
       const float *x = b.at + j * b.column, *next = x + li_min(4, ahead - 4 - j) * b.column;
       for (p = 0; p + 4 <= k; p += 4) {
-        LI_PREFETCH(next + p + (p / 4 & 3) * b.column); /* one cache line of each of four columns every sixteen k */
+        LI_PREFETCH(next + p + (p / 4 & 3) * b.column); /* every 16 k, one line per column */
         LI_K(turn4)(x + p, x + p + b.column, x + p + 2 * b.column, x + p + 3 * b.column, to + p * LI_NR + j, LI_NR);
       }
       for (; p < k; p++) {
@@ -4012,7 +4016,7 @@ LI_FN void LI_K(fill_panel)(li_matrix b, int64_t ahead, float *to) {
 LI_FN void LI_K(fill_panels)(li_matrix b, float *panels) {
   const int64_t n = b.columns, k = b.rows;
   int64_t j = 0;
-  while (b.column == 1 && n - j >= LI_NR) { /* four panels at a time: longer contiguous reads */
+  while (b.column == 1 && n - j >= LI_NR) { /* Four panels at a time make longer contiguous reads. */
     const int64_t end = j + li_min((n - j) / LI_NR, LI_MR > 1 ? 4 : 1) * LI_NR;
     for (int64_t p = 0; p < k; p++)
       for (int64_t i = j; i < end; i += LI_NR)
@@ -4023,7 +4027,7 @@ LI_FN void LI_K(fill_panels)(li_matrix b, float *panels) {
     LI_K(fill_panel)(li_columns(b, j, li_min(n, j + LI_NR)), n - j, panels + j * k);
 }
 
-/* Copies up to MR rows of A, LI_KA floats apart or, where A is column-major, as [k][MR]. */
+/* Copies up to MR rows of A, LI_KA floats apart, or as [k][MR] if A is column-major. */
 LI_FN void LI_K(gather_rows)(li_matrix a, float *to) {
   if (a.column == 1)
     for (int64_t i = 0; i < a.rows; i++) memcpy(to + i * LI_KA, a.at + i * a.row, (size_t)a.columns * sizeof(float));
@@ -4031,7 +4035,7 @@ LI_FN void LI_K(gather_rows)(li_matrix a, float *to) {
     for (int64_t p = 0; p < a.columns; p++)
       for (int64_t i = 0; i < a.rows; i++) to[p * LI_MR + i] = a.at[i * a.row + p * a.column];
 }
-/* Copies whole tiles of a column-major A, whose cache lines are far apart: each is read once, and asked for before. */
+/* Copies whole tiles of a column-major A. Its cache lines are far apart, so each is prefetched and read once. */
 LI_FN void LI_K(gather_columns)(int64_t tiles, li_matrix a, float *to) {
   for (int64_t p = 0; p < a.columns; p++, a.at += a.column) {
     const float *coming = a.at + li_min(a.columns - 1 - p, 24) * a.column;
@@ -4050,7 +4054,7 @@ LI_INLINE vf LI_K(bf16_line)(vf x, vf next) {
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
   return (vf)_mm512_permutexvar_epi16(order, (__m512i)LI_K(bf16_pair)(next, x));
 }
-/* Makes words of n numbers, `step` floats apart, with zeros to whole vectors. */
+/* Packs n numbers, `step` floats apart, into words, zero padded to whole vectors. */
 LI_FN void LI_K(bf16_run)(int64_t n, const float *x, int64_t step, float *to) {
   float part[2 * VF];
   for (int64_t left = n; left > 0; left -= 2 * VF, x += 2 * VF * step, to += VF) {
@@ -4061,7 +4065,8 @@ LI_FN void LI_K(bf16_run)(int64_t n, const float *x, int64_t step, float *to) {
     vf_store(to, LI_K(bf16_words)(some || step != 1 ? part : x));
   }
 }
-/* Makes lines of words of `parts` times `width` columns of k rows: line i of a part at i * line, parts `step` apart. */
+/* Packs k rows of `parts` times `width` columns into lines of words: line i of a part at i * line, parts `step`
+   apart. */
 LI_INLINE void LI_K(bf16_lines)(int64_t parts, int64_t width, int64_t k, const float *x, int64_t row, float *to,
                                 int64_t line, int64_t step) {
   for (; k > 0; k -= 2, x += 2 * row, to += line)
@@ -4073,7 +4078,7 @@ LI_INLINE void LI_K(bf16_lines)(int64_t parts, int64_t width, int64_t k, const f
       }
 }
 
-/* fill_panels of words */
+/* Does fill_panels for words. */
 LI_FN void LI_K(bf16_panels)(li_matrix b, float *panels) {
   const int64_t n = b.columns, k = b.rows, size = li_divide_up(k, 2) * LI_NR;
   int64_t j = 0;
@@ -4093,7 +4098,7 @@ LI_FN void LI_K(bf16_panels)(li_matrix b, float *panels) {
     }
   }
 }
-/* tile_a of words */
+/* Does tile_a for words. */
 LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t rows, float *to) {
   const int64_t place = row / LI_MR % LI_WORDS_ABREAST, whole = (a.rows - row) / LI_MR, k = a.columns;
   (void)words;
@@ -4110,7 +4115,7 @@ LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t r
   return a;
 }
 #elif !defined(LUNA_NO_BF16)
-/* Without vdpbf16ps a word is a rounded number: bf16_panels and tile_a round copies. */
+/* Without vdpbf16ps a word is one rounded number: bf16_panels and tile_a round their copies. */
 LI_FN void LI_K(bf16_round)(int64_t rows, int64_t n, float *x, int64_t row) {
   for (; rows > 0; rows--, x += row)
     for (int64_t i = 0; i < n; i += VF) {
@@ -4125,9 +4130,9 @@ LI_FN void LI_K(bf16_panels)(li_matrix b, float *panels) {
 }
 #endif
 
-/* A tile is rows by `vectors` vectors, both constants in every call below. gcc keeps an array in registers only when
-   every index is a constant, so all its loops are unrolled. Rows of A are addressed from every third one, as an x86
-   address holds a base plus one or two strides at no cost. */
+/* Computes a tile of `rows` by `vectors` vectors, both constants in every call below. gcc keeps an array in registers
+   only if every index is a constant, so all loops are unrolled. Every third row of A has a pointer, since an x86
+   address adds one or two strides at no cost. */
 LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, li_matrix a, const float *b, int64_t b_row,
                                const li_epilogue *e) {
   vf sum[2 * LI_MR][LI_NV], panel[LI_NV];
@@ -4155,7 +4160,7 @@ LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, li_matrix a, co
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *from = e->from;
   float *c = e->c;
-  if (vectors > 1) LI_HIDE(c); /* or all rows' addresses would be kept through the loop above */
+  if (vectors > 1) LI_HIDE(c); /* Else all rows' addresses would stay in registers during the loop. */
   LI_UNROLL
   for (int j = 0; j < vectors; j++) panel[j] = e->bias ? vf_load(e->bias + j * VF) : vf_zero();
   LI_UNROLL
@@ -4169,8 +4174,9 @@ LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, li_matrix a, co
     from += e->from_row;
   }
 }
-/* The next tile has MR of the `left` rows unless that would leave 1 or 2; then it has 8, 4, 3, 2 or 1. Below four rows
-   a tile waits for its own sums. Where no more than half a panel exists, it has twice MR, by one vector. */
+/* The next tile has MR of the `left` rows, unless that would leave 1 or 2 rows; then it has 8, 4, 3, 2 or 1. A tile of
+   fewer than four rows waits for its own sums. If at most half a panel exists, a tile has twice MR rows by one
+   vector. */
 LI_INLINE int64_t LI_K(tile_height)(int64_t left, bool half) {
   if (half && left >= 2 * LI_MR) return 2 * LI_MR;
   if (left == LI_MR || left > LI_MR + 2 || LI_MR == 1) return LI_MR;
@@ -4190,7 +4196,7 @@ LI_INLINE void LI_K(tile)(int64_t rows, int64_t k, li_matrix a, const float *b, 
 }
 
 #ifdef LI_PASS_LOOPS
-/* Does what a tile's epilogue cannot: edges, activations other than ReLU, two results. `tile` is [rows, NR]. */
+/* Does what a tile's epilogue cannot: edges, activations other than ReLU, and two results. `tile` is [rows, NR]. */
 LI_FN void LI_K(finish_tile)(const li_target *t, int64_t i, int64_t j, int64_t rows, int64_t columns, float *tile) {
   const int64_t sum_at = i * t->sum_row + j, from_at = i * t->from_row + j, c_at = i * t->c_row + j;
   for (int64_t r = 0; r < rows; r++)
@@ -4214,7 +4220,7 @@ LI_FN void LI_K(finish_tile)(const li_target *t, int64_t i, int64_t j, int64_t r
 }
 #endif
 
-/* Returns the epilogue of the tile at (row, j). It writes to C or, with `edge`, to that buffer first. */
+/* Returns the epilogue of the tile at (row, j). It writes to C or, unless null, to the buffer `edge`. */
 LI_INLINE li_epilogue LI_K(epilogue_of)(const li_target *t, int64_t row, int64_t j, float *edge) {
   li_epilogue e = { NULL, li_nothing, edge, 0, LI_NR, t->alpha, -(float)INFINITY };
   if (edge) return e;
@@ -4230,8 +4236,8 @@ LI_INLINE li_epilogue LI_K(epilogue_of)(const li_target *t, int64_t row, int64_t
 }
 
 #ifdef LI_PASS_LOOPS
-/* The rows of A of the tile at row `row`. They are copied to `room` unless that is null: whole tiles of a column-major
-   A go several at a time. With `words` what was copied is rounded. */
+/* Returns the rows of A for the tile at `row`. They are copied to `room` unless that is null, several tiles at a time
+   if A is column-major. With `words` the copies are rounded. */
 LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t rows, float *room) {
   const int64_t abreast = words ? LI_WORDS_ABREAST : LI_TILES_ABREAST, place = row / LI_MR % abreast;
   const int64_t whole = (a.rows - row) / LI_MR;
@@ -4252,15 +4258,15 @@ LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t r
 }
 #endif
 
-/* C (+)= alpha A B: the rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2
-   and the next tile's rows are prefetched; C is accessed row by row. */
+/* C (+)= alpha A B for the rows of A and the panels of a block. A tile's rows stay in L1 while the panels stream from
+   L2 and the next tile's rows are prefetched. C is accessed row by row. */
 LI_FN void LI_K(panels)(li_matrix a, li_panels b, const li_target *t) {
   const bool plain = t->activation == LI_NO_ACTIVATION || t->activation == LUNA_ACTIVATION_RELU;
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
   const bool words = LI_IS(bf16) || LI_BF16(t), half = b.n <= VF && LI_NV == 2 && !words;
   const int64_t all = li_divide_up(b.n, LI_NR), lines = li_divide_up(a.columns, LI_PAIR);
   float edge[2 * LI_MR * LI_NR];
-  if (half) b.words = NULL; /* which has room for MR rows */
+  if (half) b.words = NULL; /* It has room for MR rows only. */
   for (int64_t row = 0, rows; row < a.rows; row += rows) {
     const float *panel = b.at;
     rows = LI_K(tile_height)(a.rows - row, half);
@@ -4288,11 +4294,11 @@ static const li_products LI_K(word_products) = { LI_PAIR, LI_MR, 0, LI_K(bf16_pa
 #endif
 
 #ifdef LI_PASS_TILES
-/* ---- bf16's products by AMX: a tile register has 16 lines of 16 words; C's block of 32 by 32 is tiles 0 to 3, 4 and 5
-   hold rows of A, 6 and 7 lines of a panel. A block of 32 k is 2 sums of 16 terms in order, of even and of odd k, from
-   0; the one is added to the other, and that to C's. ---- */
-#define LI_WA (LI_KC / 2 + 16) /* words between gathered rows: whole cache lines, and no power of two */
-/* gcc's intrinsics do not say what memory they read, and their configuration not all that it does */
+/* ---- bfloat16 products by AMX: a tile register has 16 lines of 16 words. Tiles 0 to 3 hold a 32 by 32 block of C, 4
+   and 5 rows of A, 6 and 7 lines of a panel. For each block of 32 k, the even and the odd k have a sum of 16 terms
+   each, in order from 0; one is added to the other, and the result to C's. ---- */
+#define LI_WA (LI_KC / 2 + 16) /* Gathered rows are whole cache lines apart, and no power of two. */
+/* gcc's AMX intrinsics do not declare all the memory that they access. */
 #define LI_MEMORY __asm__ volatile("" ::: "memory")
 LI_INLINE void tile_start(void) {
   static const struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t lines[16]; } tiles = {
@@ -4302,7 +4308,7 @@ LI_INLINE void tile_start(void) {
   _tile_loadconfig(&tiles);
 }
 
-/* 16 vectors as lines become columns */
+/* Transposes 16 by 16 floats. */
 #define turn_quarters(x, y, which) LI_MZ(0xFFFF, shuffle_f32x4, x, y, which)
 LI_INLINE void LI_K(turn16)(vf *x, float *to, int64_t step) {
   vf y[16];
@@ -4321,7 +4327,7 @@ LI_INLINE void LI_K(turn16)(vf *x, float *to, int64_t step) {
     }
   }
   LI_UNROLL
-  for (int i = 0; i < 4; i++) { /* column 4 q + i of lines 0 to 15 is in quarter q of x[i], x[4 + i], ... */
+  for (int i = 0; i < 4; i++) { /* Column 4 q + i of lines 0 to 15 is in quarter q of x[i], x[4 + i], ... */
     const vf a = turn_quarters(x[i], x[4 + i], 0x88), b = turn_quarters(x[i], x[4 + i], 0xDD);
     const vf c = turn_quarters(x[8 + i], x[12 + i], 0x88), d = turn_quarters(x[8 + i], x[12 + i], 0xDD);
     vf_store(to + i * step, turn_quarters(a, c, 0x88));
@@ -4330,7 +4336,7 @@ LI_INLINE void LI_K(turn16)(vf *x, float *to, int64_t step) {
     vf_store(to + (i + 12) * step, turn_quarters(b, d, 0xDD));
   }
 }
-/* Makes words of 16 columns of two rows of numbers, or of words. The second row exists if left > 1. */
+/* Packs 16 columns of two rows into words. The rows hold numbers, or words. The second row exists if left > 1. */
 LI_INLINE vf LI_K(tile_line)(bool words, int64_t left, const float *at, int64_t row, int64_t columns) {
   if (left <= 0) return vf_zero();
   if (!words)
@@ -4341,7 +4347,7 @@ LI_INLINE vf LI_K(tile_line)(bool words, int64_t left, const float *at, int64_t 
   const __m512i next = LI_MZ(0xFFFF, cvtepu16_epi32, after);
   return (vf)_mm512_or_si512(first, _mm512_maskz_slli_epi32(0xFFFF, next, 16));
 }
-/* Copies rows of A as words, with zeros to whole blocks of 32 k. */
+/* Copies rows of A as words, zero padded to whole blocks of 32 k. */
 LI_FN void LI_K(gather)(bool words, li_matrix a, float *to) {
   if (a.row != 1 || a.column == 1) {
     for (int64_t i = 0; i < a.rows; i++) li_bf16_run_bf16(a.columns, a.at + i * a.row, a.column, to + i * LI_WA);
@@ -4364,9 +4370,9 @@ LI_FN void LI_K(word_panels)(li_matrix b, float *panels) {
         vf_store(panels + i, LI_K(tile_line)(true, b.rows - p, b.at + p * b.row + (j + i) / 2, b.row, 16));
 }
 
-/* What a product by tiles has for all its blocks. Sums begin with `from`, rows from_row apart: what is added, or the
-   bias, or zeros. `direct`: they then are the result; else a block goes through a buffer, and its epilogue comes beside
-   the next block's products: `late` rows of it are left. */
+/* The state of a product by tiles, for all its blocks. Sums start from `from`, in rows of from_row: what is added, the
+   bias, or zeros. If `direct`, the sums are the result. Otherwise a block goes through a buffer, and its epilogue runs
+   beside the next block's products; `late` of its rows are left. */
 typedef struct li_tile_work {
   const li_target *t;
   const float *from;
@@ -4376,8 +4382,9 @@ typedef struct li_tile_work {
   int64_t late, late_row, late_j, late_columns[2];
   const float *late_at;
   vf late_bias[2], late_sums[2];
-  const float *bias, *added;  /* what the epilogue adds, or null */
-  /* the next rows of A, dense, `coming` vectors of words to `words`, `share` of them in each step */
+  const float *bias, *added;  /* the epilogue's, or null */
+  /* The next rows of A are dense. `coming` vectors of words remain to be written to coming_words, `share` in each
+     step. */
   const float *coming_a;
   float *coming_words;
   int64_t coming, share, line, across, gap, ahead;
@@ -4411,7 +4418,7 @@ LI_INLINE void LI_K(tile_words_out)(li_tile_work *w, vf *v) {
   vf_store(t->words + at, li_bf16_pair_bf16(v[1], v[0]));
 }
 
-/* Does the epilogue of up to `rows` rows of the block before. */
+/* Runs the epilogue of up to `rows` rows of the previous block. */
 LI_INLINE void LI_K(tile_late)(li_tile_work *w, int64_t rows) {
   const li_target *t = w->t;
   for (rows = li_min(rows, w->late); rows > 0; rows--, w->late--, w->late_row++, w->late_at += 32) {
@@ -4453,15 +4460,15 @@ LI_INLINE void LI_K(tile_sums_store)(float *to, int64_t step) {
   LI_MEMORY;
 }
 
-/* A block of rows x columns at (row, j) of C, both up to 32; a: words; b, tail: whole blocks of lines, and the last
-   one. */
+/* Computes the block of rows x columns at (row, j) of C, both at most 32. a holds words, b whole blocks of lines, and
+   tail the last, partial block. */
 LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t rows, int64_t columns,
                                 const float *a, const float *b, const float *tail, float *edge) {
   const li_target *t = w->t;
   const bool tall = rows > 16, wide = columns > 16, whole = rows == 32 && columns == 32;
   const float *from = li_from(w->from, row * w->from_row + j);
   float *const c = t->sum + row * t->sum_row + j, *const to = w->direct && whole ? c : edge;
-  const float *next = c + 32; /* the next panel's block of C, of which a step asks for four rows */
+  const float *next = c + 32; /* This is the next panel's block of C; a step prefetches four rows. */
   int64_t step = w->from_row, lines = t->words ? 0 : 8;
   if (from && !whole) {
     for (int64_t r = 0; r < rows; r++)
@@ -4570,7 +4577,8 @@ static const li_products LI_K(word_products) = {
   2, 32, 2 * 32 * LI_WA, li_bf16_panels_bf16, LI_K(panels), LI_K(word_panels)
 };
 #ifndef LUNA_NO_INT8
-/* int8_rows of whole blocks: vpdpbusd's integers and panels are tiles as they lie. What A has behind k meets zeros. */
+/* int8_rows by tiles, for whole blocks: vpdpbusd's integers and panels have a tile's layout. What A has after k meets
+   zeros. */
 LI_FN void LI_K(int8_rows)(const li_int8_block *b) {
   const int64_t lines = li_divide_up(b->k, 4), whole = lines / 16 * 16;
   float memory[32 * 32 + 16 * 32 + 16];
@@ -4611,8 +4619,8 @@ static const li_int8_loops LI_K(int8_loops) = {
 
 #ifdef LI_PASS_LOOPS
 
-/* Few rows are multiplied by the transpose of a row-major matrix, as a linear layer's weight in decoding: each element
-   is a dot product by lanes, so that the matrix is read once and in order, at memory bandwidth. */
+/* Multiplies few rows by the transpose of a row-major matrix, such as a linear layer's weight in decoding. Each element
+   is a dot product by lanes, so the matrix is read once, in order, at memory bandwidth. */
 LI_INLINE vf LI_K(dot_lanes)(bool whole, int64_t k, const float *a, const float *b) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   int64_t p = 0;
@@ -4625,7 +4633,8 @@ LI_INLINE vf LI_K(dot_lanes)(bool whole, int64_t k, const float *a, const float 
   for (; p < k && !whole; p += VF) sum0 = vf_fma(LI_K(get)(a + p, k - p), LI_K(get)(b + p, k - p), sum0);
   return vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3));
 }
-/* By n <= NR columns. One loop loads them all, as hardware prefetchers go by the load's address. */
+/* Computes n <= NR dot products. A single load instruction reads all columns, since hardware prefetchers track its
+   address. */
 LI_INLINE void LI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column,
                           float alpha, float *out) {
   vf dot[LI_NR];
@@ -4637,9 +4646,9 @@ LI_INLINE void LI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, cons
 
 LI_FN void LI_K(dot_rows)(li_matrix a, li_matrix b, const li_target *t) {
   const int64_t m = a.rows, n = b.columns, k = a.columns;
-  const int64_t group = m > 1 ? 4 : LI_NR; /* columns that stay in L1 for several rows */
+  const int64_t group = m > 1 ? 4 : LI_NR; /* These columns stay in L1 for several rows. */
   float edge[4 * LI_NR];
-  if (n % VF) memset(edge, 0, sizeof edge); /* all lanes of a vector are read */
+  if (n % VF) memset(edge, 0, sizeof edge); /* All lanes of a vector are read. */
   for (int64_t j = 0; j < n; j += LI_NR)
     for (int64_t i = 0; i < m; i += 4) {
       const int64_t columns = li_min(n - j, LI_NR), rows = li_min(m - i, 4);
@@ -4658,7 +4667,7 @@ LI_FN void LI_K(dot_rows)(li_matrix a, li_matrix b, const li_target *t) {
 
 #elif !defined(LI_PASS)
 
-/* ---- gemm's driver ---- */
+/* ---- gemm's driver: A [m, k], B [k, n] -> C [m, n] ---- */
 LI_HOT int64_t li_panels_size(const li_kernels *kernels, int64_t n, int64_t k) {
   return li_divide_up(n, kernels->nr) * kernels->nr * k;
 }
@@ -4667,7 +4676,7 @@ LI_INLINE const li_products *li_products_of(const li_kernels *kernels, bool bf16
   if (bf16) return kernels->words;
   return kernels->panels;
 }
-/* Floats of room for a tile's words */
+/* Returns the floats needed for a tile's words. */
 LI_HOT int64_t li_words_size(const li_kernels *kernels, bool column_major) {
   if (kernels->words->words) return kernels->words->words;
   return kernels->mr * LI_KA * (column_major ? LI_WORDS_ABREAST : 1);
@@ -4682,7 +4691,7 @@ LI_HOT li_panels li_words_of(const li_kernels *kernels, li_matrix b, float *room
   return li_words_in(kernels, room, b.columns, b.rows, words);
 }
 
-/* C = alpha A B (+ C) */
+/* C = alpha A B (+ C), with B in panels. */
 LI_HOT void li_matmul_panels(const li_kernels *kernels, float alpha, li_matrix a, li_panels b, li_out c) {
   const li_products *products = li_products_of(kernels, b.words != NULL);
   const float *panels = b.at;
@@ -4701,10 +4710,10 @@ LI_HOT void li_matmul_panels(const li_kernels *kernels, float alpha, li_matrix a
     p += LI_KC;
   } while (p < a.columns);
 }
-/* panels: room for those of B */
+/* C = alpha A B (+ C). `panels` is room for B's. */
 LI_HOT void li_matmul(const li_kernels *kernels, float alpha, li_matrix a, li_matrix b, li_out c, float *panels) {
   const int64_t nr = kernels->nr;
-  /* copying pays when a panel is read more than twice; else B's own columns, as far as they are whole panels */
+  /* Copying pays if a panel is read more than twice. Otherwise B's whole panels are read in place. */
   const int64_t whole = b.column == 1 && a.rows <= 2 * kernels->mr ? b.columns / nr * nr : 0;
   const li_panels own = { b.at, whole, nr, b.row, NULL };
   if (whole) li_matmul_panels(kernels, alpha, a, own, c);
@@ -4712,15 +4721,15 @@ LI_HOT void li_matmul(const li_kernels *kernels, float alpha, li_matrix a, li_ma
   c.at += whole;
   li_matmul_panels(kernels, alpha, a, li_words_of(kernels, li_columns(b, whole, b.columns), panels, NULL), c);
 }
-/* C = A B (+ C), of rounded operands with `words` */
+/* C = alpha A B (+ C). With `words` the operands are rounded. */
 LI_HOT void li_matmul_words(const li_kernels *kernels, float alpha, li_matrix a, li_matrix b,
                             li_out c, float *panels, float *words) {
   if (words) li_matmul_panels(kernels, alpha, a, li_words_of(kernels, b, panels, words), c);
   else li_matmul(kernels, alpha, a, b, c, panels);
 }
 
-/* How a gemm is shared out, and what scratch a thread needs. Each batch item has row_parts x column_parts, each part
-   with panels of its own, so that threads never wait for each other. */
+/* How a gemm is split among threads, and a thread's scratch. Each batch item has row_parts x column_parts parts. Each
+   thread makes its own panels, so that threads never wait for each other. */
 typedef struct li_gemm_plan {
   const li_kernels *kernels;
   const li_gemm *g;
@@ -4728,22 +4737,22 @@ typedef struct li_gemm_plan {
   char *scratch;
   int64_t row_parts, column_parts, columns; /* columns: of a block */
   int64_t a_size, b_size, sum_size;  /* floats */
-  int64_t thread_bytes;              /* of scratch: these, and among several a li_gemm_thread */
+  int64_t thread_bytes;              /* scratch per thread; with several, li_gemm_thread included */
 } li_gemm_plan;
-/* A thread's own memory. `held` is the block of B whose panels it has: batch items often share B. */
+/* A thread's own memory. `held` is the block of B whose panels it has, since batch items often share B. */
 typedef struct li_gemm_thread {
   float *a, *b, *sum;
   const float *held;
   int64_t held_n, held_k;
 } li_gemm_thread;
-/* Returns the place of (row, column) in A or B, of which two numbers may be a word. */
+/* Returns the place of (row, column) in A or B, where a word may hold two numbers. */
 LI_HOT const float *li_place(const float *x, bool words, int64_t row, int64_t x_row, int64_t column, int64_t x_column) {
   const int64_t down = words && x_row == 1 ? row / 2 : row * x_row;
   const int64_t across = words && x_column == 1 ? column / 2 : column * x_column;
   return x + down + across;
 }
 
-/* Tells whether C is added after the activation: then partial sums need a place of their own. */
+/* Tells whether C is added after the activation. Partial sums then need their own place. */
 LI_HOT bool li_gemm_late(const li_gemm *g) {
   return g->accumulate && (g->activation != LI_NO_ACTIVATION || g->pre);
 }
@@ -4766,14 +4775,14 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
     p.row_parts = li_min(parts / p.column_parts, tiles);
     if (g->m >= g->n) p.column_parts = li_min(parts / p.row_parts, panels);
   }
-  /* few rows: panels are read at once, so keep them in the cache */
+  /* With few rows, panels are used at once and should stay in the cache. */
   p.columns = g->m <= 2 * mr ? 4 * nr : LI_NC / nr * nr;
   p.columns = li_min(p.columns, li_divide_up(li_max(g->n, 1), nr) * nr);
   p.b_size = g->b_panels ? 0 : p.columns * li_divide_up(block_k, products->pair);
   if (LI_BF16(g)) p.a_size = li_words_size(kernels, g->a_row == 1 && g->a_column != 1);
   else if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LI_KA * (g->a_row == 1 && g->a_column != 1 ? LI_TILES_ABREAST : 1);
-  /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
+  /* Use more parts than threads if that repeats no panels of B and no gathered rows of A. */
   if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LI_KC && g->n <= LI_NC)))
     p.row_parts = li_min(LI_GROUPS * p.row_parts, li_max(li_divide_up(g->m, mr), 1));
   else if (parts > 1 && p.row_parts == 1 && !p.a_size)
@@ -4787,7 +4796,7 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
 
 typedef struct li_gemm_work { const li_kernels *kernels; const li_gemm *g; float *panels; } li_gemm_work;
 
-/* Panels that several products read lie block of k after block of k. */
+/* Panels for several products are stored one block of k after the other. */
 LI_HOT int64_t li_panels_at(const li_kernels *kernels, const li_gemm *g, int64_t pair, int64_t column, int64_t p) {
   return li_panels_size(kernels, g->n, p / pair) + column * li_divide_up(li_min(g->k - p, LI_KC), pair);
 }
@@ -4817,7 +4826,6 @@ LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, cons
   else li_each(parallel, li_divide_up(g->n, kernels->nr), li_panels_task, &w);
 }
 
-/* Returns the target of the block at (row, column) of batch item x, y. */
 LI_HOT li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t row, int64_t column) {
   const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + column;
   li_target t;
@@ -4834,7 +4842,7 @@ LI_HOT li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t 
   return t;
 }
 
-/* Multiplies m rows by the n columns of a block from `column` on, over all of k. */
+/* Multiplies m rows by the block's n columns from `column` on, over all of k. */
 LI_HOT void li_gemm_block(const li_gemm_plan *plan, li_gemm_thread *thread, int64_t m, int64_t n,
                           int64_t column, const float *a, const float *b, li_target *t) {
   const li_kernels *kernels = plan->kernels;
@@ -4909,7 +4917,7 @@ LI_HOT void li_gemm_task(void *work, int64_t thread, int64_t first, int64_t last
   }
 }
 
-/* Products by dots need neither panels nor partial sums: each thread has columns of its own. */
+/* Dot products need no panels and no partial sums: each thread has columns of its own. */
 LI_HOT bool li_gemm_dots(const li_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
 LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_gemm_work *w = (const li_gemm_work *)work;
@@ -4953,7 +4961,7 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
     return;
   }
   li_gemm_plan p = li_gemm_plan_of(kernels, g, threads);
-  p.scratch = scratch ? (char *)scratch : (char *)g->c; /* one thread without k needs none, and null + 0 is undefined */
+  p.scratch = scratch ? (char *)scratch : (char *)g->c; /* Without k none is needed, but null + 0 is undefined. */
   if (threads > 1) {
     for (int64_t t = 0; t < threads; t++)
       li_gemm_own(&p, (char *)(li_gemm_thread_at(&p, t)) + li_round(sizeof(li_gemm_thread)), li_gemm_thread_at(&p, t));
@@ -4961,7 +4969,7 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
     return;
   }
   li_gemm_thread own;
-  li_gemm_own(&p, p.scratch, &own); /* one part, without a division */
+  li_gemm_own(&p, p.scratch, &own); /* A single part needs no division. */
   for (int64_t x = 0; x < g->batch[0]; x++)
     for (int64_t y = 0; y < g->batch[1]; y++) li_gemm_part(&p, &own, x, y, 0, g->m, 0, g->n);
 }
