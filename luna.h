@@ -4977,15 +4977,15 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
 
 /* ----------------------------------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
-   All arrays are dense, of any size and alignment; a map may be computed in place. Long sums are short float sums,
-   added up in double in a fixed order. Column sums treat each column alone, so that its bits do not depend on which
-   columns are computed with it. The references stand first, then the loops in their order. A new kernel is a row of
-   LI_KERNELS, a reference here or, if it is backward, in tests/kernels/backward_reference.h, and a loop. Guarded by
-   tests/kernels/elementwise.c.
+   All arrays are dense and may have any size and alignment. Maps can run in place. Long sums add short float sums in
+   double, in a fixed order. Column sums treat each column alone, so its bits do not depend on the other columns. The
+   references stand first, then the loops in their order. A new kernel needs a row in LI_KERNELS, a loop, and a
+   reference here or, for backward, in tests/kernels/backward_reference.h. Guarded by tests/kernels/elementwise.c.
    ---------------------------------------- */
 #ifndef LI_PASS
 /* ---- the reference ---- */
-/* li_activate_reference, li_add_reference, li_mul_reference, li_scale_reference, li_scale_add_reference */
+/* This makes li_activate_reference, li_add_reference, li_mul_reference, li_scale_reference and
+   li_scale_add_reference. */
 #define LI_MAP_REFERENCE(name, arguments, y, value) \
   LI_FN void li_##name##_reference arguments { \
     for (int64_t i = 0; i < n; i++) (y)[i] = (value); \
@@ -5012,7 +5012,7 @@ LI_FN float li_dot_reference(int64_t n, const float *a, const float *b) {
   return (float)li_inner(n, a, 1, b, 1);
 }
 
-/* y = exp(x - max) / sum, but a row of -Inf alone gives 0 */
+/* x [rows, n] -> y [rows, n]: y = exp(x - max) / sum. A row of only -Inf gives 0. */
 LI_FN void li_softmax_reference(int64_t rows, int64_t n, const float *x, float *y) {
   for (; rows > 0; rows--, x += n, y += n) {
     float max = -(float)INFINITY;
@@ -5026,7 +5026,8 @@ LI_FN void li_softmax_reference(int64_t rows, int64_t n, const float *x, float *
   }
 }
 
-/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon). With rms the mean is 0 [arXiv 1910.07467]. */
+/* x [rows, n] -> y [rows, n]: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon). With rms the mean
+   is 0 [arXiv 1910.07467]. */
 LI_FN void li_layer_norm_reference(const li_layer_norm *a) {
   if (a->n <= 0) return;
   for (int64_t row = 0; row < a->rows; row++) {
@@ -5120,7 +5121,7 @@ LI_FN void li_dropout_reference(const li_dropout *d, int64_t first, int64_t n, c
                                 bool accumulate) {
   for (int64_t i = 0; i < n; i++) {
     const float mask = li_dropout_at(d, first + i);
-    float kept = 0;                  /* also of a dropped NaN */
+    float kept = 0;                  /* a dropped NaN too */
     if (mask > 0) kept = x[i] * mask;
     if (accumulate) kept += y[i];
     y[i] = kept;
@@ -5165,8 +5166,8 @@ LI_FN void li_adam_reference(const li_update *u) {
 #define LI_PUT(p, v) LI_K(put)((p) + i, v, n - i)
 #define LI_BEFORE(add, p) ((add) ? LI_GET(p) : vf_zero())
 
-/* ---- maps: LI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
-/* LI_K of activate and activate_grad, then of add, mul, scale and scale_add */
+/* ---- maps: LI_SHORT_MAP has a separate loop for whole vectors, whose time depends less on its alignment ---- */
+/* This makes LI_K of activate and activate_grad, then of add, mul, scale and scale_add. */
 #define LI_MAP(name, arguments, y, value) \
   LI_FN void LI_K(name) arguments { \
     for (int64_t i = 0; i < n; i += VF) LI_PUT(y, value); \
@@ -5187,7 +5188,7 @@ LI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
        vf_fma(vf_set(factor), LI_GET(x), LI_GET(y)))
 #undef LI_MAP
 
-/* ---- LUNA_ELEMENTWISE: an input whose step is 0 is a single number ---- */
+/* ---- LUNA_ELEMENTWISE: an input with step 0 is a single number ---- */
 #define LI_INPUT(k) step[k] ? LI_GET(x[k]) : vf_set(*x[k])
 LI_FN void LI_K(elementwise)(const li_elements *e, float *y) {
   const float *const *x = e->x;
@@ -5213,10 +5214,10 @@ LI_FN void LI_K(elementwise_slope)(const li_elements *e, int input, const float 
 #define LI_SUM 0                /* a */
 #define LI_PRODUCT 1            /* a b */
 #define LI_EXP 2                /* exp(a - shift) */
-#define LI_MOMENTS 3            /* d and d^2, where d = a - shift */
-#define LI_NORM 4               /* g and g (a - shift) factor, where g = b c, or b when c is null */
+#define LI_MOMENTS 3            /* d and d^2, d = a - shift */
+#define LI_NORM 4               /* g and g (a - shift) factor, with g = b c, or b if c is null */
 
-/* Adds to p and q the terms of the vector at i, of which `left` floats exist. */
+/* Adds the terms of the vector at i, of which `left` floats exist, to p and q. */
 LI_INLINE void LI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c,
                           vf shift, vf factor, vf *p, vf *q) {
   if (kind == LI_SUM) *p = vf_add(*p, LI_K(get)(a + i, left));
@@ -5236,8 +5237,8 @@ LI_INLINE void LI_K(term)(int kind, int64_t i, int64_t left, const float *a, con
   }
 }
 
-/* Returns the first sum; *second gets the other of a kind that has two. Sixteen float terms at a time are summed in
-   each of four chains, then these in double. */
+/* Returns the first sum; *second gets the second sum of a kind that has two. Each of four chains sums sixteen float
+   terms at a time; the results are added in double. */
 LI_INLINE double LI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift,
                               float factor, double *second) {
   const vf s = vf_set(shift), f = vf_set(factor);
@@ -5269,14 +5270,14 @@ LI_FN double LI_K(products)(int64_t n, const float *a, const float *b) {
 LI_FN double LI_K(sum_squares)(int64_t n, const float *x) {
   const double sum = LI_K(products)(n, x, x);
   if (sum < (double)INFINITY) return sum;
-  return li_sum_squares_reference(n, x); /* squares passed a float's range */
+  return li_sum_squares_reference(n, x); /* The squares exceeded float's range. */
 }
 LI_FN float LI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LI_K(products)(n, a, b); }
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
-/* Returns what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked
-   here, as the sum of exp is NaN then. */
+/* Returns what to subtract before exp: the maximum of x and `largest`, or 0 if that is -Inf. A NaN may be missed here,
+   since it makes the sum of exp NaN anyway. */
 LI_INLINE float LI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   for (int64_t i = 0; i < n; i += VF) max = vf_max(max, LI_K(get_filled)(x + i, n - i, max));
@@ -5290,7 +5291,7 @@ LI_FN void LI_K(softmax)(int64_t rows, int64_t n, const float *x, float *y) {
     const vf shift = vf_set(LI_K(softmax_shift)(n, x, (float)-INFINITY));
     for (int64_t i = 0; i < n; i += VF) LI_PUT(y, vf_exp(vf_sub(LI_GET(x), shift)));
     const double sum = LI_K(sum)(n, y);
-    LI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* an empty row is 0, NaN propagates */
+    LI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* An empty row gives 0; NaN propagates. */
   }
 }
 
@@ -5313,7 +5314,7 @@ LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
     float center = 0;
     double squares, off = 0;
     if (rms) squares = LI_K(products)(n, x, x);
-    else { /* the second pass also computes the rounding error of the mean */
+    else { /* The second pass also computes the mean's rounding error. */
       center = (float)(LI_K(sum)(n, x) / (double)n);
       off = LI_K(reduce)(LI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
     }
@@ -5332,7 +5333,7 @@ LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
   }
 }
 
-/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd. With rms mean(g) is 0. */
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd. With rms, mean(g) is 0. */
 LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
   const float *x = a->x, *dy = a->dy, *const weight = a->weight;
   const int64_t n = a->n;
@@ -5355,13 +5356,13 @@ LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
 }
 
 /* ---- sums along columns, over rows in order ---- */
-#define LI_SUM_COLUMNS (4 * VF) /* columns that registers hold */
+#define LI_SUM_COLUMNS (4 * VF) /* columns held in registers */
 #define LI_COLUMN(i) \
   if (vectors > i) \
     sum##i = b ? vf_fma(LI_K(get)(at + i * VF, left - i * VF), \
                         vf_mul(vf_sub(LI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LI_K(get)(at + i * VF, left - i * VF));
-/* The float sums of LI_FLOAT_ROWS rows at most; LI_K(column_sums) adds them up. */
+/* Computes float sums of at most LI_FLOAT_ROWS rows, which LI_K(column_sums) adds up. */
 LI_INLINE void LI_K(column_part)(int vectors, li_matrix a, const float *b, const li_layer_norm *norm, int64_t row,
                                  float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
@@ -5382,8 +5383,8 @@ LI_INLINE void LI_K(column_part)(int vectors, li_matrix a, const float *b, const
   vf_store(part + 3 * VF, sum3);
 }
 
-/* y[j y_column] += factor * sum over rows of a (b - mean) rstd. mean and rstd are those of `norm`, or 0 and 1. Without
-   b the sum is that of a; b has a's strides. */
+/* y[j y_column] += factor * sum over rows of a (b - mean) rstd. mean and rstd come from `norm`, or are 0 and 1. Without
+   b the sum is that of a. b has a's strides. */
 LI_FN void LI_K(column_sums)(li_matrix a, const float *b, const li_layer_norm *norm, float factor,
                              float *y, int64_t y_column) {
   float part[LI_SUM_COLUMNS];
@@ -5416,7 +5417,7 @@ LI_FN void LI_K(sum_rows)(li_matrix x, float factor, float *y) {
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
    ---- */
-/* Writes the loss of a row whose logits have all been met. */
+/* Writes the loss of a row after its last part. */
 LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, const li_row_sums *s) {
   double log_sum = s->exps;
   if (s->exps > 0) log_sum = (double)vf_first(vf_log(vf_set((float)s->exps)));
@@ -5442,7 +5443,7 @@ LI_FN void LI_K(cross_entropy)(const li_cross_entropy *a) {
     const float shift = LI_K(softmax_shift)(a->columns, logits, s.shift);
     if (s.exps != 0 && shift > s.shift) s.exps *= (double)LI_K(exp1)(s.shift - shift);
     s.exps += LI_K(reduce)(LI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
-    if (shift != 0 || s.exps != 0) s.shift = shift; /* columns of -Inf alone do not count */
+    if (shift != 0 || s.exps != 0) s.shift = shift; /* A part of only -Inf does not count. */
     if (a->smoothing > 0) s.logits += LI_K(sum)(a->columns, logits);
     if (label >= 0 && label < a->columns) s.label = logits[label];
     if (a->first + a->columns == a->classes) LI_K(cross_entropy_finish)(a, row, &s);
@@ -5472,12 +5473,13 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
   }
 }
 
-/* ---- short convolution over time, each channel alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) ---- */
-#define LI_TAPS 8               /* taps and channels that the stack has room for, transposed */
+/* ---- short convolution: x [rows, n] -> y [rows, n], each channel alone: y_t = bias + sum_i weight_i x_(t - width + 1
+   + i) ---- */
+#define LI_TAPS 8               /* The stack holds so many taps and channels, transposed. */
 #define LI_TAP_COLUMNS 64
 
-/* y_t = bias + sum_i weight_i x_(t - width + 1 + i), or backward y_t += sum_i weight_i x_(t + width - 1 - i). Rows that
-   do not exist have no term, which in both directions is a lower bound on i. */
+/* y_t = bias + sum_i weight_i x_(t - width + 1 + i), or backward y_t += sum_i weight_i x_(t + width - 1 - i). Missing
+   rows have no term, which sets a lower bound on i in both directions. */
 LI_FN void LI_K(convolve)(bool backward, const li_convolution *a) {
   const int64_t rows = a->rows, channels = a->n, width = a->width;
   const float *const x = a->x, *const history = a->history, *const weight = a->weight, *const bias = a->bias;
@@ -5548,7 +5550,7 @@ LI_FN void LI_K(short_convolution_weights)(const li_convolution *a, int64_t firs
   const li_matrix dy = li_columns(li_dense(a->dy, a->rows, a->n), first, last);
   if (a->dweight) {
     for (int64_t i = 0; i < a->width; i++) {
-      const int64_t skip = li_min(a->rows, a->width - 1 - i); /* the first rows have no term of this weight */
+      const int64_t skip = li_min(a->rows, a->width - 1 - i); /* The first rows do not use this weight. */
       const li_matrix rest = li_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
       LI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
     }
@@ -5559,8 +5561,8 @@ LI_FN void LI_K(short_convolution_weights)(const li_convolution *a, int64_t firs
 /* ---- dropout ---- */
 
 #ifdef LI_MM
-/* x86 multiplies the lower halves of 64-bit lanes, so Philox's words lie there. VU_ORDER says which counter a lane
-   holds, so that the results of even lanes, then of odd ones, lie in order. */
+/* x86 multiplies the lower halves of 64-bit lanes, so Philox's words are kept there. VU_ORDER is the counter of each
+   lane, so that the results of even lanes, then of odd ones, are in order. */
 #undef VU_ORDER
 #undef vu_set
 #if LI_IS(sse2)
@@ -5615,7 +5617,7 @@ LI_FN void LI_K(dropout_words)(const li_dropout *d, uint64_t at, uint16_t *half)
 }
 #endif
 
-/* Sets mask[i] to `keep` or 0, for element first + i. */
+/* Sets mask[i] to `keep` or 0 for element first + i. */
 LI_FN void LI_K(dropout_mask)(const li_dropout *d, int64_t first, int64_t n, float *mask) {
   float block[64];
   uint16_t half[64];
@@ -5650,7 +5652,7 @@ LI_FN void LI_K(dropout)(const li_dropout *dropout, int64_t first, int64_t n, co
   }
 }
 
-/* ---- optimisers, which clear the gradient ---- */
+/* ---- optimisers, which also zero the gradient ---- */
 LI_FN void LI_K(sgd)(const li_update *update) {
   const int64_t n = update->count;
   const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum),
@@ -5671,8 +5673,8 @@ LI_FN void LI_K(sgd)(const li_update *update) {
   }
 }
 
-/* m <- beta1 m + (1 - beta1) g, s <- beta2 s + (1 - beta2) g^2, v <- v - decay v - step m / (sqrt(s) root + epsilon),
-   where step and root take the bias out of m and s */
+/* m <- beta1 m + (1 - beta1) g, s <- beta2 s + (1 - beta2) g^2, v <- v - decay v - step m / (sqrt(s) root + epsilon).
+   `step` and `root` include the bias correction of m and s. */
 LI_FN void LI_K(adam)(const li_update *update) {
   const int64_t n = update->count;
   const vf beta1 = vf_set(update->beta1), rest1 = vf_set(1 - update->beta1);
@@ -5701,11 +5703,11 @@ LI_FN void LI_K(adam)(const li_update *update) {
 
 /* ----------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
-   Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
-   result (maximum, sum, values), and a tile's thread merges them in block order. Backward recomputes P from each row's
-   log-sum-exp. li_attention has the arguments, li_head a head's place in them, li_tile a tile. The band and the
-   reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward pass. To
-   change what becomes of scores, see tile_softmax and its derivative, tile_slopes. Guarded by
+   Work goes by tiles of 64 queries and blocks of 512 keys, and a thread holds one tile of scores at a time. Each block
+   gives a partial result (maximum, sum, values); the tile's thread merges these in block order. Backward recomputes P
+   from each row's log-sum-exp. li_attention has the arguments, li_head a head's place in them, li_tile a tile. The band
+   and the reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward
+   pass. To change what happens to scores, edit tile_softmax and its derivative, tile_slopes. Guarded by
    tests/kernels/attention.c.
    ---------------------------------------- */
 #ifndef LI_PASS
@@ -5714,7 +5716,7 @@ LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots
   return slots;
 }
 
-/* A head of a batch row has these real sizes and starts here in each tensor, in log_sum_exp and sums (row), and among
+/* The real sizes of a head of a batch row, and its offsets into each tensor, into log_sum_exp and sums (row), and into
    dropout's elements. */
 typedef struct li_head { int64_t queries, keys, q, k, v, out, row, element; } li_head;
 LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
@@ -5722,7 +5724,7 @@ LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
   int64_t batch = b, query = 0, key = 0, row = b * a->queries, keys = a->keys;
   li_head r;
   r.queries = a->queries;
-  if (a->query_offsets) {            /* a ragged batch, whose rows are one sequence after the other */
+  if (a->query_offsets) {            /* A ragged batch stores one sequence after the other. */
     row = query = a->query_offsets[b];
     key = a->key_offsets[b];
     r.queries = a->query_offsets[b + 1] - query;
@@ -5741,7 +5743,7 @@ LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
 }
 
 /* ---- the band: which keys a query sees ---- */
-/* Gives every attention a band -left <= j - i <= right; LI_MAX_COUNT is no limit. */
+/* Gives every attention a band -left <= j - i <= right, where LI_MAX_COUNT means no limit. */
 LI_FN void li_attention_band(li_attention *a) {
   if (!a->window) a->left = a->right = LI_MAX_COUNT;
   a->left = li_max(-LI_MAX_COUNT, li_min(a->left, LI_MAX_COUNT));
@@ -5749,15 +5751,16 @@ LI_FN void li_attention_band(li_attention *a) {
   if (a->causal) a->right = li_min(a->right, 0);
 }
 LI_HOT bool li_is_banded(const li_attention *a) { return a->left < LI_MAX_COUNT || a->right < LI_MAX_COUNT; }
-/* Keys [from, to), none if from >= to */
+/* The keys [from, to); none if from >= to. */
 typedef struct li_span { int64_t from, to; } li_span;
-/* Returns the keys that some query in [first, last) sees. */
+/* Returns the keys that any query in [first, last) sees. */
 LI_HOT li_span li_seen(const li_attention *a, const li_head *head, int64_t first, int64_t last) {
   const li_span span = { li_max(0, first - a->left), li_min(head->keys, last + a->right) };
   return span;
 }
 
-/* ---- the reference: one query at a time ---- */
+/* ---- the reference: q [queries, d], k [keys, d], v [keys, dv] -> out [queries, dv] per head, one query at a time
+   ---- */
 LI_FN double li_attention_score(const li_attention *a, const li_head *head, int64_t query, int64_t key) {
   return (double)a->scale * li_inner_by(li_attention_bf16(a), a->head_dim, a->q + head->q + query * a->q_row,
                                         1, a->k + head->k + key * a->k_row, 1);
@@ -5769,7 +5772,7 @@ LI_FN void li_attention_nothing(const li_attention *a, int64_t out, int64_t stat
   if (a->sums) a->sums[stat] = 0;
 }
 
-/* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]. Columns of V go by sixty-fours, whose sums are in double. */
+/* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]. V's columns are done 64 at a time, with sums in double. */
 LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t query) {
   const li_dropout dropout = li_attention_dropout(a);
   const li_span seen = li_seen(a, head, query, query + 1);
@@ -5814,14 +5817,14 @@ LI_FN void li_attention_reference(const li_attention *a) {
 #endif
 
 #ifdef LI_PASS_LOOPS
-/* Sums n floats to a vector, by halves. */
+/* Folds n floats by halves into one vector. */
 LI_INLINE vf LI_K(fold)(float *x, int64_t n) {
   for (int64_t half = n / 2; half >= VF; half /= 2)
     for (int64_t i = 0; i < half; i += VF) vf_store(x + i, vf_add(vf_load(x + i), vf_load(x + i + half)));
   return vf_load(x);
 }
 
-/* x becomes exp(x - top), which `sum` adds up, times the mask, which `kept` adds up. */
+/* Replaces x by exp(x - top) times the mask. `sum` adds the values before the mask, `kept` those after. */
 LI_INLINE void LI_K(softmax_step)(float *x, vf top, const float *mask, float *sum, float *kept) {
   vf p = vf_exp(vf_sub(vf_load(x), top));
   vf_store(sum, vf_add(vf_load(sum), p));
@@ -5832,9 +5835,9 @@ LI_INLINE void LI_K(softmax_step)(float *x, vf top, const float *mask, float *su
   vf_store(x, p);
 }
 
-/* Eq. 1's softmax, e^(s - top) / sum of e^(s - top), but for the division, which attention_finish makes: the scores
-   become the numerators, times the mask; stats gets each query's maximum, sum before the mask and sum
-   after it. The sums go by 16 classes of keys and then by halves, as vf_sum does. */
+/* The softmax of eq. 1, e^(s - top) / sum of e^(s - top), without the division, which attention_finish does. Scores
+   become numerators times the mask. stats gets each query's maximum, the sum before the mask and the sum after it. Sums
+   go by 16 classes of keys, then by halves, as in vf_sum. */
 LI_FN void LI_K(tile_softmax)(const li_tile *t, float *s, const float *mask, float *stats) {
   const int64_t depth = t->depth, width = t->width, step = t->step;
   for (int64_t i = 0; i < width; i += VF) {
@@ -5850,7 +5853,7 @@ LI_FN void LI_K(tile_softmax)(const li_tile *t, float *s, const float *mask, flo
   }
 }
 
-/* In line j of x the elements before `from` + j, and from `to` + j on, become `value`. */
+/* In line j of x, sets the elements before `from` + j, and from `to` + j on, to `value`. */
 LI_FN void LI_K(tile_hide)(int64_t lines, const li_tile *t, int64_t from, int64_t to, float value, float *x) {
   const int64_t width = t->width, step = t->step;
   for (int64_t j = 0; j < lines; j++, x += step)
@@ -5861,7 +5864,7 @@ LI_FN void LI_K(tile_hide)(int64_t lines, const li_tile *t, int64_t from, int64_
     }
 }
 
-/* Merges a block's partial result into that of the blocks before it. */
+/* Merges a block's partial result into that of the earlier blocks. */
 LI_FN void LI_K(attention_merge)(li_matrix part, const float *stats, float *state, float *out, int64_t out_row) {
   const int64_t width = part.rows, dim = part.columns;
   for (int64_t i = 0; i < width; i++) {
@@ -5878,7 +5881,7 @@ LI_FN void LI_K(attention_merge)(li_matrix part, const float *stats, float *stat
   }
 }
 
-/* Divides the rows, and in `state` the sums after the mask, by their sums; the maxima become log-sum-exps. */
+/* Divides the rows, and the sums after the mask in `state`, by the rows' sums. The maxima become log-sum-exps. */
 LI_FN void LI_K(attention_finish)(int64_t width, int64_t dim, float *state, float *out, int64_t out_row) {
   for (int64_t i = 0; i < width; i++, out += out_row) {
     const float sum = state[LI_TILE + i], factor = 1 / sum;
@@ -5889,7 +5892,7 @@ LI_FN void LI_K(attention_finish)(int64_t width, int64_t dim, float *state, floa
   }
 }
 
-/* The scores s become P m, and the slopes dP become dS = P (dP m - delta), without the scale. stats has each query's
+/* Turns scores into P m and slopes dP into dS = P (dP m - delta), without the scale. stats has each query's
    log-sum-exp, delta, and what is added to dP before the mask. */
 LI_FN void LI_K(tile_slopes)(const li_tile *t, float *s, float *slopes, const float *mask, const float *stats) {
   const int64_t depth = t->depth, width = t->width, step = t->step;
@@ -5910,34 +5913,35 @@ LI_FN void LI_K(tile_slopes)(const li_tile *t, float *s, float *slopes, const fl
 
 #elif !defined(LI_PASS)
 
-#define LI_RUN 256                /* the most queries of an item of the forward work */
-#define LI_HIDDEN (-3.0e38f)      /* a hidden score is finite: a block of them gives no NaN */
+#define LI_RUN 256                /* the most queries per forward item */
+#define LI_HIDDEN (-3.0e38f)      /* Hidden scores are finite, so a block of them gives no NaN. */
 
 typedef struct li_attention_work {
   const li_kernels *kernels;
   const li_attention *a;
   char *scratch;              /* the threads' spaces, then `partial` */
   size_t thread_bytes;
-  int64_t queries, keys;      /* the most of a batch row */
-  int64_t pairs, blocks, run; /* pairs (batch row, head), key blocks of one, queries of an item */
-  int64_t query_blocks;       /* backward: the most blocks of queries that see a block of keys */
-  int64_t wave, first, last;  /* backward: a wave has so many units (pair, key block); this one's */
-  int64_t unit;               /* floats that a unit keeps in `partial` */
+  int64_t queries, keys;      /* the most per batch row */
+  int64_t pairs, blocks, run; /* pairs (batch row, head), key blocks per pair, queries per item */
+  int64_t query_blocks;       /* backward: the most query blocks per key block */
+  int64_t wave, first, last;  /* backward: units (pair, key block) per wave; this wave's */
+  int64_t unit;               /* a unit's floats in `partial` */
   float *partial;
-  bool q_shared, k_shared, v_shared; /* the batch shares one */
+  bool q_shared, k_shared, v_shared; /* shared by the batch */
   bool backward;
-  int64_t parts;              /* shares in which the gradients are gathered */
+  int64_t parts;              /* parts that gather gradients */
 } li_attention_work;
 
-/* What a thread has of the scratch, as li_attention_layout lays it out; null: not needed. */
+/* A thread's part of scratch, laid out by li_attention_layout. Null means not needed. */
 typedef struct li_attention_space {
   float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
   float *own, *part, *stats, *state;
-  float *words; /* li_panels' */
+  float *words; /* li_panels' words */
 } li_attention_space;
 
-/* Returns the tile of the queries from `query` on, before `end`, by those keys in [key, key + depth) that one of them
-   may see, none if its depth is 0. It begins a multiple of 32 keys after `key`, where panels of two keys can be cut. */
+/* Returns the tile of the queries from `query` on, before `end`, and the keys in [key, key + depth) that any of them
+   may see; its depth is 0 if there are none. It starts a multiple of 32 keys after `key`, where panels that pair two
+   keys can be cut. */
 LI_FN li_tile li_tile_at(const li_attention *a, int64_t query, int64_t end, int64_t key, int64_t depth) {
   li_tile t;
   t.query = query;
@@ -5948,14 +5952,14 @@ LI_FN li_tile li_tile_at(const li_attention *a, int64_t query, int64_t end, int6
   return t;
 }
 
-/* Kernels read on behind a line's end: that becomes 0. */
+/* Zeroes the end of each line, since kernels read beyond it. */
 LI_HOT void li_tile_pad(const li_tile *t, float *x) {
   if (t->width % 16 == 0) return;
   for (int64_t i = 0; i < t->depth; i++)
     for (int64_t j = t->width; j % 16 != 0; j++) x[i * t->step + j] = 0;
 }
 
-/* Scores of keys that a query does not see become `value`, in the lines of some keys. li_tile_hide takes those before
+/* Sets the scores of keys that a query does not see to `value`, in some keys' lines. li_tile_hide does the keys before
    some query's band, then those after it. */
 LI_HOT void li_tile_hide_lines(const li_kernels *kernels, const li_tile *t, const li_attention *a, int64_t first,
                                int64_t last, float value, float *x) {
@@ -5970,7 +5974,7 @@ LI_HOT void li_tile_hide(const li_kernels *kernels, const li_tile *t, const li_a
   li_tile_hide_lines(kernels, t, a, after, t->depth, value, x);
 }
 
-/* Lays out a thread's space from `scratch` on, and returns its end. */
+/* Lays out a thread's space, starting at `scratch`, and returns its end. */
 LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_attention_space *m) {
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
@@ -5986,7 +5990,7 @@ LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_at
   }
   if (back) {
     if (banded) m->clean = li_take(&scratch, depth * d);
-    m->values = li_take(&scratch, li_panels_size(kernels, d, depth)); /* the keys', for dQ */
+    m->values = li_take(&scratch, li_panels_size(kernels, d, depth)); /* the keys, for dQ */
     m->slopes = li_take(&scratch, scores);
     m->slope_panels = li_take(&scratch, li_panels_size(kernels, LI_TILE, dv));
     m->product = li_take(&scratch, li_panels_size(kernels, li_max(d, dv), LI_TILE));
@@ -6002,16 +6006,16 @@ LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_at
   return scratch;
 }
 
-/* Returns how many queries have rows in a unit's partial dQ. */
+/* Returns the number of queries in a unit's partial dQ. */
 LI_HOT int64_t li_unit_queries(const li_attention_work *w) {
   return li_min(w->queries, w->query_blocks * LI_KEY_BLOCK);
 }
 
-/* Finds the largest sizes and how `threads` share the work, which changes no bit. Returns the bytes of scratch. */
+/* Finds the largest sizes and splits the work among `threads`, which changes no bit. Returns the bytes of scratch. */
 LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels, const li_attention *a,
                                 int64_t threads, bool backward, void *scratch) {
   li_attention_space space;
-  char *zero = (char *)w; /* only distances count */
+  char *zero = (char *)w; /* Only differences of pointers matter. */
   memset(w, 0, sizeof *w);
   w->kernels = kernels;
   w->a = a;
@@ -6037,7 +6041,7 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   w->run = LI_RUN;
   while (w->run > LI_TILE && w->pairs * li_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
 
-  /* queries in [key - right, key + LI_KEY_BLOCK + left) see a key of a block */
+  /* Queries in [key - right, key + LI_KEY_BLOCK + left) see a key of the block. */
   w->query_blocks = li_min(li_divide_up(w->queries, LI_KEY_BLOCK),
                            li_divide_up(li_max(1, LI_KEY_BLOCK + a->left + a->right), LI_KEY_BLOCK) + 1);
   w->wave = li_min(w->pairs * w->blocks, li_divide_up(2 * threads, li_max(w->query_blocks, 1)));
@@ -6052,22 +6056,22 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   return (size_t)threads * w->thread_bytes + (size_t)li_floats(w->wave * w->unit);
 }
 
-/* Returns the keys of a block that queries in [first, last) see. */
+/* Returns the block's keys that queries in [first, last) see. */
 LI_HOT li_span li_block_seen(const li_attention *a, const li_head *head, int64_t block, int64_t first, int64_t last) {
   li_span span = li_seen(a, head, first, last);
   span.from = li_max(span.from, block * LI_KEY_BLOCK);
   span.to = li_min(span.to, (block + 1) * LI_KEY_BLOCK);
   return span;
 }
-/* Returns the first block of queries that may see a block of keys. */
+/* Returns the first query block that may see a key block. */
 LI_HOT int64_t li_first_query_block(const li_attention *a, int64_t block) {
   return li_max(0, block * LI_KEY_BLOCK - a->right) / LI_KEY_BLOCK;
 }
 
-/* Says whether a unit alone writes its keys' gradients. */
+/* Tells whether only one unit writes these keys' gradients. */
 LI_HOT bool li_direct(const li_head *head, bool shared) { return !shared && head->queries <= LI_KEY_BLOCK; }
 
-/* A unit keeps dQ [queries, head_dim] from its first query block on, then dK [keys, head_dim] and dV [keys, value_dim]
+/* A unit stores dQ [queries, head_dim] from its first query block on, then dK [keys, head_dim] and dV [keys, value_dim]
    of each query block, numbered from that one on. */
 LI_HOT float *li_grad_part(const li_attention_work *w, int64_t unit, int64_t query_block) {
   return w->partial + (unit - w->first) * w->unit + li_unit_queries(w) * w->a->head_dim +
@@ -6077,7 +6081,8 @@ LI_HOT float *li_grad_part(const li_attention_work *w, int64_t unit, int64_t que
 LI_FN li_matrix li_scores(const li_tile *t, const float *s) { /* [width, depth] */
   return li_transposed(li_strided(s, t->depth, t->width, t->step));
 }
-/* s = factor Y X^T, in a tile's layout. `panels` has X, rows of its queries; Y has rows of its keys. */
+/* s = factor Y X^T, in a tile's layout. `panels` holds X, whose rows belong to the tile's queries; Y's rows belong to
+   its keys. */
 LI_HOT void li_tile_product(const li_kernels *kernels, const li_tile *t, float factor, li_matrix y,
                             const float *panels, float *s, float *words) {
   li_matmul_panels(kernels, factor, y, li_words_in(kernels, panels, t->width, y.columns, words),
@@ -6096,7 +6101,7 @@ LI_HOT void li_tile_mask(const li_kernels *kernels, const li_attention *a, const
   li_tile_pad(t, m->mask);
 }
 
-/* Copies x to y, with 0 in place of NaN and Inf: times a weight of 0 they would be NaN. */
+/* Copies x to y with 0 for NaN and Inf, which would give NaN even times a weight of 0. */
 LI_FN li_matrix li_finite_copy(li_matrix x, float *y) {
   for (int64_t i = 0; i < x.rows; i++)
     for (int64_t j = 0; j < x.columns; j++) {
@@ -6105,7 +6110,7 @@ LI_FN li_matrix li_finite_copy(li_matrix x, float *y) {
     }
   return li_dense(y, x.rows, x.columns);
 }
-/* Adds what that left out of V to the rows of S V that see it. Rows j + from to j + to - 1 see row j of V. */
+/* Adds the products that li_finite_copy left out to the rows of S V. Rows j + from to j + to - 1 see row j of V. */
 LI_HOT void li_add_infinite(li_matrix s, li_matrix v, int64_t from, int64_t to, li_out out) {
   for (int64_t j = 0; j < s.columns; j++)
     for (int64_t c = 0; c < v.columns; c++) {
@@ -6117,7 +6122,7 @@ LI_HOT void li_add_infinite(li_matrix s, li_matrix v, int64_t from, int64_t to, 
 }
 
 /* Divides the tile's rows by their sums and writes its statistics. The reference computes the rows that see no key, or
-   only scores as low as a hidden one. */
+   only scores as low as hidden ones. */
 LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a, const li_head *head,
                                 int64_t query, float *state) {
   const int64_t width = li_min(LI_TILE, head->queries - query);
@@ -6136,15 +6141,15 @@ LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a
   }
 }
 
-/* What the queries [first, last) of a head see of a block of keys. `values` are V's rows, which probabilities multiply,
-   or backward K's, which slopes multiply. */
+/* The part of a key block that a head's queries [first, last) see. `values` are V's rows, multiplied by probabilities,
+   or in backward K's, multiplied by slopes. */
 typedef struct li_attention_block {
   int64_t first, last;
-  int64_t key, depth; /* the keys that one of them sees */
+  int64_t key, depth; /* keys that some query sees */
   li_matrix k, v, values;
-  bool edge;          /* some query does not see some key, */
-  bool nonfinite;     /* and something in values was not finite, which is 0 there */
-  bool copied;        /* several tiles read values: they lie in panels */
+  bool edge;          /* Some query does not see some key. */
+  bool nonfinite;     /* values was not finite, and has 0 there */
+  bool copied;        /* Several tiles read values, which lie in panels. */
 } li_attention_block;
 /* Returns false if the queries see nothing of the block. */
 LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_space *m,
@@ -6169,7 +6174,7 @@ LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_spac
   if (b->copied) li_words_of(kernels, b->values, m->values, m->words);
   return true;
 }
-/* to = factor S values, of a tile's probabilities or slopes S */
+/* to = factor S values, where S is a tile's probabilities or slopes. */
 LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_space *m, const li_attention_block *b,
                                const li_tile *t, float factor, li_matrix s, li_out to) {
   const int64_t first = t->key - b->key;
@@ -6183,8 +6188,8 @@ LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_spa
   li_matmul_panels(kernels, factor, s, panels, to);
 }
 
-/* Takes the tile of queries from `query` on, whose panels are given, to a block. The result goes to `out`, where it is
-   merged with the blocks before. */
+/* Applies a block to the tile of queries from `query` on, whose panels are given. The result goes to `out`, merged with
+   the earlier blocks. */
 LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_space *m, const li_head *head,
                              const li_attention_block *b, int64_t query, const float *panels) {
   const li_kernels *kernels = w->kernels;
@@ -6192,7 +6197,7 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   const int64_t dv = a->value_dim;
   const li_tile t = li_tile_at(a, query, b->last, b->key, b->depth);
   const int64_t first = t.key - b->key;
-  /* it met a block before */
+  /* An earlier block was merged. */
   const bool merge = li_max(0, query - a->left) / LI_KEY_BLOCK < b->key / LI_KEY_BLOCK;
   const li_matrix s = li_scores(&t, m->scores);
   float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - b->first), *stats = state;
@@ -6215,7 +6220,7 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   if (merge) kernels->attention_merge(li_dense(m->part, t.width, dv), stats, state, out, a->out_row);
 }
 
-/* Takes a run of a pair's queries, from `first` on, to all key blocks. */
+/* Applies all key blocks to a run of a pair's queries, from `first` on. */
 LI_FN void li_attention_item(const li_attention_work *w, const li_attention_space *m, int64_t pair, int64_t first) {
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, pair);
@@ -6248,8 +6253,8 @@ LI_FN void li_attention_task(void *work, int64_t thread, int64_t first, int64_t 
   }
 }
 
-/* Sets stats to each query's log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that
-   vary), and that gradient. */
+/* Fills stats with each query's log-sum-exp, with delta = dO . O, and with the gradient of the row's sum if dropout
+   makes that vary; delta then includes its part. */
 LI_HOT void li_attention_rows(const li_kernels *kernels, const li_attention *a, const li_head *head,
                               const li_tile *t, float *stats) {
   float *lse = stats, *delta = stats + LI_TILE, *add = stats + 2 * LI_TILE;
@@ -6271,7 +6276,7 @@ LI_HOT void li_add_rows(const li_kernels *kernels, int64_t rows, int64_t n, cons
   for (int64_t i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
 }
 
-/* Computes a unit's partial gradients from one of the query blocks that may see it. */
+/* Computes a unit's partial gradients for one of the query blocks that may see it. */
 LI_FN void li_attention_backward_item(const li_attention_work *w, const li_attention_space *m, int64_t unit,
                                       int64_t query_block) {
   const li_kernels *kernels = w->kernels;
@@ -6329,7 +6334,7 @@ LI_FN void li_attention_backward_task(void *work, int64_t thread, int64_t first,
     li_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
-/* Adds up a unit's dK or dV, query block after query block. */
+/* Adds up a unit's dK or dV in the order of query blocks. */
 LI_HOT void li_attention_merge_keys(const li_attention_work *w, int64_t unit, bool keys) {
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
@@ -6347,7 +6352,7 @@ LI_HOT void li_attention_merge_keys(const li_attention_work *w, int64_t unit, bo
   }
 }
 
-/* Adds a tile of a unit's partial dQ. */
+/* Adds one tile of a unit's partial dQ. */
 LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit, int64_t query) {
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
@@ -6360,9 +6365,9 @@ LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit,
                 a->grad_q + head.q + query * a->q_row, a->q_row);
 }
 
-/* Adds the wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in batch
-   order. One thread adds all that has one destination, which has a number. Where one tensor is queries and keys or
-   values, a head is one destination. */
+/* Adds the wave's partial gradients in the order of units, so a tensor that the batch shares gets its sum in batch
+   order. Each destination has a number, and one thread adds all that goes to it. If queries are the same tensor as keys
+   or values, a whole head is one destination. */
 LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_attention_work *w = (const li_attention_work *)work;
   const li_attention *a = w->a;
