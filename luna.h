@@ -27,9 +27,9 @@
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
         8 to 20 s to compile at -O2. It holds kernels for SSE2, AVX2 and AVX-512 (or NEON, WASM SIMD128, else scalar
         ones) and picks the best at run time.
-     1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
+     1. Open a context: memory, threads, errors, randomness. Closing it frees all that was made from it.
             luna_ctx *ctx = luna_open(NULL);              null: the defaults, here and for every config below
-     2. Make a model. Its parameters belong to a set and have names, by which they are trained, saved and loaded.
+     2. Make a model. Its parameters belong to a set, and are trained, saved and loaded by their names.
             luna_params *params = luna_params_open(ctx);
             luna_lm model;                                or luna_classifier, luna_masked_lm, luna_seq2seq,
             luna_lm_init(&model, params, NULL);           luna_encoder, or layers and ops of your own with luna_param
@@ -42,11 +42,10 @@
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
-        labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and to
-        the last place. Several rounds of begin, forward and luna_backward before one optimiser step accumulate.
-        Sequences of numbers: set .features in the config and give input.features in place of tokens, after
-        luna_input_layer_fit on training data. For a forecast or a regression the model's outputs go into another loss,
-        such as luna_mse.
+        labels[i] is the token after tokens[i]; the caller shifts. A negative label is ignored: give -1 to padding and
+        to the last place. Several rounds of begin, forward and luna_backward before one optimiser step accumulate.
+        For sequences of numbers, set .features in the config, call luna_input_layer_fit on training data, and give
+        input.features instead of tokens. For a forecast or a regression, use another loss, such as luna_mse.
      4. Save it, use it.
             if (luna_save(params, luna_path("model.safetensors")) != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
@@ -59,11 +58,11 @@
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
-     (luna_begin_step or luna_begin_inference) empties: a steady step allocates nothing. A loop without begin takes more
-     in each round. options.block gives a context one block for everything, and no allocator is called. A context opened
-     with options.measure computes nothing: after one dry run of the same calls at the largest sizes, with the same
-     threads and isa and the files that it loads, luna_memory(ctx).peak is the exact size of that block. A stream has
-     memory of its own.
+     (luna_begin_step or luna_begin_inference) empties: a steady step allocates nothing. Without a begin, memory grows
+     with each iteration. options.block gives a context one block for everything; no allocator is then called. A context
+     opened with options.measure computes nothing: after one dry run of the same calls at the largest sizes, with the
+     same threads, isa and loaded files, luna_memory(ctx).peak is the exact size of that block. A stream has its own
+     memory.
      Within a step, layers and models are scopes (luna_scope_begin). A scope's end releases the values of the tensors
      made in it, except its results and, in training, what backward reads and cannot compute again by cheap ops (norms,
      embeddings, activations). So an inference of many layers takes little more than one of two. To read a hidden value,
@@ -77,52 +76,50 @@
      gradients. A failed op returns null, and ops given null return null. luna_error_status(ctx) is the status of the
      first failure since the last begin, luna_error(ctx) a sentence that names the call, the sizes and the remedy, and
      luna_error_id_of(ctx) its id in LUNA_ERRORS. A later failure of a call that is not an op (luna_load, an init)
-     leaves its own sentence. One check a step is enough: after a failure luna_optimizer_step changes nothing and
+     leaves its own sentence. One check per step is enough: after a failure luna_optimizer_step changes nothing and
      returns it.
      A failed init leaves a zeroed struct, and the next begin fails with its sentence, once. A forward of a zeroed layer
      repeats it. A forward of a zeroed model returns null without a sentence, since no context is known;
-     luna_optimizer_step then reports that there was no luna_backward. What no call can see is an array that is too
-     short: of tokens, labels or lengths.
+     luna_optimizer_step then reports that there was no luna_backward. No call can detect an array of tokens, labels or
+     lengths that is too short.
 
    PROMISES
-     Results are the same bits for any number of threads. float32; long sums in double; FMA only where written, never
-     inferred; exp, log, erf, sine and cosine are luna.h's own. Causality is exact: a token, even Inf or NaN, changes no
-     bit of anything before it. Random numbers are Philox4x32-10: initial values depend on seed and parameter name,
-     dropout on seed, step and place, the same on every machine. A context is for one thread at a time; several may read
-     one set that nobody trains (luna_params_share). A forked child goes on with one thread.
+     Results have the same bits for any number of threads. Numbers are float32, and long sums are in double. FMA is used
+     only where written, never inferred. exp, log, erf, sine and cosine are luna.h's own. Causality is exact: a token,
+     even Inf or NaN, changes no bit before it. Random numbers are Philox4x32-10, the same on every machine: initial
+     values depend on seed and parameter name, dropout on seed, step and place. One thread at a time may use a context;
+     several contexts may read a set that is not being trained (luna_params_share). A forked child has one thread.
 
    CHECKPOINTS
-     safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
-     text:
+     Files are safetensors, which Python can open; tensors have the names of the authors' code. __metadata__ holds text:
        luna.kind                  causal_lm, classifier, masked_lm or seq2seq
        luna.vocab, luna.dim, ...  the model's config by its fields' names: decimal numbers, enums by value
        luna.dropout, luna.attention_dropout, luna.activation_dropout    in units of 10^-9
        luna.horizon               the longest sequence of training, or the config's; absent: none
-       luna.fixed_horizon         there where it is the config's, which training does not change
-       luna.format                2 where the model has luna.forget, luna.output_gate or luna.rotary, which luna.h 0.1
-                                  does not know
+       luna.fixed_horizon         present if the horizon is the config's, which training does not change
+       luna.format                2 if the model has luna.forget, luna.output_gate or luna.rotary, unknown to luna.h 0.1
        luna.hook                  the name of the model's attention hook; luna.hook.<key>: its settings
        any other key              the caller's, by luna_params_set_text
-     A file of a later luna.h whose model this one cannot compute has a larger luna.format or another luna.kind, and is
-     refused with a sentence; what else is unknown and begins with "luna." changes no output and is left out. Only
-     luna_load_matching, which compares names and shapes alone, takes any file.
+     A later luna.h gives a model that this one cannot compute a larger luna.format or another luna.kind; loading it
+     fails with a sentence. Other unknown keys that begin with "luna." change no output and are ignored. Only
+     luna_load_matching, which compares just names and shapes, takes any file.
      luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square), luna.average.NAME
-     of an optimiser with .average, luna.state where a luna_lm_state is carried, and, as 16 hexadecimal digits each,
-       luna.optimizer             0 SGD, 1 Adam, 2 AdamW, 3 a hook's, by its name:
-       luna.optimizer_name        text; in older files none, for Apollo
+     for an optimiser with .average, luna.state if a luna_lm_state is carried, and, as 16 hexadecimal digits each,
+       luna.optimizer             0 SGD, 1 Adam, 2 AdamW, 3 a hook
+       luna.optimizer_name        the hook's name, as text; absent in older files, which means Apollo
        luna.attempts, luna.updates, luna.skipped, luna.skipped_in_row   steps tried, made, skipped as not finite
-       luna.lr                    the float's bits: the learning rate before its schedule
-       luna.step, luna.seed       of the context's dropout
-       luna.products              bf16 where options.products was; else absent
-     luna_save_int8 stores a matrix NAME [out,in] of products as I8, and NAME.scale, F32 [out], beside it.
+       luna.lr                    the learning rate before its schedule, as the float's bits
+       luna.step, luna.seed       the context's, for dropout
+       luna.products              bf16 if options.products was; else absent
+     luna_save_int8 stores a product's matrix NAME [out,in] as I8, and its scales as NAME.scale, F32 [out].
      Sinusoidal positions are not stored. With w_i = 10000^(-i / (d/2 - 1)), position t has sin(t w_i) at i < d/2 and
      cos(t w_i) at d/2 + i, as in fairseq. X enters as s E[token] + sinusoid, s = sqrt(d) or 1
      (config.embedding_scale), and P as s P + sinusoid.
 
    THE PAPER IN THIS FILE
-     A row leads from an equation through its layer, op and driver to the loop that runs with SIMD; below them are the
-     same in plain loops and the test, a file in tests. A name is defined in the chapter beside it. LI_K(name) is
-     compiled for each instruction set. Eq. 7 has two rows: chunks of rows, in training and prefill, and single rows.
+     A row leads from an equation through its layer, op and driver to the SIMD loop, then to the reference in plain
+     loops and the test, a file in tests. A name is defined in the chapter beside it. LI_K(name) is compiled for each
+     instruction set. Eq. 7 has two rows: chunks of rows, for training and prefill, and single rows.
      examples/lesson.c has all equations in plain loops.
    equation layer                              op                                      driver
             inner loop                         reference                               test
@@ -153,7 +150,7 @@
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_API               prefix of public functions
      LUNA_BACKEND           for a file without the implementation: declares what a backend needs (>>backend)
-     LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
+     LUNA_HEADER_FILENAME   the name by which luna.h includes itself, if it was renamed
 
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
@@ -175,12 +172,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What a version promises: a program that uses what is declared here compiles with each later one of the same major
-   number; enums keep their values, and zeros their meaning; each later version opens the checkpoints of this one and
-   goes on with its trainings; within a minor number results keep their bits on one instruction set. Structs may grow at
-   their end, so header and library are of one version (luna_version). Not promised: >>backend, what luna_cuda.cuh has
-   beyond its declarations, names that start with li_, the numbers of errors and ops, stream states in a file, speed.
-   tests/tools/api.txt lists all that is declared. */
+/* What a version promises: a program that uses these declarations compiles with each later version of the same major
+   number. Enums keep their values, and zeros their meaning. Later versions open this one's checkpoints and resume its
+   training. Within a minor number, results keep their bits on one instruction set. Structs may grow at their end, so
+   header and library must have the same version (luna_version). Not promised: >>backend, what luna_cuda.cuh has beyond
+   its declarations, names that start with li_, the numbers of errors and ops, stream states in a file, speed.
+   tests/tools/api.txt lists all declarations. */
 #define LUNA_VERSION "1.0.0"
 #define LUNA_VERSION_NUMBER 10000    /* 10000 major + 100 minor + patch */
 
@@ -206,23 +203,23 @@
 typedef enum luna_status {
   LUNA_OK = 0,
   LUNA_BAD_ARGUMENT,  /* invalid argument */
-  LUNA_OUT_OF_MEMORY, /* the allocator or the block has no more */
-  LUNA_BAD_FILE,      /* the bytes are not a valid file of this kind */
-  LUNA_CANNOT_READ,   /* the file is missing or unreadable */
-  LUNA_CANNOT_WRITE,  /* the file could not be written; an older one is untouched */
-  LUNA_MISMATCH,      /* names or shapes of a file and of a parameter set differ */
-  LUNA_UNSUPPORTED,   /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED, /* a call of a device or between ranks failed, or work queued on a device did */
-  LUNA_NOT_FINITE     /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
+  LUNA_OUT_OF_MEMORY, /* The allocator or the block has no memory left. */
+  LUNA_BAD_FILE,      /* The bytes are not a valid file of this kind. */
+  LUNA_CANNOT_READ,   /* The file is missing or unreadable. */
+  LUNA_CANNOT_WRITE,  /* The file could not be written; an older one is untouched. */
+  LUNA_MISMATCH,      /* Names or shapes in a file and a parameter set differ. */
+  LUNA_UNSUPPORTED,   /* This build, machine or backend does not support it. */
+  LUNA_DEVICE_FAILED, /* A device call, queued device work, or a call between ranks failed. */
+  LUNA_NOT_FINITE     /* Too many optimiser steps in a row had a NaN or Inf in the loss or a gradient. */
 } luna_status;
-/* A status in a few words, which stay valid. */
+/* Returns a status in a few words; the text stays valid. */
 LUNA_API const char *luna_status_text(luna_status status);
-/* LUNA_VERSION_NUMBER of the implementation that the program is linked with. */
+/* Returns LUNA_VERSION_NUMBER of the implementation that the program is linked with. */
 LUNA_API int luna_version(void);
 
-/* X(ID, STATUS, SENTENCE): each LUNA_ERROR_ID with its LUNA_STATUS and what luna_error says, first those of streams. In
-   a sentence %s is text (the first is the function), %d and %f are numbers, and %t is a tensor's shape. A stream's
-   sentences are fixed. The numbers of ids may change with the version. */
+/* X(ID, STATUS, SENTENCE): each LUNA_ERROR_ID has a LUNA_STATUS and the sentence of luna_error. Streams' errors come
+   first. In a sentence %s is text (the first is the function's name), %d and %f are numbers, and %t is a tensor's
+   shape. A stream's sentences are fixed. The numbers of ids may change with the version. */
 #define LUNA_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
   X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: this model " \
@@ -253,7 +250,7 @@ LUNA_API int luna_version(void);
   X(STATE_MISSING, MISMATCH, "%s: the training in %s carried no state of this model and batch") \
   X(STATE_POSITIONS, BAD_ARGUMENT, "%s: the sequences stand at different positions, which %s cannot tell apart") \
   X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed; options.error and options.log say why") \
-  /* from a backend, the user's own too: the status and, by luna_fail, the sentence are what it gave */ \
+  /* A backend or the user's functions fail with this; they give the status, and the sentence by luna_fail. */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend, or a function of your own, failed: %s (luna_fail gives a reason)") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
@@ -298,7 +295,7 @@ LUNA_API int luna_version(void);
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
   X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") \
-  /* equal letters: equal sizes; capitals: at least 1 */ \
+  /* Equal letters mean equal sizes; capitals mean at least 1. */ \
   X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
@@ -424,16 +421,17 @@ typedef enum luna_error_id {
   LUNA_ERROR_COUNT
 } luna_error_id;
 
-/* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). SCALAR is there
-   where no other is. REFERENCE: plain loops from the equations, slow, on the caller's thread, the same bits on every
-   machine; a context that was opened with it runs whole models, but cannot train them. The last four are AVX2 or
-   AVX-512 with other products of 8 bits (VNNI) and of bfloat16 (BF16: vdpbf16ps; AMX: tiles). */
+/* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). SCALAR exists
+   only where no other does. REFERENCE runs plain loops from the equations, slowly, on the caller's thread, with the
+   same bits on every machine; a context opened with it runs whole models but cannot train. The last four are AVX2 or
+   AVX-512 with other products in 8 bits (VNNI) and bfloat16 (BF16: vdpbf16ps; AMX: tiles). */
 typedef enum luna_isa {
   LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM,
   LUNA_ISA_REFERENCE, LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AVX512_BF16, LUNA_ISA_AMX
 } luna_isa;
-/* The best that this build and this machine have; whether they have one; its name, which stays valid. Linux must let a
-   process use AMX: only luna_isa_available(LUNA_ISA_AMX), and opening what multiplies by tiles, ask for it. */
+/* These return the best set of this build and machine, whether a set is available, and a set's name, which stays valid.
+   Linux must permit a process to use AMX; only luna_isa_available(LUNA_ISA_AMX), and opening what multiplies by tiles,
+   request it. */
 LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
@@ -442,7 +440,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa);
    luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU the exact (erf) form, SOFTPLUS ln(1 + e^x),
    SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), LEAKY_RELU 0.01 x below 0, RSQRT 1 / sqrt(x). NaN stays NaN. */
 typedef enum luna_activation {
-  LUNA_ACTIVATION_DEFAULT = 0, /* none, but ReLU of a feed-forward and softplus2 of an omega */
+  LUNA_ACTIVATION_DEFAULT = 0, /* none; feed-forward: ReLU; omega: softplus2 */
   LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2,
   LUNA_ACTIVATION_SIGMOID, LUNA_ACTIVATION_SILU, LUNA_ACTIVATION_TANH, LUNA_ACTIVATION_LEAKY_RELU,
   LUNA_ACTIVATION_NONE,        /* x itself */
@@ -450,24 +448,24 @@ typedef enum luna_activation {
   LUNA_ACTIVATION_COUNT
 } luna_activation;
 
-/* Numbers of tensors are F32. I8, 8 bits with a scale for each row, is for weights of inferences (options.weights,
-   luna_stream_config.weights); BF16 for the operands of products (options.products). */
+/* Tensors are F32. I8, 8 bits with a scale per row, is for weights in inference (options.weights,
+   luna_stream_config.weights). BF16 is for the operands of products (options.products). */
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_I8, LUNA_DTYPE_BF16 } luna_dtype;
 
-/* Positions in a model's embedding. Default: sinusoidal; none in luna_lm. */
+/* Positions in a model's embedding. The default is sinusoidal; luna_lm's is none. */
 typedef enum luna_positions {
   LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED
 } luna_positions;
 
-/* Sequences of tokens or, where a model's config has features, of features: what every model reads. The arrays are
+/* The input of every model: sequences of tokens or, if the model's config has features, of features. The arrays are
    copied into the step. */
 typedef struct luna_input {
-  /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
+  /* [batch,n], each in 0..vocab - 1, also in the padding, where the value changes nothing. */
   const int32_t *tokens;
-  const int32_t *lengths; /* [batch] real steps of each sequence, 0..n; null = n of each */
+  const int32_t *lengths; /* [batch] real steps per sequence, 0..n; null = n */
   int64_t batch, n;
-  /* [batch,n,features]; NaN is a missing number. Inf, and what is more than 1e9 deviations (luna_input_layer_fit's)
-     from its mean, is an error: it would spoil all later steps of a causal model. Padding may hold anything. */
+  /* [batch,n,features]. NaN is a missing number. Inf, or a number more than 1e9 deviations (luna_input_layer_fit's)
+     from its mean, is an error, since it would spoil all later steps of a causal model. Padding may hold anything. */
   const float *features;
 } luna_input;
 
@@ -480,230 +478,231 @@ typedef struct luna_ctx luna_ctx;
 typedef struct luna_tensor luna_tensor;
 typedef struct luna_backend luna_backend;
 
-/* How a call runs that has no context (>>functions), and what luna_custom_run says. */
+/* How a call without a context runs (>>functions). luna_custom_run returns one. */
 typedef struct luna_run {
   luna_isa isa;                   /* 0: best */
   void *scratch;                  /* any alignment */
   size_t scratch_size;
   luna_parallel_for parallel_for; /* null: the caller's thread */
   void *parallel_user;
-  int threads;                    /* tasks for parallel_for, at most; 0 = 1 */
+  int threads;                    /* the most tasks for parallel_for; 0 = 1 */
 } luna_run;
 
-typedef struct luna_allocator {      /* set both functions or neither; allocate may return null and need not align */
+typedef struct luna_allocator {      /* Set both functions or neither. allocate may return null and need not align. */
   void *(*allocate)(void *user, size_t bytes);
   void (*release)(void *user, void *pointer, size_t bytes);
   void *user;
 } luna_allocator;
 
-/* How Luna attention is computed. Folded: the projections of the long sequence are multiplied into the short memory's
-   side, the same function up to rounding in less time and memory; unfolded: as written in the paper. */
+/* How Luna attention is computed. Folded: the projections of the long sequence move into the short memory, which gives
+   the same function up to rounding in less time and memory. Unfolded: as written in the paper. */
 typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
 typedef struct luna_attention_hook luna_attention_hook;
 typedef struct luna_options {
-  int threads;              /* 0 = one a core; of more than cores, no more run at once */
-  luna_parallel_for parallel_for; /* the caller's threads instead of a pool; give `threads` too */
+  int threads;              /* 0 = one per core; no more than cores run at once */
+  luna_parallel_for parallel_for; /* The caller's threads replace a pool; set `threads` too. */
   void *parallel_user;
-  luna_isa isa;             /* 0 = best; LUNA_ISA_REFERENCE: for inference alone */
-  uint64_t seed;            /* of initial parameters and dropout */
+  luna_isa isa;             /* 0 = best; LUNA_ISA_REFERENCE: inference only */
+  uint64_t seed;            /* for initial parameters and dropout */
   luna_allocator allocator; /* zero = LUNA_MALLOC, LUNA_FREE */
-  void *block;              /* all memory, once and for all: then no allocator is ever called */
+  void *block;              /* All memory is taken from it; no allocator is called. */
   size_t block_size;
-  bool measure;             /* compute nothing; luna_memory().peak is the block_size the same calls need */
-  /* gets each failure as it happens and, with LUNA_OK, messages that are not failures: skipped steps, a loss of which
-     nothing counts, features that were never fitted, a resumed run with other products */
+  bool measure;             /* Computes nothing; luna_memory().peak is the block_size that the same calls need. */
+  /* Receives each failure when it happens and, with LUNA_OK, messages that are not failures: skipped steps, a loss in
+     which nothing counts, features that were never fitted, a run resumed with other products. */
   void (*log)(void *user, luna_status status, const char *sentence);
   void *log_user;
   luna_form form;           /* 0 = by cost */
-  /* 0 = this CPU; luna_cuda.cuh has an NVIDIA GPU's. The host then reads and writes values by luna_read, luna_item and
-     luna_write alone. Checkpoints and saved streams move between devices. */
+  /* 0 = this CPU; luna_cuda.cuh has one for NVIDIA GPUs. The host then reads and writes values only by luna_read,
+     luna_item and luna_write. Checkpoints and saved streams move between devices. */
   const luna_backend *backend;
-  const char **error;       /* where luna_open puts why it returns null; 0 = nowhere */
-  /* LUNA_DTYPE_I8: an inference's products by parameters of 16 columns or more (luna_linear, luna_feed_forward and
-     what is made of them) are exact ones of 8 bits, with rounded weights and rows of x, each row with its scale:
-     faster where weights are read from memory for few rows, or with AVX-512 VNNI or AMX, by about 1% of error. Norms,
-     attention itself, biases and convolutions stay float. Parameters stay, and get a copy of a quarter of their bytes
-     when first read; training does not change. On the CPU alone. 0 = F32 */
+  const char **error;       /* luna_open puts the reason here when it returns null; 0 = nowhere */
+  /* LUNA_DTYPE_I8: in inference, products by parameters of 16 columns or more (luna_linear, luna_feed_forward and what
+     is made of them) run in 8 bits, exactly, on rounded weights and rounded rows of x, each row with its scale. The
+     error is about 1%. It is faster where weights are read from memory for few rows, or with AVX-512 VNNI or AMX.
+     Norms, attention itself, biases and convolutions stay float. Parameters stay too, and get a copy of a quarter of
+     their bytes when first read; training does not change. CPU only. 0 = F32 */
   luna_dtype weights;
   /* LUNA_DTYPE_BF16: products by parameters (luna_linear, luna_feed_forward, luna_linear_cross_entropy, folded
-     attention and what is made of them), pack and softmax attention, forward and backward, round their operands to
-     bfloat16 and sum in float: faster where the processor has AMX, or is AMD's with AVX-512 BF16, and the same function
-     without gain elsewhere (luna_isa_of says which one runs). Everything else stays float32, streams too. On the CPU
-     alone. 0 = F32.
-     Linux must permit a process to use AMX. luna_open asks for this where products or weights need it, for all threads
-     and for good; from then on sigaltstack refuses stacks that are too small for a tile's 8 KB. Where it is refused,
-     products run as on other processors. A product leaves no tile configuration: a caller that uses AMX itself
-     configures its tiles again after each call. */
+     attention and what is made of them), pack and softmax attention round their operands to bfloat16 and sum in float,
+     forward and backward. It is faster with AMX, or on AMD with AVX-512 BF16; elsewhere it computes the same function
+     without gain (luna_isa_of tells which one runs). Everything else stays float32, streams too. CPU only. 0 = F32.
+     Linux must permit a process to use AMX. luna_open requests this if products or weights need it, for all threads and
+     permanently; from then on sigaltstack refuses stacks that are too small for a tile's 8 KB. If it is refused,
+     products run as on other processors. A product leaves no tile configuration: a caller that uses AMX itself must
+     configure its tiles again after each call. */
   luna_dtype products;
-  /* The attention hooks, by their names, of the models that luna_load_model opens: an array that ends with null and
-     lives as long as the context. Null: none. */
+  /* The attention hooks that luna_load_model finds by name: an array that ends with null and lives as long as the
+     context. Null: none. */
   const luna_attention_hook *const *hooks;
 } luna_options;
 
-/* Null options: all defaults. Returns null, and says why to options.error and options.log, when out of memory, the
-   block is too small or an option is invalid. A backend whose device cannot be opened gives a context in which every
-   call fails with the reason in luna_error. */
+/* Null options mean all defaults. Returns null, and tells options.error and options.log why, when out of memory, the
+   block is too small or an option is invalid. If a backend's device cannot be opened, every call in the context fails
+   with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-/* Frees everything made from it but streams (luna_stream_close); null is fine. Contexts close in any order: what reads
-   a closed one's parameters (sets that share them, streams on the CPU) can afterwards only be closed. */
+/* Frees everything made from it except streams (luna_stream_close); null is fine. Contexts close in any order, but sets
+   and CPU streams that read a closed context's parameters can afterwards only be closed. */
 LUNA_API void luna_close(luna_ctx *ctx);
 
 #ifndef LUNA_NO_TRAIN
-/* Training: tape and dropout on; activations freed; gradients kept. After a step that failed before its luna_backward
-   was done this begins the same step again, with the same dropout. */
+/* Begins training: tape and dropout are on, activations are freed, gradients are kept. After a step that failed before
+   its luna_backward was done, this begins the same step again, with the same dropout. */
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
-LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all scopes and all tensors made before it, the loss and views of parameters
-   too: luna_item gives NaN for these tensors, and every other call that takes one fails with a sentence. A pointer to
-   one stays valid until luna_close, but from the second begin on another tensor may be in its place: keep the numbers.
-   Without a begin, memory grows with each forward. A begin fails with the first init, luna_load_model or _of,
-   luna_params_open, luna_params_share, luna_param or optimiser that has failed since the begin before it, once. To try
-   a file or a config whose failure has no effect, use a context of its own and close it. */
+LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* Layers free temporaries; no tape, no dropout. */
+/* A begin is either of these two. It ends all scopes and all earlier tensors, including the loss and views of
+   parameters. For an ended tensor luna_item returns NaN, and every other call fails with a sentence. A pointer to one
+   stays valid until luna_close, but from the second begin on it may be another tensor: keep the numbers. Without a
+   begin, memory grows with each forward. A begin fails, once, with the first init, luna_load_model or _of,
+   luna_params_open, luna_params_share, luna_param or optimiser that failed since the begin before it. To try a file or
+   a config whose failure should have no effect, use a separate context and close it. */
 /* For steps that several processes share (examples/luna_ranks.h). Says, after a begin and until the next one, which
-   part of a larger batch the inputs of models are. Dropout then draws what it draws for the whole batch (on a device:
-   other masks for each part), and the memory's slots go by the whole batch's longest sequence. */
+   part of a larger batch the models' inputs are. Dropout then draws the same numbers as for the whole batch (on a
+   device: other masks for each part), and the memory's slots depend on the whole batch's longest sequence. */
 typedef struct luna_part {
-  int64_t first;          /* sequences of the batch that are before this part */
-  int64_t longest;        /* rows of the batch's longest sequence; 0 = of this part's */
-  int64_t target_longest; /* the same of luna_seq2seq_forward's targets */
+  int64_t first;          /* sequences of the batch before this part */
+  int64_t longest;        /* rows of the batch's longest sequence; 0 = this part's */
+  int64_t target_longest; /* the same for luna_seq2seq_forward's targets */
 } luna_part;
 LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part); /* null: the inputs are whole batches */
-/* For models of your own: marks x [batch,...], and what ops make of it, as sequences of that part. The models do this
-   to what their embedding makes. Without a part it returns x itself. */
+/* For your own models: marks x [batch,...], and what ops make of it, as sequences of that part. The built-in models
+   mark the results of their embedding. Without a part it returns x itself. */
 LUNA_API luna_tensor *luna_as_part(luna_tensor *x);
-/* The options that a context was opened with, but `threads` is how many run its ops; null for null. */
+/* Returns the options that a context was opened with, but `threads` is the number that runs its ops. Null for null. */
 LUNA_API const luna_options *luna_options_of(const luna_ctx *ctx);
-/* The table that runs a context's ops, null for null, and this CPU's table (>>backend). */
+/* Return the table that runs a context's ops (null for null), and this CPU's table (>>backend). */
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API const luna_backend *luna_cpu_backend(void);
-/* The status of the first failure since the last begin; LUNA_OK without one. */
+/* Returns the status of the first failure since the last begin; LUNA_OK without one. */
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx);
-/* the instruction set that runs a context's ops; of null: luna_isa_best's */
+/* Returns the instruction set that runs a context's ops; for null, luna_isa_best's. */
 LUNA_API luna_isa luna_isa_of(const luna_ctx *ctx);
-/* The sentence of that failure, or of the newest failed call since that is not an op; "" without one. It stays until
-   the next failure or begin. A null context says that luna_open failed. */
+/* Returns the sentence of that failure, or of the newest later failure of a call that is not an op; "" without one. It
+   stays valid until the next failure or begin. For a null context it says that luna_open failed. */
 LUNA_API const char *luna_error(const luna_ctx *ctx);
-/* The id of that sentence; LUNA_ERROR_NONE without one. */
+/* Returns the id of that sentence; LUNA_ERROR_NONE without one. */
 LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx);
-/* For the `return` of a custom op, an attention hook or a backend's entry: it gives the status back. The sentence
-   becomes the context's error, if it is the first, with the id LUNA_ERROR_BACKEND. */
+/* For the `return` of a custom op, an attention hook or a backend's entry: returns the given status. If it is the first
+   failure, the sentence becomes the context's error, with the id LUNA_ERROR_BACKEND. */
 LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 
-/* Bytes that a context uses now, and the most that it has used, on its device too. Zeros for null. */
+/* Bytes that a context uses now, and its peak, including its device. Zeros for null. */
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage;
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
 /* ----------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
-   What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
-   on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
+   Tensors made by ops and luna_tensor_new live until the next begin or the end of the scope around it. Every op returns
+   null on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
    ---------------------------------------- */
 #define LUNA_MAX_RANK 4
 
 struct luna_tensor {
-  /* data: null in a context that measures, and once released by a scope's end or a begin. grad: null until backward has
-     reached it; an op's result loses it again unless luna_require_grad was called. Those of a view may then be out of
-     date: luna_read and luna_read_grad know. */
+  /* data is null in a context that measures, and after a scope's end or a begin has released it. grad is null until
+     backward reaches it; an op's result loses it again unless luna_require_grad was called. In a view both may be out
+     of date: use luna_read and luna_read_grad. */
   float *data;
   float *grad;
-  int64_t shape[LUNA_MAX_RANK]; /* axes at and beyond rank are 1 */
+  int64_t shape[LUNA_MAX_RANK]; /* Axes from rank on are 1. */
   int rank;
   luna_dtype dtype;
-  int device;                   /* the backend's number; 0 = CPU, of luna_cuda.cuh the CUDA device's + 1 */
+  int device;                   /* 0 = CPU; luna_cuda.cuh: the CUDA device + 1 */
   bool needs_grad;
-  bool parameter;               /* its grad lives until close, not with the step */
+  bool parameter;               /* Its grad lives until close, not just for the step. */
   luna_ctx *ctx;
   struct luna_tensor *base;     /* a view's owner, else null */
-  struct li_int8 *int8;         /* luna.h's own: a weight in 8 bits, for inference, whose data may then be null; */
+  struct li_int8 *int8;         /* luna.h's own: an 8-bit weight for inference, whose data may then be null, */
   struct li_tensor_state *own;  /* and how the tensor was made */
 };
 
-/* The number of elements; 0 for null. */
+/* Returns the number of elements; 0 for null. */
 LUNA_API int64_t luna_count(const luna_tensor *t);
-/* A tensor with a copy of `values`, one a element in row-major order, or with zeros where that is null. Like an op's
-   result it ends with the next begin: make it anew in each step. */
+/* Makes a tensor with a copy of `values`, in row-major order, or with zeros if null. Like an op's result it ends with
+   the next begin: make it again in each step. */
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape);
-/* The same with one number in all places. */
+/* Makes a tensor whose elements all have one value. */
 LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, const int64_t *shape);
 
-/* Scopes: memory that lasts as long as it is needed. Every forward of a layer or model is one; a function of your own
-   that makes more tensors than it returns may be one too:
+/* Scopes limit memory to the time it is needed. Every forward of a layer or model is one. Your own function that makes
+   more tensors than it returns can be one too:
 
        luna_scope s = luna_scope_begin(ctx);
        luna_tensor *y = luna_linear(luna_gelu(luna_linear(x, w1, b1)), w2, b2);
        return luna_scope_end(s, &y, 1);
 
-   The end releases the data of all tensors made since the beginning, but for the results and what they are views of,
-   what luna_keep was called for, and, in training, what backward will read and cannot compute again by a few cheap
-   ops. Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
-   luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
-   nothing is released. */
+   The end releases the data of all tensors made since the beginning, except the results and what they are views of,
+   what luna_keep was called for, and, in training, what backward reads and cannot compute again by a few cheap ops.
+   Scopes nest. If a scope is ended again, as in a loop over layers, the results of its earlier ends are released.
+   luna_scope_end returns results[0]; any entry may be null. If results is null or count is below 1, it returns null and
+   releases nothing. */
 typedef struct luna_scope { luna_ctx *ctx; uint64_t own[6]; } luna_scope; /* own: luna.h's */
-/* `name`, which must stay valid, is the scope's for luna_trace; luna_scope_begin(ctx) gives the calling function's. */
+/* `name`, which must stay valid, is the scope's name for luna_trace; luna_scope_begin(ctx) uses the calling
+   function's. */
 LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute);
 #define luna_scope_begin(ctx) luna_scope_begin_as(ctx, __func__, false)
-/* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
-   ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
+/* Gradient checkpointing (arXiv 1604.06174): training keeps only the scope's results, and backward runs its ops again,
+   with the same dropout. It takes less memory and gives the same gradients bit for bit. Scopes inside may be of any
+   kind. */
 #define luna_scope_recompute(ctx) luna_scope_begin_as(ctx, __func__, true)
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
-/* Keeps the data of t, which it returns, until the next begin: call it before the scope ends. Null when they were
-   released already. */
+/* Keeps the data of t until the next begin, and returns t. Call it before the scope ends. Null if the data were already
+   released. */
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
-/* Asks luna_backward for the gradient of t, which it returns, and keeps that until the next begin. */
+/* Asks luna_backward for the gradient of t, keeps it until the next begin, and returns t. */
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
-/* The value of a tensor of one element, before the next begin; NaN on failure. */
+/* Returns the value of a tensor of one element, before the next begin; NaN on failure. */
 LUNA_API float luna_item(const luna_tensor *t);
-/* Copy luna_count(t) values, or the gradient, to the host. They fail when a scope or a begin has released them
-   (luna_keep), and where there is no gradient. */
+/* Copy luna_count(t) values, or the gradient, to the host. They fail if a scope or a begin has released them
+   (luna_keep), or if there is no gradient. */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
-/* Finds, for the host, the largest of each row of x [...,n]: its place in indices [...]; of equals the first, and NaN
-   before all numbers. */
+/* Writes, on the host, the index of the largest number in each row of x [...,n] to indices [...]. Among equals the
+   first counts, and NaN beats all numbers. */
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
-/* Sets luna_count(t) values. It fails for a tensor whose values are borrowed. */
+/* Sets luna_count(t) values. Fails for a tensor whose values are borrowed. */
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 
 #ifndef LUNA_NO_TRAIN
-/* Sets the gradient of a parameter, luna_count(t) values, in place of what it has. A parameter that no luna_backward
-   has reached has a gradient from then on, so that optimisers update it. */
+/* Sets the gradient of a parameter to luna_count(t) values. A parameter that no luna_backward has reached has a
+   gradient from then on, so optimisers update it. */
 LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values);
-/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin.
-   Where memory ends half-way, parameters and moments stay, the gradients of all parameters become zero, and
-   luna_optimizer_step refuses until the next luna_backward: rounds that were accumulated are to be made again. A
-   context that measures says beforehand what is needed. */
+/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward per begin.
+   If memory runs out half-way, parameters and moments stay, the gradients of all parameters become zero, and
+   luna_optimizer_step fails until the next luna_backward: accumulated rounds must be repeated. A context that measures
+   tells beforehand how much is needed. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
-/* The number of labels, targets or rows that a mean loss of luna.h divides by, without ignored ones; -1 for a sum and
-   any other tensor. Processes that share a batch weight their losses by it. */
+/* Returns the number of labels, targets or rows that a mean loss of luna.h divides by, without ignored ones; -1 for a
+   sum and any other tensor. Processes that share a batch weight their losses by it. */
 LUNA_API int64_t luna_counted(const luna_tensor *loss);
-/* For losses of your own: sets that for a mean over `counted` of so many targets, and returns the loss. Where none
-   counts options.log says so, by the name of your call. */
+/* For your own losses: sets that number for a mean over `counted` of `targets` targets, and returns the loss. If none
+   counts, options.log says so, with your call's name. */
 LUNA_API luna_tensor *luna_set_counted(luna_tensor *loss, const char *name, int64_t counted, int64_t targets);
 
 /* ----------------------------------------
    >>ops: functions of tensors, which luna_backward differentiates
-   Comments give the shapes of tensors; "..." stands for any leading axes. The source is in brackets. What a call is
-   given, arrays and configs too, it copies or reads before it returns.
+   Comments give the shapes of tensors; "..." stands for any leading axes. The source is in brackets. A call copies or
+   reads its arguments, including arrays and configs, before it returns.
    ---------------------------------------- */
-/* x in another shape of as many elements: a view. One size may be -1 and is then what the others leave. */
+/* Returns x in another shape with the same number of elements, as a view. One size may be -1, to be inferred. */
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);
-/* The places start .. start + count - 1 of an axis: a view for axis 0, a copy for another. */
+/* Returns positions start .. start + count - 1 of an axis: a view for axis 0, a copy for another. */
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count);
-/* A copy whose axis i is x's axis axes[i]. */
+/* Returns a copy whose axis i is axis axes[i] of x. */
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
-/* A copy in which two axes have changed places. */
+/* Returns a copy with two axes exchanged. */
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);
-#define LUNA_MAX_INPUTS 8            /* tensors that one op can take */
-/* Up to LUNA_MAX_INPUTS tensors one after another along an axis; they differ in no other. */
+#define LUNA_MAX_INPUTS 8            /* the most inputs of an op */
+/* Concatenates up to LUNA_MAX_INPUTS tensors along an axis; their other axes must be equal. */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);
-/* `count` copies of x along a new axis 0: [...] -> [count,...]. */
+/* Repeats x `count` times along a new axis 0: [...] -> [count,...]. */
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);
-/* These broadcast as in NumPy: aligned at the last axis, sizes are equal or one of them is 1 or missing, and repeats;
-   so do all inputs of luna_where. A comparison's result is 1 or 0, without gradient. Of equal numbers minimum and
-   maximum give the gradient to a; NaN in either is the result. */
+/* These broadcast as in NumPy: shapes are aligned at the last axis, and a size that is 1 or missing repeats; so do all
+   inputs of luna_where. A comparison gives 1 or 0, without gradient. For equal numbers, minimum and maximum give the
+   gradient to a; NaN in either is the result. */
 LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_sub(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);
@@ -716,27 +715,27 @@ LUNA_API luna_tensor *luna_equal(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_not_equal(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b);
-/* a where condition is not 0 (NaN is not), b elsewhere. */
+/* Returns a where condition is not 0 (NaN is not), and b elsewhere. */
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b);
-/* x held to low .. high, which may be infinite. NaN stays NaN. The gradient passes from low to high, both included. */
+/* Limits x to low .. high, which may be infinite. NaN stays NaN. The gradient passes where low <= x <= high. */
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high);
-/* x + number, factor x and -x. */
+/* Return x + number, factor x and -x. */
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number);
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
 LUNA_API luna_tensor *luna_neg(luna_tensor *x);
-/* Sum, mean, and mean square of the differences from the mean, along an axis, which the result lacks; [n] -> [1]. */
+/* Sum, mean and variance (mean squared difference from the mean) along an axis, which the result lacks; [n] -> [1]. */
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis);
 /* Sum and mean of all elements -> [1]. */
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);
 LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);
-/* The largest and the smallest along an axis, which the result lacks. The gradient goes to the first of equals; where
-   there is a NaN, it is the result. */
+/* Maximum and minimum along an axis, which the result lacks. The gradient goes to the first of equals. If there is a
+   NaN, it is the result. */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis);
-/* Products of matrices: a [...,m,k], or [...,k,m] with transpose_a, by b [...,k,n], or [...,n,k] with transpose_b ->
-   [...,m,n]. b's leading axes are a's last leading axes: it is the same along those that a has before them. */
+/* Matrix products: a [...,m,k], or [...,k,m] with transpose_a, times b [...,k,n], or [...,n,k] with transpose_b ->
+   [...,m,n]. b's leading axes are the last of a's leading axes; b is repeated along a's other ones. */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b);
 /* x W^T + bias: x [...,in], weight W [out,in], bias [out] or null -> [...,out]. */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
@@ -746,15 +745,15 @@ typedef struct luna_feed_forward_config {
   luna_activation activation;        /* 0 = ReLU */
   float activation_dropout, dropout; /* of the hidden layer; of the result */
   luna_tensor *residual;             /* [...,out], added to the result, or null */
-  /* the hidden layer is computed again in backward, to the same bits, instead of kept */
+  /* Backward computes the hidden layer again, to the same bits, instead of keeping it. */
   bool recompute;
-  /* [hidden,in], and [hidden] or null: the hidden layer is act(x W1^T + b1) times x G^T + g [arXiv 2002.05202]: GLU
-     with LUNA_ACTIVATION_SIGMOID, SwiGLU with LUNA_ACTIVATION_SILU; null: not gated */
+  /* [hidden,in], and [hidden] or null. The hidden layer is then act(x W1^T + b1) times x G^T + g [arXiv 2002.05202]:
+     GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with LUNA_ACTIVATION_SILU. Null: not gated. */
   luna_tensor *gate, *gate_bias;
 } luna_feed_forward_config;
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config);
-/* Functions of single numbers: luna_activation says which. luna_activate takes any of them. */
+/* Functions of single numbers, named by luna_activation. luna_activate takes any of them. */
 LUNA_API luna_tensor *luna_relu(luna_tensor *x);
 LUNA_API luna_tensor *luna_gelu(luna_tensor *x);
 LUNA_API luna_tensor *luna_elu1(luna_tensor *x);
@@ -770,92 +769,94 @@ LUNA_API luna_tensor *luna_sqrt(luna_tensor *x);
 LUNA_API luna_tensor *luna_rsqrt(luna_tensor *x);
 LUNA_API luna_tensor *luna_abs(luna_tensor *x);
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
-/* Softmax over the last axis. With lengths, one for each place of axis 0, the entries from lengths[b] on are left out
-   and become 0; x has two axes or more then. Null: all count. */
+/* Softmax over the last axis. With lengths, one for each index of axis 0, entries from lengths[b] on are excluded and
+   become 0; x then needs at least two axes. Null: all count. */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
-/* x - ln sum e^x over the last axis: exact where a softmax is 0. */
+/* x - ln sum e^x over the last axis; exact even where a softmax is 0. */
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
-/* x [batch,n,...] with zeros in the rows from lengths[b] on, whatever they hold, NaN included; x itself for null. */
+/* Sets the rows of x [batch,n,...] from lengths[b] on to zero, whatever they hold, NaN included. Null lengths: returns
+   x. */
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);
 /* [...,d + 1] -> [...,d]: each row divided by its last element; 0 where that is 0. */
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x);
-/* The same values, through which no gradient flows. */
+/* Returns the same values, through which no gradient flows. */
 LUNA_API luna_tensor *luna_detach(luna_tensor *x);
-/* Sets elements to 0 with this probability p, below 1, and divides the others by 1 - p; x itself outside training.
-   Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
-   (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that two have other masks: check
-   gradients by differences without dropout. */
+/* Sets elements to 0 with probability p < 1 and divides the others by 1 - p; outside training it returns x. Element e
+   of the step's op number i (counting ops that drop) is dropped if half-word e mod 8 of Philox counter (e / 8, i, step)
+   under key seed is below round(65536 p). Each begin increases the step and changes the masks: check gradients by
+   differences without dropout. */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
 /* x / sqrt(mean of x^2 + epsilon) over the last axis, times weight [last] or null. An epsilon of 0 is 1e-5. */
 LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float epsilon);
 /* (x - mean) / sqrt(variance + epsilon) over the last axis, times weight [last] or null, plus bias [last] or null. An
    epsilon of 0 is 1e-5. */
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, float epsilon);
-/* Rotary positions [arXiv 2104.09864], for queries and keys: x [batch,n,heads d_h] -> the same shape. Row t has
-   position first + t, and in each head the pair (x_i, x_(i + d_h/2)) is turned by the angle position base^(-2i / d_h).
-   d_h is even; base 0 is 10000. A sequence in pieces, each with its `first`, gives the bits of the whole. */
+/* Rotary positions [arXiv 2104.09864] for queries and keys: x [batch,n,heads d_h] -> the same shape. Row t has position
+   first + t, and in each head the pair (x_i, x_(i + d_h/2)) is rotated by the angle position base^(-2i / d_h). d_h is
+   even; base 0 is 10000. A sequence in pieces, each with its `first`, gives the bits of the whole. */
 LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, float base);
-/* Rows of table [V,d] by tokens [batch,n], each in 0..V - 1 -> [batch,n,d]. */
+/* Looks up rows of table [V,d] for tokens [batch,n], each in 0..V - 1 -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n);
-/* x [n,...] -> [count,...], whose row i is x[indices[i]]; indices are in 0..n - 1, each as often as wanted. */
+/* x [n,...] -> [count,...]: row i is x[indices[i]]. Indices are in 0..n - 1 and may repeat. */
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count);
 
 typedef struct luna_cross_entropy_config {
   float smoothing; /* label smoothing, 0..1 */
-  bool ignore;     /* ignore labels equal to ignore_index; negative labels are ignored anyway */
+  bool ignore;     /* Ignore labels equal to ignore_index. Negative labels are always ignored. */
   int32_t ignore_index;
-  /* default: mean over labels that count (0 when none does, and options.log has a sentence) */
+  /* Default: the mean over labels that count (0 if none does, with a sentence to options.log). */
   bool sum;
-  /* [V] or null: factors of the rows' losses, by their labels. A mean divides by the number of labels that count, not
-     by the sum of their factors */
+  /* [V] or null: weights of the rows' losses by label. A mean divides by the number of labels that count, not by the
+     sum of their weights. */
   const float *class_weights;
 } luna_cross_entropy_config;
-/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
-   -Inf gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay
+/* [...,V] and one label per row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
+   -Inf gives its class probability 0, and an infinite loss if the label or smoothing is on it; gradients stay
    finite. */
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
                                          const luna_cross_entropy_config *config);
 /* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one
-   label a row of x -> [1]. Of more than 1024 classes no logits and no gradient of them are stored: less memory, for one
-   more product in backward. */
+   label per row of x -> [1]. Above 1024 classes neither logits nor their gradient are stored, which saves memory for
+   one more product in backward. */
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config);
 
 /* Values of any shape and luna_count(values) targets in the same order -> [1], the mean of (value - target)^2 over the
-   targets that are not NaN (0 when all are). examples/luna_ops.h has more losses. */
+   targets that are not NaN (0 if all are). examples/luna_ops.h has more losses. */
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
 
 typedef struct luna_attention_config {
   int64_t heads;          /* 0 = 1 */
   const int32_t *lengths; /* [batch] real keys, or null; 0 gives zeros */
   const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
-  int64_t sequences;      /* of a ragged batch; 0 = padded, the batch is an axis */
+  int64_t sequences;      /* for a ragged batch; 0 = padded, with a batch axis */
   bool causal;            /* query i sees keys j <= i */
-  bool window;            /* query i sees keys j with -left <= j - i <= right; time by what is seen */
-  int64_t left, right;    /* may be negative. A query that sees no key gets zeros, and -Inf below */
+  bool window;            /* Query i sees keys j with -left <= j - i <= right; only these cost time. */
+  int64_t left, right;    /* may be negative; a query that sees no key gets zeros, and -Inf below */
   float scale;            /* 0 = 1/sqrt(head_dim) */
   float dropout;          /* of the attention matrix */
-  luna_tensor **sums;     /* where to put the row sums [batch, queries, heads], or null */
-  /* where to put the scores' [batch, queries, heads], or null; it has a gradient; not beside sums or sequences */
+  luna_tensor **sums;     /* receives the row sums [batch, queries, heads], or null */
+  /* Receives the log-sum-exp of the scores [batch, queries, heads], or null. It has a gradient. Not with sums or
+     sequences. */
   luna_tensor **log_sum_exp;
 } luna_attention_config;
-/* softmax(scale Q K^T) V of each head [eq. 1]: q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] ->
-   [batch,n,h d_v]; heads are slices of the last axis. Of a ragged batch without the batch's axis: [rows,h d]. */
+/* softmax(scale Q K^T) V for each head [eq. 1]: q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h
+   d_v]; heads are slices of the last axis. Ragged batches have no batch axis: [rows,h d]. */
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
                                              const luna_attention_config *config);
-/* out_t = (1/t) x_t sum_{j<=t} y_j^T z_j of each head [eq. 7]: x and y [batch,n,h d1], z [batch,n,h d2] ->
-   [batch,n,h d2]. */
+/* out_t = (1/t) x_t sum_{j<=t} y_j^T z_j for each head [eq. 7]: x and y [batch,n,h d1], z [batch,n,h d2] -> [batch,n,h
+   d2]. */
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads);
-/* A convolution over the last `width` steps, of each channel by itself [arXiv 2212.14052]: x [batch,n,d],
-   weight [d,width], whose last column is for the present, bias [d] or null -> [batch,n,d]. */
+/* A convolution over the last `width` steps, separately for each channel [arXiv 2212.14052]: x [batch,n,d], weight
+   [d,width], whose last column is for the present step, bias [d] or null -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
-/* The folded pack [eq. 3, projections moved to the short memory]: weights [batch,r,d], which are queries times the key
-   projection, and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. Null config: the defaults. */
+/* The folded pack [eq. 3, projections moved to the short memory]: weights [batch,r,d] (queries times the key
+   projection) and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. Null config: the defaults. */
 typedef struct luna_pack_config {
   const int32_t *lengths; /* [batch] real rows of the context, or null: all; 0 gives zeros */
   float dropout;          /* of the attention matrix */
-  luna_tensor **sums;     /* where to put its row sums [batch,r,1], or null */
+  luna_tensor **sums;     /* receives the row sums [batch,r,1], or null */
 } luna_pack_config;
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config);
 /* The folded unpack [eq. 4]: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d],
@@ -867,46 +868,46 @@ typedef struct luna_unpack_config {
 } luna_unpack_config;
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
                                   const luna_unpack_config *config);
-/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
+/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]. q is
    scaled by 1/sqrt(d_h) here.
    With `forget`, which is not in the paper, the memory forgets. Slot i's key and value are means of k and v over the
-   tokens so far by weights e^s in place of omega(s), s held to -15 .. 15; each token first multiplies the weights of
-   those before it by its gate, e^max(ln(sigmoid(forget)) / 16, -1). With gates of 1 that is the pack's softmax,
-   made causal. */
+   tokens so far, with weights e^s instead of omega(s), s limited to -15 .. 15. Each token first multiplies all earlier
+   weights by its gate, e^max(ln(sigmoid(forget)) / 16, -1). If all gates are 1, this is the pack's softmax, made
+   causal. */
 typedef struct luna_causal_nested_config {
   int64_t heads;          /* 0 = 1 */
   luna_activation omega;  /* 0 = SOFTPLUS2; or SOFTPLUS, ELU1 */
   const int32_t *lengths; /* [batch] real slots, or null: all */
   float dropout;          /* of the unpack matrix */
   luna_tensor *forget;    /* logits of forget gates [batch,n,h l], or null: the published form */
-  int64_t horizon;        /* without forget: T, as of luna_layer_config; 0 = none */
+  int64_t horizon;        /* T without forget, as in luna_layer_config; 0 = none */
 } luna_causal_nested_config;
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config);
 
-/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad, and
-   may read the data of all of them; both must be there, also for inference. Each op has a copy of `state` of its own:
-   what forward writes into it backward finds. Another status than LUNA_OK fails the step with it;
-   luna_fail(out->ctx, status, "why") before says why. An example is in examples/guide.md. */
+/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null if not wanted) from out->grad. Both
+   may read the data of all tensors; both must be set, also for inference. Each op has its own copy of `state`: backward
+   finds what forward wrote there. A status other than LUNA_OK fails the step; luna_fail(out->ctx, status, "why") adds
+   the reason. examples/guide.md has an example. */
 typedef struct luna_custom {
   luna_status (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
   luna_status (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
   const void *state;
   size_t state_size;
-  size_t workspace_size; /* bytes that either function may use while it runs; on the CPU only */
-  /* on a device: what they do with the same tensors is the same work, of which a graph may keep a recording; they read
-     nothing back and never wait */
+  size_t workspace_size; /* workspace bytes that each function may use; CPU only */
+  /* On a device: the functions do the same work each time they get the same tensors, so a graph may record it. They
+     read nothing back and never wait. */
   bool recordable;
-  float dropout;         /* the op drops with this probability: luna_custom_dropout; outside training 0 */
-  int64_t dropped;       /* how many elements it numbers for that, those of one sequence after another's */
+  float dropout;         /* for luna_custom_dropout; 0 outside training */
+  int64_t dropped;       /* how many elements it numbers, sequence after sequence */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom);
-/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
-   scratch. parallel_for is null where there is one thread. */
+/* Inside those functions: returns the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
+   scratch. parallel_for is null if there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
-/* Inside them, on the CPU: the factors by which the op multiplies its elements first .. first + count - 1 to drop them,
-   by the rule of luna_dropout, the same in both functions. Each is 0 or 1 / (1 - dropout). */
+/* Inside them, on the CPU: writes the dropout factors of the op's elements first .. first + count - 1, by the rule of
+   luna_dropout, the same in both functions. Each is 0 or 1 / (1 - dropout). */
 LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors);
 
 /* ----------------------------------------
@@ -917,45 +918,45 @@ typedef enum luna_init_kind {
   LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY,
   LUNA_INIT_FORGET
 } luna_init_kind;
-/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones.
-   LUNA_INIT_IDENTITY is for short convolutions: uniform, and 1 more in the last column, so that at first they pass on
-   the present. LUNA_INIT_FORGET is for the logits of forget gates, `scale` slots a head: the slots forget with time
-   constants of 8 to 1024 tokens. */
+/* scale (0 = 1) is the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, or the value of
+   ones. LUNA_INIT_IDENTITY is for short convolutions: uniform, plus 1 in the last column, so that at first they pass
+   the present on. LUNA_INIT_FORGET is for the logits of forget gates, with `scale` slots per head: slots forget with
+   time constants of 8 to 1024 tokens. */
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
-/* Like luna_tensor_new, of random numbers: LUNA_INIT_NORMAL or LUNA_INIT_UNIFORM, by their scale. They depend on the
-   seed and the place in the tensor alone: give another seed each time. */
+/* Makes a tensor of random numbers: LUNA_INIT_NORMAL or LUNA_INIT_UNIFORM, with init.scale. They depend only on the
+   seed and the place in the tensor: give another seed each time. It ends as those of luna_tensor_new. */
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape);
 
-/* An empty set, which luna_close frees with its context. Null: the context says why. */
+/* Makes an empty set, which luna_close frees with its context. Null: the context says why. */
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);
-/* The set's context; null for null. */
+/* Returns the set's context; null for null. */
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);
-/* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread,
-   run one model. `from` must outlive it and not be trained meanwhile. On a device, where work is queued,
-   luna_params_share, each begin and luna_stream_open order what this context then does after what `from`'s context has
-   queued until then; before `from` is trained again, wait for what reads it (luna_read, luna_item). */
+/* Makes a set that reads another set's values in place and cannot be trained. It lets several contexts, each in its own
+   thread, run one model. `from` must outlive it and not be trained meanwhile. On a device, where work is queued,
+   luna_params_share, each begin and luna_stream_open order this context's later work after what `from`'s context has
+   queued so far. Before `from` is trained again, wait for its readers (luna_read, luna_item). */
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
-/* A new parameter, whose first values depend on the context's seed and its name alone. The name is copied. Null, and
-   the context says why, where the set has that name, or there is no memory. */
+/* Makes a parameter. Its first values depend only on the context's seed and its name, which is copied. Null, and the
+   context says why, if the set already has that name or there is no memory. */
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
-/* The parameter of that name, or null; luna_read and luna_read_grad give its values and gradient. */
+/* Returns the parameter of that name, or null. luna_read and luna_read_grad give its values and gradient. */
 LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name);
-/* The parameter of an index from 0 on, in the order in which they were made, or null; *name, where name is not null,
-   becomes its name, which is the set's. */
+/* Returns the parameter at an index from 0, in order of creation, or null. Unless name is null, *name becomes its name,
+   which the set owns. */
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name);
-/* How many parameters there are, and how many floats they have together. */
+/* Return the number of parameters, and the number of their floats together. */
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params);
 LUNA_API int64_t luna_params_element_count(const luna_params *params);
 /* Sets all gradients of the set to 0. */
 LUNA_API luna_status luna_params_zero_grad(luna_params *params);
-/* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
-   optimiser changes them; false: again. LUNA_MISMATCH where no name fits. Fails between a forward pass and its
-   luna_backward. */
+/* Stops training of all parameters with `name` in their names (null = all): they have no gradient, need no time or
+   memory for one, and no optimiser changes them. false resumes it. LUNA_MISMATCH if no name fits. Fails between a
+   forward pass and its luna_backward. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
-/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with
-   "luna." belong to luna.h. Text from luna_params_get_text is the set's: luna_params_set_text of its key may change it
-   in place. It is null where there is no such key. */
+/* Text pairs are saved to and loaded from the checkpoint's __metadata__. Keys and parameter names that start with
+   "luna." belong to luna.h. The text from luna_params_get_text belongs to the set, and luna_params_set_text for its key
+   may change it in place; it is null if there is no such key. */
 LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key);
 
@@ -5473,8 +5474,7 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
   }
 }
 
-/* ---- short convolution: x [rows, n] -> y [rows, n], each channel alone: y_t = bias + sum_i weight_i x_(t - width + 1
-   + i) ---- */
+/* ---- short convolution over time, each channel alone: x [rows, n] -> y [rows, n] ---- */
 #define LI_TAPS 8               /* The stack holds so many taps and channels, transposed. */
 #define LI_TAP_COLUMNS 64
 
