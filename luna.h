@@ -962,18 +962,18 @@ LUNA_API const char *luna_params_get_text(const luna_params *params, const char 
 
 /* ----------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
-   An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
-   with a sentence in the context of its input, a model's without one, as no context is known. Fields of an attention
-   that is not chosen have no effect.
+   A failed init makes no parameter and zeroes its struct. The forward of a zeroed struct returns null; a layer's sets a
+   sentence in its input's context, but a model's cannot, since no context is known. Fields of an attention that is not
+   chosen have no effect.
    ---------------------------------------- */
-/* luna_linear with parameters: "PREFIX.weight" [out,in], by init, and "PREFIX.bias" [out], zeros; the prefix may end in
+/* luna_linear with parameters: "PREFIX.weight" [out,in], by init, and "PREFIX.bias" [out], zeros. The prefix may end in
    the dot or not. x [...,in] -> [...,out]. */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix,
                                             int64_t in, int64_t out, luna_init init);
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
-/* A norm over the last axis, of size dim: weight [dim], ones, and bias [dim], zeros; an RMS norm [arXiv 1910.07467] has
+/* A norm over the last axis, of size dim: weight [dim], ones, and bias [dim], zeros. An RMS norm [arXiv 1910.07467] has
    no mean and no bias. */
 typedef enum luna_norm_kind { LUNA_NORM_LAYER = 0, LUNA_NORM_RMS } luna_norm_kind;
 typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer; /* bias null: RMS norm */
@@ -982,22 +982,22 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
 /* The embedding of a model of features: ((x - mean) scale) W^T + b, where a missing number (NaN) counts as its mean.
-   Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by luna_input_layer_fit,
-   or luna_write. Where training begins without them, on numbers far from 1, options.log says so. */
+   Mean and scale (1 / standard deviation) are saved with the model and never trained: set them by luna_input_layer_fit
+   or luna_write. If training begins without them, on numbers far from 1, options.log says so. */
 typedef struct luna_input_layer {
-  luna_params *params;          /* of a model of tokens there is nothing else */
+  luna_params *params;          /* the only field for a model of tokens */
   luna_tensor *mean, *scale;    /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
   luna_linear_layer projection; /* "input_proj" [dim,features] */
 } luna_input_layer;
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init);
-/* Sets means and deviations from training data, all in one input, over the real steps. Numbers that are not finite are
-   left out; nothing left at all is an error. A feature that never changes, or has no number left, gets scale 1. */
+/* Sets means and deviations from the real steps of training data, all in one input. Numbers that are not finite are
+   ignored; if none is left, that is an error. A feature that never changes, or has no number left, gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
-/* The input's features, standardised and projected: [batch,n,dim]. */
+/* Returns the input's features, standardised and projected: [batch,n,dim]. */
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
-/* How the projections are shared [section 3.1, also of version 1]: keys with values, not at all, no key projection,
+/* How the projections are shared [section 3.1, also in version 1]: keys with values, not at all, no key projection,
    keys with queries. Section 3.1 of version 2 names W_K and W_Q by mistake: section 4.2, its tables and the authors'
    code tie W_k with W_v. */
 typedef enum luna_sharing {
@@ -1005,7 +1005,7 @@ typedef enum luna_sharing {
 } luna_sharing;
 
 /* Whether the memory of causal Luna attention forgets, which is not in the paper. NONE, the published form, is a mean
-   over the whole past; with CONSTANT each slot forgets at a learned rate, with GATED at a rate that each token decides
+   over the whole past. With CONSTANT each slot forgets at a learned rate, with GATED at a rate that each token decides
    (luna_causal_nested_config). */
 typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED } luna_forget;
 typedef enum luna_attention_kind {
@@ -1015,54 +1015,55 @@ typedef enum luna_recompute_kind {
   LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER
 } luna_recompute_kind;
 
-/* Every layer's config: an encoder's and a decoder's [eq. 6], a causal one's, and that of an attention by itself. An
-   attention reads dim, heads, sharing, attention_dropout, bert_init and output_gate; Luna attention pack_heads too,
-   causal Luna attention omega, forget, memory and horizon, the others attention, causal and rotary. */
+/* The config of every layer: an encoder's, a decoder's [eq. 6], a causal one's, and a single attention's. An attention
+   reads dim, heads, sharing, attention_dropout, bert_init and output_gate. Luna attention also reads pack_heads; causal
+   Luna attention omega, forget, memory and horizon; the others attention, causal and rotary. */
 typedef struct luna_layer_config {
   int64_t dim, heads;         /* 0 = 128, 4; dim is at most 2^20 */
   int64_t pack_heads;         /* 0 = heads */
   int64_t ffn;                /* 0 = 4 dim; at most 2^22 */
-  luna_sharing sharing;       /* 0 = tied; causal Luna attention: tied or full */
-  luna_activation activation; /* of the feed-forward; 0 = ReLU */
-  /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with LUNA_ACTIVATION_SILU */
+  luna_sharing sharing;       /* 0 = tied; causal Luna: tied or full */
+  luna_activation activation; /* feed-forward; 0 = ReLU */
+  /* The feed-forward's hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with
+     LUNA_ACTIVATION_SILU. */
   bool gated;
-  /* of causal Luna attention without forget: 0 = SOFTPLUS2, of the authors' code; or SOFTPLUS, ELU1, of the paper's
-     text */
+  /* For causal Luna attention without forget: 0 = SOFTPLUS2, as in the authors' code; or SOFTPLUS or ELU1, as in the
+     paper's text. */
   luna_activation omega;
   bool pre_norm;              /* default: post-norm */
-  luna_norm_kind norm;        /* of the layers and, in models, of all other norms; 0 = layer norm */
+  luna_norm_kind norm;        /* for layers and, in models, all other norms; 0 = layer norm */
   int64_t convolution;        /* causal layer: width of the short convolution on attention's input; 0 = none */
-  /* of attention's and the feed-forward's result, before each residual sum; in models also of embeddings and of a
-     classifier's features */
+  /* For the results of attention and feed-forward, before each residual sum; in models also for embeddings and a
+     classifier's features. */
   float dropout;
-  float attention_dropout;    /* of attention matrices (encoder: pack and unpack; causal: unpack) */
-  float activation_dropout;   /* of the feed-forward's hidden layer, after the activation */
+  float attention_dropout;    /* for attention matrices (encoder: pack and unpack; causal: unpack) */
+  float activation_dropout;   /* for the feed-forward's hidden layer, after the activation */
   bool bert_init;             /* N(0, 0.02) instead of Xavier */
-  bool causal;                /* of a luna_attention_layer: query i sees keys j <= i. A causal layer sets it */
-  /* 0 = Luna; encoder and causal layers take the others too. A luna_attention_layer has one of the others, with a null
-     config softmax attention */
+  bool causal;                /* luna_attention_layer: query i sees keys j <= i. A causal layer sets it. */
+  /* 0 = Luna. Encoder and causal layers also take the others. A luna_attention_layer takes only the others; with a null
+     config it is softmax attention. */
   luna_attention_kind attention;
-  const luna_attention_hook *hook; /* or a user-defined attention; must outlive the layer */
-  /* for a hook's init, set by models: the layer's number from 0, how many there are (of tied layers 1), and the model's
-     max_length */
+  const luna_attention_hook *hook; /* a user-defined attention, or null; must outlive the layer */
+  /* For a hook's init, set by models: the layer's number from 0, the number of layers (1 if tied), and the model's
+     max_length. */
   int64_t layer, layers, max_length;
-  /* encoder layer: a learned P of its own in place of the incoming one (the paper's non-contextual P) */
+  /* Encoder layer: it has a learned P of its own instead of the incoming one (the paper's non-contextual P). */
   bool own_memory;
-  luna_recompute_kind recompute; /* training: what backward computes again instead of keeping it */
-  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook gets silu(x W_g + b_g) as
-     call->gate, and applies it */
+  luna_recompute_kind recompute; /* training: what backward recomputes instead of keeping it */
+  /* out = Wo (y silu(x W_g + b_g)), where y is the heads' result; not in the paper. A hook gets silu(x W_g + b_g) as
+     call->gate and must apply it. */
   bool output_gate;
-  bool rotary;                /* softmax attention of x on itself: queries and keys go through luna_rotary */
-  /* causal Luna attention: whether its memory forgets. A model for new data should have LUNA_FORGET_GATED: it learns
-     better, and runs on for ever as in training */
+  bool rotary;                /* Softmax self-attention: queries and keys go through luna_rotary. */
+  /* Causal Luna attention: whether its memory forgets. Use LUNA_FORGET_GATED for a model of new data: it learns better,
+     and works beyond the training length without limit. */
   luna_forget forget;
-  /* l, the slots of P: an encoder's, a causal layer's, with own_memory an encoder layer's, with forget the most of a
-     decoder layer's; 0 = 16. An encoder uses the first min(l, longest) of them for a batch of shorter sequences */
+  /* l, the slots of P: for an encoder, a causal layer, and an encoder layer with own_memory; with forget, the most for
+     a decoder layer. 0 = 16. An encoder uses the first min(l, longest) of them for a batch of shorter sequences. */
   int64_t memory;
-  /* T: the means of causal Luna attention that does not forget are exponential ones from token T on. The new token
-     counts 1 / T, where the published form has 1 / t: it never counts less than in training. 0: of a model the longest
-     sequence that its set of parameters was trained on, which is saved with it (none before training); of a layer by
-     itself none. LUNA_HORIZON_NONE: none, as published. */
+  /* T: in causal Luna attention that does not forget, the means are exponential from token T on. A new token then
+     counts 1 / T instead of the published 1 / t, so it never counts less than in training. 0: for a model, the longest
+     sequence that its parameter set was trained on, which is saved with it (none before training); for a single layer,
+     none. LUNA_HORIZON_NONE: none, as published. */
   int64_t horizon;
 } luna_layer_config;
 #define LUNA_HORIZON_NONE (-1)
@@ -1077,8 +1078,8 @@ typedef struct luna_nested_attention_layer {
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix, const luna_layer_config *config);
 /* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> Y_X
-   [batch,n,d]; *packed_context, where that is not null, becomes Y_P [batch,l,d]. Lengths mask memory slots
-   j >= lengths[b], too. */
+   [batch,n,d]; unless packed_context is null, it receives Y_P [batch,l,d]. Lengths also mask memory slots j >=
+   lengths[b]. */
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context);
@@ -1088,17 +1089,17 @@ typedef struct luna_causal_attention_layer {
   luna_layer_config config;
   luna_linear_layer pq, pc, q, k, v, out;
   luna_linear_layer gate;   /* "gate_proj", with output_gate */
-  luna_linear_layer forget; /* "forget_proj" [heads memory,dim]; CONSTANT: its bias alone */
+  luna_linear_layer forget; /* "forget_proj" [heads memory,dim]; CONSTANT: only its bias */
 } luna_causal_attention_layer;
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix, const luna_layer_config *config);
-/* x [batch,n,d], p [batch,l,d], or [l,d] for all of the batch, lengths [batch] of real memory slots (null = all) ->
+/* x [batch,n,d], p [batch,l,d], or [l,d] for the whole batch, lengths [batch] of real memory slots (null = all) ->
    [batch,n,d]. */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths);
 
-/* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear
-   attention, elu(x)+1 features [arXiv 2006.16236]. */
+/* The attentions that Luna is compared with: softmax attention [eq. 1], and linear attention with elu(x)+1 features
+   [arXiv 2006.16236]. Each has projections q, k, v and out. */
 typedef struct luna_attention_layer {
   luna_layer_config config;
   luna_linear_layer q, k, v, out;
@@ -1111,37 +1112,37 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
                                                    luna_tensor *context, const int32_t *lengths);
 
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
-   returns what forward and close will get as `layer` (later the layer's hook_state), null on failure.
-   forward: call->x [batch,n,d] -> [batch,n,d]; dropout inside it is its own business (config has the probabilities).
-   Either says what failed by luna_fail. Examples: examples/attentions. The file of a model keeps its hook's name and
-   what `save` gives, and luna_load_model finds the hook in options.hooks. Where a hook has no name the file has no
-   luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
+   returns what forward and close receive as `layer` (later the layer's hook_state), or null on failure. forward maps
+   call->x [batch,n,d] -> [batch,n,d] and does its own dropout (config has the probabilities). Both report failures by
+   luna_fail. Examples: examples/attentions. A model's file stores its hook's name and what `save` gives, and
+   luna_load_model finds the hook in options.hooks. If the hook has no name, the file has no luna.kind and
+   luna_load_model cannot open it: init the model with the same config and hook, then call luna_load. */
 typedef struct luna_attention_call {
-  luna_tensor *x;              /* [batch,n,d], after the layer's norm when pre-norm */
-  luna_tensor *input;          /* what the layer was given: x itself when post-norm; */
+  luna_tensor *x;              /* [batch,n,d], after the layer's norm if pre-norm */
+  luna_tensor *input;          /* the layer's input; x itself if post-norm; */
   const luna_norm_layer *norm; /* and the norm between both, or null */
-  /* the one given to luna_encoder_layer_forward; in the library's models null, or the layer before's next_p */
+  /* The p given to luna_encoder_layer_forward; in the library's models null, or the previous layer's next_p. */
   luna_tensor *p;
   const int32_t *lengths;      /* [batch] or null */
   bool causal;
-  luna_tensor *gate;           /* with output_gate: what the output projection's input is multiplied by */
-  luna_tensor *next_p;         /* to hand out: the next layer's p; null leaves p as it is; */
-  /* and what else shall stay until the next begin, as the next segment's memory or a loss to be added to the model's:
-     the hook's `layer` says where they are */
+  luna_tensor *gate;           /* with output_gate: factors of the output projection's input */
+  luna_tensor *next_p;         /* returned: the next layer's p; null leaves p as it is; */
+  /* and what else must stay until the next begin, such as the next segment's memory or a loss to add to the model's.
+     The hook's `layer` tells where they are. */
   luna_tensor *kept[4];
-  /* cross-attention, which a caller of `forward` may ask for: keys and values are of context [batch,m,d], and so are
-     lengths. luna.h's layers give null: x */
+  /* Cross-attention, for callers of `forward`: keys, values and lengths belong to context [batch,m,d]. luna.h's layers
+     give null, which means x. */
   luna_tensor *context;
 } luna_attention_call;
 struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
   luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
-  void (*close)(void *layer); /* or null: called once, by luna_close or an init that fails after all */
-  const char *name;           /* or null: models with it cannot be opened by luna_load_model */
-  /* The settings in a model's file, as pairs of text, or both null: `save` gives each pair to `put`, `load` asks `get`
-     for the value of a key, null where the file has none; the text is `get`'s until it is called again. False: they
-     failed, and may have said why by luna_fail. */
+  void (*close)(void *layer); /* or null; luna_close, or an init that fails later, calls it once */
+  const char *name;           /* or null: luna_load_model cannot open models with it */
+  /* The settings in a model's file, as pairs of text, or both null. `save` passes each pair to `put`. `load` asks `get`
+     for a key's value, which is null if the file has none, and stays valid until the next call. They return false on
+     failure, and may give the reason by luna_fail. */
   bool (*save)(void *user, bool (*put)(void *file, const char *key, const char *value), void *file);
   bool (*load)(void *user, const char *(*get)(void *file, const char *key), void *file);
 };
@@ -1152,11 +1153,11 @@ typedef struct luna_feed_forward_layer {
   luna_norm_layer norm;
 } luna_feed_forward_layer;
 
-/* An encoder's layer, with Luna attention [eq. 6] or another one [eq. 2]. */
+/* An encoder layer, with Luna attention [eq. 6] or another one [eq. 2]. */
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
-  luna_attention_layer other_attention; /* softmax, linear; of a hook its gate alone */
+  luna_attention_layer other_attention; /* softmax, linear; for a hook only its gate */
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [memory,d] */
   luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
@@ -1164,12 +1165,12 @@ typedef struct luna_encoder_layer {
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], lengths [batch] or null -> X'; *p becomes P'. p may be null with own_memory, when P'
-   is not computed, and without Luna attention, when *p stays. */
+/* x [batch,n,d], *p [batch,l,d], lengths [batch] or null -> X'; *p becomes P'. p may be null with own_memory, and P' is
+   then not computed, and without Luna attention, which leaves *p. */
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  const int32_t *lengths);
 
-/* A decoder's layer: causal Luna attention, Luna attention to the encoder's output, feed-forward. */
+/* A decoder layer: causal Luna attention, Luna attention to the encoder's output, feed-forward. */
 typedef struct luna_decoder_layer {
   luna_layer_config config;
   luna_causal_attention_layer self_attention;
@@ -1184,14 +1185,14 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths);
 
-/* A language model's layer: causal attention, Luna's with a learned memory of its own, and feed-forward. */
+/* A language model's layer: causal attention, with a learned memory of its own if it is Luna's, and feed-forward. */
 typedef struct luna_causal_layer {
   luna_layer_config config;
   luna_tensor *memory;               /* "projected_embeddings" [l,d]; Luna only */
   luna_tensor *kernel;               /* "conv.weight" [d,width], null without */
   luna_tensor *kernel_bias;          /* "conv.bias" [d] */
   luna_causal_attention_layer attention;
-  luna_attention_layer other_attention; /* softmax, linear; of a hook its gate alone */
+  luna_attention_layer other_attention; /* softmax, linear; for a hook only its gate */
   void *hook_state;                  /* the hook's */
   luna_norm_layer attention_norm;
   luna_feed_forward_layer feed_forward;
@@ -1202,74 +1203,74 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
 /* ----------------------------------------
-   >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do. model.config has the
-   defaults in place of zeros.
+   >>models: config, init, forward of a luna_input. Inits and loads fail as in >>layers.
+   model.config has the defaults instead of zeros.
    ---------------------------------------- */
-/* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
-   it finds classes or values at each step: a detector, a forecaster. */
+/* A causal language model: embedding, causal layers, logits tied to the embedding. With features or its own outputs it
+   predicts classes or values at each step, as a detector or a forecaster. */
 typedef struct luna_lm_config {
   int64_t vocab;            /* 0 = 256, bytes */
-  int64_t features;         /* numbers a step, in place of tokens; 0 = tokens */
-  /* a step, by a matrix of their own; 0 = the next token's logits, or of features as many as features */
+  int64_t features;         /* numbers per step instead of tokens; 0 = tokens */
+  /* Outputs per step, by a separate matrix; 0 = the next token's logits, or for features as many as features. */
   int64_t outputs;
   int64_t layers;           /* 0 = 2 */
-  /* of every layer: dim, heads, ffn, memory, ...; attention: Luna, softmax, linear, or a hook */
+  /* For every layer: dim, heads, ffn, memory, ...; attention: Luna, softmax, linear, or a hook. */
   luna_layer_config layer;
   luna_positions positions; /* 0 = none */
   int64_t max_length;       /* learned positions: the longest sequence; 0 = 512 */
-  /* with outputs that are values: they are what the matrix gives times a deviation, plus a mean, so that what is learnt
-     is of size 1: luna_lm_fit_outputs */
+  /* For outputs that are values: they are the matrix's results times a deviation, plus a mean, so that the learned
+     numbers are of size 1 (luna_lm_fit_outputs). */
   bool output_norm;
 } luna_lm_config;
 typedef struct luna_lm {
   luna_lm_config config;
   luna_params *params;
-  luna_tensor *embedding;    /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_tensor *embedding;    /* "embed_tokens.weight" [vocab,d]; for features null, and */
   luna_input_layer input;    /* "input_norm", "input_proj" */
   luna_tensor *positions;    /* "embed_positions.weight" [max_length,d], learned only */
   luna_causal_layer *layers; /* "layers.N." */
   luna_norm_layer norm;      /* "layer_norm", pre-norm only */
   luna_linear_layer output;  /* "output_projection" [outputs,d], with outputs only */
-  /* "output_norm.mean", zeros, and "output_norm.scale", ones, [outputs], with output_norm only; never trained */
+  /* "output_norm.mean", zeros, and "output_norm.scale", ones, [outputs], only with output_norm; never trained. */
   luna_tensor *output_mean, *output_scale;
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-/* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths change nothing before a
-   sequence's end, and may be null. Where they are given, features in the padding count as missing, and luna_lm_loss
-   ignores its labels. Fails in training where output_norm's means and deviations were never set (luna_lm_fit_outputs,
+/* Returns logits [batch,n,vocab] or [batch,n,outputs]. No position reads a later one, so lengths change nothing before
+   a sequence's end and may be null. With lengths, features in the padding count as missing, and luna_lm_loss ignores
+   the labels there. Fails in training if output_norm's means and deviations were never set (luna_lm_fit_outputs,
    luna_write or a load). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
-/* The mean loss of those logits by labels [batch,n]: the next token of each place (the caller shifts) or, with
-   .outputs, its class. Negative labels and those beyond input.lengths are ignored. It is luna_cross_entropy's up to
+/* Returns the mean loss of those logits for labels [batch,n]: each position's next token (the caller shifts) or, with
+   .outputs, its class. Negative labels and those beyond input.lengths are ignored. It equals luna_cross_entropy up to
    rounding, but logits of a large vocabulary are not stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
-/* For a model with output_norm: sets the mean and the deviation of each output from all training targets
-   [rows,outputs]. NaN and Inf are left out; nothing left is an error. An output that never changes gets scale 1. */
+/* For a model with output_norm: sets each output's mean and deviation from all training targets [rows,outputs]. NaN and
+   Inf are ignored; if nothing is left, that is an error. An output that never changes gets scale 1. */
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows);
 
-/* Encoder: embeddings and encoder layers; part of the models below. The default scale of embeddings is sqrt(dim), with
-   learned positions 1. */
+/* An encoder: embeddings and encoder layers, as part of the models below. The embeddings' default scale is sqrt(dim),
+   or 1 with learned positions. */
 typedef enum luna_embedding_scale {
   LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM
 } luna_embedding_scale;
 typedef struct luna_encoder_config {
-  int64_t features;         /* numbers a step, in place of tokens; 0 = tokens */
+  int64_t features;         /* numbers per step instead of tokens; 0 = tokens */
   int64_t layers;           /* 0 = 2 */
   luna_positions positions; /* 0 = sinusoidal */
   int64_t max_length;       /* learned positions, some hooks: the longest sequence; 0 = 512 */
-  int64_t first_position;   /* of the first token; the authors' is padding index + 1 */
-  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; features are not scaled, P is */
+  int64_t first_position;   /* the first token's; the authors' is padding index + 1 */
+  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; scales P but not features */
   bool norm_embedding;      /* layer norm on both embeddings */
   bool tied_layers;         /* one layer, applied `layers` times */
-  /* keep the outputs at padded places (the authors' translation model); default: zeros */
+  /* Keep the outputs at padded positions, as in the authors' translation model. Default: zeros. */
   bool keep_padding;
-  luna_layer_config layer;  /* of every layer: dim, heads, ffn, memory, ... */
+  luna_layer_config layer;  /* for every layer: dim, heads, ffn, memory, ... */
 } luna_encoder_config;
 typedef struct luna_encoder {
   luna_encoder_config config;
   luna_params *params;
-  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d]; for features null, and */
   luna_input_layer input;            /* "input_norm", "input_proj" */
   luna_tensor *positions;            /* "embed_positions.weight" [first_position + max_length,d], learned only */
   luna_tensor *memory;               /* "projected_embeddings" [l,d], Luna only */
@@ -1278,21 +1279,21 @@ typedef struct luna_encoder {
   luna_norm_layer norm, memory_norm; /* "layer_norm", "proj_layer_norm", pre-norm only */
 } luna_encoder;
 LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab,
-                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes; not of features */
-/* What the layers read: X [batch,n,d]; *p, where it is null, becomes the learned P [batch,l,d]. */
+                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes; not for features */
+/* Returns the first layer's input X [batch,n,d]. If *p is null, it becomes the learned P [batch,l,d]. */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
-/* What the last layer gives: X [batch,n,d]. *p comes in null, or as the memory that the segment before left
+/* Returns the last layer's X [batch,n,d]. *p comes in null, or as the memory that the previous segment left
    (luna_detach stops its gradient; luna_read and luna_tensor_new carry it over a begin), and becomes the memory that
    this segment leaves [sections 5, 6]. p may be null. */
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 
-/* Classifier, also of each step; with another loss (luna_mse) it is a regression, and a class a value. */
+/* A classifier, also of each step. With another loss (luna_mse) it does regression, and a class is a value. */
 typedef enum luna_pooling {
-  LUNA_POOLING_DEFAULT = 0, /* the memory, or without one the mean */
+  LUNA_POOLING_DEFAULT = 0, /* the memory; without one the mean */
   LUNA_POOLING_CLS,         /* X[0] */
   LUNA_POOLING_MEAN,        /* mean of X over real tokens */
   LUNA_POOLING_MEMORY,      /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
-  LUNA_POOLING_MEMORY_BATCH /* mean of P over the batch's min(l, longest) slots: the authors' */
+  LUNA_POOLING_MEMORY_BATCH /* mean of P over the batch's min(l, longest) slots, as the authors */
 } luna_pooling;
 typedef struct luna_classifier_config {
   int64_t vocab;      /* 0 = 256, bytes */
@@ -1300,7 +1301,7 @@ typedef struct luna_classifier_config {
   luna_pooling pooling;
   int64_t pre_logits; /* width of a GELU layer before the logits; 0 = none */
   bool pair;          /* two sequences: features a, b, ab, a - b */
-  bool per_step;      /* logits of every step, from X; nothing is pooled */
+  bool per_step;      /* logits for every step, from X, without pooling */
   luna_encoder_config encoder;
 } luna_classifier_config;
 typedef struct luna_classifier {
@@ -1312,20 +1313,20 @@ typedef struct luna_classifier {
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config);
-/* Logits [batch,classes], or of every step [batch,n,classes], where luna_cross_entropy needs -1 as the label of
-   padding. They do not depend on the rest of the batch, but by LUNA_POOLING_MEMORY_BATCH. */
+/* Returns logits [batch,classes], or with per_step [batch,n,classes], where luna_cross_entropy needs label -1 for
+   padding. They depend on the rest of the batch only with LUNA_POOLING_MEMORY_BATCH. */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
-/* Logits [batch,classes] of pairs, which two inputs of one batch are: config.pair. */
+/* Returns logits [batch,classes] for pairs, given as two inputs of one batch; needs config.pair. */
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second);
-/* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
-   does not pool may be null. */
+/* The head alone: pools what luna_encoder_forward made of one sequence -> features [batch,d]. Of x and p, the one that
+   the model does not pool may be null. */
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths);
 
-/* Masked language model: an encoder and the head LN(gelu(x Wd)) E^T + b. */
+/* A masked language model: an encoder and the head LN(gelu(x Wd)) E^T + b. */
 typedef struct luna_masked_lm_config {
-  int64_t vocab; /* 0 = 257: bytes, and 256 for the mask; of features: the classes that are found */
+  int64_t vocab; /* 0 = 257: bytes, and 256 for the mask; with features: the number of classes */
   luna_encoder_config encoder;
 } luna_masked_lm_config;
 typedef struct luna_masked_lm {
@@ -1334,26 +1335,26 @@ typedef struct luna_masked_lm {
   luna_encoder encoder;    /* "encoder." */
   luna_linear_layer dense; /* "lm_head.dense" */
   luna_norm_layer norm;    /* "lm_head.layer_norm" */
-  luna_tensor *output;     /* the encoder's embedding or, of features, "lm_head.weight" [vocab,d] */
+  luna_tensor *output;     /* the encoder's embedding; for features "lm_head.weight" [vocab,d] */
   luna_tensor *bias;       /* "lm_head.bias" [vocab] */
 } luna_masked_lm;
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config);
-/* Logits [batch,n,vocab]. */
+/* Returns logits [batch,n,vocab]. */
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input);
-/* The mean loss over the places whose label, of labels [batch,n], is neither negative nor beyond input.lengths. Logits
-   are made for those places alone. */
+/* Returns the mean loss over positions whose label, in labels [batch,n], is neither negative nor beyond input.lengths.
+   Only these positions' logits are computed. */
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
 
-/* Encoder-decoder, for translation. */
+/* An encoder-decoder, for translation. */
 typedef struct luna_seq2seq_config {
   int64_t vocab;             /* of the source; 0 = 256, bytes */
   int64_t target_vocab;      /* 0 = vocab */
   bool share_embeddings;     /* one embedding for source, target and output; vocab = target_vocab */
-  bool separate_output;      /* logits by a matrix of their own; default: tied to the target's embedding */
+  bool separate_output;      /* logits by a separate matrix; default: tied to the target's embedding */
   int64_t decoder_layers;    /* 0 = encoder.layers */
   int64_t max_target_length; /* learned positions; 0 = encoder.max_length */
-  /* its layer config is the decoder's too; attention: Luna. Default scale: sqrt(dim) */
+  /* Its layer config is also the decoder's. Attention: Luna. Default scale: sqrt(dim). */
   luna_encoder_config encoder;
 } luna_seq2seq_config;
 typedef struct luna_seq2seq {
@@ -1363,17 +1364,17 @@ typedef struct luna_seq2seq {
   luna_tensor *embedding;     /* "decoder.embed_tokens.weight" [target_vocab,d], or the encoder's */
   luna_tensor *positions;     /* "decoder.embed_positions.weight", learned only */
   luna_decoder_layer *layers; /* "decoder.layers.N." */
-  /* "decoder.layer_norm", "decoder.proj_layer_norm" (which nothing reads), pre-norm only */
+  /* "decoder.layer_norm", "decoder.proj_layer_norm" (which nothing reads), only if pre-norm. */
   luna_norm_layer norm, memory_norm;
   luna_tensor *output;        /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
 } luna_seq2seq;
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config);
-/* Logits [batch,m,target_vocab] of the source [batch,n] and the target so far [batch,m], whose padding has a zero
-   embedding, and -1 as its labels. */
+/* Returns logits [batch,m,target_vocab] for the source [batch,n] and the target so far [batch,m]. The target's padding
+   has a zero embedding and needs label -1. */
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target);
-/* luna_cross_entropy of these logits and labels [batch,m], where those beyond target.lengths are ignored. Of more than
-   1024 words neither the logits nor their gradient are stored. Null config: the mean, without smoothing. */
+/* Returns luna_cross_entropy of these logits for labels [batch,m], ignoring those beyond target.lengths. Above 1024
+   words neither logits nor their gradient are stored. Null config: the mean, without smoothing. */
 LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                         const int32_t *labels, const luna_cross_entropy_config *config);
 
@@ -1381,7 +1382,7 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
    >>trainer
    ---------------------------------------- */
 #ifndef LUNA_NO_TRAIN
-/* A factor on the learning rate, a pure function of the step (from 1): linear warm-up, then a decay. */
+/* A factor on the learning rate, which depends only on the step (from 1): linear warm-up, then a decay. */
 typedef enum luna_decay {
   LUNA_DECAY_CONSTANT = 0, LUNA_DECAY_INVERSE_SQRT, LUNA_DECAY_LINEAR, LUNA_DECAY_COSINE, LUNA_DECAY_MILESTONES
 } luna_decay;
@@ -1391,10 +1392,10 @@ typedef struct luna_schedule {
   int64_t total;        /* linear, cosine: the step that reaches `floor` */
   float floor;          /* the smallest factor */
   float warmup_from;    /* the factor at step 0 */
-  int64_t milestone[4]; /* steps after each of which the factor is multiplied by gamma; 0 = no more */
+  int64_t milestone[4]; /* Each multiplies the factor by gamma after its step; 0 = no more. */
   float gamma;          /* 0 = 0.1 */
 } luna_schedule;
-/* The factor at a step, from 1 on; of a null schedule 1. */
+/* Returns the factor at a step, from 1 on; 1 for a null schedule. */
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
 
 typedef struct luna_optimizer luna_optimizer;
@@ -1408,80 +1409,80 @@ typedef struct luna_optimizer_config {
   float epsilon;  /* 0 = 1e-8 */
   float weight_decay; /* AdamW: decoupled; others: added to the gradient; 0 = none */
   float clip;     /* max global gradient norm; 0 = none */
-  float average;  /* decay of a moving average of each parameter, 0.999 say; 0 = none */
+  float average;  /* decay of a moving average of each parameter, such as 0.999; 0 = none */
   luna_schedule schedule;
-  /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative = never */
+  /* So many skipped steps in a row give LUNA_NOT_FINITE; 0 = 10, negative = never. */
   int64_t max_skips;
 } luna_optimizer_config;
-/* An optimiser trains all parameters of the set; those made later join at the next step, as if no loss had reached them
+/* An optimiser trains all parameters of the set. Later ones join at the next step, as if no loss had reached them
    before. It is freed with the context. Null config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config);
 LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);   /* arXiv 1412.6980 */
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1711.05101 */
 
-/* An optimiser of your own: examples/luna_apollo.h is one. `reduce` and `update` run on the CPU, on several threads at
-   once, each for some elements of a parameter; they keep nothing. A device runs the hooks that it knows by name
-   (luna_backend.knows), and luna_optimizer_open refuses the others there. */
+/* An optimiser of your own, such as examples/luna_apollo.h. `reduce` and `update` run on the CPU, on several threads at
+   once, each for some elements of a parameter, and keep no state. A device runs only hooks that it knows by name
+   (luna_backend.knows); luna_optimizer_open refuses others there. */
 typedef struct luna_optimizer_part {
-  float *value;     /* [count], which `update` changes; it may be one element or many */
+  float *value;     /* [count], changed by `update`; from one element to many */
   const float *grad; /* before clipping */
-  float *moment[3]; /* the optimiser's own numbers beside each value, at first 0; null: it has none */
+  float *moment[3]; /* the optimiser's numbers per value, at first 0; null: none */
   int64_t count;
-  float lr, decay;  /* of this parameter in this step: learning rate, weight decay */
-  float factor;     /* of clipping: the gradient is grad[i] * factor */
-  int64_t step;     /* updates so far, this one counted */
+  float lr, decay;  /* this parameter's learning rate and weight decay in this step */
+  float factor;     /* clipping: the gradient is grad[i] * factor */
+  int64_t step;     /* updates so far, including this one */
   const luna_optimizer_config *config;
   luna_isa isa;     /* what the context's kernels use */
 } luna_optimizer_part;
 typedef struct luna_optimizer_hook {
-  const char *name;                  /* luna_save_training keeps it, luna_load_training compares it */
+  const char *name;                  /* luna_save_training stores it; luna_load_training compares it. */
   int moments;                       /* 0 to 3; saved and loaded with the training */
-  bool from_zero;                    /* the schedule counts this optimiser's steps from 0, not 1 */
-  float largest;                     /* a gradient's norm that clipping leaves above this skips the step; 0 = 1e18 */
-  /* sums over the part's elements, of values before the step; or null. `update` gets those of the whole parameter. */
+  bool from_zero;                    /* The schedule counts this optimiser's steps from 0, not 1. */
+  float largest;                     /* If clipping leaves a larger gradient norm, the step is skipped; 0 = 1e18. */
+  /* Sums over the part's elements, from values before the step; or null. `update` gets the whole parameter's sums. */
   void (*reduce)(const luna_optimizer_part *part, double sums[4]);
-  void (*update)(const luna_optimizer_part *part, const double sums[4]); /* luna.h zeroes the gradient after it */
+  void (*update)(const luna_optimizer_part *part, const double sums[4]); /* luna.h zeroes the gradient afterwards. */
 } luna_optimizer_hook;
-/* The hook must outlive the optimiser. The config is the hook's to read, as it is; but an lr of 0 becomes 1e-3. */
+/* The hook must outlive the optimiser. The hook reads the config as it is, but an lr of 0 becomes 1e-3. */
 LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_optimizer_hook *hook,
                                              const luna_optimizer_config *config);
 
 /* Overrides learning rate and decay for some parameters, including those that join later. With { .max_rank = 1,
-   .decay_factor = -1 } norms and biases have no decay. luna_params_freeze stops learning altogether. */
+   .decay_factor = -1 } norms and biases have no decay. luna_params_freeze stops training altogether. */
 typedef struct luna_param_group {
-  const char *name;   /* whose name has this in it; null = any */
-  int max_rank;       /* and of at most so many axes; 0 = any */
-  float lr_factor;    /* on the learning rate; 0 = 1, negative = 0 */
-  float decay_factor; /* on the weight decay; 0 = 1, negative = 0 */
+  const char *name;   /* matches names that contain it; null = any */
+  int max_rank;       /* matches at most so many axes; 0 = any */
+  float lr_factor;    /* for the learning rate; 0 = 1, negative = 0 */
+  float decay_factor; /* for the weight decay; 0 = 1, negative = 0 */
 } luna_param_group;
-/* Adds a group, which is copied; the last one that fits a parameter counts. LUNA_MISMATCH: it fits no parameter. */
+/* Adds a copy of the group. The last group that fits a parameter applies. LUNA_MISMATCH if it fits none. */
 LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *optimizer, const luna_param_group *group);
 
-/* Exchanges the parameters with their averages. With a = config.average, an average moves to its parameter by (1 - a) /
-   (1 - a^t) of the difference after update t, so that first values leave no trace. Validate or save between two such
-   calls; the optimiser's other calls, and luna_save_training, fail there. Parameters that no update has reached stay as
-   they are. */
+/* Exchanges the parameters with their averages. With a = config.average, after update t an average moves to its
+   parameter by (1 - a) / (1 - a^t) of the difference, so initial values leave no trace. Validate or save between two
+   such calls; the optimiser's other calls, and luna_save_training, fail there. Parameters that no update has reached
+   stay as they are. */
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *optimizer);
 
-/* Uses and zeroes the gradients. A parameter that no luna_backward has reached has none and stays as it is, without
-   weight decay too. When a call since the last begin failed, or there was no luna_backward since this optimiser's last
-   step, it changes nothing and returns that failure. A NaN or Inf in the loss or a gradient skips the update, and so
-   does a norm that clipping leaves above 1e18 (a hook's `largest`), since moments could become Inf: parameters stay as
-   they are, the next luna_item or luna_read reports it to options.log, and luna_optimizer_skipped counts it. From
-   max_skips such steps in a row on it returns LUNA_NOT_FINITE until a step is good; on a device, by what luna_item or
-   luna_read found last. */
+/* Uses and zeroes the gradients. A parameter that no luna_backward has reached has none and stays as it is, even with
+   weight decay. If a call since the last begin failed, or there was no luna_backward since this optimiser's last step,
+   it changes nothing and returns that failure. A NaN or Inf in the loss or a gradient skips the update. So does a norm
+   above 1e18 (a hook's `largest`) after clipping, since moments could become Inf. Parameters then stay as they are, the
+   next luna_item or luna_read reports it to options.log, and luna_optimizer_skipped counts it. After max_skips such
+   steps in a row it returns LUNA_NOT_FINITE until a step is good; on a device, it knows this from the last luna_item or
+   luna_read. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
+/* Its two halves: advance sets the step's learning rate, and apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 /* Sets the learning rate that the schedule multiplies. */
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
-/* The rate now, by the schedule at the last step; before any, at the first. */
+/* Returns the current rate, with the schedule at the last step; before any step, at the first. */
 LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
-/* The updates that were made, and those that were skipped as not finite. */
+/* Return the numbers of updates made, and of those skipped as not finite. */
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
-/* The global norm of the last step's gradients, before clipping; Inf above FLT_MAX. */
+/* Returns the global norm of the last step's gradients, before clipping; Inf above FLT_MAX. */
 LUNA_API float luna_optimizer_grad_norm(const luna_optimizer *optimizer);
 #endif
 
@@ -1495,9 +1496,9 @@ typedef struct luna_io {
   void *user;
   uint64_t size;                     /* bytes that can be read */
 } luna_io;
-/* Where a file is read from or written to, made by one of these calls. luna_path: a file by its name. luna_bytes: bytes
-   in memory, to read. luna_buffer: memory to write to; *written becomes the file's size, even if that is more than the
-   capacity and the call fails, so a null buffer of capacity 0 asks for the size. luna_callbacks: functions. */
+/* The place of a file, made by one of these calls. luna_path: a file by name. luna_bytes: bytes in memory, to read.
+   luna_buffer: memory to write to; *written becomes the file's size, even if that exceeds the capacity and the call
+   fails, so a null buffer of capacity 0 asks for the size. luna_callbacks: functions. */
 typedef struct luna_file {
   const char *path;
   const void *bytes;
@@ -1506,9 +1507,9 @@ typedef struct luna_file {
   const luna_io *io;
 } luna_file;
 #ifndef LUNA_NO_STDIO
-/* A file is saved as a new one (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and
-   mode. Several may save at once: the last counts. A symbolic link stays and its target is replaced or created; any
-   other file that is not a regular one is an error. */
+/* Saving writes a new file (.luna-<n>.tmp in that folder), flushes it, and gives it the old one's place and mode. If
+   several save at once, the last counts. A symbolic link stays, and its target is replaced or created; any other file
+   that is not a regular one is an error. */
 LUNA_API luna_file luna_path(const char *path);
 #endif
 LUNA_API luna_file luna_bytes(const void *bytes, size_t size);
@@ -1518,27 +1519,27 @@ LUNA_API luna_file luna_callbacks(const luna_io *io);
 /* Saves the set's parameters as F32, and its text pairs. */
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
 #ifndef LUNA_NO_INT8
-/* The same in about a quarter of the bytes: matrices of products and embeddings as I8, rounded, with their rows' scales
-   as NAME.scale. A matrix stays F32 if the set has a parameter of that name. Every call that loads a file reads it;
-   into a set its values come as float. */
+/* The same in about a quarter of the bytes: products' matrices and embeddings are rounded to I8, with their rows'
+   scales as NAME.scale. A matrix stays F32 if the set has a parameter of that name. Every call that loads a file reads
+   it; in a set its values are float. */
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
 #endif
-/* Copies the values into a set whose parameters have the file's names and shapes. Where the file has a model's config,
-   the set's model has the same one, but for dropouts and max_length. luna_load_model takes the config from the file,
-   luna_load_matching compares names and shapes alone. Every call that opens a file needs 8 bytes of the step's memory
-   for each tensor and each text pair while it runs. */
+/* Copies the values into a set whose parameters have the file's names and shapes. If the file has a model's config, the
+   set's model must have the same one, except for dropouts and max_length. luna_load_model takes the config from the
+   file; luna_load_matching compares only names and shapes. While it runs, every call that opens a file needs 8 bytes of
+   the step's memory per tensor and text pair. */
 LUNA_API luna_status luna_load(luna_params *params, luna_file file);
-/* Loads each parameter whose name and shape the file has, such as a pre-trained encoder into a classifier. Nothing
-   matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter left unchanged and each
-   tensor not used. */
+/* Loads each parameter whose name and shape the file has, such as a pre-trained encoder into a classifier.
+   LUNA_MISMATCH if nothing matches. `report`, unless null, is called with a reason for each parameter left unchanged
+   and each tensor not used. */
 typedef struct luna_load_report {
   void (*report)(void *user, const char *name, const char *why);
   void *user;
-  int64_t loaded, missing, unused; /* parameters loaded, parameters left as they were, tensors of the file left out */
+  int64_t loaded, missing, unused; /* parameters loaded, parameters left unchanged, tensors not used */
 } luna_load_report;
 LUNA_API luna_status luna_load_matching(luna_params *params, luna_file file, luna_load_report *report);
-/* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during
-   the call. */
+/* Lists the text pairs, then the tensors, of any safetensors file, in the file's order. Arguments are valid during the
+   call. */
 typedef struct luna_file_tensor {
   const char *name, *dtype; /* "F32", "I64", ... */
   int rank;
@@ -1555,13 +1556,14 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_insp
 /* Writes the tensor's values as floats to out [count]; LUNA_UNSUPPORTED when they are not F32, F16, BF16 or F64. */
 LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out);
 
-/* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are checked
-   against its tensors. A model's attention hook must be in options.hooks; else init the model, then luna_load. */
+/* Opens the model that a checkpoint describes: init and load in one. params must be empty. The file's sizes are checked
+   against its tensors. A model's attention hook must be in options.hooks; otherwise init the model, then call
+   luna_load. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
 typedef struct luna_model {
-  luna_model_kind kind; /* which of the members below is initialised */
+  luna_model_kind kind; /* tells which member below is initialised */
   luna_lm lm;
   luna_classifier classifier;
   luna_masked_lm masked_lm;
@@ -1573,125 +1575,127 @@ LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, lun
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file);
 
 #ifndef LUNA_NO_TRAIN
-/* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
-   goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
-   caller's: luna_params_set_text before, luna_params_get_text after. Call it after luna_optimizer_step: gradients are
-   not saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as
-   not saved). */
+/* Exact resume: saves parameters, the optimiser's moments and counters, and the context's seed and step. A run loaded
+   from it continues with the same bits. The file is also a checkpoint of the model. The position in the data is the
+   caller's task: luna_params_set_text before, luna_params_get_text after. Save after luna_optimizer_step: gradients are
+   not saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not saved, so
+   not checked). */
 LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file);
 LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file file);
 #endif
 
 /* ----------------------------------------
    >>stream: a causal language model with Luna attention, one token at a time, in constant memory
-   A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a
-   device is stored and runs there, only tokens and logits are copied: it is used by the thread of its model's context,
-   its work is queued on that context's stream, and it is closed before that context is. When the device fails, a step
-   returns null, and so do all later ones. A saved state loads on host and device alike.
+   A stream only reads its weights: use one thread per stream, and any number of streams on one model. The stream of a
+   model on a device is stored and runs there; only tokens and logits are copied. Use it in the thread of its model's
+   context, on whose stream its work is queued, and close it before that context. When the device fails, a step returns
+   null, and so do all later ones. A saved state loads on host and device alike.
    ---------------------------------------- */
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
   int64_t batch;   /* sequences side by side; 0 = 1 */
-  int64_t chunk;   /* rows of a prefill done at once; 0 = 64 */
+  int64_t chunk;   /* rows per pass of a prefill; 0 = 64 */
   luna_isa isa;    /* 0 = best; not on a device */
-  int64_t horizon; /* as of luna_layer_config; 0 = the model's */
-  /* LUNA_DTYPE_I8: products as luna_options.weights says, in about 0.26 of the weights' bytes, which the stream takes
-     beside them; on the CPU alone. 0 = as the file stores them, or as the model's context says */
+  int64_t horizon; /* as in luna_layer_config; 0 = the model's */
+  /* LUNA_DTYPE_I8: products as in luna_options.weights. The stream's copy takes about 0.26 of the weights' bytes. CPU
+     only. 0 = as the file stores them, or as the model's context says. */
   luna_dtype weights;
 } luna_stream_config;
-/* From a safetensors checkpoint in memory, F32 or of luna_save_int8, 4-byte aligned,
-   little-endian host, read in place: no context, no allocator. memory: luna_stream_size bytes. Null when something is
-   wrong: *error then says what, perhaps in memory.
-   Of stack these two take about 13 KB on 64-bit machines, a step or a prefill 10 KB, and less with LUNA_NO_SIMD; all
-   together on a Cortex-M4 10.6 KB (gcc -Os). */
+/* Open a stream from a safetensors checkpoint in memory, F32 or from luna_save_int8, 4-byte aligned, on a little-endian
+   host. It is read in place, without context or allocator. memory has luna_stream_size bytes. Null on failure: *error
+   then gives the reason, perhaps in memory.
+   These two take about 13 KB of stack on 64-bit machines, a step or a prefill 10 KB, and less with LUNA_NO_SIMD; all
+   together 10.6 KB on a Cortex-M4 (gcc -Os). */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error);
-/* Opens a stream of a model with Luna attention, after training: it copies the weights that it folds (luna_form), and
-   reads the others in place. Its memory comes from the allocator of the model's context, or from the device, all at
-   once: a step takes none. Null: the context says why. */
+/* Opens a stream of a model with Luna attention, after training. It copies the weights that it folds (luna_form) and
+   reads the others in place. It takes its memory at once, from the allocator of the model's context or from the device;
+   a step takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
-/* Null is fine. A stream on the CPU may be closed after its model's context, too. */
+/* Null is fine. A stream on the CPU may be closed after its model's context. */
 LUNA_API void luna_stream_close(luna_stream *stream);
-/* Logits [batch,vocab] after one token of each sequence [batch], valid until the next call; null for a token out of
-   range. */
+/* Returns logits [batch,vocab] after one token of each sequence [batch], valid until the next call; null if a token is
+   out of range. */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
-/* The same for a model of features: [batch,features], NaN where one is missing -> [batch,outputs].
-   A sequence with a feature that luna_input does not allow does not make the step: its logits are NaN, its state stays,
-   and LUNA_ERROR_STREAM_FEATURE says so; null when that is every sequence. These three calls also return logits that
-   are not finite for another reason, and say so (LUNA_ERROR_STREAM_NOT_FINITE); no state becomes Inf or NaN. */
+/* The same for a model of features: [batch,features], NaN if missing -> [batch,outputs]. A sequence with a feature that
+   luna_input does not allow skips the step: its logits are NaN, its state stays, and LUNA_ERROR_STREAM_FEATURE says so.
+   Null if that is every sequence. These three calls also return logits that are not finite for another reason, and say
+   so (LUNA_ERROR_STREAM_NOT_FINITE); no state becomes Inf or NaN. */
 LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
-/* Logits after the last row of an input, whose batch is the stream's, or 0, and whose lengths are null; null for a
-   feature that luna_input does not allow, when no row has been read. */
+/* Returns logits after the last row of an input whose batch is the stream's, or 0, and whose lengths are null. Null,
+   without reading a row, for a feature that luna_input does not allow. */
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
-/* What was wrong in the last call, and the id of that sentence; "" and LUNA_ERROR_NONE when it was fine. */
+/* Return what was wrong in the last call, and that sentence's id; "" and LUNA_ERROR_NONE if it was fine. */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream);
-/* The number of tokens that each sequence has read. */
+/* Returns the number of tokens that each sequence has read. */
 LUNA_API int64_t luna_stream_position(const luna_stream *stream);
 /* Starts all sequences anew. */
 LUNA_API void luna_stream_reset(luna_stream *stream);
-/* Each sequence b goes on from where from[b], of from [batch], is (beam search). */
+/* Lets each sequence b continue from sequence from[b], with from [batch] (beam search). */
 LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from);
-/* The size of a saved state in bytes; writes one of that size; reads one, of the same model sizes and batch. Its bytes
-   are in this machine's order, and another minor version of luna.h may refuse them: what is to be kept for years is a
-   checkpoint. A state that does not fit changes nothing. By these calls one stream goes on from another's state. */
+/* These return a saved state's size in bytes, write one of that size, and read one from the same model sizes and batch.
+   Its bytes are in this machine's order, and another minor version of luna.h may refuse them: keep checkpoints for
+   years, not states. A state that does not fit changes nothing. With these calls one stream can continue from another's
+   state. */
 LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
 
 /* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
-   then continue one another, as chunks of one sequence do. What is carried in is constant: no gradient goes into the
-   past. The state belongs to the model's context; luna_save_training saves the one of a set that training has continued
-   last, or else the first opened, and luna_load_training restores it; where none is open it is dropped, as options.log
-   is told. Null: the context says why. */
+   then continue one another, like chunks of one sequence. The carried state is constant: no gradient flows into the
+   past. It belongs to the model's context. luna_save_training saves a set's state that training continued last, or else
+   the first opened, and luna_load_training restores it; if none is open it is dropped, with a message to options.log.
+   Null: the context says why. */
 typedef struct luna_lm_state luna_lm_state;
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
-/* After a begin: the step's forward pass of the state's model, of `batch` sequences, goes on from the state, and leaves
-   it after its last row. One a step. A step that fails before its luna_backward is done leaves it as it was. */
+/* After a begin: the step's forward pass of the state's model, with `batch` sequences, continues from the state and
+   updates it after its last row. One per step. A step that fails before its luna_backward is done leaves it as it
+   was. */
 LUNA_API luna_status luna_lm_state_continue(luna_lm_state *state);
-/* Starts `count` sequences anew, or with null all of them: at a document's end. */
+/* Restarts `count` sequences, or all with null, such as at a document's end. */
 LUNA_API luna_status luna_lm_state_restart(luna_lm_state *state, const int32_t *sequences, int64_t count);
-/* The bytes are those of luna_stream_state_save for a stream of the same model and batch, and load there and here.
-   Sequences that stand at different positions can be saved so if the memory forgets (LUNA_FORGET_...) and the model has
+/* The bytes are those of luna_stream_state_save for a stream of the same model and batch; either side loads the
+   other's. Sequences at different positions can be saved only if the memory forgets (LUNA_FORGET_...) and the model has
    no embedding of positions. */
 LUNA_API size_t luna_lm_state_size(const luna_lm_state *state);
 LUNA_API luna_status luna_lm_state_save(const luna_lm_state *state, void *bytes, size_t size);
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes, size_t size);
 
 typedef struct luna_sampling {
-  float temperature; /* logits are divided by it; 0 = greedy: the likeliest token */
+  float temperature; /* divides logits; 0 = greedy, the likeliest token */
   int32_t top_k;     /* 0 = all */
-  /* among these, the likeliest whose probabilities reach it; 0 = 1, all [arXiv 1904.09751] */
+  /* Among these, the likeliest tokens whose probabilities sum to it; 0 = 1, all [arXiv 1904.09751]. */
   float top_p;
   uint64_t seed;
-  uint64_t drawn;    /* numbers drawn so far; luna_sample counts */
+  uint64_t drawn;    /* numbers drawn so far, counted by luna_sample */
 } luna_sampling;
-/* Null sampling is greedy. -1 for null logits or NaN, where temperature or top_k is negative or not finite, and top_p
-   outside 0..1. */
+/* Returns a token; null sampling is greedy. Returns -1 for null logits or NaN, if temperature or top_k is negative or
+   not finite, or if top_p is outside 0..1. */
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
-/* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source
-   b): the sources are encoded and packed here, once, and then a token costs the same at any length. Begins an inference
-   on the model's context. beam: 0 = 1. */
+/* Opens an encoder-decoder's decoder as a stream, with `beam` sequences per source (sequence b beam + i continues
+   source b). The sources are encoded and packed here, once; a token then costs the same at any length. It begins an
+   inference on the model's context. beam: 0 = 1. */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_generate_config {
-  int32_t begin, end; /* the token a target starts from, and the one that ends it */
-  int64_t max_length; /* tokens of a result, its end not counted; 0 = 2 n + 10 */
+  int32_t begin, end; /* a target's first token, and its last */
+  int64_t max_length; /* the most tokens per result, without its end; 0 = 2 n + 10 */
 } luna_generate_config;
-/* Translates by greedy decoding, each token the likeliest one: source [batch,n] -> out [batch,max_length] with
-   out_lengths [batch], without begin and end. Beam search is in examples/luna_beam.h. */
+/* Translates by greedy decoding: source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and
+   end. examples/luna_beam.h has beam search. */
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths);
 
 /* ----------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
-   Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
-   reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
-   Threads: the caller's alone, or at most `threads` tasks (and 256) through parallel_for; the bits do not depend on it.
-   Scratch: luna_..._scratch(&args) bytes. Without it (null) a forward call uses at most 8 KB of stack and is slower or,
-   where that cannot be enough, returns LUNA_OUT_OF_MEMORY, as each backward call then does. LUNA_ISA_REFERENCE has no
-   backward pass: LUNA_UNSUPPORTED. Nothing is written on failure.
+   Strides are in floats, 0 = dense, never negative. Rows that are read may overlap; what is written must not. An array
+   spans at most 2^47 floats: beyond that, and for arguments that are null or not finite, the result is
+   LUNA_BAD_ARGUMENT. A call uses the caller's thread, or at most `threads` tasks (and 256) through parallel_for, with
+   the same bits. It needs luna_..._scratch(&args) bytes of scratch. With null scratch a forward call uses at most 8 KB
+   of stack and is slower; if that is not enough, it returns LUNA_OUT_OF_MEMORY, as each backward call then does.
+   LUNA_ISA_REFERENCE has no backward pass: LUNA_UNSUPPORTED. Nothing is written on failure.
    ---------------------------------------- */
 
 /* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times. */
@@ -1701,7 +1705,7 @@ typedef struct luna_gemm_args {
   int64_t m, n, k, batch;        /* batch 0 = 1 */
   bool transpose_a, transpose_b; /* A stored [k, m]; B stored [n, k] */
   int64_t a_row, b_row, c_row;   /* floats from one stored row to the next */
-  int64_t a_batch, b_batch, c_batch; /* from one product to the next; A and B: LUNA_BATCH_SHARED, the same for all */
+  int64_t a_batch, b_batch, c_batch; /* between products; for A and B LUNA_BATCH_SHARED: the same for all */
   float scale;                   /* 0 = 1 */
   luna_activation activation;
   bool accumulate;               /* add to C */
@@ -1710,33 +1714,34 @@ typedef struct luna_gemm_args {
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
-/* A batch stride of what is read: one for all. Its gradient is the sum, in order. */
+/* A batch stride for inputs: one for all. Its gradient is the sum, in order. */
 #define LUNA_BATCH_SHARED (-1)
 
 
-/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
-   heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
+/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q [batch, queries, heads,
+   dim], k [batch, keys, heads, dim], v [batch, keys, heads, value_dim] -> out [batch, queries, heads, value_dim]. Row
+   offsets give ragged batches (no padding) instead. */
 typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
-  float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
-  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout */
+  float *log_sum_exp;                /* [rows, heads] or null: forward writes, backward needs it */
+  float *sums;                       /* [rows, heads] or null: the attention matrix's row sums after dropout */
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys; the rest are never read; 0 gives zeros. null: all */
+  const int32_t *lengths;            /* [batch] real keys; others are never read; 0 gives zeros. Null: all. */
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
-  bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  bool window;                       /* query i sees keys j with -left <= j - i <= right, */
-  int64_t left, right;               /* which may be negative; one that sees none gets zeros, and log-sum-exp -Inf */
-  /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
+  bool causal;                       /* Query i sees keys j <= i, even if queries and keys differ in number. */
+  bool window;                       /* Query i sees keys j with -left <= j - i <= right, */
+  int64_t left, right; /* which may be negative. A query that sees none gets zeros, and log-sum-exp -Inf. */
+  /* The probability for element ((b heads + head) queries + i) keys + j of op `dropout_op`. */
   float dropout;
   uint64_t seed;
   uint32_t dropout_op, step;
-  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
-  float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
-  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not beside sums or ragged offsets */
+  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); forward's out is read too */
+  float *grad_q, *grad_k, *grad_v;   /* Backward adds to these, laid out as q, k, v; any may be null. */
+  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not with sums or ragged offsets */
   luna_run run;
   const struct li_attention_own *own; /* null; luna.h's */
 } luna_attention_args;
@@ -1746,16 +1751,16 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
 
-/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
-   rows, heads, value_dim] */
+/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z [batch, rows,
+   heads, value_dim] -> out [batch, rows, heads, value_dim]. */
 typedef struct luna_causal_args {
   const float *x, *y, *z;
   float *out;
   int64_t batch, rows, heads, dim, value_dim;
-  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* for x and y; for z and out */
   const float *grad_out;             /* backward */
-  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
-  int64_t horizon;                   /* rows t > horizon: exponential means, shares 1 / horizon; 0 = none */
+  float *grad_x, *grad_y, *grad_z;   /* Backward adds; any may be null. */
+  int64_t horizon;                   /* Rows t > horizon use exponential means with shares 1 / horizon; 0 = none. */
   luna_run run;
 } luna_causal_args;
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
@@ -1764,25 +1769,26 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 #endif
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
 
-/* Causal Luna attention, as luna_causal_nested_attention. q, k, v, out [batch, rows, heads, head_dim], s and forget
-   [batch, rows, heads, slots], and their gradients alike: all dense. */
+/* Causal Luna attention, as luna_causal_nested_attention: q, k, v [batch, rows, heads, head_dim], s and forget [batch,
+   rows, heads, slots] -> out as q. Gradients have the same shapes. All arrays are dense. */
 typedef struct luna_causal_nested_args {
   const float *q, *k, *v, *s;
   const float *forget;               /* logits of forget gates, or null: the published form */
   float *out;
-  /* forward writes and backward reads as many floats as s has, with forget twice as many; null: there is no backward */
+  /* Forward writes and backward reads as many floats as s has, with forget twice as many. Null: there is no
+     backward. */
   float *kept;
   int64_t batch, rows, heads, head_dim, slots;
   const int32_t *lengths;            /* [batch] real slots, or null: all */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
-  luna_activation omega;             /* as of luna_causal_nested_config */
-  int64_t horizon;                   /* without forget, as of luna_causal_args */
-  /* A sequence in pieces, or null: batch heads slots (2 head_dim + 1) numbers, which forward reads, unless position is
-     0, and writes. There is no backward then. */
+  luna_activation omega;             /* as in luna_causal_nested_config */
+  int64_t horizon;                   /* without forget, as in luna_causal_args */
+  /* For a sequence in pieces, else null: batch heads slots (2 head_dim + 1) numbers, which forward reads, unless
+     position is 0, and writes. There is no backward then. */
   double *state;
-  int64_t position;                  /* rows of the pieces before */
+  int64_t position;                  /* rows of the earlier pieces */
   const float *grad_out;             /* backward */
-  float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* backward adds; any may be null */
+  float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* Backward adds; any may be null. */
   luna_run run;
   const struct li_attention_own *own; /* null; luna.h's */
 } luna_causal_nested_args;
@@ -1792,7 +1798,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
 #endif
 LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_args *args); /* enough for both */
 
-/* Philox4x32-10 (Salmon et al. 2011), the source of every random number here. */
+/* Philox4x32-10 (Salmon et al. 2011) is the source of every random number here. */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
 
@@ -1807,42 +1813,42 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
        ... some steps ...
        luna_trace(ctx, NULL, NULL);
 
-   The function may be set, replaced and unset at any time, also within a scope and between forward and backward. The
-   thread that called luna.h calls it, in order, and it changes no bit of any result. Without it an op costs one
-   comparison. On a device each op waits for the one before it, and a step of a luna_graph is never one launch. The
-   function may call luna_trace and luna_seconds with the context, nothing else. An event is valid until the function
-   returns, names and scopes until luna_close. Streams send no events. examples/luna_profile.h makes a table or a
-   timeline of the events.
+   The function may be set, replaced and unset at any time, even within a scope and between forward and backward. It is
+   called in order, by the thread that called luna.h, and changes no bit of any result. Without it an op costs one
+   comparison. On a device each op then waits for the previous one, and a luna_graph's step is never a single launch.
+   The function may call luna_trace and luna_seconds with the context, nothing else. An event is valid until the
+   function returns, names and scopes until luna_close. Streams send no events. examples/luna_profile.h makes a table or
+   a timeline of the events.
    ---------------------------------------- */
 typedef enum luna_trace_kind {
   LUNA_TRACE_BEGIN = 0,              /* luna_begin_step or luna_begin_inference, which ends all scopes */
-  LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* a scope that is ended several times ends at the first */
-  LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* an op; what backward computes again is a forward once more */
-  LUNA_TRACE_OPTIMIZER               /* the norm of an optimiser's gradients, or the update of its parameters */
+  LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* A scope that is ended several times ends at the first. */
+  LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* an op; a recomputation in backward is another forward */
+  LUNA_TRACE_OPTIMIZER               /* an optimiser's norm of gradients, or its update */
 } luna_trace_kind;
-/* A path of scopes, without those that began while no function was set. A context holds 128 paths. A scope beyond them
-   sends no events, and its ops are in the scope around it. */
+/* A path of scopes, without those that began while no function was set. A context holds 128 paths. Further scopes send
+   no events, and their ops belong to the scope around them. */
 typedef struct luna_trace_scope {
   const char *name;                  /* a function's name without "luna_" */
-  const struct luna_trace_scope *outer; /* the scope around it; null: none */
+  const struct luna_trace_scope *outer; /* the scope around it, or null */
   double start;                      /* when it last began */
 } luna_trace_scope;
 typedef struct luna_trace_event {
   luna_trace_kind kind;
   const char *name;
-  const luna_trace_scope *scope; /* that begins or ends, or in which the op's forward ran; null: none */
+  const luna_trace_scope *scope; /* the event's scope, or that of the op's forward; or null */
   double start, seconds;   /* by luna_seconds */
   double bytes;            /* what an op or optimiser must read and write, once */
-  double flops;            /* those of an op's products; backward has twice those of forward */
-  luna_tensor *const *in;  /* an op's inputs, of which some may be null, for their shapes */
+  double flops;            /* of an op's products; backward's are twice forward's */
+  luna_tensor *const *in;  /* an op's inputs, for their shapes; some may be null */
   luna_tensor *const *out; /* its results */
-  int inputs, outputs;     /* how many; 0 where the event is no op */
+  int inputs, outputs;     /* their numbers; 0 if the event is no op */
 } luna_trace_event;
 
 typedef void (*luna_tracer)(void *user, const luna_trace_event *event);
-/* Sets the function that is called; null: none. The first one that a context is given takes 3 KB until luna_close. */
+/* Sets the function to call, or null for none. A context's first one takes 3 KB until luna_close. */
 LUNA_API luna_status luna_trace(luna_ctx *ctx, luna_tracer function, void *user);
-/* Waits for the context's device and returns the time in seconds, from any origin; 0 on a machine without a clock. */
+/* Waits for the context's device and returns the time in seconds, from any origin; 0 if the machine has no clock. */
 LUNA_API double luna_seconds(luna_ctx *ctx);
 #endif /* LUNA_H */
 
@@ -1854,14 +1860,13 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
 /* ----------------------------------------
    >>backend: the table of functions that a device implements
    An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
-   a status. It takes and returns no host value that changes from step to step: those are in luna_step_state, in backend
-   memory. Entries of tier 2 may be null: the op is then composed from tier 1.
-   A file without the implementation sees this chapter if it defines LUNA_BACKEND before it includes luna.h. It is not
-   frozen: ops, entries and structs may change with any version of luna.h, and luna_open takes no backend that was
-   compiled with another.
+   a status. It takes and returns no host value that changes between steps: those are in luna_step_state, in backend
+   memory. Entries of tier 2 may be null: the op is then composed from tier 1. A file without the implementation sees
+   this chapter if it defines LUNA_BACKEND before it includes luna.h. It is not frozen: ops, entries and structs may
+   change with any version of luna.h, and luna_open takes no backend that was compiled with another.
    ---------------------------------------- */
-/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
-   its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). */
+/* Maps of single numbers. M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
+   its derivative there, which may use the value y. Both use the kernels' vector functions (>>vector). */
 #define LUNA_ACTIVATIONS(M) \
   M(RELU, relu, vf_max(vf_zero(), x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_max(vf_zero(), x))) \
   M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), \
@@ -1889,9 +1894,9 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
 #define LUNA_READS_IN(i) (1 << (i))
 #define LUNA_READS_INS(count) ((1 << (count)) - 1) /* the first inputs */
 #define LUNA_READS_OUT(i) (256 << (i))
-/* Ops that compute each number of the result from one of each input, which broadcast: E(name, tier, reads, cheap,
-   function, differentiable inputs, value, and its gradient for each of them) in a, b and c, of the inputs, and g, of
-   the result, by the kernels' vector functions (>>vector). */
+/* Ops that compute each result from one number of each input, with broadcasting: E(name, tier, reads, cheap, function,
+   differentiable inputs, value, and its gradient for each input). a, b and c are the inputs and g the result's
+   gradient; the kernels' vector functions compute them (>>vector). */
 #define LUNA_BINARIES(E) \
   E(ADD, 1, 0, true, add, 3, vf_add(a, b), g, g, g) \
   E(SUB, 1, 0, true, sub, 3, vf_sub(a, b), g, vf_neg(g), g) \
@@ -1916,9 +1921,9 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
     vf_select(vf_le(vf_abs(a), vf_zero()), vf_zero(), g), vf_select(vf_le(vf_abs(a), vf_zero()), g, vf_zero())) \
   E(CLAMP, 1, LUNA_READS_IN(0), false, clamp, 1, vf_select(vf_lt(a, b), b, vf_select(vf_lt(c, a), c, a)), \
     vf_select(vf_lt(a, b), vf_zero(), vf_select(vf_lt(c, a), vf_zero(), g)), g, g)
-/* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
-   parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
-   backward needs elsewhere is computed again instead of kept. */
+/* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the inputs and results whose data backward reads;
+   parameters are always there. cheap: backward reads no result, and forward is so fast that a result which backward
+   needs elsewhere is recomputed instead of kept. */
 #define LUNA_OPS(R, E) \
   R(PERMUTE, 1, 0, false) \
   R(SLICE, 1, 0, false) \
@@ -1959,25 +1964,25 @@ typedef enum luna_op_kind {
   LUNA_OP_COUNT
 } luna_op_kind;
 
-/* a memory that forgets: scores are held to within this of 0; a factor of all weights */
+/* In a forgetting memory, scores are limited to this distance from 0, and weights have this common factor. */
 #define LUNA_FORGET_SCORE 15
-#define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32, which holds e^-15 .. e^(15 + LI_CHUNK) in range */
+#define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32 keeps e^-15 .. e^(15 + LI_CHUNK) in range. */
 typedef struct luna_op {
   luna_op_kind kind;
   int inputs, outputs;
-  luna_tensor *in[LUNA_MAX_INPUTS]; /* null where an optional input is absent */
+  luna_tensor *in[LUNA_MAX_INPUTS]; /* null for absent optional inputs */
   luna_tensor *out[2];
   const int32_t *index;             /* tokens or labels, in backend memory */
   const int32_t *lengths, *query_offsets, *key_offsets;
-  union {                           /* the arguments of its kind, where it has any */
+  union {                           /* the arguments of its kind, if any */
     struct { int64_t axes[LUNA_MAX_RANK]; } permute;
     struct { int64_t axis, start; } slice;
     struct { int64_t axis; } concat;
     struct { int64_t count; } expand;
-    struct {                        /* LUNA_ELEMENTWISE: the result as [shape], axes joined where that is possible; */
-      int64_t shape[LUNA_MAX_RANK], stride[3][LUNA_MAX_RANK]; /* each input's strides in it, 0 where it repeats; */
-      float scalar[3];              /* a number in place of an input that is null; */
-      int input;                    /* backward: the input whose gradient is being computed */
+    struct {                        /* LUNA_ELEMENTWISE: the result as [shape], with axes joined if possible; */
+      int64_t shape[LUNA_MAX_RANK], stride[3][LUNA_MAX_RANK]; /* each input's strides in it, 0 if it repeats; */
+      float scalar[3];              /* a number instead of a null input; */
+      int input;                    /* backward: the input whose gradient is computed */
     } elementwise;
     struct { float factor; } scale;
     struct {                        /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
@@ -1985,42 +1990,42 @@ typedef struct luna_op {
       float factor;
     } reduce;
     struct { bool rms; float epsilon; } norm;
-    struct { int64_t first; } sinusoids; /* the position of the result's first row */
+    struct { int64_t first; } sinusoids; /* position of the result's first row */
     struct { int64_t heads, first; float base; } rotary;
     struct { int64_t width; } mask; /* floats a row */
     /* a: outer * inner matrices, b: inner */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul;
     struct { bool recompute; } feed_forward;
-    /* and linear cross-entropy: factor 1, or 1 / labels that count */
+    /* Also for linear cross-entropy: factor 1, or 1 / labels that count. */
     struct { float smoothing, factor; } cross_entropy;
     struct {
       int64_t heads, batch, queries, keys;
       float scale;
-      bool causal, window;          /* of a window: left, right */
+      bool causal, window;          /* window: left, right */
       int64_t left, right;
-      bool scores;                  /* the second result is the log-sum-exp, not the row sums */
+      bool scores;                  /* The second result is the log-sum-exp, not the row sums. */
     } attention;                    /* softmax attention, pack */
     struct { int64_t heads, horizon; float scale; } causal; /* causal product, causal Luna; horizon 0: none */
     luna_custom custom;
   } arg;
   float dropout;                    /* 0 outside training */
-  uint32_t dropout_op;              /* this op's number among those of the step that drop */
-  float last_dropout;               /* of the result, before a residual is added: a second drop of the same op, */
-  uint32_t last_dropout_op;         /* with a number of its own */
+  uint32_t dropout_op;              /* this op's number among the step's that drop */
+  float last_dropout;               /* A second drop, of the result before a residual is added, */
+  uint32_t last_dropout_op;         /* has its own number. */
   luna_activation activation;       /* 0 = none */
-  bool training;                    /* keep what backward needs: this op is on the tape */
-  bool dots;                        /* a stream's single rows: products by the decoding kernels */
-  int sets;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
-  /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and
-     updates; else null */
-  /* means of k^T A [batch, heads, head_dim, slots] and of A^T v [batch, heads, slots, head_dim] over `position` rows,
-     and FORGETTING_LUNA's weights of them [batch, heads, slots], one behind the other */
+  bool training;                    /* keep what backward needs: the op is on the tape */
+  bool dots;                        /* a stream's single rows: use the decoding kernels */
+  int sets;                         /* backward: bits of inputs whose gradient is set, not added to */
+  /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the earlier rows, which forward reads and updates;
+     else null. */
+  /* Means of k^T A [batch, heads, head_dim, slots] and of A^T v [batch, heads, slots, head_dim] over `position` rows,
+     then FORGETTING_LUNA's weights of them [batch, heads, slots]. */
   double *state;
-  /* 0, or where a state that training carries lies before the rows, in doubles from the above */
+  /* 0, or the offset in doubles from the above to a state before the rows, which training carries. */
   ptrdiff_t before;
-  /* in backend memory, of all sequences or, with `before`, [batch]; where it is 0 the means are 0, and not read */
+  /* In backend memory, for all sequences or, with `before`, [batch]. If it is 0, the means are 0 and not read. */
   const int64_t *position;
-  float *history;                   /* [batch, width - 1, d]: the convolution's last inputs */
+  float *history;                   /* [batch, width - 1, d]: the last inputs */
   void *kept;                       /* kept_size bytes, from forward to backward */
   void *workspace;                  /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2028,27 +2033,27 @@ typedef struct luna_op {
   struct li_op_state *own;          /* luna.h's */
 } luna_op;
 
-/* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
-#define LUNA_SETS_GRAD(i) (1 << (i))         /* backward sets in[i]'s gradient where luna_op.sets has bit i */
-/* backward makes in[i]'s gradient of out[0]'s where both lie in one place; of what is only added it is the same */
+/* What an op's functions can do (luna_op_functions.can). If inputs are the same tensor, only ADDS_IN_PLACE matters. */
+#define LUNA_SETS_GRAD(i) (1 << (i))         /* Backward sets in[i]'s gradient if luna_op.sets has bit i. */
+/* Backward can make in[i]'s gradient in the place of out[0]'s. For an input that is only added they are equal. */
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))
-/* in[i] may be that input too: its part is added there, and not read again */
+/* in[i] may be the same input too: its part is added there and not read again. */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
-#define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
+#define LUNA_FORWARD_IN_PLACE (1 << 24)      /* Forward may write the result over in[0]. */
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
 
 typedef struct luna_op_functions {
-  void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
+  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size */
   luna_status (*forward)(luna_op *op);
-  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
+  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, unless null, from out[]->grad */
   int can;                           /* 0, or bits of the above */
 } luna_op_functions;
 
-typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
+typedef struct luna_step_state {     /* what changes between steps, in backend memory */
   uint64_t seed;
-  uint64_t step;                     /* begin_step calls; the Philox counter's last word */
-  /* optimiser steps made, and skipped for a NaN or Inf (in the context's own state: by all its optimisers) */
+  uint64_t step;                     /* begin_step calls; Philox's last counter word */
+  /* Optimiser steps made, and skipped for a NaN or Inf. The context's own state counts all its optimisers. */
   uint64_t updates, skipped;
   float lr, factor, norm;            /* this step's learning rate, clip factor, gradient norm */
   int nonfinite;
@@ -2058,67 +2063,68 @@ typedef struct luna_step_state {     /* what changes from step to step, in backe
 typedef enum luna_optimizer_kind {
   LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_HOOK
 } luna_optimizer_kind;
-/* An optimiser's step of many parameters at once: the rule of all, and each one's part. In the table of all parts
-   parameters are cut into pieces of LUNA_UPDATE_PIECE elements, which are numbered. */
+/* One optimiser step for many parameters: the rule for all, and each one's part. The table of all parts cuts parameters
+   into numbered pieces of LUNA_UPDATE_PIECE elements. */
 #define LUNA_UPDATE_PIECE 16384
 typedef struct luna_rule {           /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
   float momentum, beta1, beta2, epsilon, clip, average;
-  float largest;                     /* a norm after clipping that is larger, or NaN, counts as not finite */
+  float largest;                     /* A larger norm after clipping, or NaN, counts as not finite. */
   luna_step_state *state;
-  const struct luna_optimizer_hook *hook; /* in host memory, as the config; null but of LUNA_OPTIMIZER_HOOK */
+  const struct luna_optimizer_hook *hook; /* in host memory, as is the config; only for LUNA_OPTIMIZER_HOOK */
   const struct luna_optimizer_config *config;
 } luna_rule;
 typedef struct luna_update {
   float *value, *grad;
-  float *moment[3];     /* SGD: momentum; Adam: of the gradient and its square; a hook's own. Or null */
-  float *average;       /* or null: moves by (1 - a) / (1 - a^updates) of what it is off, a of the rule */
-  int64_t count, first; /* elements; the number of its first piece */
-  float decay, lr;      /* lr: factor on the state's */
+  float *moment[3];     /* SGD: momentum; Adam: gradient and its square; or a hook's; or null */
+  float *average;       /* or null; moves by (1 - a) / (1 - a^updates) of the difference, with the rule's a */
+  int64_t count, first; /* elements; the first piece's number */
+  float decay, lr;      /* lr: a factor on the state's */
 } luna_update;
 
 struct luna_backend {
   uint32_t version; /* 1 */
   uint32_t size;    /* sizeof(luna_backend) */
   int device;
-  size_t opened;    /* bytes that `open` takes of the device, for luna_memory */
-  /* of a flop of products by parameters, in those of attention, for luna_form; 0 = 1 */
+  size_t opened;    /* device bytes that `open` takes, for luna_memory */
+  /* Cost of a flop of products by parameters, relative to one in attention, for luna_form; 0 = 1. */
   float product_cost;
-  /* what one context needs of the device; null: nothing. When it fails (luna_fail says why) the context exists and
-     every call in it fails with that sentence */
+  /* Opens what one context needs on the device; null: nothing. If it fails (luna_fail gives the reason), the context
+     exists and every call in it fails with that sentence. */
   luna_status (*open)(luna_ctx *ctx, int device, void **self);
   void (*close)(void *self);
-  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
+  /* Allocates memory that the host cannot read, aligned to 256 bytes. Null: the context's allocator is used. */
   void *(*allocate)(void *self, size_t bytes);
   void (*release)(void *self, void *pointer, size_t bytes);
-  /* 0 within (never overlapping), 1 to the device, 2 to the host */
+  /* direction: 0 within (never overlapping), 1 to the device, 2 to the host. */
   luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction);
   luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
-  /* of one device: what ctx queues from now on runs after what `other` has queued; null: work is done when a call
-     returns */
+  /* On one device: what ctx queues from now on runs after what `other` has queued. Null: work is done when a call
+     returns. */
   luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other);
-  /* counts a training step; `stepped`: clears nonfinite. What the last step has in host memory is still there. */
+  /* Counts a training step; `stepped` clears nonfinite. The last step's data in host memory are still valid. */
   luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped);
-  /* sets nonfinite when the loss is */
+  /* Sets nonfinite if the loss is not finite. */
   luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state);
-  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
+  /* These take `count` parts, in host memory and in backend memory. norm sets norm, factor and nonfinite; update
+     updates. */
   luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
                       int64_t count);
   luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
                         int64_t count);
-  /* whether `update` runs this hook; null, on a device: it runs none */
+  /* Tells whether `update` runs this hook. Null on a device: it runs none. */
   bool (*knows)(const struct luna_optimizer_hook *hook);
-  /* A stream's step of single tokens begins, or ends: the calls between are those of the step before, in the same
-     memory, and may run at the end. What the device keeps of them is in *kept, at first null, until forget. Null: they
-     run one by one. */
+  /* A stream's step of single tokens begins or ends. The calls between repeat those of the previous step, in the same
+     memory, and may run at the end. The device keeps its data in *kept, at first null, until forget. Null: calls run
+     one by one. */
   void (*token)(luna_ctx *ctx, void **kept, bool ends);
   void (*forget)(void *self, void *kept);
   luna_op_functions op[LUNA_OP_COUNT];
 };
-/* A kind's name as in LUNA_OPS, which stays valid. */
+/* Returns a kind's name as in LUNA_OPS, which stays valid. */
 LUNA_API const char *luna_op_name(luna_op_kind kind);
-/* What the `open` of a context's table made, and the context's state: seed, step, nonfinite. */
+/* Return what the `open` of a context's table made, and the context's state: seed, step, nonfinite. */
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif /* LI_BACKEND_H */
