@@ -1293,7 +1293,7 @@ typedef enum luna_pooling {
   LUNA_POOLING_CLS,         /* X[0] */
   LUNA_POOLING_MEAN,        /* mean of X over real tokens */
   LUNA_POOLING_MEMORY,      /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
-  LUNA_POOLING_MEMORY_BATCH /* mean of P over the batch's min(l, longest) slots, as the authors */
+  LUNA_POOLING_MEMORY_BATCH /* mean of P over the batch's min(l, longest) slots, as in the authors' code */
 } luna_pooling;
 typedef struct luna_classifier_config {
   int64_t vocab;      /* 0 = 256, bytes */
@@ -1645,8 +1645,8 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 
 /* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
    then continue one another, like chunks of one sequence. The carried state is constant: no gradient flows into the
-   past. It belongs to the model's context. luna_save_training saves a set's state that training continued last, or else
-   the first opened, and luna_load_training restores it; if none is open it is dropped, with a message to options.log.
+   past. It belongs to the model's context. For a set, luna_save_training saves the state that training continued last,
+   or else the first opened, and luna_load_training restores it; if none is open it is dropped, with a message to options.log.
    Null: the context says why. */
 typedef struct luna_lm_state luna_lm_state;
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
@@ -1734,7 +1734,7 @@ typedef struct luna_attention_args {
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* Query i sees keys j <= i, even if queries and keys differ in number. */
   bool window;                       /* Query i sees keys j with -left <= j - i <= right, */
-  int64_t left, right; /* which may be negative. A query that sees none gets zeros, and log-sum-exp -Inf. */
+  int64_t left, right;               /* which may be negative. If it sees none, it gets zeros, and log-sum-exp -Inf. */
   /* The probability for element ((b heads + head) queries + i) keys + j of op `dropout_op`. */
   float dropout;
   uint64_t seed;
@@ -2445,8 +2445,8 @@ typedef struct li_int8 {
   const float *scale;  /* [rows], finite */
   const int32_t *sums; /* [rows] sums of the integers */
   int64_t rows, columns;
-  const float *from;   /* the parameter's values, or null */
-  uint64_t writes;     /* parameter writes before the copy */
+  const float *from;   /* the source values, or null */
+  uint64_t writes;     /* Counts earlier writes of parameters. */
 } li_int8;
 
 /* C = act(alpha A B + bias), plus C with `accumulate`, for each of batch[0] x batch[1] products. Strides are in floats
@@ -2454,7 +2454,7 @@ typedef struct li_int8 {
    null. */
 typedef struct li_gemm {
   const float *a, *b, *bias;
-  const float *b_panels;        /* b from make_panels, or null */
+  const float *b_panels;        /* make_panels makes it for several products; or null. */
   const struct li_int8 *b_int8; /* Its rows from b_first on replace b^T; A is rounded to 8 bits too (>>int8). */
   int64_t b_first;
   float *c, *pre;
@@ -2464,7 +2464,7 @@ typedef struct li_gemm {
   float alpha;
   int activation;               /* luna_activation */
   bool accumulate;
-  const float *residual;        /* C's layout, or null; excludes accumulate, activation, pre */
+  const float *residual;        /* Is added, in C's layout, or null. Excludes accumulate, activation, pre. */
   /* For few rows: each element is the dot product of two rows, summed by lanes. Its bits differ from those without. */
   bool dots;
   bool bf16;                    /* A and B are rounded to bfloat16. Excludes dots. */
@@ -2486,12 +2486,12 @@ typedef struct li_cross_entropy {
   const float *logits;     /* [rows, columns], stride logits_row */
   const int32_t *labels;   /* [rows] */
   int64_t rows, classes, first, columns, logits_row, grad_row;
-  float smoothing, factor; /* factor: of the gradient */
-  li_row_sums *sums;       /* [rows], kept between parts; null: one part */
+  float smoothing, factor; /* factor scales the gradient. */
+  li_row_sums *sums;       /* [rows]. Carries sums between parts; null: one part. */
   /* [rows]. lse is each row's log-sum-exp: forward writes it unless null, backward reads it. */
   float *loss, *lse;
-  float *grad;             /* [rows, columns], stride grad_row; may be logits */
-  bool add;                /* add to grad */
+  float *grad;             /* [rows, columns], rows grad_row apart. May be logits. */
+  bool add;                /* Adds to grad instead of setting it. */
 } li_cross_entropy;
 LI_FN li_cross_entropy li_cross_entropy_rows(const li_cross_entropy *all, int64_t first, int64_t last) {
   li_cross_entropy a = *all;
@@ -2515,7 +2515,7 @@ typedef struct li_layer_norm {
   float epsilon;
   int64_t rows, n;
   const float *x, *weight, *bias; /* [rows, n]; [n] or null */
-  float *y, *mean, *rstd;         /* [rows]: forward writes unless null, backward reads */
+  float *y, *mean, *rstd;         /* Forward writes mean and rstd [rows] unless null; backward reads them. */
   const float *dy;
   float *dx, *dweight, *dbias;    /* Backward adds to dweight and dbias unless null, */
   bool add;                       /* and with `add` to dx, else sets it. */
@@ -2525,7 +2525,7 @@ typedef struct li_layer_norm {
    i). */
 typedef struct li_convolution {
   int64_t rows, n, width;
-  const float *x, *history;    /* [rows, n]; [width - 1, n] earlier rows, or null */
+  const float *x, *history;    /* [rows, n]; [width - 1, n], null for zeros */
   const float *weight, *bias;  /* [n, width]; [n] or null */
   float *y;
   const float *dy;
@@ -2548,7 +2548,7 @@ typedef luna_causal_args li_causal;
 typedef luna_causal_nested_args li_causal_luna;
 /* luna.h's own calls pass these beside the public arguments. */
 typedef struct li_attention_own {
-  li_dropout dropout; /* causal Luna: of W, needs forget */
+  li_dropout dropout; /* In causal Luna, needs forget and drops W. */
   bool bf16;          /* round the products' operands */
   /* For a state that training carries: positions [batch] replace `position`, and the state before row 0 lies `before`
      doubles from `state`, to which forward writes the new one. Else null and 0. */
@@ -2564,7 +2564,7 @@ LI_FN bool li_drops(const li_attention *a) { return li_dropout_threshold(a->drop
 
 /* The scores of some queries by some keys. A key's scores are contiguous, in lines of `width`, `step` apart. */
 typedef struct li_tile {
-  int64_t query, key, width, depth; /* first query and key; numbers of both */
+  int64_t query, key, width, depth; /* The tile has width queries and depth keys. */
   int64_t step;
 } li_tile;
 
@@ -2572,14 +2572,15 @@ typedef struct li_tile {
    + out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots] -> out [batch, rows,
    dim_out = dim], all dense. */
 typedef struct li_unpack {
-  const float *x, *k, *bias, *v, *out_bias, *residual; /* [dim] and [batch, rows, dim], or null */
+  /* out_bias [dim], and residual in out's shape, are added; both may be null. */
+  const float *x, *k, *bias, *v, *out_bias, *residual;
   float *out;
   float *lse;                        /* [batch, rows, heads]. Forward writes it unless null; backward reads it. */
   int64_t batch, rows, dim, heads, slots;
   const int32_t *lengths;            /* [batch] real slots; null: all */
   bool bf16;                         /* round the products' operands */
-  li_dropout dropout;                /* element ((b heads + head) rows + i) slots + j */
-  li_dropout last;                   /* of out's element, before the residual */
+  li_dropout dropout;                /* It numbers elements ((b heads + head) rows + i) slots + j. */
+  li_dropout last;                   /* It drops elements of out before the residual is added. */
   const float *grad_out;
   /* Backward adds; any may be null. grad_x may be grad_out, which then receives the sum in place. */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
@@ -2589,8 +2590,8 @@ typedef struct li_unpack {
 typedef struct li_unpack_space {
   int64_t prepared;                  /* their batch row, or -1 */
   int64_t slots, n;                  /* real slots; heads * slots */
-  float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels: V; in backward K */
-  float *scores, *slopes, *mask, *product, *grad; /* grad: grad_out's panel after dropout */
+  float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels holds V, or in backward K. */
+  float *scores, *slopes, *mask, *product, *grad; /* grad is a panel of grad_out after dropout. */
   float *words;                      /* li_panels' words */
 } li_unpack_space;
 
@@ -2601,20 +2602,20 @@ typedef struct li_update {
   /* Clipping multiplies gradients by `factor`. */
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
   float share;                       /* the average's step, 0..1 */
-  bool nesterov, coupled;            /* coupled: decay is in the gradient */
+  bool nesterov, coupled;            /* coupled adds decay to the gradient. */
 } li_update;
 
 /* Where a block of columns is written. Partial sums over k go to `sum` (C itself where that is safe), finished ones to
    C. */
 typedef struct li_target {
   float *sum, *c, *pre;
-  const float *bias, *from; /* from: added, in rows of from_row; or null */
+  const float *bias, *from; /* from is added, in rows of from_row; or null. */
   int64_t sum_row, c_row, from_row;
   int activation;           /* In li_gemm's order one load would read both fields and wait for two stores. */
   float alpha;
-  bool finish, late;        /* finish: the last block over k, which runs the epilogue; late: C is added last */
-  bool bf16;                /* round A as the panels are */
-  bool a_words;             /* as in li_gemm, like those below */
+  bool finish, late;        /* finish marks the last block over k, which runs the epilogue; late adds C last. */
+  bool bf16;                /* A is rounded, as the panels are. */
+  bool a_words;             /* Like the fields below, this is li_gemm's. */
   float *words, *sums;
   const float *slope;
   int64_t words_row, sums_row;
@@ -2633,10 +2634,10 @@ typedef struct li_epilogue {
 
 /* The loops of a gemm, which read lines of `pair` values of k. */
 typedef struct li_products {
-  int64_t pair, rows, words;         /* rows: of a tile; words: floats for a tile's words, or 0 for a single row */
+  int64_t pair, rows, words; /* rows are a tile's; words is the room for its words in floats, or 0 for LI_KA per row. */
   void (*fill_panels)(li_matrix b, float *panels);
   void (*multiply)(li_matrix a, li_panels b, const li_target *t);
-  void (*word_panels)(li_matrix b, float *panels); /* for a B stored as words; null: unsupported */
+  void (*word_panels)(li_matrix b, float *panels); /* Reads a B stored as words; null: words are not kept. */
 } li_products;
 
 /* Functions of one number, from >>vector without SIMD. They give the same bits on every machine. */
@@ -2712,10 +2713,10 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
                       const float *x, double *result))
 
 typedef struct li_kernels {
-  int64_t mr, nr;            /* a gemm tile's rows; a panel's columns */
+  int64_t mr, nr;            /* A tile has mr rows, a panel nr columns. */
   luna_isa isa;
-  const li_products *panels; /* float32 products; null: the reference */
-  const li_products *words;  /* bfloat16 and 8-bit products; null: none */
+  const li_products *panels; /* These multiply float32; null: the reference, without loops. */
+  const li_products *words;  /* These multiply bfloat16 and 8 bits; null: not in this build. */
   const struct li_int8_loops *int8;
 #define LI_FIELD(result, name, arguments) result (*name) arguments;
   LI_KERNELS(LI_FIELD, LI_FIELD, LI_FIELD)
@@ -2810,11 +2811,11 @@ LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
 #endif
 #if LI_IS(vnni) || LI_IS(avxvnni) /* the vocabulary and >>int8 */
 #define LI_PASS_INT8
-#elif LI_IS(bf16) /* the vocabulary, a product's tiles */
+#elif LI_IS(bf16) /* vocabulary and product tiles */
 #define LI_PASS_PRODUCTS
 #elif LI_IS(amx) /* The vocabulary and the tiles at the end of >>gemm. */
 #define LI_PASS_TILES
-#elif LI_IS(scalar) && LI_ISA(LI_BASELINE) != LI_ISA_scalar /* the vocabulary, for single numbers */
+#elif LI_IS(scalar) && LI_ISA(LI_BASELINE) != LI_ISA_scalar /* vocabulary for single numbers */
 #undef LI_MATH
 #define LI_MATH LI_FN
 #else
@@ -3451,7 +3452,7 @@ LI_HOT void li_int8_floats(const li_int8 *w, int64_t row, int64_t count, float *
 
 /* An instruction set's loops read x as integers q of LI_QB bytes, in rows q_row bytes apart. Panels hold W in the
    layout [panel][k / LI_QK][LI_QN][LI_QK], zero padded. */
-typedef struct li_int8_block { /* m <= LI_QM rows by n columns */
+typedef struct li_int8_block { /* It has m <= LI_QM rows by n columns. */
   int64_t m, n, k, q_row;
   const char *q;
   const float *q_scale; /* [m] */
@@ -3803,9 +3804,9 @@ typedef struct li_int8_work {
   const li_kernels *kernels;
   const li_int8_loops *loops;
   const li_gemm *g;
-  char *q, *panels;              /* x's integers; each thread's panels, `columns` wide */
+  char *q, *panels;              /* q holds x's integers; panels holds each thread's, `columns` wide. */
   float *scales;                 /* of x */
-  int64_t q_row, panel, columns; /* panel: bytes of a panel */
+  int64_t q_row, panel, columns; /* panel is in bytes. */
   size_t bytes;                  /* of scratch */
   bool dots, by_rows;
   int64_t parts;                 /* of rows or columns */
@@ -4009,7 +4010,7 @@ LI_FN void LI_K(fill_panel)(li_matrix b, int64_t ahead, float *to) {
     for (; j + 4 <= columns; j += 4) {
       const float *x = b.at + j * b.column, *next = x + li_min(4, ahead - 4 - j) * b.column;
       for (p = 0; p + 4 <= k; p += 4) {
-        LI_PREFETCH(next + p + (p / 4 & 3) * b.column); /* every 16 k, one line per column */
+        LI_PREFETCH(next + p + (p / 4 & 3) * b.column); /* This prefetches one line per column every 16 k. */
         LI_K(turn4)(x + p, x + p + b.column, x + p + 2 * b.column, x + p + 3 * b.column, to + p * LI_NR + j, LI_NR);
       }
       for (; p < k; p++) {
@@ -4584,8 +4585,8 @@ static const li_products LI_K(word_products) = {
   2, 32, 2 * 32 * LI_WA, li_bf16_panels_bf16, LI_K(panels), LI_K(word_panels)
 };
 #ifndef LUNA_NO_INT8
-/* int8_rows by tiles, for whole blocks: vpdpbusd's integers and panels have a tile's layout. What A has after k meets
-   zeros. */
+/* This is int8_rows by tiles, for whole blocks: vpdpbusd's integers and panels have a tile's layout. What A has after k
+   meets zeros. */
 LI_FN void LI_K(int8_rows)(const li_int8_block *b) {
   const int64_t lines = li_divide_up(b->k, 4), whole = lines / 16 * 16;
   float memory[32 * 32 + 16 * 32 + 16];
@@ -4744,7 +4745,7 @@ typedef struct li_gemm_plan {
   char *scratch;
   int64_t row_parts, column_parts, columns; /* columns: of a block */
   int64_t a_size, b_size, sum_size;  /* floats */
-  int64_t thread_bytes;              /* scratch per thread; with several, li_gemm_thread included */
+  int64_t thread_bytes;              /* With several threads it includes a li_gemm_thread. */
 } li_gemm_plan;
 /* A thread's own memory. `held` is the block of B whose panels it has, since batch items often share B. */
 typedef struct li_gemm_thread {
@@ -5067,7 +5068,8 @@ LI_FN void li_sum_rows_reference(li_matrix x, float factor, float *y) {
   }
 }
 
-/* loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / classes */
+/* logits [rows, n] -> loss [rows]: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot +
+   smoothing / classes */
 LI_FN void li_cross_entropy_reference(const li_cross_entropy *a) {
   const li_row_sums none = { 0, 0, -(float)INFINITY, 0 };
   for (int64_t row = 0; row < a->rows; row++) {
@@ -5281,7 +5283,7 @@ LI_FN double LI_K(sum_squares)(int64_t n, const float *x) {
 }
 LI_FN float LI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LI_K(products)(n, a, b); }
 
-/* ---- softmax: y = exp(x - max) / sum ---- */
+/* ---- softmax: x [rows, n] -> y [rows, n], y = exp(x - max) / sum ---- */
 
 /* Returns what to subtract before exp: the maximum of x and `largest`, or 0 if that is -Inf. A NaN may be missed here,
    since it makes the sum of exp NaN anyway. */
@@ -5309,7 +5311,8 @@ LI_FN void LI_K(softmax_backward)(int64_t rows, int64_t n, const float *y, const
   }
 }
 
-/* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: mean 0, no bias ---- */
+/* ---- layer norm: x [rows, n], weight, bias [n] -> y [rows, n]: y = (x - mean) rstd weight + bias, with rstd = 1 /
+   sqrt(variance + epsilon); rms: mean 0, no bias ---- */
 LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
   const float *x = a->x, *bias = a->bias, *const weight = a->weight;
   const int64_t n = a->n;
@@ -5422,8 +5425,8 @@ LI_FN void LI_K(sum_rows)(li_matrix x, float factor, float *y) {
   LI_K(column_sums)(x, NULL, NULL, factor, y, 1);
 }
 
-/* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
-   ---- */
+/* ---- cross-entropy: logits [rows, n], labels [rows] -> loss [rows]: loss = -sum_j target_j log softmax(logits)_j,
+   target = (1 - smoothing) onehot + smoothing / n ---- */
 /* Writes the loss of a row after its last part. */
 LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, const li_row_sums *s) {
   double log_sum = s->exps;
@@ -5564,7 +5567,7 @@ LI_FN void LI_K(short_convolution_weights)(const li_convolution *a, int64_t firs
   if (a->dbias) LI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
 
-/* ---- dropout ---- */
+/* ---- dropout: x [n] -> y [n] ---- */
 
 #ifdef LI_MM
 /* x86 multiplies the lower halves of 64-bit lanes, so Philox's words are kept there. VU_ORDER is the counter of each
@@ -5658,7 +5661,7 @@ LI_FN void LI_K(dropout)(const li_dropout *dropout, int64_t first, int64_t n, co
   }
 }
 
-/* ---- optimisers, which also zero the gradient ---- */
+/* ---- optimisers: value, grad and moments [count]; they also zero the gradient ---- */
 LI_FN void LI_K(sgd)(const li_update *update) {
   const int64_t n = update->count;
   const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum),
@@ -5919,19 +5922,19 @@ LI_FN void LI_K(tile_slopes)(const li_tile *t, float *s, float *slopes, const fl
 
 #elif !defined(LI_PASS)
 
-#define LI_RUN 256                /* the most queries per forward item */
+#define LI_RUN 256                /* A forward item has at most so many queries. */
 #define LI_HIDDEN (-3.0e38f)      /* Hidden scores are finite, so a block of them gives no NaN. */
 
 typedef struct li_attention_work {
   const li_kernels *kernels;
   const li_attention *a;
-  char *scratch;              /* the threads' spaces, then `partial` */
+  char *scratch;              /* It holds the threads' spaces, then `partial`. */
   size_t thread_bytes;
-  int64_t queries, keys;      /* the most per batch row */
-  int64_t pairs, blocks, run; /* pairs (batch row, head), key blocks per pair, queries per item */
-  int64_t query_blocks;       /* backward: the most query blocks per key block */
-  int64_t wave, first, last;  /* backward: units (pair, key block) per wave; this wave's */
-  int64_t unit;               /* a unit's floats in `partial` */
+  int64_t queries, keys;      /* largest per batch row */
+  int64_t pairs, blocks, run; /* A pair is (batch row, head); it has `blocks` key blocks, and an item `run` queries. */
+  int64_t query_blocks;       /* In backward, at most so many query blocks see a key block. */
+  int64_t wave, first, last;  /* In backward, a wave has so many units (pair, key block), now [first, last). */
+  int64_t unit;               /* A unit keeps so many floats in `partial`. */
   float *partial;
   bool q_shared, k_shared, v_shared; /* shared by the batch */
   bool backward;
@@ -6151,10 +6154,10 @@ LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a
    or in backward K's, multiplied by slopes. */
 typedef struct li_attention_block {
   int64_t first, last;
-  int64_t key, depth; /* keys that some query sees */
+  int64_t key, depth; /* Some query sees these keys. */
   li_matrix k, v, values;
   bool edge;          /* Some query does not see some key. */
-  bool nonfinite;     /* values was not finite, and has 0 there */
+  bool nonfinite;     /* values was not finite, and has zeros there. */
   bool copied;        /* Several tiles read values, which lie in panels. */
 } li_attention_block;
 /* Returns false if the queries see nothing of the block. */
@@ -6194,8 +6197,8 @@ LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_spa
   li_matmul_panels(kernels, factor, s, panels, to);
 }
 
-/* Applies a block to the tile of queries from `query` on, whose panels are given. The result goes to `out`, merged with
-   the earlier blocks. */
+/* Applies a block to the tile of queries from `query` on, whose panels are given: s [width, depth] = scale q [width, d]
+   k^T [d, depth], then out [width, dv] = p [width, depth] v [depth, dv], merged with the earlier blocks. */
 LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_space *m, const li_head *head,
                              const li_attention_block *b, int64_t query, const float *panels) {
   const li_kernels *kernels = w->kernels;
@@ -6405,6 +6408,8 @@ LI_FN size_t li_attention_scratch(const li_kernels *kernels, const li_attention 
   if (!kernels->panels) return 0;
   return li_attention_start(&w, kernels, a, li_max(threads, 1), backward, NULL);
 }
+/* q [batch, queries, heads, head_dim], k [batch, keys, heads, head_dim], v [batch, keys, heads, value_dim] ->
+   out [batch, queries, heads, value_dim]. */
 LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
                             const li_parallel *parallel, void *scratch) {
   li_attention_work w;
@@ -6415,6 +6420,7 @@ LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
   li_attention_start(&w, kernels, a, li_threads(parallel), false, scratch);
   li_each(parallel, w.pairs * li_divide_up(w.queries, w.run), li_attention_task, &w);
 }
+/* grad_out, as out -> grad_q, grad_k, grad_v, as q, k, v. */
 LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attention *a,
                                      const li_parallel *parallel, void *scratch) {
   li_attention_work w;
