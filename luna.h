@@ -1646,8 +1646,8 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 /* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
    then continue one another, like chunks of one sequence. The carried state is constant: no gradient flows into the
    past. It belongs to the model's context. For a set, luna_save_training saves the state that training continued last,
-   or else the first opened, and luna_load_training restores it; if none is open it is dropped, with a message to options.log.
-   Null: the context says why. */
+   or else the first opened, and luna_load_training restores it; if none is open it is dropped, with a message to
+   options.log. Null: the context says why. */
 typedef struct luna_lm_state luna_lm_state;
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
 /* After a begin: the step's forward pass of the state's model, with `batch` sequences, continues from the state and
@@ -2572,8 +2572,7 @@ typedef struct li_tile {
    + out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots] -> out [batch, rows,
    dim_out = dim], all dense. */
 typedef struct li_unpack {
-  /* out_bias [dim], and residual in out's shape, are added; both may be null. */
-  const float *x, *k, *bias, *v, *out_bias, *residual;
+  const float *x, *k, *bias, *v, *out_bias, *residual; /* [dim], [batch, rows, dim]; or null */
   float *out;
   float *lse;                        /* [batch, rows, heads]. Forward writes it unless null; backward reads it. */
   int64_t batch, rows, dim, heads, slots;
@@ -5068,8 +5067,7 @@ LI_FN void li_sum_rows_reference(li_matrix x, float factor, float *y) {
   }
 }
 
-/* logits [rows, n] -> loss [rows]: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot +
-   smoothing / classes */
+/* loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / classes */
 LI_FN void li_cross_entropy_reference(const li_cross_entropy *a) {
   const li_row_sums none = { 0, 0, -(float)INFINITY, 0 };
   for (int64_t row = 0; row < a->rows; row++) {
@@ -5100,7 +5098,7 @@ LI_FN void li_cross_entropy_reference(const li_cross_entropy *a) {
   }
 }
 
-/* y_t = bias + sum_i weight_i x_(t - width + 1 + i). Rows before the first are history's, or 0. */
+/* Rows before the first are history's, or 0. */
 LI_FN void li_short_convolution_reference(const li_convolution *a) {
   for (int64_t t = 0; t < a->rows; t++)
     for (int64_t c = 0; c < a->n; c++) {
@@ -5311,8 +5309,7 @@ LI_FN void LI_K(softmax_backward)(int64_t rows, int64_t n, const float *y, const
   }
 }
 
-/* ---- layer norm: x [rows, n], weight, bias [n] -> y [rows, n]: y = (x - mean) rstd weight + bias, with rstd = 1 /
-   sqrt(variance + epsilon); rms: mean 0, no bias ---- */
+/* ---- layer norm: x [rows, n], weight, bias [n] -> y [rows, n] ---- */
 LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
   const float *x = a->x, *bias = a->bias, *const weight = a->weight;
   const int64_t n = a->n;
@@ -5425,8 +5422,7 @@ LI_FN void LI_K(sum_rows)(li_matrix x, float factor, float *y) {
   LI_K(column_sums)(x, NULL, NULL, factor, y, 1);
 }
 
-/* ---- cross-entropy: logits [rows, n], labels [rows] -> loss [rows]: loss = -sum_j target_j log softmax(logits)_j,
-   target = (1 - smoothing) onehot + smoothing / n ---- */
+/* ---- cross-entropy: logits [rows, n], labels [rows] -> loss [rows] ---- */
 /* Writes the loss of a row after its last part. */
 LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, const li_row_sums *s) {
   double log_sum = s->exps;
@@ -5682,8 +5678,7 @@ LI_FN void LI_K(sgd)(const li_update *update) {
   }
 }
 
-/* m <- beta1 m + (1 - beta1) g, s <- beta2 s + (1 - beta2) g^2, v <- v - decay v - step m / (sqrt(s) root + epsilon).
-   `step` and `root` include the bias correction of m and s. */
+/* `step` and `root` include the bias correction of m and s. */
 LI_FN void LI_K(adam)(const li_update *update) {
   const int64_t n = update->count;
   const vf beta1 = vf_set(update->beta1), rest1 = vf_set(1 - update->beta1);
@@ -6197,8 +6192,8 @@ LI_FN void li_attention_values(const li_kernels *kernels, const li_attention_spa
   li_matmul_panels(kernels, factor, s, panels, to);
 }
 
-/* Applies a block to the tile of queries from `query` on, whose panels are given: s [width, depth] = scale q [width, d]
-   k^T [d, depth], then out [width, dv] = p [width, depth] v [depth, dv], merged with the earlier blocks. */
+/* Applies a block to the tile of queries from `query` on, whose panels are given: s [width, depth] = scale q k^T, then
+   out [width, dv] = p v, merged with the earlier blocks. */
 LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_space *m, const li_head *head,
                              const li_attention_block *b, int64_t query, const float *panels) {
   const li_kernels *kernels = w->kernels;
