@@ -68,7 +68,7 @@
      embeddings, activations). So an inference of many layers takes little more than one of two. To read a hidden value,
      or return one from an attention hook, call luna_keep; otherwise it may be gone. luna_backward releases the gradient
      of an op's result after its last use, unless luna_require_grad asked for it.
-     Folded Luna layers (luna_form) keep 2 dim + ffn floats a token for backward, or 2 dim with the feed-forward
+     Folded Luna layers (luna_form) keep 2 dim + ffn floats per token for backward, or 2 dim with the feed-forward
      recomputed: layer.recompute trades time for memory and changes no bit.
 
    ERRORS
@@ -440,7 +440,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa);
    luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU the exact (erf) form, SOFTPLUS ln(1 + e^x),
    SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), LEAKY_RELU 0.01 x below 0, RSQRT 1 / sqrt(x). NaN stays NaN. */
 typedef enum luna_activation {
-  LUNA_ACTIVATION_DEFAULT = 0, /* none; feed-forward: ReLU; omega: softplus2 */
+  LUNA_ACTIVATION_DEFAULT = 0, /* none; ReLU in a feed-forward, softplus2 in an omega */
   LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2,
   LUNA_ACTIVATION_SIGMOID, LUNA_ACTIVATION_SILU, LUNA_ACTIVATION_TANH, LUNA_ACTIVATION_LEAKY_RELU,
   LUNA_ACTIVATION_NONE,        /* x itself */
@@ -462,7 +462,7 @@ typedef enum luna_positions {
 typedef struct luna_input {
   /* [batch,n], each in 0..vocab - 1, also in the padding, where the value changes nothing. */
   const int32_t *tokens;
-  const int32_t *lengths; /* [batch] real steps per sequence, 0..n; null = n */
+  const int32_t *lengths; /* [batch] real steps, 0..n; null = n */
   int64_t batch, n;
   /* [batch,n,features]. NaN is a missing number. Inf, or a number more than 1e9 deviations (luna_input_layer_fit's)
      from its mean, is an error, since it would spoil all later steps of a causal model. Padding may hold anything. */
@@ -485,7 +485,7 @@ typedef struct luna_run {
   size_t scratch_size;
   luna_parallel_for parallel_for; /* null: the caller's thread */
   void *parallel_user;
-  int threads;                    /* the most tasks for parallel_for; 0 = 1 */
+  int threads;                    /* At most this many tasks run; 0 = 1. */
 } luna_run;
 
 typedef struct luna_allocator {      /* Set both functions or neither. allocate may return null and need not align. */
@@ -504,7 +504,7 @@ typedef struct luna_options {
   luna_parallel_for parallel_for; /* The caller's threads replace a pool; set `threads` too. */
   void *parallel_user;
   luna_isa isa;             /* 0 = best; LUNA_ISA_REFERENCE: inference only */
-  uint64_t seed;            /* for initial parameters and dropout */
+  uint64_t seed;            /* seeds initial parameters and dropout */
   luna_allocator allocator; /* zero = LUNA_MALLOC, LUNA_FREE */
   void *block;              /* All memory is taken from it; no allocator is called. */
   size_t block_size;
@@ -562,11 +562,11 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* Layers free tempora
    part of a larger batch the models' inputs are. Dropout then draws the same numbers as for the whole batch (on a
    device: other masks for each part), and the memory's slots depend on the whole batch's longest sequence. */
 typedef struct luna_part {
-  int64_t first;          /* sequences of the batch before this part */
+  int64_t first;          /* This many sequences of the batch precede this part. */
   int64_t longest;        /* rows of the batch's longest sequence; 0 = this part's */
   int64_t target_longest; /* the same for luna_seq2seq_forward's targets */
 } luna_part;
-LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part); /* null: the inputs are whole batches */
+LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part); /* Null means whole batches. */
 /* For your own models: marks x [batch,...], and what ops make of it, as sequences of that part. The built-in models
    mark the results of their embedding. Without a part it returns x itself. */
 LUNA_API luna_tensor *luna_as_part(luna_tensor *x);
@@ -612,9 +612,9 @@ struct luna_tensor {
   bool needs_grad;
   bool parameter;               /* Its grad lives until close, not just for the step. */
   luna_ctx *ctx;
-  struct luna_tensor *base;     /* a view's owner, else null */
+  struct luna_tensor *base;     /* a view's owner, or null */
   struct li_int8 *int8;         /* luna.h's own: an 8-bit weight for inference, whose data may then be null, */
-  struct li_tensor_state *own;  /* and how the tensor was made */
+  struct li_tensor_state *own;  /* and how the tensor was made. */
 };
 
 /* Returns the number of elements; 0 for null. */
@@ -695,7 +695,7 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
 /* Returns a copy with two axes exchanged. */
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);
-#define LUNA_MAX_INPUTS 8            /* the most inputs of an op */
+#define LUNA_MAX_INPUTS 8            /* An op has at most this many inputs. */
 /* Concatenates up to LUNA_MAX_INPUTS tensors along an axis; their other axes must be equal. */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);
 /* Repeats x `count` times along a new axis 0: [...] -> [count,...]. */
@@ -829,13 +829,13 @@ typedef struct luna_attention_config {
   int64_t heads;          /* 0 = 1 */
   const int32_t *lengths; /* [batch] real keys, or null; 0 gives zeros */
   const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
-  int64_t sequences;      /* for a ragged batch; 0 = padded, with a batch axis */
-  bool causal;            /* query i sees keys j <= i */
+  int64_t sequences;      /* A ragged batch has this many; 0 = padded, with a batch axis. */
+  bool causal;            /* Query i sees keys j <= i. */
   bool window;            /* Query i sees keys j with -left <= j - i <= right; only these cost time. */
-  int64_t left, right;    /* may be negative; a query that sees no key gets zeros, and -Inf below */
+  int64_t left, right;    /* Both may be negative. A query that sees no key gets zeros, and -Inf below. */
   float scale;            /* 0 = 1/sqrt(head_dim) */
   float dropout;          /* of the attention matrix */
-  luna_tensor **sums;     /* receives the row sums [batch, queries, heads], or null */
+  luna_tensor **sums;     /* gets the row sums [batch, queries, heads]; or null */
   /* Receives the log-sum-exp of the scores [batch, queries, heads], or null. It has a gradient. Not with sums or
      sequences. */
   luna_tensor **log_sum_exp;
@@ -854,16 +854,16 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 /* The folded pack [eq. 3, projections moved to the short memory]: weights [batch,r,d] (queries times the key
    projection) and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. Null config: the defaults. */
 typedef struct luna_pack_config {
-  const int32_t *lengths; /* [batch] real rows of the context, or null: all; 0 gives zeros */
+  const int32_t *lengths; /* [batch] real rows of the context; 0 gives zeros. Null: all. */
   float dropout;          /* of the attention matrix */
-  luna_tensor **sums;     /* receives the row sums [batch,r,1], or null */
+  luna_tensor **sums;     /* gets the row sums [batch,r,1]; or null */
 } luna_pack_config;
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const luna_pack_config *config);
 /* The folded unpack [eq. 4]: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d],
    k, v [batch,h,l,d], bias [batch,h,l] -> [batch,n,d]. Null config: the defaults. */
 typedef struct luna_unpack_config {
   luna_tensor *out_bias;  /* [d], or null */
-  const int32_t *lengths; /* [batch] real slots, or null: all */
+  const int32_t *lengths; /* [batch] real slots; null: all */
   float dropout;          /* of the attention matrix */
 } luna_unpack_config;
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
@@ -877,9 +877,9 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
 typedef struct luna_causal_nested_config {
   int64_t heads;          /* 0 = 1 */
   luna_activation omega;  /* 0 = SOFTPLUS2; or SOFTPLUS, ELU1 */
-  const int32_t *lengths; /* [batch] real slots, or null: all */
+  const int32_t *lengths; /* [batch] real slots; null: all */
   float dropout;          /* of the unpack matrix */
-  luna_tensor *forget;    /* logits of forget gates [batch,n,h l], or null: the published form */
+  luna_tensor *forget;    /* [batch,n,h l] logits of forget gates; null: the published form */
   int64_t horizon;        /* T without forget, as in luna_layer_config; 0 = none */
 } luna_causal_nested_config;
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
@@ -894,12 +894,12 @@ typedef struct luna_custom {
   luna_status (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
   const void *state;
   size_t state_size;
-  size_t workspace_size; /* workspace bytes that each function may use; CPU only */
+  size_t workspace_size; /* Each function may use this many bytes; CPU only. */
   /* On a device: the functions do the same work each time they get the same tensors, so a graph may record it. They
      read nothing back and never wait. */
   bool recordable;
-  float dropout;         /* for luna_custom_dropout; 0 outside training */
-  int64_t dropped;       /* how many elements it numbers, sequence after sequence */
+  float dropout;         /* luna_custom_dropout's; 0 outside training */
+  int64_t dropped;       /* This many elements are numbered, sequence after sequence. */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom);
@@ -985,7 +985,7 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
    Mean and scale (1 / standard deviation) are saved with the model and never trained: set them by luna_input_layer_fit
    or luna_write. If training begins without them, on numbers far from 1, options.log says so. */
 typedef struct luna_input_layer {
-  luna_params *params;          /* the only field for a model of tokens */
+  luna_params *params;          /* A model of tokens has only this field. */
   luna_tensor *mean, *scale;    /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
   luna_linear_layer projection; /* "input_proj" [dim,features] */
 } luna_input_layer;
@@ -1032,24 +1032,24 @@ typedef struct luna_layer_config {
   luna_activation omega;
   bool pre_norm;              /* default: post-norm */
   luna_norm_kind norm;        /* for layers and, in models, all other norms; 0 = layer norm */
-  int64_t convolution;        /* causal layer: width of the short convolution on attention's input; 0 = none */
+  int64_t convolution;        /* A causal layer convolves attention's input with this width; 0 = none. */
   /* For the results of attention and feed-forward, before each residual sum; in models also for embeddings and a
      classifier's features. */
   float dropout;
   float attention_dropout;    /* for attention matrices (encoder: pack and unpack; causal: unpack) */
   float activation_dropout;   /* for the feed-forward's hidden layer, after the activation */
-  bool bert_init;             /* N(0, 0.02) instead of Xavier */
+  bool bert_init;             /* N(0, 0.02), not Xavier */
   bool causal;                /* luna_attention_layer: query i sees keys j <= i. A causal layer sets it. */
   /* 0 = Luna. Encoder and causal layers also take the others. A luna_attention_layer takes only the others; with a null
      config it is softmax attention. */
   luna_attention_kind attention;
-  const luna_attention_hook *hook; /* a user-defined attention, or null; must outlive the layer */
+  const luna_attention_hook *hook; /* A user-defined attention, or null. It must outlive the layer. */
   /* For a hook's init, set by models: the layer's number from 0, the number of layers (1 if tied), and the model's
      max_length. */
   int64_t layer, layers, max_length;
   /* Encoder layer: it has a learned P of its own instead of the incoming one (the paper's non-contextual P). */
   bool own_memory;
-  luna_recompute_kind recompute; /* training: what backward recomputes instead of keeping it */
+  luna_recompute_kind recompute; /* In training, backward recomputes this instead of keeping it. */
   /* out = Wo (y silu(x W_g + b_g)), where y is the heads' result; not in the paper. A hook gets silu(x W_g + b_g) as
      call->gate and must apply it. */
   bool output_gate;
@@ -1089,7 +1089,7 @@ typedef struct luna_causal_attention_layer {
   luna_layer_config config;
   luna_linear_layer pq, pc, q, k, v, out;
   luna_linear_layer gate;   /* "gate_proj", with output_gate */
-  luna_linear_layer forget; /* "forget_proj" [heads memory,dim]; CONSTANT: only its bias */
+  luna_linear_layer forget; /* "forget_proj" [heads memory,dim]; CONSTANT has only its bias */
 } luna_causal_attention_layer;
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix, const luna_layer_config *config);
@@ -1119,16 +1119,16 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
    luna_load_model cannot open it: init the model with the same config and hook, then call luna_load. */
 typedef struct luna_attention_call {
   luna_tensor *x;              /* [batch,n,d], after the layer's norm if pre-norm */
-  luna_tensor *input;          /* the layer's input; x itself if post-norm; */
-  const luna_norm_layer *norm; /* and the norm between both, or null */
+  luna_tensor *input;          /* The layer's own input; x itself if post-norm. */
+  const luna_norm_layer *norm; /* the norm between, or null */
   /* The p given to luna_encoder_layer_forward; in the library's models null, or the previous layer's next_p. */
   luna_tensor *p;
   const int32_t *lengths;      /* [batch] or null */
   bool causal;
-  luna_tensor *gate;           /* with output_gate: factors of the output projection's input */
-  luna_tensor *next_p;         /* returned: the next layer's p; null leaves p as it is; */
-  /* and what else must stay until the next begin, such as the next segment's memory or a loss to add to the model's.
-     The hook's `layer` tells where they are. */
+  luna_tensor *gate;           /* With output_gate, the output projection's input is multiplied by it. */
+  luna_tensor *next_p;         /* The hook may return the next layer's p here; null leaves p as it is. */
+  /* Tensors here also stay until the next begin, such as the next segment's memory or a loss to add to the model's. The
+     hook's `layer` tells where they are. */
   luna_tensor *kept[4];
   /* Cross-attention, for callers of `forward`: keys, values and lengths belong to context [batch,m,d]. luna.h's layers
      give null, which means x. */
@@ -1138,8 +1138,8 @@ struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
   luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
-  void (*close)(void *layer); /* or null; luna_close, or an init that fails later, calls it once */
-  const char *name;           /* or null: luna_load_model cannot open models with it */
+  void (*close)(void *layer); /* Or null. luna_close, or an init that fails later, calls it once. */
+  const char *name;           /* Or null: luna_load_model then cannot open its models. */
   /* The settings in a model's file, as pairs of text, or both null. `save` passes each pair to `put`. `load` asks `get`
      for a key's value, which is null if the file has none, and stays valid until the next call. They return false on
      failure, and may give the reason by luna_fail. */
@@ -1210,14 +1210,14 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    predicts classes or values at each step, as a detector or a forecaster. */
 typedef struct luna_lm_config {
   int64_t vocab;            /* 0 = 256, bytes */
-  int64_t features;         /* numbers per step instead of tokens; 0 = tokens */
+  int64_t features;         /* A step has this many numbers instead of a token; 0 = tokens. */
   /* Outputs per step, by a separate matrix; 0 = the next token's logits, or for features as many as features. */
   int64_t outputs;
   int64_t layers;           /* 0 = 2 */
   /* For every layer: dim, heads, ffn, memory, ...; attention: Luna, softmax, linear, or a hook. */
   luna_layer_config layer;
   luna_positions positions; /* 0 = none */
-  int64_t max_length;       /* learned positions: the longest sequence; 0 = 512 */
+  int64_t max_length;       /* Learned positions end here; 0 = 512. */
   /* For outputs that are values: they are the matrix's results times a deviation, plus a mean, so that the learned
      numbers are of size 1 (luna_lm_fit_outputs). */
   bool output_norm;
@@ -1255,14 +1255,14 @@ typedef enum luna_embedding_scale {
   LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM
 } luna_embedding_scale;
 typedef struct luna_encoder_config {
-  int64_t features;         /* numbers per step instead of tokens; 0 = tokens */
+  int64_t features;         /* A step has this many numbers instead of a token; 0 = tokens. */
   int64_t layers;           /* 0 = 2 */
   luna_positions positions; /* 0 = sinusoidal */
-  int64_t max_length;       /* learned positions, some hooks: the longest sequence; 0 = 512 */
+  int64_t max_length;       /* Learned positions and some hooks end here; 0 = 512. */
   int64_t first_position;   /* the first token's; the authors' is padding index + 1 */
   luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; scales P but not features */
-  bool norm_embedding;      /* layer norm on both embeddings */
-  bool tied_layers;         /* one layer, applied `layers` times */
+  bool norm_embedding;      /* A layer norm follows both embeddings. */
+  bool tied_layers;         /* One layer is applied `layers` times. */
   /* Keep the outputs at padded positions, as in the authors' translation model. Default: zeros. */
   bool keep_padding;
   luna_layer_config layer;  /* for every layer: dim, heads, ffn, memory, ... */
@@ -1299,9 +1299,9 @@ typedef struct luna_classifier_config {
   int64_t vocab;      /* 0 = 256, bytes */
   int64_t classes;    /* 0 = 2 */
   luna_pooling pooling;
-  int64_t pre_logits; /* width of a GELU layer before the logits; 0 = none */
-  bool pair;          /* two sequences: features a, b, ab, a - b */
-  bool per_step;      /* logits for every step, from X, without pooling */
+  int64_t pre_logits; /* A GELU layer of this width precedes the logits; 0 = none. */
+  bool pair;          /* two inputs; features a, b, ab, a - b */
+  bool per_step;      /* Every step has logits, from X, without pooling. */
   luna_encoder_config encoder;
 } luna_classifier_config;
 typedef struct luna_classifier {
@@ -1326,7 +1326,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
 
 /* A masked language model: an encoder and the head LN(gelu(x Wd)) E^T + b. */
 typedef struct luna_masked_lm_config {
-  int64_t vocab; /* 0 = 257: bytes, and 256 for the mask; with features: the number of classes */
+  int64_t vocab; /* 0 = 257: bytes, and 256 for the mask. With features: the classes. */
   luna_encoder_config encoder;
 } luna_masked_lm_config;
 typedef struct luna_masked_lm {
@@ -1348,10 +1348,10 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
 
 /* An encoder-decoder, for translation. */
 typedef struct luna_seq2seq_config {
-  int64_t vocab;             /* of the source; 0 = 256, bytes */
+  int64_t vocab;             /* the source's; 0 = 256, bytes */
   int64_t target_vocab;      /* 0 = vocab */
-  bool share_embeddings;     /* one embedding for source, target and output; vocab = target_vocab */
-  bool separate_output;      /* logits by a separate matrix; default: tied to the target's embedding */
+  bool share_embeddings;     /* Source, target and output share one; vocab = target_vocab. */
+  bool separate_output;      /* Logits have a matrix of their own. Default: the target's embedding. */
   int64_t decoder_layers;    /* 0 = encoder.layers */
   int64_t max_target_length; /* learned positions; 0 = encoder.max_length */
   /* Its layer config is also the decoder's. Attention: Luna. Default scale: sqrt(dim). */
@@ -1389,7 +1389,7 @@ typedef enum luna_decay {
 typedef struct luna_schedule {
   luna_decay decay;
   int64_t warmup;       /* steps from warmup_from to 1 */
-  int64_t total;        /* linear, cosine: the step that reaches `floor` */
+  int64_t total;        /* linear, cosine: `floor` is reached at this step */
   float floor;          /* the smallest factor */
   float warmup_from;    /* the factor at step 0 */
   int64_t milestone[4]; /* Each multiplies the factor by gamma after its step; 0 = no more. */
@@ -1408,10 +1408,10 @@ typedef struct luna_optimizer_config {
   float beta2;    /* Adam, AdamW; 0 = 0.999 */
   float epsilon;  /* 0 = 1e-8 */
   float weight_decay; /* AdamW: decoupled; others: added to the gradient; 0 = none */
-  float clip;     /* max global gradient norm; 0 = none */
-  float average;  /* decay of a moving average of each parameter, such as 0.999; 0 = none */
+  float clip;     /* limits the global gradient norm; 0 = none */
+  float average;  /* A moving average of each parameter decays by this, 0.999 say; 0 = none. */
   luna_schedule schedule;
-  /* So many skipped steps in a row give LUNA_NOT_FINITE; 0 = 10, negative = never. */
+  /* This many skipped steps in a row give LUNA_NOT_FINITE; 0 = 10, negative = never. */
   int64_t max_skips;
 } luna_optimizer_config;
 /* An optimiser trains all parameters of the set. Later ones join at the next step, as if no loss had reached them
@@ -1424,15 +1424,15 @@ LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_co
    once, each for some elements of a parameter, and keep no state. A device runs only hooks that it knows by name
    (luna_backend.knows); luna_optimizer_open refuses others there. */
 typedef struct luna_optimizer_part {
-  float *value;     /* [count], changed by `update`; from one element to many */
+  float *value;     /* [count], one element or many, which `update` changes */
   const float *grad; /* before clipping */
   float *moment[3]; /* the optimiser's numbers per value, at first 0; null: none */
   int64_t count;
   float lr, decay;  /* this parameter's learning rate and weight decay in this step */
-  float factor;     /* clipping: the gradient is grad[i] * factor */
+  float factor;     /* Clipping makes the gradient grad[i] * factor. */
   int64_t step;     /* updates so far, including this one */
   const luna_optimizer_config *config;
-  luna_isa isa;     /* what the context's kernels use */
+  luna_isa isa;     /* the context's kernels' */
 } luna_optimizer_part;
 typedef struct luna_optimizer_hook {
   const char *name;                  /* luna_save_training stores it; luna_load_training compares it. */
@@ -1451,9 +1451,9 @@ LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_opt
    .decay_factor = -1 } norms and biases have no decay. luna_params_freeze stops training altogether. */
 typedef struct luna_param_group {
   const char *name;   /* matches names that contain it; null = any */
-  int max_rank;       /* matches at most so many axes; 0 = any */
-  float lr_factor;    /* for the learning rate; 0 = 1, negative = 0 */
-  float decay_factor; /* for the weight decay; 0 = 1, negative = 0 */
+  int max_rank;       /* matches at most this many axes; 0 = any */
+  float lr_factor;    /* multiplies the learning rate; 0 = 1, negative = 0 */
+  float decay_factor; /* multiplies the weight decay; 0 = 1, negative = 0 */
 } luna_param_group;
 /* Adds a copy of the group. The last group that fits a parameter applies. LUNA_MISMATCH if it fits none. */
 LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *optimizer, const luna_param_group *group);
@@ -1594,7 +1594,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file fil
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
   int64_t batch;   /* sequences side by side; 0 = 1 */
-  int64_t chunk;   /* rows per pass of a prefill; 0 = 64 */
+  int64_t chunk;   /* rows per prefill pass; 0 = 64 */
   luna_isa isa;    /* 0 = best; not on a device */
   int64_t horizon; /* as in luna_layer_config; 0 = the model's */
   /* LUNA_DTYPE_I8: products as in luna_options.weights. The stream's copy takes about 0.26 of the weights' bytes. CPU
@@ -1681,7 +1681,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_generate_config {
   int32_t begin, end; /* a target's first token, and its last */
-  int64_t max_length; /* the most tokens per result, without its end; 0 = 2 n + 10 */
+  int64_t max_length; /* A result has at most this many tokens, without its end; 0 = 2 n + 10. */
 } luna_generate_config;
 /* Translates by greedy decoding: source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and
    end. examples/luna_beam.h has beam search. */
@@ -1703,8 +1703,8 @@ typedef struct luna_gemm_args {
   const float *a, *b, *bias;     /* bias [n] or null */
   float *c;
   int64_t m, n, k, batch;        /* batch 0 = 1 */
-  bool transpose_a, transpose_b; /* A stored [k, m]; B stored [n, k] */
-  int64_t a_row, b_row, c_row;   /* floats from one stored row to the next */
+  bool transpose_a, transpose_b; /* A is stored [k, m], B [n, k]. */
+  int64_t a_row, b_row, c_row;   /* stored rows' strides, in floats */
   int64_t a_batch, b_batch, c_batch; /* between products; for A and B LUNA_BATCH_SHARED: the same for all */
   float scale;                   /* 0 = 1 */
   luna_activation activation;
@@ -1724,8 +1724,8 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
-  float *log_sum_exp;                /* [rows, heads] or null: forward writes, backward needs it */
-  float *sums;                       /* [rows, heads] or null: the attention matrix's row sums after dropout */
+  float *log_sum_exp;                /* [rows, heads] or null. Forward writes it; backward needs it. */
+  float *sums;                       /* [rows, heads] or null. The matrix's row sums after dropout. */
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
@@ -1821,15 +1821,15 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
    a timeline of the events.
    ---------------------------------------- */
 typedef enum luna_trace_kind {
-  LUNA_TRACE_BEGIN = 0,              /* luna_begin_step or luna_begin_inference, which ends all scopes */
+  LUNA_TRACE_BEGIN = 0,              /* luna_begin_step and luna_begin_inference end all scopes. */
   LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* A scope that is ended several times ends at the first. */
-  LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* an op; a recomputation in backward is another forward */
-  LUNA_TRACE_OPTIMIZER               /* an optimiser's norm of gradients, or its update */
+  LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* An op ran. What backward recomputes is another forward. */
+  LUNA_TRACE_OPTIMIZER               /* An optimiser computed its norm, or updated. */
 } luna_trace_kind;
 /* A path of scopes, without those that began while no function was set. A context holds 128 paths. Further scopes send
    no events, and their ops belong to the scope around them. */
 typedef struct luna_trace_scope {
-  const char *name;                  /* a function's name without "luna_" */
+  const char *name;                  /* the function's, without "luna_" */
   const struct luna_trace_scope *outer; /* the scope around it, or null */
   double start;                      /* when it last began */
 } luna_trace_scope;
@@ -1842,7 +1842,7 @@ typedef struct luna_trace_event {
   double flops;            /* of an op's products; backward's are twice forward's */
   luna_tensor *const *in;  /* an op's inputs, for their shapes; some may be null */
   luna_tensor *const *out; /* its results */
-  int inputs, outputs;     /* their numbers; 0 if the event is no op */
+  int inputs, outputs;     /* counts; 0 for other events */
 } luna_trace_event;
 
 typedef void (*luna_tracer)(void *user, const luna_trace_event *event);
@@ -1861,9 +1861,10 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
    >>backend: the table of functions that a device implements
    An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
    a status. It takes and returns no host value that changes between steps: those are in luna_step_state, in backend
-   memory. Entries of tier 2 may be null: the op is then composed from tier 1. A file without the implementation sees
-   this chapter if it defines LUNA_BACKEND before it includes luna.h. It is not frozen: ops, entries and structs may
-   change with any version of luna.h, and luna_open takes no backend that was compiled with another.
+   memory. Entries of tier 2 may be null: the op is then composed from tier 1.
+   A file without the implementation sees this chapter if it defines LUNA_BACKEND before it includes luna.h. It is not
+   frozen: ops, entries and structs may change with any version of luna.h, and luna_open takes no backend that was
+   compiled with another.
    ---------------------------------------- */
 /* Maps of single numbers. M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
    its derivative there, which may use the value y. Both use the kernels' vector functions (>>vector). */
@@ -1972,7 +1973,7 @@ typedef struct luna_op {
   int inputs, outputs;
   luna_tensor *in[LUNA_MAX_INPUTS]; /* null for absent optional inputs */
   luna_tensor *out[2];
-  const int32_t *index;             /* tokens or labels, in backend memory */
+  const int32_t *index;             /* tokens or labels (backend memory) */
   const int32_t *lengths, *query_offsets, *key_offsets;
   union {                           /* the arguments of its kind, if any */
     struct { int64_t axes[LUNA_MAX_RANK]; } permute;
@@ -1981,8 +1982,8 @@ typedef struct luna_op {
     struct { int64_t count; } expand;
     struct {                        /* LUNA_ELEMENTWISE: the result as [shape], with axes joined if possible; */
       int64_t shape[LUNA_MAX_RANK], stride[3][LUNA_MAX_RANK]; /* each input's strides in it, 0 if it repeats; */
-      float scalar[3];              /* a number instead of a null input; */
-      int input;                    /* backward: the input whose gradient is computed */
+      float scalar[3];              /* replaces an input that is null */
+      int input;                    /* Backward computes this input's gradient. */
     } elementwise;
     struct { float factor; } scale;
     struct {                        /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
@@ -1990,7 +1991,7 @@ typedef struct luna_op {
       float factor;
     } reduce;
     struct { bool rms; float epsilon; } norm;
-    struct { int64_t first; } sinusoids; /* position of the result's first row */
+    struct { int64_t first; } sinusoids; /* the first row's position */
     struct { int64_t heads, first; float base; } rotary;
     struct { int64_t width; } mask; /* floats a row */
     /* a: outer * inner matrices, b: inner */
@@ -2013,8 +2014,8 @@ typedef struct luna_op {
   float last_dropout;               /* A second drop, of the result before a residual is added, */
   uint32_t last_dropout_op;         /* has its own number. */
   luna_activation activation;       /* 0 = none */
-  bool training;                    /* keep what backward needs: the op is on the tape */
-  bool dots;                        /* a stream's single rows: use the decoding kernels */
+  bool training;                    /* Backward needs this op: it is on the tape. */
+  bool dots;                        /* A stream's single rows use the decoding kernels. */
   int sets;                         /* backward: bits of inputs whose gradient is set, not added to */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the earlier rows, which forward reads and updates;
      else null. */
@@ -2026,7 +2027,7 @@ typedef struct luna_op {
   /* In backend memory, for all sequences or, with `before`, [batch]. If it is 0, the means are 0 and not read. */
   const int64_t *position;
   float *history;                   /* [batch, width - 1, d]: the last inputs */
-  void *kept;                       /* kept_size bytes, from forward to backward */
+  void *kept;                       /* kept from forward to backward */
   void *workspace;                  /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
   luna_ctx *ctx;
@@ -2050,7 +2051,7 @@ typedef struct luna_op_functions {
   int can;                           /* 0, or bits of the above */
 } luna_op_functions;
 
-typedef struct luna_step_state {     /* what changes between steps, in backend memory */
+typedef struct luna_step_state {     /* Backend memory holds what changes between steps. */
   uint64_t seed;
   uint64_t step;                     /* begin_step calls; Philox's last counter word */
   /* Optimiser steps made, and skipped for a NaN or Inf. The context's own state counts all its optimisers. */
@@ -2087,7 +2088,7 @@ struct luna_backend {
   uint32_t version; /* 1 */
   uint32_t size;    /* sizeof(luna_backend) */
   int device;
-  size_t opened;    /* device bytes that `open` takes, for luna_memory */
+  size_t opened;    /* `open` takes this many device bytes, for luna_memory. */
   /* Cost of a flop of products by parameters, relative to one in attention, for luna_form; 0 = 1. */
   float product_cost;
   /* Opens what one context needs on the device; null: nothing. If it fails (luna_fail gives the reason), the context
@@ -2211,17 +2212,17 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 
 #define LI_ALIGN 64 /* Every allocation and every part of scratch is aligned to this. */
-#define LI_HOOK_NAME 64 /* A hook's name is shorter. */
-#define LI_KEY_BLOCK 512 /* An attention block holds so many keys. Partial results merge in block order. */
-#define LI_TILE 64 /* An attention tile has so many queries. LI_KEY_BLOCK is a multiple. */
+#define LI_HOOK_NAME 64 /* A hook's name has fewer bytes. */
+#define LI_KEY_BLOCK 512 /* An attention block holds this many keys. Partial results merge in block order. */
+#define LI_TILE 64 /* An attention tile has this many queries. LI_KEY_BLOCK is a multiple. */
 #define LI_CHUNK 64 /* rows of a causal chunk */
 #define LI_KC 512 /* terms per gemm block */
 #define LI_KA (LI_KC + 16) /* The row stride of gathered A is no power of two, so that rows do not share cache sets. */
-#define LI_FLOAT_ROWS 64 /* So many rows are summed in float before a double takes over. */
+#define LI_FLOAT_ROWS 64 /* This many rows are summed in float, then in double. */
 #define LI_NC 512 /* columns of B per block */
 #define LI_TILES_ABREAST 8 /* tiles of column-major A per gather */
 #define LI_WORDS_ABREAST 4 /* the same, rounded to bfloat16 */
-#define LI_SUM_ROWS 256 /* So many rows of C keep partial sums of their own. */
+#define LI_SUM_ROWS 256 /* This many rows of C at a time have their partial sums in scratch. */
 #define LI_MAX_THREADS 256
 #define LI_NORM_EPSILON 1e-5f /* layer norm's, the authors' */
 LI_INLINE bool li_is_omega(int kind) { return kind >= LUNA_ACTIVATION_ELU1 && kind <= LUNA_ACTIVATION_SOFTPLUS2; }
@@ -3796,9 +3797,8 @@ static const li_int8_loops LI_K(int8_loops) = {
 };
 #elif !defined(LI_PASS)
 
-/* ---- driver: x [m, k], W [n, k] -> y [m, n]; x's rows become integers, then each thread does rows or columns of y
-   ---- */
-#define LI_INT8_FEW 16 /* Up to so many rows of x read W directly; more read panels. */
+/* ---- driver: x [m, k], W [n, k] -> y [m, n]; x's rows become integers, then threads do rows or columns of y ---- */
+#define LI_INT8_FEW 16 /* Up to this many rows of x read W directly; more read panels. */
 typedef struct li_int8_work {
   const li_kernels *kernels;
   const li_int8_loops *loops;
@@ -3994,8 +3994,8 @@ LI_FN void li_gemm_reference(const li_gemm *g) {
 #endif
 
 #ifdef LI_PASS_LOOPS
-/* Fills one panel with B's columns. In memory `ahead` columns follow from the first on, and may be prefetched. A
-   row-major B is copied by vectors. For any other B these stores only write the zero padding, before the numbers. */
+/* Fills one panel with B's columns. From the first one on, `ahead` columns exist and may be prefetched. A row-major B
+   is copied by vectors. For any other B these stores only write the zero padding, before the numbers. */
 LI_FN void LI_K(fill_panel)(li_matrix b, int64_t ahead, float *to) {
   const bool whole = b.column == 1;
   const int64_t columns = b.columns, k = b.rows;
@@ -5480,7 +5480,7 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
 }
 
 /* ---- short convolution over time, each channel alone: x [rows, n] -> y [rows, n] ---- */
-#define LI_TAPS 8               /* The stack holds so many taps and channels, transposed. */
+#define LI_TAPS 8               /* The stack holds this many taps and channels, transposed. */
 #define LI_TAP_COLUMNS 64
 
 /* y_t = bias + sum_i weight_i x_(t - width + 1 + i), or backward y_t += sum_i weight_i x_(t + width - 1 - i). Missing
@@ -5917,7 +5917,7 @@ LI_FN void LI_K(tile_slopes)(const li_tile *t, float *s, float *slopes, const fl
 
 #elif !defined(LI_PASS)
 
-#define LI_RUN 256                /* A forward item has at most so many queries. */
+#define LI_RUN 256                /* A forward item has at most this many queries. */
 #define LI_HIDDEN (-3.0e38f)      /* Hidden scores are finite, so a block of them gives no NaN. */
 
 typedef struct li_attention_work {
@@ -5927,9 +5927,9 @@ typedef struct li_attention_work {
   size_t thread_bytes;
   int64_t queries, keys;      /* largest per batch row */
   int64_t pairs, blocks, run; /* A pair is (batch row, head); it has `blocks` key blocks, and an item `run` queries. */
-  int64_t query_blocks;       /* In backward, at most so many query blocks see a key block. */
-  int64_t wave, first, last;  /* In backward, a wave has so many units (pair, key block), now [first, last). */
-  int64_t unit;               /* A unit keeps so many floats in `partial`. */
+  int64_t query_blocks;       /* In backward, at most this many query blocks see a key block. */
+  int64_t wave, first, last;  /* In backward, a wave has this many units (pair, key block), now [first, last). */
+  int64_t unit;               /* A unit keeps this many floats in `partial`. */
   float *partial;
   bool q_shared, k_shared, v_shared; /* shared by the batch */
   bool backward;
