@@ -2465,13 +2465,13 @@ typedef struct li_gemm {
   float alpha;
   int activation;               /* luna_activation */
   bool accumulate;
-  const float *residual;        /* Is added, in C's layout, or null. Excludes accumulate, activation, pre. */
-  /* For few rows: each element is the dot product of two rows, summed by lanes. Its bits differ from those without. */
+  const float *residual;        /* Is added, in C's layout, unless null. Excludes accumulate, activation, pre. */
+  /* For few rows: each element is a dot product of two rows, summed by lanes. Other products give other bits. */
   bool dots;
   bool bf16;                    /* A and B are rounded to bfloat16. Excludes dots. */
-  /* Only where products.keeps. With a_words or b_words A or B is stored as words, two numbers of a row each, and a_row
-     or a_column and b_row count words. Instead of C, its words are written, in rows of words_row, a multiple of 32
-     numbers. With `slope`, the words of a ReLU's result, C is 0 where they are, and each 32 rows also write their
+  /* Only if products have word_panels. With a_words or b_words A or B is stored as words, two numbers of a row each,
+     and a_row or a_column and b_row count words. Instead of C, its words are written, in rows of words_row, a multiple
+     of 32 numbers. With `slope`, the words of a ReLU's result, C is 0 where they are, and each 32 rows also write their
      column sums, in rows of sums_row. */
   bool a_words, b_words;
   float *words, *sums;
@@ -2549,7 +2549,7 @@ typedef luna_causal_args li_causal;
 typedef luna_causal_nested_args li_causal_luna;
 /* luna.h's own calls pass these beside the public arguments. */
 typedef struct li_attention_own {
-  li_dropout dropout; /* In causal Luna, needs forget and drops W. */
+  li_dropout dropout; /* In causal Luna it drops W, and needs forget. */
   bool bf16;          /* round the products' operands */
   /* For a state that training carries: positions [batch] replace `position`, and the state before row 0 lies `before`
      doubles from `state`, to which forward writes the new one. Else null and 0. */
@@ -2882,7 +2882,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #define LI_PREFETCH(p) __builtin_prefetch(p)
 #ifdef __clang__
 #define LI_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__CUDACC__) /* It would warn. */
+#elif defined(__CUDACC__) /* nvcc would warn. */
 #define LI_UNROLL
 #else
 #define LI_UNROLL _Pragma("GCC unroll 28")
@@ -3474,7 +3474,7 @@ typedef struct li_int8_loops {
 #ifdef LI_PASS_INT8
 /* A vi holds VF int32, and q's integers are LI_QT. int8_dot reads LI_QX elements of a row-major row of W. A tile has
    LI_QM rows and LI_QV vectors. In vi_multiply(sum, x, w) each lane adds LI_QK products; all lanes have the same x,
-   vi_each(p). vpdpbusd needs an unsigned x: q is 128 larger, and vi_floats subtracts 128 times the sum of W's row. */
+   vi_each(p). vpdpbusd needs an unsigned x: q is then 128 larger, and vi_floats subtracts 128 times the sum of W's row. */
 #undef vi_zero
 #undef vi_store
 #undef vi_panel
@@ -4304,7 +4304,7 @@ static const li_products LI_K(word_products) = { LI_PAIR, LI_MR, 0, LI_K(bf16_pa
 /* ---- bfloat16 products by AMX: a tile register has 16 lines of 16 words. Tiles 0 to 3 hold a 32 by 32 block of C, 4
    and 5 rows of A, 6 and 7 lines of a panel. For each block of 32 k, the even and the odd k have a sum of 16 terms
    each, in order from 0; one is added to the other, and the result to C's. ---- */
-#define LI_WA (LI_KC / 2 + 16) /* Gathered rows are whole cache lines apart, and no power of two. */
+#define LI_WA (LI_KC / 2 + 16) /* This row stride is whole cache lines, but no power of two. */
 /* gcc's AMX intrinsics do not declare all the memory that they access. */
 #define LI_MEMORY __asm__ volatile("" ::: "memory")
 LI_INLINE void tile_start(void) {
@@ -5763,8 +5763,7 @@ LI_HOT li_span li_seen(const li_attention *a, const li_head *head, int64_t first
   return span;
 }
 
-/* ---- the reference: q [queries, d], k [keys, d], v [keys, dv] -> out [queries, dv] per head, one query at a time
-   ---- */
+/* ---- the reference, per head and query: q [queries, d], k [keys, d], v [keys, dv] -> out [queries, dv] ---- */
 LI_FN double li_attention_score(const li_attention *a, const li_head *head, int64_t query, int64_t key) {
   return (double)a->scale * li_inner_by(li_attention_bf16(a), a->head_dim, a->q + head->q + query * a->q_row,
                                         1, a->k + head->k + key * a->k_row, 1);
@@ -6415,7 +6414,7 @@ LI_FN void li_run_attention(const li_kernels *kernels, const li_attention *a,
   li_attention_start(&w, kernels, a, li_threads(parallel), false, scratch);
   li_each(parallel, w.pairs * li_divide_up(w.queries, w.run), li_attention_task, &w);
 }
-/* grad_out, as out -> grad_q, grad_k, grad_v, as q, k, v. */
+/* grad_out [as out] -> grad_q, grad_k, grad_v [as q, k, v]. */
 LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attention *a,
                                      const li_parallel *parallel, void *scratch) {
   li_attention_work w;
