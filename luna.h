@@ -3237,7 +3237,6 @@ LI_MATH vf LI_K(log1p)(vf x) { return log1p(x); }
 LI_MATH vf LI_K(tanh)(vf x) { return tanh(x); }
 LI_MATH vf LI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
-/* Runs three steps of Horner's scheme. */
 LI_INLINE vf LI_K(horner)(vf p, vf x, float a, float b, float c) {
   return vf_fma(vf_fma(vf_fma(p, x, vf_set(a)), x, vf_set(b)), x, vf_set(c));
 }
@@ -3408,7 +3407,6 @@ LI_FN bool li_int8_part(const char *name, int rank, const int64_t *shape) {
          !li_ends(name, "positions.weight");
 }
 
-/* These give a weight's bytes, lay it out in memory, and fill it. */
 LI_FN size_t li_int8_bytes(int64_t rows, int64_t columns) {
   return li_round(sizeof(li_int8)) + 2 * li_round((size_t)rows * 4) + li_round((size_t)(rows * columns));
 }
@@ -3474,7 +3472,7 @@ typedef struct li_int8_loops {
 #ifdef LI_PASS_INT8
 /* A vi holds VF int32, and q's integers are LI_QT. int8_dot reads LI_QX elements of a row-major row of W. A tile has
    LI_QM rows and LI_QV vectors. In vi_multiply(sum, x, w) each lane adds LI_QK products; all lanes have the same x,
-   vi_each(p). vpdpbusd needs an unsigned x: q is then 128 larger, and vi_floats subtracts 128 times the sum of W's row. */
+   vi_each(p). vpdpbusd needs an unsigned x: q is 128 larger, and vi_floats subtracts 128 times the sum of W's row. */
 #undef vi_zero
 #undef vi_store
 #undef vi_panel
@@ -4085,7 +4083,6 @@ LI_INLINE void LI_K(bf16_lines)(int64_t parts, int64_t width, int64_t k, const f
       }
 }
 
-/* Does fill_panels for words. */
 LI_FN void LI_K(bf16_panels)(li_matrix b, float *panels) {
   const int64_t n = b.columns, k = b.rows, size = li_divide_up(k, 2) * LI_NR;
   int64_t j = 0;
@@ -4105,7 +4102,6 @@ LI_FN void LI_K(bf16_panels)(li_matrix b, float *panels) {
     }
   }
 }
-/* Does tile_a for words. */
 LI_INLINE li_matrix LI_K(tile_a)(bool words, li_matrix a, int64_t row, int64_t rows, float *to) {
   const int64_t place = row / LI_MR % LI_WORDS_ABREAST, whole = (a.rows - row) / LI_MR, k = a.columns;
   (void)words;
@@ -4683,7 +4679,6 @@ LI_INLINE const li_products *li_products_of(const li_kernels *kernels, bool bf16
   if (bf16) return kernels->words;
   return kernels->panels;
 }
-/* Returns the floats needed for a tile's words. */
 LI_HOT int64_t li_words_size(const li_kernels *kernels, bool column_major) {
   if (kernels->words->words) return kernels->words->words;
   return kernels->mr * LI_KA * (column_major ? LI_WORDS_ABREAST : 1);
@@ -6066,7 +6061,6 @@ LI_HOT li_span li_block_seen(const li_attention *a, const li_head *head, int64_t
   span.to = li_min(span.to, (block + 1) * LI_KEY_BLOCK);
   return span;
 }
-/* Returns the first query block that may see a key block. */
 LI_HOT int64_t li_first_query_block(const li_attention *a, int64_t block) {
   return li_max(0, block * LI_KEY_BLOCK - a->right) / LI_KEY_BLOCK;
 }
