@@ -2026,8 +2026,8 @@ typedef struct luna_op {
   ptrdiff_t before;
   /* In backend memory, for all sequences or, with `before`, [batch]. If it is 0, the means are 0 and not read. */
   const int64_t *position;
-  float *history;                   /* [batch, width - 1, d]: the last inputs */
-  void *kept;                       /* kept from forward to backward */
+  float *history;                   /* [batch, width - 1, d]: the convolution's last inputs */
+  void *kept;                       /* kept_size bytes, from forward to backward */
   void *workspace;                  /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
   luna_ctx *ctx;
@@ -2038,7 +2038,7 @@ typedef struct luna_op {
 #define LUNA_SETS_GRAD(i) (1 << (i))         /* Backward sets in[i]'s gradient if luna_op.sets has bit i. */
 /* Backward can make in[i]'s gradient in the place of out[0]'s. For an input that is only added they are equal. */
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))
-/* in[i] may be the same input too: its part is added there and not read again. */
+/* in[i] may be the same tensor as that input: its part is added there, and not read again. */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* Forward may write the result over in[0]. */
 /* of LUNA_ELEMENTWISE */
