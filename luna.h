@@ -12344,9 +12344,9 @@ typedef struct li_past {
 } li_past;
 
 /* ----------------------------------------
-   >>impl_ops: each op in one place. Its query says what memory it needs, its forward and backward fill the arguments of
-   kernels from a luna_op, LI_CPU_<NAME> is its row in the CPU's table, and its public function checks shapes and builds
-   the op (>>impl_tensors: li_start, li_finish). First come the checks and what ops share, last the table. The guide's
+   >>impl_ops: each op in one place. An op's query says how much memory it needs. Its forward and backward fill the
+   arguments of kernels from a luna_op. LI_CPU_<NAME> is its row in the CPU's table. Its public function checks shapes
+   and builds the op (>>impl_tensors: li_start, li_finish). Checks and helpers come first, the table last. The guide's
    "Adding an op to luna.h" has the steps. Guarded by tests/engine/ops.c (against naive loops and the reference) and
    tests/engine/gradients.c (finite differences).
    ---------------------------------------- */
@@ -12354,16 +12354,18 @@ typedef struct li_past {
 /* A stream's shapes were checked when it was opened. */
 LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
 
-/* A pattern has the shapes of an op's inputs, as "x [...,i] weight [o,i] bias? [o]". A letter is the same size wherever
-   it stands, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
+/* A pattern gives the shapes of an op's inputs, as "x [...,i] weight [o,i] bias? [o]". A letter is the same size in all
+   inputs, and a capital is at least 1. "..." stands for equal leading axes. An input with a question mark may be
+   null. */
 typedef struct li_pattern {
-  int64_t sizes[64];          /* of the letters, from 'A' on; -1: not met */
-  int64_t wrong;              /* the size that differs */
-  const luna_tensor *leading; /* the first input with leading axes */
-  int after;                  /* its axes after them */
+  int64_t sizes[64];          /* by letter from 'A'; -1: unknown */
+  int64_t wrong;              /* the differing size */
+  const luna_tensor *leading; /* first input with "..." */
+  int after;                  /* its axes after "..." */
 } li_pattern;
 
-/* Returns 0 when an input's axes fit, else the letter whose size differs, '.' for leading axes '[' for their count. */
+/* Returns 0 if an input's axes fit, else the letter whose size differs. '.' stands for the leading axes, '[' for their
+   count. */
 LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes) {
   const bool open = axes[1] == '.';
   const char *first = axes + (open ? 5 : 1), *at = first;
@@ -12400,7 +12402,7 @@ LI_FN void li_pattern_name(const char *pattern, char letter, char *name, size_t 
   *name = 0;
 }
 
-/* Says what an input's axes should have been. `wrong` is from li_axes_wrong; the name begins at `at`. */
+/* Reports what an input's axes should have been. `wrong` is from li_axes_wrong; the name begins at `at`. */
 LI_FN bool li_fits_not(const li_build *s, const char *pattern, const li_pattern *p, const luna_tensor *t,
                        const char *at, char wrong) {
   char name[16], first[16], why[80];
@@ -12443,7 +12445,7 @@ LI_HOT bool li_product_fits(const li_build *s, int64_t a, int64_t b, int64_t max
   if (li_is_checked(s->op.ctx) || li_product(a, b, max) >= 0) return true;
   return li_refuse(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max);
 }
-/* Says whether all inputs' last axes can be cut into heads of a size that kernels can hold. */
+/* Checks that all inputs' last axes divide into heads of a size that kernels can hold. */
 LI_FN bool li_heads_fit(const li_build *s, int64_t heads) {
   for (int i = 0; i < s->op.inputs && !li_is_checked(s->op.ctx); i++) {
     const int64_t dim = li_last(s->op.in[i]);
@@ -12464,8 +12466,8 @@ LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
   return t->ctx->backend->op[kind].forward != NULL;
 }
 
-/* ---- what ops share ---- */
-/* An op defines its row of the table, LI_CPU_<NAME>, beside its functions. */
+/* ---- helpers ---- */
+/* Each op defines its row of the table, LI_CPU_<NAME>, beside its functions. */
 #define LI_CPU_OP(query, forward, backward, can) \
   { query, forward, LI_TRAIN(backward), can }
 
@@ -12483,12 +12485,12 @@ LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body bo
   return LUNA_OK;
 }
 
-/* The next three macros make an op's functions, whose whole names its LI_CPU_<NAME> spells out. This one makes
+/* The next three macros define an op's functions; its LI_CPU_<NAME> spells their names out. LI_SPLIT_OP makes
    li_<name>_forward and li_<name>_backward from li_<name>_body and li_<name>_back. */
 #define LI_SPLIT_OP(name, count, width) \
   LI_FN luna_status li_##name##_forward(luna_op *op) { return li_split(op, count, width, li_##name##_body); } \
   LI_FN luna_status li_##name##_backward(luna_op *op) { return li_split(op, count, width, li_##name##_back); }
-/* Makes the same from li_<name>_part(op, back, first, last), which is both. */
+/* Makes the same from li_<name>_part(op, back, first, last), which does both directions. */
 #define LI_PART_OP(name, count, width) \
   LI_FN void li_##name##_body(luna_op *op, int64_t first, int64_t last) { \
     li_##name##_part(op, false, first, last); \
@@ -12497,14 +12499,14 @@ LI_FN luna_status li_split(luna_op *op, int64_t count, int64_t width, li_body bo
     li_##name##_part(op, true, first, last); \
   } \
   LI_SPLIT_OP(name, count, width)
-/* Makes the same from li_<name>_run(op, back), which threads do not share. */
+/* Makes the same from li_<name>_run(op, back), which is not split among threads. */
 #define LI_RUN_OP(name) \
   LI_FN luna_status li_##name##_forward(luna_op *op) { return li_##name##_run(op, false); } \
   LI_FN luna_status li_##name##_backward(luna_op *op) { return li_##name##_run(op, true); }
 
 LI_INLINE const li_kernels *li_k(const luna_op *op) { return op->ctx->kernels; }
 
-/* what an op of one input reads and writes: its data or, back, the gradients the other way */
+/* An op with one input reads and writes data in forward, and gradients in the other direction in backward. */
 typedef struct li_way { const float *from; float *to; } li_way;
 LI_INLINE li_way li_way_of(const luna_op *op, bool back) {
   const li_way forward = { op->in[0]->data, op->out[0]->data }, backward = { op->out[0]->grad, op->in[0]->grad };
@@ -12515,7 +12517,7 @@ LI_INLINE float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i
 LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LI_FN void li_query_nothing(luna_op *op) { (void)op; }
 LI_INLINE bool li_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
-/* input i in 8 bits, in an inference */
+/* Returns the 8-bit copy of input i during inference, else null. */
 LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
 #ifdef LUNA_NO_INT8
   return (void)op, (void)i, (const li_int8 *)NULL;
@@ -12524,8 +12526,7 @@ LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
 #endif
 }
 
-/* y [outer, columns] += factor * sums over the rows of x, which is `outer` matrices, one behind the other. Threads
-   share the columns. */
+/* y [outer, columns] += factor * the sums over the rows of x [outer, rows, columns]. Threads share the columns. */
 typedef struct li_sum_work {
   const li_kernels *kernels;
   int64_t outer;
@@ -12561,10 +12562,10 @@ LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, 
   else if (shape[2] == 1) li_each(parallel, shape[0], li_sum_lines_task, &w);
 }
 
-/* --- dropout, as ops share it --- */
-/* The product wraps: a context that measures may meet more elements than there are numbers. */
+/* --- dropout --- */
+/* The product wraps, because a context that only measures may count more elements than int64_t holds. */
 LI_INLINE int64_t li_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
-/* Where an op's elements are a part of a batch, dropout goes by their place in the whole. */
+/* If an op holds only part of a batch, an element's dropout depends on its place in the whole batch. */
 LI_HOT li_dropout li_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count) {
   const luna_step_state *state = op->ctx->state;
   li_dropout d = li_dropout_of(probability, state->seed, number, (uint32_t)state->step);
@@ -12580,7 +12581,7 @@ LI_FN li_dropout li_op_last_dropout(const luna_op *op) {
   return li_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]));
 }
 
-/* The last input, which is added to the result, gets the result's gradient, unless both share it. */
+/* The last input is added to the result, so its gradient is the result's. Nothing is added if both share one buffer. */
 LI_FN luna_tensor *li_added(const luna_op *op) { return op->in[op->inputs - 1]; }
 LI_FN void li_added_body(luna_op *op, int64_t first, int64_t last) {
   float *to = li_added(op)->grad + first;
@@ -12608,8 +12609,8 @@ LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
   g->alpha = 1;
 }
 
-/* Makes li_<name>_query, _forward and _backward of an op that is one kernel, whose arguments li_<name>_args fills; it
-   keeps kept_floats for backward. */
+/* Makes li_<name>_query, _forward and _backward for an op that is one kernel. li_<name>_args fills the kernel's
+   arguments. The op keeps kept_floats for backward. */
 #define LI_KERNEL_OP(name, kept_floats) \
   LI_FN void li_##name##_query(luna_op *op) { \
     li_##name a; \
@@ -12631,7 +12632,7 @@ LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
     return LUNA_OK; \
   }
 
-/* ---- ops that move numbers: views, permute, slice, concat, expand, embedding, gather ---- */
+/* ---- moving numbers ---- */
 LI_FN bool li_has_axis(const luna_tensor *x, int axis, const char *name) {
   return (axis >= 0 && axis < x->rank) || li_refuse(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
 }
@@ -12639,14 +12640,14 @@ LI_FN bool li_is_count(luna_ctx *ctx, const char *name, const char *what, int64_
   return count >= 0 || li_refuse(ctx, LUNA_ERROR_VALUE_RANGE, name, what, count, (int64_t)0, LI_MAX_COUNT);
 }
 
-/* --- reshape, detach: views, which run nothing --- */
+/* --- reshape, detach: views --- */
 LI_FN luna_tensor *li_view(li_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   luna_tensor *t = li_tensor_take(x->ctx, rank, shape);
   if (!t) return li_op_no_memory(s, sizeof(luna_tensor));
   t->data = x->data ? x->data + offset : NULL;
   t->needs_grad = x->needs_grad;
   t->base = li_base(x);
-  if (x->ctx->bump) return t; /* a stream's tensors share one state */
+  if (x->ctx->bump) return t; /* A stream's tensors share one state. */
   t->own->offset = x->own->offset + offset;
   t->own->cut = x->own->cut;
   return t;
@@ -12686,18 +12687,18 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   return t;
 }
 
-/* --- permute, transpose --- */
+/* --- permute: y has the axes of x in another order --- */
 LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
   const luna_tensor *x = op->in[0];
   const li_way w = li_way_of(op, back);
   int64_t stride[4] = { 0, 0, 0, 0 }, shape[4] = { 1, 1, 1, 1 };
-  const int before = 4 - x->rank;    /* axes of size 1 before those of y */
+  const int before = 4 - x->rank;    /* leading axes of size 1 */
   for (int a = before; a < 4; a++) {
     shape[a] = op->out[0]->shape[a - before];
     stride[a] = 1;
     for (int i = (int)op->arg.permute.axes[a - before] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
   }
-  const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* 16 lines of a transposed row stay in cache */
+  const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* 16 lines fit in cache */
   for (int64_t i = 0; i < shape[0] * shape[1]; i++)
     for (int64_t first = 0; first < shape[3]; first += run)
       for (int64_t j = 0; j < shape[2]; j++) {
@@ -12747,9 +12748,9 @@ LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
   return luna_permute(x, axes);
 }
 
-/* --- slice, split --- */
-/* A slice copies the part of an axis from `start` on out of the whole, concat into it. Back, the gradient is added the
-   other way. */
+/* --- slice, split: x [outer,axis,inner] -> y [outer,count,inner] --- */
+/* A slice copies a part of an axis, from `start` on, out of the whole; concat copies it into the whole. Backward adds
+   the gradient in the other direction. */
 LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
                          int64_t start, bool back) {
   const bool to_whole = (op->kind == LUNA_OP_SLICE) == back;
@@ -12792,7 +12793,7 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
   return li_finish(&s, x->rank, shape);
 }
 
-/* --- concat --- */
+/* --- concat: x_i [outer,n_i,inner] -> y [outer,sum n_i,inner] --- */
 LI_HOT luna_status li_concat_run(luna_op *op, bool back) {
   const int64_t axis = op->arg.concat.axis;
   int64_t start = 0;
@@ -12820,7 +12821,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   return li_finish(&s, x[0]->rank, shape);
 }
 
-/* --- expand: x repeated along a new first axis --- */
+/* --- expand: x [...] -> y [count,...]. Forward repeats x. Backward sums dy over the new axis. --- */
 LI_FN luna_status li_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   for (int64_t i = 0; i < op->arg.expand.count; i++)
@@ -12848,7 +12849,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
 LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = li_last(op->in[0]);
 #ifndef LUNA_NO_INT8
-  if (!op->in[0]->data) {            /* a stream stores 8 bits alone */
+  if (!op->in[0]->data) {            /* a stream's 8-bit table */
     for (int64_t i = first; i < last; i++)
       li_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
     return;
@@ -12885,7 +12886,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   return li_finish(&s, 3, shape);
 }
 
-/* --- gather: an embedding of any rows --- */
+/* --- gather: x [m,...], indices [count] -> y [count,...], by the embedding op --- */
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = x;
   int64_t shape[LUNA_MAX_RANK];
@@ -12904,10 +12905,10 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
   return luna_reshape(y, x->rank, shape);
 }
 
-/* ---- ops of single numbers: broadcasting, scale, activation, dropout, mask ---- */
+/* ---- elementwise ops ---- */
 /* --- elementwise: up to three inputs, which broadcast --- */
-/* Returns the rank of the result, -1 where the inputs do not fit, and sets its shape, and the arg's shape and strides,
-   which were 0. */
+/* Returns the rank of the result, or -1 if the inputs do not fit. Sets the result's shape, and in arg the shape and the
+   strides, which were 0. */
 LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK;
@@ -12925,7 +12926,7 @@ LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
       shape[a] = size[k];
     }
     if (total >= 0) total = li_checked(total, shape[a]);
-    if (shape[a] == 1 || total < 0) continue; /* li_finish says it is too large */
+    if (shape[a] == 1 || total < 0) continue; /* li_finish reports it */
     bool joins = to < LUNA_MAX_RANK;
     for (int k = 0; k < op->inputs; k++) {
       stride[k] = size[k] == 1 ? 0 : count[k];
@@ -12941,7 +12942,8 @@ LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
 
 LI_HOT bool li_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 
-/* Computes elements [first, last) of the result or, where arg names an input, of its gradient before it is summed. */
+/* Computes elements [first, last) of the result. In backward, arg.input names an input, and its gradient is computed
+   before it is summed over broadcast axes. */
 LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t *shape = op->arg.elementwise.shape;
   const int input = op->arg.elementwise.input;
@@ -12974,8 +12976,8 @@ LI_FN luna_status li_elementwise_forward(luna_op *op) {
   op->arg.elementwise.input = -1;
   return li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
 }
-/* An input that repeats first gets its gradient for each element of the result, in the workspace, unless the result's
-   gradient will do but for its sign. Then it is summed over each axis along which the input repeats. */
+/* A broadcast input first gets a gradient for each element of the result, in the workspace. If it equals the result's
+   gradient up to sign, that is read instead. Then it is summed over each broadcast axis. */
 LI_FN bool li_gives_grad(const luna_op *op) { return li_ops[op->kind].reads == 0; }
 LI_FN void li_elementwise_query(luna_op *op) {
   size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
@@ -12999,7 +13001,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
   }
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
   for (int a = 0; a < LUNA_MAX_RANK; a++) {
-    int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, behind it */
+    int64_t sums[3] = { 1, 1, 1 };   /* before, at, after axis */
     if (stride[a] != 0 || shape[a] == 1) continue;
     for (int b = 0; b < LUNA_MAX_RANK; b++) sums[(b >= a) + (b > a)] *= shape[b];
     left /= shape[a];
@@ -13029,7 +13031,7 @@ LI_FN luna_tensor *li_elementwise(li_build *s) {
   const int rank = li_broadcast(&s->op, shape);
   int k;
   if (rank >= 0 || li_is_checked(s->op.ctx)) return li_finish(s, rank, shape);
-  for (k = 0; k < 2; k++) {          /* all but k do not fit */
+  for (k = 0; k < 2; k++) {          /* inputs without k mismatch */
     luna_tensor *left_out = s->op.in[k];
     s->op.in[k] = NULL;
     const bool fits = li_broadcast(&s->op, shape) >= 0;
@@ -13052,7 +13054,7 @@ LI_FN luna_tensor *li_binary(luna_op_kind kind, const char *name, luna_tensor *a
     } \
     return li_binary(LUNA_OP_##NAME, "luna_" #name, a, b); \
   }
-LUNA_BINARIES(LI_BINARY) /* luna_add, luna_sub, luna_mul, luna_div, luna_minimum, luna_maximum, luna_less, ... */
+LUNA_BINARIES(LI_BINARY) /* Defines luna_add, luna_sub, luna_mul, luna_div, luna_less and others. */
 #undef LI_BINARY
 LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) {
   return li_binary(LUNA_OP_LESS, "luna_greater", luna_detach(b), luna_detach(a));
@@ -13083,7 +13085,7 @@ LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   return li_elementwise(&s);
 }
 
-/* --- scale, activation --- */
+/* --- scale, activation: x [...] -> y [...] --- */
 LI_FN void li_same_body(luna_op *op, int64_t first, int64_t last) {
   const float *x = op->in[0]->data + first;
   float *y = op->out[0]->data + first;
@@ -13120,7 +13122,7 @@ LI_FN luna_tensor *li_map(luna_tensor *x, luna_activation activation, const char
 }
 #define LI_MAP(NAME, name, value, slope) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *x) { return li_map(x, LUNA_ACTIVATION_##NAME, "luna_" #name); }
-LUNA_MAPS(LI_MAP) /* luna_relu, luna_gelu, luna_exp, luna_log, luna_sqrt, ... */
+LUNA_MAPS(LI_MAP) /* Defines luna_relu, luna_gelu, luna_exp, luna_log and others. */
 #undef LI_MAP
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
   if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT)
@@ -13128,7 +13130,7 @@ LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) 
   return li_map(x, li_activation_or(activation, LI_NO_ACTIVATION), "luna_activate");
 }
 
-/* --- dropout --- */
+/* --- dropout: x [...] -> y [...] --- */
 LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const li_dropout d = li_op_dropout(op, luna_count(op->out[0]));
   const li_way w = li_way_of(op, back);
@@ -13140,7 +13142,7 @@ LI_PART_OP(dropout, luna_count(op->in[0]), 1)
 
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   li_build s;
-  if (!x || x->ctx->bump) return x; /* a stream trains nothing */
+  if (!x || x->ctx->bump) return x; /* streams do not train */
   if (!li_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || li_dropout_wrong(&s, probability))
     return NULL;
   if (!LI_TRAINS || probability == 0 || !x->ctx->training) return x;
@@ -13148,7 +13150,8 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   return li_finish_like(&s, x);
 }
 
-/* --- mask: rows from lengths[b] on become 0, and what they hold is not read --- */
+/* --- mask: x [b,m,...], lengths [b] -> y [b,m,...]. Rows from lengths[b] on become 0, and their values are not read.
+   --- */
 LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const luna_tensor *x = op->in[0];
   const li_way w = li_way_of(op, back);
@@ -13179,8 +13182,8 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-/* ---- reductions: sum, mean, maximum ---- */
-/* --- sum, mean, and what is made of them --- */
+/* ---- reductions ---- */
+/* --- sum, mean: x [outer,axis,inner] -> y [outer,inner] --- */
 LI_FN luna_status li_reduce_forward(luna_op *op) {
   const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
   memset(op->out[0]->data, 0, (size_t)(shape[0] * shape[2]) * sizeof(float));
@@ -13188,7 +13191,7 @@ LI_FN luna_status li_reduce_forward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* Each row [first, last) of outer * axis gets its group's gradient. */
+/* Rows [first, last) of dx [outer * axis, inner] get the gradient of their group, dy [outer, inner]. */
 LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const bool set = op->sets & 1;
@@ -13259,8 +13262,8 @@ LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis) {
   return li_result(scope, luna_mean(luna_mul(e, e), axis));
 }
 
-/* --- maximum: its gradient goes to the first of equal ones --- */
-LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
+/* --- maximum: x [outer,axis,inner] -> y [outer,inner]. The gradient goes to the first of equal maxima. --- */
+LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* NaN is the greatest */
   int64_t i;
   for (*at = 0, i = 0; i < axis; i++) {
     if (x[i * stride] > x[*at * stride]) *at = i;
@@ -13297,14 +13300,15 @@ LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis) {
   return li_result(scope, luna_neg(luna_max(luna_neg(x), axis)));
 }
 
-/* ---- products: matmul, linear, feed-forward ---- */
-/* --- matmul: each a has its own b, or all share one --- */
+/* ---- products ---- */
+/* --- matmul: a [outer,inner,m,k], b [inner,k,n] -> c [outer,inner,m,n]. Both may be transposed. dA = dC B^T, and dB =
+   A^T dC summed over `outer`. --- */
 LI_FN void li_multiply(const luna_op *op, const li_gemm *g, void *scratch) {
   if (g->c) li_run_gemm(li_k(op), g, &op->ctx->parallel, scratch);
 }
 LI_FN size_t li_larger(size_t a, size_t b) { return a > b ? a : b; }
-/* The workspaces for an op's products: `product` describes number 0, forward's, and 1 and 2, backward's, which come
-   after `before` bytes. */
+/* Sets the workspaces for an op's products. `product` describes number 0 (forward) and numbers 1 and 2 (backward),
+   whose scratch comes after `before` bytes. */
 LI_FN void li_products_query(luna_op *op, void (*product)(const luna_op *op, int which, li_gemm *g), size_t before) {
   li_gemm g;
   for (int which = 0; which < (LI_TRAINS && op->training ? 3 : 1); which++) {
@@ -13325,7 +13329,7 @@ LI_FN void li_matmul_batch(const luna_op *op, li_gemm *g, int64_t a, int64_t b, 
   g->c_batch[1] = c;
 }
 
-/* Product 0 is forward's, 1 gives a's gradient, 2 b's, for one of `outer`. */
+/* Product 0 is forward's, 1 gives a's gradient, and 2 gives b's gradient for one of `outer`. */
 LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
@@ -13361,7 +13365,7 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
-  /* one b for all: the batch is more rows */
+  /* All share b: merge rows. */
   if (op->arg.matmul.inner == 1 && !at && op->arg.matmul.outer > 1) {
     if (which < 2) g->m *= op->arg.matmul.outer;
     else g->k *= op->arg.matmul.outer;
@@ -13378,7 +13382,7 @@ LI_FN luna_status li_matmul_forward(luna_op *op) {
 }
 LI_FN luna_status li_matmul_backward(luna_op *op) {
   const int64_t inner = op->arg.matmul.inner;
-  const bool one = inner == 1 && !op->arg.matmul.transpose_a; /* product makes b's gradient, and not one of `outer` */
+  const bool one = inner == 1 && !op->arg.matmul.transpose_a; /* One product gives all of dB. */
   li_gemm g;
   li_matmul_product(op, 1, &g);
   li_multiply(op, &g, op->workspace);
@@ -13425,11 +13429,11 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return li_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
-/* --- weights in 8 bits, for the products of an inference --- */
+/* --- 8-bit weights for inference --- */
 #ifdef LUNA_NO_INT8
 #define li_int8_ready(s, i) ((void)(s), true)
 #else
-/* Counts writes to a context's parameters, its own and those that it shares. */
+/* Counts writes to a context's parameters, both its own and shared ones. */
 LI_FN uint64_t li_writes(const luna_ctx *ctx) {
   uint64_t writes = ctx->writes;
   for (const luna_params *set = ctx->newest, *root; set; set = set->older) {
@@ -13439,8 +13443,8 @@ LI_FN uint64_t li_writes(const luna_ctx *ctx) {
   return writes;
 }
 
-/* In an inference, weight i gets its copy in 8 bits, and a new one when parameters were written. False: there is no
-   memory, and this is reported. */
+/* In inference, weight i gets an 8-bit copy, which is renewed when parameters have been written. Returns false when
+   memory is out, after reporting it. */
 LI_HOT bool li_int8_ready(li_build *s, int i) {
   luna_ctx *ctx = s->op.ctx;
   luna_tensor *w = s->op.in[i];
@@ -13461,9 +13465,10 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
 }
 #endif
 
-/* --- linear: inputs x, W, b, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. It keeps what goes into the
-   activation. --- */
-/* Product 0 makes y's columns from `first` on in `y`. Product 1 gives x's gradient and 2 W's, from y's in `y`. */
+/* --- linear: x [...,i], W [o,i], b [o], residual [...,o] -> y [...,o]. y = act(x W^T + b), or drop(x W^T + b) +
+   residual. It keeps the activation's input. dx = dy W, dW = dy^T x, and db sums dy over the rows. --- */
+/* Product 0 computes columns of y, from `first` on, in the argument y. Products 1 and 2 give dx and dW from dy, which
+   the argument y then holds. */
 LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
   const luna_tensor *x = op->in[0], *weight = op->in[1];
   const int64_t in = li_last(x);
@@ -13500,7 +13505,7 @@ LI_FN void li_linear_product(const luna_op *op, int which, li_gemm *g) {
   g->dots = op->dots;
 }
 LI_FN void li_linear_query(luna_op *op) {
-  size_t slope = 0; /* bytes for y's gradient before the activation or the dropout */
+  size_t slope = 0; /* It holds dy before the activation or dropout. */
   if (op->dots && !li_op_int8(op, 1)) return;
   if (li_linear_changes(op)) slope = li_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LI_NO_ACTIVATION) op->kept_size = slope;
@@ -13550,7 +13555,7 @@ LI_FN luna_status li_linear_backward(luna_op *op) {
 
 LI_FN bool li_is_single_row(const luna_tensor *x) { return x->ctx->bump && x->ctx->bump->single; }
 
-/* In a stream, adding the residual is an op of its own. */
+/* In a stream, a separate op adds the residual. */
 LI_FN luna_tensor *li_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                   luna_activation activation, luna_tensor *residual, float dropout) {
   luna_tensor *const in[] = { x, weight, bias, residual };
@@ -13573,26 +13578,27 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return li_linear_activated(x, weight, bias, LI_NO_ACTIVATION);
 }
 
-/* --- feed-forward: inputs x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual. It goes
-   by blocks of rows, so that a block's hidden layer stays in cache, and keeps ReLU's output or another activation's
-   input; with `recompute` nothing. Forward, each thread has blocks of its own; backward, threads share each block, for
-   the weights' gradients are sums over blocks in order. --- */
-#define LI_FFN_ROWS 256          /* of all threads' blocks; whole tiles of AMX, and an even number */
-#define LI_FFN_PARTS 8           /* of a block, where it is not multiplied: 32 rows, as a tile of AMX has */
+/* --- feed-forward: x [...,i], W1 [f,i], b1 [f], W2 [o,f], b2 [o], residual [...,o] -> y [...,o]. y = drop2(drop(act(x
+   W1^T + b1)) W2^T + b2) + residual. It works on blocks of rows, so that a block's hidden layer stays in cache. It
+   keeps ReLU's output or another activation's input, or nothing with `recompute`. In forward, each thread has its own
+   blocks. In backward, threads share each block: the weights' gradients are summed over blocks in order. --- */
+#define LI_FFN_ROWS 256          /* All threads share 256 rows: whole AMX tiles, and an even number. */
+#define LI_FFN_PARTS 8           /* Outside products, a block has parts of 32 rows, as AMX tiles have. */
 typedef struct li_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
-  /* [rows, hidden]: the slope's argument; after the activation; after its dropout; gradients of a, then of h. With
-     `words` they are words, rows `row` floats apart; else row is hidden. */
+  /* These are [rows, hidden]: `given` is the slope's argument, `active` the activation's output, `a` that after
+     dropout, and `dh` holds da, then dh. With `words` they hold bf16 words in rows `row` floats apart; else `row` is
+     hidden. */
   bool words;
   int64_t row;
   float *given, *active, *a, *dh;
-  float *dy;   /* [rows, out]: y's gradient, through its dropout */
-  float *sums; /* [parts, hidden + out]: columns of dh and dy */
-  /* weights for each product, made once for all blocks */
+  float *dy;   /* [rows, out]: dy through dropout */
+  float *sums; /* [parts, hidden + out]: dh, dy */
+  /* Each product's weights are packed once for all blocks. */
   float *panels[6];
   void *scratch;
-  /* Forward `own` threads have `blocks` and own_size bytes of their own; if it is 1, threads share each product. */
+  /* In forward, `own` threads have `blocks`, and each has own_size bytes. If `own` is 1, threads share each product. */
   int64_t own, blocks;
   size_t own_size;
 } li_ffn_work;
@@ -13602,7 +13608,7 @@ LI_FN const li_parallel *li_ffn_parallel(const li_ffn_work *w) {
   return &w->op->ctx->parallel;
 }
 
-/* Products 0 and 1 are forward's, 2 to 5 give gradients. */
+/* Products 0 and 1 are forward's; 2 to 5 give gradients. */
 LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
@@ -13644,18 +13650,18 @@ LI_FN void li_ffn_multiply(const li_ffn_work *w, int which) {
   li_ffn_product(w, which, &g);
   if (g.c) li_run_gemm(li_k(w->op), &g, li_ffn_parallel(w), w->scratch);
 }
-/* With tiles, a hidden layer of ReLU and its gradient are kept in the words that products read. */
+/* With tiles, the hidden layer of ReLU and its gradient are stored as the words that products read. */
 LI_FN bool li_ffn_words(const luna_op *op) {
   return li_op_bf16(op) && li_k(op)->words && li_k(op)->words->word_panels && !li_op_int8(op, 1) &&
          op->activation == LUNA_ACTIVATION_RELU && !(op->dropout > 0) && li_last(op->in[3]) % 32 == 0;
 }
-/* Rows of the hidden layer in words are an odd number of whole cache lines apart. */
+/* In words, rows of the hidden layer are an odd number of cache lines apart. */
 LI_FN int64_t li_ffn_row(const luna_op *op) {
   const int64_t hidden = li_last(op->in[3]);
   if (!li_ffn_words(op)) return hidden;
   return hidden / 2 + (hidden % 64 == 0) * 16;
 }
-/* Returns how many rows a product multiplies at a time. A thread's own blocks are multiples of it. */
+/* Returns how many rows a product multiplies at a time. A thread's own blocks have a multiple of that. */
 LI_FN int64_t li_ffn_tile(const luna_op *op) {
   const li_kernels *kernels = li_k(op);
 #ifndef LUNA_NO_INT8
@@ -13664,7 +13670,7 @@ LI_FN int64_t li_ffn_tile(const luna_op *op) {
   return li_op_bf16(op) && kernels->words ? kernels->words->rows : kernels->mr;
 }
 
-/* Products that read weights: 0 and 1 forward, 3 and 5 backward, and 0 again where nothing was kept. */
+/* Products 0 and 1 read weights in forward, 3 and 5 in backward, and 0 also in backward if nothing was kept. */
 LI_FN bool li_ffn_reads_weights(int which, bool backward, bool keeps) {
   if (!backward) return which < 2;
   return which == 3 || which == 5 || (which == 0 && !keeps);
@@ -13672,7 +13678,7 @@ LI_FN bool li_ffn_reads_weights(int which, bool backward, bool keeps) {
 
 /* Sets the sizes and the layout in the workspace, and returns its bytes. */
 LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w; /* without it only offsets count */
+  char *at = workspace ? (char *)workspace : (char *)w; /* null: only offsets count */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   const int64_t rows = li_rows(op->in[0]), tile = li_ffn_tile(op);
@@ -13715,7 +13721,7 @@ LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *work
   return (size_t)(own - start) + (size_t)w->own * w->own_size;
 }
 
-/* Goes to the block of rows [first, last); false: there are none. */
+/* Moves to the block of rows [first, last); returns false if it is empty. */
 LI_FN bool li_ffn_next(li_ffn_work *w, int64_t first, int64_t last) {
   const luna_op *op = w->op;
   const bool relu = op->activation == LUNA_ACTIVATION_RELU;
@@ -13782,7 +13788,7 @@ LI_FN luna_status li_feed_forward_forward(luna_op *op) {
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
-/* Makes a and dy, before the gradients' products. */
+/* Makes a and dy, which the gradients' products read. */
 LI_FN void li_ffn_before(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const luna_op *op = w->op;
@@ -13797,8 +13803,8 @@ LI_FN void li_ffn_before(void *work, int64_t thread, int64_t first, int64_t last
   li_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
 
-/* Turns the gradient of a into that of h. Each part of the block leaves sums of columns in w->sums for the biases. With
-   words, the product has done so. */
+/* Turns da into dh. For the biases, each part of the block leaves column sums in w->sums. With words, the product has
+   done this. */
 LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_ffn_work *w = (const li_ffn_work *)work;
   const luna_op *op = w->op;
@@ -13818,7 +13824,7 @@ LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last)
   }
 }
 
-/* x's gradient may be made in place of y's: it is written last, where y's is not read again. */
+/* dx may share the memory of dy, so dx is written last, when dy is no longer read. */
 LI_FN luna_status li_feed_forward_backward(luna_op *op) {
   const li_parallel *parallel = &op->ctx->parallel;
   li_ffn_work w;
@@ -13875,8 +13881,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   return li_finish_rows(&s, w2->shape[0]);
 }
 
-/* ---- ops of rows: softmax, log softmax, norms, ratio ---- */
-/* --- softmax over the last axis; lengths mask it by axis 0 --- */
+/* ---- ops on rows ---- */
+/* --- softmax: x [...,n] -> y [...,n]. `lengths` masks the last axis by axis 0. --- */
 LI_HOT int64_t li_softmax_width(const luna_op *op, int64_t row) {
   const luna_tensor *x = op->in[0];
   const int64_t n = li_last(x);
@@ -13908,7 +13914,7 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
+/* --- log softmax: x [...,n] -> y [...,n]. y = z - ln sum e^z with z = x - max x; dx = dy - e^y sum dy. --- */
 LI_FN void li_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]);
   float part[256], number;
@@ -13963,8 +13969,9 @@ LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
-/* --- layer norm: inputs x, weight, bias. It keeps mean and 1/deviation of each row. Backward goes by blocks of rows: a
-   block's sums of columns go to the workspace [blocks, 2, n] while it is in cache. --- */
+/* --- layer norm: x [...,n], weight [n], bias [n] -> y [...,n]. It keeps the mean and 1/deviation of each row. Backward
+   works on blocks of rows. While a block is in cache, its column sums for dweight and dbias go to the workspace
+   [blocks, 2, n]. --- */
 #define LI_NORM_ROWS 64
 LI_FN void li_layer_norm_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * 2 * sizeof(float);
@@ -14049,8 +14056,9 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float e
   return li_norm(in, epsilon, true, "luna_rms_norm");
 }
 
-/* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
-/* Where the divisor is 0, or so small that 1 / x is Inf, numbers are divided one by one. */
+/* --- ratio: x [...,n + 1] -> y [...,n]. The first n numbers of each row are divided by the last one; y is 0 if that is
+   0. --- */
+/* If the divisor is 0, or so small that its inverse is Inf, numbers are divided one by one. */
 LI_HOT float li_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
 LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->out[0]);
@@ -14084,15 +14092,15 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   return li_finish_rows(&s, li_last(x) - 1);
 }
 
-/* ---- positions: sinusoids, rotary ---- */
-/* --- angles: sinusoidal positions [n, d], without inputs; rotary positions, which turn pairs of x --- */
-/* Row i has the sines, then the cosines, of position first + i. An angle is the sum of its block's and of its place's
-   in the block, so that a row's bits do not depend on `first`. */
+/* ---- positions ---- */
+/* --- sinusoids: -> y [n,d]; rotary: x [b,n,heads d] -> y [b,n,heads d] --- */
+/* Row i has the sines, then the cosines, of position first + i. An angle is the sum of its block's angle and the angle
+   of the place in the block, so that a row's bits do not depend on `first`. */
 #define LI_ANGLES 64
 typedef struct li_angles {
   int64_t first, rows, d;
   double rate;
-  double *places; /* sines and cosines [li_angles_places, d/2, 2] */
+  double *places; /* sines, cosines [li_angles_places, d/2, 2] */
   float *out;     /* [rows, d] */
 } li_angles;
 LI_FN int64_t li_angles_places(const li_angles *a) {
@@ -14159,9 +14167,9 @@ LI_FN void li_sinusoids_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
   op->workspace_size = li_angles_room(&a);
 }
-#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, NULL, 0) /* they have no input */
+#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, NULL, 0) /* no input */
 
-/* x is [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, and in backward turned back. */
+/* Each pair (x_i, x_(i + d/2)) of a head is turned by its angle, and backward turns the gradient back. */
 LI_FN void li_rotary_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
   op->workspace_size = li_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
@@ -14208,9 +14216,10 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
   return li_finish_like(&s, x);
 }
 
-/* ---- attention: softmax attention, pack, unpack ---- */
-/* --- softmax attention [eq. 1]: inputs q, k, v; results y and, when asked, row sums or log-sum-exp.
-   luna_pack [eq. 3] has weights and context, keys and values in one; one head, scale 1. --- */
+/* ---- attention ---- */
+/* --- softmax attention [eq. 1]: q [b,n,d], k [b,m,d], v [b,m,e] -> y [b,n,e]. On request, it also returns row sums or
+   log-sum-exp [b,n,heads]. luna_pack [eq. 3] passes weights as q and context as k and v, with one head and scale 1.
+   --- */
 LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
   memset(a, 0, sizeof *a);
@@ -14229,7 +14238,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
   a->out_row = a->v_row;
-  if (!op->query_offsets) {          /* not ragged; an input of batch 1 serves all */
+  if (!op->query_offsets) {          /* Not ragged: an input of batch 1 serves all. */
     if (q->shape[0] == a->batch) a->q_batch = a->queries * a->q_row;
     if (k->shape[0] == a->batch) a->k_batch = a->keys * a->k_row;
     if (v->shape[0] == a->batch) a->v_batch = a->keys * a->v_row;
@@ -14248,7 +14257,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   a->seed = op->ctx->state->seed;
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
-  if (op->own) {                     /* a recorded op has none, and no dropout */
+  if (op->own) {                     /* A recorded op has neither `own` nor dropout. */
     op->own->attention.bf16 = li_op_bf16(op);
     op->own->attention.dropout = li_op_dropout(op, li_times(a->batch * a->heads * a->queries, a->keys));
     a->own = &op->own->attention;
@@ -14299,7 +14308,7 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   if (c->heads == 0) s->op.arg.attention.heads = 1;
   if (ragged) pattern = "q [n,D] k [m,D] v [m,E]";
   if (!li_fits(s, pattern) || !li_heads_fit(s, s->op.arg.attention.heads)) return false;
-  for (int i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 serves all */
+  for (int i = 0; i < 3 && !ragged; i++) { /* batch 1 serves all */
     const int64_t own = s->op.in[i]->shape[0];
     if (batch != 1 && own != 1 && own != batch)
       return li_refuse(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own);
@@ -14395,7 +14404,8 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   return li_finish_attention(&s, &c);
 }
 
-/* --- unpack [eq. 4]: inputs x, k, bias, v, out_bias, residual. It keeps the log-sum-exp of each row and head. --- */
+/* --- unpack [eq. 4]: x, residual [b,n,d], k, v [b,h,l,d], bias [b,h,l], out_bias [d] -> y [b,n,d]. It keeps the
+   log-sum-exp [b,n,h]. --- */
 LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
   memset(u, 0, sizeof *u);
@@ -14422,7 +14432,7 @@ LI_FN luna_status li_unpack_residual_backward(luna_op *op) {
   LI_CPU_OP(li_unpack_query, li_unpack_forward, li_unpack_residual_backward, \
               LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
-/* Composes it from primitives, with all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l]. */
+/* Composes unpack from primitives, with all heads' slots side by side: k, v [b,h l,d], bias [b,h l]. */
 LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
   luna_tensor *x = in[0], *k = in[1];
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
@@ -14437,7 +14447,7 @@ LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *l
   return s;
 }
 
-/* in: x, k, bias, v, out_bias, residual */
+/* The inputs are x, k, bias, v, out_bias and residual. */
 LI_FN luna_tensor *li_unpack_with(luna_tensor *const in[6], const int32_t *lengths, float dropout, float last_dropout) {
   luna_tensor *x = in[0], *k = in[1];
   li_build s;
@@ -14464,8 +14474,8 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
   return li_unpack_with(in, c->lengths, c->dropout, 0);
 }
 
-/* ---- causal ops: the causal product, causal Luna, the short convolution ---- */
-/* --- causal product [eq. 7]: inputs x, y, z --- */
+/* ---- causal ops ---- */
+/* --- causal product [eq. 7]: x [b,n,d], y [b,n,d], z [b,n,e] -> out [b,n,e] --- */
 LI_FN void li_causal_args(const luna_op *op, li_causal *c) {
   const luna_tensor *x = op->in[0], *z = op->in[2];
   memset(c, 0, sizeof *c);
@@ -14498,8 +14508,8 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   return li_causal_product(x, y, z, heads, 0);
 }
 
-/* --- causal Luna [section 3.3]: inputs q, k, v, s and, where it forgets, gates. A stream has a state and a position.
-   It keeps W, or U and sums of weights. --- */
+/* --- causal Luna [section 3.3]: q, k, v [b,n,d], s, gates? [b,n,l] -> y [b,n,d]. The forgetting form has gates.
+   Forward keeps W, or U and sums of weights. A stream has a state and a position. --- */
 LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   const luna_tensor *q = op->in[0];
   const bool forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
@@ -14516,8 +14526,8 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   if (op->position) c->position = *op->position;
   c->horizon = op->arg.causal.horizon;
   c->state = op->state;
-  if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null where memory is only counted */
-  if (op->own) {                     /* a stream's recorded op has none, no dropout and nothing carried */
+  if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null while measuring */
+  if (op->own) {                     /* A stream's recorded op has no `own`: no dropout, no carried state. */
     li_attention_own *own = &op->own->attention;
     memset(own, 0, sizeof *own);
     if (op->dropout > 0) own->dropout = li_op_dropout(op, luna_count(op->in[3]));
@@ -14537,7 +14547,7 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
   LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
 #define LI_CPU_FORGETTING_LUNA LI_CPU_CAUSAL_LUNA
 
-/* in: q, k, v, s */
+/* The inputs are q, k, v and s. */
 LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c,
                                       float scale) {
   const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2], h = c->heads;
@@ -14596,7 +14606,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   return li_causal_nested(in, &c, NULL);
 }
 
-/* --- short convolution: inputs x, weight, bias; a stream has a history --- */
+/* --- short convolution: x [b,n,d], weight [d,w], bias [d] -> y [b,n,d]. A stream has a history [b,w - 1,d]. --- */
 LI_FN li_convolution li_convolution_of(const luna_op *op, int64_t b) {
   const int64_t n = li_last(op->in[0]), rows = op->in[0]->shape[1], width = li_last(op->in[1]);
   li_convolution a;
@@ -14652,7 +14662,7 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
   return li_short_convolution(x, weight, bias, NULL);
 }
 
-/* The same after the rows that a carried state has. It also writes those that the state will have. */
+/* Does the same after the rows of a carried state, and writes the rows of the new state. */
 LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], rows = weight->shape[1] - 1;
   const int64_t shape[3] = { batch, rows, d };
@@ -14666,8 +14676,9 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
   return luna_slice(li_short_convolution(all, weight, bias, NULL), 1, rows, n);
 }
 
-/* ---- losses: cross-entropy, linear cross-entropy, losses of numbers ---- */
-/* --- cross-entropy of logits and labels (-1: ignored). It keeps the log-sum-exp of each row. --- */
+/* ---- losses ---- */
+/* --- cross-entropy: logits [...,v], labels [...] -> loss [1]. Label -1 is ignored. It keeps each row's log-sum-exp.
+   dlogits = softmax(logits) - targets, times factor dloss. --- */
 LI_HOT li_cross_entropy li_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
   li_cross_entropy a;
   memset(&a, 0, sizeof a);
@@ -14718,18 +14729,19 @@ LI_FN luna_status li_cross_entropy_backward(luna_op *op) {
   LI_CPU_OP(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, \
               LUNA_SETS_GRAD(0))
 
-/* A loss knows how many labels it is the mean of. */
+/* Stores how many labels the loss averages. */
 LI_FN luna_tensor *li_counts(luna_tensor *loss, int64_t counted) {
   if (loss) loss->own->counted = 1 + counted;
   return loss;
 }
 LUNA_API int64_t luna_counted(const luna_tensor *loss) { return loss ? loss->own->counted - 1 : -1; }
-/* A loss of 0 because all is ignored looks perfect. Other parts of a batch may have labels that count. */
+/* A loss of 0 looks perfect even if every label is ignored, so this logs it. With a split batch, other parts may have
+   labels that count. */
 LI_FN void li_log_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
   if (li_computes(ctx) && !ctx->shares) li_note(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
 }
 
-/* Puts labels and the config into an op; false: the failure is reported. */
+/* Puts labels and the config into an op. Returns false after reporting a failure. */
 LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *labels,
                      const luna_cross_entropy_config *config) {
   luna_ctx *ctx = s->op.ctx;
@@ -14763,7 +14775,7 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
   return s->op.index != NULL;
 }
 
-/* With class weights the loss is composed: log-probabilities of the labels that count, times their weights. */
+/* With class weights the loss is composed: the log-probabilities of labels that count, times their weights. */
 LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int32_t *labels,
                                     const luna_cross_entropy_config *c) {
   const luna_scope scope = luna_scope_begin(logits->ctx);
@@ -14789,7 +14801,7 @@ LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int3
   return li_result(scope, li_counts(luna_scale(y, -s->op.arg.cross_entropy.factor), s->counted));
 }
 
-/* `name` is the public call, of which this loss may be a part. */
+/* `name` is the public call that makes this loss. */
 LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, const int32_t *labels,
                                           const luna_cross_entropy_config *config) {
   const int64_t one = 1;
@@ -14806,15 +14818,15 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
   return li_cross_entropy_loss("luna_cross_entropy", logits, labels, config);
 }
 
-/* --- linear cross-entropy: inputs x, W, b. Logits x W^T + b are made by panels of columns, with sums from panel to
-   panel, and once more in backward. It keeps what cross-entropy keeps. --- */
-/* A panel's columns are a multiple of LI_KC, since x's gradient is a sum over them. */
+/* --- linear cross-entropy: x [...,i], W [o,i], b [o], labels [...] -> loss [1]. The logits x W^T + b are made in
+   panels of columns, with running sums, and again in backward. It keeps what cross-entropy keeps. --- */
+/* A panel's columns are a multiple of LI_KC, because dx is a sum over them. */
 #define LI_LOGIT_COLUMNS 1024
 typedef struct li_logits {
   luna_op *op;
   li_cross_entropy part;
-  float *panel;  /* [rows, part.columns], rows part.grad_row apart: logits, then their gradient */
-  float *panels; /* x, for W's gradient */
+  float *panel;  /* [rows, part.columns]: logits, then dlogits */
+  float *panels; /* x, for dW */
   void *scratch;
 } li_logits;
 LI_FN li_matrix li_logits_matrix(const li_logits *w) {
@@ -14829,22 +14841,22 @@ LI_FN void li_logits_multiply(const li_logits *w, int which) {
   li_logits_product(w, which, &g);
   li_multiply(w->op, &g, w->scratch);
 }
-/* Goes to the panel from column `first` on; false after the last. */
+/* Moves to the panel that starts at column `first`; returns false after the last panel. */
 LI_FN bool li_logits_next(li_logits *w, int64_t first) {
   w->part.first = first;
   w->part.columns = li_min(LI_LOGIT_COLUMNS, w->part.classes - first);
   return w->part.columns > 0;
 }
 
-/* Sets the sizes and the layout in the workspace, and returns its bytes without the products' scratch. */
+/* Sets the sizes and the layout in the workspace. Returns its bytes without the products' scratch. */
 LI_FN size_t li_logits_start(li_logits *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* without it only offsets count */
+  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* null: only offsets count */
   const int64_t rows = li_rows(op->in[0]);
   li_gemm g;
   memset(w, 0, sizeof *w);
   w->op = op;
   w->part = li_cross_entropy_of(op, rows, op->in[1]->shape[0], NULL);
-  /* A power of two would let rows share cache sets. */
+  /* With a power of two, rows would share cache sets. */
   w->part.grad_row = w->part.logits_row = LI_LOGIT_COLUMNS + 16;
   li_logits_next(w, 0);
   w->panel = li_take(&at, rows * w->part.grad_row);
@@ -14874,7 +14886,7 @@ LI_FN size_t li_logits_workspace(luna_op *op, bool backward) {
   return bytes + gemm;
 }
 
-/* Adds a panel to the rows' sums or, in backward, makes its gradient. */
+/* Adds a panel to the rows' sums or, in backward, computes its gradient. */
 LI_FN void li_logits_panel(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_logits *w = (const li_logits *)work;
   const li_cross_entropy a = li_cross_entropy_rows(&w->part, first, last);
@@ -14924,7 +14936,7 @@ LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x
   li_build s;
   if (!li_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, name, in, 2, 3) ||
       !li_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
-  /* One panel would have all the logits, or the backend has no such op. */
+  /* This composes it if one panel would hold all logits, or if the backend lacks the op. */
   if (weight->shape[0] <= LI_LOGIT_COLUMNS || !li_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY) ||
       (config && config->class_weights))
     return li_cross_entropy_loss(name, luna_linear(x, weight, bias), labels, config);
@@ -14939,7 +14951,7 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   return li_linear_cross_entropy_loss("luna_linear_cross_entropy", x, weight, bias, labels, config);
 }
 
-/* --- the mean square error, composed of the ops above --- */
+/* --- mse: values [...], targets [...] -> loss [1] --- */
 LUNA_API luna_tensor *luna_set_counted(luna_tensor *loss, const char *name, int64_t counted, int64_t targets) {
   if (loss && counted == 0) li_log_ignored(loss->ctx, name, "targets", targets);
   return li_counts(loss, counted);
@@ -15000,7 +15012,7 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   return li_finish(&s, rank, shape);
 }
 
-/* the op whose functions run now; null: none */
+/* Returns the op whose functions run now, or null. */
 LI_FN const luna_op *li_custom_of(const luna_tensor *out) { return out ? out->ctx->custom : NULL; }
 LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors) {
   const luna_op *op = li_custom_of(out);
@@ -15025,14 +15037,14 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an op without a LI_CPU_<NAME> does not compile --- */
+/* --- the CPU's table. An op without a LI_CPU_<NAME> does not compile. --- */
 static const luna_backend li_cpu = {
   1, sizeof(luna_backend), 0, 0, 0,
-  NULL, NULL, NULL, NULL,            /* it needs no open, and the allocator serves */
+  NULL, NULL, NULL, NULL,            /* no open, no allocate */
   li_cpu_copy, li_cpu_zero, NULL, li_cpu_begin,
   LI_TRAIN(li_cpu_check), LI_TRAIN(li_cpu_norm), LI_TRAIN(li_cpu_update),
-  NULL,                              /* `update` calls what hooks give */
-  NULL, NULL,                        /* single tokens run one by one */
+  NULL,                              /* `update` calls hooks itself */
+  NULL, NULL,                        /* Single tokens run one by one. */
   {
 #define LI_OP_KIND(name, tier, reads, cheap) LI_CPU_##name,
 #define LI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
@@ -15046,7 +15058,8 @@ static const luna_backend li_cpu = {
 
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
 
-/* Layers, models, trainer and checkpoints have no long loops of their own, so gcc makes them small, in less time. */
+/* Layers, models, trainer and checkpoints have no long loops, so gcc optimizes them for size, which also compiles
+   faster. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC push_options
 #pragma GCC optimize("Os")
