@@ -12355,8 +12355,7 @@ typedef struct li_past {
 LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
 
 /* A pattern gives the shapes of an op's inputs, as "x [...,i] weight [o,i] bias? [o]". A letter is the same size in all
-   inputs, and a capital is at least 1. "..." stands for equal leading axes. An input with a question mark may be
-   null. */
+   inputs, and a capital is at least 1. "..." means equal leading axes. An input with "?" may be null. */
 typedef struct li_pattern {
   int64_t sizes[64];          /* by letter from 'A'; -1: unknown */
   int64_t wrong;              /* the differing size */
@@ -12364,8 +12363,7 @@ typedef struct li_pattern {
   int after;                  /* its axes after "..." */
 } li_pattern;
 
-/* Returns 0 if an input's axes fit, else the letter whose size differs. '.' stands for the leading axes, '[' for their
-   count. */
+/* Returns 0 if an input's axes fit, else the letter that differs: '.' for the leading axes, '[' for their count. */
 LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes) {
   const bool open = axes[1] == '.';
   const char *first = axes + (open ? 5 : 1), *at = first;
@@ -12846,6 +12844,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   return li_finish(&s, x->rank + 1, shape);
 }
 
+/* --- embedding: table [v,d], tokens [b,n] -> y [b,n,d] --- */
 LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = li_last(op->in[0]);
 #ifndef LUNA_NO_INT8
@@ -12942,8 +12941,7 @@ LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
 
 LI_HOT bool li_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 
-/* Computes elements [first, last) of the result. In backward, arg.input names an input, and its gradient is computed
-   before it is summed over broadcast axes. */
+/* Computes elements [first, last) of the result or, if arg names an input, of its gradient before sums over axes. */
 LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t *shape = op->arg.elementwise.shape;
   const int input = op->arg.elementwise.input;
@@ -13150,8 +13148,7 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   return li_finish_like(&s, x);
 }
 
-/* --- mask: x [b,m,...], lengths [b] -> y [b,m,...]. Rows from lengths[b] on become 0, and their values are not read.
-   --- */
+/* --- mask: x [b,m,...], lengths [b] -> y [b,m,...]. Rows from lengths[b] on become 0 and are not read. --- */
 LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const luna_tensor *x = op->in[0];
   const li_way w = li_way_of(op, back);
@@ -13301,8 +13298,8 @@ LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis) {
 }
 
 /* ---- products ---- */
-/* --- matmul: a [outer,inner,m,k], b [inner,k,n] -> c [outer,inner,m,n]. Both may be transposed. dA = dC B^T, and dB =
-   A^T dC summed over `outer`. --- */
+/* --- matmul: a [outer,inner,m,k], b [inner,k,n] -> c [outer,inner,m,n]; both may be transposed. dA = dC B^T; dB = A^T
+   dC, summed over `outer`. --- */
 LI_FN void li_multiply(const luna_op *op, const li_gemm *g, void *scratch) {
   if (g->c) li_run_gemm(li_k(op), g, &op->ctx->parallel, scratch);
 }
@@ -13467,8 +13464,7 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
 
 /* --- linear: x [...,i], W [o,i], b [o], residual [...,o] -> y [...,o]. y = act(x W^T + b), or drop(x W^T + b) +
    residual. It keeps the activation's input. dx = dy W, dW = dy^T x, and db sums dy over the rows. --- */
-/* Product 0 computes columns of y, from `first` on, in the argument y. Products 1 and 2 give dx and dW from dy, which
-   the argument y then holds. */
+/* Product 0 computes columns of y from `first` on. Products 1 and 2 give dx and dW; the argument y then holds dy. */
 LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
   const luna_tensor *x = op->in[0], *weight = op->in[1];
   const int64_t in = li_last(x);
@@ -13588,7 +13584,7 @@ typedef struct li_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
   /* These are [rows, hidden]: `given` is the slope's argument, `active` the activation's output, `a` that after
-     dropout, and `dh` holds da, then dh. With `words` they hold bf16 words in rows `row` floats apart; else `row` is
+     dropout; `dh` holds da, then dh. With `words` they hold bf16 words in rows `row` floats apart; else `row` is
      hidden. */
   bool words;
   int64_t row;
@@ -13969,9 +13965,8 @@ LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
-/* --- layer norm: x [...,n], weight [n], bias [n] -> y [...,n]. It keeps the mean and 1/deviation of each row. Backward
-   works on blocks of rows. While a block is in cache, its column sums for dweight and dbias go to the workspace
-   [blocks, 2, n]. --- */
+/* --- layer norm: x [...,n], weight [n], bias [n] -> y [...,n]. It keeps each row's mean and 1/deviation. Backward
+   works on blocks of rows. A cached block's column sums for dweight, dbias go to the workspace [blocks, 2, n]. --- */
 #define LI_NORM_ROWS 64
 LI_FN void li_layer_norm_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * 2 * sizeof(float);
@@ -14056,8 +14051,7 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float e
   return li_norm(in, epsilon, true, "luna_rms_norm");
 }
 
-/* --- ratio: x [...,n + 1] -> y [...,n]. The first n numbers of each row are divided by the last one; y is 0 if that is
-   0. --- */
+/* --- ratio: x [...,n + 1] -> y [...,n]. A row's first n numbers are divided by its last; y is 0 if that is 0. --- */
 /* If the divisor is 0, or so small that its inverse is Inf, numbers are divided one by one. */
 LI_HOT float li_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
 LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -14217,9 +14211,8 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
 }
 
 /* ---- attention ---- */
-/* --- softmax attention [eq. 1]: q [b,n,d], k [b,m,d], v [b,m,e] -> y [b,n,e]. On request, it also returns row sums or
-   log-sum-exp [b,n,heads]. luna_pack [eq. 3] passes weights as q and context as k and v, with one head and scale 1.
-   --- */
+/* --- softmax attention [eq. 1]: q [b,n,d], k [b,m,d], v [b,m,e] -> y [b,n,e] and, if asked, row sums or log-sum-exp
+   [b,n,h]. luna_pack [eq. 3] passes weights as q and context as k and v, with one head and scale 1. --- */
 LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
   memset(a, 0, sizeof *a);
@@ -14677,8 +14670,7 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
 }
 
 /* ---- losses ---- */
-/* --- cross-entropy: logits [...,v], labels [...] -> loss [1]. Label -1 is ignored. It keeps each row's log-sum-exp.
-   dlogits = softmax(logits) - targets, times factor dloss. --- */
+/* --- cross-entropy: logits [...,v], labels [...] (-1: ignored) -> loss [1]. It keeps each row's log-sum-exp. --- */
 LI_HOT li_cross_entropy li_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
   li_cross_entropy a;
   memset(&a, 0, sizeof a);
@@ -14735,8 +14727,7 @@ LI_FN luna_tensor *li_counts(luna_tensor *loss, int64_t counted) {
   return loss;
 }
 LUNA_API int64_t luna_counted(const luna_tensor *loss) { return loss ? loss->own->counted - 1 : -1; }
-/* A loss of 0 looks perfect even if every label is ignored, so this logs it. With a split batch, other parts may have
-   labels that count. */
+/* A loss of 0 looks perfect even if every label is ignored. Other parts of a batch may have labels that count. */
 LI_FN void li_log_ignored(const luna_ctx *ctx, const char *name, const char *what, int64_t count) {
   if (li_computes(ctx) && !ctx->shares) li_note(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
 }
@@ -15037,7 +15028,7 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table. An op without a LI_CPU_<NAME> does not compile. --- */
+/* --- the CPU's table: an op without a LI_CPU_<NAME> does not compile --- */
 static const luna_backend li_cpu = {
   1, sizeof(luna_backend), 0, 0, 0,
   NULL, NULL, NULL, NULL,            /* no open, no allocate */
@@ -15058,19 +15049,18 @@ static const luna_backend li_cpu = {
 
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
 
-/* Layers, models, trainer and checkpoints have no long loops, so gcc optimizes them for size, which also compiles
-   faster. */
+/* Layers, models, trainer and checkpoints have no long loops, so gcc optimizes them for size, and compiles faster. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC push_options
 #pragma GCC optimize("Os")
 #endif
 /* ----------------------------------------
-   >>metadata: li_fields, one table of all configs' fields. By it configs are checked, written to a checkpoint's
-   metadata as luna.NAME and read from there, and a stream's state says what it is of. In metadata a field whose min is
-   0 may be absent. A fraction is a float from 0 to below 1, there in units of 10^-9, which give the same float again.
-   A config's new field is a new row. Guarded by tests/files/checkpoints.c.
+   >>metadata: li_fields, one table of all configs' fields. It serves to check configs, to write them to a checkpoint's
+   metadata as luna.NAME, to read them back, and to identify the model of a stream's state. In metadata, a field whose
+   min is 0 may be absent. A fraction is a float in [0, 1), stored in units of 10^-9, from which the same float is read.
+   A new field of a config is a new row. Guarded by tests/files/checkpoints.c.
    ---------------------------------------- */
-/* A model's config. vocab and encoder are those of classifier, masked_lm or seq2seq. */
+/* In a model's config, vocab and encoder belong to classifier, masked_lm or seq2seq. */
 typedef struct li_model_config {
   int64_t vocab;
   luna_encoder_config encoder;
@@ -15079,19 +15069,19 @@ typedef struct li_model_config {
   luna_seq2seq_config seq2seq;
   luna_lm_config lm;
 } li_model_config;
-/* The configs that have fields: LI_OF_LM is a luna_lm_config, LI_OF_LAYER a luna_layer_config, and LI_OF_ENCODER an
-   li_model_config. All models with an encoder have its metadata, where a field of another model is 0. */
+/* These configs have fields: LI_OF_LM is a luna_lm_config, LI_OF_LAYER a luna_layer_config, and LI_OF_ENCODER an
+   li_model_config. All models with an encoder have its metadata; fields of other models are 0 there. */
 enum { LI_OF_LM = 1, LI_OF_ENCODER = 2, LI_OF_LAYER = 4, LI_OF_ALL = 7 };
-/* luna.h 0.2 had Linformer, which examples/attentions has: luna.attention is LI_OLD_LINFORMER in its files, and a
-   setting is luna.linformer_<key>. Such a file is one of the hook LI_LINFORMER. */
+/* luna.h 0.2 had Linformer, which is now in examples/attentions. In its files luna.attention is LI_OLD_LINFORMER, and a
+   setting is luna.linformer_<key>. Such a file loads with the hook LI_LINFORMER. */
 #define LI_OLD_LINFORMER 3
 #define LI_LINFORMER "linformer"
-/* a field, the kinds of config that have it, and what it may hold there */
+/* Describes a field, the configs that have it, and its range. If in_layer, `at` counts from their luna_layer_config. */
 typedef struct li_field {
   const char *key;
   uint16_t at;
   uint8_t size, of;
-  bool in_layer, fraction; /* in_layer: `at` counts from the config's luna_layer_config */
+  bool in_layer, fraction;
   int32_t min, max;
 } li_field;
 #define LI_FIELD(of, config, name, field, in_layer, fraction, min, max) \
@@ -15103,7 +15093,7 @@ typedef struct li_field {
 #define LI_LAYER_OF(of, name, min, max) LI_FIELD(of, luna_layer_config, name, name, true, false, min, max)
 #define LI_LAYER(name, min, max) LI_FIELD(LI_OF_ALL, luna_layer_config, name, name, true, false, min, max)
 #define LI_FRACTION(name) LI_FIELD(LI_OF_ALL, luna_layer_config, name, name, true, true, 0, 999999999)
-/* A stream's state has a language model's rows in this order: add others at the end. */
+/* A stream's state has a language model's rows in this order, so add new rows at the end. */
 static const li_field li_fields[] = {
   LI_LM(vocab, 1, 1 << 24)
   LI_LM(layers, 1, 1024)
@@ -15120,7 +15110,7 @@ static const li_field li_fields[] = {
   LI_LAYER(activation, 1, LUNA_ACTIVATION_NONE)
   LI_LAYER(gated, 0, 1)
   LI_LAYER_OF(LI_OF_LM, omega, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS2)
-  LI_LAYER_OF(LI_OF_ENCODER, omega, 0, LUNA_ACTIVATION_SOFTPLUS2) /* 0 in files of 0.1 */
+  LI_LAYER_OF(LI_OF_ENCODER, omega, 0, LUNA_ACTIVATION_SOFTPLUS2) /* 0 in 0.1 files */
   LI_LAYER(pre_norm, 0, 1)
   LI_LAYER_OF(LI_OF_LM | LI_OF_LAYER, attention, 0, LUNA_ATTENTION_LINEAR)
   LI_LAYER_OF(LI_OF_ENCODER, attention, 0, LI_OLD_LINFORMER)
@@ -15158,14 +15148,14 @@ static const li_field li_fields[] = {
   LI_LAYER_OF(LI_OF_LAYER, recompute, 0, LUNA_RECOMPUTE_LAYER)
   LI_LAYER_OF(LI_OF_LAYER, horizon, LUNA_HORIZON_NONE, INT32_MAX)
 };
-/* Returns the next row after f that a config of this kind has, the first for null; null after the last. */
+/* Returns the next row after f for this kind of config, or null at the end. A null f gives the first row. */
 LI_FN const li_field *li_field_next(const li_field *f, int kind) {
   for (f = f ? f + 1 : li_fields; f < li_fields + LI_LENGTH(li_fields); f++)
     if (f->of & kind) return f;
   return NULL;
 }
 
-/* Returns where a field is in a config of this kind. */
+/* Returns the offset of a field in this kind of config. */
 LI_FN size_t li_field_at(const li_field *f, int kind) {
   if (f->in_layer && kind == LI_OF_LM) return f->at + offsetof(luna_lm_config, layer);
   if (f->in_layer && kind == LI_OF_ENCODER) return f->at + offsetof(li_model_config, encoder.layer);
@@ -15176,7 +15166,7 @@ LI_FN int64_t li_field_get(const li_field *f, int kind, const void *config) {
   int64_t number;
   int32_t word;
   float fraction;
-  if (f->size == 1) return *(const int8_t *)(const void *)at; /* bool, or a short enum */
+  if (f->size == 1) return *(const int8_t *)(const void *)at; /* bool, short enum */
   if (f->size == sizeof number) return memcpy(&number, at, sizeof number), number;
   if (f->fraction) return memcpy(&fraction, at, sizeof fraction), (int64_t)((double)fraction * 1e9 + 0.5);
   return memcpy(&word, at, sizeof word), word;
@@ -15191,7 +15181,7 @@ LI_FN void li_field_set(const li_field *f, int kind, void *config, int64_t value
   else memcpy(at, &word, sizeof word);
 }
 
-/* Whether all fields of a config of this kind hold what they may; false with a sentence. */
+/* Returns whether all fields of a config are in range. Reports an error if not. */
 LI_FN bool li_fields_good(luna_ctx *ctx, int kind, const void *config) {
   float fraction;
   for (const li_field *f = NULL; (f = li_field_next(f, kind)) != NULL;) {
@@ -15212,7 +15202,7 @@ LI_FN bool li_fields_put(luna_params *params, int kind, const void *config) {
   return true;
 }
 
-/* The luna.format of a file whose model luna.h 0.1 did not know. Newer models will have larger numbers. */
+/* A file has this luna.format if luna.h 0.1 did not know its model. Newer models will have larger numbers. */
 #define LI_FORMAT 2
 #define LI_QUOTE(x) #x
 #define LI_QUOTED(x) LI_QUOTE(x)
@@ -15252,14 +15242,14 @@ LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
 }
 
 /* ----------------------------------------
-   >>impl_layers: a layer's init makes the rows (li_part) of a table of parameters, and its forward calls ops. What goes
-   through a layer is an li_flow. In this order: rows; linear, norm and input layers; Luna attention, causal Luna
-   attention, the other attentions; encoder, decoder and causal layers. A config's new field is a row of li_fields too,
-   and li_layer_good rejects it where a layer does not have it. Guarded by tests/models/golden.c (the authors' outputs
+   >>impl_layers: a layer's init makes parameters from a table of rows (li_part), and its forward calls ops. An li_flow
+   holds the data that passes through a layer. In order: rows; linear, norm and input layers; Luna attention, causal
+   Luna attention, the other attentions; encoder, decoder and causal layers. A new field of a config is also a row of
+   li_fields, and li_layer_good rejects it for layers without it. Guarded by tests/models/golden.c (the authors' outputs
    and gradients), gradients.c and attention_layers.c.
    ---------------------------------------- */
 #define LI_MAX_NAME 192
-/* Joins prefix and name, with one dot between "fc1." and ".weight"; false when they are too long. */
+/* Joins prefix and name, with one dot between "fc1." and ".weight". Returns false if they are too long. */
 LI_FN bool li_name(luna_params *params, char out[LI_MAX_NAME], const char *prefix, const char *name) {
   if (!prefix) prefix = "";
   const size_t a = strlen(prefix);
@@ -15280,13 +15270,13 @@ LI_FN luna_init li_init(luna_init_kind kind, float scale) {
   const luna_init init = { kind, scale };
   return init;
 }
-/* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
-   ".weight", and ".bias" [rows], zeros, is beside it. */
+/* A row of a table of parameters makes the tensor name [rows, columns] or a vector [rows], filled by init. With a bias,
+   the name ends in ".weight", and ".bias" [rows], zeros, is added. */
 #define LI_VECTOR INT32_MIN /* columns of a vector */
 #define LI_MAX_PARTS 24
 typedef struct li_part {
-  bool has;                     /* whether this layer has it */
-  luna_tensor **weight, **bias; /* where they go; bias may be null */
+  bool has;                     /* false: layer lacks it */
+  luna_tensor **weight, **bias; /* destinations; bias may be null */
   const char *name;
   int64_t rows, columns;
   luna_init init;
@@ -15302,7 +15292,7 @@ LI_FN luna_init li_projection_init(bool bert, bool output) {
   if (bert) return li_init(LUNA_INIT_NORMAL, 0.02f);
   return li_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
-/* a projection of dim numbers to dim; `output`: an attention's last one */
+/* Describes a projection of dim numbers to dim. `output` marks an attention's last one. */
 LI_FN li_part li_projection(bool has, luna_linear_layer *layer, const char *name, const luna_layer_config *c,
                             bool output) {
   const li_part part = { has, LI_BOTH(*layer), name, c->dim, c->dim, li_projection_init(c->bert_init, output) };
@@ -15324,8 +15314,8 @@ LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part 
 
   return true;
 }
-/* A layer's public init, LAYER_TYPE_init: `defaults` completes and checks c, a copy of the config; then come its
-   parameters, all or none. */
+/* Defines a layer's public init, LAYER_TYPE_init. `defaults` completes and checks c, a copy of the config. Then it
+   makes all of the layer's parameters, or none. */
 #define LI_LAYER_INIT(layer_type, defaults, parameters) \
   LUNA_API luna_status layer_type##_init(layer_type *layer, luna_params *params, const char *prefix, \
                                          const luna_layer_config *config) { \
@@ -15339,7 +15329,7 @@ LI_FN bool li_parts_init(luna_params *params, const char *prefix, const li_part 
     return li_setup_end(&s, good); \
   }
 
-/* Whether a forward has its input and a layer whose init succeeded. Every such layer has the tensor `made`. */
+/* Checks that a forward has an input and an initialised layer, in which `made` is never null. */
 LI_FN bool li_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
   if (x && !made) {
     const char *why = x->ctx->failure.error;
@@ -15358,7 +15348,7 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
-/* Returns x itself where there is no projection. */
+/* Returns x itself if there is no projection. */
 LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
   if (layer->weight) return luna_linear(x, layer->weight, layer->bias);
   return x;
@@ -15381,7 +15371,7 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
-/* Returns x itself where there is no norm. */
+/* Returns x itself if there is no norm. */
 LI_FN luna_tensor *li_normalise(const luna_norm_layer *layer, luna_tensor *x) {
   if (!layer->weight || !x) return x;
   if (layer->bias) return luna_layer_norm(x, layer->weight, layer->bias, 0);
@@ -15415,10 +15405,11 @@ LI_FN bool li_is_real(const luna_input *input, int64_t step) {
   return !input->lengths || step % input->n < input->lengths[step / input->n];
 }
 
-/* What reads an input: tokens below vocab or, where vocab is 0, `features` a step; at most `longest` steps, 0 = any. */
+/* Describes what a model reads: tokens below vocab or, if that is 0, `features` per step. `longest` is 0 for any
+   length. */
 typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li_reader;
-/* Whether it can read it. The sentence has `what`, the argument, and `name`, the call. A feature may be Inf in a fit
-   alone, which is a call. */
+/* Checks that `r` can read the input. The error names `what`, the argument, and `name`, the call. A feature may be Inf
+   only while a fit runs, which sets ctx->call. */
 LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char *name, const char *what) {
   luna_ctx *ctx = r->ctx;
   char field[100];
@@ -15455,7 +15446,7 @@ LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char
 
   return true;
 }
-/* Whether an input layer can read it; false without a sentence where its init failed or was not called. */
+/* Checks that an input layer can read the input. Reports no error if its init failed or was not called. */
 LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *input, const char *name) {
   if (!layer) return false;
   const li_reader r = { li_ctx_of(layer->params), 0, luna_count(layer->mean), 0 };
@@ -15464,8 +15455,8 @@ LI_FN bool li_layer_input_fits(const luna_input_layer *layer, const luna_input *
   return li_input_fits(&r, input, name, "input");
 }
 
-/* Sets the means and deviations, or with `inverse` 1 / deviation, of the finite numbers of an input's real steps: both,
-   or neither. A number that never changes has the deviation 1. */
+/* Computes means and deviations (with `inverse`, 1 / deviation) over the finite numbers of an input's real steps.
+   Writes both or neither. A constant number gets the deviation 1. */
 LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_tensor *scale, bool inverse,
                                const char *name) {
   luna_ctx *ctx = mean->ctx;
@@ -15480,7 +15471,7 @@ LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_
   for (int64_t f = 0; f < k && li_computes(ctx) && status == LUNA_OK; f++) {
     double middle = 0, squares = 0;
     int64_t count = 0;
-    /* Welford's recurrence: one pass, no difference of large sums */
+    /* Welford's recurrence takes one pass and subtracts no large sums. */
     for (int64_t i = 0; i < rows; i++) {
       const double x = (double)input->features[i * k + f], off = x - middle;
       if (!li_is_finite(input->features[i * k + f]) || !li_is_real(input, i)) continue;
@@ -15511,7 +15502,7 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
   li_leave(ctx, outer);
   return status;
 }
-/* An input's features [batch, n, k], 0 where one is missing; or with `present` 1, and 0 where one is missing */
+/* Reads an input's features [batch, n, k], with 0 for missing values. With `present`, it reads 1 for all others. */
 typedef struct li_features { const luna_input *input; int64_t k; bool present; } li_features;
 LI_FN void li_features_fill(float *to, const void *from) {
   const li_features *w = (const li_features *)from;
@@ -15522,7 +15513,7 @@ LI_FN void li_features_fill(float *to, const void *from) {
     if (x != x || !li_is_real(w->input, i / w->k)) to[i] = 0;
   }
 }
-/* Both are always made, so that neither memory nor the ops of a step depend on the data. */
+/* Both tensors are always made, so that a step's memory and ops do not depend on the data. */
 LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
   static const char name[] = "luna_input_layer_forward";
   const int64_t shape[3] = { input->batch, input->n, k };
@@ -15534,10 +15525,10 @@ LI_FN luna_tensor *li_features_of(luna_ctx *ctx, const luna_input *input, int64_
   return li_fail_backend(ctx, name, status);
 }
 
-/* Whether what a model computes of a feature stays in float's range: it forms products of three of them. */
+/* Returns whether a feature fits: products of three, which the model forms, must stay in float's range. */
 LI_FN bool li_feature_fits(float standardised) { return standardised <= 1e9f && standardised >= -1e9f; }
-/* The same for all real features of an input, where the host has their means and scales; false with a sentence. It
-   notes once that a training begins on features far from 1, whose means (0) and scales (1) were forgotten. */
+/* Checks this for all real features of an input, if the host has their means and scales. Also warns once if training
+   begins on features far from 1 while means (0) and scales (1) were never set. */
 LI_FN bool li_features_fit(const luna_input_layer *layer, const luna_input *input) {
   luna_ctx *ctx = layer->mean->ctx;
   const int64_t k = layer->mean->shape[0];
@@ -15577,11 +15568,11 @@ LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, co
 LI_FN bool li_is_luna(const luna_layer_config *c) {
   return c->attention == LUNA_ATTENTION_LUNA && !c->hook;
 }
-/* Rejects a number other than 0 for what there is not; why: "with ...", "in ...". */
+/* Rejects a nonzero field that does not apply here. `why` is "with ..." or "in ...". */
 LI_FN bool li_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
   return value == 0 || li_refuse_call(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why);
 }
-/* Fills in the defaults of any layer; false with a sentence when the config is invalid. */
+/* Fills in any layer's defaults. Reports an error and returns false if the config is invalid. */
 LI_FN bool li_layer_defaults(luna_ctx *ctx, luna_layer_config *c) {
   if (c->dim == 0) c->dim = 128;
   if (c->heads == 0) c->heads = 4;
@@ -15594,12 +15585,12 @@ LI_FN bool li_layer_defaults(luna_ctx *ctx, luna_layer_config *c) {
          (li_is_omega((int)c->omega) || li_refuse_call(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)c->omega));
 }
 
-/* --- Luna attention, eqs. 3-5 --- */
+/* --- Luna attention [eqs. 3-5]: x [b,n,d], p [b,l,d], context [b,m,d] -> Y_X [b,n,d], Y_P [b,l,d] --- */
 LI_FN bool li_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
   if (heads >= 1 && dim % heads == 0) return true;
   return li_refuse_call(ctx, LUNA_ERROR_HEADS, ctx->call, dim, field, heads);
 }
-/* Whether t is [batch, n, dim]; false with a sentence. */
+/* Checks that t is [batch, n, dim]. */
 LI_FN bool li_is_sequence(const char *name, const char *what, const luna_tensor *t, int64_t batch, int64_t dim) {
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
   return li_refuse(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim);
@@ -15608,7 +15599,7 @@ LI_FN luna_init li_embedding_init(int64_t dim, bool bert) {
   return li_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
 }
 
-/* The output gate: "gate_proj", silu(x W_g + b_g), and y times that, or y itself without a gate */
+/* The output gate "gate_proj" is silu(x W_g + b_g). li_gated multiplies y by it, or returns y without a gate. */
 LI_FN luna_tensor *li_gate(const luna_linear_layer *gate, luna_tensor *x) {
   return li_linear_activated(x, gate->weight, gate->bias, LUNA_ACTIVATION_SILU);
 }
@@ -15641,7 +15632,7 @@ LI_LAYER_INIT(luna_nested_attention_layer, li_layer_defaults(ctx, &c) &&
               li_is_unused(ctx, "causal", c.causal, "in attention that is not causal"),
               li_nested_attention_init)
 
-/* [batch, n, h d_h] -> [batch, h, n, d_h], and back; one row has the same order in both */
+/* Splits heads, [batch, n, h d_h] -> [batch, h, n, d_h], or merges them. A single row has the same order in both. */
 LI_FN luna_tensor *li_split_heads(luna_tensor *x, int64_t heads) {
   if (!x) return NULL;
   const int64_t n = x->shape[1], d_h = x->shape[2] / heads;
@@ -15653,7 +15644,7 @@ LI_FN luna_tensor *li_merge_heads(luna_tensor *x) {
   const int64_t n = x->shape[2], d = x->shape[1] * x->shape[3];
   return li_reshape(n == 1 ? x : li_permute(x, 0, 2, 1, 3), 3, x->shape[0], n, d, 1);
 }
-/* Returns the weight of a projection by heads, [h, d_h, d]; for no projection, the identity. */
+/* Returns a projection's weight by heads, [h, d_h, d]. Without a projection, that is the identity. */
 LI_FN luna_tensor *li_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer, int64_t dim, int64_t heads) {
   const float one = 1;
   const int64_t shape[] = { heads, dim / heads, dim };
@@ -15666,7 +15657,7 @@ LI_FN luna_tensor *li_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer
   return li_fail_backend(ctx, "luna_nested_attention_layer_forward", status);
 }
 
-/* Makes lengths, where there are some, at most `max`, in memory of the step; false: no memory. */
+/* Limits lengths, if there are any, to `max`, in memory of the step. Returns false if memory is out. */
 LI_FN bool li_lengths_below(luna_ctx *ctx, const int32_t **lengths, int64_t count, int64_t max) {
   if (!*lengths) return true;
   int32_t *out = (int32_t *)li_step_host(ctx, "lengths", (size_t)count * sizeof(int32_t));
@@ -15675,8 +15666,8 @@ LI_FN bool li_lengths_below(luna_ctx *ctx, const int32_t **lengths, int64_t coun
   return out != NULL;
 }
 
-/* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
-   bpv_h */
+/* Folded pack: G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h bpv_h. pq
+   is [b,l,d], G and Z [b,h l,d], C [b,m,d], and r the row sums of the softmax. */
 LI_FN luna_tensor *li_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
                                   const int32_t *lengths) {
   if (!pq) return NULL;
@@ -15692,7 +15683,7 @@ LI_FN luna_tensor *li_pack_folded(const luna_nested_attention_layer *layer, luna
   return li_merge_heads(luna_add(z, bias));
 }
 
-/* Folded unpack: K'_h = scale k_h Wq_h with bias scale k_h bq_h, V'_h = v_h Wo_h^T */
+/* Folded unpack: K'_h = scale k_h Wq_h with bias scale k_h bq_h, and V'_h = v_h Wo_h^T; K', V' [b,h,l,d]. */
 LI_FN luna_tensor *li_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x,
                                     luna_tensor *packed_context, luna_tensor *residual, float dropout,
                                     const int32_t *lengths) {
@@ -15710,8 +15701,8 @@ LI_FN luna_tensor *li_unpack_folded(const luna_nested_attention_layer *layer, lu
   return li_unpack_with(in, lengths, layer->config.attention_dropout, dropout);
 }
 
-/* Whether the folded form costs less: 4 h l d flops a row and 4 l d d of products a sequence, against 2 d d of products
-   for each projection of the long side and 4 l d. */
+/* Returns whether the folded form costs less. It takes 4 h l d flops per row, and 4 l d d in products per sequence. The
+   other takes 2 d d in products for each projection of the long side, and 4 l d, per row. */
 LI_FN bool li_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int64_t projections) {
   const double d = (double)dim, l = (double)slots, n = (double)rows, cost = (double)ctx->backend->product_cost;
   const double products = (cost > 0 ? cost : 1) * d * d;
@@ -15719,8 +15710,8 @@ LI_FN bool li_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int6
   return n * 4 * (double)heads * l * d + 4 * l * products < n * (2 * (double)projections * products + 4 * l * d);
 }
 
-/* The first half, eq. 3: p [b,l,d], context [b,m,d] -> Y_P [b,l,d], folded or by attention (1), whose reference is
-   li_attention_row. */
+/* Computes the first half, eq. 3: p [b,l,d], context [b,m,d] -> Y_P [b,l,d], folded or by attention (1).
+   li_attention_row is its reference. */
 LI_FN luna_tensor *li_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context,
                                   const int32_t *lengths) {
   const luna_layer_config *c = &layer->config;
@@ -15733,7 +15724,7 @@ LI_FN luna_tensor *li_nested_pack(const luna_nested_attention_layer *layer, luna
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : li_project(&layer->pk, context), pv, &a);
 }
 
-/* The second half, eq. 4: x [b,n,d], y_p [b,l,d] -> Y_X + residual [b,n,d], after a dropout; residual may be null. */
+/* Computes the second half, eq. 4: x [b,n,d], y_p [b,l,d] -> dropout(Y_X) + residual [b,n,d]. residual may be null. */
 LI_FN luna_tensor *li_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                     luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_layer_config *c = &layer->config;
@@ -15747,7 +15738,7 @@ LI_FN luna_tensor *li_nested_unpack(const luna_nested_attention_layer *layer, lu
   y = li_gated(&layer->gate, x, y);
   return li_linear_with(y, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, dropout);
 }
-/* The same of a stream, which has keys and values: the sequences of a source are queries side by side. */
+/* Does the same in a stream, which has keys and values. Sequences of one source become queries side by side. */
 LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *residual,
                                   li_past *past) {
   const luna_attention_config a = li_attention_config(layer->config.heads, 0, past->source_slots);
@@ -15758,21 +15749,21 @@ LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna
   return li_linear_with(y, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, 0);
 }
 
-/* What goes through a layer: x and P. They become X' and P' where these are wanted. */
+/* Holds a layer's x and P, which become X' and P' if these are wanted. */
 typedef struct li_flow {
   luna_tensor *x, *p;
-  luna_tensor *context;   /* what is packed; null = x */
+  luna_tensor *context;   /* is packed; null: x */
   const int32_t *lengths; /* of the context */
   bool wants_x, wants_p, causal;
-  li_past *past;          /* of a stream's layer, in place of p, context and lengths; or null */
-  int64_t horizon;        /* of causal Luna attention; 0: none */
+  li_past *past;          /* A stream's layer has it instead of p, context and lengths. */
+  int64_t horizon;        /* causal Luna's; 0: none */
 } li_flow;
 LI_FN li_flow li_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
   const li_flow f = { x, p, NULL, lengths, true, false, false, NULL, 0 };
   return f;
 }
 
-/* f->x becomes Y_X + residual, or null, after a dropout; f->p Y_P */
+/* f->x becomes dropout(Y_X) + residual, which may be null, and f->p becomes Y_P. */
 LI_FN bool li_nested_attention(const luna_nested_attention_layer *layer, li_flow *f, luna_tensor *residual,
                                float dropout) {
   static const char name[] = "luna_nested_attention_layer_forward";
@@ -15799,7 +15790,7 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
   return f.x;
 }
 
-/* --- causal Luna attention, section 3.3 --- */
+/* --- causal Luna attention [section 3.3]: x [b,n,d], p [b,l,d] or [l,d] -> y [b,n,d] --- */
 LI_FN int li_causal_attention_parts(luna_causal_attention_layer *layer, li_part *parts) {
   const luna_layer_config *c = &layer->config;
   const bool full = c->sharing == LUNA_SHARING_FULL;
@@ -15830,21 +15821,21 @@ LI_LAYER_INIT(luna_causal_attention_layer, li_layer_defaults(ctx, &c) &&
               li_in(ctx, ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL),
               li_causal_attention_init)
 
-/* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
+/* Returns pq = (P Wpq + bpq) / sqrt(d_h): p [b, l, d] or [l, d] -> [b, h, l, d_h]. */
 LI_FN luna_tensor *li_causal_queries(const luna_causal_attention_layer *layer, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads;
   luna_tensor *pq = luna_scale(li_project(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h))));
   return li_split_heads(li_reshape(pq, 3, p->rank == 2 ? 1 : p->shape[0], p->shape[p->rank - 2], d, 1), h);
 }
-/* folded: pq_h Wpc_h [b, h, l, d]; *bias, unless null: pq_h bpc_h [b, h, l, 1] */
+/* Returns folded pq_h Wpc_h [b, h, l, d]. *bias, unless null, becomes pq_h bpc_h [b, h, l, 1]. */
 LI_FN luna_tensor *li_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq, luna_tensor **bias) {
   const int64_t d = layer->config.dim, h = layer->config.heads;
   luna_tensor *g = luna_matmul(pq, li_reshape(layer->pc.weight, 3, h, d / h, d, 1), false, false);
   if (bias) *bias = luna_matmul(pq, li_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
   return g;
 }
-/* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key
-   bias stays, for omega is no softmax. */
+/* Raw pack scores are s [batch, n, h l] = k_p pq^T with k_p = X Wpc + bpc; folded, X (pq_h Wpc_h)^T + pq_h bpc_h. The
+   key bias does not cancel here, because omega is no softmax. */
 LI_FN luna_tensor *li_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, li_past *past) {
   const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
@@ -15877,7 +15868,7 @@ LI_FN luna_tensor *li_causal_scores(const luna_causal_attention_layer *layer, lu
   return luna_add(g, li_reshape(bias, 3, b, 1, h * l, 1));
 }
 
-/* Returns logits of forget gates [batch, n, h slots]: x F^T + f, or f alone; of the first slots where p has fewer. */
+/* Returns forget gates' logits [batch, n, h slots]: x F^T + f, or f alone; the first ones if p has fewer slots. */
 LI_FN luna_tensor *li_forget_logits(const luna_causal_attention_layer *layer, luna_tensor *x, int64_t slots) {
   const int64_t h = layer->config.heads, l = layer->config.memory, d = layer->config.dim;
   luna_tensor *weight = layer->forget.weight, *bias = layer->forget.bias;
@@ -15891,7 +15882,7 @@ LI_FN luna_tensor *li_forget_logits(const luna_causal_attention_layer *layer, lu
   return li_reshape(luna_expand(bias, x->shape[0] * x->shape[1]), 3, x->shape[0], x->shape[1], h * slots, 1);
 }
 
-/* Returns y of x after f->p, + residual, or null, after a dropout. */
+/* Returns dropout(y) + residual [b,n,d], with y from x and the memory f->p. residual may be null. */
 LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
                                        luna_tensor *residual, float dropout, const li_flow *f) {
   static const char name[] = "luna_causal_attention_layer_forward";
@@ -15927,7 +15918,7 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
   return li_causal_attention(layer, x, NULL, 0, &f);
 }
 
-/* --- the attentions Luna is compared with: softmax, linear --- */
+/* --- baseline attentions (softmax, linear): x [b,n,d], context [b,m,d] -> y [b,n,d] --- */
 LI_FN bool li_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
   const li_part parts[] = {
@@ -15995,9 +15986,9 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   return li_result(scope, li_project(&layer->out, li_gated(&layer->gate, x, y)));
 }
 
-/* --- encoder, decoder and causal layers, eq. 6 --- */
-/* Completes a config, and rejects what this kind of layer does not have. It ignores the fields of attentions that are
-   not chosen, so that changing `attention` alone compares them. */
+/* --- encoder, decoder and causal layers [eq. 6]: x [b,n,d], p [b,l,d] -> X' [b,n,d], P' [b,l,d] --- */
+/* Completes a config and rejects fields that this kind of layer lacks. Fields of other attentions are ignored, so that
+   changing `attention` alone compares them. */
 typedef enum li_layer_kind { LI_ENCODER_LAYER, LI_DECODER_LAYER, LI_CAUSAL_LAYER } li_layer_kind;
 LI_FN bool li_layer_good(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind) {
   const bool causal = kind == LI_CAUSAL_LAYER, encoder = kind == LI_ENCODER_LAYER;
@@ -16024,27 +16015,27 @@ LI_FN int li_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer
   return LI_LENGTH(all);
 }
 
-/* Ends a half-layer: its sum, normed when post-norm. */
+/* Ends a half-layer. Returns its sum, normed if post-norm. */
 LI_FN luna_tensor *li_sum_normed(const luna_layer_config *c, luna_tensor *sum, const luna_norm_layer *norm) {
   if (c->pre_norm) return sum;
   return li_normalise(norm, sum);
 }
-/* Returns x + y after y's dropout, normed when post-norm. */
+/* Returns x + dropout(y), normed if post-norm. */
 LI_FN luna_tensor *li_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y,
                                const luna_norm_layer *norm) {
   return li_sum_normed(c, luna_add(x, luna_dropout(y, c->dropout)), norm);
 }
-/* Begins a half-layer: its input, normed when pre-norm. */
+/* Begins a half-layer. Returns its input, normed if pre-norm. */
 LI_FN luna_tensor *li_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
   if (c->pre_norm) return li_normalise(norm, x);
   return x;
 }
 
-/* A layer's second half, x + FFN(x), at the end of its scope. p, unless null, stays beside it. */
+/* Computes a layer's second half, x + FFN(x), and ends its scope. p, unless null, survives beside it. */
 LI_FN luna_tensor *li_ffn_half(luna_scope *scope, const luna_layer_config *c,
                                const luna_feed_forward_layer *layer, luna_tensor *x, luna_tensor *p) {
   x = li_results_so_far(scope, x, p);
-  /* A layer that is computed again as a whole need not hold its hidden layer then either. */
+  /* A layer that is recomputed as a whole need not hold its hidden layer even then. */
   const luna_feed_forward_config f = { c->activation, c->activation_dropout, c->dropout, x,
                                        c->recompute != LUNA_RECOMPUTE_NONE, layer->fc3.weight, layer->fc3.bias };
   x = luna_feed_forward(li_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
@@ -16053,7 +16044,7 @@ LI_FN luna_tensor *li_ffn_half(luna_scope *scope, const luna_layer_config *c,
   return li_results(*scope, li_sum_normed(c, x, &layer->norm), p);
 }
 
-/* --- the attention of an encoder or causal layer that is not Luna's --- */
+/* --- other attentions and hooks --- */
 LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                          const char *prefix, const luna_layer_config *c) {
   luna_ctx *ctx = params->ctx;
@@ -16077,7 +16068,7 @@ LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_stat
   return li_attention_init(other_attention, params, prefix);
 }
 
-/* Returns f->x + attention of x, f->x after the norm when pre-norm. f->p becomes what a hook hands out, else null. */
+/* Returns f->x + attention(x). With pre-norm, x is f->x after the norm. f->p becomes a hook's next_p, else null. */
 LI_FN luna_tensor *li_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
                             void *hook_state, luna_tensor *x, const luna_norm_layer *norm, li_flow *f) {
   const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
@@ -16124,7 +16115,7 @@ LI_FN bool li_encoder_layer_init(luna_encoder_layer *layer, luna_params *params,
 /* luna_encoder_layer_init */
 LI_LAYER_INIT(luna_encoder_layer, li_layer_good(ctx, &c, LI_ENCODER_LAYER), li_encoder_layer_init)
 
-/* Luna attention with both residuals: eq. 6 without its last line. */
+/* Computes Luna attention with both residuals: eq. 6 without its last line. */
 LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
                           const luna_norm_layer *norm, const luna_norm_layer *memory_norm, li_flow *f) {
   const luna_scope scope = luna_scope_begin(f->x ? f->x->ctx : NULL);
@@ -16140,8 +16131,8 @@ LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attentio
   return (!f->wants_x || x) && (!f->wants_p || p);
 }
 
-/* f->p stays as it was where P' is not wanted or there is none. The scope is what the layer's input lies in: its end
-   releases that, too. */
+/* f->p is unchanged if P' is not wanted or does not exist. `scope` holds the layer's input, which its end also
+   releases. */
 LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, li_flow *f) {
   luna_tensor *p = f->p;
   luna_scope own;
@@ -16167,7 +16158,7 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, 
   }
 
   if (!f->wants_p) f->p = NULL;
-  if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* eq. 6, its last line */
+  if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* last line of eq. 6 */
   else (void)li_result(*scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;
@@ -16206,7 +16197,7 @@ LI_FN bool li_decoder_layer_init(luna_decoder_layer *layer, luna_params *params,
 LI_LAYER_INIT(luna_decoder_layer, (li_is_luna(&c) || li_is_luna_only(ctx, "a decoder layer")) &&
               li_layer_good(ctx, &c, LI_DECODER_LAYER), li_decoder_layer_init)
 
-/* Returns X', which is in f->x too. */
+/* Returns X', which is also in f->x. */
 LI_FN luna_tensor *li_decoder_layer(const luna_decoder_layer *layer, li_flow *f) {
   luna_tensor *x = f->x;
   if (!li_layer_made(x, LI_OF(layer, feed_forward.fc1.weight), "luna_decoder_layer_forward")) return NULL;
@@ -16233,7 +16224,7 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
   return x;
 }
 
-/* A causal layer's own parameters; memory and kernel come before the attention's. */
+/* Lists a causal layer's own parameters. memory and kernel come before the attention's. */
 LI_FN int li_causal_layer_parts(luna_causal_layer *layer, li_part *parts) {
   const luna_layer_config *c = &layer->config;
   const int64_t d = c->dim, width = c->convolution;
@@ -16286,14 +16277,14 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 }
 
 /* ----------------------------------------
-   >>impl_models: each model has defaults, which check its config, an init and a forward. In this order: the language
-   model's parameters and how a file describes it; positions; hooks in files; what inits share; the causal language
+   >>impl_models: each model has defaults (which also check its config), an init and a forward. In order: the language
+   model's parameters and their description in a file; positions; hooks in files; what inits share; the causal language
    model, encoder, classifier, masked language model and encoder-decoder. A new model has an LI_MODEL_INIT, rows of
    li_fields, and a kind that luna_load_model knows. Guarded by tests/models/golden.c and the tests that include
    tests/models.h.
    ---------------------------------------- */
 #define LI_LM_KIND "causal_lm"
-#define LI_LM_BEFORE 5 /* of li_lm_parts, those made before the layers */
+#define LI_LM_BEFORE 5 /* parts before the layers */
 LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
   const luna_lm_config *c = &model->config;
   const bool learned = c->positions == LUNA_POSITIONS_LEARNED;
@@ -16320,11 +16311,11 @@ LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
 #define LI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 LI_FN int64_t li_lm_outputs(const luna_lm_config *c) { return c->outputs ? c->outputs : c->vocab; }
 
-/* Whether a tensor is not the model's, but an optimiser's moments. */
+/* Returns whether a tensor is luna.h's own, such as an optimiser's moments, and not the model's. */
 LI_FN bool li_st_ours(li_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
-/* Counts the tensors of a file that are the model's, and the numbers in them. One of I8 has its scales beside it, which
-   do not count: whether they are there is seen when it is read. */
+/* Counts a file's tensors that belong to the model, and their elements. Scales of I8 tensors do not count; reading
+   checks that they exist. */
 LI_FN int64_t li_st_tensors(const li_st *st, double *numbers) {
   li_st_tensor t;
   size_t cursor = 0;
@@ -16337,7 +16328,7 @@ LI_FN int64_t li_st_tensors(const li_st *st, double *numbers) {
   return count;
 }
 
-/* Counts those of parts. */
+/* Does the same for parts. */
 LI_FN int64_t li_parts_tensors(const li_part *parts, int count, double *numbers) {
   int64_t tensors = 0;
   for (const li_part *p = parts; p < parts + count; p++) {
@@ -16349,8 +16340,8 @@ LI_FN int64_t li_parts_tensors(const li_part *parts, int count, double *numbers)
   return tensors;
 }
 
-/* Sizes in a file's metadata are untrusted: before memory is laid out by them, the file's tensors must be as many and
-   hold as many numbers. */
+/* Sizes in a file's metadata are untrusted. Before memory is laid out by them, this compares the numbers of tensors and
+   elements with the file's. */
 LI_FN const char *li_lm_claims(const li_st *st, const luna_lm_config *c) {
   li_part parts[LI_MAX_PARTS];
   luna_lm model;
@@ -16367,7 +16358,7 @@ LI_FN const char *li_lm_claims(const li_st *st, const luna_lm_config *c) {
   return NULL;
 }
 
-/* Reads the config of the model in a checkpoint, without dropouts. Returns null, or what is wrong. */
+/* Reads the config of a checkpoint's model, without dropouts. Returns null, or what is wrong. */
 LI_FN const char *li_lm_read(const li_st *st, luna_lm_config *config) {
   li_st_text text;
   memset(config, 0, sizeof *config);
@@ -16382,7 +16373,7 @@ LI_FN const char *li_lm_read(const li_st *st, luna_lm_config *config) {
   return li_lm_claims(st, config);
 }
 
-/* Writes a row of sinusoidal positions. */
+/* Writes a row of sinusoidal positions [d]. */
 LI_FN void li_sinusoid(int64_t position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
@@ -16394,7 +16385,7 @@ LI_FN void li_sinusoid(int64_t position, int64_t d, float *out) {
   if (d % 2) out[d - 1] = 0;
 }
 
-/* Returns the sinusoids of positions first .. first + n - 1 as [n, d]. */
+/* Returns the sinusoids of positions first .. first + n - 1, [n, d]. */
 LI_FN luna_tensor *li_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
   li_build s;
   int64_t shape[2] = { n, d };
@@ -16403,7 +16394,7 @@ LI_FN luna_tensor *li_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t
   return li_finish(&s, 2, shape);
 }
 
-/* Returns x + positions from `first` on: sinusoids, or rows of a learned table. */
+/* Returns x [b,n,d] + positions from `first` on: sinusoids, or rows of a learned table. */
 LI_FN luna_tensor *li_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
   if (positions == LUNA_POSITIONS_SINUSOIDAL)
@@ -16413,10 +16404,10 @@ LI_FN luna_tensor *li_add_positions(luna_tensor *x, luna_positions positions, lu
   return luna_add(x, luna_slice(table, 0, first, x->shape[1]));
 }
 
-/* --- an attention hook in a model's file: its name and its settings --- */
+/* --- attention hooks in files --- */
 #define LI_HOOK_KEY "luna.hook"
 #define LI_HOOK_PREFIX LI_HOOK_KEY "."
-#define LI_HOOK_TEXT 1024 /* bytes of a key and of a value */
+#define LI_HOOK_TEXT 1024 /* bytes per key, value */
 LI_FN bool li_hook_put(void *file, const char *key, const char *value) {
   char full[LI_HOOK_TEXT];
   if (strlen(key) + sizeof LI_HOOK_PREFIX > sizeof full || strlen(value) >= LI_HOOK_TEXT) return false;
@@ -16454,7 +16445,7 @@ LI_FN bool li_st_is_linformer(const li_st *st) {
          li_st_number(text) == LI_OLD_LINFORMER;
 }
 
-/* Finds the hook that a file names, or null where it names none, and loads its settings; false with a sentence. */
+/* Finds the hook that a file names and loads its settings. *hook becomes null if the file names none. */
 LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hook **hook) {
   const luna_attention_hook *const *at = ctx->options.hooks;
   li_hook_file file;
@@ -16477,8 +16468,7 @@ LI_FN bool li_hook_load(luna_ctx *ctx, const li_st *st, const luna_attention_hoo
   return !(*at)->load || (*at)->load((*at)->user, li_hook_get, &file) || li_hook_fails(ctx, *at, "loaded");
 }
 
-/* Puts the model's pairs: its name and the fields of its config, which is of this kind. A model whose hook has no name
-   has none. */
+/* Stores the model's name and its config's fields as text pairs. A model whose hook has no name gets none. */
 LI_FN bool li_fields_describe(luna_params *params, const char *name, const luna_layer_config *layer, int kind,
                               const void *config) {
   const luna_attention_hook *hook = layer->hook;
@@ -16491,7 +16481,7 @@ LI_FN bool li_fields_describe(luna_params *params, const char *name, const luna_
   return described;
 }
 
-/* Makes the layers "PREFIXlayers.N." of a model; null with a sentence. */
+/* Makes a model's layers "PREFIXlayers.N."; null after an error. */
 LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kind kind, int64_t count,
                            const luna_layer_config *config, int64_t max_length) {
   static const size_t sizes[] = { sizeof(luna_encoder_layer), sizeof(luna_decoder_layer), sizeof(luna_causal_layer) };
@@ -16515,8 +16505,8 @@ LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kin
   return NULL;
 }
 
-/* A model's public init, luna_<kind>_init, by li_<kind>_defaults and li_<kind>_init. `name` is its kind in metadata,
-   `layer` its layers' config, and `described`, which is of kind `of`, what is checked and becomes metadata. */
+/* Defines a model's public init, luna_<kind>_init, from li_<kind>_defaults and li_<kind>_init. `name` is its kind in
+   metadata, and `layer` its layers' config. `described`, of kind `of`, is checked and becomes metadata. */
 #define LI_MODEL_INIT(kind, name, layer, described, of) \
   LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
                                           const luna_##kind##_config *config) { \
@@ -16533,7 +16523,7 @@ LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kin
   }
 #define LI_ENCODER_MODEL_INIT(kind) LI_MODEL_INIT(kind, #kind, m.encoder.layer, m, LI_OF_ENCODER)
 
-/* --- the causal language model --- */
+/* --- causal language model: input [b,n] -> logits [b,n,vocab] --- */
 LI_FN bool li_lm_defaults(luna_ctx *ctx, li_model_config *m) {
   luna_lm_config *c = &m->lm;
   if (c->vocab == 0) c->vocab = 256;
@@ -16558,7 +16548,7 @@ LI_FN bool li_lm_init(luna_lm *model, luna_params *params) {
 /* luna_lm_init */
 LI_MODEL_INIT(lm, LI_LM_KIND, m.lm.layer, m.lm, LI_OF_LM)
 
-/* Returns what a model's embedding reads. `first` positions stand before the first token's. */
+/* Returns what a model's embedding reads. The first token has position `first`. */
 LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table,
                              const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
   const int64_t vocab = table ? table->shape[0] : 0;
@@ -16567,7 +16557,7 @@ LI_FN li_reader li_reader_of(const luna_params *params, const luna_tensor *table
   return r;
 }
 
-/* Returns the context of a model whose init succeeded and whose input fits, else null. */
+/* Returns the model's context if its init succeeded and the input fits, else null. */
 LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char *name) {
   if (!m) return NULL;
   const li_reader r = li_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
@@ -16581,7 +16571,7 @@ LI_FN int32_t li_label(const luna_input *input, const int32_t *labels, int64_t i
   return -1;
 }
 
-/* Returns the cross-entropy of luna_linear(x, weight, bias), for a null weight of x, by labels of an input. */
+/* Returns the cross-entropy of luna_linear(x, weight, bias), or of x if weight is null, for an input's labels. */
 LI_FN luna_tensor *li_labels_loss(const char *name, luna_tensor *const in[3], const luna_input *input,
                                   const int32_t *labels, const luna_cross_entropy_config *config) {
   luna_tensor *x = in[0];
@@ -16611,13 +16601,13 @@ LUNA_API luna_tensor *luna_as_part(luna_tensor *x) {
   return y;
 }
 
-/* Embeds tokens by a table or, where that is null, features. */
+/* Embeds tokens by a table or, if that is null, features: -> [batch,n,dim]. */
 LI_FN luna_tensor *li_embedded(luna_tensor *table, const luna_input_layer *layer, const luna_input *input) {
   if (!table) return luna_as_part(luna_input_layer_forward(layer, input));
   return luna_as_part(luna_embedding(table, input->tokens, input->batch, input->n));
 }
 
-/* Returns the rows of an input's longest sequence, at least 1, or `whole`, those of the batch that it is a part of. */
+/* Returns the length of an input's longest sequence, at least 1, or the whole batch's, `whole`, if that is positive. */
 LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
   if (whole > 0) return whole;
   const int64_t n = li_max(input->n, 1);
@@ -16627,13 +16617,13 @@ LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
   return li_min(longest, n);
 }
 
-/* Finds the state that this pass of the model continues, or null; false: it cannot. */
+/* Finds the state that this pass of the model continues, or null. Returns false if it cannot. */
 LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_state **state);
 LI_FN int64_t li_state_position(const luna_lm_state *state);
 LI_FN li_past li_state_layer(luna_lm_state *state, int64_t layer);
-/* Returns x. If it is there, the state that the pass has continued stands after its rows. */
+/* Returns x. Unless x is null, advances the state by its rows. */
 LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_t rows);
-/* Returns what the logits are made of. */
+/* Returns the features [b,n,d] that the logits are computed from. */
 LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input) {
   luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_lm_state *state;
@@ -16665,7 +16655,7 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   return status;
 }
 
-/* Returns the matrix of the logits. */
+/* Returns the matrix that gives the logits. */
 LI_FN luna_tensor *li_lm_output(const luna_lm *model) {
   if (model->output.weight) return model->output.weight;
   return model->embedding;
@@ -16698,7 +16688,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   return li_state_written(model, li_result(scope, loss), input->n);
 }
 
-/* --- encoder --- */
+/* --- encoder: input [b,n] -> x [b,n,d], p [b,l,d] --- */
 /* c is the encoder's config in m's model. */
 LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_config *c, int64_t vocab) {
   if (c->layers == 0) c->layers = 2;
@@ -16756,7 +16746,7 @@ LI_FN float li_embedding_factor(const luna_encoder_config *c) {
   return 1.0f;
 }
 
-/* Returns s E[token] + position or, without a table, a projection of features + position; zeros where padded. */
+/* Returns s E[token] + position or, without a table, projected features + position, [b,n,d]. Padding becomes 0. */
 LI_FN luna_tensor *li_embed(const luna_encoder *e, const luna_input *input) {
   const luna_encoder_config *c = &e->config;
   const luna_norm_layer *norm = &e->embedding_norm;
@@ -16777,7 +16767,7 @@ LI_FN luna_ctx *li_encoder_ctx(const luna_encoder *e, const luna_input *input, c
   return NULL;
 }
 
-/* Copies the input. Sequences without rows get lengths of 0, so that no slot of P is real. False: no memory. */
+/* Copies the input. Sequences without rows get length 0, so that P has no real slot. Returns false without memory. */
 LI_FN bool li_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
   const size_t bytes = (size_t)input->batch * sizeof(int32_t);
   *own = *input;
@@ -16812,8 +16802,8 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   return li_results(scope, li_embed(e, input), memory);
 }
 
-/* p is the memory that comes in, or null. *last_x and *last_p become what the last layer makes of both. One of them is
-   null where its result is not wanted, and what only that needs is not computed. */
+/* p is the incoming memory, or null. *last_x and *last_p become the last layer's results. Either pointer may be null:
+   then whatever only its result needs is not computed. */
 LI_FN bool li_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                       luna_tensor **last_p) {
   luna_ctx *ctx = li_encoder_ctx(e, input, "luna_encoder_forward", "input");
@@ -16851,7 +16841,7 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
   return x;
 }
 
-/* --- classifier --- */
+/* --- classifier: input [b,n] -> logits [b,classes] --- */
 LI_FN bool li_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
@@ -16879,7 +16869,7 @@ LI_FN bool li_classifier_init(luna_classifier *model, luna_params *params) {
 }
 LI_ENCODER_MODEL_INIT(classifier) /* luna_classifier_init */
 
-/* Returns the mean of the first min(lengths[b], n) of a sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none. */
+/* Averages the first min(lengths[b], n) rows of each sequence: [batch, n, d] -> [batch, d]. No rows give 0. */
 LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!x || !lengths) return luna_mean(x, 1);
   luna_tensor *y = luna_sum(luna_mask(x, lengths), 1);
@@ -16973,7 +16963,7 @@ LI_FN bool li_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   return li_parts_init(params, "", parts, LI_LENGTH(parts));
 }
 LI_ENCODER_MODEL_INIT(masked_lm) /* luna_masked_lm_init */
-/* Returns what the logits are made of. */
+/* Returns the features that the logits are computed from. */
 LI_FN luna_tensor *li_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   x = li_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
   return li_normalise(&model->norm, x);
@@ -17010,7 +17000,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
     chosen[k++] = labels[i];
   }
 
-  /* the rows at those places */
+  /* rows at those places */
   x = luna_embedding(li_reshape(x, 2, all, model->config.encoder.layer.dim, 1, 1), places, 1, count);
   x = li_masked_lm_head(model, x);
   return li_linear_cross_entropy_loss(__func__, x, model->output, model->bias, chosen, NULL);
@@ -17058,7 +17048,7 @@ LI_FN bool li_seq2seq_init(luna_seq2seq *model, luna_params *params) {
 
 LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init */
 
-/* Returns what the logits are made of. */
+/* Returns the features [b,n,d] that the logits are computed from. */
 LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                        const char *name) {
   luna_ctx *ctx = li_encoder_ctx(&model->encoder, source, name, "source");
@@ -17074,12 +17064,12 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   luna_tensor *context = luna_encoder_forward(&model->encoder, &from, &p);
   memset(&e, 0, sizeof e);
   e.config = model->config.encoder;
-  e.config.keep_padding = true;      /* padding of the target has a zero embedding, no more */
+  e.config.keep_padding = true;      /* Padding of the target only gets a zero embedding. */
   e.params = model->params;
   e.embedding = model->embedding;
   e.positions = model->positions;
   luna_tensor *x = context ? li_embed(&e, target) : NULL;
-  luna_scope inner = luna_scope_begin(ctx); /* the encoder's results stay */
+  luna_scope inner = luna_scope_begin(ctx); /* keeps the encoder's results */
   li_flow f = li_flow_of(x, p, from.lengths);
   f.context = context;
   f.horizon = li_params_horizon(model->params, li_longest(target, li_part_of(ctx).target_longest));
@@ -17110,10 +17100,10 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
   return li_result(scope, li_labels_loss(__func__, in, target, labels, config));
 }
 /* ----------------------------------------
-   >>impl_trainer: schedules and optimisers. An optimiser (luna_optimizer) keeps an li_trained for each parameter, and
-   hands those that have a gradient to the backend as a table of luna_update. In this order: schedules, parameters that
-   join, opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by
-   tests/engine/trainer.c and optimizer_hook.c.
+   >>impl_trainer: schedules and optimisers. An optimiser (luna_optimizer) keeps an li_trained for each parameter. It
+   hands parameters with a gradient to the backend as a table of luna_update. In order: schedules, new parameters,
+   opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by tests/engine/trainer.c
+   and optimizer_hook.c.
    ---------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
@@ -17137,13 +17127,12 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
   return (float)floor;
 }
 
-/* a parameter, and how it is trained */
 typedef struct li_trained {
   luna_tensor *tensor;
   const char *name;
-  float *moment[4]; /* the optimiser's own, then the average */
+  float *moment[4]; /* moments, then the average */
   float lr, decay;
-  bool averaged;    /* an update has reached it */
+  bool averaged;    /* its average has begun */
 } li_trained;
 typedef struct li_group { luna_param_group group; struct li_group *next; } li_group;
 struct luna_optimizer {
@@ -17151,18 +17140,18 @@ struct luna_optimizer {
   luna_optimizer_kind kind;
   const luna_optimizer_hook *hook; /* LUNA_OPTIMIZER_HOOK's, else null */
   luna_optimizer_config config;
-  int moments, kept;          /* how many moments each parameter has; with its average */
+  int moments, kept;          /* per parameter; plus average */
   int64_t attempts, size, reached;
   li_trained *trained;        /* [size] */
-  luna_update *parts, *table; /* [reached] with a gradient; the same in backend memory */
-  li_group *groups;           /* in the order they were given */
+  luna_update *parts, *table; /* [reached]; in backend memory */
+  li_group *groups;           /* in order of addition */
   luna_step_state *state;     /* in backend memory */
-  uint64_t backwards;         /* the context's, at the last step */
-  uint64_t skipped_in_row;    /* as far as the host knows */
-  bool swapped;               /* parameters and averages have changed places */
+  uint64_t backwards;         /* the context's, at last step */
+  uint64_t skipped_in_row;    /* as the host knows */
+  bool swapped;               /* Parameters and averages have changed places. */
   luna_optimizer *next;       /* of the context */
 };
-/* Ends a backward that failed half-way: no gradient is only a part, and no optimiser steps by what is left. */
+/* Ends a failed backward. It clears all gradients, so that no gradient is partial and no optimiser steps. */
 LI_FN void li_gradients_forget(luna_ctx *ctx) {
   for (const luna_params *set = ctx->newest; set; set = set->older)
     (void)luna_params_zero_grad((luna_params *)(uintptr_t)set);
@@ -17178,7 +17167,7 @@ LI_FN float li_group_factor(float factor) {
   return factor;
 }
 
-/* Sets a parameter's rates, by the config and the last group that fits it. */
+/* Sets a parameter's rates by the config and the last group that matches it. */
 LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
   t->lr = 1;
   t->decay = o->config.weight_decay;
@@ -17189,7 +17178,7 @@ LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
   }
 }
 
-/* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends. */
+/* Adds the set's parameters from index `size` on, with zero moments: all of them, or none if memory is out. */
 LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
@@ -17226,7 +17215,7 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   return LUNA_OK;
 }
 
-/* Whether a hook is valid and runs on the context's device; false with a sentence. */
+/* Checks that a hook is valid and runs on the context's device. */
 LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_optimizer_hook *hook) {
   const luna_backend *backend = ctx->backend;
   if (!li_is_given(ctx, name, "hook", hook != NULL) ||
@@ -17238,7 +17227,7 @@ LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_op
   return li_refuse_call(ctx, LUNA_ERROR_HOOK_CPU_ONLY, name, hook->name);
 }
 
-/* Whether a hook and a config are valid; false with a sentence. */
+/* Checks a hook and a config. */
 LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
   const luna_optimizer_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
@@ -17256,7 +17245,7 @@ LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char 
          (!total || s->total > 0 || li_refuse_call(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total));
 }
 
-/* By luna_optimizer_kind: moments, SGD's with momentum, and defaults. What an optimiser does not have is 0. */
+/* Defaults by luna_optimizer_kind. SGD has moments only with momentum. Settings that an optimiser lacks are 0. */
 typedef struct li_optimizer_defaults {
   const char *name;
   int moments;
@@ -17331,9 +17320,9 @@ LUNA_API luna_optimizer *luna_optimizer_open(luna_params *params, const luna_opt
   return li_optimizer_open(params, LUNA_OPTIMIZER_HOOK, hook, config);
 }
 
-/* Makes a group the optimiser's last, in place of an earlier one that fits the same parameters; false: no memory. */
+/* Makes a group the optimiser's last, and replaces one for the same parameters. Returns false if memory is out. */
 LI_FN bool li_group_keep(luna_optimizer *o, const luna_param_group *group) {
-  const char *name = group->name ? group->name : ""; /* "" is in every name */
+  const char *name = group->name ? group->name : ""; /* Every name contains "". */
   const size_t size = strlen(name) + 1;
   li_group **at = &o->groups;
   while (*at && ((*at)->group.max_rank != group->max_rank || strcmp((*at)->group.name, name) != 0)) at = &(*at)->next;
@@ -17371,7 +17360,7 @@ LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *o, const luna_para
   return LUNA_OK;
 }
 
-/* Adds the parameters made since the last step. A failed call stops an optimiser; another optimiser's LUNA_NOT_FINITE
+/* Adds parameters made since the last step. A failed call stops an optimiser, but another optimiser's LUNA_NOT_FINITE
    does not. */
 LI_FN luna_status li_optimizer_ready(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
@@ -17390,7 +17379,7 @@ LI_FN float li_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
   return o->config.lr * luna_schedule_at(&o->config.schedule, from_zero ? attempt : attempt + 1);
 }
 
-/* Returns the first parameter whose rates are too large, or null: then no update of a gradient of at most
+/* Returns the first parameter whose rates are too large, or null. If null, no update by a gradient of at most
    luna_rule.largest makes a parameter or a moment Inf. */
 LI_FN const li_trained *li_rates_too_large(const luna_optimizer *o, float lr) {
   for (int64_t i = 0; i < o->size; i++) {
@@ -17422,7 +17411,7 @@ LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
                             0);
 }
 
-/* Lists the parameters that have a gradient. What changed goes to the device. */
+/* Lists the parameters that have a gradient, and copies changes of the list to the device. */
 LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
   luna_ctx *ctx = o->params->ctx;
   int64_t reached = 0, first = 0;
@@ -17461,7 +17450,7 @@ LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bo
   if (!ctx->trace) return call(ctx, rule, o->parts, o->table, o->reached);
 
   luna_trace_event e = li_trace_start(ctx, LUNA_TRACE_OPTIMIZER, update ? "optimizer update" : "optimizer norm", NULL);
-  /* The norm reads gradients. The update reads and writes these, values and moments; an average takes three more. */
+  /* The norm reads gradients. The update reads and writes gradients, values, moments; an average adds three passes. */
   const int passes = update ? 4 + 2 * o->moments + 3 * (o->kept - o->moments) : 1;
   for (int64_t i = 0; i < o->reached; i++) e.bytes += (double)o->parts[i].count * (double)sizeof(float) * passes;
   const luna_status status = call(ctx, rule, o->parts, o->table, o->reached);
@@ -17477,7 +17466,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   o->backwards = ctx->backwards;
   ctx->writes++;
   if (ctx->options.measure) return LUNA_OK;
-  float largest = 1e18f;             /* Adam squares gradients */
+  float largest = 1e18f;             /* Adam squares gradients. */
   if (o->hook && o->hook->largest > 0) largest = o->hook->largest;
   const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, c->average,
                            largest, o->state, o->hook, c };
