@@ -13298,8 +13298,8 @@ LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis) {
 }
 
 /* ---- products ---- */
-/* --- matmul: a [outer,inner,m,k], b [inner,k,n] -> c [outer,inner,m,n]; both may be transposed. dA = dC B^T; dB = A^T
-   dC, summed over `outer`. --- */
+/* --- matmul: a [outer,inner,m,k], b [inner,k,n] -> c [outer,inner,m,n]; both may be transposed. dA = dC B^T, and dB
+   sums A^T dC over `outer`. --- */
 LI_FN void li_multiply(const luna_op *op, const li_gemm *g, void *scratch) {
   if (g->c) li_run_gemm(li_k(op), g, &op->ctx->parallel, scratch);
 }
@@ -13584,8 +13584,7 @@ typedef struct li_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
   /* These are [rows, hidden]: `given` is the slope's argument, `active` the activation's output, `a` that after
-     dropout; `dh` holds da, then dh. With `words` they hold bf16 words in rows `row` floats apart; else `row` is
-     hidden. */
+     dropout; `dh` holds da, then dh. With `words`, rows are bf16 and `row` floats apart; else `row` is hidden. */
   bool words;
   int64_t row;
   float *given, *active, *a, *dh;
@@ -15405,8 +15404,7 @@ LI_FN bool li_is_real(const luna_input *input, int64_t step) {
   return !input->lengths || step % input->n < input->lengths[step / input->n];
 }
 
-/* Describes what a model reads: tokens below vocab or, if that is 0, `features` per step. `longest` is 0 for any
-   length. */
+/* A model reads tokens below vocab or, if vocab is 0, `features` per step; `longest` 0 means any length. */
 typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li_reader;
 /* Checks that `r` can read the input. The error names `what`, the argument, and `name`, the call. A feature may be Inf
    only while a fit runs, which sets ctx->call. */
@@ -17539,21 +17537,21 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 #endif /* !LUNA_NO_TRAIN */
 
 /* ----------------------------------------
-   >>impl_checkpoints: parameter sets to and from safetensors. What is saved is an li_st_contents, which puts text pairs
-   and tensors: it runs once to count the header, once to write it, once for the data. What is loaded is an li_loader,
-   which gets the open file: li_load, li_load_matching, li_load_kind, li_load_training, li_inspect.
-   Then come files by path, and the public calls. A new kind of file content needs a contents and a loader. Guarded by
+   >>impl_checkpoints: parameter sets to and from safetensors. A save has an li_st_contents, which puts text pairs and
+   tensors. It runs three times: to count the header, to write the header, and to write the data. A load has an
+   li_loader, which gets the open file: li_load, li_load_matching, li_load_kind, li_load_training, li_inspect. Then come
+   files by path, and the public calls. New file content needs a contents and a loader. Guarded by
    tests/files/checkpoints.c, tests/files/model_files.c and tests/files/resume.c.
    ---------------------------------------- */
 /* Writes through a callback, which takes `size` bytes or returns false. The first failure sticks. */
 typedef struct li_st_writer {
-  bool (*write)(void *user, const void *bytes, size_t size); /* null: bytes are only counted */
+  bool (*write)(void *user, const void *bytes, size_t size); /* null: only counts */
   void *user;
-  luna_ctx *device;                  /* that has the tensors' elements; null: they are on the host */
+  luna_ctx *device;                  /* holds tensor data; null: host */
   uint64_t written;
   bool failed;
-  const char *pair, *tensor, *end;   /* what comes before the header's next pair and tensor; null: the data's turn */
-  int64_t begin;                     /* where the next tensor's data begins */
+  const char *pair, *tensor, *end;   /* They precede the header's next pair and tensor; null: data. */
+  int64_t begin;                     /* next tensor's data offset */
 } li_st_writer;
 
 LI_FN void li_st_write_bytes(li_st_writer *w, const void *bytes, size_t size) {
@@ -17601,7 +17599,7 @@ LI_FN void li_st_put_pair(li_st_writer *w, const char *key, const char *value) {
   li_st_write_string(w, value);
   w->pair = ",", w->tensor = "},", w->end = "}}";
 }
-/* Writes a tensor's entry in the header; false: it is the data's turn. */
+/* Writes a tensor's entry in the header. Returns false if the data is being written. */
 LI_FN bool li_st_put_entry(li_st_writer *w, const char *name, const char *dtype, const luna_tensor *like, int size) {
   const int64_t count = li_shape_count(like->rank, like->shape), begin = w->begin;
   char entry[240];
@@ -17622,7 +17620,7 @@ LI_FN void li_st_fetch(li_st_writer *w, float *block, const float *from, int64_t
   if (!w->device) memcpy(block, from, bytes);
   else w->failed = w->device->backend->copy(w->device, block, from, bytes, 2) != LUNA_OK;
 }
-/* Writes a tensor, whose `data` may be null where it has no elements. */
+/* Writes a tensor. `data` may be null if it has no elements. */
 LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
   float block[1024];
   const int64_t count = li_shape_count(like->rank, like->shape);
@@ -17645,8 +17643,8 @@ LI_FN void li_st_write_header(li_st_writer *w, li_st_contents contents, const vo
   li_st_write_text(w, w->end);
   w->pair = w->tensor = NULL;
 }
-/* Writes a whole file. Spaces after the JSON make the data begin at a multiple of LI_ALIGN, so that it can be used in
-   place. Nothing is written when the header cannot be. */
+/* Writes a whole file. Spaces after the JSON align the data to LI_ALIGN, so that it can be used in place. If the header
+   cannot be written, nothing is. */
 LI_FN bool li_st_write(li_st_writer *w, li_st_contents contents, const void *what) {
   li_st_writer counter;
   memset(&counter, 0, sizeof counter);
@@ -17684,7 +17682,7 @@ LI_FN void li_put_set(li_st_writer *w, const void *set) {
     li_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
 #ifndef LUNA_NO_INT8
-/* Returns a row's scale or, given it, writes the row's integers. */
+/* Returns a row's scale or, if that is given, writes the row's integers. */
 LI_FN float li_put_row(li_st_writer *w, const float *x, int64_t n, const float *scale) {
   float block[1024], largest = 0;
   int8_t q[1024];
@@ -17702,8 +17700,8 @@ LI_FN float li_put_row(li_st_writer *w, const float *x, int64_t n, const float *
   return li_int8_scale(largest);
 }
 
-/* Puts a set in 8 bits. Scales and what stays float come first, so that they are aligned, then integers. A weight stays
-   float where another parameter has its scales' name. */
+/* Puts a set in 8 bits. Scales and float tensors come first, so that they are aligned, then integers. A weight stays
+   float if another parameter has the name of its scales. */
 LI_FN void li_put_set_int8(li_st_writer *w, const void *set) {
   const luna_params *params = (const luna_params *)set;
   char scales[LI_ST_NAME];
@@ -17733,13 +17731,13 @@ LI_FN bool li_buffer_write(void *to, const void *bytes, size_t size) {
   *file->written += size;
   return true;
 }
-/* Whether a tensor of a file is a parameter, the scales of one that is I8 there, or luna.h's own. */
+/* Returns whether a file's tensor is a parameter, the scales of an I8 parameter, or luna.h's own. */
 LI_FN bool li_st_known(const luna_params *params, const li_st *st, const li_st_tensor *t) {
   char name[LI_ST_NAME];
   li_st_tensor matrix;
   const size_t size = li_st_decode(t->name, name, sizeof name);
   if (li_st_ours(t->name)) return true;
-  if (size >= sizeof name || strlen(name) != size) return false; /* no parameter's name has a zero byte */
+  if (size >= sizeof name || strlen(name) != size) return false; /* Parameters' names have no zero byte. */
   if (li_param_find(params, name)) return true;
   if (size < 6 || strcmp(name + size - 6, ".scale") != 0) return false;
   name[size - 6] = 0;
@@ -17749,8 +17747,8 @@ LI_FN luna_status li_not_a_model(luna_ctx *ctx, const char *why) {
   return li_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, li_file_name(ctx), why);
 }
 
-/* Compares what the file and the set say of their models: most of it is in no tensor's name or shape. Dropouts may
-   differ, and so may the longest sequence, which a learned table has as its shape. */
+/* Compares the models that the file and the set describe, most of which no tensor's name or shape tells. Dropouts may
+   differ, and so may the longest sequence, which is in the shape of a learned table. */
 LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
   luna_ctx *ctx = params->ctx;
   char in_file[40];
@@ -17796,19 +17794,19 @@ LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
   return LUNA_OK;
 }
 
-/* Loads all of the file's text pairs or none, in its order, but for those that begin with "luna.", which describe the
-   model, and keys with a zero byte, which no string can hold. */
+/* Loads all of the file's text pairs or none, in order. It skips keys that begin with "luna.", which describe the
+   model, and keys with a zero byte, which no C string can hold. */
 LI_FN luna_status li_load_pairs(luna_params *params, const li_st *st) {
   li_meta *pairs, *pair, **link = &params->metas;
   li_st_text key, value;
   size_t cursor = 0, size = st->pairs * sizeof *pairs;
   if (st->pairs == 0) return LUNA_OK;
 
-  while (li_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* undecoded: no shorter */
+  while (li_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* Decoding never lengthens. */
   pairs = pair = (li_meta *)li_persist_host(params->ctx, params->ctx->call, size);
   if (!pairs) return params->ctx->last_status;
   char *text = (char *)(pairs + st->pairs);
-  for (params->last_meta = NULL; *link;) { /* removes the pairs that the file has */
+  for (params->last_meta = NULL; *link;) { /* Removes pairs that the file has. */
     if (!li_is_ours((*link)->key) && li_st_meta(st, (*link)->key, &value)) *link = (*link)->next;
     else link = &(params->last_meta = *link)->next;
   }
@@ -17851,8 +17849,8 @@ LI_FN luna_status li_load(luna_ctx *ctx, void *set, li_st *st) {
 
 /* Loads a file `into` something. The file's index is in the step. */
 typedef luna_status (*li_loader)(luna_ctx *ctx, void *into, li_st *st);
-/* Reads a whole file and loads it. Where io has no read, `user` is the file's bytes. Chunks of the step that this
-   needed go back to the allocator: no step may ever be as large. */
+/* Reads a whole file and loads it. If io has no read, `user` points to the file's bytes. Chunks of the step that were
+   added for this go back to the allocator, because no later step may need them. */
 LI_FN luna_status li_read(luna_ctx *ctx, const char *name, li_loader load, void *into, const luna_io *io) {
   luna_status status = LUNA_OK;
   const char *wrong = NULL;
@@ -17902,7 +17900,7 @@ LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float 
   if (t.dtype < LI_ST_DTYPES && li_st_floats(&t, out)) return LUNA_OK;
   return LUNA_UNSUPPORTED;
 }
-/* Decodes a string of the file in the step; null when there is no memory. */
+/* Decodes a string of the file in the step's memory. Returns null if memory is out. */
 LI_FN const char *li_step_text(luna_ctx *ctx, li_st_text text) {
   const size_t size = li_st_decode(text, NULL, 0) + 1;
   char *out = (char *)li_step_host(ctx, ctx->call, size);
@@ -17974,7 +17972,7 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
   if (m->loaded) return LUNA_OK;
   return li_fail_status(ctx, LUNA_ERROR_NOTHING_MATCHES, ctx->call, params->size, li_file_name(ctx));
 }
-/* The kinds of model in the order of luna_model_kind: their names in a file, and where a luna_model has them. */
+/* Lists the kinds of model in the order of luna_model_kind, with their names in a file and places in a luna_model. */
 #define LI_KIND(name, member) { name, offsetof(luna_model, member), sizeof(((luna_model *)NULL)->member) }
 static const struct { const char *name; size_t at, size; } li_kinds[] = {
   LI_KIND(LI_LM_KIND, lm), LI_KIND("classifier", classifier), LI_KIND("masked_lm", masked_lm),
@@ -17988,10 +17986,10 @@ LI_FN luna_status li_model_init(luna_model *model, luna_params *params, li_model
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
 
-/* what li_load_kind loads into setup's struct: that of `kind`, 0: a luna_model of any */
+/* li_load_kind loads a model of `kind` into setup's struct. 0 stands for a luna_model of any kind. */
 typedef struct li_kind_load { li_setup setup; luna_model_kind kind; } li_kind_load;
-/* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
-   name and shape. Then the file may have no more. */
+/* Loads a model. Its init takes each parameter from the file, and fails if the file lacks that name and shape. The file
+   may have no other tensors. */
 LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   const li_kind_load *load = (const li_kind_load *)into;
   luna_params *params = load->setup.params;
@@ -18019,8 +18017,8 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   if (wrong) return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, li_file_name(ctx));
   if (layer->dim % layer->heads) return li_not_a_model(ctx, LI_NO_HEADS);
 
-  /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
-     memory comes first, are at most as many as tensors. */
+  /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken. Layers, whose
+     memory comes first, may not outnumber the file's tensors. */
   const int64_t layers = m.encoder.tied_layers ? 1 : m.encoder.layers;
   if (li_max(layers, li_max(m.lm.layers, m.seq2seq.decoder_layers)) > count)
     return li_not_a_model(ctx, LI_NO_LAYERS);
@@ -18035,7 +18033,7 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
   if (status == LUNA_OK && params->size != count)
     status = li_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_COUNT, ctx->call, li_file_name(ctx), count, params->size);
 
-  /* a hook's init may have drawn values of its own */
+  /* A hook's init may have drawn values. */
   if (status == LUNA_OK && !params->shared && m.lm.layer.hook) status = li_load_values(params, st);
   if (status == LUNA_OK && !params->shared) status = li_load_pairs(params, st);
   if (status != LUNA_OK) return status;
@@ -18044,10 +18042,10 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
 
   return LUNA_OK;
 }
-/* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
-   hexadecimal digits each --- */
+/* --- training files: moments are tensors "luna.moment<i>.<name>"; the optimiser's and the context's counters are pairs
+   of 16 hexadecimal digits --- */
 #ifndef LUNA_NO_TRAIN
-/* A run's counters, and their keys in the same order. lr has a float's bits. */
+/* A run's counters have keys in the same order. lr has a float's bits. */
 typedef struct li_counters { uint64_t kind, attempts, updates, skipped, lr, step, seed, skipped_in_row; } li_counters;
 static const char *const li_counter_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped",
                                                "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
@@ -18060,13 +18058,13 @@ LI_FN bool li_unhex(const li_st *st, const char *key, uint64_t *out) {
   *out = 0;
   if (!li_st_meta(st, key, &value) || value.size != 16) return false;
   for (size_t i = 0; i < 16; i++) {
-    const char *digit = (const char *)memchr(li_hex_digits, value.at[i], 16); /* in lower case */
+    const char *digit = (const char *)memchr(li_hex_digits, value.at[i], 16); /* lower case */
     if (!digit) return false;
     *out = *out << 4 | (uint64_t)(digit - li_hex_digits);
   }
   return true;
 }
-/* What an optimiser keeps: of each parameter its moments and, where it has one, its average, which is the last. */
+/* An optimiser keeps each parameter's moments and then, if it has one, its average. */
 LI_FN int64_t li_kept_count(const luna_optimizer *o) { return o->size * o->kept; }
 typedef struct li_kept { char name[LI_MAX_PARAM_NAME + 24]; const luna_tensor *like; float *data; } li_kept;
 LI_FN void li_kept_at(const luna_optimizer *o, int64_t index, li_kept *kept) {
@@ -18081,7 +18079,7 @@ LI_FN bool li_kept_find(const li_st *st, const li_kept *kept, li_st_tensor *out)
   return li_st_find(st, kept->name, out) && li_st_like(out, kept->like) && out->dtype == LI_ST_F32;
 }
 
-/* The carried state is saved as a half of it is in memory, positions too, as if it were floats. */
+/* One half of a carried state is saved as it is in memory, with its positions, as if it were floats. */
 #define LI_STATE "luna.state"
 LI_FN float *li_state_bytes(const luna_lm_state *s, luna_tensor *like);
 LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
@@ -18117,7 +18115,7 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
     li_st_put_tensor(w, LI_STATE, &like, data);
   }
 }
-/* Compares the optimiser with that of a file, where the first hooks have no name: they were all Apollo's. */
+/* Compares the optimiser with a file's. Old files name no hook, because every hook was Apollo's. */
 LI_FN luna_status li_optimizer_compare(const luna_optimizer *o, const li_st *st, uint64_t kind) {
   static const char *const names[] = { "SGD", "Adam", "AdamW", "Apollo" };
   char hook[LI_HOOK_NAME + 1];
@@ -18125,7 +18123,7 @@ LI_FN luna_status li_optimizer_compare(const luna_optimizer *o, const li_st *st,
   const char *name = kind < (uint64_t)LI_LENGTH(names) ? names[kind] : "an unknown kind";
   const char *own = o->hook ? o->hook->name : names[o->kind];
   if (kind == LUNA_OPTIMIZER_HOOK && li_st_meta(st, LI_OPTIMIZER_NAME, &text)) {
-    (void)li_st_decode(text, hook, sizeof hook); /* cut where it is longer than any hook's */
+    (void)li_st_decode(text, hook, sizeof hook); /* Longer names are cut, and differ. */
     name = hook;
   }
   if (kind == (uint64_t)o->kind && strcmp(name, own) == 0) return LUNA_OK;
@@ -18145,7 +18143,7 @@ LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_count
   if (!li_st_meta(st, li_counter_keys[0], &text)) return li_fail_status(ctx, LUNA_ERROR_NOT_TRAINING, ctx->call, file);
 
   for (int k = 0; k < LI_COUNTERS; k++) {
-    const bool optional = k == LI_COUNTERS - 1; /* older files lack it */
+    const bool optional = k == LI_COUNTERS - 1; /* Older files lack it. */
     if (!li_unhex(st, li_counter_keys[k], &value[k]) && !(optional && !li_st_meta(st, li_counter_keys[k], &text)))
       return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, li_counter_keys[k], file);
   }
@@ -18157,7 +18155,7 @@ LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_count
   if (c->lr >> 32 || !(lr >= 0 && lr < (float)INFINITY) || li_rates_too_large(o, lr))
     return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, "luna.lr", file);
 
-  /* luna_optimizer_advance counts attempts, luna_optimizer_apply the others: it need not be called as often */
+  /* luna_optimizer_advance counts attempts, luna_optimizer_apply the rest; the latter may be called less often. */
   if ((c->attempts | c->updates | c->skipped) >> 62 || c->skipped_in_row > c->skipped)
     return li_fail_status(ctx, LUNA_ERROR_FILE_COUNTERS, ctx->call, file, (int64_t)c->attempts, (int64_t)c->updates,
                           (int64_t)c->skipped, (int64_t)c->skipped_in_row);
@@ -18187,7 +18185,7 @@ LI_FN luna_status li_state_find(const luna_params *params, const li_st *st, li_s
       bytes->bytes == (size_t)bytes->count * sizeof(float) && li_state_places(params->state, bytes)) return LUNA_OK;
   return li_fail_status(params->ctx, LUNA_ERROR_STATE_MISSING, params->ctx->call, li_file_name(params->ctx));
 }
-/* Tells options.log when a run goes on with other products, or without the state that it carried. */
+/* Tells options.log if a run resumes with other products, or without its carried state. */
 LI_FN void li_training_differs(const luna_params *params, const li_st *st) {
   static const char *const names[2] = { "float32", "bf16" };
   const luna_ctx *ctx = params->ctx;
@@ -18209,12 +18207,12 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   luna_tensor like;
   li_counters counters;
   li_kept kept;
-  memset(&counters, 0, sizeof counters); /* for compilers that do not see that the check sets them */
+  memset(&counters, 0, sizeof counters); /* Some compilers do not see that the check sets them. */
   luna_status status = li_optimizer_join(o, ctx->call);
   if (status == LUNA_OK) status = li_training_check(o, st, &counters);
   if (status == LUNA_OK) status = li_state_find(o->params, st, &state_bytes);
   if (status == LUNA_OK) status = li_load(ctx, o->params, st);
-  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* those pending belong to no step of that run */
+  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* Pending gradients are not that run's. */
   if (status != LUNA_OK || ctx->options.measure) return status;
 
   for (int64_t i = 0; i < li_kept_count(o) && status == LUNA_OK; i++) {
@@ -18265,7 +18263,7 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
 #include <sys/stat.h>
 #include <unistd.h>
 #if defined(__STRICT_ANSI__) && !defined(__cplusplus)
-int fileno(FILE *stream);            /* POSIX functions that strict C99 headers do not declare */
+int fileno(FILE *stream);            /* Strict C99 headers do not declare these POSIX functions. */
 FILE *fdopen(int descriptor, const char *mode);
 int fsync(int descriptor);
 int fchmod(int descriptor, mode_t mode);
@@ -18280,18 +18278,18 @@ LI_FN bool li_file_read(void *user, void *bytes, size_t size) {
   return fread(bytes, 1, size, (FILE *)user) == size;
 }
 
-/* --- A save writes a new file, .luna-<n>.tmp, in the folder of the old one, whose place it takes then. A later save in
-   that folder removes such a file whose process has ended. --- */
+/* --- A save writes a new file, .luna-<n>.tmp, in the old file's folder, and then renames it over the old file. A later
+   save in that folder removes such a file if its process has ended. --- */
 #define LI_LONGEST_PATH 4096
-#define LI_SAVERS 1000             /* at once in one folder */
+#define LI_SAVERS 1000             /* savers of one folder */
 typedef struct li_saving_file {
-  char path[LI_LONGEST_PATH], temporary[LI_LONGEST_PATH]; /* what is to be replaced; what is written */
-  size_t folder;                     /* the length of path's folder, with its end */
+  char path[LI_LONGEST_PATH], temporary[LI_LONGEST_PATH]; /* target; written file */
+  size_t folder;                     /* length, with separator */
   FILE *file;
 #ifdef _WIN32
   HANDLE lock;
 #elif defined(LI_POSIX_FILES)
-  bool replaces;                     /* an old file, of this mode */
+  bool replaces;                     /* a file of this mode */
   mode_t mode;
 #endif
 } li_saving_file;
@@ -18311,8 +18309,8 @@ LI_FN void li_saving_name(li_saving_file *s, const char *format, int64_t number)
 }
 
 #ifdef _WIN32
-/* A number is held by a lock file of its own, which no other process can open and which goes with its process. An old
-   temporary file of a number so held is abandoned. */
+/* A lock file holds each number. No other process can open it, and it ends with its process. An older temporary file
+   with that number is abandoned. */
 LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   struct _stat old;
   if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return LUNA_ERROR_SAVE_IRREGULAR;
@@ -18339,7 +18337,7 @@ LI_FN bool li_saving_flush(li_saving_file *s) {
   s->file = NULL;
   return flushed && closed;
 }
-/* It retries for a second: another process may have the file open. */
+/* Retries for a second, because another process may have the file open. */
 LI_FN bool li_saving_replace(const li_saving_file *s) {
   for (int i = 0; i < 200; i++, Sleep(5)) {
     if (MoveFileExA(s->temporary, s->path, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH)) return true;
@@ -18353,9 +18351,9 @@ LI_FN void li_saving_close(li_saving_file *s, bool replaced) {
   CloseHandle(s->lock);
 }
 #elif defined(LI_POSIX_FILES)
-/* A temporary file is locked (flock, released when its process ends) as long as it has its name; only the lock's
-   holder may rename or remove it. Between creation and locking another process may take it for abandoned and remove
-   it: its creator then takes another number. (A 32-bit program that cannot read a file's number removes none.) */
+/* A temporary file is locked (flock, released when its process ends) as long as it has its name. Only the lock's holder
+   may rename or remove it. Before the creator locks it, another process may take it for abandoned and remove it; the
+   creator then takes another number. (A 32-bit program that cannot read a file's number removes none.) */
 LI_FN bool li_saving_locks(int descriptor, const char *name) {
   struct stat opened, named;
   if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
@@ -18372,7 +18370,7 @@ LI_FN void li_saving_sweep(const char *name) {
   if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && li_saving_locks(descriptor, name)) unlink(name);
   close(descriptor);
 }
-/* Replaces a path that is a symbolic link by its target, which need not exist. */
+/* Follows a path that is a symbolic link to its target, which need not exist. */
 LI_FN luna_error_id li_saving_resolve(li_saving_file *s) {
   for (int links = 0; links < 40; links++) {
     const ssize_t size = readlink(s->path, s->temporary, sizeof s->temporary);
@@ -18393,7 +18391,7 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   if (s->replaces && !S_ISREG(old.st_mode)) return LUNA_ERROR_SAVE_IRREGULAR;
 
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
-  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
+  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* On EOVERFLOW (a 32-bit program) it exists. */
   else if (!s->replaces && errno != ENOENT) return LUNA_ERROR_SAVE_LOOKUP;
   for (int64_t number = 0; number < 16; number++) {
     li_saving_name(s, ".luna-%d.tmp", number);
@@ -18414,7 +18412,7 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   return LUNA_ERROR_SAVE_TEMPORARY;
 }
 LI_FN bool li_saving_flush(li_saving_file *s) {
-  if (s->replaces) (void)!fchmod(fileno(s->file), s->mode); /* fails where a file system has no modes */
+  if (s->replaces) (void)!fchmod(fileno(s->file), s->mode); /* Some file systems have no modes. */
   return fflush(s->file) == 0 && fsync(fileno(s->file)) == 0;
 }
 LI_FN bool li_saving_replace(li_saving_file *s) {
@@ -18422,16 +18420,16 @@ LI_FN bool li_saving_replace(li_saving_file *s) {
   s->path[s->folder] = 0;
   const int folder = open(s->folder ? s->path : ".", O_RDONLY);
   if (folder < 0) return true;
-  fsync(folder);                     /* best effort: the file is already renamed */
+  fsync(folder);                     /* Best effort: the file is already renamed. */
   close(folder);
   return true;
 }
 LI_FN void li_saving_close(li_saving_file *s, bool replaced) {
   if (!replaced) unlink(s->temporary);
-  fclose(s->file);                   /* which releases the lock, after the rename */
+  fclose(s->file);                   /* This releases the lock after the rename. */
 }
 #else
-/* Standard C can do no more: one saver at a time in a folder. */
+/* Standard C allows no more: one saver at a time per folder. */
 LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   li_saving_name(s, ".luna-%d.tmp", 0);
   s->file = fopen(s->temporary, "wb");
@@ -18482,7 +18480,7 @@ LI_FN luna_status li_read_path(luna_ctx *ctx, const char *name, li_loader load, 
   FILE *file = fopen(path, "rb");
   if (!file) return li_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
   int64_t size = li_seek(file, 0, SEEK_END) == 0 ? li_tell(file) : -1;
-  if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
+  if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* A folder has LONG_MAX bytes. */
   const luna_io io = { li_file_read, NULL, file, (uint64_t)size };
   rewind(file);
   ctx->path = path;
@@ -18499,7 +18497,7 @@ LUNA_API luna_file luna_path(const char *path) {
 }
 #endif /* !LUNA_NO_STDIO */
 
-/* --- files of any source or sink --- */
+/* --- any source or sink --- */
 LUNA_API luna_file luna_bytes(const void *bytes, size_t size) {
   const luna_file file = { NULL, bytes, NULL, size, NULL, NULL };
   return file;
@@ -18574,7 +18572,7 @@ LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_
                         (int64_t)LUNA_MODEL_SEQ2SEQ);
 }
 #ifndef LUNA_NO_TRAIN
-/* Parameters that have not joined yet are saved with moments of zeros, and with their values as averages. */
+/* Parameters that have not joined yet are saved with zero moments, and with their values as averages. */
 LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file) {
   luna_optimizer *o = (luna_optimizer *)(uintptr_t)optimizer;
   if (!o) return LUNA_BAD_ARGUMENT;
@@ -18597,53 +18595,53 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
 #pragma GCC pop_options
 #endif
 /* ----------------------------------------
-   >>impl_stream: the layers in step form: a few rows of each sequence, and of the tokens before them what li_past has.
-   A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
-   and a bump arena that holds a step. Measuring finds what that takes by a step that computes nothing; recording keeps
-   the ops of the first single row, which stepping runs again. What the parameters and a decoder's sources alone make is
-   computed once. For a model on a device all values are there, in a block of their own. In order: memory and inputs,
-   the step, opening (config, weights, measuring, layout, from bytes, from a model), running, saved states, the state
-   that training carries. What else a layer is to keep from step to step is added to li_state_bytes. Guarded by
-   tests/models/stream.c, a decoder by tests/models/translation.c, on a device by tests/engine/device.c and
-   tests/cuda/cuda.c.
+   >>impl_stream: the layers in step form. A step takes a few rows of each sequence, and li_past holds what earlier
+   tokens left. A stream is a context of its own in one block of memory. The block has its layers, as tensors on the
+   model's parameters, its state, and a bump arena for a step. Measuring finds the size of that by a step that computes
+   nothing. Recording keeps the ops of the first single row, and stepping runs them again. Values that depend only on
+   the parameters or on a decoder's sources are computed once. For a model on a device, all values are on the device, in
+   one block. In order: memory and inputs, the step, opening (config, weights, measuring, layout, from bytes, from a
+   model), running, saved states, the state that training carries. New state of a layer is added to li_state_part_of and
+   li_past_take. Guarded by tests/models/stream.c, a decoder by tests/models/translation.c, on a device by
+   tests/engine/device.c and tests/cuda/cuda.c.
    ---------------------------------------- */
 typedef struct li_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   li_past past;
 } li_stream_layer;
 struct luna_stream {
-  luna_ctx ctx;                /* its status and sentence are the stream's */
-  li_bump bump;                /* the tensors of the layers and the model, then a step */
-  size_t head_ops, body;       /* recorded ops before the layers, and before the logits */
-  luna_step_state step_state;  /* of a stream on the host */
+  luna_ctx ctx;                /* the stream's status, error */
+  li_bump bump;                /* layers, model, a step */
+  size_t head_ops, body;       /* ops before layers, before logits */
+  luna_step_state step_state;  /* used on the host */
   li_stream_layer *layers;
-  luna_lm model;               /* what there is beside the layers */
-  float *standard, *output_norm; /* means and scales of features and of outputs, on the host: [2, features] ... */
+  luna_lm model;               /* all but the layers */
+  float *standard, *output_norm; /* means, scales: [2, features], [2, outputs] */
   int64_t batch, chunk, horizon;
   int64_t position, first_position;
   int64_t sources;             /* as in li_past */
   float scale;                 /* of the embedding */
   bool cross;                  /* a decoder */
-  bool int8;                   /* some weights are in 8 bits */
-  size_t int8_size, int8_used; /* bytes of those that are not in a file */
+  bool int8;                   /* some weights are I8 */
+  size_t int8_size, int8_used; /* I8 bytes outside files */
   char *int8_at;
-  char *state;                 /* all layers' parts, as li_past_take lays them out */
+  char *state;                 /* li_past_take lays it out */
   size_t state_size;
-  char *inputs, *host_inputs;  /* of a step: li_inputs; on the host the same */
+  char *inputs, *host_inputs;  /* li_inputs of a step */
   float *logits;               /* [batch, outputs], on the host */
   int32_t *slots, *source_slots; /* as in li_past, or null */
-  size_t head, head_int8;      /* bytes of tensors and of weights in 8 bits before the layers */
-  size_t head_kept, body_kept; /* bytes of recorded tensors before the layers, and before the logits */
+  size_t head, head_int8;      /* tensor, I8 bytes before layers */
+  size_t head_kept, body_kept; /* recorded bytes before layers, logits */
   luna_error_id error;         /* of the last call */
-  const luna_ctx *model_ctx;   /* of a stream opened from a model: its context, never dereferenced */
+  const luna_ctx *model_ctx;   /* the model's; never dereferenced */
   size_t memory_size;
   char *device_memory;
   size_t device_size;
-  void *kept;                  /* what the device keeps for steps of single tokens */
+  void *kept;                  /* the backend's, see `token` */
 };
 
 LI_FN bool li_stream_folds(const luna_layer_config *c) { return c->heads * c->memory <= c->dim + c->memory; }
-/* Whether folded scores are a product in 8 bits. */
+/* Returns whether folded scores are a product in 8 bits. */
 LI_FN bool li_stream_rounds_scores(const luna_stream *s) {
 #ifdef LUNA_NO_INT8
   return (void)s, false;
@@ -18652,8 +18650,8 @@ LI_FN bool li_stream_rounds_scores(const luna_stream *s) {
   return s->int8 && s->sources == 1 && li_stream_folds(c) && li_int8_fits(c->dim);
 #endif
 }
-/* The parts of a layer's state and a sequence's bytes in each: two means, where the memory forgets their weights, and
-   the convolution's history */
+/* A layer's state has four parts: two means, the weights of a memory that forgets, and the convolution's history.
+   `bytes` is per sequence. */
 #define LI_STATE_PARTS 4
 typedef struct li_state_part { void *at; size_t bytes; } li_state_part;
 LI_FN li_state_part li_state_part_of(const li_past *past, const luna_layer_config *c, int64_t batch, int part) {
@@ -18667,10 +18665,10 @@ LI_FN li_state_part li_state_part_of(const li_past *past, const luna_layer_confi
 LI_FN void *li_stream_take(char *base, size_t *used, int64_t count, size_t size) {
   const size_t bytes = li_round((size_t)count * size);
   char *at = base ? base + *used : NULL;
-  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large to be had */
+  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large */
   return at;
 }
-/* Says where they are, from base on; null only counts them. */
+/* Places the state from base on; a null base only counts bytes. */
 LI_FN void li_past_take(li_past *past, const luna_layer_config *c, int64_t batch, char *base, size_t *used) {
   const int64_t slots = c->memory * (2 * c->dim + (c->forget ? c->heads : 0));
   past->state = (double *)li_stream_take(base, used, batch * slots, sizeof(double));
@@ -18678,19 +18676,19 @@ LI_FN void li_past_take(li_past *past, const luna_layer_config *c, int64_t batch
 }
 LI_FN bool li_stream_on_device(const luna_stream *s) { return li_on_device(&s->ctx); }
 
-/* Copies bytes of the stream, or only counts them. It is false when the device has failed, now or before. */
+/* Copies bytes of the stream, or only counts them. Returns false if the device has failed, now or before. */
 LI_FN bool li_stream_move(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
   luna_ctx *ctx = &s->ctx;
   if (ctx->status == LUNA_OK && li_computes(ctx))
     (void)li_backend_result(ctx, "luna_stream", ctx->backend->copy(ctx, to, from, bytes, direction));
   return ctx->status == LUNA_OK;
 }
-/* Copies a tensor's values to memory of the stream that stays. The tensor is null where the ops before failed. */
+/* Copies a tensor's values to lasting memory of the stream. The tensor is null if earlier ops failed. */
 LI_FN bool li_stream_store(luna_stream *s, void *to, const luna_tensor *t) {
   return t && li_stream_move(s, to, t->data, (size_t)luna_count(t) * sizeof(float), 0);
 }
 
-/* Makes a tensor on memory that is there. */
+/* Makes a tensor on existing memory. */
 LI_FN luna_tensor li_stream_tensor(luna_stream *s, float *data, int rank, const int64_t *shape) {
   luna_tensor t;
   li_tensor_set(&t, &s->ctx, rank, shape);
@@ -18708,8 +18706,8 @@ LI_FN luna_tensor *li_stream_view(luna_stream *s, float *data, int rank, int64_t
   return li_stream_put(s, li_stream_tensor(s, data, rank, shape));
 }
 
-/* Places the tensors of a layer that are computed once, from `base` on; null only counts them. Scores have an axis of
-   sources where there are several; a decoder has keys and values, too. */
+/* Places a layer's tensors that are computed once, from `base` on; null only counts bytes. Scores have an axis of
+   sources if there are several. A decoder also has keys and values. */
 LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t *used) {
   const luna_layer_config *c = &s->model.config.layer;
   const int64_t n = s->sources, h = c->heads, l = c->memory, d = c->dim;
@@ -18729,10 +18727,10 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
   }
 }
 
-/* What changes from step to step: a device is sent it before the step. */
+/* These inputs change from step to step, and a device gets them before the step. */
 typedef struct li_inputs {
   int64_t *position;        /* rows before these */
-  int32_t *tokens, *places; /* [batch, rows]; of a learned table [rows] */
+  int32_t *tokens, *places; /* [batch, rows]; learned table's [rows] */
   float *angles;            /* sinusoidal positions [rows, dim] */
   float *features;          /* standardised, [batch, rows, features] */
 } li_inputs;
@@ -18746,7 +18744,7 @@ LI_FN size_t li_stream_inputs_size(const luna_stream *s, int64_t rows) {
 }
 LI_FN li_inputs li_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   li_inputs in;
-  if (s->ctx.reserving) rows = 0;    /* there are none, and an address past all memory is undefined */
+  if (s->ctx.reserving) rows = 0;    /* There are none, and addresses past memory are undefined. */
   in.position = (int64_t *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
@@ -18760,8 +18758,8 @@ LI_FN float li_stream_feature(const luna_stream *s, float x, int64_t f) {
   return 0;
 }
 
-/* Sends the inputs of the next `rows` rows of each sequence of n, from row `at` on. A feature that does not fit becomes
-   NaN: no layer remembers such a row, so its sequence is as it was before. */
+/* Sends the inputs of `rows` rows of each sequence of n, from row `at` on. A feature that does not fit becomes NaN. No
+   layer remembers such a row, so its sequence stays as it was. */
 LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const li_inputs in = li_stream_inputs(s, s->host_inputs, rows);
   const int64_t first = s->first_position + s->position;
@@ -18787,7 +18785,7 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
 }
 
 /* --- a step: the layers' forward --- */
-/* Runs `rows` rows of each sequence; with `last` it returns the logits after the last of them, [batch, 1, vocab]. */
+/* Runs `rows` rows of each sequence. With `last`, returns the logits after the last row, [batch, 1, vocab]. */
 LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const li_inputs in = li_stream_inputs(s, s->inputs, rows);
   const int64_t positions = s->model.config.positions, d = s->model.config.layer.dim, k = s->model.config.features;
@@ -18828,7 +18826,7 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
   return luna_linear_layer_forward(&s->model.output, x);
 }
-/* Runs a step of single rows, whose ops stay, with their tensors. */
+/* Runs a step of single rows and keeps its ops and their tensors. */
 LI_FN luna_tensor *li_stream_record(luna_stream *s) {
   s->bump.records = true;
   luna_tensor *y = li_stream_forward(s, 1, true);
@@ -18837,7 +18835,7 @@ LI_FN luna_tensor *li_stream_record(luna_stream *s) {
   if (!y) li_bump_forget(&s->bump);
   return y;
 }
-/* Runs these ops again, as all later steps of single rows do. */
+/* Runs the kept ops again, as all later steps of single rows do. */
 LI_FN luna_tensor *li_stream_replay(luna_stream *s, bool last) {
   const size_t count = last ? s->bump.count : s->body;
   for (luna_op *op = s->bump.ops; op < s->bump.ops + count; op++) {
@@ -18852,7 +18850,7 @@ LI_FN luna_tensor *li_stream_rows(luna_stream *s, int64_t rows, bool last) {
   return li_stream_record(s);
 }
 
-/* Row b of each part of the state, [batch, width] floats, becomes row from[b], which is in the inputs. */
+/* Row b of each part of the state, [batch, width] floats, becomes row from[b]; `from` is in the inputs. */
 LI_FN bool li_stream_reorder_all(luna_stream *s) {
   const int32_t *from = li_stream_inputs(s, s->inputs, 1).tokens;
   for (int64_t i = 0; s->batch > 1 && i < s->model.config.layers; i++)
@@ -18867,7 +18865,7 @@ LI_FN bool li_stream_reorder_all(luna_stream *s) {
   return true;
 }
 
-/* Computes the bias of folded scores of queries [heads slots, head_dim]; its sum in order has bits of its own. */
+/* Computes the bias of folded scores from queries [heads slots, head_dim]. Its bits depend on this order of sums. */
 LI_FN void li_stream_fold_bias(const luna_layer_config *c, const float *queries, const float *key_bias, float *out) {
   const int64_t l = c->memory, d = c->dim / c->heads;
   for (int64_t i = 0, j; i < c->heads * l; i++)
@@ -18877,9 +18875,9 @@ LI_FN void li_stream_fold_bias(const luna_layer_config *c, const float *queries,
 #define li_stream_floats(s, w) (w)
 #define li_stream_int8(s, w, values) ((void)(s), (void)(w), (void)(values), (li_int8 *)NULL)
 #else
-/* It stands for a weight's copy in 8 bits while a stream is measured: nothing reads it. */
+/* Stands for a weight's 8-bit copy while a stream is measured. Nothing reads it. */
 static const li_int8 li_int8_placeholder = { NULL, NULL, NULL, 0, 0, NULL, 0 };
-/* Returns a weight as float, in the step's memory where a file has it in 8 bits. */
+/* Returns a weight as float, in the step's memory if the file has it in 8 bits. */
 LI_FN luna_tensor *li_stream_floats(luna_stream *s, luna_tensor *w) {
   if (!w || !s->int8) return w;
   void *memory = w->data;
@@ -18887,7 +18885,7 @@ LI_FN luna_tensor *li_stream_floats(luna_stream *s, luna_tensor *w) {
   if (!w->data && li_computes(&s->ctx)) li_int8_floats(w->int8, 0, w->shape[0], (float *)memory);
   return li_stream_view(s, (float *)memory, 2, w->shape[0], w->shape[1], 1);
 }
-/* Makes a copy in 8 bits of w's values in the stream's memory or, while that is measured, counts its bytes. */
+/* Makes an 8-bit copy of w in the stream's memory or, while that is measured, counts its bytes. */
 LI_FN li_int8 *li_stream_int8(luna_stream *s, const luna_tensor *w, const float *values) {
   const size_t bytes = li_int8_bytes(w->shape[0], w->shape[1]);
   if (s->ctx.reserving) s->int8_size += bytes;
@@ -18899,7 +18897,7 @@ LI_FN li_int8 *li_stream_int8(luna_stream *s, const luna_tensor *w, const float 
   return copy;
 }
 #endif
-/* Computes what the scores need of a layer's memory [sources, slots, dim]. */
+/* Computes the tensors that scores need from a layer's memory [sources, slots, dim]. */
 LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *memory) {
   const luna_layer_config *c = &s->model.config.layer;
   const bool device = li_stream_on_device(s), folds = li_stream_folds(c);
@@ -18928,7 +18926,7 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
 }
 
 /* --- opening --- */
-/* Begins or ends a call: without an error, or with the device's failure, after which a stream cannot go on. */
+/* Begins or ends a call. Sets the error if the device has failed, which ends the stream; else clears it. */
 LI_FN luna_status li_stream_status(luna_stream *s) {
   s->error = s->ctx.status == LUNA_OK ? LUNA_ERROR_NONE : LUNA_ERROR_BACKEND;
   return s->ctx.status;
@@ -18978,8 +18976,8 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
   return NULL;
 }
 
-/* Makes a parameter's copy in 8 bits or, while the stream is measured, counts it (for a file, li_stream_int8_file has).
-   Null: it has none. */
+/* Makes a parameter's 8-bit copy or, while the stream is measured, counts it (li_stream_int8_file has done so for a
+   file). Returns null if it gets none. */
 LI_FN li_int8 *li_stream_int8_of(luna_stream *s, const char *name, const luna_tensor *t) {
 #ifndef LUNA_NO_INT8
   if (!s->int8 || !li_int8_part(name, t->rank, t->shape)) return NULL;
@@ -18990,8 +18988,8 @@ LI_FN li_int8 *li_stream_int8_of(luna_stream *s, const char *name, const luna_te
 #endif
 }
 #ifndef LUNA_NO_INT8
-/* Uses a file's I8 tensor in place, and makes its sums. It returns null where the tensor or its scales are not aligned,
-   or not used in 8 bits. */
+/* Uses a file's I8 tensor in place, and computes its sums. Returns null if the tensor or its scales are not aligned or
+   not used in 8 bits. */
 LI_FN li_int8 *li_stream_int8_in(luna_stream *s, const char *name, const li_st_tensor *t) {
   const size_t head = li_round(sizeof(li_int8)), bytes = head + li_round((size_t)t->shape[0] * 4);
   if (!t->scale || (uintptr_t)t->scale % sizeof(float) != 0 || !li_st_little() ||
@@ -19008,8 +19006,8 @@ LI_FN li_int8 *li_stream_int8_in(luna_stream *s, const char *name, const li_st_t
 
   return w;
 }
-/* Counts what a file's weights will take: sums of those in I8 and, where the stream is in 8 bits, copies of others. It
-   is in 8 bits where one of the file's is. */
+/* Counts the memory for a file's weights: sums for I8 and, if the stream is in 8 bits, copies of others. It is in 8
+   bits if any tensor of the file is. */
 LI_FN void li_stream_int8_file(luna_stream *s, const li_st *st) {
   li_st_tensor t;
   char name[LI_ST_NAME];
@@ -19023,7 +19021,7 @@ LI_FN void li_stream_int8_file(luna_stream *s, const li_st *st) {
   }
 }
 #endif
-/* Finds the values of a part, or of its bias, in the file. When it is false, s->ctx.error says what is wrong. */
+/* Finds the values of a part, or of its bias, in the file. If it returns false, s->ctx.error says why. */
 LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, const char *prefix,
                                const li_st *st, luna_tensor *own) {
   char *name = s->ctx.error;
@@ -19044,16 +19042,16 @@ LI_FN bool li_stream_read_part(luna_stream *s, const li_part *p, bool bias, cons
   return false;
 }
 
-/* Makes the stream's own tensors of parts, which then point to them. They are copies of those that a model's point to,
-   or have the values that a file has by their names; without a file they have a shape alone. */
+/* Makes the stream's own tensors of parts, and points the parts to them. Their values are the model's, or come from the
+   file by name. Without model and file they have only a shape. */
 LI_FN bool li_stream_own(luna_stream *s, const li_part *parts, int count, const char *prefix, const li_st *st) {
   for (const li_part *p = parts; p < parts + count; p++)
     for (int i = 0; i < 2; i++) {
       luna_tensor **at = i ? p->bias : p->weight;
       const int64_t shape[2] = { p->rows, p->columns };
-      if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
+      if (!p->has || !at || (s->model_ctx && !*at)) continue; /* A decoder's output has no bias. */
       luna_tensor own = li_stream_tensor(s, NULL, i || p->columns == LI_VECTOR ? 1 : 2, shape);
-      if (s->model_ctx) own = **at;  /* a decoder's parts do not say its shape */
+      if (s->model_ctx) own = **at;  /* A decoder's parts lack its shape. */
       own.ctx = &s->ctx;
       own.own = &s->ctx.none;
       own.int8 = i || st ? NULL : li_stream_int8_of(s, p->name, &own);
@@ -19062,13 +19060,13 @@ LI_FN bool li_stream_own(luna_stream *s, const li_part *parts, int count, const 
     }
   return true;
 }
-/* Lists what a step needs of a decoder layer; of cross-attention the rest is in `past`. */
+/* Lists a decoder layer's parameters that a step needs. `past` has the rest of cross-attention. */
 LI_FN int li_decoder_parts(luna_decoder_layer *layer, li_part *parts) {
   luna_nested_attention_layer *cross = &layer->cross_attention;
   luna_linear_layer *const linear[] = { &cross->q, &cross->out, &cross->gate };
   int count = li_causal_attention_parts(&layer->self_attention, parts);
   for (int i = 0; i < LI_LENGTH(linear); i++, count++) {
-    parts[count] = parts[0];           /* a product's, too */
+    parts[count] = parts[0];           /* also a projection */
     parts[count].weight = &linear[i]->weight;
     parts[count].bias = &linear[i]->bias;
   }
@@ -19077,7 +19075,7 @@ LI_FN int li_decoder_parts(luna_decoder_layer *layer, li_part *parts) {
   return count + li_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
 
-/* Makes layer `index` as that of a model's `layers` is, or as the file and the config say. `parts` is room. */
+/* Makes layer `index` from a model's `layers`, or from the file and the config. `parts` is scratch. */
 LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, li_part *parts, const void *layers, const li_st *st) {
   luna_causal_layer *causal = &s->layers[index].of.causal;
   li_past *past = &s->layers[index].past;
@@ -19099,13 +19097,13 @@ LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, li_part *parts, c
 
   return li_stream_own(s, parts, li_causal_attention_parts(&causal->attention, parts), prefix, st);
 }
-/* Copies the mean and the scale of numbers to the host, one after the other. */
+/* Copies the mean and the scale to the host, one after the other. */
 LI_FN bool li_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, const luna_tensor *scale) {
   const size_t bytes = (size_t)luna_count(mean) * sizeof(float);
   return li_stream_move(s, to, mean->data, bytes, 2) &&
          li_stream_move(s, li_offset(to, luna_count(mean)), scale->data, bytes, 2);
 }
-/* Makes all tensors, of a model with `layers` or of the file. */
+/* Makes all tensors, from a model's `layers` or from the file. */
 LI_FN bool li_stream_tensors(luna_stream *s, const void *layers, const li_st *st) {
   luna_lm *m = &s->model;
   li_part parts[LI_MAX_PARTS];
@@ -19117,7 +19115,7 @@ LI_FN bool li_stream_tensors(luna_stream *s, const void *layers, const li_st *st
     if (!li_stream_layer_open(s, i, parts, layers, st)) return false;
   return true;
 }
-/* Fills an opened stream: its tensors, and what is computed once, but for what depends on a decoder's sources. */
+/* Fills an opened stream: its tensors and the values that are computed once, except those from a decoder's sources. */
 LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   const luna_lm *m = &s->model;
   if (!li_stream_tensors(s, layers, st)) return false;
@@ -19130,9 +19128,9 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   return true;
 }
 
-/* --- measuring: opens the stream with one layer (`from`: a model's first, or null) and runs its steps, without
-   computing. Each other layer takes as much. --- */
-#define LI_MEASURED 80               /* the most tensors at once: parameters, and what a step records */
+/* --- Measuring opens the stream with one layer (`from`: a model's first, or null) and runs its steps without
+   computing. Each other layer takes the same. --- */
+#define LI_MEASURED 80               /* Parameters and a step's records need at most 80 tensors. */
 LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   const luna_lm model = s->model;
   const size_t more = (size_t)s->model.config.layers - 1;
@@ -19143,7 +19141,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = b;
   s->layers = &layer;
-  s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
+  s->inputs = (char *)s;             /* never dereferenced */
   layer.past.state = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
   li_stream_take_once(s, &layer.past, NULL, &used);
@@ -19161,7 +19159,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   li_bump_forget(b);
   *peak = b->floor;
 
-  /* on the host more rows take more */
+  /* On the host, more rows take more memory. */
   for (int64_t rows = s->chunk; good && rows > 1; rows = li_stream_on_device(s) ? rows - 1 : 1)
     good = li_stream_forward(s, rows, true) != NULL;
   good = good && li_stream_reorder_all(s);
@@ -19172,12 +19170,12 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   s->int8_size += (s->int8_size - s->head_int8) * more;
   s->ctx.reserving = false;
   s->inputs = NULL;
-  s->model = model;                  /* without the placeholders */
+  s->model = model;                  /* drops the placeholders */
   return good;
 }
 
-/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
-   s->device_memory (null: only counts), device_size bytes. */
+/* Lays the stream out from `base` (null: only counts) and returns its bytes. On a device, the values take device_size
+   bytes from s->device_memory (null: only counts). */
 LI_FN size_t li_stream_lay_out(luna_stream *s, char *base) {
   const luna_lm_config *c = &s->model.config;
   const bool device = li_stream_on_device(s);
@@ -19218,7 +19216,7 @@ LI_FN size_t li_stream_lay_out(luna_stream *s, char *base) {
   if (device) return host_size;
   return used;
 }
-/* Copies `first` to where it is to stay, of `size` bytes from li_stream_lay_out. */
+/* Copies `first` to its final memory, `size` bytes by li_stream_lay_out. */
 LI_FN luna_stream *li_stream_place(const luna_stream *first, void *memory, size_t size) {
   luna_stream *s = (luna_stream *)memory;
   memset(s, 0, size);
@@ -19228,8 +19226,8 @@ LI_FN luna_stream *li_stream_place(const luna_stream *first, void *memory, size_
 }
 
 /* --- opening from a checkpoint's bytes --- */
-/* Finds the bytes needed, or returns what is wrong. While a stream is opened, its index of the file's names is where
-   steps have values. */
+/* Finds the bytes needed, or returns what is wrong. While a stream is opened, the index of the file's names takes the
+   memory of steps' values. */
 LI_FN const char *li_stream_describe(luna_stream *s, li_st *st, const void *bytes, size_t size,
                                      const luna_stream_config *config, size_t *need) {
   memset(s, 0, sizeof *s);
@@ -19278,7 +19276,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   const char *wrong = li_stream_describe(&first, &st, bytes, size, config, &need);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need)) {
     wrong = "memory_size is less than luna_stream_size";
-    if (memory && memory_size >= 100) { /* then the memory itself holds the sentence */
+    if (memory && memory_size >= 100) { /* then it holds the message */
       li_print((char *)memory, 100, "memory_size is %d, and luna_stream_size %d", (int64_t)memory_size,
                (int64_t)(need + (LI_ALIGN - 1)));
       wrong = (const char *)memory;
@@ -19301,7 +19299,7 @@ LI_FN luna_status li_stream_report(luna_ctx *ctx, const luna_stream *s, const ch
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_fail(ctx, s->ctx.status, s->ctx.error);
   return li_backend_result(ctx, name, s->ctx.status);
 }
-/* Ends opening: null where that has failed, which is then reported in the context. */
+/* Ends opening. On failure, reports it in the context and returns null. */
 LI_FN luna_stream *li_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, const char *name) {
   if (good) return s;
   (void)li_stream_report(ctx, s, name);
@@ -19309,8 +19307,8 @@ LI_FN luna_stream *li_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, co
   return NULL;
 }
 
-/* Makes a stream of the model in `first` and of a model's layers, in memory from the context's allocator
-   and, of a model on a device, from there. When it is null, the context says why. */
+/* Makes a stream from the model in `first` and a model's layers. Its memory comes from the context's allocator and, for
+   a model on a device, from the device. If it returns null, the context says why. */
 LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config,
                                   const void *layers, const char *name) {
   const luna_op_kind kind = first->model.config.layer.forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
@@ -19345,7 +19343,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
 
   if (!raw) return NULL;
   luna_stream *s = (luna_stream *)(void *)(raw + (LI_ALIGN - (uintptr_t)raw % LI_ALIGN));
-  ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
+  ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64, to find the allocation */
   if (li_stream_on_device(first)) {
     first->device_memory = (char *)ctx->backend->allocate(ctx->self, first->device_size);
     if (!first->device_memory) good = li_fail_memory(ctx, name, first->device_size) == LUNA_OK;
@@ -19383,7 +19381,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 }
 
 /* --- running --- */
-/* Counts the sequences that have a row of features that do not fit. */
+/* Counts the sequences with a row of features that do not fit. */
 LI_FN int64_t li_stream_misfits(const luna_stream *s, const luna_input *input) {
   const int64_t k = s->model.config.features, row = li_size(input->n) * k;
   int64_t misfits = 0;
@@ -19487,23 +19485,23 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   return li_stream_status(s);
 }
 
-/* A saved state begins with numbers: a mark, batch, position and, to identify the model, its config's whole numbers. */
-#define LI_STREAM_MARK 0x316D61657274736C /* "lstream1" as this machine reads it */
+/* A saved state begins with a mark, batch, position and, to identify the model, its config's whole numbers. */
+#define LI_STREAM_MARK 0x316D61657274736C /* "lstream1" in native order */
 typedef struct li_stream_head {
   int64_t mark, batch, position, sizes[LI_LENGTH(li_fields)];
-  size_t bytes; /* of those that a state has */
+  size_t bytes; /* bytes that are saved */
 } li_stream_head;
 LI_FN li_stream_head li_stream_head_of(int64_t batch, int64_t position, const luna_lm_config *config) {
   li_stream_head head = { LI_STREAM_MARK, batch, position, { 0 }, offsetof(li_stream_head, sizes) };
   int count = 0;
-  /* Before 1.0 each mean began at a multiple of 64 bytes. Where that was another layout, the mark is "lstream2". */
+  /* Before 1.0, each mean began at a multiple of 64 bytes. If that gave another layout, the mark is now "lstream2". */
   if (batch * config->layer.dim * config->layer.memory % 8) head.mark += (int64_t)1 << 56;
   for (const li_field *f = NULL; (f = li_field_next(f, LI_OF_LM)) != NULL;)
     if (!f->fraction) head.sizes[count++] = li_field_get(f, LI_OF_LM, config);
   head.bytes += (size_t)count * sizeof head.sizes[0];
   return head;
 }
-/* Returns the position that a saved state is at; -1: it is of another model or batch, or damaged. */
+/* Returns a saved state's position, or -1 if it is damaged or belongs to another model or batch. */
 LI_FN int64_t li_stream_head_read(const void *bytes, int64_t batch, const luna_lm_config *config) {
   int64_t position;
   memcpy(&position, (const char *)bytes + offsetof(li_stream_head, position), sizeof position);
@@ -19531,17 +19529,17 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   return li_stream_status(s);
 }
 
-/* --- a state that training carries. There are two halves: a step reads one, which its backward pass reads again, and
-   writes the other, from which the next step goes on. --- */
+/* --- A state that training carries has two halves. A step reads one, which its backward pass reads again, and writes
+   the other, which the next step continues. --- */
 struct luna_lm_state {
   luna_params *params;
   luna_lm_config config;
   int64_t batch;
-  size_t size, layer_size; /* bytes of a half, as a stream lays its state out, and of a layer in it */
+  size_t size, layer_size; /* bytes of a half, a layer */
   char *half[2];
   int64_t *position[2];    /* [batch] */
-  int now;                 /* the half to go on from */
-  bool written;            /* the step that goes on from it has written the other one */
+  int now;                 /* the half to continue */
+  bool written;            /* the other half is written */
 };
 LI_FN li_past li_state_at(const luna_lm_state *s, char *base, size_t *used) {
   li_past past;
@@ -19675,7 +19673,7 @@ LI_FN float *li_state_bytes(const luna_lm_state *s, luna_tensor *like) {
   *like = li_like(s->params->ctx, 1, &count);
   return (float *)(void *)s->half[li_state_newest(s)];
 }
-/* Whether the positions in a stored half can be ones. */
+/* Checks that the positions in a stored half are possible. */
 LI_FN bool li_state_places(const luna_lm_state *s, const li_st_tensor *bytes) {
   for (int64_t b = 0; b < s->batch; b++) {
     li_st_tensor part = *bytes;
@@ -19702,7 +19700,7 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   const int newest = li_state_newest(s);
   const int64_t *positions = s->position[newest];
   const size_t need = luna_lm_state_size(s);
-  int64_t farthest = 0; /* stands for all: a memory that forgets and has read nothing is zero at any position */
+  int64_t farthest = 0; /* The farthest stands for all: an unread forgetting memory is zero at any position. */
   if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
   if (size < need) return li_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, name, (int64_t)size, (int64_t)need);
   if ((!s->config.layer.forget || s->config.positions > LUNA_POSITIONS_NONE) && !li_state_even(s, positions))
@@ -19730,8 +19728,8 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
 }
 
 /* ----------------------------------------
-   >>sampling: luna_sample draws a token from logits. top_k and top_p each become a limit, below which no logit counts;
-   then one random number chooses among the others. Guarded by tests/models/stream.c.
+   >>sampling: luna_sample draws a token from logits. top_k and top_p each become a limit, and logits below it do not
+   count. Then one random number chooses among the others. Guarded by tests/models/stream.c.
    ---------------------------------------- */
 /* Finds the k-th largest of n numbers, and how many are larger than it. */
 LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
@@ -19753,8 +19751,8 @@ LI_HOT double li_weight(float logit, float max, float temperature) {
   return (double)li_exp1_scalar((logit - max) / temperature);
 }
 
-/* Finds, by bisection, the smallest of the largest logits whose share of the probability reaches p; those below `limit`
-   do not count. `above` is the sum of exp(logit - max) over what is `high` or more. */
+/* Finds by bisection the smallest of the largest logits whose share of the probability reaches p, ignoring logits below
+   `limit`. `above` is the sum of exp(logit - max) over logits of `high` or more. */
 LI_HOT float li_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
   float low = max, high = (float)INFINITY;
   double total = 0, above = 0;
@@ -19798,13 +19796,13 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   if (k < n) limit = li_kth(logits, n, k, &above);
   if (top_p < 1) {
     const float nucleus = li_nucleus(logits, n, limit, max, temperature, top_p);
-    if (nucleus > limit) k = n;    /* all that are equal to it */
+    if (nucleus > limit) k = n;    /* all equal to it */
     limit = nucleus;
   }
 
   li_philox(counter, s->seed, word);
   sampling->drawn++;
-  /* The first pass sums, the second finds the place in the sum. Of equals at the limit the first few count. */
+  /* The first pass sums, the second finds the place in the sum. Of logits equal to the limit, the first few count. */
   for (int pass = 0; pass < 2; pass++) {
     double sum = 0;
     for (int64_t ties = k - above, i = 0; i < n; i++) {
@@ -19819,11 +19817,11 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 }
 
 /* ----------------------------------------
-   >>decoder: a decoder's stream, which is a language model's with `cross` and with what its sources give in li_past,
-   and greedy decoding. Guarded by tests/models/translation.c.
+   >>decoder: a decoder's stream, and greedy decoding. The stream is a language model's with `cross`, and li_past has
+   the tensors from its sources. Guarded by tests/models/translation.c.
    ---------------------------------------- */
-/* Computes what a decoder layer has of its sources: scores from P, keys and values from Y_P. *p becomes the next
-   layer's P. The target changes none of it. */
+/* Computes a decoder layer's tensors from its sources: scores from P, keys and values from Y_P. *p becomes the next
+   layer's P. They do not depend on the target. */
 LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li_stream_layer *own,
                              luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
@@ -19835,7 +19833,7 @@ LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li
   *p = li_residual(c, *p, packed_context, &layer->memory_norm);
   return *p && li_stream_store(s, own->past.keys.data, k) && li_stream_store(s, own->past.values.data, v);
 }
-/* Writes how many memory slots each of `count` sequences has, as many for each source. */
+/* Writes each sequence's number of memory slots. `count` sequences share the sources equally. */
 LI_FN bool li_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
   int32_t *slots = li_stream_on_device(s) ? li_stream_inputs(s, s->host_inputs, 1).tokens : to;
   for (int64_t i = 0; i < count; i++) {
@@ -19852,7 +19850,7 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
   const luna_encoder_config *e = &c->encoder;
   luna_stream first;
   luna_stream_config config;
-  luna_lm_config *as = &first.model.config; /* a language model that steps as the decoder does */
+  luna_lm_config *as = &first.model.config; /* It steps as the decoder does. */
   luna_tensor *p = NULL;
   luna_begin_inference(ctx);
   if (!li_encoder_ctx(&model->encoder, source, name, "source") ||
@@ -19894,12 +19892,12 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   return li_seq2seq_stream(model, source, beam == 0 ? 1 : beam, __func__);
 }
 
-/* Greedy decoding: each sequence gets its likeliest token, until all have ended. `stride` is of rows of `out`. */
+/* Decodes greedily: each sequence gets its likeliest token until all have ended. Rows of `out` are `stride` apart. */
 LI_FN luna_status li_decode(luna_ctx *ctx, luna_stream *s, const luna_generate_config *c, int64_t stride, int32_t *out,
                             int32_t *out_lengths) {
   static const char name[] = "luna_seq2seq_generate";
   const int64_t vocab = s->model.config.vocab;
-  int32_t *last = li_stream_inputs(s, s->host_inputs, 1).tokens; /* where a step puts its tokens */
+  int32_t *last = li_stream_inputs(s, s->host_inputs, 1).tokens; /* a step's tokens */
   int64_t going = s->batch;
 
   for (int64_t b = 0; b < s->batch; b++) {
@@ -19937,7 +19935,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 
   luna_generate_config c = *config;
   const int64_t vocab = model->config.target_vocab;
-  if (c.max_length == 0) c.max_length = li_checked(2, source->n) + 10; /* negative n: an error below */
+  if (c.max_length == 0) c.max_length = li_checked(2, source->n) + 10; /* Negative n fails below. */
   const int64_t stride = c.max_length;
   if (model->positions) c.max_length = li_min(c.max_length, model->config.max_target_length - 1);
   if (!li_in(ctx, name, "source->batch", source->batch, 1, LI_MAX_COUNT) ||
