@@ -12357,7 +12357,7 @@ LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
 /* A pattern gives the shapes of an op's inputs, as "x [...,i] weight [o,i] bias? [o]". A letter is the same size in all
    inputs, and a capital is at least 1. "..." means equal leading axes. An input with "?" may be null. */
 typedef struct li_pattern {
-  int64_t sizes[64];          /* by letter from 'A'; -1: unknown */
+  int64_t sizes[64];          /* by letter; -1: unknown */
   int64_t wrong;              /* the differing size */
   const luna_tensor *leading; /* first input with "..." */
   int after;                  /* its axes after "..." */
@@ -12696,7 +12696,7 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
     stride[a] = 1;
     for (int i = (int)op->arg.permute.axes[a - before] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
   }
-  const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* 16 lines fit in cache */
+  const int64_t run = stride[3] == 1 ? li_max(1, shape[3]) : 16; /* 16 lines fit in cache. */
   for (int64_t i = 0; i < shape[0] * shape[1]; i++)
     for (int64_t first = 0; first < shape[3]; first += run)
       for (int64_t j = 0; j < shape[2]; j++) {
@@ -12819,14 +12819,14 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   return li_finish(&s, x[0]->rank, shape);
 }
 
-/* --- expand: x [...] -> y [count,...]. Forward repeats x. Backward sums dy over the new axis. --- */
+/* --- expand: x [...] -> y [count,...], which repeats x --- */
 LI_FN luna_status li_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   for (int64_t i = 0; i < op->arg.expand.count; i++)
     memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
-LI_FN luna_status li_expand_backward(luna_op *op) {
+LI_FN luna_status li_expand_backward(luna_op *op) { /* dy [count,...] -> dx [...] */
   li_sum_columns(op, li_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0])), op->in[0]->grad);
   return LUNA_OK;
 }
@@ -12857,7 +12857,7 @@ LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; i++)
     memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
-LI_HOT void li_embedding_back(luna_op *op, int64_t first, int64_t last) {
+LI_HOT void li_embedding_back(luna_op *op, int64_t first, int64_t last) { /* dy [b,n,d] -> dtable [v,d] */
   const int64_t d = li_last(op->out[0]), count = li_rows(op->out[0]);
   for (int64_t i = 0; i < count; i++) {
     float *row = op->in[0]->grad + op->index[i] * d + first;
@@ -13013,7 +13013,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
   }
 }
 
-LI_FN luna_status li_elementwise_backward(luna_op *op) {
+LI_FN luna_status li_elementwise_backward(luna_op *op) { /* dy -> da, db, dc */
   for (int k = 0; k < op->inputs; k++) {
     const bool repeated = li_is_repeated(op, k);
     if (!li_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
@@ -13377,7 +13377,7 @@ LI_FN luna_status li_matmul_forward(luna_op *op) {
   li_multiply(op, &g, op->workspace);
   return LUNA_OK;
 }
-LI_FN luna_status li_matmul_backward(luna_op *op) {
+LI_FN luna_status li_matmul_backward(luna_op *op) { /* dc [outer,inner,m,n] -> da [outer,inner,m,k], db [inner,k,n] */
   const int64_t inner = op->arg.matmul.inner;
   const bool one = inner == 1 && !op->arg.matmul.transpose_a; /* One product gives all of dB. */
   li_gemm g;
@@ -13530,7 +13530,7 @@ LI_FN void li_linear_slope(luna_op *op, int64_t first, int64_t last) {
   else li_k(op)->activate_grad((int)op->activation, last - first, (const float *)op->kept + first, dy, false, to);
 }
 
-LI_FN luna_status li_linear_backward(luna_op *op) {
+LI_FN luna_status li_linear_backward(luna_op *op) { /* dy [...,o] -> dx [...,i], dW [o,i], db [o] */
   char *scratch = (char *)op->workspace;
   li_gemm g;
   if (li_linear_changes(op)) {
@@ -13820,7 +13820,7 @@ LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last)
 }
 
 /* dx may share the memory of dy, so dx is written last, when dy is no longer read. */
-LI_FN luna_status li_feed_forward_backward(luna_op *op) {
+LI_FN luna_status li_feed_forward_backward(luna_op *op) { /* dy [...,o] -> dx [...,i], dW1 [f,i], dW2 [o,f] */
   const li_parallel *parallel = &op->ctx->parallel;
   li_ffn_work w;
   li_ffn_start(&w, op, true, op->workspace);
@@ -13892,7 +13892,7 @@ LI_HOT void li_softmax_body(luna_op *op, int64_t first, int64_t last) {
     memset(op->out[0]->data + r * n + width, 0, (size_t)(n - width) * sizeof(float));
   }
 }
-LI_HOT void li_softmax_back(luna_op *op, int64_t first, int64_t last) {
+LI_HOT void li_softmax_back(luna_op *op, int64_t first, int64_t last) { /* dy [...,n] -> dx [...,n] */
   const int64_t n = li_last(op->in[0]);
   for (int64_t r = first; r < last; r++)
     li_k(op)->softmax_backward(1, li_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
@@ -13934,7 +13934,7 @@ LI_FN void li_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
   }
 }
 
-LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
+LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) { /* dy [...,n] -> dx [...,n] */
   const int64_t n = li_last(op->in[0]);
   for (int64_t r = first; r < last; r++) {
     const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
@@ -13998,7 +13998,7 @@ LI_FN void li_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
   li_k(op)->layer_norm(&a);
 }
 
-LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
+LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) { /* dy [...,n] -> dx [...,n], dw, db [n] */
   for (; first < last; first++) {
     const int64_t row = first * LI_NORM_ROWS;
     li_layer_norm a = li_layer_norm_of(op, row, li_min(row + LI_NORM_ROWS, li_rows(op->in[0])));
@@ -14064,7 +14064,7 @@ LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
   }
 }
 
-LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) {
+LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) { /* dy [...,n] -> dx [...,n + 1] */
   const int64_t n = li_last(op->out[0]);
   for (int64_t r = first; r < last; r++) {
     const float *x = op->in[0]->data + r * (n + 1), *dy = op->out[0]->grad + r * n;
@@ -14190,7 +14190,7 @@ LI_FN luna_status li_rotary_forward(luna_op *op) {
   li_angles_make(op);
   return li_rotary_rows_forward(op);
 }
-LI_FN luna_status li_rotary_backward(luna_op *op) {
+LI_FN luna_status li_rotary_backward(luna_op *op) { /* dy -> dx [b,n,heads d] */
   li_angles_make(op);
   return li_rotary_rows_backward(op);
 }
@@ -14416,7 +14416,7 @@ LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
 }
 
 LI_KERNEL_OP(unpack, li_rows(op->in[0]) * op->in[1]->shape[1])
-LI_FN luna_status li_unpack_residual_backward(luna_op *op) {
+LI_FN luna_status li_unpack_residual_backward(luna_op *op) { /* dy [b,n,d] -> dx [b,n,d], dk, dv [b,h,l,d] */
   li_added_backward(op);
   return li_unpack_backward(op);
 }
@@ -14632,7 +14632,7 @@ LI_FN void li_convolution_columns(luna_op *op, int64_t first, int64_t last) {
     li_k(op)->short_convolution_weights(&a, first, last);
   }
 }
-LI_FN luna_status li_convolution_backward(luna_op *op) {
+LI_FN luna_status li_convolution_backward(luna_op *op) { /* dy [b,n,d] -> dx [b,n,d], dweight [d,w], dbias [d] */
   const luna_tensor *x = op->in[0];
   if (x->grad) li_convolution_rows_backward(op);
   if (li_grad(op, 1) || li_grad(op, 2))
@@ -14713,7 +14713,7 @@ LI_FN luna_status li_cross_entropy_forward(luna_op *op) {
                                 (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
-LI_FN luna_status li_cross_entropy_backward(luna_op *op) {
+LI_FN luna_status li_cross_entropy_backward(luna_op *op) { /* dloss [1] -> dlogits [...,v] */
   return li_split(op, li_rows(op->in[0]), li_last(op->in[0]), li_cross_entropy_back);
 }
 #define LI_CPU_CROSS_ENTROPY \
@@ -14900,7 +14900,7 @@ LI_FN luna_status li_linear_cross_entropy_forward(luna_op *op) {
   return LUNA_OK;
 }
 
-LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) {
+LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) { /* dloss [1] -> dx [...,i], dW [o,i], db [o] */
   const li_parallel *parallel = &op->ctx->parallel;
   li_logits w;
   li_logits_start(&w, op, true, op->workspace);
@@ -15275,7 +15275,7 @@ LI_FN luna_init li_init(luna_init_kind kind, float scale) {
 #define LI_MAX_PARTS 24
 typedef struct li_part {
   bool has;                     /* false: layer lacks it */
-  luna_tensor **weight, **bias; /* destinations; bias may be null */
+  luna_tensor **weight, **bias; /* Tensors go here; bias may be null. */
   const char *name;
   int64_t rows, columns;
   luna_init init;
@@ -15347,7 +15347,6 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
-/* Returns x itself if there is no projection. */
 LI_FN luna_tensor *li_project(const luna_linear_layer *layer, luna_tensor *x) {
   if (layer->weight) return luna_linear(x, layer->weight, layer->bias);
   return x;
@@ -15370,7 +15369,6 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
                     li_parts_init(params, prefix, &part, 1) && li_setup_config(&s, &made, sizeof made);
   return li_setup_end(&s, good);
 }
-/* Returns x itself if there is no norm. */
 LI_FN luna_tensor *li_normalise(const luna_norm_layer *layer, luna_tensor *x) {
   if (!layer->weight || !x) return x;
   if (layer->bias) return luna_layer_norm(x, layer->weight, layer->bias, 0);
@@ -16018,7 +16016,6 @@ LI_FN luna_tensor *li_sum_normed(const luna_layer_config *c, luna_tensor *sum, c
   if (c->pre_norm) return sum;
   return li_normalise(norm, sum);
 }
-/* Returns x + dropout(y), normed if post-norm. */
 LI_FN luna_tensor *li_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y,
                                const luna_norm_layer *norm) {
   return li_sum_normed(c, luna_add(x, luna_dropout(y, c->dropout)), norm);
@@ -16156,7 +16153,7 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, 
   }
 
   if (!f->wants_p) f->p = NULL;
-  if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* last line of eq. 6 */
+  if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* end of eq. 6 */
   else (void)li_result(*scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;
@@ -16563,7 +16560,6 @@ LI_FN luna_ctx *li_lm_ctx(const luna_lm *m, const luna_input *input, const char 
   return r.ctx;
 }
 
-/* Returns the label of step i of an input; -1 in padding. */
 LI_FN int32_t li_label(const luna_input *input, const int32_t *labels, int64_t i) {
   if (li_is_real(input, i)) return labels[i];
   return -1;
@@ -17144,7 +17140,7 @@ struct luna_optimizer {
   luna_update *parts, *table; /* [reached]; in backend memory */
   li_group *groups;           /* in order of addition */
   luna_step_state *state;     /* in backend memory */
-  uint64_t backwards;         /* the context's, at last step */
+  uint64_t backwards;         /* at the last step */
   uint64_t skipped_in_row;    /* as the host knows */
   bool swapped;               /* Parameters and averages have changed places. */
   luna_optimizer *next;       /* of the context */
@@ -17225,7 +17221,6 @@ LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_op
   return li_refuse_call(ctx, LUNA_ERROR_HOOK_CPU_ONLY, name, hook->name);
 }
 
-/* Checks a hook and a config. */
 LI_FN bool li_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
   const luna_optimizer_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
@@ -17440,7 +17435,6 @@ LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
 
-/* Runs the backend's norm or update of all parts. */
 LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
   luna_ctx *ctx = o->params->ctx;
   luna_status (*const call)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
@@ -17547,7 +17541,7 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 typedef struct li_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* null: only counts */
   void *user;
-  luna_ctx *device;                  /* holds tensor data; null: host */
+  luna_ctx *device;                  /* null: host tensors */
   uint64_t written;
   bool failed;
   const char *pair, *tensor, *end;   /* They precede the header's next pair and tensor; null: data. */
@@ -17614,7 +17608,6 @@ LI_FN bool li_st_put_entry(li_st_writer *w, const char *name, const char *dtype,
   w->tensor = ",", w->end = "}";
   return true;
 }
-/* Copies n floats of a tensor to `block`. */
 LI_FN void li_st_fetch(li_st_writer *w, float *block, const float *from, int64_t n) {
   const size_t bytes = (size_t)n * sizeof(float);
   if (!w->device) memcpy(block, from, bytes);
@@ -18289,7 +18282,7 @@ typedef struct li_saving_file {
 #ifdef _WIN32
   HANDLE lock;
 #elif defined(LI_POSIX_FILES)
-  bool replaces;                     /* a file of this mode */
+  bool replaces;                     /* a file with `mode` */
   mode_t mode;
 #endif
 } li_saving_file;
@@ -18612,7 +18605,7 @@ typedef struct li_stream_layer {
 struct luna_stream {
   luna_ctx ctx;                /* the stream's status, error */
   li_bump bump;                /* layers, model, a step */
-  size_t head_ops, body;       /* ops before layers, before logits */
+  size_t head_ops, body;       /* ops before layers, logits */
   luna_step_state step_state;  /* used on the host */
   li_stream_layer *layers;
   luna_lm model;               /* all but the layers */
@@ -18629,9 +18622,9 @@ struct luna_stream {
   size_t state_size;
   char *inputs, *host_inputs;  /* li_inputs of a step */
   float *logits;               /* [batch, outputs], on the host */
-  int32_t *slots, *source_slots; /* as in li_past, or null */
-  size_t head, head_int8;      /* tensor, I8 bytes before layers */
-  size_t head_kept, body_kept; /* recorded bytes before layers, logits */
+  int32_t *slots, *source_slots; /* see li_past; or null */
+  size_t head, head_int8;      /* These are bytes of tensors, and of I8 weights, before the layers. */
+  size_t head_kept, body_kept; /* These are recorded bytes before the layers, and before the logits. */
   luna_error_id error;         /* of the last call */
   const luna_ctx *model_ctx;   /* the model's; never dereferenced */
   size_t memory_size;
@@ -18688,7 +18681,6 @@ LI_FN bool li_stream_store(luna_stream *s, void *to, const luna_tensor *t) {
   return t && li_stream_move(s, to, t->data, (size_t)luna_count(t) * sizeof(float), 0);
 }
 
-/* Makes a tensor on existing memory. */
 LI_FN luna_tensor li_stream_tensor(luna_stream *s, float *data, int rank, const int64_t *shape) {
   luna_tensor t;
   li_tensor_set(&t, &s->ctx, rank, shape);
@@ -18730,7 +18722,7 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
 /* These inputs change from step to step, and a device gets them before the step. */
 typedef struct li_inputs {
   int64_t *position;        /* rows before these */
-  int32_t *tokens, *places; /* [batch, rows]; learned table's [rows] */
+  int32_t *tokens, *places; /* [batch, rows]; learned: [rows] */
   float *angles;            /* sinusoidal positions [rows, dim] */
   float *features;          /* standardised, [batch, rows, features] */
 } li_inputs;
@@ -19276,7 +19268,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   const char *wrong = li_stream_describe(&first, &st, bytes, size, config, &need);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need)) {
     wrong = "memory_size is less than luna_stream_size";
-    if (memory && memory_size >= 100) { /* then it holds the message */
+    if (memory && memory_size >= 100) { /* Then memory holds the message. */
       li_print((char *)memory, 100, "memory_size is %d, and luna_stream_size %d", (int64_t)memory_size,
                (int64_t)(need + (LI_ALIGN - 1)));
       wrong = (const char *)memory;
@@ -19343,7 +19335,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
 
   if (!raw) return NULL;
   luna_stream *s = (luna_stream *)(void *)(raw + (LI_ALIGN - (uintptr_t)raw % LI_ALIGN));
-  ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64, to find the allocation */
+  ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64 leads back to the allocation. */
   if (li_stream_on_device(first)) {
     first->device_memory = (char *)ctx->backend->allocate(ctx->self, first->device_size);
     if (!first->device_memory) good = li_fail_memory(ctx, name, first->device_size) == LUNA_OK;
@@ -19465,7 +19457,6 @@ LI_FN luna_status li_stream_fail(luna_stream *s, luna_error_id error) {
   if (s) s->error = error;
   return LUNA_BAD_ARGUMENT;
 }
-/* Copies the state to host memory. */
 LI_FN luna_status li_stream_read(const luna_stream *s, void *to) {
   luna_ctx *ctx = (luna_ctx *)(uintptr_t)&s->ctx;
   if (ctx->status != LUNA_OK) return ctx->status;
@@ -19535,11 +19526,11 @@ struct luna_lm_state {
   luna_params *params;
   luna_lm_config config;
   int64_t batch;
-  size_t size, layer_size; /* bytes of a half, a layer */
+  size_t size, layer_size; /* bytes: half, layer */
   char *half[2];
   int64_t *position[2];    /* [batch] */
   int now;                 /* the half to continue */
-  bool written;            /* the other half is written */
+  bool written;            /* The other half is written. */
 };
 LI_FN li_past li_state_at(const luna_lm_state *s, char *base, size_t *used) {
   li_past past;
