@@ -15663,7 +15663,7 @@ LI_FN bool li_lengths_below(luna_ctx *ctx, const int32_t **lengths, int64_t coun
 }
 
 /* Folded pack: G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h bpv_h. pq
-   is [b,l,d], G and Z [b,h l,d], C [b,m,d], and r the row sums of the softmax. */
+   is [b,l,d], G and Z [b,h l,d], C [b,m,d]; r has the softmax's row sums after dropout. */
 LI_FN luna_tensor *li_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
                                   const int32_t *lengths) {
   if (!pq) return NULL;
