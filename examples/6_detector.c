@@ -8,7 +8,7 @@
 int main(void) {
   enum { batch = 8, n = 120, k = 2 };
   static float x[batch * n * k];
-  static int32_t labels[batch * n];                        /* the class of each step, not shifted; -1: of no matter */
+  static int32_t labels[batch * n];                        /* the class of each step, not shifted; -1: ignored */
   for (int i = 0; i < batch * n; i++) {
     int b = i / n, t = i % n;
     labels[i] = t > 30 + 7 * b && t < 80 + 4 * b;
