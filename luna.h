@@ -11225,12 +11225,13 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
   if (copies && !li_step(ctx, bytes, false, &memory)) return li_fail_memory(ctx, name, bytes);
   luna_status status = LUNA_OK;
   if (copies && computes && bytes) status = li_read_data(x, (float *)memory, name);
+  const float *row = copies ? (const float *)memory : x->data;
   for (int64_t r = 0; r < rows && status == LUNA_OK; r++) {
-    const float *row = (copies ? (const float *)memory : x->data) + r * n;
     int64_t at = 0;
     for (int64_t i = 1; computes && i < n; i++)
       if (row[i] > row[at] || (row[i] != row[i] && row[at] == row[at])) at = i;
     indices[r] = (int32_t)at;
+    if (computes) row += n;
   }
   li_step_rewind(ctx, mark);
   return status;
