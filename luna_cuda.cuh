@@ -5660,7 +5660,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->size = sizeof *b;
         b->device = device + 1;
         b->opened = LUNACU_BLAS_WORKSPACE + LUNACU_PARTIALS_SIZE * sizeof(double);
-        b->product_cost = math == LUNA_CUDA_F32 ? 1.0f : 0.25f; /* of float32 factors, both take as long */
+        b->product_cost = math == LUNA_CUDA_F32 ? 1.0f : 0.25f; /* TF32 and BF16 multiply equally fast */
         b->open = lunacu_open;
         b->close = lunacu_close;
         b->allocate = lunacu_allocate;

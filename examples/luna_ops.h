@@ -4,9 +4,9 @@
 
    It has more losses of numbers, luna_soft_cross_entropy for a student and its teacher, luna_stack, luna_split,
    luna_pad, luna_top_k and luna_params_clip_grad, which run wherever luna.h does. luna_sin, luna_cos, luna_pow,
-   luna_cumsum and luna_scatter_add_rows are custom ops: on the CPU alone, on all its threads, with the same bits for
-   any number.
-   As luna.h's ops they return null for null and after a failure, and the context says why. */
+   luna_cumsum and luna_scatter_add_rows are custom ops. They run on the CPU only, on all its threads; the bits are
+   the same for any number of threads.
+   Like luna.h's ops, all return null when they are given null or after a failure; luna_error says why. */
 #ifndef LUNA_OPS_H
 #define LUNA_OPS_H
 #include "luna.h"
