@@ -97,7 +97,8 @@
        luna.dropout, luna.attention_dropout, luna.activation_dropout    in units of 10^-9
        luna.horizon               the longest sequence of training, or the config's; absent: none
        luna.fixed_horizon         present if the horizon is the config's, which training does not change
-       luna.format                2 if the model has luna.forget, luna.output_gate or luna.rotary, unknown to luna.h 0.1
+       luna.format                2 if the model has luna.forget, luna.output_gate or luna.rotary, unknown to luna.h
+                                  0.1; 3 if luna.forget is 3
        luna.hook                  the name of the model's attention hook; luna.hook.<key>: its settings
        any other key              the caller's, by luna_params_set_text
      A later luna.h gives a model that this one cannot compute a larger luna.format or another luna.kind; loading it
@@ -342,6 +343,8 @@ LUNA_API int luna_version(void);
   X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
   X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
   X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
+  X(ROUTED, BAD_ARGUMENT, "%s: a routed memory needs a forget [%d] of one number for each head") \
+  X(ROUTE_SLOTS, BAD_ARGUMENT, "%s: %d router values for %d heads; each head needs the same number, and at least 2") \
   X(FORGET_SLOTS, BAD_ARGUMENT, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are " \
     "for config.memory = %d") \
   X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
@@ -881,9 +884,18 @@ typedef struct luna_causal_nested_config {
   float dropout;          /* of the unpack matrix */
   luna_tensor *forget;    /* [batch,n,h l] logits of forget gates; null: the published form */
   int64_t horizon;        /* T without forget, as in luna_layer_config; 0 = none */
+  bool routed;            /* The memory is routed: s is luna_route's w, and forget [h] says how fast slots fade. */
 } luna_causal_nested_config;
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config);
+/* What each token writes into the slots of a routed memory: router [batch,n,h l], strength [batch,n,h] -> w [batch,n,h l].
+   In each head a token writes to the two slots whose router values R are largest, of equal ones to the first:
+     r = sigmoid(R) / (the sum of both sigmoids),  w = 1 - e^{-sigmoid(strength) r};  0 elsewhere
+   luna_causal_nested_attention with `routed` then has, for each token and slot,
+     z <- (1 - w) e^{-sigmoid(forget) / 4} z + w,   key and value <- their old ones + w / z (k or v - the old one),
+   and reads with softmax(q . key / sqrt(d_h) + ln z), which leaves out slots with z < 1e-12. So other slots keep their
+   keys and values, and what they weigh fades. Gradients take the choice of slots as given; that of w is 0 where w is. */
+LUNA_API luna_tensor *luna_route(luna_tensor *router, luna_tensor *strength);
 
 /* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null if not wanted) from out->grad. Both
    may read the data of all tensors; both must be set, also for inference. Each op has its own copy of `state`: backward
@@ -916,12 +928,13 @@ LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t
 typedef struct luna_params luna_params;
 typedef enum luna_init_kind {
   LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY,
-  LUNA_INIT_FORGET
+  LUNA_INIT_FORGET, LUNA_INIT_FADE
 } luna_init_kind;
 /* scale (0 = 1) is the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, or the value of
    ones. LUNA_INIT_IDENTITY is for short convolutions: uniform, plus 1 in the last column, so that at first they pass
    the present on. LUNA_INIT_FORGET is for the logits of forget gates, with `scale` slots per head: slots forget with
-   time constants of 8 to 1024 tokens. */
+   time constants of 8 to 1024 tokens. LUNA_INIT_FADE is for a routed memory's fade: the heads' slots fade with time
+   constants of 16 to `scale` tokens. */
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
 /* Makes a tensor of random numbers: LUNA_INIT_NORMAL or LUNA_INIT_UNIFORM, with init.scale. They depend only on the
@@ -1006,8 +1019,11 @@ typedef enum luna_sharing {
 
 /* Whether the memory of causal Luna attention forgets, which is not in the paper. NONE, the published form, is a mean
    over the whole past. With CONSTANT each slot forgets at a learned rate, with GATED at a rate that each token decides
-   (luna_causal_nested_config). */
-typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED } luna_forget;
+   (luna_causal_nested_config). With ROUTED each token writes to two slots that a router chooses (luna_route): there is
+   no P, and the layer needs at least 2 slots. It recalls single tokens better. */
+typedef enum luna_forget {
+  LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED, LUNA_FORGET_ROUTED
+} luna_forget;
 typedef enum luna_attention_kind {
   LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR
 } luna_attention_kind;
@@ -1090,11 +1106,13 @@ typedef struct luna_causal_attention_layer {
   luna_linear_layer pq, pc, q, k, v, out;
   luna_linear_layer gate;   /* "gate_proj", with output_gate */
   luna_linear_layer forget; /* "forget_proj" [heads memory,dim]; CONSTANT has only its bias */
+  luna_linear_layer router, strength; /* ROUTED: "router_proj" [heads memory,dim], "strength_proj" [heads,dim] */
+  luna_tensor *fade;        /* ROUTED: "fade" [heads], in place of pq and pc */
 } luna_causal_attention_layer;
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix, const luna_layer_config *config);
 /* x [batch,n,d], p [batch,l,d], or [l,d] for the whole batch, lengths [batch] of real memory slots (null = all) ->
-   [batch,n,d]. */
+   [batch,n,d]. A routed memory reads neither p nor lengths. */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths);
 
@@ -1774,6 +1792,7 @@ LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
 typedef struct luna_causal_nested_args {
   const float *q, *k, *v, *s;
   const float *forget;               /* logits of forget gates, or null: the published form */
+  bool routed;                       /* The memory is routed: s has the weights of luna_route, forget is [heads]. */
   float *out;
   /* Forward writes and backward reads as many floats as s has, with forget twice as many. Null: there is no
      backward. */
@@ -1949,6 +1968,7 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
   R(SOFTMAX_ATTENTION, 1, LUNA_READS_INS(3) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(CAUSAL_PRODUCT, 1, LUNA_READS_INS(3), false) \
+  R(ROUTE, 1, LUNA_READS_INS(2) | LUNA_READS_OUT(0), false) \
   R(SHORT_CONVOLUTION, 1, LUNA_READS_INS(2), false) \
   R(CUSTOM, 1, 0xffff, false) \
   R(UNPACK, 2, LUNA_READS_INS(4), false) \
@@ -1968,6 +1988,8 @@ typedef enum luna_op_kind {
 /* In a forgetting memory, scores are limited to this distance from 0, and weights have this common factor. */
 #define LUNA_FORGET_SCORE 15
 #define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32 keeps e^-15 .. e^(15 + LI_CHUNK) in range. */
+/* In a routed memory, a slot is empty while the log of its weight, with that factor, is below this: a weight of 1e-12. */
+#define LUNA_ROUTE_EMPTY -59.63102111592855f
 typedef struct luna_op {
   luna_op_kind kind;
   int inputs, outputs;
@@ -2702,13 +2724,16 @@ LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c,
   K(bool, all_finite, (li_matrix x)) \
   K(void, copy_rows, (li_matrix x, float *y, int64_t y_row)) \
   K(void, scale_rows, (li_matrix x, const float *factors, float *y, int64_t y_row)) \
-  K(void, forget_weights, (li_matrix s, li_matrix gates, float *w, float *sums)) \
+  K(void, forget_weights, (li_matrix s, li_matrix gates, float fade, float *w, float *sums)) \
   K(void, forget_totals, (li_matrix w, const float *before, float *z)) \
+  K(void, route_logs, (li_matrix s, float fade, float *z, float *logs)) \
   K(void, forget_divide, (int64_t n, float factor, const float *x, const float *z, float *y)) \
-  T(void, forget_slopes, (int64_t n, float scale, const float *u, const float *z, const float *r, const float *dr, \
-                          float *h, float *dz)) \
-  T(void, forget_scores, (li_matrix s, const float *w, const float *dz, const float *after, float *dw, float *ds)) \
+  T(void, forget_slopes, (int64_t n, float scale, float own, const float *u, const float *z, const float *r, \
+                          const float *dr, float *h, float *dz)) \
+  T(void, forget_scores, (li_matrix s, const float *w, const float *dz, const float *after, const float *z, \
+                          float scale, float *dw, float *ds, float *h)) \
   T(void, forget_gates, (li_matrix gates, const float *dw, float *after, float *dgates)) \
+  T(void, route_gates, (li_matrix s, const float *dw, float *after, float *ds)) \
   K(void, step_mean, (li_mean_kind kind, li_mean m, const double *share, const float *y, const float *z, \
                       const float *x, double *result))
 
@@ -6858,7 +6883,12 @@ LI_HOT li_luna_state li_luna_state_of(const li_causal_luna *a, int64_t item, dou
   return s;
 }
 
-/* Returns e^x for x in [-64, 0]: the series of e^(x/512), to the power of 512. */
+/* Returns x / y, and 0 where both are 0: a slot of the routed memory may weigh nothing. */
+LI_INLINE double li_quotient(double x, double y) {
+  if (y == 0) return 0;
+  return x / y;
+}
+/* Returns e^x for x in [-80, 0]: the series of e^(x/512), to the power of 512. */
 LI_HOT double li_decay(double x) {
   const double r = x / 512;
   double y = 1;
@@ -6874,7 +6904,7 @@ LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool
   const int64_t wide = row * d, narrow = row * a->slots;
   if (!a->state || li_luna_carries(a)) return false;
   if (!skipping && li_are_finite(d, a->k + wide) && li_are_finite(d, a->v + wide) &&
-      li_are_finite(l, a->s + narrow) && (!a->forget || li_are_finite(l, a->forget + narrow))) return false;
+      li_are_finite(l, a->s + narrow) && (!a->forget || a->routed || li_are_finite(l, a->forget + narrow))) return false;
   for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)NAN;
   return true;
 }
@@ -6892,8 +6922,26 @@ LI_FN double li_weight_reference(float s) {
   return (double)li_exp1_scalar(s);
 }
 
+/* Returns how fast the slots of an item's head fade in the routed memory, and -1 in others. */
+LI_HOT float li_luna_fade(const li_causal_luna *a, int64_t item) {
+  if (!a->routed) return -1;
+  return li_activation_scalar(LUNA_ACTIVATION_SIGMOID, a->forget[item % a->heads]) / 4;
+}
+/* Returns what is kept of a slot's weight where a token writes s: the routed memory's gate. */
+LI_FN double li_route_reference(float s, float fade) {
+  double kept = 1 - (double)s;
+  if (kept < 0.36787944117144233) kept = 0.36787944117144233; /* e^-1 */
+  return kept * li_decay(-(double)fade);
+}
+/* Returns what the routed memory adds to a slot's score. */
+LI_FN float li_route_log_reference(double weight) {
+  const double x = log(weight);
+  return x < (double)LUNA_ROUTE_EMPTY ? -1e30f : (float)x;
+}
+
 /* Computes u = scale K q, w = softmax(u), out = w V. Row i of K and V is slot i's mean of k and v over the tokens so
-   far, weighted by A = e^s times the gates since. The gates give the pack's softmax a causal form. */
+   far, weighted by A = e^s times the gates since. The gates give the pack's softmax a causal form. In the routed memory
+   A is s, and u gets the log of the slot's weight. */
 LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
   const int64_t d = a->head_dim, l = a->slots, state = d * l;
   float *w = (float *)(void *)(means + 2 * state + l);
@@ -6911,10 +6959,15 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
       const int64_t row = li_luna_row(a, item, t), wide = row * d, narrow = row * l;
       if ((skips = li_luna_skips(a, item, t, skips))) continue;
       for (int64_t i = 0; i < real; i++) {
-        const double new_weight = li_weight_reference(a->s[narrow + i]) * LUNA_FORGET_SCALE;
-        weight[i] = weight[i] * li_gate_reference(a->forget[narrow + i]) + new_weight;
-        const double share = new_weight / weight[i];
-        double u = 0;
+        double u = 0, new_weight = (double)a->s[narrow + i];
+        if (a->routed) weight[i] *= li_route_reference(a->s[narrow + i], li_luna_fade(a, item));
+        else {
+          weight[i] *= li_gate_reference(a->forget[narrow + i]);
+          new_weight = li_weight_reference(a->s[narrow + i]);
+        }
+        new_weight *= LUNA_FORGET_SCALE;
+        weight[i] += new_weight;
+        const double share = li_quotient(new_weight, weight[i]);
         for (int64_t j = 0; j < d; j++) {
           double *kj = k + j * l + i, *vj = v + i * d + j;
           if (share == 1) *kj = *vj = 0; /* They may be NaN. */
@@ -6923,9 +6976,12 @@ LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
           u += (double)a->q[wide + j] * *kj;
         }
         w[i] = (float)(u * (double)a->scale);
+        if (a->routed) w[i] += li_route_log_reference(weight[i]);
       }
 
       li_softmax_reference(1, real, w, w);
+      for (int64_t i = 0; i < real && a->routed; i++)
+        if (li_route_log_reference(weight[i]) == -1e30f) w[i] = 0;
       if (LI_DROPS(a)) li_dropout_reference(&a->own->dropout, narrow, real, w, w, false);
       for (int64_t j = 0; j < d; j++) {
         double sum = 0;
@@ -7074,18 +7130,28 @@ LI_INLINE vf LI_K(gate_log)(vf x) {
   return vf_mul(vf_sub(vf_min(vf_zero(), x), rest), vf_of(1.0 / 16));
 }
 
+/* Returns ln(1 - x) - fade, the log of what the routed memory keeps of a slot's weight where a token writes x. */
+LI_INLINE vf LI_K(route_log)(vf x, float fade) {
+  return vf_sub(vf_max(vf_of(-1), vf_log1p(vf_neg(x))), vf_set(fade));
+}
+
 /* Computes W_t = e^{s_t - c_t} LUNA_FORGET_SCALE, where c_t is the sum of the gates' logs up to t. `sums` gets the last
-   row's c as the sum of two floats, then the sum of W. */
-LI_FN void LI_K(forget_weights)(li_matrix s, li_matrix gates, float *w, float *sums) {
+   row's c as the sum of two floats, then the sum of W. With a fade that is not negative, the memory is routed: the
+   weight is s_t itself, and there are no gates. */
+LI_FN void LI_K(forget_weights)(li_matrix s, li_matrix gates, float fade, float *w, float *sums) {
   const int64_t n = s.columns;
+  const bool routed = !(fade < 0);
   for (int64_t i = 0; i < n; i += VF) {
     vf c = vf_zero(), c_rest = vf_zero(), total = vf_zero(), total_rest = vf_zero();
     for (int64_t t = 0; t < s.rows; t++) {
-      LI_K(add_exact)(&c, &c_rest, vf_max(vf_of(-1), LI_K(gate_log)(LI_GET(gates.at + t * gates.row))));
-      const vf least = vf_max(vf_of(-LUNA_FORGET_SCORE), LI_GET(s.at + t * s.row));
-      const vf score = vf_min(vf_of(LUNA_FORGET_SCORE), least);
-      const vf fade = vf_mul(vf_exp(vf_neg(c)), vf_mul(vf_sub(vf_of(1), c_rest), vf_of(LUNA_FORGET_SCALE)));
-      const vf weight = vf_mul(vf_exp(score), fade);
+      vf own = LI_GET(s.at + t * s.row);
+      if (routed) LI_K(add_exact)(&c, &c_rest, LI_K(route_log)(own, fade));
+      else {
+        LI_K(add_exact)(&c, &c_rest, vf_max(vf_of(-1), LI_K(gate_log)(LI_GET(gates.at + t * gates.row))));
+        own = vf_exp(vf_min(vf_of(LUNA_FORGET_SCORE), vf_max(vf_of(-LUNA_FORGET_SCORE), own)));
+      }
+      const vf since = vf_mul(vf_exp(vf_neg(c)), vf_mul(vf_sub(vf_of(1), c_rest), vf_of(LUNA_FORGET_SCALE)));
+      const vf weight = vf_mul(own, since);
       LI_K(add_exact)(&total, &total_rest, weight);
       LI_PUT(w + t * n, weight);
     }
@@ -7105,31 +7171,56 @@ LI_FN void LI_K(forget_totals)(li_matrix w, const float *before, float *z) {
     }
   }
 }
+/* Computes what the routed memory adds to a slot's score, logs = c + ln Z. An empty slot gets -1e30, and a Z so large
+   that what is divided by it is 0. */
+LI_FN void LI_K(route_logs)(li_matrix s, float fade, float *z, float *logs) {
+  const int64_t n = s.columns;
+  for (int64_t i = 0; i < n; i += VF) {
+    vf c = vf_zero(), c_rest = vf_zero();
+    for (int64_t t = 0; t < s.rows; t++) {
+      const vf weight = LI_GET(z + t * n);
+      LI_K(add_exact)(&c, &c_rest, LI_K(route_log)(LI_GET(s.at + t * s.row), fade));
+      const vf log = vf_add(vf_log(vf_select(vf_lt(vf_of(1e37f), weight), vf_zero(), weight)), vf_add(c, c_rest));
+      const vm empty = vf_lt(log, vf_of(LUNA_ROUTE_EMPTY));
+      LI_PUT(logs + t * n, vf_select(empty, vf_of(-1e30f), log));
+      LI_PUT(z + t * n, vf_select(empty, vf_of(1e38f), weight));
+    }
+  }
+}
 LI_FN void LI_K(forget_divide)(int64_t n, float factor, const float *x, const float *z, float *y) {
   for (int64_t i = 0; i < n; i += VF) LI_PUT(y, vf_div(vf_mul(vf_set(factor), LI_GET(x)), LI_GET(z)));
 }
-/* Computes H = scale / Z dU, from dU in h, and dZ = -(R dR + U dU) / Z. */
-LI_FN void LI_K(forget_slopes)(int64_t n, float scale, const float *u, const float *z, const float *r, const float *dr,
-                               float *h, float *dz) {
+/* Computes H = scale / Z dU, from dU in h, and dZ = -(R dR + (U - own) dU) / Z, where `own` is 1 if the score has
+   ln Z in it, else 0. */
+LI_FN void LI_K(forget_slopes)(int64_t n, float scale, float own, const float *u, const float *z, const float *r,
+                               const float *dr, float *h, float *dz) {
   for (int64_t i = 0; i < n; i += VF) {
-    const vf du = LI_GET(h), sum = vf_fma(LI_GET(r), LI_GET(dr), vf_mul(LI_GET(u), du));
+    const vf du = LI_GET(h), sum = vf_fma(LI_GET(r), LI_GET(dr), vf_mul(vf_sub(LI_GET(u), vf_set(own)), du));
     LI_PUT(dz, vf_neg(vf_div(sum, LI_GET(z))));
     LI_PUT(h, vf_div(vf_mul(vf_set(scale), du), LI_GET(z)));
   }
 }
-/* Replaces dW by W (dW + after + the sum of dZ from t on). Adds the result to ds, unless null, where the score is
-   within its bounds. ds has s's rows. */
-LI_FN void LI_K(forget_scores)(li_matrix s, const float *w, const float *dz, const float *after, float *dw, float *ds) {
+/* Replaces H by X = W (dW + after + the sum of dZ from t on). Adds X to ds, unless null, where the score is within its
+   bounds. ds has s's rows. In the routed memory, which has z, s is a share of W and gets X / s where it is not 0, and H
+   is replaced by X - dU. */
+LI_FN void LI_K(forget_scores)(li_matrix s, const float *w, const float *dz, const float *after, const float *z,
+                               float scale, float *dw, float *ds, float *h) {
   const int64_t n = s.columns;
   for (int64_t i = 0; i < n; i += VF) {
     vf sum = LI_GET(after), rest = vf_zero();
     for (int64_t t = s.rows - 1; t >= 0; t--) {
       LI_K(add_exact)(&sum, &rest, LI_GET(dz + t * n));
       const vf x = vf_mul(LI_GET(w + t * n), vf_add(LI_GET(dw + t * n), vf_add(sum, rest)));
-      LI_PUT(dw + t * n, x);
-      if (!ds) continue;
-      const vm within = vf_le(vf_abs(LI_GET(s.at + t * s.row)), vf_of(LUNA_FORGET_SCORE));
-      LI_PUT(ds + t * s.row, vf_add(LI_GET(ds + t * s.row), vf_select(within, x, vf_zero())));
+      vf left = x, slope = x;
+      vm moves = vf_le(vf_abs(LI_GET(s.at + t * s.row)), vf_of(LUNA_FORGET_SCORE));
+      if (z) {
+        const vf own = LI_GET(s.at + t * s.row);
+        left = vf_sub(x, vf_div(vf_mul(LI_GET(h + t * n), LI_GET(z + t * n)), vf_set(scale)));
+        moves = vf_lt(vf_zero(), own);
+        slope = vf_div(x, own);
+      }
+      LI_PUT(h + t * n, left);
+      if (ds) LI_PUT(ds + t * s.row, vf_add(LI_GET(ds + t * s.row), vf_select(moves, slope, vf_zero())));
     }
   }
 }
@@ -7148,6 +7239,25 @@ LI_FN void LI_K(forget_gates)(li_matrix gates, const float *dw, float *after, fl
     }
     LI_PUT(after, sum);
     LI_PUT(after + n, rest);
+  }
+}
+/* The same of the routed memory, whose gates are 1 - s: adds to ds, unless null, where s is not 0. after [4, slots] also
+   holds the sum of all these sums, which is the gradient of the fade. */
+LI_FN void LI_K(route_gates)(li_matrix s, const float *dw, float *after, float *ds) {
+  const int64_t n = s.columns;
+  for (int64_t i = 0; i < n; i += VF) {
+    vf sum = LI_GET(after), rest = LI_GET(after + n), all = LI_GET(after + 2 * n), all_rest = LI_GET(after + 3 * n);
+    for (int64_t t = s.rows - 1; t >= 0; t--) {
+      const vf x = LI_GET(s.at + t * s.row);
+      LI_K(add_exact)(&sum, &rest, LI_GET(dw + t * n));
+      LI_K(add_exact)(&all, &all_rest, vf_add(sum, rest));
+      const vf slope = vf_div(vf_add(sum, rest), vf_sub(vf_of(1), x));
+      if (ds) LI_PUT(ds + t * s.row, vf_add(LI_GET(ds + t * s.row), vf_select(vf_lt(vf_zero(), x), slope, vf_zero())));
+    }
+    LI_PUT(after, sum);
+    LI_PUT(after + n, rest);
+    LI_PUT(after + 2 * n, all);
+    LI_PUT(after + 3 * n, all_rest);
   }
 }
 
@@ -7331,9 +7441,9 @@ LI_FN void li_luna_exchange(const li_causal_luna *a, int64_t item, double *state
     if (a->forget && store) m.weights[slot] = state[2 * d];
     if (a->forget) weight = m.weights[before + slot];
     for (int64_t i = 0; i < d; i++) {
-      if (store) k[i * a->slots] = state[i] / weight;
+      if (store) k[i * a->slots] = li_quotient(state[i], weight);
       else state[i] = k[i * a->slots] * weight;
-      if (store) v[i] = state[d + i] / weight;
+      if (store) v[i] = li_quotient(state[d + i], weight);
       else state[d + i] = v[i] * weight;
     }
     if (!a->forget) continue;
@@ -7659,8 +7769,10 @@ LI_FN void li_luna_own(const li_causal_chunk *c, li_matrix a, li_matrix x, li_ma
 LI_FN li_matrix li_luna_weights(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const li_matrix s = li_luna_narrow(c, a->s);
-  if (a->forget) c->kernels->forget_weights(s, li_luna_narrow(c, a->forget), c->kept, c->logs);
-  else {
+  if (a->forget) {
+    const li_matrix gates = li_luna_narrow(c, a->routed ? a->s : a->forget);
+    c->kernels->forget_weights(s, gates, li_luna_fade(a, c->item), c->kept, c->logs);
+  } else {
     c->kernels->copy_rows(s, c->kept, s.columns);
     c->kernels->activate((int)a->omega, s.rows * s.columns, c->kept, c->kept);
   }
@@ -7694,16 +7806,20 @@ LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
          (int64_t)li_round((size_t)(a->slots + li_max(a->slots, a->head_dim)) * sizeof(double));
 }
 /* Steps one row of an item of the memory that forgets: weights <- (weights + W) e^gate. In the means the new row has
-   the share W / (weights + W). w is [4, slots]. */
+   the share W / (weights + W). w is [4, slots], of which the first row gets what the routed memory adds to scores. */
 LI_HOT void li_forget_shares(const li_kernels *kernels, const li_causal_luna *a, int64_t item, double *weights,
                              float *w, double *share) {
   const int64_t l = li_luna_slots(a, item), narrow = item * a->slots;
-  kernels->forget_weights(li_dense(a->s + narrow, 1, l), li_dense(a->forget + narrow, 1, l), w, w + l);
+  const li_matrix s = li_dense(a->s + narrow, 1, l);
+  const float fade = li_luna_fade(a, item);
+  kernels->forget_weights(s, a->routed ? s : li_dense(a->forget + narrow, 1, l), fade, w, w + l);
   for (int64_t i = 0; i < l; i++) {
     const double gate = li_decay((double)w[l + i]), total = weights[i] + (double)w[i];
-    share[i] = (double)w[i] / total;
+    share[i] = li_quotient((double)w[i], total);
     weights[i] = total * gate;
+    w[3 * l + i] = (float)total;
   }
+  if (a->routed) kernels->route_logs(s, fade, w + 3 * l, w);
 }
 
 /* A stream runs eq. 7 row by row, without chunks. */
@@ -7735,7 +7851,10 @@ LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last
     else kernels->activate((int)a->omega, l, a->s + narrow, omega);
     kernels->step_mean(k_step, li_mean_of(m.ka, d, l, a->slots, now), share, a->k + wide, omega, a->q + wide, sum);
     for (int64_t i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
+    if (a->routed) kernels->add(l, w, omega, w);
     kernels->softmax(1, l, w, w);
+    for (int64_t i = 0; i < l && a->routed; i++)
+      if (omega[i] == -1e30f) w[i] = 0;
     kernels->step_mean(v_step, li_mean_of(m.av, l, d, d, now), share, omega, a->v + wide, w, sum);
     for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
     if (LI_TRAINS && a->kept && !a->forget)
@@ -7836,6 +7955,15 @@ LI_INLINE float *li_forget_kept(const li_causal_chunk *c) {
   return li_offset(LI_TRAINS ? c->luna->kept : NULL, (c->item * c->luna->rows + c->first) * c->luna->slots);
 }
 
+/* Computes softmax(u), or softmax(u + logs) in the routed memory. */
+LI_FN void li_forget_softmax(const li_causal_chunk *c, const float *u, const float *logs, float *p) {
+  if (c->luna->routed) {
+    c->kernels->add(c->rows * c->slots, u, logs, p);
+    u = p;
+  }
+  c->kernels->softmax(c->rows, c->slots, u, p);
+}
+
 LI_FN void li_forget_out(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const li_luna_sums state = li_luna_sums_of(c);
@@ -7851,8 +7979,9 @@ LI_FN void li_forget_out(const li_causal_chunk *c) {
 
   c->kernels->forget_totals(w, li_forget_before(c), z);
   li_causal_exact(c, 1, q, k, li_transposed(state.k), w, li_into(u, l, false));
+  if (a->routed) c->kernels->route_logs(li_luna_narrow(c, a->s), li_luna_fade(a, c->item), z, c->buffer[1]);
   c->kernels->forget_divide(n, a->scale, u, z, u);
-  c->kernels->softmax(c->rows, l, u, r);
+  li_forget_softmax(c, u, c->buffer[1], r);
   li_forget_drop(c, r);
   c->kernels->forget_divide(n, 1, r, z, r);
 
@@ -7868,8 +7997,10 @@ LI_FN void li_forget_out_up(const li_causal_chunk *c) {
   const int64_t l = c->slots, n = c->rows * l, all = li_forget_all(a), unit = li_luna_unit(a);
   const li_matrix w = li_luna_dense(c, c->kept), g = li_luna_wide(c, a->grad_out);
   float *dr = c->buffer[0], *p = c->buffer[1], *dp = c->buffer[2], *r = c->h + all;
-  const float *u = li_forget_kept(c), *z = u + all;
-  c->kernels->softmax(c->rows, l, u, p);
+  const float *u = li_forget_kept(c);
+  float *z = li_forget_kept(c) + all;
+  if (a->routed) c->kernels->route_logs(li_luna_narrow(c, a->s), li_luna_fade(a, c->item), z, dp);
+  li_forget_softmax(c, u, dp, p);
   memcpy(r, p, (size_t)n * sizeof(float));
   li_forget_drop(c, r);
   c->kernels->forget_divide(n, 1, r, z, r);
@@ -7879,7 +8010,7 @@ LI_FN void li_forget_out_up(const li_causal_chunk *c) {
   li_forget_drop(c, dp);
   li_clear(c->h, (size_t)n * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, p, dp, c->h);
-  c->kernels->forget_slopes(n, a->scale, u, z, r, dr, c->h, r + all);
+  c->kernels->forget_slopes(n, a->scale, a->routed, u, z, r, dr, c->h, r + all);
 
   if (a->grad_q)
     li_causal_bracket(c, 1, 1, li_luna_dense(c, c->h), w, state.k, li_luna_wide(c, a->k),
@@ -7913,7 +8044,7 @@ LI_FN void li_forget_sum_down(const li_causal_chunk *c) {
               li_luna_wide(c, a->grad_out), totals);
 }
 
-/* Adds the gradients of k, v and s, and replaces H by W dW. */
+/* Adds the gradients of k, v and s, and replaces H by W dW, or by W dW - dU in the routed memory. */
 LI_FN void li_forget_out_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = c->slots, all = li_forget_all(a), unit = li_luna_unit(a);
@@ -7923,19 +8054,29 @@ LI_FN void li_forget_out_down(const li_causal_chunk *c) {
     c->kernels->scale(unit, (float)li_chunk_fade(c, slot), c->state + slot * unit, c->state + slot * unit);
   float *dw = li_luna_grads(c, li_luna_wide(c, a->grad_out), li_luna_dense(c, c->h + all));
   if (!dw) return;
-  c->kernels->forget_scores(s, c->kept, c->h + 2 * all, li_forget_before(c), dw, li_offset(a->grad_s, s.at - a->s));
-  memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
+  c->kernels->forget_scores(s, c->kept, c->h + 2 * all, li_forget_before(c), a->routed ? li_forget_kept(c) + all : NULL,
+                            a->scale, dw, li_offset(a->grad_s, s.at - a->s), c->h);
 }
 
+/* Leaves the sum over an item's slots, as the sum of two floats, where the first chunk's sums are. Nothing else reads
+   these then. */
+LI_HOT void li_route_total(const li_sweep *s, int64_t item, const float *totals) {
+  const int64_t l = li_luna_slots(s->luna, item);
+  float *at = s->sums + item * s->chunks * s->slots * s->unit;
+  double sum = 0;
+  for (int64_t i = 0; i < 2 * l; i++) sum += (double)totals[i];
+  at[0] = (float)sum;
+  at[1] = (float)(sum - (double)at[0]);
+}
 LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_causal_luna *a = s->luna;
   float *after = (float *)(void *)(s->threads_at + thread * s->thread_bytes);
   for (int64_t item = first; item < last; item++) {
-    memset(after, 0, (size_t)(2 * a->slots) * sizeof(float));
+    memset(after, 0, (size_t)(4 * a->slots) * sizeof(float));
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, 0, thread);
-      const li_matrix gates = li_luna_narrow(&c, a->forget);
+      const li_matrix gates = li_luna_narrow(&c, a->routed ? a->s : a->forget);
       const float *next = c.sums + a->slots * s->unit;
       if (k > 0)
         for (int64_t i = 0; i < gates.columns; i++, next += s->unit) {
@@ -7943,8 +8084,18 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
           after[i] = next[0];
           after[gates.columns + i] = next[1];
         }
-      s->kernels->forget_gates(gates, c.h, after, a->grad_forget + (gates.at - a->forget));
+      if (a->routed) s->kernels->route_gates(gates, c.h, after, li_offset(a->grad_s, gates.at - a->s));
+      else s->kernels->forget_gates(gates, c.h, after, a->grad_forget + (gates.at - a->forget));
     }
+    if (a->routed) li_route_total(s, item, after + 2 * li_luna_slots(a, item));
+  }
+}
+/* Adds the gradient of the routed memory's fades, item after item. */
+LI_FN void li_route_fades(const li_sweep *s) {
+  const li_causal_luna *a = s->luna;
+  for (int64_t item = 0; item < s->items && a->grad_forget; item++) {
+    const float *sum = s->sums + item * s->chunks * a->slots * s->unit, y = 4 * li_luna_fade(a, item);
+    a->grad_forget[item % a->heads] += ((sum[0] + sum[1]) * y * (1 - y)) / 4;
   }
 }
 
@@ -8018,8 +8169,9 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
   s.sums = sums;
   if (a->forget) li_sweep_run(&s, li_forget_sum_down, li_forget_out_down, parallel, rest);
   else li_sweep_run(&s, li_luna_sum_down, li_luna_out_down, parallel, rest);
-  if (a->grad_forget)
+  if (a->grad_forget || (a->routed && a->grad_s))
     li_each(li_worth(parallel, s.items * s.rows * s.dim * s.value_dim), s.items, li_forget_gates, &s);
+  if (a->routed) li_route_fades(&s);
 }
 #endif
 
@@ -8656,6 +8808,7 @@ LI_FN bool li_causal_nested_of(const luna_causal_nested_args *args, li_causal_lu
       li_checked(rows, a->slots) < 0 || a->horizon < 0 || !li_is_finite(a->scale) || a->position < 0 ||
       !li_is_omega((int)a->omega)) return false;
   if (!li_lengths_fit(a->lengths, a->batch, a->slots)) return false;
+  if (a->routed && !a->forget) return false;
   if (a->forget) a->horizon = 0;
   else a->grad_forget = NULL;
   if (a->state) a->kept = NULL;
@@ -12005,6 +12158,14 @@ LI_FN float li_forget_logit(int64_t slot, int64_t slots) {
   return -li_log1_scalar(li_exp1_scalar(16 / time) - 1);
 }
 
+/* Returns the fade of a head whose time constant is 16 (longest / 16)^(head / (heads - 1)) tokens; of one head, 128. */
+LI_FN float li_fade_logit(int64_t head, int64_t heads, float longest) {
+  float time = 128;
+  if (longest < 16) longest = 16;
+  if (heads > 1) time = 16 * li_exp1_scalar(li_log1_scalar(longest / 16) * (float)head / (float)(heads - 1));
+  return -li_log1_scalar(time / 4 - 1);
+}
+
 LI_FN void li_first_values(const li_first *f, float *out, int64_t first, int64_t count) {
   const int64_t slots = f->scale >= 1 && f->scale < 1e9f ? (int64_t)f->scale : 1;
   for (int64_t i = 0, at = first; i < count; i++, at++) {
@@ -12015,6 +12176,7 @@ LI_FN void li_first_values(const li_first *f, float *out, int64_t first, int64_t
       case LUNA_INIT_ZEROS: out[i] = 0; break;
       case LUNA_INIT_ONES: out[i] = f->scale; break;
       case LUNA_INIT_FORGET: out[i] = li_forget_logit(at % slots, slots); break;
+      case LUNA_INIT_FADE: out[i] = li_fade_logit(at % f->width, f->width, f->scale); break;
       case LUNA_INIT_NORMAL: out[i] = f->scale * li_normal(counter, f->seed); break;
       default:
         li_philox(counter, f->seed, word);
@@ -12149,7 +12311,7 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
     return NULL;
   }
 
-  if (!li_param_named(params, name) || !li_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_FORGET) ||
+  if (!li_param_named(params, name) || !li_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_FADE) ||
       !li_is_number(ctx, name, "init.scale", init.scale)) return NULL;
   if (params->filling && !li_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
   const li_persistent_mark mark = li_persistent(ctx);
@@ -14520,6 +14682,7 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   c->horizon = op->arg.causal.horizon;
   c->state = op->state;
   if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null while measuring */
+  c->routed = forgets && op->in[4]->rank == 1;
   if (op->own) {                     /* A stream's recorded op has no `own`: no dropout, no carried state. */
     li_attention_own *own = &op->own->attention;
     memset(own, 0, sizeof *own);
@@ -14539,6 +14702,79 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 #define LI_CPU_CAUSAL_LUNA \
   LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
 #define LI_CPU_FORGETTING_LUNA LI_CPU_CAUSAL_LUNA
+
+/* --- route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
+/* A token's writes to a head: two slots, their shares r, and how strongly it writes. */
+typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing;
+LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float strength) {
+  const float limit = 15;
+  li_routing w = { { 0, 1 }, { 0, 0 }, strength };
+  if (router[1] > router[0]) w.slot[0] = 1, w.slot[1] = 0;
+  for (int64_t i = 2; i < slots; i++) {
+    if (router[i] > router[w.slot[0]]) {
+      w.slot[1] = w.slot[0];
+      w.slot[0] = i;
+    } else if (router[i] > router[w.slot[1]]) w.slot[1] = i;
+  }
+  /* The smaller sigmoid over the larger one is at most 1. */
+  const float more = li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[0]]),
+              less = li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[1]]);
+  const float ratio = li_exp1_scalar(more - less);
+  w.share[0] = 1 / (1 + ratio);
+  w.share[1] = ratio / (1 + ratio);
+  if (strength < -limit) w.strength = -limit;
+  if (strength > limit) w.strength = limit;
+  w.strength = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, w.strength);
+  return w;
+}
+/* Returns 1 - e^-x for x in [0, 1], by its series. */
+LI_HOT float li_written(float x) {
+  static const float parts[] = { 1.0f / 2, 1.0f / 3, 1.0f / 4, 1.0f / 5, 1.0f / 6, 1.0f / 7, 1.0f / 8, 1.0f / 9,
+                                 1.0f / 10, 1.0f / 11 };
+  float y = 1;
+  for (int i = LI_LENGTH(parts) - 1; i >= 0; i--) y = 1 - x * parts[i] * y;
+  return x * y;
+}
+LI_HOT void li_route_row_back(const li_routing *w, const float *router, const float *y, const float *dy, float logit,
+                              float *drouter, float *dstrength) {
+  float change[2];
+  for (int i = 0; i < 2; i++) change[i] = dy[w->slot[i]] * (1 - y[w->slot[i]]);
+  const float along = w->share[0] * change[0] + w->share[1] * change[1];
+  const float across = w->share[0] * w->share[1] * w->strength * (change[0] - change[1]);
+  if (dstrength && logit >= -15 && logit <= 15) *dstrength += along * w->strength * (1 - w->strength);
+  for (int i = 0; i < 2 && drouter; i++) {
+    const float slope = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -router[w->slot[i]]);
+    drouter[w->slot[i]] += (i == 0 ? across : -across) * slope;
+  }
+}
+LI_FN void li_route_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const luna_tensor *router = op->in[0], *strength = op->in[1], *out = op->out[0];
+  const int64_t heads = li_last(strength), slots = li_last(router) / heads;
+  for (int64_t i = first * heads; i < last * heads; i++) {
+    const int64_t at = i * slots;
+    const li_routing w = li_routing_of(router->data + at, slots, strength->data[i]);
+    if (back) {
+      li_route_row_back(&w, router->data + at, out->data + at, out->grad + at, strength->data[i],
+                        li_offset(router->grad, at), li_offset(strength->grad, i));
+      continue;
+    }
+    memset(out->data + at, 0, (size_t)slots * sizeof(float));
+    for (int j = 0; j < 2; j++) out->data[at + w.slot[j]] = li_written(w.strength * w.share[j]);
+  }
+}
+LI_PART_OP(route, li_rows(op->in[0]), li_last(op->in[0]))
+#define LI_CPU_ROUTE LI_CPU_OP(li_query_nothing, li_route_forward, li_route_backward, 0)
+
+LUNA_API luna_tensor *luna_route(luna_tensor *router, luna_tensor *strength) {
+  luna_tensor *const in[] = { router, strength };
+  li_build s;
+  if (!li_start(&s, LUNA_OP_ROUTE, "luna_route", in, 2, 2) || !li_fits(&s, "router [b,n,L] strength [b,n,H]"))
+    return NULL;
+  const int64_t values = li_last(router), heads = li_last(strength);
+  if (!li_is_checked(router->ctx) && (values % heads != 0 || values / heads < 2))
+    return li_fail(router->ctx, LUNA_ERROR_ROUTE_SLOTS, s.name, values, heads);
+  return li_finish_like(&s, router);
+}
 
 /* The inputs are q, k, v and s. */
 LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c,
@@ -14562,12 +14798,14 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
     pattern = "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]";
     kind = LUNA_OP_CAUSAL_LUNA;
     count = 4;
-  }
+  } else if (c->routed) pattern = "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [H]";
   if (!li_start(&build, kind, "luna_causal_nested_attention", in, count, count) ||
       li_dropout_wrong(&build, c->dropout) || !li_fits(&build, pattern) || !li_heads_fit(&build, heads) ||
       !li_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
   if (!li_is_omega((int)c->omega) && !li_is_checked(q->ctx))
     return li_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)c->omega);
+  if (c->routed && (!c->forget || li_last(c->forget) != heads))
+    return li_fail(q->ctx, LUNA_ERROR_ROUTED, "luna_causal_nested_attention", heads);
   if (c->horizon < LUNA_HORIZON_NONE && !li_is_checked(q->ctx) &&
       !li_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
     return NULL;
@@ -15138,7 +15376,7 @@ static const li_field li_fields[] = {
   LI_MODEL(per_step, classifier., 0, 1)
   LI_LM(outputs, 0, 1 << 24)
   LI_LAYER(norm, 0, LUNA_NORM_RMS)
-  LI_LAYER(forget, 0, LUNA_FORGET_GATED)
+  LI_LAYER(forget, 0, LUNA_FORGET_ROUTED)
   LI_LAYER(output_gate, 0, 1)
   LI_LAYER(rotary, 0, 1)
   LI_LM(output_norm, 0, 1)
@@ -15203,7 +15441,7 @@ LI_FN bool li_fields_put(luna_params *params, int kind, const void *config) {
 }
 
 /* A file has this luna.format if luna.h 0.1 did not know its model. Newer models will have larger numbers. */
-#define LI_FORMAT 2
+#define LI_FORMAT 3
 #define LI_QUOTE(x) #x
 #define LI_QUOTED(x) LI_QUOTE(x)
 #define LI_NEWER "its luna.format is newer than that of luna.h " LUNA_VERSION ", " LI_QUOTED(LI_FORMAT)
@@ -15788,12 +16026,18 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 }
 
 /* --- causal Luna attention [section 3.3]: x [b,n,d], p [b,l,d] or [l,d] -> y [b,n,d] --- */
+/* Returns whether a layer has a P. A routed memory has none. */
+LI_FN bool li_packs(const luna_layer_config *c) { return li_is_luna(c) && c->forget != LUNA_FORGET_ROUTED; }
+LI_FN bool li_routes(luna_ctx *ctx, const luna_layer_config *c) {
+  return !li_is_luna(c) || li_packs(c) || li_in(ctx, ctx->call, "layer.memory", c->memory, 2, INT32_MAX);
+}
 LI_FN int li_causal_attention_parts(luna_causal_attention_layer *layer, li_part *parts) {
   const luna_layer_config *c = &layer->config;
-  const bool full = c->sharing == LUNA_SHARING_FULL;
+  const bool full = c->sharing == LUNA_SHARING_FULL, packs = li_packs(c);
+  const bool gates = c->forget == LUNA_FORGET_GATED || c->forget == LUNA_FORGET_CONSTANT;
   const li_part all[] = {
-    li_projection(true, &layer->pq, "pq_proj.weight", c, false),
-    li_projection(true, &layer->pc, "pc_proj.weight", c, false),
+    li_projection(packs, &layer->pq, "pq_proj.weight", c, false),
+    li_projection(packs, &layer->pc, "pc_proj.weight", c, false),
     li_projection(true, &layer->q, "q_proj.weight", c, false),
     li_projection(full, &layer->k, "k_proj.weight", c, false),
     li_projection(true, &layer->v, full ? "v_proj.weight" : "c_proj.weight", c, false),
@@ -15801,8 +16045,12 @@ LI_FN int li_causal_attention_parts(luna_causal_attention_layer *layer, li_part 
     li_projection(c->output_gate, &layer->gate, "gate_proj.weight", c, false),
     { c->forget == LUNA_FORGET_GATED, LI_ALONE(layer->forget.weight), "forget_proj.weight", c->heads * c->memory,
       c->dim, li_init(LUNA_INIT_XAVIER, 0.5f) },
-    { c->forget != LUNA_FORGET_NONE, LI_ALONE(layer->forget.bias), "forget_proj.bias", c->heads * c->memory,
-      LI_VECTOR, li_init(LUNA_INIT_FORGET, (float)c->memory) } };
+    { gates, LI_ALONE(layer->forget.bias), "forget_proj.bias", c->heads * c->memory,
+      LI_VECTOR, li_init(LUNA_INIT_FORGET, (float)c->memory) },
+    { !packs, LI_BOTH(layer->router), "router_proj.weight", c->heads * c->memory, c->dim, li_init(LUNA_INIT_XAVIER, 1) },
+    { !packs, LI_BOTH(layer->strength), "strength_proj.weight", c->heads, c->dim, li_init(LUNA_INIT_XAVIER, 0.5f) },
+    { !packs, LI_ALONE(layer->fade), "fade", c->heads, LI_VECTOR,
+      li_init(LUNA_INIT_FADE, c->memory <= 16 ? 1024 : 4096) } };
   memcpy(parts, all, sizeof all);
   return LI_LENGTH(all);
 }
@@ -15814,7 +16062,7 @@ LI_FN bool li_causal_attention_init(luna_causal_attention_layer *layer, luna_par
   return true;
 }
 /* luna_causal_attention_layer_init */
-LI_LAYER_INIT(luna_causal_attention_layer, li_layer_defaults(ctx, &c) &&
+LI_LAYER_INIT(luna_causal_attention_layer, li_layer_defaults(ctx, &c) && li_routes(ctx, &c) &&
               li_in(ctx, ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL),
               li_causal_attention_init)
 
@@ -15884,26 +16132,31 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
                                        luna_tensor *residual, float dropout, const li_flow *f) {
   static const char name[] = "luna_causal_attention_layer_forward";
   luna_tensor *p = f->p, *s;
-  if (!li_layer_made(x, LI_OF(layer, pq.weight), name)) return NULL;
+  if (!li_layer_made(x, LI_OF(layer, q.weight), name)) return NULL;
   const luna_layer_config *c = &layer->config;
-  const bool stream = x->ctx->bump;
-  if (!p && !stream) return li_fail_null(x->ctx, name, "p");
+  const bool stream = x->ctx->bump, packs = li_packs(c);
+  if (!p && !stream && packs) return li_fail_null(x->ctx, name, "p");
   if (!li_is_sequence(name, "x", x, x->shape[0], c->dim)) return NULL;
-  if (!stream && (p->rank < 2 || p->rank > 3 || li_last(p) != c->dim ||
+  if (!stream && packs && (p->rank < 2 || p->rank > 3 || li_last(p) != c->dim ||
                   (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1)))
     return li_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, name, p, c->dim, x->shape[0], c->dim);
   const luna_scope scope = luna_scope_begin(x->ctx);
   const int32_t *lengths = stream ? f->past->slots : f->lengths;
-  if (stream) s = li_scores_past(layer, x, f->past);
+  if (!packs) {
+    s = luna_route(li_project(&layer->router, x), li_project(&layer->strength, x));
+    lengths = NULL;
+  } else if (stream) s = li_scores_past(layer, x, f->past);
   else if (li_lengths_below(x->ctx, &lengths, x->shape[0], p->shape[p->rank - 2])) s = li_causal_scores(layer, x, p);
   else return NULL;
   luna_tensor *q = li_project(&layer->q, x);
   luna_tensor *v = li_project(&layer->v, x);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : li_project(&layer->k, x), *gates = NULL;
-  if (c->forget && s) gates = li_forget_logits(layer, x, li_last(s) / c->heads);
+  if (!packs) gates = layer->fade;
+  else if (c->forget && s) gates = li_forget_logits(layer, x, li_last(s) / c->heads);
   if (c->forget && !gates) return li_result(scope, NULL);
   luna_tensor *const in[] = { q, k, v, s };
-  const luna_causal_nested_config nested = { c->heads, c->omega, lengths, c->attention_dropout, gates, f->horizon };
+  const luna_causal_nested_config nested = { c->heads, c->omega, lengths, c->attention_dropout, gates, f->horizon,
+                                             !packs };
   v = li_causal_nested(in, &nested, f->past);
   v = li_gated(&layer->gate, x, v);
   return li_result(scope, li_linear_with(v, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, dropout));
@@ -15997,9 +16250,12 @@ LI_FN bool li_layer_good(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind
                   !li_is_unused(ctx, "layer.convolution", c->convolution, other))) return false;
   if (!encoder && !li_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) return false;
   if (tied && !li_is_unused(ctx, "layer.sharing", c->sharing, not_tied)) return false;
+  if (kind == LI_DECODER_LAYER && c->forget == LUNA_FORGET_ROUTED &&
+      !li_is_unused(ctx, "layer.forget", c->forget, "to 2 in a decoder layer")) return false;
   c->causal = causal;
-  return li_layer_defaults(ctx, c) && li_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
-                                                  !c->hook || (c->hook->init && c->hook->forward));
+  return li_layer_defaults(ctx, c) && (!causal || c->hook || li_routes(ctx, c)) &&
+         li_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
+                     !c->hook || (c->hook->init && c->hook->forward));
 }
 LI_FN int li_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, li_part *parts) {
   const luna_init init = li_projection_init(c->bert_init, true);
@@ -16226,7 +16482,7 @@ LI_FN int li_causal_layer_parts(luna_causal_layer *layer, li_part *parts) {
   const int64_t d = c->dim, width = c->convolution;
   const luna_init init = li_embedding_init(d, false), last = li_init(LUNA_INIT_IDENTITY, 0.1f);
   const li_part own[] = {
-    { li_is_luna(c), LI_ALONE(layer->memory), "projected_embeddings", c->memory, d, init },
+    { li_packs(c), LI_ALONE(layer->memory), "projected_embeddings", c->memory, d, init },
     { width != 0, &layer->kernel, &layer->kernel_bias, "conv.weight", d, width, last },
     li_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c) };
   memcpy(parts, own, sizeof own);
@@ -16472,7 +16728,7 @@ LI_FN bool li_fields_describe(luna_params *params, const char *name, const luna_
       (li_params_put(params, "luna.kind", name) == LUNA_OK && (!hook || li_hook_describe(params, hook)) &&
        li_fields_put(params, kind, config) &&
        (!(layer->forget || layer->output_gate || layer->rotary) ||
-        li_params_put(params, "luna.format", LI_QUOTED(LI_FORMAT)) == LUNA_OK));
+        li_params_put(params, "luna.format", layer->forget == LUNA_FORGET_ROUTED ? "3" : "2") == LUNA_OK));
   if (described) li_params_fix_horizon(params, layer->horizon);
   return described;
 }
@@ -18709,6 +18965,7 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
   const bool folds = li_stream_folds(c);
   const int one = n == 1;
   luna_tensor *const each[4] = { &past->scores, &past->scores_bias, &past->keys, &past->values };
+  if (!li_packs(c)) return;
   if (folds) past->scores = li_stream_tensor(s, NULL, 3 - one, folded + one);
   else past->scores = li_stream_tensor(s, NULL, 4 - one, queries + one);
   if (folds) past->scores_bias = li_stream_tensor(s, NULL, 3 - 2 * one, bias + 2 * one);
@@ -19116,7 +19373,7 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
   if (m->config.features && !li_stream_scales(s, s->standard, m->input.mean, m->input.scale)) return false;
   if (m->config.output_norm && !li_stream_scales(s, s->output_norm, m->output_mean, m->output_scale)) return false;
 
-  for (int64_t i = 0; !s->cross && i < m->config.layers; i++)
+  for (int64_t i = 0; !s->cross && li_packs(&m->config.layer) && i < m->config.layers; i++)
     if (!li_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data)) return false;
   return true;
 }

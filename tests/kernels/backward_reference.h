@@ -219,40 +219,48 @@ LI_FN void li_causal_luna_row_backward(const li_causal_luna *a, int64_t first, i
 
 /* Of one item that forgets, where a_tj = A_j e^{G_t - G_j} / Z_t is row j's share in a slot's means at t, G the sum of
    the gates' logs: with g the gradient of out, da_tj = scale du q . k_j + w g . v_j, and a is a softmax over j of
-   s_j - G_j. x: the gradient of that, [rows, slots]; shares as large; row: [6, slots]. */
+   s_j - G_j. x: the gradient of that, [rows, slots]; shares as large; row: [7, slots]. In the routed memory A_j is s_j,
+   and ln Z_t + G_t joins the score u; moves, [rows, slots], gets its gradient. */
 LI_FN void li_forget_row_backward(const li_causal_luna *a, int64_t item, int64_t t, double *shares, double *x,
-                                  float *row) {
+                                  double *moves, float *row) {
   const int64_t d = a->head_dim, l = a->slots, real = li_luna_slots(a, item);
   const int64_t at = li_luna_row(a, item, t), first = li_luna_row(a, item, 0), step = a->heads;
   const float *q = a->q + at * d, *g = a->grad_out + at * d;
-  float *u = row, *w = u + l, *r = w + l, *dr = r + l, *dw = dr + l, *du = dw + l;
+  float *u = row, *w = u + l, *r = w + l, *dr = r + l, *dw = dr + l, *du = dw + l, *logs = du + l;
   for (int64_t i = 0; i < real; i++) {
-    const double gate = li_gate_reference(a->forget[at * l + i]);
+    const float s = a->s[at * l + i];
+    const double gate = a->routed ? li_route_reference(s, li_luna_fade(a, item)) :
+                                    li_gate_reference(a->forget[at * l + i]);
     double z = 0, sum = 0, slope = 0;
     for (int64_t j = 0; j < t; j++) shares[j * l + i] *= gate;
-    shares[t * l + i] = li_weight_reference(a->s[at * l + i]) * LUNA_FORGET_SCALE;
+    shares[t * l + i] = (a->routed ? (double)s : li_weight_reference(s)) * LUNA_FORGET_SCALE;
     for (int64_t j = 0; j <= t; j++) {
       const int64_t other = (first + j * step) * d;
       z += shares[j * l + i];
       sum += shares[j * l + i] * li_inner(d, q, 1, a->k + other, 1);
       slope += shares[j * l + i] * li_inner(d, g, 1, a->v + other, 1);
     }
+    logs[i] = a->routed ? li_route_log_reference(z) : 0;
+    if (logs[i] == -1e30f) z = INFINITY;
     r[i] = (float)(LUNA_FORGET_SCALE / z);
     u[i] = (float)((double)a->scale * sum / z);
     dr[i] = dw[i] = (float)(slope / z);
     du[i] = 0;
   }
-  li_softmax_reference(1, real, u, w);
+  for (int64_t i = 0; i < real; i++) w[i] = u[i] + logs[i];
+  li_softmax_reference(1, real, w, w);
   if (LI_DROPS(a)) li_dropout_reference(&a->own->dropout, at * l, real, dw, dw, false);
   li_softmax_backward_reference(1, real, w, dw, du);
   if (LI_DROPS(a)) li_dropout_reference(&a->own->dropout, at * l, real, w, w, false);
+  for (int64_t i = 0; i < real && a->routed; i++) moves[t * l + i] = (double)du[i];
   for (int64_t j = 0; j <= t; j++) {
     const int64_t other = (first + j * step) * d;
     const double qk = (double)a->scale * li_inner(d, q, 1, a->k + other, 1);
     const double gv = li_inner(d, g, 1, a->v + other, 1);
     for (int64_t i = 0; i < real; i++) {
       const double share = shares[j * l + i] / LUNA_FORGET_SCALE * (double)r[i];
-      const double dk = share * (double)a->scale * (double)du[i], mean = (double)u[i] * (double)du[i];
+      const double dk = share * (double)a->scale * (double)du[i], own = a->routed ? 1 : 0;
+      const double mean = ((double)u[i] - own) * (double)du[i];
       x[j * l + i] += share * ((double)du[i] * qk + (double)w[i] * gv - mean - (double)w[i] * (double)dr[i]);
       if (a->grad_q) li_add_scaled(d, dk, a->k + other, a->grad_q + at * d);
       if (a->grad_k) li_add_scaled(d, dk, q, a->grad_k + other);
@@ -263,23 +271,32 @@ LI_FN void li_forget_row_backward(const li_causal_luna *a, int64_t item, int64_t
 
 LI_FN void li_forget_backward_reference(const li_causal_luna *a, double *shares) {
   const int64_t l = a->slots, count = a->rows * l;
-  double *x = shares + count;
+  double *x = shares + count, *moves = x + count;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
-    for (int64_t i = 0; i < count; i++) x[i] = 0;
+    const float y = 4 * li_luna_fade(a, item);
+    double faded = 0;
+    for (int64_t i = 0; i < count; i++) x[i] = moves[i] = 0;
     for (int64_t t = 0; t < a->rows; t++)
-      li_forget_row_backward(a, item, t, shares, x, (float *)(void *)(x + count));
+      li_forget_row_backward(a, item, t, shares, x, moves, (float *)(void *)(moves + count));
     for (int64_t i = 0; i < li_luna_slots(a, item); i++) {
       double later = 0;
       for (int64_t t = a->rows - 1; t >= 0; t--) {
         const int64_t at = li_luna_row(a, item, t) * l + i;
-        const float s = a->s[at], gate = a->forget[at];
+        const float s = a->s[at];
+        later += x[t * l + i] - moves[t * l + i];
+        if (a->routed) {
+          faded += later;
+          if (a->grad_s && s > 0) a->grad_s[at] += (float)(x[t * l + i] / (double)s + later / (1 - (double)s));
+          continue;
+        }
+        const float gate = a->forget[at];
         const bool moves = -li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -gate) / 16 > -1;
         const float slope = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -gate) / 16;
-        later += x[t * l + i];
         if (a->grad_s && s >= -LUNA_FORGET_SCORE && s <= LUNA_FORGET_SCORE) a->grad_s[at] += (float)x[t * l + i];
         if (a->grad_forget && moves) a->grad_forget[at] -= (float)(later * (double)slope);
       }
     }
+    if (a->routed && a->grad_forget) a->grad_forget[item % a->heads] += (float)faded * y * (1 - y) / 4;
   }
 }
 
@@ -304,5 +321,5 @@ LI_FN void li_causal_luna_backward_reference(const li_causal_luna *a, void *scra
   }
 }
 LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a) {
-  return (size_t)li_floats((a->forget ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
+  return (size_t)li_floats((a->forget ? 6 * a->rows + 7 : 2 * a->rows + 2) * a->slots);
 }
