@@ -8094,8 +8094,9 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
 LI_FN void li_route_fades(const li_sweep *s) {
   const li_causal_luna *a = s->luna;
   for (int64_t item = 0; item < s->items && a->grad_forget; item++) {
-    const float *sum = s->sums + item * s->chunks * a->slots * s->unit, y = 4 * li_luna_fade(a, item);
-    a->grad_forget[item % a->heads] += ((sum[0] + sum[1]) * y * (1 - y)) / 4;
+    const float *sum = s->sums + item * s->chunks * a->slots * s->unit, *fade = a->forget + item % a->heads;
+    const float slope = li_luna_fade(a, item) * li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -*fade);
+    a->grad_forget[item % a->heads] += (sum[0] + sum[1]) * slope;
   }
 }
 

@@ -306,7 +306,7 @@ static void check_newer(luna_model_kind kind) {
   opened a, later, known;
   opened_init(&a, kind, 0);
   buffer file = saved(a.params);
-  buffer newer = edited(&file, "\"luna.kind\":", "\"luna.format\":\"3\",\"luna.kind\":");
+  buffer newer = edited(&file, "\"luna.kind\":", "\"luna.format\":\"4\",\"luna.kind\":");
   buffer unknown = edited(&file, "\"luna.kind\":", "\"luna.later\":\"1\",\"luna.kind\":");
   const luna_status status = open_bytes(&later, &newer);
   CHECK(strstr(luna_error(later.ctx), LUNA_VERSION), "it does not name this version: %s", luna_error(later.ctx));

@@ -273,7 +273,6 @@ LI_FN void li_forget_backward_reference(const li_causal_luna *a, double *shares)
   const int64_t l = a->slots, count = a->rows * l;
   double *x = shares + count, *moves = x + count;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
-    const float y = 4 * li_luna_fade(a, item);
     double faded = 0;
     for (int64_t i = 0; i < count; i++) x[i] = moves[i] = 0;
     for (int64_t t = 0; t < a->rows; t++)
@@ -296,7 +295,9 @@ LI_FN void li_forget_backward_reference(const li_causal_luna *a, double *shares)
         if (a->grad_forget && moves) a->grad_forget[at] -= (float)(later * (double)slope);
       }
     }
-    if (a->routed && a->grad_forget) a->grad_forget[item % a->heads] += (float)faded * y * (1 - y) / 4;
+    if (!a->routed || !a->grad_forget) continue;
+    const float slope = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -a->forget[item % a->heads]);
+    a->grad_forget[item % a->heads] += (float)faded * li_luna_fade(a, item) * slope;
   }
 }
 

@@ -532,7 +532,7 @@ static void newer(void) {
   luna_lm model;
   if (!CHECK(format, "the file has no luna.format")) return;
   CHECK(luna_stream_size(file, file_size, NULL, &error) > 0, "%s", error);
-  format[15] = '3';
+  format[15] = '4';
   CHECK(luna_load_model_of(LUNA_MODEL_LM, &model, luna_params_open(ctx), luna_bytes(file, file_size)) != LUNA_OK &&
             strstr(luna_error(ctx), LUNA_VERSION), "a file of a later format: %s", luna_error(ctx));
   CHECK(luna_stream_size(file, file_size, NULL, &error) == 0 && strstr(error, LUNA_VERSION), "%s", error);
