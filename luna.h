@@ -888,13 +888,13 @@ typedef struct luna_causal_nested_config {
 } luna_causal_nested_config;
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config);
-/* What each token writes into the slots of a routed memory: router [batch,n,h l], strength [batch,n,h] -> w [batch,n,h l].
-   In each head a token writes to the two slots whose router values R are largest, of equal ones to the first:
-     r = sigmoid(R) / (the sum of both sigmoids),  w = 1 - e^{-sigmoid(strength) r};  0 elsewhere
+/* Computes what each token writes into the slots of a routed memory: router [batch,n,h l], strength [batch,n,h] -> w
+   [batch,n,h l]. In each head a token writes to the two slots with the largest router values R, of equal ones the first:
+     r = sigmoid(R) / (the sum of both sigmoids),  w = 1 - e^{-sigmoid(strength) r};  w = 0 in other slots
    luna_causal_nested_attention with `routed` then has, for each token and slot,
-     z <- (1 - w) e^{-sigmoid(forget) / 4} z + w,   key and value <- their old ones + w / z (k or v - the old one),
-   and reads with softmax(q . key / sqrt(d_h) + ln z), which leaves out slots with z < 1e-12. So other slots keep their
-   keys and values, and what they weigh fades. Gradients take the choice of slots as given; that of w is 0 where w is. */
+     z <- (1 - w) e^{-sigmoid(forget) / 4} z + w,  key <- key + w / z (k - key),  value <- value + w / z (v - value)
+   and reads with softmax(q . key / sqrt(d_h) + ln z), which leaves out slots with z < 1e-12. A slot that is not written
+   keeps its key and value, and only its weight z fades. Gradients take the choice of slots as given. */
 LUNA_API luna_tensor *luna_route(luna_tensor *router, luna_tensor *strength);
 
 /* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null if not wanted) from out->grad. Both
@@ -14717,12 +14717,15 @@ LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float streng
       w.slot[0] = i;
     } else if (router[i] > router[w.slot[1]]) w.slot[1] = i;
   }
+
   /* The smaller sigmoid over the larger one is at most 1. */
   const float more = li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[0]]),
               less = li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[1]]);
   const float ratio = li_exp1_scalar(more - less);
+
   w.share[0] = 1 / (1 + ratio);
   w.share[1] = ratio / (1 + ratio);
+
   if (strength < -limit) w.strength = -limit;
   if (strength > limit) w.strength = limit;
   w.strength = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, w.strength);
@@ -14743,6 +14746,7 @@ LI_HOT void li_route_row_back(const li_routing *w, const float *router, const fl
   const float along = w->share[0] * change[0] + w->share[1] * change[1];
   const float across = w->share[0] * w->share[1] * w->strength * (change[0] - change[1]);
   if (dstrength && logit >= -15 && logit <= 15) *dstrength += along * w->strength * (1 - w->strength);
+
   for (int i = 0; i < 2 && drouter; i++) {
     const float slope = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -router[w->slot[i]]);
     drouter[w->slot[i]] += (i == 0 ? across : -across) * slope;
