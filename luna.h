@@ -889,7 +889,8 @@ typedef struct luna_causal_nested_config {
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config);
 /* Computes what each token writes into the slots of a routed memory: router [batch,n,h l], strength [batch,n,h] -> w
-   [batch,n,h l]. In each head a token writes to the two slots with the largest router values R, of equal ones the first:
+   [batch,n,h l]. In each head a token writes to the two slots with the largest router values R; the first of equal ones
+   wins:
      r = sigmoid(R) / (the sum of both sigmoids),  w = 1 - e^{-sigmoid(strength) r};  w = 0 in other slots
    luna_causal_nested_attention with `routed` then has, for each token and slot,
      z <- (1 - w) e^{-sigmoid(forget) / 4} z + w,  key <- key + w / z (k - key),  value <- value + w / z (v - value)
@@ -1988,7 +1989,7 @@ typedef enum luna_op_kind {
 /* In a forgetting memory, scores are limited to this distance from 0, and weights have this common factor. */
 #define LUNA_FORGET_SCORE 15
 #define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32 keeps e^-15 .. e^(15 + LI_CHUNK) in range. */
-/* In a routed memory, a slot is empty while the log of its weight, with that factor, is below this: a weight of 1e-12. */
+/* In a routed memory, a slot is empty while the log of its weight, with that factor, is below this: 1e-12. */
 #define LUNA_ROUTE_EMPTY -59.63102111592855f
 typedef struct luna_op {
   luna_op_kind kind;
@@ -6904,7 +6905,9 @@ LI_HOT bool li_luna_skips(const li_causal_luna *a, int64_t item, int64_t t, bool
   const int64_t wide = row * d, narrow = row * a->slots;
   if (!a->state || li_luna_carries(a)) return false;
   if (!skipping && li_are_finite(d, a->k + wide) && li_are_finite(d, a->v + wide) &&
-      li_are_finite(l, a->s + narrow) && (!a->forget || a->routed || li_are_finite(l, a->forget + narrow))) return false;
+      li_are_finite(l, a->s + narrow) &&
+      (!a->forget || a->routed || li_are_finite(l, a->forget + narrow))) return false;
+
   for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)NAN;
   return true;
 }
@@ -7180,6 +7183,7 @@ LI_FN void LI_K(route_logs)(li_matrix s, float fade, float *z, float *logs) {
     for (int64_t t = 0; t < s.rows; t++) {
       const vf weight = LI_GET(z + t * n);
       LI_K(add_exact)(&c, &c_rest, LI_K(route_log)(LI_GET(s.at + t * s.row), fade));
+
       const vf log = vf_add(vf_log(vf_select(vf_lt(vf_of(1e37f), weight), vf_zero(), weight)), vf_add(c, c_rest));
       const vm empty = vf_lt(log, vf_of(LUNA_ROUTE_EMPTY));
       LI_PUT(logs + t * n, vf_select(empty, vf_of(-1e30f), log));
@@ -7241,8 +7245,8 @@ LI_FN void LI_K(forget_gates)(li_matrix gates, const float *dw, float *after, fl
     LI_PUT(after + n, rest);
   }
 }
-/* The same of the routed memory, whose gates are 1 - s: adds to ds, unless null, where s is not 0. after [4, slots] also
-   holds the sum of all these sums, which is the gradient of the fade. */
+/* The same of the routed memory, whose gates are 1 - s: adds to ds, unless null, where s is not 0. `after` [4, slots]
+   also holds the sum of all these sums, which is the gradient of the fade. */
 LI_FN void LI_K(route_gates)(li_matrix s, const float *dw, float *after, float *ds) {
   const int64_t n = s.columns;
   for (int64_t i = 0; i < n; i += VF) {
@@ -14739,6 +14743,7 @@ LI_HOT float li_written(float x) {
   for (int i = LI_LENGTH(parts) - 1; i >= 0; i--) y = 1 - x * parts[i] * y;
   return x * y;
 }
+/* Adds the gradients of a head's row, from y and its gradient. */
 LI_HOT void li_route_row_back(const li_routing *w, const float *router, const float *y, const float *dy, float logit,
                               float *drouter, float *dstrength) {
   float change[2];
@@ -14755,6 +14760,7 @@ LI_HOT void li_route_row_back(const li_routing *w, const float *router, const fl
 LI_FN void li_route_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const luna_tensor *router = op->in[0], *strength = op->in[1], *out = op->out[0];
   const int64_t heads = li_last(strength), slots = li_last(router) / heads;
+
   for (int64_t i = first * heads; i < last * heads; i++) {
     const int64_t at = i * slots;
     const li_routing w = li_routing_of(router->data + at, slots, strength->data[i]);
@@ -14763,6 +14769,7 @@ LI_FN void li_route_part(luna_op *op, bool back, int64_t first, int64_t last) {
                         li_offset(router->grad, at), li_offset(strength->grad, i));
       continue;
     }
+
     memset(out->data + at, 0, (size_t)slots * sizeof(float));
     for (int j = 0; j < 2; j++) out->data[at + w.slot[j]] = li_written(w.strength * w.share[j]);
   }
@@ -16040,6 +16047,8 @@ LI_FN int li_causal_attention_parts(luna_causal_attention_layer *layer, li_part 
   const luna_layer_config *c = &layer->config;
   const bool full = c->sharing == LUNA_SHARING_FULL, packs = li_packs(c);
   const bool gates = c->forget == LUNA_FORGET_GATED || c->forget == LUNA_FORGET_CONSTANT;
+  const int64_t slots = c->heads * c->memory;
+
   const li_part all[] = {
     li_projection(packs, &layer->pq, "pq_proj.weight", c, false),
     li_projection(packs, &layer->pc, "pc_proj.weight", c, false),
@@ -16048,11 +16057,11 @@ LI_FN int li_causal_attention_parts(luna_causal_attention_layer *layer, li_part 
     li_projection(true, &layer->v, full ? "v_proj.weight" : "c_proj.weight", c, false),
     li_projection(true, &layer->out, "out_proj.weight", c, true),
     li_projection(c->output_gate, &layer->gate, "gate_proj.weight", c, false),
-    { c->forget == LUNA_FORGET_GATED, LI_ALONE(layer->forget.weight), "forget_proj.weight", c->heads * c->memory,
-      c->dim, li_init(LUNA_INIT_XAVIER, 0.5f) },
-    { gates, LI_ALONE(layer->forget.bias), "forget_proj.bias", c->heads * c->memory,
-      LI_VECTOR, li_init(LUNA_INIT_FORGET, (float)c->memory) },
-    { !packs, LI_BOTH(layer->router), "router_proj.weight", c->heads * c->memory, c->dim, li_init(LUNA_INIT_XAVIER, 1) },
+    { c->forget == LUNA_FORGET_GATED, LI_ALONE(layer->forget.weight), "forget_proj.weight", slots, c->dim,
+      li_init(LUNA_INIT_XAVIER, 0.5f) },
+    { gates, LI_ALONE(layer->forget.bias), "forget_proj.bias", slots, LI_VECTOR,
+      li_init(LUNA_INIT_FORGET, (float)c->memory) },
+    { !packs, LI_BOTH(layer->router), "router_proj.weight", slots, c->dim, li_init(LUNA_INIT_XAVIER, 1) },
     { !packs, LI_BOTH(layer->strength), "strength_proj.weight", c->heads, c->dim, li_init(LUNA_INIT_XAVIER, 0.5f) },
     { !packs, LI_ALONE(layer->fade), "fade", c->heads, LI_VECTOR,
       li_init(LUNA_INIT_FADE, c->memory <= 16 ? 1024 : 4096) } };
