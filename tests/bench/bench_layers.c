@@ -1,13 +1,13 @@
 /* bench_layers: layers and models against the machine's multiply-add peak. Flops a token, forward: folded Luna 8hld +
    4d ffn, unfolded 6d^2 + 8ld + 4d ffn, causal 2hld + 6d^2 + 8ld + 2c(hl + d) + 4d ffn in chunks of c = 64, with
-   gates 2hld more; a training step counts three times that, and what is computed twice counts once. */
+   gates 2hld more, with a router (which has no scores) 2hd more; a training step counts three times that, and what is computed twice counts once. */
 #include "bench.h"
 
 #define DIM 256
 #define HEADS 4
 #define FFN 1024
 
-typedef enum layer_kind { ENCODER, CAUSAL, FORGETTING } layer_kind;
+typedef enum layer_kind { ENCODER, CAUSAL, FORGETTING, ROUTED } layer_kind;
 /* one layer, its input a parameter so that no run copies it */
 typedef struct layer_bench {
   luna_ctx *ctx;
@@ -43,8 +43,8 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, l
   luna_options options = {.threads = threads, .isa = bench_isa(),
                           .weights = work == FORWARD_INT8 || work == FORWARD_INT8_BF16 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32,
                           .products = work >= TRAINING_BF16 ? LUNA_DTYPE_BF16 : LUNA_DTYPE_F32};
-  luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN, .memory = memory,
-                              .forget = kind == FORGETTING ? LUNA_FORGET_GATED : LUNA_FORGET_NONE};
+  static const luna_forget forgets[] = {LUNA_FORGET_NONE, LUNA_FORGET_NONE, LUNA_FORGET_GATED, LUNA_FORGET_ROUTED};
+  luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN, .memory = memory, .forget = forgets[kind]};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   const int64_t x[3] = {1, n, DIM}, p[3] = {1, memory, DIM};
   memset(b, 0, sizeof *b);
@@ -74,7 +74,9 @@ static double causal_flops(double n, double l) {
 }
 
 static double layer_flops(layer_kind kind, double n, double l) {
-  const double gates = kind == FORGETTING ? n * 2 * HEADS * l * DIM : 0;
+  double gates = 0;
+  if (kind == FORGETTING) gates = n * 2 * HEADS * l * DIM;
+  if (kind == ROUTED) gates = n * 2 * HEADS * DIM;
   return kind == ENCODER ? encoder_flops(n, l) : causal_flops(n, l) + gates;
 }
 
@@ -286,6 +288,7 @@ int main(int argc, char **argv) {
   bench_title("Luna causal layer");
   layer_rows("causal, l = 16", 4096, 16, CAUSAL, threads, 0.74, 0.70);
   layer_rows("causal that forgets, l = 16", 4096, 16, FORGETTING, threads, 0.70, 0.66);
+  layer_rows("causal, routed, l = 16", 4096, 16, ROUTED, 1, 0, 0);
   bench_title("time a token at a great length");
   length_rows("encoder", ENCODER, threads);
   length_rows("causal", CAUSAL, threads);
