@@ -3427,10 +3427,11 @@ LI_FN bool li_ends(const char *name, const char *with) {
   const size_t size = strlen(name), end = strlen(with);
   return size >= end && strcmp(name + size - end, with) == 0;
 }
-/* Tells whether a parameter may have 8 bits. Matrices of products and embeddings are named NAME.weight. */
+/* Tells whether a parameter may have 8 bits. Matrices of products and embeddings are named NAME.weight. A router keeps
+   its 32, because rounding would choose other slots. */
 LI_FN bool li_int8_part(const char *name, int rank, const int64_t *shape) {
   return rank == 2 && li_int8_fits(shape[1]) && li_ends(name, ".weight") && !li_ends(name, "conv.weight") &&
-         !li_ends(name, "positions.weight");
+         !li_ends(name, "positions.weight") && !li_ends(name, "router_proj.weight");
 }
 
 LI_FN size_t li_int8_bytes(int64_t rows, int64_t columns) {
@@ -16157,7 +16158,9 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
   const luna_scope scope = luna_scope_begin(x->ctx);
   const int32_t *lengths = stream ? f->past->slots : f->lengths;
   if (!packs) {
-    s = luna_route(li_project(&layer->router, x), li_project(&layer->strength, x));
+    /* A view of the router's weight is not rounded to 8 bits. */
+    luna_tensor *router = li_reshape(layer->router.weight, 2, c->heads * c->memory, c->dim, 1, 1);
+    s = luna_route(luna_linear(x, router, layer->router.bias), li_project(&layer->strength, x));
     lengths = NULL;
   } else if (stream) s = li_scores_past(layer, x, f->past);
   else if (li_lengths_below(x->ctx, &lengths, x->shape[0], p->shape[p->rank - 2])) s = li_causal_scores(layer, x, p);
