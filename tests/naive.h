@@ -97,6 +97,26 @@ TEST_UNUSED static double naive_softmax(double *p, int64_t n) {
   return n > 0 ? max + log(sum) : 0;
 }
 
+/* luna_route's w of one head at one token: sum_j e^(ln sigmoid(R_j)) is divided by its largest term, for small ones */
+TEST_UNUSED static void naive_route(const float *router, int64_t slots, double strength, double *w) {
+  int64_t chosen[2] = {-1, -1};
+  double share[2], sum = 0;
+  for (int i = 0; i < 2; i++)
+    for (int64_t s = 0; s < slots; s++)
+      if (s != chosen[0] && (chosen[i] < 0 || router[s] > router[chosen[i]])) chosen[i] = s;
+  for (int64_t s = 0; s < slots; s++) w[s] = 0;
+  for (int i = 0; i < 2 && i < slots; i++) {
+    share[i] = naive_activation(LUNA_ACTIVATION_SOFTPLUS, -(double)router[chosen[0]]);
+    share[i] = exp(share[i] - naive_activation(LUNA_ACTIVATION_SOFTPLUS, -(double)router[chosen[i]]));
+    sum += share[i];
+  }
+  const double a = naive_activation(LUNA_ACTIVATION_SIGMOID, fmin(fmax(strength, -15), 15));
+  for (int i = 0; i < 2 && i < slots; i++) w[chosen[i]] = -expm1(-a * share[i] / sum);
+}
+/* of a routed memory: what a head's slots fade by, and whether a slot that weighs z is empty */
+TEST_UNUSED static double naive_fade(double fade) { return naive_activation(LUNA_ACTIVATION_SIGMOID, fade) / 4; }
+TEST_UNUSED static bool naive_empty(double z) { return z * LUNA_FORGET_SCALE < ldexp(1, -86); }
+
 /* rows of the longest of n sequences */
 TEST_UNUSED static int64_t naive_longest(const int32_t *offsets, int64_t n) {
   int64_t most = 0;

@@ -1,8 +1,9 @@
-/* Causal Luna attention with a horizon, with a memory that forgets and with an output gate: tests/data/memory (float64,
-   tests/models/forgetting.py) on every instruction set, outputs to 2e-6 and gradients to 2e-5, models also as streams;
-   odd sizes and long sequences against a recurrence in double, forward and backward; finite differences; scores and
-   gates at their ends; exact causality; the same bits for any number of threads. TEST_FULL in the environment: longer
-   ones. With FORGETTING_CUDA, linked with cuda_device.cu: the same on a device, without what is the CPU's alone. */
+/* Causal Luna attention with a horizon, with a memory that forgets, with a routed memory and with an output gate:
+   tests/data/memory (float64, tests/models/forgetting.py) on every instruction set, outputs to 2e-6 and gradients to
+   2e-5, models also as streams; odd sizes and long sequences against a recurrence in double, forward and backward;
+   finite differences; scores and gates at their ends; exact causality; the same bits for any number of threads.
+   TEST_FULL in the environment: longer ones. With FORGETTING_CUDA, linked with cuda_device.cu: the same on a device,
+   without what is the CPU's alone. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -25,23 +26,33 @@ static bool less_here(void) { return ON_DEVICE && !test_full(); }
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
 #define TRUE_ZERO 1e-5 /* of the largest gradient (root mean squares): below it one counts as zero, as in golden.c */
-#define FAR 14.999     /* the clamp of scores is at 15 */
+#define FAR 14.999f    /* the clamp of scores is at 15 */
+#define MOST 0.6321205f /* just below 1 - 1/e, the most that a token writes to a slot */
 
-/* ---- a call of the op: inputs, and what comes of them ---- */
+/* ---- a call of the op: inputs, and what comes of them. Of a routed memory s is w, and gates are the fade of each
+   head ---- */
+enum { GATED, PUBLISHED, ROUTED, FORMS };
+static const char *const form_names[FORMS] = {"forgetting", "horizon", "routed"};
 enum { Q, K, V, S, GATES, INPUTS };
 static const char *const input_names[INPUTS] = {"q", "k", "v", "s", "gates"};
 typedef struct call {
   int64_t batch, n, dim, heads, slots; /* dim: of q, all heads */
   int64_t horizon;
   luna_activation omega;
+  bool routed;
   float *in[INPUTS];                 /* v null: k; gates null: the published form */
   float *grad_out;
   int32_t *lengths;
 } call;
-typedef struct results { float *y, *grad[INPUTS]; } results;
+/* faded: of a routed memory, the sum of what its rows add to the gradients of fade, all taken as positive */
+typedef struct results {
+  float *y, *grad[INPUTS];
+  double faded;
+} results;
 
 static int64_t width_of(const call *c, int i) { return i < S ? c->dim : c->heads * c->slots; }
-static int64_t count_of(const call *c, int i) { return c->batch * c->n * width_of(c, i); }
+static bool per_row(const call *c, int i) { return i != GATES || !c->routed; }
+static int64_t count_of(const call *c, int i) { return per_row(c, i) ? c->batch * c->n * width_of(c, i) : c->heads; }
 static int64_t real_slots(const call *c, int64_t b) {
   return c->lengths && c->lengths[b] < c->slots ? c->lengths[b] : c->slots;
 }
@@ -51,7 +62,7 @@ static void call_close(call *c) {
 }
 static results results_open(const call *c) {
   results r;
-  r.y = common_floats(count_of(c, Q));
+  r.y = common_floats(count_of(c, Q)), r.faded = 0;
   for (int i = 0; i < INPUTS; i++) r.grad[i] = c->in[i] ? common_floats(count_of(c, i)) : NULL;
   return r;
 }
@@ -60,13 +71,27 @@ static void results_close(results *r) {
   for (int i = 0; i < INPUTS; i++) free(r->grad[i]);
 }
 
-/* random; gates = middle + spread (-1..1), or none when spread is negative */
-typedef struct ranges { double scores, middle, spread; } ranges;
+/* random; gates = middle + spread (-1..1), or none when spread is negative; routed: w by a router of such scores */
+typedef struct ranges {
+  double scores, middle, spread;
+  bool routed;
+} ranges;
+/* router values become w */
+static void call_route(call *c) {
+  double *w = (double *)common_alloc((size_t)c->slots * sizeof(double));
+  for (int64_t i = 0; i < c->batch * c->n * c->heads; i++) {
+    float *row = c->in[S] + i * c->slots;
+    naive_route(row, c->slots, 4 * common_number(22, (uint64_t)i), w);
+    for (int64_t s = 0; s < c->slots; s++) row[s] = (float)w[s];
+  }
+  free(w);
+}
 static call call_open(int64_t batch, int64_t n, int64_t heads, int64_t head_dim, int64_t slots, ranges r) {
   call c;
   memset(&c, 0, sizeof c);
-  c.batch = batch, c.n = n, c.heads = heads, c.dim = heads * head_dim, c.slots = slots;
+  c.batch = batch, c.n = n, c.heads = heads, c.dim = heads * head_dim, c.slots = slots, c.routed = r.routed;
   for (int i = 0; i <= S; i++) c.in[i] = common_random(count_of(&c, i), 10 + (uint64_t)i, i == S ? r.scores : 2);
+  if (r.routed) call_route(&c);
   c.grad_out = common_random(count_of(&c, Q), 20, 1);
   if (r.spread < 0) return c;
   c.in[GATES] = common_random(count_of(&c, GATES), 21, r.spread);
@@ -80,7 +105,7 @@ static void call_mask(call *c) {
   for (int64_t b = 0; b < c->batch && !given; b++)
     c->lengths[b] = (int32_t)(b == 1 ? 0 : b == 2 ? c->slots + 5 : 1 + (b * 7 + c->slots / 2) % c->slots);
   for (int i = S; i < INPUTS; i++)
-    for (int64_t j = 0; c->in[i] && j < count_of(c, i); j++)
+    for (int64_t j = 0; c->in[i] && per_row(c, i) && j < count_of(c, i); j++)
       if (j % c->slots >= real_slots(c, j / (c->n * c->heads * c->slots))) c->in[i][j] = j % 2 ? NAN : 3e38f;
 }
 
@@ -93,7 +118,8 @@ static luna_ctx *ctx_open(luna_isa isa, int threads) {
 }
 static luna_tensor *input_of(luna_ctx *ctx, const call *c, int i) {
   const int64_t shape[3] = {c->batch, c->n, width_of(c, i)};
-  return c->in[i] ? luna_require_grad(luna_tensor_new(ctx, c->in[i], 3, shape)) : NULL;
+  if (!c->in[i]) return NULL;
+  return luna_require_grad(luna_tensor_new(ctx, c->in[i], per_row(c, i) ? 3 : 1, per_row(c, i) ? shape : &c->heads));
 }
 /* y, and in training the gradients of sum(grad_out y) */
 static bool call_run(luna_ctx *ctx, const call *c, bool training, results *r) {
@@ -104,7 +130,7 @@ static bool call_run(luna_ctx *ctx, const call *c, bool training, results *r) {
   else luna_begin_inference(ctx);
   for (int i = 0; i < INPUTS; i++) in[i] = input_of(ctx, c, i);
   config.heads = c->heads, config.omega = c->omega, config.lengths = c->lengths;
-  config.horizon = c->horizon, config.forget = in[GATES];
+  config.horizon = c->horizon, config.forget = in[GATES], config.routed = c->routed;
   luna_tensor *y = luna_causal_nested_attention(in[Q], in[K], in[V] ? in[V] : in[K], in[S], &config);
   if (!y || luna_read(y, r->y) != LUNA_OK) return CHECK(false, "forward: %s", luna_error(ctx)) != 0;
   if (!training) return true;
@@ -123,8 +149,9 @@ static bool call_run(luna_ctx *ctx, const call *c, bool training, results *r) {
 typedef struct exact {
   const call *c;
   int64_t b, h, rows, slots, width;
-  double *keep, *add, *p, *keys, *values; /* [rows, slots], [rows, slots, width] */
+  double *keep, *add, *z, *p, *keys, *values; /* [rows, slots], [rows, slots, width]; z: what slots weigh, if routed */
   double *d[INPUTS];                 /* of all heads, as the inputs lie */
+  double faded;
 } exact;
 
 static int64_t exact_at(const exact *e, int i, int64_t t) { /* where row t of an input is, of this head */
@@ -137,6 +164,12 @@ static const float *exact_row(const exact *e, int i, int64_t t) {
 static double clamped(double score) { return score > 15 ? 15 : score < -15 ? -15 : score; }
 static double log_gate(double x) { return fmax(-(fmax(-x, 0) + log1p(exp(-fabs(x)))) / 16, -1); }
 static double log_gate_slope(double x) { return log_gate(x) > -1 ? 1 / (1 + exp(x)) / 16 : 0; }
+/* what a gate leaves of a slot's weight, and what the row adds to it */
+static double exact_left(const exact *e, int64_t t, int64_t s) {
+  if (e->c->routed) return (1 - (double)exact_row(e, S, t)[s]) * exp(-naive_fade((double)e->c->in[GATES][e->h]));
+  return exp(log_gate((double)exact_row(e, GATES, t)[s]));
+}
+static double exact_weight(const exact *e, double score) { return e->c->routed ? score : exp(clamped(score)); }
 static int exact_omega(const call *c) { return (int)(c->omega ? c->omega : LUNA_ACTIVATION_SOFTPLUS2); }
 
 static void exact_weights(exact *e) { /* keep and add */
@@ -146,9 +179,9 @@ static void exact_weights(exact *e) { /* keep and add */
       const double score = (double)exact_row(e, S, t)[s];
       double *keep = &e->keep[t * e->slots + s], *add = &e->add[t * e->slots + s];
       if (e->c->in[GATES]) {
-        const double old = z * exp(log_gate((double)exact_row(e, GATES, t)[s])), w = exp(clamped(score));
-        z = old + w;
-        *keep = old / z, *add = w / z;
+        const double old = z * exact_left(e, t, s), w = exact_weight(e, score);
+        e->z[t * e->slots + s] = z = old + w;
+        *keep = z > 0 ? old / z : 1, *add = z > 0 ? w / z : 0;
       } else {
         const double count = (double)(e->c->horizon && t >= e->c->horizon ? e->c->horizon : t + 1);
         *keep = 1 - 1 / count, *add = naive_activation(exact_omega(e->c), score) / count;
@@ -161,6 +194,7 @@ static void exact_forward(exact *e, float *y) {
   for (int64_t t = 0; t < e->rows; t++) {
     const float *q = exact_row(e, Q, t), *k = exact_row(e, K, t), *v = exact_row(e, V, t);
     double *p = e->p + t * e->slots;
+    int64_t seen = 0;
     for (int64_t s = 0; s < e->slots; s++) {
       const int64_t r = t * e->slots + s, at = r * e->width, before = at - e->slots * e->width;
       p[s] = 0;
@@ -169,8 +203,11 @@ static void exact_forward(exact *e, float *y) {
         e->values[at + i] = (t ? e->keep[r] * e->values[before + i] : 0) + e->add[r] * (double)v[i];
         p[s] += scale * (double)q[i] * e->keys[at + i];
       }
+      if (e->c->routed) p[s] = naive_empty(e->z[r]) ? -INFINITY : p[s] + log(e->z[r]);
+      seen += p[s] > -INFINITY;
     }
     (void)naive_softmax(p, e->slots);
+    for (int64_t s = 0; s < e->slots && seen == 0; s++) p[s] = 0;
     for (int64_t i = 0; i < e->width; i++) {
       double sum = 0;
       for (int64_t s = 0; s < e->slots; s++) sum += p[s] * e->values[(t * e->slots + s) * e->width + i];
@@ -178,8 +215,9 @@ static void exact_forward(exact *e, float *y) {
     }
   }
 }
-/* the gradients of one row's y: to q, and added to those of the memory after it, dk and dv [slots, width] */
-static void exact_row_backward(exact *e, int64_t t, double *dk, double *dv) {
+/* the gradients of one row's y: to q, and added to those of the memory after it, dk and dv [slots, width], and of the
+   logarithm of what its slots weigh */
+static void exact_row_backward(exact *e, int64_t t, double *dk, double *dv, double *zeta) {
   const double scale = 1 / sqrt((double)e->width), *p = e->p + t * e->slots;
   const float *q = exact_row(e, Q, t), *g = e->c->grad_out + exact_at(e, Q, t);
   double mean = 0;
@@ -189,6 +227,7 @@ static void exact_row_backward(exact *e, int64_t t, double *dk, double *dv) {
       double dp = 0;
       for (int64_t i = 0; i < e->width; i++) dp += (double)g[i] * values[i];
       if (pass == 0) mean += p[s] * dp;
+      else if (e->c->routed) zeta[s] += p[s] * (dp - mean);
       for (int64_t i = 0; pass == 1 && i < e->width; i++) {
         const double du = p[s] * (dp - mean) * scale;
         e->d[Q][exact_at(e, Q, t) + i] += du * keys[i];
@@ -197,13 +236,27 @@ static void exact_row_backward(exact *e, int64_t t, double *dk, double *dv) {
       }
     }
 }
+/* from the gradients of the logarithms of a row's weight and of what its gate leaves */
+static void exact_gate_backward(exact *e, int64_t t, int64_t s, double of_weight, double of_left) {
+  const double score = (double)exact_row(e, S, t)[s];
+  double *ds = &e->d[S][exact_at(e, S, t) + s];
+  if (e->c->routed) {
+    const double fade = naive_fade((double)e->c->in[GATES][e->h]);
+    *ds = score > 0 ? of_weight / score - of_left / (1 - score) : 0;
+    e->d[GATES][e->h] -= of_left * fade * (1 - 4 * fade);
+    e->faded += fabs(of_left) * fade * (1 - 4 * fade);
+    return;
+  }
+  *ds = fabs(score) < 15 ? of_weight : 0;
+  e->d[GATES][exact_at(e, GATES, t) + s] = of_left * log_gate_slope((double)exact_row(e, GATES, t)[s]);
+}
 /* zeta [slots]: z dz, which a slot's later rows hand on */
 static void exact_backward(exact *e) {
   double *dk = (double *)common_alloc((size_t)(e->slots * (2 * e->width + 1)) * sizeof(double)),
          *dv = dk + e->slots * e->width, *zeta = dv + e->slots * e->width;
   for (int64_t t = e->rows; t-- > 0;) {
     const float *k = exact_row(e, K, t), *v = exact_row(e, V, t);
-    exact_row_backward(e, t, dk, dv);
+    exact_row_backward(e, t, dk, dv, zeta);
     for (int64_t s = 0; s < e->slots; s++) {
       const int64_t r = t * e->slots + s, before = (r - e->slots) * e->width;
       const double keep = e->keep[r], add = e->add[r], score = (double)exact_row(e, S, t)[s];
@@ -219,9 +272,9 @@ static void exact_backward(exact *e) {
       if (e->c->in[GATES]) { /* keep = 1 - add */
         const double drho = dadd - dkeep;
         zeta[s] -= add * drho;
-        e->d[S][exact_at(e, S, t) + s] = fabs(score) < 15 ? add * (drho + zeta[s]) : 0;
+        const double of_log = add * (drho + zeta[s]); /* the gradient of ln w, but for the gate's */
         zeta[s] *= keep;
-        e->d[GATES][exact_at(e, GATES, t) + s] = zeta[s] * log_gate_slope((double)exact_row(e, GATES, t)[s]);
+        exact_gate_backward(e, t, s, of_log, zeta[s]);
       } else {
         const double count = (double)(e->c->horizon && t >= e->c->horizon ? e->c->horizon : t + 1);
         e->d[S][exact_at(e, S, t) + s] = dadd / count * naive_slope(exact_omega(e->c), score);
@@ -240,8 +293,8 @@ static void exact_run(const call *c, results *r) {
     for (e.h = 0; e.h < c->heads; e.h++) {
       e.slots = real_slots(c, e.b);
       const int64_t each = e.rows * e.slots;
-      double *memory = (double *)common_alloc((size_t)(each * (3 + 2 * e.width)) * sizeof(double));
-      e.keep = memory, e.add = e.keep + each, e.p = e.add + each, e.keys = e.p + each,
+      double *memory = (double *)common_alloc((size_t)(each * (4 + 2 * e.width)) * sizeof(double));
+      e.keep = memory, e.add = e.keep + each, e.z = e.add + each, e.p = e.z + each, e.keys = e.p + each,
           e.values = e.keys + each * e.width;
       if (e.slots > 0) exact_weights(&e), exact_forward(&e, r->y), exact_backward(&e);
       free(memory);
@@ -251,6 +304,7 @@ static void exact_run(const call *c, results *r) {
       r->grad[i][j] = (float)(e.d[i][j] + (i == K && !c->in[V] ? e.d[V][j] : 0));
     free(e.d[i]);
   }
+  r->faded = e.faded;
 }
 
 /* ---- comparison ---- */
@@ -265,14 +319,18 @@ static double max_of(const float *x, int64_t n) { /* NaN when there is one */
     if (!(fabs((double)x[i]) <= max)) max = fabs((double)x[i]);
   return max;
 }
-/* relative; of one that is zero beside the largest, by that */
-static double gradient_error(const float *got, const float *want, int64_t n, double largest) {
+static double max_off(const float *got, const float *want, int64_t n) {
   double max = 0;
-  if (rms(want, n) > TRUE_ZERO * largest) return common_error(got, want, n, 0);
   for (int64_t i = 0; i < n; i++) {
     const double off = fabs((double)got[i] - (double)want[i]);
     if (!(off <= max)) max = off;
   }
+  return max;
+}
+/* relative; of one that is zero beside the largest, by that */
+static double gradient_error(const float *got, const float *want, int64_t n, double largest) {
+  if (rms(want, n) > TRUE_ZERO * largest) return common_error(got, want, n, 0);
+  const double max = max_off(got, want, n);
   return max > 0 ? max / largest : 0;
 }
 /* the worst, and where it was; of outputs, of gradients, and of the first row's gates, as a part of the limit */
@@ -288,11 +346,16 @@ static void results_compare(const call *c, const results *got, const results *wa
   worst_note(&w[0], common_error(got->y, want->y, count_of(c, Q), 1e-6), "y", how,
              common_where(got->y, want->y, count_of(c, Q)));
   for (int i = 0; i < INPUTS; i++) if (c->in[i]) largest = fmax(largest, rms(want->grad[i], count_of(c, i)));
-  for (int i = 0; i < INPUTS; i++)
-    if (c->in[i])
-      worst_note(&w[1], gradient_error(got->grad[i], want->grad[i], count_of(c, i), largest), input_names[i], how,
-                 common_where(got->grad[i], want->grad[i], count_of(c, i)));
-  if (!c->in[GATES]) return;
+  for (int i = 0; i < INPUTS; i++) {
+    if (!c->in[i]) continue;
+    double error = gradient_error(got->grad[i], want->grad[i], count_of(c, i), largest);
+    /* the gradients of fade are sums over all rows, which may be near 0 beside their terms */
+    if (!per_row(c, i)) error = fmin(error, max_off(got->grad[i], want->grad[i], c->heads) / want->faded);
+    worst_note(&w[1], error, input_names[i], how, common_where(got->grad[i], want->grad[i], count_of(c, i)));
+  }
+  for (int64_t i = 0; c->routed && i < count_of(c, S); i++)
+    if (c->in[S][i] == 0 && got->grad[S][i] != 0) worst_note(&w[1], 1, "s", how, "where nothing is written");
+  if (!c->in[GATES] || c->routed) return;
   /* before the first row there is nothing to forget; a sum over all rows says so up to rounding */
   const double limit = GRADIENT_LIMIT * (c->n > 1 ? max_of(want->grad[GATES], count_of(c, GATES)) : largest);
   for (int64_t b = 0; b < c->batch && limit > 0; b++) {
@@ -411,9 +474,11 @@ static void check_op_file(const char *name) {
       memcpy(c.lengths, lengths->integers, (size_t)c.batch * sizeof(int32_t));
       call_mask(&c);
     }
-    CHECK((strcmp(f.op, "forgetting") == 0) == (c.in[GATES] != NULL), "%s: gates", path);
+    c.routed = strcmp(f.op, "routed") == 0;
+    CHECK((strcmp(f.op, "horizon") != 0) == (c.in[GATES] != NULL), "%s: gates", path);
     results recurrence = results_open(&c);
     exact_run(&c, &recurrence);
+    want.faded = recurrence.faded;
     results_compare(&c, &recurrence, &want, own, "the recurrence in double");
     CHECK(own[0].error <= 1e-7 && own[1].error <= 1e-6, "%s: this test's recurrence is off by %.3g and %.3g", name,
           own[0].error, own[1].error);
@@ -425,10 +490,57 @@ static void check_op_file(const char *name) {
   results_close(&want), call_close(&c), file_close(&f);
 }
 
+/* luna_route's file */
+static void check_route_file(const char *name) {
+  char path[200];
+  file f;
+  worst w[WORST] = {{0, ""}};
+  snprintf(path, sizeof path, "tests/data/memory/%s.safetensors", name);
+  const bool good = file_open(&f, path);
+  const file_entry *in[2] = {file_find(&f, "", "router"), file_find(&f, "", "strength")},
+                   *grad[2] = {file_find(&f, "grad.", "router"), file_find(&f, "grad.", "strength")},
+                   *want = file_find(&f, "", "w"), *grad_out = file_find(&f, "", "grad_out");
+  if (CHECK(good && in[0] && in[1] && grad[0] && grad[1] && want && grad_out, "%s lacks something", path))
+    for (int i = 0; i < ISAS; i++) {
+      if (!luna_isa_available(isas[i])) continue;
+      luna_ctx *ctx = ctx_open(isas[i], 2);
+      luna_tensor *x[2];
+      const int64_t flat[2] = {1, want->count};
+      float *got = common_floats(want->count);
+      double largest = 0;
+      luna_begin_step(ctx);
+      for (int k = 0; k < 2; k++) {
+        x[k] = luna_require_grad(luna_tensor_new(ctx, in[k]->floats, 3, in[k]->shape));
+        largest = fmax(largest, rms(grad[k]->floats, grad[k]->count));
+      }
+      luna_tensor *y = luna_route(x[0], x[1]), *g = luna_tensor_new(ctx, grad_out->floats, 3, want->shape);
+      CHECK(luna_read(y, got) == LUNA_OK, "%s: %s", name, luna_error(ctx));
+      CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(y, g), 2, flat), 1)) == LUNA_OK, "%s: %s", name,
+            luna_error(ctx));
+      worst_note(&w[0], common_error(got, want->floats, want->count, 0), "w", luna_isa_name(isas[i]),
+                 common_where(got, want->floats, want->count));
+      int other = 0;
+      for (int64_t j = 0; j < want->count; j++) other += (got[j] == 0) != (want->floats[j] == 0);
+      CHECK(other == 0, "%s, %s: %d slots are chosen otherwise", name, luna_isa_name(isas[i]), other);
+      for (int k = 0; k < 2; k++) {
+        memset(got, 0, (size_t)grad[k]->count * sizeof(float));
+        luna_read_grad(x[k], got);
+        worst_note(&w[1], gradient_error(got, grad[k]->floats, grad[k]->count, largest), k ? "strength" : "router",
+                   luna_isa_name(isas[i]), common_where(got, grad[k]->floats, grad[k]->count));
+      }
+      free(got);
+      luna_close(ctx);
+    }
+  worst_print(w, name);
+  worst_check(w, name);
+  file_close(&f);
+}
+
 /* ---- models ---- */
-enum { STREAMED = 4, MODELS = 6 };       /* the first have a stream */
-static const char *const model_names[MODELS] = {"model_gated", "model_post_norm", "model_constant", "model_horizon",
-                                                "model_softmax", "model_rotary"};
+enum { STREAMED = 6, MODELS = 8 };       /* the first have a stream */
+static const char *const model_names[MODELS] = {"model_gated", "model_post_norm", "model_routed", "model_horizon",
+                                                "model_constant", "model_routed_full", "model_softmax",
+                                                "model_rotary"};
 typedef struct net { luna_ctx *ctx; luna_params *params; luna_lm lm; } net;
 
 static void model_path(char *path, size_t size, const char *name, const char *end) {
@@ -625,28 +737,30 @@ static void check_model_file(const char *name) {
 }
 
 /* ---- sizes that are no multiple of anything; scores and gates on both sides of their clamps ---- */
-static const ranges mixed = {18, -6, 22}, soft = {3, 2, 5}, published = {4, 0, -1};
+static const ranges mixed = {18, -6, 22, false}, soft = {3, 2, 5, false}, published = {4, 0, -1, false},
+                    routed = {3, -1, 4, true};
+static const ranges *const usual[FORMS] = {&soft, &published, &routed};
 static void check_sizes(void) {
   static const int64_t rows[8] = {1, 2, 63, 64, 65, 129, 200, 515},
     sizes[6][3] = {{2, 7, 5}, {1, 16, 16}, {3, 32, 16}, {1, 1, 1}, {1, 65, 66}, {1, 5, 33}};
   static const luna_activation omegas[3] = {LUNA_ACTIVATION_DEFAULT, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   for (int r = 0; r < 8; r++)
     for (int z = 0; z < 6; z++)
-      for (int form = 0; form < 2; form++) {
+      for (int form = 0; form < FORMS; form++) {
         const int64_t *size = sizes[z] /* heads, head_dim, slots */, batch = z == 0 && rows[r] < 200 ? 4 : 1;
         worst w[WORST] = {{0, ""}};
         char what[120];
         if (z > 0 && rows[r] != 65 && ((r + z) % 3 || rows[r] > 200 || z == 4)) continue;
         /* of two rows with scores far apart the gates have a gradient that is rounding's */
-        const ranges of = form ? published : rows[r] > 2 ? mixed : soft;
+        const ranges of = form == GATED && rows[r] > 2 ? mixed : *usual[form];
         call c = call_open(batch, rows[r], size[0], size[1], size[2], of);
-        if (form) c.horizon = 1 + (r * 37 + z * 11) % 90, c.omega = omegas[(r + z) % 3];
+        if (form == PUBLISHED) c.horizon = 1 + (r * 37 + z * 11) % 90, c.omega = omegas[(r + z) % 3];
         if (batch > 1) call_mask(&c);
         results want = results_open(&c);
         exact_run(&c, &want);
         call_compare(&c, &want, w);
         snprintf(what, sizeof what, "%s, batch %d, rows %d, heads %d, head_dim %d, slots %d, horizon %d",
-                 form ? "published" : "forgetting", (int)batch, (int)rows[r], (int)size[0], (int)size[1], (int)size[2],
+                 form_names[form], (int)batch, (int)rows[r], (int)size[0], (int)size[1], (int)size[2],
                  (int)c.horizon);
         worst_check(w, what);
         results_close(&want), call_close(&c);
@@ -707,6 +821,7 @@ static void check_clamps(luna_isa isa) {
 static void args_of(const call *c, luna_isa isa, const results *r, luna_causal_nested_args *a) {
   memset(a, 0, sizeof *a);
   a->q = c->in[Q], a->k = c->in[K], a->v = c->in[V], a->s = c->in[S], a->forget = c->in[GATES];
+  a->routed = c->routed;
   a->batch = c->batch, a->rows = c->n, a->heads = c->heads, a->head_dim = c->dim / c->heads, a->slots = c->slots;
   a->lengths = c->lengths, a->omega = c->omega, a->horizon = c->horizon, a->run.isa = isa;
   a->out = r->y, a->grad_out = c->grad_out;
@@ -724,7 +839,7 @@ static void check_pieces(const call *c, luna_causal_nested_args a, const results
     CHECK(luna_causal_nested_attention_f32(&a) == LUNA_OK, "a piece of %lld rows", (long long)a.rows);
     a.position += a.rows, a.out += a.rows * c->dim;
     a.q += a.rows * c->dim, a.k += a.rows * c->dim, a.v += a.rows * c->dim, a.s += a.rows * a.heads * a.slots;
-    if (a.forget) a.forget += a.rows * a.heads * a.slots;
+    if (a.forget && !a.routed) a.forget += a.rows * a.heads * a.slots;
   }
   test_close("a sequence in pieces", y, want->y, (size_t)count_of(c, Q), OUTPUT_LIMIT);
   CHECK(luna_causal_nested_attention_backward_f32(&a) == LUNA_BAD_ARGUMENT, "backward of a piece");
@@ -770,11 +885,13 @@ static double loss_of(luna_ctx *ctx, const call *c, results *r) {
   for (int64_t i = 0; i < count_of(c, Q); i++) sum += (double)r->y[i] * (double)c->grad_out[i];
   return sum;
 }
-static void check_differences(luna_isa isa, int form) {
-  const double steps[INPUTS] = {0.06, 0.06, 0.06, 0.06, 0.25};
+static void check_differences(luna_isa isa, int form, luna_activation omega) {
+  const double steps[INPUTS] = {0.06, 0.06, 0.06, form == ROUTED ? 0.03 : 0.06, 0.25};
   luna_ctx *ctx = ctx_open(isa, 1);
-  call c = call_open(2, 6, 2, 3, 3, form ? published : soft);
-  if (form) c.horizon = 4, c.omega = form == 2 ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_DEFAULT;
+  call c = call_open(2, 6, 2, 3, 3, *usual[form]);
+  if (form == PUBLISHED) c.horizon = 4, c.omega = omega;
+  for (int64_t i = 0; form == ROUTED && i < count_of(&c, S); i++) /* steps stay within 0 and 1 - 1/e */
+    if (c.in[S][i] > 0) c.in[S][i] = 0.2f + 0.4f * c.in[S][i];
   call_mask(&c);
   results r = results_open(&c), other = results_open(&c);
   if (call_run(ctx, &c, true, &r))
@@ -784,7 +901,8 @@ static void check_differences(luna_isa isa, int form) {
       for (int64_t j = 0; j < count_of(&c, i); j++) {
         static const double place[4] = {2, 1, -1, -2}, factor[4] = {-1, 8, -8, 1};
         const float kept = c.in[i][j];
-        if (!(fabs((double)kept) < 1e30)) continue; /* masked */
+        if (!(fabs((double)kept) < 1e30)) continue;     /* masked */
+        if (c.routed && i == S && kept == 0) continue;  /* not chosen, and so it stays */
         double sum = 0;
         for (int k = 0; k < 4; k++) {
           c.in[i][j] = kept + (float)(place[k] * steps[i]);
@@ -794,8 +912,8 @@ static void check_differences(luna_isa isa, int form) {
         difference[j] = (float)(sum / (12 * steps[i]));
       }
       const double error = common_error(r.grad[i], difference, count_of(&c, i), 0);
-      CHECK(error <= 1e-3, "%s, form %d: the gradient of %s is %.3g off finite differences", luna_isa_name(isa), form,
-            input_names[i], error);
+      CHECK(error <= 1e-3, "%s, %s: the gradient of %s is %.3g off finite differences", luna_isa_name(isa),
+            form_names[form], input_names[i], error);
       free(difference);
     }
   results_close(&r), results_close(&other), call_close(&c);
@@ -831,23 +949,22 @@ static void causality_try(causality *t, int input, int64_t row, int kind, bool t
   memcpy(at, kept, (size_t)width * sizeof(float));
   free(kept);
 }
-static void check_causality(luna_isa isa, bool forgetting) {
+static void check_causality(luna_isa isa, int form) {
   static const int64_t rows[5] = {0, 1, 63, 64, 129};
   causality t;
   memset(&t, 0, sizeof t);
   t.ctx = ctx_open(isa, 2);
-  t.c = call_open(2, 130, 2, 6, 3, forgetting ? soft : published);
-  if (!forgetting) t.c.horizon = 50;
+  t.c = call_open(2, 130, 2, 6, 3, *usual[form]);
+  if (form == PUBLISHED) t.c.horizon = 50;
   t.before = results_open(&t.c), t.after = results_open(&t.c);
   call_run(t.ctx, &t.c, false, &t.before);
-  for (int input = 0; input < (forgetting ? INPUTS : GATES); input++)
+  for (int input = 0; input < (form == GATED ? INPUTS : GATES); input++)
     for (int r = 0; r < 5; r++)
       for (int kind = 0; kind < CHANGES; kind += ON_DEVICE ? 3 : 1)
         if (!less_here() || (input + r) % 3 == 0) causality_try(&t, input, rows[r], kind, (r + kind) % 2 == 0);
   CHECK(t.wrong == 0, "%s, %s: %d times something before or beside a row changed", luna_isa_name(isa),
-        forgetting ? "forgetting" : "horizon", t.wrong);
-  CHECK(t.lost == 0, "%s, %s: %d times a NaN was lost", luna_isa_name(isa), forgetting ? "forgetting" : "horizon",
-        t.lost);
+        form_names[form], t.wrong);
+  CHECK(t.lost == 0, "%s, %s: %d times a NaN was lost", luna_isa_name(isa), form_names[form], t.lost);
   results_close(&t.before), results_close(&t.after), call_close(&t.c);
   luna_close(t.ctx);
 }
@@ -883,10 +1000,10 @@ static void check_model_causality(const char *name, luna_isa isa) {
 }
 
 /* ---- the same bits for any number of threads, and of a sequence in any place ---- */
-static void check_threads(luna_isa isa, int64_t batch, bool forgetting) {
-  static const int threads[4] = {1, 2, 3, 5};
-  call c = call_open(batch, 1000, 2, 8, 8, forgetting ? mixed : published);
-  if (!forgetting) c.horizon = 300;
+static void check_threads(luna_isa isa, int64_t batch, int form) {
+  static const int threads[4] = {1, 2, 3, 7};
+  call c = call_open(batch, 1000, 2, 8, 8, form == GATED ? mixed : *usual[form]);
+  if (form == PUBLISHED) c.horizon = 300;
   if (batch > 1) call_mask(&c), c.lengths[1] = 6;
   results first = results_open(&c), r = results_open(&c);
   for (int i = 0; i < 4; i++) {
@@ -894,21 +1011,21 @@ static void check_threads(luna_isa isa, int64_t batch, bool forgetting) {
     bool equal = call_run(ctx, &c, true, i ? &r : &first) && (!i || same(r.y, first.y, count_of(&c, Q)));
     for (int j = 0; i && j < INPUTS; j++)
       equal = equal && (!c.in[j] || same(r.grad[j], first.grad[j], count_of(&c, j)));
-    CHECK(equal, "%s, %s, batch %d: other bits with %d threads", luna_isa_name(isa),
-          forgetting ? "forgetting" : "horizon", (int)batch, threads[i]);
+    CHECK(equal, "%s, %s, batch %d: other bits with %d threads", luna_isa_name(isa), form_names[form], (int)batch,
+          threads[i]);
     equal = call_run(ctx, &c, false, &r) && same(r.y, first.y, count_of(&c, Q));
-    CHECK(equal, "%s, %s, batch %d, %d threads: inference has other bits", luna_isa_name(isa),
-          forgetting ? "forgetting" : "horizon", (int)batch, threads[i]);
+    CHECK(equal, "%s, %s, batch %d, %d threads: inference has other bits", luna_isa_name(isa), form_names[form],
+          (int)batch, threads[i]);
     if (i == 0 && batch > 1) {
       call alone = c;
       alone.batch = 1, alone.grad_out += (batch - 1) * c.n * c.dim, alone.lengths += batch - 1;
-      for (int j = 0; j < INPUTS; j++) if (c.in[j]) alone.in[j] += (batch - 1) * c.n * width_of(&c, j);
+      for (int j = 0; j < INPUTS; j++)
+        if (c.in[j] && per_row(&c, j)) alone.in[j] += (batch - 1) * c.n * width_of(&c, j);
       equal = call_run(ctx, &alone, true, &r) && same(r.y, first.y + (batch - 1) * c.n * c.dim, count_of(&alone, Q));
       for (int j = 0; j < INPUTS; j++)
-        equal = equal && (!c.in[j] || same(r.grad[j], first.grad[j] + (batch - 1) * c.n * width_of(&c, j),
-                                           count_of(&alone, j)));
-      CHECK(equal, "%s, %s: the last sequence alone has other bits", luna_isa_name(isa),
-            forgetting ? "forgetting" : "horizon");
+        equal = equal && (!c.in[j] || !per_row(&c, j) ||
+                          same(r.grad[j], first.grad[j] + (batch - 1) * c.n * width_of(&c, j), count_of(&alone, j)));
+      CHECK(equal, "%s, %s: the last sequence alone has other bits", luna_isa_name(isa), form_names[form]);
     }
     luna_close(ctx);
   }
@@ -948,20 +1065,50 @@ static void check_long_stream(const char *name, int64_t n) {
   }
   luna_close(m.ctx);
 }
+/* no drift: the last steps of a long stream, beside all rows at once of the last tokens alone. A routed memory has
+   forgotten the others. */
+static void check_drift(const char *name, int64_t n) {
+  enum { TAIL = 6000, LAST = 1000 };
+  net m;
+  if (net_open(&m, name, LUNA_ISA_BEST, LUNA_FORM_CHEAPEST, false)) {
+    const int64_t vocab = m.lm.config.vocab, count = LAST * vocab;
+    int32_t *tokens = common_tokens(n, 9, (int32_t)vocab);
+    float *whole = common_floats(TAIL * vocab), *steps = common_floats(count);
+    luna_stream *s = luna_stream_open(&m.lm, NULL);
+    luna_begin_inference(m.ctx);
+    luna_read(net_forward(&m, tokens + n - TAIL, 1, TAIL), whole);
+    bool good = CHECK(s != NULL, "luna_stream_open: %s", luna_error(m.ctx)) != 0;
+    for (int64_t t = 0; good && t < n - LAST; t++) good = luna_stream_step(s, tokens + t) != NULL;
+    if (CHECK(good, "%s: a step: %s", name, luna_stream_error(s)) &&
+        stream_steps(s, tokens + n - LAST, 1, LAST, vocab, steps))
+      test_close("the last steps of a long stream", steps, whole + TAIL * vocab - count, (size_t)count, OUTPUT_LIMIT);
+    luna_stream_close(s);
+    free(tokens), free(whole), free(steps);
+  }
+  luna_close(m.ctx);
+}
 /* gates and scores at their ends, against the recurrence in double */
 static void check_extremes(int64_t n) {
-  static const struct { const char *what; ranges r; bool far; int64_t horizon; } cases[7] = {
-    {"never forgetting", {2, 40, 0}, false, 0},        {"never forgetting, scores of -15 and 15", {1, 40, 0}, true, 0},
-    {"seldom forgetting", {3, 8, 2}, false, 0},        {"-1 throughout, scores of -15 and 15", {1, -40, 0}, true, 0},
-    {"just above -1, scores of -15 and 15", {1, -15.9, 0.05}, true, 0},
-    {"a horizon", {4, 0, -1}, false, 100},             {"no horizon", {4, 0, -1}, false, 0}};
-  for (int i = 0; i < 7; i += less_here() ? 2 : 1) {
+  static const struct { const char *what; ranges r; bool far; int64_t horizon; } cases[] = {
+    {"never forgetting", {2, 40, 0, false}, false, 0},
+    {"never forgetting, scores of -15 and 15", {1, 40, 0, false}, true, 0},
+    {"seldom forgetting", {3, 8, 2, false}, false, 0},
+    {"-1 throughout, scores of -15 and 15", {1, -40, 0, false}, true, 0},
+    {"just above -1, scores of -15 and 15", {1, -15.9, 0.05, false}, true, 0},
+    {"a horizon", {4, 0, -1, false}, false, 100},
+    {"no horizon", {4, 0, -1, false}, false, 0},
+    {"routed", {3, -6, 0, true}, false, 0},
+    {"routed, never fading", {3, -40, 0, true}, false, 0},
+    {"routed, fading fastest", {3, 40, 0, true}, false, 0},
+    {"routed, never fading, all in one slot", {3, -40, 0, true}, true, 0},
+    {"routed, fading fastest, all in one slot", {3, 40, 0, true}, true, 0}};
+  for (int i = 0; i < (int)(sizeof cases / sizeof cases[0]); i += less_here() ? 2 : 1) {
     worst w[WORST] = {{0, ""}};
     char what[100];
-    call c = call_open(1, n, 1, 2, 2, cases[i].r);
+    call c = call_open(1, n, 1, 2, cases[i].r.routed ? 3 : 2, cases[i].r);
     c.horizon = cases[i].horizon;
     for (int64_t j = 0; cases[i].far && j < count_of(&c, S); j++)
-      c.in[S][j] = (float)(c.in[S][j] < 0 ? -FAR : FAR);
+      c.in[S][j] = c.routed ? j % 3 ? 0 : MOST : c.in[S][j] < 0 ? -FAR : FAR;
     results want = results_open(&c);
     exact_run(&c, &want);
     call_compare(&c, &want, w);
@@ -974,8 +1121,8 @@ static void check_extremes(int64_t n) {
 
 /* the same bits whatever order a device's threads come in, and no finding about its kernels */
 #ifdef FORGETTING_CUDA
-static void check_orders(void) {
-  call c = call_open(2, 2200, 2, 5, 3, mixed);
+static void check_orders(const ranges *of) {
+  call c = call_open(2, 2200, 2, 5, 3, *of);
   results first = results_open(&c), r = results_open(&c);
   luna_ctx *ctx = ctx_open(LUNA_ISA_BEST, 1);
   for (unsigned seed = 1; seed <= (less_here() ? 2u : 3u); seed++) {
@@ -990,7 +1137,8 @@ static void check_orders(void) {
 }
 static void check_device(void) {
   const char *message = "";
-  check_orders();
+  check_orders(&mixed);
+  check_orders(&routed);
   CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
   CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());
 }
@@ -999,15 +1147,16 @@ static void check_device(void) {}
 #endif
 
 int main(void) {
-  static const char *const ops[16] = {"one_row", "lengths", "heads", "one_slot", "tied", "slots", "never", "seldom",
-                                      "clamped", "edge", "mixed", "horizon_1", "horizon_2", "horizon_7", "horizon_64",
-                                      "horizon_100"};
+  static const char *const ops[] = {"one_row", "lengths", "heads", "one_slot", "tied", "slots", "never", "seldom",
+                                    "clamped", "edge", "mixed", "horizon_1", "horizon_2", "horizon_7", "horizon_64",
+                                    "horizon_100", "routed_one_row", "routed_heads", "routed_rows", "routed_faded"};
   const bool full = test_full();
 #ifdef FORGETTING_CUDA
   char why[400];
   if (cuda_absent(why, sizeof why)) return CHECK(0, "%s", why), test_report(NAME);
 #endif
-  for (int i = 0; i < 16; i++) check_op_file(ops[i]);
+  for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) check_op_file(ops[i]);
+  check_route_file("routed_route");
   for (int i = 0; i < MODELS; i++)
     if (!less_here() || i % 3 == 0) check_model_file(model_names[i]);
   check_sizes();
@@ -1016,16 +1165,21 @@ int main(void) {
     if (!luna_isa_available(isa)) continue;
     check_within(isa);
     check_clamps(isa);
-    for (int k = 0; k < 4 && !ON_DEVICE; k++)
-      check_function(isa, k < 2 ? soft : published, k % 2 ? 3 : 1, k % 2 ? 0 : 50);
-    check_causality(isa, true), check_causality(isa, false);
+    for (int k = 0; k < 6 && !ON_DEVICE; k++)
+      check_function(isa, *usual[k / 2], k % 2 ? 3 : 1, k % 2 ? 0 : 50);
+    for (int form = 0; form < FORMS; form++) check_causality(isa, form);
     for (int m = 0; m < MODELS && !ON_DEVICE; m++) check_model_causality(model_names[m], isa);
-    for (int k = 0; k < 4 && isa != LUNA_ISA_REFERENCE && !ON_DEVICE; k++) check_threads(isa, k % 2 ? 3 : 1, k < 2);
+    for (int k = 0; k < 2 * FORMS && isa != LUNA_ISA_REFERENCE && !ON_DEVICE; k++)
+      check_threads(isa, k % 2 ? 3 : 1, k / 2);
   }
-  for (int form = 0; form < 6 && !ON_DEVICE; form++)
-    check_differences(form % 2 ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST, form / 2);
+  for (int k = 0; k < 2 && !ON_DEVICE; k++) {
+    const luna_isa isa = k ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST;
+    for (int form = 0; form < FORMS; form++) check_differences(isa, form, LUNA_ACTIVATION_DEFAULT);
+    check_differences(isa, PUBLISHED, LUNA_ACTIVATION_ELU1);
+  }
   for (int i = 0; i < STREAMED; i += less_here() ? 3 : 1)
     check_long_stream(model_names[i], less_here() ? 150 : ON_DEVICE ? 300 : full ? 100000 : TEST_QUICK ? 1000 : 10000);
+  if (!ON_DEVICE) check_drift("model_routed", full ? 1 << 20 : TEST_QUICK ? 8000 : 1 << 16);
   check_extremes(less_here() ? 2200 : ON_DEVICE ? 4500 : full ? 1 << 20 : TEST_QUICK ? 2000 : 1 << 14);
   check_device();
   return test_report(NAME);
