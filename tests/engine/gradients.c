@@ -109,10 +109,12 @@ static void gradient_case(const op_case *c, int variant) {
 }
 
 /* A language model that goes on from a state: the same one each time, which a stream of the first parameters has left.
-   Without a horizon, with one that the state has passed, and with a memory that forgets in two ways. */
+   Without a horizon, with one that the state has passed, and with a memory that forgets in three ways. */
 static void carried(trial *t, int v) {
   static const int32_t tokens[24] = {1, 4, 2, 3, 0, 1, 1, 2, 4, 4, 0, 3, 2, 2, 1, 0, 3, 4, 1, 2, 0, 0, 4, 3};
-  static unsigned char *kept[4];
+  static const luna_forget forget[5] = {LUNA_FORGET_NONE, LUNA_FORGET_NONE, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED,
+                                        LUNA_FORGET_ROUTED};
+  static unsigned char *kept[5];
   luna_lm model;
   luna_lm_config config = {0};
   config.vocab = 5, config.layers = 2, config.layer.memory = 3;
@@ -120,7 +122,7 @@ static void carried(trial *t, int v) {
   config.layer.convolution = v % 2 ? 3 : 0;
   config.layer.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.layer.horizon = v == 1 ? 6 : LUNA_HORIZON_NONE;
-  config.layer.forget = v == 2 ? LUNA_FORGET_CONSTANT : v == 3 ? LUNA_FORGET_GATED : LUNA_FORGET_NONE;
+  config.layer.forget = forget[v];
   config.layer.recompute = v == 3 ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_NONE;
   if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1);
@@ -218,8 +220,8 @@ static void reference_calls(void) {
 }
 
 int main(int argc, char **argv) { /* a name runs that case alone */
-  static const op_case state = {"a carried state", carried, 4};
-  for (int v = 0; v < 4; v++) gradient_case(&state, v);
+  static const op_case state = {"a carried state", carried, 5};
+  for (int v = 0; v < state.variants; v++) gradient_case(&state, v);
   for (int i = 0; i < OP_CASES; i++)
     if (argc < 2 || strcmp(argv[1], op_cases[i].name) == 0)
       for (int v = 0; v < op_cases[i].variants; v++) {

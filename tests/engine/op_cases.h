@@ -913,16 +913,31 @@ static void op_feed_forward(trial *t, int v) {
   x = EXPECT_FEED_FORWARD(t, c, x, w1, b1, w2, b2);
   give(t, v == 7 ? luna_require_grad(x) : x); /* whose gradient stays its own */
 }
+/* luna_route's w */
+static double naive_route_at(const oracle *o) {
+  const int64_t slots = last_of(o->in[0]) / last_of(o->in[1]), head = o->i / slots;
+  double w[300];
+  naive_route(o->x[0] + head * slots, slots, (double)o->x[1][head], w);
+  return w[o->i % slots];
+}
+/* far values, two slots, many, strengths on both sides of the clamp */
+static void op_route(trial *t, int v) {
+  const int64_t n = SIZE(3, 150), h = v == 3 ? 1 : 3, l = v == 2 ? 2 : v == 3 ? SIZE(17, 300) : SIZE(4, 19);
+  luna_tensor *router = luna_scale(in3(t, 2, n, h * l), v == 1 ? 40 : 3),
+              *strength = luna_scale(in3(t, 2, n, h), v == 1 ? 30 : 3);
+  give(t, EXPECT(t, luna_route(router, strength), naive_route_at, NULL, router, strength));
+}
 /* Of inputs q, k, v, s, gates. A slot's key and value are means over the rows so far. Row j has the weight
    omega(s_j) / c_j, of which each later row r leaves 1 - 1 / c_r, where c is the number of rows or the horizon
    [section 3.3]. With gates row j has the weight e^s_j, of which each later row leaves its gate, divided by the sum of
-   all. */
+   all. A routed memory's row j has the weight w_j, of which each later row leaves (1 - w) e^-lambda. */
 static double naive_causal_nested(const oracle *o) {
   const luna_causal_nested_config *c = (const luna_causal_nested_config *)o->arg;
   const int64_t n = last_of(o->out), slots = last_of(o->in[3]) / c->heads, d = n / c->heads, e = o->at[2], h = e / d;
   const int64_t real = c->lengths && c->lengths[o->at[0]] < slots ? c->lengths[o->at[0]] : slots, row = o->i / n;
   const int omega = c->omega ? (int)c->omega : LUNA_ACTIVATION_SOFTPLUS2;
   double score[32], value[32], y = 0;
+  int seen = 0;
   for (int64_t i = 0; i < real; i++) {
     double left = 1, all = 0;
     score[i] = value[i] = 0;
@@ -930,15 +945,20 @@ static double naive_causal_nested(const oracle *o) {
       const int64_t at = (j * c->heads + h) * slots + i, before = j - (row - o->at[1]);
       const double count = (double)(c->horizon > 0 && before >= c->horizon ? c->horizon : before + 1);
       const double s = (double)o->x[3][at];
-      const double weight = left * (o->x[4] ? exp(fmin(fmax(s, -15), 15)) : naive_activation(omega, s) / count);
+      const double weight = left * (c->routed ? s : o->x[4] ? exp(fmin(fmax(s, -15), 15)) :
+                                    naive_activation(omega, s) / count);
       score[i] += weight * naive_dot(o->x[0] + row * n + h * d, o->x[1] + j * n + h * d, d) / sqrt((double)d);
       value[i] += weight * (double)o->x[2][j * n + e];
       all += weight;
-      left *= o->x[4] ? exp(fmax(-naive_activation(LUNA_ACTIVATION_SOFTPLUS, -(double)o->x[4][at]) / 16, -1)) :
+      left *= c->routed ? (1 - s) * exp(-naive_fade((double)o->x[4][h])) :
+              o->x[4] ? exp(fmax(-naive_activation(LUNA_ACTIVATION_SOFTPLUS, -(double)o->x[4][at]) / 16, -1)) :
               1 - 1 / count;
     }
-    if (o->x[4]) score[i] /= all, value[i] /= all;
+    if (o->x[4] && all > 0) score[i] /= all, value[i] /= all;
+    if (c->routed) score[i] = naive_empty(all) ? -INFINITY : score[i] + log(all);
+    seen += score[i] > -INFINITY;
   }
+  if (seen == 0) return 0;
   naive_softmax(score, real);
   for (int64_t i = 0; i < real; i++)
     y += score[i] * oracle_kept(o, 0, (row * c->heads + h) * slots + i, c->dropout) * value[i];
@@ -950,9 +970,8 @@ static void op_causal_nested(trial *t, int v) {
   const int64_t n = v == 6 ? 67 : v == 7 ? SIZE(130, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19), l = SIZE(3, 18);
   luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d),
       *s = in3(t, 2, n, h * l);
-  luna_causal_nested_config c = {h, v % 3 ? omega[v % 3] : LUNA_ACTIVATION_DEFAULT, v == 3 || v == 4 ? lengths : NULL,
-                                 0,
-                                NULL, 0};
+  luna_causal_nested_config c = {.heads = h, .omega = v % 3 ? omega[v % 3] : LUNA_ACTIVATION_DEFAULT};
+  c.lengths = v == 3 || v == 4 ? lengths : NULL;
   c.dropout = v >= 4 && v < 7 ? (float)0.3 : 0;
   c.horizon = v == 8 ? 3 : v == 9 ? SIZE(1, 100) : v == 10 ? 2 : 0;
   luna_tensor *y = luna_causal_nested_attention(q, k, values, s, &c);
@@ -966,8 +985,22 @@ static void op_forgetting(trial *t, int v) {
                 l = SIZE(3, 18);
   luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 1 ? k : in3(t, 2, n, h * d),
       *s = luna_scale(in3(t, 2, n, h * l), v == 3 ? 8 : 2), *gates = in3(t, 2, n, h * l);
-  luna_causal_nested_config c = {h, LUNA_ACTIVATION_DEFAULT, v == 2 ? lengths : NULL, v == 3 ? (float)0.3 : 0, NULL, 0};
+  luna_causal_nested_config c = {.heads = h, .lengths = v == 2 ? lengths : NULL, .dropout = v == 3 ? (float)0.3 : 0};
   c.forget = v == 0 ? gates : luna_add_scalar(luna_scale(gates, 8), v == 1 ? -16 : v == 2 ? 20 : 0);
+  give(t, EXPECT(t, luna_causal_nested_attention(q, k, values, s, &c), naive_causal_nested, &c, q, k, values, s,
+                 c.forget));
+}
+/* the same of a routed memory; fades of all kinds, and the fastest */
+static void op_routed(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 3};
+  const int64_t n = v == 4 ? SIZE(67, 130) : v == 5 ? SIZE(1, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19),
+                l = SIZE(4, 18);
+  luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 1 ? k : in3(t, 2, n, h * d),
+      *router = luna_scale(in3(t, 2, n, h * l), 3), *strength = luna_scale(in3(t, 2, n, h), 4),
+      *s = luna_route(router, strength);
+  luna_causal_nested_config c = {.heads = h, .lengths = v == 2 ? lengths : NULL, .dropout = v == 3 ? (float)0.3 : 0};
+  c.routed = true;
+  c.forget = luna_add_scalar(luna_scale(in1(t, h), 6), v == 1 ? 8 : 0);
   give(t, EXPECT(t, luna_causal_nested_attention(q, k, values, s, &c), naive_causal_nested, &c, q, k, values, s,
                  c.forget));
 }
@@ -1152,11 +1185,13 @@ static void op_forgetting_attention(trial *t, int v) {
   config.heads = 2;
   config.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.forget = v % 3 ? LUNA_FORGET_GATED : LUNA_FORGET_CONSTANT;
+  if (v >= 6) config.forget = LUNA_FORGET_ROUTED;
   config.output_gate = v % 2 == 0;
   config.memory = v < 3 ? SIZE(3, 9) : SIZE(4, 11);
   if (luna_causal_attention_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 131), config.dim);
-  luna_tensor *p = v % 2 ? in2(t, SIZE(3, 9), config.dim) : in3(t, 2, SIZE(3, 9), config.dim);
+  luna_tensor *p = NULL;
+  if (v < 6) p = v % 2 ? in2(t, SIZE(3, 9), config.dim) : in3(t, 2, SIZE(3, 9), config.dim);
   in_params(t);
   give(t, luna_causal_attention_layer_forward(&layer, x, p, v % 3 == 1 ? lengths : NULL));
 }
@@ -1218,7 +1253,8 @@ static void op_forgetting_layer(trial *t, int v) {
   config.memory = SIZE(3, 9);
   config.convolution = 4;
   config.forget = v % 2 ? LUNA_FORGET_GATED : LUNA_FORGET_CONSTANT;
-  config.recompute = v == 3 ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_NONE;
+  if (v >= 6) config.forget = LUNA_FORGET_ROUTED;
+  config.recompute = v % 4 == 3 ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_NONE;
   if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", &config))
     t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(6, 70), config.dim);
@@ -1389,6 +1425,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"causal_nested_attention", op_causal_nested, 8},
                                    {"horizon", op_horizon, 3},
                                    {"forgetting", op_forgetting, 6},
+                                   {"route", op_route, 4},
+                                   {"routed", op_routed, 6},
                                    {"custom_op", op_custom, 2},
                                    {"max", op_max, 3},
                                    {"min", op_min, 3},
@@ -1406,8 +1444,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"norm_layer", op_norm_layer, 2},
                                    {"nested_attention_layer", op_nested_layer, 24},
                                    {"causal_attention_layer", op_causal_attention_layer, 12},
-                                   {"forgetting attention layer", op_forgetting_attention, 6},
-                                   {"forgetting causal layer", op_forgetting_layer, 6},
+                                   {"forgetting attention layer", op_forgetting_attention, 8},
+                                   {"forgetting causal layer", op_forgetting_layer, 8},
                                    {"encoder_layer", op_encoder_layer, 11},
                                    {"decoder_layer", op_decoder_layer, 11},
                                    {"causal_layer", op_causal_layer, 11},

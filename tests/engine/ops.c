@@ -521,6 +521,38 @@ static void check_slots(luna_isa isa) {
   luna_close(ctx);
 }
 
+/* luna_route where values are equal, far apart or beyond the clamp: the lower index is chosen, and what is not chosen
+   gets 0 and has no gradient */
+static void check_ties(luna_isa isa) {
+  enum { ROWS = 10, SLOTS = 5 };
+  static const float router[ROWS][SLOTS] = {
+    {1, 1, 1, 1, 1}, {0, 2, 2, 2, 0}, {3, 1, 1, 1, 1}, {-1, -1, 4, -1, 4}, {-300, -301, -302, -300, -300},
+    {1e4f, -1e4f, -1e4f, -2e4f, -3e4f}, {-3e38f, 3e38f, 3e38f, 0, 0}, {-0.0f, 0, -1, 0, -0.0f},
+    {-INFINITY, 2, -INFINITY, -INFINITY, -INFINITY}, {1, 2, 3, 4, 5}};
+  static const float strength[ROWS] = {0, 1, -1, 15, 15.5f, 1e30f, -16, INFINITY, 2, -INFINITY};
+  const int64_t shape[3] = {1, ROWS, SLOTS}, narrow[3] = {1, ROWS, 1};
+  luna_ctx *ctx = open_plain(isa);
+  luna_begin_step(ctx);
+  luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, router[0], 3, shape)),
+              *a = luna_require_grad(luna_tensor_new(ctx, strength, 3, narrow)), *y = luna_route(x, a);
+  if (CHECK(y && luna_backward(common_loss(y, 5)) == LUNA_OK, "luna_route: %s", luna_error(ctx)))
+    for (int row = 0; row < ROWS; row++) {
+      double want[SLOTS];
+      naive_route(router[row], SLOTS, (double)strength[row], want);
+      for (int s = 0; s < SLOTS; s++) {
+        const double got = (double)y->data[row * SLOTS + s], slope = (double)x->grad[row * SLOTS + s];
+        CHECK(fabs(got - want[s]) <= 2e-6 * want[s], "%s, row %d: slot %d gets %.9g, not %.9g", luna_isa_name(isa), row,
+              s, got, want[s]);
+        CHECK(want[s] > 0 ? isfinite(slope) : slope == 0, "%s, row %d: slot %d has the gradient %g", luna_isa_name(isa),
+              row, s, slope);
+      }
+      const bool beyond = fabs((double)strength[row]) > 15;
+      CHECK(isfinite(a->grad[row]) && (beyond ? a->grad[row] == 0 : a->grad[row] != 0),
+            "%s: strength %g has the gradient %g", luna_isa_name(isa), (double)strength[row], (double)a->grad[row]);
+    }
+  luna_close(ctx);
+}
+
 /* ---- views ---- */
 static void check_views(void) {
   luna_ctx *ctx = open_plain(LUNA_ISA_BEST);
@@ -775,6 +807,15 @@ static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_feed_forward(q, cube, NULL, cube, NULL, NULL), SHAPES);
   REFUSED(luna_causal_nested_attention(q, q, cube, q, NULL), SHAPES);
   REFUSED(luna_causal_nested_attention(q, q, q, q, &(luna_causal_nested_config){.heads = 5}), HEADS);
+  REFUSED(luna_causal_nested_attention(q, q, q, q, (&(luna_causal_nested_config){.heads = 4, .routed = true})), ROUTED);
+  REFUSED(luna_causal_nested_attention(q, q, q, q, (&(luna_causal_nested_config){.heads = 4, .routed = true,
+                                                                               .forget = d})), ROUTED);
+  REFUSED(luna_causal_nested_attention(q, q, q, q, (&(luna_causal_nested_config){.heads = 4, .routed = true,
+                                                                               .forget = q})), SHAPES);
+  REFUSED(luna_route(q, cube), SHAPES);
+  REFUSED(luna_route(q, d), SHAPES);
+  REFUSED(luna_route(q, q), ROUTE_SLOTS);
+  REFUSED(luna_route(q, luna_slice(q, 2, 0, 24)), ROUTE_SLOTS);
   REFUSED(luna_causal_nested_attention(q, q, q, q, &(luna_causal_nested_config){.omega = LUNA_ACTIVATION_GELU}), OMEGA);
   REFUSED(luna_layer_norm(cube, d, a, 0), SHAPES);
 }
@@ -863,6 +904,7 @@ static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_add(a, NULL), NULL_ARGUMENT);
   REFUSED(luna_unpack(x, k, bias, NULL, NULL), NULL_ARGUMENT);
   REFUSED(luna_causal_nested_attention(x, x, x, NULL, NULL), NULL_ARGUMENT);
+  REFUSED(luna_route(x, NULL), NULL_ARGUMENT);
   REFUSED(luna_encoder_layer_forward(&layer, x, &none, NULL), NULL_ARGUMENT);
   luna_begin_step(ctx);
   CHECK(luna_params_set_text(params, NULL, "v") != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT,
@@ -1263,6 +1305,7 @@ int main(int count, char **arguments) {
     check_packed(common_isas[i], true);
     check_padded(common_isas[i]);
     check_slots(common_isas[i]);
+    check_ties(common_isas[i]);
     check_calls(common_isas[i]);
     check_logits(common_isas[i]);
   }

@@ -788,6 +788,52 @@ static void check_own_op(void) {
   luna_close(ctx);
 }
 
+/* a router whose values do not fit its heads, and a routed memory of one slot or without its fade */
+static void check_routes(void) {
+  static const char *const fits[3] = {"5 heads", "12 heads", "8 heads"};
+  const int64_t shape[3] = {2, 6, 12}, heads[5] = {3, 3, 5, 12, 8}, rows[5] = {6, 5, 6, 6, 6};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  for (int way = 0; way < 5; way++) {
+    const int64_t narrow[3] = {2, rows[way], heads[way]};
+    luna_begin_step(ctx);
+    luna_tensor *router = luna_tensor_new(ctx, NULL, 3, shape),
+                *w = luna_route(router, luna_tensor_new(ctx, NULL, 3, narrow));
+    CHECK((w != NULL) == (way == 0), "way %d: %s", way, luna_error(ctx));
+    if (way == 1) SAYS(ctx, "luna_route: strength [2,5,3]", "its n is 5, that of router is 6");
+    if (way > 1) SAYS(ctx, "luna_route: 12 router values for ", fits[way - 2], "at least 2");
+  }
+  for (int way = 0; way < 4; way++) {
+    const int64_t fades[2] = {way == 1 ? 4 : 3, 2};
+    luna_begin_step(ctx);
+    luna_tensor *x = luna_tensor_new(ctx, NULL, 3, shape), *fade = luna_tensor_new(ctx, NULL, way == 2 ? 2 : 1, fades);
+    const luna_causal_nested_config config = {.heads = 3, .routed = true, .forget = way ? fade : NULL};
+    CHECK((luna_causal_nested_attention(x, x, x, x, &config) != NULL) == (way == 3), "way %d: %s", way,
+          luna_error(ctx));
+    if (way < 3) SAYS(ctx, "luna_causal_nested_attention: ", "forget");
+    if (way < 2) SAYS(ctx, "a routed memory", "[3]");
+  }
+  luna_begin_step(ctx);
+  luna_lm lm;
+  luna_lm_config config = {.vocab = VOCAB, .layers = 1};
+  config.layer = (luna_layer_config){.dim = 8, .heads = 2, .memory = 1, .forget = LUNA_FORGET_ROUTED};
+  CHECK(luna_lm_init(&lm, params, &config) != LUNA_OK && luna_params_tensor_count(params) == 0, "a routed slot: %s",
+        luna_error(ctx));
+  SAYS(ctx, "luna_lm_init: ", "layer.memory", "1", "2");
+  luna_begin_step(ctx);
+  config.layer.memory = 2;
+  luna_begin_step(ctx);
+  CHECK(luna_lm_init(&lm, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  const float in[16] = {0};
+  float out[16];
+  luna_causal_nested_args a = {.q = in, .k = in, .v = in, .s = in, .out = out, .batch = 1, .rows = 2, .heads = 2,
+                               .head_dim = 4, .slots = 4, .routed = true};
+  CHECK(luna_causal_nested_attention_f32(&a) == LUNA_BAD_ARGUMENT, "a routed memory without its fade");
+  a.forget = in;
+  CHECK(luna_causal_nested_attention_f32(&a) == LUNA_OK && out[0] == 0, "a routed memory that nothing is written to");
+  luna_close(ctx);
+}
+
 int main(void) {
   static double block[1 << 20];
   luna_options options = {0};
@@ -813,10 +859,11 @@ int main(void) {
   check_fits();
   check_training_files();
   check_own_op();
-  for (int i = 0; i < 12; i++) {
+  check_routes();
+  for (int i = 0; i < 16; i++) {
     const luna_isa isa = i % 2 ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST;
-    check_misfits(isa, (luna_forget)(i / 2 % 3), i / 6 ? 3 : 0);
-    if (i < 6) check_overflow(isa, (luna_forget)(i / 2 % 3));
+    check_misfits(isa, (luna_forget)(i / 2 % 4), i / 8 ? 3 : 0);
+    if (i < 8) check_overflow(isa, (luna_forget)(i / 2 % 4));
   }
   return test_report("mistakes");
 }
