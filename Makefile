@@ -166,11 +166,12 @@ programs: $(filter %/private,$(PROGRAMS)) $(filter $(BUILD)/%,$(ONCE)) $(EXAMPLE
   $(BUILD)/mcu/models
 
 # null for each pointer of each public function
+NULLS = tests/robust/nulls.awk tests/tools/api.txt examples/luna_ops.h
 $(BUILD)/tests/arguments: TEST_OPT += -I$(BUILD)/tests
 $(BUILD)/tests/arguments: $(BUILD)/tests/nulls.h
-$(BUILD)/tests/nulls.h: tests/robust/nulls.awk tests/tools/api.txt
+$(BUILD)/tests/nulls.h: $(NULLS)
 	@mkdir -p $(@D)
-	awk -f tests/robust/nulls.awk tests/tools/api.txt >$@.$$PPID
+	awk -f $(NULLS) >$@.$$PPID
 	@mv $@.$$PPID $@
 
 # what exported models are compared with

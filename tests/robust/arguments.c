@@ -3,8 +3,8 @@
    out of range; tensors of another context. Afterwards: a valid call succeeded, a failed one left a sentence and its
    id, the models' parameters are as they were, the context still computes; a context's closing gives every byte back.
    Then the orders of closing that luna.h calls legal, and null for each pointer of each function, the other arguments
-   valid: build/tests/nulls.h, which tests/robust/nulls.awk makes of tests/tools/api.txt. A public function that has no
-   case here fails a check.
+   valid: build/tests/nulls.h, which tests/robust/nulls.awk makes of tests/tools/api.txt and examples/luna_ops.h. A
+   public function that has no case here fails a check, and so does a pointer that is null in no call.
      arguments [function [case]]     runs one function's cases, or one case
    Without TEST_FULL a quarter of the cases runs. */
 #include "test.h"
@@ -38,8 +38,11 @@ static int case_number;
 typedef struct null_row { const char *name; int parameter; const char *of; bool told; } null_row;
 static const null_row null_none = {"", -1, "", true};
 static null_row null_now = {"", -1, "", true};
+static int null_times;               /* how often it was */
 static bool null_is(const char *name, int parameter) {
-  return parameter == null_now.parameter && strcmp(name, null_now.name) == 0;
+  const bool is = parameter == null_now.parameter && strcmp(name, null_now.name) == 0;
+  null_times += is;
+  return is;
 }
 #include "nulls.h"
 
@@ -2153,6 +2156,7 @@ static void case_luna_stream_error_id(void) {
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define ONE_MORE(name) +1
+#define NAME_OF(name) #name,
 #define BINARY_ROW(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) ROW(luna_##name)
 #define MAP_ROW(NAME, name, value, slope) ROW(luna_##name)
 #define UNARY_ROW(name) ROW(luna_##name)
@@ -2202,6 +2206,7 @@ static void check_null(const null_row *null) {
   while (at < COUNT && strcmp(functions[at].name, null->name) != 0) at++;
   if (!CHECK(at < COUNT, "%s has no case in tests/robust/arguments.c", null->name)) return;
   function = null->name;
+  null_times = 0;
   for (int draw = 0; draw < DRAWS; draw++) {
     world one;
     world_open(&one, draw % 3 == 2, LUNA_FORM_CHEAPEST);
@@ -2220,6 +2225,7 @@ static void check_null(const null_row *null) {
     expect(world_sum() == w->sum, "the models' parameters have changed");
     world_close();
   }
+  CHECK(null_times > 0, "no call of %s had null for %s", null->name, null->of);
 }
 
 /* ==== orders of closing: an owner of a model, a context that shares its parameters, streams of both, one that reads
@@ -2540,7 +2546,7 @@ static FILE *header_open(void) {
   const char *slash = strrchr(__FILE__, '/');
   FILE *in = NULL;
   if (slash && (size_t)(slash - __FILE__) < sizeof name - 16) {
-    snprintf(name, sizeof name, "%.*s/../luna.h", (int)(slash - __FILE__), __FILE__);
+    snprintf(name, sizeof name, "%.*s/../../luna.h", (int)(slash - __FILE__), __FILE__);
     in = fopen(name, "r");
   }
   return in ? in : fopen("luna.h", "r");
@@ -2551,8 +2557,11 @@ static bool tested(const char *name, size_t length) {
   return false;
 }
 static void check_table(void) {
+  static const char *const companion_names[] = {COMPANIONS(NAME_OF)};
   static char line[4096];
-  int declared = 0 COMPANIONS(ONE_MORE);
+  const int companions = 0 COMPANIONS(ONE_MORE);
+  const size_t nulls = sizeof null_rows / sizeof null_rows[0];
+  int declared = companions;
   FILE *in = header_open();
   if (!in) {
     puts("luna.h is not beside the tests: that each of its functions is tested is not checked");
@@ -2567,6 +2576,11 @@ static void check_table(void) {
     CHECK(tested(name, (size_t)(end - name)), "%.*s has no case in tests/robust/arguments.c", (int)(end - name), name);
   }
   fclose(in);
+  for (int i = 0; i < companions; i++) {
+    size_t row = 0;
+    while (row < nulls && strcmp(null_rows[row].name, companion_names[i]) != 0) row++;
+    CHECK(row < nulls, "tests/robust/nulls.awk found no definition of %s", companion_names[i]);
+  }
   CHECK(declared == COUNT, "luna.h and its companion declare %d functions, the table has %d", declared, (int)COUNT);
 }
 

@@ -1,6 +1,6 @@
-# Out of the functions in tests/tools/api.txt, which tests/tools/api.py compares with luna.h, C for
-# tests/robust/arguments.c: each function once more, which passes null for the one parameter that the test asks for, and
-# a row for each pointer.
+# Out of the functions in tests/tools/api.txt, which tests/tools/api.py compares with luna.h, and of those that
+# examples/luna_ops.h defines, C for tests/robust/arguments.c: each function once more, which passes null for the one
+# parameter that the test asks for, and a row for each pointer.
 BEGIN {
   print "/* made by tests/robust/nulls.awk */"
   # without these there may be no context to report to
@@ -8,12 +8,19 @@ BEGIN {
 }
 
 # what luna_cuda.cuh declares is not there without a device
-/^function / && !/luna_(cuda|graph)_/ {
-  sub(/^function /, "")
-  match($0, /luna_[a-z0-9_]+\(/)
-  name = substr($0, RSTART, RLENGTH - 1)
-  result = substr($0, 1, RSTART - 1)
-  parameters = substr($0, RSTART + RLENGTH, length($0) - RSTART - RLENGTH)
+/^function / && !/luna_(cuda|graph)_/ { write(substr($0, length("function ") + 1)) }
+# a companion's definition
+/^OPS_FN [^(]*luna_[a-z0-9_]+\(.*\) \{/ {
+  sub(/^OPS_FN /, "")
+  sub(/ \{.*/, "")
+  write($0)
+}
+
+function write(prototype,    name, result, parameters, count, arguments, k, given) {
+  match(prototype, /luna_[a-z0-9_]+\(/)
+  name = substr(prototype, RSTART, RLENGTH - 1)
+  result = substr(prototype, 1, RSTART - 1)
+  parameters = substr(prototype, RSTART + RLENGTH, length(prototype) - RSTART - RLENGTH)
   count = separate(parameters)
   arguments = ""
   printf "static %snull_%s(%s) {\n", result, name, parameters

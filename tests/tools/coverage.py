@@ -39,7 +39,8 @@ def run(command, folder):
 
 def build(folder, tests):
     flags = ["gcc", "-O0", "-w", "-I" + ROOT, "-I" + ROOT + "/tests", "-I.", "--coverage"]
-    code, nulls = run(["awk", "-f", "tests/robust/nulls.awk", "tests/tools/api.txt"], ROOT) # of arguments.c
+    of_arguments = ["tests/robust/nulls.awk", "tests/tools/api.txt", "examples/luna_ops.h"]
+    code, nulls = run(["awk", "-f"] + of_arguments, ROOT)
     with open(folder + "/nulls.h", "w", encoding="utf-8") as file:
         file.write(nulls)
     luna = ["-DLUNA_IMPLEMENTATION", '-DLI_BACKWARD_REFERENCE="tests/kernels/backward_reference.h"']
