@@ -2667,9 +2667,7 @@ typedef struct li_products {
 LI_FN float li_exp1_scalar(float x);
 LI_FN float li_log1_scalar(float x);
 LI_FN float li_activation_scalar(int kind, float x);
-LI_FN float li_slope_scalar(int kind, float x);
 LI_FN float li_each_scalar(int kind, float a, float b, float c);
-LI_FN float li_each_slope_scalar(int kind, int input, float a, float b, float c, float g);
 
 #define LI_DROPS(a) (LI_TRAINS && (a)->own && (a)->own->dropout.threshold > 0)
 #ifdef LUNA_NO_TRAIN
@@ -2902,7 +2900,6 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #define vf_hmax LI_K(max_lanes)
 #define vf_exp LI_K(exp)
 #define vf_log LI_K(log)
-#define vf_erf LI_K(erf)
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LI_PREFETCH(p) __builtin_prefetch(p)
@@ -3257,7 +3254,6 @@ LI_INLINE void LI_K(turn4)(const float *row0, const float *row1, const float *ro
 #ifdef LI_DOUBLE
 LI_MATH vf vf_exp(vf x) { return exp(x); }
 LI_MATH vf vf_log(vf x) { return log(x); }
-LI_MATH vf vf_erf(vf x) { return erf(x); }
 LI_MATH vf LI_K(exp2)(vf x) { return exp2(x); }
 LI_MATH vf LI_K(log1p)(vf x) { return log1p(x); }
 LI_MATH vf LI_K(tanh)(vf x) { return tanh(x); }
@@ -3315,13 +3311,6 @@ LI_INLINE vf LI_K(erfc_of)(vf a, vf e) {
   p = vf_fma(vf_fma(p, t, vf_set(2.264431092e-01f)), t, vf_set(2.256342313e-01f));
   return vf_mul(vf_mul(p, t), e);
 }
-LI_MATH vf vf_erf(vf x) {
-  const vf a = vf_abs(x), square = vf_mul(x, x);
-  const vf c = LI_K(erfc_of)(a, vf_exp(vf_sub(vf_zero(), square))), large = vf_sub(vf_set(1.0f), c);
-  vf p = LI_K(horner)(vf_set(7.853882574e-05f), square, -8.010200583e-04f, 5.188328565e-03f, -2.685381247e-02f);
-  p = vf_mul(LI_K(horner)(p, square, 1.128358516e-01f, -3.761262583e-01f, 1.128379166e+00f), x);
-  return vf_select(vf_lt(a, vf_set(1.0f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
-}
 /* Uses x + x^3 P(x^2) up to 0.625 (Cephes' tanhf), then 1 - 2 / (e^(2 x) + 1). */
 LI_MATH vf LI_K(tanh)(vf x) {
   const vf a = vf_abs(x), square = vf_mul(x, x), one = vf_set(1.0f);
@@ -3371,12 +3360,8 @@ LI_INLINE vf LI_K(elementwise1_slope)(int kind, int input, vf a, vf b, vf c, vf 
   switch (kind) { LUNA_ELEMENTWISE(LI_EACH) default: return g; }
 }
 LI_FN float LI_K(activation)(int kind, float x) { return vf_first(LI_K(map1)(kind, vf_set(x))); }
-LI_FN float LI_K(slope)(int kind, float x) { return vf_first(LI_K(map1_slope)(kind, vf_set(x))); }
 LI_FN float LI_K(each)(int kind, float a, float b, float c) {
   return vf_first(LI_K(elementwise1)(kind, vf_set(a), vf_set(b), vf_set(c)));
-}
-LI_FN float LI_K(each_slope)(int kind, int input, float a, float b, float c, float g) {
-  return vf_first(LI_K(elementwise1_slope)(kind, input, vf_set(a), vf_set(b), vf_set(c), vf_set(g)));
 }
 #endif /* LI_PASS */
 

@@ -4,15 +4,19 @@
    LUNA_ISA_REFERENCE train, too. */
 
 /* ---- elementwise ---- */
+/* of the scalar pass, which comes later */
+LI_INLINE float li_map1_slope_scalar(int kind, float x);
+LI_INLINE float li_elementwise1_slope_scalar(int kind, int input, float a, float b, float c, float g);
+
 LI_FN void li_activate_grad_reference(int kind, int64_t n, const float *x, const float *dy, bool add, float *dx) {
-  for (int64_t i = 0; i < n; i++) dx[i] = dy[i] * li_slope_scalar(kind, x[i]) + (add ? dx[i] : 0);
+  for (int64_t i = 0; i < n; i++) dx[i] = dy[i] * li_map1_slope_scalar(kind, x[i]) + (add ? dx[i] : 0);
 }
 
 LI_FN void li_elementwise_slope_reference(const li_elements *e, int input, const float *dy, float *y, bool add) {
   const float *const *x = e->x;
   for (int64_t i = 0; i < e->n; i++)
-    y[i] = (add ? y[i] : 0) + li_each_slope_scalar(e->kind, input, x[0][i * e->step[0]], x[1][i * e->step[1]],
-                                                   x[2][i * e->step[2]], dy[i]);
+    y[i] = (add ? y[i] : 0) + li_elementwise1_slope_scalar(e->kind, input, x[0][i * e->step[0]], x[1][i * e->step[1]],
+                                                            x[2][i * e->step[2]], dy[i]);
 }
 
 /* dx += y (dy - sum of y dy) */

@@ -13,7 +13,6 @@ LI_FN void LI_K(vectors_map)(int which, int64_t n, const float *x, const float *
     switch (which) {
       case VECTORS_EXP: r = vf_exp(a); break;
       case VECTORS_LOG: r = vf_log(a); break;
-      case VECTORS_ERF: r = vf_erf(a); break;
       case VECTORS_ADD: r = vf_add(a, b); break;
       case VECTORS_SUB: r = vf_sub(a, b); break;
       case VECTORS_MUL: r = vf_mul(a, b); break;
