@@ -809,9 +809,6 @@ typedef struct luna_cross_entropy_config {
   int32_t ignore_index;
   /* Default: the mean over labels that count (0 if none does, with a sentence to options.log). */
   bool sum;
-  /* [V] or null: weights of the rows' losses by label. A mean divides by the number of labels that count, not by the
-     sum of their weights. */
-  const float *class_weights;
 } luna_cross_entropy_config;
 /* [...,V] and one label per row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
    -Inf gives its class probability 0, and an infinite loss if the label or smoothing is on it; gradients stay
@@ -14979,9 +14976,6 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
   if (!labels && rows > 0) return li_refused(li_fail_null(ctx, s->name, "labels"));
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
     return li_refuse(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing);
-  for (int64_t i = 0; c.class_weights && i < classes; i++)
-    if (!(c.class_weights[i] >= 0 && li_is_finite(c.class_weights[i])))
-      return li_refuse(ctx, LUNA_ERROR_NEGATIVE, s->name, "a class weight", (double)c.class_weights[i]);
   int32_t *kept = (int32_t *)li_step_host(ctx, s->name, (size_t)rows * sizeof *kept);
   if (!kept) return false;
   for (int64_t i = 0; i < rows; i++) {
@@ -15002,32 +14996,6 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
   return s->op.index != NULL;
 }
 
-/* With class weights the loss is composed: the log-probabilities of labels that count, times their weights. */
-LI_FN luna_tensor *li_weighted_loss(li_build *s, luna_tensor *logits, const int32_t *labels,
-                                    const luna_cross_entropy_config *c) {
-  const luna_scope scope = luna_scope_begin(logits->ctx);
-  const int64_t rows = li_rows(logits), classes = li_last(logits);
-  int64_t count = 0;
-  float *weights = (float *)li_step_host(logits->ctx, s->name, (size_t)rows * 3 * sizeof *weights);
-  if (!weights) return NULL;
-  if (!li_product_fits(s, rows, classes, INT32_MAX)) return NULL;
-  int32_t *used = (int32_t *)(weights + rows), *places = used + rows;
-  for (int64_t r = 0; r < rows; r++) {
-    const int32_t label = labels[r];
-    if (label < 0 || (c->ignore && label == c->ignore_index) || c->class_weights[label] == 0) continue;
-    weights[count] = c->class_weights[label];
-    used[count] = (int32_t)r;
-    places[count++] = (int32_t)(r * classes) + label;
-  }
-  luna_tensor *x = li_reshape(luna_log_softmax(logits), 2, rows, classes, 1, 1);
-  luna_tensor *y = luna_gather_rows(li_reshape(x, 2, rows * classes, 1, 1, 1), places, count);
-  if (c->smoothing > 0)
-    y = luna_add(luna_scale(y, 1 - c->smoothing), luna_scale(li_reshape(luna_mean(luna_gather_rows(x, used, count),
-                 1), 2, count, 1, 1, 1), c->smoothing));
-  y = luna_sum_all(luna_mul(li_reshape(y, 1, count, 1, 1, 1), luna_tensor_new(logits->ctx, weights, 1, &count)));
-  return li_result(scope, li_counts(luna_scale(y, -s->op.arg.cross_entropy.factor), s->counted));
-}
-
 /* `name` is the public call that makes this loss. */
 LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, const int32_t *labels,
                                           const luna_cross_entropy_config *config) {
@@ -15036,7 +15004,6 @@ LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, 
   if (!li_start(&s, LUNA_OP_CROSS_ENTROPY, name, &logits, 1, 1) ||
       !li_fits(&s, "logits [...,v]")) return NULL;
   if (!li_labels(&s, li_rows(logits), li_last(logits), labels, config)) return li_abandon(&s);
-  if (config && config->class_weights) return li_weighted_loss(&s, logits, labels, config);
   return li_counts(li_finish(&s, 1, &one), s.counted);
 }
 
@@ -15164,8 +15131,7 @@ LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x
   if (!li_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, name, in, 2, 3) ||
       !li_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* This composes it if one panel would hold all logits, or if the backend lacks the op. */
-  if (weight->shape[0] <= LI_LOGIT_COLUMNS || !li_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY) ||
-      (config && config->class_weights))
+  if (weight->shape[0] <= LI_LOGIT_COLUMNS || !li_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return li_cross_entropy_loss(name, luna_linear(x, weight, bias), labels, config);
   if (!li_product_fits(&s, li_rows(x), weight->shape[0], LI_MAX_COUNT)) return li_abandon(&s);
   if (!li_int8_ready(&s, 1)) return NULL;

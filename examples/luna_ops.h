@@ -2,8 +2,9 @@
 
      luna_tensor *loss = luna_huber(luna_lm_forward(&model, &input), targets, 1);
 
-   It has more losses of numbers, luna_soft_cross_entropy for a student and its teacher, luna_stack, luna_split,
-   luna_pad, luna_top_k and luna_params_clip_grad, which run wherever luna.h does. luna_sin, luna_cos, luna_pow,
+   It has more losses of numbers, luna_weighted_cross_entropy for rare classes, luna_soft_cross_entropy for a student
+   and its teacher, luna_stack, luna_split, luna_pad, luna_top_k and luna_params_clip_grad, which run wherever luna.h
+   does. luna_sin, luna_cos, luna_pow,
    luna_cumsum and luna_scatter_add_rows are custom ops. They run on the CPU only, on all its threads; the bits are
    the same for any number of threads.
    Like luna.h's ops, all return null when they are given null or after a failure; luna_error says why. */
@@ -145,6 +146,70 @@ OPS_FN luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices,
 }
 
 /* ---- losses ---- */
+/* Counts the labels that count for a loss, or -1: the context then says what is wrong. */
+OPS_FN int64_t ops_labels(luna_ctx *ctx, const char *name, const int32_t *labels, int64_t rows, int64_t classes,
+                          const luna_cross_entropy_config *c) {
+  int64_t counted = 0;
+  if (!labels && rows > 0) return ops_fail(ctx, "%s: labels is null", name), -1;
+  if (!(c->smoothing >= 0 && c->smoothing <= 1))
+    return ops_fail(ctx, "%s: smoothing is %g, outside 0..1", name, (double)c->smoothing), -1;
+  for (int64_t i = 0; i < rows; i++) {
+    if (labels[i] < 0 || (c->ignore && labels[i] == c->ignore_index)) continue;
+    if (labels[i] >= classes)
+      return ops_fail(ctx, "%s: labels[%lld] is %d; there are %lld classes (a negative label is ignored)", name,
+                      (long long)i, (int)labels[i], (long long)classes), -1;
+    counted++;
+  }
+  return counted;
+}
+/* luna_cross_entropy with a weight for each class, by which a row's loss is multiplied: weights [V], finite and not
+   negative, or null for luna_cross_entropy itself. A mean divides by the number of labels that count, not by the sum of
+   their weights. It is made of the log-probabilities of the labels that count. */
+OPS_FN luna_tensor *luna_weighted_cross_entropy(luna_tensor *logits, const int32_t *labels, const float *weights,
+                                                const luna_cross_entropy_config *config) {
+  const char *name = "luna_weighted_cross_entropy";
+  static const luna_cross_entropy_config defaults = { 0, false, 0, false };
+  const luna_cross_entropy_config *c = config ? config : &defaults;
+  if (!logits || !weights || logits->rank < 1) return luna_cross_entropy(logits, labels, config);
+  luna_ctx *ctx = logits->ctx;
+  const int64_t classes = logits->shape[logits->rank - 1], all = luna_count(logits), rows = classes ? all / classes : 0;
+  for (int64_t i = 0; i < classes; i++)
+    if (!(weights[i] >= 0 && weights[i] < (float)INFINITY))
+      return ops_fail(ctx, "%s: weights[%lld] is %g; it must be finite and not negative", name, (long long)i,
+                      (double)weights[i]);
+  if (all > INT32_MAX) return ops_fail(ctx, "%s: %lld logits are more than %d", name, (long long)all, (int)INT32_MAX);
+  const int64_t counted = ops_labels(ctx, name, labels, rows, classes, c);
+  if (counted < 0) return NULL;
+  float *own = (float *)calloc(3 * (size_t)rows + 1, sizeof *own);
+  if (!own) {
+    luna_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_weighted_cross_entropy: no memory for the labels");
+    return NULL;
+  }
+
+  int32_t *used = (int32_t *)(void *)(own + rows), *places = used + rows;
+  int64_t count = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    const int32_t label = labels[r];
+    if (label < 0 || (c->ignore && label == c->ignore_index) || weights[label] == 0) continue;
+    own[count] = weights[label];
+    used[count] = (int32_t)r;
+    places[count++] = (int32_t)(r * classes) + label;
+  }
+
+  const luna_scope scope = luna_scope_begin(ctx);
+  const int64_t table[2] = { rows, classes }, single[2] = { rows * classes, 1 }, column[2] = { count, 1 };
+  luna_tensor *x = luna_reshape(luna_log_softmax(logits), 2, table);
+  luna_tensor *y = luna_gather_rows(luna_reshape(x, 2, single), places, count);
+  if (c->smoothing > 0) {
+    luna_tensor *mean = luna_reshape(luna_mean(luna_gather_rows(x, used, count), 1), 2, column);
+    y = luna_add(luna_scale(y, 1 - c->smoothing), luna_scale(mean, c->smoothing));
+  }
+  y = luna_sum_all(luna_mul(luna_reshape(y, 1, &count), luna_tensor_new(ctx, own, 1, &count)));
+  free(own);
+  const float factor = c->sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
+  return ops_result(scope, luna_set_counted(luna_scale(y, -factor), name, c->sum ? -1 : counted, rows));
+}
+
 /* For a student and its teacher: the mean, over rows of logits [...,V], of the cross-entropy with the rows of
    `probabilities` [...,V]. A gradient flows into that tensor too: luna_detach the teacher's. */
 OPS_FN luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities) {

@@ -425,7 +425,7 @@ static double share_as(int64_t mine, int64_t as) {
    slope of that does not get less. */
 static luna_tensor *loss_of(luna_tensor *y, int64_t *counted) {
   if (!own.forecast) {
-    luna_tensor *loss = luna_cross_entropy(y, batch.labels, &(luna_cross_entropy_config){ .class_weights = balance });
+    luna_tensor *loss = luna_weighted_cross_entropy(y, batch.labels, balance, NULL);
     *counted = luna_counted(loss);
     if (!taught) return loss;
     luna_tensor *like_teacher = luna_mse(luna_log_softmax(y), batch.taught);

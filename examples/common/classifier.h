@@ -8,6 +8,7 @@
      batch_at(&s, first, count, at)    the batch at `at` of samples first .. first + count - 1
      train_classifier(ctx, params, &s) a model of the flags, trained and saved: 0, or 2 after a sentence; it opens and
                                        closes the memory itself, as eval_classifier does */
+#include "../luna_ops.h"
 #include "attention_choice.h"
 #include "calibration.h"
 
@@ -290,8 +291,7 @@ TOOL int train_classifier_on(luna_ctx *ctx, luna_params *params, const samples *
     if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK, keeps) < 0) return failed(ctx);
     batch b = batch_random(s, bar.step);
     begin_training(ctx, b.input);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels,
-                                           &(luna_cross_entropy_config){ .class_weights = balance });
+    luna_tensor *loss = luna_weighted_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels, balance, NULL);
     differentiate(loss, luna_counted(loss));
     if (learn_from(adam) != LUNA_OK) return failed(ctx);
     progress_step(&bar, learnt_loss(loss), (double)(b.input.batch * b.input.n * ranks.ranks));

@@ -634,7 +634,7 @@ static void op_scatter_add_rows(trial *t, int v) {
   give(t, EXPECT(t, luna_scatter_add_rows(x, indices, rows), naive_scatter, indices, x, rows));
 }
 /* of logits, or of x, weight and bias that make them */
-typedef struct loss_arg { const int32_t *labels; luna_cross_entropy_config c; } loss_arg;
+typedef struct loss_arg { const int32_t *labels; luna_cross_entropy_config c; const float *weights; } loss_arg;
 static double naive_cross_entropy(const oracle *o) {
   const loss_arg *arg = (const loss_arg *)o->arg;
   const bool linear = o->in[1] != NULL;
@@ -650,7 +650,7 @@ static double naive_cross_entropy(const oracle *o) {
       all += exp(logit[j]), mean += logit[j] / (double)classes;
     }
     const double loss = log(all) - (1 - (double)arg->c.smoothing) * logit[label] - (double)arg->c.smoothing * mean;
-    sum += loss * (arg->c.class_weights ? (double)arg->c.class_weights[label] : 1);
+    sum += loss * (arg->weights ? (double)arg->weights[label] : 1);
     counted++;
   }
   free(logit);
@@ -660,15 +660,26 @@ static void op_cross_entropy(trial *t, int v) {
   const int32_t labels[6] = {4, 0, -1, 2, 4, 1};
   luna_tensor *x = v % 2 ? trial_input(t, 3, 3, 2, 3, SIZE(5, 133), 1) : in2(t, 6, SIZE(5, 133));
   luna_cross_entropy_config config = {0};
-  static float weights[2500] = {(float)0.5, 2, (float)0.25, 0, 3};
-  for (int i = 5; i < 2500; i++) weights[i] = (float)(i % 7) / 2;
-  config.smoothing = v == 2 || v == 5 || v == 8 ? (float)0.1 : 0;
-  config.ignore = v >= 3 && v != 6;
-  config.ignore_index = v > 5 ? 2 : 4;
-  config.sum = v == 4 || v == 5 || v == 8;
-  if (v > 5) config.class_weights = weights;
-  const loss_arg arg = {labels, config};
+  config.smoothing = v == 2 || v == 5 ? (float)0.1 : 0;
+  config.ignore = v >= 3;
+  config.ignore_index = 4;
+  config.sum = v == 4 || v == 5;
+  const loss_arg arg = {labels, config, NULL};
   give(t, EXPECT(t, luna_cross_entropy(x, labels, v < 2 ? NULL : &config), naive_cross_entropy, &arg, x, NULL));
+}
+static void op_weighted_cross_entropy(trial *t, int v) {
+  const int32_t labels[6] = {4, 0, -1, 2, 4, 1};
+  luna_tensor *x = v % 2 ? trial_input(t, 3, 3, 2, 3, SIZE(5, 133), 1) : in2(t, 6, SIZE(5, 133));
+  luna_cross_entropy_config config = {0};
+  static float weights[133] = {(float)0.5, 2, (float)0.25, 0, 3};
+  for (int i = 5; i < 133; i++) weights[i] = (float)(i % 7) / 2;
+  config.smoothing = v >= 2 ? (float)0.1 : 0;
+  config.ignore = v == 1 || v == 2;
+  config.ignore_index = 2;
+  config.sum = v == 2;
+  const loss_arg arg = {labels, config, v == 4 ? NULL : weights};
+  give(t, EXPECT(t, luna_weighted_cross_entropy(x, labels, arg.weights, v == 0 ? NULL : &config), naive_cross_entropy,
+                 &arg, x, NULL));
 }
 /* fused above 1024 classes, by panels of so many */
 static void op_linear_cross_entropy(trial *t, int v) {
@@ -676,16 +687,13 @@ static void op_linear_cross_entropy(trial *t, int v) {
   const int64_t in = SIZE(3, 67), classes = v == 0 ? 1027 : SIZE(1027, 2500);
   luna_tensor *x = v % 2 ? in3(t, 2, 3, in) : in2(t, 6, in), *weight = in2(t, v == 1 ? 1024 : classes, in);
   luna_cross_entropy_config config = {0};
-  static float weights[2500];
-  for (int i = 0; i < 2500; i++) weights[i] = (float)(i % 7) / 2;
   config.smoothing = v == 2 || v == 5 ? (float)0.1 : 0;
   config.ignore = v >= 3;
   config.ignore_index = 4;
   config.sum = v >= 4;
-  if (v == 7) config.class_weights = weights;
   if (v == 6) x = luna_scale(x, 2); /* whose gradient is set */
   luna_tensor *bias = v > 1 ? in1(t, classes) : NULL;
-  const loss_arg arg = {v == 1 || v == 5 ? none : labels, config};
+  const loss_arg arg = {v == 1 || v == 5 ? none : labels, config, NULL};
   give(t, EXPECT(t, luna_linear_cross_entropy(x, weight, bias, arg.labels, v < 2 ? NULL : &config),
                  naive_cross_entropy, &arg, x, weight, bias));
 }
@@ -1411,8 +1419,9 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"embedding", op_embedding, 2},
                                    {"gather_rows", op_gather_rows, 3},
                                    {"scatter_add_rows", op_scatter_add_rows, 3},
-                                   {"cross_entropy", op_cross_entropy, 9},
-                                   {"linear_cross_entropy", op_linear_cross_entropy, 8},
+                                   {"cross_entropy", op_cross_entropy, 6},
+                                   {"weighted_cross_entropy", op_weighted_cross_entropy, 5},
+                                   {"linear_cross_entropy", op_linear_cross_entropy, 7},
                                    {"logits", op_logits, 8},
                                    {"softmax_attention", op_attention, 15},
                                    {"softmax_attention ragged", op_attention_ragged, 4},

@@ -1015,6 +1015,20 @@ static void case_luna_cross_entropy(void) {
   c.sum = coin();
   got_tensor(luna_cross_entropy(logits, labels, coin() ? NULL : &c), logits != NULL);
 }
+static void case_luna_weighted_cross_entropy(void) {
+  static float weights[NUMBERS];
+  luna_tensor *logits = tensor(2, small(), size(VOCAB), 1, 1);
+  const int64_t classes = logits && logits->rank ? logits->shape[logits->rank - 1] : 1;
+  luna_cross_entropy_config c = {0};
+  for (int i = 0; i < NUMBERS; i++) weights[i] = i < VOCAB ? real(0.5f) : 1;
+  c.smoothing = probability();
+  c.ignore = coin();
+  c.ignore_index = number(3);
+  c.sum = coin();
+  const int32_t *labels = whole(tokens, classes ? luna_count(logits) / classes : 0, VOCAB - 1);
+  got_tensor(luna_weighted_cross_entropy(logits, labels, turn() || classes > NUMBERS ? NULL : weights,
+                                         coin() ? NULL : &c), logits != NULL);
+}
 static void case_luna_linear_cross_entropy(void) {
   const int64_t d = small(), classes = size(coin() ? 1031 : VOCAB);
   luna_tensor *x = tensor(3, small(), small(), d, 1), *weight = tensor(2, classes, d, 1, 1);
@@ -2151,8 +2165,8 @@ static void case_luna_stream_error_id(void) {
 /* of examples/luna_ops.h */
 #define COMPANIONS(F) \
   F(luna_pad) F(luna_stack) F(luna_split) F(luna_soft_cross_entropy) F(luna_huber) F(luna_quantile_loss) \
-  F(luna_binary_cross_entropy) F(luna_params_clip_grad) F(luna_sin) F(luna_cos) F(luna_pow) F(luna_cumsum) \
-  F(luna_scatter_add_rows) F(luna_top_k)
+  F(luna_binary_cross_entropy) F(luna_weighted_cross_entropy) F(luna_params_clip_grad) F(luna_sin) F(luna_cos) \
+  F(luna_pow) F(luna_cumsum) F(luna_scatter_add_rows) F(luna_top_k)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define ONE_MORE(name) +1
