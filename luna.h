@@ -14795,12 +14795,13 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
     count = 4;
   } else if (c->routed) pattern = "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [H]";
   if (!li_start(&build, kind, "luna_causal_nested_attention", in, count, count) ||
-      li_dropout_wrong(&build, c->dropout) || !li_fits(&build, pattern) || !li_heads_fit(&build, heads) ||
+      li_dropout_wrong(&build, c->dropout) || !li_fits(&build, pattern)) return NULL;
+  if (c->routed && (!c->forget || li_last(c->forget) != heads))
+    return li_fail(q->ctx, LUNA_ERROR_ROUTED, build.name, heads);
+  if (!li_heads_fit(&build, heads) ||
       !li_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
   if (!li_is_omega((int)c->omega) && !li_is_checked(q->ctx))
     return li_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)c->omega);
-  if (c->routed && (!c->forget || li_last(c->forget) != heads))
-    return li_fail(q->ctx, LUNA_ERROR_ROUTED, "luna_causal_nested_attention", heads);
   if (c->horizon < LUNA_HORIZON_NONE && !li_is_checked(q->ctx) &&
       !li_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
     return NULL;

@@ -1130,12 +1130,21 @@ static void case_luna_causal_nested_attention(void) {
   luna_tensor *q = tensor(3, b, n, d, 1), *k = tensor(3, b, n, d, 1), *v = tensor(3, b, n, d, 1),
       *s = tensor(3, b, n, l, 1);
   const luna_activation omega = turn() ? (luna_activation)number(1) : (luna_activation)(LUNA_ACTIVATION_ELU1 + pick(3));
-  luna_causal_nested_config c = {h, omega, NULL, 0, NULL, 0};
-  if (turn()) c.forget = tensor(3, b, n, l, 1);
+  luna_causal_nested_config c = {h, omega, NULL, 0, NULL, 0, false};
+  if (turn()) {
+    c.forget = tensor(3, b, n, l, 1);
+    c.routed = coin();
+    if (c.routed) c.forget = tensor(1, h, 1, 1, 1);
+  }
   c.horizon = number(0);
   c.lengths = lengths_of(q ? q->shape[0] : b, l);
   c.dropout = probability();
   got_tensor(luna_causal_nested_attention(q, k, v, s, coin() ? NULL : &c), q || k || v);
+}
+static void case_luna_route(void) {
+  const int64_t b = small(), n = small(), h = size(1 + pick(2)), l = product(h, size(2 + pick(3)));
+  luna_tensor *router = tensor(3, b, n, l, 1), *strength = tensor(3, b, n, h, 1);
+  got_tensor(luna_route(router, strength), router || strength);
 }
 static luna_status double_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const luna_run run = luna_custom_run(out);
@@ -2129,7 +2138,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_mask) F(luna_ratio) F(luna_rotary) F(luna_as_part) \
   F(luna_detach) F(luna_dropout) \
   F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_softmax_attention) F(luna_causal_product) \
-  F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
+  F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_route) \
+  F(luna_custom_op) \
   F(luna_custom_run) F(luna_custom_dropout) F(luna_params_ctx) F(luna_scope_begin_as) F(luna_trace) F(luna_seconds) \
   F(luna_params_open) F(luna_params_share) F(luna_param) \
   F(luna_params_find) \

@@ -9,7 +9,8 @@ BEGIN {
 
 # what luna_cuda.cuh declares is not there without a device
 /^function / && !/luna_(cuda|graph)_/ { write(substr($0, length("function ") + 1)) }
-# a companion's definition
+# a companion's definition, whose parameters may go on in the next lines
+/^OPS_FN / { while ($0 !~ /[{;]/ && (getline more) > 0) { sub(/^ +/, " ", more); $0 = $0 more } }
 /^OPS_FN [^(]*luna_[a-z0-9_]+\(.*\) \{/ {
   sub(/^OPS_FN /, "")
   sub(/ \{.*/, "")
