@@ -726,17 +726,15 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high);
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number);
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
 LUNA_API luna_tensor *luna_neg(luna_tensor *x);
-/* Sum, mean and variance (mean squared difference from the mean) along an axis, which the result lacks; [n] -> [1]. */
+/* Sum and mean along an axis, which the result lacks; [n] -> [1]. */
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
-LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis);
 /* Sum and mean of all elements -> [1]. */
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);
 LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);
-/* Maximum and minimum along an axis, which the result lacks. The gradient goes to the first of equals. If there is a
-   NaN, it is the result. */
+/* Maximum along an axis, which the result lacks. The gradient goes to the first of equals. If there is a NaN, it is
+   the result. */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);
-LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis);
 /* Matrix products: a [...,m,k], or [...,k,m] with transpose_a, times b [...,k,n], or [...,n,k] with transpose_b ->
    [...,m,n]. b's leading axes are the last of a's leading axes; b is repeated along a's other ones. */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b);
@@ -13400,16 +13398,6 @@ LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
   return li_reduce(li_flat(x), LUNA_OP_REDUCE, 0, true, "luna_mean_all");
 }
 
-LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis) {
-  int64_t shape[LUNA_MAX_RANK];
-  if (!x || !li_has_axis(x, axis, "luna_var")) return NULL;
-  const luna_scope scope = luna_scope_begin(x->ctx);
-  memcpy(shape, x->shape, sizeof shape);
-  shape[axis] = 1;
-  luna_tensor *e = luna_sub(x, luna_reshape(luna_mean(x, axis), x->rank, shape));
-  return li_result(scope, luna_mean(luna_mul(e, e), axis));
-}
-
 /* --- maximum: x [outer,axis,inner] -> y [outer,inner]. The gradient goes to the first of equal maxima. --- */
 LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* NaN is the greatest */
   int64_t i;
@@ -13441,11 +13429,6 @@ LI_RUN_OP(max)
 
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
   return li_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
-}
-LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis) {
-  if (!x) return NULL;
-  const luna_scope scope = luna_scope_begin(x->ctx);
-  return li_result(scope, luna_neg(luna_max(luna_neg(x), axis)));
 }
 
 /* ---- products ---- */

@@ -3,8 +3,8 @@
      luna_tensor *loss = luna_huber(luna_lm_forward(&model, &input), targets, 1);
 
    It has more losses of numbers, luna_weighted_cross_entropy for rare classes, luna_soft_cross_entropy for a student
-   and its teacher, luna_stack, luna_split, luna_pad, luna_top_k and luna_params_clip_grad, which run wherever luna.h
-   does. luna_sin, luna_cos, luna_pow,
+   and its teacher, luna_stack, luna_split, luna_pad, luna_var, luna_min, luna_top_k and luna_params_clip_grad, which
+   run wherever luna.h does. luna_sin, luna_cos, luna_pow,
    luna_cumsum and luna_scatter_add_rows are custom ops. They run on the CPU only, on all its threads; the bits are
    the same for any number of threads.
    Like luna.h's ops, all return null when they are given null or after a failure; luna_error says why. */
@@ -112,6 +112,24 @@ OPS_FN luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t a
   shape[axis] = after;
   with[2] = luna_tensor_full(x->ctx, value, x->rank, shape);
   return ops_result(scope, luna_concat(with, 3, axis));
+}
+
+/* ---- reductions ---- */
+/* The variance, the mean squared difference from the mean, along an axis, which the result lacks; [n] -> [1]. */
+OPS_FN luna_tensor *luna_var(luna_tensor *x, int axis) {
+  int64_t shape[LUNA_MAX_RANK];
+  if (!x || !ops_has_axis(x, axis, x->rank - 1, "luna_var")) return NULL;
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  luna_tensor *e = luna_sub(x, luna_reshape(luna_mean(x, axis), x->rank, shape));
+  return ops_result(scope, luna_mean(luna_mul(e, e), axis));
+}
+/* The minimum along an axis, as luna_max gives the maximum. */
+OPS_FN luna_tensor *luna_min(luna_tensor *x, int axis) {
+  if (!x || !ops_has_axis(x, axis, x->rank - 1, "luna_min")) return NULL;
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  return ops_result(scope, luna_neg(luna_max(luna_neg(x), axis)));
 }
 
 /* ---- what the host reads ---- */

@@ -2129,7 +2129,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_write_grad) F(luna_counted) F(luna_set_counted) \
   F(luna_begin_part) \
   F(luna_options_of) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) \
-  F(luna_concat) F(luna_expand) F(luna_min) F(luna_var) F(luna_tensor_full) F(luna_tensor_random) \
+  F(luna_concat) F(luna_expand) F(luna_tensor_full) F(luna_tensor_random) \
   F(luna_transpose) F(luna_gather_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_swap_average) \
   F(luna_optimizer_lr) F(luna_argmax) \
@@ -2176,7 +2176,7 @@ static void case_luna_stream_error_id(void) {
 #define COMPANIONS(F) \
   F(luna_pad) F(luna_stack) F(luna_split) F(luna_soft_cross_entropy) F(luna_huber) F(luna_quantile_loss) \
   F(luna_binary_cross_entropy) F(luna_weighted_cross_entropy) F(luna_params_clip_grad) F(luna_sin) F(luna_cos) \
-  F(luna_pow) F(luna_cumsum) F(luna_scatter_add_rows) F(luna_top_k)
+  F(luna_pow) F(luna_cumsum) F(luna_scatter_add_rows) F(luna_top_k) F(luna_min) F(luna_var)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define ONE_MORE(name) +1
