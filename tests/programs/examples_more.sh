@@ -84,6 +84,13 @@ check "a name that a terminal would obey is shown without that" shown out
 check "as the file that is there" sh -c "grep -q '^red?.2J.safetensors: Training made 1 steps' out"
 check "and is measured" run eval "red$escape[2J.safetensors" short.en short.de --beam 1
 check "under the same name" sh -c "grep -q '^red?.2J.safetensors has BLEU' out"
+# a target line of the character U+009B, which begins a terminal's commands as escape and [ do
+head -n 300 en | sed 's/.*/one two/' >red.en
+sed "s/.*/$(printf '\302\233')31mred/" red.en >red.de
+run train red.en red.de --out red.safetensors --steps 25 --batch 16 --lr 0.02 --dropout 0 $small
+check "a translation that is shown has no such character" grep -q '^  translation  ??31mred$' out
+check "nor has one that is written" sh -c \
+  "head -n 1 red.en | '$build/translate' run red.safetensors --beam 1 >out && [ \"\$(cat out)\" = '??31mred' ]"
 
 # ---- lesson
 program=lesson
