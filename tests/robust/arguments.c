@@ -610,6 +610,7 @@ static int nested_args(luna_causal_nested_args *a) {
   a->q = a->k = a->v = a->s = a->grad_out = room, a->out = room + ROOM / 2, a->kept = a->out + ROOM / 8;
   a->grad_q = room + ROOM / 2, a->grad_k = a->grad_q + ROOM / 16, a->grad_v = a->grad_k + ROOM / 16;
   if (coin()) a->forget = room;
+  if (a->forget) a->routed = coin();
   if ((double)a->batch * (double)a->rows * (double)a->heads *
           (double)(a->head_dim > a->slots ? a->head_dim : a->slots) > ROOM / 32) a->q = a->k = a->v = NULL;
   if (turn()) a->k = NULL;
@@ -1130,20 +1131,18 @@ static void case_luna_causal_nested_attention(void) {
   luna_tensor *q = tensor(3, b, n, d, 1), *k = tensor(3, b, n, d, 1), *v = tensor(3, b, n, d, 1),
       *s = tensor(3, b, n, l, 1);
   const luna_activation omega = turn() ? (luna_activation)number(1) : (luna_activation)(LUNA_ACTIVATION_ELU1 + pick(3));
-  luna_causal_nested_config c = {h, omega, NULL, 0, NULL, 0, false};
-  if (turn()) {
-    c.forget = tensor(3, b, n, l, 1);
-    c.routed = coin();
-    if (c.routed) c.forget = tensor(1, h, 1, 1, 1);
-  }
+  luna_causal_nested_config c = {.heads = h, .omega = omega};
+  c.routed = pick(3) == 0;
+  if (c.routed) c.forget = tensor(1, h, 1, 1, 1);
+  else if (turn()) c.forget = tensor(3, b, n, l, 1);
   c.horizon = number(0);
   c.lengths = lengths_of(q ? q->shape[0] : b, l);
   c.dropout = probability();
   got_tensor(luna_causal_nested_attention(q, k, v, s, coin() ? NULL : &c), q || k || v);
 }
 static void case_luna_route(void) {
-  const int64_t b = small(), n = small(), h = size(1 + pick(2)), l = product(h, size(2 + pick(3)));
-  luna_tensor *router = tensor(3, b, n, l, 1), *strength = tensor(3, b, n, h, 1);
+  const int64_t b = small(), n = small(), h = size(1 + pick(2));
+  luna_tensor *router = tensor(3, b, n, product(h, size(2 + pick(4))), 1), *strength = tensor(3, b, n, h, 1);
   got_tensor(luna_route(router, strength), router || strength);
 }
 static luna_status double_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
@@ -1532,6 +1531,7 @@ static void case_luna_causal_attention_layer_init(void) {
   c.sharing = ENUM(luna_sharing, 2);
   c.omega = turn() ? (luna_activation)number(0) : LUNA_ACTIVATION_ELU1;
   c.attention_dropout = probability();
+  c.forget = ENUM(luna_forget, 4);
   const luna_status status = luna_causal_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(),
                                                               turn() ? NULL : &c);
   got_status(status, true);
