@@ -395,9 +395,10 @@ typedef struct flag {
   { "--plot", commands, WRITES(set.plot), "Draws a picture in FILE, as SVG. It shows the loss." }, \
   { "--profile", commands, WRITES(set.profile), \
    "Writes the time of each op to FILE. The name's end chooses: .timeline.json, .json or, with any other, a table." }, \
-  { "--steps", commands, WHOLE(set.steps, 1, 1e9), "Makes N optimiser steps." }, \
+  FLAG_STEPS(commands), \
   { "--batch", commands, WHOLE(set.batch, 1, 65536), "Trains on N sequences a step." }, \
   FLAG_LR(commands)
+#define FLAG_STEPS(commands) { "--steps", commands, WHOLE(set.steps, 1, 1e9), "Makes N optimiser steps." }
 #define FLAG_LR(commands) \
   { "--lr", commands, REAL(set.lr, 1e-9, 10), "Sets the learning rate between warm-up and decay to X." }
 #define FLAGS_MODEL FLAGS_MODEL_OF("t")
@@ -704,7 +705,9 @@ TOOL luna_ctx *open_context(void) {
 }
 
 TOOL int run_example(const char *name, const command *commands, const flag *flags, int count, char **given) {
-  const char *word = count > 1 ? given[1] : "", *words[4] = { NULL };
+  const bool named = *commands->name;                      /* a program of one command names none */
+  const int begin = named ? 2 : 1;
+  const char *word = named && count > 1 ? given[1] : "", *words[4] = { NULL };
   const command *c = commands;
   program = name, program_commands = commands, program_flags = flags;
   if (asks_help(word)) return usage(stdout, commands, flags, NULL), 0;
@@ -716,9 +719,9 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
         fail("the command is missing: %s", list);
     return fprintf(stderr, "\n"), usage(stderr, commands, flags, NULL), status;
   }
-  for (int i = 2; i < count; i++)
+  for (int i = begin; i < count; i++)
     if (asks_help(given[i])) return usage(stdout, commands, flags, c), 0;
-  if (parse(c, flags, count - 2, given + 2, words)) return 2;
+  if (parse(c, flags, count > begin ? count - begin : 0, given + begin, words)) return 2;
 #ifndef EXAMPLE_CUDA
   if (set.device) return fail("this program was built without CUDA; make cuda builds one with it");
 #endif
