@@ -65,6 +65,7 @@ static const float *values(const luna_tensor *t) {
 }
 static bool is_eight(int64_t columns) { return own.weights == LUNA_DTYPE_I8 && columns >= SHORTEST_ROW; }
 static bool is_tied(void) { return model.config.layer.sharing != LUNA_SHARING_FULL; }
+static bool routes(void) { return model.config.layer.forget == LUNA_FORGET_ROUTED; }
 static bool forgets(void) { return model.config.layer.forget != LUNA_FORGET_NONE; }
 /* whether the means keep what rounding takes from them */
 static bool is_compensated(void) { return !forgets() && (horizon == 0 || horizon > LONGEST_FLOAT_HORIZON); }
@@ -161,6 +162,23 @@ static part decay_of(const luna_linear_layer *forget) {
   for (int64_t i = 0; i < rows; i++) decay[i] = (float)exp(fmax(-log1p(exp(-(double)b[i])) / 16, -1));
   return vector_of("decay", decay, rows);
 }
+/* e^-lambda, what a routed memory's slots keep of their weights, for each head */
+static part fading_of(const luna_tensor *fade) {
+  const int64_t heads = model.config.layer.heads;
+  const float *logit = values(fade);
+  float *keep = floats(heads);
+  for (int64_t h = 0; h < heads; h++) keep[h] = (float)exp(-0.25 / (1 + exp(-(double)logit[h])));
+  return vector_of("keep", keep, heads);
+}
+/* What decides which slots a token is written to, and how much of it. */
+static int writing_parts(const luna_causal_layer *layer, part *parts) {
+  const luna_causal_attention_layer *a = &layer->attention;
+  if (!routes()) return score_parts(layer, parts);
+  parts[0] = matrix_of("router", &a->router);
+  parts[1] = matrix_of("strength", &a->strength);
+  parts[2] = fading_of(a->fade);
+  return 3;
+}
 static int layer_parts(const luna_causal_layer *layer, part *parts) {
   const luna_causal_attention_layer *a = &layer->attention;
   int count = 0;
@@ -170,7 +188,7 @@ static int layer_parts(const luna_causal_layer *layer, part *parts) {
   parts[count++] = query_of(&a->q);
   if (!is_tied()) parts[count++] = matrix_of("k", &a->k);
   parts[count++] = matrix_of("v", &a->v);
-  count += score_parts(layer, parts + count);
+  count += writing_parts(layer, parts + count);
   if (model.config.layer.forget == LUNA_FORGET_GATED) parts[count++] = matrix_of("forget", &a->forget);
   if (model.config.layer.forget == LUNA_FORGET_CONSTANT) parts[count++] = decay_of(&a->forget);
   if (model.config.layer.output_gate) parts[count++] = matrix_of("gate", &a->gate);
@@ -335,7 +353,8 @@ static int64_t stack_of_step(int64_t widest) {
   const int64_t quantized = (widest + 3) / 4 * 4 + 2; /* row8 */
   int64_t attention = 3 * d + all_slots + 2 * slots;  /* step_head's w and shares too */
   if (!is_tied()) attention += d;
-  if (!is_folded()) attention += d;
+  if (!is_folded() && !routes()) attention += d;
+  if (routes()) attention += model.config.layer.heads;
   if (model.config.layer.forget == LUNA_FORGET_GATED) attention += all_slots;
   if (model.config.layer.output_gate) attention += d;
   if (eight_d) attention += quantized;
@@ -357,10 +376,11 @@ static void find_facts(void) {
     { "features", k != 0 }, { "tokens", k == 0 }, { "conv", c->layer.convolution != 0 },
     { "pre", c->layer.pre_norm }, { "post", !c->layer.pre_norm }, { "rms", c->layer.norm == LUNA_NORM_RMS },
     { "layernorm", c->layer.norm == LUNA_NORM_LAYER }, { "gated", c->layer.gated }, { "tied", is_tied() },
-    { "full", !is_tied() }, { "folded", is_folded() }, { "unfolded", !is_folded() },
+    { "full", !is_tied() }, { "folded", is_folded() && !routes() }, { "unfolded", !is_folded() && !routes() },
     { "learned", c->positions == LUNA_POSITIONS_LEARNED }, { "sinusoidal", c->positions == LUNA_POSITIONS_SINUSOIDAL },
     { "horizon", horizon != 0 }, { "kahan", is_compensated() },
-    { "log", log || c->layer.forget == LUNA_FORGET_GATED }, { "forgets", forgets() },
+    { "log", log || c->layer.forget == LUNA_FORGET_GATED || routes() }, { "forgets", forgets() },
+    { "routes", routes() }, { "scored", forgets() && !routes() },
     { "gates", c->layer.forget == LUNA_FORGET_GATED }, { "decays", c->layer.forget == LUNA_FORGET_CONSTANT },
     { "outgate", c->layer.output_gate },
     { "exp2", needs(LUNA_ACTIVATION_SOFTPLUS2) }, { "gelu", needs(LUNA_ACTIVATION_GELU) },
@@ -533,10 +553,10 @@ static void write_c(void) {
   write_weights();
   write_code(export_numbers);
   write_function("activation", model.config.layer.activation);
-  if (forgets()) {
+  if (forgets() && !routes()) {
     fputs("static float omega(float x) {"
           " return exponential((x < -15.0f) ? -15.0f : ((x > 15.0f) ? 15.0f : x)); }\n", out);
-  } else {
+  } else if (!forgets()) {
     write_function("omega", model.config.layer.omega);
   }
   fputc('\n', out);

@@ -271,6 +271,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   own.cut = own.window < t.size ? own.window : t.size - 1;
   if (own.cut < own.window) printf("The text is short, so windows have %lld bytes.\n", (long long)own.cut);
 
+  choose_output_gate();
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
   luna_lm_config config = {

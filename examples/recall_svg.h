@@ -13,7 +13,8 @@
 #define LEFT 60
 
 /* Colours that the colour-blind tell apart [Okabe and Ito 2008] */
-static const char *const palette[] = { "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7D3C98", "#333333" };
+static const char *const palette[] = { "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7D3C98",
+                                       "#333333" };
 enum { COLOURS = sizeof palette / sizeof *palette };
 
 /* The pair that token t is of or asks for; -1: it is noise. */
@@ -45,7 +46,9 @@ static void draw_tokens(FILE *f, int64_t pairs, int64_t columns) {
             colour_at(t, pairs), kind, (int)tokens[t], labels[t] >= 0 ? "?" : "");
   }
 }
-static void draw_head(FILE *f, const float *w, int64_t stride, int64_t pairs, int64_t columns, int64_t slots, int64_t y) {
+/* One head: w of token t and slot s is w[t * stride + s]. */
+static void draw_head(FILE *f, const float *w, int64_t stride, int64_t pairs, int64_t columns, int64_t slots,
+                      int64_t y) {
   for (int64_t t = 0; t < columns; t++) {
     fprintf(f, "<g fill=\"%s\">", colour_at(t, pairs));
     for (int64_t s = 0; s < slots; s++)

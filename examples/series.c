@@ -115,6 +115,7 @@ static luna_tensor *run(const luna_input *input) {
       luna_classifier_forward(&model.classifier, input);
 }
 static luna_status make_model(luna_params *params) {
+  if (own.causal) choose_output_gate();
   const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
                                    .dropout = (float)set.dropout, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
                                    .attention = (luna_attention_kind)set.attention, .output_gate = set.output_gate != 0,

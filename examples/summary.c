@@ -20,7 +20,7 @@ static const struct { const char *key, *names; } meanings[] = {
   { "luna.attention", "luna softmax linear linformer" }, /* linformer: of luna.h 0.2, now a hook */
   { "luna.sharing", "tied full no-key shared-qk" },
   { "luna.activation", "none relu gelu elu+1 softplus softplus2 sigmoid silu tanh" }, { "luna.norm", "layer rms" },
-  { "luna.forget", "no constant gated" },
+  { "luna.forget", "no constant gated routed" },
   { "luna.omega", "default relu gelu elu+1 softplus softplus2" },
       { "luna.positions", "default none sinusoidal learned" }, { "luna.embedding_scale", "default 1 sqrt(dim)" },
   { "luna.pooling", "default cls mean memory memory-of-the-batch" },

@@ -424,10 +424,11 @@ typedef struct flag {
   { "--aim", "t", STRING(set.aim), \
    "Chooses a threshold for the rarest class. TEXT says for what: f1, precision=0.9 or recall=0.9." }
 #define FLAGS_FORGET /* names in the order of luna_forget */ \
-  { "--forget", "t", CHOICE(set.forget, "no constant gated"), \
-   "Chooses how a causal memory forgets. constant has a learned rate, gated lets each step decide, no is as in the " \
-   "paper." }, \
-  { "--output-gate", "t", SWITCH(set.output_gate), "Puts a gate on the output of attention." }
+  { "--forget", "t", CHOICE(set.forget, "no constant gated routed"), \
+   "Chooses how a causal memory forgets. constant has a learned rate, gated lets each step decide, routed writes each " \
+   "step to two slots, no is as in the paper." }, \
+  { "--output-gate", "t", SWITCH(set.output_gate), \
+   "Puts a gate on the output of attention. With --forget routed it is there unless this is no." }
 #define FLAGS_RESUME FLAGS_RESUME_OF("t")
 #define FLAGS_RESUME_OF(commands) \
   { "--save-every", commands, WHOLE(set.save_every, 0, 1e9), \
@@ -666,6 +667,12 @@ TOOL bool flag_given(const void *place) {                  /* whether the comman
   for (int i = 0; program_flags[i].name; i++)
     if (flags_given >> i & 1 && (program_flags[i].whole == place || program_flags[i].real == place)) return true;
   return false;
+}
+
+/* The default of --output-gate, which --forget decides. A training that is resumed has what it had. */
+TOOL void choose_output_gate(void) {
+  const bool routed = set.forget == LUNA_FORGET_ROUTED && set.attention == LUNA_ATTENTION_LUNA;
+  if (routed && !set.resume && !flag_given(&set.output_gate)) set.output_gate = 1;
 }
 
 /* of luna_options.log: what is no failure; failures are said where calls end */

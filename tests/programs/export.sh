@@ -141,6 +141,10 @@ vocab=37 horizon=1
 vocab=37 forget=2 output_gate=1 pre_norm=1 convolution=4
 features=3 outputs=2 forget=2 sharing=1 memory=16
 features=3 outputs=2 forget=1 sharing=1
+vocab=37 forget=3 output_gate=1 pre_norm=1 convolution=4
+features=3 outputs=2 forget=3 sharing=1 memory=16
+features=3 outputs=4 forget=3 dim=12 heads=3 memory=2 norm=1
+features=9 outputs=2 forget=3 memory=32 dim=32 heads=4 convolution=4 pre_norm=1 missing=9
 vocab=37 output_gate=1 forget=1
 features=3 outputs=4 output_norm=1 pre_norm=1
 END
@@ -171,6 +175,8 @@ features=3 outputs=2 heads=1 memory=8 glitch=1000 large=12
 features=3 outputs=2 heads=1 memory=8 glitch=1000 large=18
 features=3 outputs=2 glitch=900000000 steep=32 convolution=4 pre_norm=1 sharing=1
 features=3 outputs=2 glitch=900000000 steep=32 convolution=3 pre_norm=1 forget=2
+features=3 outputs=2 glitch=900000000 forget=3 convolution=4
+features=3 outputs=2 forget=3 sharing=1 glitch=1000000 large=19
 END
 check "in 8 bits too a step without a finite result says so" [ "$(grep -c '^[7f]f[c-f]' big/outputs.txt)" = 1 ]
 check "a model whose scores are too large" model big 0 vocab=37 forget=1 large=30
