@@ -22,7 +22,7 @@ ACTIVATION = [None, F.relu, F.gelu, lambda x: F.elu(x) + 1, F.softplus, lambda x
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
           "I8": torch.int8}
 TIED, FULL, NO_KEY, QK = range(4)                                  # luna_sharing
-CONSTANT, GATED = 1, 2                                             # luna_forget
+CONSTANT, GATED, ROUTED = 1, 2, 3                                  # luna_forget
 NO_POSITIONS, SINUSOIDAL, LEARNED = 1, 2, 3                        # luna_positions
 CLS, MEAN, MEMORY, MEMORY_BATCH = 1, 2, 3, 4                       # luna_pooling
 
@@ -73,6 +73,17 @@ def past(scores, gates):                                           # -> [b,h,t,j
     seen = torch.ones(a.shape[2:4], dtype=torch.bool, device=a.device).tril()
     return a.masked_fill(~seen[..., None], -math.inf).softmax(3)
 
+def route(router, strength):                                       # -> w [b,h,n,l], what tokens write into two slots
+    best = router.sort(dim=-1, descending=True, stable=True).indices[..., :2]
+    r = torch.zeros_like(router).scatter(-1, best, F.logsigmoid(router.gather(-1, best)).softmax(-1))
+    return -torch.expm1(-strength.clamp(-15, 15).sigmoid() * r)
+def routed_past(w, fade):                                          # as past, and z [b,h,t,l], what slots weigh
+    logs = (torch.log1p(-w) - fade.sigmoid()[:, None, None] / 4).cumsum(2)
+    seen = torch.ones(w.shape[2], w.shape[2], dtype=torch.bool, device=w.device).tril()[..., None]
+    a = w[:, :, None] * (logs[:, :, :, None] - logs[:, :, None]).masked_fill(~seen, -math.inf).exp()
+    z = a.sum(3)
+    return a / z.clamp(min=1e-38)[:, :, :, None], z
+
 class Standard(nn.Module):                                         # input_norm, whose scale divides, and output_norm
     def __init__(self, size, divides):
         super().__init__()
@@ -117,8 +128,15 @@ class NestedAttention(Part):                                       # (3), (4), (
 class CausalAttention(Part):                                       # section 3.3
     def __init__(self, c):
         self.key, self.value = ("k_proj", "v_proj") if c.sharing == FULL else ("c_proj", "c_proj")
-        super().__init__(c, ["pq_proj", "pc_proj", "q_proj", "out_proj", *{self.key, self.value}])
-        if not c.forget: return
+        pack = ["pq_proj", "pc_proj"] if c.forget != ROUTED else []
+        super().__init__(c, [*pack, "q_proj", "out_proj", *{self.key, self.value}])
+        if c.forget == ROUTED:                                     # slots fade within 16 to 1024 or 4096 tokens
+            self.linear("router_proj", c.heads * c.memory, c.dim)
+            self.linear("strength_proj", c.heads, c.dim, 0.5)
+            exponents, longest = torch.arange(c.heads) / max(c.heads - 1, 1), 1024 if c.memory <= 16 else 4096
+            times = 16 * (longest / 16) ** exponents if c.heads > 1 else torch.tensor([128.0])
+            self.fade = nn.Parameter(torch.logit(4 / times))
+        if c.forget not in (CONSTANT, GATED): return
         self.forget_proj = nn.Linear(c.dim, c.heads * c.memory)    # the slots forget within 8 to 1024 tokens
         times = 8 * 128 ** (torch.arange(c.memory) / (c.memory - 1) if c.memory > 1 else torch.tensor([0.5]))
         nn.init.xavier_uniform_(self.forget_proj.weight, 0.5)
@@ -127,7 +145,17 @@ class CausalAttention(Part):                                       # section 3.3
     def gates(self, x, slots):
         gates = self.forget_proj.bias.expand(*x.shape[:2], -1) if self.c.forget == CONSTANT else self.forget_proj(x)
         return split(gates, self.c.heads)[..., :slots]
+    def routed(self, x):
+        q, k, v, w = (split(self._modules[name](x), self.c.heads) for name in
+                      ("q_proj", self.key, self.value, "router_proj"))
+        w = route(w, self.strength_proj(x).mT[..., None])
+        share, z = routed_past(w, self.fade)
+        scores = torch.einsum("bhtd,bhjd,bhtjl->bhtl", q * math.sqrt(self.c.heads / self.c.dim), k, share)
+        p = (scores + z.clamp(min=1e-12).log()).masked_fill(z < 1e-12, -math.inf).softmax(-1)
+        y = torch.einsum("bhtl,bhtjl,bhjd->bhtd", self.drop(p, "attention_dropout"), share, v)
+        return self.out(x, y.transpose(1, 2).flatten(2))
     def forward(self, x, p, slots=None):
+        if self.c.forget == ROUTED: return self.routed(x)
         pq, pc, q, k, v = (split(self._modules[name](y), self.c.heads) for name, y in
                            (("pq_proj", p), ("pc_proj", x), ("q_proj", x), (self.key, x), (self.value, x)))
         scale = math.sqrt(self.c.heads / self.c.dim)
@@ -182,15 +210,16 @@ class DecoderLayer(Layer):
 class CausalLayer(Layer):
     def __init__(self, c):
         super().__init__(c, "self_attn_layer_norm")
-        self.self_attn, self.projected_embeddings, self.conv = CausalAttention(c), table(c, c.memory), nn.Identity()
+        self.self_attn, self.conv = CausalAttention(c), nn.Identity()
+        self.projected_embeddings = table(c, c.memory) if c.forget != ROUTED else None
         if c.convolution:                                          # over this token and those before
             self.conv = nn.Conv1d(c.dim, c.dim, c.convolution, groups=c.dim)
             self.conv.weight.data.uniform_(-0.1, 0.1)[..., -1] += 1
     def forward(self, x):
         y = self.normed(x, self.self_attn_layer_norm)
         if self.c.convolution: y = self.conv(F.pad(y.mT, (self.c.convolution - 1, 0))).mT
-        return self.feed_forward(self.residual(x, self.self_attn(y, self.projected_embeddings[None]),
-                                               self.self_attn_layer_norm))
+        p = None if self.projected_embeddings is None else self.projected_embeddings[None]
+        return self.feed_forward(self.residual(x, self.self_attn(y, p), self.self_attn_layer_norm))
 
 class Embedded(Part):                                              # tokens and positions to vectors
     def __init__(self, c, vocab, max_length, norms):
@@ -333,7 +362,8 @@ def load(path):
 def save(model, path):
     header, data = {"__metadata__": {"luna.kind": model.kind, **getattr(model, "pairs", {})}}, bytearray()
     header["__metadata__"].update(("luna." + name, str(int(value))) for name, value in model.c.items())
-    if model.c.forget or model.c.output_gate: header["__metadata__"]["luna.format"] = "2"
+    if model.c.forget or model.c.output_gate:
+        header["__metadata__"]["luna.format"] = "3" if model.c.forget == ROUTED else "2"
     for name, t in model.state_dict().items():
         size = len(data)
         data += bytes(4 * t.numel())

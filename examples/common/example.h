@@ -425,8 +425,8 @@ typedef struct flag {
    "Chooses a threshold for the rarest class. TEXT says for what: f1, precision=0.9 or recall=0.9." }
 #define FLAGS_FORGET /* names in the order of luna_forget */ \
   { "--forget", "t", CHOICE(set.forget, "no constant gated routed"), \
-   "Chooses how a causal memory forgets. constant has a learned rate, gated lets each step decide, routed writes each " \
-   "step to two slots, no is as in the paper." }, \
+   "Chooses how a causal memory forgets. constant has a learned rate, gated lets each step decide, routed writes " \
+   "each step to two slots, no is as in the paper." }, \
   { "--output-gate", "t", SWITCH(set.output_gate), \
    "Puts a gate on the output of attention. With --forget routed it is there unless this is no." }
 #define FLAGS_RESUME FLAGS_RESUME_OF("t")

@@ -94,6 +94,12 @@ static int make(luna_ctx *ctx, int number, const char *path) {
       e.features = FEATURES;
       luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .classes = 7,
               .encoder = e, .per_step = number == 18, .pooling = LUNA_POOLING_MEAN }); break;
+    case 20: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB,
+               .layer = { .dim = 24, .memory = 6, .convolution = 4, .forget = LUNA_FORGET_ROUTED,
+                          .output_gate = true } }); break;
+    case 21: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB,
+               .layer = { .dim = 24, .memory = 2, .forget = LUNA_FORGET_ROUTED, .sharing = LUNA_SHARING_FULL,
+                          .heads = 1, .pre_norm = true } }); break;
     case 13: e.layer.forget = LUNA_FORGET_GATED, e.layer.output_gate = true;
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }); break;
     case 3: e.layer.pre_norm = true, e.layer.activation = LUNA_ACTIVATION_GELU; goto classifier;
@@ -115,7 +121,7 @@ static int make(luna_ctx *ctx, int number, const char *path) {
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .target_vocab = VOCAB + 5,
                         .separate_output = true, .decoder_layers = 3, .encoder = e });
   }
-  m.kind = m.lm.params && (number < 3 || number > 9) && number != 13 && number < 17 ? LUNA_MODEL_LM :
+  m.kind = m.lm.params && (number < 3 || number > 9) && number != 13 && (number < 17 || number > 19) ? LUNA_MODEL_LM :
       number < 7 || number > 16 ? LUNA_MODEL_CLASSIFIER : number == 7 ? LUNA_MODEL_MASKED_LM : LUNA_MODEL_SEQ2SEQ;
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *t = luna_params_at(params, i, NULL);
@@ -197,7 +203,7 @@ def compare(what, model, path):
     error = float((mine - theirs).norm() / theirs.norm()) if len(mine) == len(theirs) else float("inf")
     check("%s: error %.1e" % (what, error), error < (2e-6 if model.c.features else 1e-5))
 
-for number in range(20):                                           # made here, run there; trained there, run here
+for number in range(22):                                           # made here, run there; trained there, run here
     path = "%s/%d.safetensors" % (work, number)
     if subprocess.run([work + "/peer", "make", str(number), path]).returncode:
         check("model %d is made" % number, False)
@@ -223,6 +229,8 @@ for number in range(20):                                           # made here, 
 
 fresh = {"lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, pre_norm=1),
          "forgetting lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, forget=luna_torch.GATED, output_gate=1),
+         "routed lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, forget=luna_torch.ROUTED, output_gate=1),
+         "routed lm of many slots": luna_torch.LM(vocab=VOCAB, dim=32, memory=24, forget=luna_torch.ROUTED),
          "constantly forgetting lm": luna_torch.LM(vocab=VOCAB, dim=32, forget=luna_torch.CONSTANT),
          "classifier": luna_torch.Classifier(vocab=VOCAB, dropout=10 ** 8, output_gate=1),
          "masked_lm": luna_torch.MaskedLM(vocab=VOCAB, ffn=64),
