@@ -216,7 +216,9 @@ static void show_gates(void) {
   }
   printf("\n\nThe constant gate forgets half in four words, at any length. The third one forgets at \"because\" and\n"
          "\"it\", so the old clause fades and the new one is kept whole. A model learns from the words when to\n"
-         "forget.\n\n");
+         "forget. Every word goes to every slot, so a slot holds a mixture. A routed memory writes a word to two\n"
+         "slots that a router chooses, and the other slots keep what they hold. So it recalls single words better\n"
+         "(examples/recall.c; examples/slots.svg shows where tokens are written).\n\n");
 }
 
 /* ---- the equations ----------------------------------------------------------------------------------------------- */
@@ -333,6 +335,45 @@ static void forgetting_attention(const float *x, const float *p, const luna_caus
   project(n, y, &a->out, out);
 }
 
+static float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+/* The two slots that a router prefers for a token; of equal ones the first. */
+static void choose_slots(const float *router, int *best) {
+  best[0] = router[1] > router[0];
+  best[1] = 1 - best[0];
+  for (int s = 2; s < l; s++) {
+    if (router[s] > router[best[0]]) best[1] = best[0], best[0] = s;
+    else if (router[s] > router[best[1]]) best[1] = s;
+  }
+}
+/* LUNA_FORGET_ROUTED, not in the paper either: each token is written to two slots, and the others keep what they hold.
+   What slot s weighs, z, fades at each token. It is read with its weight, so a slot that is empty is not read. */
+static void routed_attention(const float *x, const luna_causal_attention_layer *a, float *out) {
+  matrix q, k, v, y = { 0 }, key = { 0 }, value = { 0 };
+  float router[n * l], strength[n], z[l] = { 0 }, unpack[l];
+  linear(n, d, l, x, &a->router, router), linear(n, d, 1, x, &a->strength, strength);
+  project(n, x, &a->q, q), project(n, x, &a->k, k), project(n, x, &a->v, v);
+  for (int t = 0; t < n; t++) {
+    int best[2];
+    choose_slots(router + t * l, best);
+    const float sum = sigmoid(router[t * l + best[0]]) + sigmoid(router[t * l + best[1]]);
+    for (int s = 0; s < l; s++) z[s] *= expf(-sigmoid(a->fade->data[0]) / 4);
+    for (int i = 0; i < 2; i++) {
+      const int s = best[i];
+      const float w = 1 - expf(-sigmoid(strength[t]) * sigmoid(router[t * l + s]) / sum);
+      z[s] = (1 - w) * z[s] + w;
+      for (int c = 0; c < d; c++) key[s * d + c] += w / z[s] * (k[t * d + c] - key[s * d + c]);
+      for (int c = 0; c < d; c++) value[s * d + c] += w / z[s] * (v[t * d + c] - value[s * d + c]);
+    }
+    for (int s = 0; s < l; s++) {
+      unpack[s] = z[s] > 0 ? logf(z[s]) : -INFINITY;
+      for (int c = 0; c < d; c++) unpack[s] += q[t * d + c] * key[s * d + c] / sqrtf(d);
+    }
+    softmax(l, unpack);
+    for (int s = 0; s < l; s++) for (int c = 0; c < d; c++) y[t * d + c] += unpack[s] * value[s * d + c];
+  }
+  project(n, y, &a->out, out);
+}
+
 /* ---- each beside the library's ----------------------------------------------------------------------------------- */
 
 /* A layer with so many heads and that sharing, its equations beside luna.h's */
@@ -374,11 +415,13 @@ static luna_status compare(luna_ctx *ctx, int64_t heads, luna_sharing sharing) {
 
 static luna_status compare_causal(luna_ctx *ctx) {
   luna_params *params = luna_params_open(ctx);
-  luna_causal_attention_layer causal, gated;
+  luna_causal_attention_layer causal, gated, routed;
   luna_layer_config config = { .dim = d, .heads = 1, .memory = l };
   luna_causal_attention_layer_init(&causal, params, "causal.", &config);
   config.forget = LUNA_FORGET_GATED;
   luna_causal_attention_layer_init(&gated, params, "gated.", &config);
+  config.forget = LUNA_FORGET_ROUTED;
+  luna_causal_attention_layer_init(&routed, params, "routed.", &config);
   if (luna_begin_inference(ctx) != LUNA_OK) return luna_error_status(ctx);
 
   matrix x, p, y;
@@ -393,6 +436,9 @@ static luna_status compare_causal(luna_ctx *ctx) {
   forgetting_attention(x, p, &gated, y);
   check("the memory that forgets: the same, LUNA_FORGET_GATED", y,
         luna_causal_attention_layer_forward(&gated, X, P, NULL));
+  routed_attention(x, &routed, y);
+  check("the memory whose slots a router chooses: LUNA_FORGET_ROUTED", y,
+        luna_causal_attention_layer_forward(&routed, X, NULL, NULL));
   return luna_error_status(ctx);
 }
 
