@@ -4989,10 +4989,12 @@ static void lunacu_forget_weights(const lunacu_causal_luna &c, const lunacu_caus
 static lunacu_forget_drop lunacu_forget_drop_of(const lunacu_causal_luna &c) {
   return {lunacu_op_dropout(c.op), c.sweep.rows, c.sweep.start, c.heads, c.slots};
 }
-static void lunacu_forgetting_luna_forward(luna_op *op) {
+static luna_status lunacu_forgetting_luna_forward(luna_op *op) {
   lunacu_forgetting f;
   lunacu_causal_luna &c = f.luna;
-  if (op->state) return lunacu_causal_luna_stream(op);
+  if (op->in[4]->rank == 1)
+    return lunacu_fail(op->ctx, LUNA_UNSUPPORTED, "luna_cuda.cuh has no routed memory yet: it runs on the CPU");
+  if (op->state) return lunacu_causal_luna_stream(op), LUNA_OK;
   lunacu_forget_start(op, &f, false, op->workspace);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
     const lunacu_causal_rows k = c.in(1), v = c.in(2), u = op->training ? lunacu_causal_windowed(c.sweep, f.u) : f.u,
@@ -5003,6 +5005,7 @@ static void lunacu_forgetting_luna_forward(luna_op *op) {
     LUNACU_SLOT_ROWS(c, lunacu_forget_softmax_kernel, u, z, c.w, lunacu_forget_drop_of(c));
     lunacu_causal_luna_run(c, {c.w, c.a, v, c.out(), 1, false}, 1, false);
   }
+  return LUNA_OK;
 }
 /* dR, and out of it H, R, dZ and dq; the states stay for the way back */
 static void lunacu_forget_up(luna_op *op, lunacu_forgetting *f) {

@@ -865,6 +865,21 @@ static void check_math(void) {
 }
 
 /* no such device, no such mode: a sentence, not the CPU */
+/* the routed memory, which the device does not have: refused, not computed as a gated one */
+static void check_routed(void) {
+  luna_causal_nested_config config = {0};
+  luna_ctx *ctx = device_open(&cuda, 1);
+  luna_begin_step(ctx);
+  luna_tensor *x = common_tensor(ctx, 1, 1, 4, 8, 0), *w = common_tensor(ctx, 2, 1, 4, 6, 0);
+  config.heads = 2, config.forget = common_tensor(ctx, 3, 2, 0, 0, 0), config.routed = true;
+  CHECK(!luna_causal_nested_attention(x, x, x, w, &config) && luna_error_status(ctx) == LUNA_UNSUPPORTED &&
+        strstr(luna_error(ctx), "routed memory"), "a routed memory: %s", luna_error(ctx));
+  luna_begin_step(ctx);
+  w = common_tensor(ctx, 2, 1, 4, 6, 0);
+  CHECK(!luna_route(w, common_tensor(ctx, 4, 1, 4, 2, 0)) && luna_error_id_of(ctx) == LUNA_ERROR_NO_OP,
+        "routing: %s", luna_error(ctx));
+  luna_close(ctx);
+}
 static void check_no_backend(void) {
   static const struct { int device, math; } wrong[] = {{16, 0}, {-1, 0}, {0, 3}};
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
@@ -1139,6 +1154,7 @@ static void check_named(int words, char **word) {
 static void check_small(void) {
   cuda.seed = NULL;
   check_no_backend();
+  check_routed();
   for (int i = 0; i < OP_CASES; i++)
     if (strcmp(op_cases[i].name, cuda.skip) != 0 && op_case_applies(&op_cases[i], cuda.backend))
       device_case(&cuda, &op_cases[i], 0, false);
@@ -1195,6 +1211,7 @@ int main(int argc, char **argv) {
     check_foreign_errors();
     check_strict();
     check_no_backend();
+    check_routed();
     check_math();
     check_rounded();
     check_staging();
