@@ -1680,13 +1680,11 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes,
 typedef struct luna_sampling {
   float temperature; /* divides logits; 0 = greedy, the likeliest token */
   int32_t top_k;     /* 0 = all */
-  /* Among these, the likeliest tokens whose probabilities sum to it; 0 = 1, all [arXiv 1904.09751]. */
-  float top_p;
   uint64_t seed;
   uint64_t drawn;    /* numbers drawn so far, counted by luna_sample */
 } luna_sampling;
-/* Returns a token; null sampling is greedy. Returns -1 for null logits or NaN, if temperature or top_k is negative or
-   not finite, or if top_p is outside 0..1. */
+/* Returns a token; null sampling is greedy. Returns -1 for null logits or NaN, or if temperature or top_k is negative
+   or not finite. examples/luna_ops.h samples by top_p. */
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
 /* Opens an encoder-decoder's decoder as a stream, with `beam` sequences per source (sequence b beam + i continues
@@ -19929,8 +19927,8 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
 }
 
 /* ----------------------------------------
-   >>sampling: luna_sample draws a token from logits. top_k and top_p each become a limit, and logits below it do not
-   count. Then one random number chooses among the others. Guarded by tests/models/stream.c.
+   >>sampling: luna_sample draws a token from logits. top_k becomes a limit, and logits below it do not count. Then one
+   random number chooses among the others. Guarded by tests/models/stream.c.
    ---------------------------------------- */
 /* Finds the k-th largest of n numbers, and how many are larger than it. */
 LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
@@ -19952,42 +19950,16 @@ LI_HOT double li_weight(float logit, float max, float temperature) {
   return (double)li_exp1_scalar((logit - max) / temperature);
 }
 
-/* Finds by bisection the smallest of the largest logits whose share of the probability reaches p, ignoring logits below
-   `limit`. `above` is the sum of exp(logit - max) over logits of `high` or more. */
-LI_HOT float li_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
-  float low = max, high = (float)INFINITY;
-  double total = 0, above = 0;
-  for (int64_t i = 0; i < n; i++) {
-    if (!(logits[i] >= limit && logits[i] > -(float)INFINITY)) continue;
-    if (logits[i] < low) low = logits[i];
-    total += li_weight(logits[i], max, temperature);
-  }
-
-  for (float middle = max; middle > low && middle < high; middle = low * 0.5f + (high < max ? high : max) * 0.5f) {
-    double sum = above;
-    for (int64_t i = 0; i < n; i++)
-      if (logits[i] >= middle && logits[i] < high) sum += li_weight(logits[i], max, temperature);
-    if (sum >= (double)p * total) low = middle;
-    else {
-      above = sum;
-      high = middle;
-    }
-  }
-
-  return low;
-}
-
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
-  const luna_sampling greedy = { 0, 0, 0, 0, 0 }, *s = sampling ? sampling : &greedy;
-  const float temperature = s->temperature, top_p = s->top_p != 0 ? s->top_p : 1.0f;
-  const int64_t n = li_size(vocab);
-  int64_t k = s->top_k != 0 && s->top_k < n ? s->top_k : n, above = 0;
+  const luna_sampling greedy = { 0, 0, 0, 0 }, *s = sampling ? sampling : &greedy;
+  const float temperature = s->temperature;
+  const int64_t n = li_size(vocab), k = s->top_k != 0 && s->top_k < n ? s->top_k : n;
+  int64_t above = 0;
   uint32_t counter[4] = { (uint32_t)s->drawn, (uint32_t)(s->drawn >> 32), 0x53616D70u, 0 }, word[4]; /* its own */
   float limit = -INFINITY, max = -INFINITY;
   double target = (double)INFINITY;
   int32_t chosen = -1;
   if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature >= 0 && li_is_finite(temperature))) return -1;
-  if (!(top_p > 0 && top_p <= 1)) return -1;
 
   for (int64_t i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
@@ -19995,11 +19967,6 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   }
   if (k == 1 || temperature == 0 || max == -INFINITY || max == INFINITY) return chosen;
   if (k < n) limit = li_kth(logits, n, k, &above);
-  if (top_p < 1) {
-    const float nucleus = li_nucleus(logits, n, limit, max, temperature, top_p);
-    if (nucleus > limit) k = n;    /* all equal to it */
-    limit = nucleus;
-  }
 
   li_philox(counter, s->seed, word);
   sampling->drawn++;

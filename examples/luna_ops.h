@@ -3,8 +3,8 @@
      luna_tensor *loss = luna_huber(luna_lm_forward(&model, &input), targets, 1);
 
    It has more losses of numbers, luna_weighted_cross_entropy for rare classes, luna_soft_cross_entropy for a student
-   and its teacher, luna_stack, luna_split, luna_pad, luna_var, luna_min, luna_top_k and luna_params_clip_grad, which
-   run wherever luna.h does. luna_sin, luna_cos, luna_pow,
+   and its teacher, luna_stack, luna_split, luna_pad, luna_var, luna_min, luna_top_k, luna_sample_top_p and
+   luna_params_clip_grad, which run wherever luna.h does. luna_sin, luna_cos, luna_pow,
    luna_cumsum and luna_scatter_add_rows are custom ops. They run on the CPU only, on all its threads; the bits are
    the same for any number of threads.
    Like luna.h's ops, all return null when they are given null or after a failure; luna_error says why. */
@@ -161,6 +161,45 @@ OPS_FN luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices,
   }
   free(from);
   return status;
+}
+
+OPS_FN int ops_falling(const void *a, const void *b) {
+  const float x = *(const float *)a, y = *(const float *)b;
+  return (x < y) - (x > y);
+}
+/* luna_sample among the likeliest tokens whose probabilities sum to top_p [arXiv 1904.09751]: of all, or of the top_k.
+   All that are as likely as the last of them count. Returns -1 where luna_sample does, if top_p is outside 0..1, or if
+   there is no memory. */
+OPS_FN int32_t luna_sample_top_p(const float *logits, int64_t vocab, float top_p, luna_sampling *sampling) {
+  if (!(top_p > 0 && top_p <= 1)) return -1;
+  if (!logits || vocab < 1 || vocab > INT32_MAX || !sampling || !(sampling->temperature > 0) || sampling->top_k < 0 ||
+      sampling->top_k == 1 || top_p == 1) return luna_sample(logits, vocab, sampling);
+  const size_t n = (size_t)vocab;
+  size_t most = n, count = 0;
+  double total = 0, sum = 0;
+  for (size_t i = 0; i < n; i++)
+    if (logits[i] != logits[i]) return -1;
+  float *own = (float *)malloc(2 * n * sizeof *own), *sorted = own + n;
+  if (!own) return -1;
+
+  memcpy(own, logits, n * sizeof *own);
+  memcpy(sorted, logits, n * sizeof *own);
+  qsort(sorted, n, sizeof *sorted, ops_falling);
+  luna_sampling now = *sampling;
+  if (now.top_k > 0 && now.top_k < vocab) most = (size_t)now.top_k;
+  const float last = sorted[most - 1]; /* All that equal the last of the top_k have their share. */
+  while (most < n && sorted[most] == last) most++;
+  for (size_t i = 0; i < most; i++) total += exp(((double)sorted[i] - (double)sorted[0]) / (double)now.temperature);
+  while (count < most && sum < (double)top_p * total)
+    sum += exp(((double)sorted[count++] - (double)sorted[0]) / (double)now.temperature);
+  const float limit = sorted[count ? count - 1 : 0];
+  if (limit > last) now.top_k = 0;
+  for (size_t i = 0; i < n; i++)
+    if (own[i] < limit) own[i] = -(float)INFINITY;
+  const int32_t token = luna_sample(own, vocab, &now);
+  sampling->drawn = now.drawn;
+  free(own);
+  return token;
 }
 
 /* ---- losses ---- */

@@ -470,7 +470,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
   if (stream) {
     const int64_t vocab = stream->model.config.vocab, features = stream->model.config.features;
     const int32_t swap[2] = {1, 0};
-    luna_sampling sampling = {1, 2, 0, 1, 0};
+    luna_sampling sampling = {1, 2, 1, 0};
     example e;
     example_open(&e, vocab, features, 2);
     e.input.lengths = NULL;

@@ -3,6 +3,7 @@
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "examples/luna_ops.h"
 #include "common.h"
 
 enum { VOCAB = 29, DIM = 16, SLOTS = 4, KINDS = 4 };
@@ -568,7 +569,7 @@ static void check_replay_decoder(int kind) {
 static void check_sampling(void) {
   enum { N = 6, DRAWS = 60000 };
   const float logits[N] = {0.5f, 2, -1, 1.5f, -INFINITY, 0}, bad[3] = {0, NAN, 1}, tie[3] = {1, 1, 0};
-  luna_sampling s = {0, 0, 0, 0, 0}, same = {1, 0, 0, 7, 0}, again = {1, 0, 0, 7, 0};
+  luna_sampling s = {0, 0, 0, 0}, same = {1, 0, 7, 0}, again = {1, 0, 7, 0};
   CHECK(luna_sample(NULL, 5, &s) == -1 && luna_sample(bad, 3, &s) == -1 && luna_sample(logits, 0, &s) == -1,
         "null, NaN or nothing can be sampled");
   for (int i = 0; i < 100; i++) {
@@ -580,21 +581,21 @@ static void check_sampling(void) {
     CHECK(luna_sample(logits, N, &same) == luna_sample(logits, N, &again), "one seed gives two sequences");
   CHECK(same.drawn == 50, "50 draws are counted as %llu", (unsigned long long)same.drawn);
   for (int wrong = 0; wrong < 3; wrong++) {
+    const float top_p = wrong == 0 ? -0.1f : wrong == 1 ? 1.1f : (float)NAN;
     s.top_k = 0;
-    s.top_p = wrong == 0 ? -0.1f : wrong == 1 ? 1.1f : (float)NAN;
-    CHECK(luna_sample(logits, N, &s) == -1, "top_p %g can be sampled", (double)s.top_p);
+    CHECK(luna_sample_top_p(logits, N, top_p, &s) == -1, "top_p %g can be sampled", (double)top_p);
   }
   for (int mode = 0; mode < 6; mode++) { /* all; hot; cold; top 3; the first two, as a part of all and of the top 3 */
     const double temperature = mode == 1 ? 2 : mode == 2 ? 0.5 : 1;
     int64_t count[N] = {0};
     double p[N], sum = 0, worst = 0;
-    luna_sampling now = {0, 0, 0, 0, 0};
+    luna_sampling now = {0, 0, 0, 0};
     now.temperature = (float)temperature;
     now.top_k = mode == 3 || mode == 5 ? 3 : 0;
-    now.top_p = mode == 4 ? 0.7f : mode == 5 ? 0.85f : 0;
+    const float top_p = mode == 4 ? 0.7f : mode == 5 ? 0.85f : 1;
     now.seed = (uint64_t)mode + 1;
     for (int i = 0; i < DRAWS; i++) {
-      const int32_t token = luna_sample(logits, N, &now);
+      const int32_t token = mode < 4 ? luna_sample(logits, N, &now) : luna_sample_top_p(logits, N, top_p, &now);
       if (CHECK(token >= 0 && token < N, "sampled %d", (int)token)) count[token]++;
     }
     for (int i = 0; i < N; i++)
@@ -615,10 +616,10 @@ static void check_nucleus(void) {
   for (int round = 0; round < 60; round++) {
     float *x = common_random(N, 400 + (uint64_t)round, round % 3 == 0 ? 0.3 : 4);
     const double top_p = 0.05 + 0.9 * (round % 7) / 7, temperature = round % 2 ? 1 : 0.7;
-    luna_sampling now = {(float)temperature, 0, (float)top_p, 9, 0};
+    luna_sampling now = {(float)temperature, 0, 9, 0};
     bool drawn[N] = {false};
     for (int i = 0; i < N && round % 5 == 0; i++) x[i] = floorf(x[i]); /* with equal ones */
-    for (int i = 0; i < DRAWS; i++) drawn[luna_sample(x, N, &now)] = true;
+    for (int i = 0; i < DRAWS; i++) drawn[luna_sample_top_p(x, N, (float)top_p, &now)] = true;
     double total = 0;
     for (int i = 0; i < N; i++) total += exp((double)x[i] / temperature);
     for (int i = 0; i < N; i++) {

@@ -2041,10 +2041,20 @@ static void case_luna_sample(void) {
   const int64_t vocab = size(VOCAB);
   s.temperature = real(coin() ? 0 : 0.5f);
   s.top_k = number((int)pick(5));
-  s.top_p = real(coin() ? 0 : 0.5f);
   common_fill(room, NUMBERS, case_seed, 1);
   if (turn()) room[pick(VOCAB)] = hostile_real();
   const int32_t token = luna_sample(vocab > NUMBERS || turn() ? NULL : room, vocab, turn() ? NULL : &s);
+  expect(token >= -1 && (token < vocab || token == -1) && (token >= 0 || hostile), "the token");
+}
+static void case_luna_sample_top_p(void) {
+  luna_sampling s = {0};
+  const int64_t vocab = size(VOCAB);
+  s.temperature = real(coin() ? 0 : 0.5f);
+  s.top_k = number((int)pick(5));
+  common_fill(room, NUMBERS, case_seed, 1);
+  if (turn()) room[pick(VOCAB)] = hostile_real();
+  const int32_t token = luna_sample_top_p(vocab > NUMBERS || turn() ? NULL : room, vocab, real(coin() ? 1 : 0.5f),
+                                          turn() ? NULL : &s);
   expect(token >= -1 && (token < vocab || token == -1) && (token >= 0 || hostile), "the token");
 }
 static void case_luna_seq2seq_stream_open(void) {
@@ -2176,7 +2186,7 @@ static void case_luna_stream_error_id(void) {
 #define COMPANIONS(F) \
   F(luna_pad) F(luna_stack) F(luna_split) F(luna_soft_cross_entropy) F(luna_huber) F(luna_quantile_loss) \
   F(luna_binary_cross_entropy) F(luna_weighted_cross_entropy) F(luna_params_clip_grad) F(luna_sin) F(luna_cos) \
-  F(luna_pow) F(luna_cumsum) F(luna_scatter_add_rows) F(luna_top_k) F(luna_min) F(luna_var)
+  F(luna_pow) F(luna_cumsum) F(luna_scatter_add_rows) F(luna_top_k) F(luna_min) F(luna_var) F(luna_sample_top_p)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define ONE_MORE(name) +1
