@@ -68,7 +68,7 @@ EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c)) $(BUILD)
 EXAMPLE_H = $(wildcard examples/*.h examples/*/*.h)
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = $(addprefix tests/programs/,cli.sh classifiers.sh examples_more.sh series.sh arena.sh lra.sh export.sh \
-  models.sh long_line.sh) tests/tools/flags.sh tests/bench/busy.sh
+  models.sh long_line.sh recall.sh) tests/tools/flags.sh tests/bench/busy.sh
 PUBLIC_C = $(shell grep -L 'li_\|LI_\|kernels.h' $(filter-out tests/private.c,$(TEST_C)))
 PUBLIC = $(patsubst %.c,$(BUILD)/tests/%,$(filter-out cuda.c ptx.c mpi.c,$(notdir $(PUBLIC_C))))
 BENCHES = $(patsubst tests/bench/%.c,$(BUILD)/tests/%,$(wildcard tests/bench/*.c))

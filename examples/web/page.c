@@ -239,14 +239,27 @@ static bool look(const luna_causal_layer *layer, luna_tensor *x, int64_t n, floa
 }
 
 /* A slot of a memory that forgets: pack becomes the shares that the tokens have of it at the end, unpack the logits of
-   the tokens' reading. scores, gates, pack and unpack are l floats apart from token to token, q and k d. */
-typedef struct slot_view { const float *scores, *gates, *q, *k; float *pack, *unpack; int64_t n, l, d; } slot_view;
+   the tokens' reading. scores, gates, pack and unpack are l floats apart from token to token, q and k d. A
+   routed memory has no gates: its scores are luna_route's weights, and slots keep `keep` of theirs at each token. */
+typedef struct slot_view {
+  const float *scores, *gates, *q, *k;
+  float *pack, *unpack;
+  int64_t n, l, d;
+  double keep;
+} slot_view;
+static double gated_weight(const slot_view *s, int64_t t, double weight, double *own) {
+  *own = exp(fmax(-15, fmin(15, (double)s->scores[t * s->l])));
+  return weight * exp(fmax(-log1p(exp(-(double)s->gates[t * s->l])) / 16, -1)) + *own;
+}
+static double routed_weight(const slot_view *s, int64_t t, double weight, double *own) {
+  *own = (double)s->scores[t * s->l];
+  return weight * (1 - *own) * s->keep + *own;
+}
 static void look_at_slot(const slot_view *s) {
-  double weights = 0;
+  double weight = 0, own;
   for (int64_t t = 0; t < s->n; t++) {
-    const double own = exp(fmax(-15, fmin(15, (double)s->scores[t * s->l])));
-    weights = weights * exp(fmax(-log1p(exp(-(double)s->gates[t * s->l])) / 16, -1)) + own;
-    const double share = own / weights;
+    weight = (s->gates ? gated_weight : routed_weight)(s, t, weight, &own);
+    const double share = own > 0 ? own / weight : 0;
     double u = 0;
     for (int64_t j = 0; j <= t; j++) {
       float *pack = s->pack + j * s->l, product = 0;
@@ -255,15 +268,20 @@ static void look_at_slot(const slot_view *s) {
       u += (double)*pack * (double)product;
     }
     s->unpack[t * s->l] = (float)(u / sqrt((double)s->d));
+    if (!s->gates) s->unpack[t * s->l] = weight < 1e-12 ? -INFINITY : s->unpack[t * s->l] + (float)log(weight);
   }
 }
 static bool look_forgetting(const luna_causal_layer *layer, luna_tensor *x, int64_t n, float *out) {
   const luna_causal_attention_layer *a = &layer->attention;
-  const int64_t heads = a->config.heads, d = a->config.dim / heads, l = layer->memory->shape[0], all = heads * n * l;
-  luna_tensor *in[4] = { scores_of(layer, x, n), split(luna_linear_layer_forward(&a->forget, x), n, heads, heads * l),
+  const int64_t heads = a->config.heads, d = a->config.dim / heads, l = a->config.memory, all = heads * n * l;
+  const bool routed = a->config.forget == LUNA_FORGET_ROUTED;
+  luna_tensor *in[4] = { NULL, routed ? a->fade : split(luna_linear_layer_forward(&a->forget, x), n, heads, heads * l),
                          split(luna_linear_layer_forward(&a->q, x), n, heads, heads * d),
                          split(luna_linear_layer_forward(&a->k, x), n, heads, heads * d) };
   float *from[4] = { NULL, NULL, NULL, NULL };
+  if (!routed) in[0] = scores_of(layer, x, n);
+  else in[0] = split(luna_route(luna_linear_layer_forward(&a->router, x), luna_linear_layer_forward(&a->strength, x)),
+                     n, heads, heads * l);
   bool good = true;
   for (int i = 0; i < 4 && good; i++) {
     from[i] = (float *)malloc((size_t)(luna_count(in[i]) + 1) * sizeof(float));
@@ -272,8 +290,9 @@ static bool look_forgetting(const luna_causal_layer *layer, luna_tensor *x, int6
   for (int64_t h = 0; good && h < heads; h++) {
     for (int64_t slot = 0; slot < l; slot++) {
       const int64_t at = h * n * l + slot;
-      look_at_slot(&(slot_view){ from[0] + at, from[1] + at, from[2] + h * n * d, from[3] + h * n * d, out + at,
-                                 out + all + at, n, l, d });
+      const double keep = routed ? exp(-0.25 / (1 + exp(-(double)from[1][h]))) : 0;
+      look_at_slot(&(slot_view){ from[0] + at, routed ? NULL : from[1] + at, from[2] + h * n * d, from[3] + h * n * d,
+                                 out + at, out + all + at, n, l, d, keep });
     }
     for (float *row = out + all + h * n * l; row < out + all + (h + 1) * n * l; row += l) {
       float sum = 0;
@@ -288,7 +307,7 @@ static bool look_forgetting(const luna_causal_layer *layer, luna_tensor *x, int6
 int EXPORT(page_look)(const unsigned char *bytes, int32_t n, int32_t layer, float *out) {
   if (!lm.ctx || lm.set.softmax) return fail("Only a model with Luna attention has a memory to look at.");
   if (lm.model.config.layer.forget == LUNA_FORGET_CONSTANT)
-    return fail("This model's memory forgets at a constant rate. Only the published and the gated form are drawn.");
+    return fail("This model's memory forgets at a constant rate. Only the other three forms are drawn.");
   if (n < 1 || layer < 0 || layer >= lm.model.config.layers) return fail("There is no such text or layer.");
   int32_t *tokens = (int32_t *)malloc((size_t)n * sizeof(int32_t));
   for (int32_t i = 0; tokens && i < n; i++) tokens[i] = bytes[i];

@@ -57,6 +57,15 @@ async function underNode(text) {
   const sums = [0, 1, 2, 3, 4].map((t) => map.unpack.slice(8 * t, 8 * t + 8).reduce((a, b) => a + b));
   check(sums.every((sum) => Math.abs(sum - 1) < 1e-5), 'each character reads shares of the slots');
   check(map.pack.every((v) => v > 0) && map.state > 0, 'the pack is positive, and a state has a size');
+  const file = resolve(folder, 'routed.safetensors');
+  check(spawnSync(resolve(folder, 'native'), [file]).status === 0, 'a model whose memory is routed is written');
+  luna.load(readFileSync(file));
+  const routed = luna.look(Buffer.from('hello'), 1), reads = Array.from({ length: 10 }, (_, i) =>
+    routed.unpack.slice(8 * i, 8 * i + 8));
+  check(reads.every((row) => Math.abs(row.reduce((a, b) => a + b) - 1) < 1e-5), 'a routed memory is read');
+  check([0, 5].every((first) => reads[first].filter((v) => v > 0).length === 2), 'at first two slots are not empty');
+  check(routed.pack.every((v) => v >= 0 && v <= 1) && routed.pack.some((v) => v === 0), 'not every slot is written to');
+  luna.load(later);
   check(Buffer.from(luna.sample(Buffer.from('the'), 30, 0.8)).length === 30, 'it writes');
   const numbers = luna.equations([1, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 0], [2, 0, 0, 0, 2, 0]);
   const weight = Math.exp(2 / Math.sqrt(3)), expected = weight / (2 * weight + 2);

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.." || exit 1
 build=${BUILD:-build}
 guide=examples/guide.md
 work=$build/flags
-programs="lm mlm translate classify listops mnist series lra compress arena attention_map summary export lesson"
+programs="lm mlm translate classify listops mnist series lra compress arena attention_map summary export lesson recall"
 passed=0 failed=0
 rm -rf "$work"
 mkdir -p "$work"
