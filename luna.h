@@ -2724,8 +2724,7 @@ LI_FN float li_each_scalar(int kind, float a, float b, float c);
                           const float *dr, float *h, float *dz)) \
   T(void, forget_scores, (li_matrix s, const float *w, const float *dz, const float *after, const float *z, \
                           float scale, float *dw, float *ds, float *h)) \
-  T(void, forget_gates, (li_matrix gates, const float *dw, float *after, float *dgates)) \
-  T(void, route_gates, (li_matrix s, const float *dw, float *after, float *ds)) \
+  T(void, forget_gates, (li_matrix gates, bool routed, const float *dw, float *after, float *dgates)) \
   K(void, step_mean, (li_mean_kind kind, li_mean m, const double *share, const float *y, const float *z, \
                       const float *x, double *result))
 
@@ -7208,35 +7207,26 @@ LI_FN void LI_K(forget_scores)(li_matrix s, const float *w, const float *dz, con
   }
 }
 /* The gradient of a gate's log is minus the sum of W dW (in dw) from its row on. `after` [2, slots] holds the sum over
-   later rows as the sum of two floats, and these rows are added to it. */
-LI_FN void LI_K(forget_gates)(li_matrix gates, const float *dw, float *after, float *dgates) {
+   later rows as the sum of two floats, and these rows are added to it. In the routed memory a gate is 1 - x, x gets a
+   gradient where it is not 0, and two more rows of `after` hold the sum of these sums, the gradient of the fade. */
+LI_FN void LI_K(forget_gates)(li_matrix gates, bool routed, const float *dw, float *after, float *dgates) {
   const int64_t n = gates.columns;
   for (int64_t i = 0; i < n; i += VF) {
-    vf sum = LI_GET(after), rest = LI_GET(after + n);
+    vf sum = LI_GET(after), rest = LI_GET(after + n), all = LI_GET(after + 2 * n), all_rest = LI_GET(after + 3 * n);
     for (int64_t t = gates.rows - 1; t >= 0; t--) {
       const vf x = LI_GET(gates.at + t * gates.row);
       LI_K(add_exact)(&sum, &rest, LI_GET(dw + t * n));
-      const vf slope = vf_div(vf_of(-1.0 / 16), vf_add(vf_of(1), vf_exp(x)));
-      const vf dx = vf_select(vf_lt(vf_of(-1), LI_K(gate_log)(x)), vf_mul(slope, vf_add(sum, rest)), vf_zero());
-      LI_PUT(dgates + t * gates.row, vf_add(LI_GET(dgates + t * gates.row), dx));
+      vf slope = vf_div(vf_of(-1.0 / 16), vf_add(vf_of(1), vf_exp(x)));
+      vm moves = vf_lt(vf_of(-1), LI_K(gate_log)(x));
+      if (routed) {
+        LI_K(add_exact)(&all, &all_rest, vf_add(sum, rest));
+        slope = vf_div(vf_of(1), vf_sub(vf_of(1), x));
+        moves = vf_lt(vf_zero(), x);
+      }
+      const vf dx = vf_select(moves, vf_mul(slope, vf_add(sum, rest)), vf_zero());
+      if (dgates) LI_PUT(dgates + t * gates.row, vf_add(LI_GET(dgates + t * gates.row), dx));
     }
-    LI_PUT(after, sum);
-    LI_PUT(after + n, rest);
-  }
-}
-/* The same of the routed memory, whose gates are 1 - s: adds to ds, unless null, where s is not 0. `after` [4, slots]
-   also holds the sum of all these sums, which is the gradient of the fade. */
-LI_FN void LI_K(route_gates)(li_matrix s, const float *dw, float *after, float *ds) {
-  const int64_t n = s.columns;
-  for (int64_t i = 0; i < n; i += VF) {
-    vf sum = LI_GET(after), rest = LI_GET(after + n), all = LI_GET(after + 2 * n), all_rest = LI_GET(after + 3 * n);
-    for (int64_t t = s.rows - 1; t >= 0; t--) {
-      const vf x = LI_GET(s.at + t * s.row);
-      LI_K(add_exact)(&sum, &rest, LI_GET(dw + t * n));
-      LI_K(add_exact)(&all, &all_rest, vf_add(sum, rest));
-      const vf slope = vf_div(vf_add(sum, rest), vf_sub(vf_of(1), x));
-      if (ds) LI_PUT(ds + t * s.row, vf_add(LI_GET(ds + t * s.row), vf_select(vf_lt(vf_zero(), x), slope, vf_zero())));
-    }
+
     LI_PUT(after, sum);
     LI_PUT(after + n, rest);
     LI_PUT(after + 2 * n, all);
@@ -8055,11 +8045,14 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
   const li_sweep *s = (const li_sweep *)work;
   const li_causal_luna *a = s->luna;
   float *after = (float *)(void *)(s->threads_at + thread * s->thread_bytes);
+  const float *from = a->routed ? a->s : a->forget;
+  float *to = a->routed ? a->grad_s : a->grad_forget;
+
   for (int64_t item = first; item < last; item++) {
     memset(after, 0, (size_t)(4 * a->slots) * sizeof(float));
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, 0, thread);
-      const li_matrix gates = li_luna_narrow(&c, a->routed ? a->s : a->forget);
+      const li_matrix gates = li_luna_narrow(&c, from);
       const float *next = c.sums + a->slots * s->unit;
       if (k > 0)
         for (int64_t i = 0; i < gates.columns; i++, next += s->unit) {
@@ -8067,8 +8060,7 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
           after[i] = next[0];
           after[gates.columns + i] = next[1];
         }
-      if (a->routed) s->kernels->route_gates(gates, c.h, after, li_offset(a->grad_s, gates.at - a->s));
-      else s->kernels->forget_gates(gates, c.h, after, a->grad_forget + (gates.at - a->forget));
+      s->kernels->forget_gates(gates, a->routed, c.h, after, li_offset(to, gates.at - from));
     }
     if (a->routed) li_route_total(s, item, after + 2 * li_luna_slots(a, item));
   }
@@ -14699,14 +14691,6 @@ LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float streng
   w.strength = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, w.strength);
   return w;
 }
-/* Returns 1 - e^-x for x in [0, 1], by its series. */
-LI_HOT float li_written(float x) {
-  static const float parts[] = { 1.0f / 2, 1.0f / 3, 1.0f / 4, 1.0f / 5, 1.0f / 6, 1.0f / 7, 1.0f / 8, 1.0f / 9,
-                                 1.0f / 10, 1.0f / 11 };
-  float y = 1;
-  for (int i = LI_LENGTH(parts) - 1; i >= 0; i--) y = 1 - x * parts[i] * y;
-  return x * y;
-}
 /* Adds the gradients of a head's row, from y and its gradient. */
 LI_HOT void li_route_row_back(const li_routing *w, const float *router, const float *y, const float *dy, float logit,
                               float *drouter, float *dstrength) {
@@ -14735,7 +14719,10 @@ LI_FN void li_route_part(luna_op *op, bool back, int64_t first, int64_t last) {
     }
 
     memset(out->data + at, 0, (size_t)slots * sizeof(float));
-    for (int j = 0; j < 2; j++) out->data[at + w.slot[j]] = li_written(w.strength * w.share[j]);
+    for (int j = 0; j < 2; j++) {
+      const float y = li_activation_scalar(LUNA_ACTIVATION_TANH, w.strength * w.share[j] / 2);
+      out->data[at + w.slot[j]] = 2 * y / (1 + y); /* 1 - e^{-strength share} */
+    }
   }
 }
 LI_PART_OP(route, li_rows(op->in[0]), li_last(op->in[0]))

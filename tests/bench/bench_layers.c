@@ -1,6 +1,7 @@
 /* bench_layers: layers and models against the machine's multiply-add peak. Flops a token, forward: folded Luna 8hld +
    4d ffn, unfolded 6d^2 + 8ld + 4d ffn, causal 2hld + 6d^2 + 8ld + 2c(hl + d) + 4d ffn in chunks of c = 64, with
-   gates 2hld more, with a router (which has no scores) 2hd more; a training step counts three times that, and what is computed twice counts once. */
+   gates 2hld more, with a router (which has no scores) 2hd more; a training step counts three times that, and what is
+   computed twice counts once. */
 #include "bench.h"
 
 #define DIM 256

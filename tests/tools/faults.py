@@ -222,7 +222,7 @@ for op in ("CAUSAL_LUNA", "FORGETTING_LUNA"):
     for old, new in (("c->k = op->in[1]->data", "c->k = op->in[2]->data"),
                      ("c->v = op->in[2]->data", "c->v = op->in[1]->data")):
         plant(op, "order", "li_causal_luna_args", old, new, kind)
-share = "li_written(w.strength * w.share[j])"
+share = "w.strength * w.share[j] / 2"
 plants("ROUTE", "li_route_part", share, sign=f"-{share}", order=share.replace("[j]", "[1 - j]"))
 plants("ROUTE", "li_route_part", "out->data[at + w.slot[j]]", index="out->data[at + (w.slot[j] + 1) % slots]")
 plants("SHORT_CONVOLUTION", "li_convolution_of", "a.x = li_offset(op->in[0]->data, b * rows * n)",
