@@ -2308,6 +2308,8 @@ LI_CALL void li_clear(void *at, size_t bytes) {
   memset(at, 0, bytes);
 }
 
+/* Returns the bytes of so many floats. */
+LI_INLINE size_t li_bytes(int64_t floats) { return (size_t)floats * sizeof(float); }
 /* Pointers may be null for 0 bytes. */
 LI_INLINE void li_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
 
@@ -2320,18 +2322,17 @@ LI_INLINE const float *li_from(const float *at, int64_t floats) { return at ? at
 /* Takes the next `count` floats of scratch, aligned. From a null pointer the same calls compute the size. */
 LI_INLINE float *li_take(char **scratch, int64_t count) {
   char *at = *scratch;
-  *scratch = at + li_round((size_t)count * sizeof(float));
+  *scratch = at + li_round(li_bytes(count));
   return (float *)(void *)at;
 }
-LI_INLINE int64_t li_floats(int64_t count) { return (int64_t)li_round((size_t)count * sizeof(float)); }
+LI_INLINE int64_t li_floats(int64_t count) { return (int64_t)li_round(li_bytes(count)); }
 
 /* Moves the last `past` rows of history followed by x [rows, d] into history, if they are finite. */
 LI_FN void li_history_move(float *history, int64_t past, const float *x, int64_t rows, int64_t d) {
   const int64_t newer = past < rows ? past : rows;
   if (!li_are_finite(newer * d, x + (rows - newer) * d)) return;
   for (int64_t i = 0; i < past; i++)
-    memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d,
-           (size_t)d * sizeof(float));
+    memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, li_bytes(d));
 }
 
 /* All work is shared among threads by li_each(parallel, pieces, task, work). A task does pieces [first, last). The
@@ -4039,7 +4040,7 @@ LI_FN void LI_K(fill_panels)(li_matrix b, float *panels) {
 /* Copies up to MR rows of A, LI_KA floats apart, or as [k][MR] if A is column-major. */
 LI_FN void LI_K(gather_rows)(li_matrix a, float *to) {
   if (a.column == 1)
-    for (int64_t i = 0; i < a.rows; i++) memcpy(to + i * LI_KA, a.at + i * a.row, (size_t)a.columns * sizeof(float));
+    for (int64_t i = 0; i < a.rows; i++) memcpy(to + i * LI_KA, a.at + i * a.row, li_bytes(a.columns));
   else
     for (int64_t p = 0; p < a.columns; p++)
       for (int64_t i = 0; i < a.rows; i++) to[p * LI_MR + i] = a.at[i * a.row + p * a.column];
@@ -4823,7 +4824,7 @@ LI_FN size_t li_panels_bytes(const li_kernels *kernels, const li_gemm *g) {
   if (!kernels->panels) return 0;
   if (LI_HAS_INT8 && g->b_int8) return li_int8_panels_bytes(kernels, g);
   const int64_t lines = li_divide_up(g->k, li_products_of(kernels, LI_BF16(g))->pair);
-  return li_round((size_t)li_panels_size(kernels, g->n, lines) * sizeof(float));
+  return li_round(li_bytes(li_panels_size(kernels, g->n, lines)));
 }
 LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, const li_parallel *parallel, void *panels) {
   li_gemm_work w = { kernels, g, (float *)panels };
@@ -5467,7 +5468,7 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
     const int64_t label = a->labels[row] - a->first;
     const vf total = vf_set(a->lse[row]);
     if (a->labels[row] < 0) {
-      if (!a->add) memset(grad, 0, (size_t)n * sizeof(float));
+      if (!a->add) memset(grad, 0, li_bytes(n));
       continue;
     }
     for (int64_t i = 0; i < n; i += VF) {
@@ -5635,7 +5636,7 @@ LI_FN void LI_K(dropout_mask)(const li_dropout *d, int64_t first, int64_t n, flo
     if (count == 64) to = mask;
     LI_K(dropout_words)(d, at / 8, half);
     for (int i = 0; i < 64; i++) to[i] = half[i] < threshold ? 0 : keep;
-    if (count < 64) memcpy(mask, block + skip, (size_t)count * sizeof(float));
+    if (count < 64) memcpy(mask, block + skip, li_bytes(count));
     first += count;
     mask += count;
     n -= count;
@@ -5769,7 +5770,7 @@ LI_FN double li_attention_score(const li_attention *a, const li_head *head, int6
 }
 /* Writes the result of a query that sees no key. */
 LI_FN void li_attention_nothing(const li_attention *a, int64_t out, int64_t stat) {
-  memset(a->out + out, 0, (size_t)a->value_dim * sizeof(float));
+  memset(a->out + out, 0, li_bytes(a->value_dim));
   if (a->log_sum_exp) a->log_sum_exp[stat] = a->window ? -INFINITY : 0;
   if (a->sums) a->sums[stat] = 0;
 }
@@ -6295,8 +6296,8 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
   if (k_direct) dk = m->own;
   if (v_direct) dvalue = m->own + depth * d;
   if (li_is_banded(a)) {
-    memset(dk, 0, (size_t)(depth * d) * sizeof(float));
-    memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
+    memset(dk, 0, li_bytes(depth * d));
+    memset(dvalue, 0, li_bytes(depth * dv));
   }
   for (int64_t query = first; query < last; query += LI_TILE) {
     const li_tile t = li_tile_at(a, query, last, key, depth);
@@ -6484,16 +6485,16 @@ LI_INLINE float LI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   const vf lowest = vf_set(-INFINITY);
   vf top = lowest, sum = vf_zero();
   for (int64_t i = 0; i < n; i += VF)
-    top = vf_max(top, vf_add(LI_K(get_filled)(s + i, n - i, lowest), LI_K(get)(bias + i, n - i)));
+    top = vf_max(top, vf_add(LI_K(get_filled)(s + i, n - i, lowest), LI_GET(bias)));
   top = vf_set(vf_hmax(top));
   for (int64_t i = 0; i < n; i += VF) {
-    const vf x = vf_exp(vf_sub(vf_add(LI_K(get_filled)(s + i, n - i, lowest), LI_K(get)(bias + i, n - i)), top));
+    const vf x = vf_exp(vf_sub(vf_add(LI_K(get_filled)(s + i, n - i, lowest), LI_GET(bias)), top));
     sum = vf_add(sum, x);
-    LI_K(put)(s + i, x, n - i);
+    LI_PUT(s, x);
   }
   sum = vf_set(vf_sum(sum));
   const vf factor = vf_div(vf_set(1), sum);
-  for (int64_t i = 0; i < n; i += VF) LI_K(put)(s + i, vf_mul(LI_K(get)(s + i, n - i), factor), n - i);
+  for (int64_t i = 0; i < n; i += VF) LI_PUT(s, vf_mul(LI_GET(s), factor));
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
@@ -6513,18 +6514,18 @@ LI_FN void LI_K(unpack_softmax)(const li_unpack *u, const li_unpack_space *m, in
 LI_INLINE void LI_K(group_slopes)(int64_t n, const float *bias, const float *mask, float lse, float *s, float *slopes) {
   vf delta = vf_zero();
   for (int64_t i = 0; i < n; i += VF) {
-    const vf p = vf_exp(vf_sub(vf_add(LI_K(get)(s + i, n - i), LI_K(get)(bias + i, n - i)), vf_set(lse)));
-    vf g = LI_K(get)(slopes + i, n - i);
-    if (mask) g = vf_mul(g, LI_K(get)(mask + i, n - i));
+    const vf p = vf_exp(vf_sub(vf_add(LI_GET(s), LI_GET(bias)), vf_set(lse)));
+    vf g = LI_GET(slopes);
+    if (mask) g = vf_mul(g, LI_GET(mask));
     delta = vf_fma(p, g, delta);
-    LI_K(put)(s + i, p, n - i);
-    LI_K(put)(slopes + i, g, n - i);
+    LI_PUT(s, p);
+    LI_PUT(slopes, g);
   }
   delta = vf_set(vf_sum(delta));
   for (int64_t i = 0; i < n; i += VF) {
-    const vf p = LI_K(get)(s + i, n - i);
-    LI_K(put)(slopes + i, vf_mul(p, vf_sub(LI_K(get)(slopes + i, n - i), delta)), n - i);
-    if (mask) LI_K(put)(s + i, vf_mul(p, LI_K(get)(mask + i, n - i)), n - i);
+    const vf p = LI_GET(s);
+    LI_PUT(slopes, vf_mul(p, vf_sub(LI_GET(slopes), delta)));
+    if (mask) LI_PUT(s, vf_mul(p, LI_GET(mask)));
   }
 }
 
@@ -6608,10 +6609,10 @@ LI_HOT void li_unpack_prepare(const li_kernels *kernels, const li_unpack *u, int
   m->slots = li_real_slots(u->lengths, b, u->slots);
   m->n = u->heads * m->slots;
   for (int64_t h = 0; h < u->heads; h++) {
-    memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
+    memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, li_bytes(m->slots));
     if (m->slots == u->slots) continue;
-    memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
-    memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
+    memcpy(m->k + h * m->slots * d, k + h * u->slots * d, li_bytes(m->slots * d));
+    memcpy(m->v + h * m->slots * d, v + h * u->slots * d, li_bytes(m->slots * d));
   }
   if (m->slots < u->slots) {
     k = m->k;
@@ -6650,8 +6651,8 @@ LI_FN void li_unpack_panel(const li_kernels *kernels, const li_unpack *u, const 
   const bool early = residual && !u->last.threshold;
   for (int64_t i = 0; i < rows; i++) {
     if (early && bias) kernels->add(d, residual + i * d, bias, out + i * d);
-    else if (early) memcpy(out + i * d, residual + i * d, (size_t)d * sizeof(float));
-    else if (bias) memcpy(out + i * d, bias, (size_t)d * sizeof(float));
+    else if (early) memcpy(out + i * d, residual + i * d, li_bytes(d));
+    else if (bias) memcpy(out + i * d, bias, li_bytes(d));
   }
   li_matmul_panels(kernels, 1, li_dense(m->scores, rows, n),
                    li_words_in(kernels, m->out_panels, d, n, m->words), li_into(out, d, bias || early));
@@ -6722,7 +6723,7 @@ LI_FN void li_unpack_backward_task(void *work, int64_t thread, int64_t first, in
         end = li_min(start + LI_KEY_BLOCK, u->rows);
     float *part = w->partial + i * w->unit;
     li_unpack_prepare(w->kernels, u, b, true, m);
-    memset(part, 0, (size_t)w->unit * sizeof(float));
+    memset(part, 0, li_bytes(w->unit));
     for (int64_t row = start; row < end; row += LI_TILE)
       li_unpack_backward_panel(w, m, b, row, li_min(LI_TILE, end - row), part);
   }
@@ -10732,7 +10733,7 @@ LI_HOT void li_update_task(void *work, int64_t thread, int64_t first, int64_t la
   if (w->rule->hook) {
     const luna_optimizer_part part = li_hook_part(w, &u);
     w->rule->hook->update(&part, w->sums);
-    memset(u.grad, 0, (size_t)u.count * sizeof(float));
+    memset(u.grad, 0, li_bytes(u.count));
   } else if (w->rule->kind == LUNA_OPTIMIZER_SGD) {
     w->kernels->sgd(&u);
   } else {
@@ -11010,7 +11011,7 @@ LI_FN luna_tensor *li_fail_shape(luna_ctx *ctx, const char *name, int rank, cons
 }
 
 LI_HOT bool li_data_take(luna_tensor *t) {
-  t->own->data_piece = li_piece_take(t->ctx, (size_t)luna_count(t) * sizeof(float));
+  t->own->data_piece = li_piece_take(t->ctx, li_bytes(luna_count(t)));
   if (t->own->data_piece) t->data = (float *)li_piece_at(t->ctx, t->own->data_piece);
   return t->own->data_piece != NULL;
 }
@@ -11024,7 +11025,7 @@ LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape
   if (count >= 0) t = li_tensor_take(ctx, rank, shape);
   if (!t) return NULL;
   if (ctx->bump) {
-    if (!li_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
+    if (!li_bump_take(ctx->bump, true, li_bytes(count), &data)) return NULL;
     t->data = (float *)data;
     return t;
   }
@@ -11168,7 +11169,7 @@ LI_FN void li_scope_forget(li_scope scope) {
 LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   li_bump *b = scope.ctx->bump;
   char *start = b->part[0].start + scope.used[0];
-  const size_t bytes = (size_t)luna_count(x) * sizeof(float);
+  const size_t bytes = li_bytes(luna_count(x));
   const bool device = li_on_device(scope.ctx), records = b->records;
   void *memory;
   if (!x || ((device || records) && scope.used[1] > 0)) return x;
@@ -11266,7 +11267,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   if (!ctx) return NULL;
   if (count < 0) return li_fail_shape(ctx, "luna_tensor_new", rank, shape);
   const li_mark mark = li_step_mark(ctx);
-  const size_t bytes = (size_t)count * sizeof(float);
+  const size_t bytes = li_bytes(count);
   luna_tensor *t = li_tensor_make(ctx, rank, shape);
   if (!t) {
     li_step_rewind(ctx, mark);
@@ -11307,7 +11308,7 @@ LI_FN void li_look(luna_ctx *ctx) {
 
 /* `from` is data, or a gradient, which is null until backward reaches it. */
 LI_FN luna_status li_read_floats(const luna_tensor *t, const float *from, float *out, const char *name, bool grad) {
-  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  const size_t bytes = li_bytes(luna_count(t));
   if (!t) return LUNA_BAD_ARGUMENT;
   if (grad ? t->own->ended : li_owner(t)->own->released)
     return li_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
@@ -11343,7 +11344,7 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
   if (!x) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = x->ctx;
   const int64_t n = li_last(x), rows = li_rows(x);
-  const size_t bytes = (size_t)luna_count(x) * sizeof(float);
+  const size_t bytes = li_bytes(luna_count(x));
   const bool computes = li_computes(ctx), copies = li_on_device(ctx);
   if (!li_in(ctx, name, "the last axis", n, 1, INT32_MAX)) return ctx->last_status;
   if (!indices && rows > 0) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "indices");
@@ -11367,7 +11368,7 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
 }
 
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
-  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  const size_t bytes = li_bytes(luna_count(t));
   if (!t) return LUNA_BAD_ARGUMENT;
   if (t->own->borrowed) return li_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
   if (!values && bytes) return li_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_write", "values");
@@ -11383,7 +11384,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
 LI_FN luna_status li_write_made(luna_tensor *t, const char *name, void (*make)(float *to, const void *from),
                                 const void *from) {
   const li_mark mark = li_step_mark(t->ctx);
-  float *values = (float *)li_step_host(t->ctx, name, (size_t)luna_count(t) * sizeof(float));
+  float *values = (float *)li_step_host(t->ctx, name, li_bytes(luna_count(t)));
   if (!values) return LUNA_OUT_OF_MEMORY;
   if (li_computes(t->ctx)) make(values, from);
   const luna_status status = luna_write(t, values);
@@ -11627,7 +11628,7 @@ LI_HOT luna_tensor *li_finish_two(li_build *s, int rank, const int64_t *shape, l
     op->out[op->outputs++] = li_tensor_make(ctx, rank, other);
   }
   if (!op->out[op->outputs - 1])
-    return li_op_no_memory(s, (size_t)li_shape_count(rank, shape) * sizeof(float));
+    return li_op_no_memory(s, li_bytes(li_shape_count(rank, shape)));
   for (int i = 0; i < op->outputs; i++) op->out[i]->own->cut = li_cut_made(op);
   if (!li_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!li_op_run(op, &status)) {
@@ -11661,7 +11662,7 @@ LI_FN luna_tensor *li_finish_like(li_build *s, const luna_tensor *t) {
 /* Takes a gradient. A new one is zeroed unless `set`. A view has a part of its owner's. */
 LI_HOT bool li_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   luna_tensor *owner = li_base(t);
-  const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
+  const size_t bytes = li_bytes(luna_count(owner));
   void *memory = NULL;
   if (!owner->own->has_grad) {
     if (owner->own->maker && !owner->own->keep_grad && !t->own->keep_grad) {
@@ -11857,7 +11858,7 @@ LI_FN luna_status li_walk_failed(luna_ctx *ctx, const luna_op *op, luna_status s
   char name[64];
   size_t bytes = op->backward_workspace_size;
   for (int i = 0; i < op->inputs; i++)
-    if (op->in[i] && op->in[i]->needs_grad) bytes += (size_t)luna_count(op->in[i]) * sizeof(float);
+    if (op->in[i] && op->in[i]->needs_grad) bytes += li_bytes(luna_count(op->in[i]));
   if (status == LUNA_OK) return li_fail_backward(ctx, bytes);
   li_print(name, sizeof name, "luna_backward of %s", luna_op_name(op->kind));
   return li_backend_result(ctx, name, status);
@@ -11886,7 +11887,7 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
 LI_FN void li_gradients_forget(luna_ctx *ctx);
 LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values) {
   static const char name[] = "luna_write_grad";
-  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  const size_t bytes = li_bytes(luna_count(t));
   if (!t) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = t->ctx;
   if (!t->parameter || !t->needs_grad) return li_fail_status(ctx, LUNA_ERROR_GRAD_OF, t);
@@ -12078,7 +12079,7 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   /* The state's nonfinite came from the loss of these gradients. */
   if (status == LUNA_OK && !ctx->options.measure) status = ctx->backend->begin(ctx, ctx->state, false, true);
   for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
-    const size_t bytes = (size_t)luna_count(&p->tensor) * sizeof(float);
+    const size_t bytes = li_bytes(luna_count(&p->tensor));
     if (p->tensor.grad) status = ctx->backend->zero(ctx, p->tensor.grad, bytes);
   }
   return status;
@@ -12096,7 +12097,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     if (name && !strstr(p->name, name)) continue;
     matched++;
     if (t->needs_grad != frozen) continue;
-    const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+    const size_t bytes = li_bytes(luna_count(t));
     const luna_status status = t->grad ? ctx->backend->zero(ctx, t->grad, bytes) : LUNA_OK;
     if (status != LUNA_OK) return li_backend_result(ctx, __func__, status);
 
@@ -12176,7 +12177,7 @@ LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, 
   for (int64_t at = 0; at < all && status == LUNA_OK && !t->ctx->options.measure; at += 1024) {
     const int64_t n = li_min(1024, all - at);
     li_first_values(&f, block, at, n);
-    status = t->ctx->backend->copy(t->ctx, t->data + at, block, (size_t)n * sizeof(float), 1);
+    status = t->ctx->backend->copy(t->ctx, t->data + at, block, li_bytes(n), 1);
   }
 
   return status;
@@ -12230,7 +12231,7 @@ LI_FN luna_status li_fill(luna_ctx *ctx, float *data, const li_st_tensor *t) {
       part.count = li_min(1024, t->count - at);
       part.bytes = (size_t)(part.count * size);
       li_st_floats(&part, block);
-      status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
+      status = ctx->backend->copy(ctx, data + at, block, li_bytes(part.count), 1);
     }
   }
 
@@ -12294,9 +12295,9 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   const size_t name_size = strlen(name) + 1;
   li_names names = params->names;
   if (!li_persist(ctx, sizeof(li_param) + name_size, false, &memory) || !li_names_grow(ctx, &names, params->size) ||
-      (!params->shared && !li_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
+      (!params->shared && !li_persist(ctx, li_bytes(count), true, &data))) {
     li_persistent_rewind(ctx, mark);
-    li_fail_memory(ctx, "luna_param", (size_t)count * sizeof(float));
+    li_fail_memory(ctx, "luna_param", li_bytes(count));
     return NULL;
   }
 
@@ -12751,7 +12752,7 @@ LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
 #define LI_KERNEL_OP(name, kept_floats) \
   LI_FN void li_##name##_query(luna_op *op) { \
     li_##name a; \
-    if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
+    if (op->training) op->kept_size = li_bytes(kept_floats); \
     li_##name##_args(op, &a); \
     op->workspace_size = li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, false); \
     op->backward_workspace_size = li_##name##_scratch(li_k(op), &a, op->ctx->parallel.threads, true); \
@@ -12841,7 +12842,7 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
       for (int64_t j = 0; j < shape[2]; j++) {
         const int64_t n = li_min(run, shape[3] - first), at = (i * shape[2] + j) * shape[3] + first;
         const int64_t row = i / shape[1] * stride[0] + i % shape[1] * stride[1] + j * stride[2] + first * stride[3];
-        if (stride[3] == 1 && !back) memcpy(w.to + at, w.from + row, (size_t)n * sizeof(float));
+        if (stride[3] == 1 && !back) memcpy(w.to + at, w.from + row, li_bytes(n));
         else if (stride[3] == 1) li_k(op)->add(n, w.to + row, w.from + at, w.to + row);
         else if (!back)
           for (int64_t k = 0; k < n; k++) w.to[at + k] = w.from[row + k * stride[3]];
@@ -12905,7 +12906,7 @@ LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna
     float *to = to_whole ? inside : alone;
     const float *from = to_whole ? alone : inside;
     if (back) li_k(op)->add(width, to, from, to);
-    else li_copy(to, from, (size_t)width * sizeof(float));
+    else li_copy(to, from, li_bytes(width));
   }
 }
 
@@ -12962,7 +12963,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
 LI_FN luna_status li_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   for (int64_t i = 0; i < op->arg.expand.count; i++)
-    memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
+    memcpy(op->out[0]->data + i * n, op->in[0]->data, li_bytes(n));
   return LUNA_OK;
 }
 LI_FN luna_status li_expand_backward(luna_op *op) { /* dy [count,...] -> dx [...] */
@@ -12994,7 +12995,7 @@ LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   }
 #endif
   for (int64_t i = first; i < last; i++)
-    memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
+    memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, li_bytes(d));
 }
 LI_HOT void li_embedding_back(luna_op *op, int64_t first, int64_t last) { /* dy [b,n,d] -> dtable [v,d] */
   const int64_t d = li_last(op->out[0]), count = li_rows(op->out[0]);
@@ -13117,7 +13118,7 @@ LI_FN luna_status li_elementwise_forward(luna_op *op) {
    gradient up to sign, that is read instead. Then it is summed over each broadcast axis. */
 LI_FN bool li_gives_grad(const luna_op *op) { return li_ops[op->kind].reads == 0; }
 LI_FN void li_elementwise_query(luna_op *op) {
-  size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
+  size_t bytes = li_bytes(luna_count(op->out[0]));
   if (!li_gives_grad(op)) bytes *= 2;
   if (LI_TRAINS && op->training) {
     for (int k = 0; k < op->inputs; k++)
@@ -13143,7 +13144,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
     for (int b = 0; b < LUNA_MAX_RANK; b++) sums[(b >= a) + (b > a)] *= shape[b];
     left /= shape[a];
     float *to = left == 1 ? op->in[k]->grad : next;
-    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(sums[0] * sums[2]) * sizeof(float));
+    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, li_bytes(sums[0] * sums[2]));
     li_sum_axis(op, sums, factor, from, to);
     shape[a] = 1;
     factor = 1;
@@ -13296,8 +13297,8 @@ LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
     const bool masked = r % x->shape[1] >= op->lengths[r / x->shape[1]];
     float *to = w.to + r * n;
     if (!masked && back) li_k(op)->add(n, to, w.from + r * n, to);
-    else if (!masked) memcpy(to, w.from + r * n, (size_t)n * sizeof(float));
-    else if (!back) memset(to, 0, (size_t)n * sizeof(float));
+    else if (!masked) memcpy(to, w.from + r * n, li_bytes(n));
+    else if (!back) memset(to, 0, li_bytes(n));
   }
 }
 
@@ -13322,7 +13323,7 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
 /* --- sum, mean: x [outer,axis,inner] -> y [outer,inner] --- */
 LI_FN luna_status li_reduce_forward(luna_op *op) {
   const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
-  memset(op->out[0]->data, 0, (size_t)(shape[0] * shape[2]) * sizeof(float));
+  memset(op->out[0]->data, 0, li_bytes(shape[0] * shape[2]));
   li_sum_axis(op, shape, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
   return LUNA_OK;
 }
@@ -13344,7 +13345,7 @@ LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; r += n) {
       n = li_min(li_min(256, last - r), axis - r % axis);
       for (int64_t i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
-      if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
+      if (set) memcpy(dx + r, same, li_bytes(n));
       else li_k(op)->add(n, dx + r, same, dx + r);
     }
   }
@@ -13627,7 +13628,7 @@ LI_FN void li_linear_product(const luna_op *op, int which, li_gemm *g) {
 LI_FN void li_linear_query(luna_op *op) {
   size_t slope = 0; /* It holds dy before the activation or dropout. */
   if (op->dots && !li_op_int8(op, 1)) return;
-  if (li_linear_changes(op)) slope = li_round((size_t)luna_count(op->out[0]) * sizeof(float));
+  if (li_linear_changes(op)) slope = li_round(li_bytes(luna_count(op->out[0])));
   if (op->training && op->activation != LI_NO_ACTIVATION) op->kept_size = slope;
   li_products_query(op, li_linear_product, slope);
 }
@@ -13860,7 +13861,7 @@ LI_FN void li_feed_forward_query(luna_op *op) {
   li_ffn_work w;
   op->kept_size = 0;
   if (op->training && !op->arg.feed_forward.recompute)
-    op->kept_size = (size_t)(li_rows(op->in[0]) * li_ffn_row(op)) * sizeof(float);
+    op->kept_size = li_bytes(li_rows(op->in[0]) * li_ffn_row(op));
   op->workspace_size = li_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = li_ffn_start(&w, op, true, NULL);
 }
@@ -13953,7 +13954,7 @@ LI_FN luna_status li_feed_forward_backward(luna_op *op) { /* dy [...,o] -> dx [.
     if (!op->kept_size) li_ffn_multiply(&w, 0);
     if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
       li_each(parallel, w.rows, li_ffn_before, &w);
-    li_clear(w.sums, (size_t)(LI_FFN_PARTS * (w.hidden + w.out)) * sizeof(float));
+    li_clear(w.sums, li_bytes(LI_FFN_PARTS * (w.hidden + w.out)));
     for (int which = 2; which < 4; which++) li_ffn_multiply(&w, which);
     li_each(parallel, LI_FFN_PARTS, li_ffn_slope, &w);
     const li_matrix sums = li_dense(w.sums, LI_FFN_PARTS, w.hidden + w.out);
@@ -14013,7 +14014,7 @@ LI_HOT void li_softmax_body(luna_op *op, int64_t first, int64_t last) {
   for (int64_t r = first; r < last; r++) {
     const int64_t width = li_softmax_width(op, r);
     li_k(op)->softmax(1, width, op->in[0]->data + r * n, op->out[0]->data + r * n);
-    memset(op->out[0]->data + r * n + width, 0, (size_t)(n - width) * sizeof(float));
+    memset(op->out[0]->data + r * n + width, 0, li_bytes(n - width));
   }
 }
 LI_HOT void li_softmax_back(luna_op *op, int64_t first, int64_t last) { /* dy [...,n] -> dx [...,n] */
@@ -14133,7 +14134,7 @@ LI_FN void li_layer_norm_back(luna_op *op, int64_t first, int64_t last) { /* dy 
     if (li_grad(op, 1)) a.dweight = sums;
     if (li_grad(op, 2)) a.dbias = sums + a.n;
     if (a.dweight || a.dbias) {
-      memset(sums, 0, (size_t)(2 * a.n) * sizeof(float));
+      memset(sums, 0, li_bytes(2 * a.n));
       li_k(op)->layer_norm_weights(&a, 0, a.n);
     }
     if (a.dx) li_k(op)->layer_norm_backward(&a);
@@ -14289,7 +14290,7 @@ LI_FN void li_sinusoids_query(luna_op *op) {
 /* Each pair (x_i, x_(i + d/2)) of a head is turned by its angle, and backward turns the gradient back. */
 LI_FN void li_rotary_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
-  op->workspace_size = li_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
+  op->workspace_size = li_angles_room(&a) + li_bytes(a.rows * a.d);
   op->backward_workspace_size = op->workspace_size;
 }
 
@@ -14866,7 +14867,7 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
   luna_tensor *const with[] = { luna_tensor_new(x->ctx, before, 3, shape), x }, *all = luna_concat(with, 2, 1);
   if (all && li_computes(x->ctx)) {
     for (int64_t b = 0; b < batch; b++)
-      memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, (size_t)(rows * d) * sizeof(float));
+      memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, li_bytes(rows * d));
   }
   return luna_slice(li_short_convolution(all, weight, bias, NULL), 1, rows, n);
 }
@@ -14891,7 +14892,7 @@ LI_HOT li_cross_entropy li_cross_entropy_args(const luna_op *op) {
   return li_cross_entropy_of(op, li_rows(op->in[0]), li_last(op->in[0]), op->in[0]->data);
 }
 LI_FN void li_cross_entropy_query(luna_op *op) {
-  const size_t rows = (size_t)li_rows(op->in[0]) * sizeof(float);
+  const size_t rows = li_bytes(li_rows(op->in[0]));
   if (op->training) op->kept_size = rows;
   op->workspace_size = rows;
 }
@@ -15058,7 +15059,7 @@ LI_FN void li_logits_panel(void *work, int64_t thread, int64_t first, int64_t la
   else li_k(w->op)->cross_entropy_backward(&a);
 }
 LI_FN void li_linear_cross_entropy_query(luna_op *op) {
-  if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * sizeof(float);
+  if (op->training) op->kept_size = li_bytes(li_rows(op->in[0]));
   op->workspace_size = li_logits_workspace(op, false);
   op->backward_workspace_size = li_logits_workspace(op, true);
 }
@@ -17061,7 +17062,7 @@ LI_ENCODER_MODEL_INIT(classifier) /* luna_classifier_init */
 LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!x || !lengths) return luna_mean(x, 1);
   luna_tensor *y = luna_sum(luna_mask(x, lengths), 1);
-  const size_t bytes = (size_t)x->shape[0] * sizeof(float);
+  const size_t bytes = li_bytes(x->shape[0]);
   float *factor = y ? (float *)li_step_host(x->ctx, "luna_classifier_pool", bytes) : NULL;
   if (!factor) return NULL;
   for (int64_t b = 0; b < x->shape[0]; b++)
@@ -17324,6 +17325,7 @@ typedef struct li_trained {
 } li_trained;
 typedef struct li_group { luna_param_group group; struct li_group *next; } li_group;
 struct luna_optimizer {
+  luna_ctx *ctx;
   luna_params *params;
   luna_optimizer_kind kind;
   const luna_optimizer_hook *hook; /* LUNA_OPTIMIZER_HOOK's, else null */
@@ -17368,7 +17370,7 @@ LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
 
 /* Adds the set's parameters from index `size` on, with zero moments: all of them, or none if memory is out. */
 LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
-  luna_ctx *ctx = o->params->ctx;
+  luna_ctx *ctx = o->ctx;
   const int64_t size = o->params->size;
   const li_persistent_mark mark = li_persistent(ctx);
   void *trained, *parts, *table = NULL, *moment;
@@ -17386,14 +17388,14 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
     t->averaged = false;
     li_rates_set(o, t);
     for (int i = 0; i < o->kept && good; i++) {
-      good = li_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment);
+      good = li_persist(ctx, li_bytes(luna_count(t->tensor)), true, &moment);
       t->moment[i] = (float *)moment;
     }
   }
 
   if (!good) {
     li_persistent_rewind(ctx, mark);
-    return li_fail_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
+    return li_fail_memory(ctx, name, li_bytes(luna_params_element_count(o->params)));
   }
   o->trained = (li_trained *)trained;
   o->parts = (luna_update *)parts;
@@ -17467,6 +17469,7 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
   memset(&like, 0, sizeof like);
   like.kind = kind;
   like.hook = hook;
+  like.ctx = ctx;
   like.params = params;
   if (config) like.config = *config;
   li_optimizer_default(&like);
@@ -17518,7 +17521,7 @@ LI_FN bool li_group_keep(luna_optimizer *o, const luna_param_group *group) {
     *at = kept->next;
     name = kept->group.name;
   } else {
-    kept = (li_group *)li_persist_host(o->params->ctx, "luna_optimizer_add_group", sizeof *kept + size);
+    kept = (li_group *)li_persist_host(o->ctx, "luna_optimizer_add_group", sizeof *kept + size);
     if (!kept) return false;
     name = (char *)memcpy(kept + 1, name, size);
   }
@@ -17531,7 +17534,7 @@ LI_FN bool li_group_keep(luna_optimizer *o, const luna_param_group *group) {
   return true;
 }
 LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *o, const luna_param_group *group) {
-  luna_ctx *ctx = o ? o->params->ctx : NULL;
+  luna_ctx *ctx = o ? o->ctx : NULL;
   int64_t matched = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
   if (!li_is_given(ctx, __func__, "group", group != NULL) ||
@@ -17551,7 +17554,7 @@ LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *o, const luna_para
    does not. */
 LI_FN luna_status li_optimizer_ready(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
-  luna_ctx *ctx = o->params->ctx;
+  luna_ctx *ctx = o->ctx;
   if (o->swapped) return li_fail_status(ctx, LUNA_ERROR_AVERAGE_SWAPPED, "luna_optimizer_step");
   if (ctx->status != LUNA_OK && ctx->status != LUNA_NOT_FINITE) return ctx->status;
   return li_optimizer_join(o, "luna_optimizer_step");
@@ -17577,8 +17580,8 @@ LI_FN const li_trained *li_rates_too_large(const luna_optimizer *o, float lr) {
 }
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   luna_status status = li_optimizer_ready(o);
-  if (status != LUNA_OK || o->params->ctx->options.measure) return status;
-  luna_ctx *ctx = o->params->ctx;
+  if (status != LUNA_OK || o->ctx->options.measure) return status;
+  luna_ctx *ctx = o->ctx;
   ctx->unread = true;
   const float lr = li_scheduled_lr(o, o->attempts);
   const li_trained *large = li_rates_too_large(o, lr);
@@ -17591,16 +17594,15 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
 
 /* Begins an average at the parameter's value. */
 LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
-  luna_ctx *ctx = o->params->ctx;
+  luna_ctx *ctx = o->ctx;
   if (o->kept == o->moments || t->averaged || ctx->options.measure) return LUNA_OK;
   t->averaged = true;
-  return ctx->backend->copy(ctx, t->moment[o->moments], t->tensor->data, (size_t)luna_count(t->tensor) * sizeof(float),
-                            0);
+  return ctx->backend->copy(ctx, t->moment[o->moments], t->tensor->data, li_bytes(luna_count(t->tensor)), 0);
 }
 
 /* Lists the parameters that have a gradient, and copies changes of the list to the device. */
 LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
-  luna_ctx *ctx = o->params->ctx;
+  luna_ctx *ctx = o->ctx;
   int64_t reached = 0, first = 0;
   bool changed = false;
   luna_status status = LUNA_OK;
@@ -17630,7 +17632,7 @@ LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
 }
 
 LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
-  luna_ctx *ctx = o->params->ctx;
+  luna_ctx *ctx = o->ctx;
   luna_status (*const call)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
                             int64_t count) = update ? ctx->backend->update : ctx->backend->norm;
   if (!ctx->trace) return call(ctx, rule, o->parts, o->table, o->reached);
@@ -17647,7 +17649,7 @@ LI_FN luna_status li_optimizer_call(luna_optimizer *o, const luna_rule *rule, bo
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_status status = li_optimizer_ready(o);
   if (status != LUNA_OK) return status;
-  luna_ctx *ctx = o->params->ctx;
+  luna_ctx *ctx = o->ctx;
   const luna_optimizer_config *c = &o->config;
   o->backwards = ctx->backwards;
   ctx->writes++;
@@ -17668,15 +17670,15 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
 }
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   luna_status status = li_optimizer_ready(o);
-  if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
-    return li_fail_status(o->params->ctx, LUNA_ERROR_NO_BACKWARD);
+  if (status == LUNA_OK && o->backwards == o->ctx->backwards)
+    return li_fail_status(o->ctx, LUNA_ERROR_NO_BACKWARD);
   if (status == LUNA_OK) status = luna_optimizer_advance(o);
   if (status == LUNA_OK) return luna_optimizer_apply(o);
   return status;
 }
 
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
-  luna_ctx *ctx = o ? o->params->ctx : NULL;
+  luna_ctx *ctx = o ? o->ctx : NULL;
   void *scratch;
   if (!o) return LUNA_BAD_ARGUMENT;
   if (o->kept == o->moments) return li_fail_status(ctx, LUNA_ERROR_AVERAGE_NONE);
@@ -17689,7 +17691,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   for (const li_trained *t = o->trained; t < o->trained + o->size; t++) {
     if (!t->averaged || ctx->options.measure) continue;
     for (int64_t at = 0; at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
-      const size_t bytes = (size_t)li_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE) * sizeof(float);
+      const size_t bytes = li_bytes(li_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE));
       void *const moves[] = { scratch, t->tensor->data + at, t->moment[o->moments] + at, scratch };
       for (int i = 0; i < 3 && status == LUNA_OK; i++)
         status = ctx->backend->copy(ctx, moves[i], moves[i + 1], bytes, 0);
@@ -17703,7 +17705,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
 
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (!li_is_rate(o->params->ctx, __func__, "lr", lr)) return o->params->ctx->last_status;
+  if (!li_is_rate(o->ctx, __func__, "lr", lr)) return o->ctx->last_status;
   o->config.lr = lr;
   return LUNA_OK;
 }
@@ -17714,7 +17716,7 @@ LUNA_API float luna_optimizer_lr(const luna_optimizer *o) {
 LI_FN luna_step_state li_optimizer_state(const luna_optimizer *o) {
   luna_step_state none;
   memset(&none, 0, sizeof none);
-  if (o) return li_state_of(o->params->ctx, o->state);
+  if (o) return li_state_of(o->ctx, o->state);
   return none;
 }
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *o) { return (int64_t)li_optimizer_state(o).updates; }
@@ -17803,7 +17805,7 @@ LI_FN bool li_st_put_entry(li_st_writer *w, const char *name, const char *dtype,
   return true;
 }
 LI_FN void li_st_fetch(li_st_writer *w, float *block, const float *from, int64_t n) {
-  const size_t bytes = (size_t)n * sizeof(float);
+  const size_t bytes = li_bytes(n);
   if (!w->device) memcpy(block, from, bytes);
   else w->failed = w->device->backend->copy(w->device, block, from, bytes, 2) != LUNA_OK;
 }
@@ -17817,7 +17819,7 @@ LI_FN void li_st_put_tensor(li_st_writer *w, const char *name, const luna_tensor
   for (int64_t i = 0; i < count && !w->failed; i += step) {
     const int64_t n = li_min(step, count - i);
     if (w->device || !li_st_little()) li_st_fetch(w, block, data + i, n);
-    if (li_st_little()) li_st_write_bytes(w, w->device ? block : data + i, (size_t)n * sizeof(float));
+    if (li_st_little()) li_st_write_bytes(w, w->device ? block : data + i, li_bytes(n));
     for (int64_t k = 0; !li_st_little() && k < n; k++) li_st_write_little(w, li_bits_of(block[k]), 4);
   }
 }
@@ -18271,7 +18273,7 @@ LI_FN bool li_kept_find(const li_st *st, const li_kept *kept, li_st_tensor *out)
 LI_FN float *li_state_bytes(const luna_lm_state *s, luna_tensor *like);
 LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
   const luna_optimizer *o = (const luna_optimizer *)optimizer;
-  luna_ctx *ctx = o->params->ctx;
+  luna_ctx *ctx = o->ctx;
   luna_step_state updates, step;
   li_kept kept;
   char text[17];
@@ -18314,12 +18316,12 @@ LI_FN luna_status li_optimizer_compare(const luna_optimizer *o, const li_st *st,
     name = hook;
   }
   if (kind == (uint64_t)o->kind && strcmp(name, own) == 0) return LUNA_OK;
-  return li_fail_status(o->params->ctx, LUNA_ERROR_OPTIMIZER_KIND, o->params->ctx->call, li_file_name(o->params->ctx),
+  return li_fail_status(o->ctx, LUNA_ERROR_OPTIMIZER_KIND, o->ctx->call, li_file_name(o->ctx),
                         name, own);
 }
 
 LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_counters *c) {
-  luna_ctx *ctx = o->params->ctx;
+  luna_ctx *ctx = o->ctx;
   const char *file = li_file_name(ctx);
   uint64_t value[LI_COUNTERS];
   li_kept kept;
@@ -18369,7 +18371,7 @@ LI_FN luna_status li_state_find(const luna_params *params, const li_st *st, li_s
   if (!params->state) return LUNA_OK;
   (void)li_state_bytes(params->state, &like);
   if (li_st_find(st, LI_STATE, bytes) && li_st_like(bytes, &like) &&
-      bytes->bytes == (size_t)bytes->count * sizeof(float) && li_state_places(params->state, bytes)) return LUNA_OK;
+      bytes->bytes == li_bytes(bytes->count) && li_state_places(params->state, bytes)) return LUNA_OK;
   return li_fail_status(params->ctx, LUNA_ERROR_STATE_MISSING, params->ctx->call, li_file_name(params->ctx));
 }
 /* Tells options.log if a run resumes with other products, or without its carried state. */
@@ -18763,7 +18765,7 @@ LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_
 LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file) {
   luna_optimizer *o = (luna_optimizer *)(uintptr_t)optimizer;
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (o->swapped) return li_fail_status(o->params->ctx, LUNA_ERROR_AVERAGE_SWAPPED, __func__);
+  if (o->swapped) return li_fail_status(o->ctx, LUNA_ERROR_AVERAGE_SWAPPED, __func__);
   luna_status status = li_optimizer_join(o, __func__);
   for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) {
     const bool averaged = o->trained[i].averaged;
@@ -18771,10 +18773,10 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_fi
     o->trained[i].averaged = averaged;
   }
   if (status != LUNA_OK) return status;
-  return li_save(o->params->ctx, __func__, li_put_training, o, &file);
+  return li_save(o->ctx, __func__, li_put_training, o, &file);
 }
 LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
-  return li_read_file(o ? o->params->ctx : NULL, __func__, li_load_training, o, &file);
+  return li_read_file(o ? o->ctx : NULL, __func__, li_load_training, o, &file);
 }
 #endif
 
@@ -18843,7 +18845,7 @@ LI_FN bool li_stream_rounds_scores(const luna_stream *s) {
 typedef struct li_state_part { void *at; size_t bytes; } li_state_part;
 LI_FN li_state_part li_state_part_of(const li_past *past, const luna_layer_config *c, int64_t batch, int part) {
   const int64_t mean = c->dim * c->memory, weights = c->forget ? c->heads * c->memory : 0;
-  li_state_part p = { past->history, (size_t)(li_max(0, c->convolution - 1) * c->dim) * sizeof(float) };
+  li_state_part p = { past->history, li_bytes(li_max(0, c->convolution - 1) * c->dim) };
   if (part == 3) return p;
   p.at = past->state + part * batch * mean;
   p.bytes = (size_t)(part < 2 ? mean : weights) * sizeof(double);
@@ -18872,7 +18874,7 @@ LI_FN bool li_stream_move(luna_stream *s, void *to, const void *from, size_t byt
 }
 /* Copies a tensor's values to lasting memory of the stream. The tensor is null if earlier ops failed. */
 LI_FN bool li_stream_store(luna_stream *s, void *to, const luna_tensor *t) {
-  return t && li_stream_move(s, to, t->data, (size_t)luna_count(t) * sizeof(float), 0);
+  return t && li_stream_move(s, to, t->data, li_bytes(luna_count(t)), 0);
 }
 
 LI_FN luna_tensor li_stream_tensor(luna_stream *s, float *data, int rank, const int64_t *shape) {
@@ -19068,7 +19070,7 @@ static const li_int8 li_int8_placeholder = { NULL, NULL, NULL, 0, 0, NULL, 0 };
 LI_FN luna_tensor *li_stream_floats(luna_stream *s, luna_tensor *w) {
   if (!w || !s->int8) return w;
   void *memory = w->data;
-  if (!memory && !li_bump_take(&s->bump, true, (size_t)luna_count(w) * sizeof(float), &memory)) return NULL;
+  if (!memory && !li_bump_take(&s->bump, true, li_bytes(luna_count(w)), &memory)) return NULL;
   if (!w->data && li_computes(&s->ctx)) li_int8_floats(w->int8, 0, w->shape[0], (float *)memory);
   return li_stream_view(s, (float *)memory, 2, w->shape[0], w->shape[1], 1);
 }
@@ -19286,7 +19288,7 @@ LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, li_part *parts, c
 }
 /* Copies the mean and the scale to the host, one after the other. */
 LI_FN bool li_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, const luna_tensor *scale) {
-  const size_t bytes = (size_t)luna_count(mean) * sizeof(float);
+  const size_t bytes = li_bytes(luna_count(mean));
   return li_stream_move(s, to, mean->data, bytes, 2) &&
          li_stream_move(s, li_offset(to, luna_count(mean)), scale->data, bytes, 2);
 }
@@ -19621,7 +19623,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
     if (y && at + rows < n && !li_stream_on_device(s)) finite = finite && li_are_finite(luna_count(y), y->data);
   }
 
-  if (y) (void)li_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
+  if (y) (void)li_stream_move(s, s->logits, y->data, li_bytes(luna_count(y)), 2);
   if (li_stream_status(s) != LUNA_OK || !y) return NULL;
   for (int64_t i = 0, k = s->model.config.outputs; s->model.config.output_norm && i < luna_count(y); i++)
     s->logits[i] = s->logits[i] * s->output_norm[k + i % k] + s->output_norm[i % k];
