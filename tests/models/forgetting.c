@@ -1094,29 +1094,60 @@ static void check_drift(const char *name, int64_t n) {
   }
   luna_close(m.ctx);
 }
+/* What rows write: scores at both ends, or the most to one slot; or the most to each slot in turn, so that what it
+   holds fades to 0 before it is written to again. */
+enum { AS_DRAWN, AT_ENDS, IN_TURN };
+static void call_write(call *c, int writes) {
+  for (int64_t j = 0; writes != AS_DRAWN && j < count_of(c, S); j++) {
+    const int64_t slot = j % c->slots, turn = writes == IN_TURN ? j / c->slots * 5 / c->n % c->slots : 0;
+    if (c->routed) c->in[S][j] = slot == turn ? MOST : 0;
+    else c->in[S][j] = c->in[S][j] < 0 ? -FAR : FAR;
+  }
+}
+/* single rows with a state, of slots that fade to 0 before they are written to again */
+static void check_turns(luna_isa isa, int64_t n) {
+  const ranges fastest = {3, 40, 0, true};
+  call c = call_open(1, n, 2, 3, 3, fastest);
+  call_write(&c, IN_TURN);
+  results want = results_open(&c), got = results_open(&c);
+  luna_causal_nested_args a;
+  exact_run(&c, &want);
+  args_of(&c, isa, &got, &a);
+  a.rows = 1;
+  a.state = (double *)common_alloc((size_t)(a.heads * a.slots * (2 * a.head_dim + 1)) * sizeof(double));
+  bool good = true;
+  for (; a.position < n && good; a.position++) {
+    good = luna_causal_nested_attention_f32(&a) == LUNA_OK;
+    a.out += c.dim, a.q += c.dim, a.k += c.dim, a.v += c.dim, a.s += a.heads * a.slots;
+  }
+  const double error = common_error(got.y, want.y, count_of(&c, Q), 0);
+  CHECK(good && error <= OUTPUT_LIMIT, "%s: slots that fade to 0 are off by %.3g", luna_isa_name(isa), error);
+  free(a.state);
+  results_close(&want), results_close(&got), call_close(&c);
+}
 /* gates and scores at their ends, against the recurrence in double */
 static void check_extremes(int64_t n) {
-  static const struct { const char *what; ranges r; bool far; int64_t horizon; } cases[] = {
-    {"never forgetting", {2, 40, 0, false}, false, 0},
-    {"never forgetting, scores of -15 and 15", {1, 40, 0, false}, true, 0},
-    {"seldom forgetting", {3, 8, 2, false}, false, 0},
-    {"-1 throughout, scores of -15 and 15", {1, -40, 0, false}, true, 0},
-    {"just above -1, scores of -15 and 15", {1, -15.9, 0.05, false}, true, 0},
-    {"a horizon", {4, 0, -1, false}, false, 100},
-    {"no horizon", {4, 0, -1, false}, false, 0},
-    {"routed", {3, -6, 0, true}, false, 0},
-    {"routed, never fading", {3, -40, 0, true}, false, 0},
-    {"routed, fading fastest", {3, 40, 0, true}, false, 0},
-    {"routed, never fading, all in one slot", {3, -40, 0, true}, true, 0},
-    {"routed, fading fastest, all in one slot", {3, 40, 0, true}, true, 0}};
+  static const struct { const char *what; ranges r; int writes; int64_t horizon; } cases[] = {
+    {"never forgetting", {2, 40, 0, false}, AS_DRAWN, 0},
+    {"never forgetting, scores of -15 and 15", {1, 40, 0, false}, AT_ENDS, 0},
+    {"seldom forgetting", {3, 8, 2, false}, AS_DRAWN, 0},
+    {"-1 throughout, scores of -15 and 15", {1, -40, 0, false}, AT_ENDS, 0},
+    {"just above -1, scores of -15 and 15", {1, -15.9, 0.05, false}, AT_ENDS, 0},
+    {"a horizon", {4, 0, -1, false}, AS_DRAWN, 100},
+    {"no horizon", {4, 0, -1, false}, AS_DRAWN, 0},
+    {"routed", {3, -6, 0, true}, AS_DRAWN, 0},
+    {"routed, never fading", {3, -40, 0, true}, AS_DRAWN, 0},
+    {"routed, fading fastest", {3, 40, 0, true}, AS_DRAWN, 0},
+    {"routed, never fading, all in one slot", {3, -40, 0, true}, AT_ENDS, 0},
+    {"routed, fading fastest, all in one slot", {3, 40, 0, true}, AT_ENDS, 0},
+    {"routed, fading fastest, one slot after the other", {3, 40, 0, true}, IN_TURN, 0}};
   for (int i = 0; i < (int)(sizeof cases / sizeof cases[0]); i += less_here() ? 2 : 1) {
     if (cases[i].r.routed && !routes_here()) continue;
     worst w[WORST] = {{0, ""}};
     char what[100];
     call c = call_open(1, n, 1, 2, cases[i].r.routed ? 3 : 2, cases[i].r);
     c.horizon = cases[i].horizon;
-    for (int64_t j = 0; cases[i].far && j < count_of(&c, S); j++)
-      c.in[S][j] = c.routed ? j % 3 ? 0 : MOST : c.in[S][j] < 0 ? -FAR : FAR;
+    call_write(&c, cases[i].writes);
     results want = results_open(&c);
     exact_run(&c, &want);
     call_compare(&c, &want, w);
@@ -1177,6 +1208,7 @@ int main(void) {
       check_function(isa, *usual[k / 2], k % 2 ? 3 : 1, k % 2 ? 0 : 50);
     for (int form = 0; form < forms_here(); form++) check_causality(isa, form);
     for (int m = 0; m < MODELS && !ON_DEVICE; m++) check_model_causality(model_names[m], isa);
+    if (!ON_DEVICE) check_turns(isa, TEST_QUICK ? 2000 : 16000);
     for (int k = 0; k < 2 * FORMS && isa != LUNA_ISA_REFERENCE && !ON_DEVICE; k++)
       check_threads(isa, k % 2 ? 3 : 1, k / 2);
   }
