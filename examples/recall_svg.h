@@ -4,8 +4,8 @@
      draw_slots(ctx, model)          0, or 2 after a sentence; the file is set.plot
 
    A sequence of pairs is read, up to some queries. Each head of the model's last layer has a panel with a row per slot
-   and a column per token. A square is as dark as the token's weight w in the slot: what share of an empty slot it takes
-   in. Pairs have colours: key 5 and its value, and the queries for key 5, are all of one. Noise is grey. */
+   and a column per token. A square is as dark as the token's weight w in the slot: 1 - 1/e, the largest one, is full
+   colour. Pairs have colours: key 5 and its value, and the queries for key 5, are all of one. Noise is grey. */
 #define COLUMNS 40                   /* tokens that are shown, at most */
 #define CELL 16                      /* pixels: width, and with SLOT height, of a weight */
 #define SLOT 6
@@ -53,7 +53,7 @@ static void draw_head(FILE *f, const float *w, int64_t stride, int64_t pairs, in
     fprintf(f, "<g fill=\"%s\">", colour_at(t, pairs));
     for (int64_t s = 0; s < slots; s++)
       if (w[t * stride + s] >= 0.02f)
-        fprintf(f, "<path opacity=\"%.2f\" d=\"M%lld %lldh%dv%dh-%dz\"/>", (double)w[t * stride + s],
+        fprintf(f, "<path opacity=\"%.2f\" d=\"M%lld %lldh%dv%dh-%dz\"/>", (double)w[t * stride + s] / 0.6321,
                 (long long)(LEFT + t * CELL), (long long)(y + s * SLOT), CELL, SLOT, CELL);
     fprintf(f, "</g>\n");
   }

@@ -1,5 +1,5 @@
 #!/bin/sh
-# cli.sh: examples/lm.c from outside: training, writing, measuring, wrong use, interruption. Only $BUILD/lm is needed.
+# cli.sh: examples/lm.c from outside: training, writing, measuring, wrong use and interruption. Needs lm, summary.
 cd "$(dirname "$0")/../.." || exit 1
 name=cli program=lm
 . tests/programs/cli_checks.sh
@@ -51,6 +51,20 @@ for attention in softmax linear; do
   check "and another model than Luna" differ a.safetensors o.safetensors
   refuses "only Luna attention streams" generate o.safetensors
 done
+
+# ---- a routed memory, with a gate on its output unless that is refused
+check "a routed memory trains" lm train text --forget routed --out r.safetensors --steps 60 --save-every 30 $small
+check "and learns" sh -c "tail -n 1 out | sed 's/.*went from \([0-9.]*\) to \([0-9.]*\) nats.*/\1 \2/' |
+  awk '{ exit !(\$2 < 0.8 * \$1) }'"
+check "its file says so, and that its output has a gate" \
+  sh -c "'$build/summary' r.safetensors | grep 'forget routed' | grep -q 'output_gate 1'"
+check "it writes" lm generate r.safetensors --count 20 --prompt "the moon"
+check "its training is resumed with the gate that it had" lm train text --resume r.safetensors --out r.safetensors
+check "the gate can be left out" \
+  lm train text --forget routed --output-gate no --out n.safetensors --steps 4 --save-every 2 $small
+check "and its file has none" sh -c "! '$build/summary' n.safetensors | grep -q 'output_gate 1'"
+check "nor has the training that is resumed" lm train text --resume n.safetensors --out n.safetensors
+refuses "layer.memory is 1, outside 2" train text --forget routed --memory 1 --out n.safetensors --steps 1
 rm -f o.safetensors
 
 # ---- it writes, and measures

