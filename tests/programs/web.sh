@@ -18,7 +18,9 @@ cat >"$build/web/native.c" <<'END'
 #include <stdio.h>
 #include <time.h>
 void page_write(const void *bytes, size_t size) { (void)bytes, (void)size; }
-static bool write_to(void *file, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)file) == size; }
+static bool write_to(void *file, const void *bytes, size_t size) {
+  return fwrite(bytes, 1, size, (FILE *)file) == size;
+}
 /* Writes a model whose memory is routed, to look at. */
 static int write_routed(const char *path) {
   FILE *file = fopen(path, "wb");
