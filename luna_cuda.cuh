@@ -4519,6 +4519,9 @@ struct lunacu_causal_luna {
   lunacu_causal_rows out() const { return of(op->out[0], op->out[0]->data); }
   lunacu_causal_rows out_grad() const { return of(op->out[0], op->out[0]->grad); }
 };
+static bool lunacu_routed(const luna_op *op) { return op->inputs > 4 && op->in[4]->rank == 1; }
+/* the fades [heads] of a routed memory, or null */
+static const float *lunacu_fades(const luna_op *op) { return lunacu_routed(op) ? op->in[4]->data : NULL; }
 /* a launch for the window's rows of slots */
 #define LUNACU_SLOT_ROWS(c, kernel, ...) \
   LUNACU_LAUNCH(kernel, (unsigned)((c).sweep.span.items * lunacu_divide_up((c).sweep.span.rows, LUNACU_BLOCK / \
@@ -4547,18 +4550,31 @@ static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c,
   if (backward) c->h = lunacu_causal_own(lunacu_take(&at, floats * rows), rows, heads, c->slots);
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
-/* of a memory that forgets: the log of a gate out of its logit, and a score within its bounds; a NaN stays one */
-LUNACU_INLINE float lunacu_forget_gate(float x) {
-  const float log = (fminf(x, 0) - log1pf(expf(-fabsf(x)))) * (1.0f / 16);
-  return log < -1 ? -1 : log;
+/* of a memory that forgets: how fast the slots of a head fade where it is routed, else -1; the log of a gate out of its
+   logit, or out of what a token writes; and a token's weight, out of a score within its bounds. A NaN stays one */
+LUNACU_INLINE float lunacu_route_fade(const float *fade, int64_t head) {
+  return fade ? lunacu_activation(LUNA_ACTIVATION_SIGMOID, fade[head]) / 4 : -1;
+}
+LUNACU_INLINE float lunacu_forget_gate(float x, float fade) {
+  const float log = fade < 0 ? (fminf(x, 0) - log1pf(expf(-fabsf(x)))) * (1.0f / 16) : log1pf(-x);
+  return (log < -1 ? -1 : log) - (fade < 0 ? 0 : fade);
 }
 LUNACU_INLINE float lunacu_forget_score(float s) {
   return s < -LUNA_FORGET_SCORE ? -LUNA_FORGET_SCORE : s > LUNA_FORGET_SCORE ? LUNA_FORGET_SCORE : s;
 }
+LUNACU_INLINE float lunacu_forget_weight(float s, float fade) { return fade < 0 ? expf(lunacu_forget_score(s)) : s; }
+/* What the routed memory adds to a slot's score, the log c + ln Z of its weight. An empty slot gets -1e30, and a Z so
+   large that what is divided by it is 0. */
+LUNACU_INLINE float lunacu_route_log(float *z, float c) {
+  const float log = logf(*z > 1e37f ? 0 : *z * (float)(1 / LUNA_FORGET_SCALE)) + c;
+  if (!(log < LUNA_ROUTE_EMPTY + 32)) return log;
+  *z = 1e38f;
+  return -1e30f;
+}
 /* Of a stream: row after row, with the means of all rows before in double, as the CPU has them. Block: a head of a
    sequence */
 struct lunacu_causal_stream {
-  const float *q, *k, *v, *s, *gates; /* gates: of a memory that forgets, or null */
+  const float *q, *k, *v, *s, *gates, *fade; /* gates: of a memory that forgets, or null; routed: s, with a fade */
   float *out;
   double *room;                      /* [batch, heads, 2 slots] for A, or a row's share in the means, and W of a row */
   double *ka, *av, *weights;
@@ -4615,6 +4631,7 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
   double *room = a.room + item * 2 * a.slots;
   float *w = (float *)(room + a.slots);
   double *ka = a.ka + item * a.dim * a.slots, *av = a.av + item * a.dim * a.slots;
+  const float fade = lunacu_route_fade(a.fade, item % a.heads);
   for (int64_t t = 0; t < a.rows; t++) {
     const int64_t row = (b * a.rows + t) * a.heads + item % a.heads;
     const int64_t now = position + t + 1;
@@ -4627,9 +4644,10 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
       const float score = a.s[row * a.slots + j];
       if constexpr (Forgets) {
         double *weight = a.weights + item * a.slots + j;
-        const double own = (double)expf(lunacu_forget_score(score)) * LUNA_FORGET_SCALE;
-        const double total = (first ? 0 : *weight * exp((double)lunacu_forget_gate(a.gates[row * a.slots + j]))) + own;
-        room[j] = own / total;
+        const double own = (double)lunacu_forget_weight(score, fade) * LUNA_FORGET_SCALE;
+        const double gate = exp((double)lunacu_forget_gate(a.gates[row * a.slots + j], fade));
+        const double total = (first ? 0 : *weight * gate) + own;
+        room[j] = total == 0 ? 0 : own / total;
         *weight = total;
       } else room[j] = (double)lunacu_activation((int)a.activation, score);
     }
@@ -4639,7 +4657,10 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
                          return mean + (Forgets ? ((double)k[i] - mean) * room[j] :
                                         ((double)k[i] * room[j] - mean) * share);
                        },
-                       [&](int j, double u) { w[j] = (float)(u * a.scale); });
+                       [&](int j, double u) {
+                         float z = a.fade ? (float)a.weights[item * a.slots + j] : 0;
+                         w[j] = (float)(u * a.scale) + (a.fade ? lunacu_route_log(&z, 0) : 0);
+                       });
     lunacu_causal_softmax(w, slots, threadIdx.x, LUNACU_BLOCK, scratch);
     __syncthreads();
     lunacu_causal_mean(av, a.dim, slots, dim, first, w, sums,
@@ -4653,9 +4674,11 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
 static void lunacu_causal_luna_stream(luna_op *op) {
   const luna_tensor *q = op->in[0];
   const int64_t heads = op->arg.causal.heads;
+  const float *fade = lunacu_fades(op);
   const int64_t mean = q->shape[0] * lunacu_last(q) * lunacu_last(op->in[3]) / heads; /* numbers of ka, and of av */
   const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data,
-                                  op->inputs > 4 ? op->in[4]->data : NULL, op->out[0]->data, (double *)op->workspace,
+                                  op->inputs > 4 ? op->in[fade ? 3 : 4]->data : NULL, fade, op->out[0]->data,
+                                  (double *)op->workspace,
                                   op->state, op->state + mean, op->state + 2 * mean, op->lengths, q->shape[0],
                                   q->shape[1], heads, lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads,
                                   (int64_t)op->activation, op->position, (double)op->arg.causal.scale,
@@ -4730,11 +4753,14 @@ static void lunacu_causal_luna_backward(luna_op *op) {
      dk = F(W, H, q),  dv = F(W, R, g),  dW = F(k, q, H) + F(v, g, R) + sum dZ.
    The gradient of a gate's log is minus the sum of W dW from its row on. What that is after a chunk is also minus the
    product of the sums and their gradients, which is more exact where a slot of the chunk fades by half. A state is
-   [2 dim + 3, slots]: of k, of v, of W, and e^c as the sum of two. --- */
+   [2 dim + 3, slots]: of k, of v, of W, and e^c as the sum of two.
+   Routed: W = s e^-c, gates are ln(1 - s) less the head's fade, softmax takes U + c + ln Z, dZ = -(R dR + (U - 1) dU)
+   / Z, and W dW - dU takes the place of W dW in the gradient of a gate's log. --- */
 struct lunacu_forgetting {
-  lunacu_causal_luna luna;           /* a: W of the window; w: R, of the window in forward; h: H */
+  lunacu_causal_luna luna;           /* a: W of the window; w: R, before it c, of the window in forward; h: H */
   lunacu_causal_rows u, z, dz, dw;   /* dw: of the window */
   float *sums, *totals;              /* backward: the states before all chunks; of the window's, sums of W dW */
+  float *fades;                      /* routed: parts of the gradient of fade, [batch, chunks, slots, heads] */
   double *carried;                   /* of totals */
 };
 /* A thread's slot, and 8 rows of a chunk: rows 8 lane + i, in the sweep's order */
@@ -4766,18 +4792,20 @@ LUNACU_INLINE double lunacu_forget_before(double x, lunacu_shared<double> sums, 
   return before;
 }
 /* W, and what the state has of W and of e^c. z: gets the sums of W up to each row; in reverse it is dZ, and the state
-   gets its sum. The order is that of time. */
+   gets its sum. The order is that of time. c: where it goes, if anywhere. */
 __global__ void __launch_bounds__(LUNACU_BLOCK)
 lunacu_forget_weights_kernel(lunacu_causal_span span, lunacu_causal_rows s, lunacu_causal_rows gates,
-                             lunacu_causal_rows w, lunacu_causal_rows z, int slots) {
+                             lunacu_causal_rows w, lunacu_causal_rows z, lunacu_causal_rows logs, const float *fades,
+                             int slots) {
   LUNACU_SHARED(double, shared, LUNACU_BLOCK);
   const lunacu_forget_place p = lunacu_forget_place_of(span, slots);
+  const float faded = lunacu_route_fade(fades, p.chunk.head);
   const bool reverse = span.step < 0;
   const int rows = p.real ? p.chunk.rows : 0;
   const auto place = [&](int i) { return reverse ? rows - 1 - (8 * p.lane + i) : 8 * p.lane + i; };
   double sum = 0, so_far[8], all;
   LUNACU_UNROLL for (int i = 0; i < 8; i++) {
-    if (8 * p.lane + i < rows) sum += (double)lunacu_forget_gate(*lunacu_forget_at(gates, p, place(i)));
+    if (8 * p.lane + i < rows) sum += (double)lunacu_forget_gate(*lunacu_forget_at(gates, p, place(i)), faded);
     so_far[i] = sum;
   }
   const double before = lunacu_forget_before(sum, shared, &all), fade = exp(all);
@@ -4786,9 +4814,10 @@ lunacu_forget_weights_kernel(lunacu_causal_span span, lunacu_causal_rows s, luna
     const double c = before + so_far[i];
     const float high = (float)c, rest = (float)(c - (double)high);
     if (8 * p.lane + i < rows) {
-      const float score = lunacu_forget_score(*lunacu_forget_at(s, p, place(i)));
-      const float weight = expf(score) * (expf(-high) * ((1 - rest) * (float)LUNA_FORGET_SCALE));
+      const float weight = lunacu_forget_weight(*lunacu_forget_at(s, p, place(i)), faded) *
+                           (expf(-high) * ((1 - rest) * (float)LUNA_FORGET_SCALE));
       *lunacu_forget_at(w, p, place(i)) = weight;
+      if (logs.at) *lunacu_forget_at(logs, p, place(i)) = high;
       sum += (double)(reverse ? *lunacu_forget_at(z, p, place(i)) : weight);
     }
     so_far[i] = sum;
@@ -4809,9 +4838,9 @@ LUNACU_INLINE float lunacu_forget_dropped(float x, const lunacu_forget_drop &d, 
   const int64_t row = (l.batch * d.rows + d.first + l.row) * d.heads + l.head;
   return lunacu_dropped(x, lunacu_drop(d.dropout, row * d.slots + j));
 }
-/* Z += the state's; U /= Z; R = softmax U / Z */
+/* Z += the state's; U /= Z; R = softmax U / Z, or of U + c + ln Z where the memory is routed */
 __global__ void lunacu_forget_softmax_kernel(lunacu_causal_span span, lunacu_causal_rows u, lunacu_causal_rows z,
-                                             lunacu_causal_rows r, lunacu_forget_drop drop) {
+                                             lunacu_causal_rows r, lunacu_forget_drop drop, bool routed) {
   const int slots = (int)drop.slots;
   const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
   float *at_u = lunacu_causal_line_in(u, l), *at_z = lunacu_causal_line_in(z, l), *at_r = lunacu_causal_line_in(r, l);
@@ -4820,7 +4849,8 @@ __global__ void lunacu_forget_softmax_kernel(lunacu_causal_span span, lunacu_cau
                         span.states + (item * span.stride + chunk + 1) * span.size - 3 * slots;
   for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) {
     at_z[j] += before ? before[j] : 0;
-    at_r[j] = at_u[j] /= at_z[j];
+    const float log = routed ? lunacu_route_log(&at_z[j], at_r[j]) : 0;
+    at_r[j] = (at_u[j] /= at_z[j]) + log;
   }
   lunacu_causal_softmax(at_r, l.slots, l.lane, LUNACU_SLOT_LANES, nullptr);
   for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES)
@@ -4829,12 +4859,14 @@ __global__ void lunacu_forget_softmax_kernel(lunacu_causal_span span, lunacu_cau
 /* R and dZ; dR becomes H. Never 1 / Z^2, which leaves float's range. */
 __global__ void lunacu_forget_slopes_kernel(lunacu_causal_span span, lunacu_causal_rows u, lunacu_causal_rows z,
                                             lunacu_causal_rows r, lunacu_causal_rows dr, lunacu_causal_rows dz,
-                                            lunacu_forget_drop drop, float scale) {
+                                            lunacu_forget_drop drop, float scale, bool routed) {
   const lunacu_causal_line l = lunacu_causal_line_of(span, (int)drop.slots);
-  const float *at_u = lunacu_causal_line_in(u, l), *at_z = lunacu_causal_line_in(z, l);
-  float *p = lunacu_causal_line_in(r, l), *h = lunacu_causal_line_in(dr, l), *dp = lunacu_causal_line_in(dz, l);
+  const float *at_u = lunacu_causal_line_in(u, l);
+  float *at_z = lunacu_causal_line_in(z, l), *p = lunacu_causal_line_in(r, l), *h = lunacu_causal_line_in(dr, l),
+        *dp = lunacu_causal_line_in(dz, l);
   float mean = 0;
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) p[j] = at_u[j];
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES)
+    p[j] = at_u[j] + (routed ? lunacu_route_log(&at_z[j], p[j]) : 0);
   lunacu_causal_softmax(p, l.slots, l.lane, LUNACU_SLOT_LANES, nullptr);
   for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) {
     dp[j] = lunacu_forget_dropped(h[j] / at_z[j], drop, l, j);
@@ -4844,7 +4876,7 @@ __global__ void lunacu_forget_slopes_kernel(lunacu_causal_span span, lunacu_caus
   for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) {
     const float du = p[j] * (dp[j] - mean);
     p[j] = lunacu_forget_dropped(p[j], drop, l, j) / at_z[j];
-    dp[j] = -(p[j] * h[j] + at_u[j] * du) / at_z[j];
+    dp[j] = -(p[j] * h[j] + (at_u[j] - (routed ? 1.0f : 0.0f)) * du) / at_z[j];
     h[j] = scale * du / at_z[j];
   }
 }
@@ -4866,10 +4898,11 @@ LUNACU_INLINE void lunacu_forget_put(const lunacu_causal_rows &to, const lunacu_
   float *at = lunacu_forget_at(to, p, row);
   *at = (add ? *at : 0) + (p.real ? x : 0);
 }
-/* dW becomes W dW; ds (+)= that, within the bounds of s */
+/* dW becomes W dW; ds (+)= that, within the bounds of s. Routed, which has h: W dW - dU, and W dW / s */
 __global__ void __launch_bounds__(LUNACU_BLOCK)
 lunacu_forget_scores_kernel(lunacu_causal_span span, lunacu_causal_rows w, lunacu_causal_rows dz, lunacu_causal_rows dw,
-                            lunacu_causal_rows s, lunacu_causal_rows ds, int slots, bool add) {
+                            lunacu_causal_rows h, lunacu_causal_rows z, float scale, lunacu_causal_rows s,
+                            lunacu_causal_rows ds, int slots, bool add) {
   LUNACU_SHARED(double, shared, LUNACU_BLOCK);
   const lunacu_forget_place p = lunacu_forget_place_of(span, slots);
   double sums[8], all, after = 0;
@@ -4881,7 +4914,11 @@ lunacu_forget_scores_kernel(lunacu_causal_span span, lunacu_causal_rows w, lunac
     if (p.real && row < p.chunk.rows) {
       float *at = lunacu_forget_at(dw, p, row);
       x = *at = *lunacu_forget_at(w, p, row) * (*at + (float)sums[i]);
-      x = fabsf(*lunacu_forget_at(s, p, row)) <= LUNA_FORGET_SCORE ? x : 0;
+      const float own = *lunacu_forget_at(s, p, row);
+      if (h.at) {
+        *at -= *lunacu_forget_at(h, p, row) * *lunacu_forget_at(z, p, row) / scale;
+        x = own > 0 ? x / own : 0;
+      } else x = fabsf(own) <= LUNA_FORGET_SCORE ? x : 0;
     }
     lunacu_forget_put(ds, p, row, slots, add, x);
   }
@@ -4918,20 +4955,37 @@ lunacu_forget_totals_kernel(lunacu_causal_span span, lunacu_causal_rows dw, luna
   total[slots] = ends ? 0 : 1;
   total[2 * slots] = 0;
 }
+/* The gates' gradients. Routed: they go to s, and their sum over a chunk's rows to `to` */
+struct lunacu_route_fades {
+  const float *fade;                 /* or null */
+  float *to;
+  int64_t chunks, first;             /* as of totals */
+};
 __global__ void __launch_bounds__(LUNACU_BLOCK)
 lunacu_forget_gates_kernel(lunacu_causal_span span, lunacu_causal_rows dw, const float *totals,
-                           lunacu_causal_rows gates, lunacu_causal_rows dgates, int slots, bool add) {
+                           lunacu_causal_rows gates, lunacu_causal_rows dgates, lunacu_route_fades f, int slots,
+                           bool add) {
   LUNACU_SHARED(double, shared, LUNACU_BLOCK);
   const lunacu_forget_place p = lunacu_forget_place_of(span, slots);
-  double sums[8], all, after = 0;
+  const float fade = lunacu_route_fade(f.fade, p.chunk.head);
+  double sums[8], all, after = 0, faded = 0;
   if (p.real && !p.chunk.begins) after = totals[p.chunk.state * 3 * slots + p.column];
   lunacu_forget_later(dw, p, after, shared, sums, &all);
   LUNACU_UNROLL for (int i = 0; i < 8; i++) {
     const int row = 8 * p.lane + i;
     const float x = p.real && row < p.chunk.rows ? *lunacu_forget_at(gates, p, row) : 0;
-    const float slope = lunacu_forget_gate(x) > -1 ? -1.0f / 16 / (1 + expf(x)) : 0;
+    float slope = 0;
+    if (f.fade) slope = x > 0 ? 1 / (1 - x) : 0;
+    else if (lunacu_forget_gate(x, fade) > -1) slope = -1.0f / 16 / (1 + expf(x));
     lunacu_forget_put(dgates, p, row, slots, add, slope == 0 ? 0 : slope * (float)sums[i]);
+    if (p.real && row < p.chunk.rows) faded += sums[i];
   }
+  if (!f.fade) return;
+  lunacu_forget_before(faded, shared, &all);
+  if (p.column >= slots || p.lane > 0) return;
+  const int64_t chunk = p.chunk.batch * f.chunks + f.first + p.chunk.state % span.stride;
+  f.to[(chunk * slots + p.column) * span.heads + p.chunk.head] =
+      (float)all * fade * lunacu_activation(LUNA_ACTIVATION_SIGMOID, -f.fade[p.chunk.head]);
 }
 
 static size_t lunacu_forget_start(const luna_op *op, lunacu_forgetting *f, bool backward, void *workspace) {
@@ -4962,6 +5016,8 @@ static size_t lunacu_forget_start(const luna_op *op, lunacu_forgetting *f, bool 
     if (s->chunks > 1) f->sums = lunacu_take(&at, s->span.items * s->chunks * s->span.size);
     if (s->chunks > 1) f->totals = lunacu_take(&at, 3 * each * s->window);
     if (s->chunks > s->window) f->carried = (double *)lunacu_take(&at, 2 * 3 * each);
+    if (lunacu_routed(op))
+      f->fades = lunacu_take(&at, each * s->chunks + lunacu_row_sums_floats(1, each * s->chunks / c->heads, c->heads));
   }
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
@@ -4983,29 +5039,28 @@ static void lunacu_causal_luna_query(luna_op *op) { /* of both */
     const int64_t blocks = (c).sweep.span.items * (c).sweep.span.chunks * lunacu_divide_up((c).slots, 32); \
     if (blocks > 0) LUNACU_LAUNCH(kernel, (unsigned)blocks, LUNACU_BLOCK, 0, (c).sweep.stream, __VA_ARGS__); \
   } while (0)
-static void lunacu_forget_weights(const lunacu_causal_luna &c, const lunacu_causal_rows &z) {
-  LUNACU_SLOT_CHUNKS(c, lunacu_forget_weights_kernel, c.sweep.span, c.in(3), c.in(4), c.a, z, c.slots);
+static void lunacu_forget_weights(const lunacu_causal_luna &c, const lunacu_causal_rows &z,
+                                  const lunacu_causal_rows &logs) {
+  LUNACU_SLOT_CHUNKS(c, lunacu_forget_weights_kernel, c.sweep.span, c.in(3), c.in(lunacu_routed(c.op) ? 3 : 4), c.a, z,
+                     lunacu_routed(c.op) ? logs : lunacu_causal_rows{}, lunacu_fades(c.op), c.slots);
 }
 static lunacu_forget_drop lunacu_forget_drop_of(const lunacu_causal_luna &c) {
   return {lunacu_op_dropout(c.op), c.sweep.rows, c.sweep.start, c.heads, c.slots};
 }
-static luna_status lunacu_forgetting_luna_forward(luna_op *op) {
+static void lunacu_forgetting_luna_forward(luna_op *op) {
   lunacu_forgetting f;
   lunacu_causal_luna &c = f.luna;
-  if (op->in[4]->rank == 1)
-    return lunacu_fail(op->ctx, LUNA_UNSUPPORTED, "luna_cuda.cuh has no routed memory yet: it runs on the CPU");
-  if (op->state) return lunacu_causal_luna_stream(op), LUNA_OK;
+  if (op->state) return lunacu_causal_luna_stream(op);
   lunacu_forget_start(op, &f, false, op->workspace);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
     const lunacu_causal_rows k = c.in(1), v = c.in(2), u = op->training ? lunacu_causal_windowed(c.sweep, f.u) : f.u,
         z = op->training ? lunacu_causal_windowed(c.sweep, f.z) : f.z;
-    lunacu_forget_weights(c, z);
+    lunacu_forget_weights(c, z, c.w);
     lunacu_causal_luna_states(c, k, v, c.a, c.a);
     lunacu_causal_luna_run(c, {c.in(0), k, c.a, u, op->arg.causal.scale, false}, 0, true);
-    LUNACU_SLOT_ROWS(c, lunacu_forget_softmax_kernel, u, z, c.w, lunacu_forget_drop_of(c));
+    LUNACU_SLOT_ROWS(c, lunacu_forget_softmax_kernel, u, z, c.w, lunacu_forget_drop_of(c), lunacu_routed(op));
     lunacu_causal_luna_run(c, {c.w, c.a, v, c.out(), 1, false}, 1, false);
   }
-  return LUNA_OK;
 }
 /* dR, and out of it H, R, dZ and dq; the states stay for the way back */
 static void lunacu_forget_up(luna_op *op, lunacu_forgetting *f) {
@@ -5017,11 +5072,11 @@ static void lunacu_forget_up(luna_op *op, lunacu_forgetting *f) {
     const auto windowed = [&](const lunacu_causal_rows &m) { return lunacu_causal_windowed(c.sweep, m); };
     const lunacu_causal_rows k = c.in(1), v = c.in(2), h = windowed(c.h);
     if (f->sums) span->states = f->sums + first * span->size;
-    lunacu_forget_weights(c, f->dw);   /* whose place takes sums that are not needed */
+    lunacu_forget_weights(c, f->dw, windowed(c.w)); /* dw takes sums that are not needed */
     lunacu_causal_luna_states(c, k, v, c.a, c.a);
     lunacu_causal_luna_run(c, {c.out_grad(), v, c.a, h, 1, false}, 1, true);
     LUNACU_SLOT_ROWS(c, lunacu_forget_slopes_kernel, windowed(f->u), windowed(f->z), windowed(c.w), h,
-                     windowed(f->dz), lunacu_forget_drop_of(c), op->arg.causal.scale);
+                     windowed(f->dz), lunacu_forget_drop_of(c), op->arg.causal.scale, lunacu_routed(op));
     lunacu_causal_luna_run(c, {h, c.a, k, c.grad(0), 1, !lunacu_sets(op, 0)}, 0, false);
   }
   span->states = states;
@@ -5031,9 +5086,12 @@ static void lunacu_forget_up(luna_op *op, lunacu_forgetting *f) {
 static void lunacu_forget_window(luna_op *op, const lunacu_forgetting &f) {
   const lunacu_causal_luna &c = f.luna;
   const lunacu_causal_span &span = c.sweep.span;
-  LUNACU_SLOT_CHUNKS(c, lunacu_forget_scores_kernel, span, c.a, lunacu_causal_windowed(c.sweep, f.dz), f.dw, c.in(3),
-                     c.grad(3), c.slots, !lunacu_sets(op, 3));
-  if (!op->in[4]->grad) return;
+  const bool routed = lunacu_routed(op);
+  LUNACU_SLOT_CHUNKS(c, lunacu_forget_scores_kernel, span, c.a, lunacu_causal_windowed(c.sweep, f.dz), f.dw,
+                     routed ? lunacu_causal_windowed(c.sweep, c.h) : lunacu_causal_rows{},
+                     lunacu_causal_windowed(c.sweep, f.z), op->arg.causal.scale, c.in(3), c.grad(3), c.slots,
+                     !lunacu_sets(op, 3));
+  if (!routed && !op->in[4]->grad) return;
   if (f.totals) {
     const lunacu_forget_totals t = {f.sums, f.totals, f.carried, c.sweep.chunks, c.sweep.first};
     lunacu_causal_span of_totals = span;
@@ -5043,8 +5101,10 @@ static void lunacu_forget_window(luna_op *op, const lunacu_forgetting &f) {
     LUNACU_SLOT_CHUNKS(c, lunacu_forget_totals_kernel, span, f.dw, t, c.slots);
     lunacu_causal_scan<LUNACU_FADES_SLOTS>(c.sweep, of_totals);
   }
-  LUNACU_SLOT_CHUNKS(c, lunacu_forget_gates_kernel, span, f.dw, f.totals, c.in(4), c.grad(4), c.slots,
-                     !lunacu_sets(op, 4));
+  const int from = routed ? 3 : 4;
+  const lunacu_route_fades fades = {lunacu_fades(op), f.fades, c.sweep.chunks, c.sweep.first};
+  LUNACU_SLOT_CHUNKS(c, lunacu_forget_gates_kernel, span, f.dw, f.totals, c.in(from), c.grad(from), fades, c.slots,
+                     routed || !lunacu_sets(op, 4));
 }
 static void lunacu_forgetting_luna_backward(luna_op *op) {
   const bool weights = op->in[3]->grad || op->in[4]->grad, falls = op->in[1]->grad || op->in[2]->grad || weights;
@@ -5055,7 +5115,7 @@ static void lunacu_forgetting_luna_backward(luna_op *op) {
   for (int64_t first = 0; falls && lunacu_causal_go(&c.sweep, first, true); first += c.sweep.window) {
     const lunacu_causal_rows q = c.in(0), g = c.out_grad(), h = lunacu_causal_windowed(c.sweep, c.h),
         r = lunacu_causal_windowed(c.sweep, c.w);
-    lunacu_forget_weights(c, lunacu_causal_windowed(c.sweep, f.dz));
+    lunacu_forget_weights(c, lunacu_causal_windowed(c.sweep, f.dz), {});
     lunacu_causal_luna_states(c, q, g, h, r);
     lunacu_causal_luna_run(c, {c.a, h, q, c.grad(1), 1, !lunacu_sets(op, 1)}, 0, false);
     lunacu_causal_luna_run(c, {c.a, r, g, c.grad(2), 1, !lunacu_sets(op, 2)}, 1, false);
@@ -5064,6 +5124,53 @@ static void lunacu_forgetting_luna_backward(luna_op *op) {
     lunacu_causal_luna_run(c, {c.in(2), g, r, f.dw, 1, true}, 1, true);
     lunacu_forget_window(op, f);
   }
+  const int64_t parts = op->in[0]->shape[0] * c.sweep.chunks * c.slots;
+  if (lunacu_routed(op) && op->in[4]->grad)
+    lunacu_row_sums(op, f.fades, 1, parts, c.heads, op->in[4]->grad, 1, !lunacu_sets(op, 4),
+                    f.fades + parts * c.heads);
+}
+
+/* --- route: in router, strength. Each token and head writes to two slots: a, b --- */
+struct lunacu_routes {
+  const float *router, *strength, *dy;
+  float *y, *drouter, *dstrength;
+  int64_t count, slots;
+};
+__global__ void lunacu_route_kernel(lunacu_routes r, bool back) {
+  for (int64_t i = lunacu_index(); i < r.count; i += lunacu_stride()) {
+    const float *x = r.router + i * r.slots, logit = r.strength[i];
+    float *y = r.y + i * r.slots;
+    int64_t a = x[1] > x[0], b = 1 - a;
+    for (int64_t j = 2; j < r.slots; j++) {
+      const bool first = x[j] > x[a];
+      if (first || x[j] > x[b]) b = first ? a : j;
+      if (first) a = j;
+    }
+    const float strength = lunacu_activation(LUNA_ACTIVATION_SIGMOID, lunacu_forget_score(logit)),
+        ratio = expf(lunacu_activation(LUNA_ACTIVATION_SOFTPLUS, -x[a]) -
+                     lunacu_activation(LUNA_ACTIVATION_SOFTPLUS, -x[b])), /* of the sigmoids: at most 1 */
+        own = 1 / (1 + ratio), other = ratio / (1 + ratio);
+    if (!back) {
+      for (int64_t j = 0; j < r.slots; j++) y[j] = 0;
+      y[a] = -expm1f(-strength * own);
+      y[b] = -expm1f(-strength * other);
+      continue;
+    }
+    const float *dy = r.dy + i * r.slots, da = dy[a] * (1 - y[a]), db = dy[b] * (1 - y[b]),
+                across = own * other * strength * (da - db);
+    if (r.dstrength && fabsf(logit) <= LUNA_FORGET_SCORE)
+      r.dstrength[i] += (own * da + other * db) * strength * (1 - strength);
+    if (!r.drouter) continue;
+    r.drouter[i * r.slots + a] += across * lunacu_activation(LUNA_ACTIVATION_SIGMOID, -x[a]);
+    r.drouter[i * r.slots + b] -= across * lunacu_activation(LUNA_ACTIVATION_SIGMOID, -x[b]);
+  }
+}
+static void lunacu_route(luna_op *op, bool back) {
+  const luna_tensor *router = op->in[0], *strength = op->in[1];
+  const int64_t count = luna_count(strength);
+  const lunacu_routes r = {router->data, strength->data, op->out[0]->grad, op->out[0]->data, router->grad,
+                           strength->grad, count, lunacu_last(router) / lunacu_last(strength)};
+  LUNACU_OVER(op, lunacu_route_kernel, count, LUNACU_BLOCK, r, back);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -5714,6 +5821,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_BOTH(CUSTOM, nothing, custom, 0)
         LUNACU_OP(UNPACK, unpack, unpack, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
         LUNACU_OP(CAUSAL_LUNA, causal_luna, causal_luna, LUNA_SETS_GRAD(4) - 1)
+        LUNACU_BOTH(ROUTE, nothing, route, 0)
         LUNACU_OP(FORGETTING_LUNA, causal_luna, forgetting_luna, LUNA_SETS_GRAD(5) - 1)
         LUNACU_OP(FEED_FORWARD, feed_forward, feed_forward,
                   LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))

@@ -82,6 +82,7 @@ static void device_cases(const device *d, const char *only) {
 
 /* ---- training: a small language model with dropout, a schedule and clipping, by each optimiser ---- */
 #define DEVICE_STEPS 4
+#define DEVICE_RUNS 5
 typedef struct device_run {
   luna_ctx *ctx;
   luna_params *params;
@@ -89,6 +90,8 @@ typedef struct device_run {
   luna_optimizer *optimizer;
 } device_run;
 static bool device_run_open(device_run *r, const device *d, int kind, uint64_t seed) {
+  static const luna_forget forget[DEVICE_RUNS] = {LUNA_FORGET_NONE, LUNA_FORGET_NONE, LUNA_FORGET_GATED,
+                                                  LUNA_FORGET_CONSTANT, LUNA_FORGET_ROUTED};
   luna_lm_config config = {0};
   luna_optimizer_config sgd = {0};
   luna_optimizer_config adamw = {0};
@@ -100,11 +103,11 @@ static bool device_run_open(device_run *r, const device *d, int kind, uint64_t s
   config.layer.memory = 4;
   config.layer.ffn = 24;
   config.layer.dropout = 0.1f;
-  /* the memories: published, with a horizon, by gates, constant */
+  /* the memories: published, with a horizon, by gates, constant, routed */
   config.layer.horizon = kind == 1 ? 7 : 0;
-  config.layer.forget = kind == 2 ? LUNA_FORGET_GATED : kind == 3 ? LUNA_FORGET_CONSTANT : LUNA_FORGET_NONE;
-  config.layer.output_gate = kind == 2;
-  config.layer.attention_dropout = kind == 2 ? 0.1f : 0;
+  config.layer.forget = forget[kind];
+  config.layer.output_gate = kind == 2 || kind == 4;
+  config.layer.attention_dropout = kind == 2 || kind == 4 ? 0.1f : 0;
   sgd.momentum = 0.9f;
   sgd.lr = 0.05f;
   adamw.clip = 0.5f;
@@ -115,7 +118,7 @@ static bool device_run_open(device_run *r, const device *d, int kind, uint64_t s
   r->ctx = device_open(d, seed);
   r->params = r->ctx ? luna_params_open(r->ctx) : NULL;
   if (!r->params || luna_lm_init(&r->lm, r->params, &config) != LUNA_OK) return false;
-  r->optimizer = kind == 0 ? luna_sgd(r->params, &sgd) : kind == 1 ? luna_adam(r->params, &adamw) : kind == 2 ?
+  r->optimizer = kind == 0 ? luna_sgd(r->params, &sgd) : kind == 1 ? luna_adam(r->params, &adamw) : kind != 3 ?
       luna_adamw(r->params, &adamw) : luna_apollo(r->params, &apollo);
   return r->optimizer != NULL;
 }
@@ -137,8 +140,8 @@ static float device_step(device_run *r, int step) {
   return loss;
 }
 static void device_training(const device *d) {
-  static const char *const kinds[4] = {"SGD", "Adam", "AdamW", "Apollo"};
-  for (int kind = 0; kind < 4; kind++) {
+  static const char *const kinds[DEVICE_RUNS] = {"SGD", "Adam", "AdamW", "Apollo", "AdamW, routed"};
+  for (int kind = 0; kind < DEVICE_RUNS; kind++) {
     device_run on_host, on_device;
     const bool open = device_run_start(&on_host, NULL, kind, 5, kinds[kind]);
     if (device_run_start(&on_device, d, kind, 5, kinds[kind]) && open) {
@@ -493,7 +496,7 @@ static void device_random_weights(luna_params *params) { /* no norm or bias that
   }
 }
 
-enum { STREAM_VOCAB = 29, STREAM_KINDS = 10, STREAM_TOKENS = 60 };
+enum { STREAM_VOCAB = 29, STREAM_KINDS = 12, STREAM_TOKENS = 60 };
 typedef struct device_models { /* [0] on the CPU, [1] on the device */
   luna_ctx *ctx[2];
   luna_lm lm[2];
@@ -506,7 +509,8 @@ static bool device_models_open(device_models *m, const device *d, int kind) {
       activations[3] = {LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU};
   static const luna_positions positions[3] = {LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED};
   static const int64_t convolutions[4] = {0, 4, 1, 7};
-  const bool unfolded = kind == 1 || kind == 4 || kind == 7;
+  const bool unfolded = kind == 1 || kind == 4 || kind == 7 || kind == 10;
+  const bool wide = kind == 8 || kind == 9 || kind == 11; /* more than a block has threads */
   luna_lm_config config = {0};
   luna_params *params[2];
   config.vocab = STREAM_VOCAB;
@@ -525,11 +529,11 @@ static bool device_models_open(device_models *m, const device *d, int kind) {
   config.layer.horizon = kind == 3 ? 17 : 0;
   config.layer.forget = kind == 7 ? LUNA_FORGET_CONSTANT : LUNA_FORGET_NONE;
   if (kind == 5 || kind == 9) config.layer.forget = LUNA_FORGET_GATED;
-  config.layer.output_gate = kind == 5;
-  /* more than a block has threads */
-  if (kind >= 8) config.layers = 1, config.layer.memory = 258, config.layer.dim = 260, config.layer.heads = 1;
+  if (kind >= 10) config.layer.forget = LUNA_FORGET_ROUTED;
+  config.layer.output_gate = kind == 5 || kind == 10;
+  if (wide) config.layers = 1, config.layer.memory = 258, config.layer.dim = 260, config.layer.heads = 1;
   memset(m, 0, sizeof *m);
-  m->config.batch = kind < 2 || kind >= 8 ? 1 : 3;
+  m->config.batch = kind < 2 || wide ? 1 : 3;
   m->config.chunk = 5;
   for (int i = 0; i < 2; i++) {
     m->ctx[i] = device_open(i ? d : NULL, 3);
@@ -600,7 +604,7 @@ static void device_stream_kind(const device *d, int kind) {
       device_stream_run(other, batch, tokens, again);
       CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0,
             "streams, kind %d: a second stream has other bits: %s", kind, common_where(again, got, all));
-      for (unsigned seed = 2; d->seed && (kind == 2 || kind == 4) && seed <= 3; seed++) {
+      for (unsigned seed = 2; d->seed && (kind == 2 || kind == 4 || kind == 10) && seed <= 3; seed++) {
         d->seed(seed);
         luna_stream_reset(other);
         CHECK(luna_stream_position(other) == 0, "streams, kind %d: a reset stream is at %lld", kind,
@@ -855,7 +859,7 @@ static void device_decoder(const device *d, int kind) {
 }
 static void device_serving(const device *d) {
   for (int kind = 0; kind < STREAM_KINDS; kind++) device_stream_kind(d, kind);
-  device_misfits(d, LUNA_FORGET_NONE), device_misfits(d, LUNA_FORGET_GATED);
+  device_misfits(d, LUNA_FORGET_NONE), device_misfits(d, LUNA_FORGET_GATED), device_misfits(d, LUNA_FORGET_ROUTED);
   device_stream_apart(d);
   device_stream_at(d, 1000000000);
   device_stream_at(d, 0);
