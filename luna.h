@@ -4468,6 +4468,17 @@ LI_INLINE void LI_K(tile_sums_store)(float *to, int64_t step) {
   LI_MEMORY;
 }
 
+/* Prefetches four rows of the block at (row, j): of C, or of its words and their slope. */
+LI_INLINE void LI_K(tile_ahead)(const li_target *t, int64_t row, int64_t j) {
+  for (const int64_t end = row + 4; row < end; row++) {
+    const int64_t at = row * t->words_row + j / 2;
+    const float *c = t->sum + row * t->sum_row + j, *more = c + 16;
+    if (t->words) c = t->words + at, more = t->slope ? t->slope + at : c;
+    _mm_prefetch((const char *)c, _MM_HINT_T1);
+    _mm_prefetch((const char *)more, _MM_HINT_T1);
+  }
+}
+
 /* Computes the block of rows x columns at (row, j) of C, both at most 32. a holds words, b whole blocks of lines, and
    tail the last, partial block. */
 LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t rows, int64_t columns,
@@ -4476,8 +4487,7 @@ LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t
   const bool tall = rows > 16, wide = columns > 16, whole = rows == 32 && columns == 32;
   const float *from = li_from(w->from, row * w->from_row + j);
   float *const c = t->sum + row * t->sum_row + j, *const to = w->direct && whole ? c : edge;
-  const float *next = c + 32; /* This is the next panel's block of C; a step prefetches four rows. */
-  int64_t step = w->from_row, lines = t->words ? 0 : 8;
+  int64_t step = w->from_row, next = row;
   if (from && !whole) {
     for (int64_t r = 0; r < rows; r++)
       for (int64_t l = 0; l < 32; l += VF)
@@ -4496,11 +4506,8 @@ LI_INLINE void LI_K(tile_block)(li_tile_work *w, int64_t row, int64_t j, int64_t
       _tile_dpbf16ps(1, 4, 7);
     }
     if (w->late) LI_K(tile_late)(w, 4);
-    if (lines-- > 0)
-      for (int i = 0; i < 4; i++, next += t->sum_row) {
-        _mm_prefetch((const char *)next, _MM_HINT_T1);
-        _mm_prefetch((const char *)(next + 16), _MM_HINT_T1);
-      }
+    if (next < row + 32) LI_K(tile_ahead)(t, next, j + 32);
+    next += 4;
     if (w->coming) LI_K(tile_coming)(w, w->share);
     if (tall) {
       _tile_loadd(5, a + 16 * w->a_row, 4 * w->a_row);
@@ -4784,6 +4791,7 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
   }
   /* With few rows, panels are used at once and should stay in the cache. */
   p.columns = g->m <= 2 * mr ? 4 * nr : LI_NC / nr * nr;
+  if (products->words && g->k <= LI_KC / 2) p.columns *= 2; /* Words are half as large. */
   p.columns = li_min(p.columns, li_divide_up(li_max(g->n, 1), nr) * nr);
   p.b_size = g->b_panels ? 0 : p.columns * li_divide_up(block_k, products->pair);
   if (LI_BF16(g)) p.a_size = li_words_size(kernels, g->a_row == 1 && g->a_column != 1);
