@@ -8040,16 +8040,6 @@ LI_FN void li_forget_out_down(const li_causal_chunk *c) {
                             a->scale, dw, li_offset(a->grad_s, s.at - a->s), c->h);
 }
 
-/* Leaves the sum over an item's slots, as the sum of two floats, where the first chunk's sums are. Nothing else reads
-   these then. */
-LI_HOT void li_route_total(const li_sweep *s, int64_t item, const float *totals) {
-  const int64_t l = li_luna_slots(s->luna, item);
-  float *at = s->sums + item * s->chunks * s->slots * s->unit;
-  double sum = 0;
-  for (int64_t i = 0; i < 2 * l; i++) sum += (double)totals[i];
-  at[0] = (float)sum;
-  at[1] = (float)(sum - (double)at[0]);
-}
 LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   const li_causal_luna *a = s->luna;
@@ -8071,16 +8061,19 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
         }
       s->kernels->forget_gates(gates, a->routed, c.h, after, li_offset(to, gates.at - from));
     }
-    if (a->routed) li_route_total(s, item, after + 2 * li_luna_slots(a, item));
+
+    const int64_t l = li_luna_slots(a, item);
+    double sum = 0;
+    for (int64_t i = 2 * l; i < 4 * l; i++) sum += (double)after[i];
+    if (a->routed) s->sums[item * s->chunks * a->slots * s->unit] = (float)sum; /* the first chunk's, which are free */
   }
 }
-/* Adds the gradient of the routed memory's fades, item after item. */
+/* Adds the gradient of the routed memory's fades, item after item, from these sums. */
 LI_FN void li_route_fades(const li_sweep *s) {
   const li_causal_luna *a = s->luna;
   for (int64_t item = 0; item < s->items && a->grad_forget; item++) {
-    const float *sum = s->sums + item * s->chunks * a->slots * s->unit, *fade = a->forget + item % a->heads;
-    const float slope = li_luna_fade(a, item) * li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -*fade);
-    a->grad_forget[item % a->heads] += (sum[0] + sum[1]) * slope;
+    const float slope = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, -a->forget[item % a->heads]);
+    a->grad_forget[item % a->heads] += s->sums[item * s->chunks * a->slots * s->unit] * li_luna_fade(a, item) * slope;
   }
 }
 
