@@ -1104,6 +1104,27 @@ static void call_write(call *c, int writes) {
     else c->in[S][j] = c->in[S][j] < 0 ? -FAR : FAR;
   }
 }
+/* a slot that alone is written to, with weights around the one below which it is empty: nothing is read then */
+static void check_empty(luna_isa isa) {
+  static const float weights[3] = {0, 0.98e-12f, 1.06e-12f};
+  const ranges lasting = {3, -40, 0, true};
+  luna_ctx *ctx = ctx_open(isa, 1);
+  for (int i = 0; i < 3; i++) {
+    call c = call_open(1, 1, 1, 4, 2, lasting);
+    results want = results_open(&c), got = results_open(&c);
+    c.in[S][0] = weights[i], c.in[S][1] = 0;
+    exact_run(&c, &want);
+    const bool good = call_run(ctx, &c, true, &got) &&
+                      common_error(got.y, want.y, count_of(&c, Q), 1e-6) <= OUTPUT_LIMIT;
+    CHECK(good && (rms(got.y, count_of(&c, Q)) > 0) == (i == 2), "%s: a slot that weighs %g", luna_isa_name(isa),
+          (double)weights[i]);
+    for (int j = 0; j < INPUTS && i < 2; j++)
+      CHECK(max_of(got.grad[j], count_of(&c, j)) == 0, "%s: %s of a slot that weighs %g has a gradient",
+            luna_isa_name(isa), input_names[j], (double)weights[i]);
+    results_close(&want), results_close(&got), call_close(&c);
+  }
+  luna_close(ctx);
+}
 /* single rows with a state, of slots that fade to 0 before they are written to again */
 static void check_turns(luna_isa isa, int64_t n) {
   const ranges fastest = {3, 40, 0, true};
@@ -1208,6 +1229,7 @@ int main(void) {
       check_function(isa, *usual[k / 2], k % 2 ? 3 : 1, k % 2 ? 0 : 50);
     for (int form = 0; form < forms_here(); form++) check_causality(isa, form);
     for (int m = 0; m < MODELS && !ON_DEVICE; m++) check_model_causality(model_names[m], isa);
+    if (routes_here()) check_empty(isa);
     if (!ON_DEVICE) check_turns(isa, TEST_QUICK ? 2000 : 16000);
     for (int k = 0; k < 2 * FORMS && isa != LUNA_ISA_REFERENCE && !ON_DEVICE; k++)
       check_threads(isa, k % 2 ? 3 : 1, k / 2);
