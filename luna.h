@@ -63,11 +63,10 @@
      opened with options.measure computes nothing: after one dry run of the same calls at the largest sizes, with the
      same threads, isa and loaded files, luna_memory(ctx).peak is the exact size of that block. A stream has its own
      memory.
-     Within a step, layers and models are scopes (luna_scope_begin). A scope's end releases the values of the tensors
-     made in it, except its results and, in training, what backward reads and cannot compute again by cheap ops (norms,
-     embeddings, activations). So an inference of many layers takes little more than one of two. To read a hidden value,
-     or return one from an attention hook, call luna_keep; otherwise it may be gone. luna_backward releases the gradient
-     of an op's result after its last use, unless luna_require_grad asked for it.
+     Within a step, layers and models are scopes, whose ends release the values that nothing needs (luna_scope_begin).
+     So an inference of many layers takes little more than one of two. To read a hidden value, or return one from an
+     attention hook, call luna_keep; otherwise it may be gone. luna_backward releases the gradient of an op's result
+     after its last use, unless luna_require_grad asked for it.
      Folded Luna layers (luna_form) keep 2 dim + ffn floats per token for backward, or 2 dim with the feed-forward
      recomputed: layer.recompute trades time for memory and changes no bit.
 
@@ -557,10 +556,10 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* Layers free temporaries; no tape, no dropout. */
 /* A begin is either of these two. It ends all scopes and all earlier tensors, including the loss and views of
    parameters. For an ended tensor luna_item returns NaN, and every other call fails with a sentence. A pointer to one
-   stays valid until luna_close, but from the second begin on it may be another tensor: keep the numbers. Without a
-   begin, memory grows with each forward. A begin fails, once, with the first init, luna_load_model or _of,
-   luna_params_open, luna_params_share, luna_param or optimiser that failed since the begin before it. To try a file or
-   a config whose failure should have no effect, use a separate context and close it. */
+   stays valid until luna_close, but from the second begin on it may be another tensor: keep the numbers. A begin fails,
+   once, with the first init, luna_load_model or _of, luna_params_open, luna_params_share, luna_param or optimiser that
+   failed since the begin before it. To try a file or a config whose failure should have no effect, use a separate
+   context and close it. */
 /* For steps that several processes share (examples/luna_ranks.h). Says, after a begin and until the next one, which
    part of a larger batch the models' inputs are. Dropout then draws the same numbers as for the whole batch (on a
    device: other masks for each part), and the memory's slots depend on the whole batch's longest sequence. */
@@ -636,8 +635,8 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
        return luna_scope_end(s, &y, 1);
 
    The end releases the data of all tensors made since the beginning, except the results and what they are views of,
-   what luna_keep was called for, and, in training, what backward reads and cannot compute again by a few cheap ops.
-   Scopes nest. If a scope is ended again, as in a loop over layers, the results of its earlier ends are released.
+   what luna_keep was called for, and, in training, what backward reads and cannot compute again by a few cheap ops,
+   such as norms, embeddings and activations. Scopes nest. If a scope is ended again, as in a loop over layers, the results of its earlier ends are released.
    luna_scope_end returns results[0]; any entry may be null. If results is null or count is below 1, it returns null and
    releases nothing. */
 typedef struct luna_scope { luna_ctx *ctx; uint64_t own[6]; } luna_scope; /* own: luna.h's */
@@ -1539,9 +1538,8 @@ LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
 #endif
 /* Copies the values into a set whose parameters have the file's names and shapes. If the file has a model's config, the
-   set's model must have the same one, except for dropouts and max_length. luna_load_model takes the config from the
-   file; luna_load_matching compares only names and shapes. While it runs, every call that opens a file needs 8 bytes of
-   the step's memory per tensor and text pair. */
+   set's model must have the same one, except for dropouts and max_length. While it runs, every call that opens a file
+   needs 8 bytes of the step's memory per tensor and text pair. */
 LUNA_API luna_status luna_load(luna_params *params, luna_file file);
 /* Loads each parameter whose name and shape the file has, such as a pre-trained encoder into a classifier.
    LUNA_MISMATCH if nothing matches. `report`, unless null, is called with a reason for each parameter left unchanged
@@ -1571,8 +1569,7 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_insp
 LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out);
 
 /* Opens the model that a checkpoint describes: init and load in one. params must be empty. The file's sizes are checked
-   against its tensors. A model's attention hook must be in options.hooks; otherwise init the model, then call
-   luna_load. */
+   against its tensors. A model's attention hook must be in options.hooks. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
@@ -1744,9 +1741,8 @@ typedef struct luna_attention_args {
   const int32_t *lengths;            /* [batch] real keys; others are never read; 0 gives zeros. Null: all. */
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
-  bool causal;                       /* Query i sees keys j <= i, even if queries and keys differ in number. */
-  bool window;                       /* Query i sees keys j with -left <= j - i <= right, */
-  int64_t left, right;               /* which may be negative. If it sees none, it gets zeros, and log-sum-exp -Inf. */
+  bool causal, window;               /* as in luna_attention_config, */
+  int64_t left, right;               /* also if queries and keys differ in number */
   /* The probability for element ((b heads + head) queries + i) keys + j of op `dropout_op`. */
   float dropout;
   uint64_t seed;
@@ -2403,9 +2399,8 @@ LI_FN void li_each(const li_parallel *parallel, int64_t pieces, li_task task, vo
   }
 }
 
-/* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
-   under key `seed` is below `threshold` = round(65536 p); the others are multiplied by `keep` = 1/(1-p). A threshold of
-   0 means no dropout. */
+/* luna_dropout's rule for op number `op`, with threshold = round(65536 p) and keep = 1/(1-p). A threshold of 0 means no
+   dropout. */
 typedef struct li_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
@@ -2526,8 +2521,7 @@ LI_FN li_cross_entropy li_cross_entropy_rows(const li_cross_entropy *all, int64_
 /* An op of LUNA_ELEMENTWISE on n elements. step is 0 for an input that repeats, else 1. */
 typedef struct li_elements { int kind; int64_t n; const float *x[3]; int64_t step[3]; } li_elements;
 
-/* Each row: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon). With rms, y = x rstd weight and
-   rstd = 1 / sqrt(mean(x^2) + epsilon) [arXiv 1910.07467]. */
+/* A layer norm or, with rms, an RMS norm; li_layer_norm_reference has the formulas. */
 typedef struct li_layer_norm {
   bool rms;
   float epsilon;
@@ -2539,8 +2533,7 @@ typedef struct li_layer_norm {
   bool add;                       /* and with `add` to dx, else sets it. */
 } li_layer_norm;
 
-/* The short convolution over time, separately for each of n channels: y_t = bias + sum_i weight_i x_(t - width + 1 +
-   i). */
+/* The short convolution over time, separately for each of n channels. */
 typedef struct li_convolution {
   int64_t rows, n, width;
   const float *x, *history;    /* [rows, n]; [width - 1, n], null for zeros */
@@ -5042,7 +5035,7 @@ LI_FN void li_softmax_reference(int64_t rows, int64_t n, const float *x, float *
 }
 
 /* x [rows, n] -> y [rows, n]: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon). With rms the mean
-   is 0 [arXiv 1910.07467]. */
+   and the bias are 0 [arXiv 1910.07467]. */
 LI_FN void li_layer_norm_reference(const li_layer_norm *a) {
   if (a->n <= 0) return;
   for (int64_t row = 0; row < a->rows; row++) {
@@ -5289,7 +5282,7 @@ LI_FN double LI_K(sum_squares)(int64_t n, const float *x) {
 }
 LI_FN float LI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LI_K(products)(n, a, b); }
 
-/* ---- softmax: x [rows, n] -> y [rows, n], y = exp(x - max) / sum ---- */
+/* ---- softmax ---- */
 
 /* Returns what to subtract before exp: the maximum of x and `largest`, or 0 if that is -Inf. A NaN may be missed here,
    since it makes the sum of exp NaN anyway. */
@@ -5317,7 +5310,7 @@ LI_FN void LI_K(softmax_backward)(int64_t rows, int64_t n, const float *y, const
   }
 }
 
-/* ---- layer norm: x [rows, n], weight, bias [n] -> y [rows, n] ---- */
+/* ---- layer norm ---- */
 LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
   const float *x = a->x, *bias = a->bias, *const weight = a->weight;
   const int64_t n = a->n;
@@ -5487,7 +5480,7 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
   }
 }
 
-/* ---- short convolution over time, each channel alone: x [rows, n] -> y [rows, n] ---- */
+/* ---- short convolution: x [rows, n] -> y [rows, n] ---- */
 #define LI_TAPS 8               /* The stack holds this many taps and channels, transposed. */
 #define LI_TAP_COLUMNS 64
 
@@ -16845,7 +16838,6 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   return status;
 }
 
-/* Returns the matrix that gives the logits. */
 LI_FN luna_tensor *li_lm_output(const luna_lm *model) {
   if (model->output.weight) return model->output.weight;
   return model->embedding;
@@ -17153,7 +17145,6 @@ LI_FN bool li_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   return li_parts_init(params, "", parts, LI_LENGTH(parts));
 }
 LI_ENCODER_MODEL_INIT(masked_lm) /* luna_masked_lm_init */
-/* Returns the features that the logits are computed from. */
 LI_FN luna_tensor *li_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   x = li_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
   return li_normalise(&model->norm, x);
@@ -17190,7 +17181,6 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
     chosen[k++] = labels[i];
   }
 
-  /* rows at those places */
   x = luna_embedding(li_reshape(x, 2, all, model->config.encoder.layer.dim, 1, 1), places, 1, count);
   x = li_masked_lm_head(model, x);
   return li_linear_cross_entropy_loss(__func__, x, model->output, model->bias, chosen, NULL);
@@ -17238,7 +17228,6 @@ LI_FN bool li_seq2seq_init(luna_seq2seq *model, luna_params *params) {
 
 LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init */
 
-/* Returns the features [b,n,d] that the logits are computed from. */
 LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                        const char *name) {
   luna_ctx *ctx = li_encoder_ctx(&model->encoder, source, name, "source");
