@@ -69,7 +69,7 @@ static void int8_multiply(const li_int8_loops *loops, const int8_trial *t, bool 
   loops->panels(t->n, t->k, t->w->at, memory);
   for (int64_t i = 0; i < t->m; i += loops->qm) {
     const li_int8_block b = {li_min(loops->qm, t->m - i), t->n, t->k, q_row, q + i * q_row, scales + i,
-                             panels ? NULL : t->w->at, memory, t->w->scale, NULL, t->w->sums, y + i * t->n, t->n};
+                             panels ? NULL : t->w->at, memory, t->w->scale, NULL, t->w->sums, y + i * t->n, t->n, NULL, false};
     loops->rows(&b);
   }
   free(q), free(memory), free(scales);
@@ -116,6 +116,22 @@ static int int8_integer(const int8_set *set, const char *q, int64_t i) {
   }
   return set->offset ? (int)(uint8_t)q[i] - set->offset : (int8_t)q[i];
 }
+/* x[0] is 127 times an odd scale, and the others lie at most two units beside its halves. 2^-106: remainders of division
+   are denormal there. */
+static void int8_near_ties(float *x, int n, int row) {
+  static const int exponents[] = {-106, -100, -99, 0, 60, 120};
+  const int step = row / 8;
+  const float mantissa = 1 + ldexpf(step < 6 ? 1 : (float)(common_hash(3, (uint64_t)row) >> 41), -23);
+  const float scale = ldexpf(mantissa, exponents[step % 6]);
+  for (int i = 0; i < n; i++) {
+    int32_t bits;
+    x[i] = scale * ((float)i + 0.5f);
+    memcpy(&bits, x + i, sizeof bits);
+    bits += i % 5 - 2;
+    memcpy(x + i, &bits, sizeof bits);
+  }
+  x[0] = 127 * scale;
+}
 static void int8_check_rows(void) {
   enum { K = 77 };
   int8_set sets[9];
@@ -128,6 +144,7 @@ static void int8_check_rows(void) {
     common_fill(x, K, (uint64_t)row + 1, size);
     for (int i = 0; i < K && kind == 1; i++) x[i] = (float)(size * (i % 255 - 127) / 2); /* halves */
     if (kind == 1) x[0] = (float)(127 * size);
+    if (kind == 7) int8_near_ties(x, K, row);
     for (int i = 0; i < K && kind == 2; i++) x[i] = 0;
     if (kind == 3) x[row % K] = (float)NAN;
     if (kind == 4) x[row % K] = row % 16 < 8 ? (float)INFINITY : -(float)INFINITY;
@@ -154,7 +171,8 @@ static void int8_check_rows(void) {
 /* ---- the whole product ---- */
 #ifndef __wasm__                     /* it has no threads */
 static void int8_check_products(void) {
-  static const int64_t sizes[][3] = {{1, 40, 64}, {7, 100, 33}, {16, 33, 48}, {17, 70, 256}, {90, 50, 31}, {33, 1, 20}};
+  static const int64_t sizes[][3] = {{1, 40, 64}, {7, 100, 33}, {16, 33, 48}, {17, 70, 256}, {90, 50, 31}, {33, 1, 20},
+                                     {70, 70, 200}};
   int at = 0;
   while (kernels_next_products(&at))
     for (size_t z = 0; z < sizeof sizes / sizeof *sizes; z++)
