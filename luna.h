@@ -14688,15 +14688,19 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 /* --- route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
 /* A token's writes to a head: two slots, their shares r, and how strongly it writes. */
 typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing;
+LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* NaN is above all, so it shows. */
 LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float strength) {
   const float limit = 15;
   li_routing w = { { 0, 1 }, { 0, 0 }, strength };
-  if (router[1] > router[0]) w.slot[0] = 1, w.slot[1] = 0;
+  if (li_is_above(router[1], router[0])) {
+    w.slot[0] = 1;
+    w.slot[1] = 0;
+  }
   for (int64_t i = 2; i < slots; i++) {
-    if (router[i] > router[w.slot[0]]) {
+    if (li_is_above(router[i], router[w.slot[0]])) {
       w.slot[1] = w.slot[0];
       w.slot[0] = i;
-    } else if (router[i] > router[w.slot[1]]) w.slot[1] = i;
+    } else if (li_is_above(router[i], router[w.slot[1]])) w.slot[1] = i;
   }
 
   /* The smaller sigmoid over the larger one is at most 1. */

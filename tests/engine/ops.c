@@ -590,6 +590,13 @@ static void check_ties(luna_isa isa) {
       CHECK(isfinite(a->grad[row]) && (beyond ? a->grad[row] == 0 : a->grad[row] != 0),
             "%s: strength %g has the gradient %g", luna_isa_name(isa), (double)strength[row], (double)a->grad[row]);
     }
+  for (int at = 0; at < 2 * SLOTS; at++) { /* a NaN, or two, are chosen, so they show */
+    float odd[SLOTS] = {1, 2, 3, 4, 5};
+    odd[at % SLOTS] = odd[at < SLOTS ? at : 0] = (float)NAN;
+    const int64_t one[3] = {1, 1, SLOTS}, single[3] = {1, 1, 1};
+    y = luna_route(luna_tensor_new(ctx, odd, 3, one), luna_tensor_new(ctx, strength, 3, single));
+    CHECK(y && isnan(y->data[at % SLOTS]), "%s: a NaN for slot %d is lost", luna_isa_name(isa), at % SLOTS);
+  }
   luna_close(ctx);
 }
 
