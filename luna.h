@@ -636,9 +636,9 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
 
    The end releases the data of all tensors made since the beginning, except the results and what they are views of,
    what luna_keep was called for, and, in training, what backward reads and cannot compute again by a few cheap ops,
-   such as norms, embeddings and activations. Scopes nest. If a scope is ended again, as in a loop over layers, the results of its earlier ends are released.
-   luna_scope_end returns results[0]; any entry may be null. If results is null or count is below 1, it returns null and
-   releases nothing. */
+   such as norms, embeddings and activations. Scopes nest. If a scope is ended again, as in a loop over layers, the
+   results of its earlier ends are released. luna_scope_end returns results[0]; any entry may be null. If results is
+   null or count is below 1, it returns null and releases nothing. */
 typedef struct luna_scope { luna_ctx *ctx; uint64_t own[6]; } luna_scope; /* own: luna.h's */
 /* `name`, which must stay valid, is the scope's name for luna_trace; luna_scope_begin(ctx) uses the calling
    function's. */

@@ -69,7 +69,8 @@ static void int8_multiply(const li_int8_loops *loops, const int8_trial *t, bool 
   loops->panels(t->n, t->k, t->w->at, memory);
   for (int64_t i = 0; i < t->m; i += loops->qm) {
     const li_int8_block b = {li_min(loops->qm, t->m - i), t->n, t->k, q_row, q + i * q_row, scales + i,
-                             panels ? NULL : t->w->at, memory, t->w->scale, NULL, t->w->sums, y + i * t->n, t->n, NULL, false};
+                             panels ? NULL : t->w->at, memory, t->w->scale, NULL, t->w->sums, y + i * t->n, t->n, NULL,
+                             false};
     loops->rows(&b);
   }
   free(q), free(memory), free(scales);
