@@ -673,8 +673,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values);
 /* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward per begin.
    If memory runs out half-way, parameters and moments stay, the gradients of all parameters become zero, and
-   luna_optimizer_step fails until the next luna_backward: accumulated rounds must be repeated. A context that measures
-   tells beforehand how much is needed. */
+   luna_optimizer_step fails until the next luna_backward: accumulated rounds must be repeated. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
 /* Returns the number of labels, targets or rows that a mean loss of luna.h divides by, without ignored ones; -1 for a
@@ -695,8 +694,6 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count);
 /* Returns a copy whose axis i is axis axes[i] of x. */
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
-/* Returns a copy with two axes exchanged. */
-LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);
 #define LUNA_MAX_INPUTS 8            /* An op has at most this many inputs. */
 /* Concatenates up to LUNA_MAX_INPUTS tensors along an axis; their other axes must be equal. */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);
@@ -715,8 +712,6 @@ LUNA_API luna_tensor *luna_less(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_less_equal(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_equal(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_not_equal(luna_tensor *a, luna_tensor *b);
-LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b);
-LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b);
 /* Returns a where condition is not 0 (NaN is not), and b elsewhere. */
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b);
 /* Limits x to low .. high, which may be infinite. NaN stays NaN. The gradient passes where low <= x <= high. */
@@ -1258,8 +1253,8 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *in
    rounding, but logits of a large vocabulary are not stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
-/* For a model with output_norm: sets each output's mean and deviation from all training targets [rows,outputs]. NaN and
-   Inf are ignored; if nothing is left, that is an error. An output that never changes gets scale 1. */
+/* For a model with output_norm: sets each output's mean and deviation from all training targets [rows,outputs], by the
+   rules of luna_input_layer_fit. */
 LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows);
 
 /* An encoder: embeddings and encoder layers, as part of the models below. The embeddings' default scale is sqrt(dim),
@@ -3258,13 +3253,13 @@ LI_MATH vf vf_exp(vf x) {
   const vf n = LI_K(nearest)(vf_mul(x, vf_set(1.44269504f)));
   const vf r = vf_fnma(n, vf_set(-2.12194440e-4f), vf_fnma(n, vf_set(0.693359375f), x));
   const vf y = vf_select(vf_lt(x, vf_set(-87.3365402f)), vf_zero(), LI_K(exp_of)(r, n));
-  return vf_select(vf_le(x, vf_set(88.7228317f)), y, vf_mul(x, vf_set((float)INFINITY)));
+  return vf_select(vf_le(x, vf_set(88.7228317f)), y, vf_mul(x, vf_set(INFINITY)));
 }
 LI_MATH vf LI_K(exp2)(vf x) {
   const vf n = LI_K(nearest)(x);
   const vf y = vf_select(vf_lt(x, vf_set(-126.0f)), vf_zero(),
                          LI_K(exp_of)(vf_mul(vf_sub(x, n), vf_set(0.693147181f)), n));
-  return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set((float)INFINITY)));
+  return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set(INFINITY)));
 }
 /* Computes ln x for normal x = m 2^e: f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f). */
 LI_INLINE vf LI_K(log_of)(vf x) {
@@ -3282,7 +3277,7 @@ LI_MATH vf vf_log(vf x) {
   const vm tiny = vf_lt(x, vf_set(1.17549435e-38f));
   const vf y = LI_K(log_of)(vf_select(tiny, vf_mul(x, vf_set(8388608.0f)), x));
   const vf z = vf_sub(y, vf_select(tiny, vf_set(15.9423851f), vf_zero()));
-  return vf_select(vf_le(x, vf_zero()), vf_set(-(float)INFINITY), vf_select(vf_lt(x, vf_set((float)INFINITY)), z, x));
+  return vf_select(vf_le(x, vf_zero()), vf_set(-INFINITY), vf_select(vf_lt(x, vf_set(INFINITY)), z, x));
 }
 /* Computes ln(1 + x) for 0 <= x <= 1, with a first-order correction for the rounding of 1 + x. */
 LI_MATH vf LI_K(log1p)(vf x) {
@@ -3374,7 +3369,7 @@ LI_INLINE int8_t li_int8_of(float x, float scale) {
 LI_HOT float li_int8_row_scale(int64_t k, const float *x) {
   float largest = 0;
   for (int64_t i = 0; i < k; i++) {
-    if (!li_is_finite(x[i])) return (float)NAN;
+    if (!li_is_finite(x[i])) return NAN;
     if (fabsf(x[i]) > largest) largest = fabsf(x[i]);
   }
   return li_int8_scale(largest);
@@ -3680,7 +3675,7 @@ LI_FN float LI_K(int8_quantize)(int64_t k, const float *x, char *q) {
     largest = vf_max(vf_abs(v), largest);
     zero = vf_add(zero, vf_sub(v, v)); /* NaN for NaN, Inf */
   }
-  const float scale = vf_sum(zero) == 0 ? li_int8_scale(vf_hmax(largest)) : (float)NAN;
+  const float scale = vf_sum(zero) == 0 ? li_int8_scale(vf_hmax(largest)) : NAN;
   const bool some = scale > 0, fused = VF > 4 && scale > 1e-30f;
   const vf divisor = vf_set(some ? scale : 1), inverse = vf_div(vf_set(1), divisor);
   for (int64_t i = 0; i < k; i += VF) {
@@ -4231,7 +4226,7 @@ LI_FN void LI_K(finish_tile)(const li_target *t, int64_t i, int64_t j, int64_t r
 
 /* Returns the epilogue of the tile at (row, j). It writes to C or, unless null, to the buffer `edge`. */
 LI_INLINE li_epilogue LI_K(epilogue_of)(const li_target *t, int64_t row, int64_t j, float *edge) {
-  li_epilogue e = { NULL, li_nothing, edge, 0, LI_NR, t->alpha, -(float)INFINITY };
+  li_epilogue e = { NULL, li_nothing, edge, 0, LI_NR, t->alpha, -INFINITY };
   if (edge) return e;
   e.c = t->sum + row * t->sum_row + j;
   e.c_row = t->sum_row;
@@ -4559,7 +4554,7 @@ LI_FN void LI_K(panels)(li_matrix a, li_panels b, const li_target *t) {
   w.added = w.from == t->from ? NULL : t->from;
   w.direct = w.simple && first && !relu && !w.bias && !(t->finish && t->words);
   w.scale = vf_set(t->alpha);
-  w.lowest = vf_set(relu ? 0 : -(float)INFINITY);
+  w.lowest = vf_set(relu ? 0 : -INFINITY);
   memset(tail + some * 32, 0, (size_t)(16 - some) * 32 * sizeof(float) * (some > 0));
   w.across = k / 32;
   w.gap = a.row - k;
@@ -5049,11 +5044,11 @@ LI_FN float li_dot_reference(int64_t n, const float *a, const float *b) {
 /* x [rows, n] -> y [rows, n]: y = exp(x - max) / sum. A row of only -Inf gives 0. */
 LI_FN void li_softmax_reference(int64_t rows, int64_t n, const float *x, float *y) {
   for (; rows > 0; rows--, x += n, y += n) {
-    float max = -(float)INFINITY;
+    float max = -INFINITY;
     double sum = 0;
     for (int64_t i = 0; i < n; i++)
       if (x[i] > max) max = x[i];
-    if (max == -(float)INFINITY) max = 0;
+    if (max == -INFINITY) max = 0;
     for (int64_t i = 0; i < n; i++) sum += (double)(y[i] = li_exp1_scalar(x[i] - max));
     if (sum == 0) sum = 1;
     for (int64_t i = 0; i < n; i++) y[i] = (float)((double)y[i] / sum);
@@ -5096,7 +5091,7 @@ LI_FN void li_sum_rows_reference(li_matrix x, float factor, float *y) {
 
 /* loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / classes */
 LI_FN void li_cross_entropy_reference(const li_cross_entropy *a) {
-  const li_row_sums none = { 0, 0, -(float)INFINITY, 0 };
+  const li_row_sums none = { 0, 0, -INFINITY, 0 };
   for (int64_t row = 0; row < a->rows; row++) {
     const float *x = a->logits + row * a->logits_row;
     const int64_t label = a->labels[row] - a->first;
@@ -5110,7 +5105,7 @@ LI_FN void li_cross_entropy_reference(const li_cross_entropy *a) {
         s->exps *= (double)li_exp1_scalar(s->shift - x[j]);
         s->shift = x[j];
       }
-      if (x[j] != -(float)INFINITY) s->exps += (double)li_exp1_scalar(x[j] - s->shift);
+      if (x[j] != -INFINITY) s->exps += (double)li_exp1_scalar(x[j] - s->shift);
       s->logits += (double)x[j];
     }
     if (label >= 0 && label < a->columns) s->label = x[label];
@@ -5257,7 +5252,7 @@ LI_INLINE void LI_K(term)(int kind, int64_t i, int64_t left, const float *a, con
   if (kind == LI_SUM) *p = vf_add(*p, LI_K(get)(a + i, left));
   if (kind == LI_PRODUCT) *p = vf_fma(LI_K(get)(a + i, left), LI_K(get)(b + i, left), *p);
   if (kind == LI_EXP)
-    *p = vf_add(*p, vf_exp(vf_sub(LI_K(get_filled)(a + i, left, vf_set((float)-INFINITY)), shift)));
+    *p = vf_add(*p, vf_exp(vf_sub(LI_K(get_filled)(a + i, left, vf_set(-INFINITY)), shift)));
   if (kind == LI_MOMENTS) {
     const vf d = vf_sub(LI_K(get_filled)(a + i, left, shift), shift);
     *p = vf_add(*p, d);
@@ -5316,13 +5311,13 @@ LI_INLINE float LI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   for (int64_t i = 0; i < n; i += VF) max = vf_max(max, LI_K(get_filled)(x + i, n - i, max));
   largest = vf_hmax(max);
-  if (largest > (float)-INFINITY) return largest;
+  if (largest > -INFINITY) return largest;
   return 0;
 }
 
 LI_FN void LI_K(softmax)(int64_t rows, int64_t n, const float *x, float *y) {
   for (int64_t row = 0; row < rows; row++, x += n, y += n) {
-    const vf shift = vf_set(LI_K(softmax_shift)(n, x, (float)-INFINITY));
+    const vf shift = vf_set(LI_K(softmax_shift)(n, x, -INFINITY));
     for (int64_t i = 0; i < n; i += VF) LI_PUT(y, vf_exp(vf_sub(LI_GET(x), shift)));
     const double sum = LI_K(sum)(n, y);
     LI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* An empty row gives 0; NaN propagates. */
@@ -5456,13 +5451,13 @@ LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, co
   if (s->exps > 0) log_sum = (double)vf_first(vf_log(vf_set((float)s->exps)));
   double result = log_sum + ((double)s->shift - (double)s->label);
   if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-  if (s->label == -(float)INFINITY) result = log_sum + (double)INFINITY;
+  if (s->label == -INFINITY) result = log_sum + (double)INFINITY;
   if (a->lse) a->lse[row] = s->exps == 0 ? 0 : (float)((double)s->shift + log_sum);
   a->loss[row] = (float)result;
 }
 
 LI_FN void LI_K(cross_entropy)(const li_cross_entropy *a) {
-  const li_row_sums none = { 0, 0, (float)-INFINITY, 0 };
+  const li_row_sums none = { 0, 0, -INFINITY, 0 };
   for (int64_t row = 0; row < a->rows; row++) {
     const float *logits = a->logits + row * a->logits_row;
     const int64_t label = a->labels[row] - a->first;
@@ -6465,7 +6460,7 @@ LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, float *p) {
   const int64_t slots = li_real_slots(u->lengths, b, u->slots), row = b * u->rows + i;
   for (int64_t h = 0; h < u->heads; h++) {
     const int64_t at = (b * u->heads + h) * u->slots;
-    float max = -(float)INFINITY;
+    float max = -INFINITY;
     double sum = 0;
     for (int64_t l = 0; l < slots; l++) {
       float *s = p + h * u->slots + l;
@@ -9287,8 +9282,7 @@ LI_FN bool li_st_unique(const li_st *st, uint64_t *items, size_t count) {
 }
 
 /* Makes the index in names [tensors] and keys [pairs]. If keys is null, pairs are looked up by walking, and the first
-   of two equal keys counts. Tensors without data may lie anywhere. Returns null, or a sentence that says what is
-   wrong. */
+   of two equal keys counts. Tensors without data may lie anywhere. Returns what li_st_open returns. */
 LI_FN const char *li_st_index(li_st *st, uint64_t *names, uint64_t *keys) {
   li_st_tensor t;
   li_st_text key, value;
@@ -9978,7 +9972,7 @@ LI_FN bool li_is_number(luna_ctx *ctx, const char *name, const char *field, floa
          li_refuse_call(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, field, (double)value);
 }
 LI_FN bool li_is_rate(luna_ctx *ctx, const char *name, const char *field, float value) {
-  return (value >= 0 && value < (float)INFINITY) ||
+  return (value >= 0 && value < INFINITY) ||
          li_refuse_call(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value);
 }
 
@@ -10736,7 +10730,7 @@ LI_FN luna_status li_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_u
   state->norm = (float)sum;
   state->factor = 1;
   if (rule->clip > 0 && state->norm > rule->clip)
-    state->factor = state->norm < (float)INFINITY ? rule->clip / state->norm : (float)((double)rule->clip / sum);
+    state->factor = state->norm < INFINITY ? rule->clip / state->norm : (float)((double)rule->clip / sum);
   state->nonfinite = ctx->state->nonfinite || !(sum * (double)state->factor <= (double)rule->largest);
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
@@ -12896,16 +12890,6 @@ LI_FN luna_tensor *li_permute(luna_tensor *x, int a, int b, int c, int d) {
   return luna_permute(x, axes);
 }
 
-LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
-  int axes[LUNA_MAX_RANK];
-  if (!x) return NULL;
-  if (!li_has_axis(x, axis, "luna_transpose") || !li_has_axis(x, other, "luna_transpose")) return NULL;
-  for (int a = 0; a < x->rank; a++) axes[a] = a;
-  axes[axis] = other;
-  axes[other] = axis;
-  return luna_permute(x, axes);
-}
-
 /* --- slice, split: x [outer,axis,inner] -> y [outer,count,inner] --- */
 /* A slice copies a part of an axis, from `start` on, out of the whole; concat copies it into the whole. Backward adds
    the gradient in the other direction. */
@@ -13214,13 +13198,6 @@ LI_FN luna_tensor *li_binary(luna_op_kind kind, const char *name, luna_tensor *a
   }
 LUNA_BINARIES(LI_BINARY) /* Defines luna_add, luna_sub, luna_mul, luna_div, luna_less and others. */
 #undef LI_BINARY
-LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) {
-  return li_binary(LUNA_OP_LESS, "luna_greater", luna_detach(b), luna_detach(a));
-}
-
-LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
-  return li_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
-}
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
   luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   li_build s;
@@ -17900,7 +17877,7 @@ LI_FN float li_put_row(li_st_writer *w, const float *x, int64_t n, const float *
     li_st_fetch(w, block, x + i, part);
     for (int64_t j = 0; j < part && !w->failed; j++) {
       if (scale) q[j] = li_int8_of(block[j], *scale);
-      else if (!li_is_finite(block[j])) return (float)NAN;
+      else if (!li_is_finite(block[j])) return NAN;
       else if (fabsf(block[j]) > largest) largest = fabsf(block[j]);
     }
     if (scale) li_st_write_bytes(w, q, (size_t)part);
@@ -18361,7 +18338,7 @@ LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_count
   const luna_status compared = li_optimizer_compare(o, st, c->kind);
   if (compared != LUNA_OK) return compared;
   const float lr = li_float_of((uint32_t)(c->lr & UINT32_MAX));
-  if (c->lr >> 32 || !(lr >= 0 && lr < (float)INFINITY) || li_rates_too_large(o, lr))
+  if (c->lr >> 32 || !(lr >= 0 && lr < INFINITY) || li_rates_too_large(o, lr))
     return li_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, "luna.lr", file);
 
   /* luna_optimizer_advance counts attempts, luna_optimizer_apply the rest; the latter may be called less often. */
@@ -18980,7 +18957,7 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
     if (k == 0) in.tokens[i] = from->tokens[row];
     for (int64_t f = 0; f < k; f++) {
       const float x = li_stream_feature(s, from->features[row * k + f], f);
-      in.features[i * k + f] = li_feature_fits(x) ? x : (float)NAN;
+      in.features[i * k + f] = li_feature_fits(x) ? x : NAN;
     }
   }
 

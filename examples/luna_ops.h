@@ -3,10 +3,10 @@
      luna_tensor *loss = luna_huber(luna_lm_forward(&model, &input), targets, 1);
 
    It has more losses of numbers, luna_weighted_cross_entropy for rare classes, luna_soft_cross_entropy for a student
-   and its teacher, luna_stack, luna_split, luna_pad, luna_var, luna_min, luna_top_k, luna_sample_top_p and
-   luna_params_clip_grad, which run wherever luna.h does. luna_sin, luna_cos, luna_pow,
-   luna_cumsum and luna_scatter_add_rows are custom ops. They run on the CPU only, on all its threads; the bits are
-   the same for any number of threads.
+   and its teacher, luna_stack, luna_split, luna_pad, luna_transpose, luna_greater, luna_greater_equal, luna_var,
+   luna_min, luna_top_k, luna_sample_top_p and luna_params_clip_grad, which run wherever luna.h does. luna_sin,
+   luna_cos, luna_pow, luna_cumsum and luna_scatter_add_rows are custom ops. They run on the CPU only, on all its
+   threads; the bits are the same for any number of threads.
    Like luna.h's ops, all return null when they are given null or after a failure; luna_error says why. */
 #ifndef LUNA_OPS_H
 #define LUNA_OPS_H
@@ -112,6 +112,37 @@ OPS_FN luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t a
   shape[axis] = after;
   with[2] = luna_tensor_full(x->ctx, value, x->rank, shape);
   return ops_result(scope, luna_concat(with, 3, axis));
+}
+
+/* Returns a copy with two axes exchanged. */
+OPS_FN luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
+  int axes[LUNA_MAX_RANK];
+  if (!x || !ops_has_axis(x, axis, x->rank - 1, "luna_transpose") ||
+      !ops_has_axis(x, other, x->rank - 1, "luna_transpose")) return NULL;
+  for (int a = 0; a < x->rank; a++) axes[a] = a;
+  axes[axis] = other;
+  axes[other] = axis;
+  return luna_permute(x, axes);
+}
+
+/* ---- comparisons: 1 or 0, without gradient ---- */
+OPS_FN bool ops_broadcasts(const luna_tensor *a, const luna_tensor *b, const char *name) {
+  if (!a && !b) return false;
+  if (!a || !b) return ops_fail((a ? a : b)->ctx, "%s: the %s input is null", name, a ? "second" : "first") != NULL;
+  for (int i = 1; i <= a->rank && i <= b->rank; i++) {
+    const int64_t x = a->shape[a->rank - i], y = b->shape[b->rank - i];
+    if (x == y || x == 1 || y == 1) continue;
+    ops_fail(a->ctx, "%s: %s and %s do not broadcast: from the last axis on, sizes must be equal, or one of them 1",
+             name, ops_shape(a).text, ops_shape(b).text);
+    return false;
+  }
+  return true;
+}
+OPS_FN luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) {
+  return ops_broadcasts(a, b, "luna_greater") ? luna_less(b, a) : NULL;
+}
+OPS_FN luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
+  return ops_broadcasts(a, b, "luna_greater_equal") ? luna_less_equal(b, a) : NULL;
 }
 
 /* ---- reductions ---- */

@@ -361,6 +361,10 @@ static void check_weighted(luna_ctx *ctx) {
         luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(!luna_weighted_cross_entropy(NULL, labels, ones, NULL), "a loss of null");
+  x = common_tensor(ctx, 5, ROWS, CLASSES, 0, 0);
+  CHECK(!luna_greater(x, common_tensor(ctx, 5, ROWS, 0, 0, 0)) &&
+        strstr(luna_error(ctx), "luna_greater: [3,4] and [3] do not broadcast"), "%s", luna_error(ctx));
+  luna_begin_inference(ctx);
   c.smoothing = 0.2f;
   x = common_tensor(ctx, 5, ROWS, CLASSES, 0, 0);
   luna_tensor *plain = luna_cross_entropy(x, labels, &c), *loss = luna_weighted_cross_entropy(x, labels, ones, &c);

@@ -2140,10 +2140,10 @@ static void case_luna_stream_error_id(void) {
   F(luna_begin_part) \
   F(luna_options_of) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) \
   F(luna_concat) F(luna_expand) F(luna_tensor_full) F(luna_tensor_random) \
-  F(luna_transpose) F(luna_gather_rows) \
+  F(luna_gather_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_swap_average) \
   F(luna_optimizer_lr) F(luna_argmax) \
-  F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
+  F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
   F(luna_mask) F(luna_ratio) F(luna_rotary) F(luna_as_part) \
   F(luna_detach) F(luna_dropout) \
@@ -2186,7 +2186,8 @@ static void case_luna_stream_error_id(void) {
 #define COMPANIONS(F) \
   F(luna_pad) F(luna_stack) F(luna_split) F(luna_soft_cross_entropy) F(luna_huber) F(luna_quantile_loss) \
   F(luna_binary_cross_entropy) F(luna_weighted_cross_entropy) F(luna_params_clip_grad) F(luna_sin) F(luna_cos) \
-  F(luna_pow) F(luna_cumsum) F(luna_scatter_add_rows) F(luna_top_k) F(luna_min) F(luna_var) F(luna_sample_top_p)
+  F(luna_pow) F(luna_cumsum) F(luna_scatter_add_rows) F(luna_top_k) F(luna_min) F(luna_var) F(luna_sample_top_p) \
+  F(luna_transpose) F(luna_greater) F(luna_greater_equal)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define ONE_MORE(name) +1
