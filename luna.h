@@ -2835,12 +2835,12 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #undef LI_FIELD
 #endif
 
-/* .....................................................................................................................
+/* ----------------------------------------
    >>vector: VF floats at a time, and the functions that every kernel needs
    vf_fma and vf_fnma are fused where the instruction set can fuse; elsewhere they round twice. vf_max(a, b) is a > b ?
    a : b, so it is b when either is NaN. Macros that are the same in every pass are defined once. Guarded by
    tests/kernels/vectors.c.
-   .................................................................................................................. */
+   ---------------------------------------- */
 #undef LI_MM
 #undef LI_MZ
 #undef LI_SI
@@ -3346,13 +3346,13 @@ LI_FN float LI_K(each)(int kind, float a, float b, float c) {
 }
 #endif /* LI_PASS */
 
-/* .....................................................................................................................
+/* ----------------------------------------
    >>int8: y = act(x W^T + bias) + residual in 8 bits; x [m, k] float, W [n, k] li_int8 -> y [m, n]
    A row of W or x has the scale s = max |x| / 127 and the integers q = x / s, rounded to nearest, ties to even. An
    element of y is (float)(sum of q_w q_x) (s_w s_x) + bias. The sum is exact in int32 for k <= LI_INT8_MAX: it is the
    same in any order and on every machine. A row whose largest |x| is below 1e-30 counts as zeros. A row with NaN or Inf
    makes its results NaN. Guarded by tests/kernels/int8.c.
-   .................................................................................................................. */
+   ---------------------------------------- */
 #define LI_INT8_MIN 16 /* Narrower weights are not worth it. */
 #define LI_INT8_MAX 132104 /* 128 127 k < 2^31 */
 #ifdef LUNA_NO_INT8
@@ -3909,14 +3909,14 @@ LI_FN void li_int8_run(const li_kernels *kernels, const li_gemm *g, const li_par
 }
 #endif
 
-/* .....................................................................................................................
+/* ----------------------------------------
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
    B is copied into panels of NR columns, [panel][k][NR], zero padded. A tile of up to MR rows of C by one panel stays
    in registers while k runs in order over a block of KC, and blocks are added to C in order. An element's bits depend
    only on its row of A, its column of B and k. Only `dots`, for decoding, sums in another order. With `bf16`, A and
    panels are read as words of rounded numbers: a word holds two values of k in the passes _bf16 and _amx, elsewhere
    one, as float32. Guarded by tests/kernels/gemm.c, tests/kernels/bf16.c, tests/kernels/tiles.c.
-   .................................................................................................................. */
+   ---------------------------------------- */
 #ifndef LI_PASS
 /* The reference follows the definition, with sums in double. */
 LI_FN double li_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
@@ -8727,7 +8727,7 @@ LI_FN luna_status li_attention_call(const luna_attention_args *args, bool backwa
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
 
-  if (keys == 0) a.k = a.v = a.out;  /* They may be null, and an offset from null is undefined. */
+  if (keys == 0) a.k = a.v = a.out;  /* as in luna_gemm_f32 */
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_attention_scratch(kernels, &a, parallel.threads, backward), &kernels);
   const luna_status status = li_reference_status(&args->run, kernels, backward);
@@ -17402,7 +17402,6 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   return LUNA_OK;
 }
 
-/* Checks that a hook is valid and runs on the context's device. */
 LI_FN bool li_optimizer_hook_good(luna_ctx *ctx, const char *name, const luna_optimizer_hook *hook) {
   const luna_backend *backend = ctx->backend;
   if (!li_is_given(ctx, name, "hook", hook != NULL) ||
@@ -17589,7 +17588,6 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   return li_backend_result(ctx, __func__, status);
 }
 
-/* Begins an average at the parameter's value. */
 LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
   luna_ctx *ctx = o->ctx;
   if (o->kept == o->moments || t->averaged || ctx->options.measure) return LUNA_OK;
@@ -18880,7 +18878,6 @@ LI_FN luna_tensor li_stream_tensor(luna_stream *s, float *data, int rank, const 
   t.data = data;
   return t;
 }
-/* Puts a tensor into the bump arena. */
 LI_FN luna_tensor *li_stream_put(luna_stream *s, luna_tensor t) {
   void *memory;
   if (!li_bump_take(&s->bump, false, sizeof t, &memory)) return NULL;
@@ -19808,7 +19805,6 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   if (!model->params->state) model->params->state = s;
   return s;
 }
-/* Returns the half that holds the newest state. */
 LI_FN int li_state_newest(const luna_lm_state *s) {
   if (s->written && !li_step_failed(s->params->ctx)) return !s->now;
   return s->now;
