@@ -22,11 +22,6 @@ static const luna_isa isas[1] = {LUNA_ISA_BEST};
 #define ISAS ((int)(sizeof isas / sizeof isas[0]))
 /* the emulator runs a part of what takes it long, but for TEST_FULL */
 static bool less_here(void) { return ON_DEVICE && !test_full(); }
-/* whether there is a routed memory, which a device may lack */
-static bool routes_here(void) {
-  const luna_backend *device = ON_DEVICE;
-  return !device || device->op[LUNA_OP_ROUTE].forward;
-}
 
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
@@ -38,8 +33,6 @@ static bool routes_here(void) {
    head ---- */
 enum { GATED, PUBLISHED, ROUTED, FORMS };
 static const char *const form_names[FORMS] = {"forgetting", "horizon", "routed"};
-static int forms_here(void) { return routes_here() ? FORMS : ROUTED; }
-static bool here(const char *file) { return routes_here() || !strstr(file, "routed"); }
 enum { Q, K, V, S, GATES, INPUTS };
 static const char *const input_names[INPUTS] = {"q", "k", "v", "s", "gates"};
 typedef struct call {
@@ -753,7 +746,7 @@ static void check_sizes(void) {
   static const luna_activation omegas[3] = {LUNA_ACTIVATION_DEFAULT, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   for (int r = 0; r < 8; r++)
     for (int z = 0; z < 6; z++)
-      for (int form = 0; form < forms_here(); form++) {
+      for (int form = 0; form < FORMS; form++) {
         const int64_t *size = sizes[z] /* heads, head_dim, slots */, batch = z == 0 && rows[r] < 200 ? 4 : 1;
         worst w[WORST] = {{0, ""}};
         char what[120];
@@ -1163,7 +1156,6 @@ static void check_extremes(int64_t n) {
     {"routed, fading fastest, all in one slot", {3, 40, 0, true}, AT_ENDS, 0},
     {"routed, fading fastest, one slot after the other", {3, 40, 0, true}, IN_TURN, 0}};
   for (int i = 0; i < (int)(sizeof cases / sizeof cases[0]); i += less_here() ? 2 : 1) {
-    if (cases[i].r.routed && !routes_here()) continue;
     worst w[WORST] = {{0, ""}};
     char what[100];
     call c = call_open(1, n, 1, 2, cases[i].r.routed ? 3 : 2, cases[i].r);
@@ -1198,7 +1190,7 @@ static void check_orders(const ranges *of) {
 static void check_device(void) {
   const char *message = "";
   check_orders(&mixed);
-  if (routes_here()) check_orders(&routed);
+  check_orders(&routed);
   CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
   CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());
 }
@@ -1215,10 +1207,10 @@ int main(void) {
   char why[400];
   if (cuda_absent(why, sizeof why)) return CHECK(0, "%s", why), test_report(NAME);
 #endif
-  for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) if (here(ops[i])) check_op_file(ops[i]);
-  if (routes_here()) check_route_file("routed_route");
+  for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) check_op_file(ops[i]);
+  check_route_file("routed_route");
   for (int i = 0; i < MODELS; i++)
-    if (here(model_names[i]) && (!less_here() || i % 3 == 0)) check_model_file(model_names[i]);
+    if (!less_here() || i % 3 == 0) check_model_file(model_names[i]);
   check_sizes();
   for (int i = 0; i < ISAS; i++) {
     const luna_isa isa = isas[i];
@@ -1227,7 +1219,7 @@ int main(void) {
     check_clamps(isa);
     for (int k = 0; k < 6 && !ON_DEVICE; k++)
       check_function(isa, *usual[k / 2], k % 2 ? 3 : 1, k % 2 ? 0 : 50);
-    for (int form = 0; form < forms_here(); form++) check_causality(isa, form);
+    for (int form = 0; form < FORMS; form++) check_causality(isa, form);
     for (int m = 0; m < MODELS && !ON_DEVICE; m++) check_model_causality(model_names[m], isa);
     if (routes_here()) check_empty(isa);
     if (!ON_DEVICE) check_turns(isa, TEST_QUICK ? 2000 : 16000);
@@ -1240,9 +1232,7 @@ int main(void) {
     check_differences(isa, PUBLISHED, LUNA_ACTIVATION_ELU1);
   }
   for (int i = 0; i < STREAMED; i += less_here() ? 3 : 1)
-    if (here(model_names[i]))
-      check_long_stream(model_names[i],
-                        less_here() ? 150 : ON_DEVICE ? 300 : full ? 100000 : TEST_QUICK ? 1000 : 10000);
+    check_long_stream(model_names[i], less_here() ? 150 : ON_DEVICE ? 300 : full ? 100000 : TEST_QUICK ? 1000 : 10000);
   if (!ON_DEVICE) check_drift("model_routed", full ? 1 << 20 : TEST_QUICK ? 8000 : 1 << 16);
   check_extremes(less_here() ? 2200 : ON_DEVICE ? 4500 : full ? 1 << 20 : TEST_QUICK ? 2000 : 1 << 14);
   check_device();
