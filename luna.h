@@ -6885,7 +6885,7 @@ LI_HOT li_luna_state li_luna_state_of(const li_causal_luna *a, int64_t item, dou
   return s;
 }
 
-/* Returns x / y, and 0 where both are 0: a slot of the routed memory may weigh nothing. */
+/* A slot of the routed memory may weigh nothing. */
 LI_INLINE double li_quotient(double x, double y) {
   if (y == 0) return 0;
   return x / y;
@@ -6931,7 +6931,7 @@ LI_HOT float li_luna_fade(const li_causal_luna *a, int64_t item) {
   if (!a->routed) return -1;
   return li_activation_scalar(LUNA_ACTIVATION_SIGMOID, a->forget[item % a->heads]) / 4;
 }
-/* Returns what is kept of a slot's weight where a token writes s: the routed memory's gate. */
+/* Returns the routed memory's gate, where a token writes s. */
 LI_FN double li_route_reference(float s, float fade) {
   double kept = 1 - (double)s;
   if (kept < 0.36787944117144233) kept = 0.36787944117144233; /* e^-1 */
@@ -7134,7 +7134,7 @@ LI_INLINE vf LI_K(gate_log)(vf x) {
   return vf_mul(vf_sub(vf_min(vf_zero(), x), rest), vf_of(1.0 / 16));
 }
 
-/* Returns ln(1 - x) - fade, the log of what the routed memory keeps of a slot's weight where a token writes x. */
+/* Returns the log of the routed memory's gate, where a token writes x. */
 LI_INLINE vf LI_K(route_log)(vf x, float fade) {
   return vf_sub(vf_max(vf_of(-1), vf_log1p(vf_neg(x))), vf_set(fade));
 }
@@ -14665,10 +14665,9 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 /* --- route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
 /* A token's writes to a head: two slots, their shares r, and how strongly it writes. */
 typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing;
-LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* NaN is above all, so it shows. */
+LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* NaN is above all. */
 LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float strength) {
-  const float limit = 15;
-  li_routing w = { { 0, 1 }, { 0, 0 }, strength };
+  li_routing w = { { 0, 1 }, { 0, 0 }, 0 };
   if (li_is_above(router[1], router[0])) {
     w.slot[0] = 1;
     w.slot[1] = 0;
@@ -14681,16 +14680,14 @@ LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float streng
   }
 
   /* The smaller sigmoid over the larger one is at most 1. */
-  const float more = li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[0]]),
-              less = li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[1]]);
-  const float ratio = li_exp1_scalar(more - less);
-
+  const float ratio = li_exp1_scalar(li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[0]]) -
+                                     li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[1]]));
   w.share[0] = 1 / (1 + ratio);
   w.share[1] = ratio / (1 + ratio);
 
-  if (strength < -limit) w.strength = -limit;
-  if (strength > limit) w.strength = limit;
-  w.strength = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, w.strength);
+  if (strength < -15) strength = -15;
+  if (strength > 15) strength = 15;
+  w.strength = li_activation_scalar(LUNA_ACTIVATION_SIGMOID, strength);
   return w;
 }
 /* Adds the gradients of a head's row, from y and its gradient. */
@@ -16080,7 +16077,7 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
   const luna_scope scope = luna_scope_begin(x->ctx);
   const int32_t *lengths = stream ? f->past->slots : f->lengths;
   if (!packs) {
-    /* A view of the router's weight is not rounded to 8 bits. */
+    /* A view is not rounded to 8 bits. */
     luna_tensor *router = li_reshape(layer->router.weight, 2, c->heads * c->memory, c->dim, 1, 1);
     s = luna_route(luna_linear(x, router, layer->router.bias), li_project(&layer->strength, x));
     lengths = NULL;

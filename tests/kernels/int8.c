@@ -117,8 +117,8 @@ static int int8_integer(const int8_set *set, const char *q, int64_t i) {
   }
   return set->offset ? (int)(uint8_t)q[i] - set->offset : (int8_t)q[i];
 }
-/* x[0] is 127 times an odd scale, and the others lie at most two units beside its halves. 2^-106: remainders of division
-   are denormal there. */
+/* x[0] is 127 times an odd scale, and the others lie at most two units beside its halves. 2^-106: remainders of
+   division are denormal there. */
 static void int8_near_ties(float *x, int n, int row) {
   static const int exponents[] = {-106, -100, -99, 0, 60, 120};
   const int step = row / 8;
