@@ -8082,7 +8082,7 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
     if (a->routed) s->sums[item * s->chunks * a->slots * s->unit] = (float)sum; /* the first chunk's, which are free */
   }
 }
-/* Adds the gradient of the routed memory's fades, item after item, from these sums. */
+/* Adds the gradients of fades, item after item, from these sums. */
 LI_FN void li_route_fades(const li_sweep *s) {
   const li_causal_luna *a = s->luna;
   for (int64_t item = 0; item < s->items && a->grad_forget; item++) {
@@ -14663,7 +14663,7 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 #define LI_CPU_FORGETTING_LUNA LI_CPU_CAUSAL_LUNA
 
 /* --- route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
-/* A token's writes to a head: two slots, their shares r, and how strongly it writes. */
+/* A token's writes to a head: two slots, and their shares r. */
 typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing;
 LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* NaN is above all. */
 LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float strength) {
@@ -14679,7 +14679,7 @@ LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float streng
     } else if (li_is_above(router[i], router[w.slot[1]])) w.slot[1] = i;
   }
 
-  /* The smaller sigmoid over the larger one is at most 1. */
+  /* the smaller sigmoid over the larger */
   const float ratio = li_exp1_scalar(li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[0]]) -
                                      li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[1]]));
   w.share[0] = 1 / (1 + ratio);
