@@ -5140,22 +5140,20 @@ __global__ void lunacu_route_kernel(lunacu_routes r, bool back) {
   for (int64_t i = lunacu_index(); i < r.count; i += lunacu_stride()) {
     const float *x = r.router + i * r.slots, logit = r.strength[i];
     float *y = r.y + i * r.slots;
-    int64_t a = x[1] > x[0], b = 1 - a;
+    const auto above = [&](int64_t j, int64_t k) { return x[j] > x[k] || (isnan(x[j]) && !isnan(x[k])); };
+    int64_t a = above(1, 0), b = 1 - a;
     for (int64_t j = 2; j < r.slots; j++) {
-      const bool first = x[j] > x[a];
-      if (first || x[j] > x[b]) b = first ? a : j;
+      const bool first = above(j, a);
+      if (first || above(j, b)) b = first ? a : j;
       if (first) a = j;
     }
     const float strength = lunacu_activation(LUNA_ACTIVATION_SIGMOID, lunacu_forget_score(logit)),
         ratio = expf(lunacu_activation(LUNA_ACTIVATION_SOFTPLUS, -x[a]) -
                      lunacu_activation(LUNA_ACTIVATION_SOFTPLUS, -x[b])), /* of the sigmoids: at most 1 */
         own = 1 / (1 + ratio), other = ratio / (1 + ratio);
-    if (!back) {
-      for (int64_t j = 0; j < r.slots; j++) y[j] = 0;
-      y[a] = -expm1f(-strength * own);
-      y[b] = -expm1f(-strength * other);
-      continue;
-    }
+    const float more = -expm1f(-strength * own), less = -expm1f(-strength * other);
+    for (int64_t j = 0; !back && j < r.slots; j++) y[j] = j == a ? more : j == b ? less : 0;
+    if (!back) continue;
     const float *dy = r.dy + i * r.slots, da = dy[a] * (1 - y[a]), db = dy[b] * (1 - y[b]),
                 across = own * other * strength * (da - db);
     if (r.dstrength && fabsf(logit) <= LUNA_FORGET_SCORE)

@@ -901,6 +901,15 @@ static void op_windows(trial *t, int v) {
 }
 static void check_routed(void) {
   static const op_case unwritten = {"unwritten slots", op_unwritten, 2}, windows = {"windows", op_windows, 1};
+  const float odd[5] = {1, NAN, 3, NAN, 5}, zero = 0; /* a NaN is above all, so it shows */
+  const int64_t shape[3] = {1, 1, 5}, one[3] = {1, 1, 1};
+  float w[5] = {0};
+  luna_ctx *ctx = device_open(&cuda, 1);
+  luna_begin_inference(ctx);
+  luna_read(luna_route(luna_tensor_new(ctx, odd, 3, shape), luna_tensor_new(ctx, &zero, 3, one)), w);
+  CHECK(isnan(w[1]) && isnan(w[3]) && w[4] == 0, "a NaN of the router does not show: %g %g", (double)w[1],
+        (double)w[3]);
+  luna_close(ctx);
   device_case(&cuda, &windows, 0, false);
   for (int v = 0; v < unwritten.variants; v++) device_case(&cuda, &unwritten, v, false);
 }
