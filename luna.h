@@ -14665,7 +14665,7 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 /* --- route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
 /* A token's writes to a head: two slots, and their shares r. */
 typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing;
-LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* NaN is above all. */
+LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* or NaN */
 LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float strength) {
   li_routing w = { { 0, 1 }, { 0, 0 }, 0 };
   if (li_is_above(router[1], router[0])) {
