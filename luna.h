@@ -1010,7 +1010,7 @@ typedef enum luna_sharing {
 /* Whether the memory of causal Luna attention forgets, which is not in the paper. NONE, the published form, is a mean
    over the whole past. With CONSTANT each slot forgets at a learned rate, with GATED at a rate that each token decides
    (luna_causal_nested_config). With ROUTED each token writes to two slots that a router chooses (luna_route): there is
-   no P, and the layer needs at least 2 slots. It recalls single tokens better. */
+   no P, and the layer needs 2 slots or more. It recalls single tokens better. */
 typedef enum luna_forget {
   LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED, LUNA_FORGET_ROUTED
 } luna_forget;
