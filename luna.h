@@ -14679,7 +14679,7 @@ LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float streng
     } else if (li_is_above(router[i], router[w.slot[1]])) w.slot[1] = i;
   }
 
-  /* the smaller sigmoid over the larger */
+  /* smaller sigmoid over larger */
   const float ratio = li_exp1_scalar(li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[0]]) -
                                      li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[1]]));
   w.share[0] = 1 / (1 + ratio);
