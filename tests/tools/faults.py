@@ -75,14 +75,14 @@ plants("PERMUTE", "li_permute_run", "w.to[at + k] = w.from[row + k * stride[3]]"
 plants("PERMUTE", "li_permute_run", "first * stride[3]", index="(first - (first > 0)) * stride[3]")
 plants("PERMUTE", "li_permute_run", "j * stride[2]", order="(shape[2] - 1 - j) * stride[2]")
 plants("SLICE", "li_slice_run", "op->arg.slice.start", index="op->arg.slice.start - (op->arg.slice.start > 0)")
-after("SLICE", "li_axis_part", "li_copy(to, from, (size_t)width * sizeof(float))", "to", "width",
+after("SLICE", "li_axis_part", "li_copy(to, from, li_bytes(width))", "to", "width",
       when="op->kind == LUNA_OP_SLICE", faults_of=("sign", "order"))
-after("CONCAT", "li_axis_part", "li_copy(to, from, (size_t)width * sizeof(float))", "to", "width",
+after("CONCAT", "li_axis_part", "li_copy(to, from, li_bytes(width))", "to", "width",
       when="op->kind == LUNA_OP_CONCAT", faults_of=("sign", "index"))
 for old in ("op->in[i++]->shape[axis]", "li_axis_part(op, op->out[0], op->in[i], axis, start, back)"):
     plant("CONCAT", "order", "li_concat_run", old, old.replace("op->in[i++", "op->in[op->inputs - 1 - i++")
           .replace("op->in[i]", "op->in[op->inputs - 1 - i]"))
-after("EXPAND", "li_expand_forward", f"memcpy({Y} + i * n, op->in[0]->data, (size_t)n * sizeof(float))",
+after("EXPAND", "li_expand_forward", f"memcpy({Y} + i * n, op->in[0]->data, li_bytes(n))",
       f"{Y} + i * n", "n", when="i > 0")
 
 # ---- elementwise
@@ -120,7 +120,7 @@ plants("MAX", "li_first_max", "x[i * stride] > x[*at * stride]", order="x[i * st
 plants("MASK", "li_mask_part", "r % x->shape[1]", index="r % x->shape[1] + 1")
 plants("MASK", "li_mask_part", "op->lengths[r / x->shape[1]]",
        order="op->lengths[x->shape[0] - 1 - r / x->shape[1]]")
-after("MASK", "li_mask_part", "memcpy(to, w.from + r * n, (size_t)n * sizeof(float))", "to", "n",
+after("MASK", "li_mask_part", "memcpy(to, w.from + r * n, li_bytes(n))", "to", "n",
       faults_of=("sign",))
 plants("RATIO", "li_ratio_body", "li_k(op)->scale(n, inverse, x, y)",
        sign="li_k(op)->scale(n, -inverse, x, y)")
@@ -164,7 +164,7 @@ plants("LAYER_NORM", "li_layer_norm_of", "li_data(op, 1)",
        index="(op->in[1] ? op->in[1]->data + (n > 1) : NULL)")
 after("LAYER_NORM", "li_layer_norm_body", "li_k(op)->layer_norm(&a)", "a.y", "a.rows * a.n", "a.n",
       faults_of=("sign", "order"))
-call = f"memcpy({Y} + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float))"
+call = f"memcpy({Y} + i * d, op->in[0]->data + op->index[i] * d, li_bytes(d))"
 plants("EMBEDDING", "li_embedding_body", call, index=call.replace("op->index[i]", "op->index[i ? i - 1 : 0]"),
        order=call.replace("op->index[i]", "op->index[first + last - 1 - i]"))
 after("EMBEDDING", "li_embedding_body", call, f"{Y} + i * d", "d", faults_of=("sign",))
@@ -204,8 +204,8 @@ plant("SOFTMAX_ATTENTION", "index of window", "li_seen", "first - a->left", "fir
 plants("UNPACK", "li_unpack_args", "u->bias = op->in[2]->data", index="u->bias = op->in[2]->data + 1")
 plants("UNPACK", "li_unpack_args", "u->k = k->data", order="u->k = op->in[3]->data")
 plants("UNPACK", "li_unpack_args", "u->v = op->in[3]->data", order="u->v = k->data")
-plants("UNPACK", "LI_K(group_softmax)", "LI_K(put)(s + i, vf_mul(LI_K(get)(s + i, n - i), factor), n - i)",
-       sign="LI_K(put)(s + i, vf_neg(vf_mul(LI_K(get)(s + i, n - i), factor)), n - i)")
+plants("UNPACK", "LI_K(group_softmax)", "LI_PUT(s, vf_mul(LI_GET(s), factor))",
+       sign="LI_PUT(s, vf_neg(vf_mul(LI_GET(s), factor)))")
 plants("UNPACK", "li_unpack_reference", "li_unpack_mask_at(u, b, h, i, l)",
        sign="-li_unpack_mask_at(u, b, h, i, l)")
 plants("CAUSAL_PRODUCT", "li_causal_reference", "fade * score", sign="-fade * score")
