@@ -285,8 +285,8 @@ OPS_FN luna_tensor *luna_weighted_cross_entropy(luna_tensor *logits, const int32
   }
 
   const luna_scope scope = luna_scope_begin(ctx);
-  const int64_t table[2] = { rows, classes }, single[2] = { rows * classes, 1 }, column[2] = { count, 1 };
-  luna_tensor *x = luna_reshape(luna_log_softmax(logits), 2, table);
+  const int64_t matrix[2] = { rows, classes }, single[2] = { rows * classes, 1 }, column[2] = { count, 1 };
+  luna_tensor *x = luna_reshape(luna_log_softmax(logits), 2, matrix);
   luna_tensor *y = luna_gather_rows(luna_reshape(x, 2, single), places, count);
   if (c->smoothing > 0) {
     luna_tensor *mean = luna_reshape(luna_mean(luna_gather_rows(x, used, count), 1), 2, column);

@@ -63,7 +63,7 @@ TOOL int64_t rows_of(const panel *p) {                     /* how many of its st
 
 /* ---- columns ----------------------------------------------------------------------------------------------------- */
 
-typedef struct column_axis { axis y; double top; } column_axis;
+typedef struct column_axis { plot_axis y; double top; } column_axis;
 TOOL double value_y(const column_axis *s, double value) {
   const double inside = fmin(fmax(value, s->y.low), s->y.high);
   return s->top + (ROW - 14) * (s->y.high - inside) / (s->y.high - s->y.low);
@@ -98,7 +98,7 @@ TOOL const float *forecasts_of(const panel *p, int64_t a, int64_t c) {
   const int64_t rows = series_of(p).n + ahead[ahead_count - 1];
   return p->found + ((a * rows + p->first) * data.k + c) * level_count;
 }
-TOOL axis axis_of_column(const panel *p, int64_t c) {      /* of what is measured and of forecast medians */
+TOOL plot_axis axis_of_column(const panel *p, int64_t c) {      /* of what is measured and of forecast medians */
   const float *at = data.rows + (series_of(p).at + p->first) * data.k + c;
   double low = HUGE_VAL, high = -HUGE_VAL;
   for (int64_t i = 0; i < rows_of(p); i++)
@@ -108,7 +108,7 @@ TOOL axis axis_of_column(const panel *p, int64_t c) {      /* of what is measure
       const double x = (double)forecasts_of(p, a, c)[i * data.k * level_count + level_count / 2];
       if (isfinite(x)) low = fmin(low, x), high = fmax(high, x);
     }
-  return low <= high ? axis_of(low, high) : (axis){ 0, 1, 1 };
+  return low <= high ? axis_of(low, high) : (plot_axis){ 0, 1, 1 };
 }
 TOOL void svg_column(const panel *p, int64_t c, double top) {
   const column_axis s = { axis_of_column(p, c), top };
@@ -194,7 +194,7 @@ TOOL void svg_panel(const panel *p) {
   svg_heading(p, p->top + 15);
   for (int64_t c = 0; c < shown_columns(); c++, y += ROW) svg_column(p, c, y);
   for (int found = 0; found < 2 && draws_strips(); found++, y += STRIP) svg_strip(p, y, found != 0);
-  const axis x = axis_of(first, last);
+  const plot_axis x = axis_of(first, last);
   for (double v = x.low; v <= last; v += x.tick) {
     if (v < first) continue;
     fprintf(p->f, "<path d=\"M%.1f %.1fv4\" stroke=\"#666\"/><text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%g"

@@ -209,13 +209,13 @@ TOOL luna_status best_end(best_model *best, const luna_params *params, const pro
   return best_restore(best, params);
 }
 
-typedef struct axis { double low, high, tick; } axis;
+typedef struct plot_axis { double low, high, tick; } plot_axis;
 
-TOOL axis axis_of(double low, double high) { /* round numbers around them, 5 to 10 ticks */
+TOOL plot_axis axis_of(double low, double high) { /* round numbers around them, 5 to 10 ticks */
   double min = fmax(high - low, 1e-6 * fabs(high) + 1e-9) / 5, tick = pow(10, floor(log10(min)));
   if (5 * tick <= min) tick *= 5;
   else if (2 * tick <= min) tick *= 2;
-  return (axis){ tick * floor(low / tick), tick * fmax(ceil(high / tick - 1e-9), floor(low / tick) + 1), tick };
+  return (plot_axis){ tick * floor(low / tick), tick * fmax(ceil(high / tick - 1e-9), floor(low / tick) + 1), tick };
 }
 
 #define X(value) (60 + 640 * ((value) - x.low) / (x.high - x.low)) /* where a value lies in the picture */
@@ -230,7 +230,7 @@ TOOL int plot(const progress *p, const char *title) {
     for (int i = 0; i < lines[l].c->count; i++) low = fmin(low, lines[l].c->y[i]), high = fmax(high, lines[l].c->y[i]);
   if (!set.plot || ranks.rank > 0) return 0;
   if (low > high) return fail("there is no loss to draw in %s", set.plot);
-  axis x = axis_of((double)p->first, (double)p->step), y = axis_of(low, high);
+  plot_axis x = axis_of((double)p->first, (double)p->step), y = axis_of(low, high);
 
   new_file file;
   FILE *f = file_begin(&file, set.plot);
