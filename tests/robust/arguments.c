@@ -2036,27 +2036,22 @@ static void case_luna_lm_state_load(void) {
   if (turn()) n = pick(2000);
   luna_lm_state_load(s, turn() ? NULL : state, n);
 }
-static void case_luna_sample(void) {
+static void sample_from(bool nucleus) {
   luna_sampling s = {0};
   const int64_t vocab = size(VOCAB);
   s.temperature = real(coin() ? 0 : 0.5f);
   s.top_k = number((int)pick(5));
   common_fill(room, NUMBERS, case_seed, 1);
   if (turn()) room[pick(VOCAB)] = hostile_real();
-  const int32_t token = luna_sample(vocab > NUMBERS || turn() ? NULL : room, vocab, turn() ? NULL : &s);
+  const float *logits = vocab > NUMBERS || turn() ? NULL : room;
+  luna_sampling *how = turn() ? NULL : &s;
+  int32_t token;
+  if (nucleus) token = luna_sample_top_p(logits, vocab, real(coin() ? 1 : 0.5f), how);
+  else token = luna_sample(logits, vocab, how);
   expect(token >= -1 && (token < vocab || token == -1) && (token >= 0 || hostile), "the token");
 }
-static void case_luna_sample_top_p(void) {
-  luna_sampling s = {0};
-  const int64_t vocab = size(VOCAB);
-  s.temperature = real(coin() ? 0 : 0.5f);
-  s.top_k = number((int)pick(5));
-  common_fill(room, NUMBERS, case_seed, 1);
-  if (turn()) room[pick(VOCAB)] = hostile_real();
-  const int32_t token = luna_sample_top_p(vocab > NUMBERS || turn() ? NULL : room, vocab, real(coin() ? 1 : 0.5f),
-                                          turn() ? NULL : &s);
-  expect(token >= -1 && (token < vocab || token == -1) && (token >= 0 || hostile), "the token");
-}
+static void case_luna_sample(void) { sample_from(false); }
+static void case_luna_sample_top_p(void) { sample_from(true); }
 static void case_luna_seq2seq_stream_open(void) {
   const int64_t batch = small(), n = small();
   const int32_t *source = words(batch, n);
