@@ -1974,7 +1974,7 @@ typedef enum luna_op_kind {
 #define LUNA_FORGET_SCORE 15
 #define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32 keeps e^-15 .. e^(15 + LI_CHUNK) in range. */
 /* In a routed memory, a slot is empty while the log of its weight, with that factor, is below this: 1e-12. */
-#define LUNA_ROUTE_EMPTY -59.63102111592855f
+#define LUNA_ROUTE_EMPTY (-59.63102111592855f)
 typedef struct luna_op {
   luna_op_kind kind;
   int inputs, outputs;
