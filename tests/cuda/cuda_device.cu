@@ -164,8 +164,13 @@ extern "C" void cuda_fail(cuda_failure what, int at) {
   if (what == CUDA_NO_ENDINGS) cuda_host.no_endings = 1;
   if (what == CUDA_NO_WAYS) cuda_host.no_endings = 2;
 }
-extern "C" void cuda_mend(void) {
+extern "C" void cuda_mend(void) { /* what was found stays found, unless it was wanted */
+  const auto errors = cuda_host.quiet ? 0 : cuda_host.errors;
+  char message[sizeof cuda_host.message];
+  memcpy(message, cuda_host.message, sizeof message);
   cuda_host_reset();
+  cuda_host.errors = errors;
+  if (errors) memcpy(cuda_host.message, message, sizeof message);
   cuda_host.devices = 1;
   cuda_host.major = 9;
   cuda_host.no_image = 0;

@@ -434,16 +434,25 @@ inline bool in_device(const void *p) {
 inline size_t padded(size_t n) { return (n + 255) & ~(size_t)255; }
 
 /* Opening and closing must not cost more for more memory, as mprotect does: page tables move between where pointers
-   point and a hiding place. */
+   point and a hiding place. The place that they leave stays mapped: in a hole another thread's malloc could lie down.
+   Where the system cannot move so (before Linux 5.7), pages are closed one by one. */
 inline void protect(bool open) {
-#ifdef __linux__
+#ifdef MREMAP_DONTUNMAP
+  static bool moves = true;
   char *from = open ? m.hidden : m.base, *to = open ? m.base : m.hidden;
-  if (mremap(from, RESERVE, RESERVE, MREMAP_MAYMOVE | MREMAP_FIXED, to) != to ||
-      mmap(from, RESERVE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
-           0) != from) { perror("cuda_host: device memory"); abort(); }
-#else
-  if (mprotect(m.base, RESERVE, open ? PROT_READ | PROT_WRITE : PROT_NONE)) abort();
+  if (moves && mremap(from, RESERVE, RESERVE, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == to) {
+    if (!open && mprotect(m.base, RESERVE, PROT_NONE)) { perror("cuda_host: device memory"); abort(); }
+    return;
+  }
+  if (moves) {                               /* the first opening: nothing has been written */
+    moves = false;
+    if (!open) { perror("cuda_host: device memory"); abort(); }
+  }
 #endif
+  if (mprotect(m.base, RESERVE, open ? PROT_READ | PROT_WRITE : PROT_NONE)) {
+    perror("cuda_host: device memory");
+    abort();
+  }
 }
 inline void make_region() {                  /* aligned so that whole page tables move */
   const size_t gigabyte = (size_t)1 << 30;
@@ -452,7 +461,7 @@ inline void make_region() {                  /* aligned so that whole page table
   if (p == MAP_FAILED) { perror("cuda_host: address space"); abort(); }
   m.base = p + (0 - (uintptr_t)p) % gigabyte;
   m.hidden = m.base + RESERVE;
-#ifdef __linux__
+#ifdef MREMAP_DONTUNMAP
   if (mprotect(m.hidden, RESERVE, PROT_READ | PROT_WRITE)) { perror("cuda_host: device memory"); abort(); }
 #endif
 }

@@ -1,6 +1,7 @@
 /* cuda_host.h checked: right kernels give right results in any order, and each detector detects. */
 #include "cuda_host.h"
 #include "test.h"
+#include <atomic>
 #include <string>
 #include <sys/wait.h>
 #define LUNACU_LAUNCH(...) ((void)LUNACU_START(__VA_ARGS__))
@@ -1039,6 +1040,27 @@ static void threads() {
   cuda_host_reset();
 }
 
+/* Device memory is opened and closed for each call. Memory that another thread maps meanwhile stays that thread's. */
+static void mapping() {
+  const size_t bytes = 64 << 20;
+  std::atomic<bool> over{false};
+  long mapped = 0, lost = 0;
+  std::thread other([&] {
+    for (; !over; mapped++) {
+      char *block = (char *)mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (block == MAP_FAILED) continue;
+      lost += cudahost::in_device(block) || (block >= cudahost::m.hidden && block < cudahost::m.hidden + cudahost::RESERVE);
+      munmap(block, bytes);
+    }
+  });
+  int *x = device<int>(1);
+  for (int i = 0; i < 5000; i++) cudaMemset(x, i & 127, sizeof *x), cudaDeviceSynchronize();
+  over = true;
+  other.join();
+  CHECK(mapped > 0 && lost == 0, "%ld of another thread's %ld blocks lay in device memory", lost, mapped);
+  cudaFree(x);
+}
+
 int main() {
   cuda_host.quiet = true;                    /* the findings here are wanted */
   right_kernels();
@@ -1052,5 +1074,6 @@ int main() {
   devices();
   vast();
   threads();
+  mapping();
   return test_report("cuda_host");
 }
