@@ -27,7 +27,7 @@ $(addprefix $(BUILD)/,tests/cuda.o tests/cuda_device.o peers_host.so): CFLAGS +=
 $(BUILD)/tests/cuda.o $(BUILD)/tests/cuda_small.o: $(EXAMPLE_H)
 
 $(BUILD)/tests/cuda_device.o: tests/cuda/cuda_device.cu luna_cuda.cuh luna.h $(wildcard tests/cuda/*.h)
-	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function $(TEST_I) -x c++ -c $<)
+	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(OWN_OPT) $(WARN) -Wno-unused-function $(TEST_I) -x c++ -c $<)
 
 $(BUILD)/tests/cuda.o: cuda.c luna.h $(TEST_H) golden.c features.c
 	$(call build,$(CC) $(CFLAGS) $(WARN) $(TEST_I) -c $<)

@@ -207,16 +207,15 @@ static void check_faults(void) {
     const char *message = "";
     int at = 0;
     while (strcmp(cases[at].name, faults[i].at) != 0) at++;
-    cuda_mend();
     cuda_quiet(true);
     const bool broken = ptx_break(faults[i].kernel, faults[i].what, faults[i].n);
     (void)run(&cases[at]);
     CHECK(broken && cuda_errors(&message) > 0, "%s: fault %d of %s was not %s", cases[at].name, (int)faults[i].what,
           faults[i].kernel, broken ? "noticed" : "made");
     ptx_mend();
+    cuda_mend();
     cuda_quiet(false);
   }
-  cuda_mend();
 }
 
 int main(int argc, char **argv) {

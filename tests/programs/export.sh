@@ -109,7 +109,8 @@ else
   ruled=true
 fi
 
-# --- every option: a small model each, in float as luna_stream and in 8 bits near it; without TEST_FULL one of the two
+# --- every option: a small model each, in float as luna_stream and in 8 bits near it; without TEST_FULL one of the
+# two. With it each is checked for MISRA, in the gate one of the two.
 small="layers=2 memory=4 dim=16 heads=2 ffn=24"
 number=0
 while read -r fields; do
@@ -123,7 +124,7 @@ while read -r fields; do
     [ $flag = --weights=f32 ] && bound=1e-5 || bound=0.2
     check "$fields: $flag is near luna_stream" $models compare "m$number/model.out" "m$number/outputs.txt" $bound
     check "$fields: $flag takes the stack that it says" stack_of "m$number"
-    [ -z "$TEST_FULL" ] || check "$fields: $flag meets the rules of MISRA" $ruled "m$number"
+    [ -z "$TEST_FULL" ] || { [ -n "$GATE" ] && [ $((number % 2)) = $odd ]; } || check "$fields: $flag meets the rules of MISRA" $ruled "m$number"
   done
 done <<'END'
 vocab=37
