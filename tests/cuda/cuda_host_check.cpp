@@ -1049,7 +1049,8 @@ static void mapping() {
     for (; !over; mapped++) {
       char *block = (char *)mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (block == MAP_FAILED) continue;
-      lost += cudahost::in_device(block) || (block >= cudahost::m.hidden && block < cudahost::m.hidden + cudahost::RESERVE);
+      const char *hidden = cudahost::m.hidden;
+      lost += cudahost::in_device(block) || (block >= hidden && block < hidden + cudahost::RESERVE);
       munmap(block, bytes);
     }
   });
