@@ -102,7 +102,8 @@ runs() {
     done
   done
   for seed in 1 2 3; do
-    for system in "gated" "published --forget no" "softmax --attention softmax" "linear --attention linear"; do
+    for system in "gated" "published --forget no" "softmax --attention softmax" "linear --attention linear" \
+        "gate --output-gate" "routed16 --forget routed --ffn 582" "routed32 --forget routed --memory 32 --ffn 550"; do
       flags=${system#${system%% *}}
       echo "memory-256-${system%% *}-$seed lm train $data/shakespeare.txt $flags --seed $seed"
       echo "memory-1024-${system%% *}-$seed lm train $data/shakespeare.txt --window 1024 --batch 1 $flags --seed $seed"
