@@ -130,7 +130,7 @@
    6 layer  li_nested_half >>impl_layers       luna_layer_norm >>impl_ops              li_layer_norm_body >>impl_ops
             LI_K(layer_norm) >>elementwise     li_layer_norm_reference >>elementwise   elementwise.c
    7 chunks li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_causal_mix >>causal
-            LI_K(panels) >>gemm                li_causal_reference >>causal            causal.c
+            li_causal_bracket >>causal         li_causal_reference >>causal            causal.c
    7 stream li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_luna_step >>causal
             LI_K(step_block) >>causal          li_mean_step >>causal                   causal.c
    forgets  li_forget_logits >>impl_layers     luna_causal_nested_attention >>impl_ops li_forget_out >>causal
@@ -772,7 +772,7 @@ LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
 /* Sets the rows of x [batch,n,...] from lengths[b] on to zero, whatever they hold, NaN included. Null lengths: returns
    x. */
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);
-/* [...,d + 1] -> [...,d]: each row divided by its last element; 0 where that is 0. */
+/* [...,d + 1] -> [...,d]: each row divided by its last element; 0 where that is 0. Linear attention's last step. */
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x);
 /* Returns the same values, through which no gradient flows. */
 LUNA_API luna_tensor *luna_detach(luna_tensor *x);
@@ -3015,6 +3015,7 @@ LI_INLINE vf LI_K(nearest)(vf x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }
 #define vf_select vbslq_f32
 LI_INLINE vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 LI_INLINE vf vf_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+/* By halves, as the other sets add; vaddvq_f32 does not. */
 LI_INLINE float vf_sum(vf v) {
   const float32x2_t a = vadd_f32(vget_low_f32(v), vget_high_f32(v));
   return vget_lane_f32(a, 0) + vget_lane_f32(a, 1);
@@ -3316,10 +3317,6 @@ LI_INLINE vf LI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of(-0.5)
 #define LI_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
 #define LI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
     return slope; }
-/* These activations can run in a product's epilogue. */
-LI_INLINE vf LI_K(activation1)(int kind, vf x) {
-  switch (kind) { LUNA_ACTIVATIONS(LI_VALUE) default: return x; }
-}
 LI_INLINE vf LI_K(map1)(int kind, vf x) { switch (kind) { LUNA_MAPS(LI_VALUE) default: return x; } }
 LI_INLINE vf LI_K(map1_slope)(int kind, vf x) {
   switch (kind) { LUNA_MAPS(LI_SLOPE) default: return vf_of(1); }
@@ -4055,6 +4052,7 @@ LI_FN void LI_K(gather_columns)(int64_t tiles, li_matrix a, float *to) {
 #if LI_IS(bf16)
 LI_INLINE vf LI_K(bf16_pair)(vf high, vf low) { return (vf)_mm512_cvtne2ps_pbh(high, low); }
 LI_INLINE vf LI_K(bf16_words)(const float *p) { return LI_K(bf16_pair)(vf_load(p + VF), vf_load(p)); }
+/* Word 2 i is x_i, word 2 i + 1 next_i. */
 LI_INLINE vf LI_K(bf16_line)(vf x, vf next) {
   const __m512i order = _mm512_add_epi32(_mm512_set1_epi32(16 << 16), _mm512_mullo_epi32(_mm512_set1_epi32(0x10001),
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
@@ -4178,9 +4176,8 @@ LI_INLINE void LI_K(tile_rows)(int rows, int vectors, int64_t k, li_matrix a, co
     from += e->from_row;
   }
 }
-/* The next tile has MR of the `left` rows, unless that would leave 1 or 2 rows; then it has 8, 4, 3, 2 or 1. A tile of
-   fewer than four rows waits for its own sums. If at most half a panel exists, a tile has twice MR rows by one
-   vector. */
+/* A tile of less than four rows waits for its own sums. So the next one has MR of the `left` rows if that leaves none
+   or more than 2, else 8, 4, 3, 2 or 1. If at most half a panel exists, it has twice MR rows by one vector. */
 LI_INLINE int64_t LI_K(tile_height)(int64_t left, bool half) {
   if (half && left >= 2 * LI_MR) return 2 * LI_MR;
   if (left == LI_MR || left > LI_MR + 2 || LI_MR == 1) return LI_MR;
@@ -4340,7 +4337,8 @@ LI_INLINE void LI_K(turn16)(vf *x, float *to, int64_t step) {
     vf_store(to + (i + 12) * step, turn_quarters(b, d, 0xDD));
   }
 }
-/* Packs 16 columns of two rows into words. The rows hold numbers, or words. The second row exists if left > 1. */
+/* Returns 16 words, each of two rows' values in one column. Rows hold floats or, if `words`, bfloat16. `left` rows
+   exist. */
 LI_INLINE vf LI_K(tile_line)(bool words, int64_t left, const float *at, int64_t row, int64_t columns) {
   if (left <= 0) return vf_zero();
   if (!words)
@@ -4387,12 +4385,12 @@ typedef struct li_tile_work {
   const float *late_at;
   vf late_bias[2], late_sums[2];
   const float *bias, *added;  /* the epilogue's, or null */
-  /* The next rows of A are dense. `coming` vectors of words remain to be written to coming_words, `share` in each
-     step. */
+  /* Of A's next rows `coming` vectors are not yet words; a step packs `share`. across: vectors in a row */
   const float *coming_a;
   float *coming_words;
   int64_t coming, share, line, across, gap, ahead;
 } li_tile_work;
+/* Packs up to `count` more vectors of A's next rows, amid a block's products. */
 LI_INLINE void LI_K(tile_coming)(li_tile_work *w, int64_t count) {
   for (count = li_min(count, w->coming), w->coming -= count; count > 0; count--, w->coming_a += 2 * VF) {
     _mm_prefetch((const char *)(w->coming_a + w->ahead), _MM_HINT_T0);
@@ -9457,9 +9455,8 @@ LI_FN int64_t li_process(void) { return (int64_t)getpid(); }
 #ifdef LI_NO_POOL
 LI_FN int li_cores(void) { return 1; }
 #else
-/* A thread makes this many pauses, of 40 to 140 cycles each, before it sleeps. That is longer than an op on one thread
-   takes. A thread that is woken often is put on the caller's core, which costs a step its second core for tens of
-   milliseconds. */
+/* A thread makes this many pauses (40 to 140 cycles each on x86) before it sleeps: longer than an op on one thread.
+   A thread that is woken often is put on the caller's core, which costs a step its second core for tens of ms. */
 #define LI_SPINS 10000
 
 typedef struct li_pool {
@@ -9498,7 +9495,7 @@ LI_INLINE void li_atomic_store(uint64_t *at, uint64_t v) { InterlockedExchange64
 LI_INLINE uint64_t li_atomic_add(uint64_t *at, uint64_t n) {
   return (uint64_t)InterlockedExchangeAdd64((LONG64 *)at, (LONG64)n) + n;
 }
-LI_INLINE bool li_atomic_swap(uint64_t *at, uint64_t *expected, uint64_t v) {
+LI_INLINE bool li_atomic_cas(uint64_t *at, uint64_t *expected, uint64_t v) {
   const uint64_t was = (uint64_t)InterlockedCompareExchange64((LONG64 *)at, (LONG64)v, (LONG64)*expected);
   const bool same = was == *expected;
   *expected = was;
@@ -9508,7 +9505,7 @@ LI_INLINE bool li_atomic_swap(uint64_t *at, uint64_t *expected, uint64_t v) {
 LI_INLINE uint64_t li_atomic_load(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
 LI_INLINE void li_atomic_store(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
 LI_INLINE uint64_t li_atomic_add(uint64_t *at, uint64_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
-LI_INLINE bool li_atomic_swap(uint64_t *at, uint64_t *expected, uint64_t v) {
+LI_INLINE bool li_atomic_cas(uint64_t *at, uint64_t *expected, uint64_t v) {
   return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 #endif
@@ -9536,7 +9533,7 @@ LI_HOT void li_pool_wake(li_pool *pool, li_condition *condition) {
 LI_HOT void li_pool_work(li_pool *pool, uint32_t call) {
   uint64_t ticket = li_atomic_load(&pool->ticket);
   while (ticket >> 32 == call && (uint32_t)ticket < li_atomic_load(&pool->count)) {
-    if (!li_atomic_swap(&pool->ticket, &ticket, ticket + 1)) continue;
+    if (!li_atomic_cas(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
     if (li_atomic_add(&pool->done, 1) == li_atomic_load(&pool->count) && li_atomic_load(&pool->waits))
       li_pool_wake(pool, &pool->finished);
@@ -18742,7 +18739,7 @@ LI_FN luna_status li_load_model(luna_model_kind kind, const char *name, void *mo
   return li_setup_end(&load.setup, good);
 }
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file) {
-  return li_load_model((luna_model_kind)0, __func__, model, sizeof *model, params, &file);
+  return li_load_model((luna_model_kind)0 /* any */, __func__, model, sizeof *model, params, &file);
 }
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file) {
   const char *name = __func__;
