@@ -124,7 +124,7 @@ while read -r fields; do
     [ $flag = --weights=f32 ] && bound=1e-5 || bound=0.2
     check "$fields: $flag is near luna_stream" $models compare "m$number/model.out" "m$number/outputs.txt" $bound
     check "$fields: $flag takes the stack that it says" stack_of "m$number"
-    if [ -n "$TEST_FULL" ] && [ -z "$GATE" -o $((number % 2)) != $odd ]; then
+    if [ -n "$TEST_FULL" ] && { [ -z "$GATE" ] || [ $((number % 2)) != $odd ]; }; then
       check "$fields: $flag meets the rules of MISRA" $ruled "m$number"
     fi
   done
