@@ -3793,7 +3793,7 @@ static const li_int8_loops LI_K(int8_loops) = {
 };
 #elif !defined(LI_PASS)
 
-/* ---- driver: x [m, k], W [n, k] -> y [m, n]; x's rows become integers, then threads do rows or columns of y ---- */
+/* ---- Driver: x [m, k], W [n, k] -> y [m, n]; x's rows become integers, then threads do rows or columns of y ---- */
 #define LI_INT8_FEW 16 /* Up to this many rows of x read W directly; more read panels. */
 typedef struct li_int8_work {
   const li_kernels *kernels;
@@ -4694,7 +4694,7 @@ LI_FN void LI_K(dot_rows)(li_matrix a, li_matrix b, const li_target *t) {
 
 #elif !defined(LI_PASS)
 
-/* ---- gemm's driver: A [m, k], B [k, n] -> C [m, n] ---- */
+/* ---- GEMM's driver: A [m, k], B [k, n] -> C [m, n] ---- */
 LI_HOT int64_t li_panels_size(const li_kernels *kernels, int64_t n, int64_t k) {
   return li_divide_up(n, kernels->nr) * kernels->nr * k;
 }
@@ -5010,7 +5010,7 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
    reference here or, for backward, in tests/kernels/backward_reference.h. Guarded by tests/kernels/elementwise.c.
    ---------------------------------------- */
 #ifndef LI_PASS
-/* ---- the reference ---- */
+/* ---- The reference ---- */
 /* This makes li_activate_reference, li_add_reference, li_mul_reference, li_scale_reference and
    li_scale_add_reference. */
 #define LI_MAP_REFERENCE(name, arguments, y, value) \
@@ -5193,7 +5193,7 @@ LI_FN void li_adam_reference(const li_update *u) {
 #define LI_PUT(p, v) LI_K(put)((p) + i, v, n - i)
 #define LI_BEFORE(add, p) ((add) ? LI_GET(p) : vf_zero())
 
-/* ---- maps: LI_SHORT_MAP has a separate loop for whole vectors, whose time depends less on its alignment ---- */
+/* ---- Maps: LI_SHORT_MAP has a separate loop for whole vectors, whose time depends less on its alignment ---- */
 /* This makes LI_K of activate and activate_grad, then of add, mul, scale and scale_add. */
 #define LI_MAP(name, arguments, y, value) \
   LI_FN void LI_K(name) arguments { \
@@ -5237,7 +5237,7 @@ LI_FN void LI_K(elementwise_slope)(const li_elements *e, int input, const float 
   }
 }
 
-/* ---- sums along a row ---- */
+/* ---- Sums along a row ---- */
 #define LI_SUM 0                /* a */
 #define LI_PRODUCT 1            /* a b */
 #define LI_EXP 2                /* exp(a - shift) */
@@ -5301,7 +5301,7 @@ LI_FN double LI_K(sum_squares)(int64_t n, const float *x) {
 }
 LI_FN float LI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LI_K(products)(n, a, b); }
 
-/* ---- softmax ---- */
+/* ---- Softmax ---- */
 
 /* Returns what to subtract before exp: the maximum of x and `largest`, or 0 if that is -Inf. A NaN may be missed here,
    since it makes the sum of exp NaN anyway. */
@@ -5329,7 +5329,7 @@ LI_FN void LI_K(softmax_backward)(int64_t rows, int64_t n, const float *y, const
   }
 }
 
-/* ---- layer norm ---- */
+/* ---- Layer norm ---- */
 LI_FN void LI_K(layer_norm)(const li_layer_norm *a) {
   const float *x = a->x, *bias = a->bias, *const weight = a->weight;
   const int64_t n = a->n;
@@ -5382,7 +5382,7 @@ LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
   }
 }
 
-/* ---- sums along columns, over rows in order ---- */
+/* ---- Sums along columns, over rows in order ---- */
 #define LI_SUM_COLUMNS (4 * VF) /* columns held in registers */
 #define LI_COLUMN(i) \
   if (vectors > i) \
@@ -5442,7 +5442,7 @@ LI_FN void LI_K(sum_rows)(li_matrix x, float factor, float *y) {
   LI_K(column_sums)(x, NULL, NULL, factor, y, 1);
 }
 
-/* ---- cross-entropy: logits [rows, n], labels [rows] -> loss [rows] ---- */
+/* ---- Cross-entropy: logits [rows, n], labels [rows] -> loss [rows] ---- */
 /* Writes the loss of a row after its last part. */
 LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, const li_row_sums *s) {
   double log_sum = s->exps;
@@ -5499,7 +5499,7 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
   }
 }
 
-/* ---- short convolution: x [rows, n] -> y [rows, n] ---- */
+/* ---- Short convolution: x [rows, n] -> y [rows, n] ---- */
 #define LI_TAPS 8               /* The stack holds this many taps and channels, transposed. */
 #define LI_TAP_COLUMNS 64
 
@@ -5583,7 +5583,7 @@ LI_FN void LI_K(short_convolution_weights)(const li_convolution *a, int64_t firs
   if (a->dbias) LI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
 
-/* ---- dropout: x [n] -> y [n] ---- */
+/* ---- Dropout: x [n] -> y [n] ---- */
 
 #ifdef LI_MM
 /* x86 multiplies the lower halves of 64-bit lanes, so Philox's words are kept there. VU_ORDER is the counter of each
@@ -5677,7 +5677,7 @@ LI_FN void LI_K(dropout)(const li_dropout *dropout, int64_t first, int64_t n, co
   }
 }
 
-/* ---- optimisers: value, grad and moments [count]; they also zero the gradient ---- */
+/* ---- Optimisers: value, grad and moments [count]; they also zero the gradient ---- */
 LI_FN void LI_K(sgd)(const li_update *update) {
   const int64_t n = update->count;
   const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum),
@@ -5766,7 +5766,7 @@ LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
   return r;
 }
 
-/* ---- the band: which keys a query sees ---- */
+/* ---- The band: which keys a query sees ---- */
 /* Gives every attention a band -left <= j - i <= right, where LI_MAX_COUNT means no limit. */
 LI_FN void li_attention_band(li_attention *a) {
   if (!a->window) a->left = a->right = LI_MAX_COUNT;
@@ -5783,7 +5783,7 @@ LI_HOT li_span li_seen(const li_attention *a, const li_head *head, int64_t first
   return span;
 }
 
-/* ---- the reference, per head and query: q [queries, d], k [keys, d], v [keys, dv] -> out [queries, dv] ---- */
+/* ---- The reference, per head and query: q [queries, d], k [keys, d], v [keys, dv] -> out [queries, dv] ---- */
 LI_FN double li_attention_score(const li_attention *a, const li_head *head, int64_t query, int64_t key) {
   return (double)a->scale * li_inner_by(li_attention_bf16(a), a->head_dim, a->q + head->q + query * a->q_row,
                                         1, a->k + head->k + key * a->k_row, 1);
@@ -7118,7 +7118,7 @@ LI_FN void LI_K(step_mean)(li_mean_kind kind, li_mean m, const double *share, co
   else LI_K(step_columns)(LI_STEP_VALUES, &m, share, y, z, x, result);
 }
 
-/* ---- the memory that forgets: [rows, slots] each; rows of s and gates may be apart ---- */
+/* ---- The memory that forgets: [rows, slots] each; rows of s and gates may be apart ---- */
 
 /* Adds x to sum + rest, which is more exact than a float. */
 LI_INLINE void LI_K(add_exact)(vf *sum, vf *rest, vf x) {
@@ -7526,7 +7526,7 @@ LI_FN void li_sweep_set(li_sweep *s, const li_kernels *kernels, int64_t batch, i
   s->reverse = reverse;
 }
 
-/* ---- parts of a chunk ---- */
+/* ---- Parts of a chunk ---- */
 
 /* The triangle is two triangles of half a chunk and the square below them. */
 #define LI_HALF (LI_CHUNK / 2)
@@ -7623,7 +7623,7 @@ LI_FN void li_causal_grad_yz(const li_causal_chunk *c, li_matrix b, li_matrix a,
   }
 }
 
-/* ---- the causal product ---- */
+/* ---- The causal product ---- */
 
 /* These return the chunk's rows of a tensor with the strides of x or z, to read or to write. */
 LI_FN li_matrix li_causal_at_x(const li_causal_chunk *c, const float *x) {
@@ -7719,7 +7719,7 @@ LI_FN void li_run_causal_backward(const li_kernels *kernels, const li_causal *a,
   if (a->grad_y || a->grad_z) li_sweep_run(&s, li_causal_sum_xg, li_causal_out_yz, parallel, scratch);
 }
 
-/* ---- causal Luna: masked slots are left out of every product and never read ---- */
+/* ---- Causal Luna: masked slots are left out of every product and never read ---- */
 
 /* These return the chunk's rows of q, k, v or out, of s or w without the masked slots, of an output to write, and of a
    dense buffer. */
@@ -7856,7 +7856,7 @@ LI_HOT void li_luna_step(void *work, int64_t thread, int64_t first, int64_t last
   }
 }
 
-/* ---- causal Luna, backward ----
+/* ---- Causal Luna, backward ----
    G = diag(1/t) dOut and H = diag(scale/t) dU [rows, slots]. The forward sweep leaves H for the reverse one. */
 /* Computes H and the gradient of q. */
 LI_FN void li_luna_out_up(const li_causal_chunk *c) {
@@ -7913,7 +7913,7 @@ LI_FN void li_luna_out_down(const li_causal_chunk *c) {
                         a->heads * a->slots);
 }
 
-/* ---- the memory that forgets ----
+/* ---- The memory that forgets ----
    In a chunk, c_t is the sum of the gates' logs up to row t, and W_t = e^{s_t - c_t}. The state has the weighted sums
    of k, v and 1. With S_K, S_V and z the state before the chunk, and j <= t in the chunk:
      Z_t = z + sum W_j,  u_t = scale / Z_t (q_t S_K + sum (q_t . k_j) W_j),  r_t = softmax(u_t) / Z_t,
@@ -8581,7 +8581,7 @@ LI_FN int64_t li_extent_shared(int64_t extent, int64_t count, int64_t given, int
   return extent;
 }
 
-/* --- gemm --- */
+/* --- GEMM --- */
 LI_FN bool li_gemm_of(const luna_gemm_args *args, li_gemm *g) {
   const int64_t batch = args->batch ? args->batch : 1;
   const int64_t a_width = args->transpose_a ? args->m : args->k;
@@ -8648,7 +8648,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   return LUNA_OK;
 }
 
-/* --- softmax attention --- */
+/* --- Softmax attention --- */
 /* Returns the rows of a ragged batch, or -1 if the offsets fall or start below 0. */
 LI_FN int64_t li_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (int64_t b = 0; b < batch; b++)
@@ -8743,7 +8743,7 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 }
 #endif
 
-/* --- causal product --- */
+/* --- Causal product --- */
 LI_FN bool li_causal_fits(int64_t dim, int64_t value_dim) {
   return li_product(dim, value_dim, LI_MAX_SCRATCH) > 0;
 }
@@ -8788,7 +8788,7 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 }
 #endif
 
-/* --- causal Luna attention --- */
+/* --- Causal Luna attention --- */
 LI_FN bool li_causal_nested_of(const luna_causal_nested_args *args, li_causal_luna *a) {
   const int64_t rows = li_checked(li_checked(args->batch, args->heads), args->rows);
   *a = *args;
@@ -8898,7 +8898,7 @@ LI_FN bool li_st_is_real(const li_st_tensor *t) {
   return li_st_formats[t->dtype].exponent > 0 || t->scale;
 }
 
-/* --- text: UTF-8 and the escapes of JSON --- */
+/* --- Text: UTF-8 and the escapes of JSON --- */
 static LI_UNUSED const char li_hex_digits[] = "0123456789abcdefABCDEF";
 
 /* Returns the UTF-8 character at *at and moves *at past it. Returns LI_ST_BAD if it is cut short, overlong or
@@ -9160,7 +9160,7 @@ LI_FN li_st_json li_st_json_at(const li_st *st, size_t offset) {
   return j;
 }
 
-/* --- tensors and pairs: by a cursor, which starts at 0, or by name --- */
+/* --- Tensors and pairs: by a cursor, which starts at 0, or by name --- */
 LI_FN bool li_st_next(const li_st *st, size_t *cursor, li_st_tensor *out) {
   li_st_json j = li_st_json_at(st, *cursor);
   if (!li_st_read(st, &j, out)) return false;
@@ -9227,7 +9227,7 @@ LI_FN bool li_st_meta(const li_st *st, const char *key, li_st_text *value) {
   return false;
 }
 
-/* --- the index --- */
+/* --- The index --- */
 /* Heapsort works in place and takes n log n for any input. */
 LI_FN void li_st_sort(const li_st *st, uint64_t *items, size_t count) {
   size_t start = count / 2, end = count, root, child;
@@ -9329,7 +9329,7 @@ LI_FN const char *li_st_open(li_st *st, const void *bytes, size_t size) {
   return NULL;
 }
 
-/* --- numbers: byte by byte, so that neither the machine's byte order nor alignment matters --- */
+/* --- Numbers: byte by byte, so that neither the machine's byte order nor alignment matters --- */
 LI_FN bool li_st_little(void) {
   const uint16_t one = 1;
   return *(const uint8_t *)&one == 1;
@@ -9806,7 +9806,7 @@ LI_FN const char *li_enter(luna_ctx *ctx, const char *name) {
 
 LI_FN void li_leave(luna_ctx *ctx, const char *outer) { ctx->call = outer; }
 
-/* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
+/* --- Sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct li_text { char *at, *end; } li_text;
 LI_FN void li_put_char(li_text *text, char c) { if (text->at < text->end) *text->at++ = c; }
 LI_FN void li_put(li_text *text, const char *s) { while (*s) li_put_char(text, *s++); }
@@ -9952,7 +9952,7 @@ LI_FN luna_tensor *li_fail_null(luna_ctx *ctx, const char *name, const char *wha
   return NULL;
 }
 
-/* --- what configs may hold: true, or false with a sentence --- */
+/* --- What configs may hold: true, or false with a sentence --- */
 LI_FN bool li_in(luna_ctx *ctx, const char *name, const char *field, int64_t value, int64_t min, int64_t max) {
   return (value >= min && value <= max) ||
          li_refuse_call(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max);
@@ -9975,7 +9975,7 @@ LI_FN bool li_is_rate(luna_ctx *ctx, const char *name, const char *field, float 
 
 LI_FN const char *li_file_name(const luna_ctx *ctx) { return ctx->path ? ctx->path : "the file"; }
 
-/* --- memory --- */
+/* --- Memory --- */
 LI_FN void *li_raw_allocate(const luna_allocator *a, size_t bytes) {
   if (a->allocate) return a->allocate(a->user, bytes);
   return LUNA_MALLOC(bytes);
@@ -10392,7 +10392,7 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
   return use;
 }
 
-/* --- open and close --- */
+/* --- Open and close --- */
 /* Closes what hooks have made since `last`. */
 LI_FN void li_close_hooked(luna_ctx *ctx, const li_hooked *last) {
   for (; ctx->hooked != last; ctx->hooked = ctx->hooked->older)
@@ -10660,7 +10660,7 @@ LI_FN luna_status li_cpu_check(luna_ctx *ctx, const luna_tensor *loss, luna_step
 }
 
 #ifndef LUNA_NO_TRAIN
-/* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
+/* --- The optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LI_SUM_BLOCK 65536
 typedef struct li_update_work {
   const li_kernels *kernels;
@@ -11048,7 +11048,7 @@ LI_HOT luna_tensor *li_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape
 
 LI_HOT luna_tensor *li_base(luna_tensor *t) { return (luna_tensor *)(uintptr_t)li_owner(t); }
 
-/* --- scopes --- */
+/* --- Scopes --- */
 LI_HOT void li_release(luna_tensor *t) {
   if (!t->own->data_piece) return;
   li_piece_give(t->ctx, &t->own->data_piece);
@@ -11403,7 +11403,7 @@ LI_FN luna_status li_write_made(luna_tensor *t, const char *name, void (*make)(f
   return status;
 }
 
-/* --- building an op --- */
+/* --- Building an op --- */
 typedef struct li_build {
   luna_op op;
   li_op_state state;
@@ -11668,7 +11668,7 @@ LI_FN luna_tensor *li_finish_like(li_build *s, const luna_tensor *t) {
   return li_finish(s, t->rank, t->shape);
 }
 
-/* --- backward --- */
+/* --- Backward --- */
 #ifndef LUNA_NO_TRAIN
 /* Takes a gradient. A new one is zeroed unless `set`. A view has a part of its owner's. */
 LI_HOT bool li_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
@@ -12125,7 +12125,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
   return li_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "");
 }
 
-/* --- first values: on every machine element e has the Philox words of counter (e, hash of the name), key = seed --- */
+/* --- First values: on every machine element e has the Philox words of counter (e, hash of the name), key = seed --- */
 LI_FN float li_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
 LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method */
   for (;; counter[1] += 0x10000u) {
@@ -12344,7 +12344,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   return t;
 }
 
-/* --- an init makes all its parameters, or makes none and zeroes its struct; the outermost one is remembered --- */
+/* --- An init makes all its parameters, or makes none and zeroes its struct; the outermost one is remembered --- */
 typedef struct li_setup {
   luna_params *params;
   void *made;              /* the struct */
@@ -12424,7 +12424,7 @@ LI_FN void li_params_fix_horizon(luna_params *params, int64_t horizon) {
   params->horizon_fixed = true;
 }
 
-/* --- text pairs --- */
+/* --- Text pairs --- */
 LI_FN li_meta *li_meta_find(const luna_params *params, const char *key) {
   for (li_meta *m = params->metas; m; m = m->next)
     if (strcmp(m->key, key) == 0) return m;
@@ -12615,7 +12615,7 @@ LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
   return t->ctx->backend->op[kind].forward != NULL;
 }
 
-/* ---- helpers ---- */
+/* ---- Helpers ---- */
 /* Each op defines its row of the table, LI_CPU_<NAME>, beside its functions. */
 #define LI_CPU_OP(query, forward, backward, can) \
   { query, forward, LI_TRAIN(backward), can }
@@ -12711,7 +12711,7 @@ LI_FN void li_sum_axis(const luna_op *op, const int64_t shape[3], float factor, 
   else if (shape[2] == 1) li_each(parallel, shape[0], li_sum_lines_task, &w);
 }
 
-/* --- dropout --- */
+/* --- Dropout --- */
 /* The product wraps, because a context that only measures may count more elements than int64_t holds. */
 LI_INLINE int64_t li_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
 /* If an op holds only part of a batch, an element's dropout depends on its place in the whole batch. */
@@ -12781,7 +12781,7 @@ LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
     return LUNA_OK; \
   }
 
-/* ---- moving numbers ---- */
+/* ---- Moving numbers ---- */
 LI_FN bool li_has_axis(const luna_tensor *x, int axis, const char *name) {
   return (axis >= 0 && axis < x->rank) || li_refuse(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
 }
@@ -12789,7 +12789,7 @@ LI_FN bool li_is_count(luna_ctx *ctx, const char *name, const char *what, int64_
   return count >= 0 || li_refuse(ctx, LUNA_ERROR_VALUE_RANGE, name, what, count, (int64_t)0, LI_MAX_COUNT);
 }
 
-/* --- reshape, detach: views --- */
+/* --- Reshape, detach: views --- */
 LI_FN luna_tensor *li_view(li_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   luna_tensor *t = li_tensor_take(x->ctx, rank, shape);
   if (!t) return li_op_no_memory(s, sizeof(luna_tensor));
@@ -12836,7 +12836,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   return t;
 }
 
-/* --- permute: y has the axes of x in another order --- */
+/* --- Permute: y has the axes of x in another order --- */
 LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
   const luna_tensor *x = op->in[0];
   const li_way w = li_way_of(op, back);
@@ -12887,7 +12887,7 @@ LI_FN luna_tensor *li_permute(luna_tensor *x, int a, int b, int c, int d) {
   return luna_permute(x, axes);
 }
 
-/* --- slice, split: x [outer,axis,inner] -> y [outer,count,inner] --- */
+/* --- Slice, split: x [outer,axis,inner] -> y [outer,count,inner] --- */
 /* A slice copies a part of an axis, from `start` on, out of the whole; concat copies it into the whole. Backward adds
    the gradient in the other direction. */
 LI_HOT void li_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
@@ -12932,7 +12932,7 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
   return li_finish(&s, x->rank, shape);
 }
 
-/* --- concat: x_i [outer,n_i,inner] -> y [outer,sum n_i,inner] --- */
+/* --- Concat: x_i [outer,n_i,inner] -> y [outer,sum n_i,inner] --- */
 LI_HOT luna_status li_concat_run(luna_op *op, bool back) {
   const int64_t axis = op->arg.concat.axis;
   int64_t start = 0;
@@ -12960,7 +12960,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   return li_finish(&s, x[0]->rank, shape);
 }
 
-/* --- expand: x [...] -> y [count,...], which repeats x --- */
+/* --- Expand: x [...] -> y [count,...], which repeats x --- */
 LI_FN luna_status li_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   for (int64_t i = 0; i < op->arg.expand.count; i++)
@@ -12985,7 +12985,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   return li_finish(&s, x->rank + 1, shape);
 }
 
-/* --- embedding: table [v,d], tokens [b,n] -> y [b,n,d] --- */
+/* --- Embedding: table [v,d], tokens [b,n] -> y [b,n,d] --- */
 LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = li_last(op->in[0]);
 #ifndef LUNA_NO_INT8
@@ -13026,7 +13026,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   return li_finish(&s, 3, shape);
 }
 
-/* --- gather: x [m,...], indices [count] -> y [count,...], by the embedding op --- */
+/* --- Gather: x [m,...], indices [count] -> y [count,...], by the embedding op --- */
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = x;
   int64_t shape[LUNA_MAX_RANK];
@@ -13045,8 +13045,8 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
   return luna_reshape(y, x->rank, shape);
 }
 
-/* ---- elementwise ops ---- */
-/* --- elementwise: up to three inputs, which broadcast --- */
+/* ---- Elementwise ops ---- */
+/* --- Elementwise: up to three inputs, which broadcast --- */
 /* Returns the rank of the result, or -1 if the inputs do not fit. Sets the result's shape, and in arg the shape and the
    strides, which were 0. */
 LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
@@ -13217,7 +13217,7 @@ LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   return li_elementwise(&s);
 }
 
-/* --- scale, activation: x [...] -> y [...] --- */
+/* --- Scale, activation: x [...] -> y [...] --- */
 LI_FN void li_same_body(luna_op *op, int64_t first, int64_t last) {
   const float *x = op->in[0]->data + first;
   float *y = op->out[0]->data + first;
@@ -13262,7 +13262,7 @@ LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) 
   return li_map(x, li_activation_or(activation, LI_NO_ACTIVATION), "luna_activate");
 }
 
-/* --- dropout: x [...] -> y [...] --- */
+/* --- Dropout: x [...] -> y [...] --- */
 LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const li_dropout d = li_op_dropout(op, luna_count(op->out[0]));
   const li_way w = li_way_of(op, back);
@@ -13282,7 +13282,7 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   return li_finish_like(&s, x);
 }
 
-/* --- mask: x [b,m,...], lengths [b] -> y [b,m,...]. Rows from lengths[b] on become 0 and are not read. --- */
+/* --- Mask: x [b,m,...], lengths [b] -> y [b,m,...]. Rows from lengths[b] on become 0 and are not read. --- */
 LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const luna_tensor *x = op->in[0];
   const li_way w = li_way_of(op, back);
@@ -13313,8 +13313,8 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-/* ---- reductions ---- */
-/* --- sum, mean: x [outer,axis,inner] -> y [outer,inner] --- */
+/* ---- Reductions ---- */
+/* --- Sum, mean: x [outer,axis,inner] -> y [outer,inner] --- */
 LI_FN luna_status li_reduce_forward(luna_op *op) {
   const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
   memset(op->out[0]->data, 0, li_bytes(shape[0] * shape[2]));
@@ -13383,7 +13383,7 @@ LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
   return li_reduce(li_flat(x), LUNA_OP_REDUCE, 0, true, "luna_mean_all");
 }
 
-/* --- maximum: x [outer,axis,inner] -> y [outer,inner]. The gradient goes to the first of equal maxima. --- */
+/* --- Maximum: x [outer,axis,inner] -> y [outer,inner]. The gradient goes to the first of equal maxima. --- */
 LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* NaN is the greatest */
   int64_t i;
   for (*at = 0, i = 0; i < axis; i++) {
@@ -13416,8 +13416,8 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
   return li_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
 }
 
-/* ---- products ---- */
-/* --- matmul: a [outer,inner,m,k], b [inner,k,n] -> c [outer,inner,m,n]; both may be transposed. dA = dC B^T, and dB
+/* ---- Products ---- */
+/* --- Matmul: a [outer,inner,m,k], b [inner,k,n] -> c [outer,inner,m,n]; both may be transposed. dA = dC B^T, and dB
    sums A^T dC over `outer`. --- */
 LI_FN void li_multiply(const luna_op *op, const li_gemm *g, void *scratch) {
   if (g->c) li_run_gemm(li_k(op), g, &op->ctx->parallel, scratch);
@@ -13581,7 +13581,7 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
 }
 #endif
 
-/* --- linear: x [...,i], W [o,i], b [o], residual [...,o] -> y [...,o]. y = act(x W^T + b), or drop(x W^T + b) +
+/* --- Linear: x [...,i], W [o,i], b [o], residual [...,o] -> y [...,o]. y = act(x W^T + b), or drop(x W^T + b) +
    residual. It keeps the activation's input. dx = dy W, dW = dy^T x, and db sums dy over the rows. --- */
 /* Product 0 computes columns of y from `first` on. Products 1 and 2 give dx and dW; the argument y then holds dy. */
 LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
@@ -13693,7 +13693,7 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return li_linear_activated(x, weight, bias, LI_NO_ACTIVATION);
 }
 
-/* --- feed-forward: x [...,i], W1 [f,i], b1 [f], W2 [o,f], b2 [o], residual [...,o] -> y [...,o]. y = drop2(drop(act(x
+/* --- Feed-forward: x [...,i], W1 [f,i], b1 [f], W2 [o,f], b2 [o], residual [...,o] -> y [...,o]. y = drop2(drop(act(x
    W1^T + b1)) W2^T + b2) + residual. It works on blocks of rows, so that a block's hidden layer stays in cache. It
    keeps ReLU's output or another activation's input, or nothing with `recompute`. In forward, each thread has its own
    blocks. In backward, threads share each block: the weights' gradients are summed over blocks in order. --- */
@@ -13995,8 +13995,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   return li_finish_rows(&s, w2->shape[0]);
 }
 
-/* ---- ops on rows ---- */
-/* --- softmax: x [...,n] -> y [...,n]. `lengths` masks the last axis by axis 0. --- */
+/* ---- Ops on rows ---- */
+/* --- Softmax: x [...,n] -> y [...,n]. `lengths` masks the last axis by axis 0. --- */
 LI_HOT int64_t li_softmax_width(const luna_op *op, int64_t row) {
   const luna_tensor *x = op->in[0];
   const int64_t n = li_last(x);
@@ -14028,7 +14028,7 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   return li_finish_like(&s, x);
 }
 
-/* --- log softmax: x [...,n] -> y [...,n]. y = z - ln sum e^z with z = x - max x; dx = dy - e^y sum dy. --- */
+/* --- Log softmax: x [...,n] -> y [...,n]. y = z - ln sum e^z with z = x - max x; dx = dy - e^y sum dy. --- */
 LI_FN void li_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]);
   float part[256], number;
@@ -14083,7 +14083,7 @@ LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
-/* --- layer norm: x [...,n], weight [n], bias [n] -> y [...,n]. It keeps each row's mean and 1/deviation. Backward
+/* --- Layer norm: x [...,n], weight [n], bias [n] -> y [...,n]. It keeps each row's mean and 1/deviation. Backward
    works on blocks of rows. A cached block's column sums for dweight, dbias go to the workspace [blocks, 2, n]. --- */
 #define LI_NORM_ROWS 64
 LI_FN void li_layer_norm_query(luna_op *op) {
@@ -14169,7 +14169,7 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float e
   return li_norm(in, epsilon, true, "luna_rms_norm");
 }
 
-/* --- ratio: x [...,n + 1] -> y [...,n]. A row's first n numbers are divided by its last; y is 0 if that is 0. --- */
+/* --- Ratio: x [...,n + 1] -> y [...,n]. A row's first n numbers are divided by its last; y is 0 if that is 0. --- */
 /* If the divisor is 0, or so small that its inverse is Inf, numbers are divided one by one. */
 LI_HOT float li_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
 LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -14204,8 +14204,8 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   return li_finish_rows(&s, li_last(x) - 1);
 }
 
-/* ---- positions ---- */
-/* --- sinusoids: -> y [n,d]; rotary: x [b,n,heads d] -> y [b,n,heads d] --- */
+/* ---- Positions ---- */
+/* --- Sinusoids: -> y [n,d]; rotary: x [b,n,heads d] -> y [b,n,heads d] --- */
 /* Row i has the sines, then the cosines, of position first + i. An angle is the sum of its block's angle and the angle
    of the place in the block, so that a row's bits do not depend on `first`. */
 #define LI_ANGLES 64
@@ -14328,8 +14328,8 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
   return li_finish_like(&s, x);
 }
 
-/* ---- attention ---- */
-/* --- softmax attention [eq. 1]: q [b,n,d], k [b,m,d], v [b,m,e] -> y [b,n,e] and, if asked, row sums or log-sum-exp
+/* ---- Attention ---- */
+/* --- Softmax attention [eq. 1]: q [b,n,d], k [b,m,d], v [b,m,e] -> y [b,n,e] and, if asked, row sums or log-sum-exp
    [b,n,h]. luna_pack [eq. 3] passes weights as q and context as k and v, with one head and scale 1. --- */
 LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->inputs - 1];
@@ -14515,7 +14515,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   return li_finish_attention(&s, &c);
 }
 
-/* --- unpack [eq. 4]: x, residual [b,n,d], k, v [b,h,l,d], bias [b,h,l], out_bias [d] -> y [b,n,d]. It keeps the
+/* --- Unpack [eq. 4]: x, residual [b,n,d], k, v [b,h,l,d], bias [b,h,l], out_bias [d] -> y [b,n,d]. It keeps the
    log-sum-exp [b,n,h]. --- */
 LI_FN void li_unpack_args(const luna_op *op, li_unpack *u) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
@@ -14585,8 +14585,8 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
   return li_unpack_with(in, c->lengths, c->dropout, 0);
 }
 
-/* ---- causal ops ---- */
-/* --- causal product [eq. 7]: x [b,n,d], y [b,n,d], z [b,n,e] -> out [b,n,e] --- */
+/* ---- Causal ops ---- */
+/* --- Causal product [eq. 7]: x [b,n,d], y [b,n,d], z [b,n,e] -> out [b,n,e] --- */
 LI_FN void li_causal_args(const luna_op *op, li_causal *c) {
   const luna_tensor *x = op->in[0], *z = op->in[2];
   memset(c, 0, sizeof *c);
@@ -14619,7 +14619,7 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   return li_causal_product(x, y, z, heads, 0);
 }
 
-/* --- causal Luna [section 3.3]: q, k, v [b,n,d], s, gates? [b,n,l] -> y [b,n,d]. The forgetting form has gates.
+/* --- Causal Luna [section 3.3]: q, k, v [b,n,d], s, gates? [b,n,l] -> y [b,n,d]. The forgetting form has gates.
    Forward keeps W, or U and sums of weights. A stream has a state and a position. --- */
 LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   const luna_tensor *q = op->in[0];
@@ -14659,7 +14659,7 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
   LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
 #define LI_CPU_FORGETTING_LUNA LI_CPU_CAUSAL_LUNA
 
-/* --- route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
+/* --- Route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
 /* A token's writes to a head: two slots, and their shares r. */
 typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing;
 LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* or NaN */
@@ -14797,7 +14797,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   return li_causal_nested(in, &c, NULL);
 }
 
-/* --- short convolution: x [b,n,d], weight [d,w], bias [d] -> y [b,n,d]. A stream has a history [b,w - 1,d]. --- */
+/* --- Short convolution: x [b,n,d], weight [d,w], bias [d] -> y [b,n,d]. A stream has a history [b,w - 1,d]. --- */
 LI_FN li_convolution li_convolution_of(const luna_op *op, int64_t b) {
   const int64_t n = li_last(op->in[0]), rows = op->in[0]->shape[1], width = li_last(op->in[1]);
   li_convolution a;
@@ -14867,8 +14867,8 @@ LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, l
   return luna_slice(li_short_convolution(all, weight, bias, NULL), 1, rows, n);
 }
 
-/* ---- losses ---- */
-/* --- cross-entropy: logits [...,v], labels [...] (-1: ignored) -> loss [1]. It keeps each row's log-sum-exp. --- */
+/* ---- Losses ---- */
+/* --- Cross-entropy: logits [...,v], labels [...] (-1: ignored) -> loss [1]. It keeps each row's log-sum-exp. --- */
 LI_HOT li_cross_entropy li_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
   li_cross_entropy a;
   memset(&a, 0, sizeof a);
@@ -14977,7 +14977,7 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
   return li_cross_entropy_loss("luna_cross_entropy", logits, labels, config);
 }
 
-/* --- linear cross-entropy: x [...,i], W [o,i], b [o], labels [...] -> loss [1]. The logits x W^T + b are made in
+/* --- Linear cross-entropy: x [...,i], W [o,i], b [o], labels [...] -> loss [1]. The logits x W^T + b are made in
    panels of columns, with running sums, and again in backward. It keeps what cross-entropy keeps. --- */
 /* A panel's columns are a multiple of LI_KC, because dx is a sum over them. */
 #define LI_LOGIT_COLUMNS 1024
@@ -15109,7 +15109,7 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   return li_linear_cross_entropy_loss("luna_linear_cross_entropy", x, weight, bias, labels, config);
 }
 
-/* --- mse: values [...], targets [...] -> loss [1] --- */
+/* --- MSE: values [...], targets [...] -> loss [1] --- */
 LUNA_API luna_tensor *luna_set_counted(luna_tensor *loss, const char *name, int64_t counted, int64_t targets) {
   if (loss && counted == 0) li_log_ignored(loss->ctx, name, "targets", targets);
   return li_counts(loss, counted);
@@ -15130,7 +15130,7 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   return li_result(scope, luna_set_counted(mean, "luna_mse", counted, count));
 }
 
-/* ---- custom ops ---- */
+/* ---- Custom ops ---- */
 LI_FN void li_custom_query(luna_op *op) {
   op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
 }
@@ -15195,7 +15195,7 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an op without a LI_CPU_<NAME> does not compile --- */
+/* --- The CPU's table: an op without a LI_CPU_<NAME> does not compile --- */
 static const luna_backend li_cpu = {
   1, sizeof(luna_backend), 0, 0, 0,
   NULL, NULL, NULL, NULL,            /* no open, no allocate */
@@ -15954,7 +15954,7 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
   return f.x;
 }
 
-/* --- causal Luna attention [section 3.3]: x [b,n,d], p [b,l,d] or [l,d] -> y [b,n,d] --- */
+/* --- Causal Luna attention [section 3.3]: x [b,n,d], p [b,l,d] or [l,d] -> y [b,n,d] --- */
 /* Returns whether a layer has a P. A routed memory has none. */
 LI_FN bool li_packs(const luna_layer_config *c) { return li_is_luna(c) && c->forget != LUNA_FORGET_ROUTED; }
 LI_FN bool li_routes(luna_ctx *ctx, const luna_layer_config *c) {
@@ -16101,7 +16101,7 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
   return li_causal_attention(layer, x, NULL, 0, &f);
 }
 
-/* --- baseline attentions (softmax, linear): x [b,n,d], context [b,m,d] -> y [b,n,d] --- */
+/* --- Baseline attentions (softmax, linear): x [b,n,d], context [b,m,d] -> y [b,n,d] --- */
 LI_FN bool li_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
   const li_part parts[] = {
@@ -16169,7 +16169,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   return li_result(scope, li_project(&layer->out, li_gated(&layer->gate, x, y)));
 }
 
-/* --- encoder, decoder and causal layers [eq. 6]: x [b,n,d], p [b,l,d] -> X' [b,n,d], P' [b,l,d] --- */
+/* --- Encoder, decoder and causal layers [eq. 6]: x [b,n,d], p [b,l,d] -> X' [b,n,d], P' [b,l,d] --- */
 /* Completes a config and rejects fields that this kind of layer lacks. Fields of other attentions are ignored, so that
    changing `attention` alone compares them. */
 typedef enum li_layer_kind { LI_ENCODER_LAYER, LI_DECODER_LAYER, LI_CAUSAL_LAYER } li_layer_kind;
@@ -16229,7 +16229,7 @@ LI_FN luna_tensor *li_ffn_half(luna_scope *scope, const luna_layer_config *c,
   return li_results(*scope, li_sum_normed(c, x, &layer->norm), p);
 }
 
-/* --- other attentions and hooks --- */
+/* --- Other attentions and hooks --- */
 LI_FN bool li_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                          const char *prefix, const luna_layer_config *c) {
   luna_ctx *ctx = params->ctx;
@@ -16589,7 +16589,7 @@ LI_FN luna_tensor *li_add_positions(luna_tensor *x, luna_positions positions, lu
   return luna_add(x, luna_slice(table, 0, first, x->shape[1]));
 }
 
-/* --- attention hooks in files --- */
+/* --- Attention hooks in files --- */
 #define LI_HOOK_KEY "luna.hook"
 #define LI_HOOK_PREFIX LI_HOOK_KEY "."
 #define LI_HOOK_TEXT 1024 /* bytes per key, value */
@@ -16708,7 +16708,7 @@ LI_FN void *li_layers_init(luna_params *params, const char *prefix, li_layer_kin
   }
 #define LI_ENCODER_MODEL_INIT(kind) LI_MODEL_INIT(kind, #kind, m.encoder.layer, m, LI_OF_ENCODER)
 
-/* --- causal language model: input [b,n] -> logits [b,n,vocab] --- */
+/* --- Causal language model: input [b,n] -> logits [b,n,vocab] --- */
 LI_FN bool li_lm_defaults(luna_ctx *ctx, li_model_config *m) {
   luna_lm_config *c = &m->lm;
   if (c->vocab == 0) c->vocab = 256;
@@ -16871,7 +16871,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   return li_state_written(model, li_result(scope, loss), input->n);
 }
 
-/* --- encoder: input [b,n] -> x [b,n,d], p [b,l,d] --- */
+/* --- Encoder: input [b,n] -> x [b,n,d], p [b,l,d] --- */
 /* c is the encoder's config in m's model. */
 LI_FN bool li_encoder_defaults(luna_ctx *ctx, li_model_config *m, luna_encoder_config *c, int64_t vocab) {
   if (c->layers == 0) c->layers = 2;
@@ -17024,7 +17024,7 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
   return x;
 }
 
-/* --- classifier: input [b,n] -> logits [b,classes] --- */
+/* --- Classifier: input [b,n] -> logits [b,classes] --- */
 LI_FN bool li_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
@@ -18220,7 +18220,7 @@ LI_FN luna_status li_load_kind(luna_ctx *ctx, void *into, li_st *st) {
 
   return LUNA_OK;
 }
-/* --- training files: moments are tensors "luna.moment<i>.<name>"; the optimiser's and the context's counters are pairs
+/* --- Training files: moments are tensors "luna.moment<i>.<name>"; the optimiser's and the context's counters are pairs
    of 16 hexadecimal digits --- */
 #ifndef LUNA_NO_TRAIN
 /* A run's counters have keys in the same order. lr has a float's bits. */
@@ -18420,7 +18420,7 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
 }
 #endif /* !LUNA_NO_TRAIN */
 
-/* --- files by path --- */
+/* --- Files by path --- */
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
@@ -18675,7 +18675,7 @@ LUNA_API luna_file luna_path(const char *path) {
 }
 #endif /* !LUNA_NO_STDIO */
 
-/* --- any source or sink --- */
+/* --- Any source or sink --- */
 LUNA_API luna_file luna_bytes(const void *bytes, size_t size) {
   const luna_file file = { NULL, bytes, NULL, size, NULL, NULL };
   return file;
@@ -18961,7 +18961,7 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
   return s->inputs == s->host_inputs || li_stream_move(s, s->inputs, s->host_inputs, li_stream_inputs_size(s, rows), 1);
 }
 
-/* --- a step: the layers' forward --- */
+/* --- A step: the layers' forward --- */
 /* Runs `rows` rows of each sequence. With `last`, returns the logits after the last row, [batch, 1, vocab]. */
 LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const li_inputs in = li_stream_inputs(s, s->inputs, rows);
@@ -19102,7 +19102,7 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
   return true;
 }
 
-/* --- opening --- */
+/* --- Opening --- */
 /* Begins or ends a call. Sets the error if the device has failed, which ends the stream; else clears it. */
 LI_FN luna_status li_stream_status(luna_stream *s) {
   s->error = s->ctx.status == LUNA_OK ? LUNA_ERROR_NONE : LUNA_ERROR_BACKEND;
@@ -19402,7 +19402,7 @@ LI_FN luna_stream *li_stream_place(const luna_stream *first, void *memory, size_
   return s;
 }
 
-/* --- opening from a checkpoint's bytes --- */
+/* --- Opening from a checkpoint's bytes --- */
 /* Finds the bytes needed, or returns what is wrong. While a stream is opened, the index of the file's names takes the
    memory of steps' values. */
 LI_FN const char *li_stream_describe(luna_stream *s, li_st *st, const void *bytes, size_t size,
@@ -19557,7 +19557,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   li_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
 }
 
-/* --- running --- */
+/* --- Running --- */
 /* Counts the sequences with a row of features that do not fit. */
 LI_FN int64_t li_stream_misfits(const luna_stream *s, const luna_input *input) {
   const int64_t k = s->model.config.features, row = li_size(input->n) * k;
@@ -19637,7 +19637,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 }
 LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
-/* --- saved states --- */
+/* --- Saved states --- */
 LI_FN luna_status li_stream_fail(luna_stream *s, luna_error_id error) {
   if (s) s->error = error;
   return LUNA_BAD_ARGUMENT;
