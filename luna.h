@@ -2185,14 +2185,14 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #else
 #define LI_HOT static __attribute__((hot, unused))
 #ifdef __clang__
-#define LI_RARE __attribute__((cold)) /* compiled for size */
+#define LI_RARE __attribute__((cold)) /* Compiled for size */
 #else /* This also omits the passes that take gcc longest and gain little here. */
 #define LI_RARE \
   __attribute__((cold, optimize("no-expensive-optimizations", "no-gcse", "no-ivopts", "no-schedule-insns2", \
                                 "no-tree-dominator-opts", "no-tree-pre", "no-tree-pta", "no-tree-vrp")))
 #endif
 #endif
-#define LI_CALL LI_HOT __attribute__((noinline)) /* used everywhere */
+#define LI_CALL LI_HOT __attribute__((noinline)) /* Used everywhere */
 #if defined(__OPTIMIZE__) && !(defined(__OPTIMIZE_SIZE__) && defined(LUNA_NO_SIMD))
 #define LI_INLINE static inline __attribute__((always_inline, unused))
 #else
@@ -2223,7 +2223,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LI_KEY_BLOCK 512 /* An attention block holds this many keys. Partial results merge in block order. */
 #define LI_TILE 64 /* An attention tile has this many queries. LI_KEY_BLOCK is a multiple. */
 #define LI_CHUNK 64 /* rows of a causal chunk */
-#define LI_KC 512 /* terms per gemm block */
+#define LI_KC 512 /* Terms per gemm block */
 #define LI_KA (LI_KC + 16) /* The row stride of gathered A is no power of two, so that rows do not share cache sets. */
 #define LI_FLOAT_ROWS 64 /* This many rows are summed in float, then in double. */
 #define LI_NC 512 /* columns of B per block */
@@ -2231,7 +2231,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LI_WORDS_ABREAST 4 /* the same, rounded to bfloat16 */
 #define LI_SUM_ROWS 256 /* This many rows of C at a time have their partial sums in scratch. */
 #define LI_MAX_THREADS 256
-#define LI_NORM_EPSILON 1e-5f /* layer norm's, the authors' */
+#define LI_NORM_EPSILON 1e-5f /* Layer norm's, the authors' */
 LI_INLINE bool li_is_omega(int kind) { return kind >= LUNA_ACTIVATION_ELU1 && kind <= LUNA_ACTIVATION_SOFTPLUS2; }
 
 LI_INLINE int64_t li_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2350,13 +2350,13 @@ LI_INLINE bool li_dealt(int64_t item, int64_t parts, int64_t first, int64_t last
   return item % parts >= first && item % parts < last;
 }
 
-#define LI_GROUPS 4 /* groups per thread */
+#define LI_GROUPS 4 /* Groups per thread */
 #define LI_SHARES 16 /* With more threads, several threads use one share. */
 typedef struct li_call {
   li_task task;
   void *work;
   int64_t pieces, groups, threads;
-  uint32_t taken[LI_SHARES]; /* groups taken per share */
+  uint32_t taken[LI_SHARES]; /* Groups taken per share */
 } li_call;
 
 /* Returns a thread's next group, or `groups` if none is left. `passed` counts the shares that it found used up, and
@@ -2555,7 +2555,7 @@ typedef luna_causal_nested_args li_causal_luna;
 /* luna.h's own calls pass these beside the public arguments. */
 typedef struct li_attention_own {
   li_dropout dropout; /* In causal Luna it drops W, and needs forget. */
-  bool bf16;          /* round the products' operands */
+  bool bf16;          /* Round the products' operands */
   /* For a state that training carries: positions [batch] replace `position`, and the state before row 0 lies `before`
      doubles from `state`, to which forward writes the new one. Else null and 0. */
   const int64_t *positions;
@@ -2583,7 +2583,7 @@ typedef struct li_unpack {
   float *lse;                        /* [batch, rows, heads]. Forward writes it unless null; backward reads it. */
   int64_t batch, rows, dim, heads, slots;
   const int32_t *lengths;            /* [batch] real slots; null: all */
-  bool bf16;                         /* round the products' operands */
+  bool bf16;                         /* Round the products' operands */
   li_dropout dropout;                /* It numbers elements ((b heads + head) rows + i) slots + j. */
   li_dropout last;                   /* It drops elements of out before the residual is added. */
   const float *grad_out;
@@ -2602,11 +2602,11 @@ typedef struct li_unpack_space {
 
 /* An optimiser's step on the elements of one parameter. */
 typedef struct li_update {
-  float *value, *grad, *moment[3], *average; /* as in luna_update */
+  float *value, *grad, *moment[3], *average; /* As in luna_update */
   int64_t count;
   /* Clipping multiplies gradients by `factor`. */
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
-  float share;                       /* the average's step, 0..1 */
+  float share;                       /* The average's step, 0..1 */
   bool nesterov, coupled;            /* coupled adds decay to the gradient. */
 } li_update;
 
@@ -2654,7 +2654,7 @@ LI_FN float li_each_scalar(int kind, float a, float b, float c);
 #define LI_DROPS(a) (LI_TRAINS && (a)->own && (a)->own->dropout.threshold > 0)
 #ifdef LUNA_NO_TRAIN
 #define LI_TRAIN(function) NULL
-#define LI_TRAINS false /* no tape, no dropout */
+#define LI_TRAINS false /* No tape, no dropout */
 #else
 #define LI_TRAIN(function) function
 #define LI_TRAINS true
@@ -3444,13 +3444,13 @@ typedef struct li_int8_block { /* It has m <= the loops' `most` rows by n column
   int64_t m, n, k, q_row;
   const char *q;
   const float *q_scale; /* [m] */
-  const int8_t *w; /* row-major; null: use panels */
+  const int8_t *w; /* Row-major; null: use panels */
   const char *panels;
   const float *scale, *bias; /* [n]; bias may be null */
   const int32_t *sums; /* [n] */
   float *c;
   int64_t c_row;
-  const float *residual; /* as in li_gemm */
+  const float *residual; /* As in li_gemm */
   bool relu;
 } li_int8_block;
 typedef struct li_int8_loops {
@@ -3800,11 +3800,11 @@ typedef struct li_int8_work {
   const li_int8_loops *loops;
   const li_gemm *g;
   char *q, *panels;              /* q holds x's integers; panels holds each thread's, `columns` wide. */
-  float *scales;                 /* of x */
+  float *scales;                 /* x's */
   int64_t q_row, panel, columns; /* panel is in bytes. */
-  size_t bytes;                  /* of scratch */
+  size_t bytes;                  /* Scratch size */
   bool dots, by_rows;
-  int64_t parts;                 /* of rows or columns */
+  int64_t parts;                 /* Row or column parts */
 } li_int8_work;
 /* Lays the work out in scratch. With null it only counts. */
 LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, int64_t threads, void *scratch) {
@@ -4384,7 +4384,7 @@ typedef struct li_tile_work {
   int64_t late, late_row, late_j, late_columns[2];
   const float *late_at;
   vf late_bias[2], late_sums[2];
-  const float *bias, *added;  /* the epilogue's, or null */
+  const float *bias, *added;  /* The epilogue's, or null */
   /* Of A's next rows `coming` vectors are not yet words; a step packs `share`. across: vectors in a row */
   const float *coming_a;
   float *coming_words;
@@ -4762,7 +4762,7 @@ typedef struct li_gemm_plan {
   const li_products *products;
   char *scratch;
   int64_t row_parts, column_parts, columns; /* columns: of a block */
-  int64_t a_size, b_size, sum_size;  /* floats */
+  int64_t a_size, b_size, sum_size;  /* Floats */
   int64_t thread_bytes;              /* With several threads it includes a li_gemm_thread. */
 } li_gemm_plan;
 /* A thread's own memory. `held` is the block of B whose panels it has, since batch items often share B. */
@@ -5148,7 +5148,7 @@ LI_FN void li_dropout_reference(const li_dropout *d, int64_t first, int64_t n, c
                                 bool accumulate) {
   for (int64_t i = 0; i < n; i++) {
     const float mask = li_dropout_at(d, first + i);
-    float kept = 0;                  /* a dropped NaN too */
+    float kept = 0;                  /* A dropped NaN too */
     if (mask > 0) kept = x[i] * mask;
     if (accumulate) kept += y[i];
     y[i] = kept;
@@ -5383,7 +5383,7 @@ LI_FN void LI_K(layer_norm_backward)(const li_layer_norm *a) {
 }
 
 /* ---- Sums along columns, over rows in order ---- */
-#define LI_SUM_COLUMNS (4 * VF) /* columns held in registers */
+#define LI_SUM_COLUMNS (4 * VF) /* Columns held in registers */
 #define LI_COLUMN(i) \
   if (vectors > i) \
     sum##i = b ? vf_fma(LI_K(get)(at + i * VF, left - i * VF), \
@@ -5944,15 +5944,15 @@ typedef struct li_attention_work {
   const li_attention *a;
   char *scratch;              /* It holds the threads' spaces, then `partial`. */
   size_t thread_bytes;
-  int64_t queries, keys;      /* largest per batch row */
+  int64_t queries, keys;      /* Largest per batch row */
   int64_t pairs, blocks, run; /* A pair is (batch row, head); it has `blocks` key blocks, and an item `run` queries. */
   int64_t query_blocks;       /* In backward, at most this many query blocks see a key block. */
   int64_t wave, first, last;  /* In backward, a wave has this many units (pair, key block), now [first, last). */
   int64_t unit;               /* A unit keeps this many floats in `partial`. */
   float *partial;
-  bool q_shared, k_shared, v_shared; /* shared by the batch */
+  bool q_shared, k_shared, v_shared; /* Shared by the batch */
   bool backward;
-  int64_t parts;              /* parts that gather gradients */
+  int64_t parts;              /* Parts that gather gradients */
 } li_attention_work;
 
 /* A thread's part of scratch, laid out by li_attention_layout. Null means not needed. */
@@ -6013,7 +6013,7 @@ LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_at
   }
   if (back) {
     if (banded) m->clean = li_take(&scratch, depth * d);
-    m->values = li_take(&scratch, li_panels_size(kernels, d, depth)); /* the keys, for dQ */
+    m->values = li_take(&scratch, li_panels_size(kernels, d, depth)); /* The keys, for dQ */
     m->slopes = li_take(&scratch, scores);
     m->slope_panels = li_take(&scratch, li_panels_size(kernels, LI_TILE, dv));
     m->product = li_take(&scratch, li_panels_size(kernels, li_max(d, dv), LI_TILE));
@@ -6600,7 +6600,7 @@ LI_FN char *li_unpack_layout(const li_kernels *kernels, const li_unpack *u, bool
 LI_FN size_t li_unpack_start(li_unpack_work *w, const li_kernels *kernels, const li_unpack *u,
                              int64_t threads, bool backward, void *scratch) {
   li_unpack_space space;
-  char *zero = (char *)w; /* only distances count */
+  char *zero = (char *)w; /* Only distances count */
   memset(w, 0, sizeof *w);
   w->kernels = kernels;
   w->u = u;
@@ -7272,7 +7272,7 @@ typedef struct li_causal_chunk {
      chunk. */
   float *state, *kept;
   float *scores, *panels, *buffer[3]; /* scores [rows, LI_CHUNK], buffers [LI_CHUNK, max(dim, value_dim)] */
-  float *h;                         /* rows of H (backward) */
+  float *h;                         /* Rows of H (backward) */
   /* The memory that forgets has the forward state before the chunk here (backward only), and the sums of
      forget_weights, which are part of kept. */
   float *sums, *logs;
@@ -7696,7 +7696,7 @@ LI_FN void li_causal_start(li_sweep *s, const li_kernels *kernels, const li_caus
 LI_FN size_t li_causal_scratch(const li_kernels *kernels, const li_causal *a, int64_t threads, bool backward) {
   li_sweep s;
   if (!kernels->panels) return 0;
-  li_causal_start(&s, kernels, a, backward); /* reverse needs more */
+  li_causal_start(&s, kernels, a, backward); /* Reverse needs more */
   return li_sweep_plan(&s, li_max(1, threads), NULL);
 }
 /* x, y [batch, rows, heads, dim], z [batch, rows, heads, value_dim] -> out as z. */
@@ -8489,7 +8489,7 @@ LUNA_API luna_isa luna_isa_best(void) { return li_kernels_of(LUNA_ISA_BEST)->isa
 LUNA_API bool luna_isa_available(luna_isa isa) { return li_kernels_of(isa) != NULL; }
 
 LUNA_API const char *luna_isa_name(luna_isa isa) {
-  static const char *const name[] = { /* in luna_isa's order */
+  static const char *const name[] = { /* In luna_isa's order */
     "best", "scalar", "SSE2", "AVX2", "AVX-512", "NEON", "WASM SIMD128", "reference", "AVX2 VNNI", "AVX-512 VNNI",
     "AVX-512 BF16", "AMX"
   };
@@ -8508,7 +8508,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
    ---------------------------------------- */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
-  static const char *const text[] = { /* in luna_status's order */
+  static const char *const text[] = { /* In luna_status's order */
     "ok", "bad argument", "out of memory", "bad file", "cannot read", "cannot write", "names or shapes differ",
     "unsupported", "the device failed", "not finite"
   };
@@ -8725,7 +8725,7 @@ LI_FN luna_status li_attention_call(const luna_attention_args *args, bool backwa
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
 
-  if (keys == 0) a.k = a.v = a.out;  /* as in luna_gemm_f32 */
+  if (keys == 0) a.k = a.v = a.out;  /* As in luna_gemm_f32 */
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_attention_scratch(kernels, &a, parallel.threads, backward), &kernels);
   const luna_status status = li_reference_status(&args->run, kernels, backward);
@@ -8854,17 +8854,17 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
    hostile header costs n log n. In this order: text, JSON, tensors and pairs, the index, numbers. A new dtype is a row
    of LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
    ---------------------------------------- */
-#define LI_ST_RANK 8                          /* maximal dimensions */
-#define LI_ST_NAME 1032                       /* parameter's name and ".scale" */
-#define LI_ST_HEADER 100000000u               /* the format's own limit */
-#define LI_ST_BAD 0xFFFFFFFFu                 /* no character */
+#define LI_ST_RANK 8                          /* Maximal dimensions */
+#define LI_ST_NAME 1032                       /* Parameter's name and ".scale" */
+#define LI_ST_HEADER 100000000u               /* The format's own limit */
+#define LI_ST_BAD 0xFFFFFFFFu                 /* No character */
 
 typedef struct li_st {
   const uint8_t *data;
   const char *header;
   size_t data_size, header_size;
   size_t meta;            /* __metadata__'s offset, or 0 */
-  size_t tensors, pairs;  /* how many there are */
+  size_t tensors, pairs;
   bool contiguous;        /* Each tensor's data begins where the previous one ends. */
   uint64_t *names, *keys; /* The index holds where each opens in the header, sorted by text. */
 } li_st;
@@ -8887,8 +8887,8 @@ typedef struct li_st_tensor {
   int dtype;            /* li_st_dtype */
   int rank;
   int64_t shape[LI_ST_RANK];
-  int64_t count;        /* elements */
-  const uint8_t *data;  /* at any alignment */
+  int64_t count;        /* Elements */
+  const uint8_t *data;  /* At any alignment */
   size_t bytes;
   const uint8_t *scale; /* I8 rows have F32 [shape[0]], by li_st_value; or null. */
   int64_t first;        /* Data begins at this element of a whole. */
@@ -8976,7 +8976,7 @@ LI_FN int li_st_order(const char *p, const char *end, const char *q, bool json) 
     const bool p_ends = p == end || *p == '"', q_ends = *q == (json ? '"' : 0);
     if (p_ends || q_ends) return q_ends - p_ends;
     const uint32_t c = li_st_character(&p, end);
-    const uint32_t d = json ? li_st_character(&q, end) : li_st_utf8(&q, q + 4); /* stops at the 0 */
+    const uint32_t d = json ? li_st_character(&q, end) : li_st_utf8(&q, q + 4); /* Stops at the 0 */
     if (c != d || c == LI_ST_BAD) return c < d ? -1 : 1;
   }
 }
@@ -9013,9 +9013,9 @@ LI_FN int li_st_compare(const li_st *st, uint64_t a, uint64_t b) {
 /* --- JSON: headers nest three deep, and other keys and values are rejected, so that nothing recurses --- */
 typedef struct li_st_json {
   const char *at, *end;
-  const char *wrong; /* first error, or null */
-  const char *meta;  /* where __metadata__ starts */
-  size_t pairs;      /* in __metadata__ */
+  const char *wrong; /* First error, or null */
+  const char *meta;  /* Where __metadata__ starts */
+  size_t pairs;      /* In __metadata__ */
   bool first;        /* An object's first member is next. */
 } li_st_json;
 
@@ -9396,7 +9396,7 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
    and atomics, then li_pool. A port to another system adds a block with the same names. Guarded by
    tests/engine/threads.c.
    ---------------------------------------- */
-#ifdef _WIN32 /* threads, the clock, files */
+#ifdef _WIN32 /* Threads, the clock, files */
 #ifndef WIN32_LEAN_AND_MEAN
 #define WIN32_LEAN_AND_MEAN
 #endif
@@ -9429,7 +9429,7 @@ LI_FN void li_thread_join(li_thread t) {
   WaitForSingleObject(t, INFINITE);
   CloseHandle(t);
 }
-LI_FN int64_t li_process(void) { return 0; } /* nothing forks */
+LI_FN int64_t li_process(void) { return 0; } /* Nothing forks */
 #else
 #include <pthread.h>
 #include <unistd.h>
@@ -9460,18 +9460,18 @@ LI_FN int li_cores(void) { return 1; }
 #define LI_SPINS 10000
 
 typedef struct li_pool {
-  int64_t workers;   /* besides the caller */
-  li_thread *thread; /* the workers' */
+  int64_t workers;   /* Besides the caller */
+  li_thread *thread; /* The workers' */
   void (*task)(void *work, int64_t index);
   void *work;
   /* Atomic: the call's number in the high half, the next index in the low half. A thread that is late finds nothing
      left. */
   uint64_t ticket;
-  uint64_t count;    /* atomic */
-  uint64_t done;     /* atomic */
-  uint64_t sleepers; /* atomic: workers that wait */
-  uint64_t waits;    /* atomic: the caller waits */
-  uint64_t stop;     /* atomic */
+  uint64_t count;    /* Atomic */
+  uint64_t done;     /* Atomic */
+  uint64_t sleepers; /* Atomic: workers that wait */
+  uint64_t waits;    /* Atomic: the caller waits */
+  uint64_t stop;     /* Atomic */
   int64_t process;   /* It is the workers'. A child of fork has the pool's memory but not its threads. */
   li_mutex mutex;
   li_condition wake, finished;
@@ -9647,11 +9647,11 @@ typedef struct li_chunk {            /* It heads an allocation; the memory follo
   size_t raw_size;
   char *start;
   size_t size, used, place;          /* For step blocks, place is start as pieces count it. */
-  bool remote;                       /* on the device */
+  bool remote;                       /* On the device */
 } li_chunk;
-typedef struct li_arena {            /* one kind of memory */
-  li_chunk *persistent;              /* allocator mode, newest first */
-  li_chunk *steps;                   /* allocator mode: step blocks */
+typedef struct li_arena {            /* One kind of memory */
+  li_chunk *persistent;              /* Allocator mode, newest first */
+  li_chunk *steps;                   /* Allocator mode: step blocks */
   size_t persistent_bytes, step_peak;
 } li_arena;
 
@@ -9662,8 +9662,8 @@ typedef struct li_bump {
   /* [0] has small things of the host, [1] has data. If data are only counted, start is null. */
   struct { char *start; size_t size, used, peak; } part[2];
   bool single;        /* The rows are single ones of their sequences, as luna_op.dots says. */
-  bool records;       /* record the ops run */
-  luna_op *ops;       /* recorded ones */
+  bool records;       /* Record the ops run */
+  luna_op *ops;       /* Recorded ones */
   size_t count, room;
   size_t floor, kept; /* Bytes of small things that stay: the stream's, and recorded ones. */
 } li_bump;
@@ -9677,7 +9677,7 @@ LI_FN void li_bump_forget(li_bump *b) {
   b->kept = b->floor;
 }
 
-typedef struct li_hooked {           /* by hooks, newest first */
+typedef struct li_hooked {           /* By hooks, newest first */
   struct li_hooked *older;
   void (*close)(void *layer);
   void *layer;
@@ -9691,23 +9691,23 @@ typedef struct li_failure {          /* A call that makes something leaves it. A
 
 /* This is what the tape and the step's memory know about an op. */
 typedef struct li_op_state {
-  luna_op *previous, *next;    /* the tape */
-  int64_t number;              /* on the tape */
+  luna_op *previous, *next;    /* The tape */
+  int64_t number;              /* On the tape */
   luna_op *recompute_from;     /* The newest op of a recomputed scope points to the oldest. */
-  struct li_piece *kept_piece; /* where kept lies */
+  struct li_piece *kept_piece; /* Where kept lies */
   uint8_t depth;               /* This many cheap ops compute its result again (li_op_depth). */
   int readers;                 /* This many ops, of those computed again now, read its result. */
-  const luna_trace_scope *scope; /* in which forward ran */
+  const luna_trace_scope *scope; /* In which forward ran */
   li_attention_own attention;  /* Its dropout may belong to a part of a batch. */
 } li_op_state;
 /* A part of a batch has `own` sequences after the `first` ones. If own is 0, the tensor is no part. */
 typedef struct li_cut { int64_t first, own; } li_cut;
 /* This is what the tape and the step's memory know about a tensor. */
 typedef struct li_tensor_state {
-  luna_op *maker;                   /* made by this op */
-  luna_op *last_reader;             /* newest reader on tape */
-  luna_tensor *older;               /* the step's previous tensor */
-  int64_t offset;                   /* view's offset in base */
+  luna_op *maker;                   /* Made by this op */
+  luna_op *last_reader;             /* Newest reader on tape */
+  luna_tensor *older;               /* The step's previous tensor */
+  int64_t offset;                   /* View's offset in base */
   struct li_piece *data_piece, *grad_piece; /* They can be released before the step ends. */
   bool keep_data, keep_grad;        /* luna_keep and luna_require_grad keep them until the next begin. */
   bool saved, released, recomputed; /* A backward reads data; data was released; it was computed again. */
@@ -9715,7 +9715,7 @@ typedef struct li_tensor_state {
   bool internal;                    /* Its scope has ended. Data are released once backward no longer reads them. */
   bool has_grad;                    /* Backward has reached it. When measuring, grad stays null. */
   bool given, borrowed;             /* A parameter's values are no longer its init's; they are another's. */
-  li_cut cut;                       /* part of a batch */
+  li_cut cut;                       /* Part of a batch */
   int64_t counted;                  /* 1 + luna_counted */
 } li_tensor_state;
 
@@ -9728,16 +9728,16 @@ typedef struct li_slab {
   luna_tensor of_step[2][LI_SLAB];
   li_tensor_state state[2][LI_SLAB];
 } li_slab;
-typedef struct li_mark {             /* a step's state */
+typedef struct li_mark {             /* A step's state */
   li_chunk *chunk[2];                /* In allocator mode these are the host's and the device's current step block. */
-  size_t used[2];                    /* used there (marks only) */
-  size_t bytes[2];                   /* step's, or stream's parts */
+  size_t used[2];                    /* Used there (marks only) */
+  size_t bytes[2];                   /* Step's, or stream's parts */
   size_t gaps[2];                    /* Gaps between chunks, in places, keep pieces of two chunks from being joined. */
   int64_t pieces_made;
-  luna_tensor *made;                 /* the newest tensor */
-  li_slab *slab;                     /* current, null without tensors */
+  luna_tensor *made;                 /* The newest tensor */
+  li_slab *slab;                     /* Current, null without tensors */
   int slab_used;
-  char *small, *small_end;           /* room for small things */
+  char *small, *small_end;           /* Room for small things */
 } li_mark;
 typedef struct li_sharing { struct li_sharing *next; const luna_ctx *owner; } li_sharing;
 
@@ -9750,51 +9750,51 @@ struct luna_ctx {
   const li_kernels *kernels;
   const luna_backend *backend;
   li_parallel parallel;
-  void *self;                /* the backend's, per context */
+  void *self;                /* The backend's, per context */
   struct li_sharing *sharing; /* Newest first, it lists contexts whose parameters this one reads, if work is queued. */
   char *block_start, *block_end; /* Block mode: what is between step and persistent memory is free. */
   li_arena arena[2];         /* The host has one, and a device another, which holds tensors' values. */
   struct li_bump *bump;      /* A stream's own context has all memory of its step here. */
-  struct li_piece *pieces;   /* free ones */
+  struct li_piece *pieces;   /* Free ones */
   struct li_piece *highest;  /* The highest of all is here if pieces are cut up and joined. */
   li_mark step;
   li_slab *slabs;
   size_t slabs_end;          /* The newest slab ends here, in persistent bytes. */
   uint32_t begins;           /* Odd and even steps have one half of the slabs each. */
   size_t peak;
-  luna_step_state *state;    /* in backend memory */
+  luna_step_state *state;    /* In backend memory */
   luna_op *tape;
-  const luna_op *custom;     /* the one that runs */
-  struct luna_lm_state *carried; /* continued by the step */
+  const luna_op *custom;     /* The one that runs */
+  struct luna_lm_state *carried; /* Continued by the step */
   uint32_t dropout_ops;
   bool training;
   bool recomputing;          /* The step has recomputed scopes, so constants that the tape reads stay. */
   bool paused;               /* A stream is opened in training, and nothing joins the tape. */
   bool reserving;            /* A stream is opened: memory is counted, nothing computed. */
   bool differentiated;       /* luna_backward succeeded since begin */
-  bool stepped;              /* an optimiser has stepped */
-  uint64_t reported;         /* skipped steps already logged */
+  bool stepped;              /* An optimiser has stepped */
+  uint64_t reported;         /* Skipped steps already logged */
   /* `status` is the first failure since begin, `last_status` that of the last call that returned one. */
   luna_status status, last_status;
   luna_status open_status;   /* If the device could not be opened, every call says so. */
-  luna_error_id error_id;    /* the id of error */
+  luna_error_id error_id;    /* The id of error */
   char error[320];
   const char *call;          /* Failures name the outermost init, load or save under way. */
-  const char *path;          /* its file, else null */
-  int setups;                /* inits under way, nested */
+  const char *path;          /* Its file, else null */
+  int setups;                /* Inits under way, nested */
   li_failure failure;        /* The next begin reports this one, the first since the last begin or an earlier one. */
-  uint64_t backwards;        /* successful luna_backward calls */
-  uint64_t writes;           /* calls that changed parameters */
-  struct luna_optimizer *optimizers; /* newest first */
+  uint64_t backwards;        /* Successful luna_backward calls */
+  uint64_t writes;           /* Calls that changed parameters */
+  struct luna_optimizer *optimizers; /* Newest first */
   bool unread;               /* An optimiser on a device has made a step that the host has not read. */
-  luna_part part;            /* from luna_begin_part */
-  bool shares;               /* whether part is set */
-  const luna_params *newest; /* newest parameter set */
+  luna_part part;            /* From luna_begin_part */
+  bool shares;               /* Whether part is set */
+  const luna_params *newest; /* Newest parameter set */
   li_hooked *hooked;
-  luna_tracer trace;         /* null: none */
+  luna_tracer trace;         /* Null: none */
   void *trace_user;
-  li_trace_paths *paths;     /* null before luna_trace */
-  const luna_trace_scope *scope; /* current, if traced */
+  li_trace_paths *paths;     /* Null before luna_trace */
+  const luna_trace_scope *scope; /* Current, if traced */
 };
 
 /* Names the call that failures belong to, unless it is inside another call. Returns the outer one, for li_leave. */
@@ -10239,7 +10239,7 @@ LI_HOT void *li_piece_at(const luna_ctx *ctx, const li_piece *piece) {
   if (!li_computes(ctx)) return NULL;
   if (ctx->options.block) return ctx->block_start + piece->place;
   while (chunk && piece->place - chunk->place >= chunk->used) chunk = chunk->next;
-  if (!chunk) return NULL;           /* a piece without bytes */
+  if (!chunk) return NULL;           /* A piece without bytes */
   return chunk->start + (piece->place - chunk->place);
 }
 LI_FN void li_piece_link(luna_ctx *ctx, li_piece *piece, li_piece *below) {
@@ -10264,7 +10264,7 @@ LI_HOT void li_piece_insert(luna_ctx *ctx, li_piece *piece) {
   while (*link && li_piece_priority(*link) > priority) link = &(*link)->by_size[li_piece_before(*link, piece)];
   li_piece *rest = *link;
   *link = piece;
-  while (rest) {                     /* smaller and larger ones */
+  while (rest) {                     /* Smaller and larger ones */
     const bool after = !li_piece_before(rest, piece);
     *side[after] = rest;
     side[after] = &rest->by_size[!after];
@@ -10295,7 +10295,7 @@ LI_HOT void li_piece_remove(luna_ctx *ctx, li_piece *piece) {
 LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   const bool alone = li_pieces_alone(ctx), splits = li_pieces_split(ctx);
   const size_t size = alone ? bytes : li_round(bytes);
-  size_t slack = alone ? 0 : size / 8; /* allowed excess */
+  size_t slack = alone ? 0 : size / 8; /* Allowed excess */
   if (splits) slack = 24 * size;
   const bool remote = li_on_device(ctx);
   li_piece *best = NULL, *rest;
@@ -10348,7 +10348,7 @@ LI_HOT void li_piece_give(luna_ctx *ctx, li_piece **given) {
 /* Goes back to when the step's memory ended at `end`. The pieces free then are free again, unless taken since and not
    given back. But if pieces are cut up none is free, since some are themselves in memory that goes. */
 LI_FN void li_pieces_rewind(luna_ctx *ctx, size_t end) {
-  li_piece *piece, *next, *list = NULL; /* linked by by_size[1] */
+  li_piece *piece, *next, *list = NULL; /* Linked by by_size[1] */
   for (piece = ctx->highest; piece; piece = next) {
     next = piece->below;
     piece->below = piece->above = NULL;
@@ -10426,7 +10426,7 @@ LI_FN bool li_open_threads(luna_ctx *ctx) {
 #else
   const size_t pool_size = li_round(sizeof(li_pool));
   const int64_t workers = li_min(ctx->parallel.threads, li_cores()) - 1;
-  void *memory;                      /* enough for all threads */
+  void *memory;                      /* Enough for all threads */
 
   if (!li_persist(ctx, pool_size + (size_t)(ctx->parallel.threads - 1) * sizeof(li_thread), false, &memory))
     return false;
@@ -10546,7 +10546,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->open_status != LUNA_OK) return ctx->open_status;
 
-  const bool repeated = li_step_failed(ctx); /* keeps number and dropout */
+  const bool repeated = li_step_failed(ctx); /* Keeps number and dropout */
   if (ctx->carried) li_state_turn(ctx->carried);
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
@@ -10626,7 +10626,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   return "unknown";
 }
 
-#define LI_SPLIT 8192             /* elements worth a thread */
+#define LI_SPLIT 8192             /* Elements worth a thread */
 
 LI_INLINE int64_t li_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
 LI_HOT int64_t li_rows(const luna_tensor *t) {
@@ -10918,7 +10918,7 @@ LI_FN double li_op_bytes(const luna_op *op, bool backward) {
     floats += (double)luna_count(op->out[i]) * (1 + (backward && reads & LUNA_READS_OUT(i)));
   for (int i = 0; i < op->inputs; i++) {
     const luna_tensor *t = op->in[i];
-    const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* only rows are read */
+    const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* Only rows are read */
     const double count = (double)luna_count(table ? op->out[0] : t);
     if (!t) continue;
     if (!backward || reads & LUNA_READS_IN(i)) floats += count;
@@ -11106,7 +11106,7 @@ typedef struct li_scope {
   size_t used[2];
   uint32_t begins;
   bool recompute;
-  const luna_trace_scope *outer; /* the traced outer scope */
+  const luna_trace_scope *outer; /* The traced outer scope */
 } li_scope;
 typedef char li_scope_size[sizeof(li_scope) <= sizeof(luna_scope) ? 1 : -1];
 LI_HOT li_scope li_scope_of(const luna_scope *scope) {
@@ -11212,7 +11212,7 @@ LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results,
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (ctx->bump) return li_bump_end(scope, results[0]);
-  if (scope.begins != ctx->begins) return results[0]; /* a begin ended it */
+  if (scope.begins != ctx->begins) return results[0]; /* A begin ended it */
   if (taped && scope.recompute) li_scope_forget(scope);
   else if (taped) li_scope_depths(scope, results, count);
   for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->own->older) {
@@ -11409,7 +11409,7 @@ typedef struct li_build {
   li_op_state state;
   li_mark mark;
   const char *name;
-  bool failed; /* integers failed, already reported */
+  bool failed; /* Integers failed, already reported */
   int64_t counted;
 } li_build;
 
@@ -11442,7 +11442,7 @@ LI_HOT bool li_start(li_build *s, luna_op_kind kind, const char *name, luna_tens
   s->op.inputs = count;
   for (int i = 0; i < count; i++) {
     s->op.in[i] = in[i];
-    if (!ctx->bump && in[i] && in[i]->ctx != ctx) { /* both contexts report it */
+    if (!ctx->bump && in[i] && in[i]->ctx != ctx) { /* Both contexts report it */
       li_fail(in[i]->ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
       return li_refuse(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
     }
@@ -11474,7 +11474,7 @@ LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_
     li_fail_op_memory(ctx, s->name, (size_t)count * sizeof(int32_t));
     return NULL;
   }
-  if (!memory) return values;        /* a measuring device */
+  if (!memory) return values;        /* A measuring device */
   luna_status status = LUNA_OK;
   if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
   else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* An op's query reads them. */
@@ -11879,7 +11879,7 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
   const float one = 1;
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
-  luna_op *again = NULL;        /* oldest op being recomputed */
+  luna_op *again = NULL;        /* Oldest op being recomputed */
   if (!li_grad_take(ctx, loss, true)) return li_fail_backward(ctx, sizeof(float));
   if (li_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (li_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
@@ -11940,13 +11940,13 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    ---------------------------------------- */
 /* Gives a field of what a pointer points to, or 0 for null. */
 #define LI_OF(pointer, field) ((pointer) ? (pointer)->field : 0)
-#define LI_MAX_PARAM_NAME 1024 /* with its end */
+#define LI_MAX_PARAM_NAME 1024 /* With its end */
 typedef struct li_param {
-  struct li_param *next; /* in the set */
+  struct li_param *next; /* In the set */
   const char *name;
-  uint64_t hash;         /* the name's */
+  uint64_t hash;         /* The name's */
   luna_tensor tensor;
-  li_tensor_state state; /* the tensor's */
+  li_tensor_state state; /* The tensor's */
   float *frozen_grad;    /* While it is frozen, these hold the gradient and has_grad, otherwise null and false. */
   bool had_grad;
 } li_param;
@@ -11961,17 +11961,17 @@ typedef struct li_meta { struct li_meta *next; const char *key, *value; } li_met
 
 struct luna_params {
   luna_ctx *ctx;
-  const luna_params *older;  /* opened before it */
+  const luna_params *older;  /* Opened before it */
   li_param *first, *last;
   li_meta *metas, *last_meta;
-  li_meta *replaced;         /* earlier values, newest first */
+  li_meta *replaced;         /* Earlier values, newest first */
   li_names names;
   int64_t size;
   int64_t horizon;           /* For causal models this is the longest training sequence, or 0. */
-  bool horizon_fixed;        /* set by a config */
+  bool horizon_fixed;        /* Set by a config */
   struct luna_lm_state *state; /* It is the newest of its models' states, which training checkpoints save. */
   const luna_params *shared; /* This set reads its values in place; or null. */
-  li_sharing sharing;        /* in ctx->sharing, where queued */
+  li_sharing sharing;        /* In ctx->sharing, where queued */
   const li_st *filling;      /* While a model is loaded, new parameters take their values from this file. */
 };
 
@@ -12347,12 +12347,12 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
 /* --- An init makes all its parameters, or makes none and zeroes its struct; the outermost one is remembered --- */
 typedef struct li_setup {
   luna_params *params;
-  void *made;              /* the struct */
+  void *made;              /* The struct */
   size_t size;
-  const char *outer;       /* for li_leave */
+  const char *outer;       /* For li_leave */
   li_persistent_mark memory;
-  const li_hooked *hooked; /* newest before */
-  luna_params before;      /* the set before */
+  const li_hooked *hooked; /* Newest before */
+  luna_params before;      /* The set before */
 } li_setup;
 /* Begins an init. Returns false if that cannot succeed, with a sentence if there is a context. li_setup_end must follow
    either way. */
@@ -12384,7 +12384,7 @@ LI_FN void li_setup_undo(const li_setup *s) {
   li_close_hooked(params->ctx, s->hooked);
   for (; params->replaced != before->replaced; params->replaced = params->replaced->next)
     li_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  for (int64_t i = params->size - 1; i >= before->size && before->size > 0; i--) /* the newest first */
+  for (int64_t i = params->size - 1; i >= before->size && before->size > 0; i--) /* The newest first */
     *li_names_slot(&before->names, params->names.at[i]->name, params->names.at[i]->hash) = NULL;
   *params = *before;
   if (params->last) params->last->next = NULL;
@@ -12480,9 +12480,9 @@ LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, 
    keeps of earlier tokens. What depends only on parameters and sources is computed once.
    ---------------------------------------- */
 typedef struct li_past {
-  const int64_t *position;  /* as in luna_op */
+  const int64_t *position;  /* As in luna_op */
   ptrdiff_t before;         /* As in luna_op; history counts it in 8 bytes. With it only these are set: */
-  double *state;            /* as in luna_op */
+  double *state;            /* As in luna_op */
   float *history;           /* [batch, convolution - 1, dim] */
   /* There is one memory for all sequences; a decoder has one for each batch / sources sequences. */
   int64_t sources;
@@ -12491,7 +12491,7 @@ typedef struct li_past {
   luna_tensor scores;
   luna_tensor scores_bias;  /* Not folded, its rank is 0; else it is [heads slots] or [sources, 1, heads slots]. */
   luna_tensor keys, values; /* A decoder has those of the packed context: [sources, slots, dim]. */
-  const int32_t *slots, *source_slots; /* a decoder's: [batch], [sources] */
+  const int32_t *slots, *source_slots; /* A decoder's: [batch], [sources] */
 } li_past;
 
 /* ----------------------------------------
@@ -12508,10 +12508,10 @@ LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
 /* A pattern gives the shapes of an op's inputs, as "x [...,i] weight [o,i] bias? [o]". A letter is the same size in all
    inputs, and a capital is at least 1. "..." means equal leading axes. An input with "?" may be null. */
 typedef struct li_pattern {
-  int64_t sizes[64];          /* by letter; -1: unknown */
-  int64_t wrong;              /* the differing size */
-  const luna_tensor *leading; /* first input with "..." */
-  int after;                  /* its axes after "..." */
+  int64_t sizes[64];          /* By letter; -1: unknown */
+  int64_t wrong;              /* The differing size */
+  const luna_tensor *leading; /* First input with "..." */
+  int after;                  /* Its axes after "..." */
 } li_pattern;
 
 /* Returns 0 if an input's axes fit, else the letter that differs: '.' for the leading axes, '[' for their count. */
@@ -12989,7 +12989,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
 LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = li_last(op->in[0]);
 #ifndef LUNA_NO_INT8
-  if (!op->in[0]->data) {            /* a stream's 8-bit table */
+  if (!op->in[0]->data) {            /* A stream's 8-bit table */
     for (int64_t i = first; i < last; i++)
       li_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
     return;
@@ -13140,7 +13140,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
   }
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
   for (int a = 0; a < LUNA_MAX_RANK; a++) {
-    int64_t sums[3] = { 1, 1, 1 };   /* before, at, after axis */
+    int64_t sums[3] = { 1, 1, 1 };   /* Before, at, after axis */
     if (stride[a] != 0 || shape[a] == 1) continue;
     for (int b = 0; b < LUNA_MAX_RANK; b++) sums[(b >= a) + (b > a)] *= shape[b];
     left /= shape[a];
@@ -13157,7 +13157,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
 LI_FN luna_status li_elementwise_backward(luna_op *op) { /* dy -> da, db, dc */
   for (int k = 0; k < op->inputs; k++) {
     const bool repeated = li_is_repeated(op, k);
-    if (!li_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
+    if (!li_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* In place */
     op->arg.elementwise.input = k;
     if (!repeated || !li_gives_grad(op)) li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
     if (repeated) li_unbroadcast(op, k);
@@ -13170,7 +13170,7 @@ LI_FN luna_tensor *li_elementwise(li_build *s) {
   const int rank = li_broadcast(&s->op, shape);
   int k;
   if (rank >= 0 || li_is_checked(s->op.ctx)) return li_finish(s, rank, shape);
-  for (k = 0; k < 2; k++) {          /* inputs without k mismatch */
+  for (k = 0; k < 2; k++) {          /* Inputs without k mismatch */
     luna_tensor *left_out = s->op.in[k];
     s->op.in[k] = NULL;
     const bool fits = li_broadcast(&s->op, shape) >= 0;
@@ -13274,7 +13274,7 @@ LI_PART_OP(dropout, luna_count(op->in[0]), 1)
 
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   li_build s;
-  if (!x || x->ctx->bump) return x; /* streams do not train */
+  if (!x || x->ctx->bump) return x; /* Streams do not train */
   if (!li_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || li_dropout_wrong(&s, probability))
     return NULL;
   if (!LI_TRAINS || probability == 0 || !x->ctx->training) return x;
@@ -13792,7 +13792,7 @@ LI_FN bool li_ffn_reads_weights(int which, bool backward, bool keeps) {
 
 /* Sets the sizes and the layout in the workspace, and returns its bytes. */
 LI_FN size_t li_ffn_start(li_ffn_work *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w; /* null: only offsets count */
+  char *at = workspace ? (char *)workspace : (char *)w; /* Null: only offsets count */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   const int64_t rows = li_rows(op->in[0]), tile = li_ffn_tile(op);
@@ -13987,7 +13987,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     return li_result(scope, y);
   }
   if (!li_int8_ready(&s, 1) || !li_int8_ready(&s, 3)) return NULL;
-  s.op.inputs = 6;                   /* no gate */
+  s.op.inputs = 6;                   /* No gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
@@ -14279,7 +14279,7 @@ LI_FN void li_sinusoids_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
   op->workspace_size = li_angles_room(&a);
 }
-#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, NULL, 0) /* no input */
+#define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, NULL, 0) /* No input */
 
 /* Each pair (x_i, x_(i + d/2)) of a head is turned by its angle, and backward turns the gradient back. */
 LI_FN void li_rotary_query(luna_op *op) {
@@ -14419,7 +14419,7 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   if (c->heads == 0) s->op.arg.attention.heads = 1;
   if (ragged) pattern = "q [n,D] k [m,D] v [m,E]";
   if (!li_fits(s, pattern) || !li_heads_fit(s, s->op.arg.attention.heads)) return false;
-  for (int i = 0; i < 3 && !ragged; i++) { /* batch 1 serves all */
+  for (int i = 0; i < 3 && !ragged; i++) { /* Batch 1 serves all */
     const int64_t own = s->op.in[i]->shape[0];
     if (batch != 1 && own != 1 && own != batch)
       return li_refuse(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own);
@@ -14550,7 +14550,7 @@ LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *l
   luna_tensor *s = luna_matmul(x, li_reshape(k, 3, batch, h * l, d, 1), false, true);
   s = luna_add(li_permute(s, 1, 0, 2, 3), li_reshape(in[2], 2, batch, h * l, 1, 1));
   s = luna_softmax(li_reshape(li_permute(s, 1, 0, 2, 3), 4, batch, n, h, l), lengths);
-  /* the fused op's order */
+  /* The fused op's order */
   if (dropout > 0) s = li_permute(luna_dropout(li_permute(s, 0, 2, 1, 3), dropout), 0, 2, 1, 3);
   k = li_reshape(in[3], 3, batch, h * l, d, 1);
   s = luna_matmul(li_reshape(s, 3, batch, n, h * l, 1), k, false, false);
@@ -14637,7 +14637,7 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   if (op->position) c->position = *op->position;
   c->horizon = op->arg.causal.horizon;
   c->state = op->state;
-  if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* null while measuring */
+  if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* Null while measuring */
   c->routed = forgets && op->in[4]->rank == 1;
   if (op->own) {                     /* A stream's recorded op has no `own`: no dropout, no carried state. */
     li_attention_own *own = &op->own->attention;
@@ -14662,7 +14662,7 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 /* --- Route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
 /* A token's writes to a head: two slots, and their shares r. */
 typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing;
-LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* or NaN */
+LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* Or NaN */
 LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float strength) {
   li_routing w = { { 0, 1 }, { 0, 0 }, 0 };
   if (li_is_above(router[1], router[0])) {
@@ -14676,7 +14676,7 @@ LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float streng
     } else if (li_is_above(router[i], router[w.slot[1]])) w.slot[1] = i;
   }
 
-  /* smaller sigmoid over larger */
+  /* Smaller sigmoid over larger */
   const float ratio = li_exp1_scalar(li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[0]]) -
                                      li_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -router[w.slot[1]]));
   w.share[0] = 1 / (1 + ratio);
@@ -15009,7 +15009,7 @@ LI_FN bool li_logits_next(li_logits *w, int64_t first) {
 
 /* Sets the sizes and the layout in the workspace. Returns its bytes without the products' scratch. */
 LI_FN size_t li_logits_start(li_logits *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* null: only offsets count */
+  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* Null: only offsets count */
   const int64_t rows = li_rows(op->in[0]);
   li_gemm g;
   memset(w, 0, sizeof *w);
@@ -15198,7 +15198,7 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
 /* --- The CPU's table: an op without a LI_CPU_<NAME> does not compile --- */
 static const luna_backend li_cpu = {
   1, sizeof(luna_backend), 0, 0, 0,
-  NULL, NULL, NULL, NULL,            /* no open, no allocate */
+  NULL, NULL, NULL, NULL,            /* No open, no allocate */
   li_cpu_copy, li_cpu_zero, NULL, li_cpu_begin,
   LI_TRAIN(li_cpu_check), LI_TRAIN(li_cpu_norm), LI_TRAIN(li_cpu_update),
   NULL,                              /* `update` calls hooks itself */
@@ -15439,10 +15439,10 @@ LI_FN luna_init li_init(luna_init_kind kind, float scale) {
 }
 /* A row of a table of parameters makes the tensor name [rows, columns] or a vector [rows], filled by init. With a bias,
    the name ends in ".weight", and ".bias" [rows], zeros, is added. */
-#define LI_VECTOR INT32_MIN /* columns of a vector */
+#define LI_VECTOR INT32_MIN /* Columns of a vector */
 #define LI_MAX_PARTS 24
 typedef struct li_part {
-  bool has;                     /* false: layer lacks it */
+  bool has;                     /* False: layer lacks it */
   luna_tensor **weight, **bias; /* Tensors go here; bias may be null. */
   const char *name;
   int64_t rows, columns;
@@ -15916,11 +15916,11 @@ LI_FN luna_tensor *li_unpack_past(const luna_nested_attention_layer *layer, luna
 /* Holds a layer's x and P, which become X' and P' if these are wanted. */
 typedef struct li_flow {
   luna_tensor *x, *p;
-  luna_tensor *context;   /* is packed; null: x */
-  const int32_t *lengths; /* of the context */
+  luna_tensor *context;   /* Is packed; null: x */
+  const int32_t *lengths; /* The context's */
   bool wants_x, wants_p, causal;
   li_past *past;          /* A stream's layer has it instead of p, context and lengths. */
-  int64_t horizon;        /* causal Luna's; 0: none */
+  int64_t horizon;        /* Causal Luna's; 0: none */
 } li_flow;
 LI_FN li_flow li_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
   const li_flow f = { x, p, NULL, lengths, true, false, false, NULL, 0 };
@@ -15939,8 +15939,8 @@ LI_FN bool li_nested_attention(const luna_nested_attention_layer *layer, li_flow
   if (!li_is_sequence(name, "x", x, batch, d) || !li_is_sequence(name, "p", f->p, batch, d) ||
       !li_is_sequence(name, "context", context, batch, d)) return false;
   const luna_scope scope = luna_scope_begin(x->ctx);
-  f->p = li_nested_pack(layer, f->p, context, f->lengths); /* eq. 3 */
-  if (f->wants_x) y = f->x = li_nested_unpack(layer, x, f->p, residual, dropout, f->lengths); /* eq. 4 */
+  f->p = li_nested_pack(layer, f->p, context, f->lengths); /* Eq. 3 */
+  if (f->wants_x) y = f->x = li_nested_unpack(layer, x, f->p, residual, dropout, f->lengths); /* Eq. 4 */
   (void)li_results(scope, f->p, y);
   return f->p && f->x;
 }
@@ -16343,7 +16343,7 @@ LI_FN bool li_encoder_layer(const luna_encoder_layer *layer, luna_scope *scope, 
   }
 
   if (!f->wants_p) f->p = NULL;
-  if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* end of eq. 6 */
+  if (f->wants_x) f->x = li_ffn_half(scope, c, &layer->feed_forward, f->x, f->p); /* End of eq. 6 */
   else (void)li_result(*scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;
@@ -16469,7 +16469,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    tests/models.h.
    ---------------------------------------- */
 #define LI_LM_KIND "causal_lm"
-#define LI_LM_BEFORE 5 /* parts before the layers */
+#define LI_LM_BEFORE 5 /* Parts before the layers */
 LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
   const luna_lm_config *c = &model->config;
   const bool learned = c->positions == LUNA_POSITIONS_LEARNED;
@@ -16592,7 +16592,7 @@ LI_FN luna_tensor *li_add_positions(luna_tensor *x, luna_positions positions, lu
 /* --- Attention hooks in files --- */
 #define LI_HOOK_KEY "luna.hook"
 #define LI_HOOK_PREFIX LI_HOOK_KEY "."
-#define LI_HOOK_TEXT 1024 /* bytes per key, value */
+#define LI_HOOK_TEXT 1024 /* Bytes per key, value */
 LI_FN bool li_hook_put(void *file, const char *key, const char *value) {
   char full[LI_HOOK_TEXT];
   if (strlen(key) + sizeof LI_HOOK_PREFIX > sizeof full || strlen(value) >= LI_HOOK_TEXT) return false;
@@ -16601,7 +16601,7 @@ LI_FN bool li_hook_put(void *file, const char *key, const char *value) {
 }
 typedef struct li_hook_file {
   const li_st *st;
-  const char *prefix; /* of the settings' keys */
+  const char *prefix; /* The settings' keys' */
   char value[LI_HOOK_TEXT];
 } li_hook_file;
 LI_FN const char *li_hook_get(void *file, const char *key) {
@@ -17236,7 +17236,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   const li_reader to = li_reader_of(model->params, model->embedding, NULL, model->positions,
                                     model->config.encoder.first_position);
   luna_tensor *p = NULL;
-  luna_encoder e;                    /* embeds the target */
+  luna_encoder e;                    /* Embeds the target */
   luna_input from;
   if (!li_input_fits(&to, target, name, "target") || !li_is_one_batch(ctx, source, target, name) ||
       !li_empty_input(ctx, name, source, &from)) return NULL;
@@ -17249,7 +17249,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   e.embedding = model->embedding;
   e.positions = model->positions;
   luna_tensor *x = context ? li_embed(&e, target) : NULL;
-  luna_scope inner = luna_scope_begin(ctx); /* keeps the encoder's results */
+  luna_scope inner = luna_scope_begin(ctx); /* Keeps the encoder's results */
   li_flow f = li_flow_of(x, p, from.lengths);
   f.context = context;
   f.horizon = li_params_horizon(model->params, li_longest(target, li_part_of(ctx).target_longest));
@@ -17310,9 +17310,9 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
 typedef struct li_trained {
   luna_tensor *tensor;
   const char *name;
-  float *moment[4]; /* moments, then the average */
+  float *moment[4]; /* Moments, then the average */
   float lr, decay;
-  bool averaged;    /* its average has begun */
+  bool averaged;    /* Its average has begun */
 } li_trained;
 typedef struct li_group { luna_param_group group; struct li_group *next; } li_group;
 struct luna_optimizer {
@@ -17321,16 +17321,16 @@ struct luna_optimizer {
   luna_optimizer_kind kind;
   const luna_optimizer_hook *hook; /* LUNA_OPTIMIZER_HOOK's, else null */
   luna_optimizer_config config;
-  int moments, kept;          /* per parameter; plus average */
+  int moments, kept;          /* Per parameter; plus average */
   int64_t attempts, size, reached;
   li_trained *trained;        /* [size] */
   luna_update *parts, *table; /* [reached]; in backend memory */
-  li_group *groups;           /* in order of addition */
-  luna_step_state *state;     /* in backend memory */
-  uint64_t backwards;         /* at the last step */
-  uint64_t skipped_in_row;    /* as the host knows */
+  li_group *groups;           /* In order of addition */
+  luna_step_state *state;     /* In backend memory */
+  uint64_t backwards;         /* At the last step */
+  uint64_t skipped_in_row;    /* As the host knows */
   bool swapped;               /* Parameters and averages have changed places. */
-  luna_optimizer *next;       /* of the context */
+  luna_optimizer *next;       /* The context's */
 };
 /* Ends a failed backward. It clears all gradients, so that no gradient is partial and no optimiser steps. */
 LI_FN void li_gradients_forget(luna_ctx *ctx) {
@@ -17724,13 +17724,13 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
    ---------------------------------------- */
 /* Writes through a callback, which takes `size` bytes or returns false. The first failure sticks. */
 typedef struct li_st_writer {
-  bool (*write)(void *user, const void *bytes, size_t size); /* null: only counts */
+  bool (*write)(void *user, const void *bytes, size_t size); /* Null: only counts */
   void *user;
-  luna_ctx *device;                  /* null: host tensors */
+  luna_ctx *device;                  /* Null: host tensors */
   uint64_t written;
   bool failed;
   const char *pair, *tensor, *end;   /* They precede the header's next pair and tensor; null: data. */
-  int64_t begin;                     /* next tensor's data offset */
+  int64_t begin;                     /* Next tensor's data offset */
 } li_st_writer;
 
 LI_FN void li_st_write_bytes(li_st_writer *w, const void *bytes, size_t size) {
@@ -17832,7 +17832,7 @@ LI_FN bool li_st_write(li_st_writer *w, li_st_contents contents, const void *wha
   li_st_write_little(w, size, 8);
   li_st_write_header(w, contents, what);
   for (; counter.written < size; counter.written++) li_st_write_text(w, " ");
-  contents(w, what);                             /* the data */
+  contents(w, what);                             /* The data */
   return !w->failed;
 }
 
@@ -18228,7 +18228,7 @@ typedef struct li_counters { uint64_t kind, attempts, updates, skipped, lr, step
 static const char *const li_counter_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped",
                                                "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
 #define LI_COUNTERS LI_LENGTH(li_counter_keys)
-#define LI_PRODUCTS "luna.products" /* absent: float32 */
+#define LI_PRODUCTS "luna.products" /* Absent: float32 */
 #define LI_OPTIMIZER_NAME "luna.optimizer_name"
 
 LI_FN bool li_unhex(const li_st *st, const char *key, uint64_t *out) {
@@ -18236,7 +18236,7 @@ LI_FN bool li_unhex(const li_st *st, const char *key, uint64_t *out) {
   *out = 0;
   if (!li_st_meta(st, key, &value) || value.size != 16) return false;
   for (size_t i = 0; i < 16; i++) {
-    const char *digit = (const char *)memchr(li_hex_digits, value.at[i], 16); /* lower case */
+    const char *digit = (const char *)memchr(li_hex_digits, value.at[i], 16); /* Lower case */
     if (!digit) return false;
     *out = *out << 4 | (uint64_t)(digit - li_hex_digits);
   }
@@ -18459,15 +18459,15 @@ LI_FN bool li_file_read(void *user, void *bytes, size_t size) {
 /* --- A save writes a new file, .luna-<n>.tmp, in the old file's folder, and then renames it over the old file. A later
    save in that folder removes such a file if its process has ended. --- */
 #define LI_LONGEST_PATH 4096
-#define LI_SAVERS 1000             /* savers of one folder */
+#define LI_SAVERS 1000             /* Savers of one folder */
 typedef struct li_saving_file {
-  char path[LI_LONGEST_PATH], temporary[LI_LONGEST_PATH]; /* target; written file */
-  size_t folder;                     /* length, with separator */
+  char path[LI_LONGEST_PATH], temporary[LI_LONGEST_PATH]; /* Target; written file */
+  size_t folder;                     /* Length, with separator */
   FILE *file;
 #ifdef _WIN32
   HANDLE lock;
 #elif defined(LI_POSIX_FILES)
-  bool replaces;                     /* a file with `mode` */
+  bool replaces;                     /* A file with `mode` */
   mode_t mode;
 #endif
 } li_saving_file;
@@ -18578,7 +18578,7 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
 
   for (int64_t number = 0; number < LI_SAVERS; number++) {
     li_saving_name(s, ".luna-%d.tmp", number);
-    int descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
+    int descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* Follows no link */
     if (descriptor < 0 && errno != EEXIST) break;
     if (descriptor < 0) continue;
     fcntl(descriptor, F_SETFD, FD_CLOEXEC);
@@ -18739,7 +18739,7 @@ LI_FN luna_status li_load_model(luna_model_kind kind, const char *name, void *mo
   return li_setup_end(&load.setup, good);
 }
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file) {
-  return li_load_model((luna_model_kind)0 /* any */, __func__, model, sizeof *model, params, &file);
+  return li_load_model((luna_model_kind)0 /* Any */, __func__, model, sizeof *model, params, &file);
 }
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file) {
   const char *name = __func__;
@@ -18788,34 +18788,34 @@ typedef struct li_stream_layer {
   li_past past;
 } li_stream_layer;
 struct luna_stream {
-  luna_ctx ctx;                /* the stream's status, error */
-  li_bump bump;                /* layers, model, a step */
-  size_t head_ops, body;       /* ops before layers, logits */
-  luna_step_state step_state;  /* used on the host */
+  luna_ctx ctx;                /* The stream's status, error */
+  li_bump bump;                /* Layers, model, a step */
+  size_t head_ops, body;       /* Ops before layers, logits */
+  luna_step_state step_state;  /* Used on the host */
   li_stream_layer *layers;
-  luna_lm model;               /* all but the layers */
+  luna_lm model;               /* All but the layers */
   float *standard, *output_norm; /* means, scales: [2, features], [2, outputs] */
   int64_t batch, chunk, horizon;
   int64_t position, first_position;
-  int64_t sources;             /* as in li_past */
-  float scale;                 /* of the embedding */
-  bool cross;                  /* a decoder */
-  bool int8;                   /* some weights are I8 */
+  int64_t sources;             /* As in li_past */
+  float scale;                 /* The embedding's */
+  bool cross;                  /* A decoder */
+  bool int8;                   /* Some weights are I8 */
   size_t int8_size, int8_used; /* I8 bytes outside files */
   char *int8_at;
   char *state;                 /* li_past_take lays it out */
   size_t state_size;
   char *inputs, *host_inputs;  /* li_inputs of a step */
   float *logits;               /* [batch, outputs], on the host */
-  int32_t *slots, *source_slots; /* see li_past; or null */
+  int32_t *slots, *source_slots; /* See li_past; or null */
   size_t head, head_int8;      /* These are bytes of tensors, and of I8 weights, before the layers. */
   size_t head_kept, body_kept; /* These are recorded bytes before the layers, and before the logits. */
-  luna_error_id error;         /* of the last call */
-  const luna_ctx *model_ctx;   /* the model's; never dereferenced */
+  luna_error_id error;         /* The last call's */
+  const luna_ctx *model_ctx;   /* The model's; never dereferenced */
   size_t memory_size;
   char *device_memory;
   size_t device_size;
-  void *kept;                  /* the backend's, see `token` */
+  void *kept;                  /* The backend's, see `token` */
 };
 
 LI_FN bool li_stream_folds(const luna_layer_config *c) { return c->heads * c->memory <= c->dim + c->memory; }
@@ -18843,7 +18843,7 @@ LI_FN li_state_part li_state_part_of(const li_past *past, const luna_layer_confi
 LI_FN void *li_stream_take(char *base, size_t *used, int64_t count, size_t size) {
   const size_t bytes = li_round((size_t)count * size);
   char *at = base ? base + *used : NULL;
-  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large */
+  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* Too large */
   return at;
 }
 /* Places the state from base on; a null base only counts bytes. */
@@ -18906,10 +18906,10 @@ LI_FN void li_stream_take_once(luna_stream *s, li_past *past, char *base, size_t
 
 /* These inputs change from step to step, and a device gets them before the step. */
 typedef struct li_inputs {
-  int64_t *position;        /* rows before these */
+  int64_t *position;        /* Rows before these */
   int32_t *tokens, *places; /* [batch, rows]; learned: [rows] */
-  float *angles;            /* sinusoidal positions [rows, dim] */
-  float *features;          /* standardised, [batch, rows, features] */
+  float *angles;            /* Sinusoidal positions [rows, dim] */
+  float *features;          /* Standardised, [batch, rows, features] */
 } li_inputs;
 LI_FN int64_t li_stream_angles(const luna_stream *s) {
   if (s->model.config.positions == LUNA_POSITIONS_SINUSOIDAL) return s->model.config.layer.dim;
@@ -19243,7 +19243,7 @@ LI_FN int li_decoder_parts(luna_decoder_layer *layer, li_part *parts) {
   luna_linear_layer *const linear[] = { &cross->q, &cross->out, &cross->gate };
   int count = li_causal_attention_parts(&layer->self_attention, parts);
   for (int i = 0; i < LI_LENGTH(linear); i++, count++) {
-    parts[count] = parts[0];           /* also a projection */
+    parts[count] = parts[0];           /* Also a projection */
     parts[count].weight = &linear[i]->weight;
     parts[count].bias = &linear[i]->bias;
   }
@@ -19318,7 +19318,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = b;
   s->layers = &layer;
-  s->inputs = (char *)s;             /* never dereferenced */
+  s->inputs = (char *)s;             /* Never dereferenced */
   layer.past.state = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
   li_stream_take_once(s, &layer.past, NULL, &used);
@@ -19347,7 +19347,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   s->int8_size += (s->int8_size - s->head_int8) * more;
   s->ctx.reserving = false;
   s->inputs = NULL;
-  s->model = model;                  /* drops the placeholders */
+  s->model = model;                  /* Drops the placeholders */
   return good;
 }
 
@@ -19665,7 +19665,7 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
 #define LI_STREAM_MARK 0x316D61657274736C /* "lstream1" in native order */
 typedef struct li_stream_head {
   int64_t mark, batch, position, sizes[LI_LENGTH(li_fields)];
-  size_t bytes; /* bytes that are saved */
+  size_t bytes; /* Bytes that are saved */
 } li_stream_head;
 LI_FN li_stream_head li_stream_head_of(int64_t batch, int64_t position, const luna_lm_config *config) {
   li_stream_head head = { LI_STREAM_MARK, batch, position, { 0 }, offsetof(li_stream_head, sizes) };
@@ -19711,10 +19711,10 @@ struct luna_lm_state {
   luna_params *params;
   luna_lm_config config;
   int64_t batch;
-  size_t size, layer_size; /* bytes: half, layer */
+  size_t size, layer_size; /* Bytes: half, layer */
   char *half[2];
   int64_t *position[2];    /* [batch] */
-  int now;                 /* the half to continue */
+  int now;                 /* The half to continue */
   bool written;            /* The other half is written. */
 };
 LI_FN li_past li_state_at(const luna_lm_state *s, char *base, size_t *used) {
@@ -19931,7 +19931,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   const float temperature = s->temperature;
   const int64_t n = li_size(vocab), k = s->top_k != 0 && s->top_k < n ? s->top_k : n;
   int64_t above = 0;
-  uint32_t counter[4] = { (uint32_t)s->drawn, (uint32_t)(s->drawn >> 32), 0x53616D70u, 0 }, word[4]; /* its own */
+  uint32_t counter[4] = { (uint32_t)s->drawn, (uint32_t)(s->drawn >> 32), 0x53616D70u, 0 }, word[4]; /* Its own */
   float limit = -INFINITY, max = -INFINITY;
   double target = (double)INFINITY;
   int32_t chosen = -1;
@@ -20041,7 +20041,7 @@ LI_FN luna_status li_decode(luna_ctx *ctx, luna_stream *s, const luna_generate_c
                             int32_t *out_lengths) {
   static const char name[] = "luna_seq2seq_generate";
   const int64_t vocab = s->model.config.vocab;
-  int32_t *last = li_stream_inputs(s, s->host_inputs, 1).tokens; /* a step's tokens */
+  int32_t *last = li_stream_inputs(s, s->host_inputs, 1).tokens; /* A step's tokens */
   int64_t going = s->batch;
 
   for (int64_t b = 0; b < s->batch; b++) {
