@@ -2211,7 +2211,7 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #endif
 #endif
 
-#ifdef LI_DOUBLE /* float is defined as double there. */
+#ifdef LI_DOUBLE /* Then float means double. */
 #undef LUNA_NO_INT8
 #define LUNA_NO_INT8
 #undef LUNA_NO_BF16
@@ -2222,13 +2222,13 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #define LI_HOOK_NAME 64 /* A hook's name has fewer bytes. */
 #define LI_KEY_BLOCK 512 /* An attention block holds this many keys. Partial results merge in block order. */
 #define LI_TILE 64 /* An attention tile has this many queries. LI_KEY_BLOCK is a multiple. */
-#define LI_CHUNK 64 /* rows of a causal chunk */
+#define LI_CHUNK 64 /* Rows of a causal chunk */
 #define LI_KC 512 /* Terms per gemm block */
 #define LI_KA (LI_KC + 16) /* The row stride of gathered A is no power of two, so that rows do not share cache sets. */
 #define LI_FLOAT_ROWS 64 /* This many rows are summed in float, then in double. */
-#define LI_NC 512 /* columns of B per block */
-#define LI_TILES_ABREAST 8 /* tiles of column-major A per gather */
-#define LI_WORDS_ABREAST 4 /* the same, rounded to bfloat16 */
+#define LI_NC 512 /* Columns of B per block */
+#define LI_TILES_ABREAST 8 /* Tiles of column-major A per gather */
+#define LI_WORDS_ABREAST 4 /* The same, rounded to bfloat16 */
 #define LI_SUM_ROWS 256 /* This many rows of C at a time have their partial sums in scratch. */
 #define LI_MAX_THREADS 256
 #define LI_NORM_EPSILON 1e-5f /* Layer norm's, the authors' */
@@ -2394,13 +2394,13 @@ LI_FN void li_each(const li_parallel *parallel, int64_t pieces, li_task task, vo
   }
 }
 
-/* luna_dropout's rule for op number `op`, with threshold = round(65536 p) and keep = 1/(1-p). A threshold of 0 means no
+/* This is luna_dropout's rule for op number `op`: threshold = round(65536 p), keep = 1/(1-p). A threshold of 0 means no
    dropout. */
 typedef struct li_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first; /* offset of e in a whole */
+  uint64_t first; /* Offset of e in a whole */
 } li_dropout;
 LI_FN uint32_t li_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LI_FN li_dropout li_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
@@ -2453,7 +2453,7 @@ typedef struct li_int8 {
   const float *scale;  /* [rows], finite */
   const int32_t *sums; /* [rows] sums of the integers */
   int64_t rows, columns;
-  const float *from;   /* the source values, or null */
+  const float *from;   /* The source values, or null */
   uint64_t writes;     /* Counts earlier writes of parameters. */
 } li_int8;
 
@@ -2524,8 +2524,8 @@ typedef struct li_layer_norm {
   const float *x, *weight, *bias; /* [rows, n]; [n] or null */
   float *y, *mean, *rstd;         /* Forward writes mean and rstd [rows] unless null; backward reads them. */
   const float *dy;
-  float *dx, *dweight, *dbias;    /* Backward adds to dweight and dbias unless null, */
-  bool add;                       /* and with `add` to dx, else sets it. */
+  float *dx, *dweight, *dbias;    /* Backward adds to dweight and dbias unless null. */
+  bool add;                       /* Backward adds to dx; else it sets dx. */
 } li_layer_norm;
 
 /* The short convolution over time, separately for each of n channels. */
@@ -2552,7 +2552,7 @@ typedef struct li_convolution {
 typedef luna_attention_args li_attention;
 typedef luna_causal_args li_causal;
 typedef luna_causal_nested_args li_causal_luna;
-/* luna.h's own calls pass these beside the public arguments. */
+/* Calls in luna.h pass these beside the public arguments. */
 typedef struct li_attention_own {
   li_dropout dropout; /* In causal Luna it drops W, and needs forget. */
   bool bf16;          /* Round the products' operands */
@@ -2593,8 +2593,8 @@ typedef struct li_unpack {
 
 /* K and V of one batch row, with its real slots packed. Each thread makes its own panels. */
 typedef struct li_unpack_space {
-  int64_t prepared;                  /* their batch row, or -1 */
-  int64_t slots, n;                  /* real slots; heads * slots */
+  int64_t prepared;                  /* The batch row of the panels, or -1 */
+  int64_t slots, n;                  /* Real slots; heads * slots */
   float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels holds V, or in backward K. */
   float *scores, *slopes, *mask, *product, *grad; /* grad is a panel of grad_out after dropout. */
   float *words;                      /* li_panels' words */
@@ -4299,7 +4299,7 @@ static const li_products LI_K(word_products) = { LI_PAIR, LI_MR, 0, LI_K(bf16_pa
    and 5 rows of A, 6 and 7 lines of a panel. For each block of 32 k, the even and the odd k have a sum of 16 terms
    each, in order from 0; one is added to the other, and the result to C's. ---- */
 #define LI_WA (LI_KC / 2 + 16) /* This row stride is whole cache lines, but no power of two. */
-/* gcc's AMX intrinsics do not declare all the memory that they access. */
+/* In gcc, AMX intrinsics do not declare all the memory they access. */
 #define LI_MEMORY __asm__ volatile("" ::: "memory")
 LI_INLINE void tile_start(void) {
   static const struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t lines[16]; } tiles = {
@@ -4385,7 +4385,7 @@ typedef struct li_tile_work {
   const float *late_at;
   vf late_bias[2], late_sums[2];
   const float *bias, *added;  /* The epilogue's, or null */
-  /* Of A's next rows `coming` vectors are not yet words; a step packs `share`. across: vectors in a row */
+  /* `coming` vectors of A's next rows are not yet words; a step packs `share`. A row has `across` vectors. */
   const float *coming_a;
   float *coming_words;
   int64_t coming, share, line, across, gap, ahead;
@@ -5671,7 +5671,7 @@ LI_FN void LI_K(dropout)(const li_dropout *dropout, int64_t first, int64_t n, co
     LI_K(dropout_mask)(dropout, first + at, count, mask);
     for (int64_t i = 0; i < count; i += VF) {
       const vf m = LI_K(get)(mask + i, count - i), v = vf_mul(LI_K(get)(x + at + i, count - i), m);
-      const vf kept = vf_select(vf_gt(m, vf_zero()), v, vf_zero()); /* a dropped NaN is 0 */
+      const vf kept = vf_select(vf_gt(m, vf_zero()), v, vf_zero()); /* A dropped NaN is 0. */
       LI_K(put)(y + at + i, accumulate ? vf_add(LI_K(get)(y + at + i, count - i), kept) : kept, count - i);
     }
   }
@@ -6170,7 +6170,7 @@ typedef struct li_attention_block {
   int64_t key, depth; /* Some query sees these keys. */
   li_matrix k, v, values;
   bool edge;          /* Some query does not see some key. */
-  bool nonfinite;     /* values was not finite, and has zeros there. */
+  bool nonfinite;     /* Some value was not finite; `values` has 0 there. */
   bool copied;        /* Several tiles read values, which lie in panels. */
 } li_attention_block;
 /* Returns false if the queries see nothing of the block. */
@@ -7876,7 +7876,7 @@ LI_FN void li_luna_out_up(const li_causal_chunk *c) {
     li_causal_bracket(c, before, 1, h, omega, state.k, li_luna_wide(c, a->k), li_luna_into(c, a->grad_q, true));
 }
 
-/* kept holds A and, after it, G. The states are H^T q and W^T G. */
+/* c->kept holds A and, after it, G. The states are H^T q and W^T G. */
 LI_FN void li_luna_sum_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = li_luna_weights(c).columns;
@@ -8077,7 +8077,7 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
     const int64_t l = li_luna_slots(a, item);
     double sum = 0;
     for (int64_t i = 2 * l; i < 4 * l; i++) sum += (double)after[i];
-    if (a->routed) s->sums[item * s->chunks * a->slots * s->unit] = (float)sum; /* the first chunk's, which are free */
+    if (a->routed) s->sums[item * s->chunks * a->slots * s->unit] = (float)sum; /* The first chunk's sums are free. */
   }
 }
 /* Adds the gradients of fades, item after item, from these sums. */
@@ -12841,7 +12841,7 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
   const luna_tensor *x = op->in[0];
   const li_way w = li_way_of(op, back);
   int64_t stride[4] = { 0, 0, 0, 0 }, shape[4] = { 1, 1, 1, 1 };
-  const int before = 4 - x->rank;    /* leading axes of size 1 */
+  const int before = 4 - x->rank;    /* So many leading axes have size 1. */
   for (int a = before; a < 4; a++) {
     shape[a] = op->out[0]->shape[a - before];
     stride[a] = 1;
@@ -13938,7 +13938,7 @@ LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last)
   }
 }
 
-/* dx may share the memory of dy, so dx is written last, when dy is no longer read. */
+/* `dx` may share the memory of dy, so dx is written last, when dy is no longer read. */
 LI_FN luna_status li_feed_forward_backward(luna_op *op) { /* dy [...,o] -> dx [...,i], dW1 [f,i], dW2 [o,f] */
   const li_parallel *parallel = &op->ctx->parallel;
   li_ffn_work w;
@@ -14212,7 +14212,7 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
 typedef struct li_angles {
   int64_t first, rows, d;
   double rate;
-  double *places; /* sines, cosines [li_angles_places, d/2, 2] */
+  double *places; /* Sines, cosines [li_angles_places, d/2, 2] */
   float *out;     /* [rows, d] */
 } li_angles;
 LI_FN int64_t li_angles_places(const li_angles *a) {
@@ -15239,8 +15239,8 @@ typedef struct li_model_config {
 /* These configs have fields: LI_OF_LM is a luna_lm_config, LI_OF_LAYER a luna_layer_config, and LI_OF_ENCODER an
    li_model_config. All models with an encoder have its metadata; fields of other models are 0 there. */
 enum { LI_OF_LM = 1, LI_OF_ENCODER = 2, LI_OF_LAYER = 4, LI_OF_ALL = 7 };
-/* luna.h 0.2 had Linformer, which is now in examples/attentions. In its files luna.attention is LI_OLD_LINFORMER, and a
-   setting is luna.linformer_<key>. Such a file loads with the hook LI_LINFORMER. */
+/* Version 0.2 had Linformer, which is now in examples/attentions. In its files luna.attention is LI_OLD_LINFORMER, and
+   a setting is luna.linformer_<key>. Such a file loads with the hook LI_LINFORMER. */
 #define LI_OLD_LINFORMER 3
 #define LI_LINFORMER "linformer"
 /* Describes a field, the configs that have it, and its range. If in_layer, `at` counts from their luna_layer_config. */
@@ -18794,7 +18794,7 @@ struct luna_stream {
   luna_step_state step_state;  /* Used on the host */
   li_stream_layer *layers;
   luna_lm model;               /* All but the layers */
-  float *standard, *output_norm; /* means, scales: [2, features], [2, outputs] */
+  float *standard, *output_norm; /* Means, scales: [2, features], [2, outputs] */
   int64_t batch, chunk, horizon;
   int64_t position, first_position;
   int64_t sources;             /* As in li_past */

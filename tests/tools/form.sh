@@ -31,6 +31,44 @@ blank=$(awk '/>>base: / { on = 1 }
   on { lines++; count += /^$/ }
   END { printf "%d", count * 1000 / lines }' luna.h)
 check "of 1000 lines of the implementation $blank are blank, fewer than 60" [ "$blank" -ge 60 ]
+# comments of the implementation: one of more than four words begins with a capital, unless its first word is code. That
+# is one letter (but not "a"), has one of _0-9([>*, stands before = += (+)= [ or ->, or is a word of the code of the
+# comment's own lines or of the three lines below it. None begins with "Of"
+small=$(awk '/>>base: / { on = 1 }
+  on { gsub(/"([^"\\]|\\.)*"/, "\"\"") }
+  on { while ($0 != "") {
+      at = index($0, inside ? "*/" : "/*")
+      part = at ? substr($0, 1, at - 1) : $0
+      if (inside) text[count] = text[count] " " part
+      else code[FNR] = code[FNR] " " part
+      if (at && !inside) first[++count] = FNR
+      if (at || inside) last[count] = FNR
+      if (!at) break
+      inside = !inside
+      $0 = substr($0, at + 2)
+    } }
+  function used(word, from, to, line) {
+    if (word ~ /^(break|case|continue|default|do|else|for|if|return|switch|while)$/) return 0
+    for (line = from; line <= to; line++)
+      if ((" " code[line] " ") ~ ("[^A-Za-z0-9_]" word "[^A-Za-z0-9_]")) return 1
+    return 0
+  }
+  function is_code(text, word, from, to) {
+    if (word ~ /[_0-9(\[>*]/ || text ~ /^[a-z]+ (=|[+]=|[(][+][)]=|\[|->)/) return 1
+    sub(/[^a-z].*$/, "", word)
+    return length(word) == 1 ? word != "a" : used(word, from, to)
+  }
+  END {
+    for (i = 1; i <= count; i++) {
+      sub(/^[ -]+/, "", text[i])
+      sub(/[ -]+$/, "", text[i])
+      words = split(text[i], word, / +/)
+      bad = text[i] ~ /^Of / || (words > 4 && text[i] ~ /^[a-z]/ && !is_code(text[i], word[1], first[i], last[i] + 3))
+      if (bad) { print "line " first[i] ": " substr(text[i], 1, 40); exit }
+    }
+    if (count < 1000) print "only " count + 0 " comments were found"
+  }' luna.h)
+check "luna.h has a comment that begins in lower case, or with Of: $small" [ -z "$small" ]
 sources=$(find luna.h luna_cuda.cuh Makefile examples tests -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.cpp' -o -name '*.py' -o -name '*.sh' -o -name '*.mk' -o -name '*.awk' -o -name '*.js' -o -name '*.mjs' \
   -o -name Makefile \) ! -path 'tests/data/*' ! -path '*/__pycache__/*')
