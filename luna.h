@@ -2299,7 +2299,6 @@ LI_CALL void li_clear(void *at, size_t bytes) {
   memset(at, 0, bytes);
 }
 
-/* Returns the bytes of so many floats. */
 LI_INLINE size_t li_bytes(int64_t floats) { return (size_t)floats * sizeof(float); }
 /* Pointers may be null for 0 bytes. */
 LI_INLINE void li_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
@@ -3273,7 +3272,7 @@ LI_INLINE vf LI_K(log_of)(vf x) {
   p = vf_fnma(vf_set(0.5f), square, p);
   return vf_fma(e, vf_set(0.693359375f), vf_add(p, f));
 }
-/* Computes ln x for x > 0; the result is -Inf for 0 and below. */
+/* Computes ln x for x > 0; the result is -Inf for 0 and below. A subnormal x is scaled by 2^23. */
 LI_MATH vf vf_log(vf x) {
   const vm tiny = vf_lt(x, vf_set(1.17549435e-38f));
   const vf y = LI_K(log_of)(vf_select(tiny, vf_mul(x, vf_set(8388608.0f)), x));
@@ -6388,8 +6387,8 @@ LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit,
 }
 
 /* Adds the wave's partial gradients in the order of units, so a tensor that the batch shares gets its sum in batch
-   order. Each destination has a number, and one thread adds all that goes to it. If queries are the same tensor as keys
-   or values, a whole head is one destination. */
+   order. k, v and q number where a unit's dK, dV and first tile of dQ go, and one thread adds all that goes to a
+   number. If queries are the same tensor as keys or values, a whole head has one number. */
 LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_attention_work *w = (const li_attention_work *)work;
   const li_attention *a = w->a;
@@ -8887,7 +8886,7 @@ typedef struct li_st_tensor {
   int dtype;            /* li_st_dtype */
   int rank;
   int64_t shape[LI_ST_RANK];
-  int64_t count;        /* Elements */
+  int64_t count;
   const uint8_t *data;  /* At any alignment */
   size_t bytes;
   const uint8_t *scale; /* I8 rows have F32 [shape[0]], by li_st_value; or null. */
@@ -12384,7 +12383,7 @@ LI_FN void li_setup_undo(const li_setup *s) {
   li_close_hooked(params->ctx, s->hooked);
   for (; params->replaced != before->replaced; params->replaced = params->replaced->next)
     li_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  for (int64_t i = params->size - 1; i >= before->size && before->size > 0; i--) /* The newest first */
+  for (int64_t i = params->size - 1; i >= before->size && before->size > 0; i--)
     *li_names_slot(&before->names, params->names.at[i]->name, params->names.at[i]->hash) = NULL;
   *params = *before;
   if (params->last) params->last->next = NULL;
@@ -12418,6 +12417,7 @@ LI_FN int64_t li_params_horizon(luna_params *params, int64_t n) {
   while (source->shared && !params->horizon_fixed) source = source->shared;
   return li_max(params->horizon, source->horizon);
 }
+/* Sets a config's horizon: 0 leaves it open, below 0 is none. */
 LI_FN void li_params_fix_horizon(luna_params *params, int64_t horizon) {
   if (horizon == 0) return;
   params->horizon = li_max(0, horizon);
@@ -16558,7 +16558,6 @@ LI_FN const char *li_lm_read(const li_st *st, luna_lm_config *config) {
   return li_lm_claims(st, config);
 }
 
-/* Writes a row of sinusoidal positions [d]. */
 LI_FN void li_sinusoid(int64_t position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
