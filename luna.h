@@ -1443,10 +1443,10 @@ typedef struct luna_optimizer_part {
   luna_isa isa;     /* the context's kernels' */
 } luna_optimizer_part;
 typedef struct luna_optimizer_hook {
-  const char *name;                  /* luna_save_training stores it; luna_load_training compares it. */
-  int moments;                       /* 0 to 3; saved and loaded with the training */
-  bool from_zero;                    /* The schedule counts this optimiser's steps from 0, not 1. */
-  float largest;                     /* If clipping leaves a larger gradient norm, the step is skipped; 0 = 1e18. */
+  const char *name; /* luna_save_training stores it; luna_load_training compares it. */
+  int moments;      /* 0 to 3; saved and loaded with the training */
+  bool from_zero;   /* The schedule counts this optimiser's steps from 0, not 1. */
+  float largest;    /* If clipping leaves a larger gradient norm, the step is skipped; 0 = 1e18. */
   /* Sums over the part's elements, from values before the step; or null. `update` gets the whole parameter's sums. */
   void (*reduce)(const luna_optimizer_part *part, double sums[4]);
   void (*update)(const luna_optimizer_part *part, const double sums[4]); /* luna.h zeroes the gradient afterwards. */
@@ -1776,22 +1776,22 @@ LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
    rows, heads, slots] -> out as q. Gradients have the same shapes. All arrays are dense. */
 typedef struct luna_causal_nested_args {
   const float *q, *k, *v, *s;
-  const float *forget;               /* logits of forget gates, or null: the published form */
-  bool routed;                       /* The memory is routed: s has the weights of luna_route, forget is [heads]. */
+  const float *forget;    /* logits of forget gates, or null: the published form */
+  bool routed;            /* The memory is routed: s has the weights of luna_route, forget is [heads]. */
   float *out;
   /* Forward writes and backward reads as many floats as s has, with forget twice as many. Null: there is no
      backward. */
   float *kept;
   int64_t batch, rows, heads, head_dim, slots;
-  const int32_t *lengths;            /* [batch] real slots, or null: all */
-  float scale;                       /* 0 = 1/sqrt(head_dim) */
-  luna_activation omega;             /* as in luna_causal_nested_config */
-  int64_t horizon;                   /* without forget, as in luna_causal_args */
+  const int32_t *lengths; /* [batch] real slots, or null: all */
+  float scale;            /* 0 = 1/sqrt(head_dim) */
+  luna_activation omega;  /* as in luna_causal_nested_config */
+  int64_t horizon;        /* without forget, as in luna_causal_args */
   /* For a sequence in pieces, else null: batch heads slots (2 head_dim + 1) numbers, which forward reads, unless
      position is 0, and writes. There is no backward then. */
   double *state;
-  int64_t position;                  /* rows of the earlier pieces */
-  const float *grad_out;             /* backward */
+  int64_t position;       /* rows of the earlier pieces */
+  const float *grad_out;  /* backward */
   float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* Backward adds; any may be null. */
   luna_run run;
   const struct li_attention_own *own; /* null; luna.h's */
@@ -1825,17 +1825,17 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
    a timeline of the events.
    ---------------------------------------- */
 typedef enum luna_trace_kind {
-  LUNA_TRACE_BEGIN = 0,              /* luna_begin_step and luna_begin_inference end all scopes. */
+  LUNA_TRACE_BEGIN = 0, /* luna_begin_step and luna_begin_inference end all scopes. */
   LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* A scope that is ended several times ends at the first. */
   LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* An op ran. What backward recomputes is another forward. */
-  LUNA_TRACE_OPTIMIZER               /* An optimiser computed its norm, or updated. */
+  LUNA_TRACE_OPTIMIZER  /* An optimiser computed its norm, or updated. */
 } luna_trace_kind;
 /* A path of scopes, without those that began while no function was set. A context holds 128 paths. Further scopes send
    no events, and their ops belong to the scope around them. */
 typedef struct luna_trace_scope {
-  const char *name;                  /* the function's, without "luna_" */
+  const char *name;     /* the function's, without "luna_" */
   const struct luna_trace_scope *outer; /* the scope around it, or null */
-  double start;                      /* when it last began */
+  double start;         /* when it last began */
 } luna_trace_scope;
 typedef struct luna_trace_event {
   luna_trace_kind kind;
@@ -2009,21 +2009,21 @@ typedef struct luna_op {
     struct {
       int64_t heads, batch, queries, keys;
       float scale;
-      bool causal, window;          /* window: left, right */
+      bool causal, window;    /* window: left, right */
       int64_t left, right;
-      bool scores;                  /* The second result is the log-sum-exp, not the row sums. */
-    } attention;                    /* softmax attention, pack */
+      bool scores;            /* The second result is the log-sum-exp, not the row sums. */
+    } attention;              /* softmax attention, pack */
     struct { int64_t heads, horizon; float scale; } causal; /* causal product, causal Luna; horizon 0: none */
     luna_custom custom;
   } arg;
-  float dropout;                    /* 0 outside training */
-  uint32_t dropout_op;              /* this op's number among the step's that drop */
-  float last_dropout;               /* A second drop, of the result before a residual is added, */
-  uint32_t last_dropout_op;         /* has its own number. */
-  luna_activation activation;       /* 0 = none */
-  bool training;                    /* Backward needs this op: it is on the tape. */
-  bool dots;                        /* A stream's single rows use the decoding kernels. */
-  int sets;                         /* backward: bits of inputs whose gradient is set, not added to */
+  float dropout;              /* 0 outside training */
+  uint32_t dropout_op;        /* this op's number among the step's that drop */
+  float last_dropout;         /* A second drop, of the result before a residual is added, */
+  uint32_t last_dropout_op;   /* has its own number. */
+  luna_activation activation; /* 0 = none */
+  bool training;              /* Backward needs this op: it is on the tape. */
+  bool dots;                  /* A stream's single rows use the decoding kernels. */
+  int sets;                   /* backward: bits of inputs whose gradient is set, not added to */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the earlier rows, which forward reads and updates;
      else null. */
   /* Means of k^T A [batch, heads, head_dim, slots] and of A^T v [batch, heads, slots, head_dim] over `position` rows,
@@ -2033,39 +2033,39 @@ typedef struct luna_op {
   ptrdiff_t before;
   /* In backend memory, for all sequences or, with `before`, [batch]. If it is 0, the means are 0 and not read. */
   const int64_t *position;
-  float *history;                   /* [batch, width - 1, d]: the convolution's last inputs */
-  void *kept;                       /* kept_size bytes, from forward to backward */
-  void *workspace;                  /* during one call */
+  float *history;          /* [batch, width - 1, d]: the convolution's last inputs */
+  void *kept;              /* kept_size bytes, from forward to backward */
+  void *workspace;         /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
   luna_ctx *ctx;
-  struct li_op_state *own;          /* luna.h's */
+  struct li_op_state *own; /* luna.h's */
 } luna_op;
 
 /* What an op's functions can do (luna_op_functions.can). If inputs are the same tensor, only ADDS_IN_PLACE matters. */
-#define LUNA_SETS_GRAD(i) (1 << (i))         /* Backward sets in[i]'s gradient if luna_op.sets has bit i. */
+#define LUNA_SETS_GRAD(i) (1 << (i))    /* Backward sets in[i]'s gradient if luna_op.sets has bit i. */
 /* Backward can make in[i]'s gradient in the place of out[0]'s. For an input that is only added they are equal. */
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))
 /* in[i] may be the same tensor as that input: its part is added there, and not read again. */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
-#define LUNA_FORWARD_IN_PLACE (1 << 24)      /* Forward may write the result over in[0]. */
+#define LUNA_FORWARD_IN_PLACE (1 << 24) /* Forward may write the result over in[0]. */
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
 
 typedef struct luna_op_functions {
-  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size */
+  void (*query)(luna_op *op); /* sets kept_size, workspace_size, backward_workspace_size */
   luna_status (*forward)(luna_op *op);
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, unless null, from out[]->grad */
-  int can;                           /* 0, or bits of the above */
+  int can;                    /* 0, or bits of the above */
 } luna_op_functions;
 
-typedef struct luna_step_state {     /* Backend memory holds what changes between steps. */
+typedef struct luna_step_state { /* Backend memory holds what changes between steps. */
   uint64_t seed;
-  uint64_t step;                     /* begin_step calls; Philox's last counter word */
+  uint64_t step;                 /* begin_step calls; Philox's last counter word */
   /* Optimiser steps made, and skipped for a NaN or Inf. The context's own state counts all its optimisers. */
   uint64_t updates, skipped;
-  float lr, factor, norm;            /* this step's learning rate, clip factor, gradient norm */
+  float lr, factor, norm;        /* this step's learning rate, clip factor, gradient norm */
   int nonfinite;
-  uint64_t skipped_in_row;           /* an optimiser's: up to its last step */
+  uint64_t skipped_in_row;       /* an optimiser's: up to its last step */
 } luna_step_state;
 
 typedef enum luna_optimizer_kind {
@@ -2074,11 +2074,11 @@ typedef enum luna_optimizer_kind {
 /* One optimiser step for many parameters: the rule for all, and each one's part. The table of all parts cuts parameters
    into numbered pieces of LUNA_UPDATE_PIECE elements. */
 #define LUNA_UPDATE_PIECE 16384
-typedef struct luna_rule {           /* reads and writes the state */
+typedef struct luna_rule { /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
   float momentum, beta1, beta2, epsilon, clip, average;
-  float largest;                     /* A larger norm after clipping, or NaN, counts as not finite. */
+  float largest;           /* A larger norm after clipping, or NaN, counts as not finite. */
   luna_step_state *state;
   const struct luna_optimizer_hook *hook; /* in host memory, as is the config; only for LUNA_OPTIMIZER_HOOK */
   const struct luna_optimizer_config *config;
@@ -2521,10 +2521,10 @@ typedef struct li_layer_norm {
   float epsilon;
   int64_t rows, n;
   const float *x, *weight, *bias; /* [rows, n]; [n] or null */
-  float *y, *mean, *rstd;         /* Forward writes mean and rstd [rows] unless null; backward reads them. */
+  float *y, *mean, *rstd;      /* Forward writes mean and rstd [rows] unless null; backward reads them. */
   const float *dy;
-  float *dx, *dweight, *dbias;    /* Backward adds to dweight and dbias unless null. */
-  bool add;                       /* Backward adds to dx; else it sets dx. */
+  float *dx, *dweight, *dbias; /* Backward adds to dweight and dbias unless null. */
+  bool add;                    /* Backward adds to dx; else it sets dx. */
 } li_layer_norm;
 
 /* The short convolution over time, separately for each of n channels. */
@@ -2554,7 +2554,7 @@ typedef luna_causal_nested_args li_causal_luna;
 /* Calls in luna.h pass these beside the public arguments. */
 typedef struct li_attention_own {
   li_dropout dropout; /* In causal Luna it drops W, and needs forget. */
-  bool bf16;          /* Round the products' operands */
+  bool bf16; /* Round the products' operands */
   /* For a state that training carries: positions [batch] replace `position`, and the state before row 0 lies `before`
      doubles from `state`, to which forward writes the new one. Else null and 0. */
   const int64_t *positions;
@@ -2579,12 +2579,12 @@ typedef struct li_tile {
 typedef struct li_unpack {
   const float *x, *k, *bias, *v, *out_bias, *residual; /* [dim], [batch, rows, dim]; or null */
   float *out;
-  float *lse;                        /* [batch, rows, heads]. Forward writes it unless null; backward reads it. */
+  float *lse;             /* [batch, rows, heads]. Forward writes it unless null; backward reads it. */
   int64_t batch, rows, dim, heads, slots;
-  const int32_t *lengths;            /* [batch] real slots; null: all */
-  bool bf16;                         /* Round the products' operands */
-  li_dropout dropout;                /* It numbers elements ((b heads + head) rows + i) slots + j. */
-  li_dropout last;                   /* It drops elements of out before the residual is added. */
+  const int32_t *lengths; /* [batch] real slots; null: all */
+  bool bf16;              /* Round the products' operands */
+  li_dropout dropout;     /* It numbers elements ((b heads + head) rows + i) slots + j. */
+  li_dropout last;        /* It drops elements of out before the residual is added. */
   const float *grad_out;
   /* Backward adds; any may be null. grad_x may be grad_out, which then receives the sum in place. */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
@@ -2592,11 +2592,11 @@ typedef struct li_unpack {
 
 /* K and V of one batch row, with its real slots packed. Each thread makes its own panels. */
 typedef struct li_unpack_space {
-  int64_t prepared;                  /* The batch row of the panels, or -1 */
-  int64_t slots, n;                  /* Real slots; heads * slots */
+  int64_t prepared; /* The batch row of the panels, or -1 */
+  int64_t slots, n; /* Real slots; heads * slots */
   float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels holds V, or in backward K. */
   float *scores, *slopes, *mask, *product, *grad; /* grad is a panel of grad_out after dropout. */
-  float *words;                      /* li_panels' words */
+  float *words;     /* li_panels' words */
 } li_unpack_space;
 
 /* An optimiser's step on the elements of one parameter. */
@@ -2605,8 +2605,8 @@ typedef struct li_update {
   int64_t count;
   /* Clipping multiplies gradients by `factor`. */
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
-  float share;                       /* The average's step, 0..1 */
-  bool nesterov, coupled;            /* coupled adds decay to the gradient. */
+  float share;            /* The average's step, 0..1 */
+  bool nesterov, coupled; /* coupled adds decay to the gradient. */
 } li_update;
 
 /* Where a block of columns is written. Partial sums over k go to `sum` (C itself where that is safe), finished ones to
@@ -2615,11 +2615,11 @@ typedef struct li_target {
   float *sum, *c, *pre;
   const float *bias, *from; /* from is added, in rows of from_row; or null. */
   int64_t sum_row, c_row, from_row;
-  int activation;           /* In li_gemm's order one load would read both fields and wait for two stores. */
+  int activation;    /* In li_gemm's order one load would read both fields and wait for two stores. */
   float alpha;
-  bool finish, late;        /* finish marks the last block over k, which runs the epilogue; late adds C last. */
-  bool bf16;                /* A is rounded, as the panels are. */
-  bool a_words;             /* Like the fields below, this is li_gemm's. */
+  bool finish, late; /* finish marks the last block over k, which runs the epilogue; late adds C last. */
+  bool bf16;         /* A is rounded, as the panels are. */
+  bool a_words;      /* Like the fields below, this is li_gemm's. */
   float *words, *sums;
   const float *slope;
   int64_t words_row, sums_row;
@@ -3997,8 +3997,7 @@ LI_FN void LI_K(fill_panel)(li_matrix b, int64_t ahead, float *to) {
   int64_t j = 0, p;
   for (p = 0; (whole || columns < LI_NR) && p < k; p++)
     for (int64_t i = whole ? 0 : columns / VF * VF; i < LI_NR; i += VF)
-      vf_store(to + p * LI_NR + i,
-               whole && i < columns ? LI_K(get)(b.at + p * b.row + i, columns - i) : vf_zero());
+      vf_store(to + p * LI_NR + i, whole && i < columns ? LI_K(get)(b.at + p * b.row + i, columns - i) : vf_zero());
   if (whole) return;
   if (LI_MR > 1 && b.row == 1)
     for (; j + 4 <= columns; j += 4) {
@@ -4184,8 +4183,7 @@ LI_INLINE int64_t LI_K(tile_height)(int64_t left, bool half) {
   if (LI_MR > 4 && left >= 4) return 4;
   return li_min(left, 3);
 }
-LI_INLINE void LI_K(tile)(int64_t rows, int64_t k, li_matrix a, const float *b, int64_t b_row,
-                          const li_epilogue *e) {
+LI_INLINE void LI_K(tile)(int64_t rows, int64_t k, li_matrix a, const float *b, int64_t b_row, const li_epilogue *e) {
   if (rows == LI_MR) LI_K(tile_rows)(LI_MR, LI_NV, k, a, b, b_row, e);
   else if (LI_NV == 2 && !LI_IS(bf16) && rows == 2 * LI_MR) LI_K(tile_rows)(2 * LI_MR, 1, k, a, b, b_row, e);
   else if (LI_MR > 8 && rows == 8) LI_K(tile_rows)(8, LI_NV, k, a, b, b_row, e);
@@ -4916,9 +4914,8 @@ LI_HOT void li_gemm_part(const li_gemm_plan *plan, li_gemm_thread *thread, int64
       t.words = li_offset(g->words, row * g->words_row + j / 2);
       t.slope = li_from(g->slope, row * g->words_row + j / 2);
       t.sums = li_offset(g->sums, row / 32 * g->sums_row + j);
-      li_gemm_block(plan, thread, li_min(row_end - row, step), li_min(column_end - j, plan->columns), j,
-                    li_place(a, g->a_words, row, g->a_row, 0, 1),
-                    li_place(b, g->b_words, 0, 1, j, g->b_column), &t);
+      li_gemm_block(plan, thread, li_min(row_end - row, step), li_min(column_end - j, plan->columns), j, li_place(a,
+                    g->a_words, row, g->a_row, 0, 1), li_place(b, g->b_words, 0, 1, j, g->b_column), &t);
     }
 }
 LI_HOT void li_gemm_own(const li_gemm_plan *p, char *scratch, li_gemm_thread *own) {
@@ -5147,7 +5144,7 @@ LI_FN void li_dropout_reference(const li_dropout *d, int64_t first, int64_t n, c
                                 bool accumulate) {
   for (int64_t i = 0; i < n; i++) {
     const float mask = li_dropout_at(d, first + i);
-    float kept = 0;                  /* A dropped NaN too */
+    float kept = 0; /* A dropped NaN too */
     if (mask > 0) kept = x[i] * mask;
     if (accumulate) kept += y[i];
     y[i] = kept;
@@ -5237,11 +5234,11 @@ LI_FN void LI_K(elementwise_slope)(const li_elements *e, int input, const float 
 }
 
 /* ---- Sums along a row ---- */
-#define LI_SUM 0                /* a */
-#define LI_PRODUCT 1            /* a b */
-#define LI_EXP 2                /* exp(a - shift) */
-#define LI_MOMENTS 3            /* d and d^2, d = a - shift */
-#define LI_NORM 4               /* g and g (a - shift) factor, with g = b c, or b if c is null */
+#define LI_SUM 0     /* a */
+#define LI_PRODUCT 1 /* a b */
+#define LI_EXP 2     /* exp(a - shift) */
+#define LI_MOMENTS 3 /* d and d^2, d = a - shift */
+#define LI_NORM 4    /* g and g (a - shift) factor, with g = b c, or b if c is null */
 
 /* Adds the terms of the vector at i, of which `left` floats exist, to p and q. */
 LI_INLINE void LI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c,
@@ -5499,7 +5496,7 @@ LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
 }
 
 /* ---- Short convolution: x [rows, n] -> y [rows, n] ---- */
-#define LI_TAPS 8               /* The stack holds this many taps and channels, transposed. */
+#define LI_TAPS 8 /* The stack holds this many taps and channels, transposed. */
 #define LI_TAP_COLUMNS 64
 
 /* y_t = bias + sum_i weight_i x_(t - width + 1 + i), or backward y_t += sum_i weight_i x_(t + width - 1 - i). Missing
@@ -5747,7 +5744,7 @@ LI_HOT li_head li_head_at(const li_attention *a, int64_t pair) {
   int64_t batch = b, query = 0, key = 0, row = b * a->queries, keys = a->keys;
   li_head r;
   r.queries = a->queries;
-  if (a->query_offsets) {            /* A ragged batch stores one sequence after the other. */
+  if (a->query_offsets) { /* A ragged batch stores one sequence after the other. */
     row = query = a->query_offsets[b];
     key = a->key_offsets[b];
     r.queries = a->query_offsets[b + 1] - query;
@@ -5935,8 +5932,8 @@ LI_FN void LI_K(tile_slopes)(const li_tile *t, float *s, float *slopes, const fl
 
 #elif !defined(LI_PASS)
 
-#define LI_RUN 256                /* A forward item has at most this many queries. */
-#define LI_HIDDEN (-3.0e38f)      /* Hidden scores are finite, so a block of them gives no NaN. */
+#define LI_RUN 256           /* A forward item has at most this many queries. */
+#define LI_HIDDEN (-3.0e38f) /* Hidden scores are finite, so a block of them gives no NaN. */
 
 typedef struct li_attention_work {
   const li_kernels *kernels;
@@ -6168,14 +6165,13 @@ typedef struct li_attention_block {
   int64_t first, last;
   int64_t key, depth; /* Some query sees these keys. */
   li_matrix k, v, values;
-  bool edge;          /* Some query does not see some key. */
-  bool nonfinite;     /* Some value was not finite; `values` has 0 there. */
-  bool copied;        /* Several tiles read values, which lie in panels. */
+  bool edge;      /* Some query does not see some key. */
+  bool nonfinite; /* Some value was not finite; `values` has 0 there. */
+  bool copied;    /* Several tiles read values, which lie in panels. */
 } li_attention_block;
 /* Returns false if the queries see nothing of the block. */
-LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_space *m,
-                             const li_head *head, int64_t first, int64_t last, int64_t block,
-                             li_attention_block *b) {
+LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_space *m, const li_head *head,
+                             int64_t first, int64_t last, int64_t block, li_attention_block *b) {
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   b->first = first;
@@ -6728,7 +6724,7 @@ LI_FN void li_unpack_backward_panel(const li_unpack_work *w, const li_unpack_spa
     li_matmul_words(kernels, 1, li_transposed(ds), x, li_into(part, d, true), m->product, m->words);
   if (u->grad_v)
     li_matmul_words(kernels, 1, li_transposed(p), g, li_into(part + n * d, d, true), m->product, m->words);
-  if (!u->grad_x) return;            /* This comes last, since grad_x may be grad_out. */
+  if (!u->grad_x) return; /* This comes last, since grad_x may be grad_out. */
   li_matmul_panels(kernels, 1, ds, li_words_in(kernels, m->out_panels, d, n, m->words),
                    li_into(u->grad_x + row * d, d, true));
 }
@@ -7086,9 +7082,8 @@ LI_FN void LI_K(scale_rows)(li_matrix x, const float *factors, float *y, int64_t
 /* Computes eq. 7 for one row of a stream, M <- M + (y^T z - M) / t, result = x M, in columns [first, first + n), where
    n is 8 or 1. The memory that forgets has M <- M + share (new - M). Its keys [head_dim, slots] have new = y and a
    share for each column, its values [slots, head_dim] have new = z and a share for each row. */
-LI_INLINE void LI_K(step_block)(int64_t n, li_mean_kind kind, const li_mean *m, int64_t first,
-                                const double *share, const float *y, const float *z, const float *x,
-                                double *result) {
+LI_INLINE void LI_K(step_block)(int64_t n, li_mean_kind kind, const li_mean *m, int64_t first, const double *share,
+                                const float *y, const float *z, const float *x, double *result) {
   const double part = 1 / m->t;
   double wide[8], sum[8], *mean = m->at + first;
   for (int64_t j = 0; j < n; j++) sum[j] = 0;
@@ -8124,7 +8119,7 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
     li_causal_luna_reference(a, scratch);
     return;
   }
-  if (li_luna_steps(a)) {            /* It reads only these three fields. */
+  if (li_luna_steps(a)) { /* It reads only these three fields. */
     const int64_t items = a->batch * a->heads;
     s.kernels = kernels;
     s.luna = a;
@@ -8640,7 +8635,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (!kernels) return LUNA_UNSUPPORTED;
   if (empty) return LUNA_OK;
 
-  if (g.k == 0) g.a = g.b = g.c;     /* They may be null, and an offset from null is undefined. */
+  if (g.k == 0) g.a = g.b = g.c; /* They may be null, and an offset from null is undefined. */
   li_parallel parallel = li_parallel_of(&args->run);
   void *scratch = li_scratch_of(&args->run, li_gemm_scratch(kernels, &g, parallel.threads), &kernels);
   li_run_gemm(kernels, &g, &parallel, scratch);
@@ -8853,10 +8848,10 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
    hostile header costs n log n. In this order: text, JSON, tensors and pairs, the index, numbers. A new dtype is a row
    of LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
    ---------------------------------------- */
-#define LI_ST_RANK 8                          /* Maximal dimensions */
-#define LI_ST_NAME 1032                       /* Parameter's name and ".scale" */
-#define LI_ST_HEADER 100000000u               /* The format's own limit */
-#define LI_ST_BAD 0xFFFFFFFFu                 /* No character */
+#define LI_ST_RANK 8            /* Maximal dimensions */
+#define LI_ST_NAME 1032         /* Parameter's name and ".scale" */
+#define LI_ST_HEADER 100000000u /* The format's own limit */
+#define LI_ST_BAD 0xFFFFFFFFu   /* No character */
 
 typedef struct li_st {
   const uint8_t *data;
@@ -9379,7 +9374,7 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
     const uint8_t *at = t->data + (size_t)i * (size_t)size;
     uint64_t bits = 0;
     for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
-    if (exponent == 8) {             /* It is a float or the upper half of one. NaNs stay as they are. */
+    if (exponent == 8) { /* It is a float or the upper half of one. NaNs stay as they are. */
       const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
       memcpy(&out[i], &pattern, sizeof(pattern));
     } else {
@@ -9641,16 +9636,16 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 
 #define LI_HUGE_PAGE ((size_t)2 << 20)
 
-typedef struct li_chunk {            /* It heads an allocation; the memory follows, aligned, or is on the device. */
+typedef struct li_chunk {   /* It heads an allocation; the memory follows, aligned, or is on the device. */
   struct li_chunk *next;
   size_t raw_size;
   char *start;
-  size_t size, used, place;          /* For step blocks, place is start as pieces count it. */
-  bool remote;                       /* On the device */
+  size_t size, used, place; /* For step blocks, place is start as pieces count it. */
+  bool remote;              /* On the device */
 } li_chunk;
-typedef struct li_arena {            /* One kind of memory */
-  li_chunk *persistent;              /* Allocator mode, newest first */
-  li_chunk *steps;                   /* Allocator mode: step blocks */
+typedef struct li_arena {   /* One kind of memory */
+  li_chunk *persistent;     /* Allocator mode, newest first */
+  li_chunk *steps;          /* Allocator mode: step blocks */
   size_t persistent_bytes, step_peak;
 } li_arena;
 
@@ -9676,13 +9671,13 @@ LI_FN void li_bump_forget(li_bump *b) {
   b->kept = b->floor;
 }
 
-typedef struct li_hooked {           /* By hooks, newest first */
+typedef struct li_hooked { /* By hooks, newest first */
   struct li_hooked *older;
   void (*close)(void *layer);
   void *layer;
 } li_hooked;
 
-typedef struct li_failure {          /* A call that makes something leaves it. A begin clears only its status. */
+typedef struct li_failure { /* A call that makes something leaves it. A begin clears only its status. */
   luna_status status;
   luna_error_id id;
   char error[320];
@@ -9727,16 +9722,16 @@ typedef struct li_slab {
   luna_tensor of_step[2][LI_SLAB];
   li_tensor_state state[2][LI_SLAB];
 } li_slab;
-typedef struct li_mark {             /* A step's state */
-  li_chunk *chunk[2];                /* In allocator mode these are the host's and the device's current step block. */
-  size_t used[2];                    /* Used there (marks only) */
-  size_t bytes[2];                   /* Step's, or stream's parts */
-  size_t gaps[2];                    /* Gaps between chunks, in places, keep pieces of two chunks from being joined. */
+typedef struct li_mark {   /* A step's state */
+  li_chunk *chunk[2];      /* In allocator mode these are the host's and the device's current step block. */
+  size_t used[2];          /* Used there (marks only) */
+  size_t bytes[2];         /* Step's, or stream's parts */
+  size_t gaps[2];          /* Gaps between chunks, in places, keep pieces of two chunks from being joined. */
   int64_t pieces_made;
-  luna_tensor *made;                 /* The newest tensor */
-  li_slab *slab;                     /* Current, null without tensors */
+  luna_tensor *made;       /* The newest tensor */
+  li_slab *slab;           /* Current, null without tensors */
   int slab_used;
-  char *small, *small_end;           /* Room for small things */
+  char *small, *small_end; /* Room for small things */
 } li_mark;
 typedef struct li_sharing { struct li_sharing *next; const luna_ctx *owner; } li_sharing;
 
@@ -9953,23 +9948,19 @@ LI_FN luna_tensor *li_fail_null(luna_ctx *ctx, const char *name, const char *wha
 
 /* --- What configs may hold: true, or false with a sentence --- */
 LI_FN bool li_in(luna_ctx *ctx, const char *name, const char *field, int64_t value, int64_t min, int64_t max) {
-  return (value >= min && value <= max) ||
-         li_refuse_call(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max);
+  return (value >= min && value <= max) || li_refuse_call(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max);
 }
 LI_FN bool li_is_given(luna_ctx *ctx, const char *name, const char *what, bool given) {
   return given || li_refuse_call(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what);
 }
 LI_FN bool li_is_probability(luna_ctx *ctx, const char *name, const char *field, float value) {
-  return (value >= 0 && value < 1) ||
-         li_refuse_call(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value);
+  return (value >= 0 && value < 1) || li_refuse_call(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value);
 }
 LI_FN bool li_is_number(luna_ctx *ctx, const char *name, const char *field, float value) {
-  return li_is_finite(value) ||
-         li_refuse_call(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, field, (double)value);
+  return li_is_finite(value) || li_refuse_call(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, field, (double)value);
 }
 LI_FN bool li_is_rate(luna_ctx *ctx, const char *name, const char *field, float value) {
-  return (value >= 0 && value < INFINITY) ||
-         li_refuse_call(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value);
+  return (value >= 0 && value < INFINITY) || li_refuse_call(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value);
 }
 
 LI_FN const char *li_file_name(const luna_ctx *ctx) { return ctx->path ? ctx->path : "the file"; }
@@ -9998,7 +9989,7 @@ LI_HOT size_t li_used(const luna_ctx *ctx) {
 }
 
 #ifndef LI_SEPARATE
-#define LI_SEPARATE false            /* For tests/cuda/cuda.c each tensor is alone in an allocation of its size. */
+#define LI_SEPARATE false /* For tests/cuda/cuda.c each tensor is alone in an allocation of its size. */
 #endif
 
 LI_FN li_chunk *li_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
@@ -10238,7 +10229,7 @@ LI_HOT void *li_piece_at(const luna_ctx *ctx, const li_piece *piece) {
   if (!li_computes(ctx)) return NULL;
   if (ctx->options.block) return ctx->block_start + piece->place;
   while (chunk && piece->place - chunk->place >= chunk->used) chunk = chunk->next;
-  if (!chunk) return NULL;           /* A piece without bytes */
+  if (!chunk) return NULL; /* A piece without bytes */
   return chunk->start + (piece->place - chunk->place);
 }
 LI_FN void li_piece_link(luna_ctx *ctx, li_piece *piece, li_piece *below) {
@@ -10263,7 +10254,7 @@ LI_HOT void li_piece_insert(luna_ctx *ctx, li_piece *piece) {
   while (*link && li_piece_priority(*link) > priority) link = &(*link)->by_size[li_piece_before(*link, piece)];
   li_piece *rest = *link;
   *link = piece;
-  while (rest) {                     /* Smaller and larger ones */
+  while (rest) { /* Smaller and larger ones */
     const bool after = !li_piece_before(rest, piece);
     *side[after] = rest;
     side[after] = &rest->by_size[!after];
@@ -10298,7 +10289,7 @@ LI_HOT li_piece *li_piece_take(luna_ctx *ctx, size_t bytes) {
   if (splits) slack = 24 * size;
   const bool remote = li_on_device(ctx);
   li_piece *best = NULL, *rest;
-  void *at;                          /* li_piece_at finds it */
+  void *at; /* li_piece_at finds it */
   for (li_piece *piece = ctx->pieces; piece; piece = piece->by_size[piece->size < size])
     if (piece->size >= size) best = piece;
 
@@ -10403,7 +10394,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
 #ifndef LI_NO_POOL
   if (ctx->parallel.run == li_pool_run) li_pool_close((li_pool *)ctx->parallel.user);
 #endif
-  luna_ctx last = *ctx;              /* The host's oldest chunk holds ctx. */
+  luna_ctx last = *ctx; /* The host's oldest chunk holds ctx. */
   for (int i = 1; i >= 0; i--) {
     if (i == 0 && last.self) last.backend->close(last.self);
     while (last.arena[i].steps) li_chunk_close(&last, &last.arena[i].steps);
@@ -10425,7 +10416,7 @@ LI_FN bool li_open_threads(luna_ctx *ctx) {
 #else
   const size_t pool_size = li_round(sizeof(li_pool));
   const int64_t workers = li_min(ctx->parallel.threads, li_cores()) - 1;
-  void *memory;                      /* Enough for all threads */
+  void *memory; /* Enough for all threads */
 
   if (!li_persist(ctx, pool_size + (size_t)(ctx->parallel.threads - 1) * sizeof(li_thread), false, &memory))
     return false;
@@ -10571,7 +10562,7 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return li_begin(ctx, true); }
 #endif
 LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part) {
-  static const char name[] = "luna_begin_part";
+  const char *name = __func__;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (part && !(li_in(ctx, name, "first", part->first, 0, LI_MAX_COUNT) &&
                 li_in(ctx, name, "longest", part->longest, 0, LI_MAX_COUNT) &&
@@ -10625,7 +10616,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   return "unknown";
 }
 
-#define LI_SPLIT 8192             /* Elements worth a thread */
+#define LI_SPLIT 8192 /* Elements worth a thread */
 
 LI_INLINE int64_t li_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
 LI_HOT int64_t li_rows(const luna_tensor *t) {
@@ -10811,7 +10802,7 @@ LUNA_API double luna_seconds(luna_ctx *ctx) {
   QueryPerformanceCounter(&now);
   return (double)now.QuadPart / (double)second.QuadPart;
 #elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
-  struct timeval now;                /* Strict C99 hides clock_gettime. */
+  struct timeval now; /* Strict C99 hides clock_gettime. */
   gettimeofday(&now, NULL);
   return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
 #else
@@ -10821,7 +10812,7 @@ LUNA_API double luna_seconds(luna_ctx *ctx) {
 LUNA_API luna_status luna_trace(luna_ctx *ctx, luna_tracer function, void *user) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (function && !ctx->paths)
-    ctx->paths = (li_trace_paths *)li_persist_host(ctx, "luna_trace", sizeof(li_trace_paths));
+    ctx->paths = (li_trace_paths *)li_persist_host(ctx, __func__, sizeof(li_trace_paths));
   if (function && !ctx->paths) return ctx->last_status;
 
   ctx->trace = function;
@@ -11267,7 +11258,7 @@ LI_HOT bool li_is_released(const luna_tensor *t, const char *name) {
 }
 LUNA_API luna_tensor *luna_keep(luna_tensor *t) {
   if (!t) return NULL;
-  if (li_is_released(t, "luna_keep")) return NULL;
+  if (li_is_released(t, __func__)) return NULL;
   li_base(t)->own->keep_data = true;
   return t;
 }
@@ -11275,20 +11266,20 @@ LUNA_API luna_tensor *luna_keep(luna_tensor *t) {
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape) {
   const int64_t count = li_shape_count(rank, shape);
   if (!ctx) return NULL;
-  if (count < 0) return li_fail_shape(ctx, "luna_tensor_new", rank, shape);
+  if (count < 0) return li_fail_shape(ctx, __func__, rank, shape);
   const li_mark mark = li_step_mark(ctx);
   const size_t bytes = li_bytes(count);
   luna_tensor *t = li_tensor_make(ctx, rank, shape);
   if (!t) {
     li_step_rewind(ctx, mark);
-    return li_fail_op_memory(ctx, "luna_tensor_new", bytes);
+    return li_fail_op_memory(ctx, __func__, bytes);
   }
   if (!li_computes(ctx) || count == 0) return t;
   luna_status status;
   if (values) status = ctx->backend->copy(ctx, t->data, values, bytes, 1);
   else status = ctx->backend->zero(ctx, t->data, bytes);
   if (status == LUNA_OK) return t;
-  return li_fail_backend(ctx, "luna_tensor_new", status);
+  return li_fail_backend(ctx, __func__, status);
 }
 
 LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, const int64_t *shape) {
@@ -11296,7 +11287,7 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
 }
 
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
-  if (!t || (t->own->ended && li_is_released(t, "luna_require_grad"))) return NULL;
+  if (!t || (t->own->ended && li_is_released(t, __func__))) return NULL;
   t->needs_grad = t->own->keep_grad = li_base(t)->own->keep_grad = true;
   return t;
 }
@@ -11335,21 +11326,21 @@ LI_FN luna_status li_read_floats(const luna_tensor *t, const float *from, float 
 LI_FN luna_status li_read_data(const luna_tensor *t, float *out, const char *name) {
   return li_read_floats(t, t ? t->data : NULL, out, name, false);
 }
-LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return li_read_data(t, out, "luna_read"); }
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return li_read_data(t, out, __func__); }
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = NULL;
   if (t && li_owner(t)->grad) grad = li_owner(t)->grad + t->own->offset;
-  return li_read_floats(t, grad, out, "luna_read_grad", true);
+  return li_read_floats(t, grad, out, __func__, true);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
   float value = NAN;
-  if (t && luna_count(t) != 1) li_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
-  else if (t && li_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
+  if (t && luna_count(t) != 1) li_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, __func__, t, luna_count(t));
+  else if (t && li_read_data(t, &value, __func__) != LUNA_OK) value = NAN;
   return value;
 }
 
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
-  static const char name[] = "luna_argmax";
+  const char *name = __func__;
   void *memory = NULL;
   if (!x) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = x->ctx;
@@ -11381,11 +11372,11 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = li_bytes(luna_count(t));
   if (!t) return LUNA_BAD_ARGUMENT;
   if (t->own->borrowed) return li_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
-  if (!values && bytes) return li_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_write", "values");
+  if (!values && bytes) return li_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, "values");
   t->own->given = true;
   if (!li_computes(t->ctx)) return LUNA_OK;
   if (li_owner(t)->own->released || (!t->data && bytes))
-    return li_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_write", t);
+    return li_fail_status(t->ctx, LUNA_ERROR_RELEASED, __func__, t);
   t->ctx->writes++;
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
@@ -11473,7 +11464,7 @@ LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_
     li_fail_op_memory(ctx, s->name, (size_t)count * sizeof(int32_t));
     return NULL;
   }
-  if (!memory) return values;        /* A measuring device */
+  if (!memory) return values; /* A measuring device */
   luna_status status = LUNA_OK;
   if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
   else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* An op's query reads them. */
@@ -11717,7 +11708,7 @@ LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
   const luna_tensor *owner = li_base(t);
   luna_op *op = owner->own->maker;
   if (!owner->own->released) return true;
-  if (!op) {                         /* Scopes did not end in order. */
+  if (!op) { /* Scopes did not end in order. */
     *status = li_fail_status(owner->ctx, LUNA_ERROR_RELEASED, "luna_backward", owner);
     return false;
   }
@@ -11730,7 +11721,7 @@ LI_HOT bool li_recompute_count(luna_tensor *t, luna_status *status) {
 LI_HOT void li_recompute_read(luna_tensor *t) {
   if (!t || !t->own->maker || t->own->maker->own->readers == 0 || --t->own->maker->own->readers > 0) return;
   if (t->own->data_piece) li_release(t);
-  t->data = NULL;                    /* The result may have its data. */
+  t->data = NULL; /* The result may have its data. */
   t->own->released = true;
 }
 
@@ -11878,7 +11869,7 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
   const float one = 1;
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
-  luna_op *again = NULL;        /* Oldest op being recomputed */
+  luna_op *again = NULL; /* Oldest op being recomputed */
   if (!li_grad_take(ctx, loss, true)) return li_fail_backward(ctx, sizeof(float));
   if (li_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (li_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
@@ -11896,7 +11887,7 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
 
 LI_FN void li_gradients_forget(luna_ctx *ctx);
 LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values) {
-  static const char name[] = "luna_write_grad";
+  const char *name = __func__;
   const size_t bytes = li_bytes(luna_count(t));
   if (!t) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = t->ctx;
@@ -11912,8 +11903,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
-    return li_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
-  if (li_owner(loss)->own->released) return li_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
+    return li_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, __func__, loss, luna_count(loss));
+  if (li_owner(loss)->own->released) return li_fail_status(ctx, LUNA_ERROR_RELEASED, __func__, loss);
   if (ctx->differentiated) return li_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad) return li_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   luna_status status = li_walk_back(loss);
@@ -12126,7 +12117,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
 
 /* --- First values: on every machine element e has the Philox words of counter (e, hash of the name), key = seed --- */
 LI_FN float li_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
-LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method */
+LI_FN float li_normal(uint32_t counter[4], uint64_t seed) { /* Marsaglia's polar method */
   for (;; counter[1] += 0x10000u) {
     uint32_t word[4];
     li_philox(counter, seed, word);
@@ -12807,10 +12798,10 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   int open = -1;
   li_build s;
   luna_tensor asked;
-  if (!li_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
+  if (!li_start(&s, LUNA_OP_COUNT, __func__, &x, 1, 1)) return NULL;
   if (li_is_checked(x->ctx)) return li_view(&s, x, rank, shape, 0);
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
-    return li_fail_shape(x->ctx, "luna_reshape", rank, shape);
+    return li_fail_shape(x->ctx, __func__, rank, shape);
   for (int a = 0; a < rank; a++) {
     full[a] = shape[a];
     if (shape[a] == -1 && open < 0) open = a;
@@ -12830,7 +12821,7 @@ LI_FN luna_tensor *li_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, in
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   li_build s;
-  if (!li_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1)) return NULL;
+  if (!li_start(&s, LUNA_OP_COUNT, __func__, &x, 1, 1)) return NULL;
   luna_tensor *t = li_view(&s, x, x->rank, x->shape, 0);
   if (t) t->needs_grad = false;
   return t;
@@ -12870,8 +12861,8 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
   int seen = 0;
   li_build s;
-  if (!li_start(&s, LUNA_OP_PERMUTE, "luna_permute", &x, 1, 1)) return NULL;
-  if (!axes) return li_fail_null(x->ctx, "luna_permute", "axes");
+  if (!li_start(&s, LUNA_OP_PERMUTE, __func__, &x, 1, 1)) return NULL;
+  if (!axes) return li_fail_null(x->ctx, __func__, "axes");
   for (int a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
       return li_fail(x->ctx, LUNA_ERROR_PERMUTE_AXES, (int64_t)axes[a], x);
@@ -12921,7 +12912,7 @@ LI_RUN_OP(slice)
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
-  if (!li_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1) || !li_has_axis(x, axis, s.name)) return NULL;
+  if (!li_start(&s, LUNA_OP_SLICE, __func__, &x, 1, 1) || !li_has_axis(x, axis, s.name)) return NULL;
   if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return li_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
   memcpy(shape, x->shape, sizeof shape);
@@ -12947,13 +12938,13 @@ LI_RUN_OP(concat)
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
-  if (!li_all(x, count, "luna_concat") || !li_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count) ||
-      !li_has_axis(x[0], axis, "luna_concat")) return NULL;
+  if (!li_all(x, count, __func__) || !li_start(&s, LUNA_OP_CONCAT, __func__, x, 1, count) ||
+      !li_has_axis(x[0], axis, __func__)) return NULL;
   memcpy(shape, x[0]->shape, sizeof shape);
   for (int i = 1; i < count; i++) {
     for (int a = 0; a < LUNA_MAX_RANK; a++)
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
-        return li_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
+        return li_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, __func__, x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
   }
   s.op.arg.concat.axis = axis;
@@ -12976,9 +12967,9 @@ LI_FN luna_status li_expand_backward(luna_op *op) { /* dy [count,...] -> dx [...
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
-  if (!li_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
-  if (x->rank == LUNA_MAX_RANK) return li_fail(x->ctx, LUNA_ERROR_NEW_AXIS, "luna_expand", x);
-  if (!li_is_count(x->ctx, "luna_expand", "count", count)) return NULL;
+  if (!li_start(&s, LUNA_OP_EXPAND, __func__, &x, 1, 1)) return NULL;
+  if (x->rank == LUNA_MAX_RANK) return li_fail(x->ctx, LUNA_ERROR_NEW_AXIS, __func__, x);
+  if (!li_is_count(x->ctx, __func__, "count", count)) return NULL;
   shape[0] = count;
   for (int a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
   s.op.arg.expand.count = count;
@@ -12989,7 +12980,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
 LI_HOT void li_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = li_last(op->in[0]);
 #ifndef LUNA_NO_INT8
-  if (!op->in[0]->data) {            /* A stream's 8-bit table */
+  if (!op->in[0]->data) { /* A stream's 8-bit table */
     for (int64_t i = first; i < last; i++)
       li_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
     return;
@@ -13016,11 +13007,11 @@ LI_FN luna_status li_embedding_backward(luna_op *op) {
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
   li_build s;
-  if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1) || !li_fits(&s, "table [v,d]")) return NULL;
+  if (!li_start(&s, LUNA_OP_EMBEDDING, __func__, &table, 1, 1) || !li_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
-  if (li_shape_count(2, shape) < 0) return li_fail_shape(table->ctx, "luna_embedding", 2, shape);
-  if (!tokens && batch * n > 0) return li_fail_null(table->ctx, "luna_embedding", "tokens");
+  if (li_shape_count(2, shape) < 0) return li_fail_shape(table->ctx, __func__, 2, shape);
+  if (!tokens && batch * n > 0) return li_fail_null(table->ctx, __func__, "tokens");
   s.op.index = li_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens");
   shape[2] = table->shape[1];
   return li_finish(&s, 3, shape);
@@ -13031,9 +13022,9 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
   luna_tensor *flat = x;
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
-  if (x && x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, "luna_gather_rows", x, (int64_t)0);
+  if (x && x->rank < 1) return li_fail(x->ctx, LUNA_ERROR_AXIS, __func__, x, (int64_t)0);
   if (x && x->rank != 2) flat = li_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
-  if (!li_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
+  if (!li_start(&s, LUNA_OP_EMBEDDING, __func__, &flat, 1, 1)) return NULL;
   memcpy(shape, x->shape, sizeof shape);
   shape[0] = count;
   if (li_shape_count(x->rank, shape) < 0) return li_fail_shape(x->ctx, s.name, x->rank, shape);
@@ -13170,7 +13161,7 @@ LI_FN luna_tensor *li_elementwise(li_build *s) {
   const int rank = li_broadcast(&s->op, shape);
   int k;
   if (rank >= 0 || li_is_checked(s->op.ctx)) return li_finish(s, rank, shape);
-  for (k = 0; k < 2; k++) {          /* Inputs without k mismatch */
+  for (k = 0; k < 2; k++) { /* Inputs without k mismatch */
     luna_tensor *left_out = s->op.in[k];
     s->op.in[k] = NULL;
     const bool fits = li_broadcast(&s->op, shape) >= 0;
@@ -13198,12 +13189,12 @@ LUNA_BINARIES(LI_BINARY) /* Defines luna_add, luna_sub, luna_mul, luna_div, luna
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
   luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   li_build s;
-  if (!li_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3)) return NULL;
+  if (!li_start(&s, LUNA_OP_WHERE, __func__, in, 3, 3)) return NULL;
   return li_elementwise(&s);
 }
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   li_build s;
-  if (!li_start(&s, LUNA_OP_CLAMP, "luna_clamp", &x, 1, 1)) return NULL;
+  if (!li_start(&s, LUNA_OP_CLAMP, __func__, &x, 1, 1)) return NULL;
   if (!(low <= high)) return li_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
   s.op.arg.elementwise.scalar[1] = low;
   s.op.arg.elementwise.scalar[2] = high;
@@ -13212,7 +13203,7 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
 
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   li_build s;
-  if (!li_start(&s, LUNA_OP_ADD, "luna_add_scalar", &x, 1, 1)) return NULL;
+  if (!li_start(&s, LUNA_OP_ADD, __func__, &x, 1, 1)) return NULL;
   s.op.arg.elementwise.scalar[1] = number;
   return li_elementwise(&s);
 }
@@ -13237,7 +13228,7 @@ LI_SPLIT_OP(same, luna_count(op->out[0]), 1)
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   li_build s;
-  if (!li_start(&s, LUNA_OP_SCALE, "luna_scale", &x, 1, 1)) return NULL;
+  if (!li_start(&s, LUNA_OP_SCALE, __func__, &x, 1, 1)) return NULL;
   s.op.arg.scale.factor = factor;
   return li_finish_like(&s, x);
 }
@@ -13258,8 +13249,8 @@ LUNA_MAPS(LI_MAP) /* Defines luna_relu, luna_gelu, luna_exp, luna_log and others
 #undef LI_MAP
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
   if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT)
-    return li_fail_activation(x->ctx, "luna_activate", activation, LUNA_ACTIVATION_COUNT - 1);
-  return li_map(x, li_activation_or(activation, LI_NO_ACTIVATION), "luna_activate");
+    return li_fail_activation(x->ctx, __func__, activation, LUNA_ACTIVATION_COUNT - 1);
+  return li_map(x, li_activation_or(activation, LI_NO_ACTIVATION), __func__);
 }
 
 /* --- Dropout: x [...] -> y [...] --- */
@@ -13275,7 +13266,7 @@ LI_PART_OP(dropout, luna_count(op->in[0]), 1)
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   li_build s;
   if (!x || x->ctx->bump) return x; /* Streams do not train */
-  if (!li_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || li_dropout_wrong(&s, probability))
+  if (!li_start(&s, LUNA_OP_DROPOUT, __func__, &x, 1, 1) || li_dropout_wrong(&s, probability))
     return NULL;
   if (!LI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
@@ -13302,7 +13293,7 @@ LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   bool full = true;
   li_build s;
-  if (!li_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
+  if (!li_start(&s, LUNA_OP_MASK, __func__, &x, 1, 1)) return NULL;
   if (lengths && !li_fits(&s, "x [...,m,n]")) return NULL;
   if (lengths) {
     for (int64_t b = 0; b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
@@ -13370,17 +13361,17 @@ LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool m
 }
 
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
-  return li_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
+  return li_reduce(x, LUNA_OP_REDUCE, axis, false, __func__);
 }
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) {
-  return li_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean");
+  return li_reduce(x, LUNA_OP_REDUCE, axis, true, __func__);
 }
 LI_FN luna_tensor *li_flat(luna_tensor *x) { return li_reshape(x, 1, luna_count(x), 1, 1, 1); }
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x) {
-  return li_reduce(li_flat(x), LUNA_OP_REDUCE, 0, false, "luna_sum_all");
+  return li_reduce(li_flat(x), LUNA_OP_REDUCE, 0, false, __func__);
 }
 LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
-  return li_reduce(li_flat(x), LUNA_OP_REDUCE, 0, true, "luna_mean_all");
+  return li_reduce(li_flat(x), LUNA_OP_REDUCE, 0, true, __func__);
 }
 
 /* --- Maximum: x [outer,axis,inner] -> y [outer,inner]. The gradient goes to the first of equal maxima. --- */
@@ -13413,7 +13404,7 @@ LI_RUN_OP(max)
 #define LI_CPU_MAX LI_CPU_OP(li_query_nothing, li_max_forward, li_max_backward, 0)
 
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
-  return li_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
+  return li_reduce(x, LUNA_OP_MAX, axis, false, __func__);
 }
 
 /* ---- Products ---- */
@@ -13697,8 +13688,8 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
    W1^T + b1)) W2^T + b2) + residual. It works on blocks of rows, so that a block's hidden layer stays in cache. It
    keeps ReLU's output or another activation's input, or nothing with `recompute`. In forward, each thread has its own
    blocks. In backward, threads share each block: the weights' gradients are summed over blocks in order. --- */
-#define LI_FFN_ROWS 256          /* All threads share 256 rows: whole AMX tiles, and an even number. */
-#define LI_FFN_PARTS 8           /* Outside products, a block has parts of 32 rows, as AMX tiles have. */
+#define LI_FFN_ROWS 256 /* All threads share 256 rows: whole AMX tiles, and an even number. */
+#define LI_FFN_PARTS 8  /* Outside products, a block has parts of 32 rows, as AMX tiles have. */
 typedef struct li_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
@@ -13730,12 +13721,12 @@ LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
   const li_matrix w1 = li_dense(op->in[1]->data, f, in), w2 = li_dense(op->in[3]->data, out, f);
   const li_matrix dhs = li_strided(w->dh, n, f, w->row), dys = li_dense(w->dy, n, out);
   switch (which) {
-    case 0: li_gemm_set(g, xs, li_transposed(w1), w->active); break;                             /* h */
+    case 0: li_gemm_set(g, xs, li_transposed(w1), w->active); break;        /* h */
     case 1: li_gemm_set(g, as, li_transposed(w2), li_offset(op->out[0]->data, y)); break;     /* y */
-    case 2: li_gemm_set(g, li_transposed(dys), as, op->in[3]->grad); break;                      /* dW2 */
+    case 2: li_gemm_set(g, li_transposed(dys), as, op->in[3]->grad); break; /* dW2 */
     case 3: li_gemm_set(g, dys, w2, w->dh); break;                                                  /* da */
-    case 4: li_gemm_set(g, li_transposed(dhs), xs, op->in[1]->grad); break;                      /* dW1 */
-    default: li_gemm_set(g, dhs, w1, li_offset(op->in[0]->grad, x)); break;                      /* dx */
+    case 4: li_gemm_set(g, li_transposed(dhs), xs, op->in[1]->grad); break; /* dW1 */
+    default: li_gemm_set(g, dhs, w1, li_offset(op->in[0]->grad, x)); break; /* dx */
   }
   if (which < 2) {
     g->bias = li_data(op, 2 + 2 * which);
@@ -13970,7 +13961,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   const luna_activation activation = li_activation_or(c->activation, LUNA_ACTIVATION_RELU);
   luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   li_build s;
-  if (!li_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
+  if (!li_start(&s, LUNA_OP_FEED_FORWARD, __func__, in, 2, 8) ||
       li_dropout_wrong(&s, c->dropout) || li_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!li_is_checked(x->ctx)) {
     if (!li_is_activation(c->activation))
@@ -13987,7 +13978,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     return li_result(scope, y);
   }
   if (!li_int8_ready(&s, 1) || !li_int8_ready(&s, 3)) return NULL;
-  s.op.inputs = 6;                   /* No gate */
+  s.op.inputs = 6; /* No gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
@@ -14022,7 +14013,7 @@ LI_SPLIT_OP(softmax, li_rows(op->in[0]), li_last(op->in[0]))
 
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   li_build s;
-  if (!li_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1) ||
+  if (!li_start(&s, LUNA_OP_SOFTMAX, __func__, &x, 1, 1) ||
       !li_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   return li_finish_like(&s, x);
@@ -14074,7 +14065,7 @@ LI_SPLIT_OP(log_softmax, li_rows(op->in[0]), li_last(op->in[0]))
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   li_build s;
-  if (!li_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !li_fits(&s, "x [...,N]")) return NULL;
+  if (!li_start(&s, LUNA_OP_LOG_SOFTMAX, __func__, &x, 1, 1) || !li_fits(&s, "x [...,N]")) return NULL;
   if (li_has_op(x, LUNA_OP_LOG_SOFTMAX)) return li_finish_like(&s, x);
   const int axis = x->rank - 1;
   memcpy(shape, x->shape, sizeof shape);
@@ -14162,11 +14153,11 @@ LI_FN luna_tensor *li_norm(luna_tensor *const in[3], float epsilon, bool rms, co
 }
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, float epsilon) {
   luna_tensor *const in[] = { x, weight, bias };
-  return li_norm(in, epsilon, false, "luna_layer_norm");
+  return li_norm(in, epsilon, false, __func__);
 }
 LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float epsilon) {
   luna_tensor *const in[] = { x, weight, NULL };
-  return li_norm(in, epsilon, true, "luna_rms_norm");
+  return li_norm(in, epsilon, true, __func__);
 }
 
 /* --- Ratio: x [...,n + 1] -> y [...,n]. A row's first n numbers are divided by its last; y is 0 if that is 0. --- */
@@ -14200,7 +14191,7 @@ LI_SPLIT_OP(ratio, li_rows(op->in[0]), li_last(op->in[0]))
 
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   li_build s;
-  if (!li_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1) || !li_fits(&s, "x [...,N]")) return NULL;
+  if (!li_start(&s, LUNA_OP_RATIO, __func__, &x, 1, 1) || !li_fits(&s, "x [...,N]")) return NULL;
   return li_finish_rows(&s, li_last(x) - 1);
 }
 
@@ -14213,7 +14204,7 @@ typedef struct li_angles {
   int64_t first, rows, d;
   double rate;
   double *places; /* Sines, cosines [li_angles_places, d/2, 2] */
-  float *out;     /* [rows, d] */
+  float *out; /* [rows, d] */
 } li_angles;
 LI_FN int64_t li_angles_places(const li_angles *a) {
   return li_min(a->first % LI_ANGLES + a->rows, LI_ANGLES);
@@ -14317,7 +14308,7 @@ LI_FN luna_status li_rotary_backward(luna_op *op) { /* dy -> dx [b,n,heads d] */
 
 LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, float base) {
   li_build s;
-  if (!li_start(&s, LUNA_OP_ROTARY, "luna_rotary", &x, 1, 1) || !li_fits(&s, "x [b,n,D]") ||
+  if (!li_start(&s, LUNA_OP_ROTARY, __func__, &x, 1, 1) || !li_fits(&s, "x [b,n,D]") ||
       !li_heads_fit(&s, heads) || !li_in(x->ctx, s.name, "first", first, 0, INT32_MAX)) return NULL;
   if (x->shape[2] / heads % 2 != 0) return li_fail(x->ctx, LUNA_ERROR_ROTARY_ODD, s.name, x->shape[2] / heads);
   if (!(base >= 0 && li_is_finite(base))) return li_fail(x->ctx, LUNA_ERROR_ROTARY_BASE, (double)base);
@@ -14349,7 +14340,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
   a->out_row = a->v_row;
-  if (!op->query_offsets) {          /* Not ragged: an input of batch 1 serves all. */
+  if (!op->query_offsets) { /* Not ragged: an input of batch 1 serves all. */
     if (q->shape[0] == a->batch) a->q_batch = a->queries * a->q_row;
     if (k->shape[0] == a->batch) a->k_batch = a->keys * a->k_row;
     if (v->shape[0] == a->batch) a->v_batch = a->keys * a->v_row;
@@ -14368,7 +14359,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
   a->seed = op->ctx->state->seed;
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
-  if (op->own) {                     /* A recorded op has neither `own` nor dropout. */
+  if (op->own) { /* A recorded op has neither `own` nor dropout. */
     op->own->attention.bf16 = li_op_bf16(op);
     op->own->attention.dropout = li_op_dropout(op, li_times(a->batch * a->heads * a->queries, a->keys));
     a->own = &op->own->attention;
@@ -14476,8 +14467,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   memset(&c, 0, sizeof c);
   if (config) c = *config;
   const bool ragged = c.sequences > 0;
-  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3, 3) ||
-      li_dropout_wrong(&s, c.dropout)) return NULL;
+  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, __func__, in, 3, 3) || li_dropout_wrong(&s, c.dropout)) return NULL;
   if (!li_is_finite(c.scale))
     return li_fail(q->ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s.name, "scale", (double)c.scale);
   if (li_checked(c.sequences, 1) < 0)
@@ -14504,7 +14494,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   luna_attention_config c = li_attention_config(1, own->dropout, own->lengths);
   luna_tensor *const in[] = { weights, context };
   li_build s;
-  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_pack", in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
+  if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, __func__, in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
       !li_fits(&s, "weights [b,r,D] context [b,m,D]") || !li_heads_fit(&s, 1)) return NULL;
   c.scale = 1;
   c.sums = own->sums;
@@ -14639,7 +14629,7 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
   c->state = op->state;
   if (forgets) c->forget = op->in[4]->data ? op->in[4]->data : li_nothing; /* Null while measuring */
   c->routed = forgets && op->in[4]->rank == 1;
-  if (op->own) {                     /* A stream's recorded op has no `own`: no dropout, no carried state. */
+  if (op->own) { /* A stream's recorded op has no `own`: no dropout, no carried state. */
     li_attention_own *own = &op->own->attention;
     memset(own, 0, sizeof *own);
     if (op->dropout > 0) own->dropout = li_op_dropout(op, luna_count(op->in[3]));
@@ -14727,7 +14717,7 @@ LI_PART_OP(route, li_rows(op->in[0]), li_last(op->in[0]))
 LUNA_API luna_tensor *luna_route(luna_tensor *router, luna_tensor *strength) {
   luna_tensor *const in[] = { router, strength };
   li_build s;
-  if (!li_start(&s, LUNA_OP_ROUTE, "luna_route", in, 2, 2) || !li_fits(&s, "router [b,n,L] strength [b,n,H]"))
+  if (!li_start(&s, LUNA_OP_ROUTE, __func__, in, 2, 2) || !li_fits(&s, "router [b,n,L] strength [b,n,H]"))
     return NULL;
   const int64_t values = li_last(router), heads = li_last(strength);
   if (!li_is_checked(router->ctx) && (values % heads != 0 || values / heads < 2))
@@ -14736,8 +14726,7 @@ LUNA_API luna_tensor *luna_route(luna_tensor *router, luna_tensor *strength) {
 }
 
 /* The inputs are q, k, v and s. */
-LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c,
-                                      float scale) {
+LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c, float scale) {
   const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2], h = c->heads;
   luna_tensor *a = luna_activate(in[3], c->omega);
   luna_tensor *w = li_causal_product(luna_scale(in[0], scale), in[1], a, h, c->horizon);
@@ -14966,15 +14955,14 @@ LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, 
                                           const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   li_build s;
-  if (!li_start(&s, LUNA_OP_CROSS_ENTROPY, name, &logits, 1, 1) ||
-      !li_fits(&s, "logits [...,v]")) return NULL;
+  if (!li_start(&s, LUNA_OP_CROSS_ENTROPY, name, &logits, 1, 1) || !li_fits(&s, "logits [...,v]")) return NULL;
   if (!li_labels(&s, li_rows(logits), li_last(logits), labels, config)) return li_abandon(&s);
   return li_counts(li_finish(&s, 1, &one), s.counted);
 }
 
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
                                          const luna_cross_entropy_config *config) {
-  return li_cross_entropy_loss("luna_cross_entropy", logits, labels, config);
+  return li_cross_entropy_loss(__func__, logits, labels, config);
 }
 
 /* --- Linear cross-entropy: x [...,i], W [o,i], b [o], labels [...] -> loss [1]. The logits x W^T + b are made in
@@ -15106,7 +15094,7 @@ LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x
 
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
-  return li_linear_cross_entropy_loss("luna_linear_cross_entropy", x, weight, bias, labels, config);
+  return li_linear_cross_entropy_loss(__func__, x, weight, bias, labels, config);
 }
 
 /* --- MSE: values [...], targets [...] -> loss [1] --- */
@@ -15118,8 +15106,8 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   const int64_t count = luna_count(values), one = 1;
   int64_t counted = 0;
   li_build s;
-  if (!li_start(&s, LUNA_OP_COUNT, "luna_mse", &values, 1, 1)) return NULL;
-  if (!targets && count > 0) return li_fail_null(values->ctx, "luna_mse", "targets");
+  if (!li_start(&s, LUNA_OP_COUNT, __func__, &values, 1, 1)) return NULL;
+  if (!targets && count > 0) return li_fail_null(values->ctx, __func__, "targets");
   const luna_scope scope = luna_scope_begin(values->ctx);
   for (int64_t i = 0; i < count; i++) counted += targets[i] == targets[i];
 
@@ -15127,7 +15115,7 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   luna_tensor *nothing = luna_tensor_new(values->ctx, NULL, 1, &one);
   luna_tensor *e = luna_where(luna_equal(t, t), luna_sub(values, t), nothing);
   luna_tensor *mean = luna_scale(luna_sum_all(luna_mul(e, e)), (float)(1.0 / (double)li_max(counted, 1)));
-  return li_result(scope, luna_set_counted(mean, "luna_mse", counted, count));
+  return li_result(scope, luna_set_counted(mean, __func__, counted, count));
 }
 
 /* ---- Custom ops ---- */
@@ -15152,14 +15140,14 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
                                      const luna_custom *custom) {
   void *memory;
   li_build s;
-  if (!li_all(in, count, "luna_custom_op") || !li_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", in, 1, count))
+  if (!li_all(in, count, __func__) || !li_start(&s, LUNA_OP_CUSTOM, __func__, in, 1, count))
     return NULL;
   const char *null = NULL;
   if (!custom) null = "custom";
   else if (!custom->forward) null = "custom->forward";
   else if (!custom->backward) null = "custom->backward";
   else if (custom->state_size && !custom->state) null = "custom->state";
-  if (null) return li_fail_null(in[0]->ctx, "luna_custom_op", null);
+  if (null) return li_fail_null(in[0]->ctx, __func__, null);
   if (li_dropout_wrong(&s, custom->dropout)) return NULL;
   if (!li_step(in[0]->ctx, custom->state_size, false, &memory))
     return li_op_no_memory(&s, custom->state_size);
@@ -15198,11 +15186,11 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
 /* --- The CPU's table: an op without a LI_CPU_<NAME> does not compile --- */
 static const luna_backend li_cpu = {
   1, sizeof(luna_backend), 0, 0, 0,
-  NULL, NULL, NULL, NULL,            /* No open, no allocate */
+  NULL, NULL, NULL, NULL, /* No open, no allocate */
   li_cpu_copy, li_cpu_zero, NULL, li_cpu_begin,
   LI_TRAIN(li_cpu_check), LI_TRAIN(li_cpu_norm), LI_TRAIN(li_cpu_update),
-  NULL,                              /* `update` calls hooks itself */
-  NULL, NULL,                        /* Single tokens run one by one. */
+  NULL,                   /* `update` calls hooks itself */
+  NULL, NULL,             /* Single tokens run one by one. */
   {
 #define LI_OP_KIND(name, tier, reads, cheap) LI_CPU_##name,
 #define LI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
@@ -16724,8 +16712,7 @@ LI_FN bool li_lm_init(luna_lm *model, luna_params *params) {
   const int count = li_lm_parts(model, parts);
   model->params = model->input.params = params;
   if (!li_parts_init(params, "", parts, LI_LM_BEFORE)) return false;
-  model->layers = (luna_causal_layer *)li_layers_init(params, "", LI_CAUSAL_LAYER, c->layers, &c->layer,
-                                                      c->max_length);
+  model->layers = (luna_causal_layer *)li_layers_init(params, "", LI_CAUSAL_LAYER, c->layers, &c->layer, c->max_length);
   return model->layers && li_parts_init(params, "", parts + LI_LM_BEFORE, count - LI_LM_BEFORE);
 }
 
@@ -17235,7 +17222,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   const li_reader to = li_reader_of(model->params, model->embedding, NULL, model->positions,
                                     model->config.encoder.first_position);
   luna_tensor *p = NULL;
-  luna_encoder e;                    /* Embeds the target */
+  luna_encoder e;               /* Embeds the target */
   luna_input from;
   if (!li_input_fits(&to, target, name, "target") || !li_is_one_batch(ctx, source, target, name) ||
       !li_empty_input(ctx, name, source, &from)) return NULL;
@@ -17243,7 +17230,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   luna_tensor *context = luna_encoder_forward(&model->encoder, &from, &p);
   memset(&e, 0, sizeof e);
   e.config = model->config.encoder;
-  e.config.keep_padding = true;      /* Padding of the target only gets a zero embedding. */
+  e.config.keep_padding = true; /* Padding of the target only gets a zero embedding. */
   e.params = model->params;
   e.embedding = model->embedding;
   e.positions = model->positions;
@@ -17642,7 +17629,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   o->backwards = ctx->backwards;
   ctx->writes++;
   if (ctx->options.measure) return LUNA_OK;
-  float largest = 1e18f;             /* Adam squares gradients. */
+  float largest = 1e18f; /* Adam squares gradients. */
   if (o->hook && o->hook->largest > 0) largest = o->hook->largest;
   const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, c->average,
                            largest, o->state, o->hook, c };
@@ -17725,11 +17712,11 @@ LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void
 typedef struct li_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* Null: only counts */
   void *user;
-  luna_ctx *device;                  /* Null: host tensors */
+  luna_ctx *device;                /* Null: host tensors */
   uint64_t written;
   bool failed;
-  const char *pair, *tensor, *end;   /* They precede the header's next pair and tensor; null: data. */
-  int64_t begin;                     /* Next tensor's data offset */
+  const char *pair, *tensor, *end; /* They precede the header's next pair and tensor; null: data. */
+  int64_t begin;                   /* Next tensor's data offset */
 } li_st_writer;
 
 LI_FN void li_st_write_bytes(li_st_writer *w, const void *bytes, size_t size) {
@@ -17831,7 +17818,7 @@ LI_FN bool li_st_write(li_st_writer *w, li_st_contents contents, const void *wha
   li_st_write_little(w, size, 8);
   li_st_write_header(w, contents, what);
   for (; counter.written < size; counter.written++) li_st_write_text(w, " ");
-  contents(w, what);                             /* The data */
+  contents(w, what); /* The data */
   return !w->failed;
 }
 
@@ -18304,8 +18291,7 @@ LI_FN luna_status li_optimizer_compare(const luna_optimizer *o, const li_st *st,
     name = hook;
   }
   if (kind == (uint64_t)o->kind && strcmp(name, own) == 0) return LUNA_OK;
-  return li_fail_status(o->ctx, LUNA_ERROR_OPTIMIZER_KIND, o->ctx->call, li_file_name(o->ctx),
-                        name, own);
+  return li_fail_status(o->ctx, LUNA_ERROR_OPTIMIZER_KIND, o->ctx->call, li_file_name(o->ctx), name, own);
 }
 
 LI_FN luna_status li_training_check(luna_optimizer *o, const li_st *st, li_counters *c) {
@@ -18440,7 +18426,7 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
 #include <sys/stat.h>
 #include <unistd.h>
 #if defined(__STRICT_ANSI__) && !defined(__cplusplus)
-int fileno(FILE *stream);            /* Strict C99 headers do not declare these POSIX functions. */
+int fileno(FILE *stream); /* Strict C99 headers do not declare these POSIX functions. */
 FILE *fdopen(int descriptor, const char *mode);
 int fsync(int descriptor);
 int fchmod(int descriptor, mode_t mode);
@@ -18458,15 +18444,15 @@ LI_FN bool li_file_read(void *user, void *bytes, size_t size) {
 /* --- A save writes a new file, .luna-<n>.tmp, in the old file's folder, and then renames it over the old file. A later
    save in that folder removes such a file if its process has ended. --- */
 #define LI_LONGEST_PATH 4096
-#define LI_SAVERS 1000             /* Savers of one folder */
+#define LI_SAVERS 1000 /* Savers of one folder */
 typedef struct li_saving_file {
   char path[LI_LONGEST_PATH], temporary[LI_LONGEST_PATH]; /* Target; written file */
-  size_t folder;                     /* Length, with separator */
+  size_t folder; /* Length, with separator */
   FILE *file;
 #ifdef _WIN32
   HANDLE lock;
 #elif defined(LI_POSIX_FILES)
-  bool replaces;                     /* A file with `mode` */
+  bool replaces; /* A file with `mode` */
   mode_t mode;
 #endif
 } li_saving_file;
@@ -18597,13 +18583,13 @@ LI_FN bool li_saving_replace(li_saving_file *s) {
   s->path[s->folder] = 0;
   const int folder = open(s->folder ? s->path : ".", O_RDONLY);
   if (folder < 0) return true;
-  fsync(folder);                     /* Best effort: the file is already renamed. */
+  fsync(folder);   /* Best effort: the file is already renamed. */
   close(folder);
   return true;
 }
 LI_FN void li_saving_close(li_saving_file *s, bool replaced) {
   if (!replaced) unlink(s->temporary);
-  fclose(s->file);                   /* This releases the lock after the rename. */
+  fclose(s->file); /* This releases the lock after the rename. */
 }
 #else
 /* Standard C allows no more: one saver at a time per folder. */
@@ -18969,8 +18955,7 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
   luna_scope scope = luna_scope_begin(&s->ctx);
   luna_tensor *x;
   if (k == 0) x = luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
-  else x = luna_linear_layer_forward(&s->model.input.projection,
-                                     li_stream_view(s, in.features, 3, s->batch, rows, k));
+  else x = luna_linear_layer_forward(&s->model.input.projection, li_stream_view(s, in.features, 3, s->batch, rows, k));
   if (s->scale != 1) x = luna_scale(x, s->scale);
   if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, li_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
@@ -19242,7 +19227,7 @@ LI_FN int li_decoder_parts(luna_decoder_layer *layer, li_part *parts) {
   luna_linear_layer *const linear[] = { &cross->q, &cross->out, &cross->gate };
   int count = li_causal_attention_parts(&layer->self_attention, parts);
   for (int i = 0; i < LI_LENGTH(linear); i++, count++) {
-    parts[count] = parts[0];           /* Also a projection */
+    parts[count] = parts[0]; /* Also a projection */
     parts[count].weight = &linear[i]->weight;
     parts[count].bias = &linear[i]->bias;
   }
@@ -19306,7 +19291,7 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
 
 /* --- Measuring opens the stream with one layer (`from`: a model's first, or null) and runs its steps without
    computing. Each other layer takes the same. --- */
-#define LI_MEASURED 80               /* Parameters and a step's records need at most 80 tensors. */
+#define LI_MEASURED 80   /* Parameters and a step's records need at most 80 tensors. */
 LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   const luna_lm model = s->model;
   const size_t more = (size_t)s->model.config.layers - 1;
@@ -19317,7 +19302,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = b;
   s->layers = &layer;
-  s->inputs = (char *)s;             /* Never dereferenced */
+  s->inputs = (char *)s; /* Never dereferenced */
   layer.past.state = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
   li_stream_take_once(s, &layer.past, NULL, &used);
@@ -19346,7 +19331,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   s->int8_size += (s->int8_size - s->head_int8) * more;
   s->ctx.reserving = false;
   s->inputs = NULL;
-  s->model = model;                  /* Drops the placeholders */
+  s->model = model; /* Drops the placeholders */
   return good;
 }
 
@@ -19654,8 +19639,7 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
     if (from[b] < 0 || from[b] >= s->batch) return li_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
   int32_t *order = li_stream_inputs(s, s->host_inputs, 1).tokens;
   li_copy(order, from, bytes);
-  if (s->inputs == s->host_inputs ||
-      li_stream_move(s, li_stream_inputs(s, s->inputs, 1).tokens, order, bytes, 1))
+  if (s->inputs == s->host_inputs || li_stream_move(s, li_stream_inputs(s, s->inputs, 1).tokens, order, bytes, 1))
     (void)li_stream_reorder_all(s);
   return li_stream_status(s);
 }
@@ -19712,9 +19696,9 @@ struct luna_lm_state {
   int64_t batch;
   size_t size, layer_size; /* Bytes: half, layer */
   char *half[2];
-  int64_t *position[2];    /* [batch] */
-  int now;                 /* The half to continue */
-  bool written;            /* The other half is written. */
+  int64_t *position[2]; /* [batch] */
+  int now;              /* The half to continue */
+  bool written;         /* The other half is written. */
 };
 LI_FN li_past li_state_at(const luna_lm_state *s, char *base, size_t *used) {
   li_past past;
