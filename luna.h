@@ -3439,7 +3439,7 @@ LI_HOT void li_int8_floats(const li_int8 *w, int64_t row, int64_t count, float *
 
 /* An instruction set's loops read x as integers q of LI_QB bytes, in rows q_row bytes apart. Panels hold W in the
    layout [panel][k / LI_QK][LI_QN][LI_QK], zero padded. */
-typedef struct li_int8_block { /* It has m <= the loops' `most` rows by n columns. */
+typedef struct li_int8_block { /* A block of y: m <= the loops' `most` rows by n columns */
   int64_t m, n, k, q_row;
   const char *q;
   const float *q_scale; /* [m] */
@@ -3453,7 +3453,8 @@ typedef struct li_int8_block { /* It has m <= the loops' `most` rows by n column
   bool relu;
 } li_int8_block;
 typedef struct li_int8_loops {
-  int64_t qm, most, qn, qk, bytes;
+  int64_t qm, most;      /* Rows of a tile; at most of a block */
+  int64_t qn, qk, bytes; /* LI_QN, LI_QK, LI_QB */
   float (*quantize)(int64_t k, const float *x, char *q);
   void (*panels)(int64_t n, int64_t k, const int8_t *w, char *panels);
   void (*rows)(const li_int8_block *b);
@@ -3719,6 +3720,7 @@ LI_INLINE void LI_K(int8_finish)(const li_int8_block *b, const int32_t *sum, int
   }
 }
 
+/* Sums `rows` rows of q times a panel. As in tile_rows, every third row has a pointer. */
 LI_INLINE void LI_K(int8_tile)(int rows, int64_t lines, const char *q, int64_t q_row, const char *panel, int32_t *out) {
   vi sum[LI_QM][LI_QV];
   const char *at[LI_QM / 3 + 1];
@@ -3769,6 +3771,7 @@ LI_INLINE void LI_K(int8_dots)(int64_t n, int64_t k, const char *q, const int8_t
   for (i = 0; i < n; i += 4) LI_K(int8_sum4)(dot + i, out + i);
 }
 
+/* Computes a block of y by dot products, if it has `w`, or by tiles of LI_QM, 4 or 1 rows. */
 LI_FN void LI_K(int8_rows)(const li_int8_block *b) {
   const int64_t lines = li_divide_up(b->k, LI_QK), panel = lines * LI_QN * LI_QK * LI_QB;
   int32_t out[LI_QM * LI_QN];
@@ -3802,7 +3805,8 @@ typedef struct li_int8_work {
   float *scales;                 /* x's */
   int64_t q_row, panel, columns; /* panel is in bytes. */
   size_t bytes;                  /* Scratch size */
-  bool dots, by_rows;
+  bool dots;                     /* The loops read W itself, without panels. */
+  bool by_rows;                  /* Threads share y's rows, else its columns. */
   int64_t parts;                 /* Row or column parts */
 } li_int8_work;
 /* Lays the work out in scratch. With null it only counts. */
@@ -3852,7 +3856,8 @@ LI_FN void li_int8_quantize_task(void *work, int64_t thread, int64_t first, int6
     w->scales[i] = w->loops->quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
 }
 
-/* Computes the block of rows [row, end) by columns [column, column + n). */
+/* Computes y's rows [row, end) by columns [column, column + n), whose weights are in `panels` unless w->dots. The loops
+   apply ReLU themselves; another activation follows each block, and has no residual. */
 LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int64_t column, int64_t n,
                             const char *panels) {
   const li_gemm *g = w->g;
@@ -3866,6 +3871,7 @@ LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int
   b.sums = g->b_int8->sums + weight;
   b.bias = li_from(g->bias, column);
   b.relu = g->activation == LUNA_ACTIVATION_RELU;
+  const bool activates = g->activation != LI_NO_ACTIVATION && !b.relu;
   for (; row < end; row += b.m) {
     b.m = li_min(end - row, w->loops->most);
     b.q = w->q + row * w->q_row;
@@ -3873,12 +3879,12 @@ LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int
     b.c = g->c + row * g->c_row + column;
     b.residual = li_from(g->residual, row * g->c_row + column);
     w->loops->rows(&b);
-    if (g->activation == LI_NO_ACTIVATION || b.relu) continue;
-    for (int64_t i = 0; i < b.m; i++)
+    for (int64_t i = 0; activates && i < b.m; i++)
       w->kernels->activate(g->activation, n, b.c + i * b.c_row, b.c + i * b.c_row);
   }
 }
 
+/* Computes parts [first, last) of y's rows or columns, as many columns at a time as a thread's panels have. */
 LI_FN void li_int8_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_int8_work *w = (const li_int8_work *)work;
   const li_gemm *g = w->g;
@@ -11567,11 +11573,12 @@ LI_FN uint32_t li_part_masks(const luna_ctx *ctx) {
   if (ctx->shares && li_on_device(ctx)) return (uint32_t)ctx->part.first << 16;
   return 0;
 }
-/* An op's result is the same part of a shared batch as its first input that is one. Gathered rows have any order, so
-   they are no part. */
+/* Returns the part of a batch that an op's result is: that of the first input that is a part. Rows that an embedding
+   gathers are in any order, so its result is no part. */
 LI_HOT li_cut li_cut_made(const luna_op *op) {
   const li_cut none = { 0, 0 };
-  for (int i = 0; i < op->inputs && op->kind != LUNA_OP_EMBEDDING; i++)
+  if (op->kind == LUNA_OP_EMBEDDING) return none;
+  for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && op->in[i]->own->cut.own > 0) return op->in[i]->own->cut;
   return none;
 }
@@ -13313,26 +13320,24 @@ LI_FN luna_status li_reduce_forward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* Rows [first, last) of dx [outer * axis, inner] get the gradient of their group, dy [outer, inner]. */
+/* Rows [first, last) of dx [outer * axis, inner] get the gradient of their group, dy [outer, inner], times a factor.
+   With `set` they become it, else it is added. If a row is one number, a group's rows get the same number, and up to
+   256 of them get it at once. */
 LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const float factor = op->arg.reduce.factor, *dy = op->out[0]->grad;
   const bool set = op->sets & 1;
-  const float *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad, same[256];
-  int64_t n;
-  if (inner > 1) {
-    for (int64_t r = first; r < last; r++) {
-      if (set) li_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
-      else li_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
-    }
+  for (int64_t r = first; inner > 1 && r < last; r++) {
+    if (set) li_k(op)->scale(inner, factor, dy + r / axis * inner, dx + r * inner);
+    else li_k(op)->scale_add(inner, factor, dy + r / axis * inner, dx + r * inner);
   }
-  if (inner == 1) {
-    for (int64_t r = first; r < last; r += n) {
-      n = li_min(li_min(256, last - r), axis - r % axis);
-      for (int64_t i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
-      if (set) memcpy(dx + r, same, li_bytes(n));
-      else li_k(op)->add(n, dx + r, same, dx + r);
-    }
+  for (int64_t r = first, n; inner == 1 && r < last; r += n) {
+    const int64_t left_in_group = axis - r % axis;
+    n = li_min(li_min(256, last - r), left_in_group);
+    for (int64_t i = 0; i < n; i++) same[i] = factor * dy[r / axis];
+    if (set) memcpy(dx + r, same, li_bytes(n));
+    else li_k(op)->add(n, dx + r, same, dx + r);
   }
 }
 
@@ -13969,7 +13974,9 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     if (!li_fits(&s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") ||
         !li_product_fits(&s, li_rows(x), w1->shape[0], LI_MAX_COUNT)) return NULL;
   }
-  if (c->gate || x->ctx->bump || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
+  /* No op has a gate, a stream multiplies single rows by luna_linear's dots, and a device may lack the op. */
+  const bool composed = c->gate || x->ctx->bump || !li_has_op(x, LUNA_OP_FEED_FORWARD);
+  if (composed) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = li_linear_activated(x, w1, b1, activation);
     if (c->gate) y = luna_mul(y, luna_linear(x, c->gate, c->gate_bias));
@@ -14022,25 +14029,26 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
 /* --- Log softmax: x [...,n] -> y [...,n]. y = z - ln sum e^z with z = x - max x; dx = dy - e^y sum dy. --- */
 LI_FN void li_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = li_last(op->in[0]);
-  float part[256], number;
-  li_elements less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
+  float exps[256], subtrahend;
+  li_elements minus = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } }; /* x[0][i] - x[1][0]; no x[2] */
   int64_t at;
-  less.n = n;
-  less.x[1] = less.x[2] = &number;
+  minus.n = n;
+  minus.x[1] = minus.x[2] = &subtrahend;
   for (int64_t r = first; r < last; r++) {
+    const float *x = op->in[0]->data + r * n;
     float *y = op->out[0]->data + r * n;
     double sum = 0;
-    less.x[0] = op->in[0]->data + r * n;
-    (void)li_first_max(less.x[0], n, 1, &at);
-    number = less.x[0][at];
-    li_k(op)->elementwise(&less, y);
+    (void)li_first_max(x, n, 1, &at);
+    subtrahend = x[at];
+    minus.x[0] = x;
+    li_k(op)->elementwise(&minus, y); /* z */
     for (int64_t i = 0; i < n; i += 256) {
-      li_k(op)->activate(LUNA_ACTIVATION_EXP, li_min(256, n - i), y + i, part);
-      sum += li_k(op)->sum(li_min(256, n - i), part);
+      li_k(op)->activate(LUNA_ACTIVATION_EXP, li_min(256, n - i), y + i, exps);
+      sum += li_k(op)->sum(li_min(256, n - i), exps);
     }
-    number = li_log1_scalar((float)sum);
-    less.x[0] = y;
-    li_k(op)->elementwise(&less, y);
+    subtrahend = li_log1_scalar((float)sum);
+    minus.x[0] = y;
+    li_k(op)->elementwise(&minus, y);
   }
 }
 
@@ -19970,6 +19978,8 @@ LI_FN bool li_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna
   return slots == to || li_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 
+/* Encodes the sources, then opens a stream that decodes each one in `beam` sequences. To li_stream_make, which takes
+   `first`, the decoder is a language model with `cross`. Then the layers' tensors from the sources are stored. */
 LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input *source, int64_t beam,
                                      const char *name) {
   luna_ctx *ctx = model->params->ctx;
@@ -19977,7 +19987,7 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
   const luna_encoder_config *e = &c->encoder;
   luna_stream first;
   luna_stream_config config;
-  luna_lm_config *as = &first.model.config; /* It steps as the decoder does. */
+  luna_lm_config *decoder = &first.model.config;
   luna_tensor *p = NULL;
   luna_begin_inference(ctx);
   if (!li_encoder_ctx(&model->encoder, source, name, "source") ||
@@ -19990,12 +20000,12 @@ LI_FN luna_stream *li_seq2seq_stream(const luna_seq2seq *model, const luna_input
   memset(&config, 0, sizeof config);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  as->layer = e->layer;
-  as->vocab = as->outputs = c->target_vocab;
-  as->layers = c->decoder_layers;
-  as->layer.memory = p->shape[1];
-  as->positions = e->positions;
-  as->max_length = c->max_target_length;
+  decoder->layer = e->layer;
+  decoder->layer.memory = p->shape[1];
+  decoder->vocab = decoder->outputs = c->target_vocab;
+  decoder->layers = c->decoder_layers;
+  decoder->positions = e->positions;
+  decoder->max_length = c->max_target_length;
   first.sources = source->batch;
   first.cross = true;
   first.scale = li_embedding_factor(e);
