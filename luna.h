@@ -5240,11 +5240,11 @@ LI_FN void LI_K(elementwise_slope)(const li_elements *e, int input, const float 
 }
 
 /* ---- Sums along a row ---- */
-#define LI_SUM 0     /* a */
+#define LI_SUM 0 /* a */
 #define LI_PRODUCT 1 /* a b */
-#define LI_EXP 2     /* exp(a - shift) */
+#define LI_EXP 2 /* exp(a - shift) */
 #define LI_MOMENTS 3 /* d and d^2, d = a - shift */
-#define LI_NORM 4    /* g and g (a - shift) factor, with g = b c, or b if c is null */
+#define LI_NORM 4 /* g and g (a - shift) factor, with g = b c, or b if c is null */
 
 /* Adds the terms of the vector at i, of which `left` floats exist, to p and q. */
 LI_INLINE void LI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c,
@@ -10893,7 +10893,7 @@ LI_FN double li_op_flops(const luna_op *op) {
     case LUNA_OP_LINEAR_CROSS_ENTROPY: return 2 * (double)li_rows(a) * (double)luna_count(b);
     case LUNA_OP_FEED_FORWARD:
       return 2 * (double)li_rows(a) * (double)(luna_count(b) + luna_count(op->in[3]) + luna_count(op->in[6]));
-    case LUNA_OP_SOFTMAX_ATTENTION:  /* The sequences of a ragged batch count as equally long. */
+    case LUNA_OP_SOFTMAX_ATTENTION: /* The sequences of a ragged batch count as equally long. */
       pairs = (double)li_rows(a) * (double)li_rows(b) / (double)li_max(op->arg.attention.batch, 1);
       return 2 * pairs * (double)(li_last(a) + li_last(op->in[op->inputs - 1])) * (op->arg.attention.causal ? 0.5 : 1);
     case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
@@ -11345,6 +11345,18 @@ LUNA_API float luna_item(const luna_tensor *t) {
   return value;
 }
 
+/* Finds the first maximum of an axis, where NaN is the greatest. Returns false if the axis is empty. */
+LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) {
+  int64_t i;
+  for (*at = 0, i = 0; i < axis; i++) {
+    if (x[i * stride] > x[*at * stride]) *at = i;
+    if (x[i * stride] != x[i * stride]) {
+      *at = i;
+      break;
+    }
+  }
+  return axis > 0;
+}
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
   const char *name = __func__;
   void *memory = NULL;
@@ -11365,8 +11377,7 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
   const float *row = copies ? (const float *)memory : x->data;
   for (int64_t r = 0; r < rows && status == LUNA_OK; r++) {
     int64_t at = 0;
-    for (int64_t i = 1; computes && i < n; i++)
-      if (row[i] > row[at] || (row[i] != row[i] && row[at] == row[at])) at = i;
+    if (computes) (void)li_first_max(row, n, 1, &at);
     indices[r] = (int32_t)at;
     if (computes) row += n;
   }
@@ -11558,7 +11569,7 @@ LI_FN luna_tensor *li_bump_finish(li_build *s, int rank, const int64_t *shape) {
     if (b->count == b->room) return li_op_no_memory(s, sizeof *op);
     if (b->ops) {
       b->ops[b->count] = *op;
-      b->ops[b->count].own = NULL;   /* `s` ends before the op runs again. */
+      b->ops[b->count].own = NULL; /* `s` ends before the op runs again. */
     }
     b->count++;
   }
@@ -11699,6 +11710,7 @@ LI_HOT int li_same_inputs(const luna_op *op, int at) {
 }
 LI_FN bool li_is_single(const luna_op *op, int at) { return li_same_inputs(op, at) == 1 << at; }
 
+/* Gives results that were released memory again. */
 LI_FN bool li_outputs_take(luna_op *op) {
   for (int i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
@@ -11732,6 +11744,7 @@ LI_HOT void li_recompute_read(luna_tensor *t) {
   t->own->released = true;
 }
 
+/* Computes a released tensor's inputs, then its data, in place of the first input's if nothing else reads those. */
 LI_HOT bool li_recompute(luna_tensor *t, luna_status *status) {
   luna_tensor *owner = li_base(t), *first = NULL;
   luna_op *op = owner->own->maker, *maker = NULL;
@@ -11839,6 +11852,7 @@ LI_HOT bool li_op_give(luna_op *op, luna_status *status) {
   return li_op_run_in_step(op, true, status);
 }
 
+/* Runs an op's backward if a gradient has reached a result, after computing again what it reads and was released. */
 LI_HOT bool li_op_backward(luna_op *op, luna_status *status) {
   const int reads = li_ops[op->kind].reads;
   bool reached = false;
@@ -11872,6 +11886,7 @@ LI_FN luna_status li_walk_failed(luna_ctx *ctx, const luna_op *op, luna_status s
   return li_backend_result(ctx, name, status);
 }
 
+/* Walks the tape from the newest op back. A recomputed scope runs again when the walk gets to its newest op. */
 LI_FN luna_status li_walk_back(luna_tensor *loss) {
   const float one = 1;
   luna_ctx *ctx = loss->ctx;
@@ -12192,7 +12207,7 @@ LI_FN luna_status li_first_write(luna_tensor *t, luna_init init, uint64_t hash, 
 }
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape) {
   const int64_t kind = (int64_t)init.kind, low = LUNA_INIT_NORMAL, high = LUNA_INIT_UNIFORM;
-  const uint64_t use = 0x52616E64u;  /* No other use of the seed has this number. */
+  const uint64_t use = 0x52616E64u; /* No other use of the seed has this number. */
   if (!ctx) return NULL;
   if (kind < low || kind > high) return li_fail(ctx, LUNA_ERROR_VALUE_RANGE, __func__, "init.kind", kind, low, high);
   if (!li_is_finite(init.scale))
@@ -12618,7 +12633,7 @@ LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
 #define LI_CPU_OP(query, forward, backward, can) \
   { query, forward, LI_TRAIN(backward), can }
 
-/* Threads share body(op, first, last) over [0, count), in whole units. */
+/* Threads share body(op, first, last) over `count` items, in units of about LI_SPLIT elements: an item has `width`. */
 typedef void (*li_body)(luna_op *op, int64_t first, int64_t last);
 typedef struct li_split_work { luna_op *op; li_body body; int64_t count, unit; } li_split_work;
 LI_HOT void li_split_task(void *work, int64_t thread, int64_t first, int64_t last) {
@@ -12782,9 +12797,6 @@ LI_FN void li_gemm_set(li_gemm *g, li_matrix a, li_matrix b, float *c) {
 /* ---- Moving numbers ---- */
 LI_FN bool li_has_axis(const luna_tensor *x, int axis, const char *name) {
   return (axis >= 0 && axis < x->rank) || li_refuse(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
-}
-LI_FN bool li_is_count(luna_ctx *ctx, const char *name, const char *what, int64_t count) {
-  return count >= 0 || li_refuse(ctx, LUNA_ERROR_VALUE_RANGE, name, what, count, (int64_t)0, LI_MAX_COUNT);
 }
 
 /* --- Reshape, detach: views --- */
@@ -12976,7 +12988,8 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   li_build s;
   if (!li_start(&s, LUNA_OP_EXPAND, __func__, &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return li_fail(x->ctx, LUNA_ERROR_NEW_AXIS, __func__, x);
-  if (!li_is_count(x->ctx, __func__, "count", count)) return NULL;
+  if (count < 0)
+    return li_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, __func__, "count", count, (int64_t)0, LI_MAX_COUNT);
   shape[0] = count;
   for (int a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
   s.op.arg.expand.count = count;
@@ -13046,7 +13059,7 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
 /* ---- Elementwise ops ---- */
 /* --- Elementwise: up to three inputs, which broadcast --- */
 /* Returns the rank of the result, or -1 if the inputs do not fit. Sets the result's shape, and in arg the shape and the
-   strides, which were 0. */
+   strides, which were 0. There an axis joins the next one if all inputs' strides allow it, so that loops are long. */
 LI_FN int li_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK;
@@ -13126,6 +13139,7 @@ LI_FN void li_elementwise_query(luna_op *op) {
   }
 }
 
+/* Sums the gradient over one axis after the other on which input k is broadcast. The last sums go to the input's. */
 LI_FN void li_unbroadcast(luna_op *op, int k) {
   const int64_t *stride = op->arg.elementwise.stride[k];
   const float *from = op->out[0]->grad;
@@ -13168,7 +13182,7 @@ LI_FN luna_tensor *li_elementwise(li_build *s) {
   const int rank = li_broadcast(&s->op, shape);
   int k;
   if (rank >= 0 || li_is_checked(s->op.ctx)) return li_finish(s, rank, shape);
-  for (k = 0; k < 2; k++) { /* Inputs without k mismatch */
+  for (k = 0; k < 2; k++) { /* The message names two inputs that do not fit each other, even without input k. */
     luna_tensor *left_out = s->op.in[k];
     s->op.in[k] = NULL;
     const bool fits = li_broadcast(&s->op, shape) >= 0;
@@ -13380,18 +13394,6 @@ LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
 }
 
 /* --- Maximum: x [outer,axis,inner] -> y [outer,inner]. The gradient goes to the first of equal maxima. --- */
-LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* NaN is the greatest */
-  int64_t i;
-  for (*at = 0, i = 0; i < axis; i++) {
-    if (x[i * stride] > x[*at * stride]) *at = i;
-    if (x[i * stride] != x[i * stride]) {
-      *at = i;
-      break;
-    }
-  }
-  return axis > 0;
-}
-
 LI_HOT luna_status li_max_run(luna_op *op, bool back) {
   const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const luna_tensor *x = op->in[0], *y = op->out[0];
@@ -13444,6 +13446,7 @@ LI_FN void li_matmul_batch(const luna_op *op, li_gemm *g, int64_t a, int64_t b, 
 /* Product 0 is forward's, 1 gives a's gradient, and 2 gives b's gradient for one of `outer`. */
 LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
+  const int64_t outer = op->arg.matmul.outer, inner = op->arg.matmul.inner;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const bool at = op->arg.matmul.transpose_a, bt = op->arg.matmul.transpose_b;
   const li_matrix a = at ? li_transposed(li_dense(x->data, k, m)) : li_dense(x->data, m, k);
@@ -13460,7 +13463,7 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
     if (at) {
       g->a_batch[0] = 0;
       g->a_batch[1] = k * n;
-      g->b_batch[0] = m * n * op->arg.matmul.inner;
+      g->b_batch[0] = m * n * inner;
       g->b_batch[1] = m * n;
     }
   } else {
@@ -13473,14 +13476,13 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
       g->a_batch[1] = m * k;
       g->b_batch[1] = m * n;
     }
-    g->batch[1] = op->arg.matmul.inner;
+    g->batch[1] = inner;
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
-  /* All share b: merge rows. */
-  if (op->arg.matmul.inner == 1 && !at && op->arg.matmul.outer > 1) {
-    if (which < 2) g->m *= op->arg.matmul.outer;
-    else g->k *= op->arg.matmul.outer;
+  if (inner == 1 && !at && outer > 1) { /* All matrices of a share b, so they are multiplied as one. */
+    if (which < 2) g->m *= outer;
+    else g->k *= outer;
     g->batch[0] = 1;
   }
 }
@@ -13726,10 +13728,10 @@ LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
   const li_matrix w1 = li_dense(op->in[1]->data, f, in), w2 = li_dense(op->in[3]->data, out, f);
   const li_matrix dhs = li_strided(w->dh, n, f, w->row), dys = li_dense(w->dy, n, out);
   switch (which) {
-    case 0: li_gemm_set(g, xs, li_transposed(w1), w->active); break;        /* h */
-    case 1: li_gemm_set(g, as, li_transposed(w2), li_offset(op->out[0]->data, y)); break;     /* y */
+    case 0: li_gemm_set(g, xs, li_transposed(w1), w->active); break; /* h */
+    case 1: li_gemm_set(g, as, li_transposed(w2), li_offset(op->out[0]->data, y)); break; /* y */
     case 2: li_gemm_set(g, li_transposed(dys), as, op->in[3]->grad); break; /* dW2 */
-    case 3: li_gemm_set(g, dys, w2, w->dh); break;                                                  /* da */
+    case 3: li_gemm_set(g, dys, w2, w->dh); break; /* da */
     case 4: li_gemm_set(g, li_transposed(dhs), xs, op->in[1]->grad); break; /* dW1 */
     default: li_gemm_set(g, dhs, w1, li_offset(op->in[0]->grad, x)); break; /* dx */
   }
@@ -14168,7 +14170,8 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float e
   return li_norm(in, epsilon, true, __func__);
 }
 
-/* --- Ratio: x [...,n + 1] -> y [...,n]. A row's first n numbers are divided by its last; y is 0 if that is 0. --- */
+/* --- Ratio: x [...,n + 1] -> y [...,n]. A row's first n numbers are divided by its last, z; y is 0 if that is 0.
+   dx = dy / z; dz = -(sum dy y) / z. --- */
 /* If the divisor is 0, or so small that its inverse is Inf, numbers are divided one by one. */
 LI_HOT float li_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
 LI_HOT void li_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -14245,6 +14248,7 @@ LI_HOT void li_angles_place(luna_op *op, int64_t first, int64_t last) {
     }
 }
 
+/* Makes the rows of blocks [first, last): sin(a + b) = sin a cos b + cos a sin b, and the cosine likewise. */
 LI_HOT void li_angles_block(luna_op *op, int64_t first, int64_t last) {
   const li_angles a = li_angles_of(op);
   const int64_t half = a.d / 2;
@@ -14280,13 +14284,13 @@ LI_FN void li_sinusoids_query(luna_op *op) {
 }
 #define LI_CPU_SINUSOIDS LI_CPU_OP(li_sinusoids_query, li_angles_make, NULL, 0) /* No input */
 
-/* Each pair (x_i, x_(i + d/2)) of a head is turned by its angle, and backward turns the gradient back. */
 LI_FN void li_rotary_query(luna_op *op) {
   const li_angles a = li_angles_of(op);
   op->workspace_size = li_angles_room(&a) + li_bytes(a.rows * a.d);
   op->backward_workspace_size = op->workspace_size;
 }
 
+/* Each pair (x_i, x_(i + d/2)) of a head is turned by its angle, and backward turns the gradient back. */
 LI_HOT void li_rotary_rows_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const li_angles a = li_angles_of(op);
   const li_way w = li_way_of(op, back);
@@ -14409,6 +14413,7 @@ LI_FN int64_t li_ragged_longest(const int32_t *offsets, int64_t sequences) {
   return longest;
 }
 
+/* Checks the inputs q, k and v, and puts their sizes into the op. */
 LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
   const bool ragged = c->sequences > 0;
@@ -14418,7 +14423,7 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   if (c->heads == 0) s->op.arg.attention.heads = 1;
   if (ragged) pattern = "q [n,D] k [m,D] v [m,E]";
   if (!li_fits(s, pattern) || !li_heads_fit(s, s->op.arg.attention.heads)) return false;
-  for (int i = 0; i < 3 && !ragged; i++) { /* Batch 1 serves all */
+  for (int i = 0; i < 3 && !ragged; i++) { /* An input of batch 1 serves all. */
     const int64_t own = s->op.in[i]->shape[0];
     if (batch != 1 && own != 1 && own != batch)
       return li_refuse(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own);
@@ -14435,6 +14440,7 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   return true;
 }
 
+/* Puts the config into an op that has its sizes, and builds it. The config may ask for a second result. */
 LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config *c) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[s->op.inputs - 1];
   const int64_t batch = s->op.arg.attention.batch, heads = s->op.arg.attention.heads, value_dim = li_last(v);
@@ -14657,9 +14663,10 @@ LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
   LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
 #define LI_CPU_FORGETTING_LUNA LI_CPU_CAUSAL_LUNA
 
-/* --- Route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l] --- */
-/* A token's writes to a head: two slots, and their shares r. */
-typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing;
+/* --- Route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l]. A token writes to two slots of a head, those of the
+   largest logits z: w = 1 - e^(-r s), with s = sigmoid(strength) and shares r in the ratio of sigmoid(z), whose sum is
+   1. Other slots get 0. dw/ds = r (1 - w), and dr_0/dz_0 = r_0 r_1 sigmoid(-z_0). --- */
+typedef struct li_routing { int64_t slot[2]; float share[2], strength; } li_routing; /* The slots, r, s */
 LI_HOT bool li_is_above(float a, float b) { return a > b || (a != a && b == b); } /* Or NaN */
 LI_HOT li_routing li_routing_of(const float *router, int64_t slots, float strength) {
   li_routing w = { { 0, 1 }, { 0, 0 }, 0 };
@@ -14733,7 +14740,7 @@ LUNA_API luna_tensor *luna_route(luna_tensor *router, luna_tensor *strength) {
   return li_finish_like(&s, router);
 }
 
-/* The inputs are q, k, v and s. */
+/* Composes causal Luna from its parts. The inputs are q, k, v and s. */
 LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c, float scale) {
   const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2], h = c->heads;
   luna_tensor *a = luna_activate(in[3], c->omega);
@@ -14742,6 +14749,8 @@ LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causa
   return li_causal_product(li_reshape(w, 3, batch, n, slots, 1), a, in[2], h, c->horizon);
 }
 
+/* Builds causal Luna or, if the config has gates, its forgetting form. `past` has what a stream's or a carried state's
+   earlier rows left; else it is null. */
 LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
                                     const li_past *past) {
   luna_tensor *q = qkvs[0], *s = qkvs[3], *const in[5] = { q, qkvs[1], qkvs[2], s, c->forget };
@@ -15105,7 +15114,7 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   return li_linear_cross_entropy_loss(__func__, x, weight, bias, labels, config);
 }
 
-/* --- MSE: values [...], targets [...] -> loss [1] --- */
+/* --- MSE: values [...], targets [...] -> loss [1]. A target of NaN does not count. --- */
 LUNA_API luna_tensor *luna_set_counted(luna_tensor *loss, const char *name, int64_t counted, int64_t targets) {
   if (loss && counted == 0) li_log_ignored(loss->ctx, name, "targets", targets);
   return li_counts(loss, counted);
@@ -17230,7 +17239,7 @@ LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_inp
   const li_reader to = li_reader_of(model->params, model->embedding, NULL, model->positions,
                                     model->config.encoder.first_position);
   luna_tensor *p = NULL;
-  luna_encoder e;               /* Embeds the target */
+  luna_encoder e; /* Embeds the target */
   luna_input from;
   if (!li_input_fits(&to, target, name, "target") || !li_is_one_batch(ctx, source, target, name) ||
       !li_empty_input(ctx, name, source, &from)) return NULL;
@@ -18055,11 +18064,6 @@ LI_FN luna_status li_read(luna_ctx *ctx, const char *name, li_loader load, void 
 
   return status;
 }
-LI_FN luna_status li_read_bytes(luna_ctx *ctx, const char *name, li_loader load, void *into,
-                                const void *bytes, size_t size) {
-  const luna_io io = { NULL, NULL, (void *)(uintptr_t)bytes, size };
-  return li_read(ctx, name, load, into, &io);
-}
 
 LUNA_API luna_status luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
   li_st_tensor t;
@@ -18591,7 +18595,7 @@ LI_FN bool li_saving_replace(li_saving_file *s) {
   s->path[s->folder] = 0;
   const int folder = open(s->folder ? s->path : ".", O_RDONLY);
   if (folder < 0) return true;
-  fsync(folder);   /* Best effort: the file is already renamed. */
+  fsync(folder); /* Best effort: the file is already renamed. */
   close(folder);
   return true;
 }
@@ -18701,7 +18705,8 @@ LI_FN luna_status li_read_file(luna_ctx *ctx, const char *name, li_loader load, 
   if (file->path) return li_read_path(ctx, name, load, into, file->path);
 #endif
   if (file->io && file->io->read) return li_read(ctx, name, load, into, file->io);
-  if (file->bytes) return li_read_bytes(ctx, name, load, into, file->bytes, file->size);
+  const luna_io io = { NULL, NULL, (void *)(uintptr_t)file->bytes, file->size };
+  if (file->bytes) return li_read(ctx, name, load, into, &io);
   return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "the file's path, bytes or read");
 }
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file) {
@@ -18914,7 +18919,7 @@ LI_FN size_t li_stream_inputs_size(const luna_stream *s, int64_t rows) {
 }
 LI_FN li_inputs li_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   li_inputs in;
-  if (s->ctx.reserving) rows = 0;    /* There are none, and addresses past memory are undefined. */
+  if (s->ctx.reserving) rows = 0; /* There are none, and addresses past memory are undefined. */
   in.position = (int64_t *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
@@ -19220,7 +19225,7 @@ LI_FN bool li_stream_own(luna_stream *s, const li_part *parts, int count, const 
       const int64_t shape[2] = { p->rows, p->columns };
       if (!p->has || !at || (s->model_ctx && !*at)) continue; /* A decoder's output has no bias. */
       luna_tensor own = li_stream_tensor(s, NULL, i || p->columns == LI_VECTOR ? 1 : 2, shape);
-      if (s->model_ctx) own = **at;  /* A decoder's parts lack its shape. */
+      if (s->model_ctx) own = **at; /* A decoder's parts lack its shape. */
       own.ctx = &s->ctx;
       own.own = &s->ctx.none;
       own.int8 = i || st ? NULL : li_stream_int8_of(s, p->name, &own);
@@ -19299,7 +19304,7 @@ LI_FN bool li_stream_fill(luna_stream *s, const void *layers, const li_st *st) {
 
 /* --- Measuring opens the stream with one layer (`from`: a model's first, or null) and runs its steps without
    computing. Each other layer takes the same. --- */
-#define LI_MEASURED 80   /* Parameters and a step's records need at most 80 tensors. */
+#define LI_MEASURED 80 /* Parameters and a step's records need at most 80 tensors. */
 LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   const luna_lm model = s->model;
   const size_t more = (size_t)s->model.config.layers - 1;
@@ -19634,11 +19639,6 @@ LI_FN luna_status li_stream_fail(luna_stream *s, luna_error_id error) {
   if (s) s->error = error;
   return LUNA_BAD_ARGUMENT;
 }
-LI_FN luna_status li_stream_read(const luna_stream *s, void *to) {
-  luna_ctx *ctx = (luna_ctx *)(uintptr_t)&s->ctx;
-  if (ctx->status != LUNA_OK) return ctx->status;
-  return ctx->backend->copy(ctx, to, s->state, s->state_size, 2);
-}
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   const size_t bytes = s ? (size_t)s->batch * sizeof(int32_t) : 0;
@@ -19683,9 +19683,11 @@ LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
 }
 LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
   if (!s || !bytes || size < luna_stream_state_size(s)) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = (luna_ctx *)(uintptr_t)&s->ctx;
   const li_stream_head head = li_stream_head_of(s->batch, s->position, &s->model.config);
   memcpy(bytes, &head, head.bytes);
-  return li_stream_read(s, (char *)bytes + head.bytes);
+  if (ctx->status != LUNA_OK) return ctx->status;
+  return ctx->backend->copy(ctx, (char *)bytes + head.bytes, s->state, s->state_size, 2);
 }
 LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, size_t size) {
   if (!s || !bytes || size != luna_stream_state_size(s)) return li_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
