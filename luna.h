@@ -694,7 +694,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count);
 /* Returns a copy whose axis i is axis axes[i] of x. */
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
-#define LUNA_MAX_INPUTS 8            /* An op has at most this many inputs. */
+#define LUNA_MAX_INPUTS 8 /* An op has at most this many inputs. */
 /* Concatenates up to LUNA_MAX_INPUTS tensors along an axis; their other axes must be equal. */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);
 /* Repeats x `count` times along a new axis 0: [...] -> [count,...]. */
@@ -900,8 +900,8 @@ typedef struct luna_custom {
   /* On a device: the functions do the same work each time they get the same tensors, so a graph may record it. They
      read nothing back and never wait. */
   bool recordable;
-  float dropout;         /* luna_custom_dropout's; 0 outside training */
-  int64_t dropped;       /* This many elements are numbered, sequence after sequence. */
+  float dropout;   /* luna_custom_dropout's; 0 outside training */
+  int64_t dropped; /* This many elements are numbered, sequence after sequence. */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom);
@@ -1059,7 +1059,7 @@ typedef struct luna_layer_config {
   /* out = Wo (y silu(x W_g + b_g)), where y is the heads' result; not in the paper. A hook gets silu(x W_g + b_g) as
      call->gate and must apply it. */
   bool output_gate;
-  bool rotary;                /* Softmax self-attention: queries and keys go through luna_rotary. */
+  bool rotary; /* Softmax self-attention: queries and keys go through luna_rotary. */
   /* Causal Luna attention: whether its memory forgets. Use LUNA_FORGET_GATED for a model of new data: it learns better,
      and works beyond the training length without limit. */
   luna_forget forget;
@@ -1147,7 +1147,7 @@ struct luna_attention_hook {
   luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
   void (*close)(void *layer); /* Or null. luna_close, or an init that fails later, calls it once. */
-  const char *name;           /* Or null: luna_load_model then cannot open its models. */
+  const char *name; /* Or null: luna_load_model then cannot open its models. */
   /* The settings in a model's file, as pairs of text, or both null. `save` passes each pair to `put`. `load` asks `get`
      for a key's value, which is null if the file has none, and stays valid until the next call. They return false on
      failure, and may give the reason by luna_fail. */
@@ -1166,8 +1166,8 @@ typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
   luna_attention_layer other_attention; /* softmax, linear; for a hook only its gate */
-  void *hook_state;                  /* the hook's */
-  luna_tensor *memory;               /* "projected_embeddings" [memory,d] */
+  void *hook_state;    /* the hook's */
+  luna_tensor *memory; /* "projected_embeddings" [memory,d] */
   luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
   luna_feed_forward_layer feed_forward;
 } luna_encoder_layer;
@@ -1196,12 +1196,12 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
 /* A language model's layer: causal attention, with a learned memory of its own if it is Luna's, and feed-forward. */
 typedef struct luna_causal_layer {
   luna_layer_config config;
-  luna_tensor *memory;               /* "projected_embeddings" [l,d]; Luna only */
-  luna_tensor *kernel;               /* "conv.weight" [d,width], null without */
-  luna_tensor *kernel_bias;          /* "conv.bias" [d] */
+  luna_tensor *memory;      /* "projected_embeddings" [l,d]; Luna only */
+  luna_tensor *kernel;      /* "conv.weight" [d,width], null without */
+  luna_tensor *kernel_bias; /* "conv.bias" [d] */
   luna_causal_attention_layer attention;
   luna_attention_layer other_attention; /* softmax, linear; for a hook only its gate */
-  void *hook_state;                  /* the hook's */
+  void *hook_state;         /* the hook's */
   luna_norm_layer attention_norm;
   luna_feed_forward_layer feed_forward;
 } luna_causal_layer;
@@ -1502,7 +1502,7 @@ typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size); /* exactly size bytes */
   bool (*write)(void *user, const void *bytes, size_t size);
   void *user;
-  uint64_t size;                     /* bytes that can be read */
+  uint64_t size; /* bytes that can be read */
 } luna_io;
 /* The place of a file, made by one of these calls. luna_path: a file by name. luna_bytes: bytes in memory, to read.
    luna_buffer: memory to write to; *written becomes the file's size, even if that exceeds the capacity and the call
@@ -1551,7 +1551,7 @@ typedef struct luna_file_tensor {
   const char *name, *dtype; /* "F32", "I64", ... */
   int rank;
   int64_t shape[8], count;
-  const void *data;         /* within the file, at any alignment, little-endian */
+  const void *data; /* within the file, at any alignment, little-endian */
   size_t bytes;
 } luna_file_tensor;
 typedef struct luna_inspection {
@@ -2042,12 +2042,12 @@ typedef struct luna_op {
 } luna_op;
 
 /* What an op's functions can do (luna_op_functions.can). If inputs are the same tensor, only ADDS_IN_PLACE matters. */
-#define LUNA_SETS_GRAD(i) (1 << (i))    /* Backward sets in[i]'s gradient if luna_op.sets has bit i. */
+#define LUNA_SETS_GRAD(i) (1 << (i))         /* Backward sets in[i]'s gradient if luna_op.sets has bit i. */
 /* Backward can make in[i]'s gradient in the place of out[0]'s. For an input that is only added they are equal. */
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))
 /* in[i] may be the same tensor as that input: its part is added there, and not read again. */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
-#define LUNA_FORWARD_IN_PLACE (1 << 24) /* Forward may write the result over in[0]. */
+#define LUNA_FORWARD_IN_PLACE (1 << 24)      /* Forward may write the result over in[0]. */
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
 
@@ -10568,11 +10568,10 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return li_begin(ctx, true); }
 #endif
 LUNA_API luna_status luna_begin_part(luna_ctx *ctx, const luna_part *part) {
-  const char *name = __func__;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (part && !(li_in(ctx, name, "first", part->first, 0, LI_MAX_COUNT) &&
-                li_in(ctx, name, "longest", part->longest, 0, LI_MAX_COUNT) &&
-                li_in(ctx, name, "target_longest", part->target_longest, 0, LI_MAX_COUNT))) return ctx->last_status;
+  if (part && !(li_in(ctx, __func__, "first", part->first, 0, LI_MAX_COUNT) &&
+                li_in(ctx, __func__, "longest", part->longest, 0, LI_MAX_COUNT) &&
+                li_in(ctx, __func__, "target_longest", part->target_longest, 0, LI_MAX_COUNT))) return ctx->last_status;
 
   ctx->shares = part != NULL;
   if (part) ctx->part = *part;
@@ -11358,22 +11357,21 @@ LI_HOT bool li_first_max(const float *x, int64_t axis, int64_t stride, int64_t *
   return axis > 0;
 }
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
-  const char *name = __func__;
   void *memory = NULL;
   if (!x) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = x->ctx;
   const int64_t n = li_last(x), rows = li_rows(x);
   const size_t bytes = li_bytes(luna_count(x));
   const bool computes = li_computes(ctx), copies = li_on_device(ctx);
-  if (!li_in(ctx, name, "the last axis", n, 1, INT32_MAX)) return ctx->last_status;
-  if (!indices && rows > 0) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "indices");
+  if (!li_in(ctx, __func__, "the last axis", n, 1, INT32_MAX)) return ctx->last_status;
+  if (!indices && rows > 0) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, "indices");
   if (li_owner(x)->own->released || (computes && !x->data && bytes))
-    return li_fail_status(ctx, LUNA_ERROR_RELEASED, name, x);
+    return li_fail_status(ctx, LUNA_ERROR_RELEASED, __func__, x);
 
   const li_mark mark = li_step_mark(ctx);
-  if (copies && !li_step(ctx, bytes, false, &memory)) return li_fail_memory(ctx, name, bytes);
+  if (copies && !li_step(ctx, bytes, false, &memory)) return li_fail_memory(ctx, __func__, bytes);
   luna_status status = LUNA_OK;
-  if (copies && computes && bytes) status = li_read_data(x, (float *)memory, name);
+  if (copies && computes && bytes) status = li_read_data(x, (float *)memory, __func__);
   const float *row = copies ? (const float *)memory : x->data;
   for (int64_t r = 0; r < rows && status == LUNA_OK; r++) {
     int64_t at = 0;
@@ -11909,15 +11907,14 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
 
 LI_FN void li_gradients_forget(luna_ctx *ctx);
 LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values) {
-  const char *name = __func__;
   const size_t bytes = li_bytes(luna_count(t));
   if (!t) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = t->ctx;
   if (!t->parameter || !t->needs_grad) return li_fail_status(ctx, LUNA_ERROR_GRAD_OF, t);
-  if (!values && bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "values");
-  if (!li_grad_take(ctx, t, true)) return li_fail_memory(ctx, name, bytes);
+  if (!values && bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, "values");
+  if (!li_grad_take(ctx, t, true)) return li_fail_memory(ctx, __func__, bytes);
   if (!li_computes(ctx)) return LUNA_OK;
-  return li_backend_result(ctx, name, ctx->backend->copy(ctx, t->grad, values, bytes, 1));
+  return li_backend_result(ctx, __func__, ctx->backend->copy(ctx, t->grad, values, bytes, 1));
 }
 
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
@@ -18740,11 +18737,10 @@ LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, lun
   return li_load_model((luna_model_kind)0 /* Any */, __func__, model, sizeof *model, params, &file);
 }
 LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file) {
-  const char *name = __func__;
   const int i = (int)kind - LUNA_MODEL_LM;
-  if (i >= 0 && i < LI_LENGTH(li_kinds)) return li_load_model(kind, name, model, li_kinds[i].size, params, &file);
+  if (i >= 0 && i < LI_LENGTH(li_kinds)) return li_load_model(kind, __func__, model, li_kinds[i].size, params, &file);
   if (!params) return LUNA_BAD_ARGUMENT;
-  return li_fail_status(params->ctx, LUNA_ERROR_VALUE_RANGE, name, "kind", (int64_t)kind, (int64_t)LUNA_MODEL_LM,
+  return li_fail_status(params->ctx, LUNA_ERROR_VALUE_RANGE, __func__, "kind", (int64_t)kind, (int64_t)LUNA_MODEL_LM,
                         (int64_t)LUNA_MODEL_SEQ2SEQ);
 }
 #ifndef LUNA_NO_TRAIN
@@ -19530,7 +19526,6 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
 }
 
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
-  const char *name = __func__;
   luna_stream first;
   luna_ctx *ctx = li_ctx_of(model ? model->params : NULL);
   if (!ctx) return NULL;
@@ -19539,11 +19534,11 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     return NULL;
   }
 
-  if (li_backend_result(ctx, name, li_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  if (li_backend_result(ctx, __func__, li_wait_for_owners(ctx)) != LUNA_OK) return NULL;
   memset(&first, 0, sizeof first);
   first.model = *model;
   first.model.config.layer.recompute = LUNA_RECOMPUTE_NONE;
-  return li_stream_make(ctx, &first, config, model->layers, name);
+  return li_stream_make(ctx, &first, config, model->layers, __func__);
 }
 
 LUNA_API void luna_stream_close(luna_stream *s) {
@@ -19757,7 +19752,6 @@ LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_
 }
 
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) {
-  const char *name = __func__;
   luna_ctx *ctx = li_ctx_of(model ? model->params : NULL);
   size_t layer_size = 0;
   li_past none;
@@ -19766,15 +19760,15 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   const luna_layer_config *c = &model->config.layer;
   if (!li_is_luna(c) || li_on_device(ctx) || ctx->options.isa == LUNA_ISA_REFERENCE ||
       (c->attention_dropout > 0 && !c->forget)) {
-    li_fail_status(ctx, LUNA_ERROR_STATE_MODEL, name);
+    li_fail_status(ctx, LUNA_ERROR_STATE_MODEL, __func__);
     return NULL;
   }
 
-  if (!li_in(ctx, name, "batch", batch, 1, LI_MAX_COUNT / li_max(1, c->dim))) return NULL;
+  if (!li_in(ctx, __func__, "batch", batch, 1, LI_MAX_COUNT / li_max(1, c->dim))) return NULL;
   li_past_take(&none, c, batch, NULL, &layer_size);
   const size_t layers = layer_size * (size_t)model->config.layers, head = li_round(sizeof(luna_lm_state));
   const size_t size = li_round(layers + (size_t)batch * sizeof(int64_t));
-  char *at = (char *)li_persist_host(ctx, name, head + 2 * size + LI_ALIGN);
+  char *at = (char *)li_persist_host(ctx, __func__, head + 2 * size + LI_ALIGN);
   if (!at) return NULL;
 
   luna_lm_state *s = (luna_lm_state *)(void *)at;
@@ -19811,15 +19805,14 @@ LUNA_API luna_status luna_lm_state_continue(luna_lm_state *s) {
 }
 
 LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequences, int64_t count) {
-  const char *name = __func__;
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
-  if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
+  if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, __func__);
   if (!sequences) count = s->batch;
 
   for (int64_t i = 0; sequences && i < count; i++)
     if (sequences[i] < 0 || sequences[i] >= s->batch)
-      return li_fail_status(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "sequences", i, (int64_t)sequences[i], (int64_t)0,
+      return li_fail_status(ctx, LUNA_ERROR_ELEMENT_RANGE, __func__, "sequences", i, (int64_t)sequences[i], (int64_t)0,
                             s->batch - 1);
   for (int64_t i = 0; i < count; i++) {
     const int64_t b = sequences ? sequences[i] : i;
@@ -19862,17 +19855,16 @@ LUNA_API size_t luna_lm_state_size(const luna_lm_state *s) {
 }
 
 LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, size_t size) {
-  const char *name = __func__;
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   const int newest = li_state_newest(s);
   const int64_t *positions = s->position[newest];
   const size_t need = luna_lm_state_size(s);
   int64_t farthest = 0; /* The farthest stands for all: an unread forgetting memory is zero at any position. */
-  if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
-  if (size < need) return li_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, name, (int64_t)size, (int64_t)need);
+  if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, "bytes");
+  if (size < need) return li_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, __func__, (int64_t)size, (int64_t)need);
   if ((!s->config.layer.forget || s->config.positions > LUNA_POSITIONS_NONE) && !li_state_even(s, positions))
-    return li_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, name, "a stream");
+    return li_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, __func__, "a stream");
 
   for (int64_t b = 0; b < s->batch; b++) farthest = li_max(farthest, positions[b]);
   const li_stream_head head = li_stream_head_of(s->batch, farthest, &s->config);
@@ -19881,15 +19873,14 @@ LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, siz
   return LUNA_OK;
 }
 LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, size_t size) {
-  const char *name = __func__;
   if (!s) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = s->params->ctx;
   const size_t state = s->layer_size * (size_t)s->config.layers;
   int64_t position = -1;
-  if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "bytes");
-  if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, name);
+  if (!bytes) return li_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, "bytes");
+  if (ctx->carried == s) return li_fail_status(ctx, LUNA_ERROR_STATE_TWICE, __func__);
   if (size == luna_lm_state_size(s)) position = li_stream_head_read(bytes, s->batch, &s->config);
-  if (position < 0) return li_fail_status(ctx, LUNA_ERROR_STATE_OTHER, name);
+  if (position < 0) return li_fail_status(ctx, LUNA_ERROR_STATE_OTHER, __func__);
   memcpy(s->half[s->now], (const char *)bytes + (size - state), state);
   for (int64_t b = 0; b < s->batch; b++) s->position[s->now][b] = position;
   return LUNA_OK;
