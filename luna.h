@@ -2284,7 +2284,6 @@ LI_FN int64_t li_product(int64_t a, int64_t b, int64_t limit) {
   return a * b;
 }
 LI_FN int64_t li_checked(int64_t a, int64_t b) { return li_product(a, b, LI_MAX_COUNT); }
-/* Returns a caller's size; -1 when it is negative or too large. */
 LI_FN int64_t li_size(int64_t size) { return size < 0 || size > LI_MAX_COUNT ? -1 : size; }
 
 /* Hides the value of x from the optimiser from here on. */
@@ -6294,7 +6293,6 @@ LI_HOT void li_attention_rows(const li_kernels *kernels, const li_attention *a, 
   }
 }
 
-/* y += x, both [rows, n]. */
 LI_HOT void li_add_rows(const li_kernels *kernels, int64_t rows, int64_t n, const float *x, float *y, int64_t y_row) {
   for (int64_t i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
 }
@@ -6574,6 +6572,7 @@ LI_FN li_unpack_space *li_unpack_own(const li_unpack_work *w, int64_t thread) {
   return (li_unpack_space *)(void *)(w->scratch + (size_t)thread * w->thread_bytes);
 }
 
+/* Lays out a thread's space in scratch, and returns where it ends. */
 LI_FN char *li_unpack_layout(const li_kernels *kernels, const li_unpack *u, bool backward, char *scratch,
                              li_unpack_space *m) {
   const int64_t n = u->heads * u->slots, d = u->dim;
@@ -6598,6 +6597,7 @@ LI_FN char *li_unpack_layout(const li_kernels *kernels, const li_unpack *u, bool
   return scratch;
 }
 
+/* Sets the sizes and, unless scratch is null, the threads' spaces. Returns the bytes of scratch. */
 LI_FN size_t li_unpack_start(li_unpack_work *w, const li_kernels *kernels, const li_unpack *u,
                              int64_t threads, bool backward, void *scratch) {
   li_unpack_space space;
@@ -6621,6 +6621,7 @@ LI_FN size_t li_unpack_scratch(const li_kernels *kernels, const li_unpack *u, in
   return li_unpack_start(&w, kernels, u, li_max(threads, 1), backward, NULL);
 }
 
+/* Packs K, V and the bias of batch row b, unless the thread's space has them already. */
 LI_HOT void li_unpack_prepare(const li_kernels *kernels, const li_unpack *u, int64_t b, bool backward,
                               li_unpack_space *m) {
   const int64_t at = b * u->heads * u->slots, d = u->dim;
@@ -6871,7 +6872,6 @@ LI_INLINE int64_t li_luna_slots(const li_causal_luna *a, int64_t item) {
 }
 /* Returns the floats of a slot's state in a sweep: A^T k, A^T v and, with forget, z and the fade of a chunk. */
 LI_INLINE int64_t li_luna_unit(const li_causal_luna *a) { return 2 * a->head_dim + (a->forget ? 2 : 0); }
-/* Returns whether training carries the state. */
 LI_INLINE bool li_luna_carries(const li_causal_luna *a) { return a->own && a->own->positions; }
 /* This is an item's part of `state`, or of `one`, which holds one item: the means of k^T A [head_dim, slots] and A^T v
    [slots, head_dim] over the tokens so far and, with forget, their weights [slots]. */
@@ -9521,7 +9521,6 @@ LI_FN int li_cores(void) {
 #endif
 }
 
-/* Returns the number of the newest call. */
 LI_INLINE uint32_t li_pool_call(li_pool *pool) { return (uint32_t)(li_atomic_load(&pool->ticket) >> 32); }
 LI_HOT void li_pool_wake(li_pool *pool, li_condition *condition) {
   li_mutex_lock(&pool->mutex);
@@ -9998,6 +9997,7 @@ LI_HOT size_t li_used(const luna_ctx *ctx) {
 #define LI_SEPARATE false /* For tests/cuda/cuda.c each tensor is alone in an allocation of its size. */
 #endif
 
+/* Returns a new chunk, large ones in huge pages, or null without memory. */
 LI_FN li_chunk *li_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
   const size_t align = !remote && size >= 2 * LI_HUGE_PAGE ? LI_HUGE_PAGE : LI_ALIGN;
   const size_t extra = sizeof(li_chunk) + align, raw_size = remote ? extra : size + extra;
@@ -10329,6 +10329,7 @@ LI_FN bool li_piece_join(luna_ctx *ctx, li_piece *lower, li_piece *upper, li_pie
   else ctx->highest = lower;
   return true;
 }
+/* Frees a piece. If pieces are cut up, free neighbours join it first. */
 LI_HOT void li_piece_give(luna_ctx *ctx, li_piece **given) {
   li_piece *piece = *given;
   *given = NULL;
@@ -10389,7 +10390,6 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
 }
 
 /* --- Open and close --- */
-/* Closes what hooks have made since `last`. */
 LI_FN void li_close_hooked(luna_ctx *ctx, const li_hooked *last) {
   for (; ctx->hooked != last; ctx->hooked = ctx->hooked->older)
     if (ctx->hooked->close) ctx->hooked->close(ctx->hooked->layer);
@@ -10408,6 +10408,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
   }
 }
 
+/* Work is shared by the user's parallel_for, by a pool, or not at all. Returns false without memory. */
 LI_FN bool li_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   int threads = o->threads;
@@ -10491,7 +10492,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   }
 
   if (!li_persist(&first, sizeof first, false, &memory)) return li_open_no_memory(o);
-  luna_ctx *ctx = (luna_ctx *)memory;
+  luna_ctx *ctx = (luna_ctx *)memory; /* The context is in the memory that it counts. */
   *ctx = first;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = li_round(ctx->backend->opened);
   if (ctx->backend->open && !o->measure) status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
@@ -10706,6 +10707,7 @@ LI_HOT void li_sums_add(luna_ctx *ctx, li_update_work *w) {
   w->update = whole;
 }
 
+/* Computes the norm of all gradients together, then the clip factor, and whether this step is skipped. */
 LI_FN luna_status li_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                               const luna_update *table, int64_t count) {
   luna_step_state *state = rule->state;
@@ -10749,6 +10751,7 @@ LI_HOT void li_update_task(void *work, int64_t thread, int64_t first, int64_t la
     for (int64_t i = 0; i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
 }
 
+/* Updates one parameter. With t steps made, the bias corrections are 1 - beta^t. */
 LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
   const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
@@ -11130,6 +11133,7 @@ LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool re
   memcpy(&scope, &s, sizeof s);
   return scope;
 }
+/* Returns the scope's oldest op, or null. */
 LI_HOT luna_op *li_scope_first(li_scope scope) {
   luna_op *first = NULL;
   for (luna_op *op = scope.ctx->tape; op && op != scope.tape; op = op->own->previous) first = op;
@@ -12270,6 +12274,7 @@ LI_FN li_fit li_st_fit(const li_st *st, const char *name, const luna_tensor *lik
   if (li_st_is_real(t)) return LI_FIT;
   return LI_FIT_FORMAT;
 }
+/* Finds the file's tensor of this name and shape, or fails. */
 LI_FN bool li_fills(const li_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape, li_st_tensor *t) {
   luna_tensor like;
   li_tensor_set(&like, ctx, rank, shape);
@@ -13104,7 +13109,7 @@ LI_HOT void li_elementwise_body(luna_op *op, int64_t first, int64_t last) {
     e.n = li_min(shape[3] - i, last - at);
     for (int k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
-      e.step[k] = 0;
+      e.step[k] = 0; /* A scalar stands for an input that is null or not read. */
       e.x[k] = &op->arg.elementwise.scalar[k];
       if (!op->in[k] || (back && !(li_ops[op->kind].reads & LUNA_READS_IN(k)))) continue;
       e.step[k] = stride[3];
@@ -13240,8 +13245,7 @@ LI_FN void li_same_back(luna_op *op, int64_t first, int64_t last) {
   else li_k(op)->activate_grad((int)op->activation, last - first, op->in[0]->data + first, dy, true, dx);
 }
 LI_SPLIT_OP(same, luna_count(op->out[0]), 1)
-#define LI_CPU_SCALE \
-  LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, LUNA_FORWARD_IN_PLACE)
+#define LI_CPU_SCALE LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, LUNA_FORWARD_IN_PLACE)
 #define LI_CPU_ACTIVATION LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, 0)
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
@@ -13278,8 +13282,7 @@ LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last)
   li_k(op)->dropout(&d, first, last - first, w.from + first, w.to + first, back);
 }
 LI_PART_OP(dropout, luna_count(op->in[0]), 1)
-#define LI_CPU_DROPOUT \
-  LI_CPU_OP(li_query_nothing, li_dropout_forward, li_dropout_backward, LUNA_FORWARD_IN_PLACE)
+#define LI_CPU_DROPOUT LI_CPU_OP(li_query_nothing, li_dropout_forward, li_dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   li_build s;
@@ -13355,8 +13358,7 @@ LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
 LI_FN luna_status li_reduce_backward(luna_op *op) {
   return li_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, li_reduce_back);
 }
-#define LI_CPU_REDUCE \
-  LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
+#define LI_CPU_REDUCE LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
 
 LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
@@ -13660,8 +13662,7 @@ LI_FN luna_status li_linear_backward(luna_op *op) { /* dy [...,o] -> dx [...,i],
   return LUNA_OK;
 }
 #define LI_CPU_LINEAR \
-  LI_CPU_OP(li_linear_query, li_linear_forward, li_linear_backward, \
-            LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
+  LI_CPU_OP(li_linear_query, li_linear_forward, li_linear_backward, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
 
 LI_FN bool li_is_single_row(const luna_tensor *x) { return x->ctx->bump && x->ctx->bump->single; }
 
@@ -13956,7 +13957,7 @@ LI_FN luna_status li_feed_forward_backward(luna_op *op) { /* dy [...,o] -> dx [.
 #endif
 #define LI_CPU_FEED_FORWARD \
   LI_CPU_OP(li_feed_forward_query, li_feed_forward_forward, li_feed_forward_backward, \
-              LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
+      LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
@@ -13973,7 +13974,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     if (!li_fits(&s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") ||
         !li_product_fits(&s, li_rows(x), w1->shape[0], LI_MAX_COUNT)) return NULL;
   }
-  /* No op has a gate, a stream multiplies single rows by luna_linear's dots, and a device may lack the op. */
+  /* The op has no gate, a stream's single rows need luna_linear's dot products, and a device may lack the op. */
   const bool composed = c->gate || x->ctx->bump || !li_has_op(x, LUNA_OP_FEED_FORWARD);
   if (composed) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
@@ -14066,8 +14067,7 @@ LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) { /* dy
 }
 
 LI_SPLIT_OP(log_softmax, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_LOG_SOFTMAX \
-  LI_CPU_OP(li_query_nothing, li_log_softmax_forward, li_log_softmax_backward, 0)
+#define LI_CPU_LOG_SOFTMAX LI_CPU_OP(li_query_nothing, li_log_softmax_forward, li_log_softmax_backward, 0)
 
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
@@ -14146,7 +14146,7 @@ LI_FN luna_status li_layer_norm_backward(luna_op *op) {
 }
 #define LI_CPU_LAYER_NORM \
   LI_CPU_OP(li_layer_norm_query, li_layer_norm_forward, li_layer_norm_backward, \
-            LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(0))
+      LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(0))
 
 LI_FN luna_tensor *li_norm(luna_tensor *const in[3], float epsilon, bool rms, const char *name) {
   li_build s;
@@ -14387,8 +14387,7 @@ LI_FN void li_attention_args(const luna_op *op, li_attention *a) {
 }
 
 LI_KERNEL_OP(attention, li_rows(op->out[0]) * op->arg.attention.heads)
-#define LI_CPU_SOFTMAX_ATTENTION \
-  LI_CPU_OP(li_attention_query, li_attention_forward, li_attention_backward, 0)
+#define LI_CPU_SOFTMAX_ATTENTION LI_CPU_OP(li_attention_query, li_attention_forward, li_attention_backward, 0)
 
 /* Offsets of a ragged batch rise from 0 to the number of rows. */
 LI_FN const int32_t *li_offsets(li_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what) {
@@ -14542,7 +14541,7 @@ LI_FN luna_status li_unpack_residual_backward(luna_op *op) { /* dy [b,n,d] -> dx
 }
 #define LI_CPU_UNPACK \
   LI_CPU_OP(li_unpack_query, li_unpack_forward, li_unpack_residual_backward, \
-              LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
+      LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* Composes unpack from primitives, with all heads' slots side by side: k, v [b,h l,d], bias [b,h l]. */
 LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
@@ -14656,8 +14655,7 @@ LI_FN void li_causal_luna_args(const luna_op *op, li_causal_luna *c) {
 }
 
 LI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
-#define LI_CPU_CAUSAL_LUNA \
-  LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
+#define LI_CPU_CAUSAL_LUNA LI_CPU_OP(li_causal_luna_query, li_causal_luna_forward, li_causal_luna_backward, 0)
 #define LI_CPU_FORGETTING_LUNA LI_CPU_CAUSAL_LUNA
 
 /* --- Route: router [b,n,h l], strength [b,n,h] -> w [b,n,h l]. A token writes to two slots of a head, those of the
@@ -14841,8 +14839,7 @@ LI_FN luna_status li_convolution_backward(luna_op *op) { /* dy [b,n,d] -> dx [b,
     li_split(op, li_last(x), x->shape[0] * x->shape[1], li_convolution_columns);
   return LUNA_OK;
 }
-#define LI_CPU_SHORT_CONVOLUTION \
-  LI_CPU_OP(li_query_nothing, li_convolution_rows_forward, li_convolution_backward, 0)
+#define LI_CPU_SHORT_CONVOLUTION LI_CPU_OP(li_query_nothing, li_convolution_rows_forward, li_convolution_backward, 0)
 
 LI_FN luna_tensor *li_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
   luna_tensor *const in[] = { x, weight, bias };
@@ -14919,10 +14916,8 @@ LI_FN luna_status li_cross_entropy_backward(luna_op *op) { /* dloss [1] -> dlogi
   return li_split(op, li_rows(op->in[0]), li_last(op->in[0]), li_cross_entropy_back);
 }
 #define LI_CPU_CROSS_ENTROPY \
-  LI_CPU_OP(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, \
-              LUNA_SETS_GRAD(0))
+  LI_CPU_OP(li_cross_entropy_query, li_cross_entropy_forward, li_cross_entropy_backward, LUNA_SETS_GRAD(0))
 
-/* Stores how many labels the loss averages. */
 LI_FN luna_tensor *li_counts(luna_tensor *loss, int64_t counted) {
   if (loss) loss->own->counted = 1 + counted;
   return loss;
@@ -15087,7 +15082,7 @@ LI_FN luna_status li_linear_cross_entropy_backward(luna_op *op) { /* dloss [1] -
 }
 #define LI_CPU_LINEAR_CROSS_ENTROPY \
   LI_CPU_OP(li_linear_cross_entropy_query, li_linear_cross_entropy_forward, \
-              li_linear_cross_entropy_backward, LUNA_SETS_GRAD(0))
+      li_linear_cross_entropy_backward, LUNA_SETS_GRAD(0))
 
 LI_FN luna_tensor *li_linear_cross_entropy_loss(const char *name, luna_tensor *x, luna_tensor *weight,
                                                  luna_tensor *bias, const int32_t *labels,
@@ -15209,7 +15204,7 @@ static const luna_backend li_cpu = {
 #define LI_OP_KIND(name, tier, reads, cheap) LI_CPU_##name,
 #define LI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
     LI_CPU_OP(li_elementwise_query, li_elementwise_forward, li_elementwise_backward, \
-              (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+      (inputs) | LUNA_EACH_IN_PLACE(cheap)),
     LUNA_OPS(LI_OP_KIND, LI_OP_EACH)
 #undef LI_OP_EACH
 #undef LI_OP_KIND
@@ -17083,6 +17078,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
     default: return li_mean_rows(x, lengths);
   }
 }
+/* Returns the pooled features [b,d], or with per_step each row's [b,n,d]. */
 LI_FN luna_tensor *li_classifier_features(const luna_classifier *model, const luna_input *input) {
   const bool memory = li_pools_memory(model->config.pooling) && !model->config.per_step;
   const luna_scope scope = luna_scope_begin(model->params->ctx);
@@ -17172,6 +17168,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
     count += label >= 0;
   }
 
+  /* The head and the loss only compute rows that have a label. */
   int32_t *places = (int32_t *)li_step_host(ctx, __func__, (size_t)(2 * count) * sizeof(int32_t));
   if (!places) return NULL;
   int32_t *chosen = places + count;
@@ -17229,6 +17226,7 @@ LI_FN bool li_seq2seq_init(luna_seq2seq *model, luna_params *params) {
 
 LI_ENCODER_MODEL_INIT(seq2seq) /* luna_seq2seq_init */
 
+/* Encodes the source, then decodes the target: returns the features of its logits, [b,n,d]. */
 LI_FN luna_tensor *li_seq2seq_features(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                        const char *name) {
   luna_ctx *ctx = li_encoder_ctx(&model->encoder, source, name, "source");
@@ -17582,6 +17580,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   return li_backend_result(ctx, __func__, status);
 }
 
+/* A parameter's average begins as its value, when it first has a gradient. */
 LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
   luna_ctx *ctx = o->ctx;
   if (o->kept == o->moments || t->averaged || ctx->options.measure) return LUNA_OK;
@@ -17681,6 +17680,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
     if (!t->averaged || ctx->options.measure) continue;
     for (int64_t at = 0; at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
       const size_t bytes = li_bytes(li_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE));
+      /* Each place gets the next one's values. */
       void *const moves[] = { scratch, t->tensor->data + at, t->moment[o->moments] + at, scratch };
       for (int i = 0; i < 3 && status == LUNA_OK; i++)
         status = ctx->backend->copy(ctx, moves[i], moves[i + 1], bytes, 0);
@@ -17946,6 +17946,7 @@ LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
   return LUNA_OK;
 }
 
+/* Checks all that a load needs before it changes anything: the config, no unknown tensor, and every parameter. */
 LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = li_file_name(ctx);
@@ -18373,6 +18374,7 @@ LI_FN void li_training_differs(const luna_params *params, const li_st *st) {
             li_file_name(ctx), names[before], names[own]);
 }
 
+/* Checks the whole file, then loads parameters, moments, the carried state and the counters. */
 LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   luna_optimizer *o = (luna_optimizer *)into;
   li_st_tensor state_bytes, t;
@@ -18532,6 +18534,7 @@ LI_FN bool li_saving_locks(int descriptor, const char *name) {
   if (fstat(descriptor, &opened) != 0) return true;
   return stat(name, &named) == 0 && opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }
+/* Removes an abandoned temporary file: a regular one of this user, with one name, that no process has locked. */
 LI_FN void li_saving_sweep(const char *name) {
   struct stat old;
   char link[1];
@@ -18913,6 +18916,7 @@ LI_FN size_t li_stream_inputs_size(const luna_stream *s, int64_t rows) {
   return sizeof(int64_t) +
          (size_t)((s->batch + 1 + s->batch * s->model.config.features + li_stream_angles(s)) * rows) * sizeof(float);
 }
+/* Lays out the inputs of `rows` rows of each sequence from `at` on. */
 LI_FN li_inputs li_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   li_inputs in;
   if (s->ctx.reserving) rows = 0; /* There are none, and addresses past memory are undefined. */
@@ -19109,6 +19113,7 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
 }
 
 #define LI_STREAM_TOO_LARGE "a stream of these sizes is too large"
+/* Puts a config and its defaults into the stream. Returns what is wrong, or null. */
 LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *config) {
   const luna_lm_config *model = &s->model.config;
   const luna_layer_config *c = &model->layer;
@@ -19118,6 +19123,7 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
   const int64_t batch = own.batch ? li_size(own.batch) : 1;
   const int64_t chunk = own.chunk ? li_size(own.chunk) : 64;
   const int64_t rows = li_checked(batch, chunk);
+  /* The stream takes memory in proportion to these products. */
   const int64_t product[8][2] = { { rows, c->dim }, { rows, c->ffn }, { rows, model->features + 1 },
     { li_checked(rows, c->heads), c->memory }, { li_checked(batch, c->dim), li_max(1, c->convolution) },
     { li_checked(batch, c->dim), 16 * c->memory }, { batch, li_lm_outputs(model) },
@@ -19333,6 +19339,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   for (int64_t rows = s->chunk; good && rows > 1; rows = li_stream_on_device(s) ? rows - 1 : 1)
     good = li_stream_forward(s, rows, true) != NULL;
   good = good && li_stream_reorder_all(s);
+  /* Opening and steps use the same room, and each further layer adds its share. */
   *peak += kept;
   if (*peak < opening) *peak = opening;
   *peak += (b->floor - s->head + s->body_kept - s->head_kept) * more;
@@ -19711,6 +19718,7 @@ LI_FN li_past li_state_at(const luna_lm_state *s, char *base, size_t *used) {
   li_past_take(&past, &s->config.layer, s->batch, base, used);
   return past;
 }
+/* Returns a layer's state in the half to write; `before` leads from there to the half to read. */
 LI_FN li_past li_state_layer(luna_lm_state *s, int64_t layer) {
   size_t used = 0;
   li_past past;
@@ -19731,6 +19739,7 @@ LI_FN luna_lm_state *li_state_carried(const luna_lm *model) {
   if (s && s->params == model->params) return s;
   return NULL;
 }
+/* After a forward call of `rows` rows, marks the other half of the carried state as written. Returns x. */
 LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_t rows) {
   luna_lm_state *s = li_state_carried(model);
   if (!s || !x) return x;
@@ -19738,6 +19747,7 @@ LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_
   s->written = true;
   return x;
 }
+/* Finds the state that a forward call continues, or null. Returns false if it does not suit the call. */
 LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_state **state) {
   static const char name[] = "luna_lm_forward";
   luna_ctx *ctx = model->params->ctx;
@@ -19890,7 +19900,8 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
    >>sampling: luna_sample draws a token from logits. top_k becomes a limit, and logits below it do not count. Then one
    random number chooses among the others. Guarded by tests/models/stream.c.
    -------------------- */
-/* Finds the k-th largest of n numbers, and how many are larger than it. */
+/* Finds the k-th largest of n numbers, and how many are larger than it. A pass finds the next lower number, and how
+   often it occurs. */
 LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   float limit = INFINITY, next = -INFINITY;
   int64_t count = 0, equal = 0, i;
