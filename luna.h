@@ -10085,6 +10085,7 @@ LI_FN void li_persistent_rewind(luna_ctx *ctx, li_persistent_mark mark) {
   }
 }
 
+/* Returns how far the step's memory is used, for li_step_rewind. */
 LI_HOT li_mark li_step_mark(const luna_ctx *ctx) {
   li_mark mark = ctx->step;
   for (int i = 0; i < 2; i++) {
@@ -13334,9 +13335,8 @@ LI_FN luna_status li_reduce_forward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* Rows [first, last) of dx [outer * axis, inner] get the gradient of their group, dy [outer, inner], times a factor.
-   With `set` they become it, else it is added. If a row is one number, a group's rows get the same number, and up to
-   256 of them get it at once. */
+/* Rows [first, last) of dx [outer * axis, inner] get factor times the gradient of their group, dy [outer, inner]. If
+   a row is one number, a group's rows get the same number, and up to 256 of them get it at once. */
 LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const float factor = op->arg.reduce.factor, *dy = op->out[0]->grad;
@@ -14857,6 +14857,7 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 LI_FN luna_tensor *li_carried_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], rows = weight->shape[1] - 1;
   const int64_t shape[3] = { batch, rows, d };
+  /* `before` counts doubles. */
   const float *before = (const float *)(const void *)((const char *)past->history + past->before * 8);
   if (rows == 0) return li_short_convolution(x, weight, bias, NULL);
   luna_tensor *const with[] = { luna_tensor_new(x->ctx, before, 3, shape), x }, *all = luna_concat(with, 2, 1);
@@ -15319,7 +15320,6 @@ LI_FN const li_field *li_field_next(const li_field *f, int kind) {
   return NULL;
 }
 
-/* Returns the offset of a field in this kind of config. */
 LI_FN size_t li_field_at(const li_field *f, int kind) {
   if (f->in_layer && kind == LI_OF_LM) return f->at + offsetof(luna_lm_config, layer);
   if (f->in_layer && kind == LI_OF_ENCODER) return f->at + offsetof(li_model_config, encoder.layer);
