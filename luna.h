@@ -197,9 +197,9 @@
 #endif
 
 
-/* --------------------
+/* ----------------
    >>status
-   -------------------- */
+   ---------------- */
 typedef enum luna_status {
   LUNA_OK = 0,
   LUNA_BAD_ARGUMENT,  /* invalid argument */
@@ -473,9 +473,9 @@ typedef struct luna_input {
 
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
-/* --------------------
+/* ----------------
    >>context: memory, threads, errors, the step protocol
-   -------------------- */
+   ---------------- */
 typedef struct luna_ctx luna_ctx;
 typedef struct luna_tensor luna_tensor;
 typedef struct luna_backend luna_backend;
@@ -594,11 +594,11 @@ LUNA_API luna_status luna_fail(luna_ctx *ctx, luna_status status, const char *se
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage;
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
-/* --------------------
+/* ----------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    Tensors made by ops and luna_tensor_new live until the next begin or the end of the scope around it. Every op returns
    null on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
-   -------------------- */
+   ---------------- */
 #define LUNA_MAX_RANK 4
 
 struct luna_tensor {
@@ -683,11 +683,11 @@ LUNA_API int64_t luna_counted(const luna_tensor *loss);
    counts, options.log says so, with your call's name. */
 LUNA_API luna_tensor *luna_set_counted(luna_tensor *loss, const char *name, int64_t counted, int64_t targets);
 
-/* --------------------
+/* ----------------
    >>ops: functions of tensors, which luna_backward differentiates
    Comments give the shapes of tensors; "..." stands for any leading axes. The source is in brackets. A call copies or
    reads its arguments, including arrays and configs, before it returns.
-   -------------------- */
+   ---------------- */
 /* Returns x in another shape with the same number of elements, as a view. One size may be -1, to be inferred. */
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);
 /* Returns positions start .. start + count - 1 of an axis: a view for axis 0, a copy for another. */
@@ -912,9 +912,9 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out);
    luna_dropout, the same in both functions. Each is 0 or 1 / (1 - dropout). */
 LUNA_API void luna_custom_dropout(const luna_tensor *out, int64_t first, int64_t count, float *factors);
 
-/* --------------------
+/* ----------------
    >>params: named parameters, what optimisers and checkpoints go by
-   -------------------- */
+   ---------------- */
 typedef struct luna_params luna_params;
 typedef enum luna_init_kind {
   LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY,
@@ -963,12 +963,12 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
 LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key);
 
-/* --------------------
+/* ----------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
    A failed init makes no parameter and zeroes its struct. The forward of a zeroed struct returns null; a layer's sets a
    sentence in its input's context, but a model's cannot, since no context is known. Fields of an attention that is not
    chosen have no effect.
-   -------------------- */
+   ---------------- */
 /* luna_linear with parameters: "PREFIX.weight" [out,in], by init, and "PREFIX.bias" [out], zeros. The prefix may end in
    the dot or not. x [...,in] -> [...,out]. */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
@@ -1210,10 +1210,10 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 /* x [batch,n,d] -> [batch,n,d]. */
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
-/* --------------------
+/* ----------------
    >>models: config, init, forward of a luna_input. Inits and loads fail as in >>layers.
    model.config has the defaults instead of zeros.
-   -------------------- */
+   ---------------- */
 /* A causal language model: embedding, causal layers, logits tied to the embedding. With features or its own outputs it
    predicts classes or values at each step, as a detector or a forecaster. */
 typedef struct luna_lm_config {
@@ -1386,9 +1386,9 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
 LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_input *source, const luna_input *target,
                                         const int32_t *labels, const luna_cross_entropy_config *config);
 
-/* --------------------
+/* ----------------
    >>trainer
-   -------------------- */
+   ---------------- */
 #ifndef LUNA_NO_TRAIN
 /* A factor on the learning rate, which depends only on the step (from 1): linear warm-up, then a decay. */
 typedef enum luna_decay {
@@ -1494,10 +1494,10 @@ LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
 LUNA_API float luna_optimizer_grad_norm(const luna_optimizer *optimizer);
 #endif
 
-/* --------------------
+/* ----------------
    >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file
    whole.
-   -------------------- */
+   ---------------- */
 typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size); /* exactly size bytes */
   bool (*write)(void *user, const void *bytes, size_t size);
@@ -1590,13 +1590,13 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_fi
 LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file file);
 #endif
 
-/* --------------------
+/* ----------------
    >>stream: a causal language model with Luna attention, one token at a time, in constant memory
    A stream only reads its weights: use one thread per stream, and any number of streams on one model. The stream of a
    model on a device is stored and runs there; only tokens and logits are copied. Use it in the thread of its model's
    context, on whose stream its work is queued, and close it before that context. When the device fails, a step returns
    null, and so do all later ones. A saved state loads on host and device alike.
-   -------------------- */
+   ---------------- */
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
   int64_t batch;   /* sequences side by side; 0 = 1 */
@@ -1692,7 +1692,7 @@ typedef struct luna_generate_config {
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths);
 
-/* --------------------
+/* ----------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative. Rows that are read may overlap; what is written must not. An array
    spans at most 2^47 floats: beyond that, and for arguments that are null or not finite, the result is
@@ -1700,7 +1700,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    the same bits. It needs luna_..._scratch(&args) bytes of scratch. With null scratch a forward call uses at most 8 KB
    of stack and is slower; if that is not enough, it returns LUNA_OUT_OF_MEMORY, as each backward call then does.
    LUNA_ISA_REFERENCE has no backward pass: LUNA_UNSUPPORTED. Nothing is written on failure.
-   -------------------- */
+   ---------------- */
 
 /* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times. */
 typedef struct luna_gemm_args {
@@ -1806,7 +1806,7 @@ LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_ar
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
 
-/* --------------------
+/* ----------------
    >>trace: a function of yours sees each op, forward and backward, with its time.
 
        static void show(void *user, const luna_trace_event *e) {
@@ -1823,7 +1823,7 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
    The function may call luna_trace and luna_seconds with the context, nothing else. An event is valid until the
    function returns, names and scopes until luna_close. Streams send no events. examples/luna_profile.h makes a table or
    a timeline of the events.
-   -------------------- */
+   ---------------- */
 typedef enum luna_trace_kind {
   LUNA_TRACE_BEGIN = 0, /* luna_begin_step and luna_begin_inference end all scopes. */
   LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* A scope that is ended several times ends at the first. */
@@ -1861,7 +1861,7 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
    ======================================== */
 #if (defined(LUNA_IMPLEMENTATION) || defined(LUNA_BACKEND)) && !defined(LI_BACKEND_H)
 #define LI_BACKEND_H
-/* --------------------
+/* ----------------
    >>backend: the table of functions that a device implements
    An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
    a status. It takes and returns no host value that changes between steps: those are in luna_step_state, in backend
@@ -1869,7 +1869,7 @@ LUNA_API double luna_seconds(luna_ctx *ctx);
    A file without the implementation sees this chapter if it defines LUNA_BACKEND before it includes luna.h. It is not
    frozen: ops, entries and structs may change with any version of luna.h, and luna_open takes no backend that was
    compiled with another.
-   -------------------- */
+   ---------------- */
 /* Maps of single numbers. M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
    its derivative there, which may use the value y. Both use the kernels' vector functions (>>vector). */
 #define LUNA_ACTIVATIONS(M) \
@@ -2484,10 +2484,10 @@ typedef struct li_gemm {
   int64_t words_row, sums_row;  /* words_row is 0 without words. */
 } li_gemm;
 
-/* Cross-entropy of `rows` rows of logits. This part holds columns [first, first + columns). Forward gets a row's parts
-   in order, and the last part writes loss and lse. Backward takes them in any order. Negative labels are ignored. */
 /* These are the sums so far of exp(logit - shift) and of logits, then the largest logit and the label's logit. */
 typedef struct li_row_sums { double exps, logits; float shift, label; } li_row_sums;
+/* Cross-entropy of `rows` rows of logits. This part holds columns [first, first + columns). Forward gets a row's parts
+   in order, and the last part writes loss and lse. Backward takes them in any order. Negative labels are ignored. */
 typedef struct li_cross_entropy {
   const float *logits;     /* [rows, columns], stride logits_row */
   const int32_t *labels;   /* [rows] */
@@ -2767,7 +2767,7 @@ LI_FN double li_sinusoid_rate(int64_t half) {
 }
 #endif /* !LI_PASS */
 
-/* --------------------
+/* ----------------
    >>kernels: each chapter has the reference, then the inner loops, then the driver
    Inner loops are compiled once per instruction set: luna.h includes itself with LI_PASS set to _<isa>, and LI_K(name)
    becomes li_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops through a table.
@@ -2833,7 +2833,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #undef LI_FIELD
 #endif
 
-/* --------------------
+/* ----------------
    >>vector: VF floats at a time, and the functions that every kernel needs
    vf_fma and vf_fnma are fused where the instruction set can fuse; elsewhere they round twice. vf_max(a, b) is a > b ?
    a : b, so it is b when either is NaN. Macros that are the same in every pass are defined once. Guarded by
@@ -3341,13 +3341,13 @@ LI_FN float LI_K(each)(int kind, float a, float b, float c) {
 }
 #endif /* LI_PASS */
 
-/* --------------------
+/* ----------------
    >>int8: y = act(x W^T + bias) + residual in 8 bits; x [m, k] float, W [n, k] li_int8 -> y [m, n]
    A row of W or x has the scale s = max |x| / 127 and the integers q = x / s, rounded to nearest, ties to even. An
    element of y is (float)(sum of q_w q_x) (s_w s_x) + bias. The sum is exact in int32 for k <= LI_INT8_MAX: it is the
    same in any order and on every machine. A row whose largest |x| is below 1e-30 counts as zeros. A row with NaN or Inf
    makes its results NaN. Guarded by tests/kernels/int8.c.
-   -------------------- */
+   ---------------- */
 #define LI_INT8_MIN 16 /* Narrower weights are not worth it. */
 #define LI_INT8_MAX 132104 /* 128 127 k < 2^31 */
 #ifdef LUNA_NO_INT8
@@ -3910,14 +3910,14 @@ LI_FN void li_int8_run(const li_kernels *kernels, const li_gemm *g, const li_par
 }
 #endif
 
-/* --------------------
+/* ----------------
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
    B is copied into panels of NR columns, [panel][k][NR], zero padded. A tile of up to MR rows of C by one panel stays
    in registers while k runs in order over a block of KC, and blocks are added to C in order. An element's bits depend
    only on its row of A, its column of B and k. Only `dots`, for decoding, sums in another order. With `bf16`, A and
    panels are read as words of rounded numbers: a word holds two values of k in the passes _bf16 and _amx, elsewhere
    one, as float32. Guarded by tests/kernels/gemm.c, tests/kernels/bf16.c, tests/kernels/tiles.c.
-   -------------------- */
+   ---------------- */
 #ifndef LI_PASS
 /* The reference follows the definition, with sums in double. */
 LI_FN double li_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
@@ -5003,13 +5003,13 @@ LI_HOT void li_run_gemm(const li_kernels *kernels, const li_gemm *g, const li_pa
 }
 #endif
 
-/* --------------------
+/* ----------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
    All arrays are dense and may have any size and alignment. Maps can run in place. Long sums add short float sums in
    double, in a fixed order. Column sums treat each column alone, so its bits do not depend on the other columns. The
    references stand first, then the loops in their order. A new kernel needs a row in LI_KERNELS, a loop, and a
    reference here or, for backward, in tests/kernels/backward_reference.h. Guarded by tests/kernels/elementwise.c.
-   -------------------- */
+   ---------------- */
 #ifndef LI_PASS
 /* ---- The reference ---- */
 /* This makes li_activate_reference, li_add_reference, li_mul_reference, li_scale_reference and
@@ -5478,6 +5478,7 @@ LI_FN void LI_K(cross_entropy)(const li_cross_entropy *a) {
   }
 }
 
+/* grad (+)= factor (softmax - target), with the reference's target. */
 LI_FN void LI_K(cross_entropy_backward)(const li_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
   const int64_t n = a->columns;
@@ -5726,7 +5727,7 @@ LI_FN void LI_K(adam)(const li_update *update) {
 }
 #endif
 
-/* --------------------
+/* ----------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
    Work goes by tiles of 64 queries and blocks of 512 keys, and a thread holds one tile of scores at a time. Each block
    gives a partial result (maximum, sum, values); the tile's thread merges these in block order. Backward recomputes P
@@ -5734,7 +5735,7 @@ LI_FN void LI_K(adam)(const li_update *update) {
    and the reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward
    pass. To change what happens to scores, edit tile_softmax and its derivative, tile_slopes. Guarded by
    tests/kernels/attention.c.
-   -------------------- */
+   ---------------- */
 #ifndef LI_PASS
 LI_INLINE int64_t li_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
   if (lengths) return li_max(0, li_min(lengths[b], slots));
@@ -5888,7 +5889,7 @@ LI_FN void LI_K(tile_hide)(int64_t lines, const li_tile *t, int64_t from, int64_
     }
 }
 
-/* Merges a block's partial result into that of the earlier blocks. */
+/* Merges a block's partial result into that of the earlier blocks. `state` has the layout of stats. */
 LI_FN void LI_K(attention_merge)(li_matrix part, const float *stats, float *state, float *out, int64_t out_row) {
   const int64_t width = part.rows, dim = part.columns;
   for (int64_t i = 0; i < width; i++) {
@@ -6446,11 +6447,11 @@ LI_FN void li_run_attention_backward(const li_kernels *kernels, const li_attenti
 }
 #endif
 
-/* --------------------
+/* ----------------
    >>unpack: the folded unpack (eq. 4), forward and backward: panels of 64 rows by all heads' slots at once
    li_unpack has the arguments and li_unpack_space is a thread's scratch. In order: the reference, the softmax of a
    panel and its derivative, the plan, the forward pass, the backward pass. Guarded by tests/kernels/attention.c.
-   -------------------- */
+   ---------------- */
 #ifndef LI_PASS
 /* The reference computes a row's probabilities p [heads, slots] before dropout [eq. 4]. */
 LI_FN void li_unpack_row(const li_unpack *u, int64_t b, int64_t i, float *p) {
@@ -6790,7 +6791,7 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
 }
 #endif
 
-/* --------------------
+/* ----------------
    >>causal: the causal product (eq. 7) and causal Luna [section 3.3], forward and backward, by chunks of LI_CHUNK rows
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
    An item is a head of a batch row. A sweep (li_sweep) takes an item's chunks (li_causal_chunk) in turn. Each chunk has
@@ -6800,7 +6801,7 @@ LI_FN void li_run_unpack_backward(const li_kernels *kernels, const li_unpack *u,
    chunk order, so the bits do not depend on threads. In order: references, inner loops, sweeps, the parts of a chunk,
    and the forms (the product, causal Luna, the memory that forgets). Guarded by tests/kernels/causal.c and
    tests/models/forgetting.c.
-   -------------------- */
+   ---------------- */
 #ifndef LI_PASS
 /* These return the offset of an item's row in x and y, and in z and out. */
 LI_INLINE int64_t li_causal_xy(const li_causal *c, int64_t item, int64_t row) {
@@ -8165,9 +8166,9 @@ LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causa
 }
 #endif
 
-/* --------------------
+/* ----------------
    >>table: the kernels of an instruction set, and its loops; null where LUNA_NO_TRAIN leaves them out
-   -------------------- */
+   ---------------- */
 #ifndef LI_PASS
 #ifdef LI_BACKWARD_REFERENCE
 #include LI_BACKWARD_REFERENCE
@@ -8220,7 +8221,7 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 #ifndef LI_PASS
 #define LI_IMPLEMENTED
 
-/* --------------------
+/* ----------------
    >>dispatch: one pass for each instruction set, and the choice among them at run time
    A new instruction set needs its number, a pass and a line in li_all_kernels here, a bit in li_isa_detect or a
    LI_BASELINE, its definitions in >>vector and >>int8, the size of its tile in >>gemm, and its name in luna_isa.
@@ -8502,10 +8503,10 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
 #undef LUNA_API
 #define LUNA_API LI_RARE
 
-/* --------------------
+/* ----------------
    >>impl_status: version, statuses, and the sentences of errors
    All come from LUNA_ERRORS and luna_status; add new ones there. Guarded by tests/robust/mistakes.c.
-   -------------------- */
+   ---------------- */
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
   static const char *const text[] = { /* In luna_status's order */
@@ -8528,13 +8529,13 @@ LI_FN const char *li_sentence_of(luna_error_id id) {
 static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) };
 #undef LI_ERROR
 
-/* --------------------
+/* ----------------
    >>impl_functions: the calls without a context
    Each kind has three functions: li_..._of, which checks public arguments and turns them into a kernel's, with strides
    in place of zeros; the size of the scratch; and the call. A call runs the reference if its scratch is too small. To
    add a kind, write these three, and cases in tests/engine/ops.c and tests/robust/arguments.c, which guard this chapter
    with tests/engine/gradients.c.
-   -------------------- */
+   ---------------- */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   if (counter && out) li_philox(counter, key, out);
 }
@@ -8845,7 +8846,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
 }
 #endif
 
-/* --------------------
+/* ----------------
    >>safetensors: reading files of tensors, without allocation or stdio
    A file has three parts: 8 bytes with the header's size, little-endian; the header, {"__metadata__": {"key": "value",
    ...}, "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces; and the data, which the
@@ -8853,7 +8854,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
    same header and stay inside it. li_st_index, given memory, sorts names and keys, so that each is found in log n and a
    hostile header costs n log n. In this order: text, JSON, tensors and pairs, the index, numbers. A new dtype is a row
    of LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
-   -------------------- */
+   ---------------- */
 #define LI_ST_RANK 8            /* Maximal dimensions */
 #define LI_ST_NAME 1032         /* Parameter's name and ".scale" */
 #define LI_ST_HEADER 100000000u /* The format's own limit */
@@ -9390,12 +9391,12 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
   return true;
 }
 
-/* --------------------
+/* ----------------
    >>threads: a pool that hands work over in microseconds: its threads spin, then sleep
    The pool has at most one thread per core; further shares wait for a free one. First come the system's threads, locks
    and atomics, then li_pool. A port to another system adds a block with the same names. Guarded by
    tests/engine/threads.c.
-   -------------------- */
+   ---------------- */
 #ifdef _WIN32 /* Threads, the clock, files */
 #ifndef WIN32_LEAN_AND_MEAN
 #define WIN32_LEAN_AND_MEAN
@@ -9618,7 +9619,7 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
 }
 #endif /* !LI_NO_POOL */
 
-/* --------------------
+/* ----------------
    >>impl_context: contexts, failures and memory
    Memory is persistent (parameters and moments, until close) or belongs to the step (activations, a stack that a begin
    empties). Both are counted in multiples of 64 bytes, alike in every mode, so that a measuring context knows the size
@@ -9626,7 +9627,7 @@ LI_FN void li_pool_open(li_pool *pool, li_thread *thread, int64_t workers) {
    structs (luna_ctx, li_tensor_state, li_op_state), then sentences and failures, memory (li_persist, li_step,
    li_piece), and open, close and begin. A new failure is a row of LUNA_ERRORS. Guarded by tests/engine/memory.c and
    tests/robust/mistakes.c.
-   -------------------- */
+   ---------------- */
 #include <stdarg.h>
 #if !defined(LUNA_MALLOC) && !defined(LUNA_FREE)
 #include <stdlib.h>
@@ -10606,11 +10607,11 @@ LI_FN luna_step_state li_state_of(luna_ctx *ctx, const luna_step_state *state) {
   return now;
 }
 
-/* --------------------
+/* ----------------
    >>impl_backend: the kinds of ops, and what the CPU's backend does beside them: it copies and zeroes memory, counts
    steps, and makes the optimisers' norm and update. >>impl_ops has the ops and, at its end, the table with all of this.
    Guarded by tests/engine/trainer.c and tests/engine/optimizer_hook.c.
-   -------------------- */
+   ---------------- */
 static const struct { const char *name; int reads; bool cheap; } li_ops[] = {
 #define LI_OP_KIND(name, tier, reads, cheap) { #name, reads, cheap },
 #define LI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) { #name, reads, cheap },
@@ -10792,12 +10793,12 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
 }
 #endif /* !LUNA_NO_TRAIN */
 
-/* --------------------
+/* ----------------
    >>impl_trace: the events of luna_trace
    Each path of scopes is kept once (li_trace_paths), so that an op of the tape can name its own. First comes the clock,
    then scopes and begins, then ops and their costs. An op with new products needs a case in li_op_flops. Guarded by
    tests/engine/profile.c.
-   -------------------- */
+   ---------------- */
 #if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
 #endif
@@ -10945,14 +10946,14 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
   return status;
 }
 
-/* --------------------
+/* ----------------
    >>impl_tensors: tensors, scopes, and the tape
    Tensors come first, then scopes, which release what is no longer needed, reading and writing, building an op, and
    backward. An op is built on the caller's stack (li_build, li_start). li_finish takes its outputs, what it keeps and
    its workspace from the step's memory, runs it, and puts it on the tape if a gradient may be wanted; a failure undoes
    everything. luna_backward walks the tape back. li_op_state and li_tensor_state (>>impl_context) are what it knows of
    ops and tensors. Guarded by tests/engine: ops.c, scopes.c, recompute.c and memory.c.
-   -------------------- */
+   ---------------- */
 /* Every op calls it, so unlike other public functions it is not compiled for size. */
 int64_t luna_count(const luna_tensor *t) {
   if (t) return t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3];
@@ -11945,13 +11946,13 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 
 #endif /* !LUNA_NO_TRAIN */
 
-/* --------------------
+/* ----------------
    >>impl_params: named tensors, their first values, and text pairs. A set (luna_params) has its parameters (li_param)
    in a list, and finds them by index or name (li_names). An init (li_setup) makes all of its parameters or none. In
    this order: sets, freezing, first values, values of a file or another set, new parameters, inits, text pairs. A new
    kind of first values is a case of li_first_values. Guarded by tests/robust/setup.c, tests/engine/trainer.c and
    tests/files/checkpoints.c.
-   -------------------- */
+   ---------------- */
 /* Gives a field of what a pointer points to, or 0 for null. */
 #define LI_OF(pointer, field) ((pointer) ? (pointer)->field : 0)
 #define LI_MAX_PARAM_NAME 1024 /* With its end */
@@ -12491,10 +12492,10 @@ LUNA_API luna_status luna_params_set_text(luna_params *params, const char *key, 
   return li_params_put(params, key, value);
 }
 
-/* --------------------
+/* ----------------
    >>past: what a layer of a stream has beside its rows, in backend memory. Ops that look back read and update what it
    keeps of earlier tokens. What depends only on parameters and sources is computed once.
-   -------------------- */
+   ---------------- */
 typedef struct li_past {
   const int64_t *position;  /* As in luna_op */
   ptrdiff_t before;         /* As in luna_op; history counts it in 8 bytes. With it only these are set: */
@@ -12510,13 +12511,13 @@ typedef struct li_past {
   const int32_t *slots, *source_slots; /* A decoder's: [batch], [sources] */
 } li_past;
 
-/* --------------------
+/* ----------------
    >>impl_ops: each op in one place. An op's query says how much memory it needs. Its forward and backward fill the
    arguments of kernels from a luna_op. LI_CPU_<NAME> is its row in the CPU's table. Its public function checks shapes
    and builds the op (>>impl_tensors: li_start, li_finish). Checks and helpers come first, the table last. The guide's
    "Adding an op to luna.h" has the steps. Guarded by tests/engine/ops.c (against naive loops and the reference) and
    tests/engine/gradients.c (finite differences).
-   -------------------- */
+   ---------------- */
 
 /* A stream's shapes were checked when it was opened. */
 LI_HOT bool li_is_checked(const luna_ctx *ctx) { return ctx->bump; }
@@ -12533,7 +12534,7 @@ typedef struct li_pattern {
 /* Returns 0 if an input's axes fit, else the letter that differs: '.' for the leading axes, '[' for their count. */
 LI_HOT char li_axes_wrong(li_pattern *p, const luna_tensor *t, const char *axes) {
   const bool open = axes[1] == '.';
-  const char *first = axes + (open ? 5 : 1), *at = first;
+  const char *first = axes + (open ? 5 : 1), *at = first; /* After "[...," or "[" */
   while (at[0] && at[1] == ',') at += 2;
   const int rank = (int)(at - first) / 2 + 1;
   const int before = t->rank - rank;
@@ -13185,7 +13186,7 @@ LI_FN luna_tensor *li_elementwise(li_build *s) {
   const int rank = li_broadcast(&s->op, shape);
   int k;
   if (rank >= 0 || li_is_checked(s->op.ctx)) return li_finish(s, rank, shape);
-  for (k = 0; k < 2; k++) { /* The message names two inputs that do not fit each other, even without input k. */
+  for (k = 0; k < 2; k++) { /* The message names two inputs that do not fit even without input k. */
     luna_tensor *left_out = s->op.in[k];
     s->op.in[k] = NULL;
     const bool fits = li_broadcast(&s->op, shape) >= 0;
@@ -13336,7 +13337,7 @@ LI_FN luna_status li_reduce_forward(luna_op *op) {
 }
 
 /* Rows [first, last) of dx [outer * axis, inner] get factor times the gradient of their group, dy [outer, inner]. If
-   a row is one number, a group's rows get the same number, and up to 256 of them get it at once. */
+   a row is one number, up to 256 rows of a group, which get the same number, get it at once. */
 LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const float factor = op->arg.reduce.factor, *dy = op->out[0]->grad;
@@ -15219,12 +15220,12 @@ LUNA_API const luna_backend *luna_cpu_backend(void) { return &li_cpu; }
 #pragma GCC push_options
 #pragma GCC optimize("Os")
 #endif
-/* --------------------
+/* ----------------
    >>metadata: li_fields, one table of all configs' fields. It serves to check configs, to write them to a checkpoint's
    metadata as luna.NAME, to read them back, and to identify the model of a stream's state. In metadata, a field whose
    min is 0 may be absent. A fraction is a float in [0, 1), stored in units of 10^-9, from which the same float is read.
    A new field of a config is a new row. Guarded by tests/files/checkpoints.c.
-   -------------------- */
+   ---------------- */
 /* In a model's config, vocab and encoder belong to classifier, masked_lm or seq2seq. */
 typedef struct li_model_config {
   int64_t vocab;
@@ -15405,13 +15406,13 @@ LI_FN const char *li_fields_read(const li_st *st, int kind, void *config) {
   return NULL;
 }
 
-/* --------------------
+/* ----------------
    >>impl_layers: a layer's init makes parameters from a table of rows (li_part), and its forward calls ops. An li_flow
    holds the data that passes through a layer. In order: rows; linear, norm and input layers; Luna attention, causal
    Luna attention, the other attentions; encoder, decoder and causal layers. A new field of a config is also a row of
    li_fields, and li_layer_good rejects it for layers without it. Guarded by tests/models/golden.c (the authors' outputs
    and gradients), gradients.c and attention_layers.c.
-   -------------------- */
+   ---------------- */
 #define LI_MAX_NAME 192
 /* Joins prefix and name, with one dot between "fc1." and ".weight". Returns false if they are too long. */
 LI_FN bool li_name(luna_params *params, char out[LI_MAX_NAME], const char *prefix, const char *name) {
@@ -16008,7 +16009,7 @@ LI_FN luna_tensor *li_causal_folded(const luna_causal_attention_layer *layer, lu
   return g;
 }
 /* Raw pack scores are s [batch, n, h l] = k_p pq^T with k_p = X Wpc + bpc; folded, X (pq_h Wpc_h)^T + pq_h bpc_h. The
-   key bias does not cancel here, because omega is no softmax. */
+   key bias does not cancel here, because omega is no softmax. In a stream, `past` has pq or its folded form. */
 LI_FN luna_tensor *li_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, li_past *past) {
   const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
@@ -16023,6 +16024,7 @@ LI_FN luna_tensor *li_scores_past(const luna_causal_attention_layer *layer, luna
   return li_result(scope, s);
 }
 
+/* Returns these scores outside streams, folded if that costs less. */
 LI_FN luna_tensor *li_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2];
   const bool shared = p->rank == 2 || p->shape[0] == 1;
@@ -16433,6 +16435,7 @@ LI_FN bool li_causal_layer_init(luna_causal_layer *layer, luna_params *params, c
 /* luna_causal_layer_init */
 LI_LAYER_INIT(luna_causal_layer, li_layer_good(ctx, &c, LI_CAUSAL_LAYER), li_causal_layer_init)
 
+/* Convolution, attention, feed-forward. In a stream or with a carried state, `past` has what earlier rows left. */
 LI_FN luna_tensor *li_causal_layer(const luna_causal_layer *layer, luna_tensor *x, li_past *past, int64_t horizon) {
   if (!li_layer_made(x, LI_OF(layer, feed_forward.fc1.weight), "luna_causal_layer_forward")) return NULL;
   const luna_layer_config *c = &layer->config;
@@ -16458,13 +16461,13 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   return li_causal_layer(layer, x, NULL, LI_OF(layer, config.horizon));
 }
 
-/* --------------------
+/* ----------------
    >>impl_models: each model has defaults (which also check its config), an init and a forward. In order: the language
    model's parameters and their description in a file; positions; hooks in files; what inits share; the causal language
    model, encoder, classifier, masked language model and encoder-decoder. A new model has an LI_MODEL_INIT, rows of
    li_fields, and a kind that luna_load_model knows. Guarded by tests/models/golden.c and the tests that include
    tests/models.h.
-   -------------------- */
+   ---------------- */
 #define LI_LM_KIND "causal_lm"
 #define LI_LM_BEFORE 5 /* Parts before the layers */
 LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
@@ -17277,12 +17280,12 @@ LUNA_API luna_tensor *luna_seq2seq_loss(const luna_seq2seq *model, const luna_in
   luna_tensor *const in[3] = { x, model->output, NULL };
   return li_result(scope, li_labels_loss(__func__, in, target, labels, config));
 }
-/* --------------------
+/* ----------------
    >>impl_trainer: schedules and optimisers. An optimiser (luna_optimizer) keeps an li_trained for each parameter. It
    hands parameters with a gradient to the backend as a table of luna_update. In order: schedules, new parameters,
    opening, groups, a step, averages, clipping. A new rule is a luna_optimizer_hook. Guarded by tests/engine/trainer.c
    and optimizer_hook.c.
-   -------------------- */
+   ---------------- */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
   if (!s) return 1;
@@ -17715,13 +17718,13 @@ LUNA_API float luna_optimizer_grad_norm(const luna_optimizer *o) { return li_opt
 LI_FN void li_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void)skipped; }
 #endif /* !LUNA_NO_TRAIN */
 
-/* --------------------
+/* ----------------
    >>impl_checkpoints: parameter sets to and from safetensors. A save has an li_st_contents, which puts text pairs and
    tensors. It runs three times: to count the header, to write the header, and to write the data. A load has an
    li_loader, which gets the open file: li_load, li_load_matching, li_load_kind, li_load_training, li_inspect. Then come
    files by path, and the public calls. New file content needs a contents and a loader. Guarded by
    tests/files/checkpoints.c, tests/files/model_files.c and tests/files/resume.c.
-   -------------------- */
+   ---------------- */
 /* Writes through a callback, which takes `size` bytes or returns false. The first failure sticks. */
 typedef struct li_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* Null: only counts */
@@ -18769,7 +18772,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
 #endif
-/* --------------------
+/* ----------------
    >>impl_stream: the layers in step form. A step takes a few rows of each sequence, and li_past holds what earlier
    tokens left. A stream is a context of its own in one block of memory. The block has its layers, as tensors on the
    model's parameters, its state, and a bump arena for a step. Measuring finds the size of that by a step that computes
@@ -18779,7 +18782,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
    model), running, saved states, the state that training carries. New state of a layer is added to li_state_part_of and
    li_past_take. Guarded by tests/models/stream.c, a decoder by tests/models/translation.c, on a device by
    tests/engine/device.c and tests/cuda/cuda.c.
-   -------------------- */
+   ---------------- */
 typedef struct li_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   li_past past;
@@ -19896,10 +19899,10 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, siz
   return LUNA_OK;
 }
 
-/* --------------------
+/* ----------------
    >>sampling: luna_sample draws a token from logits. top_k becomes a limit, and logits below it do not count. Then one
    random number chooses among the others. Guarded by tests/models/stream.c.
-   -------------------- */
+   ---------------- */
 /* Finds the k-th largest of n numbers, and how many are larger than it. A pass finds the next lower number, and how
    often it occurs. */
 LI_HOT float li_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
@@ -19955,10 +19958,10 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   return chosen;
 }
 
-/* --------------------
+/* ----------------
    >>decoder: a decoder's stream, and greedy decoding. The stream is a language model's with `cross`, and li_past has
    the tensors from its sources. Guarded by tests/models/translation.c.
-   -------------------- */
+   ---------------- */
 /* Computes a decoder layer's tensors from its sources: scores from P, keys and values from Y_P. *p becomes the next
    layer's P. They do not depend on the target. */
 LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li_stream_layer *own,

@@ -75,7 +75,7 @@ CITED = re.compile(r"\beqs?\. ([1-7])(?:(-|, | and )([1-7]))?")
 
 def strip_comment(text):
     """The text of a comment, without its marks and rules; its lines lose what they are indented by in common."""
-    lines = [line for line in text.strip()[2:-2].split("\n") if not re.fullmatch(r"\s*[-=]{20,}\s*", line)]
+    lines = [line for line in text.strip()[2:-2].split("\n") if not re.fullmatch(r"\s*[-=]{16,}\s*", line)]
     indents = [len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()]
     cut = min(indents, default=0)
     return "\n".join([lines[0].strip()] + [line[cut:].rstrip() for line in lines[1:]]).strip("\n") if lines else ""
