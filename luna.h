@@ -445,7 +445,7 @@ typedef enum luna_activation {
   LUNA_ACTIVATION_DEFAULT = 0, /* none; ReLU in a feed-forward, softplus2 in an omega */
   LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2,
   LUNA_ACTIVATION_SIGMOID, LUNA_ACTIVATION_SILU, LUNA_ACTIVATION_TANH, LUNA_ACTIVATION_LEAKY_RELU,
-  LUNA_ACTIVATION_NONE,        /* x itself */
+  LUNA_ACTIVATION_NONE, /* x itself */
   LUNA_ACTIVATION_EXP, LUNA_ACTIVATION_LOG, LUNA_ACTIVATION_SQRT, LUNA_ACTIVATION_RSQRT, LUNA_ACTIVATION_ABS,
   LUNA_ACTIVATION_COUNT
 } luna_activation;
@@ -490,7 +490,7 @@ typedef struct luna_run {
   int threads;                    /* At most this many tasks run; 0 = 1. */
 } luna_run;
 
-typedef struct luna_allocator {      /* Set both functions or neither. allocate may return null and need not align. */
+typedef struct luna_allocator { /* Set both functions or neither. allocate may return null and need not align. */
   void *(*allocate)(void *user, size_t bytes);
   void (*release)(void *user, void *pointer, size_t bytes);
   void *user;
@@ -610,13 +610,13 @@ struct luna_tensor {
   int64_t shape[LUNA_MAX_RANK]; /* Axes from rank on are 1. */
   int rank;
   luna_dtype dtype;
-  int device;                   /* 0 = CPU; luna_cuda.cuh: the CUDA device + 1 */
+  int device;                  /* 0 = CPU; luna_cuda.cuh: the CUDA device + 1 */
   bool needs_grad;
-  bool parameter;               /* Its grad lives until close, not just for the step. */
+  bool parameter;              /* Its grad lives until close, not just for the step. */
   luna_ctx *ctx;
-  struct luna_tensor *base;     /* a view's owner, or null */
-  struct li_int8 *int8;         /* luna.h's own: an 8-bit weight for inference, whose data may then be null, */
-  struct li_tensor_state *own;  /* and how the tensor was made. */
+  struct luna_tensor *base;    /* a view's owner, or null */
+  struct li_int8 *int8;        /* luna.h's own: an 8-bit weight for inference, whose data may then be null, */
+  struct li_tensor_state *own; /* and how the tensor was made. */
 };
 
 /* Returns the number of elements; 0 for null. */
@@ -797,7 +797,7 @@ LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, i
 
 typedef struct luna_cross_entropy_config {
   float smoothing; /* label smoothing, 0..1 */
-  bool ignore;     /* Ignore labels equal to ignore_index. Negative labels are always ignored. */
+  bool ignore; /* Ignore labels equal to ignore_index. Negative labels are always ignored. */
   int32_t ignore_index;
   /* Default: the mean over labels that count (0 if none does, with a sentence to options.log). */
   bool sum;
@@ -1425,8 +1425,8 @@ typedef struct luna_optimizer_config {
 /* An optimiser trains all parameters of the set. Later ones join at the next step, as if no loss had reached them
    before. It is freed with the context. Null config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config);
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);   /* arXiv 1412.6980 */
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1711.05101 */
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1412.6980 */
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config); /* arXiv 1711.05101 */
 
 /* An optimiser of your own, such as examples/luna_apollo.h. `reduce` and `update` run on the CPU, on several threads at
    once, each for some elements of a parameter, and keep no state. A device runs only hooks that it knows by name
@@ -1671,9 +1671,9 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes,
 
 typedef struct luna_sampling {
   float temperature; /* divides logits; 0 = greedy, the likeliest token */
-  int32_t top_k;     /* 0 = all */
+  int32_t top_k;  /* 0 = all */
   uint64_t seed;
-  uint64_t drawn;    /* numbers drawn so far, counted by luna_sample */
+  uint64_t drawn; /* numbers drawn so far, counted by luna_sample */
 } luna_sampling;
 /* Returns a token; null sampling is greedy. Returns -1 for null logits or NaN, or if temperature or top_k is negative
    or not finite. examples/luna_ops.h samples by top_p. */
@@ -1761,9 +1761,9 @@ typedef struct luna_causal_args {
   float *out;
   int64_t batch, rows, heads, dim, value_dim;
   int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* for x and y; for z and out */
-  const float *grad_out;             /* backward */
-  float *grad_x, *grad_y, *grad_z;   /* Backward adds; any may be null. */
-  int64_t horizon;                   /* Rows t > horizon use exponential means with shares 1 / horizon; 0 = none. */
+  const float *grad_out;           /* backward */
+  float *grad_x, *grad_y, *grad_z; /* Backward adds; any may be null. */
+  int64_t horizon;                 /* Rows t > horizon use exponential means with shares 1 / horizon; 0 = none. */
   luna_run run;
 } luna_causal_args;
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
@@ -1828,14 +1828,14 @@ typedef enum luna_trace_kind {
   LUNA_TRACE_BEGIN = 0, /* luna_begin_step and luna_begin_inference end all scopes. */
   LUNA_TRACE_SCOPE_BEGIN, LUNA_TRACE_SCOPE_END, /* A scope that is ended several times ends at the first. */
   LUNA_TRACE_FORWARD, LUNA_TRACE_BACKWARD, /* An op ran. What backward recomputes is another forward. */
-  LUNA_TRACE_OPTIMIZER  /* An optimiser computed its norm, or updated. */
+  LUNA_TRACE_OPTIMIZER /* An optimiser computed its norm, or updated. */
 } luna_trace_kind;
 /* A path of scopes, without those that began while no function was set. A context holds 128 paths. Further scopes send
    no events, and their ops belong to the scope around them. */
 typedef struct luna_trace_scope {
-  const char *name;     /* the function's, without "luna_" */
+  const char *name;    /* the function's, without "luna_" */
   const struct luna_trace_scope *outer; /* the scope around it, or null */
-  double start;         /* when it last began */
+  double start;        /* when it last began */
 } luna_trace_scope;
 typedef struct luna_trace_event {
   luna_trace_kind kind;
@@ -2055,17 +2055,17 @@ typedef struct luna_op_functions {
   void (*query)(luna_op *op); /* sets kept_size, workspace_size, backward_workspace_size */
   luna_status (*forward)(luna_op *op);
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, unless null, from out[]->grad */
-  int can;                    /* 0, or bits of the above */
+  int can; /* 0, or bits of the above */
 } luna_op_functions;
 
 typedef struct luna_step_state { /* Backend memory holds what changes between steps. */
   uint64_t seed;
-  uint64_t step;                 /* begin_step calls; Philox's last counter word */
+  uint64_t step;           /* begin_step calls; Philox's last counter word */
   /* Optimiser steps made, and skipped for a NaN or Inf. The context's own state counts all its optimisers. */
   uint64_t updates, skipped;
-  float lr, factor, norm;        /* this step's learning rate, clip factor, gradient norm */
+  float lr, factor, norm;  /* this step's learning rate, clip factor, gradient norm */
   int nonfinite;
-  uint64_t skipped_in_row;       /* an optimiser's: up to its last step */
+  uint64_t skipped_in_row; /* an optimiser's: up to its last step */
 } luna_step_state;
 
 typedef enum luna_optimizer_kind {
@@ -2078,7 +2078,7 @@ typedef struct luna_rule { /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
   float momentum, beta1, beta2, epsilon, clip, average;
-  float largest;           /* A larger norm after clipping, or NaN, counts as not finite. */
+  float largest; /* A larger norm after clipping, or NaN, counts as not finite. */
   luna_step_state *state;
   const struct luna_optimizer_hook *hook; /* in host memory, as is the config; only for LUNA_OPTIMIZER_HOOK */
   const struct luna_optimizer_config *config;
@@ -2093,9 +2093,9 @@ typedef struct luna_update {
 
 struct luna_backend {
   uint32_t version; /* 1 */
-  uint32_t size;    /* sizeof(luna_backend) */
+  uint32_t size; /* sizeof(luna_backend) */
   int device;
-  size_t opened;    /* `open` takes this many device bytes, for luna_memory. */
+  size_t opened; /* `open` takes this many device bytes, for luna_memory. */
   /* Cost of a flop of products by parameters, relative to one in attention, for luna_form; 0 = 1. */
   float product_cost;
   /* Opens what one context needs on the device; null: nothing. If it fails (luna_fail gives the reason), the context
@@ -2595,7 +2595,7 @@ typedef struct li_unpack_space {
   int64_t slots, n; /* Real slots; heads * slots */
   float *k, *v, *bias, *score_panels, *out_panels, *slope_panels; /* out_panels holds V, or in backward K. */
   float *scores, *slopes, *mask, *product, *grad; /* grad is a panel of grad_out after dropout. */
-  float *words;     /* li_panels' words */
+  float *words; /* li_panels' words */
 } li_unpack_space;
 
 /* An optimiser's step on the elements of one parameter. */
@@ -4764,8 +4764,8 @@ typedef struct li_gemm_plan {
   const li_products *products;
   char *scratch;
   int64_t row_parts, column_parts, columns; /* columns: of a block */
-  int64_t a_size, b_size, sum_size;  /* Floats */
-  int64_t thread_bytes;              /* With several threads it includes a li_gemm_thread. */
+  int64_t a_size, b_size, sum_size; /* Floats */
+  int64_t thread_bytes;             /* With several threads it includes a li_gemm_thread. */
 } li_gemm_plan;
 /* A thread's own memory. `held` is the block of B whose panels it has, since batch items often share B. */
 typedef struct li_gemm_thread {
@@ -9015,9 +9015,9 @@ LI_FN int li_st_compare(const li_st *st, uint64_t a, uint64_t b) {
 typedef struct li_st_json {
   const char *at, *end;
   const char *wrong; /* First error, or null */
-  const char *meta;  /* Where __metadata__ starts */
-  size_t pairs;      /* In __metadata__ */
-  bool first;        /* An object's first member is next. */
+  const char *meta; /* Where __metadata__ starts */
+  size_t pairs;     /* In __metadata__ */
+  bool first;       /* An object's first member is next. */
 } li_st_json;
 
 LI_FN bool li_st_fail(li_st_json *j, const char *wrong) {
@@ -12855,7 +12855,7 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
   const luna_tensor *x = op->in[0];
   const li_way w = li_way_of(op, back);
   int64_t stride[4] = { 0, 0, 0, 0 }, shape[4] = { 1, 1, 1, 1 };
-  const int before = 4 - x->rank;    /* So many leading axes have size 1. */
+  const int before = 4 - x->rank; /* So many leading axes have size 1. */
   for (int a = before; a < 4; a++) {
     shape[a] = op->out[0]->shape[a - before];
     stride[a] = 1;
@@ -13156,7 +13156,7 @@ LI_FN void li_unbroadcast(luna_op *op, int k) {
   }
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
   for (int a = 0; a < LUNA_MAX_RANK; a++) {
-    int64_t sums[3] = { 1, 1, 1 };   /* Before, at, after axis */
+    int64_t sums[3] = { 1, 1, 1 }; /* Before, at, after axis */
     if (stride[a] != 0 || shape[a] == 1) continue;
     for (int b = 0; b < LUNA_MAX_RANK; b++) sums[(b >= a) + (b > a)] *= shape[b];
     left /= shape[a];
@@ -13457,8 +13457,8 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
     g->dots = op->dots;
     li_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
-    if (at) li_gemm_set(g, b, li_transposed(dc), x->grad);  /* dA^T = B dC^T */
-    else li_gemm_set(g, dc, li_transposed(b), x->grad);     /* dA = dC B^T */
+    if (at) li_gemm_set(g, b, li_transposed(dc), x->grad); /* dA^T = B dC^T */
+    else li_gemm_set(g, dc, li_transposed(b), x->grad);    /* dA = dC B^T */
     li_matmul_batch(op, g, m * n, k * n, m * k);
     if (at) {
       g->a_batch[0] = 0;
@@ -13468,11 +13468,11 @@ LI_FN void li_matmul_product(const luna_op *op, int which, li_gemm *g) {
     }
   } else {
     if (bt) {
-      li_gemm_set(g, li_transposed(dc), a, w->grad);  /* dB^T = dC^T A */
+      li_gemm_set(g, li_transposed(dc), a, w->grad); /* dB^T = dC^T A */
       g->a_batch[1] = m * n;
       g->b_batch[1] = m * k;
     } else {
-      li_gemm_set(g, li_transposed(a), dc, w->grad);  /* dB = A^T dC */
+      li_gemm_set(g, li_transposed(a), dc, w->grad); /* dB = A^T dC */
       g->a_batch[1] = m * k;
       g->b_batch[1] = m * n;
     }
@@ -15200,8 +15200,8 @@ static const luna_backend li_cpu = {
   NULL, NULL, NULL, NULL, /* No open, no allocate */
   li_cpu_copy, li_cpu_zero, NULL, li_cpu_begin,
   LI_TRAIN(li_cpu_check), LI_TRAIN(li_cpu_norm), LI_TRAIN(li_cpu_update),
-  NULL,                   /* `update` calls hooks itself */
-  NULL, NULL,             /* Single tokens run one by one. */
+  NULL,       /* `update` calls hooks itself */
+  NULL, NULL, /* Single tokens run one by one. */
   {
 #define LI_OP_KIND(name, tier, reads, cheap) LI_CPU_##name,
 #define LI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
@@ -17313,7 +17313,7 @@ typedef struct li_trained {
   const char *name;
   float *moment[4]; /* Moments, then the average */
   float lr, decay;
-  bool averaged;    /* Its average has begun */
+  bool averaged; /* Its average has begun */
 } li_trained;
 typedef struct li_group { luna_param_group group; struct li_group *next; } li_group;
 struct luna_optimizer {
@@ -19712,8 +19712,8 @@ struct luna_lm_state {
   size_t size, layer_size; /* Bytes: half, layer */
   char *half[2];
   int64_t *position[2]; /* [batch] */
-  int now;              /* The half to continue */
-  bool written;         /* The other half is written. */
+  int now;      /* The half to continue */
+  bool written; /* The other half is written. */
 };
 LI_FN li_past li_state_at(const luna_lm_state *s, char *base, size_t *used) {
   li_past past;
