@@ -8027,7 +8027,8 @@ LI_HOT void li_forget_anchor(const li_causal_chunk *c) {
   }
 }
 
-/* The reverse state is the gradient of the forward state after the chunk. */
+/* Sums H^T q, R^T g and dZ, which are one after the other in c->h, for the reverse state: the gradient of the forward
+   state after the chunk. */
 LI_FN void li_forget_sum_down(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
   const int64_t l = li_luna_weights(c).columns, all = li_forget_all(a);
@@ -10256,13 +10257,14 @@ LI_HOT uint64_t li_piece_priority(const li_piece *piece) { /* Different places n
   const uint64_t mixed = (uint64_t)piece->place * 0x9E3779B97F4A7C15u;
   return (mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15u;
 }
+/* Puts a piece below those of higher priority. It splits what was there into smaller and larger pieces. */
 LI_HOT void li_piece_insert(luna_ctx *ctx, li_piece *piece) {
   const uint64_t priority = li_piece_priority(piece);
   li_piece **link = &ctx->pieces, **side[2] = { &piece->by_size[0], &piece->by_size[1] };
   while (*link && li_piece_priority(*link) > priority) link = &(*link)->by_size[li_piece_before(*link, piece)];
   li_piece *rest = *link;
   *link = piece;
-  while (rest) { /* Smaller and larger ones */
+  while (rest) {
     const bool after = !li_piece_before(rest, piece);
     *side[after] = rest;
     side[after] = &rest->by_size[!after];
@@ -19474,7 +19476,6 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   return s;
 }
 
-/* Reports the stream's failure in its model's context. */
 LI_FN luna_status li_stream_report(luna_ctx *ctx, const luna_stream *s, const char *name) {
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_fail(ctx, s->ctx.status, s->ctx.error);
   return li_backend_result(ctx, name, s->ctx.status);
