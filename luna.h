@@ -3883,7 +3883,7 @@ LI_FN void li_int8_multiply(const li_int8_work *w, int64_t row, int64_t end, int
   }
 }
 
-/* Computes parts [first, last) of y's rows or columns, as many columns at a time as a thread's panels have. */
+/* Computes parts [first, last) of y's rows or columns, as many columns at a time as panels have. */
 LI_FN void li_int8_task(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_int8_work *w = (const li_int8_work *)work;
   const li_gemm *g = w->g;
@@ -13145,7 +13145,7 @@ LI_FN void li_elementwise_query(luna_op *op) {
   }
 }
 
-/* Sums the gradient over one axis after the other on which input k is broadcast. The last sums go to the input's. */
+/* Sums the gradient over each axis on which input k is broadcast. The last sums go to the input's. */
 LI_FN void li_unbroadcast(luna_op *op, int k) {
   const int64_t *stride = op->arg.elementwise.stride[k];
   const float *from = op->out[0]->grad;
@@ -17951,7 +17951,7 @@ LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
   return LUNA_OK;
 }
 
-/* Checks all that a load needs before it changes anything: the config, no unknown tensor, and every parameter. */
+/* Before a load changes anything, checks the config and that each tensor and parameter has its match. */
 LI_FN luna_status li_load_check(luna_params *params, const li_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = li_file_name(ctx);
@@ -19743,7 +19743,7 @@ LI_FN luna_lm_state *li_state_carried(const luna_lm *model) {
   if (s && s->params == model->params) return s;
   return NULL;
 }
-/* After a forward call of `rows` rows, marks the other half of the carried state as written. Returns x. */
+/* Marks the other half of a carried state as written, `rows` rows on. Returns x. */
 LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_t rows) {
   luna_lm_state *s = li_state_carried(model);
   if (!s || !x) return x;
