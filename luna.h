@@ -2048,8 +2048,8 @@ typedef struct luna_op {
 /* in[i] may be the same tensor as that input: its part is added there, and not read again. */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* Forward may write the result over in[0]. */
-/* of LUNA_ELEMENTWISE */
-#define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
+/* of LUNA_ELEMENTWISE; 256 is LUNA_GRAD_IN_PLACE(0) */
+#define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? 256 | LUNA_FORWARD_IN_PLACE : 0)
 
 typedef struct luna_op_functions {
   void (*query)(luna_op *op); /* sets kept_size, workspace_size, backward_workspace_size */
@@ -2769,10 +2769,10 @@ LI_FN double li_sinusoid_rate(int64_t half) {
 
 /* ----------------
    >>kernels: each chapter has the reference, then the inner loops, then the driver
-   Inner loops are compiled once per instruction set: luna.h includes itself with LI_PASS set to _<isa>, and LI_K(name)
-   becomes li_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops through a table.
-   Drivers, references and all later code are compiled for size, except LI_HOT functions: loops over numbers, and what
-   every op of a step runs.
+   Inner loops are compiled once per instruction set: luna.h includes itself with LI_PASS set to LI_ISA_<isa>, and
+   LI_K(name) becomes li_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops through a
+   table. Drivers, references and all later code are compiled for size, except LI_HOT functions: loops over numbers, and
+   what every op of a step runs.
    ---------------------------------------- */
 #undef LI_FN
 #undef LI_MATH
@@ -2796,32 +2796,48 @@ LI_FN size_t li_causal_luna_backward_scratch_reference(const li_causal_luna *a);
 #else
 #define LI_FN LI_HOT
 #define LI_MATH LI_INLINE /* exp and its like */
-#undef LI_PASS_LOOPS
-#undef LI_PASS_INT8
-#undef LI_PASS_PRODUCTS
-#undef LI_PASS_TABLE
-#undef LI_PASS_TILES
+/* A set that extends another one has that set's loops, LI_G(name), and products of its own: in >>int8, in >>gemm, or by
+   tiles at the end of >>gemm. */
+#undef LI_K
 #undef LI_G
-#if LI_ISA(LI_PASS) > LI_ISA_avxvnni
-#define LI_G(name) li_##name##_avx512 /* These share AVX-512's code. */
+#undef LI_PASS_INT8
+#undef LI_PASS_LOOPS
+#undef LI_PASS_PRODUCTS
+#undef LI_PASS_TILES
+#if LI_IS(scalar)
+#define LI_K(name) li_##name##_scalar
+#elif LI_IS(sse2)
+#define LI_K(name) li_##name##_sse2
+#elif LI_IS(avx2)
+#define LI_K(name) li_##name##_avx2
+#elif LI_IS(avx512)
+#define LI_K(name) li_##name##_avx512
+#elif LI_IS(neon)
+#define LI_K(name) li_##name##_neon
+#elif LI_IS(wasm)
+#define LI_K(name) li_##name##_wasm
 #elif LI_IS(avxvnni)
+#define LI_K(name) li_##name##_avxvnni
 #define LI_G(name) li_##name##_avx2
-#else
-#define LI_G(name) LI_K(name)
-#endif
-#if !LI_IS(scalar) || LI_ISA(LI_BASELINE) == LI_ISA_scalar
-#define LI_PASS_TABLE
-#endif
-#if LI_IS(vnni) || LI_IS(avxvnni) /* the vocabulary and >>int8 */
 #define LI_PASS_INT8
-#elif LI_IS(bf16) /* vocabulary and product tiles */
+#elif LI_IS(vnni)
+#define LI_K(name) li_##name##_vnni
+#define LI_G(name) li_##name##_avx512
+#define LI_PASS_INT8
+#elif LI_IS(bf16)
+#define LI_K(name) li_##name##_bf16
+#define LI_G(name) li_##name##_avx512
 #define LI_PASS_PRODUCTS
-#elif LI_IS(amx) /* The vocabulary and the tiles at the end of >>gemm. */
+#elif LI_IS(amx)
+#define LI_K(name) li_##name##_amx
+#define LI_G(name) li_##name##_avx512
 #define LI_PASS_TILES
-#elif LI_IS(scalar) && LI_ISA(LI_BASELINE) != LI_ISA_scalar /* vocabulary for single numbers */
+#endif
+#if LI_IS(scalar) && LI_BASELINE != LI_ISA_scalar /* vocabulary for single numbers */
 #undef LI_MATH
 #define LI_MATH LI_FN
-#else
+#elif !defined(LI_G)
+#define LI_G LI_K
 #ifndef LUNA_NO_INT8
 #define LI_PASS_INT8
 #endif
@@ -2835,9 +2851,9 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 
 /* ----------------
    >>vector: VF floats at a time, and the functions that every kernel needs
-   vf_fma and vf_fnma are fused where the instruction set can fuse; elsewhere they round twice. vf_max(a, b) is a > b ?
-   a : b, so it is b when either is NaN. Macros that are the same in every pass are defined once. Guarded by
-   tests/kernels/vectors.c.
+   vf_fma and vf_fnma are fused where the instruction set can fuse; elsewhere they round twice. vf_divides is 1 if
+   they divide in >>int8, for which they must be fused. vf_max(a, b) is a > b ? a : b, so it is b when either is NaN.
+   Macros that every pass shares are defined once. Guarded by tests/kernels/vectors.c.
    ---------------------------------------- */
 #undef LI_MM
 #undef LI_MZ
@@ -2855,6 +2871,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #undef vf_sub
 #undef vf_mul
 #undef vf_div
+#undef vf_divides
 #undef vf_fma
 #undef vf_fnma
 #undef vf_max
@@ -2866,7 +2883,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #undef vf_select
 #define vf_of(number) vf_set((float)(number))
 #define vf_zero() vf_set((float)0)
-#define vf_neg(x) vf_sub(vf_zero(), x)
+#define vf_neg(x) vf_sub(vf_set(0), x)
 #define vf_exp2 LI_K(exp2)
 #define vf_log1p LI_K(log1p)
 #define vf_tanh LI_K(tanh)
@@ -2908,6 +2925,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #define LI_MZ(mask, name, ...) _mm512_maskz_##name(mask, __VA_ARGS__)
 #define LI_SI(name) _mm512_##name##_si512
 #define LI_PS _mm512_castsi512_ps
+#define vf_divides 1
 #define vf_fma _mm512_fmadd_ps
 #define vf_fnma _mm512_fnmadd_ps
 #define vf_lt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)
@@ -2936,6 +2954,7 @@ LI_INLINE vf LI_K(scale2)(vf x, vf n) { return _mm512_maskz_scalef_ps(0xFFFF, x,
 #define LI_MZ(mask, name, ...) _mm256_##name(__VA_ARGS__)
 #define LI_SI(name) _mm256_##name##_si256
 #define LI_PS _mm256_castsi256_ps
+#define vf_divides 1
 #define vf_fma _mm256_fmadd_ps
 #define vf_fnma _mm256_fnmadd_ps
 #define vf_lt(a, b) _mm256_cmp_ps(a, b, _CMP_LT_OQ)
@@ -2962,6 +2981,7 @@ LI_INLINE vf LI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEARE
 #define LI_MZ(mask, name, ...) _mm_##name(__VA_ARGS__)
 #define LI_SI(name) _mm_##name##_si128
 #define LI_PS _mm_castsi128_ps
+#define vf_divides 0
 #define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
 #define vf_fnma(a, b, c) _mm_sub_ps(c, _mm_mul_ps(a, b))
 #define vf_lt _mm_cmplt_ps
@@ -3002,6 +3022,7 @@ LI_INLINE vf LI_K(nearest)(vf x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }
 #define vf_sub vsubq_f32
 #define vf_mul vmulq_f32
 #define vf_div vdivq_f32
+#define vf_divides 0
 #define vf_fma(a, b, c) vfmaq_f32(c, a, b)
 #define vf_fnma(a, b, c) vfmsq_f32(c, a, b)
 #define vf_max LI_K(max)
@@ -3048,6 +3069,7 @@ LI_INLINE vf LI_K(split)(vf x, vf *e) {
 #define vf_sub wasm_f32x4_sub
 #define vf_mul wasm_f32x4_mul
 #define vf_div wasm_f32x4_div
+#define vf_divides 0
 #define vf_fma(a, b, c) wasm_f32x4_add(wasm_f32x4_mul(a, b), c)
 #define vf_fnma(a, b, c) wasm_f32x4_sub(c, wasm_f32x4_mul(a, b))
 #define vf_max(a, b) wasm_f32x4_pmax(b, a)
@@ -3093,6 +3115,7 @@ LI_INLINE vf LI_K(split)(vf x, vf *e) {
 #define vf_sub(a, b) ((a) - (b))
 #define vf_mul(a, b) ((a) * (b))
 #define vf_div(a, b) ((a) / (b))
+#define vf_divides 0
 #define vf_fma(a, b, c) ((a) * (b) + (c))
 #define vf_fnma(a, b, c) ((c) - (a) * (b))
 #define vf_max LI_K(max)
@@ -3581,7 +3604,7 @@ LI_INLINE void LI_K(int8_put)(char *q, vf x) {
 LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
   return vi_multiply(sum, vi_panel(x), wasm_i16x8_load8x8(w));
 }
-#define vi_floats(p, sums, left) wasm_f32x4_convert_i32x4(vi_panel(p))
+#define vi_floats(p, sums, left) wasm_f32x4_convert_i32x4(wasm_v128_load(p))
 LI_INLINE void LI_K(int8_put)(char *q, vf x) {
   const v128_t n = wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_nearest(x));
   wasm_v128_store64_lane(q, wasm_i16x8_narrow_i32x4(n, n), 0);
@@ -3622,7 +3645,7 @@ LI_INLINE vf LI_K(int8_floats)(const int32_t *p, const float *sums, int64_t left
 LI_INLINE vi LI_K(int8_dot)(vi sum, const char *x, const int8_t *w) {
   return vi_multiply(sum, vi_panel(x), LI_K(int8_wide)(w));
 }
-#define vi_floats(p, sums, left) LI_MZ(0xFFFF, cvtepi32_ps, vi_panel(p))
+#define vi_floats(p, sums, left) LI_MZ(0xFFFF, cvtepi32_ps, LI_SI(loadu)((const vi *)(const void *)(p)))
 #endif
 #endif
 
@@ -3672,7 +3695,7 @@ LI_FN float LI_K(int8_quantize)(int64_t k, const float *x, char *q) {
     zero = vf_add(zero, vf_sub(v, v)); /* NaN for NaN, Inf */
   }
   const float scale = vf_sum(zero) == 0 ? li_int8_scale(vf_hmax(largest)) : NAN;
-  const bool some = scale > 0, fused = VF > 4 && scale > 1e-30f;
+  const bool some = scale > 0, fused = vf_divides && scale > 1e-30f;
   const vf divisor = vf_set(some ? scale : 1), inverse = vf_div(vf_set(1), divisor);
   for (int64_t i = 0; i < k; i += VF) {
     const vf v = LI_K(get)(x + i, k - i), ratio = vf_mul(v, inverse);
@@ -4311,7 +4334,6 @@ LI_INLINE void tile_start(void) {
   _tile_loadconfig(&tiles);
 }
 
-/* Transposes 16 by 16 floats. */
 #define turn_quarters(x, y, which) LI_MZ(0xFFFF, shuffle_f32x4, x, y, which)
 LI_INLINE void LI_K(turn16)(vf *x, float *to, int64_t step) {
   vf y[16];
@@ -5192,19 +5214,19 @@ LI_FN void li_adam_reference(const li_update *u) {
 #ifdef LI_PASS_LOOPS
 #define LI_GET(p) LI_K(get)((p) + i, n - i)
 #define LI_PUT(p, v) LI_K(put)((p) + i, v, n - i)
-#define LI_BEFORE(add, p) ((add) ? LI_GET(p) : vf_zero())
+#define LI_BEFORE(add, p) ((add) ? LI_K(get)((p) + i, n - i) : vf_set(0))
 
 /* ---- Maps: LI_SHORT_MAP has a separate loop for whole vectors, whose time depends less on its alignment ---- */
 /* This makes LI_K of activate and activate_grad, then of add, mul, scale and scale_add. */
 #define LI_MAP(name, arguments, y, value) \
   LI_FN void LI_K(name) arguments { \
-    for (int64_t i = 0; i < n; i += VF) LI_PUT(y, value); \
+    for (int64_t i = 0; i < n; i += VF) LI_K(put)(y + i, value, n - i); \
   }
 #define LI_SHORT_MAP(name, arguments, y, value) \
   LI_FN void LI_K(name) arguments { \
     int64_t i = 0; \
-    for (; n - i >= VF; i += VF) LI_PUT(y, value); \
-    if (i < n) LI_PUT(y, value); \
+    for (; n - i >= VF; i += VF) LI_K(put)(y + i, value, n - i); \
+    if (i < n) LI_K(put)(y + i, value, n - i); \
   }
 LI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LI_K(map1)(kind, LI_GET(x)))
 LI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
@@ -5217,7 +5239,7 @@ LI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
 #undef LI_MAP
 
 /* ---- LUNA_ELEMENTWISE: an input with step 0 is a single number ---- */
-#define LI_INPUT(k) step[k] ? LI_GET(x[k]) : vf_set(*x[k])
+#define LI_INPUT(k) step[k] ? LI_K(get)(x[k] + i, n - i) : vf_set(*x[k])
 LI_FN void LI_K(elementwise)(const li_elements *e, float *y) {
   const float *const *x = e->x;
   const int64_t *step = e->step, n = e->n;
@@ -8189,26 +8211,27 @@ static LI_UNUSED const li_kernels li_kernels_reference = {
 };
 #endif
 
-/* A pass with other products has the kernels of the pass before it. */
-#ifdef LI_PASS_TABLE
-#undef LI_WORDS
-#undef LI_INTEGERS
-#ifdef LUNA_NO_BF16
-#define LI_WORDS NULL
-#elif LI_IS(bf16) || LI_IS(amx)
-#define LI_WORDS &LI_K(word_products)
+#ifdef LI_G
+#if LI_PASS == LI_BASELINE
+static const li_kernels li_kernels_baseline = {
 #else
-#define LI_WORDS &LI_G(word_products)
+static const li_kernels LI_K(kernels) = {
+#endif
+  LI_MR, LI_NR, (luna_isa)LI_PASS, &LI_G(float_products),
+#ifdef LUNA_NO_BF16
+  NULL,
+#elif LI_IS(bf16) || LI_IS(amx)
+  &LI_K(word_products),
+#else
+  &LI_G(word_products),
 #endif
 #ifdef LUNA_NO_INT8
-#define LI_INTEGERS NULL
+  NULL,
 #elif LI_IS(bf16)
-#define LI_INTEGERS &li_int8_loops_vnni
+  &li_int8_loops_vnni,
 #else
-#define LI_INTEGERS &LI_K(int8_loops)
+  &LI_K(int8_loops),
 #endif
-static LI_UNUSED const li_kernels LI_K(kernels) = {
-  LI_MR, LI_NR, (luna_isa)LI_ISA(LI_PASS), &LI_G(float_products), LI_WORDS, LI_INTEGERS,
 #define LI_FIELD(result, name, arguments) LI_G(name),
 #define LI_FIELD_TRAIN(result, name, arguments) LI_TRAIN(LI_G(name)),
   LI_KERNELS(LI_FIELD, LI_FIELD_TRAIN, LI_FIELD_TRAIN)
@@ -8224,25 +8247,20 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 
 /* ----------------
    >>dispatch: one pass for each instruction set, and the choice among them at run time
-   A new instruction set needs its number, a pass and a line in li_all_kernels here, a bit in li_isa_detect or a
-   LI_BASELINE, its definitions in >>vector and >>int8, the size of its tile in >>gemm, and its name in luna_isa.
+   "Adding an instruction set" in examples/guide.md lists what a new one needs.
    ---------------------------------------- */
-/* LI_PASS is the suffix of a pass, and LI_ISA(suffix) its luna_isa as a number for #if. */
-#define LI_JOIN2(a, b) a##b
-#define LI_JOIN(a, b) LI_JOIN2(a, b)
-#define LI_K(name) LI_JOIN(LI_JOIN(li_, name), LI_PASS)
-#define LI_ISA(suffix) LI_JOIN(LI_ISA, suffix)
-#define LI_IS(name) (LI_ISA(LI_PASS) == LI_ISA_##name)
+/* These are luna_isa's numbers, for #if. */
+#define LI_IS(name) (LI_PASS == LI_ISA_##name)
 #define LI_ISA_scalar 1
 #define LI_ISA_sse2 2
 #define LI_ISA_avx2 3
 #define LI_ISA_avx512 4
 #define LI_ISA_neon 5
 #define LI_ISA_wasm 6
-#define LI_ISA_avxvnni 8 /* AVX2, own >>int8 */
-#define LI_ISA_vnni 9 /* AVX-512, own >>int8 */
-#define LI_ISA_bf16 10 /* bfloat16 >>gemm too */
-#define LI_ISA_amx 11 /* both by tiles */
+#define LI_ISA_avxvnni 8
+#define LI_ISA_vnni 9
+#define LI_ISA_bf16 10
+#define LI_ISA_amx 11
 #ifndef LUNA_HEADER_FILENAME
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
@@ -8250,7 +8268,7 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 /* LI_BASELINE is the best that the compiler promises. Passes below it are left out. On x86, passes above it follow,
    each with its target switched on. */
 #if defined(LUNA_NO_SIMD) || defined(LI_DOUBLE) || defined(__CUDACC__)
-#define LI_BASELINE _scalar
+#define LI_BASELINE LI_ISA_scalar
 #elif (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
   (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LI_MSVC))
 #include <immintrin.h>
@@ -8260,11 +8278,11 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 #define LI_X86
 #endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define LI_BASELINE _avx512
+#define LI_BASELINE LI_ISA_avx512
 #elif defined(__AVX2__) && defined(__FMA__)
-#define LI_BASELINE _avx2
+#define LI_BASELINE LI_ISA_avx2
 #else
-#define LI_BASELINE _sse2
+#define LI_BASELINE LI_ISA_sse2
 #endif
 #define LI_PRAGMA(text) _Pragma(#text)
 #if defined(LI_MSVC)
@@ -8280,50 +8298,50 @@ static LI_UNUSED const li_kernels LI_K(kernels) = {
 #define LI_TARGET_END _Pragma("GCC pop_options")
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-#define LI_BASELINE _neon
+#define LI_BASELINE LI_ISA_neon
 #include <arm_neon.h>
 #elif defined(__wasm_simd128__)
-#define LI_BASELINE _wasm
+#define LI_BASELINE LI_ISA_wasm
 #include <wasm_simd128.h>
 #else
-#define LI_BASELINE _scalar
+#define LI_BASELINE LI_ISA_scalar
 #endif
 
-#define LI_PASS _scalar
+#define LI_PASS LI_ISA_scalar
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
-#if LI_ISA(LI_BASELINE) != LI_ISA_scalar
+#if LI_BASELINE != LI_ISA_scalar
 #define LI_PASS LI_BASELINE
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
 #endif
 #ifdef LI_X86
-#if LI_ISA(LI_BASELINE) < LI_ISA_avx2
+#if LI_BASELINE < LI_ISA_avx2
 LI_TARGET("avx2,fma")
-#define LI_PASS _avx2
+#define LI_PASS LI_ISA_avx2
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
 LI_TARGET_END
 #endif
-#if !defined(LUNA_NO_INT8) && LI_ISA(LI_BASELINE) <= LI_ISA_avx2 && \
+#if !defined(LUNA_NO_INT8) && LI_BASELINE <= LI_ISA_avx2 && \
     ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
 #define LI_AVXVNNI
 LI_TARGET("avxvnni,avx2,fma")
-#define LI_PASS _avxvnni
+#define LI_PASS LI_ISA_avxvnni
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
 LI_TARGET_END
 #endif
-#if LI_ISA(LI_BASELINE) < LI_ISA_avx512
+#if LI_BASELINE < LI_ISA_avx512
 LI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#define LI_PASS _avx512
+#define LI_PASS LI_ISA_avx512
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
 LI_TARGET_END
 #endif
 #ifndef LUNA_NO_INT8
 LI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#define LI_PASS _vnni
+#define LI_PASS LI_ISA_vnni
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
 LI_TARGET_END
@@ -8333,7 +8351,7 @@ LI_TARGET_END
     ((defined(__clang__) && __clang_major__ >= 9) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 10))
 #define LI_AVX512BF16
 LI_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#define LI_PASS _bf16
+#define LI_PASS LI_ISA_bf16
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
 LI_TARGET_END
@@ -8343,7 +8361,7 @@ LI_TARGET_END
     ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
 #define LI_AMX
 LI_TARGET("amx-tile,amx-bf16,amx-int8,avx512vnni,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#define LI_PASS _amx
+#define LI_PASS LI_ISA_amx
 #include LUNA_HEADER_FILENAME
 #undef LI_PASS
 LI_TARGET_END
@@ -8371,7 +8389,7 @@ LI_FN uint32_t li_xgetbv(void) {
    processors; on Intel's it does half as many. Leaf 0x1D is read because some virtual machines show AMX but have no
    tiles. */
 LI_FN int li_isa_detect(void) {
-  int known = 1 << LI_ISA(LI_BASELINE) | 1 << LUNA_ISA_REFERENCE;
+  int known = 1 << LI_BASELINE | 1 << LUNA_ISA_REFERENCE;
   const uint32_t avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, amx = 1u << 22 | 3u << 24;
   uint32_t r[4], more[4] = { 0, 0, 0, 0 }, tiles[4] = { 0, 0, 0, 0 };
   li_cpuid(0, 0, r);
@@ -8405,7 +8423,7 @@ LI_FN int li_isa_detect(void) {
    value. */
 LI_FN int li_isa_known(void) {
 #if !defined(LI_X86)
-  return 1 << LI_ISA(LI_BASELINE) | 1 << LUNA_ISA_REFERENCE;
+  return 1 << LI_BASELINE | 1 << LUNA_ISA_REFERENCE;
 #elif defined(LI_MSVC)
   static volatile int known;
   int isa = known;
@@ -8454,17 +8472,17 @@ static const li_kernels *const li_all_kernels[] = {
 #ifndef LUNA_NO_INT8
   &li_kernels_vnni,
 #endif
-#if LI_ISA(LI_BASELINE) < LI_ISA_avx512
+#if LI_BASELINE < LI_ISA_avx512
   &li_kernels_avx512,
 #endif
 #ifdef LI_AVXVNNI
   &li_kernels_avxvnni,
 #endif
-#if LI_ISA(LI_BASELINE) < LI_ISA_avx2
+#if LI_BASELINE < LI_ISA_avx2
   &li_kernels_avx2,
 #endif
 #endif
-  &LI_JOIN(li_kernels, LI_BASELINE),
+  &li_kernels_baseline,
   &li_kernels_reference
 };
 /* Returns the kernels of an instruction set, or null if this build or machine lacks it. LUNA_ISA_BEST is the best
@@ -8474,7 +8492,7 @@ LI_CALL const li_kernels *li_kernels_of(luna_isa isa) {
   const int best = known & ~(1 << LUNA_ISA_AMX | 1 << LUNA_ISA_REFERENCE | slow);
   int wanted = 0;
   if (isa == LUNA_ISA_BEST) wanted = best;
-  else if ((unsigned)isa <= LUNA_ISA_AMX) wanted = known & 1 << isa;
+  else if ((unsigned)isa < 31) wanted = known & 1 << isa;
   if (isa == LUNA_ISA_AMX && wanted && !li_tiles_permitted()) return NULL;
   for (int i = 0; i < LI_LENGTH(li_all_kernels); i++)
     if (wanted >> li_all_kernels[i]->isa & 1) return li_all_kernels[i];
@@ -9577,7 +9595,6 @@ LI_HOT uint32_t li_pool_publish(li_pool *pool, int64_t count) {
   return call;
 }
 
-/* This is a luna_parallel_for. */
 LI_HOT void li_pool_run(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
   li_pool *pool = (li_pool *)user;
   pool->task = task;
@@ -12636,8 +12653,11 @@ LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
 
 /* ---- Helpers ---- */
 /* Each op defines its row of the table, LI_CPU_<NAME>, beside its functions. */
-#define LI_CPU_OP(query, forward, backward, can) \
-  { query, forward, LI_TRAIN(backward), can }
+#ifdef LUNA_NO_TRAIN
+#define LI_CPU_OP(query, forward, backward, can) { query, forward, NULL, can }
+#else
+#define LI_CPU_OP(query, forward, backward, can) { query, forward, backward, can }
+#endif
 
 /* Threads share body(op, first, last) over `count` items, in units of about LI_SPLIT elements: an item has `width`. */
 typedef void (*li_body)(luna_op *op, int64_t first, int64_t last);

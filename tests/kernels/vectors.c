@@ -25,18 +25,23 @@ typedef struct vectors_pass {
   int (*lanes)(const float *x, float out[3]);
 } vectors_pass;
 #define VECTORS_PASS(isa, suffix) \
-  {(luna_isa)(isa), LI_JOIN(li_vectors_map, suffix), LI_JOIN(li_vectors_singles, suffix), \
-   LI_JOIN(li_vectors_lanes, suffix)}
+  {isa, li_vectors_map_##suffix, li_vectors_singles_##suffix, li_vectors_lanes_##suffix}
 static const vectors_pass vectors_passes[] = {
-  VECTORS_PASS(LUNA_ISA_REFERENCE, _scalar),
-#if LI_ISA(LI_BASELINE) != LI_ISA_scalar
-  VECTORS_PASS(LI_ISA(LI_BASELINE), LI_BASELINE),
+  VECTORS_PASS(LUNA_ISA_REFERENCE, scalar),
+#if LI_BASELINE == LI_ISA_sse2
+  VECTORS_PASS(LUNA_ISA_SSE2, sse2),
 #endif
-#if defined(LI_X86) && LI_ISA(LI_BASELINE) < LI_ISA_avx2
-  VECTORS_PASS(LUNA_ISA_AVX2, _avx2),
+#if LI_BASELINE == LI_ISA_avx2 || (defined(LI_X86) && LI_BASELINE < LI_ISA_avx2)
+  VECTORS_PASS(LUNA_ISA_AVX2, avx2),
 #endif
-#if defined(LI_X86) && LI_ISA(LI_BASELINE) < LI_ISA_avx512
-  VECTORS_PASS(LUNA_ISA_AVX512, _avx512),
+#if LI_BASELINE == LI_ISA_avx512 || defined(LI_X86)
+  VECTORS_PASS(LUNA_ISA_AVX512, avx512),
+#endif
+#if LI_BASELINE == LI_ISA_neon
+  VECTORS_PASS(LUNA_ISA_NEON, neon),
+#endif
+#if LI_BASELINE == LI_ISA_wasm
+  VECTORS_PASS(LUNA_ISA_WASM, wasm),
 #endif
 };
 static const vectors_pass *pass;
