@@ -178,8 +178,10 @@ static inline uint64_t luna_ranks_parameters(const luna_ranks *r) {
 /* the instruction set, by its bits: 8 bits are exact, and without products in 16 bits the later sets are AVX-512 */
 static inline luna_isa luna_ranks_isa(const luna_ranks *r) {
   const luna_isa isa = luna_isa_of(r->ctx);
+  const bool avx512 = isa == LUNA_ISA_AVX512_VNNI || isa == LUNA_ISA_AVX512_BF16 || isa == LUNA_ISA_AMX;
   if (isa == LUNA_ISA_AVX2_VNNI) return LUNA_ISA_AVX2;
-  return isa > LUNA_ISA_AVX2_VNNI && luna_options_of(r->ctx)->products == LUNA_DTYPE_F32 ? LUNA_ISA_AVX512 : isa;
+  if (avx512 && luna_options_of(r->ctx)->products == LUNA_DTYPE_F32) return LUNA_ISA_AVX512;
+  return isa;
 }
 static inline int64_t luna_ranks_longest(const luna_input *input) {
   int64_t longest = 1;

@@ -235,7 +235,7 @@ int main(void) {
       next = {513, 50};
   const int share = test_full() ? 1 : 3; /* of what is drawn at random */
   for (int at = 0; kernels_next_products(&at);) {
-    if (kernels->isa > LUNA_ISA_REFERENCE) { /* its products in float32 are AVX2's or AVX-512's */
+    if (at > COMMON_ISAS) { /* its products in float32 are AVX2's or AVX-512's */
       for (int i = 0; i < 60 / share; i++) check_random(1, small, small, small, batch, (int)pick(MODES) | ROUNDED);
       for (int i = 0; i < 6; i++) check_random(1, i % 2 ? tall : few, i % 2 ? small : broad, deep, one,
                                                (int)pick(MODES) | ROUNDED);

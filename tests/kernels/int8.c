@@ -13,12 +13,13 @@
 /* the loops that this machine can run; offset: what is added to q */
 typedef struct int8_set { const char *name; const li_int8_loops *loops; int offset; } int8_set;
 static int int8_sets(int8_set *sets) {
-  static const luna_isa isas[] = {LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON,
-                                  LUNA_ISA_WASM, LUNA_ISA_AVX2_VNNI, LUNA_ISA_AVX512_VNNI, LUNA_ISA_AMX};
+  static const struct { luna_isa isa; int offset; } isas[] = {
+    {LUNA_ISA_SCALAR, 0}, {LUNA_ISA_SSE2, 0}, {LUNA_ISA_AVX2, 0}, {LUNA_ISA_AVX512, 0}, {LUNA_ISA_NEON, 0},
+    {LUNA_ISA_WASM, 0}, {LUNA_ISA_AVX2_VNNI, 128}, {LUNA_ISA_AVX512_VNNI, 128}, {LUNA_ISA_AMX, 128}};
   int count = 0;
   for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
-    const li_kernels *table = li_kernels_of(isas[i]);
-    if (table) sets[count++] = (int8_set){luna_isa_name(isas[i]), table->int8, isas[i] > LUNA_ISA_WASM ? 128 : 0};
+    const li_kernels *table = li_kernels_of(isas[i].isa);
+    if (table) sets[count++] = (int8_set){luna_isa_name(isas[i].isa), table->int8, isas[i].offset};
   }
   return count;
 }
