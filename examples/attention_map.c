@@ -14,6 +14,7 @@
 
 #include "common/example.h"
 #include "common/tokens.h"
+#include "common/slot_weights.h"
 
 #define TOKENS 1024                  /* at most */
 #define COLUMNS 64                   /* tokens side by side, at most; longer texts go on below */
@@ -114,45 +115,6 @@ static int cut(const luna_params *params, const char *path, span t, int64_t voca
     return fail("%s reads %s, not a text; --tokens numbers takes them as numbers", path, as);
   for (int64_t i = 0; i < t.size; i++) add_token(t.at[i], (span){ t.at + i, 1 });
   return 0;
-}
-
-/* ---- the two attention matrices ---------------------------------------------------------------------------------- */
-
-/* softmax(q k^T / sqrt(d_h)) of each head: q [1,a,d], k [1,b,d] -> [1,heads,a,b] */
-static luna_tensor *matrices(luna_tensor *q, luna_tensor *k, int64_t heads) {
-  if (!q || !k) return NULL;
-  const int64_t d_h = q->shape[2] / heads, q_heads[] = { 1, q->shape[1], heads, d_h },
-      k_heads[] = { 1, k->shape[1], heads, d_h };
-  const int by_head[] = { 0, 2, 1, 3 };
-  q = luna_permute(luna_reshape(q, 4, q_heads), by_head), k = luna_permute(luna_reshape(k, 4, k_heads), by_head);
-  return luna_softmax(luna_scale(luna_matmul(q, k, false, true), 1 / sqrtf((float)d_h)), NULL);
-}
-
-/* a sharing without keys has no such layer */
-static luna_tensor *projected(const luna_linear_layer *layer, luna_tensor *x) {
-  return layer->weight ? luna_linear_layer_forward(layer, x) : x;
-}
-
-/* pack [1,heads,l,n], eq. 3; unpack [1,heads,n,l], eq. 4. False on failure. */
-static bool look(const luna_encoder *e, luna_tensor **pack, luna_tensor **unpack) {
-  const luna_encoder_layer *layer = NULL;
-  int32_t input[TOKENS];
-  for (int64_t i = 0; i < count; i++) input[i] = tokens[i].token;
-  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e,
-      &(luna_input){ input, NULL, 1, count, NULL }, &p);
-  for (int64_t i = 0; i < own.layer; i++) {
-    if (layer) x = luna_encoder_layer_forward(layer, x, &p, NULL);
-    layer = &e->layers[e->config.tied_layers ? 0 : i];
-  }
-  const luna_nested_attention_layer *a = &layer->attention;
-  if (layer->memory) p = luna_expand(layer->memory, 1);
-  if (layer->config.pre_norm)
-    x = luna_norm_layer_forward(&layer->attention_norm, x), p = luna_norm_layer_forward(&layer->memory_norm, p);
-  luna_nested_attention_layer_forward(a, x, p, NULL, NULL, &packed_context);
-  *pack = matrices(projected(&a->pq, p), projected(&a->pk, x),
-                   a->config.pack_heads ? a->config.pack_heads : a->config.heads);
-  *unpack = matrices(projected(&a->q, x), projected(&a->k, packed_context), a->config.heads);
-  return *pack && *unpack;
 }
 
 /* ---- the picture ------------------------------------------------------------------------------------------------- */
@@ -317,7 +279,9 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   const luna_layer_config *layer = &e->config.layer;
   const int64_t heads = e->config.layer.heads, pack_heads = layer->pack_heads ? layer->pack_heads : heads,
       min_heads = pack_heads < heads ? pack_heads : heads;
+  int32_t input[TOKENS];
   luna_tensor *pack, *unpack;
+  for (int64_t i = 0; i < count; i++) input[i] = tokens[i].token;
   if (layer->attention != LUNA_ATTENTION_LUNA)
     return fail("the model's attention is not Luna's, so it has no memory to look at");
   if (own.layer > e->config.layers)
@@ -325,7 +289,7 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   if (own.head > min_heads)
     return fail("the model has %lld heads and no head %lld", (long long)min_heads, (long long)own.head);
   luna_begin_inference(ctx);
-  if (!look(e, &pack, &unpack)) return failed(ctx);
+  if (!slot_weights(e, &(luna_input){ input, NULL, 1, count, NULL }, own.layer, &pack, &unpack)) return failed(ctx);
   const int64_t slots = pack->shape[2];
   float *values = (float *)malloc((size_t)((pack_heads + heads) * slots * count) * sizeof(float));
   if (!values) return fail("out of memory");

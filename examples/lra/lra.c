@@ -13,6 +13,7 @@
      lra train image --pixels number --shift 4 ... reads a gray as a number, not as one of 256 tokens, and moves images
      lra train pathfinder --pixels number --segment 1 ...    adds a second loss, on the first disc's contour
      lra eval RUN.safetensors [--data FILE]        measures the accuracy on a file or on generated test samples
+     lra draw RUN.safetensors [--plot FILE]        draws where the memory slots look in a picture
      lra table FOLDER [--plot FILE]                prints all runs in it as Markdown, beside Table 1 of the paper
      lra show TASK [--data FILE] [--plot FILE]     shows a few samples, and for lists and Pathfinder what they are like
 
@@ -27,24 +28,26 @@
 #include "../common/tokens.h"
 #include "../common/lists.h"
 #include "../common/classifier.h"
+#include "../common/slot_weights.h"
 #include "../luna_mask.h"
 #include "pathfinder.h"
 #include "lra_tasks.h"
 #include "lra_settings.h"
 #include "lra_table.h"
+#include "lra_draw.h"
 
 static struct settings set = { .memory = 16, .seed = 1, .validations = 20, .dropout = -1 }; /* -1: by --settings */
 static struct {
   const char *data, *valid, *svg, *begin, *seeds;
   int64_t settings, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
-  int64_t pixels, shift, grays, trial;
-  double weight_decay, attention_dropout, growing, segment, segment_for, masked, trial_loss;
-} own = { .difficulty = 2, .data_seed = 1, .count = 3, .hidden = -1, .warmup = -1, .weight_decay = -1,
-          .attention_dropout = -1, .growing = -1, .segment_for = 0.33, .masked = 0.15 };
+  int64_t pixels, shift, grays, trial, sample, layer;
+  double weight_decay, attention_dropout, growing, segment, segment_for, dark, masked, trial_loss;
+} own = { .difficulty = 2, .data_seed = 1, .count = 3, .layer = 1, .hidden = -1, .warmup = -1, .weight_decay = -1,
+          .attention_dropout = -1, .growing = -1, .segment_for = 0.33, .dark = 1, .masked = 0.15 };
 
 #define GRAYS_NAMES "16 256"
 static const flag flags[] = {
-  { "--data", "tpes", READS(own.data),
+  { "--data", "tpeds", READS(own.data),
    "Reads the samples from FILE. Without it those of listops and pathfinder are generated." },
   { "--valid", "tp", READS(own.valid),
    "Says which samples choose the model. They are half of FILE, else of the last tenth of --data; the rest is "
@@ -58,6 +61,7 @@ static const flag flags[] = {
    "Says where to write the result. The names of a run's files begin with TEXT, else with TASK-ATTENTION-SEED or the "
    "like." },
   { "--plot", "tp", WRITES(set.plot), "Draws a picture in FILE, as SVG. It shows the loss." },
+  { "--plot", "d", WRITES(set.plot), "Draws the picture in FILE, as SVG." },
   { "--validations", "tp", WHOLE(set.validations, 1, 1e6),
    "Validates N times, at equal distances. The best model is kept." },
   FLAGS_RESUME_OF("tp"),
@@ -87,6 +91,8 @@ static const flag flags[] = {
    "Adds a second loss of weight X. It asks which lit pixels belong to the first disc's contour, in pathfinder." },
   { "--segment-for", "t", REAL(own.segment_for, 0.0001, 1),
    "Lets the weight of --segment fall to 0 in the first share X of the steps." },
+  { "--dark", "t", REAL(own.dark, 0, 1),
+   "Keeps a share X of the dark pixels of training pictures and leaves the others out. It is for pathfinder." },
   { "--masked", "tp", REAL(own.masked, 0.01, 0.95),
    "Masks a share X of the tokens. It is for pretrain; of pixels as numbers it is 0.5 if not given." },
   { "--grays", "tp", CHOICE(own.grays, GRAYS_NAMES),
@@ -94,10 +100,12 @@ static const flag flags[] = {
   { "--trial", "t", WHOLE(own.trial, 0, 1e9), "Ends a run after N steps if its loss has not fallen. 0 ends none." },
   { "--trial-loss", "t", REAL(own.trial_loss, 0, 1000),
    "Lets --trial end runs whose loss is above X. 0 is 98% of the loss of guessing." },
-  { "--difficulty", "tpse", CHOICE(own.difficulty, DIFFICULTY_NAMES),
+  { "--difficulty", "tpsed", CHOICE(own.difficulty, DIFFICULTY_NAMES),
    "Chooses contours of 6, 9 or 14 paddles. It is for pathfinder." },
-  { "--data-seed", "tpse", WHOLE(own.data_seed, 0, 9e15),
+  { "--data-seed", "tpsed", WHOLE(own.data_seed, 0, 9e15),
    "Seeds the generated samples with N. Without it eval takes that of the training." },
+  { "--sample", "d", WHOLE(own.sample, 0, 1e9), "Shows sample N of those that test the model, from 0." },
+  { "--layer", "d", WHOLE(own.layer, 1, 1024), "Shows layer N, from 1." },
   { "--count", "s", WHOLE(own.count, 1, 1e6), "Sets the count to N. It counts the samples to show." },
   { "--plot", "Ts", WRITES(own.svg), "Draws a picture in FILE, as SVG. It shows the runs, or the samples." },
   FLAG_SEED("tp"),
@@ -146,6 +154,7 @@ static bool is_idle(const flag *f) {
   if (x == &own.segment || x == &own.segment_for) return own.segment <= 0;
   if (x == &own.masked) return !pretraining;
   if (w == &own.grays) return !pretraining || !own.pixels;
+  if (x == &own.dark) return own.dark >= 1;
   return x == &own.growing && task != LISTOPS && task != PATHFINDER;
 }
 /* "layers 2, dim 64, ...": all that shapes a run but the system, the seed, and when it is looked at or ends */
@@ -184,35 +193,53 @@ static luna_status scale_values(luna_tensor *t, float factor) {
   if (status == LUNA_OK) status = luna_write(t, values);
   return free(values), status;
 }
-/* Positions [longest,d] begin as sines and cosines of a picture's row, and of its column, of periods from 2 sides down
-   to 4 pixels, of this size; CLS, the first, as zeros. Near pixels are alike so. */
+/* Number k of `count` sines and cosines of a pixel's row, and then of its column, of periods from 2 sides down to 4
+   pixels; zeros for CLS, at place 0. Near pixels are alike so. */
+static double coordinate(int64_t at, int64_t k, int64_t count) {
+  const int64_t pixel = at - 1, quarter = count / 4, period = k % quarter;
+  const int64_t line = k < 2 * quarter ? pixel / SIDE : pixel % SIDE;
+  const double part = (double)period / (double)(quarter > 1 ? quarter - 1 : 1);
+  const double angle = (double)line * PI / SIDE * pow(SIDE / 2, part);
+  if (pixel < 0 || k >= 4 * quarter) return 0;
+  return k / quarter % 2 == 0 ? sin(angle) : cos(angle);
+}
+/* Positions [longest,d] begin as the coordinates of pixels, of this size. */
 static luna_status write_grid(luna_tensor *positions, float size) {
-  const int64_t longest = positions->shape[0], dim = positions->shape[1], quarter = dim / 4;
+  const int64_t longest = positions->shape[0], dim = positions->shape[1];
   float *values = (float *)grow(NULL, longest * dim, sizeof(float));
-  for (int64_t i = 0; i < longest * dim; i++) {
-    const int64_t pixel = i / dim - 1, column = i % dim, k = column % quarter;
-    const int64_t at = column < 2 * quarter ? pixel / SIDE : pixel % SIDE;
-    const double angle = (double)at * PI / SIDE * pow(SIDE / 2, (double)k / (double)(quarter > 1 ? quarter - 1 : 1));
-    const bool sine = column / quarter % 2 == 0, none = pixel < 0 || column >= 4 * quarter;
-    values[i] = none ? 0 : size * (float)(sine ? sin(angle) : cos(angle));
-  }
+  for (int64_t i = 0; i < longest * dim; i++) values[i] = size * (float)coordinate(i / dim, i % dim, dim);
   luna_status status = luna_write(positions, values);
   return free(values), status;
 }
-/* With --pixels number a step's features are a pixel's gray and whether it is hidden. CLS and what is hidden have no
-   gray, which counts as the mean of all. */
-enum { FEATURES = 2 };
-static int64_t grays(void) { return own.grays ? 256 : 16; }
-static int32_t class_of_gray(int32_t gray) { return gray < 0 ? -1 : gray * (int32_t)grays() / 256; }
+/* With --pixels number a step's features are a pixel's gray and whether it is hidden, and with --positions coordinates
+   these. CLS and what is hidden have no gray, which counts as the mean of all. */
+enum { FEATURES = 2, COORDINATE_FEATURES = 64 };
+static int64_t features_count(void) {
+  if (!own.pixels) return 0;
+  return own.positions == COORDINATES ? FEATURES + COORDINATE_FEATURES : FEATURES;
+}
+static const float *coordinates_at(int64_t at) {           /* [COORDINATE_FEATURES] of a place */
+  static float table[1 + PIXELS][COORDINATE_FEATURES];
+  static bool filled;
+  for (int64_t i = 0; i <= PIXELS && !filled; i++)
+    for (int64_t k = 0; k < COORDINATE_FEATURES; k++) table[i][k] = (float)coordinate(i, k, COORDINATE_FEATURES);
+  return filled = true, table[at];
+}
+static int32_t grays(void) { return own.grays ? 256 : 16; }
+static int32_t class_of_gray(int32_t gray) { return gray < 0 ? -1 : gray * grays() / 256; }
 static int64_t masked_classes(void) { return own.pixels ? grays() : data.task->symbols + 1; }
 static float *features_of(const luna_input *input, const int32_t *labels) { /* to be freed; labels: see encoded() */
-  const int64_t all = input->batch * input->n;
-  float *features = (float *)grow(NULL, FEATURES * all + 1, sizeof(float));
+  const int64_t all = input->batch * input->n, count = features_count();
+  float *features = (float *)grow(NULL, count * all + 1, sizeof(float));
   for (int64_t i = 0; i < all; i++) {
     const int32_t gray = gray_of_token(input->tokens[i]);
     const bool hidden = labels && labels[i] >= 0;
-    features[FEATURES * i] = hidden || gray == (int32_t)data.task->symbols ? NAN : (float)gray;
-    features[FEATURES * i + 1] = hidden;
+    float *own_features = features + count * i;
+    own_features[0] = hidden || gray == (int32_t)data.task->symbols ? NAN : (float)gray;
+    own_features[1] = hidden;
+    if (count > FEATURES)
+      memcpy(own_features + FEATURES, coordinates_at(place_of_token(input->tokens[i], i % input->n)),
+             COORDINATE_FEATURES * sizeof(float));
   }
   return features;
 }
@@ -229,7 +256,7 @@ static luna_tensor *encoded(const luna_input *input, const int32_t *labels) {
 static int fit_grays(luna_ctx *ctx, const samples *s) {
   enum { COUNT = 256 };
   const int64_t count = s->training < COUNT ? s->training : COUNT;
-  data.mirrored = data.moved = data.marked = 0, data.grown = 1;
+  data.mirrored = data.moved = data.marked = data.dimmed = 0, data.grown = 1;
   int32_t *tokens = (int32_t *)grow(NULL, count * s->longest, sizeof(int32_t)), lengths[COUNT];
   memset(tokens, 0, (size_t)(count * s->longest) * sizeof(int32_t));
   for (int64_t i = 0; i < count; i++) s->fetch(i, tokens + i * s->longest, &lengths[i]);
@@ -242,6 +269,8 @@ static int fit_grays(luna_ctx *ctx, const samples *s) {
 }
 
 static int model_open(luna_ctx *ctx, luna_params *params) {
+  static const luna_positions position_kinds[] = { LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED,
+                                                   LUNA_POSITIONS_LEARNED, LUNA_POSITIONS_NONE };
   const attention_kind *a = &attention_kinds[set.attention];
   const int64_t task = data.task - tasks, width = data.task->parts * set.dim;
   const bool authors = own.settings == AUTHORS, bert = authors && task <= TEXT;
@@ -254,8 +283,8 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
   };
   luna_encoder_config c = {
     .layers = set.layers, .layer = layer,
-    .positions = own.positions == SINUSOIDAL ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_LEARNED,
-    .max_length = own.longest, .norm_embedding = authors, .features = own.pixels ? FEATURES : 0
+    .positions = position_kinds[own.positions],
+    .max_length = own.longest, .norm_embedding = authors, .features = features_count()
   };
   char line[160];
   attention_line(a, own.settings, task, own.longest, set.pooling, line, sizeof line);
@@ -603,6 +632,7 @@ static void use_step(const samples *s) {
   data.step = filled, data.mirrored = own.mirror ? s->training : 0;
   data.shift = own.shift, data.moved = own.shift ? s->training : 0;
   data.marked = own.segment > 0 ? s->training : 0;
+  data.dark = own.dark, data.dimmed = own.dark < 1 ? s->training : 0;
   data.grown = own.growing > 0 ? (double)filled / (own.growing * (double)set.steps) : 1;
 }
 /* One step of the optimiser. Returns 0, or 2 after a sentence. */
@@ -740,6 +770,9 @@ static int check_flags(void) {
   if (own.pixels && !pictures) return fail("--pixels number is for image and pathfinder alone");
   if (own.segment > 0 && !pathfinder) return fail("--segment is for pathfinder alone");
   if (own.segment > 0 && !own.pixels) return fail("--segment needs --pixels number");
+  if (own.positions == COORDINATES && !own.pixels) return fail("--positions coordinates needs --pixels number");
+  if (own.dark < 1 && !pathfinder) return fail("--dark is for pathfinder alone");
+  if (own.dark < 1 && own.positions != COORDINATES) return fail("--dark needs --positions coordinates");
   if (!pretraining && (given(&own.masked) || given(&own.grays))) return fail("--masked and --grays are for pretrain");
   if (pretraining && given(&own.grays) && !own.pixels) return fail("--grays needs --pixels number");
   return 0;
@@ -816,35 +849,110 @@ static int pretrain(luna_ctx *ctx, const char **words) {
 
 /* ---- eval, table ------------------------------------------------------------------------------------------------- */
 
-static int eval(luna_ctx *ctx, const char **words) {
+/* Opens the model of a file that train wrote, and the samples that test it. Returns 0, or 2 after a sentence; the
+   samples, the batch and the model are to be closed by close_kept() either way. */
+static int open_kept(luna_ctx *ctx, const char *file, samples *s) {
   luna_params *params = luna_params_open(ctx);
-  const luna_params *pairs = kept_pairs(ctx, words[0]);
+  const luna_params *pairs = kept_pairs(ctx, file);
   const char *task = pairs ? luna_params_get_text(pairs, "lra.task") : NULL;
-  samples s;
-  double loss, share = -1;
   if (!pairs) return 2;
-  if (!task) return fail("%s is not a model that lra made", words[0]);
+  if (!task) return fail("%s is not a model that lra made", file);
   const char *masked = luna_params_get_text(pairs, "lra.pretraining");
   if (masked && *masked)
-    return fail("%s is a pre-trained model and has no classes yet; lra train --begin takes it", words[0]);
+    return fail("%s is a pre-trained model and has no classes yet; lra train --begin takes it", file);
   const int64_t seed = own.data_seed, difficulty = own.difficulty;
   const bool other_seed = given(&own.data_seed), other_difficulty = given(&own.difficulty);
   flags_given = 0;                                         /* they are of what is measured, not of the training */
-  if (task_find(task) || set_kept_flags(pairs, flags, words[0])) return 2;
+  if (task_find(task) || set_kept_flags(pairs, flags, file)) return 2;
   if (other_seed) own.data_seed = seed;
   if (other_difficulty) own.difficulty = difficulty;
   use_data_flags();
-  int status = task_open(&s, own.data, NULL, true);
-  s.logits = logits;
+  int status = task_open(s, own.data, NULL, true);
+  s->logits = logits;
   if (!status) status = model_open(ctx, params);
-  if (!status && luna_load(params, luna_path(words[0])) != LUNA_OK) status = failed(ctx);
-  if (!status) status = batch_open(&s);
+  if (!status && luna_load(params, luna_path(file)) != LUNA_OK) status = failed(ctx);
+  return status ? status : batch_open(s);
+}
+static void close_kept(void) { batch_close(), model_close(), task_close(); }
+
+static int eval(luna_ctx *ctx, const char **words) {
+  samples s;
+  double loss, share = -1;
+  int status = open_kept(ctx, words[0], &s);
   if (!status && (share = accuracy(ctx, NULL, &s, 0, s.held, &loss)) < 0) status = failed(ctx);
   if (!status)
     say("%s: %s. Accuracy on %lld samples of %s: %.2f%% (loss %.3f)", words[0], data.task->title,
         (long long)s.held, s.title, 100 * share, loss);
-  batch_close(), model_close(), task_close();
-  return status;
+  return close_kept(), status;
+}
+
+/* ---- draw -------------------------------------------------------------------------------------------------------- */
+
+/* Reads a tensor's values, to be freed; null on failure. */
+static float *values_of(luna_tensor *t) {
+  float *values = t ? (float *)grow(NULL, luna_count(t), sizeof(float)) : NULL;
+  if (!t || luna_read(t, values) != LUNA_OK) return free(values), (float *)NULL;
+  return values;
+}
+/* The mean over the heads of weights [heads,slots,n], in place: [slots,n]. */
+static void mean_of_heads(float *weights, int64_t heads, int64_t count) {
+  for (int64_t h = 1; h < heads; h++)
+    for (int64_t i = 0; i < count; i++) weights[i] += weights[h * count + i];
+  for (int64_t i = 0; i < count; i++) weights[i] /= (float)heads;
+}
+/* Draws sample --sample, whose tokens are [longest] and have marks. */
+static int draw_sample(luna_ctx *ctx, const samples *s, int32_t *tokens) {
+  int32_t length;
+  const int32_t label = s->fetch(own.sample, tokens, &length);
+  luna_input input = { tokens, &length, 1, length, NULL };
+  luna_tensor *pack, *unpack;
+  float grays[PIXELS], contour[PIXELS], found[PIXELS], *features;
+  char answer[80];
+  const luna_encoder *e = &model.encoder;
+  if (own.layer > e->config.layers)
+    return fail("the model has %lld layers and no layer %lld", (long long)e->config.layers, (long long)own.layer);
+  luna_begin_inference(ctx);
+  pool.n = length;
+  luna_tensor *x = luna_keep(encoded(&input, NULL));
+  float *shares = values_of(luna_softmax(logits_of(x, &input), NULL));
+  float *marks = own.segment > 0 ? values_of(luna_softmax(luna_linear_layer_forward(&model.segment, x), NULL)) : NULL;
+  input.features = features = features_of(&input, NULL);
+  if (!own.pixels) input.features = NULL;
+  float *weights = slot_weights(e, &input, own.layer, &pack, &unpack) ? values_of(pack) : NULL;
+  if (shares && weights) {
+    const int64_t slots = pack->shape[2];
+    mean_of_heads(weights, pack->shape[1], slots * length);
+    for (int i = 0; i < PIXELS; i++) {
+      grays[i] = (float)gray_of_token(tokens[1 + i]);
+      contour[i] = mark_of_token(tokens[1 + i]) == CONTOUR;
+      found[i] = marks && mark_of_token(tokens[1 + i]) != DARK ? marks[2 * (1 + i) + 1] : 0;
+    }
+    snprintf(answer, sizeof answer, "label %d, to which the model gives %.0f%%", (int)label,
+             100 * (double)shares[label]);
+    new_file file;
+    FILE *to = file_begin(&file, set.plot);
+    const slot_picture picture = { grays, marks ? contour : NULL, found, weights, slots, own.layer, e->config.layers,
+                                   answer };
+    if (to) draw_slots(to, &picture);
+    const int status = to ? file_end(&file) : 2;
+    return free(features), free(shares), free(marks), free(weights), status;
+  }
+  return free(features), free(shares), free(marks), free(weights), failed(ctx);
+}
+static int draw_command(luna_ctx *ctx, const char **words) {
+  samples s;
+  const char *plot = set.plot ? set.plot : "slots.svg";
+  const int64_t sample = own.sample, layer = own.layer;
+  int status = open_kept(ctx, words[0], &s);
+  set.plot = plot, own.sample = sample, own.layer = layer;
+  if (!status && data.task - tasks < IMAGE) status = fail("%s does not look at pictures", words[0]);
+  if (!status && set.attention != LUNA) status = fail("%s has no memory slots", words[0]);
+  if (!status && own.sample >= s.held)
+    status = fail("there are %lld samples, from 0, and no sample %lld", (long long)s.held, (long long)own.sample);
+  int32_t *tokens = (int32_t *)grow(NULL, own.longest, sizeof(int32_t));
+  data.marked = s.held;
+  if (!status) status = draw_sample(ctx, &s, tokens);
+  return free(tokens), close_kept(), status;
 }
 
 static int table_command(luna_ctx *ctx, const char **words) { return (void)ctx, print_folder(words[0], own.svg); }
@@ -854,7 +962,7 @@ static int table_command(luna_ctx *ctx, const char **words) { return (void)ctx, 
 static void print_image(const int32_t *pixels) {
   for (int y = 0; y < SIDE; y++) {
     for (int x = 0; x < SIDE; x++) {
-      const char shade = " .:-=+*#%@"[pixels[y * SIDE + x] * 10 / 256];
+      const char shade = " .:-=+*#%@"[gray_of_token(pixels[y * SIDE + x]) * 10 / 256];
       printf("%c%c", shade, shade);
     }
     printf("\n");
@@ -865,7 +973,7 @@ static void print_image(const int32_t *pixels) {
 static void draw_image(FILE *to, int64_t index, const int32_t *pixels, int32_t label) {
   const int left = (int)(index % 8) * 140 + 6, top = (int)(index / 8) * 154 + 6;
   for (int i = 0; i < PIXELS; i++) {
-    const unsigned gray = (unsigned)pixels[i];
+    const unsigned gray = (unsigned)gray_of_token(pixels[i]);
     fprintf(to, "<rect x='%d' y='%d' width='4' height='4' fill='#%02x%02x%02x'/>", left + i % SIDE * 4,
             top + i / SIDE * 4, gray, gray, gray);
   }
@@ -969,6 +1077,8 @@ static const command commands[] = {
     "text --settings quick --data imdb.tsv --out runs/masked-1" },
   { "eval", { MODEL_FILE }, "Measures the accuracy on a file or on generated samples.", eval,
     "runs/luna-1.safetensors --data test.tsv" },
+  { "draw", { MODEL_FILE }, "Draws where the memory slots look in a picture.", draw_command,
+    "runs/pathfinder-1.safetensors --sample 3 --plot slots.svg" },
   { "table", { RUNS_FOLDER }, "Prints a folder's runs as Markdown, beside the paper's Table 1.", table_command,
     "runs --plot runs.svg" },
   { "show", { TASK_WORD }, "Shows a few samples of a task.", show, "pathfinder --count 3 --plot samples.svg" },

@@ -9,8 +9,9 @@ enum { LUNA, TRANSFORMER, LOCAL, SPARSE, LONGFORMER, LINFORMER, REFORMER, SINKHO
 
 enum { AUTHORS, LRA, SMALL };
 #define SETTINGS_NAMES "authors lra quick"
-enum { SINUSOIDAL, LEARNED, GRID };   /* GRID: learned, from sinusoids of a picture's row and column */
-#define POSITION_NAMES "sinusoidal learned grid"
+/* GRID: learned, from sinusoids of a picture's row and column; COORDINATES: these sinusoids are features of a pixel */
+enum { SINUSOIDAL, LEARNED, GRID, COORDINATES };
+#define POSITION_NAMES "sinusoidal learned grid coordinates"
 enum { CLS, MEAN };                  /* X of CLS, the mean of X */
 #define POOLING_NAMES "cls mean"
 #define DECAY_NAMES "inverse-sqrt cosine constant"

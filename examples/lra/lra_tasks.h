@@ -34,6 +34,8 @@ static struct {
   int64_t mirrored, step;            /* half of so many of the items, the first, are mirrored: others at other steps */
   int64_t moved, shift;              /* so many of the items, the first, are moved by up to `shift` pixels each way */
   int64_t marked;                    /* the tokens of so many made pictures, the first, have marks: mark_of_token() */
+  int64_t dimmed;                    /* so many made pictures, the first, keep a share `dark` of their dark pixels */
+  double dark;
   item *items;
   int64_t count;
   contents files[2];
@@ -152,10 +154,24 @@ static span moved_by(span image, uint64_t random) {
   return (span){ out, PIXELS };
 }
 
-/* A pixel's token with its mark, of pathfinder.h, in higher bits. A token that has none is a gray or CLS. */
-static int32_t marked_token(int32_t gray, int mark) { return gray | mark << 16; }
+/* A pixel's token with its mark, of pathfinder.h, and, where pixels are left out, its place in the sequence, from 1 on.
+   A token that has neither is a gray or CLS. */
+static int32_t marked_token(int32_t gray, int mark, int at) { return gray | mark << 16 | at << 20; }
 static int32_t gray_of_token(int32_t token) { return token & 0xFFFF; }
-static int mark_of_token(int32_t token) { return token >> 16; }
+static int mark_of_token(int32_t token) { return token >> 16 & 15; }
+static int64_t place_of_token(int32_t token, int64_t index) { return token >> 20 ? token >> 20 : index; }
+
+/* A made picture's tokens, with marks or not, and a share `dark` of the dark pixels; returns how many. */
+static int32_t picture_tokens(const picture *p, bool marked, double dark, int32_t *tokens) {
+  uint64_t random = p->random;
+  int32_t count = 0;
+  for (int i = 0; i < PIXELS; i++) {
+    const double chosen = dark < 1 ? (double)(splitmix(&random) >> 11) / 9007199254740992.0 : 0;
+    if (p->marks[i] != DARK || chosen < dark)
+      tokens[count++] = marked_token(p->pixels[i], marked ? p->marks[i] : DARK, dark < 1 ? i + 1 : 0);
+  }
+  return count;
+}
 
 static int32_t fetch_item(int64_t index, int32_t *tokens, int32_t *lengths) {
   const item *i = &data.items[index];
@@ -183,8 +199,7 @@ static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *lengths) {
   else {
     draw_picture(&p, pathfinder_grown(pathfinder_levels[data.difficulty], grown), seed);
     label = p.label;
-    const bool marked = index < data.marked;
-    for (int i = 0; i < PIXELS; i++) list[i] = marked_token(p.pixels[i], marked ? p.marks[i] : DARK);
+    size = picture_tokens(&p, index < data.marked, index < data.dimmed ? data.dark : 1, list);
   }
   if (size > data.longest - 1) size = (int32_t)data.longest - 1;
   memcpy(tokens + 1, list, (size_t)size * sizeof(int32_t));

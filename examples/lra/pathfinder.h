@@ -107,19 +107,27 @@ TOOL void stamp(canvas to, point at, const float patch[PATCH][PATCH], float cont
   for (int v = 0; v < PATCH; v++)
     for (int u = 0; u < PATCH; u++) {
       const point p = { at.y + v - PATCH / 2, at.x + u - PATCH / 2 };
-      if (inside(p)) to[place(p)] = fmaxf(to[place(p)], contrast * patch[v][u]);
+      const float value = contrast * patch[v][u];
+      if (inside(p) && to[place(p)] < value) to[place(p)] = value;
     }
 }
 
-TOOL void draw_disc(canvas to, point at) {                 /* of radius 1.5 */
-  unsigned char blown[64 * 64] = { 0 }, small[SIDE * SIDE];
+TOOL const unsigned char *disc_at(point at) {              /* [SIDE,SIDE], of radius 1.5; drawn once for each pixel */
+  static unsigned char discs[SIDE * SIDE][SIDE * SIDE];
+  static bool drawn[SIDE * SIDE];
+  unsigned char blown[64 * 64] = { 0 }, *disc = discs[place(at)];
+  if (drawn[place(at)]) return disc;
   for (int v = -3; v <= 3; v++)
     for (int u = -3; u <= 3; u++) {
       const int y = 2 * at.y + v, x = 2 * at.x + u;
       if (u * u + v * v <= 9 && y >= 0 && y < 64 && x >= 0 && x < 64) blown[y * 64 + x] = 255;
     }
-  shrink(blown, 64, small, SIDE);
-  for (int i = 0; i < SIDE * SIDE; i++) to[i] = fmaxf(to[i], small[i] / 255.0f);
+  shrink(blown, 64, disc, SIDE);
+  return drawn[place(at)] = true, disc;
+}
+TOOL void draw_disc(canvas to, point at) {
+  const unsigned char *disc = disc_at(at);
+  for (int i = 0; i < SIDE * SIDE; i++) to[i] = fmaxf(to[i], disc[i] / 255.0f);
 }
 
 /* ---- snakes ------------------------------------------------------------------------------------------------------ */
@@ -186,20 +194,21 @@ TOOL bool is_free(const picture *p, point at, const stroke *paddle) {
 /* The pixels that can be the next head, each once, in the order of rows, with their weights and directions; returns how
    many. */
 TOOL int next_heads(const picture *p, const snake *s, point pivot, point *heads, double *weights, double *angles) {
-  bool is[SIDE][SIDE] = { { false } };
+  bool on_circle[SIDE][SIDE] = { { false } };
   const double step = 1 / 3.0;                             /* radians: an arc of one pixel */
   int count = 0;
   for (int i = 0; i * step < 2 * PI; i++) {
     const double y = pivot.y + 3 * sin(i * step), x = pivot.x + 3 * cos(i * step);
-    if (y >= 0 && y < SIDE && x >= 0 && x < SIDE) is[(int)y][(int)x] = true;
+    if (y >= 0 && y < SIDE && x >= 0 && x < SIDE) on_circle[(int)y][(int)x] = true;
   }
-  for (int i = 0; i < SIDE * SIDE; i++) {
-    if (!is[i / SIDE][i % SIDE]) continue;
-    const double angle = atan2(i / SIDE - pivot.y, i % SIDE - pivot.x), off = fabs(angle - s->angle);
-    const double turn = fmin(fmin(off, 2 * PI - off), PI / 2), weight = cos(turn) * cos(turn);
-    heads[count] = (point){ i / SIDE, i % SIDE }, angles[count] = angle;
-    weights[count++] = weight * (1 - (double)taken(p, i / SIDE, i % SIDE));
-  }
+  for (int y = pivot.y - 3; y <= pivot.y + 3; y++)
+    for (int x = pivot.x - 3; x <= pivot.x + 3; x++) {
+      if (!inside((point){ y, x }) || !on_circle[y][x]) continue;
+      const double angle = atan2(y - pivot.y, x - pivot.x), off = fabs(angle - s->angle);
+      const double turn = fmin(fmin(off, 2 * PI - off), PI / 2), weight = cos(turn) * cos(turn);
+      heads[count] = (point){ y, x }, angles[count] = angle;
+      weights[count++] = weight * (1 - (double)taken(p, y, x));
+    }
   return count;
 }
 

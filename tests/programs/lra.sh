@@ -194,7 +194,35 @@ sed 's/,[^,]*$//' second.csv >a
 run train pathfinder $second --segment 0 --trial 30 --trial-loss 0.01 --out second
 check "without it other things are learnt" differ a second.csv
 check "and there is no column of it" [ "$(head -n 1 second.csv)" = "step,loss,validation_loss,validation_accuracy" ]
-rm -f second* on.* whole.second
+# coordinates as features, and only some of the dark pixels
+few="$(echo "$second" | sed 's/--longest 300/--longest 1025/') --positions coordinates --dark 0.1"
+check "few dark pixels" run train pathfinder $few --trial 24 --trial-loss 0.01 --save-every 9 --out few
+check "are among the settings" grep -q 'positions coordinates.* dark 0.1' out
+cp few.training on.training
+cp few.csv on.csv
+check "a training of them goes on" run train pathfinder --resume on.training --save-every 24
+run train pathfinder $few --trial 24 --trial-loss 0.01 --save-every 24 --out few
+check "to the same bits" bits on few
+cut -d , -f 2 few.csv >few_losses
+run train pathfinder $few --trial 24 --trial-loss 0.01 --dark 1 --out few
+cut -d , -f 2 few.csv >all_losses
+check "whole pictures have other losses" differ few_losses all_losses
+run train pathfinder $few --trial 24 --trial-loss 0.01 --dark 1 --positions grid --out few
+cut -d , -f 2 few.csv >grid_losses
+check "and learnt positions others again" differ all_losses grid_losses
+check "coordinates of images" run train image --data gray $small --steps 4 --validations 1 --pixels number \
+  --positions coordinates --out few
+check "are in no table of positions" sh -c '! grep -aq embed_positions few.safetensors'
+refuses "coordinates needs --pixels number" train image --data gray --positions coordinates --out bad
+refuses "dark is for pathfinder alone" train image --data gray --pixels number --dark 0.5 --out bad
+refuses "dark needs --positions coordinates" train pathfinder --settings quick --pixels number --dark 0.5 --out bad
+# where the slots look
+check "lra draw" run draw few.safetensors --data gray --sample 3 --plot few.svg
+check "draws four slots" [ "$(grep -c '^<text .*>slot [1-4]</text>$' few.svg) $(tail -n 1 few.svg)" = "4 </svg>" ]
+check "whose places are numbers" sh -c '! grep -q -i "nan\|inf" few.svg'
+refuses "no layer 2" draw few.safetensors --data gray --layer 2
+refuses "no sample 20" draw few.safetensors --data gray --sample 20
+rm -f second* on.* whole.second few* all_losses grid_losses
 
 # ---- several seeds
 seeds="--data gray $small --pixels number --steps 10 --validations 2 --lr 0.01"
@@ -457,7 +485,7 @@ printf '\n\n' >lines
 { cat gray; printf 'x'; } >longer
 { head -c 10250 gray; printf '\012'; head -c 1024 gray; } >label10
 printf '\t\n\t\n' >tabs
-refuses "train, eval, table or show"
+refuses "train, eval, draw, table or show"
 refuses "no task pictures" train pictures
 refuses "task file is missing" train
 refuses "needs --data" train text --settings quick
