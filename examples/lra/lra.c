@@ -13,6 +13,7 @@
      lra train image --pixels number --shift 4 ... reads a gray as a number, not as one of 256 tokens, and moves images
      lra train pathfinder --pixels number --segment 1 ...    adds a second loss, on the first disc's contour
      lra eval RUN.safetensors [--data FILE]        measures the accuracy on a file or on generated test samples
+     lra quantize RUN.safetensors --out FILE       stores a model's matrices in 8 bits
      lra draw RUN.safetensors [--plot FILE]        draws where the memory slots look in a picture
      lra table FOLDER [--plot FILE]                prints all runs in it as Markdown, beside Table 1 of the paper
      lra show TASK [--data FILE] [--plot FILE]     shows a few samples, and for lists and Pathfinder what they are like
@@ -38,7 +39,7 @@
 
 static struct settings set = { .memory = 16, .seed = 1, .validations = 20, .dropout = -1 }; /* -1: by --settings */
 static struct {
-  const char *data, *valid, *svg, *begin, *seeds;
+  const char *data, *valid, *svg, *begin, *seeds, *int8;
   int64_t settings, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
   int64_t pixels, shift, grays, trial, sample, layer;
   double weight_decay, attention_dropout, growing, segment, segment_for, dark, masked, trial_loss;
@@ -60,6 +61,7 @@ static const flag flags[] = {
   { "--out", "tp", STRING(set.out),
    "Says where to write the result. The names of a run's files begin with TEXT, else with TASK-ATTENTION-SEED or the "
    "like." },
+  { "--out", "q", WRITES(own.int8), "Writes the model to FILE." },
   { "--plot", "tp", WRITES(set.plot), "Draws a picture in FILE, as SVG. It shows the loss." },
   { "--plot", "d", WRITES(set.plot), "Draws the picture in FILE, as SVG." },
   { "--validations", "tp", WHOLE(set.validations, 1, 1e6),
@@ -849,10 +851,9 @@ static int pretrain(luna_ctx *ctx, const char **words) {
 
 /* ---- eval, table ------------------------------------------------------------------------------------------------- */
 
-/* Opens the model of a file that train wrote, and the samples that test it. Returns 0, or 2 after a sentence; the
-   samples, the batch and the model are to be closed by close_kept() either way. */
-static int open_kept(luna_ctx *ctx, const char *file, samples *s) {
-  luna_params *params = luna_params_open(ctx);
+/* Opens the model of a file that train wrote, in `params`, and, unless `s` is null, the samples that test it. Returns
+   0, or 2 after a sentence. Close the samples, the batch and the model by close_kept() either way. */
+static int open_kept(luna_ctx *ctx, luna_params *params, const char *file, samples *s) {
   const luna_params *pairs = kept_pairs(ctx, file);
   const char *task = pairs ? luna_params_get_text(pairs, "lra.task") : NULL;
   if (!pairs) return 2;
@@ -864,25 +865,38 @@ static int open_kept(luna_ctx *ctx, const char *file, samples *s) {
   const bool other_seed = given(&own.data_seed), other_difficulty = given(&own.difficulty);
   flags_given = 0;                                         /* they are of what is measured, not of the training */
   if (task_find(task) || set_kept_flags(pairs, flags, file)) return 2;
+  const char *begun = luna_params_get_text(pairs, "lra.begun"), *before = luna_params_get_text(pairs, "lra.data");
+  run.begun = begun && *begun ? "yes" : "";
+  snprintf(run.data, sizeof run.data, "%s", before ? before : "");
   if (other_seed) own.data_seed = seed;
   if (other_difficulty) own.difficulty = difficulty;
   use_data_flags();
-  int status = task_open(s, own.data, NULL, true);
-  s->logits = logits;
+  int status = s ? task_open(s, own.data, NULL, true) : 0;
   if (!status) status = model_open(ctx, params);
   if (!status && luna_load(params, luna_path(file)) != LUNA_OK) status = failed(ctx);
-  return status ? status : batch_open(s);
+  if (status || !s) return status;
+  s->logits = logits;
+  return batch_open(s);
 }
 static void close_kept(void) { batch_close(), model_close(), task_close(); }
 
 static int eval(luna_ctx *ctx, const char **words) {
   samples s;
   double loss, share = -1;
-  int status = open_kept(ctx, words[0], &s);
+  int status = open_kept(ctx, luna_params_open(ctx), words[0], &s);
   if (!status && (share = accuracy(ctx, NULL, &s, 0, s.held, &loss)) < 0) status = failed(ctx);
   if (!status)
     say("%s: %s. Accuracy on %lld samples of %s: %.2f%% (loss %.3f)", words[0], data.task->title,
         (long long)s.held, s.title, 100 * share, loss);
+  return close_kept(), status;
+}
+
+/* Writes a model's matrices in 8 bits, with what else its file says. */
+static int quantize(luna_ctx *ctx, const char **words) {
+  luna_params *params = luna_params_open(ctx);
+  int status = own.int8 ? open_kept(ctx, params, words[0], NULL) : fail("quantize needs --out FILE");
+  if (!status && (!keep_run(params, "") || luna_save_int8(params, luna_path(own.int8)) != LUNA_OK))
+    status = failed(ctx);
   return close_kept(), status;
 }
 
@@ -943,7 +957,7 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   samples s;
   const char *plot = set.plot ? set.plot : "slots.svg";
   const int64_t sample = own.sample, layer = own.layer;
-  int status = open_kept(ctx, words[0], &s);
+  int status = open_kept(ctx, luna_params_open(ctx), words[0], &s);
   set.plot = plot, own.sample = sample, own.layer = layer;
   if (!status && data.task - tasks < IMAGE) status = fail("%s does not look at pictures", words[0]);
   if (!status && set.attention != LUNA) status = fail("%s has no memory slots", words[0]);
@@ -1077,6 +1091,8 @@ static const command commands[] = {
     "text --settings quick --data imdb.tsv --out runs/masked-1" },
   { "eval", { MODEL_FILE }, "Measures the accuracy on a file or on generated samples.", eval,
     "runs/luna-1.safetensors --data test.tsv" },
+  { "quantize", { MODEL_FILE }, "Stores a model's matrices in 8 bits, a quarter of the bytes.", quantize,
+    "runs/pathfinder-1.safetensors --out pathfinder.safetensors" },
   { "draw", { MODEL_FILE }, "Draws where the memory slots look in a picture.", draw_command,
     "runs/pathfinder-1.safetensors --sample 3 --plot slots.svg" },
   { "table", { RUNS_FOLDER }, "Prints a folder's runs as Markdown, beside the paper's Table 1.", table_command,

@@ -222,6 +222,16 @@ check "draws four slots" [ "$(grep -c '^<text .*>slot [1-4]</text>$' few.svg) $(
 check "whose places are numbers" sh -c '! grep -q -i "nan\|inf" few.svg'
 refuses "no layer 2" draw few.safetensors --data gray --layer 2
 refuses "no sample 20" draw few.safetensors --data gray --sample 20
+# a model in 8 bits
+check "lra quantize" run quantize few.safetensors --out few8.safetensors
+check "stores a matrix in 8 bits" grep -aq '"dtype":"I8"' few8.safetensors
+check "in fewer bytes" [ "$(wc -c <few8.safetensors)" -lt "$(wc -c <few.safetensors)" ]
+check "and all that lra says of it" run eval few8.safetensors --data gray
+sed 's/few8/few/' out >plain
+run eval few.safetensors --data gray
+check "with much the same loss" sh -c "sed 's/.*loss //; s/)//' plain out | awk '{ x[NR] = \$1 }
+  END { exit !(NR == 2 && (x[1] - x[2]) ^ 2 < 0.0025) }'"
+refuses "needs --out" quantize few.safetensors
 rm -f second* on.* whole.second few* all_losses grid_losses
 
 # ---- several seeds
@@ -485,7 +495,7 @@ printf '\n\n' >lines
 { cat gray; printf 'x'; } >longer
 { head -c 10250 gray; printf '\012'; head -c 1024 gray; } >label10
 printf '\t\n\t\n' >tabs
-refuses "train, eval, draw, table or show"
+refuses "train, eval, quantize, draw, table or show"
 refuses "no task pictures" train pictures
 refuses "task file is missing" train
 refuses "needs --data" train text --settings quick
