@@ -2773,7 +2773,7 @@ LI_FN double li_sinusoid_rate(int64_t half) {
    LI_K(name) becomes li_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops through a
    table. Drivers, references and all later code are compiled for size, except LI_HOT functions: loops over numbers, and
    what every op of a step runs.
-   ---------------------------------------- */
+   ---------------- */
 #undef LI_FN
 #undef LI_MATH
 #ifndef LI_PASS
@@ -2854,7 +2854,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
    vf_fma and vf_fnma are fused where the instruction set can fuse; elsewhere they round twice. vf_divides is 1 if
    they divide in >>int8, for which they must be fused. vf_max(a, b) is a > b ? a : b, so it is b when either is NaN.
    Macros that every pass shares are defined once. Guarded by tests/kernels/vectors.c.
-   ---------------------------------------- */
+   ---------------- */
 #undef LI_MM
 #undef LI_MZ
 #undef LI_SI
@@ -8248,7 +8248,7 @@ static const li_kernels LI_K(kernels) = {
 /* ----------------
    >>dispatch: one pass for each instruction set, and the choice among them at run time
    "Adding an instruction set" in examples/guide.md lists what a new one needs.
-   ---------------------------------------- */
+   ---------------- */
 /* These are luna_isa's numbers, for #if. */
 #define LI_IS(name) (LI_PASS == LI_ISA_##name)
 #define LI_ISA_scalar 1
