@@ -70,13 +70,21 @@ runs() {
   done
   echo "pathfinder-number-grid-1 lra train pathfinder $number --segment 1 --segment-for 0.5 --warmup 200 --lr 2e-3" \
     "--batch 8 --steps 40000 --trial 37500 --seed 1"
-  for seed in 1 2; do                                      # easy pictures, then hard ones from there
-    keep="$quick --pixels number --positions grid --pooling mean --segment 1 --segment-for 1 --warmup 500 --lr 1e-3"
-    keep="$keep --batch 8 --products bf16 --seed $seed --save-every 500"
-    echo "pathfinder-number-keep-$seed lra train pathfinder $keep --difficulty easy --decay constant --steps 80000" \
-      "--validations 40"
-    echo "pathfinder-hard-keep-$seed lra train pathfinder $keep --difficulty hard --decay cosine --steps 40000" \
-      "--validations 20 --begin $out/pathfinder-number-keep-$seed.safetensors"
+  for seed in 1 2; do                                      # whole easy pictures from the start
+    echo "pathfinder-number-keep-$seed lra train pathfinder $quick --pixels number --positions grid --pooling mean" \
+      "--segment 1 --segment-for 1 --warmup 500 --lr 1e-3 --batch 8 --products bf16 --seed $seed --save-every 500" \
+      "--difficulty easy --decay constant --steps 80000 --validations 40"
+  done
+  for seed in 1 2; do                                      # few dark pixels, then whole pictures from there
+    few="$quick --pixels number --positions coordinates --pooling mean --segment 1 --segment-for 1 --lr 1e-3 --batch 8"
+    few="$few --seed $seed --save-every 500"
+    for system in "luna16 luna" "transformer softmax"; do
+      name=${system%% *}-$seed
+      echo "pathfinder-few-$name lra train pathfinder $few --attention ${system#* } --difficulty easy --dark 0.1" \
+        "--warmup 500 --decay constant --steps 80000 --validations 4"
+      echo "pathfinder-easy-$name lra train pathfinder $few --attention ${system#* } --difficulty easy" \
+        "--begin $out/pathfinder-few-$name.training --warmup 200 --decay cosine --steps 7000 --validations 14"
+    done
   done
   for seed in 1 2; do                                      # what is hidden in half of the pixels, first
     echo "pathfinder-hidden-$seed lra pretrain pathfinder $number --steps 4000 --products bf16 --seed $seed"

@@ -61,9 +61,9 @@ static const flag flags[] = {
   { "--out", "tp", STRING(set.out),
    "Says where to write the result. The names of a run's files begin with TEXT, else with TASK-ATTENTION-SEED or the "
    "like." },
-  { "--out", "q", WRITES(own.int8), "Writes the model to FILE." },
+  { "--out", "q", WRITES(own.int8), "Says where to write the result. FILE gets the model." },
   { "--plot", "tp", WRITES(set.plot), "Draws a picture in FILE, as SVG. It shows the loss." },
-  { "--plot", "d", WRITES(set.plot), "Draws the picture in FILE, as SVG." },
+  { "--plot", "d", WRITES(set.plot), "Draws a picture in FILE, as SVG. It shows where attention looks." },
   { "--validations", "tp", WHOLE(set.validations, 1, 1e6),
    "Validates N times, at equal distances. The best model is kept." },
   FLAGS_RESUME_OF("tp"),
