@@ -2637,7 +2637,7 @@ typedef struct li_epilogue {
 
 /* The loops of a gemm, which read lines of `pair` values of k. */
 typedef struct li_products {
-  int64_t pair, rows, words; /* rows are a tile's; words is the room for its words in floats, or 0 for LI_KA per row. */
+  int64_t pair, rows, room; /* rows are a tile's; room is for its words, in floats, or 0 for LI_KA per row. */
   void (*fill_panels)(li_matrix b, float *panels);
   void (*multiply)(li_matrix a, li_panels b, const li_target *t);
   void (*word_panels)(li_matrix b, float *panels); /* Reads a B stored as words; null: words are not kept. */
@@ -2853,7 +2853,8 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
    >>vector: VF floats at a time, and the functions that every kernel needs
    vf_fma and vf_fnma are fused where the instruction set can fuse; elsewhere they round twice. vf_divides is 1 if
    they divide in >>int8, for which they must be fused. vf_max(a, b) is a > b ? a : b, so it is b when either is NaN.
-   Macros that every pass shares are defined once. Guarded by tests/kernels/vectors.c.
+   scale2(x, n) is x 2^n, and split returns x 2^-e. Macros that every pass shares are defined once. Guarded by
+   tests/kernels/vectors.c.
    ---------------- */
 #undef LI_MM
 #undef LI_MZ
@@ -3823,13 +3824,14 @@ typedef struct li_int8_work {
   const li_kernels *kernels;
   const li_int8_loops *loops;
   const li_gemm *g;
-  char *q, *panels;              /* q holds x's integers; panels holds each thread's, `columns` wide. */
-  float *scales;                 /* x's */
-  int64_t q_row, panel, columns; /* panel is in bytes. */
-  size_t bytes;                  /* Scratch size */
-  bool dots;                     /* The loops read W itself, without panels. */
-  bool by_rows;                  /* Threads share y's rows, else its columns. */
-  int64_t parts;                 /* Row or column parts */
+  char *q, *panels; /* q holds x's integers; panels holds each thread's, `columns` wide. */
+  float *scales;    /* x's */
+  int64_t q_row, columns;
+  int64_t panel;    /* Bytes */
+  size_t bytes;     /* Scratch size */
+  bool dots;        /* The loops read W itself, without panels. */
+  bool by_rows;     /* Threads share y's rows, else its columns. */
+  int64_t parts;    /* Row or column parts */
 } li_int8_work;
 /* Lays the work out in scratch. With null it only counts. */
 LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, int64_t threads, void *scratch) {
@@ -4427,14 +4429,15 @@ LI_INLINE void LI_K(tile_coming)(li_tile_work *w, int64_t count) {
     w->coming_a += w->gap;
   }
 }
-/* Writes 32 numbers of C as words. */
+/* Writes 32 numbers of C as words. In a ReLU's backward, t->slope has the ReLU's words: a number is 0 unless the ReLU's
+   is positive, and a block's last row writes the sums of the block's columns. */
 LI_INLINE void LI_K(tile_words_out)(li_tile_work *w, vf *v) {
   const li_target *t = w->t;
   const int64_t at = w->late_row * t->words_row + w->late_j / 2;
   if (t->slope) {
-    const uint32_t open = _mm512_cmpgt_epi16_mask((__m512i)vf_load(t->slope + at), _mm512_setzero_si512());
+    const uint32_t positive = _mm512_cmpgt_epi16_mask((__m512i)vf_load(t->slope + at), _mm512_setzero_si512());
     for (int l = 0; l < 2; l++) {
-      v[l] = _mm512_maskz_mov_ps((__mmask16)(open >> 16 * l), v[l]);
+      v[l] = _mm512_maskz_mov_ps((__mmask16)(positive >> 16 * l), v[l]);
       w->late_sums[l] = vf_add(w->late_sums[l], v[l]);
     }
     if (w->late == 1)
@@ -4727,8 +4730,10 @@ LI_INLINE const li_products *li_products_of(const li_kernels *kernels, bool bf16
   if (bf16) return kernels->words;
   return kernels->panels;
 }
+/* Returns the floats of room for the rows of A that a product holds as words. Without `room` it holds one tile's, or
+   several tiles' of a column-major A. */
 LI_HOT int64_t li_words_size(const li_kernels *kernels, bool column_major) {
-  if (kernels->words->words) return kernels->words->words;
+  if (kernels->words->room) return kernels->words->room;
   return kernels->mr * LI_KA * (column_major ? LI_WORDS_ABREAST : 1);
 }
 LI_HOT li_panels li_words_in(const li_kernels *kernels, const float *at, int64_t n, int64_t k, float *words) {
@@ -4827,7 +4832,7 @@ LI_HOT li_gemm_plan li_gemm_plan_of(const li_kernels *kernels, const li_gemm *g,
   }
   /* With few rows, panels are used at once and should stay in the cache. */
   p.columns = g->m <= 2 * mr ? 4 * nr : LI_NC / nr * nr;
-  if (products->words && g->k <= LI_KC / 2) p.columns *= 2; /* Words are half as large. */
+  if (products->room && g->k <= LI_KC / 2) p.columns *= 2; /* Words are half as large. */
   p.columns = li_min(p.columns, li_divide_up(li_max(g->n, 1), nr) * nr);
   p.b_size = g->b_panels ? 0 : p.columns * li_divide_up(block_k, products->pair);
   if (LI_BF16(g)) p.a_size = li_words_size(kernels, g->a_row == 1 && g->a_column != 1);
@@ -7280,22 +7285,22 @@ LI_FN void LI_K(forget_gates)(li_matrix gates, bool routed, const float *dw, flo
 
 #elif !defined(LI_PASS)
 
-/* This is a chunk of an item, with its buffers. */
 typedef struct li_causal_chunk {
   const li_kernels *kernels;
-  const li_causal *product;         /* The other is null. */
+  const li_causal *product; /* The other is null. */
   const li_causal_luna *luna;
-  int64_t item, first, rows, slots; /* slots: real ones */
-  double before;                    /* The mean before the first row is over this many tokens. */
-  int64_t within;                   /* This many rows are within the horizon. Later rows fade the means. */
-  double fade;                      /* 1 - 1 / horizon */
+  int64_t item, first, rows;
+  int64_t slots;            /* Real ones */
+  double before;            /* The mean before the first row is over this many tokens. */
+  int64_t within;           /* This many rows are within the horizon. Later rows fade the means. */
+  double fade;              /* 1 - 1 / horizon */
   bool reverse;
-  bool begins, last;                /* If begins, the state before is empty. If last, nothing reads the state after. */
+  bool begins, last;        /* If begins, the state before is empty. If last, nothing reads the state after. */
   /* `sum` writes the chunk's own sum to state, and may write to kept. `output` reads kept, and the state before the
      chunk. */
   float *state, *kept;
   float *scores, *panels, *buffer[3]; /* scores [rows, LI_CHUNK], buffers [LI_CHUNK, max(dim, value_dim)] */
-  float *h;                         /* Rows of H (backward) */
+  float *h;                 /* Rows of H (backward) */
   /* The memory that forgets has the forward state before the chunk here (backward only), and the sums of
      forget_weights, which are part of kept. */
   float *sums, *logs;
@@ -7305,7 +7310,7 @@ typedef struct li_sweep {
   const li_kernels *kernels;
   const li_causal *product;  /* The other is null. */
   const li_causal_luna *luna;
-  li_chunk_step sum, output, now; /* These are the steps before and after the scan, and the one that threads run now. */
+  li_chunk_step sum, output, now; /* Steps before and after the scan; the one that runs now */
   bool reverse;              /* The sweep goes from the last chunk to the first; the state is a sum, not a mean. */
   bool forgets;              /* States are sums, which fade by each chunk's gates. */
   bool continues, reads;     /* The sweep starts from the caller's state, and stores it unless `reads`. */
@@ -7337,13 +7342,13 @@ LI_HOT int64_t li_chunk_panels(const li_kernels *kernels, int64_t dim, int64_t v
   return max;
 }
 
-/* Lays the sweep out in `memory`, unless that is null, and returns its bytes. */
+/* Lays the sweep out in `memory`, unless that is null, and returns its bytes. A record is a chunk's state and kept. */
 LI_FN size_t li_sweep_plan(li_sweep *s, int64_t threads, void *memory) {
   const int64_t wide = li_max(s->dim, s->value_dim), state = s->unit * s->slots;
   s->chunks = li_divide_up(s->rows, LI_CHUNK);
   s->window = 1;
   s->parts = threads;
-  /* Otherwise whole items keep the threads busy. */
+  /* Whole items would not keep the threads busy. */
   if (s->chunks > 1 && s->items > 0 && threads > 1 && s->items % threads != 0 && s->items < 8 * threads)
     s->window = li_min(s->chunks, li_divide_up(16 * threads, s->items));
   int64_t states = threads, records = threads;
@@ -7472,15 +7477,15 @@ LI_HOT void li_sweep_start(const li_sweep *s, int64_t item, double *carried) {
   if (s->continues && li_sweep_position(s, item) > 0) li_luna_exchange(s->luna, item, carried, false);
   else memset(carried, 0, (size_t)li_sweep_state(s, item) * sizeof(double));
 }
-/* If a stream's new state is not finite, the old one stays. */
+/* Stores a new state. A stream's replaces the old one, so it must be finite. Training keeps the old one elsewhere. */
 LI_FN void li_sweep_end(const li_sweep *s, int64_t item, double *carried) {
   if (!s->continues || s->reads) return;
-  for (int64_t i = 0; i < li_sweep_state(s, item) && !li_luna_carries(s->luna); i++)
+  const bool replaces = !li_luna_carries(s->luna);
+  for (int64_t i = 0; replaces && i < li_sweep_state(s, item); i++)
     if (carried[i] - carried[i] != 0) return;
   li_luna_exchange(s->luna, item, carried, true);
 }
 
-/* Each thread sweeps whole items. */
 LI_FN void li_sweep_items(void *work, int64_t thread, int64_t first, int64_t last) {
   const li_sweep *s = (const li_sweep *)work;
   double *carried = li_sweep_carried(s, thread);
@@ -8460,7 +8465,7 @@ LI_FN bool li_tiles_permitted(void) {
 #endif
 }
 
-/* These are the build's kernels, the best first. */
+/* The best first */
 static const li_kernels *const li_all_kernels[] = {
 #ifdef LI_AMX
   &li_kernels_amx,
@@ -9707,7 +9712,7 @@ typedef struct li_failure { /* A call that makes something leaves it. A begin cl
   char error[320];
 } li_failure;
 
-/* This is what the tape and the step's memory know about an op. */
+/* This is what the tape and the step's memory know about an op and, below, about a tensor. */
 typedef struct li_op_state {
   luna_op *previous, *next;    /* The tape */
   int64_t number;              /* On the tape */
@@ -9720,7 +9725,6 @@ typedef struct li_op_state {
 } li_op_state;
 /* A part of a batch has `own` sequences after the `first` ones. If own is 0, the tensor is no part. */
 typedef struct li_cut { int64_t first, own; } li_cut;
-/* This is what the tape and the step's memory know about a tensor. */
 typedef struct li_tensor_state {
   luna_op *maker;                   /* Made by this op */
   luna_op *last_reader;             /* Newest reader on tape */
@@ -11972,7 +11976,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    kind of first values is a case of li_first_values. Guarded by tests/robust/setup.c, tests/engine/trainer.c and
    tests/files/checkpoints.c.
    ---------------- */
-/* Gives a field of what a pointer points to, or 0 for null. */
+/* Gives the field, or 0 for a null pointer. */
 #define LI_OF(pointer, field) ((pointer) ? (pointer)->field : 0)
 #define LI_MAX_PARAM_NAME 1024 /* With its end */
 typedef struct li_param {
@@ -12652,7 +12656,6 @@ LI_FN bool li_has_op(const luna_tensor *t, luna_op_kind kind) {
 }
 
 /* ---- Helpers ---- */
-/* Each op defines its row of the table, LI_CPU_<NAME>, beside its functions. */
 #ifdef LUNA_NO_TRAIN
 #define LI_CPU_OP(query, forward, backward, can) { query, forward, NULL, can }
 #else
@@ -16023,7 +16026,8 @@ LI_FN luna_tensor *li_causal_queries(const luna_causal_attention_layer *layer, l
   luna_tensor *pq = luna_scale(li_project(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h))));
   return li_split_heads(li_reshape(pq, 3, p->rank == 2 ? 1 : p->shape[0], p->shape[p->rank - 2], d, 1), h);
 }
-/* Returns folded pq_h Wpc_h [b, h, l, d]. *bias, unless null, becomes pq_h bpc_h [b, h, l, 1]. */
+/* Folds Wpc into pq: returns g = pq_h Wpc_h [b, h, l, d], for scores X g^T. *bias, unless null, becomes pq_h bpc_h
+   [b, h, l, 1]. */
 LI_FN luna_tensor *li_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq, luna_tensor **bias) {
   const int64_t d = layer->config.dim, h = layer->config.heads;
   luna_tensor *g = luna_matmul(pq, li_reshape(layer->pc.weight, 3, h, d / h, d, 1), false, false);
@@ -16821,11 +16825,9 @@ LI_FN int64_t li_longest(const luna_input *input, int64_t whole) {
   return li_min(longest, n);
 }
 
-/* Finds the state that this pass of the model continues, or null. Returns false if it cannot. */
 LI_FN bool li_state_take(const luna_lm *model, const luna_input *input, luna_lm_state **state);
 LI_FN int64_t li_state_position(const luna_lm_state *state);
 LI_FN li_past li_state_layer(luna_lm_state *state, int64_t layer);
-/* Returns x. Unless x is null, advances the state by its rows. */
 LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_t rows);
 /* Returns the features [b,n,d] that the logits are computed from. */
 LI_FN luna_tensor *li_lm_features(const luna_lm *model, const luna_input *input) {
@@ -18798,12 +18800,11 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
    >>impl_stream: the layers in step form. A step takes a few rows of each sequence, and li_past holds what earlier
    tokens left. A stream is a context of its own in one block of memory. The block has its layers, as tensors on the
    model's parameters, its state, and a bump arena for a step. Measuring finds the size of that by a step that computes
-   nothing. Recording keeps the ops of the first single row, and stepping runs them again. Values that depend only on
-   the parameters or on a decoder's sources are computed once. For a model on a device, all values are on the device, in
-   one block. In order: memory and inputs, the step, opening (config, weights, measuring, layout, from bytes, from a
-   model), running, saved states, the state that training carries. New state of a layer is added to li_state_part_of and
-   li_past_take. Guarded by tests/models/stream.c, a decoder by tests/models/translation.c, on a device by
-   tests/engine/device.c and tests/cuda/cuda.c.
+   nothing. Recording keeps the ops of the first single row, and stepping runs them again. For a model on a device, all
+   values are on the device, in one block. In order: memory and inputs, the step, opening (config, weights, measuring,
+   layout, from bytes, from a model), running, saved states, the state that training carries. New state of a layer is
+   added to li_state_part_of and li_past_take. Guarded by tests/models/stream.c, a decoder by
+   tests/models/translation.c, on a device by tests/engine/device.c and tests/cuda/cuda.c.
    ---------------- */
 typedef struct li_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
@@ -18830,8 +18831,8 @@ struct luna_stream {
   char *inputs, *host_inputs;  /* li_inputs of a step */
   float *logits;               /* [batch, outputs], on the host */
   int32_t *slots, *source_slots; /* See li_past; or null */
-  size_t head, head_int8;      /* These are bytes of tensors, and of I8 weights, before the layers. */
-  size_t head_kept, body_kept; /* These are recorded bytes before the layers, and before the logits. */
+  size_t head, head_int8;      /* Bytes before the layers: tensors, I8 weights */
+  size_t head_kept, body_kept; /* Recorded bytes before the layers, the logits */
   luna_error_id error;         /* The last call's */
   const luna_ctx *model_ctx;   /* The model's; never dereferenced */
   size_t memory_size;
@@ -19125,7 +19126,7 @@ LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *m
 }
 
 /* --- Opening --- */
-/* Begins or ends a call. Sets the error if the device has failed, which ends the stream; else clears it. */
+/* Calls begin or end with this. Sets the error if the device has failed, which ends the stream; else clears it. */
 LI_FN luna_status li_stream_status(luna_stream *s) {
   s->error = s->ctx.status == LUNA_OK ? LUNA_ERROR_NONE : LUNA_ERROR_BACKEND;
   return s->ctx.status;
@@ -19573,10 +19574,11 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 }
 
 LUNA_API void luna_stream_close(luna_stream *s) {
-  if (!s || !s->memory_size) return;
+  if (!s || !s->memory_size) return; /* The memory may be the caller's. */
   const luna_allocator allocator = s->ctx.options.allocator;
   if (s->kept) s->ctx.backend->forget(s->ctx.self, s->kept);
   if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
+  /* li_stream_make left the distance from the allocation in the byte before the stream. */
   li_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
 }
 
