@@ -221,11 +221,11 @@ static int64_t features_count(void) {
   return own.positions == COORDINATES ? FEATURES + COORDINATE_FEATURES : FEATURES;
 }
 static const float *coordinates_at(int64_t at) {           /* [COORDINATE_FEATURES] of a place */
-  static float table[1 + PIXELS][COORDINATE_FEATURES];
+  static float waves[1 + PIXELS][COORDINATE_FEATURES];
   static bool filled;
   for (int64_t i = 0; i <= PIXELS && !filled; i++)
-    for (int64_t k = 0; k < COORDINATE_FEATURES; k++) table[i][k] = (float)coordinate(i, k, COORDINATE_FEATURES);
-  return filled = true, table[at];
+    for (int64_t k = 0; k < COORDINATE_FEATURES; k++) waves[i][k] = (float)coordinate(i, k, COORDINATE_FEATURES);
+  return filled = true, waves[at];
 }
 static int32_t grays(void) { return own.grays ? 256 : 16; }
 static int32_t class_of_gray(int32_t gray) { return gray < 0 ? -1 : gray * grays() / 256; }
@@ -930,8 +930,7 @@ static int draw_sample(luna_ctx *ctx, const samples *s, int32_t *tokens) {
   luna_tensor *x = luna_keep(encoded(&input, NULL));
   float *shares = values_of(luna_softmax(logits_of(x, &input), NULL));
   float *marks = own.segment > 0 ? values_of(luna_softmax(luna_linear_layer_forward(&model.segment, x), NULL)) : NULL;
-  input.features = features = features_of(&input, NULL);
-  if (!own.pixels) input.features = NULL;
+  input.features = features = own.pixels ? features_of(&input, NULL) : NULL;
   float *weights = slot_weights(e, &input, own.layer, &pack, &unpack) ? values_of(pack) : NULL;
   if (shares && weights) {
     const int64_t slots = pack->shape[2];
@@ -945,9 +944,9 @@ static int draw_sample(luna_ctx *ctx, const samples *s, int32_t *tokens) {
              100 * (double)shares[label]);
     new_file file;
     FILE *to = file_begin(&file, set.plot);
-    const slot_picture picture = { grays, marks ? contour : NULL, found, weights, slots, own.layer, e->config.layers,
+    const slot_picture drawn = { grays, marks ? contour : NULL, found, weights, slots, own.layer, e->config.layers,
                                    answer };
-    if (to) draw_slots(to, &picture);
+    if (to) draw_slots(to, &drawn);
     const int status = to ? file_end(&file) : 2;
     return free(features), free(shares), free(marks), free(weights), status;
   }

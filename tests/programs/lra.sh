@@ -222,6 +222,11 @@ check "draws four slots" [ "$(grep -c '^<text .*>slot [1-4]</text>$' few.svg) $(
 check "whose places are numbers" sh -c '! grep -q -i "nan\|inf" few.svg'
 refuses "no layer 2" draw few.safetensors --data gray --layer 2
 refuses "no sample 20" draw few.safetensors --data gray --sample 20
+run train image --data gray $small --steps 1 --validations 1 --out tokens
+check "lra draw of grays that are tokens" run draw tokens.safetensors --data gray --plot tokens.svg
+run train image --data gray $small --attention linear --steps 1 --validations 1 --out linear
+refuses "has no memory slots" draw linear.safetensors --data gray
+rm -f tokens* linear*
 # a model in 8 bits
 check "lra quantize" run quantize few.safetensors --out few8.safetensors
 check "stores a matrix in 8 bits" grep -aq '"dtype":"I8"' few8.safetensors

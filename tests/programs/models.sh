@@ -1,6 +1,6 @@
 #!/bin/sh
 # models.sh: the small models of examples/models from outside: each says something right.
-# Needs $BUILD/lm, classify, series, export, summary and mcu/models.
+# Needs $BUILD/lm, classify, series, export, summary, lra and mcu/models.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
 models=$root/examples/models
@@ -9,10 +9,11 @@ name=models_sh
 . tests/programs/cli_checks.sh
 
 program=summary
-for model in english motions sentiment; do
+for model in english motions sentiment pathfinder; do
   check "$model is stored in 8 bits" sh -c "'$build/summary' '$models/$model.safetensors' | grep -q ' I8 '"
 done
 check "they take 300 KB at most" [ "$(cat "$models"/*.safetensors | wc -c)" -le 300000 ]
+check "that of Pathfinder 100 KB at most" [ "$(wc -c <"$models/pathfinder.safetensors")" -le 102400 ]
 
 program=lm
 check "English is written" run generate "$models/english.safetensors" --prompt "The " --count 600 --temperature 0.5
@@ -26,6 +27,16 @@ printf '%s\n' "a wonderful film, great acting and a beautiful story, one of the 
   "the worst movie ever, boring, stupid and a complete waste of time" >reviews
 check "feelings are told" run predict "$models/sentiment.safetensors" reviews
 check "rightly" [ "$(cut -f 1 out | tr '\n' ' ')" = "positive negative " ]
+
+# pictures of a seed that it has not seen: 11 of 16 at least, where chance gets 8
+program=lra
+right=0
+for sample in 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do
+  run draw "$models/pathfinder.safetensors" --data-seed 77 --sample $sample --plot slots.svg
+  share=$(sed -n 's/.*label [01], to which the model gives \([0-9]*\)%.*/\1/p' slots.svg)
+  [ "${share:-0}" -gt 50 ] && right=$((right + 1))
+done
+check "contours are followed, in $right of 16 pictures" [ "$right" -ge 11 ]
 
 # a watch at rest: six numbers, ten seconds long, as a case of the format that the model learnt from
 program=series
