@@ -95,6 +95,8 @@ runs() {
     "--steps 20000 --begin $out/pathfinder-deep-hard.training"
   echo "pathfinder-deep-whole $deep --difficulty hard --lr 7e-4 --warmup 200 --decay cosine --steps 6000" \
     "--begin $out/pathfinder-deep-falling.training"
+  echo "pathfinder-deep-more $deep --difficulty hard --lr 5e-4 --warmup 100 --decay cosine --steps 5000" \
+    "--validations 1 --begin $out/pathfinder-deep-whole.training"
   for seed in 1 2; do                                      # what is hidden in half of the pixels, first
     echo "pathfinder-hidden-$seed lra pretrain pathfinder $number --steps 4000 --products bf16 --seed $seed"
     echo "pathfinder-begun-$seed lra train pathfinder $number --begin $out/pathfinder-hidden-$seed.safetensors" \
