@@ -217,7 +217,6 @@ static luna_status write_grid(luna_tensor *positions, float size) {
    these. CLS and what is hidden have no gray, which counts as the mean of all. */
 enum { FEATURES = 2, COORDINATE_FEATURES = 64 };
 static int64_t features_count(void) {
-  if (!own.pixels) return 0;
   return own.positions == COORDINATES ? FEATURES + COORDINATE_FEATURES : FEATURES;
 }
 static const float *coordinates_at(int64_t at) {           /* [COORDINATE_FEATURES] of a place */
@@ -286,7 +285,7 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
   luna_encoder_config c = {
     .layers = set.layers, .layer = layer,
     .positions = position_kinds[own.positions],
-    .max_length = own.longest, .norm_embedding = authors, .features = features_count()
+    .max_length = own.longest, .norm_embedding = authors, .features = own.pixels ? features_count() : 0
   };
   char line[160];
   attention_line(a, own.settings, task, own.longest, set.pooling, line, sizeof line);

@@ -156,7 +156,8 @@ static span moved_by(span image, uint64_t random) {
 
 /* A pixel's token with its mark, of pathfinder.h, and, where pixels are left out, its place in the sequence, from 1 on.
    A token that has neither is a gray or CLS. */
-static int32_t marked_token(int32_t gray, int mark, int at) { return gray | mark << 16 | at << 20; }
+static int32_t marked_token(int32_t gray, int mark) { return gray | mark << 16; }
+static int32_t placed_token(int32_t token, int at) { return token | at << 20; }
 static int32_t gray_of_token(int32_t token) { return token & 0xFFFF; }
 static int mark_of_token(int32_t token) { return token >> 16 & 15; }
 static int64_t place_of_token(int32_t token, int64_t index) { return token >> 20 ? token >> 20 : index; }
@@ -167,8 +168,8 @@ static int32_t picture_tokens(const picture *p, bool marked, double dark, int32_
   int32_t count = 0;
   for (int i = 0; i < PIXELS; i++) {
     const double chosen = dark < 1 ? (double)(splitmix(&random) >> 11) / 9007199254740992.0 : 0;
-    if (p->marks[i] != DARK || chosen < dark)
-      tokens[count++] = marked_token(p->pixels[i], marked ? p->marks[i] : DARK, dark < 1 ? i + 1 : 0);
+    const int32_t token = marked_token(p->pixels[i], marked ? p->marks[i] : DARK);
+    if (p->marks[i] != DARK || chosen < dark) tokens[count++] = placed_token(token, dark < 1 ? i + 1 : 0);
   }
   return count;
 }

@@ -261,6 +261,30 @@ static void check_marked(void) {
   task_close();
 }
 
+/* With --dark a picture keeps its lit pixels and about that share of its dark ones, each with its place. */
+static void check_dark(void) {
+  static int32_t tokens[1024], all[1024];
+  static picture p;
+  int64_t dark = 0, kept = 0, wrong = 0;
+  for (uint64_t i = 0; i < 20; i++) {
+    draw_picture(&p, pathfinder_levels[0], i);
+    const int32_t count = picture_tokens(&p, true, 0.25, tokens), whole = picture_tokens(&p, true, 1, all);
+    int64_t lit = 0, before = 0;
+    for (int k = 0; k < 1024; k++) dark += p.marks[k] == DARK, lit += p.marks[k] != DARK;
+    for (int32_t k = 0; k < count; k++) {
+      const int64_t at = place_of_token(tokens[k], -1);
+      wrong += at <= before || at > 1024 || gray_of_token(tokens[k]) != p.pixels[at - 1] ||
+               mark_of_token(tokens[k]) != p.marks[at - 1];
+      kept += mark_of_token(tokens[k]) == DARK, lit -= mark_of_token(tokens[k]) != DARK;
+      before = at;
+    }
+    CHECK(lit == 0, "%lld lit pixels are left out of picture %d", (long long)lit, (int)i);
+    CHECK(whole == 1024 && place_of_token(all[77], 78) == 78, "a whole picture has %d pixels in order", whole);
+  }
+  CHECK(wrong == 0, "%lld pixels are not those at their places", (long long)wrong);
+  CHECK(fair(kept, dark, 0.25), "%lld of %lld dark pixels are kept, not a quarter", (long long)kept, (long long)dark);
+}
+
 /* ---- samples ----------------------------------------------------------------------------------------------------- */
 
 static uint64_t sample_hash(const samples *s, int64_t index) {
@@ -515,6 +539,19 @@ static void check_features(void) {
   CHECK(f[2] == 0 && f[3] == 0 && f[4] == 200 && f[5] == 0, "a gray is its number, and a mark is none");
   CHECK(isnan(f[6]) && f[7] == 1, "a hidden pixel has no gray, and says so: %g, %g", (double)f[6], (double)f[7]);
   free(f);
+  own.positions = COORDINATES;                             /* row 2, column 3 of the picture: place 2 x 32 + 3 + 1 */
+  tokens[1] = placed_token(9, 68);
+  f = features_of(&input, NULL);
+  const float *c = f + features_count() + FEATURES, *cls = f + FEATURES;
+  CHECK(features_count() == 66 && f[features_count()] == 9, "66 features, of which the first is the gray");
+  CHECK(fabs((double)c[0] - sin(2 * PI / 32)) < 1e-6 && fabs((double)c[15] - sin(PI)) < 1e-6 &&
+        fabs((double)c[16] - cos(2 * PI / 32)) < 1e-6, "sines and cosines of the row: %g, %g, %g", (double)c[0],
+        (double)c[15], (double)c[16]);
+  CHECK(fabs((double)c[32] - sin(3 * PI / 32)) < 1e-6 && fabs((double)c[63] - cos(3 * PI / 2)) < 1e-6,
+        "and of the column: %g, %g", (double)c[32], (double)c[63]);
+  CHECK(cls[0] == 0 && cls[63] == 0, "CLS has no place");
+  free(f);
+  own.positions = SINUSOIDAL;
   own.grays = 0;
   CHECK(class_of_gray(0) == 0 && class_of_gray(15) == 0 && class_of_gray(16) == 1 && class_of_gray(255) == 15,
         "16 classes of grays");
@@ -686,7 +723,7 @@ int main(void) {
   for (int level = 0; level < 3; level++) check_pictures(level, TEST_QUICK ? 10 : 100);
   check_measured(LISTOPS), check_measured(PATHFINDER);
   for (int level = 0; level < 3; level++) check_marks(level);
-  check_growing(), check_marked(), check_moved();
+  check_growing(), check_marked(), check_dark(), check_moved();
   check_recipes();
   for (int i = 0; i < ATTENTIONS; i++) check_attention(&expected_attentions[i]);
   check_features(), check_seeds();
