@@ -213,8 +213,8 @@ static luna_status write_grid(luna_tensor *positions, float size) {
   luna_status status = luna_write(positions, values);
   return free(values), status;
 }
-/* With --pixels number a step's features are a pixel's gray and whether it is hidden, and with --positions coordinates
-   these. CLS and what is hidden have no gray, which counts as the mean of all. */
+/* With --pixels number a step's features are a pixel's gray and whether it is hidden. --positions coordinates adds the
+   pixel's coordinates. CLS and what is hidden have no gray, which counts as the mean of all. */
 enum { FEATURES = 2, COORDINATE_FEATURES = 64 };
 static int64_t features_count(void) {
   return own.positions == COORDINATES ? FEATURES + COORDINATE_FEATURES : FEATURES;
@@ -913,7 +913,7 @@ static void mean_of_heads(float *weights, int64_t heads, int64_t count) {
     for (int64_t i = 0; i < count; i++) weights[i] += weights[h * count + i];
   for (int64_t i = 0; i < count; i++) weights[i] /= (float)heads;
 }
-/* Draws sample --sample, whose tokens are [longest] and have marks. */
+/* Draws sample --sample. tokens: room for [longest]. */
 static int draw_sample(luna_ctx *ctx, const samples *s, int32_t *tokens) {
   int32_t length;
   const int32_t label = s->fetch(own.sample, tokens, &length);
@@ -924,6 +924,8 @@ static int draw_sample(luna_ctx *ctx, const samples *s, int32_t *tokens) {
   const luna_encoder *e = &model.encoder;
   if (own.layer > e->config.layers)
     return fail("the model has %lld layers and no layer %lld", (long long)e->config.layers, (long long)own.layer);
+  if (length != 1 + PIXELS)
+    return fail("the model reads %d of a picture's %d pixels, and draw needs all", (int)length - 1, (int)PIXELS);
   luna_begin_inference(ctx);
   pool.n = length;
   luna_tensor *x = luna_keep(encoded(&input, NULL));
@@ -962,7 +964,7 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   if (!status && own.sample >= s.held)
     status = fail("there are %lld samples, from 0, and no sample %lld", (long long)s.held, (long long)own.sample);
   int32_t *tokens = (int32_t *)grow(NULL, own.longest, sizeof(int32_t));
-  data.marked = s.held;
+  data.marked = !status && own.segment > 0 ? s.held : 0;
   if (!status) status = draw_sample(ctx, &s, tokens);
   return free(tokens), close_kept(), status;
 }

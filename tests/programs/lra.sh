@@ -226,7 +226,9 @@ run train image --data gray $small --steps 1 --validations 1 --out tokens
 check "lra draw of grays that are tokens" run draw tokens.safetensors --data gray --plot tokens.svg
 run train image --data gray $small --attention linear --steps 1 --validations 1 --out linear
 refuses "has no memory slots" draw linear.safetensors --data gray
-rm -f tokens* linear*
+run train image --data gray $small --longest 300 --steps 1 --validations 1 --out part
+refuses "reads 299 of a picture's 1024 pixels" draw part.safetensors --data gray
+rm -f tokens* linear* part*
 # a model in 8 bits
 check "lra quantize" run quantize few.safetensors --out few8.safetensors
 check "stores a matrix in 8 bits" grep -aq '"dtype":"I8"' few8.safetensors
