@@ -42,9 +42,9 @@ static struct {
   const char *data, *valid, *svg, *begin, *seeds, *int8;
   int64_t settings, hidden, longest, positions, warmup, decay, mirror, difficulty, data_seed, count;
   int64_t pixels, shift, grays, trial, sample, layer;
-  double weight_decay, attention_dropout, growing, segment, segment_for, dark, masked, trial_loss;
+  double weight_decay, attention_dropout, growing, segment, segment_for, dark, keep, masked, trial_loss;
 } own = { .difficulty = 2, .data_seed = 1, .count = 3, .layer = 1, .hidden = -1, .warmup = -1, .weight_decay = -1,
-          .attention_dropout = -1, .growing = -1, .segment_for = 0.33, .dark = 1, .masked = 0.15 };
+          .attention_dropout = -1, .growing = -1, .segment_for = 0.33, .dark = 1, .keep = 1, .masked = 0.15 };
 
 #define GRAYS_NAMES "16 256"
 static const flag flags[] = {
@@ -95,6 +95,8 @@ static const flag flags[] = {
    "Lets the weight of --segment fall to 0 in the first share X of the steps." },
   { "--dark", "t", REAL(own.dark, 0, 1),
    "Keeps a share X of the dark pixels of training pictures and leaves the others out. It is for pathfinder." },
+  { "--keep", "t", REAL(own.keep, 0.01, 1),
+   "Keeps a share X of the pixels of training images, at random, and leaves the others out. It is for image." },
   { "--masked", "tp", REAL(own.masked, 0.01, 0.95),
    "Masks a share X of the tokens. It is for pretrain; of pixels as numbers it is 0.5 if not given." },
   { "--grays", "tp", CHOICE(own.grays, GRAYS_NAMES),
@@ -157,6 +159,7 @@ static bool is_idle(const flag *f) {
   if (x == &own.masked) return !pretraining;
   if (w == &own.grays) return !pretraining || !own.pixels;
   if (x == &own.dark) return own.dark >= 1;
+  if (x == &own.keep) return own.keep >= 1;
   return x == &own.growing && task != LISTOPS && task != PATHFINDER;
 }
 /* "layers 2, dim 64, ...": all that shapes a run but the system, the seed, and when it is looked at or ends */
@@ -257,7 +260,7 @@ static luna_tensor *encoded(const luna_input *input, const int32_t *labels) {
 static int fit_grays(luna_ctx *ctx, const samples *s) {
   enum { COUNT = 256 };
   const int64_t count = s->training < COUNT ? s->training : COUNT;
-  data.mirrored = data.moved = data.marked = data.dimmed = 0, data.grown = 1;
+  data.mirrored = data.moved = data.marked = data.dimmed = data.thinned = 0, data.grown = 1;
   int32_t *tokens = (int32_t *)grow(NULL, count * s->longest, sizeof(int32_t)), lengths[COUNT];
   memset(tokens, 0, (size_t)(count * s->longest) * sizeof(int32_t));
   for (int64_t i = 0; i < count; i++) s->fetch(i, tokens + i * s->longest, &lengths[i]);
@@ -634,6 +637,7 @@ static void use_step(const samples *s) {
   data.shift = own.shift, data.moved = own.shift ? s->training : 0;
   data.marked = own.segment > 0 ? s->training : 0;
   data.dark = own.dark, data.dimmed = own.dark < 1 ? s->training : 0;
+  data.keep = own.keep, data.thinned = own.keep < 1 ? s->training : 0;
   data.grown = own.growing > 0 ? (double)filled / (own.growing * (double)set.steps) : 1;
 }
 /* One step of the optimiser. Returns 0, or 2 after a sentence. */
@@ -773,6 +777,8 @@ static int check_flags(void) {
   if (own.segment > 0 && !own.pixels) return fail("--segment needs --pixels number");
   if (own.positions == COORDINATES && !own.pixels) return fail("--positions coordinates needs --pixels number");
   if (own.dark < 1 && !pathfinder) return fail("--dark is for pathfinder alone");
+  if (own.keep < 1 && data.task != &tasks[IMAGE]) return fail("--keep is for image alone");
+  if (own.keep < 1 && own.positions != COORDINATES) return fail("--keep needs --positions coordinates");
   if (own.dark < 1 && own.positions != COORDINATES) return fail("--dark needs --positions coordinates");
   if (!pretraining && (given(&own.masked) || given(&own.grays))) return fail("--masked and --grays are for pretrain");
   if (pretraining && given(&own.grays) && !own.pixels) return fail("--grays needs --pixels number");

@@ -36,6 +36,8 @@ static struct {
   int64_t marked;                    /* the tokens of so many made pictures, the first, have marks: mark_of_token() */
   int64_t dimmed;                    /* so many made pictures, the first, keep a share `dark` of their dark pixels */
   double dark;
+  int64_t thinned;                   /* so many of the items, the first, keep a share `keep` of their pixels */
+  double keep;
   item *items;
   int64_t count;
   contents files[2];
@@ -162,15 +164,26 @@ static int32_t gray_of_token(int32_t token) { return token & 0xFFFF; }
 static int mark_of_token(int32_t token) { return token >> 16 & 15; }
 static int64_t place_of_token(int32_t token, int64_t index) { return token >> 20 ? token >> 20 : index; }
 
+/* A number of [0, 1), of the top 53 bits. */
+static double share_drawn(uint64_t *random) { return (double)(splitmix(random) >> 11) / 9007199254740992.0; }
+
 /* A made picture's tokens, with marks or not, and a share `dark` of the dark pixels; returns how many. */
 static int32_t picture_tokens(const picture *p, bool marked, double dark, int32_t *tokens) {
   uint64_t random = p->random;
   int32_t count = 0;
   for (int i = 0; i < PIXELS; i++) {
-    const double chosen = dark < 1 ? (double)(splitmix(&random) >> 11) / 9007199254740992.0 : 0;
+    const double chosen = dark < 1 ? share_drawn(&random) : 0;
     const int32_t token = marked_token(p->pixels[i], marked ? p->marks[i] : DARK);
     if (p->marks[i] != DARK || chosen < dark) tokens[count++] = placed_token(token, dark < 1 ? i + 1 : 0);
   }
+  return count;
+}
+
+/* An image's tokens: a share data.keep of its pixels with their places; returns how many. */
+static int32_t thinned_tokens(span image, uint64_t random, int32_t *tokens) {
+  int32_t count = 0;
+  for (int i = 0; i < image.size && count < data.longest - 1; i++)
+    if (share_drawn(&random) < data.keep) tokens[count++] = placed_token(image.at[i], i + 1);
   return count;
 }
 
@@ -180,7 +193,8 @@ static int32_t fetch_item(int64_t index, int32_t *tokens, int32_t *lengths) {
     span part = { i->at[p], i->size[p] };
     if (index < data.mirrored && draw(2, data.step, index) % 2) part = mirrored(part);
     if (index < data.moved) part = moved_by(part, draw(3, data.step, index));
-    lengths[p] = 1 + cut_bytes(part, data.longest - 1, tokens + 1);
+    if (index < data.thinned) lengths[p] = 1 + thinned_tokens(part, draw(4, data.step, index), tokens + 1);
+    else lengths[p] = 1 + cut_bytes(part, data.longest - 1, tokens + 1);
     tokens[0] = (int32_t)data.task->symbols;
   }
   return i->label;

@@ -26,7 +26,7 @@ PTX_TESTS = ptx $(if $(TEST_FULL),cuda,cuda_small)
 .SECONDARY: $(PTX_TESTS:%=$(BUILD)/tests/%.o)
 ptx:
 	@if command -v $(NVCC) >/dev/null 2>&1; \
-	  then $(MAKE) $(PTX_TESTS:%=$(BUILD)/ptx/%) $(BUILD)/ptx/registers.log && PTX=$(BUILD)/ptx/cuda_device.ptx \
+	  then $(MAKE) -j$(JOBS) $(PTX_TESTS:%=$(BUILD)/ptx/%) $(BUILD)/ptx/registers.log && PTX=$(BUILD)/ptx/cuda_device.ptx \
 	    PTX_REGISTERS=$(BUILD)/ptx/registers.log BUILD=$(BUILD) sh tests/run.sh $(PTX_TESTS:%=$(BUILD)/ptx/%); \
 	  else echo "nvcc is not here: its PTX is not run"; fi
 

@@ -285,6 +285,33 @@ static void check_dark(void) {
   CHECK(fair(kept, dark, 0.25), "%lld of %lld dark pixels are kept, not a quarter", (long long)kept, (long long)dark);
 }
 
+/* With --keep an image keeps about that share of its pixels, each with its place, and others at another step. */
+static void check_keep(void) {
+  static unsigned char image[PIXELS];
+  static int32_t tokens[PIXELS], again[PIXELS];
+  int64_t kept = 0, wrong = 0, same = 0;
+  for (int i = 0; i < PIXELS; i++) image[i] = (unsigned char)(i * 7 + i / 256);
+  data.keep = 0.25, data.longest = PIXELS + 1;
+  for (uint64_t i = 0; i < 20; i++) {
+    const int32_t count = thinned_tokens((span){ image, PIXELS }, i, tokens);
+    same += thinned_tokens((span){ image, PIXELS }, i + 20, again) == count && !memcmp(tokens, again, sizeof tokens);
+    int64_t before = 0;
+    for (int32_t k = 0; k < count; k++) {
+      const int64_t at = place_of_token(tokens[k], -1);
+      wrong += at <= before || at > PIXELS || gray_of_token(tokens[k]) != image[at - 1];
+      before = at;
+    }
+    kept += count;
+  }
+  CHECK(wrong == 0, "%lld pixels are not those at their places", (long long)wrong);
+  CHECK(same == 0, "%lld of 20 choices are the same", (long long)same);
+  CHECK(fair(kept, 20 * PIXELS, 0.25), "%lld of %d pixels are kept, not a quarter", (long long)kept, 20 * PIXELS);
+  data.longest = 101;
+  const int32_t cut = thinned_tokens((span){ image, PIXELS }, 1, tokens);
+  CHECK(cut == 100, "%d tokens, where --longest leaves room for 100", cut);
+  data.keep = 1;
+}
+
 /* ---- samples ----------------------------------------------------------------------------------------------------- */
 
 static uint64_t sample_hash(const samples *s, int64_t index) {
@@ -723,7 +750,7 @@ int main(void) {
   for (int level = 0; level < 3; level++) check_pictures(level, TEST_QUICK ? 10 : 100);
   check_measured(LISTOPS), check_measured(PATHFINDER);
   for (int level = 0; level < 3; level++) check_marks(level);
-  check_growing(), check_marked(), check_dark(), check_moved();
+  check_growing(), check_marked(), check_dark(), check_keep(), check_moved();
   check_recipes();
   for (int i = 0; i < ATTENTIONS; i++) check_attention(&expected_attentions[i]);
   check_features(), check_seeds();

@@ -74,9 +74,9 @@ check "with the same lists" same grown.csv other.csv
 awk -F '\t' '{ line[NR] = $0 } END { for (i = 0; i < 2000; i++) {
   split(line[i % 80 + 1], c, "\t"); print (i < 500 ? (c[1] + 5) % 10 : c[1]) "\t" c[2] } }' lists >wrong
 check "the last model is measured too" \
-  run train listops --data lists --valid wrong $small --steps 200 --lr 0.02 --save-every 200 --out last
+  run train listops --data lists --valid wrong $small --steps 300 --lr 0.01 --save-every 300 --out last
 check "and kept where it is better" \
-  grep -q 'model of step 200 is the best. Accuracy on 1000 samples that chose it: [45]' out
+  grep -q 'model of step 300 is the best. Accuracy on 1000 samples that chose it: [45]' out
 check "what did not choose it is right far more often" \
   awk '/untouched/ { sub(/.*untouched ones /, ""); exit !($1 + 0 > 80) }' out
 run eval last.training --data wrong
@@ -210,11 +210,27 @@ check "whole pictures have other losses" differ few_losses all_losses
 run train pathfinder $few --trial 24 --trial-loss 0.01 --dark 1 --positions grid --out few
 cut -d , -f 2 few.csv >grid_losses
 check "and learnt positions others again" differ all_losses grid_losses
+# only some of the pixels of images
+thin="$small --longest 1025 --pixels number --positions coordinates --keep 0.1 --mirror yes --shift 2"
+thin="image --data gray $thin --steps 24 --validations 1"
+check "some pixels of images" run train $thin --save-every 9 --out thin
+check "are among the settings" grep -q 'positions coordinates.* keep 0.1' out
+cp thin.training on.training
+cp thin.csv on.csv
+check "a training of them goes on" run train image --data gray --resume on.training --save-every 24
+run train $thin --save-every 24 --out thin
+check "to the same bits" bits on thin
+cut -d , -f 2 thin.csv >thin_losses
+run train $thin --keep 1 --out thin
+cut -d , -f 2 thin.csv >all_losses
+check "whole images have other losses" differ thin_losses all_losses
 check "coordinates of images" run train image --data gray $small --steps 4 --validations 1 --pixels number \
   --positions coordinates --out few
 check "are in no table of positions" sh -c '! grep -aq embed_positions few.safetensors'
 refuses "coordinates needs --pixels number" train image --data gray --positions coordinates --out bad
 refuses "dark is for pathfinder alone" train image --data gray --pixels number --dark 0.5 --out bad
+refuses "keep is for image alone" train pathfinder --settings quick --keep 0.5 --out bad
+refuses "keep needs --positions coordinates" train image --data gray --pixels number --keep 0.5 --out bad
 refuses "dark needs --positions coordinates" train pathfinder --settings quick --pixels number --dark 0.5 --out bad
 # where the slots look
 check "lra draw" run draw few.safetensors --data gray --sample 3 --plot few.svg

@@ -19,11 +19,11 @@ $(BUILD)/mpi/lra: examples/lra/lra.c $(BUILD)/luna.o $(EXAMPLE_H)
 	$(MPICC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
 mpi:
-	@if command -v $(MPICC) >/dev/null 2>&1; then $(MAKE) $(MPI_EXAMPLES); \
+	@if command -v $(MPICC) >/dev/null 2>&1; then $(MAKE) -j$(JOBS) $(MPI_EXAMPLES); \
 	  else echo "$(MPICC) is not here (Debian: openmpi-bin libopenmpi-dev): nothing is built"; fi
 
 mpi-test:
-	@$(MAKE) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
+	@$(MAKE) -j$(JOBS) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
 	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/run.sh tests/ranks/mpi.sh
 
 .PHONY: mpi mpi-test
