@@ -311,14 +311,19 @@ TOOL luna_params *kept_pairs(luna_ctx *ctx, const char *path) {
 }
 
 /* Sets the flags as `pairs`, of the checkpoint at `path`, say. Returns 0, or 2 after a sentence: what the command line
-   says too must agree. */
+   says too must agree. A flag that is younger than the checkpoint keeps its default. */
 TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char *path) {
   char key[80], before[40], now[40];
+  snprintf(key, sizeof key, "%s.step", program);
+  if (!luna_params_get_text(pairs, key))
+    return fail("%s holds no training of %s to resume; --save-every writes one", path, program);
   for (int i = 0; flags[i].name; i++) {
     if (!shapes_training(&flags[i])) continue;
     snprintf(key, sizeof key, "%s.%s", program, flags[i].name + 2);
     const char *value = luna_params_get_text(pairs, key);
-    if (!value) return fail("%s holds no training of %s to resume; --save-every writes one", path, program);
+    if (!value && (flags_given >> i & 1))
+      return fail("the training of %s began without %s and cannot take it now", path, flags[i].name);
+    if (!value) continue;
     flag_text(&flags[i], before, sizeof before);
     if (set_flag(&flags[i], value)) return 2;
     flag_text(&flags[i], now, sizeof now);

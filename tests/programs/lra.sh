@@ -93,6 +93,13 @@ refuses "began with other samples" train listops --data lists8 --resume early.tr
 refuses "was 8 in the training of whole.training" train listops --data lists --resume whole.training --dim 16
 refuses "of another task" train text --data texts --resume whole.training
 refuses "holds no training" train listops --data lists --resume whole.safetensors
+LC_ALL=C sed 's/"lra.keep"/"lra.kept"/' early.training >older.training
+check "a checkpoint of a program without a flag" differ early.training older.training
+refuses "began without --keep" train listops --data lists --resume older.training --keep 0.5
+cp whole.csv older.csv
+cp whole.safetensors older.safetensors
+check "is resumed with the flag's default" run train listops --data lists --resume older.training
+check "to the same curve" same whole.csv older.csv
 refuses "[a-z]" train listops --data lists --resume text
 
 # ---- self-pretraining
