@@ -68,7 +68,7 @@ EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c)) $(BUILD)
 EXAMPLE_H = $(wildcard examples/*.h examples/*/*.h)
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = $(addprefix tests/programs/,cli.sh classifiers.sh examples_more.sh series.sh arena.sh lra.sh export.sh \
-  models.sh long_line.sh recall.sh) tests/tools/flags.sh tests/bench/busy.sh
+  export_options.sh models.sh long_line.sh recall.sh) tests/tools/flags.sh tests/bench/busy.sh
 PUBLIC_C = $(shell grep -L 'li_\|LI_\|kernels.h' $(filter-out tests/private.c,$(TEST_C)))
 PUBLIC = $(patsubst %.c,$(BUILD)/tests/%,$(filter-out cuda.c ptx.c mpi.c,$(notdir $(PUBLIC_C))))
 BENCHES = $(patsubst tests/bench/%.c,$(BUILD)/tests/%,$(wildcard tests/bench/*.c))
@@ -81,8 +81,9 @@ LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
 LATER_SANITIZED = $(filter-out $(if $(GATE),%/cuda_forgetting),$(LATER))
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of. What takes
 # longest begins first.
-LONG = tests/tools/coverage.sh tests/programs/export.sh $(BUILD)/tests/private $(LATER) tests/tools/install.sh \
-  tests/cuda/peers_check.sh $(addprefix $(BUILD)/tests/,causality out_of_memory arguments soak)
+LONG = tests/tools/coverage.sh tests/programs/export_options.sh $(BUILD)/tests/private $(LATER) \
+  tests/tools/install.sh tests/programs/export.sh tests/cuda/peers_check.sh $(addprefix $(BUILD)/tests/,causality \
+  out_of_memory arguments soak)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Of clang alone, in scalar C: it does not know all vector instructions, nor a C++ library that was built without it.
 MSAN = -O1 -g1 -fsanitize=memory -DLUNA_NO_SIMD -DTEST_QUICK=1
@@ -238,7 +239,8 @@ sanitize:
 	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/asan/tests/private \
 	  $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
 	  $(BUILD)/tsan/tests/threads $(MSAN_HERE:%=$(BUILD)/msan/tests/%) \
-	  $(filter-out $(if $(GATE),$(addprefix tests/programs/,arena.sh cli.sh examples_more.sh export.sh lra.sh recall.sh)),\
+	  $(filter-out $(if $(GATE),$(addprefix tests/programs/,arena.sh cli.sh examples_more.sh export.sh \
+	  export_options.sh lra.sh recall.sh)),\
 	  $(SCRIPTS))
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models

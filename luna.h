@@ -5451,6 +5451,7 @@ LI_FN void LI_K(column_sums)(li_matrix a, const float *b, const li_layer_norm *n
     for (int64_t r = 0; r < a.rows; r += LI_FLOAT_ROWS) {
       const int64_t count = li_min(a.rows - r, LI_FLOAT_ROWS), at = r * a.row + first;
       const li_matrix rows = li_strided(a.at + at, count, n, a.row);
+      /* Constants: a loop for each case */
       if (n < LI_SUM_COLUMNS) LI_K(column_part)(1, rows, b ? b + at : NULL, norm, r, part);
       else if (b) LI_K(column_part)(4, rows, b + at, norm, r, part);
       else LI_K(column_part)(4, rows, NULL, NULL, 0, part);
@@ -5471,7 +5472,7 @@ LI_FN void LI_K(sum_rows)(li_matrix x, float factor, float *y) {
 }
 
 /* ---- Cross-entropy: logits [rows, n], labels [rows] -> loss [rows] ---- */
-/* Writes the loss of a row after its last part. */
+/* Writes a row's loss after its last part. A label of -Inf costs Inf, even where the sum is 0. */
 LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, const li_row_sums *s) {
   double log_sum = s->exps;
   if (s->exps > 0) log_sum = (double)vf_first(vf_log(vf_set((float)s->exps)));
@@ -7148,7 +7149,7 @@ LI_FN void LI_K(step_mean)(li_mean_kind kind, li_mean m, const double *share, co
 
 /* ---- The memory that forgets: [rows, slots] each; rows of s and gates may be apart ---- */
 
-/* Adds x to sum + rest, which is more exact than a float. */
+/* Adds x to sum + rest: more exact than a float. */
 LI_INLINE void LI_K(add_exact)(vf *sum, vf *rest, vf x) {
   const vf total = vf_add(*sum, x), part = vf_sub(total, *sum);
   *rest = vf_add(*rest, vf_add(vf_sub(*sum, vf_sub(total, part)), vf_sub(x, part)));
@@ -7806,21 +7807,22 @@ LI_FN void li_luna_sum(const li_causal_chunk *c) {
   li_luna_own(c, w, li_luna_wide(c, a->k), w, li_luna_wide(c, a->v), a->forget ? c->logs + 2 * c->slots : NULL);
 }
 
+/* W = softmax(scale q K'), kept in a->kept, and out = W V. The sums K and V have the weights A = c->kept. */
 LI_FN void li_luna_out(const li_causal_chunk *c) {
   const li_causal_luna *a = c->luna;
-  const int64_t l = c->slots, narrow = li_luna_row(a, c->item, c->first) * a->slots;
+  const int64_t l = c->slots, at = li_luna_row(a, c->item, c->first) * a->slots;
   const li_luna_sums state = li_luna_sums_of(c);
-  const li_matrix omega = li_luna_dense(c, c->kept), w = li_luna_dense(c, c->buffer[0]);
-  li_causal_mix(c, a->scale, li_luna_wide(c, a->q), li_luna_wide(c, a->k), li_transposed(state.k), omega,
+  const li_matrix weights = li_luna_dense(c, c->kept), w = li_luna_dense(c, c->buffer[0]);
+  li_causal_mix(c, a->scale, li_luna_wide(c, a->q), li_luna_wide(c, a->k), li_transposed(state.k), weights,
                 li_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
 
   if (LI_TRAINS && a->kept) {
-    c->kernels->copy_rows(w, a->kept + narrow, a->heads * a->slots);
+    c->kernels->copy_rows(w, a->kept + at, a->heads * a->slots);
     for (int64_t t = 0; t < c->rows; t++)
-      memset(a->kept + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
+      memset(a->kept + at + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
   }
-  li_causal_mix(c, 1, w, omega, state.v, li_luna_wide(c, a->v), li_luna_into(c, a->out, false));
+  li_causal_mix(c, 1, w, weights, state.v, li_luna_wide(c, a->v), li_luna_into(c, a->out, false));
 }
 
 LI_INLINE int64_t li_step_bytes(const li_causal_luna *a) {
@@ -7950,10 +7952,9 @@ LI_FN void li_luna_out_down(const li_causal_chunk *c) {
    LUNA_FORGET_SCALE allows for, and nothing reads a later row.
    Backward, g is the gradient of out, dr = g S_V^T + sum (g . v_j) W_j, and dZ = -(r dr + u du) / Z (never 1/Z^2, which
    leaves float's range). The gradients of k, v and W are sums over later rows, with the state's gradient R in reverse.
-   A gate makes all earlier weights smaller, which is the same as making all weights from its row on larger. Its
-   gradient is therefore minus the sum of their W dW. From a chunk's end on this sum is also minus R . S, because out
-   does not change when all weights and the state are scaled. Where a slot forgets fast, that is more exact than the
-   long sum, in which rounding errors add up. */
+   A gate makes all earlier weights smaller, or all weights from its row on larger. Its gradient is therefore minus the
+   sum of their W dW. From a chunk's end on this sum is also minus R . S, because out does not change when all weights
+   and the state are scaled. Where a slot forgets fast, that is more exact than the long sum. */
 /* Returns the state's z, or zeros, as an array. */
 LI_HOT const float *li_forget_before(const li_causal_chunk *c) {
   const int64_t unit = li_luna_unit(c->luna);
@@ -11091,7 +11092,7 @@ LI_HOT void li_tensor_end(luna_tensor *t, size_t end) {
   t->own->released = t->own->ended = true;
 }
 
-/* Marks what backward will read. A cheap op also keeps its small inputs, so that its result can be computed again,
+/* Marks what backward reads. A cheap op also keeps its small inputs, so that its result can be computed again,
    except inputs made from nothing, such as sinusoids. */
 LI_HOT void li_op_saves(luna_op *op) {
   for (int i = 0; i < op->inputs; i++) {
@@ -11341,7 +11342,7 @@ LI_FN void li_look(luna_ctx *ctx) {
             "large", (int64_t)now.skipped, (int64_t)now.step);
 }
 
-/* `from` is data, or a gradient, which is null until backward reaches it. */
+/* `from` is data, or a gradient, null until backward reaches it. */
 LI_FN luna_status li_read_floats(const luna_tensor *t, const float *from, float *out, const char *name, bool grad) {
   const size_t bytes = li_bytes(luna_count(t));
   if (!t) return LUNA_BAD_ARGUMENT;
@@ -12165,7 +12166,8 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
 
 /* --- First values: on every machine element e has the Philox words of counter (e, hash of the name), key = seed --- */
 LI_FN float li_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
-LI_FN float li_normal(uint32_t counter[4], uint64_t seed) { /* Marsaglia's polar method */
+/* Marsaglia's polar method. Retries count from bit 48 on, above every element. */
+LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {
   for (;; counter[1] += 0x10000u) {
     uint32_t word[4];
     li_philox(counter, seed, word);
@@ -12706,7 +12708,7 @@ LI_INLINE li_way li_way_of(const luna_op *op, bool back) {
 }
 LI_INLINE float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
-LI_FN void li_query_nothing(luna_op *op) { (void)op; }
+LI_FN void li_query_none(luna_op *op) { (void)op; }
 LI_INLINE bool li_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
 /* Returns the 8-bit copy of input i during inference, else null. */
 LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
@@ -12903,7 +12905,7 @@ LI_HOT luna_status li_permute_run(luna_op *op, bool back) {
 }
 
 LI_RUN_OP(permute)
-#define LI_CPU_PERMUTE LI_CPU_OP(li_query_nothing, li_permute_forward, li_permute_backward, 0)
+#define LI_CPU_PERMUTE LI_CPU_OP(li_query_none, li_permute_forward, li_permute_backward, 0)
 
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
@@ -12955,7 +12957,7 @@ LI_FN luna_status li_slice_run(luna_op *op, bool back) {
   return LUNA_OK;
 }
 LI_RUN_OP(slice)
-#define LI_CPU_SLICE LI_CPU_OP(li_query_nothing, li_slice_forward, li_slice_backward, 0)
+#define LI_CPU_SLICE LI_CPU_OP(li_query_none, li_slice_forward, li_slice_backward, 0)
 
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
@@ -12981,7 +12983,7 @@ LI_HOT luna_status li_concat_run(luna_op *op, bool back) {
 }
 
 LI_RUN_OP(concat)
-#define LI_CPU_CONCAT LI_CPU_OP(li_query_nothing, li_concat_forward, li_concat_backward, 0)
+#define LI_CPU_CONCAT LI_CPU_OP(li_query_none, li_concat_forward, li_concat_backward, 0)
 
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
@@ -13010,7 +13012,7 @@ LI_FN luna_status li_expand_backward(luna_op *op) { /* dy [count,...] -> dx [...
   li_sum_columns(op, li_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0])), op->in[0]->grad);
   return LUNA_OK;
 }
-#define LI_CPU_EXPAND LI_CPU_OP(li_query_nothing, li_expand_forward, li_expand_backward, 0)
+#define LI_CPU_EXPAND LI_CPU_OP(li_query_none, li_expand_forward, li_expand_backward, 0)
 
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
@@ -13051,7 +13053,7 @@ LI_FN luna_status li_embedding_forward(luna_op *op) {
 LI_FN luna_status li_embedding_backward(luna_op *op) {
   return li_split(op, li_last(op->in[0]), li_rows(op->out[0]), li_embedding_back);
 }
-#define LI_CPU_EMBEDDING LI_CPU_OP(li_query_nothing, li_embedding_forward, li_embedding_backward, 0)
+#define LI_CPU_EMBEDDING LI_CPU_OP(li_query_none, li_embedding_forward, li_embedding_backward, 0)
 
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
@@ -13272,8 +13274,8 @@ LI_FN void li_same_back(luna_op *op, int64_t first, int64_t last) {
   else li_k(op)->activate_grad((int)op->activation, last - first, op->in[0]->data + first, dy, true, dx);
 }
 LI_SPLIT_OP(same, luna_count(op->out[0]), 1)
-#define LI_CPU_SCALE LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, LUNA_FORWARD_IN_PLACE)
-#define LI_CPU_ACTIVATION LI_CPU_OP(li_query_nothing, li_same_forward, li_same_backward, 0)
+#define LI_CPU_SCALE LI_CPU_OP(li_query_none, li_same_forward, li_same_backward, LUNA_FORWARD_IN_PLACE)
+#define LI_CPU_ACTIVATION LI_CPU_OP(li_query_none, li_same_forward, li_same_backward, 0)
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   li_build s;
@@ -13309,7 +13311,7 @@ LI_HOT void li_dropout_part(luna_op *op, bool back, int64_t first, int64_t last)
   li_k(op)->dropout(&d, first, last - first, w.from + first, w.to + first, back);
 }
 LI_PART_OP(dropout, luna_count(op->in[0]), 1)
-#define LI_CPU_DROPOUT LI_CPU_OP(li_query_nothing, li_dropout_forward, li_dropout_backward, LUNA_FORWARD_IN_PLACE)
+#define LI_CPU_DROPOUT LI_CPU_OP(li_query_none, li_dropout_forward, li_dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   li_build s;
@@ -13336,7 +13338,7 @@ LI_HOT void li_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
 }
 
 LI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
-#define LI_CPU_MASK LI_CPU_OP(li_query_nothing, li_mask_forward, li_mask_backward, 0)
+#define LI_CPU_MASK LI_CPU_OP(li_query_none, li_mask_forward, li_mask_backward, 0)
 
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   bool full = true;
@@ -13384,7 +13386,7 @@ LI_HOT void li_reduce_back(luna_op *op, int64_t first, int64_t last) {
 LI_FN luna_status li_reduce_backward(luna_op *op) {
   return li_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, li_reduce_back);
 }
-#define LI_CPU_REDUCE LI_CPU_OP(li_query_nothing, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
+#define LI_CPU_REDUCE LI_CPU_OP(li_query_none, li_reduce_forward, li_reduce_backward, LUNA_SETS_GRAD(0))
 
 LI_FN luna_tensor *li_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
@@ -13433,7 +13435,7 @@ LI_HOT luna_status li_max_run(luna_op *op, bool back) {
 }
 
 LI_RUN_OP(max)
-#define LI_CPU_MAX LI_CPU_OP(li_query_nothing, li_max_forward, li_max_backward, 0)
+#define LI_CPU_MAX LI_CPU_OP(li_query_none, li_max_forward, li_max_backward, 0)
 
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
   return li_reduce(x, LUNA_OP_MAX, axis, false, __func__);
@@ -13582,8 +13584,8 @@ LI_FN uint64_t li_writes(const luna_ctx *ctx) {
   return writes;
 }
 
-/* In inference, weight i gets an 8-bit copy, which is renewed when parameters have been written. Returns false when
-   memory is out, after reporting it. */
+/* In inference, weight i gets an 8-bit copy, renewed when parameters have been written. Returns false without memory,
+   after reporting it. */
 LI_HOT bool li_int8_ready(li_build *s, int i) {
   luna_ctx *ctx = s->op.ctx;
   luna_tensor *w = s->op.in[i];
@@ -13960,7 +13962,7 @@ LI_FN void li_ffn_slope(void *work, int64_t thread, int64_t first, int64_t last)
   }
 }
 
-/* `dx` may share the memory of dy, so dx is written last, when dy is no longer read. */
+/* `dx` may share the memory of dy, so dx is written last. */
 LI_FN luna_status li_feed_forward_backward(luna_op *op) { /* dy [...,o] -> dx [...,i], dW1 [f,i], dW2 [o,f] */
   const li_parallel *parallel = &op->ctx->parallel;
   li_ffn_work w;
@@ -14042,7 +14044,7 @@ LI_HOT void li_softmax_back(luna_op *op, int64_t first, int64_t last) { /* dy [.
                                op->in[0]->grad + r * n);
 }
 LI_SPLIT_OP(softmax, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_SOFTMAX LI_CPU_OP(li_query_nothing, li_softmax_forward, li_softmax_backward, 0)
+#define LI_CPU_SOFTMAX LI_CPU_OP(li_query_none, li_softmax_forward, li_softmax_backward, 0)
 
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   li_build s;
@@ -14093,7 +14095,7 @@ LI_FN void li_log_softmax_back(luna_op *op, int64_t first, int64_t last) { /* dy
 }
 
 LI_SPLIT_OP(log_softmax, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_LOG_SOFTMAX LI_CPU_OP(li_query_nothing, li_log_softmax_forward, li_log_softmax_backward, 0)
+#define LI_CPU_LOG_SOFTMAX LI_CPU_OP(li_query_none, li_log_softmax_forward, li_log_softmax_backward, 0)
 
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
@@ -14221,7 +14223,7 @@ LI_HOT void li_ratio_back(luna_op *op, int64_t first, int64_t last) { /* dy [...
   }
 }
 LI_SPLIT_OP(ratio, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_RATIO LI_CPU_OP(li_query_nothing, li_ratio_forward, li_ratio_backward, 0)
+#define LI_CPU_RATIO LI_CPU_OP(li_query_none, li_ratio_forward, li_ratio_backward, 0)
 
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   li_build s;
@@ -14748,7 +14750,7 @@ LI_FN void li_route_part(luna_op *op, bool back, int64_t first, int64_t last) {
   }
 }
 LI_PART_OP(route, li_rows(op->in[0]), li_last(op->in[0]))
-#define LI_CPU_ROUTE LI_CPU_OP(li_query_nothing, li_route_forward, li_route_backward, 0)
+#define LI_CPU_ROUTE LI_CPU_OP(li_query_none, li_route_forward, li_route_backward, 0)
 
 LUNA_API luna_tensor *luna_route(luna_tensor *router, luna_tensor *strength) {
   luna_tensor *const in[] = { router, strength };
@@ -14865,7 +14867,7 @@ LI_FN luna_status li_convolution_backward(luna_op *op) { /* dy [b,n,d] -> dx [b,
     li_split(op, li_last(x), x->shape[0] * x->shape[1], li_convolution_columns);
   return LUNA_OK;
 }
-#define LI_CPU_SHORT_CONVOLUTION LI_CPU_OP(li_query_nothing, li_convolution_rows_forward, li_convolution_backward, 0)
+#define LI_CPU_SHORT_CONVOLUTION LI_CPU_OP(li_query_none, li_convolution_rows_forward, li_convolution_backward, 0)
 
 LI_FN luna_tensor *li_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const li_past *past) {
   luna_tensor *const in[] = { x, weight, bias };
@@ -15263,7 +15265,7 @@ typedef struct li_model_config {
 /* These configs have fields: LI_OF_LM is a luna_lm_config, LI_OF_LAYER a luna_layer_config, and LI_OF_ENCODER an
    li_model_config. All models with an encoder have its metadata; fields of other models are 0 there. */
 enum { LI_OF_LM = 1, LI_OF_ENCODER = 2, LI_OF_LAYER = 4, LI_OF_ALL = 7 };
-/* Version 0.2 had Linformer, which is now in examples/attentions. In its files luna.attention is LI_OLD_LINFORMER, and
+/* Version 0.2 had Linformer, now in examples/attentions. In its files luna.attention is LI_OLD_LINFORMER, and
    a setting is luna.linformer_<key>. Such a file loads with the hook LI_LINFORMER. */
 #define LI_OLD_LINFORMER 3
 #define LI_LINFORMER "linformer"
@@ -16407,7 +16409,7 @@ LI_FN bool li_decoder_layer_init(luna_decoder_layer *layer, luna_params *params,
 LI_LAYER_INIT(luna_decoder_layer, (li_is_luna(&c) || li_is_luna_only(ctx, "a decoder layer")) &&
               li_layer_good(ctx, &c, LI_DECODER_LAYER), li_decoder_layer_init)
 
-/* Returns X', which is also in f->x. */
+/* Returns X', also in f->x. */
 LI_FN luna_tensor *li_decoder_layer(const luna_decoder_layer *layer, li_flow *f) {
   luna_tensor *x = f->x;
   if (!li_layer_made(x, LI_OF(layer, feed_forward.fc1.weight), "luna_decoder_layer_forward")) return NULL;
@@ -16525,8 +16527,7 @@ LI_FN int64_t li_lm_outputs(const luna_lm_config *c) { return c->outputs ? c->ou
 /* Returns whether a tensor is luna.h's own, such as an optimiser's moments, and not the model's. */
 LI_FN bool li_st_ours(li_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
-/* Counts a file's tensors that belong to the model, and their elements. Scales of I8 tensors do not count; reading
-   checks that they exist. */
+/* Counts the model's tensors in a file, and their elements. An I8 tensor and its shape[0] scales count once. */
 LI_FN int64_t li_st_tensors(const li_st *st, double *numbers) {
   li_st_tensor t;
   size_t cursor = 0;
@@ -17597,7 +17598,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   luna_status status = li_optimizer_ready(o);
   if (status != LUNA_OK || o->ctx->options.measure) return status;
   luna_ctx *ctx = o->ctx;
-  ctx->unread = true;
+  ctx->unread = true; /* A replayed graph does not call luna_optimizer_apply. */
   const float lr = li_scheduled_lr(o, o->attempts);
   const li_trained *large = li_rates_too_large(o, lr);
   if (large)
@@ -18593,9 +18594,9 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   if (s->replaces && !S_ISREG(old.st_mode)) return LUNA_ERROR_SAVE_IRREGULAR;
 
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
-  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* On EOVERFLOW (a 32-bit program) it exists. */
+  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* In 32 bits: it exists */
   else if (!s->replaces && errno != ENOENT) return LUNA_ERROR_SAVE_LOOKUP;
-  for (int64_t number = 0; number < 16; number++) {
+  for (int64_t number = 0; number < 16; number++) { /* Few save at once: numbers are low. */
     li_saving_name(s, ".luna-%d.tmp", number);
     li_saving_sweep(s->temporary);
   }
@@ -19952,7 +19953,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   const float temperature = s->temperature;
   const int64_t n = li_size(vocab), k = s->top_k != 0 && s->top_k < n ? s->top_k : n;
   int64_t above = 0;
-  uint32_t counter[4] = { (uint32_t)s->drawn, (uint32_t)(s->drawn >> 32), 0x53616D70u, 0 }, word[4]; /* Its own */
+  uint32_t counter[4] = { (uint32_t)s->drawn, (uint32_t)(s->drawn >> 32), 0x53616D70u, 0 }, word[4]; /* "Samp" */
   float limit = -INFINITY, max = -INFINITY;
   double target = (double)INFINITY;
   int32_t chosen = -1;

@@ -1,37 +1,13 @@
 #!/bin/sh
 # export.sh: examples/export.c from outside: what it writes compiles without a warning by gcc and clang, where they are
 # here, in C and C++, gives the same bits by all of them, and what luna_stream gives; what cannot be exported is
-# refused. Needs $BUILD/export, series and mcu/models. The same on microcontrollers: make mcu.
+# refused. Needs $BUILD/export, series and mcu/models. Every option: export_options.sh. On microcontrollers: make mcu.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
 mcu=$root/examples/mcu
 name=export_cli
 . tests/programs/cli_checks.sh
-program=export
-cc=${CC:-cc}
-models=$build/mcu/models
-strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror"
-here() { [ -n "$1" ] && command -v "$1" >/dev/null 2>&1; }
-
-# model FOLDER STEPS FIELDS: a model, a series, what luna_stream makes of it
-model() {
-  folder=$1 steps=$2
-  shift 2
-  mkdir -p "$folder"
-  $models write "$folder/model" "$steps" "$@" && mv "$folder/model.csv" "$folder/series.csv"
-}
-# exported FOLDER FLAGS: detector.h, detector.c there
-exported() {
-  folder=$1
-  shift
-  run "$folder/model.safetensors" --out "$folder/detector" "$@"
-}
-# built FOLDER COMPILER FLAGS: runs it, outputs.txt is there
-built() {
-  folder=$1
-  shift
-  (cd "$folder" && "$@" $strict -I. -I"$mcu" "$mcu/main.c" "$mcu/host.c" detector.c -o main && ./main >main.log)
-}
+. "$root/tests/programs/export_checks.sh"
 
 # --- the detector: all compilers, 10,000 steps
 detector="features=9 outputs=2 memory=16 dim=32 heads=4 ffn=64 convolution=4 pre_norm=1 missing=40"
@@ -57,107 +33,21 @@ done
 check "float: what luna_stream gives" $models compare float/model.out float/first.txt 1e-5
 check "8 bits: near it" $models compare eight/model.out eight/first.txt 0.1
 
-# --- the stack: what a step leaves changed below its caller, beside what the header says
-cat >stack.c <<'END'
-#include "detector.h"
-#include <stdio.h>
-enum { PAINTED = 1 << 16, PAINT = 0xA5 };
-static detector_state state;
-static volatile unsigned char *area;
-__attribute__((noinline)) static void find_area(volatile unsigned char *at) { area = at; }
-__attribute__((noinline)) static void paint(void) {
-  volatile unsigned char bytes[PAINTED];
-  for (int i = 0; i < PAINTED; i++) bytes[i] = PAINT;
-  find_area(bytes);
-}
-__attribute__((noinline)) static int changed(void) {
-  int i = 0;
-  while (i < PAINTED && area[i] == PAINT) i++;
-  return PAINTED - i;
-}
-int main(void) {
-  static float y[DETECTOR_OUTPUTS];
-#ifdef DETECTOR_FEATURES
-  static float x[DETECTOR_FEATURES];
-#else
-  int x = 0;
-#endif
-  paint();
-  const int stepped = detector_step(&state, x, y), bytes = changed();
-  printf("a step takes %d bytes of stack, the header says %d\n", bytes, DETECTOR_STACK);
-  return !(stepped == 1 && bytes > DETECTOR_STACK / 4 && bytes <= DETECTOR_STACK);
-}
-END
-stack_of() { # FOLDER
-  for level in -Os -O2; do
-    $cc -std=gnu99 $level "-I$1" stack.c "$1/detector.c" -o stack 2>stack.log && ./stack || return 1
-  done
-}
 check "the stack that a step takes in float" stack_of float
 check "the stack that a step takes in 8 bits" stack_of eight
 
-# --- MISRA C:2012, rules 12.1 (precedence is told by parentheses) and 12.3 (no comma operator), where cppcheck is here
-misra() { # FOLDER
-  cppcheck --addon=misra --enable=style -q "$1/detector.c" >misra.log 2>&1
-  grep -q 'misra-c2012' misra.log && ! grep -A 1 'misra-c2012-12\.[13]\]' misra.log
-}
-echo 'int f(int a, int b); int f(int a, int b) { return a * 2 + b; }' >rule.c
-if here cppcheck && cppcheck --addon=misra --enable=style -q rule.c 2>&1 | grep -q 'misra-c2012-12\.1'; then
-  ruled=misra
-else
-  echo "cppcheck is not here, or has no MISRA rules: they are not checked"
-  ruled=true
-fi
-
-# --- every option: a small model each, in float as luna_stream and in 8 bits near it; without TEST_FULL one of the
-# two. With it each is checked for MISRA, in the gate one of the two.
-small="layers=2 memory=4 dim=16 heads=2 ffn=24"
-number=0
-while read -r fields; do
-  number=$((number + 1))
-  check "a model of $fields" model "m$number" 300 $small $fields
-  for flag in --weights=f32 --weights=i8; do
-    [ $flag = --weights=f32 ] && odd=1 || odd=0
-    [ -n "$TEST_FULL" ] || [ $((number % 2)) = $odd ] || continue
-    check "$fields: $flag" exported "m$number" $flag
-    check "$fields: $flag is built" built "m$number" $cc -std=c99 -O0
-    [ $flag = --weights=f32 ] && bound=1e-5 || bound=0.2
-    check "$fields: $flag is near luna_stream" $models compare "m$number/model.out" "m$number/outputs.txt" $bound
-    check "$fields: $flag takes the stack that it says" stack_of "m$number"
-    if [ -n "$TEST_FULL" ] && { [ -z "$GATE" ] || [ $((number % 2)) != $odd ]; }; then
-      check "$fields: $flag meets the rules of MISRA" $ruled "m$number"
-    fi
-  done
-done <<'END'
-vocab=37
-vocab=37 positions=2 pre_norm=1 convolution=3 missing=0
-vocab=37 positions=3 max_length=300 outputs=5 norm=1
-features=3 outputs=3 sharing=1 gated=1 activation=7 pre_norm=1 convolution=4 missing=9
-features=3 outputs=1 omega=3 activation=2 memory=16
-features=17 outputs=5 omega=4 activation=8 norm=1 pre_norm=1 convolution=1
-features=3 outputs=2 dim=12 ffn=20 activation=6 gated=1 convolution=2
-features=2 outputs=2 dim=21 heads=3 ffn=15 memory=5 activation=3 positions=2
-features=2 outputs=2 dim=18 heads=1 ffn=19 memory=3 activation=4
-features=3 outputs=2 horizon=50 pre_norm=1
-vocab=37 sharing=1 horizon=5000
-vocab=37 horizon=1
-vocab=37 forget=2 output_gate=1 pre_norm=1 convolution=4
-features=3 outputs=2 forget=2 sharing=1 memory=16
-features=3 outputs=2 forget=1 sharing=1
-vocab=37 forget=3 output_gate=1 pre_norm=1 convolution=4
-features=3 outputs=2 forget=3 sharing=1 memory=16
-features=3 outputs=4 forget=3 dim=12 heads=3 memory=2 norm=1
-features=9 outputs=2 forget=3 memory=32 dim=32 heads=4 convolution=4 pre_norm=1 missing=9
-vocab=37 output_gate=1 forget=1
-features=3 outputs=4 output_norm=1 pre_norm=1
-END
-
-check "a model of features meets the rules of MISRA" $ruled m10
-check "a model of tokens meets the rules of MISRA" $ruled m14
+# --- small models, which the rest uses
+check "a small model of tokens" model tokens 300 $small vocab=37
+check "is exported" exported tokens
+check "a small model with gates" model gates 300 $small features=3 outputs=3 sharing=1 gated=1 activation=7 \
+  pre_norm=1 convolution=4 missing=9
+check "one of few dimensions" model few 300 $small features=3 outputs=2 dim=12 ffn=20 activation=6 gated=1 \
+  convolution=2
+check "one with a horizon" model horizon 300 $small features=3 outputs=2 horizon=50 pre_norm=1
 
 # --- numbers that become too large: the C is finite wherever luna_stream is, and no integer overflows
 careful="$cc -std=c99 -O1 -fsanitize=undefined -fno-sanitize-recover=all"
-built m1 $careful || careful="$cc -std=c99 -O1"
+built tokens $careful || careful="$cc -std=c99 -O1"
 while read -r fields; do
   check "a model of $fields" model big 60 $small $fields
   for flag in --weights=f32 --weights=i8; do
@@ -388,20 +278,21 @@ check "which is what series predict prints" sh -c "$cc -std=c99 -I. forecast.c f
 mkdir -p beside race/one race/other
 echo precious >beside/victim
 for link in det.c.tmp det.h.tmp det.c.part .luna-0.tmp .luna-1.tmp; do ln -s victim "beside/$link"; done
-check "a planted link does no harm" run m1/model.safetensors --out beside/det
+check "a planted link does no harm" run tokens/model.safetensors --out beside/det
 check "what it points to is as it was" [ "$(cat beside/victim)" = precious ]
 check "and the files are files" [ -f beside/det.c -a ! -h beside/det.c -a -f beside/det.h -a ! -h beside/det.h ]
 mkdir elsewhere && ln -s ../elsewhere/real.c beside/far.c
 check "a name that is a link stays one" sh -c \
-  "'$build/export' m1/model.safetensors --out beside/far >out 2>err && [ -h beside/far.c ] && [ -s elsewhere/real.c ]"
+  "'$build/export' tokens/model.safetensors --out beside/far >out 2>err && [ -h beside/far.c ] &&
+  [ -s elsewhere/real.c ]"
 check "nothing else is left" [ "$(ls -A beside elsewhere | grep -c luna-)" = 2 ]
-"$build/export" m4/model.safetensors --out race/one/det >out
-"$build/export" m7/model.safetensors --out race/other/det >out
+"$build/export" gates/model.safetensors --out race/one/det >out
+"$build/export" few/model.safetensors --out race/other/det >out
 pair() { same "$1/det.h" "$2/det.h" && same "$1/det.c" "$2/det.c"; }
 mixed=0
 for i in 1 2 3 4 5 6 7 8 9 10; do
-  "$build/export" m4/model.safetensors --out race/det >out 2>err & first=$!
-  "$build/export" m7/model.safetensors --out race/det >out2 2>err2 || mixed=$((mixed + 1))
+  "$build/export" gates/model.safetensors --out race/det >out 2>err & first=$!
+  "$build/export" few/model.safetensors --out race/det >out2 2>err2 || mixed=$((mixed + 1))
   wait $first || mixed=$((mixed + 1))
   pair race race/one || pair race race/other || mixed=$((mixed + 1))
 done
@@ -430,9 +321,9 @@ check "a model whose outputs are scaled" $models write scaled 0 features=2 outpu
 refuses "cannot learn on the device" scaled.safetensors --out x --learn values
 sed 's/luna.kind/Luna.kind/' float/model.safetensors >hook.safetensors
 refuses "attention hook" hook.safetensors --out x
-sed 's/luna.horizon/luna.horizen/' m10/model.safetensors >option.safetensors
+sed 's/luna.horizon/luna.horizen/' horizon/model.safetensors >option.safetensors
 refuses "does not know: luna.horizen" option.safetensors --out x
-sed 's/"50"/"5x"/' m10/model.safetensors >number.safetensors
+sed 's/"50"/"5x"/' horizon/model.safetensors >number.safetensors
 refuses "not a number" number.safetensors --out x
 mkdir folder.c 2>/dev/null; mkdir -p y.c
 refuses "cannot write" float/model.safetensors --out y
