@@ -3845,7 +3845,7 @@ LI_FN li_int8_work li_int8_start(const li_kernels *kernels, const li_gemm *g, in
   w.by_rows = !w.dots && g->m >= g->n;
   w.parts = w.by_rows ? li_divide_up(g->m, w.loops->qm) : li_divide_up(g->n, w.loops->qn);
   if (w.by_rows && !g->b_panels) w.parts = li_min(w.parts, threads); /* Each part makes all panels. */
-  /* As LI_KA, this stride is no power of two. */
+  /* As LI_KA, this stride is seldom a power of two. */
   w.q_row = (int64_t)li_round((size_t)(g->k * w.loops->bytes)) + LI_ALIGN;
   w.panel = li_divide_up(g->k, w.loops->qk) * w.loops->qk * w.loops->qn * w.loops->bytes;
   w.columns = li_min(LI_NC / w.loops->qn, li_divide_up(g->n, w.loops->qn)) * w.loops->qn;
@@ -6972,8 +6972,8 @@ LI_FN float li_route_log_reference(double weight) {
 }
 
 /* Computes u = scale K q, w = softmax(u), out = w V. Row i of K and V is slot i's mean of k and v over the tokens so
-   far, weighted by A = e^s times the gates since. The gates give the pack's softmax a causal form. In the routed memory
-   A is s, and u gets the log of the slot's weight. */
+   far, weighted by A = e^s times the gates since: with gates of 1, the pack's softmax made causal. In the routed memory
+   A is s, u gets the log of the slot's weight, and w is 0 in empty slots. */
 LI_FN void li_forget_reference(const li_causal_luna *a, double *means) {
   const int64_t d = a->head_dim, l = a->slots, state = d * l;
   float *w = (float *)(void *)(means + 2 * state + l);
@@ -10092,13 +10092,13 @@ LI_FN bool li_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   return true;
 }
 
-typedef struct li_persistent_mark { li_arena arena[2]; } li_persistent_mark;
-LI_FN li_persistent_mark li_persistent(const luna_ctx *ctx) {
-  li_persistent_mark mark;
+typedef struct li_persist_mark { li_arena arena[2]; } li_persist_mark;
+LI_FN li_persist_mark li_persistent(const luna_ctx *ctx) {
+  li_persist_mark mark;
   memcpy(mark.arena, ctx->arena, sizeof mark.arena);
   return mark;
 }
-LI_FN void li_persistent_rewind(luna_ctx *ctx, li_persistent_mark mark) {
+LI_FN void li_persist_rewind(luna_ctx *ctx, li_persist_mark mark) {
   const li_arena *was = mark.arena;
   /* An init ran ops, so their tensors stay, and all memory before them. */
   if (ctx->slabs_end > was[0].persistent_bytes) return;
@@ -11230,22 +11230,22 @@ LI_FN luna_tensor *li_bump_end(li_scope scope, luna_tensor *x) {
   return x;
 }
 
-/* Releases what the scope has made and nothing needs. The scope continues. */
+/* Releases what the scope made, except results, kept tensors and what backward reads. */
 LI_FN luna_tensor *li_scope_release(li_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused && !ctx->differentiated;
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (ctx->bump) return li_bump_end(scope, results[0]);
-  if (scope.begins != ctx->begins) return results[0]; /* A begin ended it */
+  if (scope.begins != ctx->begins) return results[0];
   if (taped && scope.recompute) li_scope_forget(scope);
   else if (taped) li_scope_depths(scope, results, count);
   for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->own->older) {
     const luna_op *maker = t->own->maker;
     const bool again = maker && (scope.recompute || maker->own->depth > 0);
-    const bool given = ctx->recomputing && !maker && t->own->last_reader;
+    const bool constant = ctx->recomputing && !maker && t->own->last_reader;
     if (!t->own->data_piece || li_scope_leaves(t, results, count)) continue;
-    if (taped && (t->own->saved || given) && !again) t->own->internal = true;
+    if (taped && (t->own->saved || constant) && !again) t->own->internal = true;
     else li_release(t);
   }
   if (taped && scope.recompute) li_scope_depths(scope, results, count);
@@ -12343,12 +12343,12 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   if (!li_param_named(params, name) || !li_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_FADE) ||
       !li_is_number(ctx, name, "init.scale", init.scale)) return NULL;
   if (params->filling && !li_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
-  const li_persistent_mark mark = li_persistent(ctx);
+  const li_persist_mark mark = li_persistent(ctx);
   const size_t name_size = strlen(name) + 1;
   li_names names = params->names;
   if (!li_persist(ctx, sizeof(li_param) + name_size, false, &memory) || !li_names_grow(ctx, &names, params->size) ||
       (!params->shared && !li_persist(ctx, li_bytes(count), true, &data))) {
-    li_persistent_rewind(ctx, mark);
+    li_persist_rewind(ctx, mark);
     li_fail_memory(ctx, "luna_param", li_bytes(count));
     return NULL;
   }
@@ -12367,7 +12367,7 @@ LI_FN luna_tensor *li_param_make(luna_params *params, const char *name, int rank
   else if (!ctx->options.measure) status = li_param_load(p, &stored);
   if (wrong) status = li_fail_status(ctx, (int)wrong, "luna_param", p->name, &p->tensor);
   if (status != LUNA_OK) {
-    li_persistent_rewind(ctx, mark);
+    li_persist_rewind(ctx, mark);
     return NULL;
   }
   params->names = names;
@@ -12391,7 +12391,7 @@ typedef struct li_setup {
   void *made;              /* The struct */
   size_t size;
   const char *outer;       /* For li_leave */
-  li_persistent_mark memory;
+  li_persist_mark memory;
   const li_hooked *hooked; /* Newest before */
   luna_params before;      /* The set before */
 } li_setup;
@@ -12430,7 +12430,7 @@ LI_FN void li_setup_undo(const li_setup *s) {
   *params = *before;
   if (params->last) params->last->next = NULL;
   if (params->last_meta) params->last_meta->next = NULL;
-  li_persistent_rewind(params->ctx, s->memory);
+  li_persist_rewind(params->ctx, s->memory);
 }
 
 LI_FN luna_status li_setup_end(const li_setup *s, bool good) {
@@ -14763,7 +14763,7 @@ LUNA_API luna_tensor *luna_route(luna_tensor *router, luna_tensor *strength) {
   return li_finish_like(&s, router);
 }
 
-/* Composes causal Luna from its parts. The inputs are q, k, v and s. */
+/* Composes causal Luna from q, k, v and s: for dropout, which its op lacks, or without the op. */
 LI_FN luna_tensor *li_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c, float scale) {
   const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2], h = c->heads;
   luna_tensor *a = luna_activate(in[3], c->omega);
@@ -17389,7 +17389,7 @@ LI_FN void li_rates_set(const luna_optimizer *o, li_trained *t) {
 LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->ctx;
   const int64_t size = o->params->size;
-  const li_persistent_mark mark = li_persistent(ctx);
+  const li_persist_mark mark = li_persistent(ctx);
   void *trained, *parts, *table = NULL, *moment;
   if (o->trained && o->size >= size) return LUNA_OK;
   bool good = li_persist(ctx, (size_t)size * sizeof(li_trained), false, &trained) &&
@@ -17411,7 +17411,7 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
   }
 
   if (!good) {
-    li_persistent_rewind(ctx, mark);
+    li_persist_rewind(ctx, mark);
     return li_fail_memory(ctx, name, li_bytes(luna_params_element_count(o->params)));
   }
   o->trained = (li_trained *)trained;
@@ -17489,7 +17489,7 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
   like.params = params;
   if (config) like.config = *config;
   li_optimizer_default(&like);
-  const li_persistent_mark mark = li_persistent(ctx);
+  const li_persist_mark mark = li_persistent(ctx);
   luna_status status = ctx->open_status;
   if (params->shared) status = li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, name);
   if (status == LUNA_OK && !li_optimizer_good(ctx, &like, name)) status = ctx->last_status;
@@ -17506,7 +17506,7 @@ LI_FN luna_optimizer *li_optimizer_open(luna_params *params, luna_optimizer_kind
 
   li_remember(ctx, status);
   if (status != LUNA_OK) {
-    li_persistent_rewind(ctx, mark);
+    li_persist_rewind(ctx, mark);
     return NULL;
   }
   o->next = ctx->optimizers;
@@ -17953,7 +17953,7 @@ LI_FN luna_status li_not_a_model(luna_ctx *ctx, const char *why) {
   return li_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, li_file_name(ctx), why);
 }
 
-/* Compares the models that the file and the set describe, most of which no tensor's name or shape tells. Dropouts may
+/* Compares the file's config, as far as it has one, with the set's; tensors do not tell all of it. Dropouts may
    differ, and so may the longest sequence, which is in the shape of a learned table. */
 LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
   luna_ctx *ctx = params->ctx;
