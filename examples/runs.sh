@@ -87,16 +87,14 @@ runs() {
     done
   done
   deep="$quick --pixels number --positions coordinates --pooling mean --segment 1 --segment-for 1 --batch 8 --layers 4"
-  deep="lra train pathfinder $deep --seed 1 --save-every 500"  # the first two were stopped at step 42,500
+  deep="lra train pathfinder $deep --seed 1 --save-every 500"  # the first was stopped at step 40,000
   echo "pathfinder-deep-easy $deep --difficulty easy --dark 0.1 --lr 1e-3 --warmup 500 --decay constant --steps 80000"
-  echo "pathfinder-deep-hard $deep --difficulty hard --dark 0.1 --lr 1e-3 --warmup 500 --decay constant" \
-    "--steps 100000 --begin $out/pathfinder-deep-easy.training"
-  echo "pathfinder-deep-falling $deep --difficulty hard --dark 0.1 --lr 1e-3 --warmup 200 --decay cosine" \
-    "--steps 20000 --begin $out/pathfinder-deep-hard.training"
-  echo "pathfinder-deep-whole $deep --difficulty hard --lr 7e-4 --warmup 200 --decay cosine --steps 6000" \
-    "--begin $out/pathfinder-deep-falling.training"
-  echo "pathfinder-deep-more $deep --difficulty hard --lr 5e-4 --warmup 100 --decay cosine --steps 5000" \
-    "--validations 1 --begin $out/pathfinder-deep-whole.training"
+  echo "pathfinder-deep-hard $deep --difficulty hard --dark 0.1 --lr 8e-4 --warmup 500 --decay cosine" \
+    "--steps 46000 --validations 4 --begin $out/pathfinder-deep-easy.training"
+  echo "pathfinder-deep-again $deep --difficulty hard --dark 0.1 --lr 8e-4 --warmup 200 --decay cosine" \
+    "--steps 22000 --validations 2 --begin $out/pathfinder-deep-hard.training"
+  echo "pathfinder-deep-whole $deep --difficulty hard --lr 5e-4 --warmup 200 --decay cosine --steps 7000" \
+    "--validations 2 --begin $out/pathfinder-deep-again.training"
   for seed in 1 2; do                                      # what is hidden in half of the pixels, first
     echo "pathfinder-hidden-$seed lra pretrain pathfinder $number --steps 4000 --products bf16 --seed $seed"
     echo "pathfinder-begun-$seed lra train pathfinder $number --begin $out/pathfinder-hidden-$seed.safetensors" \
