@@ -240,8 +240,7 @@ sanitize:
 	  $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
 	  $(BUILD)/tsan/tests/threads $(MSAN_HERE:%=$(BUILD)/msan/tests/%) \
 	  $(filter-out $(if $(GATE),$(addprefix tests/programs/,arena.sh cli.sh examples_more.sh export.sh \
-	  export_options.sh lra.sh recall.sh)),\
-	  $(SCRIPTS))
+	  export_options.sh lra.sh recall.sh)),$(SCRIPTS))
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models
 	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh

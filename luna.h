@@ -5451,7 +5451,7 @@ LI_FN void LI_K(column_sums)(li_matrix a, const float *b, const li_layer_norm *n
     for (int64_t r = 0; r < a.rows; r += LI_FLOAT_ROWS) {
       const int64_t count = li_min(a.rows - r, LI_FLOAT_ROWS), at = r * a.row + first;
       const li_matrix rows = li_strided(a.at + at, count, n, a.row);
-      /* Constants: a loop for each case */
+      /* Constants give each case its own loop. */
       if (n < LI_SUM_COLUMNS) LI_K(column_part)(1, rows, b ? b + at : NULL, norm, r, part);
       else if (b) LI_K(column_part)(4, rows, b + at, norm, r, part);
       else LI_K(column_part)(4, rows, NULL, NULL, 0, part);
@@ -5472,7 +5472,7 @@ LI_FN void LI_K(sum_rows)(li_matrix x, float factor, float *y) {
 }
 
 /* ---- Cross-entropy: logits [rows, n], labels [rows] -> loss [rows] ---- */
-/* Writes a row's loss after its last part. A label of -Inf costs Inf, even where the sum is 0. */
+/* Writes a row's loss after its last part. A label of -Inf costs Inf, even if a sum is 0. */
 LI_FN void LI_K(cross_entropy_finish)(const li_cross_entropy *a, int64_t row, const li_row_sums *s) {
   double log_sum = s->exps;
   if (s->exps > 0) log_sum = (double)vf_first(vf_log(vf_set((float)s->exps)));
@@ -7149,7 +7149,7 @@ LI_FN void LI_K(step_mean)(li_mean_kind kind, li_mean m, const double *share, co
 
 /* ---- The memory that forgets: [rows, slots] each; rows of s and gates may be apart ---- */
 
-/* Adds x to sum + rest: more exact than a float. */
+/* Adds x to sum + rest, which is more exact than a float. */
 LI_INLINE void LI_K(add_exact)(vf *sum, vf *rest, vf x) {
   const vf total = vf_add(*sum, x), part = vf_sub(total, *sum);
   *rest = vf_add(*rest, vf_add(vf_sub(*sum, vf_sub(total, part)), vf_sub(x, part)));
@@ -12166,7 +12166,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
 
 /* --- First values: on every machine element e has the Philox words of counter (e, hash of the name), key = seed --- */
 LI_FN float li_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
-/* Marsaglia's polar method. Retries count from bit 48 on, above every element. */
+/* Marsaglia's polar method. Retries count from bit 48, above every element. */
 LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {
   for (;; counter[1] += 0x10000u) {
     uint32_t word[4];
@@ -16524,7 +16524,7 @@ LI_FN int li_lm_parts(luna_lm *model, li_part *parts) {
 #define LI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 LI_FN int64_t li_lm_outputs(const luna_lm_config *c) { return c->outputs ? c->outputs : c->vocab; }
 
-/* Returns whether a tensor is luna.h's own, such as an optimiser's moments, and not the model's. */
+/* Returns whether a tensor is luna.h's own, such as an optimiser's moments. */
 LI_FN bool li_st_ours(li_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
 /* Counts the model's tensors in a file, and their elements. An I8 tensor and its shape[0] scales count once. */
@@ -18594,9 +18594,9 @@ LI_FN luna_error_id li_saving_open(li_saving_file *s) {
   if (s->replaces && !S_ISREG(old.st_mode)) return LUNA_ERROR_SAVE_IRREGULAR;
 
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
-  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* In 32 bits: it exists */
+  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* It exists, too large for 32 bits. */
   else if (!s->replaces && errno != ENOENT) return LUNA_ERROR_SAVE_LOOKUP;
-  for (int64_t number = 0; number < 16; number++) { /* Few save at once: numbers are low. */
+  for (int64_t number = 0; number < 16; number++) { /* Few save at once, so numbers are low. */
     li_saving_name(s, ".luna-%d.tmp", number);
     li_saving_sweep(s->temporary);
   }

@@ -310,13 +310,24 @@ TOOL luna_params *kept_pairs(luna_ctx *ctx, const char *path) {
   return luna_inspect(ctx, luna_path(path), &all) == LUNA_OK ? pairs : (failed(ctx), NULL);
 }
 
+/* Whether a flag's value is one that it may take. Flags that depend on others begin without one. */
+TOOL bool has_value(const flag *f) {
+  const double number = f->whole ? (double)*f->whole : *f->real;
+  return f->kind || (number >= f->min && number <= f->max);
+}
+
 /* Sets the flags as `pairs`, of the checkpoint at `path`, say. Returns 0, or 2 after a sentence: what the command line
-   says too must agree. A flag that is younger than the checkpoint keeps its default. */
+   says too must agree. A flag that is younger than the checkpoint keeps its default, if it has one. */
 TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char *path) {
   char key[80], before[40], now[40];
   snprintf(key, sizeof key, "%s.step", program);
-  if (!luna_params_get_text(pairs, key))
-    return fail("%s holds no training of %s to resume; --save-every writes one", path, program);
+  bool whole = luna_params_get_text(pairs, key) != NULL;
+  for (int i = 0; flags[i].name && whole; i++) {
+    if (!shapes_training(&flags[i])) continue;
+    snprintf(key, sizeof key, "%s.%s", program, flags[i].name + 2);
+    whole = luna_params_get_text(pairs, key) || has_value(&flags[i]) || flags_given >> i & 1;
+  }
+  if (!whole) return fail("%s holds no training of %s to resume; --save-every writes one", path, program);
   for (int i = 0; flags[i].name; i++) {
     if (!shapes_training(&flags[i])) continue;
     snprintf(key, sizeof key, "%s.%s", program, flags[i].name + 2);

@@ -4,7 +4,6 @@
 # refused. Needs $BUILD/export, series and mcu/models. Every option: export_options.sh. On microcontrollers: make mcu.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
-mcu=$root/examples/mcu
 name=export_cli
 . tests/programs/cli_checks.sh
 . "$root/tests/programs/export_checks.sh"

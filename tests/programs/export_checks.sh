@@ -1,5 +1,6 @@
 # What tests/programs/export.sh and export_options.sh share. Included after cli_checks.sh.
 program=export
+mcu=$root/examples/mcu
 cc=${CC:-cc}
 models=$build/mcu/models
 small="layers=2 memory=4 dim=16 heads=2 ffn=24"

@@ -3,7 +3,6 @@
 # the stack that its header says. Needs $BUILD/export and mcu/models.
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
-mcu=$root/examples/mcu
 name=export_options
 . tests/programs/cli_checks.sh
 . "$root/tests/programs/export_checks.sh"

@@ -309,7 +309,16 @@ static void check_keep(void) {
   data.longest = 101;
   const int32_t cut = thinned_tokens((span){ image, PIXELS }, 1, tokens);
   CHECK(cut == 100, "%d tokens, where --longest leaves room for 100", cut);
-  data.keep = 1;
+
+  item items[2] = { { { image }, { PIXELS }, 3 }, { { image }, { PIXELS }, 3 } };
+  static int32_t samples[3][PIXELS + 1];
+  int32_t sizes[3];
+  data.task = &tasks[IMAGE], data.longest = PIXELS + 1, data.items = items, data.thinned = 1;
+  for (int step = 0; step < 2; step++) data.step = step, fetch_item(0, samples[step], &sizes[step]);
+  fetch_item(1, samples[2], &sizes[2]);
+  CHECK(sizes[0] < 512 && memcmp(samples[0], samples[1], sizeof samples[0]) != 0, "another step has the same pixels");
+  CHECK(sizes[2] == PIXELS + 1, "an image that is held has %d tokens", sizes[2]);
+  data.keep = 1, data.step = data.thinned = 0, data.items = NULL;
 }
 
 /* ---- samples ----------------------------------------------------------------------------------------------------- */

@@ -100,6 +100,10 @@ cp whole.csv older.csv
 cp whole.safetensors older.safetensors
 check "is resumed with the flag's default" run train listops --data lists --resume older.training
 check "to the same curve" same whole.csv older.csv
+for flag in step dim hidden lr; do
+  LC_ALL=C sed "s/\"lra.$flag\"/\"lra.${flag%?}_\"/" early.training >older.training
+  refuses "holds no training" train listops --data lists --resume older.training
+done
 refuses "[a-z]" train listops --data lists --resume text
 
 # ---- self-pretraining
