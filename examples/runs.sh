@@ -93,8 +93,10 @@ runs() {
     "--steps 46000 --validations 4 --begin $out/pathfinder-deep-easy.training"
   echo "pathfinder-deep-again $deep --difficulty hard --dark 0.1 --lr 8e-4 --warmup 200 --decay cosine" \
     "--steps 22000 --validations 2 --begin $out/pathfinder-deep-hard.training"
-  echo "pathfinder-deep-whole $deep --difficulty hard --lr 5e-4 --warmup 200 --decay cosine --steps 7000" \
-    "--validations 2 --begin $out/pathfinder-deep-again.training"
+  echo "pathfinder-deep-fresh $deep --difficulty hard --data-seed 2 --dark 0.1 --lr 8e-4 --warmup 200 --decay cosine" \
+    "--steps 40000 --validations 2 --begin $out/pathfinder-deep-again.training"
+  echo "pathfinder-deep-whole $deep --difficulty hard --data-seed 3 --lr 5e-4 --warmup 200 --decay cosine" \
+    "--steps 8000 --validations 2 --begin $out/pathfinder-deep-fresh.training"
   for seed in 1 2; do                                      # what is hidden in half of the pixels, first
     echo "pathfinder-hidden-$seed lra pretrain pathfinder $number --steps 4000 --products bf16 --seed $seed"
     echo "pathfinder-begun-$seed lra train pathfinder $number --begin $out/pathfinder-hidden-$seed.safetensors" \
