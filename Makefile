@@ -77,13 +77,13 @@ ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-
 ONCE = tests/tools/compile.sh tests/tools/form.sh tests/programs/convert.sh $(SCRIPTS) tests/programs/torch.sh \
   tests/tools/promises.sh tests/cuda/gpu_check.sh
 # what takes too long for make test: make test-long, test-all and sanitize run it
+LATER_SCRIPTS = $(addprefix tests/programs/,export.sh export_options.sh examples_more.sh)
 LATER = $(HOST:%=$(BUILD)/tests/%) $(BUILD)/tests/tiles
 LATER_SANITIZED = $(filter-out $(if $(GATE),%/cuda_forgetting),$(LATER))
 # what make test-long runs: what make test leaves out, and every case of what make test runs a part of. What takes
 # longest begins first.
-LONG = tests/tools/coverage.sh tests/programs/export_options.sh $(BUILD)/tests/private $(LATER) \
-  tests/tools/install.sh tests/programs/export.sh tests/cuda/peers_check.sh $(addprefix $(BUILD)/tests/,causality \
-  out_of_memory arguments soak)
+LONG = tests/tools/coverage.sh $(LATER_SCRIPTS) $(BUILD)/tests/private $(LATER) tests/tools/install.sh \
+  tests/cuda/peers_check.sh $(addprefix $(BUILD)/tests/,causality out_of_memory arguments soak)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Of clang alone, in scalar C: it does not know all vector instructions, nor a C++ library that was built without it.
 MSAN = -O1 -g1 -fsanitize=memory -DLUNA_NO_SIMD -DTEST_QUICK=1
@@ -127,18 +127,18 @@ $(BUILD)/luna.o $(BUILD)/libluna.o: $(BUILD)/%.o: luna.h
 	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/$*.c)
 
 $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(EXAMPLE_H)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+	$(call build,$(CC) $(CFLAGS) $(CALLER_OPT) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 $(BUILD)/%: examples/lra/%.c $(BUILD)/luna.o $(EXAMPLE_H)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
+	$(call build,$(CC) $(CFLAGS) $(CALLER_OPT) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 # GATE=1: without what other stages of the gate run in full: test-long, headers, sanitize
 export TEST_FULL
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(if $(TEST_FULL),$(LATER))
-	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(filter-out $(if $(GATE),tests/tools/compile.sh $(LONG)),\
-	  $(BUILD)/tests/private $(ONCE) $(if $(TEST_FULL),$(LATER) tests/tools/install.sh) \
-	  $(filter-out %/private,$(PROGRAMS)))
+	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(filter-out $(if $(GATE),tests/tools/compile.sh $(LONG)) \
+	  $(if $(TEST_FULL),,$(LATER_SCRIPTS)),$(BUILD)/tests/private $(ONCE) \
+	  $(if $(TEST_FULL),$(LATER) tests/tools/install.sh) $(filter-out %/private,$(PROGRAMS)))
 
 VERSION = $(shell sed -n 's/^.define LUNA_VERSION "\(.*\)"/\1/p' luna.h)
 # A program that links libluna.a only includes luna.h: it does not define LUNA_IMPLEMENTATION.
@@ -180,8 +180,9 @@ $(BUILD)/tests/nulls.h: $(NULLS)
 $(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
-# most tests take longer to compile than to run; a benchmark's loops are as a user's
-TEST_OPT = -O1
+# Most tests take longer to compile than to run; a benchmark's loops are as a user's.
+TEST_OPT = $(or $(CALLER_OPT),-O1)
+$(BUILD)/tests/attentions: CALLER_OPT =
 $(BENCHES): TEST_OPT =
 $(PUBLIC): $(BUILD)/tests/%: %.c $(BUILD)/luna.o $(TEST_H)
 	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o,$(LIBS))
@@ -214,7 +215,7 @@ test-all:
 LONG_HERE = $(filter-out $(if $(GATE),tests/tools/coverage.sh $(LATER_SANITIZED)),$(LONG))
 test-long:
 	-@$(MAKE) -k -j$(JOBS) $(filter $(BUILD)/%,$(LONG_HERE)) $(if $(HOST),$(BUILD)/peers_host.so) \
-	  $(addprefix $(BUILD)/,export series classify mcu/models)
+	  $(EXAMPLES) $(BUILD)/mcu/models
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
 	@TEST_FULL=1 BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(LONG_HERE)
 
@@ -230,7 +231,9 @@ test-clang:
 # GATE=1: scripts and programs that take longest run in other stages alone
 MSAN_HERE = $(filter-out $(if $(GATE),private),$(MSAN_TESTS))
 # gradients is the reference in double, which ops and others run in float. The one program of the thread sanitizer takes
-# a minute to compile, on one core, beside the others.
+# a minute to compile, on one core, beside the others. What only calls luna.o is not optimised: with the sanitizers that
+# takes clang five times as long, and the program is hardly faster.
+sanitize: export CALLER_OPT = -O0
 sanitize:
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)' & \
 	$(MAKE) -k -j$(JOBS) programs $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' \
