@@ -180,7 +180,8 @@ $(BUILD)/tests/nulls.h: $(NULLS)
 $(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
-# Most tests take longer to compile than to run; a benchmark's loops are as a user's.
+# Most tests take longer to compile than to run; a benchmark's loops are as a user's. The attentions of examples/, which
+# tests/attentions holds, compute much themselves.
 TEST_OPT = $(or $(CALLER_OPT),-O1)
 $(BUILD)/tests/attentions: CALLER_OPT =
 $(BENCHES): TEST_OPT =
