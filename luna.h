@@ -5976,6 +5976,7 @@ typedef struct li_attention_work {
   size_t thread_bytes;
   int64_t queries, keys;      /* Largest per batch row */
   int64_t pairs, blocks, run; /* A pair is (batch row, head); it has `blocks` key blocks, and an item `run` queries. */
+  int64_t tile;               /* A tile has up to so many queries. */
   int64_t query_blocks;       /* In backward, at most this many query blocks see a key block. */
   int64_t wave, first, last;  /* In backward, a wave has this many units (pair, key block), now [first, last). */
   int64_t unit;               /* A unit keeps this many floats in `partial`. */
@@ -5991,19 +5992,6 @@ typedef struct li_attention_space {
   float *own, *part, *stats, *state;
   float *words; /* li_panels' words */
 } li_attention_space;
-
-/* Returns the tile of the queries from `query` on, before `end`, and the keys in [key, key + depth) that any of them
-   may see; its depth is 0 if there are none. It starts a multiple of 32 keys after `key`, where panels that pair two
-   keys can be cut. */
-LI_FN li_tile li_tile_at(const li_attention *a, int64_t query, int64_t end, int64_t key, int64_t depth) {
-  li_tile t;
-  t.query = query;
-  t.width = li_min(LI_TILE, end - query);
-  t.key = key + li_max(0, query - a->left - key) / 32 * 32;
-  t.depth = li_max(0, li_min(key + depth, query + t.width + a->right) - t.key);
-  t.step = li_divide_up(t.width, 16) * 16;
-  return t;
-}
 
 /* Zeroes the end of each line, since kernels read beyond it. */
 LI_HOT void li_tile_pad(const li_tile *t, float *x) {
@@ -6032,24 +6020,23 @@ LI_FN char *li_attention_layout(const li_attention_work *w, char *scratch, li_at
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, depth = li_min(w->keys, LI_KEY_BLOCK), scores = LI_TILE * depth;
-  const bool back = w->backward, banded = li_is_banded(a);
-  const int64_t tiles = back ? 1 : w->run / LI_TILE;
+  const bool back = w->backward;
+  const int64_t tiles = back ? 1 : w->run / w->tile;
   memset(m, 0, sizeof *m);
   m->scores = li_take(&scratch, scores);
-  m->score_panels = li_take(&scratch, tiles * li_panels_size(kernels, LI_TILE, d));
+  if (li_is_banded(a)) m->clean = li_take(&scratch, depth * (back ? d : dv));
+  m->score_panels = li_take(&scratch, tiles * li_panels_size(kernels, w->tile, d));
   if (li_drops(a)) {
     m->mask = li_take(&scratch, scores);
     m->mask_row = li_take(&scratch, depth);
   }
   if (back) {
-    if (banded) m->clean = li_take(&scratch, depth * d);
     m->values = li_take(&scratch, li_panels_size(kernels, d, depth)); /* The keys, for dQ */
     m->slopes = li_take(&scratch, scores);
     m->slope_panels = li_take(&scratch, li_panels_size(kernels, LI_TILE, dv));
     m->product = li_take(&scratch, li_panels_size(kernels, li_max(d, dv), LI_TILE));
     m->own = li_take(&scratch, depth * (d + dv));
   } else {
-    if (banded) m->clean = li_take(&scratch, depth * dv);
     m->values = li_take(&scratch, li_panels_size(kernels, dv, depth));
     m->part = li_take(&scratch, LI_TILE * dv);
     m->stats = li_take(&scratch, 3 * LI_TILE);
@@ -6092,6 +6079,8 @@ LI_FN size_t li_attention_start(li_attention_work *w, const li_kernels *kernels,
   w->keys = li_max(0, li_min(w->keys, w->queries + a->right));
   w->blocks = li_divide_up(w->keys, LI_KEY_BLOCK);
   w->run = LI_RUN;
+  /* A window's small tiles compute fewer hidden scores. */
+  w->tile = a->left + a->right < 4 * LI_KEY_BLOCK ? LI_TILE / 2 : LI_TILE;
   while (w->run > LI_TILE && w->pairs * li_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
 
   /* Queries in [key - right, key + LI_KEY_BLOCK + left) see a key of the block. */
@@ -6116,8 +6105,8 @@ LI_HOT li_span li_block_seen(const li_attention *a, const li_head *head, int64_t
   span.to = li_min(span.to, (block + 1) * LI_KEY_BLOCK);
   return span;
 }
-LI_HOT int64_t li_first_query_block(const li_attention *a, int64_t block) {
-  return li_max(0, block * LI_KEY_BLOCK - a->right) / LI_KEY_BLOCK;
+LI_HOT int64_t li_first_query(const li_attention *a, int64_t block) {
+  return li_max(0, block * LI_KEY_BLOCK - a->right) / LI_KEY_BLOCK * LI_KEY_BLOCK;
 }
 
 /* Tells whether only one unit writes these keys' gradients. */
@@ -6175,13 +6164,13 @@ LI_HOT void li_add_infinite(li_matrix s, li_matrix v, int64_t from, int64_t to, 
 
 /* Divides the tile's rows by their sums and writes its statistics. The reference computes the rows that see no key, or
    only scores as low as hidden ones. */
-LI_HOT void li_attention_finish(const li_kernels *kernels, const li_attention *a, const li_head *head,
-                                int64_t query, float *state) {
-  const int64_t width = li_min(LI_TILE, head->queries - query);
+LI_HOT void li_attention_finish(const li_attention_work *w, const li_head *head, int64_t query, float *state) {
+  const li_attention *a = w->a;
+  const int64_t width = li_min(w->tile, head->queries - query);
   const li_span seen = li_seen(a, head, query, query + width);
   const bool some = seen.from < seen.to;
   float *out = a->out + head->out + query * a->out_row;
-  if (some) kernels->attention_finish(width, a->value_dim, state, out, a->out_row);
+  if (some) w->kernels->attention_finish(width, a->value_dim, state, out, a->out_row);
   for (int64_t i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
     if (!some || state[i] < 0.5f * LI_HIDDEN) {
@@ -6203,6 +6192,19 @@ typedef struct li_attention_block {
   bool nonfinite; /* Some value was not finite; `values` has 0 there. */
   bool copied;    /* Several tiles read values, which lie in panels. */
 } li_attention_block;
+
+/* Returns the tile of the block's queries from `query` on, with the keys that any of them may see; its depth is 0 if
+   there are none. It starts a multiple of 32 keys after the block, where panels that pair two keys can be cut. */
+LI_FN li_tile li_tile_at(const li_attention_work *w, const li_attention_block *b, int64_t query) {
+  li_tile t;
+  t.query = query;
+  t.width = li_min(w->tile, b->last - query);
+  t.key = b->key + li_max(0, query - w->a->left - b->key) / 32 * 32;
+  t.depth = li_max(0, li_min(b->key + b->depth, query + t.width + w->a->right) - t.key);
+  t.step = li_divide_up(t.width, 16) * 16;
+  return t;
+}
+
 /* Returns false if the queries see nothing of the block. */
 LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_space *m, const li_head *head,
                              int64_t first, int64_t last, int64_t block, li_attention_block *b) {
@@ -6221,7 +6223,7 @@ LI_FN bool li_attention_meet(const li_attention_work *w, const li_attention_spac
   b->edge = b->key + b->depth > first + 1 + a->right || b->key < last - 1 - a->left;
   b->nonfinite = b->edge && !kernels->all_finite(b->values);
   if (b->nonfinite) b->values = li_finite_copy(b->values, m->clean);
-  b->copied = last - first > LI_TILE;
+  b->copied = last - first > w->tile;
   if (b->copied) li_words_of(kernels, b->values, m->values, m->words);
   return true;
 }
@@ -6246,12 +6248,13 @@ LI_FN void li_attention_tile(const li_attention_work *w, const li_attention_spac
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const int64_t dv = a->value_dim;
-  const li_tile t = li_tile_at(a, query, b->last, b->key, b->depth);
+  const li_tile t = li_tile_at(w, b, query);
   const int64_t first = t.key - b->key;
   /* An earlier block was merged. */
   const bool merge = li_max(0, query - a->left) / LI_KEY_BLOCK < b->key / LI_KEY_BLOCK;
   const li_matrix s = li_scores(&t, m->scores);
-  float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - b->first), *stats = state;
+  float *out = a->out + head->out + query * a->out_row;
+  float *state = m->state + 3 * LI_TILE * ((query - b->first) / w->tile), *stats = state;
   li_out to = li_into(out, a->out_row, false);
   if (t.depth == 0) return;
   if (merge) {
@@ -6276,20 +6279,20 @@ LI_FN void li_attention_item(const li_attention_work *w, const li_attention_spac
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, pair);
   const int64_t last = li_min(first + w->run, head.queries);
-  const int64_t step = li_panels_size(w->kernels, LI_TILE, a->head_dim);
+  const int64_t tile = w->tile, step = li_panels_size(w->kernels, tile, a->head_dim);
   const li_matrix q = li_strided(a->q + head.q, head.queries, a->head_dim, a->q_row);
   float *panels = m->score_panels;
   li_attention_block b;
-  for (int64_t query = first; query < last; query += LI_TILE, panels += step)
-    li_words_of(w->kernels, li_transposed(li_lines(q, query, li_min(query + LI_TILE, last))), panels, m->words);
+  for (int64_t query = first; query < last; query += tile, panels += step)
+    li_words_of(w->kernels, li_transposed(li_lines(q, query, li_min(query + tile, last))), panels, m->words);
   int64_t block = li_seen(a, &head, first, last).from / LI_KEY_BLOCK;
   for (; block < w->blocks && li_attention_meet(w, m, &head, first, last, block, &b); block++) {
     panels = m->score_panels;
-    for (int64_t query = first; query < last; query += LI_TILE, panels += step)
+    for (int64_t query = first; query < last; query += tile, panels += step)
       li_attention_tile(w, m, &head, &b, query, panels);
   }
-  for (int64_t query = first; query < last; query += LI_TILE)
-    li_attention_finish(w->kernels, a, &head, query, m->state + 3 * (query - first));
+  for (int64_t query = first; query < last; query += tile)
+    li_attention_finish(w, &head, query, m->state + 3 * LI_TILE * ((query - first) / tile));
 }
 
 /* Items are (pair, run of queries). */
@@ -6326,14 +6329,14 @@ LI_HOT void li_add_rows(const li_kernels *kernels, int64_t rows, int64_t n, cons
   for (int64_t i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
 }
 
-/* Computes a unit's partial gradients for one of the query blocks that may see it. */
+/* Computes a unit's partial gradients of one query block that may see it. */
 LI_FN void li_attention_backward_item(const li_attention_work *w, const li_attention_space *m, int64_t unit,
                                       int64_t query_block) {
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
   const int64_t d = a->head_dim, dv = a->value_dim;
-  const int64_t start = li_first_query_block(a, unit % w->blocks) * LI_KEY_BLOCK;
+  const int64_t start = li_first_query(a, unit % w->blocks);
   const int64_t first = start + query_block * LI_KEY_BLOCK, last = li_min(first + LI_KEY_BLOCK, head.queries);
   li_attention_block b;
   if (!li_attention_meet(w, m, &head, first, last, unit % w->blocks, &b)) return;
@@ -6347,8 +6350,8 @@ LI_FN void li_attention_backward_item(const li_attention_work *w, const li_atten
     memset(dk, 0, li_bytes(depth * d));
     memset(dvalue, 0, li_bytes(depth * dv));
   }
-  for (int64_t query = first; query < last; query += LI_TILE) {
-    const li_tile t = li_tile_at(a, query, last, key, depth);
+  for (int64_t query = first; query < last; query += w->tile) {
+    const li_tile t = li_tile_at(w, &b, query);
     const bool more = query > first || li_is_banded(a);
     const int64_t from = t.key - key, to = from + t.depth;
     const li_matrix q = li_strided(a->q + head.q + query * a->q_row, t.width, d, a->q_row);
@@ -6389,7 +6392,7 @@ LI_HOT void li_attention_merge_keys(const li_attention_work *w, int64_t unit, bo
   const li_kernels *kernels = w->kernels;
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
-  const int64_t block = unit % w->blocks, start = li_first_query_block(a, block) * LI_KEY_BLOCK;
+  const int64_t block = unit % w->blocks, start = li_first_query(a, block);
   for (int64_t i = 0; i < w->query_blocks && start + i * LI_KEY_BLOCK < head.queries; i++) {
     const int64_t first = start + i * LI_KEY_BLOCK, last = li_min(first + LI_KEY_BLOCK, head.queries);
     const li_span seen = li_block_seen(a, &head, block, first, last);
@@ -6402,12 +6405,12 @@ LI_HOT void li_attention_merge_keys(const li_attention_work *w, int64_t unit, bo
   }
 }
 
-/* Adds one tile of a unit's partial dQ. */
+/* Adds a tile of a unit's partial dQ. */
 LI_HOT void li_attention_merge_queries(const li_attention_work *w, int64_t unit, int64_t query) {
   const li_attention *a = w->a;
   const li_head head = li_head_at(a, unit / w->blocks);
-  const int64_t width = li_min(LI_TILE, head.queries - query), block = unit % w->blocks;
-  const int64_t start = li_first_query_block(a, block) * LI_KEY_BLOCK;
+  const int64_t width = li_min(w->tile, head.queries - query), block = unit % w->blocks;
+  const int64_t start = li_first_query(a, block);
   const li_span seen = li_block_seen(a, &head, block, query, query + width);
   if (width > 0 && seen.from < seen.to)
     li_add_rows(w->kernels, width, a->head_dim,
@@ -6422,7 +6425,7 @@ LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, 
   const li_attention_work *w = (const li_attention_work *)work;
   const li_attention *a = w->a;
   const bool by_head = a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v);
-  const int64_t tiles = li_divide_up(w->queries, LI_TILE);
+  const int64_t tiles = li_divide_up(w->queries, w->tile);
   (void)thread;
   for (int64_t unit = w->first; unit < w->last; unit++) {
     const int64_t pair = unit / w->blocks;
@@ -6438,7 +6441,7 @@ LI_HOT void li_attention_gather_task(void *work, int64_t thread, int64_t first, 
     if (a->grad_v && !li_direct(&head, w->v_shared) && li_dealt(v, w->parts, first, last))
       li_attention_merge_keys(w, unit, false);
     for (int64_t tile = 0; a->grad_q && tile < tiles; tile++) {
-      if (li_dealt(q, w->parts, first, last)) li_attention_merge_queries(w, unit, tile * LI_TILE);
+      if (li_dealt(q, w->parts, first, last)) li_attention_merge_queries(w, unit, tile * w->tile);
       if (!by_head) q++;
     }
   }
@@ -9609,7 +9612,7 @@ LI_HOT void li_pool_run(void *user, int64_t count, void (*task)(void *work, int6
   for (int spins = 0; li_atomic_load(&pool->done) != (uint64_t)count && spins < LI_SPINS; spins++) li_pause();
   if (li_atomic_load(&pool->done) == (uint64_t)count) return;
 
-  /* A worker was stopped in its share. Sleeping leaves this core or the worker's free for it. */
+  /* A worker was stopped in its share. Sleeping leaves a core free for it. */
   li_mutex_lock(&pool->mutex);
   li_atomic_store(&pool->waits, 1);
   while (li_atomic_load(&pool->done) != (uint64_t)count) li_condition_wait(&pool->finished, &pool->mutex);
@@ -10978,7 +10981,7 @@ LI_FN luna_status li_op_call(luna_op *op, bool backward) {
    everything. luna_backward walks the tape back. li_op_state and li_tensor_state (>>impl_context) are what it knows of
    ops and tensors. Guarded by tests/engine: ops.c, scopes.c, recompute.c and memory.c.
    ---------------- */
-/* Every op calls it, so unlike other public functions it is not compiled for size. */
+/* Every op calls it, so it is not compiled for size. */
 int64_t luna_count(const luna_tensor *t) {
   if (t) return t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3];
   return 0;
