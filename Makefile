@@ -231,20 +231,21 @@ test-clang:
 
 # GATE=1: scripts and programs that take longest run in other stages alone
 MSAN_HERE = $(filter-out $(if $(GATE),private),$(MSAN_TESTS))
-# gradients is the reference in double, which ops and others run in float. The one program of the thread sanitizer takes
-# a minute to compile, on one core, beside the others. What only calls luna.o is not optimised: with the sanitizers that
+# gradients is the reference in double, which ops and others run in float. The one program of the thread sanitizer and
+# luna.o of memory's take a minute to compile, each on one core, beside the others. What only calls luna.o is not optimised: with the sanitizers that
 # takes clang five times as long, and the program is hardly faster.
 sanitize: export CALLER_OPT = -O0
 sanitize:
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)' & \
+	$(if $(MSAN_HERE),$(MAKE) $(BUILD)/msan/luna.o BUILD=$(BUILD)/msan CFLAGS='$(MSAN)' &) \
 	$(MAKE) -k -j$(JOBS) programs $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' \
 	  SKIP=%/gradients; wait
 	-@$(if $(MSAN_HERE),$(MAKE) -k -j$(JOBS) $(MSAN_HERE:%=$(BUILD)/msan/tests/%) BUILD=$(BUILD)/msan CFLAGS='$(MSAN)')
-	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh $(BUILD)/asan/tests/private \
-	  $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%)) \
-	  $(BUILD)/tsan/tests/threads $(MSAN_HERE:%=$(BUILD)/msan/tests/%) \
+	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh \
 	  $(filter-out $(if $(GATE),$(addprefix tests/programs/,arena.sh cli.sh examples_more.sh export.sh \
-	  export_options.sh lra.sh recall.sh)),$(SCRIPTS))
+	  export_options.sh lra.sh recall.sh)),$(SCRIPTS)) $(BUILD)/asan/tests/private \
+	  $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) $(MSAN_HERE:%=$(BUILD)/msan/tests/%) $(BUILD)/tsan/tests/threads \
+	  $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%))
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models
 	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh

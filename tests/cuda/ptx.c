@@ -11,13 +11,17 @@
              instructions a cycle, 2 of whole numbers, and 1 wavefront, each sector came once from memory (3.35 TB/s)
              and each request from the cache that all share (5.5 TB/s)
 
-   An element is a number of a map's or norm's input, a query with a key of one head, a token's channel of a model. At
-   last kernels are broken in their text, one at a time, and each must be found. */
+   An element is a number of a map's or norm's input, a query with a key of one head, a token's channel of a model. Built
+   with PTX_FAULTS, it breaks kernels in their text in place of all that, one at a time, and each must be found. */
 #include "cuda_device.h"
 #include "luna.h"
 #include "ptx_host.h"
 #include "test.h"
 #include <string.h>
+
+#ifndef PTX_FAULTS
+#define PTX_FAULTS 0
+#endif
 
 enum { ROWS = 4096, DIM = 256, HEADS = 4, LONG = 512, MEMORY = 16, WIDE = 4096 };
 static luna_ctx *ctx;
@@ -203,10 +207,13 @@ static const struct { const char *kernel; ptx_fault what; int n; const char *at;
   {"lunacu_attention_gradient_kernelI18lunacu_tensor_tileILi128ELi64E", PTX_WAIT_REMOVED, 0, "attention, TF32"},
 };
 static void check_faults(void) {
+  bool ran[CASES] = {false}; /* only what was reached once can be broken */
   for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
     const char *message = "";
     int at = 0;
     while (strcmp(cases[at].name, faults[i].at) != 0) at++;
+    if (!ran[at]) (void)run(&cases[at]);
+    ran[at] = true;
     cuda_quiet(true);
     const bool broken = ptx_break(faults[i].kernel, faults[i].what, faults[i].n);
     (void)run(&cases[at]);
@@ -218,23 +225,27 @@ static void check_faults(void) {
   }
 }
 
-int main(int argc, char **argv) {
+static void check_cases(const char *only) {
   const char *message = "";
-  if (!ptx_opened()) return printf("ptx: the environment names no PTX\n"), 2;
-  CHECK(ptx_read_all() > 100, "%d kernels", ptx_read_all());
   ptx_table_head();
   for (int i = 0; i < CASES; i++) {
-    if (i > 0 && argc > 1 && strcmp(argv[1], cases[i].name) != 0) continue;
+    if (i > 0 && only && strcmp(only, cases[i].name) != 0) continue;
     const double loss = run(&cases[i]);
     CHECK(loss == loss && cuda_errors(&message) == 0, "%s: %s", cases[i].name, message);
     ptx_table(cases[i].name, cases[i].elements, !cases[i].op || cases[i].op == layer);
-    if (argc > 1 || cases[i].op) continue;
+    if (only || cases[i].op) continue;
     ptx_alone(true);
     const double alone = run(&cases[i]);
     CHECK(fabs(loss - alone) <= 1e-5 * fabs(loss), "%s: a loss of %.9g, with PTX alone %.9g", cases[i].name, loss,
           alone);
     ptx_alone(false);
   }
-  if (argc <= 1) check_faults();
-  return test_report("ptx");
+}
+
+int main(int argc, char **argv) {
+  if (!ptx_opened()) return printf("ptx: the environment names no PTX\n"), 2;
+  CHECK(ptx_read_all() > 100, "%d kernels", ptx_read_all());
+  if (PTX_FAULTS) check_faults();
+  else check_cases(argc > 1 ? argv[1] : NULL);
+  return test_report(PTX_FAULTS ? "ptx_faults" : "ptx");
 }

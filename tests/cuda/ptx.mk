@@ -8,8 +8,9 @@ $(BUILD)/ptx/ptx_host.o: tests/cuda/ptx_host.cpp tests/cuda/ptx_host.h tests/cud
 	$(CXX) -std=c++17 -O3 -march=native -ffp-contract=off -fno-strict-aliasing $(WARN) -Wno-unused-function -I. -c $< \
 	  -o $@
 
-$(BUILD)/tests/ptx.o: ptx.c luna.h $(TEST_H)
-	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED $(TEST_I) -c $<)
+# ptx_faults breaks kernels in their text
+$(BUILD)/tests/ptx.o $(BUILD)/tests/ptx_faults.o: ptx.c luna.h $(TEST_H)
+	$(call build,$(CC) $(CFLAGS) $(if $(findstring faults,$@),-DPTX_FAULTS=1) $(WARN) -DLI_IMPLEMENTED $(TEST_I) -c $<)
 
 # the kernels' names are looked up in the program itself
 $(BUILD)/ptx/%: $(BUILD)/tests/%.o $(BUILD)/ptx/ptx_host.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
@@ -22,7 +23,7 @@ $(BUILD)/ptx/cuda_device.ptx: tests/cuda/cuda_device.cu luna_cuda.cuh luna.h tes
 $(BUILD)/ptx/registers.log: $(BUILD)/ptx/cuda_device.ptx
 	$(NVCC) -cubin -arch=sm_80 -Xptxas -v $< -o $(BUILD)/ptx/cuda_device.cubin >$@ 2>&1 || { cat $@; rm -f $@; exit 1; }
 
-PTX_TESTS = ptx $(if $(TEST_FULL),cuda,cuda_small)
+PTX_TESTS = ptx ptx_faults $(if $(TEST_FULL),cuda,cuda_small)
 .SECONDARY: $(PTX_TESTS:%=$(BUILD)/tests/%.o)
 ptx:
 	@if command -v $(NVCC) >/dev/null 2>&1; \
