@@ -5757,11 +5757,11 @@ LI_FN void LI_K(adam)(const li_update *update) {
 
 /* ----------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
-   Work goes by tiles of 64 queries and blocks of 512 keys, and a thread holds one tile of scores at a time. Each block
-   gives a partial result (maximum, sum, values); the tile's thread merges these in block order. Backward recomputes P
-   from each row's log-sum-exp. li_attention has the arguments, li_head a head's place in them, li_tile a tile. The band
-   and the reference stand first, then the loops over a tile, the plan and its scratch, the forward pass, the backward
-   pass. To change what happens to scores, edit tile_softmax and its derivative, tile_slopes. Guarded by
+   Work goes by tiles of 64 queries (32 in a window) and blocks of 512 keys; a thread holds one tile of scores at a
+   time. Each block gives a partial result (maximum, sum, values); the tile's thread merges these in block order.
+   Backward recomputes P from each row's log-sum-exp. li_attention has the arguments, li_head a head's place in them,
+   li_tile a tile. The band and the reference stand first, then the loops over a tile, the plan and its scratch, and
+   the two passes. To change what happens to scores, edit tile_softmax and its derivative, tile_slopes. Guarded by
    tests/kernels/attention.c.
    ---------------- */
 #ifndef LI_PASS
