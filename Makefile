@@ -232,8 +232,8 @@ test-clang:
 # GATE=1: scripts and programs that take longest run in other stages alone
 MSAN_HERE = $(filter-out $(if $(GATE),private),$(MSAN_TESTS))
 # gradients is the reference in double, which ops and others run in float. The one program of the thread sanitizer and
-# luna.o of memory's take a minute to compile, each on one core, beside the others. What only calls luna.o is not optimised: with the sanitizers that
-# takes clang five times as long, and the program is hardly faster.
+# luna.o of memory's take a minute to compile, each on one core, beside the others. What only calls luna.o is not
+# optimised: with the sanitizers that takes clang five times as long, and the program is hardly faster.
 sanitize: export CALLER_OPT = -O0
 sanitize:
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)' & \

@@ -3,6 +3,7 @@
 # compile against REF's luna.h, before is REF's own, program by program.
 #   RUNS=7              of each row and build after the first, which is not counted
 #   ROWS=classifier     only rows with this in their name, and those that belong to them
+#   BENCH=bench_models  only this program's rows
 # ratio: the median of the ratios of runs one after the other; noise: their median distance from it. Last line: the rows
 # whose time grew by more than 2% beyond the noise, or whose peak grew by more than 5%. Fails only where something does
 # not build or run. All of it stays in BUILD/compare.
@@ -10,7 +11,7 @@ cd "$(dirname "$0")/../.." || exit 1
 cc=${CC:-cc} flags=${CFLAGS:--O2} libs=${LIBS:--lm -lpthread} runs=${RUNS:-7} out=${BUILD:-build}/compare
 ref=$(git rev-parse --verify --quiet "$1^{commit}") \
   || { echo "usage: sh tests/bench/compare.sh REF, a git revision; \"$1\" is none"; exit 1; }
-benches="bench_kernels bench_layers bench_models"
+benches=${BENCH:-bench_kernels bench_layers bench_models}
 [ -n "$ROWS" ] && BENCH_ROWS=$ROWS && export BENCH_ROWS
 rm -rf "$out"
 mkdir -p "$out/before/tests" "$out/after" && mkfifo "$out/a" "$out/b" || exit 1

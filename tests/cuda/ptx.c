@@ -11,8 +11,8 @@
              instructions a cycle, 2 of whole numbers, and 1 wavefront, each sector came once from memory (3.35 TB/s)
              and each request from the cache that all share (5.5 TB/s)
 
-   An element is a number of a map's or norm's input, a query with a key of one head, a token's channel of a model. Built
-   with PTX_FAULTS, it breaks kernels in their text in place of all that, one at a time, and each must be found. */
+   An element is a number of a map's or norm's input, a query with a key of one head, a token's channel of a model.
+   Built with PTX_FAULTS, it breaks kernels in their text in place of all that, one at a time, and each must be found. */
 #include "cuda_device.h"
 #include "luna.h"
 #include "ptx_host.h"
