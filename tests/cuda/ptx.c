@@ -12,7 +12,7 @@
              and each request from the cache that all share (5.5 TB/s)
 
    An element is a number of a map's or norm's input, a query with a key of one head, a token's channel of a model.
-   Built with PTX_FAULTS, it breaks kernels in their text in place of all that, one at a time, and each must be found. */
+   Built with PTX_FAULTS, it breaks kernels in their text in place of all that, one at a time; each must be found. */
 #include "cuda_device.h"
 #include "luna.h"
 #include "ptx_host.h"
