@@ -4882,7 +4882,7 @@ LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, cons
   else li_each(parallel, li_divide_up(g->n, kernels->nr), li_panels_task, &w);
 }
 
-LI_HOT li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t row, int64_t column) {
+LI_INLINE li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t row, int64_t column) {
   const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + column;
   li_target t;
   memset(&t, 0, sizeof t);
