@@ -2,7 +2,7 @@
 # are enough.
 #   make run                 trains a Luna language model on 0.4 MB of source text, one to two minutes
 #   make examples            builds the programs of examples/
-#   make test                the main tests, in about four minutes on two cores; last line: N passed, N failed
+#   make test                the main tests, in three to four minutes on two cores; last line: N passed, N failed
 #   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled), luna.pc for
 #                            pkg-config and lunaConfig.cmake for CMake; DESTDIR before it
 #   make docs                build/luna_reference.html: one page of the public part and the guide's programs (Python 3)

@@ -5757,8 +5757,8 @@ LI_FN void LI_K(adam)(const li_update *update) {
 
 /* ----------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
-   Work goes by tiles of 64 queries (32 in a window) and blocks of 512 keys; a thread holds one tile of scores at a
-   time. Each block gives a partial result (maximum, sum, values); the tile's thread merges these in block order.
+   Work goes by tiles of 64 queries (32 in a narrow window) and blocks of 512 keys; a thread holds one tile of scores
+   at a time. Each block gives a partial result (maximum, sum, values); the tile's thread merges these in block order.
    Backward recomputes P from each row's log-sum-exp. li_attention has the arguments, li_head a head's place in them,
    li_tile a tile. The band and the reference stand first, then the loops over a tile, the plan and its scratch, and
    the two passes. To change what happens to scores, edit tile_softmax and its derivative, tile_slopes. Guarded by
@@ -5976,7 +5976,7 @@ typedef struct li_attention_work {
   size_t thread_bytes;
   int64_t queries, keys;      /* Largest per batch row */
   int64_t pairs, blocks, run; /* A pair is (batch row, head); it has `blocks` key blocks, and an item `run` queries. */
-  int64_t tile;               /* A tile has up to so many queries. */
+  int64_t tile;               /* A tile's queries, at most */
   int64_t query_blocks;       /* In backward, at most this many query blocks see a key block. */
   int64_t wave, first, last;  /* In backward, a wave has this many units (pair, key block), now [first, last). */
   int64_t unit;               /* A unit keeps this many floats in `partial`. */
