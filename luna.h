@@ -4882,20 +4882,25 @@ LI_HOT void li_run_make_panels(const li_kernels *kernels, const li_gemm *g, cons
   else li_each(parallel, li_divide_up(g->n, kernels->nr), li_panels_task, &w);
 }
 
-LI_INLINE li_target li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t row, int64_t column) {
+LI_HOT void li_gemm_target(const li_gemm *g, int64_t x, int64_t y, int64_t row, int64_t column, li_target *t) {
   const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + column;
-  li_target t;
-  memset(&t, 0, sizeof t);
-  t.late = li_gemm_late(g);
-  t.c = t.sum = g->c + at;
-  t.pre = li_offset(g->pre, at);
-  t.bias = li_from(g->bias, column);
-  t.from = li_from(g->residual, at);
-  if (g->accumulate && !t.late) t.from = t.c;
-  t.c_row = t.sum_row = t.from_row = g->c_row;
-  t.alpha = g->alpha;
-  t.activation = g->activation;
-  return t;
+  const int64_t word = row * g->words_row + column / 2;
+  t->late = li_gemm_late(g);
+  t->c = t->sum = g->c + at;
+  t->pre = li_offset(g->pre, at);
+  t->bias = li_from(g->bias, column);
+  t->from = li_from(g->residual, at);
+  if (g->accumulate && !t->late) t->from = t->c;
+  t->c_row = t->sum_row = t->from_row = g->c_row;
+  t->alpha = g->alpha;
+  t->activation = g->activation;
+  t->bf16 = g->bf16;
+  t->a_words = g->a_words;
+  t->words_row = g->words_row;
+  t->sums_row = g->sums_row;
+  t->words = li_offset(g->words, word);
+  t->slope = li_from(g->slope, word);
+  t->sums = li_offset(g->sums, row / 32 * g->sums_row + column);
 }
 
 /* Multiplies m rows by the block's n columns from `column` on, over all of k. */
@@ -4933,19 +4938,13 @@ LI_HOT void li_gemm_part(const li_gemm_plan *plan, li_gemm_thread *thread, int64
   const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
   for (; row < row_end; row += step)
     for (int64_t j = column; j < column_end; j += plan->columns) {
-      li_target t = li_gemm_target(g, x, y, row, j);
+      li_target t;
+      li_gemm_target(g, x, y, row, j, &t);
       if (t.late && t.pre) t.sum = t.pre;
       if (plan->sum_size) {
         t.sum = thread->sum;
         t.sum_row = plan->columns;
       }
-      t.bf16 = g->bf16;
-      t.a_words = g->a_words;
-      t.words_row = g->words_row;
-      t.sums_row = g->sums_row;
-      t.words = li_offset(g->words, row * g->words_row + j / 2);
-      t.slope = li_from(g->slope, row * g->words_row + j / 2);
-      t.sums = li_offset(g->sums, row / 32 * g->sums_row + j);
       li_gemm_block(plan, thread, li_min(row_end - row, step), li_min(column_end - j, plan->columns), j, li_place(a,
                     g->a_words, row, g->a_row, 0, 1), li_place(b, g->b_words, 0, 1, j, g->b_column), &t);
     }
@@ -4981,7 +4980,8 @@ LI_HOT void li_dots_task(void *work, int64_t thread, int64_t first, int64_t last
   (void)thread;
   for (int64_t x = 0; x < g->batch[0]; x++)
     for (int64_t y = 0; y < g->batch[1]; y++) {
-      li_target t = li_gemm_target(g, x, y, 0, column);
+      li_target t;
+      li_gemm_target(g, x, y, 0, column, &t);
       t.finish = g->bias || g->pre || g->activation != LI_NO_ACTIVATION;
       const li_matrix a = { g->a + x * g->a_batch[0] + y * g->a_batch[1], g->m, g->k, g->a_row, 1 };
       const li_matrix b = {
@@ -13612,7 +13612,7 @@ LI_HOT bool li_int8_ready(li_build *s, int i) {
 /* --- Linear: x [...,i], W [o,i], b [o], residual [...,o] -> y [...,o]. y = act(x W^T + b), or drop(x W^T + b) +
    residual. It keeps the activation's input. dx = dy W, dW = dy^T x, and db sums dy over the rows. --- */
 /* Product 0 computes columns of y from `first` on. Products 1 and 2 give dx and dW; the argument y then holds dy. */
-LI_FN void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
+LI_INLINE void li_linear_columns(const luna_op *op, int which, li_matrix y, int64_t first, li_gemm *g) {
   const luna_tensor *x = op->in[0], *weight = op->in[1];
   const int64_t in = li_last(x);
   const li_matrix xs = li_dense(x->data, y.rows, in);
@@ -13632,7 +13632,7 @@ LI_FN bool li_drops_last(const luna_op *op) { return LI_TRAINS && op->last_dropo
 LI_FN bool li_linear_changes(const luna_op *op) {
   return op->activation != LI_NO_ACTIVATION || li_drops_last(op);
 }
-LI_FN li_matrix li_linear_dy(const luna_op *op) {
+LI_INLINE li_matrix li_linear_dy(const luna_op *op) {
   const float *dy = op->out[0]->grad;
   if (li_linear_changes(op)) dy = (const float *)op->workspace;
   return li_dense(dy, li_rows(op->in[0]), li_last(op->out[0]));
