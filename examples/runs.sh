@@ -101,17 +101,24 @@ runs() {
     echo "pathfinder-hidden-$seed lra pretrain pathfinder $number --steps 4000 --products bf16 --seed $seed"
     echo "pathfinder-begun-$seed lra train pathfinder $number --begin $out/pathfinder-hidden-$seed.safetensors" \
       "--lr 5e-4 --steps 15000 --products bf16 --seed $seed"
+    image="lra train image $quick --data $data/cifar.bin --pixels number --positions coordinates --pooling mean"
+    image="$image --mirror yes --shift 4 --layers 4 --batch 16 --dropout 0 --seed $seed --save-every 200"
     for system in "luna16 luna" "transformer softmax"; do  # an eighth of the pixels, a quarter, then whole images
       name=${system%% *}-$seed
-      image="lra train image $quick --data $data/cifar.bin --attention ${system#* } --pixels number"
-      image="$image --positions coordinates --pooling mean --mirror yes --shift 4 --layers 4 --batch 16 --dropout 0"
-      image="$image --seed $seed --save-every 200"
-      echo "image-eighth-$name $image --keep 0.125 --lr 1e-3 --warmup 500 --decay constant --steps 14000" \
+      run="$image --attention ${system#* }"
+      echo "image-eighth-$name $run --keep 0.125 --lr 1e-3 --warmup 500 --decay constant --steps 14000" \
         "--validations 7"
-      echo "image-quarter-$name $image --keep 0.25 --lr 1e-3 --warmup 200 --decay cosine --steps 12000" \
+      echo "image-quarter-$name $run --keep 0.25 --lr 1e-3 --warmup 200 --decay cosine --steps 12000" \
         "--validations 6 --begin $out/image-eighth-$name.training"
-      echo "image-whole-$name $image --lr 3e-4 --warmup 100 --decay cosine --steps 1500 --validations 3" \
+      echo "image-whole-$name $run --lr 3e-4 --warmup 100 --decay cosine --steps 1500 --validations 3" \
         "--begin $out/image-quarter-$name.training"
+    done
+    for system in "luna16 luna" "luna64 luna --memory 64" "transformer softmax"; do  # the first two, with 8 heads
+      name=${system%% *}-$seed
+      run="$image --attention ${system#* } --heads 8 --lr 5e-4"
+      echo "image-heads-eighth-$name $run --keep 0.125 --warmup 500 --decay constant --steps 14000 --validations 7"
+      echo "image-heads-quarter-$name $run --keep 0.25 --warmup 200 --decay cosine --steps 12000 --validations 6" \
+        "--begin $out/image-heads-eighth-$name.training"
     done
   done
   for seed in 1 2; do
