@@ -18,7 +18,7 @@ check() { # one name between backquotes
     make\ *)
       cat Makefile tests/*/*.mk examples/*/*.mk | grep -q "^${1#make }:" || { fail "there is no $1"; return; }
       case $1 in *fuzz | *soak) passed=$((passed + 1)); return ;; esac
-      grep -q "^ *stage make .*${1#make }" .ci/run || { fail ".ci/run has no $1"; return; } ;;
+      grep -Eq "^ *(stage make |beside=).*\\b${1#make }\\b" .ci/run || { fail ".ci/run has no $1"; return; } ;;
     *.c | *.sh | *.c:*)
       file=${1%%:*}
       path=$(ls tests/*/"$file" 2>/dev/null) || { fail "there is no $file in a folder of tests/"; return; }
