@@ -64,9 +64,11 @@ stack_of() { # FOLDER
   done
 }
 
-# --- MISRA C:2012, rules 12.1 (precedence is told by parentheses) and 12.3 (no comma operator), where cppcheck is here
+# --- MISRA C:2012, rules 12.1 (precedence is told by parentheses) and 12.3 (no comma operator), where cppcheck is here.
+# The rules need three of four seconds for the weights, so of each table of numbers only the first line is left.
 misra() { # FOLDER
-  cppcheck --addon=misra --enable=style -q "$1/detector.c" >misra.log 2>&1
+  awk '{ table = /^  [-0-9][-+.0-9a-f, ]*,$/ } !(table && in_table); { in_table = table }' "$1/detector.c" >"$1/misra.c"
+  cppcheck --addon=misra --enable=style -q "$1/misra.c" >misra.log 2>&1
   grep -q 'misra-c2012' misra.log && ! grep -A 1 'misra-c2012-12\.[13]\]' misra.log
 }
 echo 'int f(int a, int b); int f(int a, int b) { return a * 2 + b; }' >rule.c
