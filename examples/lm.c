@@ -297,7 +297,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if ((set.save_every || set.resume) && luna_params_set_text(params, "lm.text", mark.text) != LUNA_OK)
     return failed(ctx);
   if (!share_training(params, adam)) return failed(ctx);
-  if (set.resume) say("The training of %s is resumed after step %lld.", set.resume, (long long)begin);
+  if (set.resume) say_resumed(begin);
   double first = mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION);
   if (!(first >= 0)) return failed(ctx);
   if (show_sample(ctx, "before the first step", &model, &prompt)) return 2;

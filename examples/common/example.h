@@ -432,7 +432,7 @@ typedef struct flag {
 #define FLAGS_RESUME FLAGS_RESUME_OF("t")
 #define FLAGS_RESUME_OF(commands) \
   { "--save-every", commands, WHOLE(set.save_every, 0, 1e9), \
-   "Saves a checkpoint of the training in --out every N steps. 0 saves none." }, \
+   "Saves a checkpoint of the training in --out every N steps. 0 saves none. Give it again with --resume." }, \
   { "--resume", commands, READS(set.resume), "Resumes the training of checkpoint FILE, with its settings." }
 #define FLAG_SEED(commands) \
   { "--seed", commands, WHOLE(set.seed, 0, 9e15), \

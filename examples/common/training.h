@@ -357,6 +357,10 @@ TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
   if (*step >= 1 && *step <= set.steps) return 0;
   return fail("%s says that it is at step %s, which cannot be", set.resume, value ? value : "?");
 }
+TOOL void say_resumed(int64_t step) {                      /* --save-every changes no bit, so no checkpoint keeps it */
+  say("The training of %s is resumed after step %lld.%s", set.resume, (long long)step,
+      set.save_every ? "" : " It saves no checkpoints, as --save-every is not given.");
+}
 TOOL int training_finished(void) {                         /* returns 0: there is nothing to do */
   say("%s has made all its %lld steps. This training is finished.", set.resume, (long long)set.steps);
   return 0;

@@ -755,7 +755,7 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   printf("%s, %s: The model trains on %lld samples and is validated on %lld. ", data.task->title, title().text,
          (long long)s->training, (long long)s->held);
   printf("It has %lld parameters.\n%s\n", (long long)luna_params_element_count(params), describe().text);
-  if (begin) say("The training of %s is resumed after step %lld.", set.resume, (long long)begin);
+  if (begin) say_resumed(begin);
   fflush(stdout);
   FILE *old = run.best_step && ranks.rank == 0 ? fopen(best.text, "rb") : NULL;
   if (run.best_step && ranks.rank == 0 && !old)

@@ -64,6 +64,7 @@ rm -f other.* on.*
 mkdir my.training && cp whole.csv whole.safetensors my.training && cp early.training my.training/whole.training
 : >my.training/whole.csv
 check "in any folder, and without its curve" run train listops --data lists --resume my.training/whole.training
+check "it says that it saves no checkpoints" grep -q 'resumed after step 14. It saves no checkpoints, as --save' out
 check "which begins anew" [ "$(head -n 2 my.training/whole.csv | tail -n 1 | cut -d , -f 1)" = 15 ]
 growing="--valid lists --longest 64 --steps 30 --validations 1"
 check "a training whose lists grow" run train listops $small $growing --save-every 20 --out grown
