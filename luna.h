@@ -130,7 +130,7 @@
    6 layer  li_nested_half >>impl_layers       luna_layer_norm >>impl_ops              li_layer_norm_body >>impl_ops
             LI_K(layer_norm) >>elementwise     li_layer_norm_reference >>elementwise   elementwise.c
    7 chunks li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_causal_mix >>causal
-            li_causal_bracket >>causal         li_causal_reference >>causal            causal.c
+            li_causal_bracket >>causal         li_causal_luna_reference >>causal       causal.c
    7 stream li_causal_attention >>impl_layers  luna_causal_nested_attention >>impl_ops li_luna_step >>causal
             LI_K(step_block) >>causal          li_mean_step >>causal                   causal.c
    forgets  li_forget_logits >>impl_layers     luna_causal_nested_attention >>impl_ops li_forget_out >>causal
@@ -148,7 +148,7 @@
      LUNA_NO_BF16           no products in 16 bits
      LUNA_NO_AMX            no products by tiles
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
-     LUNA_API               prefix of public functions
+     LUNA_API *             prefix of public functions
      LUNA_BACKEND           for a file without the implementation: declares what a backend needs (>>backend)
      LUNA_HEADER_FILENAME   the name by which luna.h includes itself, if it was renamed
 
