@@ -5821,7 +5821,7 @@ LI_FN double li_attention_score(const li_attention *a, const li_head *head, int6
 /* Writes the result of a query that sees no key. */
 LI_FN void li_attention_nothing(const li_attention *a, int64_t out, int64_t stat) {
   memset(a->out + out, 0, li_bytes(a->value_dim));
-  if (a->log_sum_exp) a->log_sum_exp[stat] = a->window ? -INFINITY : 0;
+  if (a->log_sum_exp) a->log_sum_exp[stat] = -INFINITY;
   if (a->sums) a->sums[stat] = 0;
 }
 

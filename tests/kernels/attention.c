@@ -37,7 +37,7 @@ static void reference_line(const li_attention *a, line at, double **want, double
   for (int64_t j = 0; j < at.keys; j++)
     p[j] = (double)a->scale * naive_dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
   want[LSE][at.row] = naive_softmax(p, at.keys);
-  if (a->window && at.keys == 0) want[LSE][at.row] = -(double)INFINITY;
+  if (at.keys == 0) want[LSE][at.row] = -(double)INFINITY;
   for (int64_t c = 0; c < a->value_dim; c++) want[OUT][at.out + c] = 0;
   for (int64_t j = 0; j < at.keys; j++) {
     const double keep = exact_dropout(&dropout, at.element + j),
