@@ -561,8 +561,8 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* Layers free tempora
    failed since the begin before it. To try a file or a config whose failure should have no effect, use a separate
    context and close it. */
 /* For steps that several processes share (examples/luna_ranks.h). Says, after a begin and until the next one, which
-   part of a larger batch the models' inputs are. Dropout then draws the same numbers as for the whole batch (on a
-   device: other masks for each part), and the memory's slots depend on the whole batch's longest sequence. */
+   part of a larger batch the models' inputs are. The memory's slots then depend on the whole batch's longest sequence,
+   and dropout draws the whole batch's numbers if the input's n is its n (on a device: other masks for each part). */
 typedef struct luna_part {
   int64_t first;          /* This many sequences of the batch precede this part. */
   int64_t longest;        /* rows of the batch's longest sequence; 0 = this part's */
@@ -1012,7 +1012,7 @@ typedef enum luna_sharing {
    (luna_causal_nested_config). With ROUTED each token writes to two slots that a router chooses (luna_route): there is
    no P, and the layer needs 2 slots or more. It recalls single tokens better. */
 typedef enum luna_forget {
-  LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED, LUNA_FORGET_ROUTED
+  LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED, LUNA_FORGET_ROUTED /* not in decoders */
 } luna_forget;
 typedef enum luna_attention_kind {
   LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR
@@ -1068,8 +1068,8 @@ typedef struct luna_layer_config {
   int64_t memory;
   /* T: in causal Luna attention that does not forget, the means are exponential from token T on. A new token then
      counts 1 / T instead of the published 1 / t, so it never counts less than in training. 0: for a model, the longest
-     sequence that its parameter set was trained on, which is saved with it (none before training); for a single layer,
-     none. LUNA_HORIZON_NONE: none, as published. */
+     sequence or carried window of its set's training, which is saved with it; for a single layer, none.
+     LUNA_HORIZON_NONE: none, as published. */
   int64_t horizon;
 } luna_layer_config;
 #define LUNA_HORIZON_NONE (-1)
@@ -1115,7 +1115,8 @@ typedef struct luna_attention_layer {
 } luna_attention_layer;
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
                                                const luna_layer_config *config);
-/* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d]. */
+/* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d]. Linear
+   and causal: m = n. */
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
                                                    luna_tensor *context, const int32_t *lengths);
 
@@ -1468,8 +1469,7 @@ LUNA_API luna_status luna_optimizer_add_group(luna_optimizer *optimizer, const l
 
 /* Exchanges the parameters with their averages. With a = config.average, after update t an average moves to its
    parameter by (1 - a) / (1 - a^t) of the difference, so initial values leave no trace. Validate or save between two
-   such calls; the optimiser's other calls, and luna_save_training, fail there. Parameters that no update has reached
-   stay as they are. */
+   such calls; updates, and luna_save_training, fail there. Parameters that no update has reached stay as they are. */
 LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *optimizer);
 
 /* Uses and zeroes the gradients. A parameter that no luna_backward has reached has none and stays as it is, even with
@@ -1533,8 +1533,8 @@ LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
 #endif
 /* Copies the values into a set whose parameters have the file's names and shapes. If the file has a model's config, the
-   set's model must have the same one, except for dropouts and max_length. While it runs, every call that opens a file
-   needs 8 bytes of the step's memory per tensor and text pair. */
+   set's model must have the same one, except for dropouts, horizon and max_length. While it runs, every call that opens
+   a file needs 8 bytes of the step's memory per tensor and text pair. */
 LUNA_API luna_status luna_load(luna_params *params, luna_file file);
 /* Loads each parameter whose name and shape the file has, such as a pre-trained encoder into a classifier.
    LUNA_MISMATCH if nothing matches. `report`, unless null, is called with a reason for each parameter left unchanged
@@ -1632,10 +1632,11 @@ LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float
 /* Returns logits after the last row of an input whose batch is the stream's, or 0, and whose lengths are null. Null,
    without reading a row, for a feature that luna_input does not allow. */
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
-/* Return what was wrong in the last call, and that sentence's id; "" and LUNA_ERROR_NONE if it was fine. */
+/* Return what was wrong in the last call but luna_stream_state_save, and its id; "" and LUNA_ERROR_NONE if it was
+   fine. */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream);
-/* Returns the number of tokens that each sequence has read. */
+/* Returns the number of tokens that each sequence has read or skipped. */
 LUNA_API int64_t luna_stream_position(const luna_stream *stream);
 /* Starts all sequences anew. */
 LUNA_API void luna_stream_reset(luna_stream *stream);
@@ -1643,8 +1644,7 @@ LUNA_API void luna_stream_reset(luna_stream *stream);
 LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from);
 /* These return a saved state's size in bytes, write one of that size, and read one from the same model sizes and batch.
    Its bytes are in this machine's order, and another minor version of luna.h may refuse them: keep checkpoints for
-   years, not states. A state that does not fit changes nothing. With these calls one stream can continue from another's
-   state. */
+   years, not states. A state that does not fit changes nothing. */
 LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
@@ -1660,7 +1660,7 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
    updates it after its last row. One per step. A step that fails before its luna_backward is done leaves it as it
    was. */
 LUNA_API luna_status luna_lm_state_continue(luna_lm_state *state);
-/* Restarts `count` sequences, or all with null, such as at a document's end. */
+/* Before a step's luna_lm_state_continue: restarts `count` sequences, or all with null, such as at a document's end. */
 LUNA_API luna_status luna_lm_state_restart(luna_lm_state *state, const int32_t *sequences, int64_t count);
 /* The bytes are those of luna_stream_state_save for a stream of the same model and batch; either side loads the
    other's. Sequences at different positions can be saved only if the memory forgets (LUNA_FORGET_...) and the model has
@@ -1698,7 +1698,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    spans at most 2^47 floats: beyond that, and for arguments that are null or not finite, the result is
    LUNA_BAD_ARGUMENT. A call uses the caller's thread, or at most `threads` tasks (and 256) through parallel_for, with
    the same bits. It needs luna_..._scratch(&args) bytes of scratch. With null scratch a forward call uses at most 8 KB
-   of stack and is slower; if that is not enough, it returns LUNA_OUT_OF_MEMORY, as each backward call then does.
+   of stack, is slower, and may return LUNA_OUT_OF_MEMORY; a backward call always does.
    LUNA_ISA_REFERENCE has no backward pass: LUNA_UNSUPPORTED. Nothing is written on failure.
    ---------------- */
 
@@ -1728,7 +1728,7 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
-  float *log_sum_exp;                /* [rows, heads] or null. Forward writes it; backward needs it. */
+  float *log_sum_exp;                /* [rows, heads] or null; -Inf without keys. Backward needs it. */
   float *sums;                       /* [rows, heads] or null. The matrix's row sums after dropout. */
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
