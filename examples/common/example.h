@@ -58,10 +58,21 @@ TOOL double seconds(void) {
   return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
 }
 TOOL int move(const char *from, const char *to) { return rename(from, to); }
-TOOL bool same_file(const char *a, const char *b) { /* by other paths too, and through links */
+TOOL bool same_place(const char *a, const char *b) { /* of files and folders that are there */
   struct stat of_a, of_b;
-  return strcmp(a, b) == 0 || (stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && of_a.st_dev == of_b.st_dev &&
-                               of_a.st_ino == of_b.st_ino);
+  return stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
+}
+/* Whether two paths name one file, by other paths too, and through links. A file that is not there yet is known by its
+   name and its folder. */
+TOOL bool same_file(const char *a, const char *b) {
+  char folder_a[4096], folder_b[4096];
+  struct stat of;
+  if (strcmp(a, b) == 0 || same_place(a, b)) return true;
+  if (stat(a, &of) == 0 || stat(b, &of) == 0) return false;
+  const char *name_a = strrchr(a, '/'), *name_b = strrchr(b, '/');
+  snprintf(folder_a, sizeof folder_a, "%.*s/.", name_a ? (int)(name_a - a) + 1 : 1, name_a ? a : ".");
+  snprintf(folder_b, sizeof folder_b, "%.*s/.", name_b ? (int)(name_b - b) + 1 : 1, name_b ? b : ".");
+  return strcmp(name_a ? name_a + 1 : a, name_b ? name_b + 1 : b) == 0 && same_place(folder_a, folder_b);
 }
 #endif
 
@@ -88,6 +99,7 @@ static struct settings {             /* the settings that many examples have */
 static const char *program = "example";
 static uint64_t flags_given;         /* bit i: row i of the flags was on the command line */
 
+static bool tells_of_training;       /* The output is not what the command makes, so it may be lost. */
 static luna_profile *profile;        /* of --profile, or null; */
 static luna_profile *profiled;       /* the same until progress_end() */
 static luna_collective ranks = { .ranks = 1 }; /* of a training on several, */
@@ -744,6 +756,8 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   if (set.profile && !profile) return luna_close(ctx), fail("there is no memory for a profile");
   int status = luna_error_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
   if (status == 0 && profile && !profiled && ranks.rank == 0) status = write_profile();
+  if (status == 0 && !tells_of_training && (fflush(stdout) != 0 || ferror(stdout)))
+    status = fail("cannot write the output: %s", strerror(errno));
   if (status == 0 && ranks.ranks > 1)
     printf("rank 0 of %d used at most %.1f MB of memory", ranks.ranks, megabytes(ctx));
   luna_ranks_close(&shared);
@@ -857,6 +871,7 @@ TOOL const unsigned char *typed_line(int64_t *length) {
   static unsigned char *line;
   static int64_t room;
   int c = getchar();
+  if (c == EOF && ferror(stdin)) exit(fail("cannot read the input: %s", strerror(errno)));
   if (c == EOF) return NULL;
   for (*length = 0;; c = getchar()) {
     if (*length == room) line = (unsigned char *)grow(line, room = 2 * room + 1024, 1);

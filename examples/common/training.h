@@ -62,6 +62,7 @@ TOOL void interrupt(int number) {
 TOOL void progress_start(progress *p, int64_t first) {
   p->step = p->first = first;
   if (profiled) luna_profile_begin(profiled);
+  tells_of_training = true;
   p->start = seconds();
   p->live = on_terminal();
 #ifdef EXAMPLE_MPI
@@ -111,7 +112,7 @@ TOOL phrase time_left(const progress *p, double now) {
   double left = (now - p->start - p->validating) / (double)(p->step - p->first) * (double)(set.steps - p->step);
   if (p->validations)
     left += p->validating / (double)p->validations * ((double)to_validate + (p->last > 0 ? p->last - 1 : 0));
-  const int whole = (int)left;
+  const int whole = left < 1e9 ? (int)left : 1000000000;
   phrase out;
   if (whole < 3600) snprintf(out.text, sizeof out.text, "%d:%02d", whole / 60, whole % 60);
   else snprintf(out.text, sizeof out.text, "%d:%02d:%02d", whole / 3600, whole / 60 % 60, whole % 60);

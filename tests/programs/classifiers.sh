@@ -128,6 +128,8 @@ check "they are right" [ "$(sed -n '1p;3p;4p' out | cut -f 1 | tr '\n' ,)" = "go
 "$build/classify" predict a.safetensors --top 2 <lines >top 2>err
 check "and the next likeliest, together no more than 1" awk -F '\t' 'NF != 4 || $2 + $4 > 1.002 || $2 < $4 { bad = 1 }
   END { exit bad || NR == 0 }' top
+check "an input that cannot be read is no end of it" \
+  sh -c "! '$build/classify' predict a.safetensors </tmp 2>err && grep -q '^classify: cannot read the input: .' err"
 check "no lines, no labels" sh -c "'$build/classify' predict a.safetensors <empty | cmp - empty"
 awk '{ print $0 "\r" }' lines >crlf
 check "line ends of two bytes are no text" \

@@ -188,6 +188,11 @@ check "no other file appeared" [ "$(echo *.probe *.tmp* nowhere)" = "*.probe *.t
 if [ -e /dev/full ]; then
   "$build/lm" generate a.safetensors --count 10 >/dev/full 2>err
   check "a full disk is noticed" [ $? = 2 ]
+  "$build/lm" eval a.safetensors text >/dev/full 2>err
+  check "by what prints a few lines, too" [ $? = 2 ]
+  check "which says so" grep -q '^lm: cannot write the output: .' err
+  "$build/lm" train text --out full.safetensors --steps 3 $small >/dev/full 2>err
+  check "a training does not end for lost lines about it" [ $? = 0 ]
 fi
 
 # ---- Ctrl-C saves what has been learnt
@@ -282,6 +287,7 @@ refuses "holds no training" train text --resume a.safetensors
 refuses "[a-z]" train text --resume missing.safetensors
 refuses "[a-z]" train text --resume not.safetensors
 refuses "both" train text --out a.safetensors --plot a.safetensors
+refuses "both" train text --out not_yet.safetensors --plot "./../$name/not_yet.safetensors"
 refuses "cannot write" train text --out b.safetensors --plot nowhere/loss.svg
 
 # ---- text that a terminal would obey
