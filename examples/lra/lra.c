@@ -256,15 +256,17 @@ static luna_tensor *encoded(const luna_input *input, const int32_t *labels) {
   luna_tensor *x = luna_encoder_forward(&model.encoder, &numbers, NULL);
   return free(features), x;
 }
-/* The mean and the deviation of grays, from the first samples that are learnt from. */
+/* The mean and the deviation of grays, from the first samples that are learnt from. A picture has CLS and its pixels,
+   however long --longest lets a sequence be. */
 static int fit_grays(luna_ctx *ctx, const samples *s) {
   enum { COUNT = 256 };
   const int64_t count = s->training < COUNT ? s->training : COUNT;
+  const int64_t n = s->longest < 1 + PIXELS ? s->longest : 1 + PIXELS;
   data.mirrored = data.moved = data.marked = data.dimmed = data.thinned = 0, data.grown = 1;
-  int32_t *tokens = (int32_t *)grow(NULL, count * s->longest, sizeof(int32_t)), lengths[COUNT];
-  memset(tokens, 0, (size_t)(count * s->longest) * sizeof(int32_t));
-  for (int64_t i = 0; i < count; i++) s->fetch(i, tokens + i * s->longest, &lengths[i]);
-  luna_input input = { tokens, lengths, count, s->longest, NULL };
+  int32_t *tokens = (int32_t *)grow(NULL, count * n, sizeof(int32_t)), lengths[COUNT];
+  memset(tokens, 0, (size_t)(count * n) * sizeof(int32_t));
+  for (int64_t i = 0; i < count; i++) s->fetch(i, tokens + i * n, &lengths[i]);
+  luna_input input = { tokens, lengths, count, n, NULL };
   float *features = features_of(&input, NULL);
   input.features = features;
   const luna_status status = luna_input_layer_fit(&model.encoder.input, &input);

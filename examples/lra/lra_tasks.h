@@ -189,13 +189,14 @@ static int32_t thinned_tokens(span image, uint64_t random, int32_t *tokens) {
 
 static int32_t fetch_item(int64_t index, int32_t *tokens, int32_t *lengths) {
   const item *i = &data.items[index];
-  for (int64_t p = 0; p < data.task->parts; p++, tokens += data.longest) {
+  for (int64_t p = 0; p < data.task->parts; p++) {
+    int32_t *to = tokens + p * data.longest;
     span part = { i->at[p], i->size[p] };
     if (index < data.mirrored && draw(2, data.step, index) % 2) part = mirrored(part);
     if (index < data.moved) part = moved_by(part, draw(3, data.step, index));
-    if (index < data.thinned) lengths[p] = 1 + thinned_tokens(part, draw(4, data.step, index), tokens + 1);
-    else lengths[p] = 1 + cut_bytes(part, data.longest - 1, tokens + 1);
-    tokens[0] = (int32_t)data.task->symbols;
+    if (index < data.thinned) lengths[p] = 1 + thinned_tokens(part, draw(4, data.step, index), to + 1);
+    else lengths[p] = 1 + cut_bytes(part, data.longest - 1, to + 1);
+    to[0] = (int32_t)data.task->symbols;
   }
   return i->label;
 }

@@ -618,6 +618,24 @@ static void check_fit(luna_ctx *ctx) {
   CHECK(fabs(scale[0] * deviation_of - 1) < 1e-3 && scale[1] == 1, "the scale is %g, of %g", scale[0], deviation_of);
   task_close(), pixels_end();
 }
+/* Of two samples the grays are the same where --longest leaves room for a million tokens, more than a picture has. */
+static void check_fit_long(luna_ctx *ctx) {
+  const int64_t longest[2] = { 1 + PIXELS, 1000000 };
+  float mean[2][FEATURES + COORDINATE_FEATURES];
+  for (int i = 0; i < 2; i++) {
+    samples s;
+    pixels_model(ctx), model_close();
+    own.positions = COORDINATES, own.segment = 0, own.longest = longest[i];
+    use_data_flags();
+    CHECK(model_open(ctx, luna_params_open(ctx)) == 0, "a model of up to %lld tokens", (long long)longest[i]);
+    CHECK(task_open(&s, NULL, NULL, false) == 0, "pictures are generated");
+    s.training = 2;
+    CHECK(fit_grays(ctx, &s) == 0 && luna_read(model.encoder.input.mean, mean[i]) == LUNA_OK, "the grays' mean is set");
+    task_close(), pixels_end();
+  }
+  CHECK(memcmp(mean[0], mean[1], sizeof mean[0]) == 0, "the mean is %g, and %g with more tokens than a picture has",
+        (double)mean[0][0], (double)mean[1][0]);
+}
 /* The second loss is weighed as its flags say, and added to the labels', which is what is reported. */
 static void check_segment(luna_ctx *ctx) {
   int32_t tokens[80], labels[2] = { 0, 1 };
@@ -765,7 +783,7 @@ int main(void) {
   check_features(), check_seeds();
   if (CHECK(ctx, "a context")) {
     check_first_values(ctx), check_redrawn(ctx), check_grid(ctx), check_eval(ctx);
-    check_fit(ctx), check_segment(ctx), check_hidden(ctx);
+    check_fit(ctx), check_fit_long(ctx), check_segment(ctx), check_hidden(ctx);
   }
   luna_close(ctx);
   return test_report("lra");
