@@ -177,6 +177,7 @@ static int summary(luna_ctx *ctx, const char *path) {
 static int quantize(luna_ctx *ctx, const char *from, const char *to) {
   luna_model model;
   luna_params *params = luna_params_open(ctx);
+  if (same_file(from, to)) return fail("--quantize %s would overwrite the model itself", to);
   if (luna_load_model(&model, params, luna_path(from)) != LUNA_OK) return failed(ctx);
   return luna_save_int8(params, luna_path(to)) == LUNA_OK ? 0 : failed(ctx);
 }

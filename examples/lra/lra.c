@@ -488,8 +488,12 @@ static void cut_ending(const char *ending) {               /* of the run's name,
 static int name_run(const char *before) {
   static const char *const endings[] = { "safetensors", "training", "csv", "txt" };
   const bool numbered = before || (own.seeds && set.out);
+  const struct { const char *name, *file; } others[] = { { "--data", own.data }, { "--valid", own.valid },
+    { "--begin", own.begin }, { "--plot", set.plot } };
   const char *out = set.out ? set.out : set.resume;
   char seed[24];
+  if (set.out && !set.out[folder_of(set.out)])
+    return fail("--out '%s' names no run; it must end with a name, such as runs/luna-1", set.out);
   if (before) out = before;
   if (out && strlen(out) + sizeof seed >= sizeof run.name) return fail("%s is too long a name", out);
   if (out) strcpy(run.name, out);
@@ -502,11 +506,9 @@ static int name_run(const char *before) {
   if (ranks.rank > 0) return 0;
   for (int i = 0; i < 4; i++) {
     const path file = run_file(endings[i]);
-    const char *const others[] = { own.data, own.valid, set.plot };
-    for (int k = 0; k < 3; k++)
-      if (others[k] && same_file(others[k], file.text))
-        return fail("the run's file %s is that of %s; --out gives the run another name", file.text,
-                    k == 0 ? "--data" : k == 1 ? "--valid" : "--plot");
+    for (int k = 0; k < 4; k++)
+      if (others[k].file && same_file(others[k].file, file.text))
+        return fail("the run's file %s is that of %s; --out gives the run another name", file.text, others[k].name);
     if (!writable(file.text)) return cannot_write(file);
   }
   return 0;

@@ -8,10 +8,12 @@ static int64_t file_size(const char *path) {               /* -1: no regular fil
   struct _stat s;
   return _stat(path, &s) == 0 && (s.st_mode & _S_IFMT) == _S_IFREG ? (int64_t)s.st_size : -1;
 }
-static char **folder_names(const char *folder, int *count) { /* names sorted; to be freed, each and all */
+static char **folder_names(const char *folder, int *count) { /* to be freed, each and all; *count: -1, no folder */
   struct _finddata_t found;
+  struct _stat s;
   char pattern[512], **names = NULL;
-  *count = 0;
+  *count = _stat(folder, &s) == 0 ? 0 : -1;
+  if (*count < 0) return NULL;
   snprintf(pattern, sizeof pattern, "%s/*.txt", folder);
   intptr_t search = _findfirst(pattern, &found);
   for (bool more = search != -1; more; more = _findnext(search, &found) == 0) {
@@ -30,7 +32,7 @@ static int64_t file_size(const char *path) {
 static char **folder_names(const char *folder, int *count) {
   char **names = NULL;
   DIR *d = opendir(folder);
-  *count = 0;
+  *count = d ? 0 : -1;
   for (struct dirent *e; d && (e = readdir(d)) != NULL;) {
     const size_t size = strlen(e->d_name);
     if (size < 5 || strcmp(e->d_name + size - 4, ".txt") != 0) continue;
@@ -161,11 +163,11 @@ static void add_run(row *to, const report *r, const char *path) {
   to->accuracy[to->runs] = r->accuracy, to->seeds[to->runs++] = r->seed;
   to->mean += (r->accuracy - to->mean) / to->runs, to->seconds += (r->seconds - to->seconds) / to->runs;
 }
-static row *read_rows(const char *folder, int *count) {
+static row *read_rows(const char *folder, int *count) {    /* *count: -1, the folder cannot be opened, as errno says */
   row *rows = NULL;
   int names_count;
   char **names = folder_names(folder, &names_count), path[800];
-  *count = 0;
+  *count = names_count < 0 ? -1 : 0;
   if (names) qsort(names, (size_t)names_count, sizeof *names, by_name);
   for (int i = 0; i < names_count; i++) {
     report r;
@@ -299,6 +301,7 @@ static int draw_rows(const row *rows, int count, const char *path) {
 static int print_folder(const char *folder, const char *svg) {
   int count;
   row *rows = read_rows(folder, &count);
+  if (count < 0) return fail("cannot open the folder %s: %s", folder, strerror(errno));
   if (count == 0) return free(rows), fail("%s has no runs of lra; they are files RUN.txt of lra train", folder);
   printf("# Long Range Arena\n\nAccuracy in percent, on samples that did not choose the model; its standard error is "
          "that of so many samples. Table 1: arXiv 2106.01540v2, trained longer, on GPUs and TPUs; its Text is IMDB's "

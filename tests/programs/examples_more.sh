@@ -225,6 +225,12 @@ check "with its pairs" grep -q '^  pack_activation softplus2' out
 refuses "one file"
 refuses "two files" --quantize m.safetensors
 refuses "missing" --quantize missing q.safetensors
+cp m.safetensors q.safetensors
+ln -s q.safetensors linked.safetensors
+for other in q ./q linked; do
+  refuses "would overwrite the model itself" --quantize q.safetensors $other.safetensors
+done
+check "the model stays" same m.safetensors q.safetensors
 check "a model's copy in 8 bits" run --quantize m.safetensors q.safetensors
 check "it is smaller" [ "$(wc -c <q.safetensors)" -lt "$(($(wc -c <m.safetensors) * 6 / 10))" ]
 check "and can be looked at" run q.safetensors

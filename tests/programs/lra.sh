@@ -316,6 +316,14 @@ refuses "is that of --valid" train text --data texts --valid t.csv $small --out 
 refuses "is that of --plot" train text --data texts $small --plot t.safetensors --out t
 check "files that are read stay" sh -c 'cmp texts t.txt && cmp texts t.csv'
 rm -f t.*
+cp whole.safetensors begun.safetensors
+refuses "is that of --begin" train listops --data lists $small --begin begun.safetensors --out begun
+refuses "is that of --begin" train listops --data lists $small --begin ./begun.safetensors --out begun
+check "the model that a training begins with stays" same whole.safetensors begun.safetensors
+rm -f begun.*
+refuses "names no run" train text --data texts $small --out ''
+refuses "names no run" train text --data texts $small --out folder/
+check "and has no files" [ "$(echo .[a-z]* folder/.[a-z]*)" = ".[a-z]* folder/.[a-z]*" ]
 check "a run without a name" run train text --data texts $small --batch 1 --steps 1 --validations 1
 check "is called by its task, settings, system and seed" [ -s text-quick-luna4-1.txt ]
 [ -z "$TEST_FULL" ] || {                                 # it draws 20,000 pictures to validate on
@@ -519,7 +527,8 @@ beside
 check "finished and hard ones do" grep -q '^| Local | \*\*80.00\*\* (15.82) | .* | \*\*70.00\*\* (66.63) |$' beside.txt
 check "with two rings more" [ "$(rings)" = 3 ]
 refuses "has no runs" table folder
-refuses "has no runs" table nowhere
+refuses "cannot open the folder nowhere: [A-Z]" table nowhere
+refuses "cannot open the folder texts: [A-Z]" table texts
 
 # ---- wrong use and bad files
 printf '3\t[MAX 3 1 ]\nx\t[MIN 4 5 ]\n' >badlists
