@@ -108,6 +108,8 @@ static int cut(const luna_params *params, const char *path, span t, int64_t voca
   if (!as)
     return fail("%s does not say how its texts were cut into tokens; give --tokens bytes or --tokens numbers", path);
   const bool masks = luna_params_get_text(params, "mlm.tokens") != NULL; /* by the last token, which is no word */
+  if (strcmp(as, "words") == 0 && vocab <= masks)
+    return fail("%s has no token for a word: the only one of its vocabulary is the mask", path);
   if (strcmp(as, "words") == 0) return cut_as_words(t, vocab - masks);
   if (strcmp(as, "pairs") == 0) return cut_as_pairs(t, luna_params_get_text(params, "translate.pairs"));
   if (strcmp(as, "symbols") == 0) return cut_as_symbols(t);

@@ -115,6 +115,7 @@ static int print_row(luna_ctx *ctx, const struct memory *m) {
 }
 /* Finds the memories that --memory names. */
 static int choose(bool *chosen) {
+  if (!*own.memories) return fail("--memory names no memory; --help lists them");
   for (const char *name = own.memories; *name; name += name[0] == ',') {
     const size_t size = strcspn(name, ",");
     int m = 0;

@@ -290,6 +290,20 @@ refuses "reads lists" draw l.safetensors --text 'MAX' --plot l.svg
 refuses "causal language model" draw lm.safetensors --text x --plot h.svg
 refuses "does not say how" draw bare.safetensors --text x --plot h.svg
 check "unless the command line does" run draw bare.safetensors --text x --tokens bytes --plot i.svg
+cat >masks.c <<'END'
+#include "luna.h"
+int main(void) {
+  const luna_encoder_config config = {.layers = 1, .layer = {.dim = 8, .memory = 2}};
+  luna_params *params = luna_params_open(luna_open(NULL));
+  luna_masked_lm model;
+  return luna_masked_lm_init(&model, params, &(luna_masked_lm_config){.vocab = 1, .encoder = config}) != LUNA_OK ||
+         luna_params_set_text(params, "mlm.tokens", "words") != LUNA_OK ||
+         luna_save(params, luna_path("masks.safetensors")) != LUNA_OK;
+}
+END
+check "a model of the mask alone is made" sh -c \
+  "${CC:-cc} ${CFLAGS:-} -I'$root' masks.c '$build/luna.o' -o masks -lm -lpthread && ./masks"
+refuses "has no token for a word" draw masks.safetensors --text x --plot h.svg
 refuses "model file is missing" draw
 refuses "no layer 2" draw m.safetensors --layer 2 --text x --plot h.svg
 refuses "no head 3" draw m.safetensors --head 3 --text x --plot h.svg

@@ -36,6 +36,7 @@ check "keys and values have names" [ "$(named 'key [0-9]*') $(named 'value [0-9]
 check "and questions" [ "$(named 'key [0-9]*?')" -ge 10 ]
 refuses "'hash', which is no memory" --memory routed,hash
 refuses "'', which is no memory" --memory ,gated
+refuses "names no memory" --memory ''
 refuses "'route', which is no memory" --memory route
 refuses "takes one of these names, not '5': 4 8" --pairs 5
 refuses "from 2 to 4096, not '1'" --slots 1
