@@ -727,7 +727,7 @@ static int load(luna_ctx *ctx, const char *path) {
   if (luna_load_model(&model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
   const bool lm = model.kind == LUNA_MODEL_LM, classifier = model.kind == LUNA_MODEL_CLASSIFIER;
   const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.encoder.features : 0;
-  bool fine = k > 0 && recall(params) && lm == own.causal && (lm || !model.classifier.config.pair);
+  bool fine = k > 0 && k <= COLUMNS && recall(params) && lm == own.causal && (lm || !model.classifier.config.pair);
   data.k = k;
   fine = fine && recall_columns(params, k);
   fine = fine && (lm ? model.lm.config.outputs : model.classifier.config.classes) == outputs();
@@ -1114,9 +1114,11 @@ static void print_forecasts(const series *s, int64_t row, const float *y) {
 static void put_cell(word w) {
   const bool quoted = memchr(w.at, ',', (size_t)w.size) || memchr(w.at, '"', (size_t)w.size);
   if (quoted) putchar('"');
-  for (int64_t i = 0; i < w.size; i++) {
-    if (w.at[i] == '"') putchar('"');
-    put_label(w.at + i, 1);
+  for (int64_t at = 0, n; at < w.size; at += n) {          /* up to a quote, which is doubled; characters stay whole */
+    const unsigned char *quote = (const unsigned char *)memchr(w.at + at, '"', (size_t)(w.size - at));
+    n = quote ? quote + 1 - (w.at + at) : w.size - at;
+    put_label(w.at + at, n);
+    if (quote) putchar('"');
   }
   if (quoted) putchar('"');
 }
@@ -1149,7 +1151,7 @@ static int predict(luna_ctx *ctx, const char **words) {
   if (own.svg) drawn_open();
   print_header();
   if (find_all(ctx, 0, data.count, print_found)) return 2;
-  if (ferror(stdout)) return fail("cannot write the predictions: %s", strerror(errno));
+  if (fflush(stdout) != 0 || ferror(stdout)) return fail("cannot write the predictions: %s", strerror(errno));
   return own.svg ? draw_series(own.svg, words[1], (const float *const *)drawn) : 0;
 }
 

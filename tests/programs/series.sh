@@ -1,6 +1,7 @@
 #!/bin/sh
 # series.sh: examples/series.c from outside, on small tasks made here. Needs $BUILD/series and summary.
 cd "$(dirname "$0")/../.." || exit 1
+root=$PWD
 name=series_cli
 . tests/programs/cli_checks.sh
 program=series
@@ -77,6 +78,15 @@ if on_terminal --help; then
   check "all of them" [ "$(LC_ALL=C grep -c '^[0-9]*,\(?\[31mup\|down\),' out)" = 40 ]
   check "without what it would obey" shown out
 fi
+sed "s/up$/$(printf 'm"\303\274,de')/" slopes.ts >tired.ts
+run train tired.ts --steps 1 $small --out tired.safetensors
+tired=$(printf '"m""\303\274,de"')
+check "a label with a comma and a quote" run predict tired.safetensors tired.ts
+check "is in quotes, its own doubled" [ "$(head -n 1 out)" = "series,found,down,$tired" ]
+if on_terminal --help; then
+  check "on a terminal" on_terminal predict tired.safetensors tired.ts
+  check "its characters of more bytes are whole" grep -q "^series,found,down,$tired" out
+fi
 printf '%s[2Ja,b,c,%s[2Ja\n1,2,3,4\n' "$escape" "$escape" >red.csv
 refuses "two columns '?\[2Ja'" train red.csv --forecast
 check "nor has a sentence such bytes" shown err
@@ -118,6 +128,14 @@ for causal in no yes; do
     awk '/<rect/ && /fill="#(0072B2|E69F00)"/ { match($0, /height="[0-9.]*/)
       high[substr($0, RSTART + 8, RLENGTH - 8)] = 1 }
       END { for (h in high) n++; exit !("22.0" in high && n > 3) }' steps.svg
+  if [ -c /dev/full ]; then
+    for rows in 20 601; do
+      head -n $rows waves.csv >some.csv
+      check "$rows lines that cannot be written are an error, with its reason" sh -c "
+        '$build/series' predict w.safetensors some.csv 2>err >/dev/full
+        [ \$? = 2 ] && grep -q 'cannot write the predictions: No space' err"
+    done
+  fi
   check "some steps are drawn" run predict w.safetensors waves.csv --plot part.svg --from 101 --to 150
   check "and no others" [ "$(grep -o '>steps [0-9]* to [0-9]*' part.svg)" = ">steps 101 to 150" ]
 done
@@ -495,6 +513,32 @@ check "from the last number, where the last cell is missing" awk -F, 'NR > 1 { n
 check "and no forecast is nan" sh -c "! grep -q -i nan out"
 printf '@data\n1,2:other\n' >other.ts
 check "a class that the model does not know is an error of it" run eval o.safetensors other.ts
+# a model file with more columns than a file may have
+cat >wide.c <<'END'
+#include <stdio.h>
+#include "luna.h"
+int main(void) {
+  luna_lm_config config = {.features = 4097, .outputs = 4097, .layers = 1};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  config.layer.dim = config.layer.ffn = 2, config.layer.heads = config.layer.memory = 1;
+  bool good = luna_lm_init(&model, params, &config) == LUNA_OK;
+  good = good && luna_params_set_text(params, "series.task0", "0 1 1 32 0 0") == LUNA_OK;
+  good = good && luna_params_set_text(params, "series.ahead0", "1") == LUNA_OK;
+  for (int i = 0; i < 4097 && good; i++) {
+    char key[40];
+    snprintf(key, sizeof key, "series.change%d", i);
+    good = luna_params_set_text(params, key, "1") == LUNA_OK;
+  }
+  good = good && luna_save(params, luna_path("wide.safetensors")) == LUNA_OK;
+  luna_close(ctx);
+  return good ? 0 : 1;
+}
+END
+check "a model that is too wide is made" sh -c \
+  "${CC:-cc} ${CFLAGS:-} -I'$root' wide.c '$build/luna.o' -o wide -lm -lpthread && ./wide"
+refuses "wide.safetensors is not a model that series made" predict wide.safetensors other.ts
 refuses "2 dimensions, not 1" eval o.safetensors test.ts
 check "the old model is as it was" same a.safetensors before
 check "no other file appeared" [ "$(echo *.probe *.tmp*)" = "*.probe *.tmp*" ]
