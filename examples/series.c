@@ -25,6 +25,7 @@
 #include "luna_ops.h"
 
 #include "common/example.h"
+#include "common/attention_choice.h"
 
 static struct settings set = {
   .out = "series.safetensors",
@@ -116,10 +117,10 @@ static luna_tensor *run(const luna_input *input) {
 }
 static luna_status make_model(luna_params *params) {
   if (own.causal) choose_output_gate();
-  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
-                                   .dropout = (float)set.dropout, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
-                                   .attention = (luna_attention_kind)set.attention, .output_gate = set.output_gate != 0,
-                                   .recompute = (luna_recompute_kind)set.recompute };
+  luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .memory = set.memory, .ffn = set.ffn,
+                             .dropout = (float)set.dropout, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
+                             .output_gate = set.output_gate != 0, .recompute = (luna_recompute_kind)set.recompute };
+  choose_attention(&layer);
   const luna_encoder_config encoder = { .features = data.k, .layers = set.layers, .layer = layer,
                                        .positions = (luna_positions)set.positions, .max_length = 4096 };
   luna_lm_config lm = { .features = data.k, .outputs = outputs(), .layers = set.layers, .layer = layer };
@@ -968,13 +969,25 @@ static int check_flags(void) {
   const struct { const void *place; bool idle; } all[] = {
     { &own.noise, own.forecast }, { &own.interval, !own.forecast }, { &own.stretch, windows }, { &own.scale, windows },
     { &own.window, !windows && !own.per_step },{ &set.positions, own.causal },
-    { &set.pooling, own.causal || own.per_step }, { &own.teach, !own.label }, { &own.average, !own.label }
+    { &set.pooling, own.causal || own.per_step }, { &own.teach, !own.label }, { &own.average, !own.label },
+    { &set.forget, !own.causal }, { &own.ahead, !own.forecast }, { &own.causal, own.forecast },
+    { &own.per_step, own.label || own.forecast }
   };
-  for (size_t j = 0; j < sizeof all / sizeof *all; j++)
-    for (int i = 0; all[j].idle && flag_given(all[j].place); i++)
-      if (flags[i].whole == all[j].place || flags[i].real == all[j].place)
+  for (int i = 0; flags[i].name; i++)
+    for (size_t j = 0; j < sizeof all / sizeof *all && flags_given >> i & 1; j++) {
+      const void *const place = all[j].place;
+      if (all[j].idle && (flags[i].whole == place || flags[i].real == place || flags[i].text == place))
         return fail("%s changes nothing in this task; leave it out", flags[i].name);
+    }
   return 0;
+}
+/* Refuses to forecast so far ahead that there is nothing to learn it from. */
+static int check_ahead(const char *path) {
+  int64_t longest = 0;
+  for (int64_t i = 0; i < data.training; i++) if (data.list[i].n > longest) longest = data.list[i].n;
+  if (!own.forecast || ahead[ahead_count - 1] < longest) return 0;
+  return fail("%s has %lld steps, of which at most %lld in a row are trained on; --ahead %s must stay below that", path,
+              (long long)data.size, (long long)longest, own.ahead);
 }
 
 /* A batch has no more steps than the longest series that is learnt from or, of joined cases, than all of them. */
@@ -1005,7 +1018,10 @@ static int read_task(const char *path) {
     return fail("--aim takes f1, precision=0.9 or recall=0.9, not '%s'", set.aim);
   if (own.inputs && !own.forecast) return fail("--inputs is for forecasts; classes are found from all columns");
   if (own.label && own.forecast) return fail("--label and --forecast are two tasks; choose one");
+  if (own.per_step && own.forecast) return fail("--per-step is for classes, --forecast for numbers; choose one");
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
+  if (own.causal && set.attention == CHOICE_LINFORMER)
+    return fail("--attention linformer sees all steps, so it cannot be causal; luna, softmax and linear can");
   if (read_data(path, true)) return 2;
   if (data.csv && !own.label && !own.forecast)
     return fail("%s is a table (CSV); say what to learn by --label COLUMN or --forecast", path);
@@ -1020,6 +1036,7 @@ static int read_task(const char *path) {
              (const char *)classes[0].at);
   if (!own.forecast && label_count < 2) return fail("%s has no classes; a classifier takes two", path);
   if (data.training == 0) return fail("%s has too few series to hold a fifth out", path);
+  if (check_ahead(path)) return 2;
   return fit_window(path), 0;
 }
 static void join_unlearnt(void) {                          /* cases are measured on as they are learnt from */
@@ -1166,7 +1183,7 @@ static const command commands[] = {
 };
 
 int main(int count, char **given) {
-  int status = example("series", commands, flags, count, given);
+  int status = example_of_attentions("series", commands, flags, count, given);
   free(batch.x), free(batch.targets), free(batch.taught), free(batch.labels), free(batch.lengths);
   free(taught), free(linear_shares);
   drawn_close();

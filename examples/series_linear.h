@@ -25,7 +25,7 @@ TOOL bool linear_of_cases(void) { return !own.per_step; }
 TOOL int64_t linear_size(void) {
   return data.k * (linear_of_cases() ? 8 : 1 + 2 * ROLLING * (own.causal ? 1 : 2));
 }
-TOOL double *linear_weights(int32_t c) { return linear.weights + c * (linear.features + 1); }
+TOOL double *weights_of(int32_t c) { return linear.weights + c * (linear.features + 1); }
 
 /* A number in its column's deviations from the mean; NaN: it is missing. */
 TOOL double linear_number(int64_t row, int64_t c) {
@@ -96,7 +96,7 @@ TOOL void all_features(int64_t first, int64_t last, features_fn *use, void *to) 
 TOOL int32_t label_at(const series *s, int64_t row) { return own.per_step ? data.labels[s->at + row] : s->label; }
 TOOL void linear_logits(const double *features, float *logits) {
   for (int32_t c = 0; c < label_count; c++) {
-    const double *w = linear_weights(c);
+    const double *w = weights_of(c);
     double sum = w[linear.features];
     for (int64_t i = 0; i < linear.features; i++) sum += w[i] * features[i];
     logits[c] = (float)sum;
@@ -234,7 +234,7 @@ TOOL void linear_minimise(const linear_data *d, double *w, double decay) {
 TOOL void linear_unstandardise(const linear_data *d, const double *w) {
   const int64_t f = linear.features;
   for (int32_t c = 0; c < label_count; c++) {
-    double *to = linear_weights(c);
+    double *to = weights_of(c);
     const double *from = w + c * (f + 1);
     to[f] = from[f];
     for (int64_t i = 0; i < f; i++) to[i] = from[i] / d->spread[i], to[f] -= to[i] * d->middle[i];
@@ -288,7 +288,7 @@ TOOL void linear_refit(void) { linear_learn(true); }
 
 TOOL char *linear_text(int32_t c) {
   char *text = (char *)grow(NULL, 24 * (linear.features + 1) + 1, 1), *at = text;
-  for (int64_t i = 0; i <= linear.features; i++) at += sprintf(at, "%s%.9g", i ? " " : "", linear_weights(c)[i]);
+  for (int64_t i = 0; i <= linear.features; i++) at += sprintf(at, "%s%.9g", i ? " " : "", weights_of(c)[i]);
   return text;
 }
 TOOL bool linear_read(int32_t c, const char *text) {
@@ -297,8 +297,8 @@ TOOL bool linear_read(int32_t c, const char *text) {
     linear.weights = (double *)grow(NULL, label_count * (linear.features + 1), sizeof(double));
   for (int64_t i = 0; i <= linear.features; i++) {
     char *end;
-    linear_weights(c)[i] = strtod(text, &end);
-    if (end == text || !isfinite(linear_weights(c)[i])) return false;
+    weights_of(c)[i] = strtod(text, &end);
+    if (end == text || !isfinite(weights_of(c)[i])) return false;
     text = end;
   }
   return *text == 0;

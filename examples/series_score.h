@@ -178,6 +178,10 @@ TOOL void table_of_thresholds(void) {
   }
   free(list);
 }
+TOOL void put_error(double error) { /* of nothing there is none */
+  if (error == error) printf(" %16.6g", error);
+  else printf(" %16s", "-");
+}
 TOOL const char *winner_of(int64_t i) { /* a repetition that is better than the forecast */
   if (score.repeated[i] < score.error[i] && score.repeated[i] <= score.last[i]) return "  the season wins";
   return score.last[i] < score.error[i] ? "  the last value wins" : "";
@@ -190,11 +194,11 @@ TOOL void table_of_columns(void) {
     const double count = (double)score.errors[i];
     if (input_only[i % data.k]) continue;
     put_name(column_name(i % data.k));
-    printf(" %8lld %16.6g %16.6g", (long long)ahead[i / data.k], score.error[i] / count, score.last[i] / count);
+    printf(" %8lld", (long long)ahead[i / data.k]);
+    put_error(score.error[i] / count), put_error(score.last[i] / count);
     put_share(100 * score.error[i] / score.last[i]);
     if (level_count > 1) put_share(share(score.inside[i], score.errors[i]));
-    printf(" %16.6g %8lld%s\n", score.repeated[i] / count, (long long)seasons[i % data.k],
-           winner_of(i));
+    put_error(score.repeated[i] / count), printf(" %8lld%s\n", (long long)seasons[i % data.k], winner_of(i));
   }
 }
 TOOL void score_table(void) {
@@ -212,6 +216,10 @@ TOOL void forecast_line(const char *begin, int64_t a, const float *deviations) {
     const double by = (double)score.errors[i] * (double)deviations[k];
     used++, error += score.error[i] / by, last += score.last[i] / by, repeated += score.repeated[i] / by;
     inside += score.inside[i], count += score.errors[i];
+  }
+  if (count == 0) {
+    printf("%s%lld ahead: there is nothing to measure on\n", begin, (long long)ahead[a]);
+    return;
   }
   printf("%s%lld ahead: mean absolute error, in deviations, %.6g, of the last value %.6g, of the season %.6g", begin,
          (long long)ahead[a], error / used, last / used, repeated / used);

@@ -144,6 +144,13 @@ check "a routed memory" run train waves.csv --label state --causal --forget rout
 check "does well on the end" over 69
 check "its file says so, and that its output has a gate" \
   sh -c "'$build/summary' r.safetensors | grep 'forget routed' | grep -q 'output_gate 1'"
+check "an attention that is a hook" run train slopes.ts --attention linformer --out l.safetensors --steps 3 $small
+check "is measured" run eval l.safetensors test.ts
+check "by its name" sh -c "'$build/summary' l.safetensors | grep -q linformer"
+check "a class at each step has it, too" run train waves.csv --label state --causal no --attention linformer \
+  --out l.safetensors --steps 3 $small
+refuses "linformer sees all steps" train waves.csv --label state --attention linformer --out l.safetensors
+refuses "linformer sees all steps" train waves.csv --forecast --attention linformer --out l.safetensors
 check "a forecast" run train waves.csv --forecast --window 60 --out f.safetensors --steps 200 $small
 check "is measured" run eval f.safetensors waves.csv
 for task in "waves.csv --forecast" "waves.csv --label state" "slopes.ts --per-step"; do
@@ -352,6 +359,13 @@ check "there are none" [ "$(grep -c intervals out)" = 0 ]
 for wrong in 0 6,1 1,,2 1,x 1,; do
   refuses "--ahead takes" train sine.csv --forecast --ahead $wrong --out a.safetensors
 done
+refuses "has 1500 steps, of which at most 1200 in a row .* --ahead 1,1200 must" train sine.csv --forecast \
+  --ahead 1,1200 --out a.safetensors
+refuses "at most 1[0-9] in a row" train slopes.ts --forecast --ahead 20 --out a.safetensors
+check "a forecast farther than the part held out" run train sine.csv --forecast --ahead 1,400 --out h.safetensors \
+  --steps 3 $small
+check "is not measured" grep -q '^On held-out data: 400 ahead: there is nothing to measure on$' out
+check "no figure is none" sh -c "! grep -q -i nan out"
 refuses "--interval changes nothing" train slopes.ts --interval 50 --out a.safetensors
 
 # cells: every word for nothing, and one that is a slip
@@ -447,6 +461,12 @@ wrong "two columns 'x'" 'x,y,x\n1,a,2\n3,b,4\n'
 refuses "--noise changes nothing" train waves.csv --forecast --noise 1 --steps 3 --out a.safetensors
 refuses "--pooling changes nothing" train waves.csv --forecast --pooling cls --steps 3 --out a.safetensors
 refuses "--positions changes nothing" train waves.csv --forecast --positions learned --steps 3 --out a.safetensors
+refuses "--forget changes nothing" train slopes.ts --forget routed --steps 3 --out a.safetensors
+refuses "--forget changes nothing" train waves.csv --label state --causal no --forget no --steps 3 --out a.safetensors
+refuses "--ahead changes nothing" train slopes.ts --ahead 5 --steps 3 --out a.safetensors
+refuses "--causal changes nothing" train waves.csv --forecast --causal no --steps 3 --out a.safetensors
+refuses "--per-step changes nothing" train waves.csv --label state --per-step no --steps 3 --out a.safetensors
+refuses "--per-step is for classes" train waves.csv --forecast --per-step --steps 3 --out a.safetensors
 refuses "--stretch changes nothing" train waves.csv --label state --stretch 0 --steps 3 --out a.safetensors
 refuses "--scale changes nothing" train waves.csv --label state --scale 0 --steps 3 --out a.safetensors
 printf '@classLabel false\n@data\n1,2,4:3,5,4\n1,3:4,1\n' >odd.ts
