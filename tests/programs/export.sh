@@ -31,6 +31,13 @@ for kind in float eight; do
 done
 check "float: what luna_stream gives" $models compare float/model.out float/first.txt 1e-5
 check "8 bits: near it" $models compare eight/model.out eight/first.txt 0.1
+mkdir -p lost
+cp eight/main eight/series.csv lost
+for place in /dev/full /; do                               # a device that is full, a folder
+  [ -e $place ] && rm -f lost/outputs.txt && ln -s $place lost/outputs.txt || continue
+  check "outputs that cannot go to $place are an error" sh -c \
+    "cd lost && ! ./main >../out 2>../err && grep -q 'cannot write outputs.txt: ' ../err"
+done
 
 check "the stack that a step takes in float" stack_of float
 check "the stack that a step takes in 8 bits" stack_of eight
