@@ -49,6 +49,8 @@ typedef struct attentions {
 } attentions;
 
 /* ---- options by name ---- */
+#define ATTENTION_TEXT_AS(x) #x
+#define ATTENTION_TEXT_OF(x) ATTENTION_TEXT_AS(x)
 ATTENTION_FN bool attentions_refuse(attentions *a, const char *what, const char *key, const char *value) {
   snprintf(a->error, sizeof a->error, "attention %s: %s: %s %s", a->system ? a->system->name : "", what, key, value);
   return false;
@@ -67,15 +69,21 @@ ATTENTION_FN int64_t attentions_word(const char *list, const char *value) {
   }
   return -1;
 }
+/* reads a count, up to *end; false: there is none, or it is out of range */
+ATTENTION_FN bool attentions_count(const char *value, char **end, int64_t *number) {
+  *number = strtoll(value, end, 10);
+  return *end != value && *number >= 0 && *number <= ATTENTION_MOST;
+}
 ATTENTION_FN bool attentions_put_list(attentions *a, const attention_option *option, const char *value) {
   attention_list list;
   const char *at = value;
   memset(&list, 0, sizeof list);
   while (*at) {
     char *end;
-    const long number = strtol(at, &end, 10);
-    if (end == at || (*end && *end != ',') || list.count == ATTENTION_LIST_SIZE)
-      return attentions_refuse(a, "not numbers, or too many", option->name, value);
+    int64_t number;
+    if (!attentions_count(at, &end, &number) || (*end && *end != ',') || list.count == ATTENTION_LIST_SIZE)
+      return attentions_refuse(a, "not up to " ATTENTION_TEXT_OF(ATTENTION_LIST_SIZE) " numbers from 0 to "
+                               ATTENTION_TEXT_OF(ATTENTION_MOST), option->name, value);
     list.value[list.count++] = number;
     at = *end ? end + 1 : end;
   }
@@ -99,9 +107,11 @@ ATTENTION_FN bool attentions_put(attentions *a, const attention_option *option, 
     memcpy(at, &real, sizeof real);
     return true;
   }
-  if (option->kind == ATTENTION_COUNT) number = strtol(value, &end, 10);
-  else number = attentions_word(option->kind == ATTENTION_FLAG ? "false|true" : option->value, value);
-  if (number < 0 || (end && (end == value || *end))) return attentions_refuse(a, "not a value of", option->name, value);
+  if (option->kind == ATTENTION_COUNT) {
+    if (!attentions_count(value, &end, &number) || *end)
+      return attentions_refuse(a, "not a number from 0 to " ATTENTION_TEXT_OF(ATTENTION_MOST), option->name, value);
+  } else number = attentions_word(option->kind == ATTENTION_FLAG ? "false|true" : option->value, value);
+  if (number < 0) return attentions_refuse(a, "not a value of", option->name, value);
   memcpy(at, &number, sizeof number);
   return true;
 }
@@ -126,6 +136,7 @@ ATTENTION_FN void *attentions_init(void *user, luna_params *params, const char *
   a->params = params, a->prefix = prefix ? prefix : "";
   a->good = true;
   attention_require(a, a->heads > 0 && a->dim % a->heads == 0, "attentions: dim is not a multiple of heads");
+  attention_require_counts(a);
   if (a->good) a->system->init(a);
   a->params = NULL, a->prefix = NULL;
   if (!a->good) {

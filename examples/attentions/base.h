@@ -28,13 +28,15 @@
 /* ---- options: hyper-parameters by name, each a field of the layer's struct ---- */
 #define ATTENTION_TEXT_SIZE 64
 typedef enum attention_option_kind {
-  ATTENTION_COUNT,                   /* int64_t, 0 or more */
+  ATTENTION_COUNT,                   /* int64_t, 0 .. ATTENTION_MOST */
   ATTENTION_NUMBER,                  /* double */
   ATTENTION_FLAG,                    /* int64_t, 0 or 1; "false", "true" */
   ATTENTION_WORD,                    /* int64_t, the place in a list "block|sliding|lra" */
   ATTENTION_TEXT,                    /* char [ATTENTION_TEXT_SIZE] */
-  ATTENTION_LIST                     /* attention_list: "1,2,4", or "" */
+  ATTENTION_LIST                     /* attention_list of such counts: "1,2,4", or "" */
 } attention_option_kind;
+/* The most that an option may count: sums of two options fit in 32 bits, and an option times a length in 64. */
+#define ATTENTION_MOST 1000000000
 #define ATTENTION_LIST_SIZE 64
 typedef struct attention_list { int64_t count, value[ATTENTION_LIST_SIZE]; } attention_list;
 typedef struct attention_option {
@@ -88,6 +90,26 @@ ATTENTION_FN void attention_require(attention *a, bool condition, const char *wh
   if (condition || !a->good) return;
   a->good = false;
   luna_fail(luna_params_ctx(a->params), LUNA_BAD_ARGUMENT, what);
+}
+/* for init: `name` is in [min, max] */
+ATTENTION_FN void attention_require_in(attention *a, const char *name, int64_t value, int64_t min, int64_t max) {
+  char sentence[160];
+  snprintf(sentence, sizeof sentence, "attention %s: %s is %lld, and must be in [%lld,%lld]", a->system->name, name,
+           (long long)value, (long long)min, (long long)max);
+  attention_require(a, value >= min && value <= max, sentence);
+}
+/* for init: what counts is in [0, ATTENTION_MOST], also where the options were set without their text */
+ATTENTION_FN void attention_require_counts(attention *a) {
+  for (const attention_option *o = a->system->options; o->name; o++) {
+    const void *at = (const char *)a + o->at;
+    attention_list list;
+    memset(&list, 0, sizeof list);
+    if (o->kind == ATTENTION_COUNT) memcpy(list.value, at, sizeof(int64_t)), list.count = 1;
+    if (o->kind == ATTENTION_LIST) memcpy(&list, at, sizeof list);
+    attention_require(a, list.count >= 0 && list.count <= ATTENTION_LIST_SIZE, "attentions: too long a list");
+    for (int64_t i = 0; i < list.count && a->good; i++)
+      attention_require_in(a, o->name, list.value[i], 0, ATTENTION_MOST);
+  }
 }
 
 /* ---- parameters, by name after the layer's prefix; axes that are 0 are absent ---- */

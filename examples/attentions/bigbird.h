@@ -42,6 +42,7 @@ static void bigbird_init(void *layer) {
   if (rows == 0 || a->random == 0 || !a->base.good) return;
   a->random_blocks = attention_param(&a->base, "random_blocks", LUNA_INIT_UNIFORM, 1, a->base.heads, rows, a->random,
                                      0);
+  if (!a->base.good) return;
   float *values = (float *)malloc((size_t)(a->base.heads * rows * a->random) * sizeof(float));
   int64_t *candidates = (int64_t *)malloc((size_t)a->max_blocks * sizeof(int64_t));
   a->base.good = a->base.good && values && candidates && luna_read(a->random_blocks, values) == LUNA_OK;
@@ -55,7 +56,8 @@ static void bigbird_init(void *layer) {
 static void bigbird_pattern(const bigbird *a, attention_patterns *patterns, int64_t at, int64_t n, const float *random,
                             bool *seen) {
   const int64_t b = a->block, nb = (n + b - 1) / b, rows = a->random_blocks ? a->random_blocks->shape[1] : 0;
-  block_pattern *p = attention_pattern_lists(patterns, at, nb, nb * (5 + a->random), 0, 0);
+  const int64_t runs = nb < 5 + a->random ? nb : 5 + a->random; /* of a block, at most */
+  block_pattern *p = attention_pattern_lists(patterns, at, nb, nb * runs, 0, 0);
   for (int64_t i = 0; p && i < nb; i++) {
     const bool all = i == 0 || i == nb - 1;
     for (int64_t j = 0; j < nb; j++) seen[j] = all || j == 0 || j == nb - 1 || (j >= i - 1 && j <= i + 1);

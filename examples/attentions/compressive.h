@@ -35,7 +35,7 @@ static void compressive_init(void *layer) {
   compressive *a = (compressive *)layer;
   const int64_t d = a->base.dim;
   relative_init(&a->base, &a->proj);
-  attention_require(&a->base, a->rate > 0, "compressive: rate must be above 0");
+  attention_require_in(&a->base, "rate", a->rate, 1, 1 << 16); /* one row that leaves is padded to so many */
   if (a->compression != COMPRESSIVE_CONV) return;
   a->compress.weight = attention_param(&a->base, "compress.weight", LUNA_INIT_NORMAL, 0.02, d, d, a->rate, 0);
   a->compress.bias = attention_param(&a->base, "compress.bias", LUNA_INIT_ZEROS, 0, d, 0, 0, 0);
@@ -153,13 +153,14 @@ static void compressive_move(compressive *a, const luna_attention_call *call, lu
                              int64_t kept) {
   const int64_t batch = call->x->shape[0], held = a->base.compressed ? a->base.compressed->shape[1] : 0;
   /* rows that leave; groups of c */
-  int32_t *left = ends + batch, *groups = left + batch, *padded = groups + batch, c = (int32_t)a->rate;
+  int32_t *left = ends + batch, *groups = left + batch, *padded = groups + batch;
+  const int64_t c = a->rate;
   luna_tensor *all = relative_inputs(call, a->base.memory), *parts[2], *old, *now, *before;
   int64_t largest = 0, fewest = INT32_MAX, count;
   for (int64_t b = 0; b < batch; b++) {
     left[b] = ends[b] - (int32_t)kept;
-    groups[b] = (left[b] + c - 1) / c;
-    padded[b] = groups[b] * c;
+    groups[b] = (int32_t)((left[b] + c - 1) / c);
+    padded[b] = (int32_t)(groups[b] * c);
     if (groups[b] > largest) largest = groups[b];
     if (groups[b] < fewest) fewest = groups[b];
   }

@@ -41,12 +41,6 @@ static int64_t linformer_taper(int64_t first, int64_t last, int64_t i, int64_t c
 static int64_t linformer_window(const linformer *a, int64_t k) { return (a->max_length + k - 1) / k; }
 
 /* ---- parameters ---- */
-static void linformer_in(linformer *a, const char *name, int64_t value, int64_t min, int64_t max) {
-  char sentence[160];
-  snprintf(sentence, sizeof sentence, "attention linformer: %s is %lld, and must be in [%lld,%lld]", name,
-           (long long)value, (long long)min, (long long)max);
-  attention_require(&a->base, value >= min && value <= max, sentence);
-}
 /* what comes before "e_proj" that layers share: prefix without its "layers.<number>.self_attn."; -1: it has none */
 static int linformer_stem(const char *prefix) {
   const char *at = prefix, *found = NULL;
@@ -83,13 +77,13 @@ static luna_tensor *linformer_param(linformer *a, const char *name, int64_t k, i
 }
 static void linformer_check(linformer *a) {
   if (a->max_length == 0) a->max_length = a->base.max_length ? a->base.max_length : 512;
-  linformer_in(a, "max_length", a->max_length, 1, 1 << 26);
-  if (a->base.max_length) linformer_in(a, "max_length, which is the model's where it is given,", a->max_length,
-                                       a->base.max_length, a->base.max_length);
+  attention_require_in(&a->base, "max_length", a->max_length, 1, 1 << 26);
+  if (a->base.max_length) attention_require_in(&a->base, "max_length, which is the model's where it is given,",
+                                               a->max_length, a->base.max_length, a->base.max_length);
   if (a->k == 0) a->k = a->max_length < 64 ? a->max_length : 64;
-  linformer_in(a, "k", a->k, 1, a->max_length);
-  linformer_in(a, "k_last_layer", a->k_last_layer, 0, a->max_length);
-  linformer_in(a, "k_last_head", a->k_last_head, 0, a->max_length);
+  attention_require_in(&a->base, "k", a->k, 1, a->max_length);
+  attention_require_in(&a->base, "k_last_layer", a->k_last_layer, 0, a->max_length);
+  attention_require_in(&a->base, "k_last_head", a->k_last_head, 0, a->max_length);
 }
 static void linformer_init(void *layer) {
   linformer *a = (linformer *)layer;

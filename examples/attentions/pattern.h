@@ -25,7 +25,8 @@ ATTENTION_FN block_pattern *attention_pattern_lists(attention_patterns *patterns
   block_pattern *p = patterns->at + i;
   const size_t numbers = (size_t)(2 * (blocks + 2) + queries + keys),
       run_bytes = (size_t)(runs + 1) * sizeof(block_run);
-  block_run *memory = patterns->good ? (block_run *)calloc(1, run_bytes + numbers * sizeof(int32_t)) : NULL;
+  const bool fits = blocks < INT32_MAX && runs < INT32_MAX; /* their numbers are of 32 bits */
+  block_run *memory = patterns->good && fits ? (block_run *)calloc(1, run_bytes + numbers * sizeof(int32_t)) : NULL;
   int32_t *number = (int32_t *)(void *)((char *)memory + (memory ? run_bytes : 0));
   patterns->good = memory != NULL;
   if (!memory) return NULL;

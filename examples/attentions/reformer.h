@@ -81,9 +81,9 @@ static float *reformer_hashes(const reformer *a, luna_tensor *q) {
   const int heads_first[4] = { 0, 2, 1, 3 };
   const luna_scope scope = luna_scope_begin(q->ctx);
   luna_tensor *z = luna_permute(luna_reshape(luna_detach(q), 4, split), heads_first), *none = NULL;
-  float *out = (float *)malloc((size_t)(q->shape[0] * q->shape[1] * heads * half + 1) * sizeof(float));
   z = luna_matmul(z, luna_reshape(luna_detach(a->rotations), 3, flat), false, false);
-  if (out && (!z || luna_read(z, out) != LUNA_OK)) {
+  float *out = z ? (float *)malloc((size_t)(luna_count(z) + 1) * sizeof(float)) : NULL;
+  if (out && luna_read(z, out) != LUNA_OK) {
     free(out);
     out = NULL;
   }

@@ -33,7 +33,9 @@ static const attention_option sinkhorn_options[] = {
 };
 static void sinkhorn_init(void *layer) {
   sinkhorn *a = (sinkhorn *)layer;
-  attention_require(&a->base, a->block > 0 && a->max_blocks > 0, "sinkhorn: block and max_blocks must be above 0");
+  attention_require(&a->base, a->block > 0, "sinkhorn: block must be above 0");
+  attention_require_in(&a->base, "max_blocks", a->max_blocks, 1, 1 << 20); /* sinkhorn_room fits in 64 bits */
+  attention_require_in(&a->base, "iterations", a->iterations, 0, 10000);
   attention_require(&a->base, a->temperature > 0, "sinkhorn: temperature must be above 0");
   attention_projections_init(&a->base, &a->p);
   attention_linear(&a->base, &a->order, "sort", a->base.dim / a->base.heads, a->max_blocks, ATTENTION_GAIN);
@@ -91,7 +93,7 @@ static luna_tensor *sinkhorn_forward(void *layer, luna_attention_call *call) {
   sinkhorn_state s;
   memset(&s, 0, sizeof s);
   s.batch = x->shape[0], s.n = x->shape[1], s.heads = a->base.heads, s.width = a->base.dim / a->base.heads;
-  s.block = a->block, s.blocks = (s.n + a->block - 1) / a->block;
+  s.block = s.n > 0 ? sinkhorn_min(a->block, s.n) : a->block, s.blocks = (s.n + s.block - 1) / s.block;
   s.causal = call->causal, s.temperature = a->temperature,
       s.iterations = a->sort == SINKHORN_SOFTMAX || s.causal ? -1 : a->iterations;
   if (s.blocks > a->max_blocks) return attention_fail(x->ctx, &a->base, "the sequence has more than max_blocks blocks");

@@ -70,7 +70,7 @@ static void sparse_band(const sparse *a, attention_patterns *patterns, int64_t a
 }
 /* strided C: tokens in the order of their column; `alone`: without A, which else has token 0 and i itself */
 static void sparse_strides(const sparse *a, attention_patterns *patterns, int64_t at, int64_t n, bool alone) {
-  const int64_t l = a->stride, from = n > 0 ? a->cls : 0;
+  const int64_t l = a->stride < n ? a->stride : n, from = n > 0 ? a->cls : 0; /* beyond n all strides are the same */
   block_pattern *p = attention_pattern_lists(patterns, at, l + 1, 2 * l + 1, n, n);
   int64_t end = from;
   if (!p) return;

@@ -688,6 +688,82 @@ static void check_workspace_layers(void) {
   luna_close(ctx);
 }
 
+/* What counts has a limit, in options, in a model's file and in options that a program sets */
+static const char *endless(void *file, const char *key) {
+  return strcmp(key, (const char *)file) ? NULL : "9223372036854775807";
+}
+static void check_limits(void) {
+  static const struct { const char *system, *option, *value; } over[] = {
+    {"sparse", "stride", "2305843009213693952"}, {"sparse", "stride", "9223372036854775807"},
+    {"sparse", "stride", "99999999999999999999"}, {"sparse", "stride", "1000000001"},
+    {"longformer", "dilation", "9223372036854775807,2"}, {"longformer", "global", "0,-1"},
+    {"bigbird", "random", "9223372036854775802"}, {"sinkhorn", "iterations", "4611686018427387904"},
+    {"compressive", "rate", "4294967296"}, {"local", "forward", "9223372036854775807"}, {"isab", "inducing", "-1"},
+  };
+  static const struct { const char *options, *why; } made[] = {
+    {"sinkhorn iterations=10001", "iterations is 10001, and must be in [0,10000]"},
+    {"sinkhorn max_blocks=1048577", "max_blocks is 1048577, and must be in [1,1048576]"},
+    {"compressive rate=65537 compression=mean", "rate is 65537, and must be in [1,65536]"},
+    {"bigbird max_blocks=1000000000 random=1000000000", ""},
+    {"sparse", "attention sparse: stride is 9223372036854775807, and must be in [0,1000000000]"},
+    {"longformer", "attention longformer: dilation is 9223372036854775807, and must be in [0,1000000000]"},
+  };
+  /* beyond a sequence all sizes are one */
+  static const struct { const char *far, *near; bool causal; } same[] = {
+    {"sparse pattern=strided stride=1000000000", "sparse pattern=strided stride=150", true},
+    {"sparse pattern=strided stride=1000000000 split=true", "sparse pattern=strided stride=150 split=true", true},
+    {"sparse stride=1000000000 columns=1000000000", "sparse stride=150 columns=150", true},
+    {"bigbird block=4 max_blocks=2 random=1000000000", "bigbird block=4 max_blocks=2 random=0", false},
+    {"bigbird block=1000000000", "bigbird block=150", false},
+    {"longformer dilation=1000000000,2,1000000000 left=1000000000 global=1000000000",
+     "longformer dilation=150,2,150 left=150 global=", false},
+    {"local window=4 backward=1000000000 forward=1000000000", "local window=4 backward=40 forward=40", false},
+    {"local window=1000000000", "local window=150", false},
+    {"local pattern=sliding window=1000000000", "local pattern=sliding window=150", false},
+    {"sinkhorn block=1000000000", "sinkhorn block=150", false},
+    {"reformer chunk=1000000000", "reformer chunk=150", false},
+    {"transformer_xl window=1000000000 memory=1000000000", "transformer_xl window=150 memory=150", true},
+  };
+  char text[128];
+  attentions a;
+  for (size_t i = 0; i < sizeof over / sizeof *over; i++) {
+    snprintf(text, sizeof text, "%s %s=%s", over[i].system, over[i].option, over[i].value);
+    CHECK(!attentions_open(&a, text) && strstr(a.error, over[i].system) && strstr(a.error, over[i].option) &&
+              strstr(a.error, " from 0 to 1000000000"), "'%s': %s", text, a.error);
+    if (!CHECK(attentions_open(&a, over[i].system), "%s", a.error)) continue;
+    snprintf(text, sizeof text, "%s", over[i].option);
+    CHECK(!a.hook.load(&a, endless, text) && strstr(a.error, " from 0 to 1000000000"), "%s of a file: %s", text,
+          a.error);
+    attentions_close(&a);
+  }
+  for (size_t i = 0; i < sizeof made / sizeof *made; i++) {
+    const luna_layer_config config = {.dim = DIM, .heads = HEADS, .hook = &a.hook};
+    luna_ctx *ctx = luna_open(NULL);
+    luna_params *params = luna_params_open(ctx);
+    if (CHECK(attentions_open(&a, made[i].options), "%s", a.error)) {
+      if (strcmp(made[i].options, "sparse") == 0) ((sparse *)a.options)->stride = INT64_MAX;
+      if (strcmp(made[i].options, "longformer") == 0)
+        ((longformer *)a.options)->dilation = (attention_list){HEADS, {INT64_MAX, 1, 1}};
+      CHECK(!a.hook.init(&a, params, "", &config) && luna_error_status(ctx) != LUNA_OK &&
+                strstr(luna_error(ctx), made[i].why), "%s is made: %s", made[i].options, luna_error(ctx));
+      attentions_close(&a);
+    }
+    luna_close(ctx);
+  }
+  for (size_t i = 0; i < sizeof same / sizeof *same; i++) {
+    float *y[2] = {common_floats(ROWS * DIM), common_floats(ROWS * DIM)};
+    for (int k = 0; k < 2; k++) {
+      one o;
+      if (!one_open(&o, k ? same[i].near : same[i].far, same[i].causal, NULL)) continue;
+      luna_begin_inference(o.ctx);
+      luna_read(one_run(&o, one_tensor(&o, inputs, 1, ROWS), NULL, NULL), y[k]);
+      one_close(&o);
+    }
+    test_close(same[i].far, y[0], y[1], ROWS * DIM, 2e-6);
+    free(y[0]), free(y[1]);
+  }
+}
+
 static void check_refusals(void) {
   static const char *const bad[] = {"nothing", "performer feature=3", "performer features=-1", "performer features=3x",
                                     "performer kernel=exp",
@@ -761,6 +837,7 @@ int main(void) {
   check_redraw("rfa features=150", false);
   check_redraw("rfa features=150 orthogonal=true", true);
   check_refusals();
+  check_limits();
   free(inputs);
   return test_report("attentions");
 }

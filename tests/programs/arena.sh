@@ -46,6 +46,7 @@ refuses "overwrite the text" table --plot ./luna.h
 check "the text is as it was" same short luna.h
 refuses "no such system" one dance short
 refuses "no such option" one "rfa dance=3" short
+refuses "not a number from 0 to 1000000000: stride" one "sparse stride=2305843009213693952" short
 refuses "cannot read missing" table missing
 refuses "system file is missing" one
 
