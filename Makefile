@@ -189,7 +189,7 @@ $(PUBLIC): $(BUILD)/tests/%: %.c $(BUILD)/luna.o $(TEST_H)
 	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o,$(LIBS))
 
 $(addprefix $(BUILD)/tests/,attention_layers attentions out_of_memory golden lra memory model_files) \
-  $(addprefix $(BUILD)/tests/,translation device ops mistakes empty masked_lm profile): $(EXAMPLE_H)
+  $(addprefix $(BUILD)/tests/,translation device ops mistakes empty masked_lm profile collective): $(EXAMPLE_H)
 $(BUILD)/tests/lra: examples/lra/lra.c
 $(BUILD)/tests/model_files: tests/data/old/use.h
 $(BUILD)/tests/private: $(CHAPTERS:%=tests/%)

@@ -1,11 +1,16 @@
 /* examples/luna_ranks.h with several ranks, as threads of this process (collective.h): R ranks give the losses and
    gradients of one rank, with uneven and empty parts, with lengths and dropout; the same bits in every run and for any
-   threads; what a layer sends; ranks that differ, hooks that fail. */
+   threads; what a layer sends; ranks that differ, hooks that fail, ranks that fail anywhere in a step. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include <stdlib.h>
+static bool no_memory;               /* luna_ranks.h gets none */
+static void *test_malloc(size_t bytes) { return no_memory ? NULL : malloc(bytes); }
+#define malloc test_malloc
 #include "collective.h"
+#undef malloc
 
 enum { BATCH = 5, LENGTH = 37, TARGET = 19, VOCAB = 29, CLASSES = 3, STEPS = 3, FEATURES = 4, SLOTS = 4 };
 typedef enum kind { LM, CLASSIFIER, PAIR, PER_STEP, MASKED, SEQ2SEQ } kind;
@@ -483,6 +488,131 @@ static void hooks_fail(void) {
       }
     }
 }
+/* Where rank 1 fails in its first step; SKIPPED: all ranks only begin that one, ABSENT: they have none. */
+typedef enum fault {
+  SKIPPED, ABSENT, FORWARD, NULL_LOSS, BACKWARD, LATER_ROUND, BEFORE_THE_STEP, READ, UPDATE, VALIDATION, FAULT_COUNT
+} fault;
+typedef struct faulty {
+  fault what;
+  luna_status begun[HUB_RANKS][STEPS], status[HUB_RANKS][STEPS];
+  double loss[HUB_RANKS];            /* of the first step */
+  uint64_t hash[HUB_RANKS], step[HUB_RANKS];
+  char error[HUB_RANKS][STEPS][320], begin_error[HUB_RANKS][STEPS][320];
+} faulty;
+/* of rank 1 alone: its memory ends, its device copies nothing to the host, or it updates nothing */
+static bool memory_ends, reads_fail, updates_fail;
+static void *ending_allocate(void *user, size_t bytes) { return memory_ends ? NULL : far_allocate(user, bytes); }
+static luna_status failing_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int kind) {
+  return reads_fail && kind == 2 ? LUNA_DEVICE_FAILED : luna_cpu_backend()->copy(ctx, to, from, bytes, kind);
+}
+static luna_status failing_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                  const luna_update *table, int64_t count) {
+  return updates_fail ? LUNA_DEVICE_FAILED : luna_cpu_backend()->update(ctx, rule, parts, table, count);
+}
+/* a step of the rank in which `what` fails, or FAULT_COUNT: nothing */
+static void faulty_step(faulty *f, fault what, int step, luna_ranks *ranks, const model *net, const run *r) {
+  const int rank = ranks->collective.rank;
+  luna_ctx *ctx = ranks->ctx;
+  data d = data_of(r, step, 2 * rank, 2, 12, 1);
+  for (int round = 0; round < (f->what == LATER_ROUND && step == 0 ? 2 : 1); round++) {
+    f->begun[rank][step] = f->what == VALIDATION && step == 0 ? luna_ranks_begin_inference(ranks, &d.input, NULL) :
+                           luna_ranks_begin_step(ranks, &d.input, NULL);
+    snprintf(f->begin_error[rank][step], sizeof f->begin_error[rank][step], "%s", luna_error(ctx));
+    if (f->what == SKIPPED && step == 0) return data_free(&d);
+    if (what == FORWARD || what == VALIDATION) memory_ends = true;
+    luna_tensor *loss = what == NULL_LOSS ? NULL : model_loss(net, r, &d);
+    const int64_t counted = luna_counted(loss);
+    if (what == BACKWARD) memory_ends = true;
+    if (what == LATER_ROUND && round == 1) reads_fail = true;
+    const double value = f->what == VALIDATION && step == 0 ? luna_ranks_loss(ranks, loss, counted) :
+                         luna_ranks_backward(ranks, loss, counted);
+    if (step == 0) f->loss[rank] = value;
+  }
+  if (what == BEFORE_THE_STEP) luna_fail(ctx, LUNA_UNSUPPORTED, "something of the program's own");
+  if (what == READ) reads_fail = true;
+  if (what == UPDATE) updates_fail = true;
+  f->status[rank][step] = luna_ranks_step(ranks);
+  snprintf(f->error[rank][step], sizeof f->error[rank][step], "%s", luna_error(ctx));
+  if (rank == 1) memory_ends = reads_fail = updates_fail = false;
+  data_free(&d);
+}
+static void faulty_main(void *user, const luna_collective *collective) {
+  faulty *f = (faulty *)user;
+  const int rank = collective->rank;
+  luna_backend far = *luna_cpu_backend();
+  run r = run_of("failures", LM);
+  model net = {0};
+  luna_ranks ranks;
+  luna_options o = { .threads = 1, .seed = 5 };
+  far.allocate = far_allocate, far.release = far_release;
+  if (rank == 1) far.copy = failing_copy, far.update = failing_update;
+  if (f->what == LATER_ROUND || f->what == READ || f->what == UPDATE) o.backend = &far;
+  else o.allocator = (luna_allocator){ rank == 1 ? ending_allocate : far_allocate, far_release, NULL };
+  luna_ctx *ctx = luna_open(&o);
+  luna_params *params = luna_params_open(ctx);
+  set_dropout(&r.lm.layer);
+  model_init(&net, params, &r);
+  luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = 0.05f, .momentum = 0.5f });
+  rank_check(luna_ranks_open(&ranks, params, sgd, collective) == LUNA_OK, ctx, "open");
+  for (int step = f->what == ABSENT; step < STEPS; step++)
+    faulty_step(f, rank == 1 && step == 0 ? f->what : FAULT_COUNT, step, &ranks, &net, &r);
+  luna_begin_inference(ctx);
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
+    const luna_tensor *t = luna_params_at(params, i, NULL);
+    float *values = common_floats(luna_count(t));
+    luna_read(t, values);
+    for (int64_t j = 0; j < luna_count(t); j++) {
+      uint32_t bits;
+      memcpy(&bits, values + j, 4);
+      f->hash[rank] = common_hash(f->hash[rank], bits);
+    }
+    free(values);
+  }
+  f->step[rank] = luna_backend_state(ctx)->step;
+  luna_ranks_close(&ranks);
+  luna_close(ctx);
+}
+/* All ranks fail with the one that does, at once or, where only the step's end fails, at the next begin. Afterwards
+   they go on as if the step had not been, if their parameters are still alike. */
+static void ranks_fail(void) {
+  static const char *const names[] = { "", "", "forward", "no loss", "backward", "the second loss", "before the step",
+                                       "reading gradients", "update", "validation" };
+  uint64_t hash[2];
+  for (int what = 0; what < FAULT_COUNT; what++) {
+    faulty f = { .what = (fault)what };
+    hub h;
+    hub_open(&h, 3);
+    hub_run(&h, faulty_main, &f);
+    CHECK(!h.mismatch && !h.failed, "%s: calls of other sizes", names[what]);
+    hub_close(&h);
+    if (what <= ABSENT) hash[what] = f.hash[0];
+    for (int i = 0; i < 3; i++) {
+      const bool end = what == READ || what == UPDATE, whole = what != BEFORE_THE_STEP && !end;
+      CHECK(f.step[i] == f.step[0], "%s: rank %d counts %d steps, rank 0 %d", names[what], i, (int)f.step[i],
+            (int)f.step[0]);
+      if (what <= ABSENT) continue;
+      CHECK((f.status[i][0] != LUNA_OK) == (!end || i == 1), "%s, rank %d: %d, %s", names[what], i,
+            (int)f.status[i][0], f.error[i][0]);
+      CHECK(isnan(f.loss[i]) == whole, "%s, rank %d: loss %g", names[what], i, f.loss[i]);
+      CHECK(end || i == 1 || strstr(f.error[i][0], "has failed in this step"), "%s, rank %d: %s", names[what], i,
+            f.error[i][0]);
+      if (end) {
+        CHECK(f.begun[i][1] == LUNA_MISMATCH && strstr(f.begin_error[i][1], "rank 1 has failed at the end of the step "
+              "before: the device failed"), "%s, rank %d: %s", names[what], i, f.begin_error[i][1]);
+        CHECK(f.status[i][1] != LUNA_OK && f.status[i][2] == LUNA_MISMATCH && strstr(f.error[i][2], what == READ ?
+              "number of optimiser steps" : "value of some parameter"), "%s, rank %d: %s", names[what], i,
+              f.error[i][2]);
+        continue;
+      }
+      CHECK(f.status[i][1] == LUNA_OK && f.status[i][2] == LUNA_OK, "%s, rank %d afterwards: %s, %s", names[what], i,
+            f.error[i][1], f.error[i][2]);
+      CHECK(f.hash[i] == f.hash[0], "%s: rank %d has other parameters than rank 0", names[what], i);
+      if (what == BACKWARD) CHECK(f.hash[i] == hash[SKIPPED], "after a failed luna_backward: other parameters");
+      if (what == FORWARD || what == NULL_LOSS || what == VALIDATION)
+        CHECK(f.hash[i] == hash[ABSENT], "%s: other parameters", names[what]);
+    }
+  }
+}
 static void options(void) {
   luna_collective c = { 0, 1, hub_reduce, hub_gather, NULL };
   luna_options o = { .threads = 1 };
@@ -508,9 +638,27 @@ static void options(void) {
     CHECK(luna_ranks_open(&ranks, params, NULL, &bad) == LUNA_BAD_ARGUMENT &&
           strstr(luna_error(ctx), i < 3 ? "rank outside 0..ranks - 1" : "lacks all_reduce or all_gather"), "%d: %s", i,
           luna_error(ctx));
+    CHECK(luna_ranks_begin_step(&ranks, &none, NULL) == LUNA_BAD_ARGUMENT &&
+          strstr(luna_error(ctx), "luna_ranks_open"), "%d, a step: %s", i, luna_error(ctx));
     luna_ranks_close(&ranks);
   }
   CHECK(luna_ranks_open(&ranks, NULL, NULL, &c) == LUNA_BAD_ARGUMENT, "no parameters");
+  c.ranks = 2;
+  luna_begin_inference(ctx);
+  no_memory = true;
+  CHECK(luna_ranks_open(&ranks, params, NULL, &c) == LUNA_OUT_OF_MEMORY, "without memory: %s", luna_error(ctx));
+  no_memory = false;
+  for (int again = 0; again < 2; again++) {
+    const char *words = again ? "luna_ranks_open has failed" : "no memory for a bucket";
+    CHECK(luna_ranks_begin_step(&ranks, &none, NULL) == LUNA_OUT_OF_MEMORY && strstr(luna_error(ctx), words), "%s: %s",
+          words, luna_error(ctx));
+    CHECK(isnan(luna_ranks_backward(&ranks, NULL, 0)) && luna_ranks_step(&ranks) == LUNA_OUT_OF_MEMORY, "a step: %s",
+          luna_error(ctx));
+    luna_begin_inference(ctx);       /* without the sentence before */
+  }
+  luna_ranks_close(&ranks);
+  CHECK(luna_ranks_begin_step(&ranks, &none, NULL) == LUNA_BAD_ARGUMENT && isnan(luna_ranks_loss(&ranks, NULL, 0)) &&
+        isnan(luna_ranks_backward(&ranks, NULL, 0)) && luna_ranks_step(&ranks) == LUNA_BAD_ARGUMENT, "closed");
   luna_close(ctx);
 }
 
@@ -683,6 +831,7 @@ int main(void) {
   options();
   differ();
   hooks_fail();
+  ranks_fail();
   alone();
   checkpoints();
   curves();
