@@ -8,6 +8,7 @@ checkpoint, or from flags where those are missing or others are wanted. It refus
 and leaves out what luna.h does not need."""
 import argparse
 import json
+import os
 import pickle
 import re
 import struct
@@ -245,17 +246,31 @@ def expected(c):
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 def write(path, tensors, metadata):
-    """safetensors: the header's length, the header, the numbers"""
+    """safetensors: the header's length, the header, the numbers. An old file stays until the new one is whole."""
     header, at = {"__metadata__": metadata}, 0
     for name, t in tensors.items():
         header[name] = {"dtype": "F32", "shape": list(t.shape), "data_offsets": [at, at + 4 * t.numel()]}
         at += 4 * t.numel()
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for t in tensors.values():
-            file.write(t.numpy().astype("<f4").tobytes())
+    path = os.path.realpath(path)                         # a link stays one
+    old = os.stat(path) if os.path.exists(path) else None
+    beside = os.path.join(os.path.dirname(path), ".convert_fairseq-%d.tmp" % os.getpid())
+    if old and not os.path.isfile(path):
+        beside = path                                     # a pipe or a device has nothing to lose
+    try:
+        with open(beside, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for t in tensors.values():
+                file.write(t.numpy().astype("<f4").tobytes())
+        if beside != path:
+            if old:
+                os.chmod(beside, old.st_mode)
+            os.replace(beside, path)
+    except BaseException:
+        if beside != path and os.path.exists(beside):
+            os.remove(beside)
+        raise
 
 
 def main():

@@ -12,7 +12,7 @@ converse.
 A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. A file in 8 bits
 loads as the floats that it stands for. With Luna attention alone; equations are those of arXiv 2106.01540v2. Needs
 torch alone. Not made for speed: (7) stores n d l numbers."""
-import difflib, json, math, struct
+import difflib, json, math, os, struct
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -372,4 +372,14 @@ def save(model, path):
                         "data_offsets": [size, len(data)]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file: file.write(struct.pack("<Q", len(text)) + text + data)
+    path = os.path.realpath(path)                                  # a link stays one
+    old = os.stat(path) if os.path.exists(path) else None
+    beside = os.path.join(os.path.dirname(path), ".luna_torch-%d.tmp" % os.getpid())
+    if old and not os.path.isfile(path): beside = path             # a pipe or a device has nothing to lose
+    try:                                                           # an old file stays until the new one is whole
+        with open(beside, "wb") as file: file.write(struct.pack("<Q", len(text)) + text + data)
+        if old and beside != path: os.chmod(beside, old.st_mode)
+        if beside != path: os.replace(beside, path)
+    except BaseException:
+        if beside != path and os.path.exists(beside): os.remove(beside)
+        raise

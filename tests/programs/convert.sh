@@ -240,6 +240,29 @@ refuses "is missing, so this is no Luna checkpoint" "$work/other.pt" "$work/x.sa
 refuses "cannot write" "$work/classifier_listops.pt" "$work/nowhere/x.safetensors"
 check "nothing was written" [ ! -e "$work/x.safetensors" ]
 
+# ---- a disk that is full, here a limit of files' sizes: the old file stays as it was
+cat >"$work/full.py" <<'END'
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+END
+mkdir "$work/full"
+printf 'an old model' >"$work/full/x.safetensors"
+chmod 600 "$work/full/x.safetensors"
+ln -s x.safetensors "$work/full/link"
+script "$work/full.py" examples/convert_fairseq.py "$work/bert.pt" "$work/full/x.safetensors" >"$work/log" 2>"$work/err"
+status=$?
+check "a full disk ends with 2, not $status" [ "$status" = 2 ]
+check "it says: cannot write" grep -q 'cannot write .*File too large' "$work/err"
+check "the old file is whole" [ "$(cat "$work/full/x.safetensors")" = 'an old model' ]
+check "no other file is left" [ "$(ls -A "$work/full" | tr '\n' ' ')" = 'link x.safetensors ' ]
+check "a link is written through" convert "$work/bert.pt" "$work/full/link"
+check "the link is still one" [ -L "$work/full/link" ]
+check "the file is new" cmp "$work/full/x.safetensors" "$work/bert.safetensors"
+check "it has the old one's mode" [ "$(ls -l "$work/full/x.safetensors" | cut -c 1-10)" = -rw------- ]
+check "a device is written in place" convert "$work/bert.pt" /dev/null
+
 # ---- Python's own safetensors
 other=${PYTHON_SAFETENSORS:-python3}
 if "$other" -c 'import safetensors.numpy' 2>/dev/null; then

@@ -168,7 +168,7 @@ int main(int count, char **given) { /* make NUMBER FILE, or run FILE: the logits
 END
 
 cat >"$work/compare.py" <<'END'
-import json, pathlib, struct, subprocess, sys
+import errno, json, pathlib, resource, struct, subprocess, sys
 import torch
 sys.path.insert(0, "examples")
 import luna_torch
@@ -250,7 +250,19 @@ for name, model in fresh.items():                                  # made there
     check("luna.h opens a new " + name, subprocess.run([work + "/peer", "run", path]).returncode == 0)
     compare("a new " + name, model, path)
 
+folder = pathlib.Path(work, "full")                                # a full disk: the old file stays as it was
+folder.mkdir()
+(folder / "x.safetensors").write_bytes(b"an old model")
+full = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, full[1]))
+try: luna_torch.save(fresh["lm"], str(folder / "x.safetensors")), check("a full disk is told", False)
+except OSError as error: check("a full disk: %s" % error, error.errno == errno.EFBIG)
+resource.setrlimit(resource.RLIMIT_FSIZE, full)
+check("the old file is whole", (folder / "x.safetensors").read_bytes() == b"an old model")
+check("no other file is left", len(list(folder.iterdir())) == 1)
+
 for path in sorted(pathlib.Path("examples/models").glob("*.safetensors")): # in 8 bits: as their floats in luna.h
+    if b'"luna.kind"' not in path.read_bytes()[:65536]: continue   # lra's own model: no kind of luna.h
     model = luna_torch.load(str(path))
     copy = "%s/%s" % (work, path.name)
     luna_torch.save(model, copy)
