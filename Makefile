@@ -86,7 +86,7 @@ LONG = tests/tools/coverage.sh $(LATER_SCRIPTS) $(BUILD)/tests/private $(LATER) 
   tests/cuda/peers_check.sh $(addprefix $(BUILD)/tests/,causality out_of_memory arguments soak)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Of clang alone, in scalar C: it does not know all vector instructions, nor a C++ library that was built without it.
-# The oracles of ops run the same passes once more.
+# It leaves out the oracles of ops, which run the same passes once more.
 MSAN = -O1 -g1 -fsanitize=memory -DLUNA_NO_SIMD -DTEST_QUICK=1 -DTEST_ORACLES=0
 MSAN_TESTS = $(if $(findstring clang,$(CC)),arguments attention_layers checkpoints classifier dead_results device \
   empty features forgetting golden hooks masked_lm model_files ops private profile resume scopes setup state stream \

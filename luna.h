@@ -1632,8 +1632,8 @@ LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float
 /* Returns logits after the last row of an input whose batch is the stream's, or 0, and whose lengths are null. Null,
    without reading a row, for a feature that luna_input does not allow. */
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
-/* Return what was wrong in the last call but luna_stream_state_save, and its id; "" and LUNA_ERROR_NONE if it was
-   fine. */
+/* Return what was wrong in the last call, except luna_stream_state_save, and its id; "" and LUNA_ERROR_NONE if it
+   was fine. */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream);
 /* Returns the number of tokens that each sequence has read or skipped. */

@@ -69,7 +69,7 @@ ATTENTION_FN int64_t attentions_word(const char *list, const char *value) {
   }
   return -1;
 }
-/* reads a count, up to *end; false: there is none, or it is out of range */
+/* Reads a count, up to *end. Returns false if there is none, or if it is out of range. */
 ATTENTION_FN bool attentions_count(const char *value, char **end, int64_t *number) {
   *number = strtoll(value, end, 10);
   return *end != value && *number >= 0 && *number <= ATTENTION_MOST;

@@ -91,14 +91,14 @@ ATTENTION_FN void attention_require(attention *a, bool condition, const char *wh
   a->good = false;
   luna_fail(luna_params_ctx(a->params), LUNA_BAD_ARGUMENT, what);
 }
-/* for init: `name` is in [min, max] */
+/* Requires, for init, that option `name` is in [min, max]. */
 ATTENTION_FN void attention_require_in(attention *a, const char *name, int64_t value, int64_t min, int64_t max) {
   char sentence[160];
   snprintf(sentence, sizeof sentence, "attention %s: %s is %lld, and must be in [%lld,%lld]", a->system->name, name,
            (long long)value, (long long)min, (long long)max);
   attention_require(a, value >= min && value <= max, sentence);
 }
-/* for init: what counts is in [0, ATTENTION_MOST], also where the options were set without their text */
+/* Requires, for init, that all counts are in [0, ATTENTION_MOST], also where they were set without their text. */
 ATTENTION_FN void attention_require_counts(attention *a) {
   for (const attention_option *o = a->system->options; o->name; o++) {
     const void *at = (const char *)a + o->at;

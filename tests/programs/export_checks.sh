@@ -65,7 +65,7 @@ stack_of() { # FOLDER
 }
 
 # --- MISRA C:2012, rules 12.1 (precedence is told by parentheses) and 12.3 (no comma operator), where cppcheck is here.
-# The rules need three of four seconds for the weights, so of each table of numbers only the first line is left.
+# Reading the weights takes three quarters of the time, so only the first line of each table of numbers is checked.
 misra() { # FOLDER
   awk '{ table = /^  [-0-9][-+.0-9a-f, ]*,$/ } !(table && in_table); { in_table = table }' "$1/detector.c" >"$1/misra.c"
   cppcheck --addon=misra --enable=style -q "$1/misra.c" >misra.log 2>&1
