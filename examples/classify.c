@@ -97,7 +97,7 @@ static bool is_held(int64_t number) {
 static int read_lines(const char *path, bool training, int64_t *held) {
   int64_t at = 0, length, lines = 1, number = 0;
   const unsigned char *next;
-  if (read_file(path, &file.text)) return 2;
+  if (read_lines_file(path, &file.text)) return 2;
   for (int64_t i = 0; i < file.text.size; i++) lines += file.text.data[i] == '\n';
   if ((file.lines = malloc((size_t)lines * sizeof *file.lines)) == NULL) return fail("out of memory");
   int64_t last = lines;

@@ -166,7 +166,7 @@ typedef struct data { contents files[2]; row *rows; int64_t learnt, held, classe
 /* Appends a file's lines to rows. Returns 0, or 2 after a sentence. */
 static int read_rows(data *d, contents *file, const char *path) {
   int64_t at = 0, size, lines = 1, number = 0;
-  if (read_file(path, file)) return 2;
+  if (read_lines_file(path, file)) return 2;
   for (int64_t i = 0; i < file->size; i++) lines += file->data[i] == '\n';
   d->rows = (row *)grow(d->rows, d->learnt + lines, sizeof(row));
   for (const unsigned char *line; (line = next_line(*file, &at, &size)) != NULL;) {

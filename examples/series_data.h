@@ -569,10 +569,7 @@ TOOL void fill_known(void) {
 }
 
 TOOL int read_data(const char *path, bool learns) {
-  if (read_file(path, &data.text)) return 2;
-  if (data.text.size >= 3 && memcmp(data.text.data, "\xEF\xBB\xBF", 3) == 0) /* a byte order mark */
-    data.text.size -= 3, memmove(data.text.data, data.text.data + 3, (size_t)data.text.size + 1);
-  if (data.text.size == 0) return fail("%s is empty", path);
+  if (read_lines_file(path, &data.text)) return 2;
   int64_t at = 0, length;
   const unsigned char *line;
   for (data.csv = true; data.csv && (line = next_line(data.text, &at, &length)) != NULL;)

@@ -136,7 +136,7 @@ static void add(data *d, span source, span target) {
 static int read_pairs(data *d, const char *source, const char *target) {
   int64_t at[2] = { 0, 0 };
   span s, t = { NULL, 0 };
-  if (read_file(source, &d->file[0]) || (target && read_file(target, &d->file[1]))) return 2;
+  if (read_lines_file(source, &d->file[0]) || (target && read_lines_file(target, &d->file[1]))) return 2;
   for (;; add(d, s, t)) {
     s.at = next_line(d->file[0], &at[0], &s.size);
     if (target) t.at = next_line(d->file[1], &at[1], &t.size);

@@ -42,7 +42,7 @@ TOOL bool same_file(const char *a, const char *b) { return strcmp(a, b) == 0; }
 #include <unistd.h>
 #ifdef __STRICT_ANSI__               /* POSIX functions that strict C99 headers do not declare */
 FILE *fdopen(int descriptor, const char *mode);
-int fileno(FILE *stream);
+int (fileno)(FILE *stream);         /* on BSD also a macro */
 int fsync(int descriptor);
 int fchmod(int descriptor, mode_t mode);
 ssize_t readlink(const char *path, char *to, size_t room);
@@ -813,6 +813,19 @@ TOOL int read_file(const char *path, contents *file) {
   free(file->data);
   file->data = NULL;
   return why ? fail("cannot read %s: %s", path, strerror(why)) : fail("%s is empty", path);
+}
+
+/* The same for a file of lines, without the byte order mark that some editors put before the first. */
+TOOL int read_lines_file(const char *path, contents *file) {
+  static const unsigned char mark[3] = { 0xEF, 0xBB, 0xBF };
+  if (read_file(path, file)) return 2;
+  if (file->size < 3 || memcmp(file->data, mark, sizeof mark) != 0) return 0;
+  file->size -= 3;
+  memmove(file->data, file->data + 3, (size_t)file->size + 1);
+  if (file->size > 0) return 0;
+  free(file->data);
+  file->data = NULL;
+  return fail("%s is empty", path);
 }
 
 /* A model keeps a mark of the file that it learnt from, so that eval can say so of figures that are too good. */

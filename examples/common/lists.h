@@ -142,7 +142,7 @@ TOOL int lists_read(list_file *f, const char *path) {      /* returns 0, or 2 af
   int32_t size;
   unsigned char *line;
   *f = (list_file){ .longest = 1 };
-  if (read_file(path, &f->text)) return 2;
+  if (read_lines_file(path, &f->text)) return 2;
   for (int64_t i = 0; i < f->text.size; i++) lines += f->text.data[i] == '\n';
   f->lines = (struct list_line *)grow(NULL, lines, sizeof *f->lines);
   while ((line = (unsigned char *)next_line(f->text, &at, &length)) != NULL) {

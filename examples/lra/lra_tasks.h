@@ -78,7 +78,7 @@ static int read_line_items(const char *path, int file) {
   const bool pair = data.task->parts == 2;
   const unsigned char *line, *cells[6];
   int64_t at = 0, length, number = 0;
-  if (read_file(path, &data.files[file])) return 2;
+  if (read_lines_file(path, &data.files[file])) return 2;
   while ((line = next_line(data.files[file], &at, &length)) != NULL) {
     int count = 1;
     number++;

@@ -58,6 +58,8 @@ check "and measured" run eval b.safetensors --data lists
 sed 's/\[/( ( [/; s/$/ )/' lists >round
 cp out plain && run eval b.safetensors --data round
 check "round brackets are spaces" [ "$(sed 's/^round/lists/' out)" = "$(cat plain)" ]
+{ printf '\357\273\277'; cat lists; } >marked && run eval b.safetensors --data marked
+check "a byte order mark is no part of the first line" [ "$(sed 's/^marked/lists/' out)" = "$(cat plain)" ]
 for attention in softmax linear linformer; do
   check "--attention $attention" run train $lists --steps 2 $small --out b.safetensors --attention $attention \
     --pooling mean
@@ -118,6 +120,11 @@ check "and says what the model has seen" grep -q '^warning: The model was traine
 head -n 100 reviews >other_reviews
 run eval a.safetensors other_reviews
 check "of another file it does not" sh -c "! grep -q 'was trained on' out"
+cp out unmarked && { printf '\357\273\277'; cat other_reviews; } >marked && mv marked other_reviews
+check "a byte order mark is no part of the first label" run eval a.safetensors other_reviews
+check "nor of anything else" cmp -s out unmarked
+printf '\357\273\277' >mark
+refuses "mark is empty" eval a.safetensors mark
 printf '%s\n\n%s\n%s' 'the moon and the splendid! earth goes round' 'a dreadful day and the dreadful night' \
   'sun and fair moon goes round a day' >lines
 check "classify predict succeeds" "$build/classify" predict a.safetensors <lines

@@ -46,7 +46,7 @@ check "a source in both files is a pair" run train pairs.tsv --out b.safetensors
 check "the same pairs give the same model, for any number of threads" same c.safetensors b.safetensors
 printf 'one\0two\r\n%65536sone two\n' '' >long
 check "long lines and zero bytes are read whole" \
-  sh -c "'$build/translate' run a.safetensors --beam 1 <long >out; [ \$(wc -l <out) = 2 ]"
+  sh -c "'$build/translate' run a.safetensors --beam 1 <long >out; [ \$(wc -l <out) -eq 2 ]"
 run train en de --out b.safetensors --steps 25 $small
 check "the last validation is of the model saved" grep -q '^step 25: validation loss' out
 run train en de --out b.safetensors --steps 5 $small
@@ -150,6 +150,9 @@ run pretrain text --tokens bytes --out b.safetensors --steps 20 $window $small
 check "bytes instead of words" grep -q 'bits per masked byte' out
 check "and a classifier of bytes" run tune b.safetensors rows.tsv --out d.safetensors --steps 3 $window
 check "few rows to learn from" run tune m.safetensors rows.tsv --out d.safetensors --steps 3 --rows 20 $window
+{ printf '\357\273\277'; cat rows.tsv; } >marked.tsv
+check "nor does a byte order mark hinder" \
+  run tune m.safetensors marked.tsv --out d.safetensors --steps 3 --rows 20 $window
 printf '1\tone\nx\ttwo\n' >bad.tsv
 printf '0\tone\n1\ttwo\n' >two.tsv
 awk 'BEGIN { for (i = 0; i < 400; i++) print i % 2 "\t" (i % 2 ? "the moon goes" : "a sun stays") " round " i % 30 }' \
