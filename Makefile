@@ -103,7 +103,7 @@ FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize=null -fno-sanit
 define build
 @echo "$(1) -o $@ $(2)"
 @new=$@.new.$$$$; mkdir -p $$new && : >$$new.time && $(1) -o $$new/$(@F) $(2) && touch -r $$new.time $$new/* && \
-  mv -f $$new/* $(@D); status=$$?; rm -rf $$new $$new.time; exit $$status
+  rm -rf $@.dSYM && mv -f $$new/* $(@D); status=$$?; rm -rf $$new $$new.time; exit $$status
 endef
 
 PARTS = tests/cuda/cuda.mk tests/cuda/ptx.mk tests/ranks/mpi.mk examples/web/web.mk

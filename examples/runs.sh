@@ -15,6 +15,7 @@
 build=${BUILD:-build} data=$1 out=$2 lock=${TMPDIR:-/tmp}/luna.timing.lock
 [ "$1" != --help ] && [ "$1" != -h ] || { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0; }
 [ $# -ge 2 ] && [ -d "$data" ] || { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+command -v setsid >/dev/null 2>&1 || { echo "runs.sh: setsid is not here; util-linux has it" >&2; exit 2; }
 shift 2
 mkdir -p "$out"
 

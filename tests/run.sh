@@ -2,8 +2,8 @@
 # run.sh PROGRAM...: runs them, JOBS at a time (at most four; without it as many as there are cores), shows what each
 # has printed when it ends, and adds up the last lines, "name: N passed, N failed". A program that ends without such a
 # line counts as one failed and is named. Another run.sh in the same folder waits: the programs write files there.
-# RUNNER: what runs a program of another machine.
-build=${BUILD:-build}
+# LOGS: a folder in place of BUILD for the logs and for this. RUNNER: what runs a program of another machine.
+build=${LOGS:-${BUILD:-build}}
 log_of() { echo "$build/logs/$(echo "$1" | tr / _).log"; }
 
 if [ "$1" = --one ]; then

@@ -17,6 +17,8 @@ mkdir -p "$work"
 cd "$work" || exit 1
 
 passed=0 failed=0
+wc() { command wc "$@" | tr -d ' '; }                    # BSD's puts spaces before the number
+command -v timeout >/dev/null 2>&1 || timeout() { shift; "$@"; }
 run() { "$build/$program" "$@" >out 2>err; }
 check() {
   sentence=$1

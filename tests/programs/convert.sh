@@ -72,7 +72,7 @@ refuses() {
   status=$?
   check "convert_fairseq $* ends with 2, not $status" [ "$status" = 2 ]
   check "convert_fairseq $* says: $words" grep -q -- "$words" "$work/err"
-  check "convert_fairseq $* says it in one line" [ "$(wc -l <"$work/err")" = 1 ]
+  check "convert_fairseq $* says it in one line" [ "$(wc -l <"$work/err")" -eq 1 ]
 }
 convert() { converter "$@" >"$work/log" 2>&1 && ! grep -q '^convert_fairseq: ' "$work/log"; }
 

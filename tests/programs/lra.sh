@@ -573,6 +573,11 @@ refuses "one of these" train text --attention lunar
 check "nothing else was written" [ "$(echo nowhere* *.probe)" = "nowhere* *.probe" ]
 
 # ---- examples/runs.sh: a run stands still while something is timed, ends with the script, and is not made twice
+command -v setsid >/dev/null 2>&1 || {
+  echo "skipped: setsid, which runs.sh needs, is not here"
+  finish
+  exit
+}
 mkdir -p programs runs_data
 printf '#!/bin/sh\necho "$@"; while [ ! -e stop ]; do echo >>ticks; sleep 0.1; done\n' >programs/lra
 chmod +x programs/lra

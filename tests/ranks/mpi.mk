@@ -24,6 +24,6 @@ mpi:
 
 mpi-test:
 	@$(MAKE) -j$(JOBS) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
-	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/run.sh tests/ranks/mpi.sh
+	@BUILD=$(BUILD) LOGS=$(BUILD)/mpi MPIRUN='$(MPIRUN)' sh tests/run.sh tests/ranks/mpi.sh
 
 .PHONY: mpi mpi-test

@@ -113,7 +113,7 @@ done
 for text in $sources README.md .github/SECURITY.md examples/*.md; do
   gone=
   for path in $(grep -oE '(^|[^A-Za-z0-9_./)}-])(\$root/)?(tests|examples)/[a-z0-9_/]*[.][a-z][a-z0-9]*' "$text" |
-      sed 's/^.*\(tests\|examples\)\//\1\//' | grep -v '[.]o$' | sort -u); do
+      sed -E 's/^.*(tests|examples)\//\1\//' | grep -v '[.]o$' | sort -u); do
     [ -e "$path" ] || gone="$gone $path"
   done
   check "$text names what is not there:$gone" [ -z "$gone" ]
@@ -125,7 +125,7 @@ headings() { # FILE
     sub(/^#+ /, ""); $0 = tolower($0); gsub(/[^a-z0-9 _-]/, ""); gsub(/ /, "-"); print }' "$1"
 }
 links() { # FILE
-  awk '/^```/ { code = !code } !code' "$1" | sed 's/](/\n](/g' | sed -n 's/^](\([^) ]*\)).*/\1/p' |
+  awk '/^```/ { code = !code } !code' "$1" | awk '{ gsub(/\]\(/, "\n](") } 1' | sed -n 's/^](\([^) ]*\)).*/\1/p' |
     grep -v '^https\{0,1\}:'
 }
 count=0
@@ -167,11 +167,12 @@ bare=$(awk '
   END { if (count < 20) print "there are only " count + 0 " numbered tables" }' examples/measurements.md)
 check "examples/measurements.md has tables without their captions: $bare" [ -z "$bare" ]
 
+make=$(command -v gmake || echo make)
 # make alone builds nothing and says what there is: first what users want, then every other target
 work=${BUILD:-build}/form
 rm -rf "$work"
 mkdir -p "$work"
-MAKEFLAGS='' make --no-print-directory BUILD="$work/none" >"$work/help" 2>&1
+MAKEFLAGS='' "$make" --no-print-directory BUILD="$work/none" >"$work/help" 2>&1
 check "make alone fails" [ $? = 0 ]
 check "make alone builds something" [ ! -e "$work/none" ]
 first=$(sed -n '/^$/q; s/^make \([a-z]*\).*/\1/p' "$work/help" | tr '\n' ' ')

@@ -9,6 +9,7 @@ build=${BUILD:-build}
 case $build in /*) ;; *) build=$PWD/$build ;; esac
 work=$build/install
 cc=${CC:-cc}
+make=$(command -v gmake || echo make)
 rm -rf "$work"
 mkdir -p "$work/project"
 
@@ -30,8 +31,8 @@ block() {
 grep -v '^#define LUNA_IMPLEMENTATION' examples/1_attention.c >"$work/project/main.c"
 
 # ---- make install, into a staging folder as packagers do, and into a prefix
-check "make install" make -s install BUILD="$build" PREFIX="$work/prefix"
-check "make install DESTDIR" make -s install BUILD="$build" DESTDIR="$work/stage" PREFIX=/usr
+check "make install" "$make" -s install BUILD="$build" PREFIX="$work/prefix"
+check "make install DESTDIR" "$make" -s install BUILD="$build" DESTDIR="$work/stage" PREFIX=/usr
 check "the same files" \
   [ "$(cd "$work/prefix" && find . -type f | sort)" = "$(cd "$work/stage/usr" && find . -type f | sort)" ]
 check "luna.pc names the prefix" grep -q '^prefix=/usr$' "$work/stage/usr/lib/pkgconfig/luna.pc"
@@ -82,9 +83,9 @@ cd "$root" || exit 1
 
 # ---- make dist: the same bytes again, of what was unpacked and of a clone, and all that README points at
 tarball=luna-$version.tar.gz
-check "make dist" make -s dist BUILD="$work/dist"
+check "make dist" "$make" -s dist BUILD="$work/dist"
 check "the tarball unpacks" tar -xzf "$work/dist/$tarball" -C "$work"
-again() { make -s -C "$1" dist BUILD="$work/again" && cmp "$work/dist/$tarball" "$work/again/$tarball"; }
+again() { "$make" -s -C "$1" dist BUILD="$work/again" && cmp "$work/dist/$tarball" "$work/again/$tarball"; }
 check "what was unpacked makes the same tarball" again "$work/luna-$version"
 if [ -n "$(git ls-files luna.h 2>/dev/null)" ] && [ -z "$(git status --porcelain)" ]; then
   check "a clone" git clone -q . "$work/clone"
@@ -92,7 +93,7 @@ if [ -n "$(git ls-files luna.h 2>/dev/null)" ] && [ -z "$(git status --porcelain
 fi
 points_at() {                                            # the pages' links to files, from where they stand
   for page in README.md examples/guide.md examples/measurements.md; do
-    for path in $(sed 's/](/\n](/g' $page | sed -n 's/^](\([^):#]*\)[#)].*/\1/p'); do
+    for path in $(awk '{ gsub(/\]\(/, "\n](") } 1' $page | sed -n 's/^](\([^):#]*\)[#)].*/\1/p'); do
       [ -e "$work/luna-$version/$(dirname $page)/$path" ] || { echo "$page: $path is not in the tarball"; return 1; }
     done
   done

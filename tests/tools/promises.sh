@@ -4,7 +4,8 @@
 # targets of the Makefile, which the gate runs, the long ones apart.
 cd "$(dirname "$0")/../.." || exit 1
 guide=${GUIDE:-examples/guide.md}
-runs=$(MAKEFLAGS='' make --no-print-directory names) || exit 1
+make=$(command -v gmake || echo make)
+runs=$(MAKEFLAGS='' "$make" --no-print-directory names) || exit 1
 chapters=$(sed -n 's,^#include ".*/\(.*\.c\)".*,\1,p' tests/private.c)
 passed=0 failed=0 rows=0
 fail() { failed=$((failed + 1)); echo "$guide: $1: ${row%%|*}"; }
@@ -17,6 +18,7 @@ check() { # one name between backquotes
   case $1 in
     make\ *)
       cat Makefile tests/*/*.mk examples/*/*.mk | grep -q "^${1#make }:" || { fail "there is no $1"; return; }
+      [ -e .ci/run ] || { passed=$((passed + 1)); return; } # a tarball has no gate
       case $1 in *fuzz | *soak) passed=$((passed + 1)); return ;; esac
       grep -Eq "^ *(stage make |beside=).*\\b${1#make }\\b" .ci/run || { fail ".ci/run has no $1"; return; } ;;
     *.c | *.sh | *.c:*)
