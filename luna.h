@@ -50,19 +50,20 @@
             if (luna_save(params, luna_path("model.safetensors")) != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
             luna_close(ctx);
-     5. Later: luna_load_model opens any saved model, luna_save_training and luna_load_training resume a run with the
-        same bits, and luna_stream_open runs a language model one token at a time in constant memory.
-     Companion headers in examples/ have what few programs need: luna_ranks.h trains on several machines, luna_profile.h
-     shows where the time goes, luna_beam.h searches by beams, and attentions/ has other attentions as hooks.
+     5. Later: luna_load_model opens any saved model (own layers: init, then luna_load), luna_save_training and
+        luna_load_training resume a run with the same bits, and luna_stream_open runs a language model one token at a
+        time in constant memory.
+     Headers in examples/: luna_ranks.h trains on several machines, luna_profile.h shows where the time goes,
+     luna_beam.h searches by beams, and attentions/ has other attentions as hooks.
      examples/guide.md has a program for each task.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
      (luna_begin_step or luna_begin_inference) empties: a steady step allocates nothing. Without a begin, memory grows
-     with each iteration. options.block gives a context one block for everything; no allocator is then called. A context
-     opened with options.measure computes nothing: after one dry run of the same calls at the largest sizes, with the
-     same threads, isa and loaded files, luna_memory(ctx).peak is the exact size of that block. A stream has its own
-     memory.
+     with each iteration. options.block gives a context one block for everything. A context with options.measure
+     computes nothing: after one dry run of the same calls at the largest sizes, with the same threads, isa, other
+     options and files, luna_memory(ctx).peak is the exact size of that block. Neither of them opens streams, which have
+     their own memory, or runs luna_seq2seq_generate.
      Within a step, layers and models are scopes, whose ends release the values that nothing needs (luna_scope_begin).
      So an inference of many layers takes little more than one of two. To read a hidden value, or return one from an
      attention hook, call luna_keep; otherwise it may be gone. luna_backward releases the gradient of an op's result
@@ -75,8 +76,8 @@
      gradients. A failed op returns null, and ops given null return null. luna_error_status(ctx) is the status of the
      first failure since the last begin, luna_error(ctx) a sentence that names the call, the sizes and the remedy, and
      luna_error_id_of(ctx) its id in LUNA_ERRORS. A later failure of a call that is not an op (luna_load, an init)
-     leaves its own sentence. One check per step is enough: after a failure luna_optimizer_step changes nothing and
-     returns it.
+     leaves its own sentence. One check per begin is enough: after a failure luna_backward and luna_optimizer_step
+     change nothing and fail.
      A failed init leaves a zeroed struct, and the next begin fails with its sentence, once. A forward of a zeroed layer
      repeats it. A forward of a zeroed model returns null without a sentence, since no context is known;
      luna_optimizer_step then reports that there was no luna_backward. No call can detect an array of tokens, labels or
@@ -111,6 +112,7 @@
        luna.lr                    the learning rate before its schedule, as the float's bits
        luna.step, luna.seed       the context's, for dropout
        luna.products              bf16 if options.products was; else absent
+       luna.unreached.NAME        present if no update had reached the parameter; luna.unreached in all newer files
      luna_save_int8 stores a product's matrix NAME [out,in] as I8, and its scales as NAME.scale, F32 [out].
      Sinusoidal positions are not stored. With w_i = 10000^(-i / (d/2 - 1)), position t has sin(t w_i) at i < d/2 and
      cos(t w_i) at d/2 + i, as in fairseq. X enters as s E[token] + sinusoid, s = sqrt(d) or 1
@@ -555,7 +557,7 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* Layers free temporaries; no tape, no dropout. */
 /* A begin is either of these two. It ends all scopes and all earlier tensors, including the loss and views of
-   parameters. For an ended tensor luna_item returns NaN, and every other call fails with a sentence. A pointer to one
+   parameters. Every call that reads an ended tensor fails the step, luna_item too (NaN). A pointer to one
    stays valid until luna_close, but from the second begin on it may be another tensor: keep the numbers. A begin fails,
    once, with the first init, luna_load_model or _of, luna_params_open, luna_params_share, luna_param or optimiser that
    failed since the begin before it. To try a file or a config whose failure should have no effect, use a separate
@@ -653,7 +655,7 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
    released. */
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
-/* Asks luna_backward for the gradient of t, keeps it until the next begin, and returns t. */
+/* Before ops read t: asks luna_backward to keep t's gradient until the next begin. Returns t. */
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
 /* Returns the value of a tensor of one element, before the next begin; NaN on failure. */
 LUNA_API float luna_item(const luna_tensor *t);
@@ -668,8 +670,8 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 
 #ifndef LUNA_NO_TRAIN
-/* Sets the gradient of a parameter to luna_count(t) values. A parameter that no luna_backward has reached has a
-   gradient from then on, so optimisers update it. */
+/* Sets the gradient of a parameter to luna_count(t) values. Without any luna_backward, luna_optimizer_step fails: call
+   luna_optimizer_advance and luna_optimizer_apply. */
 LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values);
 /* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward per begin.
    If memory runs out half-way, parameters and moments stay, the gradients of all parameters become zero, and
@@ -778,8 +780,8 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x);
 LUNA_API luna_tensor *luna_detach(luna_tensor *x);
 /* Sets elements to 0 with probability p < 1 and divides the others by 1 - p; outside training it returns x. Element e
    of the step's op number i (counting ops that drop) is dropped if half-word e mod 8 of Philox counter (e / 8, i, step)
-   under key seed is below round(65536 p). Each begin increases the step and changes the masks: check gradients by
-   differences without dropout. */
+   under key seed is below round(65536 p). Each training step changes the masks: check gradients by differences without
+   dropout. */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
 /* x / sqrt(mean of x^2 + epsilon) over the last axis, times weight [last] or null. An epsilon of 0 is 1e-5. */
 LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float epsilon);
@@ -820,15 +822,15 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
 typedef struct luna_attention_config {
   int64_t heads;          /* 0 = 1 */
   const int32_t *lengths; /* [batch] real keys, or null; 0 gives zeros */
-  const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
-  int64_t sequences;      /* A ragged batch has this many; 0 = padded, with a batch axis. */
+  const int32_t *query_offsets, *key_offsets; /* ragged: q, k, v [own rows, d]; offsets [sequences + 1] */
+  int64_t sequences;      /* A ragged batch has this many, and null lengths; 0 = padded. */
   bool causal;            /* Query i sees keys j <= i. */
-  bool window;            /* Query i sees keys j with -left <= j - i <= right; only these cost time. */
+  bool window;            /* CPU only: query i sees keys j with -left <= j - i <= right; only these cost time. */
   int64_t left, right;    /* Both may be negative. A query that sees no key gets zeros, and -Inf below. */
   float scale;            /* 0 = 1/sqrt(head_dim) */
   float dropout;          /* of the attention matrix */
   luna_tensor **sums;     /* gets the row sums [batch, queries, heads]; or null */
-  /* Receives the log-sum-exp of the scores [batch, queries, heads], or null. It has a gradient. Not with sums or
+  /* CPU only: gets the log-sum-exp of the scores [batch, queries, heads], which has a gradient. Not with sums or
      sequences. */
   luna_tensor **log_sum_exp;
 } luna_attention_config;
@@ -931,14 +933,14 @@ typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
    seed and the place in the tensor: give another seed each time. It ends as those of luna_tensor_new. */
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape);
 
-/* Makes an empty set, which luna_close frees with its context. Null: the context says why. */
+/* Makes an empty set, for one model. luna_close frees it. Null: the context says why. */
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);
 /* Returns the set's context; null for null. */
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);
-/* Makes a set that reads another set's values in place and cannot be trained. It lets several contexts, each in its own
-   thread, run one model. `from` must outlive it and not be trained meanwhile. On a device, where work is queued,
-   luna_params_share, each begin and luna_stream_open order this context's later work after what `from`'s context has
-   queued so far. Before `from` is trained again, wait for its readers (luna_read, luna_item). */
+/* Makes a set that cannot be trained and reads the values of `from` in place: init the same model in it. It lets
+   several contexts run one model. `from` must outlive it and not be trained meanwhile. On a device, where work is
+   queued, luna_params_share, each begin and luna_stream_open order this context's later work after what `from`'s
+   context has queued so far. Before `from` is trained again, wait for its readers (luna_read, luna_item). */
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
 /* Makes a parameter. Its first values depend only on the context's seed and its name, which is copied. Null, and the
    context says why, if the set already has that name or there is no memory. */
@@ -1135,9 +1137,9 @@ typedef struct luna_attention_call {
   const int32_t *lengths;      /* [batch] or null */
   bool causal;
   luna_tensor *gate;           /* With output_gate, the output projection's input is multiplied by it. */
-  luna_tensor *next_p;         /* The hook may return the next layer's p here; null leaves p as it is. */
-  /* Tensors here also stay until the next begin, such as the next segment's memory or a loss to add to the model's. The
-     hook's `layer` tells where they are. */
+  luna_tensor *next_p;         /* Encoder: the hook may return the next layer's p here; null leaves p. */
+  /* Tensors here also stay until the next begin, such as the next segment's memory or a loss to add to the model's.
+     Keep their pointers in `layer`. */
   luna_tensor *kept[4];
   /* Cross-attention, for callers of `forward`: keys, values and lengths belong to context [batch,m,d]. luna.h's layers
      give null, which means x. */
@@ -1174,8 +1176,8 @@ typedef struct luna_encoder_layer {
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], lengths [batch] or null -> X'; *p becomes P'. p may be null with own_memory, and P' is
-   then not computed, and without Luna attention, which leaves *p. */
+/* x [batch,n,d], *p [batch,l,d], lengths [batch] or null -> X'; *p becomes P' or a hook's next_p, else it stays. p may
+   be null with own_memory (P' is then not computed) or another attention. */
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  const int32_t *lengths);
 
@@ -1328,8 +1330,8 @@ LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, cons
 /* Returns logits [batch,classes] for pairs, given as two inputs of one batch; needs config.pair. */
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second);
-/* The head alone: pools what luna_encoder_forward made of one sequence -> features [batch,d]. Of x and p, the one that
-   the model does not pool may be null. */
+/* Pools what luna_encoder_forward made -> [batch,d], before pre_logits and projection. Of x and p, the one that the
+   model does not pool may be null. */
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths);
 
@@ -1423,8 +1425,8 @@ typedef struct luna_optimizer_config {
   /* This many skipped steps in a row give LUNA_NOT_FINITE; 0 = 10, negative = never. */
   int64_t max_skips;
 } luna_optimizer_config;
-/* An optimiser trains all parameters of the set. Later ones join at the next step, as if no loss had reached them
-   before. It is freed with the context. Null config: defaults. */
+/* An optimiser trains all parameters of the set. Later ones join at the next step, with zero moments. luna_close frees
+   it. Null config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config);
 LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1412.6980 */
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config); /* arXiv 1711.05101 */
@@ -1448,7 +1450,7 @@ typedef struct luna_optimizer_hook {
   int moments;      /* 0 to 3; saved and loaded with the training */
   bool from_zero;   /* The schedule counts this optimiser's steps from 0, not 1. */
   float largest;    /* If clipping leaves a larger gradient norm, the step is skipped; 0 = 1e18. */
-  /* Sums over the part's elements, from values before the step; or null. `update` gets the whole parameter's sums. */
+  /* Sets all four sums of the part, from values before the step; or null. `update` gets the whole parameter's sums. */
   void (*reduce)(const luna_optimizer_part *part, double sums[4]);
   void (*update)(const luna_optimizer_part *part, const double sums[4]); /* luna.h zeroes the gradient afterwards. */
 } luna_optimizer_hook;
@@ -1533,8 +1535,8 @@ LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
 LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
 #endif
 /* Copies the values into a set whose parameters have the file's names and shapes. If the file has a model's config, the
-   set's model must have the same one, except for dropouts, horizon and max_length. While it runs, every call that opens
-   a file needs 8 bytes of the step's memory per tensor and text pair. */
+   set's model must have the same one, except for dropouts, horizon and max_length. Each call that opens a file borrows
+   step memory: the file's size (not for luna_bytes) and 8 bytes per tensor and pair. */
 LUNA_API luna_status luna_load(luna_params *params, luna_file file);
 /* Loads each parameter whose name and shape the file has, such as a pre-trained encoder into a classifier.
    LUNA_MISMATCH if nothing matches. `report`, unless null, is called with a reason for each parameter left unchanged
@@ -1584,8 +1586,8 @@ LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_
 /* Exact resume: saves parameters, the optimiser's moments and counters, and the context's seed and step. A run loaded
    from it continues with the same bits. The file is also a checkpoint of the model. The position in the data is the
    caller's task: luna_params_set_text before, luna_params_get_text after. Save after luna_optimizer_step: gradients are
-   not saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not saved, so
-   not checked). */
+   not saved, and are zero after loading. Load into an optimiser of the same kind and config; the file's lr replaces its
+   own. */
 LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file);
 LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file file);
 #endif
@@ -1621,8 +1623,8 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 /* Null is fine. A stream on the CPU may be closed after its model's context. */
 LUNA_API void luna_stream_close(luna_stream *stream);
-/* Returns logits [batch,vocab] after one token of each sequence [batch], valid until the next call; null if a token is
-   out of range. */
+/* Returns logits [batch,vocab] or [batch,outputs] after one token of each sequence, valid until the next call; null on
+   failure. */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 /* The same for a model of features: [batch,features], NaN if missing -> [batch,outputs]. A sequence with a feature that
    luna_input does not allow skips the step: its logits are NaN, its state stays, and LUNA_ERROR_STREAM_FEATURE says so.
@@ -1649,18 +1651,18 @@ LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
 
-/* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
-   then continue one another, like chunks of one sequence. The carried state is constant: no gradient flows into the
-   past. It belongs to the model's context. For a set, luna_save_training saves the state that training continued last,
-   or else the first opened, and luna_load_training restores it; if none is open it is dropped, with a message to
-   options.log. Null: the context says why. */
+/* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows of a long text then
+   continue one another. No gradient flows into the past. CPU only; Luna attention only, with attention_dropout only
+   if the memory forgets. It belongs to the model's context. For a set, luna_save_training saves the state that
+   training continued last, or else the first opened, and luna_load_training restores it; if none is open it is
+   dropped, with a message to options.log. Null: the context says why. */
 typedef struct luna_lm_state luna_lm_state;
 LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
-/* After a begin: the step's forward pass of the state's model, with `batch` sequences, continues from the state and
-   updates it after its last row. One per step. A step that fails before its luna_backward is done leaves it as it
-   was. */
+/* After a begin: the step's forward pass of the state's model, with `batch` sequences and null lengths, continues from
+   the state and updates it after its last row, unless the step fails before its luna_backward is done. One per
+   step. */
 LUNA_API luna_status luna_lm_state_continue(luna_lm_state *state);
-/* Before a step's luna_lm_state_continue: restarts `count` sequences, or all with null, such as at a document's end. */
+/* Between a begin and luna_lm_state_continue, like luna_lm_state_load: restarts `count` sequences, or all with null. */
 LUNA_API luna_status luna_lm_state_restart(luna_lm_state *state, const int32_t *sequences, int64_t count);
 /* The bytes are those of luna_stream_state_save for a stream of the same model and batch; either side loads the
    other's. Sequences at different positions can be saved only if the memory forgets (LUNA_FORGET_...) and the model has
@@ -1687,8 +1689,8 @@ typedef struct luna_generate_config {
   int32_t begin, end; /* a target's first token, and its last */
   int64_t max_length; /* A result has at most this many tokens, without its end; 0 = 2 n + 10. */
 } luna_generate_config;
-/* Translates by greedy decoding: source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and
-   end. examples/luna_beam.h has beam search. */
+/* Begins an inference and translates greedily: source [batch,n] -> out [batch,max_length] with out_lengths [batch],
+   without begin and end. No argument may be null. */
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_input *source,
                                            const luna_generate_config *config, int32_t *out, int32_t *out_lengths);
 
@@ -2158,6 +2160,8 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #pragma GCC optimize("fp-contract=off")
 #elif defined(_MSC_VER)
 #pragma fp_contract(off)
+#pragma warning(push)
+#pragma warning(disable : 4996) /* Under /sdl, fopen is an error. */
 #endif
 #if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC diagnostic push
@@ -2172,8 +2176,8 @@ LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx);
 #undef LUNA_API
 #define LUNA_API
 
-/* Visual C++ accepts every intrinsic without a target attribute, and has its own atomics and CPUID. This branch is
-   built for Windows with gcc and this macro (tests/tools/cross.sh), but was never compiled by Visual C++ itself. */
+/* Visual C++ accepts every intrinsic without a target attribute, and has its own atomics and CPUID. It has never
+   compiled this branch; tests/tools/cross.sh builds it for Windows with gcc and this macro. */
 #if defined(_MSC_VER) && !defined(__clang__) && !defined(LI_MSVC)
 #define LI_MSVC
 #endif
@@ -2402,8 +2406,7 @@ typedef struct li_dropout {
 } li_dropout;
 LI_FN uint32_t li_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LI_FN li_dropout li_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  const float keep = 1.0f / (1.0f - probability);
-  const li_dropout d = { seed, op, step, li_dropout_threshold(probability), keep, 0 };
+  const li_dropout d = { seed, op, step, li_dropout_threshold(probability), 1.0f / (1.0f - probability), 0 };
   return d;
 }
 
@@ -2853,8 +2856,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
    >>vector: VF floats at a time, and the functions that every kernel needs
    vf_fma and vf_fnma are fused where the instruction set can fuse; elsewhere they round twice. vf_divides is 1 if
    they divide in >>int8, for which they must be fused. vf_max(a, b) is a > b ? a : b, so it is b when either is NaN.
-   scale2(x, n) is x 2^n, and split returns x 2^-e. Macros that every pass shares are defined once. Guarded by
-   tests/kernels/vectors.c.
+   Macros that every pass shares are defined once. Guarded by tests/kernels/vectors.c.
    ---------------- */
 #undef LI_MM
 #undef LI_MZ
@@ -2902,7 +2904,7 @@ LI_LOOPS(LI_FIELD, LI_FIELD)
 #define LI_PREFETCH(p) __builtin_prefetch(p)
 #ifdef __clang__
 #define LI_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__CUDACC__) /* nvcc would warn. */
+#elif defined(__CUDACC__) || __GNUC__ < 8 /* They would warn. */
 #define LI_UNROLL
 #else
 #define LI_UNROLL _Pragma("GCC unroll 28")
@@ -3454,7 +3456,6 @@ LI_HOT bool li_int8_fill(li_int8 *w, const float *values) {
   return finite;
 }
 
-/* Writes the values of `count` rows to out. */
 LI_HOT void li_int8_floats(const li_int8 *w, int64_t row, int64_t count, float *out) {
   for (int64_t i = 0; i < count * w->columns; i++)
     out[i] = (float)w->at[row * w->columns + i] * w->scale[row + i / w->columns];
@@ -3944,7 +3945,6 @@ LI_FN void li_int8_run(const li_kernels *kernels, const li_gemm *g, const li_par
    one, as float32. Guarded by tests/kernels/gemm.c, tests/kernels/bf16.c, tests/kernels/tiles.c.
    ---------------- */
 #ifndef LI_PASS
-/* The reference follows the definition, with sums in double. */
 LI_FN double li_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
   for (int64_t i = 0; i < n; i++) sum += (double)a[i * a_step] * (double)b[i * b_step];
@@ -5818,12 +5818,6 @@ LI_FN double li_attention_score(const li_attention *a, const li_head *head, int6
   return (double)a->scale * li_inner_by(li_attention_bf16(a), a->head_dim, a->q + head->q + query * a->q_row,
                                         1, a->k + head->k + key * a->k_row, 1);
 }
-/* Writes the result of a query that sees no key. */
-LI_FN void li_attention_nothing(const li_attention *a, int64_t out, int64_t stat) {
-  memset(a->out + out, 0, li_bytes(a->value_dim));
-  if (a->log_sum_exp) a->log_sum_exp[stat] = -INFINITY;
-  if (a->sums) a->sums[stat] = 0;
-}
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]. V's columns are done 64 at a time, with sums in double. */
 LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t query) {
@@ -5832,8 +5826,10 @@ LI_FN void li_attention_row(const li_attention *a, const li_head *head, int64_t 
   const int64_t out = head->out + query * a->out_row, stat = head->row + query * a->heads;
   const bool bf16 = li_attention_bf16(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
-  if (seen.from >= seen.to) {
-    li_attention_nothing(a, out, stat);
+  if (seen.from >= seen.to) { /* No key */
+    memset(a->out + out, 0, li_bytes(a->value_dim));
+    if (a->log_sum_exp) a->log_sum_exp[stat] = -INFINITY;
+    if (a->sums) a->sums[stat] = 0;
     return;
   }
   for (int64_t j = seen.from; j < seen.to; j++) {
@@ -6131,7 +6127,6 @@ LI_HOT void li_tile_product(const li_kernels *kernels, const li_tile *t, float f
   li_tile_pad(t, s);
 }
 
-/* Fills the mask with `keep` or 0 for each score. */
 LI_HOT void li_tile_mask(const li_kernels *kernels, const li_attention *a, const li_head *head, const li_tile *t,
                          const li_attention_space *m) {
   const li_dropout dropout = li_attention_dropout(a);
@@ -6677,7 +6672,6 @@ LI_HOT void li_unpack_prepare(const li_kernels *kernels, const li_unpack *u, int
   if (backward) li_words_of(kernels, li_transposed(li_dense(v, m->n, d)), m->slope_panels, m->words);
 }
 
-/* Fills the mask with `keep` or 0 for each score of a panel of rows. */
 LI_HOT void li_unpack_mask(const li_kernels *kernels, const li_unpack *u, const li_unpack_space *m,
                            int64_t b, int64_t first, int64_t rows) {
   for (int64_t i = 0; i < rows; i++)
@@ -6859,8 +6853,7 @@ LI_HOT double li_horizon_fade(int64_t horizon, int64_t n) {
 }
 
 /* The reference computes eq. 7 with the products in another order: out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j. It takes
-   n^2 products. The chunked sweep and li_luna_step carry the mean of y^T z and are linear in n. Columns of z go in
-   blocks of 64, with sums in double. */
+   n^2 products; li_sweep and li_luna_step are linear in n. Columns of z go in blocks of 64, with sums in double. */
 LI_FN void li_causal_reference(const li_causal *c) {
   for (int64_t item = 0; item < c->batch * c->heads; item++) {
     const int64_t xy = li_causal_xy(c, item, 0), z = li_causal_z(c, item, 0);
@@ -7399,8 +7392,7 @@ LI_FN li_causal_chunk li_sweep_chunk(const li_sweep *s, int64_t item, int64_t k,
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LI_CHUNK;
   c.rows = li_min(LI_CHUNK, s->rows - c.first);
   c.before = (double)li_within(position + c.first, s->horizon);
-  c.within = c.rows - (int64_t)(li_beyond(position + c.first + c.rows, s->horizon) -
-                                li_beyond(position + c.first, s->horizon));
+  c.within = c.rows + li_beyond(position + c.first, s->horizon) - li_beyond(position + c.first + c.rows, s->horizon);
   c.fade = li_horizon_fade(s->horizon, 1);
   c.reverse = s->reverse;
   c.begins = k == 0 && (s->reverse || position == 0);
@@ -7572,7 +7564,7 @@ LI_HOT void li_chunk_scores(const li_causal_chunk *c, li_matrix x, li_matrix y) 
     b.n = li_min(first + LI_HALF, c->rows);
     li_matmul_panels(c->kernels, 1, li_lines(x, first, b.n), b, li_into(scores, LI_CHUNK, false));
     for (int64_t t = first; t < b.n; t++, scores += LI_CHUNK)
-      memset(scores + t + 1, 0, (size_t)(b.n - t - 1) * sizeof(float));
+      memset(scores + t + 1, 0, li_bytes(b.n - t - 1));
   }
   if (c->within == c->rows) return;
   for (int64_t j = 0; j < c->rows; j++) { /* Each row beyond the horizon leaves less of row j. */
@@ -7823,7 +7815,7 @@ LI_FN void li_luna_out(const li_causal_chunk *c) {
   if (LI_TRAINS && a->kept) {
     c->kernels->copy_rows(w, a->kept + at, a->heads * a->slots);
     for (int64_t t = 0; t < c->rows; t++)
-      memset(a->kept + at + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
+      memset(a->kept + at + t * a->heads * a->slots + l, 0, li_bytes(a->slots - l));
   }
   li_causal_mix(c, 1, w, weights, state.v, li_luna_wide(c, a->v), li_luna_into(c, a->out, false));
 }
@@ -7902,7 +7894,7 @@ LI_FN void li_luna_out_up(const li_causal_chunk *c) {
   float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
   li_causal_bracket(c, before, 1, g, li_luna_wide(c, a->v), li_transposed(state.v), omega, li_into(dw, l, false));
   c->kernels->copy_rows(li_luna_narrow(c, a->kept), w, l);
-  li_clear(du, (size_t)(c->rows * l) * sizeof(float));
+  li_clear(du, li_bytes(c->rows * l));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
   const li_matrix h = li_causal_divide(c, a->scale, li_luna_dense(c, du), c->h);
   if (a->grad_q)
@@ -7927,7 +7919,7 @@ LI_FN float *li_luna_grads(const li_causal_chunk *c, li_matrix g, li_matrix r) {
   if (a->grad_k) li_causal_grad_yz(c, h, w, state.k, q, li_luna_into(c, a->grad_k, true));
   if (a->grad_v) li_causal_grad_yz(c, r, w, state.v, g, li_luna_into(c, a->grad_v, true));
   if (!a->grad_s && !a->grad_forget) return NULL;
-  li_clear(dw, (size_t)(c->rows * c->slots) * sizeof(float));
+  li_clear(dw, li_bytes(c->rows * c->slots));
   li_causal_grad_yz(c, q, k, li_transposed(state.k), h, li_into(dw, c->slots, true));
   li_causal_grad_yz(c, g, v, li_transposed(state.v), r, li_into(dw, c->slots, true));
   return dw;
@@ -8027,21 +8019,21 @@ LI_FN void li_forget_out_up(const li_causal_chunk *c) {
   float *z = li_forget_kept(c) + all;
   if (a->routed) c->kernels->route_logs(li_luna_narrow(c, a->s), li_luna_fade(a, c->item), z, dp);
   li_forget_softmax(c, u, dp, p);
-  memcpy(r, p, (size_t)n * sizeof(float));
+  memcpy(r, p, li_bytes(n));
   li_forget_drop(c, r);
   c->kernels->forget_divide(n, 1, r, z, r);
 
   li_causal_bracket(c, 1, 1, g, li_luna_wide(c, a->v), li_transposed(state.v), w, li_into(dr, l, false));
   c->kernels->forget_divide(n, 1, dr, z, dp);
   li_forget_drop(c, dp);
-  li_clear(c->h, (size_t)n * sizeof(float));
+  li_clear(c->h, li_bytes(n));
   c->kernels->softmax_backward(c->rows, l, p, dp, c->h);
   c->kernels->forget_slopes(n, a->scale, a->routed, u, z, r, dr, c->h, r + all);
 
   if (a->grad_q)
     li_causal_bracket(c, 1, 1, li_luna_dense(c, c->h), w, state.k, li_luna_wide(c, a->k),
                       li_luna_into(c, a->grad_q, true));
-  memcpy(c->sums, c->state, (size_t)(l * unit) * sizeof(float));
+  memcpy(c->sums, c->state, li_bytes(l * unit));
   for (int64_t slot = 0; slot < l; slot++) c->sums[slot * unit + unit - 1] = (float)li_chunk_fade(c, slot);
 }
 /* Computes the sum of W dW after the chunk from the gradient of the state. The sum of two floats that holds it replaces
@@ -8065,7 +8057,7 @@ LI_FN void li_forget_sum_down(const li_causal_chunk *c) {
   const int64_t l = li_luna_weights(c).columns, all = li_forget_all(a);
   float *totals = c->logs + 3 * l;
   if (c->last) return;
-  memset(totals, 0, (size_t)l * sizeof(float));
+  memset(totals, 0, li_bytes(l));
   c->kernels->sum_rows(li_luna_dense(c, c->h + 2 * all), 1, totals);
   li_luna_own(c, li_luna_dense(c, c->h), li_luna_wide(c, a->q), li_luna_dense(c, c->h + all),
               li_luna_wide(c, a->grad_out), totals);
@@ -8093,7 +8085,7 @@ LI_HOT void li_forget_gates(void *work, int64_t thread, int64_t first, int64_t l
   float *to = a->routed ? a->grad_s : a->grad_forget;
 
   for (int64_t item = first; item < last; item++) {
-    memset(after, 0, (size_t)(4 * a->slots) * sizeof(float));
+    memset(after, 0, li_bytes(4 * a->slots));
     for (int64_t k = 0; k < s->chunks; k++) {
       const li_causal_chunk c = li_sweep_chunk(s, item, k, 0, thread);
       const li_matrix gates = li_luna_narrow(&c, from);
@@ -8171,7 +8163,6 @@ LI_FN void li_run_causal_luna(const li_kernels *kernels, const li_causal_luna *a
   li_sweep_run(&s, li_luna_sum, a->forget ? li_forget_out : li_luna_out, parallel, scratch);
 }
 
-/* A forward sweep leaves H and adds the gradient of q, then a reverse sweep adds the other gradients. */
 LI_FN void li_run_causal_luna_backward(const li_kernels *kernels, const li_causal_luna *a,
                                        const li_parallel *parallel, void *scratch) {
   char *rest = (char *)scratch;
@@ -8325,6 +8316,19 @@ static const li_kernels LI_K(kernels) = {
 #undef LI_PASS
 #endif
 #ifdef LI_X86
+/* Compilers that know an instruction set. Apple counts clang's versions otherwise. Red Hat's gcc 11 has an assembler
+   without AVX-VNNI and AMX. */
+#if defined(__apple_build_version__)
+#define LI_COMPILER(gcc, clang, apple) (__clang_major__ >= (apple))
+#elif defined(__clang__)
+#define LI_COMPILER(gcc, clang, apple) (__clang_major__ >= (clang))
+#elif defined(__GNUC_RH_RELEASE__)
+#define LI_COMPILER(gcc, clang, apple) (__GNUC__ >= ((gcc) == 11 ? 12 : (gcc)))
+#elif defined(__GNUC__)
+#define LI_COMPILER(gcc, clang, apple) (__GNUC__ >= (gcc))
+#else
+#define LI_COMPILER(gcc, clang, apple) 0
+#endif
 #if LI_BASELINE < LI_ISA_avx2
 LI_TARGET("avx2,fma")
 #define LI_PASS LI_ISA_avx2
@@ -8332,8 +8336,7 @@ LI_TARGET("avx2,fma")
 #undef LI_PASS
 LI_TARGET_END
 #endif
-#if !defined(LUNA_NO_INT8) && LI_BASELINE <= LI_ISA_avx2 && \
-    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
+#if !defined(LUNA_NO_INT8) && LI_BASELINE <= LI_ISA_avx2 && LI_COMPILER(11, 12, 13)
 #define LI_AVXVNNI
 LI_TARGET("avxvnni,avx2,fma")
 #define LI_PASS LI_ISA_avxvnni
@@ -8348,7 +8351,8 @@ LI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #undef LI_PASS
 LI_TARGET_END
 #endif
-#ifndef LUNA_NO_INT8
+#if !defined(LUNA_NO_INT8) && (defined(LI_MSVC) || LI_COMPILER(8, 6, 10))
+#define LI_AVX512VNNI
 LI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS LI_ISA_vnni
 #include LUNA_HEADER_FILENAME
@@ -8356,8 +8360,7 @@ LI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 LI_TARGET_END
 #endif
 
-#if !defined(LUNA_NO_BF16) && !defined(LI_MSVC) && \
-    ((defined(__clang__) && __clang_major__ >= 9) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 10))
+#if !defined(LUNA_NO_BF16) && !defined(LI_MSVC) && LI_COMPILER(10, 9, 12)
 #define LI_AVX512BF16
 LI_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS LI_ISA_bf16
@@ -8366,8 +8369,7 @@ LI_TARGET("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 LI_TARGET_END
 #endif
 
-#if defined(LI_AVX512BF16) && !defined(LUNA_NO_AMX) && defined(__linux__) && \
-    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
+#if defined(LI_AVX512BF16) && !defined(LUNA_NO_AMX) && defined(__linux__) && LI_COMPILER(11, 12, 13)
 #define LI_AMX
 LI_TARGET("amx-tile,amx-bf16,amx-int8,avx512vnni,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #define LI_PASS LI_ISA_amx
@@ -8393,10 +8395,9 @@ LI_FN uint32_t li_xgetbv(void) {
   return low;
 }
 #endif
-/* Returns a bit for each luna_isa that the processor has and the system saves. xgetbv tells whether wide registers and
-   tiles survive a context switch. Bit 0 says that vdpbf16ps does more products in a cycle than float32's FMA, as on AMD
-   processors; on Intel's it does half as many. Leaf 0x1D is read because some virtual machines show AMX but have no
-   tiles. */
+/* Returns a bit for each luna_isa that the processor has and the system saves (xgetbv). Bit 0 says that vdpbf16ps does
+   more products in a cycle than float32's FMA, as on AMD processors; on Intel's it does half as many. Leaf 0x1D is read
+   because some virtual machines show AMX but have no tiles. */
 LI_FN int li_isa_detect(void) {
   int known = 1 << LI_BASELINE | 1 << LUNA_ISA_REFERENCE;
   const uint32_t avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, amx = 1u << 22 | 3u << 24;
@@ -8478,7 +8479,7 @@ static const li_kernels *const li_all_kernels[] = {
   &li_kernels_bf16,
 #endif
 #ifdef LI_X86
-#ifndef LUNA_NO_INT8
+#ifdef LI_AVX512VNNI
   &li_kernels_vnni,
 #endif
 #if LI_BASELINE < LI_ISA_avx512
@@ -8560,9 +8561,8 @@ static const uint8_t li_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LI_ERROR) }
 /* ----------------
    >>impl_functions: the calls without a context
    Each kind has three functions: li_..._of, which checks public arguments and turns them into a kernel's, with strides
-   in place of zeros; the size of the scratch; and the call. A call runs the reference if its scratch is too small. To
-   add a kind, write these three, and cases in tests/engine/ops.c and tests/robust/arguments.c, which guard this chapter
-   with tests/engine/gradients.c.
+   in place of zeros; the size of the scratch; and the call. To add a kind, write these three,
+   and cases in tests/engine/ops.c and tests/robust/arguments.c, which guard this chapter with tests/engine/gradients.c.
    ---------------- */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   if (counter && out) li_philox(counter, key, out);
@@ -8880,8 +8880,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
    ...}, "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces; and the data, which the
    tensors cover without holes. li_st_open validates untrusted bytes once. The functions that use its li_st walk the
    same header and stay inside it. li_st_index, given memory, sorts names and keys, so that each is found in log n and a
-   hostile header costs n log n. In this order: text, JSON, tensors and pairs, the index, numbers. A new dtype is a row
-   of LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
+   hostile header costs n log n. A new dtype is a row of LI_ST_FORMATS. Guarded by tests/files/safetensors.c.
    ---------------- */
 #define LI_ST_RANK 8            /* Maximal dimensions */
 #define LI_ST_NAME 1032         /* Parameter's name and ".scale" */
@@ -9334,7 +9333,8 @@ LI_FN const char *li_st_open(li_st *st, const void *bytes, size_t size) {
   memset(st, 0, sizeof(*st));
   if (size < 8) return "the file is shorter than 8 bytes";
   for (int i = 7; i >= 0; i--) header_size = header_size << 8 | ((const uint8_t *)bytes)[i];
-  if (size > 8 && ((const char *)bytes)[8] != '{') return "it does not begin as safetensors files do";
+  if (header_size == 0 || (size > 8 && ((const char *)bytes)[8] != '{'))
+    return "it does not begin as safetensors files do";
   if (header_size > LI_ST_HEADER) return "the header is longer than 100 MB";
   if (header_size > size - 8) return "the file ends inside its header";
   st->header = (const char *)bytes + 8;
@@ -9343,7 +9343,6 @@ LI_FN const char *li_st_open(li_st *st, const void *bytes, size_t size) {
   st->data_size = size - 8 - st->header_size;
 
   li_st_json j = li_st_json_at(st, 0);
-  if (header_size == 0) return "it does not begin as safetensors files do";
   for (st->contiguous = true; li_st_read(st, &j, &t); st->tensors++) {
     if (t.bytes > st->data_size - covered) return "two tensors overlap";
     st->contiguous = st->contiguous && (t.bytes == 0 || t.data == st->data + covered);
@@ -9384,8 +9383,7 @@ LI_FN const float *li_st_borrow(const li_st_tensor *t) {
 }
 
 LI_FN float li_st_float(const uint8_t *at) {
-  const uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
-  return li_float_of(bits);
+  return li_float_of((uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24);
 }
 
 /* Writes a tensor's elements as float. Returns false unless its dtype is F32, F16, BF16, F64, or I8 with scales. */
@@ -9435,8 +9433,9 @@ LI_FN bool li_st_floats(const li_st_tensor *t, float *out) {
 #include <windows.h>
 #endif
 #if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LI_MSVC)) || \
-    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
-#define LI_NO_POOL
+    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__)) || \
+    (UINTPTR_MAX < UINT64_MAX && !defined(_WIN32) && !defined(__GCC_HAVE_SYNC_COMPARE_AND_SWAP_8))
+#define LI_NO_POOL /* Also without atomic operations of 8 bytes, as on ARMv6 */
 #elif defined(_WIN32)
 typedef HANDLE li_thread;
 typedef CRITICAL_SECTION li_mutex;
@@ -9865,9 +9864,8 @@ LI_FN void li_put_real(li_text *text, double value) {
   }
 
   int64_t part = (int64_t)(size * 1e6 + 0.5);
-  const int64_t whole = part / 1000000;
+  li_put_number(text, part / 1000000);
   part %= 1000000;
-  li_put_number(text, whole);
   if (part) li_put_char(text, '.');
   for (; part && digits > 0; digits--, part = part % 100000 * 10) li_put_char(text, (char)('0' + part / 100000));
   if (exponent) li_put_char(text, 'e');
@@ -10085,7 +10083,7 @@ LI_FN bool li_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
     }
 
     if (!remote) memset(*out, 0, size);
-    else if (ctx->backend->zero(ctx, *out, remote && LI_SEPARATE ? bytes : size) != LUNA_OK) {
+    else if (ctx->backend->zero(ctx, *out, LI_SEPARATE ? bytes : size) != LUNA_OK) {
       li_chunk_close(ctx, &arena->persistent);
       return false;
     }
@@ -10173,17 +10171,14 @@ LI_HOT void *li_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
-LI_INLINE size_t li_bump_size(bool data, size_t bytes) {
-  const size_t align = data ? LI_ALIGN : 16;
-  return (bytes + align - 1) & ~(align - 1);
-}
 LI_FN bool li_bump_take(li_bump *b, bool data, size_t bytes, void **out) {
-  const size_t size = li_bump_size(data, bytes);
+  const size_t align = data ? LI_ALIGN : 16, size = (bytes + align - 1) & ~(align - 1);
+  size_t *used = &b->part[data].used;
   *out = NULL;
-  if (size < bytes || size > b->part[data].size - b->part[data].used) return false;
-  if (b->part[data].start) *out = b->part[data].start + b->part[data].used;
-  b->part[data].used += size;
-  if (b->part[data].used > b->part[data].peak) b->part[data].peak = b->part[data].used;
+  if (size < bytes || size > b->part[data].size - *used) return false;
+  if (b->part[data].start) *out = b->part[data].start + *used;
+  *used += size;
+  if (*used > b->part[data].peak) b->part[data].peak = *used;
   return true;
 }
 /* Takes memory of the step, not zeroed. `data` is as for li_persist. */
@@ -10589,10 +10584,9 @@ LI_FN luna_status li_begin(luna_ctx *ctx, bool training) {
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   li_step_clear(ctx);
   ctx->stepped = false;
-  status = li_backend_result(ctx, name, status);
+  (void)li_backend_result(ctx, name, status);
   li_trace_begin(ctx, name);
-  if (status == LUNA_OK) return ctx->status;
-  return status;
+  return ctx->status;
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return li_begin(ctx, true); }
@@ -10663,7 +10657,7 @@ LI_INLINE const luna_tensor *li_owner(const luna_tensor *t) { return t && t->bas
 
 LI_HOT luna_status li_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx, (void)direction;
-  if (bytes) memcpy(to, from, bytes);
+  li_copy(to, from, bytes);
   return LUNA_OK;
 }
 LI_FN luna_status li_cpu_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
@@ -10780,7 +10774,7 @@ LI_HOT void li_update_task(void *work, int64_t thread, int64_t first, int64_t la
     for (int64_t i = 0; i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
 }
 
-/* Updates one parameter. With t steps made, the bias corrections are 1 - beta^t. */
+/* With t steps made, the bias corrections are 1 - beta^t. */
 LI_HOT void li_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
   const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
@@ -10814,7 +10808,7 @@ LI_FN luna_status li_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna
   (void)table;
   for (int64_t p = 0; p < count; p++) {
     if (!rule->state->nonfinite) li_cpu_update_one(ctx, rule, &parts[p]);
-    else if (parts[p].count) memset(parts[p].grad, 0, (size_t)parts[p].count * sizeof(float));
+    else if (parts[p].count) memset(parts[p].grad, 0, li_bytes(parts[p].count));
   }
   return LUNA_OK;
 }
@@ -11419,13 +11413,13 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = li_bytes(luna_count(t));
   if (!t) return LUNA_BAD_ARGUMENT;
-  if (t->own->borrowed) return li_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
+  luna_tensor *owner = li_base(t);
+  if (owner->own->borrowed) return li_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
   if (!values && bytes) return li_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, __func__, "values");
-  t->own->given = true;
+  owner->own->given = true;
   if (!li_computes(t->ctx)) return LUNA_OK;
-  if (li_owner(t)->own->released || (!t->data && bytes))
-    return li_fail_status(t->ctx, LUNA_ERROR_RELEASED, __func__, t);
-  t->ctx->writes++;
+  if (owner->own->released || (!t->data && bytes)) return li_fail_status(t->ctx, LUNA_ERROR_RELEASED, __func__, t);
+  if (owner->parameter) t->ctx->writes++;
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 
@@ -11507,15 +11501,16 @@ LI_FN bool li_all(luna_tensor *const *x, int count, const char *name) {
 /* Copies host integers into the step. Returns null if there is no memory or the backend failed. */
 LI_FN const int32_t *li_integers_copy(li_build *s, const int32_t *values, int64_t count) {
   luna_ctx *ctx = s->op.ctx;
+  const size_t bytes = (size_t)count * sizeof(int32_t);
   void *memory;
   if (!li_step(ctx, (size_t)li_max(1, count) * sizeof(int32_t), li_on_device(ctx), &memory)) {
-    li_fail_op_memory(ctx, s->name, (size_t)count * sizeof(int32_t));
+    li_fail_op_memory(ctx, s->name, bytes);
     return NULL;
   }
   if (!memory) return values; /* A measuring device */
   luna_status status = LUNA_OK;
-  if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
-  else if (count > 0) memcpy(memory, values, (size_t)count * sizeof(int32_t)); /* An op's query reads them. */
+  if (!ctx->options.measure) status = ctx->backend->copy(ctx, memory, values, bytes, 1);
+  else if (count > 0) memcpy(memory, values, bytes); /* An op's query reads them. */
   if (status == LUNA_OK) return (const int32_t *)memory;
   li_fail_backend(ctx, s->name, status);
   return NULL;
@@ -11831,7 +11826,6 @@ LI_HOT bool li_scope_is_reached(const luna_op *op) {
   return false;
 }
 
-/* Returns whether a result has no gradient yet and nothing keeps it. */
 LI_HOT bool li_is_new(const luna_tensor *t) {
   return t->needs_grad && !t->own->has_grad && t->own->maker && !t->own->keep_grad;
 }
@@ -11951,8 +11945,8 @@ LUNA_API luna_status luna_write_grad(luna_tensor *t, const float *values) {
 }
 
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
-  luna_ctx *ctx = loss ? loss->ctx : NULL;
-  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!loss) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = loss->ctx;
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
     return li_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, __func__, loss, luna_count(loss));
@@ -11975,10 +11969,9 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 
 /* ----------------
    >>impl_params: named tensors, their first values, and text pairs. A set (luna_params) has its parameters (li_param)
-   in a list, and finds them by index or name (li_names). An init (li_setup) makes all of its parameters or none. In
-   this order: sets, freezing, first values, values of a file or another set, new parameters, inits, text pairs. A new
-   kind of first values is a case of li_first_values. Guarded by tests/robust/setup.c, tests/engine/trainer.c and
-   tests/files/checkpoints.c.
+   in a list, and finds them by index or name (li_names). In this order: sets, freezing, first values, values of a file
+   or another set, new parameters, inits, text pairs. A new kind of first values is a case of li_first_values. Guarded
+   by tests/robust/setup.c, tests/engine/trainer.c and tests/files/checkpoints.c.
    ---------------- */
 /* Gives the field, or 0 for a null pointer. */
 #define LI_OF(pointer, field) ((pointer) ? (pointer)->field : 0)
@@ -11992,8 +11985,7 @@ typedef struct li_param {
   float *frozen_grad;    /* While it is frozen, these hold the gradient and has_grad, otherwise null and false. */
   bool had_grad;
 } li_param;
-/* A set finds parameters here, by index and by name. A full map is replaced by one of twice the size. The old one stays
-   as it was, for an init that is undone. */
+/* A full map is replaced by one of twice the size. The old one stays as it was, for an init that is undone. */
 typedef struct li_names {
   li_param **at;    /* [room], in set order */
   li_param **slots; /* [2 room], probed from the hash; null is free. */
@@ -12010,7 +12002,8 @@ struct luna_params {
   li_names names;
   int64_t size;
   int64_t horizon;           /* For causal models this is the longest training sequence, or 0. */
-  bool horizon_fixed;        /* Set by a config */
+  bool horizon_fixed;        /* Set by a config, this set's or a file's */
+  bool horizon_own;          /* By this set's */
   struct luna_lm_state *state; /* It is the newest of its models' states, which training checkpoints save. */
   const luna_params *shared; /* This set reads its values in place; or null. */
   li_sharing sharing;        /* In ctx->sharing, where queued */
@@ -12131,10 +12124,8 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   luna_status status = ctx->open_status;
   /* The state's nonfinite came from the loss of these gradients. */
   if (status == LUNA_OK && !ctx->options.measure) status = ctx->backend->begin(ctx, ctx->state, false, true);
-  for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
-    const size_t bytes = li_bytes(luna_count(&p->tensor));
-    if (p->tensor.grad) status = ctx->backend->zero(ctx, p->tensor.grad, bytes);
-  }
+  for (li_param *p = params->first; p && status == LUNA_OK; p = p->next)
+    if (p->tensor.grad) status = ctx->backend->zero(ctx, p->tensor.grad, li_bytes(luna_count(&p->tensor)));
   return status;
 }
 
@@ -12150,8 +12141,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     if (name && !strstr(p->name, name)) continue;
     matched++;
     if (t->needs_grad != frozen) continue;
-    const size_t bytes = li_bytes(luna_count(t));
-    const luna_status status = t->grad ? ctx->backend->zero(ctx, t->grad, bytes) : LUNA_OK;
+    const luna_status status = t->grad ? ctx->backend->zero(ctx, t->grad, li_bytes(luna_count(t))) : LUNA_OK;
     if (status != LUNA_OK) return li_backend_result(ctx, __func__, status);
 
     float *grad = t->grad;
@@ -12180,7 +12170,6 @@ LI_FN float li_normal(uint32_t counter[4], uint64_t seed) {
     }
   }
 }
-/* A tensor's first values depend on this. */
 typedef struct li_first { luna_init_kind kind; float scale; int64_t width; uint64_t hash, seed; } li_first;
 /* Returns the logit of a forget gate whose time constant is 8 128^(slot / (slots - 1)) tokens. */
 LI_FN float li_forget_logit(int64_t slot, int64_t slots) {
@@ -12415,13 +12404,16 @@ LI_FN bool li_setup_begin(li_setup *s, const char *name, luna_params *params, vo
   ctx->last_status = ctx->open_status;
   return ctx->open_status == LUNA_OK && li_is_given(ctx, name, "the layer or model", made != NULL);
 }
-/* Sets the beginning of the struct, often its config, and zeroes the rest. */
 LI_FN bool li_setup_config(const li_setup *s, const void *config, size_t size) {
   memset(s->made, 0, s->size);
   memcpy(s->made, config, size);
   return true;
 }
-LI_FN li_meta *li_meta_find(const luna_params *params, const char *key);
+LI_FN li_meta *li_meta_find(const luna_params *params, const char *key) {
+  for (li_meta *m = params->metas; m; m = m->next)
+    if (strcmp(m->key, key) == 0) return m;
+  return NULL;
+}
 LI_FN void li_setup_undo(const li_setup *s) {
   luna_params *params = s->params;
   const luna_params *before = &s->before;
@@ -12466,15 +12458,10 @@ LI_FN int64_t li_params_horizon(luna_params *params, int64_t n) {
 LI_FN void li_params_fix_horizon(luna_params *params, int64_t horizon) {
   if (horizon == 0) return;
   params->horizon = li_max(0, horizon);
-  params->horizon_fixed = true;
+  params->horizon_fixed = params->horizon_own = true;
 }
 
 /* --- Text pairs --- */
-LI_FN li_meta *li_meta_find(const luna_params *params, const char *key) {
-  for (li_meta *m = params->metas; m; m = m->next)
-    if (strcmp(m->key, key) == 0) return m;
-  return NULL;
-}
 LUNA_API const char *luna_params_get_text(const luna_params *params, const char *key) {
   if (!params || !key) return NULL;
   const li_meta *m = li_meta_find(params, key);
@@ -12713,7 +12700,6 @@ LI_INLINE float *li_data(const luna_op *op, int i) { return op->in[i] ? op->in[i
 LI_INLINE float *li_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LI_FN void li_query_none(luna_op *op) { (void)op; }
 LI_INLINE bool li_op_bf16(const luna_op *op) { return op->ctx->options.products == LUNA_DTYPE_BF16; }
-/* Returns the 8-bit copy of input i during inference, else null. */
 LI_INLINE const li_int8 *li_op_int8(const luna_op *op, int i) {
 #ifdef LUNA_NO_INT8
   return (void)op, (void)i, (const li_int8 *)NULL;
@@ -13161,7 +13147,7 @@ LI_FN luna_status li_elementwise_forward(luna_op *op) {
   return li_split(op, luna_count(op->out[0]), 1, li_elementwise_body);
 }
 /* A broadcast input first gets a gradient for each element of the result, in the workspace. If it equals the result's
-   gradient up to sign, that is read instead. Then it is summed over each broadcast axis. */
+   gradient up to sign, that is read instead. */
 LI_FN bool li_gives_grad(const luna_op *op) { return li_ops[op->kind].reads == 0; }
 LI_FN void li_elementwise_query(luna_op *op) {
   size_t bytes = li_bytes(luna_count(op->out[0]));
@@ -13587,8 +13573,7 @@ LI_FN uint64_t li_writes(const luna_ctx *ctx) {
   return writes;
 }
 
-/* In inference, weight i gets an 8-bit copy, renewed when parameters have been written. Returns false without memory,
-   after reporting it. */
+/* In inference, weight i gets an 8-bit copy, renewed when parameters were written. Returns false without memory. */
 LI_HOT bool li_int8_ready(li_build *s, int i) {
   luna_ctx *ctx = s->op.ctx;
   luna_tensor *w = s->op.in[i];
@@ -13657,7 +13642,7 @@ LI_FN void li_linear_query(luna_op *op) {
 /* y = drop(y) + residual */
 LI_FN void li_drop_and_add(luna_op *op, int64_t first, int64_t last) {
   const li_dropout d = li_op_last_dropout(op);
-  const luna_tensor *residual = op->in[op->inputs - 1];
+  const luna_tensor *residual = li_added(op);
   float *y = op->out[0]->data + first;
   li_k(op)->dropout(&d, first, last - first, y, y, false);
   if (residual) li_k(op)->add(last - first, residual->data + first, y, y);
@@ -14006,8 +13991,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
         !li_product_fits(&s, li_rows(x), w1->shape[0], LI_MAX_COUNT)) return NULL;
   }
   /* The op has no gate, a stream's single rows need luna_linear's dot products, and a device may lack the op. */
-  const bool composed = c->gate || x->ctx->bump || !li_has_op(x, LUNA_OP_FEED_FORWARD);
-  if (composed) {
+  if (c->gate || x->ctx->bump || !li_has_op(x, LUNA_OP_FEED_FORWARD)) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = li_linear_activated(x, w1, b1, activation);
     if (c->gate) y = luna_mul(y, luna_linear(x, c->gate, c->gate_bias));
@@ -14116,9 +14100,8 @@ LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
    works on blocks of rows. A cached block's column sums for dweight, dbias go to the workspace [blocks, 2, n]. --- */
 #define LI_NORM_ROWS 64
 LI_FN void li_layer_norm_query(luna_op *op) {
-  if (op->training) op->kept_size = (size_t)li_rows(op->in[0]) * 2 * sizeof(float);
-  op->backward_workspace_size = (size_t)(li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS) * 2 *
-                                         li_last(op->in[0])) * sizeof(float);
+  if (op->training) op->kept_size = li_bytes(li_rows(op->in[0]) * 2);
+  op->backward_workspace_size = li_bytes(li_divide_up(li_rows(op->in[0]), LI_NORM_ROWS) * 2 * li_last(op->in[0]));
 }
 
 LI_FN li_layer_norm li_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
@@ -14467,7 +14450,7 @@ LI_FN bool li_attention_fits(li_build *s, const luna_attention_config *c) {
   return true;
 }
 
-/* Puts the config into an op that has its sizes, and builds it. The config may ask for a second result. */
+/* Puts the config into an op that has its sizes, and builds it. */
 LI_FN luna_tensor *li_finish_attention(li_build *s, const luna_attention_config *c) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[s->op.inputs - 1];
   const int64_t batch = s->op.arg.attention.batch, heads = s->op.arg.attention.heads, value_dim = li_last(v);
@@ -14589,7 +14572,6 @@ LI_FN luna_tensor *li_unpack_composed(luna_tensor *const in[6], const int32_t *l
   return s;
 }
 
-/* The inputs are x, k, bias, v, out_bias and residual. */
 LI_FN luna_tensor *li_unpack_with(luna_tensor *const in[6], const int32_t *lengths, float dropout, float last_dropout) {
   luna_tensor *x = in[0], *k = in[1];
   li_build s;
@@ -14745,7 +14727,7 @@ LI_FN void li_route_part(luna_op *op, bool back, int64_t first, int64_t last) {
       continue;
     }
 
-    memset(out->data + at, 0, (size_t)slots * sizeof(float));
+    memset(out->data + at, 0, li_bytes(slots));
     for (int j = 0; j < 2; j++) {
       const float y = li_activation_scalar(LUNA_ACTIVATION_TANH, w.strength * w.share[j] / 2);
       out->data[at + w.slot[j]] = 2 * y / (1 + y); /* 1 - e^{-strength share} */
@@ -14797,10 +14779,9 @@ LI_FN luna_tensor *li_causal_nested(luna_tensor *const qkvs[4], const luna_causa
   if (!li_heads_fit(&build, heads) ||
       !li_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LI_MAX_SCRATCH)) return NULL;
   if (!li_is_omega((int)c->omega) && !li_is_checked(q->ctx))
-    return li_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)c->omega);
+    return li_fail(q->ctx, LUNA_ERROR_OMEGA, build.name, (int64_t)c->omega);
   if (c->horizon < LUNA_HORIZON_NONE && !li_is_checked(q->ctx) &&
-      !li_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
-    return NULL;
+      !li_in(q->ctx, build.name, "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX)) return NULL;
   const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!c->forget && !q->ctx->bump && (!li_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
     return li_causal_composed(in, c, scale);
@@ -14960,7 +14941,7 @@ LI_FN void li_log_ignored(const luna_ctx *ctx, const char *name, const char *wha
   if (li_computes(ctx) && !ctx->shares) li_note(ctx, "%s: the loss is 0, as none of %d %s counts", name, count, what);
 }
 
-/* Puts labels and the config into an op. Returns false after reporting a failure. */
+/* Puts labels and the config into an op. */
 LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *labels,
                      const luna_cross_entropy_config *config) {
   luna_ctx *ctx = s->op.ctx;
@@ -14991,7 +14972,6 @@ LI_FN bool li_labels(li_build *s, int64_t rows, int64_t classes, const int32_t *
   return s->op.index != NULL;
 }
 
-/* `name` is the public call that makes this loss. */
 LI_FN luna_tensor *li_cross_entropy_loss(const char *name, luna_tensor *logits, const int32_t *labels,
                                           const luna_cross_entropy_config *config) {
   const int64_t one = 1;
@@ -15344,7 +15324,7 @@ static const li_field li_fields[] = {
   LI_LAYER_OF(LI_OF_LAYER, recompute, 0, LUNA_RECOMPUTE_LAYER)
   LI_LAYER_OF(LI_OF_LAYER, horizon, LUNA_HORIZON_NONE, INT32_MAX)
 };
-/* Returns the next row after f for this kind of config, or null at the end. A null f gives the first row. */
+/* Returns the row after f (null: the first) for this kind of config, or null at the end. */
 LI_FN const li_field *li_field_next(const li_field *f, int kind) {
   for (f = f ? f + 1 : li_fields; f < li_fields + LI_LENGTH(li_fields); f++)
     if (f->of & kind) return f;
@@ -15376,7 +15356,7 @@ LI_FN void li_field_set(const li_field *f, int kind, void *config, int64_t value
   else memcpy(at, &word, sizeof word);
 }
 
-/* Returns whether all fields of a config are in range. Reports an error if not. */
+/* Reports a field that is out of range. */
 LI_FN bool li_fields_good(luna_ctx *ctx, int kind, const void *config) {
   float fraction;
   for (const li_field *f = NULL; (f = li_field_next(f, kind)) != NULL;) {
@@ -15402,7 +15382,6 @@ LI_FN bool li_fields_put(luna_params *params, int kind, const void *config) {
 #define LI_QUOTE(x) #x
 #define LI_QUOTED(x) LI_QUOTE(x)
 #define LI_NEWER "its luna.format is newer than that of luna.h " LUNA_VERSION ", " LI_QUOTED(LI_FORMAT)
-/* Returns a decimal number of at most nine digits, or -1. */
 LI_FN int64_t li_st_number(li_st_text text) {
   int64_t value = 0;
   if (text.size == 0 || text.size > 9) return -1;
@@ -15600,8 +15579,7 @@ LI_FN bool li_is_real(const luna_input *input, int64_t step) {
 
 /* A model reads tokens below vocab or, if vocab is 0, `features` per step; `longest` 0 means any length. */
 typedef struct li_reader { luna_ctx *ctx; int64_t vocab, features, longest; } li_reader;
-/* Checks that `r` can read the input. The error names `what`, the argument, and `name`, the call. A feature may be Inf
-   only while a fit runs, which sets ctx->call. */
+/* Checks that `r` can read the input. A feature may be Inf only while a fit runs, which sets ctx->call. */
 LI_FN bool li_input_fits(const li_reader *r, const luna_input *input, const char *name, const char *what) {
   luna_ctx *ctx = r->ctx;
   char field[100];
@@ -15656,7 +15634,7 @@ LI_FN luna_status li_write_fit(const luna_input *input, luna_tensor *mean, luna_
   const li_mark mark = li_step_mark(ctx);
   luna_status status = LUNA_OK;
   int64_t found = 0;
-  float *means = (float *)li_step_host(ctx, name, 2 * (size_t)k * sizeof(float));
+  float *means = (float *)li_step_host(ctx, name, li_bytes(2 * k));
   if (!means) return LUNA_OUT_OF_MEMORY;
   float *scales = means + k;
 
@@ -15688,7 +15666,7 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
   if (!layer || !layer->params) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = layer->params->ctx;
   const char *outer = li_enter(ctx, __func__);
-  luna_status status = LUNA_OK;
+  luna_status status;
   if (!li_layer_input_fits(layer, input, __func__)) status = ctx->last_status;
   else status = li_write_fit(input, layer->mean, layer->scale, true, __func__);
   li_leave(ctx, outer);
@@ -15764,7 +15742,7 @@ LI_FN bool li_is_luna(const luna_layer_config *c) {
 LI_FN bool li_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
   return value == 0 || li_refuse_call(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why);
 }
-/* Fills in any layer's defaults. Reports an error and returns false if the config is invalid. */
+/* Fills in any layer's defaults and checks its config. */
 LI_FN bool li_layer_defaults(luna_ctx *ctx, luna_layer_config *c) {
   if (c->dim == 0) c->dim = 128;
   if (c->heads == 0) c->heads = 4;
@@ -15782,7 +15760,6 @@ LI_FN bool li_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t d
   if (heads >= 1 && dim % heads == 0) return true;
   return li_refuse_call(ctx, LUNA_ERROR_HEADS, ctx->call, dim, field, heads);
 }
-/* Checks that t is [batch, n, dim]. */
 LI_FN bool li_is_sequence(const char *name, const char *what, const luna_tensor *t, int64_t batch, int64_t dim) {
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
   return li_refuse(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim);
@@ -16120,8 +16097,7 @@ LI_FN luna_tensor *li_causal_attention(const luna_causal_attention_layer *layer,
   luna_tensor *const in[] = { q, k, v, s };
   const luna_causal_nested_config nested = { c->heads, c->omega, lengths, c->attention_dropout, gates, f->horizon,
                                              !packs };
-  v = li_causal_nested(in, &nested, f->past);
-  v = li_gated(&layer->gate, x, v);
+  v = li_gated(&layer->gate, x, li_causal_nested(in, &nested, f->past));
   return li_result(scope, li_linear_with(v, layer->out.weight, layer->out.bias, LI_NO_ACTIVATION, residual, dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
@@ -16207,12 +16183,11 @@ LI_FN bool li_layer_good(luna_ctx *ctx, luna_layer_config *c, li_layer_kind kind
   const bool causal = kind == LI_CAUSAL_LAYER, encoder = kind == LI_ENCODER_LAYER;
   const bool tied = causal && li_is_luna(c) && c->sharing != LUNA_SHARING_FULL;
   static const char other[] = "in an encoder or decoder layer";
-  const char *const not_tied = "or LUNA_SHARING_FULL in a causal layer";
   if (c->hook && !li_is_unused(ctx, "layer.attention", c->attention, "with a hook")) return false;
   if (!causal && (!li_is_unused(ctx, "layer.causal", c->causal, other) ||
                   !li_is_unused(ctx, "layer.convolution", c->convolution, other))) return false;
   if (!encoder && !li_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) return false;
-  if (tied && !li_is_unused(ctx, "layer.sharing", c->sharing, not_tied)) return false;
+  if (tied && !li_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer")) return false;
   if (kind == LI_DECODER_LAYER && c->forget == LUNA_FORGET_ROUTED &&
       !li_is_unused(ctx, "layer.forget", c->forget, "to 2 in a decoder layer")) return false;
   c->causal = causal;
@@ -16340,10 +16315,8 @@ LI_FN bool li_nested_half(const luna_layer_config *c, const luna_nested_attentio
   if (!li_nested_attention(attention, &in, f->x, c->dropout)) return false;
   if (f->wants_x) f->x = li_sum_normed(c, in.x, norm);
   if (f->wants_p) f->p = li_residual(c, f->p, in.p, memory_norm);
-  luna_tensor *x = f->wants_x ? f->x : NULL;
-  luna_tensor *p = f->wants_p ? f->p : NULL;
-  (void)li_results(scope, x, p);
-  return (!f->wants_x || x) && (!f->wants_p || p);
+  (void)li_results(scope, f->wants_x ? f->x : NULL, f->wants_p ? f->p : NULL);
+  return (!f->wants_x || f->x) && (!f->wants_p || f->p);
 }
 
 /* f->p is unchanged if P' is not wanted or does not exist. `scope` holds the layer's input, which its end also
@@ -16854,11 +16827,9 @@ LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, i
   luna_ctx *ctx = model->params->ctx;
   if (!li_is_given(ctx, __func__, "the model's output_scale, which an init with .output_norm = true makes,",
                    model->output_scale != NULL) ||
-      !li_is_given(ctx, __func__, "targets", targets || rows <= 0)) return ctx->last_status;
-  if (!li_in(ctx, __func__, "rows", rows, 0, LI_MAX_COUNT / luna_count(model->output_mean))) return ctx->last_status;
-  luna_input input;
-  memset(&input, 0, sizeof input);
-  input.features = targets, input.batch = 1, input.n = rows;
+      !li_is_given(ctx, __func__, "targets", targets || rows <= 0) ||
+      !li_in(ctx, __func__, "rows", rows, 0, LI_MAX_COUNT / luna_count(model->output_mean))) return ctx->last_status;
+  const luna_input input = { NULL, NULL, 1, rows, targets };
   const char *outer = li_enter(ctx, __func__);
   const luna_status status = li_write_fit(&input, model->output_mean, model->output_scale, false, __func__);
   li_leave(ctx, outer);
@@ -16873,11 +16844,11 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *in
   luna_ctx *ctx = li_lm_ctx(model, input, __func__);
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
-  const luna_tensor *scale = model->output_scale;
+  luna_tensor *scale = model->output_scale;
   if (scale && ctx->training && !scale->own->given && li_computes(ctx))
     return li_fail(ctx, LUNA_ERROR_OUTPUTS_NOT_FITTED, __func__);
   luna_tensor *y = luna_linear(li_lm_features(model, input), li_lm_output(model), model->output.bias);
-  if (scale) y = luna_add(luna_mul(y, luna_detach(model->output_scale)), luna_detach(model->output_mean));
+  if (scale) y = luna_add(luna_mul(y, luna_detach(scale)), luna_detach(model->output_mean));
   return li_state_written(model, li_result(scope, y), input->n);
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
@@ -17000,8 +16971,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (factor != 1) memory = luna_scale(memory, factor);
     if (c->positions == LUNA_POSITIONS_SINUSOIDAL)
       memory = luna_add(memory, li_sinusoids(ctx, 0, slots, c->layer.dim));
-    memory = li_normalise(&e->memory_embedding_norm, memory);
-    memory = luna_expand(memory, input->batch);
+    memory = luna_expand(li_normalise(&e->memory_embedding_norm, memory), input->batch);
     memory = luna_dropout(luna_as_part(memory), c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
@@ -17082,8 +17052,7 @@ LI_ENCODER_MODEL_INIT(classifier) /* luna_classifier_init */
 LI_FN luna_tensor *li_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!x || !lengths) return luna_mean(x, 1);
   luna_tensor *y = luna_sum(luna_mask(x, lengths), 1);
-  const size_t bytes = li_bytes(x->shape[0]);
-  float *factor = y ? (float *)li_step_host(x->ctx, "luna_classifier_pool", bytes) : NULL;
+  float *factor = y ? (float *)li_step_host(x->ctx, "luna_classifier_pool", li_bytes(x->shape[0])) : NULL;
   if (!factor) return NULL;
   for (int64_t b = 0; b < x->shape[0]; b++)
     factor[b] = 1.0f / (float)li_max(1, li_min(lengths[b], x->shape[1]));
@@ -17114,11 +17083,9 @@ LI_FN luna_tensor *li_classifier_features(const luna_classifier *model, const lu
   const bool memory = li_pools_memory(model->config.pooling) && !model->config.per_step;
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_tensor *x = NULL, *p = NULL;
-  luna_tensor **last_x = memory ? NULL : &x;
-  luna_tensor **last_p = memory ? &p : NULL;
   luna_input own;
   if (!li_empty_input(scope.ctx, "luna_classifier_forward", input, &own) ||
-      !li_encoder(&model->encoder, &own, NULL, last_x, last_p)) return NULL;
+      !li_encoder(&model->encoder, &own, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
   if (model->config.per_step) return x;
   return li_result(scope, luna_classifier_pool(model, x, p, own.lengths));
 }
@@ -17329,8 +17296,8 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
   if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
   if (s->decay == LUNA_DECAY_MILESTONES) {
-    for (int i = 0; i < 4; i++)
-      if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
+    for (int i = 0; i < 4 && s->milestone[i] > 0; i++)
+      if (step > s->milestone[i]) factor *= gamma;
   }
   if (factor > floor) return (float)factor;
   return (float)floor;
@@ -17341,7 +17308,7 @@ typedef struct li_trained {
   const char *name;
   float *moment[4]; /* Moments, then the average */
   float lr, decay;
-  bool averaged; /* Its average has begun */
+  bool reached; /* By an update, so its average has begun. */
 } li_trained;
 typedef struct li_group { luna_param_group group; struct li_group *next; } li_group;
 struct luna_optimizer {
@@ -17405,7 +17372,7 @@ LI_FN luna_status li_optimizer_join(luna_optimizer *o, const char *name) {
     li_trained *t = (li_trained *)trained + k;
     t->tensor = &p->tensor;
     t->name = p->name;
-    t->averaged = false;
+    t->reached = false;
     li_rates_set(o, t);
     for (int i = 0; i < o->kept && good; i++) {
       good = li_persist(ctx, li_bytes(luna_count(t->tensor)), true, &moment);
@@ -17611,11 +17578,10 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   return li_backend_result(ctx, __func__, status);
 }
 
-/* A parameter's average begins as its value, when it first has a gradient. */
-LI_FN luna_status li_average_begin(const luna_optimizer *o, li_trained *t) {
+/* Until an update reaches a parameter, its average is its value. */
+LI_FN luna_status li_average_begin(const luna_optimizer *o, const li_trained *t) {
   luna_ctx *ctx = o->ctx;
-  if (o->kept == o->moments || t->averaged || ctx->options.measure) return LUNA_OK;
-  t->averaged = true;
+  if (o->kept == o->moments || t->reached || ctx->options.measure) return LUNA_OK;
   return ctx->backend->copy(ctx, t->moment[o->moments], t->tensor->data, li_bytes(luna_count(t->tensor)), 0);
 }
 
@@ -17631,6 +17597,7 @@ LI_FN luna_status li_optimizer_parts(luna_optimizer *o) {
     luna_update part;
     if (!t->tensor->grad) continue;
     status = li_average_begin(o, t);
+    t->reached = true;
     memset(&part, 0, sizeof part);
     part.value = t->tensor->data;
     part.grad = t->tensor->grad;
@@ -17708,7 +17675,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   ctx->writes++;
 
   for (const li_trained *t = o->trained; t < o->trained + o->size; t++) {
-    if (!t->averaged || ctx->options.measure) continue;
+    if (!t->reached) continue;
     for (int64_t at = 0; at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
       const size_t bytes = li_bytes(li_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE));
       /* Each place gets the next one's values. */
@@ -17967,7 +17934,8 @@ LI_FN luna_status li_load_config(const luna_params *params, const li_st *st) {
   const char *hook = luna_params_get_text(params, LI_HOOK_KEY);
   const bool linformer = hook && strcmp(hook, LI_LINFORMER) == 0 && li_st_is_linformer(st);
   for (const li_meta *m = params->metas; m && li_st_meta(st, "luna.kind", &value); m = m->next) {
-    if (!li_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
+    const bool hooks = strncmp(m->key, LI_HOOK_PREFIX, sizeof LI_HOOK_PREFIX - 1) == 0;
+    if (!li_is_ours(m->key) || (!hooks && (strstr(m->key, "dropout") || strstr(m->key, "length")))) continue;
     if (!li_st_meta(st, m->key, &value) || li_st_equal(value, m->value)) continue;
     if (linformer && strcmp(m->key, "luna.attention") == 0) continue;
     li_st_decode(value, in_file, sizeof in_file);
@@ -18035,7 +18003,7 @@ LI_FN luna_status li_load_pairs(luna_params *params, const li_st *st) {
 }
 LI_FN void li_load_horizon(luna_params *params, const li_st *st) {
   li_st_text fixed;
-  if (params->horizon_fixed) return;
+  if (params->horizon_own) return;
   params->horizon = li_st_horizon(st);
   params->horizon_fixed = li_st_meta(st, "luna.fixed_horizon", &fixed);
 }
@@ -18047,10 +18015,19 @@ LI_FN luna_status li_load_values(luna_params *params, const li_st *st) {
     if (li_st_value(st, p->name, &t)) status = li_param_load(p, &t);
   return status;
 }
+/* A set that borrows its values, or whose parameters and averages have changed places, takes none from a file. */
+LI_FN luna_status li_load_allowed(luna_ctx *ctx, const luna_params *params) {
+  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
+#ifndef LUNA_NO_TRAIN
+  for (const luna_optimizer *o = ctx->optimizers; o; o = o->next)
+    if (o->params == params && o->swapped) return li_fail_status(ctx, LUNA_ERROR_AVERAGE_SWAPPED, ctx->call);
+#endif
+  return LUNA_OK;
+}
 LI_FN luna_status li_load(luna_ctx *ctx, void *set, li_st *st) {
   luna_params *params = (luna_params *)set;
-  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
-  luna_status status = li_load_check(params, st);
+  luna_status status = li_load_allowed(ctx, params);
+  if (status == LUNA_OK) status = li_load_check(params, st);
   if (status == LUNA_OK) status = li_load_pairs(params, st);
   if (status != LUNA_OK) return status;
   li_load_horizon(params, st);
@@ -18070,6 +18047,7 @@ LI_FN luna_status li_read(luna_ctx *ctx, const char *name, li_loader load, void 
 
   const char *outer = li_enter(ctx, name);
   const li_mark mark = li_step_mark(ctx);
+  const size_t peak = ctx->arena[0].step_peak;
   li_chunk **newer = &ctx->arena[0].steps;
   while (*newer) newer = &(*newer)->next;
   if (io->read && (io->size > SIZE_MAX / 4 || !li_step(ctx, (size_t)io->size, false, &bytes)))
@@ -18089,6 +18067,7 @@ LI_FN luna_status li_read(luna_ctx *ctx, const char *name, li_loader load, void 
   li_step_rewind(ctx, mark);
   while (*newer) li_chunk_close(ctx, newer);
   if (newer == &ctx->arena[0].steps) ctx->step.chunk[0] = NULL;
+  ctx->arena[0].step_peak = peak;
   li_leave(ctx, outer);
 
   return status;
@@ -18147,12 +18126,12 @@ LI_FN luna_status li_load_matching(luna_ctx *ctx, void *into, li_st *st) {
   luna_params *params = ((li_matching *)into)->params;
   luna_load_report none, *m = ((li_matching *)into)->report;
   char name[LI_MAX_PARAM_NAME];
-  luna_status status = LUNA_OK;
+  luna_status status = li_load_allowed(ctx, params);
   li_st_tensor t;
   size_t cursor = 0;
   memset(&none, 0, sizeof none);
   if (!m) m = &none;
-  if (params->shared) return li_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
+  if (status != LUNA_OK) return status;
 
   m->loaded = m->missing = m->unused = 0;
   for (li_param *p = params->first; p && status == LUNA_OK; p = p->next) {
@@ -18257,6 +18236,7 @@ static const char *const li_counter_keys[] = { "luna.optimizer", "luna.attempts"
 #define LI_COUNTERS LI_LENGTH(li_counter_keys)
 #define LI_PRODUCTS "luna.products" /* Absent: float32 */
 #define LI_OPTIMIZER_NAME "luna.optimizer_name"
+#define LI_UNREACHED "luna.unreached" /* Older files lack it. With ".NAME": no update has reached this parameter. */
 
 LI_FN bool li_unhex(const li_st *st, const char *key, uint64_t *out) {
   li_st_text value;
@@ -18309,6 +18289,12 @@ LI_FN void li_put_training(li_st_writer *w, const void *optimizer) {
 
   if (o->hook) li_st_put_pair(w, LI_OPTIMIZER_NAME, o->hook->name);
   if (ctx->options.products == LUNA_DTYPE_BF16) li_st_put_pair(w, LI_PRODUCTS, "bf16");
+  li_st_put_pair(w, LI_UNREACHED, "");
+  for (int64_t i = 0; i < o->size; i++) {
+    li_print(kept.name, sizeof kept.name, LI_UNREACHED ".%s", o->trained[i].name);
+    if (!o->trained[i].reached) li_st_put_pair(w, kept.name, "");
+  }
+
   li_put_set(w, o->params);
   for (int64_t i = 0; i < li_kept_count(o); i++) {
     li_kept_at(o, i, &kept);
@@ -18405,6 +18391,24 @@ LI_FN void li_training_differs(const luna_params *params, const li_st *st) {
             li_file_name(ctx), names[before], names[own]);
 }
 
+LI_FN bool li_was_reached(const li_st *st, const li_trained *t) {
+  char key[LI_MAX_PARAM_NAME + 24];
+  li_st_text text;
+  li_print(key, sizeof key, LI_UNREACHED ".%s", t->name);
+  return !li_st_meta(st, key, &text);
+}
+/* Parameters that the run had reached need a gradient, for updates move them on without another luna_backward. */
+LI_FN luna_status li_reach_again(const luna_optimizer *o, const li_st *st) {
+  li_st_text text;
+  if (!li_st_meta(st, LI_UNREACHED, &text)) return LUNA_OK;
+  for (int64_t i = 0; i < o->size; i++) {
+    const li_trained *t = &o->trained[i];
+    if (t->tensor->needs_grad && li_was_reached(st, t) && !li_grad_take(o->ctx, t->tensor, false))
+      return li_fail_memory(o->ctx, o->ctx->call, li_bytes(luna_count(t->tensor)));
+  }
+  return LUNA_OK;
+}
+
 /* Checks the whole file, then loads parameters, moments, the carried state and the counters. */
 LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   luna_optimizer *o = (luna_optimizer *)into;
@@ -18416,6 +18420,8 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   luna_status status = li_optimizer_join(o, ctx->call);
   if (status == LUNA_OK) status = li_training_check(o, st, &counters);
   if (status == LUNA_OK) status = li_state_find(o->params, st, &state_bytes);
+  if (status == LUNA_OK) status = li_load_allowed(ctx, o->params);
+  if (status == LUNA_OK) status = li_reach_again(o, st);
   if (status == LUNA_OK) status = li_load(ctx, o->params, st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* Pending gradients are not that run's. */
   if (status != LUNA_OK || ctx->options.measure) return status;
@@ -18426,8 +18432,12 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
   }
   if (status != LUNA_OK) return status;
 
-  for (int64_t i = 0; i < o->size; i++) o->trained[i].averaged = o->kept > o->moments;
-  o->swapped = false;
+  for (int64_t i = 0; i < o->size; i++) o->trained[i].reached = li_was_reached(st, &o->trained[i]);
+  o->backwards = ctx->backwards;
+  if (li_step_failed(ctx)) { /* The next begin starts that run's next step. It does not repeat this one. */
+    if (ctx->carried) li_state_turn(ctx->carried);
+    ctx->differentiated = true;
+  }
   if (o->params->state) li_st_floats(&state_bytes, li_state_bytes(o->params->state, &like));
   luna_step_state state;
   status = li_state_read(ctx, o->state, &state);
@@ -18468,7 +18478,7 @@ LI_FN luna_status li_load_training(luna_ctx *ctx, void *into, li_st *st) {
 #include <sys/stat.h>
 #include <unistd.h>
 #if defined(__STRICT_ANSI__) && !defined(__cplusplus)
-int fileno(FILE *stream); /* Strict C99 headers do not declare these POSIX functions. */
+int (fileno)(FILE *stream); /* Strict C99 headers do not declare these POSIX functions. */
 FILE *fdopen(int descriptor, const char *mode);
 int fsync(int descriptor);
 int fchmod(int descriptor, mode_t mode);
@@ -18784,11 +18794,7 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_fi
   if (!o) return LUNA_BAD_ARGUMENT;
   if (o->swapped) return li_fail_status(o->ctx, LUNA_ERROR_AVERAGE_SWAPPED, __func__);
   luna_status status = li_optimizer_join(o, __func__);
-  for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) {
-    const bool averaged = o->trained[i].averaged;
-    status = li_average_begin(o, &o->trained[i]);
-    o->trained[i].averaged = averaged;
-  }
+  for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) status = li_average_begin(o, &o->trained[i]);
   if (status != LUNA_OK) return status;
   return li_save(o->ctx, __func__, li_put_training, o, &file);
 }
@@ -18879,7 +18885,6 @@ LI_FN void li_past_take(li_past *past, const luna_layer_config *c, int64_t batch
   past->state = (double *)li_stream_take(base, used, batch * slots, sizeof(double));
   past->history = (float *)li_stream_take(base, used, batch * li_max(0, c->convolution - 1) * c->dim, sizeof(float));
 }
-LI_FN bool li_stream_on_device(const luna_stream *s) { return li_on_device(&s->ctx); }
 
 /* Copies bytes of the stream, or only counts them. Returns false if the device has failed, now or before. */
 LI_FN bool li_stream_move(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
@@ -18946,7 +18951,6 @@ LI_FN size_t li_stream_inputs_size(const luna_stream *s, int64_t rows) {
   return sizeof(int64_t) +
          (size_t)((s->batch + 1 + s->batch * s->model.config.features + li_stream_angles(s)) * rows) * sizeof(float);
 }
-/* Lays out the inputs of `rows` rows of each sequence from `at` on. */
 LI_FN li_inputs li_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   li_inputs in;
   if (s->ctx.reserving) rows = 0; /* There are none, and addresses past memory are undefined. */
@@ -18968,7 +18972,7 @@ LI_FN float li_stream_feature(const luna_stream *s, float x, int64_t f) {
 LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const li_inputs in = li_stream_inputs(s, s->host_inputs, rows);
   const int64_t first = s->first_position + s->position;
-  const int64_t k = s->model.config.features;
+  const int64_t k = s->model.config.features, angles = li_stream_angles(s);
   *in.position = s->position;
 
   for (int64_t i = 0; i < s->batch * rows; i++) {
@@ -18982,8 +18986,7 @@ LI_FN bool li_stream_send(luna_stream *s, const luna_input *from, int64_t at, in
 
   for (int64_t i = 0; i < rows; i++) {
     in.places[i] = (int32_t)(first + i);
-    if (s->model.config.positions == LUNA_POSITIONS_SINUSOIDAL)
-      li_sinusoid(first + i, s->model.config.layer.dim, in.angles + i * s->model.config.layer.dim);
+    if (angles > 0) li_sinusoid(first + i, angles, in.angles + i * angles);
   }
 
   return s->inputs == s->host_inputs || li_stream_move(s, s->inputs, s->host_inputs, li_stream_inputs_size(s, rows), 1);
@@ -19027,7 +19030,7 @@ LI_FN luna_tensor *li_stream_forward(luna_stream *s, int64_t rows, bool last) {
 
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
-  if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
+  x = li_normalise(&s->model.norm, x);
   return luna_linear_layer_forward(&s->model.output, x);
 }
 /* Runs a step of single rows and keeps its ops and their tensors. */
@@ -19039,7 +19042,6 @@ LI_FN luna_tensor *li_stream_record(luna_stream *s) {
   if (!y) li_bump_forget(&s->bump);
   return y;
 }
-/* Runs the kept ops again, as all later steps of single rows do. */
 LI_FN luna_tensor *li_stream_replay(luna_stream *s, bool last) {
   const size_t count = last ? s->bump.count : s->body;
   for (luna_op *op = s->bump.ops; op < s->bump.ops + count; op++) {
@@ -19104,7 +19106,7 @@ LI_FN li_int8 *li_stream_int8(luna_stream *s, const luna_tensor *w, const float 
 /* Computes the tensors that scores need from a layer's memory [sources, slots, dim]. */
 LI_FN bool li_stream_fold(luna_stream *s, li_stream_layer *layer, const float *memory) {
   const luna_layer_config *c = &s->model.config.layer;
-  const bool device = li_stream_on_device(s), folds = li_stream_folds(c);
+  const bool device = li_on_device(&s->ctx), folds = li_stream_folds(c);
   for (int64_t i = 0; i < s->sources; i++) {
     float *p = li_offset((float *)(uintptr_t)memory, i * c->memory * c->dim),
         *to = li_offset(layer->past.scores.data, i * luna_count(&layer->past.scores) / s->sources),
@@ -19172,7 +19174,7 @@ LI_FN const char *li_stream_config(luna_stream *s, const luna_stream_config *con
 #ifdef LUNA_NO_INT8
   if (s->int8) return "config.weights: this build has no products in 8 bits";
 #endif
-  if (s->int8 && li_stream_on_device(s))
+  if (s->int8 && li_on_device(&s->ctx))
     return "products in 8 bits are the CPU's; on a device config.weights must be 0";
   if (s->horizon < LUNA_HORIZON_NONE) return "config.horizon is less than LUNA_HORIZON_NONE";
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
@@ -19366,7 +19368,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
   *peak = b->floor;
 
   /* On the host, more rows take more memory. */
-  for (int64_t rows = s->chunk; good && rows > 1; rows = li_stream_on_device(s) ? rows - 1 : 1)
+  for (int64_t rows = s->chunk; good && rows > 1; rows = li_on_device(&s->ctx) ? rows - 1 : 1)
     good = li_stream_forward(s, rows, true) != NULL;
   good = good && li_stream_reorder_all(s);
   /* Opening and steps use the same room, and each further layer adds its share. */
@@ -19385,7 +19387,7 @@ LI_FN bool li_stream_measure(luna_stream *s, const void *from) {
    bytes from s->device_memory (null: only counts). */
 LI_FN size_t li_stream_lay_out(luna_stream *s, char *base) {
   const luna_lm_config *c = &s->model.config;
-  const bool device = li_stream_on_device(s);
+  const bool device = li_on_device(&s->ctx);
   const int64_t inputs = (int64_t)li_stream_inputs_size(s, s->chunk);
   size_t used = li_round(sizeof(luna_stream));
   li_past none;
@@ -19514,7 +19516,7 @@ LI_FN luna_stream *li_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, co
 }
 
 /* Makes a stream from the model in `first` and a model's layers. Its memory comes from the context's allocator and, for
-   a model on a device, from the device. If it returns null, the context says why. */
+   a model on a device, from the device. */
 LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config,
                                   const void *layers, const char *name) {
   const luna_op_kind kind = first->model.config.layer.forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
@@ -19536,7 +19538,7 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
   first->ctx.options.log_user = ctx->options.log_user;
   const char *wrong = ctx->options.measure ? "a context that measures has no weights" : li_stream_config(first, &own);
   if (wrong) li_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong);
-  else if (li_stream_on_device(first) && !ctx->backend->op[kind].forward)
+  else if (li_on_device(&first->ctx) && !ctx->backend->op[kind].forward)
     li_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(kind));
   else if (!li_stream_measure(first, layers)) li_stream_report(ctx, first, name);
   else {
@@ -19550,13 +19552,13 @@ LI_FN luna_stream *li_stream_make(luna_ctx *ctx, luna_stream *first, const luna_
   if (!raw) return NULL;
   luna_stream *s = (luna_stream *)(void *)(raw + (LI_ALIGN - (uintptr_t)raw % LI_ALIGN));
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64 leads back to the allocation. */
-  if (li_stream_on_device(first)) {
+  if (li_on_device(&first->ctx)) {
     first->device_memory = (char *)ctx->backend->allocate(ctx->self, first->device_size);
     if (!first->device_memory) good = li_fail_memory(ctx, name, first->device_size) == LUNA_OK;
   }
 
   s = li_stream_place(first, s, size);
-  if (!li_stream_on_device(s)) s->ctx.state = &s->step_state;
+  if (!li_on_device(&s->ctx)) s->ctx.state = &s->step_state;
   if (good) luna_stream_reset(s);
   return li_stream_opened(ctx, s, good && li_stream_fill(s, layers, NULL), name);
 }
@@ -19582,7 +19584,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   const luna_allocator allocator = s->ctx.options.allocator;
   if (s->kept) s->ctx.backend->forget(s->ctx.self, s->kept);
   if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
-  /* li_stream_make left the distance from the allocation in the byte before the stream. */
+  /* li_stream_make left the distance in that byte. */
   li_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
 }
 
@@ -19637,7 +19639,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
     y = li_stream_send(s, input, at, rows) ? li_stream_rows(s, rows, at + rows == n) : NULL;
     if (single) s->ctx.backend->token(&s->ctx, &s->kept, true);
     s->position += rows;
-    if (y && at + rows < n && !li_stream_on_device(s)) finite = finite && li_are_finite(luna_count(y), y->data);
+    if (y && at + rows < n && !li_on_device(&s->ctx)) finite = finite && li_are_finite(luna_count(y), y->data);
   }
 
   if (y) (void)li_stream_move(s, s->logits, y->data, li_bytes(luna_count(y)), 2);
@@ -19673,8 +19675,8 @@ LI_FN luna_status li_stream_fail(luna_stream *s, luna_error_id error) {
 }
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
-  const size_t bytes = s ? (size_t)s->batch * sizeof(int32_t) : 0;
   if (!s || !from) return li_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
+  const size_t bytes = (size_t)s->batch * sizeof(int32_t);
   for (int64_t b = 0; b < s->batch; b++)
     if (from[b] < 0 || from[b] >= s->batch) return li_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
   int32_t *order = li_stream_inputs(s, s->host_inputs, 1).tokens;
@@ -19772,7 +19774,7 @@ LI_FN luna_lm_state *li_state_carried(const luna_lm *model) {
 /* Marks the other half of a carried state as written, `rows` rows on. Returns x. */
 LI_FN luna_tensor *li_state_written(const luna_lm *model, luna_tensor *x, int64_t rows) {
   luna_lm_state *s = li_state_carried(model);
-  if (!s || !x) return x;
+  if (!s || !x || rows == 0) return x; /* Ops on no rows write nothing. */
   for (int64_t b = 0; b < s->batch; b++) s->position[!s->now][b] = s->position[s->now][b] + rows;
   s->written = true;
   return x;
@@ -19804,7 +19806,8 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
     return NULL;
   }
 
-  if (!li_in(ctx, __func__, "batch", batch, 1, LI_MAX_COUNT / li_max(1, c->dim))) return NULL;
+  const int64_t each = li_checked(li_checked(model->config.layers, c->dim), 24 * c->memory + 4 * c->convolution);
+  if (!li_in(ctx, __func__, "batch", batch, 1, each > 0 ? LI_MAX_COUNT / each : 1)) return NULL;
   li_past_take(&none, c, batch, NULL, &layer_size);
   const size_t layers = layer_size * (size_t)model->config.layers, head = li_round(sizeof(luna_lm_state));
   const size_t size = li_round(layers + (size_t)batch * sizeof(int64_t));
@@ -19990,7 +19993,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
    the tensors from its sources. Guarded by tests/models/translation.c.
    ---------------- */
 /* Computes a decoder layer's tensors from its sources: scores from P, keys and values from Y_P. *p becomes the next
-   layer's P. They do not depend on the target. */
+   layer's P. */
 LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li_stream_layer *own,
                              luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
@@ -20004,7 +20007,7 @@ LI_FN bool li_stream_sources(luna_stream *s, const luna_decoder_layer *layer, li
 }
 /* Writes each sequence's number of memory slots. `count` sequences share the sources equally. */
 LI_FN bool li_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
-  int32_t *slots = li_stream_on_device(s) ? li_stream_inputs(s, s->host_inputs, 1).tokens : to;
+  int32_t *slots = li_on_device(&s->ctx) ? li_stream_inputs(s, s->host_inputs, 1).tokens : to;
   for (int64_t i = 0; i < count; i++) {
     const int64_t length = source->lengths ? source->lengths[i * s->sources / count] : source->n;
     slots[i] = (int32_t)li_min(length, s->model.config.layer.memory);
@@ -20130,6 +20133,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
+#elif defined(_MSC_VER) && !defined(__clang__)
+#pragma warning(pop)
 #endif
 #endif /* !LI_PASS */
 #endif /* LUNA_IMPLEMENTATION */

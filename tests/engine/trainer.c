@@ -613,6 +613,8 @@ static void check_schedules(void) {
           (int)known[i].decay, (long long)s.warmup, (long long)s.total, (long long)known[i].step, factor,
               known[i].factor);
   }
+  const luna_schedule gap = {.decay = LUNA_DECAY_MILESTONES, .milestone = {10, 0, 20}, .gamma = 0.5f};
+  CHECK(luna_schedule_at(&gap, 21) == 0.5f, "a milestone after a 0: %g", (double)luna_schedule_at(&gap, 21));
 }
 
 /* ---- stored numbers: torch's optimisers and schedules, and the authors' Apollo, in float64

@@ -1033,6 +1033,11 @@ static void check_shared(void) {
   check_untrainable(shared, sharer, "shared");
   refused(shared, sharer, luna_load(shared, luna_bytes(file.at, file.size)), LUNA_BAD_ARGUMENT, LUNA_ERROR_SET_BORROWED,
       values, "loading into a shared set");
+  luna_begin_inference(sharer);
+  luna_tensor *view = luna_reshape(luna_params_find(shared, "first"), 1, (const int64_t[]){6});
+  CHECK(view && luna_write(view, values) == LUNA_BAD_ARGUMENT &&
+        luna_error_id_of(sharer) == LUNA_ERROR_WRITE_BORROWED && unchanged(shared, values),
+        "writing a view of a shared parameter: %s", luna_error(sharer));
   CHECK(!luna_params_share(sharer, NULL), "sharing nothing");
   free(file.at), free(values);
   ctx_close(sharer, &hs), ctx_close(ctx, &h);

@@ -369,6 +369,71 @@ static void check_averages(void) {
   }
   free(file.at);
 }
+/* ---- parameters that a step does not reach ---- */
+static void turns_open(small *s, uint64_t seed) {
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
+  luna_options options = {0};
+  options.seed = seed, options.threads = 1;
+  s->ctx = luna_open(&options), s->params = luna_params_open(s->ctx);
+  CHECK(luna_param(s->params, "odd", 2, matrix, normal) && luna_param(s->params, "even", 2, matrix, normal) &&
+        luna_param(s->params, "never", 1, vector, normal), "%s", luna_error(s->ctx));
+  s->optimizer = optimizer_open(s->params, LUNA_OPTIMIZER_ADAMW, 0.5f);
+}
+/* Odd steps reach one parameter, even ones another. A third gets no gradient. */
+static luna_tensor *turns_loss(small *s, int step) {
+  luna_tensor *t = luna_params_find(s->params, step % 2 ? "odd" : "even");
+  return common_loss(luna_mul(t, luna_dropout(t, 0.5f)), 5);
+}
+static void turns_step(small *s, int step) {
+  luna_begin_step(s->ctx);
+  CHECK(luna_backward(turns_loss(s, step)) == LUNA_OK && luna_optimizer_step(s->optimizer) == LUNA_OK, "step %d: %s",
+        step, luna_error(s->ctx));
+}
+static void check_turns(void) {
+  static const float written[4] = {1, 2, 3, 4};
+  small s, r;
+  turns_open(&s, 3);
+  for (int step = 1; step <= 6; step++) turns_step(&s, step);
+  const buffer file = saved_training(s.optimizer);
+  for (int step = 7; step <= 9; step++) turns_step(&s, step);
+  const buffer end = saved_training(s.optimizer);
+
+  turns_open(&r, 4);
+  CHECK(luna_load_training(r.optimizer, luna_bytes(file.at, file.size)) == LUNA_OK, "%s", luna_error(r.ctx));
+  for (int step = 7; step <= 9; step++) turns_step(&r, step);
+  CHECK(unchanged(r.optimizer, &end), "a run whose steps reach different parameters goes on with other bits");
+
+  /* what no update reaches has no average: a swap leaves what was written */
+  luna_tensor *never = luna_params_find(r.params, "never");
+  CHECK(luna_write(never, written) == LUNA_OK && luna_optimizer_swap_average(r.optimizer) == LUNA_OK &&
+        memcmp(never->data, written, sizeof written) == 0, "a swap brings back old values of an untrained parameter");
+  const buffer averages = saved(r.params);
+  luna_load_report report = {0};
+  CHECK(luna_load(r.params, luna_bytes(averages.at, averages.size)) == LUNA_BAD_ARGUMENT &&
+        luna_error_id_of(r.ctx) == LUNA_ERROR_AVERAGE_SWAPPED, "luna_load between swaps: %s", luna_error(r.ctx));
+  CHECK(luna_load_matching(r.params, luna_bytes(averages.at, averages.size), &report) == LUNA_BAD_ARGUMENT &&
+        luna_load_training(r.optimizer, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT &&
+        luna_error_id_of(r.ctx) == LUNA_ERROR_AVERAGE_SWAPPED, "others between swaps: %s", luna_error(r.ctx));
+  CHECK(luna_optimizer_swap_average(r.optimizer) == LUNA_OK, "%s", luna_error(r.ctx));
+
+  /* back to the file after a step that failed, and after a luna_backward */
+  for (int i = 0; i < 2; i++) {
+    luna_begin_step(r.ctx);
+    luna_tensor *loss = turns_loss(&r, 1);
+    luna_tensor *odd = luna_params_find(r.params, "odd");
+    CHECK(i || !luna_matmul(odd, odd, false, false), "a product of shapes that do not fit");
+    CHECK((luna_backward(loss) == LUNA_OK) == (i == 1), "luna_backward: %s", luna_error(r.ctx));
+    CHECK(luna_load_training(r.optimizer, luna_bytes(file.at, file.size)) == LUNA_OK, "%s", luna_error(r.ctx));
+    CHECK(luna_optimizer_step(r.optimizer) != LUNA_OK && (i == 0 || luna_error_id_of(r.ctx) == LUNA_ERROR_NO_BACKWARD),
+          "a step on gradients from before the load: %s", luna_error(r.ctx));
+    for (int step = 7; step <= 9; step++) turns_step(&r, step);
+    CHECK(unchanged(r.optimizer, &end), "after a %s, a run goes back and makes other bits",
+          i ? "luna_backward" : "step that failed");
+  }
+  luna_close(s.ctx), luna_close(r.ctx);
+  free(file.at), free(end.at), free(averages.at);
+}
+
 /* A run in other products than the file's goes on, and options.log is told, if there is one. */
 static int told;
 static void take_note(void *user, luna_status status, const char *sentence) {
@@ -496,16 +561,19 @@ static void fixed_write(void) {
   luna_close(s.ctx);
 }
 static void check_fixed(void) {
-  buffer before = fixed_read(fixed_files[0]), after = fixed_read(fixed_files[1]);
-  small s;
-  fixed_open(&s);
-  CHECK(luna_load_training(s.optimizer, luna_bytes(before.at, before.size)) == LUNA_OK && unchanged(s.optimizer,
-                                                                                                    &before),
-        "the fixed file, loaded and saved, has other bytes: %s",
-        luna_error(s.ctx));
-  fixed_step(&s);
-  CHECK(unchanged(s.optimizer, &after), "the next step of the fixed file is another one here");
-  free(before.at), free(after.at), luna_close(s.ctx);
+  static const char *const older = "tests/data/resume/older.safetensors"; /* without "luna.unreached" */
+  buffer whole = fixed_read(fixed_files[0]), after = fixed_read(fixed_files[1]);
+  for (int i = 0; i < 2; i++) {
+    buffer before = fixed_read(i ? older : fixed_files[0]);
+    small s;
+    fixed_open(&s);
+    CHECK(luna_load_training(s.optimizer, luna_bytes(before.at, before.size)) == LUNA_OK &&
+          unchanged(s.optimizer, &whole), "fixed file %d, loaded and saved, has other bytes: %s", i, luna_error(s.ctx));
+    fixed_step(&s);
+    CHECK(unchanged(s.optimizer, &after), "the next step of fixed file %d is another one here", i);
+    free(before.at), luna_close(s.ctx);
+  }
+  free(whole.at), free(after.at);
 }
 
 /* ---- saves that fail, at each byte and in each way ---- */
@@ -655,7 +723,7 @@ int main(int argc, char **argv) {
     check_resume(false, kind), check_resume(true, kind);
   check_plain(false), check_plain(true);
   check_refusals();
-  check_averages(), check_products(), check_scarce();
+  check_averages(), check_turns(), check_products(), check_scarce();
   check_halves();
   check_failed_saves();
 #ifdef HAS_FORK

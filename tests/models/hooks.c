@@ -293,6 +293,31 @@ static void check_names(void) {
     luna_close(ctx);
   }
 }
+/* A file's setting of a hook must be the model's, whatever its name is. */
+static const char *setting;
+static bool settings_put(void *user, bool (*put)(void *file, const char *key, const char *value), void *file) {
+  (void)user;
+  return put(file, "length", setting);
+}
+static void check_settings(void) {
+  static char file[1 << 16];
+  const luna_attention_hook hook = {.init = place_make, .forward = average_run, .user = &places_made, .name = "mine",
+                                    .save = settings_put};
+  luna_lm_config config = {.layers = 1, .vocab = 5, .layer = {.dim = DIM, .heads = 2, .hook = &hook}};
+  size_t size = 0;
+  luna_lm lm;
+  for (int i = 0; i < 3; i++) {
+    luna_ctx *ctx = ctx_open();
+    luna_params *params = luna_params_open(ctx);
+    setting = i == 2 ? "8" : "9";
+    CHECK(luna_lm_init(&lm, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+    if (i == 0) CHECK(luna_save(params, luna_buffer(file, sizeof file, &size)) == LUNA_OK, "%s", luna_error(ctx));
+    const luna_status status = luna_load(params, luna_bytes(file, size));
+    CHECK(i < 2 ? status == LUNA_OK : status != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_FILE_CONFIG,
+          "a file with another setting of a hook: %s", luna_error(ctx));
+    luna_close(ctx);
+  }
+}
 static luna_tensor *null_run(void *layer, luna_attention_call *call) {
   (void)layer, (void)call;
   return NULL;
@@ -381,7 +406,7 @@ static void check_hooks(void) {
     check_hook_classifier((luna_recompute_kind)recompute);
   check_hook_lm();
   check_places();
-  check_names();
+  check_names(), check_settings();
   check_hook_refusals();
   heap_check("hooks");
 }

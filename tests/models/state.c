@@ -64,13 +64,13 @@ static void forward(setup *s, luna_lm_state *state, int64_t first, int64_t n, fl
 
 /* windows that continue one another are one sequence; a stream's state is the same and goes either way */
 static void windows(int variant) {
-  static const int64_t sizes[] = {70, 1, 3, 64, 12};
+  static const int64_t sizes[] = {70, 1, 0, 3, 64, 12}; /* a window without rows changes nothing */
   setup s = open_model(variant, 2);
   const size_t count = (size_t)(BATCH * ROWS * s.outputs);
   float *whole = (float *)calloc(count, sizeof(float)), *parts = (float *)calloc(count, sizeof(float));
   luna_lm_state *state = luna_lm_state_open(&s.model, BATCH);
   forward(&s, NULL, 0, ROWS, whole);
-  for (int64_t i = 0, at = 0; i < 5; at += sizes[i++]) forward(&s, state, at, sizes[i], parts);
+  for (int64_t i = 0, at = 0; i < 6; at += sizes[i++]) forward(&s, state, at, sizes[i], parts);
   test_close("windows", parts, whole, count, 2e-6);
 
   luna_stream *stream = luna_stream_open(&s.model, &(luna_stream_config){.batch = BATCH});
@@ -291,6 +291,8 @@ static void refusals(void) {
   bytes[0] ^= 1;
   CHECK(luna_lm_state_load(state, bytes, size) != LUNA_OK, "a damaged state loads");
   CHECK(!luna_lm_state_open(&s.model, 0) && !luna_lm_state_open(NULL, 1), "a state of no sequences, or no model");
+  CHECK(!luna_lm_state_open(&s.model, (int64_t)1 << 40) && luna_error_id_of(s.ctx) == LUNA_ERROR_VALUE_RANGE,
+        "a state whose size no integer holds: %s", luna_error(s.ctx));
   luna_params *params = luna_params_open(s.ctx);
   luna_lm softmax;
   luna_lm_config config = {.layers = 1, .layer = {.dim = 8, .heads = 2, .attention = LUNA_ATTENTION_SOFTMAX}};
@@ -453,6 +455,36 @@ static const char *save(const luna_params *params) {
   CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "%s", luna_error(luna_params_ctx(params)));
   return file + 8;                   /* its header; the text ends with the first byte 0 of the numbers */
 }
+/* A set takes its horizon from each file that it loads, unless its own config fixed it. */
+static void horizons_of_files(void) {
+  static const int64_t fixed[3] = {7, 0, 9}, longest[3] = {7, 12, 9};
+  static char files[2][1 << 14];
+  size_t sizes[2];
+  for (int i = 0; i < 3; i++) {      /* two files; then a set that loads both, and one that keeps its own */
+    for (int own = 0; own <= (i == 2); own++) {
+      luna_ctx *ctx = luna_open(NULL);
+      luna_params *params = luna_params_open(ctx);
+      luna_lm model;
+      char wanted[40];
+      luna_lm_config config = {.vocab = VOCAB, .layers = 1, .layer = {.dim = 8, .heads = 2, .memory = 3}};
+      config.layer.horizon = i == 2 && !own ? 0 : fixed[i];
+      CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+      luna_begin_step(ctx);
+      if (i == 1)
+        CHECK(luna_lm_loss(&model, &(luna_input){.tokens = tokens, .batch = 1, .n = 12}, tokens + 1), "%s",
+              luna_error(ctx));
+      for (int k = 0; i == 2 && k < 2; k++) {
+        CHECK(luna_load(params, luna_bytes(files[k], sizes[k])) == LUNA_OK, "%s", luna_error(ctx));
+        snprintf(wanted, sizeof wanted, "luna.horizon\":\"%d\"", (int)longest[own ? 2 : k]);
+        CHECK(strstr(save(params), wanted), "file %d, own %d: not %s", k, own, wanted);
+      }
+      (void)save(params);
+      if (i < 2 && CHECK(file_size <= sizeof files[i], "a file of %zu bytes", file_size))
+        memcpy(files[i], file, sizes[i] = file_size);
+      luna_close(ctx);
+    }
+  }
+}
 static void horizon(int64_t asked, const char *wanted) {
   luna_ctx *ctx = luna_open(NULL), *again = luna_open(NULL);
   luna_params *params = luna_params_open(ctx), *loaded = luna_params_open(again);
@@ -554,6 +586,7 @@ int main(void) {
   for (int variant = 2; variant < VARIANTS; variant++)
     for (int32_t anew = 0; variant / 2 % 3 && anew < BATCH; anew++) restart_saved(variant, anew);
   retries(false), retries(true);
+  horizons_of_files();
   horizon(0, "luna.horizon\":\"30\"");
   horizon(7, "luna.horizon\":\"7\"");
   horizon(LUNA_HORIZON_NONE, NULL);
