@@ -170,7 +170,7 @@ programs: $(filter %/private,$(PROGRAMS)) $(filter $(BUILD)/%,$(ONCE)) $(EXAMPLE
 
 # null for each pointer of each public function
 NULLS = tests/robust/nulls.awk tests/tools/api.txt examples/luna_ops.h
-$(BUILD)/tests/arguments: TEST_OPT += -I$(BUILD)/tests
+$(BUILD)/tests/arguments: TEST_OPT = -O1 -I$(BUILD)/tests
 $(BUILD)/tests/arguments: $(BUILD)/tests/nulls.h
 $(BUILD)/tests/nulls.h: $(NULLS)
 	@mkdir -p $(@D)
@@ -182,9 +182,10 @@ $(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 # Most tests take longer to compile than to run; a benchmark's loops are as a user's. The attentions of examples/, which
-# tests/attentions holds, compute much themselves.
+# tests/attentions holds, compute much themselves, and so do ops and arguments where sanitizers watch them.
 TEST_OPT = $(or $(CALLER_OPT),-O1)
 $(BUILD)/tests/attentions: CALLER_OPT =
+$(BUILD)/tests/ops: TEST_OPT = -O1
 $(BENCHES): TEST_OPT =
 $(PUBLIC): $(BUILD)/tests/%: %.c $(BUILD)/luna.o $(TEST_H)
 	$(call build,$(CC) $(CFLAGS) $(TEST_OPT) $(WARN) -DLI_IMPLEMENTED $(TEST_I) $< $(BUILD)/luna.o,$(LIBS))
@@ -231,6 +232,7 @@ test-clang:
 	@$(MAKE) CC='$(CLANG)' BUILD=$(BUILD)/clang ONCE= EXAMPLES= NAMES='$(CLANG_TESTS)' GATE= test
 
 # GATE=1: scripts and programs that take longest run in other stages alone
+NO_ASAN = %/gradients $(if $(GATE),%/causality)
 MSAN_HERE = $(filter-out $(if $(GATE),private),$(MSAN_TESTS))
 # gradients is the reference in double, which ops and others run in float. The one program of the thread sanitizer and
 # luna.o of memory's take a minute to compile, each on one core, beside the others. What only calls luna.o is not
@@ -240,13 +242,13 @@ sanitize:
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)' & \
 	$(if $(MSAN_HERE),$(MAKE) $(BUILD)/msan/luna.o BUILD=$(BUILD)/msan CFLAGS='$(MSAN)' &) \
 	$(MAKE) -k -j$(JOBS) programs $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' \
-	  SKIP=%/gradients; wait
+	  SKIP='$(NO_ASAN)'; wait
 	-@$(if $(MSAN_HERE),$(MAKE) -k -j$(JOBS) $(MSAN_HERE:%=$(BUILD)/msan/tests/%) BUILD=$(BUILD)/msan CFLAGS='$(MSAN)')
 	@BUILD=$(BUILD)/asan CFLAGS='$(ASAN)' JOBS=$(JOBS) sh tests/run.sh \
 	  $(filter-out $(if $(GATE),$(addprefix tests/programs/,arena.sh cli.sh examples_more.sh export.sh \
 	  export_options.sh lra.sh recall.sh)),$(SCRIPTS)) $(BUILD)/asan/tests/private \
 	  $(LATER_SANITIZED:$(BUILD)/%=$(BUILD)/asan/%) $(MSAN_HERE:%=$(BUILD)/msan/tests/%) $(BUILD)/tsan/tests/threads \
-	  $(filter-out %/private %/gradients,$(NAMES:%=$(BUILD)/asan/tests/%))
+	  $(filter-out %/private $(NO_ASAN),$(NAMES:%=$(BUILD)/asan/tests/%))
 
 mcu: $(BUILD)/export $(BUILD)/mcu/models
 	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh
