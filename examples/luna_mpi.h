@@ -8,6 +8,8 @@
 
    Sums are added up in rank order, each part of them on one rank: the same bits on all ranks, in every run and with any
    MPI. */
+#ifndef LUNA_MPI_H
+#define LUNA_MPI_H
 #include "luna_ranks.h"
 
 #include <limits.h>
@@ -25,7 +27,7 @@ typedef struct mpi_ranks {
 } mpi_ranks;
 
 /* Waits for a call that has begun, and lets others run meanwhile: ranks may be more than cores. */
-static bool mpi_wait(int begun, MPI_Request *request) {
+static inline bool mpi_wait(int begun, MPI_Request *request) {
   int done = 0;
   if (begun != MPI_SUCCESS) return false;
   while (MPI_Test(request, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && !done) sched_yield();
@@ -33,11 +35,11 @@ static bool mpi_wait(int begun, MPI_Request *request) {
 }
 
 /* rank r's part of n numbers begins here */
-static int mpi_begin(int64_t n, int r, int ranks) { return (int)(n * r / ranks); }
+static inline int mpi_begin(int64_t n, int r, int ranks) { return (int)(n * r / ranks); }
 
 /* Each rank gets its part from all, adds it up, and gives the sum to all. `memory`: bytes of n numbers and 4 ints a
    rank. */
-static bool mpi_sum(const mpi_ranks *m, char *buffer, int n, luna_reduction what, char *memory) {
+static inline bool mpi_sum(const mpi_ranks *m, char *buffer, int n, luna_reduction what, char *memory) {
   const bool wide = what == LUNA_REDUCTION_SUM_F64;
   const int ranks = m->collective.ranks, rank = m->collective.rank, size = wide ? 8 : 4;
   const int own = mpi_begin(n, rank + 1, ranks) - mpi_begin(n, rank, ranks);
@@ -61,7 +63,7 @@ static bool mpi_sum(const mpi_ranks *m, char *buffer, int n, luna_reduction what
   return mpi_wait(MPI_Iallgatherv(MPI_IN_PLACE, 0, type, buffer, counts, starts, type, m->comm, &request), &request);
 }
 
-static bool mpi_reduce(void *user, void *buffer, int64_t count, luna_reduction what) {
+static inline bool mpi_reduce(void *user, void *buffer, int64_t count, luna_reduction what) {
   mpi_ranks *m = (mpi_ranks *)user;
   const int64_t size = what == LUNA_REDUCTION_SUM_F64 ? 8 : 4, most = count < MPI_BLOCK ? count : MPI_BLOCK;
   const size_t ranks = (size_t)m->collective.ranks;        /* a part is rounded up: room for one number more a rank */
@@ -74,7 +76,7 @@ static bool mpi_reduce(void *user, void *buffer, int64_t count, luna_reduction w
   return good;
 }
 
-static bool mpi_gather(void *user, const void *mine, void *all, size_t bytes) {
+static inline bool mpi_gather(void *user, const void *mine, void *all, size_t bytes) {
   mpi_ranks *m = (mpi_ranks *)user;
   MPI_Request request;
   m->calls++, m->bytes += (int64_t)bytes;
@@ -83,7 +85,7 @@ static bool mpi_gather(void *user, const void *mine, void *all, size_t bytes) {
 }
 
 /* False: MPI could not be started. Its own errors come back as failed calls, so that luna_ranks.h says a sentence. */
-static bool mpi_open(mpi_ranks *m, int *count, char ***given) {
+static inline bool mpi_open(mpi_ranks *m, int *count, char ***given) {
   int threads;
   memset(m, 0, sizeof *m);
   m->collective.all_reduce = mpi_reduce, m->collective.all_gather = mpi_gather, m->collective.user = m;
@@ -96,8 +98,9 @@ static bool mpi_open(mpi_ranks *m, int *count, char ***given) {
 }
 
 /* One rank that failed would leave the others waiting: it ends them. */
-static void mpi_close(mpi_ranks *m, int status) {
+static inline void mpi_close(mpi_ranks *m, int status) {
   if (status != 0) MPI_Abort(MPI_COMM_WORLD, status);
   MPI_Comm_free(&m->comm);
   MPI_Finalize();
 }
+#endif

@@ -14,6 +14,8 @@
 
    Sums are added up in rank order from what all ranks have sent: the same bits on all ranks and in every run, which
    NCCL's own reduction leaves to its choice of algorithm. Compiled only: it has not run. */
+#ifndef LUNA_NCCL_H
+#define LUNA_NCCL_H
 #include "luna_ranks.h"
 
 #include <cuda_runtime.h>
@@ -33,7 +35,7 @@ typedef struct nccl_ranks {
 #define NCCL_PIECE ((size_t)4 << 20)   /* bytes of a sum that go at once */
 
 /* `room` bytes a rank; what was there is given back first */
-static bool nccl_grow(nccl_ranks *n, size_t room) {
+static inline bool nccl_grow(nccl_ranks *n, size_t room) {
   const size_t ranks = (size_t)n->collective.ranks;
   if (room <= n->room) return true;
   cudaFree(n->device), cudaFreeHost(n->host);
@@ -45,7 +47,7 @@ static bool nccl_grow(nccl_ranks *n, size_t room) {
   return true;
 }
 
-static bool nccl_gather(void *user, const void *mine, void *all, size_t bytes) {
+static inline bool nccl_gather(void *user, const void *mine, void *all, size_t bytes) {
   nccl_ranks *n = (nccl_ranks *)user;
   const size_t ranks = (size_t)n->collective.ranks;
   if (!nccl_grow(n, bytes)) return false;
@@ -56,7 +58,7 @@ static bool nccl_gather(void *user, const void *mine, void *all, size_t bytes) {
          cudaStreamSynchronize(n->stream) == cudaSuccess;
 }
 
-static bool nccl_reduce(void *user, void *buffer, int64_t count, luna_reduction what) {
+static inline bool nccl_reduce(void *user, void *buffer, int64_t count, luna_reduction what) {
   nccl_ranks *n = (nccl_ranks *)user;
   const bool wide = what == LUNA_REDUCTION_SUM_F64;
   const size_t bytes = (size_t)count * (wide ? sizeof(double) : sizeof(float));
@@ -76,7 +78,7 @@ static bool nccl_reduce(void *user, void *buffer, int64_t count, luna_reduction 
   return true;
 }
 
-static bool nccl_open(nccl_ranks *n, ncclComm_t communicator) {
+static inline bool nccl_open(nccl_ranks *n, ncclComm_t communicator) {
   memset(n, 0, sizeof *n);
   n->communicator = communicator;
   n->collective.all_reduce = nccl_reduce, n->collective.all_gather = nccl_gather, n->collective.user = n;
@@ -85,7 +87,8 @@ static bool nccl_open(nccl_ranks *n, ncclComm_t communicator) {
              cudaStreamCreate(&n->stream) == cudaSuccess;
 }
 
-static void nccl_close(nccl_ranks *n) {
+static inline void nccl_close(nccl_ranks *n) {
   cudaFree(n->device), cudaFreeHost(n->host);
   cudaStreamDestroy(n->stream);
 }
+#endif

@@ -34,7 +34,9 @@ per_step target_vocab share_embeddings separate_output decoder_layers max_target
 
 class Config(dict):
     def __init__(self, given, **defaults):
-        for name in given:
+        for name, value in given.items():
+            if name in FIELDS and value and int(value) != value:
+                raise TypeError("%s is %r; fields are whole numbers, and dropouts are in 10^-9" % (name, value))
             if name in FIELDS: continue
             near = difflib.get_close_matches(name, FIELDS, 1)
             raise TypeError("a config has no field %r%s" % (name, "; did you mean %r?" % near[0] if near else ""))
@@ -91,6 +93,7 @@ class Standard(nn.Module):                                         # input_norm,
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("scale", torch.ones(size))
     def fit(self, x):                                              # [...,size], of training; NaN is missing
+        x = x.float()                                              # as the model reads it: a constant's mean is exact
         x = x.masked_fill(~x.isfinite(), math.nan).flatten(0, -2).double()
         deviation = ((x - (mean := x.nanmean(0))) ** 2).nanmean(0).sqrt()
         deviation = torch.where(deviation > 0, deviation, 1)

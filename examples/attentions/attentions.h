@@ -17,6 +17,7 @@
    random and not trained is a parameter too. */
 #ifndef ATTENTIONS_H
 #define ATTENTIONS_H
+#include <locale.h>
 #include "base.h"
 #include "bigbird.h"
 #include "compressive.h"
@@ -52,7 +53,8 @@ typedef struct attentions {
 #define ATTENTION_TEXT_AS(x) #x
 #define ATTENTION_TEXT_OF(x) ATTENTION_TEXT_AS(x)
 ATTENTION_FN bool attentions_refuse(attentions *a, const char *what, const char *key, const char *value) {
-  snprintf(a->error, sizeof a->error, "attention %s: %s: %s %s", a->system ? a->system->name : "", what, key, value);
+  snprintf(a->error, sizeof a->error, "attention %s: %s: %.60s %.120s", a->system ? a->system->name : "", what, key,
+           value);
   return false;
 }
 /* value's place in "one|two|three", or value where it is the number of a place, as in files of luna.h 0.2; -1: not
@@ -90,6 +92,16 @@ ATTENTION_FN bool attentions_put_list(attentions *a, const attention_option *opt
   memcpy((char *)a->options + option->at, &list, sizeof list);
   return true;
 }
+/* A number with a point, whatever the locale's decimal separator is. */
+ATTENTION_FN bool attentions_real(const char *value, double *real) {
+  const size_t whole = strcspn(value, ".");
+  const char *point = value[whole] ? localeconv()->decimal_point : "";
+  char local[80], *end;
+  const int size = snprintf(local, sizeof local, "%.*s%s%s", (int)whole, value, point,
+                            value[whole] ? value + whole + 1 : "");
+  *real = strtod(local, &end);
+  return size < (int)sizeof local && end != local && !*end && *real - *real == 0;
+}
 ATTENTION_FN bool attentions_put(attentions *a, const attention_option *option, const char *value) {
   void *at = (char *)a->options + option->at;
   char *end = NULL;
@@ -102,8 +114,7 @@ ATTENTION_FN bool attentions_put(attentions *a, const attention_option *option, 
     return true;
   }
   if (option->kind == ATTENTION_NUMBER) {
-    real = strtod(value, &end);
-    if (end == value || *end || !(real - real == 0)) return attentions_refuse(a, "not a number", option->name, value);
+    if (!attentions_real(value, &real)) return attentions_refuse(a, "not a number", option->name, value);
     memcpy(at, &real, sizeof real);
     return true;
   }
@@ -136,6 +147,7 @@ ATTENTION_FN void *attentions_init(void *user, luna_params *params, const char *
   a->params = params, a->prefix = prefix ? prefix : "";
   a->good = true;
   attention_require(a, a->heads > 0 && a->dim % a->heads == 0, "attentions: dim is not a multiple of heads");
+  attention_require(a, !config->output_gate || a->system->plain, "attentions: output_gate is Linformer's alone");
   attention_require_counts(a);
   if (a->good) a->system->init(a);
   a->params = NULL, a->prefix = NULL;
@@ -162,6 +174,15 @@ ATTENTION_FN luna_tensor *attentions_forward(void *layer, luna_attention_call *c
   return y;
 }
 
+/* A layer is freed when its context is closed, or its init has failed later, and `attentions` are closed, too. Whoever
+   calls hook.init calls this as hook.close. */
+ATTENTION_FN void attentions_leave(void *layer) {
+  attention *a = (attention *)layer;
+  a->drawn = a->loss = a->next_memory = a->next_compressed = NULL;
+  if (a->left) free(a);
+  else a->left = true;
+}
+
 /* ---- options in a model's file, as they are written in attentions_open ---- */
 #define ATTENTIONS_VALUE 1024
 ATTENTION_FN void attentions_text(const attentions *a, const attention_option *option, char text[ATTENTIONS_VALUE]) {
@@ -177,6 +198,8 @@ ATTENTION_FN void attentions_text(const attentions *a, const attention_option *o
     case ATTENTION_NUMBER:
       memcpy(&real, at, sizeof real);
       snprintf(text, ATTENTIONS_VALUE, "%.17g", real);
+      used = strcspn(text, localeconv()->decimal_point);
+      if (text[used]) text[used] = '.';
       return;
     case ATTENTION_LIST:
       memcpy(&list, at, sizeof list);
@@ -220,7 +243,7 @@ ATTENTION_FN bool attentions_load(void *user, const char *(*get)(void *file, con
 ATTENTION_FN bool attentions_set_all(attentions *a, const char *options) {
   while (*(options += strspn(options, " "))) {
     const size_t size = strcspn(options, " "), key = strcspn(options, "= ");
-    char text[2][128];
+    char text[2][ATTENTIONS_VALUE];
     if (key >= size || key >= sizeof text[0] || size - key > sizeof text[1])
       return attentions_refuse(a, "not key=value", options, "");
     memcpy(text[0], options, key), text[0][key] = 0;
@@ -244,6 +267,7 @@ ATTENTION_FN bool attentions_read(attentions *a, const char *name) {
     if (o->kind != ATTENTION_WORD && !attentions_put(a, o, o->value)) return false; /* a word's default is 0 */
   a->hook.init = attentions_init;
   a->hook.forward = attentions_forward;
+  a->hook.close = attentions_leave;
   a->hook.user = a;
   a->hook.name = a->system->name;
   a->hook.save = attentions_save;
@@ -262,7 +286,7 @@ ATTENTION_FN void attentions_close(attentions *a) {
   while (a->layers) {
     attention *layer = a->layers;
     a->layers = layer->next;
-    free(layer);
+    attentions_leave(layer);
   }
   free(a->options);
   memset(a, 0, sizeof *a);

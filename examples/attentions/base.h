@@ -67,6 +67,7 @@ typedef struct attention {
   luna_tensor *next_memory, *next_compressed, *loss;
   luna_tensor *drawn;                /* what attentions_redraw draws again, or null; with which rows */
   int rows;
+  bool left;                         /* its context or attentions_close has let it go; the other one will free it */
 } attention;
 struct attention_system {
   const char *name;                  /* also the `kind` of golden files */

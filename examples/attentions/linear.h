@@ -36,7 +36,7 @@ struct linear_kernel {
   linear_clamp clamp;
   float eps, scale;                  /* eps: of D when it clamps, else the map's; scale: the map's */
   void (*map)(const linear_kernel *kernel, const linear_rows *rows);
-  /* adds to grad_x (as x); to grad_w (as w) unless null; grad_phi [rows, features] may be overwritten */
+  /* adds to grad_x (as x) and to grad_w (as w), unless null; grad_phi [rows, features] may be overwritten */
   void (*map_backward)(const linear_kernel *kernel, const linear_rows *rows, float *grad_phi, float *grad_x,
                        float *grad_w);
 };
@@ -265,7 +265,8 @@ ATTENTION_FN float *linear_grad(const linear_head *p, int which, int64_t at) {
 ATTENTION_FN void linear_map_back(linear_head *p, const linear_rows *r, int which, int64_t at) {
   const luna_tensor *w = p->call->in[LINEAR_W];
   float *grad_x = linear_grad(p, which, at);
-  if (grad_x) p->k->map_backward(p->k, r, p->grad_phi, grad_x, w && w->grad ? w->grad + (r->w - w->data) : NULL);
+  float *grad_w = w && w->grad ? w->grad + (r->w - w->data) : NULL;
+  if (grad_x || grad_w) p->k->map_backward(p->k, r, p->grad_phi, grad_x, grad_w);
 }
 
 /* from the first chunk to the last: queries, whose gradients read the state before them */

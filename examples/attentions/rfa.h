@@ -66,6 +66,7 @@ ATTENTION_FN void rfa_map_backward(const linear_kernel *k, const linear_rows *r,
       grad_z[i * m + j] = r->phi[c] * grad_phi[s] - r->phi[s] * grad_phi[c];
     }
   if (grad_w) attention_gemm(r->gemm, grad_z, m, true, r->scratch, d, false, grad_w, r->w_stride, m, d, r->rows, true);
+  if (!grad_x) return;
   attention_gemm(r->gemm, grad_z, m, false, r->w, r->w_stride, false, grad_unit, d, r->rows, d, m, false);
   for (int64_t i = 0; i < r->rows; i++) {
     const float *x = r->x + i * r->stride, norm = rfa_norm(k, x), size = norm + 1e-3f;

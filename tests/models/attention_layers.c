@@ -133,7 +133,7 @@ static void check_naive(const char *options, bool causal, bool cross, bool lengt
   }
   free(got), free(expected), free(a);
   luna_close(ctx);
-  if (l) attentions_close(&choice);
+  if (l) choice.hook.close(l), attentions_close(&choice);
 }
 /* Luna attention in its four sharing modes, eqs. 3-5: pack, then unpack */
 enum { PACK_HEADS = 2, MEMORY = 5 };
@@ -367,6 +367,7 @@ static void check_linformer_refusals(void) {
     luna_begin_inference(ctx);
     call.x = common_tensor(ctx, 1, 2, 9, DIM, 0), call.context = common_tensor(ctx, 1, 1, 9, DIM, 0);
     check_says(ctx, !choice.hook.forward(l, &call), LUNA_BAD_ARGUMENT, "of x's batch and d", options);
+    choice.hook.close(l);
     luna_close(ctx);
     attentions_close(&choice);
   }

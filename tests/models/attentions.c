@@ -77,6 +77,7 @@ static bool one_open(one *o, const char *name, bool causal, const luna_options *
   return CHECK(o->layer, "%s: %s", name, luna_error(o->ctx)) != 0;
 }
 static void one_close(one *o) {
+  if (o->layer) o->choice.hook.close(o->layer);
   attentions_close(&o->choice);
   luna_close(o->ctx);
 }
@@ -809,6 +810,60 @@ static void check_refusals(void) {
   }
 }
 
+/* One `attentions` for models of several contexts, one after the other: what was drawn for a closed one is gone. */
+static void check_contexts(void) {
+  static const int32_t tokens[4] = {1, 2, 3, 0};
+  attentions a;
+  CHECK(attentions_open(&a, "rfa features=8"), "%s", a.error);
+  luna_lm_config config = {.vocab = 5, .layers = 1, .layer = {.dim = DIM, .heads = HEADS, .hook = &a.hook}};
+  luna_ctx *ctx = NULL;
+  for (int round = 0; round < 3; round++) {
+    luna_lm lm;
+    luna_close(ctx);
+    ctx = luna_open(NULL);
+    luna_params *params = luna_params_open(ctx);
+    CHECK(luna_lm_init(&lm, params, &config) == LUNA_OK && attentions_redraw(&a, 5), "%s", luna_error(ctx));
+    luna_begin_step(ctx);
+    const luna_input input = {tokens, NULL, 1, 4, NULL};
+    CHECK(luna_backward(attentions_loss(&a, luna_lm_loss(&lm, &input, tokens))) == LUNA_OK, "%s", luna_error(ctx));
+  }
+  attentions_close(&a); /* before the last context, which frees its layers */
+  luna_close(ctx);
+}
+/* What is trained alone, or refused */
+static void check_frozen_and_gated(void) {
+  static const int32_t tokens[4] = {1, 2, 3, 0};
+  char text[400] = "longformer global=0", *end = text + strlen(text);
+  attentions a;
+  float grad[2][DIM];
+  CHECK(attentions_open(&a, "rfa features=8"), "%s", a.error);
+  luna_lm_config config = {.vocab = 5, .layers = 1, .layer = {.dim = DIM, .heads = HEADS, .hook = &a.hook}};
+  for (int frozen = 0; frozen < 2; frozen++) {
+    luna_lm lm;
+    luna_ctx *ctx = luna_open(&(luna_options){.seed = 3});
+    luna_params *params = luna_params_open(ctx);
+    CHECK(luna_lm_init(&lm, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+    luna_tensor *sigma = luna_params_find(params, "layers.0.self_attn.sigma");
+    if (!CHECK(sigma && luna_count(sigma) <= DIM, "sigma is not there")) return;
+    if (frozen) luna_params_freeze(params, NULL, true), luna_params_freeze(params, "sigma", false);
+    luna_begin_step(ctx);
+    const luna_input input = {tokens, NULL, 1, 4, NULL};
+    CHECK(luna_backward(luna_lm_loss(&lm, &input, tokens)) == LUNA_OK &&
+          luna_read_grad(sigma, grad[frozen]) == LUNA_OK, "%s", luna_error(ctx));
+    CHECK(grad[frozen][0] != 0, "sigma has no gradient, frozen %d", frozen);
+    if (frozen) test_close("sigma alone", grad[1], grad[0], (size_t)luna_count(sigma), 1e-5);
+    luna_close(ctx);
+  }
+  config.layer.output_gate = true;
+  luna_lm lm;
+  luna_ctx *ctx = luna_open(NULL);
+  CHECK(luna_lm_init(&lm, luna_params_open(ctx), &config) != LUNA_OK && strstr(luna_error(ctx), "output_gate"), "%s",
+        luna_error(ctx));
+  luna_close(ctx), attentions_close(&a);
+  for (int i = 1; i < 60; i++) end += snprintf(end, sizeof text - (size_t)(end - text), ",%d", i);
+  if (CHECK(attentions_open(&a, text), "a list of 60 numbers: %s", a.error)) attentions_close(&a);
+}
+
 int main(void) {
   inputs = common_random(INPUTS, 1, 1);
   for (size_t i = 0; i < CASES; i++)
@@ -838,6 +893,8 @@ int main(void) {
   check_redraw("rfa features=150 orthogonal=true", true);
   check_refusals();
   check_limits();
+  check_contexts();
+  check_frozen_and_gated();
   free(inputs);
   return test_report("attentions");
 }

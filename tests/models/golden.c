@@ -548,6 +548,7 @@ static void golden_run_attention(golden *g, luna_isa isa, luna_form form, bool t
     if (training) luna_begin_step(ctx);
     else luna_begin_inference(ctx);
     golden_attention_run(&a, ctx, params, lengths, training);
+    a.choice.hook.close(a.choice.layers);
   }
   attentions_close(&a.choice);
   luna_close(ctx);
