@@ -289,7 +289,7 @@ static void write_initializer(const char *owner, const part *p) {
 }
 /* positions t: of a circle in 2^64 parts, w_i / (2 pi) a step: it wraps as circles do */
 static void write_turns(void) {
-  const int64_t half = model.config.layer.dim / 2;
+  const int64_t half = model.config.layer.dim > 1 ? model.config.layer.dim / 2 : 1; /* C has no empty arrays. */
   open_array("uint64_t", "", "turns", "", half);
   for (int64_t i = 0; i < half; i++) {
     const long double frequency = (float)pow(10000, half > 1 ? -(double)i / (double)(half - 1) : 0);
@@ -634,7 +634,8 @@ static int check_parameters(void) {
 /* What the C includes, and what headers of C libraries include in turn: compilers find NAME.h in their place. */
 static bool is_header(const char *of) {
   static const char headers[] = " assert complex ctype errno fenv features float inttypes iso646 limits locale math"
-      " newlib reent setjmp signal stdarg stdbool stddef stdint stdio stdlib string strings tgmath time wchar wctype ";
+      " newlib reent setjmp signal stdarg stdbool stddef stdint stdio stdlib string strings tgmath time wchar wctype"
+      " luna board start ";
   char word[80] = " ";
   for (size_t i = 0; i <= strlen(of); i++) word[i + 1] = (char)tolower((unsigned char)of[i]);
   return strstr(headers, strcat(word, " ")) != NULL;
@@ -648,7 +649,7 @@ static int check_name(void) {
     return fail("--out %s: '%s' is no name for C; it takes up to 63 letters, digits and _, a letter first", own.out,
                 name);
   if (is_header(name))
-    return fail("--out %s: a header of the C library is called %s.h", own.out, name);
+    return fail("--out %s: a header of the C library, or a file of luna.h, is called %s.h", own.out, name);
   return 0;
 }
 

@@ -147,7 +147,7 @@ static const char *const export_numbers[] = {
   "@log:/* ln(u), u = m 2^e a normal number: f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */",
   "@log:static float log_of(float u) {",
   "@log:  const uint32_t bits = bits_of(u);",
-  "@log:  const int32_t n = (int32_t)((bits - 0x3F3504F3u + (127u << 23)) >> 23) - 127;",
+  "@log:  const int32_t n = (int32_t)((bits - 0x3F3504F3u + 0x3F800000u) >> 23) - 127;",
   "@log:  const float e = (float)n;",
   "@log:  const float f = float_of(bits - ((uint32_t)n << 23)) - 1.0f;",
   "@log:  const float square = f * f;",

@@ -218,6 +218,11 @@ static void say_class(int best) {
   (void)best;
 }
 
+#if defined(DETECTOR_VOCAB) || defined(LEARN_STEPS)
+/* A token or a class; -1, which the model refuses, where it is missing. */
+static int32_t index_of(float number) { return number == number ? (int32_t)number : -1; }
+#endif
+
 int main(void) {
   uint32_t steps = 0, first, count = 0;
 #ifdef LEARN_STEPS
@@ -229,7 +234,7 @@ int main(void) {
   while ((more = read_step()) > 0) {
     first = board_count();
 #ifdef DETECTOR_VOCAB
-    const int good = detector_step(&state, (int32_t)x[0], y);
+    const int good = detector_step(&state, index_of(x[0]), y);
 #else
     const int good = detector_step(&state, x, y);
 #endif
@@ -242,8 +247,9 @@ int main(void) {
     const int best = largest();
     if (good) say_class(best);
 #ifdef LEARN_STEPS
-    if (steps >= LEARN_STEPS) found += best == (int)x[NUMBERS];
-    else detector_learn(&state, (int32_t)x[NUMBERS], LEARN_RATE);
+    const int32_t wanted = index_of(x[NUMBERS]);
+    if (steps >= LEARN_STEPS) found += good && best == wanted;
+    else if (good) detector_learn(&state, wanted, LEARN_RATE);
 #endif
     steps++;
   }

@@ -108,6 +108,7 @@ static int write_all(const char *name, int32_t steps) {
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .seed = 1 });
   luna_params *params = luna_params_open(ctx);
   if (luna_lm_init(&model, params, &config) != LUNA_OK) return fail("model:", luna_error(ctx));
+  if (config.features > MAX_FEATURES) return fail("too many features:", name);
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const char *own;
     luna_tensor *t = luna_params_at(params, i, &own);
@@ -141,6 +142,7 @@ static int write_streamed(const char *name) {
   snprintf(path, sizeof path, "%s.safetensors", name);
   if (luna_load_model_of(LUNA_MODEL_LM, &model, luna_params_open(ctx), luna_path(path)) != LUNA_OK)
     return fail("model:", luna_error(ctx));
+  if (model.config.features > MAX_FEATURES) return fail("too many features:", name);
   luna_stream *stream = luna_stream_open(&model, NULL);
   FILE *csv = open_file(name, ".csv", "r"), *out = open_file(name, ".out", "w");
   for (int64_t i = 0; stream && fscanf(csv, "%f%*1[,]", &x[i]) == 1;) {

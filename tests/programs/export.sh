@@ -318,6 +318,7 @@ refuses "is no name for C" float/model.safetensors --out a-b
 refuses "is no name for C" float/model.safetensors --out folder/
 refuses "called string.h" float/model.safetensors --out string
 refuses "called Features.h" float/model.safetensors --out Features
+refuses "called luna.h" float/model.safetensors --out luna
 refuses "--out" float/model.safetensors
 cp float/model.safetensors model.c
 refuses "overwrite the model" model.c --out model
