@@ -655,7 +655,8 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
    released. */
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
-/* Before ops read t: asks luna_backward to keep t's gradient until the next begin. Returns t. */
+/* Before ops read t: asks luna_backward to keep t's gradient until the next begin. Returns t, or a copy of a
+   view without gradient, such as luna_detach's. */
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
 /* Returns the value of a tensor of one element, before the next begin; NaN on failure. */
 LUNA_API float luna_item(const luna_tensor *t);
@@ -1626,10 +1627,11 @@ LUNA_API void luna_stream_close(luna_stream *stream);
 /* Returns logits [batch,vocab] or [batch,outputs] after one token of each sequence, valid until the next call; null on
    failure. */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
-/* The same for a model of features: [batch,features], NaN if missing -> [batch,outputs]. A sequence with a feature that
-   luna_input does not allow skips the step: its logits are NaN, its state stays, and LUNA_ERROR_STREAM_FEATURE says so.
-   Null if that is every sequence. These three calls also return logits that are not finite for another reason, and say
-   so (LUNA_ERROR_STREAM_NOT_FINITE); no state becomes Inf or NaN. */
+/* The same for a model of features: [batch,features], NaN if missing -> [batch,outputs]. A sequence with a feature
+   that luna_input does not allow skips the step: its logits are NaN, its state stays, and LUNA_ERROR_STREAM_FEATURE
+   says so. Positions, and t in eq. 7, count skipped steps. Null if that is every sequence. These three calls also
+   return logits that are not finite for another reason, and say so (LUNA_ERROR_STREAM_NOT_FINITE); no state becomes
+   Inf or NaN. */
 LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
 /* Returns logits after the last row of an input whose batch is the stream's, or 0, and whose lengths are null. Null,
    without reading a row, for a feature that luna_input does not allow. */
@@ -6544,7 +6546,7 @@ LI_INLINE float LI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-/* Applies group_softmax to each head of `rows` rows from `row` on, counted over the batch. */
+/* Rows are counted over the batch. */
 LI_FN void LI_K(unpack_softmax)(const li_unpack *u, const li_unpack_space *m, int64_t row, int64_t rows) {
   const int64_t n = m->slots;
   float *s = m->scores;
@@ -10432,7 +10434,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
   }
 }
 
-/* Work is shared by the user's parallel_for, by a pool, or not at all. Returns false without memory. */
+/* Returns false without memory. */
 LI_FN bool li_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   int threads = o->threads;
@@ -11319,6 +11321,7 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
 }
 
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
+  if (t && t->base && !t->needs_grad) t = luna_scale(t, 1); /* Not its owner's gradient */
   if (!t || (t->own->ended && li_is_released(t, __func__))) return NULL;
   t->needs_grad = t->own->keep_grad = li_base(t)->own->keep_grad = true;
   return t;
@@ -11917,7 +11920,7 @@ LI_FN luna_status li_walk_back(luna_tensor *loss) {
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
   luna_op *again = NULL; /* Oldest op being recomputed */
-  if (!li_grad_take(ctx, loss, true)) return li_fail_backward(ctx, sizeof(float));
+  if (!li_grad_take(ctx, loss, !loss->base)) return li_fail_backward(ctx, sizeof(float));
   if (li_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (li_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
   if (status != LUNA_OK) return li_backend_result(ctx, "luna_backward", status);
@@ -13337,7 +13340,7 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) {
   if (lengths) {
     for (int64_t b = 0; b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   }
-  if (full) return x;
+  if (full && !(lengths && x->ctx->options.measure)) return x; /* Measuring counts padding. */
   s.op.lengths = li_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
   return li_finish_like(&s, x);
@@ -13734,7 +13737,6 @@ LI_FN const li_parallel *li_ffn_parallel(const li_ffn_work *w) {
   return &w->op->ctx->parallel;
 }
 
-/* Products 0 and 1 are forward's; 2 to 5 give gradients. */
 LI_FN void li_ffn_product(const li_ffn_work *w, int which, li_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
@@ -14490,6 +14492,8 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   li_build s;
   memset(&c, 0, sizeof c);
   if (config) c = *config;
+  if (c.sums) *c.sums = NULL;
+  if (c.log_sum_exp) *c.log_sum_exp = NULL;
   const bool ragged = c.sequences > 0;
   if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, __func__, in, 3, 3) || li_dropout_wrong(&s, c.dropout)) return NULL;
   if (!li_is_finite(c.scale))
@@ -14518,6 +14522,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   luna_attention_config c = li_attention_config(1, own->dropout, own->lengths);
   luna_tensor *const in[] = { weights, context };
   li_build s;
+  if (own->sums) *own->sums = NULL;
   if (!li_start(&s, LUNA_OP_SOFTMAX_ATTENTION, __func__, in, 2, 2) || li_dropout_wrong(&s, c.dropout) ||
       !li_fits(&s, "weights [b,r,D] context [b,m,D]") || !li_heads_fit(&s, 1)) return NULL;
   c.scale = 1;
@@ -16553,7 +16558,8 @@ LI_FN const char *li_lm_read(const li_st *st, luna_lm_config *config) {
   if (!li_st_meta(st, "luna.kind", &text)) return LI_NO_KIND;
   if (!li_st_equal(text, LI_LM_KIND)) return "it holds no causal language model of luna.h";
   if (li_st_is_newer(st)) return LI_NEWER;
-  if (li_fields_read(st, LI_OF_LM, config))
+  if (li_fields_read(st, LI_OF_LM, config) || (config->output_norm && !config->outputs) ||
+      (config->layer.forget == LUNA_FORGET_ROUTED && config->layer.memory < 2))
     return "a size of the model is missing from the metadata, or out of range";
   if (config->layer.attention || li_st_meta(st, "luna.hook", &text))
     return "only Luna attention streams in constant memory";
@@ -17086,7 +17092,7 @@ LI_FN luna_tensor *li_classifier_features(const luna_classifier *model, const lu
   luna_input own;
   if (!li_empty_input(scope.ctx, "luna_classifier_forward", input, &own) ||
       !li_encoder(&model->encoder, &own, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
-  if (model->config.per_step) return x;
+  if (model->config.per_step) return li_result(scope, x);
   return li_result(scope, luna_classifier_pool(model, x, p, own.lengths));
 }
 LI_FN luna_tensor *li_classifier_logits(const luna_classifier *model, luna_tensor *features) {
@@ -19305,7 +19311,6 @@ LI_FN bool li_stream_layer_open(luna_stream *s, int64_t index, li_part *parts, c
 
   return li_stream_own(s, parts, li_causal_attention_parts(&causal->attention, parts), prefix, st);
 }
-/* Copies the mean and the scale to the host, one after the other. */
 LI_FN bool li_stream_scales(luna_stream *s, float *to, const luna_tensor *mean, const luna_tensor *scale) {
   const size_t bytes = li_bytes(luna_count(mean));
   return li_stream_move(s, to, mean->data, bytes, 2) &&
@@ -19507,7 +19512,6 @@ LI_FN luna_status li_stream_report(luna_ctx *ctx, const luna_stream *s, const ch
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_fail(ctx, s->ctx.status, s->ctx.error);
   return li_backend_result(ctx, name, s->ctx.status);
 }
-/* Ends opening. On failure, reports it in the context and returns null. */
 LI_FN luna_stream *li_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, const char *name) {
   if (good) return s;
   (void)li_stream_report(ctx, s, name);

@@ -241,6 +241,39 @@ static void check_ragged(void) {
 }
 
 /* ---- how much ---- */
+/* A batch with padding fits in what was measured with sequences that are all as long as they can be. */
+static void check_padding(void) {
+  enum { BATCH = 3, N = 20 };
+  static int32_t tokens[BATCH * N], labels[BATCH] = {0, 1, 1}, lengths[BATCH] = {N, N, N};
+  luna_classifier_config config = {0};
+  size_t need = 0;
+  config.classes = 2, config.pooling = LUNA_POOLING_MEAN;
+  config.vocab = 9, config.encoder.layers = 2, config.encoder.layer.dim = 16, config.encoder.layer.heads = 2;
+  config.encoder.layer.memory = 4, config.encoder.layer.ffn = 8;
+  for (int run = 0; run < 3; run++) {  /* measured; then two real ones */
+    luna_options options = {.measure = run == 0, .threads = 1};
+    luna_classifier model;
+    luna_status status = LUNA_OK;
+    void *block = run ? common_alloc(need) : NULL;
+    options.block = block, options.block_size = need;
+    luna_ctx *ctx = luna_open(&options);
+    luna_params *params = luna_params_open(ctx);
+    CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+    luna_optimizer *sgd = luna_sgd(params, NULL);
+    lengths[1] = run == 2 ? 5 : N;
+    for (int step = 0; step < 2 && status == LUNA_OK; step++) {
+      luna_begin_step(ctx);
+      const luna_input input = {tokens, lengths, BATCH, N, NULL};
+      luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &input), labels, NULL));
+      status = luna_optimizer_step(sgd);
+    }
+    CHECK(status == LUNA_OK, "run %d of a classifier: %s", run, luna_error(ctx));
+    if (run == 0) need = luna_memory(ctx).peak;
+    luna_close(ctx);
+    free(block);
+  }
+}
+
 static size_t peak_of(bool encoder, bool inference, int64_t layers, int64_t n) {
   const job j = {"sizes", encoder ? JOB_ENCODER : JOB_LM, n, layers, 1, inference, false, LUNA_RECOMPUTE_NONE, 0};
   return measured(&j, 1).peak;
@@ -452,6 +485,7 @@ int main(void) {
   check_close();
   check_steady();
   check_ragged();
+  check_padding();
   check_first_step(false);
   check_first_step(true);
   check_many_pieces(false);

@@ -692,6 +692,45 @@ static void check_gradients_kept(void) {
   luna_close(ctx);
 }
 
+/* ---- views whose owner has no gradient of its own ---- */
+static void check_gradients_of_views(void) {
+  const int64_t shape[2] = {3, 4}, flat[1] = {-1}, row[2] = {1, 4};
+  luna_ctx *ctx = open_plain(LUNA_ISA_BEST);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *w = luna_param(params, "w", 2, shape, (luna_init){LUNA_INIT_NORMAL, 1}), *lse = w, *sums = w;
+  float grad[12];
+  for (int step = 0; step < 3; step++) { /* memory that was written to is used again */
+    luna_begin_step(ctx);
+    luna_params_zero_grad(params);
+    luna_tensor *each = luna_sum(luna_mul(luna_exp(w), luna_add_scalar(w, 3)), 1);
+    CHECK(luna_backward(luna_slice(each, 0, step, 1)) == LUNA_OK && luna_read_grad(w, grad) == LUNA_OK, "%s",
+          luna_error(ctx));
+    for (int i = 0; i < 12; i++)
+      CHECK((grad[i] != 0) == (i / 4 == step), "loss %d has gradient %g of number %d", step, (double)grad[i], i);
+  }
+
+  luna_begin_step(ctx);
+  luna_params_zero_grad(params);
+  luna_tensor *cut = luna_require_grad(luna_detach(luna_scale(w, 2)));
+  CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(cut, cut), 1, flat), 0)) == LUNA_OK &&
+        luna_read_grad(cut, grad) == LUNA_OK && fabsf(grad[5] - 4 * w->data[5]) < 1e-5f, "%s", luna_error(ctx));
+  CHECK(luna_read_grad(w, grad) == LUNA_OK && grad[5] == 0, "a gradient of %g goes through luna_detach",
+        (double)grad[5]);
+
+  /* a constant that is broadcast, and a view of it that wants a gradient */
+  luna_begin_step(ctx);
+  luna_tensor *h = luna_tensor_full(ctx, 2, 2, row), *y = luna_mul(h, w),
+              *r = luna_require_grad(luna_reshape(h, 1, flat)), *z = luna_mul(r, r);
+  CHECK(luna_backward(luna_add(luna_sum(luna_reshape(y, 1, flat), 0), luna_sum(z, 0))) == LUNA_OK &&
+        luna_read_grad(r, grad) == LUNA_OK && grad[0] == 4 && grad[3] == 4, "a view of a constant has gradient %g: %s",
+        (double)grad[0], luna_error(ctx));
+
+  luna_begin_step(ctx);
+  CHECK(!luna_softmax_attention(NULL, w, w, &(luna_attention_config){.log_sum_exp = &lse}) && !lse &&
+        !luna_pack(NULL, w, &(luna_pack_config){.sums = &sums}) && !sums, "a failed op leaves a second result");
+  luna_close(ctx);
+}
+
 /* ---- refusals: null, the error's id, and a sentence that names the function ---- */
 typedef struct refusal {
   int logged;
@@ -1360,6 +1399,7 @@ int main(int count, char **arguments) {
   check_views();
   check_items();
   check_gradients_kept();
+  check_gradients_of_views();
   check_refusals();
   return test_report("ops");
 }

@@ -142,6 +142,21 @@ static int count_of(const listener *l, luna_trace_kind kind) {
   return count;
 }
 
+/* A classifier of steps leaves no scope open for what the caller does after it. */
+static void check_per_step(listener *l) {
+  static const int32_t tokens[3] = {1, 2, 0};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_classifier classifier;
+  luna_classifier_config config = {0};
+  config.vocab = 3, config.classes = 2, config.per_step = true;
+  CHECK(luna_classifier_init(&classifier, luna_params_open(ctx), &config) == LUNA_OK, "%s", luna_error(ctx));
+  listen_anew(l, ctx);
+  luna_begin_inference(ctx);
+  CHECK(luna_classifier_forward(&classifier, &(luna_input){tokens, NULL, 1, 3, NULL}) && l->open == 0 && l->nested,
+        "%d scopes are open after luna_classifier_forward: %s", l->open, luna_error(ctx));
+  luna_close(ctx);
+}
+
 static void check_order(model *m, listener *l) {
   static const char loss[] = "lm_loss", layer[] = "lm_loss/lm_features/causal_layer";
   listen_anew(l, m->ctx);
@@ -376,6 +391,7 @@ static void check_trace(const luna_options *options) {
   static listener l;
   model m = {0}, off = {0};
   if (!CHECK(open_model(&m, options) && open_model(&off, options), "init: %s", luna_error(m.ctx))) return;
+  check_per_step(&l);
   check_order(&m, &l);
   steps(&off, 2);
   check_changes(&m, &off, &l);

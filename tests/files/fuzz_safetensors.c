@@ -863,6 +863,10 @@ TEST_UNUSED static bool seed(int i, const char **name, common_bytes *out) {
                   SHAPE("input_proj.weight", "F32", "0,1048576"))))
   SEED("lm_no_outputs.safetensors", edited(lm_file(LM_FEATURES),
                                            EDIT("\"luna.outputs\":\"2\"", "\"luna.outputs\":\"0\"")))
+  SEED("lm_norm_claim.safetensors", edited(lm_file(LM_PLAIN),
+      EDIT("\"luna.output_norm\":\"0\"", "\"luna.output_norm\":\"1\"", "\"embed_tokens.weight\"",
+           T("output_norm.mean", "F32", "0", 0, 0) "," T("output_norm.scale", "F32", "0", 0, 0)
+           ",       \"embed_tokens.weight\""))) /* spaces, so that values are aligned */
   SEED("lm_omega.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.omega\":\"5\"", "\"luna.omega\":\"2\"")))
   SEED("training_step.safetensors", edited(training_file(0),
       EDIT("\"luna.step\":\"0000000000000002\"", "\"luna.step\":\"ffffffffffffffff\"")))
