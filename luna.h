@@ -62,7 +62,7 @@
      (luna_begin_step or luna_begin_inference) empties: a steady step allocates nothing. Without a begin, memory grows
      with each iteration. options.block gives a context one block for everything. A context with options.measure
      computes nothing: after one dry run of the same calls at the largest sizes, with the same threads, isa, other
-     options and files, luna_memory(ctx).peak is the exact size of that block. Neither of them opens streams, which have
+     options and files, luna_memory(ctx).peak is the size of that block. Neither of them opens streams, which have
      their own memory, or runs luna_seq2seq_generate.
      Within a step, layers and models are scopes, whose ends release the values that nothing needs (luna_scope_begin).
      So an inference of many layers takes little more than one of two. To read a hidden value, or return one from an

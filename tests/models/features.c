@@ -165,7 +165,7 @@ static void features_files(const luna_backend *backend) {
 
 #ifndef FEATURES_INCLUDED
 enum { BATCH = 3, N = 9, K = 3, VOCAB = 11, MODELS = 6 };
-static const int32_t lengths[BATCH] = {9, 4, 7};
+static int32_t lengths[BATCH] = {9, 4, 7};
 static luna_ctx *ctx_open(uint64_t seed, int threads) {
   luna_options options = {0};
   options.seed = seed, options.threads = threads;
@@ -788,7 +788,8 @@ static void check_differences(void) {
   }
 }
 
-/* ---- a measured step works in a block of that size, and 64 bytes less do not, whatever the data ---- */
+/* ---- a measured step works in a block of that size, and 64 bytes less do not, whatever the data, where a sequence is
+   so short that P has padding, too ---- */
 static luna_status block_job(luna_ctx *ctx, bool missing) {
   luna_model m;
   luna_params *params = luna_params_open(ctx);
@@ -806,6 +807,8 @@ static void check_block(void) {
   luna_options options = {0};
   options.measure = true, options.threads = 1;
   luna_ctx *ctx = luna_open(&options);
+  const int32_t before = lengths[1];
+  lengths[1] = 1;
   CHECK(block_job(ctx, true) == LUNA_OK, "measuring: %s", luna_error(ctx));
   const size_t need = luna_memory(ctx).peak;
   luna_close(ctx);
@@ -820,6 +823,7 @@ static void check_block(void) {
     luna_close(ctx);
     free(options.block);
   }
+  lengths[1] = before;
 }
 
 /* ---- what is refused ---- */
