@@ -96,11 +96,11 @@ ATTENTION_FN bool attentions_put_list(attentions *a, const attention_option *opt
 ATTENTION_FN bool attentions_real(const char *value, double *real) {
   const size_t whole = strcspn(value, ".");
   const char *point = value[whole] ? localeconv()->decimal_point : "";
-  char local[80], *end;
-  const int size = snprintf(local, sizeof local, "%.*s%s%s", (int)whole, value, point,
+  char text[80], *end;
+  const int size = snprintf(text, sizeof text, "%.*s%s%s", (int)whole, value, point,
                             value[whole] ? value + whole + 1 : "");
-  *real = strtod(local, &end);
-  return size < (int)sizeof local && end != local && !*end && *real - *real == 0;
+  *real = strtod(text, &end);
+  return size < (int)sizeof text && end != text && !*end && *real - *real == 0;
 }
 ATTENTION_FN bool attentions_put(attentions *a, const attention_option *option, const char *value) {
   void *at = (char *)a->options + option->at;
