@@ -934,7 +934,7 @@ typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
    seed and the place in the tensor: give another seed each time. It ends as those of luna_tensor_new. */
 LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape);
 
-/* Makes an empty set, for one model. luna_close frees it. Null: the context says why. */
+/* Makes an empty set, for one model or layers of your own. luna_close frees it. Null: the context says why. */
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);
 /* Returns the set's context; null for null. */
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);
